@@ -1,0 +1,560 @@
+//! The shared index: one writer (the store), many readers (the services), no locks.
+//!
+//! A memfd holds, in 64-bit words: a header, a ring of the keys that entered last, the 128-bit hashes of the
+//! slots, and an open-addressed table with linear probing. Every entry is one atomic word, so a reader sees old or
+//! new, never half. A reader that races with the writer may miss an entry for an instant (it merges a pass
+//! later) and may find one that is going (the epochs below keep its slot from being reused meanwhile).
+//!
+//! **Epochs.** The store removes a slot's entry, then advances the epoch, and reuses the slot only when every
+//! connected service has reported an epoch at least as high. A service reads the epoch (acquire) *before* the
+//! lookups of a batch and reports that value together with the references the batch took. So a service that
+//! found the entry reports its reference no later than the epoch that would free the slot, and a service that
+//! reports a higher epoch has looked after the removal. `vmm-dedup-store` checks this rule over all interleavings.
+//!
+//! **Growth.** The table grows by moving to a new memfd. The old one is marked retired and its epoch stays, so a
+//! service that still reads it holds back every later reuse until it has switched.
+
+use crate::key::{Key, PageHash};
+use crate::mapping::Mapping;
+use crate::{MAX_SLOTS, PAGE_SIZE, Slot};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// First word of an index file: the ASCII bytes `vmmddidx`.
+pub const MAGIC: u64 = 0x766d_6d64_6469_6478;
+/// Version of the layout below.
+pub const VERSION: u64 = 1;
+/// Keys that the ring of news holds.
+pub const RING: usize = 1 << 16;
+
+const HEADER_WORDS: usize = PAGE_SIZE / 8;
+const WORD_MAGIC: usize = 0;
+const WORD_VERSION: usize = 1;
+const WORD_EPOCH: usize = 2;
+const WORD_NEWS: usize = 3;
+const WORD_CAPACITY: usize = 4;
+const WORD_RETIRED: usize = 5;
+
+const HASHES_AT: usize = HEADER_WORDS + RING;
+const TABLE_AT: usize = HASHES_AT + MAX_SLOTS as usize * 2;
+
+/// Most words a lookup reads before it gives up; the writer keeps the table sparse enough never to need it.
+const MAX_PROBES: usize = 4096;
+
+const MARK: u32 = 1 << 31;
+
+/// Bytes of an index file whose table has `capacity` entries. Most of it is a hole: only what is used costs.
+pub fn file_len(capacity: usize) -> usize {
+    ((TABLE_AT + capacity) * 8).next_multiple_of(PAGE_SIZE)
+}
+
+/// What the index says of a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Entry {
+    /// A line key that more than one page has had: use the whole page's hash. Counts the slots below it.
+    Mark(u32),
+    /// A whole-page key and the slot that holds such a page.
+    Slot(Slot),
+}
+
+impl Entry {
+    fn encode(self, tag: u32) -> u64 {
+        let payload = match self {
+            Entry::Mark(count) => MARK | count.min(MARK - 1),
+            Entry::Slot(slot) => slot.number() + 1,
+        };
+        (u64::from(tag) << 32) | u64::from(payload)
+    }
+
+    #[allow(clippy::cast_possible_truncation)] // the payload is the low half
+    fn decode(word: u64) -> Option<Self> {
+        let payload = word as u32;
+        if payload & MARK != 0 {
+            return Some(Entry::Mark(payload & !MARK));
+        }
+        Slot::try_new(payload.checked_sub(1)?).map(Entry::Slot)
+    }
+}
+
+/// What an entry holds of its key: the upper 32 bits. Two keys with one tag cost a needless hash or comparison.
+#[allow(clippy::cast_possible_truncation)] // 48 - 16 bits
+fn tag(key: Key) -> u32 {
+    (key.raw() >> 16) as u32
+}
+
+/// Where a tag's probe sequence starts: mixed (its top bit is the key's kind), then scaled to the capacity.
+#[allow(clippy::cast_possible_truncation)] // < capacity
+fn home(tag: u32, capacity: usize) -> usize {
+    ((u64::from(tag.wrapping_mul(0x9e37_79b1)) * capacity as u64) >> 32) as usize
+}
+
+fn tag_of(word: u64) -> u32 {
+    (word >> 32) as u32
+}
+
+/// Why a file is no index.
+#[derive(Debug, thiserror::Error)]
+pub enum IndexError {
+    /// The file's header is not ours.
+    #[error(
+        "the index has magic {magic:#x} and version {version}, expected {MAGIC:#x} and {VERSION}: store and service must be of one release"
+    )]
+    Foreign {
+        /// First word of the file.
+        magic: u64,
+        /// Second word of the file.
+        version: u64,
+    },
+    /// The header announces a table that the file does not hold.
+    #[error("the index announces {capacity} entries, which do not fit its {len} bytes")]
+    Truncated {
+        /// Entries announced.
+        capacity: u64,
+        /// Bytes mapped.
+        len: usize,
+    },
+    /// Mapping failed.
+    #[error("the index cannot be mapped")]
+    Map(#[from] std::io::Error),
+}
+
+/// Keys that entered the index since a position.
+#[derive(Debug, PartialEq, Eq)]
+pub enum News {
+    /// These, oldest first.
+    Keys(Vec<Key>),
+    /// More than the ring holds: look everything up again.
+    Overrun,
+}
+
+/// A service's view of the index.
+#[derive(Debug)]
+pub struct IndexReader {
+    map: Mapping,
+    capacity: usize,
+}
+
+impl IndexReader {
+    /// Checks the header of a mapped index file.
+    pub fn new(map: Mapping) -> Result<Self, IndexError> {
+        let words = map.words();
+        if words.len() <= TABLE_AT {
+            return Err(IndexError::Truncated {
+                capacity: 0,
+                len: map.len(),
+            });
+        }
+        let (magic, version) = (
+            words[WORD_MAGIC].load(Ordering::Acquire),
+            words[WORD_VERSION].load(Ordering::Acquire),
+        );
+        if (magic, version) != (MAGIC, VERSION) {
+            return Err(IndexError::Foreign { magic, version });
+        }
+        let capacity = words[WORD_CAPACITY].load(Ordering::Acquire);
+        match usize::try_from(capacity) {
+            Ok(n) if n > 0 && n <= words.len() - TABLE_AT => Ok(Self { capacity: n, map }),
+            _ => Err(IndexError::Truncated {
+                capacity,
+                len: map.len(),
+            }),
+        }
+    }
+
+    /// The epoch to report with the lookups that follow this call.
+    pub fn epoch(&self) -> u64 {
+        self.map.words()[WORD_EPOCH].load(Ordering::Acquire)
+    }
+
+    /// Whether the store has moved on to another index file.
+    pub fn retired(&self) -> bool {
+        self.map.words()[WORD_RETIRED].load(Ordering::Acquire) != 0
+    }
+
+    /// Whether this line key was seen on more than one page.
+    pub fn is_marked(&self, key: Key) -> bool {
+        self.find(key, |entry| matches!(entry, Entry::Mark(_)).then_some(()))
+            .is_some()
+    }
+
+    /// The slot whose page has this hash.
+    pub fn slot_of(&self, hash: PageHash) -> Option<Slot> {
+        self.find(hash.key(), |entry| match entry {
+            Entry::Slot(slot) if self.hash_of(slot) == hash => Some(slot),
+            _ => None,
+        })
+    }
+
+    /// Whether some slot has this whole-page key (its low 47 bits of hash).
+    pub fn has_slot(&self, key: Key) -> bool {
+        self.find(key, |entry| matches!(entry, Entry::Slot(_)).then_some(()))
+            .is_some()
+    }
+
+    /// Position in the news, to be given to [`Self::news_since`] later.
+    pub fn news_position(&self) -> u64 {
+        self.map.words()[WORD_NEWS].load(Ordering::Acquire)
+    }
+
+    /// Keys that entered since `position`.
+    pub fn news_since(&self, position: u64) -> News {
+        let head = self.news_position();
+        if head < position || head - position > RING as u64 {
+            return News::Overrun;
+        }
+        let keys = (position..head).filter_map(|at| Key::try_new(self.ring_word(at).load(Ordering::Acquire)));
+        let keys: Vec<Key> = keys.collect();
+        // The writer may have lapped us while we read.
+        if self.news_position() - position > RING as u64 {
+            News::Overrun
+        } else {
+            News::Keys(keys)
+        }
+    }
+
+    fn ring_word(&self, at: u64) -> &AtomicU64 {
+        #[allow(clippy::cast_possible_truncation)] // < RING
+        &self.map.words()[HEADER_WORDS + (at % RING as u64) as usize]
+    }
+
+    fn hash_of(&self, slot: Slot) -> PageHash {
+        let words = &self.map.words()[HASHES_AT + slot.number() as usize * 2..][..2];
+        let (low, high) = (words[0].load(Ordering::Acquire), words[1].load(Ordering::Acquire));
+        PageHash(u128::from(high) << 64 | u128::from(low))
+    }
+
+    fn table(&self) -> &[AtomicU64] {
+        &self.map.words()[TABLE_AT..][..self.capacity]
+    }
+
+    fn find<T>(&self, key: Key, mut pick: impl FnMut(Entry) -> Option<T>) -> Option<T> {
+        let (table, tag) = (self.table(), tag(key));
+        let mut at = home(tag, self.capacity);
+        for _ in 0..self.capacity.min(MAX_PROBES) {
+            let word = table[at].load(Ordering::Acquire);
+            if word == 0 {
+                return None;
+            }
+            if tag_of(word) == tag
+                && let Some(found) = Entry::decode(word).and_then(&mut pick)
+            {
+                return Some(found);
+            }
+            at = if at + 1 == self.capacity { 0 } else { at + 1 };
+        }
+        None
+    }
+}
+
+/// The store's side of an index file. There must be one writer per file.
+#[derive(Debug)]
+pub struct IndexWriter {
+    reader: IndexReader,
+    used: usize,
+}
+
+impl IndexWriter {
+    /// Lays out an empty index in a fresh, zeroed, writable mapping of [`file_len`]`(capacity)` bytes.
+    pub fn format(map: Mapping, capacity: usize) -> Result<Self, IndexError> {
+        let words = map.words();
+        if words.len() < TABLE_AT + capacity {
+            return Err(IndexError::Truncated {
+                capacity: capacity as u64,
+                len: map.len(),
+            });
+        }
+        words[WORD_VERSION].store(VERSION, Ordering::Relaxed);
+        words[WORD_CAPACITY].store(capacity as u64, Ordering::Relaxed);
+        words[WORD_EPOCH].store(1, Ordering::Relaxed);
+        words[WORD_MAGIC].store(MAGIC, Ordering::Release);
+        Ok(Self {
+            reader: IndexReader::new(map)?,
+            used: 0,
+        })
+    }
+
+    /// What every service sees.
+    pub fn reader(&self) -> &IndexReader {
+        &self.reader
+    }
+
+    /// Entries in the table.
+    pub fn used(&self) -> usize {
+        self.used
+    }
+
+    /// Entries the table has room for.
+    pub fn capacity(&self) -> usize {
+        self.reader.capacity
+    }
+
+    /// Whether the next insertion should go to a bigger file (three quarters are used).
+    pub fn is_full(&self) -> bool {
+        self.used * 4 >= self.capacity() * 3
+    }
+
+    /// Slots below a marked line key; `None` if it is not marked.
+    pub fn mark_count(&self, key: Key) -> Option<u32> {
+        self.reader.find(key, |entry| match entry {
+            Entry::Mark(count) => Some(count),
+            Entry::Slot(_) => None,
+        })
+    }
+
+    /// Enters or replaces the mark of a line key. Returns whether it is new.
+    pub fn set_mark(&mut self, key: Key, count: u32) -> bool {
+        let old = self.position(tag(key), |entry| matches!(entry, Entry::Mark(_)));
+        self.put(tag(key), old, Entry::Mark(count))
+    }
+
+    /// Enters a slot under its page's hash.
+    pub fn insert_slot(&mut self, hash: PageHash, slot: Slot) {
+        self.write_hash(hash, slot);
+        let old = self.position(tag(hash.key()), |entry| entry == Entry::Slot(slot));
+        self.put(tag(hash.key()), old, Entry::Slot(slot));
+    }
+
+    /// The hash of the page in a slot, as entered.
+    pub fn hash_of(&self, slot: Slot) -> PageHash {
+        self.reader.hash_of(slot)
+    }
+
+    /// Removes a slot's entry. Returns whether it was there.
+    pub fn remove_slot(&mut self, slot: Slot) -> bool {
+        let key = self.hash_of(slot).key();
+        self.remove(key, |entry| entry == Entry::Slot(slot))
+    }
+
+    /// Removes a line key's mark. Returns whether it was there.
+    pub fn remove_mark(&mut self, key: Key) -> bool {
+        self.remove(key, |entry| matches!(entry, Entry::Mark(_)))
+    }
+
+    /// Appends a key to the news, after its entry is visible.
+    pub fn announce(&self, key: Key) {
+        let head = self.reader.news_position();
+        self.reader.ring_word(head).store(key.raw(), Ordering::Release);
+        self.reader.map.words()[WORD_NEWS].store(head + 1, Ordering::Release);
+    }
+
+    /// Advances the epoch, after an entry was removed. Returns the new epoch.
+    pub fn advance_epoch(&self) -> u64 {
+        let next = self.reader.epoch() + 1;
+        self.reader.map.words()[WORD_EPOCH].store(next, Ordering::Release);
+        next
+    }
+
+    /// Moves everything but unused marks into `next`, which must be empty and larger, and marks this file as left
+    /// behind. Its readers keep reporting its last epoch until they switch.
+    pub fn retire_into(&self, next: &mut IndexWriter) {
+        let (from, to) = (self.reader.map.words(), next.reader.map.words());
+        for at in (HEADER_WORDS..HASHES_AT).chain([WORD_EPOCH, WORD_NEWS]) {
+            let word = from[at].load(Ordering::Relaxed);
+            if word != 0 {
+                to[at].store(word, Ordering::Release);
+            }
+        }
+        for word in self.reader.table() {
+            let word = word.load(Ordering::Relaxed);
+            match Entry::decode(word) {
+                None | Some(Entry::Mark(0)) => {}
+                Some(entry) => {
+                    if let Entry::Slot(slot) = entry {
+                        next.write_hash(self.hash_of(slot), slot);
+                    }
+                    next.put(tag_of(word), None, entry);
+                }
+            }
+        }
+        from[WORD_RETIRED].store(1, Ordering::Release);
+    }
+
+    fn write_hash(&self, hash: PageHash, slot: Slot) {
+        #[allow(clippy::cast_possible_truncation)] // two halves
+        let halves = [hash.0 as u64, (hash.0 >> 64) as u64];
+        let words = &self.reader.map.words()[HASHES_AT + slot.number() as usize * 2..][..2];
+        for (word, half) in words.iter().zip(halves) {
+            word.store(half, Ordering::Release);
+        }
+    }
+
+    fn position(&self, tag: u32, is: impl Fn(Entry) -> bool) -> Option<usize> {
+        let mut at = home(tag, self.capacity());
+        loop {
+            let word = self.reader.table()[at].load(Ordering::Relaxed);
+            if word == 0 {
+                return None;
+            }
+            if tag_of(word) == tag && Entry::decode(word).is_some_and(&is) {
+                return Some(at);
+            }
+            at = (at + 1) % self.capacity();
+        }
+    }
+
+    /// Writes an entry over `old` or into the first gap. Returns whether the table has one more.
+    fn put(&mut self, tag: u32, old: Option<usize>, entry: Entry) -> bool {
+        let capacity = self.capacity();
+        let at = old.unwrap_or_else(|| {
+            assert!(
+                self.used + 1 < capacity,
+                "the caller grows the index before it is full"
+            );
+            let mut at = home(tag, capacity);
+            while self.reader.table()[at].load(Ordering::Relaxed) != 0 {
+                at = (at + 1) % capacity;
+            }
+            self.used += 1;
+            at
+        });
+        self.reader.table()[at].store(entry.encode(tag), Ordering::Release);
+        old.is_none()
+    }
+
+    /// Closes the gap that a removal leaves by moving later entries of the probe sequence back, so that there are
+    /// no tombstones. A reader may see a moving entry twice or miss it for an instant, never a wrong one.
+    fn remove(&mut self, key: Key, is: impl Fn(Entry) -> bool) -> bool {
+        let Some(mut gap) = self.position(tag(key), is) else {
+            return false;
+        };
+        let capacity = self.capacity();
+        let distance = |from: usize, to: usize| (to + capacity - from) % capacity;
+        let mut at = gap;
+        loop {
+            at = (at + 1) % capacity;
+            let word = self.reader.table()[at].load(Ordering::Relaxed);
+            if word == 0 {
+                break;
+            }
+            if distance(home(tag_of(word), capacity), at) >= distance(gap, at) {
+                self.reader.table()[gap].store(word, Ordering::Release);
+                gap = at;
+            }
+        }
+        self.reader.table()[gap].store(0, Ordering::Release);
+        self.used -= 1;
+        true
+    }
+}
+
+/// Creates the memfd of an index with room for `capacity` entries: `(file, writer)`. Nobody but the writer can map
+/// the file for writing afterwards.
+pub fn create(capacity: usize) -> Result<(std::os::fd::OwnedFd, IndexWriter), IndexError> {
+    let (file, map) = crate::mapping::sealed_memfd("vmm-dedup-index", file_len(capacity))?;
+    Ok((file, IndexWriter::format(map, capacity)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashMap;
+
+    fn key(n: u64) -> Key {
+        Key::try_new((n & 0x7f) << 40 | (n & 0x7f)).unwrap()
+    }
+
+    fn hash(n: u64) -> PageHash {
+        PageHash(u128::from(n) << 64 | u128::from(n & 0x7f) << 40)
+    }
+
+    fn slot(n: u32) -> Slot {
+        Slot::try_new(n).unwrap()
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Mark(u64, u32),
+        Unmark(u64),
+        Insert(u64),
+        Remove(u64),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let n = 0u64..100;
+        let step = prop_oneof![
+            (n.clone(), 0u32..5).prop_map(|(k, c)| Step::Mark(k, c)),
+            n.clone().prop_map(Step::Unmark),
+            n.clone().prop_map(Step::Insert),
+            n.prop_map(Step::Remove),
+        ];
+        proptest::collection::vec(step, 0..400)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn behaves_like_two_maps(steps in steps()) {
+            let (_file, mut index) = create(300).unwrap();
+            let (mut marks, mut slots) = (HashMap::new(), HashMap::new());
+            for step in steps {
+                match step {
+                    Step::Mark(k, c) => {
+                        prop_assert_eq!(index.set_mark(key(k), c), marks.insert(k, c).is_none());
+                    }
+                    Step::Unmark(k) => {
+                        prop_assert_eq!(index.remove_mark(key(k)), marks.remove(&k).is_some());
+                    }
+                    Step::Insert(k) => {
+                        #[allow(clippy::cast_possible_truncation)]
+                        index.insert_slot(hash(k), slot(k as u32));
+                        slots.insert(k, k);
+                    }
+                    Step::Remove(k) => {
+                        #[allow(clippy::cast_possible_truncation)]
+                        let removed = slots.contains_key(&k) && index.remove_slot(slot(k as u32));
+                        prop_assert_eq!(removed, slots.remove(&k).is_some());
+                    }
+                }
+            }
+            prop_assert_eq!(index.used(), marks.len() + slots.len());
+            let (_next_file, mut next) = create(600).unwrap();
+            index.retire_into(&mut next);
+            prop_assert!(index.reader().retired());
+            for k in 0..100 {
+                prop_assert_eq!(index.mark_count(key(k)), marks.get(&k).copied());
+                let unused = marks.get(&k).is_none_or(|c| *c == 0);
+                prop_assert_eq!(next.reader().is_marked(key(k)), !unused);
+                for index in [&index, &next] {
+                    let found = index.reader().slot_of(hash(k)).map(|s| u64::from(s.number()));
+                    prop_assert_eq!(found, slots.get(&k).copied());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn news_are_delivered_until_the_ring_laps() {
+        let (_file, index) = create(64).unwrap();
+        let start = index.reader().news_position();
+        index.announce(key(1));
+        index.announce(key(2));
+        assert_eq!(index.reader().news_since(start), News::Keys(vec![key(1), key(2)]));
+        assert_eq!(index.reader().news_since(start + 1), News::Keys(vec![key(2)]));
+        (0..RING as u64).for_each(|_| index.announce(key(3)));
+        assert_eq!(index.reader().news_since(start), News::Overrun);
+    }
+
+    #[test]
+    fn others_cannot_write_the_index() {
+        let (file, _index) = create(64).unwrap();
+        assert!(Mapping::read_write(&file, PAGE_SIZE).is_err());
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
+        let again = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(path)
+            .unwrap();
+        assert!(Mapping::read_write(&again, PAGE_SIZE).is_err());
+        assert!(Mapping::read_only(&again, PAGE_SIZE).is_ok());
+    }
+
+    #[test]
+    fn foreign_files_are_refused() {
+        let file = rustix::fs::memfd_create("x", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, file_len(64) as u64).unwrap();
+        let map = Mapping::read_only(&file, file_len(64)).unwrap();
+        assert!(matches!(IndexReader::new(map), Err(IndexError::Foreign { .. })));
+        let map = Mapping::read_only(&file, PAGE_SIZE).unwrap();
+        assert!(matches!(IndexReader::new(map), Err(IndexError::Truncated { .. })));
+    }
+}

@@ -1,0 +1,76 @@
+//! The contract between the dedup service in a VMM and the page store of its host.
+//!
+//! Two actors share this crate: the *service* (one in every VMM, see `vmm-dedup`) and the *store* (one per
+//! host and trust domain, see `vmm-dedup-store`). They meet in three places:
+//!
+//! - [`message`]: small, length-checked messages on a `SOCK_SEQPACKET` socket ([`socket`]);
+//! - [`index`]: a table in shared memory, written by the store alone and read by every service without any
+//!   message, that tells which key has which slot;
+//! - *segments*: sealed memfds that hold the shared pages themselves. A [`Slot`] names a page in one of them.
+//!
+//! A page is named by a [`key::Key`]: first by four of its 64 lines (cheap, not unique), and where those
+//! collide by its whole content (128 bits, see [`key::PageHash`]).
+//!
+//! Nothing here trusts a peer: what arrives is parsed as hostile, and a key only ever *suggests* that two pages
+//! are equal. Whoever maps a slot compares the bytes first.
+
+pub mod index;
+pub mod key;
+pub mod mapping;
+pub mod message;
+pub mod socket;
+pub mod stats;
+
+/// Bytes of a small page, the unit of sharing.
+pub const PAGE_SIZE: usize = 4096;
+
+/// Slots in one segment: 32,768 pages = 128 MiB.
+pub const SLOTS_PER_SEGMENT: u32 = 1 << 15;
+
+/// Bytes of one segment file.
+pub const SEGMENT_BYTES: usize = SLOTS_PER_SEGMENT as usize * PAGE_SIZE;
+
+/// Highest number of slots of a store: 2^26 slots = 256 GiB of distinct shared content.
+pub const MAX_SLOTS: u32 = 1 << 26;
+
+/// Pages of the staging buffer through which a service hands pages to the store: 2 MiB.
+pub const STAGING_PAGES: usize = 512;
+
+/// A page of the store. Slots with consecutive numbers in one segment lie next to each other in its file, so
+/// that a run of guest pages can map a run of slots in one call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Slot(u32);
+
+impl Slot {
+    /// The slot with this number, if the store can have one.
+    pub fn try_new(number: u32) -> Option<Self> {
+        (number < MAX_SLOTS).then_some(Self(number))
+    }
+
+    /// The slot's number in its store.
+    pub fn number(self) -> u32 {
+        self.0
+    }
+
+    /// The number of the segment that holds this slot.
+    pub fn segment(self) -> u32 {
+        self.0 / SLOTS_PER_SEGMENT
+    }
+
+    /// Byte offset of the slot in its segment's file.
+    pub fn offset(self) -> usize {
+        (self.0 % SLOTS_PER_SEGMENT) as usize * PAGE_SIZE
+    }
+
+    /// The slot `n` places further on, if it lies in the same segment.
+    pub fn checked_add_in_segment(self, n: u32) -> Option<Self> {
+        let next = Self::try_new(self.0.checked_add(n)?)?;
+        (next.segment() == self.segment()).then_some(next)
+    }
+}
+
+impl std::fmt::Display for Slot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "slot {}", self.0)
+    }
+}

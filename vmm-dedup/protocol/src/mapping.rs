@@ -1,0 +1,124 @@
+//! A shared mapping of a memfd, seen only through atomics or copied out, since another process may write it.
+#![allow(unsafe_code)] // mmap, and access to memory that other processes may change.
+
+use crate::PAGE_SIZE;
+use crate::key::{PAGE_WORDS, PageWords};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A `MAP_SHARED` mapping, unmapped on drop.
+#[derive(Debug)]
+pub struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+    writable: bool,
+}
+
+// SAFETY: the mapping is plain memory that this value owns; all access is atomic or volatile.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps the first `len` bytes of `fd` for reading.
+    pub fn read_only(fd: impl AsFd, len: usize) -> io::Result<Self> {
+        Self::new(fd, len, false)
+    }
+
+    /// Maps the first `len` bytes of `fd` for reading and writing.
+    pub fn read_write(fd: impl AsFd, len: usize) -> io::Result<Self> {
+        Self::new(fd, len, true)
+    }
+
+    fn new(fd: impl AsFd, len: usize, writable: bool) -> io::Result<Self> {
+        let stat = rustix::fs::fstat(&fd)?;
+        let file_len = usize::try_from(stat.st_size).unwrap_or(0);
+        if len == 0 || !len.is_multiple_of(PAGE_SIZE) || file_len < len {
+            let text = format!("cannot map {len} bytes of a file of {file_len}");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        let prot = if writable {
+            ProtFlags::READ | ProtFlags::WRITE
+        } else {
+            ProtFlags::READ
+        };
+        // SAFETY: a new mapping at an address of the kernel's choice; nothing else uses that range.
+        let base = unsafe { mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, 0)? };
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { base, len, writable })
+    }
+
+    /// Bytes mapped.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never true: an empty mapping cannot be made.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Address of the first byte, for handing ranges to system calls.
+    pub fn address(&self) -> usize {
+        self.base.as_ptr() as usize
+    }
+
+    /// The mapping as atomic words. Storing needs a writable mapping, which the caller must have made.
+    pub fn words(&self) -> &[AtomicU64] {
+        // SAFETY: base is page-aligned and valid for len bytes for as long as self lives; AtomicU64 has the
+        // layout of u64 and allows changes by others.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr().cast::<AtomicU64>(), self.len / 8) }
+    }
+
+    /// Copies a page out; it may be torn if a peer writes at the same time.
+    pub fn read_page(&self, page: usize, out: &mut PageWords) {
+        let words = &self.words()[page * PAGE_WORDS..][..PAGE_WORDS];
+        for (to, from) in out.iter_mut().zip(words) {
+            *to = from.load(Ordering::Relaxed);
+        }
+    }
+
+    /// Copies a page in.
+    pub fn write_page(&self, page: usize, from: &PageWords) {
+        assert!(self.writable, "the mapping was made read-only");
+        let words = &self.words()[page * PAGE_WORDS..][..PAGE_WORDS];
+        for (to, from) in words.iter().zip(from) {
+            to.store(*from, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Creates a memfd of `len` bytes with the only writable mapping it will ever have: sealed against resizing and
+/// against every later writable mapping or `write`, also through a descriptor reopened from /proc.
+pub fn sealed_memfd(name: &str, len: usize) -> io::Result<(OwnedFd, Mapping)> {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    ftruncate(&file, len as u64)?;
+    let map = Mapping::read_write(&file, len)?;
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
+    fcntl_add_seals(&file, seals)?;
+    Ok((file, map))
+}
+
+/// Creates a memfd that both sides may write, but nobody can resize (a shrunk file kills who reads it).
+pub fn staging_memfd(len: usize) -> io::Result<(OwnedFd, Mapping)> {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    let file = memfd_create(
+        "vmm-dedup-staging",
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    )?;
+    ftruncate(&file, len as u64)?;
+    let map = Mapping::read_write(&file, len)?;
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok((file, map))
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: exactly the range that new() mapped; no reference into it outlives self.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}

@@ -1,0 +1,195 @@
+//! What a service tells about itself: fixed-size counters that travel to the store and into its metrics.
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Buckets of a [`Histogram`]: upper bounds 1, 2, 4 ... 2^18 microseconds, and everything above.
+pub const BUCKETS: usize = 20;
+
+/// A log2 histogram of durations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub struct Histogram {
+    /// Observations per bucket; bucket `i` counts durations up to `2^i` microseconds.
+    pub buckets: [u64; BUCKETS],
+    /// Sum of all durations, nanoseconds.
+    pub sum_ns: u64,
+    /// Longest duration, nanoseconds.
+    pub max_ns: u64,
+}
+
+impl Histogram {
+    /// Adds one duration in nanoseconds.
+    pub fn observe(&mut self, ns: u64) {
+        let bound = ns.div_ceil(1000).max(1).next_power_of_two();
+        let bucket = (bound.trailing_zeros() as usize).min(BUCKETS - 1);
+        self.buckets[bucket] += 1;
+        self.sum_ns = self.sum_ns.saturating_add(ns);
+        self.max_ns = self.max_ns.max(ns);
+    }
+
+    /// Number of observations.
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().fold(0, |sum, n| sum.saturating_add(*n))
+    }
+
+    /// Upper bound of bucket `i` in microseconds.
+    pub fn bound_us(bucket: usize) -> u64 {
+        1 << bucket
+    }
+
+    /// An upper bound in microseconds for the `q`-quantile (0..=1): its bucket's bound, or the maximum if lower.
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss
+    )]
+    pub fn quantile_us(&self, q: f64) -> u64 {
+        let wanted = (self.count() as f64 * q).ceil() as u64;
+        let mut seen = 0;
+        for (i, n) in self.buckets.iter().enumerate() {
+            seen += n;
+            if seen >= wanted && seen > 0 {
+                return Self::bound_us(i).min(self.max_ns.div_ceil(1000));
+            }
+        }
+        self.max_ns.div_ceil(1000)
+    }
+}
+
+/// CPU time by stage, nanoseconds of the service's threads (user and system).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub struct CpuNs {
+    /// Finding out what was written.
+    pub track: u64,
+    /// Reading key lines and looking keys up.
+    pub key: u64,
+    /// Hashing whole pages.
+    pub hash: u64,
+    /// Talking with the store, publishing.
+    pub store: u64,
+    /// Taking, verifying and mapping.
+    pub merge: u64,
+    /// Breaking sharing: managed copy-on-write, unmerging.
+    pub break_: u64,
+}
+
+impl CpuNs {
+    /// All stages.
+    pub fn total(&self) -> u64 {
+        [
+            self.track,
+            self.key,
+            self.hash,
+            self.store,
+            self.merge,
+            self.break_,
+        ]
+        .iter()
+        .sum()
+    }
+}
+
+/// A service's account. Page counts are gauges of 4 KiB pages; names ending in `_total` only grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub struct ServiceStats {
+    /// Guest pages under the service.
+    pub pages: u64,
+    /// Pages that map a slot of the store.
+    pub pages_mapped: u64,
+    /// Pages that the service replaced by the zero page and that still are.
+    pub pages_zero: u64,
+    /// Pages with a key and no twin (KSM: pages_unshared).
+    pub pages_unshared: u64,
+    /// Pages that change too often to be keyed (KSM: pages_volatile).
+    pub pages_volatile: u64,
+    /// Pages copied by the kernel after sharing, which stay private (see docs/design.md, "Breaking").
+    pub pages_broken: u64,
+    /// 2 MiB ranges mapped by one huge page at the last look.
+    pub huge_ranges: u64,
+    /// Pages merged with a slot.
+    pub merges_total: u64,
+    /// Pages replaced by the zero page.
+    pub zero_merges_total: u64,
+    /// Sharing broken by the kernel's copy-on-write.
+    pub breaks_kernel_total: u64,
+    /// Sharing broken by the service, for a waiting writer or on request.
+    pub breaks_managed_total: u64,
+    /// Pages taken whose content had changed, and put back.
+    pub mismatches_total: u64,
+    /// Pages that could not be taken because they were pinned or not exclusive (EBUSY).
+    pub refused_pinned_total: u64,
+    /// Pages left alone because of the VMA budget.
+    pub refused_vmas_total: u64,
+    /// Pages that could not be taken for other reasons.
+    pub refused_other_total: u64,
+    /// Pages handed to the store.
+    pub published_total: u64,
+    /// Passes begun (KSM: one wake-up of ksmd).
+    pub passes_total: u64,
+    /// Times that every range was looked at (KSM: full_scans).
+    pub full_scans_total: u64,
+    /// Pages whose key lines were read.
+    pub pages_keyed_total: u64,
+    /// Pages hashed whole.
+    pub pages_hashed_total: u64,
+    /// Bytes of guest memory read for keys, hashes, publishing and verification.
+    pub bytes_read_total: u64,
+    /// VMAs that merging added to this process.
+    pub vmas: u64,
+    /// Most VMAs it may add.
+    pub vmas_max: u64,
+    /// Bytes of the service's own bookkeeping.
+    pub metadata_bytes: u64,
+    /// Bytes of kernel memory that the added VMAs cost (estimated from their number).
+    pub vma_bytes: u64,
+    /// Pages in the copy-on-write reserve.
+    pub reserve_pages: u64,
+    /// Pages the reserve should have.
+    pub reserve_target: u64,
+    /// Writers that had to wait because the reserve was empty.
+    pub reserve_waits_total: u64,
+    /// Writers waiting now.
+    pub waiting_writers: u64,
+    /// Unix time of the last pass's end, milliseconds.
+    pub last_pass_ms: u64,
+    /// 0 running, 1 paused, 2 stopped, 3 without store.
+    pub state: u64,
+    /// Bytes that other connections' data structures hold for this one: filled in by the store.
+    pub store_bytes: u64,
+    /// CPU time by stage.
+    pub cpu_ns: CpuNs,
+    /// How long the pages of a merge batch were away: an upper bound of what a vCPU waits.
+    pub stop: Histogram,
+    /// How long a managed copy-on-write fault took, from its delivery to the wake-up.
+    pub break_latency: Histogram,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_hold_what_their_bound_says() {
+        let mut h = Histogram::default();
+        for ns in [1, 1000, 1001, 250_000, u64::MAX] {
+            h.observe(ns);
+        }
+        assert_eq!(h.buckets[0], 2);
+        assert_eq!(h.buckets[1], 1);
+        assert_eq!(h.buckets[8], 1); // 250 us <= 256 us
+        assert_eq!(h.buckets[BUCKETS - 1], 1);
+        assert_eq!(h.count(), 5);
+    }
+
+    #[test]
+    fn quantiles_are_upper_bounds() {
+        let mut h = Histogram::default();
+        (0..99).for_each(|_| h.observe(90_000));
+        h.observe(5_000_000);
+        assert_eq!(h.quantile_us(0.5), 128);
+        assert_eq!(h.quantile_us(0.99), 128);
+        assert_eq!(h.quantile_us(1.0), 5000);
+    }
+}
