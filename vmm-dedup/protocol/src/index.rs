@@ -184,10 +184,12 @@ impl IndexReader {
         })
     }
 
-    /// Whether some slot has this whole-page key (its low 47 bits of hash).
-    pub fn has_slot(&self, key: Key) -> bool {
-        self.find(key, |entry| matches!(entry, Entry::Slot(_)).then_some(()))
-            .is_some()
+    /// A slot whose page has this whole-page key: 47 bits of the hash agree, the rest is for the comparison.
+    pub fn slot_of_key(&self, key: Key) -> Option<Slot> {
+        self.find(key, |entry| match entry {
+            Entry::Slot(slot) if self.hash_of(slot).key() == key => Some(slot),
+            _ => None,
+        })
     }
 
     /// Position in the news, to be given to [`Self::news_since`] later.

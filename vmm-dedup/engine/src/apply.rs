@@ -1,0 +1,315 @@
+//! Merging what has twins, window by window, within the budgets; and undoing it.
+
+use crate::error::Error;
+use crate::memory::Page;
+use crate::merge::{Item, MAX_WINDOW, Outcome, Window};
+use crate::page::State;
+use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
+use crate::scanner::Scanner;
+use std::ops::Range;
+
+/// Mappings that one more merged page may add: its own, and the rest behind it.
+const VMAS_PER_RUN: i64 = 2;
+/// Smallest merge window.
+const MIN_WINDOW: usize = 4;
+
+impl Scanner {
+    /// Merges everything that was collected.
+    pub(crate) fn apply_merges(&mut self) -> Result<(), Error> {
+        let mut items = std::mem::take(&mut self.merges);
+        items.sort_by_key(|i| (i.page, !i.owned));
+        items.dedup_by_key(|i| i.page);
+        let items = self.admit(items);
+        self.bring_home(&items)?;
+        let mut at = 0;
+        while at < items.len() {
+            let end = self.window_end(&items, at);
+            self.merge_window(&items[at..end])?;
+            at = end;
+            self.breathe()?;
+        }
+        self.lap(|cpu| &mut cpu.merge);
+        self.flush()
+    }
+
+    /// Leaves out what changed meanwhile, and huge pages with too few twins to be split.
+    fn admit(&mut self, items: Vec<Item>) -> Vec<Item> {
+        let mut admitted = Vec::with_capacity(items.len());
+        let mut at = 0;
+        while at < items.len() {
+            let chunk = self.memory.chunk_of(items[at].page);
+            let last = self.memory.chunks()[chunk].pages.end;
+            let end = at + items[at..].iter().take_while(|i| i.page < last).count();
+            let state = &mut self.chunks[chunk];
+            if state.huge && !state.split {
+                let twins = usize::from(state.twins) + (end - at);
+                state.twins = u16::try_from(twins).unwrap_or(u16::MAX);
+                state.split = twins >= self.config.huge_split_pages;
+                // The twins that were passed over before are found again at the next look.
+                state.rest = if state.split { 0 } else { state.rest };
+            }
+            let admit = !state.huge || state.split;
+            for item in &items[at..end] {
+                let private = matches!(
+                    self.table.get(item.page),
+                    State::Untracked | State::Armed | State::Candidate { .. } | State::Foreign
+                );
+                if admit && private {
+                    admitted.push(*item);
+                } else {
+                    self.disown(item);
+                }
+            }
+            at = end;
+        }
+        admitted
+    }
+
+    fn disown(&mut self, item: &Item) {
+        if let (Some(slot), true) = (item.slot, item.owned) {
+            self.release(slot);
+        }
+    }
+
+    /// How many of the items from `at` on make one window.
+    fn window_end(&self, items: &[Item], at: usize) -> usize {
+        let managed = self.breaker.managed();
+        let mut end = at + 1;
+        while end < items.len()
+            && end - at < self.window
+            && (items[end].page - items[at].page) < MAX_WINDOW as Page
+            && (items[end - 1].page..items[end].page).all(|p| self.memory.adjacent(p))
+            // Another userfaultfd's mappings between the items would be in the way.
+            && (!managed || items[end].page == items[end - 1].page + 1)
+        {
+            end += 1;
+        }
+        end
+    }
+
+    fn merge_window(&mut self, items: &[Item]) -> Result<(), Error> {
+        let runs = 1 + items
+            .windows(2)
+            .filter(|pair| !continues(&pair[0], &pair[1]))
+            .count();
+        let zero_only = items.iter().all(|i| i.slot.is_none());
+        #[allow(clippy::cast_possible_wrap)] // <= MAX_WINDOW
+        if !zero_only && self.vmas + runs as i64 * VMAS_PER_RUN > self.vmas_max {
+            self.stats.refused_vmas_total += items.len() as u64;
+            items.iter().for_each(|item| self.disown(item));
+            return Ok(());
+        }
+        let Some(store) = &self.store else { return Ok(()) };
+        let merged = self
+            .merger
+            .merge(&self.memory, &self.tracker, store, &self.breaker, items);
+        let window = match merged {
+            Ok(window) => window,
+            Err(error) => {
+                log::warn!("{error}");
+                self.stats.refused_other_total += items.len() as u64;
+                items.iter().for_each(|item| self.disown(item));
+                return Ok(());
+            }
+        };
+        self.stats.stop.observe(window.stop_ns);
+        self.adapt(items.len(), window.stop_ns);
+        let pages = items[0].page..items[items.len() - 1].page + 1;
+        let before = self.boundaries(&pages);
+        self.note_outcomes(items, &window);
+        self.vmas += self.boundaries(&pages) - before;
+        self.update_fragments(&pages);
+        Ok(())
+    }
+
+    fn note_outcomes(&mut self, items: &[Item], window: &Window) {
+        self.stats.bytes_read_total += (items.len() * 2 * PAGE_SIZE) as u64;
+        for (item, outcome) in items.iter().zip(&window.outcomes) {
+            match (outcome, item.slot) {
+                (Outcome::Merged, Some(slot)) => {
+                    self.table.set(item.page, State::Shared(slot));
+                    self.stats.merges_total += 1;
+                    if !item.owned {
+                        let delta = vmm_dedup_protocol::message::RefDelta {
+                            slot: slot.number(),
+                            delta: 1,
+                        };
+                        self.outbox.refs.push(delta);
+                    }
+                }
+                (Outcome::Merged, None) => {
+                    self.table.set(item.page, State::Zero);
+                    self.stats.zero_merges_total += 1;
+                }
+                (outcome, _) => self.note_failure(item, *outcome),
+            }
+        }
+    }
+
+    fn note_failure(&mut self, item: &Item, outcome: Outcome) {
+        self.disown(item);
+        if let State::Candidate { key, .. } = self.table.get(item.page) {
+            self.outbox.withdrawals.push(key.raw());
+        }
+        let counter = match outcome {
+            Outcome::Different => &mut self.stats.mismatches_total,
+            Outcome::Pinned => &mut self.stats.refused_pinned_total,
+            Outcome::NoVma => &mut self.stats.refused_vmas_total,
+            Outcome::Absent | Outcome::Refused | Outcome::Merged => &mut self.stats.refused_other_total,
+        };
+        *counter += 1;
+        if outcome == Outcome::NoVma {
+            // The process has fewer mappings left than we thought: not one more than we have.
+            self.vmas_max = self.vmas_max.min(self.vmas);
+        }
+        // A pinned page was not moved and is still protected: it is keyed again. The others came back unprotected.
+        let next = if outcome == Outcome::Pinned {
+            State::Armed
+        } else {
+            State::Untracked
+        };
+        if self.table.get(item.page).may_become(next) {
+            self.table.set(item.page, next);
+        }
+        let chunk = self.memory.chunk_of(item.page);
+        self.chunks[chunk].pending = true;
+    }
+
+    /// Grows the window while it stays below the stop target, shrinks it when it does not.
+    fn adapt(&mut self, items: usize, stop_ns: u64) {
+        let target = self.config.stop_target_us * 1000;
+        if stop_ns > target {
+            self.window = (self.window * 3 / 4).max(MIN_WINDOW);
+        } else if items == self.window && stop_ns < target * 3 / 4 {
+            self.window = (self.window + self.window / 4 + 1).min(MAX_WINDOW);
+        }
+    }
+
+    /// Mappings that begin between the pages of a range, and at its ends.
+    fn boundaries(&self, pages: &Range<Page>) -> i64 {
+        let pairs = pages.start.saturating_sub(1)..pages.end;
+        let between = pairs.filter(|p| self.memory.adjacent(*p));
+        between
+            .filter(|p| !joined(self.table.get(*p), self.table.get(p + 1)))
+            .count() as i64
+    }
+
+    fn update_fragments(&mut self, pages: &Range<Page>) {
+        for at in self.memory.chunk_of(pages.start)..=self.memory.chunk_of(pages.end - 1) {
+            let chunk = self.memory.chunks()[at].pages.clone();
+            let fragments = self.boundaries(&chunk);
+            self.chunks[at].fragments = u16::try_from(fragments).unwrap_or(u16::MAX);
+            if self.chunks[at].huge {
+                // Taking subpages split it.
+                let state = &mut self.chunks[at];
+                (state.huge, state.split, state.unarmed, state.pending) = (false, false, true, true);
+                (state.twins, state.patience, state.rest) = (0, 0, 0);
+            }
+        }
+    }
+
+    /// Pages that still map a lost store's file go back to anonymous memory just before they are merged anew.
+    fn bring_home(&mut self, items: &[Item]) -> Result<(), Error> {
+        let foreign: Vec<Page> = items
+            .iter()
+            .map(|i| i.page)
+            .filter(|p| self.table.get(*p).in_file_mapping())
+            .collect();
+        let mut at = 0;
+        while at < foreign.len() {
+            let mut end = at + 1;
+            while end < foreign.len()
+                && foreign[end] == foreign[end - 1] + 1
+                && self.memory.adjacent(foreign[end - 1])
+                && end - at < CHUNK_PAGES
+            {
+                end += 1;
+            }
+            self.restore(foreign[at]..foreign[end - 1] + 1);
+            self.breathe()?;
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Makes consecutive pages of store mappings anonymous.
+    fn restore(&mut self, pages: Range<Page>) {
+        let start = self.memory.address(pages.start);
+        let run = start..start + bytes(pages.len());
+        let restored = match self.breaker.restore(&mut self.pagemap, run) {
+            Ok(restored) => restored,
+            Err(error) => {
+                log::warn!(
+                    "cannot bring {} pages back to anonymous memory: {error}",
+                    pages.len()
+                );
+                return;
+            }
+        };
+        let before = self.boundaries(&pages);
+        let back = |at: usize| restored.iter().any(|r| r.contains(&at));
+        for page in pages.clone() {
+            let state = self.table.get(page);
+            let next = if back(self.memory.address(page)) {
+                State::Untracked
+            } else {
+                State::Broken
+            };
+            if let State::Shared(slot) = state {
+                self.release(slot);
+            }
+            if next == State::Broken {
+                self.stats.breaks_kernel_total += u64::from(state != State::Broken);
+            } else {
+                self.stats.breaks_managed_total += 1;
+            }
+            if state.may_become(next) {
+                self.table.set(page, next);
+            }
+        }
+        self.vmas += self.boundaries(&pages) - before;
+    }
+
+    /// Gives everything back: afterwards no page depends on the store. Pages that the kernel copied earlier are
+    /// private already and stay in place.
+    pub(crate) fn unmerge(&mut self) -> Result<(), Error> {
+        let shared = |s: State| s.in_file_mapping() && s != State::Broken;
+        let mut page: Page = 0;
+        let all = self.memory.pages();
+        while (page as usize) < all {
+            if !shared(self.table.get(page)) {
+                page += 1;
+                continue;
+            }
+            let mut end = page + 1;
+            while (end as usize) < all
+                && ((end - page) as usize) < CHUNK_PAGES
+                && self.memory.adjacent(end - 1)
+                && shared(self.table.get(end))
+            {
+                end += 1;
+            }
+            self.restore(page..end);
+            page = end;
+        }
+        self.lap(|cpu| &mut cpu.merge);
+        self.flush()
+    }
+}
+
+fn continues(a: &Item, b: &Item) -> bool {
+    b.page == a.page + 1
+        && match (a.slot, b.slot) {
+            (None, None) => true,
+            (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
+            _ => false,
+        }
+}
+
+/// Whether two neighbouring pages lie in one mapping, as far as their states tell.
+fn joined(a: State, b: State) -> bool {
+    match (a, b) {
+        (State::Shared(a), State::Shared(b)) => a.checked_add_in_segment(1) == Some(b),
+        (a, b) => a.in_file_mapping() == b.in_file_mapping(),
+    }
+}

@@ -1,0 +1,324 @@
+//! Breaking sharing ourselves: for a guest that writes (managed mode), and to give a range back (unmerge).
+//!
+//! # Why no write and no DMA is lost
+//!
+//! The store's mappings are write-protected on a second userfaultfd, so a writer (a vCPU, or the kernel on behalf of
+//! a device: pinning a page for writing is a write fault) waits while we work. The content of the page, read through
+//! the guest's own address, is copied to an anonymous page of ours, and mremap() puts that page in the place of the
+//! mapping in one step: a reader sees the old page or the new one, which are equal. A page still in the store's
+//! file cannot be pinned for writing, since pinning would have copied it first.
+//!
+//! A page that was copied by the kernel earlier may be pinned, and nothing tells, so it is left where it is.
+
+use crate::error::Error;
+use crate::memory::{Memory, Page};
+use crate::page_size::{PAGE_SIZE, bytes};
+use crate::reserve::Reserve;
+use crate::sys::guest;
+use crate::sys::pagemap::Pagemap;
+use crate::sys::uffd::{Mode, Uffd};
+use crate::sys::vma::{self, Anonymous};
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use vmm_dedup_protocol::key::PAGE_WORDS;
+use vmm_dedup_protocol::stats::Histogram;
+
+/// Pages copied at a time when a range is given back.
+const RESTORE_PAGES: usize = 512;
+
+/// Figures of the fault thread.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct BreakStats {
+    pub(crate) broken: u64,
+    pub(crate) waits: u64,
+    pub(crate) waiting: u64,
+    pub(crate) latency: Histogram,
+    pub(crate) cpu_ns: u64,
+}
+
+/// Shared by the scanning thread, which maps and unmerges, and the fault thread, which breaks.
+#[derive(Debug)]
+pub(crate) struct Breaker {
+    uffd: Uffd,
+    tracker: Arc<Uffd>,
+    memory: Arc<Memory>,
+    managed: bool,
+    /// One bit a page: mapped from the store and protected here.
+    shared: Vec<AtomicU64>,
+    inner: Mutex<Inner>,
+    stop: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Inner {
+    reserve: Reserve,
+    /// Pages broken since the scanning thread last asked.
+    broken: Vec<Page>,
+    stats: BreakStats,
+}
+
+impl Breaker {
+    /// With a reserve, writes to adopted ranges wait for [`Self::run`]; without, the kernel copies.
+    pub(crate) fn new(
+        tracker: Arc<Uffd>,
+        memory: Arc<Memory>,
+        reserve: Option<Reserve>,
+    ) -> Result<Self, Error> {
+        let managed = reserve.is_some();
+        let words = if managed { memory.pages().div_ceil(64) } else { 0 };
+        let reserve = reserve.unwrap_or_default();
+        Ok(Self {
+            uffd: Uffd::breaker()?,
+            tracker,
+            memory,
+            managed,
+            shared: (0..words).map(|_| AtomicU64::new(0)).collect(),
+            inner: Mutex::new(Inner {
+                reserve,
+                broken: Vec::new(),
+                stats: BreakStats::default(),
+            }),
+            stop: AtomicBool::new(false),
+        })
+    }
+
+    pub(crate) fn managed(&self) -> bool {
+        self.managed
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.shared.len() * 8
+    }
+
+    pub(crate) fn stats(&self) -> (BreakStats, Reserve) {
+        let inner = self.lock();
+        (inner.stats, inner.reserve.figures())
+    }
+
+    /// Pages broken by writers since the last call.
+    pub(crate) fn take_broken(&self) -> Vec<Page> {
+        std::mem::take(&mut self.lock().broken)
+    }
+
+    /// Lets the reserve grow to another size, e.g. by an operator who sees writers wait.
+    pub(crate) fn set_reserve(&self, pages: usize, floor_bytes: u64) {
+        self.lock().reserve.set_target(pages, floor_bytes);
+    }
+
+    /// Protects a range that was just mapped from the store, before anyone is woken there.
+    pub(crate) fn adopt(&self, run: &Range<usize>) -> io::Result<()> {
+        if !self.managed {
+            return Ok(());
+        }
+        let _inner = self.lock();
+        self.mark(run, true);
+        self.uffd.register(run.start, run.len(), Mode::Wp)?;
+        self.uffd.write_protect(run.start, run.len(), true)
+    }
+
+    /// Turns the still shared pages of a store mapping into anonymous ones; returns their ranges. What the kernel
+    /// copied earlier stays as it is.
+    pub(crate) fn restore(&self, pagemap: &mut Pagemap, run: Range<usize>) -> io::Result<Vec<Range<usize>>> {
+        let _inner = self.lock();
+        if !self.managed {
+            self.tracker.unregister(run.start, run.len())?;
+            self.uffd.register(run.start, run.len(), Mode::Wp)?;
+            self.uffd.write_protect(run.start, run.len(), true)?;
+        }
+        let mut restored = Vec::new();
+        let mut result = Ok(());
+        let private = pagemap.private(run.clone())?;
+        let mut at = run.start;
+        for keep in private.iter().cloned().chain([run.end..run.end]) {
+            while at < keep.start && result.is_ok() {
+                let stretch = at..keep.start.min(at + bytes(RESTORE_PAGES));
+                at = stretch.end;
+                result = self.copy_and_replace(&stretch);
+                if result.is_ok() {
+                    restored.push(stretch);
+                }
+            }
+            if !keep.is_empty() || result.is_err() {
+                at = keep.end;
+            }
+        }
+        if !self.managed {
+            // What is left of the run belongs to the kernel's copy-on-write again.
+            for rest in complement(&run, &restored) {
+                let _ = self.uffd.write_protect(rest.start, rest.len(), false);
+                let _ = self.uffd.unregister(rest.start, rest.len());
+            }
+        }
+        let _ = self.uffd.wake(run.start, run.len());
+        result.map(|()| restored)
+    }
+
+    fn copy_and_replace(&self, stretch: &Range<usize>) -> io::Result<()> {
+        let pages = stretch.len() / PAGE_SIZE;
+        let mut area = Anonymous::new(pages)?;
+        area.populate()?;
+        self.replace(stretch, area.take_front(pages))
+    }
+
+    /// Copies the pages of a protected range to `fresh`, memory of ours, and moves that into their place.
+    #[allow(unsafe_code)] // copies and replaces guest pages
+    fn replace(&self, range: &Range<usize>, fresh: usize) -> io::Result<()> {
+        let mut page = [0; PAGE_WORDS];
+        for offset in (0..range.len()).step_by(PAGE_SIZE) {
+            // SAFETY: guest memory is mapped; it is protected, so the copy is not torn. `fresh` is our own.
+            unsafe {
+                guest::copy_page(range.start + offset, &mut page);
+                guest::store_page(fresh + offset, &page);
+            }
+        }
+        // SAFETY: fresh holds what the guest sees now, and the guest cannot change it before the step is done.
+        let moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
+        if let Err(error) = moved {
+            vma::unmap(fresh, range.len());
+            return Err(error);
+        }
+        self.mark(range, false);
+        // Tracked from now on like any other memory; should that fail it is only never merged again.
+        self.tracker.register(range.start, range.len(), Mode::Wp)
+    }
+
+    fn mark(&self, range: &Range<usize>, shared: bool) {
+        if !self.managed {
+            return;
+        }
+        let Some(first) = self.memory.page_at(range.start) else {
+            return;
+        };
+        for page in (first..).take(range.len() / PAGE_SIZE) {
+            let (word, bit) = (&self.shared[page as usize / 64], 1 << (page % 64));
+            if shared {
+                word.fetch_or(bit, Ordering::Relaxed);
+            } else {
+                word.fetch_and(!bit, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Whether a page that was adopted is not broken by us yet.
+    pub(crate) fn is_shared(&self, page: Page) -> bool {
+        self.shared[page as usize / 64].load(Ordering::Relaxed) & (1 << (page % 64)) != 0
+    }
+
+    /// Ends [`Self::run`].
+    pub(crate) fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+    }
+
+    /// The fault thread: serves writers until [`Self::stop`]. A writer for whom there is no page waits in `queue`.
+    pub(crate) fn run(&self) {
+        let mut queue: VecDeque<(usize, Instant)> = VecDeque::new();
+        let mut faults = Vec::new();
+        while !self.stop.load(Ordering::Acquire) {
+            self.wait_for_fault(if queue.is_empty() { 100 } else { 5 });
+            if let Err(error) = self.uffd.read_faults(&mut faults) {
+                log::error!("cannot read write faults: {error}");
+            }
+            let now = Instant::now();
+            queue.extend(faults.drain(..).map(|address| (address & !(PAGE_SIZE - 1), now)));
+            self.serve(&mut queue);
+            let mut inner = self.lock();
+            inner.reserve.refill();
+            inner.stats.waiting = queue.len() as u64;
+            inner.stats.cpu_ns = crate::sys::proc::thread_cpu_ns();
+        }
+        // Nobody serves from here on: the kernel copies for those who still wait and those who come.
+        for (address, _) in queue {
+            self.leave_to_kernel(address);
+        }
+    }
+
+    fn serve(&self, queue: &mut VecDeque<(usize, Instant)>) {
+        for _ in 0..queue.len() {
+            let Some((address, since)) = queue.pop_front() else {
+                return;
+            };
+            let mut inner = self.lock();
+            let page = self.memory.page_at(address);
+            if page.is_some_and(|p| self.is_shared(p)) {
+                let Some(fresh) = inner.reserve.take() else {
+                    inner.stats.waits += 1;
+                    inner.reserve.refill();
+                    queue.push_back((address, since));
+                    if inner.reserve.is_empty() {
+                        return;
+                    }
+                    continue;
+                };
+                match self.replace(&(address..address + PAGE_SIZE), fresh) {
+                    Ok(()) => {
+                        inner.broken.extend(page);
+                        inner.stats.broken += 1;
+                    }
+                    Err(error) => {
+                        log::warn!("leaving a copy-on-write to the kernel: {error}");
+                        self.leave_to_kernel(address);
+                    }
+                }
+            }
+            // Else another writer's fault on the same page was served already.
+            let _ = self.uffd.wake(address, PAGE_SIZE);
+            let ns = u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            inner.stats.latency.observe(ns);
+        }
+    }
+
+    /// Releases the protection of a page, whose writer then goes on through the kernel's copy-on-write.
+    fn leave_to_kernel(&self, address: usize) {
+        let _ = self.uffd.write_protect(address, PAGE_SIZE, false);
+        let _ = self.uffd.wake(address, PAGE_SIZE);
+    }
+
+    /// Gives all protected ranges to the kernel's copy-on-write: the service ends, the guest goes on.
+    pub(crate) fn release_all(&self) {
+        for region in self.memory.regions() {
+            let _ = self.uffd.unregister(region.start, region.len());
+        }
+    }
+
+    fn wait_for_fault(&self, ms: u64) {
+        let mut poll = [rustix::event::PollFd::new(
+            &self.uffd,
+            rustix::event::PollFlags::IN,
+        )];
+        let timeout = rustix::event::Timespec::try_from(Duration::from_millis(ms)).ok();
+        let _ = rustix::event::poll(&mut poll, timeout.as_ref());
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What of `whole` is not in `parts`, which are in order.
+fn complement(whole: &Range<usize>, parts: &[Range<usize>]) -> Vec<Range<usize>> {
+    let mut at = whole.start;
+    let mut rest = Vec::new();
+    for part in parts.iter().cloned().chain([whole.end..whole.end]) {
+        if part.start > at {
+            rest.push(at..part.start);
+        }
+        at = at.max(part.end);
+    }
+    rest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn complement_is_the_rest() {
+        assert_eq!(complement(&(0..10), &[2..3, 5..7]), [0..2, 3..5, 7..10]);
+        assert_eq!(complement(&(0..10), std::slice::from_ref(&(0..10))), []);
+        assert_eq!(complement(&(0..10), &[]), [0..10]);
+    }
+}

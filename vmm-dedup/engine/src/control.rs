@@ -1,0 +1,99 @@
+//! How the VMM's threads talk to the scanning thread.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use vmm_dedup_protocol::stats::ServiceStats;
+
+/// What the scanning thread is asked to do next.
+#[derive(Debug)]
+pub(crate) enum Request {
+    /// One pass, now; then tell.
+    Pass(Sender<ServiceStats>),
+    /// End; with `unmerge`, after everything went back to anonymous memory.
+    Stop { unmerge: bool },
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    requests: Vec<Request>,
+    stats: ServiceStats,
+}
+
+/// Shared between the service's handle and its threads.
+#[derive(Debug, Default)]
+pub(crate) struct Control {
+    inner: Mutex<Inner>,
+    changed: Condvar,
+    pause: AtomicBool,
+    stop: AtomicBool,
+}
+
+impl Control {
+    pub(crate) fn request(&self, request: Request) {
+        if matches!(request, Request::Stop { .. }) {
+            self.stop.store(true, Ordering::Release);
+        }
+        self.lock().requests.push(request);
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn set_paused(&self, paused: bool) {
+        self.pause.store(paused, Ordering::Release);
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn paused(&self) -> bool {
+        self.pause.load(Ordering::Acquire)
+    }
+
+    /// Whether a pass should end early.
+    pub(crate) fn interrupted(&self) -> bool {
+        self.stop.load(Ordering::Acquire) || self.paused()
+    }
+
+    pub(crate) fn publish(&self, stats: &ServiceStats) {
+        self.lock().stats = *stats;
+    }
+
+    pub(crate) fn stats(&self) -> ServiceStats {
+        self.lock().stats
+    }
+
+    /// Sleeps, but no longer than until something is asked for.
+    pub(crate) fn sleep(&self, time: Duration) {
+        let guard = self.lock();
+        let _ = self
+            .changed
+            .wait_timeout_while(guard, time, |_| !self.interrupted());
+    }
+
+    /// Waits for the next request until `deadline`, or for ever while paused.
+    pub(crate) fn next(&self, deadline: Instant) -> Option<Request> {
+        let mut guard = self.lock();
+        loop {
+            if !guard.requests.is_empty() {
+                return Some(guard.requests.remove(0));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() && !self.paused() {
+                return None;
+            }
+            let wait = if self.paused() {
+                Duration::from_secs(1)
+            } else {
+                left
+            };
+            guard = self
+                .changed
+                .wait_timeout(guard, wait)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

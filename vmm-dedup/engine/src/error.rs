@@ -1,0 +1,78 @@
+//! Why a service cannot start or go on. Each message says what to do.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Errors of the engine.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages are the documentation
+pub enum Error {
+    #[error("the kernel lacks {0}: run Linux 6.8 or later")]
+    KernelLacks(&'static str),
+    #[error(
+        "cannot open a userfaultfd ({0}): give this process read access to /dev/userfaultfd, or CAP_SYS_PTRACE"
+    )]
+    NoUserfaultfd(io::Error),
+    #[error("the userfaultfd handshake failed")]
+    Userfaultfd(#[source] io::Error),
+    #[error("cannot use /proc/self/pagemap: mount /proc and allow access to it")]
+    Pagemap(#[source] io::Error),
+    #[error("cannot read {0}")]
+    Proc(&'static str, #[source] io::Error),
+    #[error(
+        "guest memory at {start:#x} is {what} ({path}): start the VM with private anonymous memory (no shared=on, no hugepages=on)"
+    )]
+    NotPrivate {
+        start: usize,
+        what: &'static str,
+        path: String,
+    },
+    #[error("guest memory {start:#x}..{end:#x} is not mapped throughout")]
+    NotMapped { start: usize, end: usize },
+    #[error("guest memory at {start:#x} ({len} bytes) is not made of whole, aligned 4 KiB pages")]
+    Unaligned { start: usize, len: usize },
+    #[error("no guest memory was given")]
+    NoMemory,
+    #[error("guest memory regions overlap at {0:#x}")]
+    Overlap(usize),
+    #[error("{0} guest pages are more than one service handles (2^32)")]
+    TooManyPages(usize),
+    #[error(
+        "vm.max_map_count is {limit} and {used} mappings are in use, which leaves fewer than {needed} for merging: raise it, e.g. `sysctl vm.max_map_count=1048576`"
+    )]
+    TooFewVmas {
+        limit: usize,
+        used: usize,
+        needed: usize,
+    },
+    #[error("{field} is {value}, but {rule}")]
+    Config {
+        field: &'static str,
+        value: String,
+        rule: &'static str,
+    },
+    #[error(
+        "cannot connect to the store at {path} ({source}): start one with `vmm-dedup store --socket {path}`"
+    )]
+    Connect { path: PathBuf, source: io::Error },
+    #[error("the connection to the store broke")]
+    StoreIo(#[from] io::Error),
+    #[error("the store closed the connection")]
+    StoreGone,
+    #[error("the store refused: {0}")]
+    StoreRefused(String),
+    #[error("the store sent an unexpected {0}")]
+    Unexpected(&'static str),
+    #[error("the store's message is malformed")]
+    Malformed(#[from] vmm_dedup_protocol::message::Malformed),
+    #[error("the store's index is unusable")]
+    Index(#[from] vmm_dedup_protocol::index::IndexError),
+    #[error("cannot change guest memory's registration at {address:#x}")]
+    Register { address: usize, source: io::Error },
+    #[error("out of address space for scratch memory")]
+    Scratch(#[source] io::Error),
+    #[error("cannot start a thread")]
+    Thread(#[source] io::Error),
+    #[error("the service has stopped")]
+    Stopped,
+}

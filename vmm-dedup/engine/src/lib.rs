@@ -1,0 +1,48 @@
+//! Memory deduplication for a VMM on rust-vmm's crates.
+//!
+//! Hand [`DedupService::start`] the guest's memory and the path of a page store, and equal pages of all VMs on that
+//! store become one. The design, with measurements, is in docs/design.md; in short:
+//!
+//! ```text
+//!            track                key              hash            publish / look up
+//!  guest --------------> pages ----------> keys ----------> hashes ------------------> store
+//!  memory  PAGEMAP_SCAN  that stood  4 of 64     where keys        index (shared memory),
+//!          + WP_ASYNC    still       lines       collide           messages
+//!    ^                                                                |
+//!    |   take (UFFDIO_MOVE), verify, map (MAP_PRIVATE), wake          |
+//!    `----------------------------------------------------------------'
+//! ```
+//!
+//! - [`track`](mod@track): which pages were written, from write protection that the kernel resolves by itself;
+//! - [`settle`](mod@settle): keys, sightings, hashes, publications: who is a twin of whom;
+//! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
+//! - [`breaks`](mod@breaks): the only code that takes them out again;
+//! - [`scanner`](mod@scanner): the thread that does all but breaking; [`service`](mod@service): its handle.
+//!
+//! Known holes: a page that the kernel copied on write stays private for good (nobody can tell whether it is
+//! pinned); a huge page that is hot outside its key lines looks cold until it is hashed.
+
+mod apply;
+mod breaks;
+mod chunk;
+mod config;
+mod control;
+mod error;
+mod memory;
+mod merge;
+mod pace;
+mod page;
+mod page_size;
+mod reserve;
+mod scanner;
+mod service;
+mod settle;
+mod store;
+mod sys;
+mod track;
+
+pub use config::{Breaks, Config};
+pub use error::Error;
+pub use memory::HostRange;
+pub use service::DedupService;
+pub use vmm_dedup_protocol::stats::{CpuNs, Histogram, ServiceStats};

@@ -1,0 +1,309 @@
+//! Merging: take, verify, map, wake.
+//!
+//! # Why no write and no DMA is lost
+//!
+//! 1. *Take.* The window's addresses are registered for missing pages, then UFFDIO_MOVE moves the pages into scratch
+//!    memory of ours. The kernel does this page by page under the page table lock, and refuses (EBUSY) a page that is
+//!    pinned, so no device or io_uring buffer points to what we hold. A vCPU or a system call that touches an address
+//!    from now on finds it empty and waits; writes before the move are in the page that we got.
+//! 2. *Verify.* Nobody else can reach the taken page, and a slot's content never changes while it is in the index and
+//!    its epoch is not acknowledged (see `vmm_dedup_protocol::index`). So an equal comparison stays true.
+//! 3. *Map.* The slot is mapped over the empty place, privately, from a read-only descriptor. Waiting threads still
+//!    wait. A page that was not equal, or could not be mapped, is moved back: its place is still empty.
+//! 4. *Wake.* Only now are waiters woken; they fault again and find the mapping, or their own page.
+//!
+//! Anything unexpected ends in "put back", and putting back is tried until it works: the page exists nowhere else.
+
+use crate::breaks::Breaker;
+use crate::error::Error;
+use crate::memory::{Memory, Page};
+use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
+use crate::store::Store;
+use crate::sys::guest;
+use crate::sys::uffd::{Mode, MoveError, Uffd};
+use crate::sys::vma::{Anonymous, map_segment};
+use std::ops::Range;
+use std::time::Instant;
+use vmm_dedup_protocol::Slot;
+
+/// Most pages in one window.
+pub(crate) const MAX_WINDOW: usize = CHUNK_PAGES;
+
+/// A page that should become shared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Item {
+    pub(crate) page: Page,
+    /// The slot to map; `None` for the zero page.
+    pub(crate) slot: Option<Slot>,
+    /// Whether the store already counts a reference for this page (it was just published).
+    pub(crate) owned: bool,
+}
+
+/// What became of an item.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// It maps the slot, or the zero page.
+    Merged,
+    /// Its content was another one; it is where it was.
+    Different,
+    /// It is pinned or shared with another process.
+    Pinned,
+    /// Nothing was there.
+    Absent,
+    /// The kernel would not take or map it.
+    Refused,
+    /// No VMA was left to map it.
+    NoVma,
+}
+
+/// Takes and maps. One per service, used by the scanning thread alone.
+#[derive(Debug)]
+pub(crate) struct Merger {
+    scratch: Anonymous,
+}
+
+/// The result of a window.
+#[derive(Debug, Default)]
+pub(crate) struct Window {
+    /// One for each item.
+    pub(crate) outcomes: Vec<Outcome>,
+    /// Ranges that now map the store.
+    pub(crate) runs: Vec<Range<usize>>,
+    /// How long pages were away.
+    pub(crate) stop_ns: u64,
+}
+
+impl Merger {
+    pub(crate) fn new(tracker: &Uffd) -> Result<Self, Error> {
+        let scratch = Anonymous::new(MAX_WINDOW).map_err(Error::Scratch)?;
+        // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use.
+        scratch
+            .populate()
+            .and_then(|()| scratch.discard(0, bytes(MAX_WINDOW)))
+            .map_err(Error::Scratch)?;
+        tracker
+            .register(scratch.base(), bytes(MAX_WINDOW), Mode::Missing)
+            .map_err(Error::Scratch)?;
+        Ok(Self { scratch })
+    }
+
+    /// Merges items that lie within [`MAX_WINDOW`] consecutive pages of one region, in page order. With `gaps` there
+    /// may be other pages between them, which stay untouched, but nothing that another userfaultfd owns.
+    ///
+    /// # Errors
+    /// Only when the range cannot be registered; nothing was changed then.
+    pub(crate) fn merge(
+        &mut self,
+        memory: &Memory,
+        tracker: &Uffd,
+        store: &Store,
+        breaker: &Breaker,
+        items: &[Item],
+    ) -> Result<Window, Error> {
+        let (Some(first), Some(last)) = (items.first(), items.last()) else {
+            return Ok(Window::default());
+        };
+        let start = memory.address(first.page);
+        let pages = (last.page - first.page) as usize + 1;
+        assert!(pages <= MAX_WINDOW);
+        let len = bytes(pages);
+        tracker
+            .register(start, len, Mode::WpMissing)
+            .map_err(|source| Error::Register {
+                address: start,
+                source,
+            })?;
+        let clock = Instant::now();
+        let mut hold = Hold {
+            tracker,
+            start,
+            scratch: self.scratch.base(),
+            first: first.page,
+        };
+        let mut outcomes = hold.take(items);
+        hold.verify(store, items, &mut outcomes);
+        let runs = hold.map(store, items, &mut outcomes);
+        hold.put_back(items, &outcomes);
+        for run in &runs {
+            if let Err(error) = breaker.adopt(run) {
+                log::warn!("writes to {run:x?} are left to the kernel's copy-on-write: {error}");
+            }
+        }
+        let mapped: usize = runs.iter().map(|r| r.len()).sum();
+        if mapped < len {
+            // Whatever is not mapped from the store goes on being tracked, no longer waited at.
+            self.disarm(tracker, start, len, &runs, items.len() == pages);
+        }
+        let _ = tracker.wake(start, len);
+        let stop_ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let _ = self.scratch.discard(0, len);
+        Ok(Window {
+            outcomes,
+            runs,
+            stop_ns,
+        })
+    }
+
+    /// Ends the waiting for missing pages in a window.
+    fn disarm(&self, tracker: &Uffd, start: usize, len: usize, runs: &[Range<usize>], dense: bool) {
+        if !dense {
+            // One call for all; the store's mappings in it become registered as well, which costs nothing.
+            let _ = tracker.register(start, len, Mode::Wp);
+            return;
+        }
+        let mut at = start;
+        for run in runs.iter().cloned().chain([start + len..start + len]) {
+            if run.start > at {
+                let _ = tracker.register(at, run.start - at, Mode::Wp);
+            }
+            at = run.end;
+        }
+    }
+}
+
+/// A window whose pages are ours for the moment.
+struct Hold<'a> {
+    tracker: &'a Uffd,
+    start: usize,
+    scratch: usize,
+    first: Page,
+}
+
+impl Hold<'_> {
+    fn offset(&self, item: &Item) -> usize {
+        bytes((item.page - self.first) as usize)
+    }
+
+    /// Moves the items' pages into scratch memory, stretch by stretch. `Merged` stands for "taken" until verified.
+    #[allow(unsafe_code)] // moves guest pages
+    fn take(&mut self, items: &[Item]) -> Vec<Outcome> {
+        let mut outcomes = Vec::with_capacity(items.len());
+        let mut tries = 0;
+        while outcomes.len() < items.len() {
+            let rest = &items[outcomes.len()..];
+            let stretch = rest
+                .iter()
+                .zip(0u32..)
+                .take_while(|(i, n)| i.page == rest[0].page + n)
+                .count();
+            let offset = self.offset(&rest[0]);
+            // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
+            let (moved, error) = unsafe {
+                self.tracker
+                    .move_pages(self.scratch + offset, self.start + offset, bytes(stretch))
+            };
+            outcomes.extend(std::iter::repeat_n(Outcome::Merged, moved / PAGE_SIZE));
+            tries = if moved > 0 { 0 } else { tries + 1 };
+            match error {
+                None => {}
+                Some(MoveError::Again) if tries < 100 => {}
+                Some(MoveError::Pinned) => outcomes.push(Outcome::Pinned),
+                Some(MoveError::Absent) => outcomes.push(Outcome::Absent),
+                Some(MoveError::Again | MoveError::Refused(_)) => outcomes.push(Outcome::Refused),
+            }
+        }
+        outcomes.truncate(items.len());
+        outcomes
+    }
+
+    #[allow(unsafe_code)] // compares raw pages
+    fn verify(&self, store: &Store, items: &[Item], outcomes: &mut [Outcome]) {
+        for (item, outcome) in items.iter().zip(outcomes).filter(|(_, o)| **o == Outcome::Merged) {
+            let page = self.scratch + self.offset(item);
+            let equal = match item.slot {
+                // SAFETY: the page was taken, so nobody writes it.
+                None => unsafe { guest::is_zero_page(page) },
+                // SAFETY: as above; the slot is mapped, and immutable while its epoch is not acknowledged.
+                Some(slot) => store
+                    .slot(slot)
+                    .is_some_and(|(_, at)| unsafe { guest::same_page(page, at) }),
+            };
+            if !equal {
+                *outcome = Outcome::Different;
+            }
+        }
+    }
+
+    /// Maps runs of verified pages; returns the ranges that now map the store.
+    fn map(&self, store: &Store, items: &[Item], outcomes: &mut [Outcome]) -> Vec<Range<usize>> {
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        let mut at = 0;
+        while at < items.len() {
+            if outcomes[at] != Outcome::Merged {
+                at += 1;
+                continue;
+            }
+            let follows = |n: usize| {
+                let (previous, next) = (&items[n - 1], &items[n]);
+                outcomes[n] == Outcome::Merged
+                    && next.page == previous.page + 1
+                    && match (previous.slot, next.slot) {
+                        (None, None) => true,
+                        (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
+                        _ => false,
+                    }
+            };
+            let end = (at + 1..items.len())
+                .find(|n| !follows(*n))
+                .unwrap_or(items.len());
+            match self.map_run(store, &items[at..end]) {
+                Ok(None) => {}
+                Ok(Some(run)) => match runs.last_mut() {
+                    Some(previous) if previous.end == run.start => previous.end = run.end,
+                    _ => runs.push(run),
+                },
+                Err(outcome) => outcomes[at..end].fill(outcome),
+            }
+            at = end;
+        }
+        runs
+    }
+
+    #[allow(unsafe_code)] // maps over guest memory
+    fn map_run(&self, store: &Store, run: &[Item]) -> Result<Option<Range<usize>>, Outcome> {
+        let at = self.start + self.offset(&run[0]);
+        let len = bytes(run.len());
+        let Some(slot) = run[0].slot else {
+            return self
+                .tracker
+                .zero_page(at, len)
+                .map(|()| None)
+                .map_err(|_| Outcome::Refused);
+        };
+        let (file, _) = store.slot(slot).ok_or(Outcome::Refused)?;
+        // SAFETY: the range is guest memory whose pages were taken and verified equal to the slots.
+        let mapped = unsafe { map_segment(at, len, file, slot.offset()) };
+        mapped.map(|()| Some(at..at + len)).map_err(|_| Outcome::NoVma)
+    }
+
+    /// Moves back what was taken and is not to be merged.
+    fn put_back(&self, items: &[Item], outcomes: &[Outcome]) {
+        let held = |o: &Outcome| matches!(o, Outcome::Different | Outcome::Refused | Outcome::NoVma);
+        for (item, _) in items.iter().zip(outcomes).filter(|(_, o)| held(o)) {
+            self.put_back_one(self.offset(item));
+        }
+    }
+
+    /// Moves one page back, or, should the kernel refuse to move it, copies it back: nobody else can have it pinned.
+    #[allow(unsafe_code)] // moves and copies guest pages
+    fn put_back_one(&self, offset: usize) {
+        let (from, to) = (self.scratch + offset, self.start + offset);
+        for attempt in 0u64.. {
+            // SAFETY: raw addresses only.
+            let (_, error) = unsafe { self.tracker.move_pages(to, from, PAGE_SIZE) };
+            match error {
+                // Absent: it was never taken (the kernel refused to move it), so it still is in its place.
+                None | Some(MoveError::Absent) => return,
+                Some(_) => {}
+            }
+            // SAFETY: the scratch page is ours and readable, its place in the guest empty.
+            match unsafe { self.tracker.copy(to, from, PAGE_SIZE) } {
+                Ok(()) => return,
+                Err(e) if e.raw_os_error() == Some(libc::EEXIST) => return,
+                Err(e) if attempt % 1000 == 0 => log::error!("cannot put a guest page back: {e}; trying on"),
+                Err(_) => {}
+            }
+            std::thread::sleep(std::time::Duration::from_micros(100));
+        }
+    }
+}

@@ -1,0 +1,353 @@
+//! The scanning thread's state and the order of its work. A pass: what broke, what was written ([`crate::track`]),
+//! keys, twins and publications ([`crate::settle`]), merging ([`crate::apply`]), the report.
+
+use crate::breaks::Breaker;
+use crate::chunk::ChunkState;
+use crate::config::Config;
+use crate::control::Control;
+use crate::error::Error;
+use crate::memory::{Memory, Page};
+use crate::merge::{Item, Merger};
+use crate::pace::Pacer;
+use crate::page::{State, Table};
+use crate::store::Store;
+use crate::sys::pagemap::Pagemap;
+use crate::sys::proc;
+use crate::sys::uffd::{Mode, Uffd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use vmm_dedup_protocol::key::Salt;
+use vmm_dedup_protocol::message::RefDelta;
+use vmm_dedup_protocol::stats::{CpuNs, ServiceStats};
+
+/// Kernel memory that one more mapping costs: a VMA (192 bytes), its share of maple tree nodes, and for every second
+/// one an anon_vma_chain (64 bytes). Measured: 530 bytes for the two mappings of a single merged page.
+const VMA_BYTES: u64 = 265;
+
+/// What is to be told to the store.
+#[derive(Debug, Default)]
+pub(crate) struct Outbox {
+    pub(crate) sightings: Vec<u64>,
+    /// Pages of the sightings.
+    pub(crate) pages: Vec<Page>,
+    pub(crate) withdrawals: Vec<u64>,
+    pub(crate) refs: Vec<RefDelta>,
+}
+
+impl Outbox {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.sightings.is_empty() && self.withdrawals.is_empty() && self.refs.is_empty()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+/// Everything the scanning thread owns.
+#[derive(Debug)]
+pub(crate) struct Scanner {
+    pub(crate) config: Config,
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) table: Table,
+    pub(crate) chunks: Vec<ChunkState>,
+    pub(crate) tracker: Arc<Uffd>,
+    pub(crate) pagemap: Pagemap,
+    pub(crate) breaker: Arc<Breaker>,
+    pub(crate) merger: Merger,
+    pub(crate) store: Option<Store>,
+    pub(crate) store_path: PathBuf,
+    pub(crate) outbox: Outbox,
+    /// Pages whose whole content is to be hashed.
+    pub(crate) to_hash: Vec<Page>,
+    /// Pages that stood still and have no key yet.
+    pub(crate) to_key: Vec<Page>,
+    /// Of the store, or of the last one there was.
+    pub(crate) salt: Salt,
+    /// Pages with a twin, not merged yet.
+    pub(crate) merges: Vec<Item>,
+    /// Items that one merge window takes at most; adapts to the stop target.
+    pub(crate) window: usize,
+    pub(crate) stats: ServiceStats,
+    pub(crate) vmas_max: i64,
+    pub(crate) vmas: i64,
+    vmas_at_start: usize,
+    /// Index epoch read when nothing looked up was pending, to be reported with the next batch.
+    pub(crate) epoch: u64,
+    /// The last one reported.
+    pub(crate) acknowledged: u64,
+    /// Position in the index's news.
+    pub(crate) news: u64,
+    faults: u64,
+    pub(crate) passes: u64,
+    cpu_mark: u64,
+    pacer: Pacer,
+    pub(crate) control: Arc<Control>,
+}
+
+/// What the CPU time of the last stretch of work was for.
+pub(crate) type Stage = fn(&mut CpuNs) -> &mut u64;
+
+/// Mappings that must remain for merging to be worth starting.
+const MIN_VMAS: usize = 1024;
+
+impl Scanner {
+    /// Checks everything that can fail and prepares; touches no guest page. Runs in the caller's thread.
+    pub(crate) fn new(
+        config: Config,
+        memory: Memory,
+        store_path: PathBuf,
+        control: Arc<Control>,
+    ) -> Result<Self, Error> {
+        config.validate()?;
+        let pagemap = Pagemap::open()?;
+        let tracker = Arc::new(Uffd::tracker()?);
+        let memory = Arc::new(memory);
+        let reserve = match config.breaks {
+            crate::Breaks::Kernel => None,
+            crate::Breaks::Managed {
+                reserve_pages,
+                floor_bytes,
+            } => Some(crate::reserve::Reserve::new(reserve_pages, floor_bytes)),
+        };
+        let breaker = Arc::new(Breaker::new(tracker.clone(), memory.clone(), reserve)?);
+        let (limit, used) = (proc::max_map_count()?, proc::vma_count()?);
+        let left = limit.saturating_sub(used).saturating_sub(limit / 16);
+        let vmas_max = config.max_vmas.unwrap_or(left).min(left);
+        if left < MIN_VMAS {
+            return Err(Error::TooFewVmas {
+                limit,
+                used,
+                needed: MIN_VMAS,
+            });
+        }
+        let store = Store::connect(&store_path, &config.name, memory.pages())?;
+        let merger = Merger::new(&tracker)?;
+        for region in memory.regions() {
+            tracker
+                .register(region.start, region.len(), Mode::Wp)
+                .map_err(|source| Error::Register {
+                    address: region.start,
+                    source,
+                })?;
+        }
+        let mut scanner = Self {
+            table: Table::new(memory.pages()),
+            chunks: vec![
+                ChunkState {
+                    pending: true,
+                    ..ChunkState::default()
+                };
+                memory.chunks().len()
+            ],
+            outbox: Outbox::default(),
+            to_hash: Vec::new(),
+            to_key: Vec::new(),
+            salt: store.salt(),
+            merges: Vec::new(),
+            window: 16,
+            stats: ServiceStats::default(),
+            vmas_max: i64::try_from(vmas_max).unwrap_or(i64::MAX),
+            vmas: 0,
+            vmas_at_start: used,
+            epoch: store.index().epoch(),
+            acknowledged: 0,
+            news: store.index().news_position(),
+            faults: 0,
+            passes: 0,
+            cpu_mark: 0,
+            pacer: Pacer::new(config.cpu_percent),
+            store: Some(store),
+            config,
+            memory,
+            tracker,
+            pagemap,
+            breaker,
+            merger,
+            store_path,
+            control,
+        };
+        scanner.fill_stats();
+        Ok(scanner)
+    }
+
+    /// To be called first in the thread that will run the passes.
+    pub(crate) fn enter_thread(&mut self) {
+        self.pacer = Pacer::new(self.config.cpu_percent);
+        self.cpu_mark = proc::thread_cpu_ns();
+    }
+
+    /// One pass. Errors of the store are survived: what was shared stays shared, and a new store is looked for.
+    pub(crate) fn pass(&mut self) {
+        self.passes += 1;
+        self.stats.passes_total += 1;
+        if let Err(error) = self.try_pass() {
+            if !matches!(error, Error::Stopped) {
+                self.lose_store(&error);
+            }
+        }
+        self.stats.last_pass_ms = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |d| d.as_millis() as u64);
+        self.fill_stats();
+        if let Some(store) = &mut self.store {
+            if let Err(error) = store.report(&self.stats) {
+                self.lose_store(&error);
+            }
+        }
+        self.lap(|cpu| &mut cpu.store);
+    }
+
+    fn try_pass(&mut self) -> Result<(), Error> {
+        self.note_breaks();
+        self.find_store()?;
+        if let Some(store) = &mut self.store {
+            store.take_pushes()?;
+        }
+        let faults = proc::faults_of_others();
+        if faults != self.faults {
+            self.chunks.iter_mut().for_each(|c| c.pending = true);
+        }
+        self.faults = faults;
+        self.lap(|cpu| &mut cpu.track);
+        self.track()?;
+        self.settle()
+    }
+
+    /// Takes over what the fault thread did.
+    fn note_breaks(&mut self) {
+        for page in self.breaker.take_broken() {
+            if let State::Shared(slot) = self.table.get(page) {
+                self.outbox.refs.push(RefDelta {
+                    slot: slot.number(),
+                    delta: -1,
+                });
+            }
+            self.table.set(page, State::Untracked);
+            self.stats.breaks_managed_total += 1;
+            let chunk = self.memory.chunk_of(page);
+            self.chunks[chunk].pending = true;
+        }
+        if self.breaker.managed() && self.passes % 16 == 0 {
+            // A page that we broke lies in a mapping of its own, which the account below cannot see.
+            if let Ok(count) = proc::vma_count() {
+                self.vmas = i64::try_from(count.saturating_sub(self.vmas_at_start)).unwrap_or(i64::MAX);
+            }
+        }
+    }
+
+    /// Connects again after a store was lost.
+    fn find_store(&mut self) -> Result<(), Error> {
+        if self.store.is_some() {
+            return Ok(());
+        }
+        match Store::connect(&self.store_path, &self.config.name, self.memory.pages()) {
+            Ok(store) => {
+                log::info!("connected to the store at {}", self.store_path.display());
+                (self.epoch, self.acknowledged) = (store.index().epoch(), 0);
+                (self.news, self.salt) = (store.index().news_position(), store.salt());
+                self.store = Some(store);
+            }
+            Err(error) => log::debug!("{error}"),
+        }
+        Ok(())
+    }
+
+    /// Gives up a connection. What was mapped stays mapped: the mappings keep the old store's memory alive. It is
+    /// keyed anew and moves to the next store's slots as twins are found there.
+    fn lose_store(&mut self, error: &Error) {
+        log::warn!("lost the store: {error}; guests go on, and merging resumes with the next store");
+        self.store = None;
+        self.outbox.clear();
+        self.to_hash.clear();
+        self.merges.clear();
+        for page in (0..).take(self.memory.pages()) {
+            match self.table.get(page) {
+                State::Shared(_) | State::Candidate { foreign: true, .. } => {
+                    self.table.set(page, State::Foreign);
+                }
+                State::Candidate { foreign: false, .. } => {
+                    self.table.set(page, State::Armed);
+                }
+                _ => {}
+            }
+        }
+        for chunk in &mut self.chunks {
+            (chunk.pending, chunk.patience, chunk.rest, chunk.twins) = (true, 0, 0, 0);
+        }
+    }
+
+    /// The end: with `unmerge`, everything goes back to anonymous memory first.
+    pub(crate) fn finish(&mut self, unmerge: bool) -> Result<(), Error> {
+        self.note_breaks();
+        let result = if unmerge { self.unmerge() } else { Ok(()) };
+        self.breaker.stop();
+        self.breaker.release_all();
+        for region in self.memory.regions() {
+            let _ = self.tracker.unregister(region.start, region.len());
+            let _ = self.tracker.wake(region.start, region.len());
+        }
+        self.stats.state = 2;
+        self.fill_stats();
+        if let Some(store) = &mut self.store {
+            let _ = store.report(&self.stats);
+        }
+        result
+    }
+
+    /// Between two pieces of work: sleeps if the CPU budget is used up, and notices the wish to stop or pause.
+    pub(crate) fn breathe(&mut self) -> Result<(), Error> {
+        let helpers = self.breaker.stats().0.cpu_ns;
+        self.pacer.charge_others(helpers);
+        let debt = self.pacer.debt();
+        if debt > Duration::from_millis(1) {
+            self.fill_stats();
+            self.control.publish(&self.stats);
+            self.control.sleep(debt);
+        }
+        if self.control.interrupted() {
+            Err(Error::Stopped)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Books the CPU time since the last call.
+    pub(crate) fn lap(&mut self, stage: Stage) {
+        let now = proc::thread_cpu_ns();
+        *stage(&mut self.stats.cpu_ns) += now.saturating_sub(self.cpu_mark);
+        self.cpu_mark = now;
+    }
+
+    pub(crate) fn fill_stats(&mut self) {
+        let counts = self.table.counts();
+        let (breaks, reserve) = self.breaker.stats();
+        let stats = &mut self.stats;
+        stats.pages = self.memory.pages() as u64;
+        stats.pages_mapped = counts.shared + counts.foreign;
+        stats.pages_zero = counts.zero;
+        stats.pages_unshared = counts.candidates;
+        stats.pages_volatile = self.chunks.iter().map(|c| u64::from(c.volatile)).sum();
+        stats.pages_broken = counts.broken;
+        stats.huge_ranges = self.chunks.iter().filter(|c| c.huge).count() as u64;
+        stats.vmas = u64::try_from(self.vmas).unwrap_or(0);
+        stats.vmas_max = u64::try_from(self.vmas_max).unwrap_or(0);
+        stats.vma_bytes = stats.vmas * VMA_BYTES;
+        let bytes = self.table.bytes() + self.chunks.len() * size_of::<ChunkState>() + self.breaker.bytes();
+        stats.metadata_bytes = bytes as u64;
+        stats.reserve_pages = reserve.pages as u64;
+        stats.reserve_target = reserve.target as u64;
+        stats.reserve_waits_total = breaks.waits;
+        stats.waiting_writers = breaks.waiting;
+        stats.break_latency = breaks.latency;
+        stats.cpu_ns.break_ = breaks.cpu_ns;
+        if stats.state != 2 {
+            stats.state = if self.store.is_none() {
+                3
+            } else {
+                u64::from(self.control.paused())
+            };
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! The handle that a VMM holds.
+
+use crate::breaks::Breaker;
+use crate::config::Config;
+use crate::control::{Control, Request};
+use crate::error::Error;
+use crate::memory::{HostRange, Memory};
+use crate::scanner::Scanner;
+use std::path::Path;
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+use std::time::Instant;
+use vm_memory::GuestMemoryBackend;
+use vmm_dedup_protocol::stats::ServiceStats;
+
+/// A running dedup service for one VM: a scanning thread, and in managed mode a fault thread.
+///
+/// Dropping it stops it without unmerging: what is shared stays shared, and the kernel copies on write.
+#[derive(Debug)]
+pub struct DedupService {
+    control: Arc<Control>,
+    breaker: Arc<Breaker>,
+    scanner: Option<JoinHandle<ServiceStats>>,
+    faults: Option<JoinHandle<()>>,
+}
+
+impl DedupService {
+    /// Starts a service on a VM's memory, which it keeps alive.
+    ///
+    /// # Errors
+    /// Everything that can be checked is checked first: configuration, kernel, memory, store. On an error the guest
+    /// is as it was.
+    pub fn start<M>(memory: Arc<M>, store: &Path, config: Config) -> Result<Self, Error>
+    where
+        M: GuestMemoryBackend + Send + Sync + 'static,
+    {
+        let ranges = HostRange::of_guest_memory(&*memory)?;
+        Self::launch(&ranges, store, config, Box::new(memory))
+    }
+
+    /// Starts a service on plain address ranges.
+    ///
+    /// # Safety
+    /// The ranges must be guest memory that stays mapped until the service has stopped, and that Rust code only
+    /// accesses through raw pointers or volatile views: its pages vanish and come back at any time.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    #[allow(unsafe_code)]
+    pub unsafe fn start_on_ranges(ranges: &[HostRange], store: &Path, config: Config) -> Result<Self, Error> {
+        Self::launch(ranges, store, config, Box::new(()))
+    }
+
+    fn launch(
+        ranges: &[HostRange],
+        store: &Path,
+        config: Config,
+        keep_alive: Box<dyn std::any::Any + Send>,
+    ) -> Result<Self, Error> {
+        let control = Arc::new(Control::default());
+        let scanner = Scanner::new(config, Memory::new(ranges)?, store.to_owned(), control.clone())?;
+        control.publish(&scanner.stats);
+        let breaker = scanner.breaker.clone();
+        let spawn = |name: &str| std::thread::Builder::new().name(name.into());
+        let faults = if breaker.managed() {
+            let breaker = breaker.clone();
+            Some(
+                spawn("dedup-fault")
+                    .spawn(move || breaker.run())
+                    .map_err(Error::Thread)?,
+            )
+        } else {
+            None
+        };
+        let thread = spawn("dedup-scan").spawn(move || {
+            let stats = scan(scanner);
+            drop(keep_alive);
+            stats
+        });
+        Ok(Self {
+            control,
+            breaker,
+            scanner: Some(thread.map_err(Error::Thread)?),
+            faults,
+        })
+    }
+
+    /// Stops scanning and merging until [`Self::resume`]. What is shared stays shared, and breaks are served.
+    pub fn pause(&self) {
+        self.control.set_paused(true);
+    }
+
+    /// Goes on after [`Self::pause`].
+    pub fn resume(&self) {
+        self.control.set_paused(false);
+    }
+
+    /// Runs one pass now, whatever the period, and waits for its end.
+    ///
+    /// # Errors
+    /// [`Error::Stopped`].
+    pub fn pass(&self) -> Result<ServiceStats, Error> {
+        let (tell, told) = mpsc::channel();
+        self.control.request(Request::Pass(tell));
+        told.recv().map_err(|_| Error::Stopped)
+    }
+
+    /// The account as of the last pass (or the last pause for the CPU budget).
+    pub fn stats(&self) -> ServiceStats {
+        self.control.stats()
+    }
+
+    /// Changes the copy-on-write reserve of managed mode: pages kept ready, and the host memory (bytes) below which
+    /// it is not refilled. Writers that wait go on as soon as there are pages.
+    pub fn set_reserve(&self, pages: usize, floor_bytes: u64) {
+        self.breaker.set_reserve(pages, floor_bytes);
+    }
+
+    /// Ends the service. With `unmerge` everything is brought back to anonymous memory first; else what is shared
+    /// stays shared for as long as the guest does not write it.
+    ///
+    /// # Errors
+    /// [`Error::Stopped`] if the scanning thread had died.
+    pub fn stop(mut self, unmerge: bool) -> Result<ServiceStats, Error> {
+        self.end(unmerge).ok_or(Error::Stopped)
+    }
+
+    fn end(&mut self, unmerge: bool) -> Option<ServiceStats> {
+        let thread = self.scanner.take()?;
+        self.control.request(Request::Stop { unmerge });
+        let stats = thread.join().ok();
+        self.breaker.stop();
+        if let Some(faults) = self.faults.take() {
+            let _ = faults.join();
+        }
+        stats
+    }
+}
+
+impl Drop for DedupService {
+    fn drop(&mut self) {
+        self.end(false);
+    }
+}
+
+/// The scanning thread.
+fn scan(mut scanner: Scanner) -> ServiceStats {
+    scanner.enter_thread();
+    let control = scanner.control.clone();
+    let period = scanner.config.pass_period();
+    let mut next = Instant::now();
+    loop {
+        let request = control.next(next);
+        if let Some(Request::Stop { unmerge }) = request {
+            if let Err(error) = scanner.finish(unmerge) {
+                log::warn!("{error}");
+            }
+            control.publish(&scanner.stats);
+            return scanner.stats;
+        }
+        next = Instant::now() + period;
+        scanner.pass();
+        control.publish(&scanner.stats);
+        if let Some(Request::Pass(tell)) = request {
+            let _ = tell.send(scanner.stats);
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Finding twins: marks and slots in the shared index, sightings and publications with the store.
+
+use crate::error::Error;
+use crate::memory::Page;
+use crate::merge::Item;
+use crate::page::State;
+use crate::page_size::PAGE_SIZE;
+use crate::scanner::Scanner;
+use crate::sys::guest;
+use std::collections::HashSet;
+use vmm_dedup_protocol::index::{IndexReader, News};
+use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash};
+use vmm_dedup_protocol::message::{MAX_BATCH, RefDelta};
+use vmm_dedup_protocol::{STAGING_PAGES, Slot};
+
+/// Items collected before they are merged; bounds the memory for them.
+const MAX_MERGES: usize = 1 << 17;
+
+impl Scanner {
+    pub(crate) fn index(&self) -> Option<&IndexReader> {
+        self.store.as_ref().map(|s| s.index())
+    }
+
+    /// A page has this line key: is it known to be ambiguous? Then its hash decides, else it is sighted.
+    pub(crate) fn look_up(&mut self, page: Page, key: Key) -> Result<(), Error> {
+        if self.index().is_some_and(|index| index.is_marked(key)) {
+            self.to_hash.push(page);
+            return Ok(());
+        }
+        self.sight(page, key)
+    }
+
+    fn sight(&mut self, page: Page, key: Key) -> Result<(), Error> {
+        let foreign = self.table.get(page).in_file_mapping();
+        if self.table.get(page) == State::Untracked {
+            self.table.set(page, State::Armed);
+        }
+        self.table.set(page, State::Candidate { key, foreign });
+        self.outbox.sightings.push(key.raw());
+        self.outbox.pages.push(page);
+        if self.outbox.sightings.len() == MAX_BATCH {
+            self.flush()
+        } else {
+            Ok(())
+        }
+    }
+
+    /// A page does not map this slot any more.
+    pub(crate) fn release(&mut self, slot: Slot) {
+        self.outbox.refs.push(RefDelta {
+            slot: slot.number(),
+            delta: -1,
+        });
+    }
+
+    /// Works until there is nothing left to hash, publish or merge.
+    pub(crate) fn settle(&mut self) -> Result<(), Error> {
+        if self.store.is_none() {
+            return Ok(());
+        }
+        loop {
+            self.flush()?;
+            self.take_news();
+            self.lap(|cpu| &mut cpu.store);
+            if self.to_hash.is_empty() {
+                if self.merges.is_empty() {
+                    break;
+                }
+                self.apply_merges()?;
+                continue;
+            }
+            self.hash_pages()?;
+            if self.merges.len() >= MAX_MERGES {
+                self.apply_merges()?;
+            }
+        }
+        self.acknowledge()
+    }
+
+    /// Tells the store what there is to tell, and publishes what it asks for.
+    ///
+    /// The epoch sent was read when no lookup was pending, and every reference taken before that is in this batch or
+    /// an earlier one. That is the service's half of the rule in `vmm_dedup_protocol::index`.
+    pub(crate) fn flush(&mut self) -> Result<(), Error> {
+        while !self.outbox.is_empty() {
+            let Some(store) = &mut self.store else {
+                return Ok(());
+            };
+            let mut out = std::mem::take(&mut self.outbox);
+            let rest_of = |len: usize| len.min(MAX_BATCH);
+            self.outbox.withdrawals = out.withdrawals.split_off(rest_of(out.withdrawals.len()));
+            self.outbox.refs = out.refs.split_off(rest_of(out.refs.len()));
+            let epoch = if self.outbox.refs.is_empty() {
+                self.epoch
+            } else {
+                self.acknowledged
+            };
+            let wanted = store.batch(epoch, &out.sightings, &out.withdrawals, &out.refs)?;
+            self.acknowledged = epoch;
+            if self.merges.is_empty() && self.outbox.refs.is_empty() {
+                self.epoch = store.index().epoch();
+            }
+            let pages: Vec<Page> = wanted
+                .iter()
+                .filter_map(|i| out.pages.get(*i as usize))
+                .copied()
+                .collect();
+            for pages in pages.chunks(STAGING_PAGES) {
+                self.publish(pages)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// At the end of a pass nothing is pending: lets the store reuse what was freed.
+    fn acknowledge(&mut self) -> Result<(), Error> {
+        debug_assert!(self.merges.is_empty() && self.outbox.is_empty());
+        let Some(store) = &mut self.store else {
+            return Ok(());
+        };
+        self.epoch = store.index().epoch();
+        if self.epoch > self.acknowledged {
+            store.batch(self.epoch, &[], &[], &[])?;
+            self.acknowledged = self.epoch;
+        }
+        Ok(())
+    }
+
+    /// Hands pages to the store. It checks their content itself, so a page that changes meanwhile does no harm.
+    #[allow(unsafe_code)] // reads guest memory
+    fn publish(&mut self, pages: &[Page]) -> Result<(), Error> {
+        let Some(store) = &mut self.store else {
+            return Ok(());
+        };
+        let (mut keys, mut staged) = (Vec::with_capacity(pages.len()), Vec::with_capacity(pages.len()));
+        let mut words = [0; PAGE_WORDS];
+        for page in pages {
+            let State::Candidate { key, .. } = self.table.get(*page) else {
+                continue;
+            };
+            // SAFETY: guest memory stays mapped while the service runs.
+            unsafe { guest::copy_page(self.memory.address(*page), &mut words) };
+            store.stage(staged.len(), &words);
+            keys.push(key);
+            staged.push(*page);
+        }
+        if staged.is_empty() {
+            return Ok(());
+        }
+        let slots = store.publish(&keys)?;
+        self.stats.bytes_read_total += (staged.len() * PAGE_SIZE) as u64;
+        for (page, slot) in staged.into_iter().zip(slots) {
+            if slot.is_some() {
+                self.stats.published_total += 1;
+                self.merges.push(Item {
+                    page,
+                    slot,
+                    owned: true,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks whether what entered the index lately concerns a candidate.
+    fn take_news(&mut self) {
+        let Some(index) = self.store.as_ref().map(|s| s.index()) else {
+            return;
+        };
+        let position = index.news_position();
+        if position == self.news {
+            return;
+        }
+        let pages = match index.news_since(self.news) {
+            News::Keys(keys) => {
+                let mut filter = [0u64; 1024];
+                let bit = |raw: u64| ((raw % 65_536 / 64) as usize, 1u64 << (raw % 64));
+                for key in &keys {
+                    let (word, mask) = bit(key.raw());
+                    filter[word] |= mask;
+                }
+                let keys: HashSet<u64> = keys.into_iter().map(|k| k.raw()).collect();
+                self.table.candidates_with(|raw| {
+                    let (word, mask) = bit(raw);
+                    filter[word] & mask != 0 && keys.contains(&raw)
+                })
+            }
+            News::Overrun => self.table.candidates_with(|_| true),
+        };
+        self.news = position;
+        for page in pages {
+            let State::Candidate { key, .. } = self.table.get(page) else {
+                continue;
+            };
+            if !key.is_full() {
+                if index.is_marked(key) {
+                    self.to_hash.push(page);
+                }
+            } else if let Some(slot) = index.slot_of_key(key) {
+                self.merges.push(Item {
+                    page,
+                    slot: Some(slot),
+                    owned: false,
+                });
+            }
+        }
+    }
+
+    /// Hashes whole pages and looks the hashes up.
+    #[allow(unsafe_code)] // reads guest memory
+    fn hash_pages(&mut self) -> Result<(), Error> {
+        let pages = std::mem::take(&mut self.to_hash);
+        let mut words = [0; PAGE_WORDS];
+        for (i, page) in pages.iter().copied().enumerate() {
+            if i % 1024 == 1023 {
+                self.lap(|cpu| &mut cpu.hash);
+                self.breathe()?;
+            }
+            // SAFETY: guest memory stays mapped while the service runs.
+            unsafe { guest::copy_page(self.memory.address(page), &mut words) };
+            let hash = PageHash::of(&words, self.salt);
+            self.stats.pages_hashed_total += 1;
+            self.stats.bytes_read_total += PAGE_SIZE as u64;
+            let before = self.table.get(page);
+            match self.index().and_then(|index| index.slot_of(hash)) {
+                Some(slot) => self.merges.push(Item {
+                    page,
+                    slot: Some(slot),
+                    owned: false,
+                }),
+                None => match before {
+                    State::Candidate { key, .. } if key == hash.key() => {}
+                    State::Candidate { key, .. } => {
+                        self.outbox.withdrawals.push(key.raw());
+                        self.sight(page, hash.key())?;
+                    }
+                    _ => self.sight(page, hash.key())?,
+                },
+            }
+        }
+        self.lap(|cpu| &mut cpu.hash);
+        Ok(())
+    }
+}

@@ -1,0 +1,206 @@
+//! The connection to the page store. Synchronous: the scanning thread asks and waits. What the store pushes
+//! (segments, a new index) is taken in whenever it arrives.
+
+use crate::error::Error;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+use vmm_dedup_protocol::index::IndexReader;
+use vmm_dedup_protocol::key::{Key, PageWords, Salt};
+use vmm_dedup_protocol::mapping::Mapping;
+use vmm_dedup_protocol::message::{
+    Hello, Kind, Message, NO_SLOT, RefDelta, Role, aligned_buffer, encode, encode_batch,
+};
+use vmm_dedup_protocol::socket::{self, Received};
+use vmm_dedup_protocol::stats::ServiceStats;
+use vmm_dedup_protocol::{SEGMENT_BYTES, STAGING_PAGES, Slot};
+use zerocopy::IntoBytes;
+
+/// A store that does not answer for this long is given up; a new connection is tried later.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+#[derive(Debug)]
+struct Segment {
+    file: OwnedFd,
+    pages: Mapping,
+}
+
+/// A live connection.
+#[derive(Debug)]
+pub(crate) struct Store {
+    socket: OwnedFd,
+    buffer: Vec<u64>,
+    index: IndexReader,
+    staging: Mapping,
+    segments: Vec<Option<Segment>>,
+    salt: Salt,
+}
+
+impl Store {
+    /// Connects, introduces this VM and takes over what the store shares.
+    pub(crate) fn connect(path: &Path, name: &str, pages: usize) -> Result<Self, Error> {
+        let socket = socket::connect(path).map_err(|source| Error::Connect {
+            path: path.to_owned(),
+            source,
+        })?;
+        for which in [Timeout::Recv, Timeout::Send] {
+            set_socket_timeout(&socket, which, Some(PATIENCE)).map_err(std::io::Error::from)?;
+        }
+        let hello = Hello::new(Role::Service, name, pages as u64);
+        socket::send(&socket, &encode(Kind::Hello, &[hello.as_bytes()]), &[])?;
+        let mut buffer = aligned_buffer();
+        let mut answer = socket::receive(&socket, &mut buffer)?.ok_or(Error::StoreGone)?;
+        let welcome = match answer.parse(&buffer)? {
+            Message::Welcome(welcome) => welcome,
+            Message::Error(text) => return Err(Error::StoreRefused(text.to_owned())),
+            _ => return Err(Error::Unexpected("answer to the greeting")),
+        };
+        let (Some(staging), Some(index)) = (answer.fds.pop(), answer.fds.pop()) else {
+            return Err(Error::Unexpected("greeting without descriptors"));
+        };
+        Ok(Self {
+            index: map_index(&index, welcome.index_bytes)?,
+            staging: Mapping::read_write(&staging, STAGING_PAGES * vmm_dedup_protocol::PAGE_SIZE)?,
+            segments: Vec::new(),
+            salt: Salt(welcome.salt),
+            socket,
+            buffer,
+        })
+    }
+
+    pub(crate) fn salt(&self) -> Salt {
+        self.salt
+    }
+
+    /// The index as last announced. Ask again after every other call.
+    pub(crate) fn index(&self) -> &IndexReader {
+        &self.index
+    }
+
+    /// Descriptor and address of a slot's page, if its segment was announced: `(file, address of the slot)`.
+    pub(crate) fn slot(&self, slot: Slot) -> Option<(BorrowedFd<'_>, usize)> {
+        let segment = self.segments.get(slot.segment() as usize)?.as_ref()?;
+        Some((segment.file.as_fd(), segment.pages.address() + slot.offset()))
+    }
+
+    /// Reports what happened; returns which of the sightings the store wants published.
+    pub(crate) fn batch(
+        &mut self,
+        epoch: u64,
+        sightings: &[u64],
+        withdrawals: &[u64],
+        refs: &[RefDelta],
+    ) -> Result<Vec<u32>, Error> {
+        socket::send(
+            &self.socket,
+            &encode_batch(epoch, sightings, withdrawals, refs),
+            &[],
+        )?;
+        self.answer(|message| match message {
+            Message::BatchReply(wanted) => Some(wanted.to_vec()),
+            _ => None,
+        })
+    }
+
+    /// Puts a page into the staging buffer.
+    pub(crate) fn stage(&self, position: usize, page: &PageWords) {
+        self.staging.write_page(position, page);
+    }
+
+    /// Publishes the staged pages, whose whole-page keys are given; returns the slots they got.
+    pub(crate) fn publish(&mut self, keys: &[Key]) -> Result<Vec<Option<Slot>>, Error> {
+        let raw: Vec<u64> = keys.iter().map(|k| k.raw()).collect();
+        socket::send(&self.socket, &encode(Kind::Publish, &[raw.as_bytes()]), &[])?;
+        let slots = self.answer(|message| match message {
+            Message::Published(slots) => Some(slots.to_vec()),
+            _ => None,
+        })?;
+        if slots.len() != keys.len() {
+            return Err(Error::Unexpected("number of slots"));
+        }
+        Ok(slots
+            .into_iter()
+            .map(|n| if n == NO_SLOT { None } else { Slot::try_new(n) })
+            .collect())
+    }
+
+    /// Sends the service's account. Not answered.
+    pub(crate) fn report(&mut self, stats: &ServiceStats) -> Result<(), Error> {
+        Ok(socket::send(
+            &self.socket,
+            &encode(Kind::Report, &[stats.as_bytes()]),
+            &[],
+        )?)
+    }
+
+    /// Takes in what the store pushed, without waiting.
+    pub(crate) fn take_pushes(&mut self) -> Result<(), Error> {
+        loop {
+            let mut poll = [rustix::event::PollFd::new(
+                &self.socket,
+                rustix::event::PollFlags::IN,
+            )];
+            let now = rustix::event::Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            };
+            if rustix::event::poll(&mut poll, Some(&now)).map_err(std::io::Error::from)? == 0 {
+                return Ok(());
+            }
+            let received = socket::receive(&self.socket, &mut self.buffer)?.ok_or(Error::StoreGone)?;
+            if let Some(unasked) = self.push(received)? {
+                unasked.parse(&self.buffer)?;
+                return Err(Error::Unexpected("message"));
+            }
+        }
+    }
+
+    fn answer<T>(&mut self, mut pick: impl FnMut(Message<'_>) -> Option<T>) -> Result<T, Error> {
+        loop {
+            let received = socket::receive(&self.socket, &mut self.buffer)?.ok_or(Error::StoreGone)?;
+            if let Some(received) = self.push(received)? {
+                let message = received.parse(&self.buffer)?;
+                return pick(message).ok_or(Error::Unexpected("answer"));
+            }
+        }
+    }
+
+    /// Handles a push; gives back anything else.
+    fn push(&mut self, mut received: Received) -> Result<Option<Received>, Error> {
+        match received.parse(&self.buffer)? {
+            Message::Segment(number) => {
+                let file = received
+                    .fds
+                    .pop()
+                    .ok_or(Error::Unexpected("segment without descriptor"))?;
+                let pages = Mapping::read_only(&file, SEGMENT_BYTES)?;
+                let at = number as usize;
+                if self.segments.len() <= at {
+                    self.segments.resize_with(at + 1, || None);
+                }
+                self.segments[at] = Some(Segment { file, pages });
+            }
+            Message::SegmentRetired(number) => {
+                if let Some(segment) = self.segments.get_mut(number as usize) {
+                    *segment = None;
+                }
+            }
+            Message::Index(bytes) => {
+                let file = received
+                    .fds
+                    .pop()
+                    .ok_or(Error::Unexpected("index without descriptor"))?;
+                self.index = map_index(&file, bytes)?;
+            }
+            Message::Error(text) => return Err(Error::StoreRefused(text.to_owned())),
+            _ => return Ok(Some(received)),
+        }
+        Ok(None)
+    }
+}
+
+fn map_index(file: &OwnedFd, bytes: u64) -> Result<IndexReader, Error> {
+    let len = usize::try_from(bytes).map_err(|_| Error::Unexpected("index size"))?;
+    Ok(IndexReader::new(Mapping::read_only(file, len)?)?)
+}

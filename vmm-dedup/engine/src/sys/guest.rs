@@ -1,0 +1,69 @@
+//! Reading memory that a guest may be writing: volatile word loads, never a Rust reference.
+#![allow(unsafe_code)] // raw pointers into guest memory
+
+use vmm_dedup_protocol::PAGE_SIZE;
+use vmm_dedup_protocol::key::{KEY_WORDS, PAGE_WORDS, PageWords, line_offsets, line_words};
+
+/// Reads the four key lines of the page at `address`.
+///
+/// # Safety
+/// A whole page must be mapped readable at `address`, page-aligned.
+pub(crate) unsafe fn key_lines(address: usize) -> [u64; KEY_WORDS] {
+    let page = address as *const u64;
+    // SAFETY: offsets are below PAGE_WORDS, and the caller vouches for the page.
+    line_words(|word| unsafe { page.add(word).read_volatile() })
+}
+
+/// Asks the CPU to fetch the key lines of a page that will be read soon.
+pub(crate) fn prefetch_key_lines(address: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in line_offsets() {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch never faults, whatever the address.
+        unsafe { _mm_prefetch((address + offset) as *const i8, _MM_HINT_T0) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (address, line_offsets());
+}
+
+/// Copies a page out; torn if the guest writes it meanwhile.
+///
+/// # Safety
+/// As for [`key_lines`].
+pub(crate) unsafe fn copy_page(address: usize, out: &mut PageWords) {
+    let page = address as *const u64;
+    for (i, word) in out.iter_mut().enumerate() {
+        // SAFETY: i is below PAGE_WORDS, and the caller vouches for the page.
+        *word = unsafe { page.add(i).read_volatile() };
+    }
+}
+
+/// Copies a page into memory of our own.
+///
+/// # Safety
+/// `address` must be a writable page of our own that no Rust reference points into.
+pub(crate) unsafe fn store_page(address: usize, page: &PageWords) {
+    // SAFETY: as promised by the caller; the ranges cannot overlap, since `page` is a reference.
+    unsafe { std::ptr::copy_nonoverlapping(page.as_ptr(), address as *mut u64, PAGE_WORDS) };
+}
+
+/// Compares two pages that nobody writes.
+///
+/// # Safety
+/// Both must be mapped readable and not written by anyone during the call: pages that were taken, or live slots.
+pub(crate) unsafe fn same_page(a: usize, b: usize) -> bool {
+    // SAFETY: as promised by the caller.
+    unsafe { libc::memcmp(a as *const _, b as *const _, PAGE_SIZE) == 0 }
+}
+
+/// Whether a page that nobody writes is all zeros.
+///
+/// # Safety
+/// As for [`same_page`].
+pub(crate) unsafe fn is_zero_page(a: usize) -> bool {
+    // SAFETY: as promised by the caller.
+    let words = unsafe { std::slice::from_raw_parts(a as *const u64, PAGE_WORDS) };
+    words
+        .chunks_exact(8)
+        .all(|line| line.iter().fold(0, |all, w| all | w) == 0)
+}

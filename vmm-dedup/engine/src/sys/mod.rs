@@ -1,0 +1,8 @@
+//! The kernel's interfaces, one module each. All of the engine's unsafe code is here; errnos are translated into
+//! meaning once, at this border.
+
+pub(crate) mod guest;
+pub(crate) mod pagemap;
+pub(crate) mod proc;
+pub(crate) mod uffd;
+pub(crate) mod vma;

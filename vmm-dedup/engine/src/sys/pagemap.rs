@@ -1,0 +1,164 @@
+//! PAGEMAP_SCAN: which pages of a range are present, huge, from a file, or written since they were protected.
+//! Source: Linux, include/uapi/linux/fs.h and Documentation/admin-guide/mm/pagemap.rst.
+#![allow(unsafe_code)] // ioctl
+
+use crate::error::Error;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+
+const PAGEMAP_SCAN: u64 = (3 << 30) | (96 << 16) | ((b'f' as u64) << 8) | 16;
+const WP_MATCHING: u64 = 1;
+
+const WRITTEN: u64 = 1 << 1;
+const FILE: u64 = 1 << 2;
+const PRESENT: u64 = 1 << 3;
+const PFNZERO: u64 = 1 << 5;
+const HUGE: u64 = 1 << 6;
+
+#[repr(C)]
+#[derive(Default)]
+struct Request {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct PageRegion {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+const _: () = assert!(size_of::<Request>() == 96 && size_of::<PageRegion>() == 24);
+
+/// A stretch of private pages that are not known to be unwritten.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Written {
+    /// Addresses.
+    pub(crate) range: Range<usize>,
+    /// Mapped by huge pages (which the engine never protects, so they are always listed).
+    pub(crate) huge: bool,
+}
+
+/// The scanner of this process's page tables.
+#[derive(Debug)]
+pub(crate) struct Pagemap {
+    file: File,
+    regions: Vec<PageRegion>,
+}
+
+impl Pagemap {
+    pub(crate) fn open() -> Result<Self, Error> {
+        let file = File::open("/proc/self/pagemap").map_err(Error::Pagemap)?;
+        let mut pagemap = Self {
+            file,
+            regions: vec![PageRegion::default(); 512],
+        };
+        // An empty range asks the kernel for nothing but whether it knows the request.
+        match pagemap.scan(0, 0..0, 0, 0, 0) {
+            Err(e) if e.raw_os_error() == Some(libc::ENOTTY) => {
+                Err(Error::KernelLacks("the PAGEMAP_SCAN ioctl (Linux 6.7)"))
+            }
+            Err(e) => Err(Error::Pagemap(e)),
+            Ok(_) => Ok(pagemap),
+        }
+    }
+
+    /// Private, populated pages that were written since they were protected (or never were), in order. The zero
+    /// page, pages of the store and places never populated are left out. Changes nothing.
+    pub(crate) fn written(&mut self, range: Range<usize>, mut each: impl FnMut(Written)) -> io::Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let wanted = PRESENT | WRITTEN;
+            let absent = FILE | PFNZERO;
+            let (found, end) = self.scan(0, at..range.end, wanted | absent, absent, HUGE)?;
+            for region in &self.regions[..found] {
+                let range = addresses(region);
+                each(Written {
+                    range,
+                    huge: region.categories & HUGE != 0,
+                });
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Protects the written small pages of a range. (Asking for the whole memory at once would be one call as well,
+    /// but the kernel then drops all of KVM's mappings of it.)
+    pub(crate) fn protect(&mut self, range: Range<usize>) -> io::Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let wanted = PRESENT | WRITTEN;
+            let absent = FILE | PFNZERO | HUGE;
+            at = self
+                .scan(WP_MATCHING, at..range.end, wanted | absent, absent, 0)?
+                .1;
+        }
+        Ok(())
+    }
+
+    /// Stretches of a range that are private copies rather than pages of the store.
+    pub(crate) fn private(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
+        let (mut at, mut found) = (range.start, Vec::new());
+        while at < range.end {
+            let (n, end) = self.scan(0, at..range.end, PRESENT | FILE, FILE, PRESENT)?;
+            found.extend(self.regions[..n].iter().map(addresses));
+            at = end;
+        }
+        Ok(found)
+    }
+
+    /// One request: pages with all bits of `mask`, those in `inverted` counting as set when clear. Returns the number
+    /// of regions found and the address up to which the range was walked.
+    fn scan(
+        &mut self,
+        flags: u64,
+        range: Range<usize>,
+        mask: u64,
+        inverted: u64,
+        returned: u64,
+    ) -> io::Result<(usize, usize)> {
+        let mut request = Request {
+            size: size_of::<Request>() as u64,
+            flags,
+            start: range.start as u64,
+            end: range.end as u64,
+            vec: self.regions.as_mut_ptr() as u64,
+            vec_len: self.regions.len() as u64,
+            category_inverted: inverted,
+            category_mask: mask,
+            return_mask: returned,
+            ..Request::default()
+        };
+        // SAFETY: the request is of the size that its constant states; vec points to vec_len regions that are
+        // exclusively ours for the duration of the call.
+        let found = unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, &mut request) };
+        let Ok(found) = usize::try_from(found) else {
+            return Err(io::Error::last_os_error());
+        };
+        let walked = usize::try_from(request.walk_end).unwrap_or(range.end);
+        Ok((
+            found.min(self.regions.len()),
+            walked.clamp(range.start, range.end),
+        ))
+    }
+}
+
+#[allow(clippy::cast_possible_truncation)] // 64-bit only
+fn addresses(region: &PageRegion) -> Range<usize> {
+    region.start as usize..region.end as usize
+}

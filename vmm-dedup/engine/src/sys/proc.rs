@@ -1,0 +1,152 @@
+//! What /proc tells: limits, memory, faults, and what a range of addresses is.
+
+use crate::error::Error;
+use rustix::time::{ClockId, clock_gettime};
+use std::fs;
+use std::ops::Range;
+
+/// vm.max_map_count.
+pub(crate) fn max_map_count() -> Result<usize, Error> {
+    let path = "/proc/sys/vm/max_map_count";
+    let text = fs::read_to_string(path).map_err(|e| Error::Proc(path, e))?;
+    text.trim()
+        .parse()
+        .map_err(|_| Error::Proc(path, std::io::ErrorKind::InvalidData.into()))
+}
+
+/// One line of /proc/self/maps.
+#[derive(Debug, PartialEq, Eq)]
+struct Vma {
+    range: Range<usize>,
+    shared: bool,
+    anonymous: bool,
+    path: String,
+}
+
+fn parse_vma(line: &str) -> Option<Vma> {
+    let mut fields = line.split_ascii_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let range = usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
+    let shared = fields.next()?.ends_with('s');
+    let inode = fields.nth(2)?;
+    let path = fields.next().unwrap_or("").to_owned();
+    Some(Vma {
+        range,
+        shared,
+        anonymous: inode == "0" && !path.starts_with('/'),
+        path,
+    })
+}
+
+fn vmas() -> Result<Vec<Vma>, Error> {
+    let path = "/proc/self/maps";
+    let text = fs::read_to_string(path).map_err(|e| Error::Proc(path, e))?;
+    Ok(text.lines().filter_map(parse_vma).collect())
+}
+
+/// VMAs of this process.
+pub(crate) fn vma_count() -> Result<usize, Error> {
+    Ok(vmas()?.len())
+}
+
+/// Checks that a range is mapped without gaps, private and anonymous: what the engine may work on.
+pub(crate) fn check_private_anonymous(range: &Range<usize>) -> Result<(), Error> {
+    let mut at = range.start;
+    for vma in vmas()?
+        .into_iter()
+        .filter(|v| v.range.end > range.start && v.range.start < range.end)
+    {
+        if vma.range.start > at {
+            break;
+        }
+        if vma.shared || !vma.anonymous {
+            let what = if vma.shared {
+                "shared"
+            } else {
+                "a private mapping of a file"
+            };
+            return Err(Error::NotPrivate {
+                start: range.start,
+                what,
+                path: vma.path,
+            });
+        }
+        at = vma.range.end;
+    }
+    if at < range.end {
+        Err(Error::NotMapped {
+            start: range.start,
+            end: range.end,
+        })
+    } else {
+        Ok(())
+    }
+}
+
+/// Bytes that can be allocated without swapping (MemAvailable); `None` if /proc does not say.
+pub(crate) fn mem_available() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    line.trim()
+        .strip_suffix(" kB")?
+        .trim()
+        .parse::<u64>()
+        .ok()
+        .map(|kib| kib * 1024)
+}
+
+/// CPU nanoseconds of the calling thread.
+pub(crate) fn thread_cpu_ns() -> u64 {
+    let t = clock_gettime(ClockId::ThreadCPUTime);
+    u64::try_from(t.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec).unwrap_or(0)
+}
+
+/// Minor faults of the whole process so far, less those of the calling thread. Every first write to a protected
+/// page and every copy-on-write is one, also when KVM or the kernel's I/O raises it for a guest.
+#[allow(unsafe_code)] // getrusage
+pub(crate) fn faults_of_others() -> u64 {
+    let minflt = |who| {
+        // SAFETY: all-zero is a valid rusage, which the kernel then fills.
+        let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+        // SAFETY: usage is a valid, exclusive rusage.
+        unsafe { libc::getrusage(who, &mut usage) };
+        u64::try_from(usage.ru_minflt).unwrap_or(0)
+    };
+    minflt(libc::RUSAGE_SELF).wrapping_sub(minflt(libc::RUSAGE_THREAD))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_maps_is_understood() {
+        let line = "7f0000000000-7f0000200000 rw-p 00000000 00:00 0                          [anon:guest]";
+        let vma = parse_vma(line).unwrap();
+        assert_eq!(vma.range, 0x7f00_0000_0000..0x7f00_0020_0000);
+        assert!(vma.anonymous && !vma.shared);
+        let line = "7f0000000000-7f0000200000 rw-s 00000000 00:01 77   /memfd:ch_ram (deleted)";
+        let vma = parse_vma(line).unwrap();
+        assert!(vma.shared && !vma.anonymous && vma.path == "/memfd:ch_ram");
+        let line = "7f0000000000-7f0000200000 rw-p 00000000 00:0f 77   /anon_hugepage (deleted)";
+        assert!(!parse_vma(line).unwrap().anonymous);
+    }
+
+    #[test]
+    fn other_threads_faults_are_counted() {
+        let before = faults_of_others();
+        let pages = 64;
+        std::thread::spawn(move || vec![1u8; pages * 4096])
+            .join()
+            .unwrap();
+        assert!(faults_of_others() > before);
+    }
+
+    #[test]
+    fn unmapped_ranges_are_refused() {
+        assert!(matches!(
+            check_private_anonymous(&(4096..8192)),
+            Err(Error::NotMapped { .. })
+        ));
+    }
+}

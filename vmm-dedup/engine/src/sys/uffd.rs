@@ -1,0 +1,344 @@
+//! userfaultfd: the few ioctls the engine needs, with the ABI asserted. (The `userfaultfd` crate needs libclang at
+//! build time and lacks UFFDIO_MOVE.) Source: Linux, include/uapi/linux/userfaultfd.h.
+#![allow(unsafe_code)] // ioctls
+
+use crate::error::Error;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+const fn ioc(dir: u64, nr: u64, size: usize) -> u64 {
+    (dir << 30) | ((size as u64) << 16) | (0xaa << 8) | nr
+}
+
+const IOC_NEW: u64 = 0xaa00;
+const API: u64 = ioc(3, 0x3f, 24);
+const REGISTER: u64 = ioc(3, 0x00, 32);
+const UNREGISTER: u64 = ioc(2, 0x01, 16);
+const WAKE: u64 = ioc(2, 0x02, 16);
+const COPY: u64 = ioc(3, 0x03, 40);
+const ZEROPAGE: u64 = ioc(3, 0x04, 32);
+const MOVE: u64 = ioc(3, 0x05, 40);
+const WRITEPROTECT: u64 = ioc(3, 0x06, 24);
+
+const UFFD_API: u64 = 0xaa;
+const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
+const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
+const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
+const FEATURE_WP_ASYNC: u64 = 1 << 15;
+const FEATURE_MOVE: u64 = 1 << 16;
+
+const MODE_DONTWAKE: u64 = 1 << 0;
+const EVENT_PAGEFAULT: u8 = 0x12;
+
+/// What faults a registered range reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// Writes to protected pages.
+    Wp,
+    /// Those, and any touch of a page that is not there.
+    WpMissing,
+    /// Any touch of a page that is not there.
+    Missing,
+}
+
+impl Mode {
+    fn bits(self) -> u64 {
+        match self {
+            Mode::Missing => 1,
+            Mode::Wp => 2,
+            Mode::WpMissing => 3,
+        }
+    }
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct Register {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct WriteProtect {
+    range: Range,
+    mode: u64,
+}
+
+/// uffdio_copy and uffdio_move have one layout.
+#[repr(C)]
+#[derive(Default)]
+struct Transfer {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    done: i64,
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct ZeroPage {
+    range: Range,
+    mode: u64,
+    done: i64,
+}
+
+/// struct uffd_msg for page faults.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Event {
+    event: u8,
+    reserved: [u8; 7],
+    flags: u64,
+    address: u64,
+    feature: u64,
+}
+
+const _: () =
+    assert!(size_of::<Api>() == 24 && size_of::<Register>() == 32 && size_of::<WriteProtect>() == 24);
+const _: () = assert!(size_of::<Transfer>() == 40 && size_of::<ZeroPage>() == 32 && size_of::<Event>() == 32);
+const _: () = assert!(MOVE == 0xc028_aa05 && REGISTER == 0xc020_aa00 && WAKE == 0x8010_aa02);
+
+/// Why pages could not be moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MoveError {
+    /// Pinned (a DMA or io_uring buffer) or not exclusively ours: it must stay where it is.
+    Pinned,
+    /// Nothing there to move.
+    Absent,
+    /// Try again: the kernel was changing the mapping.
+    Again,
+    /// Anything else: not anonymous, locked, no memory for page tables.
+    Refused(i32),
+}
+
+/// A userfaultfd.
+#[derive(Debug)]
+pub(crate) struct Uffd(OwnedFd);
+
+impl Uffd {
+    /// A descriptor for tracking and taking: write protection is resolved by the kernel (WP_ASYNC).
+    pub(crate) fn tracker() -> Result<Self, Error> {
+        Self::with_features(&[
+            (
+                FEATURE_PAGEFAULT_FLAG_WP,
+                "userfaultfd write protection (Linux 5.7)",
+            ),
+            (
+                FEATURE_WP_HUGETLBFS_SHMEM,
+                "userfaultfd write protection of shmem (Linux 5.19)",
+            ),
+            (FEATURE_WP_UNPOPULATED, "UFFD_FEATURE_WP_UNPOPULATED (Linux 6.4)"),
+            (FEATURE_WP_ASYNC, "UFFD_FEATURE_WP_ASYNC (Linux 6.7)"),
+            (FEATURE_MOVE, "UFFDIO_MOVE (Linux 6.8)"),
+        ])
+    }
+
+    /// A descriptor for breaking: a write to a protected page waits for us.
+    pub(crate) fn breaker() -> Result<Self, Error> {
+        Self::with_features(&[
+            (
+                FEATURE_PAGEFAULT_FLAG_WP,
+                "userfaultfd write protection (Linux 5.7)",
+            ),
+            (
+                FEATURE_WP_HUGETLBFS_SHMEM,
+                "userfaultfd write protection of shmem (Linux 5.19)",
+            ),
+        ])
+    }
+
+    fn with_features(wanted: &[(u64, &'static str)]) -> Result<Self, Error> {
+        let mut probe = Api {
+            api: UFFD_API,
+            ..Api::default()
+        };
+        Self::open()?.ioctl(API, &mut probe).map_err(Error::Userfaultfd)?;
+        if let Some((_, name)) = wanted.iter().find(|(bit, _)| probe.features & bit == 0) {
+            return Err(Error::KernelLacks(name));
+        }
+        let uffd = Self::open()?;
+        let features = wanted.iter().fold(0, |all, (bit, _)| all | bit);
+        uffd.ioctl(
+            API,
+            &mut Api {
+                api: UFFD_API,
+                features,
+                ioctls: 0,
+            },
+        )
+        .map_err(Error::Userfaultfd)?;
+        Ok(uffd)
+    }
+
+    /// Opens through /dev/userfaultfd, else through the system call: either lets us see faults that KVM raises.
+    fn open() -> Result<Self, Error> {
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+        let fd = match std::fs::File::open("/dev/userfaultfd") {
+            // SAFETY: an ioctl without memory argument on a descriptor we own.
+            Ok(device) => unsafe { libc::ioctl(device.as_raw_fd(), IOC_NEW, flags) },
+            // SAFETY: a system call without memory arguments.
+            Err(_) => unsafe { libc::syscall(libc::SYS_userfaultfd, flags) as RawFd },
+        };
+        if fd < 0 {
+            return Err(Error::NoUserfaultfd(io::Error::last_os_error()));
+        }
+        // SAFETY: a fresh descriptor that nobody else owns.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// Registers a page-aligned range, or changes the mode of one that is registered here.
+    pub(crate) fn register(&self, start: usize, len: usize, mode: Mode) -> io::Result<()> {
+        self.ioctl(
+            REGISTER,
+            &mut Register {
+                range: range(start, len),
+                mode: mode.bits(),
+                ioctls: 0,
+            },
+        )
+    }
+
+    /// Ends registration; waiters go on.
+    pub(crate) fn unregister(&self, start: usize, len: usize) -> io::Result<()> {
+        self.ioctl(UNREGISTER, &mut range(start, len))
+    }
+
+    /// Lets every thread go on that waits in the range.
+    pub(crate) fn wake(&self, start: usize, len: usize) -> io::Result<()> {
+        self.ioctl(WAKE, &mut range(start, len))
+    }
+
+    /// Protects or releases a range.
+    pub(crate) fn write_protect(&self, start: usize, len: usize, protect: bool) -> io::Result<()> {
+        loop {
+            let mode = u64::from(protect);
+            match self.ioctl(
+                WRITEPROTECT,
+                &mut WriteProtect {
+                    range: range(start, len),
+                    mode,
+                },
+            ) {
+                Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => continue,
+                done => return done,
+            }
+        }
+    }
+
+    /// Puts the zero page into empty places, without waking anyone.
+    pub(crate) fn zero_page(&self, start: usize, len: usize) -> io::Result<()> {
+        self.ioctl(
+            ZEROPAGE,
+            &mut ZeroPage {
+                range: range(start, len),
+                mode: MODE_DONTWAKE,
+                done: 0,
+            },
+        )
+    }
+
+    /// Fills an empty place with a copy of `source`, without waking anyone.
+    ///
+    /// # Safety
+    /// `source` must be readable for `len` bytes, and `dst` an empty registered place of which nobody holds a
+    /// Rust reference.
+    pub(crate) unsafe fn copy(&self, dst: usize, source: usize, len: usize) -> io::Result<()> {
+        self.ioctl(COPY, &mut transfer(dst, source, len))
+    }
+
+    /// Moves pages, in order, until one cannot be moved: `(bytes moved, why it ended)`. The source is empty
+    /// afterwards; a touch of it waits if its range is registered for missing pages.
+    ///
+    /// # Safety
+    /// Nobody may hold a Rust reference into either range.
+    pub(crate) unsafe fn move_pages(&self, dst: usize, src: usize, len: usize) -> (usize, Option<MoveError>) {
+        let mut request = transfer(dst, src, len);
+        let error = self.ioctl(MOVE, &mut request).err();
+        let moved = usize::try_from(request.done).unwrap_or(0);
+        let reason = error.map(|e| match e.raw_os_error() {
+            Some(libc::EBUSY) => MoveError::Pinned,
+            Some(libc::ENOENT) => MoveError::Absent,
+            Some(libc::EAGAIN) => MoveError::Again,
+            other => MoveError::Refused(other.unwrap_or(0)),
+        });
+        (moved, reason)
+    }
+
+    /// Addresses of the write faults that wait now, up to the room in `out`. Never blocks.
+    pub(crate) fn read_faults(&self, out: &mut Vec<usize>) -> io::Result<()> {
+        let mut events = [Event::default(); 32];
+        // SAFETY: the buffer is writable for its whole size, and Event is plain data.
+        let got = unsafe {
+            libc::read(
+                self.0.as_raw_fd(),
+                events.as_mut_ptr().cast(),
+                size_of_val(&events),
+            )
+        };
+        let Ok(got) = usize::try_from(got) else {
+            let error = io::Error::last_os_error();
+            return if error.kind() == io::ErrorKind::WouldBlock {
+                Ok(())
+            } else {
+                Err(error)
+            };
+        };
+        let faults = events[..got / size_of::<Event>()]
+            .iter()
+            .filter(|e| e.event == EVENT_PAGEFAULT);
+        out.extend(faults.filter_map(|e| usize::try_from(e.address).ok()));
+        Ok(())
+    }
+
+    fn ioctl<T>(&self, request: u64, arg: &mut T) -> io::Result<()> {
+        // SAFETY: each request above goes with the argument type that its constant states the size of; the kernel
+        // checks addresses inside it.
+        let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request, arg) };
+        if result < 0 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(())
+        }
+    }
+}
+
+impl AsFd for Uffd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+fn range(start: usize, len: usize) -> Range {
+    Range {
+        start: start as u64,
+        len: len as u64,
+    }
+}
+
+fn transfer(dst: usize, src: usize, len: usize) -> Transfer {
+    Transfer {
+        dst: dst as u64,
+        src: src as u64,
+        len: len as u64,
+        mode: MODE_DONTWAKE,
+        done: 0,
+    }
+}

@@ -1,0 +1,129 @@
+//! Mapping, moving and discarding ranges of address space.
+#![allow(unsafe_code)] // mmap and its relatives
+
+use crate::page_size::bytes;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// Anonymous memory of our own, unmapped on drop: scratch space and reserves.
+#[derive(Debug)]
+pub(crate) struct Anonymous {
+    base: usize,
+    len: usize,
+}
+
+impl Anonymous {
+    /// Reserves address space for `pages` small pages; nothing is populated.
+    pub(crate) fn new(pages: usize) -> io::Result<Self> {
+        let len = bytes(pages);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                flags,
+                -1,
+                0,
+            )
+        };
+        check(base)?;
+        let this = Self {
+            base: base as usize,
+            len,
+        };
+        // Small pages only: what is moved here is taken page by page. Refused where there are no huge pages at all.
+        let _ = advise(this.base, len, libc::MADV_NOHUGEPAGE);
+        Ok(this)
+    }
+
+    pub(crate) fn base(&self) -> usize {
+        self.base
+    }
+
+    /// Pages left.
+    pub(crate) fn pages(&self) -> usize {
+        self.len / crate::page_size::PAGE_SIZE
+    }
+
+    /// Gives up the first `pages` pages: the caller owns their address range now and moves it away (or unmaps it).
+    /// The range must not stay with us, since the kernel may give the hole to anyone.
+    pub(crate) fn take_front(&mut self, pages: usize) -> usize {
+        assert!(pages <= self.pages());
+        let start = self.base;
+        self.base += bytes(pages);
+        self.len -= bytes(pages);
+        start
+    }
+
+    /// Frees the pages of a part.
+    pub(crate) fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
+        assert!(offset + len <= self.len);
+        advise(self.base + offset, len, libc::MADV_DONTNEED)
+    }
+
+    /// Allocates every page now, or fails without killing anyone.
+    pub(crate) fn populate(&self) -> io::Result<()> {
+        advise(self.base, self.len, libc::MADV_POPULATE_WRITE)
+    }
+}
+
+impl Drop for Anonymous {
+    fn drop(&mut self) {
+        unmap(self.base, self.len);
+    }
+}
+
+/// Unmaps memory that [`Anonymous::take_front`] gave away and that could not be moved.
+pub(crate) fn unmap(start: usize, len: usize) {
+    if len > 0 {
+        // SAFETY: the range is the caller's own anonymous memory, which nothing refers to any more.
+        unsafe { libc::munmap(start as *mut _, len) };
+    }
+}
+
+fn advise(start: usize, len: usize, advice: i32) -> io::Result<()> {
+    // SAFETY: callers name their own anonymous memory; the advices above destroy no memory that Rust refers to.
+    if unsafe { libc::madvise(start as *mut _, len, advice) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// Maps `len` bytes of a store segment over guest memory: private and writable, so that the kernel copies on write,
+/// from a descriptor that is read-only.
+///
+/// # Safety
+/// The range must be guest memory whose pages were taken away or hold the same bytes under write protection, and
+/// nobody may hold a Rust reference into it.
+pub(crate) unsafe fn map_segment(
+    at: usize,
+    len: usize,
+    segment: BorrowedFd<'_>,
+    offset: usize,
+) -> io::Result<()> {
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: as promised by the caller.
+    check(unsafe { libc::mmap(at as *mut _, len, prot, flags, segment.as_raw_fd(), offset) })
+}
+
+/// Moves `len` bytes of our anonymous memory over guest memory, atomically for everyone who uses that.
+///
+/// # Safety
+/// `from` must be our own and hold what the guest shall see; nobody may hold a Rust reference into either range.
+pub(crate) unsafe fn move_over(from: usize, to: usize, len: usize) -> io::Result<()> {
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    // SAFETY: as promised by the caller.
+    check(unsafe { libc::mremap(from as *mut _, len, len, flags, to) })
+}
+
+fn check(result: *mut libc::c_void) -> io::Result<()> {
+    if result == libc::MAP_FAILED {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}

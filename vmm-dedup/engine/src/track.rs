@@ -1,0 +1,264 @@
+//! Finding out what was written, and which pages have stood still long enough to be keyed.
+
+use crate::chunk::MAX_PERIOD;
+use crate::error::Error;
+use crate::memory::Page;
+use crate::page::State;
+use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
+use crate::scanner::Scanner;
+use crate::sys::guest;
+use crate::sys::pagemap::Written;
+use std::ops::Range;
+use vmm_dedup_protocol::key::Key;
+
+/// Chunks asked for in one request (64 MiB).
+const CHUNKS_PER_SCAN: usize = 32;
+/// Written pages this close together are protected in one request.
+const PROTECT_GAP: usize = 16 * PAGE_SIZE;
+/// Every chunk is visited at least this often, in passes, for what raises no fault here: another process writing
+/// guest memory through the kernel.
+const FORCED_PERIOD: u64 = 64;
+/// Pages whose key lines are fetched ahead.
+const PREFETCH: usize = 8;
+
+impl Scanner {
+    /// Visits the chunks that are due.
+    pub(crate) fn track(&mut self) -> Result<(), Error> {
+        if self.store.is_none() {
+            return Ok(());
+        }
+        let mut skipped = false;
+        let mut at = 0;
+        while at < self.chunks.len() {
+            if !self.is_due(at, &mut skipped) {
+                at += 1;
+                continue;
+            }
+            let mut end = at + 1;
+            while end < self.chunks.len()
+                && end - at < CHUNKS_PER_SCAN
+                && self.memory.chunks()[end].start == self.memory.chunks()[end - 1].addresses().end
+                && self.is_due(end, &mut skipped)
+            {
+                end += 1;
+            }
+            self.visit(at..end)?;
+            self.breathe()?;
+            at = end;
+        }
+        self.look_at_huge()?;
+        if !skipped || self.passes.is_multiple_of(MAX_PERIOD) {
+            self.stats.full_scans_total += 1;
+        }
+        Ok(())
+    }
+
+    fn is_due(&self, at: usize, skipped: &mut bool) -> bool {
+        let chunk = &self.chunks[at];
+        let turn = |period: u64| (self.passes + at as u64).is_multiple_of(period);
+        if turn(FORCED_PERIOD) {
+            return true;
+        }
+        let due = chunk.pending && turn(chunk.period());
+        *skipped |= chunk.pending && !due;
+        due
+    }
+
+    /// Asks the kernel about consecutive chunks, then takes them one by one.
+    fn visit(&mut self, chunks: Range<usize>) -> Result<(), Error> {
+        let range =
+            self.memory.chunks()[chunks.start].start..self.memory.chunks()[chunks.end - 1].addresses().end;
+        let mut written = vec![[0u64; CHUNK_PAGES / 64]; chunks.len()];
+        let mut huge = vec![false; chunks.len()];
+        let mut protect: Vec<Range<usize>> = Vec::new();
+        let first = self.memory.chunks()[chunks.start].pages.start;
+        let mut starts = self.memory.chunks()[chunks.clone()]
+            .iter()
+            .map(|c| c.start)
+            .collect::<Vec<_>>();
+        starts.push(range.end);
+        let mut note = |found: Written| {
+            for at in found.range.clone().step_by(PAGE_SIZE) {
+                let chunk = starts.partition_point(|s| *s <= at) - 1;
+                if found.huge {
+                    huge[chunk] = true;
+                } else {
+                    let page = (at - starts[chunk]) / PAGE_SIZE;
+                    written[chunk][page / 64] |= 1 << (page % 64);
+                }
+            }
+            if !found.huge {
+                match protect.last_mut() {
+                    Some(last) if found.range.start - last.end <= PROTECT_GAP => last.end = found.range.end,
+                    _ => protect.push(found.range),
+                }
+            }
+        };
+        self.pagemap.written(range, &mut note).map_err(Error::Pagemap)?;
+        let _ = first;
+        for (i, at) in chunks.enumerate() {
+            let was_huge = std::mem::replace(&mut self.chunks[at].huge, huge[i]);
+            if huge[i] {
+                // Never protected, so that a write does not split it; see look_at_huge().
+                self.chunks[at].pending = false;
+                continue;
+            }
+            self.chunks[at].unarmed |= was_huge;
+            self.visit_small(at, &written[i]);
+        }
+        // Protected only now, and keyed in a later pass at the earliest: a write in between is still seen there.
+        for range in protect {
+            self.pagemap.protect(range).map_err(Error::Pagemap)?;
+        }
+        self.lap(|cpu| &mut cpu.track);
+        self.key_pages()
+    }
+
+    /// Draws the conclusions for a chunk of small pages. Pages to be keyed are left in `to_key`.
+    fn visit_small(&mut self, at: usize, written: &[u64; CHUNK_PAGES / 64]) {
+        let pages = self.memory.chunks()[at].pages.clone();
+        let unarmed = std::mem::take(&mut self.chunks[at].unarmed);
+        let (mut volatile, mut waiting) = (0, false);
+        for page in pages.clone() {
+            let offset = (page - pages.start) as usize;
+            let was_written = written[offset / 64] & (1 << (offset % 64)) != 0;
+            match (self.table.get(page), was_written) {
+                (State::Untracked | State::Zero, true) => {
+                    self.table.set(page, State::Armed);
+                    waiting = true;
+                }
+                (State::Armed, true) => {
+                    volatile += 1;
+                    waiting = true;
+                }
+                (State::Candidate { key, foreign: false }, true) if !unarmed => {
+                    self.outbox.withdrawals.push(key.raw());
+                    self.table.set(page, State::Armed);
+                    waiting = true;
+                }
+                (
+                    state @ (State::Shared(_) | State::Foreign | State::Candidate { foreign: true, .. }),
+                    true,
+                ) => {
+                    self.note_kernel_break(page, state);
+                }
+                (state, false) if state.awaits_key() => self.to_key.push(page),
+                _ => {}
+            }
+        }
+        let chunk = &mut self.chunks[at];
+        (chunk.volatile, chunk.pending) = (volatile, waiting);
+    }
+
+    /// The kernel copied a shared page for a writer.
+    fn note_kernel_break(&mut self, page: Page, state: State) {
+        if self.breaker.managed() && !self.breaker.is_shared(page) {
+            return; // the fault thread did, and will tell
+        }
+        match state {
+            State::Shared(slot) => self.release(slot),
+            State::Candidate { key, .. } => self.outbox.withdrawals.push(key.raw()),
+            _ => {}
+        }
+        self.table.set(page, State::Broken);
+        self.stats.breaks_kernel_total += 1;
+    }
+
+    /// Reads the key lines of the pages in `to_key`.
+    pub(crate) fn key_pages(&mut self) -> Result<(), Error> {
+        let pages = std::mem::take(&mut self.to_key);
+        for (i, page) in pages.iter().enumerate() {
+            if let Some(ahead) = pages.get(i + PREFETCH) {
+                guest::prefetch_key_lines(self.memory.address(*ahead));
+            }
+            self.key_page(*page)?;
+        }
+        self.lap(|cpu| &mut cpu.key);
+        self.to_key = pages;
+        self.to_key.clear();
+        Ok(())
+    }
+
+    fn key_page(&mut self, page: Page) -> Result<(), Error> {
+        let (key, zero) = self.read_key(page);
+        if zero {
+            self.merges.push(crate::merge::Item {
+                page,
+                slot: None,
+                owned: false,
+            });
+            return Ok(());
+        }
+        self.look_up(page, key)
+    }
+
+    /// Reads a page's key: `(key, whether the key lines are all zero)`.
+    #[allow(unsafe_code)] // reads guest memory
+    fn read_key(&mut self, page: Page) -> (Key, bool) {
+        // SAFETY: guest memory stays mapped while the service runs.
+        let lines = unsafe { guest::key_lines(self.memory.address(page)) };
+        self.stats.pages_keyed_total += 1;
+        self.stats.bytes_read_total += 256;
+        let zero = lines.iter().fold(0, |all, w| all | w) == 0;
+        (Key::of_lines(&lines, self.salt), zero && self.is_zero_now(page))
+    }
+
+    #[allow(unsafe_code)] // reads guest memory
+    fn is_zero_now(&mut self, page: Page) -> bool {
+        let mut words = [0; vmm_dedup_protocol::key::PAGE_WORDS];
+        // SAFETY: as above.
+        unsafe { guest::copy_page(self.memory.address(page), &mut words) };
+        self.stats.bytes_read_total += PAGE_SIZE as u64;
+        words.iter().fold(0, |all, w| all | w) == 0
+    }
+
+    /// Huge pages are not protected; whether one is cold shows in its keys, read twice with a growing pause between.
+    fn look_at_huge(&mut self) -> Result<(), Error> {
+        for at in 0..self.chunks.len() {
+            if !self.chunks[at].huge || !self.chunks[at].look_due() {
+                continue;
+            }
+            let pages = self.memory.chunks()[at].pages.clone();
+            let mut keys = Vec::with_capacity(CHUNK_PAGES);
+            for page in pages.clone() {
+                guest::prefetch_key_lines(self.memory.address(page) + PREFETCH * PAGE_SIZE);
+                keys.push(self.read_key(page));
+            }
+            let fold = |all: u64, (key, _): &(Key, bool)| {
+                all.rotate_left(5).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ key.raw()
+            };
+            let cold = self.chunks[at].looked(keys.iter().fold(0, fold));
+            for (page, (key, zero)) in pages.zip(keys) {
+                self.look_at_huge_subpage(page, key, zero, cold)?;
+            }
+            self.lap(|cpu| &mut cpu.key);
+            self.breathe()?;
+        }
+        Ok(())
+    }
+
+    fn look_at_huge_subpage(&mut self, page: Page, key: Key, zero: bool, cold: bool) -> Result<(), Error> {
+        match self.table.get(page) {
+            State::Candidate {
+                key: old,
+                foreign: false,
+            } if !old.is_full() && old != key => {
+                self.outbox.withdrawals.push(old.raw());
+                self.table.set(page, State::Untracked);
+            }
+            State::Untracked | State::Armed | State::Zero if cold && zero => {
+                self.merges.push(crate::merge::Item {
+                    page,
+                    slot: None,
+                    owned: false,
+                });
+            }
+            State::Untracked | State::Armed | State::Zero if cold => {
+                self.table.set(page, State::Untracked);
+                return self.look_up(page, key);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
