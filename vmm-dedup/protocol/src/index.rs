@@ -192,6 +192,12 @@ impl IndexReader {
         })
     }
 
+    /// Reads the word where a lookup of `key` will begin. The loads of many keys overlap, and the lookups that
+    /// follow find them in the cache. The value means nothing.
+    pub fn touch(&self, key: Key) -> u64 {
+        self.table()[home(tag(key), self.capacity)].load(Ordering::Relaxed)
+    }
+
     /// Position in the news, to be given to [`Self::news_since`] later.
     pub fn news_position(&self) -> u64 {
         self.map.words()[WORD_NEWS].load(Ordering::Acquire)

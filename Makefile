@@ -1,0 +1,37 @@
+# The project's commands. Each does its own set-up (see .ci/setup).
+
+CARGO ?= cargo
+# Passed to every cargo command; CI sets --locked.
+CARGOFLAGS ?=
+# A debug build is optimised as well (see Cargo.toml), so tests need no --release.
+CLI = $(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-cli --
+
+# Where rustup puts cargo, for shells that were not told yet.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench chaos
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)$$/make \1\t\2/' | expand -t 14
+
+setup: ## find, and where possible install, what the other commands need
+	@.ci/setup
+
+demo: setup ## four guests that share memory, watched live and verified at the end
+	$(CLI) demo
+
+# Guests and merge windows want a core to themselves: few tests at a time.
+test: setup ## all tests
+	RUST_TEST_THREADS=$${RUST_TEST_THREADS:-2} $(CARGO) test $(CARGOFLAGS) --workspace --no-fail-fast
+
+lint: setup ## formatting, clippy and rustdoc, all warnings being errors
+	$(CARGO) fmt --all -- --check
+	$(CARGO) clippy $(CARGOFLAGS) --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGOFLAGS) --workspace --no-deps
+
+bench: setup ## the same content merged by KSM and by us, in turn (root; some minutes)
+	$(CLI) bench ksm $(BENCHFLAGS)
+
+chaos: setup ## the long run: 2,000,000 merges, 100,000 O_DIRECT and 100,000 io_uring reads
+	$(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --bin chaos -- --long

@@ -1,0 +1,71 @@
+//! The ECC-based hash key (section 3.3 of the paper).
+
+use crate::Error;
+
+/// Lines whose ECC codes make a key: one in each KiB of a page.
+pub const KEY_LINES: usize = 4;
+/// 64-byte lines in one KiB.
+pub const LINES_PER_SECTION: u8 = 16;
+
+/// A 32-bit hash key: four minikeys, that of the page's first KiB in the low byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct HashKey(u32);
+
+impl HashKey {
+    /// Joins the minikeys, the 8 low bits of each line's ECC code, in page order.
+    pub fn of_minikeys(minikeys: [u8; KEY_LINES]) -> Self {
+        Self(u32::from_le_bytes(minikeys))
+    }
+
+    /// The key's bits.
+    pub fn raw(self) -> u32 {
+        self.0
+    }
+}
+
+/// Which line of each KiB makes the key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EccOffsets([u8; KEY_LINES]);
+
+impl EccOffsets {
+    /// Line numbers within their KiB.
+    ///
+    /// # Errors
+    /// [`Error::Offset`] if one is not below [`LINES_PER_SECTION`].
+    pub fn try_new(lines: [u8; KEY_LINES]) -> Result<Self, Error> {
+        match lines.into_iter().find(|line| *line >= LINES_PER_SECTION) {
+            Some(line) => Err(Error::Offset(line)),
+            None => Ok(Self(lines)),
+        }
+    }
+
+    /// Byte offsets of the lines in a page.
+    pub fn byte_offsets(self) -> [usize; KEY_LINES] {
+        let mut offsets = [0; KEY_LINES];
+        for (section, line) in self.0.into_iter().enumerate() {
+            offsets[section] = section * 1024 + usize::from(line) * 64;
+        }
+        offsets
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn minikeys_keep_page_order() {
+        assert_eq!(HashKey::of_minikeys([1, 2, 3, 4]).raw(), 0x0403_0201);
+    }
+
+    #[test]
+    fn each_section_gives_one_line() {
+        let offsets = EccOffsets::try_new([3, 9, 5, 15]).unwrap();
+        assert_eq!(offsets.byte_offsets(), [192, 1600, 2368, 4032]);
+    }
+
+    #[test]
+    fn lines_outside_a_section_are_refused() {
+        assert_eq!(EccOffsets::try_new([0, 0, 16, 0]), Err(Error::Offset(16)));
+    }
+}

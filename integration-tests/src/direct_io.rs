@@ -1,0 +1,188 @@
+//! Direct I/O into pages under merging: the data of a read whose page was pinned must arrive.
+#![allow(unsafe_code)] // reads into raw pages
+
+use crate::memory::Pages;
+use crate::store::StoreThread;
+use io_uring::{IoUring, opcode, types};
+use rustix::fs::{Mode, OFlags};
+use std::io::Write;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
+use vmm_dedup_protocol::PAGE_SIZE;
+
+/// Pages that reads go into.
+const TARGETS: usize = 64;
+/// Pages with the same content as those before a read, so that there is a twin to merge with.
+const TWINS: usize = 64;
+/// Pages of the file, each recognisable.
+const FILE_PAGES: u64 = 256;
+/// Content of the targets before a read; 0 is the zero page.
+const BEFORE: [u64; 2] = [0, 77];
+const FILE_ID: u64 = 1000;
+
+/// What happened.
+#[derive(Clone, Copy, Debug)]
+pub struct Outcome {
+    /// Reads done, each of a page.
+    pub reads: u64,
+    /// The service's account.
+    pub stats: ServiceStats,
+}
+
+/// How pages are read.
+enum Reader {
+    Direct(OwnedFd),
+    Uring { ring: Box<IoUring>, file: OwnedFd },
+}
+
+/// Reads `reads` pages with O_DIRECT.
+///
+/// # Panics
+/// If any read's data is not where it belongs.
+#[must_use]
+pub fn direct(reads: u64) -> Outcome {
+    run(reads, |file| Reader::Direct(file))
+}
+
+/// Reads `reads` pages through io_uring into registered (pinned) buffers.
+///
+/// # Panics
+/// If any read's data is not where it belongs.
+#[must_use]
+pub fn uring(reads: u64) -> Outcome {
+    run(reads, |file| Reader::Uring { ring: Box::new(IoUring::new(128).expect("io_uring")), file })
+}
+
+fn run(reads: u64, reader: impl FnOnce(OwnedFd) -> Reader) -> Outcome {
+    let store = StoreThread::start();
+    // Not in /tmp, which may be a tmpfs without O_DIRECT.
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+    let mut reader = reader(make_file(folder.path()));
+    let pages = Pages::map(TARGETS + TWINS);
+    let config = Config {
+        name: "direct".into(),
+        cpu_percent: 100,
+        pass_period_ms: 3_600_000,
+        breaks: Breaks::Managed { reserve_pages: 1024, floor_bytes: 256 << 20 },
+        ..Config::default()
+    };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    let stop = AtomicBool::new(false);
+    let done = std::thread::scope(|scope| {
+        scope.spawn(|| merge_all_the_time(&service, &stop));
+        let mut done = 0;
+        let mut round = 0u64;
+        while done < reads {
+            done += one_round(&pages, &mut reader, round);
+            round += 1;
+        }
+        stop.store(true, Ordering::Release);
+        done
+    });
+    let stats = service.stop(true).expect("dedup stops");
+    Outcome { reads: done, stats }
+}
+
+fn merge_all_the_time(service: &DedupService, stop: &AtomicBool) {
+    while !stop.load(Ordering::Acquire) {
+        service.pass().expect("passes run");
+    }
+}
+
+/// Fills the targets with what others hold as well, gives the service a moment to take them, and reads into them.
+fn one_round(pages: &Pages, reader: &mut Reader, round: u64) -> u64 {
+    let before = BEFORE[(round % 2) as usize];
+    (0..TARGETS + TWINS).for_each(|page| pages.fill(page, before));
+    let pinned_early = round % 4 < 2;
+    if pinned_early {
+        reader.pin(pages);
+    }
+    // From nothing to a few passes: the read should meet every stage of a merge.
+    std::thread::sleep(std::time::Duration::from_micros(round * 37 % 1500));
+    if !pinned_early {
+        reader.pin(pages);
+    }
+    reader.read(pages, round);
+    reader.unpin();
+    for target in 0..TARGETS {
+        let id = FILE_ID + file_page(round, target);
+        assert!(pages.holds(target, id), "round {round}: the read into page {target} was lost");
+    }
+    for twin in TARGETS..TARGETS + TWINS {
+        assert!(pages.holds(twin, before), "round {round}: page {twin} changed although nobody wrote it");
+    }
+    TARGETS as u64
+}
+
+fn file_page(round: u64, target: usize) -> u64 {
+    (round * 31 + target as u64) % FILE_PAGES
+}
+
+fn make_file(folder: &Path) -> OwnedFd {
+    let path = folder.join("data");
+    let content = Pages::map(1);
+    let mut file = std::fs::File::create(&path).expect("a file");
+    for page in 0..FILE_PAGES {
+        content.fill(0, FILE_ID + page);
+        let bytes: Vec<u8> = (0..PAGE_SIZE / 8).flat_map(|word| content.load(0, word).to_ne_bytes()).collect();
+        file.write_all(&bytes).expect("the file is written");
+    }
+    file.sync_all().expect("the file is on disk");
+    rustix::fs::open(&path, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty()).expect("O_DIRECT")
+}
+
+impl Reader {
+    /// Registers the targets as fixed buffers, which pins them.
+    fn pin(&mut self, pages: &Pages) {
+        if let Reader::Uring { ring, .. } = self {
+            let buffer = |target: usize| libc::iovec {
+                iov_base: pages.address(target) as *mut _,
+                iov_len: PAGE_SIZE,
+            };
+            let buffers: Vec<libc::iovec> = (0..TARGETS).map(buffer).collect();
+            // SAFETY: the pages are never unmapped, and only accessed through raw pointers.
+            unsafe { ring.submitter().register_buffers(&buffers) }.expect("buffers are registered");
+        }
+    }
+
+    fn unpin(&mut self) {
+        if let Reader::Uring { ring, .. } = self {
+            ring.submitter().unregister_buffers().expect("buffers are unregistered");
+        }
+    }
+
+    fn read(&mut self, pages: &Pages, round: u64) {
+        match self {
+            Reader::Direct(file) => {
+                for target in 0..TARGETS {
+                    let offset = file_page(round, target) * PAGE_SIZE as u64;
+                    let to = pages.address(target) as *mut libc::c_void;
+                    // SAFETY: a page of our mapping, which no reference points into.
+                    let got = unsafe { libc::pread(file.as_raw_fd(), to, PAGE_SIZE, offset as libc::off_t) };
+                    assert_eq!(got, PAGE_SIZE as isize, "{}", std::io::Error::last_os_error());
+                }
+            }
+            Reader::Uring { ring, file } => {
+                for target in 0..TARGETS {
+                    let to = pages.address(target) as *mut u8;
+                    let fd = types::Fd(file.as_raw_fd());
+                    #[allow(clippy::cast_possible_truncation)] // TARGETS and PAGE_SIZE are small
+                    let read = opcode::ReadFixed::new(fd, to, PAGE_SIZE as u32, target as u16)
+                        .offset(file_page(round, target) * PAGE_SIZE as u64)
+                        .build();
+                    // SAFETY: the buffer is registered and stays mapped.
+                    unsafe { ring.submission().push(&read) }.expect("the ring has room");
+                }
+                ring.submit_and_wait(TARGETS).expect("reads are done");
+                let mut done = 0;
+                for completion in ring.completion() {
+                    assert_eq!(completion.result(), PAGE_SIZE as i32);
+                    done += 1;
+                }
+                assert_eq!(done, TARGETS);
+            }
+        }
+    }
+}

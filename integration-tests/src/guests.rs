@@ -1,0 +1,108 @@
+//! Chaos with guests: they write all the time while everything that is equal is merged.
+
+use crate::store::StoreThread;
+use crate::vm::Guest;
+use std::time::{Duration, Instant};
+use vmm_dedup::{Breaks, Config, Histogram};
+use vmm_dedup_payload::{PayloadConfig, Rewrite, WorkingSet};
+use vmm_dedup_refvmm::ThpMode;
+
+/// How long and how hard.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    /// Ends after this many merges in all guests together ...
+    pub merges: u64,
+    /// ... or fails after this time.
+    pub patience: Duration,
+    /// Memory areas of each guest that are the same in all, MiB.
+    pub common_mib: u64,
+    /// Memory areas that are zero, MiB.
+    pub zero_mib: u64,
+}
+
+/// What happened.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Outcome {
+    /// Pages merged with slots and with the zero page.
+    pub merges: u64,
+    /// Sharing broken for writers.
+    pub breaks: u64,
+    /// Taken, found different, put back.
+    pub mismatches: u64,
+    /// Writes that the guests did.
+    pub writes: u64,
+    /// Wrong words that the guests found.
+    pub errors: u64,
+    /// How long merge batches held pages away.
+    pub stop: Histogram,
+}
+
+/// Two guests write, restore and rest, over and over, with the same pages and zero pages in both; the services merge
+/// whatever stands still for two passes, and break it for the next writes.
+///
+/// # Panics
+/// If a guest reports a wrong byte or the wanted number of merges is not reached in time.
+#[must_use]
+pub fn chaos(size: Size) -> Outcome {
+    let store = StoreThread::start();
+    let config = |name: &str| Config {
+        name: name.into(),
+        pass_period_ms: 20,
+        cpu_percent: 90,
+        breaks: Breaks::Managed { reserve_pages: 4096, floor_bytes: 256 << 20 },
+        ..Config::default()
+    };
+    let payload = |seed: u64| {
+        PayloadConfig::default()
+            .seed(seed)
+            .private_mib(2)
+            .zero_mib(size.zero_mib)
+            .common_mib(size.common_mib)
+            .ws_pages(1 << 20)
+            .ws_area(WorkingSet::All)
+            .rate(0)
+            .reads(0)
+            .rewrite(Rewrite::Restore)
+            .rest_ms(120)
+            .seconds(1_000_000)
+    };
+    let memory = size.common_mib + size.zero_mib + 16;
+    let guests: Vec<Guest> = (0..2)
+        .map(|n| {
+            let name = format!("chaos-{n}");
+            Guest::boot(payload(n + 1), memory, ThpMode::Never, Some((&store.socket(), config(&name))))
+        })
+        .collect();
+    let start = Instant::now();
+    let mut shown = Instant::now();
+    loop {
+        std::thread::sleep(Duration::from_millis(100));
+        let merges: u64 = guests.iter().map(|g| g.stats()).map(|s| s.merges_total + s.zero_merges_total).sum();
+        if merges >= size.merges {
+            break;
+        }
+        assert!(start.elapsed() < size.patience, "only {merges} merges of {} in time", size.merges);
+        if shown.elapsed() > Duration::from_secs(10) {
+            eprintln!("{merges} merges of {} after {} s", size.merges, start.elapsed().as_secs());
+            shown = Instant::now();
+        }
+    }
+    let mut outcome = Outcome::default();
+    for guest in guests {
+        let (verdict, stats) = guest.finish();
+        assert!(verdict.ok && verdict.errors == 0, "a guest found wrong bytes: {verdict:?}");
+        outcome.errors += verdict.errors;
+        outcome.writes += verdict.writes;
+        outcome.merges += stats.merges_total + stats.zero_merges_total;
+        outcome.breaks += stats.breaks_managed_total + stats.breaks_kernel_total;
+        outcome.mismatches += stats.mismatches_total;
+        add(&mut outcome.stop, &stats.stop);
+    }
+    outcome
+}
+
+fn add(sum: &mut Histogram, more: &Histogram) {
+    sum.buckets.iter_mut().zip(more.buckets).for_each(|(a, b)| *a += b);
+    sum.sum_ns += more.sum_ns;
+    sum.max_ns = sum.max_ns.max(more.max_ns);
+}

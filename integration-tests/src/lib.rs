@@ -1,0 +1,34 @@
+//! What the integration tests share: a store in a thread, a payload guest with dedup, memory under merging.
+//!
+//! The scenarios that prove safety ([`guests`], [`direct_io`]) are functions with a size, so that the same code runs
+//! for seconds in CI and for an hour by `cargo run --release -p vmm-dedup-integration-tests --bin chaos -- --long`.
+
+pub mod direct_io;
+pub mod guests;
+pub mod memory;
+pub mod store;
+pub mod vm;
+
+/// Returns from a test, saying why, where /dev/kvm is missing. In CI that is a failure: there it must run.
+#[macro_export]
+macro_rules! need_kvm {
+    () => {
+        if let Err(error) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+            assert!(std::env::var_os("CI").is_none(), "/dev/kvm cannot be opened in CI: {error}");
+            eprintln!("SKIPPED: /dev/kvm cannot be opened: {error}");
+            return;
+        }
+    };
+}
+
+/// As [`need_kvm`], for the kernel features of the engine.
+#[macro_export]
+macro_rules! need_userfaultfd {
+    () => {
+        if let Err(error) = std::fs::File::open("/dev/userfaultfd") {
+            assert!(std::env::var_os("CI").is_none(), "/dev/userfaultfd cannot be opened in CI: {error}");
+            eprintln!("SKIPPED: /dev/userfaultfd cannot be opened: {error}");
+            return;
+        }
+    };
+}

@@ -1,0 +1,107 @@
+//! Memory of this process under a dedup service, standing for a guest's.
+#![allow(unsafe_code)] // raw pages, since they come and go under the service
+
+use std::path::Path;
+use vmm_dedup::{Config, DedupService, HostRange};
+use vmm_dedup_protocol::PAGE_SIZE;
+
+/// Anonymous pages, kept for the process's life, so that a service can never outlive them.
+#[derive(Clone, Copy, Debug)]
+pub struct Pages {
+    base: usize,
+    count: usize,
+}
+
+impl Pages {
+    /// Maps `count` small pages.
+    ///
+    /// # Panics
+    /// If there is no memory.
+    #[must_use]
+    pub fn map(count: usize) -> Self {
+        Self::map_with(count, libc::MADV_NOHUGEPAGE)
+    }
+
+    /// Maps `count` pages, huge where the kernel can.
+    ///
+    /// # Panics
+    /// If there is no memory.
+    #[must_use]
+    pub fn map_huge(count: usize) -> Self {
+        Self::map_with(count, libc::MADV_HUGEPAGE)
+    }
+
+    fn map_with(count: usize, advice: i32) -> Self {
+        const HUGE: usize = 2 << 20;
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a new mapping, which is never unmapped.
+        let raw = unsafe { libc::mmap(std::ptr::null_mut(), count * PAGE_SIZE + HUGE, prot, flags, -1, 0) };
+        assert_ne!(raw, libc::MAP_FAILED, "no memory");
+        let base = (raw as usize).next_multiple_of(HUGE);
+        // SAFETY: our own mapping.
+        unsafe { libc::madvise(base as *mut _, count * PAGE_SIZE, advice) };
+        Self { base, count }
+    }
+
+    /// Number of pages.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Address of a page.
+    ///
+    /// # Panics
+    /// If there is no such page.
+    #[must_use]
+    pub fn address(&self, page: usize) -> usize {
+        assert!(page < self.count);
+        self.base + page * PAGE_SIZE
+    }
+
+    /// Fills a page with words that depend on `id` and their place; 0 makes a zero page.
+    pub fn fill(&self, page: usize, id: u64) {
+        for word in 0..PAGE_SIZE / 8 {
+            let value = id.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_mul(word as u64 * 2 + 1);
+            // SAFETY: inside the mapping.
+            unsafe { self.word(page, word).write_volatile(value) };
+        }
+    }
+
+    /// Whether a page holds what [`Self::fill`] with `id` wrote.
+    #[must_use]
+    pub fn holds(&self, page: usize, id: u64) -> bool {
+        (0..PAGE_SIZE / 8).all(|word| {
+            let value = id.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_mul(word as u64 * 2 + 1);
+            self.load(page, word) == value
+        })
+    }
+
+    /// Reads a word.
+    #[must_use]
+    pub fn load(&self, page: usize, word: usize) -> u64 {
+        // SAFETY: inside the mapping.
+        unsafe { self.word(page, word).read_volatile() }
+    }
+
+    /// Writes a word.
+    pub fn store(&self, page: usize, word: usize, value: u64) {
+        // SAFETY: inside the mapping.
+        unsafe { self.word(page, word).write_volatile(value) };
+    }
+
+    fn word(&self, page: usize, word: usize) -> *mut u64 {
+        assert!(word < PAGE_SIZE / 8);
+        (self.address(page) + word * 8) as *mut u64
+    }
+
+    /// Starts a service on these pages.
+    ///
+    /// # Errors
+    /// Those of [`DedupService::start`].
+    pub fn serve(&self, store: &Path, config: Config) -> Result<DedupService, vmm_dedup::Error> {
+        let range = HostRange::try_new(self.base, self.count * PAGE_SIZE)?;
+        // SAFETY: the pages are never unmapped and only accessed through raw pointers.
+        unsafe { DedupService::start_on_ranges(&[range], store, config) }
+    }
+}

@@ -1,0 +1,105 @@
+//! A payload guest under the reference VMM, with dedup.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use vmm_dedup::{Config, DedupService, ServiceStats};
+use vmm_dedup_payload::{Console, PayloadConfig, Report, measure_tsc_khz};
+use vmm_dedup_refvmm::{Image, RunningVm, ThpMode, Vm, VmConfig};
+
+/// Guests start slowly where KVM shadows page tables in software.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A guest that runs.
+pub struct Guest {
+    vm: RunningVm,
+    console: Console,
+    /// Its dedup service, unless it was taken away.
+    pub service: Option<DedupService>,
+}
+
+/// How a guest ended.
+#[derive(Clone, Copy, Debug)]
+pub struct Verdict {
+    /// Every page was right and every write accounted for.
+    pub ok: bool,
+    /// Wrong words.
+    pub errors: u64,
+    /// Writes the guest did.
+    pub writes: u64,
+    /// Pages verified.
+    pub pages: u64,
+}
+
+impl Guest {
+    /// Boots a payload of `memory_mib` and starts dedup on it before it runs.
+    ///
+    /// # Panics
+    /// If anything fails: a test cannot go on then.
+    #[must_use]
+    pub fn boot(payload: PayloadConfig, memory_mib: u64, thp: ThpMode, dedup: Option<(&Path, Config)>) -> Self {
+        let payload = payload.tsc_khz(measure_tsc_khz());
+        payload.check_fits(memory_mib, 0).expect("the areas fit");
+        let config = VmConfig {
+            memory_mib,
+            vcpus: 1,
+            kernel: Image::Bytes(vmm_dedup_payload::ELF),
+            initrd: None,
+            cmdline: payload.command_line(),
+            thp,
+        };
+        let vm = Vm::new(&config).expect("the VM is built");
+        let service = dedup.map(|(store, config)| {
+            DedupService::start(Arc::new(vm.memory().clone()), store, config).expect("dedup starts")
+        });
+        let console = Console::new();
+        let vm = vm.start(Box::new(console.clone())).expect("the VM starts");
+        let guest = Self { vm, console, service };
+        guest.wait("ready", |r| matches!(r, Report::Ready { .. }));
+        guest
+    }
+
+    /// Waits for a report.
+    ///
+    /// # Panics
+    /// If it does not come.
+    pub fn wait(&self, what: &str, is: impl Fn(&Report) -> bool) -> Report {
+        match self.console.wait_for(PATIENCE, is) {
+            Ok(report) => report,
+            Err(error) => panic!("waiting for {what}: {error}"),
+        }
+    }
+
+    /// The service's account.
+    #[must_use]
+    pub fn stats(&self) -> ServiceStats {
+        self.service.as_ref().map(DedupService::stats).unwrap_or_default()
+    }
+
+    /// The VM.
+    #[must_use]
+    pub fn vm(&self) -> &RunningVm {
+        &self.vm
+    }
+
+    /// Lets the guest verify all of its memory and power off; then stops dedup.
+    ///
+    /// # Panics
+    /// If the guest does not answer.
+    pub fn finish(self) -> (Verdict, ServiceStats) {
+        self.vm.serial_input(b"q");
+        let verify = self.wait("verify", |r| matches!(r, Report::Verify { .. }));
+        let done = self.wait("done", |r| matches!(r, Report::Done { .. }));
+        let Report::Verify { pages, errors, writes } = verify else { unreachable!() };
+        let verdict = Verdict { ok: matches!(done, Report::Done { ok: true }), errors, writes, pages };
+        if !verdict.ok {
+            eprintln!("{}", self.console.text());
+        }
+        let stats = match self.service {
+            Some(service) => service.stop(false).expect("dedup stops"),
+            None => ServiceStats::default(),
+        };
+        self.vm.wait().expect("the VM ends");
+        (verdict, stats)
+    }
+}

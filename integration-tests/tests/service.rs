@@ -1,0 +1,121 @@
+//! The service's promises to the VMM that embeds it.
+
+use std::time::{Duration, Instant};
+use vmm_dedup::{Config, Error};
+use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::need_userfaultfd;
+use vmm_dedup_integration_tests::store::StoreThread;
+
+#[test]
+fn the_cpu_budget_holds_over_ten_seconds() {
+    need_userfaultfd!();
+    const PERCENT: u32 = 10;
+    let store = StoreThread::start();
+    let pages = Pages::map(16_384);
+    let config = Config { cpu_percent: PERCENT, pass_period_ms: 10, ..Config::default() };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    let start = Instant::now();
+    let mut round = 0;
+    // More work than the budget allows: every page changes all the time, half of them to something with twins.
+    while start.elapsed() < Duration::from_secs(10) {
+        round += 1;
+        (0..pages.count()).for_each(|page| pages.fill(page, if page % 2 == 0 { round } else { page as u64 + round }));
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let elapsed = start.elapsed().as_secs_f64();
+    let used = service.stats().cpu_ns.total() as f64 / 1e9;
+    let share = used / elapsed * 100.0;
+    assert!(share <= f64::from(PERCENT) * 1.1, "used {share:.1} % of a core, budget {PERCENT} %");
+    assert!(share >= f64::from(PERCENT) * 0.5, "used only {share:.1} % although there was work");
+    service.stop(true).expect("it stops");
+}
+
+#[test]
+fn untouched_memory_stays_unpopulated() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(32_768);
+    pages.fill(7, 1);
+    let service = pages.serve(&store.socket(), Config::default()).expect("dedup starts");
+    for _ in 0..70 {
+        service.pass().expect("a pass");
+    }
+    assert_eq!(service.stats().pages_keyed_total, 1);
+    service.stop(true).expect("it stops");
+    let pagemap = std::fs::File::open("/proc/self/pagemap").expect("pagemap");
+    let mut entry = [0; 8];
+    let populated = (0..pages.count()).filter(|page| {
+        let offset = pages.address(*page) as u64 / 4096 * 8;
+        std::os::unix::fs::FileExt::read_exact_at(&pagemap, &mut entry, offset).expect("an entry");
+        u64::from_ne_bytes(entry) >> 62 != 0
+    });
+    assert_eq!(populated.count(), 1);
+}
+
+#[test]
+fn a_paused_service_does_not_scan() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(64);
+    let config = Config { pass_period_ms: 10, ..Config::default() };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    service.pause();
+    std::thread::sleep(Duration::from_millis(100));
+    let passes = service.stats().passes_total;
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(service.stats().passes_total, passes);
+    service.resume();
+    let start = Instant::now();
+    while service.stats().passes_total == passes {
+        assert!(start.elapsed() < Duration::from_secs(5), "no pass after resuming");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn the_vma_budget_is_kept() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(4096);
+    // Every second page has a twin: each merge would cost two mappings.
+    (0..4096).for_each(|page| pages.fill(page, if page % 2 == 0 { page as u64 / 8 + 1 } else { page as u64 + 10_000 }));
+    let before = maps();
+    let config = Config { max_vmas: Some(200), cpu_percent: 100, ..Config::default() };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    for _ in 0..6 {
+        service.pass().expect("a pass");
+    }
+    let stats = service.stats();
+    let added = maps() - before;
+    assert!(stats.pages_mapped > 0 && stats.refused_vmas_total > 0, "{stats:?}");
+    // A few more are the service's own: stacks, scratch, the store's files.
+    assert!(added <= 200 + 24, "{added} mappings were added, budget 200, own count {}", stats.vmas);
+    let tell = stats.vmas.abs_diff(added as u64);
+    assert!(tell <= 24, "the service counts {} mappings, the kernel {added}", stats.vmas);
+    service.stop(true).expect("it stops");
+}
+
+fn maps() -> usize {
+    std::fs::read_to_string("/proc/self/maps").expect("maps").lines().count()
+}
+
+#[test]
+fn what_cannot_be_deduplicated_is_refused_with_the_reason() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let start = |pages: &Pages, config: Config| pages.serve(&store.socket(), config).err().expect("refused");
+    let pages = Pages::map(16);
+
+    let error = pages.serve(std::path::Path::new("/nonexistent/store.sock"), Config::default()).err();
+    assert!(matches!(error, Some(Error::Connect { .. })), "{error:?}");
+
+    let error = start(&pages, Config { cpu_percent: 101, ..Config::default() });
+    assert_eq!(error.to_string(), "cpu_percent is 101, but it must be 1 to 100");
+
+    let (_file, map) = vmm_dedup_protocol::mapping::staging_memfd(16 * 4096).expect("a memfd");
+    let range = vmm_dedup::HostRange::try_new(map.address(), map.len()).expect("aligned");
+    #[allow(unsafe_code)]
+    // SAFETY: the range is a mapping of this test's own that outlives the attempt.
+    let error = unsafe { vmm_dedup::DedupService::start_on_ranges(&[range], &store.socket(), Config::default()) };
+    assert!(error.err().expect("refused").to_string().contains("shared=on"));
+}

@@ -1,0 +1,136 @@
+//! `bench ksm`: the same content, first under the kernel's KSM, then under our engine, in one run.
+//!
+//! Each measurement runs in a process of its own, so that nothing of one is left for the next. Both sides get the
+//! whole machine in turn. CPU is read in nanoseconds from schedstat: of ksmd on one side, of the service's threads
+//! and the whole store process on the other.
+
+mod content;
+mod host;
+mod ksm;
+mod ours;
+mod report;
+
+pub(crate) use content::real_files;
+
+use crate::Failure;
+use clap::Args;
+use content::Kind;
+use report::{Measured, Report};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+/// Compare with the kernel's KSM: CPU, savings and memory really freed, on the same content in the same run.
+#[derive(Args, Debug)]
+pub(crate) struct KsmArgs {
+    /// Memory to deduplicate, MiB.
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(64..=65_536))]
+    mib: u32,
+    /// Repetitions of each measurement; medians are reported.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=99))]
+    repetitions: u32,
+    /// Only these content kinds.
+    #[arg(long, value_enum, value_delimiter = ',')]
+    kinds: Vec<Kind>,
+    /// Only with (true) or without (false) transparent huge pages.
+    #[arg(long)]
+    thp: Option<bool>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// One measurement in a process of its own (internal).
+#[derive(Args, Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct WorkerArgs {
+    /// Measure our engine with this store rather than KSM.
+    #[arg(long)]
+    store: Option<PathBuf>,
+    /// The store's process.
+    #[arg(long, default_value_t = 0)]
+    store_pid: u32,
+    #[arg(long, value_enum)]
+    kind: Kind,
+    #[arg(long)]
+    thp: bool,
+    #[arg(long)]
+    mib: u32,
+}
+
+/// Runs the comparison.
+pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
+    host::need_root()?;
+    host::need_memory(u64::from(args.mib) << 20)?;
+    let settings = ksm::Settings::save()?;
+    let limit = host::MapCount::raise()?;
+    crate::signals::on_termination(move || drop((settings, limit)), || compare(args)).and_then(|report| {
+        if args.json {
+            println!("{}", serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?);
+        } else {
+            report.print();
+        }
+        Ok(())
+    })
+}
+
+fn compare(args: &KsmArgs) -> Result<Report, Failure> {
+    let all = [Kind::Scattered, Kind::Runs, Kind::Files];
+    let kinds: &[Kind] = if args.kinds.is_empty() { &all } else { &args.kinds };
+    let sizes: &[bool] = match args.thp {
+        None => &[false, true],
+        Some(false) => &[false],
+        Some(true) => &[true],
+    };
+    let mut report = Report::new(args.mib, args.repetitions);
+    for kind in kinds {
+        for thp in sizes {
+            let (mut theirs, mut ours) = (Vec::new(), Vec::new());
+            for repetition in 1..=args.repetitions {
+                eprintln!("{kind} {} run {repetition} of {}", pages_name(*thp), args.repetitions);
+                theirs.push(measure(&WorkerArgs { store: None, store_pid: 0, kind: *kind, thp: *thp, mib: args.mib })?);
+                ours.push(measure_ours(*kind, *thp, args.mib)?);
+            }
+            report.add(*kind, *thp, &theirs, &ours);
+        }
+    }
+    Ok(report)
+}
+
+fn pages_name(thp: bool) -> &'static str {
+    if thp { "thp" } else { "4k" }
+}
+
+fn measure_ours(kind: Kind, thp: bool, mib: u32) -> Result<Measured, Failure> {
+    let store = crate::store::Child::start("bench", None)?;
+    measure(&WorkerArgs { store: Some(store.socket().to_owned()), store_pid: store.pid(), kind, thp, mib })
+}
+
+/// Runs a worker process and reads its answer.
+fn measure(args: &WorkerArgs) -> Result<Measured, Failure> {
+    let own = std::env::current_exe().map_err(|e| Failure::new(format!("cannot find this program: {e}")))?;
+    let mut command = Command::new(own);
+    command.args(["bench", "worker", "--kind", &args.kind.to_string(), "--mib", &args.mib.to_string()]);
+    if args.thp {
+        command.arg("--thp");
+    }
+    if let Some(store) = &args.store {
+        command.arg("--store").arg(store).args(["--store-pid", &args.store_pid.to_string()]);
+    }
+    let output = command.stdin(Stdio::null()).stdout(Stdio::piped()).output();
+    let output = output.map_err(|e| Failure::new(format!("cannot start a measurement: {e}")))?;
+    if !output.status.success() {
+        return Err(Failure::new(format!("a measurement of {} failed ({})", args.kind, output.status)));
+    }
+    serde_json::from_slice(&output.stdout).map_err(|e| Failure::new(format!("unreadable measurement: {e}")))
+}
+
+/// The process behind [`measure`].
+pub(crate) fn worker(args: &WorkerArgs) -> Result<(), Failure> {
+    let mut area = content::Area::fill(args.kind, args.thp, args.mib)?;
+    let measured = match &args.store {
+        None => ksm::measure(&mut area)?,
+        Some(store) => ours::measure(&mut area, store, args.store_pid)?,
+    };
+    println!("{}", serde_json::to_string(&measured).map_err(|e| Failure::new(e.to_string()))?);
+    Ok(())
+}

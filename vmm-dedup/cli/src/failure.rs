@@ -1,0 +1,43 @@
+//! Why a command failed: one line for the user, and an exit code.
+
+use std::process::ExitCode;
+
+/// Ends a command.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    text: String,
+    code: u8,
+}
+
+impl Failure {
+    /// Exit code 1.
+    pub(crate) fn new(text: impl Into<String>) -> Self {
+        Self { text: text.into(), code: 1 }
+    }
+
+    /// Exit code 2: this machine lacks something that the command needs.
+    pub(crate) fn missing(text: impl Into<String>) -> Self {
+        Self { text: text.into(), code: 2 }
+    }
+
+    /// An error with its causes in one line; exit code 1.
+    pub(crate) fn from_error(error: impl std::error::Error) -> Self {
+        let mut text = error.to_string();
+        let mut source = error.source();
+        while let Some(cause) = source {
+            text = format!("{text}: {cause}");
+            source = cause.source();
+        }
+        Self::new(text)
+    }
+
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        self.code.into()
+    }
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.text)
+    }
+}

@@ -1,0 +1,66 @@
+//! The `vmm-dedup` command: runs stores, the demo and the reference VMM, shows statistics, and measures.
+//!
+//! Each subcommand is a module; this file only parses and turns errors into exit codes: 0 success, 1 failure,
+//! 2 something that the command needs is missing (or wrong usage, from clap).
+
+mod bench;
+mod demo;
+mod failure;
+mod run;
+mod signals;
+mod stat;
+mod store;
+
+use clap::{Parser, Subcommand};
+pub(crate) use failure::Failure;
+use std::process::ExitCode;
+
+/// Memory deduplication for fleets of VMs: safe, cheap, visible.
+///
+/// Start with `vmm-dedup demo`, which runs four guests on this machine and shows what they share. For real use start
+/// a store (`vmm-dedup store`), then VMs on it (`vmm-dedup run`, or any VMM with the engine built in), and watch
+/// them with `vmm-dedup stat` or Prometheus.
+#[derive(Parser, Debug)]
+#[command(version, about, long_about, propagate_version = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    Demo(demo::DemoArgs),
+    Store(store::StoreArgs),
+    Run(run::RunArgs),
+    Stat(stat::StatArgs),
+    /// Measure.
+    #[command(subcommand)]
+    Bench(Bench),
+}
+
+#[derive(Subcommand, Debug)]
+enum Bench {
+    Ksm(bench::KsmArgs),
+    #[command(hide = true)]
+    Worker(bench::WorkerArgs),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
+    let result = match &cli.command {
+        Command::Demo(args) => demo::run(args),
+        Command::Store(args) => store::run(args),
+        Command::Run(args) => run::run(args),
+        Command::Stat(args) => stat::run(args),
+        Command::Bench(Bench::Ksm(args)) => bench::ksm(args),
+        Command::Bench(Bench::Worker(args)) => bench::worker(args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("vmm-dedup: {failure}");
+            failure.exit_code()
+        }
+    }
+}

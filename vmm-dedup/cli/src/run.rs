@@ -1,0 +1,184 @@
+//! `run`: one VM under the reference VMM, with dedup if a store is named.
+
+use crate::Failure;
+use clap::{Args, ValueEnum};
+use serde_json::json;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use vmm_dedup::{Breaks, Config, DedupService};
+use vmm_dedup_refvmm::{ExitReason, Image, RunningVm, ThpMode, Vm, VmConfig};
+
+/// Run one VM with the reference VMM; its serial console is this terminal.
+///
+/// With --store the VM's memory is deduplicated. The kernel is a Linux bzImage or vmlinux, or any PVH ELF image;
+/// --payload runs the built-in test guest instead, which verifies its own memory.
+#[derive(Args, Debug)]
+pub(crate) struct RunArgs {
+    /// Linux kernel or PVH image.
+    #[arg(long, conflicts_with = "payload", required_unless_present = "payload")]
+    kernel: Option<PathBuf>,
+    /// Run the built-in test guest with these parameters, e.g. "private_mib=16 seconds=10".
+    #[arg(long, value_name = "PARAMETERS", num_args = 0..=1, default_missing_value = "")]
+    payload: Option<String>,
+    /// Initial RAM disk.
+    #[arg(long)]
+    initrd: Option<PathBuf>,
+    /// Kernel command line.
+    #[arg(long, default_value = "console=ttyS0", conflicts_with = "payload")]
+    cmdline: String,
+    /// Guest memory, MiB.
+    #[arg(long, default_value_t = 256)]
+    memory_mib: u64,
+    /// vCPUs.
+    #[arg(long, default_value_t = 1)]
+    vcpus: u8,
+    /// Transparent huge pages for guest memory.
+    #[arg(long, value_enum, default_value_t = Thp::Default)]
+    thp: Thp,
+    /// Deduplicate with the store at this socket.
+    #[arg(long, value_name = "SOCKET")]
+    store: Option<PathBuf>,
+    /// Name of the VM in metrics.
+    #[arg(long, default_value = "vm")]
+    name: String,
+    /// CPU that dedup may use, percent of one core.
+    #[arg(long, default_value_t = 20, requires = "store")]
+    cpu_percent: u32,
+    /// Milliseconds from one dedup pass to the next.
+    #[arg(long, default_value_t = 1000, requires = "store")]
+    pass_period_ms: u64,
+    /// Who copies a shared page that the guest writes.
+    #[arg(long, value_enum, default_value_t = BreakMode::Kernel, requires = "store")]
+    breaks: BreakMode,
+    /// With managed breaks: pages kept ready for writers.
+    #[arg(long, default_value_t = 1024, requires = "store")]
+    reserve_pages: usize,
+    /// With managed breaks: host memory below which the reserve is not refilled, MiB.
+    #[arg(long, default_value_t = 256, requires = "store")]
+    reserve_floor_mib: u64,
+    /// At the end bring everything back to anonymous memory, and print the dedup account as JSON on standard error.
+    #[arg(long, requires = "store")]
+    account: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Thp {
+    /// As the host is set.
+    Default,
+    Always,
+    Never,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum BreakMode {
+    /// The kernel's copy-on-write: fast, but the page stays private.
+    Kernel,
+    /// The service, from a reserve: pages stay mergeable, and no write fails for want of memory.
+    Managed,
+}
+
+impl RunArgs {
+    fn vm_config(&self) -> VmConfig {
+        let (kernel, cmdline) = match (&self.kernel, &self.payload) {
+            (Some(path), _) => (Image::Path(path.clone()), self.cmdline.clone()),
+            (None, parameters) => {
+                (Image::Bytes(vmm_dedup_payload::ELF), parameters.clone().unwrap_or_default())
+            }
+        };
+        let thp = match self.thp {
+            Thp::Default => ThpMode::Default,
+            Thp::Always => ThpMode::Always,
+            Thp::Never => ThpMode::Never,
+        };
+        let initrd = self.initrd.clone();
+        VmConfig { memory_mib: self.memory_mib, vcpus: self.vcpus, kernel, initrd, cmdline, thp }
+    }
+
+    fn dedup_config(&self) -> Config {
+        let breaks = match self.breaks {
+            BreakMode::Kernel => Breaks::Kernel,
+            BreakMode::Managed => Breaks::Managed {
+                reserve_pages: self.reserve_pages,
+                floor_bytes: self.reserve_floor_mib << 20,
+            },
+        };
+        Config {
+            name: self.name.clone(),
+            pass_period_ms: self.pass_period_ms,
+            cpu_percent: self.cpu_percent,
+            breaks,
+            ..Config::default()
+        }
+    }
+}
+
+/// Fails with exit code 2 unless KVM can be used.
+pub(crate) fn need_kvm() -> Result<(), Failure> {
+    match std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+        Ok(_) => Ok(()),
+        Err(e) => Err(Failure::missing(format!(
+            "/dev/kvm cannot be used ({e}): load kvm-intel or kvm-amd, or enable nested virtualisation, and give this user access to it"
+        ))),
+    }
+}
+
+/// Runs a VM to its end.
+pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
+    need_kvm()?;
+    let mut config = args.vm_config();
+    if args.payload.is_some() {
+        // The guest measures time by its TSC, whose frequency KVM knows only once there is a vCPU.
+        let khz = vmm_dedup_payload::measure_tsc_khz();
+        config.cmdline = format!("{} tsc_khz={khz}", config.cmdline).trim().to_owned();
+    }
+    let vm = Vm::new(&config).map_err(Failure::from_error)?;
+    let service = match &args.store {
+        Some(store) => Some(start_dedup(&vm, store, args.dedup_config())?),
+        None => None,
+    };
+    let vm = vm.start(Box::new(std::io::stdout())).map_err(Failure::from_error)?;
+    let mut vm = Arc::new(vm);
+    forward_input(&vm);
+    while !vm.ends_within(Duration::from_secs(3600)) {}
+    // The input thread holds on to the VM only while it types a byte.
+    let vm = loop {
+        match Arc::try_unwrap(vm) {
+            Ok(vm) => break vm,
+            Err(shared) => vm = shared,
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    let exit = vm.wait().map_err(Failure::from_error)?;
+    if let Some(service) = service {
+        let stats = service.stop(args.account).map_err(Failure::from_error)?;
+        if args.account {
+            let account = json!({ "mapped": stats.pages_mapped, "merges": stats.merges_total + stats.zero_merges_total });
+            eprintln!("{account}");
+        }
+    }
+    match exit {
+        ExitReason::PowerOff => Ok(()),
+        other => Err(Failure::new(format!("the guest ended with {other:?}"))),
+    }
+}
+
+fn start_dedup(vm: &Vm, store: &Path, config: Config) -> Result<DedupService, Failure> {
+    DedupService::start(Arc::new(vm.memory().clone()), store, config).map_err(Failure::from_error)
+}
+
+/// Types what comes on standard input into the guest's serial port.
+fn forward_input(vm: &Arc<RunningVm>) {
+    let vm = Arc::downgrade(vm);
+    std::thread::spawn(move || {
+        let mut byte = [0];
+        while std::io::stdin().read(&mut byte).is_ok_and(|n| n == 1) {
+            match vm.upgrade() {
+                Some(vm) => vm.serial_input(&byte),
+                None => return,
+            }
+        }
+    });
+    let _ = std::io::stdout().flush();
+}

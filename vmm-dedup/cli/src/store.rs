@@ -1,0 +1,126 @@
+//! `store`: the page store of a host (and trust domain). Other commands start one as a child through [`Child`].
+
+use crate::Failure;
+use clap::Args;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Where a store listens if nothing else is said.
+pub(crate) const DEFAULT_SOCKET: &str = "/run/vmm-dedup/store.sock";
+
+/// Run a page store: one per host and trust domain. VMs connect to its socket; it owns the shared pages.
+#[derive(Args, Debug)]
+pub(crate) struct StoreArgs {
+    /// Unix socket to listen on. Who may connect may share memory: give each trust domain its own.
+    #[arg(long, default_value = DEFAULT_SOCKET)]
+    socket: PathBuf,
+    /// Address of the HTTP server for Prometheus (GET /metrics), or "none".
+    #[arg(long, default_value = "127.0.0.1:9753", value_parser = parse_metrics)]
+    metrics: Metrics,
+    /// Most memory for shared pages, MiB.
+    #[arg(long, default_value_t = 65_536, value_parser = clap::value_parser!(u64).range(1..=262_144))]
+    max_mib: u64,
+    /// Name of the trust domain, for logs and metrics.
+    #[arg(long, default_value = "default")]
+    domain: String,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Metrics(Option<SocketAddr>);
+
+fn parse_metrics(text: &str) -> Result<Metrics, String> {
+    if text == "none" {
+        return Ok(Metrics(None));
+    }
+    let address = text.parse().map_err(|_| "expected ADDRESS:PORT, e.g. 127.0.0.1:9753, or \"none\"")?;
+    Ok(Metrics(Some(address)))
+}
+
+/// Runs a store until SIGINT or SIGTERM.
+pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
+    if args.socket == Path::new(DEFAULT_SOCKET) {
+        let folder = args.socket.parent().unwrap_or(Path::new("/"));
+        fs::create_dir_all(folder)
+            .map_err(|e| Failure::new(format!("cannot create {} ({e}): choose a --socket", folder.display())))?;
+    }
+    let config = vmm_dedup_store::Config {
+        socket: args.socket.clone(),
+        metrics: args.metrics.0,
+        max_bytes: args.max_mib << 20,
+        domain: args.domain.clone(),
+        ..vmm_dedup_store::Config::default()
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(Failure::from_error)?;
+    let local = tokio::task::LocalSet::new();
+    local.block_on(&runtime, async {
+        let store = vmm_dedup_store::Store::bind(config).map_err(Failure::from_error)?;
+        let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())
+            .map_err(Failure::from_error)?;
+        let shutdown = async move {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = tokio::signal::ctrl_c() => {}
+            }
+        };
+        store.run(shutdown).await.map_err(Failure::from_error)
+    })
+}
+
+/// A store in a child process with a socket of its own; ended and cleaned up on drop.
+#[derive(Debug)]
+pub(crate) struct Child {
+    process: std::process::Child,
+    folder: PathBuf,
+    socket: PathBuf,
+}
+
+impl Child {
+    /// Starts one and waits until it listens.
+    pub(crate) fn start(name: &str, metrics: Option<SocketAddr>) -> Result<Self, Failure> {
+        let folder = std::env::temp_dir().join(format!("vmm-dedup-{name}-{}", std::process::id()));
+        fs::create_dir_all(&folder)
+            .map_err(|e| Failure::new(format!("cannot create {}: {e}", folder.display())))?;
+        let socket = folder.join("store.sock");
+        let own = std::env::current_exe().map_err(Failure::from_error)?;
+        let metrics = metrics.map_or("none".to_owned(), |address| address.to_string());
+        let process = Command::new(own)
+            .args(["store", "--metrics", &metrics, "--socket"])
+            .arg(&socket)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .map_err(|e| Failure::new(format!("cannot start a store: {e}")))?;
+        let mut child = Self { process, folder, socket };
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while vmm_dedup_protocol::socket::connect(&child.socket).is_err() {
+            if let Ok(Some(status)) = child.process.try_wait() {
+                return Err(Failure::new(format!("the store ended early ({status})")));
+            }
+            if Instant::now() > deadline {
+                return Err(Failure::new("the store did not start within ten seconds"));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(child)
+    }
+
+    pub(crate) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.id()
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}

@@ -1,0 +1,160 @@
+//! kill -9 of each process, under load.
+
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use vmm_dedup_payload::{PayloadConfig, Report, Rewrite, WorkingSet};
+
+const COMMON_MIB: u64 = 12;
+const COMMON_PAGES: i64 = COMMON_MIB as i64 * 256;
+
+fn command() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
+}
+
+fn kvm_is_there() -> bool {
+    let kvm = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm");
+    assert!(kvm.is_ok() || std::env::var_os("CI").is_none(), "/dev/kvm cannot be opened in CI");
+    if kvm.is_err() {
+        eprintln!("SKIPPED: /dev/kvm cannot be opened");
+    }
+    kvm.is_ok()
+}
+
+/// A child that does not outlive the test.
+struct Process(Child);
+
+impl Process {
+    fn kill(&mut self) {
+        self.0.kill().expect("kill");
+        self.0.wait().expect("wait");
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn start_store(socket: &Path) -> Process {
+    let store = command().args(["store", "--metrics", "none", "--socket"]).arg(socket).spawn().expect("a store");
+    let store = Process(store);
+    wait_until("the store listens", || stat(socket).is_some());
+    store
+}
+
+fn stat(socket: &Path) -> Option<Value> {
+    let output = command().args(["stat", "--json", "--socket"]).arg(socket).output().expect("stat runs");
+    output.status.success().then(|| serde_json::from_slice(&output.stdout).expect("JSON"))
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(60), "{what}: not within a minute");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn start_guest(socket: &Path, n: u64, breaks: &str) -> Process {
+    let payload = PayloadConfig::default()
+        .seed(n)
+        .private_mib(2)
+        .zero_mib(2)
+        .common_mib(COMMON_MIB)
+        .ws_area(WorkingSet::Private)
+        .ws_pages(256)
+        .rate(5000)
+        .rewrite(Rewrite::None)
+        .seconds(100_000);
+    let name = format!("guest-{n}");
+    let guest = command()
+        .args(["run", "--memory-mib", "32", "--pass-period-ms", "50", "--thp", "never"])
+        .args(["--payload", &payload.command_line(), "--name", &name, "--breaks", breaks, "--store"])
+        .arg(socket)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn();
+    Process(guest.expect("a guest"))
+}
+
+/// Tells a guest to verify all of its memory; whether it was right.
+fn verify(mut guest: Process) -> bool {
+    guest.0.stdin.take().expect("input").write_all(b"q").expect("the guest takes input");
+    let output = BufReader::new(guest.0.stdout.take().expect("output"));
+    let reports = output.lines().map_while(Result::ok).filter_map(|line| Report::parse(&line).ok().flatten());
+    let mut good = false;
+    for report in reports {
+        match report {
+            Report::Done { ok } => good = ok,
+            Report::Bad { .. } | Report::Fault { .. } => eprintln!("{report:?}"),
+            _ => {}
+        }
+    }
+    good && guest.0.wait().expect("wait").success()
+}
+
+fn sharing(socket: &Path) -> i64 {
+    stat(socket).and_then(|s| s["store"]["pages_sharing"].as_i64()).unwrap_or(-1)
+}
+
+fn folder() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("store.sock");
+    (folder, socket)
+}
+
+fn store_killed(breaks: &str) {
+    let (_folder, socket) = folder();
+    let mut store = start_store(&socket);
+    let guests: Vec<Process> = (1..=3).map(|n| start_guest(&socket, n, breaks)).collect();
+    wait_until("three guests share", || sharing(&socket) >= 2 * COMMON_PAGES);
+    store.kill();
+    std::thread::sleep(Duration::from_millis(500));
+    let _store = start_store(&socket);
+    wait_until("they share again through the new store", || sharing(&socket) >= 2 * COMMON_PAGES);
+    for guest in guests {
+        assert!(verify(guest), "a guest found wrong bytes");
+    }
+}
+
+#[test]
+fn guests_survive_a_killed_store_and_share_again() {
+    if kvm_is_there() {
+        store_killed("kernel");
+    }
+}
+
+#[test]
+fn guests_with_managed_breaks_survive_a_killed_store_and_share_again() {
+    if kvm_is_there() {
+        store_killed("managed");
+    }
+}
+
+#[test]
+fn the_slots_of_a_killed_vmm_are_free_within_a_second() {
+    if !kvm_is_there() {
+        return;
+    }
+    let (_folder, socket) = folder();
+    let _store = start_store(&socket);
+    let mut guests: Vec<Process> = (1..=3).map(|n| start_guest(&socket, n, "kernel")).collect();
+    wait_until("three guests share", || sharing(&socket) >= 2 * COMMON_PAGES);
+    let gone = Instant::now();
+    guests.pop().expect("three guests").kill();
+    wait_until("its references go", || sharing(&socket) < COMMON_PAGES + COMMON_PAGES / 2);
+    assert!(gone.elapsed() < Duration::from_secs(1), "took {:?}", gone.elapsed());
+    guests.iter_mut().for_each(Process::kill);
+    let gone = Instant::now();
+    let in_use = || {
+        let stat = stat(&socket).expect("the store answers");
+        stat["store"]["pages_shared"].as_i64().expect("a number") + stat["store"]["slots_limbo"].as_i64().expect("a number")
+    };
+    wait_until("all slots are free", || in_use() == 0);
+    assert!(gone.elapsed() < Duration::from_secs(1), "took {:?}", gone.elapsed());
+}
