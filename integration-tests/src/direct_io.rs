@@ -52,7 +52,10 @@ pub fn direct(reads: u64) -> Outcome {
 /// If any read's data is not where it belongs.
 #[must_use]
 pub fn uring(reads: u64) -> Outcome {
-    run(reads, |file| Reader::Uring { ring: Box::new(IoUring::new(128).expect("io_uring")), file })
+    run(reads, |file| Reader::Uring {
+        ring: Box::new(IoUring::new(128).expect("io_uring")),
+        file,
+    })
 }
 
 fn run(reads: u64, reader: impl FnOnce(OwnedFd) -> Reader) -> Outcome {
@@ -65,7 +68,10 @@ fn run(reads: u64, reader: impl FnOnce(OwnedFd) -> Reader) -> Outcome {
         name: "direct".into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
-        breaks: Breaks::Managed { reserve_pages: 1024, floor_bytes: 256 << 20 },
+        breaks: Breaks::Managed {
+            reserve_pages: 1024,
+            floor_bytes: 256 << 20,
+        },
         ..Config::default()
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");
@@ -108,10 +114,16 @@ fn one_round(pages: &Pages, reader: &mut Reader, round: u64) -> u64 {
     reader.unpin();
     for target in 0..TARGETS {
         let id = FILE_ID + file_page(round, target);
-        assert!(pages.holds(target, id), "round {round}: the read into page {target} was lost");
+        assert!(
+            pages.holds(target, id),
+            "round {round}: the read into page {target} was lost"
+        );
     }
     for twin in TARGETS..TARGETS + TWINS {
-        assert!(pages.holds(twin, before), "round {round}: page {twin} changed although nobody wrote it");
+        assert!(
+            pages.holds(twin, before),
+            "round {round}: page {twin} changed although nobody wrote it"
+        );
     }
     TARGETS as u64
 }
@@ -126,11 +138,18 @@ fn make_file(folder: &Path) -> OwnedFd {
     let mut file = std::fs::File::create(&path).expect("a file");
     for page in 0..FILE_PAGES {
         content.fill(0, FILE_ID + page);
-        let bytes: Vec<u8> = (0..PAGE_SIZE / 8).flat_map(|word| content.load(0, word).to_ne_bytes()).collect();
+        let bytes: Vec<u8> = (0..PAGE_SIZE / 8)
+            .flat_map(|word| content.load(0, word).to_ne_bytes())
+            .collect();
         file.write_all(&bytes).expect("the file is written");
     }
     file.sync_all().expect("the file is on disk");
-    rustix::fs::open(&path, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty()).expect("O_DIRECT")
+    rustix::fs::open(
+        &path,
+        OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
+    .expect("O_DIRECT")
 }
 
 impl Reader {
@@ -149,7 +168,9 @@ impl Reader {
 
     fn unpin(&mut self) {
         if let Reader::Uring { ring, .. } = self {
-            ring.submitter().unregister_buffers().expect("buffers are unregistered");
+            ring.submitter()
+                .unregister_buffers()
+                .expect("buffers are unregistered");
         }
     }
 

@@ -49,7 +49,10 @@ pub fn chaos(size: Size) -> Outcome {
         name: name.into(),
         pass_period_ms: 20,
         cpu_percent: 90,
-        breaks: Breaks::Managed { reserve_pages: 4096, floor_bytes: 256 << 20 },
+        breaks: Breaks::Managed {
+            reserve_pages: 4096,
+            floor_bytes: 256 << 20,
+        },
         ..Config::default()
     };
     let payload = |seed: u64| {
@@ -70,27 +73,47 @@ pub fn chaos(size: Size) -> Outcome {
     let guests: Vec<Guest> = (0..2)
         .map(|n| {
             let name = format!("chaos-{n}");
-            Guest::boot(payload(n + 1), memory, ThpMode::Never, Some((&store.socket(), config(&name))))
+            Guest::boot(
+                payload(n + 1),
+                memory,
+                ThpMode::Never,
+                Some((&store.socket(), config(&name))),
+            )
         })
         .collect();
     let start = Instant::now();
     let mut shown = Instant::now();
     loop {
         std::thread::sleep(Duration::from_millis(100));
-        let merges: u64 = guests.iter().map(|g| g.stats()).map(|s| s.merges_total + s.zero_merges_total).sum();
+        let merges: u64 = guests
+            .iter()
+            .map(|g| g.stats())
+            .map(|s| s.merges_total + s.zero_merges_total)
+            .sum();
         if merges >= size.merges {
             break;
         }
-        assert!(start.elapsed() < size.patience, "only {merges} merges of {} in time", size.merges);
+        assert!(
+            start.elapsed() < size.patience,
+            "only {merges} merges of {} in time",
+            size.merges
+        );
         if shown.elapsed() > Duration::from_secs(10) {
-            eprintln!("{merges} merges of {} after {} s", size.merges, start.elapsed().as_secs());
+            eprintln!(
+                "{merges} merges of {} after {} s",
+                size.merges,
+                start.elapsed().as_secs()
+            );
             shown = Instant::now();
         }
     }
     let mut outcome = Outcome::default();
     for guest in guests {
         let (verdict, stats) = guest.finish();
-        assert!(verdict.ok && verdict.errors == 0, "a guest found wrong bytes: {verdict:?}");
+        assert!(
+            verdict.ok && verdict.errors == 0,
+            "a guest found wrong bytes: {verdict:?}"
+        );
         outcome.errors += verdict.errors;
         outcome.writes += verdict.writes;
         outcome.merges += stats.merges_total + stats.zero_merges_total;
@@ -102,7 +125,10 @@ pub fn chaos(size: Size) -> Outcome {
 }
 
 fn add(sum: &mut Histogram, more: &Histogram) {
-    sum.buckets.iter_mut().zip(more.buckets).for_each(|(a, b)| *a += b);
+    sum.buckets
+        .iter_mut()
+        .zip(more.buckets)
+        .for_each(|(a, b)| *a += b);
     sum.sum_ns += more.sum_ns;
     sum.max_ns = sum.max_ns.max(more.max_ns);
 }

@@ -13,8 +13,15 @@ pub mod vm;
 #[macro_export]
 macro_rules! need_kvm {
     () => {
-        if let Err(error) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
-            assert!(std::env::var_os("CI").is_none(), "/dev/kvm cannot be opened in CI: {error}");
+        if let Err(error) = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open("/dev/kvm")
+        {
+            assert!(
+                std::env::var_os("CI").is_none(),
+                "/dev/kvm cannot be opened in CI: {error}"
+            );
             eprintln!("SKIPPED: /dev/kvm cannot be opened: {error}");
             return;
         }
@@ -26,7 +33,10 @@ macro_rules! need_kvm {
 macro_rules! need_userfaultfd {
     () => {
         if let Err(error) = std::fs::File::open("/dev/userfaultfd") {
-            assert!(std::env::var_os("CI").is_none(), "/dev/userfaultfd cannot be opened in CI: {error}");
+            assert!(
+                std::env::var_os("CI").is_none(),
+                "/dev/userfaultfd cannot be opened in CI: {error}"
+            );
             eprintln!("SKIPPED: /dev/userfaultfd cannot be opened: {error}");
             return;
         }

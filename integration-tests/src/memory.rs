@@ -33,7 +33,10 @@ impl Pages {
 
     fn map_with(count: usize, advice: i32) -> Self {
         const HUGE: usize = 2 << 20;
-        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let (prot, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        );
         // SAFETY: a new mapping, which is never unmapped.
         let raw = unsafe { libc::mmap(std::ptr::null_mut(), count * PAGE_SIZE + HUGE, prot, flags, -1, 0) };
         assert_ne!(raw, libc::MAP_FAILED, "no memory");
@@ -62,7 +65,9 @@ impl Pages {
     /// Fills a page with words that depend on `id` and their place; 0 makes a zero page.
     pub fn fill(&self, page: usize, id: u64) {
         for word in 0..PAGE_SIZE / 8 {
-            let value = id.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_mul(word as u64 * 2 + 1);
+            let value = id
+                .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+                .wrapping_mul(word as u64 * 2 + 1);
             // SAFETY: inside the mapping.
             unsafe { self.word(page, word).write_volatile(value) };
         }
@@ -72,7 +77,9 @@ impl Pages {
     #[must_use]
     pub fn holds(&self, page: usize, id: u64) -> bool {
         (0..PAGE_SIZE / 8).all(|word| {
-            let value = id.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_mul(word as u64 * 2 + 1);
+            let value = id
+                .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+                .wrapping_mul(word as u64 * 2 + 1);
             self.load(page, word) == value
         })
     }

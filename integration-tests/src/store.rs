@@ -25,17 +25,30 @@ impl StoreThread {
         let socket = folder.path().join("store.sock");
         let (tell, bound) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("tokio");
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .expect("tokio");
             tokio::task::LocalSet::new().block_on(&runtime, async {
-                let config =
-                    vmm_dedup_store::Config { socket, metrics: None, ..vmm_dedup_store::Config::default() };
+                let config = vmm_dedup_store::Config {
+                    socket,
+                    metrics: None,
+                    ..vmm_dedup_store::Config::default()
+                };
                 let store = vmm_dedup_store::Store::bind(config).expect("the store binds");
                 tell.send(()).expect("the test waits");
-                store.run(async { drop(stopped.await) }).await.expect("the store runs");
+                store
+                    .run(async { drop(stopped.await) })
+                    .await
+                    .expect("the store runs");
             });
         });
         bound.recv().expect("the store starts");
-        Self { folder, stop: Some(stop), thread: Some(thread) }
+        Self {
+            folder,
+            stop: Some(stop),
+            thread: Some(thread),
+        }
     }
 
     /// Its socket.

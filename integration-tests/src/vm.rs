@@ -37,7 +37,12 @@ impl Guest {
     /// # Panics
     /// If anything fails: a test cannot go on then.
     #[must_use]
-    pub fn boot(payload: PayloadConfig, memory_mib: u64, thp: ThpMode, dedup: Option<(&Path, Config)>) -> Self {
+    pub fn boot(
+        payload: PayloadConfig,
+        memory_mib: u64,
+        thp: ThpMode,
+        dedup: Option<(&Path, Config)>,
+    ) -> Self {
         let payload = payload.tsc_khz(measure_tsc_khz());
         payload.check_fits(memory_mib, 0).expect("the areas fit");
         let config = VmConfig {
@@ -90,8 +95,20 @@ impl Guest {
         self.vm.serial_input(b"q");
         let verify = self.wait("verify", |r| matches!(r, Report::Verify { .. }));
         let done = self.wait("done", |r| matches!(r, Report::Done { .. }));
-        let Report::Verify { pages, errors, writes } = verify else { unreachable!() };
-        let verdict = Verdict { ok: matches!(done, Report::Done { ok: true }), errors, writes, pages };
+        let Report::Verify {
+            pages,
+            errors,
+            writes,
+        } = verify
+        else {
+            unreachable!()
+        };
+        let verdict = Verdict {
+            ok: matches!(done, Report::Done { ok: true }),
+            errors,
+            writes,
+            pages,
+        };
         if !verdict.ok {
             eprintln!("{}", self.console.text());
         }

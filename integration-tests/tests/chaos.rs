@@ -6,22 +6,40 @@ use vmm_dedup_integration_tests::{direct_io, guests, need_kvm, need_userfaultfd}
 #[test]
 fn guests_that_write_all_the_time_lose_nothing() {
     need_kvm!();
-    let size = guests::Size { merges: 60_000, patience: Duration::from_secs(240), common_mib: 8, zero_mib: 8 };
+    let size = guests::Size {
+        merges: 60_000,
+        patience: Duration::from_secs(240),
+        common_mib: 8,
+        zero_mib: 8,
+    };
     let out = guests::chaos(size);
     assert!(out.breaks > 0, "nothing was broken: {out:?}");
-    eprintln!("{} merges, stops p99 {} us, max {} us", out.merges, out.stop.quantile_us(0.99), out.stop.max_ns / 1000);
+    eprintln!(
+        "{} merges, stops p99 {} us, max {} us",
+        out.merges,
+        out.stop.quantile_us(0.99),
+        out.stop.max_ns / 1000
+    );
 }
 
 #[test]
 fn direct_reads_into_pages_under_merging_arrive() {
     need_userfaultfd!();
     let out = direct_io::direct(6_400);
-    assert!(out.stats.merges_total + out.stats.zero_merges_total > 0, "nothing was merged: {:?}", out.stats);
+    assert!(
+        out.stats.merges_total + out.stats.zero_merges_total > 0,
+        "nothing was merged: {:?}",
+        out.stats
+    );
 }
 
 #[test]
 fn reads_into_pinned_buffers_arrive_and_pins_are_respected() {
     need_userfaultfd!();
     let out = direct_io::uring(6_400);
-    assert!(out.stats.refused_pinned_total > 0, "no pinned page was met: {:?}", out.stats);
+    assert!(
+        out.stats.refused_pinned_total > 0,
+        "no pinned page was met: {:?}",
+        out.stats
+    );
 }

@@ -19,11 +19,19 @@ fn huge_kib(pages: &Pages) -> usize {
     let (start, end) = (pages.address(0), pages.address(pages.count() - 1) + 4096);
     let (mut inside, mut sum) = (false, 0);
     for line in smaps.lines() {
-        if let Some((from, to)) = line.split_ascii_whitespace().next().and_then(|range| range.split_once('-')) {
+        if let Some((from, to)) = line
+            .split_ascii_whitespace()
+            .next()
+            .and_then(|range| range.split_once('-'))
+        {
             let parse = |hex: &str| usize::from_str_radix(hex, 16).unwrap_or(0);
             inside = parse(from) < end && parse(to) > start;
         } else if inside && let Some(kib) = line.strip_prefix("AnonHugePages:") {
-            sum += kib.trim().trim_end_matches(" kB").parse::<usize>().expect("a number");
+            sum += kib
+                .trim()
+                .trim_end_matches(" kB")
+                .parse::<usize>()
+                .expect("a number");
         }
     }
     sum
@@ -35,7 +43,11 @@ fn huge_pages_of_a_busy_guest_stay_huge() {
     let store = StoreThread::start();
     let pages = Pages::map_huge(CHUNKS * HUGE_PAGES);
     for page in 0..pages.count() {
-        let id = if page < COLD * HUGE_PAGES { page as u64 + 1000 } else { page as u64 % 256 + 1 };
+        let id = if page < COLD * HUGE_PAGES {
+            page as u64 + 1000
+        } else {
+            page as u64 % 256 + 1
+        };
         pages.fill(page, id);
     }
     let before = huge_kib(&pages);
@@ -44,7 +56,11 @@ fn huge_pages_of_a_busy_guest_stay_huge() {
         eprintln!("SKIPPED: the kernel gave {before} KiB of huge pages");
         return;
     }
-    let config = Config { cpu_percent: 100, pass_period_ms: 20, ..Config::default() };
+    let config = Config {
+        cpu_percent: 100,
+        pass_period_ms: 20,
+        ..Config::default()
+    };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");
     let stop = AtomicBool::new(false);
     let twins = ((CHUNKS - COLD) * HUGE_PAGES) as u64;
@@ -62,13 +78,21 @@ fn huge_pages_of_a_busy_guest_stay_huge() {
         });
         let start = Instant::now();
         while service.stats().pages_mapped < twins {
-            assert!(start.elapsed() < Duration::from_secs(30), "not merged: {:?}", service.stats());
+            assert!(
+                start.elapsed() < Duration::from_secs(30),
+                "not merged: {:?}",
+                service.stats()
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
         std::thread::sleep(Duration::from_secs(2));
         stop.store(true, Ordering::Release);
     });
     let after = huge_kib(&pages);
-    assert_eq!(after, COLD * 2048, "busy and unique huge pages must stay: {before} KiB before, {after} KiB after");
+    assert_eq!(
+        after,
+        COLD * 2048,
+        "busy and unique huge pages must stay: {before} KiB before, {after} KiB after"
+    );
     service.stop(true).expect("it stops");
 }

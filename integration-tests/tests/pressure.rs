@@ -18,7 +18,10 @@ fn a_writer_waits_for_the_reserve_and_goes_on_when_there_is_one() {
     let config = Config {
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
-        breaks: Breaks::Managed { reserve_pages: RESERVE, floor_bytes: 0 },
+        breaks: Breaks::Managed {
+            reserve_pages: RESERVE,
+            floor_bytes: 0,
+        },
         ..Config::default()
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");
@@ -30,25 +33,36 @@ fn a_writer_waits_for_the_reserve_and_goes_on_when_there_is_one() {
     let start = Instant::now();
     let mut stats = service.pass().expect("a pass");
     while stats.waiting_writers == 0 {
-        assert!(start.elapsed() < Duration::from_secs(10), "nobody waits: {stats:?}");
+        assert!(
+            start.elapsed() < Duration::from_secs(10),
+            "nobody waits: {stats:?}"
+        );
         stats = service.pass().expect("a pass");
     }
     std::thread::sleep(Duration::from_millis(200));
     let stats = service.pass().expect("a pass");
     assert!(!writer.is_finished(), "the writer went on without a page");
     assert!(stats.reserve_waits_total > 0);
-    assert_eq!((stats.reserve_pages, stats.breaks_managed_total), (0, RESERVE as u64));
+    assert_eq!(
+        (stats.reserve_pages, stats.breaks_managed_total),
+        (0, RESERVE as u64)
+    );
 
     service.set_reserve(RESERVE, 0);
     writer.join().expect("the writer ends");
     let stats = service.pass().expect("a pass");
     assert_eq!(stats.breaks_managed_total, PAGES as u64);
     for page in 0..PAGES {
-        assert_eq!((pages.load(page, 9), pages.load(page, 10)), (page as u64, expected(10)), "page {page}");
+        assert_eq!(
+            (pages.load(page, 9), pages.load(page, 10)),
+            (page as u64, expected(10)),
+            "page {page}"
+        );
     }
     service.stop(true).expect("it stops");
 }
 
 fn expected(word: u64) -> u64 {
-    5u64.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_mul(word * 2 + 1)
+    5u64.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        .wrapping_mul(word * 2 + 1)
 }

@@ -12,21 +12,32 @@ fn the_cpu_budget_holds_over_ten_seconds() {
     const PERCENT: u32 = 10;
     let store = StoreThread::start();
     let pages = Pages::map(16_384);
-    let config = Config { cpu_percent: PERCENT, pass_period_ms: 10, ..Config::default() };
+    let config = Config {
+        cpu_percent: PERCENT,
+        pass_period_ms: 10,
+        ..Config::default()
+    };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");
     let start = Instant::now();
     let mut round = 0;
     // More work than the budget allows: every page changes all the time, half of them to something with twins.
     while start.elapsed() < Duration::from_secs(10) {
         round += 1;
-        (0..pages.count()).for_each(|page| pages.fill(page, if page % 2 == 0 { round } else { page as u64 + round }));
+        (0..pages.count())
+            .for_each(|page| pages.fill(page, if page % 2 == 0 { round } else { page as u64 + round }));
         std::thread::sleep(Duration::from_millis(200));
     }
     let elapsed = start.elapsed().as_secs_f64();
     let used = service.stats().cpu_ns.total() as f64 / 1e9;
     let share = used / elapsed * 100.0;
-    assert!(share <= f64::from(PERCENT) * 1.1, "used {share:.1} % of a core, budget {PERCENT} %");
-    assert!(share >= f64::from(PERCENT) * 0.5, "used only {share:.1} % although there was work");
+    assert!(
+        share <= f64::from(PERCENT) * 1.1,
+        "used {share:.1} % of a core, budget {PERCENT} %"
+    );
+    assert!(
+        share >= f64::from(PERCENT) * 0.5,
+        "used only {share:.1} % although there was work"
+    );
     service.stop(true).expect("it stops");
 }
 
@@ -36,7 +47,9 @@ fn untouched_memory_stays_unpopulated() {
     let store = StoreThread::start();
     let pages = Pages::map(32_768);
     pages.fill(7, 1);
-    let service = pages.serve(&store.socket(), Config::default()).expect("dedup starts");
+    let service = pages
+        .serve(&store.socket(), Config::default())
+        .expect("dedup starts");
     for _ in 0..70 {
         service.pass().expect("a pass");
     }
@@ -57,7 +70,10 @@ fn a_paused_service_does_not_scan() {
     need_userfaultfd!();
     let store = StoreThread::start();
     let pages = Pages::map(64);
-    let config = Config { pass_period_ms: 10, ..Config::default() };
+    let config = Config {
+        pass_period_ms: 10,
+        ..Config::default()
+    };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");
     service.pause();
     std::thread::sleep(Duration::from_millis(100));
@@ -78,25 +94,52 @@ fn the_vma_budget_is_kept() {
     let store = StoreThread::start();
     let pages = Pages::map(4096);
     // Every second page has a twin: each merge would cost two mappings.
-    (0..4096).for_each(|page| pages.fill(page, if page % 2 == 0 { page as u64 / 8 + 1 } else { page as u64 + 10_000 }));
+    (0..4096).for_each(|page| {
+        pages.fill(
+            page,
+            if page % 2 == 0 {
+                page as u64 / 8 + 1
+            } else {
+                page as u64 + 10_000
+            },
+        )
+    });
     let before = maps();
-    let config = Config { max_vmas: Some(200), cpu_percent: 100, ..Config::default() };
+    let config = Config {
+        max_vmas: Some(200),
+        cpu_percent: 100,
+        ..Config::default()
+    };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");
     for _ in 0..6 {
         service.pass().expect("a pass");
     }
     let stats = service.stats();
     let added = maps() - before;
-    assert!(stats.pages_mapped > 0 && stats.refused_vmas_total > 0, "{stats:?}");
+    assert!(
+        stats.pages_mapped > 0 && stats.refused_vmas_total > 0,
+        "{stats:?}"
+    );
     // A few more are the service's own: stacks, scratch, the store's files.
-    assert!(added <= 200 + 24, "{added} mappings were added, budget 200, own count {}", stats.vmas);
+    assert!(
+        added <= 200 + 24,
+        "{added} mappings were added, budget 200, own count {}",
+        stats.vmas
+    );
     let tell = stats.vmas.abs_diff(added as u64);
-    assert!(tell <= 24, "the service counts {} mappings, the kernel {added}", stats.vmas);
+    assert!(
+        tell <= 24,
+        "the service counts {} mappings, the kernel {added}",
+        stats.vmas
+    );
     service.stop(true).expect("it stops");
 }
 
 fn maps() -> usize {
-    std::fs::read_to_string("/proc/self/maps").expect("maps").lines().count()
+    std::fs::read_to_string("/proc/self/maps")
+        .expect("maps")
+        .lines()
+        .count()
 }
 
 #[test]
@@ -106,16 +149,25 @@ fn what_cannot_be_deduplicated_is_refused_with_the_reason() {
     let start = |pages: &Pages, config: Config| pages.serve(&store.socket(), config).err().expect("refused");
     let pages = Pages::map(16);
 
-    let error = pages.serve(std::path::Path::new("/nonexistent/store.sock"), Config::default()).err();
+    let error = pages
+        .serve(std::path::Path::new("/nonexistent/store.sock"), Config::default())
+        .err();
     assert!(matches!(error, Some(Error::Connect { .. })), "{error:?}");
 
-    let error = start(&pages, Config { cpu_percent: 101, ..Config::default() });
+    let error = start(
+        &pages,
+        Config {
+            cpu_percent: 101,
+            ..Config::default()
+        },
+    );
     assert_eq!(error.to_string(), "cpu_percent is 101, but it must be 1 to 100");
 
     let (_file, map) = vmm_dedup_protocol::mapping::staging_memfd(16 * 4096).expect("a memfd");
     let range = vmm_dedup::HostRange::try_new(map.address(), map.len()).expect("aligned");
     #[allow(unsafe_code)]
     // SAFETY: the range is a mapping of this test's own that outlives the attempt.
-    let error = unsafe { vmm_dedup::DedupService::start_on_ranges(&[range], &store.socket(), Config::default()) };
+    let error =
+        unsafe { vmm_dedup::DedupService::start_on_ranges(&[range], &store.socket(), Config::default()) };
     assert!(error.err().expect("refused").to_string().contains("shared=on"));
 }

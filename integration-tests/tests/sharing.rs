@@ -12,7 +12,12 @@ const COMMON_MIB: u64 = 16;
 const PAGES_PER_MIB: u64 = 256;
 
 fn config(name: &str) -> Config {
-    Config { name: name.into(), pass_period_ms: 50, cpu_percent: 80, ..Config::default() }
+    Config {
+        name: name.into(),
+        pass_period_ms: 50,
+        cpu_percent: 80,
+        ..Config::default()
+    }
 }
 
 fn payload(seed: u64) -> PayloadConfig {
@@ -30,20 +35,33 @@ fn payload(seed: u64) -> PayloadConfig {
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < Duration::from_secs(60), "{what} did not happen within a minute");
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "{what} did not happen within a minute"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-fn boot_two(store: &StoreThread, thp: ThpMode, payload: impl Fn(u64) -> PayloadConfig, breaks: Breaks) -> [Guest; 2] {
+fn boot_two(
+    store: &StoreThread,
+    thp: ThpMode,
+    payload: impl Fn(u64) -> PayloadConfig,
+    breaks: Breaks,
+) -> [Guest; 2] {
     [1, 2].map(|n| {
-        let config = Config { breaks, ..config(&format!("guest-{n}")) };
+        let config = Config {
+            breaks,
+            ..config(&format!("guest-{n}"))
+        };
         Guest::boot(payload(n), 48, thp, Some((&store.socket(), config)))
     })
 }
 
 fn common_is_shared(guests: &[Guest]) -> bool {
-    guests.iter().all(|g| g.stats().pages_mapped >= COMMON_MIB * PAGES_PER_MIB)
+    guests
+        .iter()
+        .all(|g| g.stats().pages_mapped >= COMMON_MIB * PAGES_PER_MIB)
 }
 
 #[test]
@@ -52,11 +70,18 @@ fn equal_pages_of_two_guests_become_one_and_zero_pages_none() {
     let store = StoreThread::start();
     let guests = boot_two(&store, ThpMode::Never, payload, Breaks::Kernel);
     wait_until("sharing", || common_is_shared(&guests));
-    wait_until("zero pages", || guests.iter().all(|g| g.stats().pages_zero >= 8 * PAGES_PER_MIB));
+    wait_until("zero pages", || {
+        guests.iter().all(|g| g.stats().pages_zero >= 8 * PAGES_PER_MIB)
+    });
     for guest in guests {
         let (verdict, stats) = guest.finish();
         assert!(verdict.ok && verdict.writes > 0, "{verdict:?}");
-        assert!(stats.vmas < stats.pages_mapped / 20, "{} mappings for {} pages", stats.vmas, stats.pages_mapped);
+        assert!(
+            stats.vmas < stats.pages_mapped / 20,
+            "{} mappings for {} pages",
+            stats.vmas,
+            stats.pages_mapped
+        );
     }
 }
 
@@ -78,12 +103,21 @@ fn unmerging_under_a_running_guest_gives_everything_back() {
     let mut guests = boot_two(&store, ThpMode::Never, payload, Breaks::Kernel);
     wait_until("sharing", || common_is_shared(&guests));
     for guest in &mut guests {
-        let stats = guest.service.take().expect("dedup runs").stop(true).expect("it stops");
+        let stats = guest
+            .service
+            .take()
+            .expect("dedup runs")
+            .stop(true)
+            .expect("it stops");
         assert_eq!((stats.pages_mapped, stats.vmas), (0, 0));
     }
     let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
     let private = |line: &&str| line.contains("memfd:vmm-dedup") && line.contains("rw-p");
-    assert_eq!(maps.lines().filter(private).count(), 0, "guest memory still maps the store");
+    assert_eq!(
+        maps.lines().filter(private).count(),
+        0,
+        "guest memory still maps the store"
+    );
     for guest in guests {
         assert!(guest.finish().0.ok);
     }
@@ -94,18 +128,31 @@ fn managed_breaks_keep_pages_mergeable() {
     need_kvm!();
     let store = StoreThread::start();
     let rewriting = |seed| {
-        payload(seed).ws_area(WorkingSet::Common).ws_pages(2048).rate(0).rewrite(Rewrite::Restore).rest_ms(400)
+        payload(seed)
+            .ws_area(WorkingSet::Common)
+            .ws_pages(2048)
+            .rate(0)
+            .rewrite(Rewrite::Restore)
+            .rest_ms(400)
     };
-    let breaks = Breaks::Managed { reserve_pages: 1024, floor_bytes: 0 };
+    let breaks = Breaks::Managed {
+        reserve_pages: 1024,
+        floor_bytes: 0,
+    };
     let guests = boot_two(&store, ThpMode::Never, rewriting, breaks);
     // More merges than pages: what was written and restored was merged again.
     let all = COMMON_MIB * PAGES_PER_MIB + 2 * 2048;
-    wait_until("merging again", || guests.iter().all(|g| g.stats().merges_total > all));
+    wait_until("merging again", || {
+        guests.iter().all(|g| g.stats().merges_total > all)
+    });
     for guest in guests {
         let (verdict, stats) = guest.finish();
         assert!(verdict.ok, "{verdict:?}");
         assert!(stats.breaks_managed_total > 0 && stats.break_latency.count() > 0);
-        assert_eq!(stats.pages_broken, 0, "the kernel copied although the service should");
+        assert_eq!(
+            stats.pages_broken, 0,
+            "the kernel copied although the service should"
+        );
     }
 }
 
@@ -114,7 +161,12 @@ fn what_the_kernel_copied_is_never_merged_again() {
     need_kvm!();
     let store = StoreThread::start();
     let rewriting = |seed| {
-        payload(seed).ws_area(WorkingSet::Common).ws_pages(512).rate(0).rewrite(Rewrite::Restore).rest_ms(300)
+        payload(seed)
+            .ws_area(WorkingSet::Common)
+            .ws_pages(512)
+            .rate(0)
+            .rewrite(Rewrite::Restore)
+            .rest_ms(300)
     };
     let guests = boot_two(&store, ThpMode::Never, rewriting, Breaks::Kernel);
     wait_until("breaks", || guests.iter().all(|g| g.stats().pages_broken >= 500));

@@ -21,8 +21,15 @@ struct Args {
 fn main() {
     let args = Args::parse();
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    let (merges, reads) = if args.long { (2_000_000, 100_000) } else { (args.merges, args.reads) };
-    for (name, run) in [("O_DIRECT", direct_io::direct as fn(u64) -> _), ("io_uring fixed buffers", direct_io::uring)] {
+    let (merges, reads) = if args.long {
+        (2_000_000, 100_000)
+    } else {
+        (args.merges, args.reads)
+    };
+    for (name, run) in [
+        ("O_DIRECT", direct_io::direct as fn(u64) -> _),
+        ("io_uring fixed buffers", direct_io::uring),
+    ] {
         let start = Instant::now();
         let out = run(reads);
         let s = out.stats;
@@ -36,7 +43,12 @@ fn main() {
         );
     }
     let start = Instant::now();
-    let size = guests::Size { merges, patience: Duration::from_secs(7200), common_mib: 24, zero_mib: 24 };
+    let size = guests::Size {
+        merges,
+        patience: Duration::from_secs(7200),
+        common_mib: 24,
+        zero_mib: 24,
+    };
     let out = guests::chaos(size);
     println!(
         "guests: {} merges, {} breaks, {} put back, {} writes, {} wrong words, in {:.0} s; stops p50 {} us, p99 {} us, max {} us",

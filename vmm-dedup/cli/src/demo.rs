@@ -88,18 +88,26 @@ impl Demo {
         let folder = store.socket().parent().unwrap_or(Path::new("/tmp")).to_owned();
         let room = (args.memory_mib << 20) * 2 / 7;
         let (initrd, initrd_bytes) = build_initrd(&folder, room.min(INITRD_BYTES))?;
-        say(args, &format!(
-            "store started; starting {} guests of {} MiB, each with {} MiB of this machine's shared libraries and locales",
-            args.guests,
-            args.memory_mib,
-            initrd_bytes >> 20
-        ));
+        say(
+            args,
+            &format!(
+                "store started; starting {} guests of {} MiB, each with {} MiB of this machine's shared libraries and locales",
+                args.guests,
+                args.memory_mib,
+                initrd_bytes >> 20
+            ),
+        );
         let (tell, events) = channel();
         let mut guests = Vec::new();
         for n in 0..args.guests as usize {
             guests.push(launch(args, n, &store, &initrd, tell.clone())?);
         }
-        Ok(Self { guests, events, store, initrd_bytes })
+        Ok(Self {
+            guests,
+            events,
+            store,
+            initrd_bytes,
+        })
     }
 
     fn go(mut self, args: &DemoArgs) -> Result<(), Failure> {
@@ -108,7 +116,10 @@ impl Demo {
         say(args, "verifying every page of every guest");
         let (store, vms) = stat::fetch(self.store.socket())?;
         self.verify()?;
-        let good = self.guests.iter().all(|g| g.verified.is_some_and(|v| v.ok && v.errors == 0));
+        let good = self
+            .guests
+            .iter()
+            .all(|g| g.verified.is_some_and(|v| v.ok && v.errors == 0));
         let cpu: u64 = store.cpu_ns + vms.iter().map(|v| v.stats.cpu_ns.total()).sum::<u64>();
         if args.json {
             let guests: Vec<_> = self.guests.iter().map(guest_json).collect();
@@ -123,8 +134,15 @@ impl Demo {
         } else {
             for guest in &self.guests {
                 let v = guest.verified.unwrap_or_default();
-                let verdict = if v.ok && v.errors == 0 { "every byte is right" } else { "WRONG" };
-                println!("{}: {} pages verified after {} writes: {verdict}", guest.name, v.pages, v.writes);
+                let verdict = if v.ok && v.errors == 0 {
+                    "every byte is right"
+                } else {
+                    "WRONG"
+                };
+                println!(
+                    "{}: {} pages verified after {} writes: {verdict}",
+                    guest.name, v.pages, v.writes
+                );
             }
             let total = u64::from(args.guests) * args.memory_mib;
             let saved_mib = saved as f64 / f64::from(1 << 20);
@@ -134,7 +152,11 @@ impl Demo {
                 cpu as f64 / 1e9
             );
         }
-        if good { Ok(()) } else { Err(Failure::new("a guest found wrong bytes in its memory, see above")) }
+        if good {
+            Ok(())
+        } else {
+            Err(Failure::new("a guest found wrong bytes in its memory, see above"))
+        }
     }
 
     /// Waits until all guests have filled their memory.
@@ -147,9 +169,17 @@ impl Demo {
             match event.report {
                 Some(Report::Ready { pages, .. }) => {
                     ready += 1;
-                    say(args, &format!("{} is up with {pages} pages of data", self.guests[event.guest].name));
+                    say(
+                        args,
+                        &format!(
+                            "{} is up with {pages} pages of data",
+                            self.guests[event.guest].name
+                        ),
+                    );
                 }
-                Some(Report::Fail { reason }) => return Err(Failure::new(format!("a guest gave up: {reason}"))),
+                Some(Report::Fail { reason }) => {
+                    return Err(Failure::new(format!("a guest gave up: {reason}")));
+                }
                 Some(_) => {}
                 None => return Err(self.lost(event.guest)),
             }
@@ -191,7 +221,10 @@ impl Demo {
             let input = guest.process.stdin.as_mut();
             let sent = input.is_some_and(|i| i.write_all(b"q").and_then(|()| i.flush()).is_ok());
             if !sent {
-                return Err(Failure::new(format!("{} does not take input any more", guest.name)));
+                return Err(Failure::new(format!(
+                    "{} does not take input any more",
+                    guest.name
+                )));
             }
         }
         let start = Instant::now();
@@ -201,11 +234,22 @@ impl Demo {
             let event = event.map_err(|_| Failure::new("the guests did not verify within two minutes"))?;
             let guest = &mut self.guests[event.guest];
             match event.report {
-                Some(Report::Verify { pages, errors, writes }) => {
-                    guest.verified = Some(Verified { pages, errors, writes, ok: false });
+                Some(Report::Verify {
+                    pages,
+                    errors,
+                    writes,
+                }) => {
+                    guest.verified = Some(Verified {
+                        pages,
+                        errors,
+                        writes,
+                        ok: false,
+                    });
                 }
                 Some(Report::Done { ok }) => guest.verified.get_or_insert_default().ok = ok,
-                Some(bad @ (Report::Bad { .. } | Report::Fault { .. })) => eprintln!("{}: {bad:?}", guest.name),
+                Some(bad @ (Report::Bad { .. } | Report::Fault { .. })) => {
+                    eprintln!("{}: {bad:?}", guest.name)
+                }
                 Some(_) => {}
                 None => guest.ended = true,
             }
@@ -234,7 +278,12 @@ fn launch(
     let own = std::env::current_exe().map_err(Failure::from_error)?;
     let mut process = Command::new(own)
         .args(["run", "--payload", &payload.command_line(), "--name", &name])
-        .args(["--memory-mib", &args.memory_mib.to_string(), "--pass-period-ms", "500"])
+        .args([
+            "--memory-mib",
+            &args.memory_mib.to_string(),
+            "--pass-period-ms",
+            "500",
+        ])
         .arg("--initrd")
         .arg(initrd)
         .arg("--store")
@@ -243,16 +292,30 @@ fn launch(
         .stdout(Stdio::piped())
         .spawn()
         .map_err(|e| Failure::new(format!("cannot start a guest: {e}")))?;
-    let output = process.stdout.take().ok_or_else(|| Failure::new("a guest has no output"))?;
+    let output = process
+        .stdout
+        .take()
+        .ok_or_else(|| Failure::new("a guest has no output"))?;
     std::thread::spawn(move || {
         for line in BufReader::new(output).lines().map_while(Result::ok) {
             if let Ok(Some(report)) = Report::parse(&line) {
-                let _ = tell.send(Event { guest: n, report: Some(report) });
+                let _ = tell.send(Event {
+                    guest: n,
+                    report: Some(report),
+                });
             }
         }
-        let _ = tell.send(Event { guest: n, report: None });
+        let _ = tell.send(Event {
+            guest: n,
+            report: None,
+        });
     });
-    Ok(Guest { name, process, verified: None, ended: false })
+    Ok(Guest {
+        name,
+        process,
+        verified: None,
+        ended: false,
+    })
 }
 
 /// Concatenates real files, each padded to whole pages: `(path, bytes)`.
@@ -273,7 +336,9 @@ fn build_initrd(folder: &Path, limit: u64) -> Result<(PathBuf, u64), Failure> {
         std::io::Seek::seek(&mut image, std::io::SeekFrom::Start(bytes)).map_err(fail)?;
     }
     if bytes == 0 {
-        return Err(Failure::missing("no shared libraries found under /usr/lib to fill guests with"));
+        return Err(Failure::missing(
+            "no shared libraries found under /usr/lib to fill guests with",
+        ));
     }
     Ok((path.clone(), bytes))
 }
@@ -300,7 +365,12 @@ struct Table {
 impl Table {
     fn new(args: &DemoArgs) -> Self {
         let redraw = std::io::stdout().is_terminal();
-        Self { silent: args.json, redraw, drawn: 0, shown: Duration::ZERO }
+        Self {
+            silent: args.json,
+            redraw,
+            drawn: 0,
+            shown: Duration::ZERO,
+        }
     }
 
     fn show(&mut self, elapsed: Duration, store: &vmm_dedup_protocol::message::StoreStats, vms: &[stat::Vm]) {
@@ -310,8 +380,10 @@ impl Table {
         self.shown = elapsed;
         let saved = stat::saved_net(store) as f64 / f64::from(1 << 20);
         let cpu = store.cpu_ns + vms.iter().map(|v| v.stats.cpu_ns.total()).sum::<u64>();
-        let breaks: u64 =
-            vms.iter().map(|v| v.stats.breaks_kernel_total + v.stats.breaks_managed_total).sum();
+        let breaks: u64 = vms
+            .iter()
+            .map(|v| v.stats.breaks_kernel_total + v.stats.breaks_managed_total)
+            .sum();
         let total = format!(
             "{:>4} s   shared {:>7}   sharing {:>7}   saved {saved:>7.1} MiB net   CPU {:>5.2} s   faults {breaks}",
             elapsed.as_secs(),

@@ -12,12 +12,18 @@ pub(crate) struct Failure {
 impl Failure {
     /// Exit code 1.
     pub(crate) fn new(text: impl Into<String>) -> Self {
-        Self { text: text.into(), code: 1 }
+        Self {
+            text: text.into(),
+            code: 1,
+        }
     }
 
     /// Exit code 2: this machine lacks something that the command needs.
     pub(crate) fn missing(text: impl Into<String>) -> Self {
-        Self { text: text.into(), code: 2 }
+        Self {
+            text: text.into(),
+            code: 2,
+        }
     }
 
     /// An error with its causes in one line; exit code 1.

@@ -83,9 +83,10 @@ impl RunArgs {
     fn vm_config(&self) -> VmConfig {
         let (kernel, cmdline) = match (&self.kernel, &self.payload) {
             (Some(path), _) => (Image::Path(path.clone()), self.cmdline.clone()),
-            (None, parameters) => {
-                (Image::Bytes(vmm_dedup_payload::ELF), parameters.clone().unwrap_or_default())
-            }
+            (None, parameters) => (
+                Image::Bytes(vmm_dedup_payload::ELF),
+                parameters.clone().unwrap_or_default(),
+            ),
         };
         let thp = match self.thp {
             Thp::Default => ThpMode::Default,
@@ -93,7 +94,14 @@ impl RunArgs {
             Thp::Never => ThpMode::Never,
         };
         let initrd = self.initrd.clone();
-        VmConfig { memory_mib: self.memory_mib, vcpus: self.vcpus, kernel, initrd, cmdline, thp }
+        VmConfig {
+            memory_mib: self.memory_mib,
+            vcpus: self.vcpus,
+            kernel,
+            initrd,
+            cmdline,
+            thp,
+        }
     }
 
     fn dedup_config(&self) -> Config {
@@ -116,7 +124,11 @@ impl RunArgs {
 
 /// Fails with exit code 2 unless KVM can be used.
 pub(crate) fn need_kvm() -> Result<(), Failure> {
-    match std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+    match std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm")
+    {
         Ok(_) => Ok(()),
         Err(e) => Err(Failure::missing(format!(
             "/dev/kvm cannot be used ({e}): load kvm-intel or kvm-amd, or enable nested virtualisation, and give this user access to it"
@@ -138,7 +150,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
         Some(store) => Some(start_dedup(&vm, store, args.dedup_config())?),
         None => None,
     };
-    let vm = vm.start(Box::new(std::io::stdout())).map_err(Failure::from_error)?;
+    let vm = vm
+        .start(Box::new(std::io::stdout()))
+        .map_err(Failure::from_error)?;
     let mut vm = Arc::new(vm);
     forward_input(&vm);
     while !vm.ends_within(Duration::from_secs(3600)) {}

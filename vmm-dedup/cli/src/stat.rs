@@ -34,7 +34,9 @@ pub(crate) struct Vm {
 pub(crate) fn fetch(path: &Path) -> Result<(StoreStats, Vec<Vm>), Failure> {
     let fail = |e: std::io::Error| {
         let path = path.display();
-        Failure::new(format!("cannot reach a store at {path} ({e}): start one with `vmm-dedup store --socket {path}`"))
+        Failure::new(format!(
+            "cannot reach a store at {path} ({e}): start one with `vmm-dedup store --socket {path}`"
+        ))
     };
     let stream = socket::connect(path).map_err(fail)?;
     let patience = Some(std::time::Duration::from_secs(5));
@@ -48,7 +50,9 @@ pub(crate) fn fetch(path: &Path) -> Result<(StoreStats, Vec<Vm>), Failure> {
             socket::send(&stream, request, &[]).map_err(fail)?;
         }
         let gone = || Failure::new("the store closed the connection");
-        let received = socket::receive(&stream, &mut buffer).map_err(fail)?.ok_or_else(gone)?;
+        let received = socket::receive(&stream, &mut buffer)
+            .map_err(fail)?
+            .ok_or_else(gone)?;
         match received.parse(&buffer).map_err(Failure::from_error)? {
             Message::Stats(stats) => Ok(Some(*stats)),
             Message::Welcome(_) => Ok(None),
@@ -66,9 +70,17 @@ pub(crate) fn fetch(path: &Path) -> Result<(StoreStats, Vec<Vm>), Failure> {
         if stats.found == 0 {
             return Ok((stats.store, vms));
         }
-        let end = stats.name.iter().position(|b| *b == 0).unwrap_or(stats.name.len());
+        let end = stats
+            .name
+            .iter()
+            .position(|b| *b == 0)
+            .unwrap_or(stats.name.len());
         let name = String::from_utf8_lossy(&stats.name[..end]).into_owned();
-        vms.push(Vm { name, pid: stats.pid, stats: stats.vm });
+        vms.push(Vm {
+            name,
+            pid: stats.pid,
+            stats: stats.vm,
+        });
     }
 }
 
@@ -89,14 +101,20 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     }
     let mib = |bytes: i64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
     println!("saved net       {}", mib(saved_net(&store)));
-    println!("pages shared    {} (slots), sharing {}", store.pages_shared, store.pages_sharing);
+    println!(
+        "pages shared    {} (slots), sharing {}",
+        store.pages_shared, store.pages_sharing
+    );
     println!("metadata        {}", mib(store.metadata_bytes as i64));
     println!("store CPU       {:.2} s", store.cpu_ns as f64 / 1e9);
     if vms.is_empty() {
         println!("no VM is connected");
         return Ok(());
     }
-    println!("{:<20} {:>8} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8}", "vm", "pid", "mapped", "zero", "unshared", "breaks", "vmas", "cpu s");
+    println!(
+        "{:<20} {:>8} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8}",
+        "vm", "pid", "mapped", "zero", "unshared", "breaks", "vmas", "cpu s"
+    );
     for vm in &vms {
         let s = &vm.stats;
         println!(

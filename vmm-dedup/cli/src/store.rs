@@ -35,7 +35,9 @@ fn parse_metrics(text: &str) -> Result<Metrics, String> {
     if text == "none" {
         return Ok(Metrics(None));
     }
-    let address = text.parse().map_err(|_| "expected ADDRESS:PORT, e.g. 127.0.0.1:9753, or \"none\"")?;
+    let address = text
+        .parse()
+        .map_err(|_| "expected ADDRESS:PORT, e.g. 127.0.0.1:9753, or \"none\"")?;
     Ok(Metrics(Some(address)))
 }
 
@@ -43,8 +45,12 @@ fn parse_metrics(text: &str) -> Result<Metrics, String> {
 pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
     if args.socket == Path::new(DEFAULT_SOCKET) {
         let folder = args.socket.parent().unwrap_or(Path::new("/"));
-        fs::create_dir_all(folder)
-            .map_err(|e| Failure::new(format!("cannot create {} ({e}): choose a --socket", folder.display())))?;
+        fs::create_dir_all(folder).map_err(|e| {
+            Failure::new(format!(
+                "cannot create {} ({e}): choose a --socket",
+                folder.display()
+            ))
+        })?;
     }
     let config = vmm_dedup_store::Config {
         socket: args.socket.clone(),
@@ -94,7 +100,11 @@ impl Child {
             .stdout(Stdio::null())
             .spawn()
             .map_err(|e| Failure::new(format!("cannot start a store: {e}")))?;
-        let mut child = Self { process, folder, socket };
+        let mut child = Self {
+            process,
+            folder,
+            socket,
+        };
         let deadline = Instant::now() + Duration::from_secs(10);
         while vmm_dedup_protocol::socket::connect(&child.socket).is_err() {
             if let Ok(Some(status)) = child.process.try_wait() {

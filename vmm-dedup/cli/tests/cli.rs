@@ -5,12 +5,21 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 fn vmm_dedup(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_vmm-dedup")).args(args).output().expect("the command runs")
+    Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
+        .args(args)
+        .output()
+        .expect("the command runs")
 }
 
 fn kvm_is_there() -> bool {
-    let kvm = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm");
-    assert!(kvm.is_ok() || std::env::var_os("CI").is_none(), "/dev/kvm cannot be opened in CI");
+    let kvm = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm");
+    assert!(
+        kvm.is_ok() || std::env::var_os("CI").is_none(),
+        "/dev/kvm cannot be opened in CI"
+    );
     if kvm.is_err() {
         eprintln!("SKIPPED: /dev/kvm cannot be opened");
     }
@@ -39,7 +48,10 @@ fn the_demo_shares_verifies_and_says_what_it_saved() {
     assert_eq!(result["guests"].as_array().expect("guests").len(), 3);
     // Three guests hold the files twice each (the initrd and its copy) and zero pages: most of that must go.
     let files = result["initrd_bytes"].as_i64().expect("a number");
-    assert!(result["saved_net_bytes"].as_i64().expect("a number") > files * 4, "{result}");
+    assert!(
+        result["saved_net_bytes"].as_i64().expect("a number") > files * 4,
+        "{result}"
+    );
     assert!(result["guests"][0]["writes"].as_i64().expect("a number") > 0);
 }
 
@@ -59,32 +71,61 @@ fn the_benchmark_reports_every_key_and_puts_settings_back() {
     };
     let before = settings();
     let output = vmm_dedup(&["bench", "ksm", "--mib", "64", "--repetitions", "1", "--json"]);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     assert_eq!(settings(), before);
     let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let kinds = report["kinds"].as_array().expect("kinds");
     assert_eq!(kinds.len(), 6);
-    let common = ["cpu_s", "wall_s", "saved_pages", "idle_pass_cpu_s", "dirty_pass_cpu_s", "freed_bytes"];
+    let common = [
+        "cpu_s",
+        "wall_s",
+        "saved_pages",
+        "idle_pass_cpu_s",
+        "dirty_pass_cpu_s",
+        "freed_bytes",
+    ];
     for kind in kinds {
         assert!(kind["name"].is_string() && kind["thp"].is_boolean());
         for key in common {
-            assert!(kind["ksm"][key].as_f64().is_some_and(|v| v > 0.0), "ksm.{key} in {kind}");
-            assert!(kind["ours"][key].as_f64().is_some_and(|v| v > 0.0), "ours.{key} in {kind}");
+            assert!(
+                kind["ksm"][key].as_f64().is_some_and(|v| v > 0.0),
+                "ksm.{key} in {kind}"
+            );
+            assert!(
+                kind["ours"][key].as_f64().is_some_and(|v| v > 0.0),
+                "ours.{key} in {kind}"
+            );
         }
         for key in ["metadata_bytes_per_page", "vmas"] {
-            assert!(kind["ours"][key].as_f64().is_some_and(|v| v > 0.0), "ours.{key} in {kind}");
+            assert!(
+                kind["ours"][key].as_f64().is_some_and(|v| v > 0.0),
+                "ours.{key} in {kind}"
+            );
         }
         for key in ["cpu", "idle", "dirty", "saved", "freed"] {
-            assert!(kind["ratio"][key].as_f64().is_some_and(|v| v > 0.0), "ratio.{key} in {kind}");
+            assert!(
+                kind["ratio"][key].as_f64().is_some_and(|v| v > 0.0),
+                "ratio.{key} in {kind}"
+            );
         }
-        assert!(kind["ratio"]["saved"].as_f64().expect("a number") > 0.95, "{kind}");
+        assert!(
+            kind["ratio"]["saved"].as_f64().expect("a number") > 0.95,
+            "{kind}"
+        );
     }
 }
 
 #[test]
 fn a_missing_store_is_named_with_the_command_that_starts_one() {
     let (text, code) = error_of(&["stat", "--socket", "/nonexistent/s.sock"]);
-    assert!(text.contains("vmm-dedup store --socket /nonexistent/s.sock"), "{text}");
+    assert!(
+        text.contains("vmm-dedup store --socket /nonexistent/s.sock"),
+        "{text}"
+    );
     assert_eq!(code, Some(1));
 }
 
@@ -103,14 +144,23 @@ fn a_kernel_that_is_no_kernel_is_refused() {
         return;
     }
     let (text, code) = error_of(&["run", "--kernel", "/etc/passwd"]);
-    assert!(text.contains("/etc/passwd") && text.contains("ELF") && code == Some(1), "{text}");
+    assert!(
+        text.contains("/etc/passwd") && text.contains("ELF") && code == Some(1),
+        "{text}"
+    );
     let (text, _) = error_of(&["run", "--kernel", "/nonexistent/vmlinux"]);
     assert!(text.contains("/nonexistent/vmlinux"), "{text}");
 }
 
 #[test]
 fn a_store_without_a_place_for_its_socket_says_so() {
-    let (text, code) = error_of(&["store", "--metrics", "none", "--socket", "/nonexistent/dir/s.sock"]);
+    let (text, code) = error_of(&[
+        "store",
+        "--metrics",
+        "none",
+        "--socket",
+        "/nonexistent/dir/s.sock",
+    ]);
     assert!(text.contains("/nonexistent/dir") && code == Some(1), "{text}");
 }
 

@@ -15,8 +15,14 @@ fn command() -> Command {
 }
 
 fn kvm_is_there() -> bool {
-    let kvm = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm");
-    assert!(kvm.is_ok() || std::env::var_os("CI").is_none(), "/dev/kvm cannot be opened in CI");
+    let kvm = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm");
+    assert!(
+        kvm.is_ok() || std::env::var_os("CI").is_none(),
+        "/dev/kvm cannot be opened in CI"
+    );
     if kvm.is_err() {
         eprintln!("SKIPPED: /dev/kvm cannot be opened");
     }
@@ -41,21 +47,35 @@ impl Drop for Process {
 }
 
 fn start_store(socket: &Path) -> Process {
-    let store = command().args(["store", "--metrics", "none", "--socket"]).arg(socket).spawn().expect("a store");
+    let store = command()
+        .args(["store", "--metrics", "none", "--socket"])
+        .arg(socket)
+        .spawn()
+        .expect("a store");
     let store = Process(store);
     wait_until("the store listens", || stat(socket).is_some());
     store
 }
 
 fn stat(socket: &Path) -> Option<Value> {
-    let output = command().args(["stat", "--json", "--socket"]).arg(socket).output().expect("stat runs");
-    output.status.success().then(|| serde_json::from_slice(&output.stdout).expect("JSON"))
+    let output = command()
+        .args(["stat", "--json", "--socket"])
+        .arg(socket)
+        .output()
+        .expect("stat runs");
+    output
+        .status
+        .success()
+        .then(|| serde_json::from_slice(&output.stdout).expect("JSON"))
 }
 
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < Duration::from_secs(60), "{what}: not within a minute");
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "{what}: not within a minute"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -73,8 +93,24 @@ fn start_guest(socket: &Path, n: u64, breaks: &str) -> Process {
         .seconds(100_000);
     let name = format!("guest-{n}");
     let guest = command()
-        .args(["run", "--memory-mib", "32", "--pass-period-ms", "50", "--thp", "never"])
-        .args(["--payload", &payload.command_line(), "--name", &name, "--breaks", breaks, "--store"])
+        .args([
+            "run",
+            "--memory-mib",
+            "32",
+            "--pass-period-ms",
+            "50",
+            "--thp",
+            "never",
+        ])
+        .args([
+            "--payload",
+            &payload.command_line(),
+            "--name",
+            &name,
+            "--breaks",
+            breaks,
+            "--store",
+        ])
         .arg(socket)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -84,9 +120,18 @@ fn start_guest(socket: &Path, n: u64, breaks: &str) -> Process {
 
 /// Tells a guest to verify all of its memory; whether it was right.
 fn verify(mut guest: Process) -> bool {
-    guest.0.stdin.take().expect("input").write_all(b"q").expect("the guest takes input");
+    guest
+        .0
+        .stdin
+        .take()
+        .expect("input")
+        .write_all(b"q")
+        .expect("the guest takes input");
     let output = BufReader::new(guest.0.stdout.take().expect("output"));
-    let reports = output.lines().map_while(Result::ok).filter_map(|line| Report::parse(&line).ok().flatten());
+    let reports = output
+        .lines()
+        .map_while(Result::ok)
+        .filter_map(|line| Report::parse(&line).ok().flatten());
     let mut good = false;
     for report in reports {
         match report {
@@ -99,7 +144,9 @@ fn verify(mut guest: Process) -> bool {
 }
 
 fn sharing(socket: &Path) -> i64 {
-    stat(socket).and_then(|s| s["store"]["pages_sharing"].as_i64()).unwrap_or(-1)
+    stat(socket)
+        .and_then(|s| s["store"]["pages_sharing"].as_i64())
+        .unwrap_or(-1)
 }
 
 fn folder() -> (tempfile::TempDir, PathBuf) {
@@ -116,7 +163,9 @@ fn store_killed(breaks: &str) {
     store.kill();
     std::thread::sleep(Duration::from_millis(500));
     let _store = start_store(&socket);
-    wait_until("they share again through the new store", || sharing(&socket) >= 2 * COMMON_PAGES);
+    wait_until("they share again through the new store", || {
+        sharing(&socket) >= 2 * COMMON_PAGES
+    });
     for guest in guests {
         assert!(verify(guest), "a guest found wrong bytes");
     }
@@ -147,14 +196,25 @@ fn the_slots_of_a_killed_vmm_are_free_within_a_second() {
     wait_until("three guests share", || sharing(&socket) >= 2 * COMMON_PAGES);
     let gone = Instant::now();
     guests.pop().expect("three guests").kill();
-    wait_until("its references go", || sharing(&socket) < COMMON_PAGES + COMMON_PAGES / 2);
-    assert!(gone.elapsed() < Duration::from_secs(1), "took {:?}", gone.elapsed());
+    wait_until("its references go", || {
+        sharing(&socket) < COMMON_PAGES + COMMON_PAGES / 2
+    });
+    assert!(
+        gone.elapsed() < Duration::from_secs(1),
+        "took {:?}",
+        gone.elapsed()
+    );
     guests.iter_mut().for_each(Process::kill);
     let gone = Instant::now();
     let in_use = || {
         let stat = stat(&socket).expect("the store answers");
-        stat["store"]["pages_shared"].as_i64().expect("a number") + stat["store"]["slots_limbo"].as_i64().expect("a number")
+        stat["store"]["pages_shared"].as_i64().expect("a number")
+            + stat["store"]["slots_limbo"].as_i64().expect("a number")
     };
     wait_until("all slots are free", || in_use() == 0);
-    assert!(gone.elapsed() < Duration::from_secs(1), "took {:?}", gone.elapsed());
+    assert!(
+        gone.elapsed() < Duration::from_secs(1),
+        "took {:?}",
+        gone.elapsed()
+    );
 }

@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::memory::Page;
-use crate::merge::{Item, MAX_WINDOW, Outcome, Window};
+use crate::merge::{Item, MAX_WINDOW, Outcome, Window, continues};
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
@@ -12,6 +12,9 @@ use std::ops::Range;
 const VMAS_PER_RUN: i64 = 2;
 /// Smallest merge window.
 const MIN_WINDOW: usize = 4;
+/// Pages from the first to the last of a window.
+#[allow(clippy::cast_possible_truncation)] // 512
+const WINDOW_SPAN: Page = MAX_WINDOW as Page;
 
 impl Scanner {
     /// Merges everything that was collected.
@@ -19,16 +22,29 @@ impl Scanner {
         let mut items = std::mem::take(&mut self.merges);
         items.sort_by_key(|i| (i.page, !i.owned));
         items.dedup_by_key(|i| i.page);
-        let items = self.admit(items);
-        self.bring_home(&items)?;
+        let mut items = self.admit(items);
+        self.bring_home(&items);
+        items.retain(|item| {
+            // What could not be brought home must not be taken: it lies in a mapping of a file.
+            let home = !self.table.get(item.page).in_file_mapping();
+            if !home {
+                self.disown(item);
+            }
+            home
+        });
         let mut at = 0;
-        while at < items.len() {
+        let mut result = Ok(());
+        while at < items.len() && result.is_ok() {
             let end = self.window_end(&items, at);
-            self.merge_window(&items[at..end])?;
+            self.merge_window(&items[at..end]);
             at = end;
-            self.breathe()?;
+            result = self.breathe();
         }
+        self.merger.free_taken();
+        // An interrupted pass leaves the rest to the next one.
+        self.merges.extend_from_slice(&items[at..]);
         self.lap(|cpu| &mut cpu.merge);
+        result?;
         self.flush()
     }
 
@@ -52,7 +68,7 @@ impl Scanner {
             for item in &items[at..end] {
                 let private = matches!(
                     self.table.get(item.page),
-                    State::Untracked | State::Armed | State::Candidate { .. } | State::Foreign
+                    State::Untracked | State::Armed | State::Zero | State::Candidate { .. } | State::Foreign
                 );
                 if admit && private {
                     admitted.push(*item);
@@ -65,7 +81,8 @@ impl Scanner {
         admitted
     }
 
-    fn disown(&mut self, item: &Item) {
+    /// Gives back the reference of a page that was published and is not merged.
+    pub(crate) fn disown(&mut self, item: &Item) {
         if let (Some(slot), true) = (item.slot, item.owned) {
             self.release(slot);
         }
@@ -73,21 +90,21 @@ impl Scanner {
 
     /// How many of the items from `at` on make one window.
     fn window_end(&self, items: &[Item], at: usize) -> usize {
-        let managed = self.breaker.managed();
         let mut end = at + 1;
+        if self.chunks[self.memory.chunk_of(items[at].page)].huge {
+            return end; // taking the first page splits the huge page, which is stop enough for one window
+        }
         while end < items.len()
             && end - at < self.window
-            && (items[end].page - items[at].page) < MAX_WINDOW as Page
+            && (items[end].page - items[at].page) < WINDOW_SPAN
             && (items[end - 1].page..items[end].page).all(|p| self.memory.adjacent(p))
-            // Another userfaultfd's mappings between the items would be in the way.
-            && (!managed || items[end].page == items[end - 1].page + 1)
         {
             end += 1;
         }
         end
     }
 
-    fn merge_window(&mut self, items: &[Item]) -> Result<(), Error> {
+    fn merge_window(&mut self, items: &[Item]) {
         let runs = 1 + items
             .windows(2)
             .filter(|pair| !continues(&pair[0], &pair[1]))
@@ -97,9 +114,9 @@ impl Scanner {
         if !zero_only && self.vmas + runs as i64 * VMAS_PER_RUN > self.vmas_max {
             self.stats.refused_vmas_total += items.len() as u64;
             items.iter().for_each(|item| self.disown(item));
-            return Ok(());
+            return;
         }
-        let Some(store) = &self.store else { return Ok(()) };
+        let Some(store) = &self.store else { return };
         let merged = self
             .merger
             .merge(&self.memory, &self.tracker, store, &self.breaker, items);
@@ -109,7 +126,7 @@ impl Scanner {
                 log::warn!("{error}");
                 self.stats.refused_other_total += items.len() as u64;
                 items.iter().for_each(|item| self.disown(item));
-                return Ok(());
+                return;
             }
         };
         self.stats.stop.observe(window.stop_ns);
@@ -119,7 +136,6 @@ impl Scanner {
         self.note_outcomes(items, &window);
         self.vmas += self.boundaries(&pages) - before;
         self.update_fragments(&pages);
-        Ok(())
     }
 
     fn note_outcomes(&mut self, items: &[Item], window: &Window) {
@@ -155,7 +171,9 @@ impl Scanner {
             Outcome::Different => &mut self.stats.mismatches_total,
             Outcome::Pinned => &mut self.stats.refused_pinned_total,
             Outcome::NoVma => &mut self.stats.refused_vmas_total,
-            Outcome::Absent | Outcome::Refused | Outcome::Merged => &mut self.stats.refused_other_total,
+            Outcome::Absent | Outcome::NotTaken | Outcome::Refused | Outcome::Merged => {
+                &mut self.stats.refused_other_total
+            }
         };
         *counter += 1;
         if outcome == Outcome::NoVma {
@@ -191,7 +209,7 @@ impl Scanner {
         let between = pairs.filter(|p| self.memory.adjacent(*p));
         between
             .filter(|p| !joined(self.table.get(*p), self.table.get(p + 1)))
-            .count() as i64
+            .fold(0, |n, _| n + 1)
     }
 
     fn update_fragments(&mut self, pages: &Range<Page>) {
@@ -209,7 +227,7 @@ impl Scanner {
     }
 
     /// Pages that still map a lost store's file go back to anonymous memory just before they are merged anew.
-    fn bring_home(&mut self, items: &[Item]) -> Result<(), Error> {
+    fn bring_home(&mut self, items: &[Item]) {
         let foreign: Vec<Page> = items
             .iter()
             .map(|i| i.page)
@@ -226,10 +244,8 @@ impl Scanner {
                 end += 1;
             }
             self.restore(foreign[at]..foreign[end - 1] + 1);
-            self.breathe()?;
             at = end;
         }
-        Ok(())
     }
 
     /// Makes consecutive pages of store mappings anonymous.
@@ -295,15 +311,6 @@ impl Scanner {
         self.lap(|cpu| &mut cpu.merge);
         self.flush()
     }
-}
-
-fn continues(a: &Item, b: &Item) -> bool {
-    b.page == a.page + 1
-        && match (a.slot, b.slot) {
-            (None, None) => true,
-            (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
-            _ => false,
-        }
 }
 
 /// Whether two neighbouring pages lie in one mapping, as far as their states tell.

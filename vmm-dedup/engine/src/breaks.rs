@@ -133,7 +133,7 @@ impl Breaker {
         let mut result = Ok(());
         let private = pagemap.private(run.clone())?;
         let mut at = run.start;
-        for keep in private.iter().cloned().chain([run.end..run.end]) {
+        for keep in private.iter().cloned().chain(std::iter::once(run.end..run.end)) {
             while at < keep.start && result.is_ok() {
                 let stretch = at..keep.start.min(at + bytes(RESTORE_PAGES));
                 at = stretch.end;
@@ -299,10 +299,10 @@ impl Breaker {
 }
 
 /// What of `whole` is not in `parts`, which are in order.
-fn complement(whole: &Range<usize>, parts: &[Range<usize>]) -> Vec<Range<usize>> {
+pub(crate) fn complement(whole: &Range<usize>, parts: &[Range<usize>]) -> Vec<Range<usize>> {
     let mut at = whole.start;
     let mut rest = Vec::new();
-    for part in parts.iter().cloned().chain([whole.end..whole.end]) {
+    for part in parts.iter().cloned().chain(std::iter::once(whole.end..whole.end)) {
         if part.start > at {
             rest.push(at..part.start);
         }
@@ -319,6 +319,6 @@ mod tests {
     fn complement_is_the_rest() {
         assert_eq!(complement(&(0..10), &[2..3, 5..7]), [0..2, 3..5, 7..10]);
         assert_eq!(complement(&(0..10), std::slice::from_ref(&(0..10))), []);
-        assert_eq!(complement(&(0..10), &[]), [0..10]);
+        assert!(complement(&(0..10), &[]).into_iter().eq(std::iter::once(0..10)));
     }
 }

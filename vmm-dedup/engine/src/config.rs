@@ -46,7 +46,7 @@ impl Default for Config {
             pass_period_ms: 1000,
             cpu_percent: 20,
             max_vmas: None,
-            stop_target_us: 100,
+            stop_target_us: 120,
             huge_split_pages: 16,
             breaks: Breaks::Kernel,
         }

@@ -66,11 +66,6 @@ impl Chunk {
     pub(crate) fn addresses(&self) -> Range<usize> {
         self.start..self.start + bytes(self.pages.len())
     }
-
-    /// Whether the chunk is as big and aligned as a huge page.
-    pub(crate) fn can_be_huge(&self) -> bool {
-        self.start.is_multiple_of(HUGE_SIZE) && bytes(self.pages.len()) == HUGE_SIZE
-    }
 }
 
 /// All guest memory of one service.

@@ -2,7 +2,7 @@
 //!
 //! # Why no write and no DMA is lost
 //!
-//! 1. *Take.* The window's addresses are registered for missing pages, then UFFDIO_MOVE moves the pages into scratch
+//! 1. *Take.* The pages' addresses are registered for missing pages, then UFFDIO_MOVE moves the pages into scratch
 //!    memory of ours. The kernel does this page by page under the page table lock, and refuses (EBUSY) a page that is
 //!    pinned, so no device or io_uring buffer points to what we hold. A vCPU or a system call that touches an address
 //!    from now on finds it empty and waits; writes before the move are in the page that we got.
@@ -14,7 +14,7 @@
 //!
 //! Anything unexpected ends in "put back", and putting back is tried until it works: the page exists nowhere else.
 
-use crate::breaks::Breaker;
+use crate::breaks::{Breaker, complement};
 use crate::error::Error;
 use crate::memory::{Memory, Page};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
@@ -28,6 +28,8 @@ use vmm_dedup_protocol::Slot;
 
 /// Most pages in one window.
 pub(crate) const MAX_WINDOW: usize = CHUNK_PAGES;
+/// Pages of scratch memory: windows go one behind the other, and what they leave is freed for many at once.
+const SCRATCH_PAGES: usize = 2 * MAX_WINDOW;
 
 /// A page that should become shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +52,9 @@ pub(crate) enum Outcome {
     Pinned,
     /// Nothing was there.
     Absent,
-    /// The kernel would not take or map it.
+    /// The kernel would not take it.
+    NotTaken,
+    /// The kernel would not map the zero page in its place.
     Refused,
     /// No VMA was left to map it.
     NoVma,
@@ -60,6 +64,8 @@ pub(crate) enum Outcome {
 #[derive(Debug)]
 pub(crate) struct Merger {
     scratch: Anonymous,
+    /// Pages of it in use, from the first on.
+    used: usize,
 }
 
 /// The result of a window.
@@ -67,28 +73,26 @@ pub(crate) struct Merger {
 pub(crate) struct Window {
     /// One for each item.
     pub(crate) outcomes: Vec<Outcome>,
-    /// Ranges that now map the store.
-    pub(crate) runs: Vec<Range<usize>>,
     /// How long pages were away.
     pub(crate) stop_ns: u64,
 }
 
 impl Merger {
     pub(crate) fn new(tracker: &Uffd) -> Result<Self, Error> {
-        let scratch = Anonymous::new(MAX_WINDOW).map_err(Error::Scratch)?;
+        let scratch = Anonymous::new(SCRATCH_PAGES).map_err(Error::Scratch)?;
         // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use.
-        scratch
+        let used = scratch
             .populate()
-            .and_then(|()| scratch.discard(0, bytes(MAX_WINDOW)))
-            .map_err(Error::Scratch)?;
+            .and_then(|()| scratch.discard(0, bytes(SCRATCH_PAGES)));
+        used.map_err(Error::Scratch)?;
         tracker
-            .register(scratch.base(), bytes(MAX_WINDOW), Mode::Missing)
+            .register(scratch.base(), bytes(SCRATCH_PAGES), Mode::Missing)
             .map_err(Error::Scratch)?;
-        Ok(Self { scratch })
+        Ok(Self { scratch, used: 0 })
     }
 
-    /// Merges items that lie within [`MAX_WINDOW`] consecutive pages of one region, in page order. With `gaps` there
-    /// may be other pages between them, which stay untouched, but nothing that another userfaultfd owns.
+    /// Merges items that lie within [`MAX_WINDOW`] consecutive pages of one region, in page order. Pages between them
+    /// are not touched.
     ///
     /// # Errors
     /// Only when the range cannot be registered; nothing was changed then.
@@ -106,20 +110,20 @@ impl Merger {
         let start = memory.address(first.page);
         let pages = (last.page - first.page) as usize + 1;
         assert!(pages <= MAX_WINDOW);
-        let len = bytes(pages);
-        tracker
-            .register(start, len, Mode::WpMissing)
-            .map_err(|source| Error::Register {
-                address: start,
-                source,
-            })?;
-        let clock = Instant::now();
-        let mut hold = Hold {
+        if self.used + pages > SCRATCH_PAGES {
+            self.free_taken();
+        }
+        let scratch = self.scratch.base() + bytes(self.used);
+        let hold = Hold {
             tracker,
             start,
-            scratch: self.scratch.base(),
+            scratch,
             first: first.page,
         };
+        let stretches = hold.stretches(items);
+        hold.arm(&stretches)?;
+        self.used += pages;
+        let clock = Instant::now();
         let mut outcomes = hold.take(items);
         hold.verify(store, items, &mut outcomes);
         let runs = hold.map(store, items, &mut outcomes);
@@ -129,36 +133,29 @@ impl Merger {
                 log::warn!("writes to {run:x?} are left to the kernel's copy-on-write: {error}");
             }
         }
-        let mapped: usize = runs.iter().map(|r| r.len()).sum();
-        if mapped < len {
-            // Whatever is not mapped from the store goes on being tracked, no longer waited at.
-            self.disarm(tracker, start, len, &runs, items.len() == pages);
-        }
-        let _ = tracker.wake(start, len);
+        hold.disarm(&stretches, &runs);
+        let _ = tracker.wake(start, bytes(pages));
         let stop_ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        let _ = self.scratch.discard(0, len);
-        Ok(Window {
-            outcomes,
-            runs,
-            stop_ns,
-        })
+        Ok(Window { outcomes, stop_ns })
     }
 
-    /// Ends the waiting for missing pages in a window.
-    fn disarm(&self, tracker: &Uffd, start: usize, len: usize, runs: &[Range<usize>], dense: bool) {
-        if !dense {
-            // One call for all; the store's mappings in it become registered as well, which costs nothing.
-            let _ = tracker.register(start, len, Mode::Wp);
-            return;
+    /// Frees the pages that were merged.
+    pub(crate) fn free_taken(&mut self) {
+        if let Err(error) = self.scratch.discard(0, bytes(self.used)) {
+            log::error!("cannot free {} merged pages: {error}", self.used);
         }
-        let mut at = start;
-        for run in runs.iter().cloned().chain([start + len..start + len]) {
-            if run.start > at {
-                let _ = tracker.register(at, run.start - at, Mode::Wp);
-            }
-            at = run.end;
-        }
+        self.used = 0;
     }
+}
+
+/// Whether two items can go into one run: neighbours in the guest and in the store, or two zero pages.
+pub(crate) fn continues(a: &Item, b: &Item) -> bool {
+    b.page == a.page + 1
+        && match (a.slot, b.slot) {
+            (None, None) => true,
+            (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
+            _ => false,
+        }
 }
 
 /// A window whose pages are ours for the moment.
@@ -174,9 +171,55 @@ impl Hold<'_> {
         bytes((item.page - self.first) as usize)
     }
 
+    /// The addresses of the items, as few ranges as possible.
+    fn stretches(&self, items: &[Item]) -> Vec<Range<usize>> {
+        let mut stretches: Vec<Range<usize>> = Vec::new();
+        for item in items {
+            let at = self.start + self.offset(item);
+            match stretches.last_mut() {
+                Some(last) if last.end == at => last.end += PAGE_SIZE,
+                _ => stretches.push(at..at + PAGE_SIZE),
+            }
+        }
+        stretches
+    }
+
+    /// Makes whoever touches a missing page in the stretches wait; write tracking rests there meanwhile. (The kernel
+    /// cannot drop one of two modes of a registration, but it replaces one by the other.)
+    fn arm(&self, stretches: &[Range<usize>]) -> Result<(), Error> {
+        for (i, stretch) in stretches.iter().enumerate() {
+            if let Err(source) = self.tracker.register(stretch.start, stretch.len(), Mode::Missing) {
+                self.disarm(&stretches[..i], &[]);
+                return Err(Error::Register {
+                    address: stretch.start,
+                    source,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends that where no store mapping took the place, and tracks writes again.
+    fn disarm(&self, stretches: &[Range<usize>], runs: &[Range<usize>]) {
+        for stretch in stretches {
+            let inside: Vec<Range<usize>> = runs
+                .iter()
+                .filter(|r| stretch.contains(&r.start))
+                .cloned()
+                .collect();
+            for rest in complement(stretch, &inside) {
+                if let Err(error) = self.tracker.register(rest.start, rest.len(), Mode::Wp) {
+                    // Never leave anyone waiting: without registration nobody does. It is not tracked any more.
+                    log::error!("write tracking of {rest:x?} is lost: {error}");
+                    let _ = self.tracker.unregister(rest.start, rest.len());
+                }
+            }
+        }
+    }
+
     /// Moves the items' pages into scratch memory, stretch by stretch. `Merged` stands for "taken" until verified.
     #[allow(unsafe_code)] // moves guest pages
-    fn take(&mut self, items: &[Item]) -> Vec<Outcome> {
+    fn take(&self, items: &[Item]) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(items.len());
         let mut tries = 0;
         while outcomes.len() < items.len() {
@@ -199,7 +242,7 @@ impl Hold<'_> {
                 Some(MoveError::Again) if tries < 100 => {}
                 Some(MoveError::Pinned) => outcomes.push(Outcome::Pinned),
                 Some(MoveError::Absent) => outcomes.push(Outcome::Absent),
-                Some(MoveError::Again | MoveError::Refused(_)) => outcomes.push(Outcome::Refused),
+                Some(MoveError::Again | MoveError::Refused(_)) => outcomes.push(Outcome::NotTaken),
             }
         }
         outcomes.truncate(items.len());
@@ -224,38 +267,31 @@ impl Hold<'_> {
         }
     }
 
-    /// Maps runs of verified pages; returns the ranges that now map the store.
+    /// Maps runs of verified pages; returns the ranges that now map the store, in order. From the last to the first:
+    /// the kernel splits a mapping a tenth cheaper at its end than at its beginning.
     fn map(&self, store: &Store, items: &[Item], outcomes: &mut [Outcome]) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
-        let mut at = 0;
-        while at < items.len() {
-            if outcomes[at] != Outcome::Merged {
-                at += 1;
+        let mut end = items.len();
+        while end > 0 {
+            if outcomes[end - 1] != Outcome::Merged {
+                end -= 1;
                 continue;
             }
-            let follows = |n: usize| {
-                let (previous, next) = (&items[n - 1], &items[n]);
-                outcomes[n] == Outcome::Merged
-                    && next.page == previous.page + 1
-                    && match (previous.slot, next.slot) {
-                        (None, None) => true,
-                        (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
-                        _ => false,
-                    }
-            };
-            let end = (at + 1..items.len())
-                .find(|n| !follows(*n))
-                .unwrap_or(items.len());
+            let mut at = end - 1;
+            while at > 0 && outcomes[at - 1] == Outcome::Merged && continues(&items[at - 1], &items[at]) {
+                at -= 1;
+            }
             match self.map_run(store, &items[at..end]) {
                 Ok(None) => {}
                 Ok(Some(run)) => match runs.last_mut() {
-                    Some(previous) if previous.end == run.start => previous.end = run.end,
+                    Some(next) if next.start == run.end => next.start = run.start,
                     _ => runs.push(run),
                 },
                 Err(outcome) => outcomes[at..end].fill(outcome),
             }
-            at = end;
+            end = at;
         }
+        runs.reverse();
         runs
     }
 
@@ -276,7 +312,8 @@ impl Hold<'_> {
         mapped.map(|()| Some(at..at + len)).map_err(|_| Outcome::NoVma)
     }
 
-    /// Moves back what was taken and is not to be merged.
+    /// Moves back what was taken and is not to be merged. (What was not taken must not come here: there is nothing
+    /// in its scratch page.)
     fn put_back(&self, items: &[Item], outcomes: &[Outcome]) {
         let held = |o: &Outcome| matches!(o, Outcome::Different | Outcome::Refused | Outcome::NoVma);
         for (item, _) in items.iter().zip(outcomes).filter(|(_, o)| held(o)) {
@@ -292,7 +329,7 @@ impl Hold<'_> {
             // SAFETY: raw addresses only.
             let (_, error) = unsafe { self.tracker.move_pages(to, from, PAGE_SIZE) };
             match error {
-                // Absent: it was never taken (the kernel refused to move it), so it still is in its place.
+                // Absent: the copy below had put it back already.
                 None | Some(MoveError::Absent) => return,
                 Some(_) => {}
             }

@@ -61,6 +61,8 @@ pub(crate) struct Scanner {
     pub(crate) outbox: Outbox,
     /// Pages whose whole content is to be hashed.
     pub(crate) to_hash: Vec<Page>,
+    /// Ranges with written pages.
+    pub(crate) to_protect: Vec<std::ops::Range<usize>>,
     /// Pages that stood still and have no key yet.
     pub(crate) to_key: Vec<Page>,
     /// Of the store, or of the last one there was.
@@ -144,6 +146,7 @@ impl Scanner {
             outbox: Outbox::default(),
             to_hash: Vec::new(),
             to_key: Vec::new(),
+            to_protect: Vec::new(),
             salt: store.salt(),
             merges: Vec::new(),
             window: 16,
@@ -152,7 +155,7 @@ impl Scanner {
             vmas: 0,
             vmas_at_start: used,
             epoch: store.index().epoch(),
-            acknowledged: 0,
+            acknowledged: store.index().epoch(),
             news: store.index().news_position(),
             faults: 0,
             passes: 0,
@@ -182,19 +185,18 @@ impl Scanner {
     pub(crate) fn pass(&mut self) {
         self.passes += 1;
         self.stats.passes_total += 1;
-        if let Err(error) = self.try_pass() {
-            if !matches!(error, Error::Stopped) {
-                self.lose_store(&error);
-            }
+        match self.try_pass() {
+            Ok(()) | Err(Error::Stopped) => {}
+            Err(error) => self.lose_store(&error),
         }
         self.stats.last_pass_ms = SystemTime::now()
             .duration_since(UNIX_EPOCH)
-            .map_or(0, |d| d.as_millis() as u64);
+            .map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX));
         self.fill_stats();
-        if let Some(store) = &mut self.store {
-            if let Err(error) = store.report(&self.stats) {
-                self.lose_store(&error);
-            }
+        if let Some(store) = &mut self.store
+            && let Err(error) = store.report(&self.stats)
+        {
+            self.lose_store(&error);
         }
         self.lap(|cpu| &mut cpu.store);
     }
@@ -229,7 +231,7 @@ impl Scanner {
             let chunk = self.memory.chunk_of(page);
             self.chunks[chunk].pending = true;
         }
-        if self.breaker.managed() && self.passes % 16 == 0 {
+        if self.breaker.managed() && self.passes.is_multiple_of(16) {
             // A page that we broke lies in a mapping of its own, which the account below cannot see.
             if let Ok(count) = proc::vma_count() {
                 self.vmas = i64::try_from(count.saturating_sub(self.vmas_at_start)).unwrap_or(i64::MAX);
@@ -245,7 +247,7 @@ impl Scanner {
         match Store::connect(&self.store_path, &self.config.name, self.memory.pages()) {
             Ok(store) => {
                 log::info!("connected to the store at {}", self.store_path.display());
-                (self.epoch, self.acknowledged) = (store.index().epoch(), 0);
+                (self.epoch, self.acknowledged) = (store.index().epoch(), store.index().epoch());
                 (self.news, self.salt) = (store.index().news_position(), store.salt());
                 self.store = Some(store);
             }
@@ -281,7 +283,10 @@ impl Scanner {
     /// The end: with `unmerge`, everything goes back to anonymous memory first.
     pub(crate) fn finish(&mut self, unmerge: bool) -> Result<(), Error> {
         self.note_breaks();
-        let result = if unmerge { self.unmerge() } else { Ok(()) };
+        // References of pages that were published and will not be merged any more.
+        let merges = std::mem::take(&mut self.merges);
+        merges.iter().for_each(|item| self.disown(item));
+        let result = if unmerge { self.unmerge() } else { self.flush() };
         self.breaker.stop();
         self.breaker.release_all();
         for region in self.memory.regions() {

@@ -212,9 +212,15 @@ impl Scanner {
         let pages = std::mem::take(&mut self.to_hash);
         let mut words = [0; PAGE_WORDS];
         for (i, page) in pages.iter().copied().enumerate() {
+            if let Some(ahead) = pages.get(i + 1) {
+                guest::prefetch_page(self.memory.address(*ahead));
+            }
             if i % 1024 == 1023 {
                 self.lap(|cpu| &mut cpu.hash);
-                self.breathe()?;
+                if let Err(error) = self.breathe() {
+                    self.to_hash.extend_from_slice(&pages[i..]);
+                    return Err(error);
+                }
             }
             // SAFETY: guest memory stays mapped while the service runs.
             unsafe { guest::copy_page(self.memory.address(page), &mut words) };

@@ -70,8 +70,6 @@ impl Scanner {
             self.memory.chunks()[chunks.start].start..self.memory.chunks()[chunks.end - 1].addresses().end;
         let mut written = vec![[0u64; CHUNK_PAGES / 64]; chunks.len()];
         let mut huge = vec![false; chunks.len()];
-        let mut protect: Vec<Range<usize>> = Vec::new();
-        let first = self.memory.chunks()[chunks.start].pages.start;
         let mut starts = self.memory.chunks()[chunks.clone()]
             .iter()
             .map(|c| c.start)
@@ -87,15 +85,8 @@ impl Scanner {
                     written[chunk][page / 64] |= 1 << (page % 64);
                 }
             }
-            if !found.huge {
-                match protect.last_mut() {
-                    Some(last) if found.range.start - last.end <= PROTECT_GAP => last.end = found.range.end,
-                    _ => protect.push(found.range),
-                }
-            }
         };
         self.pagemap.written(range, &mut note).map_err(Error::Pagemap)?;
-        let _ = first;
         for (i, at) in chunks.enumerate() {
             let was_huge = std::mem::replace(&mut self.chunks[at].huge, huge[i]);
             if huge[i] {
@@ -106,6 +97,7 @@ impl Scanner {
             self.chunks[at].unarmed |= was_huge;
             self.visit_small(at, &written[i]);
         }
+        let protect = std::mem::take(&mut self.to_protect);
         // Protected only now, and keyed in a later pass at the earliest: a write in between is still seen there.
         for range in protect {
             self.pagemap.protect(range).map_err(Error::Pagemap)?;
@@ -122,7 +114,12 @@ impl Scanner {
         for page in pages.clone() {
             let offset = (page - pages.start) as usize;
             let was_written = written[offset / 64] & (1 << (offset % 64)) != 0;
-            match (self.table.get(page), was_written) {
+            let state = self.table.get(page);
+            // A page that the kernel copied lies in a mapping of the store, where nothing is tracked.
+            if was_written && !state.in_file_mapping() {
+                self.note_protect(page);
+            }
+            match (state, was_written) {
                 (State::Untracked | State::Zero, true) => {
                     self.table.set(page, State::Armed);
                     waiting = true;
@@ -148,6 +145,16 @@ impl Scanner {
         }
         let chunk = &mut self.chunks[at];
         (chunk.volatile, chunk.pending) = (volatile, waiting);
+    }
+
+    /// Remembers a page to be protected, in one range with others close by.
+    fn note_protect(&mut self, page: Page) {
+        let start = self.memory.address(page);
+        let end = start + PAGE_SIZE;
+        match self.to_protect.last_mut() {
+            Some(last) if start >= last.end && start - last.end <= PROTECT_GAP => last.end = end,
+            _ => self.to_protect.push(start..end),
+        }
     }
 
     /// The kernel copied a shared page for a writer.

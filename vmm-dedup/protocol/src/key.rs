@@ -6,7 +6,7 @@
 //! cannot prepare collisions for another.
 
 use crate::PAGE_SIZE;
-use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
+use twox_hash::{XxHash3_64, XxHash3_128};
 
 /// 64-bit words of a page.
 pub const PAGE_WORDS: usize = PAGE_SIZE / 8;
@@ -46,7 +46,7 @@ impl Key {
         for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
             chunk.copy_from_slice(&word.to_ne_bytes());
         }
-        Self(xxh3_64_with_seed(&bytes, salt.0) & HASH_MASK)
+        Self(XxHash3_64::oneshot_with_seed(salt.0, &bytes) & HASH_MASK)
     }
 
     /// Parses a key that came from a peer; `None` if it has bits that no key has.
@@ -78,7 +78,7 @@ impl PageHash {
     /// Hashes the bytes of a page.
     pub fn of_bytes(page: &[u8], salt: Salt) -> Self {
         debug_assert_eq!(page.len(), PAGE_SIZE);
-        Self(xxh3_128_with_seed(page, salt.0))
+        Self(XxHash3_128::oneshot_with_seed(salt.0, page))
     }
 
     /// The key under which the index keeps a page of this hash.

@@ -2,14 +2,19 @@
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Buckets of a [`Histogram`]: upper bounds 1, 2, 4 ... 2^18 microseconds, and everything above.
+/// Upper bounds of the buckets of a [`Histogram`], microseconds; the last bucket holds everything above.
+const BOUNDS_US: [u64; BUCKETS - 1] = [
+    1, 2, 5, 10, 25, 50, 75, 100, 150, 200, 250, 500, 1_000, 2_500, 5_000, 10_000, 50_000, 250_000, 1_000_000,
+];
+
+/// Buckets of a [`Histogram`].
 pub const BUCKETS: usize = 20;
 
-/// A log2 histogram of durations.
+/// A histogram of durations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct Histogram {
-    /// Observations per bucket; bucket `i` counts durations up to `2^i` microseconds.
+    /// Observations per bucket; bucket `i` counts those up to [`Histogram::bound_us`].
     pub buckets: [u64; BUCKETS],
     /// Sum of all durations, nanoseconds.
     pub sum_ns: u64,
@@ -20,8 +25,7 @@ pub struct Histogram {
 impl Histogram {
     /// Adds one duration in nanoseconds.
     pub fn observe(&mut self, ns: u64) {
-        let bound = ns.div_ceil(1000).max(1).next_power_of_two();
-        let bucket = (bound.trailing_zeros() as usize).min(BUCKETS - 1);
+        let bucket = BOUNDS_US.partition_point(|bound| bound * 1000 < ns);
         self.buckets[bucket] += 1;
         self.sum_ns = self.sum_ns.saturating_add(ns);
         self.max_ns = self.max_ns.max(ns);
@@ -32,9 +36,9 @@ impl Histogram {
         self.buckets.iter().fold(0, |sum, n| sum.saturating_add(*n))
     }
 
-    /// Upper bound of bucket `i` in microseconds.
+    /// Upper bound of a bucket in microseconds; the last one has none (`u64::MAX`).
     pub fn bound_us(bucket: usize) -> u64 {
-        1 << bucket
+        BOUNDS_US.get(bucket).copied().unwrap_or(u64::MAX)
     }
 
     /// An upper bound in microseconds for the `q`-quantile (0..=1): its bucket's bound, or the maximum if lower.
@@ -178,7 +182,7 @@ mod tests {
         }
         assert_eq!(h.buckets[0], 2);
         assert_eq!(h.buckets[1], 1);
-        assert_eq!(h.buckets[8], 1); // 250 us <= 256 us
+        assert_eq!(h.buckets[10], 1);
         assert_eq!(h.buckets[BUCKETS - 1], 1);
         assert_eq!(h.count(), 5);
     }
@@ -188,8 +192,8 @@ mod tests {
         let mut h = Histogram::default();
         (0..99).for_each(|_| h.observe(90_000));
         h.observe(5_000_000);
-        assert_eq!(h.quantile_us(0.5), 128);
-        assert_eq!(h.quantile_us(0.99), 128);
+        assert_eq!(h.quantile_us(0.5), 100);
+        assert_eq!(h.quantile_us(0.99), 100);
         assert_eq!(h.quantile_us(1.0), 5000);
     }
 }

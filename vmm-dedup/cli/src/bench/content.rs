@@ -45,19 +45,35 @@ impl Area {
     /// Maps and fills `mib` MiB.
     pub(crate) fn fill(kind: Kind, thp: bool, mib: u32) -> Result<Self, Failure> {
         let len = (mib as usize) << 20;
+        warm_up(len * 2);
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: a new mapping, never unmapped: the process ends with the measurement.
         let raw = unsafe {
-            libc::mmap(std::ptr::null_mut(), len + HUGE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
+            libc::mmap(
+                std::ptr::null_mut(),
+                len + HUGE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                flags,
+                -1,
+                0,
+            )
         };
         if raw == libc::MAP_FAILED {
             return Err(Failure::new(format!("cannot map {mib} MiB")));
         }
         let base = (raw as usize).next_multiple_of(HUGE);
-        let advice = if thp { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+        let advice = if thp {
+            libc::MADV_HUGEPAGE
+        } else {
+            libc::MADV_NOHUGEPAGE
+        };
         // SAFETY: our own mapping.
         unsafe { libc::madvise(base as *mut _, len, advice) };
-        let mut area = Self { base, pages: len / PAGE_SIZE, sums: Vec::new() };
+        let mut area = Self {
+            base,
+            pages: len / PAGE_SIZE,
+            sums: Vec::new(),
+        };
         match kind {
             Kind::Scattered => area.fill_words(|page| if page % 2 == 1 { page / 8 } else { page | 1 << 40 }),
             Kind::Runs => {
@@ -96,7 +112,9 @@ impl Area {
 
     /// Pages that do not hold what they should.
     pub(crate) fn wrong(&self) -> usize {
-        (0..self.pages).filter(|page| self.sum(*page) != self.sums[*page]).count()
+        (0..self.pages)
+            .filter(|page| self.sum(*page) != self.sums[*page])
+            .count()
     }
 
     fn fill_words(&mut self, id: impl Fn(usize) -> usize) {
@@ -104,7 +122,10 @@ impl Area {
             let seed = mix(id(page));
             for word in 0..WORDS {
                 // SAFETY: inside the area.
-                unsafe { self.word(page, word).write_volatile(seed.wrapping_mul(word as u64 * 2 + 1)) };
+                unsafe {
+                    self.word(page, word)
+                        .write_volatile(seed.wrapping_mul(word as u64 * 2 + 1))
+                };
             }
         }
     }
@@ -132,7 +153,29 @@ impl Area {
     fn sum(&self, page: usize) -> u64 {
         // SAFETY: inside the area.
         let load = |word| unsafe { self.word(page, word).read_volatile() };
-        (0..WORDS).fold(0, |sum: u64, word| sum.rotate_left(7) ^ load(word).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+        (0..WORDS).fold(0, |sum: u64, word| {
+            sum.rotate_left(7) ^ load(word).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        })
+    }
+}
+
+/// Touches memory and gives it back. Where this machine is itself a virtual one, its host may back pages only at
+/// their first touch, which would be charged to whoever allocates them first.
+fn warm_up(len: usize) {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;
+    // SAFETY: a new mapping, used by nobody and unmapped at once.
+    unsafe {
+        let area = libc::mmap(
+            std::ptr::null_mut(),
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            flags,
+            -1,
+            0,
+        );
+        if area != libc::MAP_FAILED {
+            libc::munmap(area, len);
+        }
     }
 }
 
@@ -151,7 +194,9 @@ fn read_files(limit: usize) -> Result<Vec<u8>, Failure> {
         }
     }
     if bytes.len() < 16 << 20 {
-        return Err(Failure::new("fewer than 16 MiB of shared libraries and locales found under /usr/lib"));
+        return Err(Failure::new(
+            "fewer than 16 MiB of shared libraries and locales found under /usr/lib",
+        ));
     }
     Ok(bytes)
 }
@@ -161,7 +206,9 @@ pub(crate) fn real_files() -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![PathBuf::from("/usr/lib")];
     while let Some(folder) = folders.pop() {
-        let Ok(entries) = fs::read_dir(&folder) else { continue };
+        let Ok(entries) = fs::read_dir(&folder) else {
+            continue;
+        };
         for entry in entries.flatten() {
             match entry.file_type() {
                 Ok(kind) if kind.is_dir() => folders.push(entry.path()),
@@ -196,7 +243,10 @@ mod tests {
         let mut area = Area::fill(Kind::Scattered, false, 4).unwrap();
         let before = area.sums.clone();
         area.dirty(1);
-        assert_eq!(area.sums.iter().zip(&before).filter(|(a, b)| a != b).count(), area.pages / 100);
+        assert_eq!(
+            area.sums.iter().zip(&before).filter(|(a, b)| a != b).count(),
+            area.pages / 100
+        );
         assert_eq!(area.wrong(), 0);
         // SAFETY: inside the area.
         unsafe { area.word(5, 5).write_volatile(0) };

@@ -38,14 +38,20 @@ pub(crate) fn cpu_ns(pid: u32, prefix: &str) -> Result<u64, Failure> {
 }
 
 fn schedstat(task: &Path) -> Option<u64> {
-    fs::read_to_string(task.join("schedstat")).ok()?.split_ascii_whitespace().next()?.parse().ok()
+    fs::read_to_string(task.join("schedstat"))
+        .ok()?
+        .split_ascii_whitespace()
+        .next()?
+        .parse()
+        .ok()
 }
 
 /// Process id of a kernel thread.
 pub(crate) fn kernel_thread(name: &str) -> Option<u32> {
     let processes = fs::read_dir("/proc").ok()?.flatten();
     let pids = processes.filter_map(|p| p.file_name().to_str()?.parse::<u32>().ok());
-    pids.into_iter().find(|pid| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|c| c.trim() == name))
+    pids.into_iter()
+        .find(|pid| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|c| c.trim() == name))
 }
 
 /// Fails unless this process may change kernel settings.
@@ -83,7 +89,8 @@ const MAX_MAP_COUNT: &str = "/proc/sys/vm/max_map_count";
 impl MapCount {
     pub(crate) fn raise() -> Result<Self, Failure> {
         let old = read(MAX_MAP_COUNT)?;
-        fs::write(MAX_MAP_COUNT, "4000000").map_err(|e| Failure::new(format!("cannot set {MAX_MAP_COUNT}: {e}")))?;
+        fs::write(MAX_MAP_COUNT, "4000000")
+            .map_err(|e| Failure::new(format!("cannot set {MAX_MAP_COUNT}: {e}")))?;
         Ok(Self(old))
     }
 }

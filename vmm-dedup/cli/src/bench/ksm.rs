@@ -23,10 +23,14 @@ pub(crate) struct Settings(Vec<(&'static str, String)>);
 impl Settings {
     pub(crate) fn save() -> Result<Self, Failure> {
         if !fs::exists(DIR).unwrap_or(false) {
-            return Err(Failure::new("this kernel has no KSM (/sys/kernel/mm/ksm is missing): there is nothing to compare with"));
+            return Err(Failure::new(
+                "this kernel has no KSM (/sys/kernel/mm/ksm is missing): there is nothing to compare with",
+            ));
         }
         let names = ["pages_to_scan", "sleep_millisecs", "run"];
-        let saved = names.into_iter().map(|name| Ok((name, host::read(&format!("{DIR}/{name}"))?)));
+        let saved = names
+            .into_iter()
+            .map(|name| Ok((name, host::read(&format!("{DIR}/{name}"))?)));
         Ok(Self(saved.collect::<Result<_, Failure>>()?))
     }
 }
@@ -47,7 +51,10 @@ fn set(name: &str, value: &str) -> Result<(), Failure> {
 
 fn get(name: &str) -> Result<u64, Failure> {
     let path = format!("{DIR}/{name}");
-    host::read(&path)?.trim().parse().map_err(|_| Failure::new(format!("{path} holds no number")))
+    host::read(&path)?
+        .trim()
+        .parse()
+        .map_err(|_| Failure::new(format!("{path} holds no number")))
 }
 
 /// Lets ksmd scan the area at full pace. The caller's process restores the settings.

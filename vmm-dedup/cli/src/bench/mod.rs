@@ -60,12 +60,15 @@ pub(crate) struct WorkerArgs {
 /// Runs the comparison.
 pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
     host::need_root()?;
-    host::need_memory(u64::from(args.mib) << 20)?;
+    host::need_memory(u64::from(args.mib) << 21)?;
     let settings = ksm::Settings::save()?;
     let limit = host::MapCount::raise()?;
     crate::signals::on_termination(move || drop((settings, limit)), || compare(args)).and_then(|report| {
         if args.json {
-            println!("{}", serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?);
+            println!(
+                "{}",
+                serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?
+            );
         } else {
             report.print();
         }
@@ -86,8 +89,18 @@ fn compare(args: &KsmArgs) -> Result<Report, Failure> {
         for thp in sizes {
             let (mut theirs, mut ours) = (Vec::new(), Vec::new());
             for repetition in 1..=args.repetitions {
-                eprintln!("{kind} {} run {repetition} of {}", pages_name(*thp), args.repetitions);
-                theirs.push(measure(&WorkerArgs { store: None, store_pid: 0, kind: *kind, thp: *thp, mib: args.mib })?);
+                eprintln!(
+                    "{kind} {} run {repetition} of {}",
+                    pages_name(*thp),
+                    args.repetitions
+                );
+                theirs.push(measure(&WorkerArgs {
+                    store: None,
+                    store_pid: 0,
+                    kind: *kind,
+                    thp: *thp,
+                    mib: args.mib,
+                })?);
                 ours.push(measure_ours(*kind, *thp, args.mib)?);
             }
             report.add(*kind, *thp, &theirs, &ours);
@@ -102,24 +115,43 @@ fn pages_name(thp: bool) -> &'static str {
 
 fn measure_ours(kind: Kind, thp: bool, mib: u32) -> Result<Measured, Failure> {
     let store = crate::store::Child::start("bench", None)?;
-    measure(&WorkerArgs { store: Some(store.socket().to_owned()), store_pid: store.pid(), kind, thp, mib })
+    measure(&WorkerArgs {
+        store: Some(store.socket().to_owned()),
+        store_pid: store.pid(),
+        kind,
+        thp,
+        mib,
+    })
 }
 
 /// Runs a worker process and reads its answer.
 fn measure(args: &WorkerArgs) -> Result<Measured, Failure> {
     let own = std::env::current_exe().map_err(|e| Failure::new(format!("cannot find this program: {e}")))?;
     let mut command = Command::new(own);
-    command.args(["bench", "worker", "--kind", &args.kind.to_string(), "--mib", &args.mib.to_string()]);
+    command.args([
+        "bench",
+        "worker",
+        "--kind",
+        &args.kind.to_string(),
+        "--mib",
+        &args.mib.to_string(),
+    ]);
     if args.thp {
         command.arg("--thp");
     }
     if let Some(store) = &args.store {
-        command.arg("--store").arg(store).args(["--store-pid", &args.store_pid.to_string()]);
+        command
+            .arg("--store")
+            .arg(store)
+            .args(["--store-pid", &args.store_pid.to_string()]);
     }
     let output = command.stdin(Stdio::null()).stdout(Stdio::piped()).output();
     let output = output.map_err(|e| Failure::new(format!("cannot start a measurement: {e}")))?;
     if !output.status.success() {
-        return Err(Failure::new(format!("a measurement of {} failed ({})", args.kind, output.status)));
+        return Err(Failure::new(format!(
+            "a measurement of {} failed ({})",
+            args.kind, output.status
+        )));
     }
     serde_json::from_slice(&output.stdout).map_err(|e| Failure::new(format!("unreadable measurement: {e}")))
 }
@@ -131,6 +163,9 @@ pub(crate) fn worker(args: &WorkerArgs) -> Result<(), Failure> {
         None => ksm::measure(&mut area)?,
         Some(store) => ours::measure(&mut area, store, args.store_pid)?,
     };
-    println!("{}", serde_json::to_string(&measured).map_err(|e| Failure::new(e.to_string()))?);
+    println!(
+        "{}",
+        serde_json::to_string(&measured).map_err(|e| Failure::new(e.to_string()))?
+    );
     Ok(())
 }

@@ -34,13 +34,18 @@ pub(crate) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
     let vmas_before = vmas()?;
     let (start, store_start) = (Instant::now(), host::cpu_ns(store_pid, "")?);
     // SAFETY: the area stays mapped for the process's lifetime and is only accessed through volatile words.
-    let service = unsafe { DedupService::start_on_ranges(&[range], store, config) }.map_err(Failure::from_error)?;
+    let service =
+        unsafe { DedupService::start_on_ranges(&[range], store, config) }.map_err(Failure::from_error)?;
     let mut last = (ServiceStats::default(), 0, start.elapsed());
     let mut quiet = 0;
     while quiet < SETTLED_PASSES {
         let stats = pass(&service)?;
         let changed = (stats.merges_total, stats.zero_merges_total, stats.published_total)
-            != (last.0.merges_total, last.0.zero_merges_total, last.0.published_total);
+            != (
+                last.0.merges_total,
+                last.0.zero_merges_total,
+                last.0.published_total,
+            );
         if changed || stats.merges_total == 0 {
             last = (stats, cpu()? - store_start, start.elapsed());
         }
@@ -65,7 +70,9 @@ pub(crate) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
     let end = pass(&service)?;
     let wrong = area.wrong();
     if wrong > 0 {
-        return Err(Failure::new(format!("{wrong} pages do not hold what was written to them")));
+        return Err(Failure::new(format!(
+            "{wrong} pages do not hold what was written to them"
+        )));
     }
     let saved = (stats.pages_mapped + stats.pages_zero).saturating_sub(store_stats.pages_shared);
     let metadata = stats.metadata_bytes + store_stats.metadata_bytes;

@@ -108,12 +108,20 @@ fn common(runs: &[Measured]) -> Ksm {
 impl Report {
     pub(crate) fn new(mib: u32, repetitions: u32) -> Self {
         let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
-        Self { mib, repetitions, kernel, kinds: Vec::new() }
+        Self {
+            mib,
+            repetitions,
+            kernel,
+            kinds: Vec::new(),
+        }
     }
 
     pub(crate) fn add(&mut self, name: Kind, thp: bool, theirs: &[Measured], our: &[Measured]) {
         let ksm = common(theirs);
-        let stages = our.first().map(|m| m.cpu_stages_s.keys().cloned().collect::<Vec<_>>()).unwrap_or_default();
+        let stages = our
+            .first()
+            .map(|m| m.cpu_stages_s.keys().cloned().collect::<Vec<_>>())
+            .unwrap_or_default();
         let stage = |name: &String| median(our, |m| m.cpu_stages_s.get(name).copied().unwrap_or(0.0));
         let ours = Ours {
             same: common(our),
@@ -133,13 +141,28 @@ impl Report {
             freed: ours.same.freed_bytes / ksm.freed_bytes,
             claim: ours.same.freed_bytes / ours.claimed_bytes,
         };
-        let runs = Runs { ksm: theirs.to_vec(), ours: our.to_vec() };
-        self.kinds.push(Entry { name, thp, ksm, ours, ratio, runs });
+        let runs = Runs {
+            ksm: theirs.to_vec(),
+            ours: our.to_vec(),
+        };
+        self.kinds.push(Entry {
+            name,
+            thp,
+            ksm,
+            ours,
+            ratio,
+            runs,
+        });
     }
 
     pub(crate) fn print(&self) {
-        println!("{} MiB, medians of {} runs, Linux {}", self.mib, self.repetitions, self.kernel);
-        println!("                        cpu s          idle ms        dirty ms        saved pages     freed MiB");
+        println!(
+            "{} MiB, medians of {} runs, Linux {}",
+            self.mib, self.repetitions, self.kernel
+        );
+        println!(
+            "                        cpu s          idle ms        dirty ms        saved pages     freed MiB"
+        );
         for e in &self.kinds {
             let (k, o) = (&e.ksm, &e.ours.same);
             let mib = f64::from(1 << 20);
@@ -168,7 +191,11 @@ impl Report {
             );
             println!(
                 "{:<15}      {:.1} metadata bytes/page, {:.3} VMAs per merged page, stops p99 {:.0} us, max {:.0} us",
-                "", e.ours.metadata_bytes_per_page, e.ours.vmas_per_merged_page, e.ours.stop_p99_us, e.ours.stop_max_us
+                "",
+                e.ours.metadata_bytes_per_page,
+                e.ours.vmas_per_merged_page,
+                e.ours.stop_p99_us,
+                e.ours.stop_max_us
             );
         }
     }

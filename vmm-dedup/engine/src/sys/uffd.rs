@@ -35,8 +35,6 @@ const EVENT_PAGEFAULT: u8 = 0x12;
 pub(crate) enum Mode {
     /// Writes to protected pages.
     Wp,
-    /// Those, and any touch of a page that is not there.
-    WpMissing,
     /// Any touch of a page that is not there.
     Missing,
 }
@@ -46,7 +44,6 @@ impl Mode {
         match self {
             Mode::Missing => 1,
             Mode::Wp => 2,
-            Mode::WpMissing => 3,
         }
     }
 }
@@ -195,7 +192,7 @@ impl Uffd {
             // SAFETY: an ioctl without memory argument on a descriptor we own.
             Ok(device) => unsafe { libc::ioctl(device.as_raw_fd(), IOC_NEW, flags) },
             // SAFETY: a system call without memory arguments.
-            Err(_) => unsafe { libc::syscall(libc::SYS_userfaultfd, flags) as RawFd },
+            Err(_) => RawFd::try_from(unsafe { libc::syscall(libc::SYS_userfaultfd, flags) }).unwrap_or(-1),
         };
         if fd < 0 {
             return Err(Error::NoUserfaultfd(io::Error::last_os_error()));
@@ -204,7 +201,7 @@ impl Uffd {
         Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
 
-    /// Registers a page-aligned range, or changes the mode of one that is registered here.
+    /// Registers a page-aligned range, or replaces the mode of one that is registered here.
     pub(crate) fn register(&self, start: usize, len: usize, mode: Mode) -> io::Result<()> {
         self.ioctl(
             REGISTER,
