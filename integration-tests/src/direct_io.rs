@@ -43,7 +43,7 @@ enum Reader {
 /// If any read's data is not where it belongs.
 #[must_use]
 pub fn direct(reads: u64) -> Outcome {
-    run(reads, |file| Reader::Direct(file))
+    run(reads, Reader::Direct)
 }
 
 /// Reads `reads` pages through io_uring into registered (pinned) buffers.
@@ -99,7 +99,7 @@ fn merge_all_the_time(service: &DedupService, stop: &AtomicBool) {
 
 /// Fills the targets with what others hold as well, gives the service a moment to take them, and reads into them.
 fn one_round(pages: &Pages, reader: &mut Reader, round: u64) -> u64 {
-    let before = BEFORE[(round % 2) as usize];
+    let before = BEFORE[usize::from(round % 2 == 1)];
     (0..TARGETS + TWINS).for_each(|page| pages.fill(page, before));
     let pinned_early = round % 4 < 2;
     if pinned_early {
@@ -181,8 +181,13 @@ impl Reader {
                     let offset = file_page(round, target) * PAGE_SIZE as u64;
                     let to = pages.address(target) as *mut libc::c_void;
                     // SAFETY: a page of our mapping, which no reference points into.
-                    let got = unsafe { libc::pread(file.as_raw_fd(), to, PAGE_SIZE, offset as libc::off_t) };
-                    assert_eq!(got, PAGE_SIZE as isize, "{}", std::io::Error::last_os_error());
+                    let got = unsafe { libc::pread(file.as_raw_fd(), to, PAGE_SIZE, offset.cast_signed()) };
+                    assert_eq!(
+                        got,
+                        PAGE_SIZE.cast_signed(),
+                        "{}",
+                        std::io::Error::last_os_error()
+                    );
                 }
             }
             Reader::Uring { ring, file } => {
@@ -199,7 +204,7 @@ impl Reader {
                 ring.submit_and_wait(TARGETS).expect("reads are done");
                 let mut done = 0;
                 for completion in ring.completion() {
-                    assert_eq!(completion.result(), PAGE_SIZE as i32);
+                    assert_eq!(usize::try_from(completion.result()), Ok(PAGE_SIZE));
                     done += 1;
                 }
                 assert_eq!(done, TARGETS);

@@ -67,9 +67,9 @@ fn huge_pages_of_a_busy_guest_stay_huge() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             // Words all over the page, so that some lie in its key lines.
-            for n in 0u64.. {
+            for n in 0usize.. {
                 for page in 0..BUSY * HUGE_PAGES {
-                    pages.store(page, (page * 7 + n as usize * 24) % 512, n);
+                    pages.store(page, (page * 7 + n * 24) % 512, n as u64);
                 }
                 if stop.load(Ordering::Acquire) {
                     break;

@@ -146,7 +146,7 @@ fn maps() -> usize {
 fn what_cannot_be_deduplicated_is_refused_with_the_reason() {
     need_userfaultfd!();
     let store = StoreThread::start();
-    let start = |pages: &Pages, config: Config| pages.serve(&store.socket(), config).err().expect("refused");
+    let start = |pages: &Pages, config: Config| pages.serve(&store.socket(), config).expect_err("refused");
     let pages = Pages::map(16);
 
     let error = pages
@@ -169,5 +169,5 @@ fn what_cannot_be_deduplicated_is_refused_with_the_reason() {
     // SAFETY: the range is a mapping of this test's own that outlives the attempt.
     let error =
         unsafe { vmm_dedup::DedupService::start_on_ranges(&[range], &store.socket(), Config::default()) };
-    assert!(error.err().expect("refused").to_string().contains("shared=on"));
+    assert!(error.expect_err("refused").to_string().contains("shared=on"));
 }

@@ -130,7 +130,7 @@ fn managed_breaks_keep_pages_mergeable() {
     let rewriting = |seed| {
         payload(seed)
             .ws_area(WorkingSet::Common)
-            .ws_pages(2048)
+            .ws_pages(COMMON_MIB * PAGES_PER_MIB)
             .rate(0)
             .rewrite(Rewrite::Restore)
             .rest_ms(400)
@@ -141,10 +141,16 @@ fn managed_breaks_keep_pages_mergeable() {
     };
     let guests = boot_two(&store, ThpMode::Never, rewriting, breaks);
     // More merges than pages: what was written and restored was merged again.
-    let all = COMMON_MIB * PAGES_PER_MIB + 2 * 2048;
-    wait_until("merging again", || {
-        guests.iter().all(|g| g.stats().merges_total > all)
-    });
+    let all = 2 * COMMON_MIB * PAGES_PER_MIB;
+    let start = Instant::now();
+    while !guests.iter().all(|g| g.stats().merges_total > all) {
+        let stats = [guests[0].stats(), guests[1].stats()];
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "not merged again: {stats:#?}"
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
     for guest in guests {
         let (verdict, stats) = guest.finish();
         assert!(verdict.ok, "{verdict:?}");

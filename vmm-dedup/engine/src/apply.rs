@@ -212,7 +212,8 @@ impl Scanner {
             .fold(0, |n, _| n + 1)
     }
 
-    fn update_fragments(&mut self, pages: &Range<Page>) {
+    /// Counts the mappings of the chunks that a range touches, and notes that their huge pages are split.
+    pub(crate) fn update_fragments(&mut self, pages: &Range<Page>) {
         for at in self.memory.chunk_of(pages.start)..=self.memory.chunk_of(pages.end - 1) {
             let chunk = self.memory.chunks()[at].pages.clone();
             let fragments = self.boundaries(&chunk);
@@ -252,7 +253,7 @@ impl Scanner {
     fn restore(&mut self, pages: Range<Page>) {
         let start = self.memory.address(pages.start);
         let run = start..start + bytes(pages.len());
-        let restored = match self.breaker.restore(&mut self.pagemap, run) {
+        let restored = match self.breaker.restore(&mut self.pagemap, &run) {
             Ok(restored) => restored,
             Err(error) => {
                 log::warn!(

@@ -18,7 +18,7 @@ use crate::sys::guest;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::{self, Anonymous};
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -58,6 +58,8 @@ struct Inner {
     reserve: Reserve,
     /// Pages broken since the scanning thread last asked.
     broken: Vec<Page>,
+    /// Pages of store mappings that are not protected: the kernel copies them on write.
+    left: HashSet<Page>,
     stats: BreakStats,
 }
 
@@ -80,6 +82,7 @@ impl Breaker {
             inner: Mutex::new(Inner {
                 reserve,
                 broken: Vec::new(),
+                left: HashSet::new(),
                 stats: BreakStats::default(),
             }),
             stop: AtomicBool::new(false),
@@ -109,52 +112,75 @@ impl Breaker {
         self.lock().reserve.set_target(pages, floor_bytes);
     }
 
-    /// Protects a range that was just mapped from the store, before anyone is woken there.
-    pub(crate) fn adopt(&self, run: &Range<usize>) -> io::Result<()> {
+    /// Protects a range that was just mapped from the store, before anyone is woken there. If that fails the kernel
+    /// copies on write.
+    pub(crate) fn adopt(&self, run: &Range<usize>) {
         if !self.managed {
-            return Ok(());
+            return;
         }
-        let _inner = self.lock();
+        let mut inner = self.lock();
         self.mark(run, true);
-        self.uffd.register(run.start, run.len(), Mode::Wp)?;
-        self.uffd.write_protect(run.start, run.len(), true)
+        let protected = self
+            .uffd
+            .register(run.start, run.len(), Mode::Wp)
+            .and_then(|()| self.uffd.write_protect(run.start, run.len(), true));
+        if let Err(error) = protected {
+            log::warn!("writes to {run:x?} are left to the kernel's copy-on-write: {error}");
+            self.leave(&mut inner, run);
+        }
+    }
+
+    /// Whether it was the kernel that copied a shared page which is found private.
+    pub(crate) fn kernel_broke(&self, page: Page) -> bool {
+        // Under the lock: the fault thread replaces a page and notes it in one step.
+        let mut inner = self.lock();
+        !self.managed || inner.left.remove(&page) || self.is_shared(page)
     }
 
     /// Turns the still shared pages of a store mapping into anonymous ones; returns their ranges. What the kernel
     /// copied earlier stays as it is.
-    pub(crate) fn restore(&self, pagemap: &mut Pagemap, run: Range<usize>) -> io::Result<Vec<Range<usize>>> {
-        let _inner = self.lock();
-        if !self.managed {
-            self.tracker.unregister(run.start, run.len())?;
-            self.uffd.register(run.start, run.len(), Mode::Wp)?;
-            self.uffd.write_protect(run.start, run.len(), true)?;
-        }
+    pub(crate) fn restore(&self, pagemap: &mut Pagemap, run: &Range<usize>) -> io::Result<Vec<Range<usize>>> {
+        let mut inner = self.lock();
         let mut restored = Vec::new();
-        let mut result = Ok(());
-        let private = pagemap.private(run.clone())?;
-        let mut at = run.start;
-        for keep in private.iter().cloned().chain(std::iter::once(run.end..run.end)) {
-            while at < keep.start && result.is_ok() {
-                let stretch = at..keep.start.min(at + bytes(RESTORE_PAGES));
-                at = stretch.end;
-                result = self.copy_and_replace(&stretch);
-                if result.is_ok() {
-                    restored.push(stretch);
-                }
-            }
-            if !keep.is_empty() || result.is_err() {
-                at = keep.end;
-            }
-        }
-        if !self.managed {
-            // What is left of the run belongs to the kernel's copy-on-write again.
-            for rest in complement(&run, &restored) {
-                let _ = self.uffd.write_protect(rest.start, rest.len(), false);
-                let _ = self.uffd.unregister(rest.start, rest.len());
-            }
+        let result = self.restore_locked(pagemap, run, &mut restored);
+        // What is left of the run belongs to the kernel's copy-on-write.
+        for rest in complement(run, &restored) {
+            self.leave(&mut inner, &rest);
         }
         let _ = self.uffd.wake(run.start, run.len());
         result.map(|()| restored)
+    }
+
+    fn restore_locked(
+        &self,
+        pagemap: &mut Pagemap,
+        run: &Range<usize>,
+        restored: &mut Vec<Range<usize>>,
+    ) -> io::Result<()> {
+        self.uffd.register(run.start, run.len(), Mode::Wp)?;
+        self.uffd.write_protect(run.start, run.len(), true)?;
+        // From here on nobody makes a page private, so what is not private now stays shared.
+        let private = pagemap.private(run.clone())?;
+        for shared in complement(run, &private) {
+            for start in shared.clone().step_by(bytes(RESTORE_PAGES)) {
+                let stretch = start..shared.end.min(start + bytes(RESTORE_PAGES));
+                self.copy_and_replace(&stretch)?;
+                restored.push(stretch);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the protection of a range: its writers go on through the kernel's copy-on-write.
+    fn leave(&self, inner: &mut Inner, range: &Range<usize>) {
+        self.mark(range, false);
+        if self.managed
+            && let Some(first) = self.memory.page_at(range.start)
+        {
+            inner.left.extend((first..).take(range.len() / PAGE_SIZE));
+        }
+        let _ = self.uffd.write_protect(range.start, range.len(), false);
+        let _ = self.uffd.wake(range.start, range.len());
     }
 
     fn copy_and_replace(&self, stretch: &Range<usize>) -> io::Result<()> {
@@ -203,8 +229,7 @@ impl Breaker {
         }
     }
 
-    /// Whether a page that was adopted is not broken by us yet.
-    pub(crate) fn is_shared(&self, page: Page) -> bool {
+    fn is_shared(&self, page: Page) -> bool {
         self.shared[page as usize / 64].load(Ordering::Relaxed) & (1 << (page % 64)) != 0
     }
 
@@ -230,9 +255,10 @@ impl Breaker {
             inner.stats.waiting = queue.len() as u64;
             inner.stats.cpu_ns = crate::sys::proc::thread_cpu_ns();
         }
-        // Nobody serves from here on: the kernel copies for those who still wait and those who come.
+        // Nobody serves from here on: the kernel copies for those who still wait. For those who come later it does
+        // as soon as the descriptor is closed.
         for (address, _) in queue {
-            self.leave_to_kernel(address);
+            self.leave(&mut self.lock(), &(address..address + PAGE_SIZE));
         }
     }
 
@@ -260,7 +286,7 @@ impl Breaker {
                     }
                     Err(error) => {
                         log::warn!("leaving a copy-on-write to the kernel: {error}");
-                        self.leave_to_kernel(address);
+                        self.leave(&mut inner, &(address..address + PAGE_SIZE));
                     }
                 }
             }
@@ -268,19 +294,6 @@ impl Breaker {
             let _ = self.uffd.wake(address, PAGE_SIZE);
             let ns = u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX);
             inner.stats.latency.observe(ns);
-        }
-    }
-
-    /// Releases the protection of a page, whose writer then goes on through the kernel's copy-on-write.
-    fn leave_to_kernel(&self, address: usize) {
-        let _ = self.uffd.write_protect(address, PAGE_SIZE, false);
-        let _ = self.uffd.wake(address, PAGE_SIZE);
-    }
-
-    /// Gives all protected ranges to the kernel's copy-on-write: the service ends, the guest goes on.
-    pub(crate) fn release_all(&self) {
-        for region in self.memory.regions() {
-            let _ = self.uffd.unregister(region.start, region.len());
         }
     }
 

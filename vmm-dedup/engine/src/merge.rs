@@ -129,9 +129,7 @@ impl Merger {
         let runs = hold.map(store, items, &mut outcomes);
         hold.put_back(items, &outcomes);
         for run in &runs {
-            if let Err(error) = breaker.adopt(run) {
-                log::warn!("writes to {run:x?} are left to the kernel's copy-on-write: {error}");
-            }
+            breaker.adopt(run);
         }
         hold.disarm(&stretches, &runs);
         let _ = tracker.wake(start, bytes(pages));
@@ -222,13 +220,15 @@ impl Hold<'_> {
     fn take(&self, items: &[Item]) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(items.len());
         let mut tries = 0;
+        // One call moves pages of one mapping only. Pages that we broke lie in mappings of their own.
+        let mut one_by_one = false;
         while outcomes.len() < items.len() {
             let rest = &items[outcomes.len()..];
-            let stretch = rest
+            let neighbours = rest
                 .iter()
                 .zip(0u32..)
-                .take_while(|(i, n)| i.page == rest[0].page + n)
-                .count();
+                .take_while(|(i, n)| i.page == rest[0].page + n);
+            let stretch = neighbours.take(if one_by_one { 1 } else { MAX_WINDOW }).count();
             let offset = self.offset(&rest[0]);
             // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
             let (moved, error) = unsafe {
@@ -240,6 +240,7 @@ impl Hold<'_> {
             match error {
                 None => {}
                 Some(MoveError::Again) if tries < 100 => {}
+                Some(MoveError::Refused(libc::EINVAL)) if stretch > 1 => one_by_one = true,
                 Some(MoveError::Pinned) => outcomes.push(Outcome::Pinned),
                 Some(MoveError::Absent) => outcomes.push(Outcome::Absent),
                 Some(MoveError::Again | MoveError::Refused(_)) => outcomes.push(Outcome::NotTaken),
@@ -300,11 +301,16 @@ impl Hold<'_> {
         let at = self.start + self.offset(&run[0]);
         let len = bytes(run.len());
         let Some(slot) = run[0].slot else {
-            return self
-                .tracker
-                .zero_page(at, len)
-                .map(|()| None)
-                .map_err(|_| Outcome::Refused);
+            let zeroed = self.tracker.zero_page(at, len).or_else(|_| {
+                // As for moving: one mapping a call. What is zeroed already says so.
+                (at..at + len).step_by(PAGE_SIZE).try_for_each(|at| {
+                    match self.tracker.zero_page(at, PAGE_SIZE) {
+                        Err(e) if e.raw_os_error() == Some(libc::EEXIST) => Ok(()),
+                        done => done,
+                    }
+                })
+            });
+            return zeroed.map(|()| None).map_err(|_| Outcome::Refused);
         };
         let (file, _) = store.slot(slot).ok_or(Outcome::Refused)?;
         // SAFETY: the range is guest memory whose pages were taken and verified equal to the slots.

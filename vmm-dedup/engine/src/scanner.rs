@@ -219,17 +219,20 @@ impl Scanner {
 
     /// Takes over what the fault thread did.
     fn note_breaks(&mut self) {
+        let mut touched = std::collections::BTreeSet::new();
         for page in self.breaker.take_broken() {
-            if let State::Shared(slot) = self.table.get(page) {
-                self.outbox.refs.push(RefDelta {
-                    slot: slot.number(),
-                    delta: -1,
-                });
+            match self.table.get(page) {
+                State::Shared(slot) => self.release(slot),
+                State::Candidate { key, .. } => self.outbox.withdrawals.push(key.raw()),
+                _ => {}
             }
             self.table.set(page, State::Untracked);
             self.stats.breaks_managed_total += 1;
-            let chunk = self.memory.chunk_of(page);
+            touched.insert(self.memory.chunk_of(page));
+        }
+        for chunk in touched {
             self.chunks[chunk].pending = true;
+            self.update_fragments(&self.memory.chunks()[chunk].pages.clone());
         }
         if self.breaker.managed() && self.passes.is_multiple_of(16) {
             // A page that we broke lies in a mapping of its own, which the account below cannot see.
@@ -287,12 +290,8 @@ impl Scanner {
         let merges = std::mem::take(&mut self.merges);
         merges.iter().for_each(|item| self.disown(item));
         let result = if unmerge { self.unmerge() } else { self.flush() };
+        // Closing the descriptors ends all registrations and wakes whoever waits; the kernel copies from then on.
         self.breaker.stop();
-        self.breaker.release_all();
-        for region in self.memory.regions() {
-            let _ = self.tracker.unregister(region.start, region.len());
-            let _ = self.tracker.wake(region.start, region.len());
-        }
         self.stats.state = 2;
         self.fill_stats();
         if let Some(store) = &mut self.store {

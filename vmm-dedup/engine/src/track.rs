@@ -159,7 +159,7 @@ impl Scanner {
 
     /// The kernel copied a shared page for a writer.
     fn note_kernel_break(&mut self, page: Page, state: State) {
-        if self.breaker.managed() && !self.breaker.is_shared(page) {
+        if !self.breaker.kernel_broke(page) {
             return; // the fault thread did, and will tell
         }
         match state {
