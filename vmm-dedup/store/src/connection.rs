@@ -1,0 +1,210 @@
+//! One task per connection: receives, handles, answers; after the end waits for the peer's process.
+
+use crate::epochs::MemberId;
+use crate::error::{Error, Violation};
+use crate::outbox::{Flushed, Outbox};
+use crate::peer::Peer;
+use crate::state::State;
+use crate::watched::{Watched, watch};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use vmm_dedup_protocol::message::{Kind, encode};
+use vmm_dedup_protocol::socket;
+
+/// Records of one connection that are handled before the others get their turn.
+const TURN: usize = 8;
+
+/// An orphan whose process still lives after this long is worth a warning: its slots cannot be reused.
+const ORPHAN_PATIENCE: Duration = Duration::from_secs(1);
+
+/// The state, as all tasks share it. There is one thread, so the lock is never waited for.
+pub(crate) type Shared = Arc<Mutex<State>>;
+
+pub(crate) fn lock(shared: &Shared) -> MutexGuard<'_, State> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Serves one peer until it goes or breaks the rules, and its process has ended.
+pub(crate) async fn serve(shared: Shared, accepted: OwnedFd) {
+    let socket = Arc::new(accepted);
+    let outbox = Arc::new(Outbox::new(socket.clone()));
+    let peer = match Peer::of(&socket) {
+        Ok(peer) => peer,
+        Err(e) => {
+            log::warn!("a connection is refused, since its process cannot be identified: {e}");
+            return;
+        }
+    };
+    let admitted = lock(&shared).admit(peer.pid, outbox.clone());
+    let id = match admitted {
+        Ok(id) => id,
+        Err(violation) => {
+            log::warn!("a connection of process {} is refused: {violation}", peer.pid);
+            outbox.push(error_record(&violation), Vec::new());
+            return;
+        }
+    };
+    if let Err(violation) = exchange(&shared, id, &socket, &outbox).await {
+        log::warn!("the connection of process {} is closed: {violation}", peer.pid);
+        lock(&shared).counters.malformed += 1;
+        outbox.push(error_record(&violation), Vec::new());
+        // A socket closed with unread records would make the peer lose the one that says why.
+        drain(&socket);
+    }
+    drop((outbox, socket));
+    part(&shared, id, peer).await;
+}
+
+fn error_record(violation: &Violation) -> Vec<u8> {
+    encode(Kind::Error, &[violation.to_string().as_bytes()])
+}
+
+fn drain(socket: &OwnedFd) {
+    let mut byte = [0u8; 1];
+    for _ in 0..256 {
+        match rustix::net::recv(socket, &mut byte, rustix::net::RecvFlags::empty()) {
+            Ok((_, 1..)) => {}
+            _ => return,
+        }
+    }
+}
+
+/// Returns when the peer has gone, or with what it did wrong.
+async fn exchange(
+    shared: &Shared,
+    id: MemberId,
+    socket: &Arc<OwnedFd>,
+    outbox: &Outbox,
+) -> Result<(), Violation> {
+    let interest = Interest::READABLE | Interest::WRITABLE;
+    let watched = watch(socket.clone(), interest).map_err(|e| Violation::Resources(Error::Memory(e)))?;
+    tokio::select! {
+        done = receive_all(shared, id, &watched, outbox) => done,
+        () = send_all(shared, &watched, outbox) => Ok(()),
+    }
+}
+
+async fn receive_all(
+    shared: &Shared,
+    id: MemberId,
+    watched: &AsyncFd<Watched>,
+    outbox: &Outbox,
+) -> Result<(), Violation> {
+    loop {
+        let Ok(mut ready) = watched.readable().await else {
+            return Ok(());
+        };
+        for _ in 0..TURN {
+            match receive(shared, id, watched.get_ref(), outbox)? {
+                Next::More => {}
+                Next::Nothing => {
+                    ready.clear_ready();
+                    break;
+                }
+                Next::End => return Ok(()),
+            }
+        }
+        drop(ready);
+        tokio::task::yield_now().await;
+    }
+}
+
+enum Next {
+    More,
+    Nothing,
+    End,
+}
+
+/// Receives and handles one record, if there is one.
+fn receive(shared: &Shared, id: MemberId, socket: &Watched, outbox: &Outbox) -> Result<Next, Violation> {
+    let mut state = lock(shared);
+    let mut buffer = std::mem::take(&mut state.buffer);
+    let next = match socket::receive(socket, &mut buffer) {
+        // Descriptors that a peer sends along are closed with `record`.
+        Ok(Some(record)) => record
+            .parse(&buffer)
+            .map_err(Violation::from)
+            .and_then(|message| state.handle(id, &message))
+            .map(|reply| {
+                if let Some(reply) = reply {
+                    outbox.push(reply, Vec::new());
+                }
+                Next::More
+            }),
+        Ok(None) => Ok(Next::End),
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Next::Nothing),
+        Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(Next::More),
+        Err(e) if e.kind() == io::ErrorKind::InvalidData => Err(Violation::Unreadable(e)),
+        Err(_) => Ok(Next::End),
+    };
+    state.buffer = buffer;
+    next
+}
+
+/// Sends what was queued, whenever the socket takes it. Returns when the connection is beyond hope.
+async fn send_all(shared: &Shared, watched: &AsyncFd<Watched>, outbox: &Outbox) {
+    loop {
+        outbox.queued().await;
+        loop {
+            match outbox.flush() {
+                Flushed::Empty => break,
+                Flushed::Broken => return,
+                Flushed::Overflow => {
+                    lock(shared).counters.overflows += 1;
+                    log::warn!("a service does not read what the store sends: its connection is closed");
+                    return;
+                }
+                Flushed::Blocked => {}
+            }
+            let Ok(mut ready) = watched.writable().await else {
+                return;
+            };
+            if outbox.flush() == Flushed::Blocked {
+                ready.clear_ready();
+            }
+        }
+    }
+}
+
+/// Lets go of a peer: what it sighted at once, what it references when its process has ended.
+async fn part(shared: &Shared, id: MemberId, peer: Peer) {
+    if !lock(shared).disconnect(id) {
+        return;
+    }
+    if let Some(pidfd) = peer.pidfd {
+        match watch(Arc::new(pidfd), Interest::READABLE) {
+            Ok(ended) => {
+                if tokio::time::timeout(ORPHAN_PATIENCE, ended.readable())
+                    .await
+                    .is_err()
+                {
+                    log::warn!(
+                        "process {} lives without a connection: what it references stays, and slots that it may \
+                         map are not reused, until it ends",
+                        peer.pid
+                    );
+                    let _ = ended.readable().await;
+                }
+            }
+            Err(e) => {
+                // Never assume that a process has ended: what it references stays for good.
+                log::error!(
+                    "process {} cannot be watched, its pages stay until the store restarts: {e}",
+                    peer.pid
+                );
+                return;
+            }
+        }
+    }
+    loop {
+        let more = lock(shared).depart(id);
+        if !more {
+            return;
+        }
+        tokio::task::yield_now().await;
+    }
+}

@@ -1,0 +1,160 @@
+//! Which metric shows which field of a service's account.
+
+use prometheus_client::registry::Unit;
+use vmm_dedup_protocol::stats::{CpuNs, Histogram, ServiceStats};
+
+/// A field of the account.
+type Get = fn(&ServiceStats) -> u64;
+
+/// One metric of one field.
+pub(super) struct Field {
+    pub(super) name: &'static str,
+    pub(super) help: &'static str,
+    pub(super) unit: Option<Unit>,
+    pub(super) get: Get,
+}
+
+/// One metric of several fields, told apart by a label.
+pub(super) struct Labelled {
+    pub(super) name: &'static str,
+    pub(super) help: &'static str,
+    pub(super) label: &'static str,
+    pub(super) series: &'static [(&'static str, Get)],
+}
+
+const fn plain(name: &'static str, help: &'static str, get: Get) -> Field {
+    Field {
+        name,
+        help,
+        unit: None,
+        get,
+    }
+}
+
+const fn bytes(name: &'static str, help: &'static str, get: Get) -> Field {
+    Field {
+        name,
+        help,
+        unit: Some(Unit::Bytes),
+        get,
+    }
+}
+
+pub(super) static GAUGES: &[Field] = &[
+    plain("pages", "Guest pages under the service", |s| s.pages),
+    plain("pages_mapped", "Pages that map a page of the store", |s| {
+        s.pages_mapped
+    }),
+    plain("pages_zero", "Pages replaced by the zero page", |s| s.pages_zero),
+    plain("pages_unshared", "Pages with a key and no twin", |s| {
+        s.pages_unshared
+    }),
+    plain(
+        "pages_volatile",
+        "Pages that change too often to be shared",
+        |s| s.pages_volatile,
+    ),
+    plain("pages_broken", "Pages copied by the kernel after sharing", |s| {
+        s.pages_broken
+    }),
+    plain("huge_ranges", "2 MiB ranges mapped by one huge page", |s| {
+        s.huge_ranges
+    }),
+    plain("vmas", "VMAs that merging added", |s| s.vmas),
+    plain("vmas_max", "Most VMAs that merging may add", |s| s.vmas_max),
+    bytes("metadata", "Bookkeeping of the service", |s| s.metadata_bytes),
+    bytes("vma", "Kernel memory of the added VMAs, estimated", |s| {
+        s.vma_bytes
+    }),
+    bytes("store_held", "What the store holds for the service", |s| {
+        s.store_bytes
+    }),
+    plain("reserve_pages", "Pages in the copy-on-write reserve", |s| {
+        s.reserve_pages
+    }),
+    plain(
+        "reserve_target_pages",
+        "Pages that the reserve should have",
+        |s| s.reserve_target,
+    ),
+    plain("waiting_writers", "Writers that wait for the reserve now", |s| {
+        s.waiting_writers
+    }),
+];
+
+pub(super) static COUNTERS: &[Field] = &[
+    plain("merges", "Pages merged with a page of the store", |s| {
+        s.merges_total
+    }),
+    plain("zero_merges", "Pages replaced by the zero page", |s| {
+        s.zero_merges_total
+    }),
+    plain(
+        "mismatches",
+        "Pages taken whose content had changed, and put back",
+        |s| s.mismatches_total,
+    ),
+    plain("published", "Pages handed to the store", |s| s.published_total),
+    plain("passes", "Passes begun", |s| s.passes_total),
+    plain("full_scans", "Times that every range was looked at", |s| {
+        s.full_scans_total
+    }),
+    plain("pages_keyed", "Pages whose key lines were read", |s| {
+        s.pages_keyed_total
+    }),
+    plain("pages_hashed", "Pages hashed whole", |s| s.pages_hashed_total),
+    bytes(
+        "read",
+        "Guest memory read for keys, hashes, publishing and verification",
+        |s| s.bytes_read_total,
+    ),
+    plain("reserve_waits", "Writers that had to wait for the reserve", |s| {
+        s.reserve_waits_total
+    }),
+];
+
+pub(super) static LABELLED: &[Labelled] = &[
+    Labelled {
+        name: "breaks",
+        help: "Sharing broken, by the kernel's copy-on-write or by the service",
+        label: "mode",
+        series: &[
+            ("kernel", |s| s.breaks_kernel_total),
+            ("managed", |s| s.breaks_managed_total),
+        ],
+    },
+    Labelled {
+        name: "refusals",
+        help: "Pages that could not be shared",
+        label: "reason",
+        series: &[
+            ("pinned", |s| s.refused_pinned_total),
+            ("vmas", |s| s.refused_vmas_total),
+            ("other", |s| s.refused_other_total),
+        ],
+    },
+];
+
+/// Name, help and field of a histogram.
+type HistogramField = (&'static str, &'static str, fn(&ServiceStats) -> &Histogram);
+
+pub(super) static HISTOGRAMS: &[HistogramField] = &[
+    ("stop", "How long the pages of a merge batch were away", |s| {
+        &s.stop
+    }),
+    ("break", "How long a managed copy-on-write fault took", |s| {
+        &s.break_latency
+    }),
+];
+
+/// CPU time by stage.
+pub(super) fn stages(cpu: &CpuNs) -> [(&'static str, u64); 6] {
+    [
+        ("track", cpu.track),
+        ("key", cpu.key),
+        ("hash", cpu.hash),
+        ("store", cpu.store),
+        ("merge", cpu.merge),
+        ("break", cpu.break_),
+    ]
+}

@@ -1,0 +1,132 @@
+//! Records on their way to one peer. Sending never waits: what the socket does not take is queued, and a peer that
+//! lets too much pile up is cut off.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::Notify;
+use vmm_dedup_protocol::socket;
+
+/// Most records that wait for one peer.
+const MAX_QUEUED: usize = 1024;
+
+#[derive(Debug)]
+struct Record {
+    bytes: Vec<u8>,
+    fds: Vec<Arc<OwnedFd>>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    records: VecDeque<Record>,
+    overflow: bool,
+}
+
+/// What became of the queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Flushed {
+    /// All was sent.
+    Empty,
+    /// The socket takes no more for now.
+    Blocked,
+    /// The peer is to be cut off: it does not read.
+    Overflow,
+    /// The socket is broken.
+    Broken,
+}
+
+/// The sending side of a connection.
+#[derive(Debug)]
+pub(crate) struct Outbox {
+    socket: Arc<OwnedFd>,
+    queue: Mutex<Queue>,
+    queued: Notify,
+}
+
+fn send(socket: &OwnedFd, record: &Record) -> io::Result<()> {
+    let fds: Vec<BorrowedFd<'_>> = record.fds.iter().map(|fd| fd.as_fd()).collect();
+    socket::send(socket, &record.bytes, &fds)
+}
+
+impl Outbox {
+    pub(crate) fn new(socket: Arc<OwnedFd>) -> Self {
+        Self {
+            socket,
+            queue: Mutex::default(),
+            queued: Notify::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends a record now or queues it.
+    pub(crate) fn push(&self, bytes: Vec<u8>, fds: Vec<Arc<OwnedFd>>) {
+        let record = Record { bytes, fds };
+        let mut queue = self.lock();
+        if queue.records.is_empty() && send(&self.socket, &record).is_ok() {
+            return;
+        }
+        // Errors other than a full socket show again, and are dealt with, when the queue is flushed.
+        if queue.records.len() < MAX_QUEUED {
+            queue.records.push_back(record);
+        } else {
+            queue.overflow = true;
+        }
+        self.queued.notify_one();
+    }
+
+    /// Sends what waits, as far as the socket takes it.
+    pub(crate) fn flush(&self) -> Flushed {
+        let mut queue = self.lock();
+        if queue.overflow {
+            return Flushed::Overflow;
+        }
+        while let Some(record) = queue.records.front() {
+            match send(&self.socket, record) {
+                Ok(()) => _ = queue.records.pop_front(),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Flushed::Blocked,
+                Err(_) => return Flushed::Broken,
+            }
+        }
+        Flushed::Empty
+    }
+
+    /// Waits until something has been queued.
+    pub(crate) async fn queued(&self) {
+        self.queued.notified().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType};
+    use vmm_dedup_protocol::message::{Kind, aligned_buffer, encode};
+
+    #[test]
+    fn a_peer_that_does_not_read_overflows_and_one_that_does_gets_all_in_order() {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (a, b) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let outbox = Outbox::new(Arc::new(a));
+        (0..1000u32).for_each(|n| outbox.push(encode(Kind::SegmentRetired, &[&n.to_le_bytes()]), Vec::new()));
+        let (mut buffer, mut got) = (aligned_buffer(), 0);
+        while got < 1000 {
+            match socket::receive(&b, &mut buffer) {
+                Ok(Some(record)) => {
+                    let message = record.parse(&buffer).unwrap();
+                    assert!(
+                        matches!(message, vmm_dedup_protocol::message::Message::SegmentRetired(n) if n == got)
+                    );
+                    got += 1;
+                }
+                _ => assert_ne!(outbox.flush(), Flushed::Overflow),
+            }
+        }
+        (0..4000u32).for_each(|n| outbox.push(encode(Kind::SegmentRetired, &[&n.to_le_bytes()]), Vec::new()));
+        assert_eq!(outbox.flush(), Flushed::Overflow);
+    }
+}

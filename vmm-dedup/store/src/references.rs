@@ -1,0 +1,142 @@
+//! What one connection references: a count for every slot, in chunks so that a VM pays for the parts of the store
+//! that it uses, and so that all of it can be dropped exactly.
+
+use vmm_dedup_protocol::Slot;
+
+/// Slots of one chunk. Small in unit tests, so that they cross chunks and the model check copies little.
+const CHUNK: usize = if cfg!(test) { 2 } else { 1024 };
+
+/// Why a reference change is no possible one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unbalanced {
+    /// More references dropped than held.
+    #[error("{n} references to {slot} were dropped, but this connection holds {held}")]
+    BelowZero {
+        /// The slot.
+        slot: Slot,
+        /// References dropped.
+        n: u32,
+        /// References held.
+        held: u32,
+    },
+    /// A count that no VM can have.
+    #[error("{slot} has got more references than a count can hold")]
+    Overflow {
+        /// The slot.
+        slot: Slot,
+    },
+}
+
+/// References of one connection.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct References {
+    chunks: Vec<Option<Box<[u32; CHUNK]>>>,
+    total: u64,
+}
+
+fn place(slot: Slot) -> (usize, usize) {
+    let n = slot.number() as usize;
+    (n / CHUNK, n % CHUNK)
+}
+
+impl References {
+    pub(crate) fn held(&self, slot: Slot) -> u32 {
+        let (chunk, at) = place(slot);
+        self.chunks
+            .get(chunk)
+            .and_then(Option::as_deref)
+            .map_or(0, |counts| counts[at])
+    }
+
+    pub(crate) fn add(&mut self, slot: Slot, n: u32) -> Result<(), Unbalanced> {
+        let (chunk, at) = place(slot);
+        if self.chunks.len() <= chunk {
+            self.chunks.resize_with(chunk + 1, || None);
+        }
+        let count = &mut self.chunks[chunk].get_or_insert_with(|| Box::new([0; CHUNK]))[at];
+        *count = count.checked_add(n).ok_or(Unbalanced::Overflow { slot })?;
+        self.total += u64::from(n);
+        Ok(())
+    }
+
+    pub(crate) fn sub(&mut self, slot: Slot, n: u32) -> Result<(), Unbalanced> {
+        let (chunk, at) = place(slot);
+        let Some(Some(counts)) = self.chunks.get_mut(chunk) else {
+            return Err(Unbalanced::BelowZero { slot, n, held: 0 });
+        };
+        let held = counts[at];
+        counts[at] = held
+            .checked_sub(n)
+            .ok_or(Unbalanced::BelowZero { slot, n, held })?;
+        self.total -= u64::from(n);
+        Ok(())
+    }
+
+    /// Takes out the references to the slots of one chunk; `None` when nothing is left.
+    #[allow(clippy::cast_possible_truncation)] // slot numbers are 32 bits
+    pub(crate) fn take_some(&mut self) -> Option<Vec<(Slot, u32)>> {
+        loop {
+            let counts = self.chunks.pop()?;
+            let first = self.chunks.len() * CHUNK;
+            let Some(counts) = counts else { continue };
+            let held = counts.iter().enumerate().filter(|(_, n)| **n > 0);
+            let taken: Vec<_> = held
+                .filter_map(|(at, n)| Some((Slot::try_new((first + at) as u32)?, *n)))
+                .collect();
+            self.total -= taken.iter().map(|(_, n)| u64::from(*n)).sum::<u64>();
+            return Some(taken);
+        }
+    }
+
+    pub(crate) fn total(&self) -> u64 {
+        self.total
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.chunks.iter().flatten().count() * CHUNK * 4 + self.chunks.capacity() * 8
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    proptest! {
+        #[test]
+        fn behaves_like_a_map(steps in proptest::collection::vec((0u32..40, 1u32..4, any::<bool>()), 0..300)) {
+            let (mut refs, mut model) = (References::default(), BTreeMap::<Slot, u32>::new());
+            for (number, n, up) in steps {
+                let slot = Slot::try_new(number).unwrap();
+                let held = model.get(&slot).copied().unwrap_or(0);
+                if up {
+                    refs.add(slot, n).unwrap();
+                    model.insert(slot, held + n);
+                } else if held >= n {
+                    refs.sub(slot, n).unwrap();
+                    model.insert(slot, held - n);
+                } else {
+                    prop_assert_eq!(refs.sub(slot, n), Err(Unbalanced::BelowZero { slot, n, held }));
+                }
+            }
+            prop_assert_eq!(refs.total(), model.values().map(|n| u64::from(*n)).sum::<u64>());
+            model.retain(|_, n| *n > 0);
+            let mut taken = BTreeMap::new();
+            while let Some(some) = refs.take_some() {
+                taken.extend(some);
+            }
+            prop_assert_eq!(taken, model);
+            prop_assert_eq!(refs.total(), 0);
+        }
+    }
+
+    #[test]
+    fn counts_do_not_wrap() {
+        let mut refs = References::default();
+        let slot = Slot::try_new(0).unwrap();
+        refs.add(slot, u32::MAX).unwrap();
+        assert_eq!(refs.add(slot, 1), Err(Unbalanced::Overflow { slot }));
+        assert_eq!(refs.held(slot), u32::MAX);
+    }
+}

@@ -1,0 +1,389 @@
+//! The memory of the store: sealed memfds of [`SEGMENT_BYTES`], sparse until written, and an allocator of runs.
+//!
+//! The store keeps the only writable mapping. Services get a descriptor that was opened read-only; the seal refuses
+//! writable mappings and `write` also to whoever reopens it through /proc. The seal forbids the store, too, to punch
+//! holes, so a slot that was written stays resident until its whole segment is empty and goes. Hence the allocator
+//! fills the fullest segments first, so that others can empty.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use vmm_dedup_protocol::key::{KEY_WORDS, PAGE_WORDS, PageWords, line_words};
+use vmm_dedup_protocol::mapping::{Mapping, sealed_memfd};
+use vmm_dedup_protocol::{MAX_SLOTS, PAGE_SIZE, SEGMENT_BYTES, SLOTS_PER_SEGMENT, Slot};
+
+const WORDS: usize = SLOTS_PER_SEGMENT as usize / 64;
+
+/// A second descriptor of the same file that cannot be written through.
+pub(crate) fn read_only(file: &OwnedFd) -> io::Result<OwnedFd> {
+    use rustix::fs::{Mode, OFlags};
+    let path = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+    Ok(rustix::fs::open(
+        path,
+        OFlags::RDONLY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )?)
+}
+
+/// Consecutive slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub(crate) first: Slot,
+    pub(crate) len: u32,
+}
+
+#[derive(Debug)]
+struct Segment {
+    map: Mapping,
+    file: Arc<OwnedFd>,
+    used: Box<[u64; WORDS]>,
+    written: Box<[u64; WORDS]>,
+    /// Slots that may ever be used: fewer than all in the last segment of a store whose size is no multiple.
+    usable: u32,
+    free: u32,
+    resident: u32,
+    /// No run of free slots is longer than this.
+    longest: u32,
+}
+
+fn bit(at: u32) -> (usize, u64) {
+    (at as usize / 64, 1 << (at % 64))
+}
+
+impl Segment {
+    fn new(usable: u32) -> io::Result<Self> {
+        let (file, map) = sealed_memfd("vmm-dedup-segment", SEGMENT_BYTES)?;
+        let mut used = Box::new([0; WORDS]);
+        for at in usable..SLOTS_PER_SEGMENT {
+            let (word, mask) = bit(at);
+            used[word] |= mask;
+        }
+        Ok(Self {
+            file: Arc::new(read_only(&file)?),
+            map,
+            used,
+            written: Box::new([0; WORDS]),
+            usable,
+            free: usable,
+            resident: 0,
+            longest: usable,
+        })
+    }
+
+    /// The first run of `n` free slots, or else the longest there is: `(start, length)`.
+    fn find_run(&mut self, n: u32) -> (u32, u32) {
+        let (mut best, mut start, mut at) = ((0, 0), 0, 0);
+        while at < SLOTS_PER_SEGMENT {
+            let (word, mask) = bit(at);
+            let bits = self.used[word];
+            if mask == 1 && bits == u64::MAX {
+                at += 64;
+                start = at;
+                continue;
+            }
+            if mask == 1 && bits == 0 && at + 64 - start < n {
+                at += 64;
+            } else if bits & mask == 0 {
+                at += 1;
+            } else {
+                at += 1;
+                start = at;
+                continue;
+            }
+            if at - start > best.1 {
+                best = (start, at - start);
+                if best.1 >= n {
+                    return (start, n);
+                }
+            }
+        }
+        self.longest = best.1;
+        best
+    }
+
+    fn take(&mut self, start: u32, n: u32) {
+        for at in start..start + n {
+            let (word, mask) = bit(at);
+            debug_assert!(self.used[word] & mask == 0);
+            self.used[word] |= mask;
+        }
+        self.free -= n;
+    }
+}
+
+/// All segments of a store.
+#[derive(Debug)]
+pub(crate) struct Segments {
+    segments: Vec<Option<Segment>>,
+    max_slots: u32,
+}
+
+impl Segments {
+    /// For at most `max_slots` pages.
+    pub(crate) fn new(max_slots: u32) -> Self {
+        Self {
+            segments: Vec::new(),
+            max_slots: max_slots.min(MAX_SLOTS),
+        }
+    }
+
+    pub(crate) fn max_slots(&self) -> u32 {
+        self.max_slots
+    }
+
+    /// Takes up to `n` consecutive slots, `None` if the store is full. The second value is a segment's number if
+    /// one had to be made for it: services must be given it before they can use the slots.
+    pub(crate) fn allocate_run(&mut self, n: u32) -> io::Result<Option<(Run, Option<u32>)>> {
+        let mut order: Vec<(u32, u32)> = self
+            .existing()
+            .filter(|(_, s)| s.free > 0)
+            .map(|(at, s)| (s.free, at))
+            .collect();
+        order.sort_unstable();
+        let mut best: Option<(u32, u32, u32)> = None;
+        for (_, number) in order {
+            let segment = self.segment_mut(number);
+            let known = best.map_or(0, |(_, _, len)| len);
+            if segment.longest <= known {
+                continue;
+            }
+            let (start, len) = segment.find_run(n);
+            if len > known {
+                best = Some((number, start, len));
+            }
+            if len >= n {
+                break;
+            }
+        }
+        let (number, start, len, new) = match best {
+            Some((number, start, len)) => (number, start, len, None),
+            None => {
+                let Some(number) = self.add_segment()? else {
+                    return Ok(None);
+                };
+                (number, 0, n.min(self.segment_mut(number).usable), Some(number))
+            }
+        };
+        self.segment_mut(number).take(start, len);
+        let first = Slot::try_new(number * SLOTS_PER_SEGMENT + start).expect("segments lie below MAX_SLOTS");
+        Ok(Some((Run { first, len }, new)))
+    }
+
+    fn add_segment(&mut self) -> io::Result<Option<u32>> {
+        let at = self
+            .segments
+            .iter()
+            .position(Option::is_none)
+            .unwrap_or(self.segments.len());
+        let Some(number) = u32::try_from(at)
+            .ok()
+            .filter(|n| *n < self.max_slots.div_ceil(SLOTS_PER_SEGMENT))
+        else {
+            return Ok(None);
+        };
+        let usable = (self.max_slots - number * SLOTS_PER_SEGMENT).min(SLOTS_PER_SEGMENT);
+        let segment = Some(Segment::new(usable)?);
+        match self.segments.get_mut(at) {
+            Some(place) => *place = segment,
+            None => self.segments.push(segment),
+        }
+        Ok(Some(number))
+    }
+
+    /// Gives a slot back. Returns its segment's number if that was the last one in use there: the segment is gone.
+    pub(crate) fn free(&mut self, slot: Slot) -> Option<u32> {
+        let number = slot.segment();
+        let segment = self.segment_mut(number);
+        let (word, mask) = bit(slot.number() % SLOTS_PER_SEGMENT);
+        assert!(segment.used[word] & mask != 0, "{slot} is freed twice");
+        segment.used[word] &= !mask;
+        segment.free += 1;
+        segment.longest = segment.free;
+        if segment.free < segment.usable {
+            return None;
+        }
+        self.segments[number as usize] = None;
+        while let Some(None) = self.segments.last() {
+            self.segments.pop();
+        }
+        Some(number)
+    }
+
+    /// Writes a page into an allocated slot.
+    pub(crate) fn write(&mut self, slot: Slot, page: &PageWords) {
+        let segment = self.segment_mut(slot.segment());
+        segment.map.write_page(slot.offset() / PAGE_SIZE, page);
+        let (word, mask) = bit(slot.number() % SLOTS_PER_SEGMENT);
+        segment.resident += u32::from(segment.written[word] & mask == 0);
+        segment.written[word] |= mask;
+    }
+
+    /// Whether a slot holds exactly this page.
+    pub(crate) fn equals(&self, slot: Slot, page: &PageWords) -> bool {
+        let words = &self.segment(slot.segment()).map.words()[slot.offset() / 8..][..PAGE_WORDS];
+        words
+            .iter()
+            .zip(page)
+            .all(|(a, b)| a.load(std::sync::atomic::Ordering::Relaxed) == *b)
+    }
+
+    /// The words of a slot's page that its line key covers.
+    pub(crate) fn key_words(&self, slot: Slot) -> [u64; KEY_WORDS] {
+        let words = &self.segment(slot.segment()).map.words()[slot.offset() / 8..][..PAGE_WORDS];
+        line_words(|at| words[at].load(std::sync::atomic::Ordering::Relaxed))
+    }
+
+    /// Numbers and read-only descriptors of the segments there are.
+    pub(crate) fn files(&self) -> impl Iterator<Item = (u32, Arc<OwnedFd>)> + '_ {
+        self.existing()
+            .map(|(number, segment)| (number, segment.file.clone()))
+    }
+
+    /// The read-only descriptor of one segment.
+    pub(crate) fn file(&self, number: u32) -> Arc<OwnedFd> {
+        self.segment(number).file.clone()
+    }
+
+    /// Slots that were ever written in the segments there are: what the store's pages cost.
+    pub(crate) fn resident_slots(&self) -> u64 {
+        self.existing()
+            .map(|(_, segment)| u64::from(segment.resident))
+            .sum()
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.existing().count() * (size_of::<Segment>() + 2 * WORDS * 8)
+    }
+
+    fn existing(&self) -> impl Iterator<Item = (u32, &Segment)> {
+        (0u32..)
+            .zip(&self.segments)
+            .filter_map(|(at, segment)| Some((at, segment.as_ref()?)))
+    }
+
+    fn segment(&self, number: u32) -> &Segment {
+        self.segments[number as usize]
+            .as_ref()
+            .expect("slots in use have a segment")
+    }
+
+    fn segment_mut(&mut self, number: u32) -> &mut Segment {
+        self.segments[number as usize]
+            .as_mut()
+            .expect("slots in use have a segment")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    fn run(segments: &mut Segments, n: u32) -> Option<(u32, u32)> {
+        segments
+            .allocate_run(n)
+            .unwrap()
+            .map(|(run, _)| (run.first.number(), run.len))
+    }
+
+    fn free(segments: &mut Segments, numbers: impl IntoIterator<Item = u32>) {
+        numbers
+            .into_iter()
+            .for_each(|n| _ = segments.free(Slot::try_new(n).unwrap()));
+    }
+
+    #[test]
+    fn runs_are_consecutive_and_fill_holes_first() {
+        let mut segments = Segments::new(MAX_SLOTS);
+        assert_eq!(run(&mut segments, 100), Some((0, 100)));
+        assert_eq!(run(&mut segments, 500), Some((100, 500)));
+        free(&mut segments, 10..74);
+        assert_eq!(run(&mut segments, 64), Some((10, 64)));
+        free(&mut segments, 10..73);
+        assert_eq!(run(&mut segments, 64), Some((600, 64)));
+    }
+
+    #[test]
+    fn a_full_store_says_so_and_falls_back_to_shorter_runs_before() {
+        let mut segments = Segments::new(10);
+        assert_eq!(run(&mut segments, 7), Some((0, 7)));
+        assert_eq!(run(&mut segments, 7), Some((7, 3)));
+        assert_eq!(run(&mut segments, 1), None);
+        free(&mut segments, [4]);
+        assert_eq!(run(&mut segments, 7), Some((4, 1)));
+    }
+
+    #[test]
+    fn an_empty_segment_goes_and_its_number_returns() {
+        let mut segments = Segments::new(MAX_SLOTS);
+        let (first, new) = segments.allocate_run(SLOTS_PER_SEGMENT).unwrap().unwrap();
+        assert_eq!((first.len, new), (SLOTS_PER_SEGMENT, Some(0)));
+        let (second, new) = segments.allocate_run(1).unwrap().unwrap();
+        assert_eq!((second.first.segment(), new), (1, Some(1)));
+        free(&mut segments, 1..SLOTS_PER_SEGMENT);
+        assert_eq!(segments.free(first.first), Some(0));
+        assert_eq!(segments.files().map(|(n, _)| n).collect::<Vec<_>>(), [1]);
+        assert_eq!(run(&mut segments, 2), Some((second.first.number() + 1, 2)));
+        let (_, new) = segments.allocate_run(SLOTS_PER_SEGMENT - 3).unwrap().unwrap();
+        assert_eq!(new, None);
+        let (_, new) = segments.allocate_run(1).unwrap().unwrap();
+        assert_eq!(new, Some(0));
+    }
+
+    #[test]
+    fn written_slots_count_until_their_segment_goes() {
+        let mut segments = Segments::new(MAX_SLOTS);
+        let page = [7; PAGE_WORDS];
+        run(&mut segments, 2);
+        let slot = |n| Slot::try_new(n).unwrap();
+        segments.write(slot(0), &page);
+        segments.write(slot(1), &page);
+        segments.write(slot(1), &page);
+        assert!(segments.equals(slot(0), &page));
+        assert_eq!(segments.resident_slots(), 2);
+        free(&mut segments, [0]);
+        assert_eq!(segments.resident_slots(), 2);
+        free(&mut segments, [1]);
+        assert_eq!(segments.resident_slots(), 0);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn no_slot_is_given_twice(steps in proptest::collection::vec((1u32..200, any::<u16>()), 0..60)) {
+            let (mut segments, mut taken) = (Segments::new(5000), BTreeSet::new());
+            for (n, back) in steps {
+                if let Some((first, len)) = run(&mut segments, n) {
+                    prop_assert!(len <= n && first + len <= 5000);
+                    for slot in first..first + len {
+                        prop_assert!(taken.insert(slot));
+                    }
+                } else {
+                    prop_assert_eq!(taken.len(), 5000);
+                }
+                let gone: Vec<u32> =
+                    taken.iter().copied().filter(|s| (s / 7 + u32::from(back)) % 3 == 0).collect();
+                gone.iter().for_each(|s| _ = taken.remove(s));
+                free(&mut segments, gone);
+            }
+        }
+    }
+
+    #[test]
+    fn descriptors_for_services_cannot_be_written() {
+        let mut segments = Segments::new(MAX_SLOTS);
+        run(&mut segments, 1);
+        let file = segments.file(0);
+        assert!(Mapping::read_write(&file, PAGE_SIZE).is_err());
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        if let Ok(again) = std::fs::OpenOptions::new().read(true).write(true).open(path) {
+            assert!(Mapping::read_write(&again, PAGE_SIZE).is_err());
+            assert!(rustix::io::pwrite(&again, &[1], 0).is_err());
+            assert!(rustix::fs::ftruncate(&again, 0).is_err());
+            let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+            assert!(rustix::fs::fallocate(&again, punch, 0, 4096).is_err());
+        }
+        assert!(Mapping::read_only(&file, SEGMENT_BYTES).is_ok());
+    }
+}

@@ -1,0 +1,266 @@
+//! The exchange with a live store, message by message.
+
+mod support;
+
+use std::time::Duration;
+use support::{Client, PAGES, Server, eventually, page, stats};
+use vmm_dedup_protocol::message::{Kind, encode};
+use vmm_dedup_protocol::socket;
+
+#[test]
+fn a_page_that_two_vms_have_ends_up_shared() {
+    let server = Server::start(|_| ());
+    let (mut a, mut b) = (
+        Client::connect(&server.socket, "a"),
+        Client::connect(&server.socket, "b"),
+    );
+    let p = page(1);
+    let (line, full) = (a.line_key(&p), a.full_key(&p));
+
+    assert!(a.batch(&[line], &[], &[]).is_empty());
+    assert!(b.batch(&[line], &[], &[]).is_empty());
+    assert!(
+        a.index
+            .is_marked(vmm_dedup_protocol::key::Key::try_new(line).unwrap())
+    );
+    assert!(a.batch(&[full], &[], &[]).is_empty());
+    assert_eq!(b.batch(&[7, full], &[], &[]), [1]);
+    let slot = b.publish(&[p])[0].unwrap();
+    assert_eq!(a.find(&p), Some(slot));
+    assert!(a.batch(&[full], &[7], &[(slot, 1)]).is_empty());
+    assert_eq!((a.content(slot), b.content(slot)), (p, p));
+
+    let account = stats(&server.socket).store;
+    assert_eq!((account.pages_shared, account.pages_sharing), (1, 1));
+    // Only b's key 7 is left, which a may not withdraw.
+    assert_eq!(
+        (account.sightings, account.marks, account.published_total),
+        (1, 1, 1)
+    );
+}
+
+#[test]
+fn a_slot_is_reused_only_after_everyone_has_looked_again() {
+    let server = Server::start(|config| config.max_bytes = 4096);
+    let (mut a, mut b) = (
+        Client::connect(&server.socket, "a"),
+        Client::connect(&server.socket, "b"),
+    );
+    let slot = a.publish(&[page(1)])[0].unwrap();
+    a.batch(&[], &[], &[(slot, -1)]);
+    assert_eq!(a.find(&page(1)), None);
+    a.acknowledge();
+    assert_eq!(a.publish(&[page(2)]), [None]);
+    assert_eq!(stats(&server.socket).store.slots_limbo, 1);
+    // b found it before and tells only now.
+    b.send_batch(1, &[], &[], &[(slot, 1)]);
+    b.batch_reply();
+    assert_eq!(a.find(&page(1)), Some(slot));
+    b.batch(&[], &[], &[(slot, -1)]);
+    a.acknowledge();
+    assert_eq!(a.publish(&[page(2)]), [None]);
+    b.acknowledge();
+    assert_eq!(a.publish(&[page(2)]), [Some(slot)]);
+    assert_eq!(stats(&server.socket).store.refused_full_total, 2);
+}
+
+#[test]
+fn neighbours_get_neighbouring_slots_and_twins_one_slot() {
+    let server = Server::start(|_| ());
+    let mut a = Client::connect(&server.socket, "a");
+    let pages: Vec<_> = [1, 2, 1, 3, 2].into_iter().map(page).collect();
+    let slots: Vec<_> = a
+        .publish(&pages)
+        .into_iter()
+        .map(|s| s.unwrap().number())
+        .collect();
+    assert_eq!(slots, [0, 1, 0, 2, 1]);
+    let account = stats(&server.socket).store;
+    assert_eq!(
+        (
+            account.pages_shared,
+            account.pages_sharing,
+            account.resident_bytes
+        ),
+        (3, 2, 3 * 4096)
+    );
+}
+
+#[test]
+fn a_page_that_is_not_what_was_announced_gets_no_slot() {
+    let server = Server::start(|_| ());
+    let mut a = Client::connect(&server.socket, "a");
+    a.staging.write_page(0, &page(1));
+    a.staging.write_page(1, &page(2));
+    let keys = [a.full_key(&page(9)), a.full_key(&page(2))];
+    let slots = a.publish_staged(&keys);
+    assert_eq!(slots[0], None);
+    assert_eq!(a.content(slots[1].unwrap()), page(2));
+}
+
+#[test]
+fn only_one_holder_is_asked_and_another_when_it_does_not_deliver() {
+    let server = Server::start(|_| ());
+    let mut clients: Vec<_> = ["a", "b", "c", "d"]
+        .iter()
+        .map(|n| Client::connect(&server.socket, n))
+        .collect();
+    let full = clients[0].full_key(&page(1));
+    let mut sight = |n: usize| clients[n].batch(&[full], &[], &[]).len();
+    assert_eq!([sight(0), sight(1), sight(2)], [0, 1, 0]);
+    // b sends something else instead of the page.
+    clients[1].acknowledge();
+    assert_eq!(clients[3].batch(&[full], &[], &[]), [0]);
+}
+
+#[test]
+fn duplicates_within_one_vm_and_one_batch_count() {
+    let server = Server::start(|_| ());
+    let mut a = Client::connect(&server.socket, "a");
+    let (line, full) = (a.line_key(&page(1)), a.full_key(&page(1)));
+    assert_eq!(a.batch(&[line, line, full, full], &[], &[]), [3]);
+    assert!(
+        a.index
+            .is_marked(vmm_dedup_protocol::key::Key::try_new(line).unwrap())
+    );
+}
+
+type Offence<'a> = Box<dyn Fn(&Client) + 'a>;
+
+#[test]
+fn what_breaks_the_rules_is_named_and_ends_the_connection() {
+    let server = Server::start(|_| ());
+    let mut a = Client::connect(&server.socket, "a");
+    let slot = a.publish(&[page(1)])[0].unwrap();
+    let other = vmm_dedup_protocol::Slot::try_new(99).unwrap();
+    let cases: [(&str, Offence<'_>); 7] = [
+        (
+            "were dropped, but this connection holds 0",
+            Box::new(|c| c.send_batch(1, &[], &[], &[(slot, -1)])),
+        ),
+        (
+            "holds no page",
+            Box::new(|c| c.send_batch(1, &[], &[], &[(other, 1)])),
+        ),
+        (
+            "but the index is only at",
+            Box::new(|c| c.send_batch(99, &[], &[], &[])),
+        ),
+        ("key is", Box::new(|c| c.send_batch(1, &[u64::MAX], &[], &[]))),
+        (
+            "not expected here",
+            Box::new(|c| send(c, &encode(Kind::Index, &[&[0; 8]]))),
+        ),
+        ("does not fit its kind", Box::new(|c| send(c, &[1, 2, 3]))),
+        (
+            "more references than a count",
+            Box::new(|c| {
+                c.send_batch(
+                    1,
+                    &[],
+                    &[],
+                    &[(slot, i32::MAX), (slot, i32::MAX), (slot, i32::MAX)],
+                );
+            }),
+        ),
+    ];
+    for (text, case) in &cases {
+        let mut c = Client::connect(&server.socket, "c");
+        case(&c);
+        let error = c.error();
+        assert!(error.contains(text), "{error}");
+    }
+    assert_eq!(stats(&server.socket).store.malformed_total, cases.len() as u64);
+    assert_eq!(a.content(slot), page(1));
+}
+
+fn send(client: &Client, record: &[u8]) {
+    socket::send(&client.socket, record, &[]).unwrap();
+}
+
+#[test]
+fn sightings_are_bounded_by_the_announced_pages() {
+    let server = Server::start(|_| ());
+    let mut a = Client::connect(&server.socket, "a");
+    for first in (0..PAGES - 2048).step_by(2048) {
+        a.batch(&(first..first + 2048).collect::<Vec<_>>(), &[], &[]);
+    }
+    a.send_batch(1, &(PAGES..PAGES + 2048).collect::<Vec<_>>(), &[], &[]);
+    assert!(a.error().contains("for 100000 announced pages"));
+    eventually(Duration::from_secs(1), || {
+        stats(&server.socket).store.sightings == 0
+    });
+}
+
+#[test]
+fn the_index_grows_under_its_readers() {
+    let server = Server::start(|_| ());
+    let (mut a, mut b) = (
+        Client::connect(&server.socket, "a"),
+        Client::connect(&server.socket, "b"),
+    );
+    let start = a.index_file_len();
+    for first in (0..40_000).step_by(500) {
+        let pages: Vec<_> = (first..first + 500).map(page).collect();
+        assert!(a.publish(&pages).iter().all(Option::is_some));
+    }
+    assert!(a.index_file_len() > start);
+    assert!(b.index.retired());
+    b.acknowledge();
+    assert!(!b.index.retired());
+    for seed in [0, 20_000, 39_999] {
+        let slot = b.find(&page(seed)).unwrap();
+        assert_eq!(b.content(slot), page(seed));
+    }
+}
+
+impl Client {
+    fn index_file_len(&self) -> u64 {
+        rustix::fs::fstat(&self.index_file)
+            .unwrap()
+            .st_size
+            .cast_unsigned()
+    }
+}
+
+#[test]
+fn an_empty_segment_is_retired() {
+    let server = Server::start(|_| ());
+    let mut a = Client::connect(&server.socket, "a");
+    let slot = a.publish(&[page(1)])[0].unwrap();
+    a.batch(&[], &[], &[(slot, -1)]);
+    a.acknowledge();
+    a.acknowledge();
+    assert!(a.segments[0].is_none());
+    assert_eq!(stats(&server.socket).store.resident_bytes, 0);
+    let again = a.publish(&[page(2)])[0].unwrap();
+    assert_eq!(a.content(again), page(2));
+}
+
+#[test]
+fn clients_cannot_write_segments_or_the_index() {
+    use vmm_dedup_protocol::mapping::Mapping;
+    let server = Server::start(|_| ());
+    let mut a = Client::connect(&server.socket, "a");
+    let slot = a.publish(&[page(1)])[0].unwrap();
+    let segment = &a.segments[slot.segment() as usize].as_ref().unwrap().0;
+    for file in [segment, &a.index_file] {
+        assert!(Mapping::read_write(file, 4096).is_err());
+        assert!(rustix::io::pwrite(file, &[1], 0).is_err());
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(file));
+        let again = std::fs::OpenOptions::new().read(true).write(true).open(path);
+        let again = again.expect("the file's mode lets its owner reopen it: the seal has to hold");
+        assert!(Mapping::read_write(&again, 4096).is_err());
+        assert!(rustix::io::pwrite(&again, &[1], 0).is_err());
+        assert!(rustix::fs::ftruncate(&again, 0).is_err());
+    }
+    assert_eq!(a.content(slot), page(1));
+}
+
+#[test]
+fn a_vm_with_a_taken_name_gets_another() {
+    let server = Server::start(|_| ());
+    let _a = Client::connect(&server.socket, "twin");
+    let _b = Client::connect(&server.socket, "twin");
+    assert_eq!(stats(&server.socket).vms, 2);
+}

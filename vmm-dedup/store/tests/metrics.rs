@@ -1,0 +1,157 @@
+//! What Prometheus gets to see.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::process::{Command, Stdio};
+use support::{Client, Server, page};
+use vmm_dedup_protocol::message::{Kind, encode};
+use vmm_dedup_protocol::socket;
+use vmm_dedup_protocol::stats::ServiceStats;
+use zerocopy::IntoBytes;
+
+fn get(address: SocketAddr, path: &str, accept: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    write!(
+        stream,
+        "GET {path} HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\nConnection: close\r\n\r\n"
+    )
+    .unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+    body.to_owned()
+}
+
+fn server() -> (Server, SocketAddr) {
+    let server = Server::start(|config| config.metrics = Some(SocketAddr::from(([127, 0, 0, 1], 0))));
+    let address = server.metrics.unwrap();
+    (server, address)
+}
+
+fn report(client: &mut Client, stats: &ServiceStats) {
+    socket::send(&client.socket, &encode(Kind::Report, &[stats.as_bytes()]), &[]).unwrap();
+    client.acknowledge();
+}
+
+fn value(text: &str, series: &str) -> Option<f64> {
+    text.lines()
+        .find_map(|line| line.strip_prefix(series)?.strip_prefix(' ')?.parse().ok())
+}
+
+#[test]
+fn counters_start_at_zero_and_outlive_their_vm() {
+    let (server, address) = server();
+    let merges = "vmmdedup_merges_total{domain=\"default\"}";
+    let of_vm = "vmmdedup_vm_merges_total{domain=\"default\",vm=\"web\"}";
+    let text = get(address, "/metrics", "");
+    assert_eq!(value(&text, merges), Some(0.0), "{text}");
+    assert_eq!(
+        value(
+            &text,
+            "vmmdedup_refusals_total{domain=\"default\",reason=\"store_full\"}"
+        ),
+        Some(0.0)
+    );
+
+    let mut vm = Client::connect(&server.socket, "web");
+    vm.publish(&[page(1)]);
+    let mut account = ServiceStats {
+        merges_total: 5,
+        pages_mapped: 3,
+        pages_zero: 2,
+        ..Default::default()
+    };
+    account.stop.observe(3_000);
+    report(&mut vm, &account);
+    let text = get(address, "/metrics", "");
+    assert_eq!(
+        (value(&text, merges), value(&text, of_vm)),
+        (Some(5.0), Some(5.0))
+    );
+    assert_eq!(
+        value(&text, "vmmdedup_pages_shared{domain=\"default\"}"),
+        Some(1.0)
+    );
+    let stop = |le| {
+        value(
+            &text,
+            &format!("vmmdedup_stop_seconds_bucket{{domain=\"default\",le=\"{le}\"}}"),
+        )
+    };
+    assert_eq!(
+        (stop("0.000002"), stop("0.000005"), stop("+Inf")),
+        (Some(0.0), Some(1.0), Some(1.0)),
+        "{text}"
+    );
+    let metadata = value(&text, "vmmdedup_store_metadata_bytes{domain=\"default\"}").unwrap();
+    let net = value(&text, "vmmdedup_saved_net_bytes{domain=\"default\"}").unwrap();
+    assert_eq!(net, (3.0 + 2.0 - 1.0) * 4096.0 - metadata);
+
+    drop(vm);
+    support::eventually(std::time::Duration::from_secs(1), || {
+        let text = get(address, "/metrics", "");
+        (value(&text, merges), value(&text, of_vm)) == (Some(5.0), None)
+    });
+}
+
+#[test]
+fn hostile_reports_do_no_harm() {
+    let (server, address) = server();
+    let mut vm = Client::connect(&server.socket, "x\"} 1\n");
+    let mut all = ServiceStats::default();
+    all.as_mut_bytes().fill(0xff);
+    report(&mut vm, &all);
+    report(&mut vm, &all);
+    let _other = Client::connect(&server.socket, "y");
+    let text = get(address, "/metrics", "");
+    assert_eq!(
+        value(&text, "vmmdedup_vm_pages{domain=\"default\",vm=\"x___1_\"}"),
+        Some(u64::MAX as f64)
+    );
+}
+
+#[test]
+fn healthz_and_openmetrics_are_served() {
+    let (_server, address) = server();
+    assert_eq!(get(address, "/healthz", ""), "ok\n");
+    let text = get(address, "/metrics", "application/openmetrics-text; version=1.0.0");
+    assert!(text.ends_with("# EOF\n"));
+}
+
+#[test]
+fn promtool_finds_nothing_to_complain_about() {
+    let (server, address) = server();
+    let mut vm = Client::connect(&server.socket, "web");
+    vm.publish(&[page(1)]);
+    report(
+        &mut vm,
+        &ServiceStats {
+            merges_total: 5,
+            ..Default::default()
+        },
+    );
+    let text = get(address, "/metrics", "");
+    let spawned = Command::new("promtool")
+        .args(["check", "metrics"])
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let Ok(mut child) = spawned else {
+        assert!(
+            std::env::var("CI").as_deref() != Ok("true"),
+            "promtool is needed: install prometheus"
+        );
+        eprintln!("SKIPPED: promtool is not installed (Debian package prometheus)");
+        return;
+    };
+    child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let complaints = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success() && complaints.is_empty(),
+        "{complaints}\n{text}"
+    );
+}

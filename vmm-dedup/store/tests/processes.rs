@@ -1,0 +1,105 @@
+//! Peers that die, and peers that live on without their socket.
+
+mod support;
+
+use std::io::{BufRead, Write};
+use std::path::Path;
+use std::time::Duration;
+use support::{Client, HELPER_SOCKET, Helper, Server, eventually, page, stats};
+
+/// Not a test but the part that helper processes play: publishes pages and does as it is told.
+#[test]
+fn helper() {
+    let Ok(path) = std::env::var(HELPER_SOCKET) else {
+        return;
+    };
+    let mut client = Some(Client::connect(Path::new(&path), "helper"));
+    for line in std::io::stdin().lock().lines() {
+        let line = line.unwrap();
+        let (word, rest) = line.split_once(' ').unwrap_or((&line, ""));
+        let answer = match word {
+            "publish" => {
+                let pages: Vec<_> = (0..rest.parse().unwrap()).map(page).collect();
+                let slots = client.as_mut().unwrap().publish(&pages);
+                slots.iter().flatten().count().to_string()
+            }
+            "close" => {
+                client = None;
+                "closed".into()
+            }
+            "connect" => {
+                client = Some(Client::connect(Path::new(&path), "helper"));
+                "connected".into()
+            }
+            other => panic!("{other}"),
+        };
+        println!("\n> {answer}");
+        std::io::stdout().flush().unwrap();
+    }
+}
+
+#[test]
+fn a_killed_vm_frees_its_slots_within_a_second() {
+    let server = Server::start(|_| ());
+    let mut a = Client::connect(&server.socket, "a");
+    let mut vm = Helper::start("helper", &server.socket);
+    assert_eq!(vm.ask("publish 500"), "500");
+    assert_eq!(stats(&server.socket).store.pages_shared, 500);
+    vm.kill();
+    let took = eventually(Duration::from_secs(1), || {
+        stats(&server.socket).store.slots_limbo == 500
+    });
+    println!("in limbo after {took:?}");
+    a.acknowledge();
+    let account = stats(&server.socket).store;
+    assert_eq!(
+        (account.pages_shared, account.slots_limbo, account.resident_bytes),
+        (0, 0, 0)
+    );
+}
+
+#[test]
+fn a_process_that_lost_its_socket_keeps_its_slots_until_it_ends() {
+    let server = Server::start(|config| config.max_bytes = 10 * 4096);
+    let mut a = Client::connect(&server.socket, "a");
+    let mut vm = Helper::start("helper", &server.socket);
+    assert_eq!(vm.ask("publish 4"), "4");
+    // The VM may have found this page and mapped it without having been able to tell.
+    let found = a.publish(&[page(100)])[0].unwrap();
+    assert_eq!(vm.ask("close"), "closed");
+    assert_eq!(vm.ask("connect"), "connected");
+    a.batch(&[], &[], &[(found, -1)]);
+    a.acknowledge();
+    std::thread::sleep(Duration::from_millis(1200));
+    a.acknowledge();
+    let account = stats(&server.socket).store;
+    assert_eq!((account.pages_shared, account.slots_limbo), (4, 1));
+    assert_eq!(a.content(found), page(100));
+    assert_eq!(
+        a.publish(&(200..210).map(page).collect::<Vec<_>>())
+            .iter()
+            .flatten()
+            .count(),
+        5
+    );
+    vm.kill();
+    eventually(Duration::from_secs(1), || {
+        a.acknowledge();
+        let account = stats(&server.socket).store;
+        (account.pages_shared, account.slots_limbo) == (5, 0)
+    });
+}
+
+#[test]
+fn one_process_has_only_so_many_connections() {
+    let server = Server::start(|config| config.max_connections_per_process = 3);
+    let mut vm = Helper::start("helper", &server.socket);
+    for _ in 0..2 {
+        vm.ask("close");
+        vm.ask("connect");
+    }
+    vm.ask("close");
+    let mine = Client::connect(&server.socket, "a");
+    drop(mine);
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| vm.ask("connect"))).is_err());
+}
