@@ -85,9 +85,8 @@ pub(crate) fn fetch(path: &Path) -> Result<(StoreStats, Vec<Vm>), Failure> {
 }
 
 /// Net bytes saved on the host, after all metadata and mappings.
-#[allow(clippy::cast_possible_wrap)] // the wire carries two's complement
 pub(crate) fn saved_net(store: &StoreStats) -> i64 {
-    store.saved_net_bytes as i64
+    store.saved_net_bytes.cast_signed()
 }
 
 /// Runs the command.
@@ -105,7 +104,7 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
         "pages shared    {} (slots), sharing {}",
         store.pages_shared, store.pages_sharing
     );
-    println!("metadata        {}", mib(store.metadata_bytes as i64));
+    println!("metadata        {}", mib(store.metadata_bytes.cast_signed()));
     println!("store CPU       {:.2} s", store.cpu_ns as f64 / 1e9);
     if vms.is_empty() {
         println!("no VM is connected");

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use vmm_dedup_payload::{PayloadConfig, Report, Rewrite, WorkingSet};
 
 const COMMON_MIB: u64 = 12;
-const COMMON_PAGES: i64 = COMMON_MIB as i64 * 256;
+const COMMON_PAGES: i64 = COMMON_MIB.cast_signed() * 256;
 
 fn command() -> Command {
     Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))

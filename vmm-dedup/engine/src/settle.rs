@@ -118,6 +118,7 @@ impl Scanner {
         let Some(store) = &mut self.store else {
             return Ok(());
         };
+        store.release_staging();
         self.epoch = store.index().epoch();
         if self.epoch > self.acknowledged {
             store.batch(self.epoch, &[], &[], &[])?;

@@ -33,6 +33,9 @@ pub(crate) struct Store {
     buffer: Vec<u64>,
     index: IndexReader,
     staging: Mapping,
+    staging_file: OwnedFd,
+    /// Whether the staging buffer holds pages.
+    staged: bool,
     segments: Vec<Option<Segment>>,
     salt: Salt,
 }
@@ -62,6 +65,8 @@ impl Store {
         Ok(Self {
             index: map_index(&index, welcome.index_bytes)?,
             staging: Mapping::read_write(&staging, STAGING_PAGES * vmm_dedup_protocol::PAGE_SIZE)?,
+            staging_file: staging,
+            staged: false,
             segments: Vec::new(),
             salt: Salt(welcome.salt),
             socket,
@@ -104,7 +109,8 @@ impl Store {
     }
 
     /// Puts a page into the staging buffer.
-    pub(crate) fn stage(&self, position: usize, page: &PageWords) {
+    pub(crate) fn stage(&mut self, position: usize, page: &PageWords) {
+        self.staged = true;
         self.staging.write_page(position, page);
     }
 
@@ -123,6 +129,15 @@ impl Store {
             .into_iter()
             .map(|n| if n == NO_SLOT { None } else { Slot::try_new(n) })
             .collect())
+    }
+
+    /// Gives the memory of the staging buffer back.
+    pub(crate) fn release_staging(&mut self) {
+        use rustix::fs::{FallocateFlags, fallocate};
+        if std::mem::take(&mut self.staged) {
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let _ = fallocate(&self.staging_file, flags, 0, self.staging.len() as u64);
+        }
     }
 
     /// Sends the service's account. Not answered.

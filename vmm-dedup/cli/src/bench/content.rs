@@ -79,7 +79,7 @@ impl Area {
             Kind::Runs => {
                 let stretches = area.pages / 256;
                 let distinct = (stretches / 4).max(1);
-                area.fill_words(|page| (page / 256 % distinct) << 8 | page % 256);
+                area.fill_words(|page| ((page / 256 % distinct) << 8) | (page % 256));
             }
             Kind::Files => area.fill_files()?,
         }
@@ -102,8 +102,8 @@ impl Area {
     /// Writes one word in each of 1 % of the pages, spread evenly; different pages and words in each round.
     pub(crate) fn dirty(&mut self, round: usize) {
         for n in 0..self.pages / 100 {
-            let page = (n * 100 + mix(round * 1_000_003 + n) as usize % 100) % self.pages;
-            let word = mix(page + round) as usize % WORDS;
+            let page = (n * 100 + pick(round * 1_000_003 + n, 100)) % self.pages;
+            let word = pick(page + round, WORDS);
             // SAFETY: inside the area.
             unsafe { self.word(page, word).write_volatile(mix(round << 32 | page)) };
             self.sums[page] = self.sum(page);
@@ -224,6 +224,12 @@ pub(crate) fn real_files() -> Vec<PathBuf> {
 fn is_wanted(path: &Path) -> bool {
     let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
     name.contains(".so") || name.starts_with("locale-archive") || path.starts_with("/usr/lib/locale")
+}
+
+/// A number below `limit` that depends on `n`.
+#[allow(clippy::cast_possible_truncation)] // below limit
+fn pick(n: usize, limit: usize) -> usize {
+    (mix(n) % limit as u64) as usize
 }
 
 /// SplitMix64.

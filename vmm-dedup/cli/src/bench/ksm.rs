@@ -85,7 +85,7 @@ pub(crate) fn measure(area: &mut Area) -> Result<Measured, Failure> {
     }
     let idle = per_scan(&cpu, || {})?;
     set("run", "0")?;
-    let freed = host::available()? as i64 - before as i64;
+    let freed = host::available()?.cast_signed() - before.cast_signed();
     set("run", "1")?;
     let mut round = 0;
     let dirty = per_scan(&cpu, || {

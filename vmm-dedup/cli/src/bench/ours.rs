@@ -54,7 +54,7 @@ pub(crate) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
     let vmas = vmas()?.saturating_sub(vmas_before);
     let stats = service.stats();
     let store_stats = crate::stat::fetch(store)?.0;
-    let freed = host::available()? as i64 - before as i64;
+    let freed = host::available()?.cast_signed() - before.cast_signed();
     let idle_start = cpu()?;
     for _ in 0..IDLE_PASSES {
         pass(&service)?;
@@ -76,7 +76,7 @@ pub(crate) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
     }
     let saved = (stats.pages_mapped + stats.pages_zero).saturating_sub(store_stats.pages_shared);
     let metadata = stats.metadata_bytes + store_stats.metadata_bytes;
-    let net = (saved * 4096) as i64 - metadata as i64 - stats.vma_bytes as i64;
+    let net = (saved * 4096).cast_signed() - metadata.cast_signed() - stats.vma_bytes.cast_signed();
     Ok(Measured {
         cpu_s: seconds(last.1),
         wall_s: last.2.as_secs_f64(),
