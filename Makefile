@@ -21,14 +21,14 @@ setup: ## find, and where possible install, what the other commands need
 demo: setup ## four guests that share memory, watched live and verified at the end
 	$(CLI) demo
 
-# Guests and merge windows want a core to themselves: few tests at a time.
+# One test at a time (see .cargo/config.toml): guests want the cores for themselves.
 test: setup ## all tests
-	RUST_TEST_THREADS=$${RUST_TEST_THREADS:-2} $(CARGO) test $(CARGOFLAGS) --workspace --no-fail-fast
+	$(CARGO) test $(CARGOFLAGS) --workspace --no-fail-fast
 
 lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy $(CARGOFLAGS) --workspace --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGOFLAGS) --workspace --no-deps
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGOFLAGS) --workspace --no-deps --document-private-items
 
 bench: setup ## the same content merged by KSM and by us, in turn (root; some minutes)
 	$(CLI) bench ksm $(BENCHFLAGS)

@@ -13,7 +13,7 @@
 //! limbo until nobody can map it any more ([`lifetime`] tells why that is safe, also when sockets break).
 //!
 //! # Shape
-//! One tokio thread. A task per connection ([`connection`]) receives a record, calls [`State::handle`] and sends the
+//! One tokio thread. A task per connection ([`connection`]) receives a record, calls `State::handle` and sends the
 //! answer; nothing in `handle` waits, so the lock around the state is never contended and records are handled one
 //! at a time. Pushes go into bounded queues ([`outbox`]): a peer that does not read is cut off, and holds up nobody.
 //! [`slots`], [`epochs`], [`references`] and [`lifetime`] do no I/O; `tests` in `verification` walk through all
@@ -26,8 +26,8 @@
 //!
 //! # Known holes
 //! - A process that shares its memory with another one (`CLONE_VM` without `CLONE_THREAD`, or a fork that inherits
-//!   mappings of slots) and ends first: the store sees only the process that connected. A VMM must not do that;
-//!   the engine marks guest memory `MADV_DONTFORK`.
+//!   mappings of slots) and ends first: the store sees only the process that connected. A VMM must not do that (guest memory is to be
+//!   marked `MADV_DONTFORK` where a VMM forks at all).
 //! - Two stores started at the same instant on one stale socket path can both pass the check for a live one; the
 //!   later one wins the path.
 //! - Growing a very large table (sightings, index) is one pass without a pause: about 5 ms per million entries.
