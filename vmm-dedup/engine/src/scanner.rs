@@ -187,6 +187,7 @@ impl Scanner {
         self.stats.passes_total += 1;
         match self.try_pass() {
             Ok(()) | Err(Error::Stopped) => {}
+            Err(error @ Error::Pagemap(_)) => log::warn!("a pass ended early: {error}"),
             Err(error) => self.lose_store(&error),
         }
         self.stats.last_pass_ms = SystemTime::now()

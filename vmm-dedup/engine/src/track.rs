@@ -13,11 +13,9 @@ use vmm_dedup_protocol::key::Key;
 
 /// Chunks asked for in one request (64 MiB).
 const CHUNKS_PER_SCAN: usize = 32;
-/// Written pages this close together are protected in one request.
-const PROTECT_GAP: usize = 16 * PAGE_SIZE;
 /// Every chunk is visited at least this often, in passes, for what raises no fault here: another process writing
 /// guest memory through the kernel.
-const FORCED_PERIOD: u64 = 64;
+const FORCED_PERIOD: u64 = 128;
 /// Pages whose key lines are fetched ahead.
 const PREFETCH: usize = 8;
 
@@ -100,7 +98,10 @@ impl Scanner {
         let protect = std::mem::take(&mut self.to_protect);
         // Protected only now, and keyed in a later pass at the earliest: a write in between is still seen there.
         for range in protect {
-            self.pagemap.protect(range).map_err(Error::Pagemap)?;
+            if let Err(error) = self.tracker.write_protect(range.start, range.len(), true) {
+                // Its pages keep counting as written: they are not merged, and nothing else happens.
+                log::debug!("cannot protect {range:x?}: {error}");
+            }
         }
         self.lap(|cpu| &mut cpu.track);
         self.key_pages()
@@ -147,12 +148,13 @@ impl Scanner {
         (chunk.volatile, chunk.pending) = (volatile, waiting);
     }
 
-    /// Remembers a page to be protected, in one range with others close by.
+    /// Remembers a page to be protected. (PAGEMAP_SCAN could find and protect in one request, but the kernel then drops
+    /// KVM's mappings of the whole range, written or not.)
     fn note_protect(&mut self, page: Page) {
         let start = self.memory.address(page);
         let end = start + PAGE_SIZE;
         match self.to_protect.last_mut() {
-            Some(last) if start >= last.end && start - last.end <= PROTECT_GAP => last.end = end,
+            Some(last) if last.end == start => last.end = end,
             _ => self.to_protect.push(start..end),
         }
     }

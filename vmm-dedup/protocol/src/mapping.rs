@@ -81,6 +81,17 @@ impl Mapping {
         }
     }
 
+    /// Allocates the memory of consecutive pages of a writable mapping in one call, which costs less than a fault for
+    /// each.
+    pub fn populate(&self, first: usize, pages: usize) -> io::Result<()> {
+        assert!(self.writable && (first + pages) * PAGE_SIZE <= self.len);
+        let start = self.address() + first * PAGE_SIZE;
+        let advice = rustix::mm::Advice::LinuxPopulateWrite;
+        // SAFETY: a part of our own mapping; populating changes no content.
+        unsafe { rustix::mm::madvise(start as *mut _, pages * PAGE_SIZE, advice)? };
+        Ok(())
+    }
+
     /// Copies a page in.
     pub fn write_page(&self, page: usize, from: &PageWords) {
         assert!(self.writable, "the mapping was made read-only");

@@ -284,6 +284,7 @@ impl State {
                 let file = self.segments.file(number);
                 self.broadcast(&encode(Kind::Segment, &[number.as_bytes()]), Some(&file));
             }
+            self.segments.populate(&allocated);
             *run = Some(allocated);
         }
         let Some(slot) = next_of(run) else { return Ok(None) };

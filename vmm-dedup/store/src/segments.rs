@@ -209,6 +209,19 @@ impl Segments {
         Some(number)
     }
 
+    /// Allocates the memory of a run that is about to be written. Best effort: what is missing comes with the writes.
+    pub(crate) fn populate(&mut self, run: &Run) {
+        let segment = self.segment_mut(run.first.segment());
+        let start = run.first.number() % SLOTS_PER_SEGMENT;
+        if segment.map.populate(start as usize, run.len as usize).is_ok() {
+            for slot in start..start + run.len {
+                let (word, mask) = bit(slot);
+                segment.resident += u32::from(segment.written[word] & mask == 0);
+                segment.written[word] |= mask;
+            }
+        }
+    }
+
     /// Writes a page into an allocated slot.
     pub(crate) fn write(&mut self, slot: Slot, page: &PageWords) {
         let segment = self.segment_mut(slot.segment());

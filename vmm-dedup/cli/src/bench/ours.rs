@@ -14,7 +14,7 @@ use vmm_dedup::{Config, DedupService, HostRange, ServiceStats};
 /// left to do after the first few.
 const SETTLED_PASSES: u32 = 8;
 /// Every chunk is visited at least once in that many passes, whatever its period.
-const IDLE_PASSES: u32 = 64;
+const IDLE_PASSES: u32 = 128;
 /// The longest period of a fragmented chunk: over that many passes each has been visited.
 const DIRTY_PASSES: usize = 16;
 

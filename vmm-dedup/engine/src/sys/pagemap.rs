@@ -9,8 +9,6 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 
 const PAGEMAP_SCAN: u64 = (3 << 30) | (96 << 16) | ((b'f' as u64) << 8) | 16;
-const WP_MATCHING: u64 = 1;
-
 const WRITTEN: u64 = 1 << 1;
 const FILE: u64 = 1 << 2;
 const PRESENT: u64 = 1 << 3;
@@ -68,7 +66,7 @@ impl Pagemap {
             regions: vec![PageRegion::default(); 512],
         };
         // An empty range asks the kernel for nothing but whether it knows the request.
-        match pagemap.scan(0, 0..0, 0, 0, 0) {
+        match pagemap.scan(0..0, 0, 0, 0) {
             Err(e) if e.raw_os_error() == Some(libc::ENOTTY) => {
                 Err(Error::KernelLacks("the PAGEMAP_SCAN ioctl (Linux 6.7)"))
             }
@@ -84,7 +82,7 @@ impl Pagemap {
         while at < range.end {
             let wanted = PRESENT | WRITTEN;
             let absent = FILE | PFNZERO;
-            let (found, end) = self.scan(0, at..range.end, wanted | absent, absent, HUGE)?;
+            let (found, end) = self.scan(at..range.end, wanted | absent, absent, HUGE)?;
             for region in &self.regions[..found] {
                 let range = addresses(region);
                 each(Written {
@@ -97,25 +95,11 @@ impl Pagemap {
         Ok(())
     }
 
-    /// Protects the written small pages of a range. (Asking for the whole memory at once would be one call as well,
-    /// but the kernel then drops all of KVM's mappings of it.)
-    pub(crate) fn protect(&mut self, range: Range<usize>) -> io::Result<()> {
-        let mut at = range.start;
-        while at < range.end {
-            let wanted = PRESENT | WRITTEN;
-            let absent = FILE | PFNZERO | HUGE;
-            at = self
-                .scan(WP_MATCHING, at..range.end, wanted | absent, absent, 0)?
-                .1;
-        }
-        Ok(())
-    }
-
     /// Stretches of a range that are private copies rather than pages of the store.
     pub(crate) fn private(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
         let (mut at, mut found) = (range.start, Vec::new());
         while at < range.end {
-            let (n, end) = self.scan(0, at..range.end, PRESENT | FILE, FILE, PRESENT)?;
+            let (n, end) = self.scan(at..range.end, PRESENT | FILE, FILE, PRESENT)?;
             found.extend(self.regions[..n].iter().map(addresses));
             at = end;
         }
@@ -126,7 +110,6 @@ impl Pagemap {
     /// of regions found and the address up to which the range was walked.
     fn scan(
         &mut self,
-        flags: u64,
         range: Range<usize>,
         mask: u64,
         inverted: u64,
@@ -134,7 +117,6 @@ impl Pagemap {
     ) -> io::Result<(usize, usize)> {
         let mut request = Request {
             size: size_of::<Request>() as u64,
-            flags,
             start: range.start as u64,
             end: range.end as u64,
             vec: self.regions.as_mut_ptr() as u64,
