@@ -70,8 +70,8 @@ struct Event {
 /// Runs the demo.
 pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
     run::need_kvm()?;
-    let demo = Demo::start(args)?;
-    demo.go(args)
+    let cleanup = || drop(fs::remove_dir_all(store::child_folder("demo")));
+    crate::signals::on_termination(cleanup, || Demo::start(args)?.go(args))
 }
 
 struct Demo {
@@ -277,7 +277,14 @@ fn launch(
     let name = format!("guest-{}", n + 1);
     let own = std::env::current_exe().map_err(Failure::from_error)?;
     let mut process = Command::new(own)
-        .args(["run", "--payload", &payload.command_line(), "--name", &name])
+        .args([
+            "run",
+            "--die-with-parent",
+            "--payload",
+            &payload.command_line(),
+            "--name",
+            &name,
+        ])
         .args([
             "--memory-mib",
             &args.memory_mib.to_string(),

@@ -23,6 +23,9 @@ use std::process::ExitCode;
 #[derive(Parser, Debug)]
 #[command(version, about, long_about, propagate_version = true)]
 struct Cli {
+    /// End when the process that started this one ends (for children of other commands).
+    #[arg(long, global = true, hide = true)]
+    die_with_parent: bool,
     #[command(subcommand)]
     command: Command,
 }
@@ -48,6 +51,9 @@ enum Bench {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
+    if cli.die_with_parent {
+        let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
+    }
     let result = match &cli.command {
         Command::Demo(args) => demo::run(args),
         Command::Store(args) => store::run(args),

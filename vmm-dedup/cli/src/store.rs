@@ -76,6 +76,11 @@ pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
     })
 }
 
+/// Where the child store of this process keeps its socket, and other commands their temporary files.
+pub(crate) fn child_folder(name: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("vmm-dedup-{name}-{}", std::process::id()))
+}
+
 /// A store in a child process with a socket of its own; ended and cleaned up on drop.
 #[derive(Debug)]
 pub(crate) struct Child {
@@ -87,14 +92,14 @@ pub(crate) struct Child {
 impl Child {
     /// Starts one and waits until it listens.
     pub(crate) fn start(name: &str, metrics: Option<SocketAddr>) -> Result<Self, Failure> {
-        let folder = std::env::temp_dir().join(format!("vmm-dedup-{name}-{}", std::process::id()));
+        let folder = child_folder(name);
         fs::create_dir_all(&folder)
             .map_err(|e| Failure::new(format!("cannot create {}: {e}", folder.display())))?;
         let socket = folder.join("store.sock");
         let own = std::env::current_exe().map_err(Failure::from_error)?;
         let metrics = metrics.map_or("none".to_owned(), |address| address.to_string());
         let process = Command::new(own)
-            .args(["store", "--metrics", &metrics, "--socket"])
+            .args(["store", "--die-with-parent", "--metrics", &metrics, "--socket"])
             .arg(&socket)
             .stdin(Stdio::null())
             .stdout(Stdio::null())

@@ -66,10 +66,12 @@ impl Scanner {
             }
             let admit = !state.huge || state.split;
             for item in &items[at..end] {
-                let private = matches!(
-                    self.table.get(item.page),
-                    State::Untracked | State::Armed | State::Zero | State::Candidate { .. } | State::Foreign
-                );
+                let state = self.table.get(item.page);
+                let private = match state {
+                    State::Untracked | State::Armed | State::Candidate { .. } | State::Foreign => true,
+                    State::Zero => item.slot.is_none(),
+                    State::Shared(_) | State::Broken => false,
+                };
                 if admit && private {
                     admitted.push(*item);
                 } else {
@@ -117,9 +119,14 @@ impl Scanner {
             return;
         }
         let Some(store) = &self.store else { return };
-        let merged = self
-            .merger
-            .merge(&self.memory, &self.tracker, store, &self.breaker, items);
+        let merged = self.merger.merge(
+            &self.memory,
+            &self.tracker,
+            store,
+            &self.breaker,
+            &mut self.pagemap,
+            items,
+        );
         let window = match merged {
             Ok(window) => window,
             Err(error) => {

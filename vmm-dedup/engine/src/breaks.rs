@@ -16,6 +16,7 @@ use crate::page_size::{PAGE_SIZE, bytes};
 use crate::reserve::Reserve;
 use crate::sys::guest;
 use crate::sys::pagemap::Pagemap;
+use crate::sys::sched::Urgent;
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::{self, Anonymous};
 use std::collections::{HashSet, VecDeque};
@@ -114,19 +115,29 @@ impl Breaker {
 
     /// Protects a range that was just mapped from the store, before anyone is woken there. If that fails the kernel
     /// copies on write.
-    pub(crate) fn adopt(&self, run: &Range<usize>) {
+    ///
+    /// Since the range was mapped, somebody who had not been waiting may have written it (or pinned a page for a DMA),
+    /// and the kernel copied for him. Once the range is protected that cannot happen any more; so what is private then
+    /// is left to the kernel for good, and only the rest is ours to break.
+    pub(crate) fn adopt(&self, pagemap: &mut Pagemap, run: &Range<usize>) {
         if !self.managed {
             return;
         }
-        let mut inner = self.lock();
-        self.mark(run, true);
         let protected = self
             .uffd
             .register(run.start, run.len(), Mode::Wp)
-            .and_then(|()| self.uffd.write_protect(run.start, run.len(), true));
-        if let Err(error) = protected {
+            .and_then(|()| self.uffd.write_protect(run.start, run.len(), true))
+            .and_then(|()| pagemap.private(run.clone()));
+        let private = protected.unwrap_or_else(|error| {
             log::warn!("writes to {run:x?} are left to the kernel's copy-on-write: {error}");
-            self.leave(&mut inner, run);
+            vec![run.clone()]
+        });
+        for stretch in &private {
+            self.leave(&mut self.lock(), stretch);
+        }
+        // Marked last: the fault thread touches nothing that is not marked.
+        for ours in complement(run, &private) {
+            self.mark(&ours, true);
         }
     }
 
@@ -222,15 +233,15 @@ impl Breaker {
         for page in (first..).take(range.len() / PAGE_SIZE) {
             let (word, bit) = (&self.shared[page as usize / 64], 1 << (page % 64));
             if shared {
-                word.fetch_or(bit, Ordering::Relaxed);
+                word.fetch_or(bit, Ordering::Release);
             } else {
-                word.fetch_and(!bit, Ordering::Relaxed);
+                word.fetch_and(!bit, Ordering::Release);
             }
         }
     }
 
     fn is_shared(&self, page: Page) -> bool {
-        self.shared[page as usize / 64].load(Ordering::Relaxed) & (1 << (page % 64)) != 0
+        self.shared[page as usize / 64].load(Ordering::Acquire) & (1 << (page % 64)) != 0
     }
 
     /// Ends [`Self::run`].
@@ -267,6 +278,7 @@ impl Breaker {
             let Some((address, since)) = queue.pop_front() else {
                 return;
             };
+            let _urgent = Urgent::begin();
             let mut inner = self.lock();
             let page = self.memory.page_at(address);
             if page.is_some_and(|p| self.is_shared(p)) {

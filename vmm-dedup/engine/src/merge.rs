@@ -20,6 +20,8 @@ use crate::memory::{Memory, Page};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::store::Store;
 use crate::sys::guest;
+use crate::sys::pagemap::Pagemap;
+use crate::sys::sched::Urgent;
 use crate::sys::uffd::{Mode, MoveError, Uffd};
 use crate::sys::vma::{Anonymous, map_segment};
 use std::ops::Range;
@@ -102,6 +104,7 @@ impl Merger {
         tracker: &Uffd,
         store: &Store,
         breaker: &Breaker,
+        pagemap: &mut Pagemap,
         items: &[Item],
     ) -> Result<Window, Error> {
         let (Some(first), Some(last)) = (items.first(), items.last()) else {
@@ -123,16 +126,18 @@ impl Merger {
         let stretches = hold.stretches(items);
         hold.arm(&stretches)?;
         self.used += pages;
+        let urgent = Urgent::begin();
         let clock = Instant::now();
         let mut outcomes = hold.take(items);
         hold.verify(store, items, &mut outcomes);
         let runs = hold.map(store, items, &mut outcomes);
         hold.put_back(items, &outcomes);
         for run in &runs {
-            breaker.adopt(run);
+            breaker.adopt(pagemap, run);
         }
         hold.disarm(&stretches, &runs);
         let _ = tracker.wake(start, bytes(pages));
+        drop(urgent);
         let stop_ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
         Ok(Window { outcomes, stop_ns })
     }

@@ -63,7 +63,11 @@ pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
     host::need_memory(u64::from(args.mib) << 21)?;
     let settings = ksm::Settings::save()?;
     let limit = host::MapCount::raise()?;
-    crate::signals::on_termination(move || drop((settings, limit)), || compare(args)).and_then(|report| {
+    let cleanup = move || {
+        drop((settings, limit));
+        drop(std::fs::remove_dir_all(crate::store::child_folder("bench")));
+    };
+    crate::signals::on_termination(cleanup, || compare(args)).and_then(|report| {
         if args.json {
             println!(
                 "{}",
@@ -129,6 +133,7 @@ fn measure(args: &WorkerArgs) -> Result<Measured, Failure> {
     let own = std::env::current_exe().map_err(|e| Failure::new(format!("cannot find this program: {e}")))?;
     let mut command = Command::new(own);
     command.args([
+        "--die-with-parent",
         "bench",
         "worker",
         "--kind",

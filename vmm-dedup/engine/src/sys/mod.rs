@@ -4,5 +4,6 @@
 pub(crate) mod guest;
 pub(crate) mod pagemap;
 pub(crate) mod proc;
+pub(crate) mod sched;
 pub(crate) mod uffd;
 pub(crate) mod vma;

@@ -1,0 +1,56 @@
+//! Not being preempted while guest pages are away.
+#![allow(unsafe_code)] // sched_setscheduler
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Set when the kernel refused once: no further tries.
+static REFUSED: AtomicBool = AtomicBool::new(false);
+
+/// While this lives the calling thread runs before all normal threads (SCHED_FIFO, lowest priority), so that a busy
+/// vCPU does not push it aside for milliseconds in the middle of a merge window. The windows are short and the CPU
+/// budget counts them. Without the right to do so (CAP_SYS_NICE) nothing changes.
+#[derive(Debug)]
+pub(crate) struct Urgent(bool);
+
+impl Urgent {
+    pub(crate) fn begin() -> Self {
+        if REFUSED.load(Ordering::Relaxed) {
+            return Self(false);
+        }
+        let urgent = set(libc::SCHED_FIFO, 1);
+        if !urgent && !REFUSED.swap(true, Ordering::Relaxed) {
+            log::info!("merge windows may be preempted: give the VMM CAP_SYS_NICE to keep vCPU stops short");
+        }
+        Self(urgent)
+    }
+}
+
+impl Drop for Urgent {
+    fn drop(&mut self) {
+        if self.0 {
+            set(libc::SCHED_OTHER, 0);
+        }
+    }
+}
+
+fn set(policy: i32, priority: i32) -> bool {
+    let parameters = libc::sched_param {
+        sched_priority: priority,
+    };
+    // SAFETY: the calling thread (0) and a valid parameter block.
+    unsafe { libc::sched_setscheduler(0, policy, &parameters) == 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urgency_ends() {
+        // SAFETY: no arguments but the calling thread.
+        let policy = || unsafe { libc::sched_getscheduler(0) };
+        let before = policy();
+        drop(Urgent::begin());
+        assert_eq!(policy(), before);
+    }
+}
