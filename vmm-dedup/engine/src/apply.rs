@@ -20,8 +20,12 @@ impl Scanner {
     /// Merges everything that was collected.
     pub(crate) fn apply_merges(&mut self) -> Result<(), Error> {
         let mut items = std::mem::take(&mut self.merges);
+        if self.suspended {
+            items.iter().for_each(|item| self.disown(item));
+            return Ok(());
+        }
         items.sort_by_key(|i| (i.page, !i.owned));
-        items.dedup_by_key(|i| i.page);
+        let items = self.without_doubles(items);
         let mut items = self.admit(items);
         self.bring_home(&items);
         items.retain(|item| {
@@ -46,6 +50,19 @@ impl Scanner {
         self.lap(|cpu| &mut cpu.merge);
         result?;
         self.flush()
+    }
+
+    /// Keeps one item a page. A page may have been published twice, with two contents.
+    fn without_doubles(&mut self, items: Vec<Item>) -> Vec<Item> {
+        let mut kept: Vec<Item> = Vec::with_capacity(items.len());
+        for item in items {
+            if kept.last().is_some_and(|k| k.page == item.page) {
+                self.disown(&item);
+            } else {
+                kept.push(item);
+            }
+        }
+        kept
     }
 
     /// Leaves out what changed meanwhile, and huge pages with too few twins to be split.
@@ -75,12 +92,23 @@ impl Scanner {
                 if admit && private {
                     admitted.push(*item);
                 } else {
-                    self.disown(item);
+                    self.pass_over(item);
                 }
             }
             at = end;
         }
         admitted
+    }
+
+    /// Does not merge an item for now. If it was just published its slot goes again, and with it all knowledge of the
+    /// key: the page must be keyed anew to be found another time.
+    fn pass_over(&mut self, item: &Item) {
+        self.disown(item);
+        if item.owned && matches!(self.table.get(item.page), State::Candidate { foreign: false, .. }) {
+            self.table.set(item.page, State::Armed);
+            let chunk = self.memory.chunk_of(item.page);
+            self.chunks[chunk].pending = true;
+        }
     }
 
     /// Gives back the reference of a page that was published and is not merged.
@@ -115,7 +143,7 @@ impl Scanner {
         #[allow(clippy::cast_possible_wrap)] // <= MAX_WINDOW
         if !zero_only && self.vmas + runs as i64 * VMAS_PER_RUN > self.vmas_max {
             self.stats.refused_vmas_total += items.len() as u64;
-            items.iter().for_each(|item| self.disown(item));
+            items.iter().for_each(|item| self.pass_over(item));
             return;
         }
         let Some(store) = &self.store else { return };
@@ -260,27 +288,22 @@ impl Scanner {
     fn restore(&mut self, pages: Range<Page>) {
         let start = self.memory.address(pages.start);
         let run = start..start + bytes(pages.len());
-        let restored = match self.breaker.restore(&mut self.pagemap, &run) {
-            Ok(restored) => restored,
-            Err(error) => {
-                log::warn!(
-                    "cannot bring {} pages back to anonymous memory: {error}",
-                    pages.len()
-                );
-                return;
-            }
-        };
+        let outcome = self.breaker.restore(&mut self.pagemap, &run);
         let before = self.boundaries(&pages);
-        let back = |at: usize| restored.iter().any(|r| r.contains(&at));
+        let within = |ranges: &[Range<usize>], at: usize| ranges.iter().any(|r| r.contains(&at));
         for page in pages.clone() {
-            let state = self.table.get(page);
-            let next = if back(self.memory.address(page)) {
-                State::Untracked
-            } else {
-                State::Broken
+            let (state, at) = (self.table.get(page), self.memory.address(page));
+            let next = match (within(&outcome.anonymous, at), within(&outcome.examined, at)) {
+                (true, _) => State::Untracked,
+                // Examined to the end and not brought back: the kernel had copied it.
+                (false, true) if outcome.error.is_none() => State::Broken,
+                // Replaced by the fault thread, which will tell; or still shared.
+                _ => continue,
             };
-            if let State::Shared(slot) = state {
-                self.release(slot);
+            match state {
+                State::Shared(slot) => self.release(slot),
+                State::Candidate { key, foreign: true } => self.outbox.withdrawals.push(key.raw()),
+                _ => {}
             }
             if next == State::Broken {
                 self.stats.breaks_kernel_total += u64::from(state != State::Broken);
@@ -291,12 +314,34 @@ impl Scanner {
                 self.table.set(page, next);
             }
         }
+        if let Some(error) = outcome.error {
+            log::warn!(
+                "cannot bring all of {} pages back to anonymous memory: {error}",
+                pages.len()
+            );
+        }
         self.vmas += self.boundaries(&pages) - before;
     }
 
     /// Gives everything back: afterwards no page depends on the store. Pages that the kernel copied earlier are
     /// private already and stay in place.
     pub(crate) fn unmerge(&mut self) -> Result<(), Error> {
+        for _attempt in 0..3 {
+            self.unmerge_once();
+            self.note_breaks();
+        }
+        self.lap(|cpu| &mut cpu.merge);
+        let counts = self.table.counts();
+        let left = counts.shared + counts.foreign;
+        let told = self.flush();
+        if left > 0 {
+            Err(Error::NotUnmerged(left))
+        } else {
+            told
+        }
+    }
+
+    fn unmerge_once(&mut self) {
         let shared = |s: State| s.in_file_mapping() && s != State::Broken;
         let mut page: Page = 0;
         let all = self.memory.pages();
@@ -316,8 +361,6 @@ impl Scanner {
             self.restore(page..end);
             page = end;
         }
-        self.lap(|cpu| &mut cpu.merge);
-        self.flush()
     }
 }
 

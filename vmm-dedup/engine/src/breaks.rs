@@ -8,7 +8,9 @@
 //! mapping in one step: a reader sees the old page or the new one, which are equal. A page still in the store's
 //! file cannot be pinned for writing, since pinning would have copied it first.
 //!
-//! A page that was copied by the kernel earlier may be pinned, and nothing tells, so it is left where it is.
+//! A page that was copied by the kernel earlier may be pinned, and nothing tells, so it is left where it is. (A
+//! long-term read-only pin makes a page private without a write fault; so whether a page is still the store's is
+//! asked again before each break.)
 
 use crate::error::Error;
 use crate::memory::{Memory, Page};
@@ -22,7 +24,7 @@ use crate::sys::vma::{self, Anonymous};
 use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::key::PAGE_WORDS;
@@ -41,6 +43,35 @@ pub(crate) struct BreakStats {
     pub(crate) cpu_ns: u64,
 }
 
+/// A thread that waits to write a shared page.
+#[derive(Debug)]
+struct Writer {
+    address: usize,
+    since: Instant,
+    /// Whether it was counted as one that had to wait for the reserve.
+    waited: bool,
+}
+
+impl Writer {
+    fn page(&self) -> Range<usize> {
+        self.address..self.address + PAGE_SIZE
+    }
+}
+
+/// What became of a run that should go back to anonymous memory.
+#[derive(Debug, Default)]
+pub(crate) struct Restored {
+    /// What was looked at: the rest had been replaced already.
+    pub(crate) examined: Vec<Range<usize>>,
+    /// What is anonymous now.
+    pub(crate) anonymous: Vec<Range<usize>>,
+    /// Why it ended early; what is not anonymous then may still be shared.
+    pub(crate) error: Option<io::Error>,
+}
+
+/// Mappings that a broken page may add.
+const VMAS_PER_BREAK: i64 = 2;
+
 /// Shared by the scanning thread, which maps and unmerges, and the fault thread, which breaks.
 #[derive(Debug)]
 pub(crate) struct Breaker {
@@ -52,6 +83,8 @@ pub(crate) struct Breaker {
     shared: Vec<AtomicU64>,
     inner: Mutex<Inner>,
     stop: AtomicBool,
+    /// Mappings that breaking may still add before the next pass counts them.
+    vmas_left: AtomicI64,
 }
 
 #[derive(Debug)]
@@ -87,11 +120,17 @@ impl Breaker {
                 stats: BreakStats::default(),
             }),
             stop: AtomicBool::new(false),
+            vmas_left: AtomicI64::new(i64::MAX),
         })
     }
 
     pub(crate) fn managed(&self) -> bool {
         self.managed
+    }
+
+    /// Tells how many more mappings the process may get.
+    pub(crate) fn set_vmas_left(&self, vmas: i64) {
+        self.vmas_left.store(vmas, Ordering::Relaxed);
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -123,6 +162,8 @@ impl Breaker {
         if !self.managed {
             return;
         }
+        // A write to a page that is protected but not mapped yet is copied by the kernel before we hear of it.
+        vma::populate_read(run.start, run.len());
         let protected = self
             .uffd
             .register(run.start, run.len(), Mode::Wp)
@@ -137,6 +178,7 @@ impl Breaker {
         }
         // Marked last: the fault thread touches nothing that is not marked.
         for ours in complement(run, &private) {
+            self.forget_left(&mut self.lock(), &ours);
             self.mark(&ours, true);
         }
     }
@@ -148,34 +190,63 @@ impl Breaker {
         !self.managed || inner.left.remove(&page) || self.is_shared(page)
     }
 
-    /// Turns the still shared pages of a store mapping into anonymous ones; returns their ranges. What the kernel
-    /// copied earlier stays as it is.
-    pub(crate) fn restore(&self, pagemap: &mut Pagemap, run: &Range<usize>) -> io::Result<Vec<Range<usize>>> {
+    /// Turns the still shared pages of a store mapping into anonymous ones. What the kernel copied earlier stays as
+    /// it is, and what a writer just made the fault thread replace is not touched at all.
+    pub(crate) fn restore(&self, pagemap: &mut Pagemap, run: &Range<usize>) -> Restored {
         let mut inner = self.lock();
-        let mut restored = Vec::new();
-        let result = self.restore_locked(pagemap, run, &mut restored);
-        // What is left of the run belongs to the kernel's copy-on-write.
-        for rest in complement(run, &restored) {
-            self.leave(&mut inner, &rest);
+        let mut outcome = Restored {
+            examined: self.ours(&inner, run),
+            ..Restored::default()
+        };
+        for part in outcome.examined.clone() {
+            let before = outcome.anonymous.len();
+            let done = self.restore_locked(&mut inner, pagemap, &part, &mut outcome.anonymous);
+            // What is left of the part belongs to the kernel's copy-on-write.
+            for rest in complement(&part, &outcome.anonymous[before..]) {
+                self.leave(&mut inner, &rest);
+            }
+            if let Err(error) = done {
+                outcome.error = Some(error);
+                break;
+            }
         }
         let _ = self.uffd.wake(run.start, run.len());
-        result.map(|()| restored)
+        outcome
+    }
+
+    /// The parts of a run of store mappings that the fault thread has not replaced.
+    fn ours(&self, inner: &Inner, run: &Range<usize>) -> Vec<Range<usize>> {
+        let Some(first) = self.memory.page_at(run.start).filter(|_| self.managed) else {
+            return vec![run.clone()];
+        };
+        let mut parts: Vec<Range<usize>> = Vec::new();
+        for (page, at) in (first..).zip(run.clone().step_by(PAGE_SIZE)) {
+            if self.is_shared(page) || inner.left.contains(&page) {
+                match parts.last_mut() {
+                    Some(last) if last.end == at => last.end += PAGE_SIZE,
+                    _ => parts.push(at..at + PAGE_SIZE),
+                }
+            }
+        }
+        parts
     }
 
     fn restore_locked(
         &self,
+        inner: &mut Inner,
         pagemap: &mut Pagemap,
         run: &Range<usize>,
         restored: &mut Vec<Range<usize>>,
     ) -> io::Result<()> {
         self.uffd.register(run.start, run.len(), Mode::Wp)?;
         self.uffd.write_protect(run.start, run.len(), true)?;
-        // From here on nobody makes a page private, so what is not private now stays shared.
+        // From here on nobody changes a page, or pins one for writing: even where the kernel still copies one that was
+        // not mapped, its writer then waits for us.
         let private = pagemap.private(run.clone())?;
         for shared in complement(run, &private) {
             for start in shared.clone().step_by(bytes(RESTORE_PAGES)) {
                 let stretch = start..shared.end.min(start + bytes(RESTORE_PAGES));
-                self.copy_and_replace(&stretch)?;
+                self.copy_and_replace(inner, &stretch)?;
                 restored.push(stretch);
             }
         }
@@ -194,16 +265,16 @@ impl Breaker {
         let _ = self.uffd.wake(range.start, range.len());
     }
 
-    fn copy_and_replace(&self, stretch: &Range<usize>) -> io::Result<()> {
+    fn copy_and_replace(&self, inner: &mut Inner, stretch: &Range<usize>) -> io::Result<()> {
         let pages = stretch.len() / PAGE_SIZE;
         let mut area = Anonymous::new(pages)?;
         area.populate()?;
-        self.replace(stretch, area.take_front(pages))
+        self.replace(inner, stretch, area.take_front(pages))
     }
 
     /// Copies the pages of a protected range to `fresh`, memory of ours, and moves that into their place.
     #[allow(unsafe_code)] // copies and replaces guest pages
-    fn replace(&self, range: &Range<usize>, fresh: usize) -> io::Result<()> {
+    fn replace(&self, inner: &mut Inner, range: &Range<usize>, fresh: usize) -> io::Result<()> {
         let mut page = [0; PAGE_WORDS];
         for offset in (0..range.len()).step_by(PAGE_SIZE) {
             // SAFETY: guest memory is mapped; it is protected, so the copy is not torn. `fresh` is our own.
@@ -213,14 +284,34 @@ impl Breaker {
             }
         }
         // SAFETY: fresh holds what the guest sees now, and the guest cannot change it before the step is done.
-        let moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
+        let mut moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
+        while moved.is_err() && vma::hold_hole(range.start, range.len()) {
+            // The kernel unmapped the place and then lacked the memory to go on: there is no way back, and nobody may
+            // get the hole.
+            std::thread::sleep(Duration::from_millis(1));
+            // SAFETY: as above; the place holds nothing.
+            moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
+        }
         if let Err(error) = moved {
             vma::unmap(fresh, range.len());
             return Err(error);
         }
+        self.forget_left(inner, range);
         self.mark(range, false);
         // Tracked from now on like any other memory; should that fail it is only never merged again.
         self.tracker.register(range.start, range.len(), Mode::Wp)
+    }
+
+    fn forget_left(&self, inner: &mut Inner, range: &Range<usize>) {
+        if let Some(first) = self
+            .memory
+            .page_at(range.start)
+            .filter(|_| !inner.left.is_empty())
+        {
+            for page in (first..).take(range.len() / PAGE_SIZE) {
+                inner.left.remove(&page);
+            }
+        }
     }
 
     fn mark(&self, range: &Range<usize>, shared: bool) {
@@ -249,62 +340,86 @@ impl Breaker {
         self.stop.store(true, Ordering::Release);
     }
 
-    /// The fault thread: serves writers until [`Self::stop`]. A writer for whom there is no page waits in `queue`.
-    pub(crate) fn run(&self) {
-        let mut queue: VecDeque<(usize, Instant)> = VecDeque::new();
+    /// The fault thread: serves writers until [`Self::stop`]. A writer for whom there is no page waits in the queue.
+    pub(crate) fn run(&self, mut pagemap: Pagemap) {
+        crate::sys::sched::block_signals();
+        let mut queue: VecDeque<Writer> = VecDeque::new();
         let mut faults = Vec::new();
         while !self.stop.load(Ordering::Acquire) {
             self.wait_for_fault(if queue.is_empty() { 100 } else { 5 });
             if let Err(error) = self.uffd.read_faults(&mut faults) {
                 log::error!("cannot read write faults: {error}");
             }
-            let now = Instant::now();
-            queue.extend(faults.drain(..).map(|address| (address & !(PAGE_SIZE - 1), now)));
-            self.serve(&mut queue);
+            let since = Instant::now();
+            let new = faults.drain(..).map(|at| Writer {
+                address: at & !(PAGE_SIZE - 1),
+                since,
+                waited: false,
+            });
+            queue.extend(new);
+            self.serve(&mut pagemap, &mut queue);
+            self.refill();
+            self.serve(&mut pagemap, &mut queue);
             let mut inner = self.lock();
-            inner.reserve.refill();
             inner.stats.waiting = queue.len() as u64;
             inner.stats.cpu_ns = crate::sys::proc::thread_cpu_ns();
         }
         // Nobody serves from here on: the kernel copies for those who still wait. For those who come later it does
         // as soon as the descriptor is closed.
-        for (address, _) in queue {
-            self.leave(&mut self.lock(), &(address..address + PAGE_SIZE));
+        for writer in queue {
+            self.leave(&mut self.lock(), &writer.page());
         }
     }
 
-    fn serve(&self, queue: &mut VecDeque<(usize, Instant)>) {
+    /// Fills the reserve without holding the lock while memory is allocated: the scanning thread may hold a window.
+    fn refill(&self) {
+        loop {
+            let Some(pages) = self.lock().reserve.wanted() else {
+                return;
+            };
+            match Reserve::allocate(pages) {
+                Ok(block) => self.lock().reserve.push(block),
+                Err(error) => return log::warn!("the copy-on-write reserve cannot be refilled: {error}"),
+            }
+        }
+    }
+
+    fn serve(&self, pagemap: &mut Pagemap, queue: &mut VecDeque<Writer>) {
         for _ in 0..queue.len() {
-            let Some((address, since)) = queue.pop_front() else {
+            let Some(mut writer) = queue.pop_front() else {
                 return;
             };
             let _urgent = Urgent::begin();
             let mut inner = self.lock();
-            let page = self.memory.page_at(address);
+            let page = self.memory.page_at(writer.address);
             if page.is_some_and(|p| self.is_shared(p)) {
-                let Some(fresh) = inner.reserve.take() else {
-                    inner.stats.waits += 1;
-                    inner.reserve.refill();
-                    queue.push_back((address, since));
-                    if inner.reserve.is_empty() {
-                        return;
+                // Private already? Then it may be pinned for reading, which unshares a page without asking us.
+                let still_shared = pagemap.private(writer.page()).is_ok_and(|p| p.is_empty());
+                if !still_shared
+                    || self.vmas_left.fetch_sub(VMAS_PER_BREAK, Ordering::Relaxed) < VMAS_PER_BREAK
+                {
+                    self.leave(&mut inner, &writer.page());
+                } else if let Some(fresh) = inner.reserve.take() {
+                    match self.replace(&mut inner, &writer.page(), fresh) {
+                        Ok(()) => {
+                            inner.broken.extend(page);
+                            inner.stats.broken += 1;
+                        }
+                        Err(error) => {
+                            log::warn!("leaving a copy-on-write to the kernel: {error}");
+                            self.leave(&mut inner, &writer.page());
+                        }
                     }
+                } else {
+                    self.vmas_left.fetch_add(VMAS_PER_BREAK, Ordering::Relaxed);
+                    inner.stats.waits += u64::from(!std::mem::replace(&mut writer.waited, true));
+                    queue.push_back(writer);
                     continue;
-                };
-                match self.replace(&(address..address + PAGE_SIZE), fresh) {
-                    Ok(()) => {
-                        inner.broken.extend(page);
-                        inner.stats.broken += 1;
-                    }
-                    Err(error) => {
-                        log::warn!("leaving a copy-on-write to the kernel: {error}");
-                        self.leave(&mut inner, &(address..address + PAGE_SIZE));
-                    }
                 }
             }
             // Else another writer's fault on the same page was served already.
-            let _ = self.uffd.wake(address, PAGE_SIZE);
-            let ns = u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            let _ = self.uffd.wake(writer.address, PAGE_SIZE);
+            let ns = u64::try_from(writer.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
             inner.stats.latency.observe(ns);
         }
     }

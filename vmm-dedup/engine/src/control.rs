@@ -40,6 +40,8 @@ impl Control {
     }
 
     pub(crate) fn set_paused(&self, paused: bool) {
+        // Under the lock, or a thread that is about to wait could miss it.
+        let _guard = self.lock();
         self.pause.store(paused, Ordering::Release);
         self.changed.notify_all();
     }

@@ -73,6 +73,14 @@ pub enum Error {
     Scratch(#[source] io::Error),
     #[error("cannot start a thread")]
     Thread(#[source] io::Error),
+    #[error(
+        "descriptor {fd} is open for direct I/O on {filesystem}, whose reads the kernel does not pin, so that one could be lost under merging: use cache=writeback (no direct=on) for this disk, or switch dedup off for this VM"
+    )]
+    UnpinnedDirectIo { fd: i32, filesystem: &'static str },
+    #[error(
+        "{0} pages could not be brought back to anonymous memory and still map the store: free memory and try again"
+    )]
+    NotUnmerged(u64),
     #[error("the service has stopped")]
     Stopped,
 }

@@ -23,7 +23,7 @@ use crate::sys::guest;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::{Mode, MoveError, Uffd};
-use crate::sys::vma::{Anonymous, map_segment};
+use crate::sys::vma::{Anonymous, fill_hole, map_segment};
 use std::ops::Range;
 use std::time::Instant;
 use vmm_dedup_protocol::Slot;
@@ -136,6 +136,7 @@ impl Merger {
             breaker.adopt(pagemap, run);
         }
         hold.disarm(&stretches, &runs);
+        hold.protect_again(items, &outcomes);
         let _ = tracker.wake(start, bytes(pages));
         drop(urgent);
         let stop_ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
@@ -193,6 +194,9 @@ impl Hold<'_> {
         for (i, stretch) in stretches.iter().enumerate() {
             if let Err(source) = self.tracker.register(stretch.start, stretch.len(), Mode::Missing) {
                 self.disarm(&stretches[..i], &[]);
+                let _ = self
+                    .tracker
+                    .wake(stretches[0].start, stretch.end - stretches[0].start);
                 return Err(Error::Register {
                     address: stretch.start,
                     source,
@@ -217,6 +221,17 @@ impl Hold<'_> {
                     let _ = self.tracker.unregister(rest.start, rest.len());
                 }
             }
+        }
+    }
+
+    /// Pages that could not be taken stayed in place without tracking for a moment: what was written meanwhile must not
+    /// look unwritten for ever. They are keyed anew, protected from here on.
+    fn protect_again(&self, items: &[Item], outcomes: &[Outcome]) {
+        let stayed = |o: &Outcome| matches!(o, Outcome::Pinned | Outcome::NotTaken);
+        for (item, _) in items.iter().zip(outcomes).filter(|(_, o)| stayed(o)) {
+            let _ = self
+                .tracker
+                .write_protect(self.start + self.offset(item), PAGE_SIZE, true);
         }
     }
 
@@ -319,8 +334,14 @@ impl Hold<'_> {
         };
         let (file, _) = store.slot(slot).ok_or(Outcome::Refused)?;
         // SAFETY: the range is guest memory whose pages were taken and verified equal to the slots.
-        let mapped = unsafe { map_segment(at, len, file, slot.offset()) };
-        mapped.map(|()| Some(at..at + len)).map_err(|_| Outcome::NoVma)
+        if unsafe { map_segment(at, len, file, slot.offset()) }.is_err() {
+            // Out of memory, the kernel may have unmapped the place all the same: then the pages go back into a new one.
+            if fill_hole(at, len) {
+                let _ = self.tracker.register(at, len, Mode::Missing);
+            }
+            return Err(Outcome::NoVma);
+        }
+        Ok(Some(at..at + len))
     }
 
     /// Moves back what was taken and is not to be merged. (What was not taken must not come here: there is nothing
@@ -340,8 +361,9 @@ impl Hold<'_> {
             // SAFETY: raw addresses only.
             let (_, error) = unsafe { self.tracker.move_pages(to, from, PAGE_SIZE) };
             match error {
-                // Absent: the copy below had put it back already.
-                None | Some(MoveError::Absent) => return,
+                None => return,
+                // Absent, after the copy below had put it back already.
+                Some(MoveError::Absent) if attempt > 0 => return,
                 Some(_) => {}
             }
             // SAFETY: the scratch page is ours and readable, its place in the guest empty.

@@ -4,6 +4,7 @@ use crate::page_size::{PAGE_SIZE, bytes};
 use crate::sys::proc;
 use crate::sys::vma::Anonymous;
 use std::collections::VecDeque;
+use std::io;
 
 /// Pages allocated at a time.
 const BLOCK: usize = 64;
@@ -18,7 +19,7 @@ pub(crate) struct Reserve {
 }
 
 impl Reserve {
-    /// An empty reserve; [`Self::refill`] fills it.
+    /// An empty reserve, to be filled with [`Self::push`].
     pub(crate) fn new(target: usize, floor_bytes: u64) -> Self {
         Self {
             target,
@@ -40,10 +41,6 @@ impl Reserve {
         (self.target, self.floor_bytes) = (target, floor_bytes);
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.pages == 0
-    }
-
     /// Address of a populated page, which the caller owns from now on.
     pub(crate) fn take(&mut self) -> Option<usize> {
         while self.blocks.front()?.pages() == 0 {
@@ -53,22 +50,25 @@ impl Reserve {
         Some(self.blocks.front_mut()?.take_front(1))
     }
 
-    /// Allocates up to the target, as long as the host keeps more than the floor.
-    pub(crate) fn refill(&mut self) {
-        while self.pages < self.target {
-            let block = BLOCK.min(self.target - self.pages);
-            let needed = self.floor_bytes.saturating_add(bytes(block) as u64);
-            if proc::mem_available().is_none_or(|available| available < needed) {
-                return;
-            }
-            match Anonymous::new(block).and_then(|area| area.populate().map(|()| area)) {
-                Ok(area) => self.blocks.push_back(area),
-                Err(error) => {
-                    return log::warn!("the copy-on-write reserve stays at {}: {error}", self.pages);
-                }
-            }
-            self.pages += block;
-        }
+    /// Pages to be allocated next; `None` at the target, or if the host would keep less than the floor.
+    pub(crate) fn wanted(&self) -> Option<usize> {
+        let block = BLOCK.min(self.target.saturating_sub(self.pages));
+        let needed = self.floor_bytes.saturating_add(bytes(block) as u64);
+        let there = block > 0 && proc::mem_available().is_some_and(|available| available >= needed);
+        there.then_some(block)
+    }
+
+    /// Allocates pages for [`Self::push`].
+    pub(crate) fn allocate(pages: usize) -> io::Result<Anonymous> {
+        let area = Anonymous::new(pages)?;
+        area.populate()?;
+        Ok(area)
+    }
+
+    /// Takes over allocated pages.
+    pub(crate) fn push(&mut self, block: Anonymous) {
+        self.pages += block.pages();
+        self.blocks.push_back(block);
     }
 }
 
@@ -82,10 +82,12 @@ mod tests {
     #[test]
     fn pages_are_handed_out_once() {
         let mut reserve = Reserve::new(100, 0);
-        reserve.refill();
+        while let Some(pages) = reserve.wanted() {
+            reserve.push(Reserve::allocate(pages).unwrap());
+        }
         let pages: HashSet<usize> = std::iter::from_fn(|| reserve.take()).collect();
         assert_eq!(pages.len(), 100);
-        assert!(reserve.is_empty() && reserve.take().is_none());
+        assert!(reserve.pages == 0 && reserve.take().is_none());
         pages
             .into_iter()
             .for_each(|p| crate::sys::vma::unmap(p, PAGE_SIZE));
@@ -93,8 +95,6 @@ mod tests {
 
     #[test]
     fn the_floor_stops_refilling() {
-        let mut reserve = Reserve::new(100, u64::MAX);
-        reserve.refill();
-        assert!(reserve.is_empty());
+        assert_eq!(Reserve::new(100, u64::MAX).wanted(), None);
     }
 }

@@ -83,6 +83,8 @@ pub(crate) struct Scanner {
     pub(crate) news: u64,
     faults: u64,
     pub(crate) passes: u64,
+    /// Nothing is merged for now, see [`Self::check_direct_io`].
+    pub(crate) suspended: bool,
     cpu_mark: u64,
     pacer: Pacer,
     pub(crate) control: Arc<Control>,
@@ -90,6 +92,9 @@ pub(crate) struct Scanner {
 
 /// What the CPU time of the last stretch of work was for.
 pub(crate) type Stage = fn(&mut CpuNs) -> &mut u64;
+
+/// Passes between two looks for direct I/O that merging could lose.
+const DIRECT_IO_CHECK: u64 = 16;
 
 /// Mappings that must remain for merging to be worth starting.
 const MIN_VMAS: usize = 1024;
@@ -103,6 +108,7 @@ impl Scanner {
         control: Arc<Control>,
     ) -> Result<Self, Error> {
         config.validate()?;
+        proc::check_direct_io()?;
         let pagemap = Pagemap::open()?;
         let tracker = Arc::new(Uffd::tracker()?);
         let memory = Arc::new(memory);
@@ -159,6 +165,7 @@ impl Scanner {
             news: store.index().news_position(),
             faults: 0,
             passes: 0,
+            suspended: false,
             cpu_mark: 0,
             pacer: Pacer::new(config.cpu_percent),
             store: Some(store),
@@ -177,6 +184,7 @@ impl Scanner {
 
     /// To be called first in the thread that will run the passes.
     pub(crate) fn enter_thread(&mut self) {
+        crate::sys::sched::block_signals();
         self.pacer = Pacer::new(self.config.cpu_percent);
         self.cpu_mark = proc::thread_cpu_ns();
     }
@@ -204,6 +212,10 @@ impl Scanner {
 
     fn try_pass(&mut self) -> Result<(), Error> {
         self.note_breaks();
+        self.breaker.set_vmas_left(self.vmas_max - self.vmas);
+        if self.passes.is_multiple_of(DIRECT_IO_CHECK) {
+            self.check_direct_io();
+        }
         self.find_store()?;
         if let Some(store) = &mut self.store {
             store.take_pushes()?;
@@ -219,10 +231,11 @@ impl Scanner {
     }
 
     /// Takes over what the fault thread did.
-    fn note_breaks(&mut self) {
+    pub(crate) fn note_breaks(&mut self) {
         let mut touched = std::collections::BTreeSet::new();
         for page in self.breaker.take_broken() {
             match self.table.get(page) {
+                State::Broken => continue,
                 State::Shared(slot) => self.release(slot),
                 State::Candidate { key, .. } => self.outbox.withdrawals.push(key.raw()),
                 _ => {}
@@ -231,16 +244,27 @@ impl Scanner {
             self.stats.breaks_managed_total += 1;
             touched.insert(self.memory.chunk_of(page));
         }
+        let broke = !touched.is_empty();
         for chunk in touched {
             self.chunks[chunk].pending = true;
             self.update_fragments(&self.memory.chunks()[chunk].pages.clone());
         }
-        if self.breaker.managed() && self.passes.is_multiple_of(16) {
+        if self.breaker.managed() && (broke || self.passes.is_multiple_of(16)) {
             // A page that we broke lies in a mapping of its own, which the account below cannot see.
             if let Ok(count) = proc::vma_count() {
                 self.vmas = i64::try_from(count.saturating_sub(self.vmas_at_start)).unwrap_or(i64::MAX);
             }
         }
+    }
+
+    /// Direct I/O that the kernel does not show as pinning must not meet merging. Looked for at the start and from time
+    /// to time: a VMM may open such a file later.
+    fn check_direct_io(&mut self) {
+        let refused = proc::check_direct_io().err();
+        if let (Some(error), false) = (&refused, self.suspended) {
+            log::warn!("merging is suspended: {error}");
+        }
+        self.suspended = refused.is_some();
     }
 
     /// Connects again after a store was lost.
@@ -290,7 +314,11 @@ impl Scanner {
         // References of pages that were published and will not be merged any more.
         let merges = std::mem::take(&mut self.merges);
         merges.iter().for_each(|item| self.disown(item));
-        let result = if unmerge { self.unmerge() } else { self.flush() };
+        // What cannot be told to the store any more ends with this process.
+        let result = match if unmerge { self.unmerge() } else { self.flush() } {
+            Err(error @ Error::NotUnmerged(_)) => Err(error),
+            _ => Ok(()),
+        };
         // Closing the descriptors ends all registrations and wakes whoever waits; the kernel copies from then on.
         self.breaker.stop();
         self.stats.state = 2;

@@ -6,6 +6,7 @@ use crate::control::{Control, Request};
 use crate::error::Error;
 use crate::memory::{HostRange, Memory};
 use crate::scanner::Scanner;
+use crate::sys::pagemap::Pagemap;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
@@ -20,7 +21,7 @@ use vmm_dedup_protocol::stats::ServiceStats;
 pub struct DedupService {
     control: Arc<Control>,
     breaker: Arc<Breaker>,
-    scanner: Option<JoinHandle<ServiceStats>>,
+    scanner: Option<JoinHandle<(ServiceStats, Result<(), Error>)>>,
     faults: Option<JoinHandle<()>>,
 }
 
@@ -63,26 +64,34 @@ impl DedupService {
         let breaker = scanner.breaker.clone();
         let spawn = |name: &str| std::thread::Builder::new().name(name.into());
         let faults = if breaker.managed() {
-            let breaker = breaker.clone();
+            let (breaker, pagemap) = (breaker.clone(), Pagemap::open()?);
             Some(
                 spawn("dedup-fault")
-                    .spawn(move || breaker.run())
+                    .spawn(move || breaker.run(pagemap))
                     .map_err(Error::Thread)?,
             )
         } else {
             None
         };
         let thread = spawn("dedup-scan").spawn(move || {
-            let stats = scan(scanner);
+            let end = scan(scanner);
             drop(keep_alive);
-            stats
+            end
         });
-        Ok(Self {
+        let mut service = Self {
             control,
             breaker,
-            scanner: Some(thread.map_err(Error::Thread)?),
+            scanner: None,
             faults,
-        })
+        };
+        match thread {
+            Ok(thread) => service.scanner = Some(thread),
+            Err(error) => {
+                service.end_faults();
+                return Err(Error::Thread(error));
+            }
+        }
+        Ok(service)
     }
 
     /// Stops scanning and merging until [`Self::resume`]. What is shared stays shared, and breaks are served.
@@ -120,20 +129,26 @@ impl DedupService {
     /// stays shared for as long as the guest does not write it.
     ///
     /// # Errors
-    /// [`Error::Stopped`] if the scanning thread had died.
+    /// [`Error::NotUnmerged`] if pages still map the store although they should not; [`Error::Stopped`] if the scanning
+    /// thread had died.
     pub fn stop(mut self, unmerge: bool) -> Result<ServiceStats, Error> {
-        self.end(unmerge).ok_or(Error::Stopped)
+        let (stats, end) = self.end(unmerge).ok_or(Error::Stopped)?;
+        end.map(|()| stats)
     }
 
-    fn end(&mut self, unmerge: bool) -> Option<ServiceStats> {
+    fn end(&mut self, unmerge: bool) -> Option<(ServiceStats, Result<(), Error>)> {
         let thread = self.scanner.take()?;
         self.control.request(Request::Stop { unmerge });
-        let stats = thread.join().ok();
+        let end = thread.join().ok();
+        self.end_faults();
+        end
+    }
+
+    fn end_faults(&mut self) {
         self.breaker.stop();
         if let Some(faults) = self.faults.take() {
             let _ = faults.join();
         }
-        stats
     }
 }
 
@@ -144,7 +159,7 @@ impl Drop for DedupService {
 }
 
 /// The scanning thread.
-fn scan(mut scanner: Scanner) -> ServiceStats {
+fn scan(mut scanner: Scanner) -> (ServiceStats, Result<(), Error>) {
     scanner.enter_thread();
     let control = scanner.control.clone();
     let period = scanner.config.pass_period();
@@ -152,11 +167,9 @@ fn scan(mut scanner: Scanner) -> ServiceStats {
     loop {
         let request = control.next(next);
         if let Some(Request::Stop { unmerge }) = request {
-            if let Err(error) = scanner.finish(unmerge) {
-                log::warn!("{error}");
-            }
+            let end = scanner.finish(unmerge);
             control.publish(&scanner.stats);
-            return scanner.stats;
+            return (scanner.stats, end);
         }
         next = Instant::now() + period;
         scanner.pass();

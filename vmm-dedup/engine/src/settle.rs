@@ -31,6 +31,12 @@ impl Scanner {
     }
 
     fn sight(&mut self, page: Page, key: Key) -> Result<(), Error> {
+        if matches!(
+            self.table.get(page),
+            State::Broken | State::Shared(_) | State::Zero
+        ) {
+            return Ok(()); // it changed while it waited to be hashed
+        }
         let foreign = self.table.get(page).in_file_mapping();
         if self.table.get(page) == State::Untracked {
             self.table.set(page, State::Armed);

@@ -41,6 +41,16 @@ fn set(policy: i32, priority: i32) -> bool {
     unsafe { libc::sched_setscheduler(0, policy, &parameters) == 0 }
 }
 
+/// Keeps the VMM's signals away from the calling thread: they are for others, and would interrupt system calls here.
+pub(crate) fn block_signals() {
+    // SAFETY: a valid, exclusive signal set; only the calling thread's mask changes.
+    unsafe {
+        let mut all: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &all, std::ptr::null_mut());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -83,6 +83,34 @@ pub(crate) fn unmap(start: usize, len: usize) {
     }
 }
 
+/// Whether a range lost its mapping to a call that failed half-way. Holes are filled with inaccessible memory, so that
+/// nobody else gets the addresses.
+pub(crate) fn hold_hole(at: usize, len: usize) -> bool {
+    fill(at, len, libc::PROT_NONE)
+}
+
+/// As [`hold_hole`], with memory that can be filled again.
+pub(crate) fn fill_hole(at: usize, len: usize) -> bool {
+    fill(at, len, libc::PROT_READ | libc::PROT_WRITE)
+}
+
+fn fill(at: usize, len: usize, prot: i32) -> bool {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
+    // SAFETY: MAP_FIXED_NOREPLACE maps only where nothing is mapped.
+    let filled = unsafe { libc::mmap(at as *mut _, len, prot, flags, -1, 0) } != libc::MAP_FAILED;
+    // Filled by an earlier call: inaccessible memory counts as a hole.
+    filled || (prot == libc::PROT_NONE && !is_readable(at))
+}
+
+fn is_readable(at: usize) -> bool {
+    populate_read(at, crate::page_size::PAGE_SIZE)
+}
+
+/// Maps the pages of a range as reading them would; whether that worked for all.
+pub(crate) fn populate_read(at: usize, len: usize) -> bool {
+    advise(at, len, libc::MADV_POPULATE_READ).is_ok()
+}
+
 fn advise(start: usize, len: usize, advice: i32) -> io::Result<()> {
     // SAFETY: callers name their own anonymous memory; the advices above destroy no memory that Rust refers to.
     if unsafe { libc::madvise(start as *mut _, len, advice) } < 0 {
