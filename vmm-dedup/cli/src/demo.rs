@@ -1,12 +1,12 @@
 //! `demo`: the main job on this machine, with nothing to prepare.
 
-use crate::bench::real_files;
-use crate::{Failure, run, stat, store};
+use crate::bench::{mem_available, real_files};
+use crate::{Failure, children, run, stat, store};
 use clap::Args;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 use vmm_dedup_payload::{PayloadConfig, Report, Rewrite};
@@ -17,6 +17,8 @@ const INITRD_BYTES: u64 = 72 << 20;
 const SETTLED: Duration = Duration::from_secs(3);
 const VERIFY_PATIENCE: Duration = Duration::from_secs(120);
 const START_PATIENCE: Duration = Duration::from_secs(120);
+/// Memory that the demo needs beside that of its guests.
+const SPARE_MIB: u64 = 512;
 
 /// Run guests that load real files, watch them share memory, and verify every byte of them at the end.
 ///
@@ -70,8 +72,21 @@ struct Event {
 /// Runs the demo.
 pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
     run::need_kvm()?;
+    need_memory(args)?;
     let cleanup = || drop(fs::remove_dir_all(store::child_folder("demo")));
     crate::signals::on_termination(cleanup, || Demo::start(args)?.go(args))
+}
+
+/// Fails unless all guests fit before anything is shared.
+fn need_memory(args: &DemoArgs) -> Result<(), Failure> {
+    let needed = u64::from(args.guests) * args.memory_mib + SPARE_MIB;
+    let available = mem_available()? >> 20;
+    if available >= needed {
+        return Ok(());
+    }
+    Err(Failure::new(format!(
+        "{available} MiB are available, {needed} needed: choose fewer --guests or a smaller --memory-mib"
+    )))
 }
 
 struct Demo {
@@ -275,16 +290,8 @@ fn launch(
         .rewrite(Rewrite::None)
         .seconds(100_000);
     let name = format!("guest-{}", n + 1);
-    let own = std::env::current_exe().map_err(Failure::from_error)?;
-    let mut process = Command::new(own)
-        .args([
-            "run",
-            "--die-with-parent",
-            "--payload",
-            &payload.command_line(),
-            "--name",
-            &name,
-        ])
+    let mut process = children::command()?
+        .args(["run", "--payload", &payload.command_line(), "--name", &name])
         .args([
             "--memory-mib",
             &args.memory_mib.to_string(),

@@ -26,6 +26,11 @@ impl Failure {
         }
     }
 
+    /// Exit code 2, as clap's: wrong usage that clap cannot see.
+    pub(crate) fn usage(text: impl Into<String>) -> Self {
+        Self::missing(text)
+    }
+
     /// An error with its causes in one line; exit code 1.
     pub(crate) fn from_error(error: impl std::error::Error) -> Self {
         let mut text = error.to_string();

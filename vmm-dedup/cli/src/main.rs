@@ -4,6 +4,7 @@
 //! 2 something that the command needs is missing (or wrong usage, from clap).
 
 mod bench;
+mod children;
 mod demo;
 mod failure;
 mod run;
@@ -23,9 +24,9 @@ use std::process::ExitCode;
 #[derive(Parser, Debug)]
 #[command(version, about, long_about, propagate_version = true)]
 struct Cli {
-    /// End when the process that started this one ends (for children of other commands).
-    #[arg(long, global = true, hide = true)]
-    die_with_parent: bool,
+    /// End when this process, which started this one, ends (for children of other commands).
+    #[arg(long, value_name = "PID", global = true, hide = true)]
+    die_with_parent: Option<i32>,
     #[command(subcommand)]
     command: Command,
 }
@@ -51,12 +52,16 @@ enum Bench {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    if cli.die_with_parent {
+    if let Some(parent) = cli.die_with_parent {
         let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
+        // It may have ended before: then no signal comes.
+        if rustix::process::getppid().map(rustix::process::Pid::as_raw_pid) != Some(parent) {
+            return ExitCode::FAILURE;
+        }
     }
     let result = match &cli.command {
         Command::Demo(args) => demo::run(args),
-        Command::Store(args) => store::run(args),
+        Command::Store(args) => store::run(args, cli.die_with_parent.is_none()),
         Command::Run(args) => run::run(args),
         Command::Stat(args) => stat::run(args),
         Command::Bench(Bench::Ksm(args)) => bench::ksm(args),

@@ -1,6 +1,7 @@
 //! `run`: one VM under the reference VMM, with dedup if a store is named.
 
 use crate::Failure;
+use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use serde_json::json;
 use std::io::{Read, Write};
@@ -52,12 +53,12 @@ pub(crate) struct RunArgs {
     /// Who copies a shared page that the guest writes.
     #[arg(long, value_enum, default_value_t = BreakMode::Kernel, requires = "store")]
     breaks: BreakMode,
-    /// With managed breaks: pages kept ready for writers.
-    #[arg(long, default_value_t = 1024, requires = "store")]
-    reserve_pages: usize,
-    /// With managed breaks: host memory below which the reserve is not refilled, MiB.
-    #[arg(long, default_value_t = 256, requires = "store")]
-    reserve_floor_mib: u64,
+    /// With managed breaks: pages kept ready for writers [default: 1024].
+    #[arg(long, requires = "store", value_parser = RangedU64ValueParser::<usize>::new().range(1..=16_777_216))]
+    reserve_pages: Option<usize>,
+    /// With managed breaks: host memory below which the reserve is not refilled, MiB [default: 256].
+    #[arg(long, requires = "store", value_parser = clap::value_parser!(u64).range(1..=16_777_216))]
+    reserve_floor_mib: Option<u64>,
     /// At the end bring everything back to anonymous memory, and print the dedup account as JSON on standard error.
     #[arg(long, requires = "store")]
     account: bool,
@@ -104,12 +105,23 @@ impl RunArgs {
         }
     }
 
+    /// Fails if options are given that would do nothing.
+    fn check(&self) -> Result<(), Failure> {
+        let reserve = self.reserve_pages.is_some() || self.reserve_floor_mib.is_some();
+        if reserve && matches!(self.breaks, BreakMode::Kernel) {
+            return Err(Failure::usage(
+                "--reserve-pages and --reserve-floor-mib need --breaks managed: the kernel's copies have no reserve",
+            ));
+        }
+        Ok(())
+    }
+
     fn dedup_config(&self) -> Config {
         let breaks = match self.breaks {
             BreakMode::Kernel => Breaks::Kernel,
             BreakMode::Managed => Breaks::Managed {
-                reserve_pages: self.reserve_pages,
-                floor_bytes: self.reserve_floor_mib << 20,
+                reserve_pages: self.reserve_pages.unwrap_or(1024),
+                floor_bytes: self.reserve_floor_mib.unwrap_or(256) << 20,
             },
         };
         Config {
@@ -138,6 +150,7 @@ pub(crate) fn need_kvm() -> Result<(), Failure> {
 
 /// Runs a VM to its end.
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
+    args.check()?;
     need_kvm()?;
     let mut config = args.vm_config();
     if args.payload.is_some() {

@@ -1,12 +1,14 @@
 //! `store`: the page store of a host (and trust domain). Other commands start one as a child through [`Child`].
 
 use crate::Failure;
+use crate::children::{self, Process};
 use clap::Args;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
+use tokio::signal::unix::{SignalKind, signal};
 
 /// Where a store listens if nothing else is said.
 pub(crate) const DEFAULT_SOCKET: &str = "/run/vmm-dedup/store.sock";
@@ -41,8 +43,8 @@ fn parse_metrics(text: &str) -> Result<Metrics, String> {
     Ok(Metrics(Some(address)))
 }
 
-/// Runs a store until SIGINT or SIGTERM.
-pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
+/// Runs a store until SIGINT, SIGTERM or SIGHUP; `announce`: says on standard error that it listens.
+pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
     if args.socket == Path::new(DEFAULT_SOCKET) {
         let folder = args.socket.parent().unwrap_or(Path::new("/"));
         fs::create_dir_all(folder).map_err(|e| {
@@ -63,17 +65,48 @@ pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
     let runtime = runtime.map_err(Failure::from_error)?;
     let local = tokio::task::LocalSet::new();
     local.block_on(&runtime, async {
+        // Before the socket exists, so that it is always removed.
+        let mut terminate = signal(SignalKind::terminate()).map_err(Failure::from_error)?;
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::from_error)?;
+        let mut hangup = match hangup_is_ignored() {
+            true => None,
+            false => Some(signal(SignalKind::hangup()).map_err(Failure::from_error)?),
+        };
+        let hung_up = async move {
+            match &mut hangup {
+                Some(hangup) => drop(hangup.recv().await),
+                None => std::future::pending().await,
+            }
+        };
         let store = vmm_dedup_store::Store::bind(config).map_err(Failure::from_error)?;
-        let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())
-            .map_err(Failure::from_error)?;
+        if announce {
+            let metrics = store
+                .metrics_address()
+                .map_or("no metrics".to_owned(), |address| {
+                    format!("metrics at http://{address}/metrics")
+                });
+            eprintln!(
+                "vmm-dedup: store listening on {}, {metrics}",
+                args.socket.display()
+            );
+        }
         let shutdown = async move {
             tokio::select! {
                 _ = terminate.recv() => {}
-                _ = tokio::signal::ctrl_c() => {}
+                _ = interrupt.recv() => {}
+                () = hung_up => {}
             }
         };
         store.run(shutdown).await.map_err(Failure::from_error)
     })
+}
+
+/// Whether this process was started to outlive its terminal (`nohup`).
+fn hangup_is_ignored() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.is_some_and(|mask| mask & 1 << (libc::SIGHUP - 1) != 0)
 }
 
 /// Where the child store of this process keeps its socket, and other commands their temporary files.
@@ -84,7 +117,7 @@ pub(crate) fn child_folder(name: &str) -> PathBuf {
 /// A store in a child process with a socket of its own; ended and cleaned up on drop.
 #[derive(Debug)]
 pub(crate) struct Child {
-    process: std::process::Child,
+    process: Process,
     folder: PathBuf,
     socket: PathBuf,
 }
@@ -96,16 +129,16 @@ impl Child {
         fs::create_dir_all(&folder)
             .map_err(|e| Failure::new(format!("cannot create {}: {e}", folder.display())))?;
         let socket = folder.join("store.sock");
-        let own = std::env::current_exe().map_err(Failure::from_error)?;
         let metrics = metrics.map_or("none".to_owned(), |address| address.to_string());
-        let process = Command::new(own)
-            .args(["store", "--die-with-parent", "--metrics", &metrics, "--socket"])
+        let mut command = children::command()?;
+        command
+            .args(["store", "--metrics", &metrics, "--socket"])
             .arg(&socket)
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn()
-            .map_err(|e| Failure::new(format!("cannot start a store: {e}")))?;
-        let mut child = Self {
+            .stdout(Stdio::null());
+        let process =
+            Process::start(&mut command).map_err(|e| Failure::new(format!("cannot start a store: {e}")))?;
+        let child = Self {
             process,
             folder,
             socket,
@@ -134,8 +167,7 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        // The process itself ends when its field is dropped.
         let _ = fs::remove_dir_all(&self.folder);
     }
 }

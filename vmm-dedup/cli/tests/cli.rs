@@ -1,14 +1,22 @@
 //! The command as its users meet it: the demo, the benchmark's smoke run, errors.
 
+use rustix::process::{Pid, Signal};
 use serde_json::Value;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
 
 fn vmm_dedup(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
         .args(args)
         .output()
         .expect("the command runs")
+}
+
+fn send(process: &Child, signal: Signal) {
+    let pid = Pid::from_child(process);
+    rustix::process::kill_process(pid, signal).expect("kill");
 }
 
 fn kvm_is_there() -> bool {
@@ -70,6 +78,20 @@ fn the_benchmark_reports_every_key_and_puts_settings_back() {
             .collect::<Vec<_>>()
     };
     let before = settings();
+    let mut interrupted = Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
+        .args(["bench", "ksm", "--mib", "64"])
+        .spawn()
+        .expect("the command runs");
+    for _ in 0..1000 {
+        if settings()[0].trim() == "1" {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(settings()[0].trim(), "1", "KSM runs");
+    send(&interrupted, Signal::TERM);
+    assert_eq!(interrupted.wait().expect("wait").code(), Some(128 + 15));
+    assert_eq!(settings(), before);
     let output = vmm_dedup(&["bench", "ksm", "--mib", "64", "--repetitions", "1", "--json"]);
     assert!(
         output.status.success(),
@@ -162,6 +184,71 @@ fn a_store_without_a_place_for_its_socket_says_so() {
         "/nonexistent/dir/s.sock",
     ]);
     assert!(text.contains("/nonexistent/dir") && code == Some(1), "{text}");
+}
+
+#[test]
+fn a_store_says_that_it_listens_and_removes_its_socket_on_hangup() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("s.sock");
+    let mut store = Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
+        .args(["store", "--metrics", "127.0.0.1:0", "--socket"])
+        .arg(&socket)
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command runs");
+    let mut errors = BufReader::new(store.stderr.take().expect("errors"));
+    let mut line = String::new();
+    errors.read_line(&mut line).expect("a line");
+    assert!(
+        line.contains(socket.to_str().expect("UTF-8")) && line.contains("http://127.0.0.1:"),
+        "{line}"
+    );
+    assert!(socket.exists());
+    send(&store, Signal::HUP);
+    assert!(store.wait().expect("wait").success());
+    assert!(!socket.exists());
+}
+
+#[test]
+fn a_child_whose_parent_is_gone_ends() {
+    // Process 1 is not the parent of this command.
+    let output = vmm_dedup(&["--die-with-parent", "1", "stat", "--socket", "/nonexistent"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(output.stderr.is_empty(), "it did not get to its work");
+}
+
+#[test]
+fn a_reserve_without_managed_breaks_is_refused() {
+    for option in ["--reserve-pages", "--reserve-floor-mib"] {
+        let (text, code) = error_of(&["run", "--payload", "--store", "/nonexistent", option, "64"]);
+        assert!(text.contains("--breaks managed") && code == Some(2), "{text}");
+        let output = vmm_dedup(&[
+            "run",
+            "--payload",
+            "--store",
+            "/nonexistent",
+            "--breaks",
+            "managed",
+            option,
+            "0",
+        ]);
+        assert!(String::from_utf8_lossy(&output.stderr).contains("1..=16777216"));
+    }
+}
+
+#[test]
+fn a_demo_that_does_not_fit_is_refused() {
+    if !kvm_is_there() {
+        return;
+    }
+    let info = std::fs::read_to_string("/proc/meminfo").expect("meminfo");
+    let total = info.split_ascii_whitespace().nth(1).expect("MemTotal");
+    if total.parse::<u64>().expect("a number") > 120 << 20 {
+        eprintln!("SKIPPED: the biggest demo fits");
+        return;
+    }
+    let (text, code) = error_of(&["demo", "--guests", "32", "--memory-mib", "4096"]);
+    assert!(text.contains("available") && code == Some(1), "{text}");
 }
 
 #[test]

@@ -86,11 +86,20 @@ fn start_guest(socket: &Path, n: u64, breaks: &str) -> Process {
         .private_mib(2)
         .zero_mib(2)
         .common_mib(COMMON_MIB)
-        .ws_area(WorkingSet::Private)
-        .ws_pages(256)
         .rate(5000)
-        .rewrite(Rewrite::None)
         .seconds(100_000);
+    let payload = match breaks {
+        // Shared pages are written and restored, so that there is always something to break.
+        "managed" => payload
+            .ws_area(WorkingSet::Common)
+            .ws_pages(512)
+            .rewrite(Rewrite::Restore)
+            .rest_ms(600),
+        _ => payload
+            .ws_area(WorkingSet::Private)
+            .ws_pages(256)
+            .rewrite(Rewrite::None),
+    };
     let name = format!("guest-{n}");
     let guest = command()
         .args([
@@ -149,6 +158,15 @@ fn sharing(socket: &Path) -> i64 {
         .unwrap_or(-1)
 }
 
+/// A counter of each VM.
+fn counters(socket: &Path, name: &str) -> Vec<i64> {
+    let stat = stat(socket).expect("the store answers");
+    let vms = stat["vms"].as_array().expect("VMs");
+    vms.iter()
+        .map(|vm| vm[name].as_i64().expect("a number"))
+        .collect()
+}
+
 fn folder() -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().expect("a folder");
     let socket = folder.path().join("store.sock");
@@ -156,15 +174,29 @@ fn folder() -> (tempfile::TempDir, PathBuf) {
 }
 
 fn store_killed(breaks: &str) {
+    let managed = breaks == "managed";
+    // With shared pages being written some are broken at any time.
+    let enough = if managed { COMMON_PAGES } else { 2 * COMMON_PAGES };
     let (_folder, socket) = folder();
     let mut store = start_store(&socket);
     let guests: Vec<Process> = (1..=3).map(|n| start_guest(&socket, n, breaks)).collect();
-    wait_until("three guests share", || sharing(&socket) >= 2 * COMMON_PAGES);
+    wait_until("three guests share", || sharing(&socket) >= enough);
     store.kill();
     std::thread::sleep(Duration::from_millis(500));
     let _store = start_store(&socket);
     wait_until("they share again through the new store", || {
-        sharing(&socket) >= 2 * COMMON_PAGES
+        sharing(&socket) >= enough
+    });
+    if managed {
+        wait_until("the service breaks pages of each guest", || {
+            let breaks = counters(&socket, "breaks_managed_total");
+            breaks.len() == 3 && breaks.iter().all(|n| *n > 0)
+        });
+    }
+    let passes = counters(&socket, "passes_total");
+    wait_until("passes go on", || {
+        let now = counters(&socket, "passes_total");
+        now.len() == 3 && now.iter().zip(&passes).all(|(now, before)| now > before)
     });
     for guest in guests {
         assert!(verify(guest), "a guest found wrong bytes");

@@ -11,16 +11,22 @@ pub(crate) fn available() -> Result<u64, Failure> {
     for path in ["/proc/sys/vm/compact_memory", "/proc/sys/vm/stat_refresh"] {
         let _ = fs::write(path, "1");
     }
+    let plain = mem_available()?;
+    let zones = read("/proc/zoneinfo")?;
+    let counts = zones.lines().filter_map(|l| l.trim().strip_prefix("count:"));
+    let cached: u64 = counts.filter_map(|n| n.trim().parse::<u64>().ok()).sum();
+    Ok(plain + cached * 4096)
+}
+
+/// MemAvailable in bytes.
+pub(crate) fn mem_available() -> Result<u64, Failure> {
     let text = read("/proc/meminfo")?;
     let kib = text
         .lines()
         .find_map(|l| l.strip_prefix("MemAvailable:"))
-        .and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok())
-        .ok_or_else(|| Failure::new("/proc/meminfo has no MemAvailable"))?;
-    let zones = read("/proc/zoneinfo")?;
-    let counts = zones.lines().filter_map(|l| l.trim().strip_prefix("count:"));
-    let cached: u64 = counts.filter_map(|n| n.trim().parse::<u64>().ok()).sum();
-    Ok(kib * 1024 + cached * 4096)
+        .and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
+    let kib = kib.ok_or_else(|| Failure::new("/proc/meminfo has no MemAvailable"))?;
+    Ok(kib * 1024)
 }
 
 /// CPU nanoseconds of those threads of a process whose name starts with `prefix`.
@@ -59,7 +65,7 @@ pub(crate) fn need_root() -> Result<(), Failure> {
     if rustix::process::geteuid().is_root() {
         return Ok(());
     }
-    Err(Failure::new("KSM's settings need root: run this with sudo"))
+    Err(Failure::missing("KSM's settings need root: run this with sudo"))
 }
 
 /// Fails unless that much memory, and some to spare, is available.

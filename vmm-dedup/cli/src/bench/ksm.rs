@@ -22,17 +22,33 @@ pub(crate) struct Settings(Vec<(&'static str, String)>);
 
 impl Settings {
     pub(crate) fn save() -> Result<Self, Failure> {
-        if !fs::exists(DIR).unwrap_or(false) {
-            return Err(Failure::new(
-                "this kernel has no KSM (/sys/kernel/mm/ksm is missing): there is nothing to compare with",
-            ));
-        }
         let names = ["pages_to_scan", "sleep_millisecs", "run"];
         let saved = names
             .into_iter()
             .map(|name| Ok((name, host::read(&format!("{DIR}/{name}"))?)));
         Ok(Self(saved.collect::<Result<_, Failure>>()?))
     }
+}
+
+/// Fails unless the kernel has KSM.
+pub(crate) fn need_ksm() -> Result<(), Failure> {
+    if fs::exists(DIR).unwrap_or(false) {
+        return Ok(());
+    }
+    Err(Failure::missing(
+        "this kernel has no KSM (/sys/kernel/mm/ksm is missing): there is nothing to compare with",
+    ))
+}
+
+/// Fails if somebody on this host uses KSM: a measurement unmerges all of its pages.
+pub(crate) fn need_unused() -> Result<(), Failure> {
+    let sharing = get("pages_sharing")?;
+    if get("run")? != 1 || sharing == 0 {
+        return Ok(());
+    }
+    Err(Failure::missing(format!(
+        "KSM is in use: {sharing} pages of this host would be unmerged; use another host, or --force"
+    )))
 }
 
 impl Drop for Settings {
@@ -79,7 +95,8 @@ pub(crate) fn measure(area: &mut Area) -> Result<Measured, Failure> {
             last = (sharing, Instant::now(), now, scans);
         } else if scans >= last.3 + SETTLED_SCANS && sharing > 0 {
             break;
-        } else if start.elapsed() > PATIENCE {
+        }
+        if start.elapsed() > PATIENCE {
             return Err(Failure::new("KSM did not converge within ten minutes"));
         }
     }
@@ -107,7 +124,11 @@ pub(crate) fn measure(area: &mut Area) -> Result<Measured, Failure> {
 /// CPU seconds of a full scan, with `between` before each.
 fn per_scan(cpu: &impl Fn() -> Result<u64, Failure>, mut between: impl FnMut()) -> Result<f64, Failure> {
     let wait_for = |scans: u64| -> Result<(), Failure> {
+        let start = Instant::now();
         while get("full_scans")? < scans {
+            if start.elapsed() > PATIENCE {
+                return Err(Failure::new("KSM did not end a scan within ten minutes"));
+            }
             std::thread::sleep(POLL / 10);
         }
         Ok(())

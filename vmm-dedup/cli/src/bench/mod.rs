@@ -11,14 +11,17 @@ mod ours;
 mod report;
 
 pub(crate) use content::real_files;
+pub(crate) use host::mem_available;
 
 use crate::Failure;
+use crate::children::{self, Process};
 use clap::Args;
 use content::Kind;
 use report::{Measured, Report};
 use serde::{Deserialize, Serialize};
+use std::io::Read;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 /// Compare with the kernel's KSM: CPU, savings and memory really freed, on the same content in the same run.
 #[derive(Args, Debug)]
@@ -35,6 +38,9 @@ pub(crate) struct KsmArgs {
     /// Only with (true) or without (false) transparent huge pages.
     #[arg(long)]
     thp: Option<bool>,
+    /// Run although KSM is in use on this host: all of its pages are unmerged, again and again.
+    #[arg(long)]
+    force: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -60,6 +66,10 @@ pub(crate) struct WorkerArgs {
 /// Runs the comparison.
 pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
     host::need_root()?;
+    ksm::need_ksm()?;
+    if !args.force {
+        ksm::need_unused()?;
+    }
     host::need_memory(u64::from(args.mib) << 21)?;
     let settings = ksm::Settings::save()?;
     let limit = host::MapCount::raise()?;
@@ -130,10 +140,8 @@ fn measure_ours(kind: Kind, thp: bool, mib: u32) -> Result<Measured, Failure> {
 
 /// Runs a worker process and reads its answer.
 fn measure(args: &WorkerArgs) -> Result<Measured, Failure> {
-    let own = std::env::current_exe().map_err(|e| Failure::new(format!("cannot find this program: {e}")))?;
-    let mut command = Command::new(own);
+    let mut command = children::command()?;
     command.args([
-        "--die-with-parent",
         "bench",
         "worker",
         "--kind",
@@ -150,15 +158,20 @@ fn measure(args: &WorkerArgs) -> Result<Measured, Failure> {
             .arg(store)
             .args(["--store-pid", &args.store_pid.to_string()]);
     }
-    let output = command.stdin(Stdio::null()).stdout(Stdio::piped()).output();
-    let output = output.map_err(|e| Failure::new(format!("cannot start a measurement: {e}")))?;
-    if !output.status.success() {
+    let process = Process::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
+    let process = process.map_err(|e| Failure::new(format!("cannot start a measurement: {e}")))?;
+    let mut answer = Vec::new();
+    if let Some(mut output) = process.output() {
+        output.read_to_end(&mut answer).map_err(Failure::from_error)?;
+    }
+    let status = process.wait().map_err(Failure::from_error)?;
+    if !status.success() {
         return Err(Failure::new(format!(
-            "a measurement of {} failed ({})",
-            args.kind, output.status
+            "a measurement of {} failed ({status})",
+            args.kind
         )));
     }
-    serde_json::from_slice(&output.stdout).map_err(|e| Failure::new(format!("unreadable measurement: {e}")))
+    serde_json::from_slice(&answer).map_err(|e| Failure::new(format!("unreadable measurement: {e}")))
 }
 
 /// The process behind [`measure`].

@@ -13,6 +13,8 @@ use vmm_dedup::{Config, DedupService, HostRange, ServiceStats};
 /// Passes without a change after which we have converged. Huge pages are looked at with growing pauses; nothing is
 /// left to do after the first few.
 const SETTLED_PASSES: u32 = 8;
+/// Passes after which a measurement that still changes is given up.
+const MOST_PASSES: u32 = 10_000;
 /// Every chunk is visited at least once in that many passes, whatever its period.
 const IDLE_PASSES: u32 = 128;
 /// The longest period of a fragmented chunk: over that many passes each has been visited.
@@ -37,8 +39,14 @@ pub(crate) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
     let service =
         unsafe { DedupService::start_on_ranges(&[range], store, config) }.map_err(Failure::from_error)?;
     let mut last = (ServiceStats::default(), 0, start.elapsed());
-    let mut quiet = 0;
+    let (mut quiet, mut passes) = (0, 0);
     while quiet < SETTLED_PASSES {
+        passes += 1;
+        if passes > MOST_PASSES {
+            return Err(Failure::new(format!(
+                "the engine did not converge within {MOST_PASSES} passes"
+            )));
+        }
         let stats = pass(&service)?;
         let changed = (stats.merges_total, stats.zero_merges_total, stats.published_total)
             != (
