@@ -40,6 +40,11 @@ const TABLE_AT: usize = HASHES_AT + MAX_SLOTS as usize * 2;
 /// Most words a lookup reads before it gives up; the writer keeps the table sparse enough never to need it.
 const MAX_PROBES: usize = 4096;
 
+/// Farthest from its home that the writer puts an entry: so lookups find all there is, and a service that aims keys at
+/// one home (the hashing is no secret) makes them slow for no more than this. Honest keys at three quarters of any
+/// capacity stay within some hundred.
+const MAX_DISTANCE: usize = MAX_PROBES / 4;
+
 const MARK: u32 = 1 << 31;
 
 /// Bytes of an index file whose table has `capacity` entries. Most of it is a hole: only what is used costs.
@@ -253,6 +258,17 @@ impl IndexReader {
     }
 }
 
+/// What became of an entry that was to be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placed {
+    /// It is in the table, which has one entry more.
+    New,
+    /// It replaced the entry of the same key (and slot).
+    Replaced,
+    /// There are too many entries around its home: the table is as it was.
+    Refused,
+}
+
 /// The store's side of an index file. There must be one writer per file.
 #[derive(Debug)]
 pub struct IndexWriter {
@@ -302,23 +318,29 @@ impl IndexWriter {
 
     /// Slots below a marked line key; `None` if it is not marked.
     pub fn mark_count(&self, key: Key) -> Option<u32> {
-        self.reader.find(key, |entry| match entry {
-            Entry::Mark(count) => Some(count),
-            Entry::Slot(_) => None,
-        })
+        let at = self.position(tag(key), |entry| matches!(entry, Entry::Mark(_)))?;
+        match Entry::decode(self.reader.table()[at].load(Ordering::Relaxed)) {
+            Some(Entry::Mark(count)) => Some(count),
+            _ => None,
+        }
     }
 
-    /// Enters or replaces the mark of a line key. Returns whether it is new.
-    pub fn set_mark(&mut self, key: Key, count: u32) -> bool {
+    /// Whether a key that is not in the table yet would be taken.
+    pub fn admits(&self, key: Key) -> bool {
+        self.gap(tag(key)).is_some()
+    }
+
+    /// Enters or replaces the mark of a line key. A mark that is there is never refused.
+    pub fn set_mark(&mut self, key: Key, count: u32) -> Placed {
         let old = self.position(tag(key), |entry| matches!(entry, Entry::Mark(_)));
         self.put(tag(key), old, Entry::Mark(count))
     }
 
-    /// Enters a slot under its page's hash.
-    pub fn insert_slot(&mut self, hash: PageHash, slot: Slot) {
+    /// Enters a slot under its page's hash. Also when it is refused, [`Self::hash_of`] tells the hash.
+    pub fn insert_slot(&mut self, hash: PageHash, slot: Slot) -> Placed {
         self.write_hash(hash, slot);
         let old = self.position(tag(hash.key()), |entry| entry == Entry::Slot(slot));
-        self.put(tag(hash.key()), old, Entry::Slot(slot));
+        self.put(tag(hash.key()), old, Entry::Slot(slot))
     }
 
     /// The hash of the page in a slot, as entered.
@@ -352,8 +374,10 @@ impl IndexWriter {
     }
 
     /// Moves everything but unused marks into `next`, which must be empty and larger, and marks this file as left
-    /// behind. Its readers keep reporting its last epoch until they switch.
-    pub fn retire_into(&self, next: &mut IndexWriter) {
+    /// behind. Its readers keep reporting its last epoch until they switch. Returns how many marks moved: those that
+    /// `next` refuses are lost, which costs savings only.
+    pub fn retire_into(&self, next: &mut IndexWriter) -> usize {
+        let mut marks = 0;
         let (from, to) = (self.reader.map.words(), next.reader.map.words());
         for at in (HEADER_WORDS..HASHES_AT).chain([WORD_EPOCH, WORD_NEWS]) {
             let word = from[at].load(Ordering::Relaxed);
@@ -369,11 +393,13 @@ impl IndexWriter {
                     if let Entry::Slot(slot) = entry {
                         next.write_hash(self.hash_of(slot), slot);
                     }
-                    next.put(tag_of(word), None, entry);
+                    let placed = next.put(tag_of(word), None, entry);
+                    marks += usize::from(matches!(entry, Entry::Mark(_)) && placed == Placed::New);
                 }
             }
         }
         from[WORD_RETIRED].store(1, Ordering::Release);
+        marks
     }
 
     fn write_hash(&self, hash: PageHash, slot: Slot) {
@@ -385,37 +411,46 @@ impl IndexWriter {
         }
     }
 
-    fn position(&self, tag: u32, is: impl Fn(Entry) -> bool) -> Option<usize> {
-        let mut at = home(tag, self.capacity());
-        loop {
-            let word = self.reader.table()[at].load(Ordering::Relaxed);
-            if word == 0 {
-                return None;
-            }
-            if tag_of(word) == tag && Entry::decode(word).is_some_and(&is) {
-                return Some(at);
-            }
-            at = (at + 1) % self.capacity();
-        }
+    /// Places where an entry of this tag may be, nearest first. Entries only ever move towards their homes.
+    fn places(&self, tag: u32) -> impl Iterator<Item = (usize, u64)> + '_ {
+        let (table, capacity) = (self.reader.table(), self.capacity());
+        let home = home(tag, capacity);
+        (0..=MAX_DISTANCE.min(capacity - 1)).map(move |distance| {
+            let at = (home + distance) % capacity;
+            (at, table[at].load(Ordering::Relaxed))
+        })
     }
 
-    /// Writes an entry over `old` or into the first gap. Returns whether the table has one more.
-    fn put(&mut self, tag: u32, old: Option<usize>, entry: Entry) -> bool {
-        let capacity = self.capacity();
-        let at = old.unwrap_or_else(|| {
-            assert!(
-                self.used + 1 < capacity,
-                "the caller grows the index before it is full"
-            );
-            let mut at = home(tag, capacity);
-            while self.reader.table()[at].load(Ordering::Relaxed) != 0 {
-                at = (at + 1) % capacity;
+    fn position(&self, tag: u32, is: impl Fn(Entry) -> bool) -> Option<usize> {
+        self.places(tag)
+            .take_while(|(_, word)| *word != 0)
+            .find(|(_, word)| tag_of(*word) == tag && Entry::decode(*word).is_some_and(&is))
+            .map(|(at, _)| at)
+    }
+
+    /// Where a new entry of this tag goes, if there is a place near enough to its home.
+    fn gap(&self, tag: u32) -> Option<usize> {
+        self.places(tag).find(|(_, word)| *word == 0).map(|(at, _)| at)
+    }
+
+    /// Writes an entry over `old` or into the first gap.
+    fn put(&mut self, tag: u32, old: Option<usize>, entry: Entry) -> Placed {
+        let (at, placed) = match old {
+            Some(at) => (at, Placed::Replaced),
+            None => {
+                assert!(
+                    self.used + 1 < self.capacity(),
+                    "the caller grows the index before it is full"
+                );
+                let Some(at) = self.gap(tag) else {
+                    return Placed::Refused;
+                };
+                self.used += 1;
+                (at, Placed::New)
             }
-            self.used += 1;
-            at
-        });
+        };
         self.reader.table()[at].store(entry.encode(tag), Ordering::Release);
-        old.is_none()
+        placed
     }
 
     /// Closes the gap that a removal leaves by moving later entries of the probe sequence back, so that there are
@@ -497,7 +532,11 @@ mod tests {
             for step in steps {
                 match step {
                     Step::Mark(k, c) => {
-                        prop_assert_eq!(index.set_mark(key(k), c), marks.insert(k, c).is_none());
+                        let expected = match marks.insert(k, c) {
+                            None => Placed::New,
+                            Some(_) => Placed::Replaced,
+                        };
+                        prop_assert_eq!(index.set_mark(key(k), c), expected);
                     }
                     Step::Unmark(k) => {
                         prop_assert_eq!(index.remove_mark(key(k)), marks.remove(&k).is_some());
@@ -528,6 +567,39 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Line keys with one home in a table of 2^16 entries: the inverse of what [`home`] computes.
+    fn keys_of_one_home(n: usize) -> Vec<Key> {
+        let inverse = (0..5).fold(1u32, |x, _| {
+            x.wrapping_mul(2u32.wrapping_sub(0x9e37_79b1u32.wrapping_mul(x)))
+        });
+        let tags = (0..1u32 << 16).map(|low| inverse.wrapping_mul(65_000 << 16 | low));
+        let keys = tags.filter_map(|tag| Key::try_new(u64::from(tag) << 16));
+        let keys: Vec<Key> = keys.filter(|key| !key.is_full()).take(n).collect();
+        assert!(keys.len() == n && keys.iter().all(|key| home(tag(*key), 1 << 16) == 65_000));
+        keys
+    }
+
+    #[test]
+    fn keys_of_one_home_are_refused_beyond_a_distance_and_all_counts_agree() {
+        let (_file, mut index) = create(1 << 16).unwrap();
+        let keys = keys_of_one_home(6000);
+        let placed: Vec<Placed> = keys.iter().map(|key| index.set_mark(*key, 7)).collect();
+        let new = placed.iter().filter(|p| **p == Placed::New).count();
+        assert_eq!((new, index.used()), (MAX_DISTANCE + 1, new));
+        for (key, placed) in keys.iter().zip(&placed) {
+            let there = *placed == Placed::New;
+            assert_eq!(index.mark_count(*key).is_some(), there);
+            assert_eq!(index.reader().is_marked(*key), there);
+        }
+        assert!(!index.admits(keys[0]));
+        assert_eq!(index.set_mark(keys[0], 8), Placed::Replaced);
+        let (_next_file, mut next) = create(1 << 15).unwrap();
+        assert_eq!(index.retire_into(&mut next), new);
+        let removed = keys.iter().filter(|key| index.remove_mark(**key)).count();
+        assert_eq!((removed, index.used()), (new, 0));
+        assert_eq!(index.set_mark(keys[5999], 0), Placed::New);
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! Records and descriptors over a `SOCK_SEQPACKET` Unix socket.
 
 use crate::message::{MAX_MESSAGE, Malformed, Message, parse};
+use rustix::io::retry_on_intr;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
@@ -9,12 +11,17 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 use zerocopy::IntoBytes;
 
 /// Most descriptors in one record.
 const MAX_FDS: usize = 2;
 
-/// Connects to a store. Blocking.
+/// A store that takes longer than this for one record, or to accept a connection, hangs.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Connects to a store. Blocking, but not for ever: connecting, sending and receiving fail with
+/// [`io::ErrorKind::WouldBlock`] when the store hangs for five seconds.
 pub fn connect(path: &Path) -> io::Result<OwnedFd> {
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
@@ -22,7 +29,11 @@ pub fn connect(path: &Path) -> io::Result<OwnedFd> {
         SocketFlags::CLOEXEC,
         None,
     )?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    set_socket_timeout(&socket, Timeout::Send, Some(PATIENCE))?;
+    set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
+    let address = SocketAddrUnix::new(path)?;
+    // With a timeout set, signals interrupt also where SA_RESTART would otherwise hide them.
+    retry_on_intr(|| rustix::net::connect(&socket, &address))?;
     Ok(socket)
 }
 
@@ -37,28 +48,27 @@ pub fn listen(path: &Path) -> io::Result<OwnedFd> {
 
 /// Accepts one connection, non-blocking.
 pub fn accept(listener: impl AsFd) -> io::Result<OwnedFd> {
-    Ok(rustix::net::accept_with(
-        listener,
-        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-    )?)
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    Ok(retry_on_intr(|| rustix::net::accept_with(&listener, flags))?)
 }
 
 /// Sends one record with its descriptors.
 pub fn send(socket: impl AsFd, record: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
+    if fds.len() > MAX_FDS {
         return Err(io::Error::new(
             io::ErrorKind::InvalidInput,
             "too many descriptors for one message",
         ));
     }
-    let sent = rustix::net::sendmsg(
-        socket,
-        &[IoSlice::new(record)],
-        &mut ancillary,
-        SendFlags::NOSIGNAL,
-    )?;
+    let sent = retry_on_intr(|| {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(rustix::io::Errno::INVAL);
+        }
+        let record = [IoSlice::new(record)];
+        rustix::net::sendmsg(&socket, &record, &mut ancillary, SendFlags::NOSIGNAL)
+    })?;
     if sent == record.len() {
         Ok(())
     } else {
@@ -76,16 +86,19 @@ pub struct Received {
 
 /// Receives one record into `buffer` (of [`crate::message::aligned_buffer`]); `None` at the end of the connection.
 pub fn receive(socket: impl AsFd, buffer: &mut [u64]) -> io::Result<Option<Received>> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let mut into = [IoSliceMut::new(buffer.as_mut_bytes())];
-    let got = rustix::net::recvmsg(socket, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
     let mut fds = Vec::new();
-    for message in ancillary.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = message {
-            fds.extend(rights);
+    let got = retry_on_intr(|| {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let mut into = [IoSliceMut::new(buffer.as_mut_bytes())];
+        let got = rustix::net::recvmsg(&socket, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+        for message in ancillary.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                fds.extend(rights);
+            }
         }
-    }
+        Ok(got)
+    })?;
     if got.flags.contains(ReturnFlags::TRUNC) {
         let text = format!("a message longer than {MAX_MESSAGE} bytes");
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
@@ -134,6 +147,26 @@ mod tests {
         assert!(matches!(second.parse(&buffer), Ok(Message::SegmentRetired(5))));
         drop(a);
         assert!(receive(&b, &mut buffer).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_hung_store_is_not_waited_for_for_ever() {
+        let path = std::env::temp_dir().join(format!("vmm-dedup-hung-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        let _listener = listen(&path).unwrap();
+        let start = std::time::Instant::now();
+        // Nobody accepts: the backlog fills.
+        let mut waiting = Vec::new();
+        let error = loop {
+            match connect(&path) {
+                Ok(socket) => waiting.push(socket),
+                Err(e) => break e,
+            }
+            assert!(waiting.len() < 1000);
+        };
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        assert!(start.elapsed() >= PATIENCE && start.elapsed() < 3 * PATIENCE);
+        std::fs::remove_file(&path).unwrap();
     }
 
     #[test]

@@ -49,9 +49,9 @@ impl Histogram {
     )]
     pub fn quantile_us(&self, q: f64) -> u64 {
         let wanted = (self.count() as f64 * q).ceil() as u64;
-        let mut seen = 0;
+        let mut seen: u64 = 0;
         for (i, n) in self.buckets.iter().enumerate() {
-            seen += n;
+            seen = seen.saturating_add(*n);
             if seen >= wanted && seen > 0 {
                 return Self::bound_us(i).min(self.max_ns.div_ceil(1000));
             }
@@ -89,8 +89,8 @@ impl CpuNs {
             self.merge,
             self.break_,
         ]
-        .iter()
-        .sum()
+        .into_iter()
+        .fold(0, u64::saturating_add)
     }
 }
 
@@ -185,6 +185,22 @@ mod tests {
         assert_eq!(h.buckets[10], 1);
         assert_eq!(h.buckets[BUCKETS - 1], 1);
         assert_eq!(h.count(), 5);
+    }
+
+    #[test]
+    fn hostile_numbers_do_not_overflow() {
+        let h = Histogram {
+            buckets: [u64::MAX; BUCKETS],
+            sum_ns: u64::MAX,
+            max_ns: u64::MAX,
+        };
+        assert_eq!(h.quantile_us(1.0), 1);
+        let cpu = CpuNs {
+            track: u64::MAX,
+            key: 1,
+            ..CpuNs::default()
+        };
+        assert_eq!(cpu.total(), u64::MAX);
     }
 
     #[test]

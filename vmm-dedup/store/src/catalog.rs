@@ -3,14 +3,15 @@
 //! A full index moves to a bigger file; services are sent the new one and go on reading the old one until they
 //! switch (see `vmm_dedup_protocol::index`). Marks below which no slot ever came are dropped then, so marks that a
 //! hostile service makes up cost it only until the next move, and the size of the next file is bounded by what the
-//! VMs' declared pages can need.
+//! VMs' declared pages can need. Marks and slots that would lie too far from their place in the table are refused: a
+//! page without its mark is not merged, and nothing else.
 
 use crate::error::Error;
 use crate::segments::read_only;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use vmm_dedup_protocol::Slot;
-use vmm_dedup_protocol::index::{self, IndexReader, IndexWriter};
+use vmm_dedup_protocol::index::{self, IndexReader, IndexWriter, Placed};
 use vmm_dedup_protocol::key::{Key, PageHash};
 
 const MIN_CAPACITY: usize = 1 << 16;
@@ -61,43 +62,49 @@ impl Catalog {
         if self.has_room(entries) {
             return Ok(false);
         }
-        let staying = self.writer.used() - self.unused_marks + entries;
+        let staying = self.writer.used().saturating_sub(self.unused_marks) + entries;
         let useful = staying
             .saturating_mul(2)
             .saturating_add(declared)
             .max(MIN_CAPACITY);
         let capacity = (self.writer.capacity() / 2 * 3).min(useful).max(staying * 2);
         let mut next = Self::with_capacity(capacity)?;
-        self.writer.retire_into(&mut next.writer);
-        next.marks = self.marks - self.unused_marks;
+        next.marks = self.writer.retire_into(&mut next.writer);
         *self = next;
         Ok(true)
     }
 
-    /// Marks a line key as ambiguous and tells.
+    /// Marks a line key as ambiguous and tells, if there is a place for it.
     pub(crate) fn mark(&mut self, line: Key) {
-        if self.writer.mark_count(line).is_none() {
-            self.writer.set_mark(line, 0);
+        if self.writer.mark_count(line).is_none() && self.writer.set_mark(line, 0) == Placed::New {
             self.marks += 1;
             self.unused_marks += 1;
             self.writer.announce(line);
         }
     }
 
-    /// Enters a slot and tells. Returns whether its line key was not marked before (it is now).
+    /// Whether a new page of these keys can be entered so that it is found.
+    pub(crate) fn admits(&self, hash: PageHash, line: Key) -> bool {
+        self.writer.admits(hash.key()) && (self.writer.mark_count(line).is_some() || self.writer.admits(line))
+    }
+
+    /// Enters a slot and tells. Returns whether its line key was not marked before (it is now). What is refused in
+    /// spite of [`Self::admits`] (which does not reserve, and is not asked about pages that come back from limbo)
+    /// is not found by anybody who looks for it, and is otherwise a slot like others.
     pub(crate) fn insert(&mut self, hash: PageHash, line: Key, slot: Slot) -> bool {
-        self.writer.insert_slot(hash, slot);
+        let placed = self.writer.insert_slot(hash, slot);
         let count = self.writer.mark_count(line);
-        self.writer.set_mark(line, count.unwrap_or(0) + 1);
-        match count {
-            None => {
-                self.marks += 1;
-                self.writer.announce(line);
-            }
-            Some(0) => self.unused_marks -= 1,
-            Some(_) => {}
+        let marked = self.writer.set_mark(line, count.unwrap_or(0).saturating_add(1));
+        if marked == Placed::New {
+            self.marks += 1;
+            self.writer.announce(line);
         }
-        self.writer.announce(hash.key());
+        if count == Some(0) {
+            self.unused_marks = self.unused_marks.saturating_sub(1);
+        }
+        if placed != Placed::Refused {
+            self.writer.announce(hash.key());
+        }
         count.is_none()
     }
 
@@ -108,8 +115,8 @@ impl Catalog {
             Some(count @ 2..) => _ = self.writer.set_mark(line, count - 1),
             Some(count) => {
                 self.writer.remove_mark(line);
-                self.marks -= 1;
-                self.unused_marks -= usize::from(count == 0);
+                self.marks = self.marks.saturating_sub(1);
+                self.unused_marks = self.unused_marks.saturating_sub(usize::from(count == 0));
             }
             None => {}
         }
@@ -177,6 +184,36 @@ mod tests {
             catalog.writer.capacity()
         );
         assert_eq!(catalog.reader().slot_of(hash(1)), Some(slot(1)));
+    }
+
+    #[test]
+    fn keys_aimed_at_one_place_leave_the_counts_right() {
+        let mut catalog = Catalog::new().unwrap();
+        // 0x0e8b_2f51 is the inverse of the index's multiplier: these tags have neighbouring homes.
+        let tags = (0..1u32 << 16).map(|low| 0x0e8b_2f51u32.wrapping_mul(1 << 31 | low));
+        let lines: Vec<Key> = tags
+            .filter_map(|tag| Key::try_new(u64::from(tag) << 16))
+            .filter(|key| !key.is_full())
+            .take(6000)
+            .collect();
+        assert_eq!(lines.len(), 6000);
+        for round in 0..2 {
+            for (n, line) in (0u32..).zip(&lines) {
+                catalog.reserve(2, 0).unwrap();
+                catalog.mark(*line);
+                catalog.insert(hash(u64::from(n)), *line, slot(n));
+            }
+            assert!(catalog.marks > 500 && catalog.marks < 2000, "{}", catalog.marks);
+            // Some slots have their homes there, too, and are refused.
+            let slots = catalog.writer.used() - catalog.marks;
+            assert!((5900..=6000).contains(&slots), "{slots}");
+            assert_eq!(catalog.unused_marks, 0);
+            for (n, line) in (0u32..).zip(&lines) {
+                catalog.remove(*line, slot(n));
+            }
+            let left = (catalog.writer.used(), catalog.marks, catalog.unused_marks);
+            assert_eq!(left, (0, 0, 0), "round {round}");
+        }
     }
 
     #[test]

@@ -26,6 +26,8 @@ pub struct Config {
     pub max_connections: usize,
     /// Most connections of one process, counted likewise.
     pub max_connections_per_process: usize,
+    /// How long a page that nobody maps any more is kept as it is, for devices that may still read it; 0 for tests.
+    pub quarantine_seconds: u32,
 }
 
 impl Default for Config {
@@ -39,6 +41,7 @@ impl Default for Config {
             max_vm_pages: 1 << 28,
             max_connections: 8192,
             max_connections_per_process: 32,
+            quarantine_seconds: 30,
         }
     }
 }
@@ -94,6 +97,10 @@ impl Config {
         }
         if self.max_connections_per_process == 0 {
             return refuse("max_connections_per_process", "0".into(), "give at least 1");
+        }
+        if self.quarantine_seconds > 86_400 {
+            let value = self.quarantine_seconds.to_string();
+            return refuse("quarantine_seconds", value, "give at most a day, 86400");
         }
         Ok(())
     }
@@ -171,6 +178,13 @@ mod tests {
                 "max_connections",
                 Config {
                     max_connections: 65_536,
+                    ..Config::default()
+                },
+            ),
+            (
+                "quarantine_seconds",
+                Config {
+                    quarantine_seconds: 86_401,
                     ..Config::default()
                 },
             ),

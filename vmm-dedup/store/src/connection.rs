@@ -21,6 +21,12 @@ const TURN: usize = 8;
 /// An orphan whose process still lives after this long is worth a warning: its slots cannot be reused.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(1);
 
+/// How long a connection may take for its first message: it would keep a place that others can use.
+const GREETING: Duration = Duration::from_secs(10);
+
+/// How long to wait when the kernel is short of what sending takes.
+const SHORTAGE: Duration = Duration::from_millis(20);
+
 /// The state, as all tasks share it. There is one thread, so the lock is never waited for.
 pub(crate) type Shared = Arc<Mutex<State>>;
 
@@ -85,6 +91,15 @@ async fn exchange(
     tokio::select! {
         done = receive_all(shared, id, &watched, outbox) => done,
         () = send_all(shared, &watched, outbox) => Ok(()),
+        () = silence(shared, id) => Err(Violation::Silent(GREETING)),
+    }
+}
+
+/// Returns when the peer has not greeted in time.
+async fn silence(shared: &Shared, id: MemberId) {
+    tokio::time::sleep(GREETING).await;
+    if !lock(shared).is_greeting(id) {
+        std::future::pending().await
     }
 }
 
@@ -106,6 +121,10 @@ async fn receive_all(
                     break;
                 }
                 Next::End => return Ok(()),
+                Next::Overflow => {
+                    cut_off(shared);
+                    return Ok(());
+                }
             }
         }
         drop(ready);
@@ -117,6 +136,8 @@ enum Next {
     More,
     Nothing,
     End,
+    /// The answer does not fit the queue any more.
+    Overflow,
 }
 
 /// Receives and handles one record, if there is one.
@@ -133,7 +154,11 @@ fn receive(shared: &Shared, id: MemberId, socket: &Watched, outbox: &Outbox) -> 
                 if let Some(reply) = reply {
                     outbox.push(reply, Vec::new());
                 }
-                Next::More
+                if outbox.has_overflowed() {
+                    Next::Overflow
+                } else {
+                    Next::More
+                }
             }),
         Ok(None) => Ok(Next::End),
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Next::Nothing),
@@ -145,6 +170,11 @@ fn receive(shared: &Shared, id: MemberId, socket: &Watched, outbox: &Outbox) -> 
     next
 }
 
+fn cut_off(shared: &Shared) {
+    lock(shared).counters.overflows += 1;
+    log::warn!("a service does not read what the store sends: its connection is closed");
+}
+
 /// Sends what was queued, whenever the socket takes it. Returns when the connection is beyond hope.
 async fn send_all(shared: &Shared, watched: &AsyncFd<Watched>, outbox: &Outbox) {
     loop {
@@ -154,9 +184,12 @@ async fn send_all(shared: &Shared, watched: &AsyncFd<Watched>, outbox: &Outbox) 
                 Flushed::Empty => break,
                 Flushed::Broken => return,
                 Flushed::Overflow => {
-                    lock(shared).counters.overflows += 1;
-                    log::warn!("a service does not read what the store sends: its connection is closed");
+                    cut_off(shared);
                     return;
+                }
+                Flushed::Later => {
+                    tokio::time::sleep(SHORTAGE).await;
+                    continue;
                 }
                 Flushed::Blocked => {}
             }

@@ -80,6 +80,8 @@ pub(crate) enum Violation {
     TooManyConnections { pid: u32, count: usize },
     #[error("the store has {0} connections, as many as it takes: raise max_connections")]
     Full(usize),
+    #[error("no Hello came within {0:?}")]
+    Silent(std::time::Duration),
     #[error("a message that cannot be read")]
     Unreadable(#[source] io::Error),
     #[error("the store cannot get memory or descriptors: {0}")]

@@ -1,7 +1,7 @@
 //! What a service's messages do to the state.
 
 use crate::epochs::MemberId;
-use crate::error::{Error, Violation};
+use crate::error::Violation;
 use crate::segments::Run;
 use crate::sightings::Sighting;
 use crate::slots::Change;
@@ -221,8 +221,9 @@ impl State {
         let mut run = None;
         let slots = self.publish_pages(id, keys, &staging, &mut run);
         while let Some(slot) = next_of(&mut run) {
-            let retired = self.segments.free(slot);
-            debug_assert!(retired.is_none(), "a run is only allocated to use some of it");
+            if let Some(number) = self.segments.free(slot) {
+                self.broadcast(&encode(Kind::SegmentRetired, &[number.as_bytes()]), None);
+            }
         }
         Ok(encode(Kind::Published, &[slots?.as_bytes()]))
     }
@@ -271,12 +272,13 @@ impl State {
             self.lifetime.apply(id, slot, 1)?;
             return Ok(Some(slot));
         }
+        let line = Key::of_lines(&line_words(|at| page[at]), self.salt);
+        if !self.catalog.admits(hash, line) {
+            self.counters.refused_full += 1;
+            return Ok(None);
+        }
         if run.is_none() {
-            let allocated = self
-                .segments
-                .allocate_run(rest)
-                .map_err(|e| Violation::Resources(Error::Memory(e)))?;
-            let Some((allocated, new)) = allocated else {
+            let Some((allocated, new)) = self.allocate_run(rest) else {
                 self.counters.refused_full += 1;
                 return Ok(None);
             };
@@ -290,9 +292,22 @@ impl State {
         let Some(slot) = next_of(run) else { return Ok(None) };
         self.segments.write(slot, page);
         self.lifetime.publish(id, slot);
-        self.enter(hash, Key::of_lines(&line_words(|at| page[at]), self.salt), slot);
+        self.enter(hash, line, slot);
         self.counters.published += 1;
         Ok(Some(slot))
+    }
+
+    /// Takes slots for up to this many pages. A kernel that has no memory or descriptors left for a new segment makes
+    /// the store as large as it is: no service's fault.
+    fn allocate_run(&mut self, pages: u32) -> Option<(Run, Option<u32>)> {
+        let allocated = self.segments.allocate_run(pages);
+        if let Err(e) = &allocated
+            && !self.short_of_memory
+        {
+            log::error!("the store cannot grow for now (raise the limits on memory and open files?): {e}");
+        }
+        self.short_of_memory = allocated.is_err();
+        allocated.ok().flatten()
     }
 
     /// Puts a slot into the index. Its keys are no mere sightings any more.
@@ -309,7 +324,7 @@ impl State {
 
     fn is_full(&self) -> bool {
         let slots = self.lifetime.slots();
-        slots.live() + slots.limbo() >= self.segments.max_slots().into()
+        slots.live() + slots.limbo() + self.segments.cooling() >= self.segments.max_slots().into()
     }
 }
 

@@ -32,7 +32,8 @@
 //!   later one wins the path.
 //! - Growing a very large table (sightings, index) is one pass without a pause: about 5 ms per million entries.
 //! - A hostile service that aims line keys at one place of the index (its hashing is public) makes lookups there
-//!   slow for its own trust domain.
+//!   slow for its own trust domain, and entries there are refused: about a thousand words are read at most.
+//! - A device that reads a page for longer than `quarantine_seconds` after its VM let go of it can read another page.
 
 mod accounts;
 mod catalog;

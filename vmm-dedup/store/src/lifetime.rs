@@ -18,6 +18,10 @@
 //!    connects again becomes another member; its orphan stays until the process ends. The price is that limbo only
 //!    grows meanwhile (bounded by the size of the store, shown as `vmmdedup_slots_limbo`, warned about with the
 //!    process's number). A dead process costs nothing: the kernel tells within milliseconds (pidfd).
+//!
+//! What remains are pages that a device reads on behalf of a process that no longer maps them (read-only pins). No
+//! account tells of these, so slots that are free here are not rewritten before a quarantine has ended (`segments`).
+//! They are free all the same: nobody can reference them, and they count in `vmmdedup_slots_cooling` only.
 
 use crate::epochs::{Epoch, EpochViolation, Epochs, MemberId};
 use crate::references::{References, Unbalanced};

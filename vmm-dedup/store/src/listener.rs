@@ -81,7 +81,8 @@ fn remove_stale(path: &Path) -> Result<(), Error> {
                 std::fs::remove_file(path).map_err(listen)
             }
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-            // Somebody listens: a store, or another program (EPROTOTYPE).
+            // Somebody listens: a store, one that hangs with a full backlog (EAGAIN), or another program
+            // (EPROTOTYPE).
             _ => Err(Error::InUse(path.to_owned())),
         },
     }

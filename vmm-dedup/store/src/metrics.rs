@@ -40,6 +40,7 @@ struct Snapshot {
     totals: ServiceStats,
     orphans: (u64, u64),
     connections: u64,
+    cooling: u64,
     started: f64,
 }
 
@@ -61,6 +62,7 @@ impl Snapshot {
             totals: state.totals,
             orphans: state.orphans(),
             connections: state.connections.len() as u64,
+            cooling: state.segments.cooling(),
             started: started.as_secs_f64(),
         }
     }
@@ -177,6 +179,11 @@ fn store(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         "slots_limbo",
         "Pages without references that some VM might still map",
         stats.slots_limbo,
+    )?;
+    w.gauge(
+        "slots_cooling",
+        "Free pages of the store that are not rewritten before their quarantine ends",
+        s.cooling,
     )?;
     w.gauge("slots_max", "Pages that the store may hold", stats.slots_max)?;
     w.bytes(

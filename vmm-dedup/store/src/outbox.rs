@@ -30,6 +30,8 @@ pub(crate) enum Flushed {
     Empty,
     /// The socket takes no more for now.
     Blocked,
+    /// The kernel takes no more for now, and will not tell when it does: to be tried again soon.
+    Later,
     /// The peer is to be cut off: it does not read.
     Overflow,
     /// The socket is broken.
@@ -47,6 +49,14 @@ pub(crate) struct Outbox {
 fn send(socket: &OwnedFd, record: &Record) -> io::Result<()> {
     let fds: Vec<BorrowedFd<'_>> = record.fds.iter().map(|fd| fd.as_fd()).collect();
     socket::send(socket, &record.bytes, &fds)
+}
+
+/// Whether the kernel is out of buffers, or too many descriptors wait in sockets of this user. Both pass.
+fn is_shortage(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    [Errno::NOBUFS, Errno::TOOMANYREFS]
+        .into_iter()
+        .any(|e| error.raw_os_error() == Some(e.raw_os_error()))
 }
 
 impl Outbox {
@@ -88,10 +98,16 @@ impl Outbox {
             match send(&self.socket, record) {
                 Ok(()) => _ = queue.records.pop_front(),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Flushed::Blocked,
+                Err(e) if is_shortage(&e) => return Flushed::Later,
                 Err(_) => return Flushed::Broken,
             }
         }
         Flushed::Empty
+    }
+
+    /// Whether the peer is to be cut off since it does not read.
+    pub(crate) fn has_overflowed(&self) -> bool {
+        self.lock().overflow
     }
 
     /// Waits until something has been queued.
@@ -105,6 +121,13 @@ mod tests {
     use super::*;
     use rustix::net::{AddressFamily, SocketFlags, SocketType};
     use vmm_dedup_protocol::message::{Kind, aligned_buffer, encode};
+
+    #[test]
+    fn shortages_pass_and_broken_sockets_do_not() {
+        use rustix::io::Errno;
+        assert!(is_shortage(&Errno::NOBUFS.into()) && is_shortage(&Errno::TOOMANYREFS.into()));
+        assert!(!is_shortage(&Errno::PIPE.into()) && !is_shortage(&Errno::CONNRESET.into()));
+    }
 
     #[test]
     fn a_peer_that_does_not_read_overflows_and_one_that_does_gets_all_in_order() {

@@ -4,10 +4,18 @@
 //! writable mappings and `write` also to whoever reopens it through /proc. The seal forbids the store, too, to punch
 //! holes, so a slot that was written stays resident until its whole segment is empty and goes. Hence the allocator
 //! fills the fullest segments first, so that others can empty.
+//!
+//! **Quarantine.** A slot that nobody maps may still be read by a device, on behalf of a process that has ended or
+//! unmapped it: read-only pins (a direct write of a guest's page, `MSG_ZEROCOPY`) outlive mappings, and no account
+//! tells of them. So a slot that was given back *cools* before its bytes are rewritten. It counts as free, but it is
+//! not allocated. A segment whose slots are all free or cooling goes at once: what was pinned stays as it is, since
+//! the file is never written again.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 use vmm_dedup_protocol::key::{KEY_WORDS, PAGE_WORDS, PageWords, line_words};
 use vmm_dedup_protocol::mapping::{Mapping, sealed_memfd};
 use vmm_dedup_protocol::{MAX_SLOTS, PAGE_SIZE, SEGMENT_BYTES, SLOTS_PER_SEGMENT, Slot};
@@ -44,6 +52,8 @@ struct Segment {
     resident: u32,
     /// No run of free slots is longer than this.
     longest: u32,
+    /// Slots that were given back and are not to be rewritten yet: until which second, and their place.
+    cooling: VecDeque<(u32, u32)>,
 }
 
 fn bit(at: u32) -> (usize, u64) {
@@ -67,6 +77,7 @@ impl Segment {
             free: usable,
             resident: 0,
             longest: usable,
+            cooling: VecDeque::new(),
         })
     }
 
@@ -109,6 +120,21 @@ impl Segment {
         }
         self.free -= n;
     }
+
+    fn give_back(&mut self, at: u32) {
+        let (word, mask) = bit(at);
+        assert!(
+            self.used[word] & mask != 0,
+            "slot {at} of a segment is freed twice"
+        );
+        self.used[word] &= !mask;
+        self.free += 1;
+        self.longest = self.free;
+    }
+
+    fn is_empty(&self) -> bool {
+        self.free as usize + self.cooling.len() >= self.usable as usize
+    }
 }
 
 /// All segments of a store.
@@ -116,14 +142,21 @@ impl Segment {
 pub(crate) struct Segments {
     segments: Vec<Option<Segment>>,
     max_slots: u32,
+    quarantine_seconds: u32,
+    /// When the seconds of [`Segment::cooling`] began.
+    started: Instant,
+    cooling: u64,
 }
 
 impl Segments {
-    /// For at most `max_slots` pages.
-    pub(crate) fn new(max_slots: u32) -> Self {
+    /// For at most `max_slots` pages, each of which is rewritten no sooner than this long after it was given back.
+    pub(crate) fn new(max_slots: u32, quarantine_seconds: u32) -> Self {
         Self {
             segments: Vec::new(),
             max_slots: max_slots.min(MAX_SLOTS),
+            quarantine_seconds,
+            started: Instant::now(),
+            cooling: 0,
         }
     }
 
@@ -190,18 +223,68 @@ impl Segments {
         Ok(Some(number))
     }
 
-    /// Gives a slot back. Returns its segment's number if that was the last one in use there: the segment is gone.
+    /// Gives back a slot that nobody was ever given. Returns its segment's number if that was the last one in use
+    /// there: the segment is gone.
     pub(crate) fn free(&mut self, slot: Slot) -> Option<u32> {
-        let number = slot.segment();
-        let segment = self.segment_mut(number);
-        let (word, mask) = bit(slot.number() % SLOTS_PER_SEGMENT);
-        assert!(segment.used[word] & mask != 0, "{slot} is freed twice");
-        segment.used[word] &= !mask;
-        segment.free += 1;
-        segment.longest = segment.free;
-        if segment.free < segment.usable {
+        self.segment_mut(slot.segment())
+            .give_back(slot.number() % SLOTS_PER_SEGMENT);
+        self.retire_if_empty(slot.segment())
+    }
+
+    /// Gives back a slot that nobody maps any more: it is free at the end of the quarantine. Returns its segment's
+    /// number if that was the last one in use there: the segment is gone.
+    pub(crate) fn cool(&mut self, slot: Slot, now: Instant) -> Option<u32> {
+        if self.quarantine_seconds == 0 {
+            return self.free(slot);
+        }
+        // Begun seconds count as none.
+        let until = self
+            .second(now)
+            .saturating_add(self.quarantine_seconds)
+            .saturating_add(1);
+        let segment = self.segment_mut(slot.segment());
+        segment
+            .cooling
+            .push_back((until, slot.number() % SLOTS_PER_SEGMENT));
+        self.cooling += 1;
+        self.retire_if_empty(slot.segment())
+    }
+
+    /// Frees the slots whose quarantine has ended.
+    pub(crate) fn thaw(&mut self, now: Instant) {
+        if self.cooling == 0 {
+            return;
+        }
+        let second = self.second(now);
+        for segment in self.segments.iter_mut().flatten() {
+            while let Some((until, at)) = segment.cooling.front().copied()
+                && until <= second
+            {
+                segment.cooling.pop_front();
+                segment.give_back(at);
+                self.cooling -= 1;
+            }
+            if segment.cooling.is_empty() {
+                segment.cooling.shrink_to_fit();
+            }
+        }
+    }
+
+    /// Slots that count as free and are not to be rewritten yet.
+    pub(crate) fn cooling(&self) -> u64 {
+        self.cooling
+    }
+
+    fn second(&self, now: Instant) -> u32 {
+        u32::try_from(now.saturating_duration_since(self.started).as_secs()).unwrap_or(u32::MAX)
+    }
+
+    fn retire_if_empty(&mut self, number: u32) -> Option<u32> {
+        let segment = self.segment(number);
+        if !segment.is_empty() {
             return None;
         }
+        self.cooling -= segment.cooling.len() as u64;
         self.segments[number as usize] = None;
         while let Some(None) = self.segments.last() {
             self.segments.pop();
@@ -265,7 +348,8 @@ impl Segments {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.existing().count() * (size_of::<Segment>() + 2 * WORDS * 8)
+        let queues: usize = self.existing().map(|(_, s)| s.cooling.capacity() * 8).sum();
+        self.existing().count() * (size_of::<Segment>() + 2 * WORDS * 8) + queues
     }
 
     fn existing(&self) -> impl Iterator<Item = (u32, &Segment)> {
@@ -308,7 +392,7 @@ mod tests {
 
     #[test]
     fn runs_are_consecutive_and_fill_holes_first() {
-        let mut segments = Segments::new(MAX_SLOTS);
+        let mut segments = Segments::new(MAX_SLOTS, 0);
         assert_eq!(run(&mut segments, 100), Some((0, 100)));
         assert_eq!(run(&mut segments, 500), Some((100, 500)));
         free(&mut segments, 10..74);
@@ -319,7 +403,7 @@ mod tests {
 
     #[test]
     fn a_full_store_says_so_and_falls_back_to_shorter_runs_before() {
-        let mut segments = Segments::new(10);
+        let mut segments = Segments::new(10, 0);
         assert_eq!(run(&mut segments, 7), Some((0, 7)));
         assert_eq!(run(&mut segments, 7), Some((7, 3)));
         assert_eq!(run(&mut segments, 1), None);
@@ -329,7 +413,7 @@ mod tests {
 
     #[test]
     fn an_empty_segment_goes_and_its_number_returns() {
-        let mut segments = Segments::new(MAX_SLOTS);
+        let mut segments = Segments::new(MAX_SLOTS, 0);
         let (first, new) = segments.allocate_run(SLOTS_PER_SEGMENT).unwrap().unwrap();
         assert_eq!((first.len, new), (SLOTS_PER_SEGMENT, Some(0)));
         let (second, new) = segments.allocate_run(1).unwrap().unwrap();
@@ -345,8 +429,32 @@ mod tests {
     }
 
     #[test]
+    fn a_slot_is_not_given_again_before_the_quarantine_ends() {
+        use std::time::Duration;
+        let mut segments = Segments::new(3, 30);
+        assert_eq!(run(&mut segments, 3), Some((0, 3)));
+        let start = Instant::now();
+        let slot = |n| Slot::try_new(n).unwrap();
+        assert_eq!(segments.cool(slot(1), start), None);
+        assert_eq!((run(&mut segments, 1), segments.cooling()), (None, 1));
+        segments.thaw(start + Duration::from_secs(29));
+        assert_eq!(run(&mut segments, 1), None);
+        segments.thaw(start + Duration::from_secs(32));
+        assert_eq!((run(&mut segments, 1), segments.cooling()), (Some((1, 1)), 0));
+        // An empty segment goes at once: its number comes back with another file.
+        let before = segments.file(0);
+        assert_eq!(segments.cool(slot(0), start), None);
+        assert_eq!(segments.free(slot(2)), None);
+        assert_eq!(segments.cool(slot(1), start), Some(0));
+        assert_eq!(segments.cooling(), 0);
+        assert_eq!(run(&mut segments, 1), Some((0, 1)));
+        let inode = |file: &OwnedFd| rustix::fs::fstat(file).unwrap().st_ino;
+        assert_ne!(inode(&before), inode(&segments.file(0)));
+    }
+
+    #[test]
     fn written_slots_count_until_their_segment_goes() {
-        let mut segments = Segments::new(MAX_SLOTS);
+        let mut segments = Segments::new(MAX_SLOTS, 0);
         let page = [7; PAGE_WORDS];
         run(&mut segments, 2);
         let slot = |n| Slot::try_new(n).unwrap();
@@ -365,7 +473,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
         fn no_slot_is_given_twice(steps in proptest::collection::vec((1u32..200, any::<u16>()), 0..60)) {
-            let (mut segments, mut taken) = (Segments::new(5000), BTreeSet::new());
+            let (mut segments, mut taken) = (Segments::new(5000, 0), BTreeSet::new());
             for (n, back) in steps {
                 if let Some((first, len)) = run(&mut segments, n) {
                     prop_assert!(len <= n && first + len <= 5000);
@@ -385,7 +493,7 @@ mod tests {
 
     #[test]
     fn descriptors_for_services_cannot_be_written() {
-        let mut segments = Segments::new(MAX_SLOTS);
+        let mut segments = Segments::new(MAX_SLOTS, 0);
         run(&mut segments, 1);
         let file = segments.file(0);
         assert!(Mapping::read_write(&file, PAGE_SIZE).is_err());

@@ -1,17 +1,18 @@
 //! The running store.
 
 use crate::config::Config;
-use crate::connection::{Shared, serve};
+use crate::connection::{Shared, lock, serve};
 use crate::error::Error;
 use crate::http;
 use crate::listener::Listener;
 use crate::state::State;
 use crate::watched::watch;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::io::Interest;
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use vmm_dedup_protocol::socket;
 
 /// A store that listens. Nothing is served until [`Store::run`].
@@ -26,6 +27,7 @@ impl Store {
     /// Checks the configuration, listens on the socket and the metrics address.
     pub fn bind(config: Config) -> Result<Self, Error> {
         config.validate()?;
+        raise_file_limit();
         let metrics = config.metrics.map(|address| {
             let bind = || {
                 let listener = std::net::TcpListener::bind(address)?;
@@ -63,6 +65,7 @@ impl Store {
             let listener = tokio::net::TcpListener::from_std(listener).map_err(refuse)?;
             tasks.spawn(http::serve(listener, shared.clone()));
         }
+        tasks.spawn(thaw(shared.clone()));
         // The file is removed when `listener` is dropped, at the end.
         let watched = watch(listener.socket(), Interest::READABLE).map_err(Error::Memory)?;
         let mut shutdown = std::pin::pin!(shutdown);
@@ -70,7 +73,10 @@ impl Store {
             let accepted = tokio::select! {
                 biased;
                 () = &mut shutdown => return Ok(()),
-                Some(_) = tasks.join_next() => continue,
+                Some(done) = tasks.join_next() => {
+                    end_if_panicked(done);
+                    continue;
+                }
                 accepted = watched.async_io(Interest::READABLE, |socket| socket::accept(socket)) => accepted,
             };
             match accepted {
@@ -83,5 +89,38 @@ impl Store {
                 }
             }
         }
+    }
+}
+
+/// Frees slots whose quarantine has ended, for ever.
+async fn thaw(shared: Shared) {
+    loop {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        lock(&shared).segments.thaw(Instant::now());
+    }
+}
+
+/// Every connection and every segment takes some descriptors, and the usual soft limit is 1024.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    if raised.current != limit.current
+        && let Err(e) = setrlimit(Resource::Nofile, raised)
+    {
+        log::warn!("the limit on open files stays as it is: {e}");
+    }
+}
+
+/// A task that panicked may have left the state half changed. A store that goes on with it would be worse than none:
+/// guests survive the death of a store, and whoever supervises it starts another.
+fn end_if_panicked(done: Result<(), JoinError>) {
+    if let Err(e) = done
+        && e.is_panic()
+    {
+        log::error!("the store ends, since one of its tasks panicked: {e}");
+        std::process::abort();
     }
 }

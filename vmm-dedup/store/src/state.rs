@@ -87,6 +87,8 @@ pub(crate) struct State {
     /// Receive buffer of all connections: records are handled one at a time.
     pub(crate) buffer: Vec<u64>,
     pub(crate) started: std::time::SystemTime,
+    /// The kernel refused a new segment when it was last asked: that was said once.
+    pub(crate) short_of_memory: bool,
 }
 
 impl State {
@@ -101,7 +103,7 @@ impl State {
         Ok(Self {
             salt: Salt(random[0]),
             incarnation: random[1],
-            segments: Segments::new(config.max_slots()),
+            segments: Segments::new(config.max_slots(), config.quarantine_seconds),
             sightings: Sightings::new([random[2], random[3]]),
             lifetime: Lifetime::new(catalog.reader().epoch()),
             catalog,
@@ -112,6 +114,7 @@ impl State {
             totals: ServiceStats::default(),
             buffer: vmm_dedup_protocol::message::aligned_buffer(),
             started: std::time::SystemTime::now(),
+            short_of_memory: false,
         })
     }
 
@@ -138,6 +141,13 @@ impl State {
         );
         self.counters.connections += 1;
         Ok(id)
+    }
+
+    /// Whether a peer is connected and has not introduced itself.
+    pub(crate) fn is_greeting(&self, id: MemberId) -> bool {
+        self.connections
+            .get(&id)
+            .is_some_and(|c| matches!(c.phase, Phase::Greeting))
     }
 
     /// A peer introduces itself.
@@ -272,7 +282,9 @@ impl State {
         }
         let mut retired = Vec::new();
         let segments = &mut self.segments;
-        self.lifetime.reclaim(|slot| retired.extend(segments.free(slot)));
+        let now = Instant::now();
+        self.lifetime
+            .reclaim(|slot| retired.extend(segments.cool(slot, now)));
         for number in retired {
             self.broadcast(&encode(Kind::SegmentRetired, &[number.as_bytes()]), None);
         }

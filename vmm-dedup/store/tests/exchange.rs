@@ -82,7 +82,8 @@ fn neighbours_get_neighbouring_slots_and_twins_one_slot() {
             account.pages_sharing,
             account.resident_bytes
         ),
-        (3, 2, 3 * 4096)
+        // Memory comes for the whole publication at once; what twins left over is free for the next.
+        (3, 2, 5 * 4096)
     );
 }
 
@@ -235,6 +236,51 @@ fn an_empty_segment_is_retired() {
     assert_eq!(stats(&server.socket).store.resident_bytes, 0);
     let again = a.publish(&[page(2)])[0].unwrap();
     assert_eq!(a.content(again), page(2));
+}
+
+#[test]
+fn a_freed_slot_is_not_rewritten_before_its_quarantine_ends() {
+    let server = Server::start(|config| {
+        (config.max_bytes, config.quarantine_seconds) = (2 * 4096, 1);
+    });
+    let mut a = Client::connect(&server.socket, "a");
+    let slots = a.publish(&[page(1), page(2)]);
+    a.batch(&[], &[], &[(slots[0].unwrap(), -1)]);
+    a.acknowledge();
+    let account = stats(&server.socket).store;
+    assert_eq!((account.pages_shared, account.slots_limbo), (1, 0));
+    let start = std::time::Instant::now();
+    assert_eq!(a.publish(&[page(3)]), [None]);
+    assert_eq!(a.content(slots[0].unwrap()), page(1));
+    eventually(Duration::from_secs(5), || a.publish(&[page(3)]) == [slots[0]]);
+    assert!(start.elapsed() > Duration::from_millis(900));
+}
+
+#[test]
+fn who_does_not_greet_is_sent_away() {
+    let server = Server::start(|_| ());
+    let socket = socket::connect(&server.socket).unwrap();
+    let start = std::time::Instant::now();
+    let mut buffer = vmm_dedup_protocol::message::aligned_buffer();
+    let answer = loop {
+        match socket::receive(&socket, &mut buffer) {
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+            other => break other.unwrap().unwrap(),
+        }
+    };
+    let elapsed = start.elapsed();
+    assert!(elapsed > Duration::from_secs(9) && elapsed < Duration::from_secs(14));
+    let message = answer.parse(&buffer).unwrap();
+    assert!(matches!(message, vmm_dedup_protocol::message::Message::Error(text) if text.contains("Hello")));
+}
+
+#[test]
+fn who_sends_and_never_reads_is_cut_off() {
+    let server = Server::start(|_| ());
+    let a = Client::connect(&server.socket, "a");
+    let record = vmm_dedup_protocol::message::encode_batch(1, &[], &[], &[]);
+    let cut_off = (0..1_000_000).any(|_| socket::send(&a.socket, &record, &[]).is_err());
+    assert!(cut_off);
 }
 
 #[test]

@@ -38,6 +38,7 @@ impl Server {
         let mut config = Config {
             socket: socket.clone(),
             metrics: None,
+            quarantine_seconds: 0,
             ..Config::default()
         };
         change(&mut config);
