@@ -6,7 +6,9 @@ use crate::merge::{Item, MAX_WINDOW, Outcome, Window, continues};
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
+use crate::sys::guest;
 use std::ops::Range;
+use vmm_dedup_protocol::index::Line;
 
 /// Mappings that one more merged page may add: its own, and the rest behind it.
 const VMAS_PER_RUN: i64 = 2;
@@ -73,15 +75,10 @@ impl Scanner {
             let chunk = self.memory.chunk_of(items[at].page);
             let last = self.memory.chunks()[chunk].pages.end;
             let end = at + items[at..].iter().take_while(|i| i.page < last).count();
-            let state = &mut self.chunks[chunk];
-            if state.huge && !state.split {
-                let twins = usize::from(state.twins) + (end - at);
-                state.twins = u16::try_from(twins).unwrap_or(u16::MAX);
-                state.split = twins >= self.config.huge_split_pages;
-                // The twins that were passed over before are found again at the next look.
-                state.rest = if state.split { 0 } else { state.rest };
+            if self.chunks[chunk].huge && !self.chunks[chunk].split {
+                self.count_twins(chunk, &items[at..end]);
             }
-            let admit = !state.huge || state.split;
+            let admit = !self.chunks[chunk].huge || self.chunks[chunk].split;
             for item in &items[at..end] {
                 let state = self.table.get(item.page);
                 let private = match state {
@@ -98,6 +95,38 @@ impl Scanner {
             at = end;
         }
         admitted
+    }
+
+    /// Adds to the twins that a huge page is known to have, and decides on splitting it. A line key is not enough for
+    /// that: a huge page may be busy outside its key lines.
+    fn count_twins(&mut self, chunk: usize, items: &[Item]) {
+        let wanted = self.config.huge_split_pages;
+        let known = usize::from(self.chunks[chunk].twins);
+        let missing = wanted.saturating_sub(known);
+        let found = items
+            .iter()
+            .filter(|item| self.looks_equal(item))
+            .take(missing)
+            .count();
+        let state = &mut self.chunks[chunk];
+        state.twins = u16::try_from(known + found).unwrap_or(u16::MAX);
+        state.split = known + found >= wanted;
+        // The twins that were passed over before are found again at the next look.
+        state.rest = if state.split { 0 } else { state.rest };
+    }
+
+    /// Whether a page that the guest may be writing seems to hold what its slot holds.
+    #[allow(unsafe_code)] // reads guest memory
+    fn looks_equal(&self, item: &Item) -> bool {
+        let page = self.memory.address(item.page);
+        match (item.slot, &self.store) {
+            (None, _) => true, // it was read whole when it was keyed
+            (Some(slot), Some(store)) => store
+                .slot(slot)
+                // SAFETY: guest memory stays mapped while the service runs, and slots are mapped.
+                .is_some_and(|(_, slot)| unsafe { guest::seems_same_page(page, slot) }),
+            _ => false,
+        }
     }
 
     /// Does not merge an item for now. If it was just published its slot goes again, and with it all knowledge of the
@@ -202,6 +231,9 @@ impl Scanner {
         if let State::Candidate { key, .. } = self.table.get(item.page) {
             self.outbox.withdrawals.push(key.raw());
         }
+        if outcome == Outcome::Different {
+            self.note_collision(item);
+        }
         let counter = match outcome {
             Outcome::Different => &mut self.stats.mismatches_total,
             Outcome::Pinned => &mut self.stats.refused_pinned_total,
@@ -226,6 +258,16 @@ impl Scanner {
         }
         let chunk = self.memory.chunk_of(item.page);
         self.chunks[chunk].pending = true;
+    }
+
+    /// A page was not what its slot holds. If it has the slot's line key all the same, the key must not lead anybody to
+    /// that slot again: the store marks it, and this page will be hashed. (Else it was written after it was looked up.)
+    fn note_collision(&mut self, item: &Item) {
+        let (key, _) = self.read_key(item.page);
+        let sole = item.slot.map(Line::Sole);
+        if sole.is_some() && self.index().and_then(|index| index.line(key)) == sole {
+            self.outbox.ambiguous.push(key.raw());
+        }
     }
 
     /// Grows the window while it stays below the stop target, shrinks it when it does not.

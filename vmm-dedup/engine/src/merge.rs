@@ -43,6 +43,26 @@ pub(crate) struct Item {
     pub(crate) owned: bool,
 }
 
+impl Item {
+    /// A page whose twin is in a slot already.
+    pub(crate) fn twin_of(page: Page, slot: Slot) -> Self {
+        Self {
+            page,
+            slot: Some(slot),
+            owned: false,
+        }
+    }
+
+    /// A page of zeros.
+    pub(crate) fn zero(page: Page) -> Self {
+        Self {
+            page,
+            slot: None,
+            owned: false,
+        }
+    }
+}
+
 /// What became of an item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {

@@ -32,12 +32,15 @@ pub(crate) struct Outbox {
     /// Pages of the sightings.
     pub(crate) pages: Vec<Page>,
     pub(crate) withdrawals: Vec<u64>,
+    /// Line keys of pages that differ from the only slot with that key.
+    pub(crate) ambiguous: Vec<u64>,
     pub(crate) refs: Vec<RefDelta>,
 }
 
 impl Outbox {
     pub(crate) fn is_empty(&self) -> bool {
-        self.sightings.is_empty() && self.withdrawals.is_empty() && self.refs.is_empty()
+        let keys = [&self.sightings, &self.withdrawals, &self.ambiguous];
+        keys.iter().all(|keys| keys.is_empty()) && self.refs.is_empty()
     }
 
     pub(crate) fn clear(&mut self) {

@@ -8,26 +8,28 @@ use crate::page_size::PAGE_SIZE;
 use crate::scanner::Scanner;
 use crate::sys::guest;
 use std::collections::HashSet;
-use vmm_dedup_protocol::index::{IndexReader, News};
+use vmm_dedup_protocol::index::{IndexReader, Line, News};
 use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash};
-use vmm_dedup_protocol::message::{MAX_BATCH, RefDelta};
+use vmm_dedup_protocol::message::{MAX_AMBIGUOUS, MAX_BATCH, RefDelta, Staged};
 use vmm_dedup_protocol::{STAGING_PAGES, Slot};
 
 /// Items collected before they are merged; bounds the memory for them.
-const MAX_MERGES: usize = 1 << 17;
+pub(crate) const MAX_MERGES: usize = 1 << 17;
 
 impl Scanner {
     pub(crate) fn index(&self) -> Option<&IndexReader> {
         self.store.as_ref().map(|s| s.index())
     }
 
-    /// A page has this line key: is it known to be ambiguous? Then its hash decides, else it is sighted.
+    /// A page has this line key. If the index has one slot for it, that is compared at once; if the key is known to be
+    /// ambiguous, the page's hash decides; else it is sighted.
     pub(crate) fn look_up(&mut self, page: Page, key: Key) -> Result<(), Error> {
-        if self.index().is_some_and(|index| index.is_marked(key)) {
-            self.to_hash.push(page);
-            return Ok(());
+        match self.index().and_then(|index| index.line(key)) {
+            Some(Line::Sole(slot)) => self.merges.push(Item::twin_of(page, slot)),
+            Some(Line::Marked(_)) => self.to_hash.push(page),
+            None => return self.sight(page, key),
         }
-        self.sight(page, key)
+        Ok(())
     }
 
     fn sight(&mut self, page: Page, key: Key) -> Result<(), Error> {
@@ -95,13 +97,14 @@ impl Scanner {
             let mut out = std::mem::take(&mut self.outbox);
             let rest_of = |len: usize| len.min(MAX_BATCH);
             self.outbox.withdrawals = out.withdrawals.split_off(rest_of(out.withdrawals.len()));
+            self.outbox.ambiguous = out.ambiguous.split_off(out.ambiguous.len().min(MAX_AMBIGUOUS));
             self.outbox.refs = out.refs.split_off(rest_of(out.refs.len()));
             let epoch = if self.outbox.refs.is_empty() {
                 self.epoch
             } else {
                 self.acknowledged
             };
-            let wanted = store.batch(epoch, &out.sightings, &out.withdrawals, &out.refs)?;
+            let wanted = store.batch(epoch, &out.sightings, &out.withdrawals, &out.ambiguous, &out.refs)?;
             self.acknowledged = epoch;
             if self.merges.is_empty() && self.outbox.refs.is_empty() {
                 self.epoch = store.index().epoch();
@@ -127,7 +130,7 @@ impl Scanner {
         store.release_staging();
         self.epoch = store.index().epoch();
         if self.epoch > self.acknowledged {
-            store.batch(self.epoch, &[], &[], &[])?;
+            store.batch(self.epoch, &[], &[], &[], &[])?;
             self.acknowledged = self.epoch;
         }
         Ok(())
@@ -140,15 +143,13 @@ impl Scanner {
             return Ok(());
         };
         let (mut keys, mut staged) = (Vec::with_capacity(pages.len()), Vec::with_capacity(pages.len()));
-        let mut words = [0; PAGE_WORDS];
         for page in pages {
             let State::Candidate { key, .. } = self.table.get(*page) else {
                 continue;
             };
             // SAFETY: guest memory stays mapped while the service runs.
-            unsafe { guest::copy_page(self.memory.address(*page), &mut words) };
-            store.stage(staged.len(), &words);
-            keys.push(key);
+            unsafe { store.stage(staged.len(), self.memory.address(*page)) };
+            keys.push(Staged { key, gap: 0 });
             staged.push(*page);
         }
         if staged.is_empty() {
@@ -199,17 +200,18 @@ impl Scanner {
             let State::Candidate { key, .. } = self.table.get(page) else {
                 continue;
             };
-            if !key.is_full() {
-                if index.is_marked(key) {
-                    self.to_hash.push(page);
-                }
-            } else if let Some(slot) = index.slot_of_key(key) {
-                self.merges.push(Item {
-                    page,
-                    slot: Some(slot),
-                    owned: false,
-                });
-            }
+            let twin = match key.is_full() {
+                true => index.slot_of_key(key),
+                false => match index.line(key) {
+                    Some(Line::Sole(slot)) => Some(slot),
+                    Some(Line::Marked(_)) => {
+                        self.to_hash.push(page);
+                        None
+                    }
+                    None => None,
+                },
+            };
+            self.merges.extend(twin.map(|slot| Item::twin_of(page, slot)));
         }
     }
 
@@ -236,11 +238,7 @@ impl Scanner {
             self.stats.bytes_read_total += PAGE_SIZE as u64;
             let before = self.table.get(page);
             match self.index().and_then(|index| index.slot_of(hash)) {
-                Some(slot) => self.merges.push(Item {
-                    page,
-                    slot: Some(slot),
-                    owned: false,
-                }),
+                Some(slot) => self.merges.push(Item::twin_of(page, slot)),
                 None => match before {
                     State::Candidate { key, .. } if key == hash.key() => {}
                     State::Candidate { key, .. } => {

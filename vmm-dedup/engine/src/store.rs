@@ -7,10 +7,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 use vmm_dedup_protocol::index::IndexReader;
-use vmm_dedup_protocol::key::{Key, PageWords, Salt};
+use vmm_dedup_protocol::key::Salt;
 use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::message::{
-    Hello, Kind, Message, NO_SLOT, RefDelta, Role, aligned_buffer, encode, encode_batch,
+    Hello, Kind, Message, NO_SLOT, RefDelta, Role, Staged, aligned_buffer, encode, encode_batch,
 };
 use vmm_dedup_protocol::socket::{self, Received};
 use vmm_dedup_protocol::stats::ServiceStats;
@@ -95,11 +95,12 @@ impl Store {
         epoch: u64,
         sightings: &[u64],
         withdrawals: &[u64],
+        ambiguous: &[u64],
         refs: &[RefDelta],
     ) -> Result<Vec<u32>, Error> {
         socket::send(
             &self.socket,
-            &encode_batch(epoch, sightings, withdrawals, refs),
+            &encode_batch(epoch, sightings, withdrawals, ambiguous, refs),
             &[],
         )?;
         self.answer(|message| match message {
@@ -108,21 +109,26 @@ impl Store {
         })
     }
 
-    /// Puts a page into the staging buffer.
-    pub(crate) fn stage(&mut self, position: usize, page: &PageWords) {
+    /// Copies a guest page into the staging buffer; torn if the guest writes it meanwhile.
+    ///
+    /// # Safety
+    /// A page must be readable at `address`.
+    #[allow(unsafe_code)] // reads guest memory
+    pub(crate) unsafe fn stage(&mut self, position: usize, address: usize) {
         self.staged = true;
-        self.staging.write_page(position, page);
+        // SAFETY: as promised by the caller.
+        unsafe { self.staging.copy_page_from_address(position, address) };
     }
 
-    /// Publishes the staged pages, whose whole-page keys are given; returns the slots they got.
-    pub(crate) fn publish(&mut self, keys: &[Key]) -> Result<Vec<Option<Slot>>, Error> {
-        let raw: Vec<u64> = keys.iter().map(|k| k.raw()).collect();
+    /// Publishes the staged pages; returns the slots they got.
+    pub(crate) fn publish(&mut self, pages: &[Staged]) -> Result<Vec<Option<Slot>>, Error> {
+        let raw: Vec<u64> = pages.iter().map(|page| page.raw()).collect();
         socket::send(&self.socket, &encode(Kind::Publish, &[raw.as_bytes()]), &[])?;
         let slots = self.answer(|message| match message {
             Message::Published(slots) => Some(slots.to_vec()),
             _ => None,
         })?;
-        if slots.len() != keys.len() {
+        if slots.len() != pages.len() {
             return Err(Error::Unexpected("number of slots"));
         }
         Ok(slots

@@ -3,9 +3,11 @@
 use crate::chunk::MAX_PERIOD;
 use crate::error::Error;
 use crate::memory::Page;
+use crate::merge::Item;
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::scanner::Scanner;
+use crate::settle::MAX_MERGES;
 use crate::sys::guest;
 use crate::sys::pagemap::Written;
 use std::ops::Range;
@@ -42,6 +44,9 @@ impl Scanner {
             }
             self.visit(at..end)?;
             self.breathe()?;
+            if self.merges.len() >= MAX_MERGES {
+                self.apply_merges()?;
+            }
             at = end;
         }
         self.look_at_huge()?;
@@ -191,11 +196,7 @@ impl Scanner {
     fn key_page(&mut self, page: Page) -> Result<(), Error> {
         let (key, zero) = self.read_key(page);
         if zero {
-            self.merges.push(crate::merge::Item {
-                page,
-                slot: None,
-                owned: false,
-            });
+            self.merges.push(Item::zero(page));
             return Ok(());
         }
         self.look_up(page, key)
@@ -203,7 +204,7 @@ impl Scanner {
 
     /// Reads a page's key: `(key, whether the key lines are all zero)`.
     #[allow(unsafe_code)] // reads guest memory
-    fn read_key(&mut self, page: Page) -> (Key, bool) {
+    pub(crate) fn read_key(&mut self, page: Page) -> (Key, bool) {
         // SAFETY: guest memory stays mapped while the service runs.
         let lines = unsafe { guest::key_lines(self.memory.address(page)) };
         self.stats.pages_keyed_total += 1;
@@ -256,11 +257,7 @@ impl Scanner {
                 self.table.set(page, State::Untracked);
             }
             State::Untracked | State::Armed | State::Zero if cold && zero => {
-                self.merges.push(crate::merge::Item {
-                    page,
-                    slot: None,
-                    owned: false,
-                });
+                self.merges.push(Item::zero(page));
             }
             State::Untracked | State::Armed | State::Zero if cold => {
                 self.table.set(page, State::Untracked);

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// First word of an index file: the ASCII bytes `vmmddidx`.
 pub const MAGIC: u64 = 0x766d_6d64_6469_6478;
 /// Version of the layout below.
-pub const VERSION: u64 = 1;
+pub const VERSION: u64 = 2;
 /// Keys that the ring of news holds.
 pub const RING: usize = 1 << 16;
 
@@ -46,25 +46,37 @@ const MAX_PROBES: usize = 4096;
 const MAX_DISTANCE: usize = MAX_PROBES / 4;
 
 const MARK: u32 = 1 << 31;
+const SOLE: u32 = 1 << 30;
+const _: () = assert!(MAX_SLOTS < SOLE);
 
 /// Bytes of an index file whose table has `capacity` entries. Most of it is a hole: only what is used costs.
 pub fn file_len(capacity: usize) -> usize {
     ((TABLE_AT + capacity) * 8).next_multiple_of(PAGE_SIZE)
 }
 
-/// What the index says of a key.
+/// What the index says of a line key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Entry {
-    /// A line key that more than one page has had: use the whole page's hash. Counts the slots below it.
-    Mark(u32),
-    /// A whole-page key and the slot that holds such a page.
+pub enum Line {
+    /// One slot has it, and no page is known that has it and differs: whoever has the key can compare at once.
+    Sole(Slot),
+    /// Ambiguous: the whole page's hash decides. Counts the slots that have it.
+    Marked(u32),
+}
+
+/// What a word of the table says of its key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Entry {
+    /// Of a line key.
+    Line(Line),
+    /// Of a whole-page key: the slot that holds such a page.
     Slot(Slot),
 }
 
 impl Entry {
     fn encode(self, tag: u32) -> u64 {
         let payload = match self {
-            Entry::Mark(count) => MARK | count.min(MARK - 1),
+            Entry::Line(Line::Marked(count)) => MARK | count.min(MARK - 1),
+            Entry::Line(Line::Sole(slot)) => SOLE | slot.number(),
             Entry::Slot(slot) => slot.number() + 1,
         };
         (u64::from(tag) << 32) | u64::from(payload)
@@ -74,7 +86,10 @@ impl Entry {
     fn decode(word: u64) -> Option<Self> {
         let payload = word as u32;
         if payload & MARK != 0 {
-            return Some(Entry::Mark(payload & !MARK));
+            return Some(Entry::Line(Line::Marked(payload & !MARK)));
+        }
+        if payload & SOLE != 0 {
+            return Slot::try_new(payload & !SOLE).map(|slot| Entry::Line(Line::Sole(slot)));
         }
         Slot::try_new(payload.checked_sub(1)?).map(Entry::Slot)
     }
@@ -175,10 +190,12 @@ impl IndexReader {
         self.map.words()[WORD_RETIRED].load(Ordering::Acquire) != 0
     }
 
-    /// Whether this line key was seen on more than one page.
-    pub fn is_marked(&self, key: Key) -> bool {
-        self.find(key, |entry| matches!(entry, Entry::Mark(_)).then_some(()))
-            .is_some()
+    /// What is known of a line key; `None`: no slot has it.
+    pub fn line(&self, key: Key) -> Option<Line> {
+        self.find(key, |entry| match entry {
+            Entry::Line(line) => Some(line),
+            Entry::Slot(_) => None,
+        })
     }
 
     /// The slot whose page has this hash.
@@ -316,24 +333,15 @@ impl IndexWriter {
         self.used * 4 >= self.capacity() * 3
     }
 
-    /// Slots below a marked line key; `None` if it is not marked.
-    pub fn mark_count(&self, key: Key) -> Option<u32> {
-        let at = self.position(tag(key), |entry| matches!(entry, Entry::Mark(_)))?;
-        match Entry::decode(self.reader.table()[at].load(Ordering::Relaxed)) {
-            Some(Entry::Mark(count)) => Some(count),
-            _ => None,
-        }
-    }
-
     /// Whether a key that is not in the table yet would be taken.
     pub fn admits(&self, key: Key) -> bool {
         self.gap(tag(key)).is_some()
     }
 
-    /// Enters or replaces the mark of a line key. A mark that is there is never refused.
-    pub fn set_mark(&mut self, key: Key, count: u32) -> Placed {
-        let old = self.position(tag(key), |entry| matches!(entry, Entry::Mark(_)));
-        self.put(tag(key), old, Entry::Mark(count))
+    /// Enters or replaces what is known of a line key. Replacing is never refused.
+    pub fn set_line(&mut self, key: Key, line: Line) -> Placed {
+        let old = self.position(tag(key), |entry| matches!(entry, Entry::Line(_)));
+        self.put(tag(key), old, Entry::Line(line))
     }
 
     /// Enters a slot under its page's hash. Also when it is refused, [`Self::hash_of`] tells the hash.
@@ -348,15 +356,15 @@ impl IndexWriter {
         self.reader.hash_of(slot)
     }
 
-    /// Removes a slot's entry. Returns whether it was there.
+    /// Removes a slot's entry under its hash. Returns whether it was there.
     pub fn remove_slot(&mut self, slot: Slot) -> bool {
         let key = self.hash_of(slot).key();
         self.remove(key, |entry| entry == Entry::Slot(slot))
     }
 
-    /// Removes a line key's mark. Returns whether it was there.
-    pub fn remove_mark(&mut self, key: Key) -> bool {
-        self.remove(key, |entry| matches!(entry, Entry::Mark(_)))
+    /// Removes what is known of a line key. Returns whether there was something.
+    pub fn remove_line(&mut self, key: Key) -> bool {
+        self.remove(key, |entry| matches!(entry, Entry::Line(_)))
     }
 
     /// Appends a key to the news, after its entry is visible.
@@ -373,9 +381,9 @@ impl IndexWriter {
         next
     }
 
-    /// Moves everything but unused marks into `next`, which must be empty and larger, and marks this file as left
-    /// behind. Its readers keep reporting its last epoch until they switch. Returns how many marks moved: those that
-    /// `next` refuses are lost, which costs savings only.
+    /// Moves everything into `next`, which must be empty and larger, and marks this file as left behind. Its readers
+    /// keep reporting its last epoch until they switch. Returns how many marked line keys moved: entries that `next`
+    /// refuses are lost, which costs savings only.
     pub fn retire_into(&self, next: &mut IndexWriter) -> usize {
         let mut marks = 0;
         let (from, to) = (self.reader.map.words(), next.reader.map.words());
@@ -388,13 +396,14 @@ impl IndexWriter {
         for word in self.reader.table() {
             let word = word.load(Ordering::Relaxed);
             match Entry::decode(word) {
-                None | Some(Entry::Mark(0)) => {}
+                None => {}
                 Some(entry) => {
                     if let Entry::Slot(slot) = entry {
                         next.write_hash(self.hash_of(slot), slot);
                     }
                     let placed = next.put(tag_of(word), None, entry);
-                    marks += usize::from(matches!(entry, Entry::Mark(_)) && placed == Placed::New);
+                    let marked = matches!(entry, Entry::Line(Line::Marked(_)));
+                    marks += usize::from(marked && placed == Placed::New);
                 }
             }
         }

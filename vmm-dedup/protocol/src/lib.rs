@@ -18,6 +18,7 @@ pub mod index;
 pub mod key;
 pub mod mapping;
 pub mod message;
+pub mod raw;
 pub mod socket;
 pub mod stats;
 

@@ -2,12 +2,13 @@
 #![allow(unsafe_code)] // mmap, and access to memory that other processes may change.
 
 use crate::PAGE_SIZE;
-use crate::key::{PAGE_WORDS, PageWords};
+use crate::key::PageWords;
+use crate::raw;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 /// A `MAP_SHARED` mapping, unmapped on drop.
 #[derive(Debug)]
@@ -75,10 +76,31 @@ impl Mapping {
 
     /// Copies a page out; it may be torn if a peer writes at the same time.
     pub fn read_page(&self, page: usize, out: &mut PageWords) {
-        let words = &self.words()[page * PAGE_WORDS..][..PAGE_WORDS];
-        for (to, from) in out.iter_mut().zip(words) {
-            *to = from.load(Ordering::Relaxed);
-        }
+        let from = self.page_address(page);
+        // SAFETY: a page of our mapping, which is readable, and the caller's buffer.
+        unsafe { raw::copy_page(from, out.as_mut_ptr() as usize) };
+    }
+
+    /// Copies a page in from another mapping; it may be torn if a peer writes that at the same time.
+    pub fn copy_page_from(&self, page: usize, other: &Mapping, from: usize) {
+        // SAFETY: a page of a mapping, which is readable as long as `other` lives.
+        unsafe { self.copy_page_from_address(page, other.page_address(from)) };
+    }
+
+    /// Copies a page in from memory of this process; it may be torn if somebody writes that at the same time.
+    ///
+    /// # Safety
+    /// A page must be readable at `from`.
+    pub unsafe fn copy_page_from_address(&self, page: usize, from: usize) {
+        assert!(self.writable, "the mapping was made read-only");
+        // SAFETY: as promised by the caller, to a page of our mapping, which is writable and only seen through atomics
+        // and copies.
+        unsafe { raw::copy_page(from, self.page_address(page)) };
+    }
+
+    fn page_address(&self, page: usize) -> usize {
+        assert!(page < self.len / PAGE_SIZE);
+        self.address() + page * PAGE_SIZE
     }
 
     /// Allocates the memory of consecutive pages of a writable mapping in one call, which costs less than a fault for
@@ -94,11 +116,8 @@ impl Mapping {
 
     /// Copies a page in.
     pub fn write_page(&self, page: usize, from: &PageWords) {
-        assert!(self.writable, "the mapping was made read-only");
-        let words = &self.words()[page * PAGE_WORDS..][..PAGE_WORDS];
-        for (to, from) in words.iter().zip(from) {
-            to.store(*from, Ordering::Relaxed);
-        }
+        // SAFETY: the buffer is a page long.
+        unsafe { self.copy_page_from_address(page, from.as_ptr() as usize) };
     }
 }
 

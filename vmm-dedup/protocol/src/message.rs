@@ -12,11 +12,15 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// "vmd1".
 pub const MAGIC: u32 = 0x3164_6d76;
 /// Version of everything in this crate. Peers of another version are refused.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Longest record, below the default socket buffer.
 pub const MAX_MESSAGE: usize = 64 << 10;
 /// Most sightings, withdrawals and reference changes in one batch, each.
 pub const MAX_BATCH: usize = 2048;
+/// Most ambiguous keys in one batch.
+pub const MAX_AMBIGUOUS: usize = 512;
+/// Longest gap between guest pages that the layout of slots repeats.
+pub const MAX_GAP: u16 = 7;
 /// Longest VM name in bytes.
 pub const MAX_NAME: usize = 64;
 
@@ -187,8 +191,8 @@ pub struct Welcome {
     pub index_bytes: u64,
 }
 
-/// service → store: what happened since the last batch. Followed by sightings and withdrawals (`u64` keys each) and
-/// reference changes. Answered by a `BatchReply`: the indices (`u32`) of those sightings whose pages the service is
+/// service → store: what happened since the last batch. Followed by sightings, withdrawals and ambiguous line keys
+/// (`u64` keys each) and reference changes. Answered by a `BatchReply`: the indices (`u32`) of those sightings whose pages the service is
 /// asked to publish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
@@ -197,7 +201,7 @@ struct BatchHead {
     sightings: u32,
     withdrawals: u32,
     refs: u32,
-    reserved: u32,
+    ambiguous: u32,
 }
 
 /// A change of the number of a VM's pages that map a slot.
@@ -217,6 +221,7 @@ pub struct Batch<'a> {
     pub epoch: u64,
     sightings: &'a [u64],
     withdrawals: &'a [u64],
+    ambiguous: &'a [u64],
     refs: &'a [RefDelta],
 }
 
@@ -231,9 +236,47 @@ impl<'a> Batch<'a> {
         self.withdrawals.iter().map(|raw| key(*raw))
     }
 
+    /// Line keys of pages that differ from the only slot that the index has for the key.
+    pub fn ambiguous(&self) -> impl ExactSizeIterator<Item = Result<Key, Malformed>> + 'a {
+        self.ambiguous.iter().map(|raw| key(*raw))
+    }
+
     /// Reference changes.
     pub fn refs(&self) -> impl ExactSizeIterator<Item = Result<(Slot, i32), Malformed>> + 'a {
         self.refs.iter().map(|r| Ok((slot(r.slot)?, r.delta)))
+    }
+}
+
+/// A page in the staging buffer, as a `Publish` lists it: its key, and in the upper 16 bits the gap before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Staged {
+    /// What the service knows the page by: a line key or a whole-page key.
+    pub key: Key,
+    /// Guest pages between the page listed before and this one, if that is at most [`MAX_GAP`]; else 0. The store
+    /// leaves as many slots between them, so that guests of the same layout can map both in one piece.
+    pub gap: u16,
+}
+
+const GAP_SHIFT: u32 = 48;
+
+impl Staged {
+    /// Parses an item of a list.
+    ///
+    /// # Errors
+    /// [`Malformed::Value`].
+    pub fn try_new(raw: u64) -> Result<Self, Malformed> {
+        let gap = (raw >> GAP_SHIFT) as u16;
+        if gap > MAX_GAP {
+            let (field, value) = ("gap", gap.into());
+            return Err(Malformed::Value { field, value });
+        }
+        let key = key(raw & ((1 << GAP_SHIFT) - 1))?;
+        Ok(Self { key, gap })
+    }
+
+    /// The item of a list.
+    pub fn raw(self) -> u64 {
+        self.key.raw() | u64::from(self.gap) << GAP_SHIFT
     }
 }
 
@@ -309,7 +352,7 @@ pub enum Message<'a> {
     Batch(Batch<'a>),
     /// Indices into the batch's sightings.
     BatchReply(&'a [u32]),
-    /// Whole-page keys of the pages that lie in the staging buffer, from its first page on.
+    /// [`Staged`] pages that lie in the staging buffer, from its first page on.
     Publish(&'a [u64]),
     /// A slot number for each page of the `Publish`, or [`NO_SLOT`].
     Published(&'a [u32]),
@@ -388,17 +431,19 @@ fn list<T: FromBytes + KnownLayout + Immutable>(body: &[u8], max: usize) -> Opti
 
 fn parse_batch(body: &[u8]) -> Option<Batch<'_>> {
     let (head, rest) = BatchHead::ref_from_prefix(body).ok()?;
-    let counts = [head.sightings, head.withdrawals, head.refs].map(|n| n as usize);
-    if counts.iter().any(|n| *n > MAX_BATCH) {
+    let counts = [head.sightings, head.withdrawals, head.refs, head.ambiguous].map(|n| n as usize);
+    if counts.iter().any(|n| *n > MAX_BATCH) || counts[3] > MAX_AMBIGUOUS {
         return None;
     }
     let (sightings, rest) = <[u64]>::ref_from_prefix_with_elems(rest, counts[0]).ok()?;
     let (withdrawals, rest) = <[u64]>::ref_from_prefix_with_elems(rest, counts[1]).ok()?;
+    let (ambiguous, rest) = <[u64]>::ref_from_prefix_with_elems(rest, counts[3]).ok()?;
     let refs = <[RefDelta]>::ref_from_bytes_with_elems(rest, counts[2]).ok()?;
     Some(Batch {
         epoch: head.epoch,
         sightings,
         withdrawals,
+        ambiguous,
         refs,
     })
 }
@@ -426,8 +471,14 @@ pub fn encode(kind: Kind, parts: &[&[u8]]) -> Vec<u8> {
     bytes
 }
 
-/// Builds a `Batch`. Each list holds at most [`MAX_BATCH`] items.
-pub fn encode_batch(epoch: u64, sightings: &[u64], withdrawals: &[u64], refs: &[RefDelta]) -> Vec<u8> {
+/// Builds a `Batch`. Each list holds at most [`MAX_BATCH`] items, `ambiguous` at most [`MAX_AMBIGUOUS`].
+pub fn encode_batch(
+    epoch: u64,
+    sightings: &[u64],
+    withdrawals: &[u64],
+    ambiguous: &[u64],
+    refs: &[RefDelta],
+) -> Vec<u8> {
     #[allow(clippy::cast_possible_truncation)] // bounded by encode()
     let count = |n: usize| n as u32;
     let head = BatchHead {
@@ -435,18 +486,19 @@ pub fn encode_batch(epoch: u64, sightings: &[u64], withdrawals: &[u64], refs: &[
         sightings: count(sightings.len()),
         withdrawals: count(withdrawals.len()),
         refs: count(refs.len()),
-        reserved: 0,
+        ambiguous: count(ambiguous.len()),
     };
     let parts = [
         head.as_bytes(),
         sightings.as_bytes(),
         withdrawals.as_bytes(),
+        ambiguous.as_bytes(),
         refs.as_bytes(),
     ];
     encode(Kind::Batch, &parts)
 }
 
-const _: () = assert!(HEADER + size_of::<BatchHead>() + 3 * 8 * MAX_BATCH <= MAX_MESSAGE);
+const _: () = assert!(HEADER + size_of::<BatchHead>() + 8 * (3 * MAX_BATCH + MAX_AMBIGUOUS) <= MAX_MESSAGE);
 const _: () = assert!(HEADER + 8 * STAGING_PAGES <= MAX_MESSAGE);
 
 #[cfg(test)]
@@ -465,7 +517,7 @@ mod tests {
     #[test]
     fn a_batch_survives_the_wire() {
         let refs = [RefDelta { slot: 3, delta: -2 }];
-        with_parsed(&encode_batch(9, &[1, 2], &[3], &refs), |message| {
+        with_parsed(&encode_batch(9, &[1, 2], &[3], &[4], &refs), |message| {
             let Ok(Message::Batch(batch)) = message else {
                 panic!("{message:?}")
             };
@@ -475,6 +527,7 @@ mod tests {
                 [1, 2]
             );
             assert_eq!(batch.withdrawals().len(), 1);
+            assert_eq!(batch.ambiguous().next().unwrap().unwrap().raw(), 4);
             assert_eq!(
                 batch.refs().map(Result::unwrap).collect::<Vec<_>>(),
                 [(Slot::try_new(3).unwrap(), -2)]
@@ -484,7 +537,7 @@ mod tests {
 
     #[test]
     fn a_batch_that_lies_about_its_counts_is_refused() {
-        let mut bytes = encode_batch(9, &[1, 2], &[3], &[]);
+        let mut bytes = encode_batch(9, &[1, 2], &[3], &[], &[]);
         bytes[HEADER + 8] = 200;
         with_parsed(&bytes, |m| {
             assert_eq!(m.unwrap_err(), Malformed::Length { got: bytes.len() })

@@ -1,17 +1,20 @@
-//! The index file that services read, its growth, and the counts of its marks.
+//! The index file that services read, its growth, and how a slot is found in it.
+//!
+//! A slot that is the only one of its line key is entered under that key alone: services compare at once, and nobody
+//! hashes anything. Once the key is known to be ambiguous, because a second slot has it or a service has a page that
+//! differs, the key is *marked* and its slots are entered under their hashes.
 //!
 //! A full index moves to a bigger file; services are sent the new one and go on reading the old one until they
-//! switch (see `vmm_dedup_protocol::index`). Marks below which no slot ever came are dropped then, so marks that a
-//! hostile service makes up cost it only until the next move, and the size of the next file is bounded by what the
-//! VMs' declared pages can need. Marks and slots that would lie too far from their place in the table are refused: a
-//! page without its mark is not merged, and nothing else.
+//! switch (see `vmm_dedup_protocol::index`). Every entry stands for a slot, so made-up keys do not make it grow.
+//! Entries that would lie too far from their place in the table are refused: such a slot is not found, and nothing
+//! else.
 
 use crate::error::Error;
 use crate::segments::read_only;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use vmm_dedup_protocol::Slot;
-use vmm_dedup_protocol::index::{self, IndexReader, IndexWriter, Placed};
+use vmm_dedup_protocol::index::{self, IndexReader, IndexWriter, Line, Placed};
 use vmm_dedup_protocol::key::{Key, PageHash};
 
 const MIN_CAPACITY: usize = 1 << 16;
@@ -21,9 +24,8 @@ const MIN_CAPACITY: usize = 1 << 16;
 pub(crate) struct Catalog {
     writer: IndexWriter,
     file: Arc<OwnedFd>,
+    /// Line keys that are marked.
     marks: usize,
-    /// Marks with a count of zero.
-    unused_marks: usize,
 }
 
 impl Catalog {
@@ -38,7 +40,6 @@ impl Catalog {
             writer,
             file,
             marks: 0,
-            unused_marks: 0,
         })
     }
 
@@ -57,74 +58,76 @@ impl Catalog {
     }
 
     /// Makes room for `entries` more. Returns whether there is a new file, which services must be given.
-    /// `declared` bounds how many marks can be of use: the pages of all VMs.
-    pub(crate) fn reserve(&mut self, entries: usize, declared: usize) -> Result<bool, Error> {
+    pub(crate) fn reserve(&mut self, entries: usize) -> Result<bool, Error> {
         if self.has_room(entries) {
             return Ok(false);
         }
-        let staying = self.writer.used().saturating_sub(self.unused_marks) + entries;
-        let useful = staying
-            .saturating_mul(2)
-            .saturating_add(declared)
-            .max(MIN_CAPACITY);
-        let capacity = (self.writer.capacity() / 2 * 3).min(useful).max(staying * 2);
-        let mut next = Self::with_capacity(capacity)?;
+        let needed = (self.writer.used() + entries) * 2;
+        let mut next = Self::with_capacity((self.writer.capacity() / 2 * 3).max(needed))?;
         next.marks = self.writer.retire_into(&mut next.writer);
         *self = next;
         Ok(true)
     }
 
-    /// Marks a line key as ambiguous and tells, if there is a place for it.
-    pub(crate) fn mark(&mut self, line: Key) {
-        if self.writer.mark_count(line).is_none() && self.writer.set_mark(line, 0) == Placed::New {
+    /// Whether a new page can be entered so that it is found. `hash` is asked only if the line key is taken.
+    pub(crate) fn admits(&self, line: Key, hash: impl FnOnce() -> PageHash) -> bool {
+        match self.reader().line(line) {
+            None => self.writer.admits(line),
+            Some(_) => self.writer.admits(hash().key()),
+        }
+    }
+
+    /// Enters a slot and tells. What is refused in spite of [`Self::admits`] (which does not reserve, and is not asked
+    /// about pages that come back from limbo) is not found by anybody who looks for it, and is otherwise a slot like
+    /// others. `hash_of` hashes the page of a slot.
+    pub(crate) fn insert(&mut self, line: Key, slot: Slot, hash_of: impl Fn(Slot) -> PageHash) {
+        self.mark(line, &hash_of);
+        match self.reader().line(line) {
+            Some(Line::Marked(count)) => {
+                self.writer.set_line(line, Line::Marked(count.saturating_add(1)));
+                self.insert_hashed(hash_of(slot), slot);
+            }
+            _ => {
+                if self.writer.set_line(line, Line::Sole(slot)) != Placed::Refused {
+                    self.writer.announce(line);
+                }
+            }
+        }
+    }
+
+    /// A line key is ambiguous: if a slot is known by it alone, that one is found by its hash from now on.
+    pub(crate) fn mark(&mut self, line: Key, hash_of: impl Fn(Slot) -> PageHash) {
+        if let Some(Line::Sole(slot)) = self.reader().line(line) {
+            // In this order, so that a reader finds the slot one way or the other.
+            self.insert_hashed(hash_of(slot), slot);
+            self.writer.set_line(line, Line::Marked(1));
             self.marks += 1;
-            self.unused_marks += 1;
             self.writer.announce(line);
         }
     }
 
-    /// Whether a new page of these keys can be entered so that it is found.
-    pub(crate) fn admits(&self, hash: PageHash, line: Key) -> bool {
-        self.writer.admits(hash.key()) && (self.writer.mark_count(line).is_some() || self.writer.admits(line))
-    }
-
-    /// Enters a slot and tells. Returns whether its line key was not marked before (it is now). What is refused in
-    /// spite of [`Self::admits`] (which does not reserve, and is not asked about pages that come back from limbo)
-    /// is not found by anybody who looks for it, and is otherwise a slot like others.
-    pub(crate) fn insert(&mut self, hash: PageHash, line: Key, slot: Slot) -> bool {
-        let placed = self.writer.insert_slot(hash, slot);
-        let count = self.writer.mark_count(line);
-        let marked = self.writer.set_mark(line, count.unwrap_or(0).saturating_add(1));
-        if marked == Placed::New {
-            self.marks += 1;
-            self.writer.announce(line);
-        }
-        if count == Some(0) {
-            self.unused_marks = self.unused_marks.saturating_sub(1);
-        }
-        if placed != Placed::Refused {
+    fn insert_hashed(&mut self, hash: PageHash, slot: Slot) {
+        if self.writer.insert_slot(hash, slot) != Placed::Refused {
             self.writer.announce(hash.key());
         }
-        count.is_none()
     }
 
-    /// Takes a slot out. The epoch must be advanced before it is reused.
+    /// Takes a slot out, however it was entered. The epoch must be advanced before it is reused.
     pub(crate) fn remove(&mut self, line: Key, slot: Slot) {
-        self.writer.remove_slot(slot);
-        match self.writer.mark_count(line) {
-            Some(count @ 2..) => _ = self.writer.set_mark(line, count - 1),
-            Some(count) => {
-                self.writer.remove_mark(line);
-                self.marks = self.marks.saturating_sub(1);
-                self.unused_marks = self.unused_marks.saturating_sub(usize::from(count == 0));
+        match self.reader().line(line) {
+            Some(Line::Sole(sole)) if sole == slot => {
+                self.writer.remove_line(line);
+                return;
             }
-            None => {}
+            Some(Line::Marked(count @ 2..)) => _ = self.writer.set_line(line, Line::Marked(count - 1)),
+            Some(Line::Marked(_)) => {
+                self.writer.remove_line(line);
+                self.marks = self.marks.saturating_sub(1);
+            }
+            // Its own line key had no place once, and is another slot's or nobody's.
+            _ => {}
         }
-    }
-
-    /// The hash of the page that a slot holds or held last.
-    pub(crate) fn hash_of(&self, slot: Slot) -> PageHash {
-        self.writer.hash_of(slot)
+        self.writer.remove_slot(slot);
     }
 
     pub(crate) fn advance_epoch(&mut self) -> u64 {
@@ -149,8 +152,10 @@ mod tests {
         Key::try_new(n << 20).unwrap()
     }
 
-    fn hash(n: u64) -> PageHash {
-        PageHash(u128::from(n) << 64 | u128::from(n) << 20)
+    /// The hash of the page in a slot.
+    fn hash(slot: Slot) -> PageHash {
+        let n = u128::from(slot.number()) + 1;
+        PageHash(n << 64 | n << 20)
     }
 
     fn slot(n: u32) -> Slot {
@@ -158,32 +163,36 @@ mod tests {
     }
 
     #[test]
-    fn marks_live_as_long_as_a_slot_below_them() {
+    fn a_sole_slot_is_found_by_its_line_key_and_two_by_their_hashes() {
         let mut catalog = Catalog::new().unwrap();
-        catalog.mark(line(1));
-        catalog.insert(hash(1), line(1), slot(1));
-        catalog.insert(hash(2), line(1), slot(2));
-        catalog.remove(line(1), slot(1));
-        assert!(catalog.reader().is_marked(line(1)));
-        catalog.remove(line(1), slot(2));
-        assert!(!catalog.reader().is_marked(line(1)));
-        assert_eq!((catalog.marks, catalog.unused_marks), (0, 0));
+        catalog.insert(line(1), slot(1), |_| panic!("nothing is hashed"));
+        assert_eq!(catalog.reader().line(line(1)), Some(Line::Sole(slot(1))));
+        catalog.insert(line(1), slot(2), hash);
+        assert_eq!(catalog.reader().line(line(1)), Some(Line::Marked(2)));
+        for slot in [slot(1), slot(2)] {
+            assert_eq!(catalog.reader().slot_of(hash(slot)), Some(slot));
+        }
     }
 
     #[test]
-    fn made_up_marks_do_not_make_the_index_grow() {
+    fn an_ambiguous_key_stays_marked_as_long_as_a_slot_has_it() {
         let mut catalog = Catalog::new().unwrap();
-        catalog.insert(hash(1), line(1 << 25), slot(1));
-        for n in 0..1_000_000 {
-            catalog.reserve(1, 1000).unwrap();
-            catalog.mark(line(n));
-        }
-        assert!(
-            catalog.writer.capacity() <= 2 * MIN_CAPACITY,
-            "{}",
-            catalog.writer.capacity()
+        catalog.mark(line(1), hash);
+        assert_eq!(catalog.reader().line(line(1)), None);
+        catalog.insert(line(1), slot(1), hash);
+        catalog.mark(line(1), hash);
+        catalog.mark(line(1), hash);
+        assert_eq!(
+            (catalog.reader().line(line(1)), catalog.marks),
+            (Some(Line::Marked(1)), 1)
         );
-        assert_eq!(catalog.reader().slot_of(hash(1)), Some(slot(1)));
+        catalog.insert(line(1), slot(2), hash);
+        catalog.remove(line(1), slot(1));
+        assert_eq!(catalog.reader().slot_of(hash(slot(1))), None);
+        assert_eq!(catalog.reader().line(line(1)), Some(Line::Marked(1)));
+        catalog.remove(line(1), slot(2));
+        assert_eq!((catalog.reader().line(line(1)), catalog.marks), (None, 0));
+        assert_eq!(catalog.writer.used(), 0);
     }
 
     #[test]
@@ -199,20 +208,24 @@ mod tests {
         assert_eq!(lines.len(), 6000);
         for round in 0..2 {
             for (n, line) in (0u32..).zip(&lines) {
-                catalog.reserve(2, 0).unwrap();
-                catalog.mark(*line);
-                catalog.insert(hash(u64::from(n)), *line, slot(n));
+                catalog.reserve(2).unwrap();
+                catalog.insert(*line, slot(n), hash);
             }
-            assert!(catalog.marks > 500 && catalog.marks < 2000, "{}", catalog.marks);
-            // Some slots have their homes there, too, and are refused.
-            let slots = catalog.writer.used() - catalog.marks;
-            assert!((5900..=6000).contains(&slots), "{slots}");
-            assert_eq!(catalog.unused_marks, 0);
+            let found = lines
+                .iter()
+                .filter(|line| catalog.reader().line(**line).is_some());
+            let found = found.count();
+            assert!(found > 500 && found < 2000, "{found}");
+            // Those that found a place become hashed, some of the others meet them there.
+            for line in &lines {
+                catalog.reserve(2).unwrap();
+                catalog.mark(*line, hash);
+            }
+            assert_eq!(catalog.marks, found);
             for (n, line) in (0u32..).zip(&lines) {
                 catalog.remove(*line, slot(n));
             }
-            let left = (catalog.writer.used(), catalog.marks, catalog.unused_marks);
-            assert_eq!(left, (0, 0, 0), "round {round}");
+            assert_eq!((catalog.writer.used(), catalog.marks), (0, 0), "round {round}");
         }
     }
 
@@ -221,11 +234,11 @@ mod tests {
         let mut catalog = Catalog::new().unwrap();
         let start = catalog.file().1;
         for n in 0..200_000u32 {
-            catalog.reserve(2, 0).unwrap();
-            catalog.insert(hash(n.into()), line(n.into()), slot(n));
+            catalog.reserve(2).unwrap();
+            catalog.insert(line(n.into()), slot(n), hash);
         }
         assert!(catalog.file().1 > start);
-        assert_eq!(catalog.reader().slot_of(hash(77)), Some(slot(77)));
-        assert_eq!(catalog.marks, 200_000);
+        assert_eq!(catalog.reader().line(line(77)), Some(Line::Sole(slot(77))));
+        assert_eq!(catalog.marks, 0);
     }
 }

@@ -2,16 +2,14 @@
 
 use crate::epochs::MemberId;
 use crate::error::Violation;
-use crate::segments::Run;
 use crate::sightings::Sighting;
 use crate::slots::Change;
 use crate::state::{Connection, Phase, Service, State};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::Slot;
-use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash, PageWords, line_words};
-use vmm_dedup_protocol::mapping::Mapping;
-use vmm_dedup_protocol::message::{Batch, Kind, MAX_BATCH, Message, NO_SLOT, encode};
+use vmm_dedup_protocol::key::Key;
+use vmm_dedup_protocol::message::{Batch, Kind, MAX_BATCH, Message, encode};
 use zerocopy::IntoBytes;
 
 /// After this long, a page that somebody was asked for and did not deliver is asked of the next who has it.
@@ -49,7 +47,7 @@ impl State {
         }
     }
 
-    fn service_mut(&mut self, id: MemberId) -> Option<&mut Service> {
+    pub(crate) fn service_mut(&mut self, id: MemberId) -> Option<&mut Service> {
         match self.connections.get_mut(&id) {
             Some(Connection {
                 phase: Phase::Service(service),
@@ -66,19 +64,22 @@ impl State {
         let pages = service.pages;
         self.counters.batches += 1;
         self.forget_asked(id);
-        self.reserve(batch.sightings().len() + 2 * batch.refs().len())?;
+        self.reserve(batch.ambiguous().len() + 2 * batch.refs().len())?;
         self.touch(batch)?;
         let wanted = self.sight(id, batch)?;
         self.withdraw(id, batch)?;
+        for key in batch.ambiguous() {
+            self.mark(key?);
+        }
         for change in batch.refs() {
             let (slot, delta) = change?;
             match self.lifetime.apply(id, slot, delta)? {
                 Change::None => {}
                 Change::Dropped => {
-                    let line = self.line_key(slot);
+                    let line = self.segments.line_key(slot, self.salt);
                     self.catalog.remove(line, slot);
                 }
-                Change::Resurrected => self.enter(self.catalog.hash_of(slot), self.line_key(slot), slot),
+                Change::Resurrected => self.enter(self.segments.line_key(slot, self.salt), slot),
             }
         }
         let count = self.service_mut(id).map_or(0, |s| s.sightings);
@@ -125,17 +126,13 @@ impl State {
             let key = key?;
             let known = match key.is_full() {
                 true => self.catalog.reader().slot_of_key(key).is_some(),
-                false => self.catalog.reader().is_marked(key),
+                false => self.catalog.reader().line(key).is_some(),
             };
             if known {
                 continue;
             }
             match self.sightings.sight(key, id) {
                 Sighting::First => remembered += 1,
-                Sighting::Again(_) if !key.is_full() => {
-                    self.forget_sighting(key);
-                    self.catalog.mark(key);
-                }
                 Sighting::Again(_) if full => self.counters.refused_full += 1,
                 Sighting::Again(_) => {
                     let pending = self
@@ -152,8 +149,7 @@ impl State {
         }
         self.counters.sightings += batch.sightings().len() as u64;
         if let Some(service) = self.service_mut(id) {
-            // Those of this batch that were forgotten again have been subtracted already.
-            service.sightings = service.sightings.wrapping_add(remembered);
+            service.sightings += remembered;
             service.asked = asked;
         }
         Ok(wanted)
@@ -172,13 +168,13 @@ impl State {
     }
 
     /// Removes a sighting, whoever made it.
-    fn forget_sighting(&mut self, key: Key) {
+    pub(crate) fn forget_sighting(&mut self, key: Key) {
         if let Some(service) = self
             .sightings
             .remove(key)
             .and_then(|owner| self.service_mut(owner))
         {
-            service.sightings = service.sightings.wrapping_sub(1);
+            service.sightings -= 1;
         }
     }
 
@@ -194,144 +190,21 @@ impl State {
         }
     }
 
-    fn publish(&mut self, id: MemberId, keys: &[u64]) -> Result<Vec<u8>, Violation> {
-        let Some(service) = self.service_mut(id) else {
-            return Err(Violation::Unexpected("Publish"));
-        };
-        let (staging, pages) = (service.staging.clone(), service.pages);
-        if let Some(raw) = keys
-            .iter()
-            .find(|raw| !Key::try_new(**raw).is_some_and(Key::is_full))
-        {
-            return Err(vmm_dedup_protocol::message::Malformed::Value {
-                field: "key",
-                value: *raw,
-            }
-            .into());
-        }
-        let count = self.lifetime.references(id).map_or(0, |r| r.total()) + keys.len() as u64;
-        if count > 2 * pages + MAX_BATCH as u64 {
-            return Err(Violation::TooMany {
-                what: "references",
-                count,
-                pages,
-            });
-        }
-        self.reserve(2 * keys.len())?;
-        let mut run = None;
-        let slots = self.publish_pages(id, keys, &staging, &mut run);
-        while let Some(slot) = next_of(&mut run) {
-            if let Some(number) = self.segments.free(slot) {
-                self.broadcast(&encode(Kind::SegmentRetired, &[number.as_bytes()]), None);
-            }
-        }
-        Ok(encode(Kind::Published, &[slots?.as_bytes()]))
-    }
-
-    fn publish_pages(
-        &mut self,
-        id: MemberId,
-        keys: &[u64],
-        staging: &Mapping,
-        run: &mut Option<Run>,
-    ) -> Result<Vec<u32>, Violation> {
-        let mut slots = Vec::with_capacity(keys.len());
-        let mut page = [0; PAGE_WORDS];
-        for (at, key) in keys.iter().filter_map(|raw| Key::try_new(*raw)).enumerate() {
-            // The peer may write the staging buffer at any time. What is hashed, compared and stored is this copy.
-            staging.read_page(at, &mut page);
-            let rest = u32::try_from(keys.len() - at).unwrap_or(u32::MAX);
-            let slot = self.publish_page(id, key, &page, run, rest)?;
-            slots.push(slot.map_or(NO_SLOT, Slot::number));
-        }
-        Ok(slots)
-    }
-
-    /// Finds or makes the slot of one page. `run` holds slots that were allocated for this message, `rest` is how
-    /// many pages are left of it.
-    fn publish_page(
-        &mut self,
-        id: MemberId,
-        key: Key,
-        page: &PageWords,
-        run: &mut Option<Run>,
-        rest: u32,
-    ) -> Result<Option<Slot>, Violation> {
-        if self.asked.get(&key).is_some_and(|(of, _)| *of == id) {
-            self.asked.remove(&key);
-        }
-        let hash = PageHash::of(page, self.salt);
-        if hash.key() != key {
-            self.counters.unverified += 1;
-            return Ok(None);
-        }
-        if let Some(slot) = self.catalog.reader().slot_of(hash) {
-            if !self.segments.equals(slot, page) {
-                return Ok(None);
-            }
-            self.lifetime.apply(id, slot, 1)?;
-            return Ok(Some(slot));
-        }
-        let line = Key::of_lines(&line_words(|at| page[at]), self.salt);
-        if !self.catalog.admits(hash, line) {
-            self.counters.refused_full += 1;
-            return Ok(None);
-        }
-        if run.is_none() {
-            let Some((allocated, new)) = self.allocate_run(rest) else {
-                self.counters.refused_full += 1;
-                return Ok(None);
-            };
-            if let Some(number) = new {
-                let file = self.segments.file(number);
-                self.broadcast(&encode(Kind::Segment, &[number.as_bytes()]), Some(&file));
-            }
-            self.segments.populate(&allocated);
-            *run = Some(allocated);
-        }
-        let Some(slot) = next_of(run) else { return Ok(None) };
-        self.segments.write(slot, page);
-        self.lifetime.publish(id, slot);
-        self.enter(hash, line, slot);
-        self.counters.published += 1;
-        Ok(Some(slot))
-    }
-
-    /// Takes slots for up to this many pages. A kernel that has no memory or descriptors left for a new segment makes
-    /// the store as large as it is: no service's fault.
-    fn allocate_run(&mut self, pages: u32) -> Option<(Run, Option<u32>)> {
-        let allocated = self.segments.allocate_run(pages);
-        if let Err(e) = &allocated
-            && !self.short_of_memory
-        {
-            log::error!("the store cannot grow for now (raise the limits on memory and open files?): {e}");
-        }
-        self.short_of_memory = allocated.is_err();
-        allocated.ok().flatten()
-    }
-
     /// Puts a slot into the index. Its keys are no mere sightings any more.
-    fn enter(&mut self, hash: PageHash, line: Key, slot: Slot) {
-        if self.catalog.insert(hash, line, slot) {
-            self.forget_sighting(line);
-        }
-        self.forget_sighting(hash.key());
+    pub(crate) fn enter(&mut self, line: Key, slot: Slot) {
+        let (segments, salt) = (&self.segments, self.salt);
+        self.catalog.insert(line, slot, |slot| segments.hash(slot, salt));
+        self.forget_sighting(line);
     }
 
-    fn line_key(&self, slot: Slot) -> Key {
-        Key::of_lines(&self.segments.key_words(slot), self.salt)
+    /// A line key is ambiguous: its slots are found by their hashes from now on.
+    pub(crate) fn mark(&mut self, line: Key) {
+        let (segments, salt) = (&self.segments, self.salt);
+        self.catalog.mark(line, |slot| segments.hash(slot, salt));
     }
 
     fn is_full(&self) -> bool {
         let slots = self.lifetime.slots();
         slots.live() + slots.limbo() + self.segments.cooling() >= self.segments.max_slots().into()
     }
-}
-
-/// Takes the next slot of a run.
-fn next_of(run: &mut Option<Run>) -> Option<Slot> {
-    let Run { first, len } = run.take()?;
-    let next = first.checked_add_in_segment(1);
-    *run = next.filter(|_| len > 1).map(|first| Run { first, len: len - 1 });
-    Some(first)
 }

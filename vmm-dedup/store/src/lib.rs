@@ -48,6 +48,7 @@ mod listener;
 mod metrics;
 mod outbox;
 mod peer;
+mod publication;
 mod references;
 mod segments;
 mod server;

@@ -15,8 +15,9 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
-use vmm_dedup_protocol::key::{KEY_WORDS, PAGE_WORDS, PageWords, line_words};
+use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash, Salt, line_words};
 use vmm_dedup_protocol::mapping::{Mapping, sealed_memfd};
 use vmm_dedup_protocol::{MAX_SLOTS, PAGE_SIZE, SEGMENT_BYTES, SLOTS_PER_SEGMENT, Slot};
 
@@ -305,28 +306,39 @@ impl Segments {
         }
     }
 
-    /// Writes a page into an allocated slot.
-    pub(crate) fn write(&mut self, slot: Slot, page: &PageWords) {
+    /// Copies page `from` of another mapping into an allocated slot.
+    pub(crate) fn fill(&mut self, slot: Slot, source: &Mapping, from: usize) {
         let segment = self.segment_mut(slot.segment());
-        segment.map.write_page(slot.offset() / PAGE_SIZE, page);
+        segment
+            .map
+            .copy_page_from(slot.offset() / PAGE_SIZE, source, from);
         let (word, mask) = bit(slot.number() % SLOTS_PER_SEGMENT);
         segment.resident += u32::from(segment.written[word] & mask == 0);
         segment.written[word] |= mask;
     }
 
-    /// Whether a slot holds exactly this page.
-    pub(crate) fn equals(&self, slot: Slot, page: &PageWords) -> bool {
-        let words = &self.segment(slot.segment()).map.words()[slot.offset() / 8..][..PAGE_WORDS];
-        words
-            .iter()
-            .zip(page)
-            .all(|(a, b)| a.load(std::sync::atomic::Ordering::Relaxed) == *b)
+    /// Whether two slots hold the same bytes.
+    pub(crate) fn equal(&self, a: Slot, b: Slot) -> bool {
+        let words = |slot| self.words(slot).iter().map(|word| word.load(Ordering::Relaxed));
+        words(a).eq(words(b))
     }
 
-    /// The words of a slot's page that its line key covers.
-    pub(crate) fn key_words(&self, slot: Slot) -> [u64; KEY_WORDS] {
-        let words = &self.segment(slot.segment()).map.words()[slot.offset() / 8..][..PAGE_WORDS];
-        line_words(|at| words[at].load(std::sync::atomic::Ordering::Relaxed))
+    /// The key of the four lines of a slot's page.
+    pub(crate) fn line_key(&self, slot: Slot, salt: Salt) -> Key {
+        let words = self.words(slot);
+        Key::of_lines(&line_words(|at| words[at].load(Ordering::Relaxed)), salt)
+    }
+
+    /// The hash of a slot's page.
+    pub(crate) fn hash(&self, slot: Slot, salt: Salt) -> PageHash {
+        let mut page = [0; PAGE_WORDS];
+        let map = &self.segment(slot.segment()).map;
+        map.read_page(slot.offset() / PAGE_SIZE, &mut page);
+        PageHash::of(&page, salt)
+    }
+
+    fn words(&self, slot: Slot) -> &[AtomicU64] {
+        &self.segment(slot.segment()).map.words()[slot.offset() / 8..][..PAGE_WORDS]
     }
 
     /// Numbers and read-only descriptors of the segments there are.
@@ -455,13 +467,15 @@ mod tests {
     #[test]
     fn written_slots_count_until_their_segment_goes() {
         let mut segments = Segments::new(MAX_SLOTS, 0);
-        let page = [7; PAGE_WORDS];
+        let (_file, source) = vmm_dedup_protocol::mapping::staging_memfd(PAGE_SIZE).unwrap();
+        source.write_page(0, &[7; PAGE_WORDS]);
         run(&mut segments, 2);
         let slot = |n| Slot::try_new(n).unwrap();
-        segments.write(slot(0), &page);
-        segments.write(slot(1), &page);
-        segments.write(slot(1), &page);
-        assert!(segments.equals(slot(0), &page));
+        segments.fill(slot(0), &source, 0);
+        assert!(!segments.equal(slot(0), slot(1)));
+        segments.fill(slot(1), &source, 0);
+        segments.fill(slot(1), &source, 0);
+        assert!(segments.equal(slot(0), slot(1)));
         assert_eq!(segments.resident_slots(), 2);
         free(&mut segments, [0]);
         assert_eq!(segments.resident_slots(), 2);

@@ -259,7 +259,7 @@ impl State {
         let (catalog, segments) = (&mut self.catalog, &self.segments);
         let salt = self.salt;
         let more = self.lifetime.leave_some(id, |slot| {
-            catalog.remove(Key::of_lines(&segments.key_words(slot), salt), slot);
+            catalog.remove(segments.line_key(slot, salt), slot);
         });
         self.settle();
         if !more
@@ -295,16 +295,7 @@ impl State {
         if self.catalog.has_room(entries) {
             return Ok(());
         }
-        let declared: u64 = self
-            .services()
-            .map(|(_, _, s)| s.pages)
-            .fold(0, u64::saturating_add);
-        let declared = usize::try_from(declared).unwrap_or(usize::MAX);
-        if self
-            .catalog
-            .reserve(entries, declared)
-            .map_err(Violation::Resources)?
-        {
+        if self.catalog.reserve(entries).map_err(Violation::Resources)? {
             let (file, bytes) = self.catalog.file();
             self.broadcast(&encode(Kind::Index, &[bytes.as_bytes()]), Some(&file));
         }

@@ -25,14 +25,28 @@ enum Action {
         epoch: i64,
         sightings: Vec<(bool, u64)>,
         withdrawals: Vec<(bool, u64)>,
+        /// Seeds of pages whose line keys are said to be ambiguous.
+        ambiguous: Vec<u64>,
         refs: Vec<(u32, i32)>,
     },
-    /// Pages by seed, each with whether the announced key is its own.
-    Publish(Vec<(u64, bool)>),
+    /// Pages by seed, each with the key that is announced and a gap.
+    Publish(Vec<(u64, Announced, u16)>),
     Report(Vec<u8>),
     /// A record of a valid header, of this kind, with an arbitrary body.
     Record(u16, Vec<u8>),
     Garbage(Vec<u8>),
+}
+
+/// What a page is announced as.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Announced {
+    Line,
+    Full,
+    Other,
+}
+
+fn announcements() -> impl Strategy<Value = Announced> {
+    prop_oneof![3 => Just(Announced::Line), 3 => Just(Announced::Full), 1 => Just(Announced::Other)]
 }
 
 fn actions() -> impl Strategy<Value = Vec<Action>> {
@@ -42,17 +56,24 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
         1 => proptest::collection::vec((0u32..4, -1i32..3), 1..3),
     ];
     let epoch = prop_oneof![60 => Just(0i64), 10 => Just(i64::MIN), 1 => -1i64..3];
-    let batch =
-        (epoch, keys(), keys(), refs).prop_map(|(epoch, sightings, withdrawals, refs)| Action::Batch {
+    let batch = (
+        epoch,
+        keys(),
+        keys(),
+        proptest::collection::vec(1000u64..1006, 0..2),
+        refs,
+    )
+        .prop_map(|(epoch, sightings, withdrawals, ambiguous, refs)| Action::Batch {
             epoch,
             sightings,
             withdrawals,
+            ambiguous,
             refs,
         });
     let bytes = || proptest::collection::vec(any::<u8>(), 0..80);
     let action = prop_oneof![
         40 => batch,
-        20 => proptest::collection::vec((1000u64..1006, proptest::bool::weighted(0.8)), 0..5).prop_map(Action::Publish),
+        20 => proptest::collection::vec((1000u64..1006, announcements(), 0u16..8), 0..5).prop_map(Action::Publish),
         4 => proptest::collection::vec(any::<u8>(), 8).prop_map(Action::Report),
         1 => (0u16..16, bytes()).prop_map(|(kind, body)| Action::Record(kind, body)),
         1 => bytes().prop_map(Action::Garbage),
@@ -70,7 +91,10 @@ struct Model {
     limbo: HashMap<u32, u64>,
     content: HashMap<u32, u64>,
     sighted: HashMap<u64, usize>,
-    marks: HashMap<u64, u32>,
+    /// Line keys in the index: slots below, and whether they are marked.
+    lines: HashMap<u64, (u32, bool)>,
+    /// Slots that are found by their hashes.
+    hashed: HashSet<u32>,
     asked: Vec<u64>,
 }
 
@@ -102,6 +126,7 @@ impl Model {
     fn full_keys(&self, keys: &impl Fn(u64) -> Keys) -> HashSet<u64> {
         self.live()
             .into_iter()
+            .filter(|slot| self.hashed.contains(slot))
             .map(|slot| keys(self.content[&slot]).full)
             .collect()
     }
@@ -126,6 +151,7 @@ impl Model {
         epoch: u64,
         sightings: &[u64],
         withdrawals: &[u64],
+        ambiguous: &[u64],
         refs: &[(u32, i32)],
         keys: &impl Fn(u64) -> Keys,
     ) -> Expected {
@@ -135,14 +161,11 @@ impl Model {
         let (slots, mut wanted) = (self.full_keys(keys), Vec::new());
         for (at, key) in sightings.iter().enumerate() {
             let full = key >> 47 != 0;
-            if (full && slots.contains(key)) || (!full && self.marks.contains_key(key)) {
+            if (full && slots.contains(key)) || (!full && self.lines.contains_key(key)) {
                 continue;
             }
             if !self.sighted.contains_key(key) {
                 self.sighted.insert(*key, who);
-            } else if !full {
-                self.sighted.remove(key);
-                self.marks.insert(*key, 0);
             } else if !self.asked.contains(key) {
                 self.asked.push(*key);
                 wanted.push(u32::try_from(at).unwrap());
@@ -152,6 +175,9 @@ impl Model {
             if self.sighted.get(key) == Some(&who) {
                 self.sighted.remove(key);
             }
+        }
+        for line in ambiguous {
+            self.mark(*line, keys);
         }
         let mut dropped = false;
         for (slot, delta) in refs {
@@ -164,11 +190,11 @@ impl Model {
             self.refs[who].insert(*slot, new);
             if *delta < 0 && total + i64::from(*delta) == 0 {
                 self.limbo.insert(*slot, self.epoch + 1);
-                self.unmark(keys(self.content[slot]).line);
+                self.go(*slot, keys(self.content[slot]).line);
                 dropped = true;
             }
             if *delta > 0 && self.limbo.remove(slot).is_some() {
-                self.enter(keys(self.content[slot]));
+                self.enter(*slot, keys(self.content[slot]).line);
             }
         }
         let end = epoch > self.epoch || (epoch != 0 && epoch < self.acknowledged[who]);
@@ -183,37 +209,67 @@ impl Model {
         }
     }
 
-    fn enter(&mut self, keys: Keys) {
-        *self.marks.entry(keys.line).or_insert(0) += 1;
-        self.sighted.remove(&keys.line);
-        self.sighted.remove(&keys.full);
+    fn enter(&mut self, slot: u32, line: u64) {
+        let (count, marked) = self.lines.entry(line).or_insert((0, false));
+        *count += 1;
+        if *marked {
+            self.hashed.insert(slot);
+        }
+        self.sighted.remove(&line);
     }
 
-    fn unmark(&mut self, line: u64) {
-        let count = self.marks.get_mut(&line).unwrap();
+    fn mark(&mut self, line: u64, keys: &impl Fn(u64) -> Keys) {
+        if let Some((_, marked)) = self.lines.get_mut(&line) {
+            *marked = true;
+            let slots = self.live().into_iter();
+            let below: Vec<u32> = slots
+                .filter(|slot| keys(self.content[slot]).line == line)
+                .collect();
+            self.hashed.extend(below);
+        }
+    }
+
+    /// A slot leaves the index.
+    fn go(&mut self, slot: u32, line: u64) {
+        self.hashed.remove(&slot);
+        let (count, _) = self.lines.get_mut(&line).unwrap();
         *count -= 1;
         if *count == 0 {
-            self.marks.remove(&line);
+            self.lines.remove(&line);
         }
     }
 
     /// Takes over which new slots the store chose, and checks the choice.
-    fn publish(&mut self, who: usize, pages: &[(u64, bool)], got: &[u32], keys: &impl Fn(u64) -> Keys) {
+    fn publish(
+        &mut self,
+        who: usize,
+        pages: &[(u64, Announced, u16)],
+        got: &[u32],
+        keys: &impl Fn(u64) -> Keys,
+    ) {
         assert_eq!(pages.len(), got.len());
-        for ((seed, honest), slot) in pages.iter().zip(got) {
-            self.asked.retain(|key| *key != keys(*seed).full || !honest);
-            if !honest {
-                assert_eq!(*slot, NO_SLOT);
-                continue;
+        for ((seed, announced, _), slot) in pages.iter().zip(got) {
+            let Keys { line, full } = keys(*seed);
+            match announced {
+                Announced::Line => self.asked.retain(|key| *key != line),
+                Announced::Full => self.asked.retain(|key| *key != full),
+                Announced::Other => {
+                    assert_eq!(*slot, NO_SLOT);
+                    continue;
+                }
             }
             let there = self.live().into_iter().find(|s| self.content[s] == *seed);
             if let Some(there) = there {
                 assert_eq!(*slot, there, "a page that is there keeps its slot");
             } else {
                 assert!(self.content.insert(*slot, *seed).is_none(), "{slot} was not free");
-                self.enter(keys(*seed));
+                self.enter(*slot, line);
             }
             *self.refs[who].entry(*slot).or_insert(0) += 1;
+            if *announced == Announced::Full {
+                self.mark(line, keys);
+                self.sighted.remove(&full);
+            }
         }
     }
 
@@ -223,7 +279,7 @@ impl Model {
         for (slot, n) in std::mem::take(&mut self.refs[who]) {
             if n > 0 && self.total(slot) == 0 {
                 self.limbo.insert(slot, self.epoch + 1);
-                self.unmark(keys(self.content[&slot]).line);
+                self.go(slot, keys(self.content[&slot]).line);
                 dropped = true;
             }
         }
@@ -240,7 +296,12 @@ fn good_step(step: u64, good: &mut Client, model: &mut Model, keys: &impl Fn(u64
         0 => (vec![full], vec![]),
         1 => {
             let slots = good.publish(&[page(seed)]);
-            model.publish(GOOD, &[(seed, true)], &[slots[0].unwrap().number()], keys);
+            model.publish(
+                GOOD,
+                &[(seed, Announced::Full, 0)],
+                &[slots[0].unwrap().number()],
+                keys,
+            );
             return;
         }
         2 => (vec![full], vec![]),
@@ -258,7 +319,7 @@ fn good_step(step: u64, good: &mut Client, model: &mut Model, keys: &impl Fn(u64
         .map(|(s, d)| (Slot::try_new(*s).unwrap(), *d))
         .collect();
     good.send_batch(epoch, &sightings, &[], &deltas);
-    let expected = model.batch(GOOD, epoch, &sightings, &[], &refs, keys);
+    let expected = model.batch(GOOD, epoch, &sightings, &[], &[], &refs, keys);
     assert_eq!(Expected::Reply(good.batch_reply()), expected);
 }
 
@@ -291,6 +352,7 @@ fn evil_step(
             epoch,
             sightings,
             withdrawals,
+            ambiguous,
             refs,
         } => {
             let epoch = if *epoch == i64::MIN {
@@ -301,6 +363,7 @@ fn evil_step(
             let sightings: Vec<u64> = sightings.iter().copied().map(key).collect();
             // It tries to withdraw what the good one has sighted, too.
             let withdrawals: Vec<u64> = withdrawals.iter().copied().map(key).chain([target]).collect();
+            let ambiguous: Vec<u64> = ambiguous.iter().map(|seed| keys(*seed).line).collect();
             let deltas: Vec<_> = refs
                 .iter()
                 .map(|(slot, delta)| RefDelta {
@@ -308,20 +371,27 @@ fn evil_step(
                     delta: *delta,
                 })
                 .collect();
-            let record = encode_batch(epoch, &sightings, &withdrawals, &deltas);
+            let record = encode_batch(epoch, &sightings, &withdrawals, &ambiguous, &deltas);
             socket::send(&evil.socket, &record, &[]).unwrap();
-            let expected = model.batch(EVIL, epoch, &sightings, &withdrawals, refs, keys);
+            let expected = model.batch(EVIL, epoch, &sightings, &withdrawals, &ambiguous, refs, keys);
             if let Expected::Reply(_) = expected {
                 assert_eq!(Expected::Reply(evil.batch_reply()), expected);
             }
             expected
         }
         Action::Publish(pages) => {
-            for (at, (seed, _)) in pages.iter().enumerate() {
+            for (at, (seed, _, _)) in pages.iter().enumerate() {
                 evil.staging.write_page(at, &page(*seed));
             }
-            let announced = |(seed, honest): &(u64, bool)| keys(*seed).full ^ u64::from(!honest);
-            let slots = evil.publish_staged(&pages.iter().map(announced).collect::<Vec<_>>());
+            let staged = |(seed, announced, gap): &(u64, Announced, u16)| {
+                let key = match announced {
+                    Announced::Line => keys(*seed).line,
+                    Announced::Full => keys(*seed).full,
+                    Announced::Other => keys(*seed).full ^ 1,
+                };
+                key | u64::from(*gap) << 48
+            };
+            let slots = evil.publish_staged(&pages.iter().map(staged).collect::<Vec<_>>());
             // It goes on writing after the store has looked.
             (0..pages.len()).for_each(|at| evil.staging.write_page(at, &page(77)));
             let slots: Vec<u32> = slots
@@ -403,12 +473,13 @@ proptest! {
         }
         check_content(&good, &model);
         good.acknowledge();
-        model.batch(GOOD, good.index.epoch(), &[], &[], &[], &keys);
+        model.batch(GOOD, good.index.epoch(), &[], &[], &[], &[], &keys);
         let account = stats(&server.socket).store;
         prop_assert_eq!((account.pages_shared, account.pages_sharing, account.slots_limbo), (0, 0, 0));
         prop_assert_eq!(account.resident_bytes, 0);
         prop_assert_eq!(account.sightings, model.sighted.len() as u64);
-        prop_assert_eq!(account.marks, model.marks.len() as u64);
+        let marks = model.lines.values().filter(|(_, marked)| *marked).count();
+        prop_assert_eq!(account.marks, marks as u64);
         prop_assert_eq!(account.epoch, model.epoch);
         prop_assert!(account.metadata_bytes < 1 << 20);
     }

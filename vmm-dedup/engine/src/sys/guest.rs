@@ -1,8 +1,8 @@
 //! Reading memory that a guest may be writing: volatile word loads, never a Rust reference.
 #![allow(unsafe_code)] // raw pointers into guest memory
 
-use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::{KEY_WORDS, PAGE_WORDS, PageWords, line_offsets, line_words};
+use vmm_dedup_protocol::{PAGE_SIZE, raw};
 
 /// Reads the four key lines of the page at `address`.
 ///
@@ -43,23 +43,8 @@ pub(crate) fn prefetch_page(address: usize) {
 /// # Safety
 /// As for [`key_lines`].
 pub(crate) unsafe fn copy_page(address: usize, out: &mut PageWords) {
-    // To the compiler the instruction is opaque, so a guest that writes meanwhile tears the copy and nothing else.
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: PAGE_WORDS words are readable at address, as the caller vouches, and writable at out.
-    unsafe {
-        std::arch::asm!(
-            "rep movsq",
-            inout("rcx") PAGE_WORDS => _,
-            inout("rsi") address => _,
-            inout("rdi") out.as_mut_ptr() => _,
-            options(nostack, preserves_flags)
-        );
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    for (i, word) in out.iter_mut().enumerate() {
-        // SAFETY: i is below PAGE_WORDS, and the caller vouches for the page.
-        *word = unsafe { (address as *const u64).add(i).read_volatile() };
-    }
+    // SAFETY: the page is readable, as the caller vouches, and the buffer is a page long.
+    unsafe { raw::copy_page(address, out.as_mut_ptr() as usize) };
 }
 
 /// Copies a page into memory of our own.
@@ -69,6 +54,16 @@ pub(crate) unsafe fn copy_page(address: usize, out: &mut PageWords) {
 pub(crate) unsafe fn store_page(address: usize, page: &PageWords) {
     // SAFETY: as promised by the caller; the ranges cannot overlap, since `page` is a reference.
     unsafe { std::ptr::copy_nonoverlapping(page.as_ptr(), address as *mut u64, PAGE_WORDS) };
+}
+
+/// Compares a page that the guest may be writing with another one: a guess.
+///
+/// # Safety
+/// As for [`key_lines`], for both.
+pub(crate) unsafe fn seems_same_page(a: usize, b: usize) -> bool {
+    let (a, b) = (a as *const u64, b as *const u64);
+    // SAFETY: words of pages that the caller vouches for.
+    (0..PAGE_WORDS).all(|word| unsafe { a.add(word).read_volatile() == b.add(word).read_volatile() })
 }
 
 /// Compares two pages that nobody writes.

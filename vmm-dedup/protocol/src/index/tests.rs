@@ -16,8 +16,8 @@ fn slot(n: u32) -> Slot {
 
 #[derive(Clone, Debug)]
 enum Step {
-    Mark(u64, u32),
-    Unmark(u64),
+    SetLine(u64, Line),
+    RemoveLine(u64),
     Insert(u64),
     Remove(u64),
 }
@@ -25,8 +25,9 @@ enum Step {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let n = 0u64..100;
     let step = prop_oneof![
-        (n.clone(), 0u32..5).prop_map(|(k, c)| Step::Mark(k, c)),
-        n.clone().prop_map(Step::Unmark),
+        (n.clone(), 1u32..5).prop_map(|(k, c)| Step::SetLine(k, Line::Marked(c))),
+        (n.clone(), 0u32..1 << 26).prop_map(|(k, s)| Step::SetLine(k, Line::Sole(slot(s)))),
+        n.clone().prop_map(Step::RemoveLine),
         n.clone().prop_map(Step::Insert),
         n.prop_map(Step::Remove),
     ];
@@ -38,18 +39,18 @@ proptest! {
     #[test]
     fn behaves_like_two_maps(steps in steps()) {
         let (_file, mut index) = create(300).unwrap();
-        let (mut marks, mut slots) = (HashMap::new(), HashMap::new());
+        let (mut lines, mut slots) = (HashMap::new(), HashMap::new());
         for step in steps {
             match step {
-                Step::Mark(k, c) => {
-                    let expected = match marks.insert(k, c) {
+                Step::SetLine(k, line) => {
+                    let expected = match lines.insert(k, line) {
                         None => Placed::New,
                         Some(_) => Placed::Replaced,
                     };
-                    prop_assert_eq!(index.set_mark(key(k), c), expected);
+                    prop_assert_eq!(index.set_line(key(k), line), expected);
                 }
-                Step::Unmark(k) => {
-                    prop_assert_eq!(index.remove_mark(key(k)), marks.remove(&k).is_some());
+                Step::RemoveLine(k) => {
+                    prop_assert_eq!(index.remove_line(key(k)), lines.remove(&k).is_some());
                 }
                 Step::Insert(k) => {
                     #[allow(clippy::cast_possible_truncation)]
@@ -63,15 +64,14 @@ proptest! {
                 }
             }
         }
-        prop_assert_eq!(index.used(), marks.len() + slots.len());
+        prop_assert_eq!(index.used(), lines.len() + slots.len());
         let (_next_file, mut next) = create(600).unwrap();
-        index.retire_into(&mut next);
+        let marked = lines.values().filter(|line| matches!(line, Line::Marked(_))).count();
+        prop_assert_eq!(index.retire_into(&mut next), marked);
         prop_assert!(index.reader().retired());
         for k in 0..100 {
-            prop_assert_eq!(index.mark_count(key(k)), marks.get(&k).copied());
-            let unused = marks.get(&k).is_none_or(|c| *c == 0);
-            prop_assert_eq!(next.reader().is_marked(key(k)), !unused);
             for index in [&index, &next] {
+                prop_assert_eq!(index.reader().line(key(k)), lines.get(&k).copied());
                 let found = index.reader().slot_of(hash(k)).map(|s| u64::from(s.number()));
                 prop_assert_eq!(found, slots.get(&k).copied());
             }
@@ -95,21 +95,23 @@ fn keys_of_one_home(n: usize) -> Vec<Key> {
 fn keys_of_one_home_are_refused_beyond_a_distance_and_all_counts_agree() {
     let (_file, mut index) = create(1 << 16).unwrap();
     let keys = keys_of_one_home(6000);
-    let placed: Vec<Placed> = keys.iter().map(|key| index.set_mark(*key, 7)).collect();
+    let placed: Vec<Placed> = keys
+        .iter()
+        .map(|key| index.set_line(*key, Line::Marked(7)))
+        .collect();
     let new = placed.iter().filter(|p| **p == Placed::New).count();
     assert_eq!((new, index.used()), (MAX_DISTANCE + 1, new));
     for (key, placed) in keys.iter().zip(&placed) {
         let there = *placed == Placed::New;
-        assert_eq!(index.mark_count(*key).is_some(), there);
-        assert_eq!(index.reader().is_marked(*key), there);
+        assert_eq!(index.reader().line(*key).is_some(), there);
     }
     assert!(!index.admits(keys[0]));
-    assert_eq!(index.set_mark(keys[0], 8), Placed::Replaced);
+    assert_eq!(index.set_line(keys[0], Line::Marked(8)), Placed::Replaced);
     let (_next_file, mut next) = create(1 << 15).unwrap();
     assert_eq!(index.retire_into(&mut next), new);
-    let removed = keys.iter().filter(|key| index.remove_mark(**key)).count();
+    let removed = keys.iter().filter(|key| index.remove_line(**key)).count();
     assert_eq!((removed, index.used()), (new, 0));
-    assert_eq!(index.set_mark(keys[5999], 0), Placed::New);
+    assert_eq!(index.set_line(keys[5999], Line::Marked(1)), Placed::New);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
-use vmm_dedup_protocol::index::IndexReader;
+use vmm_dedup_protocol::index::{IndexReader, Line};
 use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash, PageWords, Salt, line_words};
 use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::message::{
@@ -118,6 +118,13 @@ impl Client {
         }
     }
 
+    /// Says that these line keys are ambiguous.
+    pub fn ambiguous(&mut self, keys: &[u64]) {
+        let record = encode_batch(0, &[], &[], keys, &[]);
+        socket::send(&self.socket, &record, &[]).unwrap();
+        assert!(self.batch_reply().is_empty());
+    }
+
     pub fn send_batch(&self, epoch: u64, sightings: &[u64], withdrawals: &[u64], refs: &[(Slot, i32)]) {
         let refs: Vec<_> = refs
             .iter()
@@ -128,7 +135,7 @@ impl Client {
             .collect();
         socket::send(
             &self.socket,
-            &encode_batch(epoch, sightings, withdrawals, &refs),
+            &encode_batch(epoch, sightings, withdrawals, &[], &refs),
             &[],
         )
         .unwrap();
@@ -160,8 +167,12 @@ impl Client {
         self.publish_staged(&keys)
     }
 
-    pub fn publish_staged(&mut self, keys: &[u64]) -> Vec<Option<Slot>> {
+    pub fn publish_staged_unanswered(&self, keys: &[u64]) {
         socket::send(&self.socket, &encode(Kind::Publish, &[keys.as_bytes()]), &[]).unwrap();
+    }
+
+    pub fn publish_staged(&mut self, keys: &[u64]) -> Vec<Option<Slot>> {
+        self.publish_staged_unanswered(keys);
         self.answer(|m| match m {
             Message::Published(slots) => slots
                 .iter()
@@ -179,8 +190,16 @@ impl Client {
         PageHash::of(page, self.salt).key().raw()
     }
 
+    pub fn line(&self, page: &PageWords) -> Option<Line> {
+        self.index
+            .line(Key::of_lines(&line_words(|i| page[i]), self.salt))
+    }
+
     pub fn find(&self, page: &PageWords) -> Option<Slot> {
-        self.index.slot_of(PageHash::of(page, self.salt))
+        match self.line(page) {
+            Some(Line::Sole(slot)) => Some(slot),
+            _ => self.index.slot_of(PageHash::of(page, self.salt)),
+        }
     }
 
     /// What a slot holds, through the segment that the store sent.
