@@ -103,11 +103,6 @@ pub(super) static COUNTERS: &[Field] = &[
         s.pages_keyed_total
     }),
     plain("pages_hashed", "Pages hashed whole", |s| s.pages_hashed_total),
-    bytes(
-        "read",
-        "Guest memory read for keys, hashes, publishing and verification",
-        |s| s.bytes_read_total,
-    ),
     plain("reserve_waits", "Writers that had to wait for the reserve", |s| {
         s.reserve_waits_total
     }),
