@@ -21,6 +21,7 @@ pub mod key;
 pub mod mapping;
 pub mod message;
 pub mod name;
+pub mod observer;
 pub mod refusal;
 pub mod socket;
 pub mod stats;
