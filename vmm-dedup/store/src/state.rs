@@ -363,8 +363,7 @@ impl State {
         let page = PAGE_SIZE as i128;
         let spared = (i128::from(vms.pages_mapped) + i128::from(vms.pages_zero)) * page;
         let overhead = [resident_bytes, metadata_bytes, vms.metadata_bytes, vms.vma_bytes];
-        let net = spared - overhead.into_iter().map(i128::from).sum::<i128>();
-        let net = i64::try_from(net).unwrap_or(if net < 0 { i64::MIN } else { i64::MAX });
+        let net = accounts::clamp(spared - overhead.into_iter().map(i128::from).sum::<i128>());
         StoreStats {
             pages_shared: slots.live(),
             pages_sharing: slots.references() - slots.live(),

@@ -19,7 +19,7 @@ pub(crate) struct RefusedVm {
 }
 
 /// A number of [`vmm_dedup_protocol::stats::STATES`].
-const STATE_REFUSED: u64 = 4;
+pub(crate) const STATE_REFUSED: u64 = 4;
 
 impl RefusedVm {
     /// What there is to tell in numbers.
@@ -91,9 +91,9 @@ impl State {
     }
 
     /// The connected VMs that are not deduplicated.
-    pub(crate) fn refused(&self) -> impl Iterator<Item = (u32, &RefusedVm)> {
+    pub(crate) fn refused(&self) -> impl Iterator<Item = &RefusedVm> {
         self.connections.values().filter_map(|c| match &c.phase {
-            Phase::Refused(refused) => Some((c.pid, &**refused)),
+            Phase::Refused(refused) => Some(&**refused),
             _ => None,
         })
     }
