@@ -22,6 +22,27 @@ const FILE_PAGES: u64 = 256;
 const BEFORE: [u64; 2] = [0, 77];
 const FILE_ID: u64 = 1000;
 
+/// Pins the first pages, for as long as the result lives.
+///
+/// # Panics
+/// If the kernel does not let us.
+#[must_use]
+pub fn pin(pages: &Pages, count: usize) -> IoUring {
+    let ring = IoUring::new(8).expect("io_uring");
+    register(&ring, pages, count);
+    ring
+}
+
+fn register(ring: &IoUring, pages: &Pages, count: usize) {
+    let buffer = |page: usize| libc::iovec {
+        iov_base: pages.address(page) as *mut _,
+        iov_len: PAGE_SIZE,
+    };
+    let buffers: Vec<libc::iovec> = (0..count).map(buffer).collect();
+    // SAFETY: the pages are never unmapped, and only accessed through raw pointers.
+    unsafe { ring.submitter().register_buffers(&buffers) }.expect("buffers are registered");
+}
+
 /// What happened.
 #[derive(Clone, Copy, Debug)]
 pub struct Outcome {
@@ -156,13 +177,7 @@ impl Reader {
     /// Registers the targets as fixed buffers, which pins them.
     fn pin(&mut self, pages: &Pages) {
         if let Reader::Uring { ring, .. } = self {
-            let buffer = |target: usize| libc::iovec {
-                iov_base: pages.address(target) as *mut _,
-                iov_len: PAGE_SIZE,
-            };
-            let buffers: Vec<libc::iovec> = (0..TARGETS).map(buffer).collect();
-            // SAFETY: the pages are never unmapped, and only accessed through raw pointers.
-            unsafe { ring.submitter().register_buffers(&buffers) }.expect("buffers are registered");
+            register(ring, pages, TARGETS);
         }
     }
 

@@ -107,7 +107,20 @@ impl Pages {
     /// # Errors
     /// Those of [`DedupService::start`].
     pub fn serve(&self, store: &Path, config: Config) -> Result<DedupService, vmm_dedup::Error> {
-        let range = HostRange::try_new(self.base, self.count * PAGE_SIZE)?;
+        self.serve_at(store, config, 0)
+    }
+
+    /// The same, with the guest physical address that the pages stand for.
+    ///
+    /// # Errors
+    /// Those of [`DedupService::start`].
+    pub fn serve_at(
+        &self,
+        store: &Path,
+        config: Config,
+        guest: u64,
+    ) -> Result<DedupService, vmm_dedup::Error> {
+        let range = HostRange::try_new(self.base, self.count * PAGE_SIZE)?.at_guest_address(guest);
         // SAFETY: the pages are never unmapped and only accessed through raw pointers.
         unsafe { DedupService::start_on_ranges(&[range], store, config) }
     }

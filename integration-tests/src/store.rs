@@ -1,5 +1,6 @@
 //! A store in a thread of this process.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use tempfile::TempDir;
@@ -9,6 +10,7 @@ use tokio::sync::oneshot;
 #[derive(Debug)]
 pub struct StoreThread {
     folder: TempDir,
+    metrics: Option<SocketAddr>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -20,7 +22,32 @@ impl StoreThread {
     /// If it cannot: a test cannot go on then.
     #[must_use]
     pub fn start() -> Self {
-        let folder = tempfile::tempdir().expect("a temporary folder");
+        Self::start_in(tempfile::tempdir().expect("a temporary folder"), None)
+    }
+
+    /// Starts one that serves metrics as well.
+    ///
+    /// # Panics
+    /// As [`Self::start`].
+    #[must_use]
+    pub fn with_metrics() -> Self {
+        let anywhere = SocketAddr::from(([127, 0, 0, 1], 0));
+        Self::start_in(tempfile::tempdir().expect("a temporary folder"), Some(anywhere))
+    }
+
+    /// Stops it and starts another at the same place.
+    ///
+    /// # Panics
+    /// As [`Self::start`].
+    #[must_use]
+    pub fn restart(mut self) -> Self {
+        let elsewhere = tempfile::tempdir().expect("a temporary folder");
+        let folder = std::mem::replace(&mut self.folder, elsewhere);
+        drop(self);
+        Self::start_in(folder, None)
+    }
+
+    fn start_in(folder: TempDir, metrics: Option<SocketAddr>) -> Self {
         let (stop, stopped) = oneshot::channel::<()>();
         let socket = folder.path().join("store.sock");
         let (tell, bound) = std::sync::mpsc::channel();
@@ -32,23 +59,30 @@ impl StoreThread {
             tokio::task::LocalSet::new().block_on(&runtime, async {
                 let config = vmm_dedup_store::Config {
                     socket,
-                    metrics: None,
+                    metrics,
                     ..vmm_dedup_store::Config::default()
                 };
                 let store = vmm_dedup_store::Store::bind(config).expect("the store binds");
-                tell.send(()).expect("the test waits");
+                tell.send(store.metrics_address()).expect("the test waits");
                 store
                     .run(async { drop(stopped.await) })
                     .await
                     .expect("the store runs");
             });
         });
-        bound.recv().expect("the store starts");
+        let metrics = bound.recv().expect("the store starts");
         Self {
             folder,
+            metrics,
             stop: Some(stop),
             thread: Some(thread),
         }
+    }
+
+    /// Where it serves metrics.
+    #[must_use]
+    pub fn metrics(&self) -> Option<SocketAddr> {
+        self.metrics
     }
 
     /// Its socket.

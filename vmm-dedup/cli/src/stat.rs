@@ -8,7 +8,7 @@ use vmm_dedup_protocol::message::{
     Hello, Kind, Message, Role, Stats, StatsRequest, StoreStats, aligned_buffer, encode,
 };
 use vmm_dedup_protocol::socket;
-use vmm_dedup_protocol::stats::ServiceStats;
+use vmm_dedup_protocol::stats::{STATES, ServiceStats};
 use zerocopy::IntoBytes;
 
 /// Show what a store and its VMs save and cost.
@@ -70,14 +70,8 @@ pub(crate) fn fetch(path: &Path) -> Result<(StoreStats, Vec<Vm>), Failure> {
         if stats.found == 0 {
             return Ok((stats.store, vms));
         }
-        let end = stats
-            .name
-            .iter()
-            .position(|b| *b == 0)
-            .unwrap_or(stats.name.len());
-        let name = String::from_utf8_lossy(&stats.name[..end]).into_owned();
         vms.push(Vm {
-            name,
+            name: stats.name.text(),
             pid: stats.pid,
             stats: stats.vm,
         });
@@ -150,8 +144,6 @@ fn store_json(s: &StoreStats) -> Value {
     })
 }
 
-const STATES: [&str; 4] = ["running", "paused", "stopped", "no store"];
-
 fn vm_json(vm: &Vm) -> Value {
     let s = &vm.stats;
     json!({
@@ -176,7 +168,7 @@ fn vm_json(vm: &Vm) -> Value {
         "published_total": s.published_total,
         "passes_total": s.passes_total,
         "full_scans_total": s.full_scans_total,
-        "bytes_read_total": s.bytes_read_total,
+        "bytes_read_total": s.bytes_read.total(),
         "vmas": s.vmas,
         "vmas_max": s.vmas_max,
         "metadata_bytes": s.metadata_bytes,

@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::memory::Page;
 use crate::merge::{Item, MAX_WINDOW, Outcome, Window, continues};
-use crate::page::State;
+use crate::page::{Retry, State};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
 use crate::sys::guest;
@@ -82,7 +82,12 @@ impl Scanner {
             for item in &items[at..end] {
                 let state = self.table.get(item.page);
                 let private = match state {
-                    State::Untracked | State::Armed | State::Candidate { .. } | State::Foreign => true,
+                    State::Untracked
+                    | State::Armed
+                    | State::Volatile
+                    | State::Pinned(_)
+                    | State::Candidate { .. }
+                    | State::Foreign => true,
                     State::Zero => item.slot.is_none(),
                     State::Shared(_) | State::Broken => false,
                 };
@@ -131,7 +136,7 @@ impl Scanner {
 
     /// Does not merge an item for now. If it was just published its slot goes again, and with it all knowledge of the
     /// key: the page must be keyed anew to be found another time.
-    fn pass_over(&mut self, item: &Item) {
+    pub(crate) fn pass_over(&mut self, item: &Item) {
         self.disown(item);
         if item.owned && matches!(self.table.get(item.page), State::Candidate { foreign: false, .. }) {
             self.table.set(item.page, State::Armed);
@@ -203,7 +208,7 @@ impl Scanner {
     }
 
     fn note_outcomes(&mut self, items: &[Item], window: &Window) {
-        self.stats.bytes_read_total += (items.len() * 2 * PAGE_SIZE) as u64;
+        self.stats.bytes_read.verify += (items.len() * 2 * PAGE_SIZE) as u64;
         for (item, outcome) in items.iter().zip(&window.outcomes) {
             match (outcome, item.slot) {
                 (Outcome::Merged, Some(slot)) => {
@@ -247,9 +252,9 @@ impl Scanner {
             // The process has fewer mappings left than we thought: not one more than we have.
             self.vmas_max = self.vmas_max.min(self.vmas);
         }
-        // A pinned page was not moved and is still protected: it is keyed again. The others came back unprotected.
+        // A pinned page was not moved and is still protected: it is tried again later. The others came back unprotected.
         let next = if outcome == Outcome::Pinned {
-            State::Armed
+            State::Pinned(Retry::after(self.table.get(item.page), self.passes))
         } else {
             State::Untracked
         };
@@ -401,6 +406,7 @@ impl Scanner {
                 end += 1;
             }
             self.restore(page..end);
+            self.show_progress();
             page = end;
         }
     }

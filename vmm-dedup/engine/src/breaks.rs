@@ -152,6 +152,11 @@ impl Breaker {
         self.lock().reserve.set_target(pages, floor_bytes);
     }
 
+    /// The same for the pages alone.
+    pub(crate) fn set_reserve_pages(&self, pages: usize) {
+        self.lock().reserve.target = pages;
+    }
+
     /// Protects a range that was just mapped from the store, before anyone is woken there. If that fails the kernel
     /// copies on write.
     ///

@@ -15,8 +15,6 @@ pub(crate) struct ChunkState {
     pub(crate) patience: u8,
     /// Passes left until the next.
     pub(crate) rest: u8,
-    /// Pages found written twice in a row at the last visit.
-    pub(crate) volatile: u16,
     /// Pages of a huge page with a known twin.
     pub(crate) twins: u16,
     /// Boundaries between mappings.

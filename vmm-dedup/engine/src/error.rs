@@ -71,6 +71,8 @@ pub enum Error {
     Register { address: usize, source: io::Error },
     #[error("out of address space for scratch memory")]
     Scratch(#[source] io::Error),
+    #[error("cannot make an eventfd: raise the limit on open files")]
+    Eventfd(#[source] io::Error),
     #[error("cannot start a thread")]
     Thread(#[source] io::Error),
     #[error(
@@ -81,6 +83,10 @@ pub enum Error {
         "{0} pages could not be brought back to anonymous memory and still map the store: free memory and try again"
     )]
     NotUnmerged(u64),
+    #[error("the VMM did not say at which addresses the guest sees its memory: ask about the whole VM")]
+    NoGuestAddresses,
+    #[error("there is no guest memory at {start:#x}..{end:#x}")]
+    NotGuestMemory { start: u64, end: u64 },
     #[error("the service has stopped")]
     Stopped,
 }

@@ -17,11 +17,13 @@
 //! - [`settle`](mod@settle): keys, sightings, hashes, publications: who is a twin of whom;
 //! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
 //! - [`breaks`](mod@breaks): the only code that takes them out again;
-//! - [`scanner`](mod@scanner): the thread that does all but breaking; [`service`](mod@service): its handle.
+//! - [`scanner`](mod@scanner): the thread that does all but breaking; [`service`](mod@service): its handle;
+//! - [`answer`](mod@answer): what it answers while it runs; [`refused`](mod@refused): VMs that have no service.
 //!
 //! Known holes: a page that the kernel copied on write stays private for good (nobody can tell whether it is
 //! pinned); a huge page that is hot outside its key lines looks cold until it is hashed.
 
+mod answer;
 mod apply;
 mod breaks;
 mod chunk;
@@ -33,6 +35,7 @@ mod merge;
 mod pace;
 mod page;
 mod page_size;
+mod refused;
 mod reserve;
 mod scanner;
 mod service;
@@ -44,5 +47,8 @@ mod track;
 pub use config::{Breaks, Config};
 pub use error::Error;
 pub use memory::HostRange;
+pub use refused::Refused;
 pub use service::DedupService;
+pub use vmm_dedup_protocol::control::{Explanation, Settings, Switch};
+pub use vmm_dedup_protocol::refusal::{Reason, Refusal};
 pub use vmm_dedup_protocol::stats::{CpuNs, Histogram, ServiceStats};

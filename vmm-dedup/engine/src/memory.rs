@@ -12,6 +12,8 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 pub struct HostRange {
     start: usize,
     len: usize,
+    /// Guest physical address, if known.
+    guest: Option<u64>,
 }
 
 impl HostRange {
@@ -22,8 +24,21 @@ impl HostRange {
     pub fn try_new(start: usize, len: usize) -> Result<Self, Error> {
         let aligned = start.is_multiple_of(PAGE_SIZE) && len.is_multiple_of(PAGE_SIZE) && len > 0;
         match start.checked_add(len) {
-            Some(_) if aligned => Ok(Self { start, len }),
+            Some(_) if aligned => Ok(Self {
+                start,
+                len,
+                guest: None,
+            }),
             _ => Err(Error::Unaligned { start, len }),
+        }
+    }
+
+    /// The same range, with the guest physical address at which the guest sees it. Only explanations need it.
+    #[must_use]
+    pub fn at_guest_address(self, address: u64) -> Self {
+        Self {
+            guest: Some(address),
+            ..self
         }
     }
 
@@ -36,6 +51,7 @@ impl HostRange {
             let start = region.get_host_address(vm_memory::MemoryRegionAddress(0));
             let len = usize::try_from(region.len()).unwrap_or(0);
             Self::try_new(start.map_or(0, |p| p as usize), len)
+                .map(|range| range.at_guest_address(region.start_addr().0))
         };
         let ranges: Vec<Self> = memory.iter().map(host_range).collect::<Result<_, _>>()?;
         if ranges.is_empty() {
@@ -74,11 +90,18 @@ pub(crate) struct Memory {
     regions: Vec<(Range<usize>, Page)>,
     chunks: Vec<Chunk>,
     pages: usize,
+    /// Guest physical addresses and the host address of the first of each, where they are known.
+    guest: Vec<(Range<u64>, usize)>,
 }
 
 impl Memory {
     /// Checks that the ranges are private anonymous memory and numbers their pages.
     pub(crate) fn new(ranges: &[HostRange]) -> Result<Self, Error> {
+        let guest = |r: &HostRange| {
+            let start = r.guest?;
+            Some((start..start.saturating_add(r.len as u64), r.start))
+        };
+        let guest = ranges.iter().filter_map(guest).collect();
         let mut ranges: Vec<Range<usize>> = ranges.iter().map(|r| r.addresses()).collect();
         ranges.sort_by_key(|r| r.start);
         if ranges.is_empty() {
@@ -110,6 +133,7 @@ impl Memory {
             regions,
             chunks,
             pages: total,
+            guest,
         })
     }
 
@@ -142,6 +166,24 @@ impl Memory {
         let (range, first) = &self.regions[at];
         let offset = Page::try_from((address - range.start) / PAGE_SIZE).ok()?;
         range.contains(&address).then_some(first + offset)
+    }
+
+    /// Pages at guest physical addresses; holes of guest memory are passed over. `None` if the VMM did not say where the
+    /// guest sees its memory.
+    pub(crate) fn pages_at_guest(&self, addresses: &Range<u64>) -> Option<Vec<Range<Page>>> {
+        let within = |(guest, host): &(Range<u64>, usize)| {
+            let (start, end) = (
+                addresses.start.max(guest.start),
+                addresses.end.min(guest.end).checked_sub(1)?,
+            );
+            let page_of = |gpa: u64| {
+                let offset = usize::try_from(gpa.checked_sub(guest.start)?).ok()?;
+                self.page_at(host + offset)
+            };
+            (start <= end).then_some(())?;
+            Some(page_of(start)?..page_of(end)? + 1)
+        };
+        (!self.guest.is_empty()).then(|| self.guest.iter().filter_map(within).collect())
     }
 
     /// Whether two pages with consecutive numbers are neighbours in memory as well.
@@ -179,6 +221,28 @@ mod tests {
             assert!(chunk.pages.clone().all(|p| memory.chunk_of(p) == i));
             assert_eq!(memory.address(chunk.pages.start), chunk.start);
         }
+    }
+
+    #[test]
+    fn guest_addresses_lead_to_pages_and_holes_are_passed_over() {
+        let area = Anonymous::new(3000).unwrap();
+        let (a, b) = (area.base(), area.base() + bytes(1200));
+        let low = range(a, 1000).at_guest_address(0x1000);
+        let high = range(b, 600).at_guest_address(0x1_0000_0000);
+        let memory = Memory::new(&[high, low]).unwrap();
+        let pages = |r| -> Vec<(Page, Page)> {
+            let ranges = memory.pages_at_guest(&r).unwrap();
+            ranges.into_iter().map(|r| (r.start, r.end)).collect()
+        };
+        assert_eq!(pages(0..u64::MAX), [(1000, 1600), (0, 1000)]);
+        assert_eq!(pages(0x1fff..0x2001), [(0, 2)]);
+        assert_eq!(pages(0x1_0000_0000..0x1_0000_0001), [(1000, 1001)]);
+        assert_eq!(pages(0x1000 + bytes(1000) as u64..0x1_0000_0000), []);
+        assert_eq!(pages(0..0x1000), []);
+        assert_eq!(
+            Memory::new(&[range(a, 10)]).unwrap().pages_at_guest(&(0..1)),
+            None
+        );
     }
 
     #[test]

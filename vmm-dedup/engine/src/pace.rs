@@ -13,8 +13,9 @@ const BURST: Duration = Duration::from_millis(500);
 pub(crate) struct Pacer {
     share: f64,
     since: Instant,
+    /// CPU time of this thread and its helpers that does not count.
     cpu_at_start: u64,
-    /// CPU used by helpers of this thread (the fault thread) since the start.
+    /// CPU time that helpers of this thread (the fault thread) have used.
     others_ns: u64,
 }
 
@@ -30,6 +31,20 @@ impl Pacer {
         }
     }
 
+    /// Another budget, from now on: what was used before is forgotten.
+    pub(crate) fn set_percent(&mut self, percent: u32) {
+        let share = f64::from(percent) / 100.0;
+        if share.to_bits() != self.share.to_bits() {
+            let cpu_at_start = proc::thread_cpu_ns() + self.others_ns;
+            *self = Self {
+                share,
+                since: Instant::now(),
+                cpu_at_start,
+                others_ns: self.others_ns,
+            };
+        }
+    }
+
     /// Tells the total CPU time of helpers, which counts against the same budget.
     pub(crate) fn charge_others(&mut self, total_ns: u64) {
         self.others_ns = total_ns;
@@ -38,8 +53,8 @@ impl Pacer {
     /// How long to sleep now.
     #[allow(clippy::cast_precision_loss)] // durations
     pub(crate) fn debt(&mut self) -> Duration {
-        let used = (proc::thread_cpu_ns() - self.cpu_at_start + self.others_ns) as f64 / 1e9;
-        self.debt_at(used, self.since.elapsed().as_secs_f64())
+        let used = (proc::thread_cpu_ns() + self.others_ns).saturating_sub(self.cpu_at_start);
+        self.debt_at(used as f64 / 1e9, self.since.elapsed().as_secs_f64())
     }
 
     fn debt_at(&mut self, used: f64, elapsed: f64) -> Duration {
@@ -69,6 +84,15 @@ mod tests {
     fn debt_is_paid_at_the_rate_of_the_budget() {
         let debt = Pacer::new(20).debt_at(0.2, 0.5);
         assert!((debt.as_secs_f64() - 0.5).abs() < 1e-9, "{debt:?}");
+    }
+
+    #[test]
+    fn a_new_budget_forgets_what_was_used() {
+        let mut pacer = Pacer::new(10);
+        pacer.charge_others(3_600_000_000_000);
+        assert!(pacer.debt() > Duration::from_secs(3600));
+        pacer.set_percent(20);
+        assert!(pacer.debt() < Duration::from_secs(1));
     }
 
     #[test]

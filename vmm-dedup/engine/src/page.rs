@@ -7,16 +7,21 @@ use vmm_dedup_protocol::key::Key;
 ///
 /// ```text
 /// Untracked -> Armed -> Candidate -> Shared -> Broken          (the kernel copied it: for good)
-///                 |         |           `----> Untracked       (the service copied it: managed break, unmerge)
-///                 |         `-> Zero -> Armed
-///                 `-> Zero            Shared -> Foreign (the store was lost) -> Candidate ...
+///               | ^         |           `----> Untracked       (the service copied it: managed break, unmerge)
+///               v |         `-> Zero -> Armed
+///            Volatile                     Shared -> Foreign (the store was lost) -> Candidate ...
 /// ```
+/// What could not be taken since it was pinned becomes `Pinned`, and from there goes on like an armed page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     /// Never seen populated, or not looked at since.
     Untracked,
     /// Write-protected since the last look, not read yet: to be keyed if it stays unwritten.
     Armed,
+    /// Armed, and found written again at the last look: too busy to be keyed.
+    Volatile,
+    /// Pinned, or shared with another process, when it was to be merged: left alone until a pass.
+    Pinned(Retry),
     /// Keyed, and no twin known. `foreign`: it still maps a slot of a store that is gone.
     Candidate {
         /// The key last reported to the store.
@@ -35,6 +40,40 @@ pub(crate) enum State {
     Foreign,
 }
 
+/// When a pinned page is tried again. The pause between tries doubles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Retry {
+    /// The pass, modulo 2^32.
+    due: u32,
+    /// Logarithm of the pause before it.
+    pause: u8,
+}
+
+/// The first pause and the longest, as logarithms of passes: 8 and 512.
+const PAUSES: std::ops::RangeInclusive<u8> = 3..=9;
+
+impl Retry {
+    /// After a failure in `pass` of a page in `state`.
+    pub(crate) fn after(state: State, pass: u64) -> Self {
+        let pause = match state {
+            State::Pinned(retry) => (retry.pause + 1).min(*PAUSES.end()),
+            _ => *PAUSES.start(),
+        };
+        let due = low(pass).wrapping_add(1 << pause);
+        Self { due, pause }
+    }
+
+    /// Whether the time has come.
+    pub(crate) fn is_due(self, pass: u64) -> bool {
+        low(pass).wrapping_sub(self.due) < 1 << 31
+    }
+}
+
+#[allow(clippy::cast_possible_truncation)] // compared modulo 2^32
+fn low(pass: u64) -> u32 {
+    pass as u32
+}
+
 const TAG_SHIFT: u32 = 60;
 const FOREIGN_BIT: u64 = 1 << 48;
 
@@ -49,6 +88,8 @@ impl State {
             State::Zero => (4, 0),
             State::Broken => (5, 0),
             State::Foreign => (6, 0),
+            State::Volatile => (7, 0),
+            State::Pinned(Retry { due, pause }) => (8, u64::from(due) | u64::from(pause) << 32),
         };
         tag << TAG_SHIFT | payload
     }
@@ -66,6 +107,11 @@ impl State {
             4 => Some(State::Zero),
             5 => Some(State::Broken),
             6 => Some(State::Foreign),
+            7 => Some(State::Volatile),
+            8 => Some(State::Pinned(Retry {
+                due: payload as u32,
+                pause: (payload >> 32) as u8,
+            })),
             _ => Some(State::Untracked),
         };
         decoded.unwrap_or(State::Untracked)
@@ -81,7 +127,7 @@ impl State {
 
     /// Whether the page waits to be keyed as soon as it proves unwritten.
     pub(crate) fn awaits_key(self) -> bool {
-        matches!(self, State::Armed | State::Foreign)
+        matches!(self, State::Armed | State::Volatile | State::Foreign)
     }
 
     /// Whether `self -> next` is a step of the diagram above.
@@ -93,13 +139,19 @@ impl State {
             (Broken, _) => false,
             // Forgetting is always possible for private memory; for a mapped slot it means that we copied it.
             (_, Untracked) => true,
-            (Untracked | Zero, Armed) => true,
+            (Untracked | Zero | Volatile | Pinned(_), Armed) => true,
             (Candidate { foreign: false, .. }, Armed) => true,
-            (Armed, Candidate { foreign: false, .. }) => true,
+            (Armed, Volatile) => true,
+            (Armed | Volatile | Pinned(_), Candidate { foreign: false, .. }) => true,
+            (Untracked | Armed | Volatile | Zero | Candidate { foreign: false, .. }, Pinned(_)) => true,
+            (Pinned(_), Pinned(_)) => true,
             (Candidate { foreign: a, .. }, Candidate { foreign: b, .. }) => a == b,
             (Foreign, Candidate { foreign: true, .. }) => true,
             (Candidate { foreign: true, .. }, Foreign) => true,
-            (Untracked | Armed | Candidate { foreign: false, .. }, Shared(_) | Zero) => true,
+            (
+                Untracked | Armed | Volatile | Pinned(_) | Candidate { foreign: false, .. },
+                Shared(_) | Zero,
+            ) => true,
             (Shared(_) | Foreign | Candidate { foreign: true, .. }, Broken) => true,
             (Shared(_), Foreign) => true,
             _ => false,
@@ -110,7 +162,9 @@ impl State {
 /// Number of pages in each state, kept by [`Table`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
-    pub(crate) waiting: u64,
+    pub(crate) armed: u64,
+    pub(crate) volatile: u64,
+    pub(crate) pinned: u64,
     pub(crate) candidates: u64,
     pub(crate) shared: u64,
     pub(crate) zero: u64,
@@ -122,7 +176,9 @@ impl Counts {
     fn of(&mut self, state: State) -> Option<&mut u64> {
         match state {
             State::Untracked => None,
-            State::Armed => Some(&mut self.waiting),
+            State::Armed => Some(&mut self.armed),
+            State::Volatile => Some(&mut self.volatile),
+            State::Pinned(_) => Some(&mut self.pinned),
             State::Candidate { foreign: false, .. } => Some(&mut self.candidates),
             State::Shared(_) => Some(&mut self.shared),
             State::Zero => Some(&mut self.zero),
@@ -201,6 +257,8 @@ mod tests {
             Just(State::Zero),
             Just(State::Broken),
             Just(State::Foreign),
+            Just(State::Volatile),
+            (any::<u32>(), PAUSES).prop_map(|(due, pause)| State::Pinned(Retry { due, pause })),
         ]
     }
 
@@ -228,6 +286,23 @@ mod tests {
         fn broken_pages_are_never_merged(next in states()) {
             prop_assert_eq!(State::Broken.may_become(next), next == State::Broken);
         }
+    }
+
+    #[test]
+    fn a_pinned_page_is_tried_ever_less_often() {
+        let mut state = State::Armed;
+        let mut tries = Vec::new();
+        for pass in u64::from(u32::MAX) - 20.. {
+            match state {
+                State::Pinned(retry) if !retry.is_due(pass) => continue,
+                _ => tries.push(pass + 20 - u64::from(u32::MAX)),
+            }
+            state = State::Pinned(Retry::after(state, pass));
+            if tries.len() == 10 {
+                break;
+            }
+        }
+        assert_eq!(tries, [0, 8, 24, 56, 120, 248, 504, 1016, 1528, 2040]);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use crate::sys::proc;
 use crate::sys::uffd::{Mode, Uffd};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use vmm_dedup_protocol::key::Salt;
 use vmm_dedup_protocol::message::RefDelta;
 use vmm_dedup_protocol::stats::{CpuNs, ServiceStats};
@@ -88,8 +88,12 @@ pub(crate) struct Scanner {
     pub(crate) passes: u64,
     /// Nothing is merged for now, see [`Self::check_direct_io`].
     pub(crate) suspended: bool,
+    ended: bool,
     cpu_mark: u64,
     pacer: Pacer,
+    /// When questions were answered last, and an unfinished piece of work was reported.
+    answered: Instant,
+    reported: Instant,
     pub(crate) control: Arc<Control>,
 }
 
@@ -98,6 +102,12 @@ pub(crate) type Stage = fn(&mut CpuNs) -> &mut u64;
 
 /// Passes between two looks for direct I/O that merging could lose.
 const DIRECT_IO_CHECK: u64 = 16;
+
+/// Least time between two looks for questions while there is work.
+const ANSWER_PERIOD: Duration = Duration::from_millis(10);
+
+/// Time between two reports while memory is brought back.
+const REPORT_PERIOD: Duration = Duration::from_millis(250);
 
 /// Mappings that must remain for merging to be worth starting.
 const MIN_VMAS: usize = 1024;
@@ -169,8 +179,11 @@ impl Scanner {
             faults: 0,
             passes: 0,
             suspended: false,
+            ended: false,
             cpu_mark: 0,
             pacer: Pacer::new(config.cpu_percent),
+            answered: Instant::now(),
+            reported: Instant::now(),
             store: Some(store),
             config,
             memory,
@@ -188,7 +201,7 @@ impl Scanner {
     /// To be called first in the thread that will run the passes.
     pub(crate) fn enter_thread(&mut self) {
         crate::sys::sched::block_signals();
-        self.pacer = Pacer::new(self.config.cpu_percent);
+        self.pacer = Pacer::new(self.control.cpu_percent());
         self.cpu_mark = proc::thread_cpu_ns();
     }
 
@@ -204,7 +217,74 @@ impl Scanner {
         self.stats.last_pass_ms = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX));
+        self.report();
+    }
+
+    /// Instead of a pass while nothing is to be merged: holds back nobody, and says that it is alive.
+    pub(crate) fn rest(&mut self) {
+        if let Err(error) = self.try_rest() {
+            self.lose_store(&error);
+        }
+        self.report();
+    }
+
+    fn try_rest(&mut self) -> Result<(), Error> {
+        self.note_breaks();
+        self.find_store()?;
+        self.drop_merges();
+        while !self.outbox.is_empty() && self.store.is_some() {
+            self.flush()?;
+            // What was just asked to be published.
+            self.drop_merges();
+        }
+        self.acknowledge()
+    }
+
+    /// Lets go of what was found and not merged yet. Once there are passes again it is found anew.
+    fn drop_merges(&mut self) {
+        for item in std::mem::take(&mut self.merges) {
+            self.pass_over(&item);
+            let chunk = self.memory.chunk_of(item.page);
+            self.chunks[chunk].pending = true;
+            // More than any position: all candidates are looked up.
+            self.news = u64::MAX;
+        }
+    }
+
+    /// Brings everything back to anonymous memory, and says so to whoever asked.
+    pub(crate) fn give_back(&mut self) -> Result<(), Error> {
+        self.note_breaks();
+        self.drop_merges();
+        let done = self.unmerge();
+        // All of it may be merged again, once that is wanted.
+        self.chunks.iter_mut().for_each(|c| c.pending = true);
+        self.report();
+        let told = self.answer_unmerged(&done);
+        if let Err(error) = told {
+            self.lose_store(&error);
+        }
+        done
+    }
+
+    /// To be called between the steps of giving memory back, which can take long.
+    pub(crate) fn show_progress(&mut self) {
+        if self.reported.elapsed() >= REPORT_PERIOD {
+            self.report();
+            self.try_answer();
+        }
+    }
+
+    /// Answers questions; a store that cannot be answered is lost.
+    pub(crate) fn try_answer(&mut self) {
+        if let Err(error) = self.answer() {
+            self.lose_store(&error);
+        }
+    }
+
+    fn report(&mut self) {
         self.fill_stats();
+        self.control.publish(&self.stats);
+        self.reported = Instant::now();
         if let Some(store) = &mut self.store
             && let Err(error) = store.report(&self.stats)
         {
@@ -324,7 +404,7 @@ impl Scanner {
         };
         // Closing the descriptors ends all registrations and wakes whoever waits; the kernel copies from then on.
         self.breaker.stop();
-        self.stats.state = 2;
+        self.ended = true;
         self.fill_stats();
         if let Some(store) = &mut self.store {
             let _ = store.report(&self.stats);
@@ -336,17 +416,31 @@ impl Scanner {
     pub(crate) fn breathe(&mut self) -> Result<(), Error> {
         let helpers = self.breaker.stats().0.cpu_ns;
         self.pacer.charge_others(helpers);
-        let debt = self.pacer.debt();
+        self.pacer.set_percent(self.control.cpu_percent());
+        if self.answered.elapsed() >= ANSWER_PERIOD {
+            self.answer_now()?;
+        }
+        let mut debt = self.pacer.debt();
         if debt > Duration::from_millis(1) {
             self.fill_stats();
             self.control.publish(&self.stats);
-            self.control.sleep(debt);
+        }
+        while debt > Duration::from_millis(1) && !self.control.interrupted() {
+            self.control.sleep(debt, self.store.as_ref().map(Store::socket));
+            self.answer_now()?;
+            self.pacer.set_percent(self.control.cpu_percent());
+            debt = self.pacer.debt();
         }
         if self.control.interrupted() {
             Err(Error::Stopped)
         } else {
             Ok(())
         }
+    }
+
+    fn answer_now(&mut self) -> Result<(), Error> {
+        self.answered = Instant::now();
+        self.answer()
     }
 
     /// Books the CPU time since the last call.
@@ -364,7 +458,9 @@ impl Scanner {
         stats.pages_mapped = counts.shared + counts.foreign;
         stats.pages_zero = counts.zero;
         stats.pages_unshared = counts.candidates;
-        stats.pages_volatile = self.chunks.iter().map(|c| u64::from(c.volatile)).sum();
+        stats.pages_volatile = counts.volatile;
+        stats.pages_new = counts.armed;
+        stats.pages_pinned = counts.pinned;
         stats.pages_broken = counts.broken;
         stats.huge_ranges = self.chunks.iter().filter(|c| c.huge).count() as u64;
         stats.vmas = u64::try_from(self.vmas).unwrap_or(0);
@@ -378,12 +474,19 @@ impl Scanner {
         stats.waiting_writers = breaks.waiting;
         stats.break_latency = breaks.latency;
         stats.cpu_ns.break_ = breaks.cpu_ns;
-        if stats.state != 2 {
-            stats.state = if self.store.is_none() {
-                3
-            } else {
-                u64::from(self.control.paused())
-            };
+        stats.cpu_percent = self.control.cpu_percent().into();
+        self.stats.state = self.state();
+    }
+
+    /// A number of [`vmm_dedup_protocol::stats::STATES`].
+    pub(crate) fn state(&self) -> u64 {
+        match () {
+            () if self.ended => 2,
+            () if self.store.is_none() => 3,
+            () if self.control.is_off() => 6,
+            () if self.control.rests() => 1,
+            () if self.suspended => 5,
+            () => 0,
         }
     }
 }

@@ -2,16 +2,19 @@
 
 use crate::breaks::Breaker;
 use crate::config::Config;
-use crate::control::{Control, Request};
+use crate::control::{Control, Event, Request};
 use crate::error::Error;
 use crate::memory::{HostRange, Memory};
 use crate::scanner::Scanner;
+use crate::store::Store;
 use crate::sys::pagemap::Pagemap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use vm_memory::GuestMemoryBackend;
+use vmm_dedup_protocol::control::{Explanation, Settings, Switch};
 use vmm_dedup_protocol::stats::ServiceStats;
 
 /// A running dedup service for one VM: a scanning thread, and in managed mode a fault thread.
@@ -58,7 +61,8 @@ impl DedupService {
         config: Config,
         keep_alive: Box<dyn std::any::Any + Send>,
     ) -> Result<Self, Error> {
-        let control = Arc::new(Control::default());
+        config.validate()?;
+        let control = Arc::new(Control::new(&config)?);
         let scanner = Scanner::new(config, Memory::new(ranges)?, store.to_owned(), control.clone())?;
         control.publish(&scanner.stats);
         let breaker = scanner.breaker.clone();
@@ -102,6 +106,33 @@ impl DedupService {
     /// Goes on after [`Self::pause`].
     pub fn resume(&self) {
         self.control.set_paused(false);
+    }
+
+    /// Changes settings while the service runs, as `vmm-dedup set` does. Switching off keeps what is shared; with
+    /// [`Switch::OffUnmerge`] this waits until everything went back to anonymous memory.
+    ///
+    /// # Errors
+    /// [`Error::Config`] names a setting out of range, and nothing was changed then; [`Error::NotUnmerged`],
+    /// [`Error::Stopped`].
+    pub fn set(&self, settings: Settings) -> Result<(), Error> {
+        self.control.apply(&settings, &self.breaker)?;
+        if settings.switch != Some(Switch::OffUnmerge) {
+            return Ok(());
+        }
+        let (tell, told) = mpsc::channel();
+        self.control.request(Request::Unmerge(Some(tell)));
+        told.recv().map_err(|_| Error::Stopped)?
+    }
+
+    /// What became of the pages at some guest physical addresses (`None`: of all), and what keeps the service from
+    /// merging, if something does (else empty).
+    ///
+    /// # Errors
+    /// [`Error::NoGuestAddresses`], [`Error::NotGuestMemory`], [`Error::Stopped`].
+    pub fn explain(&self, addresses: Option<Range<u64>>) -> Result<(Explanation, String), Error> {
+        let (tell, told) = mpsc::channel();
+        self.control.ask(addresses, tell);
+        told.recv().map_err(|_| Error::Stopped)?
     }
 
     /// Runs one pass now, whatever the period, and waits for its end.
@@ -158,24 +189,54 @@ impl Drop for DedupService {
     }
 }
 
+/// Says that nobody answers any more, however the scanning thread ends.
+struct Closes(Arc<Control>);
+
+impl Drop for Closes {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// Time between two signs of life while nothing is merged.
+const REST_PERIOD: Duration = Duration::from_secs(1);
+
 /// The scanning thread.
 fn scan(mut scanner: Scanner) -> (ServiceStats, Result<(), Error>) {
     scanner.enter_thread();
     let control = scanner.control.clone();
-    let period = scanner.config.pass_period();
-    let mut next = Instant::now();
+    let _closes = Closes(control.clone());
+    let (mut next, mut resting) = (Instant::now(), false);
     loop {
-        let request = control.next(next);
-        if let Some(Request::Stop { unmerge }) = request {
-            let end = scanner.finish(unmerge);
-            control.publish(&scanner.stats);
-            return (scanner.stats, end);
-        }
-        next = Instant::now() + period;
-        scanner.pass();
-        control.publish(&scanner.stats);
-        if let Some(Request::Pass(tell)) = request {
-            let _ = tell.send(scanner.stats);
+        let store = scanner.store.as_ref().map(Store::socket);
+        match control.next(next, resting, store) {
+            Event::Question => scanner.try_answer(),
+            Event::Request(Request::Unmerge(tell)) => {
+                let done = scanner.give_back();
+                if let Some(tell) = tell {
+                    let _ = tell.send(done);
+                }
+            }
+            Event::Request(Request::Stop { unmerge }) => {
+                let end = scanner.finish(unmerge);
+                control.publish(&scanner.stats);
+                return (scanner.stats, end);
+            }
+            Event::Request(Request::Pass(tell)) => {
+                next = Instant::now() + scanner.config.pass_period();
+                scanner.pass();
+                let _ = tell.send(scanner.stats);
+            }
+            Event::Due => {
+                resting = control.rests();
+                if resting {
+                    next = Instant::now() + REST_PERIOD;
+                    scanner.rest();
+                } else {
+                    next = Instant::now() + scanner.config.pass_period();
+                    scanner.pass();
+                }
+            }
         }
     }
 }

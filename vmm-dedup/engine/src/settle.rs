@@ -122,7 +122,7 @@ impl Scanner {
     }
 
     /// At the end of a pass nothing is pending: lets the store reuse what was freed.
-    fn acknowledge(&mut self) -> Result<(), Error> {
+    pub(crate) fn acknowledge(&mut self) -> Result<(), Error> {
         debug_assert!(self.merges.is_empty() && self.outbox.is_empty());
         let Some(store) = &mut self.store else {
             return Ok(());
@@ -156,7 +156,7 @@ impl Scanner {
             return Ok(());
         }
         let slots = store.publish(&keys)?;
-        self.stats.bytes_read_total += (staged.len() * PAGE_SIZE) as u64;
+        self.stats.bytes_read.publish += (staged.len() * PAGE_SIZE) as u64;
         for (page, slot) in staged.into_iter().zip(slots) {
             if slot.is_some() {
                 self.stats.published_total += 1;
@@ -235,7 +235,7 @@ impl Scanner {
             unsafe { guest::copy_page(self.memory.address(page), &mut words) };
             let hash = PageHash::of(&words, self.salt);
             self.stats.pages_hashed_total += 1;
-            self.stats.bytes_read_total += PAGE_SIZE as u64;
+            self.stats.bytes_read.hash += PAGE_SIZE as u64;
             let before = self.table.get(page);
             match self.index().and_then(|index| index.slot_of(hash)) {
                 Some(slot) => self.merges.push(Item::twin_of(page, slot)),

@@ -1,11 +1,15 @@
 //! The connection to the page store. Synchronous: the scanning thread asks and waits. What the store pushes
 //! (segments, a new index) is taken in whenever it arrives.
 
+use crate::control::Explained as Explanation;
 use crate::error::Error;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
+use vmm_dedup_protocol::control::{Explained, NotDone, Set};
 use vmm_dedup_protocol::index::IndexReader;
 use vmm_dedup_protocol::key::Salt;
 use vmm_dedup_protocol::mapping::Mapping;
@@ -19,6 +23,20 @@ use zerocopy::IntoBytes;
 
 /// A store that does not answer for this long is given up; a new connection is tried later.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Questions that may wait for an answer: a store asks fewer at a time.
+const MAX_QUESTIONS: usize = 64;
+
+/// What somebody asks through the store.
+#[derive(Debug)]
+pub(crate) enum Question {
+    Set(Set),
+    /// Guest physical addresses; `None`: all.
+    Explain {
+        serial: u64,
+        addresses: Option<Range<u64>>,
+    },
+}
 
 #[derive(Debug)]
 struct Segment {
@@ -38,6 +56,9 @@ pub(crate) struct Store {
     staged: bool,
     segments: Vec<Option<Segment>>,
     salt: Salt,
+    questions: VecDeque<Question>,
+    /// Serial numbers of those who wait for memory to be brought back.
+    pub(crate) unmerging: Vec<u64>,
 }
 
 impl Store {
@@ -69,6 +90,8 @@ impl Store {
             staged: false,
             segments: Vec::new(),
             salt: Salt(welcome.salt),
+            questions: VecDeque::new(),
+            unmerging: Vec::new(),
             socket,
             buffer,
         })
@@ -148,11 +171,49 @@ impl Store {
 
     /// Sends the service's account. Not answered.
     pub(crate) fn report(&mut self, stats: &ServiceStats) -> Result<(), Error> {
-        Ok(socket::send(
-            &self.socket,
-            &encode(Kind::Report, &[stats.as_bytes()]),
-            &[],
-        )?)
+        self.tell(Kind::Report, stats.as_bytes())
+    }
+
+    /// The socket, to wait for questions.
+    pub(crate) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// What somebody asked, in order.
+    pub(crate) fn next_question(&mut self) -> Option<Question> {
+        self.questions.pop_front()
+    }
+
+    /// Answers a `Set`.
+    pub(crate) fn done(&mut self, serial: u64, done: &Result<(), Error>) -> Result<(), Error> {
+        match done {
+            Ok(()) => self.tell(Kind::Done, &serial.to_ne_bytes()),
+            Err(error) => self.not_done(serial, error),
+        }
+    }
+
+    /// Answers an `Explain`.
+    pub(crate) fn explained(&mut self, serial: u64, explanation: Explanation) -> Result<(), Error> {
+        match explanation {
+            Err(error) => self.not_done(serial, &error),
+            Ok((explanation, note)) => {
+                let explained = Explained {
+                    serial,
+                    explanation,
+                    note,
+                };
+                self.tell(Kind::Explained, &explained.body())
+            }
+        }
+    }
+
+    fn not_done(&mut self, serial: u64, error: &Error) -> Result<(), Error> {
+        let text = error.to_string();
+        self.tell(Kind::NotDone, &NotDone { serial, text }.body())
+    }
+
+    fn tell(&mut self, kind: Kind, body: &[u8]) -> Result<(), Error> {
+        Ok(socket::send(&self.socket, &encode(kind, &[body]), &[])?)
     }
 
     /// Takes in what the store pushed, without waiting.
@@ -214,10 +275,26 @@ impl Store {
                     .ok_or(Error::Unexpected("index without descriptor"))?;
                 self.index = map_index(&file, bytes)?;
             }
+            Message::Set(set) => self.ask(Question::Set(set))?,
+            Message::Explain(explain) => {
+                let end = explain.gpa_start.saturating_add(explain.gpa_len);
+                self.ask(Question::Explain {
+                    serial: explain.serial,
+                    addresses: (explain.gpa_len > 0).then_some(explain.gpa_start..end),
+                })?;
+            }
             Message::Error(text) => return Err(Error::StoreRefused(text.to_owned())),
             _ => return Ok(Some(received)),
         }
         Ok(None)
+    }
+
+    fn ask(&mut self, question: Question) -> Result<(), Error> {
+        if self.questions.len() + self.unmerging.len() >= MAX_QUESTIONS {
+            return Err(Error::Unexpected("number of questions"));
+        }
+        self.questions.push_back(question);
+        Ok(())
     }
 }
 

@@ -116,7 +116,7 @@ impl Scanner {
     fn visit_small(&mut self, at: usize, written: &[u64; CHUNK_PAGES / 64]) {
         let pages = self.memory.chunks()[at].pages.clone();
         let unarmed = std::mem::take(&mut self.chunks[at].unarmed);
-        let (mut volatile, mut waiting) = (0, false);
+        let mut waiting = false;
         for page in pages.clone() {
             let offset = (page - pages.start) as usize;
             let was_written = written[offset / 64] & (1 << (offset % 64)) != 0;
@@ -130,10 +130,12 @@ impl Scanner {
                     self.table.set(page, State::Armed);
                     waiting = true;
                 }
-                (State::Armed, true) => {
-                    volatile += 1;
+                (State::Armed | State::Volatile, true) => {
+                    self.table.set(page, State::Volatile);
                     waiting = true;
                 }
+                // Not worth a visit of its own: chunks are visited now and then.
+                (State::Pinned(retry), false) if retry.is_due(self.passes) => self.to_key.push(page),
                 (State::Candidate { key, foreign: false }, true) if !unarmed => {
                     self.outbox.withdrawals.push(key.raw());
                     self.table.set(page, State::Armed);
@@ -149,8 +151,7 @@ impl Scanner {
                 _ => {}
             }
         }
-        let chunk = &mut self.chunks[at];
-        (chunk.volatile, chunk.pending) = (volatile, waiting);
+        self.chunks[at].pending = waiting;
     }
 
     /// Remembers a page to be protected. (PAGEMAP_SCAN could find and protect in one request, but the kernel then drops
@@ -208,7 +209,7 @@ impl Scanner {
         // SAFETY: guest memory stays mapped while the service runs.
         let lines = unsafe { guest::key_lines(self.memory.address(page)) };
         self.stats.pages_keyed_total += 1;
-        self.stats.bytes_read_total += 256;
+        self.stats.bytes_read.key += 256;
         let zero = lines.iter().fold(0, |all, w| all | w) == 0;
         (Key::of_lines(&lines, self.salt), zero && self.is_zero_now(page))
     }
@@ -218,7 +219,7 @@ impl Scanner {
         let mut words = [0; vmm_dedup_protocol::key::PAGE_WORDS];
         // SAFETY: as above.
         unsafe { guest::copy_page(self.memory.address(page), &mut words) };
-        self.stats.bytes_read_total += PAGE_SIZE as u64;
+        self.stats.bytes_read.key += PAGE_SIZE as u64;
         words.iter().fold(0, |all, w| all | w) == 0
     }
 
@@ -256,15 +257,25 @@ impl Scanner {
                 self.outbox.withdrawals.push(old.raw());
                 self.table.set(page, State::Untracked);
             }
-            State::Untracked | State::Armed | State::Zero if cold && zero => {
+            state if !cold || !self.may_be_keyed(state) => {}
+            _ if zero => {
                 self.merges.push(Item::zero(page));
             }
-            State::Untracked | State::Armed | State::Zero if cold => {
+            State::Pinned(_) => return self.look_up(page, key),
+            _ => {
                 self.table.set(page, State::Untracked);
                 return self.look_up(page, key);
             }
-            _ => {}
         }
         Ok(())
+    }
+
+    /// Whether a page of a cold huge page has no key yet and may get one.
+    fn may_be_keyed(&self, state: State) -> bool {
+        match state {
+            State::Untracked | State::Armed | State::Volatile | State::Zero => true,
+            State::Pinned(retry) => retry.is_due(self.passes),
+            _ => false,
+        }
     }
 }

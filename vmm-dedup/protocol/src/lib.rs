@@ -3,7 +3,8 @@
 //! Two actors share this crate: the *service* (one in every VMM, see `vmm-dedup`) and the *store* (one per
 //! host and trust domain, see `vmm-dedup-store`). They meet in three places:
 //!
-//! - [`message`]: small, length-checked messages on a `SOCK_SEQPACKET` socket ([`socket`]);
+//! - [`message`]: small, length-checked messages on a `SOCK_SEQPACKET` socket ([`socket`]), among them the questions
+//!   of observers ([`control`]) and the announcements of VMs that are [refused](`refusal`);
 //! - [`index`]: a table in shared memory, written by the store alone and read by every service without any
 //!   message, that tells which key has which slot;
 //! - *segments*: sealed memfds that hold the shared pages themselves. A [`Slot`] names a page in one of them.
@@ -14,11 +15,15 @@
 //! Nothing here trusts a peer: what arrives is parsed as hostile, and a key only ever *suggests* that two pages
 //! are equal. Whoever maps a slot compares the bytes first.
 
+pub mod control;
 pub mod index;
 pub mod key;
 pub mod mapping;
 pub mod message;
+pub mod name;
+pub mod observer;
 pub mod raw;
+pub mod refusal;
 pub mod socket;
 pub mod stats;
 

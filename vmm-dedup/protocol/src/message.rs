@@ -4,7 +4,10 @@
 //! one host). A record whose length, version or counts do not fit is an [`Malformed`] error and ends the connection;
 //! parsing copies nothing and allocates only what was received.
 
+use crate::control::{Explain, Explained, NotDone, Set};
 use crate::key::Key;
+use crate::name::Name;
+use crate::refusal::Refused;
 use crate::stats::ServiceStats;
 use crate::{MAX_SLOTS, STAGING_PAGES, Slot};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -21,8 +24,6 @@ pub const MAX_BATCH: usize = 2048;
 pub const MAX_AMBIGUOUS: usize = 512;
 /// Longest gap between guest pages that the layout of slots repeats.
 pub const MAX_GAP: u16 = 7;
-/// Longest VM name in bytes.
-pub const MAX_NAME: usize = 64;
 
 /// What a connection is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +31,7 @@ pub const MAX_NAME: usize = 64;
 pub enum Role {
     /// A dedup service.
     Service = 1,
-    /// Someone who asks for statistics.
+    /// Someone who asks: for statistics, or a VM to change or explain something.
     Observer = 2,
 }
 
@@ -52,6 +53,12 @@ pub enum Kind {
     SegmentRetired = 11,
     Index = 12,
     Error = 13,
+    Refused = 14,
+    Set = 15,
+    Explain = 16,
+    Done = 17,
+    Explained = 18,
+    NotDone = 19,
 }
 
 impl Kind {
@@ -71,6 +78,12 @@ impl Kind {
             SegmentRetired,
             Index,
             Error,
+            Refused,
+            Set,
+            Explain,
+            Done,
+            Explained,
+            NotDone,
         ];
         all.into_iter().find(|kind| *kind as u16 == raw)
     }
@@ -130,39 +143,23 @@ pub struct Hello {
     /// A [`Role`].
     pub role: u32,
     reserved: u32,
-    name: [u8; MAX_NAME],
+    name: Name,
 }
 
 impl Hello {
-    /// A greeting; the name is cut at [`MAX_NAME`] bytes.
+    /// A greeting.
     pub fn new(role: Role, name: &str, pages: u64) -> Self {
-        let mut bytes = [0; MAX_NAME];
-        let mut len = name.len().min(MAX_NAME);
-        while !name.is_char_boundary(len) {
-            len -= 1;
-        }
-        bytes[..len].copy_from_slice(&name.as_bytes()[..len]);
         Self {
             pages,
             role: role as u32,
             reserved: 0,
-            name: bytes,
+            name: Name::new(name),
         }
     }
 
-    /// The name, with everything but letters, digits and `-_.:/` replaced, so that it is safe in logs and labels.
+    /// The VM's name.
     pub fn name(&self) -> String {
-        let end = self.name.iter().position(|b| *b == 0).unwrap_or(MAX_NAME);
-        String::from_utf8_lossy(&self.name[..end])
-            .chars()
-            .map(|c| {
-                if c.is_ascii_alphanumeric() || "-_.:/".contains(c) {
-                    c
-                } else {
-                    '_'
-                }
-            })
-            .collect()
+        self.name.text()
     }
 
     /// The role, if it is one.
@@ -329,16 +326,18 @@ pub struct StoreStats {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct Stats {
-    /// Number of VMs connected.
+    /// Number of VMs connected, refused ones among them.
     pub vms: u32,
     /// 1 if `vm` and `name` are those of the VM asked for; 0 if there is none.
     pub found: u32,
     /// The store.
     pub store: StoreStats,
     /// The VM's name.
-    pub name: [u8; MAX_NAME],
+    pub name: Name,
     /// The VM's process.
     pub pid: u64,
+    /// Why the VM is refused: the number of a [`crate::refusal::Reason`]; 0 if it is not.
+    pub reason: u64,
     /// The VM, as it reported last.
     pub vm: ServiceStats,
 }
@@ -367,6 +366,14 @@ pub enum Message<'a> {
     Index(u64),
     /// Why the store closes the connection.
     Error(&'a str),
+    /// A refused VM announces itself (instead of a `Hello`), or is explained.
+    Refused(Refused),
+    Set(Set),
+    Explain(Explain),
+    /// A `Set` of this serial number is done.
+    Done(u64),
+    Explained(Explained),
+    NotDone(NotDone),
 }
 
 /// In a `Published`: this page got no slot (the store is full, or its content did not have the announced key).
@@ -416,6 +423,12 @@ pub fn parse(buffer: &[u8]) -> Result<Message<'_>, Malformed> {
         Kind::SegmentRetired => Message::SegmentRetired(segment(body).ok_or_else(length)?),
         Kind::Index => Message::Index(u64::read_from_bytes(body).map_err(|_| length())?),
         Kind::Error => Message::Error(std::str::from_utf8(body).unwrap_or("(unreadable)")),
+        Kind::Refused => Message::Refused(Refused::parse(body, buffer.len())?),
+        Kind::Set => Message::Set(Set::parse(body, buffer.len())?),
+        Kind::Explain => Message::Explain(Explain::read_from_bytes(body).map_err(|_| length())?),
+        Kind::Done => Message::Done(u64::read_from_bytes(body).map_err(|_| length())?),
+        Kind::Explained => Message::Explained(Explained::parse(body, buffer.len())?),
+        Kind::NotDone => Message::NotDone(NotDone::parse(body, buffer.len())?),
     })
 }
 
@@ -504,6 +517,8 @@ const _: () = assert!(HEADER + 8 * STAGING_PAGES <= MAX_MESSAGE);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::control::{Explanation, MAX_RESERVE, Settings, Switch};
+    use crate::refusal::{MAX_TEXT, Reason, Refusal};
     use proptest::prelude::*;
 
     /// Copies into an aligned buffer, as a receiver has it.
@@ -552,17 +567,97 @@ mod tests {
     }
 
     #[test]
-    fn names_are_made_safe() {
-        assert_eq!(Hello::new(Role::Service, "vm 1\"\n{}", 1).name(), "vm_1____");
-        assert_eq!(
-            Hello::new(Role::Service, &"ä".repeat(60), 1).name().len(),
-            MAX_NAME / 2
-        );
+    fn questions_and_answers_survive_the_wire() {
+        let name = Name::new("web");
+        let settings = Settings {
+            switch: Some(Switch::OffUnmerge),
+            cpu_percent: None,
+            reserve_pages: Some(MAX_RESERVE),
+        };
+        let set = Set {
+            serial: 7,
+            name,
+            settings,
+        };
+        with_parsed(&encode(Kind::Set, &[&set.body()]), |m| {
+            assert!(matches!(m, Ok(Message::Set(got)) if got == set));
+        });
+        let explained = Explained {
+            serial: u64::MAX,
+            explanation: Explanation {
+                foreign: 3,
+                ..Explanation::default()
+            },
+            note: "n".repeat(MAX_TEXT),
+        };
+        with_parsed(&encode(Kind::Explained, &[&explained.body()]), |m| {
+            assert!(matches!(m, Ok(Message::Explained(got)) if got == explained));
+        });
+        let not_done = NotDone {
+            serial: 1,
+            text: "no".into(),
+        };
+        with_parsed(&encode(Kind::NotDone, &[&not_done.body()]), |m| {
+            assert!(matches!(m, Ok(Message::NotDone(got)) if got == not_done));
+        });
+        let refused = Refused {
+            serial: 0,
+            pages: 512,
+            name,
+            refusal: Refusal::new(Reason::Vfio, "device 0000:01:00.0", "detach it"),
+        };
+        with_parsed(&encode(Kind::Refused, &[&refused.body()]), |m| {
+            assert!(matches!(m, Ok(Message::Refused(got)) if got == refused));
+        });
+    }
+
+    #[test]
+    fn settings_and_texts_out_of_range_are_refused() {
+        let set = Set {
+            serial: 7,
+            name: Name::new("web"),
+            settings: Settings {
+                cpu_percent: Some(101),
+                ..Settings::default()
+            },
+        };
+        with_parsed(&encode(Kind::Set, &[&set.body()]), |m| {
+            let expected = Malformed::Value {
+                field: "cpu_percent",
+                value: 101,
+            };
+            assert_eq!(m.unwrap_err(), expected);
+        });
+        let long = encode(Kind::NotDone, &[&[0; 8], &[b'x'; MAX_TEXT + 1]]);
+        with_parsed(&long, |m| {
+            assert_eq!(m.unwrap_err(), Malformed::Length { got: long.len() })
+        });
     }
 
     proptest! {
         #[test]
-        fn any_bytes_parse_or_fail_without_panic(body in proptest::collection::vec(any::<u8>(), 0..300), kind in 0u16..20) {
+        fn any_texts_of_a_refusal_are_taken_or_refused_by_length(
+            lens in (0u16..1000, 0u16..1000), texts in proptest::collection::vec(any::<u8>(), 0..1100), reason in 0u32..20,
+        ) {
+            let refused = Refused {
+                serial: 0, pages: 1, name: Name::new("x"), refusal: Refusal::new(Reason::Other, "", ""),
+            };
+            let mut body = refused.body();
+            body[16..20].copy_from_slice(&reason.to_le_bytes());
+            body[20..22].copy_from_slice(&lens.0.to_le_bytes());
+            body[22..24].copy_from_slice(&lens.1.to_le_bytes());
+            body.extend_from_slice(&texts);
+            let fits = usize::from(lens.0) <= MAX_TEXT && usize::from(lens.1) <= MAX_TEXT
+                && usize::from(lens.0) + usize::from(lens.1) == texts.len();
+            let known = (1..16).contains(&reason);
+            with_parsed(&encode(Kind::Refused, &[&body]), |m| {
+                prop_assert_eq!(m.is_ok(), fits && known);
+                Ok(())
+            })?;
+        }
+
+        #[test]
+        fn any_bytes_parse_or_fail_without_panic(body in proptest::collection::vec(any::<u8>(), 0..300), kind in 0u16..24) {
             let mut bytes = encode(Kind::Error, &[&body]);
             bytes[6..8].copy_from_slice(&kind.to_le_bytes());
             with_parsed(&bytes, |message| {

@@ -94,6 +94,43 @@ impl CpuNs {
     }
 }
 
+/// Bytes of guest memory read, by stage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub struct BytesRead {
+    /// Key lines, and pages whose key lines are zero.
+    pub key: u64,
+    /// Whole pages, to hash them.
+    pub hash: u64,
+    /// Pages handed to the store.
+    pub publish: u64,
+    /// Pages taken and compared.
+    pub verify: u64,
+}
+
+impl BytesRead {
+    /// All stages.
+    pub fn total(&self) -> u64 {
+        [self.key, self.hash, self.publish, self.verify]
+            .into_iter()
+            .fold(0, u64::saturating_add)
+    }
+}
+
+/// Names of a service's states, by their number.
+pub const STATES: [&str; 7] = [
+    "running",
+    "paused",
+    "stopped",
+    "without_store",
+    "refused",
+    "suspended",
+    "off",
+];
+
+/// Names of what may compare and hash for a service, by number.
+pub const BACKENDS: [&str; 1] = ["cpu"];
+
 /// A service's account. Page counts are gauges of 4 KiB pages; names ending in `_total` only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
@@ -108,6 +145,10 @@ pub struct ServiceStats {
     pub pages_unshared: u64,
     /// Pages that change too often to be keyed (KSM: pages_volatile).
     pub pages_volatile: u64,
+    /// Pages written lately, which wait to be keyed.
+    pub pages_new: u64,
+    /// Pages that were pinned at the last try to take them.
+    pub pages_pinned: u64,
     /// Pages copied by the kernel after sharing, which stay private (see docs/design.md, "Breaking").
     pub pages_broken: u64,
     /// 2 MiB ranges mapped by one huge page at the last look.
@@ -138,8 +179,6 @@ pub struct ServiceStats {
     pub pages_keyed_total: u64,
     /// Pages hashed whole.
     pub pages_hashed_total: u64,
-    /// Bytes of guest memory read for keys, hashes, publishing and verification.
-    pub bytes_read_total: u64,
     /// VMAs that merging added to this process.
     pub vmas: u64,
     /// Most VMAs it may add.
@@ -158,12 +197,19 @@ pub struct ServiceStats {
     pub waiting_writers: u64,
     /// Unix time of the last pass's end, milliseconds.
     pub last_pass_ms: u64,
-    /// 0 running, 1 paused, 2 stopped, 3 without store.
+    /// A number of [`STATES`]: running; paused by the VMM; stopped; without store; refused (said by the store);
+    /// suspended, since there is direct I/O that merging could lose; switched off.
     pub state: u64,
+    /// CPU time the service may use, percent of one core.
+    pub cpu_percent: u64,
+    /// A number of [`BACKENDS`].
+    pub backend: u64,
     /// Bytes that other connections' data structures hold for this one: filled in by the store.
     pub store_bytes: u64,
     /// CPU time by stage.
     pub cpu_ns: CpuNs,
+    /// Guest memory read by stage; only grows.
+    pub bytes_read: BytesRead,
     /// How long the pages of a merge batch were away: an upper bound of what a vCPU waits.
     pub stop: Histogram,
     /// How long a managed copy-on-write fault took, from its delivery to the wake-up.

@@ -3,6 +3,8 @@
 //! [`ServiceStats`] is a record of 64-bit numbers, so sums are taken word by word; reports are hostile input, so
 //! they saturate.
 
+use vmm_dedup_protocol::PAGE_SIZE;
+use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::stats::ServiceStats;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -35,9 +37,70 @@ pub(crate) fn accumulate(totals: &mut ServiceStats, before: &ServiceStats, now: 
     combine(totals, &growth, u64::saturating_add);
 }
 
+/// What each VM bears of the store's own memory: in proportion to the pages of the store that it maps. So the savings
+/// of all VMs add up to the host's.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shares {
+    store_bytes: u64,
+    mapped: u64,
+    vms: u64,
+}
+
+impl Shares {
+    /// `gauges`: the sum over `vms` VMs.
+    pub(crate) fn of(store: &StoreStats, gauges: &ServiceStats, vms: usize) -> Self {
+        Self {
+            store_bytes: store.resident_bytes.saturating_add(store.metadata_bytes),
+            mapped: gauges.pages_mapped,
+            vms: vms as u64,
+        }
+    }
+
+    /// Net bytes that a VM saves.
+    pub(crate) fn saved_net(&self, vm: &ServiceStats) -> i64 {
+        let page = PAGE_SIZE as i128;
+        let (part, whole) = match self.mapped {
+            0 => (1, self.vms.max(1)),
+            mapped => (vm.pages_mapped, mapped),
+        };
+        let store = i128::from(self.store_bytes) * i128::from(part) / i128::from(whole);
+        let spared = (i128::from(vm.pages_mapped) + i128::from(vm.pages_zero)) * page;
+        clamp(spared - store - i128::from(vm.metadata_bytes) - i128::from(vm.vma_bytes))
+    }
+}
+
+/// As near as 64 bits come.
+pub(crate) fn clamp(bytes: i128) -> i64 {
+    i64::try_from(bytes).unwrap_or(if bytes < 0 { i64::MIN } else { i64::MAX })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_savings_of_all_vms_add_up_and_hostile_ones_do_not_overflow() {
+        let store = StoreStats {
+            resident_bytes: 10 * 4096,
+            metadata_bytes: 1000,
+            ..StoreStats::default()
+        };
+        let vm = |mapped, zero| ServiceStats {
+            pages_mapped: mapped,
+            pages_zero: zero,
+            metadata_bytes: 100,
+            ..ServiceStats::default()
+        };
+        let vms = [vm(30, 0), vm(10, 5)];
+        let shares = Shares::of(&store, &sum(vms.iter()), 2);
+        let net = vms.map(|vm| shares.saved_net(&vm));
+        assert_eq!(net, [30 * 4096 - 100 - 31_470, 15 * 4096 - 100 - 10_490]);
+        assert_eq!(net[0] + net[1], 45 * 4096 - 200 - 41_960);
+        let all = vm(u64::MAX, u64::MAX);
+        assert_eq!(Shares::of(&store, &all, 1).saved_net(&all), i64::MAX);
+        let idle = Shares::of(&store, &vm(0, 0), 2);
+        assert_eq!(idle.saved_net(&vm(0, 0)), -100 - 20_980);
+    }
 
     fn merges(n: u64) -> ServiceStats {
         ServiceStats {

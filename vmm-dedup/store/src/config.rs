@@ -26,6 +26,9 @@ pub struct Config {
     pub max_connections: usize,
     /// Most connections of one process, counted likewise.
     pub max_connections_per_process: usize,
+    /// How long a VM may take to answer somebody who asks it to change or explain something, in seconds; bringing all
+    /// memory back may take 60 times as long.
+    pub answer_seconds: u32,
     /// How long a page that nobody maps any more is kept as it is, for devices that may still read it; 0 for tests.
     pub quarantine_seconds: u32,
 }
@@ -41,6 +44,7 @@ impl Default for Config {
             max_vm_pages: 1 << 28,
             max_connections: 8192,
             max_connections_per_process: 32,
+            answer_seconds: 10,
             quarantine_seconds: 30,
         }
     }
@@ -97,6 +101,10 @@ impl Config {
         }
         if self.max_connections_per_process == 0 {
             return refuse("max_connections_per_process", "0".into(), "give at least 1");
+        }
+        if !(1..=3600).contains(&self.answer_seconds) {
+            let value = self.answer_seconds.to_string();
+            return refuse("answer_seconds", value, "give 1 to 3600");
         }
         if self.quarantine_seconds > 86_400 {
             let value = self.quarantine_seconds.to_string();
@@ -178,6 +186,13 @@ mod tests {
                 "max_connections",
                 Config {
                     max_connections: 65_536,
+                    ..Config::default()
+                },
+            ),
+            (
+                "answer_seconds",
+                Config {
+                    answer_seconds: 0,
                     ..Config::default()
                 },
             ),

@@ -2,6 +2,7 @@
 
 use crate::epochs::MemberId;
 use crate::error::Violation;
+use crate::relay::Question;
 use crate::sightings::Sighting;
 use crate::slots::Change;
 use crate::state::{Connection, Phase, Service, State};
@@ -36,6 +37,12 @@ impl State {
                 Phase::Greeting => Err(Violation::Unexpected("StatsRequest before Hello")),
                 _ => Ok(Some(self.stats(*request))),
             },
+            Message::Refused(refused) => self.announce(id, refused).map(|()| None),
+            Message::Set(set) => self.ask(id, Question::Set(*set)),
+            Message::Explain(explain) => self.ask(id, Question::Explain(*explain)),
+            Message::Done(serial) => self.answer_done(id, *serial).map(|()| None),
+            Message::Explained(explained) => self.answer_explained(id, explained).map(|()| None),
+            Message::NotDone(not_done) => self.answer_not_done(id, not_done).map(|()| None),
             Message::Welcome(_) => Err(Violation::Unexpected("Welcome")),
             Message::BatchReply(_) => Err(Violation::Unexpected("BatchReply")),
             Message::Published(_) => Err(Violation::Unexpected("Published")),

@@ -16,6 +16,7 @@
 //! One tokio thread. A task per connection ([`connection`]) receives a record, calls `State::handle` and sends the
 //! answer; nothing in `handle` waits, so the lock around the state is never contended and records are handled one
 //! at a time. Pushes go into bounded queues ([`outbox`]): a peer that does not read is cut off, and holds up nobody.
+//! What an observer asks of a VM is [relayed](`relay`), and answered for VMs that do not ([`questions`]).
 //! [`slots`], [`epochs`], [`references`] and [`lifetime`] do no I/O; `tests` in `verification` walk through all
 //! their interleavings with services that read, map, lose their socket and die.
 //!
@@ -49,7 +50,9 @@ mod metrics;
 mod outbox;
 mod peer;
 mod publication;
+mod questions;
 mod references;
+mod relay;
 mod segments;
 mod server;
 mod sightings;
@@ -57,6 +60,7 @@ mod slots;
 mod state;
 #[cfg(test)]
 mod verification;
+mod vms;
 mod watched;
 
 pub use config::Config;

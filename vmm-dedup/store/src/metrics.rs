@@ -8,15 +8,20 @@ use crate::accounts;
 use crate::connection::{Shared, lock};
 use crate::state::{Counters, State};
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncoder};
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeCounterValue, EncodeLabelSet, MetricEncoder, NoLabelSet,
+};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 use std::borrow::Cow;
 use std::fmt::{Error, Write};
 use vmm_dedup_protocol::message::StoreStats;
+use vmm_dedup_protocol::refusal::Reason;
 use vmm_dedup_protocol::stats::{BUCKETS, Histogram, ServiceStats};
 
 mod fields;
+mod per_vm;
+mod pressure;
 use fields::{COUNTERS, GAUGES, LABELLED};
 
 /// The registry behind /metrics.
@@ -36,6 +41,8 @@ struct Snapshot {
     store: StoreStats,
     counters: Counters,
     vms: Vec<(String, ServiceStats)>,
+    /// Name, pages and reason of those without a service.
+    refused: Vec<(String, u64, Reason)>,
     gauges: ServiceStats,
     totals: ServiceStats,
     orphans: (u64, u64),
@@ -54,7 +61,11 @@ impl Snapshot {
             .started
             .duration_since(std::time::UNIX_EPOCH)
             .unwrap_or_default();
+        let refused = state
+            .refused()
+            .map(|vm| (vm.name.clone(), vm.pages, vm.refusal.reason));
         Self {
+            refused: refused.collect(),
             store: state.store_stats(),
             counters: state.counters,
             gauges: accounts::sum(vms.iter().map(|(_, stats)| stats)),
@@ -71,6 +82,11 @@ impl Snapshot {
 #[allow(clippy::cast_precision_loss)] // metrics are doubles
 fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
+}
+
+#[allow(clippy::cast_precision_loss)] // metrics are doubles
+fn cores(percent: u64) -> f64 {
+    percent as f64 / 100.0
 }
 
 /// Writes series one family after the other.
@@ -107,12 +123,12 @@ impl Writer<'_> {
     }
 }
 
-fn count(metric: &mut MetricEncoder<'_>, value: u64) -> Result<(), Error> {
-    metric.encode_counter::<prometheus_client::encoding::NoLabelSet, _, u64>(&value, None)
+fn count(metric: &mut MetricEncoder<'_>, value: impl EncodeCounterValue) -> Result<(), Error> {
+    metric.encode_counter::<NoLabelSet, _, u64>(&value, None)
 }
 
 fn histogram(
-    mut metric: MetricEncoder<'_>,
+    metric: &mut MetricEncoder<'_>,
     labels: &impl EncodeLabelSet,
     from: &Histogram,
 ) -> Result<(), Error> {
@@ -134,12 +150,7 @@ fn histogram(
         })
         .collect();
     let mut metric = metric.encode_family(labels)?;
-    metric.encode_histogram::<prometheus_client::encoding::NoLabelSet>(
-        seconds(from.sum_ns),
-        u64::MAX - room,
-        &buckets,
-        None,
-    )
+    metric.encode_histogram::<NoLabelSet>(seconds(from.sum_ns), u64::MAX - room, &buckets, None)
 }
 
 impl Collector for StateCollector {
@@ -148,7 +159,8 @@ impl Collector for StateCollector {
         let mut writer = Writer(encoder);
         store(&mut writer, &snapshot)?;
         host(&mut writer, &snapshot)?;
-        per_vm(&mut writer, &snapshot)
+        pressure::write(&mut writer)?;
+        per_vm::write(&mut writer, &snapshot)
     }
 }
 
@@ -162,13 +174,10 @@ fn store(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         |mut m| m.encode_info(&[("version", env!("CARGO_PKG_VERSION"))]),
     )?;
     let help = "When the store started, Unix time";
-    w.family(
-        "start_time",
-        help,
-        Some(&Unit::Seconds),
-        MetricType::Gauge,
-        |mut m| m.encode_gauge(&s.started),
-    )?;
+    let unit = Some(&Unit::Seconds);
+    w.family("start_time", help, unit, MetricType::Gauge, |mut m| {
+        m.encode_gauge(&s.started)
+    })?;
     w.gauge("pages_shared", "Pages of the store in use", stats.pages_shared)?;
     w.gauge(
         "pages_sharing",
@@ -213,9 +222,7 @@ fn store(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         help,
         Some(&Unit::Seconds),
         MetricType::Counter,
-        |mut m| {
-            m.encode_counter::<prometheus_client::encoding::NoLabelSet, _, u64>(&seconds(stats.cpu_ns), None)
-        },
+        |mut m| count(&mut m, seconds(stats.cpu_ns)),
     )?;
     w.gauge("epoch", "Current epoch of the index", stats.epoch)?;
     w.gauge("vms", "VMs connected", s.vms.len() as u64)?;
@@ -284,7 +291,8 @@ fn host(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         )?;
     }
     for family in LABELLED {
-        w.family(family.name, family.help, None, MetricType::Counter, |mut m| {
+        let unit = family.unit.as_ref();
+        w.family(family.name, family.help, unit, MetricType::Counter, |mut m| {
             for (value, get) in family.series {
                 count(&mut m.encode_family(&[(family.label, *value)])?, get(&s.totals))?;
             }
@@ -304,105 +312,34 @@ fn host(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         MetricType::Counter,
         |mut m| {
             for (stage, ns) in fields::stages(&s.totals.cpu_ns) {
-                m.encode_family(&[("stage", stage)])?
-                    .encode_counter::<prometheus_client::encoding::NoLabelSet, _, u64>(&seconds(ns), None)?;
+                count(&mut m.encode_family(&[("stage", stage)])?, seconds(ns))?;
             }
             Ok(())
         },
     )?;
-    let none: [(&str, &str); 0] = [];
-    for (name, help, get) in fields::HISTOGRAMS {
-        w.family(name, help, Some(&Unit::Seconds), MetricType::Histogram, |m| {
-            histogram(m, &none, get(&s.totals))
-        })?;
-    }
-    Ok(())
-}
-
-fn per_vm(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
-    if s.vms.is_empty() {
-        return Ok(());
-    }
-    for (fields, kind) in [(GAUGES, MetricType::Gauge), (COUNTERS, MetricType::Counter)] {
-        for field in fields {
-            let counter = matches!(kind, MetricType::Counter);
-            w.family(
-                &format!("vm_{}", field.name),
-                field.help,
-                field.unit.as_ref(),
-                kind,
-                |mut m| {
-                    for (vm, stats) in &s.vms {
-                        let labels = [("vm", vm.as_str())];
-                        let (mut m, value) = (m.encode_family(&labels)?, (field.get)(stats));
-                        if counter {
-                            count(&mut m, value)?
-                        } else {
-                            m.encode_gauge(&value)?
-                        }
-                    }
-                    Ok(())
-                },
-            )?;
-        }
-    }
-    for family in LABELLED {
-        w.family(
-            &format!("vm_{}", family.name),
-            family.help,
-            None,
-            MetricType::Counter,
-            |mut m| {
-                for (vm, stats) in &s.vms {
-                    for (value, get) in family.series {
-                        let labels = [("vm", vm.as_str()), (family.label, *value)];
-                        count(&mut m.encode_family(&labels)?, get(stats))?;
-                    }
-                }
-                Ok(())
-            },
-        )?;
-    }
-    w.family(
-        "vm_cpu",
-        "CPU time of the service",
-        Some(&Unit::Seconds),
-        MetricType::Counter,
-        |mut m| {
-            for (vm, stats) in &s.vms {
-                for (stage, ns) in fields::stages(&stats.cpu_ns) {
-                    m.encode_family(&[("vm", vm.as_str()), ("stage", stage)])?
-                    .encode_counter::<prometheus_client::encoding::NoLabelSet, _, u64>(&seconds(ns), None)?;
-                }
-            }
-            Ok(())
-        },
-    )?;
-    let help = "End of the last pass, Unix time";
-    w.family(
-        "vm_last_pass_timestamp",
-        help,
-        Some(&Unit::Seconds),
-        MetricType::Gauge,
-        |mut m| {
-            for (vm, stats) in &s.vms {
-                let time = seconds(stats.last_pass_ms.saturating_mul(1_000_000));
-                m.encode_family(&[("vm", vm.as_str())])?.encode_gauge(&time)?;
-            }
-            Ok(())
-        },
-    )?;
-    let help = "1 for the state that the service is in";
-    w.family("vm_state", help, None, MetricType::Gauge, |mut m| {
-        for (vm, stats) in &s.vms {
-            for (number, state) in (0u64..).zip(["running", "paused", "stopped", "without_store"]) {
-                let labels = [("vm", vm.as_str()), ("state", state)];
-                m.encode_family(&labels)?
-                    .encode_gauge(&u64::from(stats.state == number))?;
-            }
+    let help = "CPU time that all services together may use";
+    w.family("cpu_budget_cores", help, None, MetricType::Gauge, |mut m| {
+        m.encode_gauge(&cores(s.gauges.cpu_percent))
+    })?;
+    let help = "VMs that are not deduplicated, by the reason";
+    w.family("refused_vms", help, None, MetricType::Gauge, |mut m| {
+        for reason in Reason::ALL {
+            let n = s.refused.iter().filter(|(_, _, r)| *r == reason).count() as u64;
+            m.encode_family(&[("reason", reason.label())])?.encode_gauge(&n)?;
         }
         Ok(())
-    })
+    })?;
+    let none: [(&str, &str); 0] = [];
+    for (name, help, get) in fields::HISTOGRAMS {
+        w.family(
+            name,
+            help,
+            Some(&Unit::Seconds),
+            MetricType::Histogram,
+            |mut m| histogram(&mut m, &none, get(&s.totals)),
+        )?;
+    }
+    Ok(())
 }
 
 /// OpenMetrics text as the older text format, which names counters with their suffix and has no units, no info type

@@ -65,7 +65,7 @@ impl Store {
             let listener = tokio::net::TcpListener::from_std(listener).map_err(refuse)?;
             tasks.spawn(http::serve(listener, shared.clone()));
         }
-        tasks.spawn(thaw(shared.clone()));
+        tasks.spawn(tick(shared.clone()));
         // The file is removed when `listener` is dropped, at the end.
         let watched = watch(listener.socket(), Interest::READABLE).map_err(Error::Memory)?;
         let mut shutdown = std::pin::pin!(shutdown);
@@ -92,11 +92,13 @@ impl Store {
     }
 }
 
-/// Frees slots whose quarantine has ended, for ever.
-async fn thaw(shared: Shared) {
+/// What goes with time, for ever: frees slots whose quarantine has ended, and answers for VMs that do not.
+async fn tick(shared: Shared) {
     loop {
         tokio::time::sleep(Duration::from_secs(1)).await;
-        lock(&shared).segments.thaw(Instant::now());
+        let (mut state, now) = (lock(&shared), Instant::now());
+        state.segments.thaw(now);
+        state.expire_questions(now);
     }
 }
 

@@ -7,8 +7,10 @@ use crate::epochs::MemberId;
 use crate::error::{Error, Violation};
 use crate::lifetime::Lifetime;
 use crate::outbox::Outbox;
+use crate::questions::Questions;
 use crate::segments::Segments;
 use crate::sightings::Sightings;
+use crate::vms::RefusedVm;
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -16,6 +18,7 @@ use std::time::Instant;
 use vmm_dedup_protocol::key::{Key, Salt};
 use vmm_dedup_protocol::mapping::{Mapping, staging_memfd};
 use vmm_dedup_protocol::message::{Hello, Kind, Role, Stats, StatsRequest, StoreStats, Welcome, encode};
+use vmm_dedup_protocol::name::Name;
 use vmm_dedup_protocol::stats::ServiceStats;
 use vmm_dedup_protocol::{PAGE_SIZE, STAGING_PAGES};
 use zerocopy::IntoBytes;
@@ -25,6 +28,7 @@ use zerocopy::IntoBytes;
 pub(crate) struct Service {
     /// Its name, made unique among the connected ones.
     pub(crate) name: String,
+    pub(crate) announced: String,
     pub(crate) pages: u64,
     pub(crate) staging: Arc<Mapping>,
     /// Its entries in the table of sightings.
@@ -39,6 +43,7 @@ pub(crate) enum Phase {
     Greeting,
     Observer,
     Service(Box<Service>),
+    Refused(Box<RefusedVm>),
     /// The socket is gone, the process may live: see `lifetime`.
     Orphan {
         name: String,
@@ -73,7 +78,7 @@ pub(crate) struct Counters {
 pub(crate) struct State {
     pub(crate) config: Config,
     pub(crate) salt: Salt,
-    incarnation: u64,
+    pub(crate) incarnation: u64,
     pub(crate) catalog: Catalog,
     pub(crate) segments: Segments,
     pub(crate) sightings: Sightings,
@@ -81,6 +86,7 @@ pub(crate) struct State {
     pub(crate) connections: BTreeMap<MemberId, Connection>,
     /// Whole-page keys whose publication was asked of somebody, and when.
     pub(crate) asked: HashMap<Key, (MemberId, Instant)>,
+    pub(crate) questions: Questions,
     pub(crate) counters: Counters,
     /// Counters of all VMs there ever were.
     pub(crate) totals: ServiceStats,
@@ -110,6 +116,7 @@ impl State {
             config,
             connections: BTreeMap::new(),
             asked: HashMap::new(),
+            questions: Questions::default(),
             counters: Counters::default(),
             totals: ServiceStats::default(),
             buffer: vmm_dedup_protocol::message::aligned_buffer(),
@@ -189,7 +196,8 @@ impl State {
                     outbox.push(encode(Kind::Segment, &[number.as_bytes()]), vec![segment]);
                 }
                 self.lifetime.join(id);
-                let name = self.unique_name(&hello.name(), pid);
+                let announced = hello.name();
+                let name = self.unique_name(&announced, pid);
                 log::info!("VM {name} (process {pid}) has joined with {pages} pages");
                 // A service that comes again goes on counting where it was.
                 let before = self.connections.values().find_map(|c| match &c.phase {
@@ -198,6 +206,7 @@ impl State {
                 });
                 Phase::Service(Box::new(Service {
                     name,
+                    announced,
                     pages,
                     staging: Arc::new(staging),
                     sightings: 0,
@@ -210,16 +219,6 @@ impl State {
             connection.phase = phase;
         }
         Ok(())
-    }
-
-    fn unique_name(&self, wanted: &str, pid: u32) -> String {
-        let base = if wanted.is_empty() { "vm" } else { wanted };
-        let taken = |name: &str| self.services().any(|(_, _, s)| s.name == name);
-        let numbered = (2..).map(|n| format!("{base}.{pid}.{n}"));
-        let mut names = [base.to_owned(), format!("{base}.{pid}")]
-            .into_iter()
-            .chain(numbered);
-        names.find(|name| !taken(name)).unwrap_or_default()
     }
 
     /// A service's account.
@@ -239,6 +238,7 @@ impl State {
     /// The socket is gone. Returns whether the peer's process must have ended before [`Self::depart`].
     pub(crate) fn disconnect(&mut self, id: MemberId) -> bool {
         self.forget_asked(id);
+        self.forget_questions(id);
         let Some(connection) = self.connections.get_mut(&id) else {
             return false;
         };
@@ -354,8 +354,7 @@ impl State {
         let page = PAGE_SIZE as i128;
         let spared = (i128::from(vms.pages_mapped) + i128::from(vms.pages_zero)) * page;
         let overhead = [resident_bytes, metadata_bytes, vms.metadata_bytes, vms.vma_bytes];
-        let net = spared - overhead.into_iter().map(i128::from).sum::<i128>();
-        let net = i64::try_from(net).unwrap_or(if net < 0 { i64::MIN } else { i64::MAX });
+        let net = accounts::clamp(spared - overhead.into_iter().map(i128::from).sum::<i128>());
         StoreStats {
             pages_shared: slots.live(),
             pages_sharing: slots.references() - slots.live(),
@@ -376,22 +375,25 @@ impl State {
 
     /// The answer to somebody who asks.
     pub(crate) fn stats(&self, request: StatsRequest) -> Vec<u8> {
-        let vms = u32::try_from(self.services().count()).unwrap_or(u32::MAX);
         let mut stats = Stats {
-            vms,
+            vms: u32::try_from(self.vms().count()).unwrap_or(u32::MAX),
             found: 0,
             store: self.store_stats(),
-            name: [0; vmm_dedup_protocol::message::MAX_NAME],
+            name: Name::new(""),
             pid: 0,
+            reason: 0,
             vm: ServiceStats::default(),
         };
-        if let Some((id, pid, service)) = self.services().nth(request.index as usize) {
-            stats.found = 1;
-            stats.pid = pid.into();
-            stats.vm = self.vm_stats(id, service);
-            let bytes = service.name.as_bytes();
-            let len = bytes.len().min(stats.name.len());
-            stats.name[..len].copy_from_slice(&bytes[..len]);
+        if let Some(vm) = self.vms().nth(request.index as usize) {
+            (stats.found, stats.name, stats.pid) = (1, Name::new(vm.name), vm.pid.into());
+            match &self.connections[&vm.id].phase {
+                Phase::Service(service) => stats.vm = self.vm_stats(vm.id, service),
+                Phase::Refused(refused) => {
+                    stats.reason = u64::from(refused.refusal.reason as u32);
+                    stats.vm = refused.stats();
+                }
+                _ => {}
+            }
         }
         encode(Kind::Stats, &[stats.as_bytes()])
     }

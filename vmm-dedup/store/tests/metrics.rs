@@ -5,8 +5,9 @@ mod support;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::process::{Command, Stdio};
-use support::{Client, Server, page};
+use support::{Client, Server, eventually, page, refused};
 use vmm_dedup_protocol::message::{Kind, encode};
+use vmm_dedup_protocol::refusal::{Reason, Refusal};
 use vmm_dedup_protocol::socket;
 use vmm_dedup_protocol::stats::ServiceStats;
 use zerocopy::IntoBytes;
@@ -91,7 +92,7 @@ fn counters_start_at_zero_and_outlive_their_vm() {
     assert_eq!(net, (3.0 + 2.0 - 1.0) * 4096.0 - metadata);
 
     drop(vm);
-    support::eventually(std::time::Duration::from_secs(1), || {
+    eventually(std::time::Duration::from_secs(1), || {
         let text = get(address, "/metrics", "");
         (value(&text, merges), value(&text, of_vm)) == (Some(5.0), None)
     });
@@ -114,6 +115,59 @@ fn hostile_reports_do_no_harm() {
 }
 
 #[test]
+fn refused_vms_are_counted_by_reason_and_vanish() {
+    let (server, address) = server();
+    let vfio = "vmmdedup_refused_vms{domain=\"default\",reason=\"vfio\"}";
+    let state = "vmmdedup_vm_state{domain=\"default\",vm=\"gpu\",state=\"refused\"}";
+    let info = "vmmdedup_vm_refused_info{domain=\"default\",vm=\"gpu\",reason=\"vfio\"}";
+    assert_eq!(value(&get(address, "/metrics", ""), vfio), Some(0.0));
+    let refusal = Refusal::new(Reason::Vfio, "a device", "detach it");
+    let vm = refused(&server.socket, "gpu", &refusal);
+    let text = get(address, "/metrics", "");
+    let values = [vfio, state, info].map(|series| value(&text, series));
+    assert_eq!(values, [Some(1.0); 3], "{text}");
+    drop(vm);
+    eventually(std::time::Duration::from_secs(5), || {
+        let text = get(address, "/metrics", "");
+        [vfio, state, info].map(|series| value(&text, series)) == [Some(0.0), None, None]
+    });
+}
+
+#[test]
+fn the_account_of_a_vm_is_shown_by_stage_and_adds_up() {
+    let (server, address) = server();
+    let mut vm = Client::connect(&server.socket, "web");
+    vm.publish(&[page(1)]);
+    let mut account = ServiceStats {
+        pages_mapped: 4,
+        metadata_bytes: 10,
+        cpu_percent: 20,
+        state: 6,
+        ..Default::default()
+    };
+    account.bytes_read.hash = 4096;
+    account.break_latency.observe(3_000);
+    report(&mut vm, &account);
+    let text = get(address, "/metrics", "");
+    let of_vm = |name: &str, labels: &str| {
+        let series = format!("vmmdedup_vm_{name}{{domain=\"default\",vm=\"web\"{labels}}}");
+        value(&text, &series)
+    };
+    assert_eq!(
+        of_vm("read_bytes_total", ",stage=\"hash\""),
+        Some(4096.0),
+        "{text}"
+    );
+    assert_eq!(of_vm("cpu_budget_cores", ""), Some(0.2));
+    assert_eq!(of_vm("state", ",state=\"off\""), Some(1.0));
+    assert_eq!(of_vm("state", ",state=\"running\""), Some(0.0));
+    assert_eq!(of_vm("backend_info", ",backend=\"cpu\""), Some(1.0));
+    assert_eq!(of_vm("break_seconds_count", ""), Some(1.0));
+    let host = value(&text, "vmmdedup_saved_net_bytes{domain=\"default\"}");
+    assert_eq!(of_vm("saved_net_bytes", ""), host, "the only VM bears all");
+}
+
+#[test]
 fn healthz_and_openmetrics_are_served() {
     let (_server, address) = server();
     assert_eq!(get(address, "/healthz", ""), "ok\n");
@@ -133,6 +187,7 @@ fn promtool_finds_nothing_to_complain_about() {
             ..Default::default()
         },
     );
+    let _gpu = refused(&server.socket, "gpu", &Refusal::new(Reason::Vfio, "", ""));
     let text = get(address, "/metrics", "");
     let spawned = Command::new("promtool")
         .args(["check", "metrics"])

@@ -1,6 +1,7 @@
 //! The kernel's interfaces, one module each. All of the engine's unsafe code is here; errnos are translated into
 //! meaning once, at this border.
 
+pub(crate) mod bell;
 pub(crate) mod guest;
 pub(crate) mod pagemap;
 pub(crate) mod proc;

@@ -97,9 +97,18 @@ impl Pagemap {
 
     /// Stretches of a range that are private copies rather than pages of the store.
     pub(crate) fn private(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
+        self.all(range, PRESENT | FILE, FILE)
+    }
+
+    /// Stretches of a range that hold private memory: not a file's, not the zero page, not swapped out.
+    pub(crate) fn populated(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
+        self.all(range, PRESENT | FILE | PFNZERO, FILE | PFNZERO)
+    }
+
+    fn all(&mut self, range: Range<usize>, mask: u64, inverted: u64) -> io::Result<Vec<Range<usize>>> {
         let (mut at, mut found) = (range.start, Vec::new());
         while at < range.end {
-            let (n, end) = self.scan(at..range.end, PRESENT | FILE, FILE, PRESENT)?;
+            let (n, end) = self.scan(at..range.end, mask, inverted, PRESENT)?;
             found.extend(self.regions[..n].iter().map(addresses));
             at = end;
         }

@@ -18,6 +18,7 @@ pub(super) struct Field {
 pub(super) struct Labelled {
     pub(super) name: &'static str,
     pub(super) help: &'static str,
+    pub(super) unit: Option<Unit>,
     pub(super) label: &'static str,
     pub(super) series: &'static [(&'static str, Get)],
 }
@@ -53,6 +54,14 @@ pub(super) static GAUGES: &[Field] = &[
         "pages_volatile",
         "Pages that change too often to be shared",
         |s| s.pages_volatile,
+    ),
+    plain("pages_new", "Pages written lately, not keyed yet", |s| {
+        s.pages_new
+    }),
+    plain(
+        "pages_pinned",
+        "Pages that were pinned at the last try to share them",
+        |s| s.pages_pinned,
     ),
     plain("pages_broken", "Pages copied by the kernel after sharing", |s| {
         s.pages_broken
@@ -103,11 +112,6 @@ pub(super) static COUNTERS: &[Field] = &[
         s.pages_keyed_total
     }),
     plain("pages_hashed", "Pages hashed whole", |s| s.pages_hashed_total),
-    bytes(
-        "read",
-        "Guest memory read for keys, hashes, publishing and verification",
-        |s| s.bytes_read_total,
-    ),
     plain("reserve_waits", "Writers that had to wait for the reserve", |s| {
         s.reserve_waits_total
     }),
@@ -117,6 +121,7 @@ pub(super) static LABELLED: &[Labelled] = &[
     Labelled {
         name: "breaks",
         help: "Sharing broken, by the kernel's copy-on-write or by the service",
+        unit: None,
         label: "mode",
         series: &[
             ("kernel", |s| s.breaks_kernel_total),
@@ -126,11 +131,24 @@ pub(super) static LABELLED: &[Labelled] = &[
     Labelled {
         name: "refusals",
         help: "Pages that could not be shared",
+        unit: None,
         label: "reason",
         series: &[
             ("pinned", |s| s.refused_pinned_total),
             ("vmas", |s| s.refused_vmas_total),
             ("other", |s| s.refused_other_total),
+        ],
+    },
+    Labelled {
+        name: "read",
+        help: "Guest memory read",
+        unit: Some(Unit::Bytes),
+        label: "stage",
+        series: &[
+            ("key", |s| s.bytes_read.key),
+            ("hash", |s| s.bytes_read.hash),
+            ("publish", |s| s.bytes_read.publish),
+            ("verify", |s| s.bytes_read.verify),
         ],
     },
 ];

@@ -9,12 +9,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
+use vmm_dedup_protocol::control::{Explain, Explained, NotDone, Set, Settings};
 use vmm_dedup_protocol::index::{IndexReader, Line};
 use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash, PageWords, Salt, line_words};
 use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::message::{
     Hello, Kind, Message, NO_SLOT, RefDelta, Role, Stats, StatsRequest, aligned_buffer, encode, encode_batch,
 };
+use vmm_dedup_protocol::name::Name;
+use vmm_dedup_protocol::refusal::{Refusal, Refused};
 use vmm_dedup_protocol::socket::{self, Received};
 use vmm_dedup_protocol::{PAGE_SIZE, SEGMENT_BYTES, STAGING_PAGES, Slot};
 use vmm_dedup_store::{Config, Store};
@@ -243,6 +246,19 @@ impl Client {
         None
     }
 
+    /// The serial number of the next question.
+    pub fn question(&mut self) -> u64 {
+        self.answer(|m| match m {
+            Message::Set(set) => set.serial,
+            Message::Explain(explain) => explain.serial,
+            other => panic!("{other:?}"),
+        })
+    }
+
+    pub fn send(&self, kind: Kind, body: &[u8]) {
+        socket::send(&self.socket, &encode(kind, &[body]), &[]).unwrap();
+    }
+
     /// The error with which the store ends the connection.
     pub fn error(&mut self) -> String {
         let text = self.answer(|m| match m {
@@ -256,6 +272,113 @@ impl Client {
 
 fn reader(file: &OwnedFd, bytes: u64) -> IndexReader {
     IndexReader::new(Mapping::read_only(file, usize::try_from(bytes).unwrap()).unwrap()).unwrap()
+}
+
+/// What an observer gets to hear.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Answer {
+    Done(u64),
+    Explained(Explained),
+    Refused(Refused),
+    NotDone(NotDone),
+}
+
+/// A connection that asks.
+pub struct Observer {
+    pub socket: OwnedFd,
+    buffer: Vec<u64>,
+}
+
+impl Observer {
+    pub fn connect(path: &Path) -> Self {
+        let socket = socket::connect(path).unwrap();
+        set_socket_timeout(&socket, Timeout::Recv, Some(Duration::from_secs(60))).unwrap();
+        let hello = Hello::new(Role::Observer, "test", 0);
+        socket::send(&socket, &encode(Kind::Hello, &[hello.as_bytes()]), &[]).unwrap();
+        let mut buffer = aligned_buffer();
+        socket::receive(&socket, &mut buffer).unwrap().unwrap();
+        Self { socket, buffer }
+    }
+
+    pub fn set(&self, vm: &str, serial: u64, settings: Settings) {
+        let set = Set {
+            serial,
+            name: Name::new(vm),
+            settings,
+        };
+        socket::send(&self.socket, &encode(Kind::Set, &[&set.body()]), &[]).unwrap();
+    }
+
+    pub fn explain(&self, vm: &str, serial: u64) {
+        let explain = Explain {
+            serial,
+            gpa_start: 0,
+            gpa_len: 0,
+            name: Name::new(vm),
+        };
+        socket::send(&self.socket, &encode(Kind::Explain, &[explain.as_bytes()]), &[]).unwrap();
+    }
+
+    pub fn answer(&mut self) -> Answer {
+        let received = socket::receive(&self.socket, &mut self.buffer).unwrap().unwrap();
+        match received.parse(&self.buffer).unwrap() {
+            Message::Done(serial) => Answer::Done(serial),
+            Message::Explained(explained) => Answer::Explained(explained),
+            Message::Refused(refused) => Answer::Refused(refused),
+            Message::NotDone(not_done) => Answer::NotDone(not_done),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The text of a [`Answer::NotDone`].
+    pub fn refusal(&mut self) -> String {
+        match self.answer() {
+            Answer::NotDone(not_done) => not_done.text,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The error with which the store ends the connection.
+    pub fn error(&mut self) -> String {
+        let received = socket::receive(&self.socket, &mut self.buffer).unwrap().unwrap();
+        match received.parse(&self.buffer).unwrap() {
+            Message::Error(text) => text.to_owned(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Whether nothing has been answered.
+    pub fn hears_nothing(&self) -> bool {
+        let mut poll = [rustix::event::PollFd::new(
+            &self.socket,
+            rustix::event::PollFlags::IN,
+        )];
+        let now = rustix::event::Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        rustix::event::poll(&mut poll, Some(&now)).unwrap() == 0
+    }
+}
+
+/// Connects a refused VM; it stays for as long as the socket lives.
+pub fn refused(path: &Path, name: &str, refusal: &Refusal) -> OwnedFd {
+    let socket = socket::connect(path).unwrap();
+    let announcement = Refused {
+        serial: 0,
+        pages: 512,
+        name: Name::new(name),
+        refusal: refusal.clone(),
+    };
+    socket::send(&socket, &encode(Kind::Refused, &[&announcement.body()]), &[]).unwrap();
+    let mut buffer = aligned_buffer();
+    let answer = socket::receive(&socket, &mut buffer).unwrap().unwrap();
+    let message = answer.parse(&buffer).unwrap();
+    assert!(
+        matches!(message, Message::Welcome(w) if w.salt == 0 && w.index_bytes == 0),
+        "{message:?}"
+    );
+    socket
 }
 
 /// An observer's question.

@@ -1,0 +1,238 @@
+//! Questions that somebody asks of a VM while it runs: change a setting, explain what becomes of its pages. They go
+//! from an observer through the store to the VM's service, and the answer comes back the same way.
+
+use crate::message::Malformed;
+use crate::name::Name;
+use crate::refusal::{MAX_TEXT, plain};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Whether a VM's memory is to be merged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Switch {
+    /// It is.
+    On = 1,
+    /// Nothing more is merged; what is shared stays shared.
+    Off = 2,
+    /// Nothing more is merged, and everything goes back to anonymous memory.
+    OffUnmerge = 3,
+}
+
+/// Changes of a running service's settings; what is `None` stays as it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// Whether to merge.
+    pub switch: Option<Switch>,
+    /// CPU time that the service may use, percent of one core (1..=100).
+    pub cpu_percent: Option<u32>,
+    /// Pages that the copy-on-write reserve of managed mode should have (1..=2^24).
+    pub reserve_pages: Option<u32>,
+}
+
+/// Most pages of a copy-on-write reserve.
+pub const MAX_RESERVE: u32 = 1 << 24;
+
+/// Asks a VM to change settings. Zero stands for "as it is".
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+struct SetBody {
+    serial: u64,
+    switch: u32,
+    cpu_percent: u32,
+    reserve_pages: u32,
+    reserved: u32,
+    name: Name,
+}
+
+/// A `Set`, parsed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Set {
+    /// Chosen by who asks; the answer repeats it.
+    pub serial: u64,
+    /// The VM.
+    pub name: Name,
+    /// What to change.
+    pub settings: Settings,
+}
+
+impl Set {
+    /// The body of the record.
+    pub fn body(&self) -> Vec<u8> {
+        let Settings {
+            switch,
+            cpu_percent,
+            reserve_pages,
+        } = self.settings;
+        let body = SetBody {
+            serial: self.serial,
+            switch: switch.map_or(0, |s| s as u32),
+            cpu_percent: cpu_percent.unwrap_or(0),
+            reserve_pages: reserve_pages.unwrap_or(0),
+            reserved: 0,
+            name: self.name,
+        };
+        body.as_bytes().to_vec()
+    }
+
+    pub(crate) fn parse(body: &[u8], got: usize) -> Result<Self, Malformed> {
+        let body = SetBody::read_from_bytes(body).map_err(|_| Malformed::Length { got })?;
+        let optional = |field, value: u32, max| match value {
+            0 => Ok(None),
+            value if value <= max => Ok(Some(value)),
+            value => Err(Malformed::Value {
+                field,
+                value: value.into(),
+            }),
+        };
+        let switch = optional("switch", body.switch, 3)?;
+        Ok(Self {
+            serial: body.serial,
+            name: body.name,
+            settings: Settings {
+                switch: switch.map(|number| match number {
+                    1 => Switch::On,
+                    2 => Switch::Off,
+                    _ => Switch::OffUnmerge,
+                }),
+                cpu_percent: optional("cpu_percent", body.cpu_percent, 100)?,
+                reserve_pages: optional("reserve_pages", body.reserve_pages, MAX_RESERVE)?,
+            },
+        })
+    }
+}
+
+/// Asks a VM what became of its pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub struct Explain {
+    /// Chosen by who asks; the answer repeats it.
+    pub serial: u64,
+    /// First guest physical address.
+    pub gpa_start: u64,
+    /// Bytes from there on; 0: all of the VM's memory, and `gpa_start` does not matter.
+    pub gpa_len: u64,
+    /// The VM.
+    pub name: Name,
+}
+
+/// What became of pages: each is in exactly one class. Numbers of 4 KiB pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub struct Explanation {
+    /// Pages asked about: the sum of all classes.
+    pub pages: u64,
+    /// They map a page of the store.
+    pub shared: u64,
+    /// The service replaced them by the zero page.
+    pub zero: u64,
+    /// Keyed, and nobody has the same page.
+    pub unique: u64,
+    /// They have a twin and wait to be merged.
+    pub waiting: u64,
+    /// They have a twin and wait since the VMA budget is used up.
+    pub over_vmas: u64,
+    /// Written again and again.
+    pub volatile: u64,
+    /// Written lately, or not looked at yet.
+    pub too_new: u64,
+    /// Nothing is there (or it is swapped out, or the kernel's zero page): no memory to save.
+    pub unpopulated: u64,
+    /// Pinned for a device, or shared with another process, at the last try to take them.
+    pub pinned: u64,
+    /// Copied by the kernel after sharing, and private since.
+    pub broken: u64,
+    /// In huge pages that are kept whole.
+    pub huge: u64,
+    /// They map a page of a store that is gone.
+    pub foreign: u64,
+    /// The service's state, as in [`crate::stats::ServiceStats`].
+    pub state: u64,
+}
+
+impl Explanation {
+    /// The classes with their names, in the order of the fields.
+    pub fn classes(&self) -> [(&'static str, u64); 12] {
+        [
+            ("shared", self.shared),
+            ("zero", self.zero),
+            ("unique", self.unique),
+            ("waiting", self.waiting),
+            ("over_vmas", self.over_vmas),
+            ("volatile", self.volatile),
+            ("too_new", self.too_new),
+            ("unpopulated", self.unpopulated),
+            ("pinned", self.pinned),
+            ("broken", self.broken),
+            ("huge", self.huge),
+            ("foreign", self.foreign),
+        ]
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+struct ExplainedHead {
+    serial: u64,
+    explanation: Explanation,
+}
+
+/// Answer to an [`Explain`] of a VM that has a service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Explained {
+    /// That of the question.
+    pub serial: u64,
+    /// The classes.
+    pub explanation: Explanation,
+    /// What keeps the service from merging, if something does, and what to do.
+    pub note: String,
+}
+
+impl Explained {
+    /// The body of the record.
+    pub fn body(&self) -> Vec<u8> {
+        let head = ExplainedHead {
+            serial: self.serial,
+            explanation: self.explanation,
+        };
+        [head.as_bytes(), plain(&self.note).as_bytes()].concat()
+    }
+
+    pub(crate) fn parse(body: &[u8], got: usize) -> Result<Self, Malformed> {
+        let length = || Malformed::Length { got };
+        let (head, note) = ExplainedHead::read_from_prefix(body).map_err(|_| length())?;
+        Ok(Self {
+            serial: head.serial,
+            explanation: head.explanation,
+            note: text(note).ok_or_else(length)?,
+        })
+    }
+}
+
+/// Answer to a question that could not be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NotDone {
+    /// That of the question.
+    pub serial: u64,
+    /// Why, and what to do.
+    pub text: String,
+}
+
+impl NotDone {
+    /// The body of the record.
+    pub fn body(&self) -> Vec<u8> {
+        [self.serial.as_bytes(), plain(&self.text).as_bytes()].concat()
+    }
+
+    pub(crate) fn parse(body: &[u8], got: usize) -> Result<Self, Malformed> {
+        let length = || Malformed::Length { got };
+        let (serial, rest) = u64::read_from_prefix(body).map_err(|_| length())?;
+        Ok(Self {
+            serial,
+            text: text(rest).ok_or_else(length)?,
+        })
+    }
+}
+
+fn text(bytes: &[u8]) -> Option<String> {
+    (bytes.len() <= MAX_TEXT).then(|| plain(&String::from_utf8_lossy(bytes)))
+}
