@@ -25,6 +25,8 @@ pub enum Breaks {
 pub struct Config {
     /// Name of the VM in metrics and logs.
     pub name: String,
+    /// Whether the service merges from the start; else it begins paused, see [`crate::DedupService::resume`].
+    pub enabled: bool,
     /// Milliseconds from the start of one pass to the start of the next.
     pub pass_period_ms: u64,
     /// CPU time the service may use, in percent of one core (1..=100).
@@ -43,6 +45,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             name: "vm".into(),
+            enabled: true,
             pass_period_ms: 1000,
             cpu_percent: 20,
             max_vmas: None,

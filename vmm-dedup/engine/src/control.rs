@@ -1,5 +1,8 @@
 //! How the VMM's threads talk to the scanning thread.
 
+use crate::error::Error;
+use crate::memory::HostRange;
+use crate::resize::Change;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -11,6 +14,8 @@ use vmm_dedup_protocol::stats::ServiceStats;
 pub(crate) enum Request {
     /// One pass, now; then tell.
     Pass(Sender<ServiceStats>),
+    /// A change of guest memory; then tell.
+    Change(Change, HostRange, Sender<Result<(), Error>>),
     /// End; with `unmerge`, after everything went back to anonymous memory.
     Stop { unmerge: bool },
 }
@@ -28,6 +33,8 @@ pub(crate) struct Control {
     changed: Condvar,
     pause: AtomicBool,
     stop: AtomicBool,
+    /// A change of guest memory waits, and with it a thread of the VMM.
+    change: AtomicBool,
 }
 
 impl Control {
@@ -35,7 +42,12 @@ impl Control {
         if matches!(request, Request::Stop { .. }) {
             self.stop.store(true, Ordering::Release);
         }
-        self.lock().requests.push(request);
+        let mut inner = self.lock();
+        if matches!(request, Request::Change(..)) {
+            self.change.store(true, Ordering::Release);
+        }
+        inner.requests.push(request);
+        drop(inner);
         self.changed.notify_all();
     }
 
@@ -52,7 +64,7 @@ impl Control {
 
     /// Whether a pass should end early.
     pub(crate) fn interrupted(&self) -> bool {
-        self.stop.load(Ordering::Acquire) || self.paused()
+        self.stop.load(Ordering::Acquire) || self.change.load(Ordering::Acquire) || self.paused()
     }
 
     pub(crate) fn publish(&self, stats: &ServiceStats) {
@@ -76,7 +88,11 @@ impl Control {
         let mut guard = self.lock();
         loop {
             if !guard.requests.is_empty() {
-                return Some(guard.requests.remove(0));
+                let request = guard.requests.remove(0);
+                let change = |r: &Request| matches!(r, Request::Change(..));
+                self.change
+                    .store(guard.requests.iter().any(change), Ordering::Release);
+                return Some(request);
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() && !self.paused() {

@@ -17,16 +17,19 @@
 //! - [`settle`](mod@settle): keys, sightings, hashes, publications: who is a twin of whom;
 //! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
 //! - [`breaks`](mod@breaks): the only code that takes them out again;
+//! - [`resize`](mod@resize): memory that comes and goes; [`discard`](mod@discard): memory that the guest gives up;
 //! - [`scanner`](mod@scanner): the thread that does all but breaking; [`service`](mod@service): its handle.
 //!
 //! Known holes: a page that the kernel copied on write stays private for good (nobody can tell whether it is
 //! pinned); a huge page that is hot outside its key lines looks cold until it is hashed.
 
 mod apply;
+mod bits;
 mod breaks;
 mod chunk;
 mod config;
 mod control;
+mod discard;
 mod error;
 mod memory;
 mod merge;
@@ -34,6 +37,7 @@ mod pace;
 mod page;
 mod page_size;
 mod reserve;
+mod resize;
 mod scanner;
 mod service;
 mod settle;
@@ -42,7 +46,9 @@ mod sys;
 mod track;
 
 pub use config::{Breaks, Config};
+pub use discard::Discarder;
 pub use error::Error;
 pub use memory::HostRange;
 pub use service::DedupService;
+pub use sys::sched::in_service_thread;
 pub use vmm_dedup_protocol::stats::{CpuNs, Histogram, ServiceStats};
