@@ -169,6 +169,10 @@ impl Scanner {
     }
 
     fn merge_window(&mut self, items: &[Item]) {
+        // No discard meets pages that are away, until the states say what became of them.
+        let discards = self.discards.clone();
+        let mut discards = discards.lock();
+        self.note_discards(&mut discards);
         let runs = 1 + items
             .windows(2)
             .filter(|pair| !continues(&pair[0], &pair[1]))
@@ -286,7 +290,7 @@ impl Scanner {
     }
 
     /// Mappings that begin between the pages of a range, and at its ends.
-    fn boundaries(&self, pages: &Range<Page>) -> i64 {
+    pub(crate) fn boundaries(&self, pages: &Range<Page>) -> i64 {
         let pairs = pages.start.saturating_sub(1)..pages.end;
         let between = pairs.filter(|p| self.memory.adjacent(*p));
         between
@@ -333,6 +337,12 @@ impl Scanner {
 
     /// Makes consecutive pages of store mappings anonymous.
     fn restore(&mut self, pages: Range<Page>) {
+        let discards = self.discards.clone();
+        let mut discards = discards.lock();
+        self.note_discards(&mut discards);
+        if !pages.clone().all(|p| self.table.get(p).in_file_mapping()) {
+            return; // some were discarded just now; whoever wants the others back asks again
+        }
         let start = self.memory.address(pages.start);
         let run = start..start + bytes(pages.len());
         let outcome = self.breaker.restore(&mut self.pagemap, &run);
@@ -373,35 +383,44 @@ impl Scanner {
     /// Gives everything back: afterwards no page depends on the store. Pages that the kernel copied earlier are
     /// private already and stay in place.
     pub(crate) fn unmerge(&mut self) -> Result<(), Error> {
+        let end = Page::try_from(self.memory.end()).unwrap_or(Page::MAX);
+        let given_back = self.give_back(0..end);
+        let told = self.flush();
+        given_back.and(told)
+    }
+
+    /// Brings pages back to anonymous memory.
+    pub(crate) fn give_back(&mut self, pages: Range<Page>) -> Result<(), Error> {
+        let mut left = 0;
         for _attempt in 0..3 {
-            self.unmerge_once();
+            self.give_back_once(&pages);
             self.note_breaks();
+            let shared = |p: &Page| is_shared(self.table.get(*p));
+            left = pages.clone().filter(shared).fold(0, |n, _| n + 1);
+            if left == 0 {
+                break;
+            }
         }
         self.lap(|cpu| &mut cpu.merge);
-        let counts = self.table.counts();
-        let left = counts.shared + counts.foreign;
-        let told = self.flush();
         if left > 0 {
             Err(Error::NotUnmerged(left))
         } else {
-            told
+            Ok(())
         }
     }
 
-    fn unmerge_once(&mut self) {
-        let shared = |s: State| s.in_file_mapping() && s != State::Broken;
-        let mut page: Page = 0;
-        let all = self.memory.pages();
-        while (page as usize) < all {
-            if !shared(self.table.get(page)) {
+    fn give_back_once(&mut self, pages: &Range<Page>) {
+        let mut page = pages.start;
+        while page < pages.end {
+            if !is_shared(self.table.get(page)) {
                 page += 1;
                 continue;
             }
             let mut end = page + 1;
-            while (end as usize) < all
+            while end < pages.end
                 && ((end - page) as usize) < CHUNK_PAGES
                 && self.memory.adjacent(end - 1)
-                && shared(self.table.get(end))
+                && is_shared(self.table.get(end))
             {
                 end += 1;
             }
@@ -410,6 +429,11 @@ impl Scanner {
             page = end;
         }
     }
+}
+
+/// Whether a page depends on a store.
+fn is_shared(state: State) -> bool {
+    state.in_file_mapping() && state != State::Broken
 }
 
 /// Whether two neighbouring pages lie in one mapping, as far as their states tell.

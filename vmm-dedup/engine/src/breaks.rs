@@ -12,6 +12,7 @@
 //! long-term read-only pin makes a page private without a write fault; so whether a page is still the store's is
 //! asked again before each break.)
 
+use crate::bits::Bits;
 use crate::error::Error;
 use crate::memory::{Memory, Page};
 use crate::page_size::{PAGE_SIZE, bytes};
@@ -24,8 +25,8 @@ use crate::sys::vma::{self, Anonymous};
 use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::key::PAGE_WORDS;
 use vmm_dedup_protocol::stats::Histogram;
@@ -77,14 +78,20 @@ const VMAS_PER_BREAK: i64 = 2;
 pub(crate) struct Breaker {
     uffd: Uffd,
     tracker: Arc<Uffd>,
-    memory: Arc<Memory>,
     managed: bool,
-    /// One bit a page: mapped from the store and protected here.
-    shared: Vec<AtomicU64>,
+    view: RwLock<View>,
     inner: Mutex<Inner>,
     stop: AtomicBool,
     /// Mappings that breaking may still add before the next pass counts them.
     vmas_left: AtomicI64,
+}
+
+/// The memory as it is now.
+#[derive(Debug)]
+struct View {
+    memory: Arc<Memory>,
+    /// Mapped from the store and protected here (managed mode).
+    shared: Bits,
 }
 
 #[derive(Debug)]
@@ -105,14 +112,13 @@ impl Breaker {
         reserve: Option<Reserve>,
     ) -> Result<Self, Error> {
         let managed = reserve.is_some();
-        let words = if managed { memory.pages().div_ceil(64) } else { 0 };
+        let shared = Bits::new(if managed { memory.end() } else { 0 });
         let reserve = reserve.unwrap_or_default();
         Ok(Self {
             uffd: Uffd::breaker()?,
             tracker,
-            memory,
             managed,
-            shared: (0..words).map(|_| AtomicU64::new(0)).collect(),
+            view: RwLock::new(View { memory, shared }),
             inner: Mutex::new(Inner {
                 reserve,
                 broken: Vec::new(),
@@ -134,7 +140,45 @@ impl Breaker {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.shared.len() * 8
+        self.view().shared.bytes()
+    }
+
+    /// Memory came or went. Pages that went are not shared any more.
+    pub(crate) fn set_memory(&self, memory: Arc<Memory>) {
+        let mut inner = self.lock();
+        inner.left.retain(|page| memory.has(*page));
+        let mut view = self.view.write().unwrap_or_else(PoisonError::into_inner);
+        if self.managed {
+            let shared = view.shared.resized(memory.end());
+            let all = shared.runs(0..Page::MAX);
+            let gone = all.into_iter().flatten().filter(|page| !memory.has(*page));
+            gone.for_each(|page| shared.set(page, false));
+            view.shared = shared;
+        }
+        view.memory = memory;
+    }
+
+    /// Lets `replace` put fresh memory into the place of a range, which nobody protects or breaks afterwards. Only
+    /// memory is touched here, so that threads whose system calls are filtered may come.
+    pub(crate) fn give_up(&self, range: &Range<usize>, replace: impl FnOnce()) {
+        // Under the lock: the fault thread must not be in the middle of copying what is given up.
+        let mut inner = self.lock();
+        self.mark(range, false);
+        self.forget_left(&mut inner, range);
+        replace();
+    }
+
+    /// Ends the registration of a range of store mappings.
+    pub(crate) fn unregister(&self, range: &Range<usize>) -> io::Result<()> {
+        self.uffd.unregister(range.start, range.len())
+    }
+
+    fn view(&self) -> std::sync::RwLockReadGuard<'_, View> {
+        self.view.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn page_at(&self, address: usize) -> Option<Page> {
+        self.view().memory.page_at(address)
     }
 
     pub(crate) fn stats(&self) -> (BreakStats, Reserve) {
@@ -221,7 +265,7 @@ impl Breaker {
 
     /// The parts of a run of store mappings that the fault thread has not replaced.
     fn ours(&self, inner: &Inner, run: &Range<usize>) -> Vec<Range<usize>> {
-        let Some(first) = self.memory.page_at(run.start).filter(|_| self.managed) else {
+        let Some(first) = self.page_at(run.start).filter(|_| self.managed) else {
             return vec![run.clone()];
         };
         let mut parts: Vec<Range<usize>> = Vec::new();
@@ -262,7 +306,7 @@ impl Breaker {
     fn leave(&self, inner: &mut Inner, range: &Range<usize>) {
         self.mark(range, false);
         if self.managed
-            && let Some(first) = self.memory.page_at(range.start)
+            && let Some(first) = self.page_at(range.start)
         {
             inner.left.extend((first..).take(range.len() / PAGE_SIZE));
         }
@@ -308,11 +352,7 @@ impl Breaker {
     }
 
     fn forget_left(&self, inner: &mut Inner, range: &Range<usize>) {
-        if let Some(first) = self
-            .memory
-            .page_at(range.start)
-            .filter(|_| !inner.left.is_empty())
-        {
+        if let Some(first) = self.page_at(range.start).filter(|_| !inner.left.is_empty()) {
             for page in (first..).take(range.len() / PAGE_SIZE) {
                 inner.left.remove(&page);
             }
@@ -323,21 +363,17 @@ impl Breaker {
         if !self.managed {
             return;
         }
-        let Some(first) = self.memory.page_at(range.start) else {
+        let Some(first) = self.page_at(range.start) else {
             return;
         };
+        let view = self.view();
         for page in (first..).take(range.len() / PAGE_SIZE) {
-            let (word, bit) = (&self.shared[page as usize / 64], 1 << (page % 64));
-            if shared {
-                word.fetch_or(bit, Ordering::Release);
-            } else {
-                word.fetch_and(!bit, Ordering::Release);
-            }
+            view.shared.set(page, shared);
         }
     }
 
     fn is_shared(&self, page: Page) -> bool {
-        self.shared[page as usize / 64].load(Ordering::Acquire) & (1 << (page % 64)) != 0
+        self.view().shared.get(page)
     }
 
     /// Ends [`Self::run`].
@@ -347,7 +383,7 @@ impl Breaker {
 
     /// The fault thread: serves writers until [`Self::stop`]. A writer for whom there is no page waits in the queue.
     pub(crate) fn run(&self, mut pagemap: Pagemap) {
-        crate::sys::sched::block_signals();
+        crate::sys::sched::enter_service_thread();
         let mut queue: VecDeque<Writer> = VecDeque::new();
         let mut faults = Vec::new();
         while !self.stop.load(Ordering::Acquire) {
@@ -396,7 +432,7 @@ impl Breaker {
             };
             let _urgent = Urgent::begin();
             let mut inner = self.lock();
-            let page = self.memory.page_at(writer.address);
+            let page = self.page_at(writer.address);
             if page.is_some_and(|p| self.is_shared(p)) {
                 // Private already? Then it may be pinned for reading, which unshares a page without asking us.
                 let still_shared = pagemap.private(writer.page()).is_ok_and(|p| p.is_empty());

@@ -9,6 +9,8 @@ pub(crate) struct ChunkState {
     pub(crate) huge: bool,
     /// The pages' keys were taken while the chunk was huge, so that none is protected yet.
     pub(crate) unarmed: bool,
+    /// Lent to somebody else: not looked at, see [`crate::resize`].
+    pub(crate) released: bool,
     /// Enough twins were found to split the huge page.
     pub(crate) split: bool,
     /// Passes between two looks at a huge page's keys.

@@ -3,6 +3,8 @@
 use crate::breaks::Breaker;
 use crate::config::Config;
 use crate::error::Error;
+use crate::memory::HostRange;
+use crate::resize::Change;
 use crate::sys::bell::Bell;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -23,6 +25,8 @@ pub(crate) enum Request {
     Pass(Sender<ServiceStats>),
     /// Bring everything back to anonymous memory; then tell, whoever asked.
     Unmerge(Option<Sender<Result<(), Error>>>),
+    /// A change of guest memory; then tell.
+    Change(Change, HostRange, Sender<Result<(), Error>>),
     /// End; with `unmerge`, after everything went back to anonymous memory.
     Stop { unmerge: bool },
 }
@@ -60,6 +64,8 @@ pub(crate) struct Control {
     off: AtomicBool,
     stop: AtomicBool,
     cpu_percent: AtomicU32,
+    /// A change of guest memory waits, and with it a thread of the VMM.
+    change: AtomicBool,
 }
 
 impl Control {
@@ -70,6 +76,7 @@ impl Control {
             pause: AtomicBool::new(false),
             off: AtomicBool::new(!config.enabled),
             stop: AtomicBool::new(false),
+            change: AtomicBool::new(false),
             cpu_percent: AtomicU32::new(config.cpu_percent),
         })
     }
@@ -80,6 +87,9 @@ impl Control {
         }
         let mut inner = self.lock();
         if !inner.closed {
+            if matches!(request, Request::Change(..)) {
+                self.change.store(true, Ordering::Release);
+            }
             inner.requests.push(request);
         }
         self.bell.ring();
@@ -155,7 +165,7 @@ impl Control {
 
     /// Whether a pass should end early.
     pub(crate) fn interrupted(&self) -> bool {
-        self.stop.load(Ordering::Acquire) || self.rests()
+        self.stop.load(Ordering::Acquire) || self.change.load(Ordering::Acquire) || self.rests()
     }
 
     pub(crate) fn publish(&self, stats: &ServiceStats) {
@@ -179,7 +189,11 @@ impl Control {
             {
                 let mut inner = self.lock();
                 if !inner.requests.is_empty() {
-                    return Event::Request(inner.requests.remove(0));
+                    let request = inner.requests.remove(0);
+                    let change = |r: &Request| matches!(r, Request::Change(..));
+                    self.change
+                        .store(inner.requests.iter().any(change), Ordering::Release);
+                    return Event::Request(request);
                 }
                 if !inner.questions.is_empty() {
                     return Event::Question;

@@ -17,6 +17,7 @@
 //! - [`settle`](mod@settle): keys, sightings, hashes, publications: who is a twin of whom;
 //! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
 //! - [`breaks`](mod@breaks): the only code that takes them out again;
+//! - [`resize`](mod@resize): memory that comes and goes; [`discard`](mod@discard): memory that the guest gives up;
 //! - [`scanner`](mod@scanner): the thread that does all but breaking; [`service`](mod@service): its handle;
 //! - [`answer`](mod@answer): what it answers while it runs; [`refused`](mod@refused): VMs that have no service.
 //!
@@ -25,10 +26,12 @@
 
 mod answer;
 mod apply;
+mod bits;
 mod breaks;
 mod chunk;
 mod config;
 mod control;
+mod discard;
 mod error;
 mod memory;
 mod merge;
@@ -37,6 +40,7 @@ mod page;
 mod page_size;
 mod refused;
 mod reserve;
+mod resize;
 mod scanner;
 mod service;
 mod settle;
@@ -45,10 +49,12 @@ mod sys;
 mod track;
 
 pub use config::{Breaks, Config};
+pub use discard::Discarder;
 pub use error::Error;
 pub use memory::HostRange;
 pub use refused::Refused;
 pub use service::DedupService;
+pub use sys::sched::in_service_thread;
 pub use vmm_dedup_protocol::control::{Explanation, Settings, Switch};
 pub use vmm_dedup_protocol::refusal::{Reason, Refusal};
 pub use vmm_dedup_protocol::stats::{CpuNs, Histogram, ServiceStats};

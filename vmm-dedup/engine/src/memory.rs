@@ -61,7 +61,7 @@ impl HostRange {
         }
     }
 
-    fn addresses(self) -> Range<usize> {
+    pub(crate) fn addresses(self) -> Range<usize> {
         self.start..self.start + self.len
     }
 }
@@ -84,61 +84,139 @@ impl Chunk {
     }
 }
 
-/// All guest memory of one service.
-#[derive(Debug)]
+/// A range of guest memory and the number of its first page.
+#[derive(Clone, Debug)]
+struct Region {
+    range: Range<usize>,
+    first: Page,
+    /// Guest physical address of the first page, if known.
+    guest: Option<u64>,
+}
+
+impl Region {
+    fn pages(&self) -> Range<Page> {
+        self.first..self.first + page_count(&self.range)
+    }
+}
+
+/// Pages of a range that was numbered, so that their number fits.
+#[allow(clippy::cast_possible_truncation)] // checked when the region was added
+fn page_count(range: &Range<usize>) -> Page {
+    (range.len() / PAGE_SIZE) as Page
+}
+
+/// All guest memory of one service. It is replaced as a whole when ranges come or go; pages that stay keep their
+/// numbers, and numbers of pages that went are given out again.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Memory {
-    regions: Vec<(Range<usize>, Page)>,
+    /// By page number.
+    regions: Vec<Region>,
+    /// Positions in `regions`, by address.
+    by_address: Vec<usize>,
     chunks: Vec<Chunk>,
-    pages: usize,
-    /// Guest physical addresses and the host address of the first of each, where they are known.
-    guest: Vec<(Range<u64>, usize)>,
 }
 
 impl Memory {
     /// Checks that the ranges are private anonymous memory and numbers their pages.
     pub(crate) fn new(ranges: &[HostRange]) -> Result<Self, Error> {
-        let guest = |r: &HostRange| {
-            let start = r.guest?;
-            Some((start..start.saturating_add(r.len as u64), r.start))
-        };
-        let guest = ranges.iter().filter_map(guest).collect();
-        let mut ranges: Vec<Range<usize>> = ranges.iter().map(|r| r.addresses()).collect();
+        let mut ranges = ranges.to_vec();
         ranges.sort_by_key(|r| r.start);
         if ranges.is_empty() {
             return Err(Error::NoMemory);
         }
-        if let Some(pair) = ranges.windows(2).find(|pair| pair[0].end > pair[1].start) {
-            return Err(Error::Overlap(pair[1].start));
+        ranges
+            .into_iter()
+            .try_fold(Self::default(), |memory, range| memory.with(range))
+    }
+
+    /// This memory and one range more, which is checked.
+    pub(crate) fn with(&self, range: HostRange) -> Result<Self, Error> {
+        let (range, guest) = (range.addresses(), range.guest);
+        if let Some(other) = self
+            .regions()
+            .find(|r| r.start < range.end && range.start < r.end)
+        {
+            return Err(Error::Overlap(range.start.max(other.start)));
         }
-        ranges.iter().try_for_each(proc::check_private_anonymous)?;
-        let total = ranges.iter().map(|r| r.len() / PAGE_SIZE).sum();
-        let (mut regions, mut chunks, mut next) = (Vec::new(), Vec::new(), 0);
-        for range in ranges {
-            let first = next;
-            let mut start = range.start;
-            while start < range.end {
-                let end = ((start / HUGE_SIZE + 1) * HUGE_SIZE).min(range.end);
-                let pages =
-                    Page::try_from((end - start) / PAGE_SIZE).map_err(|_| Error::TooManyPages(total))?;
-                let last = Page::checked_add(next, pages).ok_or(Error::TooManyPages(total))?;
+        proc::check_private_anonymous(&range)?;
+        let too_many = Error::TooManyPages(self.pages() + range.len() / PAGE_SIZE);
+        let Ok(pages) = Page::try_from(range.len() / PAGE_SIZE) else {
+            return Err(too_many);
+        };
+        let mut first: Page = 0;
+        for region in &self.regions {
+            if region.first - first >= pages {
+                break;
+            }
+            first = region.pages().end;
+        }
+        if first.checked_add(pages).is_none() {
+            return Err(too_many);
+        }
+        let mut regions = self.regions.clone();
+        regions.push(Region { range, first, guest });
+        Ok(Self::assemble(regions))
+    }
+
+    /// This memory without a range.
+    pub(crate) fn without(&self, gone: &Range<usize>) -> Self {
+        let mut regions = Vec::with_capacity(self.regions.len() + 1);
+        for region in &self.regions {
+            let Region { range, first, guest } = region;
+            let before = range.start..range.end.min(gone.start).max(range.start);
+            let behind = range.start.max(gone.end).min(range.end)..range.end;
+            let offset = page_count(&(range.start..behind.start));
+            if gone.end <= range.start || range.end <= gone.start {
+                regions.push(region.clone());
+                continue;
+            }
+            regions.push(Region {
+                range: before,
+                first: *first,
+                guest: *guest,
+            });
+            regions.push(Region {
+                first: first + offset,
+                guest: guest.map(|address| address.saturating_add((behind.start - range.start) as u64)),
+                range: behind,
+            });
+        }
+        regions.retain(|r| !r.range.is_empty());
+        Self::assemble(regions)
+    }
+
+    fn assemble(mut regions: Vec<Region>) -> Self {
+        regions.sort_by_key(|r| r.first);
+        let mut by_address: Vec<usize> = (0..regions.len()).collect();
+        by_address.sort_by_key(|at| regions[*at].range.start);
+        let mut chunks = Vec::new();
+        for region in &regions {
+            let (mut start, mut next) = (region.range.start, region.first);
+            while start < region.range.end {
+                let end = ((start / HUGE_SIZE + 1) * HUGE_SIZE).min(region.range.end);
+                let last = next + page_count(&(start..end));
                 chunks.push(Chunk {
                     start,
                     pages: next..last,
                 });
                 (start, next) = (end, last);
             }
-            regions.push((range, first));
         }
-        Ok(Self {
+        Self {
             regions,
+            by_address,
             chunks,
-            pages: total,
-            guest,
-        })
+        }
     }
 
+    /// Number of pages.
     pub(crate) fn pages(&self) -> usize {
-        self.pages
+        self.regions().map(|r| r.len() / PAGE_SIZE).sum()
+    }
+
+    /// The number behind the last page's; some below it may be unused.
+    pub(crate) fn end(&self) -> usize {
+        self.regions.last().map_or(0, |r| r.pages().end as usize)
     }
 
     pub(crate) fn chunks(&self) -> &[Chunk] {
@@ -150,20 +228,30 @@ impl Memory {
         self.chunks.partition_point(|c| c.pages.end <= page)
     }
 
-    /// Host address of a page.
+    fn region_of(&self, page: Page) -> Option<&Region> {
+        let at = self.regions.partition_point(|r| r.first <= page).checked_sub(1)?;
+        Some(&self.regions[at]).filter(|r| r.pages().contains(&page))
+    }
+
+    /// Whether there is a page of this number.
+    pub(crate) fn has(&self, page: Page) -> bool {
+        self.region_of(page).is_some()
+    }
+
+    /// Host address of a page that there is.
     pub(crate) fn address(&self, page: Page) -> usize {
-        let at = self.regions.partition_point(|(_, first)| *first <= page) - 1;
-        let (range, first) = &self.regions[at];
+        let at = self.regions.partition_point(|r| r.first <= page) - 1;
+        let Region { range, first, .. } = &self.regions[at];
         range.start + bytes((page - first) as usize)
     }
 
     /// Page at a host address.
     pub(crate) fn page_at(&self, address: usize) -> Option<Page> {
         let at = self
-            .regions
-            .partition_point(|(range, _)| range.start <= address)
+            .by_address
+            .partition_point(|at| self.regions[*at].range.start <= address)
             .checked_sub(1)?;
-        let (range, first) = &self.regions[at];
+        let Region { range, first, .. } = &self.regions[self.by_address[at]];
         let offset = Page::try_from((address - range.start) / PAGE_SIZE).ok()?;
         range.contains(&address).then_some(first + offset)
     }
@@ -171,29 +259,51 @@ impl Memory {
     /// Pages at guest physical addresses; holes of guest memory are passed over. `None` if the VMM did not say where the
     /// guest sees its memory.
     pub(crate) fn pages_at_guest(&self, addresses: &Range<u64>) -> Option<Vec<Range<Page>>> {
-        let within = |(guest, host): &(Range<u64>, usize)| {
-            let (start, end) = (
-                addresses.start.max(guest.start),
-                addresses.end.min(guest.end).checked_sub(1)?,
-            );
-            let page_of = |gpa: u64| {
-                let offset = usize::try_from(gpa.checked_sub(guest.start)?).ok()?;
-                self.page_at(host + offset)
+        let known = self.regions.iter().filter_map(|r| Some((r, r.guest?)));
+        let within = |(region, guest): (&Region, u64)| {
+            let page_of = |address: u64| {
+                let page = usize::try_from(address.checked_sub(guest)?).ok()? / PAGE_SIZE;
+                Some(region.first + Page::try_from(page).ok()?)
             };
-            (start <= end).then_some(())?;
-            Some(page_of(start)?..page_of(end)? + 1)
+            let (start, end) = (
+                addresses.start.max(guest),
+                addresses.end.min(guest.saturating_add(region.range.len() as u64)),
+            );
+            (start < end).then_some(())?;
+            Some(page_of(start)?..page_of(end - 1)? + 1)
         };
-        (!self.guest.is_empty()).then(|| self.guest.iter().filter_map(within).collect())
+        let mut known = known.peekable();
+        known.peek()?;
+        Some(known.filter_map(within).collect())
     }
 
     /// Whether two pages with consecutive numbers are neighbours in memory as well.
     pub(crate) fn adjacent(&self, page: Page) -> bool {
-        (page as usize) + 1 < self.pages && !self.regions.iter().any(|(_, first)| *first == page + 1)
+        self.region_of(page).is_some_and(|r| page + 1 < r.pages().end)
     }
 
     /// The regions' addresses.
     pub(crate) fn regions(&self) -> impl Iterator<Item = Range<usize>> + '_ {
-        self.regions.iter().map(|(range, _)| range.clone())
+        self.regions.iter().map(|r| r.range.clone())
+    }
+
+    /// The parts of a range of numbers that there are pages for.
+    pub(crate) fn existing(&self, pages: Range<Page>) -> Vec<Range<Page>> {
+        let parts = self.regions.iter().map(|r| {
+            let there = r.pages();
+            pages.start.max(there.start)..pages.end.min(there.end)
+        });
+        parts.filter(|part| !part.is_empty()).collect()
+    }
+
+    /// The parts of a range that are guest memory, with their pages.
+    pub(crate) fn within(&self, range: &Range<usize>) -> Vec<Range<Page>> {
+        let parts = self.regions.iter().filter_map(|r| {
+            let part = range.start.max(r.range.start)..range.end.min(r.range.end);
+            let from = r.first + page_count(&(r.range.start..part.start.max(r.range.start)));
+            (!part.is_empty()).then(|| from..from + page_count(&part))
+        });
+        parts.collect()
     }
 }
 
@@ -234,7 +344,7 @@ mod tests {
             let ranges = memory.pages_at_guest(&r).unwrap();
             ranges.into_iter().map(|r| (r.start, r.end)).collect()
         };
-        assert_eq!(pages(0..u64::MAX), [(1000, 1600), (0, 1000)]);
+        assert_eq!(pages(0..u64::MAX), [(0, 1000), (1000, 1600)]);
         assert_eq!(pages(0x1fff..0x2001), [(0, 2)]);
         assert_eq!(pages(0x1_0000_0000..0x1_0000_0001), [(1000, 1001)]);
         assert_eq!(pages(0x1000 + bytes(1000) as u64..0x1_0000_0000), []);
@@ -243,6 +353,39 @@ mod tests {
             Memory::new(&[range(a, 10)]).unwrap().pages_at_guest(&(0..1)),
             None
         );
+    }
+
+    #[test]
+    fn ranges_come_and_go_and_the_rest_keeps_its_numbers() {
+        let area = Anonymous::new(4000).unwrap();
+        let at = |page: usize| area.base() + bytes(page);
+        let memory = Memory::new(&[range(at(0), 1000), range(at(2000), 500)]).unwrap();
+        let memory = memory.without(&(at(100)..at(300)));
+        assert_eq!((memory.pages(), memory.end()), (1300, 1500));
+        assert_eq!(memory.page_at(at(99)), Some(99));
+        assert_eq!(memory.page_at(at(100)), None);
+        assert_eq!(memory.page_at(at(300)), Some(300));
+        assert!(!memory.has(250) && !memory.adjacent(99) && memory.adjacent(300));
+        // What fits goes into the gap, the rest behind the end.
+        let memory = memory
+            .with(HostRange::try_new(at(3000), bytes(200)).unwrap())
+            .unwrap();
+        let memory = memory
+            .with(HostRange::try_new(at(3500), bytes(201)).unwrap())
+            .unwrap();
+        assert_eq!(memory.page_at(at(3000)), Some(100));
+        assert_eq!(memory.page_at(at(3500)), Some(1500));
+        assert_eq!(memory.address(299), at(3199));
+        assert_eq!(
+            memory.within(&(at(0)..at(3001))),
+            [0..100, 100..101, 300..1000, 1000..1500]
+        );
+        for (i, chunk) in memory.chunks().iter().enumerate() {
+            assert!(chunk.pages.clone().all(|p| memory.chunk_of(p) == i));
+            assert_eq!(memory.address(chunk.pages.start), chunk.start);
+        }
+        let empty = memory.without(&(0..usize::MAX));
+        assert_eq!((empty.pages(), empty.end(), empty.chunks().len()), (0, 0, 0));
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! What the engine knows of a guest page: one enum, 8 bytes, transitions checked in one function.
 
+use crate::bits::Bits;
+use std::sync::Arc;
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
 
@@ -193,6 +195,8 @@ impl Counts {
 pub(crate) struct Table {
     words: Vec<u64>,
     counts: Counts,
+    /// Pages whose addresses lie in mappings of store files, for [`crate::discard`].
+    in_file: Arc<Bits>,
 }
 
 impl Table {
@@ -200,7 +204,20 @@ impl Table {
         Self {
             words: vec![0; pages],
             counts: Counts::default(),
+            in_file: Arc::new(Bits::new(pages)),
         }
+    }
+
+    /// Makes room for pages numbered up to `end`.
+    pub(crate) fn grow(&mut self, end: usize) {
+        if end > self.words.len() {
+            self.words.resize(end, 0);
+            self.in_file = Arc::new(self.in_file.resized(end));
+        }
+    }
+
+    pub(crate) fn in_file(&self) -> Arc<Bits> {
+        self.in_file.clone()
     }
 
     pub(crate) fn get(&self, page: u32) -> State {
@@ -214,6 +231,19 @@ impl Table {
             old.may_become(next),
             "page {page} cannot go from {old:?} to {next:?}"
         );
+        self.replace(page, old, next);
+        old
+    }
+
+    /// Forgets a page whose memory is not what it was: unmapped, or replaced by fresh memory, which nobody has
+    /// pinned.
+    pub(crate) fn forget(&mut self, page: u32) -> State {
+        let old = self.get(page);
+        self.replace(page, old, State::Untracked);
+        old
+    }
+
+    fn replace(&mut self, page: u32, old: State, next: State) {
         if let Some(n) = self.counts.of(old) {
             *n -= 1;
         }
@@ -221,7 +251,9 @@ impl Table {
             *n += 1;
         }
         self.words[page as usize] = next.encode();
-        old
+        if old.in_file_mapping() != next.in_file_mapping() {
+            self.in_file.set(page, next.in_file_mapping());
+        }
     }
 
     pub(crate) fn counts(&self) -> Counts {

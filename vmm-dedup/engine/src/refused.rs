@@ -83,7 +83,7 @@ struct Announcer {
 
 impl Announcer {
     fn run(&self) {
-        crate::sys::sched::block_signals();
+        crate::sys::sched::enter_service_thread();
         while !self.stopped() {
             if let Ok(socket) = self.announce() {
                 self.stay(&socket);

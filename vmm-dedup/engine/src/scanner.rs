@@ -5,6 +5,7 @@ use crate::breaks::Breaker;
 use crate::chunk::ChunkState;
 use crate::config::Config;
 use crate::control::Control;
+use crate::discard::Discards;
 use crate::error::Error;
 use crate::memory::{Memory, Page};
 use crate::merge::{Item, Merger};
@@ -59,6 +60,7 @@ pub(crate) struct Scanner {
     pub(crate) pagemap: Pagemap,
     pub(crate) breaker: Arc<Breaker>,
     pub(crate) merger: Merger,
+    pub(crate) discards: Arc<Discards>,
     pub(crate) store: Option<Store>,
     pub(crate) store_path: PathBuf,
     pub(crate) outbox: Outbox,
@@ -153,8 +155,10 @@ impl Scanner {
                     source,
                 })?;
         }
+        let table = Table::new(memory.end());
         let mut scanner = Self {
-            table: Table::new(memory.pages()),
+            discards: Arc::new(Discards::new(memory.clone(), table.in_file())),
+            table,
             chunks: vec![
                 ChunkState {
                     pending: true,
@@ -200,7 +204,7 @@ impl Scanner {
 
     /// To be called first in the thread that will run the passes.
     pub(crate) fn enter_thread(&mut self) {
-        crate::sys::sched::block_signals();
+        crate::sys::sched::enter_service_thread();
         self.pacer = Pacer::new(self.control.cpu_percent());
         self.cpu_mark = proc::thread_cpu_ns();
     }
@@ -252,7 +256,7 @@ impl Scanner {
     }
 
     /// Brings everything back to anonymous memory, and says so to whoever asked.
-    pub(crate) fn give_back(&mut self) -> Result<(), Error> {
+    pub(crate) fn unmerge_on_request(&mut self) -> Result<(), Error> {
         self.note_breaks();
         self.drop_merges();
         let done = self.unmerge();
@@ -295,6 +299,8 @@ impl Scanner {
 
     fn try_pass(&mut self) -> Result<(), Error> {
         self.note_breaks();
+        let discards = self.discards.clone();
+        self.note_discards(&mut discards.lock());
         self.breaker.set_vmas_left(self.vmas_max - self.vmas);
         if self.passes.is_multiple_of(DIRECT_IO_CHECK) {
             self.check_direct_io();
@@ -317,6 +323,9 @@ impl Scanner {
     pub(crate) fn note_breaks(&mut self) {
         let mut touched = std::collections::BTreeSet::new();
         for page in self.breaker.take_broken() {
+            if !self.memory.has(page) {
+                continue;
+            }
             match self.table.get(page) {
                 State::Broken => continue,
                 State::Shared(slot) => self.release(slot),
@@ -369,13 +378,13 @@ impl Scanner {
 
     /// Gives up a connection. What was mapped stays mapped: the mappings keep the old store's memory alive. It is
     /// keyed anew and moves to the next store's slots as twins are found there.
-    fn lose_store(&mut self, error: &Error) {
+    pub(crate) fn lose_store(&mut self, error: &Error) {
         log::warn!("lost the store: {error}; guests go on, and merging resumes with the next store");
         self.store = None;
         self.outbox.clear();
         self.to_hash.clear();
         self.merges.clear();
-        for page in (0..).take(self.memory.pages()) {
+        for page in (0..).take(self.memory.end()) {
             match self.table.get(page) {
                 State::Shared(_) | State::Candidate { foreign: true, .. } => {
                     self.table.set(page, State::Foreign);
@@ -466,7 +475,10 @@ impl Scanner {
         stats.vmas = u64::try_from(self.vmas).unwrap_or(0);
         stats.vmas_max = u64::try_from(self.vmas_max).unwrap_or(0);
         stats.vma_bytes = stats.vmas * VMA_BYTES;
-        let bytes = self.table.bytes() + self.chunks.len() * size_of::<ChunkState>() + self.breaker.bytes();
+        let bytes = self.table.bytes()
+            + self.chunks.len() * size_of::<ChunkState>()
+            + self.breaker.bytes()
+            + self.discards.bytes();
         stats.metadata_bytes = bytes as u64;
         stats.reserve_pages = reserve.pages as u64;
         stats.reserve_target = reserve.target as u64;

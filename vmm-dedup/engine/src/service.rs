@@ -3,8 +3,10 @@
 use crate::breaks::Breaker;
 use crate::config::Config;
 use crate::control::{Control, Event, Request};
+use crate::discard::{Discarder, Discards};
 use crate::error::Error;
 use crate::memory::{HostRange, Memory};
+use crate::resize::Change;
 use crate::scanner::Scanner;
 use crate::store::Store;
 use crate::sys::pagemap::Pagemap;
@@ -24,6 +26,7 @@ use vmm_dedup_protocol::stats::ServiceStats;
 pub struct DedupService {
     control: Arc<Control>,
     breaker: Arc<Breaker>,
+    discards: Arc<Discards>,
     scanner: Option<JoinHandle<(ServiceStats, Result<(), Error>)>>,
     faults: Option<JoinHandle<()>>,
 }
@@ -65,7 +68,7 @@ impl DedupService {
         let control = Arc::new(Control::new(&config)?);
         let scanner = Scanner::new(config, Memory::new(ranges)?, store.to_owned(), control.clone())?;
         control.publish(&scanner.stats);
-        let breaker = scanner.breaker.clone();
+        let (breaker, discards) = (scanner.breaker.clone(), scanner.discards.clone());
         let spawn = |name: &str| std::thread::Builder::new().name(name.into());
         let faults = if breaker.managed() {
             let (breaker, pagemap) = (breaker.clone(), Pagemap::open()?);
@@ -85,6 +88,7 @@ impl DedupService {
         let mut service = Self {
             control,
             breaker,
+            discards,
             scanner: None,
             faults,
         };
@@ -143,6 +147,56 @@ impl DedupService {
         let (tell, told) = mpsc::channel();
         self.control.request(Request::Pass(tell));
         told.recv().map_err(|_| Error::Stopped)
+    }
+
+    /// Takes on memory that the VM got (hotplug), on plain addresses.
+    ///
+    /// # Safety
+    /// As for [`Self::start_on_ranges`], until [`Self::remove_range`] has returned for it.
+    ///
+    /// # Errors
+    /// Those of [`Self::start`] that concern memory; nothing has changed then.
+    #[allow(unsafe_code)]
+    pub unsafe fn add_range(&self, range: HostRange) -> Result<(), Error> {
+        self.change(Change::Add, range)
+    }
+
+    /// Forgets memory that is about to be unmapped or replaced: when this returns the service does not touch it any
+    /// more. What is shared there stays mapped. The range may be any part of the service's memory.
+    ///
+    /// # Errors
+    /// [`Error::Stopped`].
+    pub fn remove_range(&self, range: HostRange) -> Result<(), Error> {
+        self.change(Change::Remove, range)
+    }
+
+    /// Brings memory back to anonymous memory, ends its registrations and leaves it alone until
+    /// [`Self::resume_range`], e.g. so that somebody else can use a userfaultfd on it. It works on chunks of 2 MiB.
+    ///
+    /// # Errors
+    /// [`Error::NotUnmerged`], [`Error::Register`], [`Error::Stopped`].
+    pub fn release_range(&self, range: HostRange) -> Result<(), Error> {
+        self.change(Change::Release, range)
+    }
+
+    /// Goes on after [`Self::release_range`].
+    ///
+    /// # Errors
+    /// [`Error::Register`] if another userfaultfd still owns the memory: try again later.
+    pub fn resume_range(&self, range: HostRange) -> Result<(), Error> {
+        self.change(Change::Resume, range)
+    }
+
+    fn change(&self, change: Change, range: HostRange) -> Result<(), Error> {
+        let (tell, told) = mpsc::channel();
+        self.control.request(Request::Change(change, range, tell));
+        told.recv().map_err(|_| Error::Stopped)?
+    }
+
+    /// What frees guest memory in the place of madvise(MADV_DONTNEED), from any thread.
+    #[must_use]
+    pub fn discarder(&self) -> Discarder {
+        Discarder::new(self.discards.clone(), self.breaker.clone())
     }
 
     /// The account as of the last pass (or the last pause for the CPU budget).
@@ -212,10 +266,13 @@ fn scan(mut scanner: Scanner) -> (ServiceStats, Result<(), Error>) {
         match control.next(next, resting, store) {
             Event::Question => scanner.try_answer(),
             Event::Request(Request::Unmerge(tell)) => {
-                let done = scanner.give_back();
+                let done = scanner.unmerge_on_request();
                 if let Some(tell) = tell {
                     let _ = tell.send(done);
                 }
+            }
+            Event::Request(Request::Change(change, range, tell)) => {
+                let _ = tell.send(scanner.change(change, range));
             }
             Event::Request(Request::Stop { unmerge }) => {
                 let end = scanner.finish(unmerge);

@@ -58,6 +58,9 @@ impl Scanner {
 
     fn is_due(&self, at: usize, skipped: &mut bool) -> bool {
         let chunk = &self.chunks[at];
+        if chunk.released {
+            return false;
+        }
         let turn = |period: u64| (self.passes + at as u64).is_multiple_of(period);
         if turn(FORCED_PERIOD) {
             return true;

@@ -223,6 +223,7 @@ impl State {
 
     /// A service's account.
     pub(crate) fn report(&mut self, id: MemberId, stats: &ServiceStats) -> Result<(), Violation> {
+        let max = self.config.max_vm_pages;
         let Some(Connection {
             phase: Phase::Service(service),
             ..
@@ -230,6 +231,16 @@ impl State {
         else {
             return Err(Violation::Unexpected("Report"));
         };
+        // Memory was added to the VM. (When some goes, what it referenced goes a little later.)
+        if stats.pages > service.pages {
+            if stats.pages > max {
+                return Err(Violation::Pages {
+                    pages: stats.pages,
+                    max,
+                });
+            }
+            service.pages = stats.pages;
+        }
         accounts::accumulate(&mut self.totals, &service.stats, stats);
         service.stats = *stats;
         Ok(())

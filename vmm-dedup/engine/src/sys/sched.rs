@@ -1,6 +1,7 @@
 //! Not being preempted while guest pages are away.
 #![allow(unsafe_code)] // sched_setscheduler
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Set when the kernel refused once: no further tries.
@@ -41,8 +42,25 @@ fn set(policy: i32, priority: i32) -> bool {
     unsafe { libc::sched_setscheduler(0, policy, &parameters) == 0 }
 }
 
+thread_local! {
+    static SERVICE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the calling thread is a service's own. For libraries that interpose system calls: those of a service are
+/// not the VMM's.
+#[must_use]
+pub fn in_service_thread() -> bool {
+    SERVICE.get()
+}
+
+/// What every thread of a service calls first.
+pub(crate) fn enter_service_thread() {
+    SERVICE.set(true);
+    block_signals();
+}
+
 /// Keeps the VMM's signals away from the calling thread: they are for others, and would interrupt system calls here.
-pub(crate) fn block_signals() {
+fn block_signals() {
     // SAFETY: a valid, exclusive signal set; only the calling thread's mask changes.
     unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();

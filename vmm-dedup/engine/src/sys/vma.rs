@@ -138,6 +138,30 @@ pub(crate) unsafe fn map_segment(
     check(unsafe { libc::mmap(at as *mut _, len, prot, flags, segment.as_raw_fd(), offset) })
 }
 
+/// Maps fresh anonymous memory over guest memory that is given up. If that fails, what was there is there still, or
+/// anonymous memory.
+///
+/// # Safety
+/// The range must be guest memory that the VMM gives up.
+pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+    // SAFETY: as promised by the caller.
+    let renewed = check(unsafe { libc::mmap(at as *mut _, len, prot, flags, -1, 0) });
+    if renewed.is_err() {
+        fill_hole(at, len);
+    }
+    renewed
+}
+
+/// madvise(MADV_DONTNEED).
+///
+/// # Safety
+/// The range must be memory that the VMM gives up.
+pub(crate) unsafe fn dont_need(at: usize, len: usize) -> io::Result<()> {
+    advise(at, len, libc::MADV_DONTNEED)
+}
+
 /// Moves `len` bytes of our anonymous memory over guest memory, atomically for everyone who uses that.
 ///
 /// # Safety

@@ -1,0 +1,272 @@
+//! Guest memory that comes, goes, is lent to another userfaultfd, or is given up by the guest.
+#![allow(unsafe_code)] // raw memory
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use vmm_dedup::{Breaks, Config, DedupService, HostRange, Settings, Switch};
+use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::need_userfaultfd;
+use vmm_dedup_integration_tests::store::StoreThread;
+
+const PAGE: usize = 4096;
+const MANAGED: Breaks = Breaks::Managed {
+    reserve_pages: 1024,
+    floor_bytes: 0,
+};
+
+fn config(breaks: Breaks) -> Config {
+    Config {
+        pass_period_ms: 10,
+        cpu_percent: 100,
+        breaks,
+        ..Config::default()
+    }
+}
+
+/// Every content twice.
+fn fill(pages: &Pages) {
+    (0..pages.count()).for_each(|page| pages.fill(page, page as u64 / 2 + 1));
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(60), "{what} did not happen");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn mapped(service: &DedupService) -> u64 {
+    service.stats().pages_mapped
+}
+
+fn range(pages: &Pages, from: usize, count: usize) -> HostRange {
+    HostRange::try_new(pages.address(from), count * PAGE).expect("aligned")
+}
+
+fn discard_shared_pages(breaks: Breaks) {
+    let store = StoreThread::start();
+    let pages = Pages::map(1024);
+    fill(&pages);
+    let service = pages
+        .serve(&store.socket(), config(breaks))
+        .expect("dedup starts");
+    wait_until("sharing", || mapped(&service) == 1024);
+    pages.store(5, 0, 7); // copied on write: a private page in a store mapping, or one of its own
+    let discarder = service.discarder();
+    // SAFETY: the test's own memory, whose content is not needed any more.
+    unsafe { discarder.discard(pages.address(0), 512 * PAGE) }.expect("it is discarded");
+    (0..512).for_each(|page| assert!(pages.holds(page, 0), "page {page} has stale content"));
+    (512..1024).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
+    // What is written there now is tracked and shared like any other memory.
+    (0..512).for_each(|page| pages.fill(page, page as u64 / 2 + 1));
+    wait_until("sharing again", || mapped(&service) == 1024);
+    (0..1024).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
+    service.stop(true).expect("it stops");
+    // The discarder outlives the service.
+    // SAFETY: as above.
+    unsafe { discarder.discard(pages.address(0), 1024 * PAGE) }.expect("it is discarded");
+    (0..1024).for_each(|page| assert!(pages.holds(page, 0)));
+}
+
+#[test]
+fn discarded_pages_read_as_zeros_and_can_be_shared_again() {
+    need_userfaultfd!();
+    discard_shared_pages(Breaks::Kernel);
+}
+
+#[test]
+fn discarded_pages_read_as_zeros_with_managed_breaks() {
+    need_userfaultfd!();
+    discard_shared_pages(MANAGED);
+}
+
+#[test]
+fn a_discarded_range_does_not_have_to_be_aligned_to_anything_but_pages() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(64);
+    fill(&pages);
+    let service = pages
+        .serve(&store.socket(), config(Breaks::Kernel))
+        .expect("dedup starts");
+    wait_until("sharing", || mapped(&service) == 64);
+    let discarder = service.discarder();
+    // SAFETY: the test's own memory.
+    let error = unsafe { discarder.discard(pages.address(1) + 8, PAGE) };
+    assert!(error.is_err());
+    assert!(pages.holds(1, 1));
+    // SAFETY: as above.
+    unsafe { discarder.discard(pages.address(3), 1) }.expect("it is discarded");
+    assert!(pages.holds(3, 0) && pages.holds(2, 2) && pages.holds(4, 3));
+    assert!(discarder.covers(pages.address(63), 1) && !discarder.covers(pages.address(63) + PAGE, 1));
+}
+
+/// A guest that fills, rests until the pages are shared, and gives them up again, while all of it is being merged.
+fn discard_under_fire(breaks: Breaks) {
+    const GUESTS: usize = 2;
+    const PAGES: usize = 256;
+    let store = StoreThread::start();
+    let pages = Pages::map(GUESTS * PAGES);
+    let service = pages
+        .serve(&store.socket(), config(breaks))
+        .expect("dedup starts");
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for guest in 0..GUESTS {
+            let (service, stop) = (&service, &stop);
+            scope.spawn(move || {
+                let discarder = service.discarder();
+                let mine = guest * PAGES..(guest + 1) * PAGES;
+                for round in 1u64.. {
+                    if stop.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    for page in mine.clone() {
+                        pages.fill(page, page as u64 % 64 + 1);
+                    }
+                    // From far too short to be shared to long enough.
+                    std::thread::sleep(Duration::from_millis(round * 7 % 60));
+                    for page in mine.clone() {
+                        assert!(
+                            pages.holds(page, page as u64 % 64 + 1),
+                            "page {page}, round {round}"
+                        );
+                    }
+                    let step = [1, 3, 64, PAGES][usize::try_from(round % 4).expect("small")];
+                    for page in mine.clone().step_by(step) {
+                        let count = step.min(mine.end - page);
+                        // SAFETY: the test's own memory.
+                        unsafe { discarder.discard(pages.address(page), count * PAGE) }.expect("discarded");
+                        for page in page..page + count {
+                            assert!(
+                                pages.holds(page, 0),
+                                "page {page} has stale content, round {round}"
+                            );
+                        }
+                    }
+                }
+            });
+        }
+        std::thread::sleep(Duration::from_secs(4));
+        stop.store(true, Ordering::Relaxed);
+    });
+    let stats = service.stop(true).expect("it stops");
+    assert!(
+        stats.merges_total > 500,
+        "too little was merged to prove anything: {stats:?}"
+    );
+}
+
+#[test]
+fn no_stale_content_appears_while_pages_are_merged() {
+    need_userfaultfd!();
+    discard_under_fire(Breaks::Kernel);
+}
+
+#[test]
+fn no_stale_content_appears_while_pages_are_merged_and_broken_by_the_service() {
+    need_userfaultfd!();
+    discard_under_fire(MANAGED);
+}
+
+#[test]
+fn memory_can_come_and_go() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let (boot, plugged) = (Pages::map(600), Pages::map(1000));
+    fill(&boot);
+    fill(&plugged);
+    let service = boot
+        .serve(&store.socket(), config(Breaks::Kernel))
+        .expect("dedup starts");
+    wait_until("sharing", || mapped(&service) == 600);
+    for _ in 0..3 {
+        // SAFETY: the pages are never unmapped and only accessed through raw pointers.
+        unsafe { service.add_range(range(&plugged, 0, 1000)) }.expect("it is added");
+        wait_until("sharing all", || mapped(&service) == 1600);
+        assert_eq!(service.stats().pages, 1600);
+        service
+            .release_range(range(&plugged, 0, 1000))
+            .expect("it is released");
+        service
+            .remove_range(range(&plugged, 0, 1000))
+            .expect("it is removed");
+        service.pass().expect("a pass");
+        assert_eq!((service.stats().pages, mapped(&service)), (600, 600));
+    }
+    // A part in the middle, while it is shared.
+    service
+        .remove_range(range(&boot, 100, 300))
+        .expect("it is removed");
+    service.pass().expect("a pass");
+    assert_eq!((service.stats().pages, mapped(&service)), (300, 300));
+    (0..600).for_each(|page| assert!(boot.holds(page, page as u64 / 2 + 1)));
+    // Nothing left at all, as between two boots of a VM.
+    service.remove_range(range(&boot, 0, 600)).expect("it is removed");
+    service.pass().expect("a pass");
+    assert_eq!((service.stats().pages, mapped(&service)), (0, 0));
+    // SAFETY: as above.
+    unsafe { service.add_range(range(&plugged, 0, 1000)) }.expect("it is added");
+    wait_until("sharing after all went", || mapped(&service) == 1000);
+    (0..1000).for_each(|page| assert!(plugged.holds(page, page as u64 / 2 + 1)));
+    // SAFETY: as above.
+    let twice = unsafe { service.add_range(range(&plugged, 999, 1)) };
+    assert!(matches!(twice, Err(vmm_dedup::Error::Overlap(_))), "{twice:?}");
+    service.stop(true).expect("it stops");
+}
+
+#[test]
+fn released_memory_is_anonymous_and_free_for_another_userfaultfd() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(2048);
+    fill(&pages);
+    let service = pages
+        .serve(&store.socket(), config(Breaks::Kernel))
+        .expect("dedup starts");
+    wait_until("sharing", || mapped(&service) == 2048);
+    let whole = range(&pages, 0, 2048);
+    service.release_range(whole).expect("it is released");
+    assert_eq!(service.pass().expect("a pass").pages_mapped, 0);
+    let other = Pages::map(16);
+    // A second service stands for the VMM's own userfaultfd.
+    // SAFETY: the pages are never unmapped and only accessed through raw pointers.
+    let second = unsafe {
+        DedupService::start_on_ranges(
+            &[whole, range(&other, 0, 16)],
+            &store.socket(),
+            config(Breaks::Kernel),
+        )
+    }
+    .expect("the memory is free");
+    let refused = service.resume_range(whole).expect_err("it is taken");
+    assert!(matches!(refused, vmm_dedup::Error::Register { .. }), "{refused}");
+    second.stop(true).expect("it stops");
+    service.resume_range(whole).expect("it is free again");
+    wait_until("sharing again", || mapped(&service) == 2048);
+    (0..2048).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
+    service.stop(true).expect("it stops");
+}
+
+#[test]
+fn a_service_that_is_not_enabled_waits() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(64);
+    fill(&pages);
+    let config = Config {
+        enabled: false,
+        ..config(Breaks::Kernel)
+    };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(service.stats().passes_total, 0);
+    let on = Settings {
+        switch: Some(Switch::On),
+        ..Settings::default()
+    };
+    service.set(on).expect("it is switched on");
+    wait_until("sharing", || mapped(&service) == 64);
+    service.stop(true).expect("it stops");
+}

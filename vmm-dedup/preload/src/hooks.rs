@@ -1,0 +1,248 @@
+//! The interposed functions. Each does what the VMM asked for, and lets the manager know before or after.
+#![allow(unsafe_code, unreachable_pub)] // C functions, found by name
+
+use crate::kvm::{KVM_RUN, Meaning, MemorySlot, UffdRange, meaning};
+use crate::mappings::{Backing, Mapping, SMALLEST};
+use crate::watch::{Request, WATCH};
+use crate::{active, manager, real};
+use libc::{c_int, c_ulong, c_void, off_t, size_t};
+use std::io;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Runs a part of a hook: errno stays as it was, and no panic leaves it.
+fn quietly<T>(work: impl FnOnce() -> T, otherwise: T) -> T {
+    // SAFETY: errno's address is valid for the calling thread.
+    let errno = unsafe { libc::__errno_location() };
+    // SAFETY: as above.
+    let before = unsafe { *errno };
+    let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or(otherwise);
+    // SAFETY: as above.
+    unsafe { *errno = before };
+    result
+}
+
+/// Whether a hook is to look at its call: it is the VMM's own, and there is a manager.
+fn concerned() -> bool {
+    active::active() && !manager::is_ours()
+}
+
+fn addresses(at: *mut c_void, len: size_t) -> Range<usize> {
+    let start = at as usize;
+    start
+        ..start
+            .saturating_add(len)
+            .checked_next_multiple_of(4096)
+            .unwrap_or(usize::MAX)
+}
+
+fn is_guest(range: &Range<usize>) -> bool {
+    WATCH.lock().mappings.has_guest(range)
+}
+
+/// Memory is about to be unmapped or replaced: the engine lets go of it first.
+fn forget(range: &Range<usize>) {
+    if is_guest(range) {
+        WATCH.ask(Request::Remove(range.clone()));
+    }
+    WATCH.lock().mappings.remove(range);
+}
+
+fn remember(at: *mut c_void, len: size_t, prot: c_int, flags: c_int) {
+    let range = addresses(at, len);
+    let usable = libc::PROT_READ | libc::PROT_WRITE;
+    let mut inner = WATCH.lock();
+    if range.len() < SMALLEST || prot & usable != usable {
+        inner.mappings.remove(&range);
+        return;
+    }
+    inner.mappings.add(Mapping {
+        start: range.start,
+        end: range.end,
+        backing: Backing::of(flags),
+        guest: false,
+    });
+}
+
+/// # Safety
+/// ioctl's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) -> c_int {
+    #[allow(clippy::cast_possible_truncation)] // the kernel takes 32 bits
+    let request_number = request as u32;
+    if request_number == KVM_RUN {
+        // SAFETY: the caller's call.
+        return unsafe { real::ioctl(fd, request, arg) };
+    }
+    let meaning = meaning(request_number);
+    if meaning != Meaning::Other {
+        quietly(|| before_ioctl(meaning, arg), ());
+    }
+    // SAFETY: the caller's call.
+    let result = unsafe { real::ioctl(fd, request, arg) };
+    if meaning == Meaning::Slot && result == 0 {
+        quietly(|| note_slot(arg), ());
+    }
+    result
+}
+
+fn before_ioctl(meaning: Meaning, arg: *mut c_void) {
+    if meaning == Meaning::Hello && active::wanted() {
+        active::start();
+    }
+    if !concerned() {
+        return;
+    }
+    match meaning {
+        Meaning::Passthrough => WATCH.ask(Request::Passthrough),
+        Meaning::Confidential => WATCH.ask(Request::Confidential),
+        Meaning::Userfaultfd if !arg.is_null() => {
+            // SAFETY: UFFDIO_REGISTER's argument, which the caller vouches for, begins with a range.
+            let UffdRange { start, len } = unsafe { arg.cast::<UffdRange>().read_unaligned() };
+            let range = usize::try_from(start).and_then(|start| Ok((start, usize::try_from(len)?)));
+            let range = range.map(|(start, len)| start..start.saturating_add(len));
+            if let Some(range) = range.ok().filter(is_guest) {
+                WATCH.ask(Request::Lend(range));
+            }
+        }
+        _ => {}
+    }
+}
+
+/// A memory slot was set.
+fn note_slot(arg: *mut c_void) {
+    if !concerned() || arg.is_null() {
+        return;
+    }
+    // SAFETY: both requests' arguments begin so, and the kernel has just read it.
+    let slot = unsafe { arg.cast::<MemorySlot>().read_unaligned() };
+    if slot.confidential() {
+        WATCH.ask(Request::Confidential);
+    }
+    let Some(ram) = slot.ram() else { return };
+    let mut inner = WATCH.lock();
+    let (known, new) = inner.mappings.mark_guest(&ram);
+    if !known && ram.len() >= SMALLEST {
+        inner.unknown += ram.len();
+    }
+    if new || !known {
+        WATCH.tell(inner);
+    }
+}
+
+/// # Safety
+/// mmap's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap(
+    at: *mut c_void,
+    len: size_t,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: off_t,
+) -> *mut c_void {
+    let look = active::watching() && !manager::is_ours();
+    if look && flags & libc::MAP_FIXED != 0 && flags & libc::MAP_FIXED_NOREPLACE != libc::MAP_FIXED_NOREPLACE
+    {
+        quietly(|| forget(&addresses(at, len)), ());
+    }
+    // SAFETY: the caller's call.
+    let mapped = unsafe { real::mmap(at, len, prot, flags, fd, offset) };
+    if look && mapped != libc::MAP_FAILED && len >= SMALLEST {
+        quietly(|| remember(mapped, len, prot, flags), ());
+    }
+    mapped
+}
+
+/// The same where off_t has 64 bits.
+///
+/// # Safety
+/// mmap's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap64(
+    at: *mut c_void,
+    len: size_t,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: off_t,
+) -> *mut c_void {
+    // SAFETY: the caller's call.
+    unsafe { mmap(at, len, prot, flags, fd, offset) }
+}
+
+/// # Safety
+/// munmap's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn munmap(at: *mut c_void, len: size_t) -> c_int {
+    if active::watching() && !manager::is_ours() {
+        quietly(|| forget(&addresses(at, len)), ());
+    }
+    // SAFETY: the caller's call.
+    unsafe { real::munmap(at, len) }
+}
+
+/// # Safety
+/// mremap's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mremap(
+    at: *mut c_void,
+    len: size_t,
+    new_len: size_t,
+    flags: c_int,
+    new_at: *mut c_void,
+) -> *mut c_void {
+    if active::watching() && !manager::is_ours() {
+        quietly(
+            || {
+                let from = addresses(at, len);
+                if is_guest(&from) {
+                    WATCH.ask(Request::Move(from.clone()));
+                }
+                WATCH.lock().mappings.remove(&from);
+                if flags & libc::MREMAP_FIXED != 0 {
+                    forget(&addresses(new_at, new_len));
+                }
+            },
+            (),
+        );
+    }
+    // SAFETY: the caller's call.
+    unsafe { real::mremap(at, len, new_len, flags, new_at) }
+}
+
+/// # Safety
+/// madvise's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn madvise(at: *mut c_void, len: size_t, advice: c_int) -> c_int {
+    let frees = matches!(
+        advice,
+        libc::MADV_DONTNEED | libc::MADV_FREE | libc::MADV_DONTNEED_LOCKED
+    );
+    if frees && concerned() {
+        match quietly(|| discard(at, len), None) {
+            None => {}
+            Some(Ok(())) => return 0,
+            Some(Err(error)) => {
+                // SAFETY: errno's address is valid for the calling thread.
+                unsafe { *libc::__errno_location() = error.raw_os_error().unwrap_or(libc::EINVAL) };
+                return -1;
+            }
+        }
+    }
+    // SAFETY: the caller's call.
+    unsafe { real::madvise(at, len, advice) }
+}
+
+/// Frees guest memory; `None` if it is none that the engine has ever worked on.
+fn discard(at: *mut c_void, len: size_t) -> Option<io::Result<()>> {
+    let discarder = {
+        let inner = WATCH.lock();
+        if !inner.mappings.has_guest(&addresses(at, len)) {
+            return None;
+        }
+        inner.discarder.clone()?
+    };
+    // SAFETY: the VMM itself says that nothing there is needed any more.
+    Some(unsafe { discarder.discard(at as usize, len) })
+}

@@ -1,0 +1,128 @@
+//! What an ioctl of a VMM means to us. Sources: Linux, include/uapi/linux/{kvm,vfio,iommufd,vhost,userfaultfd}.h.
+
+/// What to do about an ioctl.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Meaning {
+    /// Nothing.
+    Other,
+    /// The process is a VMM.
+    Hello,
+    /// A memory slot is set, which `argument` describes ([`MemorySlot`]).
+    Slot,
+    /// Guest memory becomes private to the guest.
+    Confidential,
+    /// Memory is about to be pinned for a device.
+    Passthrough,
+    /// Somebody registers a userfaultfd; `argument` begins with the range.
+    Userfaultfd,
+}
+
+/// KVM_RUN: the one ioctl that has to be fast.
+pub(crate) const KVM_RUN: u32 = 0xae80;
+
+const KVM_GET_API_VERSION: u32 = 0xae00;
+const KVM_CREATE_VM: u32 = 0xae01;
+const KVM_SET_USER_MEMORY_REGION: u32 = 0x4020_ae46;
+const KVM_SET_USER_MEMORY_REGION2: u32 = 0x40a0_ae49;
+const KVM_CREATE_GUEST_MEMFD: u32 = 0xc040_aed4;
+const KVM_SET_MEMORY_ATTRIBUTES: u32 = 0x4020_aed2;
+const KVM_MEMORY_ENCRYPT_REG_REGION: u32 = 0x8010_aebb;
+const VFIO_IOMMU_MAP_DMA: u32 = 0x3b71;
+const IOMMU_IOAS_MAP: u32 = 0x3b85;
+const IOMMU_IOAS_MAP_FILE: u32 = 0x3b8f;
+const UFFDIO_REGISTER: u32 = 0xc020_aa00;
+/// Type and first number of the VHOST_VDPA_* ioctls; they end at 0x7f. A vDPA device gets its memory by write(), after
+/// the first of these.
+const VHOST_VDPA: u32 = 0xaf70;
+
+/// What `request` means.
+pub(crate) fn meaning(request: u32) -> Meaning {
+    match request {
+        KVM_GET_API_VERSION | KVM_CREATE_VM => Meaning::Hello,
+        KVM_SET_USER_MEMORY_REGION | KVM_SET_USER_MEMORY_REGION2 => Meaning::Slot,
+        KVM_CREATE_GUEST_MEMFD | KVM_SET_MEMORY_ATTRIBUTES | KVM_MEMORY_ENCRYPT_REG_REGION => {
+            Meaning::Confidential
+        }
+        VFIO_IOMMU_MAP_DMA | IOMMU_IOAS_MAP | IOMMU_IOAS_MAP_FILE => Meaning::Passthrough,
+        UFFDIO_REGISTER => Meaning::Userfaultfd,
+        _ if request & 0xfff0 == VHOST_VDPA => Meaning::Passthrough,
+        _ => Meaning::Other,
+    }
+}
+
+/// struct kvm_userspace_memory_region, and the beginning of kvm_userspace_memory_region2.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MemorySlot {
+    slot: u32,
+    flags: u32,
+    guest_address: u64,
+    bytes: u64,
+    host_address: u64,
+}
+
+const _: () = assert!(size_of::<MemorySlot>() == 32);
+
+const READ_ONLY: u32 = 1 << 1;
+const GUEST_MEMFD: u32 = 1 << 2;
+
+impl MemorySlot {
+    /// Host addresses of memory that the guest can write; `None` for one that is removed, or read-only. (KVM's dirty
+    /// log, another flag, is of no interest: merging changes no content, so no page becomes dirty by it, and a guest
+    /// that writes a shared page takes the fault that logs it, like with any other page.)
+    pub(crate) fn ram(&self) -> Option<std::ops::Range<usize>> {
+        let start = usize::try_from(self.host_address).ok()?;
+        let end = start.checked_add(usize::try_from(self.bytes).ok()?)?;
+        (self.flags & READ_ONLY == 0 && start < end).then_some(start..end)
+    }
+
+    /// Whether the memory is private to the guest.
+    pub(crate) fn confidential(&self) -> bool {
+        self.flags & GUEST_MEMFD != 0
+    }
+}
+
+/// struct uffdio_range, with which UFFDIO_REGISTER's argument begins.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UffdRange {
+    pub(crate) start: u64,
+    pub(crate) len: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ioctls_that_matter_are_known_and_the_others_are_not() {
+        assert_eq!(meaning(0x4020_ae46), Meaning::Slot);
+        assert_eq!(meaning(0x8004_af70), Meaning::Passthrough); // VHOST_VDPA_GET_DEVICE_ID
+        assert_eq!(meaning(0x4008_af00), Meaning::Other); // VHOST_SET_FEATURES, as vhost-net does
+        assert_eq!(meaning(0x4004_af61), Meaning::Other); // VHOST_VSOCK_SET_RUNNING
+        assert_eq!(meaning(KVM_RUN), Meaning::Other);
+        assert_eq!(meaning(0x5401), Meaning::Other); // TCGETS
+    }
+
+    #[test]
+    fn slots_that_go_or_are_read_only_are_no_ram() {
+        let slot = MemorySlot {
+            slot: 0,
+            flags: 1,
+            guest_address: 0,
+            bytes: 4096,
+            host_address: 8192,
+        };
+        assert_eq!(slot.ram(), Some(8192..12288));
+        assert_eq!(MemorySlot { bytes: 0, ..slot }.ram(), None);
+        assert_eq!(MemorySlot { flags: 2, ..slot }.ram(), None);
+        assert_eq!(
+            MemorySlot {
+                host_address: u64::MAX,
+                ..slot
+            }
+            .ram(),
+            None
+        );
+    }
+}

@@ -1,0 +1,42 @@
+//! Dedup inside an unmodified VMM.
+//!
+//! Started with `LD_PRELOAD=libvmm_dedup_preload.so VMM_DEDUP_STORE=SOCKET`, a VMM (Cloud Hypervisor, QEMU) shares
+//! equal pages of its guest with the other VMs on that store. docs/operating.md has the variables, docs/embedding.md
+//! what a VMM does that embeds the engine instead.
+//!
+//! ```text
+//!   the VMM's threads                                      our thread (manager)         the engine's threads
+//!   mmap, munmap, mremap ----> mappings \                                              .-----------------.
+//!   KVM_SET_USER_MEMORY_REGION           > Watch ---------> starts, adds memory ------>| DedupService    |
+//!   munmap, UFFDIO_REGISTER, VFIO: wait /        <-- done -- removes, lends, retires -->|                 |
+//!   madvise(MADV_DONTNEED) -------------------------------------------- Discarder ---->`-----------------'
+//! ```
+//!
+//! - [`hooks`] are the interposed functions; [`kvm`] says what an ioctl means; [`mappings`] remembers what was mapped;
+//! - [`watch`] is what hooks and manager share; [`manager`] decides; [`refusal`] says why not; [`real`] is libc.
+//!
+//! Rules
+//! - The VMM never fails because of us: on any doubt its call goes through as if we were not there, and the reason is
+//!   reported ([`refusal`]). No panic leaves a hook.
+//! - A hook may run in a thread whose system calls are filtered (vCPU, virtio devices). Beyond the VMM's own call it
+//!   uses futex, and mmap and madvise on guest memory, which those filters allow. Everything else is the manager's.
+//! - A hook may run inside somebody's allocator: it does not allocate before it knows that guest memory is concerned.
+//! - Nothing happens in a process that never talks to KVM: no thread, no file. The first KVM_GET_API_VERSION starts
+//!   the manager, which every VMM does before it restricts itself; so wrappers (`ip netns exec`, `unshare`, shells),
+//!   and what a VMM executes, are not touched, and the environment is left as it is. A child that is forked, in
+//!   whatever way, finds the hooks inactive.
+//! - KVM_RUN is the first thing that the ioctl hook looks for.
+//!
+//! Known holes: memory whose protection is changed to read-write later (mprotect) is not recognised; nor are ranges
+//! freed by process_madvise or by io_uring's madvise.
+
+mod active;
+mod hooks;
+mod kvm;
+mod logging;
+mod manager;
+mod mappings;
+mod real;
+mod refusal;
+mod settings;
+mod watch;

@@ -1,0 +1,182 @@
+//! What the process has mapped, as far as it may be guest memory. Of fixed size, since it is changed inside mmap().
+
+use std::ops::Range;
+
+/// Smaller mappings are not worth a look (firmware, devices, stacks).
+pub(crate) const SMALLEST: usize = 1 << 20;
+/// Mappings remembered.
+const MOST: usize = 256;
+
+/// What is behind a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Backing {
+    /// Private anonymous memory: what can be deduplicated.
+    Anonymous,
+    /// Memory that others may map too.
+    Shared,
+    /// A private mapping of a file.
+    File,
+    /// Anonymous huge pages of hugetlbfs.
+    HugeTlb,
+}
+
+impl Backing {
+    /// From the flags of mmap().
+    pub(crate) fn of(flags: i32) -> Self {
+        let shared = flags & libc::MAP_TYPE != libc::MAP_PRIVATE;
+        match (
+            shared,
+            flags & libc::MAP_HUGETLB != 0,
+            flags & libc::MAP_ANONYMOUS != 0,
+        ) {
+            (_, true, _) => Backing::HugeTlb,
+            (true, false, _) => Backing::Shared,
+            (false, false, true) => Backing::Anonymous,
+            (false, false, false) => Backing::File,
+        }
+    }
+}
+
+/// A mapping that can be read and written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mapping {
+    pub(crate) start: usize,
+    pub(crate) end: usize,
+    pub(crate) backing: Backing,
+    /// A memory slot of KVM refers to it.
+    pub(crate) guest: bool,
+}
+
+impl Mapping {
+    pub(crate) fn overlaps(&self, range: &Range<usize>) -> bool {
+        self.start < range.end && range.start < self.end
+    }
+
+    pub(crate) fn range(&self) -> Range<usize> {
+        self.start..self.end
+    }
+}
+
+/// All of them, in no order, without overlaps.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mappings {
+    entries: [Option<Mapping>; MOST],
+}
+
+impl Mappings {
+    pub(crate) const fn new() -> Self {
+        Self {
+            entries: [None; MOST],
+        }
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Mapping> {
+        self.entries.iter().flatten()
+    }
+
+    /// Whether guest memory lies in a range.
+    pub(crate) fn has_guest(&self, range: &Range<usize>) -> bool {
+        self.iter().any(|m| m.guest && m.overlaps(range))
+    }
+
+    /// Something was mapped; whatever was there is gone. If there is no room it is not remembered, and its memory is
+    /// refused later.
+    pub(crate) fn add(&mut self, mapping: Mapping) {
+        self.remove(&mapping.range());
+        self.insert(mapping);
+    }
+
+    /// Something was unmapped.
+    pub(crate) fn remove(&mut self, gone: &Range<usize>) {
+        for at in 0..MOST {
+            let Some(old) = self.entries[at].filter(|m| m.overlaps(gone)) else {
+                continue;
+            };
+            self.entries[at] = None;
+            self.insert(Mapping {
+                end: gone.start.max(old.start),
+                ..old
+            });
+            self.insert(Mapping {
+                start: gone.end.min(old.end),
+                ..old
+            });
+        }
+    }
+
+    fn insert(&mut self, mapping: Mapping) {
+        let free = self.entries.iter_mut().find(|e| e.is_none());
+        if let (Some(free), true) = (free, mapping.start < mapping.end) {
+            *free = Some(mapping);
+        }
+    }
+
+    /// A memory slot refers to a range; returns whether that is known memory, and whether anything is new.
+    pub(crate) fn mark_guest(&mut self, slot: &Range<usize>) -> (bool, bool) {
+        let (mut known, mut new) = (false, false);
+        for mapping in self.entries.iter_mut().flatten().filter(|m| m.overlaps(slot)) {
+            known = true;
+            new |= !std::mem::replace(&mut mapping.guest, true);
+        }
+        (known, new)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mapping(start: usize, end: usize) -> Mapping {
+        Mapping {
+            start,
+            end,
+            backing: Backing::Anonymous,
+            guest: false,
+        }
+    }
+
+    fn ranges(mappings: &Mappings) -> Vec<Range<usize>> {
+        let mut ranges: Vec<_> = mappings.iter().map(Mapping::range).collect();
+        ranges.sort_by_key(|r| r.start);
+        ranges
+    }
+
+    #[test]
+    fn mapping_over_a_part_replaces_that_part() {
+        let mut mappings = Mappings::new();
+        mappings.add(mapping(0, 100));
+        assert_eq!(mappings.mark_guest(&(10..20)), (true, true));
+        assert_eq!(mappings.mark_guest(&(30..40)), (true, false));
+        mappings.add(mapping(40, 60));
+        assert_eq!(ranges(&mappings), [0..40, 40..60, 60..100]);
+        assert!(mappings.has_guest(&(99..200)) && !mappings.has_guest(&(40..60)));
+        mappings.remove(&(20..80));
+        assert_eq!(ranges(&mappings), [0..20, 80..100]);
+        mappings.remove(&(0..1000));
+        assert_eq!(ranges(&mappings), []);
+        assert_eq!(mappings.mark_guest(&(0..10)), (false, false));
+    }
+
+    #[test]
+    fn what_there_is_no_room_for_is_not_remembered() {
+        let mut mappings = Mappings::new();
+        (0..MOST + 10).for_each(|n| mappings.add(mapping(n * 10, n * 10 + 5)));
+        assert_eq!(ranges(&mappings).len(), MOST);
+        mappings.remove(&(0..5));
+        mappings.add(mapping(1_000_000, 1_000_005));
+        assert_eq!(ranges(&mappings).last(), Some(&(1_000_000..1_000_005)));
+    }
+
+    #[test]
+    fn backing_follows_from_the_flags() {
+        let private = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
+        assert_eq!(Backing::of(private | libc::MAP_ANONYMOUS), Backing::Anonymous);
+        assert_eq!(Backing::of(private), Backing::File);
+        assert_eq!(Backing::of(libc::MAP_SHARED), Backing::Shared);
+        assert_eq!(Backing::of(libc::MAP_SHARED_VALIDATE), Backing::Shared);
+        assert_eq!(
+            Backing::of(private | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB),
+            Backing::HugeTlb
+        );
+    }
+}

@@ -1,0 +1,143 @@
+//! What the environment of the VMM asks for.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use vmm_dedup::Config;
+
+/// From the variables VMM_DEDUP_*, read when the library is loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Settings {
+    /// VMM_DEDUP_STORE.
+    pub(crate) store: PathBuf,
+    name: Option<String>,
+    config: Option<PathBuf>,
+    /// VMM_DEDUP_LOG.
+    pub(crate) log: Option<PathBuf>,
+}
+
+impl Settings {
+    /// `None` without a store: then the library does nothing at all.
+    pub(crate) fn from_environment() -> Option<Self> {
+        Self::from_variables(|name| std::env::var_os(name))
+    }
+
+    fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Option<Self> {
+        let set = |name| variable(name).filter(|value| !value.is_empty());
+        Some(Self {
+            store: set("VMM_DEDUP_STORE")?.into(),
+            name: set("VMM_DEDUP_NAME").map(|name| name.to_string_lossy().into_owned()),
+            config: set("VMM_DEDUP_CONFIG").map(PathBuf::from),
+            log: set("VMM_DEDUP_LOG").map(PathBuf::from),
+        })
+    }
+
+    /// The VM's name: the one that was given, or that of the program and its process number.
+    pub(crate) fn name(&self) -> String {
+        let program = || {
+            let path = std::env::current_exe().unwrap_or_default();
+            let name = path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            format!("{name}-{}", std::process::id())
+        };
+        self.name.clone().unwrap_or_else(program)
+    }
+
+    /// The engine's settings: those of the file that VMM_DEDUP_CONFIG names, or the defaults. A name in the
+    /// environment goes before one in the file.
+    ///
+    /// # Errors
+    /// One line that says what is wrong with the file.
+    pub(crate) fn config(&self) -> Result<Config, String> {
+        let mut config = match &self.config {
+            None => Config {
+                name: String::new(),
+                ..Config::default()
+            },
+            Some(path) => read(path)?,
+        };
+        if self.name.is_some() || config.name.is_empty() {
+            config.name = self.name();
+        }
+        config.validate().map_err(|e| e.to_string())?;
+        Ok(config)
+    }
+}
+
+fn read(path: &Path) -> Result<Config, String> {
+    let text = std::fs::read_to_string(path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
+    let mut table: toml::Table =
+        toml::from_str(&text).map_err(|e| format!("{}: {}", path.display(), e.message()))?;
+    // A file without a name leaves it to us.
+    table.entry("name").or_insert_with(|| String::new().into());
+    table
+        .try_into()
+        .map_err(|e: toml::de::Error| format!("{}: {}", path.display(), e.message()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(variables: &[(&str, &str)]) -> Option<Settings> {
+        let find = |name: &str| variables.iter().find(|(n, _)| *n == name);
+        Settings::from_variables(|name| find(name).map(|(_, value)| value.into()))
+    }
+
+    fn with_file(text: &str) -> Result<Config, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("dedup.toml");
+        std::fs::write(&path, text).unwrap();
+        let path = path.to_str().unwrap();
+        settings(&[("VMM_DEDUP_STORE", "/s"), ("VMM_DEDUP_CONFIG", path)])
+            .unwrap()
+            .config()
+    }
+
+    #[test]
+    fn without_a_store_there_is_nothing_to_do() {
+        assert_eq!(settings(&[("VMM_DEDUP_NAME", "x")]), None);
+        assert_eq!(settings(&[("VMM_DEDUP_STORE", "")]), None);
+    }
+
+    #[test]
+    fn the_name_is_that_of_the_program_unless_given() {
+        let unnamed = settings(&[("VMM_DEDUP_STORE", "/s")]).unwrap();
+        assert!(
+            unnamed
+                .config()
+                .unwrap()
+                .name
+                .ends_with(&format!("-{}", std::process::id()))
+        );
+        let named = settings(&[("VMM_DEDUP_STORE", "/s"), ("VMM_DEDUP_NAME", "web1")]).unwrap();
+        assert_eq!(named.config().unwrap().name, "web1");
+    }
+
+    #[test]
+    fn a_file_sets_the_engines_fields_and_mistakes_are_named() {
+        let config = with_file("enabled = false\ncpu_percent = 7\n[breaks]\nmode = \"kernel\"").unwrap();
+        assert!(!config.enabled && config.cpu_percent == 7);
+        assert_eq!(with_file("name = \"from-file\"").unwrap().name, "from-file");
+        for (text, says) in [
+            ("cpu_percent = 101", "cpu_percent is 101"),
+            ("cpu = 7", "unknown field `cpu`"),
+            ("cpu_percent = ", "dedup.toml"),
+        ] {
+            let error = with_file(text).unwrap_err();
+            assert!(error.contains(says) && !error.contains('\n'), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_missing_is_named() {
+        let variables = [
+            ("VMM_DEDUP_STORE", "/s"),
+            ("VMM_DEDUP_CONFIG", "/nonexistent/x.toml"),
+        ];
+        let error = settings(&variables).unwrap().config().unwrap_err();
+        assert!(error.contains("/nonexistent/x.toml"), "{error}");
+    }
+}
