@@ -5,6 +5,8 @@
 pub(crate) struct ChunkState {
     /// Something may have happened here since the last visit.
     pub(crate) pending: bool,
+    /// The kernel may have copied shared pages here since that was looked for.
+    pub(crate) unchecked: bool,
     /// Mapped by one huge page at the last visit. Such a chunk is never write-protected.
     pub(crate) huge: bool,
     /// The pages' keys were taken while the chunk was huge, so that none is protected yet.

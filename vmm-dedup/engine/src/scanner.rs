@@ -225,7 +225,9 @@ impl Scanner {
         }
         let faults = proc::faults_of_others();
         if faults != self.faults {
-            self.chunks.iter_mut().for_each(|c| c.pending = true);
+            self.chunks
+                .iter_mut()
+                .for_each(|c| (c.pending, c.unchecked) = (true, true));
         }
         self.faults = faults;
         self.lap(|cpu| &mut cpu.track);

@@ -18,6 +18,8 @@ const CHUNKS_PER_SCAN: usize = 32;
 /// Every chunk is visited at least this often, in passes, for what raises no fault here: another process writing
 /// guest memory through the kernel.
 const FORCED_PERIOD: u64 = 128;
+/// Passes from one look for copied pages in a chunk to the next.
+const BREAKS_PERIOD: u64 = 16;
 /// Pages whose key lines are fetched ahead.
 const PREFETCH: usize = 8;
 
@@ -49,6 +51,7 @@ impl Scanner {
             }
             at = end;
         }
+        self.find_breaks()?;
         self.look_at_huge()?;
         if !skipped || self.passes.is_multiple_of(MAX_PERIOD) {
             self.stats.full_scans_total += 1;
@@ -121,8 +124,7 @@ impl Scanner {
             let offset = (page - pages.start) as usize;
             let was_written = written[offset / 64] & (1 << (offset % 64)) != 0;
             let state = self.table.get(page);
-            // A page that the kernel copied lies in a mapping of the store, where nothing is tracked.
-            if was_written && !state.in_file_mapping() {
+            if was_written {
                 self.note_protect(page);
             }
             match (state, was_written) {
@@ -138,12 +140,6 @@ impl Scanner {
                     self.outbox.withdrawals.push(key.raw());
                     self.table.set(page, State::Armed);
                     waiting = true;
-                }
-                (
-                    state @ (State::Shared(_) | State::Foreign | State::Candidate { foreign: true, .. }),
-                    true,
-                ) => {
-                    self.note_kernel_break(page, state);
                 }
                 (state, false) if state.awaits_key() => self.to_key.push(page),
                 _ => {}
@@ -164,12 +160,40 @@ impl Scanner {
         }
     }
 
+    /// Looks for shared pages that the kernel copied, in chunks where something may have happened, each in its turn:
+    /// what a copy frees is only known later then, and walking the store's mappings costs most of a pass.
+    fn find_breaks(&mut self) -> Result<(), Error> {
+        for at in 0..self.chunks.len() {
+            let turn = (self.passes + at as u64).is_multiple_of(BREAKS_PERIOD);
+            if !turn || !self.chunks[at].unchecked {
+                continue;
+            }
+            self.chunks[at].unchecked = false;
+            let pages = self.memory.chunks()[at].pages.clone();
+            let may_break = |s: State| s.in_file_mapping() && s != State::Broken;
+            if !pages.clone().any(|page| may_break(self.table.get(page))) {
+                continue;
+            }
+            let range = self.memory.chunks()[at].addresses();
+            for copied in self.pagemap.copied(range.clone()).map_err(Error::Pagemap)? {
+                for address in copied.step_by(PAGE_SIZE) {
+                    let page = pages.start + Page::try_from((address - range.start) / PAGE_SIZE).unwrap_or(0);
+                    if may_break(self.table.get(page)) {
+                        self.note_kernel_break(page);
+                    }
+                }
+            }
+        }
+        self.lap(|cpu| &mut cpu.track);
+        Ok(())
+    }
+
     /// The kernel copied a shared page for a writer.
-    fn note_kernel_break(&mut self, page: Page, state: State) {
+    fn note_kernel_break(&mut self, page: Page) {
         if !self.breaker.kernel_broke(page) {
             return; // the fault thread did, and will tell
         }
-        match state {
+        match self.table.get(page) {
             State::Shared(slot) => self.release(slot),
             State::Candidate { key, .. } => self.outbox.withdrawals.push(key.raw()),
             _ => {}
