@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::memory::Page;
-use crate::merge::{Item, MAX_WINDOW, Outcome, Window, continues};
+use crate::merge::{Item, MAX_WINDOW, Open, Outcome, Role, Window, continues};
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
@@ -26,9 +26,10 @@ impl Scanner {
             items.iter().for_each(|item| self.disown(item));
             return Ok(());
         }
-        items.sort_by_key(|i| (i.page, !i.owned));
+        items.sort_by_key(|i| (i.page, !i.owned()));
         let items = self.without_doubles(items);
-        let mut items = self.admit(items);
+        let items = self.admit(items);
+        let mut items = self.hold_back(items);
         self.bring_home(&items);
         items.retain(|item| {
             // What could not be brought home must not be taken: it lies in a mapping of a file.
@@ -38,17 +39,19 @@ impl Scanner {
             }
             home
         });
+        let items = self.with_exceptions(items);
         let mut at = 0;
         let mut result = Ok(());
         while at < items.len() && result.is_ok() {
             let end = self.window_end(&items, at);
-            self.merge_window(&items[at..end]);
+            self.merge_window(&items, at..end);
             at = end;
             result = self.breathe();
         }
         self.merger.free_taken();
         // An interrupted pass leaves the rest to the next one.
-        self.merges.extend_from_slice(&items[at..]);
+        let rest = items[at..].iter().filter(|item| item.role != Role::Exception);
+        self.merges.extend(rest);
         self.lap(|cpu| &mut cpu.merge);
         result?;
         self.flush()
@@ -84,7 +87,7 @@ impl Scanner {
                 let private = match state {
                     State::Untracked | State::Armed | State::Candidate { .. } | State::Foreign => true,
                     State::Zero => item.slot.is_none(),
-                    State::Shared(_) | State::Broken => false,
+                    State::Shared(_) | State::Private(_) => false,
                 };
                 if admit && private {
                     admitted.push(*item);
@@ -133,7 +136,7 @@ impl Scanner {
     /// key: the page must be keyed anew to be found another time.
     fn pass_over(&mut self, item: &Item) {
         self.disown(item);
-        if item.owned && matches!(self.table.get(item.page), State::Candidate { foreign: false, .. }) {
+        if item.owned() && matches!(self.table.get(item.page), State::Candidate { foreign: false, .. }) {
             self.table.set(item.page, State::Armed);
             let chunk = self.memory.chunk_of(item.page);
             self.chunks[chunk].pending = true;
@@ -142,7 +145,7 @@ impl Scanner {
 
     /// Gives back the reference of a page that was published and is not merged.
     pub(crate) fn disown(&mut self, item: &Item) {
-        if let (Some(slot), true) = (item.slot, item.owned) {
+        if let (Some(slot), true) = (item.slot, item.owned()) {
             self.release(slot);
         }
     }
@@ -163,7 +166,15 @@ impl Scanner {
         end
     }
 
-    fn merge_window(&mut self, items: &[Item]) {
+    fn merge_window(&mut self, all: &[Item], window: Range<usize>) {
+        let goes_on = |at: usize| at > 0 && at < all.len() && continues(&all[at - 1], &all[at]);
+        let begun = goes_on(window.start)
+            && all[window.start - 1].slot == self.table.get(all[window.start - 1].page).place();
+        let open = Open {
+            start: begun,
+            end: goes_on(window.end),
+        };
+        let items = &all[window];
         let runs = 1 + items
             .windows(2)
             .filter(|pair| !continues(&pair[0], &pair[1]))
@@ -183,6 +194,7 @@ impl Scanner {
             &self.breaker,
             &mut self.pagemap,
             items,
+            open,
         );
         let window = match merged {
             Ok(window) => window,
@@ -206,10 +218,16 @@ impl Scanner {
         self.stats.bytes_read_total += (items.len() * 2 * PAGE_SIZE) as u64;
         for (item, outcome) in items.iter().zip(&window.outcomes) {
             match (outcome, item.slot) {
+                (Outcome::Merged, Some(place)) if item.role == Role::Exception => {
+                    if let State::Candidate { key, .. } = self.table.get(item.page) {
+                        self.outbox.withdrawals.push(key.raw());
+                    }
+                    self.table.set(item.page, State::Private(Some(place)));
+                }
                 (Outcome::Merged, Some(slot)) => {
                     self.table.set(item.page, State::Shared(slot));
                     self.stats.merges_total += 1;
-                    if !item.owned {
+                    if !item.owned() {
                         let delta = vmm_dedup_protocol::message::RefDelta {
                             slot: slot.number(),
                             delta: 1,
@@ -234,11 +252,13 @@ impl Scanner {
         if outcome == Outcome::Different {
             self.note_collision(item);
         }
+        let mut uncounted = 0;
         let counter = match outcome {
+            _ if item.role == Role::Exception => &mut uncounted,
             Outcome::Different => &mut self.stats.mismatches_total,
             Outcome::Pinned => &mut self.stats.refused_pinned_total,
             Outcome::NoVma => &mut self.stats.refused_vmas_total,
-            Outcome::Absent | Outcome::NotTaken | Outcome::Refused | Outcome::Merged => {
+            Outcome::Absent | Outcome::NotTaken | Outcome::Refused | Outcome::Returned | Outcome::Merged => {
                 &mut self.stats.refused_other_total
             }
         };
@@ -297,9 +317,7 @@ impl Scanner {
             self.chunks[at].fragments = u16::try_from(fragments).unwrap_or(u16::MAX);
             if self.chunks[at].huge {
                 // Taking subpages split it.
-                let state = &mut self.chunks[at];
-                (state.huge, state.split, state.unarmed, state.pending) = (false, false, true, true);
-                (state.twins, state.patience, state.rest) = (0, 0, 0);
+                self.chunks[at].note_split();
             }
         }
     }
@@ -338,7 +356,7 @@ impl Scanner {
             let next = match (within(&outcome.anonymous, at), within(&outcome.examined, at)) {
                 (true, _) => State::Untracked,
                 // Examined to the end and not brought back: the kernel had copied it.
-                (false, true) if outcome.error.is_none() => State::Broken,
+                (false, true) if outcome.error.is_none() => State::Private(state.place()),
                 // Replaced by the fault thread, which will tell; or still shared.
                 _ => continue,
             };
@@ -347,8 +365,8 @@ impl Scanner {
                 State::Candidate { key, foreign: true } => self.outbox.withdrawals.push(key.raw()),
                 _ => {}
             }
-            if next == State::Broken {
-                self.stats.breaks_kernel_total += u64::from(state != State::Broken);
+            if next != State::Untracked {
+                self.stats.breaks_kernel_total += u64::from(state.maps_a_slot());
             } else {
                 self.stats.breaks_managed_total += 1;
             }
@@ -384,11 +402,10 @@ impl Scanner {
     }
 
     fn unmerge_once(&mut self) {
-        let shared = |s: State| s.in_file_mapping() && s != State::Broken;
         let mut page: Page = 0;
         let all = self.memory.pages();
         while (page as usize) < all {
-            if !shared(self.table.get(page)) {
+            if !self.table.get(page).maps_a_slot() {
                 page += 1;
                 continue;
             }
@@ -396,7 +413,7 @@ impl Scanner {
             while (end as usize) < all
                 && ((end - page) as usize) < CHUNK_PAGES
                 && self.memory.adjacent(end - 1)
-                && shared(self.table.get(end))
+                && self.table.get(end).maps_a_slot()
             {
                 end += 1;
             }
@@ -408,8 +425,8 @@ impl Scanner {
 
 /// Whether two neighbouring pages lie in one mapping, as far as their states tell.
 fn joined(a: State, b: State) -> bool {
-    match (a, b) {
-        (State::Shared(a), State::Shared(b)) => a.checked_add_in_segment(1) == Some(b),
-        (a, b) => a.in_file_mapping() == b.in_file_mapping(),
+    match (a.place(), b.place()) {
+        (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
+        _ => a.in_file_mapping() == b.in_file_mapping(),
     }
 }

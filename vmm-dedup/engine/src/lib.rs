@@ -23,6 +23,7 @@
 //! pinned); a huge page that is hot outside its key lines looks cold until it is hashed.
 
 mod apply;
+mod aside;
 mod breaks;
 mod chunk;
 mod config;
@@ -38,6 +39,7 @@ mod scanner;
 mod service;
 mod settle;
 mod store;
+mod stretch;
 mod sys;
 mod track;
 

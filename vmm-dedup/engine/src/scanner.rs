@@ -72,6 +72,8 @@ pub(crate) struct Scanner {
     pub(crate) salt: Salt,
     /// Pages with a twin, not merged yet.
     pub(crate) merges: Vec<Item>,
+    /// Published pages whose chunks are not ripe for merging, see [`crate::stretch`].
+    pub(crate) held: Vec<Item>,
     /// Items that one merge window takes at most; adapts to the stop target.
     pub(crate) window: usize,
     pub(crate) stats: ServiceStats,
@@ -158,6 +160,7 @@ impl Scanner {
             to_protect: Vec::new(),
             salt: store.salt(),
             merges: Vec::new(),
+            held: Vec::new(),
             window: 16,
             stats: ServiceStats::default(),
             vmas_max: i64::try_from(vmas_max).unwrap_or(i64::MAX),
@@ -240,7 +243,7 @@ impl Scanner {
         let mut touched = std::collections::BTreeSet::new();
         for page in self.breaker.take_broken() {
             match self.table.get(page) {
-                State::Broken => continue,
+                State::Private(_) => continue,
                 State::Shared(slot) => self.release(slot),
                 State::Candidate { key, .. } => self.outbox.withdrawals.push(key.raw()),
                 _ => {}
@@ -297,6 +300,7 @@ impl Scanner {
         self.outbox.clear();
         self.to_hash.clear();
         self.merges.clear();
+        self.held.clear();
         for page in (0..).take(self.memory.pages()) {
             match self.table.get(page) {
                 State::Shared(_) | State::Candidate { foreign: true, .. } => {
@@ -317,8 +321,9 @@ impl Scanner {
     pub(crate) fn finish(&mut self, unmerge: bool) -> Result<(), Error> {
         self.note_breaks();
         // References of pages that were published and will not be merged any more.
-        let merges = std::mem::take(&mut self.merges);
-        merges.iter().for_each(|item| self.disown(item));
+        let mut items = std::mem::take(&mut self.merges);
+        items.append(&mut self.held);
+        items.iter().for_each(|item| self.disown(item));
         // What cannot be told to the store any more ends with this process.
         let result = match if unmerge { self.unmerge() } else { self.flush() } {
             Err(error @ Error::NotUnmerged(_)) => Err(error),
@@ -367,7 +372,7 @@ impl Scanner {
         stats.pages_zero = counts.zero;
         stats.pages_unshared = counts.candidates;
         stats.pages_volatile = self.chunks.iter().map(|c| u64::from(c.volatile)).sum();
-        stats.pages_broken = counts.broken;
+        stats.pages_broken = counts.private;
         stats.huge_ranges = self.chunks.iter().filter(|c| c.huge).count() as u64;
         stats.vmas = u64::try_from(self.vmas).unwrap_or(0);
         stats.vmas_max = u64::try_from(self.vmas_max).unwrap_or(0);

@@ -62,7 +62,7 @@ impl Scanner {
     fn is_due(&self, at: usize, skipped: &mut bool) -> bool {
         let chunk = &self.chunks[at];
         let turn = |period: u64| (self.passes + at as u64).is_multiple_of(period);
-        if turn(FORCED_PERIOD) {
+        if turn(FORCED_PERIOD) || chunk.is_ripe(self.passes) {
             return true;
         }
         let due = chunk.pending && turn(chunk.period());
@@ -119,6 +119,7 @@ impl Scanner {
     fn visit_small(&mut self, at: usize, written: &[u64; CHUNK_PAGES / 64]) {
         let pages = self.memory.chunks()[at].pages.clone();
         let unarmed = std::mem::take(&mut self.chunks[at].unarmed);
+        let ripe = self.chunks[at].is_ripe(self.passes);
         let (mut volatile, mut waiting) = (0, false);
         for page in pages.clone() {
             let offset = (page - pages.start) as usize;
@@ -142,6 +143,7 @@ impl Scanner {
                     waiting = true;
                 }
                 (state, false) if state.awaits_key() => self.to_key.push(page),
+                (State::Candidate { key, foreign: false }, false) if ripe => self.look_up_again(page, key),
                 _ => {}
             }
         }
@@ -170,15 +172,14 @@ impl Scanner {
             }
             self.chunks[at].unchecked = false;
             let pages = self.memory.chunks()[at].pages.clone();
-            let may_break = |s: State| s.in_file_mapping() && s != State::Broken;
-            if !pages.clone().any(|page| may_break(self.table.get(page))) {
+            if !pages.clone().any(|page| self.table.get(page).maps_a_slot()) {
                 continue;
             }
             let range = self.memory.chunks()[at].addresses();
             for copied in self.pagemap.copied(range.clone()).map_err(Error::Pagemap)? {
                 for address in copied.step_by(PAGE_SIZE) {
                     let page = pages.start + Page::try_from((address - range.start) / PAGE_SIZE).unwrap_or(0);
-                    if may_break(self.table.get(page)) {
+                    if self.table.get(page).maps_a_slot() {
                         self.note_kernel_break(page);
                     }
                 }
@@ -193,12 +194,13 @@ impl Scanner {
         if !self.breaker.kernel_broke(page) {
             return; // the fault thread did, and will tell
         }
-        match self.table.get(page) {
+        let state = self.table.get(page);
+        match state {
             State::Shared(slot) => self.release(slot),
             State::Candidate { key, .. } => self.outbox.withdrawals.push(key.raw()),
             _ => {}
         }
-        self.table.set(page, State::Broken);
+        self.table.set(page, State::Private(state.place()));
         self.stats.breaks_kernel_total += 1;
     }
 

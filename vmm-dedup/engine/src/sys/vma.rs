@@ -75,10 +75,10 @@ impl Drop for Anonymous {
     }
 }
 
-/// Unmaps memory that [`Anonymous::take_front`] gave away and that could not be moved.
+/// Unmaps memory of ours: what [`Anonymous::take_front`] gave away and could not be moved, what was mapped aside.
 pub(crate) fn unmap(start: usize, len: usize) {
     if len > 0 {
-        // SAFETY: the range is the caller's own anonymous memory, which nothing refers to any more.
+        // SAFETY: the range is a mapping of the caller's own, which nothing refers to any more.
         unsafe { libc::munmap(start as *mut _, len) };
     }
 }
@@ -138,7 +138,27 @@ pub(crate) unsafe fn map_segment(
     check(unsafe { libc::mmap(at as *mut _, len, prot, flags, segment.as_raw_fd(), offset) })
 }
 
-/// Moves `len` bytes of our anonymous memory over guest memory, atomically for everyone who uses that.
+/// Maps `len` bytes of a store segment as [`map_segment`] does, at an address of the kernel's choice.
+pub(crate) fn map_segment_anywhere(len: usize, segment: BorrowedFd<'_>, offset: usize) -> io::Result<usize> {
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
+    let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let base = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            len,
+            prot,
+            flags,
+            segment.as_raw_fd(),
+            offset,
+        )
+    };
+    check(base)?;
+    Ok(base as usize)
+}
+
+/// Moves `len` bytes of a mapping of ours over guest memory, atomically for everyone who uses that.
 ///
 /// # Safety
 /// `from` must be our own and hold what the guest shall see; nobody may hold a Rust reference into either range.
