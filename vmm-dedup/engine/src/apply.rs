@@ -6,8 +6,9 @@ use crate::merge::{Item, MAX_WINDOW, Open, Outcome, Role, Window, continues};
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
-use crate::sys::guest;
+use crate::sys::{guest, vma};
 use std::ops::Range;
+use std::time::Instant;
 use vmm_dedup_protocol::index::Line;
 
 /// Mappings that one more merged page may add: its own, and the rest behind it.
@@ -43,6 +44,7 @@ impl Scanner {
         let mut at = 0;
         let mut result = Ok(());
         while at < items.len() && result.is_ok() {
+            self.split_if_huge(items[at].page);
             let end = self.window_end(&items, at);
             self.merge_window(&items, at..end);
             at = end;
@@ -150,15 +152,29 @@ impl Scanner {
         }
     }
 
+    /// Splits the huge page that a page is part of. Taking the page would do that as well, and keep it away meanwhile.
+    pub(crate) fn split_if_huge(&mut self, page: Page) {
+        let chunk = self.memory.chunk_of(page);
+        if !self.chunks[chunk].huge {
+            return;
+        }
+        let clock = Instant::now();
+        if let Err(error) = vma::split_huge_page(self.memory.address(page)) {
+            log::debug!("the huge page of page {page} is split by merging: {error}");
+        }
+        // Whoever touches the huge page may wait for a part of that time.
+        let ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.stats.stop.observe(ns);
+        self.chunks[chunk].note_split();
+    }
+
     /// How many of the items from `at` on make one window.
     fn window_end(&self, items: &[Item], at: usize) -> usize {
         let mut end = at + 1;
-        if self.chunks[self.memory.chunk_of(items[at].page)].huge {
-            return end; // taking the first page splits the huge page, which is stop enough for one window
-        }
         while end < items.len()
             && end - at < self.window
             && (items[end].page - items[at].page) < WINDOW_SPAN
+            && !self.chunks[self.memory.chunk_of(items[end].page)].huge
             && (items[end - 1].page..items[end].page).all(|p| self.memory.adjacent(p))
         {
             end += 1;
@@ -309,16 +325,12 @@ impl Scanner {
             .fold(0, |n, _| n + 1)
     }
 
-    /// Counts the mappings of the chunks that a range touches, and notes that their huge pages are split.
+    /// Counts the mappings of the chunks that a range touches.
     pub(crate) fn update_fragments(&mut self, pages: &Range<Page>) {
         for at in self.memory.chunk_of(pages.start)..=self.memory.chunk_of(pages.end - 1) {
             let chunk = self.memory.chunks()[at].pages.clone();
             let fragments = self.boundaries(&chunk);
             self.chunks[at].fragments = u16::try_from(fragments).unwrap_or(u16::MAX);
-            if self.chunks[at].huge {
-                // Taking subpages split it.
-                self.chunks[at].note_split();
-            }
         }
     }
 

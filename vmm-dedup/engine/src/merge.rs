@@ -9,7 +9,10 @@
 //! 2. *Verify.* Nobody else can reach the taken page, and a slot's content never changes while it is in the index and
 //!    its epoch is not acknowledged (see `vmm_dedup_protocol::index`). So an equal comparison stays true.
 //! 3. *Map.* The slot is mapped over the empty place, privately, from a read-only descriptor. Waiting threads still
-//!    wait. A page that was not equal, or could not be mapped, is moved back: its place is still empty.
+//!    wait. A page that was not equal, or could not be mapped, is moved back: its place is still empty. A run with
+//!    exceptions ([`crate::stretch`]) takes those as well; it is built aside with copies of them, and moved over the
+//!    empty places in one step ([`crate::aside`]). A copy is as good as the page: it was taken, so nobody has it pinned
+//!    and nobody changes it.
 //! 4. *Wake.* Only now are waiters woken; they fault again and find the mapping, or their own page.
 //!
 //! Anything unexpected ends in "put back", and putting back is tried until it works: the page exists nowhere else.
@@ -200,11 +203,17 @@ impl Merger {
         for run in &runs {
             breaker.adopt(pagemap, run);
         }
+        // Whoever waits for a page can go on; only where nothing is, waiting ends with the registration.
+        let _ = tracker.wake(start, bytes(pages));
+        let mut stop = clock.elapsed();
         hold.disarm(&stretches, &runs);
         hold.protect_again(items, &outcomes);
         let _ = tracker.wake(start, bytes(pages));
+        if outcomes.contains(&Outcome::Absent) {
+            stop = clock.elapsed();
+        }
         drop(urgent);
-        let stop_ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let stop_ns = u64::try_from(stop.as_nanos()).unwrap_or(u64::MAX);
         Ok(Window { outcomes, stop_ns })
     }
 

@@ -81,25 +81,11 @@ impl Scanner {
                 kept.extend_from_slice(group);
                 continue;
             }
-            if self.chunks[at].huge {
-                self.split_huge(at, group[0].page);
-            }
+            self.split_if_huge(group[0].page);
             self.chunks[at].hold(self.passes);
             self.held.extend(group.iter().filter(|item| item.owned()));
         }
         kept
-    }
-
-    /// Makes small pages of a huge one without taking any: protecting a part of it splits its mapping.
-    fn split_huge(&mut self, at: usize, page: Page) {
-        let address = self.memory.address(page);
-        if let Err(error) = self
-            .tracker
-            .write_protect(address, crate::page_size::PAGE_SIZE, true)
-        {
-            log::debug!("cannot split the huge page at {address:#x}: {error}");
-        }
-        self.chunks[at].note_split();
     }
 
     /// Pages held back whose chunks are ripe are to be merged now.

@@ -106,13 +106,19 @@ fn is_readable(at: usize) -> bool {
     populate_read(at, crate::page_size::PAGE_SIZE)
 }
 
+/// Splits the huge page that an address lies in, if there is one: the kernel does that before it marks a part of it as
+/// cold, which is all that it is told here. Nothing is taken away, and others can use the pages but for moments.
+pub(crate) fn split_huge_page(at: usize) -> io::Result<()> {
+    advise(at, crate::page_size::PAGE_SIZE, libc::MADV_COLD)
+}
+
 /// Maps the pages of a range as reading them would; whether that worked for all.
 pub(crate) fn populate_read(at: usize, len: usize) -> bool {
     advise(at, len, libc::MADV_POPULATE_READ).is_ok()
 }
 
 fn advise(start: usize, len: usize, advice: i32) -> io::Result<()> {
-    // SAFETY: callers name their own anonymous memory; the advices above destroy no memory that Rust refers to.
+    // SAFETY: MADV_DONTNEED is only used on memory of our own that Rust does not refer to; the others change no content.
     if unsafe { libc::madvise(start as *mut _, len, advice) } < 0 {
         return Err(io::Error::last_os_error());
     }
