@@ -124,6 +124,85 @@ pub fn chaos(size: Size) -> Outcome {
     outcome
 }
 
+/// What happened while runs with exceptions were made.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Exceptions {
+    /// Pages merged with slots and with the zero page.
+    pub merges: u64,
+    /// Pages that became exceptions.
+    pub exceptions: u64,
+    /// Shared pages that the kernel copied for a writer.
+    pub breaks: u64,
+    /// Writes that the guests did.
+    pub writes: u64,
+    /// Most mappings that one guest's sharing took.
+    pub vmas: u64,
+    /// How long merge batches held pages away.
+    pub stop: Histogram,
+}
+
+/// Two guests whose common pages have pages of their own between them, with kernel breaks: runs with exceptions are made
+/// while the guests write, and restore, shared pages and exceptions alike.
+///
+/// # Panics
+/// If a guest reports a wrong byte, or nothing is merged in time.
+#[must_use]
+pub fn exceptions(seed: u64) -> Exceptions {
+    let store = StoreThread::start();
+    let guests: Vec<Guest> = (1..3)
+        .map(|n| {
+            let config = Config {
+                name: format!("exceptions-{n}"),
+                pass_period_ms: 20,
+                cpu_percent: 90,
+                ..Config::default()
+            };
+            let payload = PayloadConfig::default()
+                .seed(seed * 2 + n)
+                .private_mib(2)
+                .zero_mib(2)
+                .common_mib(16)
+                .own_every(3)
+                .ws_pages(1 << 20)
+                .ws_area(WorkingSet::All)
+                .rate(3000)
+                .rewrite(Rewrite::Restore)
+                .rest_ms(300)
+                .seconds(1_000_000);
+            Guest::boot(payload, 40, ThpMode::Never, Some((&store.socket(), config)))
+        })
+        .collect();
+    let mut vmas = 0;
+    let start = Instant::now();
+    let done = |guest: &Guest| guest.stats().breaks_kernel_total > 1000;
+    while !guests.iter().all(done) {
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "nothing happens: {:?}",
+            guests[0].stats()
+        );
+        std::thread::sleep(Duration::from_millis(50));
+        vmas = guests.iter().map(|g| g.stats().vmas).fold(vmas, u64::max);
+    }
+    let mut outcome = Exceptions {
+        vmas,
+        ..Exceptions::default()
+    };
+    for guest in guests {
+        let (verdict, stats) = guest.finish();
+        assert!(
+            verdict.ok && verdict.errors == 0,
+            "a guest found wrong bytes: {verdict:?}"
+        );
+        outcome.merges += stats.merges_total + stats.zero_merges_total;
+        outcome.exceptions += stats.pages_broken - stats.breaks_kernel_total;
+        outcome.breaks += stats.breaks_kernel_total;
+        outcome.writes += verdict.writes;
+        add(&mut outcome.stop, &stats.stop);
+    }
+    outcome
+}
+
 fn add(sum: &mut Histogram, more: &Histogram) {
     sum.buckets
         .iter_mut()

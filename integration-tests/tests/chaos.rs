@@ -23,6 +23,19 @@ fn guests_that_write_all_the_time_lose_nothing() {
 }
 
 #[test]
+fn guests_that_write_around_exceptions_lose_nothing() {
+    need_kvm!();
+    for seed in 0..2 {
+        let out = guests::exceptions(seed);
+        assert!(out.exceptions > 0 && out.breaks > 0, "{out:?}");
+        eprintln!(
+            "{} merges, {} exceptions, {} breaks, {} mappings",
+            out.merges, out.exceptions, out.breaks, out.vmas
+        );
+    }
+}
+
+#[test]
 fn direct_reads_into_pages_under_merging_arrive() {
     need_userfaultfd!();
     let out = direct_io::direct(6_400);

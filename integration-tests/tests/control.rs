@@ -197,8 +197,9 @@ fn every_page_is_explained() {
     for _ in 0..4 {
         service.pass().expect("a pass");
     }
-    // A page that is written in every pass, one that the kernel copied, and one written a moment ago.
-    for round in 0..3 {
+    // A page that is written in every pass, one that the kernel copied, and one written a moment ago. (Copies are
+    // looked for every few passes.)
+    for round in 0..20 {
         pages.fill(599, 5000 + round);
         pages.fill(0, 77);
         service.pass().expect("a pass");

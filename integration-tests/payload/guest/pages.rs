@@ -57,6 +57,7 @@ impl Latency {
 pub struct Pages {
     seed: u64,
     common_seed: u64,
+    own_every: u64,
     initrd: &'static [u8],
     extents: [(u64, Extent); MAX_EXTENTS],
     extent_count: usize,
@@ -107,6 +108,7 @@ impl Pages {
         let mut pages = Pages {
             seed: params.seed,
             common_seed: params.common_seed,
+            own_every: params.own_every,
             initrd,
             extents: [(0, Extent { start: 0, end: 0 }); MAX_EXTENTS],
             extent_count: 0,
@@ -214,7 +216,11 @@ impl Pages {
             }
             Area::Private => content::fill_random(&mut self.expected, self.seed, index),
             Area::Zero => self.expected.fill(0),
-            Area::Common => content::fill_random(&mut self.expected, !self.common_seed, index),
+            Area::Common => {
+                let own = self.own_every > 0 && index % self.own_every == self.own_every - 1;
+                let seed = if own { self.seed } else { self.common_seed };
+                content::fill_random(&mut self.expected, !seed, index);
+            }
         }
     }
 

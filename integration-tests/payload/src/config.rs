@@ -70,6 +70,7 @@ pub struct PayloadConfig {
     zero_mib: u64,
     common_mib: u64,
     common_seed: u64,
+    own_every: u64,
     copies: u64,
     ws_pages: u64,
     ws_area: WorkingSet,
@@ -92,6 +93,7 @@ impl Default for PayloadConfig {
             zero_mib: 8,
             common_mib: 0,
             common_seed: 1,
+            own_every: 0,
             copies: 1,
             ws_pages: 1024,
             ws_area: WorkingSet::All,
@@ -129,6 +131,8 @@ setters! {
     common_mib: u64;
     /// Seed of the common area: guests with the same one have the same pages.
     common_seed: u64;
+    /// Every so manieth page of the common area is the guest's own, from its own seed; 0: none.
+    own_every: u64;
     /// How often the initrd is copied into the files area.
     copies: u64;
     /// Pages in the working set; 0 makes an idle guest, more pages than there are means all.
@@ -215,8 +219,14 @@ impl fmt::Display for PayloadConfig {
         };
         write!(
             out,
-            "seed={} private_mib={} zero_mib={} common_mib={} common_seed={} copies={} ",
-            self.seed, self.private_mib, self.zero_mib, self.common_mib, self.common_seed, self.copies
+            "seed={} private_mib={} zero_mib={} common_mib={} common_seed={} own_every={} copies={} ",
+            self.seed,
+            self.private_mib,
+            self.zero_mib,
+            self.common_mib,
+            self.common_seed,
+            self.own_every,
+            self.copies
         )?;
         write!(
             out,

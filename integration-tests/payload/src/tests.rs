@@ -35,6 +35,7 @@ fn every_setting_arrives_in_the_guest() {
         .zero_mib(16)
         .common_mib(3)
         .common_seed(9)
+        .own_every(3)
         .copies(2)
         .ws_pages(4096)
         .ws_area(WorkingSet::Common)
@@ -55,6 +56,7 @@ fn every_setting_arrives_in_the_guest() {
         zero_mib: 16,
         common_mib: 3,
         common_seed: 9,
+        own_every: 3,
         copies: 2,
         ws_pages: 4096,
         ws_area: params::WorkingSet::Common,

@@ -102,7 +102,7 @@ impl Scanner {
             let class = match self.table.get(page) {
                 State::Shared(_) => &mut to.shared,
                 State::Zero => &mut to.zero,
-                State::Broken => &mut to.broken,
+                State::Private(_) => &mut to.broken,
                 State::Foreign | State::Candidate { foreign: true, .. } => &mut to.foreign,
                 State::Pinned(_) => &mut to.pinned,
                 State::Untracked if !populated[(page - pages.start) as usize] => &mut to.unpopulated,

@@ -2,12 +2,13 @@
 
 use crate::error::Error;
 use crate::memory::Page;
-use crate::merge::{Item, MAX_WINDOW, Outcome, Window, continues};
+use crate::merge::{Item, MAX_WINDOW, Open, Outcome, Role, Window, continues};
 use crate::page::{Retry, State};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
-use crate::sys::guest;
+use crate::sys::{guest, vma};
 use std::ops::Range;
+use std::time::Instant;
 use vmm_dedup_protocol::index::Line;
 
 /// Mappings that one more merged page may add: its own, and the rest behind it.
@@ -26,9 +27,10 @@ impl Scanner {
             items.iter().for_each(|item| self.disown(item));
             return Ok(());
         }
-        items.sort_by_key(|i| (i.page, !i.owned));
+        items.sort_by_key(|i| (i.page, !i.owned()));
         let items = self.without_doubles(items);
-        let mut items = self.admit(items);
+        let items = self.admit(items);
+        let mut items = self.hold_back(items);
         self.bring_home(&items);
         items.retain(|item| {
             // What could not be brought home must not be taken: it lies in a mapping of a file.
@@ -38,17 +40,20 @@ impl Scanner {
             }
             home
         });
+        let items = self.with_exceptions(items);
         let mut at = 0;
         let mut result = Ok(());
         while at < items.len() && result.is_ok() {
+            self.split_if_huge(items[at].page);
             let end = self.window_end(&items, at);
-            self.merge_window(&items[at..end]);
+            self.merge_window(&items, at..end);
             at = end;
             result = self.breathe();
         }
         self.merger.free_taken();
         // An interrupted pass leaves the rest to the next one.
-        self.merges.extend_from_slice(&items[at..]);
+        let rest = items[at..].iter().filter(|item| item.role != Role::Exception);
+        self.merges.extend(rest);
         self.lap(|cpu| &mut cpu.merge);
         result?;
         self.flush()
@@ -89,7 +94,7 @@ impl Scanner {
                     | State::Candidate { .. }
                     | State::Foreign => true,
                     State::Zero => item.slot.is_none(),
-                    State::Shared(_) | State::Broken => false,
+                    State::Shared(_) | State::Private(_) => false,
                 };
                 if admit && private {
                     admitted.push(*item);
@@ -138,7 +143,7 @@ impl Scanner {
     /// key: the page must be keyed anew to be found another time.
     pub(crate) fn pass_over(&mut self, item: &Item) {
         self.disown(item);
-        if item.owned && matches!(self.table.get(item.page), State::Candidate { foreign: false, .. }) {
+        if item.owned() && matches!(self.table.get(item.page), State::Candidate { foreign: false, .. }) {
             self.table.set(item.page, State::Armed);
             let chunk = self.memory.chunk_of(item.page);
             self.chunks[chunk].pending = true;
@@ -147,20 +152,34 @@ impl Scanner {
 
     /// Gives back the reference of a page that was published and is not merged.
     pub(crate) fn disown(&mut self, item: &Item) {
-        if let (Some(slot), true) = (item.slot, item.owned) {
+        if let (Some(slot), true) = (item.slot, item.owned()) {
             self.release(slot);
         }
+    }
+
+    /// Splits the huge page that a page is part of. Taking the page would do that as well, and keep it away meanwhile.
+    pub(crate) fn split_if_huge(&mut self, page: Page) {
+        let chunk = self.memory.chunk_of(page);
+        if !self.chunks[chunk].huge {
+            return;
+        }
+        let clock = Instant::now();
+        if let Err(error) = vma::split_huge_page(self.memory.address(page)) {
+            log::debug!("the huge page of page {page} is split by merging: {error}");
+        }
+        // Whoever touches the huge page may wait for a part of that time.
+        let ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.stats.stop.observe(ns);
+        self.chunks[chunk].note_split();
     }
 
     /// How many of the items from `at` on make one window.
     fn window_end(&self, items: &[Item], at: usize) -> usize {
         let mut end = at + 1;
-        if self.chunks[self.memory.chunk_of(items[at].page)].huge {
-            return end; // taking the first page splits the huge page, which is stop enough for one window
-        }
         while end < items.len()
             && end - at < self.window
             && (items[end].page - items[at].page) < WINDOW_SPAN
+            && !self.chunks[self.memory.chunk_of(items[end].page)].huge
             && (items[end - 1].page..items[end].page).all(|p| self.memory.adjacent(p))
         {
             end += 1;
@@ -168,11 +187,19 @@ impl Scanner {
         end
     }
 
-    fn merge_window(&mut self, items: &[Item]) {
+    fn merge_window(&mut self, all: &[Item], window: Range<usize>) {
         // No discard meets pages that are away, until the states say what became of them.
         let discards = self.discards.clone();
         let mut discards = discards.lock();
         self.note_discards(&mut discards);
+        let goes_on = |at: usize| at > 0 && at < all.len() && continues(&all[at - 1], &all[at]);
+        let begun = goes_on(window.start)
+            && all[window.start - 1].slot == self.table.get(all[window.start - 1].page).place();
+        let open = Open {
+            start: begun,
+            end: goes_on(window.end),
+        };
+        let items = &all[window];
         let runs = 1 + items
             .windows(2)
             .filter(|pair| !continues(&pair[0], &pair[1]))
@@ -192,6 +219,7 @@ impl Scanner {
             &self.breaker,
             &mut self.pagemap,
             items,
+            open,
         );
         let window = match merged {
             Ok(window) => window,
@@ -215,10 +243,16 @@ impl Scanner {
         self.stats.bytes_read.verify += (items.len() * 2 * PAGE_SIZE) as u64;
         for (item, outcome) in items.iter().zip(&window.outcomes) {
             match (outcome, item.slot) {
+                (Outcome::Merged, Some(place)) if item.role == Role::Exception => {
+                    if let State::Candidate { key, .. } = self.table.get(item.page) {
+                        self.outbox.withdrawals.push(key.raw());
+                    }
+                    self.table.set(item.page, State::Private(Some(place)));
+                }
                 (Outcome::Merged, Some(slot)) => {
                     self.table.set(item.page, State::Shared(slot));
                     self.stats.merges_total += 1;
-                    if !item.owned {
+                    if !item.owned() {
                         let delta = vmm_dedup_protocol::message::RefDelta {
                             slot: slot.number(),
                             delta: 1,
@@ -243,11 +277,13 @@ impl Scanner {
         if outcome == Outcome::Different {
             self.note_collision(item);
         }
+        let mut uncounted = 0;
         let counter = match outcome {
+            _ if item.role == Role::Exception => &mut uncounted,
             Outcome::Different => &mut self.stats.mismatches_total,
             Outcome::Pinned => &mut self.stats.refused_pinned_total,
             Outcome::NoVma => &mut self.stats.refused_vmas_total,
-            Outcome::Absent | Outcome::NotTaken | Outcome::Refused | Outcome::Merged => {
+            Outcome::Absent | Outcome::NotTaken | Outcome::Refused | Outcome::Returned | Outcome::Merged => {
                 &mut self.stats.refused_other_total
             }
         };
@@ -298,18 +334,12 @@ impl Scanner {
             .fold(0, |n, _| n + 1)
     }
 
-    /// Counts the mappings of the chunks that a range touches, and notes that their huge pages are split.
+    /// Counts the mappings of the chunks that a range touches.
     pub(crate) fn update_fragments(&mut self, pages: &Range<Page>) {
         for at in self.memory.chunk_of(pages.start)..=self.memory.chunk_of(pages.end - 1) {
             let chunk = self.memory.chunks()[at].pages.clone();
             let fragments = self.boundaries(&chunk);
             self.chunks[at].fragments = u16::try_from(fragments).unwrap_or(u16::MAX);
-            if self.chunks[at].huge {
-                // Taking subpages split it.
-                let state = &mut self.chunks[at];
-                (state.huge, state.split, state.unarmed, state.pending) = (false, false, true, true);
-                (state.twins, state.patience, state.rest) = (0, 0, 0);
-            }
         }
     }
 
@@ -353,7 +383,7 @@ impl Scanner {
             let next = match (within(&outcome.anonymous, at), within(&outcome.examined, at)) {
                 (true, _) => State::Untracked,
                 // Examined to the end and not brought back: the kernel had copied it.
-                (false, true) if outcome.error.is_none() => State::Broken,
+                (false, true) if outcome.error.is_none() => State::Private(state.place()),
                 // Replaced by the fault thread, which will tell; or still shared.
                 _ => continue,
             };
@@ -362,8 +392,8 @@ impl Scanner {
                 State::Candidate { key, foreign: true } => self.outbox.withdrawals.push(key.raw()),
                 _ => {}
             }
-            if next == State::Broken {
-                self.stats.breaks_kernel_total += u64::from(state != State::Broken);
+            if next != State::Untracked {
+                self.stats.breaks_kernel_total += u64::from(state.maps_a_slot());
             } else {
                 self.stats.breaks_managed_total += 1;
             }
@@ -395,7 +425,7 @@ impl Scanner {
         for _attempt in 0..3 {
             self.give_back_once(&pages);
             self.note_breaks();
-            let shared = |p: &Page| is_shared(self.table.get(*p));
+            let shared = |p: &Page| self.table.get(*p).maps_a_slot();
             left = pages.clone().filter(shared).fold(0, |n, _| n + 1);
             if left == 0 {
                 break;
@@ -412,7 +442,7 @@ impl Scanner {
     fn give_back_once(&mut self, pages: &Range<Page>) {
         let mut page = pages.start;
         while page < pages.end {
-            if !is_shared(self.table.get(page)) {
+            if !self.table.get(page).maps_a_slot() {
                 page += 1;
                 continue;
             }
@@ -420,7 +450,7 @@ impl Scanner {
             while end < pages.end
                 && ((end - page) as usize) < CHUNK_PAGES
                 && self.memory.adjacent(end - 1)
-                && is_shared(self.table.get(end))
+                && self.table.get(end).maps_a_slot()
             {
                 end += 1;
             }
@@ -431,15 +461,10 @@ impl Scanner {
     }
 }
 
-/// Whether a page depends on a store.
-fn is_shared(state: State) -> bool {
-    state.in_file_mapping() && state != State::Broken
-}
-
 /// Whether two neighbouring pages lie in one mapping, as far as their states tell.
 fn joined(a: State, b: State) -> bool {
-    match (a, b) {
-        (State::Shared(a), State::Shared(b)) => a.checked_add_in_segment(1) == Some(b),
-        (a, b) => a.in_file_mapping() == b.in_file_mapping(),
+    match (a.place(), b.place()) {
+        (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
+        _ => a.in_file_mapping() == b.in_file_mapping(),
     }
 }

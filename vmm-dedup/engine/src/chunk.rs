@@ -1,10 +1,12 @@
 //! What the scanner remembers of each 2 MiB.
 
-/// State of a chunk, 24 bytes for 512 pages.
+/// State of a chunk, 32 bytes for 512 pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ChunkState {
     /// Something may have happened here since the last visit.
     pub(crate) pending: bool,
+    /// The kernel may have copied shared pages here since that was looked for.
+    pub(crate) unchecked: bool,
     /// Mapped by one huge page at the last visit. Such a chunk is never write-protected.
     pub(crate) huge: bool,
     /// The pages' keys were taken while the chunk was huge, so that none is protected yet.
@@ -21,12 +23,21 @@ pub(crate) struct ChunkState {
     pub(crate) twins: u16,
     /// Boundaries between mappings.
     pub(crate) fragments: u16,
+    /// The pass in which pages that are held back are to be merged; 0: none are.
+    pub(crate) ripe_at: u32,
+    /// The pass in which pages may be held back no longer.
+    pub(crate) latest: u32,
     /// Fold of all keys at the last look.
     pub(crate) digest: u64,
 }
 
 /// Longest time between two looks at a huge page that does not change, in passes.
 const MAX_PATIENCE: u8 = 64;
+/// Passes for which nothing new must have come to a chunk before its scattered twins are merged. By then a page without a
+/// twin has had a chance to find one.
+const CALM_PASSES: u32 = 3;
+/// Longest time that a page with a twin waits for that.
+const MOST_HELD_PASSES: u32 = 8;
 /// Fragments that a visit in every pass is worth.
 const FRAGMENTS_PER_PASS: u16 = 32;
 /// Longest time between two visits of a fragmented chunk, in passes.
@@ -39,6 +50,41 @@ impl ChunkState {
         u64::from(self.fragments / FRAGMENTS_PER_PASS)
             .next_power_of_two()
             .min(MAX_PERIOD)
+    }
+
+    /// Holds pages back from merging, until nothing new has come for some passes.
+    pub(crate) fn hold(&mut self, pass: u64) {
+        if self.ripe_at == 0 {
+            let now = u32::try_from(pass).unwrap_or(u32::MAX);
+            self.ripe_at = now.saturating_add(CALM_PASSES);
+            self.latest = now.saturating_add(MOST_HELD_PASSES);
+        }
+    }
+
+    /// Something new has come: what is held back waits on.
+    pub(crate) fn stir(&mut self, pass: u64) {
+        if self.ripe_at != 0 {
+            let now = u32::try_from(pass).unwrap_or(u32::MAX);
+            self.ripe_at = now.saturating_add(CALM_PASSES).min(self.latest);
+        }
+    }
+
+    /// Whether what was held back is to be merged in this pass.
+    pub(crate) fn is_ripe(&self, pass: u64) -> bool {
+        self.ripe_at != 0 && pass >= self.ripe_at.into()
+    }
+
+    /// The end of a pass: what was ripe has been merged.
+    pub(crate) fn end_pass(&mut self, pass: u64) {
+        if self.is_ripe(pass) {
+            self.ripe_at = 0;
+        }
+    }
+
+    /// The chunk's huge page was split: it is tracked from now on.
+    pub(crate) fn note_split(&mut self) {
+        (self.huge, self.split, self.unarmed, self.pending) = (false, false, true, true);
+        (self.twins, self.patience, self.rest) = (0, 0, 0);
     }
 
     /// Whether the keys of a huge page are to be read in this pass.
@@ -89,6 +135,21 @@ mod tests {
         let mut chunk = ChunkState::default();
         assert!(!chunk.looked(7) && chunk.looked(7) && !chunk.looked(8));
         assert!(chunk.look_due());
+    }
+
+    #[test]
+    fn a_chunk_is_ripe_when_calm_and_not_put_off_for_ever() {
+        let mut chunk = ChunkState::default();
+        chunk.stir(1);
+        assert!(!chunk.is_ripe(100));
+        chunk.hold(1);
+        chunk.hold(3);
+        assert!(!chunk.is_ripe(3) && chunk.is_ripe(4));
+        let ripe = (3..).find(|pass| {
+            chunk.stir(*pass);
+            chunk.is_ripe(*pass)
+        });
+        assert_eq!(ripe, Some(9));
     }
 
     #[test]

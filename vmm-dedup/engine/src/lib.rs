@@ -26,6 +26,7 @@
 
 mod answer;
 mod apply;
+mod aside;
 mod bits;
 mod breaks;
 mod chunk;
@@ -45,6 +46,7 @@ mod scanner;
 mod service;
 mod settle;
 mod store;
+mod stretch;
 mod sys;
 mod track;
 

@@ -9,22 +9,29 @@
 //! 2. *Verify.* Nobody else can reach the taken page, and a slot's content never changes while it is in the index and
 //!    its epoch is not acknowledged (see `vmm_dedup_protocol::index`). So an equal comparison stays true.
 //! 3. *Map.* The slot is mapped over the empty place, privately, from a read-only descriptor. Waiting threads still
-//!    wait. A page that was not equal, or could not be mapped, is moved back: its place is still empty.
+//!    wait. A page that was not equal, or could not be mapped, is moved back: its place is still empty. A run with
+//!    exceptions ([`crate::stretch`]) takes those as well; it is built aside with copies of them, and moved over the
+//!    empty places in one step ([`crate::aside`]). A copy is as good as the page: it was taken, so nobody has it pinned
+//!    and nobody changes it.
 //! 4. *Wake.* Only now are waiters woken; they fault again and find the mapping, or their own page.
 //!
 //! Anything unexpected ends in "put back", and putting back is tried until it works: the page exists nowhere else.
 
+use crate::aside::{Aside, Piece};
 use crate::breaks::{Breaker, complement};
 use crate::error::Error;
 use crate::memory::{Memory, Page};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::store::Store;
+use crate::stretch::is_worth_it;
 use crate::sys::guest;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::{Mode, MoveError, Uffd};
 use crate::sys::vma::{Anonymous, fill_hole, map_segment};
+use std::io;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::time::Instant;
 use vmm_dedup_protocol::Slot;
 
@@ -39,8 +46,18 @@ pub(crate) struct Item {
     pub(crate) page: Page,
     /// The slot to map; `None` for the zero page.
     pub(crate) slot: Option<Slot>,
-    /// Whether the store already counts a reference for this page (it was just published).
-    pub(crate) owned: bool,
+    pub(crate) role: Role,
+}
+
+/// What an item is in its run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// Shares the slot, for which the store already counts a reference: it was just published.
+    Publisher,
+    /// Shares the slot, or becomes the zero page.
+    Twin,
+    /// Stays private in a mapping that shows the slot at its place to nobody ([`crate::stretch`]).
+    Exception,
 }
 
 impl Item {
@@ -49,8 +66,22 @@ impl Item {
         Self {
             page,
             slot: Some(slot),
-            owned: false,
+            role: Role::Twin,
         }
+    }
+
+    /// A private page among shared ones.
+    pub(crate) fn exception(page: Page, place: Slot) -> Self {
+        Self {
+            page,
+            slot: Some(place),
+            role: Role::Exception,
+        }
+    }
+
+    /// Whether the store already counts a reference for it.
+    pub(crate) fn owned(&self) -> bool {
+        self.role == Role::Publisher
     }
 
     /// A page of zeros.
@@ -58,7 +89,7 @@ impl Item {
         Self {
             page,
             slot: None,
-            owned: false,
+            role: Role::Twin,
         }
     }
 }
@@ -80,6 +111,15 @@ pub(crate) enum Outcome {
     Refused,
     /// No VMA was left to map it.
     NoVma,
+    /// An exception whose run did not come about; it is where it was.
+    Returned,
+}
+
+/// Whether a window's first and last run go on in the windows beside it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Open {
+    pub(crate) start: bool,
+    pub(crate) end: bool,
 }
 
 /// Takes and maps. One per service, used by the scanning thread alone.
@@ -88,6 +128,8 @@ pub(crate) struct Merger {
     scratch: Anonymous,
     /// Pages of it in use, from the first on.
     used: usize,
+    /// Where runs with exceptions are built.
+    aside: Option<Aside>,
 }
 
 /// The result of a window.
@@ -110,11 +152,15 @@ impl Merger {
         tracker
             .register(scratch.base(), bytes(SCRATCH_PAGES), Mode::Missing)
             .map_err(Error::Scratch)?;
-        Ok(Self { scratch, used: 0 })
+        Ok(Self {
+            scratch,
+            used: 0,
+            aside: None,
+        })
     }
 
     /// Merges items that lie within [`MAX_WINDOW`] consecutive pages of one region, in page order. Pages between them
-    /// are not touched.
+    /// are not touched. `open` tells which of its runs go on beyond the window.
     ///
     /// # Errors
     /// Only when the range cannot be registered; nothing was changed then.
@@ -126,6 +172,7 @@ impl Merger {
         breaker: &Breaker,
         pagemap: &mut Pagemap,
         items: &[Item],
+        open: Open,
     ) -> Result<Window, Error> {
         let (Some(first), Some(last)) = (items.first(), items.last()) else {
             return Ok(Window::default());
@@ -150,21 +197,29 @@ impl Merger {
         let clock = Instant::now();
         let mut outcomes = hold.take(items);
         hold.verify(store, items, &mut outcomes);
-        let runs = hold.map(store, items, &mut outcomes);
+        return_exceptions(items, &mut outcomes, open);
+        let runs = hold.map(store, &mut self.aside, items, &mut outcomes);
         hold.put_back(items, &outcomes);
         for run in &runs {
             breaker.adopt(pagemap, run);
         }
+        // Whoever waits for a page can go on; only where nothing is, waiting ends with the registration.
+        let _ = tracker.wake(start, bytes(pages));
+        let mut stop = clock.elapsed();
         hold.disarm(&stretches, &runs);
         hold.protect_again(items, &outcomes);
         let _ = tracker.wake(start, bytes(pages));
+        if outcomes.contains(&Outcome::Absent) {
+            stop = clock.elapsed();
+        }
         drop(urgent);
-        let stop_ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let stop_ns = u64::try_from(stop.as_nanos()).unwrap_or(u64::MAX);
         Ok(Window { outcomes, stop_ns })
     }
 
     /// Frees the pages that were merged.
     pub(crate) fn free_taken(&mut self) {
+        self.aside = None;
         if let Err(error) = self.scratch.discard(0, bytes(self.used)) {
             log::error!("cannot free {} merged pages: {error}", self.used);
         }
@@ -180,6 +235,38 @@ pub(crate) fn continues(a: &Item, b: &Item) -> bool {
             (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
             _ => false,
         }
+}
+
+/// Gives up exceptions that are at the end of a run, or too many, since pages around them could not be merged.
+fn return_exceptions(items: &[Item], outcomes: &mut [Outcome], open: Open) {
+    let is_exception = |at: usize| items[at].role == Role::Exception;
+    let mut start = 0;
+    while start < items.len() {
+        let goes_on = |at: usize, outcomes: &[Outcome]| {
+            outcomes[at] == Outcome::Merged
+                && outcomes[at + 1] == Outcome::Merged
+                && continues(&items[at], &items[at + 1])
+        };
+        let end = (start..items.len() - 1)
+            .find(|at| !goes_on(*at, outcomes))
+            .map_or(items.len(), |at| at + 1);
+        let (open_start, open_end) = (open.start && start == 0, open.end && end == items.len());
+        let first = (start..end)
+            .find(|at| open_start || !is_exception(*at))
+            .unwrap_or(end);
+        let last = (first..end)
+            .rfind(|at| open_end || !is_exception(*at))
+            .map_or(first, |at| at + 1);
+        let exceptions = (first..last).filter(|at| is_exception(*at)).count();
+        // A part of a run is not judged by itself.
+        let worth_it = open_start || open_end || is_worth_it(last - first - exceptions, exceptions);
+        for at in (start..end).filter(|at| is_exception(*at)) {
+            if outcomes[at] == Outcome::Merged && !(worth_it && (first..last).contains(&at)) {
+                outcomes[at] = Outcome::Returned;
+            }
+        }
+        start = end;
+    }
 }
 
 /// A window whose pages are ours for the moment.
@@ -292,7 +379,10 @@ impl Hold<'_> {
 
     #[allow(unsafe_code)] // compares raw pages
     fn verify(&self, store: &Store, items: &[Item], outcomes: &mut [Outcome]) {
-        for (item, outcome) in items.iter().zip(outcomes).filter(|(_, o)| **o == Outcome::Merged) {
+        let shared = |(item, outcome): &(&Item, &mut Outcome)| {
+            item.role != Role::Exception && **outcome == Outcome::Merged
+        };
+        for (item, outcome) in items.iter().zip(outcomes).filter(shared) {
             let page = self.scratch + self.offset(item);
             let equal = match item.slot {
                 // SAFETY: the page was taken, so nobody writes it.
@@ -310,7 +400,13 @@ impl Hold<'_> {
 
     /// Maps runs of verified pages; returns the ranges that now map the store, in order. From the last to the first:
     /// the kernel splits a mapping a tenth cheaper at its end than at its beginning.
-    fn map(&self, store: &Store, items: &[Item], outcomes: &mut [Outcome]) -> Vec<Range<usize>> {
+    fn map(
+        &self,
+        store: &Store,
+        aside: &mut Option<Aside>,
+        items: &[Item],
+        outcomes: &mut [Outcome],
+    ) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
         let mut end = items.len();
         while end > 0 {
@@ -322,7 +418,7 @@ impl Hold<'_> {
             while at > 0 && outcomes[at - 1] == Outcome::Merged && continues(&items[at - 1], &items[at]) {
                 at -= 1;
             }
-            match self.map_run(store, &items[at..end]) {
+            match self.map_run(store, aside, &items[at..end]) {
                 Ok(None) => {}
                 Ok(Some(run)) => match runs.last_mut() {
                     Some(next) if next.start == run.end => next.start = run.start,
@@ -337,7 +433,12 @@ impl Hold<'_> {
     }
 
     #[allow(unsafe_code)] // maps over guest memory
-    fn map_run(&self, store: &Store, run: &[Item]) -> Result<Option<Range<usize>>, Outcome> {
+    fn map_run(
+        &self,
+        store: &Store,
+        aside: &mut Option<Aside>,
+        run: &[Item],
+    ) -> Result<Option<Range<usize>>, Outcome> {
         let at = self.start + self.offset(&run[0]);
         let len = bytes(run.len());
         let Some(slot) = run[0].slot else {
@@ -353,8 +454,21 @@ impl Hold<'_> {
             return zeroed.map(|()| None).map_err(|_| Outcome::Refused);
         };
         let (file, _) = store.slot(slot).ok_or(Outcome::Refused)?;
-        // SAFETY: the range is guest memory whose pages were taken and verified equal to the slots.
-        if unsafe { map_segment(at, len, file, slot.offset()) }.is_err() {
+        let exceptions = run.iter().any(|item| item.role == Role::Exception);
+        let mapped = if exceptions {
+            let aside = self
+                .aside_for(aside, file, slot, run.len())
+                .ok_or(Outcome::NoVma)?;
+            let piece = aside.take(slot, run.len());
+            self.fill(&piece, run).map_err(|_| Outcome::Refused)?;
+            // SAFETY: the range is guest memory whose pages were taken. Those that are shared were verified equal to the
+            // slots, the others were filled in.
+            unsafe { piece.move_to(self.tracker, at) }
+        } else {
+            // SAFETY: the range is guest memory whose pages were taken and verified equal to the slots.
+            unsafe { map_segment(at, len, file, slot.offset()) }
+        };
+        if mapped.is_err() {
             // Out of memory, the kernel may have unmapped the place all the same: then the pages go back into a new one.
             if fill_hole(at, len) {
                 let _ = self.tracker.register(at, len, Mode::Missing);
@@ -364,10 +478,46 @@ impl Hold<'_> {
         Ok(Some(at..at + len))
     }
 
+    /// Where a run from a slot on can be built; what is there of the last one, if this one goes on behind it.
+    fn aside_for<'a>(
+        &self,
+        aside: &'a mut Option<Aside>,
+        file: BorrowedFd<'_>,
+        slot: Slot,
+        pages: usize,
+    ) -> Option<&'a mut Aside> {
+        if !aside.as_ref().is_some_and(|aside| aside.has(slot, pages)) {
+            *aside = Aside::new(self.tracker, file, slot).ok();
+        }
+        aside.as_mut().filter(|aside| aside.has(slot, pages))
+    }
+
+    /// Fills the exceptions of a run in, neighbours in one call.
+    #[allow(unsafe_code)] // copies guest pages
+    fn fill(&self, piece: &Piece, run: &[Item]) -> io::Result<()> {
+        let mut at = 0;
+        for part in
+            run.chunk_by(|a, b| a.role == b.role || (a.role != Role::Exception && b.role != Role::Exception))
+        {
+            if part[0].role == Role::Exception {
+                let from = self.scratch + self.offset(&part[0]);
+                // SAFETY: the pages were taken, so nobody writes them.
+                unsafe { piece.fill(self.tracker, at, from, part.len()) }?;
+            }
+            at += part.len();
+        }
+        Ok(())
+    }
+
     /// Moves back what was taken and is not to be merged. (What was not taken must not come here: there is nothing
     /// in its scratch page.)
     fn put_back(&self, items: &[Item], outcomes: &[Outcome]) {
-        let held = |o: &Outcome| matches!(o, Outcome::Different | Outcome::Refused | Outcome::NoVma);
+        let held = |o: &Outcome| {
+            matches!(
+                o,
+                Outcome::Different | Outcome::Refused | Outcome::NoVma | Outcome::Returned
+            )
+        };
         for (item, _) in items.iter().zip(outcomes).filter(|(_, o)| held(o)) {
             self.put_back_one(self.offset(item));
         }

@@ -8,10 +8,11 @@ use vmm_dedup_protocol::key::Key;
 /// State of a guest page.
 ///
 /// ```text
-/// Untracked -> Armed -> Candidate -> Shared -> Broken          (the kernel copied it: for good)
-///               | ^         |           `----> Untracked       (the service copied it: managed break, unmerge)
-///               v |         `-> Zero -> Armed
-///            Volatile                     Shared -> Foreign (the store was lost) -> Candidate ...
+/// Untracked -> Armed -> Candidate -> Shared -> Private         (the kernel copied it: for good)
+///               | ^         |   |       `----> Untracked       (the service copied it: managed break, unmerge)
+///               v |         |   `-> Private                    (an exception in a run: for good)
+///            Volatile       `-> Zero -> Armed
+///                                     Shared -> Foreign (the store was lost) -> Candidate ...
 /// ```
 /// What could not be taken since it was pinned becomes `Pinned`, and from there goes on like an armed page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,9 +36,10 @@ pub(crate) enum State {
     Shared(Slot),
     /// The service put the zero page here.
     Zero,
-    /// Was shared, then copied by the kernel: anonymous, but inside a mapping of the store. It may be pinned for a
-    /// DMA, which nothing tells, so it must not be merged again (docs/design.md, "Breaking").
-    Broken,
+    /// Anonymous, but inside a mapping of the store, where this slot would be seen: copied by the kernel after it was
+    /// shared, or an exception in a run ([`crate::stretch`]). It may be pinned for a DMA, which nothing tells, so it
+    /// must not be merged (docs/design.md, "Breaking"). `None`: a place in a store that is gone.
+    Private(Option<Slot>),
     /// Maps a slot of a store that is gone, and has no key yet.
     Foreign,
 }
@@ -88,7 +90,7 @@ impl State {
             State::Candidate { key, foreign } => (2, key.raw() | if foreign { FOREIGN_BIT } else { 0 }),
             State::Shared(slot) => (3, u64::from(slot.number())),
             State::Zero => (4, 0),
-            State::Broken => (5, 0),
+            State::Private(place) => (5, place.map_or(0, |slot| u64::from(slot.number()) + 1)),
             State::Foreign => (6, 0),
             State::Volatile => (7, 0),
             State::Pinned(Retry { due, pause }) => (8, u64::from(due) | u64::from(pause) << 32),
@@ -107,7 +109,9 @@ impl State {
             }),
             3 => Slot::try_new(payload as u32).map(State::Shared),
             4 => Some(State::Zero),
-            5 => Some(State::Broken),
+            5 => Some(State::Private(
+                payload.checked_sub(1).and_then(|slot| Slot::try_new(slot as u32)),
+            )),
             6 => Some(State::Foreign),
             7 => Some(State::Volatile),
             8 => Some(State::Pinned(Retry {
@@ -123,8 +127,22 @@ impl State {
     pub(crate) fn in_file_mapping(self) -> bool {
         matches!(
             self,
-            State::Shared(_) | State::Broken | State::Foreign | State::Candidate { foreign: true, .. }
+            State::Shared(_) | State::Private(_) | State::Foreign | State::Candidate { foreign: true, .. }
         )
+    }
+
+    /// The slot at the page's place in a mapping of the store, whether or not it is what the page shows.
+    pub(crate) fn place(self) -> Option<Slot> {
+        match self {
+            State::Shared(slot) => Some(slot),
+            State::Private(place) => place,
+            _ => None,
+        }
+    }
+
+    /// Whether the page maps a slot, of this store or of one that is gone.
+    pub(crate) fn maps_a_slot(self) -> bool {
+        self.in_file_mapping() && !matches!(self, State::Private(_))
     }
 
     /// Whether the page waits to be keyed as soon as it proves unwritten.
@@ -137,8 +155,8 @@ impl State {
         use State::*;
         match (self, next) {
             (a, b) if a == b => true,
-            // Never again: see Broken.
-            (Broken, _) => false,
+            // Never again: see Private.
+            (Private(_), _) => false,
             // Forgetting is always possible for private memory; for a mapped slot it means that we copied it.
             (_, Untracked) => true,
             (Untracked | Zero | Volatile | Pinned(_), Armed) => true,
@@ -154,7 +172,9 @@ impl State {
                 Untracked | Armed | Volatile | Pinned(_) | Candidate { foreign: false, .. },
                 Shared(_) | Zero,
             ) => true,
-            (Shared(_) | Foreign | Candidate { foreign: true, .. }, Broken) => true,
+            (Shared(slot), Private(place)) => place == Some(slot),
+            (Foreign | Candidate { foreign: true, .. }, Private(None)) => true,
+            (Candidate { foreign: false, .. }, Private(Some(_))) => true,
             (Shared(_), Foreign) => true,
             _ => false,
         }
@@ -170,7 +190,7 @@ pub(crate) struct Counts {
     pub(crate) candidates: u64,
     pub(crate) shared: u64,
     pub(crate) zero: u64,
-    pub(crate) broken: u64,
+    pub(crate) private: u64,
     pub(crate) foreign: u64,
 }
 
@@ -184,7 +204,7 @@ impl Counts {
             State::Candidate { foreign: false, .. } => Some(&mut self.candidates),
             State::Shared(_) => Some(&mut self.shared),
             State::Zero => Some(&mut self.zero),
-            State::Broken => Some(&mut self.broken),
+            State::Private(_) => Some(&mut self.private),
             State::Foreign | State::Candidate { foreign: true, .. } => Some(&mut self.foreign),
         }
     }
@@ -287,7 +307,7 @@ mod tests {
             (key, any::<bool>()).prop_map(|(key, foreign)| State::Candidate { key, foreign }),
             (0u32..1 << 26).prop_map(|s| State::Shared(Slot::try_new(s).unwrap())),
             Just(State::Zero),
-            Just(State::Broken),
+            proptest::option::of(0u32..1 << 26).prop_map(|s| State::Private(s.and_then(Slot::try_new))),
             Just(State::Foreign),
             Just(State::Volatile),
             (any::<u32>(), PAUSES).prop_map(|(due, pause)| State::Pinned(Retry { due, pause })),
@@ -313,10 +333,11 @@ mod tests {
             prop_assert_eq!(table.counts(), counts);
         }
 
-        /// The rule that protects a DMA: what the kernel copied is never merged again.
+        /// The rule that protects a DMA: what is private in a mapping of the store is never merged.
         #[test]
-        fn broken_pages_are_never_merged(next in states()) {
-            prop_assert_eq!(State::Broken.may_become(next), next == State::Broken);
+        fn private_pages_stay_private(place in proptest::option::of(0u32..1 << 26), next in states()) {
+            let private = State::Private(place.and_then(Slot::try_new));
+            prop_assert_eq!(private.may_become(next), next == private);
         }
     }
 
@@ -347,6 +368,6 @@ mod tests {
     fn forbidden_steps_stop_the_engine() {
         let mut table = Table::new(1);
         table.set(0, State::Armed);
-        table.set(0, State::Broken);
+        table.set(0, State::Private(None));
     }
 }

@@ -3,6 +3,7 @@
 use crate::chunk::ChunkState;
 use crate::error::Error;
 use crate::memory::{HostRange, Memory, Page};
+use crate::merge::Item;
 use crate::page_size::bytes;
 use crate::scanner::Scanner;
 use crate::sys::uffd::Mode;
@@ -62,14 +63,13 @@ impl Scanner {
     /// Leaves out what was to be done with pages that are not worked on any more.
     fn drop_work(&mut self, keep: impl Fn(Page) -> bool) {
         self.to_hash.retain(|page| keep(*page));
-        let merges = std::mem::take(&mut self.merges);
-        for item in merges {
-            if keep(item.page) {
-                self.merges.push(item);
-            } else {
-                self.disown(&item);
-            }
-        }
+        let of_kept = |item: &Item| keep(item.page);
+        let gone: Vec<Item> = self
+            .merges
+            .extract_if(.., |item| !of_kept(item))
+            .chain(self.held.extract_if(.., |item| !of_kept(item)))
+            .collect();
+        gone.iter().for_each(|item| self.disown(item));
     }
 
     /// Whole chunks: a chunk is worked on or not.
@@ -99,7 +99,7 @@ impl Scanner {
             for at in self.memory.chunk_of(pages.start)..=self.memory.chunk_of(pages.end - 1) {
                 let chunk = self.memory.chunks()[at].clone();
                 for run in self.runs_by_mapping(chunk.pages) {
-                    // What the kernel copied stays as it is, see State::Broken.
+                    // What the kernel copied stays as it is, see State::Private.
                     if !self.table.get(run.start).in_file_mapping() {
                         self.register(&self.addresses(&run))?;
                     }

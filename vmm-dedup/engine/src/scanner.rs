@@ -74,6 +74,8 @@ pub(crate) struct Scanner {
     pub(crate) salt: Salt,
     /// Pages with a twin, not merged yet.
     pub(crate) merges: Vec<Item>,
+    /// Published pages whose chunks are not ripe for merging, see [`crate::stretch`].
+    pub(crate) held: Vec<Item>,
     /// Items that one merge window takes at most; adapts to the stop target.
     pub(crate) window: usize,
     pub(crate) stats: ServiceStats,
@@ -172,6 +174,7 @@ impl Scanner {
             to_protect: Vec::new(),
             salt: store.salt(),
             merges: Vec::new(),
+            held: Vec::new(),
             window: 16,
             stats: ServiceStats::default(),
             vmas_max: i64::try_from(vmas_max).unwrap_or(i64::MAX),
@@ -246,7 +249,9 @@ impl Scanner {
 
     /// Lets go of what was found and not merged yet. Once there are passes again it is found anew.
     fn drop_merges(&mut self) {
-        for item in std::mem::take(&mut self.merges) {
+        let mut items = std::mem::take(&mut self.merges);
+        items.append(&mut self.held);
+        for item in items {
             self.pass_over(&item);
             let chunk = self.memory.chunk_of(item.page);
             self.chunks[chunk].pending = true;
@@ -311,7 +316,9 @@ impl Scanner {
         }
         let faults = proc::faults_of_others();
         if faults != self.faults {
-            self.chunks.iter_mut().for_each(|c| c.pending = true);
+            self.chunks
+                .iter_mut()
+                .for_each(|c| (c.pending, c.unchecked) = (true, true));
         }
         self.faults = faults;
         self.lap(|cpu| &mut cpu.track);
@@ -327,7 +334,7 @@ impl Scanner {
                 continue;
             }
             match self.table.get(page) {
-                State::Broken => continue,
+                State::Private(_) => continue,
                 State::Shared(slot) => self.release(slot),
                 State::Candidate { key, .. } => self.outbox.withdrawals.push(key.raw()),
                 _ => {}
@@ -384,6 +391,7 @@ impl Scanner {
         self.outbox.clear();
         self.to_hash.clear();
         self.merges.clear();
+        self.held.clear();
         for page in (0..).take(self.memory.end()) {
             match self.table.get(page) {
                 State::Shared(_) | State::Candidate { foreign: true, .. } => {
@@ -404,8 +412,9 @@ impl Scanner {
     pub(crate) fn finish(&mut self, unmerge: bool) -> Result<(), Error> {
         self.note_breaks();
         // References of pages that were published and will not be merged any more.
-        let merges = std::mem::take(&mut self.merges);
-        merges.iter().for_each(|item| self.disown(item));
+        let mut items = std::mem::take(&mut self.merges);
+        items.append(&mut self.held);
+        items.iter().for_each(|item| self.disown(item));
         // What cannot be told to the store any more ends with this process.
         let result = match if unmerge { self.unmerge() } else { self.flush() } {
             Err(error @ Error::NotUnmerged(_)) => Err(error),
@@ -470,7 +479,7 @@ impl Scanner {
         stats.pages_volatile = counts.volatile;
         stats.pages_new = counts.armed;
         stats.pages_pinned = counts.pinned;
-        stats.pages_broken = counts.broken;
+        stats.pages_broken = counts.private;
         stats.huge_ranges = self.chunks.iter().filter(|c| c.huge).count() as u64;
         stats.vmas = u64::try_from(self.vmas).unwrap_or(0);
         stats.vmas_max = u64::try_from(self.vmas_max).unwrap_or(0);

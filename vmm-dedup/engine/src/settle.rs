@@ -2,10 +2,11 @@
 
 use crate::error::Error;
 use crate::memory::Page;
-use crate::merge::Item;
+use crate::merge::{Item, Role};
 use crate::page::State;
 use crate::page_size::PAGE_SIZE;
 use crate::scanner::Scanner;
+use crate::stretch::Gaps;
 use crate::sys::guest;
 use std::collections::HashSet;
 use vmm_dedup_protocol::index::{IndexReader, Line, News};
@@ -35,7 +36,7 @@ impl Scanner {
     fn sight(&mut self, page: Page, key: Key) -> Result<(), Error> {
         if matches!(
             self.table.get(page),
-            State::Broken | State::Shared(_) | State::Zero
+            State::Private(_) | State::Shared(_) | State::Zero
         ) {
             return Ok(()); // it changed while it waited to be hashed
         }
@@ -44,6 +45,8 @@ impl Scanner {
             self.table.set(page, State::Armed);
         }
         self.table.set(page, State::Candidate { key, foreign });
+        let chunk = self.memory.chunk_of(page);
+        self.chunks[chunk].stir(self.passes);
         self.outbox.sightings.push(key.raw());
         self.outbox.pages.push(page);
         if self.outbox.sightings.len() == MAX_BATCH {
@@ -66,6 +69,7 @@ impl Scanner {
         if self.store.is_none() {
             return Ok(());
         }
+        self.release_held();
         loop {
             self.flush()?;
             self.take_news();
@@ -124,6 +128,8 @@ impl Scanner {
     /// At the end of a pass nothing is pending: lets the store reuse what was freed.
     pub(crate) fn acknowledge(&mut self) -> Result<(), Error> {
         debug_assert!(self.merges.is_empty() && self.outbox.is_empty());
+        let pass = self.passes;
+        self.chunks.iter_mut().for_each(|chunk| chunk.end_pass(pass));
         let Some(store) = &mut self.store else {
             return Ok(());
         };
@@ -143,13 +149,17 @@ impl Scanner {
             return Ok(());
         };
         let (mut keys, mut staged) = (Vec::with_capacity(pages.len()), Vec::with_capacity(pages.len()));
+        let mut gaps = Gaps::default();
         for page in pages {
             let State::Candidate { key, .. } = self.table.get(*page) else {
                 continue;
             };
             // SAFETY: guest memory stays mapped while the service runs.
             unsafe { store.stage(staged.len(), self.memory.address(*page)) };
-            keys.push(Staged { key, gap: 0 });
+            keys.push(Staged {
+                key,
+                gap: gaps.before(&self.memory, *page),
+            });
             staged.push(*page);
         }
         if staged.is_empty() {
@@ -163,7 +173,7 @@ impl Scanner {
                 self.merges.push(Item {
                     page,
                     slot,
-                    owned: true,
+                    role: Role::Publisher,
                 });
             }
         }
@@ -200,19 +210,27 @@ impl Scanner {
             let State::Candidate { key, .. } = self.table.get(page) else {
                 continue;
             };
-            let twin = match key.is_full() {
-                true => index.slot_of_key(key),
-                false => match index.line(key) {
-                    Some(Line::Sole(slot)) => Some(slot),
-                    Some(Line::Marked(_)) => {
-                        self.to_hash.push(page);
-                        None
-                    }
-                    None => None,
-                },
-            };
-            self.merges.extend(twin.map(|slot| Item::twin_of(page, slot)));
+            self.look_up_again(page, key);
         }
+    }
+
+    /// Looks a candidate's key up that the index did not have when it was sighted.
+    pub(crate) fn look_up_again(&mut self, page: Page, key: Key) {
+        let Some(index) = self.store.as_ref().map(|s| s.index()) else {
+            return;
+        };
+        let twin = match key.is_full() {
+            true => index.slot_of_key(key),
+            false => match index.line(key) {
+                Some(Line::Sole(slot)) => Some(slot),
+                Some(Line::Marked(_)) => {
+                    self.to_hash.push(page);
+                    None
+                }
+                None => None,
+            },
+        };
+        self.merges.extend(twin.map(|slot| Item::twin_of(page, slot)));
     }
 
     /// Hashes whole pages and looks the hashes up.

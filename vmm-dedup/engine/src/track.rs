@@ -18,6 +18,8 @@ const CHUNKS_PER_SCAN: usize = 32;
 /// Every chunk is visited at least this often, in passes, for what raises no fault here: another process writing
 /// guest memory through the kernel.
 const FORCED_PERIOD: u64 = 128;
+/// Passes from one look for copied pages in a chunk to the next.
+const BREAKS_PERIOD: u64 = 16;
 /// Pages whose key lines are fetched ahead.
 const PREFETCH: usize = 8;
 
@@ -49,6 +51,7 @@ impl Scanner {
             }
             at = end;
         }
+        self.find_breaks()?;
         self.look_at_huge()?;
         if !skipped || self.passes.is_multiple_of(MAX_PERIOD) {
             self.stats.full_scans_total += 1;
@@ -62,7 +65,7 @@ impl Scanner {
             return false;
         }
         let turn = |period: u64| (self.passes + at as u64).is_multiple_of(period);
-        if turn(FORCED_PERIOD) {
+        if turn(FORCED_PERIOD) || chunk.is_ripe(self.passes) {
             return true;
         }
         let due = chunk.pending && turn(chunk.period());
@@ -119,13 +122,13 @@ impl Scanner {
     fn visit_small(&mut self, at: usize, written: &[u64; CHUNK_PAGES / 64]) {
         let pages = self.memory.chunks()[at].pages.clone();
         let unarmed = std::mem::take(&mut self.chunks[at].unarmed);
+        let ripe = self.chunks[at].is_ripe(self.passes);
         let mut waiting = false;
         for page in pages.clone() {
             let offset = (page - pages.start) as usize;
             let was_written = written[offset / 64] & (1 << (offset % 64)) != 0;
             let state = self.table.get(page);
-            // A page that the kernel copied lies in a mapping of the store, where nothing is tracked.
-            if was_written && !state.in_file_mapping() {
+            if was_written {
                 self.note_protect(page);
             }
             match (state, was_written) {
@@ -144,13 +147,8 @@ impl Scanner {
                     self.table.set(page, State::Armed);
                     waiting = true;
                 }
-                (
-                    state @ (State::Shared(_) | State::Foreign | State::Candidate { foreign: true, .. }),
-                    true,
-                ) => {
-                    self.note_kernel_break(page, state);
-                }
                 (state, false) if state.awaits_key() => self.to_key.push(page),
+                (State::Candidate { key, foreign: false }, false) if ripe => self.look_up_again(page, key),
                 _ => {}
             }
         }
@@ -168,17 +166,45 @@ impl Scanner {
         }
     }
 
+    /// Looks for shared pages that the kernel copied, in chunks where something may have happened, each in its turn:
+    /// what a copy frees is only known later then, and walking the store's mappings costs most of a pass.
+    fn find_breaks(&mut self) -> Result<(), Error> {
+        for at in 0..self.chunks.len() {
+            let turn = (self.passes + at as u64).is_multiple_of(BREAKS_PERIOD);
+            if !turn || !self.chunks[at].unchecked {
+                continue;
+            }
+            self.chunks[at].unchecked = false;
+            let pages = self.memory.chunks()[at].pages.clone();
+            if !pages.clone().any(|page| self.table.get(page).maps_a_slot()) {
+                continue;
+            }
+            let range = self.memory.chunks()[at].addresses();
+            for copied in self.pagemap.copied(range.clone()).map_err(Error::Pagemap)? {
+                for address in copied.step_by(PAGE_SIZE) {
+                    let page = pages.start + Page::try_from((address - range.start) / PAGE_SIZE).unwrap_or(0);
+                    if self.table.get(page).maps_a_slot() {
+                        self.note_kernel_break(page);
+                    }
+                }
+            }
+        }
+        self.lap(|cpu| &mut cpu.track);
+        Ok(())
+    }
+
     /// The kernel copied a shared page for a writer.
-    fn note_kernel_break(&mut self, page: Page, state: State) {
+    fn note_kernel_break(&mut self, page: Page) {
         if !self.breaker.kernel_broke(page) {
             return; // the fault thread did, and will tell
         }
+        let state = self.table.get(page);
         match state {
             State::Shared(slot) => self.release(slot),
             State::Candidate { key, .. } => self.outbox.withdrawals.push(key.raw()),
             _ => {}
         }
-        self.table.set(page, State::Broken);
+        self.table.set(page, State::Private(state.place()));
         self.stats.breaks_kernel_total += 1;
     }
 

@@ -231,16 +231,8 @@ impl State {
         else {
             return Err(Violation::Unexpected("Report"));
         };
-        // Memory was added to the VM. (When some goes, what it referenced goes a little later.)
-        if stats.pages > service.pages {
-            if stats.pages > max {
-                return Err(Violation::Pages {
-                    pages: stats.pages,
-                    max,
-                });
-            }
-            service.pages = stats.pages;
-        }
+        // Memory may have been added to the VM. (When some goes, what it referenced goes a little later.)
+        service.pages = service.pages.max(stats.pages.min(max));
         accounts::accumulate(&mut self.totals, &service.stats, stats);
         service.stats = *stats;
         Ok(())

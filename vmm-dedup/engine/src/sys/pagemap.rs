@@ -9,6 +9,8 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 
 const PAGEMAP_SCAN: u64 = (3 << 30) | (96 << 16) | ((b'f' as u64) << 8) | 16;
+/// Of a mapping whose writes are tracked: mappings of the store are not, and are passed over whole.
+const TRACKED: u64 = 1 << 0;
 const WRITTEN: u64 = 1 << 1;
 const FILE: u64 = 1 << 2;
 const PRESENT: u64 = 1 << 3;
@@ -75,14 +77,13 @@ impl Pagemap {
         }
     }
 
-    /// Private, populated pages that were written since they were protected (or never were), in order. The zero
-    /// page, pages of the store and places never populated are left out. Changes nothing.
+    /// Tracked, populated pages that were written since they were protected (or never were), in order. The zero page,
+    /// mappings of the store and places never populated are left out. Changes nothing.
     pub(crate) fn written(&mut self, range: Range<usize>, mut each: impl FnMut(Written)) -> io::Result<()> {
         let mut at = range.start;
         while at < range.end {
-            let wanted = PRESENT | WRITTEN;
-            let absent = FILE | PFNZERO;
-            let (found, end) = self.scan(at..range.end, wanted | absent, absent, HUGE)?;
+            let wanted = TRACKED | PRESENT | WRITTEN | PFNZERO;
+            let (found, end) = self.scan(at..range.end, wanted, PFNZERO, HUGE)?;
             for region in &self.regions[..found] {
                 let range = addresses(region);
                 each(Written {
@@ -97,15 +98,20 @@ impl Pagemap {
 
     /// Stretches of a range that are private copies rather than pages of the store.
     pub(crate) fn private(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
-        self.all(range, PRESENT | FILE, FILE)
+        self.stretches(range, PRESENT | FILE, FILE)
     }
 
     /// Stretches of a range that hold private memory: not a file's, not the zero page, not swapped out.
     pub(crate) fn populated(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
-        self.all(range, PRESENT | FILE | PFNZERO, FILE | PFNZERO)
+        self.stretches(range, PRESENT | FILE | PFNZERO, FILE | PFNZERO)
     }
 
-    fn all(&mut self, range: Range<usize>, mask: u64, inverted: u64) -> io::Result<Vec<Range<usize>>> {
+    /// As [`Self::private`], in mappings of the store only: what is tracked is passed over whole.
+    pub(crate) fn copied(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
+        self.stretches(range, TRACKED | PRESENT | FILE, TRACKED | FILE)
+    }
+
+    fn stretches(&mut self, range: Range<usize>, mask: u64, inverted: u64) -> io::Result<Vec<Range<usize>>> {
         let (mut at, mut found) = (range.start, Vec::new());
         while at < range.end {
             let (n, end) = self.scan(at..range.end, mask, inverted, PRESENT)?;

@@ -75,10 +75,10 @@ impl Drop for Anonymous {
     }
 }
 
-/// Unmaps memory that [`Anonymous::take_front`] gave away and that could not be moved.
+/// Unmaps memory of ours: what [`Anonymous::take_front`] gave away and could not be moved, what was mapped aside.
 pub(crate) fn unmap(start: usize, len: usize) {
     if len > 0 {
-        // SAFETY: the range is the caller's own anonymous memory, which nothing refers to any more.
+        // SAFETY: the range is a mapping of the caller's own, which nothing refers to any more.
         unsafe { libc::munmap(start as *mut _, len) };
     }
 }
@@ -106,13 +106,19 @@ fn is_readable(at: usize) -> bool {
     populate_read(at, crate::page_size::PAGE_SIZE)
 }
 
+/// Splits the huge page that an address lies in, if there is one: the kernel does that before it marks a part of it as
+/// cold, which is all that it is told here. Nothing is taken away, and others can use the pages but for moments.
+pub(crate) fn split_huge_page(at: usize) -> io::Result<()> {
+    advise(at, crate::page_size::PAGE_SIZE, libc::MADV_COLD)
+}
+
 /// Maps the pages of a range as reading them would; whether that worked for all.
 pub(crate) fn populate_read(at: usize, len: usize) -> bool {
     advise(at, len, libc::MADV_POPULATE_READ).is_ok()
 }
 
 fn advise(start: usize, len: usize, advice: i32) -> io::Result<()> {
-    // SAFETY: callers name their own anonymous memory; the advices above destroy no memory that Rust refers to.
+    // SAFETY: MADV_DONTNEED is only used on memory of our own that Rust does not refer to; the others change no content.
     if unsafe { libc::madvise(start as *mut _, len, advice) } < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -162,7 +168,27 @@ pub(crate) unsafe fn dont_need(at: usize, len: usize) -> io::Result<()> {
     advise(at, len, libc::MADV_DONTNEED)
 }
 
-/// Moves `len` bytes of our anonymous memory over guest memory, atomically for everyone who uses that.
+/// Maps `len` bytes of a store segment as [`map_segment`] does, at an address of the kernel's choice.
+pub(crate) fn map_segment_anywhere(len: usize, segment: BorrowedFd<'_>, offset: usize) -> io::Result<usize> {
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
+    let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let base = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            len,
+            prot,
+            flags,
+            segment.as_raw_fd(),
+            offset,
+        )
+    };
+    check(base)?;
+    Ok(base as usize)
+}
+
+/// Moves `len` bytes of a mapping of ours over guest memory, atomically for everyone who uses that.
 ///
 /// # Safety
 /// `from` must be our own and hold what the guest shall see; nobody may hold a Rust reference into either range.
