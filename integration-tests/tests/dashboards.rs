@@ -230,6 +230,35 @@ fn every_alert_has_a_test() {
     }
 }
 
+/// Against the types that Grafana generates from its schema (npm package @grafana/schema), by the TypeScript compiler.
+#[test]
+fn dashboards_have_grafanas_schema() {
+    let npm =
+        |folder: &Path, arguments: &[&str]| Command::new("npm").args(arguments).current_dir(folder).output();
+    let work = Path::new(env!("CARGO_TARGET_TMPDIR")).join("dashboards-schema");
+    std::fs::create_dir_all(&work).expect("a folder");
+    for file in ["package.json", "package-lock.json", "check.mjs"] {
+        std::fs::copy(folder().join("schema").join(file), work.join(file)).expect("a copy");
+    }
+    let Ok(installed) = npm(&work, &["ci", "--ignore-scripts", "--no-audit", "--no-fund"]) else {
+        eprintln!("SKIPPED: npm is not installed (Debian package npm)");
+        return;
+    };
+    if !installed.status.success() {
+        let why = String::from_utf8_lossy(&installed.stderr);
+        eprintln!("SKIPPED: npm cannot install @grafana/schema: {why}");
+        return;
+    }
+    let folder = folder().canonicalize().expect("the dashboards");
+    let folder = folder.to_str().expect("UTF-8");
+    let checked = npm(&work, &["run", "check", "--", folder]).expect("npm runs");
+    assert!(
+        checked.status.success(),
+        "{}",
+        String::from_utf8_lossy(&checked.stdout)
+    );
+}
+
 /// What Grafana takes silently and shows wrongly.
 #[test]
 fn panels_are_whole() {
