@@ -208,6 +208,8 @@ fn rules_do_what_their_tests_say() {
         return skip_without("promtool");
     };
     assert!(output.status.success(), "{output:?}");
+    let output = run(&["check", "config", "local/prometheus.yml"]).expect("promtool runs");
+    assert!(output.status.success(), "{output:?}");
     let output = run(&["test", "rules", "vmm-dedup.rules.test.yml"]).expect("promtool runs");
     assert!(output.status.success(), "{output:?}");
 }
