@@ -1,12 +1,13 @@
 //! `set`, `explain` and `top` on a real VM.
 
+use rustix::process::{Pid, Signal};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
 use serde_json::Value;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use vmm_dedup::{Reason, Refusal, Refused};
@@ -218,65 +219,91 @@ fn what_cannot_be_asked_is_said_in_one_line() {
     assert!(text.contains("vmm-dedup store --socket /nonexistent"), "{text}");
 }
 
+/// `top` in a terminal of 80 by 24, and what it has drawn so far.
+struct Terminal {
+    top: Process,
+    keyboard: File,
+    screen: Arc<Mutex<Vec<u8>>>,
+}
+
+impl Terminal {
+    fn open(store: &Path) -> Self {
+        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a pty");
+        grantpt(&master).expect("grantpt");
+        unlockpt(&master).expect("unlockpt");
+        let name = ptsname(&master, Vec::new()).expect("a name");
+        let name = name.into_string().expect("UTF-8");
+        let size = Winsize {
+            ws_row: 24,
+            ws_col: 80,
+            ws_xpixel: 0,
+            ws_ypixel: 0,
+        };
+        tcsetwinsize(&master, size).expect("a size");
+        let slave = || {
+            let terminal = OpenOptions::new().read(true).write(true).open(&name);
+            terminal.expect("the terminal")
+        };
+        let mut top = command();
+        top.args(["top", "--interval", "0.2", "--store"]).arg(store);
+        top.stdin(slave())
+            .stdout(slave())
+            .stderr(slave())
+            .env("TERM", "xterm");
+        let top = Process(top.spawn().expect("the command runs"));
+        let keyboard = File::from(master.try_clone().expect("a descriptor"));
+        let screen = Arc::new(Mutex::new(Vec::new()));
+        let (seen, mut output) = (screen.clone(), File::from(master));
+        // It ends with the last descriptor of the terminal.
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(n @ 1..) = output.read(&mut bytes) {
+                seen.lock().expect("a lock").extend_from_slice(&bytes[..n]);
+            }
+        });
+        Self {
+            top,
+            keyboard,
+            screen,
+        }
+    }
+
+    fn shows(&self, what: &str) -> Option<()> {
+        let screen = self.screen.lock().expect("a lock");
+        String::from_utf8_lossy(&screen).contains(what).then_some(())
+    }
+
+    /// How it ended, once it has left the alternate screen that it had entered.
+    fn end(&mut self) -> ExitStatus {
+        let status = eventually("it ends", || self.top.0.try_wait().expect("a status"));
+        assert!(self.shows("\x1b[?1049h").is_some());
+        eventually("the screen is as it was", || self.shows("\x1b[?1049l"));
+        status
+    }
+}
+
 #[test]
 fn top_draws_in_a_terminal_of_80_by_24_and_leaves_it_as_it_was() {
     let store = Store::start();
     let refusal = Refusal::new(Reason::Vfio, "a device", "detach it");
     let _refused = Refused::announce(&store.socket, "gpu", 512, &refusal).expect("a thread");
     eventually("the refused VM is listed", || store.vm("gpu"));
-    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a pty");
-    grantpt(&master).expect("grantpt");
-    unlockpt(&master).expect("unlockpt");
-    let name = ptsname(&master, Vec::new())
-        .expect("a name")
-        .into_string()
-        .expect("UTF-8");
-    let size = Winsize {
-        ws_row: 24,
-        ws_col: 80,
-        ws_xpixel: 0,
-        ws_ypixel: 0,
-    };
-    tcsetwinsize(&master, size).expect("a size");
-    let slave = || {
-        OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open(&name)
-            .expect("the terminal")
-    };
-    let mut top = command();
-    top.args(["top", "--interval", "0.2", "--store"])
-        .arg(&store.socket);
-    top.stdin(slave())
-        .stdout(slave())
-        .stderr(slave())
-        .env("TERM", "xterm");
-    let mut top = Process(top.spawn().expect("the command runs"));
-    let mut keyboard = File::from(master.try_clone().expect("a descriptor"));
-    let screen = Arc::new(Mutex::new(Vec::new()));
-    let reader = {
-        let (screen, mut output) = (screen.clone(), File::from(master));
-        std::thread::spawn(move || {
-            let mut bytes = [0; 4096];
-            while let Ok(n @ 1..) = output.read(&mut bytes) {
-                screen.lock().expect("a lock").extend_from_slice(&bytes[..n]);
-            }
-        })
-    };
-    let shows = |what: &str| {
-        let screen = screen.lock().expect("a lock");
-        String::from_utf8_lossy(&screen).contains(what).then_some(())
-    };
-    eventually("the VM is shown", || shows("vfio"));
-    keyboard.write_all(b"r").expect("a key");
+    let mut terminal = Terminal::open(&store.socket);
+    eventually("the VM is shown", || terminal.shows("vfio"));
+    terminal.keyboard.write_all(b"r").expect("a key");
     // Only what changes is drawn: the mark of the column.
-    eventually("the sort order is reversed", || shows("^"));
-    keyboard.write_all(b"q").expect("a key");
-    let status = eventually("it ends", || top.0.try_wait().expect("a status"));
-    assert!(status.success());
-    // It leaves the alternate screen that it had entered.
-    assert!(shows("\x1b[?1049h").is_some() && shows("\x1b[?1049l").is_some());
-    drop((top, keyboard));
-    drop(reader); // it ends with the last descriptor of the terminal
+    eventually("the sort order is reversed", || terminal.shows("^"));
+    terminal.keyboard.write_all(b"q").expect("a key");
+    assert!(terminal.end().success());
+
+    let mut terminal = Terminal::open(&store.socket);
+    eventually("the VM is shown", || terminal.shows("vfio"));
+    rustix::process::kill_process(Pid::from_child(&terminal.top.0), Signal::TERM).expect("kill");
+    assert_eq!(terminal.end().code(), Some(128 + 15));
+
+    let mut terminal = Terminal::open(&store.socket);
+    eventually("the VM is shown", || terminal.shows("vfio"));
+    drop(store);
+    assert_eq!(terminal.end().code(), Some(1));
+    eventually("it says why", || terminal.shows("vmm-dedup: the store"));
 }

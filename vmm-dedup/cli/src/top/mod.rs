@@ -4,8 +4,8 @@ mod pressure;
 mod sample;
 mod view;
 
-use crate::Failure;
 use crate::store::StoreSocket;
+use crate::{Failure, signals};
 use clap::Args;
 use pressure::Pressure;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
@@ -49,9 +49,9 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     let mut terminal =
         ratatui::try_init().map_err(|e| Failure::new(format!("the terminal cannot be used: {e}")))?;
     let interval = Duration::from_secs_f64(args.interval);
-    let result = watch(&mut terminal, &mut observer, &mut view, interval);
-    ratatui::restore();
-    result
+    signals::on_termination(ratatui::restore, || {
+        watch(&mut terminal, &mut observer, &mut view, interval)
+    })
 }
 
 fn sample(observer: &mut Observer) -> Result<Sample, Failure> {
