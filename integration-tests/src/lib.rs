@@ -6,6 +6,7 @@
 pub mod direct_io;
 pub mod guests;
 pub mod memory;
+pub mod prometheus;
 pub mod store;
 pub mod vm;
 

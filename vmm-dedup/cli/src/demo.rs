@@ -387,7 +387,12 @@ impl Table {
         }
     }
 
-    fn show(&mut self, elapsed: Duration, store: &vmm_dedup_protocol::message::StoreStats, vms: &[stat::Vm]) {
+    fn show(
+        &mut self,
+        elapsed: Duration,
+        store: &vmm_dedup_protocol::message::StoreStats,
+        vms: &[vmm_dedup_protocol::observer::Vm],
+    ) {
         if self.silent || (!self.redraw && elapsed < self.shown + Duration::from_secs(1)) {
             return;
         }

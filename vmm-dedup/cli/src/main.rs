@@ -6,11 +6,14 @@
 mod bench;
 mod children;
 mod demo;
+mod explain;
 mod failure;
 mod run;
+mod set;
 mod signals;
 mod stat;
 mod store;
+mod top;
 
 use clap::{Parser, Subcommand};
 pub(crate) use failure::Failure;
@@ -20,7 +23,8 @@ use std::process::ExitCode;
 ///
 /// Start with `vmm-dedup demo`, which runs four guests on this machine and shows what they share. For real use start
 /// a store (`vmm-dedup store`), then VMs on it (`vmm-dedup run`, or any VMM with the engine built in), and watch
-/// them with `vmm-dedup stat` or Prometheus.
+/// them with `vmm-dedup top`, `vmm-dedup stat` or Prometheus. `vmm-dedup set` changes a running VM's settings, and
+/// `vmm-dedup explain` tells what became of its pages.
 #[derive(Parser, Debug)]
 #[command(version, about, long_about, propagate_version = true)]
 struct Cli {
@@ -37,6 +41,9 @@ enum Command {
     Store(store::StoreArgs),
     Run(run::RunArgs),
     Stat(stat::StatArgs),
+    Top(top::TopArgs),
+    Set(set::SetArgs),
+    Explain(explain::ExplainArgs),
     /// Measure.
     #[command(subcommand)]
     Bench(Bench),
@@ -64,6 +71,9 @@ fn main() -> ExitCode {
         Command::Store(args) => store::run(args, cli.die_with_parent.is_none()),
         Command::Run(args) => run::run(args),
         Command::Stat(args) => stat::run(args),
+        Command::Top(args) => top::run(args),
+        Command::Set(args) => set::run(args),
+        Command::Explain(args) => explain::run(args),
         Command::Bench(Bench::Ksm(args)) => bench::ksm(args),
         Command::Bench(Bench::Worker(args)) => bench::worker(args),
     };

@@ -1,81 +1,28 @@
 //! `stat`: what a store and its VMs say of themselves.
 
 use crate::Failure;
+use crate::store::StoreSocket;
 use clap::Args;
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
-use vmm_dedup_protocol::message::{
-    Hello, Kind, Message, Role, Stats, StatsRequest, StoreStats, aligned_buffer, encode,
-};
-use vmm_dedup_protocol::socket;
-use vmm_dedup_protocol::stats::{STATES, ServiceStats};
-use zerocopy::IntoBytes;
+use std::path::Path;
+use vmm_dedup_protocol::message::StoreStats;
+use vmm_dedup_protocol::observer::{Observer, Vm};
+use vmm_dedup_protocol::stats::{BACKENDS, BytesRead, CpuNs, Histogram, STATES};
 
 /// Show what a store and its VMs save and cost.
 #[derive(Args, Debug)]
 pub(crate) struct StatArgs {
-    /// The store's socket.
-    #[arg(long, default_value = crate::store::DEFAULT_SOCKET)]
-    socket: PathBuf,
+    #[command(flatten)]
+    store: StoreSocket,
     /// Print JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// One VM's account.
-#[derive(Clone, Debug)]
-pub(crate) struct Vm {
-    pub(crate) name: String,
-    pub(crate) pid: u64,
-    pub(crate) stats: ServiceStats,
-}
-
 /// Asks a store for its account and those of all VMs.
 pub(crate) fn fetch(path: &Path) -> Result<(StoreStats, Vec<Vm>), Failure> {
-    let fail = |e: std::io::Error| {
-        let path = path.display();
-        Failure::new(format!(
-            "cannot reach a store at {path} ({e}): start one with `vmm-dedup store --socket {path}`"
-        ))
-    };
-    let stream = socket::connect(path).map_err(fail)?;
-    let patience = Some(std::time::Duration::from_secs(5));
-    rustix::net::sockopt::set_socket_timeout(&stream, rustix::net::sockopt::Timeout::Recv, patience)
-        .map_err(|e| fail(e.into()))?;
-    let hello = Hello::new(Role::Observer, "stat", 0);
-    socket::send(&stream, &encode(Kind::Hello, &[hello.as_bytes()]), &[]).map_err(fail)?;
-    let mut buffer = aligned_buffer();
-    let mut ask = |request: &[u8]| -> Result<Option<Stats>, Failure> {
-        if !request.is_empty() {
-            socket::send(&stream, request, &[]).map_err(fail)?;
-        }
-        let gone = || Failure::new("the store closed the connection");
-        let received = socket::receive(&stream, &mut buffer)
-            .map_err(fail)?
-            .ok_or_else(gone)?;
-        match received.parse(&buffer).map_err(Failure::from_error)? {
-            Message::Stats(stats) => Ok(Some(*stats)),
-            Message::Welcome(_) => Ok(None),
-            Message::Error(text) => Err(Failure::new(format!("the store refused: {text}"))),
-            _ => Err(Failure::new("the store sent an unexpected message")),
-        }
-    };
-    ask(&[])?;
-    let mut vms = Vec::new();
-    loop {
-        let index = u32::try_from(vms.len()).unwrap_or(u32::MAX);
-        let request = StatsRequest { index, reserved: 0 };
-        let answer = ask(&encode(Kind::StatsRequest, &[request.as_bytes()]))?;
-        let stats = answer.ok_or_else(|| Failure::new("the store sent an unexpected message"))?;
-        if stats.found == 0 {
-            return Ok((stats.store, vms));
-        }
-        vms.push(Vm {
-            name: stats.name.text(),
-            pid: stats.pid,
-            stats: stats.vm,
-        });
-    }
+    let stats = Observer::connect(path).and_then(|mut observer| observer.stats());
+    stats.map_err(Failure::from_error)
 }
 
 /// Net bytes saved on the host, after all metadata and mappings.
@@ -85,7 +32,7 @@ pub(crate) fn saved_net(store: &StoreStats) -> i64 {
 
 /// Runs the command.
 pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
-    let (store, vms) = fetch(&args.socket)?;
+    let (store, vms) = fetch(&args.store.path)?;
     if args.json {
         let vms: Vec<Value> = vms.iter().map(vm_json).collect();
         let text = serde_json::to_string_pretty(&json!({ "store": store_json(&store), "vms": vms }));
@@ -105,15 +52,16 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
         return Ok(());
     }
     println!(
-        "{:<20} {:>8} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8}",
-        "vm", "pid", "mapped", "zero", "unshared", "breaks", "vmas", "cpu s"
+        "{:<20} {:>8} {:<13} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8}",
+        "vm", "pid", "state", "mapped", "zero", "unshared", "breaks", "vmas", "cpu s"
     );
     for vm in &vms {
         let s = &vm.stats;
         println!(
-            "{:<20} {:>8} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8.2}",
+            "{:<20} {:>8} {:<13} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8.2}",
             vm.name,
             vm.pid,
+            state_name(vm.stats.state),
             s.pages_mapped,
             s.pages_zero,
             s.pages_unshared,
@@ -144,17 +92,29 @@ fn store_json(s: &StoreStats) -> Value {
     })
 }
 
+/// What a service does.
+pub(crate) fn state_name(state: u64) -> &'static str {
+    let at = usize::try_from(state).unwrap_or(usize::MAX);
+    STATES.get(at).copied().unwrap_or("unknown")
+}
+
 fn vm_json(vm: &Vm) -> Value {
     let s = &vm.stats;
     json!({
         "name": vm.name,
         "pid": vm.pid,
-        "state": STATES.get(usize::try_from(s.state).unwrap_or(9)).unwrap_or(&"unknown"),
+        "state": state_name(s.state),
+        "refused": vm.reason.map(|reason| reason.label()),
+        "backend": usize::try_from(s.backend).ok().and_then(|at| BACKENDS.get(at)).unwrap_or(&"unknown"),
+        "saved_net_bytes": vm.saved_net_bytes,
+        "cpu_percent": s.cpu_percent,
         "pages": s.pages,
         "pages_mapped": s.pages_mapped,
         "pages_zero": s.pages_zero,
         "pages_unshared": s.pages_unshared,
         "pages_volatile": s.pages_volatile,
+        "pages_new": s.pages_new,
+        "pages_pinned": s.pages_pinned,
         "pages_broken": s.pages_broken,
         "huge_ranges": s.huge_ranges,
         "merges_total": s.merges_total,
@@ -169,6 +129,7 @@ fn vm_json(vm: &Vm) -> Value {
         "passes_total": s.passes_total,
         "full_scans_total": s.full_scans_total,
         "bytes_read_total": s.bytes_read.total(),
+        "bytes_read": bytes_read_json(&s.bytes_read),
         "vmas": s.vmas,
         "vmas_max": s.vmas_max,
         "metadata_bytes": s.metadata_bytes,
@@ -177,15 +138,32 @@ fn vm_json(vm: &Vm) -> Value {
         "reserve_target": s.reserve_target,
         "reserve_waits_total": s.reserve_waits_total,
         "waiting_writers": s.waiting_writers,
-        "cpu_seconds": {
-            "track": s.cpu_ns.track as f64 / 1e9,
-            "key": s.cpu_ns.key as f64 / 1e9,
-            "hash": s.cpu_ns.hash as f64 / 1e9,
-            "store": s.cpu_ns.store as f64 / 1e9,
-            "merge": s.cpu_ns.merge as f64 / 1e9,
-            "break": s.cpu_ns.break_ as f64 / 1e9,
-        },
-        "stop_us": { "count": s.stop.count(), "p50": s.stop.quantile_us(0.5), "p99": s.stop.quantile_us(0.99), "max": s.stop.max_ns / 1000 },
-        "break_us": { "count": s.break_latency.count(), "p50": s.break_latency.quantile_us(0.5), "p99": s.break_latency.quantile_us(0.99), "max": s.break_latency.max_ns / 1000 },
+        "cpu_seconds": cpu_json(&s.cpu_ns),
+        "stop_us": histogram_json(&s.stop),
+        "break_us": histogram_json(&s.break_latency),
+    })
+}
+
+fn bytes_read_json(read: &BytesRead) -> Value {
+    json!({ "key": read.key, "hash": read.hash, "publish": read.publish, "verify": read.verify })
+}
+
+fn cpu_json(cpu: &CpuNs) -> Value {
+    json!({
+        "track": cpu.track as f64 / 1e9,
+        "key": cpu.key as f64 / 1e9,
+        "hash": cpu.hash as f64 / 1e9,
+        "store": cpu.store as f64 / 1e9,
+        "merge": cpu.merge as f64 / 1e9,
+        "break": cpu.break_ as f64 / 1e9,
+    })
+}
+
+fn histogram_json(times: &Histogram) -> Value {
+    json!({
+        "count": times.count(),
+        "p50": times.quantile_us(0.5),
+        "p99": times.quantile_us(0.99),
+        "max": times.max_ns / 1000,
     })
 }

@@ -13,6 +13,14 @@ use tokio::signal::unix::{SignalKind, signal};
 /// Where a store listens if nothing else is said.
 pub(crate) const DEFAULT_SOCKET: &str = "/run/vmm-dedup/store.sock";
 
+/// Where to find the store, for commands that ask it.
+#[derive(Args, Debug)]
+pub(crate) struct StoreSocket {
+    /// The store's socket.
+    #[arg(long = "store", visible_alias = "socket", value_name = "SOCKET", default_value = DEFAULT_SOCKET)]
+    pub(crate) path: PathBuf,
+}
+
 /// Run a page store: one per host and trust domain. VMs connect to its socket; it owns the shared pages.
 #[derive(Args, Debug)]
 pub(crate) struct StoreArgs {

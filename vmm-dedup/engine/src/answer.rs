@@ -10,6 +10,8 @@ use crate::scanner::Scanner;
 use crate::store::Question;
 use std::ops::Range;
 use vmm_dedup_protocol::control::{Explanation, Set, Switch};
+use vmm_dedup_protocol::index::Line;
+use vmm_dedup_protocol::key::Key;
 
 /// Mappings that one more merged page may add.
 const VMAS_PER_RUN: i64 = 2;
@@ -109,20 +111,24 @@ impl Scanner {
                 State::Untracked | State::Armed | State::Volatile if huge => &mut to.huge,
                 State::Volatile => &mut to.volatile,
                 State::Untracked | State::Armed => &mut to.too_new,
-                State::Candidate { key, .. } => {
-                    let index = self.store.as_ref().map(|s| s.index());
-                    let twin = key.is_full() && index.is_some_and(|i| i.slot_of_key(key).is_some());
-                    match twin {
-                        false => &mut to.unique,
-                        true if huge => &mut to.huge,
-                        true if self.vmas + VMAS_PER_RUN > self.vmas_max => &mut to.over_vmas,
-                        true => &mut to.waiting,
-                    }
-                }
+                State::Candidate { key, .. } => match self.has_twin(key) {
+                    false => &mut to.unique,
+                    true if huge => &mut to.huge,
+                    true if self.vmas + VMAS_PER_RUN > self.vmas_max => &mut to.over_vmas,
+                    true => &mut to.waiting,
+                },
             };
             *class += 1;
         }
         Ok(())
+    }
+
+    /// Whether the index has a slot that a page with this key could map.
+    fn has_twin(&self, key: Key) -> bool {
+        self.index().is_some_and(|index| match key.is_full() {
+            true => index.slot_of_key(key).is_some(),
+            false => matches!(index.line(key), Some(Line::Sole(_))),
+        })
     }
 
     /// Which of some pages of one chunk hold private memory; asked only where the table does not tell.

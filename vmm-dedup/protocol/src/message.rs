@@ -338,6 +338,8 @@ pub struct Stats {
     pub pid: u64,
     /// Why the VM is refused: the number of a [`crate::refusal::Reason`]; 0 if it is not.
     pub reason: u64,
+    /// Net bytes that the VM saves: its part of the store's `saved_net_bytes`. Negative as two's complement.
+    pub saved_net_bytes: u64,
     /// The VM, as it reported last.
     pub vm: ServiceStats,
 }

@@ -29,7 +29,9 @@ const UNMERGE_PATIENCE: Duration = Duration::from_secs(1800);
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Nobody listens, or this user may not connect.
-    #[error("cannot reach a store at {path} ({source}): start one with `vmm-dedup store --socket {path}`")]
+    #[error(
+        "cannot reach a store at {path}: start one with `vmm-dedup store --socket {path}`, or name its socket"
+    )]
     Unreachable {
         /// Where it should be.
         path: PathBuf,
@@ -37,7 +39,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The connection broke, or the store does not answer.
-    #[error("the store does not answer: {0}")]
+    #[error("the store does not answer")]
     Broken(#[source] io::Error),
     /// The store closed the connection.
     #[error("the store closed the connection")]
@@ -65,6 +67,8 @@ pub struct Vm {
     pub pid: u64,
     /// Why it is refused, if it is.
     pub reason: Option<Reason>,
+    /// Net bytes that it saves.
+    pub saved_net_bytes: i64,
     /// Its account; of a refused one only pages and state.
     pub stats: ServiceStats,
 }
@@ -129,6 +133,7 @@ impl Observer {
                 name: stats.name.text(),
                 pid: stats.pid,
                 reason: Reason::of_number(stats.reason),
+                saved_net_bytes: stats.saved_net_bytes.cast_signed(),
                 stats: stats.vm,
             });
         }

@@ -385,12 +385,18 @@ impl State {
             name: Name::new(""),
             pid: 0,
             reason: 0,
+            saved_net_bytes: 0,
             vm: ServiceStats::default(),
         };
         if let Some(vm) = self.vms().nth(request.index as usize) {
             (stats.found, stats.name, stats.pid) = (1, Name::new(vm.name), vm.pid.into());
             match &self.connections[&vm.id].phase {
-                Phase::Service(service) => stats.vm = self.vm_stats(vm.id, service),
+                Phase::Service(service) => {
+                    let vms = accounts::sum(self.services().map(|(_, _, s)| &s.stats));
+                    let shares = accounts::Shares::of(&stats.store, &vms, self.services().count());
+                    stats.vm = self.vm_stats(vm.id, service);
+                    stats.saved_net_bytes = shares.saved_net(&stats.vm).cast_unsigned();
+                }
                 Phase::Refused(refused) => {
                     stats.reason = u64::from(refused.refusal.reason as u32);
                     stats.vm = refused.stats();

@@ -1,0 +1,303 @@
+//! Every expression of every dashboard panel, variable and rule, evaluated by a real Prometheus that scrapes a real store
+//! with a real fleet.
+
+use serde_json::Value;
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+use vmm_dedup::{Breaks, Config, Reason, Refusal, Refused};
+use vmm_dedup_integration_tests::need_kvm;
+use vmm_dedup_integration_tests::prometheus::Prometheus;
+use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::vm::Guest;
+use vmm_dedup_payload::{PayloadConfig, Rewrite, WorkingSet};
+use vmm_dedup_refvmm::ThpMode;
+
+const PATIENCE: Duration = Duration::from_secs(120);
+const DASHBOARDS: [&str; 3] = ["fleet", "vm", "scanner"];
+/// The VM that the dashboard of one VM is tried with: it has a reserve.
+const VM: &str = "managed-1";
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../dashboards")
+}
+
+fn dashboard(name: &str) -> Value {
+    let path = folder().join(name).with_extension("json");
+    let text = std::fs::read_to_string(&path).expect("a dashboard");
+    serde_json::from_str(&text).expect("JSON")
+}
+
+fn skip_without(what: &str) {
+    assert!(
+        std::env::var_os("CI").is_none(),
+        "{what} is needed in CI: install prometheus"
+    );
+    eprintln!("SKIPPED: {what} is not installed (Debian package prometheus)");
+}
+
+fn array<'a>(value: &'a Value, key: &str) -> &'a [Value] {
+    value[key].as_array().map_or(&[], Vec::as_slice)
+}
+
+fn text<'a>(value: &'a Value, key: &str) -> &'a str {
+    value[key].as_str().unwrap_or("")
+}
+
+fn guest(store: &StoreThread, name: &str, seed: u64, breaks: Breaks) -> Guest {
+    let payload = PayloadConfig::default()
+        .seed(seed)
+        .private_mib(2)
+        .zero_mib(2)
+        .common_mib(8)
+        .ws_area(WorkingSet::Common)
+        .ws_pages(1 << 20)
+        .rate(0)
+        .rewrite(Rewrite::Restore)
+        .rest_ms(400)
+        .seconds(1_000_000);
+    let config = Config {
+        name: name.into(),
+        pass_period_ms: 100,
+        cpu_percent: 30,
+        breaks,
+        ..Config::default()
+    };
+    Guest::boot(payload, 32, ThpMode::Never, Some((&store.socket(), config)))
+}
+
+/// Replaces what Grafana would.
+fn substitute(expression: &str) -> String {
+    let variables = [
+        ("$__rate_interval", "10s"),
+        ("$instance", ".*"),
+        ("$domain", ".*"),
+        ("$vm", VM),
+    ];
+    let replace = |text: String, (from, to): (&str, &str)| text.replace(from, to);
+    let expression = variables.into_iter().fold(expression.to_owned(), replace);
+    assert!(
+        !expression.contains('$'),
+        "a variable that this test does not know: {expression}"
+    );
+    expression
+}
+
+/// An alert's expression without its comparisons with numbers.
+fn without_thresholds(expression: &str) -> String {
+    let words: Vec<&str> = expression.split_whitespace().collect();
+    let is_comparison = |word: &str| ["==", "!=", ">", "<", ">=", "<="].contains(&word);
+    let is_threshold =
+        |at: usize| is_comparison(words[at]) && words.get(at + 1).is_some_and(|n| n.parse::<f64>().is_ok());
+    let keep = |at: &usize| !is_threshold(*at) && (*at == 0 || !is_threshold(at - 1));
+    let kept: Vec<&str> = (0..words.len()).filter(keep).map(|at| words[at]).collect();
+    kept.join(" ")
+}
+
+/// Expressions with where they come from.
+fn expressions_of(name: &str) -> Vec<(String, String)> {
+    let dashboard = dashboard(name);
+    let mut found = Vec::new();
+    for panel in array(&dashboard, "panels") {
+        for target in array(panel, "targets") {
+            let place = format!("{name}.json, panel {}, {}", panel["title"], target["refId"]);
+            found.push((place, substitute(text(target, "expr"))));
+        }
+    }
+    for variable in array(&dashboard["templating"], "list")
+        .iter()
+        .filter(|v| v["type"] == "query")
+    {
+        // label_values(SERIES, LABEL)
+        let query = text(&variable["query"], "query");
+        let inner = query
+            .strip_prefix("label_values(")
+            .and_then(|q| q.strip_suffix(')'));
+        let (series, label) = inner.and_then(|q| q.rsplit_once(", ")).expect("label_values");
+        let place = format!("{name}.json, variable {}", variable["name"]);
+        let (metric, matchers) = series.split_once('{').unwrap_or((series, "}"));
+        found.push((place, substitute(&format!("{metric}{{{label}!=\"\", {matchers}"))));
+    }
+    found
+}
+
+#[test]
+fn every_expression_of_dashboards_and_rules_returns_data() {
+    need_kvm!();
+    let store = StoreThread::with_metrics();
+    let managed = Breaks::Managed {
+        reserve_pages: 256,
+        floor_bytes: 0,
+    };
+    let guests = [
+        guest(&store, VM, 1, managed),
+        guest(&store, "managed-2", 2, managed),
+        guest(&store, "kernel", 3, Breaks::Kernel),
+    ];
+    let refusal = Refusal::new(Reason::Vfio, "device 0000:01:00.0", "detach it");
+    let _refused = Refused::announce(&store.socket(), "gpu", 512, &refusal).expect("a thread");
+    let metrics = store.metrics().expect("metrics");
+    let rules = folder().join("vmm-dedup.rules.yml");
+    let Some(prometheus) = Prometheus::start(metrics, &rules) else {
+        return skip_without("prometheus");
+    };
+    let mut wanted: Vec<(String, String)> = DASHBOARDS.into_iter().flat_map(expressions_of).collect();
+    let rules = prometheus.rules();
+    assert!(rules.len() > 20, "{} rules", rules.len());
+    for rule in &rules {
+        let place = format!("rule {}", rule["name"]);
+        // As it is, it must parse; whether it returns data is a matter of the host's state.
+        prometheus
+            .query(text(rule, "query"))
+            .unwrap_or_else(|e| panic!("{place}: {e}"));
+        wanted.push((place, without_thresholds(text(rule, "query"))));
+    }
+    let start = Instant::now();
+    // Rates need several scrapes, and guests that merge and break meanwhile.
+    loop {
+        wanted.retain(|(place, expression)| {
+            let values = prometheus
+                .query(expression)
+                .unwrap_or_else(|e| panic!("{place}: {expression}: {e}"));
+            !values.iter().any(|value| value.is_finite())
+        });
+        if wanted.is_empty() {
+            break;
+        }
+        assert!(start.elapsed() < PATIENCE, "no data: {wanted:#?}");
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    for rule in prometheus.rules() {
+        assert_eq!(rule["health"], "ok", "{rule}");
+    }
+    let moving = [
+        "sum(instance_domain:vmmdedup_merges:rate5m)",
+        "sum(instance_domain:vmmdedup_breaks:rate5m)",
+        "sum(instance_domain:vmmdedup_cpu_cores:rate5m)",
+    ];
+    for expression in moving {
+        let values = prometheus.query(expression).expect("it parses");
+        assert!(values[0] > 0.0, "{expression} is {values:?}");
+    }
+    for guest in guests {
+        let (verdict, _) = guest.finish();
+        assert!(verdict.ok, "{verdict:?}");
+    }
+}
+
+#[test]
+fn thresholds_are_taken_out_and_nothing_else() {
+    assert_eq!(
+        without_thresholds("a{x=\"1\"} < 0 and on (b) c > 0.5"),
+        "a{x=\"1\"} and on (b) c"
+    );
+    assert_eq!(without_thresholds("a / (b > 0)"), "a / (b > 0)");
+    assert_eq!(without_thresholds("time() - a > 900"), "time() - a");
+}
+
+#[test]
+fn rules_do_what_their_tests_say() {
+    let run = |arguments: &[&str]| {
+        Command::new("promtool")
+            .args(arguments)
+            .current_dir(folder())
+            .output()
+    };
+    let Ok(output) = run(&["check", "rules", "vmm-dedup.rules.yml"]) else {
+        return skip_without("promtool");
+    };
+    assert!(output.status.success(), "{output:?}");
+    let output = run(&["check", "config", "local/prometheus.yml"]).expect("promtool runs");
+    assert!(output.status.success(), "{output:?}");
+    let output = run(&["test", "rules", "vmm-dedup.rules.test.yml"]).expect("promtool runs");
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
+fn every_alert_has_a_test() {
+    let read = |name: &str| std::fs::read_to_string(folder().join(name)).expect("a file");
+    let tests = read("vmm-dedup.rules.test.yml");
+    let rules = read("vmm-dedup.rules.yml");
+    let alerts: Vec<&str> = rules
+        .lines()
+        .filter_map(|l| l.trim().strip_prefix("- alert: "))
+        .collect();
+    assert!(alerts.len() > 10);
+    for alert in alerts {
+        assert!(
+            tests.contains(&format!("alertname: {alert}\n        exp_alerts:\n")),
+            "{alert} is never fired"
+        );
+    }
+}
+
+/// Against the types that Grafana generates from its schema (npm package @grafana/schema), by the TypeScript compiler.
+#[test]
+fn dashboards_have_grafanas_schema() {
+    let npm =
+        |folder: &Path, arguments: &[&str]| Command::new("npm").args(arguments).current_dir(folder).output();
+    let work = Path::new(env!("CARGO_TARGET_TMPDIR")).join("dashboards-schema");
+    std::fs::create_dir_all(&work).expect("a folder");
+    for file in ["package.json", "package-lock.json", "check.mjs"] {
+        std::fs::copy(folder().join("schema").join(file), work.join(file)).expect("a copy");
+    }
+    let Ok(installed) = npm(&work, &["ci", "--ignore-scripts", "--no-audit", "--no-fund"]) else {
+        eprintln!("SKIPPED: npm is not installed (Debian package npm)");
+        return;
+    };
+    if !installed.status.success() {
+        let why = String::from_utf8_lossy(&installed.stderr);
+        eprintln!("SKIPPED: npm cannot install @grafana/schema: {why}");
+        return;
+    }
+    let folder = folder().canonicalize().expect("the dashboards");
+    let folder = folder.to_str().expect("UTF-8");
+    let checked = npm(&work, &["run", "check", "--", folder]).expect("npm runs");
+    assert!(
+        checked.status.success(),
+        "{}",
+        String::from_utf8_lossy(&checked.stdout)
+    );
+}
+
+/// What Grafana takes silently and shows wrongly.
+#[test]
+fn panels_are_whole() {
+    let mut uids = HashSet::new();
+    for name in DASHBOARDS {
+        let dashboard = dashboard(name);
+        assert!(uids.insert(text(&dashboard, "uid").to_owned()) && !text(&dashboard, "title").is_empty());
+        let (mut ids, mut cells) = (HashSet::new(), HashSet::new());
+        for panel in array(&dashboard, "panels") {
+            let place = format!("{name}.json, panel {}", panel["title"]);
+            assert!(
+                ids.insert(panel["id"].as_u64().expect("an id")),
+                "{place}: id twice"
+            );
+            let at = |key: &str| panel["gridPos"][key].as_u64().expect("a position");
+            for x in at("x")..at("x") + at("w") {
+                for y in at("y")..at("y") + at("h") {
+                    assert!(x < 24 && cells.insert((x, y)), "{place} lies over another one");
+                }
+            }
+            if panel["type"] == "row" {
+                continue;
+            }
+            let unit = &panel["fieldConfig"]["defaults"]["unit"];
+            assert!(
+                unit.is_string() && !text(panel, "description").is_empty(),
+                "{place}: no unit or description"
+            );
+            let targets = array(panel, "targets");
+            assert!(!targets.is_empty(), "{place} asks for nothing");
+            for target in targets {
+                assert_eq!(text(&target["datasource"], "uid"), "${datasource}", "{place}");
+                assert!(
+                    text(target, "expr").contains("instance=~\"$instance\""),
+                    "{place}: not of the chosen hosts"
+                );
+            }
+        }
+    }
+}
