@@ -22,7 +22,7 @@ const FILE_PAGES: u64 = 256;
 const BEFORE: [u64; 2] = [0, 77];
 const FILE_ID: u64 = 1000;
 
-/// Pins the first pages, for as long as the result lives.
+/// Pins the first pages, until [`unpin`].
 ///
 /// # Panics
 /// If the kernel does not let us.
@@ -31,6 +31,15 @@ pub fn pin(pages: &Pages, count: usize) -> IoUring {
     let ring = IoUring::new(8).expect("io_uring");
     register(&ring, pages, count);
     ring
+}
+
+/// Ends it. (Closing the ring ends it as well, but some time later.)
+///
+/// # Panics
+/// If the kernel does not let us.
+pub fn unpin(ring: &IoUring) {
+    let done = ring.submitter().unregister_buffers();
+    done.expect("buffers are unregistered");
 }
 
 fn register(ring: &IoUring, pages: &Pages, count: usize) {
@@ -183,9 +192,7 @@ impl Reader {
 
     fn unpin(&mut self) {
         if let Reader::Uring { ring, .. } = self {
-            ring.submitter()
-                .unregister_buffers()
-                .expect("buffers are unregistered");
+            unpin(ring);
         }
     }
 

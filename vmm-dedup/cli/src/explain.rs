@@ -79,7 +79,7 @@ fn meaning(class: &str) -> &'static str {
         "too_new" => "written lately, or not looked at yet",
         "unpopulated" => "nothing there: no memory to save",
         "pinned" => "in use by a device (DMA, direct I/O); tried again later",
-        "broken" => "copied by the kernel after sharing: private from then on",
+        "broken" => "private for good: copied by the kernel after sharing, or an exception in a run",
         "huge" => "in huge pages with too few twins to be split",
         "foreign" => "map a page of a store that is gone; move to the new one as twins are found",
         _ => "",

@@ -139,7 +139,7 @@ pub struct Explanation {
     pub unpopulated: u64,
     /// Pinned for a device, or shared with another process, at the last try to take them.
     pub pinned: u64,
-    /// Copied by the kernel after sharing, and private since.
+    /// Private for good, inside a mapping of the store: copied by the kernel after sharing, or left out of a shared run.
     pub broken: u64,
     /// In huge pages that are kept whole.
     pub huge: u64,

@@ -4,11 +4,15 @@ mod support;
 
 use proptest::prelude::*;
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 use support::{Answer, Client, Observer, Server, connected_by_another_process, eventually, refused, stats};
-use vmm_dedup_protocol::control::{Explained, Explanation, NotDone, Settings, Switch};
-use vmm_dedup_protocol::message::Kind;
-use vmm_dedup_protocol::refusal::{Reason, Refusal};
+use vmm_dedup_protocol::control::{Explain, Explained, Explanation, NotDone, Set, Settings, Switch};
+use vmm_dedup_protocol::message::{Kind, Message, aligned_buffer, encode};
+use vmm_dedup_protocol::name::Name;
+use vmm_dedup_protocol::refusal::{Reason, Refusal, Refused};
+use vmm_dedup_protocol::socket;
+use zerocopy::IntoBytes;
 
 const OFF: Settings = Settings {
     switch: Some(Switch::Off),
@@ -329,6 +333,82 @@ impl World {
 
 fn connect_vm(server: &Server, vm: usize) -> Client {
     Client::over(connected_by_another_process(&server.socket), &format!("vm{vm}"))
+}
+
+/// A connection before its greeting, an observer, or a refused VM.
+fn stranger(server: &Server, role: u8) -> OwnedFd {
+    match role {
+        0 => socket::connect(&server.socket).unwrap(),
+        1 => Observer::connect(&server.socket).socket,
+        _ => refused(&server.socket, "x", &Refusal::new(Reason::Other, "", "")),
+    }
+}
+
+/// Records of all kinds that are about questions, right but for some bytes.
+fn spoiled() -> impl Strategy<Value = (Kind, Vec<u8>)> {
+    let name = Name::new("nobody");
+    let settings = OFF;
+    let set = Set {
+        serial: 1,
+        name,
+        settings,
+    }
+    .body();
+    let explain = Explain {
+        serial: 2,
+        gpa_start: 0,
+        gpa_len: 4096,
+        name,
+    };
+    let refusal = Refusal::new(Reason::Vfio, "a device", "detach it");
+    let refused = Refused {
+        serial: 0,
+        pages: 1,
+        name,
+        refusal,
+    }
+    .body();
+    let valid = vec![
+        (Kind::Refused, refused),
+        (Kind::Set, set),
+        (Kind::Explain, explain.as_bytes().to_vec()),
+        (Kind::Done, vec![0; 8]),
+        (Kind::Explained, explained(3).body()),
+        (Kind::NotDone, not_done(4).body()),
+    ];
+    let changes = proptest::collection::vec((any::<usize>(), any::<u8>()), 0..4);
+    let cut = proptest::option::weighted(0.2, any::<usize>());
+    (proptest::sample::select(valid), changes, cut).prop_map(|((kind, mut body), changes, cut)| {
+        for (at, byte) in changes {
+            let len = body.len();
+            body[at % len] = byte;
+        }
+        body.truncate(cut.map_or(body.len(), |at| at % (body.len() + 1)));
+        (kind, body)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn whatever_is_sent_is_answered_or_ends_the_connection(records in proptest::collection::vec((spoiled(), 0u8..3), 1..8)) {
+        let server = Server::start(|_| ());
+        let mut buffer = aligned_buffer();
+        for ((kind, body), role) in records {
+            let stranger = stranger(&server, role);
+            socket::send(&stranger, &encode(kind, &[&body]), &[]).unwrap();
+            let received = socket::receive(&stranger, &mut buffer).unwrap().unwrap();
+            let answer = received.parse(&buffer).unwrap();
+            let fits = match &answer {
+                Message::Welcome(_) => (role, kind) == (0, Kind::Refused),
+                Message::NotDone(n) => role == 1 && (kind == Kind::Set || kind == Kind::Explain) && n.text.len() <= 512,
+                Message::Error(text) => !text.is_empty(),
+                _ => false,
+            };
+            prop_assert!(fits, "{kind:?} in role {role}: {answer:?}");
+        }
+        prop_assert!(stats(&server.socket).store.epoch > 0);
+    }
 }
 
 proptest! {

@@ -63,9 +63,11 @@ pub(super) static GAUGES: &[Field] = &[
         "Pages that were pinned at the last try to share them",
         |s| s.pages_pinned,
     ),
-    plain("pages_broken", "Pages copied by the kernel after sharing", |s| {
-        s.pages_broken
-    }),
+    plain(
+        "pages_broken",
+        "Pages that stay private, copied by the kernel after sharing or left out of a run",
+        |s| s.pages_broken,
+    ),
     plain("huge_ranges", "2 MiB ranges mapped by one huge page", |s| {
         s.huge_ranges
     }),
