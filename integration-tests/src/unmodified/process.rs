@@ -204,11 +204,23 @@ impl Vmm {
         loop {
             let resumed = match &self.program {
                 Program::CloudHypervisor(_) => api::put(&self.socket(), "vm.resume", "").map(drop),
-                Program::Qemu(_) => qmp::execute(&self.socket(), "cont", json!({})).map(drop),
+                Program::Qemu(_) => self.go_on(),
             };
             let Err(error) = resumed else { return };
             assert!(start.elapsed() < PATIENCE, "{error}: {}", self.story());
             std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// QEMU's `cont` before a restore has ended has no effect.
+    fn go_on(&self) -> Result<(), String> {
+        let ask = |command| qmp::execute(&self.socket(), command, json!({}));
+        ask("cont")?;
+        let state = ask("query-status")?;
+        if state["running"] == json!(true) {
+            Ok(())
+        } else {
+            Err(state.to_string())
         }
     }
 

@@ -243,6 +243,9 @@ fn discard(at: *mut c_void, len: size_t) -> Option<io::Result<()>> {
         }
         inner.discarder.clone()?
     };
+    // The engine's own mmap and madvise come back to these hooks.
     // SAFETY: the VMM itself says that nothing there is needed any more.
-    Some(unsafe { discarder.discard(at as usize, len) })
+    Some(manager::as_ours(|| unsafe {
+        discarder.discard(at as usize, len)
+    }))
 }

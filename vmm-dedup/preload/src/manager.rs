@@ -14,12 +14,20 @@ use std::time::{Duration, Instant};
 use vmm_dedup::{Config, DedupService, Error, HostRange};
 
 thread_local! {
-    static MANAGER: Cell<bool> = const { Cell::new(false) };
+    static OURS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether the calling thread is ours or the engine's, and not the VMM's.
+/// Whether what the calling thread does is our own doing or the engine's, and not the VMM's.
 pub(crate) fn is_ours() -> bool {
-    MANAGER.get() || vmm_dedup::in_service_thread()
+    OURS.get() || vmm_dedup::in_service_thread()
+}
+
+/// Does something of ours in a thread of the VMM. It must not panic.
+pub(crate) fn as_ours<T>(work: impl FnOnce() -> T) -> T {
+    let before = OURS.replace(true);
+    let result = work();
+    OURS.set(before);
+    result
 }
 
 /// How long to wait for more memory slots before the service starts.
@@ -48,7 +56,7 @@ pub(crate) fn spawn(settings: &'static Settings) -> bool {
 }
 
 fn run(settings: &Settings) {
-    MANAGER.set(true);
+    OURS.set(true);
     let mut manager = None;
     let ended = catch_unwind(AssertUnwindSafe(|| {
         logging::start(settings);
