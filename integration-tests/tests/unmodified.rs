@@ -60,6 +60,7 @@ under_both! {
     plugged_memory_is_taken_on
     ballooned_pages_hold_nothing_stale
     shared_memory_is_refused_by_name
+    hugetlb_memory_is_refused_by_name
     a_store_that_comes_later_is_found
     a_vm_that_is_switched_off_is_left_alone
     broken_settings_do_not_stop_the_vm
@@ -274,6 +275,55 @@ fn shared_memory_is_refused_by_name(bench: &Bench) {
             .contains("start the VM with private anonymous memory")
     );
     assert_clean(&vm.finish(1));
+}
+
+fn hugetlb_memory_is_refused_by_name(bench: &Bench) {
+    const HUGE_PAGES: usize = 24;
+    let Some(_pages) = HugePages::reserve(HUGE_PAGES) else {
+        eprintln!("SKIPPED: vm.nr_hugepages cannot be raised by {HUGE_PAGES}");
+        return;
+    };
+    let mut options = bench.options("huge");
+    if bench.is_qemu() {
+        options.arguments = [
+            "-object",
+            "memory-backend-memfd,id=ram,size=48M,hugetlb=on,hugetlbsize=2M",
+            "-machine",
+            "memory-backend=ram",
+        ]
+        .map(String::from)
+        .to_vec();
+    } else {
+        options.memory_options = ",hugepages=on,hugepage_size=2M".into();
+    }
+    let vm = bench.start(1, &options);
+    vm.wait_ready(1);
+    wait_until("the refusal", &vm, || vm.dedup_log().contains("(hugetlb)"));
+    assert_clean(&vm.finish(1));
+}
+
+/// Huge pages of the host, put back at the end.
+struct HugePages {
+    before: String,
+}
+
+impl HugePages {
+    const SETTING: &str = "/proc/sys/vm/nr_hugepages";
+
+    fn reserve(more: usize) -> Option<Self> {
+        let read = || std::fs::read_to_string(Self::SETTING).ok();
+        let before = read()?;
+        let wanted = before.trim().parse::<usize>().ok()? + more;
+        std::fs::write(Self::SETTING, wanted.to_string()).ok()?;
+        let this = Self { before };
+        (read()?.trim() == wanted.to_string()).then_some(this)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = std::fs::write(Self::SETTING, &self.before);
+    }
 }
 
 fn a_store_that_comes_later_is_found(bench: &Bench) {

@@ -1,22 +1,32 @@
-//! The preload library, built as it is.
+//! Libraries to preload, built as they are. Tests cannot depend on a cdylib, so cargo is called.
 
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// Path of the library. Tests of a workspace cannot depend on a cdylib, so it is built here, once, unless the variable
-/// VMM_DEDUP_PRELOAD names one.
+/// Path of the preload library: what the variable VMM_DEDUP_PRELOAD names, or else built here, once.
 ///
 /// # Panics
 /// If it cannot be built.
 #[must_use]
 pub fn path() -> PathBuf {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| std::env::var_os("VMM_DEDUP_PRELOAD").map_or_else(build, PathBuf::from))
+    let named = || std::env::var_os("VMM_DEDUP_PRELOAD").map(PathBuf::from);
+    PATH.get_or_init(|| named().unwrap_or_else(|| build("vmm-dedup-preload")))
         .clone()
 }
 
-fn build() -> PathBuf {
+/// Path of the library that stands in for KVM's nested state.
+///
+/// # Panics
+/// If it cannot be built.
+#[must_use]
+pub fn nested_state() -> PathBuf {
+    static PATH: OnceLock<PathBuf> = OnceLock::new();
+    PATH.get_or_init(|| build("vmm-dedup-nested-state")).clone()
+}
+
+fn build(package: &str) -> PathBuf {
     // .../PROFILE/deps/test-1234 or .../PROFILE/program
     let exe = std::env::current_exe().expect("we run");
     let folder = exe
@@ -25,7 +35,7 @@ fn build() -> PathBuf {
         .find(|folder| !folder.ends_with("deps"))
         .expect("a folder");
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["build", "--quiet", "--package", "vmm-dedup-preload"]);
+    cargo.args(["build", "--quiet", "--package", package]);
     cargo.current_dir(env!("CARGO_MANIFEST_DIR"));
     cargo
         .arg("--target-dir")
@@ -37,5 +47,5 @@ fn build() -> PathBuf {
         cargo.status().expect("cargo runs").success(),
         "the library is not built"
     );
-    folder.join("libvmm_dedup_preload.so")
+    folder.join(format!("lib{}.so", package.replace('-', "_")))
 }

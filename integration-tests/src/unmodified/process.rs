@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use vmm_dedup_payload::{Console, PayloadConfig, Report, measure_tsc_khz};
 
 /// Guests start slowly where KVM shadows page tables in software.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// How to start a VMM.
 #[derive(Clone, Debug)]
@@ -91,7 +91,7 @@ impl Vmm {
             let config = folder.join("dedup.toml");
             std::fs::write(&config, &options.config).expect("the settings are written");
             command
-                .env("LD_PRELOAD", library::path())
+                .env("LD_PRELOAD", preloaded(program))
                 .env("VMM_DEDUP_STORE", store)
                 .env("VMM_DEDUP_NAME", &options.name)
                 .env("VMM_DEDUP_CONFIG", config)
@@ -287,6 +287,15 @@ impl Vmm {
     #[must_use]
     pub fn finish(mut self, nth: usize) -> Verdict {
         self.type_in(b'q');
+        self.end(nth)
+    }
+
+    /// Waits until the guest has verified all of its memory and the VMM has ended.
+    ///
+    /// # Panics
+    /// If that does not happen.
+    #[must_use]
+    pub fn end(mut self, nth: usize) -> Verdict {
         let done = self.wait("done", nth, |r| matches!(r, Report::Done { .. }));
         let verify = self.wait("verify", nth, |r| matches!(r, Report::Verify { .. }));
         let Report::Verify {
@@ -342,6 +351,15 @@ impl Drop for Vmm {
     }
 }
 
+/// The library under test, and behind it what this KVM lacks for snapshots.
+fn preloaded(program: &Program) -> String {
+    let library = library::path().display().to_string();
+    match program {
+        Program::CloudHypervisor(_) => format!("{library}:{}", library::nested_state().display()),
+        Program::Qemu(_) => library,
+    }
+}
+
 fn cloud_hypervisor(
     path: &Path,
     folder: &Path,
@@ -352,17 +370,19 @@ fn cloud_hypervisor(
 ) -> Command {
     let mut command = Command::new(path);
     command.arg("--api-socket").arg(folder.join("api.sock")).arg("-v");
-    // Snapshots and the other VMs' folders lie in the folder above.
-    let folders = format!("path={},access=rw", folder.parent().unwrap_or(folder).display());
-    command.args(["--seccomp", "true", "--landlock", "--landlock-rules", &folders]);
+    command.args(["--seccomp", "true"]);
     if let Some((_, snapshot)) = &options.restore {
-        command.arg("--restore").arg(format!(
+        let source = format!(
             "source_url=file://{}{}",
             snapshot.display(),
             options.memory_options
-        ));
+        );
+        command.arg("--restore").arg(source);
         return command;
     }
+    // Snapshots and the other VMs' folders lie in the folder above.
+    let folders = format!("path={},access=rw", folder.parent().unwrap_or(folder).display());
+    command.args(["--landlock", "--landlock-rules", &folders]);
     let mut memory = format!("size={}M{}", options.memory_mib, options.memory_options);
     if options.hotplug_mib > 0 {
         memory += &format!(",hotplug_size={}M", options.hotplug_mib);
