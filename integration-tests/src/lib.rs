@@ -6,7 +6,6 @@
 pub mod direct_io;
 pub mod guests;
 pub mod memory;
-pub mod observer;
 pub mod prometheus;
 pub mod store;
 pub mod unmodified;

@@ -40,18 +40,18 @@ macro_rules! scenarios {
 }
 
 scenarios! {
-    memory_is_given_back_before_a_device_pins_it: "passthrough", "", "(vfio)";
-    memory_is_given_back_before_a_device_pins_it_with_managed_breaks: "passthrough", MANAGED, "(vfio)";
-    a_vdpa_device_is_recognised: "vdpa", "", "(vfio)";
-    confidential_guests_are_refused: "confidential", "", "(confidential)";
+    memory_is_given_back_before_a_device_pins_it: "passthrough", "", "vfio:";
+    memory_is_given_back_before_a_device_pins_it_with_managed_breaks: "passthrough", MANAGED, "vfio:";
+    a_vdpa_device_is_recognised: "vdpa", "", "vfio:";
+    confidential_guests_are_refused: "confidential", "", "confidential:";
     a_part_of_the_memory_can_be_unmapped: "unmap", "", "is deduplicated";
     a_part_of_the_memory_can_be_replaced: "replace", "", "is deduplicated";
     memory_can_be_moved: "move", "", "is deduplicated";
-    the_vmm_may_use_a_userfaultfd_of_its_own: "userfaultfd", "", "(foreign_userfaultfd)";
+    the_vmm_may_use_a_userfaultfd_of_its_own: "userfaultfd", "", "foreign_userfaultfd:";
     forked_children_are_left_alone: "fork", "", "is deduplicated";
     filtered_threads_can_free_shared_memory: "filtered", "", "is deduplicated";
     filtered_threads_can_free_shared_memory_with_managed_breaks: "filtered", MANAGED, "is deduplicated";
-    a_vmm_that_was_sandboxed_before_is_refused: "sandboxed", "", "(other)";
+    a_vmm_that_was_sandboxed_before_is_refused: "sandboxed", "", "other:";
 }
 
 #[test]

@@ -4,11 +4,12 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use vmm_dedup::ServiceStats;
+use vmm_dedup::{Reason, ServiceStats};
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::unmodified::{Options, Program, Vmm, assert_clean};
-use vmm_dedup_integration_tests::{need_kvm, need_userfaultfd, observer};
+use vmm_dedup_integration_tests::{need_kvm, need_userfaultfd};
 use vmm_dedup_payload::{PayloadConfig, WorkingSet};
+use vmm_dedup_protocol::observer;
 
 const COMMON_MIB: u64 = 12;
 const COMMON_PAGES: u64 = COMMON_MIB * 256;
@@ -100,7 +101,20 @@ impl Bench {
     }
 
     fn stats(&self, vm: &Vmm) -> Option<ServiceStats> {
-        observer::vm(&self.store.socket(), vm.name())
+        self.listed(vm)
+            .filter(|vm| vm.reason.is_none())
+            .map(|vm| vm.stats)
+    }
+
+    fn reason(&self, vm: &Vmm) -> Option<Reason> {
+        self.listed(vm)?.reason
+    }
+
+    /// What the store says of a VM.
+    fn listed(&self, vm: &Vmm) -> Option<observer::Vm> {
+        let mut observer = observer::Observer::connect(&self.store.socket()).expect("the store is there");
+        let (_, vms) = observer.stats().expect("it answers");
+        vms.into_iter().find(|listed| listed.name == vm.name())
     }
 
     fn wait_shared(&self, vm: &Vmm) {
@@ -269,7 +283,9 @@ fn shared_memory_is_refused_by_name(bench: &Bench) {
     }
     let vm = bench.start(1, &options);
     vm.wait_ready(1);
-    wait_until("the refusal", &vm, || vm.dedup_log().contains("(shared_memory)"));
+    wait_until("the refusal", &vm, || {
+        bench.reason(&vm) == Some(Reason::SharedMemory)
+    });
     assert!(
         vm.dedup_log()
             .contains("start the VM with private anonymous memory")
@@ -298,7 +314,8 @@ fn hugetlb_memory_is_refused_by_name(bench: &Bench) {
     }
     let vm = bench.start(1, &options);
     vm.wait_ready(1);
-    wait_until("the refusal", &vm, || vm.dedup_log().contains("(hugetlb)"));
+    wait_until("the refusal", &vm, || bench.reason(&vm) == Some(Reason::Hugetlb));
+    assert!(vm.dedup_log().contains("hugetlb:"), "{}", vm.story());
     assert_clean(&vm.finish(1));
 }
 
@@ -333,7 +350,7 @@ fn a_store_that_comes_later_is_found(bench: &Bench) {
         .collect();
     for vm in &vms {
         vm.wait_ready(1);
-        wait_until("the refusal", vm, || vm.dedup_log().contains("(store)"));
+        wait_until("the refusal", vm, || vm.dedup_log().contains("store:"));
     }
     std::os::unix::fs::symlink(bench.store.socket(), &socket).expect("a link");
     vms.iter().for_each(|vm| bench.wait_shared(vm));
@@ -363,7 +380,9 @@ fn broken_settings_do_not_stop_the_vm(bench: &Bench) {
     wait_until("the refusal", &vm, || {
         vm.dedup_log().contains("cpu_percent is 400")
     });
-    assert_eq!(observer::vms(&bench.store.socket()).len(), 0);
+    wait_until("the announcement", &vm, || {
+        bench.reason(&vm) == Some(Reason::Other)
+    });
     assert_clean(&vm.finish(1));
 }
 
