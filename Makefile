@@ -10,7 +10,7 @@ CLI = $(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-cli --
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench chaos
+.PHONY: help setup demo test lint bench overhead chaos
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)$$/make \1\t\2/' | expand -t 14
@@ -32,6 +32,9 @@ lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 
 bench: setup ## the same content merged by KSM and by us, in turn (root; some minutes)
 	$(CLI) bench ksm $(BENCHFLAGS)
+
+overhead: setup ## what the preload library costs a VM that it does not deduplicate (cloud-hypervisor)
+	$(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --bin overhead -- $(OVERHEADFLAGS)
 
 chaos: setup ## the long run: 2,000,000 merges, 100,000 O_DIRECT and 100,000 io_uring reads
 	$(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --bin chaos -- --long

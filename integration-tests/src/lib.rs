@@ -8,6 +8,7 @@ pub mod guests;
 pub mod memory;
 pub mod prometheus;
 pub mod store;
+pub mod unmodified;
 pub mod vm;
 
 /// Returns from a test, saying why, where /dev/kvm is missing. In CI that is a failure: there it must run.

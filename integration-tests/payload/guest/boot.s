@@ -5,6 +5,7 @@
 #   0  out dx, al        3  write rcx bytes at rsi to COM1
 #   1  in al, dx         4  sleep for eax ticks of the local APIC timer
 #   2  out dx, ax        5  halt for ever
+#   6  out dx, eax       7  in eax, dx
 # Any other trap at CPL3 continues in guest_fault(vector, error code, rip, cr2).
 
 .set TRAP_MAGIC, 0x50564831
@@ -132,6 +133,10 @@ trap:
     je op_write
     cmp r8d, 5
     jb op_sleep
+    je 1f
+    cmp r8d, 7
+    jb op_out32
+    je op_in32
 1:  cli
     hlt
     jmp 1b
@@ -164,6 +169,12 @@ op_in8:
     jmp trap_done
 op_out16:
     out dx, ax
+    jmp trap_done
+op_out32:
+    out dx, eax
+    jmp trap_done
+op_in32:
+    in eax, dx
     jmp trap_done
 op_write:
     mov edx, 0x3fd

@@ -10,6 +10,8 @@ const OUT16: u64 = 2;
 const WRITE: u64 = 3;
 const SLEEP: u64 = 4;
 const HALT: u64 = 5;
+const OUT32: u64 = 6;
+const IN32: u64 = 7;
 
 const COM1: u16 = 0x3f8;
 const LINE_STATUS: u16 = COM1 + 5;
@@ -56,6 +58,16 @@ pub fn read_serial() -> Option<u8> {
     let status = trap(IN8, LINE_STATUS, 0) as u8;
     // 0xff: no UART there.
     (status & 1 == 1 && status != 0xff).then(|| trap(IN8, COM1, 0) as u8)
+}
+
+/// Writes 32 bits to a port.
+pub fn write_port(port: u16, value: u32) {
+    trap(OUT32, port, u64::from(value));
+}
+
+/// Reads 32 bits from a port.
+pub fn read_port(port: u16) -> u32 {
+    trap(IN32, port, 0) as u32
 }
 
 /// Halts for about `ns` (at least 1 us).

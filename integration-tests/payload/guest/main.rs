@@ -5,12 +5,14 @@
 #![no_std]
 #![no_main]
 
+mod balloon;
 mod console;
 mod content;
 mod machine;
 mod memory;
 mod pages;
 mod params;
+mod pci;
 mod runtime;
 mod workload;
 

@@ -307,6 +307,32 @@ impl Pages {
         true
     }
 
+    /// The pages of the common area.
+    pub fn common(&self) -> core::ops::Range<u64> {
+        self.firsts[AREAS - 1]..self.firsts[AREAS]
+    }
+
+    /// Words of pages that are not zero, as all are of pages that the host has taken.
+    pub fn stale_words(&self, pages: core::ops::Range<u64>) -> u64 {
+        let words = pages.flat_map(|page| (0..content::WORDS).map(move |word| (page, word)));
+        // SAFETY: as in `store_expected`, and `word` is within the page.
+        let stale = |(page, word)| unsafe { self.address(page).add(word).read_volatile() } != 0;
+        words.filter(|at| stale(*at)).count() as u64
+    }
+
+    /// Gives pages the content that they must hold, whatever they hold now.
+    pub fn refill(&mut self, pages: core::ops::Range<u64>) {
+        for page in pages {
+            self.load_expected(page);
+            self.store_expected(page);
+        }
+    }
+
+    /// The address of a page, as the host knows it.
+    pub fn physical(&self, page: u64) -> u64 {
+        self.address(page) as u64
+    }
+
     /// Writes that the book knows of.
     pub fn writes(&self) -> u64 {
         self.book.iter().map(|entry| entry & !DIRTY).sum()

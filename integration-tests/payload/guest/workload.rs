@@ -2,8 +2,10 @@
 
 use core::fmt;
 
+use crate::balloon::Balloon;
 use crate::content::Random;
 use crate::machine::{self, cycles};
+use crate::memory::PAGE;
 use crate::pages::{Latency, Pages};
 use crate::params::{Params, Rewrite};
 use crate::say;
@@ -16,6 +18,8 @@ const LONGEST_NAP_US: u64 = 10_000;
 /// A guest that was paused does not catch up on more than this.
 const BACKLOG_MS: u64 = 100;
 const QUIT: u8 = b'q';
+const LEND: u8 = b'b';
+const REPORT: u8 = b'f';
 
 enum Phase {
     Scribble(u64),
@@ -28,6 +32,7 @@ struct Workload<'a> {
     pages: Pages,
     random: Random,
     phase: Phase,
+    balloon: Option<Balloon>,
     writes: u64,
     reads: u64,
     restores: u64,
@@ -41,6 +46,7 @@ pub fn run(params: &Params, pages: Pages) -> bool {
         pages,
         random: Random::new(params.seed),
         phase: Phase::Scribble(0),
+        balloon: None,
         writes: 0,
         reads: 0,
         restores: 0,
@@ -74,8 +80,11 @@ impl Workload<'_> {
             if now >= next_report {
                 self.tick((now - start) / khz);
                 next_report = now + report;
-                if machine::read_serial() == Some(QUIT) {
-                    break;
+                match machine::read_serial() {
+                    Some(QUIT) => break,
+                    Some(LEND) => self.lend(false),
+                    Some(REPORT) => self.lend(true),
+                    _ => {}
                 }
             }
             if let Phase::Rest(until) = self.phase {
@@ -106,6 +115,33 @@ impl Workload<'_> {
             }
         }
         self.tick((cycles() - start) / khz);
+    }
+
+    /// Gives the common pages to the host by way of the balloon (or, where it can, reports them as free), and takes
+    /// them back.
+    fn lend(&mut self, report: bool) {
+        if self.balloon.is_none() {
+            self.balloon = Balloon::find();
+        }
+        let Some(balloon) = self.balloon.as_mut().filter(|b| b.reporting || !report) else {
+            say!("balloon pages=0 stale=0");
+            return;
+        };
+        let common = self.pages.common();
+        let addresses = || common.clone().map(|page| self.pages.physical(page));
+        if report {
+            for address in addresses() {
+                balloon.report(address, PAGE as u32);
+            }
+        } else {
+            balloon.inflate(addresses());
+        }
+        let stale = self.pages.stale_words(common.clone());
+        if !report {
+            balloon.deflate(addresses());
+        }
+        self.pages.refill(common.clone());
+        say!("balloon pages={} stale={stale}", common.end - common.start);
     }
 
     /// Waits for about `time` cycles.

@@ -151,7 +151,7 @@ setters! {
     rewrite: Rewrite;
     /// With [`Rewrite::Restore`]: the pause after a round, in which all pages have their original content.
     rest_ms: u64;
-    /// Time between two ticks. The guest looks for `q` on the serial line at the same time.
+    /// Time between two ticks. The guest looks for `q`, `b` and `f` on the serial line at the same time.
     report_ms: u64;
     /// Frequency of the time stamp counter that the guest sees.
     tsc_khz: u64;

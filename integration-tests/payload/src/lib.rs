@@ -13,6 +13,8 @@
 //!    page, word by word, with what the guest's book says it must hold; a write increments a counter in the page
 //!    and leaves three more marks. With [`Rewrite::Restore`] every second pass gives the pages back their
 //!    original content, so that they become equal to other pages again. [`Report::Tick`] tells how it goes.
+//!    When the host sends `b`, the guest gives its common pages to the host by way of a virtio balloon, looks whether
+//!    they read as zeros, and takes them back ([`Report::Balloon`]); with `f` it reports them as free instead.
 //! 3. When the time is up, or the host sends `q` on the serial line, it verifies every page, reports
 //!    ([`Report::Latency`], [`Report::Verify`], [`Report::Done`]) and powers off.
 //!

@@ -78,6 +78,13 @@ pub enum Report {
         /// What it holds.
         got: u64,
     },
+    /// The guest gave its common pages to the host and took them back.
+    Balloon {
+        /// Pages given; 0 if there is no device that could take them.
+        pages: u64,
+        /// Words in them that were not zero while the host had them.
+        stale: u64,
+    },
     /// The guest trapped.
     Fault {
         /// The x86 exception.
@@ -187,6 +194,10 @@ fn parse_event(text: &str) -> Result<Report, String> {
             },
             want: fields.number("want")?,
             got: fields.number("got")?,
+        },
+        "balloon" => Report::Balloon {
+            pages: fields.number("pages")?,
+            stale: fields.number("stale")?,
         },
         "fault" => Report::Fault {
             vector: fields.number("vector")?,

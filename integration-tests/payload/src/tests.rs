@@ -137,6 +137,7 @@ fn reports_are_read_back() {
     let output = "SeaBIOS\n@payload ready pages=9 files=4 private=3 zero=2 common=0 ws=9 tsc_khz=2100000\r\n\
         @payload tick ms=502 writes=40 reads=41 restores=3 rounds=1 errors=0 max_cycles=197418\n\
         @payload bad page=3 word=7 want=0x10 got=0xffffffffffffffff\n\
+        @payload balloon pages=512 stale=0\n\
         @payload latency kind=write max=99 histogram=4:2,6:1\n\
         @payload latency kind=read max=0 histogram=-\n\
         @payload verify pages=9 errors=1 writes=40\n\
@@ -144,7 +145,7 @@ fn reports_are_read_back() {
 
     let reports = Report::parse_all(output).expect("all lines are whole");
 
-    assert_eq!(reports.len(), 7);
+    assert_eq!(reports.len(), 8);
     assert_eq!(
         reports[2],
         Report::Bad {
@@ -154,15 +155,16 @@ fn reports_are_read_back() {
             got: u64::MAX
         }
     );
+    assert_eq!(reports[3], Report::Balloon { pages: 512, stale: 0 });
     assert_eq!(
-        reports[3],
+        reports[4],
         Report::Latency {
             kind: Access::Write,
             max: 99,
             histogram: vec![(4, 2), (6, 1)]
         }
     );
-    assert_eq!(reports[6], Report::Done { ok: false });
+    assert_eq!(reports[7], Report::Done { ok: false });
 }
 
 #[test]

@@ -147,7 +147,6 @@ impl Scanner {
                 needed: MIN_VMAS,
             });
         }
-        let store = Store::connect(&store_path, &config.name, memory.pages())?;
         let merger = Merger::new(&tracker)?;
         for region in memory.regions() {
             tracker
@@ -157,6 +156,8 @@ impl Scanner {
                     source,
                 })?;
         }
+        // Last: who has introduced himself counts for the store until this process ends.
+        let store = Store::connect(&store_path, &config.name, memory.pages())?;
         let table = Table::new(memory.end());
         let mut scanner = Self {
             discards: Arc::new(Discards::new(memory.clone(), table.in_file())),

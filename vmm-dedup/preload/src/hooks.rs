@@ -61,6 +61,7 @@ fn remember(at: *mut c_void, len: size_t, prot: c_int, flags: c_int) {
         end: range.end,
         backing: Backing::of(flags),
         guest: false,
+        guest_address: None,
     });
 }
 
@@ -121,7 +122,7 @@ fn note_slot(arg: *mut c_void) {
     }
     let Some(ram) = slot.ram() else { return };
     let mut inner = WATCH.lock();
-    let (known, new) = inner.mappings.mark_guest(&ram);
+    let (known, new) = inner.mappings.mark_guest(&ram, slot.guest_address());
     if !known && ram.len() >= SMALLEST {
         inner.unknown += ram.len();
     }
@@ -243,6 +244,9 @@ fn discard(at: *mut c_void, len: size_t) -> Option<io::Result<()>> {
         }
         inner.discarder.clone()?
     };
+    // The engine's own mmap and madvise come back to these hooks.
     // SAFETY: the VMM itself says that nothing there is needed any more.
-    Some(unsafe { discarder.discard(at as usize, len) })
+    Some(manager::as_ours(|| unsafe {
+        discarder.discard(at as usize, len)
+    }))
 }

@@ -76,6 +76,11 @@ impl MemorySlot {
         (self.flags & READ_ONLY == 0 && start < end).then_some(start..end)
     }
 
+    /// Where the guest sees it.
+    pub(crate) fn guest_address(&self) -> u64 {
+        self.guest_address
+    }
+
     /// Whether the memory is private to the guest.
     pub(crate) fn confidential(&self) -> bool {
         self.flags & GUEST_MEMFD != 0

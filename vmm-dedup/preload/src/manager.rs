@@ -2,24 +2,31 @@
 //! may not do themselves. It is unfiltered, since it starts before the VMM restricts itself, and blocks all signals.
 #![allow(unsafe_code)] // signal masks; memory that the VMM owns
 
-use crate::logging;
 use crate::mappings::{Backing, Mapping, Mappings};
-use crate::refusal::{Reason, Refusal};
 use crate::settings::Settings;
 use crate::watch::{Request, WATCH};
+use crate::{logging, refusal};
 use std::cell::Cell;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
-use vmm_dedup::{Config, DedupService, Error, HostRange};
+use vmm_dedup::{Config, DedupService, Error, HostRange, Refusal, Refused, Settings as Change, Switch};
 
 thread_local! {
-    static MANAGER: Cell<bool> = const { Cell::new(false) };
+    static OURS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether the calling thread is ours or the engine's, and not the VMM's.
+/// Whether what the calling thread does is our own doing or the engine's, and not the VMM's.
 pub(crate) fn is_ours() -> bool {
-    MANAGER.get() || vmm_dedup::in_service_thread()
+    OURS.get() || vmm_dedup::in_service_thread()
+}
+
+/// Does something of ours in a thread of the VMM. It must not panic.
+pub(crate) fn as_ours<T>(work: impl FnOnce() -> T) -> T {
+    let before = OURS.replace(true);
+    let result = work();
+    OURS.set(before);
+    result
 }
 
 /// How long to wait for more memory slots before the service starts.
@@ -48,7 +55,7 @@ pub(crate) fn spawn(settings: &'static Settings) -> bool {
 }
 
 fn run(settings: &Settings) {
-    MANAGER.set(true);
+    OURS.set(true);
     let mut manager = None;
     let ended = catch_unwind(AssertUnwindSafe(|| {
         logging::start(settings);
@@ -81,13 +88,42 @@ enum State {
 #[derive(Clone, Debug)]
 struct Region {
     range: Range<usize>,
+    /// Where the guest sees it, if known.
+    guest_address: Option<u64>,
     state: State,
+}
+
+impl Region {
+    fn host_range(&self) -> Result<HostRange, Error> {
+        let range = HostRange::try_new(self.range.start, self.range.len())?;
+        Ok(match self.guest_address {
+            Some(address) => range.at_guest_address(address),
+            None => range,
+        })
+    }
+
+    /// Its parts in front of and behind what goes.
+    fn without(self, gone: &Range<usize>) -> impl Iterator<Item = Self> {
+        let range = self.range.clone();
+        let before = range.start..range.end.min(gone.start);
+        let behind = range.start.max(gone.end)..range.end;
+        let part = move |part: Range<usize>| Self {
+            guest_address: self
+                .guest_address
+                .map(|at| at + (part.start - range.start) as u64),
+            range: part,
+            state: self.state.clone(),
+        };
+        [before, behind].into_iter().filter(|r| r.start < r.end).map(part)
+    }
 }
 
 struct Manager<'a> {
     settings: &'a Settings,
     config: Option<Config>,
     service: Option<DedupService>,
+    /// Tells the store why there is no service.
+    refused: Option<Refused>,
     regions: Vec<Region>,
     /// Set when this VM is not to be deduplicated any more.
     retired: bool,
@@ -101,30 +137,19 @@ impl<'a> Manager<'a> {
             settings,
             config: None,
             service: None,
+            refused: None,
             regions: Vec::new(),
             retired: false,
             reported: Vec::new(),
             unknown: 0,
         };
         if is_filtered() {
-            manager.refuse(Refusal::new(
-                Reason::Other,
-                "the VMM had restricted its system calls before it talked to KVM",
-                "start the VMM without its sandbox",
-            ));
-            manager.retired = true;
+            manager.retire(refusal::sandboxed());
             return manager;
         }
         match settings.config() {
             Ok(config) => manager.config = Some(config),
-            Err(error) => {
-                manager.refuse(Refusal::new(
-                    Reason::Other,
-                    error,
-                    "correct the file that VMM_DEDUP_CONFIG names",
-                ));
-                manager.retired = true;
-            }
+            Err(mistake) => manager.retire(refusal::settings(&mistake)),
         }
         manager
     }
@@ -155,39 +180,40 @@ impl<'a> Manager<'a> {
     /// Looks for guest memory that is new.
     fn take_in(&mut self, mappings: &Mappings, unknown: usize) {
         for mapping in mappings.iter().filter(|m| m.guest) {
-            let known = |r: &Region| mapping.overlaps(&r.range);
-            if !self.regions.iter().any(known) {
-                let state = self.judge(mapping);
-                let range = mapping.range();
-                log::info!("guest memory at {range:x?}: {:?}", mapping.backing);
-                self.regions.push(Region { range, state });
+            let there = self.regions.iter_mut().find(|r| mapping.overlaps(&r.range));
+            if let Some(region) = there {
+                // Until the service has it, more slots may say more of where the guest sees it.
+                if region.range == mapping.range() {
+                    region.guest_address = mapping.guest_address;
+                }
+                continue;
+            }
+            log::info!("guest memory at {:x?}: {:?}", mapping.range(), mapping.backing);
+            self.regions.push(Region {
+                range: mapping.range(),
+                guest_address: mapping.guest_address,
+                state: State::Refused,
+            });
+            let state = self.judge(mapping);
+            if let Some(region) = self.regions.last_mut() {
+                region.state = state;
             }
         }
         if unknown > std::mem::replace(&mut self.unknown, unknown) {
-            self.refuse(Refusal::new(
-                Reason::NoKvmMemory,
-                format!("{unknown} bytes of guest memory were not mapped by a call that this library sees"),
-                "report this with the VMM's name and version",
-            ));
+            self.refuse(refusal::unknown_memory(unknown));
         }
     }
 
     fn judge(&mut self, mapping: &Mapping) -> State {
         let refusal = match mapping.backing {
             Backing::Anonymous => return State::Wanted(Instant::now() + SETTLE),
-            Backing::HugeTlb => hugetlb(),
-            Backing::Shared if has_large_pages(mapping.start) => hugetlb(),
+            Backing::HugeTlb => refusal::hugetlb(),
+            Backing::Shared if has_large_pages(mapping.start) => refusal::hugetlb(),
             Backing::Shared => {
-                let arguments: Vec<String> = std::env::args_os()
-                    .map(|a| a.to_string_lossy().into_owned())
-                    .collect();
-                Refusal::shared(&arguments)
+                let arguments = std::env::args_os().map(|a| a.to_string_lossy().into_owned());
+                refusal::shared(&arguments.collect::<Vec<String>>())
             }
-            Backing::File => Refusal::new(
-                Reason::SharedMemory,
-                "guest memory is a mapping of a file",
-                "start the VM with anonymous memory",
-            ),
+            Backing::File => refusal::file(),
         };
         self.refuse(refusal);
         State::Refused
@@ -202,16 +228,8 @@ impl<'a> Manager<'a> {
                 self.remove(range);
             }
             Request::Lend(range) => self.release(range),
-            Request::Passthrough => self.retire(Refusal::new(
-                Reason::Vfio,
-                "a device has direct access to guest memory (VFIO, vDPA), which pins all of it",
-                "remove the device, and start the VMM anew",
-            )),
-            Request::Confidential => self.retire(Refusal::new(
-                Reason::Confidential,
-                "guest memory is private to the guest (SEV-SNP, TDX, guest_memfd)",
-                "start the VM without confidential computing",
-            )),
+            Request::Passthrough => self.retire(refusal::passthrough()),
+            Request::Confidential => self.retire(refusal::confidential()),
         }
     }
 
@@ -222,14 +240,7 @@ impl<'a> Manager<'a> {
             log::warn!("guest memory at {gone:x?} goes while {error}");
         }
         let regions = std::mem::take(&mut self.regions);
-        for Region { range, state } in regions {
-            let before = range.start..range.end.min(gone.start);
-            let behind = range.start.max(gone.end)..range.end;
-            for range in [before, behind].into_iter().filter(|r| r.start < r.end) {
-                let state = state.clone();
-                self.regions.push(Region { range, state });
-            }
-        }
+        self.regions = regions.into_iter().flat_map(|r| r.without(gone)).collect();
     }
 
     fn release(&mut self, range: &Range<usize>) {
@@ -245,18 +256,14 @@ impl<'a> Manager<'a> {
                 (None, State::Released(_)) => State::Released(later),
                 (None, _) => State::Wanted(later),
                 (Some(service), _) => {
-                    let released = host_range(&region.range).and_then(|range| service.release_range(range));
+                    let released = region.host_range().and_then(|range| service.release_range(range));
                     if let Err(error) = released {
                         log::warn!("guest memory at {:x?} is not given back: {error}", region.range);
                     }
                     State::Released(later)
                 }
             };
-            refusals.push(Refusal::new(
-                Reason::ForeignUserfaultfd,
-                "the VMM uses a userfaultfd on guest memory (postcopy, on-demand restore, background snapshot)",
-                "wait until that is over",
-            ));
+            refusals.push(refusal::foreign_userfaultfd());
         }
         refusals.into_iter().for_each(|refusal| self.refuse(refusal));
     }
@@ -287,25 +294,25 @@ impl<'a> Manager<'a> {
             if !due(&self.regions[at]) {
                 continue;
             }
-            let Region { range, state } = self.regions[at].clone();
-            let done = match (&self.service, &state) {
+            let region = self.regions[at].clone();
+            let done = match (&self.service, &region.state) {
                 (Some(service), State::Released(_)) => {
-                    host_range(&range).and_then(|range| service.resume_range(range))
+                    region.host_range().and_then(|range| service.resume_range(range))
                 }
-                (Some(service), _) => add(service, &range),
-                (None, _) => self.start(&range),
+                (Some(service), _) => add(service, &region),
+                (None, _) => self.start(&region),
             };
             self.regions[at].state = match done {
                 Ok(()) => {
-                    log::info!("guest memory at {range:x?} is deduplicated");
-                    self.reported.retain(|r| !r.reason.passes());
+                    log::info!("guest memory at {:x?} is deduplicated", region.range);
+                    self.reported.retain(|r| !refusal::passes(r));
                     State::Active
                 }
                 Err(error) => {
-                    let refusal = Refusal::of(&error);
-                    let passes = refusal.reason.passes();
+                    let refusal = Refusal::from(&error);
+                    let passes = refusal::passes(&refusal);
                     self.refuse(refusal);
-                    match state {
+                    match region.state {
                         _ if !passes => State::Refused,
                         State::Released(_) => State::Released(now + RETRY),
                         _ => State::Wanted(now + RETRY),
@@ -315,52 +322,54 @@ impl<'a> Manager<'a> {
         }
     }
 
-    fn start(&mut self, range: &Range<usize>) -> Result<(), Error> {
+    fn start(&mut self, region: &Region) -> Result<(), Error> {
         let Some(config) = &self.config else {
             return Err(Error::Stopped);
         };
-        // Paused, until a thread that frees memory finds the discarder.
-        let paused = Config {
+        // Switched off, until a thread that frees memory finds the discarder.
+        let off = Config {
             enabled: false,
             ..config.clone()
         };
+        self.refused = None;
         // SAFETY: as in add().
         let service =
-            unsafe { DedupService::start_on_ranges(&[host_range(range)?], &self.settings.store, paused) }?;
+            unsafe { DedupService::start_on_ranges(&[region.host_range()?], &self.settings.store, off) }?;
         WATCH.lock().discarder = Some(service.discarder());
         if config.enabled {
-            service.resume();
+            service.set(Change {
+                switch: Some(Switch::On),
+                ..Change::default()
+            })?;
         }
         self.service = Some(service);
         Ok(())
     }
 
-    /// Reports a refusal, once.
+    /// Reports a refusal, once: in the log, and to the store if there is nothing else to be said about this VM. (What
+    /// may pass is not announced, since the VM is about to join under the same name.)
     fn refuse(&mut self, refusal: Refusal) {
-        if !self.reported.contains(&refusal) {
-            let name = self.config.as_ref().map(|c| c.name.clone());
-            refusal.report(&name.unwrap_or_else(|| self.settings.name()));
-            self.reported.push(refusal);
+        if self.reported.contains(&refusal) {
+            return;
         }
+        let name = self.config.as_ref().map(|c| c.name.clone());
+        let name = name.unwrap_or_else(|| self.settings.name());
+        log::warn!("VM {name} is not deduplicated: {refusal}");
+        if self.service.is_none() && !refusal::passes(&refusal) {
+            let pages = self.regions.iter().map(|r| r.range.len() / 4096).sum::<usize>();
+            let announced = Refused::announce(&self.settings.store, &name, pages.max(1) as u64, &refusal);
+            self.refused = announced
+                .inspect_err(|error| log::warn!("the store is not told: {error}"))
+                .ok();
+        }
+        self.reported.push(refusal);
     }
 }
 
-fn add(service: &DedupService, range: &Range<usize>) -> Result<(), Error> {
+fn add(service: &DedupService, region: &Region) -> Result<(), Error> {
     // SAFETY: guest memory, which only the guest and raw addresses reach; munmap, mmap and mremap ask us before it
     // goes.
-    unsafe { service.add_range(host_range(range)?) }
-}
-
-fn host_range(range: &Range<usize>) -> Result<HostRange, Error> {
-    HostRange::try_new(range.start, range.len())
-}
-
-fn hugetlb() -> Refusal {
-    Refusal::new(
-        Reason::Hugetlb,
-        "guest memory consists of hugetlb pages, which cannot be shared in parts",
-        "start the VM without hugepages=on; transparent huge pages are fine",
-    )
+    unsafe { service.add_range(region.host_range()?) }
 }
 
 /// Whether the mapping at an address has pages larger than 4 KiB by itself.

@@ -45,6 +45,8 @@ pub(crate) struct Mapping {
     pub(crate) backing: Backing,
     /// A memory slot of KVM refers to it.
     pub(crate) guest: bool,
+    /// Where the guest sees its first page, if all slots agree.
+    pub(crate) guest_address: Option<u64>,
 }
 
 impl Mapping {
@@ -97,8 +99,10 @@ impl Mappings {
                 end: gone.start.max(old.start),
                 ..old
             });
+            let behind = gone.end.min(old.end).max(old.start);
             self.insert(Mapping {
-                start: gone.end.min(old.end),
+                start: behind,
+                guest_address: old.guest_address.map(|at| at + (behind - old.start) as u64),
                 ..old
             });
         }
@@ -111,11 +115,20 @@ impl Mappings {
         }
     }
 
-    /// A memory slot refers to a range; returns whether that is known memory, and whether anything is new.
-    pub(crate) fn mark_guest(&mut self, slot: &Range<usize>) -> (bool, bool) {
+    /// A memory slot refers to a range, which the guest sees at an address; returns whether that is known memory, and
+    /// whether anything is new.
+    pub(crate) fn mark_guest(&mut self, slot: &Range<usize>, guest_address: u64) -> (bool, bool) {
         let (mut known, mut new) = (false, false);
         for mapping in self.entries.iter_mut().flatten().filter(|m| m.overlaps(slot)) {
             known = true;
+            // Slots of one mapping may lie in two places (memory below and above 4 GiB): then none is right for all.
+            let offset = (slot.start as u64).wrapping_sub(mapping.start as u64);
+            let address = guest_address.checked_sub(offset);
+            mapping.guest_address = if mapping.guest {
+                mapping.guest_address.filter(|at| Some(*at) == address)
+            } else {
+                address
+            };
             new |= !std::mem::replace(&mut mapping.guest, true);
         }
         (known, new)
@@ -132,6 +145,7 @@ mod tests {
             end,
             backing: Backing::Anonymous,
             guest: false,
+            guest_address: None,
         }
     }
 
@@ -145,16 +159,20 @@ mod tests {
     fn mapping_over_a_part_replaces_that_part() {
         let mut mappings = Mappings::new();
         mappings.add(mapping(0, 100));
-        assert_eq!(mappings.mark_guest(&(10..20)), (true, true));
-        assert_eq!(mappings.mark_guest(&(30..40)), (true, false));
+        assert_eq!(mappings.mark_guest(&(10..20), 1010), (true, true));
+        assert_eq!(mappings.mark_guest(&(30..40), 1030), (true, false));
         mappings.add(mapping(40, 60));
         assert_eq!(ranges(&mappings), [0..40, 40..60, 60..100]);
         assert!(mappings.has_guest(&(99..200)) && !mappings.has_guest(&(40..60)));
         mappings.remove(&(20..80));
         assert_eq!(ranges(&mappings), [0..20, 80..100]);
+        let addresses = || mappings.iter().filter_map(|m| m.guest_address);
+        assert_eq!(addresses().min().zip(addresses().max()), Some((1000, 1080)));
+        assert_eq!(mappings.mark_guest(&(0..20), 5000), (true, false));
+        assert_eq!(mappings.iter().filter(|m| m.guest_address.is_some()).count(), 1);
         mappings.remove(&(0..1000));
         assert_eq!(ranges(&mappings), []);
-        assert_eq!(mappings.mark_guest(&(0..10)), (false, false));
+        assert_eq!(mappings.mark_guest(&(0..10), 0), (false, false));
     }
 
     #[test]

@@ -1,0 +1,320 @@
+//! A VMM as small as can be, for what real ones do rarely: it has guest memory and no guest. A test starts it with the
+//! preload library and the name of a scenario; it ends with 0 if memory and errno were right all the time.
+#![allow(unsafe_code)] // raw memory and system calls
+
+use std::ffi::c_void;
+use std::fs::File;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+const PAGE: usize = 4096;
+const PAGES: usize = 2048;
+const LEN: usize = PAGES * PAGE;
+const KVM_GET_API_VERSION: u64 = 0xae00;
+const KVM_CREATE_VM: u64 = 0xae01;
+const KVM_SET_USER_MEMORY_REGION: u64 = 0x4020_ae46;
+const KVM_SET_MEMORY_ATTRIBUTES: u64 = 0x4020_aed2;
+const VFIO_IOMMU_MAP_DMA: u64 = 0x3b71;
+const VHOST_VDPA_GET_DEVICE_ID: u64 = 0x8004_af70;
+const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
+const UFFDIO_API: u64 = 0xc018_aa3f;
+const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn main() {
+    let scenario = std::env::args().nth(1).unwrap_or_default();
+    if scenario == "sandboxed" {
+        return sandboxed();
+    }
+    let vm = Vm::start();
+    match scenario.as_str() {
+        "passthrough" => vm.retires(VFIO_IOMMU_MAP_DMA),
+        "vdpa" => vm.retires(VHOST_VDPA_GET_DEVICE_ID),
+        "confidential" => vm.retires(KVM_SET_MEMORY_ATTRIBUTES),
+        "unmap" => vm.unmaps_a_part(),
+        "replace" => vm.replaces_a_part(),
+        "move" => vm.moves(),
+        "userfaultfd" => vm.registers_a_userfaultfd(),
+        "fork" => vm.forks(),
+        "filtered" => vm.frees_memory_in_a_filtered_thread(),
+        other => panic!("unknown scenario {other:?}"),
+    }
+}
+
+/// A VMM that restricts itself before it talks to KVM.
+fn sandboxed() {
+    restrict(&[]);
+    let vm = Vm::new();
+    std::thread::sleep(Duration::from_secs(1));
+    vm.check(0..PAGES);
+}
+
+struct Vm {
+    kvm: OwnedFd,
+    memory: usize,
+}
+
+impl Vm {
+    fn new() -> Self {
+        let kvm = File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/kvm")
+            .expect("kvm");
+        assert_eq!(ioctl(&kvm, KVM_GET_API_VERSION, 0), 12);
+        // SAFETY: a fresh descriptor.
+        let kvm = unsafe { OwnedFd::from_raw_fd(ioctl(&kvm, KVM_CREATE_VM, 0)) };
+        let memory = map(0, 0);
+        let this = Self { kvm, memory };
+        (0..PAGES).for_each(|page| this.fill(page));
+        let slot: [u64; 4] = [0, 0, LEN as u64, memory as u64];
+        assert_eq!(
+            ioctl(&this.kvm, KVM_SET_USER_MEMORY_REGION, slot.as_ptr() as usize),
+            0
+        );
+        this
+    }
+
+    /// Guest memory of which every page has a twin, shared.
+    fn start() -> Self {
+        let this = Self::new();
+        this.wait("sharing", |this| {
+            this.shared_mappings() > 0 && this.shared_pages() > PAGES / 2
+        });
+        this
+    }
+
+    fn word(&self, page: usize, word: usize) -> *mut u64 {
+        assert!(page < PAGES && word < PAGE / 8);
+        (self.memory + page * PAGE + word * 8) as *mut u64
+    }
+
+    fn fill(&self, page: usize) {
+        for word in 0..PAGE / 8 {
+            // SAFETY: within our memory.
+            unsafe { self.word(page, word).write_volatile(content(page, word)) };
+        }
+    }
+
+    fn holds(&self, page: usize, is: impl Fn(usize) -> u64) -> bool {
+        // SAFETY: within our memory.
+        (0..PAGE / 8).all(|word| unsafe { self.word(page, word).read_volatile() } == is(word))
+    }
+
+    fn check(&self, mut pages: std::ops::Range<usize>) {
+        assert!(pages.all(|page| self.holds(page, |word| content(page, word))));
+    }
+
+    fn check_zero(&self, mut pages: std::ops::Range<usize>) {
+        assert!(pages.all(|page| self.holds(page, |_| 0)), "stale content");
+    }
+
+    /// Lines of our address space that map the store, privately.
+    fn shared_mappings(&self) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+        let shared = |line: &&str| line.contains("memfd:vmm-dedup") && line.contains("rw-p");
+        maps.lines().filter(shared).count()
+    }
+
+    fn shared_pages(&self) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+        let pages = |line: &str| {
+            let (start, end) = line.split(' ').next()?.split_once('-')?;
+            let number = |text| usize::from_str_radix(text, 16).ok();
+            Some((number(end)? - number(start)?) / PAGE)
+        };
+        let shared = maps
+            .lines()
+            .filter(|l| l.contains("memfd:vmm-dedup") && l.contains("rw-p"));
+        shared.filter_map(pages).sum()
+    }
+
+    fn wait(&self, what: &str, done: impl Fn(&Self) -> bool) {
+        let start = Instant::now();
+        while !done(self) {
+            assert!(start.elapsed() < PATIENCE, "{what} does not happen");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// The ioctl itself fails, on a file that does not know it; by then nothing is shared any more, for good.
+    fn retires(&self, request: u64) {
+        let null = File::open("/dev/null").expect("null");
+        assert_eq!(ioctl(&null, request, 0), -1);
+        let error = std::io::Error::last_os_error();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOTTY));
+        assert_eq!(self.shared_mappings(), 0);
+        self.check(0..PAGES);
+        std::thread::sleep(Duration::from_millis(500));
+        assert_eq!(self.shared_mappings(), 0);
+        // Freeing still does what it should.
+        assert_eq!(free(self.memory, LEN / 2), 0);
+        self.check_zero(0..PAGES / 2);
+    }
+
+    fn unmaps_a_part(&self) {
+        // SAFETY: our own memory, not used any more.
+        let unmapped = unsafe { libc::munmap((self.memory + LEN / 4) as *mut c_void, LEN / 2) };
+        assert_eq!(unmapped, 0);
+        std::thread::sleep(Duration::from_millis(300));
+        self.check(0..PAGES / 4);
+        self.check(PAGES * 3 / 4..PAGES);
+        assert!(self.shared_mappings() > 0);
+        let (end, rest) = (self.memory + LEN * 3 / 4, LEN / 4);
+        // SAFETY: as above.
+        assert_eq!(unsafe { libc::munmap(end as *mut c_void, rest) }, 0);
+        self.check(0..PAGES / 4);
+    }
+
+    fn replaces_a_part(&self) {
+        let at = self.memory + LEN / 4;
+        // SAFETY: over our own memory, not used any more.
+        let mapped = unsafe {
+            let (prot, flags) = (
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
+            );
+            libc::mmap(at as *mut c_void, LEN / 4, prot, flags, -1, 0)
+        };
+        assert_eq!(mapped as usize, at);
+        self.check_zero(PAGES / 4..PAGES / 2);
+        (PAGES / 4..PAGES / 2).for_each(|page| self.fill(page));
+        std::thread::sleep(Duration::from_millis(500));
+        self.check(0..PAGES);
+    }
+
+    fn moves(mut self) {
+        // SAFETY: our own memory; only its new address is used from here on.
+        let moved = unsafe {
+            let target = map(0, libc::MAP_NORESERVE) as *mut c_void;
+            let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+            libc::mremap(self.memory as *mut c_void, LEN, LEN, flags, target)
+        };
+        assert_ne!(moved, libc::MAP_FAILED);
+        self.memory = moved as usize;
+        self.check(0..PAGES);
+        assert_eq!(self.shared_mappings(), 0);
+    }
+
+    fn registers_a_userfaultfd(&self) {
+        let device = File::open("/dev/userfaultfd").expect("userfaultfd");
+        // SAFETY: a fresh descriptor.
+        let uffd = unsafe { OwnedFd::from_raw_fd(ioctl(&device, USERFAULTFD_IOC_NEW, 0)) };
+        let api: [u64; 3] = [0xaa, 0, 0];
+        assert_eq!(ioctl(&uffd, UFFDIO_API, api.as_ptr() as usize), 0);
+        let register: [u64; 4] = [self.memory as u64, LEN as u64, 1, 0];
+        let registered = ioctl(&uffd, UFFDIO_REGISTER, register.as_ptr() as usize);
+        assert_eq!(registered, 0, "{}", std::io::Error::last_os_error());
+        assert_eq!(self.shared_mappings(), 0);
+        self.check(0..PAGES);
+        drop(uffd);
+        self.wait("sharing again", |this| this.shared_pages() > PAGES / 2);
+        self.check(0..PAGES);
+    }
+
+    fn forks(&self) {
+        // SAFETY: the child only makes system calls.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above; a hook that waits for the manager, which is not here, would be ended by the alarm.
+            unsafe {
+                libc::alarm(20);
+                libc::madvise(self.memory as *mut c_void, PAGE, libc::MADV_DONTNEED);
+                libc::munmap(self.memory as *mut c_void, LEN);
+                ioctl(&self.kvm, VFIO_IOMMU_MAP_DMA, 0);
+                libc::_exit(0);
+            }
+        }
+        let mut status = 0;
+        // SAFETY: a valid place for the status.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert_eq!(status, 0);
+        assert!(self.shared_mappings() > 0);
+        self.check(0..PAGES);
+    }
+
+    /// As a virtio thread does for a balloon.
+    fn frees_memory_in_a_filtered_thread(&self) {
+        let memory = self.memory;
+        let freed = std::thread::spawn(move || {
+            let allowed = [
+                libc::SYS_futex,
+                libc::SYS_mmap,
+                libc::SYS_munmap,
+                libc::SYS_madvise,
+                libc::SYS_mprotect,
+                libc::SYS_exit,
+                libc::SYS_brk,
+                libc::SYS_sigaltstack,
+                libc::SYS_rt_sigprocmask,
+            ];
+            restrict(&allowed);
+            let one_by_one = (0..PAGES / 4).map(|page| free(memory + page * PAGE, PAGE));
+            let failed = one_by_one.filter(|result| *result != 0).count();
+            failed == 0 && free(memory + LEN / 4, LEN / 4) == 0 && free(memory + 1, PAGE) == -1
+        });
+        assert!(freed.join().expect("no system call was refused"));
+        self.check_zero(0..PAGES / 2);
+        self.check(PAGES / 2..PAGES);
+        (0..PAGES / 2).for_each(|page| self.fill(page));
+        self.wait("sharing again", |this| this.shared_pages() > PAGES * 9 / 10);
+        self.check(0..PAGES);
+    }
+}
+
+fn content(page: usize, word: usize) -> u64 {
+    (page as u64 / 2 + 1)
+        .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        .wrapping_mul(word as u64 * 2 + 1)
+}
+
+fn map(at: usize, flags: i32) -> usize {
+    let (prot, flags) = (
+        libc::PROT_READ | libc::PROT_WRITE,
+        libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags,
+    );
+    // SAFETY: a new mapping.
+    let memory = unsafe { libc::mmap(at as *mut c_void, LEN, prot, flags, -1, 0) };
+    assert_ne!(memory, libc::MAP_FAILED);
+    memory as usize
+}
+
+fn free(at: usize, len: usize) -> i32 {
+    // SAFETY: memory of ours whose content is not needed any more.
+    unsafe { libc::madvise(at as *mut c_void, len, libc::MADV_DONTNEED) }
+}
+
+fn ioctl(fd: &impl AsRawFd, request: u64, argument: usize) -> i32 {
+    // SAFETY: each request above gets the argument that it takes, or fails.
+    unsafe { libc::ioctl(fd.as_raw_fd(), request, argument) }
+}
+
+/// Ends the process if the calling thread makes another system call than these; with none, all are allowed, but the
+/// thread counts as filtered.
+fn restrict(allowed: &[i64]) {
+    const LOAD: u16 = 0x20; // BPF_LD | BPF_W | BPF_ABS
+    const EQUAL: u16 = 0x15; // BPF_JMP | BPF_JEQ | BPF_K
+    const RETURN: u16 = 0x06; // BPF_RET | BPF_K
+    let step = |code, jt, k| libc::sock_filter { code, jt, jf: 0, k };
+    let count = u8::try_from(allowed.len()).expect("few");
+    let mut program = vec![step(LOAD, 0, 0)];
+    for (call, left) in allowed.iter().zip((0..count).rev()) {
+        program.push(step(EQUAL, left + 1, u32::try_from(*call).expect("a number")));
+    }
+    if !allowed.is_empty() {
+        program.push(step(RETURN, 0, libc::SECCOMP_RET_KILL_PROCESS));
+    }
+    program.push(step(RETURN, 0, libc::SECCOMP_RET_ALLOW));
+    let filter = libc::sock_fprog {
+        len: u16::try_from(program.len()).expect("short"),
+        filter: program.as_mut_ptr(),
+    };
+    // SAFETY: a valid program, which the kernel copies.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        assert_eq!(
+            libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &filter),
+            0
+        );
+    }
+}

@@ -1,0 +1,442 @@
+//! One VMM process with a payload guest.
+
+use super::serial::Line;
+use super::{Program, api, library, qmp};
+use crate::vm::Verdict;
+use serde_json::json;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use vmm_dedup_payload::{Console, PayloadConfig, Report, measure_tsc_khz};
+
+/// Guests start slowly where KVM shadows page tables in software.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// How to start a VMM.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The VM's name.
+    pub name: String,
+    /// Guest memory, MiB.
+    pub memory_mib: u64,
+    /// More memory that can be plugged in, MiB.
+    pub hotplug_mib: u64,
+    /// Added to `--memory` of Cloud Hypervisor, e.g. `,shared=on`.
+    pub memory_options: String,
+    /// More arguments.
+    pub arguments: Vec<String>,
+    /// Where to find the store; `None` starts the VMM without the library.
+    pub store: Option<PathBuf>,
+    /// The file of VMM_DEDUP_CONFIG.
+    pub config: String,
+    /// Restores the VM of this name from this snapshot, instead of booting one.
+    pub restore: Option<(String, PathBuf)>,
+}
+
+impl Options {
+    /// A VM of 48 MiB that is deduplicated without delay.
+    #[must_use]
+    pub fn new(name: &str, store: &Path) -> Self {
+        Self {
+            name: name.into(),
+            memory_mib: 48,
+            hotplug_mib: 0,
+            memory_options: String::new(),
+            arguments: Vec::new(),
+            store: Some(store.into()),
+            config: "pass_period_ms = 50\ncpu_percent = 80\n".into(),
+            restore: None,
+        }
+    }
+}
+
+/// A VMM that runs. It is killed when dropped.
+pub struct Vmm {
+    program: Program,
+    name: String,
+    child: Child,
+    folder: PathBuf,
+    console: Console,
+    line: Line,
+    memory_mib: u64,
+}
+
+impl Vmm {
+    /// Starts a VMM in a folder, which keeps its socket and logs.
+    ///
+    /// # Panics
+    /// If it cannot be started: a test cannot go on then.
+    #[must_use]
+    pub fn start(program: &Program, folder: &Path, payload: PayloadConfig, options: &Options) -> Self {
+        let folder = folder.join(&options.name);
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let kernel = folder.join("payload.elf");
+        std::fs::write(&kernel, vmm_dedup_payload::ELF).expect("the payload is written");
+        let payload = payload.tsc_khz(measure_tsc_khz());
+        payload.check_fits(options.memory_mib, 0).expect("the areas fit");
+        let line = payload.command_line();
+        // A restored VM has the serial line of the one that was saved.
+        let owner = options.restore.as_ref().map_or(&options.name, |(name, _)| name);
+        let serial = folder.with_file_name(owner).join("serial.sock");
+        let _ = std::fs::remove_file(&serial);
+        let mut command = match program {
+            Program::CloudHypervisor(path) => {
+                cloud_hypervisor(path, &folder, &kernel, &line, &serial, options)
+            }
+            Program::Qemu(path) => qemu(path, &folder, &kernel, &line, options),
+        };
+        command.args(&options.arguments);
+        if let Some(store) = &options.store {
+            let config = folder.join("dedup.toml");
+            std::fs::write(&config, &options.config).expect("the settings are written");
+            command
+                .env("LD_PRELOAD", preloaded(program))
+                .env("VMM_DEDUP_STORE", store)
+                .env("VMM_DEDUP_NAME", &options.name)
+                .env("VMM_DEDUP_CONFIG", config)
+                .env("VMM_DEDUP_LOG", folder.join("dedup.log"));
+        }
+        let errors = File::create(folder.join("stderr.log")).expect("a log");
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(errors);
+        let mut child = command.spawn().expect("the VMM starts");
+        let console = Console::new();
+        let line = match program {
+            Program::CloudHypervisor(_) => Line::to_socket(&serial, console.clone()),
+            Program::Qemu(_) => Line::to_child(&mut child, console.clone()),
+        };
+        Self {
+            line,
+            program: program.clone(),
+            name: options.name.clone(),
+            child,
+            folder,
+            console,
+            memory_mib: options.memory_mib,
+        }
+    }
+
+    /// The VM's name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Number of the process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What the preload library logged.
+    #[must_use]
+    pub fn dedup_log(&self) -> String {
+        std::fs::read_to_string(self.folder.join("dedup.log")).unwrap_or_default()
+    }
+
+    /// Everything there is to explain a failure.
+    #[must_use]
+    pub fn story(&self) -> String {
+        let errors = std::fs::read_to_string(self.folder.join("stderr.log")).unwrap_or_default();
+        format!("{}\n{errors}\n{}", self.console.text(), self.dedup_log())
+    }
+
+    /// Waits for the `nth` report that `is` accepts, counting from 1.
+    ///
+    /// # Panics
+    /// If it does not come.
+    pub fn wait(&self, what: &str, nth: usize, is: impl Fn(&Report) -> bool) -> Report {
+        let start = Instant::now();
+        loop {
+            let reports = self.console.reports();
+            if let Some(report) = reports.into_iter().filter(|r| is(r)).nth(nth - 1) {
+                return report;
+            }
+            assert!(
+                start.elapsed() < PATIENCE,
+                "{what} does not come: {}",
+                self.story()
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Waits until the guest has filled its pages for the `nth` time.
+    ///
+    /// # Panics
+    /// If it does not.
+    pub fn wait_ready(&self, nth: usize) {
+        // In the text, since a reset may cut a line and leave this report in the middle of it.
+        let start = Instant::now();
+        while self.console.text().matches("@payload ready ").count() < nth {
+            assert!(start.elapsed() < PATIENCE, "it does not boot: {}", self.story());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Types a character into the guest's serial line.
+    ///
+    /// # Panics
+    /// If the VMM is gone.
+    pub fn type_in(&mut self, character: u8) {
+        self.line.write(character);
+    }
+
+    /// Lets the guest give its common pages to the host (`f`: report them as free); `(pages, stale words)`.
+    pub fn balloon(&mut self, command: u8, nth: usize) -> (u64, u64) {
+        self.type_in(command);
+        let report = self.wait("balloon", nth, |r| matches!(r, Report::Balloon { .. }));
+        match report {
+            Report::Balloon { pages, stale } => (pages, stale),
+            _ => (0, 0),
+        }
+    }
+
+    /// Stops the vCPUs.
+    pub fn pause(&self) {
+        match &self.program {
+            Program::CloudHypervisor(_) => self.api("vm.pause", ""),
+            Program::Qemu(_) => self.qmp("stop", json!({})),
+        }
+    }
+
+    /// Lets them go on. A VM that is being restored is not ready for that at once.
+    ///
+    /// # Panics
+    /// If they do not.
+    pub fn resume(&self) {
+        let start = Instant::now();
+        loop {
+            let resumed = match &self.program {
+                Program::CloudHypervisor(_) => api::put(&self.socket(), "vm.resume", "").map(drop),
+                Program::Qemu(_) => self.go_on(),
+            };
+            let Err(error) = resumed else { return };
+            assert!(start.elapsed() < PATIENCE, "{error}: {}", self.story());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// QEMU's `cont` before a restore has ended has no effect.
+    fn go_on(&self) -> Result<(), String> {
+        let ask = |command| qmp::execute(&self.socket(), command, json!({}));
+        ask("cont")?;
+        let state = ask("query-status")?;
+        if state["running"] == json!(true) {
+            Ok(())
+        } else {
+            Err(state.to_string())
+        }
+    }
+
+    /// Resets the machine.
+    pub fn reboot(&self) {
+        match &self.program {
+            Program::CloudHypervisor(_) => self.api("vm.reboot", ""),
+            Program::Qemu(_) => self.qmp("system_reset", json!({})),
+        }
+    }
+
+    /// Plugs memory in.
+    pub fn plug(&self, mib: u64) {
+        match &self.program {
+            Program::CloudHypervisor(_) => {
+                let bytes = (self.memory_mib + mib) << 20;
+                self.api("vm.resize", &json!({ "desired_ram": bytes }).to_string());
+            }
+            Program::Qemu(_) => {
+                let backend = json!({ "qom-type": "memory-backend-ram", "id": "more", "size": mib << 20 });
+                self.qmp("object-add", backend);
+                self.qmp(
+                    "device_add",
+                    json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "more" }),
+                );
+            }
+        }
+    }
+
+    /// Writes the paused VM into a folder, from which [`Options::restore`] can take it.
+    ///
+    /// # Panics
+    /// If that fails.
+    pub fn snapshot(&self, folder: &Path) {
+        std::fs::create_dir_all(folder).expect("a folder");
+        match &self.program {
+            Program::CloudHypervisor(_) => {
+                let url = format!("file://{}", folder.display());
+                self.api("vm.snapshot", &json!({ "destination_url": url }).to_string());
+            }
+            Program::Qemu(_) => {
+                let uri = format!("exec:cat > {}", folder.join("state").display());
+                self.qmp("migrate", json!({ "uri": uri }));
+                let start = Instant::now();
+                loop {
+                    let state =
+                        qmp::execute(&self.socket(), "query-migrate", json!({})).expect("QEMU answers");
+                    match state["status"].as_str() {
+                        Some("completed") => break,
+                        Some("failed" | "cancelled") => panic!("{state}"),
+                        _ => {}
+                    }
+                    assert!(start.elapsed() < PATIENCE, "{state}");
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+            }
+        }
+    }
+
+    /// Lets the guest verify all of its memory and power off, and waits for the VMM to end.
+    ///
+    /// # Panics
+    /// If any of that does not happen.
+    #[must_use]
+    pub fn finish(mut self, nth: usize) -> Verdict {
+        self.type_in(b'q');
+        self.end(nth)
+    }
+
+    /// Waits until the guest has verified all of its memory and the VMM has ended.
+    ///
+    /// # Panics
+    /// If that does not happen.
+    #[must_use]
+    pub fn end(mut self, nth: usize) -> Verdict {
+        let done = self.wait("done", nth, |r| matches!(r, Report::Done { .. }));
+        let verify = self.wait("verify", nth, |r| matches!(r, Report::Verify { .. }));
+        let Report::Verify {
+            pages,
+            errors,
+            writes,
+        } = verify
+        else {
+            unreachable!()
+        };
+        let start = Instant::now();
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("it is our child") {
+                break status;
+            }
+            assert!(
+                start.elapsed() < PATIENCE,
+                "the VMM does not end: {}",
+                self.story()
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        assert!(status.success(), "the VMM ended with {status}: {}", self.story());
+        Verdict {
+            ok: done == Report::Done { ok: true },
+            errors,
+            writes,
+            pages,
+        }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.join("api.sock")
+    }
+
+    fn api(&self, command: &str, body: &str) {
+        if let Err(error) = api::put(&self.socket(), command, body) {
+            panic!("{error}: {}", self.story());
+        }
+    }
+
+    fn qmp(&self, command: &str, arguments: serde_json::Value) {
+        if let Err(error) = qmp::execute(&self.socket(), command, arguments) {
+            panic!("{error}: {}", self.story());
+        }
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The library under test, and behind it what this KVM lacks for snapshots.
+fn preloaded(program: &Program) -> String {
+    let library = library::path().display().to_string();
+    match program {
+        Program::CloudHypervisor(_) => format!("{library}:{}", library::nested_state().display()),
+        Program::Qemu(_) => library,
+    }
+}
+
+fn cloud_hypervisor(
+    path: &Path,
+    folder: &Path,
+    kernel: &Path,
+    line: &str,
+    serial: &Path,
+    options: &Options,
+) -> Command {
+    let mut command = Command::new(path);
+    command.arg("--api-socket").arg(folder.join("api.sock")).arg("-v");
+    command.args(["--seccomp", "true"]);
+    if let Some((_, snapshot)) = &options.restore {
+        let source = format!(
+            "source_url=file://{}{}",
+            snapshot.display(),
+            options.memory_options
+        );
+        command.arg("--restore").arg(source);
+        return command;
+    }
+    // Snapshots and the other VMs' folders lie in the folder above.
+    let folders = format!("path={},access=rw", folder.parent().unwrap_or(folder).display());
+    command.args(["--landlock", "--landlock-rules", &folders]);
+    let mut memory = format!("size={}M{}", options.memory_mib, options.memory_options);
+    if options.hotplug_mib > 0 {
+        memory += &format!(",hotplug_size={}M", options.hotplug_mib);
+    }
+    let serial = format!("socket={}", serial.display());
+    command.arg("--kernel").arg(kernel).args(["--cmdline", line]);
+    command.args([
+        "--memory",
+        &memory,
+        "--cpus",
+        "boot=1",
+        "--serial",
+        &serial,
+        "--console",
+        "off",
+    ]);
+    command
+}
+
+fn qemu(path: &Path, folder: &Path, kernel: &Path, line: &str, options: &Options) -> Command {
+    // qboot is part of QEMU and starts a PVH image at once; SeaBIOS takes ten seconds where CPL0 is emulated.
+    let mut command = Command::new(path);
+    command.args(["-bios", "qboot.rom"]);
+    let mut memory = format!("{}", options.memory_mib);
+    if options.hotplug_mib > 0 {
+        memory += &format!(",slots=1,maxmem={}M", options.memory_mib + options.hotplug_mib);
+    }
+    command.args([
+        "-accel",
+        "kvm",
+        "-m",
+        &memory,
+        "-nodefaults",
+        "-display",
+        "none",
+        "-serial",
+        "stdio",
+    ]);
+    command.arg("-kernel").arg(kernel).args(["-append", line]);
+    command.arg("-qmp").arg(format!(
+        "unix:{},server=on,wait=off",
+        folder.join("api.sock").display()
+    ));
+    if let Some((_, snapshot)) = &options.restore {
+        let uri = format!("exec:cat {}", snapshot.join("state").display());
+        command.args(["-incoming", &uri]);
+    }
+    command
+}

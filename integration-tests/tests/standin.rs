@@ -1,0 +1,68 @@
+//! What VMMs do rarely, done by a stand-in (src/bin/standin.rs) under the preload library.
+
+use std::path::Path;
+use std::process::Command;
+use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::unmodified::library;
+use vmm_dedup_integration_tests::{need_kvm, need_userfaultfd};
+
+/// Plays a scenario; returns what the library logged.
+fn play(scenario: &str, breaks: &str) -> String {
+    let store = StoreThread::start();
+    let file = |name: &str| store.path().join(name);
+    let settings = format!("pass_period_ms = 20\ncpu_percent = 80\n{breaks}");
+    std::fs::write(file("dedup.toml"), settings).expect("a file");
+    let output = Command::new(env!("CARGO_BIN_EXE_standin"))
+        .arg(scenario)
+        .env("LD_PRELOAD", library::path())
+        .env("VMM_DEDUP_STORE", store.socket())
+        .env("VMM_DEDUP_CONFIG", file("dedup.toml"))
+        .env("VMM_DEDUP_LOG", file("dedup.log"))
+        .output()
+        .expect("it runs");
+    let log = std::fs::read_to_string(file("dedup.log")).unwrap_or_default();
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{}: {errors}\n{log}", output.status);
+    log
+}
+
+const MANAGED: &str = "[breaks]\nmode = \"managed\"\nreserve_pages = 512\nfloor_bytes = 0\n";
+
+macro_rules! scenarios {
+    ($($name:ident: $scenario:literal, $breaks:expr, $says:literal;)*) => {
+        $(#[test] fn $name() {
+            need_kvm!();
+            need_userfaultfd!();
+            let log = play($scenario, $breaks);
+            assert!(log.contains($says), "{log}");
+        })*
+    };
+}
+
+scenarios! {
+    memory_is_given_back_before_a_device_pins_it: "passthrough", "", "vfio:";
+    memory_is_given_back_before_a_device_pins_it_with_managed_breaks: "passthrough", MANAGED, "vfio:";
+    a_vdpa_device_is_recognised: "vdpa", "", "vfio:";
+    confidential_guests_are_refused: "confidential", "", "confidential:";
+    a_part_of_the_memory_can_be_unmapped: "unmap", "", "is deduplicated";
+    a_part_of_the_memory_can_be_replaced: "replace", "", "is deduplicated";
+    memory_can_be_moved: "move", "", "is deduplicated";
+    the_vmm_may_use_a_userfaultfd_of_its_own: "userfaultfd", "", "foreign_userfaultfd:";
+    forked_children_are_left_alone: "fork", "", "is deduplicated";
+    filtered_threads_can_free_shared_memory: "filtered", "", "is deduplicated";
+    filtered_threads_can_free_shared_memory_with_managed_breaks: "filtered", MANAGED, "is deduplicated";
+    a_vmm_that_was_sandboxed_before_is_refused: "sandboxed", "", "other:";
+}
+
+#[test]
+fn without_a_store_the_library_does_nothing() {
+    need_kvm!();
+    let output = Command::new(env!("CARGO_BIN_EXE_standin"))
+        .arg("sandboxed")
+        .env("LD_PRELOAD", library::path())
+        .env_remove("VMM_DEDUP_STORE")
+        .output()
+        .expect("it runs");
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    assert!(Path::new(env!("CARGO_BIN_EXE_standin")).is_file());
+}
