@@ -50,7 +50,7 @@ impl Scanner {
             at = end;
             result = self.breathe();
         }
-        self.merger.free_taken();
+        self.merger.clean_up();
         // An interrupted pass leaves the rest to the next one.
         let rest = items[at..].iter().filter(|item| item.role != Role::Exception);
         self.merges.extend(rest);
@@ -204,8 +204,6 @@ impl Scanner {
         }
         let Some(store) = &self.store else { return };
         let merged = self.merger.merge(
-            &self.memory,
-            &self.tracker,
             store,
             &self.breaker,
             &mut self.pagemap,

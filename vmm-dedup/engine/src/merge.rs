@@ -32,6 +32,7 @@ use crate::sys::vma::{Anonymous, fill_hole, map_segment};
 use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::Instant;
 use vmm_dedup_protocol::Slot;
 
@@ -125,6 +126,8 @@ pub(crate) struct Open {
 /// Takes and maps. One per service, used by the scanning thread alone.
 #[derive(Debug)]
 pub(crate) struct Merger {
+    memory: Arc<Memory>,
+    tracker: Arc<Uffd>,
     scratch: Anonymous,
     /// Pages of it in use, from the first on.
     used: usize,
@@ -142,7 +145,7 @@ pub(crate) struct Window {
 }
 
 impl Merger {
-    pub(crate) fn new(tracker: &Uffd) -> Result<Self, Error> {
+    pub(crate) fn new(memory: Arc<Memory>, tracker: Arc<Uffd>) -> Result<Self, Error> {
         let scratch = Anonymous::new(SCRATCH_PAGES).map_err(Error::Scratch)?;
         // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use.
         let used = scratch
@@ -153,6 +156,8 @@ impl Merger {
             .register(scratch.base(), bytes(SCRATCH_PAGES), Mode::Missing)
             .map_err(Error::Scratch)?;
         Ok(Self {
+            memory,
+            tracker,
             scratch,
             used: 0,
             aside: None,
@@ -166,8 +171,6 @@ impl Merger {
     /// Only when the range cannot be registered; nothing was changed then.
     pub(crate) fn merge(
         &mut self,
-        memory: &Memory,
-        tracker: &Uffd,
         store: &Store,
         breaker: &Breaker,
         pagemap: &mut Pagemap,
@@ -177,12 +180,13 @@ impl Merger {
         let (Some(first), Some(last)) = (items.first(), items.last()) else {
             return Ok(Window::default());
         };
-        let start = memory.address(first.page);
+        let start = self.memory.address(first.page);
         let pages = (last.page - first.page) as usize + 1;
         assert!(pages <= MAX_WINDOW);
         if self.used + pages > SCRATCH_PAGES {
             self.free_taken();
         }
+        let tracker = &*self.tracker;
         let scratch = self.scratch.base() + bytes(self.used);
         let hold = Hold {
             tracker,
@@ -217,9 +221,14 @@ impl Merger {
         Ok(Window { outcomes, stop_ns })
     }
 
-    /// Frees the pages that were merged.
-    pub(crate) fn free_taken(&mut self) {
+    /// To be called after some windows: frees what they left behind.
+    pub(crate) fn clean_up(&mut self) {
         self.aside = None;
+        self.free_taken();
+    }
+
+    /// Frees the pages that were merged.
+    fn free_taken(&mut self) {
         if let Err(error) = self.scratch.discard(0, bytes(self.used)) {
             log::error!("cannot free {} merged pages: {error}", self.used);
         }

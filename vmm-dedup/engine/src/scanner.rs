@@ -136,7 +136,7 @@ impl Scanner {
             });
         }
         let store = Store::connect(&store_path, &config.name, memory.pages())?;
-        let merger = Merger::new(&tracker)?;
+        let merger = Merger::new(memory.clone(), tracker.clone())?;
         for region in memory.regions() {
             tracker
                 .register(region.start, region.len(), Mode::Wp)

@@ -54,9 +54,11 @@ pub(super) static GAUGES: &[Field] = &[
         "Pages that change too often to be shared",
         |s| s.pages_volatile,
     ),
-    plain("pages_broken", "Pages copied by the kernel after sharing", |s| {
-        s.pages_broken
-    }),
+    plain(
+        "pages_broken",
+        "Pages that are private in mappings of the store: copied by the kernel, or exceptions in runs",
+        |s| s.pages_broken,
+    ),
     plain("huge_ranges", "2 MiB ranges mapped by one huge page", |s| {
         s.huge_ranges
     }),
