@@ -1,8 +1,9 @@
 //! Merging what has twins, window by window, within the budgets; and undoing it.
 
 use crate::error::Error;
+use crate::item::{Item, Open, Outcome, Role, continues};
 use crate::memory::Page;
-use crate::merge::{Item, MAX_WINDOW, Open, Outcome, Role, Window, continues};
+use crate::merge::{MAX_WINDOW, Window};
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
@@ -203,13 +204,9 @@ impl Scanner {
             return;
         }
         let Some(store) = &self.store else { return };
-        let merged = self.merger.merge(
-            store,
-            &self.breaker,
-            &mut self.pagemap,
-            items,
-            open,
-        );
+        let merged = self
+            .merger
+            .merge(store, &self.breaker, &mut self.pagemap, items, open);
         let window = match merged {
             Ok(window) => window,
             Err(error) => {

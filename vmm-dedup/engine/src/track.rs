@@ -2,8 +2,8 @@
 
 use crate::chunk::MAX_PERIOD;
 use crate::error::Error;
+use crate::item::Item;
 use crate::memory::Page;
-use crate::merge::Item;
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::scanner::Scanner;
