@@ -7,7 +7,7 @@ use vmm_dedup_integration_tests::{direct_io, guests};
 /// Guests that write all the time, and direct I/O, while everything equal is merged. Ends with 0 if no byte was lost.
 #[derive(Parser, Debug)]
 struct Args {
-    /// The full proof: 2,000,000 merges, 100,000 O_DIRECT and 100,000 io_uring reads.
+    /// The full proof: 2,000,000 merges, 100,000 O_DIRECT and 100,000 io_uring reads, 100 rounds.
     #[arg(long)]
     long: bool,
     /// Merges to reach with guests.
@@ -16,15 +16,18 @@ struct Args {
     /// Reads of each kind of direct I/O.
     #[arg(long, default_value_t = 5_000)]
     reads: u64,
+    /// Pairs of guests that write around runs with exceptions.
+    #[arg(long, default_value_t = 4)]
+    rounds: u64,
 }
 
 fn main() {
     let args = Args::parse();
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    let (merges, reads) = if args.long {
-        (2_000_000, 100_000)
+    let (merges, reads, rounds) = if args.long {
+        (2_000_000, 100_000, 100)
     } else {
-        (args.merges, args.reads)
+        (args.merges, args.reads, args.rounds)
     };
     for (name, run) in [
         ("O_DIRECT", direct_io::direct as fn(u64) -> _),
@@ -42,6 +45,17 @@ fn main() {
             s.mismatches_total
         );
     }
+    let start = Instant::now();
+    let outcomes: Vec<_> = (0..rounds).map(guests::exceptions).collect();
+    let sum = |field: fn(&guests::Exceptions) -> u64| outcomes.iter().map(field).sum::<u64>();
+    println!(
+        "runs with exceptions: {rounds} rounds, {} merges, {} exceptions, {} breaks, {} writes, no wrong word, in {:.0} s",
+        sum(|o| o.merges),
+        sum(|o| o.exceptions),
+        sum(|o| o.breaks),
+        sum(|o| o.writes),
+        start.elapsed().as_secs_f64()
+    );
     let start = Instant::now();
     let size = guests::Size {
         merges,

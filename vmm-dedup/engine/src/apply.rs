@@ -1,8 +1,9 @@
 //! Merging what has twins, window by window, within the budgets; and undoing it.
 
 use crate::error::Error;
+use crate::item::{Item, Open, Outcome, Role, continues};
 use crate::memory::Page;
-use crate::merge::{Item, MAX_WINDOW, Open, Outcome, Role, Window, continues};
+use crate::merge::{MAX_WINDOW, Window};
 use crate::page::{Retry, State};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
@@ -50,7 +51,7 @@ impl Scanner {
             at = end;
             result = self.breathe();
         }
-        self.merger.free_taken();
+        self.merger.clean_up();
         // An interrupted pass leaves the rest to the next one.
         let rest = items[at..].iter().filter(|item| item.role != Role::Exception);
         self.merges.extend(rest);
@@ -212,15 +213,9 @@ impl Scanner {
             return;
         }
         let Some(store) = &self.store else { return };
-        let merged = self.merger.merge(
-            &self.memory,
-            &self.tracker,
-            store,
-            &self.breaker,
-            &mut self.pagemap,
-            items,
-            open,
-        );
+        let merged = self
+            .merger
+            .merge(&self.memory, store, &self.breaker, &mut self.pagemap, items, open);
         let window = match merged {
             Ok(window) => window,
             Err(error) => {

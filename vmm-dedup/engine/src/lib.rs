@@ -16,6 +16,7 @@
 //! - [`track`](mod@track): which pages were written, from write protection that the kernel resolves by itself;
 //! - [`settle`](mod@settle): keys, sightings, hashes, publications: who is a twin of whom;
 //! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
+//! - [`stretch`](mod@stretch), [`aside`](mod@aside): one mapping over shared pages and private ones between them;
 //! - [`breaks`](mod@breaks): the only code that takes them out again;
 //! - [`resize`](mod@resize): memory that comes and goes; [`discard`](mod@discard): memory that the guest gives up;
 //! - [`scanner`](mod@scanner): the thread that does all but breaking; [`service`](mod@service): its handle;
@@ -34,6 +35,7 @@ mod config;
 mod control;
 mod discard;
 mod error;
+mod item;
 mod memory;
 mod merge;
 mod pace;

@@ -20,10 +20,10 @@
 use crate::aside::{Aside, Piece};
 use crate::breaks::{Breaker, complement};
 use crate::error::Error;
+use crate::item::{Item, Open, Outcome, Role, continues, return_exceptions};
 use crate::memory::{Memory, Page};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::store::Store;
-use crate::stretch::is_worth_it;
 use crate::sys::guest;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::sched::Urgent;
@@ -32,6 +32,7 @@ use crate::sys::vma::{Anonymous, fill_hole, map_segment};
 use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::Instant;
 use vmm_dedup_protocol::Slot;
 
@@ -40,91 +41,10 @@ pub(crate) const MAX_WINDOW: usize = CHUNK_PAGES;
 /// Pages of scratch memory: windows go one behind the other, and what they leave is freed for many at once.
 const SCRATCH_PAGES: usize = 2 * MAX_WINDOW;
 
-/// A page that should become shared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Item {
-    pub(crate) page: Page,
-    /// The slot to map; `None` for the zero page.
-    pub(crate) slot: Option<Slot>,
-    pub(crate) role: Role,
-}
-
-/// What an item is in its run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
-    /// Shares the slot, for which the store already counts a reference: it was just published.
-    Publisher,
-    /// Shares the slot, or becomes the zero page.
-    Twin,
-    /// Stays private in a mapping that shows the slot at its place to nobody ([`crate::stretch`]).
-    Exception,
-}
-
-impl Item {
-    /// A page whose twin is in a slot already.
-    pub(crate) fn twin_of(page: Page, slot: Slot) -> Self {
-        Self {
-            page,
-            slot: Some(slot),
-            role: Role::Twin,
-        }
-    }
-
-    /// A private page among shared ones.
-    pub(crate) fn exception(page: Page, place: Slot) -> Self {
-        Self {
-            page,
-            slot: Some(place),
-            role: Role::Exception,
-        }
-    }
-
-    /// Whether the store already counts a reference for it.
-    pub(crate) fn owned(&self) -> bool {
-        self.role == Role::Publisher
-    }
-
-    /// A page of zeros.
-    pub(crate) fn zero(page: Page) -> Self {
-        Self {
-            page,
-            slot: None,
-            role: Role::Twin,
-        }
-    }
-}
-
-/// What became of an item.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
-    /// It maps the slot, or the zero page.
-    Merged,
-    /// Its content was another one; it is where it was.
-    Different,
-    /// It is pinned or shared with another process.
-    Pinned,
-    /// Nothing was there.
-    Absent,
-    /// The kernel would not take it.
-    NotTaken,
-    /// The kernel would not map the zero page in its place.
-    Refused,
-    /// No VMA was left to map it.
-    NoVma,
-    /// An exception whose run did not come about; it is where it was.
-    Returned,
-}
-
-/// Whether a window's first and last run go on in the windows beside it.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Open {
-    pub(crate) start: bool,
-    pub(crate) end: bool,
-}
-
 /// Takes and maps. One per service, used by the scanning thread alone.
 #[derive(Debug)]
 pub(crate) struct Merger {
+    tracker: Arc<Uffd>,
     scratch: Anonymous,
     /// Pages of it in use, from the first on.
     used: usize,
@@ -142,7 +62,7 @@ pub(crate) struct Window {
 }
 
 impl Merger {
-    pub(crate) fn new(tracker: &Uffd) -> Result<Self, Error> {
+    pub(crate) fn new(tracker: Arc<Uffd>) -> Result<Self, Error> {
         let scratch = Anonymous::new(SCRATCH_PAGES).map_err(Error::Scratch)?;
         // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use.
         let used = scratch
@@ -153,6 +73,7 @@ impl Merger {
             .register(scratch.base(), bytes(SCRATCH_PAGES), Mode::Missing)
             .map_err(Error::Scratch)?;
         Ok(Self {
+            tracker,
             scratch,
             used: 0,
             aside: None,
@@ -167,7 +88,6 @@ impl Merger {
     pub(crate) fn merge(
         &mut self,
         memory: &Memory,
-        tracker: &Uffd,
         store: &Store,
         breaker: &Breaker,
         pagemap: &mut Pagemap,
@@ -183,6 +103,7 @@ impl Merger {
         if self.used + pages > SCRATCH_PAGES {
             self.free_taken();
         }
+        let tracker = &*self.tracker;
         let scratch = self.scratch.base() + bytes(self.used);
         let hold = Hold {
             tracker,
@@ -217,55 +138,18 @@ impl Merger {
         Ok(Window { outcomes, stop_ns })
     }
 
-    /// Frees the pages that were merged.
-    pub(crate) fn free_taken(&mut self) {
+    /// To be called after some windows: frees what they left behind.
+    pub(crate) fn clean_up(&mut self) {
         self.aside = None;
+        self.free_taken();
+    }
+
+    /// Frees the pages that were merged.
+    fn free_taken(&mut self) {
         if let Err(error) = self.scratch.discard(0, bytes(self.used)) {
             log::error!("cannot free {} merged pages: {error}", self.used);
         }
         self.used = 0;
-    }
-}
-
-/// Whether two items can go into one run: neighbours in the guest and in the store, or two zero pages.
-pub(crate) fn continues(a: &Item, b: &Item) -> bool {
-    b.page == a.page + 1
-        && match (a.slot, b.slot) {
-            (None, None) => true,
-            (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
-            _ => false,
-        }
-}
-
-/// Gives up exceptions that are at the end of a run, or too many, since pages around them could not be merged.
-fn return_exceptions(items: &[Item], outcomes: &mut [Outcome], open: Open) {
-    let is_exception = |at: usize| items[at].role == Role::Exception;
-    let mut start = 0;
-    while start < items.len() {
-        let goes_on = |at: usize, outcomes: &[Outcome]| {
-            outcomes[at] == Outcome::Merged
-                && outcomes[at + 1] == Outcome::Merged
-                && continues(&items[at], &items[at + 1])
-        };
-        let end = (start..items.len() - 1)
-            .find(|at| !goes_on(*at, outcomes))
-            .map_or(items.len(), |at| at + 1);
-        let (open_start, open_end) = (open.start && start == 0, open.end && end == items.len());
-        let first = (start..end)
-            .find(|at| open_start || !is_exception(*at))
-            .unwrap_or(end);
-        let last = (first..end)
-            .rfind(|at| open_end || !is_exception(*at))
-            .map_or(first, |at| at + 1);
-        let exceptions = (first..last).filter(|at| is_exception(*at)).count();
-        // A part of a run is not judged by itself.
-        let worth_it = open_start || open_end || is_worth_it(last - first - exceptions, exceptions);
-        for at in (start..end).filter(|at| is_exception(*at)) {
-            if outcomes[at] == Outcome::Merged && !(worth_it && (first..last).contains(&at)) {
-                outcomes[at] = Outcome::Returned;
-            }
-        }
-        start = end;
     }
 }
 

@@ -2,8 +2,8 @@
 
 use crate::chunk::ChunkState;
 use crate::error::Error;
+use crate::item::Item;
 use crate::memory::{HostRange, Memory, Page};
-use crate::merge::Item;
 use crate::page_size::bytes;
 use crate::scanner::Scanner;
 use crate::sys::uffd::Mode;

@@ -7,8 +7,9 @@ use crate::config::Config;
 use crate::control::Control;
 use crate::discard::Discards;
 use crate::error::Error;
+use crate::item::Item;
 use crate::memory::{Memory, Page};
-use crate::merge::{Item, Merger};
+use crate::merge::Merger;
 use crate::pace::Pacer;
 use crate::page::{State, Table};
 use crate::store::Store;
@@ -147,7 +148,7 @@ impl Scanner {
                 needed: MIN_VMAS,
             });
         }
-        let merger = Merger::new(&tracker)?;
+        let merger = Merger::new(tracker.clone())?;
         for region in memory.regions() {
             tracker
                 .register(region.start, region.len(), Mode::Wp)

@@ -1,8 +1,8 @@
 //! Finding twins: marks and slots in the shared index, sightings and publications with the store.
 
 use crate::error::Error;
+use crate::item::{Item, Role};
 use crate::memory::Page;
-use crate::merge::{Item, Role};
 use crate::page::State;
 use crate::page_size::PAGE_SIZE;
 use crate::scanner::Scanner;

@@ -11,8 +11,8 @@
 //! - at most [`MOST_IN_A_ROW`] in a row, and never more exceptions than shared pages;
 //! - none with managed breaks, whose promise is that every page can be merged again.
 
+use crate::item::{Item, continues};
 use crate::memory::{Memory, Page};
-use crate::merge::{Item, continues};
 use crate::page::State;
 use crate::scanner::Scanner;
 use vmm_dedup_protocol::message::MAX_GAP;

@@ -2,8 +2,8 @@
 
 use crate::chunk::MAX_PERIOD;
 use crate::error::Error;
+use crate::item::Item;
 use crate::memory::Page;
-use crate::merge::Item;
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::scanner::Scanner;
@@ -20,6 +20,8 @@ const CHUNKS_PER_SCAN: usize = 32;
 const FORCED_PERIOD: u64 = 128;
 /// Passes from one look for copied pages in a chunk to the next.
 const BREAKS_PERIOD: u64 = 16;
+/// Keys that are looked up one after the other, so that the loads overlap.
+const KEYED_TOGETHER: usize = 64;
 /// Pages whose key lines are fetched ahead.
 const PREFETCH: usize = 8;
 
@@ -211,11 +213,23 @@ impl Scanner {
     /// Reads the key lines of the pages in `to_key`.
     pub(crate) fn key_pages(&mut self) -> Result<(), Error> {
         let pages = std::mem::take(&mut self.to_key);
+        let mut keys = Vec::with_capacity(KEYED_TOGETHER);
         for (i, page) in pages.iter().enumerate() {
             if let Some(ahead) = pages.get(i + PREFETCH) {
                 guest::prefetch_key_lines(self.memory.address(*ahead));
             }
-            self.key_page(*page)?;
+            let (key, zero) = self.read_key(*page);
+            if zero {
+                self.merges.push(Item::zero(*page));
+            } else {
+                keys.push((*page, key));
+            }
+            if keys.len() == KEYED_TOGETHER || i + 1 == pages.len() {
+                self.touch_index(&keys);
+                for (page, key) in keys.drain(..) {
+                    self.look_up(page, key)?;
+                }
+            }
         }
         self.lap(|cpu| &mut cpu.key);
         self.to_key = pages;
@@ -223,13 +237,11 @@ impl Scanner {
         Ok(())
     }
 
-    fn key_page(&mut self, page: Page) -> Result<(), Error> {
-        let (key, zero) = self.read_key(page);
-        if zero {
-            self.merges.push(Item::zero(page));
-            return Ok(());
+    /// Brings what keys will be looked up in into the cache.
+    fn touch_index(&self, keys: &[(Page, Key)]) {
+        if let Some(index) = self.index() {
+            std::hint::black_box(keys.iter().fold(0, |sum, (_, key)| sum ^ index.touch(*key)));
         }
-        self.look_up(page, key)
     }
 
     /// Reads a page's key: `(key, whether the key lines are all zero)`.

@@ -4,11 +4,14 @@
 use crate::PAGE_SIZE;
 use crate::key::PageWords;
 use crate::raw;
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
+
+/// Bytes of a huge page. Mappings of whole ones are aligned so that they can be used.
+const HUGE_SIZE: usize = 2 << 20;
 
 /// A `MAP_SHARED` mapping, unmapped on drop.
 #[derive(Debug)]
@@ -46,10 +49,34 @@ impl Mapping {
         } else {
             ProtFlags::READ
         };
-        // SAFETY: a new mapping at an address of the kernel's choice; nothing else uses that range.
-        let base = unsafe { mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, 0)? };
+        let base = if len.is_multiple_of(HUGE_SIZE) {
+            let place = reserve_aligned(len)?;
+            // SAFETY: the place was reserved for this mapping, and nothing else uses it.
+            unsafe {
+                mmap(
+                    place as *mut _,
+                    len,
+                    prot,
+                    MapFlags::SHARED | MapFlags::FIXED,
+                    fd,
+                    0,
+                )
+            }
+            .inspect_err(|_| unmap(place, len))?
+        } else {
+            // SAFETY: a new mapping at an address of the kernel's choice; nothing else uses that range.
+            unsafe { mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, 0)? }
+        };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Self { base, len, writable })
+    }
+
+    /// Lets the kernel use huge pages for the file, where the host allows that for those who ask (shmem_enabled). A page
+    /// of a huge one costs a tenth of what a small one costs to allocate.
+    pub fn advise_huge(&self) {
+        let advice = rustix::mm::Advice::LinuxHugepage;
+        // SAFETY: exactly our own mapping; the advice changes no content.
+        let _ = unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), self.len, advice) };
     }
 
     /// Bytes mapped.
@@ -146,9 +173,30 @@ pub fn staging_memfd(len: usize) -> io::Result<(OwnedFd, Mapping)> {
     Ok((file, map))
 }
 
+/// Address space for a mapping that huge pages fit.
+fn reserve_aligned(len: usize) -> io::Result<usize> {
+    let whole = len + HUGE_SIZE;
+    // SAFETY: a new, inaccessible mapping at an address of the kernel's choice.
+    let start =
+        unsafe { mmap_anonymous(std::ptr::null_mut(), whole, ProtFlags::empty(), MapFlags::PRIVATE)? };
+    let start = start as usize;
+    let place = start.next_multiple_of(HUGE_SIZE);
+    unmap(start, place - start);
+    unmap(place + len, start + whole - place - len);
+    Ok(place)
+}
+
+/// Unmaps a range that nobody refers to any more.
+fn unmap(start: usize, len: usize) {
+    if len > 0 {
+        // SAFETY: callers name parts of mappings of their own.
+        let _ = unsafe { munmap(start as *mut _, len) };
+    }
+}
+
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: exactly the range that new() mapped; no reference into it outlives self.
-        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+        // Exactly the range that new() mapped; no reference into it outlives self.
+        unmap(self.address(), self.len);
     }
 }

@@ -149,7 +149,8 @@ pub struct ServiceStats {
     pub pages_new: u64,
     /// Pages that were pinned at the last try to take them.
     pub pages_pinned: u64,
-    /// Pages copied by the kernel after sharing, which stay private (see docs/design.md, "Breaking").
+    /// Pages that stay private in mappings of the store: copied by the kernel after sharing, or exceptions in runs (see
+    /// docs/design.md, "Merging" and "Breaking").
     pub pages_broken: u64,
     /// 2 MiB ranges mapped by one huge page at the last look.
     pub huge_ranges: u64,

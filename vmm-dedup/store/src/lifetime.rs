@@ -19,6 +19,9 @@
 //!    grows meanwhile (bounded by the size of the store, shown as `vmmdedup_slots_limbo`, warned about with the
 //!    process's number). A dead process costs nothing: the kernel tells within milliseconds (pidfd).
 //!
+//! A mapping of a run with exceptions also covers slots that its guest does not show: private pages lie in their places.
+//! Such slots are no more in use than if they were not covered, and nobody reports them.
+//!
 //! What remains are pages that a device reads on behalf of a process that no longer maps them (read-only pins). No
 //! account tells of these, so slots that are free here are not rewritten before a quarantine has ended (`segments`).
 //! They are free all the same: nobody can reference them, and they count in `vmmdedup_slots_cooling` only.

@@ -201,7 +201,7 @@ fn store(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         stats.resident_bytes,
     )?;
     w.gauge("sightings", "Keys that were sighted once", stats.sightings)?;
-    w.gauge("marks", "Line keys that more than one page has had", stats.marks)?;
+    w.gauge("marks", "Line keys that are known to be ambiguous", stats.marks)?;
     w.bytes(
         "store_metadata",
         "Index, sightings, references and slot states of the store",

@@ -46,11 +46,9 @@ struct Segment {
     map: Mapping,
     file: Arc<OwnedFd>,
     used: Box<[u64; WORDS]>,
-    written: Box<[u64; WORDS]>,
     /// Slots that may ever be used: fewer than all in the last segment of a store whose size is no multiple.
     usable: u32,
     free: u32,
-    resident: u32,
     /// No run of free slots is longer than this.
     longest: u32,
     /// Slots that were given back and are not to be rewritten yet: until which second, and their place.
@@ -64,6 +62,7 @@ fn bit(at: u32) -> (usize, u64) {
 impl Segment {
     fn new(usable: u32) -> io::Result<Self> {
         let (file, map) = sealed_memfd("vmm-dedup-segment", SEGMENT_BYTES)?;
+        map.advise_huge();
         let mut used = Box::new([0; WORDS]);
         for at in usable..SLOTS_PER_SEGMENT {
             let (word, mask) = bit(at);
@@ -73,10 +72,8 @@ impl Segment {
             file: Arc::new(read_only(&file)?),
             map,
             used,
-            written: Box::new([0; WORDS]),
             usable,
             free: usable,
-            resident: 0,
             longest: usable,
             cooling: VecDeque::new(),
         })
@@ -294,27 +291,18 @@ impl Segments {
     }
 
     /// Allocates the memory of a run that is about to be written. Best effort: what is missing comes with the writes.
-    pub(crate) fn populate(&mut self, run: &Run) {
-        let segment = self.segment_mut(run.first.segment());
-        let start = run.first.number() % SLOTS_PER_SEGMENT;
-        if segment.map.populate(start as usize, run.len as usize).is_ok() {
-            for slot in start..start + run.len {
-                let (word, mask) = bit(slot);
-                segment.resident += u32::from(segment.written[word] & mask == 0);
-                segment.written[word] |= mask;
-            }
-        }
+    pub(crate) fn populate(&self, run: &Run) {
+        let start = run.first.offset() / PAGE_SIZE;
+        let _ = self
+            .segment(run.first.segment())
+            .map
+            .populate(start, run.len as usize);
     }
 
     /// Copies page `from` of another mapping into an allocated slot.
     pub(crate) fn fill(&mut self, slot: Slot, source: &Mapping, from: usize) {
-        let segment = self.segment_mut(slot.segment());
-        segment
-            .map
-            .copy_page_from(slot.offset() / PAGE_SIZE, source, from);
-        let (word, mask) = bit(slot.number() % SLOTS_PER_SEGMENT);
-        segment.resident += u32::from(segment.written[word] & mask == 0);
-        segment.written[word] |= mask;
+        let map = &self.segment(slot.segment()).map;
+        map.copy_page_from(slot.offset() / PAGE_SIZE, source, from);
     }
 
     /// Whether two slots hold the same bytes.
@@ -352,16 +340,16 @@ impl Segments {
         self.segment(number).file.clone()
     }
 
-    /// Slots that were ever written in the segments there are: what the store's pages cost.
-    pub(crate) fn resident_slots(&self) -> u64 {
-        self.existing()
-            .map(|(_, segment)| u64::from(segment.resident))
-            .sum()
+    /// What the segments' pages cost, in use or not.
+    pub(crate) fn resident_bytes(&self) -> u64 {
+        let blocks = |segment: &Segment| rustix::fs::fstat(&segment.file).map_or(0, |stat| stat.st_blocks);
+        let blocks: i64 = self.existing().map(|(_, segment)| blocks(segment)).sum();
+        u64::try_from(blocks).unwrap_or(0) * 512
     }
 
     pub(crate) fn bytes(&self) -> usize {
         let queues: usize = self.existing().map(|(_, s)| s.cooling.capacity() * 8).sum();
-        self.existing().count() * (size_of::<Segment>() + 2 * WORDS * 8) + queues
+        self.existing().count() * (size_of::<Segment>() + WORDS * 8) + queues
     }
 
     fn existing(&self) -> impl Iterator<Item = (u32, &Segment)> {
@@ -476,11 +464,13 @@ mod tests {
         segments.fill(slot(1), &source, 0);
         segments.fill(slot(1), &source, 0);
         assert!(segments.equal(slot(0), slot(1)));
-        assert_eq!(segments.resident_slots(), 2);
+        // Exactly two, unless this host gives shared memory huge pages.
+        let resident = segments.resident_bytes();
+        assert!(resident == 2 * PAGE_SIZE as u64 || resident == 2 << 20);
         free(&mut segments, [0]);
-        assert_eq!(segments.resident_slots(), 2);
+        assert_eq!(segments.resident_bytes(), resident);
         free(&mut segments, [1]);
-        assert_eq!(segments.resident_slots(), 0);
+        assert_eq!(segments.resident_bytes(), 0);
     }
 
     proptest! {

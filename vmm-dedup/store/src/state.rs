@@ -350,7 +350,7 @@ impl State {
 
     pub(crate) fn store_stats(&self) -> StoreStats {
         let slots = self.lifetime.slots();
-        let resident_bytes = self.segments.resident_slots() * PAGE_SIZE as u64;
+        let resident_bytes = self.segments.resident_bytes();
         let tables = self.sightings.bytes() + self.lifetime.bytes() + self.segments.bytes();
         let metadata_bytes = self.catalog.bytes() + tables as u64;
         let vms = accounts::sum(self.services().map(|(_, _, s)| &s.stats));

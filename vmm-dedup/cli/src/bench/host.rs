@@ -86,6 +86,42 @@ pub(crate) fn read(path: &str) -> Result<String, Failure> {
     fs::read_to_string(path).map_err(|e| Failure::new(format!("cannot read {path}: {e}")))
 }
 
+/// Whether shared memory of those who ask for it comes in folios of 64 KiB: what we recommend for the store's host, set for
+/// the time of a measurement.
+#[derive(Debug)]
+pub(crate) struct SharedMemory(Option<String>);
+
+const SHARED_FOLIOS: &str = "/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled";
+
+impl SharedMemory {
+    /// Where the kernel has no such setting nothing changes.
+    pub(crate) fn recommend() -> Self {
+        let Some(old) = fs::read_to_string(SHARED_FOLIOS).ok().as_deref().and_then(chosen) else {
+            return Self(None);
+        };
+        Self(fs::write(SHARED_FOLIOS, "advise").is_ok().then_some(old))
+    }
+
+    /// Whether the setting is in effect.
+    pub(crate) fn is_recommended(&self) -> bool {
+        self.0.is_some()
+    }
+}
+
+/// The value in brackets of a setting that lists all values.
+fn chosen(setting: &str) -> Option<String> {
+    let (_, rest) = setting.split_once('[')?;
+    Some(rest.split_once(']')?.0.to_owned())
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        if let Some(old) = &self.0 {
+            let _ = fs::write(SHARED_FOLIOS, old);
+        }
+    }
+}
+
 /// vm.max_map_count, raised for the time of a measurement with more mappings than the default allows.
 #[derive(Debug)]
 pub(crate) struct MapCount(String);
@@ -104,5 +140,18 @@ impl MapCount {
 impl Drop for MapCount {
     fn drop(&mut self) {
         let _ = fs::write(MAX_MAP_COUNT, self.0.trim());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_chosen_value_is_found() {
+        let setting = "always inherit within_size advise [never]\n";
+        assert_eq!(chosen(setting).as_deref(), Some("never"));
+        assert_eq!(chosen("[always] never").as_deref(), Some("always"));
+        assert_eq!(chosen("nothing"), None);
     }
 }

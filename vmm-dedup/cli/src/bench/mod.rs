@@ -73,11 +73,13 @@ pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
     host::need_memory(u64::from(args.mib) << 21)?;
     let settings = ksm::Settings::save()?;
     let limit = host::MapCount::raise()?;
+    let shared = host::SharedMemory::recommend();
+    let large_folios = shared.is_recommended();
     let cleanup = move || {
-        drop((settings, limit));
+        drop((settings, limit, shared));
         drop(std::fs::remove_dir_all(crate::store::child_folder("bench")));
     };
-    crate::signals::on_termination(cleanup, || compare(args)).and_then(|report| {
+    crate::signals::on_termination(cleanup, || compare(args, large_folios)).and_then(|report| {
         if args.json {
             println!(
                 "{}",
@@ -90,7 +92,7 @@ pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
     })
 }
 
-fn compare(args: &KsmArgs) -> Result<Report, Failure> {
+fn compare(args: &KsmArgs, large_folios: bool) -> Result<Report, Failure> {
     let all = [Kind::Scattered, Kind::Runs, Kind::Files];
     let kinds: &[Kind] = if args.kinds.is_empty() { &all } else { &args.kinds };
     let sizes: &[bool] = match args.thp {
@@ -98,7 +100,7 @@ fn compare(args: &KsmArgs) -> Result<Report, Failure> {
         Some(false) => &[false],
         Some(true) => &[true],
     };
-    let mut report = Report::new(args.mib, args.repetitions);
+    let mut report = Report::new(args.mib, args.repetitions, large_folios);
     for kind in kinds {
         for thp in sizes {
             let (mut theirs, mut ours) = (Vec::new(), Vec::new());

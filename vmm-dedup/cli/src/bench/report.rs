@@ -79,6 +79,8 @@ struct Runs {
 pub(crate) struct Report {
     mib: u32,
     repetitions: u32,
+    /// Whether the store's memory came in folios of 64 KiB, as we recommend it.
+    store_large_folios: bool,
     kernel: String,
     kinds: Vec<Entry>,
 }
@@ -106,11 +108,12 @@ fn common(runs: &[Measured]) -> Ksm {
 }
 
 impl Report {
-    pub(crate) fn new(mib: u32, repetitions: u32) -> Self {
+    pub(crate) fn new(mib: u32, repetitions: u32, store_large_folios: bool) -> Self {
         let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
         Self {
             mib,
             repetitions,
+            store_large_folios,
             kernel,
             kinds: Vec::new(),
         }
