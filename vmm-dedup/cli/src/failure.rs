@@ -31,6 +31,22 @@ impl Failure {
         Self::missing(text)
     }
 
+    /// Ended by a signal: exit code 128 + signal, as a shell has it.
+    pub(crate) fn interrupted(signal: i32) -> Self {
+        Self {
+            text: format!("ended by signal {signal}"),
+            code: u8::try_from(128 + signal).unwrap_or(1),
+        }
+    }
+
+    /// This failure, and another that followed from dealing with it.
+    pub(crate) fn and(self, second: &Self) -> Self {
+        Self {
+            text: format!("{self}; then: {second}"),
+            code: self.code,
+        }
+    }
+
     /// An error with its causes in one line; exit code 1.
     pub(crate) fn from_error(error: impl std::error::Error) -> Self {
         let mut text = error.to_string();

@@ -5,9 +5,11 @@
 
 mod bench;
 mod children;
+mod dedup_file;
 mod demo;
 mod explain;
 mod failure;
+mod fleet;
 mod run;
 mod set;
 mod signals;
@@ -44,6 +46,8 @@ enum Command {
     Top(top::TopArgs),
     Set(set::SetArgs),
     Explain(explain::ExplainArgs),
+    #[command(subcommand)]
+    Fleet(fleet::Fleet),
     /// Measure.
     #[command(subcommand)]
     Bench(Bench),
@@ -74,6 +78,7 @@ fn main() -> ExitCode {
         Command::Top(args) => top::run(args),
         Command::Set(args) => set::run(args),
         Command::Explain(args) => explain::run(args),
+        Command::Fleet(fleet) => fleet::run(fleet),
         Command::Bench(Bench::Ksm(args)) => bench::ksm(args),
         Command::Bench(Bench::Worker(args)) => bench::worker(args),
     };

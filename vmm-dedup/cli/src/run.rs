@@ -1,6 +1,7 @@
 //! `run`: one VM under the reference VMM, with dedup if a store is named.
 
 use crate::Failure;
+use crate::dedup_file;
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use serde_json::json;
@@ -59,6 +60,17 @@ pub(crate) struct RunArgs {
     /// With managed breaks: host memory below which the reserve is not refilled, MiB [default: 256].
     #[arg(long, requires = "store", value_parser = clap::value_parser!(u64).range(1..=16_777_216))]
     reserve_floor_mib: Option<u64>,
+    /// Read the engine's settings from this TOML file, instead of the options for them.
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "store",
+        conflicts_with_all = ["name", "cpu_percent", "pass_period_ms", "breaks", "reserve_pages", "reserve_floor_mib"]
+    )]
+    dedup_config: Option<PathBuf>,
+    /// Write the process number to this file once the guest runs; the file goes when the guest has ended in order.
+    #[arg(long, value_name = "FILE")]
+    pid_file: Option<PathBuf>,
     /// At the end bring everything back to anonymous memory, and print the dedup account as JSON on standard error.
     #[arg(long, requires = "store")]
     account: bool,
@@ -116,7 +128,10 @@ impl RunArgs {
         Ok(())
     }
 
-    fn dedup_config(&self) -> Config {
+    fn engine_config(&self) -> Result<Config, Failure> {
+        if let Some(path) = &self.dedup_config {
+            return dedup_file::read(path);
+        }
         let breaks = match self.breaks {
             BreakMode::Kernel => Breaks::Kernel,
             BreakMode::Managed => Breaks::Managed {
@@ -124,13 +139,13 @@ impl RunArgs {
                 floor_bytes: self.reserve_floor_mib.unwrap_or(256) << 20,
             },
         };
-        Config {
+        Ok(Config {
             name: self.name.clone(),
             pass_period_ms: self.pass_period_ms,
             cpu_percent: self.cpu_percent,
             breaks,
             ..Config::default()
-        }
+        })
     }
 }
 
@@ -160,12 +175,15 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     let vm = Vm::new(&config).map_err(Failure::from_error)?;
     let service = match &args.store {
-        Some(store) => Some(start_dedup(&vm, store, args.dedup_config())?),
+        Some(store) => Some(start_dedup(&vm, store, args.engine_config()?)?),
         None => None,
     };
     let vm = vm
         .start(Box::new(std::io::stdout()))
         .map_err(Failure::from_error)?;
+    if let Some(path) = &args.pid_file {
+        write_pid(path)?;
+    }
     let mut vm = Arc::new(vm);
     forward_input(&vm);
     while !vm.ends_within(Duration::from_secs(3600)) {}
@@ -186,13 +204,26 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
         }
     }
     match exit {
-        ExitReason::PowerOff => Ok(()),
+        ExitReason::PowerOff => {
+            if let Some(path) = &args.pid_file {
+                let _ = std::fs::remove_file(path);
+            }
+            Ok(())
+        }
         other => Err(Failure::new(format!("the guest ended with {other:?}"))),
     }
 }
 
 fn start_dedup(vm: &Vm, store: &Path, config: Config) -> Result<DedupService, Failure> {
     DedupService::start(Arc::new(vm.memory().clone()), store, config).map_err(Failure::from_error)
+}
+
+/// Whoever sees the file sees the number in it.
+fn write_pid(path: &Path) -> Result<(), Failure> {
+    let fresh = path.with_extension("new");
+    std::fs::write(&fresh, format!("{}\n", std::process::id()))
+        .and_then(|()| std::fs::rename(&fresh, path))
+        .map_err(|e| Failure::new(format!("cannot write {}: {e}", path.display())))
 }
 
 /// Types what comes on standard input into the guest's serial port.

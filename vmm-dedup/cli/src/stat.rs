@@ -73,7 +73,7 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-fn store_json(s: &StoreStats) -> Value {
+pub(crate) fn store_json(s: &StoreStats) -> Value {
     json!({
         "saved_net_bytes": saved_net(s),
         "pages_shared": s.pages_shared,
@@ -98,7 +98,7 @@ pub(crate) fn state_name(state: u64) -> &'static str {
     STATES.get(at).copied().unwrap_or("unknown")
 }
 
-fn vm_json(vm: &Vm) -> Value {
+pub(crate) fn vm_json(vm: &Vm) -> Value {
     let s = &vm.stats;
     json!({
         "name": vm.name,

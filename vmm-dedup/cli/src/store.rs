@@ -4,7 +4,8 @@ use crate::Failure;
 use crate::children::{self, Process};
 use clap::Args;
 use std::fs;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -12,6 +13,12 @@ use tokio::signal::unix::{SignalKind, signal};
 
 /// Where a store listens if nothing else is said.
 pub(crate) const DEFAULT_SOCKET: &str = "/run/vmm-dedup/store.sock";
+/// Where it serves its metrics.
+pub(crate) const DEFAULT_METRICS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9753);
+/// Most memory for shared pages, MiB.
+pub(crate) const DEFAULT_MAX_MIB: u64 = 65_536;
+/// What may be chosen instead.
+pub(crate) const MAX_MIB: RangeInclusive<u64> = 1..=262_144;
 
 /// Where to find the store, for commands that ask it.
 #[derive(Args, Debug)]
@@ -28,10 +35,10 @@ pub(crate) struct StoreArgs {
     #[arg(long, default_value = DEFAULT_SOCKET)]
     socket: PathBuf,
     /// Address of the HTTP server for Prometheus (GET /metrics), or "none".
-    #[arg(long, default_value = "127.0.0.1:9753", value_parser = parse_metrics)]
+    #[arg(long, default_value_t = Metrics(Some(DEFAULT_METRICS)), value_parser = |t: &str| parse_metrics(t).map(Metrics))]
     metrics: Metrics,
     /// Most memory for shared pages, MiB.
-    #[arg(long, default_value_t = 65_536, value_parser = clap::value_parser!(u64).range(1..=262_144))]
+    #[arg(long, default_value_t = DEFAULT_MAX_MIB, value_parser = clap::value_parser!(u64).range(MAX_MIB))]
     max_mib: u64,
     /// Name of the trust domain, for logs and metrics.
     #[arg(long, default_value = "default")]
@@ -41,14 +48,24 @@ pub(crate) struct StoreArgs {
 #[derive(Clone, Copy, Debug)]
 struct Metrics(Option<SocketAddr>);
 
-fn parse_metrics(text: &str) -> Result<Metrics, String> {
+impl std::fmt::Display for Metrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(address) => write!(f, "{address}"),
+            None => f.write_str("none"),
+        }
+    }
+}
+
+/// An address, or `None` for "none".
+pub(crate) fn parse_metrics(text: &str) -> Result<Option<SocketAddr>, String> {
     if text == "none" {
-        return Ok(Metrics(None));
+        return Ok(None);
     }
     let address = text
         .parse()
         .map_err(|_| "expected ADDRESS:PORT, e.g. 127.0.0.1:9753, or \"none\"")?;
-    Ok(Metrics(Some(address)))
+    Ok(Some(address))
 }
 
 /// Runs a store until SIGINT, SIGTERM or SIGHUP; `announce`: says on standard error that it listens.

@@ -1,0 +1,102 @@
+//! The stores of a fleet: found running, or started as processes of their own.
+
+use super::log;
+use super::plan::StorePlan;
+use super::process;
+use super::state::{self, Directory, StoreState};
+use crate::Failure;
+use std::fs::File;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long a store may take to listen.
+const START_LIMIT: Duration = Duration::from_secs(30);
+/// How long it may take to end when asked, and when killed.
+const STOP_LIMIT: Duration = Duration::from_secs(10);
+
+/// Whether anything listens on a store's socket.
+pub(super) fn listens(socket: &Path) -> bool {
+    vmm_dedup_protocol::socket::connect(socket).is_ok()
+}
+
+/// Starts a store, unless one runs. `started` learns of the process as soon as there is one.
+pub(super) async fn ensure(
+    store: &StorePlan,
+    directory: &Directory,
+    started: impl FnOnce(StoreState) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let (domain, socket) = (store.domain.clone(), store.socket.clone());
+    if listens(&store.socket) {
+        return started(StoreState {
+            domain,
+            socket,
+            process: None,
+        });
+    }
+    let log = directory.store_log(&domain);
+    let fail = |e: std::io::Error| Failure::new(format!("cannot start the store of domain {domain:?}: {e}"));
+    let metrics = store
+        .metrics
+        .map_or("none".to_owned(), |address| address.to_string());
+    let mut command = Command::new(std::env::current_exe().map_err(fail)?);
+    command
+        .args([
+            "store",
+            "--metrics",
+            &metrics,
+            "--max-mib",
+            &store.max_mib.to_string(),
+            "--domain",
+            &domain,
+        ])
+        .arg("--socket")
+        .arg(&socket)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(File::create(&log).map_err(fail)?)
+        .current_dir("/");
+    let (mut child, process) = process::spawn(&mut command).map_err(fail)?;
+    started(StoreState {
+        domain: domain.clone(),
+        socket,
+        process: Some(process),
+    })?;
+    let deadline = Instant::now() + START_LIMIT;
+    while !listens(&store.socket) {
+        if let Some(status) = child.try_wait().map_err(fail)? {
+            let last = log::last_line(&log);
+            let how = process::describe(status);
+            return Err(Failure::new(format!(
+                "the store of domain {domain:?} ended with {how}: {last}"
+            )));
+        }
+        if Instant::now() > deadline {
+            return Err(Failure::new(format!(
+                "the store of domain {domain:?} does not listen after {START_LIMIT:?}: {}",
+                log::last_line(&log)
+            )));
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    Ok(())
+}
+
+/// Ends a store that the fleet started.
+pub(super) async fn stop(store: &StoreState) -> Result<(), Failure> {
+    let Some(process) = &store.process else {
+        return Ok(());
+    };
+    let ended = process.end(STOP_LIMIT).await;
+    // A store that was killed leaves its socket, unless another has replaced it.
+    let removed = ended.and_then(|()| match listens(&store.socket) {
+        true => Ok(()),
+        false => state::remove_file(&store.socket),
+    });
+    removed.map_err(|e| {
+        let (domain, pid) = (&store.domain, process.pid);
+        Failure::new(format!(
+            "the store of domain {domain:?} (process {pid}) cannot be ended: {e}"
+        ))
+    })
+}
