@@ -1,0 +1,6 @@
+//! Fleets as their operators meet them: up, status, down, and everything that can go wrong.
+
+mod bad_input;
+mod host;
+mod life;
+mod trouble;

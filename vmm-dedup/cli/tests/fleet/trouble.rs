@@ -1,0 +1,290 @@
+//! What goes wrong while a fleet starts or runs.
+
+use crate::host::{COMMON_PAGES, Host, QEMU_VM, kvm_is_there, send, vmm_is_there, wait_until};
+use rustix::process::{Pid, Signal};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Child, Stdio};
+
+const TWO: &str = "[[vm]]\nname = \"pay\"\ncount = 2\ntemplate = \"payload\"\nvmm = \"reference\"\ndedup = { pass_period_ms = 100 }\n";
+
+#[test]
+fn a_crashed_vm_is_reported_with_its_log_and_a_lost_store_is_brought_back() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(&TWO.replace("count = 2", "count = 3"));
+    host.must("up", &[]);
+    let status = host.status();
+    let log = status["vms"][1]["log"].as_str().expect("a path").to_owned();
+    let mut log = fs::OpenOptions::new().append(true).open(log).expect("the log");
+    log.write_all(b"its last words\n").expect("a line");
+    send(&status["vms"][1]["pid"], Signal::KILL);
+    send(&status["stores"][0]["pid"], Signal::KILL);
+    wait_until("the VM has crashed", || host.vm("pay-1")["state"] == "crashed");
+    wait_until("the store is gone", || {
+        host.status()["stores"][0]["state"] == "gone"
+    });
+
+    let output = host.run("status", &[]);
+    let table = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(table.contains("GONE") && table.contains("fleet up"), "{table}");
+    assert!(
+        table.contains("pay-1 crashed") && table.contains("  its last words"),
+        "{table}"
+    );
+    let (error, code) = Host::failure(&output);
+    assert_eq!(
+        (error.as_str(), code),
+        (
+            "vmm-dedup: fleet fleet is not all well: VMs that do not run: 1, stores that are gone: 1",
+            1
+        )
+    );
+
+    let said = host.must("up", &[]);
+    assert!(said.contains("was gone and runs again"), "{said}");
+    wait_until("the VMs that are left share again", || {
+        let status = host.status();
+        let mapped = |n: usize| status["vms"][n]["dedup"]["pages_mapped"].as_u64().unwrap_or(0);
+        mapped(0) >= COMMON_PAGES && mapped(2) >= COMMON_PAGES
+    });
+    host.must("down", &[]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn a_fleet_that_is_up_is_not_started_twice() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(TWO);
+    host.must("up", &[]);
+    let before = host.status();
+    let (error, code) = Host::failure(&host.run("up", &[]));
+    assert!(
+        error.contains("is up already") && error.contains("fleet down") && code == 1,
+        "{error}"
+    );
+    let pids = |status: &Value| [&status["vms"][0]["pid"], &status["vms"][1]["pid"]].map(Value::as_i64);
+    assert_eq!(pids(&host.status()), pids(&before));
+    host.must("down", &[]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn vms_that_ended_by_themselves_are_told_from_crashed_ones() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(&format!(
+        "{TWO}cmdline = \"private_mib=1 zero_mib=0 ws_pages=0 seconds=0\"\n"
+    ));
+    host.must("up", &[]);
+    wait_until("the guests have powered off", || {
+        let status = host.status();
+        [0, 1].iter().all(|n| status["vms"][*n]["state"] == "ended")
+    });
+    let (error, _) = Host::failure(&host.run("up", &[]));
+    assert!(
+        error.contains("a fleet that has ended: run `vmm-dedup fleet down` first"),
+        "{error}"
+    );
+    host.must("down", &[]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn if_one_vm_cannot_start_none_is_left() {
+    if !kvm_is_there() {
+        return;
+    }
+    let mut host = Host::new(&format!(
+        "{TWO}[[vm]]\nname = \"bad\"\ntemplate = \"payload\"\nvmm = \"reference\"\nkernel = \"bad.elf\"\n"
+    ));
+    host.add("bad.elf", b"no kernel");
+    let output = host.run("up", &[]);
+    let (error, code) = Host::failure(&output);
+    assert!(
+        error.starts_with("vmm-dedup: VM \"bad\": reference: it ended with exit code 1: ") && code == 1,
+        "{error}"
+    );
+    assert!(error.contains("bad.elf"), "{error}");
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn a_vm_that_crashes_while_others_start_ends_the_start() {
+    if !kvm_is_there() || !vmm_is_there("QEMU", "qemu-system-x86_64") {
+        return;
+    }
+    // One VM at a time: the second's VMM kills the first, which runs already.
+    let mut host = Host::new(&format!(
+        "parallel = 1\n{}{QEMU_VM}",
+        TWO.replace("count = 2", "count = 1")
+    ));
+    let qemu = std::env::var("QEMU").unwrap_or_else(|_| "qemu-system-x86_64".into());
+    let script = format!("#!/bin/sh\nkill -9 $(cat run/vm/pay-0/vmm.pid)\nexec {qemu} \"$@\"\n");
+    host.add("killer", script.as_bytes());
+    let output = host
+        .command("up")
+        .env("QEMU", host.path("killer"))
+        .output()
+        .expect("up");
+    let (error, code) = Host::failure(&output);
+    let expected = "VM \"pay-0\": reference: it ended with signal 9 soon after its start";
+    assert!(error.contains(expected) && code == 1, "{error}");
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn an_error_of_the_api_is_told_and_nothing_is_left() {
+    if !kvm_is_there() || !vmm_is_there("CLOUD_HYPERVISOR", "cloud-hypervisor") {
+        return;
+    }
+    let mut host = Host::new(
+        "[[vm]]\nname = \"good\"\ntemplate = \"payload\"\ndedup = { mode = \"off\" }\n[[vm]]\nname = \"bad\"\ntemplate = \"payload\"\nkernel = \"bad.elf\"\ndedup = { mode = \"off\" }\n",
+    );
+    host.add("bad.elf", b"no kernel");
+    let (error, code) = Host::failure(&host.run("up", &[]));
+    assert!(
+        error.starts_with("vmm-dedup: VM \"bad\": cloud-hypervisor: vm.") && code == 1,
+        "{error}"
+    );
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+/// A fleet of one VM whose VMM starts and never answers, beside a good one.
+fn with_a_silent_vmm(start_timeout_s: u32) -> Host {
+    let mut host = Host::new(&format!(
+        "start_timeout_s = {start_timeout_s}\n{TWO}[[vm]]\nname = \"silent\"\ntemplate = \"payload\"\nvmm = \"qemu\"\ndedup = {{ mode = \"off\" }}\n"
+    ));
+    host.add(
+        "silent",
+        b"#!/bin/sh\necho I say nothing more\nexec sleep 100000\n",
+    );
+    host
+}
+
+/// Starts `up` in the background and waits until all three VMMs have been started.
+fn start_up(host: &Host) -> Child {
+    let up = host
+        .command("up")
+        .env("QEMU", host.path("silent"))
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("up");
+    let state = host.path("run/state.json");
+    let vms = |state: &Path| {
+        let text = fs::read_to_string(state).unwrap_or_default();
+        serde_json::from_str::<Value>(&text).map_or(0, |state| state["vms"].as_array().map_or(0, Vec::len))
+    };
+    wait_until("all three have been started", || vms(&state) == 3);
+    up
+}
+
+#[test]
+fn a_vmm_that_does_not_answer_in_time_ends_the_start() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = with_a_silent_vmm(2);
+    let output = host
+        .command("up")
+        .env("QEMU", host.path("silent"))
+        .output()
+        .expect("up");
+    let (error, code) = Host::failure(&output);
+    assert_eq!(
+        error,
+        "vmm-dedup: VM \"silent\": qemu: not running after 2 s: I say nothing more"
+    );
+    assert_eq!(code, 1);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn an_interrupted_start_leaves_nothing() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = with_a_silent_vmm(100);
+    let mut up = start_up(&host);
+    rustix::process::kill_process(Pid::from_child(&up), Signal::INT).expect("kill");
+    assert_eq!(up.wait().expect("wait").code(), Some(128 + 2));
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn what_a_killed_start_leaves_is_taken_down() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = with_a_silent_vmm(100);
+    let mut up = start_up(&host);
+    up.kill().expect("kill");
+    up.wait().expect("wait");
+    let (error, code) = Host::failure(&host.run("status", &[]));
+    assert!(
+        error.contains("its start was killed: then run `vmm-dedup fleet down`") && code == 1,
+        "{error}"
+    );
+    let (error, code) = Host::failure(&host.run("up", &[]));
+    assert!(
+        error.contains("was not started completely: run `vmm-dedup fleet down` first") && code == 1,
+        "{error}"
+    );
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn a_store_that_others_use_stays() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(TWO);
+    host.must("up", &[]);
+    let store = host.status()["stores"][0]["pid"].clone();
+    let mut other = std::process::Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
+        .args([
+            "run",
+            "--payload",
+            "private_mib=1 zero_mib=0 ws_pages=0 seconds=1000",
+            "--memory-mib",
+            "16",
+        ])
+        .args(["--name", "other", "--pass-period-ms", "100", "--store"])
+        .arg(host.path("store.sock"))
+        .stdout(Stdio::null())
+        .stdin(Stdio::null())
+        .spawn()
+        .expect("a VM");
+    wait_until("the other VM is connected", || {
+        let stat = std::process::Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
+            .args(["stat", "--socket"])
+            .arg(host.path("store.sock"))
+            .output();
+        String::from_utf8_lossy(&stat.expect("stat").stdout).contains("other")
+    });
+    let output = host.run("down", &[]);
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        output.status.success() && errors.contains("stays: 1 VMs of others are connected"),
+        "{errors}"
+    );
+    assert!(host.path("store.sock").exists() && !host.path("run").exists());
+    // A second fleet uses the store that runs, and does not end it.
+    host.must("up", &[]);
+    assert_eq!(host.status()["stores"][0]["pid"], Value::Null);
+    other.kill().expect("kill");
+    other.wait().expect("wait");
+    host.must("down", &[]);
+    assert!(host.path("store.sock").exists());
+    send(&store, Signal::TERM);
+    wait_until("the store has ended", || !host.path("store.sock").exists());
+    host.assert_nothing_left(&BTreeSet::new());
+}
