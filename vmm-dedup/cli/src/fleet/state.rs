@@ -43,7 +43,7 @@ pub(super) struct VmState {
     pub(super) name: String,
     pub(super) vmm: Vmm,
     pub(super) process: Process,
-    /// Index into [`State::stores`]; `None`: no dedup.
+    /// Domain of its store in [`State::stores`]; `None`: no dedup.
     pub(super) store: Option<String>,
     /// Files outside of the runtime directory that the VMM makes.
     pub(super) files: Vec<PathBuf>,
