@@ -1,12 +1,11 @@
 //! Cloud Hypervisor and QEMU as they are, with the preload library: their guests share and stay right, whatever the
 //! VMM does with the memory.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use vmm_dedup::{Reason, ServiceStats};
 use vmm_dedup_integration_tests::store::StoreThread;
-use vmm_dedup_integration_tests::unmodified::{Options, Program, Vmm, assert_clean};
+use vmm_dedup_integration_tests::unmodified::{Options, Program, Vmm, assert_clean, library};
 use vmm_dedup_integration_tests::{need_kvm, need_userfaultfd};
 use vmm_dedup_payload::{PayloadConfig, WorkingSet};
 use vmm_dedup_protocol::observer;
@@ -204,7 +203,12 @@ fn sharing_survives_a_snapshot_and_its_restore(bench: &Bench) {
     } else {
         vec!["", ",memory_restore_mode=ondemand"]
     };
-    let mut vms = bench.sharing(2, |name| bench.options(name));
+    // Cloud Hypervisor saves the state of nested guests, which not every KVM has.
+    let options = |name: &str| Options {
+        behind: (!bench.is_qemu()).then(library::nested_state),
+        ..bench.options(name)
+    };
+    let mut vms = bench.sharing(2, options);
     let state = bench.folder.path().join("snapshot");
     let saved = vms.swap_remove(0);
     saved.pause();
@@ -215,7 +219,7 @@ fn sharing_survives_a_snapshot_and_its_restore(bench: &Bench) {
         let options = Options {
             restore: Some((name.clone(), state.clone())),
             memory_options: way.into(),
-            ..bench.options(&format!("restored-{n}"))
+            ..options(&format!("restored-{n}"))
         };
         let restored = bench.start(1, &options);
         restored.resume();
@@ -389,15 +393,15 @@ fn broken_settings_do_not_stop_the_vm(bench: &Bench) {
 /// The library is for LD_PRELOAD of VMMs, and is also loaded into whatever starts them.
 #[test]
 fn programs_that_do_not_talk_to_kvm_get_no_thread() {
-    let library = vmm_dedup_integration_tests::unmodified::library::path();
+    let library = library::path();
+    assert!(library.is_file());
     let status = std::process::Command::new("cat")
         .arg("/proc/self/status")
-        .env("LD_PRELOAD", &library)
+        .env("LD_PRELOAD", library)
         .env("VMM_DEDUP_STORE", "/nonexistent/store.sock")
         .output()
         .expect("cat runs");
     let text = String::from_utf8_lossy(&status.stdout).into_owned();
     assert!(text.contains("Threads:\t1\n"), "{text}");
     assert_eq!(String::from_utf8_lossy(&status.stderr), "");
-    assert!(Path::new(&library).is_file());
 }
