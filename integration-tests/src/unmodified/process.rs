@@ -28,6 +28,8 @@ pub struct Options {
     pub arguments: Vec<String>,
     /// Where to find the store; `None` starts the VMM without the library.
     pub store: Option<PathBuf>,
+    /// A library that is preloaded behind ours.
+    pub behind: Option<PathBuf>,
     /// The file of VMM_DEDUP_CONFIG.
     pub config: String,
     /// Restores the VM of this name from this snapshot, instead of booting one.
@@ -45,6 +47,7 @@ impl Options {
             memory_options: String::new(),
             arguments: Vec::new(),
             store: Some(store.into()),
+            behind: None,
             config: "pass_period_ms = 50\ncpu_percent = 80\n".into(),
             restore: None,
         }
@@ -91,7 +94,7 @@ impl Vmm {
             let config = folder.join("dedup.toml");
             std::fs::write(&config, &options.config).expect("the settings are written");
             command
-                .env("LD_PRELOAD", preloaded(program))
+                .env("LD_PRELOAD", preloaded(options))
                 .env("VMM_DEDUP_STORE", store)
                 .env("VMM_DEDUP_NAME", &options.name)
                 .env("VMM_DEDUP_CONFIG", config)
@@ -359,13 +362,10 @@ impl Drop for Vmm {
     }
 }
 
-/// The library under test, and behind it what this KVM lacks for snapshots.
-fn preloaded(program: &Program) -> String {
-    let library = library::path().display().to_string();
-    match program {
-        Program::CloudHypervisor(_) => format!("{library}:{}", library::nested_state().display()),
-        Program::Qemu(_) => library,
-    }
+/// The library under test, and what goes behind it.
+fn preloaded(options: &Options) -> String {
+    let behind = options.behind.iter().map(|path| format!(":{}", path.display()));
+    library::path().display().to_string() + &behind.collect::<String>()
 }
 
 fn cloud_hypervisor(

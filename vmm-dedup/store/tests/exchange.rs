@@ -8,6 +8,8 @@ use vmm_dedup_protocol::index::Line;
 use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::message::{Kind, Staged, encode};
 use vmm_dedup_protocol::socket;
+use vmm_dedup_protocol::stats::ServiceStats;
+use zerocopy::IntoBytes;
 
 #[test]
 fn a_page_that_two_vms_have_ends_up_shared() {
@@ -67,6 +69,30 @@ fn pages_that_are_alike_in_their_key_lines_are_found_by_their_hashes() {
     assert_eq!((a.line(&p), a.find(&p), a.find(&q)), (None, None, None));
     let account = stats(&server.socket).store;
     assert_eq!((account.sightings, account.marks, account.slots_limbo), (0, 0, 2));
+}
+
+#[test]
+fn a_vm_that_got_memory_may_sight_more_pages() {
+    const MAX: u64 = 20;
+    let server = Server::start(|config| config.max_vm_pages = MAX);
+    let report = |client: &Client, pages| {
+        let stats = ServiceStats {
+            pages,
+            ..ServiceStats::default()
+        };
+        client.send(Kind::Report, stats.as_bytes());
+    };
+    let mut grown = Client::connect_with(&server.socket, "grown", 2);
+    grown.batch(&[1, 2], &[], &[]);
+    report(&grown, 3);
+    report(&grown, 1); // some went: what was said of it goes with the next batches
+    assert!(grown.batch(&[3], &[], &[]).is_empty());
+    grown.send_batch(0, &[4], &[], &[]);
+    assert!(grown.error().contains("sightings"));
+
+    let mut greedy = Client::connect_with(&server.socket, "greedy", 2);
+    report(&greedy, MAX + 1);
+    assert!(greedy.error().contains("21"));
 }
 
 #[test]
