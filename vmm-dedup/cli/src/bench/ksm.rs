@@ -16,6 +16,22 @@ const SCANS: u64 = 4;
 const POLL: Duration = Duration::from_millis(10);
 const PATIENCE: Duration = Duration::from_secs(600);
 
+/// There is one KSM: who holds this keeps other comparisons away.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    _folder: fs::File,
+}
+
+/// Fails if another comparison is running.
+pub(crate) fn lock() -> Result<Lock, Failure> {
+    use rustix::fs::{FlockOperation, flock};
+    let folder = fs::File::open(DIR).map_err(|e| Failure::new(format!("cannot open {DIR}: {e}")))?;
+    flock(&folder, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
+        Failure::missing("another comparison with KSM is running on this host: wait for its end")
+    })?;
+    Ok(Lock { _folder: folder })
+}
+
 /// KSM's settings, put back when dropped.
 #[derive(Debug)]
 pub(crate) struct Settings(Vec<(&'static str, String)>);

@@ -67,6 +67,7 @@ pub(crate) struct WorkerArgs {
 pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
     host::need_root()?;
     ksm::need_ksm()?;
+    let lock = ksm::lock()?;
     if !args.force {
         ksm::need_unused()?;
     }
@@ -76,7 +77,7 @@ pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
     let shared = host::SharedMemory::recommend();
     let large_folios = shared.is_recommended();
     let cleanup = move || {
-        drop((settings, limit, shared));
+        drop((settings, limit, shared, lock));
         drop(std::fs::remove_dir_all(crate::store::child_folder("bench")));
     };
     crate::signals::on_termination(cleanup, || compare(args, large_folios)).and_then(|report| {
