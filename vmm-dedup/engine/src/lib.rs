@@ -28,6 +28,7 @@ mod answer;
 mod apply;
 mod aside;
 mod bits;
+pub mod backend;
 mod breaks;
 mod chunk;
 mod config;
