@@ -17,6 +17,11 @@ impl HashKey {
         Self(u32::from_le_bytes(minikeys))
     }
 
+    /// The key of these bits; all are keys.
+    pub fn of_raw(bits: u32) -> Self {
+        Self(bits)
+    }
+
     /// The key's bits.
     pub fn raw(self) -> u32 {
         self.0

@@ -32,18 +32,26 @@
 //! - What happens on a page that does not exist, or on pointers that form a loop: Scanned is set, with an error
 //!   ([`RunError`]).
 
+mod device;
+pub mod driver;
 mod ecc;
 mod hash_key;
 mod memory;
 mod module;
+pub mod registers;
+mod ring;
 mod scan_table;
 mod timing;
+pub mod window;
 
+pub use device::{Board, Device};
 pub use hash_key::{EccOffsets, HashKey, KEY_LINES, LINES_PER_SECTION};
 pub use memory::{LINE_BYTES, Line, Memory, PAGE_LINES};
 pub use module::Module;
+pub use ring::Ring;
 pub use scan_table::{
-    Candidate, Compared, EntryIndex, OTHER_PAGES, OtherPage, PfeInfo, Pointer, Ppn, RunError, ScanTable, Walk,
+    Candidate, Compared, EntryIndex, OTHER_PAGES, OtherPage, PPN_BITS, PfeInfo, Pointer, Ppn, RunError,
+    ScanTable, Walk,
 };
 pub use timing::{Account, Costs, FREQUENCY_HZ, Role, Source};
 

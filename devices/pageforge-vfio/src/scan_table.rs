@@ -5,7 +5,8 @@ use crate::{Error, HashKey};
 /// Entries for pages that the candidate is compared with.
 pub const OTHER_PAGES: usize = 31;
 
-const PPN_BITS: u32 = 40;
+/// Bits of a page number: addresses have 52.
+pub const PPN_BITS: u32 = 40;
 
 /// A physical page number, as the device sees addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +25,11 @@ impl Ppn {
         }
     }
 
+    /// The low bits of a word as a page number.
+    pub(crate) fn truncated(word: u64) -> Self {
+        Self(word & ((1 << PPN_BITS) - 1))
+    }
+
     /// The page's number.
     pub fn number(self) -> u64 {
         self.0
@@ -35,6 +41,14 @@ impl Ppn {
 pub struct EntryIndex(u8);
 
 impl EntryIndex {
+    /// Entry 0, where the comparison of a freshly filled table starts.
+    pub const ROOT: Self = Self(0);
+
+    /// All entries, in order.
+    pub fn all() -> impl Iterator<Item = Self> {
+        (0..).take(OTHER_PAGES).map(Self)
+    }
+
     /// The entry with this number.
     ///
     /// # Errors
@@ -60,16 +74,16 @@ impl EntryIndex {
 pub struct Pointer(u8);
 
 impl Pointer {
-    /// Entry 0, where the comparison of a freshly filled table starts.
-    pub const ROOT: Self = Self(0);
+    /// To entry 0.
+    pub const ROOT: Self = Self::to(EntryIndex::ROOT);
 
     /// A pointer of these bits; any will do.
-    pub fn new(bits: u8) -> Self {
+    pub const fn new(bits: u8) -> Self {
         Self(bits)
     }
 
     /// To an entry.
-    pub fn to(entry: EntryIndex) -> Self {
+    pub const fn to(entry: EntryIndex) -> Self {
         Self(entry.0)
     }
 

@@ -127,6 +127,21 @@ impl Account {
         self.cycles_squared = self.cycles_squared.saturating_add(other.cycles_squared);
     }
 
+    /// What was done since an earlier state of this account.
+    pub(crate) fn since(&self, before: &Self) -> Self {
+        Self {
+            tables: self.tables - before.tables,
+            comparisons: self.comparisons - before.comparisons,
+            cache_lines: self.cache_lines - before.cache_lines,
+            dram_lines: self.dram_lines - before.dram_lines,
+            network_lines: self.network_lines - before.network_lines,
+            key_lines: self.key_lines - before.key_lines,
+            keys: self.keys - before.keys,
+            cycles: self.cycles - before.cycles,
+            cycles_squared: self.cycles_squared - before.cycles_squared,
+        }
+    }
+
     /// Lines read.
     pub fn lines(&self) -> u64 {
         self.cache_lines + self.dram_lines + self.network_lines

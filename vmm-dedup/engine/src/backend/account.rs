@@ -41,7 +41,12 @@ impl Stopwatch {
     /// Ends, on the thread that started it, and notes the time.
     pub fn stop(self, account: &mut Account) {
         account.wall_ns += u64::try_from(self.wall.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        account.cpu_ns += thread_cpu_ns().saturating_sub(self.cpu_ns);
+        account.cpu_ns += self.stop_cpu();
+    }
+
+    /// Ends, on the thread that started it: the CPU time, ns.
+    pub fn stop_cpu(self) -> u64 {
+        thread_cpu_ns().saturating_sub(self.cpu_ns)
     }
 }
 
