@@ -41,6 +41,7 @@ mod module;
 pub mod registers;
 mod ring;
 mod scan_table;
+pub mod server;
 mod timing;
 pub mod window;
 

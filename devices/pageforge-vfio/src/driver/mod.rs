@@ -11,9 +11,11 @@
 mod in_process;
 mod port;
 mod tables;
+mod vfio_user;
 
 pub use in_process::InProcess;
 pub use port::Port;
+pub use vfio_user::{ConnectError, VfioUser};
 
 use crate::scan_table::{Candidate, EntryIndex, OTHER_PAGES, OtherPage, Pointer, RunError};
 use crate::window::{Info, Job, JobError, RING};
