@@ -20,6 +20,7 @@ mod comparing;
 pub mod conformance;
 mod cpu;
 mod jhash;
+pub mod ksm;
 
 pub use account::{Account, Stopwatch};
 pub use arena::Arena;
