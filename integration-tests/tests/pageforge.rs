@@ -125,11 +125,12 @@ fn a_guest_of_qemu_drives_the_device() {
         eprintln!("SKIPPED: no qemu-system-x86_64 on PATH, and QEMU does not name one");
         return;
     };
-    let devices = Command::new(&program)
-        .args(["-device", "help"])
-        .output()
-        .expect("QEMU runs");
-    if !String::from_utf8_lossy(&devices.stdout).contains("vfio-user-pci") {
+    let mut help = Command::new(&program);
+    let help = help
+        .args(["-device", "vfio-user-pci,help"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    if !help.status().expect("QEMU runs").success() {
         eprintln!(
             "SKIPPED: {} has no vfio-user-pci: that came with 10.1",
             program.display()
@@ -155,9 +156,7 @@ fn a_guest_of_qemu_drives_the_device() {
             "-no-reboot",
         ]);
         command.args(["-object", "memory-backend-memfd,id=ram,size=64M,share=on"]);
-        command.args([
-            "-accel", "kvm", "-accel", "tcg", "-display", "none", "-serial", "stdio",
-        ]);
+        command.args(["-accel", "tcg", "-display", "none", "-serial", "stdio"]);
         command
     });
     assert_all_right(&output);

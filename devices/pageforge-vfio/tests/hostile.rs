@@ -113,8 +113,8 @@ impl Descriptor {
     }
 }
 
-fn message(command: u16, size: i64, flags: u32, body: &[u8]) -> Vec<u8> {
-    let size = u32::try_from(size.clamp(0, u32::MAX.into())).unwrap();
+/// A message that says it has `size` bytes.
+fn message(command: u16, size: u32, flags: u32, body: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     bytes.extend(7u16.to_ne_bytes());
     bytes.extend(command.to_ne_bytes());
@@ -125,10 +125,14 @@ fn message(command: u16, size: i64, flags: u32, body: &[u8]) -> Vec<u8> {
     bytes
 }
 
+fn true_size(body: &[u8]) -> u32 {
+    16 + u32::try_from(body.len()).unwrap()
+}
+
 fn version() -> Vec<u8> {
     let mut body = vec![0, 0, 1, 0];
     body.extend(b"{\"capabilities\":{}}\0");
-    message(1, 16 + body.len() as i64, 0, &body)
+    message(1, true_size(&body), 0, &body)
 }
 
 impl Sent {
@@ -143,7 +147,7 @@ impl Sent {
                 body,
                 fds,
             } => {
-                let size = 16 + body.len() as i64 + i64::from(*off);
+                let size = true_size(body).wrapping_add_signed(*off);
                 let fds = fds.iter().map(|fd| fd.make()).collect();
                 (message(*command, size, *flags, body), fds)
             }
