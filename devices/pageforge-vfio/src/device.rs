@@ -14,7 +14,10 @@ use vmm_dedup_protocol::mapping::Mapping;
 const JOBS_AT_ONCE: usize = 32;
 
 /// What a device is connected to.
-pub trait Board: Memory + Send + Sync + 'static {
+pub trait Board: Send + Sync + 'static {
+    /// The memory, for as long as the device works without a pause: some jobs of the ring, or a table.
+    fn memory(&self) -> impl Memory;
+
     /// Raises the interrupt of a vector: 0 for the ring, 1 + m for module m. Must not block.
     fn interrupt(&self, vector: usize);
 }
@@ -406,7 +409,7 @@ impl<B: Board> Shared<B> {
         };
         drop(state);
         let (before, watch) = (*module.account(), Stopwatch::start());
-        module.run(self.board.as_ref());
+        module.run(&self.board.memory());
         let (done, spent) = (module.account().since(&before), watch.stop_cpu());
         let mut state = self.lock();
         if state.generation == generation {
@@ -430,12 +433,14 @@ impl<B: Board> Shared<B> {
         drop(state);
         let (before, watch) = (ring.account(), Stopwatch::start());
         let window = Window::new(self.window.words());
+        let memory = self.board.memory();
         for _ in 0..JOBS_AT_ONCE {
             if ring.head() == tail {
                 break;
             }
-            ring.step(window, self.board.as_ref());
+            ring.step(window, &memory);
         }
+        drop(memory);
         let (done, spent) = (ring.account().since(&before), watch.stop_cpu());
         let mut state = self.lock();
         if state.generation == generation {

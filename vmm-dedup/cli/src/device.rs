@@ -3,6 +3,7 @@
 use crate::Failure;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
 use vmm_dedup_pageforge::server::{DEFAULT_CLIENTS, Server, ServerConfig};
 
 /// Run a model of a page-comparing device, for VMMs and for the dedup service to attach.
@@ -36,10 +37,20 @@ pub(crate) fn run(command: &DeviceCommand) -> Result<(), Failure> {
         modules: args.modules,
         max_clients: args.max_clients,
     };
-    let server = Server::bind(&args.socket, config).map_err(Failure::from_error)?;
-    let socket = args.socket.clone();
-    let cleanup = move || drop(std::fs::remove_file(socket));
+    // Bound inside, so that a signal that comes at once finds somebody who takes the socket away; and only a socket
+    // of ours is taken away.
+    let ours = Arc::new(Mutex::new(None));
+    let taken = Arc::clone(&ours);
+    let cleanup = move || {
+        if let Some(socket) = taken.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            let _ = std::fs::remove_file::<PathBuf>(socket);
+        }
+    };
     crate::signals::on_termination(cleanup, || {
+        let mut socket = ours.lock().unwrap_or_else(PoisonError::into_inner);
+        let server = Server::bind(&args.socket, config).map_err(Failure::from_error)?;
+        *socket = Some(args.socket.clone());
+        drop(socket);
         eprintln!(
             "PageForge, {} modules for each client, on {}",
             args.modules,

@@ -59,6 +59,7 @@ enum Command {
 #[derive(Subcommand, Debug)]
 enum Bench {
     Ksm(bench::KsmArgs),
+    Engines(bench::EnginesArgs),
     #[command(hide = true)]
     Worker(bench::WorkerArgs),
 }
@@ -84,6 +85,7 @@ fn main() -> ExitCode {
         Command::Fleet(fleet) => fleet::run(fleet),
         Command::Device(command) => device::run(command),
         Command::Bench(Bench::Ksm(args)) => bench::ksm(args),
+        Command::Bench(Bench::Engines(args)) => bench::engines(args),
         Command::Bench(Bench::Worker(args)) => bench::worker(args),
     };
     match result {

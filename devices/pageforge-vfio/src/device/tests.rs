@@ -13,7 +13,7 @@ struct Numbers {
     interrupts: [AtomicU64; 17],
 }
 
-impl Memory for Numbers {
+impl Memory for &Numbers {
     fn line(&self, page: Ppn, _line: usize) -> Option<Line> {
         while self.shut.load(Ordering::Acquire) {
             std::thread::yield_now();
@@ -23,6 +23,10 @@ impl Memory for Numbers {
 }
 
 impl Board for Numbers {
+    fn memory(&self) -> impl Memory {
+        self
+    }
+
     fn interrupt(&self, vector: usize) {
         self.interrupts[vector].fetch_add(1, Ordering::AcqRel);
     }

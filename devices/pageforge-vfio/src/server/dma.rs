@@ -13,7 +13,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
-use std::sync::{PoisonError, RwLock};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::PAGE_WORDS;
 use vmm_dedup_protocol::mapping::Mapping;
@@ -28,7 +28,7 @@ const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
 /// Why a range is not mapped or unmapped.
 #[derive(Debug, thiserror::Error)]
-pub enum DmaError {
+pub(super) enum DmaError {
     /// Addresses and sizes are whole pages below 2^52.
     #[error("{size:#x} bytes at {address:#x}, from {offset:#x} of the file, are not whole pages below 2^52")]
     Range {
@@ -78,9 +78,9 @@ struct Range {
     backing: Backing,
 }
 
-/// All of a client's memory. Unmapping waits for a comparison of two lines at most.
+/// All of a client's memory.
 #[derive(Debug, Default)]
-pub struct DmaMemory {
+pub(super) struct DmaMemory {
     ranges: RwLock<BTreeMap<u64, Range>>,
 }
 
@@ -89,7 +89,13 @@ impl DmaMemory {
     ///
     /// # Errors
     /// [`DmaError`]; nothing is mapped then.
-    pub fn map(&self, address: u64, size: u64, offset: u64, file: Option<File>) -> Result<(), DmaError> {
+    pub(super) fn map(
+        &self,
+        address: u64,
+        size: u64,
+        offset: u64,
+        file: Option<File>,
+    ) -> Result<(), DmaError> {
         let (first, pages) = pages_of(address, size).ok_or(DmaError::Range {
             address,
             size,
@@ -112,11 +118,16 @@ impl DmaMemory {
         Ok(())
     }
 
+    /// The memory as it is now. While somebody has a view nothing is mapped or unmapped: so views are for milliseconds.
+    pub(super) fn view(&self) -> DmaView<'_> {
+        DmaView(self.ranges.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Unmaps a range that was mapped as such. Nobody reads it any more when this returns.
     ///
     /// # Errors
     /// [`DmaError::Missing`].
-    pub fn unmap(&self, address: u64, size: u64) -> Result<(), DmaError> {
+    pub(super) fn unmap(&self, address: u64, size: u64) -> Result<(), DmaError> {
         let missing = DmaError::Missing { address, size };
         let Some((first, pages)) = pages_of(address, size) else {
             return Err(missing);
@@ -132,7 +143,7 @@ impl DmaMemory {
     }
 
     /// Unmaps everything.
-    pub fn unmap_all(&self) {
+    pub(super) fn unmap_all(&self) {
         self.ranges
             .write()
             .unwrap_or_else(PoisonError::into_inner)
@@ -181,10 +192,13 @@ fn backing(file: File, size: u64, offset: u64, address: u64) -> Result<Backing, 
     }
 }
 
-impl Memory for DmaMemory {
+/// See [`DmaMemory::view`].
+#[derive(Debug)]
+pub(super) struct DmaView<'a>(RwLockReadGuard<'a, BTreeMap<u64, Range>>);
+
+impl Memory for DmaView<'_> {
     fn line(&self, page: Ppn, line: usize) -> Option<Line> {
-        let ranges = self.ranges.read().unwrap_or_else(PoisonError::into_inner);
-        let (first, range) = overlapping(&ranges, page.number(), 1)?;
+        let (first, range) = overlapping(&self.0, page.number(), 1)?;
         let at = page.number() - first;
         match &range.backing {
             Backing::Mapped(map, start) => {
@@ -228,7 +242,7 @@ mod tests {
     }
 
     fn first_byte(memory: &DmaMemory, page: u64) -> Option<u8> {
-        let line = memory.line(Ppn::try_new(page).unwrap(), 63)?;
+        let line = memory.view().line(Ppn::try_new(page).unwrap(), 63)?;
         assert!(line.iter().all(|word| *word == line[0]));
         Some(line[0].to_ne_bytes()[0])
     }

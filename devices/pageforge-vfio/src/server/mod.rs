@@ -17,7 +17,6 @@ mod pci;
 mod session;
 mod wire;
 
-pub use dma::{DmaError, DmaMemory};
 pub use gate::GateError;
 pub use pci::{DEVICE, VENDOR};
 

@@ -2,9 +2,8 @@
 
 use super::dma::DmaMemory;
 use super::pci::{CONFIG_BYTES, Config};
-use crate::Ppn;
 use crate::device::{Board, Device};
-use crate::memory::{Line, Memory};
+use crate::memory::Memory;
 use crate::registers::REGISTERS_BYTES;
 use crate::window::WINDOW_BYTES;
 use rustix::fs::OFlags;
@@ -33,13 +32,11 @@ struct ClientBoard {
     vectors: Mutex<Vec<Option<File>>>,
 }
 
-impl Memory for ClientBoard {
-    fn line(&self, page: Ppn, line: usize) -> Option<Line> {
-        self.memory.line(page, line)
-    }
-}
-
 impl Board for ClientBoard {
+    fn memory(&self) -> impl Memory {
+        self.memory.view()
+    }
+
     fn interrupt(&self, vector: usize) {
         let vectors = self.vectors.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(Some(file)) = vectors.get(vector) {

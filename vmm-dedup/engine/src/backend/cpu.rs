@@ -6,11 +6,12 @@ use super::{
 };
 use std::cmp::Ordering;
 use std::sync::atomic::Ordering as Memory;
-use vmm_dedup_protocol::key::{Key, Salt, line_words};
+use vmm_dedup_protocol::key::{Key, PAGE_WORDS, Salt, line_words};
 use vmm_dedup_protocol::tree::TreeReader;
 
 const LINE_WORDS: usize = 8;
 const LINE_BYTES: u64 = 64;
+const PAGE_LINES: usize = PAGE_WORDS / LINE_WORDS;
 const KSM_SEED: u32 = 17;
 const KSM_WORDS: usize = 128; // 1 KiB
 
@@ -28,7 +29,11 @@ pub enum KeyKind {
 pub struct CpuBackend {
     kind: KeyKind,
     account: Account,
+    line_counts: LineCounts,
 }
+
+/// How many comparisons read n lines of each page, at n.
+pub type LineCounts = [u64; PAGE_LINES + 1];
 
 impl CpuBackend {
     /// A backend that makes such keys.
@@ -36,7 +41,23 @@ impl CpuBackend {
         Self {
             kind,
             account: Account::default(),
+            line_counts: [0; PAGE_LINES + 1],
         }
+    }
+
+    /// How far comparisons had to read.
+    pub fn line_counts(&self) -> &LineCounts {
+        &self.line_counts
+    }
+
+    /// Compares a candidate with a page, and notes it.
+    fn order(&mut self, pages: &dyn Pages, a: &PageView, b: PageId) -> Answer<Ordering> {
+        let (order, lines) = compare_views(a, view_of(pages, b)?);
+        self.line_counts[lines] += 1;
+        self.account.comparisons += 1;
+        self.account.lines += lines as u64 * 2;
+        self.account.bytes += lines as u64 * 2 * LINE_BYTES;
+        Ok(order)
     }
 
     fn key(&mut self, page: &PageView) -> u64 {
@@ -60,7 +81,7 @@ impl CpuBackend {
 }
 
 /// Compares two pages as `memcmp` does; returns the lines of each that were read, too.
-pub(super) fn compare_views(a: &PageView, b: &PageView) -> (Ordering, u64) {
+pub(super) fn compare_views(a: &PageView, b: &PageView) -> (Ordering, usize) {
     let lines = a.chunks_exact(LINE_WORDS).zip(b.chunks_exact(LINE_WORDS));
     for (read, (a, b)) in (1..).zip(lines) {
         for (a, b) in a.iter().zip(b) {
@@ -70,20 +91,12 @@ pub(super) fn compare_views(a: &PageView, b: &PageView) -> (Ordering, u64) {
             }
         }
     }
-    (Ordering::Equal, 64)
+    (Ordering::Equal, PAGE_LINES)
 }
 
 /// The page, or the error that says it is missing.
 pub(super) fn view_of(pages: &dyn Pages, page: PageId) -> Answer<&PageView> {
     pages.view(page).ok_or(Error::Fault(page))
-}
-
-fn compare_pages(account: &mut Account, pages: &dyn Pages, a: &PageView, b: PageId) -> Answer<Ordering> {
-    let (order, lines) = compare_views(a, view_of(pages, b)?);
-    account.comparisons += 1;
-    account.lines += lines * 2;
-    account.bytes += lines * 2 * LINE_BYTES;
-    Ok(order)
 }
 
 impl Backend for CpuBackend {
@@ -108,10 +121,9 @@ impl Backend for CpuBackend {
     fn compare(&mut self, pages: &dyn Pages, pairs: &[(PageId, PageId)]) -> Vec<Answer<Ordering>> {
         let watch = Stopwatch::start();
         self.account.pages += pairs.len() as u64;
-        let account = &mut self.account;
         let orders = pairs
             .iter()
-            .map(|(a, b)| compare_pages(account, pages, view_of(pages, *a)?, *b))
+            .map(|(a, b)| self.order(pages, view_of(pages, *a)?, *b))
             .collect();
         watch.stop(&mut self.account);
         orders
@@ -125,10 +137,9 @@ impl Backend for CpuBackend {
     ) -> Vec<Answer<Option<PageId>>> {
         let watch = Stopwatch::start();
         self.account.pages += candidates.len() as u64;
-        let account = &mut self.account;
         let twin = |candidate: &PageId| {
             let candidate = view_of(pages, *candidate)?;
-            search_by_comparing(tree, |other| compare_pages(account, pages, candidate, other))
+            search_by_comparing(tree, |other| self.order(pages, candidate, other))
         };
         let twins = candidates.iter().map(twin).collect();
         watch.stop(&mut self.account);
@@ -138,10 +149,8 @@ impl Backend for CpuBackend {
     fn among(&mut self, pages: &dyn Pages, candidate: PageId, set: &[PageId]) -> Answer<Option<usize>> {
         let watch = Stopwatch::start();
         self.account.pages += 1;
-        let account = &mut self.account;
-        let twin = view_of(pages, candidate).and_then(|candidate| {
-            among_by_comparing(set, |other| compare_pages(account, pages, candidate, other))
-        });
+        let twin = view_of(pages, candidate)
+            .and_then(|candidate| among_by_comparing(set, |other| self.order(pages, candidate, other)));
         watch.stop(&mut self.account);
         twin
     }

@@ -25,7 +25,7 @@ pub mod ksm;
 pub use account::{Account, Stopwatch};
 pub use arena::Arena;
 pub use comparing::{among_by_comparing, search_by_comparing};
-pub use cpu::{CpuBackend, KeyKind};
+pub use cpu::{CpuBackend, KeyKind, LineCounts};
 pub use jhash::jhash2;
 
 use std::cmp::Ordering;
