@@ -27,8 +27,8 @@
 mod answer;
 mod apply;
 mod aside;
-mod bits;
 pub mod backend;
+mod bits;
 mod breaks;
 mod chunk;
 mod config;
