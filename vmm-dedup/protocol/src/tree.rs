@@ -26,7 +26,7 @@ const HEIGHT_SHIFT: u32 = 2 * LINK_BITS;
 pub type Node = u32;
 
 /// Words that a tree of `nodes` nodes needs.
-pub fn words(nodes: usize) -> usize {
+pub const fn words(nodes: usize) -> usize {
     nodes + 1
 }
 
@@ -145,6 +145,17 @@ impl<'a> TreeWriter<'a> {
     /// The tree to be read.
     pub fn reader(&self) -> TreeReader<'a> {
         self.reader
+    }
+
+    /// Becomes a copy of another tree. This one must be empty.
+    pub fn adopt(&mut self, other: TreeReader<'_>) {
+        let mut rest: Vec<Node> = other.root().into_iter().collect();
+        while let Some(node) = rest.pop() {
+            self.store(node, other.links(node));
+            let (less, more) = other.children(node);
+            rest.extend(less.into_iter().chain(more));
+        }
+        self.set_root(other.root());
     }
 
     /// Takes all nodes out.
@@ -425,6 +436,9 @@ mod tests {
             for number in 0..40 {
                 prop_assert_eq!(tree.search(number), map.get(&number).copied());
             }
+            let copy = Numbers::new(content);
+            TreeWriter::new(&copy.words).adopt(TreeReader::new(&tree.words));
+            prop_assert_eq!(copy.in_order(), tree.in_order());
             TreeWriter::new(&tree.words).clear();
             prop_assert_eq!(tree.in_order(), []);
         }
