@@ -39,7 +39,11 @@ fn published_pages_are_in_the_order_of_their_content_and_go_with_their_slots() {
     let order = slots(&client);
     let contents: Vec<PageWords> = order.iter().map(|slot| client.content(*slot)).collect();
     assert_eq!(order.len(), pages.len());
-    assert!(contents.windows(2).all(|pair| bytes_of(&pair[0]) < bytes_of(&pair[1])));
+    assert!(
+        contents
+            .windows(2)
+            .all(|pair| bytes_of(&pair[0]) < bytes_of(&pair[1]))
+    );
     for (page, slot) in pages.iter().zip(&published) {
         assert_eq!(search(&client, page), Some(*slot));
     }
