@@ -1,8 +1,13 @@
 //! PageForge: a small device in the memory controller that compares pages and makes hash keys (Skarlatos, Kim,
 //! Torrellas, "PageForge: A Near-Memory Content-Aware Page-Merging Architecture", MICRO'17).
 //!
-//! A model of the device ([`Module`]) that says what the hardware would find and how many cycles it would take
-//! ([`Account`]).
+//! - [`Module`]: a model of the hardware, which says what that would find and how many cycles it would take
+//!   ([`Account`]);
+//! - [`Device`]: modules behind [`registers`], and a [`Ring`] of jobs with tables in a [`window`] that software maps;
+//! - [`server`]: the device on PCI, over vfio-user, for any VMM and for the driver;
+//! - [`driver`]: the device as a comparing backend of the engine, in this process or behind that socket.
+//!
+//! docs/engines.md has the design's reasons and the figures beside the paper's.
 //!
 //! # How the device works
 //!
