@@ -12,6 +12,7 @@ fn main() {
     let guest = from_cargo("CARGO_MANIFEST_DIR").join("guest");
     let elf = from_cargo("OUT_DIR").join("payload.elf");
     println!("cargo::rerun-if-changed=guest");
+    println!("cargo::rerun-if-changed=../../devices/pageforge-vfio/src/registers.rs");
 
     let target = env::var("TARGET").unwrap_or_default();
     assert!(

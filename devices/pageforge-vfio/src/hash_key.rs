@@ -17,6 +17,11 @@ impl HashKey {
         Self(u32::from_le_bytes(minikeys))
     }
 
+    /// The key of these bits; all are keys.
+    pub fn of_raw(bits: u32) -> Self {
+        Self(bits)
+    }
+
     /// The key's bits.
     pub fn raw(self) -> u32 {
         self.0
@@ -39,13 +44,20 @@ impl EccOffsets {
         }
     }
 
-    /// Byte offsets of the lines in a page.
-    pub fn byte_offsets(self) -> [usize; KEY_LINES] {
-        let mut offsets = [0; KEY_LINES];
+    /// Numbers of the lines in a page.
+    pub fn lines(self) -> [usize; KEY_LINES] {
+        let mut lines = [0; KEY_LINES];
         for (section, line) in self.0.into_iter().enumerate() {
-            offsets[section] = section * 1024 + usize::from(line) * 64;
+            lines[section] = section * usize::from(LINES_PER_SECTION) + usize::from(line);
         }
-        offsets
+        lines
+    }
+}
+
+/// The lines that the engine's own keys are made of, which avoid the first of each KiB, where headers tend to be alike.
+impl Default for EccOffsets {
+    fn default() -> Self {
+        Self([3, 9, 5, 12])
     }
 }
 
@@ -61,7 +73,7 @@ mod tests {
     #[test]
     fn each_section_gives_one_line() {
         let offsets = EccOffsets::try_new([3, 9, 5, 15]).unwrap();
-        assert_eq!(offsets.byte_offsets(), [192, 1600, 2368, 4032]);
+        assert_eq!(offsets.lines(), [3, 25, 37, 63]);
     }
 
     #[test]

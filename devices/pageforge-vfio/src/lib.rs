@@ -1,8 +1,13 @@
 //! PageForge: a small device in the memory controller that compares pages and makes hash keys (Skarlatos, Kim,
 //! Torrellas, "PageForge: A Near-Memory Content-Aware Page-Merging Architecture", MICRO'17).
 //!
-//! This crate will hold a model of the device, served over vfio-user, and its driver, which plugs into the engine
-//! as a comparing backend. So far it holds what both sides agree on: the Scan Table and the hash key.
+//! - [`Module`]: a model of the hardware, which says what that would find and how many cycles it would take
+//!   ([`Account`]);
+//! - [`Device`]: modules behind [`registers`], and a [`Ring`] of jobs with tables in a [`window`] that software maps;
+//! - [`server`]: the device on PCI, over vfio-user, for any VMM and for the driver;
+//! - [`driver`]: the device as a comparing backend of the engine, in this process or behind that socket.
+//!
+//! docs/engines.md has the design's reasons and the figures beside the paper's.
 //!
 //! # How the device works
 //!
@@ -11,7 +16,8 @@
 //! names, line by line in lockstep, and follows `Less` or `More` by the first line that differs:
 //!
 //! - all lines equal: Duplicate and Scanned are set, and `Ptr` tells with which entry;
-//! - `Ptr` comes to an invalid entry: only Scanned is set; software loads the next part of the tree.
+//! - `Ptr` comes to an invalid entry: only Scanned is set; software loads the next part of the tree, which it knows
+//!   from the value of `Ptr` ([`Pointer`]).
 //!
 //! Meanwhile it makes the candidate's *hash key* ([`HashKey`]): of one line in each KiB, at an offset that software
 //! chose ([`EccOffsets`]), the 8 low bits of the ECC code, 32 bits in all for 256 bytes read. The key is ready at the
@@ -22,18 +28,38 @@
 //!
 //! The page store and a staging buffer, never guest memory: that is private, and mapping it for DMA would pin it.
 //!
-//! # Known holes
+//! # What the paper leaves open
 //!
-//! The paper gives neither a register layout nor the order of minikeys in a key; both are ours to define. The
-//! model, the server and the driver are not written yet.
+//! - The order of the minikeys in a key, and what an ECC code is lowest in: ours is page order, and memory order.
+//!   Taken literally, as it is here, a minikey is the code of the first word of its line alone, since each word has
+//!   its own: a key depends on 32 bytes, for which 256 are read.
+//! - How software learns where in the tree a search left the table: by the value of `Ptr`, see [`Pointer`].
+//! - What happens on a page that does not exist, or on pointers that form a loop: Scanned is set, with an error
+//!   ([`RunError`]).
 
+mod device;
+pub mod driver;
+mod ecc;
 mod hash_key;
+mod memory;
+mod module;
+pub mod registers;
+mod ring;
 mod scan_table;
+pub mod server;
+mod timing;
+pub mod window;
 
+pub use device::{Board, Device};
 pub use hash_key::{EccOffsets, HashKey, KEY_LINES, LINES_PER_SECTION};
+pub use memory::{LINE_BYTES, Line, Memory, PAGE_LINES};
+pub use module::Module;
+pub use ring::Ring;
 pub use scan_table::{
-    Candidate, Compared, EntryIndex, OTHER_PAGES, OtherPage, PfeInfo, Ppn, ScanTable, Walk,
+    Candidate, Compared, EntryIndex, OTHER_PAGES, OtherPage, PPN_BITS, PfeInfo, Pointer, Ppn, RunError,
+    ScanTable, Walk,
 };
+pub use timing::{Account, Costs, FREQUENCY_HZ, Role, Source};
 
 /// Why the device's input is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

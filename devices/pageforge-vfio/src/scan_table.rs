@@ -5,7 +5,8 @@ use crate::{Error, HashKey};
 /// Entries for pages that the candidate is compared with.
 pub const OTHER_PAGES: usize = 31;
 
-const PPN_BITS: u32 = 40;
+/// Bits of a page number: addresses have 52.
+pub const PPN_BITS: u32 = 40;
 
 /// A physical page number, as the device sees addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +25,11 @@ impl Ppn {
         }
     }
 
+    /// The low bits of a word as a page number.
+    pub(crate) fn truncated(word: u64) -> Self {
+        Self(word & ((1 << PPN_BITS) - 1))
+    }
+
     /// The page's number.
     pub fn number(self) -> u64 {
         self.0
@@ -37,6 +43,11 @@ pub struct EntryIndex(u8);
 impl EntryIndex {
     /// Entry 0, where the comparison of a freshly filled table starts.
     pub const ROOT: Self = Self(0);
+
+    /// All entries, in order.
+    pub fn all() -> impl Iterator<Item = Self> {
+        (0..).take(OTHER_PAGES).map(Self)
+    }
 
     /// The entry with this number.
     ///
@@ -55,15 +66,47 @@ impl EntryIndex {
     }
 }
 
-/// An entry of the Other Pages. A pointer of `None` is one to an invalid entry: the search ends there.
+/// The value of `Ptr`, Less or More: the number of an entry, or one that no entry has.
+///
+/// The search ends where `Ptr` names no valid entry, and `Ptr` keeps its value. So software gives each way out of a
+/// table a number of its own, from 31 on, and learns from `Ptr` which part of the tree to load next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pointer(u8);
+
+impl Pointer {
+    /// To entry 0.
+    pub const ROOT: Self = Self::to(EntryIndex::ROOT);
+
+    /// A pointer of these bits; any will do.
+    pub const fn new(bits: u8) -> Self {
+        Self(bits)
+    }
+
+    /// To an entry.
+    pub const fn to(entry: EntryIndex) -> Self {
+        Self(entry.0)
+    }
+
+    /// The pointer's bits.
+    pub fn bits(self) -> u8 {
+        self.0
+    }
+
+    /// The entry that it names, if there can be one of that number.
+    pub fn entry(self) -> Option<EntryIndex> {
+        EntryIndex::try_new(usize::from(self.0)).ok()
+    }
+}
+
+/// An entry of the Other Pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OtherPage {
     /// The page.
     pub ppn: Ppn,
     /// What to compare with next if the candidate is smaller.
-    pub less: Option<EntryIndex>,
+    pub less: Pointer,
     /// What to compare with next if the candidate is greater.
-    pub more: Option<EntryIndex>,
+    pub more: Pointer,
 }
 
 /// What software writes into the PFE entry.
@@ -74,7 +117,7 @@ pub struct Candidate {
     /// L: this table is the last for this candidate, so the hash key must be completed.
     pub last_refill: bool,
     /// Where to start.
-    pub ptr: EntryIndex,
+    pub ptr: Pointer,
 }
 
 /// What software reads from the PFE entry.
@@ -82,12 +125,29 @@ pub struct Candidate {
 pub struct PfeInfo {
     /// The hash key, once H is set.
     pub hash_key: Option<HashKey>,
-    /// The entry compared last (with D: the twin); `None` if the search ran off the table.
-    pub ptr: Option<EntryIndex>,
-    /// S: every comparison that was asked for is done.
+    /// With D: the twin's entry. With an error: the entry that it was found at. Else the invalid entry at which the
+    /// search ended.
+    pub ptr: Pointer,
+    /// S: every comparison that was asked for is done, or an error ended them.
     pub scanned: bool,
     /// D: a twin was found.
     pub duplicate: bool,
+    /// Why the comparisons ended early.
+    pub error: Option<RunError>,
+}
+
+/// What ends the processing of a table. Scanned is set, Duplicate is not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RunError {
+    /// The candidate's page number names no memory of the device's.
+    #[error("the candidate cannot be read: map its page for the device first")]
+    CandidateFault,
+    /// That of the entry named by `Ptr` does not.
+    #[error("one of the Other Pages cannot be read: map its page for the device first")]
+    OtherFault,
+    /// Less and More lead back to the entry named by `Ptr`, which was compared before.
+    #[error("the Less and More pointers of the table form a loop")]
+    Loop,
 }
 
 /// Outcome of comparing the candidate with another page.
@@ -105,7 +165,7 @@ pub enum Compared {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Walk {
     /// Compare with the page that `Ptr` names now.
-    Next(OtherPage),
+    Next(EntryIndex, OtherPage),
     /// Scanned is set.
     Done,
 }
@@ -129,27 +189,34 @@ impl ScanTable {
         self.others[index.number()] = Some(page);
     }
 
-    /// Invalidates all Other Pages, before another part of the tree is loaded.
-    pub fn clear_others(&mut self) {
-        self.others = [None; OTHER_PAGES];
+    /// Replaces all Other Pages; `None` is an invalid entry.
+    pub fn load(&mut self, others: [Option<OtherPage>; OTHER_PAGES]) {
+        self.others = others;
     }
 
     /// `insert_PFE`: a new candidate, without hash key and results.
     pub fn insert_pfe(&mut self, candidate: Candidate) {
         let info = PfeInfo {
             hash_key: None,
-            ptr: Some(candidate.ptr),
+            ptr: candidate.ptr,
             scanned: false,
             duplicate: false,
+            error: None,
         };
         self.pfe = Some(Pfe { candidate, info });
     }
 
     /// `update_PFE`: starts over at `ptr` with another set of pages; the candidate and its key stay.
-    pub fn update_pfe(&mut self, last_refill: bool, ptr: EntryIndex) {
+    pub fn update_pfe(&mut self, last_refill: bool, ptr: Pointer) {
         if let Some(pfe) = &mut self.pfe {
             (pfe.candidate.last_refill, pfe.candidate.ptr) = (last_refill, ptr);
-            (pfe.info.ptr, pfe.info.scanned, pfe.info.duplicate) = (Some(ptr), false, false);
+            pfe.info = PfeInfo {
+                hash_key: pfe.info.hash_key,
+                ptr,
+                scanned: false,
+                duplicate: false,
+                error: None,
+            };
         }
     }
 
@@ -170,6 +237,13 @@ impl ScanTable {
         }
     }
 
+    /// Device side: the comparisons end here.
+    pub fn fail(&mut self, error: RunError) {
+        if let Some(pfe) = &mut self.pfe {
+            (pfe.info.scanned, pfe.info.duplicate, pfe.info.error) = (true, false, Some(error));
+        }
+    }
+
     /// Device side: what to compare the candidate with now. Sets Scanned when `Ptr` names no valid entry.
     pub fn current(&mut self) -> Walk {
         let Some(pfe) = &mut self.pfe else {
@@ -178,8 +252,9 @@ impl ScanTable {
         if pfe.info.scanned {
             return Walk::Done;
         }
-        match pfe.info.ptr.and_then(|ptr| self.others[ptr.number()]) {
-            Some(page) => Walk::Next(page),
+        let entry = |index: EntryIndex| self.others[index.number()].map(|page| (index, page));
+        match pfe.info.ptr.entry().and_then(entry) {
+            Some((index, page)) => Walk::Next(index, page),
             None => {
                 pfe.info.scanned = true;
                 Walk::Done
@@ -190,7 +265,7 @@ impl ScanTable {
     /// Device side: takes the outcome of comparing with the [`Self::current`] page and moves `Ptr` on. Tables may be
     /// graphs with cycles, so it is the device that must bound its steps.
     pub fn advance(&mut self, compared: Compared) -> Walk {
-        if let (Walk::Next(page), Some(pfe)) = (self.current(), &mut self.pfe) {
+        if let (Walk::Next(_, page), Some(pfe)) = (self.current(), &mut self.pfe) {
             match compared {
                 Compared::Equal => (pfe.info.scanned, pfe.info.duplicate) = (true, true),
                 Compared::Less => pfe.info.ptr = page.less,
@@ -217,25 +292,25 @@ mod tests {
     fn figure_2() -> ScanTable {
         let mut table = ScanTable::default();
         let nodes = [
-            (3, Some(1), Some(2)),
-            (1, Some(3), Some(4)),
-            (5, Some(5), None),
-            (0, None, None),
-            (2, None, None),
-            (4, None, None),
+            (3, 1, 2),
+            (1, 3, 4),
+            (5, 5, 31),
+            (0, 32, 33),
+            (2, 34, 35),
+            (4, 36, 37),
         ];
         for (at, (page, less, more)) in nodes.into_iter().enumerate() {
             let entry = OtherPage {
                 ppn: ppn(page),
-                less: less.map(index),
-                more: more.map(index),
+                less: Pointer::new(less),
+                more: Pointer::new(more),
             };
             table.insert_ppn(index(at), entry);
         }
         table.insert_pfe(Candidate {
             ppn: ppn(99),
             last_refill: false,
-            ptr: EntryIndex::ROOT,
+            ptr: Pointer::ROOT,
         });
         table
     }
@@ -249,7 +324,7 @@ mod tests {
         let info = table.pfe_info().unwrap();
         assert_eq!(
             (info.scanned, info.duplicate, info.ptr),
-            (true, true, Some(index(5)))
+            (true, true, Pointer::new(5))
         );
     }
 
@@ -259,7 +334,10 @@ mod tests {
         table.advance(Compared::Greater);
         assert_eq!(table.advance(Compared::Greater), Walk::Done);
         let info = table.pfe_info().unwrap();
-        assert_eq!((info.scanned, info.duplicate, info.ptr), (true, false, None));
+        assert_eq!(
+            (info.scanned, info.duplicate, info.ptr),
+            (true, false, Pointer::new(31))
+        );
     }
 
     #[test]
@@ -267,19 +345,20 @@ mod tests {
         let mut table = figure_2();
         table.set_hash_key(HashKey::of_minikeys([1, 2, 3, 4]));
         table.advance(Compared::Equal);
-        table.update_pfe(true, index(2));
+        table.update_pfe(true, Pointer::new(2));
         let info = table.pfe_info().unwrap();
         assert!(info.hash_key.is_some() && !info.scanned && !info.duplicate);
         assert_eq!(table.candidate().unwrap().ppn, ppn(99));
         assert!(table.candidate().unwrap().last_refill);
-        assert!(matches!(table.current(), Walk::Next(page) if page.ppn == ppn(5)));
+        assert!(matches!(table.current(), Walk::Next(_, page) if page.ppn == ppn(5)));
     }
 
     #[test]
     fn an_empty_table_is_done_at_once() {
         let mut table = figure_2();
-        table.clear_others();
+        table.load([None; OTHER_PAGES]);
         assert_eq!(table.current(), Walk::Done);
+        assert_eq!(table.pfe_info().unwrap().ptr, Pointer::ROOT);
         assert_eq!(ScanTable::default().current(), Walk::Done);
     }
 

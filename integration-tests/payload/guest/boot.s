@@ -3,7 +3,7 @@
 #
 # A call from CPL3 is a one-byte `out dx, al`, which always traps (#GP), with r9 = TRAP_MAGIC and r8 = operation:
 #   0  out dx, al        3  write rcx bytes at rsi to COM1
-#   1  in al, dx         4  sleep for eax ticks of the local APIC timer
+#   1  in al, dx         4  sleep for eax ticks of the local APIC timer, or until a device interrupts
 #   2  out dx, ax        5  halt for ever
 #   6  out dx, eax       7  in eax, dx
 # Any other trap at CPL3 continues in guest_fault(vector, error code, rip, cr2).
@@ -12,6 +12,7 @@
 .set APIC, 0xfee00000
 .set VECTORS, 48
 .set TIMER_VECTOR, 32
+.set DEVICE_VECTOR, 33
 
 .section .note.pvh, "a", @note
 .balign 4
@@ -143,7 +144,10 @@ trap:
 
 2:  cmp qword ptr [rsp], TIMER_VECTOR
     jb 3f
-    push rax
+    cmp qword ptr [rsp], DEVICE_VECTOR
+    jne 4f
+    inc qword ptr [device_interrupts]
+4:  push rax
     mov eax, APIC + 0xb0                # end of interrupt
     mov dword ptr [rax], 0
     pop rax
@@ -242,6 +246,9 @@ tss:
     .word 104                           # no I/O bitmap: every port traps
 .global start_info_address
 start_info_address:
+    .quad 0
+.global device_interrupts
+device_interrupts:
     .quad 0
 .global hypervisor_tsc_khz
 hypervisor_tsc_khz:

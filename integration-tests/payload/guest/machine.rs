@@ -75,6 +75,18 @@ pub fn sleep_ns(ns: u64) {
     trap(SLEEP, 0, (ns / APIC_TICK_NS).clamp(64, u64::from(u32::MAX)));
 }
 
+/// The vector that devices' messages raise: see boot.s. They are taken only while the guest sleeps.
+pub const DEVICE_VECTOR: u32 = 33;
+
+/// How often a device has interrupted.
+pub fn device_interrupts() -> u64 {
+    unsafe extern "C" {
+        static device_interrupts: u64;
+    }
+    // SAFETY: boot.s defines it; its handler changes it while this code sleeps, hence volatile.
+    unsafe { core::ptr::addr_of!(device_interrupts).read_volatile() }
+}
+
 /// Tries every way out, the VMM takes the one it knows.
 pub fn power_off() -> ! {
     trap(OUT8, SHUTDOWN_PORT, SHUTDOWN);

@@ -1,18 +1,24 @@
 //! The guest: gets to CPL3 (`boot.s`), fills its memory, works on it, proves it is intact, powers off.
 //!
 //! `memory` finds the RAM, `pages` knows what every data page must hold, `workload` reads and writes them,
-//! `console` reports. `content` and `params` are free of hardware and are tested on the host.
+//! `console` reports. Or it drives a device (`bars`, `pageforge`). `content` and `params` are free of hardware and are
+//! tested on the host.
 #![no_std]
 #![no_main]
 
 mod balloon;
+mod bars;
 mod console;
 mod content;
 mod machine;
 mod memory;
+mod pageforge;
 mod pages;
 mod params;
 mod pci;
+#[allow(dead_code)] // the host's side uses the rest
+#[path = "../../../devices/pageforge-vfio/src/registers.rs"]
+mod registers;
 mod runtime;
 mod workload;
 
@@ -20,7 +26,7 @@ use core::arch::global_asm;
 
 use memory::{Memory, OutOfMemory};
 use pages::Pages;
-use params::Params;
+use params::{Device, Params};
 
 global_asm!(include_str!("boot.s"));
 
@@ -34,6 +40,9 @@ extern "C" fn guest_main() -> ! {
     };
     if params.tsc_khz == 0 {
         params.tsc_khz = machine::guess_tsc_khz();
+    }
+    if params.device == Device::PageForge {
+        finish(pageforge::check(&mut memory));
     }
     let pages = match Pages::build(&mut memory, &params) {
         Ok(pages) => pages,

@@ -25,6 +25,15 @@ pub enum Rewrite {
     Restore,
 }
 
+/// A device that the guest is to drive instead of working on its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// None: it works on its memory.
+    None,
+    /// A PageForge on PCI.
+    PageForge,
+}
+
 /// What the guest was asked to do. The host's `PayloadConfig` documents the fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
@@ -48,6 +57,7 @@ pub struct Params {
     pub report_ms: u64,
     pub tsc_khz: u64,
     pub spin: bool,
+    pub device: Device,
 }
 
 /// The word of the command line that was not understood.
@@ -75,6 +85,7 @@ impl Params {
         report_ms: 500,
         tsc_khz: 0,
         spin: false,
+        device: Device::None,
     };
 
     /// Reads a command line.
@@ -112,6 +123,14 @@ impl Params {
                 self.spin = match value {
                     "halt" => false,
                     "spin" => true,
+                    _ => return None,
+                };
+                return Some(());
+            }
+            "device" => {
+                self.device = match value {
+                    "none" => Device::None,
+                    "pageforge" => Device::PageForge,
                     _ => return None,
                 };
                 return Some(());

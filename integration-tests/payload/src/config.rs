@@ -43,6 +43,16 @@ pub enum Idle {
     Spin,
 }
 
+/// A device that the guest is to drive instead of working on its memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Device {
+    /// None: it works on its memory.
+    #[default]
+    None,
+    /// A PageForge on PCI: it must find duplicates and make keys, by polling, by MSI-X and through its window.
+    PageForge,
+}
+
 /// A combination of settings that cannot work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
@@ -83,6 +93,7 @@ pub struct PayloadConfig {
     report_ms: u64,
     tsc_khz: u64,
     idle: Idle,
+    device: Device,
 }
 
 impl Default for PayloadConfig {
@@ -106,6 +117,7 @@ impl Default for PayloadConfig {
             report_ms: 500,
             tsc_khz: 0,
             idle: Idle::Halt,
+            device: Device::None,
         }
     }
 }
@@ -157,6 +169,8 @@ setters! {
     tsc_khz: u64;
     /// What the guest does when it has nothing to do.
     idle: Idle;
+    /// A device that it drives instead of all that; it then reports [`Report::Check`](crate::Report::Check).
+    device: Device;
 }
 
 impl PayloadConfig {
@@ -217,6 +231,10 @@ impl fmt::Display for PayloadConfig {
             Idle::Halt => "halt",
             Idle::Spin => "spin",
         };
+        let device = match self.device {
+            Device::None => "none",
+            Device::PageForge => "pageforge",
+        };
         write!(
             out,
             "seed={} private_mib={} zero_mib={} common_mib={} common_seed={} own_every={} copies={} ",
@@ -235,7 +253,7 @@ impl fmt::Display for PayloadConfig {
         )?;
         write!(
             out,
-            "rewrite={rewrite} rest_ms={} report_ms={} tsc_khz={} idle={idle}",
+            "rewrite={rewrite} rest_ms={} report_ms={} tsc_khz={} idle={idle} device={device}",
             self.rest_ms, self.report_ms, self.tsc_khz
         )
     }

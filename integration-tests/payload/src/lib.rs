@@ -18,6 +18,8 @@
 //! 3. When the time is up, or the host sends `q` on the serial line, it verifies every page, reports
 //!    ([`Report::Latency`], [`Report::Verify`], [`Report::Done`]) and powers off.
 //!
+//! Asked to drive a device ([`Device`]), it does that instead, and reports each answer as [`Report::Check`].
+//!
 //! A wrong word is reported as [`Report::Bad`]; a trap as [`Report::Fault`]; a command line or a memory size that
 //! does not work as [`Report::Fail`].
 //!
@@ -31,7 +33,7 @@ mod report;
 mod tests;
 mod time;
 
-pub use config::{ConfigError, Idle, PayloadConfig, Rewrite, WorkingSet};
+pub use config::{ConfigError, Device, Idle, PayloadConfig, Rewrite, WorkingSet};
 pub use console::{Console, WaitError};
 pub use report::{Access, Report, ReportError};
 pub use time::measure_tsc_khz;

@@ -85,6 +85,15 @@ pub enum Report {
         /// Words in them that were not zero while the host had them.
         stale: u64,
     },
+    /// An answer of the device that the guest was asked to drive.
+    Check {
+        /// What was checked.
+        name: String,
+        /// Whether the answer was right.
+        ok: bool,
+        /// What the device said, as far as it is one number.
+        got: u64,
+    },
     /// The guest trapped.
     Fault {
         /// The x86 exception.
@@ -205,13 +214,12 @@ fn parse_event(text: &str) -> Result<Report, String> {
             rip: fields.number("rip")?,
             address: fields.number("address")?,
         },
-        "done" => Report::Done {
-            ok: match fields.text("status")? {
-                "ok" => true,
-                "bad" => false,
-                other => return Err(format!("unknown status {other}")),
-            },
+        "check" => Report::Check {
+            name: fields.text("name")?.to_owned(),
+            ok: fields.status()?,
+            got: fields.number("got")?,
         },
+        "done" => Report::Done { ok: fields.status()? },
         other => return Err(format!("unknown event {other}")),
     })
 }
@@ -239,6 +247,14 @@ impl<'a> Fields<'a> {
             .find(|(name, _)| *name == key)
             .map(|(_, value)| value)
             .ok_or_else(|| format!("{key} is missing"))
+    }
+
+    fn status(&self) -> Result<bool, String> {
+        match self.text("status")? {
+            "ok" => Ok(true),
+            "bad" => Ok(false),
+            other => Err(format!("unknown status {other}")),
+        }
     }
 
     fn number(&self, key: &str) -> Result<u64, String> {

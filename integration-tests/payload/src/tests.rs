@@ -3,7 +3,9 @@
 use std::io::Write;
 use std::time::Duration;
 
-use crate::{Access, ConfigError, Console, Idle, PayloadConfig, Report, Rewrite, WaitError, WorkingSet};
+use crate::{
+    Access, ConfigError, Console, Device, Idle, PayloadConfig, Report, Rewrite, WaitError, WorkingSet,
+};
 
 #[path = "../guest/content.rs"]
 #[allow(
@@ -48,6 +50,7 @@ fn every_setting_arrives_in_the_guest() {
         .report_ms(100)
         .tsc_khz(2_100_000)
         .idle(Idle::Spin)
+        .device(Device::PageForge)
         .command_line();
 
     let expected = Params {
@@ -69,6 +72,7 @@ fn every_setting_arrives_in_the_guest() {
         report_ms: 100,
         tsc_khz: 2_100_000,
         spin: true,
+        device: params::Device::PageForge,
     };
     assert_eq!(Params::parse(&line), Ok(expected));
 }

@@ -7,6 +7,7 @@ mod bench;
 mod children;
 mod dedup_file;
 mod demo;
+mod device;
 mod explain;
 mod failure;
 mod fleet;
@@ -48,6 +49,8 @@ enum Command {
     Explain(explain::ExplainArgs),
     #[command(subcommand)]
     Fleet(fleet::Fleet),
+    #[command(subcommand)]
+    Device(device::DeviceCommand),
     /// Measure.
     #[command(subcommand)]
     Bench(Bench),
@@ -56,6 +59,7 @@ enum Command {
 #[derive(Subcommand, Debug)]
 enum Bench {
     Ksm(bench::KsmArgs),
+    Engines(bench::EnginesArgs),
     #[command(hide = true)]
     Worker(bench::WorkerArgs),
 }
@@ -79,7 +83,9 @@ fn main() -> ExitCode {
         Command::Set(args) => set::run(args),
         Command::Explain(args) => explain::run(args),
         Command::Fleet(fleet) => fleet::run(fleet),
+        Command::Device(command) => device::run(command),
         Command::Bench(Bench::Ksm(args)) => bench::ksm(args),
+        Command::Bench(Bench::Engines(args)) => bench::engines(args),
         Command::Bench(Bench::Worker(args)) => bench::worker(args),
     };
     match result {

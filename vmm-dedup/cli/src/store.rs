@@ -40,6 +40,9 @@ pub(crate) struct StoreArgs {
     /// Most memory for shared pages, MiB.
     #[arg(long, default_value_t = DEFAULT_MAX_MIB, value_parser = clap::value_parser!(u64).range(MAX_MIB))]
     max_mib: u64,
+    /// Publish the pages in the order of their content, too, for VMs that search with a comparing backend (PageForge).
+    #[arg(long)]
+    ordered: bool,
     /// Name of the trust domain, for logs and metrics.
     #[arg(long, default_value = "default")]
     domain: String,
@@ -84,6 +87,7 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
         metrics: args.metrics.0,
         max_bytes: args.max_mib << 20,
         domain: args.domain.clone(),
+        ordered: args.ordered,
         ..vmm_dedup_store::Config::default()
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();

@@ -28,6 +28,7 @@
 mod answer;
 mod apply;
 mod aside;
+pub mod backend;
 mod bits;
 mod breaks;
 mod chunk;

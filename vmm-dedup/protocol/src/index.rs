@@ -1,7 +1,8 @@
 //! The shared index: one writer (the store), many readers (the services), no locks.
 //!
 //! A memfd holds, in 64-bit words: a header, a ring of the keys that entered last, the 128-bit hashes of the
-//! slots, and an open-addressed table with linear probing. Every entry is one atomic word, so a reader sees old or
+//! slots, a tree of them in the order of their content (if the store keeps one, see [`tree`](mod@crate::tree)), and an
+//! open-addressed table with linear probing. Every entry is one atomic word, so a reader sees old or
 //! new, never half. A reader that races with the writer may miss an entry for an instant (it merges a pass
 //! later) and may find one that is going (the epochs below keep its slot from being reused meanwhile).
 //!
@@ -16,13 +17,14 @@
 
 use crate::key::{Key, PageHash};
 use crate::mapping::Mapping;
+use crate::tree::{self, TreeReader, TreeWriter};
 use crate::{MAX_SLOTS, PAGE_SIZE, Slot};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// First word of an index file: the ASCII bytes `vmmddidx`.
 pub const MAGIC: u64 = 0x766d_6d64_6469_6478;
 /// Version of the layout below.
-pub const VERSION: u64 = 2;
+pub const VERSION: u64 = 3;
 /// Keys that the ring of news holds.
 pub const RING: usize = 1 << 16;
 
@@ -35,7 +37,9 @@ const WORD_CAPACITY: usize = 4;
 const WORD_RETIRED: usize = 5;
 
 const HASHES_AT: usize = HEADER_WORDS + RING;
-const TABLE_AT: usize = HASHES_AT + MAX_SLOTS as usize * 2;
+const TREE_AT: usize = HASHES_AT + MAX_SLOTS as usize * 2;
+const TABLE_AT: usize = TREE_AT + tree::words(MAX_SLOTS as usize);
+const _: () = assert!(MAX_SLOTS <= tree::MAX_NODES);
 
 /// Most words a lookup reads before it gives up; the writer keeps the table sparse enough never to need it.
 const MAX_PROBES: usize = 4096;
@@ -218,6 +222,11 @@ impl IndexReader {
     /// follow find them in the cache. The value means nothing.
     pub fn touch(&self, key: Key) -> u64 {
         self.table()[home(tag(key), self.capacity)].load(Ordering::Relaxed)
+    }
+
+    /// The slots in the order of their pages' content, numbered as they are. Empty unless the store keeps it.
+    pub fn tree(&self) -> TreeReader<'_> {
+        TreeReader::new(&self.map.words()[TREE_AT..TABLE_AT])
     }
 
     /// Position in the news, to be given to [`Self::news_since`] later.
@@ -407,8 +416,14 @@ impl IndexWriter {
                 }
             }
         }
+        next.tree().adopt(self.reader.tree());
         from[WORD_RETIRED].store(1, Ordering::Release);
         marks
+    }
+
+    /// The tree of slots, to be changed.
+    pub fn tree(&mut self) -> TreeWriter<'_> {
+        TreeWriter::new(&self.reader.map.words()[TREE_AT..TABLE_AT])
     }
 
     fn write_hash(&self, hash: PageHash, slot: Slot) {

@@ -26,6 +26,7 @@ pub mod raw;
 pub mod refusal;
 pub mod socket;
 pub mod stats;
+pub mod tree;
 
 /// Bytes of a small page, the unit of sharing.
 pub const PAGE_SIZE: usize = 4096;

@@ -11,11 +11,13 @@
 
 use crate::error::Error;
 use crate::segments::read_only;
+use std::cmp::Ordering;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::index::{self, IndexReader, IndexWriter, Line, Placed};
 use vmm_dedup_protocol::key::{Key, PageHash};
+use vmm_dedup_protocol::tree::Node;
 
 const MIN_CAPACITY: usize = 1 << 16;
 
@@ -130,6 +132,16 @@ impl Catalog {
         self.writer.remove_slot(slot);
     }
 
+    /// Enters a slot into the tree; `compare` compares its page with that of another. A page that is there already stays.
+    pub(crate) fn order(&mut self, slot: Slot, compare: impl Fn(Slot) -> Ordering) {
+        self.writer.tree().insert(slot.number(), by_slot(compare));
+    }
+
+    /// Takes a slot out of the tree, if it is there.
+    pub(crate) fn unorder(&mut self, slot: Slot, compare: impl Fn(Slot) -> Ordering) {
+        self.writer.tree().remove(slot.number(), by_slot(compare));
+    }
+
     pub(crate) fn advance_epoch(&mut self) -> u64 {
         self.writer.advance_epoch()
     }
@@ -142,6 +154,11 @@ impl Catalog {
     pub(crate) fn bytes(&self) -> u64 {
         rustix::fs::fstat(&self.file).map_or(0, |stat| u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
     }
+}
+
+/// A comparison of slots as one of the tree's nodes, which are numbered as they are.
+fn by_slot(compare: impl Fn(Slot) -> Ordering) -> impl Fn(Node) -> Ordering {
+    move |node| Slot::try_new(node).map_or(Ordering::Less, &compare)
 }
 
 #[cfg(test)]

@@ -31,6 +31,9 @@ pub struct Config {
     pub answer_seconds: u32,
     /// How long a page that nobody maps any more is kept as it is, for devices that may still read it; 0 for tests.
     pub quarantine_seconds: u32,
+    /// Whether to publish the slots in the order of their content, too, for services that search with a comparing
+    /// backend. Costs some comparisons for each publication, and 8 bytes a slot.
+    pub ordered: bool,
 }
 
 impl Default for Config {
@@ -46,6 +49,7 @@ impl Default for Config {
             max_connections_per_process: 32,
             answer_seconds: 10,
             quarantine_seconds: 30,
+            ordered: false,
         }
     }
 }

@@ -85,6 +85,10 @@ impl State {
                 Change::Dropped => {
                     let line = self.segments.line_key(slot, self.salt);
                     self.catalog.remove(line, slot);
+                    if self.config.ordered {
+                        let segments = &self.segments;
+                        self.catalog.unorder(slot, |other| segments.compare(slot, other));
+                    }
                 }
                 Change::Resurrected => self.enter(self.segments.line_key(slot, self.salt), slot),
             }
@@ -201,6 +205,9 @@ impl State {
     pub(crate) fn enter(&mut self, line: Key, slot: Slot) {
         let (segments, salt) = (&self.segments, self.salt);
         self.catalog.insert(line, slot, |slot| segments.hash(slot, salt));
+        if self.config.ordered {
+            self.catalog.order(slot, |other| segments.compare(slot, other));
+        }
         self.forget_sighting(line);
     }
 

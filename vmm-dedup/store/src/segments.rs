@@ -311,6 +311,15 @@ impl Segments {
         words(a).eq(words(b))
     }
 
+    /// The order of two slots' pages, by their bytes.
+    pub(crate) fn compare(&self, a: Slot, b: Slot) -> std::cmp::Ordering {
+        let bytes = |slot| {
+            let words = self.words(slot).iter();
+            words.map(|word| u64::from_be_bytes(word.load(Ordering::Relaxed).to_ne_bytes()))
+        };
+        bytes(a).cmp(bytes(b))
+    }
+
     /// The key of the four lines of a slot's page.
     pub(crate) fn line_key(&self, slot: Slot, salt: Salt) -> Key {
         let words = self.words(slot);

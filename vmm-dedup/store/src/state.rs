@@ -260,9 +260,12 @@ impl State {
     /// is more to do.
     pub(crate) fn depart(&mut self, id: MemberId) -> bool {
         let (catalog, segments) = (&mut self.catalog, &self.segments);
-        let salt = self.salt;
+        let (salt, ordered) = (self.salt, self.config.ordered);
         let more = self.lifetime.leave_some(id, |slot| {
             catalog.remove(segments.line_key(slot, salt), slot);
+            if ordered {
+                catalog.unorder(slot, |other| segments.compare(slot, other));
+            }
         });
         self.settle();
         if !more

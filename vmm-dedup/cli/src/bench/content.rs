@@ -7,6 +7,7 @@ use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use vmm_dedup_protocol::PAGE_SIZE;
+use vmm_dedup_protocol::key::PageWords;
 
 const HUGE: usize = 2 << 20;
 const WORDS: usize = PAGE_SIZE / 8;
@@ -93,6 +94,12 @@ impl Area {
 
     pub(crate) fn len(&self) -> usize {
         self.pages * PAGE_SIZE
+    }
+
+    /// Copies a page out.
+    pub(crate) fn read(&self, page: usize) -> PageWords {
+        // SAFETY: inside the area.
+        std::array::from_fn(|word| unsafe { self.word(page, word).read_volatile() })
     }
 
     pub(crate) fn pages(&self) -> usize {
@@ -228,12 +235,12 @@ fn is_wanted(path: &Path) -> bool {
 
 /// A number below `limit` that depends on `n`.
 #[allow(clippy::cast_possible_truncation)] // below limit
-fn pick(n: usize, limit: usize) -> usize {
+pub(super) fn pick(n: usize, limit: usize) -> usize {
     (mix(n) % limit as u64) as usize
 }
 
 /// SplitMix64.
-fn mix(n: usize) -> u64 {
+pub(super) fn mix(n: usize) -> u64 {
     let mut z = (n as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -5,12 +5,14 @@
 //! and the whole store process on the other.
 
 mod content;
+mod engines;
 mod host;
 mod ksm;
 mod ours;
 mod report;
 
 pub(crate) use content::real_files;
+pub(crate) use engines::{EnginesArgs, engines};
 pub(crate) use host::mem_available;
 
 use crate::Failure;

@@ -1,0 +1,337 @@
+//! The driver: PageForge as a comparing backend of the engine, wherever the device is.
+//!
+//! A search goes down the tree five levels at a time, as in section 3.4: a table holds a node and four levels below it,
+//! in breadth-first order, and the way out of the table tells with which node the next one begins. Here candidates
+//! go in batches: first all through the table of the root, then each through its next one, and so on. A table that was
+//! loaded once stays in the device's window and is used until the tree changes, so that most jobs cost the driver two
+//! words written and one read. Subtrees of up to three levels, which are many and used seldom, are loaded for each job.
+//!
+//! Verifying is not the driver's: what is found here is compared by the CPU once more before it is merged.
+
+mod in_process;
+mod port;
+mod tables;
+mod vfio_user;
+
+pub use in_process::InProcess;
+pub use port::Port;
+pub use vfio_user::{ConnectError, VfioUser};
+
+use crate::scan_table::{Candidate, EntryIndex, OTHER_PAGES, OtherPage, Pointer, RunError};
+use crate::window::{Info, Job, JobError, RING};
+use crate::{LINE_BYTES, Ppn};
+use std::cmp::Ordering;
+use tables::Tables;
+use vmm_dedup::backend::{Account, Answer, Backend, Error, PageId, Pages, Stopwatch};
+use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
+
+/// Rounds after which a search gives up: each goes five levels down.
+const MAX_ROUNDS: usize = MAX_STEPS / 5 + 1;
+
+/// Invalid entries, where a search ends at once: to make a key only, or after a single comparison.
+const NOWHERE: u8 = 31;
+const SMALLER: u8 = 32;
+const GREATER: u8 = 33;
+
+/// PageForge behind a port.
+#[derive(Debug)]
+pub struct PageForgeBackend<P> {
+    port: P,
+    tables: Tables,
+    own: Account,
+}
+
+/// A candidate on its way down a tree.
+#[derive(Clone, Copy, Debug)]
+struct Walk {
+    /// Its place among the questions.
+    question: usize,
+    candidate: Ppn,
+    /// The node that its next table begins with.
+    node: Node,
+    table: u32,
+}
+
+impl<P: Port> PageForgeBackend<P> {
+    /// Drives the device behind this port, which nobody else may do.
+    pub fn new(port: P) -> Self {
+        Self {
+            port,
+            tables: Tables::default(),
+            own: Account::default(),
+        }
+    }
+
+    /// The device, for its account in cycles.
+    pub fn port(&mut self) -> &mut P {
+        &mut self.port
+    }
+
+    /// Runs a job for each question, in batches of as many as the ring holds. `prepare` gets a question and a place in
+    /// the batch.
+    fn ask<Q>(
+        &mut self,
+        pages: &dyn Pages,
+        questions: &[Q],
+        mut prepare: impl FnMut(&Tables, &P, &Q, u32) -> Answer<Job>,
+    ) -> Vec<Answer<Info>> {
+        let mut answers = Vec::with_capacity(questions.len());
+        for batch in questions.chunks(RING) {
+            let jobs: Vec<Answer<Job>> = (0..)
+                .zip(batch)
+                .map(|(place, question)| prepare(&self.tables, &self.port, question, place))
+                .collect();
+            let good: Vec<Job> = jobs.iter().flatten().copied().collect();
+            let mut outcomes = self.port.run(pages, &good).map(Vec::into_iter);
+            answers.extend(jobs.into_iter().map(|job| match (job, &mut outcomes) {
+                (Err(error), _) => Err(error),
+                (Ok(_), Err(error)) => Err(error.clone()),
+                (Ok(_), Ok(outcomes)) => outcomes.next().ok_or_else(missing_outcome),
+            }));
+        }
+        answers
+    }
+
+    /// One batch of candidates, at most as many as the ring holds, on their way down.
+    fn descend(
+        &mut self,
+        pages: &dyn Pages,
+        tree: TreeReader<'_>,
+        mut walks: Vec<Walk>,
+        answers: &mut [Answer<Option<PageId>>],
+    ) {
+        for _ in 0..MAX_ROUNDS {
+            if walks.is_empty() {
+                return;
+            }
+            self.tables.expect(tree, walks.len());
+            for (place, walk) in (0..).zip(&mut walks) {
+                walk.table = self.tables.load(self.port.window(), tree, walk.node, place);
+            }
+            let jobs: Vec<Job> = walks
+                .iter()
+                .map(|walk| job(walk.candidate, walk.table, 0, false))
+                .collect();
+            let outcomes = match self.port.run(pages, &jobs) {
+                Ok(outcomes) => outcomes,
+                Err(error) => {
+                    walks
+                        .iter()
+                        .for_each(|walk| answers[walk.question] = Err(error.clone()));
+                    return;
+                }
+            };
+            let mut rest = Vec::with_capacity(walks.len());
+            for (walk, info) in walks.into_iter().zip(outcomes) {
+                match self.step(tree, &walk, &info) {
+                    Ok(Step::Down(node)) => rest.push(Walk { node, ..walk }),
+                    Ok(Step::End(twin)) => answers[walk.question] = Ok(twin.map(PageId::of_node)),
+                    Err(error) => answers[walk.question] = Err(error),
+                }
+            }
+            walks = rest;
+        }
+    }
+
+    fn step(&self, tree: TreeReader<'_>, walk: &Walk, info: &Info) -> Answer<Step> {
+        let other = |ptr| self.tables.node(walk.table, ptr).map(PageId::of_node);
+        check(info, walk.candidate, other)?;
+        Ok(if info.duplicate {
+            Step::End(self.tables.node(walk.table, info.ptr))
+        } else {
+            let below = self.tables.way_out(tree, walk.table, info.ptr);
+            below.map_or(Step::End(None), Step::Down)
+        })
+    }
+}
+
+/// What a candidate does after a table.
+enum Step {
+    Down(Node),
+    End(Option<Node>),
+}
+
+fn missing_outcome() -> Error {
+    Error::Device("it did not answer all jobs".to_owned())
+}
+
+fn ppn_of(page: PageId) -> Answer<Ppn> {
+    Ppn::try_new(page.0).map_err(|_| Error::Fault(page))
+}
+
+fn job(candidate: Ppn, table: u32, ptr: u8, last_refill: bool) -> Job {
+    let candidate = Candidate {
+        ppn: candidate,
+        last_refill,
+        ptr: Pointer::new(ptr),
+    };
+    Job { candidate, table }
+}
+
+/// Turns what went wrong with a job into an error; `other` says which page an entry is.
+fn check(info: &Info, candidate: Ppn, other: impl FnOnce(Pointer) -> Option<PageId>) -> Answer<()> {
+    match info.error {
+        None => Ok(()),
+        Some(JobError::Run(RunError::CandidateFault)) => Err(Error::Fault(PageId(candidate.number()))),
+        Some(JobError::Run(RunError::OtherFault)) => match other(info.ptr) {
+            Some(page) => Err(Error::Fault(page)),
+            None => Err(Error::Device(RunError::OtherFault.to_string())),
+        },
+        Some(error) => Err(Error::Device(error.to_string())),
+    }
+}
+
+impl<P: Port> Backend for PageForgeBackend<P> {
+    fn name(&self) -> &'static str {
+        self.port.name()
+    }
+
+    /// The device's ECC keys: a candidate with Last Refill and nothing to be compared with.
+    fn keys(&mut self, pages: &dyn Pages, of: &[PageId]) -> Vec<Answer<u64>> {
+        let watch = Stopwatch::start();
+        self.own.pages += of.len() as u64;
+        let prepare = |_: &Tables, _: &P, page: &PageId, _| Ok(job(ppn_of(*page)?, 0, NOWHERE, true));
+        let infos = self.ask(pages, of, prepare);
+        let key = |(page, info): (&PageId, Answer<Info>)| {
+            let info = info?;
+            check(&info, ppn_of(*page)?, |_| None)?;
+            info.hash_key
+                .map(|key| key.raw().into())
+                .ok_or_else(missing_outcome)
+        };
+        let keys = of.iter().zip(infos).map(key).collect();
+        watch.stop(&mut self.own);
+        keys
+    }
+
+    fn compare(&mut self, pages: &dyn Pages, pairs: &[(PageId, PageId)]) -> Vec<Answer<Ordering>> {
+        let watch = Stopwatch::start();
+        self.own.pages += pairs.len() as u64;
+        let prepare = |tables: &Tables, port: &P, (a, b): &(PageId, PageId), place| {
+            let (candidate, other) = (ppn_of(*a)?, ppn_of(*b)?);
+            let entry = OtherPage {
+                ppn: other,
+                less: Pointer::new(SMALLER),
+                more: Pointer::new(GREATER),
+            };
+            let table = tables.of_job(place);
+            port.window().set_entry(table, EntryIndex::ROOT, Some(entry));
+            Ok(job(candidate, table, 0, false))
+        };
+        let infos = self.ask(pages, pairs, prepare);
+        let order = |((a, b), info): (&(PageId, PageId), Answer<Info>)| {
+            let info = info?;
+            check(&info, ppn_of(*a)?, |_| Some(*b))?;
+            match info.ptr.bits() {
+                _ if info.duplicate => Ok(Ordering::Equal),
+                SMALLER => Ok(Ordering::Less),
+                GREATER => Ok(Ordering::Greater),
+                other => Err(Error::Device(format!("a comparison ended at {other}"))),
+            }
+        };
+        let orders = pairs.iter().zip(infos).map(order).collect();
+        watch.stop(&mut self.own);
+        orders
+    }
+
+    fn search(
+        &mut self,
+        pages: &dyn Pages,
+        tree: TreeReader<'_>,
+        candidates: &[PageId],
+    ) -> Vec<Answer<Option<PageId>>> {
+        let watch = Stopwatch::start();
+        self.own.pages += candidates.len() as u64;
+        let mut answers = Vec::with_capacity(candidates.len());
+        for batch in candidates.chunks(RING) {
+            let first = answers.len();
+            let mut walks = Vec::with_capacity(batch.len());
+            for (place, page) in batch.iter().enumerate() {
+                let walk = |(candidate, node)| Walk {
+                    question: first + place,
+                    candidate,
+                    node,
+                    table: 0,
+                };
+                let ppn = ppn_of(*page);
+                walks.extend(ppn.clone().ok().zip(tree.root()).map(walk));
+                answers.push(ppn.map(|_| None));
+            }
+            self.descend(pages, tree, walks, &mut answers);
+        }
+        watch.stop(&mut self.own);
+        answers
+    }
+
+    /// The arbitrary-set mode of section 4.2: Less and More of each entry both name the next one.
+    fn among(&mut self, pages: &dyn Pages, candidate: PageId, set: &[PageId]) -> Answer<Option<usize>> {
+        let watch = Stopwatch::start();
+        self.own.pages += 1;
+        let table = self.tables.of_job(0);
+        let mut answer = Ok(None);
+        for (refill, part) in set.chunks(OTHER_PAGES).enumerate() {
+            answer = self.among_part(pages, candidate, part, table);
+            if let Ok(Some(at)) = &mut answer {
+                *at += refill * OTHER_PAGES;
+            }
+            if answer != Ok(None) {
+                break;
+            }
+        }
+        watch.stop(&mut self.own);
+        answer
+    }
+
+    fn account(&self) -> Account {
+        let device = self.port.account();
+        Account {
+            comparisons: device.comparisons,
+            lines: device.lines(),
+            bytes: device.lines() * LINE_BYTES as u64,
+            device_cpu_ns: self.port.device_cpu_ns(),
+            // The model in this process works on the caller's thread; that is not the driver's time.
+            cpu_ns: self.own.cpu_ns.saturating_sub(self.port.borrowed_cpu_ns()),
+            ..self.own
+        }
+    }
+}
+
+impl<P: Port> PageForgeBackend<P> {
+    fn among_part(
+        &mut self,
+        pages: &dyn Pages,
+        candidate: PageId,
+        part: &[PageId],
+        table: u32,
+    ) -> Answer<Option<usize>> {
+        let candidate = ppn_of(candidate)?;
+        // A page number that no address has ends the set: what comes before it is compared first.
+        let valid = part.iter().map_while(|page| ppn_of(*page).ok());
+        let mut entries = [None; OTHER_PAGES];
+        let mut len = 0;
+        for ((ppn, next), entry) in valid.zip(1..).zip(&mut entries) {
+            let next = Pointer::new(next);
+            *entry = Some(OtherPage {
+                ppn,
+                less: next,
+                more: next,
+            });
+            len += 1;
+        }
+        for (index, entry) in EntryIndex::all().zip(entries) {
+            self.port.window().set_entry(table, index, entry);
+        }
+        let outcomes = self.port.run(pages, &[job(candidate, table, 0, false)])?;
+        let info = outcomes.first().ok_or_else(missing_outcome)?;
+        let entry = |ptr: Pointer| ptr.entry().map(EntryIndex::number);
+        check(info, candidate, |ptr| part.get(entry(ptr)?).copied())?;
+        match part.get(len) {
+            _ if info.duplicate => Ok(entry(info.ptr)),
+            Some(impossible) => Err(Error::Fault(*impossible)),
+            None => Ok(None),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

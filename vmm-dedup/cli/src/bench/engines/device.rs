@@ -1,0 +1,58 @@
+//! A PageForge device in a process of its own, for the time of a measurement.
+
+use crate::Failure;
+use crate::children::{self, Process};
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+use vmm_dedup::backend::Arena;
+use vmm_dedup_pageforge::driver::{PageForgeBackend, VfioUser};
+
+/// Where this process's device has its socket; whoever starts one removes it in the end.
+pub(super) fn folder() -> PathBuf {
+    crate::store::child_folder("engines")
+}
+
+/// The process, and where it listens.
+#[derive(Debug)]
+pub(super) struct DeviceProcess {
+    process: Process,
+    socket: PathBuf,
+}
+
+impl DeviceProcess {
+    /// Starts one and waits until it listens.
+    pub(super) fn start() -> Result<Self, Failure> {
+        let folder = folder();
+        std::fs::create_dir_all(&folder)
+            .map_err(|e| Failure::new(format!("cannot create {}: {e}", folder.display())))?;
+        let socket = folder.join("device");
+        let mut command = children::command()?;
+        command.args(["device", "pageforge", "--socket"]).arg(&socket);
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        let process = Process::start(&mut command);
+        let process = process.map_err(|e| Failure::new(format!("cannot start a device: {e}")))?;
+        let device = Self { process, socket };
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while VfioUser::connect(&device.socket).is_err() {
+            if let Ok(Some(status)) = device.process.try_wait() {
+                return Err(Failure::new(format!("the device ended early ({status})")));
+            }
+            if Instant::now() > deadline {
+                return Err(Failure::new("the device did not start within ten seconds"));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(device)
+    }
+
+    /// A connection to a device that may read an arena.
+    pub(super) fn backend(&self, arena: &Arena) -> Result<PageForgeBackend<VfioUser>, Failure> {
+        let port = VfioUser::connect(&self.socket).map_err(Failure::from_error)?;
+        port.map_arena(arena).map_err(Failure::from_error)?;
+        Ok(PageForgeBackend::new(port))
+    }
+}

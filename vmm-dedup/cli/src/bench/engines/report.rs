@@ -1,0 +1,104 @@
+//! What `bench engines` prints.
+
+use super::keys::Keys;
+use super::merging::Merging;
+use super::searching::Searching;
+use serde::Serialize;
+
+/// All figures.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    mib: u32,
+    slots: u32,
+    kernel: String,
+    pub(super) merging: Vec<Merging>,
+    pub(super) keys: Vec<Keys>,
+    pub(super) searching: Vec<Searching>,
+}
+
+impl Report {
+    pub(super) fn new(mib: u32, slots: u32) -> Self {
+        Self {
+            mib,
+            slots,
+            kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+            merging: Vec::new(),
+            keys: Vec::new(),
+            searching: Vec::new(),
+        }
+    }
+
+    pub(super) fn print(&self) {
+        println!("KSM's algorithm, {} MiB, Linux {}", self.mib, self.kernel);
+        println!(
+            "content         engine               pages/s  cpu ns/page  device ns  bytes/page  cmp/search   saved  same"
+        );
+        for m in &self.merging {
+            println!(
+                "{:<15} {:<19} {:>8.0} {:>12.0} {:>10.0} {:>11.0} {:>11.1} {:>7}  {}",
+                m.content,
+                m.engine,
+                m.pages_per_s,
+                m.cpu_ns_per_page,
+                m.device_cpu_ns_per_page,
+                m.bytes_per_page,
+                m.comparisons_per_search,
+                m.saved_pages,
+                yes(m.same_merges)
+            );
+        }
+        for m in &self.merging {
+            if let Some(lines) = &m.lines {
+                println!(
+                    "{:<15} memcmp reads {:.1} lines; {:.1} % end in the first, {:.1} % read all 64",
+                    m.content,
+                    lines.mean,
+                    lines.first_line * 100.0,
+                    lines.all_lines * 100.0
+                );
+            }
+            if let Some(costs) = &m.pagecmp {
+                println!(
+                    "{:<15} {} cuts the bandwidth of comparing by {:.1}, with keys by {:.2}",
+                    m.content, m.engine, costs.bandwidth_cut, costs.bandwidth_cut_with_keys
+                );
+            }
+        }
+        println!("\nkeys before and after writes to every second page");
+        println!("content         key               write     bytes  matches  mismatches  false positives");
+        for k in &self.keys {
+            println!("{k}");
+        }
+        println!("\nsearching a tree of {} pages", self.slots);
+        println!("engine               searches/s  cpu ns/search  of the CPU's  device ns  cmp/search  same");
+        for s in &self.searching {
+            println!(
+                "{:<19} {:>11.0} {:>14.0} {:>13.2} {:>10.0} {:>11.1}  {}",
+                s.engine,
+                s.searches_per_s,
+                s.cpu_ns_per_search,
+                s.cpu_of_cpus,
+                s.device_cpu_ns_per_search,
+                s.comparisons_per_search,
+                yes(s.same_answers)
+            );
+        }
+        for s in &self.searching {
+            if let Some(c) = &s.cycles {
+                println!(
+                    "{}: {:.0} cycles a table (deviation {:.0}), {:.2} comparisons of {:.1} lines, {:.2} GB/s from memory",
+                    s.engine,
+                    c.per_table,
+                    c.deviation,
+                    c.comparisons_per_table,
+                    c.lines_per_comparison,
+                    c.bandwidth / 1e9
+                );
+            }
+        }
+    }
+}
+
+fn yes(answer: bool) -> &'static str {
+    if answer { "yes" } else { "NO" }
+}

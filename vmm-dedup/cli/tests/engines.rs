@@ -1,0 +1,110 @@
+//! `bench engines` and `device pageforge` as their users meet them.
+
+use rustix::process::{Pid, Signal};
+use serde_json::Value;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+fn vmm_dedup(args: &[&str]) -> Output {
+    let command = Command::new(env!("CARGO_BIN_EXE_vmm-dedup")).args(args).output();
+    command.expect("the command runs")
+}
+
+fn list<'a>(report: &'a Value, key: &str) -> &'a [Value] {
+    report[key].as_array().expect("a list")
+}
+
+#[test]
+fn all_engines_find_the_same_and_say_what_it_took() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let image = folder.path().join("image");
+    // 64 pages of 16 kinds, and a piece of one.
+    let pages: Vec<u8> = (0..64u8)
+        .flat_map(|page| [page % 16; 4096])
+        .chain([0; 100])
+        .collect();
+    std::fs::write(&image, pages).expect("an image");
+    let image = image.to_str().expect("UTF-8");
+    let args = [
+        "bench", "engines", "--mib", "8", "--kinds", "runs", "--slots", "1000", "--image", image, "--json",
+    ];
+    let output = vmm_dedup(&args);
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+
+    let merging = list(&report, "merging");
+    assert_eq!(merging.len(), 2 * 6, "two contents, six engines");
+    for figures in merging {
+        assert_eq!(figures["same_merges"], true, "{figures}");
+        let saved = if figures["content"] == "runs" {
+            2048 / 4 * 3
+        } else {
+            48
+        };
+        assert_eq!(figures["saved_pages"], saved, "{figures}");
+    }
+    let keys = list(&report, "keys");
+    let bytes = |engine: &str| {
+        let of_engine = keys.iter().filter(|key| {
+            key["engine"]
+                .as_str()
+                .is_some_and(|name| name.starts_with(engine))
+        });
+        of_engine
+            .map(|key| key["bytes_per_key"].as_f64().expect("a number"))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!((bytes("jhash2"), bytes("ECC")), (vec![1024.0; 6], vec![256.0; 6]));
+    let searching = list(&report, "searching");
+    assert_eq!(searching.len(), 3);
+    for figures in searching {
+        assert_eq!(figures["same_answers"], true, "{figures}");
+        assert_eq!(figures["found"], 32_768 / 2, "{figures}");
+    }
+}
+
+struct Device(Child);
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn wait_until(what: &str, so: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !so() {
+        assert!(start.elapsed() < Duration::from_secs(60), "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_device_takes_its_socket_away_and_no_other_ones() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("device");
+    let path = socket.to_str().expect("UTF-8");
+    let command = Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
+        .args(["device", "pageforge", "--socket", path])
+        .stderr(Stdio::null())
+        .spawn();
+    let mut device = Device(command.expect("it starts"));
+    wait_until("the device listens", || socket.exists());
+    let second = vmm_dedup(&["device", "pageforge", "--socket", path]);
+    let text = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert_eq!(second.status.code(), Some(1));
+    assert!(
+        text.contains("exists") && text.trim_end().lines().count() == 1,
+        "{text}"
+    );
+    assert!(Path::new(path).exists(), "that of the first one stays");
+    rustix::process::kill_process(Pid::from_child(&device.0), Signal::TERM).expect("kill");
+    assert_eq!(device.0.wait().expect("wait").code(), Some(128 + 15));
+    assert!(!socket.exists());
+}
