@@ -56,8 +56,11 @@ enum Command {
 #[derive(Subcommand, Debug)]
 enum Bench {
     Ksm(bench::KsmArgs),
+    Mixed(bench::MixedArgs),
     #[command(hide = true)]
     Worker(bench::WorkerArgs),
+    #[command(hide = true)]
+    MixedWorker(bench::MixedWorkerArgs),
 }
 
 fn main() -> ExitCode {
@@ -81,6 +84,8 @@ fn main() -> ExitCode {
         Command::Fleet(fleet) => fleet::run(fleet),
         Command::Bench(Bench::Ksm(args)) => bench::ksm(args),
         Command::Bench(Bench::Worker(args)) => bench::worker(args),
+        Command::Bench(Bench::Mixed(args)) => bench::mixed(args),
+        Command::Bench(Bench::MixedWorker(args)) => bench::mixed_worker(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
