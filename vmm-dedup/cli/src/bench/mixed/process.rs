@@ -156,9 +156,9 @@ fn phases(
     let start = Instant::now();
     orders.set(&turned);
     let (mut last, mut back_after) = (before, None);
-    // Until nothing more was built for three intervals.
-    let patience = Duration::from_millis(setup.interval_ms * 3);
-    while back_after.unwrap_or_default() + patience > start.elapsed() {
+    // Until all of it is huge again, or for ten intervals.
+    let patience = Duration::from_millis(setup.interval_ms * 10);
+    while last - before < turned.len() as u64 && !services.is_empty() && start.elapsed() < patience {
         let now = rebuilt(services);
         if now > last {
             (last, back_after) = (now, Some(start.elapsed()));
