@@ -10,7 +10,7 @@ use vmm_dedup_refvmm::ThpMode;
 /// How long and how hard.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
-    /// Ends after this many merges in all guests together ...
+    /// Ends after this many merges (or conversions of subpages) in all guests together ...
     pub merges: u64,
     /// ... or fails after this time.
     pub patience: Duration,
@@ -35,6 +35,12 @@ pub struct Outcome {
     pub errors: u64,
     /// How long merge batches held pages away.
     pub stop: Histogram,
+    /// Subpages of huge pages split, built again, or given up as zeros.
+    pub conversions: u64,
+    /// Huge pages built again.
+    pub rebuilt: u64,
+    /// How long building a huge page held its pages away.
+    pub rebuild: Histogram,
 }
 
 /// Two guests write, restore and rest, over and over, with the same pages and zero pages in both; the services merge
@@ -55,26 +61,12 @@ pub fn chaos(size: Size) -> Outcome {
         },
         ..Config::default()
     };
-    let payload = |seed: u64| {
-        PayloadConfig::default()
-            .seed(seed)
-            .private_mib(2)
-            .zero_mib(size.zero_mib)
-            .common_mib(size.common_mib)
-            .ws_pages(1 << 20)
-            .ws_area(WorkingSet::All)
-            .rate(0)
-            .reads(0)
-            .rewrite(Rewrite::Restore)
-            .rest_ms(120)
-            .seconds(1_000_000)
-    };
     let memory = size.common_mib + size.zero_mib + 16;
     let guests: Vec<Guest> = (0..2)
         .map(|n| {
             let name = format!("chaos-{n}");
             Guest::boot(
-                payload(n + 1),
+                payload(n + 1, size),
                 memory,
                 ThpMode::Never,
                 Some((&store.socket(), config(&name))),
@@ -203,7 +195,23 @@ pub fn exceptions(seed: u64) -> Exceptions {
     outcome
 }
 
-fn add(sum: &mut Histogram, more: &Histogram) {
+/// All pages are written, restored, and rest.
+pub(crate) fn payload(seed: u64, size: Size) -> PayloadConfig {
+    PayloadConfig::default()
+        .seed(seed)
+        .private_mib(2)
+        .zero_mib(size.zero_mib)
+        .common_mib(size.common_mib)
+        .ws_pages(1 << 20)
+        .ws_area(WorkingSet::All)
+        .rate(0)
+        .reads(0)
+        .rewrite(Rewrite::Restore)
+        .rest_ms(120)
+        .seconds(1_000_000)
+}
+
+pub(crate) fn add(sum: &mut Histogram, more: &Histogram) {
     sum.buckets
         .iter_mut()
         .zip(more.buckets)

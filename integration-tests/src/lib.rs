@@ -5,6 +5,8 @@
 
 pub mod direct_io;
 pub mod guests;
+pub mod huge;
+pub mod huge_chaos;
 pub mod memory;
 pub mod prometheus;
 pub mod store;

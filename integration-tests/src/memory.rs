@@ -62,12 +62,17 @@ impl Pages {
         self.base + page * PAGE_SIZE
     }
 
+    /// The word that [`Self::fill`] with `id` writes.
+    #[must_use]
+    pub fn expected(&self, id: u64, word: usize) -> u64 {
+        id.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            .wrapping_mul(word as u64 * 2 + 1)
+    }
+
     /// Fills a page with words that depend on `id` and their place; 0 makes a zero page.
     pub fn fill(&self, page: usize, id: u64) {
         for word in 0..PAGE_SIZE / 8 {
-            let value = id
-                .wrapping_mul(0x9e37_79b9_7f4a_7c15)
-                .wrapping_mul(word as u64 * 2 + 1);
+            let value = self.expected(id, word);
             // SAFETY: inside the mapping.
             unsafe { self.word(page, word).write_volatile(value) };
         }
@@ -76,12 +81,7 @@ impl Pages {
     /// Whether a page holds what [`Self::fill`] with `id` wrote.
     #[must_use]
     pub fn holds(&self, page: usize, id: u64) -> bool {
-        (0..PAGE_SIZE / 8).all(|word| {
-            let value = id
-                .wrapping_mul(0x9e37_79b9_7f4a_7c15)
-                .wrapping_mul(word as u64 * 2 + 1);
-            self.load(page, word) == value
-        })
+        (0..PAGE_SIZE / 8).all(|word| self.load(page, word) == self.expected(id, word))
     }
 
     /// Reads a word.

@@ -1,7 +1,7 @@
 //! The short form of the long proof (`make chaos`).
 
 use std::time::Duration;
-use vmm_dedup_integration_tests::{direct_io, guests, need_kvm, need_userfaultfd};
+use vmm_dedup_integration_tests::{direct_io, guests, huge_chaos, need_kvm, need_userfaultfd};
 
 #[test]
 fn guests_that_write_all_the_time_lose_nothing() {
@@ -33,6 +33,25 @@ fn guests_that_write_around_exceptions_lose_nothing() {
             out.merges, out.exceptions, out.breaks, out.vmas
         );
     }
+}
+
+#[test]
+fn guests_lose_nothing_while_huge_pages_are_split_and_built_again() {
+    need_kvm!();
+    let size = guests::Size {
+        merges: 512 * 100,
+        patience: Duration::from_secs(240),
+        common_mib: 8,
+        zero_mib: 8,
+    };
+    let out = huge_chaos::chaos(size);
+    assert!(out.rebuilt > 0, "no huge page was built again: {out:?}");
+    eprintln!(
+        "{} subpages split or built again, {} huge pages built, p99 {} us",
+        out.conversions,
+        out.rebuilt,
+        out.rebuild.quantile_us(0.99)
+    );
 }
 
 #[test]

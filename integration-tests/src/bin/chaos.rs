@@ -2,14 +2,18 @@
 
 use clap::Parser;
 use std::time::{Duration, Instant};
-use vmm_dedup_integration_tests::{direct_io, guests};
+use vmm_dedup_integration_tests::{direct_io, guests, huge_chaos};
 
 /// Guests that write all the time, and direct I/O, while everything equal is merged. Ends with 0 if no byte was lost.
 #[derive(Parser, Debug)]
 struct Args {
-    /// The full proof: 2,000,000 merges, 100,000 O_DIRECT and 100,000 io_uring reads, 100 rounds.
+    /// The full proof: 2,000,000 merges, 1,000,000 splits and rebuilds of subpages, 100,000 O_DIRECT and 100,000 io_uring
+    /// reads, 100 rounds.
     #[arg(long)]
     long: bool,
+    /// Subpages of huge pages to split or build again.
+    #[arg(long, default_value_t = 50_000)]
+    conversions: u64,
     /// Merges to reach with guests.
     #[arg(long, default_value_t = 50_000)]
     merges: u64,
@@ -24,10 +28,10 @@ struct Args {
 fn main() {
     let args = Args::parse();
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    let (merges, reads, rounds) = if args.long {
-        (2_000_000, 100_000, 100)
+    let (merges, conversions, reads, rounds) = if args.long {
+        (2_000_000, 1_000_000, 100_000, 100)
     } else {
-        (args.merges, args.reads, args.rounds)
+        (args.merges, args.conversions, args.reads, args.rounds)
     };
     for (name, run) in [
         ("O_DIRECT", direct_io::direct as fn(u64) -> _),
@@ -75,5 +79,23 @@ fn main() {
         out.stop.quantile_us(0.5),
         out.stop.quantile_us(0.99),
         out.stop.max_ns / 1000
+    );
+    let start = Instant::now();
+    let out = huge_chaos::chaos(guests::Size {
+        merges: conversions,
+        ..size
+    });
+    println!(
+        "huge pages: {} subpages split or built again, {} huge pages built, {} merges, {} breaks, {} writes, {} wrong words, in {:.0} s; building p50 {} us, p99 {} us, max {} us",
+        out.conversions,
+        out.rebuilt,
+        out.merges,
+        out.breaks,
+        out.writes,
+        out.errors,
+        start.elapsed().as_secs_f64(),
+        out.rebuild.quantile_us(0.5),
+        out.rebuild.quantile_us(0.99),
+        out.rebuild.max_ns / 1000
     );
 }

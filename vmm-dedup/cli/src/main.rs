@@ -60,8 +60,11 @@ enum Command {
 enum Bench {
     Ksm(bench::KsmArgs),
     Engines(bench::EnginesArgs),
+    Mixed(bench::MixedArgs),
     #[command(hide = true)]
     Worker(bench::WorkerArgs),
+    #[command(hide = true)]
+    MixedWorker(bench::MixedWorkerArgs),
 }
 
 fn main() -> ExitCode {
@@ -87,6 +90,8 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Ksm(args)) => bench::ksm(args),
         Command::Bench(Bench::Engines(args)) => bench::engines(args),
         Command::Bench(Bench::Worker(args)) => bench::worker(args),
+        Command::Bench(Bench::Mixed(args)) => bench::mixed(args),
+        Command::Bench(Bench::MixedWorker(args)) => bench::mixed_worker(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use vmm_dedup::{Breaks, Config, DedupService};
+use vmm_dedup::{Breaks, Config, DedupService, Policy};
 use vmm_dedup_refvmm::{ExitReason, Image, RunningVm, ThpMode, Vm, VmConfig};
 
 /// Run one VM with the reference VMM; its serial console is this terminal.
@@ -51,6 +51,9 @@ pub(crate) struct RunArgs {
     /// Milliseconds from one dedup pass to the next.
     #[arg(long, default_value_t = 1000, requires = "store")]
     pass_period_ms: u64,
+    /// Which huge pages are split for sharing and built again: smartmd, ksm, no-splitting or ingens.
+    #[arg(long, default_value_t = Policy::default(), requires = "store")]
+    huge_policy: Policy,
     /// Who copies a shared page that the guest writes.
     #[arg(long, value_enum, default_value_t = BreakMode::Kernel, requires = "store")]
     breaks: BreakMode,
@@ -144,6 +147,7 @@ impl RunArgs {
             pass_period_ms: self.pass_period_ms,
             cpu_percent: self.cpu_percent,
             breaks,
+            huge_policy: self.huge_policy,
             ..Config::default()
         })
     }

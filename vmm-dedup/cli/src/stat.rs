@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::{Observer, Vm};
-use vmm_dedup_protocol::stats::{BACKENDS, BytesRead, CpuNs, Histogram, STATES};
+use vmm_dedup_protocol::stats::{BACKENDS, BytesRead, CpuNs, Histogram, STATES, ServiceStats};
 
 /// Show what a store and its VMs save and cost.
 #[derive(Args, Debug)]
@@ -98,6 +98,24 @@ pub(crate) fn state_name(state: u64) -> &'static str {
     STATES.get(at).copied().unwrap_or("unknown")
 }
 
+/// What the policy for huge pages did.
+fn huge_json(s: &ServiceStats) -> Value {
+    json!({
+        "kept_hot": s.huge_kept_hot,
+        "pages_given_up": s.pages_given_up,
+        "split": s.huge_split,
+        "splits_total": s.huge_splits_total,
+        "rebuilt_total": s.huge_rebuilt_total,
+        "zero_total": s.huge_zero_total,
+        "rebuild_pinned_total": s.rebuild_pinned_total,
+        "rebuild_memory_total": s.rebuild_memory_total,
+        "rebuild_other_total": s.rebuild_other_total,
+        "samples_total": s.samples_total,
+        "samples_used_total": s.samples_used_total,
+        "rebuild_us": histogram_json(&s.rebuild),
+    })
+}
+
 pub(crate) fn vm_json(vm: &Vm) -> Value {
     let s = &vm.stats;
     json!({
@@ -117,6 +135,7 @@ pub(crate) fn vm_json(vm: &Vm) -> Value {
         "pages_pinned": s.pages_pinned,
         "pages_broken": s.pages_broken,
         "huge_ranges": s.huge_ranges,
+        "huge": huge_json(s),
         "merges_total": s.merges_total,
         "zero_merges_total": s.zero_merges_total,
         "breaks_kernel_total": s.breaks_kernel_total,
@@ -156,6 +175,7 @@ fn cpu_json(cpu: &CpuNs) -> Value {
         "store": cpu.store as f64 / 1e9,
         "merge": cpu.merge as f64 / 1e9,
         "break": cpu.break_ as f64 / 1e9,
+        "monitor": cpu.monitor as f64 / 1e9,
     })
 }
 

@@ -108,7 +108,10 @@ impl Scanner {
                 State::Foreign | State::Candidate { foreign: true, .. } => &mut to.foreign,
                 State::Pinned(_) => &mut to.pinned,
                 State::Untracked if !populated[(page - pages.start) as usize] => &mut to.unpopulated,
-                State::Untracked | State::Armed | State::Volatile if huge => &mut to.huge,
+                State::Seen { .. } => &mut to.huge,
+                State::Untracked | State::Armed | State::Volatile if huge || self.is_probe(chunk, page) => {
+                    &mut to.huge
+                }
                 State::Volatile => &mut to.volatile,
                 State::Untracked | State::Armed => &mut to.too_new,
                 State::Candidate { key, .. } => match self.has_twin(key) {

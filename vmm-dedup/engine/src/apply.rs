@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::item::{Item, Open, Outcome, Role, continues};
 use crate::memory::Page;
 use crate::merge::{MAX_WINDOW, Window};
+use crate::mixed::huge::{Asked, SAMPLING};
 use crate::page::{Retry, State};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
@@ -90,10 +91,11 @@ impl Scanner {
                 let private = match state {
                     State::Untracked
                     | State::Armed
+                    | State::Seen { .. }
                     | State::Volatile
                     | State::Pinned(_)
                     | State::Candidate { .. }
-                    | State::Foreign => true,
+                    | State::Foreign => !self.is_probe(chunk, item.page),
                     State::Zero => item.slot.is_none(),
                     State::Shared(_) | State::Private(_) => false,
                 };
@@ -111,9 +113,19 @@ impl Scanner {
     /// Adds to the twins that a huge page is known to have, and decides on splitting it. A line key is not enough for
     /// that: a huge page may be busy outside its key lines.
     fn count_twins(&mut self, chunk: usize, items: &[Item]) {
-        let wanted = self.config.huge_split_pages;
+        let (policy, mixed) = (self.mixed.policy(), self.chunks[chunk].mixed);
+        let Some(wanted) = self.mixed.thresholds.twins_wanted(policy, mixed.frequency) else {
+            return;
+        };
+        let sampled = mixed.asked == Asked::Sample;
+        let enough = if sampled {
+            wanted as usize / SAMPLING
+        } else {
+            wanted as usize
+        }
+        .max(1);
         let known = usize::from(self.chunks[chunk].twins);
-        let missing = wanted.saturating_sub(known);
+        let missing = enough.saturating_sub(known);
         let found = items
             .iter()
             .filter(|item| self.looks_equal(item))
@@ -121,9 +133,12 @@ impl Scanner {
             .count();
         let state = &mut self.chunks[chunk];
         state.twins = u16::try_from(known + found).unwrap_or(u16::MAX);
-        state.split = known + found >= wanted;
-        // The twins that were passed over before are found again at the next look.
-        state.rest = if state.split { 0 } else { state.rest };
+        if known + found >= enough {
+            // Those that were passed over before are found again at the next look.
+            state.look_again();
+            state.mixed.asked = Asked::Whole;
+            state.split = !sampled;
+        }
     }
 
     /// Whether a page that the guest may be writing seems to hold what its slot holds.
@@ -144,6 +159,14 @@ impl Scanner {
     /// key: the page must be keyed anew to be found another time.
     pub(crate) fn pass_over(&mut self, item: &Item) {
         self.disown(item);
+        if let State::Candidate { key, foreign: false } = self.table.get(item.page)
+            && !item.owned()
+            && self.chunks[self.memory.chunk_of(item.page)].huge
+        {
+            // To be found again at the next look.
+            self.outbox.withdrawals.push(key.raw());
+            self.table.set(item.page, State::Untracked);
+        }
         if item.owned() && matches!(self.table.get(item.page), State::Candidate { foreign: false, .. }) {
             self.table.set(item.page, State::Armed);
             let chunk = self.memory.chunk_of(item.page);
@@ -172,6 +195,7 @@ impl Scanner {
         let ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.stats.stop.observe(ns);
         self.chunks[chunk].note_split();
+        self.stats.huge_splits_total += 1;
     }
 
     /// How many of the items from `at` on make one window.

@@ -263,6 +263,56 @@ impl Breaker {
         outcome
     }
 
+    /// Keeps runs of store mappings as they are while `work` runs, which puts other memory in their place. Readers go on
+    /// meanwhile. `None`: some page is not the store's any more, or `work` said so; then nothing was changed.
+    pub(crate) fn hold_still<T>(
+        &self,
+        pagemap: &mut Pagemap,
+        runs: &[Range<usize>],
+        work: impl FnOnce() -> Option<T>,
+    ) -> Option<T> {
+        // Locked, so that the fault thread replaces nothing.
+        let mut inner = self.lock();
+        let mut held = runs.iter().take_while(|run| self.hold_run(pagemap, run));
+        let done = if held.by_ref().count() == runs.len() {
+            work()
+        } else {
+            None
+        };
+        for run in runs {
+            if done.is_some() {
+                self.forget_left(&mut inner, run);
+                self.mark(run, false);
+            } else if !self.managed {
+                let _ = self.uffd.unregister(run.start, run.len());
+            }
+            let _ = self.uffd.wake(run.start, run.len());
+        }
+        done
+    }
+
+    /// Makes writers of a run wait; whether all of it still is the store's then. What is, nobody can change or pin for
+    /// writing from here on.
+    fn hold_run(&self, pagemap: &mut Pagemap, run: &Range<usize>) -> bool {
+        let protected = if self.managed {
+            let first = self.page_at(run.start);
+            let mut pages = first
+                .into_iter()
+                .flat_map(|first| first..)
+                .take(run.len() / PAGE_SIZE);
+            pages.all(|page| self.is_shared(page))
+        } else {
+            let armed = self.uffd.register(run.start, run.len(), Mode::Wp);
+            armed
+                .and_then(|()| self.uffd.write_protect(run.start, run.len(), true))
+                .is_ok()
+        };
+        protected
+            && pagemap
+                .private(run.clone())
+                .is_ok_and(|private| private.is_empty())
+    }
+
     /// The parts of a run of store mappings that the fault thread has not replaced.
     fn ours(&self, inner: &Inner, run: &Range<usize>) -> Vec<Range<usize>> {
         let Some(first) = self.page_at(run.start).filter(|_| self.managed) else {
@@ -333,18 +383,7 @@ impl Breaker {
             }
         }
         // SAFETY: fresh holds what the guest sees now, and the guest cannot change it before the step is done.
-        let mut moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
-        while moved.is_err() && vma::hold_hole(range.start, range.len()) {
-            // The kernel unmapped the place and then lacked the memory to go on: there is no way back, and nobody may
-            // get the hole.
-            std::thread::sleep(Duration::from_millis(1));
-            // SAFETY: as above; the place holds nothing.
-            moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
-        }
-        if let Err(error) = moved {
-            vma::unmap(fresh, range.len());
-            return Err(error);
-        }
+        unsafe { put_over(fresh, range) }?;
         self.forget_left(inner, range);
         self.mark(range, false);
         // Tracked from now on like any other memory; should that fail it is only never merged again.
@@ -387,7 +426,8 @@ impl Breaker {
         let mut queue: VecDeque<Writer> = VecDeque::new();
         let mut faults = Vec::new();
         while !self.stop.load(Ordering::Acquire) {
-            self.wait_for_fault(if queue.is_empty() { 100 } else { 5 });
+            let patience = if queue.is_empty() { 100 } else { 5 };
+            self.uffd.wait_for_fault(Duration::from_millis(patience));
             if let Err(error) = self.uffd.read_faults(&mut faults) {
                 log::error!("cannot read write faults: {error}");
             }
@@ -465,18 +505,31 @@ impl Breaker {
         }
     }
 
-    fn wait_for_fault(&self, ms: u64) {
-        let mut poll = [rustix::event::PollFd::new(
-            &self.uffd,
-            rustix::event::PollFlags::IN,
-        )];
-        let timeout = rustix::event::Timespec::try_from(Duration::from_millis(ms)).ok();
-        let _ = rustix::event::poll(&mut poll, timeout.as_ref());
-    }
-
     fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Moves memory of ours into the place of a range of guest memory, in one step for everyone who uses that. On an error
+/// the guest's is as it was, and ours is gone.
+///
+/// # Safety
+/// `fresh` must hold what the guest sees in the range, and nobody may be able to change that before the step is done.
+#[allow(unsafe_code)] // replaces guest pages
+pub(crate) unsafe fn put_over(fresh: usize, range: &Range<usize>) -> io::Result<()> {
+    // SAFETY: as promised by the caller.
+    let mut moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
+    while moved.is_err() && vma::hold_hole(range.start, range.len()) {
+        // The kernel unmapped the place and then lacked the memory to go on: there is no way back, and nobody may
+        // get the hole.
+        std::thread::sleep(Duration::from_millis(1));
+        // SAFETY: as above; the place holds nothing.
+        moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
+    }
+    if moved.is_err() {
+        vma::unmap(fresh, range.len());
+    }
+    moved
 }
 
 /// What of `whole` is not in `parts`, which are in order.

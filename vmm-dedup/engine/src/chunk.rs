@@ -1,6 +1,8 @@
 //! What the scanner remembers of each 2 MiB.
 
-/// State of a chunk, 32 bytes for 512 pages.
+use crate::mixed::huge::{Folds, HugeState};
+
+/// State of a chunk, 48 bytes for 512 pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ChunkState {
     /// Something may have happened here since the last visit.
@@ -27,9 +29,11 @@ pub(crate) struct ChunkState {
     pub(crate) ripe_at: u32,
     /// The pass in which pages may be held back no longer.
     pub(crate) latest: u32,
-    /// Fold of all keys at the last look.
-    pub(crate) digest: u64,
+    /// What the policy for mixed pages knows.
+    pub(crate) mixed: HugeState,
 }
+
+const _: () = assert!(size_of::<ChunkState>() <= 48);
 
 /// Longest time between two looks at a huge page that does not change, in passes.
 const MAX_PATIENCE: u8 = 64;
@@ -85,6 +89,7 @@ impl ChunkState {
     pub(crate) fn note_split(&mut self) {
         (self.huge, self.split, self.unarmed, self.pending) = (false, false, true, true);
         (self.twins, self.patience, self.rest) = (0, 0, 0);
+        self.mixed.split_by_us();
     }
 
     /// Whether the keys of a huge page are to be read in this pass.
@@ -98,10 +103,12 @@ impl ChunkState {
         }
     }
 
-    /// Notes a look at a huge page's keys; returns whether they were the same last time.
-    pub(crate) fn looked(&mut self, digest: u64) -> bool {
-        let same = self.digest == digest && self.patience > 0;
-        self.digest = digest;
+    /// Notes a look at a huge page's keys, of which these folds were taken; returns whether they were the same last time.
+    pub(crate) fn looked(&mut self, folds: &Folds) -> bool {
+        let same = self.mixed.remember(folds) && self.patience > 0;
+        if !same {
+            self.mixed.forget_sampling();
+        }
         self.patience = if same {
             (self.patience * 2).min(MAX_PATIENCE)
         } else {
@@ -109,6 +116,12 @@ impl ChunkState {
         };
         self.rest = self.patience - 1;
         same
+    }
+
+    /// Lets the next pass look at the whole huge page.
+    pub(crate) fn look_again(&mut self) {
+        self.rest = 0;
+        self.mixed.forget_sampling();
     }
 }
 
@@ -122,7 +135,7 @@ mod tests {
         let looks: Vec<u32> = (0..40)
             .filter(|_| {
                 chunk.look_due() && {
-                    chunk.looked(7);
+                    chunk.looked(&[Some(7); 4]);
                     true
                 }
             })
@@ -133,7 +146,7 @@ mod tests {
     #[test]
     fn a_changed_one_is_looked_at_again_at_once() {
         let mut chunk = ChunkState::default();
-        assert!(!chunk.looked(7) && chunk.looked(7) && !chunk.looked(8));
+        assert!(!chunk.looked(&[Some(7); 4]) && chunk.looked(&[Some(7); 4]) && !chunk.looked(&[Some(8); 4]));
         assert!(chunk.look_due());
     }
 

@@ -1,6 +1,7 @@
 //! Settings of a service.
 
 use crate::error::Error;
+use crate::mixed::policy::Policy;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -36,8 +37,14 @@ pub struct Config {
     pub max_vmas: Option<usize>,
     /// How long the pages of one merge batch should be away at most, in microseconds. Batches adapt to it.
     pub stop_target_us: u64,
-    /// Pages of a cold huge page that must have a twin before it is split.
+    /// Which huge pages are split, and which are built again.
+    pub huge_policy: Policy,
+    /// Pages of a cold huge page that must have a twin before it is split (fewer when the host is short of memory).
     pub huge_split_pages: usize,
+    /// Milliseconds from one sampling of the use of huge pages to the next, at least.
+    pub monitor_interval_ms: u64,
+    /// How long a sample lasts, in microseconds: memory used more often than that counts as used.
+    pub monitor_window_us: u64,
     /// Who copies on write.
     pub breaks: Breaks,
 }
@@ -51,7 +58,10 @@ impl Default for Config {
             cpu_percent: 20,
             max_vmas: None,
             stop_target_us: 120,
+            huge_policy: Policy::default(),
             huge_split_pages: 16,
+            monitor_interval_ms: 6000,
+            monitor_window_us: 10_000,
             breaks: Breaks::Kernel,
         }
     }
@@ -99,6 +109,18 @@ impl Config {
             &self.huge_split_pages,
             "it must be 1 to 512",
         )?;
+        check(
+            (10..=3_600_000).contains(&self.monitor_interval_ms),
+            "monitor_interval_ms",
+            &self.monitor_interval_ms,
+            "it must be 10 to 3600000",
+        )?;
+        check(
+            (100..=100_000).contains(&self.monitor_window_us),
+            "monitor_window_us",
+            &self.monitor_window_us,
+            "it must be 100 to 100000",
+        )?;
         if let Breaks::Managed { reserve_pages, .. } = self.breaks {
             check(
                 (1..=1 << 24).contains(&reserve_pages),
@@ -108,6 +130,14 @@ impl Config {
             )?;
         }
         Ok(())
+    }
+
+    /// Host memory that is not to be used up, in bytes.
+    pub(crate) fn floor_bytes(&self) -> u64 {
+        match self.breaks {
+            Breaks::Kernel => 0,
+            Breaks::Managed { floor_bytes, .. } => floor_bytes,
+        }
     }
 
     pub(crate) fn pass_period(&self) -> Duration {

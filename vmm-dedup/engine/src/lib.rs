@@ -15,6 +15,7 @@
 //!
 //! - [`track`](mod@track): which pages were written, from write protection that the kernel resolves by itself;
 //! - [`settle`](mod@settle): keys, sightings, hashes, publications: who is a twin of whom;
+//! - [`mixed`](mod@mixed): which huge pages to split, to keep, and to build again;
 //! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
 //! - [`stretch`](mod@stretch), [`aside`](mod@aside): one mapping over shared pages and private ones between them;
 //! - [`breaks`](mod@breaks): the only code that takes them out again;
@@ -39,6 +40,7 @@ mod error;
 mod item;
 mod memory;
 mod merge;
+mod mixed;
 mod pace;
 mod page;
 mod page_size;
@@ -57,6 +59,7 @@ pub use config::{Breaks, Config};
 pub use discard::Discarder;
 pub use error::Error;
 pub use memory::HostRange;
+pub use mixed::policy::Policy;
 pub use refused::Refused;
 pub use service::DedupService;
 pub use sys::sched::in_service_thread;

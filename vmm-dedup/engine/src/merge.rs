@@ -97,23 +97,12 @@ impl Merger {
         let (Some(first), Some(last)) = (items.first(), items.last()) else {
             return Ok(Window::default());
         };
-        let start = memory.address(first.page);
         let pages = (last.page - first.page) as usize + 1;
-        assert!(pages <= MAX_WINDOW);
-        if self.used + pages > SCRATCH_PAGES {
-            self.free_taken();
-        }
-        let tracker = &*self.tracker;
-        let scratch = self.scratch.base() + bytes(self.used);
-        let hold = Hold {
-            tracker,
-            start,
-            scratch,
-            first: first.page,
-        };
+        let tracker = self.tracker.clone();
+        let hold = self.hold(memory, first.page, pages, &tracker);
+        let start = hold.start;
         let stretches = hold.stretches(items);
         hold.arm(&stretches)?;
-        self.used += pages;
         let urgent = Urgent::begin();
         let clock = Instant::now();
         let mut outcomes = hold.take(items);
@@ -138,6 +127,28 @@ impl Merger {
         Ok(Window { outcomes, stop_ns })
     }
 
+    /// Scratch memory for consecutive pages that are about to be taken.
+    pub(crate) fn hold<'a>(
+        &mut self,
+        memory: &Memory,
+        first: Page,
+        pages: usize,
+        tracker: &'a Uffd,
+    ) -> Hold<'a> {
+        assert!(pages <= MAX_WINDOW);
+        if self.used + pages > SCRATCH_PAGES {
+            self.free_taken();
+        }
+        let scratch = self.scratch.base() + bytes(self.used);
+        self.used += pages;
+        Hold {
+            tracker,
+            start: memory.address(first),
+            scratch,
+            first,
+        }
+    }
+
     /// To be called after some windows: frees what they left behind.
     pub(crate) fn clean_up(&mut self) {
         self.aside = None;
@@ -154,7 +165,7 @@ impl Merger {
 }
 
 /// A window whose pages are ours for the moment.
-struct Hold<'a> {
+pub(crate) struct Hold<'a> {
     tracker: &'a Uffd,
     start: usize,
     scratch: usize,
@@ -166,8 +177,13 @@ impl Hold<'_> {
         bytes((item.page - self.first) as usize)
     }
 
+    /// Where an item's page is, once it was taken.
+    pub(crate) fn scratch_of(&self, item: &Item) -> usize {
+        self.scratch + self.offset(item)
+    }
+
     /// The addresses of the items, as few ranges as possible.
-    fn stretches(&self, items: &[Item]) -> Vec<Range<usize>> {
+    pub(crate) fn stretches(&self, items: &[Item]) -> Vec<Range<usize>> {
         let mut stretches: Vec<Range<usize>> = Vec::new();
         for item in items {
             let at = self.start + self.offset(item);
@@ -181,7 +197,7 @@ impl Hold<'_> {
 
     /// Makes whoever touches a missing page in the stretches wait; write tracking rests there meanwhile. (The kernel
     /// cannot drop one of two modes of a registration, but it replaces one by the other.)
-    fn arm(&self, stretches: &[Range<usize>]) -> Result<(), Error> {
+    pub(crate) fn arm(&self, stretches: &[Range<usize>]) -> Result<(), Error> {
         for (i, stretch) in stretches.iter().enumerate() {
             if let Err(source) = self.tracker.register(stretch.start, stretch.len(), Mode::Missing) {
                 self.disarm(&stretches[..i], &[]);
@@ -198,7 +214,7 @@ impl Hold<'_> {
     }
 
     /// Ends that where no store mapping took the place, and tracks writes again.
-    fn disarm(&self, stretches: &[Range<usize>], runs: &[Range<usize>]) {
+    pub(crate) fn disarm(&self, stretches: &[Range<usize>], runs: &[Range<usize>]) {
         for stretch in stretches {
             let inside: Vec<Range<usize>> = runs
                 .iter()
@@ -228,7 +244,7 @@ impl Hold<'_> {
 
     /// Moves the items' pages into scratch memory, stretch by stretch. `Merged` stands for "taken" until verified.
     #[allow(unsafe_code)] // moves guest pages
-    fn take(&self, items: &[Item]) -> Vec<Outcome> {
+    pub(crate) fn take(&self, items: &[Item]) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(items.len());
         let mut tries = 0;
         // One call moves pages of one mapping only. Pages that we broke lie in mappings of their own.
@@ -407,27 +423,35 @@ impl Hold<'_> {
         }
     }
 
-    /// Moves one page back, or, should the kernel refuse to move it, copies it back: nobody else can have it pinned.
-    #[allow(unsafe_code)] // moves and copies guest pages
+    pub(crate) fn put_back_item(&self, item: &Item) {
+        self.put_back_one(self.offset(item));
+    }
+
     fn put_back_one(&self, offset: usize) {
-        let (from, to) = (self.scratch + offset, self.start + offset);
-        for attempt in 0u64.. {
-            // SAFETY: raw addresses only.
-            let (_, error) = unsafe { self.tracker.move_pages(to, from, PAGE_SIZE) };
-            match error {
-                None => return,
-                // Absent, after the copy below had put it back already.
-                Some(MoveError::Absent) if attempt > 0 => return,
-                Some(_) => {}
-            }
-            // SAFETY: the scratch page is ours and readable, its place in the guest empty.
-            match unsafe { self.tracker.copy(to, from, PAGE_SIZE) } {
-                Ok(()) => return,
-                Err(e) if e.raw_os_error() == Some(libc::EEXIST) => return,
-                Err(e) if attempt % 1000 == 0 => log::error!("cannot put a guest page back: {e}; trying on"),
-                Err(_) => {}
-            }
-            std::thread::sleep(std::time::Duration::from_micros(100));
+        put_back_page(self.tracker, self.scratch + offset, self.start + offset);
+    }
+}
+
+/// Moves one page back, or, should the kernel refuse to move it, copies it back: nobody else can have it pinned.
+/// (Then its copy stays in scratch memory.)
+#[allow(unsafe_code)] // moves and copies guest pages
+pub(crate) fn put_back_page(tracker: &Uffd, from: usize, to: usize) {
+    for attempt in 0u64.. {
+        // SAFETY: raw addresses only.
+        let (_, error) = unsafe { tracker.move_pages(to, from, PAGE_SIZE) };
+        match error {
+            None => return,
+            // Absent, after the copy below had put it back already.
+            Some(MoveError::Absent) if attempt > 0 => return,
+            Some(_) => {}
         }
+        // SAFETY: the scratch page is ours and readable, its place in the guest empty.
+        match unsafe { tracker.copy(to, from, PAGE_SIZE) } {
+            Ok(()) => return,
+            Err(e) if e.raw_os_error() == Some(libc::EEXIST) => return,
+            Err(e) if attempt % 1000 == 0 => log::error!("cannot put a guest page back: {e}; trying on"),
+            Err(_) => {}
+        }
+        std::thread::sleep(std::time::Duration::from_micros(100));
     }
 }

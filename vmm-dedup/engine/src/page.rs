@@ -1,6 +1,7 @@
 //! What the engine knows of a guest page: one enum, 8 bytes, transitions checked in one function.
 
 use crate::bits::Bits;
+use crate::mixed::filter::Filter;
 use std::sync::Arc;
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
@@ -9,10 +10,10 @@ use vmm_dedup_protocol::key::Key;
 ///
 /// ```text
 /// Untracked -> Armed -> Candidate -> Shared -> Private         (the kernel copied it: for good)
-///               | ^         |   |       `----> Untracked       (the service copied it: managed break, unmerge)
-///               v |         |   `-> Private                    (an exception in a run: for good)
-///            Volatile       `-> Zero -> Armed
-///                                     Shared -> Foreign (the store was lost) -> Candidate ...
+///        |      | ^         |   |       `----> Untracked       (the service copied it: managed break, unmerge)
+///        |      v |         |   `-> Private                    (an exception in a run: for good)
+///        |   Volatile       `-> Zero -> Armed
+///        `----> Seen -------'         Shared -> Foreign (the store was lost) -> Candidate ...
 /// ```
 /// What could not be taken since it was pinned becomes `Pinned`, and from there goes on like an armed page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +26,11 @@ pub(crate) enum State {
     Volatile,
     /// Pinned, or shared with another process, when it was to be merged: left alone until a pass.
     Pinned(Retry),
+    /// In a huge page: keyed, but not reported to the store.
+    Seen {
+        /// Its line key.
+        key: Key,
+    },
     /// Keyed, and no twin known. `foreign`: it still maps a slot of a store that is gone.
     Candidate {
         /// The key last reported to the store.
@@ -94,6 +100,7 @@ impl State {
             State::Foreign => (6, 0),
             State::Volatile => (7, 0),
             State::Pinned(Retry { due, pause }) => (8, u64::from(due) | u64::from(pause) << 32),
+            State::Seen { key } => (9, key.raw()),
         };
         tag << TAG_SHIFT | payload
     }
@@ -118,6 +125,7 @@ impl State {
                 due: payload as u32,
                 pause: (payload >> 32) as u8,
             })),
+            9 => Key::try_new(payload).map(|key| State::Seen { key }),
             _ => Some(State::Untracked),
         };
         decoded.unwrap_or(State::Untracked)
@@ -136,6 +144,14 @@ impl State {
         match self {
             State::Shared(slot) => Some(slot),
             State::Private(place) => place,
+            _ => None,
+        }
+    }
+
+    /// The key of private content, which counts for the repetition rate.
+    fn counted_key(self) -> Option<Key> {
+        match self {
+            State::Seen { key } | State::Candidate { key, foreign: false } => Some(key),
             _ => None,
         }
     }
@@ -160,6 +176,9 @@ impl State {
             // Forgetting is always possible for private memory; for a mapped slot it means that we copied it.
             (_, Untracked) => true,
             (Untracked | Zero | Volatile | Pinned(_), Armed) => true,
+            (Untracked | Zero | Armed | Volatile, Seen { .. }) => true,
+            (Seen { .. }, Armed | Pinned(_) | Candidate { foreign: false, .. }) => true,
+            (Seen { .. }, Seen { .. }) => true,
             (Candidate { foreign: false, .. }, Armed) => true,
             (Armed, Volatile) => true,
             (Armed | Volatile | Pinned(_), Candidate { foreign: false, .. }) => true,
@@ -169,7 +188,7 @@ impl State {
             (Foreign, Candidate { foreign: true, .. }) => true,
             (Candidate { foreign: true, .. }, Foreign) => true,
             (
-                Untracked | Armed | Volatile | Pinned(_) | Candidate { foreign: false, .. },
+                Untracked | Armed | Seen { .. } | Volatile | Pinned(_) | Candidate { foreign: false, .. },
                 Shared(_) | Zero,
             ) => true,
             (Shared(slot), Private(place)) => place == Some(slot),
@@ -197,7 +216,7 @@ pub(crate) struct Counts {
 impl Counts {
     fn of(&mut self, state: State) -> Option<&mut u64> {
         match state {
-            State::Untracked => None,
+            State::Untracked | State::Seen { .. } => None,
             State::Armed => Some(&mut self.armed),
             State::Volatile => Some(&mut self.volatile),
             State::Pinned(_) => Some(&mut self.pinned),
@@ -217,6 +236,8 @@ pub(crate) struct Table {
     counts: Counts,
     /// Pages whose addresses lie in mappings of store files, for [`crate::discard`].
     in_file: Arc<Bits>,
+    /// How often the keys of [`State::Seen`] and [`State::Candidate`] occur, once there are huge pages.
+    repetition: Option<Filter>,
 }
 
 impl Table {
@@ -225,6 +246,7 @@ impl Table {
             words: vec![0; pages],
             counts: Counts::default(),
             in_file: Arc::new(Bits::new(pages)),
+            repetition: None,
         }
     }
 
@@ -233,11 +255,27 @@ impl Table {
         if end > self.words.len() {
             self.words.resize(end, 0);
             self.in_file = Arc::new(self.in_file.resized(end));
+            self.repetition = None; // counted anew, for the new size, when the next huge page is looked at
         }
     }
 
     pub(crate) fn in_file(&self) -> Arc<Bits> {
         self.in_file.clone()
+    }
+
+    /// From now on counts how often keys occur. Guests without huge pages do not pay for it.
+    pub(crate) fn count_repetition(&mut self) {
+        if self.repetition.is_none() {
+            let mut filter = Filter::new(self.words.len());
+            let keys = self.words.iter().filter_map(|w| State::decode(*w).counted_key());
+            keys.for_each(|key| filter.insert(key));
+            self.repetition = Some(filter);
+        }
+    }
+
+    /// How many pages have this key, at most; 0 if that is not counted.
+    pub(crate) fn repetition(&self, key: Key) -> u64 {
+        self.repetition.as_ref().map_or(0, |filter| filter.count(key))
     }
 
     pub(crate) fn get(&self, page: u32) -> State {
@@ -270,6 +308,10 @@ impl Table {
         if let Some(n) = self.counts.of(next) {
             *n += 1;
         }
+        if let Some(filter) = &mut self.repetition {
+            old.counted_key().into_iter().for_each(|key| filter.remove(key));
+            next.counted_key().into_iter().for_each(|key| filter.insert(key));
+        }
         self.words[page as usize] = next.encode();
         if old.in_file_mapping() != next.in_file_mapping() {
             self.in_file.set(page, next.in_file_mapping());
@@ -281,7 +323,7 @@ impl Table {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.words.len() * 8
+        self.words.len() * 8 + self.repetition.as_ref().map_or(0, Filter::bytes)
     }
 
     /// Candidates whose key satisfies `pick`, in order. The hot loop over the whole table.
@@ -304,7 +346,8 @@ mod tests {
         prop_oneof![
             Just(State::Untracked),
             Just(State::Armed),
-            (key, any::<bool>()).prop_map(|(key, foreign)| State::Candidate { key, foreign }),
+            (key.clone(), any::<bool>()).prop_map(|(key, foreign)| State::Candidate { key, foreign }),
+            key.prop_map(|key| State::Seen { key }),
             (0u32..1 << 26).prop_map(|s| State::Shared(Slot::try_new(s).unwrap())),
             Just(State::Zero),
             proptest::option::of(0u32..1 << 26).prop_map(|s| State::Private(s.and_then(Slot::try_new))),
@@ -331,6 +374,29 @@ mod tests {
             let mut counts = Counts::default();
             (0..20).for_each(|page| if let Some(n) = counts.of(table.get(page)) { *n += 1 });
             prop_assert_eq!(table.counts(), counts);
+        }
+
+        /// The filter counts what the table holds, whenever counting began.
+        #[test]
+        fn repetition_is_never_underrated(
+            steps in proptest::collection::vec((0u32..20, states()), 0..100),
+            begin in 0usize..100,
+        ) {
+            let mut table = Table::new(20);
+            for (n, (page, next)) in steps.into_iter().enumerate() {
+                if n == begin {
+                    table.count_repetition();
+                }
+                if table.get(page).may_become(next) {
+                    table.set(page, next);
+                }
+            }
+            table.count_repetition();
+            let keys: Vec<Key> = (0..20).filter_map(|page| table.get(page).counted_key()).collect();
+            for key in &keys {
+                let same = keys.iter().filter(|k| *k == key).fold(0, |n, _| n + 1);
+                prop_assert!(table.repetition(*key) >= same);
+            }
         }
 
         /// The rule that protects a DMA: what is private in a mapping of the store is never merged.

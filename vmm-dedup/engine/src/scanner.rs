@@ -10,6 +10,7 @@ use crate::error::Error;
 use crate::item::Item;
 use crate::memory::{Memory, Page};
 use crate::merge::Merger;
+use crate::mixed::Mixed;
 use crate::pace::Pacer;
 use crate::page::{State, Table};
 use crate::store::Store;
@@ -62,6 +63,7 @@ pub(crate) struct Scanner {
     pub(crate) breaker: Arc<Breaker>,
     pub(crate) merger: Merger,
     pub(crate) discards: Arc<Discards>,
+    pub(crate) mixed: Mixed,
     pub(crate) store: Option<Store>,
     pub(crate) store_path: PathBuf,
     pub(crate) outbox: Outbox,
@@ -149,6 +151,7 @@ impl Scanner {
             });
         }
         let merger = Merger::new(tracker.clone())?;
+        let mixed = Mixed::new(&config, tracker.clone())?;
         for region in memory.regions() {
             tracker
                 .register(region.start, region.len(), Mode::Wp)
@@ -200,6 +203,7 @@ impl Scanner {
             pagemap,
             breaker,
             merger,
+            mixed,
             store_path,
             control,
         };
@@ -325,6 +329,8 @@ impl Scanner {
         self.faults = faults;
         self.lap(|cpu| &mut cpu.track);
         self.track()?;
+        self.monitor()?;
+        self.look_at_huge()?;
         self.settle()
     }
 
@@ -343,7 +349,9 @@ impl Scanner {
             }
             self.table.set(page, State::Untracked);
             self.stats.breaks_managed_total += 1;
-            touched.insert(self.memory.chunk_of(page));
+            let chunk = self.memory.chunk_of(page);
+            self.note_break(chunk);
+            touched.insert(chunk);
         }
         let broke = !touched.is_empty();
         for chunk in touched {
@@ -401,6 +409,9 @@ impl Scanner {
                 }
                 State::Candidate { foreign: false, .. } => {
                     self.table.set(page, State::Armed);
+                }
+                State::Seen { .. } => {
+                    self.table.set(page, State::Untracked);
                 }
                 _ => {}
             }
@@ -471,6 +482,7 @@ impl Scanner {
     }
 
     pub(crate) fn fill_stats(&mut self) {
+        self.fill_mixed_stats();
         let counts = self.table.counts();
         let (breaks, reserve) = self.breaker.stats();
         let stats = &mut self.stats;

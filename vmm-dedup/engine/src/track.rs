@@ -23,7 +23,7 @@ const BREAKS_PERIOD: u64 = 16;
 /// Keys that are looked up one after the other, so that the loads overlap.
 const KEYED_TOGETHER: usize = 64;
 /// Pages whose key lines are fetched ahead.
-const PREFETCH: usize = 8;
+pub(crate) const PREFETCH: usize = 8;
 
 impl Scanner {
     /// Visits the chunks that are due.
@@ -54,7 +54,6 @@ impl Scanner {
             at = end;
         }
         self.find_breaks()?;
-        self.look_at_huge()?;
         if !skipped || self.passes.is_multiple_of(MAX_PERIOD) {
             self.stats.full_scans_total += 1;
         }
@@ -101,8 +100,9 @@ impl Scanner {
         for (i, at) in chunks.enumerate() {
             let was_huge = std::mem::replace(&mut self.chunks[at].huge, huge[i]);
             if huge[i] {
-                // Never protected, so that a write does not split it; see look_at_huge().
+                // Never protected, so that a write does not split it; see `crate::mixed`.
                 self.chunks[at].pending = false;
+                self.chunks[at].mixed.ours = false;
                 continue;
             }
             self.chunks[at].unarmed |= was_huge;
@@ -134,7 +134,7 @@ impl Scanner {
                 self.note_protect(page);
             }
             match (state, was_written) {
-                (State::Untracked | State::Zero, true) => {
+                (State::Untracked | State::Zero | State::Seen { .. }, true) => {
                     self.table.set(page, State::Armed);
                     waiting = true;
                 }
@@ -149,7 +149,7 @@ impl Scanner {
                     self.table.set(page, State::Armed);
                     waiting = true;
                 }
-                (state, false) if state.awaits_key() => self.to_key.push(page),
+                (state, false) if state.awaits_key() && !self.is_probe(at, page) => self.to_key.push(page),
                 (State::Candidate { key, foreign: false }, false) if ripe => self.look_up_again(page, key),
                 _ => {}
             }
@@ -207,6 +207,7 @@ impl Scanner {
             _ => {}
         }
         self.table.set(page, State::Private(state.place()));
+        self.note_break(self.memory.chunk_of(page));
         self.stats.breaks_kernel_total += 1;
     }
 
@@ -262,61 +263,5 @@ impl Scanner {
         unsafe { guest::copy_page(self.memory.address(page), &mut words) };
         self.stats.bytes_read.key += PAGE_SIZE as u64;
         words.iter().fold(0, |all, w| all | w) == 0
-    }
-
-    /// Huge pages are not protected; whether one is cold shows in its keys, read twice with a growing pause between.
-    fn look_at_huge(&mut self) -> Result<(), Error> {
-        for at in 0..self.chunks.len() {
-            if !self.chunks[at].huge || !self.chunks[at].look_due() {
-                continue;
-            }
-            let pages = self.memory.chunks()[at].pages.clone();
-            let mut keys = Vec::with_capacity(CHUNK_PAGES);
-            for page in pages.clone() {
-                guest::prefetch_key_lines(self.memory.address(page) + PREFETCH * PAGE_SIZE);
-                keys.push(self.read_key(page));
-            }
-            let fold = |all: u64, (key, _): &(Key, bool)| {
-                all.rotate_left(5).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ key.raw()
-            };
-            let cold = self.chunks[at].looked(keys.iter().fold(0, fold));
-            for (page, (key, zero)) in pages.zip(keys) {
-                self.look_at_huge_subpage(page, key, zero, cold)?;
-            }
-            self.lap(|cpu| &mut cpu.key);
-            self.breathe()?;
-        }
-        Ok(())
-    }
-
-    fn look_at_huge_subpage(&mut self, page: Page, key: Key, zero: bool, cold: bool) -> Result<(), Error> {
-        match self.table.get(page) {
-            State::Candidate {
-                key: old,
-                foreign: false,
-            } if !old.is_full() && old != key => {
-                self.outbox.withdrawals.push(old.raw());
-                self.table.set(page, State::Untracked);
-            }
-            state if !cold || !self.may_be_keyed(state) => {}
-            _ if zero => {
-                self.merges.push(Item::zero(page));
-            }
-            State::Pinned(_) => return self.look_up(page, key),
-            _ => {
-                self.table.set(page, State::Untracked);
-                return self.look_up(page, key);
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether a page of a cold huge page has no key yet and may get one.
-    fn may_be_keyed(&self, state: State) -> bool {
-        match state {
-            State::Untracked | State::Armed | State::Volatile | State::Zero => true,
-            State::Pinned(retry) => retry.is_due(self.passes),
-            _ => false,
-        }
     }
 }

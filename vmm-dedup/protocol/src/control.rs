@@ -141,7 +141,7 @@ pub struct Explanation {
     pub pinned: u64,
     /// Private for good, inside a mapping of the store: copied by the kernel after sharing, or left out of a shared run.
     pub broken: u64,
-    /// In huge pages that are kept whole.
+    /// In huge pages that are kept whole, or kept private to see whether what was one is used.
     pub huge: u64,
     /// They map a page of a store that is gone.
     pub foreign: u64,

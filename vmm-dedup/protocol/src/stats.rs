@@ -76,6 +76,8 @@ pub struct CpuNs {
     pub merge: u64,
     /// Breaking sharing: managed copy-on-write, unmerging.
     pub break_: u64,
+    /// Sampling which memory is used.
+    pub monitor: u64,
 }
 
 impl CpuNs {
@@ -88,6 +90,7 @@ impl CpuNs {
             self.store,
             self.merge,
             self.break_,
+            self.monitor,
         ]
         .into_iter()
         .fold(0, u64::saturating_add)
@@ -154,6 +157,12 @@ pub struct ServiceStats {
     pub pages_broken: u64,
     /// 2 MiB ranges mapped by one huge page at the last look.
     pub huge_ranges: u64,
+    /// Of these, those that are kept for speed: repetitive, but in use.
+    pub huge_kept_hot: u64,
+    /// Subpages of them that look repeated: memory given up for speed.
+    pub pages_given_up: u64,
+    /// 2 MiB ranges whose huge page was split for sharing.
+    pub huge_split: u64,
     /// Pages merged with a slot.
     pub merges_total: u64,
     /// Pages replaced by the zero page.
@@ -172,6 +181,22 @@ pub struct ServiceStats {
     pub refused_other_total: u64,
     /// Pages handed to the store.
     pub published_total: u64,
+    /// Huge pages split for sharing.
+    pub huge_splits_total: u64,
+    /// Huge pages built again for use.
+    pub huge_rebuilt_total: u64,
+    /// Huge pages of zeros given up as a whole.
+    pub huge_zero_total: u64,
+    /// Huge pages not built because a page was, or may have been, pinned.
+    pub rebuild_pinned_total: u64,
+    /// Huge pages not built for want of memory.
+    pub rebuild_memory_total: u64,
+    /// Huge pages not built for other reasons.
+    pub rebuild_other_total: u64,
+    /// 2 MiB ranges whose use was sampled.
+    pub samples_total: u64,
+    /// Samples that found use.
+    pub samples_used_total: u64,
     /// Passes begun (KSM: one wake-up of ksmd).
     pub passes_total: u64,
     /// Times that every range was looked at (KSM: full_scans).
@@ -213,6 +238,8 @@ pub struct ServiceStats {
     pub bytes_read: BytesRead,
     /// How long the pages of a merge batch were away: an upper bound of what a vCPU waits.
     pub stop: Histogram,
+    /// How long the pages of a range were away while its huge page was built.
+    pub rebuild: Histogram,
     /// How long a managed copy-on-write fault took, from its delivery to the wake-up.
     pub break_latency: Histogram,
 }

@@ -10,6 +10,8 @@ use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::PageWords;
 
 const HUGE: usize = 2 << 20;
+/// Pages in a huge page.
+pub(crate) const HUGE_PAGES: usize = HUGE / PAGE_SIZE;
 const WORDS: usize = PAGE_SIZE / 8;
 
 /// Kinds of content.
@@ -45,6 +47,29 @@ pub(crate) struct Area {
 impl Area {
     /// Maps and fills `mib` MiB.
     pub(crate) fn fill(kind: Kind, thp: bool, mib: u32) -> Result<Self, Failure> {
+        let mut area = Self::map(thp, mib)?;
+        match kind {
+            Kind::Scattered => area.fill_words(|page| if page % 2 == 1 { page / 8 } else { page | 1 << 40 }),
+            Kind::Runs => {
+                let stretches = area.pages / 256;
+                let distinct = (stretches / 4).max(1);
+                area.fill_words(|page| ((page / 256 % distinct) << 8) | (page % 256));
+            }
+            Kind::Files => area.fill_files()?,
+        }
+        area.sums = (0..area.pages).map(|page| area.sum(page)).collect();
+        Ok(area)
+    }
+
+    /// Maps and fills `mib` MiB of huge pages; pages with the same number have the same content.
+    pub(crate) fn with_content(mib: u32, id: impl Fn(usize) -> usize) -> Result<Self, Failure> {
+        let mut area = Self::map(true, mib)?;
+        area.fill_words(id);
+        area.sums = (0..area.pages).map(|page| area.sum(page)).collect();
+        Ok(area)
+    }
+
+    fn map(thp: bool, mib: u32) -> Result<Self, Failure> {
         let len = (mib as usize) << 20;
         warm_up(len * 2);
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -70,22 +95,24 @@ impl Area {
         };
         // SAFETY: our own mapping.
         unsafe { libc::madvise(base as *mut _, len, advice) };
-        let mut area = Self {
+        Ok(Self {
             base,
             pages: len / PAGE_SIZE,
             sums: Vec::new(),
-        };
-        match kind {
-            Kind::Scattered => area.fill_words(|page| if page % 2 == 1 { page / 8 } else { page | 1 << 40 }),
-            Kind::Runs => {
-                let stretches = area.pages / 256;
-                let distinct = (stretches / 4).max(1);
-                area.fill_words(|page| ((page / 256 % distinct) << 8) | (page % 256));
+        })
+    }
+
+    /// Reads a word, and writes the same back if asked to: a write that changes nothing.
+    pub(crate) fn touch(&self, page: usize, word: usize, write: bool) -> u64 {
+        let word = self.word(page, word);
+        // SAFETY: inside the area.
+        unsafe {
+            let value = word.read_volatile();
+            if write {
+                word.write_volatile(value);
             }
-            Kind::Files => area.fill_files()?,
+            value
         }
-        area.sums = (0..area.pages).map(|page| area.sum(page)).collect();
-        Ok(area)
     }
 
     pub(crate) fn address(&self) -> usize {

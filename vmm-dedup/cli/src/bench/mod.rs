@@ -8,12 +8,14 @@ mod content;
 mod engines;
 mod host;
 mod ksm;
+mod mixed;
 mod ours;
 mod report;
 
 pub(crate) use content::real_files;
 pub(crate) use engines::{EnginesArgs, engines};
 pub(crate) use host::mem_available;
+pub(crate) use mixed::{MixedArgs, MixedWorkerArgs, mixed, worker as mixed_worker};
 
 use crate::Failure;
 use crate::children::{self, Process};

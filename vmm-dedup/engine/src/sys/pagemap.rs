@@ -111,6 +111,11 @@ impl Pagemap {
         self.stretches(range, TRACKED | PRESENT | FILE, TRACKED | FILE)
     }
 
+    /// Stretches of a range that huge pages map.
+    pub(crate) fn huge(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
+        self.stretches(range, PRESENT | HUGE, 0)
+    }
+
     fn stretches(&mut self, range: Range<usize>, mask: u64, inverted: u64) -> io::Result<Vec<Range<usize>>> {
         let (mut at, mut found) = (range.start, Vec::new());
         while at < range.end {

@@ -3,8 +3,10 @@
 #![allow(unsafe_code)] // ioctls
 
 use crate::error::Error;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
 
 const fn ioc(dir: u64, nr: u64, size: usize) -> u64 {
     (dir << 30) | ((size as u64) << 16) | (0xaa << 8) | nr
@@ -279,7 +281,14 @@ impl Uffd {
         (moved, reason)
     }
 
-    /// Addresses of the write faults that wait now, up to the room in `out`. Never blocks.
+    /// Waits until somebody's fault can be read; whether there is one.
+    pub(crate) fn wait_for_fault(&self, time: Duration) -> bool {
+        let mut poll = [PollFd::new(self, PollFlags::IN)];
+        let timeout = Timespec::try_from(time).ok();
+        rustix::event::poll(&mut poll, timeout.as_ref()).is_ok_and(|ready| ready > 0)
+    }
+
+    /// Addresses of the faults that wait now, up to the room in `out`. Never blocks.
     pub(crate) fn read_faults(&self, out: &mut Vec<usize>) -> io::Result<()> {
         let mut events = [Event::default(); 32];
         // SAFETY: the buffer is writable for its whole size, and Event is plain data.

@@ -1,7 +1,7 @@
 //! Mapping, moving and discarding ranges of address space.
 #![allow(unsafe_code)] // mmap and its relatives
 
-use crate::page_size::bytes;
+use crate::page_size::{CHUNK_PAGES, HUGE_SIZE, bytes};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -38,6 +38,18 @@ impl Anonymous {
         Ok(this)
     }
 
+    /// 2 MiB that one huge page can map, not populated; the caller checks whether one does.
+    pub(crate) fn new_huge() -> io::Result<Self> {
+        let mut this = Self::new(2 * CHUNK_PAGES)?;
+        let end = this.base + this.len;
+        let base = this.base.next_multiple_of(HUGE_SIZE);
+        unmap(this.base, base - this.base);
+        (this.base, this.len) = (base, HUGE_SIZE);
+        unmap(base + HUGE_SIZE, end - (base + HUGE_SIZE));
+        advise(base, HUGE_SIZE, libc::MADV_HUGEPAGE)?;
+        Ok(this)
+    }
+
     pub(crate) fn base(&self) -> usize {
         self.base
     }
@@ -61,6 +73,12 @@ impl Anonymous {
     pub(crate) fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
         assert!(offset + len <= self.len);
         advise(self.base + offset, len, libc::MADV_DONTNEED)
+    }
+
+    /// Allocates the pages of a part.
+    pub(crate) fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
+        assert!(offset + len <= self.len);
+        advise(self.base + offset, len, libc::MADV_POPULATE_WRITE)
     }
 
     /// Allocates every page now, or fails without killing anyone.

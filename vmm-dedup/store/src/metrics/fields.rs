@@ -71,6 +71,17 @@ pub(super) static GAUGES: &[Field] = &[
     plain("huge_ranges", "2 MiB ranges mapped by one huge page", |s| {
         s.huge_ranges
     }),
+    plain(
+        "huge_kept_hot",
+        "Huge pages kept for speed: repetitive, but in use",
+        |s| s.huge_kept_hot,
+    ),
+    plain(
+        "pages_given_up",
+        "Subpages of those that look repeated: memory given up for speed",
+        |s| s.pages_given_up,
+    ),
+    plain("huge_split", "2 MiB ranges split for sharing", |s| s.huge_split),
     plain("vmas", "VMAs that merging added", |s| s.vmas),
     plain("vmas_max", "Most VMAs that merging may add", |s| s.vmas_max),
     bytes("metadata", "Bookkeeping of the service", |s| s.metadata_bytes),
@@ -106,6 +117,15 @@ pub(super) static COUNTERS: &[Field] = &[
         |s| s.mismatches_total,
     ),
     plain("published", "Pages handed to the store", |s| s.published_total),
+    plain("huge_splits", "Huge pages split for sharing", |s| {
+        s.huge_splits_total
+    }),
+    plain("huge_rebuilt", "Huge pages built again for use", |s| {
+        s.huge_rebuilt_total
+    }),
+    plain("huge_zero", "Huge pages of zeros given up as a whole", |s| {
+        s.huge_zero_total
+    }),
     plain("passes", "Passes begun", |s| s.passes_total),
     plain("full_scans", "Times that every range was looked at", |s| {
         s.full_scans_total
@@ -120,6 +140,27 @@ pub(super) static COUNTERS: &[Field] = &[
 ];
 
 pub(super) static LABELLED: &[Labelled] = &[
+    Labelled {
+        name: "rebuild_refusals",
+        help: "Huge pages that could not be built again",
+        unit: None,
+        label: "reason",
+        series: &[
+            ("pinned", |s| s.rebuild_pinned_total),
+            ("memory", |s| s.rebuild_memory_total),
+            ("other", |s| s.rebuild_other_total),
+        ],
+    },
+    Labelled {
+        name: "use_samples",
+        help: "2 MiB ranges whose use was sampled",
+        unit: None,
+        label: "result",
+        series: &[
+            ("used", |s| s.samples_used_total),
+            ("unused", |s| s.samples_total.saturating_sub(s.samples_used_total)),
+        ],
+    },
     Labelled {
         name: "breaks",
         help: "Sharing broken, by the kernel's copy-on-write or by the service",
@@ -162,13 +203,18 @@ pub(super) static HISTOGRAMS: &[HistogramField] = &[
     ("stop", "How long the pages of a merge batch were away", |s| {
         &s.stop
     }),
+    (
+        "rebuild",
+        "How long the pages of a range were away while its huge page was built",
+        |s| &s.rebuild,
+    ),
     ("break", "How long a managed copy-on-write fault took", |s| {
         &s.break_latency
     }),
 ];
 
 /// CPU time by stage.
-pub(super) fn stages(cpu: &CpuNs) -> [(&'static str, u64); 6] {
+pub(super) fn stages(cpu: &CpuNs) -> [(&'static str, u64); 7] {
     [
         ("track", cpu.track),
         ("key", cpu.key),
@@ -176,5 +222,6 @@ pub(super) fn stages(cpu: &CpuNs) -> [(&'static str, u64); 6] {
         ("store", cpu.store),
         ("merge", cpu.merge),
         ("break", cpu.break_),
+        ("monitor", cpu.monitor),
     ]
 }

@@ -1,0 +1,78 @@
+//! Chaos with huge pages: guests write, restore and rest, while what stands still is split and shared and what is used
+//! is built again, all the time.
+
+use crate::guests::{Outcome, Size, add, payload};
+use crate::store::StoreThread;
+use crate::vm::Guest;
+use std::time::{Duration, Instant};
+use vmm_dedup::{Breaks, Config, ServiceStats};
+use vmm_dedup_refvmm::ThpMode;
+
+/// Splits and rebuilds, in subpages (512 for each huge page).
+fn conversions(stats: &ServiceStats) -> u64 {
+    512 * (stats.huge_splits_total + stats.huge_rebuilt_total + stats.huge_zero_total)
+}
+
+/// Two guests with the same pages and zero pages, until `size.merges` subpages were split or rebuilt.
+///
+/// # Panics
+/// If a guest reports a wrong byte or the wanted number is not reached in time.
+#[must_use]
+pub fn chaos(size: Size) -> Outcome {
+    let store = StoreThread::start();
+    let config = |name: &str| Config {
+        name: name.into(),
+        pass_period_ms: 10,
+        cpu_percent: 90,
+        monitor_interval_ms: 20,
+        monitor_window_us: 1000,
+        breaks: Breaks::Managed {
+            reserve_pages: 4096,
+            floor_bytes: 256 << 20,
+        },
+        ..Config::default()
+    };
+    let memory = size.common_mib + size.zero_mib + 16;
+    let guests: Vec<Guest> = (0..2)
+        .map(|n| {
+            let name = format!("huge-{n}");
+            let dedup = Some((store.socket(), config(&name)));
+            let dedup = dedup
+                .as_ref()
+                .map(|(socket, config)| (socket.as_path(), config.clone()));
+            Guest::boot(payload(n + 1, size).rest_ms(150), memory, ThpMode::Always, dedup)
+        })
+        .collect();
+    let start = Instant::now();
+    loop {
+        std::thread::sleep(Duration::from_millis(100));
+        let done: u64 = guests.iter().map(|g| conversions(&g.stats())).sum();
+        if done >= size.merges {
+            break;
+        }
+        assert!(
+            start.elapsed() < size.patience,
+            "only {done} splits and rebuilds of {} in time: {:?}",
+            size.merges,
+            guests[0].stats()
+        );
+    }
+    let mut outcome = Outcome::default();
+    for guest in guests {
+        let (verdict, stats) = guest.finish();
+        assert!(
+            verdict.ok && verdict.errors == 0,
+            "a guest found wrong bytes: {verdict:?}"
+        );
+        outcome.errors += verdict.errors;
+        outcome.writes += verdict.writes;
+        outcome.merges += stats.merges_total + stats.zero_merges_total;
+        outcome.conversions += conversions(&stats);
+        outcome.rebuilt += stats.huge_rebuilt_total;
+        outcome.breaks += stats.breaks_managed_total + stats.breaks_kernel_total;
+        outcome.mismatches += stats.mismatches_total;
+        add(&mut outcome.stop, &stats.stop);
+        add(&mut outcome.rebuild, &stats.rebuild);
+    }
+    outcome
+}

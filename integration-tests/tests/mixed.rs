@@ -1,0 +1,204 @@
+//! Huge and small pages side by side: what is split, what stays, what is built again.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use vmm_dedup::{Breaks, Config, DedupService, Policy, ServiceStats};
+use vmm_dedup_integration_tests::huge::HUGE_PAGES;
+use vmm_dedup_integration_tests::huge_pages_or_skip;
+use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::need_userfaultfd;
+use vmm_dedup_integration_tests::store::StoreThread;
+
+/// Pages of each 2 MiB that are kept private to sample its use.
+const PROBES: usize = 4;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn config(policy: Policy) -> Config {
+    Config {
+        cpu_percent: 100,
+        pass_period_ms: 20,
+        huge_policy: policy,
+        monitor_interval_ms: 100,
+        monitor_window_us: 5000,
+        breaks: Breaks::Managed {
+            reserve_pages: 1024,
+            floor_bytes: 64 << 20,
+        },
+        ..Config::default()
+    }
+}
+
+/// Chunks in pairs of equal ones.
+fn pairs(chunks: usize) -> Pages {
+    let pages = Pages::map_huge(chunks * HUGE_PAGES);
+    (0..pages.count()).for_each(|page| pages.fill(page, id(page)));
+    pages
+}
+
+fn id(page: usize) -> u64 {
+    (page / (2 * HUGE_PAGES) * HUGE_PAGES + page % HUGE_PAGES) as u64 + 1
+}
+
+fn wait(service: &DedupService, what: &str, is: impl Fn(&ServiceStats) -> bool) -> ServiceStats {
+    let start = Instant::now();
+    loop {
+        let stats = service.stats();
+        if is(&stats) {
+            return stats;
+        }
+        assert!(start.elapsed() < PATIENCE, "waiting until {what}: {stats:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Ends the reader, also when the test fails.
+struct EndReader<'a>(&'a AtomicUsize);
+
+impl Drop for EndReader<'_> {
+    fn drop(&mut self) {
+        self.0.store(usize::MAX, Ordering::Release);
+    }
+}
+
+/// Runs `then` while a thread reads words all over the first `chunks` chunks that `hot` says, and checks them.
+fn while_reading<T>(pages: &Pages, hot: &AtomicUsize, then: impl FnOnce() -> T) -> T {
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            let (mut n, mut wrong) = (1usize, 0);
+            loop {
+                let count = hot.load(Ordering::Acquire);
+                if count == usize::MAX {
+                    return wrong;
+                }
+                if count == 0 {
+                    std::thread::sleep(Duration::from_millis(1));
+                    continue;
+                }
+                n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let (page, word) = ((n >> 32) % (count * HUGE_PAGES), (n >> 20) % 512);
+                wrong += usize::from(pages.load(page, word) != pages.expected(id(page), word));
+            }
+        });
+        let end = EndReader(hot);
+        let result = then();
+        drop(end);
+        assert_eq!(reader.join().expect("the reader ends"), 0, "wrong words");
+        result
+    })
+}
+
+#[test]
+fn hot_pages_stay_huge_cold_ones_share_and_come_back_when_they_turn_hot() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = pairs(8);
+    huge_pages_or_skip!(&pages);
+    let hot = AtomicUsize::new(2);
+    let service = pages
+        .serve(&store.socket(), config(Policy::Smartmd))
+        .expect("dedup starts");
+    while_reading(&pages, &hot, || {
+        let cold = (6 * (HUGE_PAGES - PROBES)) as u64;
+        // A reader that got no CPU time in a sample looks cold; what is hot comes back.
+        wait(&service, "the cold pairs are shared", |s| {
+            s.pages_mapped == cold && s.huge_ranges == 2 && s.huge_split == 6
+        });
+        wait(&service, "the hot ones are told", |s| {
+            s.huge_kept_hot == 2 && s.pages_given_up > 1000
+        });
+        hot.store(8, Ordering::Release);
+        let stats = wait(&service, "all are huge again", |s| s.huge_ranges == 8);
+        assert!(stats.huge_rebuilt_total >= 6, "{stats:?}");
+        hot.store(2, Ordering::Release);
+        wait(&service, "the cold pairs are shared again", |s| {
+            s.pages_mapped == cold && s.huge_ranges == 2
+        });
+    });
+    service.stop(true).expect("it stops");
+    assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));
+}
+
+#[test]
+fn with_kernel_breaks_what_was_only_read_comes_back_and_what_was_copied_stays() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = pairs(4);
+    huge_pages_or_skip!(&pages);
+    let hot = AtomicUsize::new(0);
+    let config = Config {
+        breaks: Breaks::Kernel,
+        ..config(Policy::Smartmd)
+    };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    while_reading(&pages, &hot, || {
+        let all = (4 * (HUGE_PAGES - PROBES)) as u64;
+        wait(&service, "the pairs are shared", |s| s.pages_mapped == all);
+        // A write that changes nothing makes the kernel copy all the same.
+        pages.store(5, 0, pages.expected(id(5), 0));
+        wait(&service, "the copy is found", |s| s.pages_broken == 1);
+        hot.store(4, Ordering::Release);
+        let stats = wait(&service, "three are huge again, one is refused", |s| {
+            s.huge_ranges == 3 && s.rebuild_pinned_total > 0
+        });
+        assert!(stats.huge_rebuilt_total >= 3, "{stats:?}");
+    });
+    service.stop(true).expect("it stops");
+    assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));
+}
+
+#[test]
+fn huge_pages_of_zeros_are_given_up_whole() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map_huge(4 * HUGE_PAGES);
+    (0..pages.count()).for_each(|page| pages.fill(page, 0));
+    huge_pages_or_skip!(&pages);
+    let service = pages
+        .serve(&store.socket(), config(Policy::Smartmd))
+        .expect("dedup starts");
+    let stats = wait(&service, "all are given up", |s| s.huge_zero_total == 4);
+    assert_eq!((stats.pages_zero, stats.vmas), (2048, 0));
+    pages.store(700, 3, 9);
+    wait(&service, "the one that is written is huge at once", |s| {
+        s.huge_ranges == 1
+    });
+    assert_eq!(pages.load(700, 3), 9);
+    assert!(
+        (0..pages.count())
+            .filter(|page| *page != 700)
+            .all(|page| pages.holds(page, 0))
+    );
+    service.stop(true).expect("it stops");
+}
+
+/// Two hot chunks and two cold ones, in pairs; then two cold ones without twins: what each policy leaves huge and shares.
+fn under(policy: Policy, done: impl Fn(&ServiceStats) -> bool) {
+    let store = StoreThread::start();
+    let pages = Pages::map_huge(6 * HUGE_PAGES);
+    for page in 0..pages.count() {
+        let unique = page >= 4 * HUGE_PAGES;
+        pages.fill(page, id(page) + if unique { (page as u64) << 20 } else { 0 });
+    }
+    huge_pages_or_skip!(&pages);
+    let hot = AtomicUsize::new(2);
+    let service = pages
+        .serve(&store.socket(), config(policy))
+        .expect("dedup starts");
+    while_reading(&pages, &hot, || wait(&service, policy.name(), &done));
+    service.stop(true).expect("it stops");
+}
+
+#[test]
+fn policies_do_what_their_names_say() {
+    need_userfaultfd!();
+    let half = (2 * (HUGE_PAGES - PROBES)) as u64;
+    // Hot ones stay, cold ones with twins go.
+    under(Policy::Smartmd, |s| s.huge_ranges == 4 && s.pages_mapped == half);
+    // Whatever has a twin goes.
+    under(Policy::Ksm, |s| s.huge_ranges == 2 && s.pages_mapped == 2048);
+    under(Policy::NoSplitting, |s| {
+        s.huge_ranges == 2 && s.pages_mapped == 2048
+    });
+    // Whatever is cold goes, twins or not.
+    under(Policy::Ingens, |s| s.huge_ranges == 2 && s.pages_mapped == half);
+}

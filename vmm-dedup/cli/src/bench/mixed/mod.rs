@@ -1,0 +1,232 @@
+//! `bench mixed`: what each policy for huge pages saves, and what it costs in speed, all policies in one run.
+//!
+//! Each policy works in a process of its own, with a store of its own, first on plain memory, then on guests. The memory has
+//! a hot part, a cold part with many duplicates, and a cold unique part; then the roles change. Speed is accesses per
+//! second of the accessing thread's CPU time, so that other load on the machine counts little.
+
+mod guests;
+mod process;
+mod report;
+
+use super::host;
+use crate::Failure;
+use crate::children::{self, Process};
+use clap::Args;
+use report::{Measured, Report};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+use vmm_dedup::{Breaks, Config, DedupService, Policy, ServiceStats};
+
+/// Compare the policies for huge pages: memory saved, speed of random access, CPU time.
+///
+/// The memory: a quarter is hot (one page in 32 has a twin), five eighths are cold and repetitive (every second one has),
+/// the rest is cold and unique. Later a part of the cold memory turns hot. Needs 2 MiB pages (transparent_hugepage
+/// "madvise" or "always"); the guests need /dev/kvm, and are left out without it.
+#[derive(Args, Debug)]
+pub(crate) struct MixedArgs {
+    /// Memory under test, MiB.
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(64..=65_536))]
+    mib: u32,
+    /// Seconds of each measurement.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=600))]
+    seconds: u32,
+    /// Milliseconds between two samples of what is used.
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(10..=60_000))]
+    interval_ms: u32,
+    /// Only these policies; without dedup ("none") is always measured.
+    #[arg(long, value_delimiter = ',')]
+    policies: Vec<Policy>,
+    /// Measure plain memory only, no guests.
+    #[arg(long)]
+    no_guests: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// One policy in a process of its own (internal).
+#[derive(Args, Debug)]
+pub(crate) struct MixedWorkerArgs {
+    #[arg(long, requires = "store")]
+    policy: Option<Policy>,
+    #[arg(long)]
+    store: Option<PathBuf>,
+    #[arg(long, default_value_t = 0)]
+    store_pid: u32,
+    #[arg(long)]
+    mib: u32,
+    #[arg(long)]
+    seconds: u32,
+    #[arg(long)]
+    interval_ms: u32,
+    #[arg(long)]
+    no_guests: bool,
+}
+
+/// Runs the comparison.
+pub(crate) fn mixed(args: &MixedArgs) -> Result<(), Failure> {
+    host::need_memory(u64::from(args.mib) << 21)?;
+    let cleanup = || drop(std::fs::remove_dir_all(crate::store::child_folder("mixed")));
+    let report = crate::signals::on_termination(cleanup, || compare(args))?;
+    if args.json {
+        let text = serde_json::to_string_pretty(&report).map_err(Failure::from_error)?;
+        println!("{text}");
+    } else {
+        report.print();
+    }
+    Ok(())
+}
+
+fn compare(args: &MixedArgs) -> Result<Report, Failure> {
+    let policies = if args.policies.is_empty() {
+        Policy::ALL.to_vec()
+    } else {
+        args.policies.clone()
+    };
+    let mut report = Report::new(args.mib, args.seconds, args.interval_ms);
+    for policy in std::iter::once(None).chain(policies.into_iter().map(Some)) {
+        eprintln!("policy {}", policy.map_or("none", Policy::name));
+        report.add(measure(args, policy)?);
+    }
+    Ok(report)
+}
+
+fn measure(args: &MixedArgs, policy: Option<Policy>) -> Result<Measured, Failure> {
+    let mut command = children::command()?;
+    command.args(["bench", "mixed-worker"]);
+    for (name, value) in [
+        ("--mib", args.mib),
+        ("--seconds", args.seconds),
+        ("--interval-ms", args.interval_ms),
+    ] {
+        command.args([name, &value.to_string()]);
+    }
+    if args.no_guests {
+        command.arg("--no-guests");
+    }
+    let store = policy
+        .map(|_| crate::store::Child::start("mixed", None))
+        .transpose()?;
+    if let (Some(policy), Some(store)) = (policy, &store) {
+        command
+            .args([
+                "--policy",
+                policy.name(),
+                "--store-pid",
+                &store.pid().to_string(),
+                "--store",
+            ])
+            .arg(store.socket());
+    }
+    let process = Process::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
+    let process = process.map_err(|e| Failure::new(format!("cannot start a measurement: {e}")))?;
+    let mut answer = Vec::new();
+    if let Some(mut output) = process.output() {
+        output.read_to_end(&mut answer).map_err(Failure::from_error)?;
+    }
+    let status = process.wait().map_err(Failure::from_error)?;
+    if !status.success() {
+        let name = policy.map_or("none", Policy::name);
+        return Err(Failure::new(format!(
+            "the measurement of {name} failed ({status})"
+        )));
+    }
+    serde_json::from_slice(&answer).map_err(|e| Failure::new(format!("unreadable measurement: {e}")))
+}
+
+/// The process behind [`measure`].
+pub(crate) fn worker(args: &MixedWorkerArgs) -> Result<(), Failure> {
+    let setup = Setup {
+        policy: args.policy,
+        store: args.store.as_deref(),
+        store_pid: args.store_pid,
+        seconds: Duration::from_secs(args.seconds.into()),
+        interval_ms: args.interval_ms.into(),
+    };
+    let measured = Measured {
+        policy: args.policy.map_or("none", Policy::name).to_owned(),
+        process: process::measure(&setup, args.mib)?,
+        guests: if args.no_guests {
+            None
+        } else {
+            guests::measure(&setup)?
+        },
+    };
+    println!(
+        "{}",
+        serde_json::to_string(&measured).map_err(Failure::from_error)?
+    );
+    Ok(())
+}
+
+/// Longest time to wait until a policy has settled.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What a measurement works with.
+struct Setup<'a> {
+    /// `None`: no dedup.
+    policy: Option<Policy>,
+    store: Option<&'a Path>,
+    store_pid: u32,
+    seconds: Duration,
+    interval_ms: u64,
+}
+
+impl Setup<'_> {
+    fn config(&self, name: &str, policy: Policy) -> Config {
+        Config {
+            name: name.into(),
+            pass_period_ms: (self.interval_ms / 4).max(10),
+            cpu_percent: 50,
+            huge_policy: policy,
+            monitor_interval_ms: self.interval_ms,
+            // What the kernel copies may be pinned and could not be built again.
+            breaks: Breaks::Managed {
+                reserve_pages: 4096,
+                floor_bytes: 256 << 20,
+            },
+            ..Config::default()
+        }
+    }
+
+    /// Waits until nothing has been merged for three intervals, at most [`PATIENCE`]: what is written all the
+    /// time is merged and broken again for ever.
+    fn settle(&self, services: &[DedupService]) {
+        let start = Instant::now();
+        let mut last = (0, start);
+        while start.elapsed() < PATIENCE {
+            let sum = services.iter().map(DedupService::stats).fold(0, |sum, s| {
+                sum + s.merges_total + s.zero_merges_total + s.huge_rebuilt_total + s.huge_splits_total
+            });
+            if sum != last.0 {
+                last = (sum, Instant::now());
+            } else if last.1.elapsed() > Duration::from_millis(self.interval_ms * 3 + 1000) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Pages saved: mapped, beyond the first of each content, and zero.
+    fn saved_pages(&self, services: &[DedupService]) -> Result<u64, Failure> {
+        let Some(store) = self.store else { return Ok(0) };
+        let mapped: u64 = services
+            .iter()
+            .map(DedupService::stats)
+            .map(|s| s.pages_mapped + s.pages_zero)
+            .sum();
+        Ok(mapped.saturating_sub(crate::stat::fetch(store)?.0.pages_shared))
+    }
+
+    /// CPU time so far: `(monitors, all else of dedup with the store)`, seconds.
+    fn cpu(&self, services: &[DedupService]) -> Result<(f64, f64), Failure> {
+        let stats: Vec<ServiceStats> = services.iter().map(DedupService::stats).collect();
+        let monitor: u64 = stats.iter().map(|s| s.cpu_ns.monitor).sum();
+        let threads: u64 = stats.iter().map(|s| s.cpu_ns.total()).sum();
+        let store = self.store.map_or(Ok(0), |_| host::cpu_ns(self.store_pid, ""))?;
+        let seconds = super::ksm::seconds;
+        Ok((seconds(monitor), seconds(threads - monitor + store)))
+    }
+}

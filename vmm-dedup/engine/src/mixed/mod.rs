@@ -1,0 +1,223 @@
+//! Huge and small pages side by side: split what is cold and repetitive, keep what is hot, build again what turned hot.
+//! After SmartMD (Guo et al., USENIX ATC'17).
+//!
+//! ```text
+//!              repetition (looks at keys)        use (samples)
+//!                        |                          |
+//!   huge page ----> many twins and cold? --split--> small pages, shared
+//!       ^                                           |
+//!       `--------------- hot? <--rebuild------------'
+//! ```
+//!
+//! - [`filter`], [`repetition`]: how much of a huge page repeats, and the search for twins;
+//! - [`access`], [`take`]: what is used;
+//! - [`policy`], [`pressure`]: the thresholds, which follow the host's memory;
+//! - [`rebuild`]: gathering small pages in a huge one;
+//! - this module: the monitor's rounds.
+//!
+//! Known holes: identical huge pages share small store pages (the store's memory is not huge); a range with a page that
+//! the kernel copied on write cannot be rebuilt, so ranges that are written often need managed breaks.
+
+pub(crate) mod access;
+pub(crate) mod filter;
+pub(crate) mod huge;
+pub(crate) mod policy;
+pub(crate) mod pressure;
+mod rebuild;
+mod repetition;
+mod scratch;
+pub(crate) mod take;
+
+use crate::config::Config;
+use crate::error::Error;
+use crate::memory::Page;
+use crate::scanner::Scanner;
+use crate::sys::uffd::Uffd;
+use access::{AccessMonitor, PROBES, Target};
+use policy::{Policy, Thresholds};
+use pressure::Pressure;
+use rebuild::Refusal;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use take::TakeAndWait;
+
+/// CPU time that sampling may take: a hundredth of a core for 16 GiB of guest memory, or for less.
+const SHARE: f64 = 0.01;
+const SHARE_PAGES: f64 = (16u64 << 30 >> 12) as f64;
+/// Sharing broken within an interval that counts as use.
+const BREAKS_OF_USE: u8 = 8;
+/// Intervals to wait after a rebuild that failed; memory and pins do not come and go at once.
+const REBUILD_PAUSE: u8 = 4;
+
+/// The monitor's state.
+#[derive(Debug)]
+pub(crate) struct Mixed {
+    policy: Policy,
+    interval: Duration,
+    window: Duration,
+    split_pages: usize,
+    pub(crate) thresholds: Thresholds,
+    monitor: Option<Box<dyn AccessMonitor>>,
+    /// When the next interval begins.
+    next: Option<Instant>,
+}
+
+impl Mixed {
+    pub(crate) fn new(config: &Config, tracker: Arc<Uffd>) -> Result<Self, Error> {
+        let policy = config.huge_policy;
+        let monitor: Option<Box<dyn AccessMonitor>> = if policy.watches_access() {
+            Some(Box::new(TakeAndWait::new(tracker)?))
+        } else {
+            None
+        };
+        let source = monitor.as_ref().map_or("nothing", |monitor| monitor.name());
+        log::info!("huge pages: policy {policy}, use is watched by {source}");
+        Ok(Self {
+            policy,
+            interval: Duration::from_millis(config.monitor_interval_ms),
+            window: Duration::from_micros(config.monitor_window_us),
+            split_pages: config.huge_split_pages,
+            thresholds: Thresholds::new(Pressure::default(), config.huge_split_pages),
+            monitor,
+            next: None,
+        })
+    }
+
+    pub(crate) fn policy(&self) -> Policy {
+        self.policy
+    }
+}
+
+impl Scanner {
+    /// A round of the monitor, if one is due: samples use, then builds again what is hot. Huge pages never sampled before
+    /// are sampled at once, so that new ones need not wait for an interval to be judged.
+    pub(crate) fn monitor(&mut self) -> Result<(), Error> {
+        let now = Instant::now();
+        let due = self.mixed.next.is_none_or(|next| next <= now);
+        if due {
+            self.mixed.thresholds = Thresholds::new(Pressure::now(), self.mixed.split_pages);
+        }
+        if self.mixed.monitor.is_none() {
+            self.mixed.next = Some(now + self.mixed.interval);
+            return Ok(());
+        }
+        let wanted = |at: &usize| {
+            let chunk = &self.chunks[*at];
+            (chunk.huge && (due || !chunk.mixed.sampled)) || (chunk.mixed.ours && due)
+        };
+        let chunks: Vec<usize> = (0..self.chunks.len()).filter(wanted).collect();
+        let before = self.stats.cpu_ns.monitor;
+        for batch in chunks.chunks(take::BATCH) {
+            self.sample(batch);
+            self.lap(|cpu| &mut cpu.monitor);
+            self.breathe()?;
+        }
+        if due {
+            let cost = Duration::from_nanos(self.stats.cpu_ns.monitor - before);
+            self.mixed.next = Some(now + self.mixed.interval.max(self.affordable(cost)));
+            self.rebuild_hot()?;
+        }
+        Ok(())
+    }
+
+    /// How long the next round must be away for one that costs that much.
+    #[allow(clippy::cast_precision_loss)] // a number of pages
+    fn affordable(&self, cost: Duration) -> Duration {
+        let share = SHARE * (self.memory.pages() as f64 / SHARE_PAGES).max(1.0);
+        cost.div_f64(share)
+    }
+
+    fn sample(&mut self, batch: &[usize]) {
+        // While memory is away nobody else frees any of it.
+        let discards = self.discards.clone();
+        let mut discards = discards.lock();
+        self.note_discards(&mut discards);
+        let chunks = self.memory.chunks();
+        let target = |at: &usize| match self.chunks[*at].huge {
+            true => Target::Huge(chunks[*at].start),
+            false => Target::Split(chunks[*at].start),
+        };
+        let targets: Vec<Target> = batch.iter().map(target).collect();
+        let Some(monitor) = &mut self.mixed.monitor else {
+            return;
+        };
+        let used = match monitor.sample(&targets, self.mixed.window) {
+            Ok(used) => used,
+            Err(error) => return log::warn!("use of memory cannot be sampled: {error}"),
+        };
+        self.stats.samples_total += batch.len() as u64;
+        for (at, used) in batch.iter().zip(used) {
+            let chunk = &mut self.chunks[*at];
+            let breaks = std::mem::take(&mut chunk.mixed.breaks);
+            if let Some(used) = used {
+                chunk.mixed.frequency.note(used || breaks >= BREAKS_OF_USE);
+                chunk.mixed.sampled = true;
+                self.stats.samples_used_total += u64::from(used);
+            } else {
+                // Not what it was: the next visit tells.
+                chunk.pending = true;
+            }
+        }
+    }
+
+    fn rebuild_hot(&mut self) -> Result<(), Error> {
+        for at in 0..self.chunks.len() {
+            let state = &mut self.chunks[at].mixed;
+            if !state.ours || !self.mixed.thresholds.rebuild(self.mixed.policy, state.frequency) {
+                continue;
+            }
+            if state.wait > 0 {
+                state.wait -= 1;
+                continue;
+            }
+            if let Err(reason) = self.rebuild(at) {
+                let counter = match reason {
+                    Refusal::Pinned => &mut self.stats.rebuild_pinned_total,
+                    Refusal::Memory => &mut self.stats.rebuild_memory_total,
+                    Refusal::Other => &mut self.stats.rebuild_other_total,
+                };
+                *counter += 1;
+                self.chunks[at].mixed.wait = REBUILD_PAUSE;
+                self.chunks[at].pending = true;
+            }
+            self.merger.clean_up();
+            self.lap(|cpu| &mut cpu.merge);
+            self.breathe()?;
+        }
+        Ok(())
+    }
+
+    /// Whether a page is kept private for sampling.
+    pub(crate) fn is_probe(&self, chunk: usize, page: Page) -> bool {
+        let state = &self.chunks[chunk];
+        let subpage = (page - self.memory.chunks()[chunk].pages.start) as usize;
+        self.mixed.monitor.is_some() && (state.huge || state.mixed.ours) && PROBES.contains(&subpage)
+    }
+
+    /// Notes that sharing was broken in a chunk.
+    pub(crate) fn note_break(&mut self, chunk: usize) {
+        let breaks = &mut self.chunks[chunk].mixed.breaks;
+        *breaks = breaks.saturating_add(1);
+    }
+
+    /// Fills in what the policy has to tell.
+    pub(crate) fn fill_mixed_stats(&mut self) {
+        let huge = self.chunks.iter().filter(|c| c.huge);
+        let kept = |state: &huge::HugeState| {
+            state.sampled
+                && state.repetition() as usize >= self.mixed.split_pages
+                && self
+                    .mixed
+                    .thresholds
+                    .twins_wanted(self.mixed.policy, state.frequency)
+                    .is_none()
+        };
+        let kept = huge.filter(|c| kept(&c.mixed));
+        let (count, pages) = kept.fold((0, 0), |(n, sum), c| {
+            (n + 1, sum + u64::from(c.mixed.repetition()))
+        });
+        self.stats.huge_kept_hot = count;
+        self.stats.pages_given_up = pages;
+        self.stats.huge_split = self.chunks.iter().filter(|c| c.mixed.ours).fold(0, |n, _| n + 1);
+    }
+}

@@ -1,0 +1,197 @@
+//! Which huge pages to split and which to build again.
+
+use crate::mixed::access::PROBES;
+use crate::mixed::pressure::Pressure;
+use crate::page_size::CHUNK_PAGES;
+use serde::{Deserialize, Serialize};
+
+/// How 2 MiB ranges are managed. All but [`Policy::Smartmd`] are there to compare with (SmartMD, USENIX ATC'17, slides
+/// 13 to 21).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Policy {
+    /// Split what is rarely used and has many duplicates, build again what is used often.
+    #[default]
+    Smartmd,
+    /// As KSM: split whatever has a duplicate and stands still, however often it is read. Build nothing again.
+    Ksm,
+    /// Share whole 2 MiB only: split a huge page if all of its small pages have twins.
+    NoSplitting,
+    /// As Ingens (OSDI'16): split what is rarely used, whether it has duplicates or not, build again what is used often.
+    Ingens,
+}
+
+impl Policy {
+    /// All of them, in the order of benchmarks.
+    pub const ALL: [Policy; 4] = [Policy::Smartmd, Policy::Ksm, Policy::NoSplitting, Policy::Ingens];
+
+    /// Its name in configurations.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Policy::Smartmd => "smartmd",
+            Policy::Ksm => "ksm",
+            Policy::NoSplitting => "no-splitting",
+            Policy::Ingens => "ingens",
+        }
+    }
+
+    /// Whether it depends on how often memory is used.
+    pub(crate) fn watches_access(self) -> bool {
+        matches!(self, Policy::Smartmd | Policy::Ingens)
+    }
+}
+
+impl std::fmt::Display for Policy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Policy {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let names = || Policy::ALL.map(Policy::name).join(", ");
+        Policy::ALL
+            .into_iter()
+            .find(|p| p.name() == name)
+            .ok_or_else(|| format!("there is no policy {name:?}; choose one of {}", names()))
+    }
+}
+
+/// How often a 2 MiB range was used lately: one up for each interval in which it was, one down for each in which it was
+/// not (slide 11), between 0 and [`Frequency::MAX`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Frequency(u8);
+
+impl Frequency {
+    /// Bounds how long a range that was hot for ever takes to be cold.
+    pub(crate) const MAX: u8 = 7;
+
+    /// Notes an interval.
+    pub(crate) fn note(&mut self, accessed: bool) {
+        self.0 = if accessed {
+            (self.0 + 1).min(Self::MAX)
+        } else {
+            self.0.saturating_sub(1)
+        };
+    }
+
+    pub(crate) fn value(self) -> u32 {
+        u32::from(self.0)
+    }
+}
+
+/// The thresholds of slide 13, which follow the host's memory. Without pressure, speed comes first: only what is not used
+/// at all is split, and two intervals of use bring a huge page back. Under pressure memory comes first. Between cold and
+/// hot lies a band in which nothing changes, so that a range on the edge does not go back and forth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Thresholds {
+    /// Frequencies below this are cold.
+    cold: u32,
+    /// Frequencies from this on are hot.
+    hot: u32,
+    /// Subpages that must have a twin.
+    twins: u32,
+}
+
+impl Thresholds {
+    /// `split_pages`: twins that a huge page needs while there is no pressure.
+    pub(crate) fn new(pressure: Pressure, split_pages: usize) -> Self {
+        let pages = u32::try_from(split_pages.min(CHUNK_PAGES)).unwrap_or(u32::MAX);
+        Self {
+            cold: pressure.between(1, 3),
+            hot: pressure.between(2, 6),
+            twins: pressure.between(pages, pages.div_ceil(4)),
+        }
+    }
+
+    /// How many subpages of a huge page must have a twin for it to be split; `None` if it is to stay.
+    pub(crate) fn twins_wanted(self, policy: Policy, frequency: Frequency) -> Option<u32> {
+        match policy {
+            Policy::Smartmd => {
+                let most = u32::try_from(CHUNK_PAGES - PROBES.len()).unwrap_or(0);
+                self.is_cold(frequency).then_some(self.twins.min(most))
+            }
+            Policy::Ksm => Some(1),
+            Policy::NoSplitting => u32::try_from(CHUNK_PAGES).ok(),
+            Policy::Ingens => self.is_cold(frequency).then_some(0),
+        }
+    }
+
+    /// Whether to build a huge page again.
+    pub(crate) fn rebuild(self, policy: Policy, frequency: Frequency) -> bool {
+        policy.watches_access() && frequency.value() >= self.hot
+    }
+
+    fn is_cold(self, frequency: Frequency) -> bool {
+        frequency.value() < self.cold
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn after(intervals: &[bool]) -> Frequency {
+        let mut frequency = Frequency::default();
+        intervals.iter().for_each(|a| frequency.note(*a));
+        frequency
+    }
+
+    #[test]
+    fn two_intervals_of_use_bring_a_huge_page_back() {
+        let t = Thresholds::new(Pressure::NONE, 16);
+        assert!(!t.rebuild(Policy::Smartmd, after(&[true])));
+        assert!(t.rebuild(Policy::Smartmd, after(&[true, true])));
+        assert!(!t.rebuild(Policy::Ksm, after(&[true; 7])));
+    }
+
+    #[test]
+    fn policies_split_what_their_names_say() {
+        let t = Thresholds::new(Pressure::NONE, 16);
+        let wanted = |policy| [&[][..], &[true]].map(|used| t.twins_wanted(policy, after(used)));
+        assert_eq!(wanted(Policy::Smartmd), [Some(16), None]);
+        assert_eq!(wanted(Policy::Ksm), [Some(1), Some(1)]);
+        assert_eq!(wanted(Policy::NoSplitting), [Some(512), Some(512)]);
+        assert_eq!(wanted(Policy::Ingens), [Some(0), None]);
+    }
+
+    #[test]
+    fn pressure_splits_more_and_rebuilds_less() {
+        let (easy, tight) = (
+            Thresholds::new(Pressure::NONE, 16),
+            Thresholds::new(Pressure::FULL, 16),
+        );
+        let some = after(&[true, true]);
+        assert_eq!(easy.twins_wanted(Policy::Smartmd, some), None);
+        assert_eq!(tight.twins_wanted(Policy::Smartmd, some), Some(4));
+        assert!(easy.rebuild(Policy::Smartmd, some) && !tight.rebuild(Policy::Smartmd, some));
+        assert!(tight.rebuild(Policy::Smartmd, after(&[true; 6])));
+    }
+
+    #[test]
+    fn names_are_read_back() {
+        for policy in Policy::ALL {
+            assert_eq!(policy.name().parse(), Ok(policy));
+        }
+        assert!("huge".parse::<Policy>().unwrap_err().contains("smartmd"));
+    }
+
+    proptest! {
+        /// Hysteresis: nothing is split that would be built again at the same pressure.
+        #[test]
+        fn no_range_is_split_and_rebuilt_at_once(
+            tight in any::<bool>(),
+            intervals in proptest::collection::vec(any::<bool>(), 0..20),
+        ) {
+            let t = Thresholds::new(if tight { Pressure::FULL } else { Pressure::NONE }, 16);
+            let frequency = after(&intervals);
+            for policy in [Policy::Smartmd, Policy::Ingens] {
+                prop_assert!(t.twins_wanted(policy, frequency).is_none() || !t.rebuild(policy, frequency));
+            }
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! Building huge pages again, and giving up those that are all zeros.
+//!
+//! # Why no write and no DMA is lost
+//!
+//! *Rebuilding* gathers 512 small pages in a fresh huge page and puts that in their place:
+//!
+//! 1. The huge page is allocated and zeroed aside. If there is none, nothing was touched.
+//! 2. Shared pages are write-protected on the breaker's userfaultfd, as for breaking (`crate::breaks`): they still are
+//!    the store's, so nobody has them pinned for writing, and whoever writes from here on waits. Readers go on.
+//! 3. Private pages are taken, as for merging (`crate::merge`): pinned ones refuse, and whoever touches their place
+//!    waits. A place without a page stays without, since its first touch waits as well; it stands for zeros.
+//! 4. Now nobody can change any of the 2 MiB. Their bytes are copied, and mremap() puts the huge page over the range
+//!    in one step: who reads sees the old page or the new one, which are equal, and who waits is woken afterwards.
+//!
+//! A pinned page, or one that the kernel copied on write (it may be pinned, which nothing tells), ends it: everything goes
+//! back as it was. A range with a page that the kernel copied is not rebuilt while that page stays.
+//!
+//! MADV_COLLAPSE would do without a copy of our own, but not here: it wants all of the range in one anonymous mapping, and
+//! where sharing was broken by remapping it never is again.
+//!
+//! *Giving up zeros* takes a huge page as a whole. If all of it is zero its place stays empty: the next touch gets a
+//! fresh huge page of zeros from the kernel, which is the same content.
+
+use crate::breaks::put_over;
+use crate::item::{Item, Outcome};
+use crate::merge::put_back_page;
+use crate::mixed::scratch::HugeScratch;
+use crate::page::State;
+use crate::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE};
+use crate::scanner::Scanner;
+use crate::sys::pagemap::Pagemap;
+use crate::sys::sched::Urgent;
+use crate::sys::uffd::Mode;
+use crate::sys::vma::Anonymous;
+use crate::sys::{guest, proc};
+use std::ops::Range;
+use std::time::Instant;
+use vmm_dedup_protocol::key::PAGE_WORDS;
+
+/// Bytes that the host must have available beyond the huge page: rebuilding gives up memory, and must not take the last.
+const MEMORY_TO_SPARE: u64 = 128 << 20;
+/// Mappings that a rebuilt range may add: its own, and the rest behind it.
+const VMAS_PER_HUGE: i64 = 2;
+
+/// Why a huge page was not built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// A page is pinned, or the kernel copied it on write, so that it may be.
+    Pinned,
+    /// The host has too little memory, or no huge page.
+    Memory,
+    /// No mapping left, or a call failed.
+    Other,
+}
+
+impl Scanner {
+    /// Gathers the small pages of a chunk in a huge page.
+    pub(crate) fn rebuild(&mut self, at: usize) -> Result<(), Refusal> {
+        let mut aside = self.fresh_huge_page()?;
+        // Nobody frees any of it meanwhile.
+        let discards = self.discards.clone();
+        let mut discards = discards.lock();
+        self.note_discards(&mut discards);
+        let (pages, range) = {
+            let chunk = &self.memory.chunks()[at];
+            (chunk.pages.clone(), chunk.addresses())
+        };
+        if pages.len() != CHUNK_PAGES || self.vmas + VMAS_PER_HUGE > self.vmas_max {
+            return Err(Refusal::Other);
+        }
+        let (mut shared, mut private): (Vec<Range<usize>>, Vec<Item>) = (Vec::new(), Vec::new());
+        for (page, address) in pages.clone().zip(range.clone().step_by(PAGE_SIZE)) {
+            match self.table.get(page) {
+                State::Private(_) => return Err(Refusal::Pinned),
+                state if !state.in_file_mapping() => private.push(Item::zero(page)),
+                _ => match shared.last_mut() {
+                    Some(run) if run.end == address => run.end += PAGE_SIZE,
+                    _ => shared.push(address..address + PAGE_SIZE),
+                },
+            }
+        }
+        let aside_at = aside.base();
+        let breaker = self.breaker.clone();
+        let mut pagemap = Pagemap::open().map_err(|_| Refusal::Other)?;
+        let mut refusal = Refusal::Pinned;
+        let built = breaker.hold_still(&mut pagemap, &shared, || {
+            let done = self.replace(&range, &shared, &private, aside_at);
+            done.map_err(|reason| refusal = reason).ok()
+        });
+        if built.is_none() {
+            return Err(refusal);
+        }
+        aside.take_front(CHUNK_PAGES);
+        self.note_rebuilt(at);
+        Ok(())
+    }
+
+    /// An empty huge page of our own.
+    fn fresh_huge_page(&mut self) -> Result<Anonymous, Refusal> {
+        let spare = MEMORY_TO_SPARE.max(self.config.floor_bytes());
+        if proc::mem_available().is_none_or(|available| available < spare + HUGE_SIZE as u64) {
+            return Err(Refusal::Memory);
+        }
+        let area = Anonymous::new_huge().map_err(|_| Refusal::Memory)?;
+        area.populate().map_err(|_| Refusal::Memory)?;
+        let range = area.base()..area.base() + HUGE_SIZE;
+        let huge = self
+            .pagemap
+            .huge(range.clone())
+            .is_ok_and(|found| found == [range]);
+        huge.then_some(area).ok_or(Refusal::Memory)
+    }
+
+    /// Steps 3 and 4. The shared pages stand still.
+    #[allow(unsafe_code)] // copies and replaces guest pages
+    fn replace(
+        &mut self,
+        range: &Range<usize>,
+        shared: &[Range<usize>],
+        private: &[Item],
+        aside: usize,
+    ) -> Result<(), Refusal> {
+        let first = self.memory.page_at(range.start).ok_or(Refusal::Other)?;
+        let hold = self.merger.hold(&self.memory, first, CHUNK_PAGES, &self.tracker);
+        let stretches = hold.stretches(private);
+        hold.arm(&stretches).map_err(|_| Refusal::Other)?;
+        let urgent = Urgent::begin();
+        let clock = Instant::now();
+        let outcomes = hold.take(private);
+        let taken = || {
+            private
+                .iter()
+                .zip(&outcomes)
+                .filter(|(_, o)| **o == Outcome::Merged)
+                .map(|(item, _)| item)
+        };
+        let known = outcomes
+            .iter()
+            .all(|o| matches!(o, Outcome::Merged | Outcome::Absent));
+        let copy = |from: usize, address: usize| {
+            let mut words = [0; PAGE_WORDS];
+            // SAFETY: what was taken is ours, and shared pages are readable and stand still; the page aside is ours.
+            unsafe {
+                guest::copy_page(from, &mut words);
+                guest::store_page(aside + (address - range.start), &words);
+            }
+        };
+        let done = if known {
+            taken().for_each(|item| copy(hold.scratch_of(item), self.memory.address(item.page)));
+            let shared = shared.iter().flat_map(|run| run.clone().step_by(PAGE_SIZE));
+            shared.for_each(|address| copy(address, address));
+            // SAFETY: the page aside holds what the guest's 512 pages hold, and nobody can change those.
+            unsafe { put_over(aside, range) }.map_err(|_| Refusal::Other)
+        } else {
+            Err(Refusal::Pinned)
+        };
+        if done.is_ok() {
+            if let Err(error) = self.tracker.register(range.start, range.len(), Mode::Wp) {
+                log::error!("write tracking of {range:x?} is lost: {error}");
+            }
+        } else {
+            taken().for_each(|item| hold.put_back_item(item));
+            hold.disarm(&stretches, &[]);
+            // They come back without write tracking's marks, so all of them count as written.
+        }
+        let _ = self.tracker.wake(range.start, range.len());
+        drop(urgent);
+        self.stats
+            .rebuild
+            .observe(u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX));
+        done
+    }
+
+    fn note_rebuilt(&mut self, at: usize) {
+        let pages = self.memory.chunks()[at].pages.clone();
+        let before = self.boundaries(&pages);
+        for page in pages.clone() {
+            match self.table.get(page) {
+                State::Shared(slot) => self.release(slot),
+                State::Candidate { key, .. } => self.outbox.withdrawals.push(key.raw()),
+                _ => {}
+            }
+            self.table.set(page, State::Untracked);
+        }
+        self.vmas += self.boundaries(&pages) - before;
+        let chunk = &mut self.chunks[at];
+        if !std::mem::replace(&mut chunk.mixed.own_mapping, true) {
+            self.vmas += VMAS_PER_HUGE;
+        }
+        (chunk.huge, chunk.unarmed, chunk.pending, chunk.split) = (true, false, true, false);
+        (chunk.fragments, chunk.twins, chunk.patience) = (0, 0, 0);
+        chunk.mixed.ours = false;
+        chunk.look_again();
+        self.stats.huge_rebuilt_total += 1;
+    }
+
+    /// A huge page that seems to be all zeros: takes it, and leaves the place empty if it is.
+    #[allow(unsafe_code)] // moves and reads guest pages
+    pub(crate) fn give_up_zeros(&mut self, at: usize) -> bool {
+        let discards = self.discards.clone();
+        let mut discards = discards.lock();
+        self.note_discards(&mut discards);
+        let range = self.memory.chunks()[at].addresses();
+        let Ok(scratch) = HugeScratch::new(&self.tracker, 1) else {
+            return false;
+        };
+        if self
+            .tracker
+            .register(range.start, range.len(), Mode::Missing)
+            .is_err()
+        {
+            return false;
+        }
+        let urgent = Urgent::begin();
+        let clock = Instant::now();
+        // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
+        let (moved, _) = unsafe { self.tracker.move_pages(scratch.place(0), range.start, HUGE_SIZE) };
+        // SAFETY: what was moved is ours.
+        let zero = |offset| unsafe { guest::is_zero_page(scratch.place(0) + offset) };
+        let all_zero = moved == HUGE_SIZE && (0..HUGE_SIZE).step_by(PAGE_SIZE).all(zero);
+        if !all_zero {
+            // SAFETY: as above; the guest's place is empty.
+            let (back, _) = unsafe { self.tracker.move_pages(range.start, scratch.place(0), moved) };
+            for offset in (back..moved).step_by(PAGE_SIZE) {
+                put_back_page(&self.tracker, scratch.place(0) + offset, range.start + offset);
+            }
+        }
+        if let Err(error) = self.tracker.register(range.start, range.len(), Mode::Wp) {
+            log::error!("write tracking of {range:x?} is lost: {error}");
+            let _ = self.tracker.unregister(range.start, range.len());
+        }
+        let _ = self.tracker.wake(range.start, range.len());
+        drop(urgent);
+        self.stats
+            .stop
+            .observe(u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX));
+        if all_zero {
+            for page in self.memory.chunks()[at].pages.clone() {
+                if let State::Candidate { key, .. } = self.table.get(page) {
+                    self.outbox.withdrawals.push(key.raw());
+                }
+                if self.table.get(page) != State::Zero {
+                    self.table.set(page, State::Untracked);
+                    self.table.set(page, State::Zero);
+                }
+            }
+            let chunk = &mut self.chunks[at];
+            (chunk.huge, chunk.pending, chunk.patience, chunk.rest) = (false, true, 0, 0);
+            chunk.mixed.sampled = false;
+            self.stats.zero_merges_total += CHUNK_PAGES as u64;
+            self.stats.huge_zero_total += 1;
+        }
+        all_zero
+    }
+}

@@ -1,0 +1,163 @@
+//! Looking at huge pages: what of them repeats, and what of that to ask the store about.
+//!
+//! Huge pages are not protected (a write would split them), so their keys are read again and again, with a growing
+//! pause. SmartMD's repetition monitor (slide 12) tells a subpage that is likely to have a twin: its key occurs twice in
+//! this VM (the counting filter), or names several pages of the trust domain (the index). That costs the store nothing,
+//! so it is known of hot pages too: it is the memory given up for their speed.
+//!
+//! What the filter cannot know is a twin in another VM that nobody has asked about either. So of a huge page which the
+//! policy would split, a quarter of the subpages is reported to the store, and those that look repeated; if twins turn
+//! up, the rest follows. A huge page of unique content costs a quarter of the sightings.
+
+use crate::error::Error;
+use crate::item::Item;
+use crate::memory::Page;
+use crate::mixed::huge::{Asked, Folds, SAMPLING, fold, quarter_of};
+use crate::mixed::policy::Policy;
+use crate::page::State;
+use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
+use crate::scanner::Scanner;
+use crate::sys::guest;
+use crate::track::PREFETCH;
+use vmm_dedup_protocol::key::Key;
+
+/// A subpage that was read.
+struct Subpage {
+    page: Page,
+    quarter: usize,
+    key: Key,
+    zero: bool,
+}
+
+impl Scanner {
+    /// Looks at the huge pages that are due.
+    pub(crate) fn look_at_huge(&mut self) -> Result<(), Error> {
+        if self.store.is_none() {
+            return Ok(());
+        }
+        for at in 0..self.chunks.len() {
+            if self.chunks[at].huge && self.chunks[at].look_due() {
+                self.table.count_repetition();
+                self.look_at(at)?;
+                self.lap(|cpu| &mut cpu.key);
+                self.breathe()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn look_at(&mut self, at: usize) -> Result<(), Error> {
+        let whole = self.chunks[at].mixed.looks_at_all();
+        let read = self.read_subpages(at);
+        let mut folds: Folds = [None; SAMPLING];
+        for subpage in &read {
+            let folded = &mut folds[subpage.quarter];
+            *folded = Some(fold(folded.unwrap_or(0), subpage.key));
+        }
+        let unchanged = self.chunks[at].looked(&folds);
+        read.iter().for_each(|subpage| self.note_subpage(subpage));
+        for quarter in (0..SAMPLING).filter(|quarter| folds[*quarter].is_some()) {
+            let repeated = read
+                .iter()
+                .filter(|s| s.quarter == quarter && self.looks_repeated(s))
+                .count();
+            self.chunks[at].mixed.note_repeated(quarter, repeated);
+        }
+        self.chunks[at].twins = 0;
+        let policy = self.mixed.policy();
+        let state = &self.chunks[at].mixed;
+        let known = state.sampled || !policy.watches_access();
+        let wanted = self.mixed.thresholds.twins_wanted(policy, state.frequency);
+        let Some(wanted) = wanted.filter(|_| unchanged && known) else {
+            return Ok(());
+        };
+        if whole && read.len() == CHUNK_PAGES && read.iter().all(|s| s.zero) && self.give_up_zeros(at) {
+            return Ok(());
+        }
+        if wanted == 0 {
+            self.split_if_huge(self.memory.chunks()[at].pages.start); // from the next pass on it is tracked like other small pages
+            return Ok(());
+        }
+        let repetitive = self.chunks[at].mixed.repetition() >= wanted.max(1);
+        let all = self.chunks[at].split
+            || repetitive
+            || policy == Policy::Ksm
+            || self.chunks[at].mixed.asked == Asked::Whole;
+        if all && !whole {
+            // Only what was read just now may be asked about.
+            self.chunks[at].look_again();
+            return Ok(());
+        }
+        self.chunks[at].mixed.asked = if all { Asked::Whole } else { Asked::Sample };
+        for subpage in read
+            .iter()
+            .filter(|s| !self.is_probe(at, s.page))
+            .collect::<Vec<_>>()
+        {
+            if all || subpage.quarter == 0 || self.looks_repeated(subpage) {
+                self.ask(subpage)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn read_subpages(&mut self, at: usize) -> Vec<Subpage> {
+        let quarters = self.chunks[at].mixed.quarters();
+        let pages = self.memory.chunks()[at].pages.clone();
+        let mut read = Vec::with_capacity(pages.len());
+        for (page, subpage) in pages.zip(0..) {
+            let quarter = quarter_of(subpage);
+            if quarters[quarter] {
+                guest::prefetch_key_lines(self.memory.address(page) + PREFETCH * PAGE_SIZE);
+                let (key, zero) = self.read_key(page);
+                read.push(Subpage {
+                    page,
+                    quarter,
+                    key,
+                    zero,
+                });
+            }
+        }
+        read
+    }
+
+    /// Takes over a key. What the store was told of the old one is taken back.
+    fn note_subpage(&mut self, subpage: &Subpage) {
+        let (page, key) = (subpage.page, subpage.key);
+        match self.table.get(page) {
+            State::Candidate {
+                key: old,
+                foreign: false,
+            } if !old.is_full() && old != key => {
+                self.outbox.withdrawals.push(old.raw());
+                self.table.set(page, State::Untracked);
+                self.table.set(page, State::Seen { key });
+            }
+            State::Untracked | State::Zero | State::Armed | State::Volatile | State::Seen { .. } => {
+                self.table.set(page, State::Seen { key });
+            }
+            _ => {}
+        }
+    }
+
+    fn looks_repeated(&self, subpage: &Subpage) -> bool {
+        let marked = || {
+            self.index()
+                .is_some_and(|index| index.line(subpage.key).is_some())
+        };
+        subpage.zero || self.table.repetition(subpage.key) > 1 || marked()
+    }
+
+    /// Looks for a subpage's twin, in the index and with the store.
+    fn ask(&mut self, subpage: &Subpage) -> Result<(), Error> {
+        match self.table.get(subpage.page) {
+            State::Pinned(retry) if !retry.is_due(self.passes) => Ok(()),
+            State::Seen { .. } | State::Pinned(_) if subpage.zero => {
+                self.merges.push(Item::zero(subpage.page));
+                Ok(())
+            }
+            State::Seen { .. } | State::Pinned(_) => self.look_up(subpage.page, subpage.key),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Sampling by taking: memory is moved away for some milliseconds, and whoever uses it says so by waiting for it.
+//!
+//! This is slide 11's "reset, sleep, check" without access bits, which no process can read of its own memory. It needs
+//! nothing but what merging needs, and sees what access bits of the host's page tables do not show: a guest's reads
+//! through KVM's own tables.
+//!
+//! # Why nothing is lost
+//!
+//! Taking is that of `crate::merge`: the addresses are registered for missing pages, and UFFDIO_MOVE moves what is
+//! there, refusing (EBUSY) what is pinned. Nobody can reach a page that we hold, so it goes back as it was, to a place
+//! that is still empty: who came meanwhile waits there. He waits until this thread has seen his fault and put the page
+//! back, tens of microseconds, since it does nothing else meanwhile and is not preempted by normal threads. What nobody
+//! wanted goes back at the end. Like merging, it must put back: the page exists nowhere else.
+//!
+//! A huge page moves as one mapping and stays one (1 to 2 us each way), provided that its destination has no page table.
+
+use crate::error::Error;
+use crate::merge::put_back_page;
+use crate::mixed::access::{AccessMonitor, PROBES, Target};
+use crate::mixed::scratch::HugeScratch;
+use crate::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
+use crate::sys::sched::Urgent;
+use crate::sys::uffd::{Mode, MoveError, Uffd};
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Ranges taken at a time. A guest that uses all of them waits for each once.
+pub(crate) const BATCH: usize = 64;
+
+/// See the module's text.
+#[derive(Debug)]
+pub(crate) struct TakeAndWait {
+    tracker: Arc<Uffd>,
+    scratch: HugeScratch,
+    /// Small pages were in it, or still are: a huge page would be split to fit in.
+    stained: bool,
+}
+
+/// A target of which something is, or was, away.
+#[derive(Debug)]
+struct Taken {
+    target: Target,
+    /// Its place in scratch memory.
+    place: usize,
+    /// Offsets that are away.
+    away: Vec<Range<usize>>,
+    /// What is known of its use.
+    used: Option<bool>,
+}
+
+impl TakeAndWait {
+    pub(crate) fn new(tracker: Arc<Uffd>) -> Result<Self, Error> {
+        let scratch = HugeScratch::new(&tracker, BATCH).map_err(Error::Scratch)?;
+        Ok(Self {
+            tracker,
+            scratch,
+            stained: false,
+        })
+    }
+
+    fn sample_batch(&mut self, targets: &[Target], window: Duration) -> io::Result<Vec<Option<bool>>> {
+        let mut done: Vec<Taken> = Vec::with_capacity(targets.len());
+        let mut broken = None;
+        let urgent = Urgent::begin();
+        for (number, target) in targets.iter().enumerate() {
+            let place = self.scratch.place(number);
+            match self.take(*target, place) {
+                Ok(taken) => done.push(taken),
+                Err(error) => {
+                    broken = Some(error);
+                    break;
+                }
+            }
+        }
+        self.wait(&mut done, window);
+        for taken in &mut done {
+            self.put_back(taken);
+            self.disarm(taken.target);
+        }
+        drop(urgent);
+        if self.stained {
+            match HugeScratch::new(&self.tracker, BATCH) {
+                Ok(fresh) => (self.scratch, self.stained) = (fresh, false),
+                Err(error) => log::debug!("no fresh scratch memory: {error}"),
+            }
+        }
+        match broken {
+            Some(error) => Err(error),
+            None => Ok(done.into_iter().map(|taken| taken.used).collect()),
+        }
+    }
+
+    /// Takes a target, or what can be had of it. On an error it is as it was.
+    fn take(&mut self, target: Target, place: usize) -> io::Result<Taken> {
+        let pieces = pieces_of(target);
+        for (n, piece) in pieces.iter().enumerate() {
+            let at = target.start() + piece.start;
+            if let Err(error) = self.tracker.register(at, piece.len(), Mode::Missing) {
+                pieces[..n]
+                    .iter()
+                    .for_each(|piece| self.disarm_piece(target.start(), piece));
+                return Err(error);
+            }
+        }
+        let mut taken = Taken {
+            target,
+            place,
+            away: Vec::new(),
+            used: None,
+        };
+        for piece in &pieces {
+            let (moved, error) =
+                self.take_piece(target.start() + piece.start, place + piece.start, piece.len());
+            if moved > 0 {
+                self.stained |= moved < HUGE_SIZE;
+                taken.away.push(piece.start..piece.start + moved);
+            }
+            if error == Some(MoveError::Pinned) {
+                taken.used = Some(true); // a device works on it
+            }
+        }
+        let whole = match target {
+            Target::Huge(_) => taken.away.first().is_some_and(|away| away.len() == HUGE_SIZE),
+            Target::Split(_) => !taken.away.is_empty(),
+        };
+        if whole {
+            taken.used = Some(false); // until somebody comes
+        } else {
+            // It is not what it was, or in use. Nobody shall wait at places that stay empty.
+            self.put_back(&mut taken);
+            self.disarm(target);
+        }
+        Ok(taken)
+    }
+
+    #[allow(unsafe_code)] // moves guest pages
+    fn take_piece(&self, from: usize, to: usize, len: usize) -> (usize, Option<MoveError>) {
+        let mut moved = 0;
+        for _attempt in 0..10 {
+            // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
+            let (more, error) = unsafe { self.tracker.move_pages(to + moved, from + moved, len - moved) };
+            moved += more;
+            if error != Some(MoveError::Again) {
+                return (moved, error);
+            }
+        }
+        (moved, Some(MoveError::Again))
+    }
+
+    /// Until the window ends, or everything was asked for.
+    fn wait(&mut self, taken: &mut [Taken], window: Duration) {
+        let end = Instant::now() + window;
+        let mut faults = Vec::new();
+        while taken.iter().any(|t| !t.away.is_empty()) {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() || !self.tracker.wait_for_fault(left) {
+                return;
+            }
+            if let Err(error) = self.tracker.read_faults(&mut faults) {
+                return log::error!("cannot read faults: {error}");
+            }
+            for address in faults.drain(..) {
+                if let Some(wanted) = taken.iter_mut().find(|t| t.target.contains(address)) {
+                    self.put_back(wanted);
+                    wanted.used = Some(true);
+                }
+                let _ = self.tracker.wake(address & !(PAGE_SIZE - 1), PAGE_SIZE);
+            }
+        }
+    }
+
+    /// Tries until it works.
+    #[allow(unsafe_code)] // moves guest pages
+    fn put_back(&mut self, taken: &mut Taken) {
+        for away in taken.away.drain(..) {
+            let mut at = away.start;
+            while at < away.end {
+                let (from, to) = (taken.place + at, taken.target.start() + at);
+                // SAFETY: raw addresses only; the place is ours, and the guest's is empty.
+                let (moved, error) = unsafe { self.tracker.move_pages(to, from, away.end - at) };
+                at += moved;
+                if error.is_some() && at < away.end {
+                    self.stained = true;
+                    put_back_page(&self.tracker, taken.place + at, taken.target.start() + at);
+                    at += PAGE_SIZE;
+                }
+            }
+        }
+    }
+
+    /// Tracks writes again and lets everybody go on.
+    fn disarm(&self, target: Target) {
+        pieces_of(target)
+            .iter()
+            .for_each(|piece| self.disarm_piece(target.start(), piece));
+    }
+
+    fn disarm_piece(&self, start: usize, piece: &Range<usize>) {
+        let at = start + piece.start;
+        if let Err(error) = self.tracker.register(at, piece.len(), Mode::Wp) {
+            // Never leave anyone waiting: without registration nobody does. It is not tracked any more.
+            log::error!("write tracking of {at:#x} is lost: {error}");
+            let _ = self.tracker.unregister(at, piece.len());
+        }
+        let _ = self.tracker.wake(at, piece.len());
+    }
+}
+
+impl AccessMonitor for TakeAndWait {
+    fn name(&self) -> &'static str {
+        "take-and-wait"
+    }
+
+    fn sample(&mut self, targets: &[Target], window: Duration) -> io::Result<Vec<Option<bool>>> {
+        let mut used = Vec::with_capacity(targets.len());
+        for batch in targets.chunks(BATCH) {
+            used.extend(self.sample_batch(batch, window)?);
+        }
+        Ok(used)
+    }
+}
+
+/// Offsets of what is taken.
+fn pieces_of(target: Target) -> Vec<Range<usize>> {
+    match target {
+        Target::Huge(_) => std::iter::once(0..HUGE_SIZE).collect(),
+        Target::Split(_) => PROBES.iter().map(|p| bytes(*p)..bytes(p + 1)).collect(),
+    }
+}
