@@ -7,6 +7,7 @@ mod bench;
 mod children;
 mod dedup_file;
 mod demo;
+mod estimate;
 mod explain;
 mod failure;
 mod fleet;
@@ -48,6 +49,7 @@ enum Command {
     Explain(explain::ExplainArgs),
     #[command(subcommand)]
     Fleet(fleet::Fleet),
+    Estimate(estimate::EstimateArgs),
     /// Measure.
     #[command(subcommand)]
     Bench(Bench),
@@ -56,6 +58,7 @@ enum Command {
 #[derive(Subcommand, Debug)]
 enum Bench {
     Ksm(bench::KsmArgs),
+    Estimate(estimate::SpeedArgs),
     #[command(hide = true)]
     Worker(bench::WorkerArgs),
 }
@@ -79,7 +82,9 @@ fn main() -> ExitCode {
         Command::Set(args) => set::run(args),
         Command::Explain(args) => explain::run(args),
         Command::Fleet(fleet) => fleet::run(fleet),
+        Command::Estimate(args) => estimate::run(args),
         Command::Bench(Bench::Ksm(args)) => bench::ksm(args),
+        Command::Bench(Bench::Estimate(args)) => estimate::speed(args),
         Command::Bench(Bench::Worker(args)) => bench::worker(args),
     };
     match result {
