@@ -10,7 +10,7 @@ CLI = $(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-cli --
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench overhead chaos
+.PHONY: help setup demo test lint bench overhead chaos nested
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)$$/make \1\t\2/' | expand -t 14
@@ -35,6 +35,10 @@ bench: setup ## the same content merged by KSM and by us, in turn (root; some mi
 
 overhead: setup ## what the preload library costs a VM that it does not deduplicate (cloud-hypervisor)
 	$(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --bin overhead -- $(OVERHEADFLAGS)
+
+nested: setup ## real Linux guests in a Linux host in QEMU; logs go to target/nested-out
+	$(CARGO) build $(CARGOFLAGS) -p vmm-dedup-cli -p vmm-dedup-preload -p vmm-dedup-nested
+	$(CARGO) run $(CARGOFLAGS) -p vmm-dedup-nested -- run --out target/nested-out
 
 chaos: setup ## the long run: 2,000,000 merges, 100,000 O_DIRECT and 100,000 io_uring reads
 	$(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --bin chaos -- --long

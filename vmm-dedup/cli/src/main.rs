@@ -8,6 +8,7 @@ mod children;
 mod dedup_file;
 mod demo;
 mod device;
+mod estimate;
 mod explain;
 mod failure;
 mod fleet;
@@ -51,6 +52,7 @@ enum Command {
     Fleet(fleet::Fleet),
     #[command(subcommand)]
     Device(device::DeviceCommand),
+    Estimate(estimate::EstimateArgs),
     /// Measure.
     #[command(subcommand)]
     Bench(Bench),
@@ -61,6 +63,7 @@ enum Bench {
     Ksm(bench::KsmArgs),
     Engines(bench::EnginesArgs),
     Mixed(bench::MixedArgs),
+    Estimate(estimate::SpeedArgs),
     #[command(hide = true)]
     Worker(bench::WorkerArgs),
     #[command(hide = true)]
@@ -87,8 +90,10 @@ fn main() -> ExitCode {
         Command::Explain(args) => explain::run(args),
         Command::Fleet(fleet) => fleet::run(fleet),
         Command::Device(command) => device::run(command),
+        Command::Estimate(args) => estimate::run(args),
         Command::Bench(Bench::Ksm(args)) => bench::ksm(args),
         Command::Bench(Bench::Engines(args)) => bench::engines(args),
+        Command::Bench(Bench::Estimate(args)) => estimate::speed(args),
         Command::Bench(Bench::Worker(args)) => bench::worker(args),
         Command::Bench(Bench::Mixed(args)) => bench::mixed(args),
         Command::Bench(Bench::MixedWorker(args)) => bench::mixed_worker(args),

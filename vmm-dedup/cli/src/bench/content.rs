@@ -24,6 +24,9 @@ pub(crate) enum Kind {
     Runs,
     /// Four guests: the same real files in each, then private data.
     Files,
+    /// Images of real guests' memory, see `--images`.
+    #[value(hide = true)]
+    Images,
 }
 
 impl std::fmt::Display for Kind {
@@ -32,6 +35,7 @@ impl std::fmt::Display for Kind {
             Kind::Scattered => "scattered",
             Kind::Runs => "runs",
             Kind::Files => "files",
+            Kind::Images => "images",
         })
     }
 }
@@ -46,7 +50,7 @@ pub(crate) struct Area {
 
 impl Area {
     /// Maps and fills `mib` MiB.
-    pub(crate) fn fill(kind: Kind, thp: bool, mib: u32) -> Result<Self, Failure> {
+    pub(crate) fn fill(kind: Kind, thp: bool, mib: u32, images: &[PathBuf]) -> Result<Self, Failure> {
         let mut area = Self::map(thp, mib)?;
         match kind {
             Kind::Scattered => area.fill_words(|page| if page % 2 == 1 { page / 8 } else { page | 1 << 40 }),
@@ -56,6 +60,7 @@ impl Area {
                 area.fill_words(|page| ((page / 256 % distinct) << 8) | (page % 256));
             }
             Kind::Files => area.fill_files()?,
+            Kind::Images => super::images::fill(images, &mut area)?,
         }
         area.sums = (0..area.pages).map(|page| area.sum(page)).collect();
         Ok(area)
@@ -133,6 +138,13 @@ impl Area {
         self.pages
     }
 
+    /// Writes a whole page.
+    pub(crate) fn write(&mut self, page: usize, content: &[u8]) {
+        assert_eq!(content.len(), PAGE_SIZE);
+        // SAFETY: inside the area (word checks the page), which nothing refers to.
+        unsafe { std::ptr::copy_nonoverlapping(content.as_ptr(), self.word(page, 0).cast(), PAGE_SIZE) };
+    }
+
     /// Writes one word in each of 1 % of the pages, spread evenly; different pages and words in each round.
     pub(crate) fn dirty(&mut self, round: usize) {
         for n in 0..self.pages / 100 {
@@ -171,9 +183,7 @@ impl Area {
         self.fill_words(|page| page | 1 << 41);
         for copy in 0..4 {
             for (i, page) in files.chunks_exact(PAGE_SIZE).enumerate() {
-                let to = self.word(copy * guest + i, 0);
-                // SAFETY: inside the area, which nothing refers to.
-                unsafe { std::ptr::copy_nonoverlapping(page.as_ptr(), to.cast(), PAGE_SIZE) };
+                self.write(copy * guest + i, page);
             }
         }
         Ok(())
@@ -280,7 +290,7 @@ mod tests {
 
     #[test]
     fn dirtying_changes_pages_and_their_sums() {
-        let mut area = Area::fill(Kind::Scattered, false, 4).unwrap();
+        let mut area = Area::fill(Kind::Scattered, false, 4, &[]).unwrap();
         let before = area.sums.clone();
         area.dirty(1);
         assert_eq!(
@@ -295,7 +305,7 @@ mod tests {
 
     #[test]
     fn three_of_four_odd_pages_are_copies() {
-        let area = Area::fill(Kind::Scattered, false, 4).unwrap();
+        let area = Area::fill(Kind::Scattered, false, 4, &[]).unwrap();
         let distinct: std::collections::HashSet<u64> = area.sums.iter().copied().collect();
         assert_eq!(area.pages - distinct.len(), area.pages / 2 * 3 / 4);
     }

@@ -7,6 +7,7 @@
 mod content;
 mod engines;
 mod host;
+mod images;
 mod ksm;
 mod mixed;
 mod ours;
@@ -33,6 +34,10 @@ pub(crate) struct KsmArgs {
     /// Memory to deduplicate, MiB.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(64..=65_536))]
     mib: u32,
+    /// Instead of made-up content, what is in these memory images, each that of a guest (see `estimate` for what a
+    /// FILE may be). Zero pages are not written, as guests do not touch what they have never used.
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["kinds", "mib"])]
+    images: Vec<PathBuf>,
     /// Repetitions of each measurement; medians are reported.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=99))]
     repetitions: u32,
@@ -65,17 +70,28 @@ pub(crate) struct WorkerArgs {
     thp: bool,
     #[arg(long)]
     mib: u32,
+    #[arg(long, num_args = 1..)]
+    images: Vec<PathBuf>,
 }
 
 /// Runs the comparison.
 pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
+    if args.kinds.contains(&Kind::Images) {
+        return Err(Failure::usage(
+            "images are named with --images FILE..., without --kinds",
+        ));
+    }
     host::need_root()?;
     ksm::need_ksm()?;
     let lock = ksm::lock()?;
     if !args.force {
         ksm::need_unused()?;
     }
-    host::need_memory(u64::from(args.mib) << 21)?;
+    let mib = match args.images.as_slice() {
+        [] => args.mib,
+        images => images::total_mib(images)?,
+    };
+    host::need_memory(u64::from(mib) << 21)?;
     let settings = ksm::Settings::save()?;
     let limit = host::MapCount::raise()?;
     let shared = host::SharedMemory::recommend();
@@ -84,7 +100,7 @@ pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
         drop((settings, limit, shared, lock));
         drop(std::fs::remove_dir_all(crate::store::child_folder("bench")));
     };
-    crate::signals::on_termination(cleanup, || compare(args, large_folios)).and_then(|report| {
+    crate::signals::on_termination(cleanup, || compare(args, mib, large_folios)).and_then(|report| {
         if args.json {
             println!(
                 "{}",
@@ -97,15 +113,19 @@ pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
     })
 }
 
-fn compare(args: &KsmArgs, large_folios: bool) -> Result<Report, Failure> {
+fn compare(args: &KsmArgs, mib: u32, large_folios: bool) -> Result<Report, Failure> {
     let all = [Kind::Scattered, Kind::Runs, Kind::Files];
-    let kinds: &[Kind] = if args.kinds.is_empty() { &all } else { &args.kinds };
+    let kinds: &[Kind] = match (args.images.is_empty(), args.kinds.is_empty()) {
+        (false, _) => &[Kind::Images],
+        (true, true) => &all,
+        (true, false) => &args.kinds,
+    };
     let sizes: &[bool] = match args.thp {
         None => &[false, true],
         Some(false) => &[false],
         Some(true) => &[true],
     };
-    let mut report = Report::new(args.mib, args.repetitions, large_folios);
+    let mut report = Report::new(mib, args.repetitions, large_folios);
     for kind in kinds {
         for thp in sizes {
             let (mut theirs, mut ours) = (Vec::new(), Vec::new());
@@ -115,14 +135,16 @@ fn compare(args: &KsmArgs, large_folios: bool) -> Result<Report, Failure> {
                     pages_name(*thp),
                     args.repetitions
                 );
-                theirs.push(measure(&WorkerArgs {
+                let worker = WorkerArgs {
                     store: None,
                     store_pid: 0,
                     kind: *kind,
                     thp: *thp,
-                    mib: args.mib,
-                })?);
-                ours.push(measure_ours(*kind, *thp, args.mib)?);
+                    mib,
+                    images: args.images.clone(),
+                };
+                theirs.push(measure(&worker)?);
+                ours.push(measure_ours(worker)?);
             }
             report.add(*kind, *thp, &theirs, &ours);
         }
@@ -134,14 +156,12 @@ fn pages_name(thp: bool) -> &'static str {
     if thp { "thp" } else { "4k" }
 }
 
-fn measure_ours(kind: Kind, thp: bool, mib: u32) -> Result<Measured, Failure> {
+fn measure_ours(worker: WorkerArgs) -> Result<Measured, Failure> {
     let store = crate::store::Child::start("bench", None)?;
     measure(&WorkerArgs {
         store: Some(store.socket().to_owned()),
         store_pid: store.pid(),
-        kind,
-        thp,
-        mib,
+        ..worker
     })
 }
 
@@ -165,6 +185,9 @@ fn measure(args: &WorkerArgs) -> Result<Measured, Failure> {
             .arg(store)
             .args(["--store-pid", &args.store_pid.to_string()]);
     }
+    if !args.images.is_empty() {
+        command.arg("--images").args(&args.images);
+    }
     let process = Process::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
     let process = process.map_err(|e| Failure::new(format!("cannot start a measurement: {e}")))?;
     let mut answer = Vec::new();
@@ -183,7 +206,7 @@ fn measure(args: &WorkerArgs) -> Result<Measured, Failure> {
 
 /// The process behind [`measure`].
 pub(crate) fn worker(args: &WorkerArgs) -> Result<(), Failure> {
-    let mut area = content::Area::fill(args.kind, args.thp, args.mib)?;
+    let mut area = content::Area::fill(args.kind, args.thp, args.mib, &args.images)?;
     let measured = match &args.store {
         None => ksm::measure(&mut area)?,
         Some(store) => ours::measure(&mut area, store, args.store_pid)?,

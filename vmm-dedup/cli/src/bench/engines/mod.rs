@@ -68,7 +68,7 @@ fn compare(args: &EnginesArgs) -> Result<Report, Failure> {
     let mut report = Report::new(args.mib, args.slots);
     for kind in kinds {
         eprintln!("{kind}: merging and keys");
-        let arena = arena_of(&Area::fill(*kind, false, args.mib)?)?;
+        let arena = arena_of(&Area::fill(*kind, false, args.mib, &[])?)?;
         report
             .merging
             .extend(merging::measure(&kind.to_string(), &arena, &device)?);

@@ -104,7 +104,7 @@ impl Bench {
         let arena = super::arena(slots + candidates)?;
         let tree: Vec<AtomicU64> = (0..words(slots)).map(|_| AtomicU64::new(0)).collect();
         let mib = u32::try_from(slots * 2 / 256 + 64).unwrap_or(u32::MAX);
-        let area = Area::fill(Kind::Files, false, mib)?;
+        let area = Area::fill(Kind::Files, false, mib, &[])?;
         let mut node: Node = 0;
         for page in 0..area.pages() {
             if node as usize == slots {

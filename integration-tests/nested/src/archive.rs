@@ -1,8 +1,11 @@
 //! A writer for cpio's "newc" format, the kernel's own for an initramfs.
 
+use std::collections::HashSet;
+
 const MAGIC: &str = "070701";
 const DIRECTORY: u32 = 0o040_755;
 const REGULAR: u32 = 0o100_000;
+const SYMLINK: u32 = 0o120_777;
 const CHARACTER_DEVICE: u32 = 0o020_600;
 /// Device number of /dev/console.
 const CONSOLE: (u32, u32) = (5, 1);
@@ -12,20 +15,33 @@ const CONSOLE: (u32, u32) = (5, 1);
 pub(crate) struct Archive {
     bytes: Vec<u8>,
     entries: u32,
+    directories: HashSet<String>,
 }
 
 impl Archive {
-    /// Adds a directory.
+    /// Adds a directory, unless it is there.
     pub(crate) fn directory(&mut self, name: &str) {
-        self.entry(name, DIRECTORY, (0, 0), &[]);
+        if self.directories.insert(name.to_owned()) {
+            self.entry(name, DIRECTORY, (0, 0), &[]);
+        }
     }
 
     /// Adds a file, and the directories it is in.
     pub(crate) fn file(&mut self, name: &str, permissions: u32, content: &[u8]) {
+        self.parents(name);
+        self.entry(name, REGULAR | permissions, (0, 0), content);
+    }
+
+    /// Adds a symbolic link, and the directories it is in.
+    pub(crate) fn symlink(&mut self, name: &str, target: &str) {
+        self.parents(name);
+        self.entry(name, SYMLINK, (0, 0), target.as_bytes());
+    }
+
+    fn parents(&mut self, name: &str) {
         for (end, _) in name.match_indices('/') {
             self.directory(&name[..end]);
         }
-        self.entry(name, REGULAR | permissions, (0, 0), content);
     }
 
     /// Adds the device that init gets as its standard streams.
@@ -79,6 +95,7 @@ impl Archive {
 fn entries_are_aligned_and_end_with_the_trailer() {
     let mut archive = Archive::default();
     archive.file("a/b", 0o644, b"12345");
+    archive.symlink("a/c", "b");
 
     let bytes = archive.finish();
 
@@ -88,7 +105,7 @@ fn entries_are_aligned_and_end_with_the_trailer() {
             .windows(6)
             .filter(|window| *window == MAGIC.as_bytes())
             .count(),
-        3
+        4
     );
     assert!(bytes.windows(11).any(|window| window == b"TRAILER!!!\0"));
 }

@@ -1,0 +1,17 @@
+#!/busybox sh
+# Init of L1: makes KVM available, plays a scenario, powers off.
+/busybox mkdir -p /proc /sys /dev /tmp /run /usr/local/bin
+/busybox --install -s /usr/local/bin
+export PATH=/usr/local/bin:/bin
+mount -t proc proc /proc
+mount -t sysfs sysfs /sys
+mount -t devtmpfs dev /dev
+for module in irqbypass kvm kvm-amd kvm-intel; do
+    [ ! -e /modules/$module.ko ] || insmod /modules/$module.ko 2>/dev/null
+done
+ip link set lo up
+# A guest's shared pages are scattered.
+echo 1048576 >/proc/sys/vm/max_map_count
+export GUEST_ARGUMENTS='@guest_arguments@'
+vmm-dedup-nested inside @scenario@
+poweroff -f

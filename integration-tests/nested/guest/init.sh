@@ -1,0 +1,97 @@
+#!/busybox sh
+# Init of a guest: starts the workload that the kernel command line names, then does what it is told on the console.
+export PATH=/usr/local/bin:/usr/bin:/usr/sbin
+/busybox mkdir -p /proc /sys /dev /run /tmp /usr/local/bin /var/log/nginx /var/lib/nginx /data
+/busybox --install -s /usr/local/bin
+mount -t proc proc /proc
+mount -t sysfs sysfs /sys
+mount -t devtmpfs dev /dev
+ip link set lo up
+echo 0 >/run/progress
+
+# What each workload does again and again; a round counts when all of it has worked.
+web() {
+    for file in bin/python3.13 sbin/nginx lib/x86_64-linux-gnu/libc.so.6; do
+        wget -q -O - "http://127.0.0.1/$file" | cmp -s - "/usr/$file" || return 1
+    done
+}
+db() {
+    redis-benchmark -q -t set,get -n 100 -c 2 -r 2000 -d 512 >/dev/null || return 1
+    [ "$(redis-cli set canary "$1")" = OK ] && [ "$(redis-cli get canary)" = "$1" ]
+}
+python() { python3.13 -S /etc/guest/work.py "$1"; }
+# Files of 256 KiB, the same in all guests at first; one is rewritten each round, in place.
+writer() {
+    name=/data/$(($1 % 16))
+    fill "$name" "$1 of $(cat /run/name)" && check "$name"
+}
+idle() { sleep 1; }
+fill() {
+    yes "$2" | head -c 262144 | dd of="$1" bs=262144 iflag=fullblock conv=notrunc 2>/dev/null &&
+        yes "$2" | head -c 262144 | sha256sum | cut -d' ' -f1 >"$1.sum"
+}
+check() { [ "$(sha256sum <"$1" | cut -d' ' -f1)" = "$(cat "$1.sum")" ]; }
+
+work() {
+    round=0
+    while round=$((round + 1)); do
+        "$workload" "$round" && echo "$round" >/run/progress || echo "L2 round $round of $workload FAILED"
+        sleep 0.2
+    done
+}
+
+workload=idle
+for word in $(cat /proc/cmdline); do
+    case $word in
+    workload=*) workload=${word#workload=} ;;
+    name=*) echo "${word#name=}" >/run/name ;;
+    esac
+done
+case $workload in
+web) nginx -c /etc/guest/nginx.conf ;;
+db)
+    redis-server --save '' --bind 127.0.0.1 --daemonize yes --logfile /run/redis.log
+    until redis-cli ping >/dev/null 2>&1; do sleep 0.2; done
+    ;;
+writer)
+    n=0
+    while [ $n -lt 16 ]; do
+        fill /data/$n "file $n as it was"
+        n=$((n + 1))
+    done
+    ;;
+esac
+work &
+worker=$!
+
+echo "L2 ready: $(nproc) CPUs, $workload, $(uname -r)"
+while read -r command argument; do
+    case $command in
+    progress) echo "L2 progress $(cat /run/progress)" ;;
+    verify)
+        # All that was written must be there; what the system came with must be as it came.
+        kill $worker 2>/dev/null
+        wait $worker
+        bad=0
+        for sum in /data/*.sum; do
+            [ ! -e "$sum" ] || check "${sum%.sum}" || bad=$((bad + 1))
+        done
+        sha256sum -c -s /etc/guest/sums || bad=$((bad + 1))
+        echo "L2 verified, $bad bad"
+        ;;
+    rewrite)
+        # Every file anew, in place: all sharing of them breaks.
+        kill $worker 2>/dev/null
+        wait $worker
+        echo "L2 rewrites"
+        n=0
+        while [ $n -lt 16 ]; do
+            [ ! -e /data/$n ] || fill /data/$n "file $n of $(cat /run/name) for $argument"
+            n=$((n + 1))
+        done
+        echo "L2 rewrote $argument"
+        ;;
+    reboot) reboot -f ;;
+    poweroff) poweroff -f ;;
+    esac
+done

@@ -1,0 +1,296 @@
+//! Packages from the Debian mirror that this machine is set up with: kernels and a userland. They are fetched by apt
+//! with directories of its own, once, and unpacked; nothing is installed, and root is not needed.
+
+use crate::Failure;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The package that depends on the current kernel for virtual machines.
+const KERNEL: &str = "linux-image-cloud-amd64";
+/// What guests run, besides what these depend on.
+const USERLAND: [&str; 4] = ["busybox-static", "nginx-light", "redis-server", "python3-minimal"];
+const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+/// Disk space that packages, what is in them and images take.
+const DISK_BYTES: u64 = 1 << 30;
+
+/// A release of Debian.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Release {
+    /// Linux 6.1: too old for dedup, which has to refuse it.
+    Bookworm,
+    /// Linux 6.12.
+    Trixie,
+}
+
+impl Release {
+    fn name(self) -> &'static str {
+        match self {
+            Release::Bookworm => "bookworm",
+            Release::Trixie => "trixie",
+        }
+    }
+}
+
+/// An unpacked kernel.
+#[derive(Debug)]
+pub struct Kernel {
+    root: PathBuf,
+}
+
+/// An unpacked userland.
+#[derive(Debug)]
+pub struct Userland {
+    root: PathBuf,
+}
+
+impl Kernel {
+    /// Fetches a release's kernel into a folder of `cache`, unless it is there.
+    ///
+    /// # Errors
+    /// If apt or the network are missing, or a package is not what it should be.
+    pub fn fetch(cache: &Path, release: Release) -> Result<Self, Failure> {
+        let folder = cache.join(format!("kernel-{}", release.name()));
+        let root = unpacked(&folder, || {
+            let apt = Apt::update(cache, release)?;
+            apt.download(&folder.join("packages"), &[&apt.kernel_package()?])
+        })?;
+        Ok(Self { root })
+    }
+
+    /// The kernel, a bzImage.
+    ///
+    /// # Errors
+    /// If the package has none.
+    pub fn image(&self) -> Result<PathBuf, Failure> {
+        let boot = self.root.join("boot");
+        let is_kernel = |path: &PathBuf| file_name(path).starts_with("vmlinuz-");
+        let found = files(&boot).into_iter().find(is_kernel);
+        found.ok_or_else(|| Failure::new(format!("no kernel in {}", boot.display())))
+    }
+
+    /// A module, such as `kvm.ko`, uncompressed; `None` if the kernel has it built in.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn module(&self, name: &str) -> Result<Option<Vec<u8>>, Failure> {
+        let Some(path) = find(&self.root, name) else {
+            return Ok(None);
+        };
+        if path.extension().is_some_and(|extension| extension == "xz") {
+            return output(Command::new("xz").args(["-d", "-c"]).arg(&path)).map(Some);
+        }
+        fs::read(&path).map(Some).map_err(|e| Failure::file(&path, e))
+    }
+}
+
+impl Userland {
+    /// Fetches the userland into a folder of `cache`, unless it is there.
+    ///
+    /// # Errors
+    /// As [`Kernel::fetch`].
+    pub fn fetch(cache: &Path) -> Result<Self, Failure> {
+        let folder = cache.join("userland");
+        let root = unpacked(&folder, || {
+            let apt = Apt::update(cache, Release::Trixie)?;
+            apt.download_with_dependencies(&folder.join("packages"), &USERLAND)
+        })?;
+        Ok(Self { root })
+    }
+
+    /// Where it is unpacked: `usr`, `etc` and so on.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The static busybox.
+    #[must_use]
+    pub fn busybox(&self) -> PathBuf {
+        self.root.join("usr/bin/busybox")
+    }
+}
+
+/// Lets `download` fill `folder/packages`, unpacks those into `folder/root`, and remembers that it is complete.
+fn unpacked(folder: &Path, download: impl FnOnce() -> Result<(), Failure>) -> Result<PathBuf, Failure> {
+    let (root, packages, complete) = (
+        folder.join("root"),
+        folder.join("packages"),
+        folder.join("complete"),
+    );
+    if complete.exists() {
+        return Ok(root);
+    }
+    // What an interrupted run left would be found twice.
+    let _ = fs::remove_dir_all(folder);
+    fs::create_dir_all(packages.join("partial")).map_err(|e| Failure::file(&packages, e))?;
+    need_disk(folder)?;
+    download()?;
+    for package in files(&packages)
+        .iter()
+        .filter(|path| path.extension().is_some_and(|e| e == "deb"))
+    {
+        output(Command::new("dpkg-deb").arg("-x").arg(package).arg(&root))?;
+    }
+    let _ = fs::remove_dir_all(&packages);
+    fs::write(&complete, "").map_err(|e| Failure::file(&complete, e))?;
+    Ok(root)
+}
+
+fn need_disk(folder: &Path) -> Result<(), Failure> {
+    let space = rustix::fs::statvfs(folder).map_err(|e| Failure::file(folder, e))?;
+    let free = space.f_bavail.saturating_mul(space.f_frsize);
+    if free >= DISK_BYTES {
+        return Ok(());
+    }
+    Err(Failure::new(format!(
+        "{} MiB are free in {}, {} needed: make room, or choose another --cache",
+        free >> 20,
+        folder.display(),
+        DISK_BYTES >> 20
+    )))
+}
+
+/// apt with the package lists of one release.
+struct Apt {
+    options: Vec<String>,
+}
+
+impl Apt {
+    fn update(cache: &Path, release: Release) -> Result<Self, Failure> {
+        let folder = cache.join(format!("apt-{}", release.name()));
+        for part in ["lists/partial", "archives/partial"] {
+            fs::create_dir_all(folder.join(part)).map_err(|e| Failure::file(&folder, e))?;
+        }
+        let (sources, status) = (folder.join("sources.list"), folder.join("status"));
+        let signed = if Path::new(KEYRING).exists() {
+            format!("[signed-by={KEYRING}] ")
+        } else {
+            String::new()
+        };
+        let source = format!("deb {signed}{} {} main\n", mirror()?, release.name());
+        fs::write(&sources, source).map_err(|e| Failure::file(&sources, e))?;
+        // Nothing is installed as far as this apt knows: dependencies come along.
+        fs::write(&status, "").map_err(|e| Failure::file(&status, e))?;
+        let folder = folder.canonicalize().map_err(|e| Failure::file(&folder, e))?;
+        let set = |key: &str, value: &str| format!("-o{key}={value}");
+        let place = |key: &str, name: &str| format!("-o{key}={}", folder.join(name).display());
+        let apt = Self {
+            options: vec![
+                place("Dir::Etc::sourcelist", "sources.list"),
+                set("Dir::Etc::sourceparts", "-"),
+                place("Dir::State", ""),
+                place("Dir::State::lists", "lists"),
+                place("Dir::State::status", "status"),
+                place("Dir::Cache", ""),
+                set("APT::Sandbox::User", "root"),
+                set("APT::Architecture", "amd64"),
+                set("Acquire::Languages", "none"),
+                set("Acquire::Retries", "3"),
+                // Descriptions of graphical programs; nobody looks at them here.
+                set("Acquire::IndexTargets::deb::DEP-11::DefaultEnabled", "false"),
+            ],
+        };
+        output(apt.command("apt-get").args(["-q", "update", "--error-on=any"]))
+            .map_err(|e| Failure::missing(format!("the package mirror cannot be used: {e}")))?;
+        Ok(apt)
+    }
+
+    fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command.args(&self.options);
+        command
+    }
+
+    /// The package that the meta package stands for.
+    fn kernel_package(&self) -> Result<String, Failure> {
+        let text = output(self.command("apt-cache").args(["depends", KERNEL]))?;
+        let text = String::from_utf8_lossy(&text);
+        let mut words = text
+            .split_whitespace()
+            .skip_while(|word| *word != "Depends:")
+            .skip(1);
+        let package = words.next().map(str::to_owned);
+        package.ok_or_else(|| Failure::new(format!("{KERNEL} depends on no kernel")))
+    }
+
+    fn download(&self, to: &Path, packages: &[&str]) -> Result<(), Failure> {
+        output(
+            self.command("apt-get")
+                .args(["-q", "download"])
+                .args(packages)
+                .current_dir(to),
+        )
+        .map(drop)
+    }
+
+    fn download_with_dependencies(&self, to: &Path, packages: &[&str]) -> Result<(), Failure> {
+        let to = to.canonicalize().map_err(|e| Failure::file(to, e))?;
+        let mut command = self.command("apt-get");
+        command.arg(format!("-oDir::Cache::archives={}", to.display()));
+        command.args([
+            "-q",
+            "-y",
+            "--download-only",
+            "--no-install-recommends",
+            "install",
+        ]);
+        output(command.args(packages)).map(drop)
+    }
+}
+
+/// Where this machine gets Debian from.
+fn mirror() -> Result<String, Failure> {
+    let targets = "$(SITE) $(RELEASE) $(COMPONENT)";
+    let missing = |e: Failure| Failure::missing(format!("packages come from apt, which is missing: {e}"));
+    let text =
+        output(Command::new("apt-get").args(["indextargets", "--format", targets])).map_err(missing)?;
+    let text = String::from_utf8_lossy(&text);
+    let debian =
+        fs::read_to_string("/etc/os-release").is_ok_and(|text| text.lines().any(|l| l == "ID=debian"));
+    // bookworm-security and the like are elsewhere.
+    let site = text
+        .lines()
+        .find_map(|line| match line.split(' ').collect::<Vec<_>>()[..] {
+            [site, release, "main"] if debian && !release.contains('-') => Some(site.to_owned()),
+            _ => None,
+        });
+    site.ok_or_else(|| Failure::missing("apt on this machine knows no Debian mirror: run this on Debian"))
+}
+
+pub(crate) fn output(command: &mut Command) -> Result<Vec<u8>, Failure> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let output = command.output();
+    let output =
+        output.map_err(|e| Failure::missing(format!("{program} cannot be run ({e}): install it")))?;
+    if output.status.success() {
+        return Ok(output.stdout);
+    }
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    Err(Failure::new(format!("{program} failed: {}", text.trim())))
+}
+
+/// A file by its name, or its name and `.xz`, anywhere below a folder.
+fn find(folder: &Path, name: &str) -> Option<PathBuf> {
+    files(folder).into_iter().find_map(|path| {
+        if path.is_dir() && !path.is_symlink() {
+            find(&path, name)
+        } else {
+            (file_name(&path).trim_end_matches(".xz") == name).then_some(path)
+        }
+    })
+}
+
+pub(crate) fn file_name(path: &Path) -> String {
+    path.file_name()
+        .map(|name| name.to_string_lossy().into_owned())
+        .unwrap_or_default()
+}
+
+/// What is in a folder, in order.
+pub(crate) fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+    paths.sort();
+    paths
+}

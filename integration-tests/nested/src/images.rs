@@ -1,0 +1,181 @@
+//! Initial RAM disks: of guests (L2), and of the host that they run on (L1).
+
+use crate::archive::Archive;
+use crate::debian::{Kernel, Userland, file_name, files, output};
+use crate::{Failure, elf};
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Programs of a guest; the libraries that they need come along.
+const PROGRAMS: [&str; 6] = [
+    "usr/bin/busybox",
+    "usr/sbin/nginx",
+    "usr/bin/redis-check-rdb",
+    "usr/bin/redis-cli",
+    "usr/bin/redis-benchmark",
+    "usr/bin/python3.13",
+];
+const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
+const PYTHON: &str = "usr/lib/python3.13";
+/// Everything is below /usr, as in Debian.
+const LINKS: [(&str, &str); 5] = [
+    ("bin", "usr/bin"),
+    ("sbin", "usr/sbin"),
+    ("lib", "usr/lib"),
+    ("lib64", "usr/lib64"),
+    ("usr/bin/redis-server", "redis-check-rdb"),
+];
+/// Modules of L1, in the order in which they are loaded; those of the other vendor's CPU do not load.
+const MODULES: [&str; 4] = ["irqbypass.ko", "kvm.ko", "kvm-amd.ko", "kvm-intel.ko"];
+
+/// A guest's initial RAM disk: its whole system. All guests have the same.
+///
+/// # Errors
+/// If a package lacks what should be in it.
+pub fn guest(userland: &Userland) -> Result<Vec<u8>, Failure> {
+    let root = userland.root();
+    let mut archive = base(&fs_read(&userland.busybox())?, include_str!("../guest/init.sh"));
+    for (name, target) in LINKS {
+        archive.symlink(name, target);
+    }
+    let mut programs: Vec<PathBuf> = PROGRAMS.iter().map(PathBuf::from).collect();
+    programs.extend(libraries(root, &programs)?);
+    for file in &programs {
+        add(&mut archive, root, file)?;
+    }
+    add_folder(&mut archive, root, Path::new(PYTHON))?;
+    archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n");
+    archive.file("etc/group", 0o644, b"root:x:0:\n");
+    archive.file(
+        "etc/guest/nginx.conf",
+        0o644,
+        include_bytes!("../guest/nginx.conf"),
+    );
+    archive.file("etc/guest/work.py", 0o644, include_bytes!("../guest/work.py"));
+    // What a guest verifies at its end.
+    let sums = output(Command::new("sha256sum").args(&programs).current_dir(root))?;
+    let sums = String::from_utf8_lossy(&sums).replace("  usr/", "  /usr/");
+    archive.file("etc/guest/sums", 0o644, sums.as_bytes());
+    Ok(archive.finish())
+}
+
+/// What L1's initial RAM disk holds beside its kernel's modules.
+#[derive(Debug)]
+pub struct Contents<'a> {
+    /// A static busybox.
+    pub busybox: PathBuf,
+    /// Programs of this machine, which are put into /bin with the libraries that they need.
+    pub programs: Vec<PathBuf>,
+    /// Other files, and where they are put.
+    pub files: Vec<(&'a str, Vec<u8>)>,
+    /// Files and folders of this machine that are put where they are here.
+    pub trees: Vec<PathBuf>,
+    /// What is played.
+    pub scenario: String,
+    /// More for the kernel command line of guests.
+    pub guest_arguments: &'static str,
+}
+
+/// L1's initial RAM disk.
+///
+/// # Errors
+/// If a file cannot be read.
+pub fn host(kernel: &Kernel, contents: &Contents<'_>) -> Result<Vec<u8>, Failure> {
+    let init = include_str!("../guest/host-init.sh")
+        .replace("@scenario@", &contents.scenario)
+        .replace("@guest_arguments@", contents.guest_arguments);
+    let mut archive = base(&fs_read(&contents.busybox)?, &init);
+    archive.directory("modules");
+    for name in MODULES {
+        if let Some(module) = kernel.module(name)? {
+            archive.file(&format!("modules/{name}"), 0o644, &module);
+        }
+    }
+    let mut libraries = BTreeSet::new();
+    for program in &contents.programs {
+        archive.file(&format!("bin/{}", file_name(program)), 0o755, &fs_read(program)?);
+        libraries.extend(linked_here(program)?);
+    }
+    for library in libraries {
+        let name = library.to_string_lossy().trim_start_matches('/').to_owned();
+        archive.file(&name, 0o755, &fs_read(&library)?);
+    }
+    for (name, content) in &contents.files {
+        archive.file(name, 0o644, content);
+    }
+    for tree in &contents.trees {
+        add_folder(
+            &mut archive,
+            Path::new("/"),
+            tree.strip_prefix("/").unwrap_or(tree),
+        )?;
+    }
+    Ok(archive.finish())
+}
+
+/// What every system here begins with.
+fn base(busybox: &[u8], init: &str) -> Archive {
+    let mut archive = Archive::default();
+    archive.directory("dev");
+    archive.console("dev/console");
+    archive.file("init", 0o755, init.as_bytes());
+    // Outside /usr/bin, since that may be reached by a link.
+    archive.file("busybox", 0o755, busybox);
+    archive
+}
+
+/// The libraries in an unpacked root that programs in it need, directly or not.
+fn libraries(root: &Path, programs: &[PathBuf]) -> Result<BTreeSet<PathBuf>, Failure> {
+    let mut found = BTreeSet::new();
+    let mut open = programs.to_vec();
+    while let Some(file) = open.pop() {
+        for name in elf::needs(&root.join(&file))? {
+            let library = match name.strip_prefix('/') {
+                // The loader, by way of a link to a directory that LINKS has.
+                Some(path) => PathBuf::from("usr").join(path),
+                None => Path::new(LIBRARIES).join(name),
+            };
+            if found.insert(library.clone()) {
+                open.push(library);
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The libraries of this machine that a program is linked with, and its loader.
+fn linked_here(program: &Path) -> Result<Vec<PathBuf>, Failure> {
+    let text = output(Command::new("ldd").arg(program))?;
+    let text = String::from_utf8_lossy(&text);
+    let words = text.split_whitespace().filter(|word| word.starts_with('/'));
+    Ok(words.map(PathBuf::from).collect())
+}
+
+/// Adds a file of a root at its place; links are followed.
+fn add(archive: &mut Archive, root: &Path, file: &Path) -> Result<(), Failure> {
+    let path = root.join(file);
+    let metadata = fs::metadata(&path).map_err(|e| Failure::file(&path, e))?;
+    let mode = metadata.permissions().mode() & 0o777;
+    archive.file(&file.to_string_lossy(), mode, &fs_read(&path)?);
+    Ok(())
+}
+
+/// Adds a file, or a folder with all that is in it.
+fn add_folder(archive: &mut Archive, root: &Path, folder: &Path) -> Result<(), Failure> {
+    let path = root.join(folder);
+    if !path.is_dir() {
+        return add(archive, root, folder);
+    }
+    // Links to files that only an installation makes lead nowhere.
+    for entry in files(&path).into_iter().filter(|path| path.exists()) {
+        add_folder(archive, root, &folder.join(file_name(&entry)))?;
+    }
+    Ok(())
+}
+
+fn fs_read(path: &Path) -> Result<Vec<u8>, Failure> {
+    fs::read(path).map_err(|e| Failure::file(path, e))
+}

@@ -1,0 +1,128 @@
+//! QEMU as a child process.
+
+use crate::Failure;
+use crate::debian::output;
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+const PROGRAM: &str = "qemu-system-x86_64";
+
+/// Whether KVM runs QEMU's guests, or QEMU itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Accelerator {
+    /// The processor's own virtualisation, nested.
+    Kvm,
+    /// Emulation of a processor with AMD-V. Slow, and the same everywhere.
+    Tcg,
+}
+
+impl Accelerator {
+    /// KVM if that runs stock kernels and their guests: on a processor with VT-x or AMD-V, with nesting allowed. (A
+    /// KVM that does without those, in software, runs no stock kernel.)
+    #[must_use]
+    pub fn best() -> Self {
+        let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+        let flags = read("/proc/cpuinfo");
+        let virtualisation = flags
+            .split_whitespace()
+            .any(|word| word == "vmx" || word == "svm");
+        let nested = ["intel", "amd"].iter().any(|vendor| {
+            let value = read(&format!("/sys/module/kvm_{vendor}/parameters/nested"));
+            matches!(value.trim(), "Y" | "1")
+        });
+        let kvm = fs::OpenOptions::new().read(true).write(true).open("/dev/kvm");
+        if virtualisation && nested && kvm.is_ok() {
+            Self::Kvm
+        } else {
+            Self::Tcg
+        }
+    }
+
+    /// More for the command line of guests' kernels in L1.
+    pub(crate) fn guest_arguments(self) -> &'static str {
+        match self {
+            Self::Kvm => "",
+            // Under QEMU 7.2's emulation of AMD-V, guests whose memory is under a userfaultfd end in a triple fault
+            // about when userland starts, unless KVM keeps from injecting asynchronous page faults. Why is not known.
+            Self::Tcg => "no-kvmapf",
+        }
+    }
+
+    fn arguments(self) -> [&'static str; 4] {
+        match self {
+            Self::Kvm => ["-accel", "kvm", "-cpu", "host"],
+            // QEMU 7.2's `max` makes Linux panic in SLUB, and so does cmpxchg16b.
+            Self::Tcg => ["-accel", "tcg,thread=multi", "-cpu", "qemu64,+svm,+npt,-cx16"],
+        }
+    }
+}
+
+/// Fails unless QEMU is installed.
+///
+/// # Errors
+/// That it is missing.
+pub fn need() -> Result<(), Failure> {
+    output(Command::new(PROGRAM).arg("--version")).map(drop)
+}
+
+/// A machine to be started: a kernel, an initial RAM disk, memory, two CPUs, nothing else.
+pub(crate) fn machine(accelerator: Accelerator, kernel: &Path, initrd: &Path, mib: u64) -> Command {
+    let mut command = Command::new(PROGRAM);
+    command.args(accelerator.arguments());
+    // KSM on this machine would merge the machine's memory, which takes its time and CPU.
+    command.args(["-machine", "pc,mem-merge=off"]);
+    command.args(["-nodefaults", "-display", "none", "-no-reboot", "-smp", "2"]);
+    command.arg("-m").arg(mib.to_string());
+    command.arg("-kernel").arg(kernel).arg("-initrd").arg(initrd);
+    command.stdin(Stdio::null()).stdout(Stdio::null());
+    command
+}
+
+/// A running machine; killed when dropped.
+#[derive(Debug)]
+pub(crate) struct Running(Child);
+
+impl Running {
+    pub(crate) fn start(command: &mut Command) -> Result<Self, Failure> {
+        let child = command.spawn();
+        child
+            .map(Self)
+            .map_err(|e| Failure::missing(format!("{PROGRAM} cannot be run ({e}): install it")))
+    }
+
+    /// Whether it has ended.
+    pub(crate) fn has_ended(&mut self) -> Result<bool, Failure> {
+        let status = self
+            .0
+            .try_wait()
+            .map_err(|e| Failure::new(format!("QEMU is lost: {e}")))?;
+        Ok(status.is_some())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Both do nothing to one that has ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Fails unless that much memory is available here for a machine.
+///
+/// # Errors
+/// How much is missing.
+pub(crate) fn need_memory(mib: u64) -> Result<(), Failure> {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    // QEMU's translated code and its own memory.
+    let (available, needed) = (kib.unwrap_or(0) >> 10, mib + 512);
+    if available >= needed {
+        return Ok(());
+    }
+    Err(Failure::new(format!(
+        "{available} MiB of memory are available, {needed} needed: free some"
+    )))
+}

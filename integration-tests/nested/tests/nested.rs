@@ -1,0 +1,227 @@
+//! Every scenario, as a test. Needs QEMU, apt with a Debian mirror, and dpkg-deb; skips visibly where one of them is
+//! missing, except in CI. The first test fetches some 90 MB of packages into the target directory. Scenarios that take
+//! minutes in software are played only if `VMM_DEDUP_NESTED=all` (or by `make nested`).
+
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use vmm_dedup_nested::host::{Accelerator, Measured, Stage};
+use vmm_dedup_nested::{Failure, Scenario};
+
+/// A tenth of a guest of 192 MiB: less is no sharing to speak of.
+const SOME_PAGES: u64 = 4915;
+
+/// The CLI and the preload library, which `cargo test` of this package alone does not build.
+fn programs() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let own = Path::new(env!("CARGO_BIN_EXE_vmm-dedup-nested"));
+        let profile = own.parent().expect("programs are in PROFILE");
+        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        cargo.args([
+            "build",
+            "--quiet",
+            "-p",
+            "vmm-dedup-cli",
+            "-p",
+            "vmm-dedup-preload",
+        ]);
+        cargo.args([
+            "--manifest-path",
+            concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
+        ]);
+        cargo
+            .arg("--target-dir")
+            .arg(profile.parent().expect("profiles are in the target directory"));
+        if profile.ends_with("release") {
+            cargo.arg("--release");
+        }
+        let status = cargo.status().expect("cargo runs the tests, so it can be run");
+        assert!(status.success());
+        profile.to_owned()
+    })
+}
+
+/// Plays a scenario; `None`, and the reason on standard error, where this machine cannot or it would take too long.
+fn play(scenario: Scenario) -> Option<Measured> {
+    let short = matches!(scenario, Scenario::Boot | Scenario::OldKernel);
+    if !short && std::env::var_os("VMM_DEDUP_NESTED").is_none_or(|which| which != "all") {
+        eprintln!("SKIPPED {scenario}: it takes minutes; set VMM_DEDUP_NESTED=all to play it");
+        return None;
+    }
+    try_to_play(scenario).map(|result| result.unwrap_or_else(|failure| panic!("{failure}")))
+}
+
+fn try_to_play(scenario: Scenario) -> Option<Result<Measured, Failure>> {
+    let folder = programs();
+    let stage = Stage {
+        cache: folder.with_file_name("nested"),
+        vmm_dedup: folder.join("vmm-dedup"),
+        preload: folder.join("libvmm_dedup_preload.so"),
+        own: env!("CARGO_BIN_EXE_vmm-dedup-nested").into(),
+        accelerator: Accelerator::best(),
+        out: None,
+    };
+    match stage.play(scenario, &mut |text| eprintln!("{scenario}: {text}")) {
+        Err(failure) if failure.is_missing() && std::env::var_os("CI").is_none() => {
+            eprintln!("SKIPPED {scenario}: {failure}");
+            None
+        }
+        result => Some(result),
+    }
+}
+
+/// What went wrong when it had to.
+fn failure_of(scenario: Scenario) -> Option<String> {
+    try_to_play(scenario).map(|result| result.expect_err("this cannot go well").to_string())
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
+}
+
+fn pages(measured: &Measured, name: &str) -> u64 {
+    measured[name]
+        .as_u64()
+        .unwrap_or_else(|| panic!("no {name} in {measured:?}"))
+}
+
+#[test]
+fn linux_boots_and_powers_off() {
+    let Some(measured) = play(Scenario::Boot) else {
+        return;
+    };
+    assert_eq!(measured["booted_with_1"], true);
+    assert_eq!(measured["booted_with_2"], true);
+}
+
+#[test]
+fn an_old_kernel_is_refused_before_the_guest_starts() {
+    let Some(measured) = play(Scenario::OldKernel) else {
+        return;
+    };
+    assert_eq!(measured["exit_code"], 1, "{measured:?}");
+    assert_eq!(measured["guest_said"], "");
+    let refusal = measured["refusal"].as_str().expect("a text");
+    assert!(
+        refusal.contains("kernel") && refusal.contains("6.") && refusal.lines().count() == 1,
+        "{refusal}"
+    );
+}
+
+/// The two fleets are booted one after the other, so they differ by what differs from boot to boot: 2 % are allowed.
+/// Net figures (`saved_net_bytes`; KSM's `general_profit`) are among what is measured.
+#[test]
+fn same_guests_save_at_least_what_ksm_saves() {
+    let Some(measured) = play(Scenario::Same) else {
+        return;
+    };
+    let (ours, ksm) = (&measured["ours"], &measured["ksm"]);
+    let (our_pages, ksm_pages) = (number(&ours["saved_pages"]), number(&ksm["pages_sharing"]));
+    assert!(our_pages > 4.0 * SOME_PAGES as f64, "{measured:?}");
+    assert!(our_pages >= ksm_pages * 0.98, "{measured:?}");
+    // Every page is somewhere.
+    let known = ["zero", "mapped", "unique", "volatile", "broken"];
+    let sum: f64 = known.iter().map(|name| number(&ours[*name])).sum();
+    assert!(sum > 0.0 && sum <= number(&ours["pages"]), "{measured:?}");
+}
+
+#[test]
+fn guests_with_different_work_share_and_work_on() {
+    let Some(measured) = play(Scenario::Mixed) else {
+        return;
+    };
+    assert!(
+        number(&measured["ours"]["saved_pages"]) > 4.0 * SOME_PAGES as f64,
+        "{measured:?}"
+    );
+    assert_eq!(measured["verified"], 4);
+}
+
+#[test]
+fn guests_survive_losses_of_the_store_and_of_each_other() {
+    let Some(measured) = play(Scenario::Trouble) else {
+        return;
+    };
+    for name in ["before", "after_store_loss", "after_kill", "after_reboot"] {
+        assert!(pages(&measured, name) > SOME_PAGES, "{measured:?}");
+    }
+    assert!(
+        pages(&measured, "after_kill") < pages(&measured, "before"),
+        "{measured:?}"
+    );
+    // Two writers have 1024 pages of files each.
+    assert!(pages(&measured, "breaks") > 100, "{measured:?}");
+    assert_eq!(measured["verified"], 2);
+}
+
+#[test]
+fn writers_wait_for_memory_and_nobody_is_killed() {
+    let Some(measured) = play(Scenario::Pressure) else {
+        return;
+    };
+    assert!(pages(&measured, "reserve_waits") > 0, "{measured:?}");
+    assert_eq!(measured["verified"], 2);
+    assert_eq!(measured["oom_kills"], 0);
+}
+
+#[test]
+fn guests_on_huge_pages_share() {
+    let Some(measured) = play(Scenario::Huge) else {
+        return;
+    };
+    // Two guests of 192 MiB: most of what they use.
+    assert!(pages(&measured, "huge_mib_at_first") > 64, "{measured:?}");
+    assert!(
+        number(&measured["ours"]["saved_pages"]) > 2.0 * SOME_PAGES as f64,
+        "{measured:?}"
+    );
+}
+
+#[test]
+fn guests_of_other_vmms_share_and_are_estimated() {
+    let Some(measured) = play(Scenario::Vmms) else {
+        return;
+    };
+    assert!(!measured.is_empty(), "QEMU at least is here");
+    for (vmm, told) in &measured {
+        assert!(
+            number(&told["estimated"]["duplicates"]["pages"]) > SOME_PAGES as f64,
+            "{vmm}: {told}"
+        );
+        assert!(
+            number(&told["ours"]["saved_pages"]) > SOME_PAGES as f64,
+            "{vmm}: {told}"
+        );
+    }
+}
+
+#[test]
+fn a_panic_of_the_host_is_told_with_its_log() {
+    let Some(text) = failure_of(Scenario::Panic) else {
+        return;
+    };
+    assert!(text.starts_with("panic: L1 ended early"), "{text}");
+    assert!(text.contains("sysrq triggered crash"), "{text}");
+}
+
+#[test]
+fn a_host_that_hangs_is_ended() {
+    let Some(text) = failure_of(Scenario::Hang) else {
+        return;
+    };
+    assert!(text.starts_with("hang: L1 was not done after 20 s"), "{text}");
+}
+
+#[test]
+fn a_missing_program_is_named_with_the_remedy() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vmm-dedup-nested"));
+    let output = command
+        .args(["run", "boot", "--vmm-dedup", "/nonexistent"])
+        .output()
+        .expect("it runs");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text.contains("/nonexistent is missing: cargo build"), "{text}");
+}

@@ -1,0 +1,63 @@
+//! Why memory cannot be examined.
+
+use std::io;
+use std::path::PathBuf;
+
+/// What went wrong, and what to do about it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file cannot be opened or read.
+    #[error("cannot read {path}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+    /// A file is none of those that are understood.
+    #[error("{path}: {problem}")]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, and what to do.
+        problem: String,
+    },
+    /// There is no such process, or it ended meanwhile.
+    #[error("process {pid} is gone: give the process id of a running VMM")]
+    Gone {
+        /// The process.
+        pid: u32,
+    },
+    /// The process may not be read.
+    #[error(
+        "the memory of process {pid} cannot be read: run this as root, or as the process's user with CAP_SYS_PTRACE"
+    )]
+    Denied {
+        /// The process.
+        pid: u32,
+    },
+    /// /proc says nothing useful, or reading failed in another way.
+    #[error("the memory of process {pid} cannot be read")]
+    Process {
+        /// The process.
+        pid: u32,
+        /// The reason.
+        source: io::Error,
+    },
+    /// The process has no memory that could be shared.
+    #[error(
+        "process {pid} has no private anonymous memory in use, the only kind that is shared: \
+         a VMM must be started without shared=on and without hugepages"
+    )]
+    Nothing {
+        /// The process.
+        pid: u32,
+    },
+    /// The sampling rate makes no sense.
+    #[error("{0} is no sampling rate: give 1, 2, 4, 8, ... 65536")]
+    Sample(u64),
+    /// Too many memories.
+    #[error("{0} memories are too many: the table of pairs takes at most {max}", max = crate::memory::MOST)]
+    TooMany(usize),
+}
