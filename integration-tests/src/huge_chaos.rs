@@ -5,7 +5,7 @@ use crate::guests::{Outcome, Size, add, payload};
 use crate::store::StoreThread;
 use crate::vm::Guest;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config, ServiceStats};
+use vmm_dedup::{Breaks, Config, Policy, ServiceStats};
 use vmm_dedup_refvmm::ThpMode;
 
 /// Splits and rebuilds, in subpages (512 for each huge page).
@@ -24,6 +24,7 @@ pub fn chaos(size: Size) -> Outcome {
         name: name.into(),
         pass_period_ms: 10,
         cpu_percent: 90,
+        huge_policy: Policy::Smartmd,
         monitor_interval_ms: 20,
         monitor_window_us: 1000,
         breaks: Breaks::Managed {
