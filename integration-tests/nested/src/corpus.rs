@@ -63,7 +63,8 @@ pub fn make(
         let name = format!("{workload}{number}");
         let socket = folder.path().join(&name);
         let mut command = qemu::machine(plan.accelerator, &kernel, &initrd, plan.memory_mib);
-        command.args(["-serial", "stdio", "-append", &cmdline(&name, workload), "-qmp"]);
+        let arguments = format!("{} {}", cmdline(&name, workload), qemu::KERNEL_ARGUMENTS);
+        command.args(["-serial", "stdio", "-append", &arguments, "-qmp"]);
         command.arg(format!("unix:{},server=on,wait=off", socket.display()));
         let guest = Guest::start(&name, &mut command)?;
         let monitor = wait_for("QEMU's monitor", || Ok(UnixStream::connect(&socket).ok()))?;

@@ -54,10 +54,10 @@ impl Stage {
 
         let (console, events) = (folder.path().join("console.log"), folder.path().join("events"));
         let mut command = qemu::machine(self.accelerator, &kernel.image()?, &initrd, scenario.memory_mib());
-        command.args([
-            "-append",
-            "console=ttyS0 panic=-1 quiet mitigations=off maxcpus=1 transparent_hugepage=madvise",
-        ]);
+        let arguments = qemu::KERNEL_ARGUMENTS;
+        command.arg("-append").arg(format!(
+            "console=ttyS0 panic=-1 quiet mitigations=off transparent_hugepage=madvise {arguments}"
+        ));
         for path in [&console, &events] {
             File::create(path).map_err(|e| Failure::file(path, e))?;
             command.arg("-serial").arg(format!("file:{}", path.display()));

@@ -8,6 +8,10 @@ use std::process::{Child, Command, Stdio};
 
 const PROGRAM: &str = "qemu-system-x86_64";
 
+/// For the kernel command line of every machine. One CPU: QEMU's emulation of two lets one run into code that the other
+/// is patching. And no check of the timer, which fails where the emulation waits for a busy host.
+pub(crate) const KERNEL_ARGUMENTS: &str = "maxcpus=1 no_timer_check";
+
 /// Whether KVM runs QEMU's guests, or QEMU itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Accelerator {
