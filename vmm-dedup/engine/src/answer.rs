@@ -130,7 +130,7 @@ impl Scanner {
     fn has_twin(&self, key: Key) -> bool {
         self.index().is_some_and(|index| match key.is_full() {
             true => index.slot_of_key(key).is_some(),
-            false => matches!(index.line(key), Some(Line::Sole(_))),
+            false => matches!(index.line(key), Some(Line::Sole(_) | Line::Series(_))),
         })
     }
 

@@ -11,7 +11,6 @@ use crate::scanner::Scanner;
 use crate::sys::{guest, vma};
 use std::ops::Range;
 use std::time::Instant;
-use vmm_dedup_protocol::index::Line;
 
 /// Mappings that one more merged page may add: its own, and the rest behind it.
 const VMAS_PER_RUN: i64 = 2;
@@ -31,7 +30,8 @@ impl Scanner {
         }
         items.sort_by_key(|i| (i.page, !i.owned()));
         let items = self.without_doubles(items);
-        let items = self.admit(items);
+        let mut items = self.admit(items);
+        self.use_series(&mut items)?;
         let mut items = self.hold_back(items);
         self.bring_home(&items);
         items.retain(|item| {
@@ -328,8 +328,8 @@ impl Scanner {
     /// that slot again: the store marks it, and this page will be hashed. (Else it was written after it was looked up.)
     fn note_collision(&mut self, item: &Item) {
         let (key, _) = self.read_key(item.page);
-        let sole = item.slot.map(Line::Sole);
-        if sole.is_some() && self.index().and_then(|index| index.line(key)) == sole {
+        let line = self.index().and_then(|index| index.line(key));
+        if item.slot.is_some() && line.and_then(|line| line.slot_for(item.page)) == item.slot {
             self.outbox.ambiguous.push(key.raw());
         }
     }

@@ -48,6 +48,7 @@ mod refused;
 mod reserve;
 mod resize;
 mod scanner;
+mod series;
 mod service;
 mod settle;
 mod store;

@@ -26,8 +26,10 @@ impl Scanner {
     /// ambiguous, the page's hash decides; else it is sighted.
     pub(crate) fn look_up(&mut self, page: Page, key: Key) -> Result<(), Error> {
         match self.index().and_then(|index| index.line(key)) {
-            Some(Line::Sole(slot)) => self.merges.push(Item::twin_of(page, slot)),
             Some(Line::Marked(_)) => self.to_hash.push(page),
+            Some(line) => self
+                .merges
+                .extend(line.slot_for(page).map(|slot| Item::twin_of(page, slot))),
             None => return self.sight(page, key),
         }
         Ok(())
@@ -159,6 +161,7 @@ impl Scanner {
             keys.push(Staged {
                 key,
                 gap: gaps.before(&self.memory, *page),
+                series: false,
             });
             staged.push(*page);
         }
@@ -222,12 +225,11 @@ impl Scanner {
         let twin = match key.is_full() {
             true => index.slot_of_key(key),
             false => match index.line(key) {
-                Some(Line::Sole(slot)) => Some(slot),
                 Some(Line::Marked(_)) => {
                     self.to_hash.push(page);
                     None
                 }
-                None => None,
+                line => line.and_then(|line| line.slot_for(page)),
             },
         };
         self.merges.extend(twin.map(|slot| Item::twin_of(page, slot)));

@@ -18,13 +18,13 @@
 use crate::key::{Key, PageHash};
 use crate::mapping::Mapping;
 use crate::tree::{self, TreeReader, TreeWriter};
-use crate::{MAX_SLOTS, PAGE_SIZE, Slot};
+use crate::{MAX_SLOTS, PAGE_SIZE, SERIES, Slot};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// First word of an index file: the ASCII bytes `vmmddidx`.
 pub const MAGIC: u64 = 0x766d_6d64_6469_6478;
 /// Version of the layout below.
-pub const VERSION: u64 = 3;
+pub const VERSION: u64 = 4;
 /// Keys that the ring of news holds.
 pub const RING: usize = 1 << 16;
 
@@ -51,7 +51,8 @@ const MAX_DISTANCE: usize = MAX_PROBES / 4;
 
 const MARK: u32 = 1 << 31;
 const SOLE: u32 = 1 << 30;
-const _: () = assert!(MAX_SLOTS < SOLE);
+const IN_SERIES: u32 = 1 << 29;
+const _: () = assert!(MAX_SLOTS < IN_SERIES);
 
 /// Bytes of an index file whose table has `capacity` entries. Most of it is a hole: only what is used costs.
 pub fn file_len(capacity: usize) -> usize {
@@ -63,8 +64,22 @@ pub fn file_len(capacity: usize) -> usize {
 pub enum Line {
     /// One slot has it, and no page is known that has it and differs: whoever has the key can compare at once.
     Sole(Slot),
+    /// As [`Line::Sole`], and the page is in [`SERIES`] consecutive slots from this one on.
+    Series(Slot),
     /// Ambiguous: the whole page's hash decides. Counts the slots that have it.
     Marked(u32),
+}
+
+impl Line {
+    /// The slot for a guest page of this number, if no hash is needed to tell. Neighbours with the same content get
+    /// neighbours of a series.
+    pub fn slot_for(self, page: u32) -> Option<Slot> {
+        match self {
+            Line::Sole(slot) => Some(slot),
+            Line::Series(first) => first.checked_add_in_segment(page % SERIES),
+            Line::Marked(_) => None,
+        }
+    }
 }
 
 /// What a word of the table says of its key.
@@ -81,6 +96,7 @@ impl Entry {
         let payload = match self {
             Entry::Line(Line::Marked(count)) => MARK | count.min(MARK - 1),
             Entry::Line(Line::Sole(slot)) => SOLE | slot.number(),
+            Entry::Line(Line::Series(first)) => SOLE | IN_SERIES | first.number(),
             Entry::Slot(slot) => slot.number() + 1,
         };
         (u64::from(tag) << 32) | u64::from(payload)
@@ -93,7 +109,13 @@ impl Entry {
             return Some(Entry::Line(Line::Marked(payload & !MARK)));
         }
         if payload & SOLE != 0 {
-            return Slot::try_new(payload & !SOLE).map(|slot| Entry::Line(Line::Sole(slot)));
+            let slot = Slot::try_new(payload & !(SOLE | IN_SERIES))?;
+            let line = if payload & IN_SERIES == 0 {
+                Line::Sole(slot)
+            } else {
+                Line::Series(slot)
+            };
+            return Some(Entry::Line(line));
         }
         Slot::try_new(payload.checked_sub(1)?).map(Entry::Slot)
     }

@@ -40,6 +40,11 @@ pub const SEGMENT_BYTES: usize = SLOTS_PER_SEGMENT as usize * PAGE_SIZE;
 /// Highest number of slots of a store: 2^26 slots = 256 GiB of distinct shared content.
 pub const MAX_SLOTS: u32 = 1 << 26;
 
+/// Slots of a series: consecutive ones that hold the same page, so that neighbours with this content in a guest can be
+/// one mapping. For content that fills long stretches, such as memory that a kernel has poisoned. A stretch of `n` pages
+/// then needs `n / SERIES` mappings of some 265 bytes instead of `n`, for `SERIES - 1` pages more in the store.
+pub const SERIES: u32 = 32;
+
 /// Pages of the staging buffer through which a service hands pages to the store: 2 MiB.
 pub const STAGING_PAGES: usize = 512;
 

@@ -15,7 +15,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// "vmd1".
 pub const MAGIC: u32 = 0x3164_6d76;
 /// Version of everything in this crate. Peers of another version are refused.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Longest record, below the default socket buffer.
 pub const MAX_MESSAGE: usize = 64 << 10;
 /// Most sightings, withdrawals and reference changes in one batch, each.
@@ -244,7 +244,8 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// A page in the staging buffer, as a `Publish` lists it: its key, and in the upper 16 bits the gap before it.
+/// A page in the staging buffer, as a `Publish` lists it: its key, in the 15 bits above that the gap before it, and in
+/// the top bit whether a series is wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Staged {
     /// What the service knows the page by: a line key or a whole-page key.
@@ -252,9 +253,13 @@ pub struct Staged {
     /// Guest pages between the page listed before and this one, if that is at most [`MAX_GAP`]; else 0. The store
     /// leaves as many slots between them, so that guests of the same layout can map both in one piece.
     pub gap: u16,
+    /// The page is in a slot already, and in so many neighbours in the guest that a series of slots
+    /// ([`SERIES`](crate::SERIES)) is worth its memory. The store need not make one.
+    pub series: bool,
 }
 
 const GAP_SHIFT: u32 = 48;
+const SERIES_BIT: u64 = 1 << 63;
 
 impl Staged {
     /// Parses an item of a list.
@@ -262,18 +267,20 @@ impl Staged {
     /// # Errors
     /// [`Malformed::Value`].
     pub fn try_new(raw: u64) -> Result<Self, Malformed> {
-        let gap = (raw >> GAP_SHIFT) as u16;
+        let series = raw & SERIES_BIT != 0;
+        let gap = ((raw & !SERIES_BIT) >> GAP_SHIFT) as u16;
         if gap > MAX_GAP {
             let (field, value) = ("gap", gap.into());
             return Err(Malformed::Value { field, value });
         }
         let key = key(raw & ((1 << GAP_SHIFT) - 1))?;
-        Ok(Self { key, gap })
+        Ok(Self { key, gap, series })
     }
 
     /// The item of a list.
     pub fn raw(self) -> u64 {
-        self.key.raw() | u64::from(self.gap) << GAP_SHIFT
+        let series = if self.series { SERIES_BIT } else { 0 };
+        self.key.raw() | u64::from(self.gap) << GAP_SHIFT | series
     }
 }
 

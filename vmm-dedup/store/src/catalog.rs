@@ -99,13 +99,19 @@ impl Catalog {
 
     /// A line key is ambiguous: if a slot is known by it alone, that one is found by its hash from now on.
     pub(crate) fn mark(&mut self, line: Key, hash_of: impl Fn(Slot) -> PageHash) {
-        if let Some(Line::Sole(slot)) = self.reader().line(line) {
+        if let Some(Line::Sole(slot) | Line::Series(slot)) = self.reader().line(line) {
             // In this order, so that a reader finds the slot one way or the other.
             self.insert_hashed(hash_of(slot), slot);
             self.writer.set_line(line, Line::Marked(1));
             self.marks += 1;
             self.writer.announce(line);
         }
+    }
+
+    /// Enters a series in the place of the only slot of a line key, which holds the same page.
+    pub(crate) fn replace_by_series(&mut self, line: Key, first: Slot) {
+        debug_assert!(matches!(self.reader().line(line), Some(Line::Sole(_))));
+        self.writer.set_line(line, Line::Series(first));
     }
 
     fn insert_hashed(&mut self, hash: PageHash, slot: Slot) {
@@ -117,7 +123,7 @@ impl Catalog {
     /// Takes a slot out, however it was entered. The epoch must be advanced before it is reused.
     pub(crate) fn remove(&mut self, line: Key, slot: Slot) {
         match self.reader().line(line) {
-            Some(Line::Sole(sole)) if sole == slot => {
+            Some(Line::Sole(sole) | Line::Series(sole)) if sole == slot => {
                 self.writer.remove_line(line);
                 return;
             }

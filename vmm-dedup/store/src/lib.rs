@@ -54,6 +54,7 @@ mod questions;
 mod references;
 mod relay;
 mod segments;
+mod series;
 mod server;
 mod sightings;
 mod slots;

@@ -22,14 +22,21 @@
 //! A mapping of a run with exceptions also covers slots that its guest does not show: private pages lie in their places.
 //! Such slots are no more in use than if they were not covered, and nobody reports them.
 //!
+//! A *series* is a slot that is found in the index and *followers* that hold the same page and are found through it. The
+//! series itself holds a reference to each follower, and gives them up when its first slot leaves the index: a follower
+//! leaves with it, or later, when nobody maps it any more. So whoever found it through the index before that has told
+//! by the time it is freed, as for the first slot.
+//!
 //! What remains are pages that a device reads on behalf of a process that no longer maps them (read-only pins). No
 //! account tells of these, so slots that are free here are not rewritten before a quarantine has ended (`segments`).
 //! They are free all the same: nobody can reference them, and they count in `vmmdedup_slots_cooling` only.
 
 use crate::epochs::{Epoch, EpochViolation, Epochs, MemberId};
 use crate::references::{References, Unbalanced};
+#[cfg(test)]
+use crate::slots::State;
 use crate::slots::{Change, NotLive, Slots};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use vmm_dedup_protocol::Slot;
 
 /// Why a reference change is refused.
@@ -49,6 +56,11 @@ pub(crate) struct Lifetime {
     slots: Slots,
     epochs: Epochs,
     members: BTreeMap<MemberId, References>,
+    /// First slots of series that are in the index, and how many follow each.
+    series: BTreeMap<Slot, u32>,
+    /// Slots that hold a page and are not in the index themselves: those that follow in a series, and those that one took
+    /// the place of.
+    unlisted: BTreeSet<Slot>,
     /// Slots have been dropped since the epoch last advanced.
     pending: bool,
 }
@@ -59,6 +71,8 @@ impl Lifetime {
             slots: Slots::default(),
             epochs: Epochs::new(epoch),
             members: BTreeMap::new(),
+            series: BTreeMap::new(),
+            unlisted: BTreeSet::new(),
             pending: false,
         }
     }
@@ -88,6 +102,28 @@ impl Lifetime {
         debug_assert!(added.is_ok(), "nobody referenced a free slot");
     }
 
+    /// The member has a page in the first of these consecutive slots, which were all free and hold the same.
+    pub(crate) fn publish_series(&mut self, id: MemberId, first: Slot, followers: &[Slot]) {
+        self.publish(id, first);
+        for slot in followers {
+            self.slots.publish(*slot);
+        }
+        self.unlisted.extend(followers);
+        let count = u32::try_from(followers.len()).unwrap_or(u32::MAX);
+        self.series.insert(first, count);
+    }
+
+    /// A slot has left the index although it is referenced: another one took its place.
+    pub(crate) fn unlist(&mut self, slot: Slot) {
+        self.unlisted.insert(slot);
+    }
+
+    /// References of services: those that series hold are left out.
+    pub(crate) fn claimed(&self) -> u64 {
+        let unclaimed: u64 = self.series.values().map(|n| u64::from(*n)).sum();
+        self.slots.references() - unclaimed
+    }
+
     /// Applies a reported change. If slots were dropped, [`Self::advance`] must follow before anything else.
     pub(crate) fn apply(
         &mut self,
@@ -103,7 +139,7 @@ impl Lifetime {
                 held.checked_add(n).ok_or(Unbalanced::Overflow { slot })?;
                 let change = self.slots.reference(slot, n)?;
                 self.member(id).add(slot, n)?;
-                Ok(change)
+                Ok(self.of_listed(slot, change))
             }
             _ => {
                 self.member(id).sub(slot, n)?;
@@ -140,9 +176,13 @@ impl Lifetime {
     }
 
     /// Frees what nobody can map any more.
-    pub(crate) fn reclaim(&mut self, freed: impl FnMut(Slot)) {
+    pub(crate) fn reclaim(&mut self, mut freed: impl FnMut(Slot)) {
         if self.slots.limbo() > 0 {
-            self.slots.reclaim(self.epochs.quiescent(), freed);
+            let unlisted = &mut self.unlisted;
+            self.slots.reclaim(self.epochs.quiescent(), |slot| {
+                unlisted.remove(&slot);
+                freed(slot);
+            });
         }
     }
 
@@ -158,6 +198,17 @@ impl Lifetime {
         self.epochs.leave(id);
     }
 
+    /// Whether the slot can be found through the index.
+    #[cfg(test)]
+    pub(crate) fn is_found(&self, slot: Slot) -> bool {
+        let within = |(first, followers): (&Slot, &u32)| {
+            let past = first.number() + followers;
+            (first.number()..=past).contains(&slot.number())
+        };
+        let listed = !self.unlisted.contains(&slot) && matches!(self.slots.state(slot), State::Live(_));
+        listed || self.series.iter().any(within)
+    }
+
     /// What the model check must find out to be wrong.
     #[cfg(test)]
     pub(crate) fn reclaim_without_waiting(&mut self) {
@@ -165,13 +216,31 @@ impl Lifetime {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.slots.bytes() + self.members.values().map(References::bytes).sum::<usize>()
+        // Rarely more than a few hundred entries; a set's node holds eleven.
+        let sets = self.unlisted.len() * 8 + self.series.len() * 12;
+        self.slots.bytes() + sets + self.members.values().map(References::bytes).sum::<usize>()
     }
 
     fn release(&mut self, slot: Slot, n: u32) -> Change {
-        let change = self.slots.release(slot, n, self.epochs.current() + 1);
-        self.pending |= change == Change::Dropped;
-        change
+        let leaving = self.epochs.current() + 1;
+        let change = self.slots.release(slot, n, leaving);
+        if change == Change::Dropped {
+            self.pending = true;
+            let followers = self.series.remove(&slot).unwrap_or(0);
+            for follower in (1..=followers).filter_map(|n| slot.checked_add_in_segment(n)) {
+                self.slots.release(follower, 1, leaving);
+            }
+        }
+        self.of_listed(slot, change)
+    }
+
+    /// What is not in the index does not leave it and does not come back to it.
+    fn of_listed(&self, slot: Slot, change: Change) -> Change {
+        if self.unlisted.contains(&slot) {
+            Change::None
+        } else {
+            change
+        }
     }
 
     fn member(&mut self, id: MemberId) -> &mut References {

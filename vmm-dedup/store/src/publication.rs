@@ -121,11 +121,7 @@ impl State {
                 Ok(slot.map_or(NO_SLOT, Slot::number))
             })
             .collect();
-        for slot in layout.into_unused() {
-            if let Some(number) = self.segments.free(slot) {
-                self.broadcast(&encode(Kind::SegmentRetired, &[number.as_bytes()]), None);
-            }
-        }
+        self.give_back(layout.into_unused());
         Ok(encode(Kind::Published, &[slots?.as_bytes()]))
     }
 
@@ -160,8 +156,14 @@ impl State {
         let slot = match self.twin(line, slot) {
             Some(twin) => {
                 layout.unused.push(slot);
-                self.lifetime.apply(id, twin, 1)?;
-                twin
+                let series = layout.pages[page].series;
+                match series.then(|| self.make_series(id, line, twin)).flatten() {
+                    Some(first) => first,
+                    None => {
+                        self.lifetime.apply(id, twin, 1)?;
+                        twin
+                    }
+                }
             }
             None if self.admits(line, slot) => {
                 self.lifetime.publish(id, slot);
@@ -186,7 +188,7 @@ impl State {
     /// A slot in the index that holds the same page as this one, which is not in it.
     fn twin(&self, line: Key, slot: Slot) -> Option<Slot> {
         let twin = match self.catalog.reader().line(line)? {
-            Line::Sole(twin) => twin,
+            Line::Sole(twin) | Line::Series(twin) => twin,
             Line::Marked(_) => {
                 let hash = self.segments.hash(slot, self.salt);
                 self.catalog.reader().slot_of(hash)?
@@ -213,9 +215,18 @@ impl State {
         layout.slot(page)
     }
 
+    /// Slots that nobody was ever given are free again.
+    pub(crate) fn give_back(&mut self, slots: Vec<Slot>) {
+        for slot in slots {
+            if let Some(number) = self.segments.free(slot) {
+                self.broadcast(&encode(Kind::SegmentRetired, &[number.as_bytes()]), None);
+            }
+        }
+    }
+
     /// Takes slots for up to this many pages. A kernel that has no memory or descriptors left for a new segment makes
     /// the store as large as it is: no service's fault.
-    fn allocate_run(&mut self, pages: u32) -> Option<(Run, Option<u32>)> {
+    pub(crate) fn allocate_run(&mut self, pages: u32) -> Option<(Run, Option<u32>)> {
         let allocated = self.segments.allocate_run(pages);
         if let Err(e) = &allocated
             && !self.short_of_memory

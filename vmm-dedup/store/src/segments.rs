@@ -305,6 +305,13 @@ impl Segments {
         map.copy_page_from(slot.offset() / PAGE_SIZE, source, from);
     }
 
+    /// Copies the page of one allocated slot into another.
+    pub(crate) fn copy(&mut self, slot: Slot, source: Slot) {
+        let (from, to) = (self.segment(source.segment()), self.segment(slot.segment()));
+        let (from_page, to_page) = (source.offset() / PAGE_SIZE, slot.offset() / PAGE_SIZE);
+        to.map.copy_page_from(to_page, &from.map, from_page);
+    }
+
     /// Whether two slots hold the same bytes.
     pub(crate) fn equal(&self, a: Slot, b: Slot) -> bool {
         let words = |slot| self.words(slot).iter().map(|word| word.load(Ordering::Relaxed));

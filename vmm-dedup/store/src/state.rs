@@ -35,6 +35,8 @@ pub(crate) struct Service {
     pub(crate) sightings: u64,
     /// Pages it was asked to publish in the last reply.
     pub(crate) asked: Vec<Key>,
+    /// Series that were made for it.
+    pub(crate) series: u64,
     pub(crate) stats: ServiceStats,
 }
 
@@ -211,6 +213,7 @@ impl State {
                     staging: Arc::new(staging),
                     sightings: 0,
                     asked: Vec::new(),
+                    series: 0,
                     stats: before.unwrap_or_default(),
                 }))
             }
@@ -363,7 +366,7 @@ impl State {
         let net = accounts::clamp(spared - overhead.into_iter().map(i128::from).sum::<i128>());
         StoreStats {
             pages_shared: slots.live(),
-            pages_sharing: slots.references() - slots.live(),
+            pages_sharing: self.lifetime.claimed().saturating_sub(slots.live()),
             slots_limbo: slots.limbo(),
             slots_max: self.segments.max_slots().into(),
             resident_bytes,

@@ -6,7 +6,7 @@
 //! The store takes one message at a time from first-in-first-out channels, at any later moment. Services read the
 //! epoch, look up, map, drop, send, lose their socket (what was on the way is lost), go on working without it,
 //! connect again, and die. The store settles (advances the epoch, frees) at a moment of its own, so that services
-//! see the index between a removal and the epoch's advance.
+//! see the index between a removal and the epoch's advance. In one world the two slots are a series.
 
 use crate::epochs::{Epoch, MemberId};
 use crate::lifetime::Lifetime;
@@ -24,6 +24,8 @@ struct Bounds {
     publications: u8,
     messages: u8,
     reconnections: u8,
+    /// Both slots are one series.
+    series: bool,
 }
 
 /// What is done wrong on purpose, to see that the check can fail.
@@ -36,6 +38,8 @@ enum Mistake {
     NoOrphans,
     /// A broken connection keeps its references, but does not hold back the reuse of other slots.
     OrphansForgetEpoch,
+    /// A series is found in the index after it has ended.
+    SeriesStays,
 }
 
 /// Which content a slot has: counts publications.
@@ -120,7 +124,7 @@ impl World {
     fn successors(&self, bounds: Bounds, mistake: Mistake) -> Vec<World> {
         let mut all = Vec::new();
         for i in 0..SERVICES {
-            self.service_steps(i, bounds, &mut all);
+            self.service_steps(i, bounds, mistake, &mut all);
             self.store_steps(i, bounds, mistake, &mut all);
         }
         self.step(
@@ -145,7 +149,7 @@ impl World {
         }
     }
 
-    fn service_steps(&self, i: usize, bounds: Bounds, all: &mut Vec<World>) {
+    fn service_steps(&self, i: usize, bounds: Bounds, mistake: Mistake, all: &mut Vec<World>) {
         let me = &self.services[i];
         if !me.alive {
             return;
@@ -154,7 +158,8 @@ impl World {
             w.services[i].epoch = Some(w.lifetime.epochs().current())
         });
         for n in 0..SLOTS {
-            let visible = matches!(self.state(n), State::Live(_));
+            let stays = mistake == Mistake::SeriesStays && self.published > 0;
+            let visible = stays || self.lifetime.is_found(slot(n));
             let can_look = me.epoch.is_some() && me.found.is_none() && me.mapped[n].is_none();
             self.step(all, visible && can_look, |w| {
                 w.services[i].found = Some((n, w.generation[n]))
@@ -218,16 +223,24 @@ impl World {
             w.lifetime.acknowledge(member, epoch).expect("likewise");
         });
         // Publishing is a question and an answer: the channel is empty, and the publisher maps what it is given.
-        let free = (0..SLOTS).find(|n| self.state(*n) == State::Free);
+        let is_free = |n: &usize| self.state(*n) == State::Free;
+        let free = (0..SLOTS).find(is_free);
+        let free = free.filter(|_| !bounds.series || (0..SLOTS).all(|n| is_free(&n)));
         if let Some(n) = free {
             let idle = me.alive && me.connected && me.channel.is_empty();
             let room =
                 self.published < bounds.publications && me.mapped[n].is_none() && me.legacy[n].is_none();
             self.step(all, idle && room, |w| {
-                w.lifetime.publish(w.services[i].member, slot(n));
+                let member = w.services[i].member;
                 w.published += 1;
-                w.generation[n] = w.published;
                 w.services[i].mapped[n] = Some(w.published);
+                if bounds.series {
+                    w.lifetime.publish_series(member, slot(0), &[slot(1)]);
+                    w.generation = [w.published; SLOTS];
+                } else {
+                    w.lifetime.publish(member, slot(n));
+                    w.generation[n] = w.published;
+                }
             });
         }
         // The socket ends, with the process or before it; what was not yet read is lost.
@@ -284,21 +297,30 @@ fn explore(bounds: Bounds, mistake: Mistake) -> Option<usize> {
 }
 
 /// Worlds small enough to be walked through in seconds, each with another emphasis.
-const WORLDS: [Bounds; 3] = [
+const WORLDS: [Bounds; 4] = [
     Bounds {
         publications: 2,
         messages: 2,
         reconnections: 0,
+        series: false,
     },
     Bounds {
         publications: 1,
         messages: 3,
         reconnections: 0,
+        series: false,
     },
     Bounds {
         publications: 1,
         messages: 2,
         reconnections: 1,
+        series: false,
+    },
+    Bounds {
+        publications: 1,
+        messages: 2,
+        reconnections: 0,
+        series: true,
     },
 ];
 
@@ -331,4 +353,9 @@ fn the_rule_breaks_when_a_broken_connection_ends_its_references() {
 #[test]
 fn the_rule_breaks_when_a_broken_connection_does_not_hold_back_reuse() {
     assert!(is_found_out(Mistake::OrphansForgetEpoch));
+}
+
+#[test]
+fn the_rule_breaks_when_a_series_is_found_after_its_end() {
+    assert!(is_found_out(Mistake::SeriesStays));
 }

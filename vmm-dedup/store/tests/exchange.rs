@@ -120,7 +120,12 @@ fn slots_repeat_the_gaps_between_pages() {
             .map(|(at, (seed, gap))| {
                 client.staging.write_page(at, &page(seed));
                 let key = Key::try_new(client.line_key(&page(seed))).unwrap();
-                Staged { key, gap: *gap }.raw()
+                Staged {
+                    key,
+                    gap: *gap,
+                    series: false,
+                }
+                .raw()
             })
             .collect()
     };

@@ -27,6 +27,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         (n.clone(), 1u32..5).prop_map(|(k, c)| Step::SetLine(k, Line::Marked(c))),
         (n.clone(), 0u32..1 << 26).prop_map(|(k, s)| Step::SetLine(k, Line::Sole(slot(s)))),
+        (n.clone(), 0u32..1 << 26).prop_map(|(k, s)| Step::SetLine(k, Line::Series(slot(s)))),
         n.clone().prop_map(Step::RemoveLine),
         n.clone().prop_map(Step::Insert),
         n.prop_map(Step::Remove),

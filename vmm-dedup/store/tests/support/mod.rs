@@ -200,7 +200,7 @@ impl Client {
 
     pub fn find(&self, page: &PageWords) -> Option<Slot> {
         match self.line(page) {
-            Some(Line::Sole(slot)) => Some(slot),
+            Some(Line::Sole(slot) | Line::Series(slot)) => Some(slot),
             _ => self.index.slot_of(PageHash::of(page, self.salt)),
         }
     }
