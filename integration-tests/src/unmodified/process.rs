@@ -59,6 +59,7 @@ pub struct Vmm {
     program: Program,
     name: String,
     child: Child,
+    started: Instant,
     folder: PathBuf,
     console: Console,
     line: Line,
@@ -105,6 +106,7 @@ impl Vmm {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(errors);
+        let started = Instant::now();
         let mut child = command.spawn().expect("the VMM starts");
         let console = Console::new();
         let line = match program {
@@ -116,6 +118,7 @@ impl Vmm {
             program: program.clone(),
             name: options.name.clone(),
             child,
+            started,
             folder,
             console,
             memory_mib: options.memory_mib,
@@ -132,6 +135,12 @@ impl Vmm {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// When the process was started.
+    #[must_use]
+    pub fn started(&self) -> Instant {
+        self.started
     }
 
     /// What the preload library logged.
@@ -152,19 +161,9 @@ impl Vmm {
     /// # Panics
     /// If it does not come.
     pub fn wait(&self, what: &str, nth: usize, is: impl Fn(&Report) -> bool) -> Report {
-        let start = Instant::now();
-        loop {
-            let reports = self.console.reports();
-            if let Some(report) = reports.into_iter().filter(|r| is(r)).nth(nth - 1) {
-                return report;
-            }
-            assert!(
-                start.elapsed() < PATIENCE,
-                "{what} does not come: {}",
-                self.story()
-            );
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        let nth_of = |reports: &[Report]| reports.iter().filter(|r| is(r)).nth(nth - 1).cloned();
+        let report = self.console.wait(PATIENCE, |_, reports| nth_of(reports));
+        report.unwrap_or_else(|| panic!("{what} does not come: {}", self.story()))
     }
 
     /// Waits until the guest has filled its pages for the `nth` time.
@@ -173,11 +172,9 @@ impl Vmm {
     /// If it does not.
     pub fn wait_ready(&self, nth: usize) {
         // In the text, since a reset may cut a line and leave this report in the middle of it.
-        let start = Instant::now();
-        while self.console.text().matches("@payload ready ").count() < nth {
-            assert!(start.elapsed() < PATIENCE, "it does not boot: {}", self.story());
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        let ready = |text: &str| (text.matches("@payload ready ").count() >= nth).then_some(());
+        let booted = self.console.wait(PATIENCE, |text, _| ready(text));
+        assert!(booted.is_some(), "it does not boot: {}", self.story());
     }
 
     /// Types a character into the guest's serial line.
