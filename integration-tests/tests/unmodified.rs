@@ -189,10 +189,7 @@ fn sharing_survives_a_reboot(bench: &Bench) {
             vm.reboot();
             vm.wait_ready(nth);
         }
-        // Some pages that were rewritten just as they were told to the store find their twins only when written again.
-        for vm in &vms {
-            bench.wait(vm, "sharing", |s| s.pages_mapped >= COMMON_PAGES * 9 / 10);
-        }
+        vms.iter().for_each(|vm| bench.wait_shared(vm));
     }
     vms.into_iter().for_each(|vm| assert_clean(&vm.finish(1)));
 }
