@@ -7,6 +7,7 @@ use vmm_dedup::{Breaks, Config, DedupService, HostRange, Settings, Switch};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_protocol::observer::Observer;
 
 const PAGE: usize = 4096;
 const MANAGED: Breaks = Breaks::Managed {
@@ -247,6 +248,44 @@ fn released_memory_is_anonymous_and_free_for_another_userfaultfd() {
     wait_until("sharing again", || mapped(&service) == 2048);
     (0..2048).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
     service.stop(true).expect("it stops");
+}
+
+#[test]
+fn a_service_that_gave_everything_back_holds_nothing_back() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let (kept, given) = (Pages::map(512), Pages::map(512));
+    [&kept, &given].into_iter().for_each(fill);
+    let serve = |pages: &Pages| {
+        pages
+            .serve(&store.socket(), config(Breaks::Kernel))
+            .expect("dedup starts")
+    };
+    let (stays, goes) = (serve(&kept), serve(&given));
+    wait_until("sharing", || mapped(&stays) == 512 && mapped(&goes) == 512);
+    // A private page in a mapping of the store stays where it is.
+    given.store(5, 0, 7);
+    goes.stop(true).expect("it stops");
+    // What the other one shared alone from then on is free again, although this process lives.
+    let vms = || {
+        let mut observer = Observer::connect(&store.socket()).expect("the store is there");
+        observer.stats().expect("it answers")
+    };
+    wait_until("the end of the first", || vms().1.len() == 1);
+    let off = Settings {
+        switch: Some(Switch::OffUnmerge),
+        ..Settings::default()
+    };
+    stays.set(off).expect("it gives back");
+    wait_until("the reuse of slots", || {
+        let (account, _) = vms();
+        account.pages_shared == 0 && account.slots_limbo == 0
+    });
+    (0..512).for_each(|page| assert!(kept.holds(page, page as u64 / 2 + 1)));
+    (0..512)
+        .filter(|page| *page != 5)
+        .for_each(|page| assert!(given.holds(page, page as u64 / 2 + 1)));
+    stays.stop(true).expect("it stops");
 }
 
 #[test]

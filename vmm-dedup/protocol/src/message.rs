@@ -15,7 +15,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// "vmd1".
 pub const MAGIC: u32 = 0x3164_6d76;
 /// Version of everything in this crate. Peers of another version are refused.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Longest record, below the default socket buffer.
 pub const MAX_MESSAGE: usize = 64 << 10;
 /// Most sightings, withdrawals and reference changes in one batch, each.
@@ -59,6 +59,7 @@ pub enum Kind {
     Done = 17,
     Explained = 18,
     NotDone = 19,
+    Goodbye = 20,
 }
 
 impl Kind {
@@ -84,6 +85,7 @@ impl Kind {
             Done,
             Explained,
             NotDone,
+            Goodbye,
         ];
         all.into_iter().find(|kind| *kind as u16 == raw)
     }
@@ -376,6 +378,8 @@ pub enum Message<'a> {
     Done(u64),
     Explained(Explained),
     NotDone(NotDone),
+    /// The service's last message: its process maps no slot that it knows from this connection.
+    Goodbye,
 }
 
 /// In a `Published`: this page got no slot (the store is full, or its content did not have the announced key).
@@ -431,6 +435,8 @@ pub fn parse(buffer: &[u8]) -> Result<Message<'_>, Malformed> {
         Kind::Done => Message::Done(u64::read_from_bytes(body).map_err(|_| length())?),
         Kind::Explained => Message::Explained(Explained::parse(body, buffer.len())?),
         Kind::NotDone => Message::NotDone(NotDone::parse(body, buffer.len())?),
+        Kind::Goodbye if body.is_empty() => Message::Goodbye,
+        Kind::Goodbye => return Err(length()),
     })
 }
 
@@ -610,6 +616,17 @@ mod tests {
         };
         with_parsed(&encode(Kind::Refused, &[&refused.body()]), |m| {
             assert!(matches!(m, Ok(Message::Refused(got)) if got == refused));
+        });
+    }
+
+    #[test]
+    fn a_goodbye_says_nothing_else() {
+        with_parsed(&encode(Kind::Goodbye, &[]), |m| {
+            assert!(matches!(m, Ok(Message::Goodbye)))
+        });
+        let more = encode(Kind::Goodbye, &[&[0]]);
+        with_parsed(&more, |m| {
+            assert_eq!(m.unwrap_err(), Malformed::Length { got: more.len() })
         });
     }
 
