@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Config, DedupService, HostRange, Settings, Switch};
-use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::memory::{Pages, flags_of};
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_protocol::observer::Observer;
@@ -248,6 +248,48 @@ fn released_memory_is_anonymous_and_free_for_another_userfaultfd() {
     wait_until("sharing again", || mapped(&service) == 2048);
     (0..2048).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
     service.stop(true).expect("it stops");
+}
+
+/// What the VMM had advised for guest memory: it is not to be in core dumps, nor in children.
+fn advice_survives(breaks: Breaks) {
+    const ADVICE: [(i32, &str); 2] = [(libc::MADV_DONTDUMP, "dd"), (libc::MADV_DONTFORK, "dc")];
+    let store = StoreThread::start();
+    let pages = Pages::map_huge(1024);
+    for (advice, _) in ADVICE {
+        // SAFETY: the test's own memory, whose content stays.
+        let advised = unsafe { libc::madvise(pages.address(0) as *mut _, 1024 * PAGE, advice) };
+        assert_eq!(advised, 0);
+    }
+    fill(&pages);
+    let service = pages
+        .serve(&store.socket(), config(breaks))
+        .expect("dedup starts");
+    wait_until("sharing", || mapped(&service) == 1024);
+    let mapping = || flags_of(&pages);
+    assert!(
+        mapping().iter().any(|flags| !flags.contains(" dd")),
+        "nothing is replaced"
+    );
+    // SAFETY: the test's own memory, whose content is not needed any more.
+    unsafe { service.discarder().discard(pages.address(0), 512 * PAGE) }.expect("it is discarded");
+    service.stop(true).expect("it stops");
+    for flags in mapping() {
+        assert!(ADVICE.iter().all(|(_, flag)| flags.contains(flag)), "{flags}");
+        assert!(flags.contains(" hg"), "{flags}");
+    }
+    (512..1024).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
+}
+
+#[test]
+fn advice_holds_for_memory_that_is_renewed() {
+    need_userfaultfd!();
+    advice_survives(Breaks::Kernel);
+}
+
+#[test]
+fn advice_holds_for_memory_that_is_renewed_with_managed_breaks() {
+    need_userfaultfd!();
+    advice_survives(MANAGED);
 }
 
 #[test]
