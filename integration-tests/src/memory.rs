@@ -125,3 +125,26 @@ impl Pages {
         unsafe { DedupService::start_on_ranges(&[range], store, config) }
     }
 }
+
+/// The kernel's flags (VmFlags in smaps) of the mappings that pages lie in.
+///
+/// # Panics
+/// If /proc is not there.
+#[must_use]
+pub fn flags_of(pages: &Pages) -> Vec<String> {
+    let text = std::fs::read_to_string("/proc/self/smaps").expect("/proc is there");
+    let range = pages.address(0)..pages.address(pages.count() - 1) + PAGE_SIZE;
+    let address = |hex: &str| usize::from_str_radix(hex, 16).ok();
+    let mut found = Vec::new();
+    let mut within = false;
+    for line in text.lines() {
+        if let Some(flags) = line.strip_prefix("VmFlags:") {
+            found.extend(within.then(|| flags.to_owned()));
+        } else if let Some((start, rest)) = line.split_once('-')
+            && let (Some(start), Some(end)) = (address(start), rest.split(' ').next().and_then(address))
+        {
+            within = start < range.end && range.start < end;
+        }
+    }
+    found
+}

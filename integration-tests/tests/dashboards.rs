@@ -29,12 +29,12 @@ fn dashboard(name: &str) -> Value {
     serde_json::from_str(&text).expect("JSON")
 }
 
-fn skip_without(what: &str) {
+fn skip_without(what: &str, package: &str) {
     assert!(
         std::env::var_os("CI").is_none(),
-        "{what} is needed in CI: install prometheus"
+        "{what} is needed in CI: install {package}"
     );
-    eprintln!("SKIPPED: {what} is not installed (Debian package prometheus)");
+    eprintln!("SKIPPED: {what} is not installed (Debian package {package})");
 }
 
 fn array<'a>(value: &'a Value, key: &str) -> &'a [Value] {
@@ -140,7 +140,7 @@ fn every_expression_of_dashboards_and_rules_returns_data() {
     let metrics = store.metrics().expect("metrics");
     let rules = folder().join("vmm-dedup.rules.yml");
     let Some(prometheus) = Prometheus::start(metrics, &rules) else {
-        return skip_without("prometheus");
+        return skip_without("prometheus", "prometheus");
     };
     let mut wanted: Vec<(String, String)> = DASHBOARDS.into_iter().flat_map(expressions_of).collect();
     let rules = prometheus.rules();
@@ -205,7 +205,7 @@ fn rules_do_what_their_tests_say() {
             .output()
     };
     let Ok(output) = run(&["check", "rules", "vmm-dedup.rules.yml"]) else {
-        return skip_without("promtool");
+        return skip_without("promtool", "prometheus");
     };
     assert!(output.status.success(), "{output:?}");
     let output = run(&["check", "config", "local/prometheus.yml"]).expect("promtool runs");
@@ -243,8 +243,7 @@ fn dashboards_have_grafanas_schema() {
         std::fs::copy(folder().join("schema").join(file), work.join(file)).expect("a copy");
     }
     let Ok(installed) = npm(&work, &["ci", "--ignore-scripts", "--no-audit", "--no-fund"]) else {
-        eprintln!("SKIPPED: npm is not installed (Debian package npm)");
-        return;
+        return skip_without("npm", "npm");
     };
     if !installed.status.success() {
         let why = String::from_utf8_lossy(&installed.stderr);

@@ -4,9 +4,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Config, DedupService, HostRange, Settings, Switch};
-use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::memory::{Pages, flags_of};
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_protocol::observer::Observer;
 
 const PAGE: usize = 4096;
 const MANAGED: Breaks = Breaks::Managed {
@@ -247,6 +248,86 @@ fn released_memory_is_anonymous_and_free_for_another_userfaultfd() {
     wait_until("sharing again", || mapped(&service) == 2048);
     (0..2048).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
     service.stop(true).expect("it stops");
+}
+
+/// What the VMM had advised for guest memory: it is not to be in core dumps, nor in children.
+fn advice_survives(breaks: Breaks) {
+    const ADVICE: [(i32, &str); 2] = [(libc::MADV_DONTDUMP, "dd"), (libc::MADV_DONTFORK, "dc")];
+    let store = StoreThread::start();
+    let pages = Pages::map_huge(1024);
+    for (advice, _) in ADVICE {
+        // SAFETY: the test's own memory, whose content stays.
+        let advised = unsafe { libc::madvise(pages.address(0) as *mut _, 1024 * PAGE, advice) };
+        assert_eq!(advised, 0);
+    }
+    fill(&pages);
+    let service = pages
+        .serve(&store.socket(), config(breaks))
+        .expect("dedup starts");
+    wait_until("sharing", || mapped(&service) == 1024);
+    let mapping = || flags_of(&pages);
+    assert!(
+        mapping().iter().any(|flags| !flags.contains(" dd")),
+        "nothing is replaced"
+    );
+    // SAFETY: the test's own memory, whose content is not needed any more.
+    unsafe { service.discarder().discard(pages.address(0), 512 * PAGE) }.expect("it is discarded");
+    service.stop(true).expect("it stops");
+    for flags in mapping() {
+        assert!(ADVICE.iter().all(|(_, flag)| flags.contains(flag)), "{flags}");
+        assert!(flags.contains(" hg"), "{flags}");
+    }
+    (512..1024).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
+}
+
+#[test]
+fn advice_holds_for_memory_that_is_renewed() {
+    need_userfaultfd!();
+    advice_survives(Breaks::Kernel);
+}
+
+#[test]
+fn advice_holds_for_memory_that_is_renewed_with_managed_breaks() {
+    need_userfaultfd!();
+    advice_survives(MANAGED);
+}
+
+#[test]
+fn a_service_that_gave_everything_back_holds_nothing_back() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let (kept, given) = (Pages::map(512), Pages::map(512));
+    [&kept, &given].into_iter().for_each(fill);
+    let serve = |pages: &Pages| {
+        pages
+            .serve(&store.socket(), config(Breaks::Kernel))
+            .expect("dedup starts")
+    };
+    let (stays, goes) = (serve(&kept), serve(&given));
+    wait_until("sharing", || mapped(&stays) == 512 && mapped(&goes) == 512);
+    // A private page in a mapping of the store stays where it is.
+    given.store(5, 0, 7);
+    goes.stop(true).expect("it stops");
+    // What the other one shared alone from then on is free again, although this process lives.
+    let vms = || {
+        let mut observer = Observer::connect(&store.socket()).expect("the store is there");
+        observer.stats().expect("it answers")
+    };
+    wait_until("the end of the first", || vms().1.len() == 1);
+    let off = Settings {
+        switch: Some(Switch::OffUnmerge),
+        ..Settings::default()
+    };
+    stays.set(off).expect("it gives back");
+    wait_until("the reuse of slots", || {
+        let (account, _) = vms();
+        account.pages_shared == 0 && account.slots_limbo == 0
+    });
+    (0..512).for_each(|page| assert!(kept.holds(page, page as u64 / 2 + 1)));
+    (0..512)
+        .filter(|page| *page != 5)
+        .for_each(|page| assert!(given.holds(page, page as u64 / 2 + 1)));
+    stays.stop(true).expect("it stops");
 }
 
 #[test]

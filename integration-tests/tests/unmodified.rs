@@ -57,7 +57,9 @@ under_both! {
     sharing_survives_a_reboot
     sharing_survives_pausing
     sharing_survives_a_snapshot_and_its_restore
+    sharing_survives_a_live_migration
     plugged_memory_is_taken_on
+    memory_for_virtio_mem_is_taken_on
     ballooned_pages_hold_nothing_stale
     shared_memory_is_refused_by_name
     hugetlb_memory_is_refused_by_name
@@ -84,6 +86,14 @@ impl Bench {
 
     fn options(&self, name: &str) -> Options {
         Options::new(name, &self.store.socket())
+    }
+
+    /// Cloud Hypervisor saves the state of nested guests, which not every KVM has.
+    fn movable(&self, name: &str) -> Options {
+        Options {
+            behind: (!self.is_qemu()).then(library::nested_state),
+            ..self.options(name)
+        }
     }
 
     fn start(&self, seed: u64, options: &Options) -> Vmm {
@@ -189,10 +199,7 @@ fn sharing_survives_a_reboot(bench: &Bench) {
             vm.reboot();
             vm.wait_ready(nth);
         }
-        // Some pages that were rewritten just as they were told to the store find their twins only when written again.
-        for vm in &vms {
-            bench.wait(vm, "sharing", |s| s.pages_mapped >= COMMON_PAGES * 9 / 10);
-        }
+        vms.iter().for_each(|vm| bench.wait_shared(vm));
     }
     vms.into_iter().for_each(|vm| assert_clean(&vm.finish(1)));
 }
@@ -215,11 +222,7 @@ fn sharing_survives_a_snapshot_and_its_restore(bench: &Bench) {
     } else {
         vec!["", ",memory_restore_mode=ondemand"]
     };
-    // Cloud Hypervisor saves the state of nested guests, which not every KVM has.
-    let options = |name: &str| Options {
-        behind: (!bench.is_qemu()).then(library::nested_state),
-        ..bench.options(name)
-    };
+    let options = |name: &str| bench.movable(name);
     let mut vms = bench.sharing(2, options);
     let state = bench.folder.path().join("snapshot");
     let saved = vms.swap_remove(0);
@@ -237,6 +240,57 @@ fn sharing_survives_a_snapshot_and_its_restore(bench: &Bench) {
         restored.resume();
         bench.wait_shared(&restored);
         assert_clean(&restored.finish(1));
+    }
+    vms.into_iter().for_each(|vm| assert_clean(&vm.finish(1)));
+}
+
+fn sharing_survives_a_live_migration(bench: &Bench) {
+    let mut vms = bench.sharing(2, |name| bench.movable(name));
+    let source = vms.swap_remove(0);
+    let options = Options {
+        receive: Some(source.name().to_owned()),
+        ..bench.movable("moved")
+    };
+    let moved = bench.start(1, &options);
+    source.migrate_to(&moved);
+    drop(source);
+    bench.wait_shared(&moved);
+    assert_clean(&moved.finish(1));
+    vms.into_iter().for_each(|vm| assert_clean(&vm.finish(1)));
+}
+
+/// The payload has no driver for it: the VMM has the memory, and offers it to the guest.
+fn memory_for_virtio_mem_is_taken_on(bench: &Bench) {
+    const MORE_MIB: u64 = 128;
+    let vms = bench.sharing(2, |name| {
+        let options = bench.options(name);
+        let (memory, arguments) = match bench.is_qemu() {
+            true => (
+                String::new(),
+                vec![
+                    "-object".to_owned(),
+                    format!("memory-backend-ram,id=more,size={MORE_MIB}M"),
+                    "-device".to_owned(),
+                    "virtio-mem-pci,id=mem,memdev=more,requested-size=0".to_owned(),
+                ],
+            ),
+            false => (",hotplug_method=virtio-mem".to_owned(), Vec::new()),
+        };
+        Options {
+            memory_options: memory,
+            arguments,
+            hotplug_mib: MORE_MIB,
+            ..options
+        }
+    });
+    for vm in &vms {
+        bench.wait(vm, "taking it on", |s| s.pages == (48 + MORE_MIB) * 256);
+        vm.offer(MORE_MIB);
+        bench.wait_shared(vm);
+        let passes = bench.stats(vm).map_or(0, |s| s.passes_total);
+        bench.wait(vm, "two passes", |s| s.passes_total > passes + 2);
+        let reason = bench.reason(vm);
+        assert_eq!(reason, None);
     }
     vms.into_iter().for_each(|vm| assert_clean(&vm.finish(1)));
 }

@@ -90,6 +90,21 @@ impl Console {
         self.state().reports.clone()
     }
 
+    /// Waits until something can be found in the output or the reports, and is told as soon as a line is there.
+    pub fn wait<T>(&self, timeout: Duration, find: impl Fn(&str, &[Report]) -> Option<T>) -> Option<T> {
+        let deadline = Instant::now() + timeout;
+        let mut state = self.state();
+        loop {
+            let found = find(&String::from_utf8_lossy(&state.output), &state.reports);
+            let left = deadline.saturating_duration_since(Instant::now());
+            if found.is_some() || left.is_zero() {
+                return found;
+            }
+            let woken = self.shared.grown.wait_timeout(state, left);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
     /// Waits for the first report that `wanted` accepts, past or future.
     ///
     /// # Errors

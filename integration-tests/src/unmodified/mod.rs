@@ -1,6 +1,7 @@
 //! Payload guests under VMMs as they are, Cloud Hypervisor and QEMU, with the preload library.
 
 mod api;
+mod command;
 pub mod library;
 mod process;
 mod qmp;

@@ -1,12 +1,13 @@
 //! One VMM process with a payload guest.
 
+use super::command::{cloud_hypervisor, preloaded, qemu};
 use super::serial::Line;
-use super::{Program, api, library, qmp};
+use super::{Program, api, qmp};
 use crate::vm::Verdict;
 use serde_json::json;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use vmm_dedup_payload::{Console, PayloadConfig, Report, measure_tsc_khz};
 
@@ -34,6 +35,8 @@ pub struct Options {
     pub config: String,
     /// Restores the VM of this name from this snapshot, instead of booting one.
     pub restore: Option<(String, PathBuf)>,
+    /// Waits for the VM of this name, which another VMM sends ([`Vmm::migrate_to`]), instead of booting one.
+    pub receive: Option<String>,
 }
 
 impl Options {
@@ -50,6 +53,7 @@ impl Options {
             behind: None,
             config: "pass_period_ms = 50\ncpu_percent = 80\n".into(),
             restore: None,
+            receive: None,
         }
     }
 }
@@ -59,6 +63,7 @@ pub struct Vmm {
     program: Program,
     name: String,
     child: Child,
+    started: Instant,
     folder: PathBuf,
     console: Console,
     line: Line,
@@ -79,8 +84,9 @@ impl Vmm {
         let payload = payload.tsc_khz(measure_tsc_khz());
         payload.check_fits(options.memory_mib, 0).expect("the areas fit");
         let line = payload.command_line();
-        // A restored VM has the serial line of the one that was saved.
-        let owner = options.restore.as_ref().map_or(&options.name, |(name, _)| name);
+        // A VM that comes from elsewhere has the serial line that it had there.
+        let saved = options.restore.as_ref().map(|(name, _)| name);
+        let owner = saved.or(options.receive.as_ref()).unwrap_or(&options.name);
         let serial = folder.with_file_name(owner).join("serial.sock");
         let _ = std::fs::remove_file(&serial);
         let mut command = match program {
@@ -105,6 +111,7 @@ impl Vmm {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(errors);
+        let started = Instant::now();
         let mut child = command.spawn().expect("the VMM starts");
         let console = Console::new();
         let line = match program {
@@ -116,6 +123,7 @@ impl Vmm {
             program: program.clone(),
             name: options.name.clone(),
             child,
+            started,
             folder,
             console,
             memory_mib: options.memory_mib,
@@ -132,6 +140,12 @@ impl Vmm {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// When the process was started.
+    #[must_use]
+    pub fn started(&self) -> Instant {
+        self.started
     }
 
     /// What the preload library logged.
@@ -152,19 +166,9 @@ impl Vmm {
     /// # Panics
     /// If it does not come.
     pub fn wait(&self, what: &str, nth: usize, is: impl Fn(&Report) -> bool) -> Report {
-        let start = Instant::now();
-        loop {
-            let reports = self.console.reports();
-            if let Some(report) = reports.into_iter().filter(|r| is(r)).nth(nth - 1) {
-                return report;
-            }
-            assert!(
-                start.elapsed() < PATIENCE,
-                "{what} does not come: {}",
-                self.story()
-            );
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        let nth_of = |reports: &[Report]| reports.iter().filter(|r| is(r)).nth(nth - 1).cloned();
+        let report = self.console.wait(PATIENCE, |_, reports| nth_of(reports));
+        report.unwrap_or_else(|| panic!("{what} does not come: {}", self.story()))
     }
 
     /// Waits until the guest has filled its pages for the `nth` time.
@@ -173,11 +177,9 @@ impl Vmm {
     /// If it does not.
     pub fn wait_ready(&self, nth: usize) {
         // In the text, since a reset may cut a line and leave this report in the middle of it.
-        let start = Instant::now();
-        while self.console.text().matches("@payload ready ").count() < nth {
-            assert!(start.elapsed() < PATIENCE, "it does not boot: {}", self.story());
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        let ready = |text: &str| (text.matches("@payload ready ").count() >= nth).then_some(());
+        let booted = self.console.wait(PATIENCE, |text, _| ready(text));
+        assert!(booted.is_some(), "it does not boot: {}", self.story());
     }
 
     /// Types a character into the guest's serial line.
@@ -246,10 +248,7 @@ impl Vmm {
     /// Plugs memory in.
     pub fn plug(&self, mib: u64) {
         match &self.program {
-            Program::CloudHypervisor(_) => {
-                let bytes = (self.memory_mib + mib) << 20;
-                self.api("vm.resize", &json!({ "desired_ram": bytes }).to_string());
-            }
+            Program::CloudHypervisor(_) => self.resize(mib),
             Program::Qemu(_) => {
                 let backend = json!({ "qom-type": "memory-backend-ram", "id": "more", "size": mib << 20 });
                 self.qmp("object-add", backend);
@@ -259,6 +258,23 @@ impl Vmm {
                 );
             }
         }
+    }
+
+    /// Offers memory by virtio-mem, which is the guest's to take.
+    pub fn offer(&self, mib: u64) {
+        match &self.program {
+            Program::CloudHypervisor(_) => self.resize(mib),
+            Program::Qemu(_) => {
+                let device = "/machine/peripheral/mem";
+                let wanted = json!({ "path": device, "property": "requested-size", "value": mib << 20 });
+                self.qmp("qom-set", wanted);
+            }
+        }
+    }
+
+    fn resize(&self, more_mib: u64) {
+        let bytes = (self.memory_mib + more_mib) << 20;
+        self.api("vm.resize", &json!({ "desired_ram": bytes }).to_string());
     }
 
     /// Writes the paused VM into a folder, from which [`Options::restore`] can take it.
@@ -274,20 +290,65 @@ impl Vmm {
             }
             Program::Qemu(_) => {
                 let uri = format!("exec:cat > {}", folder.join("state").display());
-                self.qmp("migrate", json!({ "uri": uri }));
-                let start = Instant::now();
-                loop {
-                    let state =
-                        qmp::execute(&self.socket(), "query-migrate", json!({})).expect("QEMU answers");
-                    match state["status"].as_str() {
-                        Some("completed") => break,
-                        Some("failed" | "cancelled") => panic!("{state}"),
-                        _ => {}
-                    }
-                    assert!(start.elapsed() < PATIENCE, "{state}");
-                    std::thread::sleep(Duration::from_millis(20));
-                }
+                self.send_state(&uri);
             }
+        }
+    }
+
+    /// QEMU writes the VM somewhere.
+    fn send_state(&self, uri: &str) {
+        self.qmp("migrate", json!({ "uri": uri }));
+        let start = Instant::now();
+        loop {
+            let state = qmp::execute(&self.socket(), "query-migrate", json!({})).expect("QEMU answers");
+            match state["status"].as_str() {
+                Some("completed") => break,
+                Some("failed" | "cancelled") => panic!("{state}"),
+                _ => {}
+            }
+            assert!(start.elapsed() < PATIENCE, "{state}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Sends the running VM to a VMM that waits for it ([`Options::receive`]).
+    ///
+    /// # Panics
+    /// If it does not get there.
+    pub fn migrate_to(&self, target: &Self) {
+        let path = target.migration();
+        let uri = format!("unix:{}", path.display());
+        match &self.program {
+            Program::CloudHypervisor(_) => {
+                target.wait_for(&target.socket());
+                let (socket, body) = (target.socket(), json!({ "receiver_url": uri }).to_string());
+                let received = std::thread::spawn(move || api::put(&socket, "vm.receive-migration", &body));
+                target.wait_for(&path);
+                self.api(
+                    "vm.send-migration",
+                    &json!({ "destination_url": uri }).to_string(),
+                );
+                let received = received.join().expect("no panic");
+                assert!(received.is_ok(), "{received:?}: {}", target.story());
+            }
+            Program::Qemu(_) => {
+                target.wait_for(&path);
+                self.send_state(&uri);
+            }
+        }
+    }
+
+    /// Waits for a socket.
+    fn wait_for(&self, path: &Path) {
+        let start = Instant::now();
+        while !path.exists() {
+            assert!(
+                start.elapsed() < PATIENCE,
+                "no {}: {}",
+                path.display(),
+                self.story()
+            );
+            std::thread::sleep(Duration::from_millis(10));
         }
     }
 
@@ -338,6 +399,10 @@ impl Vmm {
         }
     }
 
+    fn migration(&self) -> PathBuf {
+        self.folder.join("migration.sock")
+    }
+
     fn socket(&self) -> PathBuf {
         self.folder.join("api.sock")
     }
@@ -360,83 +425,4 @@ impl Drop for Vmm {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-/// The library under test, and what goes behind it.
-fn preloaded(options: &Options) -> String {
-    let behind = options.behind.iter().map(|path| format!(":{}", path.display()));
-    library::path().display().to_string() + &behind.collect::<String>()
-}
-
-fn cloud_hypervisor(
-    path: &Path,
-    folder: &Path,
-    kernel: &Path,
-    line: &str,
-    serial: &Path,
-    options: &Options,
-) -> Command {
-    let mut command = Command::new(path);
-    command.arg("--api-socket").arg(folder.join("api.sock")).arg("-v");
-    command.args(["--seccomp", "true"]);
-    if let Some((_, snapshot)) = &options.restore {
-        let source = format!(
-            "source_url=file://{}{}",
-            snapshot.display(),
-            options.memory_options
-        );
-        command.arg("--restore").arg(source);
-        return command;
-    }
-    // Snapshots and the other VMs' folders lie in the folder above.
-    let folders = format!("path={},access=rw", folder.parent().unwrap_or(folder).display());
-    command.args(["--landlock", "--landlock-rules", &folders]);
-    let mut memory = format!("size={}M{}", options.memory_mib, options.memory_options);
-    if options.hotplug_mib > 0 {
-        memory += &format!(",hotplug_size={}M", options.hotplug_mib);
-    }
-    let serial = format!("socket={}", serial.display());
-    command.arg("--kernel").arg(kernel).args(["--cmdline", line]);
-    command.args([
-        "--memory",
-        &memory,
-        "--cpus",
-        "boot=1",
-        "--serial",
-        &serial,
-        "--console",
-        "off",
-    ]);
-    command
-}
-
-fn qemu(path: &Path, folder: &Path, kernel: &Path, line: &str, options: &Options) -> Command {
-    // qboot is part of QEMU and starts a PVH image at once; SeaBIOS takes ten seconds where CPL0 is emulated.
-    let mut command = Command::new(path);
-    command.args(["-bios", "qboot.rom"]);
-    let mut memory = format!("{}", options.memory_mib);
-    if options.hotplug_mib > 0 {
-        memory += &format!(",slots=1,maxmem={}M", options.memory_mib + options.hotplug_mib);
-    }
-    command.args([
-        "-accel",
-        "kvm",
-        "-m",
-        &memory,
-        "-nodefaults",
-        "-display",
-        "none",
-        "-serial",
-        "stdio",
-    ]);
-    command.arg("-kernel").arg(kernel).args(["-append", line]);
-    command.arg("-qmp").arg(format!(
-        "unix:{},server=on,wait=off",
-        folder.join("api.sock").display()
-    ));
-    if let Some((_, snapshot)) = &options.restore {
-        let uri = format!("exec:cat {}", snapshot.join("state").display());
-        command.args(["-incoming", &uri]);
-    }
-    command
 }

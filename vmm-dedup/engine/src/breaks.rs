@@ -384,6 +384,7 @@ impl Breaker {
         }
         // SAFETY: fresh holds what the guest sees now, and the guest cannot change it before the step is done.
         unsafe { put_over(fresh, range) }?;
+        self.view().memory.advise_again(range);
         self.forget_left(inner, range);
         self.mark(range, false);
         // Tracked from now on like any other memory; should that fail it is only never merged again.

@@ -117,8 +117,9 @@ impl Discarder {
                 let run = at..at + bytes(run.len());
                 self.breaker.give_up(&run, || {
                     // SAFETY: guest memory that the caller gives up.
-                    if unsafe { vma::renew(run.start, run.len()) }.is_err() {
-                        kept.push(run.clone());
+                    match unsafe { vma::renew(run.start, run.len()) } {
+                        Ok(()) => inner.memory.advise_again(&run),
+                        Err(_) => kept.push(run.clone()),
                     }
                 });
             }

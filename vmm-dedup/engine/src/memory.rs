@@ -3,8 +3,9 @@
 
 use crate::error::Error;
 use crate::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
-use crate::sys::proc;
+use crate::sys::{proc, vma};
 use std::ops::Range;
+use std::sync::Arc;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 /// A range of this process's memory that is guest RAM. The owner keeps it mapped until the service has stopped.
@@ -91,6 +92,8 @@ struct Region {
     first: Page,
     /// Guest physical address of the first page, if known.
     guest: Option<u64>,
+    /// What the VMM had advised for it when it was added.
+    advice: Arc<[i32]>,
 }
 
 impl Region {
@@ -154,7 +157,13 @@ impl Memory {
             return Err(too_many);
         }
         let mut regions = self.regions.clone();
-        regions.push(Region { range, first, guest });
+        let advice = proc::advice_of(&range)?.into();
+        regions.push(Region {
+            range,
+            first,
+            guest,
+            advice,
+        });
         Ok(Self::assemble(regions))
     }
 
@@ -162,7 +171,12 @@ impl Memory {
     pub(crate) fn without(&self, gone: &Range<usize>) -> Self {
         let mut regions = Vec::with_capacity(self.regions.len() + 1);
         for region in &self.regions {
-            let Region { range, first, guest } = region;
+            let Region {
+                range,
+                first,
+                guest,
+                advice,
+            } = region;
             let before = range.start..range.end.min(gone.start).max(range.start);
             let behind = range.start.max(gone.end).min(range.end)..range.end;
             let offset = page_count(&(range.start..behind.start));
@@ -174,11 +188,13 @@ impl Memory {
                 range: before,
                 first: *first,
                 guest: *guest,
+                advice: advice.clone(),
             });
             regions.push(Region {
                 first: first + offset,
                 guest: guest.map(|address| address.saturating_add((behind.start - range.start) as u64)),
                 range: behind,
+                advice: advice.clone(),
             });
         }
         regions.retain(|r| !r.range.is_empty());
@@ -280,6 +296,15 @@ impl Memory {
     /// Whether two pages with consecutive numbers are neighbours in memory as well.
     pub(crate) fn adjacent(&self, page: Page) -> bool {
         self.region_of(page).is_some_and(|r| page + 1 < r.pages().end)
+    }
+
+    /// Guest memory was replaced by fresh anonymous memory: whatever madvise was told of it holds again.
+    pub(crate) fn advise_again(&self, renewed: &Range<usize>) {
+        for region in &self.regions {
+            if region.range.contains(&renewed.start) {
+                vma::advise_again(renewed, &region.advice);
+            }
+        }
     }
 
     /// The regions' addresses.

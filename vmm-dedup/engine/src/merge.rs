@@ -64,10 +64,10 @@ pub(crate) struct Window {
 impl Merger {
     pub(crate) fn new(tracker: Arc<Uffd>) -> Result<Self, Error> {
         let scratch = Anonymous::new(SCRATCH_PAGES).map_err(Error::Scratch)?;
-        // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use.
+        // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use: one page is enough.
         let used = scratch
-            .populate()
-            .and_then(|()| scratch.discard(0, bytes(SCRATCH_PAGES)));
+            .populate_part(0, PAGE_SIZE)
+            .and_then(|()| scratch.discard(0, PAGE_SIZE));
         used.map_err(Error::Scratch)?;
         tracker
             .register(scratch.base(), bytes(SCRATCH_PAGES), Mode::Missing)

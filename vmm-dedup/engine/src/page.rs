@@ -297,7 +297,10 @@ impl Table {
     /// pinned.
     pub(crate) fn forget(&mut self, page: u32) -> State {
         let old = self.get(page);
-        self.replace(page, old, State::Untracked);
+        // What was never looked at holds no memory of the table yet.
+        if old != State::Untracked {
+            self.replace(page, old, State::Untracked);
+        }
         old
     }
 

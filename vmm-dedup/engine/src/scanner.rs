@@ -437,8 +437,13 @@ impl Scanner {
         self.breaker.stop();
         self.ended = true;
         self.fill_stats();
-        if let Some(store) = &mut self.store {
+        if let Some(mut store) = self.store.take() {
             let _ = store.report(&self.stats);
+            // Pages that the kernel copied lie in mappings of slots which they do not show, see `State::Private`: the slots
+            // may be reused, as those under a run's exceptions.
+            if result.is_ok() && self.stats.pages_mapped == 0 {
+                store.say_goodbye();
+            }
         }
         result
     }

@@ -74,7 +74,7 @@ impl Scanner {
         self.release_held();
         loop {
             self.flush()?;
-            self.take_news();
+            self.take_news()?;
             self.lap(|cpu| &mut cpu.store);
             if self.to_hash.is_empty() {
                 if self.merges.is_empty() {
@@ -184,15 +184,17 @@ impl Scanner {
     }
 
     /// Looks whether what entered the index lately concerns a candidate.
-    fn take_news(&mut self) {
+    fn take_news(&mut self) -> Result<(), Error> {
         let Some(index) = self.store.as_ref().map(|s| s.index()) else {
-            return;
+            return Ok(());
         };
         let position = index.news_position();
         if position == self.news {
-            return;
+            return Ok(());
         }
-        let pages = match index.news_since(self.news) {
+        let news = index.news_since(self.news);
+        let entered = matches!(news, News::Keys(_));
+        let pages = match news {
             News::Keys(keys) => {
                 let mut filter = [0u64; 1024];
                 let bit = |raw: u64| ((raw % 65_536 / 64) as usize, 1u64 << (raw % 64));
@@ -213,26 +215,31 @@ impl Scanner {
             let State::Candidate { key, .. } = self.table.get(page) else {
                 continue;
             };
-            self.look_up_again(page, key);
+            // What entered the index is no sighting for the store any more. If it has left already, it must become one again.
+            if !self.look_up_again(page, key) && entered {
+                self.sight(page, key)?;
+            }
         }
+        Ok(())
     }
 
-    /// Looks a candidate's key up that the index did not have when it was sighted.
-    pub(crate) fn look_up_again(&mut self, page: Page, key: Key) {
-        let Some(index) = self.store.as_ref().map(|s| s.index()) else {
-            return;
+    /// Looks a candidate's key up that the index did not have when it was sighted; returns whether it has it now.
+    pub(crate) fn look_up_again(&mut self, page: Page, key: Key) -> bool {
+        let Some(index) = self.index() else {
+            return false;
         };
-        let twin = match key.is_full() {
-            true => index.slot_of_key(key),
-            false => match index.line(key) {
-                Some(Line::Marked(_)) => {
-                    self.to_hash.push(page);
-                    None
-                }
-                line => line.and_then(|line| line.slot_for(page)),
-            },
+        let line = match key.is_full() {
+            true => index.slot_of_key(key).map(Line::Sole),
+            false => index.line(key),
         };
-        self.merges.extend(twin.map(|slot| Item::twin_of(page, slot)));
+        match line {
+            Some(Line::Marked(_)) => self.to_hash.push(page),
+            Some(line) => self
+                .merges
+                .extend(line.slot_for(page).map(|slot| Item::twin_of(page, slot))),
+            None => return false,
+        }
+        true
     }
 
     /// Hashes whole pages and looks the hashes up.

@@ -174,6 +174,16 @@ impl Store {
         self.tell(Kind::Report, stats.as_bytes())
     }
 
+    /// Tells that this process maps no slot of this connection any more, and hangs up. The store then waits for nothing;
+    /// if it does not hear this, it waits for the end of the process.
+    pub(crate) fn say_goodbye(mut self) {
+        // Our own view of the slots first.
+        self.segments.clear();
+        if let Err(error) = self.tell(Kind::Goodbye, &[]) {
+            log::debug!("the store does not hear the goodbye: {error}");
+        }
+    }
+
     /// The socket, to wait for questions.
     pub(crate) fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()

@@ -130,7 +130,9 @@ impl Scanner {
             let offset = (page - pages.start) as usize;
             let was_written = written[offset / 64] & (1 << (offset % 64)) != 0;
             let state = self.table.get(page);
-            if was_written {
+            // What lay in a mapping of the store when the pass began was broken since. The next pass learns of that, and must
+            // find it written then.
+            if was_written && !state.in_file_mapping() {
                 self.note_protect(page);
             }
             match (state, was_written) {
@@ -150,7 +152,9 @@ impl Scanner {
                     waiting = true;
                 }
                 (state, false) if state.awaits_key() && !self.is_probe(at, page) => self.to_key.push(page),
-                (State::Candidate { key, foreign: false }, false) if ripe => self.look_up_again(page, key),
+                (State::Candidate { key, foreign: false }, false) if ripe => {
+                    self.look_up_again(page, key);
+                }
                 _ => {}
             }
         }

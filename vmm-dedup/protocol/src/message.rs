@@ -59,6 +59,7 @@ pub enum Kind {
     Done = 17,
     Explained = 18,
     NotDone = 19,
+    Goodbye = 20,
 }
 
 impl Kind {
@@ -84,6 +85,7 @@ impl Kind {
             Done,
             Explained,
             NotDone,
+            Goodbye,
         ];
         all.into_iter().find(|kind| *kind as u16 == raw)
     }
@@ -383,6 +385,8 @@ pub enum Message<'a> {
     Done(u64),
     Explained(Explained),
     NotDone(NotDone),
+    /// The service's last message: its process maps no slot that it knows from this connection.
+    Goodbye,
 }
 
 /// In a `Published`: this page got no slot (the store is full, or its content did not have the announced key).
@@ -438,6 +442,8 @@ pub fn parse(buffer: &[u8]) -> Result<Message<'_>, Malformed> {
         Kind::Done => Message::Done(u64::read_from_bytes(body).map_err(|_| length())?),
         Kind::Explained => Message::Explained(Explained::parse(body, buffer.len())?),
         Kind::NotDone => Message::NotDone(NotDone::parse(body, buffer.len())?),
+        Kind::Goodbye if body.is_empty() => Message::Goodbye,
+        Kind::Goodbye => return Err(length()),
     })
 }
 
@@ -617,6 +623,17 @@ mod tests {
         };
         with_parsed(&encode(Kind::Refused, &[&refused.body()]), |m| {
             assert!(matches!(m, Ok(Message::Refused(got)) if got == refused));
+        });
+    }
+
+    #[test]
+    fn a_goodbye_says_nothing_else() {
+        with_parsed(&encode(Kind::Goodbye, &[]), |m| {
+            assert!(matches!(m, Ok(Message::Goodbye)))
+        });
+        let more = encode(Kind::Goodbye, &[&[0]]);
+        with_parsed(&more, |m| {
+            assert_eq!(m.unwrap_err(), Malformed::Length { got: more.len() })
         });
     }
 

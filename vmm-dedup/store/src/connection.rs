@@ -4,7 +4,7 @@ use crate::epochs::MemberId;
 use crate::error::{Error, Violation};
 use crate::outbox::{Flushed, Outbox};
 use crate::peer::Peer;
-use crate::state::State;
+use crate::state::{Parting, State};
 use crate::watched::{Watched, watch};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -154,10 +154,10 @@ fn receive(shared: &Shared, id: MemberId, socket: &Watched, outbox: &Outbox) -> 
                 if let Some(reply) = reply {
                     outbox.push(reply, Vec::new());
                 }
-                if outbox.has_overflowed() {
-                    Next::Overflow
-                } else {
-                    Next::More
+                match () {
+                    () if outbox.has_overflowed() => Next::Overflow,
+                    () if state.is_leaving(id) => Next::End,
+                    () => Next::More,
                 }
             }),
         Ok(None) => Ok(Next::End),
@@ -203,12 +203,13 @@ async fn send_all(shared: &Shared, watched: &AsyncFd<Watched>, outbox: &Outbox) 
     }
 }
 
-/// Lets go of a peer: what it sighted at once, what it references when its process has ended.
+/// Lets go of a peer: what it sighted at once, what it references when its process has ended or it said goodbye.
 async fn part(shared: &Shared, id: MemberId, peer: Peer) {
-    if !lock(shared).disconnect(id) {
+    let parting = lock(shared).disconnect(id);
+    if parting == Parting::Done {
         return;
     }
-    if let Some(pidfd) = peer.pidfd {
+    if let (Parting::AwaitEnd, Some(pidfd)) = (parting, peer.pidfd) {
         match watch(Arc::new(pidfd), Interest::READABLE) {
             Ok(ended) => {
                 if tokio::time::timeout(ORPHAN_PATIENCE, ended.readable())

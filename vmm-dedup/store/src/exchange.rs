@@ -43,6 +43,7 @@ impl State {
             Message::Done(serial) => self.answer_done(id, *serial).map(|()| None),
             Message::Explained(explained) => self.answer_explained(id, explained).map(|()| None),
             Message::NotDone(not_done) => self.answer_not_done(id, not_done).map(|()| None),
+            Message::Goodbye => self.goodbye(id).map(|()| None),
             Message::Welcome(_) => Err(Violation::Unexpected("Welcome")),
             Message::BatchReply(_) => Err(Violation::Unexpected("BatchReply")),
             Message::Published(_) => Err(Violation::Unexpected("Published")),
@@ -62,6 +63,15 @@ impl State {
             }) => Some(service),
             _ => None,
         }
+    }
+
+    /// A service maps nothing any more.
+    fn goodbye(&mut self, id: MemberId) -> Result<(), Violation> {
+        let Some(service) = self.service_mut(id) else {
+            return Err(Violation::Unexpected("Goodbye"));
+        };
+        service.leaving = true;
+        Ok(())
     }
 
     fn batch(&mut self, id: MemberId, batch: &Batch<'_>) -> Result<Vec<u8>, Violation> {

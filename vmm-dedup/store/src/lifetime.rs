@@ -19,6 +19,11 @@
 //!    grows meanwhile (bounded by the size of the store, shown as `vmmdedup_slots_limbo`, warned about with the
 //!    process's number). A dead process costs nothing: the kernel tells within milliseconds (pidfd).
 //!
+//! A member that says goodbye leaves at once: it has told all references, drops those that it kept, and promises that its
+//! process maps no slot which it found over this connection. Nobody but the process itself could tell otherwise, and
+//! nobody else is harmed if the promise is broken: the slots that it still maps are reused, so that it sees pages of its
+//! own trust domain there, which it may read anyway. Its orphans, if it has some, are members of their own and stay.
+//!
 //! A mapping of a run with exceptions also covers slots that its guest does not show: private pages lie in their places.
 //! Such slots are no more in use than if they were not covered, and nobody reports them.
 //!

@@ -37,6 +37,8 @@ pub(crate) struct Service {
     pub(crate) asked: Vec<Key>,
     /// Series that were made for it.
     pub(crate) series: u64,
+    /// It has said goodbye.
+    pub(crate) leaving: bool,
     pub(crate) stats: ServiceStats,
 }
 
@@ -51,6 +53,17 @@ pub(crate) enum Phase {
         name: String,
         stats: Box<ServiceStats>,
     },
+}
+
+/// What a connection's end leaves to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Parting {
+    /// Nothing.
+    Done,
+    /// [`State::depart`], at once.
+    Depart,
+    /// [`State::depart`], once the peer's process has ended.
+    AwaitEnd,
 }
 
 #[derive(Debug)]
@@ -152,6 +165,12 @@ impl State {
         Ok(id)
     }
 
+    /// Whether a peer has said goodbye: nothing that it sends is read any more.
+    pub(crate) fn is_leaving(&self, id: MemberId) -> bool {
+        let phase = self.connections.get(&id).map(|c| &c.phase);
+        matches!(phase, Some(Phase::Service(service)) if service.leaving)
+    }
+
     /// Whether a peer is connected and has not introduced itself.
     pub(crate) fn is_greeting(&self, id: MemberId) -> bool {
         self.connections
@@ -214,6 +233,7 @@ impl State {
                     sightings: 0,
                     asked: Vec::new(),
                     series: 0,
+                    leaving: false,
                     stats: before.unwrap_or_default(),
                 }))
             }
@@ -241,26 +261,31 @@ impl State {
         Ok(())
     }
 
-    /// The socket is gone. Returns whether the peer's process must have ended before [`Self::depart`].
-    pub(crate) fn disconnect(&mut self, id: MemberId) -> bool {
+    /// The socket is gone, or the peer has said goodbye.
+    pub(crate) fn disconnect(&mut self, id: MemberId) -> Parting {
         self.forget_asked(id);
         self.forget_questions(id);
         let Some(connection) = self.connections.get_mut(&id) else {
-            return false;
+            return Parting::Done;
         };
         let Phase::Service(service) = &connection.phase else {
             self.connections.remove(&id);
-            return false;
+            return Parting::Done;
+        };
+        let parting = if service.leaving {
+            Parting::Depart
+        } else {
+            Parting::AwaitEnd
         };
         let (name, stats) = (service.name.clone(), Box::new(service.stats));
         connection.phase = Phase::Orphan { name, stats };
         connection.outbox = None;
         self.sightings.sweep(id);
-        true
+        parting
     }
 
-    /// The process of a broken connection has ended: drops its references, some at a time. Returns whether there
-    /// is more to do.
+    /// The peer's process has ended, or maps nothing: drops its references, some at a time. Returns whether there is
+    /// more to do.
     pub(crate) fn depart(&mut self, id: MemberId) -> bool {
         let (catalog, segments) = (&mut self.catalog, &self.segments);
         let (salt, ordered) = (self.salt, self.config.ordered);
@@ -278,7 +303,7 @@ impl State {
                 ..
             }) = self.connections.remove(&id)
         {
-            log::info!("VM {name} (process {pid}) has ended, its references are dropped");
+            log::info!("VM {name} (process {pid}) has left, its references are dropped");
         }
         more
     }

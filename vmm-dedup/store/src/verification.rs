@@ -5,7 +5,7 @@
 //!
 //! The store takes one message at a time from first-in-first-out channels, at any later moment. Services read the
 //! epoch, look up, map, drop, send, lose their socket (what was on the way is lost), go on working without it,
-//! connect again, and die. The store settles (advances the epoch, frees) at a moment of its own, so that services
+//! connect again, say goodbye, and die. The store settles (advances the epoch, frees) at a moment of its own, so that services
 //! see the index between a removal and the epoch's advance. In one world the two slots are a series.
 
 use crate::epochs::{Epoch, MemberId};
@@ -26,6 +26,7 @@ struct Bounds {
     reconnections: u8,
     /// Both slots are one series.
     series: bool,
+    goodbyes: bool,
 }
 
 /// What is done wrong on purpose, to see that the check can fail.
@@ -40,6 +41,8 @@ enum Mistake {
     OrphansForgetEpoch,
     /// A series is found in the index after it has ended.
     SeriesStays,
+    /// A service says goodbye and still maps a slot.
+    FalseGoodbye,
 }
 
 /// Which content a slot has: counts publications.
@@ -50,6 +53,8 @@ struct Service {
     member: MemberId,
     alive: bool,
     connected: bool,
+    /// It has said goodbye, and looks nothing up until it connects again.
+    leaving: bool,
     /// The epoch of the batch that is being collected.
     epoch: Option<Epoch>,
     found: Option<(usize, Generation)>,
@@ -57,7 +62,8 @@ struct Service {
     /// Mapped over an earlier connection: its orphan accounts for them.
     legacy: [Option<Generation>; SLOTS],
     deltas: [i32; SLOTS],
-    channel: VecDeque<(Epoch, [i32; SLOTS])>,
+    /// Batches, and `None` for a goodbye.
+    channel: VecDeque<Option<(Epoch, [i32; SLOTS])>>,
 }
 
 #[derive(Clone, Hash)]
@@ -84,6 +90,7 @@ impl World {
                 member,
                 alive: true,
                 connected: true,
+                leaving: false,
                 epoch: None,
                 found: None,
                 mapped: [None; SLOTS],
@@ -160,7 +167,7 @@ impl World {
         for n in 0..SLOTS {
             let stays = mistake == Mistake::SeriesStays && self.published > 0;
             let visible = stays || self.lifetime.is_found(slot(n));
-            let can_look = me.epoch.is_some() && me.found.is_none() && me.mapped[n].is_none();
+            let can_look = me.epoch.is_some() && me.found.is_none() && me.mapped[n].is_none() && !me.leaving;
             self.step(all, visible && can_look, |w| {
                 w.services[i].found = Some((n, w.generation[n]))
             });
@@ -178,14 +185,20 @@ impl World {
             });
         }
         if let Some(epoch) = me.epoch {
-            let can_send = me.connected && me.found.is_none() && self.sent < bounds.messages;
+            let can_send = me.connected && !me.leaving && me.found.is_none() && self.sent < bounds.messages;
             self.step(all, can_send, |w| {
                 let deltas = std::mem::take(&mut w.services[i].deltas);
                 w.services[i].epoch = None;
-                w.services[i].channel.push_back((epoch, deltas));
+                w.services[i].channel.push_back(Some((epoch, deltas)));
                 w.sent += 1;
             });
         }
+        let can_leave = bounds.goodbyes && me.connected && !me.leaving && me.found.is_none();
+        let maps_nothing = me.mapped == [None; SLOTS] || mistake == Mistake::FalseGoodbye;
+        self.step(all, can_leave && maps_nothing, |w| {
+            w.services[i].leaving = true;
+            w.services[i].channel.push_back(None);
+        });
         self.step(all, true, |w| {
             w.services[i].alive = false;
             w.services[i].found = None;
@@ -201,7 +214,8 @@ impl World {
                 for n in 0..SLOTS {
                     me.legacy[n] = me.legacy[n].or(me.mapped[n].take());
                 }
-                (me.member, me.connected, me.epoch, me.found) = (member, true, None, None);
+                (me.member, me.connected, me.leaving) = (member, true, false);
+                (me.epoch, me.found) = (None, None);
                 me.deltas = [0; SLOTS];
             },
         );
@@ -213,8 +227,12 @@ impl World {
             return;
         }
         self.step(all, me.connected && !me.channel.is_empty(), |w| {
-            let (epoch, deltas) = w.services[i].channel.pop_front().unwrap();
             let member = w.services[i].member;
+            let Some((epoch, deltas)) = w.services[i].channel.pop_front().unwrap() else {
+                w.services[i].connected = false;
+                w.services[i].deltas = [0; SLOTS];
+                return w.depart(member);
+            };
             for (n, delta) in deltas.into_iter().enumerate() {
                 w.lifetime
                     .apply(member, slot(n), delta)
@@ -227,7 +245,7 @@ impl World {
         let free = (0..SLOTS).find(is_free);
         let free = free.filter(|_| !bounds.series || (0..SLOTS).all(|n| is_free(&n)));
         if let Some(n) = free {
-            let idle = me.alive && me.connected && me.channel.is_empty();
+            let idle = me.alive && me.connected && !me.leaving && me.channel.is_empty();
             let room =
                 self.published < bounds.publications && me.mapped[n].is_none() && me.legacy[n].is_none();
             self.step(all, idle && room, |w| {
@@ -303,23 +321,27 @@ const WORLDS: [Bounds; 4] = [
         messages: 2,
         reconnections: 0,
         series: false,
+        goodbyes: false,
     },
     Bounds {
         publications: 1,
         messages: 3,
         reconnections: 0,
         series: false,
+        goodbyes: true,
     },
     Bounds {
         publications: 1,
         messages: 2,
         reconnections: 1,
+        goodbyes: true,
         series: false,
     },
     Bounds {
         publications: 1,
         messages: 2,
         reconnections: 0,
+        goodbyes: true,
         series: true,
     },
 ];
@@ -358,4 +380,9 @@ fn the_rule_breaks_when_a_broken_connection_does_not_hold_back_reuse() {
 #[test]
 fn the_rule_breaks_when_a_series_is_found_after_its_end() {
     assert!(is_found_out(Mistake::SeriesStays));
+}
+
+#[test]
+fn the_rule_breaks_when_a_service_that_maps_slots_says_goodbye() {
+    assert!(is_found_out(Mistake::FalseGoodbye));
 }

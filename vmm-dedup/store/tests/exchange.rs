@@ -237,7 +237,7 @@ fn what_breaks_the_rules_is_named_and_ends_the_connection() {
     let mut a = Client::connect(&server.socket, "a");
     let slot = a.publish(&[page(1)])[0].unwrap();
     let other = vmm_dedup_protocol::Slot::try_new(99).unwrap();
-    let cases: [(&str, Offence<'_>); 7] = [
+    let cases: [(&str, Offence<'_>); 8] = [
         (
             "were dropped, but this connection holds 0",
             Box::new(|c| c.send_batch(1, &[], &[], &[(slot, -1)])),
@@ -256,6 +256,10 @@ fn what_breaks_the_rules_is_named_and_ends_the_connection() {
             Box::new(|c| send(c, &encode(Kind::Index, &[&[0; 8]]))),
         ),
         ("does not fit its kind", Box::new(|c| send(c, &[1, 2, 3]))),
+        (
+            "does not fit its kind",
+            Box::new(|c| send(c, &encode(Kind::Goodbye, &[&[0; 8]]))),
+        ),
         (
             "more references than a count",
             Box::new(|c| {

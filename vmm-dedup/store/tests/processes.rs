@@ -6,6 +6,7 @@ use std::io::{BufRead, Write};
 use std::path::Path;
 use std::time::Duration;
 use support::{Client, HELPER_SOCKET, Helper, Server, eventually, page, stats};
+use vmm_dedup_protocol::message::Kind;
 
 /// Not a test but the part that helper processes play: publishes pages and does as it is told.
 #[test]
@@ -26,6 +27,10 @@ fn helper() {
             "close" => {
                 client = None;
                 "closed".into()
+            }
+            "goodbye" => {
+                client.as_ref().unwrap().send(Kind::Goodbye, &[]);
+                "said".into()
             }
             "connect" => {
                 client = Some(Client::connect(Path::new(&path), "helper"));
@@ -88,6 +93,27 @@ fn a_process_that_lost_its_socket_keeps_its_slots_until_it_ends() {
         let account = stats(&server.socket).store;
         (account.pages_shared, account.slots_limbo) == (5, 0)
     });
+}
+
+#[test]
+fn a_process_that_says_goodbye_holds_back_nothing() {
+    let server = Server::start(|_| ());
+    let mut a = Client::connect(&server.socket, "a");
+    let mut vm = Helper::start("helper", &server.socket);
+    assert_eq!(vm.ask("publish 4"), "4");
+    let found = a.publish(&[page(100)])[0].unwrap();
+    assert_eq!(vm.ask("goodbye"), "said");
+    a.batch(&[], &[], &[(found, -1)]);
+    let took = eventually(Duration::from_secs(20), || {
+        a.acknowledge();
+        let account = stats(&server.socket).store;
+        (account.pages_shared, account.slots_limbo) == (0, 0)
+    });
+    println!("free after {took:?}");
+    // The process lives, and may come again.
+    assert_eq!(vm.ask("connect"), "connected");
+    assert_eq!(vm.ask("publish 3"), "3");
+    assert_eq!(stats(&server.socket).store.pages_shared, 3);
 }
 
 #[test]

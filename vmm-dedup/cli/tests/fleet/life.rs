@@ -7,6 +7,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use vmm_dedup_integration_tests::unmodified::library;
 
 const VMS: usize = 32;
 
@@ -64,20 +65,14 @@ fn thirty_two_reference_vms_share_and_leave_nothing() {
     assert!(again.contains("is not up"), "{again}");
 }
 
-/// With the preload library if it has been built, else without dedup.
 #[test]
 fn thirty_two_vms_under_cloud_hypervisor_leave_nothing() {
     if !kvm_is_there() || !vmm_is_there("CLOUD_HYPERVISOR", "cloud-hypervisor") {
         return;
     }
-    let beside = Path::new(env!("CARGO_BIN_EXE_vmm-dedup")).with_file_name("libvmm_dedup_preload.so");
-    let merges = beside.exists();
-    if !merges {
-        eprintln!("without dedup: {} was not built", beside.display());
-    }
-    let mode = if merges { "on" } else { "off" };
     let host = Host::new(&format!(
-        "[[vm]]\nname = \"pay\"\ncount = {VMS}\ntemplate = \"payload\"\nvsock = {{ cid = \"{{index+3}}\", socket = \"{{name}}.vsock\" }}\ndedup = {{ mode = \"{mode}\", pass_period_ms = 500 }}\n"
+        "preload = {:?}\n[[vm]]\nname = \"pay\"\ncount = {VMS}\ntemplate = \"payload\"\nvsock = {{ cid = \"{{index+3}}\", socket = \"{{name}}.vsock\" }}\ndedup = {{ pass_period_ms = 500 }}\n",
+        library::path()
     ));
     host.must("up", &[]);
     let status = host.status();
@@ -89,15 +84,10 @@ fn thirty_two_vms_under_cloud_hypervisor_leave_nothing() {
         "{status:#}"
     );
     wait_for_guests(&status);
-    let memfds = match merges {
-        true => {
-            wait_until("all VMs share what they have in common", || {
-                mapped(&host.status()) >= COMMON_PAGES * VMS as u64
-            });
-            Host::memfds_of(&status["stores"][0]["pid"])
-        }
-        false => BTreeSet::new(),
-    };
+    wait_until("all VMs share what they have in common", || {
+        mapped(&host.status()) >= COMMON_PAGES * VMS as u64
+    });
+    let memfds = Host::memfds_of(&status["stores"][0]["pid"]);
     pause(&host.path("run/vm/pay-7/api.sock"));
     assert_eq!(host.vm("pay-7")["state"], "paused");
     // A paused VM does not shut down by itself: its time passes, then the VMM is told to end.

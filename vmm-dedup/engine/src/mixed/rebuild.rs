@@ -155,6 +155,7 @@ impl Scanner {
             Err(Refusal::Pinned)
         };
         if done.is_ok() {
+            self.memory.advise_again(range);
             if let Err(error) = self.tracker.register(range.start, range.len(), Mode::Wp) {
                 log::error!("write tracking of {range:x?} is lost: {error}");
             }

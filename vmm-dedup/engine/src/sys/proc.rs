@@ -83,6 +83,32 @@ pub(crate) fn check_private_anonymous(range: &Range<usize>) -> Result<(), Error>
     }
 }
 
+/// Lasting advice, by its name in smaps. (MADV_NOHUGEPAGE is missing: memory of ours has it anyway.)
+const ADVICE: [(&str, i32); 5] = [
+    ("hg", libc::MADV_HUGEPAGE),
+    ("dd", libc::MADV_DONTDUMP),
+    ("dc", libc::MADV_DONTFORK),
+    ("wf", libc::MADV_WIPEONFORK),
+    ("mg", libc::MADV_MERGEABLE),
+];
+
+/// What madvise was told of all of a range, for good.
+pub(crate) fn advice_of(range: &Range<usize>) -> Result<Vec<i32>, Error> {
+    let path = "/proc/self/smaps";
+    let text = fs::read_to_string(path).map_err(|e| Error::Proc(path, e))?;
+    let mut within = false;
+    let mut advice = ADVICE.to_vec();
+    for line in text.lines() {
+        if let Some(flags) = line.strip_prefix("VmFlags:") {
+            let given = |flag: &str| flags.split_ascii_whitespace().any(|f| f == flag);
+            advice.retain(|(flag, _)| !within || given(flag));
+        } else if let Some(vma) = parse_vma(line) {
+            within = vma.range.start < range.end && range.start < vma.range.end;
+        }
+    }
+    Ok(advice.into_iter().map(|(_, advice)| advice).collect())
+}
+
 /// Bytes that can be allocated without swapping (MemAvailable); `None` if /proc does not say.
 pub(crate) fn mem_available() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;

@@ -178,6 +178,16 @@ pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
     renewed
 }
 
+/// Repeats what the VMM had advised for guest memory that is new now. It changes no content; advice that the kernel refuses
+/// is lost.
+pub(crate) fn advise_again(range: &std::ops::Range<usize>, advice: &[i32]) {
+    for advice in advice {
+        if let Err(error) = advise(range.start, range.len(), *advice) {
+            log::debug!("advice {advice} for {range:x?} is lost: {error}");
+        }
+    }
+}
+
 /// madvise(MADV_DONTNEED).
 ///
 /// # Safety
