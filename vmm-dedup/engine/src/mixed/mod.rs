@@ -60,6 +60,8 @@ pub(crate) struct Mixed {
     monitor: Option<Box<dyn AccessMonitor>>,
     /// When the next interval begins.
     next: Option<Instant>,
+    /// CPU time of the monitor when the last interval began, nanoseconds.
+    mark: u64,
     /// When what was found used in this interval for the first time is looked at again.
     confirm: Option<Instant>,
 }
@@ -81,6 +83,7 @@ impl Mixed {
             thresholds: Thresholds::new(Pressure::default(), config.huge_split_pages),
             monitor,
             next: None,
+            mark: 0,
             confirm: None,
         })
     }
@@ -114,14 +117,15 @@ impl Scanner {
             (chunk.huge && (due || state.samples == 0)) || (state.ours && (due || awake))
         };
         let chunks: Vec<usize> = (0..self.chunks.len()).filter(wanted).collect();
-        let before = self.stats.cpu_ns.monitor;
         for batch in chunks.chunks(take::BATCH) {
             self.sample(batch);
             self.lap(|cpu| &mut cpu.monitor);
             self.breathe()?;
         }
         if due {
-            let cost = Duration::from_nanos(self.stats.cpu_ns.monitor - before);
+            let spent = self.stats.cpu_ns.monitor;
+            // With what was sampled out of turn since the last round.
+            let cost = Duration::from_nanos(spent - std::mem::replace(&mut self.mixed.mark, spent));
             let interval = self.mixed.interval.max(self.affordable(cost));
             self.mixed.next = Some(now + interval);
             self.mixed.confirm = Some(now + interval / 2);
@@ -162,7 +166,15 @@ impl Scanner {
             let breaks = std::mem::take(&mut chunk.mixed.breaks);
             if let Some(used) = used {
                 let written = breaks >= BREAKS_OF_USE;
+                let wanted =
+                    |state: &huge::HugeState| self.mixed.thresholds.twins_wanted(self.mixed.policy, state);
+                let before = wanted(&chunk.mixed);
                 chunk.mixed.note_use(if written { Use::Often } else { used });
+                let repeats = |twins| twins > 0 && chunk.mixed.repetition() >= twins;
+                if chunk.huge && before.is_none() && wanted(&chunk.mixed).is_some_and(repeats) {
+                    // Just got cold enough: looked at now, and split if nothing has changed.
+                    chunk.look_again();
+                }
                 self.stats.samples_used_total += u64::from(used != Use::None);
             } else {
                 // Not what it was: the next visit tells.
@@ -194,6 +206,7 @@ impl Scanner {
             }
             self.merger.clean_up();
             self.lap(|cpu| &mut cpu.merge);
+            self.show_progress();
             self.breathe()?;
         }
         Ok(())

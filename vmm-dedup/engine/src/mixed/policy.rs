@@ -6,15 +6,15 @@ use crate::mixed::pressure::Pressure;
 use crate::page_size::CHUNK_PAGES;
 use serde::{Deserialize, Serialize};
 
-/// How 2 MiB ranges are managed (SmartMD, USENIX ATC'17, slides 13 to 21). The default takes nothing but what it merges;
-/// the policies that watch the use of memory take pages to see who wants them.
+/// How 2 MiB ranges are managed (SmartMD, USENIX ATC'17, slides 13 to 21). Policies that watch the use of memory take
+/// pages for moments to see who wants them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Policy {
     /// Split what is rarely used and has many duplicates, build again what is used often.
+    #[default]
     Smartmd,
     /// As KSM: split whatever has a duplicate and stands still, however often it is read. Build nothing again.
-    #[default]
     Ksm,
     /// Share whole 2 MiB only: split a huge page if all of its small pages have twins.
     NoSplitting,

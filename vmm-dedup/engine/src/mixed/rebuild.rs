@@ -234,10 +234,11 @@ impl Scanner {
             // They come back without write tracking's marks, so all of them count as written.
         }
         let _ = self.tracker.wake(range.start, range.len());
+        let away = clock.elapsed();
         drop(urgent);
         self.stats
             .rebuild
-            .observe(u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX));
+            .observe(u64::try_from(away.as_nanos()).unwrap_or(u64::MAX));
         done
     }
 
@@ -305,10 +306,11 @@ impl Scanner {
             let _ = self.tracker.unregister(range.start, range.len());
         }
         let _ = self.tracker.wake(range.start, range.len());
+        let away = clock.elapsed();
         drop(urgent);
         self.stats
             .stop
-            .observe(u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX));
+            .observe(u64::try_from(away.as_nanos()).unwrap_or(u64::MAX));
         if all_zero {
             for page in self.memory.chunks()[at].pages.clone() {
                 if let State::Candidate { key, .. } = self.table.get(page) {

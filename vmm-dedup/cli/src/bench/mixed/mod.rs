@@ -182,7 +182,8 @@ impl Setup<'_> {
         Config {
             name: name.into(),
             pass_period_ms: (self.interval_ms / 4).max(10),
-            cpu_percent: 50,
+            // Costs are measured; what a budget would put off is not to be.
+            cpu_percent: 100,
             huge_policy: policy,
             monitor_interval_ms: self.interval_ms,
             // What the kernel copies may be pinned and could not be built again.

@@ -22,7 +22,7 @@ const TIMED: u64 = 64;
 const WRITES: u64 = 16;
 
 /// One access in so many reads the warm part.
-const WARM: u64 = 400;
+const WARM: u64 = 200;
 
 /// Huge pages of each part.
 struct Parts {
