@@ -73,7 +73,7 @@ impl Scanner {
         if pages.len() != CHUNK_PAGES || self.vmas + VMAS_PER_HUGE > self.vmas_max {
             return Err(Refusal::Other);
         }
-        self.note_breaks();
+        self.take_breaks();
         let may_be_pinned = |page| match self.table.get(page) {
             State::Private(_) => true,
             State::Pinned(retry) => !retry.is_due(self.passes),
@@ -109,7 +109,7 @@ impl Scanner {
     fn put_in_place(&mut self, at: usize, pages: &Range<Page>, fresh: &mut Anonymous) -> Result<(), Refusal> {
         for _ in 0..TRIES {
             // What the fault thread replaced for a writer is private now.
-            self.note_breaks();
+            self.take_breaks();
             match self.try_to_put_in_place(pages, fresh) {
                 Some(Ok(())) => {
                     self.note_private(at, pages);
