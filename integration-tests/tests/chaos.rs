@@ -1,7 +1,11 @@
 //! The short form of the long proof (`make chaos`).
 
 use std::time::Duration;
-use vmm_dedup_integration_tests::{direct_io, guests, huge_chaos, need_kvm, need_userfaultfd};
+use vmm_dedup_integration_tests::direct_io::{self, Backing};
+use vmm_dedup_integration_tests::huge::HUGE_PAGES;
+use vmm_dedup_integration_tests::huge_pages_or_skip;
+use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::{guests, huge_chaos, need_kvm, need_userfaultfd};
 
 #[test]
 fn guests_that_write_all_the_time_lose_nothing() {
@@ -57,7 +61,7 @@ fn guests_lose_nothing_while_huge_pages_are_split_and_built_again() {
 #[test]
 fn direct_reads_into_pages_under_merging_arrive() {
     need_userfaultfd!();
-    let out = direct_io::direct(6_400);
+    let out = direct_io::direct(6_400, Backing::Small);
     assert!(
         out.stats.merges_total + out.stats.zero_merges_total > 0,
         "nothing was merged: {:?}",
@@ -68,10 +72,30 @@ fn direct_reads_into_pages_under_merging_arrive() {
 #[test]
 fn reads_into_pinned_buffers_arrive_and_pins_are_respected() {
     need_userfaultfd!();
-    let out = direct_io::uring(6_400);
+    let out = direct_io::uring(6_400, Backing::Small);
     assert!(
         out.stats.refused_pinned_total > 0,
         "no pinned page was met: {:?}",
         out.stats
     );
+}
+
+#[test]
+fn direct_reads_arrive_while_huge_pages_are_split_and_built_again() {
+    need_userfaultfd!();
+    let probe = Pages::map_huge(HUGE_PAGES);
+    probe.fill(0, 1);
+    huge_pages_or_skip!(&probe);
+    for (name, run) in [
+        ("O_DIRECT", direct_io::direct as fn(u64, Backing) -> _),
+        ("io_uring", direct_io::uring),
+    ] {
+        let out = run(6_400, Backing::Huge);
+        let (split, rebuilt) = (out.stats.huge_splits_total, out.stats.huge_rebuilt_total);
+        assert!(split > 0 && rebuilt > 0, "{:?}", out.stats);
+        eprintln!(
+            "{name}: {} reads, {split} split, {rebuilt} built again",
+            out.reads
+        );
+    }
 }

@@ -2,13 +2,14 @@
 
 use clap::Parser;
 use std::time::{Duration, Instant};
-use vmm_dedup_integration_tests::{direct_io, guests, huge_chaos};
+use vmm_dedup_integration_tests::direct_io::{self, Backing};
+use vmm_dedup_integration_tests::{guests, huge_chaos};
 
 /// Guests that write all the time, and direct I/O, while everything equal is merged. Ends with 0 if no byte was lost.
 #[derive(Parser, Debug)]
 struct Args {
-    /// The full proof: 2,000,000 merges, 1,000,000 splits and rebuilds of subpages, 100,000 O_DIRECT and 100,000 io_uring
-    /// reads, 100 rounds.
+    /// The full proof: 2,000,000 merges, 1,000,000 splits and rebuilds of subpages, 200,000 O_DIRECT and 200,000 io_uring
+    /// reads, half of them into huge pages, 100 rounds.
     #[arg(long)]
     long: bool,
     /// Subpages of huge pages to split or build again.
@@ -33,20 +34,32 @@ fn main() {
     } else {
         (args.merges, args.conversions, args.reads, args.rounds)
     };
-    for (name, run) in [
-        ("O_DIRECT", direct_io::direct as fn(u64) -> _),
-        ("io_uring fixed buffers", direct_io::uring),
+    for (name, run, backing) in [
+        (
+            "O_DIRECT",
+            direct_io::direct as fn(u64, Backing) -> _,
+            Backing::Small,
+        ),
+        ("io_uring fixed buffers", direct_io::uring, Backing::Small),
+        ("O_DIRECT, huge pages", direct_io::direct, Backing::Huge),
+        (
+            "io_uring fixed buffers, huge pages",
+            direct_io::uring,
+            Backing::Huge,
+        ),
     ] {
         let start = Instant::now();
-        let out = run(reads);
+        let out = run(reads, backing);
         let s = out.stats;
         println!(
-            "{name}: {} reads, none lost, in {:.0} s; {} merges, {} pages refused as pinned, {} put back",
+            "{name}: {} reads, none lost, in {:.0} s; {} merges, {} pages refused as pinned, {} put back; {} huge pages split, {} built again",
             out.reads,
             start.elapsed().as_secs_f64(),
             s.merges_total + s.zero_merges_total,
             s.refused_pinned_total,
-            s.mismatches_total
+            s.mismatches_total,
+            s.huge_splits_total,
+            s.huge_rebuilt_total
         );
     }
     let start = Instant::now();

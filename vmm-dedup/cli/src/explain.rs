@@ -62,7 +62,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<(), Failure> {
         Account::Refused(refused) => print!("{}", refusal(refused)),
     }
     if let (None, Some(vm), Account::Explained(_)) = (&args.gpa, vm, &account) {
-        print!("{}", refusals(&vm.stats));
+        print!("{}{}", refusals(&vm.stats), huge_pages(&vm.stats));
     }
     Ok(())
 }
@@ -110,6 +110,56 @@ fn refusals(stats: &ServiceStats) -> String {
     )
 }
 
+/// What became of huge pages, if there are or were any.
+fn huge_pages(stats: &ServiceStats) -> String {
+    if stats.huge_ranges + stats.huge_splits_total + stats.huge_zero_total == 0 {
+        return String::new();
+    }
+    format!(
+        "huge pages: {} there, {} of them kept since they are in use although {} of their pages repeat; {} are split\n\
+         so far: {} split unused, {} rarely used, {} given up as zeros, {} built again (p99 {} us away); \
+         not built: {} pinned or copied by the kernel, {} for want of memory, {} other\n\
+         use is told by: {}\n",
+        stats.huge_ranges,
+        stats.huge_kept_hot,
+        stats.pages_given_up,
+        stats.huge_split,
+        stats
+            .huge_splits_total
+            .saturating_sub(stats.huge_splits_rare_total),
+        stats.huge_splits_rare_total,
+        stats.huge_zero_total,
+        stats.huge_rebuilt_total,
+        stats.rebuild.quantile_us(0.99),
+        stats.rebuild_pinned_total,
+        stats.rebuild_memory_total,
+        stats.rebuild_other_total,
+        stats.use_source_name()
+    )
+}
+
+fn huge_json(stats: &ServiceStats) -> Value {
+    json!({
+        "kept": stats.huge_ranges,
+        "kept_in_use": stats.huge_kept_hot,
+        "pages_given_up": stats.pages_given_up,
+        "split": stats.huge_split,
+        "splits_total": {
+            "unused": stats.huge_splits_total.saturating_sub(stats.huge_splits_rare_total),
+            "rarely_used": stats.huge_splits_rare_total,
+            "zero": stats.huge_zero_total,
+        },
+        "rebuilt_total": stats.huge_rebuilt_total,
+        "rebuild_us": { "p50": stats.rebuild.quantile_us(0.5), "p99": stats.rebuild.quantile_us(0.99) },
+        "rebuild_refusals_total": {
+            "pinned": stats.rebuild_pinned_total,
+            "memory": stats.rebuild_memory_total,
+            "other": stats.rebuild_other_total,
+        },
+        "use_source": stats.use_source_name(),
+    })
+}
+
 fn refusal(refused: &Refused) -> String {
     let (name, refusal) = (refused.name.text(), &refused.refusal);
     let mut text = format!(
@@ -146,6 +196,7 @@ fn explained_json(name: &str, explained: &Explained, vm: Option<&Vm>) -> Value {
         "classes": classes,
         "note": explained.note,
         "refusals_total": refusals,
+        "huge_pages": vm.map(|vm| huge_json(&vm.stats)),
     })
 }
 

@@ -114,7 +114,7 @@ impl Scanner {
     /// that: a huge page may be busy outside its key lines.
     fn count_twins(&mut self, chunk: usize, items: &[Item]) {
         let (policy, mixed) = (self.mixed.policy(), self.chunks[chunk].mixed);
-        let Some(wanted) = self.mixed.thresholds.twins_wanted(policy, mixed.frequency) else {
+        let Some(wanted) = self.mixed.thresholds.twins_wanted(policy, &mixed) else {
             return;
         };
         let sampled = mixed.asked == Asked::Sample;
@@ -194,6 +194,8 @@ impl Scanner {
         // Whoever touches the huge page may wait for a part of that time.
         let ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.stats.stop.observe(ns);
+        let (policy, state) = (self.mixed.policy(), &self.chunks[chunk].mixed);
+        self.stats.huge_splits_rare_total += u64::from(self.mixed.thresholds.is_used(policy, state));
         self.chunks[chunk].note_split();
         self.stats.huge_splits_total += 1;
     }

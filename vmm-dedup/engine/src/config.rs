@@ -132,14 +132,6 @@ impl Config {
         Ok(())
     }
 
-    /// Host memory that is not to be used up, in bytes.
-    pub(crate) fn floor_bytes(&self) -> u64 {
-        match self.breaks {
-            Breaks::Kernel => 0,
-            Breaks::Managed { floor_bytes, .. } => floor_bytes,
-        }
-    }
-
     pub(crate) fn pass_period(&self) -> Duration {
         Duration::from_millis(self.pass_period_ms)
     }

@@ -15,7 +15,7 @@ pub(crate) struct Reserve {
     blocks: VecDeque<Anonymous>,
     pub(crate) pages: usize,
     pub(crate) target: usize,
-    floor_bytes: u64,
+    pub(crate) floor_bytes: u64,
 }
 
 impl Reserve {

@@ -336,6 +336,17 @@ impl Scanner {
 
     /// Takes over what the fault thread did.
     pub(crate) fn note_breaks(&mut self) {
+        let broke = self.take_breaks();
+        if self.breaker.managed() && (broke || self.passes.is_multiple_of(16)) {
+            // A page that we broke lies in a mapping of its own, which the account below cannot see.
+            if let Ok(count) = proc::vma_count() {
+                self.vmas = i64::try_from(count.saturating_sub(self.vmas_at_start)).unwrap_or(i64::MAX);
+            }
+        }
+    }
+
+    /// The same without counting mappings, which takes milliseconds if there are many; whether there was anything.
+    pub(crate) fn take_breaks(&mut self) -> bool {
         let mut touched = std::collections::BTreeSet::new();
         for page in self.breaker.take_broken() {
             if !self.memory.has(page) {
@@ -358,12 +369,7 @@ impl Scanner {
             self.chunks[chunk].pending = true;
             self.update_fragments(&self.memory.chunks()[chunk].pages.clone());
         }
-        if self.breaker.managed() && (broke || self.passes.is_multiple_of(16)) {
-            // A page that we broke lies in a mapping of its own, which the account below cannot see.
-            if let Ok(count) = proc::vma_count() {
-                self.vmas = i64::try_from(count.saturating_sub(self.vmas_at_start)).unwrap_or(i64::MAX);
-            }
-        }
+        broke
     }
 
     /// Direct I/O that the kernel does not show as pinning must not meet merging. Looked for at the start and from time

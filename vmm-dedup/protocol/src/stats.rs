@@ -134,6 +134,9 @@ pub const STATES: [&str; 7] = [
 /// Names of what may compare and hash for a service, by number.
 pub const BACKENDS: [&str; 1] = ["cpu"];
 
+/// Names of what may tell a service which memory is used, by number.
+pub const USE_SOURCES: [&str; 2] = ["nothing", "take-and-wait"];
+
 /// A service's account. Page counts are gauges of 4 KiB pages; names ending in `_total` only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
@@ -183,6 +186,8 @@ pub struct ServiceStats {
     pub published_total: u64,
     /// Huge pages split for sharing.
     pub huge_splits_total: u64,
+    /// Of these, those that were used, if rarely, and had many twins.
+    pub huge_splits_rare_total: u64,
     /// Huge pages built again for use.
     pub huge_rebuilt_total: u64,
     /// Huge pages of zeros given up as a whole.
@@ -230,6 +235,8 @@ pub struct ServiceStats {
     pub cpu_percent: u64,
     /// A number of [`BACKENDS`].
     pub backend: u64,
+    /// A number of [`USE_SOURCES`].
+    pub use_source: u64,
     /// Bytes that other connections' data structures hold for this one: filled in by the store.
     pub store_bytes: u64,
     /// CPU time by stage.
@@ -243,6 +250,18 @@ pub struct ServiceStats {
     /// How long a managed copy-on-write fault took, from its delivery to the wake-up.
     pub break_latency: Histogram,
 }
+
+impl ServiceStats {
+    /// What tells the service which memory is used.
+    pub fn use_source_name(&self) -> &'static str {
+        let number = usize::try_from(self.use_source).unwrap_or(usize::MAX);
+        USE_SOURCES.get(number).copied().unwrap_or("unknown")
+    }
+}
+
+// A store reads what services of its own release wrote. Who changes the layout gives it a new
+// [`crate::message::VERSION`] together with this size.
+const _: () = assert!(crate::message::VERSION == 3 && size_of::<ServiceStats>() == 1000);
 
 #[cfg(test)]
 mod tests {

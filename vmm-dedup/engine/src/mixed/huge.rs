@@ -1,7 +1,8 @@
 //! What is remembered of each 2 MiB for the policy: use, repetition, what was asked.
 
+use crate::mixed::access::Use;
 use crate::mixed::policy::Frequency;
-use crate::page_size::CHUNK_PAGES;
+use crate::page_size::{CHUNK_PAGES, HUGE_SIZE};
 use vmm_dedup_protocol::key::Key;
 
 /// A look at a huge page that was seen before and has not changed reads one page in so many (slide 12: 25 %).
@@ -25,9 +26,12 @@ pub(crate) type Folds = [Option<u16>; SAMPLING];
 /// Part of [`crate::chunk::ChunkState`].
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct HugeState {
+    /// Intervals with use.
     pub(crate) frequency: Frequency,
-    /// Whether its use was sampled since it became huge.
-    pub(crate) sampled: bool,
+    /// Intervals with frequent use.
+    pub(crate) busy: Frequency,
+    /// Samples of its use since it became huge, as far as that counts.
+    pub(crate) samples: u8,
     /// It was huge and we split it: to be watched, and built again when it is used.
     pub(crate) ours: bool,
     /// It was built by us, in a mapping of its own.
@@ -35,7 +39,9 @@ pub(crate) struct HugeState {
     pub(crate) asked: Asked,
     /// Sharing broken here since its use was last sampled.
     pub(crate) breaks: u8,
-    /// Passes to wait before a failed rebuild is tried again.
+    /// The same since it was split: most of them lie in mappings of their own.
+    pub(crate) broken: u16,
+    /// Intervals to wait before a failed rebuild is tried again.
     pub(crate) wait: u8,
     /// Quarter to be read at the next look; `None`: everything.
     next: Option<u8>,
@@ -72,7 +78,8 @@ impl HugeState {
     /// It is small pages now.
     pub(crate) fn split_by_us(&mut self) {
         (self.ours, self.asked, self.next) = (true, Asked::Nothing, None);
-        (self.breaks, self.wait) = (0, 0);
+        (self.breaks, self.broken, self.wait) = (0, 0, 0);
+        (self.frequency, self.busy, self.samples) = Default::default();
     }
 
     /// The next look reads everything.
@@ -83,6 +90,13 @@ impl HugeState {
     /// Notes how many subpages of a quarter look repeated.
     pub(crate) fn note_repeated(&mut self, quarter: usize, count: usize) {
         self.repeated[quarter] = u8::try_from(count).unwrap_or(u8::MAX);
+    }
+
+    /// Takes over a sample.
+    pub(crate) fn note_use(&mut self, used: Use) {
+        self.frequency.note(used != Use::None);
+        self.busy.note(used == Use::Often);
+        self.samples = self.samples.saturating_add(1);
     }
 
     /// Repetition rate: subpages that look repeated, of 512.
@@ -104,6 +118,8 @@ pub(crate) fn fold(all: u16, key: Key) -> u16 {
 }
 
 const _: () = assert!(CHUNK_PAGES / SAMPLING <= u8::MAX as usize);
+// Slide 20: 1/2^16 of memory for use and repetition.
+const _: () = assert!(size_of::<HugeState>() <= HUGE_SIZE >> 16);
 
 #[cfg(test)]
 mod tests {

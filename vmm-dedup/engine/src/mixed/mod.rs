@@ -33,7 +33,7 @@ use crate::error::Error;
 use crate::memory::Page;
 use crate::scanner::Scanner;
 use crate::sys::uffd::Uffd;
-use access::{AccessMonitor, PROBES, Target};
+use access::{AccessMonitor, PROBES, Target, Use};
 use policy::{Policy, Thresholds};
 use pressure::Pressure;
 use rebuild::Refusal;
@@ -60,6 +60,10 @@ pub(crate) struct Mixed {
     monitor: Option<Box<dyn AccessMonitor>>,
     /// When the next interval begins.
     next: Option<Instant>,
+    /// CPU time of the monitor when the last interval began, nanoseconds.
+    mark: u64,
+    /// When what was found used in this interval for the first time is looked at again.
+    confirm: Option<Instant>,
 }
 
 impl Mixed {
@@ -70,8 +74,7 @@ impl Mixed {
         } else {
             None
         };
-        let source = monitor.as_ref().map_or("nothing", |monitor| monitor.name());
-        log::info!("huge pages: policy {policy}, use is watched by {source}");
+        log::info!("huge pages: policy {policy}");
         Ok(Self {
             policy,
             interval: Duration::from_millis(config.monitor_interval_ms),
@@ -80,6 +83,8 @@ impl Mixed {
             thresholds: Thresholds::new(Pressure::default(), config.huge_split_pages),
             monitor,
             next: None,
+            mark: 0,
+            confirm: None,
         })
     }
 
@@ -89,8 +94,11 @@ impl Mixed {
 }
 
 impl Scanner {
-    /// A round of the monitor, if one is due: samples use, then builds again what is hot. Huge pages never sampled before
-    /// are sampled at once, so that new ones need not wait for an interval to be judged.
+    /// A round of the monitor, if one is due: samples use, then builds again what is hot. Not every range waits for that:
+    ///
+    /// - huge pages never sampled before are sampled at once, to be judged soon;
+    /// - what was split and has just been used for the first time is sampled again in the middle of the interval, and what
+    ///   is being written at once, so that huge pages are back within two intervals.
     pub(crate) fn monitor(&mut self) -> Result<(), Error> {
         let now = Instant::now();
         let due = self.mixed.next.is_none_or(|next| next <= now);
@@ -101,23 +109,30 @@ impl Scanner {
             self.mixed.next = Some(now + self.mixed.interval);
             return Ok(());
         }
+        let confirm = self.mixed.confirm.is_some_and(|at| at <= now);
         let wanted = |at: &usize| {
             let chunk = &self.chunks[*at];
-            (chunk.huge && (due || !chunk.mixed.sampled)) || (chunk.mixed.ours && due)
+            let state = &chunk.mixed;
+            let awake = state.breaks >= BREAKS_OF_USE || (confirm && state.frequency.value() > 0);
+            (chunk.huge && (due || state.samples == 0)) || (state.ours && (due || awake))
         };
         let chunks: Vec<usize> = (0..self.chunks.len()).filter(wanted).collect();
-        let before = self.stats.cpu_ns.monitor;
         for batch in chunks.chunks(take::BATCH) {
             self.sample(batch);
             self.lap(|cpu| &mut cpu.monitor);
             self.breathe()?;
         }
         if due {
-            let cost = Duration::from_nanos(self.stats.cpu_ns.monitor - before);
-            self.mixed.next = Some(now + self.mixed.interval.max(self.affordable(cost)));
-            self.rebuild_hot()?;
+            let spent = self.stats.cpu_ns.monitor;
+            // With what was sampled out of turn since the last round.
+            let cost = Duration::from_nanos(spent - std::mem::replace(&mut self.mixed.mark, spent));
+            let interval = self.mixed.interval.max(self.affordable(cost));
+            self.mixed.next = Some(now + interval);
+            self.mixed.confirm = Some(now + interval / 2);
+        } else if confirm {
+            self.mixed.confirm = None;
         }
-        Ok(())
+        self.rebuild_hot(due)
     }
 
     /// How long the next round must be away for one that costs that much.
@@ -150,9 +165,17 @@ impl Scanner {
             let chunk = &mut self.chunks[*at];
             let breaks = std::mem::take(&mut chunk.mixed.breaks);
             if let Some(used) = used {
-                chunk.mixed.frequency.note(used || breaks >= BREAKS_OF_USE);
-                chunk.mixed.sampled = true;
-                self.stats.samples_used_total += u64::from(used);
+                let written = breaks >= BREAKS_OF_USE;
+                let wanted =
+                    |state: &huge::HugeState| self.mixed.thresholds.twins_wanted(self.mixed.policy, state);
+                let before = wanted(&chunk.mixed);
+                chunk.mixed.note_use(if written { Use::Often } else { used });
+                let repeats = |twins| twins > 0 && chunk.mixed.repetition() >= twins;
+                if chunk.huge && before.is_none() && wanted(&chunk.mixed).is_some_and(repeats) {
+                    // Just got cold enough: looked at now, and split if nothing has changed.
+                    chunk.look_again();
+                }
+                self.stats.samples_used_total += u64::from(used != Use::None);
             } else {
                 // Not what it was: the next visit tells.
                 chunk.pending = true;
@@ -160,17 +183,18 @@ impl Scanner {
         }
     }
 
-    fn rebuild_hot(&mut self) -> Result<(), Error> {
+    fn rebuild_hot(&mut self, due: bool) -> Result<(), Error> {
         for at in 0..self.chunks.len() {
             let state = &mut self.chunks[at].mixed;
-            if !state.ours || !self.mixed.thresholds.rebuild(self.mixed.policy, state.frequency) {
+            if !state.ours || !self.mixed.thresholds.rebuild(self.mixed.policy, state) {
                 continue;
             }
             if state.wait > 0 {
-                state.wait -= 1;
+                state.wait -= u8::from(due);
                 continue;
             }
             if let Err(reason) = self.rebuild(at) {
+                log::debug!("the {at}th 2 MiB stay small: {reason:?}");
                 let counter = match reason {
                     Refusal::Pinned => &mut self.stats.rebuild_pinned_total,
                     Refusal::Memory => &mut self.stats.rebuild_memory_total,
@@ -182,6 +206,7 @@ impl Scanner {
             }
             self.merger.clean_up();
             self.lap(|cpu| &mut cpu.merge);
+            self.show_progress();
             self.breathe()?;
         }
         Ok(())
@@ -196,20 +221,22 @@ impl Scanner {
 
     /// Notes that sharing was broken in a chunk.
     pub(crate) fn note_break(&mut self, chunk: usize) {
-        let breaks = &mut self.chunks[chunk].mixed.breaks;
-        *breaks = breaks.saturating_add(1);
+        let state = &mut self.chunks[chunk].mixed;
+        state.breaks = state.breaks.saturating_add(1);
+        state.broken = state.broken.saturating_add(1);
     }
 
     /// Fills in what the policy has to tell.
     pub(crate) fn fill_mixed_stats(&mut self) {
+        self.stats.use_source = self.mixed.monitor.as_ref().map_or(0, |monitor| monitor.source());
         let huge = self.chunks.iter().filter(|c| c.huge);
         let kept = |state: &huge::HugeState| {
-            state.sampled
+            state.samples > 0
                 && state.repetition() as usize >= self.mixed.split_pages
                 && self
                     .mixed
                     .thresholds
-                    .twins_wanted(self.mixed.policy, state.frequency)
+                    .twins_wanted(self.mixed.policy, state)
                     .is_none()
         };
         let kept = huge.filter(|c| kept(&c.mixed));

@@ -1,19 +1,20 @@
 //! Which huge pages to split and which to build again.
 
 use crate::mixed::access::PROBES;
+use crate::mixed::huge::HugeState;
 use crate::mixed::pressure::Pressure;
 use crate::page_size::CHUNK_PAGES;
 use serde::{Deserialize, Serialize};
 
-/// How 2 MiB ranges are managed (SmartMD, USENIX ATC'17, slides 13 to 21). The default takes nothing but what it merges;
-/// the policies that watch the use of memory take pages to see who wants them.
+/// How 2 MiB ranges are managed (SmartMD, USENIX ATC'17, slides 13 to 21). Policies that watch the use of memory take
+/// pages for moments to see who wants them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Policy {
     /// Split what is rarely used and has many duplicates, build again what is used often.
+    #[default]
     Smartmd,
     /// As KSM: split whatever has a duplicate and stands still, however often it is read. Build nothing again.
-    #[default]
     Ksm,
     /// Share whole 2 MiB only: split a huge page if all of its small pages have twins.
     NoSplitting,
@@ -83,9 +84,15 @@ impl Frequency {
     }
 }
 
+/// Samples without frequent use after which a huge page counts as rarely used.
+const SAMPLES_OF_RARE_USE: u8 = 3;
+/// Twins that make a huge page worth splitting although it is used, if rarely: a quarter of it.
+const TWINS_FOR_RARE_USE: u32 = 128;
+
 /// The thresholds of slide 13, which follow the host's memory. Without pressure, speed comes first: only what is not used
-/// at all is split, and two intervals of use bring a huge page back. Under pressure memory comes first. Between cold and
-/// hot lies a band in which nothing changes, so that a range on the edge does not go back and forth.
+/// at all is split, or what is used rarely and has many twins, and two intervals of use bring a huge page back. Under
+/// pressure memory comes first. Between cold and hot lies a band in which nothing changes, so that a range on the edge
+/// does not go back and forth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Thresholds {
     /// Frequencies below this are cold.
@@ -108,55 +115,69 @@ impl Thresholds {
     }
 
     /// How many subpages of a huge page must have a twin for it to be split; `None` if it is to stay.
-    pub(crate) fn twins_wanted(self, policy: Policy, frequency: Frequency) -> Option<u32> {
+    pub(crate) fn twins_wanted(self, policy: Policy, state: &HugeState) -> Option<u32> {
+        let cold = !self.is_used(policy, state);
         match policy {
-            Policy::Smartmd => {
+            Policy::Smartmd if cold => {
                 let most = u32::try_from(CHUNK_PAGES - PROBES.len()).unwrap_or(0);
-                self.is_cold(frequency).then_some(self.twins.min(most))
+                Some(self.twins.min(most))
+            }
+            Policy::Smartmd => {
+                let rare = state.busy.value() < self.cold && state.samples >= SAMPLES_OF_RARE_USE;
+                rare.then_some(self.twins.max(TWINS_FOR_RARE_USE))
             }
             Policy::Ksm => Some(1),
             Policy::NoSplitting => u32::try_from(CHUNK_PAGES).ok(),
-            Policy::Ingens => self.is_cold(frequency).then_some(0),
+            Policy::Ingens => cold.then_some(0),
         }
     }
 
-    /// Whether to build a huge page again.
-    pub(crate) fn rebuild(self, policy: Policy, frequency: Frequency) -> bool {
-        policy.watches_access() && frequency.value() >= self.hot
+    /// Whether samples found a huge page in use.
+    pub(crate) fn is_used(self, policy: Policy, state: &HugeState) -> bool {
+        policy.watches_access() && state.frequency.value() >= self.cold
     }
 
-    fn is_cold(self, frequency: Frequency) -> bool {
-        frequency.value() < self.cold
+    /// Whether to build a huge page again.
+    pub(crate) fn rebuild(self, policy: Policy, state: &HugeState) -> bool {
+        policy.watches_access() && state.frequency.value() >= self.hot
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mixed::access::Use;
     use proptest::prelude::*;
 
-    fn after(intervals: &[bool]) -> Frequency {
-        let mut frequency = Frequency::default();
-        intervals.iter().for_each(|a| frequency.note(*a));
-        frequency
+    fn after(intervals: &[Use]) -> HugeState {
+        let mut state = HugeState::default();
+        intervals.iter().for_each(|used| state.note_use(*used));
+        state
     }
 
     #[test]
     fn two_intervals_of_use_bring_a_huge_page_back() {
         let t = Thresholds::new(Pressure::NONE, 16);
-        assert!(!t.rebuild(Policy::Smartmd, after(&[true])));
-        assert!(t.rebuild(Policy::Smartmd, after(&[true, true])));
-        assert!(!t.rebuild(Policy::Ksm, after(&[true; 7])));
+        assert!(!t.rebuild(Policy::Smartmd, &after(&[Use::Often])));
+        assert!(t.rebuild(Policy::Smartmd, &after(&[Use::Often, Use::Rare])));
+        assert!(!t.rebuild(Policy::Ksm, &after(&[Use::Often; 7])));
     }
 
     #[test]
     fn policies_split_what_their_names_say() {
         let t = Thresholds::new(Pressure::NONE, 16);
-        let wanted = |policy| [&[][..], &[true]].map(|used| t.twins_wanted(policy, after(used)));
-        assert_eq!(wanted(Policy::Smartmd), [Some(16), None]);
-        assert_eq!(wanted(Policy::Ksm), [Some(1), Some(1)]);
-        assert_eq!(wanted(Policy::NoSplitting), [Some(512), Some(512)]);
-        assert_eq!(wanted(Policy::Ingens), [Some(0), None]);
+        let histories = [&[][..], &[Use::Often; 3], &[Use::Rare; 3]];
+        let wanted = |policy| histories.map(|used| t.twins_wanted(policy, &after(used)));
+        assert_eq!(wanted(Policy::Smartmd), [Some(16), None, Some(128)]);
+        assert_eq!(wanted(Policy::Ksm), [Some(1); 3]);
+        assert_eq!(wanted(Policy::NoSplitting), [Some(512); 3]);
+        assert_eq!(wanted(Policy::Ingens), [Some(0), None, None]);
+    }
+
+    #[test]
+    fn one_sample_does_not_tell_rare_use() {
+        let t = Thresholds::new(Pressure::NONE, 16);
+        assert_eq!(t.twins_wanted(Policy::Smartmd, &after(&[Use::Rare])), None);
     }
 
     #[test]
@@ -165,11 +186,11 @@ mod tests {
             Thresholds::new(Pressure::NONE, 16),
             Thresholds::new(Pressure::FULL, 16),
         );
-        let some = after(&[true, true]);
-        assert_eq!(easy.twins_wanted(Policy::Smartmd, some), None);
-        assert_eq!(tight.twins_wanted(Policy::Smartmd, some), Some(4));
-        assert!(easy.rebuild(Policy::Smartmd, some) && !tight.rebuild(Policy::Smartmd, some));
-        assert!(tight.rebuild(Policy::Smartmd, after(&[true; 6])));
+        let some = after(&[Use::Often, Use::Often]);
+        assert_eq!(easy.twins_wanted(Policy::Smartmd, &some), None);
+        assert_eq!(tight.twins_wanted(Policy::Smartmd, &some), Some(4));
+        assert!(easy.rebuild(Policy::Smartmd, &some) && !tight.rebuild(Policy::Smartmd, &some));
+        assert!(tight.rebuild(Policy::Smartmd, &after(&[Use::Often; 6])));
     }
 
     #[test]
@@ -181,16 +202,17 @@ mod tests {
     }
 
     proptest! {
-        /// Hysteresis: nothing is split that would be built again at the same pressure.
+        /// Hysteresis: nothing is split for want of use that would be built again at the same pressure.
         #[test]
         fn no_range_is_split_and_rebuilt_at_once(
             tight in any::<bool>(),
             intervals in proptest::collection::vec(any::<bool>(), 0..20),
         ) {
             let t = Thresholds::new(if tight { Pressure::FULL } else { Pressure::NONE }, 16);
-            let frequency = after(&intervals);
+            let used = |used: &bool| if *used { Use::Often } else { Use::None };
+            let state = after(&intervals.iter().map(used).collect::<Vec<_>>());
             for policy in [Policy::Smartmd, Policy::Ingens] {
-                prop_assert!(t.twins_wanted(policy, frequency).is_none() || !t.rebuild(policy, frequency));
+                prop_assert!(t.twins_wanted(policy, &state).is_none() || !t.rebuild(policy, &state));
             }
         }
     }

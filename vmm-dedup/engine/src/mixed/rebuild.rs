@@ -9,8 +9,12 @@
 //!    the store's, so nobody has them pinned for writing, and whoever writes from here on waits. Readers go on.
 //! 3. Private pages are taken, as for merging (`crate::merge`): pinned ones refuse, and whoever touches their place
 //!    waits. A place without a page stays without, since its first touch waits as well; it stands for zeros.
-//! 4. Now nobody can change any of the 2 MiB. Their bytes are copied, and mremap() puts the huge page over the range
-//!    in one step: who reads sees the old page or the new one, which are equal, and who waits is woken afterwards.
+//! 4. Now nobody can change any of the range. Its bytes are copied, and mremap() puts the copy over the range in one
+//!    step: who reads sees the old page or the new one, which are equal, and who waits is woken afterwards.
+//!
+//! Pages that we broke lie in mappings of their own, and taking each costs a system call and, for a guest, a flush of its
+//! translations. If there are many, all would be away for as long as that takes. So these steps are done twice: first for
+//! an eighth of the range at a time, with small pages as the copy, which leaves one mapping; that is then taken in one call.
 //!
 //! A pinned page, or one that the kernel copied on write (it may be pinned, which nothing tells), ends it: everything goes
 //! back as it was. A range with a page that the kernel copied is not rebuilt while that page stays.
@@ -23,10 +27,11 @@
 
 use crate::breaks::put_over;
 use crate::item::{Item, Outcome};
+use crate::memory::Page;
 use crate::merge::put_back_page;
 use crate::mixed::scratch::HugeScratch;
 use crate::page::State;
-use crate::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE};
+use crate::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::sched::Urgent;
@@ -41,6 +46,14 @@ use vmm_dedup_protocol::key::PAGE_WORDS;
 const MEMORY_TO_SPARE: u64 = 128 << 20;
 /// Mappings that a rebuilt range may add: its own, and the rest behind it.
 const VMAS_PER_HUGE: i64 = 2;
+/// Stretches of private pages that are taken together with all the rest.
+const FEW_STRETCHES: usize = 16;
+/// Pages that are gathered at a time if there are more.
+const PIECE: usize = CHUNK_PAGES / 8;
+#[allow(clippy::cast_possible_truncation)] // 64
+const PIECE_SPAN: Page = PIECE as Page;
+/// Tries while writers go on breaking pages that are to stand still.
+const TRIES: usize = 16;
 
 /// Why a huge page was not built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,24 +67,77 @@ pub(crate) enum Refusal {
 }
 
 impl Scanner {
-    /// Gathers the small pages of a chunk in a huge page.
+    /// Gathers the small pages of a chunk in a huge page. On an error some may have gone back to private small pages.
     pub(crate) fn rebuild(&mut self, at: usize) -> Result<(), Refusal> {
-        let mut aside = self.fresh_huge_page()?;
+        let pages = self.memory.chunks()[at].pages.clone();
+        if pages.len() != CHUNK_PAGES || self.vmas + VMAS_PER_HUGE > self.vmas_max {
+            return Err(Refusal::Other);
+        }
+        self.take_breaks();
+        let may_be_pinned = |page| match self.table.get(page) {
+            State::Private(_) => true,
+            State::Pinned(retry) => !retry.is_due(self.passes),
+            _ => false,
+        };
+        if pages.clone().any(may_be_pinned) {
+            return Err(Refusal::Pinned);
+        }
+        let mut huge = self.fresh_huge_page()?;
+        if self.private_stretches(at) > FEW_STRETCHES {
+            let mut small = Anonymous::new(CHUNK_PAGES).map_err(|_| Refusal::Memory)?;
+            small.populate().map_err(|_| Refusal::Memory)?;
+            for first in pages.clone().step_by(PIECE) {
+                self.put_in_place(at, &(first..first + PIECE_SPAN), &mut small)?;
+            }
+        }
+        self.put_in_place(at, &pages, &mut huge)?;
+        self.note_rebuilt(at);
+        Ok(())
+    }
+
+    /// Mappings with private pages in a chunk, about.
+    fn private_stretches(&self, at: usize) -> usize {
+        let begins = |page: &Page| {
+            let private = |page| !self.table.get(page).in_file_mapping();
+            private(*page) && (*page == self.memory.chunks()[at].pages.start || !private(*page - 1))
+        };
+        let stretches = self.memory.chunks()[at].pages.clone().filter(begins).count();
+        stretches + usize::from(self.chunks[at].mixed.broken)
+    }
+
+    /// Puts copies of consecutive pages of a chunk into their place, made at the front of `fresh`.
+    fn put_in_place(&mut self, at: usize, pages: &Range<Page>, fresh: &mut Anonymous) -> Result<(), Refusal> {
+        for _ in 0..TRIES {
+            // What the fault thread replaced for a writer is private now.
+            self.take_breaks();
+            match self.try_to_put_in_place(pages, fresh) {
+                Some(Ok(())) => {
+                    self.note_private(at, pages);
+                    return Ok(());
+                }
+                Some(refused) => return refused,
+                None => {}
+            }
+        }
+        Err(Refusal::Pinned)
+    }
+
+    /// `None`: a shared page was broken just now.
+    fn try_to_put_in_place(
+        &mut self,
+        pages: &Range<Page>,
+        fresh: &mut Anonymous,
+    ) -> Option<Result<(), Refusal>> {
         // Nobody frees any of it meanwhile.
         let discards = self.discards.clone();
         let mut discards = discards.lock();
         self.note_discards(&mut discards);
-        let (pages, range) = {
-            let chunk = &self.memory.chunks()[at];
-            (chunk.pages.clone(), chunk.addresses())
-        };
-        if pages.len() != CHUNK_PAGES || self.vmas + VMAS_PER_HUGE > self.vmas_max {
-            return Err(Refusal::Other);
-        }
+        let start = self.memory.address(pages.start);
+        let range = start..start + bytes(pages.len());
         let (mut shared, mut private): (Vec<Range<usize>>, Vec<Item>) = (Vec::new(), Vec::new());
         for (page, address) in pages.clone().zip(range.clone().step_by(PAGE_SIZE)) {
             match self.table.get(page) {
-                State::Private(_) => return Err(Refusal::Pinned),
+                State::Private(_) => return Some(Err(Refusal::Pinned)),
                 state if !state.in_file_mapping() => private.push(Item::zero(page)),
                 _ => match shared.last_mut() {
                     Some(run) if run.end == address => run.end += PAGE_SIZE,
@@ -79,26 +145,28 @@ impl Scanner {
                 },
             }
         }
-        let aside_at = aside.base();
         let breaker = self.breaker.clone();
-        let mut pagemap = Pagemap::open().map_err(|_| Refusal::Other)?;
-        let mut refusal = Refusal::Pinned;
-        let built = breaker.hold_still(&mut pagemap, &shared, || {
-            let done = self.replace(&range, &shared, &private, aside_at);
-            done.map_err(|reason| refusal = reason).ok()
+        let Ok(mut pagemap) = Pagemap::open() else {
+            return Some(Err(Refusal::Other));
+        };
+        let mut refusal = None;
+        let done = breaker.hold_still(&mut pagemap, &shared, || {
+            let done = self.replace(&range, &shared, &private, fresh);
+            done.map_err(|reason| refusal = Some(reason)).ok()
         });
-        if built.is_none() {
-            return Err(refusal);
+        match (done, refusal) {
+            (Some(()), _) => Some(Ok(())),
+            (None, Some(reason)) => Some(Err(reason)),
+            (None, None) => None,
         }
-        aside.take_front(CHUNK_PAGES);
-        self.note_rebuilt(at);
-        Ok(())
     }
 
     /// An empty huge page of our own.
     fn fresh_huge_page(&mut self) -> Result<Anonymous, Refusal> {
-        let spare = MEMORY_TO_SPARE.max(self.config.floor_bytes());
-        if proc::mem_available().is_none_or(|available| available < spare + HUGE_SIZE as u64) {
+        let spare = MEMORY_TO_SPARE.max(self.breaker.stats().1.floor_bytes);
+        if proc::mem_available()
+            .is_none_or(|available| available < spare.saturating_add(2 * HUGE_SIZE as u64))
+        {
             return Err(Refusal::Memory);
         }
         let area = Anonymous::new_huge().map_err(|_| Refusal::Memory)?;
@@ -118,10 +186,11 @@ impl Scanner {
         range: &Range<usize>,
         shared: &[Range<usize>],
         private: &[Item],
-        aside: usize,
+        fresh: &mut Anonymous,
     ) -> Result<(), Refusal> {
         let first = self.memory.page_at(range.start).ok_or(Refusal::Other)?;
-        let hold = self.merger.hold(&self.memory, first, CHUNK_PAGES, &self.tracker);
+        let pages = range.len() / PAGE_SIZE;
+        let hold = self.merger.hold(&self.memory, first, pages, &self.tracker);
         let stretches = hold.stretches(private);
         hold.arm(&stretches).map_err(|_| Refusal::Other)?;
         let urgent = Urgent::begin();
@@ -137,20 +206,21 @@ impl Scanner {
         let known = outcomes
             .iter()
             .all(|o| matches!(o, Outcome::Merged | Outcome::Absent));
+        let copies = fresh.base();
         let copy = |from: usize, address: usize| {
             let mut words = [0; PAGE_WORDS];
-            // SAFETY: what was taken is ours, and shared pages are readable and stand still; the page aside is ours.
+            // SAFETY: what was taken is ours, and shared pages are readable and stand still; the copies' place is ours.
             unsafe {
                 guest::copy_page(from, &mut words);
-                guest::store_page(aside + (address - range.start), &words);
+                guest::store_page(copies + (address - range.start), &words);
             }
         };
         let done = if known {
             taken().for_each(|item| copy(hold.scratch_of(item), self.memory.address(item.page)));
             let shared = shared.iter().flat_map(|run| run.clone().step_by(PAGE_SIZE));
             shared.for_each(|address| copy(address, address));
-            // SAFETY: the page aside holds what the guest's 512 pages hold, and nobody can change those.
-            unsafe { put_over(aside, range) }.map_err(|_| Refusal::Other)
+            // SAFETY: the copies hold what the guest's pages hold, and nobody can change those.
+            unsafe { put_over(fresh.take_front(pages), range) }.map_err(|_| Refusal::Other)
         } else {
             Err(Refusal::Pinned)
         };
@@ -165,16 +235,17 @@ impl Scanner {
             // They come back without write tracking's marks, so all of them count as written.
         }
         let _ = self.tracker.wake(range.start, range.len());
+        let away = clock.elapsed();
         drop(urgent);
         self.stats
             .rebuild
-            .observe(u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX));
+            .observe(u64::try_from(away.as_nanos()).unwrap_or(u64::MAX));
         done
     }
 
-    fn note_rebuilt(&mut self, at: usize) {
-        let pages = self.memory.chunks()[at].pages.clone();
-        let before = self.boundaries(&pages);
+    /// Pages of a chunk lie in fresh memory of their own.
+    fn note_private(&mut self, at: usize, pages: &Range<Page>) {
+        let before = self.boundaries(pages);
         for page in pages.clone() {
             match self.table.get(page) {
                 State::Shared(slot) => self.release(slot),
@@ -183,14 +254,19 @@ impl Scanner {
             }
             self.table.set(page, State::Untracked);
         }
-        self.vmas += self.boundaries(&pages) - before;
+        self.vmas += self.boundaries(pages) - before;
         let chunk = &mut self.chunks[at];
+        chunk.pending = true;
         if !std::mem::replace(&mut chunk.mixed.own_mapping, true) {
             self.vmas += VMAS_PER_HUGE;
         }
-        (chunk.huge, chunk.unarmed, chunk.pending, chunk.split) = (true, false, true, false);
+    }
+
+    fn note_rebuilt(&mut self, at: usize) {
+        let chunk = &mut self.chunks[at];
+        (chunk.huge, chunk.unarmed, chunk.split) = (true, false, false);
         (chunk.fragments, chunk.twins, chunk.patience) = (0, 0, 0);
-        chunk.mixed.ours = false;
+        (chunk.mixed.ours, chunk.mixed.samples) = (false, 0);
         chunk.look_again();
         self.stats.huge_rebuilt_total += 1;
     }
@@ -231,10 +307,11 @@ impl Scanner {
             let _ = self.tracker.unregister(range.start, range.len());
         }
         let _ = self.tracker.wake(range.start, range.len());
+        let away = clock.elapsed();
         drop(urgent);
         self.stats
             .stop
-            .observe(u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX));
+            .observe(u64::try_from(away.as_nanos()).unwrap_or(u64::MAX));
         if all_zero {
             for page in self.memory.chunks()[at].pages.clone() {
                 if let State::Candidate { key, .. } = self.table.get(page) {
@@ -247,7 +324,7 @@ impl Scanner {
             }
             let chunk = &mut self.chunks[at];
             (chunk.huge, chunk.pending, chunk.patience, chunk.rest) = (false, true, 0, 0);
-            chunk.mixed.sampled = false;
+            chunk.mixed.samples = 0;
             self.stats.zero_merges_total += CHUNK_PAGES as u64;
             self.stats.huge_zero_total += 1;
         }

@@ -66,8 +66,8 @@ impl Scanner {
         self.chunks[at].twins = 0;
         let policy = self.mixed.policy();
         let state = &self.chunks[at].mixed;
-        let known = state.sampled || !policy.watches_access();
-        let wanted = self.mixed.thresholds.twins_wanted(policy, state.frequency);
+        let known = state.samples > 0 || !policy.watches_access();
+        let wanted = self.mixed.thresholds.twins_wanted(policy, state);
         let Some(wanted) = wanted.filter(|_| unchanged && known) else {
             return Ok(());
         };

@@ -16,7 +16,7 @@
 
 use crate::error::Error;
 use crate::merge::put_back_page;
-use crate::mixed::access::{AccessMonitor, PROBES, Target};
+use crate::mixed::access::{AccessMonitor, OFTEN, PROBES, Target, Use};
 use crate::mixed::scratch::HugeScratch;
 use crate::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::sys::sched::Urgent;
@@ -47,7 +47,7 @@ struct Taken {
     /// Offsets that are away.
     away: Vec<Range<usize>>,
     /// What is known of its use.
-    used: Option<bool>,
+    used: Option<Use>,
 }
 
 impl TakeAndWait {
@@ -60,7 +60,7 @@ impl TakeAndWait {
         })
     }
 
-    fn sample_batch(&mut self, targets: &[Target], window: Duration) -> io::Result<Vec<Option<bool>>> {
+    fn sample_batch(&mut self, targets: &[Target], window: Duration) -> io::Result<Vec<Option<Use>>> {
         let mut done: Vec<Taken> = Vec::with_capacity(targets.len());
         let mut broken = None;
         let urgent = Urgent::begin();
@@ -118,7 +118,7 @@ impl TakeAndWait {
                 taken.away.push(piece.start..piece.start + moved);
             }
             if error == Some(MoveError::Pinned) {
-                taken.used = Some(true); // a device works on it
+                taken.used = Some(Use::Often); // a device works on it
             }
         }
         let whole = match target {
@@ -126,7 +126,7 @@ impl TakeAndWait {
             Target::Split(_) => !taken.away.is_empty(),
         };
         if whole {
-            taken.used = Some(false); // until somebody comes
+            taken.used = Some(Use::None); // until somebody comes
         } else {
             // It is not what it was, or in use. Nobody shall wait at places that stay empty.
             self.put_back(&mut taken);
@@ -151,7 +151,8 @@ impl TakeAndWait {
 
     /// Until the window ends, or everything was asked for.
     fn wait(&mut self, taken: &mut [Taken], window: Duration) {
-        let end = Instant::now() + window;
+        let start = Instant::now();
+        let end = start + window;
         let mut faults = Vec::new();
         while taken.iter().any(|t| !t.away.is_empty()) {
             let left = end.saturating_duration_since(Instant::now());
@@ -164,7 +165,8 @@ impl TakeAndWait {
             for address in faults.drain(..) {
                 if let Some(wanted) = taken.iter_mut().find(|t| t.target.contains(address)) {
                     self.put_back(wanted);
-                    wanted.used = Some(true);
+                    let soon = start.elapsed() < OFTEN;
+                    wanted.used = Some(if soon { Use::Often } else { Use::Rare });
                 }
                 let _ = self.tracker.wake(address & !(PAGE_SIZE - 1), PAGE_SIZE);
             }
@@ -209,11 +211,11 @@ impl TakeAndWait {
 }
 
 impl AccessMonitor for TakeAndWait {
-    fn name(&self) -> &'static str {
-        "take-and-wait"
+    fn source(&self) -> u64 {
+        1
     }
 
-    fn sample(&mut self, targets: &[Target], window: Duration) -> io::Result<Vec<Option<bool>>> {
+    fn sample(&mut self, targets: &[Target], window: Duration) -> io::Result<Vec<Option<Use>>> {
         let mut used = Vec::with_capacity(targets.len());
         for batch in targets.chunks(BATCH) {
             used.extend(self.sample_batch(batch, window)?);

@@ -141,6 +141,18 @@ pub(super) static COUNTERS: &[Field] = &[
 
 pub(super) static LABELLED: &[Labelled] = &[
     Labelled {
+        name: "huge_split_reasons",
+        help: "Huge pages split for sharing: not used, or used rarely and with many twins",
+        unit: None,
+        label: "reason",
+        series: &[
+            ("unused", |s| {
+                s.huge_splits_total.saturating_sub(s.huge_splits_rare_total)
+            }),
+            ("rarely_used", |s| s.huge_splits_rare_total),
+        ],
+    },
+    Labelled {
         name: "rebuild_refusals",
         help: "Huge pages that could not be built again",
         unit: None,

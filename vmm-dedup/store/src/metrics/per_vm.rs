@@ -97,6 +97,10 @@ fn accounts(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         let number = usize::try_from(stats.backend).unwrap_or(usize::MAX);
         let backend = BACKENDS.get(number).copied().unwrap_or("unknown");
         m.encode_info(&[("vm", vm), ("backend", backend)])
+    })?;
+    let name = ("use_source", "What tells which memory is used", None);
+    w.per_vm(name, MetricType::Info, s, |m, vm, stats| {
+        m.encode_info(&[("vm", vm), ("source", stats.use_source_name())])
     })
 }
 

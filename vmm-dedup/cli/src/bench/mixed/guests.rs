@@ -3,6 +3,7 @@
 use super::Setup;
 use super::report::Guests;
 use crate::Failure;
+use crate::bench::host;
 use std::sync::Arc;
 use std::time::Duration;
 use vmm_dedup::DedupService;
@@ -35,24 +36,25 @@ pub(super) fn measure(setup: &Setup<'_>) -> Result<Option<Guests>, Failure> {
         services.extend(service);
     }
     setup.settle(&services);
-    let before = (progress(&guests)?, setup.cpu(&services)?);
+    let vcpus = || host::cpu_ns(std::process::id(), "vcpu");
+    let before = (progress(&guests)?, vcpus()?, setup.cpu(&services)?);
     std::thread::sleep(setup.seconds);
-    let after = (progress(&guests)?, setup.cpu(&services)?);
+    let after = (progress(&guests)?, vcpus()?, setup.cpu(&services)?);
     let saved_pages = setup.saved_pages(&services)?;
     let huge_pages = services.iter().map(|s| s.stats().huge_ranges).sum();
     let mut histogram = Vec::new();
     for guest in guests {
         histogram.extend(finish(guest)?);
     }
-    let ms = (after.0.0 - before.0.0).max(1);
+    let vcpu_s = crate::bench::ksm::seconds((after.1 - before.1).max(1));
     Ok(Some(Guests {
         saved_pages,
         huge_pages,
-        pages_per_s: (after.0.1 - before.0.1) as f64 * 1000.0 / ms as f64,
+        pages_per_cpu_s: (after.0 - before.0) as f64 / vcpu_s,
         access_p50_ns: quantile_ns(&histogram, 0.5, tsc_khz),
         access_p99_ns: quantile_ns(&histogram, 0.99, tsc_khz),
-        monitor_cpu_s: after.1.0 - before.1.0,
-        dedup_cpu_s: after.1.1 - before.1.1,
+        monitor_cpu_s: after.2.0 - before.2.0,
+        dedup_cpu_s: after.2.1 - before.2.1,
     }))
 }
 
@@ -92,19 +94,16 @@ fn boot(setup: &Setup<'_>, n: u64, tsc_khz: u64) -> Result<(Guest, Option<DedupS
     Ok((Guest { vm, console }, service))
 }
 
-/// The guests' own time (ms, of one) and pages verified or written by all.
-fn progress(guests: &[Guest]) -> Result<(u64, u64), Failure> {
-    let mut sum = (0, 0);
+/// Pages verified or written by all guests.
+fn progress(guests: &[Guest]) -> Result<u64, Failure> {
+    let mut sum = 0;
     for guest in guests {
         let reports = guest.console.reports();
-        let tick = reports.iter().rev().find_map(|report| match report {
-            Report::Tick {
-                ms, writes, reads, ..
-            } => Some((*ms, writes + reads)),
+        let done = reports.iter().rev().find_map(|report| match report {
+            Report::Tick { writes, reads, .. } => Some(writes + reads),
             _ => None,
         });
-        let (ms, pages) = tick.ok_or_else(|| Failure::new("a guest does not report"))?;
-        sum = (ms, sum.1 + pages);
+        sum += done.ok_or_else(|| Failure::new("a guest does not report"))?;
     }
     Ok(sum)
 }

@@ -1,4 +1,5 @@
-//! Plain memory: a thread reads and writes words at random in the hot part, the service works on all of it.
+//! Plain memory: a thread reads and writes words at random in the hot part, and now and then reads one in the warm part;
+//! the service works on all of it.
 #![allow(unsafe_code)] // the service works on the area's address range
 
 use super::Setup;
@@ -20,18 +21,24 @@ const TIMED: u64 = 64;
 /// One access in so many writes (the word's own value, so that the content stays known).
 const WRITES: u64 = 16;
 
+/// One access in so many reads the warm part.
+const WARM: u64 = 200;
+
 /// Huge pages of each part.
 struct Parts {
     hot: Range<usize>,
-    repetitive: Range<usize>,
+    warm: Range<usize>,
+    cold: Range<usize>,
 }
 
 impl Parts {
     fn of(chunks: usize) -> Self {
-        let (hot, repetitive) = (chunks / 4 / 2 * 2, chunks * 5 / 8 / 2 * 2);
+        let quarter = chunks / 4 / 2 * 2;
+        let cold = chunks * 3 / 8 / 2 * 2;
         Self {
-            hot: 0..hot,
-            repetitive: hot..hot + repetitive,
+            hot: 0..quarter,
+            warm: quarter..2 * quarter,
+            cold: 2 * quarter..2 * quarter + cold,
         }
     }
 
@@ -41,7 +48,7 @@ impl Parts {
         let (chunk, run) = (page / HUGE_PAGES, page % HUGE_PAGES / 8);
         let repeated = match chunk {
             c if self.hot.contains(&c) => run % 32 == 0,
-            c if self.repetitive.contains(&c) => run % 2 == 0,
+            c if self.warm.contains(&c) || self.cold.contains(&c) => run % 2 == 0,
             _ => false,
         };
         if repeated {
@@ -74,21 +81,21 @@ impl Orders {
         std::mem::take(&mut self.1.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Speed over some time.
+    /// Speed over some time: the median of its seconds, since other load comes in bursts.
     fn measure(&self, time: Duration) -> Access {
         self.tally();
-        std::thread::sleep(time);
-        let mut tally = self.tally();
-        tally.timed_ns.sort_unstable();
-        let quantile = |q: usize| {
-            tally
-                .timed_ns
-                .get(tally.timed_ns.len() * q / 100)
-                .copied()
-                .unwrap_or(0)
-        };
+        let (mut speeds, mut timed_ns) = (Vec::new(), Vec::new());
+        for _ in 0..time.as_secs().max(1) {
+            std::thread::sleep(Duration::from_secs(1));
+            let tally = self.tally();
+            speeds.push(tally.accesses as f64 / tally.cpu.as_secs_f64().max(1e-9));
+            timed_ns.extend(tally.timed_ns);
+        }
+        speeds.sort_unstable_by(f64::total_cmp);
+        timed_ns.sort_unstable();
+        let quantile = |q: usize| timed_ns.get(timed_ns.len() * q / 100).copied().unwrap_or(0);
         Access {
-            per_cpu_s: tally.accesses as f64 / tally.cpu.as_secs_f64().max(1e-9),
+            per_cpu_s: speeds[speeds.len() / 2],
             p50_ns: quantile(50),
             p99_ns: quantile(99),
         }
@@ -111,7 +118,7 @@ pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
     orders.set(&parts.hot);
     std::thread::scope(|scope| {
         let end = End(&orders);
-        scope.spawn(|| work(&area, &orders));
+        scope.spawn(|| work(&area, &orders, &parts.warm));
         let services = start(setup, &area)?;
         let measured = phases(setup, &parts, &orders, &services);
         drop(end);
@@ -149,7 +156,7 @@ fn phases(
     let saved_pages = setup.saved_pages(services)?;
     let huge_before = huge();
     // The roles change: as much memory as was hot, of what was cold and repetitive.
-    let turned = parts.repetitive.start..parts.repetitive.start + parts.hot.len();
+    let turned = parts.cold.start..parts.cold.start + parts.hot.len();
     let rebuilt =
         |services: &[DedupService]| services.iter().map(|s| s.stats().huge_rebuilt_total).sum::<u64>();
     let before = rebuilt(services);
@@ -180,12 +187,14 @@ fn phases(
         turned: turned.len() as u64,
         rebuilt_after_intervals: back_after.map(|t| t.as_secs_f64() * 1000.0 / setup.interval_ms as f64),
         rebuild_p50_us: stats.rebuild.quantile_us(0.5),
+        rebuild_p99_us: stats.rebuild.quantile_us(0.99),
+        rebuild_refused: stats.rebuild_pinned_total + stats.rebuild_memory_total + stats.rebuild_other_total,
         rebuild_max_us: stats.rebuild.max_ns / 1000,
     })
 }
 
 /// The accessing thread. Each address depends on what was read before, so that accesses do not overlap.
-fn work(area: &Area, orders: &Orders) {
+fn work(area: &Area, orders: &Orders, warm: &Range<usize>) {
     let mut n: u64 = 1;
     let cpu = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default();
     let mut last = cpu();
@@ -196,8 +205,11 @@ fn work(area: &Area, orders: &Orders) {
             return;
         }
         #[allow(clippy::cast_possible_truncation)] // two halves of 32 bits
-        let (first, count) = ((order >> 32) as usize, order & 0xffff_ffff);
+        let ordered = ((order >> 32) as usize, order & 0xffff_ffff);
+        let warm = (warm.start * HUGE_PAGES, (warm.len() * HUGE_PAGES) as u64);
         for access in 0..BATCH {
+            let to_warm = access % WARM == 2;
+            let (first, count) = if to_warm { warm } else { ordered };
             n = n
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
@@ -229,13 +241,16 @@ mod tests {
     #[test]
     fn parts_repeat_as_the_help_says() {
         let parts = Parts::of(16);
-        assert_eq!((parts.hot.clone(), parts.repetitive.clone()), (0..4, 4..14));
+        assert_eq!(
+            [parts.hot.clone(), parts.warm.clone(), parts.cold.clone()],
+            [0..4, 4..8, 8..14]
+        );
         let mut copies: HashMap<usize, usize> = HashMap::new();
         (0..16 * HUGE_PAGES).for_each(|page| *copies.entry(parts.content(page)).or_default() += 1);
         let repeated = |chunk: usize| {
             let pages = chunk * HUGE_PAGES..(chunk + 1) * HUGE_PAGES;
             pages.filter(|page| copies[&parts.content(*page)] == 2).count()
         };
-        assert_eq!([repeated(0), repeated(5), repeated(15)], [16, 256, 0]);
+        assert_eq!([0, 5, 9, 15].map(repeated), [16, 256, 256, 0]);
     }
 }

@@ -33,7 +33,10 @@ pub(super) struct Process {
     /// When the last of them was back, in monitor intervals.
     pub(super) rebuilt_after_intervals: Option<f64>,
     pub(super) rebuild_p50_us: u64,
+    pub(super) rebuild_p99_us: u64,
     pub(super) rebuild_max_us: u64,
+    /// Huge pages that were not built at a try.
+    pub(super) rebuild_refused: u64,
 }
 
 /// Guests under one policy.
@@ -41,8 +44,8 @@ pub(super) struct Process {
 pub(super) struct Guests {
     pub(super) saved_pages: u64,
     pub(super) huge_pages: u64,
-    /// Pages verified or written by all guests.
-    pub(super) pages_per_s: f64,
+    /// Pages verified or written by all guests in a second of their vCPUs' CPU time.
+    pub(super) pages_per_cpu_s: f64,
     /// First access to a page in the guest, upper bounds.
     pub(super) access_p50_ns: u64,
     pub(super) access_p99_ns: u64,
@@ -128,7 +131,7 @@ impl Report {
                 "{policy:<13} {:>8} {:>6} {:>9.0} {:>6} {:>6} {:>9.3} {:>9.3}",
                 g.saved_pages,
                 g.huge_pages,
-                g.pages_per_s,
+                g.pages_per_cpu_s,
                 g.access_p50_ns,
                 g.access_p99_ns,
                 g.monitor_cpu_s,
