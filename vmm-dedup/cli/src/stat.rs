@@ -145,6 +145,9 @@ pub(crate) fn vm_json(vm: &Vm) -> Value {
         "refused_vmas_total": s.refused_vmas_total,
         "refused_other_total": s.refused_other_total,
         "published_total": s.published_total,
+        "searches_total": s.searches_total,
+        "search_twins_total": s.search_twins_total,
+        "search_failures_total": s.search_failures_total,
         "passes_total": s.passes_total,
         "full_scans_total": s.full_scans_total,
         "bytes_read_total": s.bytes_read.total(),
@@ -171,6 +174,7 @@ fn cpu_json(cpu: &CpuNs) -> Value {
     json!({
         "track": cpu.track as f64 / 1e9,
         "key": cpu.key as f64 / 1e9,
+        "search": cpu.search as f64 / 1e9,
         "hash": cpu.hash as f64 / 1e9,
         "store": cpu.store as f64 / 1e9,
         "merge": cpu.merge as f64 / 1e9,

@@ -206,16 +206,16 @@ impl Scanner {
             News::Overrun => self.table.candidates_with(|_| true),
         };
         self.news = position;
-        for page in pages {
-            let State::Candidate { key, .. } = self.table.get(page) else {
-                continue;
-            };
-            self.look_up_again(page, key);
-        }
+        let key_of = |page| match self.table.get(page) {
+            State::Candidate { key, .. } => Some((page, key)),
+            _ => None,
+        };
+        let candidates: Vec<(Page, Key)> = pages.into_iter().filter_map(key_of).collect();
+        self.look_up_again(&candidates);
     }
 
-    /// Looks a candidate's key up that the index did not have when it was sighted.
-    pub(crate) fn look_up_again(&mut self, page: Page, key: Key) {
+    /// Looks a candidate's key up in the index.
+    pub(crate) fn find_again(&mut self, page: Page, key: Key) {
         let Some(index) = self.store.as_ref().map(|s| s.index()) else {
             return;
         };

@@ -68,6 +68,8 @@ pub struct CpuNs {
     pub track: u64,
     /// Reading key lines and looking keys up.
     pub key: u64,
+    /// Looking for twins with an engine that compares pages. A device's own work is not in it.
+    pub search: u64,
     /// Hashing whole pages.
     pub hash: u64,
     /// Talking with the store, publishing.
@@ -86,6 +88,7 @@ impl CpuNs {
         [
             self.track,
             self.key,
+            self.search,
             self.hash,
             self.store,
             self.merge,
@@ -131,8 +134,17 @@ pub const STATES: [&str; 7] = [
     "off",
 ];
 
-/// Names of what may compare and hash for a service, by number.
-pub const BACKENDS: [&str; 1] = ["cpu"];
+/// Names of what may look for a service's twins, by number: the hash index, the CPU in the store's tree, and engines in
+/// that, of which the last stands for all that have no name here.
+pub const BACKENDS: [&str; 7] = [
+    "cpu",
+    "cpu-tree",
+    "pageforge",
+    "pageforge-vfio-user",
+    "pagecmp",
+    "pagecmp-hybrid",
+    "other",
+];
 
 /// A service's account. Page counts are gauges of 4 KiB pages; names ending in `_total` only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -205,6 +217,12 @@ pub struct ServiceStats {
     pub pages_keyed_total: u64,
     /// Pages hashed whole.
     pub pages_hashed_total: u64,
+    /// Pages that an engine was asked for a twin of.
+    pub searches_total: u64,
+    /// Slots that it proposed.
+    pub search_twins_total: u64,
+    /// Times that it failed, or could not be had, and the hash index took its place.
+    pub search_failures_total: u64,
     /// VMAs that merging added to this process.
     pub vmas: u64,
     /// Most VMAs it may add.

@@ -8,6 +8,7 @@
 //!
 //! Verifying is not the driver's: what is found here is compared by the CPU once more before it is merged.
 
+mod courier;
 mod in_process;
 mod port;
 mod tables;
@@ -21,6 +22,7 @@ use crate::scan_table::{Candidate, EntryIndex, OTHER_PAGES, OtherPage, Pointer, 
 use crate::window::{Info, Job, JobError, RING};
 use crate::{LINE_BYTES, Ppn};
 use std::cmp::Ordering;
+use std::os::fd::BorrowedFd;
 use tables::Tables;
 use vmm_dedup::backend::{Account, Answer, Backend, Error, PageId, Pages, Stopwatch};
 use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
@@ -186,6 +188,18 @@ impl<P: Port> Backend for PageForgeBackend<P> {
         self.port.name()
     }
 
+    fn map(&mut self, first: PageId, pages: usize, file: BorrowedFd<'_>) -> Answer<()> {
+        self.port.map(first, pages, file)
+    }
+
+    fn unmap(&mut self, first: PageId, pages: usize) -> Answer<()> {
+        self.port.unmap(first, pages)
+    }
+
+    fn helper_cpu_ns(&self) -> u64 {
+        self.port.helper_cpu_ns()
+    }
+
     /// The device's ECC keys: a candidate with Last Refill and nothing to be compared with.
     fn keys(&mut self, pages: &dyn Pages, of: &[PageId]) -> Vec<Answer<u64>> {
         let watch = Stopwatch::start();
@@ -290,7 +304,7 @@ impl<P: Port> Backend for PageForgeBackend<P> {
             bytes: device.lines() * LINE_BYTES as u64,
             device_cpu_ns: self.port.device_cpu_ns(),
             // The model in this process works on the caller's thread; that is not the driver's time.
-            cpu_ns: self.own.cpu_ns.saturating_sub(self.port.borrowed_cpu_ns()),
+            cpu_ns: self.own.cpu_ns.saturating_sub(self.port.borrowed_cpu_ns()) + self.port.helper_cpu_ns(),
             ..self.own
         }
     }

@@ -29,6 +29,7 @@ pub use cpu::{CpuBackend, KeyKind, LineCounts};
 pub use jhash::jhash2;
 
 use std::cmp::Ordering;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
 use vmm_dedup_protocol::key::PAGE_WORDS;
 use vmm_dedup_protocol::tree::{Node, TreeReader};
@@ -77,6 +78,28 @@ pub type Answer<T> = Result<T, Error>;
 pub trait Backend: Send {
     /// A short name for reports.
     fn name(&self) -> &'static str;
+
+    /// Lets it read the pages of a file, as pages `first` and following: for devices, which do not see [`Pages`]. The
+    /// file cannot shrink.
+    ///
+    /// # Errors
+    /// If the device cannot be told.
+    fn map(&mut self, _first: PageId, _pages: usize, _file: BorrowedFd<'_>) -> Answer<()> {
+        Ok(())
+    }
+
+    /// Ends [`Self::map`] of the very same range.
+    ///
+    /// # Errors
+    /// If the device cannot be told.
+    fn unmap(&mut self, _first: PageId, _pages: usize) -> Answer<()> {
+        Ok(())
+    }
+
+    /// CPU time of threads of its own that drive a device, ns. It is part of the account's.
+    fn helper_cpu_ns(&self) -> u64 {
+        0
+    }
 
     /// Makes a key of each page: a hash of a part of it. Equal pages have equal keys, with one backend; keys of
     /// different backends have nothing to do with each other.

@@ -51,7 +51,7 @@ impl DeviceProcess {
 
     /// A connection to a device that may read an arena.
     pub(super) fn backend(&self, arena: &Arena) -> Result<PageForgeBackend<VfioUser>, Failure> {
-        let port = VfioUser::connect(&self.socket).map_err(Failure::from_error)?;
+        let mut port = VfioUser::connect(&self.socket).map_err(Failure::from_error)?;
         port.map_arena(arena).map_err(Failure::from_error)?;
         Ok(PageForgeBackend::new(port))
     }
