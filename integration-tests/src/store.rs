@@ -58,7 +58,10 @@ impl StoreThread {
         Self::start_in(folder, |_| ())
     }
 
-    fn start_in(folder: TempDir, configure: impl FnOnce(&mut vmm_dedup_store::Config) + Send + 'static) -> Self {
+    fn start_in(
+        folder: TempDir,
+        configure: impl FnOnce(&mut vmm_dedup_store::Config) + Send + 'static,
+    ) -> Self {
         let (stop, stopped) = oneshot::channel::<()>();
         let socket = folder.path().join("store.sock");
         let (tell, bound) = std::sync::mpsc::channel();

@@ -36,7 +36,11 @@ impl Scanner {
 
     /// Looks for twins of candidates that had none when they were sighted.
     pub(crate) fn look_up_again(&mut self, candidates: &[(Page, Key)]) {
-        let set = if candidates.len() <= FEW { self.slots_of(candidates) } else { Vec::new() };
+        let set = if candidates.len() <= FEW {
+            self.slots_of(candidates)
+        } else {
+            Vec::new()
+        };
         let found = self.ask_engine(candidates, |engine, with, pages| engine.again(with, pages, &set));
         self.take_proposals(candidates, &found);
         for (at, (page, key)) in candidates.iter().enumerate() {
@@ -80,7 +84,9 @@ impl Scanner {
         };
         let pages: Vec<Page> = keyed.iter().map(|(page, _)| *page).collect();
         let batches = pages.chunks(BATCH);
-        let found = batches.flat_map(|batch| ask(&mut self.searcher, &with, batch)).collect();
+        let found = batches
+            .flat_map(|batch| ask(&mut self.searcher, &with, batch))
+            .collect();
         self.stats.searches_total += pages.len() as u64;
         self.stats.cpu_ns.search += self.searcher.helper_cpu_ns() - helpers;
         self.lap_within(cpu, |cpu| &mut cpu.search);

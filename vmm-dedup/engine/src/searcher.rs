@@ -321,10 +321,10 @@ impl Engine {
             staging: &self.staging,
         };
         let twins = self.backend.search(&readable, store.index().tree(), ids);
-        twins
-            .into_iter()
-            .map(|twin| Ok(Found::of(passed(twin)?.flatten().and_then(slot_of))))
-            .collect()
+        let twins = each(twins, ids.len())?.into_iter();
+        Ok(twins
+            .map(|twin| Found::of(twin.flatten().and_then(slot_of)))
+            .collect())
     }
 
     /// Looks for each staged page in a set of slots.
@@ -348,10 +348,18 @@ impl Engine {
             store,
             staging: &self.staging,
         };
-        let keys = self.backend.keys(&readable, ids).into_iter();
-        keys.map(|key| Ok(passed(key)?.map_or(0, |key| key as u32)))
-            .collect()
+        let keys = each(self.backend.keys(&readable, ids), ids.len())?.into_iter();
+        Ok(keys.map(|key| key.map_or(0, |key| key as u32)).collect())
     }
+}
+
+/// The answers to so many questions.
+fn each<T>(answers: Vec<Result<T, Error>>, asked: usize) -> Result<Vec<Option<T>>, Error> {
+    if answers.len() != asked {
+        let given = answers.len();
+        return Err(Error::Device(format!("{given} answers to {asked} questions")));
+    }
+    answers.into_iter().map(passed).collect()
 }
 
 /// An answer; none if a page was not there, e.g. since its segment was retired. An error ends the engine's use.

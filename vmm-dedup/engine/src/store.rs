@@ -138,9 +138,11 @@ impl Store {
     /// The segments by their numbers, as far as they were announced: a number that no other segment of this
     /// connection has, and the file.
     pub(crate) fn segments(&self) -> impl Iterator<Item = Option<(u64, BorrowedFd<'_>)>> {
-        self.segments
-            .iter()
-            .map(|segment| segment.as_ref().map(|segment| (segment.serial, segment.file.as_fd())))
+        self.segments.iter().map(|segment| {
+            segment
+                .as_ref()
+                .map(|segment| (segment.serial, segment.file.as_fd()))
+        })
     }
 
     /// Reports what happened; returns which of the sightings the store wants published.

@@ -216,7 +216,11 @@ impl Scanner {
     /// Reads the key lines of the pages in `to_key`.
     pub(crate) fn key_pages(&mut self) -> Result<(), Error> {
         let pages = std::mem::take(&mut self.to_key);
-        let together = if self.searcher.is_on() { BATCH } else { KEYED_TOGETHER };
+        let together = if self.searcher.is_on() {
+            BATCH
+        } else {
+            KEYED_TOGETHER
+        };
         let mut keys = Vec::with_capacity(together);
         for (i, page) in pages.iter().enumerate() {
             if let Some(ahead) = pages.get(i + PREFETCH) {

@@ -49,10 +49,7 @@ impl Courier {
         let path = || PathBuf::from(path);
         match told.recv_timeout(PATIENCE) {
             Ok(Ok(())) => Ok(Self { commands, cpu_ns }),
-            Ok(Err(source)) => Err(ConnectError::Client {
-                path: path(),
-                source,
-            }),
+            Ok(Err(source)) => Err(ConnectError::Client { path: path(), source }),
             Err(_) => Err(ConnectError::Silent(path())),
         }
     }

@@ -192,7 +192,9 @@ impl Port for VfioUser {
         }
         self.tail = numbers.last().map_or(self.tail, |last| last.wrapping_add(1));
         let tail = self.tail;
-        let rung = self.courier.ask(move |device| write(device, reg::RING_TAIL, tail))?;
+        let rung = self
+            .courier
+            .ask(move |device| write(device, reg::RING_TAIL, tail))?;
         rung.map_err(failed)?;
         self.wait()?;
         Ok(numbers.into_iter().map(|number| window.outcome(number)).collect())

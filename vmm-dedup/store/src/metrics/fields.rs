@@ -134,11 +134,9 @@ pub(super) static COUNTERS: &[Field] = &[
         s.pages_keyed_total
     }),
     plain("pages_hashed", "Pages hashed whole", |s| s.pages_hashed_total),
-    plain(
-        "searches",
-        "Pages that an engine was asked for a twin of",
-        |s| s.searches_total,
-    ),
+    plain("searches", "Pages that an engine was asked for a twin of", |s| {
+        s.searches_total
+    }),
     plain("search_twins", "Slots that the engine proposed", |s| {
         s.search_twins_total
     }),
