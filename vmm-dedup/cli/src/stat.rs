@@ -116,9 +116,18 @@ fn huge_json(s: &ServiceStats) -> Value {
     })
 }
 
+/// What an engine was asked.
+fn search_json(s: &ServiceStats) -> Value {
+    json!({
+        "pages_total": s.searches_total,
+        "twins_total": s.search_twins_total,
+        "failures_total": s.search_failures_total,
+    })
+}
+
 pub(crate) fn vm_json(vm: &Vm) -> Value {
     let s = &vm.stats;
-    json!({
+    let mut all = json!({
         "name": vm.name,
         "pid": vm.pid,
         "state": state_name(s.state),
@@ -145,9 +154,6 @@ pub(crate) fn vm_json(vm: &Vm) -> Value {
         "refused_vmas_total": s.refused_vmas_total,
         "refused_other_total": s.refused_other_total,
         "published_total": s.published_total,
-        "searches_total": s.searches_total,
-        "search_twins_total": s.search_twins_total,
-        "search_failures_total": s.search_failures_total,
         "passes_total": s.passes_total,
         "full_scans_total": s.full_scans_total,
         "bytes_read_total": s.bytes_read.total(),
@@ -163,7 +169,9 @@ pub(crate) fn vm_json(vm: &Vm) -> Value {
         "cpu_seconds": cpu_json(&s.cpu_ns),
         "stop_us": histogram_json(&s.stop),
         "break_us": histogram_json(&s.break_latency),
-    })
+    });
+    all["search"] = search_json(s);
+    all
 }
 
 fn bytes_read_json(read: &BytesRead) -> Value {

@@ -2,7 +2,7 @@
 
 use crate::Failure;
 use crate::children::{self, Process};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 use vmm_dedup::backend::Arena;
@@ -47,6 +47,11 @@ impl DeviceProcess {
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(device)
+    }
+
+    /// Where it listens.
+    pub(super) fn socket(&self) -> &Path {
+        &self.socket
     }
 
     /// A connection to a device that may read an arena.
