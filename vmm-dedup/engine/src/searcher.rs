@@ -16,7 +16,7 @@
 //! An engine that fails is let go, and made anew after a while; meanwhile the index does the work. So is one whose
 //! proposals are wrong too often, since each costs a guest a moment without the page.
 
-use crate::backend::{Arena, Backend, Error, PageId, PageView, Pages};
+use crate::backend::{Arena, Backend, Error, PageId, PageView, Pages, Searched};
 use crate::config::Config;
 use crate::memory::{Memory, Page};
 use crate::page_size::PAGE_SIZE;
@@ -219,14 +219,21 @@ impl Searcher {
     pub(crate) fn first(&mut self, with: &Place<'_>, pages: &[Page]) -> Vec<Found> {
         self.ask(with, pages.len(), |engine, keys| {
             let ids = engine.stage(with.memory, pages);
-            let found = engine.search(with.store, &ids)?;
-            let left = |at: &usize| found[*at] == Found::Nothing;
-            let left: Vec<usize> = (0..pages.len()).filter(left).collect();
-            let left_ids: Vec<PageId> = left.iter().map(|at| ids[*at]).collect();
+            let searched = engine.search(with.store, &ids)?;
             keys.resize(with.memory.end(), 0);
-            for (at, key) in left.into_iter().zip(engine.keys(with.store, &left_ids)?) {
-                keys[pages[at] as usize] = key;
+            let mut left = Vec::new();
+            for ((page, id), (found, key)) in pages.iter().zip(ids).zip(&searched) {
+                match (found, key) {
+                    (Found::Nothing, None) => left.push((*page, id)),
+                    (Found::Nothing, Some(key)) => keys[*page as usize] = *key,
+                    _ => {}
+                }
             }
+            let left_ids: Vec<PageId> = left.iter().map(|(_, id)| *id).collect();
+            for ((page, _), key) in left.iter().zip(engine.keys(with.store, &left_ids)?) {
+                keys[*page as usize] = key;
+            }
+            let found = searched.into_iter().map(|(found, _)| found).collect();
             Ok(found)
         })
     }
@@ -246,7 +253,8 @@ impl Searcher {
             let answers = if pages.len() <= FEW && (1..=SET).contains(&set.len()) {
                 engine.among(with.store, &same_ids, set)?
             } else {
-                engine.search(with.store, &same_ids)?
+                let searched = engine.search(with.store, &same_ids)?.into_iter();
+                searched.map(|(found, _)| found).collect()
             };
             for (at, answer) in same.into_iter().zip(answers) {
                 found[at] = answer;
@@ -314,17 +322,21 @@ impl Engine {
         (STAGING.0..).map(PageId).take(pages.len()).collect()
     }
 
-    /// Searches the tree for staged pages.
-    fn search(&mut self, store: &Store, ids: &[PageId]) -> Result<Vec<Found>, Error> {
+    /// Searches the tree for staged pages, and tells the keys that were made on the way, cut as [`Self::keys`].
+    #[allow(clippy::cast_possible_truncation)]
+    fn search(&mut self, store: &Store, ids: &[PageId]) -> Result<Vec<(Found, Option<u32>)>, Error> {
         let readable = Readable {
             store,
             staging: &self.staging,
         };
-        let twins = self.backend.search(&readable, store.index().tree(), ids);
-        let twins = each(twins, ids.len())?.into_iter();
-        Ok(twins
-            .map(|twin| Found::of(twin.flatten().and_then(slot_of)))
-            .collect())
+        let tree = store.index().tree();
+        let searched = self.backend.search_keyed(&readable, tree, ids);
+        let searched = each(searched, ids.len())?.into_iter();
+        let found = |one: Searched| {
+            let found = Found::of(one.twin.and_then(slot_of));
+            (found, one.key.map(|key| key as u32))
+        };
+        Ok(searched.map(|one| found(one.unwrap_or_default())).collect())
     }
 
     /// Looks for each staged page in a set of slots.

@@ -60,11 +60,15 @@ impl Courier {
         command: impl FnOnce(&mut Client) -> T + Send + 'static,
     ) -> Result<T, Error> {
         let (tell, told) = mpsc::channel();
-        let command = move |client: &mut Client| _ = tell.send(command(client));
-        let sent = self.commands.send(Box::new(command));
-        sent.map_err(|_| failed("it is gone"))?;
+        self.send(move |client| _ = tell.send(command(client)))?;
         told.recv_timeout(PATIENCE)
             .map_err(|_| failed("it does not answer"))
+    }
+
+    /// Sends a command that nobody waits for.
+    pub(super) fn send(&self, command: impl FnOnce(&mut Client) + Send + 'static) -> Result<(), Error> {
+        let sent = self.commands.send(Box::new(command));
+        sent.map_err(|_| failed("it is gone"))
     }
 
     /// CPU time of the thread, ns.

@@ -11,6 +11,8 @@ use rustix::fs::{SealFlags, fcntl_get_seals};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use vfio_bindings::bindings::vfio::{
     VFIO_IRQ_SET_ACTION_TRIGGER, VFIO_IRQ_SET_DATA_EVENTFD, VFIO_PCI_BAR0_REGION_INDEX,
@@ -56,7 +58,7 @@ pub enum ConnectError {
 pub struct VfioUser {
     courier: Courier,
     window: Mapping,
-    empty: OwnedFd,
+    done: Arc<Done>,
     tail: u32,
 }
 
@@ -77,8 +79,8 @@ impl VfioUser {
             return Err(ConnectError::Foreign);
         }
         let window = courier.ask(map_window)??;
-        let empty = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(io::Error::from)?;
-        let theirs = empty.try_clone()?;
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(io::Error::from)?;
+        let theirs = event.try_clone()?;
         let enabled = courier.ask(move |device| {
             let flags = VFIO_IRQ_SET_DATA_EVENTFD | VFIO_IRQ_SET_ACTION_TRIGGER;
             device.set_irqs(VFIO_PCI_MSIX_IRQ_INDEX, flags, 0, 1, &[theirs.as_raw_fd()])?;
@@ -88,7 +90,10 @@ impl VfioUser {
         Ok(Self {
             courier,
             window,
-            empty,
+            done: Arc::new(Done {
+                event,
+                hopeless: AtomicBool::new(false),
+            }),
             tail: 0,
         })
     }
@@ -116,13 +121,16 @@ impl VfioUser {
     fn wait(&self) -> Result<(), Error> {
         let deadline = Instant::now() + PATIENCE;
         while Window::new(self.window.words()).head() != self.tail {
+            if self.done.hopeless.load(Ordering::Acquire) {
+                return Err(failed("it is gone"));
+            }
             let left = deadline.saturating_duration_since(Instant::now());
             let timeout = Timespec::try_from(left).map_err(failed)?;
-            let mut fds = [PollFd::new(&self.empty, PollFlags::IN)];
+            let mut fds = [PollFd::new(&self.done.event, PollFlags::IN)];
             match poll(&mut fds, Some(&timeout)) {
                 Ok(0) => return Err(failed("it does not answer")),
                 // The count says nothing; reading it makes the next wait wait.
-                Ok(_) => _ = rustix::io::read(&self.empty, &mut [0; 8]),
+                Ok(_) => _ = rustix::io::read(&self.done.event, &mut [0; 8]),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(failed(error)),
             }
@@ -131,6 +139,22 @@ impl VfioUser {
             }
         }
         Ok(())
+    }
+}
+
+/// What wakes whoever waits for the device.
+struct Done {
+    /// Rung by the device when it has nothing left to do.
+    event: OwnedFd,
+    /// Set when it never will.
+    hopeless: AtomicBool,
+}
+
+impl Done {
+    fn give_up(&self, error: &vfio_user::Error) {
+        log::debug!("the device cannot be reached: {error}");
+        self.hopeless.store(true, Ordering::Release);
+        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 }
 
@@ -192,10 +216,13 @@ impl Port for VfioUser {
         }
         self.tail = numbers.last().map_or(self.tail, |last| last.wrapping_add(1));
         let tail = self.tail;
-        let rung = self
-            .courier
-            .ask(move |device| write(device, reg::RING_TAIL, tail))?;
-        rung.map_err(failed)?;
+        let done = Arc::clone(&self.done);
+        // Nobody waits for the answer: that the device heard it shows by what it does.
+        self.courier.send(move |device| {
+            if let Err(error) = write(device, reg::RING_TAIL, tail) {
+                done.give_up(&error);
+            }
+        })?;
         self.wait()?;
         Ok(numbers.into_iter().map(|number| window.outcome(number)).collect())
     }

@@ -74,6 +74,15 @@ pub enum Error {
 /// An answer.
 pub type Answer<T> = Result<T, Error>;
 
+/// What a search found, and the key of the candidate as it was then, if it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Searched {
+    /// The twin.
+    pub twin: Option<PageId>,
+    /// As [`Backend::keys`] makes it.
+    pub key: Option<u64>,
+}
+
 /// Something that makes keys of pages, compares pages and searches among them.
 pub trait Backend: Send {
     /// A short name for reports.
@@ -115,6 +124,18 @@ pub trait Backend: Send {
         tree: TreeReader<'_>,
         candidates: &[PageId],
     ) -> Vec<Answer<Option<PageId>>>;
+
+    /// The same; with a twin's absence comes the candidate's key, where that was made on the way.
+    fn search_keyed(
+        &mut self,
+        pages: &dyn Pages,
+        tree: TreeReader<'_>,
+        candidates: &[PageId],
+    ) -> Vec<Answer<Searched>> {
+        let twins = self.search(pages, tree, candidates).into_iter();
+        let without_key = |twin| Searched { twin, key: None };
+        twins.map(|twin| twin.map(without_key)).collect()
+    }
 
     /// Finds the first twin of a candidate in an arbitrary set of pages (PageForge, section 4.2): its place in the set.
     fn among(&mut self, pages: &dyn Pages, candidate: PageId, set: &[PageId]) -> Answer<Option<usize>>;
