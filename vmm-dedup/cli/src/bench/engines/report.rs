@@ -60,6 +60,9 @@ impl Report {
                     lines.all_lines * 100.0
                 );
             }
+            if let Some(cycles) = &m.cycles {
+                println!("{:<15} {}: {cycles}", m.content, m.engine);
+            }
             if let Some(costs) = &m.pagecmp {
                 println!(
                     "{:<15} {} cuts the bandwidth of comparing by {:.1}, with keys by {:.2}",
@@ -88,15 +91,7 @@ impl Report {
         }
         for s in &self.searching {
             if let Some(c) = &s.cycles {
-                println!(
-                    "{}: {:.0} cycles a table (deviation {:.0}), {:.2} comparisons of {:.1} lines, {:.2} GB/s from memory",
-                    s.engine,
-                    c.per_table,
-                    c.deviation,
-                    c.comparisons_per_table,
-                    c.lines_per_comparison,
-                    c.bandwidth / 1e9
-                );
+                println!("{}: {c}", s.engine);
             }
         }
         println!("\nthe service on a store of {} pages", self.slots);
