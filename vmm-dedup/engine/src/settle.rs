@@ -75,10 +75,11 @@ impl Scanner {
             self.take_news();
             self.lap(|cpu| &mut cpu.store);
             if self.to_hash.is_empty() {
-                if self.merges.is_empty() {
-                    break;
+                match (self.merges.is_empty(), self.outbox.is_empty()) {
+                    (true, true) => break,
+                    (true, false) => {} // candidates that changed were withdrawn
+                    (false, _) => self.apply_merges()?,
                 }
-                self.apply_merges()?;
                 continue;
             }
             self.hash_pages()?;
