@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // raw pages, since they come and go under the service
 
 use std::path::Path;
-use vmm_dedup::{Config, DedupService, HostRange};
+use vmm_dedup::{Config, DedupService, HostRange, MakeEngine};
 use vmm_dedup_protocol::PAGE_SIZE;
 
 /// Anonymous pages, kept for the process's life, so that a service can never outlive them.
@@ -120,9 +120,23 @@ impl Pages {
         config: Config,
         guest: u64,
     ) -> Result<DedupService, vmm_dedup::Error> {
+        self.serve_with(store, config, guest, vmm_dedup_engines::make)
+    }
+
+    /// The same, with engines by another hand.
+    ///
+    /// # Errors
+    /// Those of [`DedupService::start`].
+    pub fn serve_with(
+        &self,
+        store: &Path,
+        config: Config,
+        guest: u64,
+        engines: MakeEngine,
+    ) -> Result<DedupService, vmm_dedup::Error> {
         let range = HostRange::try_new(self.base, self.count * PAGE_SIZE)?.at_guest_address(guest);
         // SAFETY: the pages are never unmapped and only accessed through raw pointers.
-        unsafe { DedupService::start_on_ranges(&[range], store, config) }
+        unsafe { DedupService::start_on_ranges_with(&[range], store, config, engines) }
     }
 }
 

@@ -22,7 +22,17 @@ impl StoreThread {
     /// If it cannot: a test cannot go on then.
     #[must_use]
     pub fn start() -> Self {
-        Self::start_in(tempfile::tempdir().expect("a temporary folder"), None)
+        Self::start_in(tempfile::tempdir().expect("a temporary folder"), |_| ())
+    }
+
+    /// Starts one that keeps its slots in the order of their content, too.
+    ///
+    /// # Panics
+    /// As [`Self::start`].
+    #[must_use]
+    pub fn ordered() -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        Self::start_in(folder, |config| config.ordered = true)
     }
 
     /// Starts one that serves metrics as well.
@@ -32,7 +42,8 @@ impl StoreThread {
     #[must_use]
     pub fn with_metrics() -> Self {
         let anywhere = SocketAddr::from(([127, 0, 0, 1], 0));
-        Self::start_in(tempfile::tempdir().expect("a temporary folder"), Some(anywhere))
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        Self::start_in(folder, move |config| config.metrics = Some(anywhere))
     }
 
     /// Stops it and starts another at the same place.
@@ -44,10 +55,13 @@ impl StoreThread {
         let elsewhere = tempfile::tempdir().expect("a temporary folder");
         let folder = std::mem::replace(&mut self.folder, elsewhere);
         drop(self);
-        Self::start_in(folder, None)
+        Self::start_in(folder, |_| ())
     }
 
-    fn start_in(folder: TempDir, metrics: Option<SocketAddr>) -> Self {
+    fn start_in(
+        folder: TempDir,
+        configure: impl FnOnce(&mut vmm_dedup_store::Config) + Send + 'static,
+    ) -> Self {
         let (stop, stopped) = oneshot::channel::<()>();
         let socket = folder.path().join("store.sock");
         let (tell, bound) = std::sync::mpsc::channel();
@@ -57,11 +71,11 @@ impl StoreThread {
                 .build()
                 .expect("tokio");
             tokio::task::LocalSet::new().block_on(&runtime, async {
-                let config = vmm_dedup_store::Config {
+                let mut config = vmm_dedup_store::Config {
                     socket,
-                    metrics,
                     ..vmm_dedup_store::Config::default()
                 };
+                configure(&mut config);
                 let store = vmm_dedup_store::Store::bind(config).expect("the store binds");
                 tell.send(store.metrics_address()).expect("the test waits");
                 store

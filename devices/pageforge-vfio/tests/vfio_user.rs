@@ -30,7 +30,7 @@ impl Running {
     }
 
     fn backend(&self, arena: &Arena) -> PageForgeBackend<VfioUser> {
-        let port = VfioUser::connect(&self.socket()).unwrap();
+        let mut port = VfioUser::connect(&self.socket()).unwrap();
         port.map_arena(arena).unwrap();
         PageForgeBackend::new(port)
     }

@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use vmm_dedup::{Breaks, Config, DedupService, Policy};
+use vmm_dedup::{Breaks, Config, DedupService, Policy, Search};
 use vmm_dedup_refvmm::{ExitReason, Image, RunningVm, ThpMode, Vm, VmConfig};
 
 /// Run one VM with the reference VMM; its serial console is this terminal.
@@ -54,6 +54,13 @@ pub(crate) struct RunArgs {
     /// Which huge pages are split for sharing and built again: smartmd, ksm, no-splitting or ingens.
     #[arg(long, default_value_t = Policy::default(), requires = "store")]
     huge_policy: Policy,
+    /// What looks for the page that another one equals: index, or an engine that compares pages in the order that a
+    /// store started with --ordered keeps: tree (this CPU), pageforge, pagecmp or pagecmp-hybrid.
+    #[arg(long, default_value_t = Search::default(), requires = "store")]
+    search: Search,
+    /// With --search pageforge: the socket of a device (`vmm-dedup device pageforge`). Without, a model in this process.
+    #[arg(long, value_name = "SOCKET", requires = "store")]
+    search_socket: Option<PathBuf>,
     /// Who copies a shared page that the guest writes.
     #[arg(long, value_enum, default_value_t = BreakMode::Kernel, requires = "store")]
     breaks: BreakMode,
@@ -68,7 +75,10 @@ pub(crate) struct RunArgs {
         long,
         value_name = "FILE",
         requires = "store",
-        conflicts_with_all = ["name", "cpu_percent", "pass_period_ms", "breaks", "reserve_pages", "reserve_floor_mib"]
+        conflicts_with_all = [
+            "name", "cpu_percent", "pass_period_ms", "search", "search_socket", "breaks", "reserve_pages",
+            "reserve_floor_mib",
+        ]
     )]
     dedup_config: Option<PathBuf>,
     /// Write the process number to this file once the guest runs; the file goes when the guest has ended in order.
@@ -148,6 +158,8 @@ impl RunArgs {
             cpu_percent: self.cpu_percent,
             breaks,
             huge_policy: self.huge_policy,
+            search: self.search,
+            search_socket: self.search_socket.clone(),
             ..Config::default()
         })
     }
@@ -219,7 +231,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
 }
 
 fn start_dedup(vm: &Vm, store: &Path, config: Config) -> Result<DedupService, Failure> {
-    DedupService::start(Arc::new(vm.memory().clone()), store, config).map_err(Failure::from_error)
+    let memory = Arc::new(vm.memory().clone());
+    DedupService::start_with(memory, store, config, vmm_dedup_engines::make).map_err(Failure::from_error)
 }
 
 /// Whoever sees the file sees the number in it.

@@ -116,9 +116,18 @@ fn huge_json(s: &ServiceStats) -> Value {
     })
 }
 
+/// What an engine was asked.
+fn search_json(s: &ServiceStats) -> Value {
+    json!({
+        "pages_total": s.searches_total,
+        "twins_total": s.search_twins_total,
+        "failures_total": s.search_failures_total,
+    })
+}
+
 pub(crate) fn vm_json(vm: &Vm) -> Value {
     let s = &vm.stats;
-    json!({
+    let mut all = json!({
         "name": vm.name,
         "pid": vm.pid,
         "state": state_name(s.state),
@@ -160,7 +169,9 @@ pub(crate) fn vm_json(vm: &Vm) -> Value {
         "cpu_seconds": cpu_json(&s.cpu_ns),
         "stop_us": histogram_json(&s.stop),
         "break_us": histogram_json(&s.break_latency),
-    })
+    });
+    all["search"] = search_json(s);
+    all
 }
 
 fn bytes_read_json(read: &BytesRead) -> Value {
@@ -171,6 +182,7 @@ fn cpu_json(cpu: &CpuNs) -> Value {
     json!({
         "track": cpu.track as f64 / 1e9,
         "key": cpu.key as f64 / 1e9,
+        "search": cpu.search as f64 / 1e9,
         "hash": cpu.hash as f64 / 1e9,
         "store": cpu.store as f64 / 1e9,
         "merge": cpu.merge as f64 / 1e9,

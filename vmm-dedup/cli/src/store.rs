@@ -154,14 +154,21 @@ pub(crate) struct Child {
 impl Child {
     /// Starts one and waits until it listens.
     pub(crate) fn start(name: &str, metrics: Option<SocketAddr>) -> Result<Self, Failure> {
+        let metrics = metrics.map_or("none".to_owned(), |address| address.to_string());
+        Self::start_with(name, &["--metrics", &metrics])
+    }
+
+    /// The same, with these options.
+    pub(crate) fn start_with(name: &str, options: &[&str]) -> Result<Self, Failure> {
         let folder = child_folder(name);
         fs::create_dir_all(&folder)
             .map_err(|e| Failure::new(format!("cannot create {}: {e}", folder.display())))?;
         let socket = folder.join("store.sock");
-        let metrics = metrics.map_or("none".to_owned(), |address| address.to_string());
         let mut command = children::command()?;
         command
-            .args(["store", "--metrics", &metrics, "--socket"])
+            .arg("store")
+            .args(options)
+            .arg("--socket")
             .arg(&socket)
             .stdin(Stdio::null())
             .stdout(Stdio::null());

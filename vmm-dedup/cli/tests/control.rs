@@ -47,12 +47,17 @@ struct Store {
 
 impl Store {
     fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    fn start_with(options: &[&str]) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let socket = folder.path().join("s.sock");
         let mut store = command();
         store
             .args(["store", "--metrics", "none", "--socket"])
-            .arg(&socket);
+            .arg(&socket)
+            .args(options);
         let process = Process(store.stderr(Stdio::null()).spawn().expect("the command runs"));
         eventually("the store listens", || socket.exists().then_some(()));
         Self {
@@ -110,6 +115,10 @@ fn kvm_is_there() -> bool {
 }
 
 fn vm(store: &Path, name: &str) -> Process {
+    vm_with(store, name, &[])
+}
+
+fn vm_with(store: &Path, name: &str, options: &[&str]) -> Process {
     let mut run = command();
     run.args(["run", "--payload", "common_mib=8 private_mib=4 seconds=1000000"])
         .args([
@@ -122,6 +131,7 @@ fn vm(store: &Path, name: &str) -> Process {
             "--store",
         ])
         .arg(store)
+        .args(options)
         .stdin(Stdio::null())
         .stdout(Stdio::null());
     Process(run.spawn().expect("the command runs"))
@@ -306,4 +316,35 @@ fn top_draws_in_a_terminal_of_80_by_24_and_leaves_it_as_it_was() {
     drop(store);
     assert_eq!(terminal.end().code(), Some(1));
     eventually("it says why", || terminal.shows("vmm-dedup: the store"));
+}
+
+#[test]
+fn a_vm_whose_device_stops_is_searched_by_the_index() {
+    if !kvm_is_there() {
+        return;
+    }
+    let store = Store::start_with(&["--ordered"]);
+    let socket = store.socket.with_file_name("device");
+    let mut device = command();
+    device.args(["device", "pageforge", "--socket"]).arg(&socket);
+    let device = Process(device.stderr(Stdio::null()).spawn().expect("the command runs"));
+    eventually("the device listens", || socket.exists().then_some(()));
+    let socket = socket.to_str().expect("UTF-8");
+    let by_device = ["--search", "pageforge", "--search-socket", socket];
+    let _vms = ["web", "db"].map(|name| vm_with(&store.socket, name, &by_device));
+    let shares = |vm: &Value| vm["pages_mapped"].as_u64() >= Some(2048);
+    let web = eventually("they share", || store.vm("web").filter(shares));
+    assert_eq!(web["backend"], "pageforge-vfio-user", "{web}");
+    assert!(web["search"]["twins_total"].as_u64() >= Some(2048), "{web}");
+
+    let pid = Pid::from_child(&device.0);
+    rustix::process::kill_process(pid, Signal::STOP).expect("kill");
+    assert!(store.ask(&["set", "web", "off", "--unmerge"]).status.success());
+    assert!(store.ask(&["set", "web", "on"]).status.success());
+    let web = eventually("it shares again", || store.vm("web").filter(shares));
+    assert_eq!(
+        (&web["backend"], &web["state"]),
+        (&"cpu".into(), &"running".into())
+    );
+    assert!(web["search"]["failures_total"].as_u64() > Some(0), "{web}");
 }

@@ -21,13 +21,14 @@ fn all_engines_find_the_same_and_say_what_it_took() {
     let image = folder.path().join("image");
     // 64 pages of 16 kinds, and a piece of one.
     let pages: Vec<u8> = (0..64u8)
-        .flat_map(|page| [page % 16; 4096])
+        .flat_map(|page| [page % 16 + 1; 4096])
         .chain([0; 100])
         .collect();
     std::fs::write(&image, pages).expect("an image");
     let image = image.to_str().expect("UTF-8");
     let args = [
-        "bench", "engines", "--mib", "8", "--kinds", "runs", "--slots", "1000", "--image", image, "--json",
+        "bench", "engines", "--mib", "8", "--kinds", "runs", "--slots", "1000", "--image", image, "--later",
+        image, "--json",
     ];
     let output = vmm_dedup(&args);
     assert!(
@@ -59,7 +60,21 @@ fn all_engines_find_the_same_and_say_what_it_took() {
             .map(|key| key["bytes_per_key"].as_f64().expect("a number"))
             .collect::<Vec<_>>()
     };
-    assert_eq!((bytes("jhash2"), bytes("ECC")), (vec![1024.0; 6], vec![256.0; 6]));
+    assert_eq!((bytes("jhash2"), bytes("ECC")), (vec![1024.0; 7], vec![256.0; 7]));
+    let unchanged = keys.iter().filter(|key| key["write"] == "guest");
+    assert!(
+        unchanged
+            .clone()
+            .all(|key| key["changed"] == 0 && key["mismatches"] == 0)
+    );
+    assert_eq!(unchanged.count(), 3);
+    let service = list(&report, "service");
+    let names: Vec<&Value> = service.iter().map(|figures| &figures["engine"]).collect();
+    assert_eq!(names, ["cpu", "cpu-tree", "pageforge-vfio-user"]);
+    for figures in service {
+        assert_eq!(figures["merged"], 512, "{figures}");
+        assert_eq!(figures["searches"] != 0, figures["engine"] != "cpu", "{figures}");
+    }
     let searching = list(&report, "searching");
     assert_eq!(searching.len(), 3);
     for figures in searching {

@@ -2,7 +2,9 @@
 
 use crate::error::Error;
 use crate::mixed::policy::Policy;
+use crate::search::Search;
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Who copies a shared page when the guest writes it.
@@ -45,6 +47,10 @@ pub struct Config {
     pub monitor_interval_ms: u64,
     /// How long a sample lasts, in microseconds: memory used more often than that counts as used.
     pub monitor_window_us: u64,
+    /// What looks for the slot that a page equals.
+    pub search: Search,
+    /// With [`Search::Pageforge`]: the vfio-user socket of a device; without, a model in this process.
+    pub search_socket: Option<PathBuf>,
     /// Who copies on write.
     pub breaks: Breaks,
 }
@@ -62,6 +68,8 @@ impl Default for Config {
             huge_split_pages: 16,
             monitor_interval_ms: 6000,
             monitor_window_us: 10_000,
+            search: Search::default(),
+            search_socket: None,
             breaks: Breaks::Kernel,
         }
     }
@@ -121,6 +129,14 @@ impl Config {
             &self.monitor_window_us,
             "it must be 100 to 100000",
         )?;
+        if let Some(socket) = &self.search_socket {
+            check(
+                self.search == Search::Pageforge,
+                "search_socket",
+                &socket.display(),
+                "only search = \"pageforge\" has a device",
+            )?;
+        }
         if let Breaks::Managed { reserve_pages, .. } = self.breaks {
             check(
                 (1..=1 << 24).contains(&reserve_pages),

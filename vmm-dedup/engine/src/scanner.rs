@@ -13,6 +13,7 @@ use crate::merge::Merger;
 use crate::mixed::Mixed;
 use crate::pace::Pacer;
 use crate::page::{State, Table};
+use crate::searcher::Searcher;
 use crate::store::Store;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::proc;
@@ -64,6 +65,7 @@ pub(crate) struct Scanner {
     pub(crate) merger: Merger,
     pub(crate) discards: Arc<Discards>,
     pub(crate) mixed: Mixed,
+    pub(crate) searcher: Searcher,
     pub(crate) store: Option<Store>,
     pub(crate) store_path: PathBuf,
     pub(crate) outbox: Outbox,
@@ -125,6 +127,7 @@ impl Scanner {
         config: Config,
         memory: Memory,
         store_path: PathBuf,
+        searcher: Searcher,
         control: Arc<Control>,
     ) -> Result<Self, Error> {
         config.validate()?;
@@ -204,6 +207,7 @@ impl Scanner {
             breaker,
             merger,
             mixed,
+            searcher,
             store_path,
             control,
         };
@@ -320,6 +324,7 @@ impl Scanner {
         if let Some(store) = &mut self.store {
             store.take_pushes()?;
         }
+        self.prepare_search();
         let faults = proc::faults_of_others();
         if faults != self.faults {
             self.chunks
@@ -404,6 +409,7 @@ impl Scanner {
     pub(crate) fn lose_store(&mut self, error: &Error) {
         log::warn!("lost the store: {error}; guests go on, and merging resumes with the next store");
         self.store = None;
+        self.searcher.forget_store();
         self.outbox.clear();
         self.to_hash.clear();
         self.merges.clear();
@@ -456,7 +462,7 @@ impl Scanner {
 
     /// Between two pieces of work: sleeps if the CPU budget is used up, and notices the wish to stop or pause.
     pub(crate) fn breathe(&mut self) -> Result<(), Error> {
-        let helpers = self.breaker.stats().0.cpu_ns;
+        let helpers = self.breaker.stats().0.cpu_ns + self.searcher.helper_cpu_ns();
         self.pacer.charge_others(helpers);
         self.pacer.set_percent(self.control.cpu_percent());
         if self.answered.elapsed() >= ANSWER_PERIOD {
@@ -492,6 +498,13 @@ impl Scanner {
         self.cpu_mark = now;
     }
 
+    /// Books the CPU time since a point (this thread's CPU time then) that is not to count for the stage around it.
+    pub(crate) fn lap_within(&mut self, since: u64, stage: Stage) {
+        let ns = proc::thread_cpu_ns().saturating_sub(since);
+        *stage(&mut self.stats.cpu_ns) += ns;
+        self.cpu_mark += ns;
+    }
+
     pub(crate) fn fill_stats(&mut self) {
         self.fill_mixed_stats();
         let counts = self.table.counts();
@@ -512,6 +525,7 @@ impl Scanner {
         let bytes = self.table.bytes()
             + self.chunks.len() * size_of::<ChunkState>()
             + self.breaker.bytes()
+            + self.searcher.bytes()
             + self.discards.bytes();
         stats.metadata_bytes = bytes as u64;
         stats.reserve_pages = reserve.pages as u64;
@@ -521,6 +535,8 @@ impl Scanner {
         stats.break_latency = breaks.latency;
         stats.cpu_ns.break_ = breaks.cpu_ns;
         stats.cpu_percent = self.control.cpu_percent().into();
+        self.stats.backend = self.searcher.number();
+        self.stats.search_failures_total = self.searcher.failures();
         self.stats.state = self.state();
     }
 

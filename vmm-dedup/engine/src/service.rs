@@ -8,6 +8,8 @@ use crate::error::Error;
 use crate::memory::{HostRange, Memory};
 use crate::resize::Change;
 use crate::scanner::Scanner;
+use crate::search::{MakeEngine, Search, cpu_engines};
+use crate::searcher::Searcher;
 use crate::store::Store;
 use crate::sys::pagemap::Pagemap;
 use std::ops::Range;
@@ -41,8 +43,25 @@ impl DedupService {
     where
         M: GuestMemoryBackend + Send + Sync + 'static,
     {
+        need_cpu_engine(&config)?;
+        Self::start_with(memory, store, config, cpu_engines)
+    }
+
+    /// Starts a service whose searches go to an engine that `engines` makes, if [`Config::search`] asks for one.
+    ///
+    /// # Errors
+    /// As [`Self::start`]. An engine that cannot be made is none: the index is used until it can.
+    pub fn start_with<M>(
+        memory: Arc<M>,
+        store: &Path,
+        config: Config,
+        engines: MakeEngine,
+    ) -> Result<Self, Error>
+    where
+        M: GuestMemoryBackend + Send + Sync + 'static,
+    {
         let ranges = HostRange::of_guest_memory(&*memory)?;
-        Self::launch(&ranges, store, config, Box::new(memory))
+        Self::launch(&ranges, store, config, engines, Box::new(memory))
     }
 
     /// Starts a service on plain address ranges.
@@ -55,18 +74,39 @@ impl DedupService {
     /// As [`Self::start`].
     #[allow(unsafe_code)]
     pub unsafe fn start_on_ranges(ranges: &[HostRange], store: &Path, config: Config) -> Result<Self, Error> {
-        Self::launch(ranges, store, config, Box::new(()))
+        need_cpu_engine(&config)?;
+        Self::launch(ranges, store, config, cpu_engines, Box::new(()))
+    }
+
+    /// The same, with engines as for [`Self::start_with`].
+    ///
+    /// # Safety
+    /// As for [`Self::start_on_ranges`].
+    ///
+    /// # Errors
+    /// As [`Self::start_with`].
+    #[allow(unsafe_code)]
+    pub unsafe fn start_on_ranges_with(
+        ranges: &[HostRange],
+        store: &Path,
+        config: Config,
+        engines: MakeEngine,
+    ) -> Result<Self, Error> {
+        Self::launch(ranges, store, config, engines, Box::new(()))
     }
 
     fn launch(
         ranges: &[HostRange],
         store: &Path,
         config: Config,
+        engines: MakeEngine,
         keep_alive: Box<dyn std::any::Any + Send>,
     ) -> Result<Self, Error> {
         config.validate()?;
         let control = Arc::new(Control::new(&config)?);
-        let scanner = Scanner::new(config, Memory::new(ranges)?, store.to_owned(), control.clone())?;
+        let searcher = Searcher::new(&config, engines);
+        let memory = Memory::new(ranges)?;
+        let scanner = Scanner::new(config, memory, store.to_owned(), searcher, control.clone())?;
         control.publish(&scanner.stats);
         let (breaker, discards) = (scanner.breaker.clone(), scanner.discards.clone());
         let spawn = |name: &str| std::thread::Builder::new().name(name.into());
@@ -240,6 +280,18 @@ impl DedupService {
 impl Drop for DedupService {
     fn drop(&mut self) {
         self.end(false);
+    }
+}
+
+/// Without other engines than those of this crate.
+fn need_cpu_engine(config: &Config) -> Result<(), Error> {
+    match config.search {
+        Search::Index | Search::Tree => Ok(()),
+        other => Err(Error::Config {
+            field: "search",
+            value: other.to_string(),
+            rule: "this program has index and tree only",
+        }),
     }
 }
 

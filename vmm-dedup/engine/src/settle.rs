@@ -77,10 +77,11 @@ impl Scanner {
             self.take_news()?;
             self.lap(|cpu| &mut cpu.store);
             if self.to_hash.is_empty() {
-                if self.merges.is_empty() {
-                    break;
+                match (self.merges.is_empty(), self.outbox.is_empty()) {
+                    (true, true) => break,
+                    (true, false) => {} // candidates that changed were withdrawn
+                    (false, _) => self.apply_merges()?,
                 }
-                self.apply_merges()?;
                 continue;
             }
             self.hash_pages()?;
@@ -211,20 +212,21 @@ impl Scanner {
             News::Overrun => self.table.candidates_with(|_| true),
         };
         self.news = position;
-        for page in pages {
-            let State::Candidate { key, .. } = self.table.get(page) else {
-                continue;
-            };
-            // What entered the index is no sighting for the store any more. If it has left already, it must become one again.
-            if !self.look_up_again(page, key) && entered {
-                self.sight(page, key)?;
-            }
+        let key_of = |page| match self.table.get(page) {
+            State::Candidate { key, .. } => Some((page, key)),
+            _ => None,
+        };
+        let candidates: Vec<(Page, Key)> = pages.into_iter().filter_map(key_of).collect();
+        let missing = self.look_up_again(&candidates);
+        // What entered the index is no sighting for the store any more. If it has left already, it must become one again.
+        for (page, key) in missing.into_iter().filter(|_| entered) {
+            self.sight(page, key)?;
         }
         Ok(())
     }
 
-    /// Looks a candidate's key up that the index did not have when it was sighted; returns whether it has it now.
-    pub(crate) fn look_up_again(&mut self, page: Page, key: Key) -> bool {
+    /// Looks a candidate's key up in the index; returns whether that has it now.
+    pub(crate) fn find_again(&mut self, page: Page, key: Key) -> bool {
         let Some(index) = self.index() else {
             return false;
         };

@@ -1,6 +1,7 @@
 //! The connection to the page store. Synchronous: the scanning thread asks and waits. What the store pushes
 //! (segments, a new index) is taken in whenever it arrives.
 
+use crate::backend::PageView;
 use crate::control::Explained as Explanation;
 use crate::error::Error;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -11,7 +12,7 @@ use std::path::Path;
 use std::time::Duration;
 use vmm_dedup_protocol::control::{Explained, NotDone, Set};
 use vmm_dedup_protocol::index::IndexReader;
-use vmm_dedup_protocol::key::Salt;
+use vmm_dedup_protocol::key::{PAGE_WORDS, Salt};
 use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::message::{
     Hello, Kind, Message, NO_SLOT, RefDelta, Role, Staged, aligned_buffer, encode, encode_batch,
@@ -42,6 +43,8 @@ pub(crate) enum Question {
 struct Segment {
     file: OwnedFd,
     pages: Mapping,
+    /// Tells it from an earlier one of the same number.
+    serial: u64,
 }
 
 /// A live connection.
@@ -55,6 +58,8 @@ pub(crate) struct Store {
     /// Whether the staging buffer holds pages.
     staged: bool,
     segments: Vec<Option<Segment>>,
+    /// Changes of these.
+    segment_changes: u64,
     salt: Salt,
     questions: VecDeque<Question>,
     /// Serial numbers of those who wait for memory to be brought back.
@@ -89,6 +94,7 @@ impl Store {
             staging_file: staging,
             staged: false,
             segments: Vec::new(),
+            segment_changes: 0,
             salt: Salt(welcome.salt),
             questions: VecDeque::new(),
             unmerging: Vec::new(),
@@ -110,6 +116,33 @@ impl Store {
     pub(crate) fn slot(&self, slot: Slot) -> Option<(BorrowedFd<'_>, usize)> {
         let segment = self.segments.get(slot.segment() as usize)?.as_ref()?;
         Some((segment.file.as_fd(), segment.pages.address() + slot.offset()))
+    }
+
+    /// A slot's page, if its segment was announced.
+    pub(crate) fn page(&self, slot: Slot) -> Option<&PageView> {
+        let segment = self.segments.get(slot.segment() as usize)?.as_ref()?;
+        let first = slot.offset() / size_of::<u64>();
+        segment
+            .pages
+            .words()
+            .get(first..first + PAGE_WORDS)?
+            .try_into()
+            .ok()
+    }
+
+    /// A number that is another one after every change of the segments.
+    pub(crate) fn segment_changes(&self) -> u64 {
+        self.segment_changes
+    }
+
+    /// The segments by their numbers, as far as they were announced: a number that no other segment of this
+    /// connection has, and the file.
+    pub(crate) fn segments(&self) -> impl Iterator<Item = Option<(u64, BorrowedFd<'_>)>> {
+        self.segments.iter().map(|segment| {
+            segment
+                .as_ref()
+                .map(|segment| (segment.serial, segment.file.as_fd()))
+        })
     }
 
     /// Reports what happened; returns which of the sightings the store wants published.
@@ -271,10 +304,13 @@ impl Store {
                 if self.segments.len() <= at {
                     self.segments.resize_with(at + 1, || None);
                 }
-                self.segments[at] = Some(Segment { file, pages });
+                self.segment_changes += 1;
+                let serial = self.segment_changes;
+                self.segments[at] = Some(Segment { file, pages, serial });
             }
             Message::SegmentRetired(number) => {
                 if let Some(segment) = self.segments.get_mut(number as usize) {
+                    self.segment_changes += 1;
                     *segment = None;
                 }
             }

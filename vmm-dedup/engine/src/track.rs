@@ -7,6 +7,7 @@ use crate::memory::Page;
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::scanner::Scanner;
+use crate::searcher::BATCH;
 use crate::settle::MAX_MERGES;
 use crate::sys::guest;
 use crate::sys::pagemap::Written;
@@ -125,7 +126,7 @@ impl Scanner {
         let pages = self.memory.chunks()[at].pages.clone();
         let unarmed = std::mem::take(&mut self.chunks[at].unarmed);
         let ripe = self.chunks[at].is_ripe(self.passes);
-        let mut waiting = false;
+        let (mut waiting, mut again) = (false, Vec::new());
         for page in pages.clone() {
             let offset = (page - pages.start) as usize;
             let was_written = written[offset / 64] & (1 << (offset % 64)) != 0;
@@ -152,13 +153,12 @@ impl Scanner {
                     waiting = true;
                 }
                 (state, false) if state.awaits_key() && !self.is_probe(at, page) => self.to_key.push(page),
-                (State::Candidate { key, foreign: false }, false) if ripe => {
-                    self.look_up_again(page, key);
-                }
+                (State::Candidate { key, foreign: false }, false) if ripe => again.push((page, key)),
                 _ => {}
             }
         }
         self.chunks[at].pending = waiting;
+        self.look_up_again(&again);
     }
 
     /// Remembers a page to be protected. (PAGEMAP_SCAN could find and protect in one request, but the kernel then drops
@@ -218,7 +218,12 @@ impl Scanner {
     /// Reads the key lines of the pages in `to_key`.
     pub(crate) fn key_pages(&mut self) -> Result<(), Error> {
         let pages = std::mem::take(&mut self.to_key);
-        let mut keys = Vec::with_capacity(KEYED_TOGETHER);
+        let together = if self.searcher.is_on() {
+            BATCH
+        } else {
+            KEYED_TOGETHER
+        };
+        let mut keys = Vec::with_capacity(together);
         for (i, page) in pages.iter().enumerate() {
             if let Some(ahead) = pages.get(i + PREFETCH) {
                 guest::prefetch_key_lines(self.memory.address(*ahead));
@@ -229,11 +234,10 @@ impl Scanner {
             } else {
                 keys.push((*page, key));
             }
-            if keys.len() == KEYED_TOGETHER || i + 1 == pages.len() {
+            if keys.len() == together || i + 1 == pages.len() {
                 self.touch_index(&keys);
-                for (page, key) in keys.drain(..) {
-                    self.look_up(page, key)?;
-                }
+                self.look_up_all(&keys)?;
+                keys.clear();
             }
         }
         self.lap(|cpu| &mut cpu.key);

@@ -333,8 +333,14 @@ impl<'a> Manager<'a> {
         };
         self.refused = None;
         // SAFETY: as in add().
-        let service =
-            unsafe { DedupService::start_on_ranges(&[region.host_range()?], &self.settings.store, off) }?;
+        let service = unsafe {
+            DedupService::start_on_ranges_with(
+                &[region.host_range()?],
+                &self.settings.store,
+                off,
+                vmm_dedup_engines::make,
+            )
+        }?;
         WATCH.lock().discarder = Some(service.discarder());
         if config.enabled {
             service.set(Change {

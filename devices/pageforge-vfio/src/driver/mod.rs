@@ -8,6 +8,7 @@
 //!
 //! Verifying is not the driver's: what is found here is compared by the CPU once more before it is merged.
 
+mod courier;
 mod in_process;
 mod port;
 mod tables;
@@ -21,12 +22,15 @@ use crate::scan_table::{Candidate, EntryIndex, OTHER_PAGES, OtherPage, Pointer, 
 use crate::window::{Info, Job, JobError, RING};
 use crate::{LINE_BYTES, Ppn};
 use std::cmp::Ordering;
+use std::os::fd::BorrowedFd;
 use tables::Tables;
-use vmm_dedup::backend::{Account, Answer, Backend, Error, PageId, Pages, Stopwatch};
+use vmm_dedup::backend::{Account, Answer, Backend, Error, PageId, Pages, Searched, Stopwatch};
 use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
 
-/// Rounds after which a search gives up: each goes five levels down.
-const MAX_ROUNDS: usize = MAX_STEPS / 5 + 1;
+/// Levels of a tree that a table holds.
+const TABLE_LEVELS: u32 = 5;
+/// Rounds after which a search gives up: each goes down a table.
+const MAX_ROUNDS: usize = MAX_STEPS / TABLE_LEVELS as usize + 1;
 
 /// Invalid entries, where a search ends at once: to make a key only, or after a single comparison.
 const NOWHERE: u8 = 31;
@@ -98,7 +102,8 @@ impl<P: Port> PageForgeBackend<P> {
         pages: &dyn Pages,
         tree: TreeReader<'_>,
         mut walks: Vec<Walk>,
-        answers: &mut [Answer<Option<PageId>>],
+        keyed: bool,
+        answers: &mut [Answer<Searched>],
     ) {
         for _ in 0..MAX_ROUNDS {
             if walks.is_empty() {
@@ -110,7 +115,11 @@ impl<P: Port> PageForgeBackend<P> {
             }
             let jobs: Vec<Job> = walks
                 .iter()
-                .map(|walk| job(walk.candidate, walk.table, 0, false))
+                .map(|walk| {
+                    // The key is ready when the table that the search ends in is done.
+                    let last_refill = keyed && tree.levels(walk.node) <= TABLE_LEVELS;
+                    job(walk.candidate, walk.table, 0, last_refill)
+                })
                 .collect();
             let outcomes = match self.port.run(pages, &jobs) {
                 Ok(outcomes) => outcomes,
@@ -125,7 +134,12 @@ impl<P: Port> PageForgeBackend<P> {
             for (walk, info) in walks.into_iter().zip(outcomes) {
                 match self.step(tree, &walk, &info) {
                     Ok(Step::Down(node)) => rest.push(Walk { node, ..walk }),
-                    Ok(Step::End(twin)) => answers[walk.question] = Ok(twin.map(PageId::of_node)),
+                    Ok(Step::End(twin)) => {
+                        answers[walk.question] = Ok(Searched {
+                            twin: twin.map(PageId::of_node),
+                            key: info.hash_key.map(|key| key.raw().into()),
+                        });
+                    }
                     Err(error) => answers[walk.question] = Err(error),
                 }
             }
@@ -186,6 +200,18 @@ impl<P: Port> Backend for PageForgeBackend<P> {
         self.port.name()
     }
 
+    fn map(&mut self, first: PageId, pages: usize, file: BorrowedFd<'_>) -> Answer<()> {
+        self.port.map(first, pages, file)
+    }
+
+    fn unmap(&mut self, first: PageId, pages: usize) -> Answer<()> {
+        self.port.unmap(first, pages)
+    }
+
+    fn helper_cpu_ns(&self) -> u64 {
+        self.port.helper_cpu_ns()
+    }
+
     /// The device's ECC keys: a candidate with Last Refill and nothing to be compared with.
     fn keys(&mut self, pages: &dyn Pages, of: &[PageId]) -> Vec<Answer<u64>> {
         let watch = Stopwatch::start();
@@ -240,27 +266,18 @@ impl<P: Port> Backend for PageForgeBackend<P> {
         tree: TreeReader<'_>,
         candidates: &[PageId],
     ) -> Vec<Answer<Option<PageId>>> {
-        let watch = Stopwatch::start();
-        self.own.pages += candidates.len() as u64;
-        let mut answers = Vec::with_capacity(candidates.len());
-        for batch in candidates.chunks(RING) {
-            let first = answers.len();
-            let mut walks = Vec::with_capacity(batch.len());
-            for (place, page) in batch.iter().enumerate() {
-                let walk = |(candidate, node)| Walk {
-                    question: first + place,
-                    candidate,
-                    node,
-                    table: 0,
-                };
-                let ppn = ppn_of(*page);
-                walks.extend(ppn.clone().ok().zip(tree.root()).map(walk));
-                answers.push(ppn.map(|_| None));
-            }
-            self.descend(pages, tree, walks, &mut answers);
-        }
-        watch.stop(&mut self.own);
-        answers
+        let searched = self.search_tree(pages, tree, candidates, false).into_iter();
+        searched.map(|one| one.map(|one| one.twin)).collect()
+    }
+
+    /// The device makes the key while it compares (section 3.3).
+    fn search_keyed(
+        &mut self,
+        pages: &dyn Pages,
+        tree: TreeReader<'_>,
+        candidates: &[PageId],
+    ) -> Vec<Answer<Searched>> {
+        self.search_tree(pages, tree, candidates, true)
     }
 
     /// The arbitrary-set mode of section 4.2: Less and More of each entry both name the next one.
@@ -290,13 +307,43 @@ impl<P: Port> Backend for PageForgeBackend<P> {
             bytes: device.lines() * LINE_BYTES as u64,
             device_cpu_ns: self.port.device_cpu_ns(),
             // The model in this process works on the caller's thread; that is not the driver's time.
-            cpu_ns: self.own.cpu_ns.saturating_sub(self.port.borrowed_cpu_ns()),
+            cpu_ns: self.own.cpu_ns.saturating_sub(self.port.borrowed_cpu_ns()) + self.port.helper_cpu_ns(),
             ..self.own
         }
     }
 }
 
 impl<P: Port> PageForgeBackend<P> {
+    fn search_tree(
+        &mut self,
+        pages: &dyn Pages,
+        tree: TreeReader<'_>,
+        candidates: &[PageId],
+        keyed: bool,
+    ) -> Vec<Answer<Searched>> {
+        let watch = Stopwatch::start();
+        self.own.pages += candidates.len() as u64;
+        let mut answers = Vec::with_capacity(candidates.len());
+        for batch in candidates.chunks(RING) {
+            let first = answers.len();
+            let mut walks = Vec::with_capacity(batch.len());
+            for (place, page) in batch.iter().enumerate() {
+                let walk = |(candidate, node)| Walk {
+                    question: first + place,
+                    candidate,
+                    node,
+                    table: 0,
+                };
+                let ppn = ppn_of(*page);
+                walks.extend(ppn.clone().ok().zip(tree.root()).map(walk));
+                answers.push(ppn.map(|_| Searched::default()));
+            }
+            self.descend(pages, tree, walks, keyed, &mut answers);
+        }
+        watch.stop(&mut self.own);
+        answers
+    }
+
     fn among_part(
         &mut self,
         pages: &dyn Pages,

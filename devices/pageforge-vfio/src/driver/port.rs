@@ -2,7 +2,8 @@
 
 use crate::timing;
 use crate::window::{Info, Job, Window};
-use vmm_dedup::backend::{Answer, Pages};
+use std::os::fd::BorrowedFd;
+use vmm_dedup::backend::{Answer, PageId, Pages};
 
 /// A device and its window.
 pub trait Port: Send {
@@ -26,4 +27,26 @@ pub trait Port: Send {
 
     /// That part of it that was taken on threads that called [`Self::run`].
     fn borrowed_cpu_ns(&self) -> u64;
+
+    /// CPU time of threads of the driver's own, ns.
+    fn helper_cpu_ns(&self) -> u64 {
+        0
+    }
+
+    /// Lets the device read the pages of a file, as pages `first` and following, if it does not read what it is given
+    /// with each call.
+    ///
+    /// # Errors
+    /// If the device cannot be told.
+    fn map(&mut self, _first: PageId, _pages: usize, _file: BorrowedFd<'_>) -> Answer<()> {
+        Ok(())
+    }
+
+    /// Ends [`Self::map`] of the very same range.
+    ///
+    /// # Errors
+    /// If the device cannot be told.
+    fn unmap(&mut self, _first: PageId, _pages: usize) -> Answer<()> {
+        Ok(())
+    }
 }

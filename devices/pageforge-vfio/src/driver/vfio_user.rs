@@ -1,14 +1,19 @@
-//! The device behind a vfio-user socket.
+//! The device behind a vfio-user socket. It is not trusted: whatever it does, the driver comes back soon, with answers or
+//! an error.
 
 use super::Port;
+use super::courier::{Courier, PATIENCE};
 use crate::registers as reg;
 use crate::timing;
 use crate::window::{Info, Job, WINDOW_BYTES, Window};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fs::{SealFlags, fcntl_get_seals};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 use vfio_bindings::bindings::vfio::{
     VFIO_IRQ_SET_ACTION_TRIGGER, VFIO_IRQ_SET_DATA_EVENTFD, VFIO_PCI_BAR0_REGION_INDEX,
     VFIO_PCI_BAR2_REGION_INDEX, VFIO_PCI_MSIX_IRQ_INDEX,
@@ -17,12 +22,6 @@ use vfio_user::Client;
 use vmm_dedup::backend::{Answer, Arena, Error, PageId, Pages};
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::mapping::Mapping;
-
-/// How long the device may take for a ring of jobs. The longest compare 31 equal pages each: well below a second.
-const PATIENCE: Timespec = Timespec {
-    tv_sec: 60,
-    tv_nsec: 0,
-};
 
 /// Why a device cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -35,12 +34,21 @@ pub enum ConnectError {
         /// What went wrong.
         source: vfio_user::Error,
     },
+    /// Somebody listens there who does not speak.
+    #[error("the device at {0} does not answer: restart it")]
+    Silent(PathBuf),
     /// It is another device, or another version of this one.
     #[error(
         "the device is not a PageForge of layout {}: driver and device must be of one release",
         reg::LAYOUT
     )]
     Foreign,
+    /// Its window could be taken away, which would kill who reads it.
+    #[error("the device's window is a file that can shrink: it must be a memfd that is sealed against that")]
+    Unsealed,
+    /// It stopped answering while it was set up.
+    #[error(transparent)]
+    Device(#[from] Error),
     /// The kernel says no.
     #[error("the device cannot be set up")]
     Io(#[from] io::Error),
@@ -48,9 +56,9 @@ pub enum ConnectError {
 
 /// A device in another process.
 pub struct VfioUser {
-    client: Mutex<Client>,
+    courier: Courier,
     window: Mapping,
-    empty: OwnedFd,
+    done: Arc<Done>,
     tail: u32,
 }
 
@@ -64,75 +72,102 @@ impl VfioUser {
             path: path.to_owned(),
             source,
         };
-        let mut device = Client::new(path).map_err(client)?;
-        if read(&mut device, 0).map_err(client)? != reg::MAGIC
-            || read(&mut device, reg::SHAPE).map_err(client)? >> 16 != reg::LAYOUT
-        {
+        let courier = Courier::start(path)?;
+        let identity = courier.ask(|device| Ok((read(device, 0)?, read(device, reg::SHAPE)?)))?;
+        let (magic, shape) = identity.map_err(client)?;
+        if magic != reg::MAGIC || shape >> 16 != reg::LAYOUT {
             return Err(ConnectError::Foreign);
         }
-        let window = device
-            .region(VFIO_PCI_BAR2_REGION_INDEX)
-            .and_then(|region| region.file_offset.as_ref());
-        let window = Mapping::read_write(window.ok_or(ConnectError::Foreign)?.file(), WINDOW_BYTES)?;
-        let empty = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(io::Error::from)?;
-        let flags = VFIO_IRQ_SET_DATA_EVENTFD | VFIO_IRQ_SET_ACTION_TRIGGER;
-        let vectors = device.set_irqs(VFIO_PCI_MSIX_IRQ_INDEX, flags, 0, 1, &[empty.as_raw_fd()]);
-        vectors.map_err(client)?;
-        write(&mut device, reg::ENABLE, reg::RING_BIT).map_err(client)?;
+        let window = courier.ask(map_window)??;
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(io::Error::from)?;
+        let theirs = event.try_clone()?;
+        let enabled = courier.ask(move |device| {
+            let flags = VFIO_IRQ_SET_DATA_EVENTFD | VFIO_IRQ_SET_ACTION_TRIGGER;
+            device.set_irqs(VFIO_PCI_MSIX_IRQ_INDEX, flags, 0, 1, &[theirs.as_raw_fd()])?;
+            write(device, reg::ENABLE, reg::RING_BIT)
+        })?;
+        enabled.map_err(client)?;
         Ok(Self {
-            client: Mutex::new(device),
+            courier,
             window,
-            empty,
+            done: Arc::new(Done {
+                event,
+                hopeless: AtomicBool::new(false),
+            }),
             tail: 0,
         })
-    }
-
-    /// Lets the device read `pages` pages of a file, as pages `first` and following. The file should not be able to
-    /// shrink (F_SEAL_SHRINK): else the device reads it slowly.
-    ///
-    /// # Errors
-    /// If the device cannot be told. What it then refuses shows when it is asked about these pages.
-    pub fn map(&self, first: PageId, pages: usize, file: BorrowedFd<'_>) -> Result<(), Error> {
-        let (address, size) = (first.0 * PAGE_SIZE as u64, (pages * PAGE_SIZE) as u64);
-        let mapped = self.lock().dma_map(0, address, size, file.as_raw_fd());
-        mapped.map_err(failed)
     }
 
     /// Lets the device read all pages of an arena.
     ///
     /// # Errors
-    /// As [`Self::map`].
-    pub fn map_arena(&self, arena: &Arena) -> Result<(), Error> {
+    /// As [`Port::map`].
+    pub fn map_arena(&mut self, arena: &Arena) -> Result<(), Error> {
         self.map(PageId(0), arena.pages(), arena.file())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Client> {
-        self.client.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn counter(&self, counter: reg::Counter) -> u64 {
-        let mut bytes = [0; 8];
         let offset = u64::from(reg::ACCOUNT) + counter as u64 * 8;
-        let read = self
-            .lock()
-            .region_read(VFIO_PCI_BAR0_REGION_INDEX, offset, &mut bytes);
-        read.map_or(0, |()| u64::from_le_bytes(bytes))
+        let read = self.courier.ask(move |device| {
+            let mut bytes = [0; 8];
+            let read = device.region_read(VFIO_PCI_BAR0_REGION_INDEX, offset, &mut bytes);
+            read.map_or(0, |()| u64::from_le_bytes(bytes))
+        });
+        read.unwrap_or(0)
     }
 
-    /// Waits until the device has done all jobs.
+    /// Waits until the device has done all jobs. The longest compare 31 equal pages each: a ring of those takes well
+    /// below a second.
     fn wait(&self) -> Result<(), Error> {
+        let deadline = Instant::now() + PATIENCE;
         while Window::new(self.window.words()).head() != self.tail {
-            let mut fds = [PollFd::new(&self.empty, PollFlags::IN)];
-            match poll(&mut fds, Some(&PATIENCE)) {
-                Ok(0) => return Err(Error::Device("it does not answer".to_owned())),
+            if self.done.hopeless.load(Ordering::Acquire) {
+                return Err(failed("it is gone"));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = Timespec::try_from(left).map_err(failed)?;
+            let mut fds = [PollFd::new(&self.done.event, PollFlags::IN)];
+            match poll(&mut fds, Some(&timeout)) {
+                Ok(0) => return Err(failed("it does not answer")),
                 // The count says nothing; reading it makes the next wait wait.
-                Ok(_) => _ = rustix::io::read(&self.empty, &mut [0; 8]),
+                Ok(_) => _ = rustix::io::read(&self.done.event, &mut [0; 8]),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(failed(error)),
+            }
+            if left.is_zero() {
+                return Err(failed("it rings, but does not answer"));
             }
         }
         Ok(())
     }
+}
+
+/// What wakes whoever waits for the device.
+struct Done {
+    /// Rung by the device when it has nothing left to do.
+    event: OwnedFd,
+    /// Set when it never will.
+    hopeless: AtomicBool,
+}
+
+impl Done {
+    fn give_up(&self, error: &vfio_user::Error) {
+        log::debug!("the device cannot be reached: {error}");
+        self.hopeless.store(true, Ordering::Release);
+        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+    }
+}
+
+/// Maps the device's window.
+fn map_window(device: &mut Client) -> Result<Mapping, ConnectError> {
+    let region = device.region(VFIO_PCI_BAR2_REGION_INDEX);
+    let window = region.and_then(|region| region.file_offset.as_ref());
+    let file = window.ok_or(ConnectError::Foreign)?.file();
+    let seals = fcntl_get_seals(file).map_err(|_| ConnectError::Unsealed)?;
+    if !seals.contains(SealFlags::SHRINK) {
+        return Err(ConnectError::Unsealed);
+    }
+    Ok(Mapping::read_write(file, WINDOW_BYTES)?)
 }
 
 impl std::fmt::Debug for VfioUser {
@@ -143,7 +178,7 @@ impl std::fmt::Debug for VfioUser {
     }
 }
 
-fn failed(error: impl std::fmt::Display) -> Error {
+pub(super) fn failed(error: impl std::fmt::Display) -> Error {
     Error::Device(error.to_string())
 }
 
@@ -180,7 +215,14 @@ impl Port for VfioUser {
             window.set_job(*number, job);
         }
         self.tail = numbers.last().map_or(self.tail, |last| last.wrapping_add(1));
-        write(&mut self.lock(), reg::RING_TAIL, self.tail).map_err(failed)?;
+        let tail = self.tail;
+        let done = Arc::clone(&self.done);
+        // Nobody waits for the answer: that the device heard it shows by what it does.
+        self.courier.send(move |device| {
+            if let Err(error) = write(device, reg::RING_TAIL, tail) {
+                done.give_up(&error);
+            }
+        })?;
         self.wait()?;
         Ok(numbers.into_iter().map(|number| window.outcome(number)).collect())
     }
@@ -205,5 +247,25 @@ impl Port for VfioUser {
 
     fn borrowed_cpu_ns(&self) -> u64 {
         0
+    }
+
+    fn helper_cpu_ns(&self) -> u64 {
+        self.courier.cpu_ns()
+    }
+
+    /// A file that can shrink the device would read slowly. What it refuses shows when it is asked about these pages.
+    fn map(&mut self, first: PageId, pages: usize, file: BorrowedFd<'_>) -> Answer<()> {
+        let (address, size) = (first.0 * PAGE_SIZE as u64, (pages * PAGE_SIZE) as u64);
+        let file = file.try_clone_to_owned().map_err(failed)?;
+        let mapped = self
+            .courier
+            .ask(move |device| device.dma_map(0, address, size, file.as_raw_fd()))?;
+        mapped.map_err(failed)
+    }
+
+    fn unmap(&mut self, first: PageId, pages: usize) -> Answer<()> {
+        let (address, size) = (first.0 * PAGE_SIZE as u64, (pages * PAGE_SIZE) as u64);
+        let unmapped = self.courier.ask(move |device| device.dma_unmap(address, size))?;
+        unmapped.map_err(failed)
     }
 }

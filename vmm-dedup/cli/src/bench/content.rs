@@ -66,9 +66,9 @@ impl Area {
         Ok(area)
     }
 
-    /// Maps and fills `mib` MiB of huge pages; pages with the same number have the same content.
-    pub(crate) fn with_content(mib: u32, id: impl Fn(usize) -> usize) -> Result<Self, Failure> {
-        let mut area = Self::map(true, mib)?;
+    /// Maps and fills `mib` MiB, of huge pages if `thp`; pages with the same number have the same content.
+    pub(crate) fn with_content(thp: bool, mib: u32, id: impl Fn(usize) -> usize) -> Result<Self, Failure> {
+        let mut area = Self::map(thp, mib)?;
         area.fill_words(id);
         area.sums = (0..area.pages).map(|page| area.sum(page)).collect();
         Ok(area)

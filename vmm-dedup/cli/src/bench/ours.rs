@@ -101,6 +101,7 @@ pub(crate) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
         cpu_stages_s: [
             ("track", stats.cpu_ns.track),
             ("key", stats.cpu_ns.key),
+            ("search", stats.cpu_ns.search),
             ("hash", stats.cpu_ns.hash),
             ("store client", stats.cpu_ns.store),
             ("merge", stats.cpu_ns.merge),

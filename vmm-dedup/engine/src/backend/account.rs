@@ -16,7 +16,7 @@ pub struct Account {
     pub bytes: u64,
     /// Time that callers waited.
     pub wall_ns: u64,
-    /// CPU time of the callers' threads.
+    /// CPU time of the callers' threads, and of threads that drive a device for them.
     pub cpu_ns: u64,
     /// CPU time that a model of a device took elsewhere. Hardware would take none.
     pub device_cpu_ns: u64,

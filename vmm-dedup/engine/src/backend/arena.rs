@@ -34,6 +34,16 @@ impl Arena {
         self.file.as_fd()
     }
 
+    /// Copies a page (below [`Self::pages`]) in from memory of this process; torn if somebody writes that meanwhile.
+    ///
+    /// # Safety
+    /// A page must be readable at `address`.
+    #[allow(unsafe_code)] // reads memory by its address
+    pub unsafe fn copy_from_address(&self, page: usize, address: usize) {
+        // SAFETY: as promised by the caller.
+        unsafe { self.map.copy_page_from_address(page, address) };
+    }
+
     /// Writes a page (below [`Self::pages`]).
     pub fn write(&self, page: usize, content: &PageWords) {
         self.map.write_page(page, content);

@@ -26,6 +26,8 @@ pub fn check(make: Make<'_>) {
     empty_questions_have_no_answers(make);
     trees_of_all_sizes_are_searched(make);
     searches_follow_a_tree_that_changes(make);
+    searches_race_with_the_trees_writer(make);
+    trees_of_nonsense_end(make);
     sets_of_all_sizes_are_searched(make);
     torn_pages_have_answers(make);
     accounts_grow(make);
@@ -252,6 +254,72 @@ fn searches_follow_a_tree_that_changes(make: Make<'_>) {
         let twins = backend.search(&arena, TreeReader::new(&tree), &ids(0..400));
         for (candidate, twin) in (0..).zip(twins) {
             assert_eq!(twin, reference(&contents, &nodes, candidate), "step {step}");
+        }
+    }
+}
+
+/// What a search must say, however the tree is while it is read: nothing, a page that is gone, or a twin.
+fn assert_harmless(twin: &Answer<Option<PageId>>, contents: &[PageWords], candidate: usize) {
+    match twin {
+        Ok(None) | Err(Error::Fault(_)) => {}
+        Ok(Some(page)) => {
+            let page = usize::try_from(page.0).expect("a page of the arena");
+            assert_eq!(contents[page], contents[candidate], "candidate {candidate}");
+        }
+        Err(error) => panic!("candidate {candidate}: {error}"),
+    }
+}
+
+/// The store does not wait for those who search its tree.
+fn searches_race_with_the_trees_writer(make: Make<'_>) {
+    let contents = contents(600);
+    let arena = arena(&contents);
+    let mut backend = make(&arena);
+    let nodes: Vec<u32> = (0..300).collect();
+    let tree = tree_of(&contents, &nodes);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|threads| {
+        threads.spawn(|| {
+            for step in 0.. {
+                if done.load(Memory::Acquire) {
+                    break;
+                }
+                let node = u32::try_from(mix(step) % 300).expect("below 300");
+                let page = bytes_of(&contents[node as usize]);
+                let compare = |other: u32| page.cmp(bytes_of(&contents[other as usize]));
+                TreeWriter::new(&tree).remove(node, compare);
+                TreeWriter::new(&tree).insert(node, compare);
+            }
+        });
+        for _ in 0..30 {
+            let twins = backend.search(&arena, TreeReader::new(&tree), &ids(0..600));
+            for (candidate, twin) in twins.iter().enumerate() {
+                assert_harmless(twin, &contents, candidate);
+            }
+        }
+        done.store(true, Memory::Release);
+    });
+}
+
+/// Words without sense in the place of a tree: circles, missing pages, wrong heights.
+fn trees_of_nonsense_end(make: Make<'_>) {
+    const PAGES: u64 = 64;
+    let contents = contents(PAGES);
+    let arena = arena(&contents);
+    let mut backend = make(&arena);
+    for seed in 0..40 {
+        // Links of 27 bits each: small ones, that name pages there are, or any.
+        let any = if seed % 2 == 0 {
+            u64::MAX
+        } else {
+            0x3f << 27 | 0x3f
+        };
+        let word = |at: u64| AtomicU64::new(mix(seed << 32 | at) & any);
+        let tree: Vec<AtomicU64> = (0..=PAGES).map(word).collect();
+        tree[0].store(seed % PAGES + 1 | (seed + 1) << 27, Memory::Release);
+        let twins = backend.search(&arena, TreeReader::new(&tree), &ids(0..PAGES));
+        for (candidate, twin) in twins.iter().enumerate() {
+            assert_harmless(twin, &contents, candidate);
         }
     }
 }

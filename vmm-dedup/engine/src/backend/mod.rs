@@ -29,6 +29,7 @@ pub use cpu::{CpuBackend, KeyKind, LineCounts};
 pub use jhash::jhash2;
 
 use std::cmp::Ordering;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
 use vmm_dedup_protocol::key::PAGE_WORDS;
 use vmm_dedup_protocol::tree::{Node, TreeReader};
@@ -73,10 +74,41 @@ pub enum Error {
 /// An answer.
 pub type Answer<T> = Result<T, Error>;
 
+/// What a search found, and the key of the candidate as it was then, if it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Searched {
+    /// The twin.
+    pub twin: Option<PageId>,
+    /// As [`Backend::keys`] makes it.
+    pub key: Option<u64>,
+}
+
 /// Something that makes keys of pages, compares pages and searches among them.
 pub trait Backend: Send {
     /// A short name for reports.
     fn name(&self) -> &'static str;
+
+    /// Lets it read the pages of a file, as pages `first` and following: for devices, which do not see [`Pages`]. The
+    /// file cannot shrink.
+    ///
+    /// # Errors
+    /// If the device cannot be told.
+    fn map(&mut self, _first: PageId, _pages: usize, _file: BorrowedFd<'_>) -> Answer<()> {
+        Ok(())
+    }
+
+    /// Ends [`Self::map`] of the very same range.
+    ///
+    /// # Errors
+    /// If the device cannot be told.
+    fn unmap(&mut self, _first: PageId, _pages: usize) -> Answer<()> {
+        Ok(())
+    }
+
+    /// CPU time of threads of its own that drive a device, ns. It is part of the account's.
+    fn helper_cpu_ns(&self) -> u64 {
+        0
+    }
 
     /// Makes a key of each page: a hash of a part of it. Equal pages have equal keys, with one backend; keys of
     /// different backends have nothing to do with each other.
@@ -92,6 +124,18 @@ pub trait Backend: Send {
         tree: TreeReader<'_>,
         candidates: &[PageId],
     ) -> Vec<Answer<Option<PageId>>>;
+
+    /// The same; with a twin's absence comes the candidate's key, where that was made on the way.
+    fn search_keyed(
+        &mut self,
+        pages: &dyn Pages,
+        tree: TreeReader<'_>,
+        candidates: &[PageId],
+    ) -> Vec<Answer<Searched>> {
+        let twins = self.search(pages, tree, candidates).into_iter();
+        let without_key = |twin| Searched { twin, key: None };
+        twins.map(|twin| twin.map(without_key)).collect()
+    }
 
     /// Finds the first twin of a candidate in an arbitrary set of pages (PageForge, section 4.2): its place in the set.
     fn among(&mut self, pages: &dyn Pages, candidate: PageId, set: &[PageId]) -> Answer<Option<usize>>;

@@ -134,6 +134,17 @@ pub(super) static COUNTERS: &[Field] = &[
         s.pages_keyed_total
     }),
     plain("pages_hashed", "Pages hashed whole", |s| s.pages_hashed_total),
+    plain("searches", "Pages that an engine was asked for a twin of", |s| {
+        s.searches_total
+    }),
+    plain("search_twins", "Slots that the engine proposed", |s| {
+        s.search_twins_total
+    }),
+    plain(
+        "search_failures",
+        "Times that an engine failed or could not be had, and the index took its place",
+        |s| s.search_failures_total,
+    ),
     plain("reserve_waits", "Writers that had to wait for the reserve", |s| {
         s.reserve_waits_total
     }),
@@ -226,10 +237,11 @@ pub(super) static HISTOGRAMS: &[HistogramField] = &[
 ];
 
 /// CPU time by stage.
-pub(super) fn stages(cpu: &CpuNs) -> [(&'static str, u64); 7] {
+pub(super) fn stages(cpu: &CpuNs) -> [(&'static str, u64); 8] {
     [
         ("track", cpu.track),
         ("key", cpu.key),
+        ("search", cpu.search),
         ("hash", cpu.hash),
         ("store", cpu.store),
         ("merge", cpu.merge),

@@ -92,7 +92,7 @@ fn accounts(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         let time = seconds(stats.last_pass_ms.saturating_mul(1_000_000));
         m.encode_family(&[("vm", vm)])?.encode_gauge(&time)
     })?;
-    let name = ("backend", "What compares and hashes for the service", None);
+    let name = ("backend", "What looks for twins for the service", None);
     w.per_vm(name, MetricType::Info, s, |m, vm, stats| {
         let number = usize::try_from(stats.backend).unwrap_or(usize::MAX);
         let backend = BACKENDS.get(number).copied().unwrap_or("unknown");

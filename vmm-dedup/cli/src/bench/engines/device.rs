@@ -2,7 +2,7 @@
 
 use crate::Failure;
 use crate::children::{self, Process};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 use vmm_dedup::backend::Arena;
@@ -49,9 +49,14 @@ impl DeviceProcess {
         Ok(device)
     }
 
+    /// Where it listens.
+    pub(super) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
     /// A connection to a device that may read an arena.
     pub(super) fn backend(&self, arena: &Arena) -> Result<PageForgeBackend<VfioUser>, Failure> {
-        let port = VfioUser::connect(&self.socket).map_err(Failure::from_error)?;
+        let mut port = VfioUser::connect(&self.socket).map_err(Failure::from_error)?;
         port.map_arena(arena).map_err(Failure::from_error)?;
         Ok(PageForgeBackend::new(port))
     }

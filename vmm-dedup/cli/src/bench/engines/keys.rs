@@ -2,7 +2,7 @@
 //!
 //! A part of the pages is written, each in one of three ways, with what another page has in the same place, and every page
 //! is keyed before and after. Keys that differ prove a change; keys that agree although the page changed are false
-//! positives.
+//! positives. Images of the same guests at two times show what real writes do.
 
 use super::super::content::pick;
 use crate::Failure;
@@ -25,6 +25,8 @@ enum Write {
     Stretch,
     /// The whole page.
     Page,
+    /// What guests wrote themselves, from one image to the next.
+    Guest,
 }
 
 /// One key on one content, under one kind of writes.
@@ -54,6 +56,7 @@ impl std::fmt::Display for Keys {
             Write::Word => "word",
             Write::Stretch => "stretch",
             Write::Page => "page",
+            Write::Guest => "guest",
         };
         write!(
             f,
@@ -71,47 +74,74 @@ impl std::fmt::Display for Keys {
 
 pub(super) fn measure(content: &str, arena: &Arena) -> Result<Vec<Keys>, Failure> {
     let mut all = Vec::new();
-    for write in [Write::Word, Write::Stretch, Write::Page] {
-        let mut engines: [(&'static str, Box<dyn Backend>); 3] = [
-            ("jhash2 (KSM)", Box::new(CpuBackend::new(KeyKind::Jhash2))),
-            (
-                "ECC (PageForge)",
-                Box::new(PageForgeBackend::new(InProcess::new(1))),
-            ),
-            ("lines (ours)", Box::new(CpuBackend::new(KeyKind::Lines(Salt(1))))),
-        ];
+    for (write, words) in [(Write::Word, 1), (Write::Stretch, 32), (Write::Page, PAGE_WORDS)] {
+        let mut engines = engines();
         let before = keys_of(&mut engines, arena)?;
-        let old = write_pages(arena, write);
+        let old = write_pages(arena, words);
         let after = keys_of(&mut engines, arena)?;
         old.iter().for_each(|(page, words)| arena.write(*page, words));
-        for (((engine, backend), before), after) in engines.iter().zip(before).zip(after) {
-            let same = |page: usize| before[page] == after[page];
-            let matches = (0..arena.pages()).filter(|page| same(*page)).count() as u64;
-            let false_positives = old.iter().filter(|(page, _)| same(*page)).count() as u64;
-            let pages = arena.pages() as u64;
-            all.push(Keys {
-                content: content.to_owned(),
-                engine,
-                write,
-                bytes_per_key: backend.account().bytes as f64 / (2 * pages) as f64,
-                pages,
-                changed: old.len() as u64,
-                matches,
-                mismatches: pages - matches,
-                false_positives,
-                false_positive_rate: false_positives as f64 / pages as f64,
-            });
-        }
+        let changed: Vec<usize> = old.iter().map(|(page, _)| *page).collect();
+        all.extend(figures(content, write, &engines, &changed, before, after));
     }
     Ok(all)
 }
 
-type Engines = [(&'static str, Box<dyn Backend>); 3];
+/// The same pages of the same guests, at two times.
+pub(super) fn between(content: &str, before: &Arena, after: &Arena) -> Result<Vec<Keys>, Failure> {
+    let differs = |page: &usize| read(before, *page) != read(after, *page);
+    let changed: Vec<usize> = (0..before.pages()).filter(differs).collect();
+    let mut engines = engines();
+    let (old, new) = (keys_of(&mut engines, before)?, keys_of(&mut engines, after)?);
+    Ok(figures(content, Write::Guest, &engines, &changed, old, new))
+}
+
+fn figures(
+    content: &str,
+    write: Write,
+    engines: &Engines,
+    changed: &[usize],
+    before: Vec<Vec<u64>>,
+    after: Vec<Vec<u64>>,
+) -> Vec<Keys> {
+    let figures = |(((engine, backend), before), after): ((&Engine, Vec<u64>), Vec<u64>)| {
+        let same = |page: usize| before[page] == after[page];
+        let matches = (0..before.len()).filter(|page| same(*page)).count() as u64;
+        let false_positives = changed.iter().filter(|page| same(**page)).count() as u64;
+        let pages = before.len() as u64;
+        Keys {
+            content: content.to_owned(),
+            engine,
+            write,
+            bytes_per_key: backend.account().bytes as f64 / (2 * pages) as f64,
+            pages,
+            changed: changed.len() as u64,
+            matches,
+            mismatches: pages - matches,
+            false_positives,
+            false_positive_rate: false_positives as f64 / pages as f64,
+        }
+    };
+    engines.iter().zip(before).zip(after).map(figures).collect()
+}
+
+fn engines() -> Engines {
+    [
+        ("jhash2 (KSM)", Box::new(CpuBackend::new(KeyKind::Jhash2))),
+        (
+            "ECC (PageForge)",
+            Box::new(PageForgeBackend::new(InProcess::new(1))),
+        ),
+        ("lines (ours)", Box::new(CpuBackend::new(KeyKind::Lines(Salt(1))))),
+    ]
+}
+
+type Engine = (&'static str, Box<dyn Backend>);
+type Engines = [Engine; 3];
 
 /// The keys of all pages, by each engine.
 fn keys_of(engines: &mut Engines, arena: &Arena) -> Result<Vec<Vec<u64>>, Failure> {
     let pages: Vec<PageId> = (0..arena.pages() as u64).map(PageId).collect();
-    let keys = |(_, backend): &mut (&'static str, Box<dyn Backend>)| {
+    let keys = |(_, backend): &mut Engine| {
         let keys = backend.keys(arena, &pages);
         keys.into_iter()
             .collect::<Result<Vec<_>, _>>()
@@ -120,19 +150,12 @@ fn keys_of(engines: &mut Engines, arena: &Arena) -> Result<Vec<Vec<u64>>, Failur
     engines.iter_mut().map(keys).collect()
 }
 
-/// Writes a part of the pages; returns those that differ from what they were, as they were.
-fn write_pages(arena: &Arena, write: Write) -> Vec<(usize, PageWords)> {
-    let read = |page: usize| -> Option<PageWords> {
-        let view = arena.view(PageId(page as u64))?;
-        Some(std::array::from_fn(|word| view[word].load(Ordering::Relaxed)))
-    };
+/// Writes so many words of a part of the pages; returns those that differ from what they were, as they were.
+fn write_pages(arena: &Arena, words: usize) -> Vec<(usize, PageWords)> {
+    let read = |page: usize| read(arena, page);
     let change = |page: usize| {
         let (old, other) = (read(page)?, read(pick(page, arena.pages()))?);
-        let (first, words) = match write {
-            Write::Word => (pick(page, PAGE_WORDS), 1),
-            Write::Stretch => (pick(page, PAGE_WORDS - 31), 32),
-            Write::Page => (0, PAGE_WORDS),
-        };
+        let first = pick(page, PAGE_WORDS - words + 1);
         let mut new = old;
         let written = first..first + words;
         new[written.clone()].copy_from_slice(&other[written]);
@@ -140,4 +163,9 @@ fn write_pages(arena: &Arena, write: Write) -> Vec<(usize, PageWords)> {
         (new != old).then_some((page, old))
     };
     (0..arena.pages()).step_by(WRITTEN).filter_map(change).collect()
+}
+
+fn read(arena: &Arena, page: usize) -> Option<PageWords> {
+    let view = arena.view(PageId(page as u64))?;
+    Some(std::array::from_fn(|word| view[word].load(Ordering::Relaxed)))
 }

@@ -1,13 +1,14 @@
 //! KSM's algorithm run by each engine on the same content: the same merges, at what cost.
 
 use super::device::DeviceProcess;
+use super::searching::CycleFigures;
 use crate::Failure;
 use serde::Serialize;
 use std::time::Instant;
 use vmm_dedup::backend::ksm::{Ksm, Pass};
 use vmm_dedup::backend::{Account, Arena, Backend, CpuBackend, KeyKind, PageId};
 use vmm_dedup_pagecmp::{Costs, PageCmpBackend};
-use vmm_dedup_pageforge::driver::{InProcess, PageForgeBackend};
+use vmm_dedup_pageforge::driver::{InProcess, PageForgeBackend, Port};
 use vmm_dedup_protocol::key::Salt;
 
 /// Passes: pages are seen, merged, and found merged.
@@ -37,6 +38,9 @@ pub(super) struct Merging {
     /// PageCmp by its paper's constants.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) pagecmp: Option<PageCmpCosts>,
+    /// PageForge by its paper's machine.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) cycles: Option<CycleFigures>,
     /// The CPU's comparisons by the lines of each page that they read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) lines: Option<Lines>,
@@ -81,12 +85,14 @@ pub(super) fn measure(content: &str, arena: &Arena, device: &DeviceProcess) -> R
     let mut ksm = CpuBackend::new(KeyKind::Jhash2);
     let mut in_memory = PageCmpBackend::new(false);
     let mut hybrid = PageCmpBackend::new(true);
+    let mut pageforge = PageForgeBackend::new(InProcess::new(1));
     let baseline = run(&mut ksm)?;
     run(&mut CpuBackend::new(KeyKind::Lines(Salt(1))))?;
-    run(&mut PageForgeBackend::new(InProcess::new(1)))?;
+    let pageforge_at = run(&mut pageforge)?;
     run(&mut device.backend(arena)?)?;
     let (in_memory_at, hybrid_at) = (run(&mut in_memory)?, run(&mut hybrid)?);
     all[baseline].lines = Some(lines(&ksm));
+    all[pageforge_at].cycles = Some(CycleFigures::of(&pageforge.port().account()));
     all[in_memory_at].pagecmp = Some(costs(&ksm, &in_memory));
     all[hybrid_at].pagecmp = Some(costs(&ksm, &hybrid));
     Ok(all)
@@ -125,6 +131,7 @@ fn merge(content: &str, arena: &Arena, backend: &mut dyn Backend) -> Result<(Mer
         passes,
         account,
         pagecmp: None,
+        cycles: None,
         lines: None,
     };
     Ok((figures, merges))

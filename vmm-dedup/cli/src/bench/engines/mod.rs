@@ -1,8 +1,9 @@
 //! `bench engines`: the engines that compare pages, side by side, on the same content: the CPU, PageForge (in this process
 //! and over vfio-user), PageCmp and PageCmp-Hybrid.
 //!
-//! Three measurements: KSM's algorithm run by each engine ([`merging`]), how often each key takes a changed page for
-//! unchanged ([`keys`]), and searching a large tree ([`searching`]). What models of hardware report in cycles,
+//! Four measurements: KSM's algorithm run by each engine ([`merging`]), how often each key takes a changed page for
+//! unchanged ([`keys`]), searching a large tree ([`searching`]), and the service that searches a large store
+//! ([`service`]). What models of hardware report in cycles,
 //! nanojoules and bytes is by the papers' constants; times and CPU are those of this machine.
 
 mod device;
@@ -10,18 +11,18 @@ mod keys;
 mod merging;
 mod report;
 mod searching;
+mod service;
 
 use super::content::{Area, Kind};
-use super::host;
+use super::{host, images};
 use crate::Failure;
 use clap::Args;
 use device::DeviceProcess;
 use report::Report;
-use std::fs::File;
-use std::io::Read;
 use std::path::PathBuf;
 use vmm_dedup::backend::Arena;
 use vmm_dedup_protocol::PAGE_SIZE;
+use vmm_dedup_protocol::key::PAGE_WORDS;
 
 /// Compare the engines that compare pages: CPU, PageForge, PageCmp, on the same content.
 #[derive(Args, Debug)]
@@ -32,9 +33,13 @@ pub(crate) struct EnginesArgs {
     /// Only these content kinds.
     #[arg(long, value_enum, value_delimiter = ',')]
     kinds: Vec<Kind>,
-    /// A raw image of guest memory, as another kind of content; as many as wanted.
+    /// An image of a guest's memory (raw, an ELF core or a snapshot); all of them are another kind of content, without
+    /// their zero pages.
     #[arg(long, value_name = "FILE")]
     image: Vec<PathBuf>,
+    /// An image of the same guest as that --image, taken later: shows how often keys miss what the guest wrote.
+    #[arg(long, value_name = "FILE", requires = "image")]
+    later: Vec<PathBuf>,
     /// Pages in the tree that is searched.
     #[arg(long, default_value_t = 100_000, value_parser = clap::value_parser!(u32).range(1000..=4_000_000))]
     slots: u32,
@@ -49,8 +54,19 @@ const CANDIDATES: usize = 32_768;
 /// Runs the comparison.
 pub(crate) fn engines(args: &EnginesArgs) -> Result<(), Failure> {
     let largest = (u64::from(args.mib) << 20).max(u64::from(args.slots) * PAGE_SIZE as u64);
-    host::need_memory(largest * 2 + (CANDIDATES * PAGE_SIZE) as u64)?;
-    let cleanup = || drop(std::fs::remove_dir_all(device::folder()));
+    let images = u64::from(images::total_mib(&args.image)?) << 20;
+    host::need_memory((largest * 3).max(images * 3) + (CANDIDATES * PAGE_SIZE) as u64)?;
+    if !args.later.is_empty() && args.later.len() != args.image.len() {
+        let (later, image) = (args.later.len(), args.image.len());
+        return Err(Failure::usage(format!(
+            "{later} --later for {image} --image: give one for each, in the same order, or none"
+        )));
+    }
+    let cleanup = || {
+        for folder in [device::folder(), crate::store::child_folder(service::STORE)] {
+            drop(std::fs::remove_dir_all(folder));
+        }
+    };
     let report = crate::signals::on_termination(cleanup, || compare(args))?;
     if args.json {
         let text = serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?;
@@ -74,15 +90,23 @@ fn compare(args: &EnginesArgs) -> Result<Report, Failure> {
             .extend(merging::measure(&kind.to_string(), &arena, &device)?);
         report.keys.extend(keys::measure(&kind.to_string(), &arena)?);
     }
-    for image in &args.image {
-        eprintln!("{}: merging and keys", image.display());
-        let name = image.display().to_string();
-        let arena = arena_of_image(image, args.mib)?;
+    if !args.image.is_empty() {
+        eprintln!("images: merging and keys");
+        let name = Kind::Images.to_string();
+        let before = area_of_images(&args.image)?;
+        let arena = arena_without_zeros(&before)?;
         report.merging.extend(merging::measure(&name, &arena, &device)?);
         report.keys.extend(keys::measure(&name, &arena)?);
+        if !args.later.is_empty() {
+            report
+                .keys
+                .extend(between(&name, &before, &area_of_images(&args.later)?)?);
+        }
     }
     eprintln!("searching a tree of {} pages", args.slots);
     report.searching = searching::measure(args.slots as usize, CANDIDATES, &device)?;
+    eprintln!("the service on a store of {} pages", args.slots);
+    report.service = service::measure(args.slots as usize, CANDIDATES, &device)?;
     Ok(report)
 }
 
@@ -91,27 +115,43 @@ fn arena(pages: usize) -> Result<Arena, Failure> {
 }
 
 fn arena_of(area: &Area) -> Result<Arena, Failure> {
-    let arena = arena(area.pages())?;
-    (0..area.pages()).for_each(|page| arena.write(page, &area.read(page)));
+    let pages: Vec<usize> = (0..area.pages()).collect();
+    arena_of_pages(area, &pages)
+}
+
+fn area_of_images(paths: &[PathBuf]) -> Result<Area, Failure> {
+    Area::fill(Kind::Images, false, images::total_mib(paths)?, paths)
+}
+
+/// The pages with content: most zero pages of an image were never used, and would not be there.
+fn arena_without_zeros(area: &Area) -> Result<Arena, Failure> {
+    let used = |page: &usize| area.read(*page) != [0; PAGE_WORDS];
+    let pages: Vec<usize> = (0..area.pages()).filter(used).collect();
+    if pages.is_empty() {
+        return Err(Failure::new("the images hold nothing but zeros"));
+    }
+    arena_of_pages(area, &pages)
+}
+
+fn arena_of_pages(area: &Area, pages: &[usize]) -> Result<Arena, Failure> {
+    let arena = arena(pages.len())?;
+    for (at, page) in pages.iter().enumerate() {
+        arena.write(at, &area.read(*page));
+    }
     Ok(arena)
 }
 
-/// The first `mib` MiB of an image, as far as it has as much.
-fn arena_of_image(path: &PathBuf, mib: u32) -> Result<Arena, Failure> {
-    let failed = |e: std::io::Error| Failure::new(format!("cannot read {}: {e}", path.display()));
-    let mut bytes = Vec::new();
-    let file = File::open(path).map_err(failed)?;
-    file.take(u64::from(mib) << 20)
-        .read_to_end(&mut bytes)
-        .map_err(failed)?;
-    let pages = bytes.len() / PAGE_SIZE;
-    if pages == 0 {
-        return Err(Failure::new(format!("{} has no whole page", path.display())));
+/// The pages that had content at first, at both times.
+fn between(name: &str, before: &Area, after: &Area) -> Result<Vec<keys::Keys>, Failure> {
+    if before.pages() != after.pages() {
+        return Err(Failure::new(format!(
+            "the images have {} pages, the later ones {}: they are not of the same guests",
+            before.pages(),
+            after.pages()
+        )));
     }
-    let arena = arena(pages)?;
-    for (page, content) in bytes.chunks_exact(PAGE_SIZE).enumerate() {
-        let word = |word: usize| std::array::from_fn(|byte| content[word * 8 + byte]);
-        arena.write(page, &std::array::from_fn(|at| u64::from_ne_bytes(word(at))));
-    }
-    Ok(arena)
+    let used = |page: &usize| before.read(*page) != [0; PAGE_WORDS];
+    let pages: Vec<usize> = (0..before.pages()).filter(used).collect();
+    let (before, after) = (arena_of_pages(before, &pages)?, arena_of_pages(after, &pages)?);
+    keys::between(name, &before, &after)
 }

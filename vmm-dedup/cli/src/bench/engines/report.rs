@@ -3,6 +3,7 @@
 use super::keys::Keys;
 use super::merging::Merging;
 use super::searching::Searching;
+use super::service::Service;
 use serde::Serialize;
 
 /// All figures.
@@ -14,6 +15,7 @@ pub(super) struct Report {
     pub(super) merging: Vec<Merging>,
     pub(super) keys: Vec<Keys>,
     pub(super) searching: Vec<Searching>,
+    pub(super) service: Vec<Service>,
 }
 
 impl Report {
@@ -25,6 +27,7 @@ impl Report {
             merging: Vec::new(),
             keys: Vec::new(),
             searching: Vec::new(),
+            service: Vec::new(),
         }
     }
 
@@ -57,6 +60,9 @@ impl Report {
                     lines.all_lines * 100.0
                 );
             }
+            if let Some(cycles) = &m.cycles {
+                println!("{:<15} {}: {cycles}", m.content, m.engine);
+            }
             if let Some(costs) = &m.pagecmp {
                 println!(
                     "{:<15} {} cuts the bandwidth of comparing by {:.1}, with keys by {:.2}",
@@ -64,7 +70,7 @@ impl Report {
                 );
             }
         }
-        println!("\nkeys before and after writes to every second page");
+        println!("\nkeys before and after writes: to every second page, or by guests");
         println!("content         key               write     bytes  matches  mismatches  false positives");
         for k in &self.keys {
             println!("{k}");
@@ -85,16 +91,16 @@ impl Report {
         }
         for s in &self.searching {
             if let Some(c) = &s.cycles {
-                println!(
-                    "{}: {:.0} cycles a table (deviation {:.0}), {:.2} comparisons of {:.1} lines, {:.2} GB/s from memory",
-                    s.engine,
-                    c.per_table,
-                    c.deviation,
-                    c.comparisons_per_table,
-                    c.lines_per_comparison,
-                    c.bandwidth / 1e9
-                );
+                println!("{}: {c}", s.engine);
             }
+        }
+        println!("\nthe service on a store of {} pages", self.slots);
+        println!("engine               search ns/page  of the CPU's  all ns/page  of the CPU's");
+        for s in &self.service {
+            println!(
+                "{:<19} {:>15.0} {:>13.2} {:>12.0} {:>13.2}",
+                s.engine, s.search_ns_per_page, s.search_of_cpus, s.all_ns_per_page, s.all_of_cpus
+            );
         }
     }
 }

@@ -44,16 +44,30 @@ pub(super) struct Searching {
 /// What the paper's table 5 and figure 11 report.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct CycleFigures {
-    pub(super) per_table: f64,
-    pub(super) deviation: f64,
-    pub(super) comparisons_per_table: f64,
-    pub(super) lines_per_comparison: f64,
+    per_table: f64,
+    deviation: f64,
+    comparisons_per_table: f64,
+    lines_per_comparison: f64,
     /// Bytes a second from memory while the device works.
-    pub(super) bandwidth: f64,
+    bandwidth: f64,
+}
+
+impl std::fmt::Display for CycleFigures {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{:.0} cycles a table (deviation {:.0}), {:.2} comparisons of {:.1} lines, {:.2} GB/s from memory",
+            self.per_table,
+            self.deviation,
+            self.comparisons_per_table,
+            self.lines_per_comparison,
+            self.bandwidth / 1e9
+        )
+    }
 }
 
 impl CycleFigures {
-    fn of(cycles: &Cycles) -> Self {
+    pub(super) fn of(cycles: &Cycles) -> Self {
         let comparisons = cycles.comparisons.max(1) as f64;
         Self {
             per_table: cycles.mean_cycles(),

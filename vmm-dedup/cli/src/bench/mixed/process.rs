@@ -113,7 +113,7 @@ impl Drop for End<'_> {
 
 pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
     let parts = Parts::of(mib as usize / 2);
-    let area = Area::with_content(mib, |page| parts.content(page))?;
+    let area = Area::with_content(true, mib, |page| parts.content(page))?;
     let orders = Orders(AtomicU64::new(0), Mutex::default());
     orders.set(&parts.hot);
     std::thread::scope(|scope| {

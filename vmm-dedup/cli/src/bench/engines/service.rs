@@ -1,0 +1,146 @@
+//! The dedup service itself, searching a store of many slots by the hash index, by the CPU in the tree, and by a PageForge
+//! over vfio-user: what each takes of the service's CPU.
+#![allow(unsafe_code)] // the service works on the areas' addresses
+
+use super::super::content::Area;
+use super::device::DeviceProcess;
+use crate::Failure;
+use crate::store::Child;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use vmm_dedup::{Config, DedupService, HostRange, Search, ServiceStats};
+use vmm_dedup_protocol::stats::BACKENDS;
+
+/// The name of the store's folder.
+pub(super) const STORE: &str = "engines-store";
+/// Passes after which a measurement is given up.
+const MOST_PASSES: u32 = 1000;
+/// Pages of a MiB.
+const MIB_PAGES: usize = 256;
+
+/// One engine. Half of the guest's pages are in the store, half nowhere else.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Service {
+    pub(super) engine: &'static str,
+    slots: u64,
+    pages: u64,
+    merged: u64,
+    /// Pages that the engine was asked for, and those that it had to be asked for again later.
+    searches: u64,
+    /// CPU time of the service for a page, ns: copying into the staging buffer, searching, keys for later.
+    pub(super) search_ns_per_page: f64,
+    /// That, divided by what the tree takes by the CPU.
+    pub(super) search_of_cpus: f64,
+    /// All CPU time of the service for a page, ns: tracking, keys, merging and telling the store as well.
+    pub(super) all_ns_per_page: f64,
+    /// That, divided by what the service takes that searches the tree by the CPU.
+    pub(super) all_of_cpus: f64,
+}
+
+pub(super) fn measure(
+    slots: usize,
+    candidates: usize,
+    device: &DeviceProcess,
+) -> Result<Vec<Service>, Failure> {
+    let store = Child::start_with(STORE, &["--ordered", "--metrics", "none"])?;
+    let slots = slots.next_multiple_of(2 * MIB_PAGES);
+    let candidates = candidates.min(slots);
+    // Everything twice in one guest, so that all of it is published.
+    let known = Area::with_content(false, mib(slots * 2), |page| page % slots)?;
+    let teacher = serve(&known, store.socket(), "known", Search::Index, None)?;
+    until(&teacher, "the store did not fill", |stats| {
+        stats.pages_mapped >= known.pages() as u64
+    })?;
+    let engines = [
+        (Search::Index, None),
+        (Search::Tree, None),
+        (Search::Pageforge, Some(device.socket())),
+    ];
+    let mut all: Vec<Service> = Vec::new();
+    let run = |(search, socket): (Search, Option<&Path>)| {
+        let unknown = |page: usize| (page << 8 | 1 << 40) + search as usize;
+        let id = |page| {
+            if page < candidates / 2 {
+                page
+            } else {
+                unknown(page)
+            }
+        };
+        let area = Area::with_content(false, mib(candidates), id)?;
+        let service = serve(&area, store.socket(), "measured", search, socket)?;
+        let stats = until(&service, "nothing was merged", |stats| {
+            stats.pages_mapped >= candidates as u64 / 2 && stats.pages_keyed_total >= candidates as u64
+        })?;
+        service.stop(true).map_err(Failure::from_error)?;
+        Ok(stats)
+    };
+    for engine in engines {
+        let stats: ServiceStats = run(engine)?;
+        let per_page = |ns: u64| ns as f64 / candidates as f64;
+        all.push(Service {
+            engine: usize::try_from(stats.backend)
+                .ok()
+                .and_then(|at| BACKENDS.get(at))
+                .unwrap_or(&"unknown"),
+            slots: slots as u64,
+            pages: candidates as u64,
+            merged: stats.merges_total,
+            searches: stats.searches_total,
+            search_ns_per_page: per_page(stats.cpu_ns.search),
+            search_of_cpus: 0.0,
+            all_ns_per_page: per_page(stats.cpu_ns.total()),
+            all_of_cpus: 0.0,
+        });
+    }
+    let (search, whole) = (all[1].search_ns_per_page, all[1].all_ns_per_page);
+    for service in &mut all {
+        service.search_of_cpus = service.search_ns_per_page / search;
+        service.all_of_cpus = service.all_ns_per_page / whole;
+    }
+    teacher.stop(false).map_err(Failure::from_error)?;
+    Ok(all)
+}
+
+fn mib(pages: usize) -> u32 {
+    u32::try_from(pages / MIB_PAGES).unwrap_or(u32::MAX)
+}
+
+fn serve(
+    area: &Area,
+    store: &Path,
+    name: &str,
+    search: Search,
+    socket: Option<&Path>,
+) -> Result<DedupService, Failure> {
+    let config = Config {
+        name: name.to_owned(),
+        pass_period_ms: 3_600_000, // passes come when they are asked for
+        cpu_percent: 100,
+        search,
+        search_socket: socket.map(PathBuf::from),
+        ..Config::default()
+    };
+    let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
+    // SAFETY: the area stays mapped for the process's lifetime and is only accessed through volatile words.
+    let service =
+        unsafe { DedupService::start_on_ranges_with(&[range], store, config, vmm_dedup_engines::make) };
+    service.map_err(Failure::from_error)
+}
+
+/// Lets passes follow each other until something is so.
+fn until(
+    service: &DedupService,
+    failure: &str,
+    so: impl Fn(&ServiceStats) -> bool,
+) -> Result<ServiceStats, Failure> {
+    for _ in 0..MOST_PASSES {
+        let stats = service.pass().map_err(Failure::from_error)?;
+        if so(&stats) {
+            return Ok(stats);
+        }
+    }
+    Err(Failure::new(format!(
+        "{failure} within {MOST_PASSES} passes: {:?}",
+        service.stats()
+    )))
+}
