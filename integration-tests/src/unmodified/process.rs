@@ -7,7 +7,7 @@ use crate::vm::Verdict;
 use serde_json::json;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use vmm_dedup_payload::{Console, PayloadConfig, Report, measure_tsc_khz};
 
