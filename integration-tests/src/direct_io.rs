@@ -209,7 +209,7 @@ fn use_and_rest(pages: &Pages, stop: &AtomicBool) {
     let start = Instant::now();
     let mut n = 1usize;
     while !stop.load(Ordering::Acquire) {
-        if start.elapsed().as_millis() / 300 % 2 == 0 {
+        if (start.elapsed().as_millis() / 300).is_multiple_of(2) {
             std::thread::sleep(Duration::from_millis(5));
             continue;
         }

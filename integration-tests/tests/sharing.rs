@@ -1,7 +1,7 @@
 //! Payload guests on KVM share, stay right, and get everything back.
 
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config};
+use vmm_dedup::{Breaks, Config, Policy};
 use vmm_dedup_integration_tests::need_kvm;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
@@ -52,6 +52,8 @@ fn boot_two(
     [1, 2].map(|n| {
         let config = Config {
             breaks,
+            // What is shared does not depend on what is used.
+            huge_policy: Policy::Ksm,
             ..config(&format!("guest-{n}"))
         };
         Guest::boot(payload(n), 48, thp, Some((&store.socket(), config)))

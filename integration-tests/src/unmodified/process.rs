@@ -51,7 +51,8 @@ impl Options {
             arguments: Vec::new(),
             store: Some(store.into()),
             behind: None,
-            config: "pass_period_ms = 50\ncpu_percent = 80\n".into(),
+            // What is shared does not depend on what is used.
+            config: "pass_period_ms = 50\ncpu_percent = 80\nhuge_policy = \"ksm\"\n".into(),
             restore: None,
             receive: None,
         }

@@ -163,9 +163,11 @@ pub(crate) fn worker(args: &MixedWorkerArgs) -> Result<(), Failure> {
 }
 
 /// Longest time to wait until a policy has settled.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(45);
 /// Intervals that a policy has at least: it may need some to see what is used.
 const MIN_INTERVALS: u32 = 10;
+/// Intervals without merging after which it has settled: unchanged huge pages are looked at ever less often.
+const QUIET_INTERVALS: u32 = 8;
 
 /// What a measurement works with.
 struct Setup<'a> {
@@ -195,8 +197,8 @@ impl Setup<'_> {
         }
     }
 
-    /// Waits for [`MIN_INTERVALS`], then until nothing has been merged for three, at most [`PATIENCE`]: what is written all
-    /// the time is merged and broken again for ever.
+    /// Waits for [`MIN_INTERVALS`], then until nothing has been merged for [`QUIET_INTERVALS`], at most [`PATIENCE`]: what is
+    /// written all the time is merged and broken again for ever.
     fn settle(&self, services: &[DedupService]) {
         let start = Instant::now();
         std::thread::sleep(Duration::from_millis(self.interval_ms) * MIN_INTERVALS);
@@ -207,7 +209,7 @@ impl Setup<'_> {
             });
             if sum != last.0 {
                 last = (sum, Instant::now());
-            } else if last.1.elapsed() > Duration::from_millis(self.interval_ms) * 3 {
+            } else if last.1.elapsed() > Duration::from_millis(self.interval_ms) * QUIET_INTERVALS {
                 return;
             }
             std::thread::sleep(Duration::from_millis(20));
