@@ -73,6 +73,7 @@ impl StoreThread {
             tokio::task::LocalSet::new().block_on(&runtime, async {
                 let mut config = vmm_dedup_store::Config {
                     socket,
+                    metrics: None,
                     ..vmm_dedup_store::Config::default()
                 };
                 configure(&mut config);

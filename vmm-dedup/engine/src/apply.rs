@@ -297,6 +297,9 @@ impl Scanner {
         }
         if outcome == Outcome::Different {
             self.note_collision(item);
+            if item.role == Role::Proposed {
+                self.searcher.note_wrong();
+            }
         }
         let mut uncounted = 0;
         let counter = match outcome {

@@ -20,6 +20,8 @@ pub(crate) enum Role {
     Publisher,
     /// Shares the slot, or becomes the zero page.
     Twin,
+    /// Shares the slot, as an engine proposed.
+    Proposed,
     /// Stays private in a mapping that shows the slot at its place to nobody ([`crate::stretch`]).
     Exception,
 }
@@ -31,6 +33,14 @@ impl Item {
             page,
             slot: Some(slot),
             role: Role::Twin,
+        }
+    }
+
+    /// A page whose twin an engine has found.
+    pub(crate) fn proposed(page: Page, slot: Slot) -> Self {
+        Self {
+            role: Role::Proposed,
+            ..Self::twin_of(page, slot)
         }
     }
 

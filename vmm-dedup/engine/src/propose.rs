@@ -15,8 +15,7 @@ impl Scanner {
     /// Before a pass: sees to it that there is an engine, if there can be one.
     pub(crate) fn prepare_search(&mut self) {
         if let Some(store) = &self.store {
-            let (proposed, different) = (self.stats.search_twins_total, self.stats.mismatches_total);
-            self.searcher.prepare(store, self.passes, proposed, different);
+            self.searcher.prepare(store, self.passes);
         }
     }
 
@@ -63,7 +62,7 @@ impl Scanner {
     fn take_proposals(&mut self, keyed: &[(Page, Key)], found: &[Found]) {
         for ((page, _), found) in keyed.iter().zip(found) {
             if let Found::Twin(slot) = found {
-                self.merges.push(Item::twin_of(*page, *slot));
+                self.merges.push(Item::proposed(*page, *slot));
                 self.stats.search_twins_total += 1;
             }
         }

@@ -33,7 +33,7 @@ const STAGING: PageId = PageId(MAX_SLOTS as u64);
 /// Passes until an engine that failed is made again, at first and at most.
 const PAUSES: std::ops::RangeInclusive<u64> = 64..=4096;
 /// Wrong proposals that are forgiven: guests write their pages meanwhile.
-const FORGIVEN: u64 = 64;
+const FORGIVEN: usize = 64;
 
 /// Most pages that are compared with single slots, and the most slots for that: those of one of PageForge's tables.
 pub(crate) const FEW: usize = 8;
@@ -87,9 +87,9 @@ struct Engine {
     /// The segments that it was given, by number, and [`Store::segment_changes`] then.
     given: Vec<Option<u64>>,
     seen: Option<u64>,
-    /// Of the service's account, when it was made: proposals and pages that turned out different.
-    proposed: u64,
-    different: u64,
+    /// Its proposals, and those of them that turned out wrong.
+    proposed: usize,
+    wrong: usize,
 }
 
 /// What the pages of an engine's questions are.
@@ -156,23 +156,22 @@ impl Searcher {
         self.past_helper_ns + now
     }
 
-    /// Before a pass: makes the engine if it is time for that, and lets it read what the store has now. `proposed` and
-    /// `different` are the service's counts of proposals and of pages that were not what their slots are.
-    pub(crate) fn prepare(&mut self, store: &Store, pass: u64, proposed: u64, different: u64) {
+    /// Before a pass: makes the engine if it is time for that, and lets it read what the store has now.
+    pub(crate) fn prepare(&mut self, store: &Store, pass: u64) {
         if self.search == Search::Index || store.index().tree().version() == 0 {
             // The store has no tree, or none yet.
             self.forget_store();
             return;
         }
-        if let Some(engine) = &self.engine {
-            let (proposed, different) = (proposed - engine.proposed, different - engine.different);
-            if different > FORGIVEN && different * 2 > proposed {
-                let reason = format!("{different} of {proposed} proposals were wrong");
-                self.fail(&Error::Device(reason), pass);
-            }
+        if let Some(Engine { proposed, wrong, .. }) = self.engine
+            && wrong > FORGIVEN
+            && wrong * 2 > proposed
+        {
+            let reason = format!("{wrong} of {proposed} proposals were wrong");
+            self.fail(&Error::Device(reason), pass);
         }
         if self.engine.is_none() && pass >= self.due {
-            match self.new_engine(proposed, different) {
+            match self.new_engine() {
                 Ok(engine) => self.engine = Some(engine),
                 Err(error) => self.fail(&error, pass),
             }
@@ -183,7 +182,7 @@ impl Searcher {
         }
     }
 
-    fn new_engine(&self, proposed: u64, different: u64) -> Result<Engine, Error> {
+    fn new_engine(&self) -> Result<Engine, Error> {
         let mut backend = (self.make)(self.search, self.socket.as_deref())?;
         let staging = Arena::new(BATCH).map_err(|error| Error::Device(error.to_string()))?;
         backend.map(STAGING, BATCH, staging.file())?;
@@ -192,8 +191,8 @@ impl Searcher {
             staging,
             given: Vec::new(),
             seen: None,
-            proposed,
-            different,
+            proposed: 0,
+            wrong: 0,
         })
     }
 
@@ -279,7 +278,20 @@ impl Searcher {
             Vec::new()
         });
         found.resize(pages, Found::Nothing);
+        if let Some(engine) = &mut self.engine {
+            engine.proposed += found
+                .iter()
+                .filter(|found| matches!(found, Found::Twin(_)))
+                .count();
+        }
         found
+    }
+
+    /// A page that the engine proposed was not what its slot holds.
+    pub(crate) fn note_wrong(&mut self) {
+        if let Some(engine) = &mut self.engine {
+            engine.wrong += 1;
+        }
     }
 }
 

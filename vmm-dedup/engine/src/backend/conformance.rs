@@ -312,11 +312,11 @@ fn trees_of_nonsense_end(make: Make<'_>) {
         let any = if seed % 2 == 0 {
             u64::MAX
         } else {
-            0x3f << 27 | 0x3f
+            (0x3f << 27) | 0x3f
         };
         let word = |at: u64| AtomicU64::new(mix(seed << 32 | at) & any);
         let tree: Vec<AtomicU64> = (0..=PAGES).map(word).collect();
-        tree[0].store(seed % PAGES + 1 | (seed + 1) << 27, Memory::Release);
+        tree[0].store((seed % PAGES + 1) | ((seed + 1) << 27), Memory::Release);
         let twins = backend.search(&arena, TreeReader::new(&tree), &ids(0..PAGES));
         for (candidate, twin) in twins.iter().enumerate() {
             assert_harmless(twin, &contents, candidate);
