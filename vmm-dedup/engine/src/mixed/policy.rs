@@ -37,6 +37,11 @@ impl Policy {
         }
     }
 
+    /// Whether it depends on how much of a huge page repeats. (Else it asks for a twin of every subpage.)
+    pub(crate) fn counts_repetition(self) -> bool {
+        self != Policy::Ksm
+    }
+
     /// Whether it depends on how often memory is used.
     pub(crate) fn watches_access(self) -> bool {
         matches!(self, Policy::Smartmd | Policy::Ingens)

@@ -13,7 +13,6 @@ use crate::error::Error;
 use crate::item::Item;
 use crate::memory::Page;
 use crate::mixed::huge::{Asked, Folds, SAMPLING, fold, quarter_of};
-use crate::mixed::policy::Policy;
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::scanner::Scanner;
@@ -37,7 +36,9 @@ impl Scanner {
         }
         for at in 0..self.chunks.len() {
             if self.chunks[at].huge && self.chunks[at].look_due() {
-                self.table.count_repetition();
+                if self.mixed.policy().counts_repetition() {
+                    self.table.count_repetition();
+                }
                 self.look_at(at)?;
                 self.lap(|cpu| &mut cpu.key);
                 self.breathe()?;
@@ -56,7 +57,9 @@ impl Scanner {
         }
         let unchanged = self.chunks[at].looked(&folds);
         read.iter().for_each(|subpage| self.note_subpage(subpage));
-        for quarter in (0..SAMPLING).filter(|quarter| folds[*quarter].is_some()) {
+        let policy = self.mixed.policy();
+        let counted = |quarter: &usize| folds[*quarter].is_some() && policy.counts_repetition();
+        for quarter in (0..SAMPLING).filter(counted) {
             let repeated = read
                 .iter()
                 .filter(|s| s.quarter == quarter && self.looks_repeated(s))
@@ -64,7 +67,6 @@ impl Scanner {
             self.chunks[at].mixed.note_repeated(quarter, repeated);
         }
         self.chunks[at].twins = 0;
-        let policy = self.mixed.policy();
         let state = &self.chunks[at].mixed;
         let known = state.samples > 0 || !policy.watches_access();
         let wanted = self.mixed.thresholds.twins_wanted(policy, state);
@@ -81,7 +83,7 @@ impl Scanner {
         let repetitive = self.chunks[at].mixed.repetition() >= wanted.max(1);
         let all = self.chunks[at].split
             || repetitive
-            || policy == Policy::Ksm
+            || !policy.counts_repetition()
             || self.chunks[at].mixed.asked == Asked::Whole;
         if all && !whole {
             // Only what was read just now may be asked about.
