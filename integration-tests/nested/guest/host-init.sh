@@ -6,7 +6,7 @@ export PATH=/usr/local/bin:/bin
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount -t devtmpfs dev /dev
-for module in irqbypass kvm kvm-amd kvm-intel; do
+for module in @modules@; do
     [ ! -e /modules/$module.ko ] || insmod /modules/$module.ko 2>/dev/null
 done
 ip link set lo up

@@ -60,8 +60,13 @@ impl Stage {
         ));
         for path in [&console, &events] {
             File::create(path).map_err(|e| Failure::file(path, e))?;
-            command.arg("-serial").arg(format!("file:{}", path.display()));
         }
+        command.arg("-serial").arg(format!("file:{}", console.display()));
+        command
+            .arg("-chardev")
+            .arg(format!("file,id=events,path={}", events.display()));
+        command.args(["-device", "virtio-serial-pci"]);
+        command.args(["-device", "virtserialport,chardev=events,name=events"]);
         let mut running = Running::start(&mut command)?;
         let result = self.listen(scenario, &events, &mut running, note);
         drop(running);

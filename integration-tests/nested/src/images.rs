@@ -29,7 +29,18 @@ const LINKS: [(&str, &str); 5] = [
     ("usr/bin/redis-server", "redis-check-rdb"),
 ];
 /// Modules of L1, in the order in which they are loaded; those of the other vendor's CPU do not load.
-const MODULES: [&str; 4] = ["irqbypass.ko", "kvm.ko", "kvm-amd.ko", "kvm-intel.ko"];
+const MODULES: [&str; 10] = [
+    "virtio",
+    "virtio_ring",
+    "virtio_pci_legacy_dev",
+    "virtio_pci_modern_dev",
+    "virtio_pci",
+    "virtio_console",
+    "irqbypass",
+    "kvm",
+    "kvm-amd",
+    "kvm-intel",
+];
 
 /// A guest's initial RAM disk: its whole system. All guests have the same.
 ///
@@ -85,12 +96,14 @@ pub struct Contents<'a> {
 /// If a file cannot be read.
 pub fn host(kernel: &Kernel, contents: &Contents<'_>) -> Result<Vec<u8>, Failure> {
     let init = include_str!("../guest/host-init.sh")
+        .replace("@modules@", &MODULES.join(" "))
         .replace("@scenario@", &contents.scenario)
         .replace("@guest_arguments@", contents.guest_arguments);
     let mut archive = base(&fs_read(&contents.busybox)?, &init);
     archive.directory("modules");
     for name in MODULES {
-        if let Some(module) = kernel.module(name)? {
+        let name = format!("{name}.ko");
+        if let Some(module) = kernel.module(&name)? {
             archive.file(&format!("modules/{name}"), 0o644, &module);
         }
     }

@@ -9,6 +9,7 @@ mod trouble;
 pub(crate) mod vmm;
 
 use crate::event::Event;
+use crate::wait::wait_for;
 use crate::{Failure, Scenario};
 use serde::Serialize;
 use std::fs::{File, OpenOptions};
@@ -17,8 +18,8 @@ use std::time::Instant;
 
 pub use ksm::run_mergeable;
 
-/// L1's second serial line.
-const EVENTS: &str = "/dev/ttyS1";
+/// L1's port to L0: the first one behind a virtio-serial device's console.
+const EVENTS: &str = "/dev/vport0p1";
 
 /// Plays a scenario and tells how it went.
 ///
@@ -53,15 +54,7 @@ struct Stage {
 
 impl Stage {
     fn new() -> Result<Self, Failure> {
-        let events = OpenOptions::new().write(true).open(EVENTS);
-        let events = events.map_err(|e| Failure::new(format!("{EVENTS} cannot be opened: {e}")))?;
-        // As it is, a terminal: no carriage returns, no echo.
-        rustix::termios::tcgetattr(&events)
-            .and_then(|mut settings| {
-                settings.make_raw();
-                rustix::termios::tcsetattr(&events, rustix::termios::OptionalActions::Now, &settings)
-            })
-            .map_err(|e| Failure::new(format!("{EVENTS} cannot be set: {e}")))?;
+        let events = wait_for(EVENTS, || Ok(OpenOptions::new().write(true).open(EVENTS).ok()))?;
         Ok(Self {
             events,
             start: Instant::now(),
@@ -72,10 +65,8 @@ impl Stage {
     fn tell(&mut self, event: &Event) -> Result<(), Failure> {
         let mut line = serde_json::to_string(event).map_err(|e| Failure::new(e.to_string()))?;
         line.push('\n');
-        let written = self.events.write_all(line.as_bytes()).and_then(|()| {
-            rustix::termios::tcdrain(&self.events)?;
-            Ok(())
-        });
+        // When this returns, L0 has it.
+        let written = self.events.write_all(line.as_bytes());
         written.map_err(|e| Failure::new(format!("{EVENTS} cannot be written: {e}")))
     }
 

@@ -42,6 +42,7 @@ pub(super) struct StoreSettings {
     /// ADDRESS:PORT, or "none".
     pub(super) metrics: Option<Metrics>,
     pub(super) max_mib: Option<u64>,
+    pub(super) ordered: Option<bool>,
 }
 
 /// Where a store serves its metrics.

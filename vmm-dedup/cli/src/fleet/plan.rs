@@ -38,6 +38,8 @@ pub(super) struct StorePlan {
     pub(super) socket: PathBuf,
     pub(super) metrics: Option<SocketAddr>,
     pub(super) max_mib: u64,
+    /// For VMs with a `search`.
+    pub(super) ordered: bool,
 }
 
 /// A VM.
@@ -313,6 +315,7 @@ fn store(
         },
         metrics: settings.metrics.unwrap_or(default_metrics).0,
         max_mib,
+        ordered: settings.ordered.unwrap_or(false),
     })
 }
 

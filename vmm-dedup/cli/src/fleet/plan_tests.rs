@@ -95,6 +95,7 @@ fn each_domain_has_a_store_and_only_if_a_vm_merges_in_it() {
         socket = "s.sock"
         [domain.blue]
         max_mib = 100
+        ordered = true
         [domain.unused]
         [template.t]
         kernel = "k"
@@ -114,6 +115,7 @@ fn each_domain_has_a_store_and_only_if_a_vm_merges_in_it() {
         socket: "/run/vmm-dedup/store-blue.sock".into(),
         metrics: None,
         max_mib: 100,
+        ordered: true,
     };
     assert_eq!(plan.stores, std::slice::from_ref(&blue));
     assert!(plan.store_of(&plan.vms[0]).is_none());

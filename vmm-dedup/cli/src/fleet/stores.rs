@@ -50,6 +50,7 @@ pub(super) async fn ensure(
             "--domain",
             &domain,
         ])
+        .args(store.ordered.then_some("--ordered"))
         .arg("--socket")
         .arg(&socket)
         .stdin(Stdio::null())

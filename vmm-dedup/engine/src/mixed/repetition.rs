@@ -91,16 +91,16 @@ impl Scanner {
             return Ok(());
         }
         self.chunks[at].mixed.asked = if all { Asked::Whole } else { Asked::Sample };
-        for subpage in read
-            .iter()
-            .filter(|s| !self.is_probe(at, s.page))
-            .collect::<Vec<_>>()
-        {
-            if all || subpage.quarter == 0 || self.looks_repeated(subpage) {
-                self.ask(subpage)?;
+        let mut asked = Vec::with_capacity(read.len());
+        for subpage in read.iter().filter(|s| !self.is_probe(at, s.page)) {
+            if (all || subpage.quarter == 0 || self.looks_repeated(subpage)) && self.may_ask(subpage) {
+                asked.push(subpage);
             }
         }
-        Ok(())
+        let (zeros, others): (Vec<&Subpage>, Vec<&Subpage>) = asked.into_iter().partition(|s| s.zero);
+        self.merges.extend(zeros.iter().map(|s| Item::zero(s.page)));
+        let keyed: Vec<(Page, Key)> = others.iter().map(|s| (s.page, s.key)).collect();
+        self.look_up_all(&keyed)
     }
 
     fn read_subpages(&mut self, at: usize) -> Vec<Subpage> {
@@ -150,16 +150,12 @@ impl Scanner {
         subpage.zero || self.table.repetition(subpage.key) > 1 || marked()
     }
 
-    /// Looks for a subpage's twin, in the index and with the store.
-    fn ask(&mut self, subpage: &Subpage) -> Result<(), Error> {
+    /// Whether a subpage's twin is to be looked for.
+    fn may_ask(&self, subpage: &Subpage) -> bool {
         match self.table.get(subpage.page) {
-            State::Pinned(retry) if !retry.is_due(self.passes) => Ok(()),
-            State::Seen { .. } | State::Pinned(_) if subpage.zero => {
-                self.merges.push(Item::zero(subpage.page));
-                Ok(())
-            }
-            State::Seen { .. } | State::Pinned(_) => self.look_up(subpage.page, subpage.key),
-            _ => Ok(()),
+            State::Seen { .. } => true,
+            State::Pinned(retry) => retry.is_due(self.passes),
+            _ => false,
         }
     }
 }
