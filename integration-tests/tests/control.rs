@@ -111,6 +111,31 @@ fn a_service_that_rests_does_not_hold_back_others() {
 }
 
 #[test]
+fn questions_that_come_while_the_service_asks_the_store_are_answered() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(1024);
+    (0..1024).for_each(|page| pages.fill(page, page as u64 % 100 + 1));
+    // A pass an hour: nothing but a question makes it look for questions.
+    let seldom = Config {
+        pass_period_ms: 3_600_000,
+        ..config("vm")
+    };
+    let service = pages.serve(&store.socket(), seldom).expect("dedup starts");
+    let socket = &store.socket();
+    std::thread::scope(|operators| {
+        for what in [Switch::On, Switch::OffUnmerge, Switch::On, Switch::Off] {
+            operators.spawn(move || {
+                let mut observer = Observer::connect(socket).expect("an observer");
+                // The store gives a VM ten seconds.
+                (0..100).for_each(|_| observer.set("vm", switch(what)).expect("done"));
+            });
+        }
+    });
+    service.stop(true).expect("everything goes back");
+}
+
+#[test]
 fn budgets_change_while_it_works() {
     need_userfaultfd!();
     let store = StoreThread::start();

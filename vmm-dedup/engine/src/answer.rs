@@ -7,7 +7,7 @@ use crate::memory::Page;
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::scanner::Scanner;
-use crate::store::Question;
+use crate::store::{Question, Store};
 use std::ops::Range;
 use vmm_dedup_protocol::control::{Explanation, Set, Switch};
 use vmm_dedup_protocol::index::Line;
@@ -40,6 +40,11 @@ impl Scanner {
             }
         }
         Ok(())
+    }
+
+    /// Whether something waits that the store has passed on.
+    pub(crate) fn has_questions(&self) -> bool {
+        self.store.as_ref().is_some_and(Store::has_questions)
     }
 
     fn answer_set(&mut self, set: &Set) -> Result<(), Error> {

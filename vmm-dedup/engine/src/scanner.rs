@@ -465,7 +465,7 @@ impl Scanner {
         let helpers = self.breaker.stats().0.cpu_ns + self.searcher.helper_cpu_ns();
         self.pacer.charge_others(helpers);
         self.pacer.set_percent(self.control.cpu_percent());
-        if self.answered.elapsed() >= ANSWER_PERIOD {
+        if self.answered.elapsed() >= ANSWER_PERIOD || self.has_questions() {
             self.answer_now()?;
         }
         let mut debt = self.pacer.debt();

@@ -314,6 +314,10 @@ fn scan(mut scanner: Scanner) -> (ServiceStats, Result<(), Error>) {
     let _closes = Closes(control.clone());
     let (mut next, mut resting) = (Instant::now(), false);
     loop {
+        // Those that came while an answer of the store was waited for are not in its socket any more.
+        if scanner.has_questions() {
+            scanner.try_answer();
+        }
         let store = scanner.store.as_ref().map(Store::socket);
         match control.next(next, resting, store) {
             Event::Question => scanner.try_answer(),

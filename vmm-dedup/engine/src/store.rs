@@ -222,6 +222,11 @@ impl Store {
         self.socket.as_fd()
     }
 
+    /// Whether something was asked and not taken yet.
+    pub(crate) fn has_questions(&self) -> bool {
+        !self.questions.is_empty()
+    }
+
     /// What somebody asked, in order.
     pub(crate) fn next_question(&mut self) -> Option<Question> {
         self.questions.pop_front()
