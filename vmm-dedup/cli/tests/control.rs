@@ -120,20 +120,24 @@ fn vm(store: &Path, name: &str) -> Process {
 
 fn vm_with(store: &Path, name: &str, options: &[&str]) -> Process {
     let mut run = command();
-    run.args(["run", "--payload", "common_mib=8 private_mib=4 seconds=1000000"])
-        .args([
-            "--memory-mib",
-            "64",
-            "--pass-period-ms",
-            "100",
-            "--name",
-            name,
-            "--store",
-        ])
-        .arg(store)
-        .args(options)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null());
+    run.args([
+        "run",
+        "--payload",
+        "common_mib=8 private_mib=4 ws_area=private seconds=1000000",
+    ])
+    .args([
+        "--memory-mib",
+        "64",
+        "--pass-period-ms",
+        "100",
+        "--name",
+        name,
+        "--store",
+    ])
+    .arg(store)
+    .args(options)
+    .stdin(Stdio::null())
+    .stdout(Stdio::null());
     Process(run.spawn().expect("the command runs"))
 }
 
