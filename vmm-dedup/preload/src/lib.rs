@@ -22,9 +22,10 @@
 //!   uses futex, and mmap and madvise on guest memory, which those filters allow. Everything else is the manager's.
 //! - A hook may run inside somebody's allocator: it does not allocate before it knows that guest memory is concerned.
 //! - Nothing happens in a process that never talks to KVM: no thread, no file. The first KVM_GET_API_VERSION starts
-//!   the manager, which every VMM does before it restricts itself; so wrappers (`ip netns exec`, `unshare`, shells),
-//!   and what a VMM executes, are not touched, and the environment is left as it is. A child that is forked, in
-//!   whatever way, finds the hooks inactive.
+//!   the manager; so wrappers (`ip netns exec`, `unshare`, shells), and what a VMM executes, are not touched, and the
+//!   environment is left as it is. A child that is forked, in whatever way, finds the hooks inactive.
+//! - Cloud Hypervisor asks for that before it restricts itself. QEMU with `-sandbox on` has restricted all its threads by
+//!   then, nobody can ask how, and a forbidden call would end it: such a VM is refused.
 //! - KVM_RUN is the first thing that the ioctl hook looks for.
 //!
 //! Known holes: memory whose protection is changed to read-write later (mprotect) is not recognised; nor are ranges

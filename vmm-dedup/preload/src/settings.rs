@@ -23,11 +23,13 @@ impl Settings {
 
     fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Option<Self> {
         let set = |name| variable(name).filter(|value| !value.is_empty());
+        // Paths begin where the VMM was started: it may work elsewhere when they are used (QEMU's -daemonize).
+        let path = |name| set(name).map(|value| std::path::absolute(&value).unwrap_or(value.into()));
         Some(Self {
-            store: set("VMM_DEDUP_STORE")?.into(),
+            store: path("VMM_DEDUP_STORE")?,
             name: set("VMM_DEDUP_NAME").map(|name| name.to_string_lossy().into_owned()),
-            config: set("VMM_DEDUP_CONFIG").map(PathBuf::from),
-            log: set("VMM_DEDUP_LOG").map(PathBuf::from),
+            config: path("VMM_DEDUP_CONFIG"),
+            log: path("VMM_DEDUP_LOG"),
         })
     }
 
@@ -100,6 +102,14 @@ mod tests {
     fn without_a_store_there_is_nothing_to_do() {
         assert_eq!(settings(&[("VMM_DEDUP_NAME", "x")]), None);
         assert_eq!(settings(&[("VMM_DEDUP_STORE", "")]), None);
+    }
+
+    #[test]
+    fn paths_begin_where_the_vmm_was_started() {
+        let relative = settings(&[("VMM_DEDUP_STORE", "s"), ("VMM_DEDUP_LOG", "l")]).unwrap();
+        let here = std::env::current_dir().unwrap();
+        assert_eq!(relative.store, here.join("s"));
+        assert_eq!(relative.log, Some(here.join("l")));
     }
 
     #[test]
