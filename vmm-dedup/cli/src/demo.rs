@@ -399,10 +399,7 @@ impl Table {
         self.shown = elapsed;
         let saved = stat::saved_net(store) as f64 / f64::from(1 << 20);
         let cpu = store.cpu_ns + vms.iter().map(|v| v.stats.cpu_ns.total()).sum::<u64>();
-        let breaks: u64 = vms
-            .iter()
-            .map(|v| v.stats.breaks_kernel_total + v.stats.breaks_managed_total)
-            .sum();
+        let breaks: u64 = vms.iter().map(|v| v.stats.breaks_total()).sum();
         let total = format!(
             "{:>4} s   shared {:>7}   sharing {:>7}   saved {saved:>7.1} MiB net   CPU {:>5.2} s   faults {breaks}",
             elapsed.as_secs(),
@@ -426,7 +423,7 @@ impl Table {
                 s.pages_mapped,
                 s.pages_zero,
                 s.pages_unshared,
-                s.breaks_kernel_total + s.breaks_managed_total,
+                s.breaks_total(),
                 s.cpu_ns.total() as f64 / 1e9,
                 s.stop.quantile_us(0.99)
             ));

@@ -47,7 +47,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<(), Failure> {
         .explain(&args.vm, args.gpa.clone())
         .map_err(Failure::from_error)?;
     let (_, vms) = observer.stats().map_err(Failure::from_error)?;
-    let vm = vms.iter().find(|v| v.name == args.vm);
+    let vm = vms.iter().find(|v| v.is_called(&args.vm));
     if args.json {
         let value = match &account {
             Account::Explained(explained) => explained_json(&args.vm, explained, vm),
@@ -112,7 +112,7 @@ fn refusals(stats: &ServiceStats) -> String {
 
 /// What became of huge pages, if there are or were any.
 fn huge_pages(stats: &ServiceStats) -> String {
-    if stats.huge_ranges + stats.huge_splits_total + stats.huge_zero_total == 0 {
+    if [stats.huge_ranges, stats.huge_splits_total, stats.huge_zero_total] == [0; 3] {
         return String::new();
     }
     format!(

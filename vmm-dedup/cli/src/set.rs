@@ -116,7 +116,7 @@ fn watch(
             }
         }
         let shared = stat::fetch(store).ok().and_then(|(_, vms)| {
-            let found = vms.into_iter().find(|v| v.name == vm);
+            let found = vms.into_iter().find(|v| v.is_called(vm));
             found.map(|v| v.stats.pages_mapped)
         });
         if let Some(pages) = shared {

@@ -65,7 +65,7 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
             s.pages_mapped,
             s.pages_zero,
             s.pages_unshared,
-            s.breaks_kernel_total + s.breaks_managed_total,
+            s.breaks_total(),
             s.vmas,
             s.cpu_ns.total() as f64 / 1e9
         );

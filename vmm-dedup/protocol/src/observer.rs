@@ -73,6 +73,14 @@ pub struct Vm {
     pub stats: ServiceStats,
 }
 
+impl Vm {
+    /// Whether somebody means this VM: by its name, or by NAME.PID.
+    #[must_use]
+    pub fn is_called(&self, wanted: &str) -> bool {
+        self.name == wanted || wanted.strip_suffix(&format!(".{}", self.pid)) == Some(&self.name)
+    }
+}
+
 /// What became of a VM's pages.
 #[derive(Clone, Debug)]
 pub enum Account {

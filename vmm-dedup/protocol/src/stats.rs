@@ -270,6 +270,11 @@ pub struct ServiceStats {
 }
 
 impl ServiceStats {
+    /// Shared pages that were written, whoever copied them.
+    pub fn breaks_total(&self) -> u64 {
+        self.breaks_kernel_total.saturating_add(self.breaks_managed_total)
+    }
+
     /// What tells the service which memory is used.
     pub fn use_source_name(&self) -> &'static str {
         let number = usize::try_from(self.use_source).unwrap_or(usize::MAX);
@@ -312,6 +317,12 @@ mod tests {
             ..CpuNs::default()
         };
         assert_eq!(cpu.total(), u64::MAX);
+        let stats = ServiceStats {
+            breaks_kernel_total: u64::MAX,
+            breaks_managed_total: 1,
+            ..ServiceStats::default()
+        };
+        assert_eq!(stats.breaks_total(), u64::MAX);
     }
 
     #[test]

@@ -64,7 +64,7 @@ pub(crate) enum Violation {
     Epoch(#[from] EpochViolation),
     #[error(transparent)]
     Reference(#[from] ReferenceViolation),
-    #[error("a {0} message is not expected here")]
+    #[error("not expected here: {0}")]
     Unexpected(&'static str),
     #[error("{pages} pages were announced, this store takes VMs of 1 to {max}: raise max_vm_pages")]
     Pages { pages: u64, max: u64 },

@@ -52,12 +52,6 @@ pub(crate) struct Host {
     pub(crate) store_cpu: f64,
 }
 
-fn breaks(stats: &ServiceStats) -> u64 {
-    stats
-        .breaks_kernel_total
-        .saturating_add(stats.breaks_managed_total)
-}
-
 fn merges(stats: &ServiceStats) -> u64 {
     stats.merges_total.saturating_add(stats.zero_merges_total)
 }
@@ -86,7 +80,7 @@ pub(crate) fn rows(before: Option<&Sample>, now: &Sample) -> (Host, Vec<Row>) {
                     .saturating_add(new.pages_zero)
                     .saturating_mul(4096),
                 merges: rate(merges(old), merges(new)),
-                breaks: rate(breaks(old), breaks(new)),
+                breaks: rate(old.breaks_total(), new.breaks_total()),
                 cpu: rate(old.cpu_ns.total(), new.cpu_ns.total()) / 1e9,
                 waits: rate(old.reserve_waits_total, new.reserve_waits_total),
             }

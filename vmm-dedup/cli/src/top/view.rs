@@ -113,8 +113,8 @@ impl View {
         let waits = if host.waits > 0.0 { waits.red() } else { waits };
         vec![
             Line::from(format!(
-                "vmm-dedup  {}  {} VMs{refused}",
-                self.store, host.services
+                "vmm-dedup  {} VMs{refused}  {}",
+                host.services, self.store
             ))
             .bold(),
             Line::from(vec![
@@ -169,7 +169,9 @@ impl View {
             TableRow::new(cells.map(|((column, (_, width)), text)| cell(column, text, width)))
                 .style(style_of(row))
         });
-        let widths = COLUMNS.map(|(_, width)| Constraint::Length(width));
+        // A wide terminal has room for long names.
+        let mut widths = COLUMNS.map(|(_, width)| Constraint::Length(width));
+        widths[0] = Constraint::Min(COLUMNS[0].1);
         Table::new(rows, widths).header(head).column_spacing(1)
     }
 }
@@ -240,7 +242,7 @@ mod tests {
     #[test]
     fn all_of_it_fits_80_by_24() {
         let lines = screen(&mut view(), 80, 24);
-        assert_eq!(lines[0], "vmm-dedup  /run/vmm-dedup/store.sock  2 VMs, 1 refused");
+        assert_eq!(lines[0], "vmm-dedup  2 VMs, 1 refused  /run/vmm-dedup/store.sock");
         assert_eq!(lines[1], "saved net -5.0 MiB   pages shared 0, sharing 0");
         assert_eq!(
             lines[2],
