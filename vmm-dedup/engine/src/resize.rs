@@ -63,6 +63,7 @@ impl Scanner {
     /// Leaves out what was to be done with pages that are not worked on any more.
     fn drop_work(&mut self, keep: impl Fn(Page) -> bool) {
         self.to_hash.retain(|page| keep(*page));
+        self.held_twins.retain(|(page, _)| keep(*page));
         let of_kept = |item: &Item| keep(item.page);
         let gone: Vec<Item> = self
             .merges

@@ -21,7 +21,7 @@ use crate::sys::uffd::{Mode, Uffd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use vmm_dedup_protocol::key::Salt;
+use vmm_dedup_protocol::key::{Key, Salt};
 use vmm_dedup_protocol::message::RefDelta;
 use vmm_dedup_protocol::stats::{CpuNs, ServiceStats};
 
@@ -81,6 +81,8 @@ pub(crate) struct Scanner {
     pub(crate) merges: Vec<Item>,
     /// Published pages whose chunks are not ripe for merging, see [`crate::stretch`].
     pub(crate) held: Vec<Item>,
+    /// Candidates of such chunks whose keys the index had.
+    pub(crate) held_twins: Vec<(Page, Key)>,
     /// Items that one merge window takes at most; adapts to the stop target.
     pub(crate) window: usize,
     pub(crate) stats: ServiceStats,
@@ -183,6 +185,7 @@ impl Scanner {
             salt: store.salt(),
             merges: Vec::new(),
             held: Vec::new(),
+            held_twins: Vec::new(),
             window: 16,
             stats: ServiceStats::default(),
             vmas_max: i64::try_from(vmas_max).unwrap_or(i64::MAX),
@@ -414,6 +417,7 @@ impl Scanner {
         self.to_hash.clear();
         self.merges.clear();
         self.held.clear();
+        self.held_twins.clear();
         for page in (0..).take(self.memory.end()) {
             match self.table.get(page) {
                 State::Shared(_) | State::Candidate { foreign: true, .. } => {

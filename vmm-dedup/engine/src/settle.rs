@@ -35,7 +35,7 @@ impl Scanner {
         Ok(())
     }
 
-    fn sight(&mut self, page: Page, key: Key) -> Result<(), Error> {
+    pub(crate) fn sight(&mut self, page: Page, key: Key) -> Result<(), Error> {
         if matches!(
             self.table.get(page),
             State::Private(_) | State::Shared(_) | State::Zero
@@ -71,7 +71,7 @@ impl Scanner {
         if self.store.is_none() {
             return Ok(());
         }
-        self.release_held();
+        self.release_held()?;
         loop {
             self.flush()?;
             self.take_news()?;

@@ -11,10 +11,12 @@
 //! - at most [`MOST_IN_A_ROW`] in a row, and never more exceptions than shared pages;
 //! - none with managed breaks, whose promise is that every page can be merged again.
 
+use crate::error::Error;
 use crate::item::{Item, continues};
 use crate::memory::{Memory, Page};
 use crate::page::State;
 use crate::scanner::Scanner;
+use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::message::MAX_GAP;
 
 /// Most exceptions in a row: copying more costs more than the mappings that they save.
@@ -83,18 +85,40 @@ impl Scanner {
             }
             self.split_if_huge(group[0].page);
             self.chunks[at].hold(self.passes);
-            self.held.extend(group.iter().filter(|item| item.owned()));
+            for item in group {
+                match self.table.get(item.page) {
+                    _ if item.owned() => self.held.push(*item),
+                    State::Candidate { key, .. } => self.held_twins.push((item.page, key)),
+                    _ => {} // keyed anew by the next pass
+                }
+            }
         }
         kept
     }
 
-    /// Pages held back whose chunks are ripe are to be merged now.
-    pub(crate) fn release_held(&mut self) {
+    /// Pages held back whose chunks are ripe are to be merged now. Twins are looked up again: nothing found in the index
+    /// outlives an epoch. A key that was there was no sighting for the store any more; if it has left meanwhile (who
+    /// published it gave it up as well), it must become one again, or nobody would ever be asked for the page.
+    pub(crate) fn release_held(&mut self) -> Result<(), Error> {
+        let is_ripe = |page: Page| self.chunks[self.memory.chunk_of(page)].is_ripe(self.passes);
         let held = std::mem::take(&mut self.held);
-        let is_ripe = |item: &Item| self.chunks[self.memory.chunk_of(item.page)].is_ripe(self.passes);
-        let (ripe, waiting): (Vec<Item>, Vec<Item>) = held.into_iter().partition(is_ripe);
-        self.held = waiting;
+        let (ripe, waiting): (Vec<Item>, Vec<Item>) = held.into_iter().partition(|item| is_ripe(item.page));
+        let held = std::mem::take(&mut self.held_twins);
+        let (twins, waiting_twins): (Vec<_>, Vec<_>) = held.into_iter().partition(|(page, _)| is_ripe(*page));
+        (self.held, self.held_twins) = (waiting, waiting_twins);
         self.merges.extend(ripe);
+        let is_same = |(page, key): &(Page, Key)| {
+            let now = self.table.get(*page);
+            now == State::Candidate {
+                key: *key,
+                foreign: false,
+            }
+        };
+        let twins: Vec<(Page, Key)> = twins.into_iter().filter(is_same).collect();
+        for (page, key) in self.look_up_again(&twins) {
+            self.sight(page, key)?;
+        }
+        Ok(())
     }
 
     /// Adds the exceptions that join neighbouring items to runs.

@@ -125,8 +125,7 @@ impl Scanner {
     fn visit_small(&mut self, at: usize, written: &[u64; CHUNK_PAGES / 64]) {
         let pages = self.memory.chunks()[at].pages.clone();
         let unarmed = std::mem::take(&mut self.chunks[at].unarmed);
-        let ripe = self.chunks[at].is_ripe(self.passes);
-        let (mut waiting, mut again) = (false, Vec::new());
+        let mut waiting = false;
         for page in pages.clone() {
             let offset = (page - pages.start) as usize;
             let was_written = written[offset / 64] & (1 << (offset % 64)) != 0;
@@ -153,12 +152,10 @@ impl Scanner {
                     waiting = true;
                 }
                 (state, false) if state.awaits_key() && !self.is_probe(at, page) => self.to_key.push(page),
-                (State::Candidate { key, foreign: false }, false) if ripe => again.push((page, key)),
                 _ => {}
             }
         }
         self.chunks[at].pending = waiting;
-        self.look_up_again(&again);
     }
 
     /// Remembers a page to be protected. (PAGEMAP_SCAN could find and protect in one request, but the kernel then drops
