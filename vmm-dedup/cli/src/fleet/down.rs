@@ -16,13 +16,15 @@ pub(super) fn run(args: &DownArgs) -> Result<(), Failure> {
         .map(|locked| locked.state())
         .transpose()?
         .flatten();
-    let (Some(locked), Some(state)) = (locked, state) else {
+    let (Some(locked), Some(state)) = (&locked, state) else {
+        locked.iter().for_each(Locked::remove_remains);
         println!("fleet {name} is not up: nothing to do");
         return Ok(());
     };
+    args.at.check(&state)?;
     super::block_on(async move {
         let vms = state.vms.len();
-        stop(&locked, &state, Duration::from_secs(args.grace)).await?;
+        stop(locked, &state, Duration::from_secs(args.grace)).await?;
         println!("fleet {name}: {vms} VMs ended");
         Ok(())
     })

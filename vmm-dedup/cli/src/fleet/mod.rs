@@ -2,15 +2,12 @@
 //!
 //! A [`file::FleetFile`] is expanded to a [`plan::Plan`]: each VM by itself. `up` looks at all that could fail
 //! ([`check`]), then starts stores ([`stores`]) and VMMs ([`vmm`]), some at a time, and drives their APIs until the VMs
-//! run. Each process is written down in the runtime directory ([`state`]) as soon as it exists, by number and start
-//! time ([`process`]), so that `down` ends those and no others, also after an `up` that was killed. If anything fails in
-//! `up`, what was started is stopped.
+//! run. Each process is written down in the runtime directory ([`state`]), by number and start time ([`process`]), before
+//! it executes its program, so that `down` ends those and no others, also after an `up` that was killed. If anything fails
+//! in `up`, what was started is stopped.
 //!
 //! Nothing of the fleet command stays in memory: VMs and stores are processes on their own, and `status` and `down` ask
 //! them and the kernel. A store that has gone is started again by the next `up`.
-//!
-//! Known hole: `up` killed with SIGKILL within the microseconds between a process's start and its record leaves that
-//! process unrecorded.
 
 mod check;
 mod cloud_hypervisor;
@@ -101,6 +98,27 @@ impl At {
         file::name_in(&self.file)
     }
 
+    /// The file itself, whatever name it was given by.
+    fn file(&self) -> Result<PathBuf, Failure> {
+        std::fs::canonicalize(&self.file)
+            .map_err(|e| Failure::new(format!("cannot read the fleet file {}: {e}", self.file.display())))
+    }
+
+    /// Fails if the fleet that is up is another file's, of the same name. Who names the directory means that fleet.
+    fn check(&self, state: &state::State) -> Result<(), Failure> {
+        let own = self.file()?;
+        match &state.file {
+            Some(other) if self.runtime_dir.is_none() && *other != own => Err(Failure::new(format!(
+                "the fleet {} that is up was started from {}: name that file, or its directory with --runtime-dir; \
+                 to have both fleets, set another `name` in {}",
+                state.fleet,
+                other.display(),
+                own.display()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     fn directory(&self) -> Result<state::Directory, Failure> {
         let path = match &self.runtime_dir {
             Some(path) => std::path::absolute(path).map_err(Failure::from_error)?,
@@ -124,4 +142,33 @@ fn block_on<T>(work: impl Future<Output = Result<T, Failure>>) -> Result<T, Fail
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(Failure::from_error)?;
     tokio::task::LocalSet::new().block_on(&runtime, work)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fleet_of_the_same_name_from_another_file_is_not_touched() {
+        let folder = tempfile::tempdir().unwrap();
+        for place in ["a", "b"] {
+            std::fs::create_dir(folder.path().join(place)).unwrap();
+            std::fs::write(folder.path().join(place).join("fleet.toml"), "").unwrap();
+        }
+        let at = |place: &str, runtime_dir: Option<&str>| At {
+            file: folder.path().join(place).join("fleet.toml"),
+            runtime_dir: runtime_dir.map(Into::into),
+        };
+        let state = state::State {
+            fleet: "fleet".into(),
+            file: Some(at("a", None).file().unwrap()),
+            ..state::State::default()
+        };
+        for same in ["a", "b/../a"] {
+            at(same, None).check(&state).unwrap();
+        }
+        let error = at("b", None).check(&state).unwrap_err().to_string();
+        assert!(error.contains("a/fleet.toml: name that file"), "{error}");
+        at("b", Some("/somewhere")).check(&state).unwrap();
+    }
 }

@@ -1,10 +1,11 @@
 //! Processes that outlive the command that started them, and are later found again without mistaking another for them.
 
+use crate::Failure;
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 use std::fs;
-use std::io;
-use std::os::fd::OwnedFd;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
 use std::time::Duration;
@@ -66,23 +67,68 @@ fn boot() -> io::Result<String> {
 }
 
 /// Starts a program in a session of its own, so that neither ^C nor the end of a terminal reaches it.
-pub(super) fn spawn(command: &mut Command) -> io::Result<(Child, Process)> {
-    let boot = boot()?;
-    let leave_session = || rustix::process::setsid().map(drop).map_err(io::Error::from);
-    #[allow(unsafe_code)] // the only way to a session of its own
-    // SAFETY: the closure runs between fork and exec; it makes one system call, and neither allocates nor locks.
-    let command = unsafe { command.pre_exec(leave_session) };
-    let mut child = command.spawn()?;
-    let pid = i32::try_from(child.id()).map_err(io::Error::other)?;
-    // Not waited for yet, so /proc has it even if it has ended.
-    match Stat::of(pid) {
-        Some(Stat { start, .. }) => Ok((child, Process { pid, start, boot })),
-        None => {
-            let _ = child.kill();
-            let _ = child.wait();
-            Err(io::Error::other("/proc does not show it: mount /proc"))
+///
+/// The new process waits until `record` has noted it down, and only then executes the program. If `record` fails, or if
+/// we are killed meanwhile, it ends without having done anything.
+pub(super) fn spawn(
+    mut command: Command,
+    record: impl FnOnce(Process) -> Result<(), Failure>,
+    fail: impl Fn(io::Error) -> Failure,
+) -> Result<Child, Failure> {
+    let boot = boot().map_err(&fail)?;
+    let (mut number, tell_number) = io::pipe().map_err(&fail)?;
+    let (permission, mut permit) = io::pipe().map_err(&fail)?;
+    let permit_descriptor = permit.as_raw_fd();
+    let wait_for_permission = move || {
+        rustix::process::setsid()?;
+        // SAFETY: the child's copy, which nothing else there uses. With it open the pipe would outlive us.
+        #[allow(unsafe_code)]
+        unsafe {
+            rustix::io::close(permit_descriptor);
         }
-    }
+        let own = rustix::process::getpid().as_raw_pid();
+        (&tell_number).write_all(&own.to_ne_bytes())?;
+        (&permission).read_exact(&mut [0])
+    };
+    #[allow(unsafe_code)] // the only way to a session of its own
+    // SAFETY: the closure runs between fork and exec; it makes system calls only, and neither allocates nor locks.
+    unsafe {
+        command.pre_exec(wait_for_permission)
+    };
+    std::thread::scope(|scope| {
+        // It returns when the program is executed; our ends of the child's pipes are closed with the command.
+        let spawned = scope.spawn(move || command.spawn());
+        let mut pid = [0; 4];
+        // It says nothing if it cannot be started; then the starting thread knows why.
+        let recorded = number.read_exact(&mut pid).ok().map(|()| {
+            let pid = i32::from_ne_bytes(pid);
+            let stat =
+                Stat::of(pid).ok_or_else(|| fail(io::Error::other("/proc does not show it: mount /proc")));
+            let start = stat?.start;
+            record(Process { pid, start, boot })?;
+            permit.write_all(&[1]).map_err(&fail)
+        });
+        drop(permit);
+        let spawned = spawned
+            .join()
+            .unwrap_or_else(|_| Err(io::Error::other("the starting thread panicked")));
+        let child = match (recorded, spawned) {
+            (Some(Ok(())), Ok(child)) => return Ok(child),
+            (Some(Err(failure)), Err(_)) => return Err(failure),
+            (_, Err(error)) => return Err(fail(error)),
+            (_, Ok(child)) => child,
+        };
+        // Killed by somebody while it waited.
+        Err(fail(end_of(child)))
+    })
+}
+
+fn end_of(mut child: Child) -> io::Error {
+    let _ = child.kill();
+    child.wait().map_or_else(
+        |error| error,
+        |status| io::Error::other(format!("it ended with {}", describe(status))),
+    )
 }
 
 impl Process {
@@ -166,7 +212,15 @@ mod tests {
     use super::*;
 
     fn sleeper() -> (Child, Process) {
-        spawn(Command::new("sleep").arg("1000")).unwrap()
+        let mut command = Command::new("sleep");
+        command.arg("1000");
+        let mut noted = None;
+        let note = |process| {
+            noted = Some(process);
+            Ok(())
+        };
+        let child = spawn(command, note, Failure::from_error).unwrap();
+        (child, noted.unwrap())
     }
 
     fn runtime() -> tokio::runtime::Runtime {
@@ -198,6 +252,34 @@ mod tests {
         assert_eq!(process.life(), Life::Ended(Some(ExitStatus::from_raw(9))));
         child.wait().unwrap();
         assert_eq!(process.life(), Life::Ended(None));
+    }
+
+    #[test]
+    fn what_cannot_be_recorded_is_not_executed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("executed");
+        let mut command = Command::new("touch");
+        command.arg(&path);
+        let mut noted = None;
+        let refuse = |process| {
+            noted = Some(process);
+            Err(Failure::new("no room"))
+        };
+        let failure = spawn(command, refuse, Failure::from_error).unwrap_err();
+        assert_eq!(failure.to_string(), "no room");
+        assert_eq!(noted.unwrap().life(), Life::Ended(None));
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_program_that_cannot_be_started_is_an_error_with_its_cause() {
+        let command = Command::new("/nonexistent/program");
+        let failure = spawn(command, |_| Ok(()), Failure::from_error).unwrap_err();
+        assert!(failure.to_string().contains("No such file"), "{failure}");
+        let mut command = Command::new("sleep");
+        command.arg("1\0");
+        let failure = spawn(command, |_| Ok(()), Failure::from_error).unwrap_err();
+        assert!(failure.to_string().contains("nul byte"), "{failure}");
     }
 
     #[test]

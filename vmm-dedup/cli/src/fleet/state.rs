@@ -17,11 +17,18 @@ use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How long to wait for the lock: a process that was about to be started by a command that was killed ends by itself, but
+/// not at once.
+const LOCK_PATIENCE: Duration = Duration::from_secs(2);
 
 /// What is started; the truth for `status` and `down`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct State {
     pub(super) fleet: String,
+    /// Where it was started from.
+    pub(super) file: Option<PathBuf>,
     /// False until `up` has started all of it.
     pub(super) complete: bool,
     pub(super) stores: Vec<StoreState>,
@@ -127,6 +134,11 @@ impl Directory {
         self.path.join("state.json")
     }
 
+    /// The next state, until it takes the place of the last one.
+    fn fresh_path(&self) -> PathBuf {
+        self.path.join("state.json.new")
+    }
+
     /// What is started; `None` if nothing is.
     ///
     /// The directory must be the user's own, since `down` believes what it says.
@@ -163,7 +175,13 @@ impl Directory {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(fail(e, &self.path)),
         };
-        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        let begun = Instant::now();
+        let mut locked = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
+        while locked == Err(rustix::io::Errno::WOULDBLOCK) && begun.elapsed() < LOCK_PATIENCE {
+            std::thread::sleep(Duration::from_millis(10));
+            locked = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
+        }
+        match locked {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 return Err(Failure::new(format!(
@@ -204,8 +222,15 @@ impl std::ops::Deref for Locked {
 }
 
 impl Locked {
-    /// Fails unless the directory is empty.
+    /// Removes what an `up` leaves that was killed before it had noted down anything: the directory, if it is empty.
+    pub(super) fn remove_remains(&self) {
+        // Whatever else is there is somebody else's.
+        let _ = remove_file(&self.fresh_path()).and_then(|()| fs::remove_dir(self.path()));
+    }
+
+    /// Fails unless the directory is empty, but for what [`Self::remove_remains`] removes.
     pub(super) fn check_empty(&self) -> Result<(), Failure> {
+        let _ = remove_file(&self.fresh_path());
         match fs::read_dir(self.path()).map(|mut entries| entries.next().is_none()) {
             Ok(true) => Ok(()),
             Ok(false) => Err(Failure::new(format!(
@@ -218,8 +243,7 @@ impl Locked {
 
     /// Replaces the state as a whole.
     pub(super) fn write(&self, state: &State) -> Result<(), Failure> {
-        let path = self.state_path();
-        let fresh = path.with_extension("json.new");
+        let (path, fresh) = (self.state_path(), self.fresh_path());
         let text = serde_json::to_string_pretty(state).map_err(Failure::from_error)?;
         fs::write(&fresh, text)
             .and_then(|()| fs::rename(&fresh, &path))
@@ -237,8 +261,13 @@ impl Locked {
     pub(super) fn remove(&self, state: &State) -> Result<(), Failure> {
         let path = self.path();
         let fail = |e: io::Error| Failure::new(format!("cannot remove {}: {e}", path.display()));
-        for store in &state.stores {
-            remove_file(&self.store_log(&store.domain)).map_err(fail)?;
+        // Also that of a store which was not noted down any more.
+        for entry in fs::read_dir(path).map_err(fail)? {
+            let entry = entry.map_err(fail)?.path();
+            let name = entry.file_name().unwrap_or_default().as_encoded_bytes();
+            if name.starts_with(b"store-") && name.ends_with(b".log") {
+                remove_file(&entry).map_err(fail)?;
+            }
         }
         for file in state.vms.iter().flat_map(|vm| &vm.files) {
             remove_file(file).map_err(fail)?;
@@ -247,6 +276,7 @@ impl Locked {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(fail(e)),
             _ => {}
         }
+        remove_file(&self.fresh_path()).map_err(fail)?;
         // Last: as long as it is there, `down` can be repeated.
         remove_file(&self.state_path()).map_err(fail)?;
         fs::remove_dir(path).map_err(fail)
@@ -286,6 +316,25 @@ mod tests {
         locked.write(&state).unwrap();
         assert_eq!(locked.state().unwrap().unwrap().fleet, "f");
         locked.remove(&state).unwrap();
+        assert!(!folder.path().join("a/fleet").exists());
+    }
+
+    #[test]
+    fn a_command_that_was_killed_while_it_wrote_the_state_is_no_trouble() {
+        let folder = tempfile::tempdir().unwrap();
+        let half_written = |locked: &Locked| fs::write(locked.path().join("state.json.new"), "{").unwrap();
+        let locked = directory(&folder).create().unwrap();
+        half_written(&locked);
+        locked.check_empty().unwrap();
+        half_written(&locked);
+        locked.write(&State::default()).unwrap();
+        half_written(&locked);
+        fs::write(locked.store_log("default"), "").unwrap();
+        locked.remove(&State::default()).unwrap();
+        drop(locked);
+        let locked = directory(&folder).create().unwrap();
+        half_written(&locked);
+        locked.remove_remains();
         assert!(!folder.path().join("a/fleet").exists());
     }
 

@@ -3,10 +3,11 @@
 use super::process;
 use super::state::{Directory, State, VmState};
 use super::vmm::{self, Condition, Health};
-use super::{StatusArgs, log};
+use super::{StatusArgs, log, stores};
 use crate::{Failure, stat};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::path::Path;
 use tokio::task::JoinSet;
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::Vm;
@@ -14,8 +15,16 @@ use vmm_dedup_protocol::observer::Vm;
 /// Lines shown of the log of a VM that does not run.
 const TAIL: usize = 5;
 
-/// What a store says; the error if it does not answer.
-type Account = Result<(StoreStats, Vec<Vm>), Failure>;
+/// What a store says, or why nothing.
+type Account = Result<(StoreStats, Vec<Vm>), Unheard>;
+
+/// Why a store says nothing.
+enum Unheard {
+    /// Nobody listens.
+    Gone,
+    /// Its process is there, and gives no answer or a wrong one.
+    Silent(Failure),
+}
 
 struct Status {
     state: State,
@@ -34,6 +43,7 @@ pub(super) fn run(args: &StatusArgs) -> Result<(), Failure> {
             "fleet {name} is not up (nothing in {path}): start it with `vmm-dedup fleet up`"
         ))
     })?;
+    args.at.check(&state)?;
     let status = super::block_on(Status::of(state, &directory))?;
     if args.json {
         let text = serde_json::to_string_pretty(&status.json(&directory)).map_err(Failure::from_error)?;
@@ -59,7 +69,7 @@ impl Status {
         let accounts = state
             .stores
             .iter()
-            .map(|store| (store.domain.clone(), stat::fetch(&store.socket)));
+            .map(|store| (store.domain.clone(), account(&store.socket)));
         Ok(Self {
             accounts: accounts.collect(),
             health,
@@ -87,7 +97,11 @@ impl Status {
             json!({
                 "domain": store.domain,
                 "socket": store.socket,
-                "state": if account.is_some() { "running" } else { "gone" },
+                "state": match self.accounts.get(&store.domain) {
+                    Some(Ok(_)) => "running",
+                    Some(Err(Unheard::Silent(_))) => "silent",
+                    _ => "gone",
+                },
                 "pid": store.process.as_ref().map(|process| process.pid),
                 "account": account.map(|(stats, _)| stat::store_json(stats)),
             })
@@ -128,6 +142,11 @@ impl Status {
                         stats.pages_sharing
                     )
                 }
+                Some(Err(Unheard::Silent(why))) => format!(
+                    "SILENT ({why}): guests go on, nothing merges; end it{}, then `vmm-dedup fleet up` starts it again",
+                    (store.process.as_ref())
+                        .map_or(String::new(), |process| format!(" (process {})", process.pid))
+                ),
                 _ => "GONE: guests go on, nothing merges; `vmm-dedup fleet up` starts it again".to_owned(),
             };
             println!("store {} ({}): {text}", store.domain, store.socket.display());
@@ -169,20 +188,27 @@ impl Status {
     /// One line on what is not well.
     fn verdict(&self) -> Result<(), Failure> {
         let ill = self.health.iter().filter(|health| !is_well(health)).count();
-        let gone = self.accounts.values().filter(|account| account.is_err()).count();
+        let unheard = self.accounts.values().filter(|account| account.is_err()).count();
         let fleet = &self.state.fleet;
         if !self.state.complete {
             return Err(Failure::new(format!(
                 "fleet {fleet} is being started, or its start was killed: then run `vmm-dedup fleet down`"
             )));
         }
-        if ill + gone == 0 {
+        if ill + unheard == 0 {
             return Ok(());
         }
         Err(Failure::new(format!(
-            "fleet {fleet} is not all well: VMs that do not run: {ill}, stores that are gone: {gone}"
+            "fleet {fleet} is not all well: VMs that do not run: {ill}, stores that are gone or silent: {unheard}"
         )))
     }
+}
+
+fn account(socket: &Path) -> Account {
+    stat::fetch(socket).map_err(|why| match stores::listens(socket) {
+        true => Unheard::Silent(why),
+        false => Unheard::Gone,
+    })
 }
 
 /// What a service saves and costs, or why there is none.
@@ -200,7 +226,7 @@ fn dedup_columns(vm: &Vm) -> String {
         stat::state_name(s.state),
         s.pages_mapped,
         s.pages_zero,
-        s.breaks_kernel_total + s.breaks_managed_total,
+        s.breaks_total(),
         s.cpu_ns.total() as f64 / 1e9
     )
 }

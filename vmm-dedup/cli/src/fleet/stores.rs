@@ -20,7 +20,7 @@ pub(super) fn listens(socket: &Path) -> bool {
     vmm_dedup_protocol::socket::connect(socket).is_ok()
 }
 
-/// Starts a store, unless one runs. `started` learns of the process as soon as there is one.
+/// Starts a store, unless one runs. `started` notes it down; the store runs only then.
 pub(super) async fn ensure(
     store: &StorePlan,
     directory: &Directory,
@@ -57,12 +57,14 @@ pub(super) async fn ensure(
         .stdout(Stdio::null())
         .stderr(File::create(&log).map_err(fail)?)
         .current_dir("/");
-    let (mut child, process) = process::spawn(&mut command).map_err(fail)?;
-    started(StoreState {
-        domain: domain.clone(),
-        socket,
-        process: Some(process),
-    })?;
+    let record = |process| {
+        started(StoreState {
+            domain: domain.clone(),
+            socket,
+            process: Some(process),
+        })
+    };
+    let mut child = process::spawn(command, record, fail)?;
     let deadline = Instant::now() + START_LIMIT;
     while !listens(&store.socket) {
         if let Some(status) = child.try_wait().map_err(fail)? {

@@ -22,6 +22,7 @@ pub(super) fn run(args: &UpArgs) -> Result<(), Failure> {
     if let Some(locked) = args.at.directory()?.lock()?
         && let Some(state) = locked.state()?
     {
+        args.at.check(&state)?;
         return super::block_on(again(&plan, state, &locked));
     }
     let tools = check::all(&plan, &args.at.directory()?)?;
@@ -31,6 +32,7 @@ pub(super) fn run(args: &UpArgs) -> Result<(), Failure> {
     let fleet = Rc::new(Fleet {
         state: RefCell::new(State {
             fleet: plan.name.clone(),
+            file: Some(args.at.file()?),
             ..State::default()
         }),
         directory: locked,
@@ -96,6 +98,7 @@ async fn start(fleet: &Rc<Fleet>, starts: &mut JoinSet<Result<String, Failure>>)
         eprintln!("[{running}/{all}] {line}");
     }
     check_crashed(fleet).await?;
+    check_stores(fleet)?;
     fleet.record(|state| state.complete = true)
 }
 
@@ -116,6 +119,19 @@ async fn check_crashed(fleet: &Fleet) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// Fails if a store has ended while VMs started.
+fn check_stores(fleet: &Fleet) -> Result<(), Failure> {
+    let state = fleet.state.borrow();
+    match state.stores.iter().find(|store| !stores::listens(&store.socket)) {
+        None => Ok(()),
+        Some(store) => Err(Failure::new(format!(
+            "the store of domain {:?} ended soon after its start: {}",
+            store.domain,
+            log::last_line(&fleet.directory.store_log(&store.domain))
+        ))),
+    }
 }
 
 /// Shows the end of a log now, since it goes with all the rest.
@@ -148,10 +164,10 @@ async fn start_stores(
 
 /// Starts one VM and waits until it runs; returns what to tell.
 async fn start_vm(fleet: &Fleet, vm: &VmPlan) -> Result<String, Failure> {
-    // No await between the start and its record: whoever stops this finds the process in the state.
-    let (mut child, started) = vmm::start(&fleet.plan, vm, &fleet.tools, &fleet.directory)?;
-    let pid = started.process.pid;
-    fleet.record(|state| state.vms.push(started))?;
+    let mut child = vmm::start(&fleet.plan, vm, &fleet.tools, &fleet.directory, |started| {
+        fleet.record(|state| state.vms.push(started))
+    })?;
+    let pid = child.id();
     let files = fleet.directory.vm(&vm.name);
     match vmm::boot(vm, &files, &mut child, fleet.plan.start_limit).await {
         Ok(()) => Ok(format!("{} runs ({}, process {pid})", vm.name, vm.vmm)),

@@ -36,13 +36,14 @@ pub(super) enum Health {
     Crashed(Option<ExitStatus>),
 }
 
-/// Starts a VM's VMM in its directory.
+/// Starts a VM's VMM in its directory, once `record` has noted it down.
 pub(super) fn start(
     plan: &Plan,
     vm: &VmPlan,
     tools: &Tools,
     directory: &Locked,
-) -> Result<(Child, VmState), Failure> {
+    record: impl FnOnce(VmState) -> Result<(), Failure>,
+) -> Result<Child, Failure> {
     let files = directory.make_vm(&vm.name)?;
     let fail = |e: std::io::Error| Failure::new(format!("VM {:?}: cannot start {}: {e}", vm.name, vm.vmm));
     let log = File::create(files.log()).map_err(fail)?;
@@ -80,15 +81,16 @@ pub(super) fn start(
             .env("VMM_DEDUP_NAME", &vm.name)
             .env("VMM_DEDUP_CONFIG", files.dedup());
     }
-    let (child, process) = process::spawn(&mut command).map_err(fail)?;
-    let state = VmState {
-        name: vm.name.clone(),
-        vmm: vm.vmm,
-        process,
-        store: store.map(|store| store.domain.clone()),
-        files: vm.vsock().map(Into::into).into_iter().collect(),
+    let record = |process| {
+        record(VmState {
+            name: vm.name.clone(),
+            vmm: vm.vmm,
+            process,
+            store: store.map(|store| store.domain.clone()),
+            files: vm.vsock().map(Into::into).into_iter().collect(),
+        })
     };
-    Ok((child, state))
+    process::spawn(command, record, fail)
 }
 
 /// Waits until a VM that was just started runs.

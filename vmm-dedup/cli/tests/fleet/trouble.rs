@@ -8,6 +8,7 @@ use std::fs;
 use std::io::Write;
 use std::path::Path;
 use std::process::{Child, Stdio};
+use std::time::Duration;
 
 const TWO: &str = "[[vm]]\nname = \"pay\"\ncount = 2\ntemplate = \"payload\"\nvmm = \"reference\"\ndedup = { pass_period_ms = 100 }\n";
 
@@ -40,7 +41,7 @@ fn a_crashed_vm_is_reported_with_its_log_and_a_lost_store_is_brought_back() {
     assert_eq!(
         (error.as_str(), code),
         (
-            "vmm-dedup: fleet fleet is not all well: VMs that do not run: 1, stores that are gone: 1",
+            "vmm-dedup: fleet fleet is not all well: VMs that do not run: 1, stores that are gone or silent: 1",
             1
         )
     );
@@ -237,6 +238,49 @@ fn what_a_killed_start_leaves_is_taken_down() {
         error.contains("was not started completely: run `vmm-dedup fleet down` first") && code == 1,
         "{error}"
     );
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn a_start_that_is_killed_at_any_moment_leaves_nothing_that_down_does_not_find() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(&TWO.replace("count = 2", "count = 12"));
+    // The whole start takes some hundred milliseconds.
+    for milliseconds in [20, 40, 60, 80, 100, 130, 160] {
+        let mut up = host.command("up").stderr(Stdio::null()).spawn().expect("up");
+        std::thread::sleep(Duration::from_millis(milliseconds));
+        let _ = up.kill();
+        up.wait().expect("wait");
+        host.must("down", &["--grace", "0"]);
+        host.assert_nothing_left(&BTreeSet::new());
+    }
+}
+
+#[test]
+fn a_store_that_hangs_is_told_from_one_that_is_gone() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(TWO);
+    host.must("up", &[]);
+    let store = host.status()["stores"][0]["pid"].clone();
+    send(&store, Signal::STOP);
+    let output = host.run("status", &[]);
+    let table = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        table.contains(&format!("end it (process {store}), then")),
+        "{table}"
+    );
+    assert!(host.status()["stores"][0]["state"] == "silent" && output.status.code() == Some(1));
+    send(&store, Signal::KILL);
+    wait_until("the store is gone", || {
+        host.status()["stores"][0]["state"] == "gone"
+    });
+    host.must("up", &[]);
+    host.must("status", &[]);
     host.must("down", &["--grace", "0"]);
     host.assert_nothing_left(&BTreeSet::new());
 }
