@@ -17,6 +17,11 @@ use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How long to wait for the lock: a process that was about to be started by a command that was killed ends by itself, but
+/// not at once.
+const LOCK_PATIENCE: Duration = Duration::from_secs(2);
 
 /// What is started; the truth for `status` and `down`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -170,7 +175,13 @@ impl Directory {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(fail(e, &self.path)),
         };
-        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        let begun = Instant::now();
+        let mut locked = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
+        while locked == Err(rustix::io::Errno::WOULDBLOCK) && begun.elapsed() < LOCK_PATIENCE {
+            std::thread::sleep(Duration::from_millis(10));
+            locked = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
+        }
+        match locked {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 return Err(Failure::new(format!(
