@@ -24,8 +24,10 @@ demo: setup ## four guests that share memory, watched live and verified at the e
 # One test at a time (see .cargo/config.toml): guests want the cores for themselves. But for nested hosts, which are
 # emulated with one CPU each: two at a time.
 test: setup ## all tests
-	$(CARGO) test $(CARGOFLAGS) --workspace --exclude vmm-dedup-nested --no-fail-fast
-	VMM_DEDUP_NESTED=all $(CARGO) test $(CARGOFLAGS) -p vmm-dedup-nested --no-fail-fast -- --test-threads=2
+	status=0; \
+	$(CARGO) test $(CARGOFLAGS) --workspace --exclude vmm-dedup-nested --no-fail-fast || status=1; \
+	VMM_DEDUP_NESTED=all $(CARGO) test $(CARGOFLAGS) -p vmm-dedup-nested --no-fail-fast -- --test-threads=2 || status=1; \
+	exit $$status
 
 lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 	$(CARGO) fmt --all -- --check
