@@ -21,13 +21,9 @@ setup: ## find, and where possible install, what the other commands need
 demo: setup ## four guests that share memory, watched live and verified at the end
 	$(CLI) demo
 
-# One test at a time (see .cargo/config.toml): guests want the cores for themselves. But for nested hosts, which are
-# emulated with one CPU each: two at a time.
+# One test at a time (see .cargo/config.toml): guests want the cores for themselves.
 test: setup ## all tests
-	status=0; \
-	$(CARGO) test $(CARGOFLAGS) --workspace --exclude vmm-dedup-nested --no-fail-fast || status=1; \
-	VMM_DEDUP_NESTED=all $(CARGO) test $(CARGOFLAGS) -p vmm-dedup-nested --no-fail-fast -- --test-threads=2 || status=1; \
-	exit $$status
+	$(CARGO) test $(CARGOFLAGS) --workspace --no-fail-fast
 
 lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 	$(CARGO) fmt --all -- --check

@@ -5,6 +5,7 @@ use crate::Failure;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 /// The package that depends on the current kernel for virtual machines.
 const KERNEL: &str = "linux-image-cloud-amd64";
@@ -118,6 +119,9 @@ fn unpacked(folder: &Path, download: impl FnOnce() -> Result<(), Failure>) -> Re
         folder.join("packages"),
         folder.join("complete"),
     );
+    // One at a time: what runs beside this waits, and finds it complete.
+    static FETCHING: Mutex<()> = Mutex::new(());
+    let _fetching = FETCHING.lock().unwrap_or_else(PoisonError::into_inner);
     if complete.exists() {
         return Ok(root);
     }

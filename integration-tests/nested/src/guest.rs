@@ -103,7 +103,10 @@ impl Guest {
             .keyboard
             .write_all(format!("{text}\n").as_bytes())
             .and_then(|()| self.keyboard.flush());
-        typed.map_err(|e| Failure::new(format!("{} has no keyboard any more: {e}", self.name)))
+        typed.map_err(|e| {
+            let (name, log) = (&self.name, self.log());
+            Failure::new(format!("{name} has no keyboard any more: {e}\n{log}"))
+        })
     }
 
     /// Rounds that its workload has done.
