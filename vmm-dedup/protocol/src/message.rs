@@ -286,12 +286,13 @@ impl Staged {
     }
 }
 
-/// Asks for the statistics of the `index`-th VM; the answer is a [`Stats`].
+/// Asks for the statistics of the next VM of the store's list; the answer is a [`Stats`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct StatsRequest {
-    /// Position in the store's list of VMs.
-    pub index: u32,
+    /// 0 for the first VM, then [`Stats::next`]. A number of the store's that stays a VM's while it is connected, not a
+    /// position: VMs that come and go between two questions hide no other.
+    pub from: u32,
     /// Zero.
     pub reserved: u32,
 }
@@ -337,8 +338,8 @@ pub struct StoreStats {
 pub struct Stats {
     /// Number of VMs connected, refused ones among them.
     pub vms: u32,
-    /// 1 if `vm` and `name` are those of the VM asked for; 0 if there is none.
-    pub found: u32,
+    /// Where to ask for the next VM; 0 if there was none at or after the place asked for, and this is of no VM.
+    pub next: u32,
     /// The store.
     pub store: StoreStats,
     /// The VM's name.

@@ -127,16 +127,18 @@ impl Observer {
     /// [`Error`].
     pub fn stats(&mut self) -> Result<(StoreStats, Vec<Vm>), Error> {
         let mut vms = Vec::new();
+        let mut from = 0;
         loop {
-            let index = u32::try_from(vms.len()).unwrap_or(u32::MAX);
-            let request = StatsRequest { index, reserved: 0 };
+            let request = StatsRequest { from, reserved: 0 };
             let stats: Stats = self.ask(Kind::StatsRequest, request.as_bytes(), PATIENCE, |m| match m {
                 Message::Stats(stats) => Some(**stats),
                 _ => None,
             })?;
-            if stats.found == 0 {
+            // Numbers only rise, or a store that misleads could keep us here for ever.
+            if stats.next <= from {
                 return Ok((stats.store, vms));
             }
+            from = stats.next;
             vms.push(Vm {
                 name: stats.name.text(),
                 pid: stats.pid,

@@ -411,7 +411,7 @@ impl State {
     pub(crate) fn stats(&self, request: StatsRequest) -> Vec<u8> {
         let mut stats = Stats {
             vms: u32::try_from(self.vms().count()).unwrap_or(u32::MAX),
-            found: 0,
+            next: 0,
             store: self.store_stats(),
             name: Name::new(""),
             pid: 0,
@@ -419,8 +419,9 @@ impl State {
             saved_net_bytes: 0,
             vm: ServiceStats::default(),
         };
-        if let Some(vm) = self.vms().nth(request.index as usize) {
-            (stats.found, stats.name, stats.pid) = (1, Name::new(vm.name), vm.pid.into());
+        if let Some(vm) = self.vms().find(|vm| u32::from(vm.id.0) >= request.from) {
+            stats.next = u32::from(vm.id.0) + 1;
+            (stats.name, stats.pid) = (Name::new(vm.name), vm.pid.into());
             match &self.connections[&vm.id].phase {
                 Phase::Service(service) => {
                     let vms = accounts::sum(self.services().map(|(_, _, s)| &s.stats));

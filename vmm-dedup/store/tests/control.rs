@@ -6,7 +6,9 @@ use proptest::prelude::*;
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
-use support::{Answer, Client, Observer, Server, connected_by_another_process, eventually, refused, stats};
+use support::{
+    Answer, Client, Observer, Server, connected_by_another_process, eventually, refused, stats, stats_from,
+};
 use vmm_dedup_protocol::control::{Explain, Explained, Explanation, NotDone, Set, Settings, Switch};
 use vmm_dedup_protocol::message::{Kind, Message, aligned_buffer, encode};
 use vmm_dedup_protocol::name::Name;
@@ -36,6 +38,21 @@ fn not_done(serial: u64) -> NotDone {
         serial,
         text: format!("not {serial}"),
     }
+}
+
+#[test]
+fn a_vm_that_goes_hides_no_other_from_who_lists_them() {
+    let server = Server::start(|_| ());
+    let first = Client::connect(&server.socket, "first");
+    let _second = Client::connect(&server.socket, "second");
+    let listed = stats(&server.socket);
+    assert_eq!((listed.name.text(), listed.vms), ("first".to_owned(), 2));
+    drop(first);
+    eventually(Duration::from_secs(5), || stats(&server.socket).vms == 1);
+    let listed = stats_from(&server.socket, listed.next);
+    assert_eq!(listed.name.text(), "second");
+    assert_eq!(stats_from(&server.socket, listed.next).next, 0);
+    assert_eq!(stats_from(&server.socket, u32::MAX).next, 0);
 }
 
 #[test]

@@ -149,9 +149,17 @@ impl Host {
 }
 
 impl Drop for Host {
-    /// Also when a test has failed nothing goes on.
+    /// Also when a test has failed nothing goes on: what it started besides the fleet would fail the next ones.
     fn drop(&mut self) {
         let _ = self.run("down", &["--grace", "0"]);
+        if std::thread::panicking() {
+            for stat in living_children() {
+                let pid = stat.split(' ').next().and_then(|pid| pid.parse().ok());
+                if let Some(pid) = pid.and_then(Pid::from_raw) {
+                    let _ = rustix::process::kill_process(pid, Signal::KILL);
+                }
+            }
+        }
     }
 }
 

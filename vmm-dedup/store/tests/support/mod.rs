@@ -381,16 +381,18 @@ pub fn refused(path: &Path, name: &str, refusal: &Refusal) -> OwnedFd {
     socket
 }
 
-/// An observer's question.
+/// An observer's question: the store's account and that of the first VM.
 pub fn stats(path: &Path) -> Stats {
+    stats_from(path, 0)
+}
+
+/// The same, and that of the first VM whose number is not below this one.
+pub fn stats_from(path: &Path, from: u32) -> Stats {
     let socket = socket::connect(path).unwrap();
     set_socket_timeout(&socket, Timeout::Recv, Some(Duration::from_secs(10))).unwrap();
     let hello = Hello::new(Role::Observer, "test", 0);
     socket::send(&socket, &encode(Kind::Hello, &[hello.as_bytes()]), &[]).unwrap();
-    let request = StatsRequest {
-        index: 0,
-        reserved: 0,
-    };
+    let request = StatsRequest { from, reserved: 0 };
     socket::send(&socket, &encode(Kind::StatsRequest, &[request.as_bytes()]), &[]).unwrap();
     let mut buffer = aligned_buffer();
     socket::receive(&socket, &mut buffer).unwrap().unwrap();
