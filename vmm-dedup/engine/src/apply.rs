@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::item::{Item, Open, Outcome, Role, continues};
 use crate::memory::Page;
-use crate::merge::{MAX_WINDOW, Window};
+use crate::merge::{MAX_WINDOW, Request, Take, Window};
 use crate::mixed::huge::{Asked, SAMPLING};
 use crate::page::{Retry, State};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
@@ -46,9 +46,14 @@ impl Scanner {
         let mut at = 0;
         let mut result = Ok(());
         while at < items.len() && result.is_ok() {
-            self.split_if_huge(items[at].page);
-            let end = self.window_end(&items, at);
-            self.merge_window(&items, at..end);
+            let (end, take) = if self.is_whole_huge_page(&items[at..]) {
+                self.note_split(self.memory.chunk_of(items[at].page));
+                (at + CHUNK_PAGES, Take::HugePage)
+            } else {
+                self.split_if_huge(items[at].page);
+                (self.window_end(&items, at), Take::Pages)
+            };
+            self.merge_window(&items, at..end, take);
             at = end;
             result = self.breathe();
         }
@@ -194,10 +199,27 @@ impl Scanner {
         // Whoever touches the huge page may wait for a part of that time.
         let ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.stats.stop.observe(ns);
+        self.note_split(chunk);
+    }
+
+    /// A huge page becomes small ones.
+    fn note_split(&mut self, chunk: usize) {
         let (policy, state) = (self.mixed.policy(), &self.chunks[chunk].mixed);
         self.stats.huge_splits_rare_total += u64::from(self.mixed.thresholds.is_used(policy, state));
         self.chunks[chunk].note_split();
         self.stats.huge_splits_total += 1;
+    }
+
+    /// Whether the first items are all pages of a huge page: it can be taken as one.
+    fn is_whole_huge_page(&self, items: &[Item]) -> bool {
+        let chunk = self.memory.chunk_of(items[0].page);
+        let pages = &self.memory.chunks()[chunk].pages;
+        self.chunks[chunk].huge
+            && items[0].page == pages.start
+            && pages.len() == CHUNK_PAGES
+            && items
+                .get(CHUNK_PAGES - 1)
+                .is_some_and(|last| last.page + 1 == pages.end)
     }
 
     /// How many of the items from `at` on make one window.
@@ -214,7 +236,7 @@ impl Scanner {
         end
     }
 
-    fn merge_window(&mut self, all: &[Item], window: Range<usize>) {
+    fn merge_window(&mut self, all: &[Item], window: Range<usize>, take: Take) {
         // No discard meets pages that are away, until the states say what became of them.
         let discards = self.discards.clone();
         let mut discards = discards.lock();
@@ -239,9 +261,10 @@ impl Scanner {
             return;
         }
         let Some(store) = &self.store else { return };
+        let request = Request { items, open, take };
         let merged = self
             .merger
-            .merge(&self.memory, store, &self.breaker, &mut self.pagemap, items, open);
+            .merge(&self.memory, store, &self.breaker, &mut self.pagemap, &request);
         let window = match merged {
             Ok(window) => window,
             Err(error) => {
@@ -252,7 +275,9 @@ impl Scanner {
             }
         };
         self.stats.stop.observe(window.stop_ns);
-        self.adapt(items.len(), window.stop_ns);
+        if take == Take::Pages {
+            self.adapt(items.len(), window.stop_ns);
+        }
         let pages = items[0].page..items[items.len() - 1].page + 1;
         let before = self.boundaries(&pages);
         self.note_outcomes(items, &window);

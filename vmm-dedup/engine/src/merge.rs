@@ -16,12 +16,20 @@
 //! 4. *Wake.* Only now are waiters woken; they fault again and find the mapping, or their own page.
 //!
 //! Anything unexpected ends in "put back", and putting back is tried until it works: the page exists nowhere else.
+//!
+//! # Huge pages
+//!
+//! A huge page all of whose pages have twins is taken as one: UFFDIO_MOVE moves its mapping, a microsecond instead of the
+//! hundreds that splitting it takes, and it is freed as one. That works only into an empty place of 2 MiB without a page
+//! table ([`HugeScratch`]); into any other the kernel splits the huge page on the way, which is slow and as safe. What
+//! is put back goes page by page.
 
 use crate::aside::{Aside, Piece};
 use crate::breaks::{Breaker, complement};
 use crate::error::Error;
 use crate::item::{Item, Open, Outcome, Role, continues, return_exceptions};
 use crate::memory::{Memory, Page};
+use crate::mixed::scratch::HugeScratch;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::store::Store;
 use crate::sys::guest;
@@ -48,8 +56,28 @@ pub(crate) struct Merger {
     scratch: Anonymous,
     /// Pages of it in use, from the first on.
     used: usize,
+    /// Where huge pages are taken to as a whole, made when there is the first.
+    huge: Option<HugeScratch>,
     /// Where runs with exceptions are built.
     aside: Option<Aside>,
+}
+
+/// Where a window's pages are while they are ours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Take {
+    /// In scratch memory for small pages, which is freed for many windows at once.
+    Pages,
+    /// The window is a huge page: in a place where it can stay one.
+    HugePage,
+}
+
+/// Items that lie within [`MAX_WINDOW`] consecutive pages of one region, in page order. Pages between them are not touched.
+#[derive(Debug)]
+pub(crate) struct Request<'a> {
+    pub(crate) items: &'a [Item],
+    /// Which of its runs go on beyond the window.
+    pub(crate) open: Open,
+    pub(crate) take: Take,
 }
 
 /// The result of a window.
@@ -76,30 +104,33 @@ impl Merger {
             tracker,
             scratch,
             used: 0,
+            huge: None,
             aside: None,
         })
     }
 
-    /// Merges items that lie within [`MAX_WINDOW`] consecutive pages of one region, in page order. Pages between them
-    /// are not touched. `open` tells which of its runs go on beyond the window.
+    /// Merges a window.
     ///
     /// # Errors
-    /// Only when the range cannot be registered; nothing was changed then.
+    /// Only when the range cannot be registered, or there is no scratch memory; nothing was changed then.
     pub(crate) fn merge(
         &mut self,
         memory: &Memory,
         store: &Store,
         breaker: &Breaker,
         pagemap: &mut Pagemap,
-        items: &[Item],
-        open: Open,
+        request: &Request<'_>,
     ) -> Result<Window, Error> {
+        let Request { items, open, take } = *request;
         let (Some(first), Some(last)) = (items.first(), items.last()) else {
             return Ok(Window::default());
         };
         let pages = (last.page - first.page) as usize + 1;
         let tracker = self.tracker.clone();
-        let hold = self.hold(memory, first.page, pages, &tracker);
+        let hold = match take {
+            Take::Pages => self.hold(memory, first.page, pages, &tracker),
+            Take::HugePage => self.hold_huge(memory, first.page, &tracker)?,
+        };
         let start = hold.start;
         let stretches = hold.stretches(items);
         hold.arm(&stretches)?;
@@ -123,8 +154,36 @@ impl Merger {
             stop = clock.elapsed();
         }
         drop(urgent);
+        if take == Take::HugePage {
+            self.free_huge(&outcomes);
+        }
         let stop_ns = u64::try_from(stop.as_nanos()).unwrap_or(u64::MAX);
         Ok(Window { outcomes, stop_ns })
+    }
+
+    /// As [`Self::hold`], for the whole of a huge page.
+    fn hold_huge<'a>(&mut self, memory: &Memory, first: Page, tracker: &'a Uffd) -> Result<Hold<'a>, Error> {
+        let scratch = match self.huge.take() {
+            Some(scratch) => scratch,
+            None => HugeScratch::new(tracker, 1).map_err(Error::Scratch)?,
+        };
+        let place = self.huge.insert(scratch).place(0);
+        Ok(Hold {
+            tracker,
+            start: memory.address(first),
+            scratch: place,
+            first,
+        })
+    }
+
+    /// Frees a huge page that was merged. Where pages were put back one by one a page table is left, which would be in the
+    /// next one's way: then the place is given up with it.
+    fn free_huge(&mut self, outcomes: &[Outcome]) {
+        let clean = outcomes.iter().all(|outcome| *outcome == Outcome::Merged);
+        let freed = self.huge.as_ref().map(|scratch| scratch.free(0));
+        if !clean || !matches!(freed, Some(Ok(()))) {
+            self.huge = None;
+        }
     }
 
     /// Scratch memory for consecutive pages that are about to be taken.

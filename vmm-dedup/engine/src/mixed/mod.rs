@@ -25,7 +25,7 @@ pub(crate) mod policy;
 pub(crate) mod pressure;
 mod rebuild;
 mod repetition;
-mod scratch;
+pub(crate) mod scratch;
 pub(crate) mod take;
 
 use crate::config::Config;

@@ -23,6 +23,12 @@ impl HugeScratch {
         Ok(Self { area, base })
     }
 
+    /// Frees what is in a place. After a huge page that left as one, or is freed as one, no page table is there.
+    pub(crate) fn free(&self, number: usize) -> io::Result<()> {
+        self.area
+            .discard(self.place(number) - self.area.base(), HUGE_SIZE)
+    }
+
     /// Address of a place.
     pub(crate) fn place(&self, number: usize) -> usize {
         let place = self.base + number * HUGE_SIZE;
