@@ -40,10 +40,22 @@ impl Pages {
         // SAFETY: a new mapping, which is never unmapped.
         let raw = unsafe { libc::mmap(std::ptr::null_mut(), count * PAGE_SIZE + HUGE, prot, flags, -1, 0) };
         assert_ne!(raw, libc::MAP_FAILED, "no memory");
-        let base = (raw as usize).next_multiple_of(HUGE);
-        // SAFETY: our own mapping.
-        unsafe { libc::madvise(base as *mut _, count * PAGE_SIZE, advice) };
-        Self { base, count }
+        let pages = Self {
+            base: (raw as usize).next_multiple_of(HUGE),
+            count,
+        };
+        pages.advise(advice);
+        pages
+    }
+
+    /// Asks for huge pages again, in memory that is new.
+    pub fn advise_huge(&self) {
+        self.advise(libc::MADV_HUGEPAGE);
+    }
+
+    fn advise(&self, advice: i32) {
+        // SAFETY: our own mapping. Where there are no huge pages this fails, and tests look at what they got.
+        unsafe { libc::madvise(self.base as *mut _, self.count * PAGE_SIZE, advice) };
     }
 
     /// Number of pages.

@@ -1,8 +1,11 @@
-//! Huge pages: busy ones stay, cold ones with twins are split.
+//! Huge pages: busy ones stay, cold ones with twins are split, and taken as a whole if all of their pages have twins.
+
+#![allow(unsafe_code)] // discards raw memory
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::Config;
+use vmm_dedup::{Config, DedupService, ServiceStats};
+use vmm_dedup_integration_tests::direct_io;
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib};
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
@@ -67,6 +70,148 @@ fn huge_pages_of_a_busy_guest_stay_huge() {
         after,
         COLD * 2048,
         "busy and unique huge pages must stay: {before} KiB before, {after} KiB after"
+    );
+    service.stop(true).expect("it stops");
+}
+
+fn config() -> Config {
+    Config {
+        cpu_percent: 100,
+        pass_period_ms: 10,
+        ..Config::default()
+    }
+}
+
+fn wait(service: &DedupService, what: &str, mut done: impl FnMut(&ServiceStats) -> bool) {
+    let start = Instant::now();
+    while !done(&service.stats()) {
+        let stats = service.stats();
+        assert!(start.elapsed() < Duration::from_secs(60), "{what}: {stats:?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Every content in each of the huge pages.
+fn fill(pages: &Pages) {
+    (0..pages.count()).for_each(|page| pages.fill(page, (page % HUGE_PAGES) as u64 + 1));
+}
+
+#[test]
+fn a_huge_page_whose_pages_all_have_twins_is_taken_as_one() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map_huge(4 * HUGE_PAGES);
+    fill(&pages);
+    huge_pages_or_skip!(&pages);
+    let service = pages.serve(&store.socket(), config()).expect("dedup starts");
+    wait(&service, "sharing", |s| s.pages_mapped == 4 * HUGE_PAGES as u64);
+    let stats = service.stats();
+    // The first one is published bit by bit.
+    assert!(stats.huge_whole_total >= 3, "{stats:?}");
+    assert_eq!((huge_kib(&pages), stats.refused_other_total), (0, 0));
+    (0..pages.count()).for_each(|page| assert!(pages.holds(page, (page % HUGE_PAGES) as u64 + 1)));
+    service.stop(true).expect("it stops");
+    (0..pages.count()).for_each(|page| assert!(pages.holds(page, (page % HUGE_PAGES) as u64 + 1)));
+}
+
+#[test]
+fn a_huge_page_that_is_pinned_somewhere_stays() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let (pages, twins) = (Pages::map_huge(HUGE_PAGES), Pages::map_huge(2 * HUGE_PAGES));
+    fill(&pages);
+    fill(&twins);
+    huge_pages_or_skip!(&pages);
+    let ring = direct_io::pin(&pages, 1);
+    let _twins = twins.serve(&store.socket(), config()).expect("dedup starts");
+    let service = pages.serve(&store.socket(), config()).expect("dedup starts");
+    wait(&service, "a try", |s| s.refused_pinned_total > 0);
+    let stats = service.stats();
+    assert_eq!((stats.pages_mapped, stats.huge_whole_total), (0, 0), "{stats:?}");
+    direct_io::unpin(&ring);
+    wait(&service, "sharing", |s| s.pages_mapped == HUGE_PAGES as u64);
+    (0..pages.count()).for_each(|page| assert!(pages.holds(page, page as u64 + 1)));
+}
+
+/// Threads write while the huge pages they write to are taken, again and again. What they write to hardly ever lies in a
+/// page's key lines, so pages are taken that look like their twins and are not, before, while and after they are written.
+#[test]
+fn writers_lose_nothing_while_huge_pages_are_taken_as_one() {
+    need_userfaultfd!();
+    const ROUNDS: u64 = 10;
+    const WRITERS: usize = 2;
+    let store = StoreThread::start();
+    let pages = Pages::map_huge(CHUNKS * HUGE_PAGES);
+    fill(&pages);
+    huge_pages_or_skip!(&pages);
+    let service = pages.serve(&store.socket(), config()).expect("dedup starts");
+    let discarder = service.discarder();
+    let mut written = 0;
+    for round in 1..=ROUNDS {
+        let (before, stop) = (service.stats().huge_splits_total, AtomicBool::new(false));
+        let done: Vec<Vec<(usize, usize, u64)>> = std::thread::scope(|scope| {
+            let write = |writer: usize| {
+                let (pages, stop) = (&pages, &stop);
+                move || {
+                    let mut done = Vec::new();
+                    for n in 0.. {
+                        // Each page is one writer's, and a word of it is written once a round.
+                        let page = (n * 514 + round as usize * 31) * WRITERS % pages.count() + writer;
+                        let (word, value) = ((n / 4 + n * 7) % 512, round << 32 | n as u64);
+                        pages.store(page, word, value);
+                        done.push((page, word, value));
+                        if stop.load(Ordering::Acquire) {
+                            return done;
+                        }
+                        std::thread::sleep(Duration::from_millis(2));
+                    }
+                    done
+                }
+            };
+            let writers: Vec<_> = (0..WRITERS).map(|n| scope.spawn(write(n))).collect();
+            let start = Instant::now();
+            // What is written in its key lines again and again may stay longer.
+            let enough = before + CHUNKS as u64 / 2;
+            while service.stats().huge_splits_total < enough && start.elapsed() < Duration::from_secs(5) {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            stop.store(true, Ordering::Release);
+            writers.into_iter().map(|w| w.join().expect("a writer")).collect()
+        });
+        let mut changed = std::collections::HashMap::new();
+        changed.extend(
+            done.iter()
+                .flatten()
+                .map(|(page, word, value)| ((*page, *word), *value)),
+        );
+        written += changed.len();
+        for page in 0..pages.count() {
+            for word in 0..512 {
+                let original = pages.expected((page % HUGE_PAGES) as u64 + 1, word);
+                let expected = changed.get(&(page, word)).copied().unwrap_or(original);
+                assert_eq!(
+                    pages.load(page, word),
+                    expected,
+                    "round {round}, word {word} of page {page}"
+                );
+            }
+        }
+        // SAFETY: the test's own memory, whose content is not needed any more.
+        unsafe { discarder.discard(pages.address(0), pages.count() * 4096) }.expect("it is discarded");
+        pages.advise_huge();
+        fill(&pages);
+    }
+    let stats = service.stats();
+    assert!(
+        stats.huge_whole_total > 0 && stats.mismatches_total > 0,
+        "{stats:?}"
+    );
+    eprintln!(
+        "{written} words written, {} huge pages, {} merged as a whole, {} pages put back, stops p99 {} us",
+        stats.huge_splits_total,
+        stats.huge_whole_total,
+        stats.mismatches_total,
+        stats.stop.quantile_us(0.99)
     );
     service.stop(true).expect("it stops");
 }

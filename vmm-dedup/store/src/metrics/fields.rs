@@ -120,6 +120,11 @@ pub(super) static COUNTERS: &[Field] = &[
     plain("huge_splits", "Huge pages split for sharing", |s| {
         s.huge_splits_total
     }),
+    plain(
+        "huge_whole",
+        "Of the huge pages split, those of which every page was merged at once",
+        |s| s.huge_whole_total,
+    ),
     plain("huge_rebuilt", "Huge pages built again for use", |s| {
         s.huge_rebuilt_total
     }),
