@@ -323,3 +323,45 @@ fn a_refused_vm_is_shown_with_its_reason_and_comes_back_to_a_new_store() {
         observer.stats().expect("stats").1.is_empty()
     });
 }
+
+/// A page has a twin in the index, which leaves it again before the page's service looks. The store does not remember the
+/// page then, and its service must see to it that the next twin is found.
+#[test]
+fn a_twin_that_came_and_went_unseen_does_not_hide_the_next_one() {
+    need_userfaultfd!();
+    const PAGES: usize = 512;
+    let store = StoreThread::start();
+    let fill = |pages: &Pages| (0..PAGES).for_each(|page| pages.fill(page, page as u64 + 1));
+    let waits = Pages::map(PAGES);
+    fill(&waits);
+    let waiting = waits
+        .serve(&store.socket(), config("waits"))
+        .expect("dedup starts");
+    eventually("its pages are known", || {
+        waiting.stats().pages_unshared == PAGES as u64
+    });
+    waiting.set(switch(Switch::Off)).expect("it is off");
+    // More keys enter the index than its news has room for.
+    let others = 2 * (vmm_dedup_protocol::index::RING + PAGES);
+    let passes_by = Pages::map(PAGES + others);
+    fill(&passes_by);
+    (0..others).for_each(|n| passes_by.fill(PAGES + n, 1_000_000 + (n % (others / 2)) as u64));
+    let service = passes_by
+        .serve(&store.socket(), config("passes by"))
+        .expect("dedup starts");
+    eventually("it shares all of it", || {
+        service.stats().pages_mapped == passes_by.count() as u64
+    });
+    service.stop(true).expect("it stops");
+    waiting.set(switch(Switch::On)).expect("it is on");
+    let comes = Pages::map(PAGES);
+    fill(&comes);
+    let coming = comes
+        .serve(&store.socket(), config("comes"))
+        .expect("dedup starts");
+    eventually("both share", || {
+        [&waiting, &coming]
+            .iter()
+            .all(|s| s.stats().pages_mapped == PAGES as u64)
+    });
+}

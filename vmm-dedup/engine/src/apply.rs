@@ -257,6 +257,7 @@ impl Scanner {
         #[allow(clippy::cast_possible_wrap)] // <= MAX_WINDOW
         if !zero_only && self.vmas + runs as i64 * VMAS_PER_RUN > self.vmas_max {
             self.stats.refused_vmas_total += items.len() as u64;
+            self.unsure = true;
             items.iter().for_each(|item| self.pass_over(item));
             return;
         }

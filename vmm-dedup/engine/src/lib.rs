@@ -47,6 +47,7 @@ mod page;
 mod page_size;
 mod propose;
 mod refused;
+mod report;
 mod reserve;
 mod resize;
 mod scanner;

@@ -17,6 +17,9 @@ use vmm_dedup_protocol::{STAGING_PAGES, Slot};
 /// Items collected before they are merged; bounds the memory for them.
 pub(crate) const MAX_MERGES: usize = 1 << 17;
 
+/// Least passes from one time that all candidates are sighted anew to the next.
+const SIGHT_ANEW_PERIOD: u64 = 32;
+
 impl Scanner {
     pub(crate) fn index(&self) -> Option<&IndexReader> {
         self.store.as_ref().map(|s| s.index())
@@ -72,6 +75,7 @@ impl Scanner {
             return Ok(());
         }
         self.release_held()?;
+        self.sight_anew()?;
         loop {
             self.flush()?;
             self.take_news()?;
@@ -195,6 +199,7 @@ impl Scanner {
         }
         let news = index.news_since(self.news);
         let entered = matches!(news, News::Keys(_));
+        self.unsure |= !entered;
         let pages = match news {
             News::Keys(keys) => {
                 let mut filter = [0u64; 1024];
@@ -212,17 +217,47 @@ impl Scanner {
             News::Overrun => self.table.candidates_with(|_| true),
         };
         self.news = position;
-        let key_of = |page| match self.table.get(page) {
-            State::Candidate { key, .. } => Some((page, key)),
-            _ => None,
-        };
-        let candidates: Vec<(Page, Key)> = pages.into_iter().filter_map(key_of).collect();
+        let candidates: Vec<(Page, Key)> = pages
+            .into_iter()
+            .filter_map(|page| self.candidate(page))
+            .collect();
         let missing = self.look_up_again(&candidates);
         // What entered the index is no sighting for the store any more. If it has left already, it must become one again.
         for (page, key) in missing.into_iter().filter(|_| entered) {
             self.sight(page, key)?;
         }
         Ok(())
+    }
+
+    /// A key that enters the index is no sighting any more, and if it leaves unseen by us (much entered at once, or its twin
+    /// found no mapping), nobody would ever be asked for our page. So from time to time, if that may have happened, all that
+    /// the index lacks is sighted anew. It is withdrawn first: a key that is sighted twice by one VM would be asked for.
+    fn sight_anew(&mut self) -> Result<(), Error> {
+        if !self.unsure || !self.passes.is_multiple_of(SIGHT_ANEW_PERIOD) {
+            return Ok(());
+        }
+        self.unsure = false;
+        let held: HashSet<Page> = self.held_twins.iter().map(|(page, _)| *page).collect();
+        let pages = self.table.candidates_with(|_| true).into_iter();
+        let candidates: Vec<(Page, Key)> = pages
+            .filter(|page| !held.contains(page))
+            .filter_map(|page| self.candidate(page))
+            .collect();
+        let missing = self.look_up_again(&candidates);
+        let keys = missing.iter().map(|(_, key)| key.raw());
+        self.outbox.withdrawals.extend(keys);
+        self.flush()?;
+        for (page, key) in missing {
+            self.sight(page, key)?;
+        }
+        Ok(())
+    }
+
+    fn candidate(&self, page: Page) -> Option<(Page, Key)> {
+        match self.table.get(page) {
+            State::Candidate { key, .. } => Some((page, key)),
+            _ => None,
+        }
     }
 
     /// Looks a candidate's key up in the index; returns whether that has it now.
