@@ -4,12 +4,18 @@
 //! one host). A record whose length, version or counts do not fit is an [`Malformed`] error and ends the connection;
 //! parsing copies nothing and allocates only what was received.
 
+mod account;
+mod batch;
+
+pub use account::{Stats, StatsRequest, StoreStats};
+pub use batch::{Batch, RefDelta, Staged, encode_batch};
+
 use crate::control::{Explain, Explained, NotDone, Set};
-use crate::key::Key;
 use crate::name::Name;
 use crate::refusal::Refused;
 use crate::stats::ServiceStats;
-use crate::{MAX_SLOTS, STAGING_PAGES, Slot};
+use crate::{MAX_SLOTS, STAGING_PAGES};
+use batch::parse_batch;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// "vmd1".
@@ -190,170 +196,6 @@ pub struct Welcome {
     pub index_bytes: u64,
 }
 
-/// service → store: what happened since the last batch. Followed by sightings, withdrawals and ambiguous line keys
-/// (`u64` keys each) and reference changes. Answered by a `BatchReply`: the indices (`u32`) of those sightings whose pages the service is
-/// asked to publish.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-struct BatchHead {
-    epoch: u64,
-    sightings: u32,
-    withdrawals: u32,
-    refs: u32,
-    ambiguous: u32,
-}
-
-/// A change of the number of a VM's pages that map a slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-pub struct RefDelta {
-    /// The slot's number.
-    pub slot: u32,
-    /// Pages more (or less, if negative).
-    pub delta: i32,
-}
-
-/// A parsed batch, viewed in place.
-#[derive(Clone, Copy, Debug)]
-pub struct Batch<'a> {
-    /// The index epoch that the service had seen before the lookups whose outcome this batch reports.
-    pub epoch: u64,
-    sightings: &'a [u64],
-    withdrawals: &'a [u64],
-    ambiguous: &'a [u64],
-    refs: &'a [RefDelta],
-}
-
-impl<'a> Batch<'a> {
-    /// Keys of pages that are new, and unique as far as the service knows.
-    pub fn sightings(&self) -> impl ExactSizeIterator<Item = Result<Key, Malformed>> + 'a {
-        self.sightings.iter().map(|raw| key(*raw))
-    }
-
-    /// Keys sighted earlier whose pages changed or went.
-    pub fn withdrawals(&self) -> impl ExactSizeIterator<Item = Result<Key, Malformed>> + 'a {
-        self.withdrawals.iter().map(|raw| key(*raw))
-    }
-
-    /// Line keys of pages that differ from the only slot that the index has for the key.
-    pub fn ambiguous(&self) -> impl ExactSizeIterator<Item = Result<Key, Malformed>> + 'a {
-        self.ambiguous.iter().map(|raw| key(*raw))
-    }
-
-    /// Reference changes.
-    pub fn refs(&self) -> impl ExactSizeIterator<Item = Result<(Slot, i32), Malformed>> + 'a {
-        self.refs.iter().map(|r| Ok((slot(r.slot)?, r.delta)))
-    }
-}
-
-/// A page in the staging buffer, as a `Publish` lists it: its key, in the 15 bits above that the gap before it, and in
-/// the top bit whether a series is wanted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Staged {
-    /// What the service knows the page by: a line key or a whole-page key.
-    pub key: Key,
-    /// Guest pages between the page listed before and this one, if that is at most [`MAX_GAP`]; else 0. The store
-    /// leaves as many slots between them, so that guests of the same layout can map both in one piece.
-    pub gap: u16,
-    /// The page is in a slot already, and in so many neighbours in the guest that a series of slots
-    /// ([`SERIES`](crate::SERIES)) is worth its memory. The store need not make one.
-    pub series: bool,
-}
-
-const GAP_SHIFT: u32 = 48;
-const SERIES_BIT: u64 = 1 << 63;
-
-impl Staged {
-    /// Parses an item of a list.
-    ///
-    /// # Errors
-    /// [`Malformed::Value`].
-    pub fn try_new(raw: u64) -> Result<Self, Malformed> {
-        let series = raw & SERIES_BIT != 0;
-        let gap = ((raw & !SERIES_BIT) >> GAP_SHIFT) as u16;
-        if gap > MAX_GAP {
-            let (field, value) = ("gap", gap.into());
-            return Err(Malformed::Value { field, value });
-        }
-        let key = key(raw & ((1 << GAP_SHIFT) - 1))?;
-        Ok(Self { key, gap, series })
-    }
-
-    /// The item of a list.
-    pub fn raw(self) -> u64 {
-        let series = if self.series { SERIES_BIT } else { 0 };
-        self.key.raw() | u64::from(self.gap) << GAP_SHIFT | series
-    }
-}
-
-/// Asks for the statistics of the next VM of the store's list; the answer is a [`Stats`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-pub struct StatsRequest {
-    /// 0 for the first VM, then [`Stats::next`]. A number of the store's that stays a VM's while it is connected, not a
-    /// position: VMs that come and go between two questions hide no other.
-    pub from: u32,
-    /// Zero.
-    pub reserved: u32,
-}
-
-/// The store's own account.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-pub struct StoreStats {
-    /// Slots in use (KSM: pages_shared).
-    pub pages_shared: u64,
-    /// Pages that map a slot, beyond the first of each slot (KSM: pages_sharing).
-    pub pages_sharing: u64,
-    /// Slots whose last reference went and which wait for the services' epochs.
-    pub slots_limbo: u64,
-    /// Slots the store may have.
-    pub slots_max: u64,
-    /// Bytes of slots that are resident, in use or not.
-    pub resident_bytes: u64,
-    /// Keys sighted once.
-    pub sightings: u64,
-    /// Line keys marked as ambiguous.
-    pub marks: u64,
-    /// Bytes of index, sightings, references and slot bookkeeping.
-    pub metadata_bytes: u64,
-    /// CPU nanoseconds of the store process, user and system.
-    pub cpu_ns: u64,
-    /// Publications refused since the store is full.
-    pub refused_full_total: u64,
-    /// Connections closed because of malformed messages.
-    pub malformed_total: u64,
-    /// Pages published.
-    pub published_total: u64,
-    /// Net bytes saved: what sharing and zero pages save, less all metadata of store and services and the kernel
-    /// memory of the VMAs. Negative as two's complement.
-    pub saved_net_bytes: u64,
-    /// The current epoch.
-    pub epoch: u64,
-}
-
-/// Answer to a [`StatsRequest`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-pub struct Stats {
-    /// Number of VMs connected, refused ones among them.
-    pub vms: u32,
-    /// Where to ask for the next VM; 0 if there was none at or after the place asked for, and this is of no VM.
-    pub next: u32,
-    /// The store.
-    pub store: StoreStats,
-    /// The VM's name.
-    pub name: Name,
-    /// The VM's process.
-    pub pid: u64,
-    /// Why the VM is refused: the number of a [`crate::refusal::Reason`]; 0 if it is not.
-    pub reason: u64,
-    /// Net bytes that the VM saves: its part of the store's `saved_net_bytes`. Negative as two's complement.
-    pub saved_net_bytes: u64,
-    /// The VM, as it reported last.
-    pub vm: ServiceStats,
-}
-
 /// A record, parsed.
 #[derive(Debug)]
 #[allow(missing_docs)] // each is described at its body
@@ -392,20 +234,6 @@ pub enum Message<'a> {
 
 /// In a `Published`: this page got no slot (the store is full, or its content did not have the announced key).
 pub const NO_SLOT: u32 = u32::MAX;
-
-fn key(raw: u64) -> Result<Key, Malformed> {
-    Key::try_new(raw).ok_or(Malformed::Value {
-        field: "key",
-        value: raw,
-    })
-}
-
-fn slot(raw: u32) -> Result<Slot, Malformed> {
-    Slot::try_new(raw).ok_or(Malformed::Value {
-        field: "slot",
-        value: raw.into(),
-    })
-}
 
 /// Parses one record. `buffer` should be 8-byte aligned ([`aligned_buffer`]).
 pub fn parse(buffer: &[u8]) -> Result<Message<'_>, Malformed> {
@@ -458,25 +286,6 @@ fn list<T: FromBytes + KnownLayout + Immutable>(body: &[u8], max: usize) -> Opti
     (items.len() <= max).then_some(items)
 }
 
-fn parse_batch(body: &[u8]) -> Option<Batch<'_>> {
-    let (head, rest) = BatchHead::ref_from_prefix(body).ok()?;
-    let counts = [head.sightings, head.withdrawals, head.refs, head.ambiguous].map(|n| n as usize);
-    if counts.iter().any(|n| *n > MAX_BATCH) || counts[3] > MAX_AMBIGUOUS {
-        return None;
-    }
-    let (sightings, rest) = <[u64]>::ref_from_prefix_with_elems(rest, counts[0]).ok()?;
-    let (withdrawals, rest) = <[u64]>::ref_from_prefix_with_elems(rest, counts[1]).ok()?;
-    let (ambiguous, rest) = <[u64]>::ref_from_prefix_with_elems(rest, counts[3]).ok()?;
-    let refs = <[RefDelta]>::ref_from_bytes_with_elems(rest, counts[2]).ok()?;
-    Some(Batch {
-        epoch: head.epoch,
-        sightings,
-        withdrawals,
-        ambiguous,
-        refs,
-    })
-}
-
 /// A receive buffer of [`MAX_MESSAGE`] bytes with the alignment that [`parse`] wants.
 pub fn aligned_buffer() -> Vec<u64> {
     vec![0; MAX_MESSAGE / 8]
@@ -500,204 +309,7 @@ pub fn encode(kind: Kind, parts: &[&[u8]]) -> Vec<u8> {
     bytes
 }
 
-/// Builds a `Batch`. Each list holds at most [`MAX_BATCH`] items, `ambiguous` at most [`MAX_AMBIGUOUS`].
-pub fn encode_batch(
-    epoch: u64,
-    sightings: &[u64],
-    withdrawals: &[u64],
-    ambiguous: &[u64],
-    refs: &[RefDelta],
-) -> Vec<u8> {
-    #[allow(clippy::cast_possible_truncation)] // bounded by encode()
-    let count = |n: usize| n as u32;
-    let head = BatchHead {
-        epoch,
-        sightings: count(sightings.len()),
-        withdrawals: count(withdrawals.len()),
-        refs: count(refs.len()),
-        ambiguous: count(ambiguous.len()),
-    };
-    let parts = [
-        head.as_bytes(),
-        sightings.as_bytes(),
-        withdrawals.as_bytes(),
-        ambiguous.as_bytes(),
-        refs.as_bytes(),
-    ];
-    encode(Kind::Batch, &parts)
-}
-
-const _: () = assert!(HEADER + size_of::<BatchHead>() + 8 * (3 * MAX_BATCH + MAX_AMBIGUOUS) <= MAX_MESSAGE);
 const _: () = assert!(HEADER + 8 * STAGING_PAGES <= MAX_MESSAGE);
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::control::{Explanation, MAX_RESERVE, Settings, Switch};
-    use crate::refusal::{MAX_TEXT, Reason, Refusal};
-    use proptest::prelude::*;
-
-    /// Copies into an aligned buffer, as a receiver has it.
-    fn with_parsed<T>(bytes: &[u8], check: impl FnOnce(Result<Message<'_>, Malformed>) -> T) -> T {
-        let mut buffer = aligned_buffer();
-        let len = bytes.len().min(MAX_MESSAGE);
-        buffer.as_mut_bytes()[..len].copy_from_slice(&bytes[..len]);
-        check(parse(&buffer.as_bytes()[..len]))
-    }
-
-    #[test]
-    fn a_batch_survives_the_wire() {
-        let refs = [RefDelta { slot: 3, delta: -2 }];
-        with_parsed(&encode_batch(9, &[1, 2], &[3], &[4], &refs), |message| {
-            let Ok(Message::Batch(batch)) = message else {
-                panic!("{message:?}")
-            };
-            assert_eq!(batch.epoch, 9);
-            assert_eq!(
-                batch.sightings().map(|k| k.unwrap().raw()).collect::<Vec<_>>(),
-                [1, 2]
-            );
-            assert_eq!(batch.withdrawals().len(), 1);
-            assert_eq!(batch.ambiguous().next().unwrap().unwrap().raw(), 4);
-            assert_eq!(
-                batch.refs().map(Result::unwrap).collect::<Vec<_>>(),
-                [(Slot::try_new(3).unwrap(), -2)]
-            );
-        });
-    }
-
-    #[test]
-    fn a_batch_that_lies_about_its_counts_is_refused() {
-        let mut bytes = encode_batch(9, &[1, 2], &[3], &[], &[]);
-        bytes[HEADER + 8] = 200;
-        with_parsed(&bytes, |m| {
-            assert_eq!(m.unwrap_err(), Malformed::Length { got: bytes.len() })
-        });
-    }
-
-    #[test]
-    fn other_versions_are_named() {
-        let mut bytes = encode(Kind::Index, &[&7u64.to_le_bytes()]);
-        bytes[4] = 99;
-        with_parsed(&bytes, |m| assert_eq!(m.unwrap_err(), Malformed::Version(99)));
-    }
-
-    #[test]
-    fn questions_and_answers_survive_the_wire() {
-        let name = Name::new("web");
-        let settings = Settings {
-            switch: Some(Switch::OffUnmerge),
-            cpu_percent: None,
-            reserve_pages: Some(MAX_RESERVE),
-        };
-        let set = Set {
-            serial: 7,
-            name,
-            settings,
-        };
-        with_parsed(&encode(Kind::Set, &[&set.body()]), |m| {
-            assert!(matches!(m, Ok(Message::Set(got)) if got == set));
-        });
-        let explained = Explained {
-            serial: u64::MAX,
-            explanation: Explanation {
-                foreign: 3,
-                ..Explanation::default()
-            },
-            note: "n".repeat(MAX_TEXT),
-        };
-        with_parsed(&encode(Kind::Explained, &[&explained.body()]), |m| {
-            assert!(matches!(m, Ok(Message::Explained(got)) if got == explained));
-        });
-        let not_done = NotDone {
-            serial: 1,
-            text: "no".into(),
-        };
-        with_parsed(&encode(Kind::NotDone, &[&not_done.body()]), |m| {
-            assert!(matches!(m, Ok(Message::NotDone(got)) if got == not_done));
-        });
-        let refused = Refused {
-            serial: 0,
-            pages: 512,
-            name,
-            refusal: Refusal::new(Reason::Vfio, "device 0000:01:00.0", "detach it"),
-        };
-        with_parsed(&encode(Kind::Refused, &[&refused.body()]), |m| {
-            assert!(matches!(m, Ok(Message::Refused(got)) if got == refused));
-        });
-    }
-
-    #[test]
-    fn a_goodbye_says_nothing_else() {
-        with_parsed(&encode(Kind::Goodbye, &[]), |m| {
-            assert!(matches!(m, Ok(Message::Goodbye)))
-        });
-        let more = encode(Kind::Goodbye, &[&[0]]);
-        with_parsed(&more, |m| {
-            assert_eq!(m.unwrap_err(), Malformed::Length { got: more.len() })
-        });
-    }
-
-    #[test]
-    fn settings_and_texts_out_of_range_are_refused() {
-        let set = Set {
-            serial: 7,
-            name: Name::new("web"),
-            settings: Settings {
-                cpu_percent: Some(101),
-                ..Settings::default()
-            },
-        };
-        with_parsed(&encode(Kind::Set, &[&set.body()]), |m| {
-            let expected = Malformed::Value {
-                field: "cpu_percent",
-                value: 101,
-            };
-            assert_eq!(m.unwrap_err(), expected);
-        });
-        let long = encode(Kind::NotDone, &[&[0; 8], &[b'x'; MAX_TEXT + 1]]);
-        with_parsed(&long, |m| {
-            assert_eq!(m.unwrap_err(), Malformed::Length { got: long.len() })
-        });
-    }
-
-    proptest! {
-        #[test]
-        fn any_texts_of_a_refusal_are_taken_or_refused_by_length(
-            lens in (0u16..1000, 0u16..1000), texts in proptest::collection::vec(any::<u8>(), 0..1100), reason in 0u32..20,
-        ) {
-            let refused = Refused {
-                serial: 0, pages: 1, name: Name::new("x"), refusal: Refusal::new(Reason::Other, "", ""),
-            };
-            let mut body = refused.body();
-            body[16..20].copy_from_slice(&reason.to_le_bytes());
-            body[20..22].copy_from_slice(&lens.0.to_le_bytes());
-            body[22..24].copy_from_slice(&lens.1.to_le_bytes());
-            body.extend_from_slice(&texts);
-            let fits = usize::from(lens.0) <= MAX_TEXT && usize::from(lens.1) <= MAX_TEXT
-                && usize::from(lens.0) + usize::from(lens.1) == texts.len();
-            let known = (1..16).contains(&reason);
-            with_parsed(&encode(Kind::Refused, &[&body]), |m| {
-                prop_assert_eq!(m.is_ok(), fits && known);
-                Ok(())
-            })?;
-        }
-
-        #[test]
-        fn any_bytes_parse_or_fail_without_panic(body in proptest::collection::vec(any::<u8>(), 0..300), kind in 0u16..24) {
-            let mut bytes = encode(Kind::Error, &[&body]);
-            bytes[6..8].copy_from_slice(&kind.to_le_bytes());
-            with_parsed(&bytes, |message| {
-                if let Ok(Message::Batch(batch)) = message {
-                    batch.sightings().for_each(|_| ());
-                    batch.refs().for_each(|_| ());
-                }
-            });
-        }
-
-        #[test]
-        fn any_header_parses_or_fails_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
-            with_parsed(&bytes, |_| ());
-        }
-    }
-}
+mod tests;
