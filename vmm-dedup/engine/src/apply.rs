@@ -8,12 +8,15 @@ use crate::mixed::huge::{Asked, SAMPLING};
 use crate::page::{Retry, State};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
+use crate::settle::{SIGHT_ANEW_PERIOD, SIGHT_ANEW_PERIOD_FULL};
 use crate::sys::{guest, vma};
 use std::ops::Range;
 use std::time::Instant;
 
 /// Mappings that one more merged page may add: its own, and the rest behind it.
 const VMAS_PER_RUN: i64 = 2;
+/// Most runs of a huge page that is taken as one.
+const MOST_RUNS_AT_ONCE: usize = 8;
 /// Smallest merge window.
 const MIN_WINDOW: usize = 4;
 /// Pages from the first to the last of a window.
@@ -25,6 +28,7 @@ impl Scanner {
     pub(crate) fn apply_merges(&mut self) -> Result<(), Error> {
         let mut items = std::mem::take(&mut self.merges);
         if self.suspended {
+            self.doubt(SIGHT_ANEW_PERIOD);
             items.iter().for_each(|item| self.disown(item));
             return Ok(());
         }
@@ -47,7 +51,6 @@ impl Scanner {
         let mut result = Ok(());
         while at < items.len() && result.is_ok() {
             let (end, take) = if self.is_whole_huge_page(&items[at..]) {
-                self.note_split(self.memory.chunk_of(items[at].page));
                 (at + CHUNK_PAGES, Take::HugePage)
             } else {
                 self.split_if_huge(items[at].page);
@@ -210,7 +213,8 @@ impl Scanner {
         self.stats.huge_splits_total += 1;
     }
 
-    /// Whether the first items are all pages of a huge page: it can be taken as one.
+    /// Whether the first items are all pages of a huge page, and few runs: then it is taken as one. Mapping many runs would
+    /// keep all of it away for too long.
     fn is_whole_huge_page(&self, items: &[Item]) -> bool {
         let chunk = self.memory.chunk_of(items[0].page);
         let pages = &self.memory.chunks()[chunk].pages;
@@ -220,6 +224,7 @@ impl Scanner {
             && items
                 .get(CHUNK_PAGES - 1)
                 .is_some_and(|last| last.page + 1 == pages.end)
+            && runs_of(&items[..CHUNK_PAGES]) <= MOST_RUNS_AT_ONCE
     }
 
     /// How many of the items from `at` on make one window.
@@ -249,15 +254,18 @@ impl Scanner {
             end: goes_on(window.end),
         };
         let items = &all[window];
-        let runs = 1 + items
-            .windows(2)
-            .filter(|pair| !continues(&pair[0], &pair[1]))
-            .count();
+        let gone = |item: &Item| matches!(self.table.get(item.page), State::Untracked | State::Zero);
+        if take == Take::HugePage && items.iter().any(gone) {
+            // Just discarded, so it is not that huge page any more.
+            items.iter().for_each(|item| self.pass_over(item));
+            return;
+        }
+        let runs = runs_of(items);
         let zero_only = items.iter().all(|i| i.slot.is_none());
         #[allow(clippy::cast_possible_wrap)] // <= MAX_WINDOW
         if !zero_only && self.vmas + runs as i64 * VMAS_PER_RUN > self.vmas_max {
             self.stats.refused_vmas_total += items.len() as u64;
-            self.unsure = true;
+            self.doubt(SIGHT_ANEW_PERIOD_FULL);
             items.iter().for_each(|item| self.pass_over(item));
             return;
         }
@@ -271,16 +279,20 @@ impl Scanner {
             Err(error) => {
                 log::warn!("{error}");
                 self.stats.refused_other_total += items.len() as u64;
+                self.doubt(SIGHT_ANEW_PERIOD);
                 items.iter().for_each(|item| self.disown(item));
                 return;
             }
         };
         self.stats.stop.observe(window.stop_ns);
-        if take == Take::Pages {
-            self.adapt(items.len(), window.stop_ns);
-        } else {
-            let whole = window.outcomes.iter().all(|o| *o == Outcome::Merged);
-            self.stats.huge_whole_total += u64::from(whole);
+        match take {
+            Take::Pages => self.adapt(items.len(), window.stop_ns),
+            Take::HugePage if window.outcomes.iter().any(|o| o.was_taken()) => {
+                self.note_split(self.memory.chunk_of(items[0].page));
+                let whole = window.outcomes.iter().all(|o| *o == Outcome::Merged);
+                self.stats.huge_whole_total += u64::from(whole);
+            }
+            Take::HugePage => {} // pinned, and huge
         }
         let pages = items[0].page..items[items.len() - 1].page + 1;
         let before = self.boundaries(&pages);
@@ -345,11 +357,12 @@ impl Scanner {
             // The process has fewer mappings left than we thought: not one more than we have.
             self.vmas_max = self.vmas_max.min(self.vmas);
         }
-        // A pinned page was not moved and is still protected: it is tried again later. The others came back unprotected.
-        let next = if outcome == Outcome::Pinned {
-            State::Pinned(Retry::after(self.table.get(item.page), self.passes))
-        } else {
-            State::Untracked
+        // A page that was not moved is protected: a pinned one is tried again later, others are keyed anew. What was moved
+        // came back unprotected.
+        let next = match outcome {
+            Outcome::Pinned => State::Pinned(Retry::after(self.table.get(item.page), self.passes)),
+            Outcome::NotTaken => State::Armed,
+            _ => State::Untracked,
         };
         if self.table.get(item.page).may_become(next) {
             self.table.set(item.page, next);
@@ -512,6 +525,12 @@ impl Scanner {
             page = end;
         }
     }
+}
+
+/// How many runs items make.
+fn runs_of(items: &[Item]) -> usize {
+    let ends = items.windows(2).filter(|pair| !continues(&pair[0], &pair[1]));
+    1 + ends.count()
 }
 
 /// Whether two neighbouring pages lie in one mapping, as far as their states tell.

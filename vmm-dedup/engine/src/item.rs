@@ -89,6 +89,21 @@ pub(crate) enum Outcome {
     Returned,
 }
 
+impl Outcome {
+    /// Whether the page was taken and is to go back.
+    pub(crate) fn is_held(self) -> bool {
+        matches!(
+            self,
+            Self::Different | Self::Refused | Self::NoVma | Self::Returned
+        )
+    }
+
+    /// Whether the page was taken, whatever became of it.
+    pub(crate) fn was_taken(self) -> bool {
+        self.is_held() || self == Self::Merged
+    }
+}
+
 /// Whether a window's first and last run go on in the windows beside it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Open {

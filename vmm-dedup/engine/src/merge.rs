@@ -22,7 +22,8 @@
 //! A huge page all of whose pages have twins is taken as one: UFFDIO_MOVE moves its mapping, a microsecond instead of the
 //! hundreds that splitting it takes, and it is freed as one. That works only into an empty place of 2 MiB without a page
 //! table ([`HugeScratch`]); into any other the kernel splits the huge page on the way, which is slow and as safe. What
-//! is put back goes page by page.
+//! is put back is copied: moving a part of the huge page would split it. Pins count for all of a huge page, so if one page
+//! is pinned all stay.
 
 use crate::aside::{Aside, Piece};
 use crate::breaks::{Breaker, complement};
@@ -30,7 +31,7 @@ use crate::error::Error;
 use crate::item::{Item, Open, Outcome, Role, continues, return_exceptions};
 use crate::memory::{Memory, Page};
 use crate::mixed::scratch::HugeScratch;
-use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
+use crate::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::store::Store;
 use crate::sys::guest;
 use crate::sys::pagemap::Pagemap;
@@ -127,20 +128,30 @@ impl Merger {
         };
         let pages = (last.page - first.page) as usize + 1;
         let tracker = self.tracker.clone();
-        let hold = match take {
-            Take::Pages => self.hold(memory, first.page, pages, &tracker),
-            Take::HugePage => self.hold_huge(memory, first.page, &tracker)?,
+        let huge = match take {
+            Take::Pages => None,
+            Take::HugePage => self.hold_huge(memory, first.page, &tracker),
         };
+        let as_one = huge.is_some();
+        let hold = huge.unwrap_or_else(|| self.hold(memory, first.page, pages, &tracker));
         let start = hold.start;
         let stretches = hold.stretches(items);
         hold.arm(&stretches)?;
         let urgent = Urgent::begin();
         let clock = Instant::now();
-        let mut outcomes = hold.take(items);
+        let mut outcomes = if as_one {
+            hold.take_whole(items)
+        } else {
+            hold.take(items)
+        };
         hold.verify(store, items, &mut outcomes);
         return_exceptions(items, &mut outcomes, open);
         let runs = hold.map(store, &mut self.aside, items, &mut outcomes);
-        hold.put_back(items, &outcomes);
+        if as_one {
+            hold.put_copies_back(items, &outcomes);
+        } else {
+            hold.put_back(items, &outcomes);
+        }
         for run in &runs {
             breaker.adopt(pagemap, run);
         }
@@ -148,40 +159,42 @@ impl Merger {
         let _ = tracker.wake(start, bytes(pages));
         let mut stop = clock.elapsed();
         hold.disarm(&stretches, &runs);
-        hold.protect_again(items, &outcomes);
+        // A huge page that stayed is not tracked, and protecting its pages would split it.
+        if !(as_one && outcomes.iter().all(|o| *o == Outcome::Pinned)) {
+            hold.protect_again(items, &outcomes);
+        }
         let _ = tracker.wake(start, bytes(pages));
         if outcomes.contains(&Outcome::Absent) {
             stop = clock.elapsed();
         }
         drop(urgent);
-        if take == Take::HugePage {
-            self.free_huge(&outcomes);
+        if as_one {
+            self.free_huge(pagemap, hold.scratch);
         }
         let stop_ns = u64::try_from(stop.as_nanos()).unwrap_or(u64::MAX);
         Ok(Window { outcomes, stop_ns })
     }
 
-    /// As [`Self::hold`], for the whole of a huge page.
-    fn hold_huge<'a>(&mut self, memory: &Memory, first: Page, tracker: &'a Uffd) -> Result<Hold<'a>, Error> {
-        let scratch = match self.huge.take() {
-            Some(scratch) => scratch,
-            None => HugeScratch::new(tracker, 1).map_err(Error::Scratch)?,
-        };
-        let place = self.huge.insert(scratch).place(0);
-        Ok(Hold {
+    /// As [`Self::hold`], for a huge page that is to stay one; `None` for want of memory.
+    fn hold_huge<'a>(&mut self, memory: &Memory, first: Page, tracker: &'a Uffd) -> Option<Hold<'a>> {
+        let made = self.huge.take().map_or_else(|| HugeScratch::new(tracker, 1), Ok);
+        let scratch = made.inspect_err(|e| log::debug!("no place for a huge page: {e}"));
+        let scratch = self.huge.insert(scratch.ok()?).place(0);
+        Some(Hold {
             tracker,
             start: memory.address(first),
-            scratch: place,
+            scratch,
             first,
         })
     }
 
-    /// Frees a huge page that was merged. Where pages were put back one by one a page table is left, which would be in the
-    /// next one's way: then the place is given up with it.
-    fn free_huge(&mut self, outcomes: &[Outcome]) {
-        let clean = outcomes.iter().all(|outcome| *outcome == Outcome::Merged);
-        let freed = self.huge.as_ref().map(|scratch| scratch.free(0));
-        if !clean || !matches!(freed, Some(Ok(()))) {
+    /// Frees what is left of a huge page. If it was none any more there is a page table now, which would be in the next
+    /// one's way: then the place is given up with it.
+    fn free_huge(&mut self, pagemap: &mut Pagemap, place: usize) {
+        let found = pagemap.huge(place..place + HUGE_SIZE).unwrap_or_default();
+        let clean = found.iter().map(Range::len).sum::<usize>() == HUGE_SIZE;
+        let freed = self.huge.as_ref().is_some_and(|scratch| scratch.free(0).is_ok());
+        if !(clean && freed) {
             self.huge = None;
         }
     }
@@ -302,9 +315,24 @@ impl Hold<'_> {
     }
 
     /// Moves the items' pages into scratch memory, stretch by stretch. `Merged` stands for "taken" until verified.
-    #[allow(unsafe_code)] // moves guest pages
     pub(crate) fn take(&self, items: &[Item]) -> Vec<Outcome> {
-        let mut outcomes = Vec::with_capacity(items.len());
+        self.take_rest(items, Vec::with_capacity(items.len()))
+    }
+
+    /// Moves a huge page as one. If it is pinned, asking for its pages one by one would only split it (and older kernels
+    /// try that for as long as it is pinned).
+    #[allow(unsafe_code)] // moves guest pages
+    fn take_whole(&self, items: &[Item]) -> Vec<Outcome> {
+        // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
+        let (moved, error) = unsafe { self.tracker.move_pages(self.scratch, self.start, HUGE_SIZE) };
+        if moved == 0 && error == Some(MoveError::Pinned) {
+            return vec![Outcome::Pinned; items.len()];
+        }
+        self.take_rest(items, vec![Outcome::Merged; moved / PAGE_SIZE])
+    }
+
+    #[allow(unsafe_code)] // moves guest pages
+    fn take_rest(&self, items: &[Item], mut outcomes: Vec<Outcome>) -> Vec<Outcome> {
         let mut tries = 0;
         // One call moves pages of one mapping only. Pages that we broke lie in mappings of their own.
         let mut one_by_one = false;
@@ -327,9 +355,14 @@ impl Hold<'_> {
                 None => {}
                 Some(MoveError::Again) if tries < 100 => {}
                 Some(MoveError::Refused(libc::EINVAL)) if stretch > 1 => one_by_one = true,
-                Some(MoveError::Pinned) => outcomes.push(Outcome::Pinned),
-                Some(MoveError::Absent) => outcomes.push(Outcome::Absent),
-                Some(MoveError::Again | MoveError::Refused(_)) => outcomes.push(Outcome::NotTaken),
+                Some(error) => {
+                    tries = 0;
+                    outcomes.push(match error {
+                        MoveError::Pinned => Outcome::Pinned,
+                        MoveError::Absent => Outcome::Absent,
+                        MoveError::Again | MoveError::Refused(_) => Outcome::NotTaken,
+                    });
+                }
             }
         }
         outcomes.truncate(items.len());
@@ -471,14 +504,24 @@ impl Hold<'_> {
     /// Moves back what was taken and is not to be merged. (What was not taken must not come here: there is nothing
     /// in its scratch page.)
     fn put_back(&self, items: &[Item], outcomes: &[Outcome]) {
-        let held = |o: &Outcome| {
-            matches!(
-                o,
-                Outcome::Different | Outcome::Refused | Outcome::NoVma | Outcome::Returned
-            )
-        };
-        for (item, _) in items.iter().zip(outcomes).filter(|(_, o)| held(o)) {
+        for (item, _) in items.iter().zip(outcomes).filter(|(_, o)| o.is_held()) {
             self.put_back_one(self.offset(item));
+        }
+    }
+
+    /// The same by copying, which leaves a huge page in scratch memory whole.
+    #[allow(unsafe_code)] // copies guest pages
+    fn put_copies_back(&self, items: &[Item], outcomes: &[Outcome]) {
+        let mut at = 0;
+        for part in outcomes.chunk_by(|a, b| a.is_held() == b.is_held()) {
+            let offset = self.offset(&items[at]);
+            at += part.len();
+            // SAFETY: the pages were taken, so nobody writes them, and their places are empty.
+            let copied = |len| unsafe { self.tracker.copy(self.start + offset, self.scratch + offset, len) };
+            if part[0].is_held() && copied(bytes(part.len())).is_err() {
+                let pages = (offset..offset + bytes(part.len())).step_by(PAGE_SIZE);
+                pages.for_each(|offset| self.put_back_one(offset));
+            }
         }
     }
 

@@ -91,8 +91,8 @@ pub(crate) struct Scanner {
     pub(crate) acknowledged: u64,
     /// Position in the index's news.
     pub(crate) news: u64,
-    /// The store may have forgotten sightings of ours, see [`Self::sight_anew`].
-    pub(crate) unsure: bool,
+    /// The store may have forgotten sightings of ours: the pass in which they are repeated, see [`Self::sight_anew`].
+    pub(crate) sight_anew_at: Option<u64>,
     faults: u64,
     pub(crate) passes: u64,
     /// Nothing is merged for now, see [`Self::check_direct_io`].
@@ -189,7 +189,7 @@ impl Scanner {
             epoch: store.index().epoch(),
             acknowledged: store.index().epoch(),
             news: store.index().news_position(),
-            unsure: false,
+            sight_anew_at: None,
             faults: 0,
             passes: 0,
             suspended: false,

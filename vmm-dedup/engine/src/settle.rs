@@ -18,7 +18,9 @@ use vmm_dedup_protocol::{STAGING_PAGES, Slot};
 pub(crate) const MAX_MERGES: usize = 1 << 17;
 
 /// Least passes from one time that all candidates are sighted anew to the next.
-const SIGHT_ANEW_PERIOD: u64 = 32;
+pub(crate) const SIGHT_ANEW_PERIOD: u64 = 32;
+/// The same while there are no mappings left for what is found, which can be so for ever.
+pub(crate) const SIGHT_ANEW_PERIOD_FULL: u64 = 1024;
 
 impl Scanner {
     pub(crate) fn index(&self) -> Option<&IndexReader> {
@@ -199,7 +201,9 @@ impl Scanner {
         }
         let news = index.news_since(self.news);
         let entered = matches!(news, News::Keys(_));
-        self.unsure |= !entered;
+        if !entered {
+            self.doubt(SIGHT_ANEW_PERIOD);
+        }
         let pages = match news {
             News::Keys(keys) => {
                 let mut filter = [0u64; 1024];
@@ -233,24 +237,37 @@ impl Scanner {
     /// found no mapping), nobody would ever be asked for our page. So from time to time, if that may have happened, all that
     /// the index lacks is sighted anew. It is withdrawn first: a key that is sighted twice by one VM would be asked for.
     fn sight_anew(&mut self) -> Result<(), Error> {
-        if !self.unsure || !self.passes.is_multiple_of(SIGHT_ANEW_PERIOD) {
+        if self.sight_anew_at.is_none_or(|pass| pass > self.passes) {
             return Ok(());
         }
-        self.unsure = false;
+        self.sight_anew_at = None;
         let held: HashSet<Page> = self.held_twins.iter().map(|(page, _)| *page).collect();
         let pages = self.table.candidates_with(|_| true).into_iter();
         let candidates: Vec<(Page, Key)> = pages
             .filter(|page| !held.contains(page))
             .filter_map(|page| self.candidate(page))
             .collect();
-        let missing = self.look_up_again(&candidates);
-        let keys = missing.iter().map(|(_, key)| key.raw());
-        self.outbox.withdrawals.extend(keys);
-        self.flush()?;
-        for (page, key) in missing {
-            self.sight(page, key)?;
+        for some in candidates.chunks(MAX_BATCH) {
+            if let Err(error) = self.breathe() {
+                self.doubt(SIGHT_ANEW_PERIOD);
+                return Err(error);
+            }
+            let missing = self.look_up_again(some);
+            let keys = missing.iter().map(|(_, key)| key.raw());
+            self.outbox.withdrawals.extend(keys);
+            self.flush()?;
+            for (page, key) in missing {
+                self.sight(page, key)?;
+            }
         }
+        self.lap(|cpu| &mut cpu.store);
         Ok(())
+    }
+
+    /// The store may have forgotten sightings: in a multiple of that many passes they are repeated.
+    pub(crate) fn doubt(&mut self, period: u64) {
+        let pass = (self.passes + 1).next_multiple_of(period);
+        self.sight_anew_at = Some(self.sight_anew_at.map_or(pass, |at| at.min(pass)));
     }
 
     fn candidate(&self, page: Page) -> Option<(Page, Key)> {

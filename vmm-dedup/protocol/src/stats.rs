@@ -200,7 +200,7 @@ pub struct ServiceStats {
     pub huge_splits_total: u64,
     /// Of these, those that were used, if rarely, and had many twins.
     pub huge_splits_rare_total: u64,
-    /// Of the huge pages split, those that went whole: all of their pages were taken at once, and merged.
+    /// Of the huge pages split, those of which every page was taken at once, and merged.
     pub huge_whole_total: u64,
     /// Huge pages built again for use.
     pub huge_rebuilt_total: u64,

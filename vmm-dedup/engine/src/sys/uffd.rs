@@ -3,6 +3,7 @@
 #![allow(unsafe_code)] // ioctls
 
 use crate::error::Error;
+use crate::page_size::PAGE_SIZE;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -271,7 +272,17 @@ impl Uffd {
     pub(crate) unsafe fn move_pages(&self, dst: usize, src: usize, len: usize) -> (usize, Option<MoveError>) {
         let mut request = transfer(dst, src, len);
         let error = self.ioctl(MOVE, &mut request).err();
-        let moved = usize::try_from(request.done).unwrap_or(0);
+        let mut moved = usize::try_from(request.done).unwrap_or(0);
+        // Kernels that move several pages at a time have lost count of some after a retry inside: they say then that the
+        // destination is occupied, by what they have just moved.
+        if error.as_ref().and_then(io::Error::raw_os_error) == Some(libc::EEXIST) {
+            while moved < len && is_resident(dst + moved) && !is_resident(src + moved) {
+                moved += PAGE_SIZE;
+            }
+            if moved == len {
+                return (moved, None);
+            }
+        }
         let reason = error.map(|e| match e.raw_os_error() {
             Some(libc::EBUSY) => MoveError::Pinned,
             Some(libc::ENOENT) => MoveError::Absent,
@@ -330,6 +341,14 @@ impl AsFd for Uffd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
+}
+
+/// Whether anything is in a page of anonymous memory (asking touches nothing).
+fn is_resident(at: usize) -> bool {
+    let mut state = 0u8;
+    // SAFETY: one byte is written for the one page.
+    let asked = unsafe { libc::mincore(at as *mut _, PAGE_SIZE, &raw mut state) };
+    asked == 0 && state & 1 == 1
 }
 
 fn range(start: usize, len: usize) -> Range {
