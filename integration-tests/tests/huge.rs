@@ -140,7 +140,7 @@ fn a_huge_page_that_is_pinned_somewhere_stays() {
 #[test]
 fn writers_lose_nothing_while_huge_pages_are_taken_as_one() {
     need_userfaultfd!();
-    const ROUNDS: u64 = 10;
+    const ROUNDS: usize = 10;
     const WRITERS: usize = 2;
     let store = StoreThread::start();
     let pages = Pages::map_huge(CHUNKS * HUGE_PAGES);
@@ -158,8 +158,8 @@ fn writers_lose_nothing_while_huge_pages_are_taken_as_one() {
                     let mut done = Vec::new();
                     for n in 0.. {
                         // Each page is one writer's, and a word of it is written once a round.
-                        let page = (n * 514 + round as usize * 31) * WRITERS % pages.count() + writer;
-                        let (word, value) = ((n / 4 + n * 7) % 512, round << 32 | n as u64);
+                        let page = (n * 514 + round * 31) * WRITERS % pages.count() + writer;
+                        let (word, value) = ((n / 4 + n * 7) % 512, ((round << 32) | n) as u64);
                         pages.store(page, word, value);
                         done.push((page, word, value));
                         if stop.load(Ordering::Acquire) {
