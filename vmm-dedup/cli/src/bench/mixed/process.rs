@@ -84,18 +84,22 @@ impl Orders {
     /// Speed over some time: the median of its seconds, since other load comes in bursts.
     fn measure(&self, time: Duration) -> Access {
         self.tally();
-        let (mut speeds, mut timed_ns) = (Vec::new(), Vec::new());
+        let (mut speeds, mut rates, mut timed_ns) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..time.as_secs().max(1) {
+            let clock = Instant::now();
             std::thread::sleep(Duration::from_secs(1));
             let tally = self.tally();
+            rates.push(tally.accesses as f64 / clock.elapsed().as_secs_f64());
             speeds.push(tally.accesses as f64 / tally.cpu.as_secs_f64().max(1e-9));
             timed_ns.extend(tally.timed_ns);
         }
         speeds.sort_unstable_by(f64::total_cmp);
+        rates.sort_unstable_by(f64::total_cmp);
         timed_ns.sort_unstable();
         let quantile = |q: usize| timed_ns.get(timed_ns.len() * q / 100).copied().unwrap_or(0);
         Access {
             per_cpu_s: speeds[speeds.len() / 2],
+            per_s: rates[rates.len() / 2],
             p50_ns: quantile(50),
             p99_ns: quantile(99),
         }
@@ -119,8 +123,9 @@ pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
     std::thread::scope(|scope| {
         let end = End(&orders);
         scope.spawn(|| work(&area, &orders, &parts.warm));
+        let undisturbed = orders.measure(setup.seconds);
         let services = start(setup, &area)?;
-        let measured = phases(setup, &parts, &orders, &services);
+        let measured = phases(setup, &parts, &orders, &services, undisturbed);
         drop(end);
         measured
     })
@@ -133,12 +138,12 @@ pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
 }
 
 fn start(setup: &Setup<'_>, area: &Area) -> Result<Vec<DedupService>, Failure> {
-    let (Some(policy), Some(store)) = (setup.policy, setup.store) else {
+    let (Some(subject), Some(store)) = (setup.subject, setup.store) else {
         return Ok(Vec::new());
     };
     let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
     // SAFETY: the area stays mapped for the process's lifetime and is only accessed through volatile words.
-    let service = unsafe { DedupService::start_on_ranges(&[range], store, setup.config("mixed", policy)) };
+    let service = unsafe { DedupService::start_on_ranges(&[range], store, setup.config("mixed", subject)) };
     Ok(vec![service.map_err(Failure::from_error)?])
 }
 
@@ -147,6 +152,7 @@ fn phases(
     parts: &Parts,
     orders: &Orders,
     services: &[DedupService],
+    undisturbed: Access,
 ) -> Result<Process, Failure> {
     let huge = || services.iter().map(|s| s.stats().huge_ranges).sum::<u64>();
     setup.settle(services);
@@ -177,6 +183,7 @@ fn phases(
         saved_pages,
         huge_pages: huge_before,
         metadata_bytes: stats.metadata_bytes,
+        undisturbed,
         access: steady,
         converge_monitor_cpu_s: converged.0,
         converge_dedup_cpu_s: converged.1,
