@@ -273,21 +273,23 @@ impl Files {
             self.write(&format!("{scheme}/access_pattern/{name}/max"), &most.to_string())?;
             self.write(&format!("{scheme}/access_pattern/{name}/min"), &least.to_string())?;
         }
-        Ok(())
+        // What is asked for later: Linux 6.2 and later have it.
+        self.tried_regions().map(drop)
+    }
+
+    fn tried_regions(&self) -> Result<fs::ReadDir, FileError> {
+        let name = "0/contexts/0/schemes/0/tried_regions";
+        fs::read_dir(self.0.join(name)).map_err(|error| (name.to_owned(), error))
     }
 
     /// The regions with use.
     fn ask(&self) -> Result<Vec<Region>, FileError> {
         self.write("0/state", "update_schemes_tried_regions")?;
-        let folder = self.0.join("0/contexts/0/schemes/0/tried_regions");
-        let failed = |error| (folder.display().to_string(), error);
-        let mut regions = Vec::new();
-        for entry in fs::read_dir(&folder).map_err(failed)? {
-            let entry = entry.map_err(failed)?;
-            if entry.file_type().map_err(failed)?.is_dir() {
-                regions.extend(region(&entry.path()));
-            }
-        }
+        // Beside the folders of regions there is a file with their sum.
+        let mut regions: Vec<Region> = self
+            .tried_regions()?
+            .filter_map(|entry| region(&entry.ok()?.path()))
+            .collect();
         regions.sort_unstable_by_key(|region| region.range.start);
         Ok(regions)
     }

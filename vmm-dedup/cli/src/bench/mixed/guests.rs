@@ -37,12 +37,15 @@ pub(super) fn measure(setup: &Setup<'_>) -> Result<Guests, Failure> {
     let after = (progress(&guests)?, vcpus()?, setup.cpu(&services)?);
     let saved_pages = setup.saved_pages(&services)?;
     let huge_pages = services.iter().map(|s| s.stats().huge_ranges).sum();
+    let sources: Vec<&str> = services.iter().map(|s| s.stats().use_source_name()).collect();
+    let use_source = sources.join(", ");
     let mut histogram = Vec::new();
     for guest in guests {
         histogram.extend(finish(guest)?);
     }
     let vcpu_s = crate::bench::ksm::seconds((after.1 - before.1).max(1));
     Ok(Guests {
+        use_source,
         saved_pages,
         huge_pages,
         pages_per_cpu_s: (after.0 - before.0) as f64 / vcpu_s,

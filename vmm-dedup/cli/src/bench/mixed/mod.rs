@@ -5,8 +5,8 @@
 //! accessing thread's CPU time, so that other load on the machine counts little.
 //!
 //! Speed differs by some per cent from process to process, since the memory does, and from minute to minute, since the
-//! machine does. So each process measures itself before there is dedup as well, policies take turns, in one order and then
-//! in the other, and what is compared are ratios of one round.
+//! machine does. So each process measures itself before there is dedup as well, and all the time a control area beside the
+//! memory under test; policies take turns, in one order and then in the other, and what is compared are ratios of one round.
 
 mod guests;
 mod process;

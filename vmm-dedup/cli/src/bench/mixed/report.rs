@@ -10,6 +10,9 @@ pub(super) struct Access {
     pub(super) per_cpu_s: f64,
     /// Accesses in a second, with all waiting.
     pub(super) per_s: f64,
+    /// The same, divided by those to the control area in turns with them.
+    pub(super) of_control: f64,
+    pub(super) of_control_by_clock: f64,
     pub(super) p50_ns: u32,
     pub(super) p99_ns: u32,
 }
@@ -17,6 +20,8 @@ pub(super) struct Access {
 /// Plain memory under one policy.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Process {
+    /// What told which memory is used.
+    pub(super) use_source: String,
     pub(super) saved_pages: u64,
     /// 2 MiB pages that were left when it had settled.
     pub(super) huge_pages: u64,
@@ -47,6 +52,8 @@ pub(super) struct Process {
 /// Guests under one policy.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Guests {
+    /// What told which memory is used, for each guest.
+    pub(super) use_source: String,
     pub(super) saved_pages: u64,
     pub(super) huge_pages: u64,
     /// Pages verified or written by all guests in a second of their vCPUs' CPU time.
@@ -59,14 +66,15 @@ pub(super) struct Guests {
 }
 
 impl Process {
-    /// Speed as a part of what it was before there was dedup, so that processes with other memory compare.
+    /// Speed as a part of what it was before there was dedup, and of the control area's: neither other memory nor
+    /// another hour of the machine counts.
     pub(super) fn speed(&self) -> f64 {
-        self.access.per_cpu_s / self.undisturbed.per_cpu_s.max(1.0)
+        self.access.of_control / self.undisturbed.of_control
     }
 
     /// The same by the clock, with what was waited for.
     pub(super) fn rate(&self) -> f64 {
-        self.access.per_s / self.undisturbed.per_s.max(1.0)
+        self.access.of_control_by_clock / self.undisturbed.of_control_by_clock
     }
 
     /// CPU time of all that dedup does, seconds.

@@ -42,7 +42,7 @@ fn median_value(values: &[Value]) -> Value {
 /// `smartmd` divided by another policy: medians of the rounds' ratios.
 #[derive(Debug, Default, PartialEq, Serialize)]
 pub(super) struct Ratios {
-    /// Speed, each relative to the same process before there was dedup: by CPU time and by the clock.
+    /// Speed, by CPU time and by the clock.
     speed_of_no_splitting: Option<f64>,
     rate_of_no_splitting: Option<f64>,
     saving_of_ksm: Option<f64>,
