@@ -23,7 +23,14 @@ const FILE_PAGES: u64 = 256;
 /// Content of the targets before a read; 0 is the zero page.
 const BEFORE: [u64; 2] = [0, 77];
 const FILE_ID: u64 = 1000;
-/// Longest time to wait, after the last read, for a huge page to be built.
+/// In huge pages: places that are read into in turn, for so many rounds each; meanwhile the others are used or rest.
+const STATIONS: usize = 4;
+const ROUNDS_AT_STATION: u64 = 32;
+/// How long one station is used at a time. It rests three times as long, in which it gets cold and is split.
+const USE: Duration = Duration::from_millis(80);
+/// Reads for each huge page split, and for each built again.
+const READS_PER_CONVERSION: u64 = 320;
+/// Longest time to wait, after the last read, for that many.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Pins the first pages, until [`unpin`].
@@ -76,8 +83,7 @@ enum Reader {
 pub enum Backing {
     /// Small pages.
     Small,
-    /// Huge pages with many twins, which are split and built again all the time: a thread reads all of them, and rests,
-    /// in turn.
+    /// Huge pages with many twins, which are split and built again all the time: each is used for a while, then rests.
     Huge,
 }
 
@@ -90,28 +96,41 @@ impl Backing {
         }
     }
 
+    fn stations(self) -> usize {
+        match self {
+            Backing::Small => 1,
+            Backing::Huge => STATIONS,
+        }
+    }
+
+    fn station_pages(self) -> usize {
+        (TARGETS + TWINS) * self.stride()
+    }
+
     fn map(self) -> Pages {
-        let count = (TARGETS + TWINS) * self.stride();
+        let count = self.station_pages() * self.stations();
         match self {
             Backing::Small => Pages::map(count),
             Backing::Huge => {
-                // And as many again, with the same pages between others than the targets.
-                let pages = Pages::map_huge(2 * count);
-                (0..pages.count()).for_each(|page| pages.fill(page, self.between(page)));
+                let pages = Pages::map_huge(count);
+                (0..count).for_each(|page| pages.fill(page, self.between(page)));
                 pages
             }
         }
     }
 
-    /// What a page holds that is no target and no twin.
+    /// What a page holds that is no target and no twin: the same in all stations.
     fn between(self, page: usize) -> u64 {
-        let half = (TARGETS + TWINS) * self.stride();
-        let own = page.is_multiple_of(self.stride());
-        FILE_ID * 2 + if own { page } else { page % half } as u64
+        FILE_ID * 2 + (page % self.station_pages()) as u64
     }
 
-    fn target(self, number: usize) -> usize {
-        number * self.stride()
+    fn station(self, round: u64) -> usize {
+        usize::try_from(round / ROUNDS_AT_STATION).expect("a number of stations") % self.stations()
+    }
+
+    /// A target, or behind those a twin, of a round.
+    fn place(self, round: u64, number: usize) -> usize {
+        self.station(round) * self.station_pages() + number * self.stride()
     }
 }
 
@@ -166,34 +185,35 @@ fn run(reads: u64, backing: Backing, reader: impl FnOnce(OwnedFd) -> Reader) -> 
             scope.spawn(|| use_and_rest(&pages, &stop));
         }
         let start = Instant::now();
-        let mut done = 0;
-        let mut round = 0u64;
+        let (mut done, mut round) = (0, 0);
+        let mut last = vec![None; backing.stations()];
         let enough = || {
             let stats = service.stats();
-            backing == Backing::Small || (stats.huge_splits_total > 0 && stats.huge_rebuilt_total > 0)
+            let conversions = stats.huge_splits_total.min(stats.huge_rebuilt_total);
+            backing == Backing::Small || conversions >= reads / READS_PER_CONVERSION
         };
         while done < reads || !enough() {
+            // What was read here last is still there, whatever became of its pages meanwhile.
+            let before = last[backing.station(round)].replace(round);
+            before.iter().for_each(|round| check(&pages, backing, *round));
             done += one_round(&pages, backing, &mut reader, round);
             round += 1;
             let late = done >= reads && start.elapsed() > PATIENCE;
-            assert!(!late, "nothing was built again in time: {:?}", service.stats());
+            assert!(!late, "too few conversions in time: {:?}", service.stats());
         }
         stop.store(true, Ordering::Release);
+        last.iter()
+            .flatten()
+            .for_each(|round| check(&pages, backing, *round));
         done
     });
     let stats = service.stop(true).expect("dedup stops");
-    if backing == Backing::Huge {
-        let others = (0..pages.count()).filter(|page| {
-            let number = page / backing.stride();
-            !page.is_multiple_of(backing.stride()) || number >= TARGETS + TWINS
-        });
-        for page in others {
-            let id = backing.between(page);
-            assert!(
-                pages.holds(page, id),
-                "page {page} changed although nobody wrote it"
-            );
-        }
+    let between = (0..pages.count()).filter(|page| !page.is_multiple_of(backing.stride()));
+    for page in between {
+        assert!(
+            pages.holds(page, backing.between(page)),
+            "page {page} changed although nobody wrote it"
+        );
     }
     Outcome { reads: done, stats }
 }
@@ -204,51 +224,58 @@ fn merge_all_the_time(service: &DedupService, stop: &AtomicBool) {
     }
 }
 
-/// Makes huge pages hot and cold in turn.
+/// Makes the stations hot in turn.
 fn use_and_rest(pages: &Pages, stop: &AtomicBool) {
     let start = Instant::now();
     let mut n = 1usize;
     while !stop.load(Ordering::Acquire) {
-        if (start.elapsed().as_millis() / 300).is_multiple_of(2) {
-            std::thread::sleep(Duration::from_millis(5));
-            continue;
-        }
+        let slot = usize::try_from(start.elapsed().as_millis() / USE.as_millis()).expect("a time");
+        let first = slot % STATIONS * Backing::Huge.station_pages();
         for _ in 0..1000 {
             n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            std::hint::black_box(pages.load((n >> 32) % pages.count(), 0));
+            let page = first + (n >> 32) % Backing::Huge.station_pages();
+            std::hint::black_box(pages.load(page, 0));
         }
     }
 }
 
+/// What the targets of a round, and then their twins, hold before it.
+fn before(round: u64) -> u64 {
+    BEFORE[usize::from(round % 2 == 1)]
+}
+
 /// Fills the targets with what others hold as well, gives the service a moment to take them, and reads into them.
 fn one_round(pages: &Pages, backing: Backing, reader: &mut Reader, round: u64) -> u64 {
-    let before = BEFORE[usize::from(round % 2 == 1)];
-    (0..TARGETS + TWINS).for_each(|n| pages.fill(backing.target(n), before));
+    (0..TARGETS + TWINS).for_each(|n| pages.fill(backing.place(round, n), before(round)));
     let pinned_early = round % 4 < 2;
     if pinned_early {
-        reader.pin(pages, backing);
+        reader.pin(pages, backing, round);
     }
     // From nothing to a few passes: the read should meet every stage of a merge.
     std::thread::sleep(std::time::Duration::from_micros(round * 37 % 1500));
     if !pinned_early {
-        reader.pin(pages, backing);
+        reader.pin(pages, backing, round);
     }
     reader.read(pages, backing, round);
     reader.unpin();
+    check(pages, backing, round);
+    TARGETS as u64
+}
+
+fn check(pages: &Pages, backing: Backing, round: u64) {
     for target in 0..TARGETS {
         let id = FILE_ID + file_page(round, target);
         assert!(
-            pages.holds(backing.target(target), id),
+            pages.holds(backing.place(round, target), id),
             "round {round}: the read into page {target} was lost"
         );
     }
     for twin in TARGETS..TARGETS + TWINS {
         assert!(
-            pages.holds(backing.target(twin), before),
+            pages.holds(backing.place(round, twin), before(round)),
             "round {round}: page {twin} changed although nobody wrote it"
         );
     }
-    TARGETS as u64
 }
 
 fn file_page(round: u64, target: usize) -> u64 {
@@ -277,9 +304,9 @@ fn make_file(folder: &Path) -> OwnedFd {
 
 impl Reader {
     /// Registers the targets as fixed buffers, which pins them.
-    fn pin(&mut self, pages: &Pages, backing: Backing) {
+    fn pin(&mut self, pages: &Pages, backing: Backing, round: u64) {
         if let Reader::Uring { ring, .. } = self {
-            register(ring, pages, (0..TARGETS).map(|n| backing.target(n)));
+            register(ring, pages, (0..TARGETS).map(|n| backing.place(round, n)));
         }
     }
 
@@ -294,7 +321,7 @@ impl Reader {
             Reader::Direct(file) => {
                 for target in 0..TARGETS {
                     let offset = file_page(round, target) * PAGE_SIZE as u64;
-                    let to = pages.address(backing.target(target)) as *mut libc::c_void;
+                    let to = pages.address(backing.place(round, target)) as *mut libc::c_void;
                     // SAFETY: a page of our mapping, which no reference points into.
                     let got = unsafe { libc::pread(file.as_raw_fd(), to, PAGE_SIZE, offset.cast_signed()) };
                     assert_eq!(
@@ -307,7 +334,7 @@ impl Reader {
             }
             Reader::Uring { ring, file } => {
                 for target in 0..TARGETS {
-                    let to = pages.address(backing.target(target)) as *mut u8;
+                    let to = pages.address(backing.place(round, target)) as *mut u8;
                     let fd = types::Fd(file.as_raw_fd());
                     #[allow(clippy::cast_possible_truncation)] // TARGETS and PAGE_SIZE are small
                     let read = opcode::ReadFixed::new(fd, to, PAGE_SIZE as u32, target as u16)

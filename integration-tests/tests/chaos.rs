@@ -92,7 +92,7 @@ fn direct_reads_arrive_while_huge_pages_are_split_and_built_again() {
     ] {
         let out = run(6_400, Backing::Huge);
         let (split, rebuilt) = (out.stats.huge_splits_total, out.stats.huge_rebuilt_total);
-        assert!(split > 0 && rebuilt > 0, "{:?}", out.stats);
+        assert!(split >= 20 && rebuilt >= 20, "{:?}", out.stats);
         eprintln!(
             "{name}: {} reads, {split} split, {rebuilt} built again",
             out.reads

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config, DedupService, Policy, ServiceStats};
+use vmm_dedup::{Breaks, Config, DedupService, Policy, ServiceStats, UseSource};
 use vmm_dedup_integration_tests::huge::HUGE_PAGES;
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
@@ -201,4 +201,95 @@ fn policies_do_what_their_names_say() {
     });
     // Whatever is cold goes, twins or not.
     under(Policy::Ingens, |s| s.huge_ranges == 2 && s.pages_mapped == half);
+}
+
+/// Two VMs whose pages have no twins at home, and at other places in the other.
+#[test]
+fn cold_pages_share_with_those_of_another_vm_at_other_places() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let [one, other] = [0, 1].map(|shift| {
+        let pages = Pages::map_huge(2 * HUGE_PAGES);
+        (0..pages.count()).for_each(|page| pages.fill(page, (page + shift) as u64 + 1));
+        pages
+    });
+    huge_pages_or_skip!(&one);
+    let [first, second] = [one, other].map(|pages| {
+        let service = pages.serve(&store.socket(), config(Policy::Smartmd));
+        // Probes here are not probes there: these twins stay private in both.
+        (service.expect("dedup starts"), 2 * HUGE_PAGES - 1 - 4 * PROBES)
+    });
+    for (service, twins) in [&first, &second] {
+        wait(service, "twins are shared", |s| s.pages_mapped >= *twins as u64);
+    }
+    for (service, _) in [first, second] {
+        service.stop(true).expect("it stops");
+    }
+    for (pages, shift) in [(one, 0), (other, 1)] {
+        assert!((0..pages.count()).all(|page| pages.holds(page, (page + shift) as u64 + 1)));
+    }
+}
+
+#[test]
+fn writes_alone_tell_use_of_what_is_written_and_take_for_idle_what_is_read() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = pairs(4);
+    huge_pages_or_skip!(&pages);
+    let hot = AtomicUsize::new(4);
+    let config = Config {
+        use_source: UseSource::Writes,
+        ..config(Policy::Smartmd)
+    };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    while_reading(&pages, &hot, || {
+        let stats = wait(&service, "what is only read is shared", |s| {
+            s.pages_mapped == pages.count() as u64
+        });
+        assert_eq!((stats.use_source_name(), stats.huge_rebuilt_total), ("writes", 0));
+        let start = Instant::now();
+        let mut n = 0;
+        while service.stats().huge_rebuilt_total == 0 {
+            // Writes that change nothing break sharing all the same.
+            n = (n + 1) % HUGE_PAGES;
+            pages.store(n, 0, pages.expected(id(n), 0));
+            assert!(start.elapsed() < PATIENCE, "{:?}", service.stats());
+        }
+    });
+    service.stop(true).expect("it stops");
+    assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));
+}
+
+/// DAMON has one user on a host: here it may be taken, or not be there. Then the next source does, and the reason is told.
+#[test]
+fn damon_tells_the_use_of_memory_or_why_it_does_not() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = pairs(8);
+    huge_pages_or_skip!(&pages);
+    let hot = AtomicUsize::new(2);
+    let config = Config {
+        use_source: UseSource::Damon,
+        // DAMON answers every 100 ms.
+        monitor_interval_ms: 400,
+        ..config(Policy::Smartmd)
+    };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    while_reading(&pages, &hot, || {
+        wait(&service, "the cold pairs are shared", |s| {
+            s.pages_mapped >= (6 * (HUGE_PAGES - PROBES)) as u64 && s.huge_ranges == 2
+        });
+        hot.store(8, Ordering::Release);
+        wait(&service, "all are huge again", |s| s.huge_ranges == 8);
+    });
+    let source = service.stats().use_source_name();
+    let (_, note) = service.explain(None).expect("an explanation");
+    eprintln!("told by {source}; {note}");
+    assert!(
+        (source == "damon" && note.is_empty())
+            || (source == "take-and-wait" && note.starts_with("the use of memory is not told by damon: ")),
+        "{source}: {note}"
+    );
+    service.stop(true).expect("it stops");
+    assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));
 }

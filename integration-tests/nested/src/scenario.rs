@@ -22,6 +22,8 @@ pub enum Scenario {
     Pressure,
     /// Guests on huge pages share.
     Huge,
+    /// The kernel's DAMON tells which memory is used, of a process and of guests.
+    Damon,
     /// Guests of QEMU and, if there is one, Cloud Hypervisor: `estimate` looks into them.
     Vmms,
     /// L1's kernel panics: what is said then.
@@ -89,6 +91,7 @@ impl fmt::Display for Scenario {
             Scenario::Trouble => "trouble",
             Scenario::Pressure => "pressure",
             Scenario::Huge => "huge",
+            Scenario::Damon => "damon",
             Scenario::Vmms => "vmms",
             Scenario::Panic => "panic",
             Scenario::Hang => "hang",

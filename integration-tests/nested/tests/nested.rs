@@ -139,6 +139,29 @@ fn guests_with_different_work_share_and_work_on() {
     assert_eq!(measured["verified"], 4);
 }
 
+/// What is hot stays huge, what is cold is shared, what turns hot is huge again, by what DAMON tells.
+#[test]
+fn damon_tells_which_memory_is_used() {
+    let Some(measured) = play(Scenario::Damon) else {
+        return;
+    };
+    let (process, guests) = (&measured["smartmd"]["process"], &measured["smartmd"]["guests"]);
+    assert_eq!(process["use_source"], "damon");
+    // DAMON has one user at a time.
+    assert_eq!(guests["use_source"], "damon, take-and-wait");
+    // Of 32 huge pages 8 are hot, and 12 cold ones hold 6 times 256 pages twice.
+    assert!(number(&process["huge_pages"]) >= 8.0, "{measured:?}");
+    assert!(
+        number(&process["saved_pages"]) >= 6.0 * 256.0 * 0.9,
+        "{measured:?}"
+    );
+    assert_eq!(process["rebuilt"], process["turned"], "{measured:?}");
+    // Each guest has 8 hot huge pages, and 64 MiB that both hold.
+    assert!(number(&guests["huge_pages"]) >= 14.0, "{measured:?}");
+    assert!(number(&guests["saved_pages"]) >= 16384.0 * 0.9, "{measured:?}");
+    assert_eq!(measured["users_of_damon_afterwards"], "0");
+}
+
 #[test]
 fn guests_survive_losses_of_the_store_and_of_each_other() {
     let Some(measured) = play(Scenario::Trouble) else {

@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use vmm_dedup::{Breaks, Config, DedupService, Policy, Search};
+use vmm_dedup::{Breaks, Config, DedupService, Policy, Search, UseSource};
 use vmm_dedup_refvmm::{ExitReason, Image, RunningVm, ThpMode, Vm, VmConfig};
 
 /// Run one VM with the reference VMM; its serial console is this terminal.
@@ -54,6 +54,9 @@ pub(crate) struct RunArgs {
     /// Which huge pages are split for sharing and built again: smartmd, ksm, no-splitting or ingens.
     #[arg(long, default_value_t = Policy::default(), requires = "store")]
     huge_policy: Policy,
+    /// What tells which huge pages are used, for smartmd and ingens: take-and-wait, damon or writes.
+    #[arg(long, default_value_t = UseSource::default(), requires = "store")]
+    use_source: UseSource,
     /// What looks for the page that another one equals: index, or an engine that compares pages in the order that a
     /// store started with --ordered keeps: tree (this CPU), pageforge, pagecmp or pagecmp-hybrid.
     #[arg(long, default_value_t = Search::default(), requires = "store")]
@@ -158,6 +161,7 @@ impl RunArgs {
             cpu_percent: self.cpu_percent,
             breaks,
             huge_policy: self.huge_policy,
+            use_source: self.use_source,
             search: self.search,
             search_socket: self.search_socket.clone(),
             ..Config::default()

@@ -170,6 +170,7 @@ impl Scanner {
                 self.vmas, self.vmas_max
             );
         }
-        String::new()
+        // Not in the way of merging, but of knowing what to split.
+        self.mixed.skipped_sources().to_owned()
     }
 }

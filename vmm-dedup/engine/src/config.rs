@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::mixed::policy::Policy;
+use crate::mixed::source::UseSource;
 use crate::search::Search;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -43,6 +44,8 @@ pub struct Config {
     pub huge_policy: Policy,
     /// Pages of a cold huge page that must have a twin before it is split (fewer when the host is short of memory).
     pub huge_split_pages: usize,
+    /// What tells the use of huge pages.
+    pub use_source: UseSource,
     /// Milliseconds from one sampling of the use of huge pages to the next, at least.
     pub monitor_interval_ms: u64,
     /// How long a sample lasts, in microseconds: memory used more often than that counts as used.
@@ -66,6 +69,7 @@ impl Default for Config {
             stop_target_us: 120,
             huge_policy: Policy::default(),
             huge_split_pages: 16,
+            use_source: UseSource::default(),
             monitor_interval_ms: 6000,
             monitor_window_us: 10_000,
             search: Search::default(),

@@ -66,6 +66,7 @@ pub use discard::Discarder;
 pub use error::Error;
 pub use memory::HostRange;
 pub use mixed::policy::Policy;
+pub use mixed::source::UseSource;
 pub use refused::Refused;
 pub use search::{MakeEngine, Search, cpu_engines};
 pub use service::DedupService;

@@ -151,7 +151,7 @@ impl Scanner {
             });
         }
         let merger = Merger::new(tracker.clone())?;
-        let mixed = Mixed::new(&config, tracker.clone())?;
+        let mixed = Mixed::new(&config, &tracker, &memory);
         for region in memory.regions() {
             tracker
                 .register(region.start, region.len(), Mode::Wp)

@@ -183,7 +183,7 @@ pub struct Explained {
     pub serial: u64,
     /// The classes.
     pub explanation: Explanation,
-    /// What keeps the service from merging, if something does, and what to do.
+    /// What keeps the service from merging, if something does, and what to do; else what else is not as it was asked for.
     pub note: String,
 }
 

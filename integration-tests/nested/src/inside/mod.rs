@@ -1,6 +1,7 @@
 //! L1's part: plays a scenario with the programs in its initial RAM disk, and tells L0 what happens.
 
 mod cpus;
+mod damon;
 mod fleet;
 mod ksm;
 mod sharing;
@@ -33,6 +34,7 @@ pub fn play(scenario: Scenario) -> Result<(), Failure> {
         Scenario::Same => sharing::same(&mut stage),
         Scenario::Mixed => sharing::mixed(&mut stage),
         Scenario::Huge => sharing::huge(&mut stage),
+        Scenario::Damon => damon::damon(&mut stage),
         Scenario::Vmms => sharing::vmms(&mut stage),
         Scenario::Trouble => trouble::trouble(&mut stage),
         Scenario::Pressure => trouble::pressure(&mut stage),

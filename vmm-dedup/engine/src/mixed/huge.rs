@@ -1,7 +1,7 @@
 //! What is remembered of each 2 MiB for the policy: use, repetition, what was asked.
 
 use crate::mixed::access::Use;
-use crate::mixed::policy::Frequency;
+use crate::mixed::policy::{Frequency, Pace};
 use crate::page_size::{CHUNK_PAGES, HUGE_SIZE};
 use vmm_dedup_protocol::key::Key;
 
@@ -28,8 +28,8 @@ pub(crate) type Folds = [Option<u16>; SAMPLING];
 pub(crate) struct HugeState {
     /// Intervals with use.
     pub(crate) frequency: Frequency,
-    /// Intervals with frequent use.
-    pub(crate) busy: Frequency,
+    /// How soon it is used.
+    pub(crate) pace: Pace,
     /// Samples of its use since it became huge, as far as that counts.
     pub(crate) samples: u8,
     /// It was huge and we split it: to be watched, and built again when it is used.
@@ -79,7 +79,13 @@ impl HugeState {
     pub(crate) fn split_by_us(&mut self) {
         (self.ours, self.asked, self.next) = (true, Asked::Nothing, None);
         (self.breaks, self.broken, self.wait) = (0, 0, 0);
-        (self.frequency, self.busy, self.samples) = Default::default();
+        (self.frequency, self.pace, self.samples) = Default::default();
+    }
+
+    /// It is a huge page again, as hot as that takes.
+    pub(crate) fn rebuilt(&mut self) {
+        self.ours = false;
+        (self.pace, self.samples) = Default::default();
     }
 
     /// The next look reads everything.
@@ -95,7 +101,7 @@ impl HugeState {
     /// Takes over a sample.
     pub(crate) fn note_use(&mut self, used: Use) {
         self.frequency.note(used != Use::None);
-        self.busy.note(used == Use::Often);
+        self.pace.note(used);
         self.samples = self.samples.saturating_add(1);
     }
 

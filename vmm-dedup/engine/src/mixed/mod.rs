@@ -10,7 +10,7 @@
 //! ```
 //!
 //! - [`filter`], [`repetition`]: how much of a huge page repeats, and the search for twins;
-//! - [`access`], [`take`]: what is used;
+//! - [`access`]: what is used, and [`source`]: what tells it: [`take`], [`damon`], or writes only;
 //! - [`policy`], [`pressure`]: the thresholds, which follow the host's memory;
 //! - [`rebuild`]: gathering small pages in a huge one;
 //! - this module: the monitor's rounds.
@@ -19,6 +19,7 @@
 //! the kernel copied on write cannot be rebuilt, so ranges that are written often need managed breaks.
 
 pub(crate) mod access;
+mod damon;
 pub(crate) mod filter;
 pub(crate) mod huge;
 pub(crate) mod policy;
@@ -26,20 +27,22 @@ pub(crate) mod pressure;
 mod rebuild;
 mod repetition;
 pub(crate) mod scratch;
+pub(crate) mod source;
 pub(crate) mod take;
 
 use crate::config::Config;
 use crate::error::Error;
-use crate::memory::Page;
+use crate::memory::{Memory, Page};
 use crate::scanner::Scanner;
 use crate::sys::uffd::Uffd;
-use access::{AccessMonitor, PROBES, Target, Use};
+use access::{PROBES, Target, Use};
+use huge::Asked;
 use policy::{Policy, Thresholds};
 use pressure::Pressure;
 use rebuild::Refusal;
+use source::Chosen;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use take::TakeAndWait;
 
 /// CPU time that sampling may take: a hundredth of a core for 16 GiB of guest memory, or for less.
 const SHARE: f64 = 0.01;
@@ -57,39 +60,48 @@ pub(crate) struct Mixed {
     window: Duration,
     split_pages: usize,
     pub(crate) thresholds: Thresholds,
-    monitor: Option<Box<dyn AccessMonitor>>,
+    source: Option<Chosen>,
     /// When the next interval begins.
     next: Option<Instant>,
     /// CPU time of the monitor when the last interval began, nanoseconds.
     mark: u64,
+    /// CPU time of others for the monitor so far, nanoseconds.
+    helpers: u64,
     /// When what was found used in this interval for the first time is looked at again.
     confirm: Option<Instant>,
 }
 
 impl Mixed {
-    pub(crate) fn new(config: &Config, tracker: Arc<Uffd>) -> Result<Self, Error> {
+    pub(crate) fn new(config: &Config, tracker: &Arc<Uffd>, memory: &Memory) -> Self {
         let policy = config.huge_policy;
-        let monitor: Option<Box<dyn AccessMonitor>> = if policy.watches_access() {
-            Some(Box::new(TakeAndWait::new(tracker)?))
-        } else {
-            None
-        };
         log::info!("huge pages: policy {policy}");
-        Ok(Self {
+        let watches = policy.watches_access();
+        Self {
             policy,
             interval: Duration::from_millis(config.monitor_interval_ms),
             window: Duration::from_micros(config.monitor_window_us),
             split_pages: config.huge_split_pages,
             thresholds: Thresholds::new(Pressure::default(), config.huge_split_pages),
-            monitor,
+            source: watches.then(|| source::choose(config.use_source, tracker, memory)),
             next: None,
             mark: 0,
+            helpers: 0,
             confirm: None,
-        })
+        }
     }
 
     pub(crate) fn policy(&self) -> Policy {
         self.policy
+    }
+
+    fn needs_probes(&self) -> bool {
+        let needs = |source: &Chosen| source.monitor.needs_probes();
+        self.source.as_ref().is_some_and(needs)
+    }
+
+    /// Why sources that were asked first do not tell the use of memory.
+    pub(crate) fn skipped_sources(&self) -> &str {
+        self.source.as_ref().map_or("", |source| &source.skipped)
     }
 }
 
@@ -105,7 +117,7 @@ impl Scanner {
         if due {
             self.mixed.thresholds = Thresholds::new(Pressure::now(), self.mixed.split_pages);
         }
-        if self.mixed.monitor.is_none() {
+        if self.mixed.source.is_none() {
             self.mixed.next = Some(now + self.mixed.interval);
             return Ok(());
         }
@@ -123,6 +135,7 @@ impl Scanner {
             self.breathe()?;
         }
         if due {
+            self.count_helpers();
             let spent = self.stats.cpu_ns.monitor;
             // With what was sampled out of turn since the last round.
             let cost = Duration::from_nanos(spent - std::mem::replace(&mut self.mixed.mark, spent));
@@ -153,10 +166,10 @@ impl Scanner {
             false => Target::Split(chunks[*at].start),
         };
         let targets: Vec<Target> = batch.iter().map(target).collect();
-        let Some(monitor) = &mut self.mixed.monitor else {
+        let Some(source) = &mut self.mixed.source else {
             return;
         };
-        let used = match monitor.sample(&targets, self.mixed.window) {
+        let used = match source.monitor.sample(&targets, self.mixed.window) {
             Ok(used) => used,
             Err(error) => return log::warn!("use of memory cannot be sampled: {error}"),
         };
@@ -169,9 +182,12 @@ impl Scanner {
                 let wanted =
                     |state: &huge::HugeState| self.mixed.thresholds.twins_wanted(self.mixed.policy, state);
                 let before = wanted(&chunk.mixed);
-                chunk.mixed.note_use(if written { Use::Often } else { used });
-                let repeats = |twins| twins > 0 && chunk.mixed.repetition() >= twins;
-                if chunk.huge && before.is_none() && wanted(&chunk.mixed).is_some_and(repeats) {
+                chunk.mixed.note_use(if written { Use::AT_ONCE } else { used });
+                let asks = |twins| {
+                    let never_asked = chunk.mixed.asked == Asked::Nothing;
+                    twins > 0 && (never_asked || chunk.mixed.repetition() >= twins)
+                };
+                if chunk.huge && before.is_none() && wanted(&chunk.mixed).is_some_and(asks) {
                     // Just got cold enough: looked at now, and split if nothing has changed.
                     chunk.look_again();
                 }
@@ -181,6 +197,17 @@ impl Scanner {
                 chunk.pending = true;
             }
         }
+    }
+
+    /// Adds the CPU time that others take for the monitor.
+    fn count_helpers(&mut self) {
+        let spent = self
+            .mixed
+            .source
+            .as_ref()
+            .map_or(0, |source| source.monitor.helper_cpu_ns());
+        let more = spent.saturating_sub(std::mem::replace(&mut self.mixed.helpers, spent));
+        self.stats.cpu_ns.monitor += more;
     }
 
     fn rebuild_hot(&mut self, due: bool) -> Result<(), Error> {
@@ -216,7 +243,7 @@ impl Scanner {
     pub(crate) fn is_probe(&self, chunk: usize, page: Page) -> bool {
         let state = &self.chunks[chunk];
         let subpage = (page - self.memory.chunks()[chunk].pages.start) as usize;
-        self.mixed.monitor.is_some() && (state.huge || state.mixed.ours) && PROBES.contains(&subpage)
+        self.mixed.needs_probes() && (state.huge || state.mixed.ours) && PROBES.contains(&subpage)
     }
 
     /// Notes that sharing was broken in a chunk.
@@ -228,7 +255,8 @@ impl Scanner {
 
     /// Fills in what the policy has to tell.
     pub(crate) fn fill_mixed_stats(&mut self) {
-        self.stats.use_source = self.mixed.monitor.as_ref().map_or(0, |monitor| monitor.source());
+        let number = |source: &Chosen| source.monitor.source().number() as u64;
+        self.stats.use_source = self.mixed.source.as_ref().map_or(0, number);
         let huge = self.chunks.iter().filter(|c| c.huge);
         let kept = |state: &huge::HugeState| {
             state.samples > 0

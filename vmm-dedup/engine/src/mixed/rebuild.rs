@@ -30,6 +30,7 @@ use crate::item::{Item, Outcome};
 use crate::memory::Page;
 use crate::merge::put_back_page;
 use crate::mixed::scratch::HugeScratch;
+use crate::mixed::take::move_away;
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
@@ -266,7 +267,7 @@ impl Scanner {
         let chunk = &mut self.chunks[at];
         (chunk.huge, chunk.unarmed, chunk.split) = (true, false, false);
         (chunk.fragments, chunk.twins, chunk.patience) = (0, 0, 0);
-        (chunk.mixed.ours, chunk.mixed.samples) = (false, 0);
+        chunk.mixed.rebuilt();
         chunk.look_again();
         self.stats.huge_rebuilt_total += 1;
     }
@@ -290,8 +291,7 @@ impl Scanner {
         }
         let urgent = Urgent::begin();
         let clock = Instant::now();
-        // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
-        let (moved, _) = unsafe { self.tracker.move_pages(scratch.place(0), range.start, HUGE_SIZE) };
+        let (moved, _) = move_away(&self.tracker, range.start, scratch.place(0), HUGE_SIZE);
         // SAFETY: what was moved is ours.
         let zero = |offset| unsafe { guest::is_zero_page(scratch.place(0) + offset) };
         let all_zero = moved == HUGE_SIZE && (0..HUGE_SIZE).step_by(PAGE_SIZE).all(zero);

@@ -7,7 +7,8 @@
 //!
 //! What the filter cannot know is a twin in another VM that nobody has asked about either. So of a huge page which the
 //! policy would split, a quarter of the subpages is reported to the store, and those that look repeated; if twins turn
-//! up, the rest follows. A huge page of unique content costs a quarter of the sightings.
+//! up, the rest follows. A huge page of unique content costs a quarter of the sightings. The quarter is chosen by content,
+//! not by place: two VMs that hold the same pages at different places report the same ones.
 
 use crate::error::Error;
 use crate::item::Item;
@@ -26,6 +27,11 @@ struct Subpage {
     quarter: usize,
     key: Key,
     zero: bool,
+}
+
+/// Whether pages with this key are of the quarter that is reported.
+fn is_sampled(key: Key) -> bool {
+    key.raw().is_multiple_of(SAMPLING as u64)
 }
 
 impl Scanner {
@@ -81,11 +87,9 @@ impl Scanner {
             return Ok(());
         }
         let repetitive = self.chunks[at].mixed.repetition() >= wanted.max(1);
-        let all = self.chunks[at].split
-            || repetitive
-            || !policy.counts_repetition()
-            || self.chunks[at].mixed.asked == Asked::Whole;
-        if all && !whole {
+        let asked = self.chunks[at].mixed.asked;
+        let all = self.chunks[at].split || repetitive || !policy.counts_repetition() || asked == Asked::Whole;
+        if (all || asked == Asked::Nothing) && !whole {
             // Only what was read just now may be asked about.
             self.chunks[at].look_again();
             return Ok(());
@@ -93,7 +97,7 @@ impl Scanner {
         self.chunks[at].mixed.asked = if all { Asked::Whole } else { Asked::Sample };
         let mut asked = Vec::with_capacity(read.len());
         for subpage in read.iter().filter(|s| !self.is_probe(at, s.page)) {
-            if (all || subpage.quarter == 0 || self.looks_repeated(subpage)) && self.may_ask(subpage) {
+            if (all || is_sampled(subpage.key) || self.looks_repeated(subpage)) && self.may_ask(subpage) {
                 asked.push(subpage);
             }
         }

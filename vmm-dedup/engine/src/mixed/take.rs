@@ -12,12 +12,19 @@
 //! back, tens of microseconds, since it does nothing else meanwhile and is not preempted by normal threads. What nobody
 //! wanted goes back at the end. Like merging, it must put back: the page exists nowhere else.
 //!
+//! # How soon it is missed
+//!
+//! A thread that waits for one range touches no other, and with many ranges away it waits many times. That time counts for
+//! none of them: it would make what comes last look idle. A wait takes at least as long as the shortest time between two
+//! faults of the window, of which so much is taken off for every fault before.
+//!
 //! A huge page moves as one mapping and stays one (1 to 2 us each way), provided that its destination has no page table.
 
 use crate::error::Error;
 use crate::merge::put_back_page;
-use crate::mixed::access::{AccessMonitor, OFTEN, PROBES, Target, Use};
+use crate::mixed::access::{AccessMonitor, PROBES, Target, Use};
 use crate::mixed::scratch::HugeScratch;
+use crate::mixed::source::UseSource;
 use crate::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::{Mode, MoveError, Uffd};
@@ -28,6 +35,9 @@ use std::time::{Duration, Instant};
 
 /// Ranges taken at a time. A guest that uses all of them waits for each once.
 pub(crate) const BATCH: usize = 64;
+
+/// Tries to take what the kernel holds for a moment.
+const TRIES: usize = 10;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -48,6 +58,30 @@ struct Taken {
     away: Vec<Range<usize>>,
     /// What is known of its use.
     used: Option<Use>,
+}
+
+/// Faults that were read at once.
+struct Missed {
+    /// Since the beginning of the window.
+    after: Duration,
+    /// Who was missed.
+    wanted: Vec<usize>,
+}
+
+/// Notes how long the guest had run before it missed what was taken.
+fn note_missed(taken: &mut [Taken], missed: &[Missed]) {
+    let waited = missed.windows(2).map(|pair| pair[1].after - pair[0].after).min();
+    let waited = waited.unwrap_or_default();
+    for (before, at) in (0..).zip(missed) {
+        let ran = at.after.saturating_sub(waited * before);
+        for which in &at.wanted {
+            let used = &mut taken[*which].used;
+            // Two vCPUs may ask for one range.
+            if *used == Some(Use::None) {
+                *used = Some(Use::After(ran));
+            }
+        }
+    }
 }
 
 impl TakeAndWait {
@@ -111,14 +145,18 @@ impl TakeAndWait {
             used: None,
         };
         for piece in &pieces {
-            let (moved, error) =
-                self.take_piece(target.start() + piece.start, place + piece.start, piece.len());
+            let (moved, error) = move_away(
+                &self.tracker,
+                target.start() + piece.start,
+                place + piece.start,
+                piece.len(),
+            );
             if moved > 0 {
                 self.stained |= moved < HUGE_SIZE;
                 taken.away.push(piece.start..piece.start + moved);
             }
             if error == Some(MoveError::Pinned) {
-                taken.used = Some(Use::Often); // a device works on it
+                taken.used = Some(Use::AT_ONCE); // a device works on it
             }
         }
         let whole = match target {
@@ -135,42 +173,33 @@ impl TakeAndWait {
         Ok(taken)
     }
 
-    #[allow(unsafe_code)] // moves guest pages
-    fn take_piece(&self, from: usize, to: usize, len: usize) -> (usize, Option<MoveError>) {
-        let mut moved = 0;
-        for _attempt in 0..10 {
-            // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
-            let (more, error) = unsafe { self.tracker.move_pages(to + moved, from + moved, len - moved) };
-            moved += more;
-            if error != Some(MoveError::Again) {
-                return (moved, error);
-            }
-        }
-        (moved, Some(MoveError::Again))
-    }
-
     /// Until the window ends, or everything was asked for.
     fn wait(&mut self, taken: &mut [Taken], window: Duration) {
         let start = Instant::now();
         let end = start + window;
         let mut faults = Vec::new();
+        let mut missed: Vec<Missed> = Vec::new();
         while taken.iter().any(|t| !t.away.is_empty()) {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() || !self.tracker.wait_for_fault(left) {
-                return;
+                break;
             }
             if let Err(error) = self.tracker.read_faults(&mut faults) {
-                return log::error!("cannot read faults: {error}");
+                log::error!("cannot read faults: {error}");
+                break;
             }
+            let mut wanted = Vec::with_capacity(faults.len());
+            let after = start.elapsed();
             for address in faults.drain(..) {
-                if let Some(wanted) = taken.iter_mut().find(|t| t.target.contains(address)) {
-                    self.put_back(wanted);
-                    let soon = start.elapsed() < OFTEN;
-                    wanted.used = Some(if soon { Use::Often } else { Use::Rare });
+                if let Some(which) = taken.iter().position(|t| t.target.contains(address)) {
+                    self.put_back(&mut taken[which]);
+                    wanted.push(which);
                 }
                 let _ = self.tracker.wake(address & !(PAGE_SIZE - 1), PAGE_SIZE);
             }
+            missed.push(Missed { after, wanted });
         }
+        note_missed(taken, &missed);
     }
 
     /// Tries until it works.
@@ -210,9 +239,29 @@ impl TakeAndWait {
     }
 }
 
+/// Moves guest pages from addresses registered for missing pages into scratch memory; how many bytes, and why no more. What
+/// the kernel holds for a moment is tried again.
+#[allow(unsafe_code)] // moves guest pages
+pub(super) fn move_away(tracker: &Uffd, from: usize, to: usize, len: usize) -> (usize, Option<MoveError>) {
+    let mut moved = 0;
+    for _attempt in 0..TRIES {
+        // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
+        let (more, error) = unsafe { tracker.move_pages(to + moved, from + moved, len - moved) };
+        moved += more;
+        if error != Some(MoveError::Again) {
+            return (moved, error);
+        }
+    }
+    (moved, Some(MoveError::Again))
+}
+
 impl AccessMonitor for TakeAndWait {
-    fn source(&self) -> u64 {
-        1
+    fn source(&self) -> UseSource {
+        UseSource::TakeAndWait
+    }
+
+    fn needs_probes(&self) -> bool {
+        true
     }
 
     fn sample(&mut self, targets: &[Target], window: Duration) -> io::Result<Vec<Option<Use>>> {
@@ -229,5 +278,51 @@ fn pieces_of(target: Target) -> Vec<Range<usize>> {
     match target {
         Target::Huge(_) => std::iter::once(0..HUGE_SIZE).collect(),
         Target::Split(_) => PROBES.iter().map(|p| bytes(*p)..bytes(p + 1)).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn taken(count: usize) -> Vec<Taken> {
+        let one = |number| Taken {
+            target: Target::Huge(number * HUGE_SIZE),
+            place: 0,
+            away: Vec::new(),
+            used: Some(Use::None),
+        };
+        (0..count).map(one).collect()
+    }
+
+    fn missed(times: &[Duration]) -> Vec<Missed> {
+        let one = |(which, after): (usize, &Duration)| Missed {
+            after: *after,
+            wanted: vec![which],
+        };
+        times.iter().enumerate().map(one).collect()
+    }
+
+    #[test]
+    fn waiting_for_others_does_not_make_a_range_look_idle() {
+        let mut ranges = taken(41);
+        // One thread uses 40 ranges all the time, and each wait takes it a tenth of a millisecond.
+        let times: Vec<Duration> = (1..=40).map(|n| MS * n / 10).collect();
+        note_missed(&mut ranges, &missed(&times));
+        assert!(ranges[..40].iter().all(|r| r.used == Some(Use::After(MS / 10))));
+        assert_eq!(ranges[40].used, Some(Use::None));
+    }
+
+    #[test]
+    fn running_counts() {
+        let mut ranges = taken(3);
+        note_missed(&mut ranges, &missed(&[MS, MS * 2, MS * 8]));
+        let used = |ran| Some(Use::After(ran));
+        assert_eq!(
+            ranges.iter().map(|r| r.used).collect::<Vec<_>>(),
+            [used(MS), used(MS), used(MS * 6)]
+        );
     }
 }

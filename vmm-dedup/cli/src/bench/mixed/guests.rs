@@ -22,12 +22,7 @@ struct Guest {
     console: Console,
 }
 
-/// `None` where there is no KVM.
-pub(super) fn measure(setup: &Setup<'_>) -> Result<Option<Guests>, Failure> {
-    if let Err(failure) = crate::run::need_kvm() {
-        eprintln!("no guests: {failure}");
-        return Ok(None);
-    }
+pub(super) fn measure(setup: &Setup<'_>) -> Result<Guests, Failure> {
     let tsc_khz = measure_tsc_khz();
     let (mut guests, mut services) = (Vec::new(), Vec::new());
     for n in 1..=2 {
@@ -42,12 +37,15 @@ pub(super) fn measure(setup: &Setup<'_>) -> Result<Option<Guests>, Failure> {
     let after = (progress(&guests)?, vcpus()?, setup.cpu(&services)?);
     let saved_pages = setup.saved_pages(&services)?;
     let huge_pages = services.iter().map(|s| s.stats().huge_ranges).sum();
+    let sources: Vec<&str> = services.iter().map(|s| s.stats().use_source_name()).collect();
+    let use_source = sources.join(", ");
     let mut histogram = Vec::new();
     for guest in guests {
         histogram.extend(finish(guest)?);
     }
     let vcpu_s = crate::bench::ksm::seconds((after.1 - before.1).max(1));
-    Ok(Some(Guests {
+    Ok(Guests {
+        use_source,
         saved_pages,
         huge_pages,
         pages_per_cpu_s: (after.0 - before.0) as f64 / vcpu_s,
@@ -55,7 +53,7 @@ pub(super) fn measure(setup: &Setup<'_>) -> Result<Option<Guests>, Failure> {
         access_p99_ns: quantile_ns(&histogram, 0.99, tsc_khz),
         monitor_cpu_s: after.2.0 - before.2.0,
         dedup_cpu_s: after.2.1 - before.2.1,
-    }))
+    })
 }
 
 fn boot(setup: &Setup<'_>, n: u64, tsc_khz: u64) -> Result<(Guest, Option<DedupService>), Failure> {
@@ -80,10 +78,10 @@ fn boot(setup: &Setup<'_>, n: u64, tsc_khz: u64) -> Result<(Guest, Option<DedupS
         thp: ThpMode::Always,
     };
     let vm = Vm::new(&config).map_err(Failure::from_error)?;
-    let service = match (setup.policy, setup.store) {
-        (Some(policy), Some(store)) => {
+    let service = match (setup.subject, setup.store) {
+        (Some(subject), Some(store)) => {
             let memory = Arc::new(vm.memory().clone());
-            let config = setup.config(&format!("guest-{n}"), policy);
+            let config = setup.config(&format!("guest-{n}"), subject);
             Some(DedupService::start(memory, store, config).map_err(Failure::from_error)?)
         }
         _ => None,

@@ -1,23 +1,31 @@
 //! `bench mixed`: what each policy for huge pages saves, and what it costs in speed, all policies in one run.
 //!
-//! Each policy works in a process of its own, with a store of its own, first on plain memory, then on guests. The memory has
-//! a hot part, a warm and a cold part with many duplicates, and a cold unique part; then the roles change. Speed is accesses
-//! per second of the accessing thread's CPU time, so that other load on the machine counts little.
+//! Each policy works in processes and with stores of its own, on plain memory and on guests. The memory has a hot part, a warm
+//! and a cold part with many duplicates, and a cold unique part; then the roles change. Speed is accesses per second of the
+//! accessing thread's CPU time, so that other load on the machine counts little.
+//!
+//! Speed differs by some per cent from process to process, since the memory does, and from minute to minute, since the
+//! machine does. So each process measures itself before there is dedup as well, and all the time a control area beside the
+//! memory under test; policies take turns, in one order and then in the other, and what is compared are ratios of one round.
 
 mod guests;
 mod process;
 mod report;
+mod subject;
+mod summary;
 
 use super::host;
 use crate::Failure;
 use crate::children::{self, Process};
 use clap::Args;
 use report::{Measured, Report};
+use serde::Deserialize;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config, DedupService, Policy, ServiceStats};
+use subject::Subject;
+use vmm_dedup::{Breaks, Config, DedupService, ServiceStats, UseSource};
 
 /// Compare the policies for huge pages: memory saved, speed of random access, CPU time.
 ///
@@ -36,9 +44,16 @@ pub(crate) struct MixedArgs {
     /// Milliseconds between two samples of what is used.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(10..=60_000))]
     interval_ms: u32,
-    /// Only these policies; without dedup ("none") is always measured.
-    #[arg(long, value_delimiter = ',')]
-    policies: Vec<Policy>,
+    /// Rounds; of each figure the median is reported, and of ratios the median of the rounds' ratios.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: u32,
+    /// Only these policies; without dedup ("none") is always measured. POLICY@US samples use for so many microseconds
+    /// (100 to 100000): shorter samples find less memory in use. All policies, and ingens with several, unless given.
+    #[arg(long, value_delimiter = ',', value_name = "POLICY[@US]")]
+    policies: Vec<Subject>,
+    /// What tells which memory is used: take-and-wait, damon or writes.
+    #[arg(long, default_value_t = UseSource::default())]
+    use_source: UseSource,
     /// Measure plain memory only, no guests.
     #[arg(long)]
     no_guests: bool,
@@ -51,7 +66,7 @@ pub(crate) struct MixedArgs {
 #[derive(Args, Debug)]
 pub(crate) struct MixedWorkerArgs {
     #[arg(long, requires = "store")]
-    policy: Option<Policy>,
+    subject: Option<Subject>,
     #[arg(long)]
     store: Option<PathBuf>,
     #[arg(long, default_value_t = 0)]
@@ -63,7 +78,10 @@ pub(crate) struct MixedWorkerArgs {
     #[arg(long)]
     interval_ms: u32,
     #[arg(long)]
-    no_guests: bool,
+    use_source: UseSource,
+    /// Guests, not plain memory.
+    #[arg(long)]
+    guests: bool,
 }
 
 /// Runs the comparison.
@@ -81,20 +99,52 @@ pub(crate) fn mixed(args: &MixedArgs) -> Result<(), Failure> {
 }
 
 fn compare(args: &MixedArgs) -> Result<Report, Failure> {
-    let policies = if args.policies.is_empty() {
-        Policy::ALL.to_vec()
+    let subjects = if args.policies.is_empty() {
+        Subject::usual()
     } else {
         args.policies.clone()
     };
+    let guests = !args.no_guests && can_run_guests();
     let mut report = Report::new(args.mib, args.seconds, args.interval_ms);
-    for policy in std::iter::once(None).chain(policies.into_iter().map(Some)) {
-        eprintln!("policy {}", policy.map_or("none", Policy::name));
-        report.add(measure(args, policy)?);
+    for round in 1..=args.rounds {
+        let mut turns: Vec<Option<Subject>> = std::iter::once(None)
+            .chain(subjects.iter().copied().map(Some))
+            .collect();
+        if round % 2 == 0 {
+            turns.reverse();
+        }
+        for subject in turns {
+            let name = subject::name(subject);
+            eprintln!("round {round} of {}: {name}", args.rounds);
+            let process = measure(args, subject, false)?;
+            let guests = guests.then(|| measure(args, subject, true)).transpose()?;
+            report.add(Measured {
+                policy: name,
+                round,
+                process,
+                guests,
+            });
+        }
     }
     Ok(report)
 }
 
-fn measure(args: &MixedArgs, policy: Option<Policy>) -> Result<Measured, Failure> {
+fn can_run_guests() -> bool {
+    match crate::run::need_kvm() {
+        Ok(()) => true,
+        Err(failure) => {
+            eprintln!("no guests: {failure}");
+            false
+        }
+    }
+}
+
+/// Measures in a process of its own: what one did to its address space is not to be another's trouble.
+fn measure<T: for<'a> Deserialize<'a>>(
+    args: &MixedArgs,
+    subject: Option<Subject>,
+    guests: bool,
+) -> Result<T, Failure> {
     let mut command = children::command()?;
     command.args(["bench", "mixed-worker"]);
     for (name, value) in [
@@ -104,22 +154,17 @@ fn measure(args: &MixedArgs, policy: Option<Policy>) -> Result<Measured, Failure
     ] {
         command.args([name, &value.to_string()]);
     }
-    if args.no_guests {
-        command.arg("--no-guests");
+    command.args(["--use-source", args.use_source.name()]);
+    if guests {
+        command.arg("--guests");
     }
-    let store = policy
+    let store = subject
         .map(|_| crate::store::Child::start("mixed", None))
         .transpose()?;
-    if let (Some(policy), Some(store)) = (policy, &store) {
-        command
-            .args([
-                "--policy",
-                policy.name(),
-                "--store-pid",
-                &store.pid().to_string(),
-                "--store",
-            ])
-            .arg(store.socket());
+    if let (Some(subject), Some(store)) = (subject, &store) {
+        let store_pid = store.pid().to_string();
+        command.args(["--subject", &subject.to_string(), "--store-pid", &store_pid]);
+        command.arg("--store").arg(store.socket());
     }
     let process = Process::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
     let process = process.map_err(|e| Failure::new(format!("cannot start a measurement: {e}")))?;
@@ -129,7 +174,7 @@ fn measure(args: &MixedArgs, policy: Option<Policy>) -> Result<Measured, Failure
     }
     let status = process.wait().map_err(Failure::from_error)?;
     if !status.success() {
-        let name = policy.map_or("none", Policy::name);
+        let name = subject::name(subject);
         return Err(Failure::new(format!(
             "the measurement of {name} failed ({status})"
         )));
@@ -140,25 +185,19 @@ fn measure(args: &MixedArgs, policy: Option<Policy>) -> Result<Measured, Failure
 /// The process behind [`measure`].
 pub(crate) fn worker(args: &MixedWorkerArgs) -> Result<(), Failure> {
     let setup = Setup {
-        policy: args.policy,
+        subject: args.subject,
+        use_source: args.use_source,
         store: args.store.as_deref(),
         store_pid: args.store_pid,
         seconds: Duration::from_secs(args.seconds.into()),
         interval_ms: args.interval_ms.into(),
     };
-    let measured = Measured {
-        policy: args.policy.map_or("none", Policy::name).to_owned(),
-        process: process::measure(&setup, args.mib)?,
-        guests: if args.no_guests {
-            None
-        } else {
-            guests::measure(&setup)?
-        },
+    let measured = if args.guests {
+        serde_json::to_string(&guests::measure(&setup)?)
+    } else {
+        serde_json::to_string(&process::measure(&setup, args.mib)?)
     };
-    println!(
-        "{}",
-        serde_json::to_string(&measured).map_err(Failure::from_error)?
-    );
+    println!("{}", measured.map_err(Failure::from_error)?);
     Ok(())
 }
 
@@ -172,7 +211,8 @@ const QUIET_INTERVALS: u32 = 8;
 /// What a measurement works with.
 struct Setup<'a> {
     /// `None`: no dedup.
-    policy: Option<Policy>,
+    subject: Option<Subject>,
+    use_source: UseSource,
     store: Option<&'a Path>,
     store_pid: u32,
     seconds: Duration,
@@ -180,20 +220,23 @@ struct Setup<'a> {
 }
 
 impl Setup<'_> {
-    fn config(&self, name: &str, policy: Policy) -> Config {
+    fn config(&self, name: &str, subject: Subject) -> Config {
+        let defaults = Config::default();
         Config {
             name: name.into(),
             pass_period_ms: (self.interval_ms / 4).max(10),
             // Costs are measured; what a budget would put off is not to be.
             cpu_percent: 100,
-            huge_policy: policy,
+            huge_policy: subject.policy,
+            use_source: self.use_source,
             monitor_interval_ms: self.interval_ms,
+            monitor_window_us: subject.window_us.unwrap_or(defaults.monitor_window_us),
             // What the kernel copies may be pinned and could not be built again.
             breaks: Breaks::Managed {
                 reserve_pages: 4096,
                 floor_bytes: 256 << 20,
             },
-            ..Config::default()
+            ..defaults
         }
     }
 

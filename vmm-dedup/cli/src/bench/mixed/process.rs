@@ -1,5 +1,6 @@
 //! Plain memory: a thread reads and writes words at random in the hot part, and now and then reads one in the warm part;
-//! the service works on all of it.
+//! the service works on all of it. Every other millisecond or so the thread does the same in a control area that no service
+//! knows: what slows both down is the machine.
 #![allow(unsafe_code)] // the service works on the area's address range
 
 use super::Setup;
@@ -59,11 +60,35 @@ impl Parts {
     }
 }
 
+/// Accesses, and the time they took.
+#[derive(Default)]
+struct Done {
+    accesses: u64,
+    cpu: Duration,
+    wall: Duration,
+}
+
+impl Done {
+    fn add(&mut self, more: &Self) {
+        self.accesses += more.accesses;
+        self.cpu += more.cpu;
+        self.wall += more.wall;
+    }
+
+    fn per_cpu_s(&self) -> f64 {
+        self.accesses as f64 / self.cpu.as_secs_f64().max(1e-9)
+    }
+
+    fn per_s(&self) -> f64 {
+        self.accesses as f64 / self.wall.as_secs_f64().max(1e-9)
+    }
+}
+
 /// What the accessing thread did since it was last asked.
 #[derive(Default)]
 struct Tally {
-    accesses: u64,
-    cpu: Duration,
+    tested: Done,
+    control: Done,
     timed_ns: Vec<u32>,
 }
 
@@ -81,21 +106,27 @@ impl Orders {
         std::mem::take(&mut self.1.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Speed over some time: the median of its seconds, since other load comes in bursts.
+    /// Speed over some time: the medians of its seconds, since other load comes in bursts.
     fn measure(&self, time: Duration) -> Access {
         self.tally();
-        let (mut speeds, mut timed_ns) = (Vec::new(), Vec::new());
+        let mut seconds = Vec::new();
         for _ in 0..time.as_secs().max(1) {
             std::thread::sleep(Duration::from_secs(1));
-            let tally = self.tally();
-            speeds.push(tally.accesses as f64 / tally.cpu.as_secs_f64().max(1e-9));
-            timed_ns.extend(tally.timed_ns);
+            seconds.push(self.tally());
         }
-        speeds.sort_unstable_by(f64::total_cmp);
+        let median = |figure: &dyn Fn(&Tally) -> f64| {
+            let mut figures: Vec<f64> = seconds.iter().map(figure).collect();
+            figures.sort_unstable_by(f64::total_cmp);
+            figures[figures.len() / 2]
+        };
+        let mut timed_ns: Vec<u32> = seconds.iter().flat_map(|s| &s.timed_ns).copied().collect();
         timed_ns.sort_unstable();
         let quantile = |q: usize| timed_ns.get(timed_ns.len() * q / 100).copied().unwrap_or(0);
         Access {
-            per_cpu_s: speeds[speeds.len() / 2],
+            per_cpu_s: median(&|s| s.tested.per_cpu_s()),
+            per_s: median(&|s| s.tested.per_s()),
+            of_control: median(&|s| s.tested.per_cpu_s() / s.control.per_cpu_s()),
+            of_control_by_clock: median(&|s| s.tested.per_s() / s.control.per_s()),
             p50_ns: quantile(50),
             p99_ns: quantile(99),
         }
@@ -114,13 +145,17 @@ impl Drop for End<'_> {
 pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
     let parts = Parts::of(mib as usize / 2);
     let area = Area::with_content(true, mib, |page| parts.content(page))?;
+    let control = Area::with_content(true, u32::try_from(parts.hot.len() * 2).unwrap_or(mib), |page| {
+        page
+    })?;
     let orders = Orders(AtomicU64::new(0), Mutex::default());
     orders.set(&parts.hot);
     std::thread::scope(|scope| {
         let end = End(&orders);
-        scope.spawn(|| work(&area, &orders, &parts.warm));
+        scope.spawn(|| work(&area, &control, &orders, &parts));
+        let undisturbed = orders.measure(setup.seconds);
         let services = start(setup, &area)?;
-        let measured = phases(setup, &parts, &orders, &services);
+        let measured = phases(setup, &parts, &orders, &services, undisturbed);
         drop(end);
         measured
     })
@@ -133,12 +168,12 @@ pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
 }
 
 fn start(setup: &Setup<'_>, area: &Area) -> Result<Vec<DedupService>, Failure> {
-    let (Some(policy), Some(store)) = (setup.policy, setup.store) else {
+    let (Some(subject), Some(store)) = (setup.subject, setup.store) else {
         return Ok(Vec::new());
     };
     let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
     // SAFETY: the area stays mapped for the process's lifetime and is only accessed through volatile words.
-    let service = unsafe { DedupService::start_on_ranges(&[range], store, setup.config("mixed", policy)) };
+    let service = unsafe { DedupService::start_on_ranges(&[range], store, setup.config("mixed", subject)) };
     Ok(vec![service.map_err(Failure::from_error)?])
 }
 
@@ -147,6 +182,7 @@ fn phases(
     parts: &Parts,
     orders: &Orders,
     services: &[DedupService],
+    undisturbed: Access,
 ) -> Result<Process, Failure> {
     let huge = || services.iter().map(|s| s.stats().huge_ranges).sum::<u64>();
     setup.settle(services);
@@ -174,9 +210,11 @@ fn phases(
     }
     let stats = services.first().map(DedupService::stats).unwrap_or_default();
     Ok(Process {
+        use_source: stats.use_source_name().to_owned(),
         saved_pages,
         huge_pages: huge_before,
         metadata_bytes: stats.metadata_bytes,
+        undisturbed,
         access: steady,
         converge_monitor_cpu_s: converged.0,
         converge_dedup_cpu_s: converged.1,
@@ -193,43 +231,60 @@ fn phases(
     })
 }
 
-/// The accessing thread. Each address depends on what was read before, so that accesses do not overlap.
-fn work(area: &Area, orders: &Orders, warm: &Range<usize>) {
+/// The accessing thread.
+fn work(area: &Area, control: &Area, orders: &Orders, parts: &Parts) {
     let mut n: u64 = 1;
-    let cpu = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default();
-    let mut last = cpu();
-    let mut timed = Vec::new();
+    let pages = |chunks: &Range<usize>| chunks.start * HUGE_PAGES..chunks.end * HUGE_PAGES;
+    let warm = pages(&parts.warm);
+    let everything = 0..control.pages();
+    let mut unused = Vec::new();
     loop {
         let order = orders.0.load(Ordering::Acquire);
         if order == 0 {
             return;
         }
         #[allow(clippy::cast_possible_truncation)] // two halves of 32 bits
-        let ordered = ((order >> 32) as usize, order & 0xffff_ffff);
-        let warm = (warm.start * HUGE_PAGES, (warm.len() * HUGE_PAGES) as u64);
-        for access in 0..BATCH {
-            let to_warm = access % WARM == 2;
-            let (first, count) = if to_warm { warm } else { ordered };
-            n = n
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            #[allow(clippy::cast_possible_truncation)] // below count
-            let page = first + ((u128::from(n) * u128::from(count)) >> 64) as usize;
-            let word = (n >> 12) as usize % 512;
-            let clock = access.is_multiple_of(TIMED).then(Instant::now);
-            let value = area.touch(page, word, access % WRITES == 1);
-            if let Some(clock) = clock {
-                timed.push(u32::try_from(clock.elapsed().as_nanos()).unwrap_or(u32::MAX));
-            }
-            n = n.wrapping_add(value);
-        }
-        let now = cpu();
+        let (first, count) = ((order >> 32) as usize, (order & 0xffff_ffff) as usize);
+        let mut timed = Vec::new();
+        let tested = access(area, &(first..first + count), &warm, &mut n, &mut timed);
+        let compared = access(control, &everything, &everything, &mut n, &mut unused);
+        unused.clear();
         let mut tally = orders.1.lock().unwrap_or_else(PoisonError::into_inner);
-        tally.accesses += BATCH;
-        tally.cpu += now.saturating_sub(last);
         tally.timed_ns.append(&mut timed);
-        drop(tally);
-        last = cpu();
+        tally.tested.add(&tested);
+        tally.control.add(&compared);
+    }
+}
+
+/// Some accesses at random. Each address depends on what was read before, so that accesses do not overlap.
+fn access(
+    area: &Area,
+    pages: &Range<usize>,
+    warm: &Range<usize>,
+    n: &mut u64,
+    timed_ns: &mut Vec<u32>,
+) -> Done {
+    let cpu = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default();
+    let (start, before) = (Instant::now(), cpu());
+    for access in 0..BATCH {
+        let pages = if access % WARM == 2 { warm } else { pages };
+        *n = n
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        #[allow(clippy::cast_possible_truncation)] // below their number
+        let page = pages.start + ((u128::from(*n) * pages.len() as u128) >> 64) as usize;
+        let word = (*n >> 12) as usize % 512;
+        let clock = access.is_multiple_of(TIMED).then(Instant::now);
+        let value = area.touch(page, word, access % WRITES == 1);
+        if let Some(clock) = clock {
+            timed_ns.push(u32::try_from(clock.elapsed().as_nanos()).unwrap_or(u32::MAX));
+        }
+        *n = n.wrapping_add(value);
+    }
+    Done {
+        accesses: BATCH,
+        cpu: cpu().saturating_sub(before),
+        wall: start.elapsed(),
     }
 }
 

@@ -1,0 +1,127 @@
+//! Medians of rounds, and what `smartmd` reaches of the other policies.
+
+use super::report::Measured;
+use serde::Serialize;
+use serde_json::Value;
+
+/// Speeds that differ by less count as equal.
+const EQUAL_SPEED: f64 = 0.01;
+
+/// Of each figure the median (of an even number the lower one, so that counts stay counts).
+pub(super) fn median(rounds: &[&Measured]) -> Measured {
+    let values: Vec<Value> = rounds
+        .iter()
+        .filter_map(|m| serde_json::to_value(m).ok())
+        .collect();
+    serde_json::from_value(median_value(&values)).unwrap_or_else(|_| rounds[0].clone())
+}
+
+fn median_value(values: &[Value]) -> Value {
+    match &values[0] {
+        Value::Object(fields) => fields
+            .keys()
+            .map(|key| {
+                let field: Vec<Value> = values.iter().filter_map(|v| v.get(key).cloned()).collect();
+                (key.clone(), median_value(&field))
+            })
+            .collect(),
+        first => {
+            let mut numbers: Vec<&Value> = values.iter().filter(|v| v.is_number()).collect();
+            numbers.sort_by(|a, b| {
+                let number = |v: &Value| v.as_f64().unwrap_or(0.0);
+                number(a).total_cmp(&number(b))
+            });
+            let middle = numbers.len().saturating_sub(1) / 2;
+            numbers
+                .get(middle)
+                .map_or_else(|| first.clone(), |v| (*v).clone())
+        }
+    }
+}
+
+/// `smartmd` divided by another policy: medians of the rounds' ratios.
+#[derive(Debug, Default, PartialEq, Serialize)]
+pub(super) struct Ratios {
+    /// Speed, by CPU time and by the clock.
+    speed_of_no_splitting: Option<f64>,
+    rate_of_no_splitting: Option<f64>,
+    saving_of_ksm: Option<f64>,
+    cpu_of_ksm: Option<f64>,
+    guests_saving_of_ksm: Option<f64>,
+    /// With each threshold of `ingens`.
+    ingens: Vec<Ingens>,
+    /// Of those that are not slower, the least: what `smartmd` saves more at equal speed.
+    saving_of_ingens_at_equal_speed: Option<f64>,
+}
+
+/// `smartmd` divided by `ingens`.
+#[derive(Debug, PartialEq, Serialize)]
+struct Ingens {
+    policy: String,
+    speed: f64,
+    saving: f64,
+}
+
+impl Ratios {
+    pub(super) fn of(rounds: &[Measured]) -> Self {
+        let to = |other: &str, figure: &dyn Fn(&Measured) -> Option<f64>| {
+            let find = |name: &str, round| rounds.iter().find(|m| m.policy == name && m.round == round);
+            let mut ratios: Vec<f64> = rounds
+                .iter()
+                .filter(|m| m.policy == other)
+                .filter_map(|m| Some(figure(find("smartmd", m.round)?)? / figure(m)?))
+                .filter(|ratio| ratio.is_finite())
+                .collect();
+            ratios.sort_unstable_by(f64::total_cmp);
+            ratios.get(ratios.len().saturating_sub(1) / 2).copied()
+        };
+        let speed = |m: &Measured| Some(m.process.speed());
+        let saving = |m: &Measured| Some(m.process.saved_pages as f64);
+        let mut names: Vec<&str> = rounds.iter().map(|m| m.policy.as_str()).collect();
+        names.retain(|name| name.starts_with("ingens"));
+        names.sort_unstable();
+        names.dedup();
+        let ingens: Vec<Ingens> = names
+            .into_iter()
+            .filter_map(|name| {
+                Some(Ingens {
+                    policy: name.to_owned(),
+                    speed: to(name, &speed)?,
+                    saving: to(name, &saving)?,
+                })
+            })
+            .collect();
+        let not_slower = ingens.iter().filter(|i| i.speed <= 1.0 + EQUAL_SPEED);
+        Self {
+            speed_of_no_splitting: to("no-splitting", &speed),
+            rate_of_no_splitting: to("no-splitting", &|m| Some(m.process.rate())),
+            saving_of_ksm: to("ksm", &saving),
+            cpu_of_ksm: to("ksm", &|m| Some(m.process.cpu_s())),
+            guests_saving_of_ksm: to("ksm", &|m| Some(m.guests.as_ref()?.saved_pages as f64)),
+            saving_of_ingens_at_equal_speed: not_slower.map(|i| i.saving).min_by(f64::total_cmp),
+            ingens,
+        }
+    }
+
+    pub(super) fn print(&self) {
+        let of = |what: &str, ratio: Option<f64>| {
+            if let Some(ratio) = ratio {
+                println!("  {ratio:>6.3}  {what}");
+            }
+        };
+        println!("smartmd divided by others, medians of the rounds:");
+        of("speed of no-splitting", self.speed_of_no_splitting);
+        of("speed of no-splitting, by the clock", self.rate_of_no_splitting);
+        of("saving of ksm", self.saving_of_ksm);
+        of("saving of ksm, guests", self.guests_saving_of_ksm);
+        of("CPU time of ksm", self.cpu_of_ksm);
+        for ingens in &self.ingens {
+            of(&format!("speed of {}", ingens.policy), Some(ingens.speed));
+            of(&format!("saving of {}", ingens.policy), Some(ingens.saving));
+        }
+        of(
+            "saving of ingens at equal speed",
+            self.saving_of_ingens_at_equal_speed,
+        );
+    }
+}
