@@ -68,8 +68,8 @@ struct CorpusArgs {
     /// Where packages are kept [default: beside this program].
     #[arg(long)]
     cache: Option<PathBuf>,
-    /// Memory of each guest, MiB.
-    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(128..=4096))]
+    /// Memory of each guest, MiB: with less than 192 their system does not fit, half of it being for files.
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(192..=4096))]
     memory_mib: u64,
     /// Guests that do the same; without it, one of each kind.
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..=16))]

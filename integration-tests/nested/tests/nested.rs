@@ -236,15 +236,3 @@ fn a_host_that_hangs_is_ended() {
     };
     assert!(text.starts_with("hang: L1 was not done after 20 s"), "{text}");
 }
-
-#[test]
-fn a_missing_program_is_named_with_the_remedy() {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_vmm-dedup-nested"));
-    let output = command
-        .args(["run", "boot", "--vmm-dedup", "/nonexistent"])
-        .output()
-        .expect("it runs");
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1));
-    assert!(text.contains("/nonexistent is missing: cargo build"), "{text}");
-}
