@@ -8,6 +8,9 @@ use vmm_dedup_protocol::key::Key;
 /// A look at a huge page that was seen before and has not changed reads one page in so many (slide 12: 25 %).
 pub(crate) const SAMPLING: usize = 4;
 
+/// Intervals between two samples of a huge page that was used in all intervals lately.
+const REST_OF_HOT: u8 = 3;
+
 /// How much of a huge page the store was asked about.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Asked {
@@ -32,6 +35,8 @@ pub(crate) struct HugeState {
     pub(crate) pace: Pace,
     /// Samples of its use since it became huge, as far as that counts.
     pub(crate) samples: u8,
+    /// Intervals to pass before it is sampled again.
+    rest: u8,
     /// It was huge and we split it: to be watched, and built again when it is used.
     pub(crate) ours: bool,
     /// It was built by us, in a mapping of its own.
@@ -79,13 +84,13 @@ impl HugeState {
     pub(crate) fn split_by_us(&mut self) {
         (self.ours, self.asked, self.next) = (true, Asked::Nothing, None);
         (self.breaks, self.broken, self.wait) = (0, 0, 0);
-        (self.frequency, self.pace, self.samples) = Default::default();
+        (self.frequency, self.pace, self.samples, self.rest) = Default::default();
     }
 
     /// It is a huge page again, as hot as that takes.
     pub(crate) fn rebuilt(&mut self) {
         self.ours = false;
-        (self.pace, self.samples) = Default::default();
+        (self.pace, self.samples, self.rest) = Default::default();
     }
 
     /// The next look reads everything.
@@ -103,6 +108,19 @@ impl HugeState {
         self.frequency.note(used != Use::None);
         self.pace.note(used);
         self.samples = self.samples.saturating_add(1);
+        self.rest = if self.frequency == Frequency::MOST {
+            REST_OF_HOT
+        } else {
+            0
+        };
+    }
+
+    /// Whether a huge page is to be sampled in this interval. What has been hot for long is sampled less often, since each
+    /// sample makes somebody wait.
+    pub(crate) fn sample_due(&mut self) -> bool {
+        let due = self.rest == 0;
+        self.rest = self.rest.saturating_sub(1);
+        due
     }
 
     /// Repetition rate: subpages that look repeated, of 512.
@@ -145,6 +163,23 @@ mod tests {
         assert!(!state.remember(&[None, Some(7), None, None]));
         state.forget_sampling();
         assert!(state.looks_at_all());
+    }
+
+    #[test]
+    fn what_is_hot_for_long_is_sampled_every_fourth_time() {
+        let mut state = HugeState::default();
+        let mut due = |used| {
+            let due = state.sample_due();
+            if due {
+                state.note_use(used);
+            }
+            due
+        };
+        let hot: Vec<bool> = (0..15).map(|_| due(Use::AT_ONCE)).collect();
+        assert!(hot[..7].iter().all(|due| *due));
+        assert_eq!(hot[7..], [false, false, false, true, false, false, false, true]);
+        let cold: Vec<bool> = (0..8).map(|_| due(Use::None)).collect();
+        assert_eq!(cold, [false, false, false, true, true, true, true, true]);
     }
 
     #[test]

@@ -30,6 +30,7 @@ pub(crate) mod scratch;
 pub(crate) mod source;
 pub(crate) mod take;
 
+use crate::chunk::ChunkState;
 use crate::config::Config;
 use crate::error::Error;
 use crate::memory::{Memory, Page};
@@ -122,13 +123,19 @@ impl Scanner {
             return Ok(());
         }
         let confirm = self.mixed.confirm.is_some_and(|at| at <= now);
-        let wanted = |at: &usize| {
-            let chunk = &self.chunks[*at];
-            let state = &chunk.mixed;
+        let wanted = |chunk: &mut ChunkState| {
+            let state = &mut chunk.mixed;
             let awake = state.breaks >= BREAKS_OF_USE || (confirm && state.frequency.value() > 0);
-            (chunk.huge && (due || state.samples == 0)) || (state.ours && (due || awake))
+            if chunk.huge {
+                state.samples == 0 || (due && state.sample_due())
+            } else {
+                state.ours && (due || awake)
+            }
         };
-        let chunks: Vec<usize> = (0..self.chunks.len()).filter(wanted).collect();
+        let chunks = self.chunks.iter_mut().enumerate();
+        let chunks: Vec<usize> = chunks
+            .filter_map(|(at, chunk)| wanted(chunk).then_some(at))
+            .collect();
         for batch in chunks.chunks(take::BATCH) {
             self.sample(batch);
             self.lap(|cpu| &mut cpu.monitor);

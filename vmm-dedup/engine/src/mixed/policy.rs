@@ -67,13 +67,15 @@ impl std::str::FromStr for Policy {
 }
 
 /// How often a 2 MiB range was used lately: one up for each interval in which it was, one down for each in which it was
-/// not (slide 11), between 0 and [`Frequency::MAX`].
+/// not (slide 11), between 0 and 7.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Frequency(u8);
 
 impl Frequency {
     /// Bounds how long a range that was hot for ever takes to be cold.
-    pub(crate) const MAX: u8 = 7;
+    const MAX: u8 = 7;
+    /// Used in all intervals lately.
+    pub(crate) const MOST: Self = Self(Self::MAX);
 
     /// Notes an interval.
     pub(crate) fn note(&mut self, accessed: bool) {
