@@ -37,7 +37,7 @@ use crate::sys::guest;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::{Mode, MoveError, Uffd};
-use crate::sys::vma::{Anonymous, fill_hole, map_segment};
+use crate::sys::vma::{Anonymous, discard_own, fill_hole, map_segment};
 use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -92,18 +92,9 @@ pub(crate) struct Window {
 
 impl Merger {
     pub(crate) fn new(tracker: Arc<Uffd>) -> Result<Self, Error> {
-        let scratch = Anonymous::new(SCRATCH_PAGES).map_err(Error::Scratch)?;
-        // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use: one page is enough.
-        let used = scratch
-            .populate_part(0, PAGE_SIZE)
-            .and_then(|()| scratch.discard(0, PAGE_SIZE));
-        used.map_err(Error::Scratch)?;
-        tracker
-            .register(scratch.base(), bytes(SCRATCH_PAGES), Mode::Missing)
-            .map_err(Error::Scratch)?;
         Ok(Self {
+            scratch: new_scratch(&tracker).map_err(Error::Scratch)?,
             tracker,
-            scratch,
             used: 0,
             huge: None,
             aside: None,
@@ -227,13 +218,27 @@ impl Merger {
         self.free_taken();
     }
 
-    /// Frees the pages that were merged.
+    /// Frees the pages that were merged. What is taken next must find its place empty.
     fn free_taken(&mut self) {
-        if let Err(error) = self.scratch.discard(0, bytes(self.used)) {
+        while let Err(error) = self.scratch.discard(0, bytes(self.used)) {
             log::error!("cannot free {} merged pages: {error}", self.used);
+            if let Ok(fresh) = new_scratch(&self.tracker) {
+                self.scratch = fresh;
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
         }
         self.used = 0;
     }
+}
+
+fn new_scratch(tracker: &Uffd) -> io::Result<Anonymous> {
+    let scratch = Anonymous::new(SCRATCH_PAGES)?;
+    // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use: one page is enough.
+    scratch.populate_part(0, PAGE_SIZE)?;
+    scratch.discard(0, PAGE_SIZE)?;
+    tracker.register(scratch.base(), bytes(SCRATCH_PAGES), Mode::Missing)?;
+    Ok(scratch)
 }
 
 /// A window whose pages are ours for the moment.
@@ -535,7 +540,7 @@ impl Hold<'_> {
 }
 
 /// Moves one page back, or, should the kernel refuse to move it, copies it back: nobody else can have it pinned.
-/// (Then its copy stays in scratch memory.)
+/// Its place in scratch memory is empty then.
 #[allow(unsafe_code)] // moves and copies guest pages
 pub(crate) fn put_back_page(tracker: &Uffd, from: usize, to: usize) {
     for attempt in 0u64.. {
@@ -549,11 +554,18 @@ pub(crate) fn put_back_page(tracker: &Uffd, from: usize, to: usize) {
         }
         // SAFETY: the scratch page is ours and readable, its place in the guest empty.
         match unsafe { tracker.copy(to, from, PAGE_SIZE) } {
-            Ok(()) => return,
-            Err(e) if e.raw_os_error() == Some(libc::EEXIST) => return,
+            Ok(()) => return drop_copy(from),
+            Err(e) if e.raw_os_error() == Some(libc::EEXIST) => return drop_copy(from),
             Err(e) if attempt % 1000 == 0 => log::error!("cannot put a guest page back: {e}; trying on"),
             Err(_) => {}
         }
         std::thread::sleep(std::time::Duration::from_micros(100));
+    }
+}
+
+/// Empties a place in scratch memory.
+fn drop_copy(at: usize) {
+    if let Err(error) = discard_own(at, PAGE_SIZE) {
+        log::error!("a copy of a guest page stays in scratch memory: {error}");
     }
 }

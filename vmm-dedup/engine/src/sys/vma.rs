@@ -72,7 +72,7 @@ impl Anonymous {
     /// Frees the pages of a part.
     pub(crate) fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
         assert!(offset + len <= self.len);
-        advise(self.base + offset, len, libc::MADV_DONTNEED)
+        discard_own(self.base + offset, len)
     }
 
     /// Allocates the pages of a part.
@@ -122,6 +122,11 @@ fn fill(at: usize, len: usize, prot: i32) -> bool {
 
 fn is_readable(at: usize) -> bool {
     populate_read(at, crate::page_size::PAGE_SIZE)
+}
+
+/// Frees pages of our own, also those of a process that has locked all of its memory.
+pub(crate) fn discard_own(at: usize, len: usize) -> io::Result<()> {
+    advise(at, len, libc::MADV_DONTNEED_LOCKED)
 }
 
 /// Splits the huge page that an address lies in, if there is one: the kernel does that before it marks a part of it as
