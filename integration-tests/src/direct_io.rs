@@ -30,7 +30,7 @@ const ROUNDS_AT_STATION: u64 = 32;
 const USE: Duration = Duration::from_millis(80);
 /// Reads for each huge page split, and for each built again.
 const READS_PER_CONVERSION: u64 = 320;
-/// Longest time to wait, after the last read, for that many.
+/// Longest time to wait, after the last read, for one more.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Pins the first pages, until [`unpin`].
@@ -184,22 +184,22 @@ fn run(reads: u64, backing: Backing, reader: impl FnOnce(OwnedFd) -> Reader) -> 
         if backing == Backing::Huge {
             scope.spawn(|| use_and_rest(&pages, &stop));
         }
-        let start = Instant::now();
         let (mut done, mut round) = (0, 0);
+        let (mut converted, mut since) = (0, Instant::now());
         let mut last = vec![None; backing.stations()];
-        let enough = || {
-            let stats = service.stats();
-            let conversions = stats.huge_splits_total.min(stats.huge_rebuilt_total);
-            backing == Backing::Small || conversions >= reads / READS_PER_CONVERSION
-        };
-        while done < reads || !enough() {
+        let enough = |conversions| backing == Backing::Small || conversions >= reads / READS_PER_CONVERSION;
+        while done < reads || !enough(converted) {
             // What was read here last is still there, whatever became of its pages meanwhile.
             let before = last[backing.station(round)].replace(round);
             before.iter().for_each(|round| check(&pages, backing, *round));
             done += one_round(&pages, backing, &mut reader, round);
             round += 1;
-            let late = done >= reads && start.elapsed() > PATIENCE;
-            assert!(!late, "too few conversions in time: {:?}", service.stats());
+            let stats = service.stats();
+            let now = stats.huge_splits_total.min(stats.huge_rebuilt_total);
+            if now > converted || done < reads {
+                (converted, since) = (now, Instant::now());
+            }
+            assert!(since.elapsed() < PATIENCE, "no more conversions: {stats:?}");
         }
         stop.store(true, Ordering::Release);
         last.iter()
