@@ -38,6 +38,7 @@ mod config;
 mod control;
 mod discard;
 mod error;
+mod hold;
 mod item;
 mod memory;
 mod merge;

@@ -26,9 +26,9 @@
 //! fresh huge page of zeros from the kernel, which is the same content.
 
 use crate::breaks::put_over;
+use crate::hold::put_back_page;
 use crate::item::{Item, Outcome};
 use crate::memory::Page;
-use crate::merge::put_back_page;
 use crate::mixed::scratch::HugeScratch;
 use crate::mixed::take::move_away;
 use crate::page::State;

@@ -21,7 +21,7 @@
 //! A huge page moves as one mapping and stays one (1 to 2 us each way), provided that its destination has no page table.
 
 use crate::error::Error;
-use crate::merge::put_back_page;
+use crate::hold::put_back_page;
 use crate::mixed::access::{AccessMonitor, PROBES, Target, Use};
 use crate::mixed::scratch::HugeScratch;
 use crate::mixed::source::UseSource;

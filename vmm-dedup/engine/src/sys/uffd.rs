@@ -373,7 +373,7 @@ fn transfer(dst: usize, src: usize, len: usize) -> Transfer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::merge::put_back_page;
+    use crate::hold::put_back_page;
     use crate::page_size::bytes;
     use crate::sys::vma::Anonymous;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

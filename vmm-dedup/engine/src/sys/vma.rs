@@ -141,7 +141,7 @@ pub(crate) fn populate_read(at: usize, len: usize) -> bool {
 }
 
 fn advise(start: usize, len: usize, advice: i32) -> io::Result<()> {
-    // SAFETY: MADV_DONTNEED is only used on memory of our own that Rust does not refer to; the others change no content.
+    // SAFETY: MADV_DONTNEED(_LOCKED) is only used on memory of our own that Rust does not refer to; the others change no content.
     if unsafe { libc::madvise(start as *mut _, len, advice) } < 0 {
         return Err(io::Error::last_os_error());
     }
