@@ -163,8 +163,25 @@ impl Stage {
     }
 }
 
+/// The end of a log: its last lines, and more of them where a kernel panicked, which says why before a long stack trace.
 fn tail(log: &[u8]) -> String {
     let text = String::from_utf8_lossy(log);
     let lines: Vec<&str> = text.lines().collect();
-    lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n")
+    let last = lines.len().saturating_sub(TAIL_LINES);
+    let panic = lines.iter().position(|line| line.contains("Kernel panic"));
+    lines[panic.map_or(last, |panic| panic.min(last))..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tail_of_a_panic_begins_with_its_reason() {
+        let before = "quiet\n".repeat(100);
+        let trace = "a frame\n".repeat(3 * TAIL_LINES);
+        let log = format!("{before}Kernel panic - not syncing: why\n{trace}");
+        assert!(tail(log.as_bytes()).starts_with("Kernel panic - not syncing: why\n"));
+        assert_eq!(tail(before.as_bytes()).lines().count(), TAIL_LINES);
+    }
 }
