@@ -5,12 +5,25 @@ use crate::memory::Pages;
 /// Small pages in a huge one.
 pub const HUGE_PAGES: usize = 512;
 
-/// KiB of the memory that huge pages map (AnonHugePages).
+/// KiB of the memory that private huge pages map (AnonHugePages).
 ///
 /// # Panics
 /// If /proc/self/smaps cannot be read.
 #[must_use]
 pub fn huge_kib(pages: &Pages) -> usize {
+    smaps_kib(pages, "AnonHugePages:")
+}
+
+/// KiB of the memory that huge pages of the store map (ShmemPmdMapped).
+///
+/// # Panics
+/// If /proc/self/smaps cannot be read.
+#[must_use]
+pub fn huge_kib_of_store(pages: &Pages) -> usize {
+    smaps_kib(pages, "ShmemPmdMapped:")
+}
+
+fn smaps_kib(pages: &Pages, field: &str) -> usize {
     let smaps = std::fs::read_to_string("/proc/self/smaps").expect("smaps");
     let (start, end) = (pages.address(0), pages.address(pages.count() - 1) + 4096);
     let (mut inside, mut sum) = (false, 0);
@@ -22,7 +35,7 @@ pub fn huge_kib(pages: &Pages) -> usize {
         {
             let parse = |hex: &str| usize::from_str_radix(hex, 16).unwrap_or(0);
             inside = parse(from) < end && parse(to) > start;
-        } else if inside && let Some(kib) = line.strip_prefix("AnonHugePages:") {
+        } else if inside && let Some(kib) = line.strip_prefix(field) {
             sum += kib
                 .trim()
                 .trim_end_matches(" kB")

@@ -1,6 +1,6 @@
 //! Every scenario, as a test. Needs QEMU, apt with a Debian mirror, and dpkg-deb; skips visibly where one of them is
-//! missing, except in CI. The first test fetches some 90 MB of packages into the target directory. Scenarios that take
-//! minutes in software are played only if `VMM_DEDUP_NESTED=all` (or by `make nested`).
+//! missing, except in CI. The first test fetches some 90 MB of packages into the target directory. In software each takes a
+//! minute or two, on one CPU.
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -43,13 +43,8 @@ fn programs() -> &'static Path {
     })
 }
 
-/// Plays a scenario; `None`, and the reason on standard error, where this machine cannot or it would take too long.
+/// Plays a scenario; `None`, and the reason on standard error, where this machine cannot.
 fn play(scenario: Scenario) -> Option<Measured> {
-    let short = matches!(scenario, Scenario::Boot | Scenario::OldKernel);
-    if !short && std::env::var_os("VMM_DEDUP_NESTED").is_none_or(|which| which != "all") {
-        eprintln!("SKIPPED {scenario}: it takes minutes; set VMM_DEDUP_NESTED=all to play it");
-        return None;
-    }
     try_to_play(scenario).map(|result| result.unwrap_or_else(|failure| panic!("{failure}")))
 }
 

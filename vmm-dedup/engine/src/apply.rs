@@ -12,6 +12,7 @@ use crate::settle::{SIGHT_ANEW_PERIOD, SIGHT_ANEW_PERIOD_FULL};
 use crate::sys::{guest, vma};
 use std::ops::Range;
 use std::time::Instant;
+use vmm_dedup_protocol::Slot;
 
 /// Mappings that one more merged page may add: its own, and the rest behind it.
 const VMAS_PER_RUN: i64 = 2;
@@ -94,6 +95,7 @@ impl Scanner {
                 self.count_twins(chunk, &items[at..end]);
             }
             let admit = !self.chunks[chunk].huge || self.chunks[chunk].split;
+            let as_one = is_huge_page_of_store(&items[at..end]);
             for item in &items[at..end] {
                 let state = self.table.get(item.page);
                 let private = match state {
@@ -103,7 +105,7 @@ impl Scanner {
                     | State::Volatile
                     | State::Pinned(_)
                     | State::Candidate { .. }
-                    | State::Foreign => !self.is_probe(chunk, item.page),
+                    | State::Foreign => as_one || !self.is_probe(chunk, item.page),
                     State::Zero => item.slot.is_none(),
                     State::Shared(_) | State::Private(_) => false,
                 };
@@ -525,6 +527,12 @@ impl Scanner {
             page = end;
         }
     }
+}
+
+/// Whether items show all of a huge page of the store: then the guest has a huge page there, too, and needs no own one to
+/// be fast.
+fn is_huge_page_of_store(items: &[Item]) -> bool {
+    items.len() == CHUNK_PAGES && items[0].slot.is_some_and(Slot::begins_huge_page) && runs_of(items) == 1
 }
 
 /// How many runs items make.

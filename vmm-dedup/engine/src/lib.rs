@@ -47,6 +47,7 @@ mod pace;
 mod page;
 mod page_size;
 mod propose;
+mod publish;
 mod refused;
 mod report;
 mod reserve;

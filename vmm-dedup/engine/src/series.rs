@@ -9,7 +9,7 @@ use crate::item::{Item, Role};
 use crate::page_size::PAGE_SIZE;
 use crate::scanner::Scanner;
 use vmm_dedup_protocol::index::Line;
-use vmm_dedup_protocol::message::Staged;
+use vmm_dedup_protocol::message::{Staged, Wish};
 
 /// So many neighbours with one slot are worth a series. They spare half of what it costs; content that fills half of a
 /// huge page is hardly ever alone.
@@ -40,8 +40,8 @@ impl Scanner {
         if slot.is_some() && store.index().line(key) == slot.map(Line::Sole) {
             // SAFETY: guest memory stays mapped while the service runs.
             unsafe { store.stage(0, address) };
-            let (gap, series) = (0, true);
-            let published = store.publish(&[Staged { key, gap, series }])?;
+            let (gap, wish) = (0, Wish::Series);
+            let published = store.publish(&[Staged { key, gap, wish }])?;
             self.stats.bytes_read.publish += PAGE_SIZE as u64;
             if let Some(slot) = published.into_iter().flatten().next() {
                 (stretch[0].slot, stretch[0].role) = (Some(slot), Role::Publisher);

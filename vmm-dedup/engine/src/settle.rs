@@ -1,18 +1,18 @@
 //! Finding twins: marks and slots in the shared index, sightings and publications with the store.
 
 use crate::error::Error;
-use crate::item::{Item, Role};
+use crate::item::Item;
 use crate::memory::Page;
 use crate::page::State;
-use crate::page_size::PAGE_SIZE;
+use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
+use crate::publish::messages;
 use crate::scanner::Scanner;
-use crate::stretch::Gaps;
 use crate::sys::guest;
 use std::collections::HashSet;
+use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::index::{IndexReader, Line, News};
 use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash};
-use vmm_dedup_protocol::message::{MAX_AMBIGUOUS, MAX_BATCH, RefDelta, Staged};
-use vmm_dedup_protocol::{STAGING_PAGES, Slot};
+use vmm_dedup_protocol::message::{MAX_AMBIGUOUS, MAX_BATCH, RefDelta};
 
 /// Items collected before they are merged; bounds the memory for them.
 pub(crate) const MAX_MERGES: usize = 1 << 17;
@@ -54,6 +54,11 @@ impl Scanner {
         self.table.set(page, State::Candidate { key, foreign });
         let chunk = self.memory.chunk_of(page);
         self.chunks[chunk].stir(self.passes);
+        // The store asks for what one batch lists, and a huge page should be asked for as one.
+        let begins = page == self.memory.chunks()[chunk].pages.start;
+        if begins && self.outbox.sightings.len() + CHUNK_PAGES > MAX_BATCH {
+            self.flush()?;
+        }
         self.outbox.sightings.push(key.raw());
         self.outbox.pages.push(page);
         if self.outbox.sightings.len() == MAX_BATCH {
@@ -127,7 +132,7 @@ impl Scanner {
                 .filter_map(|i| out.pages.get(*i as usize))
                 .copied()
                 .collect();
-            for pages in pages.chunks(STAGING_PAGES) {
+            for pages in messages(&self.memory.clone(), &pages) {
                 self.publish(pages)?;
             }
         }
@@ -147,45 +152,6 @@ impl Scanner {
         if self.epoch > self.acknowledged {
             store.batch(self.epoch, &[], &[], &[], &[])?;
             self.acknowledged = self.epoch;
-        }
-        Ok(())
-    }
-
-    /// Hands pages to the store. It checks their content itself, so a page that changes meanwhile does no harm.
-    #[allow(unsafe_code)] // reads guest memory
-    fn publish(&mut self, pages: &[Page]) -> Result<(), Error> {
-        let Some(store) = &mut self.store else {
-            return Ok(());
-        };
-        let (mut keys, mut staged) = (Vec::with_capacity(pages.len()), Vec::with_capacity(pages.len()));
-        let mut gaps = Gaps::default();
-        for page in pages {
-            let State::Candidate { key, .. } = self.table.get(*page) else {
-                continue;
-            };
-            // SAFETY: guest memory stays mapped while the service runs.
-            unsafe { store.stage(staged.len(), self.memory.address(*page)) };
-            keys.push(Staged {
-                key,
-                gap: gaps.before(&self.memory, *page),
-                series: false,
-            });
-            staged.push(*page);
-        }
-        if staged.is_empty() {
-            return Ok(());
-        }
-        let slots = store.publish(&keys)?;
-        self.stats.bytes_read.publish += (staged.len() * PAGE_SIZE) as u64;
-        for (page, slot) in staged.into_iter().zip(slots) {
-            if slot.is_some() {
-                self.stats.published_total += 1;
-                self.merges.push(Item {
-                    page,
-                    slot,
-                    role: Role::Publisher,
-                });
-            }
         }
         Ok(())
     }

@@ -45,8 +45,11 @@ pub const MAX_SLOTS: u32 = 1 << 26;
 /// then needs `n / SERIES` mappings of some 265 bytes instead of `n`, for `SERIES - 1` pages more in the store.
 pub const SERIES: u32 = 32;
 
-/// Pages of the staging buffer through which a service hands pages to the store: 2 MiB.
-pub const STAGING_PAGES: usize = 512;
+/// Small pages in a huge page of 2 MiB.
+pub const HUGE_PAGES: usize = 512;
+
+/// Pages of the staging buffer through which a service hands pages to the store: a huge page can go as one.
+pub const STAGING_PAGES: usize = HUGE_PAGES;
 
 /// A page of the store. Slots with consecutive numbers in one segment lie next to each other in its file, so
 /// that a run of guest pages can map a run of slots in one call.
@@ -54,6 +57,11 @@ pub const STAGING_PAGES: usize = 512;
 pub struct Slot(u32);
 
 impl Slot {
+    /// Whether it lies where a huge page of a segment begins.
+    pub fn begins_huge_page(self) -> bool {
+        (self.0 as usize).is_multiple_of(HUGE_PAGES)
+    }
+
     /// The slot with this number, if the store can have one.
     pub fn try_new(number: u32) -> Option<Self> {
         (number < MAX_SLOTS).then_some(Self(number))

@@ -141,6 +141,22 @@ impl Mapping {
         Ok(())
     }
 
+    /// Gathers consecutive pages in huge pages, whatever the host's `shmem_enabled` says: whoever maps the file in the same
+    /// alignment has huge pages from then on. Content stays, and may be read and written meanwhile.
+    ///
+    /// # Errors
+    /// There is no huge page to be had, or nothing in the range; what is in it is as it was.
+    pub fn collapse(&self, first: usize, pages: usize) -> io::Result<()> {
+        assert!(self.writable && (first + pages) * PAGE_SIZE <= self.len);
+        let start = self.address() + first * PAGE_SIZE;
+        // rustix does not know this advice.
+        // SAFETY: a part of our own mapping; collapsing changes no content.
+        if unsafe { libc::madvise(start as *mut _, pages * PAGE_SIZE, libc::MADV_COLLAPSE) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+
     /// Copies a page in.
     pub fn write_page(&self, page: usize, from: &PageWords) {
         // SAFETY: the buffer is a page long.

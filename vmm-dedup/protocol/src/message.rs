@@ -8,7 +8,7 @@ mod account;
 mod batch;
 
 pub use account::{Stats, StatsRequest, StoreStats};
-pub use batch::{Batch, RefDelta, Staged, encode_batch};
+pub use batch::{Batch, RefDelta, Staged, Wish, encode_batch};
 
 use crate::control::{Explain, Explained, NotDone, Set};
 use crate::name::Name;

@@ -53,6 +53,7 @@ mod publication;
 mod questions;
 mod references;
 mod relay;
+mod segment;
 mod segments;
 mod series;
 mod server;

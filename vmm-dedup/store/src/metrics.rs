@@ -258,6 +258,11 @@ fn store(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         counters.published,
     )?;
     w.counter(
+        "store_huge_pages",
+        "Huge pages that identical ones of guests were published to",
+        counters.huge_pages,
+    )?;
+    w.counter(
         "unverified",
         "Pages whose content did not have the announced key",
         counters.unverified,

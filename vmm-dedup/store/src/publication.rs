@@ -4,17 +4,27 @@
 //! copy: the peer may write the staging buffer at any time. The slots of one message lie to each other as the pages
 //! do in the guest, short gaps included, so that guests of the same layout can map all of it in one piece. A slot
 //! in a gap is free for others; nobody looks at it through such a mapping.
+//!
+//! **Huge pages.** If they are a huge page of the guest, their slots lie as those of one, and the kernel is asked to gather
+//! them in a huge page (MADV_COLLAPSE): guests that share all of it map it as one, with its reach in the TLB. That takes
+//! it a millisecond or so; while the host has none to give it is not asked.
 
 use crate::epochs::MemberId;
 use crate::error::Violation;
-use crate::segments::Run;
+use crate::segments::{Run, Segments};
 use crate::state::State;
+use std::io;
+use std::time::{Duration, Instant};
+use vmm_dedup_protocol::HUGE_PAGES;
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::index::Line;
 use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::mapping::Mapping;
-use vmm_dedup_protocol::message::{Kind, MAX_BATCH, NO_SLOT, Staged, encode};
+use vmm_dedup_protocol::message::{Kind, MAX_BATCH, NO_SLOT, Staged, Wish, encode};
 use zerocopy::IntoBytes;
+
+/// How long no huge page is asked for after the kernel had none.
+const HUGE_PAUSE: Duration = Duration::from_secs(60);
 
 /// The slots of one message.
 #[derive(Debug)]
@@ -42,6 +52,12 @@ impl Layout {
             run: None,
             unused: Vec::new(),
         }
+    }
+
+    /// Whether a huge page is wanted for all of it.
+    fn is_huge_page(&self) -> bool {
+        let wish = self.pages.first().is_some_and(|page| page.wish == Wish::HugePage);
+        wish && self.pages.len() == HUGE_PAGES && self.span(0) as usize == HUGE_PAGES
     }
 
     /// The slot for a page, if the current run has it. Pages are asked for in order.
@@ -115,12 +131,19 @@ impl State {
             });
         }
         self.reserve(2 * pages.len())?;
+        let huge = layout
+            .is_huge_page()
+            .then(|| self.take_huge_page(&mut layout))
+            .flatten();
         let slots: Result<Vec<u32>, Violation> = (0..pages.len())
             .map(|page| {
                 let slot = self.publish_page(id, &mut layout, page, &staging)?;
                 Ok(slot.map_or(NO_SLOT, Slot::number))
             })
             .collect();
+        if let (Some(run), true) = (huge, layout.unused.is_empty()) {
+            self.collapse(&run);
+        }
         self.give_back(layout.into_unused());
         Ok(encode(Kind::Published, &[slots?.as_bytes()]))
     }
@@ -156,7 +179,7 @@ impl State {
         let slot = match self.twin(line, slot) {
             Some(twin) => {
                 layout.unused.push(slot);
-                let series = layout.pages[page].series;
+                let series = layout.pages[page].wish == Wish::Series;
                 match series.then(|| self.make_series(id, line, twin)).flatten() {
                     Some(first) => first,
                     None => {
@@ -206,13 +229,31 @@ impl State {
         if let Some(slot) = layout.slot(page) {
             return Some(slot);
         }
-        let (run, new) = self.allocate_run(layout.span(page))?;
-        if let Some(number) = new {
-            let file = self.segments.file(number);
-            self.broadcast(&encode(Kind::Segment, &[number.as_bytes()]), Some(&file));
-        }
+        let run = self.allocate_run(layout.span(page))?;
         layout.extend(page, run, |part| self.segments.populate(&part));
         layout.slot(page)
+    }
+
+    /// Places for all pages that lie as those of a huge page.
+    fn take_huge_page(&mut self, layout: &mut Layout) -> Option<Run> {
+        let run = self.allocate(Segments::allocate_huge_page)?;
+        layout.extend(0, run, |part| self.segments.populate(&part));
+        Some(run)
+    }
+
+    /// Gathers what was just published in a huge page.
+    fn collapse(&mut self, run: &Run) {
+        let now = Instant::now();
+        if self.no_huge_page_before.is_some_and(|at| now < at) {
+            return;
+        }
+        match self.segments.collapse(run) {
+            Ok(()) => self.counters.huge_pages += 1,
+            Err(error) => {
+                log::info!("the store's huge pages are small ones for now: {error}");
+                self.no_huge_page_before = Some(now + HUGE_PAUSE);
+            }
+        }
     }
 
     /// Slots that nobody was ever given are free again.
@@ -224,16 +265,29 @@ impl State {
         }
     }
 
-    /// Takes slots for up to this many pages. A kernel that has no memory or descriptors left for a new segment makes
-    /// the store as large as it is: no service's fault.
-    pub(crate) fn allocate_run(&mut self, pages: u32) -> Option<(Run, Option<u32>)> {
-        let allocated = self.segments.allocate_run(pages);
+    /// Takes slots for up to this many pages.
+    pub(crate) fn allocate_run(&mut self, pages: u32) -> Option<Run> {
+        self.allocate(|segments| segments.allocate_run(pages))
+    }
+
+    /// Takes slots, and tells everyone of a segment that was made for them. A kernel that has no memory or descriptors left
+    /// for one makes the store as large as it is: no service's fault.
+    fn allocate(
+        &mut self,
+        take: impl FnOnce(&mut Segments) -> io::Result<Option<(Run, Option<u32>)>>,
+    ) -> Option<Run> {
+        let allocated = take(&mut self.segments);
         if let Err(e) = &allocated
             && !self.short_of_memory
         {
             log::error!("the store cannot grow for now (raise the limits on memory and open files?): {e}");
         }
         self.short_of_memory = allocated.is_err();
-        allocated.ok().flatten()
+        let (run, new) = allocated.ok().flatten()?;
+        if let Some(number) = new {
+            let file = self.segments.file(number);
+            self.broadcast(&encode(Kind::Segment, &[number.as_bytes()]), Some(&file));
+        }
+        Some(run)
     }
 }

@@ -1,4 +1,4 @@
-//! The memory of the store: sealed memfds of [`SEGMENT_BYTES`], sparse until written, and an allocator of runs.
+//! The memory of the store: sealed memfds ([`crate::segment`]), sparse until written, and an allocator of runs.
 //!
 //! The store keeps the only writable mapping. Services get a descriptor that was opened read-only; the seal refuses
 //! writable mappings and `write` also to whoever reopens it through /proc. The seal forbids the store, too, to punch
@@ -11,17 +11,15 @@
 //! not allocated. A segment whose slots are all free or cooling goes at once: what was pinned stays as it is, since
 //! the file is never written again.
 
-use std::collections::VecDeque;
+use crate::segment::{HUGE_PAGE_SLOTS, Segment, WORDS};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash, Salt, line_words};
-use vmm_dedup_protocol::mapping::{Mapping, sealed_memfd};
-use vmm_dedup_protocol::{MAX_SLOTS, PAGE_SIZE, SEGMENT_BYTES, SLOTS_PER_SEGMENT, Slot};
-
-const WORDS: usize = SLOTS_PER_SEGMENT as usize / 64;
+use vmm_dedup_protocol::mapping::Mapping;
+use vmm_dedup_protocol::{MAX_SLOTS, PAGE_SIZE, SLOTS_PER_SEGMENT, Slot};
 
 /// A second descriptor of the same file that cannot be written through.
 pub(crate) fn read_only(file: &OwnedFd) -> io::Result<OwnedFd> {
@@ -39,100 +37,6 @@ pub(crate) fn read_only(file: &OwnedFd) -> io::Result<OwnedFd> {
 pub(crate) struct Run {
     pub(crate) first: Slot,
     pub(crate) len: u32,
-}
-
-#[derive(Debug)]
-struct Segment {
-    map: Mapping,
-    file: Arc<OwnedFd>,
-    used: Box<[u64; WORDS]>,
-    /// Slots that may ever be used: fewer than all in the last segment of a store whose size is no multiple.
-    usable: u32,
-    free: u32,
-    /// No run of free slots is longer than this.
-    longest: u32,
-    /// Slots that were given back and are not to be rewritten yet: until which second, and their place.
-    cooling: VecDeque<(u32, u32)>,
-}
-
-fn bit(at: u32) -> (usize, u64) {
-    (at as usize / 64, 1 << (at % 64))
-}
-
-impl Segment {
-    fn new(usable: u32) -> io::Result<Self> {
-        let (file, map) = sealed_memfd("vmm-dedup-segment", SEGMENT_BYTES)?;
-        map.advise_huge();
-        let mut used = Box::new([0; WORDS]);
-        for at in usable..SLOTS_PER_SEGMENT {
-            let (word, mask) = bit(at);
-            used[word] |= mask;
-        }
-        Ok(Self {
-            file: Arc::new(read_only(&file)?),
-            map,
-            used,
-            usable,
-            free: usable,
-            longest: usable,
-            cooling: VecDeque::new(),
-        })
-    }
-
-    /// The first run of `n` free slots, or else the longest there is: `(start, length)`.
-    fn find_run(&mut self, n: u32) -> (u32, u32) {
-        let (mut best, mut start, mut at) = ((0, 0), 0, 0);
-        while at < SLOTS_PER_SEGMENT {
-            let (word, mask) = bit(at);
-            let bits = self.used[word];
-            if mask == 1 && bits == u64::MAX {
-                at += 64;
-                start = at;
-                continue;
-            }
-            if mask == 1 && bits == 0 && at + 64 - start < n {
-                at += 64;
-            } else if bits & mask == 0 {
-                at += 1;
-            } else {
-                at += 1;
-                start = at;
-                continue;
-            }
-            if at - start > best.1 {
-                best = (start, at - start);
-                if best.1 >= n {
-                    return (start, n);
-                }
-            }
-        }
-        self.longest = best.1;
-        best
-    }
-
-    fn take(&mut self, start: u32, n: u32) {
-        for at in start..start + n {
-            let (word, mask) = bit(at);
-            debug_assert!(self.used[word] & mask == 0);
-            self.used[word] |= mask;
-        }
-        self.free -= n;
-    }
-
-    fn give_back(&mut self, at: u32) {
-        let (word, mask) = bit(at);
-        assert!(
-            self.used[word] & mask != 0,
-            "slot {at} of a segment is freed twice"
-        );
-        self.used[word] &= !mask;
-        self.free += 1;
-        self.longest = self.free;
-    }
-
-    fn is_empty(&self) -> bool {
-        self.free as usize + self.cooling.len() >= self.usable as usize
-    }
 }
 
 /// All segments of a store.
@@ -165,14 +69,8 @@ impl Segments {
     /// Takes up to `n` consecutive slots, `None` if the store is full. The second value is a segment's number if
     /// one had to be made for it: services must be given it before they can use the slots.
     pub(crate) fn allocate_run(&mut self, n: u32) -> io::Result<Option<(Run, Option<u32>)>> {
-        let mut order: Vec<(u32, u32)> = self
-            .existing()
-            .filter(|(_, s)| s.free > 0)
-            .map(|(at, s)| (s.free, at))
-            .collect();
-        order.sort_unstable();
         let mut best: Option<(u32, u32, u32)> = None;
-        for (_, number) in order {
+        for number in self.fullest_first() {
             let segment = self.segment_mut(number);
             let known = best.map_or(0, |(_, _, len)| len);
             if segment.longest <= known {
@@ -195,9 +93,41 @@ impl Segments {
                 (number, 0, n.min(self.segment_mut(number).usable), Some(number))
             }
         };
+        Ok(Some((self.take(number, start, len), new)))
+    }
+
+    /// As [`Self::allocate_run`], for the slots of a huge page, which lie as those of one; never fewer.
+    pub(crate) fn allocate_huge_page(&mut self) -> io::Result<Option<(Run, Option<u32>)>> {
+        let order = self.fullest_first();
+        let mut places = order.into_iter().map(|n| (n, self.segment(n).find_huge_page()));
+        let (number, start, new) = match places.find(|(_, place)| place.is_some()) {
+            Some((number, place)) => (number, place, None),
+            None => {
+                let Some(number) = self.add_segment()? else {
+                    return Ok(None);
+                };
+                (number, self.segment(number).find_huge_page(), Some(number))
+            }
+        };
+        let Some(start) = start else {
+            self.retire_if_empty(number);
+            return Ok(None);
+        };
+        Ok(Some((self.take(number, start, HUGE_PAGE_SLOTS), new)))
+    }
+
+    /// Segments with free slots.
+    fn fullest_first(&self) -> Vec<u32> {
+        let with_room = self.existing().filter(|(_, s)| s.free > 0);
+        let mut order: Vec<(u32, u32)> = with_room.map(|(at, s)| (s.free, at)).collect();
+        order.sort_unstable();
+        order.into_iter().map(|(_, number)| number).collect()
+    }
+
+    fn take(&mut self, number: u32, start: u32, len: u32) -> Run {
         self.segment_mut(number).take(start, len);
         let first = Slot::try_new(number * SLOTS_PER_SEGMENT + start).expect("segments lie below MAX_SLOTS");
-        Ok(Some((Run { first, len }, new)))
+        Run { first, len }
     }
 
     fn add_segment(&mut self) -> io::Result<Option<u32>> {
@@ -297,6 +227,14 @@ impl Segments {
             .segment(run.first.segment())
             .map
             .populate(start, run.len as usize);
+    }
+
+    /// Makes the memory of a run that [`Self::allocate_huge_page`] gave a huge page; its content stays.
+    pub(crate) fn collapse(&self, run: &Run) -> io::Result<()> {
+        let start = run.first.offset() / PAGE_SIZE;
+        self.segment(run.first.segment())
+            .map
+            .collapse(start, run.len as usize)
     }
 
     /// Copies page `from` of another mapping into an allocated slot.
@@ -428,6 +366,45 @@ mod tests {
     }
 
     #[test]
+    fn huge_pages_lie_as_such_and_are_never_cut() {
+        let huge = |segments: &mut Segments| {
+            let run = segments.allocate_huge_page().unwrap();
+            run.map(|(run, _)| (run.first.number(), run.len))
+        };
+        let mut segments = Segments::new(3 * HUGE_PAGE_SLOTS + 511, 0);
+        assert_eq!(run(&mut segments, 1), Some((0, 1)));
+        assert_eq!(huge(&mut segments), Some((512, 512)));
+        assert_eq!(run(&mut segments, 100), Some((1, 100)));
+        assert_eq!(huge(&mut segments), Some((1024, 512)));
+        assert_eq!(huge(&mut segments), None, "511 slots are left behind, 411 before");
+        free(&mut segments, 512..1024);
+        assert_eq!(huge(&mut segments), Some((512, 512)));
+        let mut segments = Segments::new(511, 0);
+        assert_eq!(huge(&mut segments), None);
+        assert_eq!(segments.files().count(), 0, "no segment is made for nothing");
+    }
+
+    #[test]
+    fn a_huge_page_keeps_its_content_when_it_becomes_one() {
+        let mut segments = Segments::new(MAX_SLOTS, 0);
+        assert!(segments.allocate_run(3).unwrap().is_some());
+        let (run, _) = segments.allocate_huge_page().unwrap().unwrap();
+        let slots = (0..run.len).map(|n| run.first.checked_add_in_segment(n).unwrap());
+        for slot in slots.clone() {
+            let words = segments.words(slot);
+            words
+                .iter()
+                .for_each(|word| word.store(u64::from(slot.number()), Ordering::Relaxed));
+        }
+        // Without a huge page to be had it stays as it is.
+        let collapsed = segments.collapse(&run);
+        for slot in slots {
+            let same = |word: &AtomicU64| word.load(Ordering::Relaxed) == u64::from(slot.number());
+            assert!(segments.words(slot).iter().all(same), "{collapsed:?}");
+        }
+    }
+
+    #[test]
     fn an_empty_segment_goes_and_its_number_returns() {
         let mut segments = Segments::new(MAX_SLOTS, 0);
         let (first, new) = segments.allocate_run(SLOTS_PER_SEGMENT).unwrap().unwrap();
@@ -525,6 +502,6 @@ mod tests {
             let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
             assert!(rustix::fs::fallocate(&again, punch, 0, 4096).is_err());
         }
-        assert!(Mapping::read_only(&file, SEGMENT_BYTES).is_ok());
+        assert!(Mapping::read_only(&file, vmm_dedup_protocol::SEGMENT_BYTES).is_ok());
     }
 }

@@ -5,9 +5,7 @@ use crate::segments::Run;
 use crate::state::State;
 use vmm_dedup_protocol::index::Line;
 use vmm_dedup_protocol::key::Key;
-use vmm_dedup_protocol::message::{Kind, encode};
 use vmm_dedup_protocol::{SERIES, Slot};
-use zerocopy::IntoBytes;
 
 /// A service may have series made of one page in this many of its own: what it asks for costs others nothing much.
 const PAGES_PER_EXTRA_SLOT: u64 = 64;
@@ -46,12 +44,7 @@ impl State {
 
     /// Consecutive free slots for a series.
     fn take_series(&mut self) -> Option<Vec<Slot>> {
-        let (run, new) = self.allocate_run(SERIES)?;
-        if let Some(number) = new {
-            let file = self.segments.file(number);
-            self.broadcast(&encode(Kind::Segment, &[number.as_bytes()]), Some(&file));
-        }
-        let Run { first, len } = run;
+        let Run { first, len } = self.allocate_run(SERIES)?;
         let slots: Vec<Slot> = (0..len).filter_map(|n| first.checked_add_in_segment(n)).collect();
         if len == SERIES {
             return Some(slots);

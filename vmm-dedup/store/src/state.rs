@@ -81,6 +81,7 @@ pub(crate) struct Counters {
     pub(crate) malformed: u64,
     pub(crate) overflows: u64,
     pub(crate) published: u64,
+    pub(crate) huge_pages: u64,
     pub(crate) unverified: u64,
     pub(crate) refused_full: u64,
     pub(crate) sightings: u64,
@@ -103,6 +104,8 @@ pub(crate) struct State {
     pub(crate) asked: HashMap<Key, (MemberId, Instant)>,
     pub(crate) questions: Questions,
     pub(crate) counters: Counters,
+    /// The kernel had no huge page: when it is asked again.
+    pub(crate) no_huge_page_before: Option<Instant>,
     /// Counters of all VMs there ever were.
     pub(crate) totals: ServiceStats,
     /// Receive buffer of all connections: records are handled one at a time.
@@ -133,6 +136,7 @@ impl State {
             asked: HashMap::new(),
             questions: Questions::default(),
             counters: Counters::default(),
+            no_huge_page_before: None,
             totals: ServiceStats::default(),
             buffer: vmm_dedup_protocol::message::aligned_buffer(),
             started: std::time::SystemTime::now(),

@@ -6,7 +6,7 @@ use std::time::Duration;
 use support::{Client, PAGES, Server, eventually, page, stats};
 use vmm_dedup_protocol::index::Line;
 use vmm_dedup_protocol::key::Key;
-use vmm_dedup_protocol::message::{Kind, Staged, encode};
+use vmm_dedup_protocol::message::{Kind, Staged, Wish, encode};
 use vmm_dedup_protocol::socket;
 use vmm_dedup_protocol::stats::ServiceStats;
 use zerocopy::IntoBytes;
@@ -123,7 +123,7 @@ fn slots_repeat_the_gaps_between_pages() {
                 Staged {
                     key,
                     gap: *gap,
-                    series: false,
+                    wish: Wish::Slot,
                 }
                 .raw()
             })

@@ -5,7 +5,7 @@ mod support;
 use support::{Client, Server, page, stats};
 use vmm_dedup_protocol::index::Line;
 use vmm_dedup_protocol::key::Key;
-use vmm_dedup_protocol::message::Staged;
+use vmm_dedup_protocol::message::{Staged, Wish};
 use vmm_dedup_protocol::{SERIES, Slot};
 
 /// The least pages of a VM that may have a series made.
@@ -18,7 +18,7 @@ fn ask(client: &mut Client, seed: u64) -> Slot {
     let staged = Staged {
         key,
         gap: 0,
-        series: true,
+        wish: Wish::Series,
     };
     client.publish_staged(&[staged.raw()])[0].unwrap()
 }

@@ -9,7 +9,17 @@ use std::process::Command;
 /// Plain memory and two guests, of which a part is hot, by `bench mixed`.
 pub(super) fn damon(stage: &mut Stage) -> Result<(), Failure> {
     let output = Command::new("vmm-dedup")
-        .args(["bench", "mixed", "--json", "--mib", "64", "--seconds", "2"])
+        .args([
+            "bench",
+            "mixed",
+            "--json",
+            "--mib",
+            "64",
+            "--seconds",
+            "2",
+            "--interval-ms",
+            "2000",
+        ])
         .args(["--policies", "smartmd", "--use-source", "damon"])
         .output()
         .map_err(|e| Failure::new(e.to_string()))?;

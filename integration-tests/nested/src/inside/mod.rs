@@ -1,6 +1,5 @@
 //! L1's part: plays a scenario with the programs in its initial RAM disk, and tells L0 what happens.
 
-mod cpus;
 mod damon;
 mod fleet;
 mod ksm;
@@ -51,7 +50,6 @@ pub fn play(scenario: Scenario) -> Result<(), Failure> {
 struct Stage {
     events: File,
     start: Instant,
-    _cpus: cpus::Quiet,
 }
 
 impl Stage {
@@ -60,7 +58,6 @@ impl Stage {
         Ok(Self {
             events,
             start: Instant::now(),
-            _cpus: cpus::bring_up()?,
         })
     }
 

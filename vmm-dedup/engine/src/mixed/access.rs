@@ -1,13 +1,14 @@
 //! Which memory is used: the interface of access monitors.
 
+use crate::memory::Page;
 use crate::mixed::source::UseSource;
 use crate::page_size::HUGE_SIZE;
 use std::io;
 use std::time::Duration;
 
 /// Pages of a split 2 MiB that are not shared, so that its use can be sampled by taking them: pages of the store cannot be
-/// taken. They cost 0.8 % of what such a range can save.
-pub(crate) const PROBES: [usize; 4] = [63, 191, 319, 447];
+/// taken. They cost 0.8 % of what such a range can save. A range that shares all of a huge page of the store has none.
+pub(crate) const PROBES: [Page; 4] = [63, 191, 319, 447];
 
 /// What a monitor looks at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

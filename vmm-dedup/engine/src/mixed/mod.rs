@@ -15,8 +15,10 @@
 //! - [`rebuild`]: gathering small pages in a huge one;
 //! - this module: the monitor's rounds.
 //!
-//! Known holes: identical huge pages share small store pages (the store's memory is not huge); a range with a page that
-//! the kernel copied on write cannot be rebuilt, so ranges that are written often need managed breaks.
+//! Identical huge pages share one of the store ([`crate::publish`]), which guests map as one.
+//!
+//! Known hole: a range with a page that the kernel copied on write cannot be rebuilt, so ranges that are written often need
+//! managed breaks.
 
 pub(crate) mod access;
 mod damon;
@@ -34,6 +36,7 @@ use crate::chunk::ChunkState;
 use crate::config::Config;
 use crate::error::Error;
 use crate::memory::{Memory, Page};
+use crate::page::State;
 use crate::scanner::Scanner;
 use crate::sys::uffd::Uffd;
 use access::{PROBES, Target, Use};
@@ -44,6 +47,7 @@ use rebuild::Refusal;
 use source::Chosen;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use vmm_dedup_protocol::Slot;
 
 /// CPU time that sampling may take: a hundredth of a core for 16 GiB of guest memory, or for less.
 const SHARE: f64 = 0.01;
@@ -172,6 +176,8 @@ impl Scanner {
             true => Target::Huge(chunks[*at].start),
             false => Target::Split(chunks[*at].start),
         };
+        let (batch, shared): (Vec<usize>, Vec<usize>) =
+            batch.iter().partition(|at| !self.is_all_shared(**at));
         let targets: Vec<Target> = batch.iter().map(target).collect();
         let Some(source) = &mut self.mixed.source else {
             return;
@@ -181,7 +187,9 @@ impl Scanner {
             Err(error) => return log::warn!("use of memory cannot be sampled: {error}"),
         };
         self.stats.samples_total += batch.len() as u64;
-        for (at, used) in batch.iter().zip(used) {
+        // Of these it is known what is written.
+        let unsampled = shared.iter().map(|at| (at, Some(Use::None)));
+        for (at, used) in batch.iter().zip(used).chain(unsampled) {
             let chunk = &mut self.chunks[*at];
             let breaks = std::mem::take(&mut chunk.mixed.breaks);
             if let Some(used) = used {
@@ -246,10 +254,32 @@ impl Scanner {
         Ok(())
     }
 
+    /// Whether all of a split chunk was shared as one: reading is as fast there as in an own huge page, and where pages are
+    /// kept private for sampling there are none.
+    fn is_all_shared(&self, at: usize) -> bool {
+        let (first, state) = (self.memory.chunks()[at].pages.start, &self.chunks[at]);
+        let probes = PROBES.map(|probe| self.table.get(first + probe));
+        if state.huge {
+            false
+        } else if self.mixed.needs_probes() {
+            probes.iter().any(|state| state.in_file_mapping())
+        } else {
+            let slot = self
+                .table
+                .get(first)
+                .place()
+                .filter(|slot| slot.begins_huge_page());
+            let as_one = |slot: Slot| {
+                PROBES.map(|probe| slot.checked_add_in_segment(probe)) == probes.map(State::place)
+            };
+            slot.is_some_and(as_one) && state.mixed.broken == 0
+        }
+    }
+
     /// Whether a page is kept private for sampling.
     pub(crate) fn is_probe(&self, chunk: usize, page: Page) -> bool {
         let state = &self.chunks[chunk];
-        let subpage = (page - self.memory.chunks()[chunk].pages.start) as usize;
+        let subpage = page - self.memory.chunks()[chunk].pages.start;
         self.mixed.needs_probes() && (state.huge || state.mixed.ours) && PROBES.contains(&subpage)
     }
 

@@ -277,7 +277,10 @@ impl AccessMonitor for TakeAndWait {
 fn pieces_of(target: Target) -> Vec<Range<usize>> {
     match target {
         Target::Huge(_) => std::iter::once(0..HUGE_SIZE).collect(),
-        Target::Split(_) => PROBES.iter().map(|p| bytes(*p)..bytes(p + 1)).collect(),
+        Target::Split(_) => PROBES
+            .iter()
+            .map(|p| bytes(*p as usize)..bytes(*p as usize + 1))
+            .collect(),
     }
 }
 

@@ -61,8 +61,8 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// A page in the staging buffer, as a `Publish` lists it: its key, in the 15 bits above that the gap before it, and in
-/// the top bit whether a series is wanted.
+/// A page in the staging buffer, as a `Publish` lists it: its key, in the 14 bits above that the gap before it, and in
+/// the top two bits the [`Wish`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Staged {
     /// What the service knows the page by: a line key or a whole-page key.
@@ -70,13 +70,26 @@ pub struct Staged {
     /// Guest pages between the page listed before and this one, if that is at most [`MAX_GAP`]; else 0. The store
     /// leaves as many slots between them, so that guests of the same layout can map both in one piece.
     pub gap: u16,
+    /// How the page should lie in the store.
+    pub wish: Wish,
+}
+
+/// What a service would like for a page. The store need not do it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Wish {
+    /// A slot like others.
+    #[default]
+    Slot,
     /// The page is in a slot already, and in so many neighbours in the guest that a series of slots
-    /// ([`SERIES`](crate::SERIES)) is worth its memory. The store need not make one.
-    pub series: bool,
+    /// ([`SERIES`](crate::SERIES)) is worth its memory.
+    Series,
+    /// This page, the first of the message, and all others of it, [`HUGE_PAGES`](crate::HUGE_PAGES) in all and without
+    /// gaps, are a huge page of the guest: they should be one of the store.
+    HugePage,
 }
 
 const GAP_SHIFT: u32 = 48;
-const SERIES_BIT: u64 = 1 << 63;
+const WISH_SHIFT: u32 = 62;
 
 impl Staged {
     /// Parses an item of a list.
@@ -84,20 +97,29 @@ impl Staged {
     /// # Errors
     /// [`Malformed::Value`].
     pub fn try_new(raw: u64) -> Result<Self, Malformed> {
-        let series = raw & SERIES_BIT != 0;
-        let gap = ((raw & !SERIES_BIT) >> GAP_SHIFT) as u16;
+        let malformed = |field, value| Malformed::Value { field, value };
+        let wish = match raw >> WISH_SHIFT {
+            0 => Wish::Slot,
+            1 => Wish::HugePage,
+            2 => Wish::Series,
+            other => return Err(malformed("wish", other)),
+        };
+        let gap = (raw << (u64::BITS - WISH_SHIFT) >> (u64::BITS - WISH_SHIFT + GAP_SHIFT)) as u16;
         if gap > MAX_GAP {
-            let (field, value) = ("gap", gap.into());
-            return Err(Malformed::Value { field, value });
+            return Err(malformed("gap", gap.into()));
         }
         let key = key(raw & ((1 << GAP_SHIFT) - 1))?;
-        Ok(Self { key, gap, series })
+        Ok(Self { key, gap, wish })
     }
 
     /// The item of a list.
     pub fn raw(self) -> u64 {
-        let series = if self.series { SERIES_BIT } else { 0 };
-        self.key.raw() | u64::from(self.gap) << GAP_SHIFT | series
+        let wish = match self.wish {
+            Wish::Slot => 0,
+            Wish::HugePage => 1,
+            Wish::Series => 2,
+        };
+        self.key.raw() | u64::from(self.gap) << GAP_SHIFT | wish << WISH_SHIFT
     }
 }
 
