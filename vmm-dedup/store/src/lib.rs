@@ -44,6 +44,7 @@ mod epochs;
 mod error;
 mod exchange;
 mod http;
+mod huge;
 mod lifetime;
 mod listener;
 mod metrics;

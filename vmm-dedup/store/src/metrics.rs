@@ -259,7 +259,7 @@ fn store(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
     )?;
     w.counter(
         "store_huge_pages",
-        "Huge pages that identical ones of guests were published to",
+        "Huge pages that guests share as a whole and that became one in memory",
         counters.huge_pages,
     )?;
     w.counter(

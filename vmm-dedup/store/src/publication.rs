@@ -5,16 +5,13 @@
 //! do in the guest, short gaps included, so that guests of the same layout can map all of it in one piece. A slot
 //! in a gap is free for others; nobody looks at it through such a mapping.
 //!
-//! **Huge pages.** If they are a huge page of the guest, their slots lie as those of one, and the kernel is asked to gather
-//! them in a huge page (MADV_COLLAPSE): guests that share all of it map it as one, with its reach in the TLB. That takes
-//! it a millisecond or so; while the host has none to give it is not asked.
+//! The slots of a guest's huge page lie as those of one, see [`crate::huge`].
 
 use crate::epochs::MemberId;
 use crate::error::Violation;
 use crate::segments::{Run, Segments};
 use crate::state::State;
 use std::io;
-use std::time::{Duration, Instant};
 use vmm_dedup_protocol::HUGE_PAGES;
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::index::Line;
@@ -22,9 +19,6 @@ use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::message::{Kind, MAX_BATCH, NO_SLOT, Staged, Wish, encode};
 use zerocopy::IntoBytes;
-
-/// How long no huge page is asked for after the kernel had none.
-const HUGE_PAUSE: Duration = Duration::from_secs(60);
 
 /// The slots of one message.
 #[derive(Debug)]
@@ -131,19 +125,15 @@ impl State {
             });
         }
         self.reserve(2 * pages.len())?;
-        let huge = layout
-            .is_huge_page()
-            .then(|| self.take_huge_page(&mut layout))
-            .flatten();
+        if layout.is_huge_page() {
+            self.take_huge_page(&mut layout);
+        }
         let slots: Result<Vec<u32>, Violation> = (0..pages.len())
             .map(|page| {
                 let slot = self.publish_page(id, &mut layout, page, &staging)?;
                 Ok(slot.map_or(NO_SLOT, Slot::number))
             })
             .collect();
-        if let (Some(run), true) = (huge, layout.unused.is_empty()) {
-            self.collapse(&run);
-        }
         self.give_back(layout.into_unused());
         Ok(encode(Kind::Published, &[slots?.as_bytes()]))
     }
@@ -234,25 +224,10 @@ impl State {
         layout.slot(page)
     }
 
-    /// Places for all pages that lie as those of a huge page.
-    fn take_huge_page(&mut self, layout: &mut Layout) -> Option<Run> {
-        let run = self.allocate(Segments::allocate_huge_page)?;
-        layout.extend(0, run, |part| self.segments.populate(&part));
-        Some(run)
-    }
-
-    /// Gathers what was just published in a huge page.
-    fn collapse(&mut self, run: &Run) {
-        let now = Instant::now();
-        if self.no_huge_page_before.is_some_and(|at| now < at) {
-            return;
-        }
-        match self.segments.collapse(run) {
-            Ok(()) => self.counters.huge_pages += 1,
-            Err(error) => {
-                log::info!("the store's huge pages are small ones for now: {error}");
-                self.no_huge_page_before = Some(now + HUGE_PAUSE);
-            }
+    /// Places for all pages that lie as those of a huge page, if there is room.
+    fn take_huge_page(&mut self, layout: &mut Layout) {
+        if let Some(run) = self.allocate(Segments::allocate_huge_page) {
+            layout.extend(0, run, |part| self.segments.populate(&part));
         }
     }
 

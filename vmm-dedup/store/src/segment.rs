@@ -13,6 +13,7 @@ pub(crate) const WORDS: usize = SLOTS_PER_SEGMENT as usize / 64;
 /// Slots of a huge page, whose places in a segment are multiples of that.
 #[allow(clippy::cast_possible_truncation)] // 512
 pub(crate) const HUGE_PAGE_SLOTS: u32 = HUGE_PAGES as u32;
+const _: () = assert!(SLOTS_PER_SEGMENT / HUGE_PAGE_SLOTS == u64::BITS);
 
 #[derive(Debug)]
 pub(crate) struct Segment {
@@ -24,6 +25,10 @@ pub(crate) struct Segment {
     pub(crate) free: u32,
     /// No run of free slots is longer than this.
     pub(crate) longest: u32,
+    /// Huge pages all of whose slots were taken at once, and none given back since: a bit each.
+    whole: u64,
+    /// Those of them that are huge pages in memory.
+    collapsed: u64,
     /// Slots that were given back and are not to be rewritten yet: until which second, and their place.
     pub(crate) cooling: VecDeque<(u32, u32)>,
 }
@@ -48,6 +53,8 @@ impl Segment {
             usable,
             free: usable,
             longest: usable,
+            whole: 0,
+            collapsed: 0,
             cooling: VecDeque::new(),
         })
     }
@@ -92,6 +99,25 @@ impl Segment {
         place.map(|(_, n)| n * HUGE_PAGE_SLOTS)
     }
 
+    pub(crate) fn take_huge_page(&mut self, start: u32) {
+        self.take(start, HUGE_PAGE_SLOTS);
+        self.whole |= 1 << (start / HUGE_PAGE_SLOTS);
+    }
+
+    /// The huge page that ends with a slot, if its slots are one's and its memory is not one yet.
+    pub(crate) fn small_huge_page(&self, last: u32) -> Option<u32> {
+        let small = self.whole & !self.collapsed;
+        let ends = last % HUGE_PAGE_SLOTS == HUGE_PAGE_SLOTS - 1;
+        (ends && small >> (last / HUGE_PAGE_SLOTS) & 1 == 1).then(|| last + 1 - HUGE_PAGE_SLOTS)
+    }
+
+    /// Gathers the memory of a huge page in one; its content stays.
+    pub(crate) fn collapse(&mut self, start: u32) -> io::Result<()> {
+        self.map.collapse(start as usize, HUGE_PAGES)?;
+        self.collapsed |= 1 << (start / HUGE_PAGE_SLOTS);
+        Ok(())
+    }
+
     pub(crate) fn take(&mut self, start: u32, n: u32) {
         for at in start..start + n {
             let (word, mask) = bit(at);
@@ -108,6 +134,9 @@ impl Segment {
             "slot {at} of a segment is freed twice"
         );
         self.used[word] &= !mask;
+        let huge_page = 1 << (at / HUGE_PAGE_SLOTS);
+        self.whole &= !huge_page;
+        self.collapsed &= !huge_page;
         self.free += 1;
         self.longest = self.free;
     }

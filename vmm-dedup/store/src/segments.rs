@@ -39,6 +39,12 @@ pub(crate) struct Run {
     pub(crate) len: u32,
 }
 
+/// Slots of a segment.
+fn run(segment: u32, start: u32, len: u32) -> Run {
+    let first = Slot::try_new(segment * SLOTS_PER_SEGMENT + start).expect("segments lie below MAX_SLOTS");
+    Run { first, len }
+}
+
 /// All segments of a store.
 #[derive(Debug)]
 pub(crate) struct Segments {
@@ -93,7 +99,8 @@ impl Segments {
                 (number, 0, n.min(self.segment_mut(number).usable), Some(number))
             }
         };
-        Ok(Some((self.take(number, start, len), new)))
+        self.segment_mut(number).take(start, len);
+        Ok(Some((run(number, start, len), new)))
     }
 
     /// As [`Self::allocate_run`], for the slots of a huge page, which lie as those of one; never fewer.
@@ -113,7 +120,8 @@ impl Segments {
             self.retire_if_empty(number);
             return Ok(None);
         };
-        Ok(Some((self.take(number, start, HUGE_PAGE_SLOTS), new)))
+        self.segment_mut(number).take_huge_page(start);
+        Ok(Some((run(number, start, HUGE_PAGE_SLOTS), new)))
     }
 
     /// Segments with free slots.
@@ -122,12 +130,6 @@ impl Segments {
         let mut order: Vec<(u32, u32)> = with_room.map(|(at, s)| (s.free, at)).collect();
         order.sort_unstable();
         order.into_iter().map(|(_, number)| number).collect()
-    }
-
-    fn take(&mut self, number: u32, start: u32, len: u32) -> Run {
-        self.segment_mut(number).take(start, len);
-        let first = Slot::try_new(number * SLOTS_PER_SEGMENT + start).expect("segments lie below MAX_SLOTS");
-        Run { first, len }
     }
 
     fn add_segment(&mut self) -> io::Result<Option<u32>> {
@@ -229,12 +231,18 @@ impl Segments {
             .populate(start, run.len as usize);
     }
 
-    /// Makes the memory of a run that [`Self::allocate_huge_page`] gave a huge page; its content stays.
-    pub(crate) fn collapse(&self, run: &Run) -> io::Result<()> {
-        let start = run.first.offset() / PAGE_SIZE;
-        self.segment(run.first.segment())
-            .map
-            .collapse(start, run.len as usize)
+    /// The slots of the huge page that ends with one, if they were taken as one and its memory is not one yet.
+    pub(crate) fn small_huge_page(&self, last: Slot) -> Option<Run> {
+        let start = self
+            .segment(last.segment())
+            .small_huge_page(last.number() % SLOTS_PER_SEGMENT)?;
+        Some(run(last.segment(), start, HUGE_PAGE_SLOTS))
+    }
+
+    /// Makes the memory of a huge page's slots one.
+    pub(crate) fn collapse(&mut self, run: &Run) -> io::Result<()> {
+        let start = run.first.number() % SLOTS_PER_SEGMENT;
+        self.segment_mut(run.first.segment()).collapse(start)
     }
 
     /// Copies page `from` of another mapping into an allocated slot.
