@@ -1,8 +1,10 @@
 //! Identical huge pages become one huge page of the store.
 
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use vmm_dedup::{Config, DedupService, Policy, ServiceStats};
+use vmm_dedup::{Breaks, Config, DedupService, Policy, ServiceStats};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib, huge_kib_of_store};
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
@@ -16,7 +18,7 @@ fn config(huge_policy: Policy) -> Config {
     Config {
         cpu_percent: 100,
         pass_period_ms: 10,
-        monitor_interval_ms: 100,
+        monitor_interval_ms: 1000,
         huge_policy,
         ..Config::default()
     }
@@ -36,21 +38,54 @@ fn wait(service: &DedupService, what: &str, mut done: impl FnMut(&ServiceStats) 
     }
 }
 
+/// Huge pages with every content in each.
+fn identical(chunks: usize) -> Pages {
+    let pages = Pages::map_huge(chunks * HUGE_PAGES);
+    (0..pages.count()).for_each(|page| pages.fill(page, id(page)));
+    pages
+}
+
+fn holds_all(pages: &Pages) -> bool {
+    (0..pages.count()).all(|page| pages.holds(page, id(page)))
+}
+
+/// Files of stores that are mapped, by their inodes.
+fn files(pages: &Pages) -> HashSet<String> {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+    let range = pages.address(0)..pages.address(pages.count() - 1) + 4096;
+    let inside = |line: &&str| {
+        let (start, _) = line.split_once('-').expect("a range");
+        range.contains(&usize::from_str_radix(start, 16).expect("an address"))
+    };
+    let inode = |line: &str| line.split_ascii_whitespace().nth(4).map(str::to_owned);
+    let lines = maps.lines().filter(inside);
+    lines.filter_map(inode).filter(|inode| inode != "0").collect()
+}
+
+/// Reads until that many huge pages of the store are mapped: the store makes them once a second.
+fn wait_for_huge_pages(pages: &Pages, count: usize) {
+    let start = Instant::now();
+    while huge_kib_of_store(pages) != count * HUGE_KIB {
+        let kib = huge_kib_of_store(pages);
+        assert!(start.elapsed() < Duration::from_secs(20), "{kib} KiB");
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(holds_all(pages));
+    }
+    assert_eq!(huge_kib(pages), 0);
+}
+
 fn all_share_one_huge_page(policy: Policy) {
     let store = StoreThread::start();
-    let pages = Pages::map_huge(CHUNKS * HUGE_PAGES);
-    (0..pages.count()).for_each(|page| pages.fill(page, id(page)));
+    let pages = identical(CHUNKS);
     huge_pages_or_skip!(&pages);
     let service = pages
         .serve(&store.socket(), config(policy))
         .expect("dedup starts");
     wait(&service, "sharing", |s| s.pages_mapped == pages.count() as u64);
-    (0..pages.count()).for_each(|page| assert!(pages.holds(page, id(page)), "page {page}"));
-    assert_eq!(
-        (huge_kib(&pages), huge_kib_of_store(&pages)),
-        (0, CHUNKS * HUGE_KIB),
-        "{policy}"
-    );
+    wait_for_huge_pages(&pages, CHUNKS);
+    // Some rounds of a monitor, if there is one, change nothing.
+    std::thread::sleep(Duration::from_secs(3));
+    assert_eq!(huge_kib_of_store(&pages), CHUNKS * HUGE_KIB);
 
     // Who writes has small pages again, the others go on.
     pages.store(HUGE_PAGES + 7, 9, 1);
@@ -82,4 +117,78 @@ fn nothing_is_split() {
 fn what_is_cold_is_split() {
     need_userfaultfd!();
     all_share_one_huge_page(Policy::Smartmd);
+}
+
+#[test]
+fn two_vms_share_huge_pages() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let (a, b) = (identical(1), identical(1));
+    huge_pages_or_skip!(&a);
+    let first = a
+        .serve(&store.socket(), config(Policy::Smartmd))
+        .expect("dedup starts");
+    let second = b
+        .serve(&store.socket(), config(Policy::Smartmd))
+        .expect("dedup starts");
+    wait(&first, "sharing", |s| s.pages_mapped == HUGE_PAGES as u64);
+    wait(&second, "sharing", |s| s.pages_mapped == HUGE_PAGES as u64);
+    wait_for_huge_pages(&a, 1);
+    wait_for_huge_pages(&b, 1);
+    drop(second);
+    assert!(holds_all(&a) && holds_all(&b));
+}
+
+/// All of it goes over to the next store, also what would be a probe were it split.
+#[test]
+fn a_lost_store_takes_nothing_along() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = identical(CHUNKS);
+    huge_pages_or_skip!(&pages);
+    let service = pages
+        .serve(&store.socket(), config(Policy::Smartmd))
+        .expect("dedup starts");
+    wait_for_huge_pages(&pages, CHUNKS);
+    let store = store.restart();
+    let most = (CHUNKS * HUGE_PAGES - 4 * CHUNKS) as u64;
+    wait(&service, "sharing again", |s| {
+        s.pages_mapped >= most && files(&pages).len() == 1
+    });
+    assert!(holds_all(&pages));
+    drop(service);
+    drop(store);
+}
+
+/// Each page is protected for itself then, and the kernel maps none of them as huge: so probes stay, and what turns hot is
+/// built again.
+#[test]
+fn with_managed_breaks_small_pages_are_shared() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = identical(CHUNKS);
+    huge_pages_or_skip!(&pages);
+    let config = Config {
+        breaks: Breaks::Managed {
+            reserve_pages: 1024,
+            floor_bytes: 0,
+        },
+        ..config(Policy::Smartmd)
+    };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    let shared = (CHUNKS * (HUGE_PAGES - 4)) as u64;
+    wait(&service, "sharing", |s| s.pages_mapped == shared);
+    let (stop, hot) = (AtomicBool::new(false), 0..HUGE_PAGES);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Acquire) {
+                assert!(hot.clone().all(|page| pages.holds(page, id(page))));
+            }
+        });
+        wait(&service, "a huge page again", |s| s.huge_rebuilt_total > 0);
+        stop.store(true, Ordering::Release);
+    });
+    assert_eq!(huge_kib_of_store(&pages), 0);
+    assert!(holds_all(&pages));
+    service.stop(true).expect("it stops");
 }

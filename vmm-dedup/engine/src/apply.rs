@@ -18,6 +18,8 @@ use vmm_dedup_protocol::Slot;
 const VMAS_PER_RUN: i64 = 2;
 /// Most runs of a huge page that is taken as one.
 const MOST_RUNS_AT_ONCE: usize = 8;
+/// Pages of a sampled quarter, which is chosen by key, that must have twins for all of the huge page to be likely to.
+const MOST_OF_A_SAMPLE: usize = 96;
 /// Smallest merge window.
 const MIN_WINDOW: usize = 4;
 /// Pages from the first to the last of a window.
@@ -95,7 +97,7 @@ impl Scanner {
                 self.count_twins(chunk, &items[at..end]);
             }
             let admit = !self.chunks[chunk].huge || self.chunks[chunk].split;
-            let as_one = is_huge_page_of_store(&items[at..end]);
+            let as_one = !self.breaker.managed() && is_huge_page_of_store(&items[at..end]);
             for item in &items[at..end] {
                 let state = self.table.get(item.page);
                 let private = match state {
@@ -148,6 +150,7 @@ impl Scanner {
             state.look_again();
             state.mixed.asked = Asked::Whole;
             state.split = !sampled;
+            state.mixed.likely_whole = sampled && items.len() >= MOST_OF_A_SAMPLE;
         }
     }
 
@@ -434,7 +437,7 @@ impl Scanner {
     }
 
     /// Makes consecutive pages of store mappings anonymous.
-    fn restore(&mut self, pages: Range<Page>) {
+    pub(crate) fn restore(&mut self, pages: Range<Page>) {
         let discards = self.discards.clone();
         let mut discards = discards.lock();
         self.note_discards(&mut discards);
@@ -529,8 +532,7 @@ impl Scanner {
     }
 }
 
-/// Whether items show all of a huge page of the store: then the guest has a huge page there, too, and needs no own one to
-/// be fast.
+/// Whether items show all of what is or becomes a huge page of the store.
 fn is_huge_page_of_store(items: &[Item]) -> bool {
     items.len() == CHUNK_PAGES && items[0].slot.is_some_and(Slot::begins_huge_page) && runs_of(items) == 1
 }

@@ -14,7 +14,7 @@ const _: () = assert!(STAGING_PAGES == CHUNK_PAGES);
 
 /// Pages as they are published together: all of a chunk in a message of its own, so that the store can make a huge page
 /// of them, others as they come.
-pub(crate) fn messages<'a>(memory: &Memory, mut pages: &'a [Page]) -> Vec<&'a [Page]> {
+fn messages<'a>(memory: &Memory, mut pages: &'a [Page]) -> Vec<&'a [Page]> {
     let mut messages = Vec::new();
     while !pages.is_empty() {
         let begins =
@@ -41,14 +41,40 @@ fn whole_chunk(memory: &Memory, pages: &[Page]) -> Option<usize> {
         return None;
     }
     let chunk = memory.chunk_of(first);
-    let whole = memory.chunks()[chunk].pages == (first..last + 1);
+    // There is none if the memory was removed meanwhile.
+    let whole = memory.chunks().get(chunk)?.pages == (first..last + 1);
     (whole && pages.is_sorted()).then_some(chunk)
 }
 
 impl Scanner {
+    /// Publishes what the store wants. Where it wants pages of a huge page that is likely to be somebody else's as a whole, it
+    /// gets all of them: it has been told of all, but the other VM has told only of a sample so far. (What has no twin after
+    /// all is in the store then instead of in the guest, and takes no more memory there.)
+    pub(crate) fn publish_wanted(&mut self, wanted: &[Page]) -> Result<(), Error> {
+        let memory = self.memory.clone();
+        let chunk_of = |page: &Page| memory.has(*page).then(|| memory.chunk_of(*page));
+        let mut pages = Vec::with_capacity(wanted.len());
+        // What is not there any more was removed meanwhile.
+        for part in wanted.chunk_by(|a, b| chunk_of(a) == chunk_of(b)) {
+            let Some(chunk) = chunk_of(&part[0]) else { continue };
+            let all = memory.chunks()[chunk].pages.clone();
+            let known = |page: Page| matches!(self.table.get(page), State::Candidate { foreign: false, .. });
+            let state = &self.chunks[chunk];
+            if state.huge && state.mixed.likely_whole && all.clone().all(known) {
+                pages.extend(all);
+            } else {
+                pages.extend_from_slice(part);
+            }
+        }
+        for message in messages(&memory, &pages) {
+            self.publish(message)?;
+        }
+        Ok(())
+    }
+
     /// Hands pages to the store. It checks their content itself, so a page that changes meanwhile does no harm.
     #[allow(unsafe_code)] // reads guest memory
-    pub(crate) fn publish(&mut self, pages: &[Page]) -> Result<(), Error> {
+    fn publish(&mut self, pages: &[Page]) -> Result<(), Error> {
         let Some(store) = &mut self.store else {
             return Ok(());
         };
@@ -67,7 +93,9 @@ impl Scanner {
             });
             staged.push(*page);
         }
-        if whole_chunk(&self.memory, &staged).is_some_and(|chunk| self.chunks[chunk].huge) {
+        // With managed breaks each page is protected for itself, so that this guest has small ones all the same.
+        let huge = |chunk: usize| self.chunks[chunk].huge && !self.breaker.managed();
+        if whole_chunk(&self.memory, &staged).is_some_and(huge) {
             keys[0].wish = Wish::HugePage;
         }
         if staged.is_empty() {
@@ -117,5 +145,7 @@ mod tests {
                 .all(|m| whole_chunk(&memory, m).is_none())
         );
         assert_eq!(lens(&[]), [0; 0]);
+        let removed: Vec<Page> = (1536..2048).collect();
+        assert!(whole_chunk(&memory, &removed).is_none());
     }
 }

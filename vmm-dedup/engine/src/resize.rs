@@ -4,6 +4,7 @@ use crate::chunk::ChunkState;
 use crate::error::Error;
 use crate::item::Item;
 use crate::memory::{HostRange, Memory, Page};
+use crate::mixed::huge::HugeState;
 use crate::page_size::bytes;
 use crate::scanner::Scanner;
 use crate::sys::uffd::Mode;
@@ -167,11 +168,18 @@ impl Scanner {
         self.note_discards(&mut discards);
         let state_of = |chunk: &crate::memory::Chunk| {
             let there = self.memory.has(chunk.pages.start);
-            let old = there.then(|| self.chunks[self.memory.chunk_of(chunk.pages.start)]);
-            old.unwrap_or(ChunkState {
-                pending: true,
-                ..ChunkState::default()
-            })
+            let Some(at) = there.then(|| self.memory.chunk_of(chunk.pages.start)) else {
+                return ChunkState {
+                    pending: true,
+                    ..ChunkState::default()
+                };
+            };
+            let mut old = self.chunks[at];
+            if self.memory.chunks()[at].pages != chunk.pages {
+                // Not the 2 MiB any more that were watched.
+                old.mixed = HugeState::default();
+            }
+            old
         };
         self.chunks = memory.chunks().iter().map(state_of).collect();
         let memory = Arc::new(memory);

@@ -5,7 +5,6 @@ use crate::item::Item;
 use crate::memory::Page;
 use crate::page::State;
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
-use crate::publish::messages;
 use crate::scanner::Scanner;
 use crate::sys::guest;
 use std::collections::HashSet;
@@ -132,9 +131,7 @@ impl Scanner {
                 .filter_map(|i| out.pages.get(*i as usize))
                 .copied()
                 .collect();
-            for pages in messages(&self.memory.clone(), &pages) {
-                self.publish(pages)?;
-            }
+            self.publish_wanted(&pages)?;
         }
         Ok(())
     }

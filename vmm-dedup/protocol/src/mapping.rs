@@ -141,8 +141,8 @@ impl Mapping {
         Ok(())
     }
 
-    /// Gathers consecutive pages in huge pages, whatever the host's `shmem_enabled` says: whoever maps the file in the same
-    /// alignment has huge pages from then on. Content stays, and may be read and written meanwhile.
+    /// Gathers consecutive pages in huge pages, also where the host's `shmem_enabled` is `never`: whoever maps the file in the
+    /// same alignment has huge pages from then on. Content stays, and may be read and written meanwhile.
     ///
     /// # Errors
     /// There is no huge page to be had, or nothing in the range; what is in it is as it was.

@@ -286,7 +286,7 @@ impl ServiceStats {
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new
 // [`crate::message::VERSION`] together with this size.
-const _: () = assert!(crate::message::VERSION == 3 && size_of::<ServiceStats>() == 1040);
+const _: () = assert!(crate::message::VERSION == 4 && size_of::<ServiceStats>() == 1040);
 
 #[cfg(test)]
 mod tests {

@@ -103,7 +103,7 @@ impl State {
                 Change::Resurrected => self.enter(self.segments.line_key(slot, self.salt), slot),
             }
             if delta > 0 {
-                self.collapse_if_shared(slot);
+                self.note_shared(slot);
             }
         }
         let count = self.service_mut(id).map_or(0, |s| s.sightings);

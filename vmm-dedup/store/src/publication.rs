@@ -9,9 +9,8 @@
 
 use crate::epochs::MemberId;
 use crate::error::Violation;
-use crate::segments::{Run, Segments};
+use crate::segments::Run;
 use crate::state::State;
-use std::io;
 use vmm_dedup_protocol::HUGE_PAGES;
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::index::Line;
@@ -125,8 +124,12 @@ impl State {
             });
         }
         self.reserve(2 * pages.len())?;
-        if layout.is_huge_page() {
-            self.take_huge_page(&mut layout);
+        if let Some(slots) = layout
+            .is_huge_page()
+            .then(|| self.publish_huge_page(id, &layout.pages, &staging))
+            .flatten()
+        {
+            return Ok(encode(Kind::Published, &[slots.as_bytes()]));
         }
         let slots: Result<Vec<u32>, Violation> = (0..pages.len())
             .map(|page| {
@@ -147,9 +150,7 @@ impl State {
         staging: &Mapping,
     ) -> Result<Option<Slot>, Violation> {
         let key = layout.pages[page].key;
-        if self.asked.get(&key).is_some_and(|(of, _)| *of == id) {
-            self.asked.remove(&key);
-        }
+        self.note_answered(id, key);
         let Some(slot) = self.take_slot(layout, page) else {
             self.counters.refused_full += 1;
             return Ok(None);
@@ -224,13 +225,6 @@ impl State {
         layout.slot(page)
     }
 
-    /// Places for all pages that lie as those of a huge page, if there is room.
-    fn take_huge_page(&mut self, layout: &mut Layout) {
-        if let Some(run) = self.allocate(Segments::allocate_huge_page) {
-            layout.extend(0, run, |part| self.segments.populate(&part));
-        }
-    }
-
     /// Slots that nobody was ever given are free again.
     pub(crate) fn give_back(&mut self, slots: Vec<Slot>) {
         for slot in slots {
@@ -240,18 +234,17 @@ impl State {
         }
     }
 
-    /// Takes slots for up to this many pages.
-    pub(crate) fn allocate_run(&mut self, pages: u32) -> Option<Run> {
-        self.allocate(|segments| segments.allocate_run(pages))
+    /// A service that was asked for a page has published it, or tried.
+    pub(crate) fn note_answered(&mut self, id: MemberId, key: Key) {
+        if self.asked.get(&key).is_some_and(|(of, _)| *of == id) {
+            self.asked.remove(&key);
+        }
     }
 
-    /// Takes slots, and tells everyone of a segment that was made for them. A kernel that has no memory or descriptors left
-    /// for one makes the store as large as it is: no service's fault.
-    fn allocate(
-        &mut self,
-        take: impl FnOnce(&mut Segments) -> io::Result<Option<(Run, Option<u32>)>>,
-    ) -> Option<Run> {
-        let allocated = take(&mut self.segments);
+    /// Takes slots for up to this many pages. A kernel that has no memory or descriptors left for a new segment makes
+    /// the store as large as it is: no service's fault.
+    pub(crate) fn allocate_run(&mut self, pages: u32) -> Option<Run> {
+        let allocated = self.segments.allocate_run(pages);
         if let Err(e) = &allocated
             && !self.short_of_memory
         {
@@ -259,10 +252,15 @@ impl State {
         }
         self.short_of_memory = allocated.is_err();
         let (run, new) = allocated.ok().flatten()?;
+        self.announce_segment(new);
+        Some(run)
+    }
+
+    /// Tells everyone of a segment that was made.
+    pub(crate) fn announce_segment(&mut self, new: Option<u32>) {
         if let Some(number) = new {
             let file = self.segments.file(number);
             self.broadcast(&encode(Kind::Segment, &[number.as_bytes()]), Some(&file));
         }
-        Some(run)
     }
 }

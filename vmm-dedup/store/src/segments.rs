@@ -103,12 +103,15 @@ impl Segments {
         Ok(Some((run(number, start, len), new)))
     }
 
-    /// As [`Self::allocate_run`], for the slots of a huge page, which lie as those of one; never fewer.
+    /// As [`Self::allocate_run`], for the slots of a huge page, which lie as those of one; never fewer. No segment is made
+    /// while there is room for its pages elsewhere.
     pub(crate) fn allocate_huge_page(&mut self) -> io::Result<Option<(Run, Option<u32>)>> {
         let order = self.fullest_first();
+        let free: u64 = self.existing().map(|(_, segment)| u64::from(segment.free)).sum();
         let mut places = order.into_iter().map(|n| (n, self.segment(n).find_huge_page()));
         let (number, start, new) = match places.find(|(_, place)| place.is_some()) {
             Some((number, place)) => (number, place, None),
+            None if free >= u64::from(HUGE_PAGE_SLOTS) => return Ok(None),
             None => {
                 let Some(number) = self.add_segment()? else {
                     return Ok(None);
@@ -234,7 +237,9 @@ impl Segments {
     /// The slots of the huge page that ends with one, if they were taken as one and its memory is not one yet.
     pub(crate) fn small_huge_page(&self, last: Slot) -> Option<Run> {
         let start = self
-            .segment(last.segment())
+            .segments
+            .get(last.segment() as usize)?
+            .as_ref()?
             .small_huge_page(last.number() % SLOTS_PER_SEGMENT)?;
         Some(run(last.segment(), start, HUGE_PAGE_SLOTS))
     }
@@ -385,6 +390,7 @@ mod tests {
         assert_eq!(run(&mut segments, 100), Some((1, 100)));
         assert_eq!(huge(&mut segments), Some((1024, 512)));
         assert_eq!(huge(&mut segments), None, "511 slots are left behind, 411 before");
+        assert_eq!(segments.files().count(), 1);
         free(&mut segments, 512..1024);
         assert_eq!(huge(&mut segments), Some((512, 512)));
         let mut segments = Segments::new(511, 0);

@@ -92,13 +92,15 @@ impl Store {
     }
 }
 
-/// What goes with time, for ever: frees slots whose quarantine has ended, and answers for VMs that do not.
+/// What goes with time, for ever: frees slots whose quarantine has ended, answers for VMs that do not, and makes huge pages
+/// of what is shared as such.
 async fn tick(shared: Shared) {
     loop {
         tokio::time::sleep(Duration::from_secs(1)).await;
         let (mut state, now) = (lock(&shared), Instant::now());
         state.segments.thaw(now);
         state.expire_questions(now);
+        state.collapse_shared(now);
     }
 }
 

@@ -5,6 +5,7 @@ use crate::catalog::Catalog;
 use crate::config::Config;
 use crate::epochs::MemberId;
 use crate::error::{Error, Violation};
+use crate::huge::Waiting;
 use crate::lifetime::Lifetime;
 use crate::outbox::Outbox;
 use crate::questions::Questions;
@@ -104,8 +105,8 @@ pub(crate) struct State {
     pub(crate) asked: HashMap<Key, (MemberId, Instant)>,
     pub(crate) questions: Questions,
     pub(crate) counters: Counters,
-    /// The kernel had no huge page: when it is asked again.
-    pub(crate) no_huge_page_before: Option<Instant>,
+    /// Huge pages that are to become such.
+    pub(crate) waiting: Waiting,
     /// Counters of all VMs there ever were.
     pub(crate) totals: ServiceStats,
     /// Receive buffer of all connections: records are handled one at a time.
@@ -136,7 +137,7 @@ impl State {
             asked: HashMap::new(),
             questions: Questions::default(),
             counters: Counters::default(),
-            no_huge_page_before: None,
+            waiting: Waiting::default(),
             totals: ServiceStats::default(),
             buffer: vmm_dedup_protocol::message::aligned_buffer(),
             started: std::time::SystemTime::now(),

@@ -11,6 +11,9 @@ pub(crate) const SAMPLING: usize = 4;
 /// Intervals between two samples of a huge page that was used in all intervals lately.
 const REST_OF_HOT: u8 = 3;
 
+/// Samples within which the store makes a huge page of what is shared as one.
+const PATIENCE_WITH_STORE: u8 = 2;
+
 /// How much of a huge page the store was asked about.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Asked {
@@ -33,7 +36,7 @@ pub(crate) struct HugeState {
     pub(crate) frequency: Frequency,
     /// How soon it is used.
     pub(crate) pace: Pace,
-    /// Samples of its use since it became huge, as far as that counts.
+    /// Samples of its use since it became huge, or small, as far as that counts.
     pub(crate) samples: u8,
     /// Intervals to pass before it is sampled again.
     rest: u8,
@@ -48,6 +51,8 @@ pub(crate) struct HugeState {
     pub(crate) broken: u16,
     /// Intervals to wait before a failed rebuild is tried again.
     pub(crate) wait: u8,
+    /// Nearly all of a sample had twins.
+    pub(crate) likely_whole: bool,
     /// Quarter to be read at the next look; `None`: everything.
     next: Option<u8>,
     /// Subpages in each quarter that look repeated.
@@ -83,6 +88,7 @@ impl HugeState {
     /// It is small pages now.
     pub(crate) fn split_by_us(&mut self) {
         (self.ours, self.asked, self.next) = (true, Asked::Nothing, None);
+        self.likely_whole = false;
         (self.breaks, self.broken, self.wait) = (0, 0, 0);
         (self.frequency, self.pace, self.samples, self.rest) = Default::default();
     }
@@ -121,6 +127,11 @@ impl HugeState {
         let due = self.rest == 0;
         self.rest = self.rest.saturating_sub(1);
         due
+    }
+
+    /// It shares what may become a huge page of the store: whether to wait for that still.
+    pub(crate) fn may_become_huge(&self) -> bool {
+        self.samples < PATIENCE_WITH_STORE
     }
 
     /// Repetition rate: subpages that look repeated, of 512.

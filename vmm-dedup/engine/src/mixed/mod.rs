@@ -31,12 +31,12 @@ mod repetition;
 pub(crate) mod scratch;
 pub(crate) mod source;
 pub(crate) mod take;
+mod whole;
 
 use crate::chunk::ChunkState;
 use crate::config::Config;
 use crate::error::Error;
 use crate::memory::{Memory, Page};
-use crate::page::State;
 use crate::scanner::Scanner;
 use crate::sys::uffd::Uffd;
 use access::{PROBES, Target, Use};
@@ -47,7 +47,6 @@ use rebuild::Refusal;
 use source::Chosen;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use vmm_dedup_protocol::Slot;
 
 /// CPU time that sampling may take: a hundredth of a core for 16 GiB of guest memory, or for less.
 const SHARE: f64 = 0.01;
@@ -167,6 +166,7 @@ impl Scanner {
     }
 
     fn sample(&mut self, batch: &[usize]) {
+        let (sampled, unsampled) = self.sort_out(batch);
         // While memory is away nobody else frees any of it.
         let discards = self.discards.clone();
         let mut discards = discards.lock();
@@ -176,9 +176,7 @@ impl Scanner {
             true => Target::Huge(chunks[*at].start),
             false => Target::Split(chunks[*at].start),
         };
-        let (batch, shared): (Vec<usize>, Vec<usize>) =
-            batch.iter().partition(|at| !self.is_all_shared(**at));
-        let targets: Vec<Target> = batch.iter().map(target).collect();
+        let targets: Vec<Target> = sampled.iter().map(target).collect();
         let Some(source) = &mut self.mixed.source else {
             return;
         };
@@ -186,10 +184,10 @@ impl Scanner {
             Ok(used) => used,
             Err(error) => return log::warn!("use of memory cannot be sampled: {error}"),
         };
-        self.stats.samples_total += batch.len() as u64;
+        self.stats.samples_total += sampled.len() as u64;
         // Of these it is known what is written.
-        let unsampled = shared.iter().map(|at| (at, Some(Use::None)));
-        for (at, used) in batch.iter().zip(used).chain(unsampled) {
+        let unsampled = unsampled.iter().map(|at| (at, Some(Use::None)));
+        for (at, used) in sampled.iter().zip(used).chain(unsampled) {
             let chunk = &mut self.chunks[*at];
             let breaks = std::mem::take(&mut chunk.mixed.breaks);
             if let Some(used) = used {
@@ -252,28 +250,6 @@ impl Scanner {
             self.breathe()?;
         }
         Ok(())
-    }
-
-    /// Whether all of a split chunk was shared as one: reading is as fast there as in an own huge page, and where pages are
-    /// kept private for sampling there are none.
-    fn is_all_shared(&self, at: usize) -> bool {
-        let (first, state) = (self.memory.chunks()[at].pages.start, &self.chunks[at]);
-        let probes = PROBES.map(|probe| self.table.get(first + probe));
-        if state.huge {
-            false
-        } else if self.mixed.needs_probes() {
-            probes.iter().any(|state| state.in_file_mapping())
-        } else {
-            let slot = self
-                .table
-                .get(first)
-                .place()
-                .filter(|slot| slot.begins_huge_page());
-            let as_one = |slot: Slot| {
-                PROBES.map(|probe| slot.checked_add_in_segment(probe)) == probes.map(State::place)
-            };
-            slot.is_some_and(as_one) && state.mixed.broken == 0
-        }
     }
 
     /// Whether a page is kept private for sampling.

@@ -96,8 +96,8 @@ impl Scanner {
         }
         self.chunks[at].mixed.asked = if all { Asked::Whole } else { Asked::Sample };
         let mut asked = Vec::with_capacity(read.len());
-        // A huge page that repeats in all of its pages may be the store's as a whole.
-        let probes = self.chunks[at].mixed.repetition() as usize == CHUNK_PAGES;
+        // What repeats in all of its pages may share a huge page of the store, probes and all.
+        let probes = all && !self.breaker.managed();
         for subpage in read.iter().filter(|s| probes || !self.is_probe(at, s.page)) {
             if (all || is_sampled(subpage.key) || self.looks_repeated(subpage)) && self.may_ask(subpage) {
                 asked.push(subpage);
