@@ -119,18 +119,52 @@ fn what_is_cold_is_split() {
     all_share_one_huge_page(Policy::Smartmd);
 }
 
+/// Half of the pages repeat: too little for whole huge pages, and no reason to publish the others.
+#[test]
+fn what_repeats_in_part_stays_huge_if_nothing_is_split() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map_huge(CHUNKS * HUGE_PAGES);
+    for page in 0..pages.count() {
+        pages.fill(
+            page,
+            if page % 2 == 0 {
+                id(page)
+            } else {
+                page as u64 + 10_000
+            },
+        );
+    }
+    huge_pages_or_skip!(&pages);
+    let service = pages
+        .serve(&store.socket(), config(Policy::NoSplitting))
+        .expect("dedup starts");
+    // That many found their twins, and were let go again.
+    wait(&service, "looks", |s| {
+        s.published_total >= (CHUNKS * HUGE_PAGES / 4) as u64
+    });
+    let passes = service.stats().passes_total + 20;
+    wait(&service, "more of them", |s| s.passes_total >= passes);
+    assert_eq!(
+        (service.stats().pages_mapped, huge_kib(&pages)),
+        (0, CHUNKS * HUGE_KIB)
+    );
+}
+
 #[test]
 fn two_vms_share_huge_pages() {
     need_userfaultfd!();
+    two_share(Policy::Ksm);
+    two_share(Policy::NoSplitting);
+    two_share(Policy::Smartmd);
+}
+
+fn two_share(policy: Policy) {
     let store = StoreThread::start();
     let (a, b) = (identical(1), identical(1));
     huge_pages_or_skip!(&a);
-    let first = a
-        .serve(&store.socket(), config(Policy::Smartmd))
-        .expect("dedup starts");
-    let second = b
-        .serve(&store.socket(), config(Policy::Smartmd))
-        .expect("dedup starts");
+    let first = a.serve(&store.socket(), config(policy)).expect("dedup starts");
+    let second = b.serve(&store.socket(), config(policy)).expect("dedup starts");
     wait(&first, "sharing", |s| s.pages_mapped == HUGE_PAGES as u64);
     wait(&second, "sharing", |s| s.pages_mapped == HUGE_PAGES as u64);
     wait_for_huge_pages(&a, 1);

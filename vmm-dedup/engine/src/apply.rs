@@ -5,6 +5,7 @@ use crate::item::{Item, Open, Outcome, Role, continues};
 use crate::memory::Page;
 use crate::merge::{MAX_WINDOW, Request, Take, Window};
 use crate::mixed::huge::{Asked, SAMPLING};
+use crate::mixed::repetition::is_sampled;
 use crate::page::{Retry, State};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::scanner::Scanner;
@@ -18,8 +19,8 @@ use vmm_dedup_protocol::Slot;
 const VMAS_PER_RUN: i64 = 2;
 /// Most runs of a huge page that is taken as one.
 const MOST_RUNS_AT_ONCE: usize = 8;
-/// Pages of a sampled quarter, which is chosen by key, that must have twins for all of the huge page to be likely to.
-const MOST_OF_A_SAMPLE: usize = 96;
+/// Fewest pages of a sample, chosen by key, that tell something of a whole huge page.
+const LEAST_SAMPLE: usize = CHUNK_PAGES / SAMPLING / 2;
 /// Smallest merge window.
 const MIN_WINDOW: usize = 4;
 /// Pages from the first to the last of a window.
@@ -143,15 +144,30 @@ impl Scanner {
             .filter(|item| self.looks_equal(item))
             .take(missing)
             .count();
+        let likely_whole = sampled && self.is_sample_repeated(chunk, items);
         let state = &mut self.chunks[chunk];
         state.twins = u16::try_from(known + found).unwrap_or(u16::MAX);
-        if known + found >= enough {
+        if known + found >= enough || likely_whole {
             // Those that were passed over before are found again at the next look.
             state.look_again();
             state.mixed.asked = Asked::Whole;
+            state.mixed.likely_whole = likely_whole;
             state.split = !sampled;
-            state.mixed.likely_whole = sampled && items.len() >= MOST_OF_A_SAMPLE;
         }
+    }
+
+    /// Whether all pages of a huge page that were asked about as a sample have twins.
+    fn is_sample_repeated(&self, chunk: usize, items: &[Item]) -> bool {
+        let in_sample = |page: Page| match self.table.get(page) {
+            State::Candidate { key, foreign: false } => is_sampled(key),
+            _ => false,
+        };
+        let asked = self.memory.chunks()[chunk]
+            .pages
+            .clone()
+            .filter(|page| in_sample(*page));
+        let twins = items.iter().filter(|item| in_sample(item.page)).count();
+        twins >= LEAST_SAMPLE && asked.count() == twins
     }
 
     /// Whether a page that the guest may be writing seems to hold what its slot holds.

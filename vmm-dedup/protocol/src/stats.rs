@@ -147,7 +147,7 @@ pub const BACKENDS: [&str; 7] = [
 ];
 
 /// Names of what may tell a service which memory is used, by number.
-pub const USE_SOURCES: [&str; 4] = ["nothing", "take-and-wait", "damon", "writes"];
+pub const USE_SOURCES: [&str; 5] = ["nothing", "take-and-wait", "damon", "writes", "page-idle"];
 
 /// A service's account. Page counts are gauges of 4 KiB pages; names ending in `_total` only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]

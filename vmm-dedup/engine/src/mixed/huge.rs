@@ -51,7 +51,7 @@ pub(crate) struct HugeState {
     pub(crate) broken: u16,
     /// Intervals to wait before a failed rebuild is tried again.
     pub(crate) wait: u8,
-    /// Nearly all of a sample had twins.
+    /// All of a sample had twins.
     pub(crate) likely_whole: bool,
     /// Quarter to be read at the next look; `None`: everything.
     next: Option<u8>,

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! - [`filter`], [`repetition`]: how much of a huge page repeats, and the search for twins;
-//! - [`access`]: what is used, and [`source`]: what tells it: [`take`], [`damon`], or writes only;
+//! - [`access`]: what is used, and [`source`]: what tells it: [`take`], [`damon`], [`page_idle`], or writes only;
 //! - [`policy`], [`pressure`]: the thresholds, which follow the host's memory;
 //! - [`rebuild`]: gathering small pages in a huge one;
 //! - this module: the monitor's rounds.
@@ -24,10 +24,11 @@ pub(crate) mod access;
 mod damon;
 pub(crate) mod filter;
 pub(crate) mod huge;
+mod page_idle;
 pub(crate) mod policy;
 pub(crate) mod pressure;
 mod rebuild;
-mod repetition;
+pub(crate) mod repetition;
 pub(crate) mod scratch;
 pub(crate) mod source;
 pub(crate) mod take;

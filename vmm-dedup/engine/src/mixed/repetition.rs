@@ -30,7 +30,7 @@ struct Subpage {
 }
 
 /// Whether pages with this key are of the quarter that is reported.
-fn is_sampled(key: Key) -> bool {
+pub(crate) fn is_sampled(key: Key) -> bool {
     key.raw().is_multiple_of(SAMPLING as u64)
 }
 

@@ -3,6 +3,7 @@
 use crate::memory::Memory;
 use crate::mixed::access::{AccessMonitor, Target, Use};
 use crate::mixed::damon::Damon;
+use crate::mixed::page_idle::PageIdle;
 use crate::mixed::take::TakeAndWait;
 use crate::sys::uffd::Uffd;
 use serde::{Deserialize, Serialize};
@@ -11,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmm_dedup_protocol::stats::USE_SOURCES;
 
-/// What tells which memory is used. If one cannot, the next of take-and-wait, damon and writes is asked, and the reason
+/// What tells which memory is used. If one cannot, the next of take-and-wait, damon, page-idle and writes is asked, and the reason
 /// is logged and explained. Writes that break sharing count as use with any of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -23,13 +24,21 @@ pub enum UseSource {
     /// The kernel's DAMON, which looks at accessed bits: stops nobody, tells less about how often. Needs a kernel with
     /// DAMON for virtual addresses, CAP_SYS_ADMIN, and that nobody else on the host uses DAMON.
     Damon,
+    /// The kernel's bitmap of idle pages: as `Damon`, for any number of VMs. Needs CAP_SYS_ADMIN, and a kernel with
+    /// CONFIG_IDLE_PAGE_TRACKING, which those of distributions are not.
+    PageIdle,
     /// Only writes that break sharing: costs nothing, and takes for idle what is only read.
     Writes,
 }
 
 impl UseSource {
     /// All of them, the best first.
-    pub const ALL: [UseSource; 3] = [UseSource::TakeAndWait, UseSource::Damon, UseSource::Writes];
+    pub const ALL: [UseSource; 4] = [
+        UseSource::TakeAndWait,
+        UseSource::Damon,
+        UseSource::PageIdle,
+        UseSource::Writes,
+    ];
 
     /// Its name in configurations and metrics.
     #[must_use]
@@ -42,6 +51,7 @@ impl UseSource {
             UseSource::TakeAndWait => 1,
             UseSource::Damon => 2,
             UseSource::Writes => 3,
+            UseSource::PageIdle => 4,
         }
     }
 }
@@ -86,6 +96,7 @@ pub(crate) fn choose(wanted: UseSource, tracker: &Arc<Uffd>, memory: &Memory) ->
                 .map(|monitor| Box::new(monitor) as _)
                 .map_err(|e| e.to_string()),
             UseSource::Damon => Damon::start(memory).map(|monitor| Box::new(monitor) as _),
+            UseSource::PageIdle => PageIdle::start().map(|monitor| Box::new(monitor) as _),
             UseSource::Writes => Ok(Box::new(Writes)),
         };
         match monitor {
@@ -139,7 +150,7 @@ mod tests {
             "bits"
                 .parse::<UseSource>()
                 .unwrap_err()
-                .contains("take-and-wait, damon, writes")
+                .contains("take-and-wait, damon, page-idle, writes")
         );
     }
 }
