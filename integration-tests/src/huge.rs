@@ -1,6 +1,8 @@
 //! Huge pages of this process.
 
 use crate::memory::Pages;
+use std::time::{Duration, Instant};
+use vmm_dedup::{DedupService, ServiceStats};
 
 /// Small pages in a huge one.
 pub const HUGE_PAGES: usize = 512;
@@ -44,6 +46,19 @@ fn smaps_kib(pages: &Pages, field: &str) -> usize {
         }
     }
     sum
+}
+
+/// Waits for what a service's account tells.
+///
+/// # Panics
+/// After a minute.
+pub fn wait(service: &DedupService, what: &str, mut done: impl FnMut(&ServiceStats) -> bool) {
+    let start = Instant::now();
+    while !done(&service.stats()) {
+        let stats = service.stats();
+        assert!(start.elapsed() < Duration::from_secs(60), "{what}: {stats:?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
 }
 
 /// Whether huge pages map all of it.

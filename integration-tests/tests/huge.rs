@@ -4,9 +4,9 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::{Config, DedupService, ServiceStats};
+use vmm_dedup::Config;
 use vmm_dedup_integration_tests::direct_io;
-use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib};
+use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib, wait};
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
@@ -79,15 +79,6 @@ fn config() -> Config {
         cpu_percent: 100,
         pass_period_ms: 10,
         ..Config::default()
-    }
-}
-
-fn wait(service: &DedupService, what: &str, mut done: impl FnMut(&ServiceStats) -> bool) {
-    let start = Instant::now();
-    while !done(&service.stats()) {
-        let stats = service.stats();
-        assert!(start.elapsed() < Duration::from_secs(60), "{what}: {stats:?}");
-        std::thread::sleep(Duration::from_millis(2));
     }
 }
 

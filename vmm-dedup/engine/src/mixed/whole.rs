@@ -27,14 +27,16 @@ impl Scanner {
         if !self.shares_huge_page(at) {
             return false;
         }
+        // Touched only if it is not mapped as one: what was swapped out would come back.
         let start = self.memory.chunks()[at].start;
-        let range = start..start + HUGE_SIZE;
-        let huge = populate_read(start, PAGE_SIZE)
-            && self
-                .pagemap
-                .huge(range.clone())
-                .is_ok_and(|found| found == [range]);
+        let huge = self.is_huge(start) || (populate_read(start, PAGE_SIZE) && self.is_huge(start));
         huge || self.chunks[at].mixed.may_become_huge()
+    }
+
+    fn is_huge(&mut self, start: usize) -> bool {
+        let range = start..start + HUGE_SIZE;
+        let found = self.pagemap.huge(range.clone());
+        found.is_ok_and(|found| found == [range])
     }
 
     /// Whether all of a chunk's pages share the slots of what is or may become a huge page of the store.
