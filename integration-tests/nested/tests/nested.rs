@@ -105,8 +105,8 @@ fn an_old_kernel_is_refused_before_the_guest_starts() {
     );
 }
 
-/// The two fleets are booted one after the other, so they differ by what differs from boot to boot: 2 % are allowed.
-/// Net figures (`saved_net_bytes`; KSM's `general_profit`) are among what is measured.
+/// The very same guests, first under KSM, then under us. Both say what is left after their own metadata, and there ours is
+/// ahead by one per cent. In plain pages both are equal, but for what changes in the guests between the two.
 #[test]
 fn same_guests_save_at_least_what_ksm_saves() {
     let Some(measured) = play(Scenario::Same) else {
@@ -115,7 +115,9 @@ fn same_guests_save_at_least_what_ksm_saves() {
     let (ours, ksm) = (&measured["ours"], &measured["ksm"]);
     let (our_pages, ksm_pages) = (number(&ours["saved_pages"]), number(&ksm["pages_sharing"]));
     assert!(our_pages > 4.0 * SOME_PAGES as f64, "{measured:?}");
-    assert!(our_pages >= ksm_pages * 0.98, "{measured:?}");
+    assert!(our_pages >= ksm_pages * 0.99, "{measured:?}");
+    let (our_net, ksm_net) = (number(&ours["saved_net_bytes"]), number(&ksm["general_profit"]));
+    assert!(our_net >= ksm_net, "{measured:?}");
     // Every page is somewhere.
     let known = ["zero", "mapped", "unique", "volatile", "broken"];
     let sum: f64 = known.iter().map(|name| number(&ours[*name])).sum();

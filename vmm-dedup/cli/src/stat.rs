@@ -106,6 +106,7 @@ fn huge_json(s: &ServiceStats) -> Value {
         "split": s.huge_split,
         "splits_total": s.huge_splits_total,
         "whole_total": s.huge_whole_total,
+        "wanted_total": s.huge_wanted_total,
         "rebuilt_total": s.huge_rebuilt_total,
         "zero_total": s.huge_zero_total,
         "rebuild_pinned_total": s.rebuild_pinned_total,

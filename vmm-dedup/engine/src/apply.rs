@@ -19,6 +19,8 @@ use vmm_dedup_protocol::Slot;
 const VMAS_PER_RUN: i64 = 2;
 /// Most runs of a huge page that is taken as one.
 const MOST_RUNS_AT_ONCE: usize = 8;
+/// A huge page that was wanted so often while it was away is merged in small pages.
+const WANTED_TOO_OFTEN: u8 = 3;
 /// Fewest pages of a sample, chosen by key, that tell something of a whole huge page.
 const LEAST_SAMPLE: usize = CHUNK_PAGES / SAMPLING / 2;
 /// Smallest merge window.
@@ -240,6 +242,7 @@ impl Scanner {
         let chunk = self.memory.chunk_of(items[0].page);
         let pages = &self.memory.chunks()[chunk].pages;
         self.chunks[chunk].huge
+            && self.chunks[chunk].wanted < WANTED_TOO_OFTEN
             && items[0].page == pages.start
             && pages.len() == CHUNK_PAGES
             && items
@@ -313,7 +316,12 @@ impl Scanner {
                 let whole = window.outcomes.iter().all(|o| *o == Outcome::Merged);
                 self.stats.huge_whole_total += u64::from(whole);
             }
-            Take::HugePage => {} // pinned, and huge
+            // Pinned or wanted, and huge.
+            Take::HugePage if window.outcomes.contains(&Outcome::Wanted) => {
+                self.chunks[self.memory.chunk_of(items[0].page)].wanted += 1;
+                self.stats.huge_wanted_total += 1;
+            }
+            Take::HugePage => {}
         }
         let pages = items[0].page..items[items.len() - 1].page + 1;
         let before = self.boundaries(&pages);
@@ -366,6 +374,7 @@ impl Scanner {
         let mut uncounted = 0;
         let counter = match outcome {
             _ if item.role == Role::Exception => &mut uncounted,
+            Outcome::Wanted => &mut uncounted, // once for all of the huge page
             Outcome::Different => &mut self.stats.mismatches_total,
             Outcome::Pinned => &mut self.stats.refused_pinned_total,
             Outcome::NoVma => &mut self.stats.refused_vmas_total,

@@ -2,7 +2,7 @@
 
 use crate::mixed::huge::{Folds, HugeState};
 
-/// State of a chunk, 48 bytes for 512 pages.
+/// State of a chunk, 52 bytes for 512 pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ChunkState {
     /// Something may have happened here since the last visit.
@@ -21,6 +21,8 @@ pub(crate) struct ChunkState {
     pub(crate) patience: u8,
     /// Passes left until the next.
     pub(crate) rest: u8,
+    /// How often somebody waited for the huge page while it was away to be merged as one.
+    pub(crate) wanted: u8,
     /// Pages of a huge page with a known twin.
     pub(crate) twins: u16,
     /// Boundaries between mappings.
@@ -33,7 +35,7 @@ pub(crate) struct ChunkState {
     pub(crate) mixed: HugeState,
 }
 
-const _: () = assert!(size_of::<ChunkState>() <= 48);
+const _: () = assert!(size_of::<ChunkState>() <= 52);
 
 /// Longest time between two looks at a huge page that does not change, in passes.
 const MAX_PATIENCE: u8 = 64;
@@ -88,7 +90,7 @@ impl ChunkState {
     /// The chunk's huge page was split: it is tracked from now on.
     pub(crate) fn note_split(&mut self) {
         (self.huge, self.split, self.unarmed, self.pending) = (false, false, true, true);
-        (self.twins, self.patience, self.rest) = (0, 0, 0);
+        (self.twins, self.patience, self.rest, self.wanted) = (0, 0, 0, 0);
         self.mixed.split_by_us();
     }
 

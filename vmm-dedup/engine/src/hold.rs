@@ -16,6 +16,11 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use vmm_dedup_protocol::Slot;
 
+/// Pages that are compared before it is asked again whether somebody waits: some ten microseconds.
+const BLOCK: usize = 16;
+/// Tries to put a huge page back as one.
+const TRIES: usize = 10;
+
 /// A window whose pages are ours for the moment.
 pub(crate) struct Hold<'a> {
     pub(crate) tracker: &'a Uffd,
@@ -151,8 +156,26 @@ impl Hold<'_> {
         outcomes
     }
 
+    /// Compares what was taken with its slots, while `go_on` says so, which is asked again and again; whether to the end.
+    pub(crate) fn verify(
+        &self,
+        store: &Store,
+        items: &[Item],
+        outcomes: &mut [Outcome],
+        mut go_on: impl FnMut() -> bool,
+    ) -> bool {
+        let mut blocks = items.chunks(BLOCK).zip(outcomes.chunks_mut(BLOCK));
+        blocks.all(|(items, outcomes)| {
+            let go_on = go_on();
+            if go_on {
+                self.verify_block(store, items, outcomes);
+            }
+            go_on
+        })
+    }
+
     #[allow(unsafe_code)] // compares raw pages
-    pub(crate) fn verify(&self, store: &Store, items: &[Item], outcomes: &mut [Outcome]) {
+    fn verify_block(&self, store: &Store, items: &[Item], outcomes: &mut [Outcome]) {
         let shared = |(item, outcome): &(&Item, &mut Outcome)| {
             item.role != Role::Exception && **outcome == Outcome::Merged
         };
@@ -307,6 +330,24 @@ impl Hold<'_> {
         }
     }
 
+    /// Moves everything back that was taken, for somebody who waits for it.
+    pub(crate) fn put_all_back(&self, items: &[Item], outcomes: &mut [Outcome]) {
+        let mut at = 0;
+        for part in outcomes.chunk_by_mut(|a, b| a.was_taken() == b.was_taken()) {
+            let offset = self.offset(&items[at]);
+            at += part.len();
+            if part[0].was_taken() {
+                put_back_pages(
+                    self.tracker,
+                    self.scratch + offset,
+                    self.start + offset,
+                    bytes(part.len()),
+                );
+                part.fill(Outcome::Wanted);
+            }
+        }
+    }
+
     pub(crate) fn put_back_item(&self, item: &Item) {
         self.put_back_one(self.offset(item));
     }
@@ -314,6 +355,27 @@ impl Hold<'_> {
     fn put_back_one(&self, offset: usize) {
         put_back_page(self.tracker, self.scratch + offset, self.start + offset);
     }
+}
+
+/// Moves pages back to where they were, a huge page as one if that goes; whether it did.
+#[allow(unsafe_code)] // moves guest pages
+pub(crate) fn put_back_pages(tracker: &Uffd, from: usize, to: usize, len: usize) -> bool {
+    let (mut at, mut tries, mut smoothly) = (0, 0, true);
+    while at < len {
+        // SAFETY: raw addresses only; what is moved is ours, and its place in the guest empty.
+        let (moved, error) = unsafe { tracker.move_pages(to + at, from + at, len - at) };
+        at += moved;
+        match error {
+            Some(MoveError::Again) if tries < TRIES => tries += 1,
+            Some(_) if at < len => {
+                smoothly = false;
+                put_back_page(tracker, from + at, to + at);
+                at += PAGE_SIZE;
+            }
+            _ => {}
+        }
+    }
+    smoothly
 }
 
 /// Moves one page back, or, should the kernel refuse to move it, copies it back: nobody else can have it pinned.

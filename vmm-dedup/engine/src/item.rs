@@ -87,6 +87,8 @@ pub(crate) enum Outcome {
     NoVma,
     /// An exception whose run did not come about; it is where it was.
     Returned,
+    /// Somebody waited for the huge page that it is a part of, which is where it was.
+    Wanted,
 }
 
 impl Outcome {

@@ -24,6 +24,9 @@
 //! table ([`HugeScratch`]); into any other the kernel splits the huge page on the way, which is slow and as safe. What
 //! is put back is copied: moving a part of the huge page would split it. Pins count for all of a huge page, so if one page
 //! is pinned all stay.
+//!
+//! Comparing 512 pages takes some hundred microseconds, too long for who waits meanwhile. So it is asked after every few pages
+//! whether somebody does: then the huge page goes back as it was, at once, and is taken another time.
 
 use crate::aside::Aside;
 use crate::breaks::Breaker;
@@ -41,7 +44,7 @@ use crate::sys::vma::Anonymous;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Most pages in one window.
 pub(crate) const MAX_WINDOW: usize = CHUNK_PAGES;
@@ -84,8 +87,43 @@ pub(crate) struct Request<'a> {
 pub(crate) struct Window {
     /// One for each item.
     pub(crate) outcomes: Vec<Outcome>,
-    /// How long pages were away.
+    /// How long anybody may have waited for one of its pages.
     pub(crate) stop_ns: u64,
+}
+
+/// How long somebody may wait while pages are away: until it is asked whether he does, and what is done then; or, behind the
+/// last such question, until the end.
+struct Watch {
+    start: Instant,
+    asked: Instant,
+    /// Longest time between two questions.
+    unasked: Duration,
+}
+
+impl Watch {
+    fn start() -> Self {
+        let start = Instant::now();
+        Self {
+            start,
+            asked: start,
+            unasked: Duration::ZERO,
+        }
+    }
+
+    /// Asks. (Nothing is away but the window, so it is the window that is waited for.)
+    fn nobody_waits(&mut self, tracker: &Uffd) -> bool {
+        self.unasked = self.unasked.max(self.asked.elapsed());
+        self.asked = Instant::now();
+        !tracker.wait_for_fault(Duration::ZERO)
+    }
+
+    fn longest_wait(&self) -> Duration {
+        self.unasked + self.asked.elapsed()
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.start.elapsed()
+    }
 }
 
 impl Merger {
@@ -127,13 +165,16 @@ impl Merger {
         let stretches = hold.stretches(items);
         hold.arm(&stretches)?;
         let urgent = Urgent::begin();
-        let clock = Instant::now();
+        let mut watch = Watch::start();
         let mut outcomes = if as_one {
             hold.take_whole(items)
         } else {
             hold.take(items)
         };
-        hold.verify(store, items, &mut outcomes);
+        let go_on = || !as_one || watch.nobody_waits(&tracker);
+        if !hold.verify(store, items, &mut outcomes, go_on) {
+            hold.put_all_back(items, &mut outcomes);
+        }
         return_exceptions(items, &mut outcomes, open);
         let runs = hold.map(store, &mut self.aside, items, &mut outcomes);
         if as_one {
@@ -146,15 +187,19 @@ impl Merger {
         }
         // Whoever waits for a page can go on; only where nothing is, waiting ends with the registration.
         let _ = tracker.wake(start, bytes(pages));
-        let mut stop = clock.elapsed();
+        let mut stop = watch.longest_wait();
         hold.disarm(&stretches, &runs);
         // A huge page that stayed is not tracked, and protecting its pages would split it.
-        if !(as_one && outcomes.iter().all(|o| *o == Outcome::Pinned)) {
+        if !(as_one
+            && outcomes
+                .iter()
+                .all(|o| matches!(o, Outcome::Pinned | Outcome::Wanted)))
+        {
             hold.protect_again(items, &outcomes);
         }
         let _ = tracker.wake(start, bytes(pages));
         if outcomes.contains(&Outcome::Absent) {
-            stop = clock.elapsed();
+            stop = watch.elapsed();
         }
         drop(urgent);
         if as_one {

@@ -4,11 +4,12 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Upper bounds of the buckets of a [`Histogram`], microseconds; the last bucket holds everything above.
 const BOUNDS_US: [u64; BUCKETS - 1] = [
-    1, 2, 5, 10, 25, 50, 75, 100, 150, 200, 250, 500, 1_000, 2_500, 5_000, 10_000, 50_000, 250_000, 1_000_000,
+    1, 2, 5, 10, 25, 50, 75, 100, 150, 200, 250, 300, 400, 500, 1_000, 2_500, 5_000, 10_000, 50_000, 250_000,
+    1_000_000,
 ];
 
 /// Buckets of a [`Histogram`].
-pub const BUCKETS: usize = 20;
+pub const BUCKETS: usize = 22;
 
 /// A histogram of durations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -202,6 +203,8 @@ pub struct ServiceStats {
     pub huge_splits_rare_total: u64,
     /// Of the huge pages split, those of which every page was taken at once, and merged.
     pub huge_whole_total: u64,
+    /// Times that a huge page was given back while it was to be merged as a whole, since somebody waited for it.
+    pub huge_wanted_total: u64,
     /// Huge pages built again for use.
     pub huge_rebuilt_total: u64,
     /// Huge pages of zeros given up as a whole.
@@ -286,7 +289,7 @@ impl ServiceStats {
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new
 // [`crate::message::VERSION`] together with this size.
-const _: () = assert!(crate::message::VERSION == 4 && size_of::<ServiceStats>() == 1040);
+const _: () = assert!(crate::message::VERSION == 5 && size_of::<ServiceStats>() == 1096);
 
 #[cfg(test)]
 mod tests {

@@ -16,8 +16,10 @@ const INITRD: &str = "/guest.cpio";
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plan {
     pub(super) memory_mib: u32,
-    /// With dedup; else for KSM.
+    /// Under our engine, which is switched off until the guests are up.
     pub(super) dedup: bool,
+    /// Mergeable by KSM.
+    pub(super) mergeable: bool,
     /// More arguments for `vmm-dedup run`.
     pub(super) arguments: &'static [&'static str],
 }
@@ -27,23 +29,18 @@ impl Plan {
     pub(super) const DEDUP: Self = Self {
         memory_mib: 192,
         dedup: true,
+        mergeable: false,
         arguments: &[],
-    };
-    /// The same without dedup, mergeable by KSM.
-    pub(super) const KSM: Self = Self {
-        dedup: false,
-        arguments: &[],
-        ..Self::DEDUP
     };
 
     /// The reference VMM, with a guest.
     pub(super) fn command(self, name: &str, workload: Workload) -> Command {
-        let mut command = if self.dedup {
-            Command::new("vmm-dedup")
-        } else {
+        let mut command = if self.mergeable {
             let mut command = Command::new("vmm-dedup-nested");
             command.args(["mergeable", "--", "vmm-dedup"]);
             command
+        } else {
+            Command::new("vmm-dedup")
         };
         command.args(["run", "--kernel", KERNEL, "--initrd", INITRD]);
         command.args(["--memory-mib", &self.memory_mib.to_string()]);

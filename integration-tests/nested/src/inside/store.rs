@@ -11,8 +11,9 @@ use vmm_dedup_protocol::observer::Observer;
 
 pub(super) const SOCKET: &str = "/run/store.sock";
 const METRICS: &str = "127.0.0.1:9753";
-/// The saving has settled when it has not grown by a hundredth for so long, and every VM was looked at meanwhile.
+/// The saving has settled when it has not grown by half a per cent for so long, and in so many passes of every VM.
 const SETTLED: Duration = Duration::from_secs(4);
+const SETTLED_SCANS: u64 = 2;
 
 /// A store's process; killed when dropped.
 pub(super) struct Store(Child);
@@ -129,10 +130,10 @@ pub(super) fn settle() -> Result<Stat, Failure> {
         std::thread::sleep(Duration::from_millis(500));
         let stat = Stat::fetch()?;
         let (saved, scanned) = (stat.saved_pages(), fewest_scans(&stat));
-        if saved > best + best / 100 || best == 0 {
+        if saved > best + best / 200 || best == 0 {
             (best, since, scans) = (saved, Instant::now(), scanned);
         }
-        Ok((best > 0 && since.elapsed() > SETTLED && scanned > scans + 1).then_some(stat))
+        Ok((best > 0 && since.elapsed() > SETTLED && scanned > scans + SETTLED_SCANS).then_some(stat))
     })
 }
 

@@ -21,7 +21,7 @@
 //! A huge page moves as one mapping and stays one (1 to 2 us each way), provided that its destination has no page table.
 
 use crate::error::Error;
-use crate::hold::put_back_page;
+use crate::hold::put_back_pages;
 use crate::mixed::access::{AccessMonitor, PROBES, Target, Use};
 use crate::mixed::scratch::HugeScratch;
 use crate::mixed::source::UseSource;
@@ -203,21 +203,10 @@ impl TakeAndWait {
     }
 
     /// Tries until it works.
-    #[allow(unsafe_code)] // moves guest pages
     fn put_back(&mut self, taken: &mut Taken) {
         for away in taken.away.drain(..) {
-            let mut at = away.start;
-            while at < away.end {
-                let (from, to) = (taken.place + at, taken.target.start() + at);
-                // SAFETY: raw addresses only; the place is ours, and the guest's is empty.
-                let (moved, error) = unsafe { self.tracker.move_pages(to, from, away.end - at) };
-                at += moved;
-                if error.is_some() && at < away.end {
-                    self.stained = true;
-                    put_back_page(&self.tracker, taken.place + at, taken.target.start() + at);
-                    at += PAGE_SIZE;
-                }
-            }
+            let (from, to) = (taken.place + away.start, taken.target.start() + away.start);
+            self.stained |= !put_back_pages(&self.tracker, from, to, away.len());
         }
     }
 

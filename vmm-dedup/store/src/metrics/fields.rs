@@ -125,6 +125,11 @@ pub(super) static COUNTERS: &[Field] = &[
         "Of the huge pages split, those of which every page was merged at once",
         |s| s.huge_whole_total,
     ),
+    plain(
+        "huge_wanted",
+        "Times that a huge page was given back unmerged, since somebody waited for it",
+        |s| s.huge_wanted_total,
+    ),
     plain("huge_rebuilt", "Huge pages built again for use", |s| {
         s.huge_rebuilt_total
     }),

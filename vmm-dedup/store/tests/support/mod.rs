@@ -2,7 +2,7 @@
 #![allow(dead_code, unused_imports, unreachable_pub)] // each test binary uses its part
 
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -93,24 +93,29 @@ impl Client {
     }
 
     pub fn connect_with(path: &Path, name: &str, pages: u64) -> Self {
-        Self::greet(socket::connect(path).unwrap(), name, pages)
+        Self::greet(socket::connect(path).unwrap(), name, pages).unwrap()
+    }
+
+    /// Fails if the store closes the connection.
+    pub fn try_connect(path: &Path, name: &str) -> io::Result<Self> {
+        Self::greet(socket::connect(path)?, name, PAGES)
     }
 
     pub fn over(socket: OwnedFd, name: &str) -> Self {
-        Self::greet(socket, name, PAGES)
+        Self::greet(socket, name, PAGES).unwrap()
     }
 
-    fn greet(socket: OwnedFd, name: &str, pages: u64) -> Self {
+    fn greet(socket: OwnedFd, name: &str, pages: u64) -> io::Result<Self> {
         set_socket_timeout(&socket, Timeout::Recv, Some(Duration::from_secs(10))).unwrap();
         let hello = Hello::new(Role::Service, name, pages);
-        socket::send(&socket, &encode(Kind::Hello, &[hello.as_bytes()]), &[]).unwrap();
+        socket::send(&socket, &encode(Kind::Hello, &[hello.as_bytes()]), &[])?;
         let mut buffer = aligned_buffer();
-        let mut answer = socket::receive(&socket, &mut buffer).unwrap().unwrap();
+        let mut answer = socket::receive(&socket, &mut buffer)?.ok_or(io::ErrorKind::UnexpectedEof)?;
         let Message::Welcome(welcome) = answer.parse(&buffer).unwrap() else {
             panic!("no welcome")
         };
         let (staging, index) = (answer.fds.pop().unwrap(), answer.fds.pop().unwrap());
-        Self {
+        Ok(Self {
             index: reader(&index, welcome.index_bytes),
             index_file: index,
             staging: Mapping::read_write(&staging, STAGING_PAGES * PAGE_SIZE).unwrap(),
@@ -118,7 +123,7 @@ impl Client {
             salt: Salt(welcome.salt),
             socket,
             buffer,
-        }
+        })
     }
 
     /// Says that these line keys are ambiguous.
