@@ -1,19 +1,16 @@
-//! Merging what has twins, window by window, within the budgets; and undoing it.
+//! Merging what has twins, window by window, within the budgets.
 
 use crate::error::Error;
 use crate::item::{Item, Open, Outcome, Role, continues};
 use crate::memory::Page;
 use crate::merge::{MAX_WINDOW, Request, Take, Window};
-use crate::mixed::huge::{Asked, SAMPLING};
-use crate::mixed::repetition::is_sampled;
 use crate::page::{Retry, State};
-use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
+use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::scanner::Scanner;
 use crate::settle::{SIGHT_ANEW_PERIOD, SIGHT_ANEW_PERIOD_FULL};
-use crate::sys::{guest, vma};
+use crate::sys::vma;
 use std::ops::Range;
 use std::time::Instant;
-use vmm_dedup_protocol::Slot;
 
 /// Mappings that one more merged page may add: its own, and the rest behind it.
 const VMAS_PER_RUN: i64 = 2;
@@ -21,8 +18,6 @@ const VMAS_PER_RUN: i64 = 2;
 const MOST_RUNS_AT_ONCE: usize = 8;
 /// A huge page that was wanted so often while it was away is merged in small pages.
 const WANTED_TOO_OFTEN: u8 = 3;
-/// Fewest pages of a sample, chosen by key, that tell something of a whole huge page.
-const LEAST_SAMPLE: usize = CHUNK_PAGES / SAMPLING / 2;
 /// Smallest merge window.
 const MIN_WINDOW: usize = 4;
 /// Pages from the first to the last of a window.
@@ -73,143 +68,6 @@ impl Scanner {
         self.lap(|cpu| &mut cpu.merge);
         result?;
         self.flush()
-    }
-
-    /// Keeps one item a page. A page may have been published twice, with two contents.
-    fn without_doubles(&mut self, items: Vec<Item>) -> Vec<Item> {
-        let mut kept: Vec<Item> = Vec::with_capacity(items.len());
-        for item in items {
-            if kept.last().is_some_and(|k| k.page == item.page) {
-                self.disown(&item);
-            } else {
-                kept.push(item);
-            }
-        }
-        kept
-    }
-
-    /// Leaves out what changed meanwhile, and huge pages with too few twins to be split.
-    fn admit(&mut self, items: Vec<Item>) -> Vec<Item> {
-        let mut admitted = Vec::with_capacity(items.len());
-        let mut at = 0;
-        while at < items.len() {
-            let chunk = self.memory.chunk_of(items[at].page);
-            let last = self.memory.chunks()[chunk].pages.end;
-            let end = at + items[at..].iter().take_while(|i| i.page < last).count();
-            if self.chunks[chunk].huge && !self.chunks[chunk].split {
-                self.count_twins(chunk, &items[at..end]);
-            }
-            let admit = !self.chunks[chunk].huge || self.chunks[chunk].split;
-            let as_one = !self.breaker.managed() && is_huge_page_of_store(&items[at..end]);
-            for item in &items[at..end] {
-                let state = self.table.get(item.page);
-                let private = match state {
-                    State::Untracked
-                    | State::Armed
-                    | State::Seen { .. }
-                    | State::Volatile
-                    | State::Pinned(_)
-                    | State::Candidate { .. }
-                    | State::Foreign => as_one || !self.is_probe(chunk, item.page),
-                    State::Zero => item.slot.is_none(),
-                    State::Shared(_) | State::Private(_) => false,
-                };
-                if admit && private {
-                    admitted.push(*item);
-                } else {
-                    self.pass_over(item);
-                }
-            }
-            at = end;
-        }
-        admitted
-    }
-
-    /// Adds to the twins that a huge page is known to have, and decides on splitting it. A line key is not enough for
-    /// that: a huge page may be busy outside its key lines.
-    fn count_twins(&mut self, chunk: usize, items: &[Item]) {
-        let (policy, mixed) = (self.mixed.policy(), self.chunks[chunk].mixed);
-        let Some(wanted) = self.mixed.thresholds.twins_wanted(policy, &mixed) else {
-            return;
-        };
-        let sampled = mixed.asked == Asked::Sample;
-        let enough = if sampled {
-            wanted as usize / SAMPLING
-        } else {
-            wanted as usize
-        }
-        .max(1);
-        let known = usize::from(self.chunks[chunk].twins);
-        let missing = enough.saturating_sub(known);
-        let found = items
-            .iter()
-            .filter(|item| self.looks_equal(item))
-            .take(missing)
-            .count();
-        let likely_whole = sampled && self.is_sample_repeated(chunk, items);
-        let state = &mut self.chunks[chunk];
-        state.twins = u16::try_from(known + found).unwrap_or(u16::MAX);
-        if known + found >= enough || likely_whole {
-            // Those that were passed over before are found again at the next look.
-            state.look_again();
-            state.mixed.asked = Asked::Whole;
-            state.mixed.likely_whole = likely_whole;
-            state.split = !sampled;
-        }
-    }
-
-    /// Whether all pages of a huge page that were asked about as a sample have twins.
-    fn is_sample_repeated(&self, chunk: usize, items: &[Item]) -> bool {
-        let in_sample = |page: Page| match self.table.get(page) {
-            State::Candidate { key, foreign: false } => is_sampled(key),
-            _ => false,
-        };
-        let asked = self.memory.chunks()[chunk]
-            .pages
-            .clone()
-            .filter(|page| in_sample(*page));
-        let twins = items.iter().filter(|item| in_sample(item.page)).count();
-        twins >= LEAST_SAMPLE && asked.count() == twins
-    }
-
-    /// Whether a page that the guest may be writing seems to hold what its slot holds.
-    #[allow(unsafe_code)] // reads guest memory
-    fn looks_equal(&self, item: &Item) -> bool {
-        let page = self.memory.address(item.page);
-        match (item.slot, &self.store) {
-            (None, _) => true, // it was read whole when it was keyed
-            (Some(slot), Some(store)) => store
-                .slot(slot)
-                // SAFETY: guest memory stays mapped while the service runs, and slots are mapped.
-                .is_some_and(|(_, slot)| unsafe { guest::seems_same_page(page, slot) }),
-            _ => false,
-        }
-    }
-
-    /// Does not merge an item for now. If it was just published its slot goes again, and with it all knowledge of the
-    /// key: the page must be keyed anew to be found another time.
-    pub(crate) fn pass_over(&mut self, item: &Item) {
-        self.disown(item);
-        if let State::Candidate { key, foreign: false } = self.table.get(item.page)
-            && !item.owned()
-            && self.chunks[self.memory.chunk_of(item.page)].huge
-        {
-            // To be found again at the next look.
-            self.outbox.withdrawals.push(key.raw());
-            self.table.set(item.page, State::Untracked);
-        }
-        if item.owned() && matches!(self.table.get(item.page), State::Candidate { foreign: false, .. }) {
-            self.table.set(item.page, State::Armed);
-            let chunk = self.memory.chunk_of(item.page);
-            self.chunks[chunk].pending = true;
-        }
-    }
-
-    /// Gives back the reference of a page that was published and is not merged.
-    pub(crate) fn disown(&mut self, item: &Item) {
-        if let (Some(slot), true) = (item.slot, item.owned()) {
-            self.release(slot);
-        }
     }
 
     /// Splits the huge page that a page is part of. Taking the page would do that as well, and keep it away meanwhile.
@@ -438,132 +296,10 @@ impl Scanner {
             self.chunks[at].fragments = u16::try_from(fragments).unwrap_or(u16::MAX);
         }
     }
-
-    /// Pages that still map a lost store's file go back to anonymous memory just before they are merged anew.
-    fn bring_home(&mut self, items: &[Item]) {
-        let foreign: Vec<Page> = items
-            .iter()
-            .map(|i| i.page)
-            .filter(|p| self.table.get(*p).in_file_mapping())
-            .collect();
-        let mut at = 0;
-        while at < foreign.len() {
-            let mut end = at + 1;
-            while end < foreign.len()
-                && foreign[end] == foreign[end - 1] + 1
-                && self.memory.adjacent(foreign[end - 1])
-                && end - at < CHUNK_PAGES
-            {
-                end += 1;
-            }
-            self.restore(foreign[at]..foreign[end - 1] + 1);
-            at = end;
-        }
-    }
-
-    /// Makes consecutive pages of store mappings anonymous.
-    pub(crate) fn restore(&mut self, pages: Range<Page>) {
-        let discards = self.discards.clone();
-        let mut discards = discards.lock();
-        self.note_discards(&mut discards);
-        if !pages.clone().all(|p| self.table.get(p).in_file_mapping()) {
-            return; // some were discarded just now; whoever wants the others back asks again
-        }
-        let start = self.memory.address(pages.start);
-        let run = start..start + bytes(pages.len());
-        let outcome = self.breaker.restore(&mut self.pagemap, &run);
-        let before = self.boundaries(&pages);
-        let within = |ranges: &[Range<usize>], at: usize| ranges.iter().any(|r| r.contains(&at));
-        for page in pages.clone() {
-            let (state, at) = (self.table.get(page), self.memory.address(page));
-            let next = match (within(&outcome.anonymous, at), within(&outcome.examined, at)) {
-                (true, _) => State::Untracked,
-                // Examined to the end and not brought back: the kernel had copied it.
-                (false, true) if outcome.error.is_none() => State::Private(state.place()),
-                // Replaced by the fault thread, which will tell; or still shared.
-                _ => continue,
-            };
-            match state {
-                State::Shared(slot) => self.release(slot),
-                State::Candidate { key, foreign: true } => self.outbox.withdrawals.push(key.raw()),
-                _ => {}
-            }
-            if next != State::Untracked {
-                self.stats.breaks_kernel_total += u64::from(state.maps_a_slot());
-            } else {
-                self.stats.breaks_managed_total += 1;
-            }
-            if state.may_become(next) {
-                self.table.set(page, next);
-            }
-        }
-        if let Some(error) = outcome.error {
-            log::warn!(
-                "cannot bring all of {} pages back to anonymous memory: {error}",
-                pages.len()
-            );
-        }
-        self.vmas += self.boundaries(&pages) - before;
-    }
-
-    /// Gives everything back: afterwards no page depends on the store. Pages that the kernel copied earlier are
-    /// private already and stay in place.
-    pub(crate) fn unmerge(&mut self) -> Result<(), Error> {
-        let end = Page::try_from(self.memory.end()).unwrap_or(Page::MAX);
-        let given_back = self.give_back(0..end);
-        let told = self.flush();
-        given_back.and(told)
-    }
-
-    /// Brings pages back to anonymous memory.
-    pub(crate) fn give_back(&mut self, pages: Range<Page>) -> Result<(), Error> {
-        let mut left = 0;
-        for _attempt in 0..3 {
-            self.give_back_once(&pages);
-            self.note_breaks();
-            let shared = |p: &Page| self.table.get(*p).maps_a_slot();
-            left = pages.clone().filter(shared).fold(0, |n, _| n + 1);
-            if left == 0 {
-                break;
-            }
-        }
-        self.lap(|cpu| &mut cpu.merge);
-        if left > 0 {
-            Err(Error::NotUnmerged(left))
-        } else {
-            Ok(())
-        }
-    }
-
-    fn give_back_once(&mut self, pages: &Range<Page>) {
-        let mut page = pages.start;
-        while page < pages.end {
-            if !self.table.get(page).maps_a_slot() {
-                page += 1;
-                continue;
-            }
-            let mut end = page + 1;
-            while end < pages.end
-                && ((end - page) as usize) < CHUNK_PAGES
-                && self.memory.adjacent(end - 1)
-                && self.table.get(end).maps_a_slot()
-            {
-                end += 1;
-            }
-            self.restore(page..end);
-            self.show_progress();
-            page = end;
-        }
-    }
-}
-
-/// Whether items show all of what is or becomes a huge page of the store.
-fn is_huge_page_of_store(items: &[Item]) -> bool {
-    items.len() == CHUNK_PAGES && items[0].slot.is_some_and(Slot::begins_huge_page) && runs_of(items) == 1
 }
 
 /// How many runs items make.
-fn runs_of(items: &[Item]) -> usize {
+pub(crate) fn runs_of(items: &[Item]) -> usize {
     let ends = items.windows(2).filter(|pair| !continues(&pair[0], &pair[1]));
     1 + ends.count()
 }

@@ -17,9 +17,10 @@
 //! - [`settle`](mod@settle): keys, sightings, hashes, publications: who is a twin of whom;
 //! - [`searcher`](mod@searcher): looking for twins with an engine that compares pages, instead of by keys;
 //! - [`mixed`](mod@mixed): which huge pages to split, to keep, and to build again;
+//! - [`admit`](mod@admit), [`apply`](mod@apply): which twins are merged now, within which budgets;
 //! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
 //! - [`stretch`](mod@stretch), [`aside`](mod@aside): one mapping over shared pages and private ones between them;
-//! - [`breaks`](mod@breaks): the only code that takes them out again;
+//! - [`breaks`](mod@breaks): the only code that takes them out again; [`give_back`](mod@give_back): for whole ranges;
 //! - [`resize`](mod@resize): memory that comes and goes; [`discard`](mod@discard): memory that the guest gives up;
 //! - [`scanner`](mod@scanner): the thread that does all but breaking; [`service`](mod@service): its handle;
 //! - [`answer`](mod@answer): what it answers while it runs; [`refused`](mod@refused): VMs that have no service.
@@ -27,6 +28,7 @@
 //! Known holes: a page that the kernel copied on write stays private for good (nobody can tell whether it is
 //! pinned); a huge page that is hot outside its key lines looks cold until it is hashed.
 
+mod admit;
 mod answer;
 mod apply;
 mod aside;
@@ -38,6 +40,7 @@ mod config;
 mod control;
 mod discard;
 mod error;
+mod give_back;
 mod hold;
 mod item;
 mod memory;
