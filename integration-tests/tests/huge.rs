@@ -105,41 +105,47 @@ fn a_huge_page_whose_pages_all_have_twins_is_taken_as_one() {
     (0..pages.count()).for_each(|page| assert!(pages.holds(page, (page % HUGE_PAGES) as u64 + 1)));
 }
 
-/// A vCPU that reads a huge page all the time gets it back as soon as it is missed. In the end it is merged nevertheless.
+/// A vCPU that reads a huge page gets it back as soon as it is missed. In the end it is merged nevertheless. (Whether the
+/// reader runs just then is chance, so it is tried some times.)
 #[test]
 fn who_waits_for_a_huge_page_gets_it_back_at_once() {
     need_userfaultfd!();
     let store = StoreThread::start();
-    let pages = Pages::map_huge(4 * HUGE_PAGES);
-    fill(&pages);
-    huge_pages_or_skip!(&pages);
-    let service = pages.serve(&store.socket(), config()).expect("dedup starts");
-    let stop = AtomicBool::new(false);
-    let wrong = std::thread::scope(|scope| {
-        let reader = scope.spawn(|| {
-            let mut wrong = 0;
-            for n in 0usize.. {
-                let (page, word) = (n * 37 % pages.count(), n * 11 % 512);
-                let expected = pages.expected((page % HUGE_PAGES) as u64 + 1, word);
-                wrong += u64::from(pages.load(page, word) != expected);
-                if stop.load(Ordering::Acquire) {
-                    break;
+    for round in 1..=20 {
+        let pages = Pages::map_huge(4 * HUGE_PAGES);
+        fill(&pages);
+        huge_pages_or_skip!(&pages);
+        let service = pages.serve(&store.socket(), config()).expect("dedup starts");
+        let stop = AtomicBool::new(false);
+        let wrong: u64 = std::thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut wrong = 0;
+                for n in 0usize.. {
+                    let (page, word) = (n * 37 % pages.count(), n * 11 % 512);
+                    let expected = pages.expected((page % HUGE_PAGES) as u64 + 1, word);
+                    wrong += u64::from(pages.load(page, word) != expected);
+                    if stop.load(Ordering::Acquire) {
+                        break;
+                    }
                 }
-            }
-            wrong
+                wrong
+            });
+            wait(&service, "sharing", |s| s.pages_mapped == 4 * HUGE_PAGES as u64);
+            stop.store(true, Ordering::Release);
+            reader.join().expect("a reader")
         });
-        wait(&service, "sharing", |s| s.pages_mapped == 4 * HUGE_PAGES as u64);
-        stop.store(true, Ordering::Release);
-        reader.join().expect("a reader")
-    });
-    let stats = service.stats();
-    assert!(wrong == 0 && stats.huge_wanted_total > 0, "{wrong}, {stats:?}");
-    eprintln!(
-        "{} times given back, {} merged as a whole, stops p99 {} us",
-        stats.huge_wanted_total,
-        stats.huge_whole_total,
-        stats.stop.quantile_us(0.99)
-    );
+        let stats = service.stats();
+        assert_eq!(wrong, 0, "{stats:?}");
+        if stats.huge_wanted_total > 0 {
+            return eprintln!(
+                "round {round}: {} times given back, {} merged as a whole, stops p99 {} us",
+                stats.huge_wanted_total,
+                stats.huge_whole_total,
+                stats.stop.quantile_us(0.99)
+            );
+        }
+    }
+    panic!("no huge page was ever given back");
 }
 
 #[test]

@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::item::{Item, Open, Outcome, Role, continues};
 use crate::memory::Page;
 use crate::merge::{MAX_WINDOW, Request, Take, Window};
+use crate::mixed::access::Use;
 use crate::page::{Retry, State};
 use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::scanner::Scanner;
@@ -16,7 +17,7 @@ use std::time::Instant;
 const VMAS_PER_RUN: i64 = 2;
 /// Most runs of a huge page that is taken as one.
 const MOST_RUNS_AT_ONCE: usize = 8;
-/// A huge page that was wanted so often while it was away is merged in small pages.
+/// A huge page that was given back so often since somebody waited for it is merged while he waits.
 const WANTED_TOO_OFTEN: u8 = 3;
 /// Smallest merge window.
 const MIN_WINDOW: usize = 4;
@@ -52,7 +53,9 @@ impl Scanner {
         let mut result = Ok(());
         while at < items.len() && result.is_ok() {
             let (end, take) = if self.is_whole_huge_page(&items[at..]) {
-                (at + CHUNK_PAGES, Take::HugePage)
+                let chunk = self.memory.chunk_of(items[at].page);
+                let give_back = self.chunks[chunk].wanted < WANTED_TOO_OFTEN;
+                (at + CHUNK_PAGES, Take::HugePage { give_back })
             } else {
                 self.split_if_huge(items[at].page);
                 (self.window_end(&items, at), Take::Pages)
@@ -100,7 +103,6 @@ impl Scanner {
         let chunk = self.memory.chunk_of(items[0].page);
         let pages = &self.memory.chunks()[chunk].pages;
         self.chunks[chunk].huge
-            && self.chunks[chunk].wanted < WANTED_TOO_OFTEN
             && items[0].page == pages.start
             && pages.len() == CHUNK_PAGES
             && items
@@ -137,7 +139,7 @@ impl Scanner {
         };
         let items = &all[window];
         let gone = |item: &Item| matches!(self.table.get(item.page), State::Untracked | State::Zero);
-        if take == Take::HugePage && items.iter().any(gone) {
+        if take != Take::Pages && items.iter().any(gone) {
             // Just discarded, so it is not that huge page any more.
             items.iter().for_each(|item| self.pass_over(item));
             return;
@@ -169,23 +171,34 @@ impl Scanner {
         self.stats.stop.observe(window.stop_ns);
         match take {
             Take::Pages => self.adapt(items.len(), window.stop_ns),
-            Take::HugePage if window.outcomes.iter().any(|o| o.was_taken()) => {
-                self.note_split(self.memory.chunk_of(items[0].page));
-                let whole = window.outcomes.iter().all(|o| *o == Outcome::Merged);
-                self.stats.huge_whole_total += u64::from(whole);
-            }
-            // Pinned or wanted, and huge.
-            Take::HugePage if window.outcomes.contains(&Outcome::Wanted) => {
-                self.chunks[self.memory.chunk_of(items[0].page)].wanted += 1;
-                self.stats.huge_wanted_total += 1;
-            }
-            Take::HugePage => {}
+            Take::HugePage { .. } => self.note_huge(items[0].page, &window.outcomes),
         }
         let pages = items[0].page..items[items.len() - 1].page + 1;
         let before = self.boundaries(&pages);
         self.note_outcomes(items, &window);
         self.vmas += self.boundaries(&pages) - before;
         self.update_fragments(&pages);
+    }
+
+    /// What became of a huge page that was to be merged as one.
+    fn note_huge(&mut self, first: Page, outcomes: &[Outcome]) {
+        let (chunk, start) = (self.memory.chunk_of(first), self.memory.address(first));
+        let wanted = outcomes.contains(&Outcome::Wanted);
+        if outcomes.iter().any(|o| o.was_taken()) {
+            self.note_split(chunk);
+            let whole = outcomes.iter().all(|o| *o == Outcome::Merged);
+            self.stats.huge_whole_total += u64::from(whole);
+        } else if wanted && !self.pagemap.is_huge(start) {
+            self.note_split(chunk); // on its way back, or it was none any more
+        } else {
+            self.chunks[chunk].stayed_huge();
+        }
+        if wanted {
+            self.stats.huge_wanted_total += 1;
+            let state = &mut self.chunks[chunk];
+            state.wanted = state.wanted.saturating_add(1);
+            state.mixed.note_use(Use::AT_ONCE);
+        }
     }
 
     fn note_outcomes(&mut self, items: &[Item], window: &Window) {

@@ -21,7 +21,7 @@ pub(crate) struct ChunkState {
     pub(crate) patience: u8,
     /// Passes left until the next.
     pub(crate) rest: u8,
-    /// How often somebody waited for the huge page while it was away to be merged as one.
+    /// How often somebody waited for the huge page while it was away to be merged as one, since it last changed.
     pub(crate) wanted: u8,
     /// Pages of a huge page with a known twin.
     pub(crate) twins: u16,
@@ -89,9 +89,21 @@ impl ChunkState {
 
     /// The chunk's huge page was split: it is tracked from now on.
     pub(crate) fn note_split(&mut self) {
-        (self.huge, self.split, self.unarmed, self.pending) = (false, false, true, true);
-        (self.twins, self.patience, self.rest, self.wanted) = (0, 0, 0, 0);
+        (self.huge, self.unarmed, self.pending) = (false, true, true);
+        (self.patience, self.rest) = (0, 0);
+        self.forget_twins();
         self.mixed.split_by_us();
+    }
+
+    /// What was known of twins does not hold any more.
+    pub(crate) fn forget_twins(&mut self) {
+        (self.split, self.twins, self.wanted) = (false, 0, 0);
+    }
+
+    /// The huge page was taken to be merged, and stayed one. Whether it is worth it will be asked again.
+    pub(crate) fn stayed_huge(&mut self) {
+        (self.split, self.twins) = (false, 0);
+        self.look_again();
     }
 
     /// Whether the keys of a huge page are to be read in this pass.
@@ -110,6 +122,7 @@ impl ChunkState {
         let same = self.mixed.remember(folds) && self.patience > 0;
         if !same {
             self.mixed.forget_sampling();
+            self.wanted = 0;
         }
         self.patience = if same {
             (self.patience * 2).min(MAX_PATIENCE)

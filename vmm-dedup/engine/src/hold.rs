@@ -330,22 +330,20 @@ impl Hold<'_> {
         }
     }
 
-    /// Moves everything back that was taken, for somebody who waits for it.
-    pub(crate) fn put_all_back(&self, items: &[Item], outcomes: &mut [Outcome]) {
-        let mut at = 0;
+    /// Moves everything back that was taken, for somebody who waits for it; whether all of it went as one.
+    pub(crate) fn put_all_back(&self, items: &[Item], outcomes: &mut [Outcome]) -> bool {
+        let (mut at, mut as_one) = (0, false);
         for part in outcomes.chunk_by_mut(|a, b| a.was_taken() == b.was_taken()) {
             let offset = self.offset(&items[at]);
             at += part.len();
             if part[0].was_taken() {
-                put_back_pages(
-                    self.tracker,
-                    self.scratch + offset,
-                    self.start + offset,
-                    bytes(part.len()),
-                );
+                let (from, to) = (self.scratch + offset, self.start + offset);
+                as_one =
+                    put_back_pages(self.tracker, from, to, bytes(part.len())) && part.len() == items.len();
                 part.fill(Outcome::Wanted);
             }
         }
+        as_one
     }
 
     pub(crate) fn put_back_item(&self, item: &Item) {
@@ -357,25 +355,27 @@ impl Hold<'_> {
     }
 }
 
-/// Moves pages back to where they were, a huge page as one if that goes; whether it did.
+/// Moves pages back to where they were; whether all went in one move, as a huge page does. (Not if it is split on the way,
+/// since there is a page table in its place: that nobody tells.)
 #[allow(unsafe_code)] // moves guest pages
 pub(crate) fn put_back_pages(tracker: &Uffd, from: usize, to: usize, len: usize) -> bool {
-    let (mut at, mut tries, mut smoothly) = (0, 0, true);
+    let (mut at, mut tries, mut moves) = (0, 0, 0);
     while at < len {
         // SAFETY: raw addresses only; what is moved is ours, and its place in the guest empty.
         let (moved, error) = unsafe { tracker.move_pages(to + at, from + at, len - at) };
         at += moved;
+        moves += usize::from(moved > 0);
         match error {
             Some(MoveError::Again) if tries < TRIES => tries += 1,
             Some(_) if at < len => {
-                smoothly = false;
                 put_back_page(tracker, from + at, to + at);
                 at += PAGE_SIZE;
+                moves += 1;
             }
             _ => {}
         }
     }
-    smoothly
+    moves == 1
 }
 
 /// Moves one page back, or, should the kernel refuse to move it, copies it back: nobody else can have it pinned.

@@ -26,7 +26,8 @@
 //! is pinned all stay.
 //!
 //! Comparing 512 pages takes some hundred microseconds, too long for who waits meanwhile. So it is asked after every few pages
-//! whether somebody does: then the huge page goes back as it was, at once, and is taken another time.
+//! whether somebody does: then the huge page goes back at once, as one unless the kernel is out of huge pages (a writer who
+//! waits may then have got a page table), and is taken another time.
 
 use crate::aside::Aside;
 use crate::breaks::Breaker;
@@ -35,14 +36,13 @@ use crate::hold::Hold;
 use crate::item::{Item, Open, Outcome, return_exceptions};
 use crate::memory::{Memory, Page};
 use crate::mixed::scratch::HugeScratch;
-use crate::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
+use crate::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::store::Store;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::Anonymous;
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -70,7 +70,10 @@ pub(crate) enum Take {
     /// In scratch memory for small pages, which is freed for many windows at once.
     Pages,
     /// The window is a huge page: in a place where it can stay one.
-    HugePage,
+    HugePage {
+        /// Whether it goes back at once if somebody waits for it.
+        give_back: bool,
+    },
 }
 
 /// Items that lie within [`MAX_WINDOW`] consecutive pages of one region, in page order. Pages between them are not touched.
@@ -87,12 +90,13 @@ pub(crate) struct Request<'a> {
 pub(crate) struct Window {
     /// One for each item.
     pub(crate) outcomes: Vec<Outcome>,
-    /// How long anybody may have waited for one of its pages.
+    /// How long anybody may have waited for one of its pages, from when the kernel let him wait.
     pub(crate) stop_ns: u64,
 }
 
 /// How long somebody may wait while pages are away: until it is asked whether he does, and what is done then; or, behind the
-/// last such question, until the end.
+/// last such question, until the end. (Who *writes* to a huge page that is away has the kernel clear a fresh one before it
+/// lets him wait; that comes on top.)
 struct Watch {
     start: Instant,
     asked: Instant,
@@ -157,7 +161,7 @@ impl Merger {
         let tracker = self.tracker.clone();
         let huge = match take {
             Take::Pages => None,
-            Take::HugePage => self.hold_huge(memory, first.page, &tracker),
+            Take::HugePage { .. } => self.hold_huge(memory, first.page, &tracker),
         };
         let as_one = huge.is_some();
         let hold = huge.unwrap_or_else(|| self.hold(memory, first.page, pages, &tracker));
@@ -171,10 +175,10 @@ impl Merger {
         } else {
             hold.take(items)
         };
-        let go_on = || !as_one || watch.nobody_waits(&tracker);
-        if !hold.verify(store, items, &mut outcomes, go_on) {
-            hold.put_all_back(items, &mut outcomes);
-        }
+        let give_back = as_one && take == Take::HugePage { give_back: true };
+        let go_on = || !give_back || watch.nobody_waits(&tracker);
+        let wanted = !hold.verify(store, items, &mut outcomes, go_on);
+        let clean = wanted && hold.put_all_back(items, &mut outcomes);
         return_exceptions(items, &mut outcomes, open);
         let runs = hold.map(store, &mut self.aside, items, &mut outcomes);
         if as_one {
@@ -202,7 +206,7 @@ impl Merger {
             stop = watch.elapsed();
         }
         drop(urgent);
-        if as_one {
+        if as_one && !clean {
             self.free_huge(pagemap, hold.scratch);
         }
         let stop_ns = u64::try_from(stop.as_nanos()).unwrap_or(u64::MAX);
@@ -225,8 +229,7 @@ impl Merger {
     /// Frees what is left of a huge page. If it was none any more there is a page table now, which would be in the next
     /// one's way: then the place is given up with it.
     fn free_huge(&mut self, pagemap: &mut Pagemap, place: usize) {
-        let found = pagemap.huge(place..place + HUGE_SIZE).unwrap_or_default();
-        let clean = found.iter().map(Range::len).sum::<usize>() == HUGE_SIZE;
+        let clean = pagemap.is_huge(place);
         let freed = self.huge.as_ref().is_some_and(|scratch| scratch.free(0).is_ok());
         if !(clean && freed) {
             self.huge = None;

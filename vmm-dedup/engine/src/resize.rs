@@ -178,6 +178,7 @@ impl Scanner {
             if self.memory.chunks()[at].pages != chunk.pages {
                 // Not the 2 MiB any more that were watched.
                 old.mixed = HugeState::default();
+                old.forget_twins();
             }
             old
         };

@@ -429,7 +429,8 @@ impl Scanner {
             }
         }
         for chunk in &mut self.chunks {
-            (chunk.pending, chunk.patience, chunk.rest, chunk.twins) = (true, 0, 0, 0);
+            (chunk.pending, chunk.patience, chunk.rest) = (true, 0, 0);
+            chunk.forget_twins();
         }
     }
 

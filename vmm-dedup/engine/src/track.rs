@@ -106,7 +106,10 @@ impl Scanner {
                 self.chunks[at].mixed.ours = false;
                 continue;
             }
-            self.chunks[at].unarmed |= was_huge;
+            if was_huge {
+                self.chunks[at].unarmed = true;
+                self.chunks[at].forget_twins();
+            }
             self.visit_small(at, &written[i]);
         }
         let protect = std::mem::take(&mut self.to_protect);

@@ -266,7 +266,7 @@ pub struct ServiceStats {
     pub cpu_ns: CpuNs,
     /// Guest memory read by stage; only grows.
     pub bytes_read: BytesRead,
-    /// How long the pages of a merge batch were away: an upper bound of what a vCPU waits.
+    /// How long a vCPU may have waited for the pages of a merge batch. (Not measured at the vCPU: an upper bound.)
     pub stop: Histogram,
     /// How long the pages of a range were away while its huge page was built.
     pub rebuild: Histogram,

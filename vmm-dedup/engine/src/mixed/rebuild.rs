@@ -26,7 +26,7 @@
 //! fresh huge page of zeros from the kernel, which is the same content.
 
 use crate::breaks::put_over;
-use crate::hold::put_back_page;
+use crate::hold::put_back_pages;
 use crate::item::{Item, Outcome};
 use crate::memory::Page;
 use crate::mixed::scratch::HugeScratch;
@@ -265,8 +265,9 @@ impl Scanner {
 
     fn note_rebuilt(&mut self, at: usize) {
         let chunk = &mut self.chunks[at];
-        (chunk.huge, chunk.unarmed, chunk.split) = (true, false, false);
-        (chunk.fragments, chunk.twins, chunk.patience) = (0, 0, 0);
+        (chunk.huge, chunk.unarmed) = (true, false);
+        (chunk.fragments, chunk.patience) = (0, 0);
+        chunk.forget_twins();
         chunk.mixed.rebuilt();
         chunk.look_again();
         self.stats.huge_rebuilt_total += 1;
@@ -296,11 +297,7 @@ impl Scanner {
         let zero = |offset| unsafe { guest::is_zero_page(scratch.place(0) + offset) };
         let all_zero = moved == HUGE_SIZE && (0..HUGE_SIZE).step_by(PAGE_SIZE).all(zero);
         if !all_zero {
-            // SAFETY: as above; the guest's place is empty.
-            let (back, _) = unsafe { self.tracker.move_pages(range.start, scratch.place(0), moved) };
-            for offset in (back..moved).step_by(PAGE_SIZE) {
-                put_back_page(&self.tracker, scratch.place(0) + offset, range.start + offset);
-            }
+            put_back_pages(&self.tracker, scratch.place(0), range.start, moved);
         }
         if let Err(error) = self.tracker.register(range.start, range.len(), Mode::Wp) {
             log::error!("write tracking of {range:x?} is lost: {error}");

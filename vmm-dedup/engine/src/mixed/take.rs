@@ -26,6 +26,7 @@ use crate::mixed::access::{AccessMonitor, PROBES, Target, Use};
 use crate::mixed::scratch::HugeScratch;
 use crate::mixed::source::UseSource;
 use crate::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
+use crate::sys::pagemap::Pagemap;
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::{Mode, MoveError, Uffd};
 use std::io;
@@ -43,6 +44,7 @@ const TRIES: usize = 10;
 #[derive(Debug)]
 pub(crate) struct TakeAndWait {
     tracker: Arc<Uffd>,
+    pagemap: Pagemap,
     scratch: HugeScratch,
     /// Small pages were in it, or still are: a huge page would be split to fit in.
     stained: bool,
@@ -89,6 +91,7 @@ impl TakeAndWait {
         let scratch = HugeScratch::new(&tracker, BATCH).map_err(Error::Scratch)?;
         Ok(Self {
             tracker,
+            pagemap: Pagemap::open()?,
             scratch,
             stained: false,
         })
@@ -114,6 +117,13 @@ impl TakeAndWait {
             self.disarm(taken.target);
         }
         drop(urgent);
+        for taken in &done {
+            // Who missed it may have got a page table, for want of a huge page: then it was split to fit in.
+            let missed = matches!(taken.used, Some(Use::After(_)));
+            if let (true, Target::Huge(start)) = (missed, taken.target) {
+                self.stained |= !self.pagemap.is_huge(start);
+            }
+        }
         if self.stained {
             match HugeScratch::new(&self.tracker, BATCH) {
                 Ok(fresh) => (self.scratch, self.stained) = (fresh, false),

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)] // ioctl
 
 use crate::error::Error;
+use crate::page_size::HUGE_SIZE;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -114,6 +115,12 @@ impl Pagemap {
     /// Stretches of a range that huge pages map.
     pub(crate) fn huge(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
         self.stretches(range, PRESENT | HUGE, 0)
+    }
+
+    /// Whether one huge page maps the 2 MiB from an address on.
+    pub(crate) fn is_huge(&mut self, at: usize) -> bool {
+        let found = self.huge(at..at + HUGE_SIZE).unwrap_or_default();
+        found.iter().map(Range::len).sum::<usize>() == HUGE_SIZE
     }
 
     fn stretches(&mut self, range: Range<usize>, mask: u64, inverted: u64) -> io::Result<Vec<Range<usize>>> {

@@ -233,9 +233,11 @@ pub(super) static LABELLED: &[Labelled] = &[
 type HistogramField = (&'static str, &'static str, fn(&ServiceStats) -> &Histogram);
 
 pub(super) static HISTOGRAMS: &[HistogramField] = &[
-    ("stop", "How long the pages of a merge batch were away", |s| {
-        &s.stop
-    }),
+    (
+        "stop",
+        "How long a vCPU may have waited for the pages of a merge batch",
+        |s| &s.stop,
+    ),
     (
         "rebuild",
         "How long the pages of a range were away while its huge page was built",

@@ -96,9 +96,14 @@ impl Client {
         Self::greet(socket::connect(path).unwrap(), name, pages).unwrap()
     }
 
-    /// Fails if the store closes the connection.
-    pub fn try_connect(path: &Path, name: &str) -> io::Result<Self> {
-        Self::greet(socket::connect(path)?, name, PAGES)
+    /// `None` if the store refuses the connection, or closes it.
+    pub fn try_connect(path: &Path, name: &str) -> Option<Self> {
+        use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, UnexpectedEof};
+        let refused = [BrokenPipe, ConnectionRefused, ConnectionReset, UnexpectedEof];
+        match Self::greet(socket::connect(path).unwrap(), name, PAGES) {
+            Err(e) if refused.contains(&e.kind()) => None,
+            greeted => Some(greeted.unwrap()),
+        }
     }
 
     pub fn over(socket: OwnedFd, name: &str) -> Self {
@@ -112,7 +117,7 @@ impl Client {
         let mut buffer = aligned_buffer();
         let mut answer = socket::receive(&socket, &mut buffer)?.ok_or(io::ErrorKind::UnexpectedEof)?;
         let Message::Welcome(welcome) = answer.parse(&buffer).unwrap() else {
-            panic!("no welcome")
+            return Err(io::ErrorKind::ConnectionRefused.into());
         };
         let (staging, index) = (answer.fds.pop().unwrap(), answer.fds.pop().unwrap());
         Ok(Self {
