@@ -30,8 +30,9 @@ const ROUNDS_AT_STATION: u64 = 32;
 const USE: Duration = Duration::from_millis(80);
 /// Reads for each huge page split, and for each built again.
 const READS_PER_CONVERSION: u64 = 320;
-/// Longest time to wait, after the last read, for one more.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Memory wears out: where the kernel copied a page of a shared range itself, it is not built again. After so long without
+/// a huge page split and one built again all of it is replaced.
+const WORN: Duration = Duration::from_secs(20);
 
 /// Pins the first pages, until [`unpin`].
 ///
@@ -64,12 +65,47 @@ fn register(ring: &IoUring, pages: &Pages, which: impl Iterator<Item = usize>) {
 }
 
 /// What happened.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Outcome {
     /// Reads done, each of a page.
     pub reads: u64,
-    /// The service's account.
-    pub stats: ServiceStats,
+    /// Pages merged.
+    pub merges: u64,
+    /// Times that a page was not taken since it was pinned.
+    pub pinned: u64,
+    /// Pages taken that had changed, and put back.
+    pub put_back: u64,
+    /// Huge pages split.
+    pub split: u64,
+    /// Huge pages built again.
+    pub rebuilt: u64,
+}
+
+impl Outcome {
+    fn new(reads: u64, stats: &ServiceStats) -> Self {
+        Self {
+            reads,
+            merges: stats.merges_total + stats.zero_merges_total,
+            pinned: stats.refused_pinned_total,
+            put_back: stats.mismatches_total,
+            split: stats.huge_splits_total,
+            rebuilt: stats.huge_rebuilt_total,
+        }
+    }
+
+    fn add(&mut self, more: &Self) {
+        self.reads += more.reads;
+        self.merges += more.merges;
+        self.pinned += more.pinned;
+        self.put_back += more.put_back;
+        self.split += more.split;
+        self.rebuilt += more.rebuilt;
+    }
+
+    /// Huge pages that were split as well as built again.
+    fn conversions(&self) -> u64 {
+        self.split.min(self.rebuilt)
+    }
 }
 
 /// How pages are read.
@@ -155,7 +191,28 @@ pub fn uring(reads: u64, backing: Backing) -> Outcome {
     })
 }
 
-fn run(reads: u64, backing: Backing, reader: impl FnOnce(OwnedFd) -> Reader) -> Outcome {
+fn run(reads: u64, backing: Backing, reader: fn(OwnedFd) -> Reader) -> Outcome {
+    let conversions = match backing {
+        Backing::Small => 0,
+        Backing::Huge => reads / READS_PER_CONVERSION,
+    };
+    let mut done = Outcome::default();
+    while done.reads < reads || done.conversions() < conversions {
+        let (reads, conversions) = (
+            reads.saturating_sub(done.reads),
+            conversions.saturating_sub(done.conversions()),
+        );
+        let more = run_until_worn(reads, conversions, backing, reader);
+        assert!(
+            backing == Backing::Small || more.conversions() > 0,
+            "no conversions: {more:?}"
+        );
+        done.add(&more);
+    }
+    done
+}
+
+fn run_until_worn(reads: u64, conversions: u64, backing: Backing, reader: fn(OwnedFd) -> Reader) -> Outcome {
     let store = StoreThread::start();
     // Not in /tmp, which may be a tmpfs without O_DIRECT.
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
@@ -187,19 +244,19 @@ fn run(reads: u64, backing: Backing, reader: impl FnOnce(OwnedFd) -> Reader) -> 
         let (mut done, mut round) = (0, 0);
         let (mut converted, mut since) = (0, Instant::now());
         let mut last = vec![None; backing.stations()];
-        let enough = |conversions| backing == Backing::Small || conversions >= reads / READS_PER_CONVERSION;
-        while done < reads || !enough(converted) {
+        while done < reads || converted < conversions {
             // What was read here last is still there, whatever became of its pages meanwhile.
             let before = last[backing.station(round)].replace(round);
             before.iter().for_each(|round| check(&pages, backing, *round));
             done += one_round(&pages, backing, &mut reader, round);
             round += 1;
-            let stats = service.stats();
-            let now = stats.huge_splits_total.min(stats.huge_rebuilt_total);
-            if now > converted || done < reads {
+            let now = Outcome::new(done, &service.stats()).conversions();
+            if now > converted || backing == Backing::Small {
                 (converted, since) = (now, Instant::now());
             }
-            assert!(since.elapsed() < PATIENCE, "no more conversions: {stats:?}");
+            if since.elapsed() > WORN {
+                break;
+            }
         }
         stop.store(true, Ordering::Release);
         last.iter()
@@ -215,7 +272,7 @@ fn run(reads: u64, backing: Backing, reader: impl FnOnce(OwnedFd) -> Reader) -> 
             "page {page} changed although nobody wrote it"
         );
     }
-    Outcome { reads: done, stats }
+    Outcome::new(done, &stats)
 }
 
 fn merge_all_the_time(service: &DedupService, stop: &AtomicBool) {

@@ -50,16 +50,15 @@ fn main() {
     ] {
         let start = Instant::now();
         let out = run(reads, backing);
-        let s = out.stats;
         println!(
             "{name}: {} reads, none lost, in {:.0} s; {} merges, {} pages refused as pinned, {} put back; {} huge pages split, {} built again",
             out.reads,
             start.elapsed().as_secs_f64(),
-            s.merges_total + s.zero_merges_total,
-            s.refused_pinned_total,
-            s.mismatches_total,
-            s.huge_splits_total,
-            s.huge_rebuilt_total
+            out.merges,
+            out.pinned,
+            out.put_back,
+            out.split,
+            out.rebuilt
         );
     }
     let start = Instant::now();
