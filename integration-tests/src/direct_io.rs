@@ -32,7 +32,7 @@ const USE: Duration = Duration::from_millis(80);
 const READS_PER_CONVERSION: u64 = 320;
 /// Memory wears out: where the kernel copied a page of a shared range itself, it is not built again. After so long without
 /// a huge page split and one built again all of it is replaced.
-const WORN: Duration = Duration::from_secs(20);
+const WORN: Duration = Duration::from_secs(40);
 
 /// Pins the first pages, until [`unpin`].
 ///

@@ -330,20 +330,18 @@ impl Hold<'_> {
         }
     }
 
-    /// Moves everything back that was taken, for somebody who waits for it; whether all of it went as one.
-    pub(crate) fn put_all_back(&self, items: &[Item], outcomes: &mut [Outcome]) -> bool {
-        let (mut at, mut as_one) = (0, false);
+    /// Moves everything back that was taken, for somebody who waits for it.
+    pub(crate) fn put_all_back(&self, items: &[Item], outcomes: &mut [Outcome]) {
+        let mut at = 0;
         for part in outcomes.chunk_by_mut(|a, b| a.was_taken() == b.was_taken()) {
             let offset = self.offset(&items[at]);
             at += part.len();
             if part[0].was_taken() {
                 let (from, to) = (self.scratch + offset, self.start + offset);
-                as_one =
-                    put_back_pages(self.tracker, from, to, bytes(part.len())) && part.len() == items.len();
+                put_back_pages(self.tracker, from, to, bytes(part.len()));
                 part.fill(Outcome::Wanted);
             }
         }
-        as_one
     }
 
     pub(crate) fn put_back_item(&self, item: &Item) {

@@ -177,8 +177,9 @@ impl Merger {
         };
         let give_back = as_one && take == Take::HugePage { give_back: true };
         let go_on = || !give_back || watch.nobody_waits(&tracker);
-        let wanted = !hold.verify(store, items, &mut outcomes, go_on);
-        let clean = wanted && hold.put_all_back(items, &mut outcomes);
+        if !hold.verify(store, items, &mut outcomes, go_on) {
+            hold.put_all_back(items, &mut outcomes);
+        }
         return_exceptions(items, &mut outcomes, open);
         let runs = hold.map(store, &mut self.aside, items, &mut outcomes);
         if as_one {
@@ -206,7 +207,7 @@ impl Merger {
             stop = watch.elapsed();
         }
         drop(urgent);
-        if as_one && !clean {
+        if as_one {
             self.free_huge(pagemap, hold.scratch);
         }
         let stop_ns = u64::try_from(stop.as_nanos()).unwrap_or(u64::MAX);

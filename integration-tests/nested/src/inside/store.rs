@@ -11,7 +11,8 @@ use vmm_dedup_protocol::observer::Observer;
 
 pub(super) const SOCKET: &str = "/run/store.sock";
 const METRICS: &str = "127.0.0.1:9753";
-/// The saving has settled when it has not grown by half a per cent for so long, and in so many passes of every VM.
+/// The saving has settled when it has not grown by half a per cent for so long, and in more than so many full
+/// scans of every VM.
 const SETTLED: Duration = Duration::from_secs(8);
 const SETTLED_SCANS: u64 = 2;
 

@@ -7,7 +7,7 @@
 use crate::memory::Page;
 use crate::mixed::access::PROBES;
 use crate::page::State;
-use crate::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE};
+use crate::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::scanner::Scanner;
 use crate::sys::vma::populate_read;
 
@@ -29,14 +29,9 @@ impl Scanner {
         }
         // Touched only if it is not mapped as one: what was swapped out would come back.
         let start = self.memory.chunks()[at].start;
-        let huge = self.is_huge(start) || (populate_read(start, PAGE_SIZE) && self.is_huge(start));
+        let huge =
+            self.pagemap.is_huge(start) || (populate_read(start, PAGE_SIZE) && self.pagemap.is_huge(start));
         huge || self.chunks[at].mixed.may_become_huge()
-    }
-
-    fn is_huge(&mut self, start: usize) -> bool {
-        let range = start..start + HUGE_SIZE;
-        let found = self.pagemap.huge(range.clone());
-        found.is_ok_and(|found| found == [range])
     }
 
     /// Whether all of a chunk's pages share the slots of what is or may become a huge page of the store.
