@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use vmm_dedup::backend::ksm::Ksm;
-use vmm_dedup::backend::{
+use vmm_dedup::compare::ksm::Ksm;
+use vmm_dedup::compare::{
     Account, Answer, Arena, Backend, CpuBackend, Error, KeyKind, PageId, Pages as Readable,
 };
 use vmm_dedup::{Breaks, Config, DedupService, Search};

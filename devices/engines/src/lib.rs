@@ -3,7 +3,7 @@
 //! [`DedupService::start_with`](vmm_dedup::DedupService::start_with).
 
 use std::path::Path;
-use vmm_dedup::backend::{Answer, Backend, Error};
+use vmm_dedup::compare::{Answer, Backend, Error};
 use vmm_dedup::{Search, cpu_engines};
 use vmm_dedup_pagecmp::PageCmpBackend;
 use vmm_dedup_pageforge::driver::{InProcess, PageForgeBackend, VfioUser};

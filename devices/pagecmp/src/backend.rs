@@ -3,9 +3,9 @@
 use crate::{Account, CHIPS, Page, compare, compare_hybrid};
 use std::cmp::Ordering;
 use std::sync::atomic::Ordering as Memory;
-use vmm_dedup::backend::{
-    self, Answer, Backend, CpuBackend, Error, KeyKind, PageId, Pages, Stopwatch, among_by_comparing,
-    search_by_comparing,
+use vmm_dedup::compare::{
+    Account as Cost, Answer, Backend, CpuBackend, Error, KeyKind, PageId, Pages, Stopwatch,
+    among_by_comparing, search_by_comparing,
 };
 use vmm_dedup_protocol::tree::TreeReader;
 
@@ -14,7 +14,7 @@ use vmm_dedup_protocol::tree::TreeReader;
 pub struct PageCmpBackend {
     hybrid: bool,
     keys: CpuBackend,
-    own: backend::Account,
+    own: Cost,
     chips: Account,
 }
 
@@ -24,7 +24,7 @@ impl PageCmpBackend {
         Self {
             hybrid,
             keys: CpuBackend::new(KeyKind::Jhash2),
-            own: backend::Account::default(),
+            own: Cost::default(),
             chips: Account::default(),
         }
     }
@@ -103,10 +103,10 @@ impl Backend for PageCmpBackend {
 
     /// Bytes are those that the memory channel would carry: 8 for a comparison in memory, a line of one page (the
     /// candidate is in the cache, as the paper assumes) for one by the CPU. The time is that of the model.
-    fn account(&self) -> backend::Account {
+    fn account(&self) -> Cost {
         let keys = self.keys.account();
         let first_lines = self.chips.first_lines;
-        backend::Account {
+        Cost {
             pages: self.own.pages + keys.pages,
             comparisons: self.own.comparisons,
             lines: keys.lines + first_lines,
@@ -121,7 +121,7 @@ impl Backend for PageCmpBackend {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vmm_dedup::backend::{Arena, conformance};
+    use vmm_dedup::compare::{Arena, conformance};
 
     #[test]
     fn it_conforms() {

@@ -7,7 +7,7 @@ use crate::window::{INFO_BUSY, Info, RING, TABLES, Window};
 use crate::{Account, EccOffsets, Module, Ppn, Ring};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use vmm_dedup::backend::Stopwatch;
+use vmm_dedup::compare::Stopwatch;
 use vmm_dedup_protocol::mapping::Mapping;
 
 /// Jobs that the ring does before it looks whether something else is to be done.

@@ -4,7 +4,7 @@ use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::thread;
 use vfio_user::Client;
-use vmm_dedup::backend::{Answer, Arena, Backend, Error, PageId, conformance};
+use vmm_dedup::compare::{Answer, Arena, Backend, Error, PageId, conformance};
 use vmm_dedup_pageforge::driver::{PageForgeBackend, VfioUser};
 use vmm_dedup_pageforge::registers as reg;
 use vmm_dedup_pageforge::server::{Server, ServerConfig, ServerError};

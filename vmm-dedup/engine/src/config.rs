@@ -1,9 +1,9 @@
 //! Settings of a service.
 
+use crate::compare::registry::Search;
 use crate::error::Error;
-use crate::mixed::policy::Policy;
-use crate::mixed::source::UseSource;
-use crate::search::Search;
+use crate::thp::policy::Policy;
+use crate::track::access_source::UseSource;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,17 +1,17 @@
 //! The handle that a VMM holds.
 
-use crate::breaks::Breaker;
+use crate::compare::registry::{MakeEngine, Search, cpu_engines};
 use crate::config::Config;
-use crate::control::{Control, Event, Request};
-use crate::discard::{Discarder, Discards};
 use crate::error::Error;
-use crate::memory::{HostRange, Memory};
-use crate::resize::Change;
-use crate::scanner::Scanner;
-use crate::search::{MakeEngine, Search, cpu_engines};
-use crate::searcher::Searcher;
-use crate::store::Store;
+use crate::lookup::tree_search::Searcher;
+use crate::memory::layout::{HostRange, Memory};
+use crate::scan::control::{Control, Event, Request};
+use crate::scan::hotplug::Change;
+use crate::scan::pass::Scanner;
+use crate::store::connection::Store;
 use crate::sys::pagemap::Pagemap;
+use crate::unmerge::cow::Breaker;
+use crate::unmerge::discard::{Discarder, Discards};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, mpsc};

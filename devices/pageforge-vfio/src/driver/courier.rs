@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::time::Duration;
 use vfio_user::Client;
-use vmm_dedup::backend::{Error, Stopwatch};
+use vmm_dedup::compare::{Error, Stopwatch};
 
 /// How long the device may take to answer a command.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);

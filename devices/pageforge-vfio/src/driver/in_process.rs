@@ -6,7 +6,7 @@ use crate::timing;
 use crate::window::{Info, Job, WINDOW_BYTES, Window};
 use crate::{Ppn, Ring};
 use std::sync::atomic::{AtomicU64, Ordering};
-use vmm_dedup::backend::{Answer, PageId, Pages, Stopwatch};
+use vmm_dedup::compare::{Answer, PageId, Pages, Stopwatch};
 
 /// A device of its own, which reads the pages that it is given with each call.
 #[derive(Debug)]

@@ -24,7 +24,7 @@ use crate::{LINE_BYTES, Ppn};
 use std::cmp::Ordering;
 use std::os::fd::BorrowedFd;
 use tables::Tables;
-use vmm_dedup::backend::{Account, Answer, Backend, Error, PageId, Pages, Searched, Stopwatch};
+use vmm_dedup::compare::{Account, Answer, Backend, Error, PageId, Pages, Searched, Stopwatch};
 use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
 
 /// Levels of a tree that a table holds.

@@ -3,7 +3,7 @@
 use crate::timing;
 use crate::window::{Info, Job, Window};
 use std::os::fd::BorrowedFd;
-use vmm_dedup::backend::{Answer, PageId, Pages};
+use vmm_dedup::compare::{Answer, PageId, Pages};
 
 /// A device and its window.
 pub trait Port: Send {

@@ -1,5 +1,5 @@
 use super::*;
-use vmm_dedup::backend::{Arena, conformance};
+use vmm_dedup::compare::{Arena, conformance};
 
 #[test]
 fn it_conforms_with_one_module() {

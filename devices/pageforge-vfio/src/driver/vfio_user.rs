@@ -19,7 +19,7 @@ use vfio_bindings::bindings::vfio::{
     VFIO_PCI_BAR2_REGION_INDEX, VFIO_PCI_MSIX_IRQ_INDEX,
 };
 use vfio_user::Client;
-use vmm_dedup::backend::{Answer, Arena, Error, PageId, Pages};
+use vmm_dedup::compare::{Answer, Arena, Error, PageId, Pages};
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::mapping::Mapping;
 

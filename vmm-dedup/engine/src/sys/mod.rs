@@ -3,6 +3,8 @@
 
 pub(crate) mod bell;
 pub(crate) mod guest;
+pub(crate) mod huge_scratch;
+pub(crate) mod page_size;
 pub(crate) mod pagemap;
 pub(crate) mod proc;
 pub(crate) mod sched;

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // ioctl
 
 use crate::error::Error;
-use crate::page_size::HUGE_SIZE;
+use crate::sys::page_size::HUGE_SIZE;
 use std::fs::File;
 use std::io;
 use std::ops::Range;

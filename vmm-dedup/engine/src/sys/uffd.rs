@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // ioctls
 
 use crate::error::Error;
-use crate::page_size::PAGE_SIZE;
+use crate::sys::page_size::PAGE_SIZE;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -373,8 +373,8 @@ fn transfer(dst: usize, src: usize, len: usize) -> Transfer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hold::put_back_page;
-    use crate::page_size::bytes;
+    use crate::merge::window::put_back_page;
+    use crate::sys::page_size::bytes;
     use crate::sys::vma::Anonymous;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::time::Instant;

@@ -1,7 +1,7 @@
 //! Mapping, moving and discarding ranges of address space.
 #![allow(unsafe_code)] // mmap and its relatives
 
-use crate::page_size::{CHUNK_PAGES, HUGE_SIZE, bytes};
+use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, bytes};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -56,7 +56,7 @@ impl Anonymous {
 
     /// Pages left.
     pub(crate) fn pages(&self) -> usize {
-        self.len / crate::page_size::PAGE_SIZE
+        self.len / crate::sys::page_size::PAGE_SIZE
     }
 
     /// Gives up the first `pages` pages: the caller owns their address range now and moves it away (or unmaps it).
@@ -121,7 +121,7 @@ fn fill(at: usize, len: usize, prot: i32) -> bool {
 }
 
 fn is_readable(at: usize) -> bool {
-    populate_read(at, crate::page_size::PAGE_SIZE)
+    populate_read(at, crate::sys::page_size::PAGE_SIZE)
 }
 
 /// Frees pages of our own, also those of a process that has locked all of its memory.
@@ -132,7 +132,7 @@ pub(crate) fn discard_own(at: usize, len: usize) -> io::Result<()> {
 /// Splits the huge page that an address lies in, if there is one: the kernel does that before it marks a part of it as
 /// cold, which is all that it is told here. Nothing is taken away, and others can use the pages but for moments.
 pub(crate) fn split_huge_page(at: usize) -> io::Result<()> {
-    advise(at, crate::page_size::PAGE_SIZE, libc::MADV_COLD)
+    advise(at, crate::sys::page_size::PAGE_SIZE, libc::MADV_COLD)
 }
 
 /// Maps the pages of a range as reading them would; whether that worked for all.

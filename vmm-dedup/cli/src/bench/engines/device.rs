@@ -5,7 +5,7 @@ use crate::children::{self, Process};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
-use vmm_dedup::backend::Arena;
+use vmm_dedup::compare::Arena;
 use vmm_dedup_pageforge::driver::{PageForgeBackend, VfioUser};
 
 /// Where this process's device has its socket; whoever starts one removes it in the end.

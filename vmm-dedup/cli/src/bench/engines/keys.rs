@@ -8,7 +8,7 @@ use super::super::content::pick;
 use crate::Failure;
 use serde::Serialize;
 use std::sync::atomic::Ordering;
-use vmm_dedup::backend::{Arena, Backend, CpuBackend, KeyKind, PageId, Pages};
+use vmm_dedup::compare::{Arena, Backend, CpuBackend, KeyKind, PageId, Pages};
 use vmm_dedup_pageforge::driver::{InProcess, PageForgeBackend};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords, Salt};
 

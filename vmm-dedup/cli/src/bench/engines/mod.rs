@@ -20,7 +20,7 @@ use clap::Args;
 use device::DeviceProcess;
 use report::Report;
 use std::path::PathBuf;
-use vmm_dedup::backend::Arena;
+use vmm_dedup::compare::Arena;
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::PAGE_WORDS;
 

@@ -1,0 +1,6 @@
+//! Who is a twin of whom: keys, the store's index, tree search, sightings and publications.
+
+pub(crate) mod candidates;
+pub(crate) mod find;
+pub(crate) mod publish;
+pub(crate) mod tree_search;

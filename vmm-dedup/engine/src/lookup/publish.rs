@@ -1,0 +1,151 @@
+//! Handing pages to the store that it asked for.
+
+use crate::error::Error;
+use crate::memory::layout::{Memory, Page};
+use crate::memory::page_state::State;
+use crate::merge::bridged_runs::Gaps;
+use crate::merge::request::{Item, Role};
+use crate::scan::pass::Scanner;
+use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
+use vmm_dedup_protocol::STAGING_PAGES;
+use vmm_dedup_protocol::message::{Staged, Wish};
+
+const _: () = assert!(STAGING_PAGES == CHUNK_PAGES);
+
+/// Pages as they are published together: all of a chunk in a message of its own, so that the store can make a huge page
+/// of them, others as they come.
+fn messages<'a>(memory: &Memory, mut pages: &'a [Page]) -> Vec<&'a [Page]> {
+    let mut messages = Vec::new();
+    while !pages.is_empty() {
+        let begins =
+            |at: &usize| whole_chunk(memory, &pages[*at..(at + CHUNK_PAGES).min(pages.len())]).is_some();
+        let most = pages.len().min(STAGING_PAGES);
+        let end = match (0..most).find(begins) {
+            Some(0) => CHUNK_PAGES,
+            Some(at) => at,
+            None => most,
+        };
+        let (message, rest) = pages.split_at(end);
+        messages.push(message);
+        pages = rest;
+    }
+    messages
+}
+
+/// The chunk that pages are all of, in order.
+fn whole_chunk(memory: &Memory, pages: &[Page]) -> Option<usize> {
+    let (first, last) = (*pages.first()?, *pages.last()?);
+    // Cheap tests first: this is asked for every page.
+    let span = last.checked_sub(first)? as usize + 1;
+    if (pages.len(), span) != (CHUNK_PAGES, CHUNK_PAGES) {
+        return None;
+    }
+    let chunk = memory.chunk_of(first);
+    // There is none if the memory was removed meanwhile.
+    let whole = memory.chunks().get(chunk)?.pages == (first..last + 1);
+    (whole && pages.is_sorted()).then_some(chunk)
+}
+
+impl Scanner {
+    /// Publishes what the store wants. Where it wants pages of a huge page that is likely to be somebody else's as a whole, it
+    /// gets all of them: it has been told of all, but the other VM has told only of a sample so far. (What has no twin after
+    /// all is in the store then instead of in the guest, and takes no more memory there.)
+    pub(crate) fn publish_wanted(&mut self, wanted: &[Page]) -> Result<(), Error> {
+        let memory = self.memory.clone();
+        let chunk_of = |page: &Page| memory.has(*page).then(|| memory.chunk_of(*page));
+        let mut pages = Vec::with_capacity(wanted.len());
+        // What is not there any more was removed meanwhile.
+        for part in wanted.chunk_by(|a, b| chunk_of(a) == chunk_of(b)) {
+            let Some(chunk) = chunk_of(&part[0]) else { continue };
+            let all = memory.chunks()[chunk].pages.clone();
+            let known = |page: Page| matches!(self.table.get(page), State::Candidate { foreign: false, .. });
+            let state = &self.chunks[chunk];
+            if state.huge && state.mixed.likely_whole && all.clone().all(known) {
+                pages.extend(all);
+            } else {
+                pages.extend_from_slice(part);
+            }
+        }
+        for message in messages(&memory, &pages) {
+            self.publish(message)?;
+        }
+        Ok(())
+    }
+
+    /// Hands pages to the store. It checks their content itself, so a page that changes meanwhile does no harm.
+    #[allow(unsafe_code)] // reads guest memory
+    fn publish(&mut self, pages: &[Page]) -> Result<(), Error> {
+        let Some(store) = &mut self.store else {
+            return Ok(());
+        };
+        let (mut keys, mut staged) = (Vec::with_capacity(pages.len()), Vec::with_capacity(pages.len()));
+        let mut gaps = Gaps::default();
+        for page in pages {
+            let State::Candidate { key, .. } = self.table.get(*page) else {
+                continue;
+            };
+            // SAFETY: guest memory stays mapped while the service runs.
+            unsafe { store.stage(staged.len(), self.memory.address(*page)) };
+            keys.push(Staged {
+                key,
+                gap: gaps.before(&self.memory, *page),
+                wish: Wish::Slot,
+            });
+            staged.push(*page);
+        }
+        // With managed breaks each page is protected for itself, so that this guest has small ones all the same.
+        let huge = |chunk: usize| self.chunks[chunk].huge && !self.breaker.managed();
+        if whole_chunk(&self.memory, &staged).is_some_and(huge) {
+            keys[0].wish = Wish::HugePage;
+        }
+        if staged.is_empty() {
+            return Ok(());
+        }
+        let slots = store.publish(&keys)?;
+        self.stats.bytes_read.publish += (staged.len() * PAGE_SIZE) as u64;
+        for (page, slot) in staged.into_iter().zip(slots) {
+            if slot.is_some() {
+                self.stats.published_total += 1;
+                self.merges.push(Item {
+                    page,
+                    slot,
+                    role: Role::Publisher,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::layout::HostRange;
+    use crate::sys::vma::Anonymous;
+
+    #[test]
+    fn a_chunk_that_is_asked_for_whole_is_published_by_itself() {
+        let area = Anonymous::new(4 * CHUNK_PAGES).unwrap();
+        let base = area.base().next_multiple_of(crate::sys::page_size::HUGE_SIZE);
+        let range = HostRange::try_new(base, 3 * crate::sys::page_size::HUGE_SIZE).unwrap();
+        let memory = Memory::new(&[range]).unwrap();
+        let lens =
+            |pages: &[Page]| -> Vec<usize> { messages(&memory, pages).iter().map(|m| m.len()).collect() };
+        let pages: Vec<Page> = (100..1300).collect();
+        assert_eq!(lens(&pages), [412, 512, 276]);
+        assert_eq!(lens(&pages[1..412]), [411]);
+        assert_eq!(lens(&(0..1536).collect::<Vec<_>>()), [512; 3]);
+        let without_one: Vec<Page> = (0..1536).filter(|page| *page != 700).collect();
+        assert_eq!(lens(&without_one), [512, 511, 512]);
+        let backwards: Vec<Page> = (0..1024).rev().collect();
+        assert_eq!(lens(&backwards), [512, 512]);
+        assert!(
+            messages(&memory, &backwards)
+                .iter()
+                .all(|m| whole_chunk(&memory, m).is_none())
+        );
+        assert_eq!(lens(&[]), [0; 0]);
+        let removed: Vec<Page> = (1536..2048).collect();
+        assert!(whole_chunk(&memory, &removed).is_none());
+    }
+}

@@ -1,0 +1,410 @@
+//! Looking for twins with an engine that compares pages ([`crate::compare`]), instead of by keys.
+//!
+//! ```text
+//!  guest page --copied--> staging buffer --.
+//!                                           engine --> proposal: page, slot --> take, verify, map
+//!  store: slots, tree in their order ------'
+//! ```
+//!
+//! An engine reads the staging buffer and the store, never guest memory, and it only proposes: what becomes of a
+//! proposal is the CPU's ([`merge`](mod@crate::merge::merger)). A page without a proposal goes the way of the index: it is
+//! sighted, published, or found there after all.
+//!
+//! The tree changes while it is read, as the store does not wait for its readers. A search that was led astray finds
+//! nothing, or a page that is not equal.
+//!
+//! An engine that fails is let go, and made anew after a while; meanwhile the index does the work. So is one whose
+//! proposals are wrong too often, since each costs a guest a moment without the page.
+
+use crate::compare::registry::{MakeEngine, Search};
+use crate::compare::{Arena, Backend, Error, PageId, PageView, Pages, Searched};
+use crate::config::Config;
+use crate::memory::layout::{Memory, Page};
+use crate::store::connection::Store;
+use crate::sys::page_size::PAGE_SIZE;
+use std::path::PathBuf;
+use vmm_dedup_protocol::stats::BACKENDS;
+use vmm_dedup_protocol::{MAX_SLOTS, SLOTS_PER_SEGMENT, Slot};
+
+/// Pages of the staging buffer: so many are asked for at once.
+pub(crate) const BATCH: usize = 1024;
+/// Page number of the staging buffer; the numbers below are slots.
+const STAGING: PageId = PageId(MAX_SLOTS as u64);
+/// Passes until an engine that failed is made again, at first and at most.
+const PAUSES: std::ops::RangeInclusive<u64> = 64..=4096;
+/// Wrong proposals that are forgiven: guests write their pages meanwhile.
+const FORGIVEN: usize = 64;
+
+/// Most pages that are compared with single slots, and the most slots for that: those of one of PageForge's tables.
+pub(crate) const FEW: usize = 8;
+const SET: usize = 31;
+
+/// What was found for a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// No slot holds it, as far as the engine can tell.
+    Nothing,
+    /// This one seems to.
+    Twin(Slot),
+    /// It has changed since it was searched for: that was not asked again.
+    Changed,
+}
+
+impl Found {
+    fn of(twin: Option<Slot>) -> Self {
+        twin.map_or(Found::Nothing, Found::Twin)
+    }
+}
+
+/// Where pages are searched for.
+pub(crate) struct Place<'a> {
+    pub(crate) store: &'a Store,
+    pub(crate) memory: &'a Memory,
+    /// The number of the pass.
+    pub(crate) pass: u64,
+}
+
+/// What there is to search with.
+pub(crate) struct Searcher {
+    search: Search,
+    socket: Option<PathBuf>,
+    make: MakeEngine,
+    engine: Option<Engine>,
+    /// The pass from which on an engine may be made, and the pause before the next one if that fails.
+    due: u64,
+    pause: u64,
+    failures: u64,
+    /// CPU time of the helpers of engines that are gone, ns.
+    past_helper_ns: u64,
+    /// The engine's keys of pages that had no twin, by page; 0: none.
+    keys: Vec<u32>,
+}
+
+/// An engine with all that it may read.
+struct Engine {
+    backend: Box<dyn Backend>,
+    staging: Arena,
+    /// The segments that it was given, by number, and [`Store::segment_changes`] then.
+    given: Vec<Option<u64>>,
+    seen: Option<u64>,
+    /// Its proposals, and those of them that turned out wrong.
+    proposed: usize,
+    wrong: usize,
+}
+
+/// What the pages of an engine's questions are.
+struct Readable<'a> {
+    store: &'a Store,
+    staging: &'a Arena,
+}
+
+impl Pages for Readable<'_> {
+    fn view(&self, page: PageId) -> Option<&PageView> {
+        match page.0.checked_sub(STAGING.0) {
+            Some(candidate) => self.staging.view(PageId(candidate)),
+            None => self.store.page(Slot::try_new(u32::try_from(page.0).ok()?)?),
+        }
+    }
+}
+
+impl Searcher {
+    /// Makes no engine yet.
+    pub(crate) fn new(config: &Config, make: MakeEngine) -> Self {
+        Self {
+            search: config.search,
+            socket: config.search_socket.clone(),
+            make,
+            engine: None,
+            due: 0,
+            pause: *PAUSES.start(),
+            failures: 0,
+            past_helper_ns: 0,
+            keys: Vec::new(),
+        }
+    }
+
+    /// Whether there is an engine.
+    pub(crate) fn is_on(&self) -> bool {
+        self.engine.is_some()
+    }
+
+    /// Its number among [`BACKENDS`].
+    pub(crate) fn number(&self) -> u64 {
+        let Some(engine) = &self.engine else { return 0 };
+        let name = match engine.backend.name() {
+            "cpu" => "cpu-tree",
+            name => name,
+        };
+        let named = BACKENDS.iter().position(|backend| *backend == name);
+        named.unwrap_or(BACKENDS.len() - 1) as u64
+    }
+
+    /// Times that an engine failed or could not be made.
+    pub(crate) fn failures(&self) -> u64 {
+        self.failures
+    }
+
+    /// Own memory, bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let staging = self.engine.as_ref().map_or(0, |e| e.staging.pages() * PAGE_SIZE);
+        staging + self.keys.len() * size_of::<u32>()
+    }
+
+    /// CPU time of threads that drive engines, ns.
+    pub(crate) fn helper_cpu_ns(&self) -> u64 {
+        let now = self.engine.as_ref().map_or(0, |e| e.backend.helper_cpu_ns());
+        self.past_helper_ns + now
+    }
+
+    /// Before a pass: makes the engine if it is time for that, and lets it read what the store has now.
+    pub(crate) fn prepare(&mut self, store: &Store, pass: u64) {
+        if self.search == Search::Index || store.index().tree().version() == 0 {
+            // The store has no tree, or none yet.
+            self.forget_store();
+            return;
+        }
+        if let Some(Engine { proposed, wrong, .. }) = self.engine
+            && wrong > FORGIVEN
+            && wrong * 2 > proposed
+        {
+            let reason = format!("{wrong} of {proposed} proposals were wrong");
+            self.fail(&Error::Device(reason), pass);
+        }
+        if self.engine.is_none() && pass >= self.due {
+            match self.new_engine() {
+                Ok(engine) => self.engine = Some(engine),
+                Err(error) => self.fail(&error, pass),
+            }
+        }
+        let told = self.engine.as_mut().map_or(Ok(()), |engine| engine.tell(store));
+        if let Err(error) = told {
+            self.fail(&error, pass);
+        }
+    }
+
+    fn new_engine(&self) -> Result<Engine, Error> {
+        let mut backend = (self.make)(self.search, self.socket.as_deref())?;
+        let staging = Arena::new(BATCH).map_err(|error| Error::Device(error.to_string()))?;
+        backend.map(STAGING, BATCH, staging.file())?;
+        Ok(Engine {
+            backend,
+            staging,
+            given: Vec::new(),
+            seen: None,
+            proposed: 0,
+            wrong: 0,
+        })
+    }
+
+    /// Lets go of an engine that cannot be used, and of the store's memory with it.
+    fn fail(&mut self, error: &Error, pass: u64) {
+        self.failures += 1;
+        self.due = pass + self.pause;
+        let (search, pause) = (self.search, self.pause);
+        log::warn!("no search by {search} for {pause} passes, but by the index: {error}");
+        self.pause = (self.pause * 2).min(*PAUSES.end());
+        self.forget_store();
+    }
+
+    /// Lets go of the engine, which may read the store that there was. Its successor makes other keys.
+    pub(crate) fn forget_store(&mut self) {
+        if let Some(engine) = self.engine.take() {
+            self.past_helper_ns += engine.backend.helper_cpu_ns();
+        }
+        self.keys = Vec::new();
+    }
+
+    /// Searches the store's tree for twins of at most [`BATCH`] pages. What has none is keyed, for [`Self::again`].
+    pub(crate) fn first(&mut self, with: &Place<'_>, pages: &[Page]) -> Vec<Found> {
+        self.ask(with, pages.len(), |engine, keys| {
+            let ids = engine.stage(with.memory, pages);
+            let searched = engine.search(with.store, &ids)?;
+            keys.resize(with.memory.end(), 0);
+            let mut left = Vec::new();
+            for ((page, id), (found, key)) in pages.iter().zip(ids).zip(&searched) {
+                match (found, key) {
+                    (Found::Nothing, None) => left.push((*page, id)),
+                    (Found::Nothing, Some(key)) => keys[*page as usize] = *key,
+                    _ => {}
+                }
+            }
+            let left_ids: Vec<PageId> = left.iter().map(|(_, id)| *id).collect();
+            for ((page, _), key) in left.iter().zip(engine.keys(with.store, &left_ids)?) {
+                keys[*page as usize] = key;
+            }
+            let found = searched.into_iter().map(|(found, _)| found).collect();
+            Ok(found)
+        })
+    }
+
+    /// Searches anew for twins of at most [`BATCH`] pages that had none. Those with another key than then have changed
+    /// (PageForge, section 3.3), and are not searched for. Few pages are compared with the slots of `set`, if it is
+    /// small, as an arbitrary set (section 4.2): just after a change, all of the tree's tables would have to be loaded.
+    pub(crate) fn again(&mut self, with: &Place<'_>, pages: &[Page], set: &[Slot]) -> Vec<Found> {
+        self.ask(with, pages.len(), |engine, keys| {
+            let ids = engine.stage(with.memory, pages);
+            let mut found = vec![Found::Changed; pages.len()];
+            let now = engine.keys(with.store, &ids)?;
+            let before = |at: usize| keys.get(pages[at] as usize).copied().unwrap_or(0);
+            let same = |(at, now): (usize, u32)| (before(at) == 0 || before(at) == now).then_some(at);
+            let same: Vec<usize> = now.into_iter().enumerate().filter_map(same).collect();
+            let same_ids: Vec<PageId> = same.iter().map(|at| ids[*at]).collect();
+            let answers = if pages.len() <= FEW && (1..=SET).contains(&set.len()) {
+                engine.among(with.store, &same_ids, set)?
+            } else {
+                let searched = engine.search(with.store, &same_ids)?.into_iter();
+                searched.map(|(found, _)| found).collect()
+            };
+            for (at, answer) in same.into_iter().zip(answers) {
+                found[at] = answer;
+            }
+            Ok(found)
+        })
+    }
+
+    /// Asks the engine, and lets go of it if it fails: then nothing is found.
+    fn ask(
+        &mut self,
+        with: &Place<'_>,
+        pages: usize,
+        ask: impl FnOnce(&mut Engine, &mut Vec<u32>) -> Result<Vec<Found>, Error>,
+    ) -> Vec<Found> {
+        let answer = self
+            .engine
+            .as_mut()
+            .map_or(Ok(Vec::new()), |engine| ask(engine, &mut self.keys));
+        let mut found = answer.unwrap_or_else(|error| {
+            self.fail(&error, with.pass);
+            Vec::new()
+        });
+        found.resize(pages, Found::Nothing);
+        if let Some(engine) = &mut self.engine {
+            engine.proposed += found
+                .iter()
+                .filter(|found| matches!(found, Found::Twin(_)))
+                .count();
+        }
+        found
+    }
+
+    /// A page that the engine proposed was not what its slot holds.
+    pub(crate) fn note_wrong(&mut self) {
+        if let Some(engine) = &mut self.engine {
+            engine.wrong += 1;
+        }
+    }
+}
+
+impl Engine {
+    /// Lets the backend read what segments there are now.
+    fn tell(&mut self, store: &Store) -> Result<(), Error> {
+        if self.seen == Some(store.segment_changes()) {
+            return Ok(());
+        }
+        let pages = SLOTS_PER_SEGMENT as usize;
+        let numbered = (0..).map(|number: u64| PageId(number * pages as u64));
+        for (at, (first, segment)) in numbered.zip(store.segments()).enumerate() {
+            if self.given.len() <= at {
+                self.given.push(None);
+            }
+            let serial = segment.map(|(serial, _)| serial);
+            if self.given[at] == serial {
+                continue;
+            }
+            if self.given[at].take().is_some() {
+                self.backend.unmap(first, pages)?;
+            }
+            if let Some((serial, file)) = segment {
+                self.backend.map(first, pages, file)?;
+                self.given[at] = Some(serial);
+            }
+        }
+        self.seen = Some(store.segment_changes());
+        Ok(())
+    }
+
+    /// Copies pages into the staging buffer; torn where the guest writes meanwhile.
+    #[allow(unsafe_code)] // reads guest memory
+    fn stage(&self, memory: &Memory, pages: &[Page]) -> Vec<PageId> {
+        assert!(pages.len() <= BATCH, "the caller asks in batches");
+        for (at, page) in pages.iter().enumerate() {
+            // SAFETY: guest memory stays mapped while the service runs.
+            unsafe { self.staging.copy_from_address(at, memory.address(*page)) };
+        }
+        (STAGING.0..).map(PageId).take(pages.len()).collect()
+    }
+
+    /// Searches the tree for staged pages, and tells the keys that were made on the way, cut as [`Self::keys`].
+    #[allow(clippy::cast_possible_truncation)]
+    fn search(&mut self, store: &Store, ids: &[PageId]) -> Result<Vec<(Found, Option<u32>)>, Error> {
+        let readable = Readable {
+            store,
+            staging: &self.staging,
+        };
+        let tree = store.index().tree();
+        let searched = self.backend.search_keyed(&readable, tree, ids);
+        let searched = each(searched, ids.len())?.into_iter();
+        let found = |one: Searched| {
+            let found = Found::of(one.twin.and_then(slot_of));
+            (found, one.key.map(|key| key as u32))
+        };
+        Ok(searched.map(|one| found(one.unwrap_or_default())).collect())
+    }
+
+    /// Looks for each staged page in a set of slots.
+    fn among(&mut self, store: &Store, ids: &[PageId], set: &[Slot]) -> Result<Vec<Found>, Error> {
+        let slots: Vec<PageId> = set.iter().map(|slot| PageId(slot.number().into())).collect();
+        let readable = Readable {
+            store,
+            staging: &self.staging,
+        };
+        let twin = |id: &PageId| {
+            let at = passed(self.backend.among(&readable, *id, &slots))?.flatten();
+            Ok(Found::of(at.and_then(|at| set.get(at)).copied()))
+        };
+        ids.iter().map(twin).collect()
+    }
+
+    /// Keys of staged pages, cut to 32 bits as the paper's are; 0 where there is none.
+    #[allow(clippy::cast_possible_truncation)]
+    fn keys(&mut self, store: &Store, ids: &[PageId]) -> Result<Vec<u32>, Error> {
+        let readable = Readable {
+            store,
+            staging: &self.staging,
+        };
+        let keys = each(self.backend.keys(&readable, ids), ids.len())?.into_iter();
+        Ok(keys.map(|key| key.map_or(0, |key| key as u32)).collect())
+    }
+}
+
+/// The answers to so many questions.
+fn each<T>(answers: Vec<Result<T, Error>>, asked: usize) -> Result<Vec<Option<T>>, Error> {
+    if answers.len() != asked {
+        let given = answers.len();
+        return Err(Error::Device(format!("{given} answers to {asked} questions")));
+    }
+    answers.into_iter().map(passed).collect()
+}
+
+/// An answer; none if a page was not there, e.g. since its segment was retired. An error ends the engine's use.
+fn passed<T>(answer: Result<T, Error>) -> Result<Option<T>, Error> {
+    match answer {
+        Ok(answer) => Ok(Some(answer)),
+        Err(Error::Fault(_)) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn slot_of(page: PageId) -> Option<Slot> {
+    Slot::try_new(u32::try_from(page.0).ok()?)
+}
+
+impl std::fmt::Debug for Searcher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let engine = self.engine.as_ref().map(|engine| engine.backend.name());
+        f.debug_struct("Searcher")
+            .field("search", &self.search)
+            .field("engine", &engine)
+            .finish_non_exhaustive()
+    }
+}

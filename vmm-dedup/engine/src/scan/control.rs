@@ -1,0 +1,215 @@
+//! How the VMM's threads talk to the scanning thread.
+
+use crate::config::Config;
+use crate::error::Error;
+use crate::memory::layout::HostRange;
+use crate::scan::hotplug::Change;
+use crate::sys::bell::Bell;
+use crate::unmerge::cow::Breaker;
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use vmm_dedup_protocol::control::{Explanation, MAX_RESERVE, Settings, Switch};
+use vmm_dedup_protocol::stats::ServiceStats;
+
+/// What became of pages, and what keeps the service from merging (empty if nothing does).
+pub(crate) type Explained = Result<(Explanation, String), Error>;
+
+/// What the scanning thread is asked to do next.
+#[derive(Debug)]
+pub(crate) enum Request {
+    /// One pass, now; then tell.
+    Pass(Sender<ServiceStats>),
+    /// Bring everything back to anonymous memory; then tell, whoever asked.
+    Unmerge(Option<Sender<Result<(), Error>>>),
+    /// A change of guest memory; then tell.
+    Change(Change, HostRange, Sender<Result<(), Error>>),
+    /// End; with `unmerge`, after everything went back to anonymous memory.
+    Stop { unmerge: bool },
+}
+
+/// Why the scanning thread goes on.
+#[derive(Debug)]
+pub(crate) enum Event {
+    Request(Request),
+    /// Something to answer, from the store or a thread of the VMM.
+    Question,
+    /// It is time for the next pass, or to start or stop resting.
+    Due,
+}
+
+/// Guest physical addresses to explain (`None`: all), and where to.
+type Question = (Option<Range<u64>>, Sender<Explained>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    /// Nobody answers any more.
+    closed: bool,
+    requests: Vec<Request>,
+    questions: Vec<Question>,
+    stats: ServiceStats,
+}
+
+/// Shared between the service's handle and its threads.
+#[derive(Debug)]
+pub(crate) struct Control {
+    inner: Mutex<Inner>,
+    bell: Bell,
+    /// By the VMM, for as long as it wants peace.
+    pause: AtomicBool,
+    /// By an operator.
+    off: AtomicBool,
+    stop: AtomicBool,
+    cpu_percent: AtomicU32,
+    /// A change of guest memory waits, and with it a thread of the VMM.
+    change: AtomicBool,
+}
+
+impl Control {
+    pub(crate) fn new(config: &Config) -> Result<Self, Error> {
+        Ok(Self {
+            inner: Mutex::default(),
+            bell: Bell::new().map_err(Error::Eventfd)?,
+            pause: AtomicBool::new(false),
+            off: AtomicBool::new(!config.enabled),
+            stop: AtomicBool::new(false),
+            change: AtomicBool::new(false),
+            cpu_percent: AtomicU32::new(config.cpu_percent),
+        })
+    }
+
+    pub(crate) fn request(&self, request: Request) {
+        if matches!(request, Request::Stop { .. }) {
+            self.stop.store(true, Ordering::Release);
+        }
+        let mut inner = self.lock();
+        if !inner.closed {
+            if matches!(request, Request::Change(..)) {
+                self.change.store(true, Ordering::Release);
+            }
+            inner.requests.push(request);
+        }
+        self.bell.ring();
+    }
+
+    pub(crate) fn ask(&self, addresses: Option<Range<u64>>, tell: Sender<Explained>) {
+        let mut inner = self.lock();
+        if !inner.closed {
+            inner.questions.push((addresses, tell));
+        }
+        self.bell.ring();
+    }
+
+    /// Nothing is answered any more: whoever waits, or asks later, learns it.
+    pub(crate) fn close(&self) {
+        let mut inner = self.lock();
+        inner.closed = true;
+        inner.requests.clear();
+        inner.questions.clear();
+    }
+
+    pub(crate) fn take_questions(&self) -> Vec<Question> {
+        std::mem::take(&mut self.lock().questions)
+    }
+
+    /// Changes settings, all or none. Bringing memory back is left to whoever calls.
+    pub(crate) fn apply(&self, settings: &Settings, breaker: &Breaker) -> Result<(), Error> {
+        let refuse = |field, value: u32, rule| {
+            let value = value.to_string();
+            Err(Error::Config { field, value, rule })
+        };
+        if let Some(percent) = settings.cpu_percent
+            && !(1..=100).contains(&percent)
+        {
+            return refuse("cpu_percent", percent, "it must be 1 to 100");
+        }
+        if let Some(pages) = settings.reserve_pages {
+            if !breaker.managed() {
+                return refuse("reserve_pages", pages, "only managed breaks have a reserve");
+            }
+            if !(1..=MAX_RESERVE).contains(&pages) {
+                return refuse("reserve_pages", pages, "it must be 1 to 16777216");
+            }
+            breaker.set_reserve_pages(pages as usize);
+        }
+        if let Some(percent) = settings.cpu_percent {
+            self.cpu_percent.store(percent, Ordering::Release);
+        }
+        if let Some(switch) = settings.switch {
+            self.off.store(switch != Switch::On, Ordering::Release);
+        }
+        self.bell.ring();
+        Ok(())
+    }
+
+    pub(crate) fn set_paused(&self, paused: bool) {
+        self.pause.store(paused, Ordering::Release);
+        self.bell.ring();
+    }
+
+    /// Whether nothing is to be scanned and merged for now.
+    pub(crate) fn rests(&self) -> bool {
+        self.pause.load(Ordering::Acquire) || self.is_off()
+    }
+
+    pub(crate) fn is_off(&self) -> bool {
+        self.off.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn cpu_percent(&self) -> u32 {
+        self.cpu_percent.load(Ordering::Acquire)
+    }
+
+    /// Whether a pass should end early.
+    pub(crate) fn interrupted(&self) -> bool {
+        self.stop.load(Ordering::Acquire) || self.change.load(Ordering::Acquire) || self.rests()
+    }
+
+    pub(crate) fn publish(&self, stats: &ServiceStats) {
+        self.lock().stats = *stats;
+    }
+
+    pub(crate) fn stats(&self) -> ServiceStats {
+        self.lock().stats
+    }
+
+    /// Sleeps, but no longer than until there is something to do or to answer.
+    pub(crate) fn sleep(&self, time: Duration, store: Option<BorrowedFd<'_>>) {
+        if !self.interrupted() {
+            self.bell.wait(time, store);
+        }
+    }
+
+    /// Waits for what comes next, at the latest the `deadline`. `resting`: whether the thread rests now.
+    pub(crate) fn next(&self, deadline: Instant, resting: bool, store: Option<BorrowedFd<'_>>) -> Event {
+        loop {
+            {
+                let mut inner = self.lock();
+                if !inner.requests.is_empty() {
+                    let request = inner.requests.remove(0);
+                    let change = |r: &Request| matches!(r, Request::Change(..));
+                    self.change
+                        .store(inner.requests.iter().any(change), Ordering::Release);
+                    return Event::Request(request);
+                }
+                if !inner.questions.is_empty() {
+                    return Event::Question;
+                }
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || resting != self.rests() {
+                return Event::Due;
+            }
+            if self.bell.wait(left, store) {
+                return Event::Question;
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,8 @@
+//! The scanning thread: the order of its work, and what it answers meanwhile.
+
+pub(crate) mod control;
+pub(crate) mod cpu_budget;
+pub(crate) mod explain;
+pub(crate) mod hotplug;
+pub(crate) mod pass;
+pub(crate) mod stats;

@@ -1,0 +1,355 @@
+//! The connection to the page store. Synchronous: the scanning thread asks and waits. What the store pushes
+//! (segments, a new index) is taken in whenever it arrives.
+
+use crate::compare::PageView;
+use crate::error::Error;
+use crate::scan::control::Explained as Explanation;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+use vmm_dedup_protocol::control::{Explained, NotDone, Set};
+use vmm_dedup_protocol::index::IndexReader;
+use vmm_dedup_protocol::key::{PAGE_WORDS, Salt};
+use vmm_dedup_protocol::mapping::Mapping;
+use vmm_dedup_protocol::message::{
+    Hello, Kind, Message, NO_SLOT, RefDelta, Role, Staged, aligned_buffer, encode, encode_batch,
+};
+use vmm_dedup_protocol::socket::{self, Received};
+use vmm_dedup_protocol::stats::ServiceStats;
+use vmm_dedup_protocol::{SEGMENT_BYTES, STAGING_PAGES, Slot};
+use zerocopy::IntoBytes;
+
+/// A store that does not answer for this long is given up; a new connection is tried later.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Questions that may wait for an answer: a store asks fewer at a time.
+const MAX_QUESTIONS: usize = 64;
+
+/// What somebody asks through the store.
+#[derive(Debug)]
+pub(crate) enum Question {
+    Set(Set),
+    /// Guest physical addresses; `None`: all.
+    Explain {
+        serial: u64,
+        addresses: Option<Range<u64>>,
+    },
+}
+
+#[derive(Debug)]
+struct Segment {
+    file: OwnedFd,
+    pages: Mapping,
+    /// Tells it from an earlier one of the same number.
+    serial: u64,
+}
+
+/// A live connection.
+#[derive(Debug)]
+pub(crate) struct Store {
+    socket: OwnedFd,
+    buffer: Vec<u64>,
+    index: IndexReader,
+    staging: Mapping,
+    staging_file: OwnedFd,
+    /// Whether the staging buffer holds pages.
+    staged: bool,
+    segments: Vec<Option<Segment>>,
+    /// Changes of these.
+    segment_changes: u64,
+    salt: Salt,
+    questions: VecDeque<Question>,
+    /// Serial numbers of those who wait for memory to be brought back.
+    pub(crate) unmerging: Vec<u64>,
+}
+
+impl Store {
+    /// Connects, introduces this VM and takes over what the store shares.
+    pub(crate) fn connect(path: &Path, name: &str, pages: usize) -> Result<Self, Error> {
+        let socket = socket::connect(path).map_err(|source| Error::Connect {
+            path: path.to_owned(),
+            source,
+        })?;
+        for which in [Timeout::Recv, Timeout::Send] {
+            set_socket_timeout(&socket, which, Some(PATIENCE)).map_err(std::io::Error::from)?;
+        }
+        let hello = Hello::new(Role::Service, name, pages as u64);
+        socket::send(&socket, &encode(Kind::Hello, &[hello.as_bytes()]), &[])?;
+        let mut buffer = aligned_buffer();
+        let mut answer = socket::receive(&socket, &mut buffer)?.ok_or(Error::StoreGone)?;
+        let welcome = match answer.parse(&buffer)? {
+            Message::Welcome(welcome) => welcome,
+            Message::Error(text) => return Err(Error::StoreRefused(text.to_owned())),
+            _ => return Err(Error::Unexpected("answer to the greeting")),
+        };
+        let (Some(staging), Some(index)) = (answer.fds.pop(), answer.fds.pop()) else {
+            return Err(Error::Unexpected("greeting without descriptors"));
+        };
+        Ok(Self {
+            index: map_index(&index, welcome.index_bytes)?,
+            staging: Mapping::read_write(&staging, STAGING_PAGES * vmm_dedup_protocol::PAGE_SIZE)?,
+            staging_file: staging,
+            staged: false,
+            segments: Vec::new(),
+            segment_changes: 0,
+            salt: Salt(welcome.salt),
+            questions: VecDeque::new(),
+            unmerging: Vec::new(),
+            socket,
+            buffer,
+        })
+    }
+
+    pub(crate) fn salt(&self) -> Salt {
+        self.salt
+    }
+
+    /// The index as last announced. Ask again after every other call.
+    pub(crate) fn index(&self) -> &IndexReader {
+        &self.index
+    }
+
+    /// Descriptor and address of a slot's page, if its segment was announced: `(file, address of the slot)`.
+    pub(crate) fn slot(&self, slot: Slot) -> Option<(BorrowedFd<'_>, usize)> {
+        let segment = self.segments.get(slot.segment() as usize)?.as_ref()?;
+        Some((segment.file.as_fd(), segment.pages.address() + slot.offset()))
+    }
+
+    /// A slot's page, if its segment was announced.
+    pub(crate) fn page(&self, slot: Slot) -> Option<&PageView> {
+        let segment = self.segments.get(slot.segment() as usize)?.as_ref()?;
+        let first = slot.offset() / size_of::<u64>();
+        segment
+            .pages
+            .words()
+            .get(first..first + PAGE_WORDS)?
+            .try_into()
+            .ok()
+    }
+
+    /// A number that is another one after every change of the segments.
+    pub(crate) fn segment_changes(&self) -> u64 {
+        self.segment_changes
+    }
+
+    /// The segments by their numbers, as far as they were announced: a number that no other segment of this
+    /// connection has, and the file.
+    pub(crate) fn segments(&self) -> impl Iterator<Item = Option<(u64, BorrowedFd<'_>)>> {
+        self.segments.iter().map(|segment| {
+            segment
+                .as_ref()
+                .map(|segment| (segment.serial, segment.file.as_fd()))
+        })
+    }
+
+    /// Reports what happened; returns which of the sightings the store wants published.
+    pub(crate) fn batch(
+        &mut self,
+        epoch: u64,
+        sightings: &[u64],
+        withdrawals: &[u64],
+        ambiguous: &[u64],
+        refs: &[RefDelta],
+    ) -> Result<Vec<u32>, Error> {
+        socket::send(
+            &self.socket,
+            &encode_batch(epoch, sightings, withdrawals, ambiguous, refs),
+            &[],
+        )?;
+        self.answer(|message| match message {
+            Message::BatchReply(wanted) => Some(wanted.to_vec()),
+            _ => None,
+        })
+    }
+
+    /// Copies a guest page into the staging buffer; torn if the guest writes it meanwhile.
+    ///
+    /// # Safety
+    /// A page must be readable at `address`.
+    #[allow(unsafe_code)] // reads guest memory
+    pub(crate) unsafe fn stage(&mut self, position: usize, address: usize) {
+        self.staged = true;
+        // SAFETY: as promised by the caller.
+        unsafe { self.staging.copy_page_from_address(position, address) };
+    }
+
+    /// Publishes the staged pages; returns the slots they got.
+    pub(crate) fn publish(&mut self, pages: &[Staged]) -> Result<Vec<Option<Slot>>, Error> {
+        let raw: Vec<u64> = pages.iter().map(|page| page.raw()).collect();
+        socket::send(&self.socket, &encode(Kind::Publish, &[raw.as_bytes()]), &[])?;
+        let slots = self.answer(|message| match message {
+            Message::Published(slots) => Some(slots.to_vec()),
+            _ => None,
+        })?;
+        if slots.len() != pages.len() {
+            return Err(Error::Unexpected("number of slots"));
+        }
+        Ok(slots
+            .into_iter()
+            .map(|n| if n == NO_SLOT { None } else { Slot::try_new(n) })
+            .collect())
+    }
+
+    /// Gives the memory of the staging buffer back.
+    pub(crate) fn release_staging(&mut self) {
+        use rustix::fs::{FallocateFlags, fallocate};
+        if std::mem::take(&mut self.staged) {
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let _ = fallocate(&self.staging_file, flags, 0, self.staging.len() as u64);
+        }
+    }
+
+    /// Sends the service's account. Not answered.
+    pub(crate) fn report(&mut self, stats: &ServiceStats) -> Result<(), Error> {
+        self.tell(Kind::Report, stats.as_bytes())
+    }
+
+    /// Tells that this process maps no slot of this connection any more, and hangs up. The store then waits for nothing;
+    /// if it does not hear this, it waits for the end of the process.
+    pub(crate) fn say_goodbye(mut self) {
+        // Our own view of the slots first.
+        self.segments.clear();
+        if let Err(error) = self.tell(Kind::Goodbye, &[]) {
+            log::debug!("the store does not hear the goodbye: {error}");
+        }
+    }
+
+    /// The socket, to wait for questions.
+    pub(crate) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Whether something was asked and not taken yet.
+    pub(crate) fn has_questions(&self) -> bool {
+        !self.questions.is_empty()
+    }
+
+    /// What somebody asked, in order.
+    pub(crate) fn next_question(&mut self) -> Option<Question> {
+        self.questions.pop_front()
+    }
+
+    /// Answers a `Set`.
+    pub(crate) fn done(&mut self, serial: u64, done: &Result<(), Error>) -> Result<(), Error> {
+        match done {
+            Ok(()) => self.tell(Kind::Done, &serial.to_ne_bytes()),
+            Err(error) => self.not_done(serial, error),
+        }
+    }
+
+    /// Answers an `Explain`.
+    pub(crate) fn explained(&mut self, serial: u64, explanation: Explanation) -> Result<(), Error> {
+        match explanation {
+            Err(error) => self.not_done(serial, &error),
+            Ok((explanation, note)) => {
+                let explained = Explained {
+                    serial,
+                    explanation,
+                    note,
+                };
+                self.tell(Kind::Explained, &explained.body())
+            }
+        }
+    }
+
+    fn not_done(&mut self, serial: u64, error: &Error) -> Result<(), Error> {
+        let text = error.to_string();
+        self.tell(Kind::NotDone, &NotDone { serial, text }.body())
+    }
+
+    fn tell(&mut self, kind: Kind, body: &[u8]) -> Result<(), Error> {
+        Ok(socket::send(&self.socket, &encode(kind, &[body]), &[])?)
+    }
+
+    /// Takes in what the store pushed, without waiting.
+    pub(crate) fn take_pushes(&mut self) -> Result<(), Error> {
+        loop {
+            let mut poll = [rustix::event::PollFd::new(
+                &self.socket,
+                rustix::event::PollFlags::IN,
+            )];
+            let now = rustix::event::Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            };
+            if rustix::event::poll(&mut poll, Some(&now)).map_err(std::io::Error::from)? == 0 {
+                return Ok(());
+            }
+            let received = socket::receive(&self.socket, &mut self.buffer)?.ok_or(Error::StoreGone)?;
+            if let Some(unasked) = self.push(received)? {
+                unasked.parse(&self.buffer)?;
+                return Err(Error::Unexpected("message"));
+            }
+        }
+    }
+
+    fn answer<T>(&mut self, mut pick: impl FnMut(Message<'_>) -> Option<T>) -> Result<T, Error> {
+        loop {
+            let received = socket::receive(&self.socket, &mut self.buffer)?.ok_or(Error::StoreGone)?;
+            if let Some(received) = self.push(received)? {
+                let message = received.parse(&self.buffer)?;
+                return pick(message).ok_or(Error::Unexpected("answer"));
+            }
+        }
+    }
+
+    /// Handles a push; gives back anything else.
+    fn push(&mut self, mut received: Received) -> Result<Option<Received>, Error> {
+        match received.parse(&self.buffer)? {
+            Message::Segment(number) => {
+                let file = received
+                    .fds
+                    .pop()
+                    .ok_or(Error::Unexpected("segment without descriptor"))?;
+                let pages = Mapping::read_only(&file, SEGMENT_BYTES)?;
+                let at = number as usize;
+                if self.segments.len() <= at {
+                    self.segments.resize_with(at + 1, || None);
+                }
+                self.segment_changes += 1;
+                let serial = self.segment_changes;
+                self.segments[at] = Some(Segment { file, pages, serial });
+            }
+            Message::SegmentRetired(number) => {
+                if let Some(segment) = self.segments.get_mut(number as usize) {
+                    self.segment_changes += 1;
+                    *segment = None;
+                }
+            }
+            Message::Index(bytes) => {
+                let file = received
+                    .fds
+                    .pop()
+                    .ok_or(Error::Unexpected("index without descriptor"))?;
+                self.index = map_index(&file, bytes)?;
+            }
+            Message::Set(set) => self.ask(Question::Set(set))?,
+            Message::Explain(explain) => {
+                let end = explain.gpa_start.saturating_add(explain.gpa_len);
+                self.ask(Question::Explain {
+                    serial: explain.serial,
+                    addresses: (explain.gpa_len > 0).then_some(explain.gpa_start..end),
+                })?;
+            }
+            Message::Error(text) => return Err(Error::StoreRefused(text.to_owned())),
+            _ => return Ok(Some(received)),
+        }
+        Ok(None)
+    }
+
+    fn ask(&mut self, question: Question) -> Result<(), Error> {
+        if self.questions.len() + self.unmerging.len() >= MAX_QUESTIONS {
+            return Err(Error::Unexpected("number of questions"));
+        }
+        self.questions.push_back(question);
+        Ok(())
+    }
+}
+
+fn map_index(file: &OwnedFd, bytes: u64) -> Result<IndexReader, Error> {
+    let len = usize::try_from(bytes).map_err(|_| Error::Unexpected("index size"))?;
+    Ok(IndexReader::new(Mapping::read_only(file, len)?)?)
+}

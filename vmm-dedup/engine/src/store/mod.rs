@@ -1,0 +1,4 @@
+//! The page store, seen from a service: the connection, and the announcement of VMs that have no service.
+
+pub(crate) mod connection;
+pub(crate) mod refusal;

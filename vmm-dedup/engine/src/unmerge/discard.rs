@@ -1,0 +1,186 @@
+//! Memory that a guest gives up: balloon, free page reporting, virtio-mem.
+//!
+//! A VMM frees such a range with madvise(MADV_DONTNEED), after which the guest must read zeros. On a mapping of the
+//! store the call would bring the store's content back instead. [`Discarder::discard`] does what the VMM meant: it
+//! maps fresh anonymous memory over whatever lies in store mappings, and frees the rest as ever.
+//!
+//! # Why nothing stale is ever read, and nothing else is lost
+//!
+//! - Only the scanning thread and the fault thread replace guest pages. The scanning thread does it under
+//!   [`Discards`]' lock (merge windows, giving back), the fault thread under the breaker's; a discard holds both. So
+//!   it never meets a page that is away, about to be put back, or half replaced.
+//! - Which pages lie in store mappings says a bit for each page, which changes under the lock wherever it is set.
+//!   Where it is set too often (the fault thread just replaced the page) fresh memory is mapped over anonymous
+//!   memory, which is the same as freeing it.
+//! - Between the call and its end, what the guest reads and writes there is undefined, as for MADV_DONTNEED itself:
+//!   it sees the old content or zeros. A device that has the old page pinned keeps the old page, as it would.
+//! - What the guest writes afterwards lies in memory that is not tracked, so it counts as written, until the scanning
+//!   thread has taken note of the discard and registered it. It does so before it next replaces anything.
+//!
+//! The caller may be a thread whose system calls are filtered: only mmap, madvise and futex are used.
+
+use crate::memory::bitmap::Bits;
+use crate::memory::layout::{Memory, Page};
+use crate::scan::pass::Scanner;
+use crate::sys::page_size::{PAGE_SIZE, bytes};
+use crate::sys::uffd::Mode;
+use crate::sys::{guest, vma};
+use crate::unmerge::cow::Breaker;
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Held by whoever replaces guest pages; remembers what was discarded.
+#[derive(Debug)]
+pub(crate) struct Discards(Mutex<Inner>);
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    memory: Arc<Memory>,
+    in_file: Arc<Bits>,
+    discarded: Bits,
+    any: bool,
+}
+
+impl Discards {
+    pub(crate) fn new(memory: Arc<Memory>, in_file: Arc<Bits>) -> Self {
+        let discarded = Bits::new(memory.end());
+        Self(Mutex::new(Inner {
+            memory,
+            in_file,
+            discarded,
+            any: false,
+        }))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        let inner = self.lock();
+        inner.in_file.bytes() + inner.discarded.bytes()
+    }
+}
+
+impl Inner {
+    pub(crate) fn set_memory(&mut self, memory: Arc<Memory>, in_file: Arc<Bits>) {
+        self.discarded = self.discarded.resized(memory.end());
+        (self.memory, self.in_file) = (memory, in_file);
+    }
+
+    /// Pages discarded since the last call.
+    fn take(&mut self) -> Vec<Range<Page>> {
+        if !std::mem::take(&mut self.any) {
+            return Vec::new();
+        }
+        let runs = self.discarded.runs(0..Page::MAX);
+        let pages = runs.iter().cloned().flatten();
+        pages.for_each(|page| self.discarded.set(page, false));
+        runs
+    }
+}
+
+/// Frees guest memory in the VMM's place; from [`crate::DedupService::discarder`]. It works for as long as it lives,
+/// also after the service has ended.
+#[derive(Clone, Debug)]
+pub struct Discarder {
+    discards: Arc<Discards>,
+    breaker: Arc<Breaker>,
+}
+
+impl Discarder {
+    pub(crate) fn new(discards: Arc<Discards>, breaker: Arc<Breaker>) -> Self {
+        Self { discards, breaker }
+    }
+
+    /// Does to a range of addresses what the VMM wants of madvise(MADV_DONTNEED): afterwards it reads as zeros and
+    /// holds no memory, whether it was shared or not.
+    ///
+    /// # Safety
+    /// As for madvise(MADV_DONTNEED): the range is guest memory, and nothing in it is needed any more.
+    ///
+    /// # Errors
+    /// Those of madvise.
+    #[allow(unsafe_code)] // frees guest memory
+    pub unsafe fn discard(&self, start: usize, len: usize) -> io::Result<()> {
+        let end = start.checked_add(len).map(|end| end.next_multiple_of(PAGE_SIZE));
+        let (Some(end), true) = (end, start.is_multiple_of(PAGE_SIZE)) else {
+            return Err(io::ErrorKind::InvalidInput.into());
+        };
+        let range = start..end;
+        let mut kept = Vec::new();
+        let mut inner = self.discards.lock();
+        for pages in inner.memory.within(&range) {
+            for run in inner.in_file.runs(pages.clone()) {
+                let at = inner.memory.address(run.start);
+                let run = at..at + bytes(run.len());
+                self.breaker.give_up(&run, || {
+                    // SAFETY: guest memory that the caller gives up.
+                    match unsafe { vma::renew(run.start, run.len()) } {
+                        Ok(()) => inner.memory.advise_again(&run),
+                        Err(_) => kept.push(run.clone()),
+                    }
+                });
+            }
+            pages.for_each(|page| inner.discarded.set(page, true));
+            inner.any = true;
+        }
+        // SAFETY: as promised by the caller.
+        let done = unsafe { vma::dont_need(range.start, range.len()) };
+        drop(inner);
+        // No mapping was left for these: they get zeros of their own, by copy-on-write. Without the locks, since in
+        // managed mode a write may have to wait for the fault thread.
+        for at in kept.into_iter().flat_map(|run| run.step_by(PAGE_SIZE)) {
+            // SAFETY: as promised by the caller; the place is mapped.
+            unsafe { guest::store_page(at, &[0; vmm_dedup_protocol::key::PAGE_WORDS]) };
+        }
+        done
+    }
+
+    /// Whether a range has memory of the service.
+    #[must_use]
+    pub fn covers(&self, start: usize, len: usize) -> bool {
+        let range = start..start.saturating_add(len);
+        self.discards
+            .lock()
+            .memory
+            .regions()
+            .any(|r| r.start < range.end && range.start < r.end)
+    }
+}
+
+impl Scanner {
+    /// Takes note of what was discarded. Before anything is replaced, under the same lock: a page that was discarded
+    /// and merged since would be forgotten.
+    pub(crate) fn note_discards(&mut self, inner: &mut Inner) {
+        for pages in inner.take() {
+            for pages in self.memory.existing(pages) {
+                self.forget_pages(pages.clone());
+                let start = self.memory.address(pages.start);
+                for chunk in self.memory.chunk_of(pages.start)..=self.memory.chunk_of(pages.end - 1) {
+                    self.chunks[chunk].pending = true;
+                }
+                if let Err(error) = self.tracker.register(start, bytes(pages.len()), Mode::Wp) {
+                    // Not tracked, so it counts as written for ever: it is only never merged again.
+                    log::debug!("discarded memory at {start:#x} cannot be registered: {error}");
+                }
+            }
+        }
+    }
+
+    /// Forgets pages whose memory was replaced or is about to go, and gives back what they referenced.
+    pub(crate) fn forget_pages(&mut self, pages: Range<Page>) {
+        use crate::memory::page_state::State;
+        let before = self.boundaries(&pages);
+        for page in pages.clone() {
+            match self.table.forget(page) {
+                State::Shared(slot) => self.release(slot),
+                State::Candidate { key, .. } => self.outbox.withdrawals.push(key.raw()),
+                _ => {}
+            }
+        }
+        self.vmas += self.boundaries(&pages) - before;
+        self.update_fragments(&pages);
+    }
+}
