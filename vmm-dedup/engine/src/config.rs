@@ -2,11 +2,10 @@
 
 use crate::compare::registry::Search;
 use crate::error::Error;
-use crate::thp::policy::Policy;
-use crate::track::access_source::UseSource;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
+use vmm_dedup_protocol::stats::USE_SOURCES;
 
 /// Who copies a shared page when the guest writes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,6 +75,133 @@ impl Default for Config {
             search_socket: None,
             breaks: Breaks::Kernel,
         }
+    }
+}
+
+/// How 2 MiB ranges are managed (SmartMD, USENIX ATC'17, slides 13 to 21). Policies that watch the use of memory take
+/// pages for moments to see who wants them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Policy {
+    /// Split what is rarely used and has many duplicates, build again what is used often.
+    Smartmd,
+    /// As KSM: split whatever has a duplicate and stands still, however often it is read. Build nothing again.
+    #[default]
+    Ksm,
+    /// Share whole 2 MiB only: split a huge page if all of its small pages have twins.
+    NoSplitting,
+    /// As Ingens (OSDI'16): split what is rarely used, whether it has duplicates or not, build again what is used often.
+    Ingens,
+}
+
+impl Policy {
+    /// All of them, in the order of benchmarks.
+    pub const ALL: [Policy; 4] = [Policy::Smartmd, Policy::Ksm, Policy::NoSplitting, Policy::Ingens];
+
+    /// Its name in configurations.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Policy::Smartmd => "smartmd",
+            Policy::Ksm => "ksm",
+            Policy::NoSplitting => "no-splitting",
+            Policy::Ingens => "ingens",
+        }
+    }
+
+    /// Whether it depends on how much of a huge page repeats. (Else it asks for a twin of every subpage.)
+    pub(crate) fn counts_repetition(self) -> bool {
+        self != Policy::Ksm
+    }
+
+    /// Whether it depends on how often memory is used.
+    pub(crate) fn watches_access(self) -> bool {
+        matches!(self, Policy::Smartmd | Policy::Ingens)
+    }
+}
+
+impl std::fmt::Display for Policy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Policy {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let names = || Policy::ALL.map(Policy::name).join(", ");
+        Policy::ALL
+            .into_iter()
+            .find(|p| p.name() == name)
+            .ok_or_else(|| format!("there is no policy {name:?}; choose one of {}", names()))
+    }
+}
+
+/// What tells which memory is used. If one cannot, the next of take-and-wait, damon, page-idle and writes is asked, and the reason
+/// is logged and explained. Writes that break sharing count as use with any of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum UseSource {
+    /// Memory is taken away for some milliseconds, and who uses it waits: tells how often as well, and needs nothing but what
+    /// merging needs. Who uses memory is stopped once in an interval for each 2 MiB of it.
+    #[default]
+    TakeAndWait,
+    /// The kernel's DAMON, which looks at accessed bits: stops nobody, tells less about how often. Needs a kernel with
+    /// DAMON for virtual addresses, CAP_SYS_ADMIN, and that nobody else on the host uses DAMON.
+    Damon,
+    /// The kernel's bitmap of idle pages: as `Damon`, for any number of VMs. Needs CAP_SYS_ADMIN, and a kernel with
+    /// CONFIG_IDLE_PAGE_TRACKING, which those of distributions are not.
+    PageIdle,
+    /// Only writes that break sharing: costs nothing, and takes for idle what is only read.
+    Writes,
+}
+
+impl UseSource {
+    /// All of them, the best first.
+    pub const ALL: [UseSource; 4] = [
+        UseSource::TakeAndWait,
+        UseSource::Damon,
+        UseSource::PageIdle,
+        UseSource::Writes,
+    ];
+
+    /// Its name in configurations and metrics.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        USE_SOURCES[self.number()]
+    }
+
+    pub(crate) fn number(self) -> usize {
+        match self {
+            UseSource::TakeAndWait => 1,
+            UseSource::Damon => 2,
+            UseSource::Writes => 3,
+            UseSource::PageIdle => 4,
+        }
+    }
+}
+
+impl std::fmt::Display for UseSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for UseSource {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let names = || UseSource::ALL.map(UseSource::name).join(", ");
+        UseSource::ALL
+            .into_iter()
+            .find(|source| source.name() == name)
+            .ok_or_else(|| {
+                format!(
+                    "nothing named {name:?} tells the use of memory; choose one of {}",
+                    names()
+                )
+            })
     }
 }
 
@@ -175,6 +301,22 @@ mod tests {
         assert_eq!(
             config.validate().unwrap_err().to_string(),
             "cpu_percent is 0, but it must be 1 to 100"
+        );
+    }
+
+    #[test]
+    fn names_are_read_back() {
+        for policy in Policy::ALL {
+            assert_eq!(policy.name().parse(), Ok(policy));
+        }
+        assert!("huge".parse::<Policy>().unwrap_err().contains("smartmd"));
+        for source in UseSource::ALL {
+            assert_eq!(source.name().parse(), Ok(source));
+        }
+        let error = "bits".parse::<UseSource>().unwrap_err();
+        assert!(
+            error.contains("take-and-wait, damon, page-idle, writes"),
+            "{error}"
         );
     }
 }

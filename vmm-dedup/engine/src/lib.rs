@@ -18,6 +18,7 @@
 //! - [`sys`](mod@sys): system calls, one module each;
 //! - [`memory`](mod@memory): how guest memory is laid out, and what is known of each page and each 2 MiB;
 //! - [`compare`](mod@compare): seams for hardware that compares pages, and the CPU as the first of them;
+//! - [`window`](mod@window): the one way in which guest pages are taken away for a moment;
 //! - [`store`](mod@store): the connection to the page store;
 //! - [`track`](mod@track): which pages were written, and which are used;
 //! - [`lookup`](mod@lookup): keys, sightings, hashes, publications: who is a twin of whom;
@@ -29,6 +30,7 @@
 //! Known holes: a page that the kernel copied on write stays private for good (nobody can tell whether it is
 //! pinned); a huge page that is hot outside its key lines looks cold until it is hashed.
 
+mod account;
 pub mod compare;
 mod config;
 mod error;
@@ -42,16 +44,15 @@ mod sys;
 mod thp;
 mod track;
 mod unmerge;
+mod window;
 
 pub use compare::registry::{MakeEngine, Search, cpu_engines};
-pub use config::{Breaks, Config};
+pub use config::{Breaks, Config, Policy, UseSource};
 pub use error::Error;
 pub use memory::layout::HostRange;
 pub use service::DedupService;
 pub use store::refusal::Refused;
 pub use sys::sched::in_service_thread;
-pub use thp::policy::Policy;
-pub use track::access_source::UseSource;
 pub use unmerge::discard::Discarder;
 pub use vmm_dedup_protocol::control::{Explanation, Settings, Switch};
 pub use vmm_dedup_protocol::refusal::{Reason, Refusal};

@@ -7,7 +7,7 @@ use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::{HostRange, Memory};
 use crate::scan::control::{Control, Event, Request};
 use crate::scan::hotplug::Change;
-use crate::scan::pass::Scanner;
+use crate::scan::pass::Pass;
 use crate::store::connection::Store;
 use crate::sys::pagemap::Pagemap;
 use crate::unmerge::cow::Breaker;
@@ -106,9 +106,9 @@ impl DedupService {
         let control = Arc::new(Control::new(&config)?);
         let searcher = Searcher::new(&config, engines);
         let memory = Memory::new(ranges)?;
-        let scanner = Scanner::new(config, memory, store.to_owned(), searcher, control.clone())?;
-        control.publish(&scanner.stats);
-        let (breaker, discards) = (scanner.breaker.clone(), scanner.discards.clone());
+        let pass = Pass::new(config, memory, store.to_owned(), searcher, control.clone())?;
+        control.publish(&pass.account.stats);
+        let (breaker, discards) = (pass.space.breaker.clone(), pass.space.discards.clone());
         let spawn = |name: &str| std::thread::Builder::new().name(name.into());
         let faults = if breaker.managed() {
             let (breaker, pagemap) = (breaker.clone(), Pagemap::open()?);
@@ -121,7 +121,7 @@ impl DedupService {
             None
         };
         let thread = spawn("dedup-scan").spawn(move || {
-            let end = scan(scanner);
+            let end = scan(pass);
             drop(keep_alive);
             end
         });
@@ -308,46 +308,46 @@ impl Drop for Closes {
 const REST_PERIOD: Duration = Duration::from_secs(1);
 
 /// The scanning thread.
-fn scan(mut scanner: Scanner) -> (ServiceStats, Result<(), Error>) {
-    scanner.enter_thread();
-    let control = scanner.control.clone();
+fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
+    pass.enter_thread();
+    let control = pass.control.clone();
     let _closes = Closes(control.clone());
     let (mut next, mut resting) = (Instant::now(), false);
     loop {
         // Those that came while an answer of the store was waited for are not in its socket any more.
-        if scanner.has_questions() {
-            scanner.try_answer();
+        if pass.has_questions() {
+            pass.try_answer();
         }
-        let store = scanner.store.as_ref().map(Store::socket);
+        let store = pass.session.store().map(Store::socket);
         match control.next(next, resting, store) {
-            Event::Question => scanner.try_answer(),
+            Event::Question => pass.try_answer(),
             Event::Request(Request::Unmerge(tell)) => {
-                let done = scanner.unmerge_on_request();
+                let done = pass.unmerge_on_request();
                 if let Some(tell) = tell {
                     let _ = tell.send(done);
                 }
             }
             Event::Request(Request::Change(change, range, tell)) => {
-                let _ = tell.send(scanner.change(change, range));
+                let _ = tell.send(pass.change(change, range));
             }
             Event::Request(Request::Stop { unmerge }) => {
-                let end = scanner.finish(unmerge);
-                control.publish(&scanner.stats);
-                return (scanner.stats, end);
+                let end = pass.finish(unmerge);
+                control.publish(&pass.account.stats);
+                return (pass.account.stats, end);
             }
             Event::Request(Request::Pass(tell)) => {
-                next = Instant::now() + scanner.config.pass_period();
-                scanner.pass();
-                let _ = tell.send(scanner.stats);
+                next = Instant::now() + pass.config.pass_period();
+                pass.run();
+                let _ = tell.send(pass.account.stats);
             }
             Event::Due => {
                 resting = control.rests();
                 if resting {
                     next = Instant::now() + REST_PERIOD;
-                    scanner.rest();
+                    pass.rest();
                 } else {
-                    next = Instant::now() + scanner.config.pass_period();
-                    scanner.pass();
+                    next = Instant::now() + pass.config.pass_period();
+                    pass.run();
                 }
             }
         }

@@ -1,108 +1,275 @@
-//! Who proposes the slot of a page: the engine, if there is one ([`crate::lookup::tree_search`]), else the index
-//! ([`crate::lookup::candidates`]).
+//! Keyed > found: who proposes the slot of a page. That is the tree search, if there is one ([`tree_search`]), else the
+//! store's index.
+//!
+//! A page has a line key. If the index has one slot for it, that is proposed at once; if the key is known to be ambiguous, the
+//! page's whole hash decides; else the store is told of the page: it is *sighted*.
+//!
+//! [`tree_search`]: mod@crate::lookup::tree_search
 
-use crate::error::Error;
+use crate::account::Account;
+use crate::lookup::request::MergeRequest;
 use crate::lookup::tree_search::{BATCH, FEW, Found, Place, Searcher};
 use crate::memory::layout::Page;
-use crate::memory::page_state::State;
-use crate::merge::request::Item;
-use crate::scan::pass::Scanner;
-use crate::sys::proc;
+use crate::memory::page_map::PageMap;
+use crate::store::session::Session;
+use crate::sys::page_size::PAGE_SIZE;
+use crate::sys::{guest, proc};
 use vmm_dedup_protocol::Slot;
-use vmm_dedup_protocol::key::Key;
+use vmm_dedup_protocol::index::{IndexReader, Line};
+use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash};
 
-impl Scanner {
-    /// Before a pass: sees to it that there is an engine, if there can be one.
-    pub(crate) fn prepare_search(&mut self) {
-        if let Some(store) = &self.store {
-            self.searcher.prepare(store, self.passes);
+/// Keys that are looked up one after the other, so that the loads overlap.
+const TOGETHER: usize = 64;
+/// Pages that are hashed at a time.
+const HASHED_AT_ONCE: usize = 1024;
+
+/// What the index says of a key.
+enum Answer {
+    Slot(Slot),
+    /// Several pages have the key: the hash decides.
+    Ambiguous,
+    Nothing,
+}
+
+impl Answer {
+    fn of_line(index: &IndexReader, page: Page, key: Key) -> Self {
+        match index.line(key) {
+            Some(Line::Marked(_)) => Self::Ambiguous,
+            Some(line) => line.slot_for(page).map_or(Self::Ambiguous, Self::Slot),
+            None => Self::Nothing,
         }
+    }
+
+    /// For a key that may be a whole page's hash.
+    fn of_candidate(index: &IndexReader, page: Page, key: Key) -> Self {
+        if key.is_full() {
+            index.slot_of_key(key).map_or(Self::Nothing, Self::Slot)
+        } else {
+            Self::of_line(index, page, key)
+        }
+    }
+}
+
+/// What looking again for twins of candidates found.
+#[derive(Debug, Default)]
+pub(crate) struct FoundAgain {
+    pub(crate) requests: Vec<MergeRequest>,
+    /// Those whose keys are in no index.
+    pub(crate) missing: Vec<(Page, Key)>,
+}
+
+/// Finds twins.
+#[derive(Debug)]
+pub(crate) struct Finder {
+    search: Searcher,
+    /// Pages whose whole content is to be hashed.
+    to_hash: Vec<Page>,
+}
+
+impl Finder {
+    pub(crate) fn new(search: Searcher) -> Self {
+        Self {
+            search,
+            to_hash: Vec::new(),
+        }
+    }
+
+    pub(crate) fn search(&self) -> &Searcher {
+        &self.search
+    }
+
+    pub(crate) fn search_mut(&mut self) -> &mut Searcher {
+        &mut self.search
+    }
+
+    /// Before a pass: sees to it that there is an engine, if there can be one.
+    pub(crate) fn prepare(&mut self, session: &Session, pass: u64) {
+        if let Some(store) = session.store() {
+            self.search.prepare(store, pass);
+        }
+    }
+
+    /// The store was lost.
+    pub(crate) fn forget_store(&mut self) {
+        self.search.forget_store();
+        self.to_hash.clear();
+    }
+
+    /// Leaves out pages that are not worked on any more.
+    pub(crate) fn retain(&mut self, keep: impl Fn(Page) -> bool) {
+        self.to_hash.retain(|page| keep(*page));
+    }
+
+    pub(crate) fn has_pages_to_hash(&self) -> bool {
+        !self.to_hash.is_empty()
     }
 
     /// Looks for twins of pages that stood still and have these line keys.
-    pub(crate) fn look_up_all(&mut self, keyed: &[(Page, Key)]) -> Result<(), Error> {
-        let found = self.ask_engine(keyed, Searcher::first);
-        // All proposals come before the first word to the store, which may let it reuse slots that nobody waits for.
-        self.take_proposals(keyed, &found);
-        for (at, (page, key)) in keyed.iter().enumerate() {
-            if !matches!(found.get(at), Some(Found::Twin(_))) {
-                self.look_up(*page, *key)?;
+    pub(crate) fn find(
+        &mut self,
+        map: &mut PageMap,
+        session: &Session,
+        account: &mut Account,
+        pass: u64,
+        keyed: &[(Page, Key)],
+    ) -> Vec<MergeRequest> {
+        let proposed = self.ask_engine(map, session, account, pass, keyed, Searcher::first);
+        let mut requests = proposals(account, keyed, &proposed);
+        for (group, keys) in keyed.chunks(TOGETHER).enumerate() {
+            if let Some(index) = session.index() {
+                touch(index, keys);
+            }
+            for (at, (page, key)) in (group * TOGETHER..).zip(keys) {
+                if matches!(proposed.get(at), Some(Found::Twin(_))) {
+                    continue;
+                }
+                let answer = session
+                    .index()
+                    .map_or(Answer::Nothing, |index| Answer::of_line(index, *page, *key));
+                match answer {
+                    Answer::Slot(slot) => requests.push(MergeRequest::twin_of(*page, slot)),
+                    Answer::Ambiguous => self.to_hash.push(*page),
+                    Answer::Nothing => map.sight(*page, *key, pass),
+                }
             }
         }
-        Ok(())
+        requests
     }
 
-    /// Looks for twins of candidates that had none when they were sighted. Returns those whose keys are in no index.
-    pub(crate) fn look_up_again(&mut self, candidates: &[(Page, Key)]) -> Vec<(Page, Key)> {
-        let mut missing = Vec::new();
+    /// Looks for twins of candidates that had none when they were sighted.
+    pub(crate) fn find_again(
+        &mut self,
+        map: &mut PageMap,
+        session: &Session,
+        account: &mut Account,
+        pass: u64,
+        candidates: &[(Page, Key)],
+    ) -> FoundAgain {
         let set = if candidates.len() <= FEW {
-            self.slots_of(candidates)
+            slots_of(session, candidates)
         } else {
             Vec::new()
         };
-        let found = self.ask_engine(candidates, |engine, with, pages| engine.again(with, pages, &set));
-        self.take_proposals(candidates, &found);
+        let ask = |search: &mut Searcher, with: &Place<'_>, pages: &[Page]| search.again(with, pages, &set);
+        let proposed = self.ask_engine(map, session, account, pass, candidates, ask);
+        let mut again = FoundAgain {
+            requests: proposals(account, candidates, &proposed),
+            missing: Vec::new(),
+        };
         for (at, (page, key)) in candidates.iter().enumerate() {
-            match found.get(at) {
-                Some(Found::Twin(_)) => {}
-                Some(Found::Changed) if !self.table.get(*page).in_file_mapping() => {
-                    // To be keyed anew, once it stands still.
-                    self.outbox.withdrawals.push(key.raw());
-                    self.table.set(*page, State::Armed);
-                    let chunk = self.memory.chunk_of(*page);
-                    self.chunks[chunk].pending = true;
+            match proposed.get(at) {
+                Some(Found::Twin(_)) => continue,
+                Some(Found::Changed) if map.private_candidate(*page).is_some() => {
+                    map.candidate_changed(*page);
+                    continue;
                 }
-                _ if self.find_again(*page, *key) => {}
-                _ => missing.push((*page, *key)),
+                _ => {}
+            }
+            let answer = session
+                .index()
+                .map_or(Answer::Nothing, |index| Answer::of_candidate(index, *page, *key));
+            match answer {
+                Answer::Slot(slot) => again.requests.push(MergeRequest::twin_of(*page, slot)),
+                Answer::Ambiguous => self.to_hash.push(*page),
+                Answer::Nothing => again.missing.push((*page, *key)),
             }
         }
-        missing
+        again
     }
 
-    fn take_proposals(&mut self, keyed: &[(Page, Key)], found: &[Found]) {
-        for ((page, _), found) in keyed.iter().zip(found) {
-            if let Found::Twin(slot) = found {
-                self.merges.push(Item::proposed(*page, *slot));
-                self.stats.search_twins_total += 1;
+    /// Hashes some of the pages whose keys are ambiguous, and looks the hashes up.
+    #[allow(unsafe_code)] // reads guest memory
+    pub(crate) fn hash_some(
+        &mut self,
+        map: &mut PageMap,
+        session: &Session,
+        account: &mut Account,
+        pass: u64,
+    ) -> Vec<MergeRequest> {
+        let rest = self.to_hash.split_off(self.to_hash.len().min(HASHED_AT_ONCE));
+        let pages = std::mem::replace(&mut self.to_hash, rest);
+        let mut words = [0; PAGE_WORDS];
+        let mut requests = Vec::new();
+        for (at, page) in pages.iter().copied().enumerate() {
+            if let Some(ahead) = pages.get(at + 1) {
+                guest::prefetch_page(map.memory().address(*ahead));
+            }
+            // SAFETY: guest memory stays mapped while the service runs.
+            unsafe { guest::copy_page(map.memory().address(page), &mut words) };
+            let hash = PageHash::of(&words, session.salt());
+            account.stats.pages_hashed_total += 1;
+            account.stats.bytes_read.hash += PAGE_SIZE as u64;
+            match session.index().and_then(|index| index.slot_of(hash)) {
+                Some(slot) => requests.push(MergeRequest::twin_of(page, slot)),
+                None if map.known(page).candidate() == Some(hash.key()) => {}
+                None => map.sight(page, hash.key(), pass),
             }
         }
+        requests
     }
 
     /// Asks the engine about pages, a batch at a time; no answers without one.
     fn ask_engine(
         &mut self,
+        map: &PageMap,
+        session: &Session,
+        account: &mut Account,
+        pass: u64,
         keyed: &[(Page, Key)],
         mut ask: impl FnMut(&mut Searcher, &Place<'_>, &[Page]) -> Vec<Found>,
     ) -> Vec<Found> {
-        let (Some(store), true) = (&self.store, self.searcher.is_on()) else {
+        let (Some(store), true) = (session.store(), self.search.is_on()) else {
             return Vec::new();
         };
-        let (cpu, helpers) = (proc::thread_cpu_ns(), self.searcher.helper_cpu_ns());
+        let (cpu, helpers) = (proc::thread_cpu_ns(), self.search.helper_cpu_ns());
         let with = Place {
             store,
-            memory: &self.memory,
-            pass: self.passes,
+            memory: map.memory(),
+            pass,
         };
         let pages: Vec<Page> = keyed.iter().map(|(page, _)| *page).collect();
         let batches = pages.chunks(BATCH);
         let found = batches
-            .flat_map(|batch| ask(&mut self.searcher, &with, batch))
+            .flat_map(|batch| ask(&mut self.search, &with, batch))
             .collect();
-        self.stats.searches_total += pages.len() as u64;
-        self.stats.cpu_ns.search += self.searcher.helper_cpu_ns() - helpers;
-        self.lap_within(cpu, |cpu| &mut cpu.search);
+        account.stats.searches_total += pages.len() as u64;
+        account.stats.cpu_ns.search += self.search.helper_cpu_ns() - helpers;
+        account.lap_within(cpu, |cpu| &mut cpu.search);
         found
     }
+}
 
-    /// The slots that the index names for some keys.
-    fn slots_of(&self, candidates: &[(Page, Key)]) -> Vec<Slot> {
-        let slot = |(page, key): &(Page, Key)| match key.is_full() {
-            true => self.index()?.slot_of_key(*key),
-            false => self.index()?.line(*key)?.slot_for(*page),
-        };
-        let mut slots: Vec<Slot> = candidates.iter().filter_map(slot).collect();
-        slots.sort_unstable();
-        slots.dedup();
-        slots
+/// Requests for what the engine has found.
+fn proposals(account: &mut Account, keyed: &[(Page, Key)], found: &[Found]) -> Vec<MergeRequest> {
+    let twin = |((page, _), found): (&(Page, Key), &Found)| match found {
+        Found::Twin(slot) => Some(MergeRequest::proposed(*page, *slot)),
+        _ => None,
+    };
+    let requests: Vec<MergeRequest> = keyed.iter().zip(found).filter_map(twin).collect();
+    account.stats.search_twins_total += requests.len() as u64;
+    requests
+}
+
+/// The slots that the index names for some keys.
+fn slots_of(session: &Session, candidates: &[(Page, Key)]) -> Vec<Slot> {
+    let twins = candidates.iter();
+    let mut slots: Vec<Slot> = twins
+        .filter_map(|(page, key)| twin(session, *page, *key))
+        .collect();
+    slots.sort_unstable();
+    slots.dedup();
+    slots
+}
+
+/// Brings what keys will be looked up in into the cache.
+fn touch(index: &IndexReader, keys: &[(Page, Key)]) {
+    std::hint::black_box(keys.iter().fold(0, |sum, (_, key)| sum ^ index.touch(*key)));
+}
+
+/// The slot that the index has for a page with this key.
+pub(crate) fn twin(session: &Session, page: Page, key: Key) -> Option<Slot> {
+    match Answer::of_candidate(session.index()?, page, key) {
+        Answer::Slot(slot) => Some(slot),
+        Answer::Ambiguous | Answer::Nothing => None,
     }
 }

@@ -2,5 +2,8 @@
 
 pub(crate) mod candidates;
 pub(crate) mod find;
+pub(crate) mod gaps;
+pub(crate) mod keys;
 pub(crate) mod publish;
+pub(crate) mod request;
 pub(crate) mod tree_search;

@@ -1,11 +1,12 @@
 //! Handing pages to the store that it asked for.
 
+use crate::account::Account;
 use crate::error::Error;
+use crate::lookup::gaps::Gaps;
+use crate::lookup::request::MergeRequest;
 use crate::memory::layout::{Memory, Page};
-use crate::memory::page_state::State;
-use crate::merge::bridged_runs::Gaps;
-use crate::merge::request::{Item, Role};
-use crate::scan::pass::Scanner;
+use crate::memory::page_map::PageMap;
+use crate::store::session::Session;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use vmm_dedup_protocol::STAGING_PAGES;
 use vmm_dedup_protocol::message::{Staged, Wish};
@@ -46,75 +47,85 @@ fn whole_chunk(memory: &Memory, pages: &[Page]) -> Option<usize> {
     (whole && pages.is_sorted()).then_some(chunk)
 }
 
-impl Scanner {
-    /// Publishes what the store wants. Where it wants pages of a huge page that is likely to be somebody else's as a whole, it
-    /// gets all of them: it has been told of all, but the other VM has told only of a sample so far. (What has no twin after
-    /// all is in the store then instead of in the guest, and takes no more memory there.)
-    pub(crate) fn publish_wanted(&mut self, wanted: &[Page]) -> Result<(), Error> {
-        let memory = self.memory.clone();
-        let chunk_of = |page: &Page| memory.has(*page).then(|| memory.chunk_of(*page));
-        let mut pages = Vec::with_capacity(wanted.len());
-        // What is not there any more was removed meanwhile.
-        for part in wanted.chunk_by(|a, b| chunk_of(a) == chunk_of(b)) {
-            let Some(chunk) = chunk_of(&part[0]) else { continue };
-            let all = memory.chunks()[chunk].pages.clone();
-            let known = |page: Page| matches!(self.table.get(page), State::Candidate { foreign: false, .. });
-            let state = &self.chunks[chunk];
-            if state.huge && state.mixed.likely_whole && all.clone().all(known) {
-                pages.extend(all);
-            } else {
-                pages.extend_from_slice(part);
-            }
+/// Publishes what the store wants; returns what got a slot.
+///
+/// Where it wants pages of a huge page that is likely to be somebody else's as a whole, it gets all of them: it has been told of
+/// all, but the other VM has told only of a sample so far. (What has no twin after all is in the store then instead of in the
+/// guest, and takes no more memory there.)
+///
+/// # Errors
+/// Those of the connection.
+pub(crate) fn publish(
+    map: &PageMap,
+    session: &mut Session,
+    account: &mut Account,
+    huge_pages: bool,
+    wanted: &[Page],
+) -> Result<Vec<MergeRequest>, Error> {
+    let memory = map.memory();
+    let chunk_of = |page: &Page| memory.has(*page).then(|| memory.chunk_of(*page));
+    let mut pages = Vec::with_capacity(wanted.len());
+    // What is not there any more was removed meanwhile.
+    for part in wanted.chunk_by(|a, b| chunk_of(a) == chunk_of(b)) {
+        let Some(chunk) = chunk_of(&part[0]) else { continue };
+        let all = map.chunk_at(chunk).pages.clone();
+        let state = map.chunk(chunk);
+        let known = |page: Page| map.private_candidate(page).is_some();
+        if state.huge && state.mixed.likely_whole && all.clone().all(known) {
+            pages.extend(all);
+        } else {
+            pages.extend_from_slice(part);
         }
-        for message in messages(&memory, &pages) {
-            self.publish(message)?;
-        }
-        Ok(())
     }
+    let mut requests = Vec::with_capacity(pages.len());
+    for message in messages(memory, &pages) {
+        requests.extend(publish_message(map, session, account, huge_pages, message)?);
+    }
+    Ok(requests)
+}
 
-    /// Hands pages to the store. It checks their content itself, so a page that changes meanwhile does no harm.
-    #[allow(unsafe_code)] // reads guest memory
-    fn publish(&mut self, pages: &[Page]) -> Result<(), Error> {
-        let Some(store) = &mut self.store else {
-            return Ok(());
+/// Hands pages to the store. It checks their content itself, so a page that changes meanwhile does no harm.
+#[allow(unsafe_code)] // reads guest memory
+fn publish_message(
+    map: &PageMap,
+    session: &mut Session,
+    account: &mut Account,
+    huge_pages: bool,
+    pages: &[Page],
+) -> Result<Vec<MergeRequest>, Error> {
+    let Some(store) = session.store_mut() else {
+        return Ok(Vec::new());
+    };
+    let (mut keys, mut staged) = (Vec::with_capacity(pages.len()), Vec::with_capacity(pages.len()));
+    let mut gaps = Gaps::default();
+    for page in pages {
+        let Some(key) = map.known(*page).candidate() else {
+            continue;
         };
-        let (mut keys, mut staged) = (Vec::with_capacity(pages.len()), Vec::with_capacity(pages.len()));
-        let mut gaps = Gaps::default();
-        for page in pages {
-            let State::Candidate { key, .. } = self.table.get(*page) else {
-                continue;
-            };
-            // SAFETY: guest memory stays mapped while the service runs.
-            unsafe { store.stage(staged.len(), self.memory.address(*page)) };
-            keys.push(Staged {
-                key,
-                gap: gaps.before(&self.memory, *page),
-                wish: Wish::Slot,
-            });
-            staged.push(*page);
-        }
-        // With managed breaks each page is protected for itself, so that this guest has small ones all the same.
-        let huge = |chunk: usize| self.chunks[chunk].huge && !self.breaker.managed();
-        if whole_chunk(&self.memory, &staged).is_some_and(huge) {
-            keys[0].wish = Wish::HugePage;
-        }
-        if staged.is_empty() {
-            return Ok(());
-        }
-        let slots = store.publish(&keys)?;
-        self.stats.bytes_read.publish += (staged.len() * PAGE_SIZE) as u64;
-        for (page, slot) in staged.into_iter().zip(slots) {
-            if slot.is_some() {
-                self.stats.published_total += 1;
-                self.merges.push(Item {
-                    page,
-                    slot,
-                    role: Role::Publisher,
-                });
-            }
-        }
-        Ok(())
+        // SAFETY: guest memory stays mapped while the service runs.
+        unsafe { store.stage(staged.len(), map.memory().address(*page)) };
+        keys.push(Staged {
+            key,
+            gap: gaps.before(map.memory(), *page),
+            wish: Wish::Slot,
+        });
+        staged.push(*page);
     }
+    if staged.is_empty() {
+        return Ok(Vec::new());
+    }
+    let huge = |chunk: usize| map.chunk(chunk).huge && huge_pages;
+    if whole_chunk(map.memory(), &staged).is_some_and(huge) {
+        keys[0].wish = Wish::HugePage;
+    }
+    let slots = store.publish(&keys)?;
+    account.stats.bytes_read.publish += (staged.len() * PAGE_SIZE) as u64;
+    let published = staged.into_iter().zip(slots);
+    let requests: Vec<MergeRequest> = published
+        .filter_map(|(page, slot)| Some(MergeRequest::published(page, slot?)))
+        .collect();
+    account.stats.published_total += requests.len() as u64;
+    Ok(requests)
 }
 
 #[cfg(test)]

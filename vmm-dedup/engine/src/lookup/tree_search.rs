@@ -287,10 +287,10 @@ impl Searcher {
         found
     }
 
-    /// A page that the engine proposed was not what its slot holds.
-    pub(crate) fn note_wrong(&mut self) {
+    /// So many pages that the engine proposed were not what their slots hold.
+    pub(crate) fn note_wrong(&mut self, proposals: usize) {
         if let Some(engine) = &mut self.engine {
-            engine.wrong += 1;
+            engine.wrong += proposals;
         }
     }
 }

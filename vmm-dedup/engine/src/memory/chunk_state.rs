@@ -22,14 +22,14 @@ pub(crate) struct ChunkState {
     /// Passes left until the next.
     pub(crate) rest: u8,
     /// How often somebody waited for the huge page while it was away to be merged as one, since it last changed.
-    pub(crate) wanted: u8,
+    pub(crate) contended: u8,
     /// Pages of a huge page with a known twin.
     pub(crate) twins: u16,
     /// Boundaries between mappings.
     pub(crate) fragments: u16,
-    /// The pass in which pages that are held back are to be merged; 0: none are.
-    pub(crate) ripe_at: u32,
-    /// The pass in which pages may be held back no longer.
+    /// The pass in which deferred pages are to be merged; 0: there are none.
+    pub(crate) quiesced_at: u32,
+    /// The pass in which pages may be deferred no longer.
     pub(crate) latest: u32,
     /// What the policy for mixed pages knows.
     pub(crate) mixed: HugeState,
@@ -43,13 +43,21 @@ const MAX_PATIENCE: u8 = 64;
 /// twin has had a chance to find one.
 const CALM_PASSES: u32 = 3;
 /// Longest time that a page with a twin waits for that.
-const MOST_HELD_PASSES: u32 = 8;
+const MOST_DEFERRED_PASSES: u32 = 8;
 /// Fragments that a visit in every pass is worth.
 const FRAGMENTS_PER_PASS: u16 = 32;
 /// Longest time between two visits of a fragmented chunk, in passes.
 pub(crate) const MAX_PERIOD: u64 = 16;
 
 impl ChunkState {
+    /// Memory that was never looked at.
+    pub(crate) fn new() -> Self {
+        Self {
+            pending: true,
+            ..Self::default()
+        }
+    }
+
     /// Passes from one visit to the next: what walking the chunk costs the kernel goes with its mappings, so
     /// fragmented ones are visited less often, up to every [`MAX_PERIOD`]th pass.
     pub(crate) fn period(&self) -> u64 {
@@ -58,37 +66,63 @@ impl ChunkState {
             .min(MAX_PERIOD)
     }
 
-    /// Holds pages back from merging, until nothing new has come for some passes.
-    pub(crate) fn hold(&mut self, pass: u64) {
-        if self.ripe_at == 0 {
+    /// Defers the merging of pages, until nothing new has come for some passes.
+    pub(crate) fn defer(&mut self, pass: u64) {
+        if self.quiesced_at == 0 {
             let now = u32::try_from(pass).unwrap_or(u32::MAX);
-            self.ripe_at = now.saturating_add(CALM_PASSES);
-            self.latest = now.saturating_add(MOST_HELD_PASSES);
+            self.quiesced_at = now.saturating_add(CALM_PASSES);
+            self.latest = now.saturating_add(MOST_DEFERRED_PASSES);
         }
     }
 
-    /// Something new has come: what is held back waits on.
-    pub(crate) fn stir(&mut self, pass: u64) {
-        if self.ripe_at != 0 {
+    /// Something new has come: what was deferred waits on.
+    pub(crate) fn note_activity(&mut self, pass: u64) {
+        if self.quiesced_at != 0 {
             let now = u32::try_from(pass).unwrap_or(u32::MAX);
-            self.ripe_at = now.saturating_add(CALM_PASSES).min(self.latest);
+            self.quiesced_at = now.saturating_add(CALM_PASSES).min(self.latest);
         }
     }
 
-    /// Whether what was held back is to be merged in this pass.
-    pub(crate) fn is_ripe(&self, pass: u64) -> bool {
-        self.ripe_at != 0 && pass >= self.ripe_at.into()
+    /// Whether what was deferred is to be merged in this pass.
+    pub(crate) fn is_quiesced(&self, pass: u64) -> bool {
+        self.quiesced_at != 0 && pass >= self.quiesced_at.into()
     }
 
-    /// The end of a pass: what was ripe has been merged.
+    /// The end of a pass: what was deferred until now has been merged.
     pub(crate) fn end_pass(&mut self, pass: u64) {
-        if self.is_ripe(pass) {
-            self.ripe_at = 0;
+        if self.is_quiesced(pass) {
+            self.quiesced_at = 0;
         }
+    }
+
+    /// The store was lost, and with it what it knew.
+    pub(super) fn forget_store(&mut self) {
+        (self.pending, self.patience, self.rest) = (true, 0, 0);
+        self.forget_twins();
+    }
+
+    /// The service built a huge page of the chunk's small ones.
+    pub(super) fn note_collapsed(&mut self) {
+        (self.huge, self.unarmed, self.patience) = (true, false, 0);
+        self.forget_twins();
+        self.mixed.rebuilt();
+        self.look_again();
+    }
+
+    /// Whether this is the first time that copies made by the service lie in the chunk's place.
+    pub(super) fn begin_own_mapping(&mut self) -> bool {
+        self.pending = true;
+        !std::mem::replace(&mut self.mixed.own_mapping, true)
+    }
+
+    /// The chunk's huge page was zero, and there is none any more.
+    pub(super) fn note_zero(&mut self) {
+        (self.huge, self.pending, self.patience, self.rest) = (false, true, 0, 0);
+        self.mixed.samples = 0;
     }
 
     /// The chunk's huge page was split: it is tracked from now on.
-    pub(crate) fn note_split(&mut self) {
+    pub(super) fn note_split(&mut self) {
         (self.huge, self.unarmed, self.pending) = (false, true, true);
         (self.patience, self.rest) = (0, 0);
         self.forget_twins();
@@ -97,7 +131,7 @@ impl ChunkState {
 
     /// What was known of twins does not hold any more.
     pub(crate) fn forget_twins(&mut self) {
-        (self.split, self.twins, self.wanted) = (false, 0, 0);
+        (self.split, self.twins, self.contended) = (false, 0, 0);
     }
 
     /// The huge page was taken to be merged, and stayed one. Whether it is worth it will be asked again.
@@ -122,7 +156,7 @@ impl ChunkState {
         let same = self.mixed.remember(folds) && self.patience > 0;
         if !same {
             self.mixed.forget_sampling();
-            self.wanted = 0;
+            self.contended = 0;
         }
         self.patience = if same {
             (self.patience * 2).min(MAX_PATIENCE)
@@ -166,18 +200,18 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_is_ripe_when_calm_and_not_put_off_for_ever() {
+    fn a_chunk_quiesces_when_calm_and_is_not_put_off_for_ever() {
         let mut chunk = ChunkState::default();
-        chunk.stir(1);
-        assert!(!chunk.is_ripe(100));
-        chunk.hold(1);
-        chunk.hold(3);
-        assert!(!chunk.is_ripe(3) && chunk.is_ripe(4));
-        let ripe = (3..).find(|pass| {
-            chunk.stir(*pass);
-            chunk.is_ripe(*pass)
+        chunk.note_activity(1);
+        assert!(!chunk.is_quiesced(100));
+        chunk.defer(1);
+        chunk.defer(3);
+        assert!(!chunk.is_quiesced(3) && chunk.is_quiesced(4));
+        let quiesced = (3..).find(|pass| {
+            chunk.note_activity(*pass);
+            chunk.is_quiesced(*pass)
         });
-        assert_eq!(ripe, Some(9));
+        assert_eq!(quiesced, Some(9));
     }
 
     #[test]

@@ -167,6 +167,23 @@ impl Memory {
         Ok(Self::assemble(regions))
     }
 
+    /// Memory at made-up addresses, for tests that touch none of it.
+    #[cfg(test)]
+    pub(crate) fn made_up(ranges: &[Range<usize>]) -> Self {
+        let mut first = 0;
+        let regions = ranges.iter().map(|range| {
+            let region = Region {
+                range: range.clone(),
+                first,
+                guest: None,
+                advice: Arc::new([]),
+            };
+            first = region.pages().end;
+            region
+        });
+        Self::assemble(regions.collect())
+    }
+
     /// This memory without a range.
     pub(crate) fn without(&self, gone: &Range<usize>) -> Self {
         let mut regions = Vec::with_capacity(self.regions.len() + 1);

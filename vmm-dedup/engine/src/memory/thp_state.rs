@@ -1,8 +1,7 @@
 //! What is remembered of each 2 MiB for the policy: use, repetition, what was asked.
 
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE};
-use crate::thp::policy::{Frequency, Pace};
-use crate::track::access::Use;
+use std::time::Duration;
 use vmm_dedup_protocol::key::Key;
 
 /// A look at a huge page that was seen before and has not changed reads one page in so many (slide 12: 25 %).
@@ -28,6 +27,69 @@ pub(crate) enum Asked {
 
 /// What a look at a huge page read: a fold of the keys of each quarter, if that was read.
 pub(crate) type Folds = [Option<u16>; SAMPLING];
+
+/// What a sample tells of a target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Use {
+    /// Nobody touched it.
+    None,
+    /// It was touched first after the guest had run for so long.
+    After(Duration),
+}
+
+impl Use {
+    /// It is in use, and nothing tells how often: as often as can be.
+    pub(crate) const AT_ONCE: Self = Self::After(Duration::ZERO);
+}
+
+/// How often a 2 MiB range was used lately: one up for each interval in which it was, one down for each in which it was
+/// not (slide 11), between 0 and 7.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Frequency(u8);
+
+impl Frequency {
+    /// Bounds how long a range that was hot for ever takes to be cold.
+    const MAX: u8 = 7;
+    /// Used in all intervals lately.
+    pub(crate) const MOST: Self = Self(Self::MAX);
+
+    /// Notes an interval.
+    pub(crate) fn note(&mut self, accessed: bool) {
+        self.0 = if accessed {
+            (self.0 + 1).min(Self::MAX)
+        } else {
+            self.0.saturating_sub(1)
+        };
+    }
+
+    pub(crate) fn value(self) -> u32 {
+        u32::from(self.0)
+    }
+}
+
+/// How long a guest runs before it uses a 2 MiB range, microseconds: a mean in which the last samples count most. Rare uses
+/// come at random, so one sample tells little.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Pace(u16);
+
+impl Pace {
+    /// Bounds how much one sample tells, and stands for no use.
+    const MAX: u16 = 4000;
+    /// A sample counts one part in so many.
+    const WEIGHT: u16 = 4;
+
+    pub(crate) fn note(&mut self, used: Use) {
+        let us = match used {
+            Use::None => Self::MAX,
+            Use::After(ran) => u16::try_from(ran.as_micros()).map_or(Self::MAX, |us| us.min(Self::MAX)),
+        };
+        self.0 = self.0 - self.0 / Self::WEIGHT + us / Self::WEIGHT;
+    }
+
+    pub(crate) fn us(self) -> u32 {
+        u32::from(self.0)
+    }
+}
 
 /// Part of [`crate::memory::chunk_state::ChunkState`].
 #[derive(Clone, Copy, Debug, Default)]
@@ -107,6 +169,12 @@ impl HugeState {
     /// Notes how many subpages of a quarter look repeated.
     pub(crate) fn note_repeated(&mut self, quarter: usize, count: usize) {
         self.repeated[quarter] = u8::try_from(count).unwrap_or(u8::MAX);
+    }
+
+    /// Sharing was broken here.
+    pub(crate) fn note_break(&mut self) {
+        self.breaks = self.breaks.saturating_add(1);
+        self.broken = self.broken.saturating_add(1);
     }
 
     /// Takes over a sample.

@@ -1,21 +1,16 @@
-//! Merging: take, verify, map, wake.
+//! Admitted > merged, one window: take, verify, map, wake.
 //!
 //! # Why no write and no DMA is lost
 //!
-//! 1. *Take.* The pages' addresses are registered for missing pages, then UFFDIO_MOVE moves the pages into scratch
-//!    memory of ours. The kernel does this page by page under the page table lock, and refuses (EBUSY) a page that is
-//!    pinned, so no device or io_uring buffer points to what we hold. A vCPU or a system call that touches an address
-//!    from now on finds it empty and waits; writes before the move are in the page that we got.
-//! 2. *Verify.* Nobody else can reach the taken page, and a slot's content never changes while it is in the index and
-//!    its epoch is not acknowledged (see `vmm_dedup_protocol::index`). So an equal comparison stays true.
+//! 1. *Take*, in a [`Window`]: nobody can reach a taken page, no device points to it, and whoever touches its place waits.
+//! 2. *Verify.* A taken page cannot change, and a slot's content never changes while it is in the index and its epoch is not
+//!    acknowledged (see `vmm_dedup_protocol::index`). So an equal comparison stays true.
 //! 3. *Map.* The slot is mapped over the empty place, privately, from a read-only descriptor. Waiting threads still
 //!    wait. A page that was not equal, or could not be mapped, is moved back: its place is still empty. A run with
-//!    exceptions ([`crate::merge::bridged_runs`]) takes those as well; it is built aside with copies of them, and moved over the
-//!    empty places in one step ([`crate::merge::run_builder`]). A copy is as good as the page: it was taken, so nobody has it pinned
+//!    exceptions ([`bridged_runs`]) takes those as well; it is built beside the guest with copies of them, and moved over the
+//!    empty places in one step ([`run_builder`]). A copy is as good as the page: it was taken, so nobody has it pinned
 //!    and nobody changes it.
 //! 4. *Wake.* Only now are waiters woken; they fault again and find the mapping, or their own page.
-//!
-//! Anything unexpected ends in "put back", and putting back is tried until it works: the page exists nowhere else.
 //!
 //! # Huge pages
 //!
@@ -28,40 +23,41 @@
 //! Comparing 512 pages takes some hundred microseconds, too long for who waits meanwhile. So it is asked after every few pages
 //! whether somebody does: then the huge page goes back at once, as one unless the kernel is out of huge pages (a writer who
 //! waits may then have got a page table), and is taken another time.
+//!
+//! [`bridged_runs`]: mod@crate::merge::bridged_runs
+//! [`run_builder`]: mod@crate::merge::run_builder
 
+use crate::account::ns;
 use crate::error::Error;
-use crate::memory::layout::{Memory, Page};
-use crate::merge::request::{Item, Open, Outcome, return_exceptions};
-use crate::merge::run_builder::Aside;
-use crate::merge::window::Hold;
+use crate::lookup::request::{MergeRequest, Role};
+use crate::memory::layout::Memory;
+use crate::merge::run::{Open, Outcome, continues, return_exceptions};
+use crate::merge::run_builder::{Piece, RunBuilder};
 use crate::store::connection::Store;
-use crate::sys::huge_scratch::HugeScratch;
+use crate::sys::guest;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::sched::Urgent;
-use crate::sys::uffd::{Mode, Uffd};
-use crate::sys::vma::Anonymous;
-use crate::unmerge::cow::Breaker;
+use crate::sys::uffd::Uffd;
+use crate::sys::vma::{fill_hole, map_segment};
+use crate::unmerge::address_space::AddressSpace;
+use crate::window::{HugeScratch, PageSet, Window};
 use std::io;
-use std::sync::Arc;
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
+use vmm_dedup_protocol::Slot;
 
-/// Most pages in one window.
-pub(crate) const MAX_WINDOW: usize = CHUNK_PAGES;
-/// Pages of scratch memory: windows go one behind the other, and what they leave is freed for many at once.
-const SCRATCH_PAGES: usize = 2 * MAX_WINDOW;
+/// Pages that are compared before it is asked again whether somebody waits: some ten microseconds.
+const BLOCK: usize = 16;
 
 /// Takes and maps. One per service, used by the scanning thread alone.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Merger {
-    tracker: Arc<Uffd>,
-    scratch: Anonymous,
-    /// Pages of it in use, from the first on.
-    used: usize,
     /// Where huge pages are taken to as a whole, made when there is the first.
     huge: Option<HugeScratch>,
     /// Where runs with exceptions are built.
-    aside: Option<Aside>,
+    builder: Option<RunBuilder>,
 }
 
 /// Where a window's pages are while they are ours.
@@ -76,21 +72,35 @@ pub(crate) enum Take {
     },
 }
 
-/// Items that lie within [`MAX_WINDOW`] consecutive pages of one region, in page order. Pages between them are not touched.
-#[derive(Debug)]
-pub(crate) struct Request<'a> {
-    pub(crate) items: &'a [Item],
+/// Requests that lie within [`MAX_WINDOW`](crate::window::MAX_WINDOW) consecutive pages of one region, in page order. Pages
+/// between them are not touched.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Batch<'a> {
+    pub(crate) requests: &'a [MergeRequest],
     /// Which of its runs go on beyond the window.
     pub(crate) open: Open,
     pub(crate) take: Take,
 }
 
+impl Batch<'_> {
+    /// A request's page, counted from the window's first.
+    fn offset(&self, request: &MergeRequest) -> usize {
+        (request.page - self.requests[0].page) as usize
+    }
+
+    /// Offsets of consecutive requests.
+    fn span(&self, requests: &[MergeRequest]) -> Range<usize> {
+        let first = self.offset(&requests[0]);
+        first..first + requests.len()
+    }
+}
+
 /// The result of a window.
-#[derive(Debug, Default)]
-pub(crate) struct Window {
-    /// One for each item.
+#[derive(Debug)]
+pub(crate) struct Merged {
+    /// One for each request.
     pub(crate) outcomes: Vec<Outcome>,
-    /// How long anybody may have waited for one of its pages, from when the kernel let him wait.
+    /// How long anybody may have waited for one of its pages, from when the kernel let him wait, nanoseconds.
     pub(crate) stop_ns: u64,
 }
 
@@ -114,117 +124,97 @@ impl Watch {
         }
     }
 
-    /// Asks. (Nothing is away but the window, so it is the window that is waited for.)
-    fn nobody_waits(&mut self, tracker: &Uffd) -> bool {
+    fn somebody_waits(&mut self, window: &Window<'_>) -> bool {
         self.unasked = self.unasked.max(self.asked.elapsed());
         self.asked = Instant::now();
-        !tracker.wait_for_fault(Duration::ZERO)
+        window.somebody_waits()
     }
 
     fn longest_wait(&self) -> Duration {
         self.unasked + self.asked.elapsed()
     }
-
-    fn elapsed(&self) -> Duration {
-        self.start.elapsed()
-    }
 }
 
 impl Merger {
-    pub(crate) fn new(tracker: Arc<Uffd>) -> Result<Self, Error> {
-        Ok(Self {
-            scratch: new_scratch(&tracker).map_err(Error::Scratch)?,
-            tracker,
-            used: 0,
-            huge: None,
-            aside: None,
-        })
-    }
-
     /// Merges a window.
     ///
     /// # Errors
-    /// Only when the range cannot be registered, or there is no scratch memory; nothing was changed then.
+    /// Only when the range cannot be registered; nothing was changed then.
     pub(crate) fn merge(
         &mut self,
         memory: &Memory,
         store: &Store,
-        breaker: &Breaker,
-        pagemap: &mut Pagemap,
-        request: &Request<'_>,
-    ) -> Result<Window, Error> {
-        let Request { items, open, take } = *request;
-        let (Some(first), Some(last)) = (items.first(), items.last()) else {
-            return Ok(Window::default());
-        };
-        let pages = (last.page - first.page) as usize + 1;
-        let tracker = self.tracker.clone();
-        let huge = match take {
+        space: &mut AddressSpace,
+        batch: Batch<'_>,
+    ) -> Result<Merged, Error> {
+        let uffd = space.uffd.clone();
+        let requests = batch.requests;
+        let start = memory.address(requests[0].page);
+        let pages = PageSet::of(requests.iter().map(|r| batch.offset(r)..batch.offset(r) + 1));
+        let huge = match batch.take {
             Take::Pages => None,
-            Take::HugePage { .. } => self.hold_huge(memory, first.page, &tracker),
+            Take::HugePage { .. } => self.huge_place(&uffd),
         };
         let as_one = huge.is_some();
-        let hold = huge.unwrap_or_else(|| self.hold(memory, first.page, pages, &tracker));
-        let start = hold.start;
-        let stretches = hold.stretches(items);
-        hold.arm(&stretches)?;
+        let place = huge.unwrap_or_else(|| {
+            let span = batch.offset(&requests[requests.len() - 1]) + 1;
+            space.scratch.place(span)
+        });
+        let give_back = as_one && batch.take == Take::HugePage { give_back: true };
         let urgent = Urgent::begin();
+        let mut window = Window::open(&uffd, start, place, &pages)?;
         let mut watch = Watch::start();
-        let mut outcomes = if as_one {
-            hold.take_whole(items)
+        let taken = if as_one {
+            window.take_huge()
         } else {
-            hold.take(items)
+            pages.runs().flat_map(|run| window.take(run)).collect()
         };
-        let give_back = as_one && take == Take::HugePage { give_back: true };
-        let go_on = || !give_back || watch.nobody_waits(&tracker);
-        if !hold.verify(store, items, &mut outcomes, go_on) {
-            hold.put_all_back(items, &mut outcomes);
+        let mut outcomes: Vec<Outcome> = taken.into_iter().map(Outcome::of_taking).collect();
+        let verified = verify(&window, store, batch, &mut outcomes, || {
+            !give_back || !watch.somebody_waits(&window)
+        });
+        if !verified {
+            window.put_back_all();
+            let taken = outcomes.iter_mut().filter(|outcome| outcome.was_taken());
+            taken.for_each(|outcome| *outcome = Outcome::Contended);
         }
-        return_exceptions(items, &mut outcomes, open);
-        let runs = hold.map(store, &mut self.aside, items, &mut outcomes);
+        return_exceptions(requests, &mut outcomes, batch.open);
+        let runs = self.map_runs(&mut window, &uffd, store, batch, &mut outcomes);
         if as_one {
-            hold.put_copies_back(items, &outcomes);
+            window.put_copies_back(0..CHUNK_PAGES);
         } else {
-            hold.put_back(items, &outcomes);
+            window.put_back_all();
         }
         for run in &runs {
-            breaker.adopt(pagemap, run);
+            space.breaker.adopt(&mut space.pagemap, run);
         }
         // Whoever waits for a page can go on; only where nothing is, waiting ends with the registration.
-        let _ = tracker.wake(start, bytes(pages));
+        window.wake();
         let mut stop = watch.longest_wait();
-        hold.disarm(&stretches, &runs);
-        // A huge page that stayed is not tracked, and protecting its pages would split it.
-        if !(as_one
-            && outcomes
-                .iter()
-                .all(|o| matches!(o, Outcome::Pinned | Outcome::Wanted)))
-        {
-            hold.protect_again(items, &outcomes);
-        }
-        let _ = tracker.wake(start, bytes(pages));
+        window.close();
         if outcomes.contains(&Outcome::Absent) {
-            stop = watch.elapsed();
+            stop = watch.start.elapsed();
+        }
+        let stays_huge = |o: &Outcome| matches!(o, Outcome::Pinned | Outcome::Contended);
+        // A huge page that stayed is not tracked, and protecting its pages would split it.
+        if !(as_one && outcomes.iter().all(stays_huge)) {
+            protect_again(&uffd, start, batch, &outcomes);
         }
         drop(urgent);
         if as_one {
-            self.free_huge(pagemap, hold.scratch);
+            self.free_huge(&mut space.pagemap, place);
         }
-        let stop_ns = u64::try_from(stop.as_nanos()).unwrap_or(u64::MAX);
-        Ok(Window { outcomes, stop_ns })
+        Ok(Merged {
+            outcomes,
+            stop_ns: ns(stop),
+        })
     }
 
-    /// As [`Self::hold`], for a huge page that is to stay one; `None` for want of memory.
-    fn hold_huge<'a>(&mut self, memory: &Memory, first: Page, tracker: &'a Uffd) -> Option<Hold<'a>> {
-        let made = self.huge.take().map_or_else(|| HugeScratch::new(tracker, 1), Ok);
+    /// A place in which a huge page can stay one; `None` for want of memory.
+    fn huge_place(&mut self, uffd: &Uffd) -> Option<usize> {
+        let made = self.huge.take().map_or_else(|| HugeScratch::new(uffd, 1), Ok);
         let scratch = made.inspect_err(|e| log::debug!("no place for a huge page: {e}"));
-        let scratch = self.huge.insert(scratch.ok()?).place(0);
-        Some(Hold {
-            tracker,
-            start: memory.address(first),
-            scratch,
-            first,
-        })
+        Some(self.huge.insert(scratch.ok()?).place(0))
     }
 
     /// Frees what is left of a huge page. If it was none any more there is a page table now, which would be in the next
@@ -237,53 +227,179 @@ impl Merger {
         }
     }
 
-    /// Scratch memory for consecutive pages that are about to be taken.
-    pub(crate) fn hold<'a>(
-        &mut self,
-        memory: &Memory,
-        first: Page,
-        pages: usize,
-        tracker: &'a Uffd,
-    ) -> Hold<'a> {
-        assert!(pages <= MAX_WINDOW);
-        if self.used + pages > SCRATCH_PAGES {
-            self.free_taken();
-        }
-        let scratch = self.scratch.base() + bytes(self.used);
-        self.used += pages;
-        Hold {
-            tracker,
-            start: memory.address(first),
-            scratch,
-            first,
-        }
-    }
-
-    /// To be called after some windows: frees what they left behind.
+    /// To be called after some windows.
     pub(crate) fn clean_up(&mut self) {
-        self.aside = None;
-        self.free_taken();
+        self.builder = None;
     }
 
-    /// Frees the pages that were merged. What is taken next must find its place empty.
-    fn free_taken(&mut self) {
-        while let Err(error) = self.scratch.discard(0, bytes(self.used)) {
-            log::error!("cannot free {} merged pages: {error}", self.used);
-            if let Ok(fresh) = new_scratch(&self.tracker) {
-                self.scratch = fresh;
-                break;
+    /// Maps runs of verified pages; returns the ranges that now map the store, in order. From the last to the first:
+    /// the kernel splits a mapping a tenth cheaper at its end than at its beginning.
+    fn map_runs(
+        &mut self,
+        window: &mut Window<'_>,
+        uffd: &Uffd,
+        store: &Store,
+        batch: Batch<'_>,
+        outcomes: &mut [Outcome],
+    ) -> Vec<Range<usize>> {
+        let requests = batch.requests;
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        let mut end = requests.len();
+        while end > 0 {
+            if outcomes[end - 1] != Outcome::Merged {
+                end -= 1;
+                continue;
             }
-            std::thread::sleep(std::time::Duration::from_millis(10));
+            let mut at = end - 1;
+            while at > 0 && outcomes[at - 1] == Outcome::Merged && continues(&requests[at - 1], &requests[at])
+            {
+                at -= 1;
+            }
+            let (run, pages) = (&requests[at..end], batch.span(&requests[at..end]));
+            let mapped = match run[0].slot {
+                None => window.put_zeros(pages).map_err(|_| Outcome::Refused),
+                Some(slot) => self
+                    .map_slots(window, uffd, store, slot, run, pages.clone())
+                    .map(|()| {
+                        let run = window.address(pages.start)..window.address(pages.end);
+                        match runs.last_mut() {
+                            Some(next) if next.start == run.end => next.start = run.start,
+                            _ => runs.push(run),
+                        }
+                    }),
+            };
+            if let Err(outcome) = mapped {
+                outcomes[at..end].fill(outcome);
+            }
+            end = at;
         }
-        self.used = 0;
+        runs.reverse();
+        runs
+    }
+
+    #[allow(unsafe_code)] // maps over guest memory
+    fn map_slots(
+        &mut self,
+        window: &mut Window<'_>,
+        uffd: &Uffd,
+        store: &Store,
+        slot: Slot,
+        run: &[MergeRequest],
+        pages: Range<usize>,
+    ) -> Result<(), Outcome> {
+        let (at, len) = (window.address(pages.start), bytes(pages.len()));
+        let (file, _) = store.slot(slot).ok_or(Outcome::Refused)?;
+        let exceptions = run.iter().any(|request| request.role == Role::Exception);
+        let mapped = if exceptions {
+            let builder = self.builder_for(uffd, file, slot, run.len());
+            let piece = builder.ok_or(Outcome::NoVma)?.take(slot, run.len());
+            fill(window, uffd, &piece, run, pages.start).map_err(|_| Outcome::Refused)?;
+            // SAFETY: the range is guest memory whose pages were taken. Those that are shared were verified equal to the
+            // slots, the others were filled in.
+            unsafe { piece.move_to(uffd, at) }
+        } else {
+            // SAFETY: the range is guest memory whose pages were taken and verified equal to the slots.
+            unsafe { map_segment(at, len, file, slot.offset()) }
+        };
+        if mapped.is_err() {
+            // Out of memory, the kernel may have unmapped the place all the same: then the pages go back into a new one.
+            if fill_hole(at, len) {
+                window.arm_again(pages);
+            }
+            return Err(Outcome::NoVma);
+        }
+        window.replaced(pages);
+        Ok(())
+    }
+
+    /// Where a run from a slot on can be built; what is there of the last one, if this one goes on behind it.
+    fn builder_for(
+        &mut self,
+        uffd: &Uffd,
+        file: BorrowedFd<'_>,
+        slot: Slot,
+        pages: usize,
+    ) -> Option<&mut RunBuilder> {
+        let builder = &mut self.builder;
+        if !builder.as_ref().is_some_and(|builder| builder.has(slot, pages)) {
+            *builder = RunBuilder::new(uffd, file, slot).ok();
+        }
+        builder.as_mut().filter(|builder| builder.has(slot, pages))
     }
 }
 
-fn new_scratch(tracker: &Uffd) -> io::Result<Anonymous> {
-    let scratch = Anonymous::new(SCRATCH_PAGES)?;
-    // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use: one page is enough.
-    scratch.populate_part(0, PAGE_SIZE)?;
-    scratch.discard(0, PAGE_SIZE)?;
-    tracker.register(scratch.base(), bytes(SCRATCH_PAGES), Mode::Missing)?;
-    Ok(scratch)
+/// Compares what was taken with its slots, while `go_on` says so, which is asked again and again; whether to the end.
+fn verify(
+    window: &Window<'_>,
+    store: &Store,
+    batch: Batch<'_>,
+    outcomes: &mut [Outcome],
+    mut go_on: impl FnMut() -> bool,
+) -> bool {
+    let mut blocks = batch.requests.chunks(BLOCK).zip(outcomes.chunks_mut(BLOCK));
+    blocks.all(|(requests, outcomes)| {
+        let go_on = go_on();
+        if go_on {
+            verify_block(window, store, batch, requests, outcomes);
+        }
+        go_on
+    })
+}
+
+#[allow(unsafe_code)] // compares raw pages
+fn verify_block(
+    window: &Window<'_>,
+    store: &Store,
+    batch: Batch<'_>,
+    requests: &[MergeRequest],
+    outcomes: &mut [Outcome],
+) {
+    let shared = |(request, outcome): &(&MergeRequest, &mut Outcome)| {
+        request.role != Role::Exception && **outcome == Outcome::Merged
+    };
+    for (request, outcome) in requests.iter().zip(outcomes).filter(shared) {
+        let page = window.taken(batch.offset(request));
+        let equal = match request.slot {
+            // SAFETY: the page was taken, so nobody writes it.
+            None => unsafe { guest::is_zero_page(page) },
+            // SAFETY: as above; the slot is mapped, and immutable while its epoch is not acknowledged.
+            Some(slot) => store
+                .slot(slot)
+                .is_some_and(|(_, at)| unsafe { guest::same_page(page, at) }),
+        };
+        if !equal {
+            *outcome = Outcome::Different;
+        }
+    }
+}
+
+/// Fills the exceptions of a run in, neighbours in one call.
+#[allow(unsafe_code)] // copies guest pages
+fn fill(
+    window: &Window<'_>,
+    uffd: &Uffd,
+    piece: &Piece,
+    run: &[MergeRequest],
+    first: usize,
+) -> io::Result<()> {
+    let is_exception = |request: &MergeRequest| request.role == Role::Exception;
+    let mut at = 0;
+    for part in run.chunk_by(|a, b| is_exception(a) == is_exception(b)) {
+        if is_exception(&part[0]) {
+            // SAFETY: the pages were taken, so nobody writes them.
+            unsafe { piece.fill(uffd, at, window.taken(first + at), part.len()) }?;
+        }
+        at += part.len();
+    }
+    Ok(())
+}
+
+/// Pages that could not be taken stayed in place without tracking for a moment: what was written meanwhile must not
+/// look unwritten for ever. They are keyed anew, protected from here on.
+fn protect_again(uffd: &Uffd, start: usize, batch: Batch<'_>, outcomes: &[Outcome]) {
+    let stayed = |o: &Outcome| matches!(o, Outcome::Pinned | Outcome::NotTaken);
+    let requests = batch.requests.iter().zip(outcomes);
+    for (request, _) in requests.filter(|(_, outcome)| stayed(outcome)) {
+        let _ = uffd.write_protect(start + bytes(batch.offset(request)), PAGE_SIZE, true);
+    }
 }

@@ -4,7 +4,6 @@ pub(crate) mod admission;
 pub(crate) mod bridged_runs;
 pub(crate) mod merger;
 pub(crate) mod planner;
-pub(crate) mod request;
+pub(crate) mod run;
 pub(crate) mod run_builder;
 pub(crate) mod series;
-pub(crate) mod window;

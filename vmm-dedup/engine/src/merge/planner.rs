@@ -1,326 +1,415 @@
-//! Merging what has twins, window by window, within the budgets.
+//! Admitted > merged: which requests go into one window, within the budgets, and what is noted of each.
 
+use crate::account::Account;
+use crate::config::Config;
 use crate::error::Error;
-use crate::lookup::candidates::{SIGHT_ANEW_PERIOD, SIGHT_ANEW_PERIOD_FULL};
+use crate::lookup::keys::KeyReader;
+use crate::lookup::request::{MergeRequest, Role};
 use crate::memory::layout::Page;
-use crate::memory::page_state::{Retry, State};
-use crate::merge::merger::{MAX_WINDOW, Request, Take, Window};
-use crate::merge::request::{Item, Open, Outcome, Role, continues};
-use crate::scan::pass::Scanner;
+use crate::memory::page_map::{NotMerged, PageMap, Reference, VMAS_PER_RUN};
+use crate::memory::page_state::{Backing, PageState};
+use crate::memory::thp_state::Use;
+use crate::merge::admission::Admission;
+use crate::merge::bridged_runs::{self, Deferred};
+use crate::merge::merger::{Batch, Merged, Merger, Take};
+use crate::merge::run::{Open, Outcome, continues, runs_of};
+use crate::merge::series;
+use crate::store::session::{Doubt, Session};
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
-use crate::sys::vma;
-use crate::track::access::Use;
+use crate::thp::monitor::Monitor;
+use crate::thp::split;
+use crate::unmerge::address_space::AddressSpace;
+use crate::window::MAX_WINDOW;
 use std::ops::Range;
-use std::time::Instant;
 
-/// Mappings that one more merged page may add: its own, and the rest behind it.
-const VMAS_PER_RUN: i64 = 2;
 /// Most runs of a huge page that is taken as one.
 const MOST_RUNS_AT_ONCE: usize = 8;
 /// A huge page that was given back so often since somebody waited for it is merged while he waits.
-const WANTED_TOO_OFTEN: u8 = 3;
-/// Smallest merge window.
+const CONTENDED_TOO_OFTEN: u8 = 3;
+/// Smallest merge window, and the one to begin with.
 const MIN_WINDOW: usize = 4;
+const FIRST_WINDOW: usize = 16;
 /// Pages from the first to the last of a window.
 #[allow(clippy::cast_possible_truncation)] // 512
 const WINDOW_SPAN: Page = MAX_WINDOW as Page;
 
-impl Scanner {
-    /// Merges everything that was collected.
-    pub(crate) fn apply_merges(&mut self) -> Result<(), Error> {
-        let mut items = std::mem::take(&mut self.merges);
-        if self.suspended {
-            self.doubt(SIGHT_ANEW_PERIOD);
-            items.iter().for_each(|item| self.disown(item));
-            return Ok(());
+/// What planning and merging work on.
+pub(crate) struct Context<'a> {
+    pub(crate) map: &'a mut PageMap,
+    pub(crate) space: &'a mut AddressSpace,
+    pub(crate) session: &'a mut Session,
+    pub(crate) account: &'a mut Account,
+    pub(crate) monitor: &'a Monitor,
+    /// The number of the pass.
+    pub(crate) pass: u64,
+}
+
+/// Plans windows and has them merged, one at each step.
+#[derive(Debug)]
+pub(crate) struct Planner {
+    merger: Merger,
+    stop_target_ns: u64,
+    /// Requests that one window takes at most; adapts to the stop target.
+    window: usize,
+    /// What was admitted, in page order, and how much of that was merged.
+    admitted: Vec<MergeRequest>,
+    done: usize,
+    pub(crate) deferred: Deferred,
+    /// Pages that were not what an engine had proposed, since somebody asked.
+    wrong_proposals: usize,
+}
+
+impl Planner {
+    pub(crate) fn new(config: &Config) -> Self {
+        Self {
+            merger: Merger::default(),
+            stop_target_ns: config.stop_target_us * 1000,
+            window: FIRST_WINDOW,
+            admitted: Vec::new(),
+            done: 0,
+            deferred: Deferred::default(),
+            wrong_proposals: 0,
         }
-        items.sort_by_key(|i| (i.page, !i.owned()));
-        let items = self.without_doubles(items);
-        let mut items = self.admit(items);
-        self.use_series(&mut items)?;
-        let mut items = self.hold_back(items);
-        self.bring_home(&items);
-        items.retain(|item| {
-            // What could not be brought home must not be taken: it lies in a mapping of a file.
-            let home = !self.table.get(item.page).in_file_mapping();
-            if !home {
-                self.disown(item);
+    }
+
+    /// Found > admitted: takes over what may be merged now, of requests in any order. What was admitted before must have been
+    /// merged.
+    ///
+    /// # Errors
+    /// Those of the connection to the store.
+    pub(crate) fn plan(
+        &mut self,
+        with: &mut Context<'_>,
+        suspended: bool,
+        mut found: Vec<MergeRequest>,
+    ) -> Result<(), Error> {
+        let Context {
+            map,
+            space,
+            session,
+            account,
+            monitor,
+            pass,
+        } = with;
+        let managed = space.breaker.managed();
+        let admission = Admission {
+            monitor,
+            suspended,
+            managed,
+        };
+        found.sort_by_key(|request| (request.page, request.publisher_ref().is_none()));
+        // A page may have been published twice, with two contents.
+        found.dedup_by(|again, kept| {
+            let twice = again.page == kept.page;
+            if let (true, Some(slot)) = (twice, again.publisher_ref()) {
+                map.outbox.drop_ref(slot);
             }
-            home
+            twice
         });
-        let items = self.with_exceptions(items);
-        let mut at = 0;
-        let mut result = Ok(());
-        while at < items.len() && result.is_ok() {
-            let (end, take) = if self.is_whole_huge_page(&items[at..]) {
-                let chunk = self.memory.chunk_of(items[at].page);
-                let give_back = self.chunks[chunk].wanted < WANTED_TOO_OFTEN;
-                (at + CHUNK_PAGES, Take::HugePage { give_back })
-            } else {
-                self.split_if_huge(items[at].page);
-                (self.window_end(&items, at), Take::Pages)
-            };
-            self.merge_window(&items, at..end, take);
-            at = end;
-            result = self.breathe();
+        let (mut admitted, full) = admission.admit(map, session, account, &found);
+        if full {
+            session.schedule_resync(*pass, Doubt::NoMappings);
         }
+        series::use_series(map, session, account, &mut admitted)?;
+        if !managed {
+            let (kept, chunks) = bridged_runs::defer(map, &mut self.deferred, *pass, &admitted);
+            for page in chunks {
+                split::split_if_huge(map, account, monitor, page);
+            }
+            admitted = kept;
+        }
+        make_orphans_private(map, space, account, &mut admitted);
+        if !managed {
+            admitted = bridged_runs::with_exceptions(map, *pass, admitted);
+        }
+        (self.admitted, self.done) = (admitted, 0);
+        Ok(())
+    }
+
+    /// Admitted > merged: merges the next window; whether there was one.
+    pub(crate) fn step(&mut self, with: &mut Context<'_>) -> bool {
+        let Some(next) = self.admitted.get(self.done) else {
+            return false;
+        };
+        let (map, account, monitor) = (&mut *with.map, &mut *with.account, with.monitor);
+        let rest = &self.admitted[self.done..];
+        let (len, take) = if is_whole_huge_page(map, rest) {
+            let contended = map.chunk(map.chunk_of(next.page)).contended;
+            let give_back = contended < CONTENDED_TOO_OFTEN;
+            (CHUNK_PAGES, Take::HugePage { give_back })
+        } else {
+            split::split_if_huge(map, account, monitor, next.page);
+            (self.window_len(map, rest), Take::Pages)
+        };
+        let window = self.done..self.done + len;
+        self.done = window.end;
+        self.merge_window(with, window, take);
+        true
+    }
+
+    /// Ends what was planned, at its end or before: frees what was merged, and returns what was not.
+    pub(crate) fn end(&mut self, space: &mut AddressSpace) -> Vec<MergeRequest> {
         self.merger.clean_up();
-        // An interrupted pass leaves the rest to the next one.
-        let rest = items[at..].iter().filter(|item| item.role != Role::Exception);
-        self.merges.extend(rest);
-        self.lap(|cpu| &mut cpu.merge);
-        result?;
-        self.flush()
+        space.scratch.free();
+        let mut rest = std::mem::take(&mut self.admitted).split_off(self.done);
+        self.done = 0;
+        rest.retain(|request| request.role != Role::Exception);
+        rest
     }
 
-    /// Splits the huge page that a page is part of. Taking the page would do that as well, and keep it away meanwhile.
-    pub(crate) fn split_if_huge(&mut self, page: Page) {
-        let chunk = self.memory.chunk_of(page);
-        if !self.chunks[chunk].huge {
-            return;
-        }
-        let clock = Instant::now();
-        if let Err(error) = vma::split_huge_page(self.memory.address(page)) {
-            log::debug!("the huge page of page {page} is split by merging: {error}");
-        }
-        // Whoever touches the huge page may wait for a part of that time.
-        let ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.stats.stop.observe(ns);
-        self.note_split(chunk);
+    /// The store was lost, and with it everything that maps its slots.
+    pub(crate) fn forget_store(&mut self) {
+        (self.admitted, self.done) = (Vec::new(), 0);
+        self.deferred = Deferred::default();
     }
 
-    /// A huge page becomes small ones.
-    fn note_split(&mut self, chunk: usize) {
-        let (policy, state) = (self.mixed.policy(), &self.chunks[chunk].mixed);
-        self.stats.huge_splits_rare_total += u64::from(self.mixed.thresholds.is_used(policy, state));
-        self.chunks[chunk].note_split();
-        self.stats.huge_splits_total += 1;
+    /// Pages that were not what an engine had proposed, since the last call.
+    pub(crate) fn take_wrong_proposals(&mut self) -> usize {
+        std::mem::take(&mut self.wrong_proposals)
     }
 
-    /// Whether the first items are all pages of a huge page, and few runs: then it is taken as one. Mapping many runs would
-    /// keep all of it away for too long.
-    fn is_whole_huge_page(&self, items: &[Item]) -> bool {
-        let chunk = self.memory.chunk_of(items[0].page);
-        let pages = &self.memory.chunks()[chunk].pages;
-        self.chunks[chunk].huge
-            && items[0].page == pages.start
-            && pages.len() == CHUNK_PAGES
-            && items
-                .get(CHUNK_PAGES - 1)
-                .is_some_and(|last| last.page + 1 == pages.end)
-            && runs_of(&items[..CHUNK_PAGES]) <= MOST_RUNS_AT_ONCE
+    /// How many of the requests make one window.
+    fn window_len(&self, map: &PageMap, requests: &[MergeRequest]) -> usize {
+        let first = requests[0].page;
+        let goes_on = |at: &usize| {
+            let (before, page) = (requests[*at - 1].page, requests[*at].page);
+            page - first < WINDOW_SPAN
+                && !map.chunk(map.chunk_of(page)).huge
+                && (before..page).all(|page| map.memory().adjacent(page))
+        };
+        let most = requests.len().min(self.window);
+        (1..most).find(|at| !goes_on(at)).unwrap_or(most)
     }
 
-    /// How many of the items from `at` on make one window.
-    fn window_end(&self, items: &[Item], at: usize) -> usize {
-        let mut end = at + 1;
-        while end < items.len()
-            && end - at < self.window
-            && (items[end].page - items[at].page) < WINDOW_SPAN
-            && !self.chunks[self.memory.chunk_of(items[end].page)].huge
-            && (items[end - 1].page..items[end].page).all(|p| self.memory.adjacent(p))
-        {
-            end += 1;
-        }
-        end
-    }
-
-    fn merge_window(&mut self, all: &[Item], window: Range<usize>, take: Take) {
+    fn merge_window(&mut self, with: &mut Context<'_>, window: Range<usize>, take: Take) {
+        let Context {
+            map,
+            space,
+            session,
+            account,
+            monitor,
+            pass,
+        } = with;
+        let pass = *pass;
         // No discard meets pages that are away, until the states say what became of them.
-        let discards = self.discards.clone();
+        let discards = space.discards.clone();
         let mut discards = discards.lock();
-        self.note_discards(&mut discards);
+        space.note_discards(&mut discards, map);
+        let (all, requests) = (&self.admitted, &self.admitted[window.clone()]);
         let goes_on = |at: usize| at > 0 && at < all.len() && continues(&all[at - 1], &all[at]);
-        let begun = goes_on(window.start)
-            && all[window.start - 1].slot == self.table.get(all[window.start - 1].page).place();
+        let begun = |at: usize| goes_on(at) && all[at - 1].slot == map.backing(all[at - 1].page).place();
         let open = Open {
-            start: begun,
+            start: begun(window.start),
             end: goes_on(window.end),
         };
-        let items = &all[window];
-        let gone = |item: &Item| matches!(self.table.get(item.page), State::Untracked | State::Zero);
-        if take != Take::Pages && items.iter().any(gone) {
+        let batch = Batch { requests, open, take };
+        let discarded = |request: &MergeRequest| {
+            let state = map.state(request.page);
+            state.backing == Backing::Zero || state == PageState::UNTRACKED
+        };
+        if take != Take::Pages && requests.iter().any(discarded) {
             // Just discarded, so it is not that huge page any more.
-            items.iter().for_each(|item| self.pass_over(item));
-            return;
+            let requests = requests.iter();
+            return requests.for_each(|request| map.defer(request.page, request.publisher_ref()));
         }
-        let runs = runs_of(items);
-        let zero_only = items.iter().all(|i| i.slot.is_none());
-        #[allow(clippy::cast_possible_wrap)] // <= MAX_WINDOW
-        if !zero_only && self.vmas + runs as i64 * VMAS_PER_RUN > self.vmas_max {
-            self.stats.refused_vmas_total += items.len() as u64;
-            self.doubt(SIGHT_ANEW_PERIOD_FULL);
-            items.iter().for_each(|item| self.pass_over(item));
-            return;
+        let runs = i64::try_from(runs_of(requests)).unwrap_or(i64::MAX / VMAS_PER_RUN);
+        let zero_only = requests.iter().all(|request| request.slot.is_none());
+        if !zero_only && !map.has_vmas_for(runs * VMAS_PER_RUN) {
+            account.stats.refused_vmas_total += requests.len() as u64;
+            session.schedule_resync(pass, Doubt::NoMappings);
+            let requests = requests.iter();
+            return requests.for_each(|request| map.defer(request.page, request.publisher_ref()));
         }
-        let Some(store) = &self.store else { return };
-        let request = Request { items, open, take };
-        let merged = self
-            .merger
-            .merge(&self.memory, store, &self.breaker, &mut self.pagemap, &request);
-        let window = match merged {
-            Ok(window) => window,
+        let Some(store) = session.store() else { return };
+        let memory = map.memory().clone();
+        let merged = match self.merger.merge(&memory, store, space, batch) {
+            Ok(merged) => merged,
             Err(error) => {
                 log::warn!("{error}");
-                self.stats.refused_other_total += items.len() as u64;
-                self.doubt(SIGHT_ANEW_PERIOD);
-                items.iter().for_each(|item| self.disown(item));
-                return;
+                account.stats.refused_other_total += requests.len() as u64;
+                session.schedule_resync(pass, Doubt::Missed);
+                let published = requests.iter().filter_map(MergeRequest::publisher_ref);
+                return published.for_each(|slot| map.outbox.drop_ref(slot));
             }
         };
-        self.stats.stop.observe(window.stop_ns);
+        account.stats.stop.observe(merged.stop_ns);
         match take {
-            Take::Pages => self.adapt(items.len(), window.stop_ns),
-            Take::HugePage { .. } => self.note_huge(items[0].page, &window.outcomes),
-        }
-        let pages = items[0].page..items[items.len() - 1].page + 1;
-        let before = self.boundaries(&pages);
-        self.note_outcomes(items, &window);
-        self.vmas += self.boundaries(&pages) - before;
-        self.update_fragments(&pages);
-    }
-
-    /// What became of a huge page that was to be merged as one.
-    fn note_huge(&mut self, first: Page, outcomes: &[Outcome]) {
-        let (chunk, start) = (self.memory.chunk_of(first), self.memory.address(first));
-        let wanted = outcomes.contains(&Outcome::Wanted);
-        if outcomes.iter().any(|o| o.was_taken()) {
-            self.note_split(chunk);
-            let whole = outcomes.iter().all(|o| *o == Outcome::Merged);
-            self.stats.huge_whole_total += u64::from(whole);
-        } else if wanted && !self.pagemap.is_huge(start) {
-            self.note_split(chunk); // on its way back, or it was none any more
-        } else {
-            self.chunks[chunk].stayed_huge();
-        }
-        if wanted {
-            self.stats.huge_wanted_total += 1;
-            let state = &mut self.chunks[chunk];
-            state.wanted = state.wanted.saturating_add(1);
-            state.mixed.note_use(Use::AT_ONCE);
-        }
-    }
-
-    fn note_outcomes(&mut self, items: &[Item], window: &Window) {
-        self.stats.bytes_read.verify += (items.len() * 2 * PAGE_SIZE) as u64;
-        for (item, outcome) in items.iter().zip(&window.outcomes) {
-            match (outcome, item.slot) {
-                (Outcome::Merged, Some(place)) if item.role == Role::Exception => {
-                    if let State::Candidate { key, .. } = self.table.get(item.page) {
-                        self.outbox.withdrawals.push(key.raw());
-                    }
-                    self.table.set(item.page, State::Private(Some(place)));
-                }
-                (Outcome::Merged, Some(slot)) => {
-                    self.table.set(item.page, State::Shared(slot));
-                    self.stats.merges_total += 1;
-                    if !item.owned() {
-                        let delta = vmm_dedup_protocol::message::RefDelta {
-                            slot: slot.number(),
-                            delta: 1,
-                        };
-                        self.outbox.refs.push(delta);
-                    }
-                }
-                (Outcome::Merged, None) => {
-                    self.table.set(item.page, State::Zero);
-                    self.stats.zero_merges_total += 1;
-                }
-                (outcome, _) => self.note_failure(item, *outcome),
+            Take::Pages => {
+                self.window = adapted(self.window, requests.len(), merged.stop_ns, self.stop_target_ns)
+            }
+            Take::HugePage { .. } => {
+                note_huge(map, space, account, monitor, requests[0].page, &merged.outcomes)
             }
         }
+        account.stats.bytes_read.verify += (requests.len() * 2 * PAGE_SIZE) as u64;
+        let Merged { outcomes, .. } = merged;
+        self.wrong_proposals += note_outcomes(map, session, account, pass, requests, &outcomes);
     }
+}
 
-    fn note_failure(&mut self, item: &Item, outcome: Outcome) {
-        self.disown(item);
-        if let State::Candidate { key, .. } = self.table.get(item.page) {
-            self.outbox.withdrawals.push(key.raw());
+/// Pages that still map a lost store's file go back to private memory just before they are merged anew. What could not must
+/// not be taken: it lies in a mapping of a file.
+fn make_orphans_private(
+    map: &mut PageMap,
+    space: &mut AddressSpace,
+    account: &mut Account,
+    requests: &mut Vec<MergeRequest>,
+) {
+    let orphans: Vec<Page> = requests
+        .iter()
+        .map(|request| request.page)
+        .filter(|page| map.backing(*page).in_file_mapping())
+        .collect();
+    space.make_all_private(map, account, &orphans);
+    requests.retain(|request| {
+        let private = !map.backing(request.page).in_file_mapping();
+        if let (false, Some(slot)) = (private, request.publisher_ref()) {
+            map.outbox.drop_ref(slot);
         }
-        if outcome == Outcome::Different {
-            self.note_collision(item);
-            if item.role == Role::Proposed {
-                self.searcher.note_wrong();
+        private
+    });
+}
+
+/// Whether the first requests are all pages of a huge page, and few runs: then it is taken as one. Mapping many runs would
+/// keep all of it away for too long.
+fn is_whole_huge_page(map: &PageMap, requests: &[MergeRequest]) -> bool {
+    let chunk = map.chunk_of(requests[0].page);
+    let pages = &map.chunk_at(chunk).pages;
+    let Some(all) = requests.get(..CHUNK_PAGES).filter(|_| map.chunk(chunk).huge) else {
+        return false;
+    };
+    let whole = pages.len() == CHUNK_PAGES
+        && all[0].page == pages.start
+        && all[CHUNK_PAGES - 1].page + 1 == pages.end;
+    whole && runs_of(all) <= MOST_RUNS_AT_ONCE
+}
+
+/// The next window: it grows while it stays below the stop target, and shrinks when it does not.
+fn adapted(window: usize, requests: usize, stop_ns: u64, target_ns: u64) -> usize {
+    if stop_ns > target_ns {
+        (window * 3 / 4).max(MIN_WINDOW)
+    } else if requests == window && stop_ns < target_ns * 3 / 4 {
+        (window + window / 4 + 1).min(MAX_WINDOW)
+    } else {
+        window
+    }
+}
+
+/// What became of a huge page that was to be merged as one.
+fn note_huge(
+    map: &mut PageMap,
+    space: &mut AddressSpace,
+    account: &mut Account,
+    monitor: &Monitor,
+    first: Page,
+    outcomes: &[Outcome],
+) {
+    let (chunk, start) = (map.chunk_of(first), map.memory().address(first));
+    let contended = outcomes.contains(&Outcome::Contended);
+    if outcomes.iter().any(|outcome| outcome.was_taken()) {
+        split::note_split(map, account, monitor, chunk);
+        let whole = outcomes.iter().all(|outcome| *outcome == Outcome::Merged);
+        account.stats.huge_whole_total += u64::from(whole);
+    } else if contended && !space.pagemap.is_huge(start) {
+        split::note_split(map, account, monitor, chunk); // on its way back, or it was none any more
+    } else {
+        map.chunk_mut(chunk).stayed_huge();
+    }
+    if contended {
+        account.stats.huge_wanted_total += 1;
+        let state = map.chunk_mut(chunk);
+        state.contended = state.contended.saturating_add(1);
+        state.mixed.note_use(Use::AT_ONCE);
+    }
+}
+
+/// Notes what became of each page; how many of those that an engine proposed were not equal.
+fn note_outcomes(
+    map: &mut PageMap,
+    session: &Session,
+    account: &mut Account,
+    pass: u64,
+    requests: &[MergeRequest],
+    outcomes: &[Outcome],
+) -> usize {
+    let mut wrong = 0;
+    for (request, outcome) in requests.iter().zip(outcomes) {
+        match (outcome, request.slot) {
+            (Outcome::Merged, Some(place)) if request.role == Role::Exception => {
+                map.bridge(request.page, place);
             }
+            (Outcome::Merged, Some(slot)) => {
+                let counted = request.publisher_ref().is_some();
+                let reference = if counted {
+                    Reference::Counted
+                } else {
+                    Reference::New
+                };
+                map.share(request.page, slot, reference);
+                account.stats.merges_total += 1;
+            }
+            (Outcome::Merged, None) => {
+                map.zero(request.page);
+                account.stats.zero_merges_total += 1;
+            }
+            (Outcome::Different, _) => {
+                wrong += usize::from(request.role == Role::Proposed);
+                note_collision(map, session, account, request);
+                note_failure(map, account, pass, request, Outcome::Different);
+            }
+            (outcome, _) => note_failure(map, account, pass, request, *outcome),
         }
-        let mut uncounted = 0;
-        let counter = match outcome {
-            _ if item.role == Role::Exception => &mut uncounted,
-            Outcome::Wanted => &mut uncounted, // once for all of the huge page
-            Outcome::Different => &mut self.stats.mismatches_total,
-            Outcome::Pinned => &mut self.stats.refused_pinned_total,
-            Outcome::NoVma => &mut self.stats.refused_vmas_total,
-            Outcome::Absent | Outcome::NotTaken | Outcome::Refused | Outcome::Returned | Outcome::Merged => {
-                &mut self.stats.refused_other_total
-            }
-        };
+    }
+    wrong
+}
+
+fn note_failure(
+    map: &mut PageMap,
+    account: &mut Account,
+    pass: u64,
+    request: &MergeRequest,
+    outcome: Outcome,
+) {
+    if let Some(slot) = request.publisher_ref() {
+        map.outbox.drop_ref(slot);
+    }
+    let counter = match outcome {
+        _ if request.role == Role::Exception => None,
+        Outcome::Contended | Outcome::Merged => None, // once for all of the huge page
+        Outcome::Different => Some(&mut account.stats.mismatches_total),
+        Outcome::Pinned => Some(&mut account.stats.refused_pinned_total),
+        Outcome::NoVma => Some(&mut account.stats.refused_vmas_total),
+        Outcome::Absent | Outcome::NotTaken | Outcome::Refused | Outcome::Returned => {
+            Some(&mut account.stats.refused_other_total)
+        }
+    };
+    if let Some(counter) = counter {
         *counter += 1;
-        if outcome == Outcome::NoVma {
-            // The process has fewer mappings left than we thought: not one more than we have.
-            self.vmas_max = self.vmas_max.min(self.vmas);
-        }
-        // A page that was not moved is protected: a pinned one is tried again later, others are keyed anew. What was moved
-        // came back unprotected.
-        let next = match outcome {
-            Outcome::Pinned => State::Pinned(Retry::after(self.table.get(item.page), self.passes)),
-            Outcome::NotTaken => State::Armed,
-            _ => State::Untracked,
-        };
-        if self.table.get(item.page).may_become(next) {
-            self.table.set(item.page, next);
-        }
-        let chunk = self.memory.chunk_of(item.page);
-        self.chunks[chunk].pending = true;
     }
-
-    /// A page was not what its slot holds. If it has the slot's line key all the same, the key must not lead anybody to
-    /// that slot again: the store marks it, and this page will be hashed. (Else it was written after it was looked up.)
-    fn note_collision(&mut self, item: &Item) {
-        let (key, _) = self.read_key(item.page);
-        let line = self.index().and_then(|index| index.line(key));
-        if item.slot.is_some() && line.and_then(|line| line.slot_for(item.page)) == item.slot {
-            self.outbox.ambiguous.push(key.raw());
-        }
+    if outcome == Outcome::NoVma {
+        map.no_vma_is_left();
     }
-
-    /// Grows the window while it stays below the stop target, shrinks it when it does not.
-    fn adapt(&mut self, items: usize, stop_ns: u64) {
-        let target = self.config.stop_target_us * 1000;
-        if stop_ns > target {
-            self.window = (self.window * 3 / 4).max(MIN_WINDOW);
-        } else if items == self.window && stop_ns < target * 3 / 4 {
-            self.window = (self.window + self.window / 4 + 1).min(MAX_WINDOW);
-        }
-    }
-
-    /// Mappings that begin between the pages of a range, and at its ends.
-    pub(crate) fn boundaries(&self, pages: &Range<Page>) -> i64 {
-        let pairs = pages.start.saturating_sub(1)..pages.end;
-        let between = pairs.filter(|p| self.memory.adjacent(*p));
-        between
-            .filter(|p| !joined(self.table.get(*p), self.table.get(p + 1)))
-            .fold(0, |n, _| n + 1)
-    }
-
-    /// Counts the mappings of the chunks that a range touches.
-    pub(crate) fn update_fragments(&mut self, pages: &Range<Page>) {
-        for at in self.memory.chunk_of(pages.start)..=self.memory.chunk_of(pages.end - 1) {
-            let chunk = self.memory.chunks()[at].pages.clone();
-            let fragments = self.boundaries(&chunk);
-            self.chunks[at].fragments = u16::try_from(fragments).unwrap_or(u16::MAX);
-        }
-    }
+    // A page that was not moved is protected: a pinned one is tried again later, others are keyed anew. What was moved
+    // came back unprotected.
+    let why = match outcome {
+        Outcome::Pinned => NotMerged::Pinned,
+        Outcome::NotTaken => NotMerged::Stayed,
+        _ => NotMerged::Returned,
+    };
+    map.not_merged(request.page, why, pass);
 }
 
-/// How many runs items make.
-pub(crate) fn runs_of(items: &[Item]) -> usize {
-    let ends = items.windows(2).filter(|pair| !continues(&pair[0], &pair[1]));
-    1 + ends.count()
-}
-
-/// Whether two neighbouring pages lie in one mapping, as far as their states tell.
-fn joined(a: State, b: State) -> bool {
-    match (a.place(), b.place()) {
-        (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
-        _ => a.in_file_mapping() == b.in_file_mapping(),
+/// A page was not what its slot holds. If it has the slot's line key all the same, the key must not lead anybody to
+/// that slot again: the store marks it, and this page will be hashed. (Else it was written after it was looked up.)
+fn note_collision(map: &mut PageMap, session: &Session, account: &mut Account, request: &MergeRequest) {
+    let mut reader = KeyReader {
+        memory: map.memory(),
+        salt: session.salt(),
+        account,
+    };
+    let (key, _) = reader.read(request.page);
+    let line = session.index().and_then(|index| index.line(key));
+    if request.slot.is_some() && line.and_then(|line| line.slot_for(request.page)) == request.slot {
+        map.outbox.ambiguous.push(key.raw());
     }
 }

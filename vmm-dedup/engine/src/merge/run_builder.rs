@@ -15,7 +15,7 @@ use vmm_dedup_protocol::{SLOTS_PER_SEGMENT, Slot};
 /// mapping that end up next to each other become one mapping again, those of two do not: the kernel keeps the private
 /// pages of each mapping in a family of its own.
 #[derive(Debug)]
-pub(crate) struct Aside {
+pub(crate) struct RunBuilder {
     base: usize,
     first: Slot,
     pages: usize,
@@ -23,13 +23,13 @@ pub(crate) struct Aside {
     gone: usize,
 }
 
-impl Aside {
+impl RunBuilder {
     /// Maps a segment from a slot on, as much as one chunk may need.
     pub(crate) fn new(tracker: &Uffd, segment: BorrowedFd<'_>, first: Slot) -> io::Result<Self> {
         let left = SLOTS_PER_SEGMENT - first.number() % SLOTS_PER_SEGMENT;
         let pages = CHUNK_PAGES.min(left as usize);
         let base = vma::map_segment_anywhere(bytes(pages), segment, first.offset())?;
-        let aside = Self {
+        let builder = Self {
             base,
             first,
             pages,
@@ -37,7 +37,7 @@ impl Aside {
         };
         // UFFDIO_COPY wants its destination registered.
         tracker.register(base, bytes(pages), Mode::Missing)?;
-        Ok(aside)
+        Ok(builder)
     }
 
     /// Whether a piece of that many pages from a slot on is still there.
@@ -64,7 +64,7 @@ impl Aside {
     }
 }
 
-impl Drop for Aside {
+impl Drop for RunBuilder {
     fn drop(&mut self) {
         vma::unmap(self.base + bytes(self.gone), bytes(self.pages - self.gone));
     }

@@ -4,6 +4,7 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::memory::layout::HostRange;
 use crate::scan::hotplug::Change;
+use crate::store::connection::Explained;
 use crate::sys::bell::Bell;
 use crate::unmerge::cow::Breaker;
 use std::ops::Range;
@@ -12,11 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use vmm_dedup_protocol::control::{Explanation, MAX_RESERVE, Settings, Switch};
+use vmm_dedup_protocol::control::{MAX_RESERVE, Settings, Switch};
 use vmm_dedup_protocol::stats::ServiceStats;
-
-/// What became of pages, and what keeps the service from merging (empty if nothing does).
-pub(crate) type Explained = Result<(Explanation, String), Error>;
 
 /// What the scanning thread is asked to do next.
 #[derive(Debug)]

@@ -2,21 +2,28 @@
 //! store, on behalf of an operator, and from the VMM's threads. They are answered between any two pieces of work.
 
 use crate::error::Error;
+use crate::lookup::find::twin;
 use crate::memory::layout::Page;
-use crate::memory::page_state::State;
-use crate::scan::control::{Explained, Request};
-use crate::scan::pass::Scanner;
-use crate::store::connection::{Question, Store};
+use crate::memory::page_map::VMAS_PER_RUN;
+use crate::memory::page_state::{Backing, Known, PageState};
+use crate::merge::admission::{Admission, Reason, Verdict};
+use crate::scan::control::Request;
+use crate::scan::pass::Pass;
+use crate::store::connection::{Explained, Question, Store};
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
+use crate::sys::proc;
 use std::ops::Range;
 use vmm_dedup_protocol::control::{Explanation, Set, Switch};
-use vmm_dedup_protocol::index::Line;
 use vmm_dedup_protocol::key::Key;
 
-/// Mappings that one more merged page may add.
-const VMAS_PER_RUN: i64 = 2;
+impl Pass {
+    /// Answers questions; a store that cannot be answered is lost.
+    pub(crate) fn try_answer(&mut self) {
+        if let Err(error) = self.answer() {
+            self.lose_store(&error);
+        }
+    }
 
-impl Scanner {
     /// Answers all questions there are.
     ///
     /// # Errors
@@ -25,15 +32,13 @@ impl Scanner {
         for (addresses, tell) in self.control.take_questions() {
             let _ = tell.send(self.explain(addresses.as_ref()));
         }
-        if let Some(store) = &mut self.store {
-            store.take_pushes()?;
-        }
-        while let Some(question) = self.store.as_mut().and_then(|s| s.next_question()) {
+        self.session.take_pushes()?;
+        while let Some(question) = self.session.store_mut().and_then(Store::next_question) {
             match question {
                 Question::Set(set) => self.answer_set(&set)?,
                 Question::Explain { serial, addresses } => {
                     let explained = self.explain(addresses.as_ref());
-                    if let Some(store) = &mut self.store {
+                    if let Some(store) = self.session.store_mut() {
                         store.explained(serial, explained)?;
                     }
                 }
@@ -44,12 +49,12 @@ impl Scanner {
 
     /// Whether something waits that the store has passed on.
     pub(crate) fn has_questions(&self) -> bool {
-        self.store.as_ref().is_some_and(Store::has_questions)
+        self.session.store().is_some_and(Store::has_questions)
     }
 
     fn answer_set(&mut self, set: &Set) -> Result<(), Error> {
-        let done = self.control.apply(&set.settings, &self.breaker);
-        let Some(store) = &mut self.store else {
+        let done = self.control.apply(&set.settings, &self.space.breaker);
+        let Some(store) = self.session.store_mut() else {
             return Ok(());
         };
         if done.is_ok() && set.settings.switch == Some(Switch::OffUnmerge) {
@@ -63,7 +68,7 @@ impl Scanner {
 
     /// Tells those who asked through the store that memory went back, or why not.
     pub(crate) fn answer_unmerged(&mut self, done: &Result<(), Error>) -> Result<(), Error> {
-        let Some(store) = &mut self.store else {
+        let Some(store) = self.session.store_mut() else {
             return Ok(());
         };
         for serial in std::mem::take(&mut store.unmerging) {
@@ -75,11 +80,14 @@ impl Scanner {
     /// What became of the pages at some guest physical addresses, or of all.
     fn explain(&mut self, addresses: Option<&Range<u64>>) -> Explained {
         let ranges = match addresses {
-            None => self.memory.chunks().iter().map(|c| c.pages.clone()).collect(),
-            Some(addresses) => self
-                .memory
-                .pages_at_guest(addresses)
-                .ok_or(Error::NoGuestAddresses)?,
+            None => {
+                let chunks = self.map.memory().chunks().iter();
+                chunks.map(|chunk| chunk.pages.clone()).collect()
+            }
+            Some(addresses) => {
+                let pages = self.map.memory().pages_at_guest(addresses);
+                pages.ok_or(Error::NoGuestAddresses)?
+            }
         };
         if let (true, Some(asked)) = (ranges.is_empty(), addresses) {
             return Err(Error::NotGuestMemory {
@@ -91,8 +99,8 @@ impl Scanner {
         for range in ranges {
             let mut at = range.start;
             while at < range.end {
-                let chunk = self.memory.chunk_of(at);
-                let end = range.end.min(self.memory.chunks()[chunk].pages.end);
+                let chunk = self.map.chunk_of(at);
+                let end = range.end.min(self.map.chunk_at(chunk).pages.end);
                 self.explain_chunk(chunk, at..end, &mut explanation)?;
                 at = end;
             }
@@ -103,27 +111,27 @@ impl Scanner {
     }
 
     fn explain_chunk(&mut self, chunk: usize, pages: Range<Page>, to: &mut Explanation) -> Result<(), Error> {
-        let huge = self.chunks[chunk].huge;
         let populated = self.populated(&pages)?;
         for page in pages.clone() {
-            let class = match self.table.get(page) {
-                State::Shared(_) => &mut to.shared,
-                State::Zero => &mut to.zero,
-                State::Private(_) => &mut to.broken,
-                State::Foreign | State::Candidate { foreign: true, .. } => &mut to.foreign,
-                State::Pinned(_) => &mut to.pinned,
-                State::Untracked if !populated[(page - pages.start) as usize] => &mut to.unpopulated,
-                State::Seen { .. } => &mut to.huge,
-                State::Untracked | State::Armed | State::Volatile if huge || self.is_probe(chunk, page) => {
-                    &mut to.huge
+            let PageState { backing, known } = self.map.state(page);
+            let class = match (backing, known) {
+                (Backing::Slot(_), _) => &mut to.shared,
+                (Backing::Zero, _) => &mut to.zero,
+                (Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_), _) => &mut to.broken,
+                (Backing::OrphanedSlot(_), _) => &mut to.foreign,
+                #[cfg(test)]
+                (Backing::Dummy(_), _) => &mut to.waiting,
+                (Backing::Private, Known::Pinned(_)) => &mut to.pinned,
+                (Backing::Private, Known::Nothing) if !populated[(page - pages.start) as usize] => {
+                    &mut to.unpopulated
                 }
-                State::Volatile => &mut to.volatile,
-                State::Untracked | State::Armed => &mut to.too_new,
-                State::Candidate { key, .. } => match self.has_twin(key) {
-                    false => &mut to.unique,
-                    true if huge => &mut to.huge,
-                    true if self.vmas + VMAS_PER_RUN > self.vmas_max => &mut to.over_vmas,
-                    true => &mut to.waiting,
+                (Backing::Private, Known::KeyedInHuge(_)) => &mut to.huge,
+                (Backing::Private, Known::Candidate(key)) => self.explain_candidate(page, key, to),
+                (Backing::Private, known) => match known {
+                    _ if self.map.chunk(chunk).huge => &mut to.huge,
+                    _ if self.monitor.probes().include(&self.map, chunk, page) => &mut to.huge,
+                    Known::Volatile => &mut to.volatile,
+                    _ => &mut to.too_new,
                 },
             };
             *class += 1;
@@ -131,23 +139,33 @@ impl Scanner {
         Ok(())
     }
 
-    /// Whether the index has a slot that a page with this key could map.
-    fn has_twin(&self, key: Key) -> bool {
-        self.index().is_some_and(|index| match key.is_full() {
-            true => index.slot_of_key(key).is_some(),
-            false => matches!(index.line(key), Some(Line::Sole(_) | Line::Series(_))),
-        })
+    /// The class of a page that was reported to the store. If it has a twin, it is asked what keeps it from merging.
+    fn explain_candidate<'a>(&self, page: Page, key: Key, to: &'a mut Explanation) -> &'a mut u64 {
+        let Some(slot) = twin(&self.session, page, key) else {
+            return &mut to.unique;
+        };
+        let admission = Admission {
+            monitor: &self.monitor,
+            suspended: self.suspended,
+            managed: self.space.breaker.managed(),
+        };
+        match admission.may_merge(&self.map, page, Some(slot)) {
+            Verdict::Refuse(Reason::Huge | Reason::Probe) => &mut to.huge,
+            Verdict::Refuse(Reason::NoMappings) => &mut to.over_vmas,
+            Verdict::Refuse(Reason::Suspended | Reason::Changed) | Verdict::Merge => &mut to.waiting,
+        }
     }
 
-    /// Which of some pages of one chunk hold private memory; asked only where the table does not tell.
+    /// Which of some pages of one chunk hold private memory; asked only where the map does not tell.
     fn populated(&mut self, pages: &Range<Page>) -> Result<[bool; CHUNK_PAGES], Error> {
         let mut populated = [false; CHUNK_PAGES];
-        if pages.clone().all(|p| self.table.get(p) != State::Untracked) {
+        let unknown = |page: Page| self.map.state(page) == PageState::UNTRACKED;
+        if !pages.clone().any(unknown) {
             return Ok(populated);
         }
-        let start = self.memory.address(pages.start);
+        let start = self.map.memory().address(pages.start);
         let range = start..start + pages.len() * PAGE_SIZE;
-        for found in self.pagemap.populated(range).map_err(Error::Pagemap)? {
+        for found in self.space.pagemap.populated(range).map_err(Error::Pagemap)? {
             populated[(found.start - start) / PAGE_SIZE..(found.end - start) / PAGE_SIZE].fill(true);
         }
         Ok(populated)
@@ -161,16 +179,17 @@ impl Scanner {
         if self.control.rests() {
             return "the VMM has paused merging, e.g. for a snapshot or migration, and will resume it".into();
         }
-        if let (true, Err(error)) = (self.suspended, crate::sys::proc::check_direct_io()) {
+        if let (true, Err(error)) = (self.suspended, proc::check_direct_io()) {
             return format!("merging is suspended: {error}");
         }
-        if self.vmas + VMAS_PER_RUN > self.vmas_max {
+        if !self.map.has_vmas_for(VMAS_PER_RUN) {
             return format!(
                 "{} of {} mappings are in use: raise vm.max_map_count (or max_vmas) and restart the VM",
-                self.vmas, self.vmas_max
+                self.map.vmas(),
+                self.map.vmas_max()
             );
         }
         // Not in the way of merging, but of knowing what to split.
-        self.mixed.skipped_sources().to_owned()
+        self.monitor.skipped_sources().to_owned()
     }
 }

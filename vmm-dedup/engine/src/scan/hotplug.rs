@@ -1,13 +1,11 @@
 //! Guest memory that comes, goes, or is lent to somebody else while the service runs.
 
 use crate::error::Error;
+use crate::lookup::request::MergeRequest;
 use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::{HostRange, Memory, Page};
-use crate::memory::thp_state::HugeState;
-use crate::merge::request::Item;
-use crate::scan::pass::Scanner;
+use crate::scan::pass::Pass;
 use crate::sys::page_size::bytes;
-use crate::sys::uffd::Mode;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -24,133 +22,127 @@ pub(crate) enum Change {
     Resume,
 }
 
-impl Scanner {
+impl Pass {
     pub(crate) fn change(&mut self, change: Change, range: HostRange) -> Result<(), Error> {
         match change {
             Change::Add => self.add(range),
-            Change::Remove => self.remove(&range.addresses()),
-            Change::Release => self.release_range(&range.addresses()),
+            Change::Remove => {
+                self.remove(&range.addresses());
+                Ok(())
+            }
+            Change::Release => self.release(&range.addresses()),
             Change::Resume => self.resume(&range.addresses()),
         }
     }
 
     fn add(&mut self, range: HostRange) -> Result<(), Error> {
-        let memory = self.memory.with(range)?;
-        self.register(&range.addresses())?;
+        let memory = self.map.memory().with(range)?;
+        self.space.register(&range.addresses())?;
         self.set_memory(memory);
         // Sightings and references of the new pages may only follow when the store knows of them.
         self.fill_stats();
-        if let Some(store) = &mut self.store
-            && let Err(error) = store.report(&self.stats)
-        {
+        if let Err(error) = self.session.report(&self.account.stats) {
             self.lose_store(&error);
         }
         Ok(())
     }
 
-    fn remove(&mut self, gone: &Range<usize>) -> Result<(), Error> {
+    fn remove(&mut self, gone: &Range<usize>) {
         self.note_breaks();
-        let discards = self.discards.clone();
-        self.note_discards(&mut discards.lock());
-        for pages in self.memory.within(gone) {
-            self.forget_pages(pages);
+        let discards = self.space.discards.clone();
+        self.space.note_discards(&mut discards.lock(), &mut self.map);
+        for pages in self.map.memory().within(gone) {
+            self.map.forget(pages);
         }
-        self.set_memory(self.memory.without(gone));
-        let memory = self.memory.clone();
+        self.set_memory(self.map.memory().without(gone));
+        let memory = self.map.memory().clone();
         self.drop_work(|page| memory.has(page));
-        Ok(())
     }
 
     /// Leaves out what was to be done with pages that are not worked on any more.
     fn drop_work(&mut self, keep: impl Fn(Page) -> bool) {
-        self.to_hash.retain(|page| keep(*page));
-        self.held_twins.retain(|(page, _)| keep(*page));
-        let of_kept = |item: &Item| keep(item.page);
-        let gone: Vec<Item> = self
-            .merges
-            .extract_if(.., |item| !of_kept(item))
-            .chain(self.held.extract_if(.., |item| !of_kept(item)))
-            .collect();
-        gone.iter().for_each(|item| self.disown(item));
+        self.finder.retain(&keep);
+        let deferred = &mut self.planner.deferred;
+        deferred.twins.retain(|(page, _)| keep(*page));
+        let gone = |request: &mut MergeRequest| !keep(request.page);
+        let found = self.found.extract_if(.., gone);
+        for request in found.chain(deferred.published.extract_if(.., gone)) {
+            if let Some(slot) = request.publisher_ref() {
+                self.map.outbox.drop_ref(slot);
+            }
+        }
     }
 
     /// Whole chunks: a chunk is worked on or not.
-    fn release_range(&mut self, range: &Range<usize>) -> Result<(), Error> {
+    fn release(&mut self, range: &Range<usize>) -> Result<(), Error> {
         let mut result = Ok(());
         self.note_breaks();
-        for pages in self.memory.within(range) {
-            let chunks = self.memory.chunk_of(pages.start)..self.memory.chunk_of(pages.end - 1) + 1;
-            for at in chunks {
-                self.chunks[at] = ChunkState {
+        for pages in self.map.memory().within(range) {
+            for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
+                *self.map.chunk_mut(at) = ChunkState {
                     released: true,
+                    fragments: self.map.chunk(at).fragments,
                     ..ChunkState::default()
                 };
-                let pages = self.memory.chunks()[at].pages.clone();
-                let given_back = self.give_back(pages.clone());
+                let pages = self.map.chunk_at(at).pages.clone();
+                let made_private = self.make_private(pages.clone());
                 let unregistered = self.unregister(pages);
-                result = result.and(given_back).and(unregistered);
+                result = result.and(made_private).and(unregistered);
             }
         }
-        let (memory, chunks) = (self.memory.clone(), self.chunks.clone());
-        self.drop_work(|page| !chunks[memory.chunk_of(page)].released);
+        let memory = self.map.memory().clone();
+        let released: Vec<bool> = self.map.chunks().iter().map(|chunk| chunk.released).collect();
+        self.drop_work(|page| !released[memory.chunk_of(page)]);
         result
     }
 
     fn resume(&mut self, range: &Range<usize>) -> Result<(), Error> {
-        for pages in self.memory.within(range) {
-            for at in self.memory.chunk_of(pages.start)..=self.memory.chunk_of(pages.end - 1) {
-                let chunk = self.memory.chunks()[at].clone();
+        for pages in self.map.memory().within(range) {
+            for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
+                let chunk = self.map.chunk_at(at).clone();
                 for run in self.runs_by_mapping(chunk.pages) {
-                    // What the kernel copied stays as it is, see State::Private.
-                    if !self.table.get(run.start).in_file_mapping() {
-                        self.register(&self.addresses(&run))?;
+                    // What the kernel copied stays as it is.
+                    if !self.map.backing(run.start).in_file_mapping() {
+                        self.space.register(&self.addresses(&run))?;
                     }
                 }
-                self.chunks[at].released = false;
-                self.chunks[at].pending = true;
+                let chunk = self.map.chunk_mut(at);
+                (chunk.released, chunk.pending) = (false, true);
             }
         }
         Ok(())
-    }
-
-    fn register(&self, range: &Range<usize>) -> Result<(), Error> {
-        self.tracker
-            .register(range.start, range.len(), Mode::Wp)
-            .map_err(|source| Error::Register {
-                address: range.start,
-                source,
-            })
     }
 
     /// Ends all registrations of some pages.
     fn unregister(&mut self, pages: Range<Page>) -> Result<(), Error> {
         for run in self.runs_by_mapping(pages) {
             let range = self.addresses(&run);
-            let ended = if self.table.get(run.start).in_file_mapping() {
-                self.breaker.unregister(&range)
+            let in_file = self.map.backing(run.start).in_file_mapping();
+            let ended = if in_file {
+                self.space.breaker.unregister(&range)
             } else {
-                self.tracker.unregister(range.start, range.len())
+                self.space.uffd.unregister(range.start, range.len())
             };
             ended.map_err(|source| Error::Register {
                 address: range.start,
                 source,
             })?;
             // Not tracked from here on: whatever was known of its content may become wrong.
-            if !self.table.get(run.start).in_file_mapping() {
-                self.forget_pages(run);
+            if !in_file {
+                self.map.forget(run);
             }
         }
         Ok(())
     }
 
     fn addresses(&self, pages: &Range<Page>) -> Range<usize> {
-        let start = self.memory.address(pages.start);
+        let start = self.map.memory().address(pages.start);
         start..start + bytes(pages.len())
     }
 
     /// Neighbours of which all or none lie in mappings of store files.
     fn runs_by_mapping(&self, pages: Range<Page>) -> Vec<Range<Page>> {
-        let in_file = |page: Page| self.table.get(page).in_file_mapping();
+        let in_file = |page: Page| self.map.backing(page).in_file_mapping();
         let mut runs: Vec<Range<Page>> = Vec::new();
         for page in pages {
             match runs.last_mut() {
@@ -163,30 +155,12 @@ impl Scanner {
 
     /// From now on the memory is this one. Pages that stay have the numbers that they had.
     fn set_memory(&mut self, memory: Memory) {
-        let discards = self.discards.clone();
+        let discards = self.space.discards.clone();
         let mut discards = discards.lock();
-        self.note_discards(&mut discards);
-        let state_of = |chunk: &crate::memory::layout::Chunk| {
-            let there = self.memory.has(chunk.pages.start);
-            let Some(at) = there.then(|| self.memory.chunk_of(chunk.pages.start)) else {
-                return ChunkState {
-                    pending: true,
-                    ..ChunkState::default()
-                };
-            };
-            let mut old = self.chunks[at];
-            if self.memory.chunks()[at].pages != chunk.pages {
-                // Not the 2 MiB any more that were watched.
-                old.mixed = HugeState::default();
-                old.forget_twins();
-            }
-            old
-        };
-        self.chunks = memory.chunks().iter().map(state_of).collect();
+        self.space.note_discards(&mut discards, &mut self.map);
         let memory = Arc::new(memory);
-        self.table.grow(memory.end());
-        discards.set_memory(memory.clone(), self.table.in_file());
-        self.breaker.set_memory(memory.clone());
-        self.memory = memory;
+        self.map.set_memory(memory.clone());
+        discards.set_memory(memory.clone(), self.map.in_file());
+        self.space.breaker.set_memory(memory);
     }
 }

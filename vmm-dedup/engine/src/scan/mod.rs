@@ -4,5 +4,8 @@ pub(crate) mod control;
 pub(crate) mod cpu_budget;
 pub(crate) mod explain;
 pub(crate) mod hotplug;
+pub(crate) mod order;
+pub(crate) mod pace;
 pub(crate) mod pass;
+pub(crate) mod standby;
 pub(crate) mod stats;

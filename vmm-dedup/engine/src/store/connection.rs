@@ -3,14 +3,13 @@
 
 use crate::compare::PageView;
 use crate::error::Error;
-use crate::scan::control::Explained as Explanation;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
-use vmm_dedup_protocol::control::{Explained, NotDone, Set};
+use vmm_dedup_protocol::control::{self, Explanation, NotDone, Set};
 use vmm_dedup_protocol::index::IndexReader;
 use vmm_dedup_protocol::key::{PAGE_WORDS, Salt};
 use vmm_dedup_protocol::mapping::Mapping;
@@ -27,6 +26,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Questions that may wait for an answer: a store asks fewer at a time.
 const MAX_QUESTIONS: usize = 64;
+
+/// What became of pages, and what keeps the service from merging (empty if nothing does).
+pub(crate) type Explained = Result<(Explanation, String), Error>;
 
 /// What somebody asks through the store.
 #[derive(Debug)]
@@ -241,11 +243,11 @@ impl Store {
     }
 
     /// Answers an `Explain`.
-    pub(crate) fn explained(&mut self, serial: u64, explanation: Explanation) -> Result<(), Error> {
+    pub(crate) fn explained(&mut self, serial: u64, explanation: Explained) -> Result<(), Error> {
         match explanation {
             Err(error) => self.not_done(serial, &error),
             Ok((explanation, note)) => {
-                let explained = Explained {
+                let explained = control::Explained {
                     serial,
                     explanation,
                     note,

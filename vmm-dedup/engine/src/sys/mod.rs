@@ -3,10 +3,10 @@
 
 pub(crate) mod bell;
 pub(crate) mod guest;
-pub(crate) mod huge_scratch;
 pub(crate) mod page_size;
 pub(crate) mod pagemap;
 pub(crate) mod proc;
+pub(crate) mod relocate;
 pub(crate) mod sched;
 pub(crate) mod uffd;
 pub(crate) mod vma;

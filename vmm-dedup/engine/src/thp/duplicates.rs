@@ -10,15 +10,16 @@
 //! up, the rest follows. A huge page of unique content costs a quarter of the sightings. The quarter is chosen by content,
 //! not by place: two VMs that hold the same pages at different places report the same ones.
 
-use crate::error::Error;
+use crate::account::Account;
+use crate::lookup::keys::{KeyReader, Keyed, PREFETCH};
 use crate::memory::layout::Page;
-use crate::memory::page_state::State;
+use crate::memory::page_map::PageMap;
+use crate::memory::page_state::{Backing, Known};
 use crate::memory::thp_state::{Asked, Folds, SAMPLING, fold, quarter_of};
-use crate::merge::request::Item;
-use crate::scan::pass::Scanner;
+use crate::store::session::Session;
 use crate::sys::guest;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
-use crate::track::dirty::PREFETCH;
+use crate::thp::monitor::Monitor;
 use vmm_dedup_protocol::key::Key;
 
 /// A subpage that was read.
@@ -29,139 +30,158 @@ struct Subpage {
     zero: bool,
 }
 
+/// A look at a huge page.
+pub(crate) struct Look {
+    chunk: usize,
+    read: Vec<Subpage>,
+    /// All of it was read.
+    whole: bool,
+    /// Subpages that must have a twin for it to be split, if that is to be asked now.
+    wanted: Option<u32>,
+}
+
+/// What follows from a look at a huge page.
+#[derive(Debug)]
+pub(crate) enum Judgement {
+    /// Nothing for now.
+    Stay,
+    /// It is to be split, twins or not.
+    Split,
+    /// Twins of these are to be looked for: pages of zeros, and others with their keys.
+    Ask(Keyed),
+}
+
 /// Whether pages with this key are of the quarter that is reported.
 pub(crate) fn is_sampled(key: Key) -> bool {
     key.raw().is_multiple_of(SAMPLING as u64)
 }
 
-impl Scanner {
-    /// Looks at the huge pages that are due.
-    pub(crate) fn look_at_huge(&mut self) -> Result<(), Error> {
-        if self.store.is_none() {
-            return Ok(());
-        }
-        for at in 0..self.chunks.len() {
-            if self.chunks[at].huge && self.chunks[at].look_due() {
-                if self.mixed.policy().counts_repetition() {
-                    self.table.count_repetition();
-                }
-                self.look_at(at)?;
-                self.lap(|cpu| &mut cpu.key);
-                self.breathe()?;
-            }
-        }
-        Ok(())
+/// Looks at a huge page that is due.
+pub(crate) fn look(
+    map: &mut PageMap,
+    session: &Session,
+    account: &mut Account,
+    monitor: &Monitor,
+    chunk: usize,
+) -> Look {
+    let policy = monitor.policy();
+    if policy.counts_repetition() {
+        map.count_repetition();
+    }
+    let whole = map.chunk(chunk).mixed.looks_at_all();
+    let read = read_subpages(map, session, account, chunk);
+    let mut folds: Folds = [None; SAMPLING];
+    for subpage in &read {
+        let folded = &mut folds[subpage.quarter];
+        *folded = Some(fold(folded.unwrap_or(0), subpage.key));
+    }
+    let unchanged = map.chunk_mut(chunk).looked(&folds);
+    read.iter()
+        .for_each(|subpage| map.key_in_huge(subpage.page, subpage.key));
+    let counted = |quarter: &usize| folds[*quarter].is_some() && policy.counts_repetition();
+    for quarter in (0..SAMPLING).filter(counted) {
+        let repeats = |s: &&Subpage| s.quarter == quarter && looks_repeated(map, session, s);
+        let repeated = read.iter().filter(repeats).count();
+        map.chunk_mut(chunk).mixed.note_repeated(quarter, repeated);
+    }
+    map.chunk_mut(chunk).twins = 0;
+    let state = &map.chunk(chunk).mixed;
+    let known = state.samples > 0 || !policy.watches_access();
+    Look {
+        chunk,
+        read,
+        whole,
+        wanted: monitor.twins_wanted(state).filter(|_| unchanged && known),
+    }
+}
+
+impl Look {
+    /// Whether all of the huge page seems to be zero, and may be given up.
+    pub(crate) fn all_zero(&self) -> bool {
+        let all = self.whole && self.read.len() == CHUNK_PAGES;
+        self.wanted.is_some() && all && self.read.iter().all(|s| s.zero)
     }
 
-    fn look_at(&mut self, at: usize) -> Result<(), Error> {
-        let whole = self.chunks[at].mixed.looks_at_all();
-        let read = self.read_subpages(at);
-        let mut folds: Folds = [None; SAMPLING];
-        for subpage in &read {
-            let folded = &mut folds[subpage.quarter];
-            *folded = Some(fold(folded.unwrap_or(0), subpage.key));
-        }
-        let unchanged = self.chunks[at].looked(&folds);
-        read.iter().for_each(|subpage| self.note_subpage(subpage));
-        let policy = self.mixed.policy();
-        let counted = |quarter: &usize| folds[*quarter].is_some() && policy.counts_repetition();
-        for quarter in (0..SAMPLING).filter(counted) {
-            let repeated = read
-                .iter()
-                .filter(|s| s.quarter == quarter && self.looks_repeated(s))
-                .count();
-            self.chunks[at].mixed.note_repeated(quarter, repeated);
-        }
-        self.chunks[at].twins = 0;
-        let state = &self.chunks[at].mixed;
-        let known = state.samples > 0 || !policy.watches_access();
-        let wanted = self.mixed.thresholds.twins_wanted(policy, state);
-        let Some(wanted) = wanted.filter(|_| unchanged && known) else {
-            return Ok(());
+    /// Draws the conclusions. `managed`: each shared page is protected for itself, so that the guest has small ones.
+    pub(crate) fn judge(
+        self,
+        map: &mut PageMap,
+        session: &Session,
+        monitor: &Monitor,
+        managed: bool,
+        pass: u64,
+    ) -> Judgement {
+        let Some(wanted) = self.wanted else {
+            return Judgement::Stay;
         };
-        if whole && read.len() == CHUNK_PAGES && read.iter().all(|s| s.zero) && self.give_up_zeros(at) {
-            return Ok(());
-        }
         if wanted == 0 {
-            self.split_if_huge(self.memory.chunks()[at].pages.start); // from the next pass on it is tracked like other small pages
-            return Ok(());
+            return Judgement::Split; // from the next pass on it is tracked like other small pages
         }
-        let repetitive = self.chunks[at].mixed.repetition() >= wanted.max(1);
-        let asked = self.chunks[at].mixed.asked;
-        let all = self.chunks[at].split || repetitive || !policy.counts_repetition() || asked == Asked::Whole;
-        if (all || asked == Asked::Nothing) && !whole {
+        let state = map.chunk(self.chunk);
+        let repetitive = state.mixed.repetition() >= wanted;
+        let asked = state.mixed.asked;
+        let all = state.split || repetitive || !monitor.policy().counts_repetition() || asked == Asked::Whole;
+        if (all || asked == Asked::Nothing) && !self.whole {
             // Only what was read just now may be asked about.
-            self.chunks[at].look_again();
-            return Ok(());
+            map.chunk_mut(self.chunk).look_again();
+            return Judgement::Stay;
         }
-        self.chunks[at].mixed.asked = if all { Asked::Whole } else { Asked::Sample };
-        let mut asked = Vec::with_capacity(read.len());
+        map.chunk_mut(self.chunk).mixed.asked = if all { Asked::Whole } else { Asked::Sample };
         // What repeats in all of its pages may share a huge page of the store, probes and all.
-        let probes = all && !self.breaker.managed();
-        for subpage in read.iter().filter(|s| probes || !self.is_probe(at, s.page)) {
-            if (all || is_sampled(subpage.key) || self.looks_repeated(subpage)) && self.may_ask(subpage) {
-                asked.push(subpage);
+        let probes = all && !managed;
+        let mut ask = Keyed::default();
+        for subpage in &self.read {
+            let may = probes || !monitor.probes().include(map, self.chunk, subpage.page);
+            let worth = all || is_sampled(subpage.key) || looks_repeated(map, session, subpage);
+            match subpage.zero {
+                _ if !(may && worth && may_ask(map, pass, subpage.page)) => {}
+                true => ask.zeros.push(subpage.page),
+                false => ask.keys.push((subpage.page, subpage.key)),
             }
         }
-        let (zeros, others): (Vec<&Subpage>, Vec<&Subpage>) = asked.into_iter().partition(|s| s.zero);
-        self.merges.extend(zeros.iter().map(|s| Item::zero(s.page)));
-        let keyed: Vec<(Page, Key)> = others.iter().map(|s| (s.page, s.key)).collect();
-        self.look_up_all(&keyed)
+        Judgement::Ask(ask)
     }
+}
 
-    fn read_subpages(&mut self, at: usize) -> Vec<Subpage> {
-        let quarters = self.chunks[at].mixed.quarters();
-        let pages = self.memory.chunks()[at].pages.clone();
-        let mut read = Vec::with_capacity(pages.len());
-        for (page, subpage) in pages.zip(0..) {
-            let quarter = quarter_of(subpage);
-            if quarters[quarter] {
-                guest::prefetch_key_lines(self.memory.address(page) + PREFETCH * PAGE_SIZE);
-                let (key, zero) = self.read_key(page);
-                read.push(Subpage {
-                    page,
-                    quarter,
-                    key,
-                    zero,
-                });
-            }
-        }
-        read
-    }
-
-    /// Takes over a key. What the store was told of the old one is taken back.
-    fn note_subpage(&mut self, subpage: &Subpage) {
-        let (page, key) = (subpage.page, subpage.key);
-        match self.table.get(page) {
-            State::Candidate {
-                key: old,
-                foreign: false,
-            } if !old.is_full() && old != key => {
-                self.outbox.withdrawals.push(old.raw());
-                self.table.set(page, State::Untracked);
-                self.table.set(page, State::Seen { key });
-            }
-            State::Untracked | State::Zero | State::Armed | State::Volatile | State::Seen { .. } => {
-                self.table.set(page, State::Seen { key });
-            }
-            _ => {}
+fn read_subpages(map: &PageMap, session: &Session, account: &mut Account, at: usize) -> Vec<Subpage> {
+    let quarters = map.chunk(at).mixed.quarters();
+    let pages = map.chunk_at(at).pages.clone();
+    let mut reader = KeyReader {
+        memory: map.memory(),
+        salt: session.salt(),
+        account,
+    };
+    let mut read = Vec::with_capacity(pages.len());
+    for (page, subpage) in pages.zip(0..) {
+        let quarter = quarter_of(subpage);
+        if quarters[quarter] {
+            guest::prefetch_key_lines(map.memory().address(page) + PREFETCH * PAGE_SIZE);
+            let (key, zero) = reader.read(page);
+            read.push(Subpage {
+                page,
+                quarter,
+                key,
+                zero,
+            });
         }
     }
+    read
+}
 
-    fn looks_repeated(&self, subpage: &Subpage) -> bool {
-        let marked = || {
-            self.index()
-                .is_some_and(|index| index.line(subpage.key).is_some())
-        };
-        subpage.zero || self.table.repetition(subpage.key) > 1 || marked()
-    }
+fn looks_repeated(map: &PageMap, session: &Session, subpage: &Subpage) -> bool {
+    let marked = || {
+        let index = session.index();
+        index.is_some_and(|index| index.line(subpage.key).is_some())
+    };
+    subpage.zero || map.repetition(subpage.key) > 1 || marked()
+}
 
-    /// Whether a subpage's twin is to be looked for.
-    fn may_ask(&self, subpage: &Subpage) -> bool {
-        match self.table.get(subpage.page) {
-            State::Seen { .. } => true,
-            State::Pinned(retry) => retry.is_due(self.passes),
-            _ => false,
-        }
+/// Whether a subpage's twin is to be looked for.
+fn may_ask(map: &PageMap, pass: u64, page: Page) -> bool {
+    let state = map.state(page);
+    match (state.backing, state.known) {
+        (Backing::Private, Known::KeyedInHuge(_)) => true,
+        (Backing::Private, Known::Pinned(retry)) => retry.is_due(pass),
+        _ => false,
     }
 }

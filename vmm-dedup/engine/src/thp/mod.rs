@@ -1,4 +1,4 @@
-//! Huge and small pages side by side.
+//! Huge and small pages side by side: which huge pages to split, to keep, and to build again.
 
 pub(crate) mod collapse;
 pub(crate) mod duplicates;
@@ -6,3 +6,5 @@ pub(crate) mod monitor;
 pub(crate) mod policy;
 pub(crate) mod pressure;
 pub(crate) mod shared_huge;
+pub(crate) mod split;
+pub(crate) mod zeros;

@@ -1,119 +1,10 @@
 //! Which huge pages to split and which to build again.
 
+use crate::config::Policy;
 use crate::memory::thp_state::HugeState;
 use crate::sys::page_size::CHUNK_PAGES;
 use crate::thp::pressure::Pressure;
-use crate::track::access::{PROBES, Use};
-use serde::{Deserialize, Serialize};
-
-/// How 2 MiB ranges are managed (SmartMD, USENIX ATC'17, slides 13 to 21). Policies that watch the use of memory take
-/// pages for moments to see who wants them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Policy {
-    /// Split what is rarely used and has many duplicates, build again what is used often.
-    Smartmd,
-    /// As KSM: split whatever has a duplicate and stands still, however often it is read. Build nothing again.
-    #[default]
-    Ksm,
-    /// Share whole 2 MiB only: split a huge page if all of its small pages have twins.
-    NoSplitting,
-    /// As Ingens (OSDI'16): split what is rarely used, whether it has duplicates or not, build again what is used often.
-    Ingens,
-}
-
-impl Policy {
-    /// All of them, in the order of benchmarks.
-    pub const ALL: [Policy; 4] = [Policy::Smartmd, Policy::Ksm, Policy::NoSplitting, Policy::Ingens];
-
-    /// Its name in configurations.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Policy::Smartmd => "smartmd",
-            Policy::Ksm => "ksm",
-            Policy::NoSplitting => "no-splitting",
-            Policy::Ingens => "ingens",
-        }
-    }
-
-    /// Whether it depends on how much of a huge page repeats. (Else it asks for a twin of every subpage.)
-    pub(crate) fn counts_repetition(self) -> bool {
-        self != Policy::Ksm
-    }
-
-    /// Whether it depends on how often memory is used.
-    pub(crate) fn watches_access(self) -> bool {
-        matches!(self, Policy::Smartmd | Policy::Ingens)
-    }
-}
-
-impl std::fmt::Display for Policy {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl std::str::FromStr for Policy {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        let names = || Policy::ALL.map(Policy::name).join(", ");
-        Policy::ALL
-            .into_iter()
-            .find(|p| p.name() == name)
-            .ok_or_else(|| format!("there is no policy {name:?}; choose one of {}", names()))
-    }
-}
-
-/// How often a 2 MiB range was used lately: one up for each interval in which it was, one down for each in which it was
-/// not (slide 11), between 0 and 7.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Frequency(u8);
-
-impl Frequency {
-    /// Bounds how long a range that was hot for ever takes to be cold.
-    const MAX: u8 = 7;
-    /// Used in all intervals lately.
-    pub(crate) const MOST: Self = Self(Self::MAX);
-
-    /// Notes an interval.
-    pub(crate) fn note(&mut self, accessed: bool) {
-        self.0 = if accessed {
-            (self.0 + 1).min(Self::MAX)
-        } else {
-            self.0.saturating_sub(1)
-        };
-    }
-
-    pub(crate) fn value(self) -> u32 {
-        u32::from(self.0)
-    }
-}
-
-/// How long a guest runs before it uses a 2 MiB range, microseconds: a mean in which the last samples count most. Rare uses
-/// come at random, so one sample tells little.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Pace(u16);
-
-impl Pace {
-    /// Bounds how much one sample tells, and stands for no use.
-    const MAX: u16 = 4000;
-    /// A sample counts one part in so many.
-    const WEIGHT: u16 = 4;
-
-    pub(crate) fn note(&mut self, used: Use) {
-        let us = match used {
-            Use::None => Self::MAX,
-            Use::After(ran) => u16::try_from(ran.as_micros()).map_or(Self::MAX, |us| us.min(Self::MAX)),
-        };
-        self.0 = self.0 - self.0 / Self::WEIGHT + us / Self::WEIGHT;
-    }
-
-    fn us(self) -> u32 {
-        u32::from(self.0)
-    }
-}
+use crate::track::access::PROBES;
 
 /// Samples from which it is known how often a huge page is used.
 const SAMPLES_OF_RARE_USE: u8 = 3;
@@ -181,6 +72,7 @@ impl Thresholds {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::thp_state::Use;
     use proptest::prelude::*;
     use std::time::Duration;
 
@@ -229,14 +121,6 @@ mod tests {
         assert_eq!(tight.twins_wanted(Policy::Smartmd, &some), Some(4));
         assert!(easy.rebuild(Policy::Smartmd, &some) && !tight.rebuild(Policy::Smartmd, &some));
         assert!(tight.rebuild(Policy::Smartmd, &after(&[OFTEN; 6])));
-    }
-
-    #[test]
-    fn names_are_read_back() {
-        for policy in Policy::ALL {
-            assert_eq!(policy.name().parse(), Ok(policy));
-        }
-        assert!("huge".parse::<Policy>().unwrap_err().contains("smartmd"));
     }
 
     proptest! {

@@ -1,14 +1,31 @@
 //! Which memory is used: the interface of access monitors.
 
+use crate::config::UseSource;
 use crate::memory::layout::Page;
+use crate::memory::page_map::PageMap;
+use crate::memory::thp_state::Use;
 use crate::sys::page_size::HUGE_SIZE;
-use crate::track::access_source::UseSource;
 use std::io;
 use std::time::Duration;
 
 /// Pages of a split 2 MiB that are not shared, so that its use can be sampled by taking them: pages of the store cannot be
 /// taken. They cost 0.8 % of what such a range can save. A range that shares all of a huge page of the store has none.
 pub(crate) const PROBES: [Page; 4] = [63, 191, 319, 447];
+
+/// Whether the source of use needs [`PROBES`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Probes {
+    pub(crate) needed: bool,
+}
+
+impl Probes {
+    /// Whether a page is kept private for sampling.
+    pub(crate) fn include(self, map: &PageMap, chunk: usize, page: Page) -> bool {
+        let state = map.chunk(chunk);
+        let offset = page - map.chunk_at(chunk).pages.start;
+        self.needed && (state.huge || state.mixed.ours) && PROBES.contains(&offset)
+    }
+}
 
 /// What a monitor looks at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,20 +47,6 @@ impl Target {
     pub(crate) fn contains(self, address: usize) -> bool {
         (self.start()..self.start() + HUGE_SIZE).contains(&address)
     }
-}
-
-/// What a sample tells of a target.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Use {
-    /// Nobody touched it.
-    None,
-    /// It was touched first after the guest had run for so long.
-    After(Duration),
-}
-
-impl Use {
-    /// It is in use, and nothing tells how often: as often as can be.
-    pub(crate) const AT_ONCE: Self = Self::After(Duration::ZERO);
 }
 
 /// Tells which memory is used, by readers as well as by writers, the guest's included, as far as it can.

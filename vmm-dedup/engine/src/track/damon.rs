@@ -11,11 +11,12 @@
 //!
 //! What this service reads itself looks used as well, once in an aggregation, hence [`OWN_LOOKS`].
 
+use crate::config::UseSource;
 use crate::memory::layout::Memory;
+use crate::memory::thp_state::Use;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE};
 use crate::sys::{proc, sched};
-use crate::track::access::{AccessMonitor, Target, Use};
-use crate::track::access_source::UseSource;
+use crate::track::access::{AccessMonitor, Target};
 use std::collections::HashMap;
 use std::fs;
 use std::io::{self, ErrorKind};

@@ -6,11 +6,9 @@
 //!
 //! # Why nothing is lost
 //!
-//! Taking is that of `crate::merge::merger`: the addresses are registered for missing pages, and UFFDIO_MOVE moves what is
-//! there, refusing (EBUSY) what is pinned. Nobody can reach a page that we hold, so it goes back as it was, to a place
-//! that is still empty: who came meanwhile waits there. He waits until this thread has seen his fault and put the page
-//! back, tens of microseconds, since it does nothing else meanwhile and is not preempted by normal threads. What nobody
-//! wanted goes back at the end. Like merging, it must put back: the page exists nowhere else.
+//! Each target has a [`Window`]: nobody can reach a page that we hold, so it goes back as it was, to a place that is still
+//! empty. Who came meanwhile waits there until this thread has seen his fault and put the page back, tens of microseconds,
+//! since it does nothing else meanwhile and is not preempted by normal threads. What nobody wanted goes back at the end.
 //!
 //! # How soon it is missed
 //!
@@ -20,25 +18,21 @@
 //!
 //! A huge page moves as one mapping and stays one (1 to 2 us each way), provided that its destination has no page table.
 
+use crate::config::UseSource;
 use crate::error::Error;
-use crate::merge::window::put_back_pages;
-use crate::sys::huge_scratch::HugeScratch;
-use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
+use crate::memory::thp_state::Use;
+use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::sched::Urgent;
-use crate::sys::uffd::{Mode, MoveError, Uffd};
-use crate::track::access::{AccessMonitor, PROBES, Target, Use};
-use crate::track::access_source::UseSource;
+use crate::sys::uffd::Uffd;
+use crate::track::access::{AccessMonitor, PROBES, Target};
+use crate::window::{HugeScratch, PageSet, Taken, Window};
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Ranges taken at a time. A guest that uses all of them waits for each once.
 pub(crate) const BATCH: usize = 64;
-
-/// Tries to take what the kernel holds for a moment.
-const TRIES: usize = 10;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -52,12 +46,9 @@ pub(crate) struct TakeAndWait {
 
 /// A target of which something is, or was, away.
 #[derive(Debug)]
-struct Taken {
+struct Away<'a> {
     target: Target,
-    /// Its place in scratch memory.
-    place: usize,
-    /// Offsets that are away.
-    away: Vec<Range<usize>>,
+    window: Window<'a>,
     /// What is known of its use.
     used: Option<Use>,
 }
@@ -71,16 +62,15 @@ struct Missed {
 }
 
 /// Notes how long the guest had run before it missed what was taken.
-fn note_missed(taken: &mut [Taken], missed: &[Missed]) {
+fn note_missed(used: &mut [Option<Use>], missed: &[Missed]) {
     let waited = missed.windows(2).map(|pair| pair[1].after - pair[0].after).min();
     let waited = waited.unwrap_or_default();
     for (before, at) in (0..).zip(missed) {
         let ran = at.after.saturating_sub(waited * before);
         for which in &at.wanted {
-            let used = &mut taken[*which].used;
             // Two vCPUs may ask for one range.
-            if *used == Some(Use::None) {
-                *used = Some(Use::After(ran));
+            if used[*which] == Some(Use::None) {
+                used[*which] = Some(Use::After(ran));
             }
         }
     }
@@ -98,29 +88,30 @@ impl TakeAndWait {
     }
 
     fn sample_batch(&mut self, targets: &[Target], window: Duration) -> io::Result<Vec<Option<Use>>> {
-        let mut done: Vec<Taken> = Vec::with_capacity(targets.len());
-        let mut broken = None;
+        let uffd = self.tracker.clone();
         let urgent = Urgent::begin();
+        let mut away: Vec<Away<'_>> = Vec::with_capacity(targets.len());
+        let mut broken = None;
         for (number, target) in targets.iter().enumerate() {
-            let place = self.scratch.place(number);
-            match self.take(*target, place) {
-                Ok(taken) => done.push(taken),
+            match self.take(&uffd, *target, number) {
+                Ok(taken) => away.push(taken),
                 Err(error) => {
                     broken = Some(error);
                     break;
                 }
             }
         }
-        self.wait(&mut done, window);
-        for taken in &mut done {
+        let missed = self.wait(&uffd, &mut away, window);
+        for taken in &mut away {
             self.put_back(taken);
-            self.disarm(taken.target);
         }
+        let (mut used, targets): (Vec<_>, Vec<Target>) =
+            away.into_iter().map(|taken| (taken.used, taken.target)).unzip(); // every window is closed
         drop(urgent);
-        for taken in &done {
+        note_missed(&mut used, &missed);
+        for (used, target) in used.iter().zip(targets) {
             // Who missed it may have got a page table, for want of a huge page: then it was split to fit in.
-            let missed = matches!(taken.used, Some(Use::After(_)));
-            if let (true, Target::Huge(start)) = (missed, taken.target) {
+            if let (Some(Use::After(_)), Target::Huge(start)) = (used, target) {
                 self.stained |= !self.pagemap.is_huge(start);
             }
         }
@@ -131,127 +122,72 @@ impl TakeAndWait {
             }
         }
         match broken {
-            Some(error) => Err(error),
-            None => Ok(done.into_iter().map(|taken| taken.used).collect()),
+            Some(Error::Register { source, .. }) => Err(source),
+            Some(error) => Err(io::Error::other(error)),
+            None => Ok(used),
         }
     }
 
     /// Takes a target, or what can be had of it. On an error it is as it was.
-    fn take(&mut self, target: Target, place: usize) -> io::Result<Taken> {
-        let pieces = pieces_of(target);
-        for (n, piece) in pieces.iter().enumerate() {
-            let at = target.start() + piece.start;
-            if let Err(error) = self.tracker.register(at, piece.len(), Mode::Missing) {
-                pieces[..n]
-                    .iter()
-                    .for_each(|piece| self.disarm_piece(target.start(), piece));
-                return Err(error);
-            }
-        }
-        let mut taken = Taken {
-            target,
-            place,
-            away: Vec::new(),
-            used: None,
-        };
-        for piece in &pieces {
-            let (moved, error) = move_away(
-                &self.tracker,
-                target.start() + piece.start,
-                place + piece.start,
-                piece.len(),
-            );
-            if moved > 0 {
-                self.stained |= moved < HUGE_SIZE;
-                taken.away.push(piece.start..piece.start + moved);
-            }
-            if error == Some(MoveError::Pinned) {
-                taken.used = Some(Use::AT_ONCE); // a device works on it
-            }
+    fn take<'a>(&mut self, uffd: &'a Uffd, target: Target, number: usize) -> Result<Away<'a>, Error> {
+        let pages = pages_of(target);
+        let mut window = Window::open(uffd, target.start(), self.scratch.place(number), &pages)?;
+        let mut pinned = false;
+        for run in pages.runs() {
+            pinned |= window.take_prefix(run).1 == Taken::Pinned;
         }
         let whole = match target {
-            Target::Huge(_) => taken.away.first().is_some_and(|away| away.len() == HUGE_SIZE),
-            Target::Split(_) => !taken.away.is_empty(),
+            Target::Huge(_) => window.away() == pages,
+            Target::Split(_) => !window.away().is_empty(),
         };
-        if whole {
-            taken.used = Some(Use::None); // until somebody comes
-        } else {
+        self.stained |= !matches!(target, Target::Huge(_)) || (!window.away().is_empty() && !whole);
+        let mut taken = Away {
+            target,
+            window,
+            // Until somebody comes. What is pinned a device works on.
+            used: whole.then_some(Use::None),
+        };
+        if pinned {
+            taken.used = Some(Use::AT_ONCE);
+        }
+        if !whole {
             // It is not what it was, or in use. Nobody shall wait at places that stay empty.
             self.put_back(&mut taken);
-            self.disarm(target);
+            taken.window.rest();
         }
         Ok(taken)
     }
 
     /// Until the window ends, or everything was asked for.
-    fn wait(&mut self, taken: &mut [Taken], window: Duration) {
+    fn wait(&mut self, uffd: &Uffd, away: &mut [Away<'_>], window: Duration) -> Vec<Missed> {
         let start = Instant::now();
         let end = start + window;
         let mut faults = Vec::new();
         let mut missed: Vec<Missed> = Vec::new();
-        while taken.iter().any(|t| !t.away.is_empty()) {
+        while away.iter().any(|taken| !taken.window.away().is_empty()) {
             let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() || !self.tracker.wait_for_fault(left) {
-                break;
-            }
-            if let Err(error) = self.tracker.read_faults(&mut faults) {
-                log::error!("cannot read faults: {error}");
+            // What cannot be read is put back at the end.
+            if left.is_zero() || !uffd.wait_for_fault(left) || uffd.read_faults(&mut faults).is_err() {
                 break;
             }
             let mut wanted = Vec::with_capacity(faults.len());
             let after = start.elapsed();
             for address in faults.drain(..) {
-                if let Some(which) = taken.iter().position(|t| t.target.contains(address)) {
-                    self.put_back(&mut taken[which]);
+                if let Some(which) = away.iter().position(|taken| taken.target.contains(address)) {
+                    self.put_back(&mut away[which]);
                     wanted.push(which);
                 }
-                let _ = self.tracker.wake(address & !(PAGE_SIZE - 1), PAGE_SIZE);
+                let _ = uffd.wake(address & !(PAGE_SIZE - 1), PAGE_SIZE);
             }
             missed.push(Missed { after, wanted });
         }
-        note_missed(taken, &missed);
+        missed
     }
 
-    /// Tries until it works.
-    fn put_back(&mut self, taken: &mut Taken) {
-        for away in taken.away.drain(..) {
-            let (from, to) = (taken.place + away.start, taken.target.start() + away.start);
-            self.stained |= !put_back_pages(&self.tracker, from, to, away.len());
-        }
+    fn put_back(&mut self, taken: &mut Away<'_>) {
+        let as_one = taken.window.put_back_all();
+        self.stained |= !as_one;
     }
-
-    /// Tracks writes again and lets everybody go on.
-    fn disarm(&self, target: Target) {
-        pieces_of(target)
-            .iter()
-            .for_each(|piece| self.disarm_piece(target.start(), piece));
-    }
-
-    fn disarm_piece(&self, start: usize, piece: &Range<usize>) {
-        let at = start + piece.start;
-        if let Err(error) = self.tracker.register(at, piece.len(), Mode::Wp) {
-            // Never leave anyone waiting: without registration nobody does. It is not tracked any more.
-            log::error!("write tracking of {at:#x} is lost: {error}");
-            let _ = self.tracker.unregister(at, piece.len());
-        }
-        let _ = self.tracker.wake(at, piece.len());
-    }
-}
-
-/// Moves guest pages from addresses registered for missing pages into scratch memory; how many bytes, and why no more. What
-/// the kernel holds for a moment is tried again.
-#[allow(unsafe_code)] // moves guest pages
-pub(crate) fn move_away(tracker: &Uffd, from: usize, to: usize, len: usize) -> (usize, Option<MoveError>) {
-    let mut moved = 0;
-    for _attempt in 0..TRIES {
-        // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
-        let (more, error) = unsafe { tracker.move_pages(to + moved, from + moved, len - moved) };
-        moved += more;
-        if error != Some(MoveError::Again) {
-            return (moved, error);
-        }
-    }
-    (moved, Some(MoveError::Again))
 }
 
 impl AccessMonitor for TakeAndWait {
@@ -272,14 +208,11 @@ impl AccessMonitor for TakeAndWait {
     }
 }
 
-/// Offsets of what is taken.
-fn pieces_of(target: Target) -> Vec<Range<usize>> {
+/// What is taken of a target.
+fn pages_of(target: Target) -> PageSet {
     match target {
-        Target::Huge(_) => std::iter::once(0..HUGE_SIZE).collect(),
-        Target::Split(_) => PROBES
-            .iter()
-            .map(|p| bytes(*p as usize)..bytes(*p as usize + 1))
-            .collect(),
+        Target::Huge(_) => PageSet::of(std::iter::once(0..CHUNK_PAGES)),
+        Target::Split(_) => PageSet::of(PROBES.map(|probe| probe as usize..probe as usize + 1)),
     }
 }
 
@@ -288,16 +221,6 @@ mod tests {
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
-
-    fn taken(count: usize) -> Vec<Taken> {
-        let one = |number| Taken {
-            target: Target::Huge(number * HUGE_SIZE),
-            place: 0,
-            away: Vec::new(),
-            used: Some(Use::None),
-        };
-        (0..count).map(one).collect()
-    }
 
     fn missed(times: &[Duration]) -> Vec<Missed> {
         let one = |(which, after): (usize, &Duration)| Missed {
@@ -309,22 +232,19 @@ mod tests {
 
     #[test]
     fn waiting_for_others_does_not_make_a_range_look_idle() {
-        let mut ranges = taken(41);
+        let mut ranges = [Some(Use::None); 41];
         // One thread uses 40 ranges all the time, and each wait takes it a tenth of a millisecond.
         let times: Vec<Duration> = (1..=40).map(|n| MS * n / 10).collect();
         note_missed(&mut ranges, &missed(&times));
-        assert!(ranges[..40].iter().all(|r| r.used == Some(Use::After(MS / 10))));
-        assert_eq!(ranges[40].used, Some(Use::None));
+        assert_eq!(ranges[..40], [Some(Use::After(MS / 10)); 40]);
+        assert_eq!(ranges[40], Some(Use::None));
     }
 
     #[test]
     fn running_counts() {
-        let mut ranges = taken(3);
+        let mut ranges = [Some(Use::None); 3];
         note_missed(&mut ranges, &missed(&[MS, MS * 2, MS * 8]));
         let used = |ran| Some(Use::After(ran));
-        assert_eq!(
-            ranges.iter().map(|r| r.used).collect::<Vec<_>>(),
-            [used(MS), used(MS), used(MS * 6)]
-        );
+        assert_eq!(ranges, [used(MS), used(MS), used(MS * 6)]);
     }
 }

@@ -9,9 +9,10 @@
 //! Nothing is taken away and nobody waits. It needs CAP_SYS_ADMIN: for the bitmap, and for frame numbers in pagemap. A frame
 //! that was given to somebody else meanwhile tells nothing: its number is asked again at the end.
 
+use crate::config::UseSource;
+use crate::memory::thp_state::Use;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
-use crate::track::access::{AccessMonitor, PROBES, Target, Use};
-use crate::track::access_source::UseSource;
+use crate::track::access::{AccessMonitor, PROBES, Target};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind};

@@ -21,9 +21,7 @@
 
 use crate::memory::bitmap::Bits;
 use crate::memory::layout::{Memory, Page};
-use crate::scan::pass::Scanner;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
-use crate::sys::uffd::Mode;
 use crate::sys::{guest, vma};
 use crate::unmerge::cow::Breaker;
 use std::io;
@@ -70,7 +68,7 @@ impl Inner {
     }
 
     /// Pages discarded since the last call.
-    fn take(&mut self) -> Vec<Range<Page>> {
+    pub(super) fn take(&mut self) -> Vec<Range<Page>> {
         if !std::mem::take(&mut self.any) {
             return Vec::new();
         }
@@ -147,40 +145,5 @@ impl Discarder {
             .memory
             .regions()
             .any(|r| r.start < range.end && range.start < r.end)
-    }
-}
-
-impl Scanner {
-    /// Takes note of what was discarded. Before anything is replaced, under the same lock: a page that was discarded
-    /// and merged since would be forgotten.
-    pub(crate) fn note_discards(&mut self, inner: &mut Inner) {
-        for pages in inner.take() {
-            for pages in self.memory.existing(pages) {
-                self.forget_pages(pages.clone());
-                let start = self.memory.address(pages.start);
-                for chunk in self.memory.chunk_of(pages.start)..=self.memory.chunk_of(pages.end - 1) {
-                    self.chunks[chunk].pending = true;
-                }
-                if let Err(error) = self.tracker.register(start, bytes(pages.len()), Mode::Wp) {
-                    // Not tracked, so it counts as written for ever: it is only never merged again.
-                    log::debug!("discarded memory at {start:#x} cannot be registered: {error}");
-                }
-            }
-        }
-    }
-
-    /// Forgets pages whose memory was replaced or is about to go, and gives back what they referenced.
-    pub(crate) fn forget_pages(&mut self, pages: Range<Page>) {
-        use crate::memory::page_state::State;
-        let before = self.boundaries(&pages);
-        for page in pages.clone() {
-            match self.table.forget(page) {
-                State::Shared(slot) => self.release(slot),
-                State::Candidate { key, .. } => self.outbox.withdrawals.push(key.raw()),
-                _ => {}
-            }
-        }
-        self.vmas += self.boundaries(&pages) - before;
-        self.update_fragments(&pages);
     }
 }

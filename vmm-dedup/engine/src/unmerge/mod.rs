@@ -1,6 +1,6 @@
 //! Taking shared pages out of a guest: for a writer, for a range, for memory that the guest gives up.
 
+pub(crate) mod address_space;
 pub(crate) mod cow;
 pub(crate) mod discard;
 pub(crate) mod page_reserve;
-pub(crate) mod unmerge;

@@ -1,74 +1,10 @@
-//! A page on its way into a run, and what became of it.
+//! Runs of requests, and what became of each: which pages make one mapping, and which exceptions stay in it.
 
-use crate::memory::layout::Page;
-use crate::merge::bridged_runs::is_worth_it;
-use vmm_dedup_protocol::Slot;
+use crate::lookup::gaps::is_worth_it;
+use crate::lookup::request::{MergeRequest, Role};
+use crate::window::Taken;
 
-/// A page that should become shared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Item {
-    pub(crate) page: Page,
-    /// The slot to map; `None` for the zero page.
-    pub(crate) slot: Option<Slot>,
-    pub(crate) role: Role,
-}
-
-/// What an item is in its run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
-    /// Shares the slot, for which the store already counts a reference: it was just published.
-    Publisher,
-    /// Shares the slot, or becomes the zero page.
-    Twin,
-    /// Shares the slot, as an engine proposed.
-    Proposed,
-    /// Stays private in a mapping that shows the slot at its place to nobody ([`crate::merge::bridged_runs`]).
-    Exception,
-}
-
-impl Item {
-    /// A page whose twin is in a slot already.
-    pub(crate) fn twin_of(page: Page, slot: Slot) -> Self {
-        Self {
-            page,
-            slot: Some(slot),
-            role: Role::Twin,
-        }
-    }
-
-    /// A page whose twin an engine has found.
-    pub(crate) fn proposed(page: Page, slot: Slot) -> Self {
-        Self {
-            role: Role::Proposed,
-            ..Self::twin_of(page, slot)
-        }
-    }
-
-    /// A private page among shared ones.
-    pub(crate) fn exception(page: Page, place: Slot) -> Self {
-        Self {
-            page,
-            slot: Some(place),
-            role: Role::Exception,
-        }
-    }
-
-    /// Whether the store already counts a reference for it.
-    pub(crate) fn owned(&self) -> bool {
-        self.role == Role::Publisher
-    }
-
-    /// A page of zeros.
-    pub(crate) fn zero(page: Page) -> Self {
-        Self {
-            page,
-            slot: None,
-            role: Role::Twin,
-        }
-    }
-}
-
-/// What became of an item.
+/// What became of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// It maps the slot, or the zero page.
@@ -88,21 +24,26 @@ pub(crate) enum Outcome {
     /// An exception whose run did not come about; it is where it was.
     Returned,
     /// Somebody waited for the huge page that it is a part of, which is where it was.
-    Wanted,
+    Contended,
 }
 
 impl Outcome {
-    /// Whether the page was taken and is to go back.
-    pub(crate) fn is_held(self) -> bool {
+    /// Whether the page was taken, whatever became of it.
+    pub(crate) fn was_taken(self) -> bool {
         matches!(
             self,
-            Self::Different | Self::Refused | Self::NoVma | Self::Returned
+            Self::Merged | Self::Different | Self::Refused | Self::NoVma | Self::Returned
         )
     }
 
-    /// Whether the page was taken, whatever became of it.
-    pub(crate) fn was_taken(self) -> bool {
-        self.is_held() || self == Self::Merged
+    /// What taking a page comes to; [`Outcome::Merged`] stands for "taken" until it is verified.
+    pub(crate) fn of_taking(taken: Taken) -> Self {
+        match taken {
+            Taken::Yes => Self::Merged,
+            Taken::Pinned => Self::Pinned,
+            Taken::Absent => Self::Absent,
+            Taken::Refused => Self::NotTaken,
+        }
     }
 }
 
@@ -113,8 +54,8 @@ pub(crate) struct Open {
     pub(crate) end: bool,
 }
 
-/// Whether two items can go into one run: neighbours in the guest and in the store, or two zero pages.
-pub(crate) fn continues(a: &Item, b: &Item) -> bool {
+/// Whether two requests can go into one run: neighbours in the guest and in the store, or two zero pages.
+pub(crate) fn continues(a: &MergeRequest, b: &MergeRequest) -> bool {
     b.page == a.page + 1
         && match (a.slot, b.slot) {
             (None, None) => true,
@@ -123,20 +64,26 @@ pub(crate) fn continues(a: &Item, b: &Item) -> bool {
         }
 }
 
+/// How many runs requests make.
+pub(crate) fn runs_of(requests: &[MergeRequest]) -> usize {
+    let ends = requests.windows(2).filter(|pair| !continues(&pair[0], &pair[1]));
+    1 + ends.count()
+}
+
 /// Gives up exceptions that are at the end of a run, or too many, since pages around them could not be merged.
-pub(crate) fn return_exceptions(items: &[Item], outcomes: &mut [Outcome], open: Open) {
-    let is_exception = |at: usize| items[at].role == Role::Exception;
+pub(crate) fn return_exceptions(requests: &[MergeRequest], outcomes: &mut [Outcome], open: Open) {
+    let is_exception = |at: usize| requests[at].role == Role::Exception;
     let mut start = 0;
-    while start < items.len() {
+    while start < requests.len() {
         let goes_on = |at: usize, outcomes: &[Outcome]| {
             outcomes[at] == Outcome::Merged
                 && outcomes[at + 1] == Outcome::Merged
-                && continues(&items[at], &items[at + 1])
+                && continues(&requests[at], &requests[at + 1])
         };
-        let end = (start..items.len() - 1)
+        let end = (start..requests.len() - 1)
             .find(|at| !goes_on(*at, outcomes))
-            .map_or(items.len(), |at| at + 1);
-        let (open_start, open_end) = (open.start && start == 0, open.end && end == items.len());
+            .map_or(requests.len(), |at| at + 1);
+        let (open_start, open_end) = (open.start && start == 0, open.end && end == requests.len());
         let first = (start..end)
             .find(|at| open_start || !is_exception(*at))
             .unwrap_or(end);
@@ -158,25 +105,26 @@ pub(crate) fn return_exceptions(items: &[Item], outcomes: &mut [Outcome], open: 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vmm_dedup_protocol::Slot;
 
     const DONE: Outcome = Outcome::Merged;
 
     /// A run from page and slot 100 on: `s` shared, `e` an exception, `x` shared and not taken.
-    fn run(kinds: &str) -> (Vec<Item>, Vec<Outcome>) {
-        let item = |(n, kind): (u32, char)| {
+    fn run(kinds: &str) -> (Vec<MergeRequest>, Vec<Outcome>) {
+        let request = |(n, kind): (u32, char)| {
             let slot = Slot::try_new(100 + n).unwrap();
-            let item = match kind {
-                'e' => Item::exception(100 + n, slot),
-                _ => Item::twin_of(100 + n, slot),
+            let request = match kind {
+                'e' => MergeRequest::exception(100 + n, slot),
+                _ => MergeRequest::twin_of(100 + n, slot),
             };
-            (item, if kind == 'x' { Outcome::Pinned } else { DONE })
+            (request, if kind == 'x' { Outcome::Pinned } else { DONE })
         };
-        (0..).zip(kinds.chars()).map(item).unzip()
+        (0..).zip(kinds.chars()).map(request).unzip()
     }
 
     fn kept(kinds: &str, open: Open) -> String {
-        let (items, mut outcomes) = run(kinds);
-        return_exceptions(&items, &mut outcomes, open);
+        let (requests, mut outcomes) = run(kinds);
+        return_exceptions(&requests, &mut outcomes, open);
         let show = |(kind, outcome): (char, &Outcome)| if *outcome == Outcome::Returned { 'r' } else { kind };
         kinds.chars().zip(&outcomes).map(show).collect()
     }
@@ -207,9 +155,9 @@ mod tests {
 
     #[test]
     fn only_neighbours_in_guest_and_store_make_a_run() {
-        let (mut items, mut outcomes) = run("sess");
-        items[2].slot = Slot::try_new(500);
-        return_exceptions(&items, &mut outcomes, Open::default());
+        let (mut requests, mut outcomes) = run("sess");
+        requests[2].slot = Slot::try_new(500);
+        return_exceptions(&requests, &mut outcomes, Open::default());
         assert_eq!(outcomes, [DONE, Outcome::Returned, DONE, DONE]);
     }
 }

@@ -1,0 +1,76 @@
+//! A page that has a twin, on its way to be merged.
+
+use crate::memory::layout::Page;
+use vmm_dedup_protocol::Slot;
+
+/// A page that should become shared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MergeRequest {
+    pub(crate) page: Page,
+    /// The slot to map; `None` for the zero page.
+    pub(crate) slot: Option<Slot>,
+    pub(crate) role: Role,
+}
+
+/// What a request is in its run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// Shares the slot, for which the store already counts a reference: it was just published.
+    Publisher,
+    /// Shares the slot, or becomes the zero page.
+    Twin,
+    /// Shares the slot, as an engine proposed.
+    Proposed,
+    /// Stays private in a mapping that shows the slot at its place to nobody
+    /// ([`bridged_runs`](mod@crate::merge::bridged_runs)).
+    Exception,
+}
+
+impl MergeRequest {
+    /// A page whose twin is in a slot already.
+    pub(crate) fn twin_of(page: Page, slot: Slot) -> Self {
+        Self {
+            page,
+            slot: Some(slot),
+            role: Role::Twin,
+        }
+    }
+
+    /// A page that was just published.
+    pub(crate) fn published(page: Page, slot: Slot) -> Self {
+        Self {
+            role: Role::Publisher,
+            ..Self::twin_of(page, slot)
+        }
+    }
+
+    /// A page whose twin an engine has found.
+    pub(crate) fn proposed(page: Page, slot: Slot) -> Self {
+        Self {
+            role: Role::Proposed,
+            ..Self::twin_of(page, slot)
+        }
+    }
+
+    /// A private page among shared ones.
+    pub(crate) fn exception(page: Page, place: Slot) -> Self {
+        Self {
+            role: Role::Exception,
+            ..Self::twin_of(page, place)
+        }
+    }
+
+    /// A page of zeros.
+    pub(crate) fn zero(page: Page) -> Self {
+        Self {
+            page,
+            slot: None,
+            role: Role::Twin,
+        }
+    }
+
+    /// The slot for which the store already counts a reference.
+    pub(crate) fn publisher_ref(&self) -> Option<Slot> {
+        self.slot.filter(|_| self.role == Role::Publisher)
+    }
+}

@@ -1,0 +1,178 @@
+//! The states of all pages of a service, packed, and what is counted of them.
+
+use crate::memory::bitmap::Bits;
+use crate::memory::key_filter::Filter;
+use crate::memory::layout::Page;
+use crate::memory::page_state::{Backing, Known, PageState};
+use std::sync::Arc;
+use vmm_dedup_protocol::key::Key;
+
+/// Number of pages in each state, kept by [`PageTable`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub(crate) write_protected: u64,
+    pub(crate) volatile: u64,
+    pub(crate) pinned: u64,
+    pub(crate) candidates: u64,
+    pub(crate) slots: u64,
+    pub(crate) zero: u64,
+    pub(crate) copied: u64,
+    pub(crate) orphaned: u64,
+    #[cfg(test)]
+    pub(crate) dummy: u64,
+}
+
+impl Counts {
+    fn of(&mut self, state: PageState) -> Option<&mut u64> {
+        match state.backing {
+            Backing::Private => match state.known {
+                Known::Nothing | Known::KeyedInHuge(_) => None,
+                Known::WriteProtected => Some(&mut self.write_protected),
+                Known::Volatile => Some(&mut self.volatile),
+                Known::Pinned(_) => Some(&mut self.pinned),
+                Known::Candidate(_) => Some(&mut self.candidates),
+            },
+            Backing::Slot(_) => Some(&mut self.slots),
+            Backing::Zero => Some(&mut self.zero),
+            Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_) => Some(&mut self.copied),
+            Backing::OrphanedSlot(_) => Some(&mut self.orphaned),
+            #[cfg(test)]
+            Backing::Dummy(_) => Some(&mut self.dummy),
+        }
+    }
+}
+
+/// States of pages by number: 8 bytes a page, in one allocation.
+#[derive(Debug)]
+pub(crate) struct PageTable {
+    words: Vec<u64>,
+    counts: Counts,
+    /// Pages whose addresses lie in mappings of store files, for [`discard`](mod@crate::unmerge::discard).
+    in_file: Arc<Bits>,
+    /// How often the keys of private pages occur, once there are huge pages.
+    repetition: Option<Filter>,
+}
+
+impl PageTable {
+    pub(crate) fn new(pages: usize) -> Self {
+        Self {
+            words: vec![0; pages],
+            counts: Counts::default(),
+            in_file: Arc::new(Bits::new(pages)),
+            repetition: None,
+        }
+    }
+
+    /// Makes room for pages numbered up to `end`.
+    pub(super) fn grow(&mut self, end: usize) {
+        if end > self.words.len() {
+            self.words.resize(end, 0);
+            self.in_file = Arc::new(self.in_file.resized(end));
+            self.repetition = None; // counted anew, for the new size, when the next huge page is looked at
+        }
+    }
+
+    pub(super) fn in_file(&self) -> Arc<Bits> {
+        self.in_file.clone()
+    }
+
+    /// From now on counts how often keys occur. Guests without huge pages do not pay for it.
+    pub(super) fn count_repetition(&mut self) {
+        if self.repetition.is_none() {
+            let mut filter = Filter::new(self.words.len());
+            let keys = self
+                .words
+                .iter()
+                .filter_map(|w| PageState::decode(*w).counted_key());
+            keys.for_each(|key| filter.insert(key));
+            self.repetition = Some(filter);
+        }
+    }
+
+    /// How many pages have this key, at most; 0 if that is not counted.
+    pub(super) fn repetition(&self, key: Key) -> u64 {
+        self.repetition.as_ref().map_or(0, |filter| filter.count(key))
+    }
+
+    pub(super) fn get(&self, page: Page) -> PageState {
+        PageState::decode(self.words[page as usize])
+    }
+
+    pub(super) fn replace(&mut self, page: Page, old: PageState, next: PageState) {
+        if let Some(n) = self.counts.of(old) {
+            *n -= 1;
+        }
+        if let Some(n) = self.counts.of(next) {
+            *n += 1;
+        }
+        if let Some(filter) = &mut self.repetition {
+            old.counted_key().into_iter().for_each(|key| filter.remove(key));
+            next.counted_key().into_iter().for_each(|key| filter.insert(key));
+        }
+        self.words[page as usize] = next.encode();
+        if old.backing.in_file_mapping() != next.backing.in_file_mapping() {
+            self.in_file.set(page, next.backing.in_file_mapping());
+        }
+    }
+
+    pub(super) fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.words.len() * 8 + self.repetition.as_ref().map_or(0, Filter::bytes)
+    }
+
+    /// Candidates whose key satisfies `pick`, in order. The hot loop over the whole table.
+    pub(super) fn candidates_with(&self, mut pick: impl FnMut(u64) -> bool) -> Vec<Page> {
+        let pages = (0u32..).zip(&self.words);
+        let found = pages.filter(|(_, word)| PageState::candidate_key(**word).is_some_and(&mut pick));
+        found.map(|(page, _)| page).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::page_state::tests::states;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn counts_agree_with_the_table(steps in proptest::collection::vec((0u32..20, states()), 0..200)) {
+            let mut table = PageTable::new(20);
+            for (page, next) in steps {
+                table.replace(page, table.get(page), next);
+            }
+            let mut counts = Counts::default();
+            (0..20).for_each(|page| if let Some(n) = counts.of(table.get(page)) { *n += 1 });
+            prop_assert_eq!(table.counts(), counts);
+        }
+
+        /// The filter counts what the table holds, whenever counting began.
+        #[test]
+        fn repetition_is_never_underrated(
+            steps in proptest::collection::vec((0u32..20, states()), 0..100),
+            begin in 0usize..100,
+        ) {
+            let mut table = PageTable::new(20);
+            for (n, (page, next)) in steps.into_iter().enumerate() {
+                if n == begin {
+                    table.count_repetition();
+                }
+                table.replace(page, table.get(page), next);
+            }
+            table.count_repetition();
+            let keys: Vec<Key> = (0..20).filter_map(|page| table.get(page).counted_key()).collect();
+            for key in &keys {
+                let same = keys.iter().filter(|k| *k == key).fold(0, |n, _| n + 1);
+                prop_assert!(table.repetition(*key) >= same);
+            }
+        }
+    }
+
+    #[test]
+    fn a_state_takes_eight_bytes() {
+        assert_eq!(PageTable::new(1000).bytes(), 8000);
+    }
+}

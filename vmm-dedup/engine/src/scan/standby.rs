@@ -1,0 +1,125 @@
+//! Not merging: standing by, bringing everything back to private memory, and the end.
+
+use crate::error::Error;
+use crate::memory::layout::Page;
+use crate::scan::pass::Pass;
+use crate::unmerge::address_space::AddressSpace;
+use std::ops::Range;
+
+/// Tries to make pages private that writers break at the same time.
+const TRIES: usize = 3;
+
+impl Pass {
+    /// Instead of a pass while nothing is to be merged: holds back nobody, and says that it is alive.
+    pub(crate) fn rest(&mut self) {
+        self.note_breaks();
+        self.session.find_store(self.map.memory().pages());
+        if let Err(error) = self.stand_by() {
+            self.lose_store(&error);
+        }
+        self.report();
+    }
+
+    /// Lets go of everything that was found, and tells the store so.
+    pub(super) fn stand_by(&mut self) -> Result<(), Error> {
+        self.drop_found();
+        while self.session.is_connected() && !self.map.outbox.is_empty() {
+            self.tell_store()?;
+            // What was just asked to be published.
+            self.drop_found();
+        }
+        self.acknowledge()
+    }
+
+    /// Lets go of what was found and not merged yet. Once there are passes again it is found anew.
+    pub(super) fn drop_found(&mut self) {
+        let mut requests = std::mem::take(&mut self.found);
+        requests.append(&mut self.planner.deferred.published);
+        for request in requests {
+            self.map.defer(request.page, request.publisher_ref());
+            let chunk = self.map.chunk_of(request.page);
+            self.map.chunk_mut(chunk).pending = true;
+            self.session.overrun_news();
+        }
+    }
+
+    /// Brings everything back to private memory, and says so to whoever asked.
+    pub(crate) fn unmerge_on_request(&mut self) -> Result<(), Error> {
+        self.note_breaks();
+        self.drop_found();
+        let done = self.unmerge();
+        // All of it may be merged again, once that is wanted.
+        self.requeue_all();
+        self.report();
+        let told = self.answer_unmerged(&done);
+        if let Err(error) = told {
+            self.lose_store(&error);
+        }
+        done
+    }
+
+    /// Makes everything private: afterwards no page depends on the store. Pages that the kernel copied earlier are private
+    /// already and stay in place.
+    fn unmerge(&mut self) -> Result<(), Error> {
+        let end = Page::try_from(self.map.memory().end()).unwrap_or(Page::MAX);
+        let given_back = self.make_private(0..end);
+        let told = self.tell_store();
+        given_back.and(told)
+    }
+
+    /// Makes all pages of a range private that map slots.
+    ///
+    /// # Errors
+    /// [`Error::NotUnmerged`].
+    pub(super) fn make_private(&mut self, pages: Range<Page>) -> Result<(), Error> {
+        for _attempt in 0..TRIES {
+            let mut rest = pages.clone();
+            while let Some(run) = AddressSpace::next_shared(&self.map, &rest) {
+                rest.start = run.end;
+                self.space.make_private(&mut self.map, &mut self.account, run);
+                self.show_progress();
+            }
+            self.note_breaks();
+            if AddressSpace::next_shared(&self.map, &pages).is_none() {
+                break;
+            }
+        }
+        self.account.lap(|cpu| &mut cpu.merge);
+        let shared = |page: &Page| self.map.backing(*page).maps_a_slot();
+        match pages.filter(shared).fold(0, |n, _| n + 1) {
+            0 => Ok(()),
+            left => Err(Error::NotUnmerged(left)),
+        }
+    }
+
+    /// The end: with `unmerge`, everything goes back to private memory first.
+    pub(crate) fn finish(&mut self, unmerge: bool) -> Result<(), Error> {
+        self.note_breaks();
+        // References of pages that were published and will not be merged any more.
+        self.drop_found();
+        // What cannot be told to the store any more ends with this process.
+        let result = match if unmerge {
+            self.unmerge()
+        } else {
+            self.tell_store()
+        } {
+            Err(error @ Error::NotUnmerged(_)) => Err(error),
+            _ => Ok(()),
+        };
+        // What was asked to be published just now.
+        self.drop_found();
+        // Closing the descriptors ends all registrations and wakes whoever waits; the kernel copies from then on.
+        self.space.breaker.stop();
+        self.ended = true;
+        self.fill_stats();
+        if let Some(mut store) = self.session.take_store() {
+            let _ = store.report(&self.account.stats);
+            // Pages that the kernel copied lie in mappings of slots which they do not show: the slots may be reused, as
+            // those under a run's exceptions.
+            if result.is_ok() && self.account.stats.pages_mapped == 0 {
+                store.say_goodbye();
+            }
+        }
+        result
+    }
+}

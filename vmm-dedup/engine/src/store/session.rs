@@ -1,0 +1,226 @@
+//! A service's membership with the store: the connection as long as there is one, what is told to it and when, and what is
+//! remembered of it until the next.
+//!
+//! # The service's half of the rule of slots' reuse
+//!
+//! The store reuses a freed slot only when every service has acknowledged a later epoch of the index (see
+//! `vmm_dedup_protocol::index`). The epoch that goes with a message was read when nothing that had been looked up in the
+//! index was pending, and every reference taken before that is in this message or an earlier one. [`Session::flush`] is told
+//! whether something is pending.
+
+use crate::error::Error;
+use crate::memory::layout::Page;
+use crate::memory::page_map::PageMap;
+use crate::store::connection::Store;
+use std::path::PathBuf;
+use vmm_dedup_protocol::index::{IndexReader, News};
+use vmm_dedup_protocol::key::Salt;
+use vmm_dedup_protocol::message::{MAX_AMBIGUOUS, MAX_BATCH};
+use vmm_dedup_protocol::stats::ServiceStats;
+
+/// Least passes from one time that all candidates are sighted anew to the next.
+const RESYNC_PERIOD: u64 = 32;
+/// The same while there are no mappings left for what is found, which can be so for ever.
+const RESYNC_PERIOD_FULL: u64 = 1024;
+
+/// Why the store may have forgotten sightings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Doubt {
+    /// Something was missed, or not merged.
+    Missed,
+    /// There are no mappings left for what is found.
+    NoMappings,
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub(crate) struct Session {
+    store: Option<Store>,
+    path: PathBuf,
+    name: String,
+    /// Of the store, or of the last one there was.
+    salt: Salt,
+    /// Index epoch read when nothing looked up was pending, to be reported with the next message.
+    epoch: u64,
+    /// The last one reported.
+    acknowledged: u64,
+    /// Position in the index's news.
+    news: u64,
+    /// The store may have forgotten sightings of ours: the pass in which they are repeated.
+    resync_at: Option<u64>,
+}
+
+impl Session {
+    /// Connects and introduces a VM of so many pages.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub(crate) fn open(path: PathBuf, name: String, pages: usize) -> Result<Self, Error> {
+        let mut session = Self {
+            store: None,
+            path,
+            name,
+            salt: Salt(0),
+            epoch: 0,
+            acknowledged: 0,
+            news: 0,
+            resync_at: None,
+        };
+        session.connect(pages)?;
+        Ok(session)
+    }
+
+    fn connect(&mut self, pages: usize) -> Result<(), Error> {
+        let store = Store::connect(&self.path, &self.name, pages)?;
+        (self.epoch, self.acknowledged) = (store.index().epoch(), store.index().epoch());
+        (self.news, self.salt) = (store.index().news_position(), store.salt());
+        self.store = Some(store);
+        Ok(())
+    }
+
+    /// Connects again if the store was lost and there is one now.
+    pub(crate) fn find_store(&mut self, pages: usize) {
+        if self.store.is_some() {
+            return;
+        }
+        match self.connect(pages) {
+            Ok(()) => log::info!("connected to the store at {}", self.path.display()),
+            Err(error) => log::debug!("{error}"),
+        }
+    }
+
+    /// Gives up the connection.
+    pub(crate) fn lose_store(&mut self) {
+        self.store = None;
+    }
+
+    /// Takes the connection, for the end.
+    pub(crate) fn take_store(&mut self) -> Option<Store> {
+        self.store.take()
+    }
+
+    pub(crate) fn is_connected(&self) -> bool {
+        self.store.is_some()
+    }
+
+    pub(crate) fn store(&self) -> Option<&Store> {
+        self.store.as_ref()
+    }
+
+    pub(crate) fn store_mut(&mut self) -> Option<&mut Store> {
+        self.store.as_mut()
+    }
+
+    pub(crate) fn index(&self) -> Option<&IndexReader> {
+        self.store.as_ref().map(Store::index)
+    }
+
+    pub(crate) fn salt(&self) -> Salt {
+        self.salt
+    }
+
+    /// Sends the service's account.
+    pub(crate) fn report(&mut self, stats: &ServiceStats) -> Result<(), Error> {
+        self.store.as_mut().map_or(Ok(()), |store| store.report(stats))
+    }
+
+    /// Takes in what the store pushed, without waiting.
+    pub(crate) fn take_pushes(&mut self) -> Result<(), Error> {
+        self.store.as_mut().map_or(Ok(()), Store::take_pushes)
+    }
+
+    /// Tells the store what the outbox holds, as much as one message takes; returns the pages that it wants published. To be
+    /// called until the outbox is empty. `pending`: something that was looked up in the index was not merged yet.
+    pub(crate) fn flush(&mut self, map: &mut PageMap, pending: bool) -> Result<Vec<Page>, Error> {
+        let Some(store) = &mut self.store else {
+            return Ok(Vec::new());
+        };
+        let sightings = sightings_of_one_message(map);
+        let outbox = &mut map.outbox;
+        let sighted = first(&mut outbox.sightings, sightings);
+        let withdrawals = first(&mut outbox.withdrawals, MAX_BATCH);
+        let ambiguous = first(&mut outbox.ambiguous, MAX_AMBIGUOUS);
+        let refs = first(&mut outbox.refs, MAX_BATCH);
+        let epoch = if outbox.refs.is_empty() {
+            self.epoch
+        } else {
+            self.acknowledged
+        };
+        let keys: Vec<u64> = sighted.iter().map(|sighting| sighting.key.raw()).collect();
+        let wanted = store.batch(epoch, &keys, &withdrawals, &ambiguous, &refs)?;
+        self.acknowledged = epoch;
+        if !pending && outbox.refs.is_empty() {
+            self.epoch = store.index().epoch();
+        }
+        let page = |at: &u32| sighted.get(*at as usize).map(|sighting| sighting.page);
+        Ok(wanted.iter().filter_map(page).collect())
+    }
+
+    /// Nothing is pending, and the outbox is empty: lets the store reuse what was freed.
+    pub(crate) fn acknowledge(&mut self) -> Result<(), Error> {
+        let Some(store) = &mut self.store else {
+            return Ok(());
+        };
+        store.release_staging();
+        self.epoch = store.index().epoch();
+        if self.epoch > self.acknowledged {
+            store.batch(self.epoch, &[], &[], &[], &[])?;
+            self.acknowledged = self.epoch;
+        }
+        Ok(())
+    }
+
+    /// What entered the index since the last call; `None` if nothing did.
+    pub(crate) fn news(&mut self) -> Option<News> {
+        let index = self.store.as_ref()?.index();
+        let position = index.news_position();
+        if position == self.news {
+            return None;
+        }
+        let news = index.news_since(self.news);
+        self.news = position;
+        Some(news)
+    }
+
+    /// All candidates are looked up again as if everything were new.
+    pub(crate) fn overrun_news(&mut self) {
+        self.news = u64::MAX; // more than any position
+    }
+
+    /// The store may have forgotten sightings: they are repeated in a later pass.
+    pub(crate) fn schedule_resync(&mut self, pass: u64, doubt: Doubt) {
+        let period = match doubt {
+            Doubt::Missed => RESYNC_PERIOD,
+            Doubt::NoMappings => RESYNC_PERIOD_FULL,
+        };
+        let at = (pass + 1).next_multiple_of(period);
+        self.resync_at = Some(self.resync_at.map_or(at, |before| before.min(at)));
+    }
+
+    /// Whether sightings are to be repeated in this pass. Then they count as repeated.
+    pub(crate) fn begin_resync(&mut self, pass: u64) -> bool {
+        self.resync_at.take_if(|at| *at <= pass).is_some()
+    }
+}
+
+/// Takes what comes first, so many at most.
+fn first<T>(all: &mut Vec<T>, most: usize) -> Vec<T> {
+    all.drain(..all.len().min(most)).collect()
+}
+
+/// How many sightings go into the next message: as many as fit. The store asks for what one message lists, and a huge page
+/// should be asked for as one, so a chunk that is listed from its first page on is not cut.
+fn sightings_of_one_message(map: &PageMap) -> usize {
+    let sightings = &map.outbox.sightings;
+    let Some(next) = sightings
+        .get(MAX_BATCH)
+        .filter(|next| map.memory().has(next.page))
+    else {
+        return sightings.len().min(MAX_BATCH);
+    };
+    let first = map.chunk_at(map.chunk_of(next.page)).pages.start;
+    let first = sightings[..MAX_BATCH]
+        .iter()
+        .rposition(|sighting| sighting.page == first);
+    first.filter(|first| *first > 0).unwrap_or(MAX_BATCH)
+}

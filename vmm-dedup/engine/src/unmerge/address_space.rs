@@ -1,0 +1,185 @@
+//! What the service holds of the guest's address space, and how shared pages come out of it again.
+
+use crate::account::Account;
+use crate::error::Error;
+use crate::memory::layout::{Memory, Page};
+use crate::memory::page_map::PageMap;
+use crate::memory::page_state::PageState;
+use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
+use crate::sys::pagemap::Pagemap;
+use crate::sys::uffd::{Mode, Uffd};
+use crate::unmerge::cow::Breaker;
+use crate::unmerge::discard::{self, Discards};
+use crate::unmerge::page_reserve::Reserve;
+use crate::window::Scratch;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Passes from one look for copied pages in a chunk to the next.
+const BREAKS_PERIOD: u64 = 16;
+
+/// The descriptors and locks with which guest memory is tracked, taken, and made private again. The scanning thread's; the
+/// breaker and the discards are shared with other threads.
+#[derive(Debug)]
+pub(crate) struct AddressSpace {
+    /// Tracks writes, and takes pages.
+    pub(crate) uffd: Arc<Uffd>,
+    pub(crate) pagemap: Pagemap,
+    pub(crate) breaker: Arc<Breaker>,
+    pub(crate) discards: Arc<Discards>,
+    pub(crate) scratch: Scratch,
+}
+
+impl AddressSpace {
+    /// Prepares everything; touches no guest page. Memory is not registered yet.
+    pub(crate) fn new(memory: &Arc<Memory>, map: &PageMap, reserve: Option<Reserve>) -> Result<Self, Error> {
+        let pagemap = Pagemap::open()?;
+        let uffd = Arc::new(Uffd::tracker()?);
+        Ok(Self {
+            breaker: Arc::new(Breaker::new(uffd.clone(), memory.clone(), reserve)?),
+            discards: Arc::new(Discards::new(memory.clone(), map.in_file())),
+            scratch: Scratch::new(uffd.clone())?,
+            pagemap,
+            uffd,
+        })
+    }
+
+    /// Tracks writes to a range of guest memory.
+    pub(crate) fn register(&self, range: &Range<usize>) -> Result<(), Error> {
+        self.uffd
+            .register(range.start, range.len(), Mode::Wp)
+            .map_err(|source| Error::Register {
+                address: range.start,
+                source,
+            })
+    }
+
+    /// Takes note of what was discarded. Whoever replaces memory keeps the lock, and takes note first: a page that was
+    /// discarded and merged since would be forgotten.
+    pub(crate) fn note_discards(&self, inner: &mut discard::Inner, map: &mut PageMap) {
+        for pages in inner.take() {
+            for pages in map.memory().existing(pages) {
+                map.forget(pages.clone());
+                let start = map.memory().address(pages.start);
+                for chunk in map.chunk_of(pages.start)..=map.chunk_of(pages.end - 1) {
+                    map.chunk_mut(chunk).pending = true;
+                }
+                if let Err(error) = self.register(&(start..start + bytes(pages.len()))) {
+                    // Not tracked, so it counts as written for ever: it is only never merged again.
+                    log::debug!("discarded memory cannot be tracked: {error}");
+                }
+            }
+        }
+    }
+
+    /// Takes over what the fault thread broke; whether there was anything.
+    pub(crate) fn take_broken(&self, map: &mut PageMap, account: &mut Account) -> bool {
+        let mut touched = BTreeSet::new();
+        for page in self.breaker.take_broken() {
+            if !map.memory().has(page) || map.backing(page).is_copied() {
+                continue;
+            }
+            map.made_private(page);
+            account.stats.breaks_managed_total += 1;
+            touched.insert(map.chunk_of(page));
+            let chunk = map.chunk_of(page);
+            map.chunk_mut(chunk).mixed.note_break();
+        }
+        !touched.is_empty()
+    }
+
+    /// Looks for shared pages that the kernel copied, in chunks where something may have happened, each in its turn: what a copy
+    /// frees is only known later then, and walking the store's mappings costs most of a pass.
+    pub(crate) fn find_copied(
+        &mut self,
+        map: &mut PageMap,
+        account: &mut Account,
+        pass: u64,
+    ) -> Result<(), Error> {
+        for at in 0..map.chunks().len() {
+            let turn = (pass + at as u64).is_multiple_of(BREAKS_PERIOD);
+            if !turn || !map.chunk(at).unchecked {
+                continue;
+            }
+            map.chunk_mut(at).unchecked = false;
+            let pages = map.chunk_at(at).pages.clone();
+            if !pages.clone().any(|page| map.backing(page).maps_a_slot()) {
+                continue;
+            }
+            let range = map.chunk_at(at).addresses();
+            for copied in self.pagemap.copied(range.clone()).map_err(Error::Pagemap)? {
+                for address in copied.step_by(PAGE_SIZE) {
+                    let page = pages.start + Page::try_from((address - range.start) / PAGE_SIZE).unwrap_or(0);
+                    // What the fault thread replaced it will tell.
+                    if map.backing(page).maps_a_slot() && self.breaker.kernel_broke(page) {
+                        map.copied_by_kernel(page);
+                        map.chunk_mut(at).mixed.note_break();
+                        account.stats.breaks_kernel_total += 1;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes consecutive pages of store mappings anonymous, as far as that is possible.
+    pub(crate) fn make_private(&mut self, map: &mut PageMap, account: &mut Account, pages: Range<Page>) {
+        let discards = self.discards.clone();
+        let mut discards = discards.lock();
+        self.note_discards(&mut discards, map);
+        if !pages.clone().all(|page| map.backing(page).in_file_mapping()) {
+            return; // some were discarded just now; whoever wants the others asks again
+        }
+        let start = map.memory().address(pages.start);
+        let outcome = self
+            .breaker
+            .restore(&mut self.pagemap, &(start..start + bytes(pages.len())));
+        let within = |ranges: &[Range<usize>], at: usize| ranges.iter().any(|r| r.contains(&at));
+        for page in pages.clone() {
+            let (backing, at) = (map.backing(page), map.memory().address(page));
+            match (within(&outcome.anonymous, at), within(&outcome.examined, at)) {
+                (true, _) => {
+                    account.stats.breaks_managed_total += 1;
+                    if map.state(page).may_become(PageState::UNTRACKED) {
+                        map.made_private(page);
+                    }
+                }
+                // Examined to the end and not brought back: the kernel had copied it.
+                (false, true) if outcome.error.is_none() && backing.maps_a_slot() => {
+                    account.stats.breaks_kernel_total += 1;
+                    map.copied_by_kernel(page);
+                }
+                // Replaced by the fault thread, which will tell; or still shared.
+                _ => {}
+            }
+        }
+        if let Some(error) = outcome.error {
+            log::warn!("cannot make all of {} pages private: {error}", pages.len());
+        }
+    }
+
+    /// The next pages of a range that map slots, as many as are made private at a time.
+    pub(crate) fn next_shared(map: &PageMap, pages: &Range<Page>) -> Option<Range<Page>> {
+        let shared = |page: Page| map.backing(page).maps_a_slot();
+        let start = pages.clone().find(|page| shared(*page))?;
+        let goes_on = |end: &Page| {
+            map.memory().adjacent(end - 1) && shared(*end) && ((end - start) as usize) < CHUNK_PAGES
+        };
+        let end = (start + 1..pages.end).find(|end| !goes_on(end));
+        Some(start..end.unwrap_or(pages.end))
+    }
+
+    /// Takes some of the pages in order, neighbours of one region together, and makes them private.
+    pub(crate) fn make_all_private(&mut self, map: &mut PageMap, account: &mut Account, pages: &[Page]) {
+        let neighbours = |a: &Page, b: &Page| *b == a + 1 && map.memory().adjacent(*a);
+        let runs: Vec<Range<Page>> = pages
+            .chunk_by(neighbours)
+            .flat_map(|run| run.chunks(CHUNK_PAGES))
+            .map(|run| run[0]..run[0] + Page::try_from(run.len()).unwrap_or(0))
+            .collect();
+        for run in runs {
+            self.make_private(map, account, run);
+        }
+    }
+}

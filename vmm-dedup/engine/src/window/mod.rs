@@ -1,0 +1,302 @@
+//! The one way in which guest pages are taken away for a moment.
+//!
+//! # Why no write and no DMA is lost
+//!
+//! 1. *Arm.* Addresses are registered for missing pages. Whoever touches one of them while nothing is there waits.
+//! 2. *Take.* UFFDIO_MOVE moves pages into scratch memory of ours. The kernel does this page by page under the page table
+//!    lock, and refuses (EBUSY) a page that is pinned, so no device or io_uring buffer points to what we hold. A vCPU or a
+//!    system call that touches the address from now on finds it empty and waits; writes before the move are in the page
+//!    that we got. Nobody else can reach it: what is read of it stays true.
+//! 3. What was taken is *put back*, or it is *consumed*, since something of the same content stands in its place.
+//! 4. *Wake, disarm.* Only now are waiters woken; they fault again and find what is there. Then writes are tracked again.
+//!
+//! A [`Window`] knows at any time which pages are armed and which are away. However it ends, by [`Window::close`], by an
+//! error or by a panic of the thread that holds it, everything that is away goes back, nothing stays armed, and everybody
+//! who waits is woken. Putting back is tried until it works: the page exists nowhere else.
+//!
+//! Merging, building huge pages, giving up zeros and sampling all use it. Memory that is discarded must not meet a window:
+//! whoever opens one holds the lock of [`discard`](mod@crate::unmerge::discard) until it is closed.
+//!
+//! Nothing is logged while pages are away: a log may end in a thread of the VMM that waits for one of them.
+
+mod huge_scratch;
+mod page_set;
+mod scratch;
+
+pub(crate) use huge_scratch::HugeScratch;
+pub(crate) use page_set::PageSet;
+pub(crate) use scratch::Scratch;
+
+use crate::error::Error;
+use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
+use crate::sys::relocate::{move_away, put_back_page, put_back_pages};
+use crate::sys::uffd::{Mode, MoveError, Uffd};
+use std::io;
+use std::ops::Range;
+use std::time::Duration;
+
+/// Most pages in one window.
+pub(crate) const MAX_WINDOW: usize = CHUNK_PAGES;
+/// Tries to take what the kernel holds for a moment.
+const TRIES: usize = 100;
+
+/// What became of a page that was to be taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Taken {
+    /// It is ours.
+    Yes,
+    /// It is pinned, or shared with another process.
+    Pinned,
+    /// Nothing was there.
+    Absent,
+    /// The kernel would not move it.
+    Refused,
+}
+
+impl Taken {
+    fn of_error(error: MoveError) -> Self {
+        match error {
+            MoveError::Pinned => Self::Pinned,
+            MoveError::Absent => Self::Absent,
+            MoveError::Again | MoveError::Refused(_) => Self::Refused,
+        }
+    }
+}
+
+/// Pages that are ours for the moment. Pages are named by their offset from the first.
+#[derive(Debug)]
+pub(crate) struct Window<'a> {
+    uffd: &'a Uffd,
+    /// Guest address of the first page.
+    start: usize,
+    /// Where the first page is while it is away; the others follow.
+    scratch: usize,
+    /// Pages from the first to the last.
+    pages: usize,
+    /// Registered for missing pages.
+    armed: PageSet,
+    /// Taken, and neither put back nor consumed.
+    away: PageSet,
+}
+
+impl<'a> Window<'a> {
+    /// Arms pages of a place in guest memory. Write tracking rests there meanwhile: the kernel cannot drop one of two modes
+    /// of a registration, but it replaces one by the other.
+    ///
+    /// # Errors
+    /// [`Error::Register`]; everything is as it was then.
+    pub(crate) fn open(uffd: &'a Uffd, start: usize, scratch: usize, pages: &PageSet) -> Result<Self, Error> {
+        let end = pages.runs().last().map_or(0, |run| run.end);
+        let mut window = Self {
+            uffd,
+            start,
+            scratch,
+            pages: end,
+            armed: PageSet::default(),
+            away: PageSet::default(),
+        };
+        for run in pages.runs() {
+            let address = window.address(run.start);
+            uffd.register(address, bytes(run.len()), Mode::Missing)
+                .map_err(|source| Error::Register { address, source })?;
+            window.armed.insert(run);
+        }
+        Ok(window)
+    }
+
+    /// Guest address of a page.
+    pub(crate) fn address(&self, page: usize) -> usize {
+        self.start + bytes(page)
+    }
+
+    /// Where a page is while it is away.
+    pub(crate) fn taken(&self, page: usize) -> usize {
+        self.scratch + bytes(page)
+    }
+
+    /// What is away now.
+    pub(crate) fn away(&self) -> PageSet {
+        self.away
+    }
+
+    /// Takes consecutive armed pages. What the kernel holds for a moment is tried again.
+    #[allow(unsafe_code)] // moves guest pages
+    pub(crate) fn take(&mut self, pages: Range<usize>) -> Vec<Taken> {
+        let mut taken = Vec::with_capacity(pages.len());
+        let mut tries = 0;
+        // One call moves pages of one mapping only. Pages that the service broke lie in mappings of their own.
+        let mut one_by_one = false;
+        while taken.len() < pages.len() {
+            let at = pages.start + taken.len();
+            let len = if one_by_one { 1 } else { pages.end - at };
+            // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
+            let (moved, error) =
+                unsafe { self.uffd.move_pages(self.taken(at), self.address(at), bytes(len)) };
+            let moved = moved / PAGE_SIZE;
+            self.away.insert(at..at + moved);
+            taken.extend(std::iter::repeat_n(Taken::Yes, moved));
+            tries = if moved > 0 { 0 } else { tries + 1 };
+            match error {
+                None => {}
+                Some(MoveError::Again) if tries < TRIES => {}
+                Some(MoveError::Refused(libc::EINVAL)) if len > 1 => one_by_one = true,
+                Some(_) if taken.len() == pages.len() => {}
+                Some(error) => {
+                    tries = 0;
+                    taken.push(Taken::of_error(error));
+                }
+            }
+        }
+        taken
+    }
+
+    /// Takes consecutive armed pages up to the first that cannot be taken; how many, and why no more.
+    pub(crate) fn take_prefix(&mut self, pages: Range<usize>) -> (usize, Taken) {
+        let (from, to) = (self.address(pages.start), self.taken(pages.start));
+        let (moved, error) = move_away(self.uffd, from, to, bytes(pages.len()));
+        let moved = moved / PAGE_SIZE;
+        self.away.insert(pages.start..pages.start + moved);
+        (moved, error.map_or(Taken::Yes, Taken::of_error))
+    }
+
+    /// Takes a huge page as one, into a place for huge pages. If it is pinned, asking for its pages one by one would only split
+    /// it, and older kernels try that for as long as it is pinned.
+    #[allow(unsafe_code)] // moves guest pages
+    pub(crate) fn take_huge(&mut self) -> Vec<Taken> {
+        // SAFETY: as in `take`.
+        let (moved, error) = unsafe { self.uffd.move_pages(self.scratch, self.start, HUGE_SIZE) };
+        let moved = moved / PAGE_SIZE;
+        self.away.insert(0..moved);
+        if moved == 0 && error == Some(MoveError::Pinned) {
+            return vec![Taken::Pinned; CHUNK_PAGES];
+        }
+        let mut taken = vec![Taken::Yes; moved];
+        taken.extend(self.take(moved..CHUNK_PAGES));
+        taken
+    }
+
+    /// Moves back what is away of some pages; whether all of it went in one move, as a huge page does.
+    pub(crate) fn put_back(&mut self, pages: Range<usize>) -> bool {
+        let mut as_one = true;
+        for run in self.away.runs_within(&pages) {
+            let (from, to) = (self.taken(run.start), self.address(run.start));
+            as_one &= put_back_pages(self.uffd, from, to, bytes(run.len()));
+            self.away.remove(run);
+        }
+        as_one
+    }
+
+    /// Moves everything back that is away; whether that was one move.
+    pub(crate) fn put_back_all(&mut self) -> bool {
+        self.put_back(0..CHUNK_PAGES)
+    }
+
+    /// Tracks writes again and lets everybody go on, before the window's end: what is not there is nobody's to wait for.
+    pub(crate) fn rest(&mut self) {
+        self.disarm();
+        self.wake();
+    }
+
+    /// The same by copying, which leaves a huge page in scratch memory whole.
+    #[allow(unsafe_code)] // copies guest pages
+    pub(crate) fn put_copies_back(&mut self, pages: Range<usize>) {
+        for run in self.away.runs_within(&pages) {
+            let (from, to) = (self.taken(run.start), self.address(run.start));
+            // SAFETY: the pages were taken, so nobody writes them, and their places are empty.
+            if unsafe { self.uffd.copy(to, from, bytes(run.len())) }.is_err() {
+                let each = (0..bytes(run.len())).step_by(PAGE_SIZE);
+                each.for_each(|offset| put_back_page(self.uffd, from + offset, to + offset));
+            }
+            self.away.remove(run);
+        }
+    }
+
+    /// Fills pages that are away with the zero page, which is what they hold.
+    ///
+    /// # Errors
+    /// Those of the kernel. Some may be filled then; what is not, is still away.
+    pub(crate) fn put_zeros(&mut self, pages: Range<usize>) -> io::Result<()> {
+        let address = self.address(pages.start);
+        if self.uffd.zero_page(address, bytes(pages.len())).is_err() {
+            // As for moving: one mapping a call. What is filled says so.
+            for page in pages.clone() {
+                match self.uffd.zero_page(self.address(page), PAGE_SIZE) {
+                    Err(error) if error.raw_os_error() != Some(libc::EEXIST) => return Err(error),
+                    _ => self.away.remove(page..page + 1),
+                }
+            }
+        }
+        self.away.remove(pages);
+        Ok(())
+    }
+
+    /// What is away of some pages does not go back: its place stays empty, which stands for the zeros that it held.
+    pub(crate) fn leave_empty(&mut self, pages: Range<usize>) {
+        self.away.remove(pages);
+    }
+
+    /// Another mapping of the same content took the place of some pages. It is not armed.
+    pub(crate) fn replaced(&mut self, pages: Range<usize>) {
+        self.away.remove(pages.clone());
+        self.armed.remove(pages);
+    }
+
+    /// A place lost its mapping, and with that what was armed, and was filled again: it is armed anew, so that what is away
+    /// can go back.
+    pub(crate) fn arm_again(&mut self, pages: Range<usize>) {
+        // Where the kernel refuses, putting back still works by moving, which needs the scratch memory registered only.
+        let _ = self
+            .uffd
+            .register(self.address(pages.start), bytes(pages.len()), Mode::Missing);
+    }
+
+    /// Tracks writes to anonymous memory that took the place of some pages.
+    pub(crate) fn track(&mut self, pages: Range<usize>) {
+        self.armed.insert(pages);
+        self.disarm();
+    }
+
+    /// Whether somebody waits. (Only what is away is waited for.)
+    pub(crate) fn somebody_waits(&self) -> bool {
+        self.uffd.wait_for_fault(Duration::ZERO)
+    }
+
+    /// Lets everybody go on who waits in the window.
+    pub(crate) fn wake(&self) {
+        if self.pages > 0 {
+            let _ = self.uffd.wake(self.start, bytes(self.pages));
+        }
+    }
+
+    /// Ends the window: what is still away goes back, writes are tracked again, waiters go on.
+    pub(crate) fn close(mut self) {
+        self.finish();
+        std::mem::forget(self); // it owns nothing more
+    }
+
+    fn finish(&mut self) {
+        self.put_back_all();
+        self.rest();
+    }
+
+    fn disarm(&mut self) {
+        for run in self.armed.runs() {
+            let (address, len) = (self.address(run.start), bytes(run.len()));
+            if let Err(error) = self.uffd.register(address, len, Mode::Wp) {
+                // Never leave anyone waiting: without registration nobody does. It is not tracked any more.
+                log::error!("write tracking of {len} bytes at {address:#x} is lost: {error}");
+                let _ = self.uffd.unregister(address, len);
+            }
+        }
+        self.armed = PageSet::default();
+    }
+}
+
+impl Drop for Window<'_> {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+#[cfg(test)]
+mod tests;

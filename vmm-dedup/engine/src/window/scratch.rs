@@ -1,0 +1,65 @@
+//! Where small pages are while they are away.
+
+use crate::error::Error;
+use crate::sys::page_size::{PAGE_SIZE, bytes};
+use crate::sys::uffd::{Mode, Uffd};
+use crate::sys::vma::Anonymous;
+use crate::window::MAX_WINDOW;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Windows go one behind the other, and what they leave is freed for many at once.
+const PAGES: usize = 2 * MAX_WINDOW;
+
+/// Scratch memory for windows of small pages, one after the other.
+#[derive(Debug)]
+pub(crate) struct Scratch {
+    uffd: Arc<Uffd>,
+    area: Anonymous,
+    /// Pages of it in use, from the first on.
+    used: usize,
+}
+
+impl Scratch {
+    pub(crate) fn new(uffd: Arc<Uffd>) -> Result<Self, Error> {
+        Ok(Self {
+            area: new_area(&uffd).map_err(Error::Scratch)?,
+            uffd,
+            used: 0,
+        })
+    }
+
+    /// Address of an empty place for so many pages, at most [`MAX_WINDOW`].
+    pub(crate) fn place(&mut self, pages: usize) -> usize {
+        assert!(pages <= MAX_WINDOW);
+        if self.used + pages > PAGES {
+            self.free();
+        }
+        let place = self.area.base() + bytes(self.used);
+        self.used += pages;
+        place
+    }
+
+    /// Frees what windows left: the pages that were merged. What is taken next must find its place empty.
+    pub(crate) fn free(&mut self) {
+        while let Err(error) = self.area.discard(0, bytes(self.used)) {
+            log::error!("cannot free {} merged pages: {error}", self.used);
+            if let Ok(fresh) = new_area(&self.uffd) {
+                self.area = fresh;
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        self.used = 0;
+    }
+}
+
+fn new_area(uffd: &Uffd) -> io::Result<Anonymous> {
+    let area = Anonymous::new(PAGES)?;
+    // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use: one page is enough.
+    area.populate_part(0, PAGE_SIZE)?;
+    area.discard(0, PAGE_SIZE)?;
+    uffd.register(area.base(), bytes(PAGES), Mode::Missing)?;
+    Ok(area)
+}

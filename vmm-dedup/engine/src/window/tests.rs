@@ -1,0 +1,125 @@
+//! Windows over memory of the test's own.
+
+use super::*;
+use crate::sys::vma::Anonymous;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+const PAGES: usize = 16;
+
+/// "Guest" memory that is tracked, with a number in each page.
+struct Guest {
+    uffd: Arc<Uffd>,
+    area: Anonymous,
+}
+
+impl Guest {
+    /// `None`, said aloud, where there is no userfaultfd.
+    fn new() -> Option<Self> {
+        let Ok(uffd) = Uffd::tracker() else {
+            assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
+            eprintln!("SKIPPED: no userfaultfd");
+            return None;
+        };
+        let guest = Self {
+            uffd: Arc::new(uffd),
+            area: Anonymous::new(PAGES).unwrap(),
+        };
+        (0..PAGES).for_each(|n| guest.word(n).store(n as u64, Ordering::Relaxed));
+        guest
+            .uffd
+            .register(guest.area.base(), bytes(PAGES), Mode::Wp)
+            .unwrap();
+        Some(guest)
+    }
+
+    #[allow(unsafe_code)] // a word of the test's own memory
+    fn word(&self, page: usize) -> &AtomicU64 {
+        // SAFETY: mapped, aligned, and only ever used as this.
+        unsafe { &*((self.area.base() + bytes(page)) as *const AtomicU64) }
+    }
+
+    fn open(&self, scratch: &mut Scratch, pages: Range<usize>) -> Window<'_> {
+        let place = scratch.place(PAGES);
+        Window::open(&self.uffd, self.area.base(), place, &PageSet::of([pages])).unwrap()
+    }
+
+    /// Every page is where it was, and nothing waits: reading would hang else.
+    fn is_whole(&self) -> bool {
+        (0..PAGES).all(|page| self.word(page).load(Ordering::Relaxed) == page as u64)
+    }
+}
+
+#[test]
+fn what_is_away_goes_back_when_a_window_is_dropped() {
+    let Some(guest) = Guest::new() else { return };
+    let mut scratch = Scratch::new(guest.uffd.clone()).unwrap();
+    let mut window = guest.open(&mut scratch, 0..PAGES);
+    assert_eq!(window.take(0..PAGES), [Taken::Yes; PAGES]);
+    assert_eq!(window.away().len(), PAGES);
+    window.put_back(3..5);
+    assert_eq!(window.away().len(), PAGES - 2);
+    drop(window);
+    assert!(guest.is_whole());
+}
+
+#[test]
+fn a_panic_leaves_the_guest_whole() {
+    let Some(guest) = Guest::new() else { return };
+    let mut scratch = Scratch::new(guest.uffd.clone()).unwrap();
+    let reader_done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let died = catch_unwind(AssertUnwindSafe(|| {
+            let mut window = guest.open(&mut scratch, 2..9);
+            window.take(2..9);
+            // A "vCPU" that waits for a page which is away.
+            scope.spawn(|| {
+                assert_eq!(guest.word(4).load(Ordering::Relaxed), 4);
+                reader_done.store(true, Ordering::Release);
+            });
+            while !window.somebody_waits() {
+                std::thread::yield_now();
+            }
+            panic!("while pages are away");
+        }));
+        assert!(died.is_err());
+    });
+    assert!(reader_done.load(Ordering::Acquire) && guest.is_whole());
+}
+
+#[test]
+fn zeros_and_replacements_do_not_go_back() {
+    let Some(guest) = Guest::new() else { return };
+    guest.word(5).store(0, Ordering::Relaxed);
+    let mut scratch = Scratch::new(guest.uffd.clone()).unwrap();
+    let mut window = guest.open(&mut scratch, 4..8);
+    window.take(4..8);
+    window.put_zeros(5..6).unwrap();
+    window.leave_empty(6..7);
+    assert_eq!(window.away().runs().collect::<Vec<_>>(), [4..5, 7..8]);
+    window.close();
+    let read = [4, 5, 6, 7].map(|page| guest.word(page).load(Ordering::Relaxed));
+    assert_eq!(read, [4, 0, 0, 7]);
+}
+
+#[test]
+fn a_window_that_cannot_be_armed_changes_nothing() {
+    let Some(guest) = Guest::new() else { return };
+    let mut scratch = Scratch::new(guest.uffd.clone()).unwrap();
+    let place = scratch.place(PAGES);
+    let other = Uffd::tracker().unwrap();
+    guest
+        .uffd
+        .unregister(guest.area.base() + bytes(8), bytes(2))
+        .unwrap();
+    other
+        .register(guest.area.base() + bytes(8), bytes(2), Mode::Wp)
+        .unwrap();
+    let pages = PageSet::of([0..2, 8..9]);
+    assert!(matches!(
+        Window::open(&guest.uffd, guest.area.base(), place, &pages),
+        Err(Error::Register { .. })
+    ));
+    assert!(guest.is_whole());
+}
