@@ -6,4 +6,5 @@ pub(crate) mod chunk_state;
 pub(crate) mod key_filter;
 pub(crate) mod layout;
 pub(crate) mod page_state;
+pub(crate) mod ranges;
 pub(crate) mod thp_state;

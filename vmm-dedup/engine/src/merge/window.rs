@@ -2,15 +2,16 @@
 
 use crate::error::Error;
 use crate::memory::layout::Page;
+use crate::memory::ranges::complement;
 use crate::merge::merger::MAX_WINDOW;
 use crate::merge::request::{Item, Outcome, Role, continues};
 use crate::merge::run_builder::{Aside, Piece};
 use crate::store::connection::Store;
 use crate::sys::guest;
 use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
+use crate::sys::relocate::{put_back_page, put_back_pages};
 use crate::sys::uffd::{Mode, MoveError, Uffd};
-use crate::sys::vma::{discard_own, fill_hole, map_segment};
-use crate::unmerge::cow::complement;
+use crate::sys::vma::{fill_hole, map_segment};
 use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -18,8 +19,6 @@ use vmm_dedup_protocol::Slot;
 
 /// Pages that are compared before it is asked again whether somebody waits: some ten microseconds.
 const BLOCK: usize = 16;
-/// Tries to put a huge page back as one.
-const TRIES: usize = 10;
 
 /// A window whose pages are ours for the moment.
 pub(crate) struct Hold<'a> {
@@ -350,59 +349,5 @@ impl Hold<'_> {
 
     fn put_back_one(&self, offset: usize) {
         put_back_page(self.tracker, self.scratch + offset, self.start + offset);
-    }
-}
-
-/// Moves pages back to where they were; whether all went in one move, as a huge page does. (Not if it is split on the way,
-/// since there is a page table in its place: that nobody tells.)
-#[allow(unsafe_code)] // moves guest pages
-pub(crate) fn put_back_pages(tracker: &Uffd, from: usize, to: usize, len: usize) -> bool {
-    let (mut at, mut tries, mut moves) = (0, 0, 0);
-    while at < len {
-        // SAFETY: raw addresses only; what is moved is ours, and its place in the guest empty.
-        let (moved, error) = unsafe { tracker.move_pages(to + at, from + at, len - at) };
-        at += moved;
-        moves += usize::from(moved > 0);
-        match error {
-            Some(MoveError::Again) if tries < TRIES => tries += 1,
-            Some(_) if at < len => {
-                put_back_page(tracker, from + at, to + at);
-                at += PAGE_SIZE;
-                moves += 1;
-            }
-            _ => {}
-        }
-    }
-    moves == 1
-}
-
-/// Moves one page back, or, should the kernel refuse to move it, copies it back: nobody else can have it pinned.
-/// Its place in scratch memory is empty then.
-#[allow(unsafe_code)] // moves and copies guest pages
-pub(crate) fn put_back_page(tracker: &Uffd, from: usize, to: usize) {
-    for attempt in 0u64.. {
-        // SAFETY: raw addresses only.
-        let (_, error) = unsafe { tracker.move_pages(to, from, PAGE_SIZE) };
-        match error {
-            None => return,
-            // Absent, after the copy below had put it back already.
-            Some(MoveError::Absent) if attempt > 0 => return,
-            Some(_) => {}
-        }
-        // SAFETY: the scratch page is ours and readable, its place in the guest empty.
-        match unsafe { tracker.copy(to, from, PAGE_SIZE) } {
-            Ok(()) => return drop_copy(from),
-            Err(e) if e.raw_os_error() == Some(libc::EEXIST) => return drop_copy(from),
-            Err(e) if attempt % 1000 == 0 => log::error!("cannot put a guest page back: {e}; trying on"),
-            Err(_) => {}
-        }
-        std::thread::sleep(std::time::Duration::from_micros(100));
-    }
-}
-
-/// Empties a place in scratch memory.
-fn drop_copy(at: usize) {
-    if let Err(error) = discard_own(at, PAGE_SIZE) {
-        log::error!("a copy of a guest page stays in scratch memory: {error}");
     }
 }

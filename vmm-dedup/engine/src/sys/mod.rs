@@ -7,6 +7,7 @@ pub(crate) mod huge_scratch;
 pub(crate) mod page_size;
 pub(crate) mod pagemap;
 pub(crate) mod proc;
+pub(crate) mod relocate;
 pub(crate) mod sched;
 pub(crate) mod uffd;
 pub(crate) mod vma;

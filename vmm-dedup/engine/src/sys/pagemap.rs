@@ -3,18 +3,20 @@
 #![allow(unsafe_code)] // ioctl
 
 use crate::error::Error;
-use crate::sys::page_size::HUGE_SIZE;
+use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
+const PATH: &str = "/proc/self/pagemap";
 const PAGEMAP_SCAN: u64 = (3 << 30) | (96 << 16) | ((b'f' as u64) << 8) | 16;
 /// Of a mapping whose writes are tracked: mappings of the store are not, and are passed over whole.
 const TRACKED: u64 = 1 << 0;
 const WRITTEN: u64 = 1 << 1;
 const FILE: u64 = 1 << 2;
 const PRESENT: u64 = 1 << 3;
+const SWAPPED: u64 = 1 << 4;
 const PFNZERO: u64 = 1 << 5;
 const HUGE: u64 = 1 << 6;
 
@@ -63,7 +65,7 @@ pub(crate) struct Pagemap {
 
 impl Pagemap {
     pub(crate) fn open() -> Result<Self, Error> {
-        let file = File::open("/proc/self/pagemap").map_err(Error::Pagemap)?;
+        let file = File::open(PATH).map_err(Error::Pagemap)?;
         let mut pagemap = Self {
             file,
             regions: vec![PageRegion::default(); 512],
@@ -143,28 +145,66 @@ impl Pagemap {
         returned: u64,
     ) -> io::Result<(usize, usize)> {
         let mut request = Request {
-            size: size_of::<Request>() as u64,
-            start: range.start as u64,
-            end: range.end as u64,
-            vec: self.regions.as_mut_ptr() as u64,
-            vec_len: self.regions.len() as u64,
             category_inverted: inverted,
             category_mask: mask,
             return_mask: returned,
-            ..Request::default()
+            ..Request::new(range.clone(), &mut self.regions)
         };
-        // SAFETY: the request is of the size that its constant states; vec points to vec_len regions that are
-        // exclusively ours for the duration of the call.
-        let found = unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, &mut request) };
-        let Ok(found) = usize::try_from(found) else {
-            return Err(io::Error::last_os_error());
-        };
+        let found = scan(&self.file, &mut request)?;
         let walked = usize::try_from(request.walk_end).unwrap_or(range.end);
         Ok((
             found.min(self.regions.len()),
             walked.clamp(range.start, range.end),
         ))
     }
+}
+
+/// Tells filled places from empty ones. Unlike mincore() it knows of pages that are swapped out.
+#[derive(Debug)]
+pub(crate) struct Places(File);
+
+impl Places {
+    pub(crate) fn open() -> Result<Self, Error> {
+        File::open(PATH).map(Self).map_err(Error::Pagemap)
+    }
+
+    /// Whether the page at an address is there, in memory or swapped out, or an entry that stands for one.
+    pub(crate) fn filled(&self, at: usize) -> bool {
+        let mut region = [PageRegion::default()];
+        loop {
+            let mut request = Request {
+                category_anyof_mask: PRESENT | SWAPPED,
+                ..Request::new(at..at + PAGE_SIZE, &mut region)
+            };
+            match scan(&self.0, &mut request) {
+                Ok(found) => return found > 0,
+                // The kernel lacks memory for the answer (for another reason it does not fail).
+                Err(error) => log::error!("cannot look at {at:#x} in the page tables: {error}; trying on"),
+            }
+            std::thread::sleep(std::time::Duration::from_micros(100));
+        }
+    }
+}
+
+impl Request {
+    fn new(range: Range<usize>, regions: &mut [PageRegion]) -> Self {
+        Self {
+            size: size_of::<Self>() as u64,
+            start: range.start as u64,
+            end: range.end as u64,
+            vec: regions.as_mut_ptr() as u64,
+            vec_len: regions.len() as u64,
+            ..Self::default()
+        }
+    }
+}
+
+/// Fills the regions of a request; how many of them.
+fn scan(file: &File, request: &mut Request) -> io::Result<usize> {
+    // SAFETY: the request is of the size that its constant states; vec points to vec_len regions that are exclusively the
+    // caller's for the duration of the call, as only Request::new makes them.
+    let found = unsafe { libc::ioctl(file.as_raw_fd(), PAGEMAP_SCAN, &mut *request) };
+    usize::try_from(found).map_err(|_| io::Error::last_os_error())
 }
 
 #[allow(clippy::cast_possible_truncation)] // 64-bit only

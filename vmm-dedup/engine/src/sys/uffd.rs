@@ -4,6 +4,7 @@
 
 use crate::error::Error;
 use crate::sys::page_size::PAGE_SIZE;
+use crate::sys::pagemap::Places;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -22,6 +23,7 @@ const COPY: u64 = ioc(3, 0x03, 40);
 const ZEROPAGE: u64 = ioc(3, 0x04, 32);
 const MOVE: u64 = ioc(3, 0x05, 40);
 const WRITEPROTECT: u64 = ioc(3, 0x06, 24);
+const POISON: u64 = ioc(3, 0x08, 32);
 
 const UFFD_API: u64 = 0xaa;
 const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
@@ -94,7 +96,7 @@ struct Transfer {
 
 #[repr(C)]
 #[derive(Default)]
-struct ZeroPage {
+struct Fill {
     range: Range,
     mode: u64,
     done: i64,
@@ -113,7 +115,7 @@ struct Event {
 
 const _: () =
     assert!(size_of::<Api>() == 24 && size_of::<Register>() == 32 && size_of::<WriteProtect>() == 24);
-const _: () = assert!(size_of::<Transfer>() == 40 && size_of::<ZeroPage>() == 32 && size_of::<Event>() == 32);
+const _: () = assert!(size_of::<Transfer>() == 40 && size_of::<Fill>() == 32 && size_of::<Event>() == 32);
 const _: () = assert!(MOVE == 0xc028_aa05 && REGISTER == 0xc020_aa00 && WAKE == 0x8010_aa02);
 
 /// Why pages could not be moved.
@@ -131,7 +133,10 @@ pub(crate) enum MoveError {
 
 /// A userfaultfd.
 #[derive(Debug)]
-pub(crate) struct Uffd(OwnedFd);
+pub(crate) struct Uffd {
+    fd: OwnedFd,
+    places: Places,
+}
 
 impl Uffd {
     /// A descriptor for tracking and taking: write protection is resolved by the kernel (WP_ASYNC).
@@ -170,11 +175,14 @@ impl Uffd {
             api: UFFD_API,
             ..Api::default()
         };
-        Self::open()?.ioctl(API, &mut probe).map_err(Error::Userfaultfd)?;
+        ioctl(&Self::open()?, API, &mut probe).map_err(Error::Userfaultfd)?;
         if let Some((_, name)) = wanted.iter().find(|(bit, _)| probe.features & bit == 0) {
             return Err(Error::KernelLacks(name));
         }
-        let uffd = Self::open()?;
+        let uffd = Self {
+            fd: Self::open()?,
+            places: Places::open()?,
+        };
         let features = wanted.iter().fold(0, |all, (bit, _)| all | bit);
         uffd.ioctl(
             API,
@@ -189,7 +197,7 @@ impl Uffd {
     }
 
     /// Opens through /dev/userfaultfd, else through the system call: either lets us see faults that KVM raises.
-    fn open() -> Result<Self, Error> {
+    fn open() -> Result<OwnedFd, Error> {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         let fd = match std::fs::File::open("/dev/userfaultfd") {
             // SAFETY: an ioctl without memory argument on a descriptor we own.
@@ -201,7 +209,7 @@ impl Uffd {
             return Err(Error::NoUserfaultfd(io::Error::last_os_error()));
         }
         // SAFETY: a fresh descriptor that nobody else owns.
-        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
     /// Registers a page-aligned range, or replaces the mode of one that is registered here.
@@ -247,7 +255,7 @@ impl Uffd {
     pub(crate) fn zero_page(&self, start: usize, len: usize) -> io::Result<()> {
         self.ioctl(
             ZEROPAGE,
-            &mut ZeroPage {
+            &mut Fill {
                 range: range(start, len),
                 mode: MODE_DONTWAKE,
                 done: 0,
@@ -264,6 +272,24 @@ impl Uffd {
         self.ioctl(COPY, &mut transfer(dst, source, len))
     }
 
+    /// Makes an empty place one of broken memory: who touches it gets SIGBUS, a guest a machine check.
+    pub(crate) fn poison(&self, start: usize, len: usize) -> io::Result<()> {
+        self.ioctl(
+            POISON,
+            &mut Fill {
+                range: range(start, len),
+                mode: MODE_DONTWAKE,
+                done: 0,
+            },
+        )
+    }
+
+    /// Whether a place of anonymous memory holds anything: a page in memory, in swap, on the way between or broken. Asking
+    /// touches nothing, so it never waits.
+    pub(crate) fn filled(&self, at: usize) -> bool {
+        self.places.filled(at)
+    }
+
     /// Moves pages, in order, until one cannot be moved: `(bytes moved, why it ended)`. The source is empty
     /// afterwards; a touch of it waits if its range is registered for missing pages. The destination must be empty.
     ///
@@ -274,11 +300,12 @@ impl Uffd {
         let error = self.ioctl(MOVE, &mut request).err();
         let mut moved = usize::try_from(request.done).unwrap_or(0);
         // Kernels that move several pages in one step (Linux 6.18 for one) lose count when they have to try again, because
-        // somebody used a page just then: what they have moved meanwhile is not reported, and then they say that its place is
-        // taken. It is where it was to go, and nowhere else.
-        if error.as_ref().and_then(io::Error::raw_os_error) == Some(libc::EEXIST) {
+        // somebody used a page just then, or reclaim has it: what they have moved meanwhile is not reported, and then they say
+        // that its place is taken. It is where it was to go, and nowhere else. Reclaim may have swapped it out since, so it
+        // is the page tables that are asked.
+        if let Some(libc::EEXIST | libc::ENOENT) = error.as_ref().and_then(io::Error::raw_os_error) {
             let reported = moved;
-            while moved < len && is_resident(dst + moved) && !is_resident(src + moved) {
+            while moved < len && self.filled(dst + moved) && !self.filled(src + moved) {
                 moved += PAGE_SIZE;
             }
             if moved > reported {
@@ -307,7 +334,7 @@ impl Uffd {
         // SAFETY: the buffer is writable for its whole size, and Event is plain data.
         let got = unsafe {
             libc::read(
-                self.0.as_raw_fd(),
+                self.fd.as_raw_fd(),
                 events.as_mut_ptr().cast(),
                 size_of_val(&events),
             )
@@ -328,29 +355,25 @@ impl Uffd {
     }
 
     fn ioctl<T>(&self, request: u64, arg: &mut T) -> io::Result<()> {
-        // SAFETY: each request above goes with the argument type that its constant states the size of; the kernel
-        // checks addresses inside it.
-        let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request, arg) };
-        if result < 0 {
-            Err(io::Error::last_os_error())
-        } else {
-            Ok(())
-        }
+        ioctl(&self.fd, request, arg)
     }
 }
 
 impl AsFd for Uffd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.fd.as_fd()
     }
 }
 
-/// Whether anything is in a page of anonymous memory (asking touches nothing).
-fn is_resident(at: usize) -> bool {
-    let mut state = 0u8;
-    // SAFETY: one byte is written for the one page.
-    let asked = unsafe { libc::mincore(at as *mut _, PAGE_SIZE, &raw mut state) };
-    asked == 0 && state & 1 == 1
+fn ioctl<T>(fd: &OwnedFd, request: u64, arg: &mut T) -> io::Result<()> {
+    // SAFETY: each request above goes with the argument type that its constant states the size of; the kernel
+    // checks addresses inside it.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), request, arg) };
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
 }
 
 fn range(start: usize, len: usize) -> Range {
@@ -367,79 +390,5 @@ fn transfer(dst: usize, src: usize, len: usize) -> Transfer {
         len: len as u64,
         mode: MODE_DONTWAKE,
         done: 0,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::merge::window::put_back_page;
-    use crate::sys::page_size::bytes;
-    use crate::sys::vma::Anonymous;
-    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-    use std::time::Instant;
-
-    const PAGES: usize = 16;
-
-    /// A counter in each page of an area.
-    fn counter(area: &Anonymous, page: usize) -> &AtomicU64 {
-        // SAFETY: mapped, aligned, and only ever used as this.
-        unsafe { &*((area.base() + bytes(page)) as *const AtomicU64) }
-    }
-
-    /// Few pages under threads that always write make the kernel try again often enough to lose count, where it does.
-    #[test]
-    fn no_page_is_lost_between_threads_that_write_and_moves() {
-        let Ok(uffd) = Uffd::tracker() else {
-            assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
-            return eprintln!("SKIPPED: no userfaultfd");
-        };
-        let (guest, scratch) = (Anonymous::new(PAGES).unwrap(), Anonymous::new(PAGES).unwrap());
-        guest.populate().unwrap();
-        scratch.populate_part(0, PAGE_SIZE).unwrap();
-        scratch.discard(0, PAGE_SIZE).unwrap();
-        let (len, stop) = (bytes(PAGES), AtomicBool::new(false));
-        uffd.register(scratch.base(), len, Mode::Missing).unwrap();
-        uffd.register(guest.base(), len, Mode::Wp).unwrap();
-        let written = std::thread::scope(|scope| {
-            let write = || {
-                let mut written = [0u64; PAGES];
-                for n in 0usize.. {
-                    let page = n * 7 % PAGES;
-                    counter(&guest, page).fetch_add(1, Ordering::Relaxed);
-                    written[page] += 1;
-                    if stop.load(Ordering::Relaxed) {
-                        break;
-                    }
-                }
-                written
-            };
-            let writers = [scope.spawn(write), scope.spawn(write)];
-            let start = Instant::now();
-            while start.elapsed() < Duration::from_secs(3) {
-                uffd.write_protect(guest.base(), len, true).unwrap();
-                uffd.register(guest.base(), len, Mode::Missing).unwrap();
-                let (mut at, mut taken) = (0, Vec::new());
-                while at < len {
-                    // SAFETY: the areas are only used through atomics.
-                    let (moved, error) =
-                        unsafe { uffd.move_pages(scratch.base() + at, guest.base() + at, len - at) };
-                    taken.extend((at..at + moved).step_by(PAGE_SIZE));
-                    let stays = moved == 0 && error.is_some();
-                    at += if stays { PAGE_SIZE } else { moved };
-                }
-                for at in taken {
-                    put_back_page(&uffd, scratch.base() + at, guest.base() + at);
-                }
-                uffd.register(guest.base(), len, Mode::Wp).unwrap();
-                uffd.wake(guest.base(), len).unwrap();
-            }
-            stop.store(true, Ordering::Relaxed);
-            writers.map(|writer| writer.join().unwrap())
-        });
-        for (page, (a, b)) in written[0].iter().zip(&written[1]).enumerate() {
-            let counted = counter(&guest, page).load(Ordering::Relaxed);
-            assert_eq!(counted, a + b, "page {page} was lost");
-        }
     }
 }

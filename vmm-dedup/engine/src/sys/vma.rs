@@ -1,7 +1,7 @@
 //! Mapping, moving and discarding ranges of address space.
 #![allow(unsafe_code)] // mmap and its relatives
 
-use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, bytes};
+use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -122,6 +122,14 @@ fn fill(at: usize, len: usize, prot: i32) -> bool {
 
 fn is_readable(at: usize) -> bool {
     populate_read(at, crate::sys::page_size::PAGE_SIZE)
+}
+
+/// Whether something is mapped at every page of a range. Asking touches nothing.
+pub(crate) fn is_mapped(at: usize, len: usize) -> bool {
+    let mut states = vec![0u8; len.div_ceil(PAGE_SIZE)];
+    // SAFETY: a byte is written for each page, and there are so many.
+    let asked = unsafe { libc::mincore(at as *mut _, len, states.as_mut_ptr()) };
+    asked == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ENOMEM)
 }
 
 /// Frees pages of our own, also those of a process that has locked all of its memory.

@@ -28,17 +28,15 @@
 use crate::memory::layout::Page;
 use crate::memory::page_state::State;
 use crate::merge::request::{Item, Outcome};
-use crate::merge::window::put_back_pages;
 use crate::scan::pass::Scanner;
 use crate::sys::huge_scratch::HugeScratch;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
+use crate::sys::relocate::{move_away, put_back_pages, put_over};
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::Mode;
 use crate::sys::vma::Anonymous;
 use crate::sys::{guest, proc};
-use crate::track::fault_sampling::move_away;
-use crate::unmerge::cow::put_over;
 use std::ops::Range;
 use std::time::Instant;
 use vmm_dedup_protocol::key::PAGE_WORDS;

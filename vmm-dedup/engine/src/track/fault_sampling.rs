@@ -21,10 +21,10 @@
 //! A huge page moves as one mapping and stays one (1 to 2 us each way), provided that its destination has no page table.
 
 use crate::error::Error;
-use crate::merge::window::put_back_pages;
 use crate::sys::huge_scratch::HugeScratch;
 use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
+use crate::sys::relocate::{move_away, put_back_pages};
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::{Mode, MoveError, Uffd};
 use crate::track::access::{AccessMonitor, PROBES, Target, Use};
@@ -36,9 +36,6 @@ use std::time::{Duration, Instant};
 
 /// Ranges taken at a time. A guest that uses all of them waits for each once.
 pub(crate) const BATCH: usize = 64;
-
-/// Tries to take what the kernel holds for a moment.
-const TRIES: usize = 10;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -236,22 +233,6 @@ impl TakeAndWait {
         }
         let _ = self.tracker.wake(at, piece.len());
     }
-}
-
-/// Moves guest pages from addresses registered for missing pages into scratch memory; how many bytes, and why no more. What
-/// the kernel holds for a moment is tried again.
-#[allow(unsafe_code)] // moves guest pages
-pub(crate) fn move_away(tracker: &Uffd, from: usize, to: usize, len: usize) -> (usize, Option<MoveError>) {
-    let mut moved = 0;
-    for _attempt in 0..TRIES {
-        // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
-        let (more, error) = unsafe { tracker.move_pages(to + moved, from + moved, len - moved) };
-        moved += more;
-        if error != Some(MoveError::Again) {
-            return (moved, error);
-        }
-    }
-    (moved, Some(MoveError::Again))
 }
 
 impl AccessMonitor for TakeAndWait {

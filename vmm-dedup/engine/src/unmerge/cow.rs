@@ -15,9 +15,11 @@
 use crate::error::Error;
 use crate::memory::bitmap::Bits;
 use crate::memory::layout::{Memory, Page};
+use crate::memory::ranges::complement;
 use crate::sys::guest;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
+use crate::sys::relocate::put_over;
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::{self, Anonymous};
@@ -508,52 +510,5 @@ impl Breaker {
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Moves memory of ours into the place of a range of guest memory, in one step for everyone who uses that. On an error
-/// the guest's is as it was, and ours is gone.
-///
-/// # Safety
-/// `fresh` must hold what the guest sees in the range, and nobody may be able to change that before the step is done.
-#[allow(unsafe_code)] // replaces guest pages
-pub(crate) unsafe fn put_over(fresh: usize, range: &Range<usize>) -> io::Result<()> {
-    // SAFETY: as promised by the caller.
-    let mut moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
-    while moved.is_err() && vma::hold_hole(range.start, range.len()) {
-        // The kernel unmapped the place and then lacked the memory to go on: there is no way back, and nobody may
-        // get the hole.
-        std::thread::sleep(Duration::from_millis(1));
-        // SAFETY: as above; the place holds nothing.
-        moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
-    }
-    if moved.is_err() {
-        vma::unmap(fresh, range.len());
-    }
-    moved
-}
-
-/// What of `whole` is not in `parts`, which are in order.
-pub(crate) fn complement(whole: &Range<usize>, parts: &[Range<usize>]) -> Vec<Range<usize>> {
-    let mut at = whole.start;
-    let mut rest = Vec::new();
-    for part in parts.iter().cloned().chain(std::iter::once(whole.end..whole.end)) {
-        if part.start > at {
-            rest.push(at..part.start);
-        }
-        at = at.max(part.end);
-    }
-    rest
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn complement_is_the_rest() {
-        assert_eq!(complement(&(0..10), &[2..3, 5..7]), [0..2, 3..5, 7..10]);
-        assert_eq!(complement(&(0..10), std::slice::from_ref(&(0..10))), []);
-        assert!(complement(&(0..10), &[]).into_iter().eq(std::iter::once(0..10)));
     }
 }

@@ -1,0 +1,27 @@
+//! What tests make trouble with. A crate of its own, so that unit tests of the engine can use it as well.
+//!
+//! [`Swap`] gives the machine swap for as long as a test runs, [`Pager`] is a thread that pages memory out all the time,
+//! as reclaim may at any moment, and [`Watchdog`] ends the process of a test that hangs: a thread that waits for a page
+//! for ever cannot be ended otherwise.
+
+mod pager;
+mod swap;
+mod watchdog;
+
+pub use pager::Pager;
+pub use swap::Swap;
+pub use watchdog::Watchdog;
+
+/// Swap for the rest of the test, or returns from it, saying why there is none.
+#[macro_export]
+macro_rules! swap_or_skip {
+    () => {
+        match $crate::Swap::on() {
+            Ok(swap) => swap,
+            Err(reason) => {
+                eprintln!("SKIPPED: no swap: {reason}");
+                return;
+            }
+        }
+    };
+}

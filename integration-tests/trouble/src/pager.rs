@@ -1,0 +1,100 @@
+//! Threads that page memory out.
+#![allow(unsafe_code)] // madvise
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+
+const PAGE: usize = 4096;
+
+/// Pages out ranges of this process, a few pages at a time in no order, until it is dropped.
+#[derive(Debug)]
+pub struct Pager {
+    stop: Arc<AtomicBool>,
+    calls: Arc<AtomicU64>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Pager {
+    /// Starts a thread that pages out what `ranges` tells, asked again from time to time; at most `most` pages a call. A
+    /// range may be unmapped meanwhile: no content changes by this.
+    ///
+    /// # Panics
+    /// If there can be no thread.
+    #[must_use]
+    pub fn start(
+        seed: u64,
+        most: usize,
+        mut ranges: impl FnMut() -> Vec<Range<usize>> + Send + 'static,
+    ) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let calls = Arc::new(AtomicU64::new(0));
+        let work = {
+            let (stop, calls) = (stop.clone(), calls.clone());
+            move || {
+                let mut random = Random(seed);
+                while !stop.load(Ordering::Relaxed) {
+                    let ranges = ranges();
+                    for _ in 0..256 {
+                        if !ranges.is_empty() {
+                            let range = &ranges[random.below(ranges.len())];
+                            page_out(&part(range, most, &mut random));
+                        }
+                        calls.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name("pager".into())
+            .spawn(work)
+            .expect("a thread");
+        Self {
+            stop,
+            calls,
+            thread: Some(thread),
+        }
+    }
+
+    /// Calls so far.
+    #[must_use]
+    pub fn calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Pager {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Some pages of a range.
+fn part(range: &Range<usize>, most: usize, random: &mut Random) -> Range<usize> {
+    let pages = range.len() / PAGE;
+    let first = random.below(pages.max(1));
+    let count = (1 + random.below(most.max(1))).min(pages - first.min(pages));
+    range.start + first * PAGE..range.start + (first + count) * PAGE
+}
+
+fn page_out(range: &Range<usize>) {
+    // SAFETY: this advice changes no content; the kernel refuses what is not mapped.
+    unsafe { libc::madvise(range.start as *mut _, range.len(), libc::MADV_PAGEOUT) };
+}
+
+/// A generator of numbers that are random enough (Knuth's MMIX constants).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        usize::try_from(self.0 >> 33).expect("31 bits") % end
+    }
+}

@@ -1,0 +1,367 @@
+//! Moving pages between the guest, scratch memory and memory made beside the guest: the steps at which a page exists in
+//! one place only, so that doing one of them wrong loses it.
+//!
+//! # Why no page is lost, and nobody waits for ever
+//!
+//! *Which place holds a page* is asked of the page tables ([`Uffd::filled`]), never of mincore(): reclaim may swap a page
+//! out at any moment, in the guest or in scratch memory, and mincore() says of a swapped-out page what it says of an empty
+//! place. Swapped out or not, a page moves as it is (the kernel moves the swap entry).
+//!
+//! *Taking* ([`move_away`], [`Uffd::move_pages`]). The guest's addresses are registered for missing pages, so nobody but us
+//! fills an emptied one. The place in scratch memory was empty before, and only we move pages there; so if it holds
+//! something, that is the page, whatever the kernel counted.
+//!
+//! *Putting back* ([`put_back_page`]). The page is in scratch memory, its place in the guest is empty, and whoever touches
+//! that waits. Nobody else fills either place or empties it: reclaim and migration change how a place is filled, not
+//! whether. So:
+//!
+//! - Nothing in scratch memory: the page is back already (the kernel moved it and lost count), and nothing is to be done.
+//! - Something in both places: that in the guest is our own copy, made when the kernel would not move the page. It is the
+//!   one that the guest uses since, so what is in scratch memory is dropped.
+//! - Something in scratch memory only: it is moved, or copied if the kernel refuses to move it. The copy is read through
+//!   scratch memory, which is registered for missing pages itself: reading an empty place there would wait for this very
+//!   thread. But the place was just seen to be filled, and nobody empties it. A swapped-out page is read in, which waits for
+//!   the disk only.
+//!
+//! It ends: a refusal to move ends in a copy, a copy fails for want of memory or because the page cannot be read. Memory
+//! comes or the kernel kills somebody. A page that cannot be read (its memory or its swap is broken) is lost whoever
+//! asks; the guest is to meet the memory error that it would have met without us, when it touches the page
+//! (UFFDIO_POISON). A place in the guest that is registered no more is registered again; one that is not mapped any more
+//! takes no page, and nobody can miss it.
+
+use crate::sys::page_size::PAGE_SIZE;
+use crate::sys::uffd::{Mode, MoveError, Uffd};
+use crate::sys::vma;
+use std::io;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+/// Tries to move what the kernel holds for a moment.
+const TRIES: usize = 10;
+/// Between two tries of what must work in the end.
+const PAUSE: Duration = Duration::from_micros(100);
+/// How long reading a page is tried before it counts as broken: the kernel says the same where it lacks memory for a moment.
+const UNREADABLE: Duration = Duration::from_secs(5);
+
+/// Moves guest pages from addresses registered for missing pages into scratch memory; how many bytes, and why no more. What
+/// the kernel holds for a moment is tried again.
+#[allow(unsafe_code)] // moves guest pages
+pub(crate) fn move_away(tracker: &Uffd, from: usize, to: usize, len: usize) -> (usize, Option<MoveError>) {
+    let mut moved = 0;
+    for _attempt in 0..TRIES {
+        // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
+        let (more, error) = unsafe { tracker.move_pages(to + moved, from + moved, len - moved) };
+        moved += more;
+        if error != Some(MoveError::Again) {
+            return (moved, error);
+        }
+    }
+    (moved, Some(MoveError::Again))
+}
+
+/// Moves pages back to where they were; whether all went in one move, as a huge page does. (Not if it is split on the way,
+/// since there is a page table in its place: that nobody tells.)
+#[allow(unsafe_code)] // moves guest pages
+pub(crate) fn put_back_pages(tracker: &Uffd, from: usize, to: usize, len: usize) -> bool {
+    let (mut at, mut tries, mut moves) = (0, 0, 0);
+    while at < len {
+        // SAFETY: raw addresses only; what is moved is ours, and its place in the guest empty.
+        let (moved, error) = unsafe { tracker.move_pages(to + at, from + at, len - at) };
+        at += moved;
+        moves += usize::from(moved > 0);
+        match error {
+            Some(MoveError::Again) if tries < TRIES => tries += 1,
+            Some(_) if at < len => {
+                put_back_page(tracker, from + at, to + at);
+                at += PAGE_SIZE;
+                moves += 1;
+            }
+            _ => {}
+        }
+    }
+    moves == 1
+}
+
+/// Moves one page back, or, should the kernel refuse to move it, copies it back: nobody else can have it pinned.
+/// Its place in scratch memory is empty then.
+#[allow(unsafe_code)] // moves guest pages
+pub(crate) fn put_back_page(tracker: &Uffd, from: usize, to: usize) {
+    let mut start = None;
+    for attempt in 0usize.. {
+        // SAFETY: raw addresses only; what is moved is ours, and its place in the guest empty.
+        let (_, refused) = unsafe { tracker.move_pages(to, from, PAGE_SIZE) };
+        let broken = match refused {
+            None => return,
+            Some(MoveError::Again) if attempt < TRIES => continue,
+            // An entry that is neither a page nor in swap nor on the way between: broken memory.
+            Some(MoveError::Refused(libc::EFAULT)) => true,
+            Some(_) => false,
+        };
+        if !tracker.filled(from) {
+            return;
+        }
+        if tracker.filled(to) {
+            return drop_copy(from);
+        }
+        let start = *start.get_or_insert_with(Instant::now);
+        match copy_back(tracker, from, to, broken) {
+            Ok(()) => return drop_copy(from),
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EEXIST) => continue,
+                Some(libc::EFAULT) if start.elapsed() > UNREADABLE => {
+                    // Said once: what it comes to is seen by the next turn.
+                    let _ = copy_back(tracker, from, to, true);
+                }
+                // Nobody listens at the place any more.
+                Some(libc::ENOENT) => {
+                    if !vma::is_mapped(to, PAGE_SIZE) {
+                        log::error!("the guest's memory at {to:#x} is gone; its page is dropped");
+                        return drop_copy(from);
+                    }
+                    let _ = tracker.register(to, PAGE_SIZE, Mode::Missing);
+                }
+                _ if attempt % 10_000 == TRIES => {
+                    log::error!("cannot put a guest page back: {error}; trying on");
+                }
+                _ => {}
+            },
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// Fills an empty place of the guest with a copy of what is in scratch memory, or, if that is broken, with a memory error.
+#[allow(unsafe_code)] // copies guest pages
+fn copy_back(tracker: &Uffd, from: usize, to: usize, broken: bool) -> io::Result<()> {
+    if broken {
+        tracker.poison(to, PAGE_SIZE)?;
+        log::error!("the guest's page at {to:#x} cannot be read: the guest gets a memory error for it");
+        return Ok(());
+    }
+    // SAFETY: there is a page in scratch memory, which nobody but us uses; its place in the guest is empty.
+    unsafe { tracker.copy(to, from, PAGE_SIZE) }
+}
+
+/// Empties a place in scratch memory.
+fn drop_copy(at: usize) {
+    if let Err(error) = vma::discard_own(at, PAGE_SIZE) {
+        log::error!("a copy of a guest page stays in scratch memory: {error}");
+    }
+}
+
+/// Moves memory of ours into the place of a range of guest memory, in one step for everyone who uses that. On an error
+/// the guest's is as it was, and ours is gone.
+///
+/// # Safety
+/// `fresh` must hold what the guest sees in the range, and nobody may be able to change that before the step is done.
+#[allow(unsafe_code)] // replaces guest pages
+pub(crate) unsafe fn put_over(fresh: usize, range: &Range<usize>) -> io::Result<()> {
+    // SAFETY: as promised by the caller.
+    let mut moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
+    while moved.is_err() && vma::hold_hole(range.start, range.len()) {
+        // The kernel unmapped the place and then lacked the memory to go on: there is no way back, and nobody may
+        // get the hole.
+        std::thread::sleep(Duration::from_millis(1));
+        // SAFETY: as above; the place holds nothing.
+        moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
+    }
+    if moved.is_err() {
+        vma::unmap(fresh, range.len());
+    }
+    moved
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::page_size::bytes;
+    use crate::sys::vma::Anonymous;
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    use vmm_dedup_trouble::{Pager, Watchdog};
+
+    const PAGES: usize = 16;
+    /// A word that nobody changes, to tell a page from one of zeros.
+    const MARK: u64 = 0x1234_5678_9abc_def0;
+
+    fn tracker() -> Option<Uffd> {
+        let tracker = Uffd::tracker();
+        assert!(
+            tracker.is_ok() || std::env::var_os("CI").is_none(),
+            "no userfaultfd in CI"
+        );
+        tracker.inspect_err(|e| eprintln!("SKIPPED: {e}")).ok()
+    }
+
+    /// Memory that stands for a guest's, and scratch memory for it.
+    struct Memory {
+        guest: Anonymous,
+        scratch: Anonymous,
+    }
+
+    impl Memory {
+        fn new(tracker: &Uffd) -> Self {
+            let (guest, scratch) = (Anonymous::new(PAGES).unwrap(), Anonymous::new(PAGES).unwrap());
+            guest.populate().unwrap();
+            scratch.populate_part(0, PAGE_SIZE).unwrap();
+            scratch.discard(0, PAGE_SIZE).unwrap();
+            tracker
+                .register(scratch.base(), bytes(PAGES), Mode::Missing)
+                .unwrap();
+            tracker.register(guest.base(), bytes(PAGES), Mode::Wp).unwrap();
+            Self { guest, scratch }
+        }
+
+        /// A word of the guest.
+        #[allow(unsafe_code)] // raw pages
+        fn word(&self, page: usize, word: usize) -> &AtomicU64 {
+            // SAFETY: mapped, aligned, and only ever used as this.
+            unsafe { &*((self.guest.base() + bytes(page) + word * 8) as *const AtomicU64) }
+        }
+
+        fn ranges(&self) -> Vec<Range<usize>> {
+            let range = |area: &Anonymous| area.base()..area.base() + bytes(PAGES);
+            vec![range(&self.guest), range(&self.scratch)]
+        }
+
+        /// One window: takes what can be taken, and puts it back.
+        fn round(&self, tracker: &Uffd) -> usize {
+            let (guest, scratch, len) = (self.guest.base(), self.scratch.base(), bytes(PAGES));
+            tracker.write_protect(guest, len, true).unwrap();
+            tracker.register(guest, len, Mode::Missing).unwrap();
+            let (mut at, mut taken) = (0, Vec::new());
+            while at < len {
+                let (moved, error) = move_away(tracker, guest + at, scratch + at, len - at);
+                taken.extend((at..at + moved).step_by(PAGE_SIZE));
+                at += moved;
+                at += if error.is_some() { PAGE_SIZE } else { 0 };
+            }
+            for at in &taken {
+                put_back_page(tracker, scratch + at, guest + at);
+            }
+            tracker.register(guest, len, Mode::Wp).unwrap();
+            tracker.wake(guest, len).unwrap();
+            // What was not taken must not be in scratch memory: it would be lost now.
+            self.scratch.discard(0, len).unwrap();
+            taken.len()
+        }
+
+        /// Rounds under two threads that count in the guest's pages; nothing counted may be lost.
+        fn rounds_under_writers(&self, tracker: &Uffd, time: Duration, watchdog: &Watchdog) -> usize {
+            (0..PAGES).for_each(|page| self.word(page, 8).store(MARK, Ordering::Relaxed));
+            let stop = AtomicBool::new(false);
+            let mut taken = 0;
+            let written = std::thread::scope(|scope| {
+                let write = || {
+                    let mut written = [0u64; PAGES];
+                    for n in 0usize.. {
+                        let page = n * 7 % PAGES;
+                        self.word(page, 0).fetch_add(1, Ordering::Relaxed);
+                        written[page] += 1;
+                        if stop.load(Ordering::Relaxed) {
+                            break;
+                        }
+                    }
+                    written
+                };
+                let writers = [scope.spawn(write), scope.spawn(write)];
+                let start = Instant::now();
+                while start.elapsed() < time {
+                    taken += self.round(tracker);
+                    watchdog.feed();
+                }
+                stop.store(true, Ordering::Relaxed);
+                writers.map(|writer| writer.join().unwrap())
+            });
+            for (page, (a, b)) in written[0].iter().zip(&written[1]).enumerate() {
+                let counted = self.word(page, 0).load(Ordering::Relaxed);
+                assert_eq!(counted, a + b, "page {page} was lost");
+                assert_eq!(self.word(page, 8).load(Ordering::Relaxed), MARK);
+            }
+            taken
+        }
+    }
+
+    /// Few pages under threads that always write make the kernel try again often enough to lose count, where it does.
+    #[test]
+    fn no_page_is_lost_between_threads_that_write_and_moves() {
+        let Some(tracker) = tracker() else { return };
+        let memory = Memory::new(&tracker);
+        let watchdog = Watchdog::start(Duration::from_secs(10), || ());
+        let taken = memory.rounds_under_writers(&tracker, Duration::from_secs(3), &watchdog);
+        assert!(taken > 0);
+    }
+
+    /// With swap the kernel loses count of pages that are in neither place by what mincore() tells.
+    #[test]
+    fn no_page_is_lost_and_nothing_hangs_while_reclaim_swaps_guest_and_scratch_memory() {
+        let swap = vmm_dedup_trouble::swap_or_skip!();
+        let Some(tracker) = tracker() else { return };
+        let memory = Memory::new(&tracker);
+        let last = swap.clone();
+        let watchdog = Watchdog::start(Duration::from_secs(10), move || last.off());
+        let pagers = [1, 77].map(|seed| {
+            let ranges = memory.ranges();
+            Pager::start(seed, 1, move || ranges.clone())
+        });
+        let taken = memory.rounds_under_writers(&tracker, Duration::from_secs(8), &watchdog);
+        assert!(taken > 0 && pagers.iter().all(|pager| pager.calls() > 0));
+    }
+
+    /// A window with one page that was taken.
+    fn take_one(tracker: &Uffd, memory: &Memory) -> (usize, usize) {
+        let (guest, scratch) = (memory.guest.base(), memory.scratch.base());
+        memory.word(0, 8).store(MARK, Ordering::Relaxed);
+        tracker.register(guest, bytes(PAGES), Mode::Missing).unwrap();
+        assert_eq!(move_away(tracker, guest, scratch, PAGE_SIZE), (PAGE_SIZE, None));
+        (guest, scratch)
+    }
+
+    #[test]
+    fn a_page_that_is_back_already_is_not_waited_for() {
+        let Some(tracker) = tracker() else { return };
+        let memory = Memory::new(&tracker);
+        let _watchdog = Watchdog::start(Duration::from_secs(10), || ());
+        let (guest, scratch) = take_one(&tracker, &memory);
+        put_back_page(&tracker, scratch, guest);
+        put_back_page(&tracker, scratch, guest);
+        assert_eq!(memory.word(0, 8).load(Ordering::Relaxed), MARK);
+    }
+
+    #[test]
+    fn a_page_goes_back_to_a_place_that_nobody_listens_at() {
+        let Some(tracker) = tracker() else { return };
+        let memory = Memory::new(&tracker);
+        let _watchdog = Watchdog::start(Duration::from_secs(10), || ());
+        let (guest, scratch) = take_one(&tracker, &memory);
+        tracker.unregister(guest, bytes(PAGES)).unwrap();
+        put_back_page(&tracker, scratch, guest);
+        assert_eq!(memory.word(0, 8).load(Ordering::Relaxed), MARK);
+    }
+
+    #[test]
+    fn a_page_whose_place_was_unmapped_is_dropped() {
+        let Some(tracker) = tracker() else { return };
+        let memory = Memory::new(&tracker);
+        let _watchdog = Watchdog::start(Duration::from_secs(10), || ());
+        let (guest, scratch) = take_one(&tracker, &memory);
+        vma::unmap(guest, bytes(PAGES));
+        put_back_page(&tracker, scratch, guest);
+        assert!(!tracker.filled(scratch));
+        std::mem::forget(memory.guest);
+    }
+
+    #[test]
+    fn a_page_that_broke_in_scratch_memory_goes_back_as_a_memory_error() {
+        let Some(tracker) = tracker() else { return };
+        let memory = Memory::new(&tracker);
+        let _watchdog = Watchdog::start(Duration::from_secs(10), || ());
+        let (guest, scratch) = take_one(&tracker, &memory);
+        vma::discard_own(scratch, PAGE_SIZE).unwrap();
+        tracker.poison(scratch, PAGE_SIZE).unwrap();
+        put_back_page(&tracker, scratch, guest);
+        assert!(!tracker.filled(scratch), "scratch memory can be used again");
+        assert!(tracker.filled(guest), "nobody waits for the page any more");
+        assert!(!vma::populate_read(guest, PAGE_SIZE), "reading it is an error");
+        assert!(vma::populate_read(guest + PAGE_SIZE, PAGE_SIZE));
+    }
+}
