@@ -9,9 +9,9 @@ use crate::merge::run_builder::{Aside, Piece};
 use crate::store::connection::Store;
 use crate::sys::guest;
 use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
-use crate::sys::relocate::{put_back_page, put_back_pages};
+use crate::sys::relocate::{mend_hole, put_back_page, put_back_pages};
 use crate::sys::uffd::{Mode, MoveError, Uffd};
-use crate::sys::vma::{fill_hole, map_segment};
+use crate::sys::vma::map_segment;
 use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -265,10 +265,7 @@ impl Hold<'_> {
             unsafe { map_segment(at, len, file, slot.offset()) }
         };
         if mapped.is_err() {
-            // Out of memory, the kernel may have unmapped the place all the same: then the pages go back into a new one.
-            if fill_hole(at, len) {
-                let _ = self.tracker.register(at, len, Mode::Missing);
-            }
+            mend_hole(self.tracker, &(at..at + len));
             return Err(Outcome::NoVma);
         }
         Ok(Some(at..at + len))
