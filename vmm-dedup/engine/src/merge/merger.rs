@@ -207,6 +207,9 @@ impl Merger {
             stop = watch.elapsed();
         }
         drop(urgent);
+        if !runs.is_empty() {
+            memory.advise_mapped(&(start..start + bytes(pages)));
+        }
         if as_one {
             self.free_huge(pagemap, hold.scratch);
         }
@@ -281,6 +284,7 @@ impl Merger {
 
 fn new_scratch(tracker: &Uffd) -> io::Result<Anonymous> {
     let scratch = Anonymous::new(SCRATCH_PAGES)?;
+    scratch.hide();
     // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use: one page is enough.
     scratch.populate_part(0, PAGE_SIZE)?;
     scratch.discard(0, PAGE_SIZE)?;

@@ -50,6 +50,13 @@ impl Anonymous {
         Ok(this)
     }
 
+    /// Keeps it out of core dumps and children: guest pages will be here. (Moving them asks for equal access only.)
+    pub(crate) fn hide(&self) {
+        for advice in [libc::MADV_DONTDUMP, libc::MADV_DONTFORK] {
+            advise_again(&(self.base..self.base + self.len), advice);
+        }
+    }
+
     pub(crate) fn base(&self) -> usize {
         self.base
     }
@@ -190,13 +197,10 @@ pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
     renewed
 }
 
-/// Repeats what the VMM had advised for guest memory that is new now. It changes no content; advice that the kernel refuses
-/// is lost.
-pub(crate) fn advise_again(range: &std::ops::Range<usize>, advice: &[i32]) {
-    for advice in advice {
-        if let Err(error) = advise(range.start, range.len(), *advice) {
-            log::debug!("advice {advice} for {range:x?} is lost: {error}");
-        }
+/// Repeats what the VMM had advised for guest memory. It changes no content; advice that the kernel refuses is lost.
+pub(crate) fn advise_again(range: &std::ops::Range<usize>, advice: i32) {
+    if let Err(error) = advise(range.start, range.len(), advice) {
+        log::debug!("advice {advice} for {range:x?} is lost: {error}");
     }
 }
 

@@ -191,6 +191,7 @@ impl Scanner {
         let pages = range.len() / PAGE_SIZE;
         let hold = self.merger.hold(&self.memory, first, pages, &self.tracker);
         let stretches = hold.stretches(private);
+        self.memory.advise_copy(range, fresh.base());
         hold.arm(&stretches).map_err(|_| Refusal::Other)?;
         let urgent = Urgent::begin();
         let clock = Instant::now();
@@ -224,7 +225,6 @@ impl Scanner {
             Err(Refusal::Pinned)
         };
         if done.is_ok() {
-            self.memory.advise_again(range);
             if let Err(error) = self.tracker.register(range.start, range.len(), Mode::Wp) {
                 log::error!("write tracking of {range:x?} is lost: {error}");
             }
