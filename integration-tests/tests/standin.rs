@@ -42,6 +42,7 @@ macro_rules! scenarios {
 scenarios! {
     memory_is_given_back_before_a_device_pins_it: "passthrough", "", "vfio:";
     memory_is_given_back_before_a_device_pins_it_with_managed_breaks: "passthrough", MANAGED, "vfio:";
+    memory_that_comes_to_old_addresses_is_left_alone: "reuse", "", "vfio:";
     a_vdpa_device_is_recognised: "vdpa", "", "vfio:";
     confidential_guests_are_refused: "confidential", "", "confidential:";
     a_part_of_the_memory_can_be_unmapped: "unmap", "", "is deduplicated";

@@ -31,6 +31,7 @@ fn main() {
         "passthrough" => vm.retires(VFIO_IOMMU_MAP_DMA),
         "vdpa" => vm.retires(VHOST_VDPA_GET_DEVICE_ID),
         "confidential" => vm.retires(KVM_SET_MEMORY_ATTRIBUTES),
+        "reuse" => vm.reuses_addresses_after_it_retired(),
         "unmap" => vm.unmaps_a_part(),
         "replace" => vm.replaces_a_part(),
         "move" => vm.moves(),
@@ -150,6 +151,48 @@ impl Vm {
         // Freeing still does what it should.
         assert_eq!(free(self.memory, LEN / 2), 0);
         self.check_zero(0..PAGES / 2);
+    }
+
+    /// After a device was plugged in, memory goes, and other memory of the guest, which another process maps as well, comes
+    /// to the same addresses. What is freed of it is nobody's but the VMM's business.
+    fn reuses_addresses_after_it_retired(&self) {
+        // The kernel copies these, and they stay in mappings of the store.
+        (0..PAGES).step_by(2).for_each(|page| self.fill(page));
+        let null = File::open("/dev/null").expect("null");
+        assert_eq!(ioctl(&null, VFIO_IOMMU_MAP_DMA, 0), -1);
+        assert!(self.shared_mappings() > 0, "no page was copied by the kernel");
+        // SAFETY: our own memory, not used any more.
+        assert_eq!(unsafe { libc::munmap(self.memory as *mut c_void, LEN) }, 0);
+        let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).expect("a file");
+        rustix::fs::ftruncate(&file, LEN as u64).expect("it grows");
+        let (prot, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_FIXED,
+        );
+        let at = self.memory as *mut c_void;
+        // SAFETY: where our memory was.
+        let mapped = unsafe { libc::mmap(at, LEN, prot, flags, file.as_raw_fd(), 0) };
+        assert_eq!(mapped, at);
+        for bytes in [0, LEN as u64] {
+            let slot: [u64; 4] = [0, 0, bytes, self.memory as u64];
+            assert_eq!(
+                ioctl(&self.kvm, KVM_SET_USER_MEMORY_REGION, slot.as_ptr() as usize),
+                0
+            );
+        }
+        for page in 0..PAGES {
+            assert_eq!(free(self.memory + page * PAGE, PAGE), 0);
+            self.fill(page);
+            let mut seen = [0; 8];
+            let read = rustix::io::pread(&file, &mut seen, (page * PAGE) as u64);
+            assert_eq!(read, Ok(8));
+            let seen = u64::from_ne_bytes(seen);
+            assert_eq!(
+                seen,
+                content(page, 0),
+                "who shares page {page} misses what the guest writes"
+            );
+        }
     }
 
     fn unmaps_a_part(&self) {

@@ -43,9 +43,19 @@ fn is_guest(range: &Range<usize>) -> bool {
 /// Memory is about to be unmapped or replaced: the engine lets go of it first.
 fn forget(range: &Range<usize>) {
     if is_guest(range) {
-        WATCH.ask(Request::Remove(range.clone()));
+        let_go(Request::Remove(range.clone()), range);
     }
     WATCH.lock().mappings.remove(range);
+}
+
+/// Guest memory is about to go from its addresses. Where the manager has ended, at least nothing is freed there any more as
+/// if it was still the engine's.
+fn let_go(request: Request, range: &Range<usize>) {
+    if !WATCH.ask(request)
+        && let Some(discarder) = WATCH.discarder()
+    {
+        discarder.forget(range.start, range.len());
+    }
 }
 
 fn remember(at: *mut c_void, len: size_t, prot: c_int, flags: c_int) {
@@ -95,8 +105,8 @@ fn before_ioctl(meaning: Meaning, arg: *mut c_void) {
         return;
     }
     match meaning {
-        Meaning::Passthrough => WATCH.ask(Request::Passthrough),
-        Meaning::Confidential => WATCH.ask(Request::Confidential),
+        Meaning::Passthrough => drop(WATCH.ask(Request::Passthrough)),
+        Meaning::Confidential => drop(WATCH.ask(Request::Confidential)),
         Meaning::Userfaultfd if !arg.is_null() => {
             // SAFETY: UFFDIO_REGISTER's argument, which the caller vouches for, begins with a range.
             let UffdRange { start, len } = unsafe { arg.cast::<UffdRange>().read_unaligned() };
@@ -198,7 +208,7 @@ pub unsafe extern "C" fn mremap(
             || {
                 let from = addresses(at, len);
                 if is_guest(&from) {
-                    WATCH.ask(Request::Move(from.clone()));
+                    let_go(Request::Move(from.clone()), &from);
                 }
                 WATCH.lock().mappings.remove(&from);
                 if flags & libc::MREMAP_FIXED != 0 {

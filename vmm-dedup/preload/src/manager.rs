@@ -239,6 +239,10 @@ impl<'a> Manager<'a> {
         {
             log::warn!("guest memory at {gone:x?} goes while {error}");
         }
+        // It outlives the service, and must not know memory that is gone: at its addresses there may be other memory soon.
+        if let Some(discarder) = WATCH.discarder() {
+            discarder.forget(gone.start, gone.len());
+        }
         let regions = std::mem::take(&mut self.regions);
         self.regions = regions.into_iter().flat_map(|r| r.without(gone)).collect();
     }
@@ -268,8 +272,8 @@ impl<'a> Manager<'a> {
         refusals.into_iter().for_each(|refusal| self.refuse(refusal));
     }
 
-    /// Brings everything back to anonymous memory, and never starts again. (The discarder stays: pages that the kernel
-    /// copied still lie in mappings of the store.)
+    /// Brings everything back to anonymous memory, and never starts again. (The discarder stays, for as long as the memory
+    /// does: pages that the kernel copied still lie in mappings of the store.)
     fn retire(&mut self, refusal: Refusal) {
         self.retired = true;
         if let Some(service) = self.service.take()

@@ -76,6 +76,11 @@ impl Watch {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What frees guest memory, once there is a service.
+    pub(crate) fn discarder(&self) -> Option<Discarder> {
+        self.lock().discarder.clone()
+    }
+
     /// Lets the manager look at the mappings.
     pub(crate) fn tell(&self, mut inner: MutexGuard<'_, Inner>) {
         inner.generation += 1;
@@ -85,14 +90,14 @@ impl Watch {
 
     /// Waits until the manager has done what is asked for. There is no time limit: going on while the engine still
     /// works on the memory would be worse than waiting. The engine looks for such requests between any two steps; the
-    /// longest is a question to a store that hangs (5 s).
-    pub(crate) fn ask(&self, request: Request) {
+    /// longest is a question to a store that hangs (5 s). False if the manager has ended, so that nobody does it.
+    pub(crate) fn ask(&self, request: Request) -> bool {
         let mut inner = self.lock();
         while inner.request.is_some() && !inner.deaf {
             inner = self.answered.wait(inner).unwrap_or_else(PoisonError::into_inner);
         }
         if inner.deaf {
-            return;
+            return false;
         }
         inner.request = Some(request);
         inner.ticket += 1;
@@ -101,6 +106,7 @@ impl Watch {
         while inner.done < ticket && !inner.deaf {
             inner = self.answered.wait(inner).unwrap_or_else(PoisonError::into_inner);
         }
+        inner.done >= ticket
     }
 
     /// The manager waits for work, but no longer than until `deadline`.

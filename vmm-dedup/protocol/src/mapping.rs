@@ -68,7 +68,21 @@ impl Mapping {
             unsafe { mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, 0)? }
         };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { base, len, writable })
+        let mapping = Self { base, len, writable };
+        mapping.hide();
+        Ok(mapping)
+    }
+
+    /// Keeps it out of core dumps and children: it holds pages of guests, also of others'. A child would map slots that the
+    /// store does not know to be mapped there.
+    fn hide(&self) {
+        for advice in [
+            rustix::mm::Advice::LinuxDontDump,
+            rustix::mm::Advice::LinuxDontFork,
+        ] {
+            // SAFETY: exactly our own mapping; the advice changes no content. No kernel refuses it.
+            let _ = unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), self.len, advice) };
+        }
     }
 
     /// Lets the kernel use huge pages for the file, where the host allows that for those who ask (shmem_enabled). A page

@@ -2,8 +2,9 @@
 //! numbered page by page.
 
 use crate::error::Error;
+use crate::memory::advice::Advice;
 use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
-use crate::sys::{proc, vma};
+use crate::sys::proc;
 use std::ops::Range;
 use std::sync::Arc;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
@@ -93,7 +94,7 @@ struct Region {
     /// Guest physical address of the first page, if known.
     guest: Option<u64>,
     /// What the VMM had advised for it when it was added.
-    advice: Arc<[i32]>,
+    advice: Arc<Advice>,
 }
 
 impl Region {
@@ -157,7 +158,7 @@ impl Memory {
             return Err(too_many);
         }
         let mut regions = self.regions.clone();
-        let advice = proc::advice_of(&range)?.into();
+        let advice = Arc::new(Advice::of(&range)?);
         regions.push(Region {
             range,
             first,
@@ -176,7 +177,7 @@ impl Memory {
                 range: range.clone(),
                 first,
                 guest: None,
-                advice: Arc::new([]),
+                advice: Arc::new(Advice::none()),
             };
             first = region.pages().end;
             region
@@ -317,10 +318,22 @@ impl Memory {
 
     /// Guest memory was replaced by fresh anonymous memory: whatever madvise was told of it holds again.
     pub(crate) fn advise_again(&self, renewed: &Range<usize>) {
-        for region in &self.regions {
-            if region.range.contains(&renewed.start) {
-                vma::advise_again(renewed, &region.advice);
-            }
+        self.advise_copy(renewed, renewed.start);
+    }
+
+    /// Anonymous memory at `copy` is about to get the place of guest memory: whatever madvise was told of that holds for it.
+    pub(crate) fn advise_copy(&self, range: &Range<usize>, copy: usize) {
+        if let Some(region) = self.regions.iter().find(|r| r.range.contains(&range.start)) {
+            region.advice.give(range, copy);
+        }
+    }
+
+    /// Guest memory was replaced by mappings of the store, here and there in a range: they stay out of core dumps and children
+    /// as the guest's memory does. One call for a window costs half of what one for each mapping does, and neighbouring
+    /// mappings of the store become one again by it.
+    pub(crate) fn advise_mapped(&self, range: &Range<usize>) {
+        if let Some(region) = self.regions.iter().find(|r| r.range.contains(&range.start)) {
+            region.advice.give_mapped(range);
         }
     }
 

@@ -1,6 +1,7 @@
 //! What is known of guest memory: how it is laid out, and the state of each page and each 2 MiB. Pure: no system calls but
 //! those that check a new range.
 
+pub(crate) mod advice;
 pub(crate) mod bitmap;
 pub(crate) mod chunk_state;
 pub(crate) mod key_filter;

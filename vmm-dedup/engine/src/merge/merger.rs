@@ -37,9 +37,10 @@ use crate::store::connection::Store;
 use crate::sys::guest;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
+use crate::sys::relocate::mend_hole;
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::Uffd;
-use crate::sys::vma::{fill_hole, map_segment};
+use crate::sys::vma::map_segment;
 use crate::unmerge::address_space::AddressSpace;
 use crate::window::{HugeScratch, PageSet, Window};
 use std::io;
@@ -201,6 +202,9 @@ impl Merger {
             protect_again(&uffd, start, batch, &outcomes);
         }
         drop(urgent);
+        if let (Some(first), Some(last)) = (runs.first(), runs.last()) {
+            memory.advise_mapped(&(first.start..last.end));
+        }
         if as_one {
             self.free_huge(&mut space.pagemap, place);
         }
@@ -302,10 +306,7 @@ impl Merger {
             unsafe { map_segment(at, len, file, slot.offset()) }
         };
         if mapped.is_err() {
-            // Out of memory, the kernel may have unmapped the place all the same: then the pages go back into a new one.
-            if fill_hole(at, len) {
-                window.arm_again(pages);
-            }
+            mend_hole(uffd, &(at..at + len));
             return Err(Outcome::NoVma);
         }
         window.replaced(pages);

@@ -92,21 +92,27 @@ const ADVICE: [(&str, i32); 5] = [
     ("mg", libc::MADV_MERGEABLE),
 ];
 
-/// What madvise was told of all of a range, for good.
-pub(crate) fn advice_of(range: &Range<usize>) -> Result<Vec<i32>, Error> {
+/// Addresses, and what madvise was told of them.
+pub(crate) type Advised = (Range<usize>, Vec<i32>);
+
+/// What madvise was told of the mappings in a range, for good: parts of the range, in order.
+pub(crate) fn advice_of(range: &Range<usize>) -> Result<Vec<Advised>, Error> {
     let path = "/proc/self/smaps";
     let text = fs::read_to_string(path).map_err(|e| Error::Proc(path, e))?;
-    let mut within = false;
-    let mut advice = ADVICE.to_vec();
+    let mut part = 0..0;
+    let mut parts = Vec::new();
     for line in text.lines() {
         if let Some(flags) = line.strip_prefix("VmFlags:") {
             let given = |flag: &str| flags.split_ascii_whitespace().any(|f| f == flag);
-            advice.retain(|(flag, _)| !within || given(flag));
+            let advice = ADVICE.iter().filter(|(flag, _)| given(flag)).map(|(_, a)| *a);
+            if !part.is_empty() {
+                parts.push((std::mem::take(&mut part), advice.collect()));
+            }
         } else if let Some(vma) = parse_vma(line) {
-            within = vma.range.start < range.end && range.start < vma.range.end;
+            part = vma.range.start.max(range.start)..vma.range.end.min(range.end);
         }
     }
-    Ok(advice.into_iter().map(|(_, advice)| advice).collect())
+    Ok(parts)
 }
 
 /// Bytes that can be allocated without swapping (MemAvailable); `None` if /proc does not say.

@@ -26,8 +26,7 @@
 //! It ends: a refusal to move ends in a copy, a copy fails for want of memory or because the page cannot be read. Memory
 //! comes or the kernel kills somebody. A page that cannot be read (its memory or its swap is broken) is lost whoever
 //! asks; the guest is to meet the memory error that it would have met without us, when it touches the page
-//! (UFFDIO_POISON). A place in the guest that is registered no more is registered again; one that is not mapped any more
-//! takes no page, and nobody can miss it.
+//! (UFFDIO_POISON). A place in the guest that is registered no more is registered again, one that is unmapped is mapped again.
 
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::uffd::{Mode, MoveError, Uffd};
@@ -40,6 +39,8 @@ use std::time::{Duration, Instant};
 const TRIES: usize = 10;
 /// Between two tries of what must work in the end.
 const PAUSE: Duration = Duration::from_micros(100);
+/// The same where the kernel lacks memory.
+const MEMORY_PAUSE: Duration = Duration::from_millis(1);
 /// How long reading a page is tried before it counts as broken: the kernel says the same where it lacks memory for a moment.
 const UNREADABLE: Duration = Duration::from_secs(5);
 
@@ -112,12 +113,9 @@ pub(crate) fn put_back_page(tracker: &Uffd, from: usize, to: usize) {
                     // Said once: what it comes to is seen by the next turn.
                     let _ = copy_back(tracker, from, to, true);
                 }
-                // Nobody listens at the place any more.
+                // Nobody listens at the place any more, or it is unmapped.
                 Some(libc::ENOENT) => {
-                    if !vma::is_mapped(to, PAGE_SIZE) {
-                        log::error!("the guest's memory at {to:#x} is gone; its page is dropped");
-                        return drop_copy(from);
-                    }
+                    mend_hole(tracker, &(to..to + PAGE_SIZE));
                     let _ = tracker.register(to, PAGE_SIZE, Mode::Missing);
                 }
                 _ if attempt % 10_000 == TRIES => {
@@ -156,19 +154,54 @@ fn drop_copy(at: usize) {
 /// `fresh` must hold what the guest sees in the range, and nobody may be able to change that before the step is done.
 #[allow(unsafe_code)] // replaces guest pages
 pub(crate) unsafe fn put_over(fresh: usize, range: &Range<usize>) -> io::Result<()> {
-    // SAFETY: as promised by the caller.
-    let mut moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
-    while moved.is_err() && vma::hold_hole(range.start, range.len()) {
-        // The kernel unmapped the place and then lacked the memory to go on: there is no way back, and nobody may
-        // get the hole.
-        std::thread::sleep(Duration::from_millis(1));
-        // SAFETY: as above; the place holds nothing.
-        moved = unsafe { vma::move_over(fresh, range.start, range.len()) };
+    let mut hole = false;
+    loop {
+        // SAFETY: as promised by the caller; a hole holds nothing.
+        let Err(error) = (unsafe { vma::move_over(fresh, range.start, range.len()) }) else {
+            return Ok(());
+        };
+        // Asked of the mappings: touching the place could wait for a page that is away, which only this thread can put back.
+        if !hole && vma::is_mapped(range.start, range.len()) {
+            vma::unmap(fresh, range.len());
+            return Err(error);
+        }
+        // The kernel unmapped the place and then lacked the memory to go on: there is no way back, and nobody may get the
+        // hole. (That fails where it was filled in an earlier turn.)
+        hole = true;
+        let _ = vma::hold_hole(range.start, range.len());
+        std::thread::sleep(MEMORY_PAUSE);
     }
-    if moved.is_err() {
-        vma::unmap(fresh, range.len());
+}
+
+/// After a call failed that was to map something over empty places of the guest: the kernel leaves them as they are, but if
+/// it lacks memory after it has begun, it leaves a hole (all versions do, 6.8 to 6.11 on more occasions). Then they are
+/// mapped anew, empty and with whoever touches them waiting, so that their pages can be put back.
+///
+/// Nobody reads anything wrong: who touches the hole, or the inaccessible memory that fills it first, gets SIGSEGV; from the
+/// moment on that the memory can be accessed it is registered for missing pages.
+pub(crate) fn mend_hole(tracker: &Uffd, range: &Range<usize>) {
+    if vma::is_mapped(range.start, range.len()) {
+        return;
     }
-    moved
+    log::error!("the kernel left a hole at {range:x?}, for want of memory");
+    let mut filled = false;
+    loop {
+        match vma::hold_hole(range.start, range.len()) {
+            Ok(()) => filled = true,
+            Err(error) if !filled && error.raw_os_error() == Some(libc::EEXIST) => {
+                return log::error!("somebody else mapped memory at {range:x?}");
+            }
+            Err(_) => {}
+        }
+        let mended = || {
+            tracker.register(range.start, range.len(), Mode::Missing)?;
+            vma::allow_access(range.start, range.len())
+        };
+        if filled && mended().is_ok() {
+            return;
+        }
+        std::thread::sleep(MEMORY_PAUSE);
+    }
 }
 
 #[cfg(test)]
@@ -339,15 +372,78 @@ mod tests {
     }
 
     #[test]
-    fn a_page_whose_place_was_unmapped_is_dropped() {
+    fn a_page_whose_place_lost_its_mapping_goes_back_all_the_same() {
         let Some(tracker) = tracker() else { return };
         let memory = Memory::new(&tracker);
         let _watchdog = Watchdog::start(Duration::from_secs(10), || ());
         let (guest, scratch) = take_one(&tracker, &memory);
         vma::unmap(guest, bytes(PAGES));
         put_back_page(&tracker, scratch, guest);
+        assert_eq!(memory.word(0, 8).load(Ordering::Relaxed), MARK);
         assert!(!tracker.filled(scratch));
-        std::mem::forget(memory.guest);
+    }
+
+    #[test]
+    fn who_touches_a_mended_hole_waits_for_the_page() {
+        let Some(tracker) = tracker() else { return };
+        let memory = Memory::new(&tracker);
+        let _watchdog = Watchdog::start(Duration::from_secs(10), || ());
+        let (guest, scratch) = take_one(&tracker, &memory);
+        vma::unmap(guest, bytes(PAGES));
+        mend_hole(&tracker, &(guest..guest + bytes(PAGES)));
+        let seen = std::thread::scope(|scope| {
+            let reader = scope.spawn(|| memory.word(0, 8).load(Ordering::Relaxed));
+            assert!(tracker.wait_for_fault(Duration::from_secs(5)));
+            put_back_page(&tracker, scratch, guest);
+            tracker.wake(guest, PAGE_SIZE).unwrap();
+            reader.join().unwrap()
+        });
+        assert_eq!(seen, MARK);
+    }
+
+    /// All mappings that a process may have.
+    struct UsedUp {
+        _area: Anonymous,
+    }
+
+    impl UsedUp {
+        #[allow(unsafe_code)] // mprotect
+        fn new() -> Self {
+            let most = crate::sys::proc::max_map_count().unwrap();
+            let area = Anonymous::new(2 * most).unwrap();
+            // Every second page is of another kind, so each is a mapping.
+            let one_more = |page: usize| {
+                // SAFETY: memory of ours that nobody uses.
+                unsafe {
+                    libc::mprotect(
+                        (area.base() + bytes(2 * page)) as *mut _,
+                        PAGE_SIZE,
+                        libc::PROT_READ,
+                    ) == 0
+                }
+            };
+            assert!(!(0..most).all(one_more), "there are still mappings to be had");
+            Self { _area: area }
+        }
+    }
+
+    /// The kernel refuses to move memory over the guest's then. What is there must not be found out by touching it.
+    #[test]
+    fn putting_over_ends_where_mappings_are_used_up() {
+        let Some(tracker) = tracker() else { return };
+        let memory = Memory::new(&tracker);
+        let (guest, scratch) = take_one(&tracker, &memory);
+        let _watchdog = Watchdog::start(Duration::from_secs(10), || ());
+        let mut fresh = Anonymous::new(PAGES).unwrap();
+        fresh.populate().unwrap();
+        let used_up = UsedUp::new();
+        #[allow(unsafe_code)] // nobody looks at the other pages
+        // SAFETY: all of the range is ours.
+        let put = unsafe { put_over(fresh.take_front(PAGES), &(guest..guest + bytes(PAGES))) };
+        assert_eq!(put.unwrap_err().raw_os_error(), Some(libc::ENOMEM));
+        drop(used_up);
+        put_back_page(&tracker, scratch, guest);
+        assert_eq!(memory.word(0, 8).load(Ordering::Relaxed), MARK);
     }
 
     #[test]

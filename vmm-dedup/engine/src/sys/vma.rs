@@ -50,6 +50,13 @@ impl Anonymous {
         Ok(this)
     }
 
+    /// Keeps it out of core dumps and children: guest pages will be here. (Moving them asks for equal access only.)
+    pub(crate) fn hide(&self) {
+        for advice in [libc::MADV_DONTDUMP, libc::MADV_DONTFORK] {
+            advise_again(&(self.base..self.base + self.len), advice);
+        }
+    }
+
     pub(crate) fn base(&self) -> usize {
         self.base
     }
@@ -101,27 +108,25 @@ pub(crate) fn unmap(start: usize, len: usize) {
     }
 }
 
-/// Whether a range lost its mapping to a call that failed half-way. Holes are filled with inaccessible memory, so that
-/// nobody else gets the addresses.
-pub(crate) fn hold_hole(at: usize, len: usize) -> bool {
+/// Fills a hole that a call left which failed half-way, with inaccessible memory: nobody else gets the addresses, and who
+/// touches them reads nothing wrong. Fails (EEXIST) where something is mapped.
+pub(crate) fn hold_hole(at: usize, len: usize) -> io::Result<()> {
     fill(at, len, libc::PROT_NONE)
 }
 
-/// As [`hold_hole`], with memory that can be filled again.
-pub(crate) fn fill_hole(at: usize, len: usize) -> bool {
-    fill(at, len, libc::PROT_READ | libc::PROT_WRITE)
+/// Lets inaccessible memory be read and written.
+pub(crate) fn allow_access(at: usize, len: usize) -> io::Result<()> {
+    // SAFETY: memory that hold_hole() mapped; it is empty, so its users see nothing that they could have seen before.
+    if unsafe { libc::mprotect(at as *mut _, len, libc::PROT_READ | libc::PROT_WRITE) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
-fn fill(at: usize, len: usize, prot: i32) -> bool {
+fn fill(at: usize, len: usize, prot: i32) -> io::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
     // SAFETY: MAP_FIXED_NOREPLACE maps only where nothing is mapped.
-    let filled = unsafe { libc::mmap(at as *mut _, len, prot, flags, -1, 0) } != libc::MAP_FAILED;
-    // Filled by an earlier call: inaccessible memory counts as a hole.
-    filled || (prot == libc::PROT_NONE && !is_readable(at))
-}
-
-fn is_readable(at: usize) -> bool {
-    populate_read(at, crate::sys::page_size::PAGE_SIZE)
+    check(unsafe { libc::mmap(at as *mut _, len, prot, flags, -1, 0) })
 }
 
 /// Whether something is mapped at every page of a range. Asking touches nothing.
@@ -186,18 +191,16 @@ pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
     // SAFETY: as promised by the caller.
     let renewed = check(unsafe { libc::mmap(at as *mut _, len, prot, flags, -1, 0) });
     if renewed.is_err() {
-        fill_hole(at, len);
+        // Where the kernel unmapped the place before it failed: zeros are what the guest shall see.
+        let _ = fill(at, len, libc::PROT_READ | libc::PROT_WRITE);
     }
     renewed
 }
 
-/// Repeats what the VMM had advised for guest memory that is new now. It changes no content; advice that the kernel refuses
-/// is lost.
-pub(crate) fn advise_again(range: &std::ops::Range<usize>, advice: &[i32]) {
-    for advice in advice {
-        if let Err(error) = advise(range.start, range.len(), *advice) {
-            log::debug!("advice {advice} for {range:x?} is lost: {error}");
-        }
+/// Repeats what the VMM had advised for guest memory. It changes no content; advice that the kernel refuses is lost.
+pub(crate) fn advise_again(range: &std::ops::Range<usize>, advice: i32) {
+    if let Err(error) = advise(range.start, range.len(), advice) {
+        log::debug!("advice {advice} for {range:x?} is lost: {error}");
     }
 }
 

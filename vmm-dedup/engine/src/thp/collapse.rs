@@ -199,6 +199,7 @@ fn try_to_put_in_place(
     }
     let breaker = space.breaker.clone();
     let place = space.scratch.place(pages.len());
+    map.memory().advise_copy(&range, fresh.base());
     let mut refusal = None;
     let done = breaker.hold_still(&mut space.pagemap, &shared, || {
         let clock = Instant::now();
@@ -206,9 +207,6 @@ fn try_to_put_in_place(
         account.stats.rebuild.observe(ns(clock.elapsed()));
         done.map_err(|reason| refusal = Some(reason)).ok()
     });
-    if done.is_some() {
-        map.memory().advise_again(&range);
-    }
     match (done, refusal) {
         (Some(()), _) => Some(Ok(())),
         (None, Some(reason)) => Some(Err(reason)),

@@ -377,6 +377,7 @@ impl Breaker {
     #[allow(unsafe_code)] // copies and replaces guest pages
     fn replace(&self, inner: &mut Inner, range: &Range<usize>, fresh: usize) -> io::Result<()> {
         let mut page = [0; PAGE_WORDS];
+        self.view().memory.advise_copy(range, fresh);
         for offset in (0..range.len()).step_by(PAGE_SIZE) {
             // SAFETY: guest memory is mapped; it is protected, so the copy is not torn. `fresh` is our own.
             unsafe {
@@ -386,7 +387,6 @@ impl Breaker {
         }
         // SAFETY: fresh holds what the guest sees now, and the guest cannot change it before the step is done.
         unsafe { put_over(fresh, range) }?;
-        self.view().memory.advise_again(range);
         self.forget_left(inner, range);
         self.mark(range, false);
         // Tracked from now on like any other memory; should that fail it is only never merged again.

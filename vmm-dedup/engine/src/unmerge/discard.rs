@@ -136,6 +136,15 @@ impl Discarder {
         done
     }
 
+    /// The VMM is about to unmap or replace a range: from now on it is freed as any other memory. To be called where nobody
+    /// else tells the service ([`crate::DedupService::remove_range`]), since that has ended: other memory may come to the
+    /// same addresses.
+    pub fn forget(&self, start: usize, len: usize) {
+        let mut inner = self.discards.lock();
+        let memory = inner.memory.without(&(start..start.saturating_add(len)));
+        inner.memory = Arc::new(memory);
+    }
+
     /// Whether a range has memory of the service.
     #[must_use]
     pub fn covers(&self, start: usize, len: usize) -> bool {

@@ -16,6 +16,7 @@ impl HugeScratch {
     pub(crate) fn new(tracker: &Uffd, places: usize) -> io::Result<Self> {
         // One range more for alignment, and one that is populated: the kernel moves only into memory that was in use.
         let area = Anonymous::new((places + 2) * CHUNK_PAGES)?;
+        area.hide();
         let base = area.base().next_multiple_of(HUGE_SIZE);
         let behind = base + places * HUGE_SIZE;
         area.populate_part(behind - area.base(), PAGE_SIZE)?;

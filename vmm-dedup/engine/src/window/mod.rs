@@ -241,15 +241,6 @@ impl<'a> Window<'a> {
         self.armed.remove(pages);
     }
 
-    /// A place lost its mapping, and with that what was armed, and was filled again: it is armed anew, so that what is away
-    /// can go back.
-    pub(crate) fn arm_again(&mut self, pages: Range<usize>) {
-        // Where the kernel refuses, putting back still works by moving, which needs the scratch memory registered only.
-        let _ = self
-            .uffd
-            .register(self.address(pages.start), bytes(pages.len()), Mode::Missing);
-    }
-
     /// Tracks writes to anonymous memory that took the place of some pages.
     pub(crate) fn track(&mut self, pages: Range<usize>) {
         self.armed.insert(pages);

@@ -57,6 +57,7 @@ impl Scratch {
 
 fn new_area(uffd: &Uffd) -> io::Result<Anonymous> {
     let area = Anonymous::new(PAGES)?;
+    area.hide();
     // UFFDIO_MOVE wants its destination registered and to have been anonymous memory in use: one page is enough.
     area.populate_part(0, PAGE_SIZE)?;
     area.discard(0, PAGE_SIZE)?;
