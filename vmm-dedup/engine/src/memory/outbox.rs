@@ -34,6 +34,11 @@ impl Outbox {
             && self.refs.is_empty()
     }
 
+    /// There is nobody to be told.
+    pub(crate) fn clear(&mut self) {
+        *self = Self::default();
+    }
+
     /// One more page maps the slot.
     pub(super) fn take_ref(&mut self, slot: Slot) {
         self.refs.push(RefDelta {

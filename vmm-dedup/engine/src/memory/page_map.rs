@@ -396,7 +396,7 @@ impl PageMap {
             self.set(page, PageState { backing, known });
         }
         self.chunks.iter_mut().for_each(ChunkState::forget_store);
-        self.outbox = Outbox::default();
+        self.outbox.clear();
     }
 }
 

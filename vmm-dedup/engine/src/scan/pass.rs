@@ -12,36 +12,30 @@
 use crate::account::Account;
 use crate::config::{Breaks, Config};
 use crate::error::Error;
-use crate::lookup::find::{Finder, FoundAgain};
+use crate::lookup::find::Finder;
 use crate::lookup::keys::{KeyReader, Keyed};
+use crate::lookup::publish;
 use crate::lookup::request::MergeRequest;
 use crate::lookup::tree_search::Searcher;
-use crate::lookup::{candidates, publish};
 use crate::memory::chunk_state::ChunkState;
-use crate::memory::layout::{Memory, Page};
+use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
 use crate::merge::planner::{Context, Planner};
 use crate::scan::control::Control;
 use crate::scan::order::ScanOrder;
 use crate::scan::pace::Pace;
-use crate::store::session::{Doubt, Session};
+use crate::store::session::Session;
 use crate::sys::proc;
-use crate::thp::duplicates::{self, Judgement};
 use crate::thp::monitor::Monitor;
-use crate::thp::{collapse, split, zeros};
 use crate::track::dirty;
 use crate::unmerge::address_space::AddressSpace;
 use crate::unmerge::page_reserve::Reserve;
-use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
-use vmm_dedup_protocol::index::News;
-use vmm_dedup_protocol::key::Key;
-use vmm_dedup_protocol::message::MAX_BATCH;
 
 /// Requests collected before they are merged; bounds the memory for them.
-const MAX_FOUND: usize = 1 << 17;
+pub(super) const MAX_FOUND: usize = 1 << 17;
 /// Mappings that must remain for merging to be worth starting.
 const MIN_VMAS: usize = 1024;
 /// Passes between two counts of the process's mappings, with managed breaks.
@@ -184,7 +178,7 @@ impl Pass {
             .breaker
             .set_vmas_left(self.map.vmas_max() - self.map.vmas());
         self.check_direct_io();
-        self.session.find_store(self.map.memory().pages());
+        self.session.find_store(&mut self.map);
         self.session.take_pushes()?;
         self.finder.prepare(&self.session, self.number);
         // Every first write to a protected page, and every copy-on-write, is a fault of some other thread.
@@ -249,7 +243,7 @@ impl Pass {
     }
 
     /// Keyed > found.
-    fn find(&mut self, keyed: Keyed) {
+    pub(super) fn find(&mut self, keyed: Keyed) {
         self.found.extend(keyed.zeros.into_iter().map(MergeRequest::zero));
         let found = self.finder.find(
             &mut self.map,
@@ -275,7 +269,7 @@ impl Pass {
     }
 
     /// Found > admitted > merged.
-    fn merge(&mut self) -> Result<(), Error> {
+    pub(super) fn merge(&mut self) -> Result<(), Error> {
         let found = std::mem::take(&mut self.found);
         let suspended = self.suspended;
         let (planner, mut with) = self.planning();
@@ -306,167 +300,6 @@ impl Pass {
             pass: self.number,
         };
         (&mut self.planner, context)
-    }
-
-    /// Samples the use of memory, and builds huge pages again of what is hot.
-    fn watch_use(&mut self) -> Result<(), Error> {
-        let Some(mut round) = self.monitor.begin_round(&mut self.map) else {
-            return Ok(());
-        };
-        while let Some(batch) = round.next_batch() {
-            let (map, space) = (&mut self.map, &mut self.space);
-            self.monitor.sample(map, space, &mut self.account, &batch);
-            self.account.lap(|cpu| &mut cpu.monitor);
-            self.breathe()?;
-        }
-        self.monitor.end_round(&self.map, &mut self.account, &round);
-        for at in 0..self.map.chunks().len() {
-            if self.suspended || !self.monitor.wants_collapse(&mut self.map, at, round.due) {
-                continue;
-            }
-            let (map, space) = (&mut self.map, &mut self.space);
-            collapse::collapse(map, space, &mut self.account, self.number, at);
-            self.account.lap(|cpu| &mut cpu.merge);
-            self.show_progress();
-            self.breathe()?;
-        }
-        Ok(())
-    }
-
-    /// Looks at the huge pages that are due: what repeats in them, and what is to be split or given up.
-    fn look_at_huge_pages(&mut self) -> Result<(), Error> {
-        for at in 0..self.map.chunks().len() {
-            if self.map.chunk(at).huge && self.map.chunk_mut(at).look_due() {
-                self.look_at_huge_page(at);
-                self.account.lap(|cpu| &mut cpu.key);
-                self.tell_store()?;
-                self.account.lap(|cpu| &mut cpu.store);
-                self.breathe()?;
-            }
-        }
-        Ok(())
-    }
-
-    fn look_at_huge_page(&mut self, at: usize) {
-        let (map, session, account) = (&mut self.map, &self.session, &mut self.account);
-        let look = duplicates::look(map, session, account, &self.monitor, at);
-        if look.all_zero() && !self.suspended && zeros::give_up(map, &mut self.space, account, at) {
-            return;
-        }
-        let managed = self.space.breaker.managed();
-        match look.judge(map, session, &self.monitor, managed, self.number) {
-            Judgement::Stay => {}
-            Judgement::Split => {
-                let first = map.chunk_at(at).pages.start;
-                split::split_if_huge(map, account, &self.monitor, first);
-            }
-            Judgement::Ask(keyed) => self.find(keyed),
-        }
-    }
-
-    /// Works until there is nothing left to tell, hash, publish or merge.
-    fn settle(&mut self) -> Result<(), Error> {
-        self.take_quiesced();
-        self.resync()?;
-        loop {
-            self.tell_store()?;
-            self.take_news();
-            self.account.lap(|cpu| &mut cpu.store);
-            if self.finder.has_pages_to_hash() && self.found.len() < MAX_FOUND {
-                let (map, session, account) = (&mut self.map, &self.session, &mut self.account);
-                let found = self.finder.hash_some(map, session, account, self.number);
-                self.found.extend(found);
-                self.account.lap(|cpu| &mut cpu.hash);
-                self.breathe()?;
-            } else if !self.found.is_empty() {
-                self.merge()?;
-            } else if self.map.outbox.is_empty() {
-                break;
-            }
-        }
-        self.acknowledge()
-    }
-
-    /// At the end of a pass nothing is pending: lets the store reuse what was freed.
-    pub(super) fn acknowledge(&mut self) -> Result<(), Error> {
-        debug_assert!(self.found.is_empty() && self.map.outbox.is_empty());
-        let number = self.number;
-        self.map.chunks_mut().for_each(|chunk| chunk.end_pass(number));
-        self.session.acknowledge()
-    }
-
-    /// What was deferred is to be merged once its chunk has quiesced.
-    fn take_quiesced(&mut self) {
-        let quiesced = self.planner.deferred.take_quiesced(&self.map, self.number);
-        self.found.extend(quiesced.published);
-        let missing = self.find_again(&quiesced.twins);
-        for (page, key) in missing {
-            self.map.sight(page, key, self.number);
-        }
-    }
-
-    /// Candidates > found. Returns those whose keys are in no index.
-    fn find_again(&mut self, candidates: &[(Page, Key)]) -> Vec<(Page, Key)> {
-        let FoundAgain { requests, missing } = self.finder.find_again(
-            &mut self.map,
-            &self.session,
-            &mut self.account,
-            self.number,
-            candidates,
-        );
-        self.found.extend(requests);
-        missing
-    }
-
-    /// Looks whether what entered the index lately concerns a candidate.
-    fn take_news(&mut self) {
-        let Some(news) = self.session.news() else {
-            return;
-        };
-        let candidates = candidates::in_news(&self.map, &news);
-        let missing = self.find_again(&candidates);
-        match news {
-            News::Overrun => self.session.schedule_resync(self.number, Doubt::Missed),
-            // What entered the index is no sighting for the store any more. If it has left already, it must become one again.
-            News::Keys(_) => {
-                for (page, key) in missing {
-                    self.map.sight(page, key, self.number);
-                }
-            }
-        }
-    }
-
-    /// A key that enters the index is no sighting any more, and if it leaves unseen by us (much entered at once, or its twin
-    /// found no mapping), nobody would ever be asked for our page. So from time to time, if that may have happened, all that
-    /// the index lacks is sighted anew. It is withdrawn first: a key that is sighted twice by one VM would be asked for.
-    fn resync(&mut self) -> Result<(), Error> {
-        if !self.session.begin_resync(self.number) {
-            return Ok(());
-        }
-        let deferred: HashSet<Page> = self
-            .planner
-            .deferred
-            .twins
-            .iter()
-            .map(|(page, _)| *page)
-            .collect();
-        let mut candidates = self.map.candidates_with(|_| true);
-        candidates.retain(|(page, _)| !deferred.contains(page));
-        for some in candidates.chunks(MAX_BATCH) {
-            if let Err(error) = self.breathe() {
-                self.session.schedule_resync(self.number, Doubt::Missed);
-                return Err(error);
-            }
-            let missing = self.find_again(some);
-            let keys = missing.iter().map(|(_, key)| key.raw());
-            self.map.outbox.withdrawals.extend(keys);
-            self.tell_store()?;
-            for (page, key) in missing {
-                self.map.sight(page, key, self.number);
-            }
-        }
-        self.account.lap(|cpu| &mut cpu.store);
-        Ok(())
     }
 
     /// Gives up a connection. What was mapped stays mapped: the mappings keep the old store's memory alive. It is

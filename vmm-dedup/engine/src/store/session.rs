@@ -78,12 +78,13 @@ impl Session {
         Ok(())
     }
 
-    /// Connects again if the store was lost and there is one now.
-    pub(crate) fn find_store(&mut self, pages: usize) {
+    /// Connects again if the store was lost and there is one now. It is told nothing that was meant for another.
+    pub(crate) fn find_store(&mut self, map: &mut PageMap) {
         if self.store.is_some() {
             return;
         }
-        match self.connect(pages) {
+        map.outbox.clear();
+        match self.connect(map.memory().pages()) {
             Ok(()) => log::info!("connected to the store at {}", self.path.display()),
             Err(error) => log::debug!("{error}"),
         }

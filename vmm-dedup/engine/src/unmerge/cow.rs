@@ -20,16 +20,14 @@ use crate::sys::guest;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate::put_over;
-use crate::sys::sched::Urgent;
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::{self, Anonymous};
 use crate::unmerge::page_reserve::Reserve;
-use std::collections::{HashSet, VecDeque};
+use std::collections::HashSet;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
-use std::time::{Duration, Instant};
 use vmm_dedup_protocol::key::PAGE_WORDS;
 use vmm_dedup_protocol::stats::Histogram;
 
@@ -46,21 +44,6 @@ pub(crate) struct BreakStats {
     pub(crate) cpu_ns: u64,
 }
 
-/// A thread that waits to write a shared page.
-#[derive(Debug)]
-struct Writer {
-    address: usize,
-    since: Instant,
-    /// Whether it was counted as one that had to wait for the reserve.
-    waited: bool,
-}
-
-impl Writer {
-    fn page(&self) -> Range<usize> {
-        self.address..self.address + PAGE_SIZE
-    }
-}
-
 /// What became of a run that should go back to anonymous memory.
 #[derive(Debug, Default)]
 pub(crate) struct Restored {
@@ -72,20 +55,17 @@ pub(crate) struct Restored {
     pub(crate) error: Option<io::Error>,
 }
 
-/// Mappings that a broken page may add.
-const VMAS_PER_BREAK: i64 = 2;
-
 /// Shared by the scanning thread, which maps and unmerges, and the fault thread, which breaks.
 #[derive(Debug)]
 pub(crate) struct Breaker {
-    uffd: Uffd,
+    pub(super) uffd: Uffd,
     tracker: Arc<Uffd>,
     managed: bool,
     view: RwLock<View>,
-    inner: Mutex<Inner>,
-    stop: AtomicBool,
+    pub(super) inner: Mutex<Inner>,
+    pub(super) stop: AtomicBool,
     /// Mappings that breaking may still add before the next pass counts them.
-    vmas_left: AtomicI64,
+    pub(super) vmas_left: AtomicI64,
 }
 
 /// The memory as it is now.
@@ -97,13 +77,13 @@ struct View {
 }
 
 #[derive(Debug)]
-struct Inner {
-    reserve: Reserve,
+pub(super) struct Inner {
+    pub(super) reserve: Reserve,
     /// Pages broken since the scanning thread last asked.
-    broken: Vec<Page>,
+    pub(super) broken: Vec<Page>,
     /// Pages of store mappings that are not protected: the kernel copies them on write.
     left: HashSet<Page>,
-    stats: BreakStats,
+    pub(super) stats: BreakStats,
 }
 
 impl Breaker {
@@ -179,7 +159,7 @@ impl Breaker {
         self.view.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn page_at(&self, address: usize) -> Option<Page> {
+    pub(super) fn page_at(&self, address: usize) -> Option<Page> {
         self.view().memory.page_at(address)
     }
 
@@ -355,7 +335,7 @@ impl Breaker {
     }
 
     /// Ends the protection of a range: its writers go on through the kernel's copy-on-write.
-    fn leave(&self, inner: &mut Inner, range: &Range<usize>) {
+    pub(super) fn leave(&self, inner: &mut Inner, range: &Range<usize>) {
         self.mark(range, false);
         if self.managed
             && let Some(first) = self.page_at(range.start)
@@ -375,7 +355,7 @@ impl Breaker {
 
     /// Copies the pages of a protected range to `fresh`, memory of ours, and moves that into their place.
     #[allow(unsafe_code)] // copies and replaces guest pages
-    fn replace(&self, inner: &mut Inner, range: &Range<usize>, fresh: usize) -> io::Result<()> {
+    pub(super) fn replace(&self, inner: &mut Inner, range: &Range<usize>, fresh: usize) -> io::Result<()> {
         let mut page = [0; PAGE_WORDS];
         self.view().memory.advise_copy(range, fresh);
         for offset in (0..range.len()).step_by(PAGE_SIZE) {
@@ -414,101 +394,11 @@ impl Breaker {
         }
     }
 
-    fn is_shared(&self, page: Page) -> bool {
+    pub(super) fn is_shared(&self, page: Page) -> bool {
         self.view().shared.get(page)
     }
 
-    /// Ends [`Self::run`].
-    pub(crate) fn stop(&self) {
-        self.stop.store(true, Ordering::Release);
-    }
-
-    /// The fault thread: serves writers until [`Self::stop`]. A writer for whom there is no page waits in the queue.
-    pub(crate) fn run(&self, mut pagemap: Pagemap) {
-        crate::sys::sched::enter_service_thread();
-        let mut queue: VecDeque<Writer> = VecDeque::new();
-        let mut faults = Vec::new();
-        while !self.stop.load(Ordering::Acquire) {
-            let patience = if queue.is_empty() { 100 } else { 5 };
-            self.uffd.wait_for_fault(Duration::from_millis(patience));
-            if let Err(error) = self.uffd.read_faults(&mut faults) {
-                log::error!("cannot read write faults: {error}");
-            }
-            let since = Instant::now();
-            let new = faults.drain(..).map(|at| Writer {
-                address: at & !(PAGE_SIZE - 1),
-                since,
-                waited: false,
-            });
-            queue.extend(new);
-            self.serve(&mut pagemap, &mut queue);
-            self.refill();
-            self.serve(&mut pagemap, &mut queue);
-            let mut inner = self.lock();
-            inner.stats.waiting = queue.len() as u64;
-            inner.stats.cpu_ns = crate::sys::proc::thread_cpu_ns();
-        }
-        // Nobody serves from here on: the kernel copies for those who still wait. For those who come later it does
-        // as soon as the descriptor is closed.
-        for writer in queue {
-            self.leave(&mut self.lock(), &writer.page());
-        }
-    }
-
-    /// Fills the reserve without holding the lock while memory is allocated: the scanning thread may hold a window.
-    fn refill(&self) {
-        loop {
-            let Some(pages) = self.lock().reserve.wanted() else {
-                return;
-            };
-            match Reserve::allocate(pages) {
-                Ok(block) => self.lock().reserve.push(block),
-                Err(error) => return log::warn!("the copy-on-write reserve cannot be refilled: {error}"),
-            }
-        }
-    }
-
-    fn serve(&self, pagemap: &mut Pagemap, queue: &mut VecDeque<Writer>) {
-        for _ in 0..queue.len() {
-            let Some(mut writer) = queue.pop_front() else {
-                return;
-            };
-            let _urgent = Urgent::begin();
-            let mut inner = self.lock();
-            let page = self.page_at(writer.address);
-            if page.is_some_and(|p| self.is_shared(p)) {
-                // Private already? Then it may be pinned for reading, which unshares a page without asking us.
-                let still_shared = pagemap.private(writer.page()).is_ok_and(|p| p.is_empty());
-                if !still_shared
-                    || self.vmas_left.fetch_sub(VMAS_PER_BREAK, Ordering::Relaxed) < VMAS_PER_BREAK
-                {
-                    self.leave(&mut inner, &writer.page());
-                } else if let Some(fresh) = inner.reserve.take() {
-                    match self.replace(&mut inner, &writer.page(), fresh) {
-                        Ok(()) => {
-                            inner.broken.extend(page);
-                            inner.stats.broken += 1;
-                        }
-                        Err(error) => {
-                            log::warn!("leaving a copy-on-write to the kernel: {error}");
-                            self.leave(&mut inner, &writer.page());
-                        }
-                    }
-                } else {
-                    self.vmas_left.fetch_add(VMAS_PER_BREAK, Ordering::Relaxed);
-                    inner.stats.waits += u64::from(!std::mem::replace(&mut writer.waited, true));
-                    queue.push_back(writer);
-                    continue;
-                }
-            }
-            // Else another writer's fault on the same page was served already.
-            let _ = self.uffd.wake(writer.address, PAGE_SIZE);
-            let ns = u64::try_from(writer.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            inner.stats.latency.observe(ns);
-        }
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
+    pub(super) fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -3,4 +3,5 @@
 pub(crate) mod address_space;
 pub(crate) mod cow;
 pub(crate) mod discard;
+pub(crate) mod fault_thread;
 pub(crate) mod page_reserve;

@@ -1,0 +1,64 @@
+//! Huge pages within a pass: sampling their use, building them again, and what repeats in them.
+
+use crate::error::Error;
+use crate::scan::pass::Pass;
+use crate::thp::duplicates::{self, Judgement};
+use crate::thp::{collapse, split, zeros};
+
+impl Pass {
+    /// Samples the use of memory, and builds huge pages again of what is hot.
+    pub(super) fn watch_use(&mut self) -> Result<(), Error> {
+        let Some(mut round) = self.monitor.begin_round(&mut self.map) else {
+            return Ok(());
+        };
+        while let Some(batch) = round.next_batch() {
+            let (map, space) = (&mut self.map, &mut self.space);
+            self.monitor.sample(map, space, &mut self.account, &batch);
+            self.account.lap(|cpu| &mut cpu.monitor);
+            self.breathe()?;
+        }
+        self.monitor.end_round(&self.map, &mut self.account, &round);
+        for at in 0..self.map.chunks().len() {
+            if self.suspended || !self.monitor.wants_collapse(&mut self.map, at, round.due) {
+                continue;
+            }
+            let (map, space) = (&mut self.map, &mut self.space);
+            collapse::collapse(map, space, &mut self.account, self.number, at);
+            self.account.lap(|cpu| &mut cpu.merge);
+            self.show_progress();
+            self.breathe()?;
+        }
+        Ok(())
+    }
+
+    /// Looks at the huge pages that are due: what repeats in them, and what is to be split or given up.
+    pub(super) fn look_at_huge_pages(&mut self) -> Result<(), Error> {
+        for at in 0..self.map.chunks().len() {
+            if self.map.chunk(at).huge && self.map.chunk_mut(at).look_due() {
+                self.look_at_huge_page(at);
+                self.account.lap(|cpu| &mut cpu.key);
+                self.tell_store()?;
+                self.account.lap(|cpu| &mut cpu.store);
+                self.breathe()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn look_at_huge_page(&mut self, at: usize) {
+        let (map, session, account) = (&mut self.map, &self.session, &mut self.account);
+        let look = duplicates::look(map, session, account, &self.monitor, at);
+        if look.all_zero() && !self.suspended && zeros::give_up(map, &mut self.space, account, at) {
+            return;
+        }
+        let managed = self.space.breaker.managed();
+        match look.judge(map, session, &self.monitor, managed, self.number) {
+            Judgement::Stay => {}
+            Judgement::Split => {
+                let first = map.chunk_at(at).pages.start;
+                split::split_if_huge(map, account, &self.monitor, first);
+            }
+            Judgement::Ask(keyed) => self.find(keyed),
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Candidates > found: settling what a pass has learnt, with the store.
+
+use crate::error::Error;
+use crate::lookup::candidates;
+use crate::lookup::find::FoundAgain;
+use crate::memory::layout::Page;
+use crate::scan::pass::{MAX_FOUND, Pass};
+use crate::store::session::Doubt;
+use std::collections::HashSet;
+use vmm_dedup_protocol::index::News;
+use vmm_dedup_protocol::key::Key;
+use vmm_dedup_protocol::message::MAX_BATCH;
+
+impl Pass {
+    /// Works until there is nothing left to tell, hash, publish or merge.
+    pub(super) fn settle(&mut self) -> Result<(), Error> {
+        self.take_quiesced();
+        self.resync()?;
+        loop {
+            self.tell_store()?;
+            self.take_news();
+            self.account.lap(|cpu| &mut cpu.store);
+            if self.finder.has_pages_to_hash() && self.found.len() < MAX_FOUND {
+                let (map, session, account) = (&mut self.map, &self.session, &mut self.account);
+                let found = self.finder.hash_some(map, session, account, self.number);
+                self.found.extend(found);
+                self.account.lap(|cpu| &mut cpu.hash);
+                self.breathe()?;
+            } else if !self.found.is_empty() {
+                self.merge()?;
+            } else if self.map.outbox.is_empty() {
+                break;
+            }
+        }
+        self.acknowledge()
+    }
+
+    /// At the end of a pass nothing is pending: lets the store reuse what was freed.
+    pub(super) fn acknowledge(&mut self) -> Result<(), Error> {
+        debug_assert!(self.found.is_empty());
+        debug_assert!(self.map.outbox.is_empty() || !self.session.is_connected());
+        let number = self.number;
+        self.map.chunks_mut().for_each(|chunk| chunk.end_pass(number));
+        self.session.acknowledge()
+    }
+
+    /// What was deferred is to be merged once its chunk has quiesced.
+    fn take_quiesced(&mut self) {
+        let quiesced = self.planner.deferred.take_quiesced(&self.map, self.number);
+        self.found.extend(quiesced.published);
+        let missing = self.find_again(&quiesced.twins);
+        for (page, key) in missing {
+            self.map.sight(page, key, self.number);
+        }
+    }
+
+    /// Candidates > found. Returns those whose keys are in no index.
+    fn find_again(&mut self, candidates: &[(Page, Key)]) -> Vec<(Page, Key)> {
+        let FoundAgain { requests, missing } = self.finder.find_again(
+            &mut self.map,
+            &self.session,
+            &mut self.account,
+            self.number,
+            candidates,
+        );
+        self.found.extend(requests);
+        missing
+    }
+
+    /// Looks whether what entered the index lately concerns a candidate.
+    fn take_news(&mut self) {
+        let Some(news) = self.session.news() else {
+            return;
+        };
+        let candidates = candidates::in_news(&self.map, &news);
+        let missing = self.find_again(&candidates);
+        match news {
+            News::Overrun => self.session.schedule_resync(self.number, Doubt::Missed),
+            // What entered the index is no sighting for the store any more. If it has left already, it must become one again.
+            News::Keys(_) => {
+                for (page, key) in missing {
+                    self.map.sight(page, key, self.number);
+                }
+            }
+        }
+    }
+
+    /// A key that enters the index is no sighting any more, and if it leaves unseen by us (much entered at once, or its twin
+    /// found no mapping), nobody would ever be asked for our page. So from time to time, if that may have happened, all that
+    /// the index lacks is sighted anew. It is withdrawn first: a key that is sighted twice by one VM would be asked for.
+    fn resync(&mut self) -> Result<(), Error> {
+        if !self.session.begin_resync(self.number) {
+            return Ok(());
+        }
+        let deferred: HashSet<Page> = self
+            .planner
+            .deferred
+            .twins
+            .iter()
+            .map(|(page, _)| *page)
+            .collect();
+        let mut candidates = self.map.candidates_with(|_| true);
+        candidates.retain(|(page, _)| !deferred.contains(page));
+        for some in candidates.chunks(MAX_BATCH) {
+            if let Err(error) = self.breathe() {
+                self.session.schedule_resync(self.number, Doubt::Missed);
+                return Err(error);
+            }
+            let missing = self.find_again(some);
+            let keys = missing.iter().map(|(_, key)| key.raw());
+            self.map.outbox.withdrawals.extend(keys);
+            self.tell_store()?;
+            for (page, key) in missing {
+                self.map.sight(page, key, self.number);
+            }
+        }
+        self.account.lap(|cpu| &mut cpu.store);
+        Ok(())
+    }
+}
