@@ -43,7 +43,6 @@ mod ecc;
 mod hash_key;
 mod memory;
 mod module;
-pub mod registers;
 mod ring;
 mod scan_table;
 pub mod server;
@@ -60,6 +59,7 @@ pub use scan_table::{
     ScanTable, Walk,
 };
 pub use timing::{Account, Costs, FREQUENCY_HZ, Role, Source};
+pub use vmm_dedup_pageforge_registers as registers;
 
 /// Why the device's input is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

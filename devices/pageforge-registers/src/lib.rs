@@ -1,4 +1,7 @@
-//! The device's registers (BAR 0). All are 32 bits wide, little-endian.
+//! PageForge's registers (BAR 0). All are 32 bits wide, little-endian.
+//!
+//! The device's model uses this crate, and so does the payload guest, which drives the device without an operating
+//! system: hence no standard library, and nothing but numbers. [`SOURCE`] is for that guest's build.
 //!
 //! | offset | name | | meaning |
 //! | --- | --- | --- | --- |
@@ -30,7 +33,7 @@
 //! | 0x18 | PTR | rw | where to start |
 //! | 0x1c | OFFSETS | rw | a line of each KiB, below 16, in each byte |
 //! | 0x20 | FUNCTION | wo | calls one: see [`Function`] |
-//! | 0x24 | INFO | ro | what `get_PFE_info` read: see [`Info::bits`](crate::window::Info::bits) |
+//! | 0x24 | INFO | ro | what `get_PFE_info` read: bits as in the window's `Info` |
 //! | 0x28 | KEY | ro | the hash key that it read |
 //!
 //! The functions fill the table; the doorbell makes the hardware start. While a module works, every function but
@@ -38,6 +41,11 @@
 //!
 //! Accesses must be aligned and 4 or 8 bytes wide. Others read zeros, write nothing and set REFUSED, as nothing on a PCI
 //! bus could report them.
+
+#![no_std]
+
+/// This file, for a build that compiles it for a guest. (There it has no meaning: cargo gives it.)
+pub const SOURCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/lib.rs");
 
 /// What MAGIC reads: "PFor" in ASCII, lowest byte first.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"PFor");
@@ -52,22 +60,25 @@ pub const MSIX_TABLE: u32 = 0x2000;
 /// Where the MSI-X pending bits begin.
 pub const MSIX_PENDING: u32 = 0x3000;
 
-pub(crate) const SHAPE: u32 = 0x04;
-pub(crate) const TABLES: u32 = 0x08;
-pub(crate) const RING: u32 = 0x0c;
-/// See the module's text.
+/// See the crate's text, as for those that follow.
+pub const SHAPE: u32 = 0x04;
+/// Tables in the window.
+pub const TABLES: u32 = 0x08;
+/// Jobs that the ring holds.
+pub const RING: u32 = 0x0c;
+/// Triggers modules.
 pub const DOORBELL: u32 = 0x10;
-/// See the module's text.
+/// The ring's doorbell.
 pub const RING_TAIL: u32 = 0x14;
-/// See the module's text.
+/// Which modules are done, and whether the ring is empty.
 pub const INTERRUPTS: u32 = 0x18;
-/// See the module's text.
+/// Which of those bits raise interrupts.
 pub const ENABLE: u32 = 0x1c;
-/// See the module's text.
+/// Resets the device.
 pub const RESET: u32 = 0x20;
-/// See the module's text.
+/// Why the last function or access was refused.
 pub const REFUSED: u32 = 0x24;
-/// See the module's text.
+/// Offsets of the key's lines, for the ring's modules.
 pub const RING_OFFSETS: u32 = 0x28;
 /// Where the counters begin.
 pub const ACCOUNT: u32 = 0x40;
@@ -76,9 +87,9 @@ pub const ACCOUNT: u32 = 0x40;
 pub const MODULES: u32 = 0x400;
 /// Bytes from a module's registers to those of the next.
 pub const MODULE_STRIDE: u32 = 0x40;
-/// See the module's text, as for those that follow.
+/// A page number's low half.
 pub const PPN_LOW: u32 = 0x00;
-/// The page number's high half.
+/// Its high half.
 pub const PPN_HIGH: u32 = 0x04;
 /// An entry's index.
 pub const INDEX: u32 = 0x08;
@@ -121,7 +132,8 @@ pub enum Function {
 }
 
 impl Function {
-    pub(crate) fn of_code(code: u32) -> Option<Self> {
+    /// The function that a value written to FUNCTION calls.
+    pub fn of_code(code: u32) -> Option<Self> {
         let all = [
             Self::InsertPpn,
             Self::InsertPfe,
@@ -158,9 +170,9 @@ pub enum Refusal {
     Access = 9,
 }
 
-/// The counters, in order, each 8 bytes; see [`Account`](crate::Account).
+/// The counters, in order, each 8 bytes: what the model's account holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // they are the account's
+#[allow(missing_docs)] // they are the account's, which tells of each
 pub enum Counter {
     Tables,
     Comparisons,

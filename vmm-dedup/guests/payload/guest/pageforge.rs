@@ -6,8 +6,8 @@
 use crate::machine;
 use crate::memory::Memory;
 use crate::bars::{Device, read32, read64, write32, write64};
-use crate::registers::{self as reg, Function, Refusal};
 use crate::say;
+use vmm_dedup_pageforge_registers::{self as reg, Function, Refusal};
 
 /// Vendor and device number.
 const ID: u32 = 0x10f5_1af4;

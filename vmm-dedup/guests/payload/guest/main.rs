@@ -16,9 +16,6 @@ mod pageforge;
 mod pages;
 mod params;
 mod pci;
-#[allow(dead_code)] // the host's side uses the rest
-#[path = "../../../devices/pageforge-vfio/src/registers.rs"]
-mod registers;
 mod runtime;
 mod workload;
 
