@@ -1,10 +1,10 @@
 //! The engine's settings in a TOML file: what `fleet` writes, and `run --dedup-config` and the preload library
 //! (`VMM_DEDUP_CONFIG`) read.
 
-use crate::Failure;
 use std::fs;
 use std::path::Path;
 use vmm_dedup::Config;
+use vmm_dedup_host::Failure;
 
 /// Takes settings out of a table, and checks them.
 pub(crate) fn from_table(table: toml::Table) -> Result<Config, String> {

@@ -1,7 +1,6 @@
 //! `demo`: the main job on this machine, with nothing to prepare.
 
-use crate::bench::{mem_available, real_files};
-use crate::{Failure, children, run, stat, store};
+use crate::bench::real_files;
 use clap::Args;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, IsTerminal, Write};
@@ -9,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
+use vmm_dedup_host::store::OwnStore;
+use vmm_dedup_host::{Failure, account, children, kvm, memory, termination};
 use vmm_dedup_payload::{PayloadConfig, Report, Rewrite};
 
 /// Files that every guest loads, at most.
@@ -71,16 +72,16 @@ struct Event {
 
 /// Runs the demo.
 pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
-    run::need_kvm()?;
+    kvm::need()?;
     need_memory(args)?;
-    let cleanup = || drop(fs::remove_dir_all(store::child_folder("demo")));
-    crate::signals::on_termination(cleanup, || Demo::start(args)?.go(args))
+    let cleanup = || drop(fs::remove_dir_all(children::folder("demo")));
+    termination::on_termination(cleanup, || Demo::start(args)?.go(args))
 }
 
 /// Fails unless all guests fit before anything is shared.
 fn need_memory(args: &DemoArgs) -> Result<(), Failure> {
     let needed = u64::from(args.guests) * args.memory_mib + SPARE_MIB;
-    let available = mem_available()? >> 20;
+    let available = memory::available()? >> 20;
     if available >= needed {
         return Ok(());
     }
@@ -93,13 +94,13 @@ struct Demo {
     // Guests go first: they use the store.
     guests: Vec<Guest>,
     events: Receiver<Event>,
-    store: store::Child,
+    store: OwnStore,
     initrd_bytes: u64,
 }
 
 impl Demo {
     fn start(args: &DemoArgs) -> Result<Self, Failure> {
-        let store = store::Child::start("demo", None)?;
+        let store = OwnStore::start("demo", None)?;
         let folder = store.socket().parent().unwrap_or(Path::new("/tmp")).to_owned();
         let room = (args.memory_mib << 20) * 2 / 7;
         let (initrd, initrd_bytes) = build_initrd(&folder, room.min(INITRD_BYTES))?;
@@ -129,7 +130,7 @@ impl Demo {
         self.wait_ready(args)?;
         let saved = self.watch(args)?;
         say(args, "verifying every page of every guest");
-        let (store, vms) = stat::fetch(self.store.socket())?;
+        let (store, vms) = account::of_store(self.store.socket())?;
         self.verify()?;
         let good = self
             .guests
@@ -218,8 +219,8 @@ impl Demo {
                     return Err(self.lost(event.guest));
                 }
             }
-            let (store, vms) = stat::fetch(self.store.socket())?;
-            let saved = stat::saved_net(&store);
+            let (store, vms) = account::of_store(self.store.socket())?;
+            let saved = account::saved_net(&store);
             table.show(start.elapsed(), &store, &vms);
             if saved > best + best / 100 {
                 (best, since) = (saved, Instant::now());
@@ -276,7 +277,7 @@ impl Demo {
 fn launch(
     args: &DemoArgs,
     n: usize,
-    store: &store::Child,
+    store: &OwnStore,
     initrd: &Path,
     tell: Sender<Event>,
 ) -> Result<Guest, Failure> {
@@ -397,7 +398,7 @@ impl Table {
             return;
         }
         self.shown = elapsed;
-        let saved = stat::saved_net(store) as f64 / f64::from(1 << 20);
+        let saved = account::saved_net(store) as f64 / f64::from(1 << 20);
         let cpu = store.cpu_ns + vms.iter().map(|v| v.stats.cpu_ns.total()).sum::<u64>();
         let breaks: u64 = vms.iter().map(|v| v.stats.breaks_total()).sum();
         let total = format!(

@@ -1,9 +1,9 @@
 //! `device`: models of hardware that compares pages, behind sockets.
 
-use crate::Failure;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
+use vmm_dedup_host::Failure;
 use vmm_dedup_pageforge::server::{DEFAULT_CLIENTS, Server, ServerConfig};
 
 /// Run a model of a page-comparing device, for VMMs and for the dedup service to attach.
@@ -46,7 +46,7 @@ pub(crate) fn run(command: &DeviceCommand) -> Result<(), Failure> {
             let _ = std::fs::remove_file::<PathBuf>(socket);
         }
     };
-    crate::signals::on_termination(cleanup, || {
+    vmm_dedup_host::termination::on_termination(cleanup, || {
         let mut socket = ours.lock().unwrap_or_else(PoisonError::into_inner);
         let server = Server::bind(&args.socket, config).map_err(Failure::from_error)?;
         *socket = Some(args.socket.clone());

@@ -1,10 +1,10 @@
 //! `explain`: what became of a VM's pages, and why.
 
 use crate::store::StoreSocket;
-use crate::{Failure, stat};
 use clap::Args;
 use serde_json::{Value, json};
 use std::ops::Range;
+use vmm_dedup_host::{Failure, account};
 use vmm_dedup_protocol::control::Explained;
 use vmm_dedup_protocol::observer::{Account, Observer, Vm};
 use vmm_dedup_protocol::refusal::Refused;
@@ -88,7 +88,7 @@ fn meaning(class: &str) -> &'static str {
 
 fn table(vm: &str, explained: &Explained) -> String {
     let all = &explained.explanation;
-    let mut text = format!("{vm}: {}, {} pages\n", stat::state_name(all.state), all.pages);
+    let mut text = format!("{vm}: {}, {} pages\n", account::state_name(all.state), all.pages);
     for (class, pages) in all.classes() {
         let share = pages as f64 / all.pages.max(1) as f64 * 100.0;
         text += &format!("{pages:>12} {share:>5.1} %  {class:<12} {}\n", meaning(class));
@@ -191,7 +191,7 @@ fn explained_json(name: &str, explained: &Explained, vm: Option<&Vm>) -> Value {
     });
     json!({
         "vm": name,
-        "state": stat::state_name(all.state),
+        "state": account::state_name(all.state),
         "pages": all.pages,
         "classes": classes,
         "note": explained.note,

@@ -4,23 +4,19 @@
 //! 2 something that the command needs is missing (or wrong usage, from clap).
 
 mod bench;
-mod children;
 mod dedup_file;
 mod demo;
 mod device;
 mod estimate;
 mod explain;
-mod failure;
 mod fleet;
 mod run;
 mod set;
-mod signals;
 mod stat;
 mod store;
 mod top;
 
 use clap::{Parser, Subcommand};
-pub(crate) use failure::Failure;
 use std::process::ExitCode;
 
 /// Memory deduplication for fleets of VMs: safe, cheap, visible.

@@ -1,6 +1,5 @@
 //! `run`: one VM under the reference VMM, with dedup if a store is named.
 
-use crate::Failure;
 use crate::dedup_file;
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
@@ -10,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use vmm_dedup::{Breaks, Config, DedupService, Policy, Search, UseSource};
+use vmm_dedup_host::{Failure, kvm};
 use vmm_dedup_refvmm::{ExitReason, Image, RunningVm, ThpMode, Vm, VmConfig};
 
 /// Run one VM with the reference VMM; its serial console is this terminal.
@@ -169,24 +169,10 @@ impl RunArgs {
     }
 }
 
-/// Fails with exit code 2 unless KVM can be used.
-pub(crate) fn need_kvm() -> Result<(), Failure> {
-    match std::fs::OpenOptions::new()
-        .read(true)
-        .write(true)
-        .open("/dev/kvm")
-    {
-        Ok(_) => Ok(()),
-        Err(e) => Err(Failure::missing(format!(
-            "/dev/kvm cannot be used ({e}): load kvm-intel or kvm-amd, or enable nested virtualisation, and give this user access to it"
-        ))),
-    }
-}
-
 /// Runs a VM to its end.
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     args.check()?;
-    need_kvm()?;
+    kvm::need()?;
     let mut config = args.vm_config();
     if args.payload.is_some() {
         // The guest measures time by its TSC, whose frequency KVM knows only once there is a vCPU.

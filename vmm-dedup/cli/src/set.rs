@@ -1,12 +1,12 @@
 //! `set`: changes what a running VM's dedup service does.
 
 use crate::store::StoreSocket;
-use crate::{Failure, stat};
 use clap::Args;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
+use vmm_dedup_host::{Failure, account};
 use vmm_dedup_protocol::control::{MAX_RESERVE, Settings, Switch};
 use vmm_dedup_protocol::observer::{Error, Observer};
 
@@ -115,7 +115,7 @@ fn watch(
                 return done;
             }
         }
-        let shared = stat::fetch(store).ok().and_then(|(_, vms)| {
+        let shared = account::of_store(store).ok().and_then(|(_, vms)| {
             let found = vms.into_iter().find(|v| v.is_called(vm));
             found.map(|v| v.stats.pages_mapped)
         });

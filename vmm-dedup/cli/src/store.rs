@@ -1,24 +1,12 @@
-//! `store`: the page store of a host (and trust domain). Other commands start one as a child through [`Child`].
+//! `store`: the page store of a host (and trust domain).
 
-use crate::Failure;
-use crate::children::{self, Process};
 use clap::Args;
 use std::fs;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::ops::RangeInclusive;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
-use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
-
-/// Where a store listens if nothing else is said.
-pub(crate) const DEFAULT_SOCKET: &str = "/run/vmm-dedup/store.sock";
-/// Where it serves its metrics.
-pub(crate) const DEFAULT_METRICS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9753);
-/// Most memory for shared pages, MiB.
-pub(crate) const DEFAULT_MAX_MIB: u64 = 65_536;
-/// What may be chosen instead.
-pub(crate) const MAX_MIB: RangeInclusive<u64> = 1..=262_144;
+use vmm_dedup_host::Failure;
+use vmm_dedup_host::store::{DEFAULT_MAX_MIB, DEFAULT_METRICS, DEFAULT_SOCKET, MAX_MIB, parse_metrics};
 
 /// Where to find the store, for commands that ask it.
 #[derive(Args, Debug)]
@@ -58,17 +46,6 @@ impl std::fmt::Display for Metrics {
             None => f.write_str("none"),
         }
     }
-}
-
-/// An address, or `None` for "none".
-pub(crate) fn parse_metrics(text: &str) -> Result<Option<SocketAddr>, String> {
-    if text == "none" {
-        return Ok(None);
-    }
-    let address = text
-        .parse()
-        .map_err(|_| "expected ADDRESS:PORT, e.g. 127.0.0.1:9753, or \"none\"")?;
-    Ok(Some(address))
 }
 
 /// Runs a store until SIGINT, SIGTERM or SIGHUP; `announce`: says on standard error that it listens.
@@ -136,74 +113,4 @@ fn hangup_is_ignored() -> bool {
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
     ignored.is_some_and(|mask| mask & 1 << (libc::SIGHUP - 1) != 0)
-}
-
-/// Where the child store of this process keeps its socket, and other commands their temporary files.
-pub(crate) fn child_folder(name: &str) -> PathBuf {
-    std::env::temp_dir().join(format!("vmm-dedup-{name}-{}", std::process::id()))
-}
-
-/// A store in a child process with a socket of its own; ended and cleaned up on drop.
-#[derive(Debug)]
-pub(crate) struct Child {
-    process: Process,
-    folder: PathBuf,
-    socket: PathBuf,
-}
-
-impl Child {
-    /// Starts one and waits until it listens.
-    pub(crate) fn start(name: &str, metrics: Option<SocketAddr>) -> Result<Self, Failure> {
-        let metrics = metrics.map_or("none".to_owned(), |address| address.to_string());
-        Self::start_with(name, &["--metrics", &metrics])
-    }
-
-    /// The same, with these options.
-    pub(crate) fn start_with(name: &str, options: &[&str]) -> Result<Self, Failure> {
-        let folder = child_folder(name);
-        fs::create_dir_all(&folder)
-            .map_err(|e| Failure::new(format!("cannot create {}: {e}", folder.display())))?;
-        let socket = folder.join("store.sock");
-        let mut command = children::command()?;
-        command
-            .arg("store")
-            .args(options)
-            .arg("--socket")
-            .arg(&socket)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null());
-        let process =
-            Process::start(&mut command).map_err(|e| Failure::new(format!("cannot start a store: {e}")))?;
-        let child = Self {
-            process,
-            folder,
-            socket,
-        };
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while vmm_dedup_protocol::socket::connect(&child.socket).is_err() {
-            if let Ok(Some(status)) = child.process.try_wait() {
-                return Err(Failure::new(format!("the store ended early ({status})")));
-            }
-            if Instant::now() > deadline {
-                return Err(Failure::new("the store did not start within ten seconds"));
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        Ok(child)
-    }
-
-    pub(crate) fn socket(&self) -> &Path {
-        &self.socket
-    }
-
-    pub(crate) fn pid(&self) -> u32 {
-        self.process.id()
-    }
-}
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        // The process itself ends when its field is dropped.
-        let _ = fs::remove_dir_all(&self.folder);
-    }
 }

@@ -1,11 +1,11 @@
 //! What the memory under test holds.
 #![allow(unsafe_code)] // the memory under test is mapped and written through raw pointers, since pages come and go
 
-use crate::Failure;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use vmm_dedup_host::Failure;
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::PageWords;
 

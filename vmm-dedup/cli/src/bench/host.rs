@@ -1,8 +1,8 @@
 //! What the host says: memory, CPU time of tasks; and settings that must be put back.
 
-use crate::Failure;
 use std::fs;
 use std::path::Path;
+use vmm_dedup_host::{Failure, memory};
 
 /// Bytes available: MemAvailable, and the free pages in per-CPU lists, which the kernel leaves out. (After a burst of
 /// frees those lists hold hundreds of MiB for a while.)
@@ -11,22 +11,11 @@ pub(crate) fn available() -> Result<u64, Failure> {
     for path in ["/proc/sys/vm/compact_memory", "/proc/sys/vm/stat_refresh"] {
         let _ = fs::write(path, "1");
     }
-    let plain = mem_available()?;
+    let plain = memory::available()?;
     let zones = read("/proc/zoneinfo")?;
     let counts = zones.lines().filter_map(|l| l.trim().strip_prefix("count:"));
     let cached: u64 = counts.filter_map(|n| n.trim().parse::<u64>().ok()).sum();
     Ok(plain + cached * 4096)
-}
-
-/// MemAvailable in bytes.
-pub(crate) fn mem_available() -> Result<u64, Failure> {
-    let text = read("/proc/meminfo")?;
-    let kib = text
-        .lines()
-        .find_map(|l| l.strip_prefix("MemAvailable:"))
-        .and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
-    let kib = kib.ok_or_else(|| Failure::new("/proc/meminfo has no MemAvailable"))?;
-    Ok(kib * 1024)
 }
 
 /// CPU nanoseconds of those threads of a process whose name starts with `prefix`.

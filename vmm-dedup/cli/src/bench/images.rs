@@ -1,9 +1,9 @@
 //! Content that real guests had: images of their memory, one after the other.
 
 use super::content::Area;
-use crate::Failure;
 use std::path::{Path, PathBuf};
 use vmm_dedup_estimate::{Error, Memory};
+use vmm_dedup_host::Failure;
 
 /// Pages of 2 MiB: a guest's memory begins with a huge page.
 const HUGE_PAGES: u64 = 512;

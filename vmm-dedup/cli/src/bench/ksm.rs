@@ -4,9 +4,9 @@
 use super::content::Area;
 use super::host;
 use super::report::Measured;
-use crate::Failure;
 use std::fs;
 use std::time::{Duration, Instant};
+use vmm_dedup_host::Failure;
 
 const DIR: &str = "/sys/kernel/mm/ksm";
 /// Scans without a change after which KSM has converged.

@@ -15,11 +15,8 @@ mod report;
 
 pub(crate) use content::real_files;
 pub(crate) use engines::{EnginesArgs, engines};
-pub(crate) use host::mem_available;
 pub(crate) use mixed::{MixedArgs, MixedWorkerArgs, mixed, worker as mixed_worker};
 
-use crate::Failure;
-use crate::children::{self, Process};
 use clap::Args;
 use content::Kind;
 use report::{Measured, Report};
@@ -27,6 +24,8 @@ use serde::{Deserialize, Serialize};
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::Stdio;
+use vmm_dedup_host::Failure;
+use vmm_dedup_host::children::{self, Process};
 
 /// Compare with the kernel's KSM: CPU, savings and memory really freed, on the same content in the same run.
 #[derive(Args, Debug)]
@@ -98,19 +97,21 @@ pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
     let large_folios = shared.is_recommended();
     let cleanup = move || {
         drop((settings, limit, shared, lock));
-        drop(std::fs::remove_dir_all(crate::store::child_folder("bench")));
+        drop(std::fs::remove_dir_all(vmm_dedup_host::children::folder("bench")));
     };
-    crate::signals::on_termination(cleanup, || compare(args, mib, large_folios)).and_then(|report| {
-        if args.json {
-            println!(
-                "{}",
-                serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?
-            );
-        } else {
-            report.print();
-        }
-        Ok(())
-    })
+    vmm_dedup_host::termination::on_termination(cleanup, || compare(args, mib, large_folios)).and_then(
+        |report| {
+            if args.json {
+                println!(
+                    "{}",
+                    serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?
+                );
+            } else {
+                report.print();
+            }
+            Ok(())
+        },
+    )
 }
 
 fn compare(args: &KsmArgs, mib: u32, large_folios: bool) -> Result<Report, Failure> {
@@ -157,7 +158,7 @@ fn pages_name(thp: bool) -> &'static str {
 }
 
 fn measure_ours(worker: WorkerArgs) -> Result<Measured, Failure> {
-    let store = crate::store::Child::start("bench", None)?;
+    let store = vmm_dedup_host::store::OwnStore::start("bench", None)?;
     measure(&WorkerArgs {
         store: Some(store.socket().to_owned()),
         store_pid: store.pid(),

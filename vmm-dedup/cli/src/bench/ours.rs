@@ -5,10 +5,10 @@ use super::content::Area;
 use super::host;
 use super::ksm::seconds;
 use super::report::Measured;
-use crate::Failure;
 use std::path::Path;
 use std::time::Instant;
 use vmm_dedup::{Config, DedupService, HostRange, Policy, ServiceStats};
+use vmm_dedup_host::Failure;
 
 /// Passes without a change after which we have converged. Huge pages are looked at with growing pauses; nothing is
 /// left to do after the first few.
@@ -63,7 +63,7 @@ pub(crate) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
     }
     let vmas = vmas()?.saturating_sub(vmas_before);
     let stats = service.stats();
-    let store_stats = crate::stat::fetch(store)?.0;
+    let store_stats = vmm_dedup_host::account::of_store(store)?.0;
     let freed = host::available()?.cast_signed() - before.cast_signed();
     let idle_start = cpu()?;
     for _ in 0..IDLE_PASSES {

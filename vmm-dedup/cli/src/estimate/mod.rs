@@ -3,13 +3,13 @@
 mod speed;
 mod table;
 
-use crate::Failure;
 use clap::Args;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use vmm_dedup_estimate::{Memory, Reading, Sample, estimate, near::estimate_with_near};
+use vmm_dedup_host::Failure;
 
 pub(crate) use speed::{SpeedArgs, speed};
 

@@ -1,11 +1,11 @@
 //! `bench estimate`: an estimate's reading speed beside that of reading alone, in turn, in one run.
 
 use super::Inputs;
-use crate::Failure;
 use clap::Args;
 use serde_json::json;
 use std::time::Instant;
 use vmm_dedup_estimate::{Memory, Reading, Sample, estimate, read_plainly};
+use vmm_dedup_host::Failure;
 
 /// Compare the speed of an exact estimate with that of reading the same data and nothing else.
 ///

@@ -4,12 +4,12 @@ use super::file::Vmm;
 use super::plan::{Plan, StorePlan, VmPlan};
 use super::state::{self, Directory};
 use super::{program, stores};
-use crate::{Failure, run, stat};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
 use std::net::TcpListener;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use vmm_dedup_host::{Failure, account, kvm};
 
 /// Longest path of a Unix socket: sockaddr_un holds 108 bytes with the terminating zero.
 const SOCKET_PATH: usize = 107;
@@ -40,7 +40,7 @@ fn is_preloaded(vmm: Vmm) -> bool {
 
 /// Finds the programs; fails with the first thing that would keep the fleet from starting.
 pub(super) fn all(plan: &Plan, directory: &Directory) -> Result<Tools, Failure> {
-    run::need_kvm()?;
+    kvm::need()?;
     let tools = tools(plan)?;
     for vm in &plan.vms {
         check_vm(vm, directory).map_err(|e| Failure::new(format!("VM {:?}: {e}", vm.name)))?;
@@ -121,7 +121,7 @@ fn check_store(store: &StorePlan, plan: &Plan) -> Result<(), Failure> {
     let fail = |e: String| Failure::new(format!("the store of domain {:?}: {e}", store.domain));
     socket_path(&store.socket).map_err(fail)?;
     if stores::listens(&store.socket) {
-        let (_, vms) = stat::fetch(&store.socket).map_err(|e| {
+        let (_, vms) = account::of_store(&store.socket).map_err(|e| {
             fail(format!(
                 "what listens on {} is no store of this release ({e}): stop it, or choose another socket",
                 store.socket.display()

@@ -2,10 +2,10 @@
 
 use super::state::{Locked, State};
 use super::{DownArgs, stores, vmm};
-use crate::{Failure, stat};
 use std::path::Path;
 use std::time::Duration;
 use tokio::task::JoinSet;
+use vmm_dedup_host::{Failure, account};
 
 /// Runs the command.
 pub(super) fn run(args: &DownArgs) -> Result<(), Failure> {
@@ -59,7 +59,7 @@ pub(super) async fn stop(directory: &Locked, state: &State, grace: Duration) -> 
 
 /// How many VMs are connected to a store that are not the fleet's; `None` for none, or without a store.
 fn others_on(socket: &Path, state: &State) -> Option<usize> {
-    let (_, vms) = stat::fetch(socket).ok()?;
+    let (_, vms) = account::of_store(socket).ok()?;
     let is_ours = |pid: u64| {
         state
             .vms

@@ -1,11 +1,11 @@
 //! The fleet file: what the TOML may say, before anything is made of it.
 
-use crate::Failure;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use vmm_dedup_host::Failure;
 use vmm_dedup_protocol::name::MAX_NAME;
 
 /// A whole file.
@@ -54,7 +54,7 @@ impl TryFrom<String> for Metrics {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
-        crate::store::parse_metrics(&text).map(Self)
+        vmm_dedup_host::store::parse_metrics(&text).map(Self)
     }
 }
 

@@ -27,9 +27,9 @@ mod stores;
 mod up;
 mod vmm;
 
-use crate::Failure;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
+use vmm_dedup_host::Failure;
 
 /// Run many VMs from one TOML file, with dedup inside each VMM.
 ///

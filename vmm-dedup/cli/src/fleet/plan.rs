@@ -3,7 +3,6 @@
 use super::file::{self, FleetFile, Metrics, StoreSettings, VmSettings, Vmm};
 use super::machine;
 use super::placeholder::Values;
-use crate::Failure;
 use crate::dedup_file;
 use cloud_hypervisor_client::models::VmConfig;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,6 +10,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use vmm_dedup::Config;
+use vmm_dedup_host::Failure;
 
 /// The trust domain of `[store]`.
 const DEFAULT_DOMAIN: &str = "default";
@@ -299,12 +299,12 @@ fn store(
         true => "store.sock".to_owned(),
         false => format!("store-{domain}.sock"),
     };
-    let default_metrics = Metrics(is_default.then_some(crate::store::DEFAULT_METRICS));
-    let max_mib = settings.max_mib.unwrap_or(crate::store::DEFAULT_MAX_MIB);
-    if !crate::store::MAX_MIB.contains(&max_mib) {
+    let default_metrics = Metrics(is_default.then_some(vmm_dedup_host::store::DEFAULT_METRICS));
+    let max_mib = settings.max_mib.unwrap_or(vmm_dedup_host::store::DEFAULT_MAX_MIB);
+    if !vmm_dedup_host::store::MAX_MIB.contains(&max_mib) {
         return Err(format!(
             "max_mib of domain {domain:?} is {max_mib}: give {:?}",
-            crate::store::MAX_MIB
+            vmm_dedup_host::store::MAX_MIB
         ));
     }
     Ok(StorePlan {

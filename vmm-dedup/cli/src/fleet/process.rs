@@ -1,6 +1,5 @@
 //! Processes that outlive the command that started them, and are later found again without mistaking another for them.
 
-use crate::Failure;
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -9,6 +8,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
 use std::time::Duration;
+use vmm_dedup_host::Failure;
 
 /// How often a process is looked at that is to end.
 const LOOK: Duration = Duration::from_millis(10);

@@ -10,7 +10,6 @@
 
 use super::file::Vmm;
 use super::process::Process;
-use crate::Failure;
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, DirBuilder, File};
@@ -18,6 +17,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use vmm_dedup_host::Failure;
 
 /// How long to wait for the lock: a process that was about to be started by a command that was killed ends by itself, but
 /// not at once.

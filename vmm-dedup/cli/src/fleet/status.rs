@@ -4,11 +4,11 @@ use super::process;
 use super::state::{Directory, State, VmState};
 use super::vmm::{self, Condition, Health};
 use super::{StatusArgs, log, stores};
-use crate::{Failure, stat};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 use tokio::task::JoinSet;
+use vmm_dedup_host::{Failure, account};
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::Vm;
 
@@ -103,7 +103,7 @@ impl Status {
                     _ => "gone",
                 },
                 "pid": store.process.as_ref().map(|process| process.pid),
-                "account": account.map(|(stats, _)| stat::store_json(stats)),
+                "account": account.map(|(stats, _)| account::store_json(stats)),
             })
         });
         let vms = self.vms().map(|(vm, health)| {
@@ -119,7 +119,7 @@ impl Status {
                 "serial": files.serial(),
                 "log_tail": if is_well(health) { Vec::new() } else { log::tail(&files.log(), TAIL) },
                 "domain": vm.store,
-                "dedup": self.dedup_of(vm).map(stat::vm_json),
+                "dedup": self.dedup_of(vm).map(account::vm_json),
             })
         });
         json!({
@@ -136,7 +136,7 @@ impl Status {
         for store in &self.state.stores {
             let text = match self.accounts.get(&store.domain) {
                 Some(Ok((stats, _))) => {
-                    let mib = stat::saved_net(stats) as f64 / f64::from(1 << 20);
+                    let mib = account::saved_net(stats) as f64 / f64::from(1 << 20);
                     format!(
                         "running, {mib:.1} MiB saved net, {} pages sharing",
                         stats.pages_sharing
@@ -205,7 +205,7 @@ impl Status {
 }
 
 fn account(socket: &Path) -> Account {
-    stat::fetch(socket).map_err(|why| match stores::listens(socket) {
+    account::of_store(socket).map_err(|why| match stores::listens(socket) {
         true => Unheard::Silent(why),
         false => Unheard::Gone,
     })
@@ -223,7 +223,7 @@ fn dedup_columns(vm: &Vm) -> String {
     let s = &vm.stats;
     format!(
         "{:<13} {:>9} {:>8} {:>8} {:>8.2}",
-        stat::state_name(s.state),
+        account::state_name(s.state),
         s.pages_mapped,
         s.pages_zero,
         s.breaks_total(),

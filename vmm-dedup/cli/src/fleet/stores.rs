@@ -4,11 +4,11 @@ use super::log;
 use super::plan::StorePlan;
 use super::process;
 use super::state::{self, Directory, StoreState};
-use crate::Failure;
 use std::fs::File;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+use vmm_dedup_host::Failure;
 
 /// How long a store may take to listen.
 const START_LIMIT: Duration = Duration::from_secs(30);

@@ -5,13 +5,13 @@ use super::plan::{Plan, VmPlan};
 use super::state::{self, Locked, State, StoreState, VmFiles};
 use super::vmm::{self, Health};
 use super::{UpArgs, down, log, process, stores};
-use crate::Failure;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
+use vmm_dedup_host::Failure;
 
 /// Lines of a failed VM's log that are shown.
 const TAIL: usize = 10;

@@ -6,10 +6,11 @@ use super::plan::{Plan, VmPlan};
 use super::process::{self, Life, Process};
 use super::state::{Locked, VmFiles, VmState};
 use super::{cloud_hypervisor, log, qemu, reference};
-use crate::{Failure, dedup_file};
+use crate::dedup_file;
 use std::fs::File;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
+use vmm_dedup_host::Failure;
 
 /// How long a VMM may take to answer a question.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);

@@ -5,7 +5,6 @@ mod sample;
 mod view;
 
 use crate::store::StoreSocket;
-use crate::{Failure, signals};
 use clap::Args;
 use pressure::Pressure;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
@@ -13,6 +12,7 @@ use sample::Sample;
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 use view::View;
+use vmm_dedup_host::{Failure, termination};
 use vmm_dedup_protocol::observer::Observer;
 
 /// Watch a host and its VMs in the terminal.
@@ -49,7 +49,7 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     let mut terminal =
         ratatui::try_init().map_err(|e| Failure::new(format!("the terminal cannot be used: {e}")))?;
     let interval = Duration::from_secs_f64(args.interval);
-    signals::on_termination(ratatui::restore, || {
+    termination::on_termination(ratatui::restore, || {
         watch(&mut terminal, &mut observer, &mut view, interval)
     })
 }

@@ -1,8 +1,8 @@
 //! What `top` shows, computed from two looks at a store.
 
 use super::pressure::Pressure;
-use crate::stat;
 use std::time::Instant;
+use vmm_dedup_host::account;
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::Vm;
 use vmm_dedup_protocol::stats::ServiceStats;
@@ -72,7 +72,7 @@ pub(crate) fn rows(before: Option<&Sample>, now: &Sample) -> (Host, Vec<Row>) {
                 name: vm.name.clone(),
                 state: vm
                     .reason
-                    .map_or(stat::state_name(new.state), |reason| reason.label())
+                    .map_or(account::state_name(new.state), |reason| reason.label())
                     .to_owned(),
                 saved_net: vm.saved_net_bytes,
                 shared: new
@@ -91,7 +91,7 @@ pub(crate) fn rows(before: Option<&Sample>, now: &Sample) -> (Host, Vec<Row>) {
     let host = Host {
         services: rows.len() - refused,
         refused,
-        saved_net: stat::saved_net(&now.store),
+        saved_net: account::saved_net(&now.store),
         pages_shared: now.store.pages_shared,
         pages_sharing: now.store.pages_sharing,
         merges: sum(|r| r.merges),

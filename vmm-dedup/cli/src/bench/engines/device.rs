@@ -1,16 +1,16 @@
 //! A PageForge device in a process of its own, for the time of a measurement.
 
-use crate::Failure;
-use crate::children::{self, Process};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 use vmm_dedup::compare::Arena;
+use vmm_dedup_host::Failure;
+use vmm_dedup_host::children::{self, Process};
 use vmm_dedup_pageforge::driver::{PageForgeBackend, VfioUser};
 
 /// Where this process's device has its socket; whoever starts one removes it in the end.
 pub(super) fn folder() -> PathBuf {
-    crate::store::child_folder("engines")
+    vmm_dedup_host::children::folder("engines")
 }
 
 /// The process, and where it listens.

@@ -5,10 +5,10 @@
 //! positives. Images of the same guests at two times show what real writes do.
 
 use super::super::content::pick;
-use crate::Failure;
 use serde::Serialize;
 use std::sync::atomic::Ordering;
 use vmm_dedup::compare::{Arena, Backend, CpuBackend, KeyKind, PageId, Pages};
+use vmm_dedup_host::Failure;
 use vmm_dedup_pageforge::driver::{InProcess, PageForgeBackend};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords, Salt};
 

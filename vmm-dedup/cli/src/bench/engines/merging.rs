@@ -2,11 +2,11 @@
 
 use super::device::DeviceProcess;
 use super::searching::CycleFigures;
-use crate::Failure;
 use serde::Serialize;
 use std::time::Instant;
 use vmm_dedup::compare::ksm::{Ksm, Pass};
 use vmm_dedup::compare::{Account, Arena, Backend, CpuBackend, KeyKind, PageId};
+use vmm_dedup_host::Failure;
 use vmm_dedup_pagecmp::{Costs, PageCmpBackend};
 use vmm_dedup_pageforge::driver::{InProcess, PageForgeBackend, Port};
 use vmm_dedup_protocol::key::Salt;

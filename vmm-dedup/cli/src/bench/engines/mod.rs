@@ -15,12 +15,12 @@ mod service;
 
 use super::content::{Area, Kind};
 use super::{host, images};
-use crate::Failure;
 use clap::Args;
 use device::DeviceProcess;
 use report::Report;
 use std::path::PathBuf;
 use vmm_dedup::compare::Arena;
+use vmm_dedup_host::Failure;
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::PAGE_WORDS;
 
@@ -63,11 +63,11 @@ pub(crate) fn engines(args: &EnginesArgs) -> Result<(), Failure> {
         )));
     }
     let cleanup = || {
-        for folder in [device::folder(), crate::store::child_folder(service::STORE)] {
+        for folder in [device::folder(), vmm_dedup_host::children::folder(service::STORE)] {
             drop(std::fs::remove_dir_all(folder));
         }
     };
-    let report = crate::signals::on_termination(cleanup, || compare(args))?;
+    let report = vmm_dedup_host::termination::on_termination(cleanup, || compare(args))?;
     if args.json {
         let text = serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?;
         println!("{text}");

@@ -5,10 +5,10 @@
 
 use super::super::content::{Area, Kind, mix, pick};
 use super::device::DeviceProcess;
-use crate::Failure;
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vmm_dedup::compare::{Answer, Arena, Backend, CpuBackend, KeyKind, PageId, Pages};
+use vmm_dedup_host::Failure;
 use vmm_dedup_pageforge::Account as Cycles;
 use vmm_dedup_pageforge::driver::{InProcess, PageForgeBackend, Port};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords, Salt, bytes_of};

@@ -4,11 +4,11 @@
 
 use super::super::content::Area;
 use super::device::DeviceProcess;
-use crate::Failure;
-use crate::store::Child;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use vmm_dedup::{Config, DedupService, HostRange, Search, ServiceStats};
+use vmm_dedup_host::Failure;
+use vmm_dedup_host::store::OwnStore;
 use vmm_dedup_protocol::stats::BACKENDS;
 
 /// The name of the store's folder.
@@ -42,7 +42,7 @@ pub(super) fn measure(
     candidates: usize,
     device: &DeviceProcess,
 ) -> Result<Vec<Service>, Failure> {
-    let store = Child::start_with(STORE, &["--ordered", "--metrics", "none"])?;
+    let store = OwnStore::start_with(STORE, &["--ordered", "--metrics", "none"])?;
     let slots = slots.next_multiple_of(2 * MIB_PAGES);
     let candidates = candidates.min(slots);
     // Everything twice in one guest, so that all of it is published.

@@ -2,11 +2,11 @@
 
 use super::Setup;
 use super::report::Guests;
-use crate::Failure;
 use crate::bench::host;
 use std::sync::Arc;
 use std::time::Duration;
 use vmm_dedup::DedupService;
+use vmm_dedup_host::Failure;
 use vmm_dedup_payload::{Access, Console, PayloadConfig, Report, WorkingSet, measure_tsc_khz};
 use vmm_dedup_refvmm::{Image, RunningVm, ThpMode, Vm, VmConfig};
 

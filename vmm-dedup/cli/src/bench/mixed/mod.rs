@@ -15,8 +15,6 @@ mod subject;
 mod summary;
 
 use super::host;
-use crate::Failure;
-use crate::children::{self, Process};
 use clap::Args;
 use report::{Measured, Report};
 use serde::Deserialize;
@@ -26,6 +24,8 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 use subject::Subject;
 use vmm_dedup::{Breaks, Config, DedupService, ServiceStats, UseSource};
+use vmm_dedup_host::Failure;
+use vmm_dedup_host::children::{self, Process};
 
 /// Compare the policies for huge pages: memory saved, speed of random access, CPU time.
 ///
@@ -87,8 +87,8 @@ pub(crate) struct MixedWorkerArgs {
 /// Runs the comparison.
 pub(crate) fn mixed(args: &MixedArgs) -> Result<(), Failure> {
     host::need_memory(u64::from(args.mib) << 21)?;
-    let cleanup = || drop(std::fs::remove_dir_all(crate::store::child_folder("mixed")));
-    let report = crate::signals::on_termination(cleanup, || compare(args))?;
+    let cleanup = || drop(std::fs::remove_dir_all(vmm_dedup_host::children::folder("mixed")));
+    let report = vmm_dedup_host::termination::on_termination(cleanup, || compare(args))?;
     if args.json {
         let text = serde_json::to_string_pretty(&report).map_err(Failure::from_error)?;
         println!("{text}");
@@ -130,7 +130,7 @@ fn compare(args: &MixedArgs) -> Result<Report, Failure> {
 }
 
 fn can_run_guests() -> bool {
-    match crate::run::need_kvm() {
+    match vmm_dedup_host::kvm::need() {
         Ok(()) => true,
         Err(failure) => {
             eprintln!("no guests: {failure}");
@@ -159,7 +159,7 @@ fn measure<T: for<'a> Deserialize<'a>>(
         command.arg("--guests");
     }
     let store = subject
-        .map(|_| crate::store::Child::start("mixed", None))
+        .map(|_| vmm_dedup_host::store::OwnStore::start("mixed", None))
         .transpose()?;
     if let (Some(subject), Some(store)) = (subject, &store) {
         let store_pid = store.pid().to_string();
@@ -267,7 +267,7 @@ impl Setup<'_> {
             .map(DedupService::stats)
             .map(|s| s.pages_mapped + s.pages_zero)
             .sum();
-        Ok(mapped.saturating_sub(crate::stat::fetch(store)?.0.pages_shared))
+        Ok(mapped.saturating_sub(vmm_dedup_host::account::of_store(store)?.0.pages_shared))
     }
 
     /// CPU time so far: `(monitors, all else of dedup with the store)`, seconds.

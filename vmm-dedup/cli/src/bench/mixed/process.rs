@@ -5,7 +5,6 @@
 
 use super::Setup;
 use super::report::{Access, Process};
-use crate::Failure;
 use crate::bench::content::{Area, HUGE_PAGES};
 use rustix::time::{ClockId, clock_gettime};
 use std::ops::Range;
@@ -14,6 +13,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmm_dedup::{DedupService, HostRange};
+use vmm_dedup_host::Failure;
 
 /// Accesses between two looks at the clock.
 const BATCH: u64 = 4096;

@@ -1,12 +1,13 @@
 //! Cleaning up although a user presses ^C.
 
+use crate::children;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Runs `work`, then `cleanup`; on SIGINT, SIGTERM or SIGHUP ends all children, runs `cleanup` and ends the process
 /// with 128 + signal.
-pub(crate) fn on_termination<T>(cleanup: impl FnOnce() + Send + 'static, work: impl FnOnce() -> T) -> T {
+pub fn on_termination<T>(cleanup: impl FnOnce() + Send + 'static, work: impl FnOnce() -> T) -> T {
     let cleanup = Arc::new(Mutex::new(Some(cleanup)));
     let handle = Signals::new([SIGINT, SIGTERM, SIGHUP]).ok().map(|mut signals| {
         let handle = signals.handle();
@@ -15,7 +16,7 @@ pub(crate) fn on_termination<T>(cleanup: impl FnOnce() + Send + 'static, work: i
             if let Some(signal) = signals.forever().next() {
                 // Locked until the end, so that `work`, failing for want of its children, does not return earlier.
                 let mut cleanup = cleanup.lock().unwrap_or_else(PoisonError::into_inner);
-                crate::children::stop();
+                children::stop();
                 if let Some(cleanup) = cleanup.take() {
                     cleanup();
                 }

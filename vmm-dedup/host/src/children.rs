@@ -1,13 +1,14 @@
 //! Child processes, which a termination ends before anything is put back.
 
-use crate::Failure;
+use crate::failure::Failure;
 use std::io;
+use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, ExitStatus};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A child process; killed when dropped, and by [`stop`].
 #[derive(Debug)]
-pub(crate) struct Process(Arc<Mutex<Child>>);
+pub struct Process(Arc<Mutex<Child>>);
 
 struct Running {
     stopping: bool,
@@ -23,8 +24,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Where a command keeps its temporary files, and the sockets of its children.
+#[must_use]
+pub fn folder(name: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("vmm-dedup-{name}-{}", std::process::id()))
+}
+
 /// This program, to be run as a child that ends with this process.
-pub(crate) fn command() -> Result<Command, Failure> {
+///
+/// # Errors
+/// A [`Failure`] if the kernel does not tell where the program is.
+pub fn command() -> Result<Command, Failure> {
     let own = std::env::current_exe().map_err(|e| Failure::new(format!("cannot find this program: {e}")))?;
     let mut command = Command::new(own);
     command.args(["--die-with-parent", &std::process::id().to_string()]);
@@ -32,7 +42,7 @@ pub(crate) fn command() -> Result<Command, Failure> {
 }
 
 /// Ends all children, and lets no more start.
-pub(crate) fn stop() {
+pub fn stop() {
     let mut running = lock(&RUNNING);
     running.stopping = true;
     let children = std::mem::take(&mut running.children);
@@ -48,7 +58,10 @@ fn end(child: &Mutex<Child>) {
 
 impl Process {
     /// Starts one, unless this process is about to end.
-    pub(crate) fn start(command: &mut Command) -> io::Result<Self> {
+    ///
+    /// # Errors
+    /// That of starting, or that this process is about to end.
+    pub fn start(command: &mut Command) -> io::Result<Self> {
         // Locked until the child is listed: `stop` misses none.
         let mut running = lock(&RUNNING);
         if running.stopping {
@@ -59,21 +72,31 @@ impl Process {
         Ok(Self(child))
     }
 
-    pub(crate) fn id(&self) -> u32 {
+    /// Its process number.
+    #[must_use]
+    pub fn id(&self) -> u32 {
         lock(&self.0).id()
     }
 
     /// Its standard output, once.
-    pub(crate) fn output(&self) -> Option<ChildStdout> {
+    #[must_use]
+    pub fn output(&self) -> Option<ChildStdout> {
         lock(&self.0).stdout.take()
     }
 
     /// Waits for its end. [`stop`] waits as well meanwhile: call this for a child that is about to end.
-    pub(crate) fn wait(&self) -> io::Result<ExitStatus> {
+    ///
+    /// # Errors
+    /// That of waiting.
+    pub fn wait(&self) -> io::Result<ExitStatus> {
         lock(&self.0).wait()
     }
 
-    pub(crate) fn try_wait(&self) -> io::Result<Option<ExitStatus>> {
+    /// Its exit status, if it has ended.
+    ///
+    /// # Errors
+    /// That of waiting.
+    pub fn try_wait(&self) -> io::Result<Option<ExitStatus>> {
         lock(&self.0).try_wait()
     }
 }

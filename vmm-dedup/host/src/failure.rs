@@ -4,14 +4,15 @@ use std::process::ExitCode;
 
 /// Ends a command.
 #[derive(Debug)]
-pub(crate) struct Failure {
+pub struct Failure {
     text: String,
     code: u8,
 }
 
 impl Failure {
     /// Exit code 1.
-    pub(crate) fn new(text: impl Into<String>) -> Self {
+    #[must_use]
+    pub fn new(text: impl Into<String>) -> Self {
         Self {
             text: text.into(),
             code: 1,
@@ -19,7 +20,8 @@ impl Failure {
     }
 
     /// Exit code 2: this machine lacks something that the command needs.
-    pub(crate) fn missing(text: impl Into<String>) -> Self {
+    #[must_use]
+    pub fn missing(text: impl Into<String>) -> Self {
         Self {
             text: text.into(),
             code: 2,
@@ -27,12 +29,14 @@ impl Failure {
     }
 
     /// Exit code 2, as clap's: wrong usage that clap cannot see.
-    pub(crate) fn usage(text: impl Into<String>) -> Self {
+    #[must_use]
+    pub fn usage(text: impl Into<String>) -> Self {
         Self::missing(text)
     }
 
     /// Ended by a signal: exit code 128 + signal, as a shell has it.
-    pub(crate) fn interrupted(signal: i32) -> Self {
+    #[must_use]
+    pub fn interrupted(signal: i32) -> Self {
         Self {
             text: format!("ended by signal {signal}"),
             code: u8::try_from(128 + signal).unwrap_or(1),
@@ -40,7 +44,8 @@ impl Failure {
     }
 
     /// This failure, and another that followed from dealing with it.
-    pub(crate) fn and(self, second: &Self) -> Self {
+    #[must_use]
+    pub fn and(self, second: &Self) -> Self {
         Self {
             text: format!("{self}; then: {second}"),
             code: self.code,
@@ -48,7 +53,8 @@ impl Failure {
     }
 
     /// An error with its causes in one line; exit code 1.
-    pub(crate) fn from_error(error: impl std::error::Error) -> Self {
+    #[must_use]
+    pub fn from_error(error: impl std::error::Error) -> Self {
         let mut text = error.to_string();
         let mut source = error.source();
         while let Some(cause) = source {
@@ -58,7 +64,9 @@ impl Failure {
         Self::new(text)
     }
 
-    pub(crate) fn exit_code(&self) -> ExitCode {
+    /// What the process ends with.
+    #[must_use]
+    pub fn exit_code(&self) -> ExitCode {
         self.code.into()
     }
 }

@@ -1,0 +1,157 @@
+//! What a page store and the services of its VMs say of themselves, as figures and as JSON.
+
+use crate::failure::Failure;
+use serde_json::{Value, json};
+use std::path::Path;
+use vmm_dedup_protocol::message::StoreStats;
+use vmm_dedup_protocol::observer::{Observer, Vm};
+use vmm_dedup_protocol::stats::{BACKENDS, BytesRead, CpuNs, Histogram, STATES, ServiceStats};
+
+/// Asks a store for its account and those of all VMs.
+///
+/// # Errors
+/// A [`Failure`] if nobody listens at the socket, or no store of this release.
+pub fn of_store(socket: &Path) -> Result<(StoreStats, Vec<Vm>), Failure> {
+    let stats = Observer::connect(socket).and_then(|mut observer| observer.stats());
+    stats.map_err(Failure::from_error)
+}
+
+/// Net bytes saved on the host, after all metadata and mappings.
+#[must_use]
+pub fn saved_net(store: &StoreStats) -> i64 {
+    store.saved_net_bytes.cast_signed()
+}
+
+/// A store's account for `--json`.
+#[must_use]
+pub fn store_json(s: &StoreStats) -> Value {
+    json!({
+        "saved_net_bytes": saved_net(s),
+        "pages_shared": s.pages_shared,
+        "pages_sharing": s.pages_sharing,
+        "slots_limbo": s.slots_limbo,
+        "slots_max": s.slots_max,
+        "resident_bytes": s.resident_bytes,
+        "sightings": s.sightings,
+        "marks": s.marks,
+        "metadata_bytes": s.metadata_bytes,
+        "cpu_seconds": s.cpu_ns as f64 / 1e9,
+        "refused_full_total": s.refused_full_total,
+        "malformed_total": s.malformed_total,
+        "published_total": s.published_total,
+        "epoch": s.epoch,
+    })
+}
+
+/// What a service does.
+#[must_use]
+pub fn state_name(state: u64) -> &'static str {
+    let at = usize::try_from(state).unwrap_or(usize::MAX);
+    STATES.get(at).copied().unwrap_or("unknown")
+}
+
+/// What the policy for huge pages did.
+fn huge_json(s: &ServiceStats) -> Value {
+    json!({
+        "kept_hot": s.huge_kept_hot,
+        "pages_given_up": s.pages_given_up,
+        "split": s.huge_split,
+        "splits_total": s.huge_splits_total,
+        "whole_total": s.huge_whole_total,
+        "wanted_total": s.huge_wanted_total,
+        "rebuilt_total": s.huge_rebuilt_total,
+        "zero_total": s.huge_zero_total,
+        "rebuild_pinned_total": s.rebuild_pinned_total,
+        "rebuild_memory_total": s.rebuild_memory_total,
+        "rebuild_other_total": s.rebuild_other_total,
+        "samples_total": s.samples_total,
+        "samples_used_total": s.samples_used_total,
+        "rebuild_us": histogram_json(&s.rebuild),
+    })
+}
+
+/// What an engine was asked.
+fn search_json(s: &ServiceStats) -> Value {
+    json!({
+        "pages_total": s.searches_total,
+        "twins_total": s.search_twins_total,
+        "failures_total": s.search_failures_total,
+    })
+}
+
+/// A VM's account for `--json`.
+#[must_use]
+pub fn vm_json(vm: &Vm) -> Value {
+    let s = &vm.stats;
+    let mut all = json!({
+        "name": vm.name,
+        "pid": vm.pid,
+        "state": state_name(s.state),
+        "refused": vm.reason.map(|reason| reason.label()),
+        "backend": usize::try_from(s.backend).ok().and_then(|at| BACKENDS.get(at)).unwrap_or(&"unknown"),
+        "saved_net_bytes": vm.saved_net_bytes,
+        "cpu_percent": s.cpu_percent,
+        "pages": s.pages,
+        "pages_mapped": s.pages_mapped,
+        "pages_zero": s.pages_zero,
+        "pages_unshared": s.pages_unshared,
+        "pages_volatile": s.pages_volatile,
+        "pages_new": s.pages_new,
+        "pages_pinned": s.pages_pinned,
+        "pages_broken": s.pages_broken,
+        "huge_ranges": s.huge_ranges,
+        "huge": huge_json(s),
+        "merges_total": s.merges_total,
+        "zero_merges_total": s.zero_merges_total,
+        "breaks_kernel_total": s.breaks_kernel_total,
+        "breaks_managed_total": s.breaks_managed_total,
+        "mismatches_total": s.mismatches_total,
+        "refused_pinned_total": s.refused_pinned_total,
+        "refused_vmas_total": s.refused_vmas_total,
+        "refused_other_total": s.refused_other_total,
+        "published_total": s.published_total,
+        "passes_total": s.passes_total,
+        "full_scans_total": s.full_scans_total,
+        "bytes_read_total": s.bytes_read.total(),
+        "bytes_read": bytes_read_json(&s.bytes_read),
+        "vmas": s.vmas,
+        "vmas_max": s.vmas_max,
+        "metadata_bytes": s.metadata_bytes,
+        "vma_bytes": s.vma_bytes,
+        "reserve_pages": s.reserve_pages,
+        "reserve_target": s.reserve_target,
+        "reserve_waits_total": s.reserve_waits_total,
+        "waiting_writers": s.waiting_writers,
+        "cpu_seconds": cpu_json(&s.cpu_ns),
+        "stop_us": histogram_json(&s.stop),
+        "break_us": histogram_json(&s.break_latency),
+    });
+    all["search"] = search_json(s);
+    all
+}
+
+fn bytes_read_json(read: &BytesRead) -> Value {
+    json!({ "key": read.key, "hash": read.hash, "publish": read.publish, "verify": read.verify })
+}
+
+fn cpu_json(cpu: &CpuNs) -> Value {
+    json!({
+        "track": cpu.track as f64 / 1e9,
+        "key": cpu.key as f64 / 1e9,
+        "search": cpu.search as f64 / 1e9,
+        "hash": cpu.hash as f64 / 1e9,
+        "store": cpu.store as f64 / 1e9,
+        "merge": cpu.merge as f64 / 1e9,
+        "break": cpu.break_ as f64 / 1e9,
+        "monitor": cpu.monitor as f64 / 1e9,
+    })
+}
+
+fn histogram_json(times: &Histogram) -> Value {
+    json!({
+        "count": times.count(),
+        "p50": times.quantile_us(0.5),
+        "p99": times.quantile_us(0.99),
+        "max": times.max_ns / 1000,
+    })
+}

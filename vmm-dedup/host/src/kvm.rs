@@ -1,0 +1,17 @@
+//! KVM, which every guest needs.
+
+use crate::failure::Failure;
+use std::fs::OpenOptions;
+
+/// Fails with exit code 2 unless this process can use KVM.
+///
+/// # Errors
+/// A [`Failure`] that tells what to do.
+pub fn need() -> Result<(), Failure> {
+    match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+        Ok(_) => Ok(()),
+        Err(e) => Err(Failure::missing(format!(
+            "/dev/kvm cannot be used ({e}): load kvm-intel or kvm-amd, or enable nested virtualisation, and give this user access to it"
+        ))),
+    }
+}

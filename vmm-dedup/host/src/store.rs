@@ -1,0 +1,133 @@
+//! Page stores on this host: where they are, and one for the time of a command.
+
+use crate::children::{self, Process};
+use crate::failure::Failure;
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+/// Where a store listens if nothing else is said.
+pub const DEFAULT_SOCKET: &str = "/run/vmm-dedup/store.sock";
+/// Where it serves its metrics.
+pub const DEFAULT_METRICS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9753);
+/// Most memory for shared pages, MiB.
+pub const DEFAULT_MAX_MIB: u64 = 65_536;
+/// What may be chosen instead.
+pub const MAX_MIB: RangeInclusive<u64> = 1..=262_144;
+/// How long a store of a command may take to listen.
+const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// Reads the address for metrics: `None` for "none".
+///
+/// # Errors
+/// A text that says what is expected.
+pub fn parse_metrics(text: &str) -> Result<Option<SocketAddr>, String> {
+    if text == "none" {
+        return Ok(None);
+    }
+    let address = text
+        .parse()
+        .map_err(|_| "expected ADDRESS:PORT, e.g. 127.0.0.1:9753, or \"none\"")?;
+    Ok(Some(address))
+}
+
+/// Whether anything listens on a store's socket.
+#[must_use]
+pub fn listens(socket: &Path) -> bool {
+    vmm_dedup_protocol::socket::connect(socket).is_ok()
+}
+
+/// A store in a child process, with a socket of its own; ended, and its folder removed, on drop.
+#[derive(Debug)]
+pub struct OwnStore {
+    process: Process,
+    folder: PathBuf,
+    socket: PathBuf,
+}
+
+impl OwnStore {
+    /// Starts one and waits until it listens. `name` is that of its folder, see [`children::folder`].
+    ///
+    /// # Errors
+    /// A [`Failure`] if it ends, or does not listen in time.
+    pub fn start(name: &str, metrics: Option<SocketAddr>) -> Result<Self, Failure> {
+        let metrics = metrics.map_or("none".to_owned(), |address| address.to_string());
+        Self::start_with(name, &["--metrics", &metrics])
+    }
+
+    /// The same, with these options of `vmm-dedup store`.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn start_with(name: &str, options: &[&str]) -> Result<Self, Failure> {
+        let folder = children::folder(name);
+        fs::create_dir_all(&folder)
+            .map_err(|e| Failure::new(format!("cannot create {}: {e}", folder.display())))?;
+        let socket = folder.join("store.sock");
+        let mut command = children::command()?;
+        command
+            .arg("store")
+            .args(options)
+            .arg("--socket")
+            .arg(&socket)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null());
+        let process =
+            Process::start(&mut command).map_err(|e| Failure::new(format!("cannot start a store: {e}")))?;
+        let store = Self {
+            process,
+            folder,
+            socket,
+        };
+        let deadline = Instant::now() + START_LIMIT;
+        while !listens(&store.socket) {
+            if let Ok(Some(status)) = store.process.try_wait() {
+                return Err(Failure::new(format!("the store ended early ({status})")));
+            }
+            if Instant::now() > deadline {
+                return Err(Failure::new("the store did not start within ten seconds"));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(store)
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Its process number.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+}
+
+impl Drop for OwnStore {
+    fn drop(&mut self) {
+        // The process itself ends when its field is dropped.
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_for_metrics_are_read_and_wrong_ones_refused() {
+        assert_eq!(parse_metrics("none"), Ok(None));
+        assert_eq!(parse_metrics("127.0.0.1:9753"), Ok(Some(DEFAULT_METRICS)));
+        for text in ["", "9753", "localhost:9753", "127.0.0.1:99999"] {
+            assert!(
+                parse_metrics(text).unwrap_err().contains("ADDRESS:PORT"),
+                "{text}"
+            );
+        }
+    }
+}
