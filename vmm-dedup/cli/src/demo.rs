@@ -1,6 +1,5 @@
 //! `demo`: the main job on this machine, with nothing to prepare.
 
-use crate::bench::real_files;
 use clap::Args;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, IsTerminal, Write};
@@ -10,7 +9,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 use vmm_dedup_host::store::OwnStore;
 use vmm_dedup_host::{Failure, account, children, kvm, memory, termination};
-use vmm_dedup_payload::{PayloadConfig, Report, Rewrite};
+use vmm_dedup_payload::{PayloadConfig, Report, Rewrite, real_files};
 
 /// Files that every guest loads, at most.
 const INITRD_BYTES: u64 = 72 << 20;

@@ -3,13 +3,14 @@
 //! Each subcommand is a module; this file only parses and turns errors into exit codes: 0 success, 1 failure,
 //! 2 something that the command needs is missing (or wrong usage, from clap).
 
-mod bench;
 mod dedup_file;
+#[cfg(feature = "demo")]
 mod demo;
 mod device;
 mod estimate;
 mod explain;
 mod fleet;
+mod guest;
 mod run;
 mod set;
 mod stat;
@@ -21,8 +22,11 @@ use std::process::ExitCode;
 
 /// Memory deduplication for fleets of VMs: safe, cheap, visible.
 ///
-/// Start with `vmm-dedup demo`, which runs four guests on this machine and shows what they share. For real use start
-/// a store (`vmm-dedup store`), then VMs on it (`vmm-dedup run`, or any VMM with the engine built in), and watch
+#[cfg_attr(
+    feature = "demo",
+    doc = "Start with `vmm-dedup demo`, which runs four guests on this machine and shows what they share."
+)]
+/// For real use start a store (`vmm-dedup store`), then VMs on it (`vmm-dedup run`, or any VMM with the engine built in), and watch
 /// them with `vmm-dedup top`, `vmm-dedup stat` or Prometheus. `vmm-dedup set` changes a running VM's settings, and
 /// `vmm-dedup explain` tells what became of its pages.
 #[derive(Parser, Debug)]
@@ -37,6 +41,7 @@ struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
+    #[cfg(feature = "demo")]
     Demo(demo::DemoArgs),
     Store(store::StoreArgs),
     Run(run::RunArgs),
@@ -49,21 +54,8 @@ enum Command {
     #[command(subcommand)]
     Device(device::DeviceCommand),
     Estimate(estimate::EstimateArgs),
-    /// Measure.
-    #[command(subcommand)]
-    Bench(Bench),
-}
-
-#[derive(Subcommand, Debug)]
-enum Bench {
-    Ksm(bench::KsmArgs),
-    Engines(bench::EnginesArgs),
-    Mixed(bench::MixedArgs),
-    Estimate(estimate::SpeedArgs),
-    #[command(hide = true)]
-    Worker(bench::WorkerArgs),
-    #[command(hide = true)]
-    MixedWorker(bench::MixedWorkerArgs),
+    #[cfg(feature = "bench")]
+    Bench(vmm_dedup_bench::BenchArgs),
 }
 
 fn main() -> ExitCode {
@@ -77,6 +69,7 @@ fn main() -> ExitCode {
         }
     }
     let result = match &cli.command {
+        #[cfg(feature = "demo")]
         Command::Demo(args) => demo::run(args),
         Command::Store(args) => store::run(args, cli.die_with_parent.is_none()),
         Command::Run(args) => run::run(args),
@@ -87,12 +80,8 @@ fn main() -> ExitCode {
         Command::Fleet(fleet) => fleet::run(fleet),
         Command::Device(command) => device::run(command),
         Command::Estimate(args) => estimate::run(args),
-        Command::Bench(Bench::Ksm(args)) => bench::ksm(args),
-        Command::Bench(Bench::Engines(args)) => bench::engines(args),
-        Command::Bench(Bench::Estimate(args)) => estimate::speed(args),
-        Command::Bench(Bench::Worker(args)) => bench::worker(args),
-        Command::Bench(Bench::Mixed(args)) => bench::mixed(args),
-        Command::Bench(Bench::MixedWorker(args)) => bench::mixed_worker(args),
+        #[cfg(feature = "bench")]
+        Command::Bench(args) => vmm_dedup_bench::run(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,6 +1,7 @@
 //! `run`: one VM under the reference VMM, with dedup if a store is named.
 
 use crate::dedup_file;
+use crate::guest::Guest;
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use serde_json::json;
@@ -10,26 +11,22 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmm_dedup::{Breaks, Config, DedupService, Policy, Search, UseSource};
 use vmm_dedup_host::{Failure, kvm};
-use vmm_dedup_refvmm::{ExitReason, Image, RunningVm, ThpMode, Vm, VmConfig};
+use vmm_dedup_refvmm::{ExitReason, RunningVm, ThpMode, Vm, VmConfig};
 
 /// Run one VM with the reference VMM; its serial console is this terminal.
 ///
-/// With --store the VM's memory is deduplicated. The kernel is a Linux bzImage or vmlinux, or any PVH ELF image;
-/// --payload runs the built-in test guest instead, which verifies its own memory.
+/// With --store the VM's memory is deduplicated. The kernel is a Linux bzImage or vmlinux, or any PVH ELF image.
+#[cfg_attr(
+    feature = "demo",
+    doc = "--payload runs the built-in test guest instead, which verifies its own memory."
+)]
 #[derive(Args, Debug)]
 pub(crate) struct RunArgs {
-    /// Linux kernel or PVH image.
-    #[arg(long, conflicts_with = "payload", required_unless_present = "payload")]
-    kernel: Option<PathBuf>,
-    /// Run the built-in test guest with these parameters, e.g. "private_mib=16 seconds=10".
-    #[arg(long, value_name = "PARAMETERS", num_args = 0..=1, default_missing_value = "")]
-    payload: Option<String>,
+    #[command(flatten)]
+    guest: Guest,
     /// Initial RAM disk.
     #[arg(long)]
     initrd: Option<PathBuf>,
-    /// Kernel command line.
-    #[arg(long, default_value = "console=ttyS0", conflicts_with = "payload")]
-    cmdline: String,
     /// Guest memory, MiB.
     #[arg(long, default_value_t = 256)]
     memory_mib: u64,
@@ -110,13 +107,7 @@ enum BreakMode {
 
 impl RunArgs {
     fn vm_config(&self) -> VmConfig {
-        let (kernel, cmdline) = match (&self.kernel, &self.payload) {
-            (Some(path), _) => (Image::Path(path.clone()), self.cmdline.clone()),
-            (None, parameters) => (
-                Image::Bytes(vmm_dedup_payload::ELF),
-                parameters.clone().unwrap_or_default(),
-            ),
-        };
+        let (kernel, cmdline) = self.guest.boot();
         let thp = match self.thp {
             Thp::Default => ThpMode::Default,
             Thp::Always => ThpMode::Always,
@@ -173,12 +164,7 @@ impl RunArgs {
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     args.check()?;
     kvm::need()?;
-    let mut config = args.vm_config();
-    if args.payload.is_some() {
-        // The guest measures time by its TSC, whose frequency KVM knows only once there is a vCPU.
-        let khz = vmm_dedup_payload::measure_tsc_khz();
-        config.cmdline = format!("{} tsc_khz={khz}", config.cmdline).trim().to_owned();
-    }
+    let config = args.vm_config();
     let vm = Vm::new(&config).map_err(Failure::from_error)?;
     let service = match &args.store {
         Some(store) => Some(start_dedup(&vm, store, args.engine_config()?)?),

@@ -18,6 +18,7 @@
 
 mod contents;
 mod error;
+mod inputs;
 mod memory;
 pub mod near;
 mod plain;
@@ -28,6 +29,7 @@ mod scan;
 
 pub use contents::estimate;
 pub use error::Error;
+pub use inputs::Inputs;
 pub use memory::Memory;
 pub use plain::read_plainly;
 pub use report::{Amount, Input, Report, Total};

@@ -1,17 +1,13 @@
-//! `estimate`: what sharing would save, before it is switched on; and `bench estimate`, how fast that is told.
+//! `estimate`: what sharing would save, before it is switched on.
 
-mod speed;
 mod table;
 
 use clap::Args;
 use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
-use vmm_dedup_estimate::{Memory, Reading, Sample, estimate, near::estimate_with_near};
+use vmm_dedup_estimate::{Inputs, Memory, Reading, Sample, estimate, near::estimate_with_near};
 use vmm_dedup_host::Failure;
-
-pub(crate) use speed::{SpeedArgs, speed};
 
 /// Tell how much sharing would save, without changing anything.
 ///
@@ -36,41 +32,6 @@ pub(crate) struct EstimateArgs {
     json: bool,
 }
 
-/// What to examine.
-#[derive(Args, Debug)]
-pub(crate) struct Inputs {
-    /// Process of a VMM; several with commas or by repeating.
-    #[arg(
-        long = "pid",
-        value_name = "PID",
-        value_delimiter = ',',
-        required_unless_present = "files"
-    )]
-    pids: Vec<u32>,
-    /// Memory dumps, snapshot directories or raw images.
-    #[arg(value_name = "FILE")]
-    files: Vec<PathBuf>,
-    /// Threads that read [default: one for each CPU].
-    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    threads: Option<u16>,
-}
-
-impl Inputs {
-    fn open(&self) -> Result<Vec<Memory>, Failure> {
-        let processes = self.pids.iter().map(|pid| Memory::of_process(*pid));
-        let files = self.files.iter().map(|path| Memory::of_file(path));
-        processes
-            .chain(files)
-            .map(|memory| memory.map_err(Failure::from_error))
-            .collect()
-    }
-
-    fn threads(&self) -> usize {
-        let cpus = || std::thread::available_parallelism().map_or(1, usize::from);
-        self.threads.map_or_else(cpus, usize::from)
-    }
-}
-
 fn parse_sample(text: &str) -> Result<Sample, String> {
     let one_in = text.parse().map_err(|_| "expected a number".to_owned())?;
     Sample::try_new(one_in).map_err(|e| e.to_string())
@@ -78,7 +39,7 @@ fn parse_sample(text: &str) -> Result<Sample, String> {
 
 /// Runs the command.
 pub(crate) fn run(args: &EstimateArgs) -> Result<(), Failure> {
-    let memories = args.inputs.open()?;
+    let memories = args.inputs.open().map_err(Failure::from_error)?;
     let pages = memories.iter().map(Memory::pages).sum();
     let sample = args.sample.unwrap_or_else(|| Sample::fitting(pages));
     let progress = Progress::new();

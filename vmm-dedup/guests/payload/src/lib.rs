@@ -28,6 +28,7 @@
 
 mod config;
 mod console;
+mod files;
 mod report;
 #[cfg(test)]
 mod tests;
@@ -35,6 +36,7 @@ mod time;
 
 pub use config::{ConfigError, Device, Idle, PayloadConfig, Rewrite, WorkingSet};
 pub use console::{Console, WaitError};
+pub use files::real_files;
 pub use report::{Access, Report, ReportError};
 pub use time::measure_tsc_khz;
 

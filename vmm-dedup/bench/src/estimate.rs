@@ -1,10 +1,9 @@
 //! `bench estimate`: an estimate's reading speed beside that of reading alone, in turn, in one run.
 
-use super::Inputs;
 use clap::Args;
 use serde_json::json;
 use std::time::Instant;
-use vmm_dedup_estimate::{Memory, Reading, Sample, estimate, read_plainly};
+use vmm_dedup_estimate::{Inputs, Memory, Reading, Sample, estimate, read_plainly};
 use vmm_dedup_host::Failure;
 
 /// Compare the speed of an exact estimate with that of reading the same data and nothing else.
@@ -12,7 +11,7 @@ use vmm_dedup_host::Failure;
 /// Both read in turn, with the same threads, after one reading that warms up the page cache; the fastest of each
 /// is reported.
 #[derive(Args, Debug)]
-pub(crate) struct SpeedArgs {
+pub(crate) struct EstimateArgs {
     #[command(flatten)]
     inputs: Inputs,
     /// Repetitions of each.
@@ -24,8 +23,8 @@ pub(crate) struct SpeedArgs {
 }
 
 /// Runs the comparison.
-pub(crate) fn speed(args: &SpeedArgs) -> Result<(), Failure> {
-    let memories = args.inputs.open()?;
+pub(crate) fn run(args: &EstimateArgs) -> Result<(), Failure> {
+    let memories = args.inputs.open().map_err(Failure::from_error)?;
     let bytes = memories.iter().map(Memory::pages).sum::<u64>() as f64 * 4096.0;
     let reading = Reading {
         threads: args.inputs.threads(),

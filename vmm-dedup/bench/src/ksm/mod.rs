@@ -4,28 +4,20 @@
 //! whole machine in turn. CPU is read in nanoseconds from schedstat: of ksmd on one side, of the service's threads
 //! and the whole store process on the other.
 
-mod content;
-mod engines;
-mod host;
-mod images;
-mod ksm;
-mod mixed;
+mod kernel;
+mod measured;
 mod ours;
 mod report;
 
-pub(crate) use content::real_files;
-pub(crate) use engines::{EnginesArgs, engines};
-pub(crate) use mixed::{MixedArgs, MixedWorkerArgs, mixed, worker as mixed_worker};
-
+use crate::content::{self, Kind};
+use crate::{host, worker};
 use clap::Args;
-use content::Kind;
-use report::{Measured, Report};
+use measured::{Measured, pages_name};
+use report::Report;
 use serde::{Deserialize, Serialize};
-use std::io::Read;
 use std::path::PathBuf;
-use std::process::Stdio;
-use vmm_dedup_host::Failure;
-use vmm_dedup_host::children::{self, Process};
+use vmm_dedup_host::store::OwnStore;
+use vmm_dedup_host::{Failure, children, termination};
 
 /// Compare with the kernel's KSM: CPU, savings and memory really freed, on the same content in the same run.
 #[derive(Args, Debug)]
@@ -74,44 +66,42 @@ pub(crate) struct WorkerArgs {
 }
 
 /// Runs the comparison.
-pub(crate) fn ksm(args: &KsmArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &KsmArgs) -> Result<(), Failure> {
     if args.kinds.contains(&Kind::Images) {
         return Err(Failure::usage(
             "images are named with --images FILE..., without --kinds",
         ));
     }
     host::need_root()?;
-    ksm::need_ksm()?;
-    let lock = ksm::lock()?;
+    kernel::need_ksm()?;
+    let lock = kernel::lock()?;
     if !args.force {
-        ksm::need_unused()?;
+        kernel::need_unused()?;
     }
     let mib = match args.images.as_slice() {
         [] => args.mib,
-        images => images::total_mib(images)?,
+        images => content::total_mib(images)?,
     };
     host::need_memory(u64::from(mib) << 21)?;
-    let settings = ksm::Settings::save()?;
+    let settings = kernel::Settings::save()?;
     let limit = host::MapCount::raise()?;
     let shared = host::SharedMemory::recommend();
     let large_folios = shared.is_recommended();
     let cleanup = move || {
         drop((settings, limit, shared, lock));
-        drop(std::fs::remove_dir_all(vmm_dedup_host::children::folder("bench")));
+        drop(std::fs::remove_dir_all(children::folder("bench")));
     };
-    vmm_dedup_host::termination::on_termination(cleanup, || compare(args, mib, large_folios)).and_then(
-        |report| {
-            if args.json {
-                println!(
-                    "{}",
-                    serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?
-                );
-            } else {
-                report.print();
-            }
-            Ok(())
-        },
-    )
+    termination::on_termination(cleanup, || compare(args, mib, large_folios)).and_then(|report| {
+        if args.json {
+            println!(
+                "{}",
+                serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?
+            );
+        } else {
+            report.print();
+        }
+        Ok(())
+    })
 }
 
 fn compare(args: &KsmArgs, mib: u32, large_folios: bool) -> Result<Report, Failure> {
@@ -153,12 +143,8 @@ fn compare(args: &KsmArgs, mib: u32, large_folios: bool) -> Result<Report, Failu
     Ok(report)
 }
 
-fn pages_name(thp: bool) -> &'static str {
-    if thp { "thp" } else { "4k" }
-}
-
 fn measure_ours(worker: WorkerArgs) -> Result<Measured, Failure> {
-    let store = vmm_dedup_host::store::OwnStore::start("bench", None)?;
+    let store = OwnStore::start("bench", None)?;
     measure(&WorkerArgs {
         store: Some(store.socket().to_owned()),
         store_pid: store.pid(),
@@ -189,27 +175,14 @@ fn measure(args: &WorkerArgs) -> Result<Measured, Failure> {
     if !args.images.is_empty() {
         command.arg("--images").args(&args.images);
     }
-    let process = Process::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
-    let process = process.map_err(|e| Failure::new(format!("cannot start a measurement: {e}")))?;
-    let mut answer = Vec::new();
-    if let Some(mut output) = process.output() {
-        output.read_to_end(&mut answer).map_err(Failure::from_error)?;
-    }
-    let status = process.wait().map_err(Failure::from_error)?;
-    if !status.success() {
-        return Err(Failure::new(format!(
-            "a measurement of {} failed ({status})",
-            args.kind
-        )));
-    }
-    serde_json::from_slice(&answer).map_err(|e| Failure::new(format!("unreadable measurement: {e}")))
+    worker::ask(&mut command, &args.kind.to_string())
 }
 
 /// The process behind [`measure`].
-pub(crate) fn worker(args: &WorkerArgs) -> Result<(), Failure> {
-    let mut area = content::Area::fill(args.kind, args.thp, args.mib, &args.images)?;
+pub(crate) fn work(args: &WorkerArgs) -> Result<(), Failure> {
+    let mut area = content::fill(args.kind, args.thp, args.mib, &args.images)?;
     let measured = match &args.store {
-        None => ksm::measure(&mut area)?,
+        None => kernel::measure(&mut area)?,
         Some(store) => ours::measure(&mut area, store, args.store_pid)?,
     };
     println!(

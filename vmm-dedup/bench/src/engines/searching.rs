@@ -3,8 +3,9 @@
 //! The tree holds real files' pages as far as there are any, and generated ones. Half of the candidates are copies of
 //! pages of the tree, the other half differ from one in their last word. They lie in a staging buffer.
 
-use super::super::content::{Area, Kind, mix, pick};
+use super::arenas;
 use super::device::DeviceProcess;
+use crate::content::{self, Kind, mix, pick};
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vmm_dedup::compare::{Answer, Arena, Backend, CpuBackend, KeyKind, PageId, Pages};
@@ -115,10 +116,10 @@ pub(super) fn measure(
 
 impl Bench {
     fn new(slots: usize, candidates: usize) -> Result<Self, Failure> {
-        let arena = super::arena(slots + candidates)?;
+        let arena = arenas::arena(slots + candidates)?;
         let tree: Vec<AtomicU64> = (0..words(slots)).map(|_| AtomicU64::new(0)).collect();
         let mib = u32::try_from(slots * 2 / 256 + 64).unwrap_or(u32::MAX);
-        let area = Area::fill(Kind::Files, false, mib, &[])?;
+        let area = content::fill(Kind::Files, false, mib, &[])?;
         let mut node: Node = 0;
         for page in 0..area.pages() {
             if node as usize == slots {

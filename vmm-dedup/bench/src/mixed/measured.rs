@@ -1,6 +1,5 @@
-//! What `bench mixed` prints.
+//! What one measurement tells, from its process to the report.
 
-use super::summary::{Ratios, median};
 use serde::{Deserialize, Serialize};
 
 /// Speed of random access.
@@ -92,100 +91,4 @@ pub(super) struct Measured {
     pub(super) process: Process,
     /// `None` without KVM.
     pub(super) guests: Option<Guests>,
-}
-
-/// All of them, from one run.
-#[derive(Debug, Serialize)]
-pub(super) struct Report {
-    mib: u32,
-    seconds: u32,
-    interval_ms: u32,
-    /// Medians.
-    policies: Vec<Measured>,
-    /// What `smartmd` reaches of the others, as far as they were measured.
-    smartmd: Ratios,
-    rounds: Vec<Measured>,
-}
-
-impl Report {
-    pub(super) fn new(mib: u32, seconds: u32, interval_ms: u32) -> Self {
-        Self {
-            mib,
-            seconds,
-            interval_ms,
-            policies: Vec::new(),
-            smartmd: Ratios::default(),
-            rounds: Vec::new(),
-        }
-    }
-
-    pub(super) fn add(&mut self, measured: Measured) {
-        let name = measured.policy.clone();
-        self.rounds.push(measured);
-        let rounds: Vec<&Measured> = self.rounds.iter().filter(|m| m.policy == name).collect();
-        let median = median(&rounds);
-        match self.policies.iter_mut().find(|m| m.policy == name) {
-            Some(known) => *known = median,
-            None => self.policies.push(median),
-        }
-        self.smartmd = Ratios::of(&self.rounds);
-    }
-
-    pub(super) fn print(&self) {
-        println!(
-            "{} MiB, a sample every {} ms, {} s each",
-            self.mib, self.interval_ms, self.seconds
-        );
-        println!(
-            "{:<13} {:>8} {:>6} {:>9} {:>6} {:>6} {:>6} {:>9} {:>9} {:>11} {:>9}",
-            "memory",
-            "saved",
-            "huge",
-            "Macc/s",
-            "speed",
-            "p50ns",
-            "p99ns",
-            "monitor s",
-            "dedup s",
-            "rebuilt",
-            "Macc/s"
-        );
-        for Measured {
-            policy, process: p, ..
-        } in &self.policies
-        {
-            println!(
-                "{policy:<13} {:>8} {:>6} {:>9.2} {:>6.3} {:>6} {:>6} {:>9.3} {:>9.3} {:>5} of {:>2} {:>9.2}",
-                p.saved_pages,
-                p.huge_pages,
-                p.access.per_cpu_s / 1e6,
-                p.speed(),
-                p.access.p50_ns,
-                p.access.p99_ns,
-                p.converge_monitor_cpu_s + p.steady_monitor_cpu_s,
-                p.converge_dedup_cpu_s + p.steady_dedup_cpu_s,
-                p.rebuilt,
-                p.turned,
-                p.after_change.per_cpu_s / 1e6,
-            );
-        }
-        println!(
-            "{:<13} {:>8} {:>6} {:>9} {:>6} {:>6} {:>9} {:>9}",
-            "guests", "saved", "huge", "pages/s", "p50ns", "p99ns", "monitor s", "dedup s"
-        );
-        for Measured { policy, guests, .. } in &self.policies {
-            let Some(g) = guests else { continue };
-            println!(
-                "{policy:<13} {:>8} {:>6} {:>9.0} {:>6} {:>6} {:>9.3} {:>9.3}",
-                g.saved_pages,
-                g.huge_pages,
-                g.pages_per_cpu_s,
-                g.access_p50_ns,
-                g.access_p99_ns,
-                g.monitor_cpu_s,
-                g.dedup_cpu_s
-            );
-        }
-        self.smartmd.print();
-    }
 }

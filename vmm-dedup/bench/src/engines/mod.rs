@@ -6,6 +6,7 @@
 //! ([`service`]). What models of hardware report in cycles,
 //! nanojoules and bytes is by the papers' constants; times and CPU are those of this machine.
 
+mod arenas;
 mod device;
 mod keys;
 mod merging;
@@ -13,14 +14,14 @@ mod report;
 mod searching;
 mod service;
 
-use super::content::{Area, Kind};
-use super::{host, images};
+use crate::content::{self, Area, Kind, total_mib};
+use crate::host;
+use arenas::{arena_of, arena_of_pages, arena_without_zeros};
 use clap::Args;
 use device::DeviceProcess;
 use report::Report;
 use std::path::PathBuf;
-use vmm_dedup::compare::Arena;
-use vmm_dedup_host::Failure;
+use vmm_dedup_host::{Failure, children, termination};
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::PAGE_WORDS;
 
@@ -52,9 +53,9 @@ pub(crate) struct EnginesArgs {
 const CANDIDATES: usize = 32_768;
 
 /// Runs the comparison.
-pub(crate) fn engines(args: &EnginesArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &EnginesArgs) -> Result<(), Failure> {
     let largest = (u64::from(args.mib) << 20).max(u64::from(args.slots) * PAGE_SIZE as u64);
-    let images = u64::from(images::total_mib(&args.image)?) << 20;
+    let images = u64::from(total_mib(&args.image)?) << 20;
     host::need_memory((largest * 3).max(images * 3) + (CANDIDATES * PAGE_SIZE) as u64)?;
     if !args.later.is_empty() && args.later.len() != args.image.len() {
         let (later, image) = (args.later.len(), args.image.len());
@@ -63,11 +64,11 @@ pub(crate) fn engines(args: &EnginesArgs) -> Result<(), Failure> {
         )));
     }
     let cleanup = || {
-        for folder in [device::folder(), vmm_dedup_host::children::folder(service::STORE)] {
+        for folder in [device::folder(), children::folder(service::STORE)] {
             drop(std::fs::remove_dir_all(folder));
         }
     };
-    let report = vmm_dedup_host::termination::on_termination(cleanup, || compare(args))?;
+    let report = termination::on_termination(cleanup, || compare(args))?;
     if args.json {
         let text = serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?;
         println!("{text}");
@@ -84,7 +85,7 @@ fn compare(args: &EnginesArgs) -> Result<Report, Failure> {
     let mut report = Report::new(args.mib, args.slots);
     for kind in kinds {
         eprintln!("{kind}: merging and keys");
-        let arena = arena_of(&Area::fill(*kind, false, args.mib, &[])?)?;
+        let arena = arena_of(&content::fill(*kind, false, args.mib, &[])?)?;
         report
             .merging
             .extend(merging::measure(&kind.to_string(), &arena, &device)?);
@@ -110,35 +111,8 @@ fn compare(args: &EnginesArgs) -> Result<Report, Failure> {
     Ok(report)
 }
 
-fn arena(pages: usize) -> Result<Arena, Failure> {
-    Arena::new(pages).map_err(|e| Failure::new(format!("cannot make {pages} pages of shared memory: {e}")))
-}
-
-fn arena_of(area: &Area) -> Result<Arena, Failure> {
-    let pages: Vec<usize> = (0..area.pages()).collect();
-    arena_of_pages(area, &pages)
-}
-
 fn area_of_images(paths: &[PathBuf]) -> Result<Area, Failure> {
-    Area::fill(Kind::Images, false, images::total_mib(paths)?, paths)
-}
-
-/// The pages with content: most zero pages of an image were never used, and would not be there.
-fn arena_without_zeros(area: &Area) -> Result<Arena, Failure> {
-    let used = |page: &usize| area.read(*page) != [0; PAGE_WORDS];
-    let pages: Vec<usize> = (0..area.pages()).filter(used).collect();
-    if pages.is_empty() {
-        return Err(Failure::new("the images hold nothing but zeros"));
-    }
-    arena_of_pages(area, &pages)
-}
-
-fn arena_of_pages(area: &Area, pages: &[usize]) -> Result<Arena, Failure> {
-    let arena = arena(pages.len())?;
-    for (at, page) in pages.iter().enumerate() {
-        arena.write(at, &area.read(*page));
-    }
-    Ok(arena)
+    content::fill(Kind::Images, false, total_mib(paths)?, paths)
 }
 
 /// The pages that had content at first, at both times.

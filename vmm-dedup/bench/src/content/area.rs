@@ -1,10 +1,7 @@
-//! What the memory under test holds.
+//! The memory under test.
 #![allow(unsafe_code)] // the memory under test is mapped and written through raw pointers, since pages come and go
 
-use serde::{Deserialize, Serialize};
-use std::fs;
-use std::io::Read;
-use std::path::{Path, PathBuf};
+use super::numbers::{mix, pick};
 use vmm_dedup_host::Failure;
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::PageWords;
@@ -13,32 +10,6 @@ const HUGE: usize = 2 << 20;
 /// Pages in a huge page.
 pub(crate) const HUGE_PAGES: usize = HUGE / PAGE_SIZE;
 const WORDS: usize = PAGE_SIZE / 8;
-
-/// Kinds of content.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Kind {
-    /// Every second page has four copies, next to each other; the others are unique.
-    Scattered,
-    /// Stretches of 1 MiB, four copies of each.
-    Runs,
-    /// Four guests: the same real files in each, then private data.
-    Files,
-    /// Images of real guests' memory, see `--images`.
-    #[value(hide = true)]
-    Images,
-}
-
-impl std::fmt::Display for Kind {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Kind::Scattered => "scattered",
-            Kind::Runs => "runs",
-            Kind::Files => "files",
-            Kind::Images => "images",
-        })
-    }
-}
 
 /// Memory with content, and what each page should hold.
 #[derive(Debug)]
@@ -49,29 +20,24 @@ pub(crate) struct Area {
 }
 
 impl Area {
-    /// Maps and fills `mib` MiB.
-    pub(crate) fn fill(kind: Kind, thp: bool, mib: u32, images: &[PathBuf]) -> Result<Self, Failure> {
+    /// Maps `mib` MiB, of huge pages if `thp`, and lets `fill` write to it what it should hold from now on.
+    pub(crate) fn filled(
+        thp: bool,
+        mib: u32,
+        fill: impl FnOnce(&mut Self) -> Result<(), Failure>,
+    ) -> Result<Self, Failure> {
         let mut area = Self::map(thp, mib)?;
-        match kind {
-            Kind::Scattered => area.fill_words(|page| if page % 2 == 1 { page / 8 } else { page | 1 << 40 }),
-            Kind::Runs => {
-                let stretches = area.pages / 256;
-                let distinct = (stretches / 4).max(1);
-                area.fill_words(|page| ((page / 256 % distinct) << 8) | (page % 256));
-            }
-            Kind::Files => area.fill_files()?,
-            Kind::Images => super::images::fill(images, &mut area)?,
-        }
+        fill(&mut area)?;
         area.sums = (0..area.pages).map(|page| area.sum(page)).collect();
         Ok(area)
     }
 
-    /// Maps and fills `mib` MiB, of huge pages if `thp`; pages with the same number have the same content.
+    /// The same; pages with the same number have the same content.
     pub(crate) fn with_content(thp: bool, mib: u32, id: impl Fn(usize) -> usize) -> Result<Self, Failure> {
-        let mut area = Self::map(thp, mib)?;
-        area.fill_words(id);
-        area.sums = (0..area.pages).map(|page| area.sum(page)).collect();
-        Ok(area)
+        Self::filled(thp, mib, |area| {
+            area.fill_words(id);
+            Ok(())
+        })
     }
 
     fn map(thp: bool, mib: u32) -> Result<Self, Failure> {
@@ -163,7 +129,8 @@ impl Area {
             .count()
     }
 
-    fn fill_words(&mut self, id: impl Fn(usize) -> usize) {
+    /// Writes all pages; those with the same number get the same content.
+    pub(super) fn fill_words(&mut self, id: impl Fn(usize) -> usize) {
         for page in 0..self.pages {
             let seed = mix(id(page));
             for word in 0..WORDS {
@@ -174,19 +141,6 @@ impl Area {
                 };
             }
         }
-    }
-
-    /// Each quarter of the area: files to three fifths of it, as far as there are files, then private data.
-    fn fill_files(&mut self) -> Result<(), Failure> {
-        let guest = self.pages / 4;
-        let files = read_files(guest * 3 / 5 * PAGE_SIZE)?;
-        self.fill_words(|page| page | 1 << 41);
-        for copy in 0..4 {
-            for (i, page) in files.chunks_exact(PAGE_SIZE).enumerate() {
-                self.write(copy * guest + i, page);
-            }
-        }
-        Ok(())
     }
 
     fn word(&self, page: usize, word: usize) -> *mut u64 {
@@ -223,74 +177,13 @@ fn warm_up(len: usize) {
     }
 }
 
-/// Real files of this machine, each padded to whole pages, as many as fit.
-fn read_files(limit: usize) -> Result<Vec<u8>, Failure> {
-    let mut bytes = Vec::with_capacity(limit);
-    for path in real_files() {
-        let Ok(file) = fs::File::open(&path) else { continue };
-        let room = (limit - bytes.len()) as u64;
-        if file.take(room).read_to_end(&mut bytes).is_ok() {
-            bytes.resize(bytes.len().next_multiple_of(PAGE_SIZE), 0);
-        }
-        if bytes.len() >= limit {
-            bytes.truncate(limit);
-            return Ok(bytes);
-        }
-    }
-    if bytes.len() < 16 << 20 {
-        return Err(Failure::new(
-            "fewer than 16 MiB of shared libraries and locales found under /usr/lib",
-        ));
-    }
-    Ok(bytes)
-}
-
-/// Shared libraries and locale archives, in a fixed order.
-pub(crate) fn real_files() -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    let mut folders = vec![PathBuf::from("/usr/lib")];
-    while let Some(folder) = folders.pop() {
-        let Ok(entries) = fs::read_dir(&folder) else {
-            continue;
-        };
-        for entry in entries.flatten() {
-            match entry.file_type() {
-                Ok(kind) if kind.is_dir() => folders.push(entry.path()),
-                Ok(kind) if kind.is_file() && is_wanted(&entry.path()) => found.push(entry.path()),
-                _ => {}
-            }
-        }
-    }
-    found.sort();
-    found
-}
-
-fn is_wanted(path: &Path) -> bool {
-    let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
-    name.contains(".so") || name.starts_with("locale-archive") || path.starts_with("/usr/lib/locale")
-}
-
-/// A number below `limit` that depends on `n`.
-#[allow(clippy::cast_possible_truncation)] // below limit
-pub(super) fn pick(n: usize, limit: usize) -> usize {
-    (mix(n) % limit as u64) as usize
-}
-
-/// SplitMix64.
-pub(super) fn mix(n: usize) -> u64 {
-    let mut z = (n as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn dirtying_changes_pages_and_their_sums() {
-        let mut area = Area::fill(Kind::Scattered, false, 4, &[]).unwrap();
+        let mut area = Area::with_content(false, 4, |page| page).unwrap();
         let before = area.sums.clone();
         area.dirty(1);
         assert_eq!(
@@ -301,12 +194,5 @@ mod tests {
         // SAFETY: inside the area.
         unsafe { area.word(5, 5).write_volatile(0) };
         assert_eq!(area.wrong(), 1);
-    }
-
-    #[test]
-    fn three_of_four_odd_pages_are_copies() {
-        let area = Area::fill(Kind::Scattered, false, 4, &[]).unwrap();
-        let distinct: std::collections::HashSet<u64> = area.sums.iter().copied().collect();
-        assert_eq!(area.pages - distinct.len(), area.pages / 2 * 3 / 4);
     }
 }

@@ -1,6 +1,6 @@
 //! Medians of rounds, and what `smartmd` reaches of the other policies.
 
-use super::report::Measured;
+use super::measured::Measured;
 use serde::Serialize;
 use serde_json::Value;
 

@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 use vmm_dedup::compare::Arena;
+
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::children::{self, Process};
 use vmm_dedup_pageforge::driver::{PageForgeBackend, VfioUser};
 
 /// Where this process's device has its socket; whoever starts one removes it in the end.
 pub(super) fn folder() -> PathBuf {
-    vmm_dedup_host::children::folder("engines")
+    children::folder("engines")
 }
 
 /// The process, and where it listens.

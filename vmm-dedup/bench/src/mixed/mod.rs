@@ -9,23 +9,25 @@
 //! memory under test; policies take turns, in one order and then in the other, and what is compared are ratios of one round.
 
 mod guests;
+mod measured;
 mod process;
 mod report;
+mod setup;
 mod subject;
 mod summary;
 
-use super::host;
+use crate::{host, worker};
 use clap::Args;
-use report::{Measured, Report};
-use serde::Deserialize;
-use std::io::Read;
-use std::path::{Path, PathBuf};
-use std::process::Stdio;
-use std::time::{Duration, Instant};
+use measured::Measured;
+use report::Report;
+use serde::de::DeserializeOwned;
+use setup::Setup;
+use std::path::PathBuf;
+use std::time::Duration;
 use subject::Subject;
-use vmm_dedup::{Breaks, Config, DedupService, ServiceStats, UseSource};
-use vmm_dedup_host::Failure;
-use vmm_dedup_host::children::{self, Process};
+use vmm_dedup::UseSource;
+use vmm_dedup_host::store::OwnStore;
+use vmm_dedup_host::{Failure, children, kvm, termination};
 
 /// Compare the policies for huge pages: memory saved, speed of random access, CPU time.
 ///
@@ -64,7 +66,7 @@ pub(crate) struct MixedArgs {
 
 /// One policy in a process of its own (internal).
 #[derive(Args, Debug)]
-pub(crate) struct MixedWorkerArgs {
+pub(crate) struct WorkerArgs {
     #[arg(long, requires = "store")]
     subject: Option<Subject>,
     #[arg(long)]
@@ -85,10 +87,10 @@ pub(crate) struct MixedWorkerArgs {
 }
 
 /// Runs the comparison.
-pub(crate) fn mixed(args: &MixedArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &MixedArgs) -> Result<(), Failure> {
     host::need_memory(u64::from(args.mib) << 21)?;
-    let cleanup = || drop(std::fs::remove_dir_all(vmm_dedup_host::children::folder("mixed")));
-    let report = vmm_dedup_host::termination::on_termination(cleanup, || compare(args))?;
+    let cleanup = || drop(std::fs::remove_dir_all(children::folder("mixed")));
+    let report = termination::on_termination(cleanup, || compare(args))?;
     if args.json {
         let text = serde_json::to_string_pretty(&report).map_err(Failure::from_error)?;
         println!("{text}");
@@ -130,7 +132,7 @@ fn compare(args: &MixedArgs) -> Result<Report, Failure> {
 }
 
 fn can_run_guests() -> bool {
-    match vmm_dedup_host::kvm::need() {
+    match kvm::need() {
         Ok(()) => true,
         Err(failure) => {
             eprintln!("no guests: {failure}");
@@ -140,7 +142,7 @@ fn can_run_guests() -> bool {
 }
 
 /// Measures in a process of its own: what one did to its address space is not to be another's trouble.
-fn measure<T: for<'a> Deserialize<'a>>(
+fn measure<T: DeserializeOwned>(
     args: &MixedArgs,
     subject: Option<Subject>,
     guests: bool,
@@ -158,32 +160,17 @@ fn measure<T: for<'a> Deserialize<'a>>(
     if guests {
         command.arg("--guests");
     }
-    let store = subject
-        .map(|_| vmm_dedup_host::store::OwnStore::start("mixed", None))
-        .transpose()?;
+    let store = subject.map(|_| OwnStore::start("mixed", None)).transpose()?;
     if let (Some(subject), Some(store)) = (subject, &store) {
         let store_pid = store.pid().to_string();
         command.args(["--subject", &subject.to_string(), "--store-pid", &store_pid]);
         command.arg("--store").arg(store.socket());
     }
-    let process = Process::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
-    let process = process.map_err(|e| Failure::new(format!("cannot start a measurement: {e}")))?;
-    let mut answer = Vec::new();
-    if let Some(mut output) = process.output() {
-        output.read_to_end(&mut answer).map_err(Failure::from_error)?;
-    }
-    let status = process.wait().map_err(Failure::from_error)?;
-    if !status.success() {
-        let name = subject::name(subject);
-        return Err(Failure::new(format!(
-            "the measurement of {name} failed ({status})"
-        )));
-    }
-    serde_json::from_slice(&answer).map_err(|e| Failure::new(format!("unreadable measurement: {e}")))
+    worker::ask(&mut command, &subject::name(subject))
 }
 
 /// The process behind [`measure`].
-pub(crate) fn worker(args: &MixedWorkerArgs) -> Result<(), Failure> {
+pub(crate) fn work(args: &WorkerArgs) -> Result<(), Failure> {
     let setup = Setup {
         subject: args.subject,
         use_source: args.use_source,
@@ -199,84 +186,4 @@ pub(crate) fn worker(args: &MixedWorkerArgs) -> Result<(), Failure> {
     };
     println!("{}", measured.map_err(Failure::from_error)?);
     Ok(())
-}
-
-/// Longest time to wait until a policy has settled.
-const PATIENCE: Duration = Duration::from_secs(45);
-/// Intervals that a policy has at least: it may need some to see what is used.
-const MIN_INTERVALS: u32 = 10;
-/// Intervals without merging after which it has settled: unchanged huge pages are looked at ever less often.
-const QUIET_INTERVALS: u32 = 8;
-
-/// What a measurement works with.
-struct Setup<'a> {
-    /// `None`: no dedup.
-    subject: Option<Subject>,
-    use_source: UseSource,
-    store: Option<&'a Path>,
-    store_pid: u32,
-    seconds: Duration,
-    interval_ms: u64,
-}
-
-impl Setup<'_> {
-    fn config(&self, name: &str, subject: Subject) -> Config {
-        let defaults = Config::default();
-        Config {
-            name: name.into(),
-            pass_period_ms: (self.interval_ms / 4).max(10),
-            // Costs are measured; what a budget would put off is not to be.
-            cpu_percent: 100,
-            huge_policy: subject.policy,
-            use_source: self.use_source,
-            monitor_interval_ms: self.interval_ms,
-            monitor_window_us: subject.window_us.unwrap_or(defaults.monitor_window_us),
-            // What the kernel copies may be pinned and could not be built again.
-            breaks: Breaks::Managed {
-                reserve_pages: 4096,
-                floor_bytes: 256 << 20,
-            },
-            ..defaults
-        }
-    }
-
-    /// Waits for [`MIN_INTERVALS`], then until nothing has been merged for [`QUIET_INTERVALS`], at most [`PATIENCE`]: what is
-    /// written all the time is merged and broken again for ever.
-    fn settle(&self, services: &[DedupService]) {
-        let start = Instant::now();
-        std::thread::sleep(Duration::from_millis(self.interval_ms) * MIN_INTERVALS);
-        let mut last = (0, Instant::now());
-        while start.elapsed() < PATIENCE {
-            let sum = services.iter().map(DedupService::stats).fold(0, |sum, s| {
-                sum + s.merges_total + s.zero_merges_total + s.huge_rebuilt_total + s.huge_splits_total
-            });
-            if sum != last.0 {
-                last = (sum, Instant::now());
-            } else if last.1.elapsed() > Duration::from_millis(self.interval_ms) * QUIET_INTERVALS {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    }
-
-    /// Pages saved: mapped, beyond the first of each content, and zero.
-    fn saved_pages(&self, services: &[DedupService]) -> Result<u64, Failure> {
-        let Some(store) = self.store else { return Ok(0) };
-        let mapped: u64 = services
-            .iter()
-            .map(DedupService::stats)
-            .map(|s| s.pages_mapped + s.pages_zero)
-            .sum();
-        Ok(mapped.saturating_sub(vmm_dedup_host::account::of_store(store)?.0.pages_shared))
-    }
-
-    /// CPU time so far: `(monitors, all else of dedup with the store)`, seconds.
-    fn cpu(&self, services: &[DedupService]) -> Result<(f64, f64), Failure> {
-        let stats: Vec<ServiceStats> = services.iter().map(DedupService::stats).collect();
-        let monitor: u64 = stats.iter().map(|s| s.cpu_ns.monitor).sum();
-        let threads: u64 = stats.iter().map(|s| s.cpu_ns.total()).sum();
-        let store = self.store.map_or(Ok(0), |_| host::cpu_ns(self.store_pid, ""))?;
-        let seconds = super::ksm::seconds;
-        Ok((seconds(monitor), seconds(threads - monitor + store)))
-    }
 }

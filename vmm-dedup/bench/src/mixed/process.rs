@@ -3,9 +3,9 @@
 //! knows: what slows both down is the machine.
 #![allow(unsafe_code)] // the service works on the area's address range
 
-use super::Setup;
-use super::report::{Access, Process};
-use crate::bench::content::{Area, HUGE_PAGES};
+use super::measured::{Access, Process};
+use super::setup::Setup;
+use crate::content::{Area, HUGE_PAGES};
 use rustix::time::{ClockId, clock_gettime};
 use std::ops::Range;
 use std::sync::Mutex;

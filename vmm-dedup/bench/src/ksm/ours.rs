@@ -1,14 +1,13 @@
 //! Our side: the engine on the same memory, with a store in a process of its own.
 #![allow(unsafe_code)] // the service works on the area's address range
 
-use super::content::Area;
-use super::host;
-use super::ksm::seconds;
-use super::report::Measured;
+use super::measured::Measured;
+use crate::content::Area;
+use crate::host::{self, seconds};
 use std::path::Path;
 use std::time::Instant;
 use vmm_dedup::{Config, DedupService, HostRange, Policy, ServiceStats};
-use vmm_dedup_host::Failure;
+use vmm_dedup_host::{Failure, account};
 
 /// Passes without a change after which we have converged. Huge pages are looked at with growing pauses; nothing is
 /// left to do after the first few.
@@ -21,7 +20,7 @@ const IDLE_PASSES: u32 = 128;
 const DIRTY_PASSES: usize = 16;
 
 /// Lets the engine work on the area as fast as it can.
-pub(crate) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<Measured, Failure> {
+pub(super) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<Measured, Failure> {
     let config = Config {
         name: "bench".into(),
         pass_period_ms: 3_600_000,
@@ -63,7 +62,7 @@ pub(crate) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
     }
     let vmas = vmas()?.saturating_sub(vmas_before);
     let stats = service.stats();
-    let store_stats = vmm_dedup_host::account::of_store(store)?.0;
+    let store_stats = account::of_store(store)?.0;
     let freed = host::available()?.cast_signed() - before.cast_signed();
     let idle_start = cpu()?;
     for _ in 0..IDLE_PASSES {

@@ -1,6 +1,6 @@
 //! Content that real guests had: images of their memory, one after the other.
 
-use super::content::Area;
+use super::area::Area;
 use std::path::{Path, PathBuf};
 use vmm_dedup_estimate::{Error, Memory};
 use vmm_dedup_host::Failure;
@@ -9,7 +9,7 @@ use vmm_dedup_host::Failure;
 const HUGE_PAGES: u64 = 512;
 
 /// MiB that all images take, each of them rounded up to huge pages.
-pub(super) fn total_mib(images: &[PathBuf]) -> Result<u32, Failure> {
+pub(crate) fn total_mib(images: &[PathBuf]) -> Result<u32, Failure> {
     let pages = images
         .iter()
         .map(|path| Ok(pages(&open(path)?)))

@@ -71,6 +71,11 @@ pub(crate) fn need_memory(bytes: u64) -> Result<(), Failure> {
     )))
 }
 
+/// A time in seconds.
+pub(crate) fn seconds(ns: u64) -> f64 {
+    ns as f64 / 1e9
+}
+
 pub(crate) fn read(path: &str) -> Result<String, Failure> {
     fs::read_to_string(path).map_err(|e| Failure::new(format!("cannot read {path}: {e}")))
 }

@@ -2,8 +2,8 @@
 //! over vfio-user: what each takes of the service's CPU.
 #![allow(unsafe_code)] // the service works on the areas' addresses
 
-use super::super::content::Area;
 use super::device::DeviceProcess;
+use crate::content::Area;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use vmm_dedup::{Config, DedupService, HostRange, Search, ServiceStats};

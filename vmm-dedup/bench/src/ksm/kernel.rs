@@ -1,9 +1,9 @@
 //! The kernel's side.
 #![allow(unsafe_code)] // madvise
 
-use super::content::Area;
-use super::host;
-use super::report::Measured;
+use super::measured::Measured;
+use crate::content::Area;
+use crate::host::{self, seconds};
 use std::fs;
 use std::time::{Duration, Instant};
 use vmm_dedup_host::Failure;
@@ -18,12 +18,12 @@ const PATIENCE: Duration = Duration::from_secs(600);
 
 /// There is one KSM: who holds this keeps other comparisons away.
 #[derive(Debug)]
-pub(crate) struct Lock {
+pub(super) struct Lock {
     _folder: fs::File,
 }
 
 /// Fails if another comparison is running.
-pub(crate) fn lock() -> Result<Lock, Failure> {
+pub(super) fn lock() -> Result<Lock, Failure> {
     use rustix::fs::{FlockOperation, flock};
     let folder = fs::File::open(DIR).map_err(|e| Failure::new(format!("cannot open {DIR}: {e}")))?;
     flock(&folder, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
@@ -34,10 +34,10 @@ pub(crate) fn lock() -> Result<Lock, Failure> {
 
 /// KSM's settings, put back when dropped.
 #[derive(Debug)]
-pub(crate) struct Settings(Vec<(&'static str, String)>);
+pub(super) struct Settings(Vec<(&'static str, String)>);
 
 impl Settings {
-    pub(crate) fn save() -> Result<Self, Failure> {
+    pub(super) fn save() -> Result<Self, Failure> {
         let names = ["pages_to_scan", "sleep_millisecs", "run"];
         let saved = names
             .into_iter()
@@ -47,7 +47,7 @@ impl Settings {
 }
 
 /// Fails unless the kernel has KSM.
-pub(crate) fn need_ksm() -> Result<(), Failure> {
+pub(super) fn need_ksm() -> Result<(), Failure> {
     if fs::exists(DIR).unwrap_or(false) {
         return Ok(());
     }
@@ -57,7 +57,7 @@ pub(crate) fn need_ksm() -> Result<(), Failure> {
 }
 
 /// Fails if somebody on this host uses KSM: a measurement unmerges all of its pages.
-pub(crate) fn need_unused() -> Result<(), Failure> {
+pub(super) fn need_unused() -> Result<(), Failure> {
     let sharing = get("pages_sharing")?;
     if get("run")? != 1 || sharing == 0 {
         return Ok(());
@@ -90,7 +90,7 @@ fn get(name: &str) -> Result<u64, Failure> {
 }
 
 /// Lets ksmd scan the area at full pace. The caller's process restores the settings.
-pub(crate) fn measure(area: &mut Area) -> Result<Measured, Failure> {
+pub(super) fn measure(area: &mut Area) -> Result<Measured, Failure> {
     let ksmd = host::kernel_thread("ksmd").ok_or_else(|| Failure::new("there is no ksmd"))?;
     let cpu = || host::cpu_ns(ksmd, "ksmd");
     set("run", "2")?;
@@ -157,8 +157,4 @@ fn per_scan(cpu: &impl Fn() -> Result<u64, Failure>, mut between: impl FnMut()) 
         wait_for(first + scan)?;
     }
     Ok(seconds(cpu()? - start) / SCANS as f64)
-}
-
-pub(crate) fn seconds(ns: u64) -> f64 {
-    ns as f64 / 1e9
 }

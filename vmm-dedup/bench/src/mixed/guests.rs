@@ -1,8 +1,8 @@
 //! Two payload guests in this process, with huge pages: each works on pages of its own, and both hold the same cold ones.
 
-use super::Setup;
-use super::report::Guests;
-use crate::bench::host;
+use super::measured::Guests;
+use super::setup::Setup;
+use crate::host;
 use std::sync::Arc;
 use std::time::Duration;
 use vmm_dedup::DedupService;
@@ -43,7 +43,7 @@ pub(super) fn measure(setup: &Setup<'_>) -> Result<Guests, Failure> {
     for guest in guests {
         histogram.extend(finish(guest)?);
     }
-    let vcpu_s = crate::bench::ksm::seconds((after.1 - before.1).max(1));
+    let vcpu_s = host::seconds((after.1 - before.1).max(1));
     Ok(Guests {
         use_source,
         saved_pages,

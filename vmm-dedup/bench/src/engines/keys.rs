@@ -4,7 +4,7 @@
 //! is keyed before and after. Keys that differ prove a change; keys that agree although the page changed are false
 //! positives. Images of the same guests at two times show what real writes do.
 
-use super::super::content::pick;
+use crate::content::pick;
 use serde::Serialize;
 use std::sync::atomic::Ordering;
 use vmm_dedup::compare::{Arena, Backend, CpuBackend, KeyKind, PageId, Pages};

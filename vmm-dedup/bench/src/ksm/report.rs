@@ -1,26 +1,9 @@
 //! Medians, ratios, and how they are shown.
 
-use super::content::Kind;
-use serde::{Deserialize, Serialize};
+use super::measured::{Measured, pages_name};
+use crate::content::Kind;
+use serde::Serialize;
 use std::collections::BTreeMap;
-
-/// One measurement of one side.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Measured {
-    pub(crate) cpu_s: f64,
-    pub(crate) wall_s: f64,
-    pub(crate) saved_pages: u64,
-    pub(crate) idle_pass_cpu_s: f64,
-    pub(crate) dirty_pass_cpu_s: f64,
-    pub(crate) freed_bytes: i64,
-    pub(crate) claimed_bytes: i64,
-    pub(crate) metadata_bytes_per_page: f64,
-    pub(crate) vmas: u64,
-    pub(crate) vmas_per_merged_page: f64,
-    pub(crate) stop_p99_us: u64,
-    pub(crate) stop_max_us: u64,
-    pub(crate) cpu_stages_s: BTreeMap<String, f64>,
-}
 
 #[derive(Debug, Serialize)]
 struct Ksm {
@@ -76,7 +59,7 @@ struct Runs {
 
 /// The result of a comparison.
 #[derive(Debug, Serialize)]
-pub(crate) struct Report {
+pub(super) struct Report {
     mib: u32,
     repetitions: u32,
     /// Whether the store's memory came in folios of 64 KiB, as we recommend it.
@@ -108,7 +91,7 @@ fn common(runs: &[Measured]) -> Ksm {
 }
 
 impl Report {
-    pub(crate) fn new(mib: u32, repetitions: u32, store_large_folios: bool) -> Self {
+    pub(super) fn new(mib: u32, repetitions: u32, store_large_folios: bool) -> Self {
         let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
         Self {
             mib,
@@ -119,7 +102,7 @@ impl Report {
         }
     }
 
-    pub(crate) fn add(&mut self, name: Kind, thp: bool, theirs: &[Measured], our: &[Measured]) {
+    pub(super) fn add(&mut self, name: Kind, thp: bool, theirs: &[Measured], our: &[Measured]) {
         let ksm = common(theirs);
         let stages = our
             .first()
@@ -158,7 +141,7 @@ impl Report {
         });
     }
 
-    pub(crate) fn print(&self) {
+    pub(super) fn print(&self) {
         println!(
             "{} MiB, medians of {} runs, Linux {}",
             self.mib, self.repetitions, self.kernel
@@ -169,7 +152,7 @@ impl Report {
         for e in &self.kinds {
             let (k, o) = (&e.ksm, &e.ours.same);
             let mib = f64::from(1 << 20);
-            let name = format!("{} {}", e.name, super::pages_name(e.thp));
+            let name = format!("{} {}", e.name, pages_name(e.thp));
             println!(
                 "{name:<15} ksm  {:>8.3}       {:>8.2}       {:>8.2}       {:>10.0}     {:>8.1}",
                 k.cpu_s,

@@ -1,0 +1,57 @@
+//! What `vmm-dedup bench` measures.
+//!
+//! - `ksm`: the same content, first under the kernel's KSM, then under our engine ([`ksm`]);
+//! - `engines`: the engines that compare pages, side by side ([`engines`]);
+//! - `mixed`: the policies for huge pages ([`mixed`]);
+//! - `estimate`: how fast an estimate reads ([`estimate`]).
+//!
+//! A measurement works on memory with known content ([`content`]), asks the host what it took ([`host`]), and runs in a
+//! process of its own: this program again, with an internal subcommand. So nothing of one measurement is left for the
+//! next. Every bench checks at its end that no byte of the memory is wrong.
+//!
+//! The crate is no part of the product: the command line has it as its feature `bench`, and nothing else uses it.
+
+mod content;
+mod engines;
+mod estimate;
+mod host;
+mod ksm;
+mod mixed;
+mod worker;
+
+use clap::{Args, Subcommand};
+use vmm_dedup_host::Failure;
+
+/// Measure.
+#[derive(Args, Debug)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    bench: Bench,
+}
+
+#[derive(Subcommand, Debug)]
+enum Bench {
+    Ksm(ksm::KsmArgs),
+    Engines(engines::EnginesArgs),
+    Mixed(mixed::MixedArgs),
+    Estimate(estimate::EstimateArgs),
+    #[command(hide = true)]
+    Worker(ksm::WorkerArgs),
+    #[command(hide = true)]
+    MixedWorker(mixed::WorkerArgs),
+}
+
+/// Runs a bench.
+///
+/// # Errors
+/// A [`Failure`] if it cannot be run here, or if memory did not hold what was written to it.
+pub fn run(args: &BenchArgs) -> Result<(), Failure> {
+    match &args.bench {
+        Bench::Ksm(args) => ksm::run(args),
+        Bench::Engines(args) => engines::run(args),
+        Bench::Mixed(args) => mixed::run(args),
+        Bench::Estimate(args) => estimate::run(args),
+        Bench::Worker(args) => ksm::work(args),
+        Bench::MixedWorker(args) => mixed::work(args),
+    }
+}

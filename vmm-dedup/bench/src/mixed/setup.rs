@@ -1,0 +1,88 @@
+//! What one measurement works with.
+
+use super::subject::Subject;
+use crate::host;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use vmm_dedup::{Breaks, Config, DedupService, ServiceStats, UseSource};
+use vmm_dedup_host::{Failure, account};
+
+/// Longest time to wait until a policy has settled.
+const PATIENCE: Duration = Duration::from_secs(45);
+/// Intervals that a policy has at least: it may need some to see what is used.
+const MIN_INTERVALS: u32 = 10;
+/// Intervals without merging after which it has settled: unchanged huge pages are looked at ever less often.
+const QUIET_INTERVALS: u32 = 8;
+
+/// What a measurement works with.
+pub(super) struct Setup<'a> {
+    /// `None`: no dedup.
+    pub(super) subject: Option<Subject>,
+    pub(super) use_source: UseSource,
+    pub(super) store: Option<&'a Path>,
+    pub(super) store_pid: u32,
+    pub(super) seconds: Duration,
+    pub(super) interval_ms: u64,
+}
+
+impl Setup<'_> {
+    pub(super) fn config(&self, name: &str, subject: Subject) -> Config {
+        let defaults = Config::default();
+        Config {
+            name: name.into(),
+            pass_period_ms: (self.interval_ms / 4).max(10),
+            // Costs are measured; what a budget would put off is not to be.
+            cpu_percent: 100,
+            huge_policy: subject.policy,
+            use_source: self.use_source,
+            monitor_interval_ms: self.interval_ms,
+            monitor_window_us: subject.window_us.unwrap_or(defaults.monitor_window_us),
+            // What the kernel copies may be pinned and could not be built again.
+            breaks: Breaks::Managed {
+                reserve_pages: 4096,
+                floor_bytes: 256 << 20,
+            },
+            ..defaults
+        }
+    }
+
+    /// Waits for [`MIN_INTERVALS`], then until nothing has been merged for [`QUIET_INTERVALS`], at most [`PATIENCE`]: what is
+    /// written all the time is merged and broken again for ever.
+    pub(super) fn settle(&self, services: &[DedupService]) {
+        let start = Instant::now();
+        std::thread::sleep(Duration::from_millis(self.interval_ms) * MIN_INTERVALS);
+        let mut last = (0, Instant::now());
+        while start.elapsed() < PATIENCE {
+            let sum = services.iter().map(DedupService::stats).fold(0, |sum, s| {
+                sum + s.merges_total + s.zero_merges_total + s.huge_rebuilt_total + s.huge_splits_total
+            });
+            if sum != last.0 {
+                last = (sum, Instant::now());
+            } else if last.1.elapsed() > Duration::from_millis(self.interval_ms) * QUIET_INTERVALS {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Pages saved: mapped, beyond the first of each content, and zero.
+    pub(super) fn saved_pages(&self, services: &[DedupService]) -> Result<u64, Failure> {
+        let Some(store) = self.store else { return Ok(0) };
+        let mapped: u64 = services
+            .iter()
+            .map(DedupService::stats)
+            .map(|s| s.pages_mapped + s.pages_zero)
+            .sum();
+        Ok(mapped.saturating_sub(account::of_store(store)?.0.pages_shared))
+    }
+
+    /// CPU time so far: `(monitors, all else of dedup with the store)`, seconds.
+    pub(super) fn cpu(&self, services: &[DedupService]) -> Result<(f64, f64), Failure> {
+        let stats: Vec<ServiceStats> = services.iter().map(DedupService::stats).collect();
+        let monitor: u64 = stats.iter().map(|s| s.cpu_ns.monitor).sum();
+        let threads: u64 = stats.iter().map(|s| s.cpu_ns.total()).sum();
+        let store = self.store.map_or(Ok(0), |_| host::cpu_ns(self.store_pid, ""))?;
+        let seconds = host::seconds;
+        Ok((seconds(monitor), seconds(threads - monitor + store)))
+    }
+}
