@@ -1,23 +1,16 @@
 //! The `vmm-dedup` command: runs stores, the demo and the reference VMM, shows statistics, and measures.
 //!
-//! Each subcommand is a module; this file only parses and turns errors into exit codes: 0 success, 1 failure,
-//! 2 something that the command needs is missing (or wrong usage, from clap).
+//! Each subcommand is a module of [`commands`], or a crate behind one: `vmm-dedup-fleet` and `vmm-dedup-bench`. What they ask
+//! of the host, and the failure that they end with, is in `vmm-dedup-host`. This file only parses, and turns failures into
+//! exit codes: 0 success, 1 failure, 2 something that the command needs is missing (or wrong usage, from clap).
 
-mod dedup_file;
-#[cfg(feature = "demo")]
-mod demo;
-mod device;
-mod estimate;
-mod explain;
-mod fleet;
-mod guest;
-mod run;
-mod set;
-mod stat;
-mod store;
-mod top;
+mod commands;
+mod store_socket;
 
 use clap::{Parser, Subcommand};
+#[cfg(feature = "demo")]
+use commands::demo;
+use commands::{device, estimate, explain, fleet, run, set, stat, store, top};
 use std::process::ExitCode;
 
 /// Memory deduplication for fleets of VMs: safe, cheap, visible.
@@ -26,9 +19,9 @@ use std::process::ExitCode;
     feature = "demo",
     doc = "Start with `vmm-dedup demo`, which runs four guests on this machine and shows what they share."
 )]
-/// For real use start a store (`vmm-dedup store`), then VMs on it (`vmm-dedup run`, or any VMM with the engine built in), and watch
-/// them with `vmm-dedup top`, `vmm-dedup stat` or Prometheus. `vmm-dedup set` changes a running VM's settings, and
-/// `vmm-dedup explain` tells what became of its pages.
+/// For real use start a store (`vmm-dedup store`), then VMs on it (`vmm-dedup run`, or any VMM with the engine built in),
+/// and watch them with `vmm-dedup top`, `vmm-dedup stat` or Prometheus. `vmm-dedup set` changes a running VM's settings,
+/// and `vmm-dedup explain` tells what became of its pages.
 #[derive(Parser, Debug)]
 #[command(version, about, long_about, propagate_version = true)]
 struct Cli {
@@ -50,7 +43,7 @@ enum Command {
     Set(set::SetArgs),
     Explain(explain::ExplainArgs),
     #[command(subcommand)]
-    Fleet(fleet::Fleet),
+    Fleet(fleet::FleetCommand),
     #[command(subcommand)]
     Device(device::DeviceCommand),
     Estimate(estimate::EstimateArgs),
@@ -77,7 +70,7 @@ fn main() -> ExitCode {
         Command::Top(args) => top::run(args),
         Command::Set(args) => set::run(args),
         Command::Explain(args) => explain::run(args),
-        Command::Fleet(fleet) => fleet::run(fleet),
+        Command::Fleet(command) => fleet::run(command),
         Command::Device(command) => device::run(command),
         Command::Estimate(args) => estimate::run(args),
         #[cfg(feature = "bench")]

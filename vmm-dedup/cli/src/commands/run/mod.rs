@@ -1,0 +1,237 @@
+//! `run`: one VM under the reference VMM, with dedup if a store is named.
+
+mod guest;
+
+use clap::builder::RangedU64ValueParser;
+use clap::{Args, ValueEnum};
+use guest::Guest;
+use serde_json::json;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use vmm_dedup::{Breaks, Config, DedupService, Policy, Search, UseSource};
+use vmm_dedup_fleet::dedup_file;
+use vmm_dedup_host::{Failure, kvm};
+use vmm_dedup_refvmm::{ExitReason, RunningVm, ThpMode, Vm, VmConfig};
+
+/// Run one VM with the reference VMM; its serial console is this terminal.
+///
+/// With --store the VM's memory is deduplicated. The kernel is a Linux bzImage or vmlinux, or any PVH ELF image.
+#[cfg_attr(
+    feature = "demo",
+    doc = "--payload runs the built-in test guest instead, which verifies its own memory."
+)]
+#[derive(Args, Debug)]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    guest: Guest,
+    /// Initial RAM disk.
+    #[arg(long)]
+    initrd: Option<PathBuf>,
+    /// Guest memory, MiB.
+    #[arg(long, default_value_t = 256)]
+    memory_mib: u64,
+    /// vCPUs.
+    #[arg(long, default_value_t = 1)]
+    vcpus: u8,
+    /// Transparent huge pages for guest memory.
+    #[arg(long, value_enum, default_value_t = Thp::Default)]
+    thp: Thp,
+    /// Deduplicate with the store at this socket.
+    #[arg(long, value_name = "SOCKET")]
+    store: Option<PathBuf>,
+    /// Name of the VM in metrics.
+    #[arg(long, default_value = "vm")]
+    name: String,
+    /// CPU that dedup may use, percent of one core.
+    #[arg(long, default_value_t = 20, requires = "store")]
+    cpu_percent: u32,
+    /// Milliseconds from one dedup pass to the next.
+    #[arg(long, default_value_t = 1000, requires = "store")]
+    pass_period_ms: u64,
+    /// Which huge pages are split for sharing and built again: smartmd, ksm, no-splitting or ingens.
+    #[arg(long, default_value_t = Policy::default(), requires = "store")]
+    huge_policy: Policy,
+    /// What tells which huge pages are used, for smartmd and ingens: take-and-wait, damon, page-idle or writes.
+    #[arg(long, default_value_t = UseSource::default(), requires = "store")]
+    use_source: UseSource,
+    /// What looks for the page that another one equals: index, or an engine that compares pages in the order that a
+    /// store started with --ordered keeps: tree (this CPU), pageforge, pagecmp or pagecmp-hybrid.
+    #[arg(long, default_value_t = Search::default(), requires = "store")]
+    search: Search,
+    /// With --search pageforge: the socket of a device (`vmm-dedup device pageforge`). Without, a model in this process.
+    #[arg(long, value_name = "SOCKET", requires = "store")]
+    search_socket: Option<PathBuf>,
+    /// Who copies a shared page that the guest writes.
+    #[arg(long, value_enum, default_value_t = BreakMode::Kernel, requires = "store")]
+    breaks: BreakMode,
+    /// With managed breaks: pages kept ready for writers [default: 1024].
+    #[arg(long, requires = "store", value_parser = RangedU64ValueParser::<usize>::new().range(1..=16_777_216))]
+    reserve_pages: Option<usize>,
+    /// With managed breaks: host memory below which the reserve is not refilled, MiB [default: 256].
+    #[arg(long, requires = "store", value_parser = clap::value_parser!(u64).range(1..=16_777_216))]
+    reserve_floor_mib: Option<u64>,
+    /// Read the engine's settings from this TOML file, instead of the options for them.
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "store",
+        conflicts_with_all = [
+            "name", "cpu_percent", "pass_period_ms", "search", "search_socket", "breaks", "reserve_pages",
+            "reserve_floor_mib",
+        ]
+    )]
+    dedup_config: Option<PathBuf>,
+    /// Write the process number to this file once the guest runs; the file goes when the guest has ended in order.
+    #[arg(long, value_name = "FILE")]
+    pid_file: Option<PathBuf>,
+    /// At the end bring everything back to anonymous memory, and print the dedup account as JSON on standard error.
+    #[arg(long, requires = "store")]
+    account: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Thp {
+    /// As the host is set.
+    Default,
+    Always,
+    Never,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum BreakMode {
+    /// The kernel's copy-on-write: fast, but the page stays private.
+    Kernel,
+    /// The service, from a reserve: pages stay mergeable, and no write fails for want of memory.
+    Managed,
+}
+
+impl RunArgs {
+    fn vm_config(&self) -> VmConfig {
+        let (kernel, cmdline) = self.guest.boot();
+        let thp = match self.thp {
+            Thp::Default => ThpMode::Default,
+            Thp::Always => ThpMode::Always,
+            Thp::Never => ThpMode::Never,
+        };
+        let initrd = self.initrd.clone();
+        VmConfig {
+            memory_mib: self.memory_mib,
+            vcpus: self.vcpus,
+            kernel,
+            initrd,
+            cmdline,
+            thp,
+        }
+    }
+
+    /// Fails if options are given that would do nothing.
+    fn check(&self) -> Result<(), Failure> {
+        let reserve = self.reserve_pages.is_some() || self.reserve_floor_mib.is_some();
+        if reserve && matches!(self.breaks, BreakMode::Kernel) {
+            return Err(Failure::usage(
+                "--reserve-pages and --reserve-floor-mib need --breaks managed: the kernel's copies have no reserve",
+            ));
+        }
+        Ok(())
+    }
+
+    fn engine_config(&self) -> Result<Config, Failure> {
+        if let Some(path) = &self.dedup_config {
+            return dedup_file::read(path);
+        }
+        let breaks = match self.breaks {
+            BreakMode::Kernel => Breaks::Kernel,
+            BreakMode::Managed => Breaks::Managed {
+                reserve_pages: self.reserve_pages.unwrap_or(1024),
+                floor_bytes: self.reserve_floor_mib.unwrap_or(256) << 20,
+            },
+        };
+        Ok(Config {
+            name: self.name.clone(),
+            pass_period_ms: self.pass_period_ms,
+            cpu_percent: self.cpu_percent,
+            breaks,
+            huge_policy: self.huge_policy,
+            use_source: self.use_source,
+            search: self.search,
+            search_socket: self.search_socket.clone(),
+            ..Config::default()
+        })
+    }
+}
+
+/// Runs a VM to its end.
+pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
+    args.check()?;
+    kvm::need()?;
+    let config = args.vm_config();
+    let vm = Vm::new(&config).map_err(Failure::from_error)?;
+    let service = match &args.store {
+        Some(store) => Some(start_dedup(&vm, store, args.engine_config()?)?),
+        None => None,
+    };
+    let vm = vm
+        .start(Box::new(std::io::stdout()))
+        .map_err(Failure::from_error)?;
+    if let Some(path) = &args.pid_file {
+        write_pid(path)?;
+    }
+    let mut vm = Arc::new(vm);
+    forward_input(&vm);
+    while !vm.ends_within(Duration::from_secs(3600)) {}
+    // The input thread holds on to the VM only while it types a byte.
+    let vm = loop {
+        match Arc::try_unwrap(vm) {
+            Ok(vm) => break vm,
+            Err(shared) => vm = shared,
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    let exit = vm.wait().map_err(Failure::from_error)?;
+    if let Some(service) = service {
+        let stats = service.stop(args.account).map_err(Failure::from_error)?;
+        if args.account {
+            let account = json!({ "mapped": stats.pages_mapped, "merges": stats.merges_total + stats.zero_merges_total });
+            eprintln!("{account}");
+        }
+    }
+    match exit {
+        ExitReason::PowerOff => {
+            if let Some(path) = &args.pid_file {
+                let _ = std::fs::remove_file(path);
+            }
+            Ok(())
+        }
+        other => Err(Failure::new(format!("the guest ended with {other:?}"))),
+    }
+}
+
+fn start_dedup(vm: &Vm, store: &Path, config: Config) -> Result<DedupService, Failure> {
+    let memory = Arc::new(vm.memory().clone());
+    DedupService::start_with(memory, store, config, vmm_dedup_engines::make).map_err(Failure::from_error)
+}
+
+/// Whoever sees the file sees the number in it.
+fn write_pid(path: &Path) -> Result<(), Failure> {
+    let fresh = path.with_extension("new");
+    std::fs::write(&fresh, format!("{}\n", std::process::id()))
+        .and_then(|()| std::fs::rename(&fresh, path))
+        .map_err(|e| Failure::new(format!("cannot write {}: {e}", path.display())))
+}
+
+/// Types what comes on standard input into the guest's serial port.
+fn forward_input(vm: &Arc<RunningVm>) {
+    let vm = Arc::downgrade(vm);
+    std::thread::spawn(move || {
+        let mut byte = [0];
+        while std::io::stdin().read(&mut byte).is_ok_and(|n| n == 1) {
+            match vm.upgrade() {
+                Some(vm) => vm.serial_input(&byte),
+                None => return,
+            }
+        }
+    });
+    let _ = std::io::stdout().flush();
+}

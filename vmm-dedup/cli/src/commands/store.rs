@@ -1,0 +1,108 @@
+//! `store`: the page store of a host (and trust domain).
+
+use clap::Args;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use tokio::signal::unix::{SignalKind, signal};
+use vmm_dedup_host::Failure;
+use vmm_dedup_host::store::{DEFAULT_MAX_MIB, DEFAULT_METRICS, DEFAULT_SOCKET, MAX_MIB, parse_metrics};
+
+/// Run a page store: one per host and trust domain. VMs connect to its socket; it owns the shared pages.
+#[derive(Args, Debug)]
+pub(crate) struct StoreArgs {
+    /// Unix socket to listen on. Who may connect may share memory: give each trust domain its own.
+    #[arg(long, default_value = DEFAULT_SOCKET)]
+    socket: PathBuf,
+    /// Address of the HTTP server for Prometheus (GET /metrics), or "none".
+    #[arg(long, default_value_t = Metrics(Some(DEFAULT_METRICS)), value_parser = |t: &str| parse_metrics(t).map(Metrics))]
+    metrics: Metrics,
+    /// Most memory for shared pages, MiB.
+    #[arg(long, default_value_t = DEFAULT_MAX_MIB, value_parser = clap::value_parser!(u64).range(MAX_MIB))]
+    max_mib: u64,
+    /// Publish the pages in the order of their content, too, for VMs that search with a comparing backend (PageForge).
+    #[arg(long)]
+    ordered: bool,
+    /// Name of the trust domain, for logs and metrics.
+    #[arg(long, default_value = "default")]
+    domain: String,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Metrics(Option<SocketAddr>);
+
+impl std::fmt::Display for Metrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(address) => write!(f, "{address}"),
+            None => f.write_str("none"),
+        }
+    }
+}
+
+/// Runs a store until SIGINT, SIGTERM or SIGHUP; `announce`: says on standard error that it listens.
+pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
+    if args.socket == Path::new(DEFAULT_SOCKET) {
+        let folder = args.socket.parent().unwrap_or(Path::new("/"));
+        fs::create_dir_all(folder).map_err(|e| {
+            Failure::new(format!(
+                "cannot create {} ({e}): choose a --socket",
+                folder.display()
+            ))
+        })?;
+    }
+    let config = vmm_dedup_store::Config {
+        socket: args.socket.clone(),
+        metrics: args.metrics.0,
+        max_bytes: args.max_mib << 20,
+        domain: args.domain.clone(),
+        ordered: args.ordered,
+        ..vmm_dedup_store::Config::default()
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(Failure::from_error)?;
+    let local = tokio::task::LocalSet::new();
+    local.block_on(&runtime, async {
+        // Before the socket exists, so that it is always removed.
+        let mut terminate = signal(SignalKind::terminate()).map_err(Failure::from_error)?;
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::from_error)?;
+        let mut hangup = match hangup_is_ignored() {
+            true => None,
+            false => Some(signal(SignalKind::hangup()).map_err(Failure::from_error)?),
+        };
+        let hung_up = async move {
+            match &mut hangup {
+                Some(hangup) => drop(hangup.recv().await),
+                None => std::future::pending().await,
+            }
+        };
+        let store = vmm_dedup_store::Store::bind(config).map_err(Failure::from_error)?;
+        if announce {
+            let metrics = store
+                .metrics_address()
+                .map_or("no metrics".to_owned(), |address| {
+                    format!("metrics at http://{address}/metrics")
+                });
+            eprintln!(
+                "vmm-dedup: store listening on {}, {metrics}",
+                args.socket.display()
+            );
+        }
+        let shutdown = async move {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+                () = hung_up => {}
+            }
+        };
+        store.run(shutdown).await.map_err(Failure::from_error)
+    })
+}
+
+/// Whether this process was started to outlive its terminal (`nohup`).
+fn hangup_is_ignored() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.is_some_and(|mask| mask & 1 << (libc::SIGHUP - 1) != 0)
+}

@@ -1,0 +1,127 @@
+//! Everything that can be known to fail is looked at before anything starts.
+
+use crate::plan::{Plan, StorePlan, VmPlan};
+use crate::program::Tools;
+use crate::state::{self, Directory};
+use std::fs::{File, OpenOptions};
+use std::net::TcpListener;
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+use vmm_dedup_host::store::listens;
+use vmm_dedup_host::{Failure, account, kvm};
+
+/// Longest path of a Unix socket: sockaddr_un holds 108 bytes with the terminating zero.
+const SOCKET_PATH: usize = 107;
+
+/// Finds the programs; fails with the first thing that would keep the fleet from starting.
+pub(crate) fn all(plan: &Plan, directory: &Directory) -> Result<Tools, Failure> {
+    kvm::need()?;
+    let tools = Tools::find(plan)?;
+    for vm in &plan.vms {
+        check_vm(vm, directory).map_err(|e| Failure::new(format!("VM {:?}: {e}", vm.name)))?;
+    }
+    for store in &plan.stores {
+        check_store(store, plan)?;
+    }
+    Ok(tools)
+}
+
+fn check_vm(vm: &VmPlan, directory: &Directory) -> Result<(), String> {
+    readable("kernel", &vm.kernel)?;
+    if let Some(initramfs) = &vm.initramfs {
+        readable("initramfs", initramfs)?;
+    }
+    for (disk, readonly) in vm.disks() {
+        let opened = OpenOptions::new().read(true).write(!readonly).open(disk);
+        opened.map_err(|e| format!("cannot open the disk {}: {e}", disk.display()))?;
+    }
+    if let Some(socket) = vm.vsock() {
+        socket_path(socket)?;
+        if socket.exists() {
+            return Err(format!(
+                "the vsock socket {} exists: remove it, or choose another",
+                socket.display()
+            ));
+        }
+    }
+    let socket = directory.vm(&vm.name).socket();
+    // Cloud Hypervisor splits its arguments at commas.
+    if socket.as_os_str().as_encoded_bytes().contains(&b',') {
+        return Err(format!(
+            "there is a comma in {}: choose another --runtime-dir",
+            socket.display()
+        ));
+    }
+    socket_path(&socket).map_err(|e| format!("{e}, e.g. with --runtime-dir"))
+}
+
+fn readable(what: &str, path: &Path) -> Result<(), String> {
+    let file = File::open(path).map_err(|e| format!("cannot open the {what} {}: {e}", path.display()))?;
+    match file.metadata() {
+        Ok(metadata) if metadata.is_file() => Ok(()),
+        _ => Err(format!("the {what} {} is not a file", path.display())),
+    }
+}
+
+fn socket_path(path: &Path) -> Result<(), String> {
+    match path.as_os_str().len() {
+        ..=SOCKET_PATH => Ok(()),
+        len => Err(format!(
+            "the socket path {} has {len} bytes, {SOCKET_PATH} are possible: choose a shorter one",
+            path.display()
+        )),
+    }
+}
+
+/// Either a store of this release runs there, or one can be started.
+fn check_store(store: &StorePlan, plan: &Plan) -> Result<(), Failure> {
+    let fail = |e: String| Failure::new(format!("the store of domain {:?}: {e}", store.domain));
+    socket_path(&store.socket).map_err(fail)?;
+    if listens(&store.socket) {
+        let (_, vms) = account::of_store(&store.socket).map_err(|e| {
+            fail(format!(
+                "what listens on {} is no store of this release ({e}): stop it, or choose another socket",
+                store.socket.display()
+            ))
+        })?;
+        let taken = |vm: &&VmPlan| vm.dedup.is_some() && vm.domain == store.domain;
+        if let Some(vm) = plan
+            .vms
+            .iter()
+            .filter(taken)
+            .find(|vm| vms.iter().any(|other| other.name == vm.name))
+        {
+            return Err(fail(format!(
+                "a VM {:?} is connected to it already: choose another name",
+                vm.name
+            )));
+        }
+        return Ok(());
+    }
+    let folder = store.socket.parent().unwrap_or(Path::new("/"));
+    // The folder of all fleets is made when it is missing.
+    if !folder.is_dir() && !state::run_folder().is_ok_and(|run| run == folder) {
+        return Err(fail(format!(
+            "the directory {} does not exist: create it",
+            folder.display()
+        )));
+    }
+    if store
+        .socket
+        .metadata()
+        .is_ok_and(|file| !file.file_type().is_socket())
+    {
+        return Err(fail(format!(
+            "{} exists and is not a socket: choose another",
+            store.socket.display()
+        )));
+    }
+    if let Some(address) = store.metrics {
+        TcpListener::bind(address).map_err(|e| {
+            fail(format!(
+                "cannot serve metrics on {address} ({e}): choose another address, or \"none\""
+            ))
+        })?;
+    }
+    Ok(())
+}

@@ -1,0 +1,292 @@
+//! The fleet file: what the TOML may say, before anything is made of it.
+
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use vmm_dedup_host::Failure;
+use vmm_dedup_host::store::parse_metrics;
+use vmm_dedup_protocol::name::MAX_NAME;
+
+/// The trust domain of `[store]`.
+pub(crate) const DEFAULT_DOMAIN: &str = "default";
+
+/// A whole file.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct FleetFile {
+    /// Default: the file's name without its extension.
+    pub(crate) name: Option<String>,
+    /// The preload library.
+    pub(crate) preload: Option<PathBuf>,
+    /// VMs that are started at a time.
+    pub(crate) parallel: Option<u16>,
+    /// How long one VM may take to start, seconds.
+    pub(crate) start_timeout_s: Option<u64>,
+    /// The store of the trust domain `default`.
+    #[serde(default)]
+    pub(crate) store: StoreSettings,
+    /// More trust domains, each with a store of its own.
+    #[serde(default)]
+    pub(crate) domain: BTreeMap<String, StoreSettings>,
+    /// What VMs have in common.
+    #[serde(default)]
+    pub(crate) template: BTreeMap<String, VmSettings>,
+    /// The VMs.
+    #[serde(default)]
+    pub(crate) vm: Vec<VmSettings>,
+}
+
+/// `[store]` or `[domain.NAME]`.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct StoreSettings {
+    pub(crate) socket: Option<PathBuf>,
+    /// ADDRESS:PORT, or "none".
+    pub(crate) metrics: Option<Metrics>,
+    pub(crate) max_mib: Option<u64>,
+    pub(crate) ordered: Option<bool>,
+}
+
+/// Where a store serves its metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) struct Metrics(pub(crate) Option<SocketAddr>);
+
+impl TryFrom<String> for Metrics {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        parse_metrics(&text).map(Self)
+    }
+}
+
+impl From<Metrics> for String {
+    fn from(metrics: Metrics) -> Self {
+        metrics.0.map_or("none".to_owned(), |address| address.to_string())
+    }
+}
+
+/// Which VMM runs a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Vmm {
+    /// Cloud Hypervisor, with the preload library.
+    CloudHypervisor,
+    /// The reference VMM: `vmm-dedup run`.
+    Reference,
+    /// QEMU, with the preload library.
+    Qemu,
+}
+
+impl std::fmt::Display for Vmm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::CloudHypervisor => "cloud-hypervisor",
+            Self::Reference => "reference",
+            Self::Qemu => "qemu",
+        })
+    }
+}
+
+/// An entry of `[[vm]]`, or a template, which has neither `name`, `count` nor `template`.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct VmSettings {
+    pub(crate) name: Option<String>,
+    pub(crate) count: Option<u32>,
+    pub(crate) template: Option<String>,
+    pub(crate) vmm: Option<Vmm>,
+    pub(crate) cpus: Option<u8>,
+    pub(crate) memory_mib: Option<u64>,
+    pub(crate) kernel: Option<String>,
+    pub(crate) initramfs: Option<String>,
+    pub(crate) cmdline: Option<String>,
+    pub(crate) disks: Option<Vec<toml::Table>>,
+    pub(crate) net: Option<Vec<toml::Table>>,
+    pub(crate) vsock: Option<toml::Table>,
+    /// More of Cloud Hypervisor's `vm.create`.
+    pub(crate) api: Option<toml::Table>,
+    pub(crate) extra_args: Option<Vec<String>>,
+    pub(crate) domain: Option<String>,
+    /// `mode`, and the engine's settings.
+    pub(crate) dedup: Option<toml::Table>,
+}
+
+impl VmSettings {
+    /// These settings, completed by a template's. The tables `dedup` and `api` are completed key by key.
+    pub(crate) fn over(self, template: &Self) -> Self {
+        let t = template.clone();
+        let merged = |mine: Option<toml::Table>, theirs: Option<toml::Table>| match (mine, theirs) {
+            (Some(mine), Some(mut both)) => {
+                both.extend(mine);
+                Some(both)
+            }
+            (mine, theirs) => mine.or(theirs),
+        };
+        Self {
+            name: self.name,
+            count: self.count,
+            template: self.template,
+            vmm: self.vmm.or(t.vmm),
+            cpus: self.cpus.or(t.cpus),
+            memory_mib: self.memory_mib.or(t.memory_mib),
+            kernel: self.kernel.or(t.kernel),
+            initramfs: self.initramfs.or(t.initramfs),
+            cmdline: self.cmdline.or(t.cmdline),
+            disks: self.disks.or(t.disks),
+            net: self.net.or(t.net),
+            vsock: self.vsock.or(t.vsock),
+            api: merged(self.api, t.api),
+            extra_args: self.extra_args.or(t.extra_args),
+            domain: self.domain.or(t.domain),
+            dedup: merged(self.dedup, t.dedup),
+        }
+    }
+}
+
+fn read(path: &Path) -> Result<String, Failure> {
+    fs::read_to_string(path)
+        .map_err(|e| Failure::new(format!("cannot read the fleet file {}: {e}", path.display())))
+}
+
+/// Parses TOML; an error is one line that begins with `FILE:LINE:COLUMN`.
+fn parse<T: serde::de::DeserializeOwned>(path: &Path, text: &str) -> Result<T, Failure> {
+    toml::from_str(text).map_err(|e| {
+        let before = &text[..e.span().map_or(0, |span| span.start).min(text.len())];
+        let line = before.matches('\n').count() + 1;
+        let column = before.len() - before.rfind('\n').map_or(0, |at| at + 1) + 1;
+        let message = e.message().split_whitespace().collect::<Vec<_>>().join(" ");
+        Failure::new(format!("{}:{line}:{column}: {message}", path.display()))
+    })
+}
+
+impl FleetFile {
+    /// Reads and parses a file.
+    pub(crate) fn read(path: &Path) -> Result<Self, Failure> {
+        parse(path, &read(path)?)
+    }
+
+    /// Parses a file's text; `path` is for messages.
+    ///
+    /// # Errors
+    /// A [`Failure`] of one line that begins with `PATH:LINE:COLUMN`.
+    pub fn parse(path: &Path, text: &str) -> Result<Self, Failure> {
+        parse(path, text)
+    }
+
+    /// The file as TOML, without comments: parsed, it is the same again.
+    ///
+    /// # Errors
+    /// A [`Failure`] if TOML cannot say it.
+    pub fn print(&self) -> Result<String, Failure> {
+        toml::to_string(self).map_err(Failure::from_error)
+    }
+}
+
+/// The name of the fleet in a file that need not be right otherwise, so that `down` and `status` work although
+/// somebody is editing it.
+pub(crate) fn name_in(path: &Path) -> Result<String, Failure> {
+    #[derive(Deserialize)]
+    struct Named {
+        name: Option<String>,
+    }
+    let named: Named = parse(path, &read(path)?)?;
+    fleet_name(path, named.name)
+}
+
+/// The fleet's name: as given, else the file's.
+pub(crate) fn fleet_name(path: &Path, given: Option<String>) -> Result<String, Failure> {
+    let stem = || path.file_stem().map(|s| s.to_string_lossy().into_owned());
+    let name = given.or_else(stem).unwrap_or_default();
+    check_name("the fleet's name", &name).map_err(Failure::new)?;
+    Ok(name)
+}
+
+/// Names become file names and labels: letters, digits, `-`, `_` and `.`.
+pub(crate) fn check_name(what: &str, name: &str) -> Result<(), String> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    let begins = name.starts_with(|c: char| c.is_ascii_alphanumeric());
+    if begins && name.len() <= MAX_NAME && name.chars().all(plain) {
+        return Ok(());
+    }
+    Err(format!(
+        "{what} is {name:?}: use 1 to {MAX_NAME} letters, digits, '-', '_' and '.', a letter or digit first"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(text: &str) -> String {
+        FleetFile::parse(Path::new("fleet.toml"), text)
+            .unwrap_err()
+            .to_string()
+    }
+
+    #[test]
+    fn errors_are_one_line_with_file_line_and_column() {
+        for (text, expected) in [
+            ("name = \"a\"\n[store\n", "fleet.toml:2:7: "),
+            (
+                "[[vm]]\nname = \"a\"\nkernle = \"k\"\n",
+                "fleet.toml:3:1: unknown field `kernle`, expected one of `name`",
+            ),
+            ("fleet = 3", "fleet.toml:1:1: unknown field `fleet`"),
+            (
+                "[store]\nsocket = 3\n",
+                "fleet.toml:2:10: invalid type: integer `3`",
+            ),
+            (
+                "[store]\nmetrics = \"9753\"\n",
+                "fleet.toml:2:11: expected ADDRESS:PORT",
+            ),
+            (
+                "[[vm]]\nvmm = \"xen\"\n",
+                "fleet.toml:2:7: unknown variant `xen`, expected one of `cloud-hypervisor`",
+            ),
+            (
+                "[[vm]]\ncpus = 300\n",
+                "fleet.toml:2:8: invalid value: integer `300`",
+            ),
+            ("name = \"a\"\nname = \"b\"\n", "fleet.toml:2:1: duplicate key"),
+        ] {
+            let error = error(text);
+            assert!(error.starts_with(expected), "{error}");
+            assert_eq!(error.lines().count(), 1, "{error}");
+        }
+    }
+
+    #[test]
+    fn an_entry_goes_over_its_template_and_tables_are_completed() {
+        let file = FleetFile::parse(
+            Path::new("fleet.toml"),
+            r#"
+            [template.small]
+            cpus = 2
+            memory_mib = 64
+            dedup = { cpu_percent = 5, pass_period_ms = 500 }
+            [[vm]]
+            name = "a"
+            cpus = 1
+            dedup = { cpu_percent = 7 }
+            "#,
+        )
+        .unwrap();
+        let vm = file.vm[0].clone().over(&file.template["small"]);
+        assert_eq!((vm.cpus, vm.memory_mib), (Some(1), Some(64)));
+        let dedup = vm.dedup.unwrap();
+        assert_eq!(dedup["cpu_percent"].as_integer(), Some(7));
+        assert_eq!(dedup["pass_period_ms"].as_integer(), Some(500));
+    }
+
+    #[test]
+    fn names_that_are_no_file_names_are_refused() {
+        for bad in ["", "a/b", "..", "-a", "a b", "ä", &"a".repeat(65)] {
+            assert!(check_name("x", bad).unwrap_err().starts_with("x is "), "{bad}");
+        }
+        check_name("x", &"a".repeat(64)).unwrap();
+    }
+}

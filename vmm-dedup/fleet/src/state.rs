@@ -1,0 +1,389 @@
+//! The runtime directory of a fleet: what was started, and the files of those processes.
+//!
+//! ```text
+//! DIRECTORY/state.json       what was started (replaced as a whole)
+//! DIRECTORY/store-DOMAIN.log
+//! DIRECTORY/vm/NAME/         see `VmFiles`
+//! ```
+//!
+//! A command that changes something holds a lock on the directory itself, which vanishes with the directory.
+
+use crate::file::Vmm;
+use crate::process::Process;
+use rustix::fs::FlockOperation;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use vmm_dedup_host::Failure;
+
+/// How long to wait for the lock: a process that was about to be started by a command that was killed ends by itself, but
+/// not at once.
+const LOCK_PATIENCE: Duration = Duration::from_secs(2);
+
+/// What is started; the truth for `status` and `down`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct State {
+    pub(crate) fleet: String,
+    /// Where it was started from.
+    pub(crate) file: Option<PathBuf>,
+    /// False until `up` has started all of it.
+    pub(crate) complete: bool,
+    pub(crate) stores: Vec<StoreState>,
+    pub(crate) vms: Vec<VmState>,
+}
+
+/// A trust domain's store.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct StoreState {
+    pub(crate) domain: String,
+    pub(crate) socket: PathBuf,
+    /// `None`: it ran before the fleet.
+    pub(crate) process: Option<Process>,
+}
+
+/// A VM.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct VmState {
+    pub(crate) name: String,
+    pub(crate) vmm: Vmm,
+    pub(crate) process: Process,
+    /// Domain of its store in [`State::stores`]; `None`: no dedup.
+    pub(crate) store: Option<String>,
+    /// Files outside of the runtime directory that the VMM makes.
+    pub(crate) files: Vec<PathBuf>,
+}
+
+/// The files of one VM in the runtime directory.
+#[derive(Clone, Debug)]
+pub(crate) struct VmFiles(PathBuf);
+
+impl VmFiles {
+    pub(crate) fn folder(&self) -> &Path {
+        &self.0
+    }
+
+    /// Output and errors of the VMM.
+    pub(crate) fn log(&self) -> PathBuf {
+        self.0.join("vmm.log")
+    }
+
+    /// What the guest wrote to its serial port.
+    pub(crate) fn serial(&self) -> PathBuf {
+        self.0.join("serial.log")
+    }
+
+    /// The settings of dedup.
+    pub(crate) fn dedup(&self) -> PathBuf {
+        self.0.join("dedup.toml")
+    }
+
+    /// Cloud Hypervisor's API, or QEMU's monitor.
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.0.join("api.sock")
+    }
+
+    /// The number of a VMM's process, for those without a socket that goes when they end in order.
+    pub(crate) fn pid(&self) -> PathBuf {
+        self.0.join("vmm.pid")
+    }
+}
+
+/// A fleet's directory.
+#[derive(Debug)]
+pub(crate) struct Directory {
+    path: PathBuf,
+}
+
+/// A directory that no other command changes meanwhile.
+#[derive(Debug)]
+pub(crate) struct Locked {
+    directory: Directory,
+    _lock: File,
+}
+
+/// Where fleets keep their directories, and stores their sockets: `/run/vmm-dedup`, or that of a user.
+pub(crate) fn run_folder() -> Result<PathBuf, Failure> {
+    if rustix::process::geteuid().is_root() {
+        return Ok("/run/vmm-dedup".into());
+    }
+    let user = std::env::var_os("XDG_RUNTIME_DIR").filter(|value| !value.is_empty());
+    let user =
+        user.ok_or_else(|| Failure::usage("XDG_RUNTIME_DIR is not set: set it, or give --runtime-dir"))?;
+    Ok(Path::new(&user).join("vmm-dedup"))
+}
+
+/// Makes a directory, and what leads to it, if it is not there; new ones have this mode.
+pub(crate) fn make(path: &Path, mode: u32) -> Result<(), Failure> {
+    let made = DirBuilder::new().recursive(true).mode(mode).create(path);
+    made.map_err(|e| Failure::new(format!("cannot create {}: {e}", path.display())))
+}
+
+impl Directory {
+    pub(crate) fn new(path: PathBuf) -> Self {
+        Self { path }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn state_path(&self) -> PathBuf {
+        self.path.join("state.json")
+    }
+
+    /// The next state, until it takes the place of the last one.
+    fn fresh_path(&self) -> PathBuf {
+        self.path.join("state.json.new")
+    }
+
+    /// What is started; `None` if nothing is.
+    ///
+    /// The directory must be the user's own, since `down` believes what it says.
+    pub(crate) fn state(&self) -> Result<Option<State>, Failure> {
+        let path = self.state_path();
+        let fail = |e: String| Failure::new(format!("cannot use {}: {e}", path.display()));
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(fail(e.to_string())),
+        };
+        let folder = fs::metadata(&self.path).map_err(|e| fail(e.to_string()))?;
+        if folder.uid() != rustix::process::geteuid().as_raw() || folder.mode() & 0o022 != 0 {
+            return Err(fail("others can write its directory, or own it".into()));
+        }
+        serde_json::from_str(&text)
+            .map(Some)
+            .map_err(|e| fail(e.to_string()))
+    }
+
+    pub(crate) fn vm(&self, name: &str) -> VmFiles {
+        VmFiles(self.path.join("vm").join(name))
+    }
+
+    pub(crate) fn store_log(&self, domain: &str) -> PathBuf {
+        self.path.join(format!("store-{domain}.log"))
+    }
+
+    /// Locks the directory if it exists.
+    pub(crate) fn lock(self) -> Result<Option<Locked>, Failure> {
+        let fail = |e: io::Error, path: &Path| Failure::new(format!("cannot use {}: {e}", path.display()));
+        let lock = match File::open(&self.path) {
+            Ok(lock) => lock,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(fail(e, &self.path)),
+        };
+        let begun = Instant::now();
+        let mut locked = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
+        while locked == Err(rustix::io::Errno::WOULDBLOCK) && begun.elapsed() < LOCK_PATIENCE {
+            std::thread::sleep(Duration::from_millis(10));
+            locked = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
+        }
+        match locked {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(Failure::new(format!(
+                    "another fleet command is at work in {}: wait for it",
+                    self.path.display()
+                )));
+            }
+            Err(e) => return Err(fail(e.into(), &self.path)),
+        }
+        // Who held the lock before may have removed the directory.
+        if lock.metadata().map_err(|e| fail(e, &self.path))?.nlink() == 0 {
+            return Ok(None);
+        }
+        Ok(Some(Locked {
+            directory: self,
+            _lock: lock,
+        }))
+    }
+
+    /// Makes the directory, for this user alone, and locks it.
+    pub(crate) fn create(self) -> Result<Locked, Failure> {
+        if let Some(parent) = self.path.parent() {
+            make(parent, 0o755)?;
+        }
+        make(&self.path, 0o700)?;
+        let path = self.path.clone();
+        let gone = || Failure::new(format!("{} was removed meanwhile: try again", path.display()));
+        self.lock()?.ok_or_else(gone)
+    }
+}
+
+impl std::ops::Deref for Locked {
+    type Target = Directory;
+
+    fn deref(&self) -> &Directory {
+        &self.directory
+    }
+}
+
+impl Locked {
+    /// Removes what an `up` leaves that was killed before it had noted down anything: the directory, if it is empty.
+    pub(crate) fn remove_remains(&self) {
+        // Whatever else is there is somebody else's.
+        let _ = remove_file(&self.fresh_path()).and_then(|()| fs::remove_dir(self.path()));
+    }
+
+    /// Fails unless the directory is empty, but for what [`Self::remove_remains`] removes.
+    pub(crate) fn check_empty(&self) -> Result<(), Failure> {
+        let _ = remove_file(&self.fresh_path());
+        match fs::read_dir(self.path()).map(|mut entries| entries.next().is_none()) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(Failure::new(format!(
+                "{} is not empty and no fleet's: choose another --runtime-dir",
+                self.path().display()
+            ))),
+            Err(e) => Err(Failure::new(format!("cannot use {}: {e}", self.path().display()))),
+        }
+    }
+
+    /// Replaces the state as a whole.
+    pub(crate) fn write(&self, state: &State) -> Result<(), Failure> {
+        let (path, fresh) = (self.state_path(), self.fresh_path());
+        let text = serde_json::to_string_pretty(state).map_err(Failure::from_error)?;
+        fs::write(&fresh, text)
+            .and_then(|()| fs::rename(&fresh, &path))
+            .map_err(|e| Failure::new(format!("cannot write {}: {e}", path.display())))
+    }
+
+    /// Makes the directory of a VM.
+    pub(crate) fn make_vm(&self, name: &str) -> Result<VmFiles, Failure> {
+        let files = self.vm(name);
+        make(files.folder(), 0o700)?;
+        Ok(files)
+    }
+
+    /// Removes all that belongs to a fleet; fails if something else is there too.
+    pub(crate) fn remove(&self, state: &State) -> Result<(), Failure> {
+        let path = self.path();
+        let fail = |e: io::Error| Failure::new(format!("cannot remove {}: {e}", path.display()));
+        // Also that of a store which was not noted down any more.
+        for entry in fs::read_dir(path).map_err(fail)? {
+            let entry = entry.map_err(fail)?.path();
+            let name = entry.file_name().unwrap_or_default().as_encoded_bytes();
+            if name.starts_with(b"store-") && name.ends_with(b".log") {
+                remove_file(&entry).map_err(fail)?;
+            }
+        }
+        for file in state.vms.iter().flat_map(|vm| &vm.files) {
+            remove_file(file).map_err(fail)?;
+        }
+        match fs::remove_dir_all(path.join("vm")) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(fail(e)),
+            _ => {}
+        }
+        remove_file(&self.fresh_path()).map_err(fail)?;
+        // Last: as long as it is there, `down` can be repeated.
+        remove_file(&self.state_path()).map_err(fail)?;
+        fs::remove_dir(path).map_err(fail)
+    }
+}
+
+/// Removes a file, if it is there.
+pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn directory(folder: &tempfile::TempDir) -> Directory {
+        Directory::new(folder.path().join("a/fleet"))
+    }
+
+    #[test]
+    fn state_is_kept_and_everything_goes_with_the_directory() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(directory(&folder).state().unwrap().is_none());
+        assert!(directory(&folder).lock().unwrap().is_none());
+        let locked = directory(&folder).create().unwrap();
+        locked.check_empty().unwrap();
+        let files = locked.make_vm("web-0").unwrap();
+        fs::write(files.log(), "log").unwrap();
+        let state = State {
+            fleet: "f".into(),
+            ..State::default()
+        };
+        locked.write(&state).unwrap();
+        assert_eq!(locked.state().unwrap().unwrap().fleet, "f");
+        locked.remove(&state).unwrap();
+        assert!(!folder.path().join("a/fleet").exists());
+    }
+
+    #[test]
+    fn a_command_that_was_killed_while_it_wrote_the_state_is_no_trouble() {
+        let folder = tempfile::tempdir().unwrap();
+        let half_written = |locked: &Locked| fs::write(locked.path().join("state.json.new"), "{").unwrap();
+        let locked = directory(&folder).create().unwrap();
+        half_written(&locked);
+        locked.check_empty().unwrap();
+        half_written(&locked);
+        locked.write(&State::default()).unwrap();
+        half_written(&locked);
+        fs::write(locked.store_log("default"), "").unwrap();
+        locked.remove(&State::default()).unwrap();
+        drop(locked);
+        let locked = directory(&folder).create().unwrap();
+        half_written(&locked);
+        locked.remove_remains();
+        assert!(!folder.path().join("a/fleet").exists());
+    }
+
+    #[test]
+    fn only_one_command_works_in_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let locked = directory(&folder).create().unwrap();
+        let error = directory(&folder).lock().unwrap_err().to_string();
+        assert!(error.contains("another fleet command"), "{error}");
+        drop(locked);
+        directory(&folder).lock().unwrap().unwrap();
+    }
+
+    #[test]
+    fn what_is_not_the_fleets_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let locked = directory(&folder).create().unwrap();
+        fs::write(locked.path().join("mine"), "").unwrap();
+        assert!(
+            locked
+                .check_empty()
+                .unwrap_err()
+                .to_string()
+                .contains("not empty")
+        );
+        locked.remove(&State::default()).unwrap_err();
+        assert!(folder.path().join("a/fleet/mine").exists());
+    }
+
+    #[test]
+    fn a_directory_that_others_write_is_not_believed() {
+        let folder = tempfile::tempdir().unwrap();
+        let locked = directory(&folder).create().unwrap();
+        locked.write(&State::default()).unwrap();
+        fs::set_permissions(locked.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(
+            locked
+                .state()
+                .unwrap_err()
+                .to_string()
+                .contains("others can write")
+        );
+    }
+
+    #[test]
+    fn a_broken_state_is_an_error_that_names_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let locked = directory(&folder).create().unwrap();
+        fs::write(locked.path().join("state.json"), "{").unwrap();
+        assert!(locked.state().unwrap_err().to_string().contains("state.json"));
+    }
+}
