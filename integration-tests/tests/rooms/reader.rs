@@ -1,0 +1,454 @@
+//! Reads one source file: modules, paths, types and their methods.
+
+use crate::source::{Child, Files, Impl, Kind, Mention, Name, Place, Source, Struct};
+use crate::tokens::{Placed, Token, tokens};
+use std::ops::Range;
+use std::path::Path;
+
+/// Reads the tokens of one file.
+struct Reader<'a> {
+    source: &'a mut Source,
+    tokens: &'a [Placed],
+    file: &'a Path,
+    files: Files<'a>,
+    children: Vec<Child>,
+}
+
+/// Enters what a module's file holds into `source`; returns the children that have files of their own. `folder`: where those
+/// are.
+pub(crate) fn read(
+    source: &mut Source,
+    text: &str,
+    file: &Path,
+    module: &[String],
+    folder: &Path,
+    files: Files<'_>,
+) -> Vec<Child> {
+    let tokens = tokens(text);
+    let mut reader = Reader {
+        source,
+        tokens: &tokens,
+        file,
+        files,
+        children: Vec::new(),
+    };
+    reader.read(0..tokens.len(), module, folder);
+    reader.children
+}
+
+impl Reader<'_> {
+    fn token(&self, at: usize) -> Option<&Token> {
+        self.tokens.get(at).map(|placed| &placed.token)
+    }
+
+    fn is_word(&self, at: usize, word: &str) -> bool {
+        self.token(at).is_some_and(|token| token.is_word(word))
+    }
+
+    fn is_sign(&self, at: usize, sign: char) -> bool {
+        self.token(at).is_some_and(|token| token.is_sign(sign))
+    }
+
+    fn place(&self, module: &[String], at: usize) -> Place {
+        Place {
+            module: module.to_vec(),
+            file: self.file.to_owned(),
+            line: self.tokens[at].line,
+        }
+    }
+
+    /// Where the bracket at `open` is closed, or the end.
+    fn closing(&self, open: usize) -> usize {
+        let mut depth = 0usize;
+        for at in open..self.tokens.len() {
+            match self.token(at) {
+                Some(Token::Sign('(' | '[' | '{')) => depth += 1,
+                Some(Token::Sign(')' | ']' | '}')) => {
+                    depth = depth.saturating_sub(1);
+                    if depth == 0 {
+                        return at;
+                    }
+                }
+                _ => {}
+            }
+        }
+        self.tokens.len()
+    }
+
+    /// The tokens of a module, or of a part of it.
+    fn read(&mut self, range: Range<usize>, module: &[String], folder: &Path) {
+        self.source.modules.insert(module.to_vec());
+        let mut at = range.start;
+        let mut attributes = Attributes::default();
+        while at < range.end {
+            if self.is_sign(at, '#') && (self.is_sign(at + 1, '[') || self.is_sign(at + 2, '[')) {
+                let inner = self.is_sign(at + 1, '!');
+                let open = at + 1 + usize::from(inner);
+                let close = self.closing(open);
+                let attribute = self.attribute(open + 1..close);
+                if inner && attribute.test {
+                    return;
+                }
+                attributes.add(attribute);
+                at = close + 1;
+                continue;
+            }
+            // Attributes belong to what comes behind `pub`.
+            if self.is_word(at, "pub") && !attributes.test {
+                at += 1;
+                if self.is_sign(at, '(') {
+                    at = self.closing(at) + 1;
+                }
+                continue;
+            }
+            let taken = std::mem::take(&mut attributes);
+            at = if taken.test {
+                self.end_of_item(at, range.end)
+            } else {
+                self.item(at, &taken, module, folder)
+            };
+        }
+    }
+
+    fn attribute(&self, range: Range<usize>) -> Attributes {
+        let words: Vec<&str> = self.tokens[range.clone()]
+            .iter()
+            .filter_map(|placed| placed.token.word())
+            .collect();
+        let text = self.tokens[range].iter().find_map(|placed| match &placed.token {
+            Token::Text(text) => Some(text.clone()),
+            _ => None,
+        });
+        Attributes {
+            test: words == ["test"]
+                || (words.first() == Some(&"cfg") && words.contains(&"test") && !words.contains(&"not")),
+            path: text.filter(|_| words == ["path"]),
+        }
+    }
+
+    /// Where an item ends that is left out: behind its `;` or its braces, or for a field or an arm behind the comma.
+    fn end_of_item(&self, start: usize, end: usize) -> usize {
+        let is_item = |at: usize| {
+            let word = self.token(at).and_then(Token::word);
+            word.is_some_and(|word| ITEMS.contains(&word))
+        };
+        let mut at = start;
+        while self.is_word(at, "pub") {
+            at += 1;
+            if self.is_sign(at, '(') {
+                at = self.closing(at) + 1;
+            }
+        }
+        let (is_item, is_use) = (is_item(at), self.is_word(at, "use"));
+        while at < end {
+            match self.token(at) {
+                Some(Token::Sign(';')) => return at + 1,
+                Some(Token::Sign(',')) if !is_item => return at + 1,
+                Some(Token::Sign('}')) => return at,
+                Some(Token::Sign('(' | '[')) => at = self.closing(at),
+                Some(Token::Sign('{')) => {
+                    at = self.closing(at);
+                    if !is_use {
+                        return at + 1;
+                    }
+                }
+                _ => {}
+            }
+            at += 1;
+        }
+        end
+    }
+
+    /// What begins at a token; returns where to go on.
+    fn item(&mut self, at: usize, attributes: &Attributes, module: &[String], folder: &Path) -> usize {
+        let Some(word) = self.token(at).and_then(Token::word).map(str::to_owned) else {
+            return at + 1;
+        };
+        match word.as_str() {
+            "mod" => return self.module(at, attributes, module, folder),
+            "use" => return self.import(at, module),
+            "impl" if self.begins_item(at) => self.implementation(at, module),
+            "struct" | "enum" | "union" => self.definition(at, module),
+            _ => {}
+        }
+        self.path(at, module)
+    }
+
+    /// `impl` also stands in types; as an item it comes behind one, or behind an attribute.
+    fn begins_item(&self, at: usize) -> bool {
+        let before = at.checked_sub(1).and_then(|before| self.token(before));
+        match before {
+            None => true,
+            Some(Token::Sign(sign)) => ";{}]".contains(*sign),
+            Some(token) => token.is_word("unsafe"),
+        }
+    }
+
+    fn module(&mut self, at: usize, attributes: &Attributes, module: &[String], folder: &Path) -> usize {
+        let Some(name) = self.token(at + 1).and_then(Token::word).map(str::to_owned) else {
+            return at + 1;
+        };
+        let child: Name = module.iter().cloned().chain([name.clone()]).collect();
+        let own_folder = folder.join(&name);
+        if self.is_sign(at + 2, '{') {
+            let end = self.closing(at + 2);
+            self.read(at + 3..end, &child, &own_folder);
+            return end + 1;
+        }
+        if self.is_sign(at + 2, ';') {
+            let beside = folder.join(format!("{name}.rs"));
+            let (file, folder) = match &attributes.path {
+                Some(path) => {
+                    let file = self.file.parent().unwrap_or(Path::new("")).join(path);
+                    let folder = file.parent().unwrap_or(Path::new("")).to_owned();
+                    (file, folder)
+                }
+                None if (self.files)(&beside).is_some() => (beside, own_folder),
+                None => (own_folder.join("mod.rs"), own_folder),
+            };
+            self.children.push(Child {
+                module: child,
+                file,
+                folder,
+            });
+        }
+        at + 3
+    }
+
+    fn import(&mut self, at: usize, module: &[String]) -> usize {
+        let mut end = at;
+        while end < self.tokens.len() && !self.is_sign(end, ';') {
+            end += 1;
+        }
+        let mut leaves = Vec::new();
+        self.tree(at + 1, end, &mut Vec::new(), &mut leaves);
+        for (path, name) in leaves {
+            self.source.mentions.push(Mention {
+                at: self.place(module, at),
+                path,
+                kind: Kind::Import(name),
+            });
+        }
+        end + 1
+    }
+
+    /// One tree of `use`, behind a prefix; returns where it ends.
+    fn tree(&self, mut at: usize, end: usize, prefix: &mut Name, leaves: &mut Vec<(Name, String)>) -> usize {
+        let depth = prefix.len();
+        while at < end {
+            match self.token(at) {
+                Some(Token::Word(word)) if word == "as" => {
+                    let name = self.token(at + 1).and_then(Token::word).unwrap_or("_");
+                    leaves.push((prefix.clone(), name.to_owned()));
+                    prefix.truncate(depth);
+                    return at + 2;
+                }
+                Some(Token::Word(word)) => prefix.push(word.clone()),
+                Some(Token::PathSeparator) => {}
+                Some(Token::Sign('*')) => {
+                    leaves.push((prefix.clone(), "*".to_owned()));
+                    prefix.truncate(depth);
+                    return at + 1;
+                }
+                Some(Token::Sign('{')) => {
+                    at += 1;
+                    while at < end && !self.is_sign(at, '}') {
+                        at = self.tree(at, end, prefix, leaves);
+                        at += usize::from(self.is_sign(at, ','));
+                    }
+                    prefix.truncate(depth);
+                    return at + 1;
+                }
+                _ => break,
+            }
+            at += 1;
+        }
+        // `a::{self}` is `a`.
+        if prefix.len() > 1 && prefix.last().is_some_and(|word| word == "self") {
+            prefix.pop();
+        }
+        if let Some(name) = prefix.last().cloned() {
+            leaves.push((prefix.clone(), name));
+        }
+        prefix.truncate(depth);
+        // At least one token further, so that broken source comes to an end.
+        at.max(if self.is_sign(at, ',') || self.is_sign(at, '}') {
+            at
+        } else {
+            at + 1
+        })
+    }
+
+    /// A path of two names or more.
+    fn path(&mut self, at: usize, module: &[String]) -> usize {
+        let mut path = Name::new();
+        let mut end = at;
+        while let Some(word) = self.token(end).and_then(Token::word) {
+            path.push(word.to_owned());
+            if self.token(end + 1) != Some(&Token::PathSeparator) {
+                break;
+            }
+            end += 2;
+        }
+        // Behind `::` it would be the rest of another path: those are read as a whole, but for `Type::<T>::f` and the like.
+        let is_rest = at > 0 && self.token(at - 1) == Some(&Token::PathSeparator);
+        let next = self.token(end).and_then(Token::word).map_or(end, |_| end + 1);
+        if path.len() > 1 && !is_rest {
+            let kind = if self.is_sign(next, '!') && !self.is_sign(next + 1, '=') {
+                Kind::Macro
+            } else {
+                Kind::Code
+            };
+            let at = self.place(module, at);
+            self.source.mentions.push(Mention { at, path, kind });
+        }
+        next.max(at + 1)
+    }
+
+    fn implementation(&mut self, at: usize, module: &[String]) {
+        let mut head = at + 1;
+        if self.is_sign(head, '<') {
+            head = self.closing_angle(head) + 1;
+        }
+        let mut of_trait = false;
+        let mut of = Name::new();
+        while head < self.tokens.len() && !self.is_sign(head, '{') && !self.is_sign(head, ';') {
+            match self.token(head) {
+                // `for<'a>` is something else.
+                Some(Token::Word(word)) if word == "for" && !self.is_sign(head + 1, '<') => {
+                    of_trait = true;
+                    of.clear();
+                }
+                Some(Token::Word(word)) if word == "where" => break,
+                Some(Token::Word(word)) => of.push(word.clone()),
+                Some(Token::Sign('<')) => head = self.closing_angle(head),
+                Some(Token::Sign('(' | '[')) => head = self.closing(head),
+                _ => {}
+            }
+            head += 1;
+        }
+        while head < self.tokens.len() && !self.is_sign(head, '{') {
+            head += 1;
+        }
+        let end = self
+            .closing(head.min(self.tokens.len()))
+            .min(self.tokens.len().saturating_sub(1));
+        let at = self.place(module, at);
+        let lines = self.tokens[end].line + 1 - at.line;
+        self.source.impls.push(Impl {
+            at,
+            of,
+            of_trait,
+            lines,
+        });
+    }
+
+    fn closing_angle(&self, open: usize) -> usize {
+        let mut depth = 0usize;
+        for at in open..self.tokens.len() {
+            match self.token(at) {
+                Some(Token::Sign('<')) => depth += 1,
+                Some(Token::Sign('>')) => {
+                    depth = depth.saturating_sub(1);
+                    if depth == 0 {
+                        return at;
+                    }
+                }
+                _ => {}
+            }
+        }
+        self.tokens.len()
+    }
+
+    fn definition(&mut self, at: usize, module: &[String]) {
+        // `union` is a name elsewhere.
+        let Some(name) = self.token(at + 1).and_then(Token::word).map(str::to_owned) else {
+            return;
+        };
+        self.source.types.insert((module.to_vec(), name.clone()));
+        if !self.is_word(at, "struct") {
+            return;
+        }
+        let mut open = at + 2;
+        if self.is_sign(open, '<') {
+            open = self.closing_angle(open) + 1;
+        }
+        while open < self.tokens.len() && !"({;".contains(self.sign(open)) {
+            open += 1;
+        }
+        let fields = if self.is_sign(open, ';') {
+            0
+        } else {
+            self.fields(open + 1..self.closing(open))
+        };
+        let at = self.place(module, at);
+        self.source.structs.push(Struct { at, name, fields });
+    }
+
+    fn sign(&self, at: usize) -> char {
+        match self.token(at) {
+            Some(Token::Sign(sign)) => *sign,
+            _ => ' ',
+        }
+    }
+
+    /// Number of parts between commas.
+    fn fields(&self, range: Range<usize>) -> usize {
+        let (mut fields, mut empty, mut at) = (0, true, range.start);
+        while at < range.end {
+            match self.token(at) {
+                Some(Token::Sign(',')) => {
+                    fields += usize::from(!empty);
+                    empty = true;
+                }
+                Some(Token::Sign('#')) => at = self.closing(at + 1),
+                token => {
+                    empty = false;
+                    match token {
+                        Some(Token::Sign('(' | '[' | '{')) => at = self.closing(at),
+                        Some(Token::Sign('<')) => at = self.closing_angle(at),
+                        _ => {}
+                    }
+                }
+            }
+            at += 1;
+        }
+        fields + usize::from(!empty)
+    }
+}
+
+/// What begins an item, and not a field or an arm.
+const ITEMS: [&str; 16] = [
+    "async",
+    "const",
+    "enum",
+    "extern",
+    "fn",
+    "impl",
+    "let",
+    "macro_rules",
+    "mod",
+    "static",
+    "struct",
+    "trait",
+    "type",
+    "union",
+    "unsafe",
+    "use",
+];
+
+/// What attributes say of the item behind them.
+#[derive(Debug, Default)]
+struct Attributes {
+    /// It is compiled for tests only.
+    test: bool,
+    /// `#[path = "..."]`
+    path: Option<String>,
+}
+
+impl Attributes {
+    fn add(&mut self, other: Self) {
+        self.test |= other.test;
+        self.path = self.path.take().or(other.path);
+    }
+}
