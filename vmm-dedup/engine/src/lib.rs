@@ -1,7 +1,7 @@
 //! Memory deduplication for a VMM on rust-vmm's crates.
 //!
 //! Hand [`DedupService::start`] the guest's memory and the path of a page store, and equal pages of all VMs on that
-//! store become one. The design, with measurements, is in docs/design.md; in short:
+//! store become one. docs/design.md has an overview of the design, and docs/design a text for each room; in short:
 //!
 //! ```text
 //!            track                key              hash            publish / look up
@@ -13,7 +13,7 @@
 //!    `----------------------------------------------------------------'
 //! ```
 //!
-//! Rooms, from the kernel upwards:
+//! Rooms, from the kernel upwards. A room imports rooms that stand before it:
 //!
 //! - [`sys`](mod@sys): system calls, one module each;
 //! - [`memory`](mod@memory): how guest memory is laid out, and what is known of each page and each 2 MiB;
@@ -21,14 +21,14 @@
 //! - [`window`](mod@window): the one way in which guest pages are taken away for a moment;
 //! - [`store`](mod@store): the connection to the page store;
 //! - [`track`](mod@track): which pages were written, and which are used;
+//! - [`unmerge`](mod@unmerge): takes shared pages out of a guest: for a writer, for a range, for memory that is given up;
 //! - [`lookup`](mod@lookup): keys, sightings, hashes, publications: who is a twin of whom;
+//! - [`thp`](mod@thp): which huge pages to split, to keep, and to build again (which takes shared pages out as well);
 //! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
-//! - [`unmerge`](mod@unmerge): the only code that takes them out again;
-//! - [`thp`](mod@thp): which huge pages to split, to keep, and to build again;
 //! - [`scan`](mod@scan): the scanning thread, which does all but breaking.
 //!
 //! Known holes: a page that the kernel copied on write stays private for good (nobody can tell whether it is
-//! pinned); a huge page that is hot outside its key lines looks cold until it is hashed.
+//! pinned); a huge page that is written outside its key lines only looks unchanged until it is compared.
 
 mod account;
 pub mod compare;

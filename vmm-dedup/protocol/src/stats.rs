@@ -169,7 +169,7 @@ pub struct ServiceStats {
     /// Pages that were pinned at the last try to take them.
     pub pages_pinned: u64,
     /// Pages that stay private in mappings of the store: copied by the kernel after sharing, or exceptions in runs (see
-    /// docs/design.md, "Merging" and "Breaking").
+    /// docs/design/merging.md and docs/design/unmerging.md).
     pub pages_broken: u64,
     /// 2 MiB ranges mapped by one huge page at the last look.
     pub huge_ranges: u64,

@@ -26,7 +26,7 @@ pub(crate) enum Backing {
     Slot(Slot),
     /// Anonymous, but inside a mapping of the store, where this slot would be seen: copied by the kernel after it was
     /// shared, or an exception in a run ([`bridged_runs`](mod@crate::merge::bridged_runs)). It may be pinned for a DMA, which
-    /// nothing tells, so it must not be merged (docs/design.md, "Breaking").
+    /// nothing tells, so it must not be merged (docs/design/unmerging.md).
     CopiedOnWrite(Slot),
     /// It maps a slot of a store that is gone.
     OrphanedSlot(Orphan),

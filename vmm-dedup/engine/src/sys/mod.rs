@@ -1,5 +1,5 @@
-//! The kernel's interfaces, one module each. All of the engine's unsafe code is here; errnos are translated into
-//! meaning once, at this border.
+//! The kernel's interfaces, one module each. System calls on guest memory are made here only; errnos become meaning
+//! once, at this border. (Code elsewhere that reads or replaces guest pages is unsafe as well, item by item.)
 
 pub(crate) mod bell;
 pub(crate) mod guest;
