@@ -15,7 +15,7 @@ impl Pass {
             let (map, space) = (&mut self.map, &mut self.space);
             self.monitor.sample(map, space, &mut self.account, &batch);
             self.account.lap(|cpu| &mut cpu.monitor);
-            self.breathe()?;
+            self.yield_and_poll()?;
         }
         self.monitor.end_round(&self.map, &mut self.account, &round);
         for at in 0..self.map.chunks().len() {
@@ -26,7 +26,7 @@ impl Pass {
             collapse::collapse(map, space, &mut self.account, self.number, at);
             self.account.lap(|cpu| &mut cpu.merge);
             self.show_progress();
-            self.breathe()?;
+            self.yield_and_poll()?;
         }
         Ok(())
     }
@@ -39,7 +39,7 @@ impl Pass {
                 self.account.lap(|cpu| &mut cpu.key);
                 self.tell_store()?;
                 self.account.lap(|cpu| &mut cpu.store);
-                self.breathe()?;
+                self.yield_and_poll()?;
             }
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Breathing: what the scanning thread does between two pieces of work.
+//! Yielding and polling: what the scanning thread does between two pieces of work.
 
 use crate::error::Error;
 use crate::scan::cpu_budget::Pacer;
@@ -13,7 +13,7 @@ const REPORT_PERIOD: Duration = Duration::from_millis(250);
 /// Debt of CPU time that is not worth sleeping for.
 const SMALL_DEBT: Duration = Duration::from_millis(1);
 
-/// When it breathed last.
+/// When it polled last.
 #[derive(Debug)]
 pub(crate) struct Pace {
     pacer: Pacer,
@@ -34,7 +34,7 @@ impl Pace {
 
 impl Pass {
     /// Between two pieces of work: sleeps if the CPU budget is used up, and notices the wish to stop or pause.
-    pub(super) fn breathe(&mut self) -> Result<(), Error> {
+    pub(super) fn yield_and_poll(&mut self) -> Result<(), Error> {
         let helpers = self.space.breaker.stats().0.cpu_ns + self.finder.search().helper_cpu_ns();
         self.pace.pacer.charge_others(helpers);
         self.pace.pacer.set_percent(self.control.cpu_percent());

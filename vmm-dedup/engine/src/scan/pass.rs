@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Each stage takes what the one before has left and returns what it made of it; no stage calls another. The pass hands on,
-//! and between any two pieces of work it *breathes*: it keeps the CPU budget, answers questions, and notices the wish to stop.
+//! and between any two pieces of work it yields and polls: it keeps the CPU budget, answers questions, and notices the wish to stop.
 
 use crate::account::Account;
 use crate::config::{Breaks, Config};
@@ -154,7 +154,7 @@ impl Pass {
             let mut order = ScanOrder::new(self.number);
             while let Some(chunks) = order.next(&self.map) {
                 self.visit(chunks)?;
-                self.breathe()?;
+                self.yield_and_poll()?;
             }
             self.account.stats.full_scans_total += u64::from(order.is_full());
             self.space
@@ -279,7 +279,7 @@ impl Pass {
             let (planner, mut with) = self.planning();
             planner.step(&mut with)
         } {
-            result = self.breathe();
+            result = self.yield_and_poll();
         }
         let wrong = self.planner.take_wrong_proposals();
         self.finder.search_mut().note_wrong(wrong);

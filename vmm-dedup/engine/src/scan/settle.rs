@@ -25,7 +25,7 @@ impl Pass {
                 let found = self.finder.hash_some(map, session, account, self.number);
                 self.found.extend(found);
                 self.account.lap(|cpu| &mut cpu.hash);
-                self.breathe()?;
+                self.yield_and_poll()?;
             } else if !self.found.is_empty() {
                 self.merge()?;
             } else if self.map.outbox.is_empty() {
@@ -102,7 +102,7 @@ impl Pass {
         let mut candidates = self.map.candidates_with(|_| true);
         candidates.retain(|(page, _)| !deferred.contains(page));
         for some in candidates.chunks(MAX_BATCH) {
-            if let Err(error) = self.breathe() {
+            if let Err(error) = self.yield_and_poll() {
                 self.session.schedule_resync(self.number, Doubt::Missed);
                 return Err(error);
             }

@@ -6,7 +6,7 @@ use crate::memory::thp_state::Use;
 use crate::sys::uffd::Uffd;
 use crate::track::access::{AccessMonitor, Target};
 use crate::track::damon::Damon;
-use crate::track::fault_sampling::TakeAndWait;
+use crate::track::fault_sampling::FaultSampling;
 use crate::track::page_idle::PageIdle;
 use std::io;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub(crate) fn choose(wanted: UseSource, tracker: &Arc<Uffd>, memory: &Memory) ->
     let mut skipped = Vec::new();
     for source in std::iter::once(wanted).chain(others) {
         let monitor: Result<Box<dyn AccessMonitor>, String> = match source {
-            UseSource::TakeAndWait => TakeAndWait::new(tracker.clone())
+            UseSource::TakeAndWait => FaultSampling::new(tracker.clone())
                 .map(|monitor| Box::new(monitor) as _)
                 .map_err(|e| e.to_string()),
             UseSource::Damon => Damon::start(memory).map(|monitor| Box::new(monitor) as _),

@@ -36,7 +36,7 @@ pub(crate) const BATCH: usize = 64;
 
 /// See the module's text.
 #[derive(Debug)]
-pub(crate) struct TakeAndWait {
+pub(crate) struct FaultSampling {
     tracker: Arc<Uffd>,
     pagemap: Pagemap,
     scratch: HugeScratch,
@@ -76,7 +76,7 @@ fn note_missed(used: &mut [Option<Use>], missed: &[Missed]) {
     }
 }
 
-impl TakeAndWait {
+impl FaultSampling {
     pub(crate) fn new(tracker: Arc<Uffd>) -> Result<Self, Error> {
         let scratch = HugeScratch::new(&tracker, BATCH).map_err(Error::Scratch)?;
         Ok(Self {
@@ -190,7 +190,7 @@ impl TakeAndWait {
     }
 }
 
-impl AccessMonitor for TakeAndWait {
+impl AccessMonitor for FaultSampling {
     fn source(&self) -> UseSource {
         UseSource::TakeAndWait
     }
