@@ -316,6 +316,14 @@ impl Memory {
         self.region_of(page).is_some_and(|r| page + 1 < r.pages().end)
     }
 
+    /// Whether the numbers before and behind a page are those of its neighbours in memory.
+    pub(crate) fn neighbours(&self, page: Page) -> (bool, bool) {
+        self.region_of(page).map_or((false, false), |region| {
+            let pages = region.pages();
+            (page > pages.start, page + 1 < pages.end)
+        })
+    }
+
     /// Guest memory was replaced by fresh anonymous memory: whatever madvise was told of it holds again.
     pub(crate) fn advise_again(&self, renewed: &Range<usize>) {
         self.advise_copy(renewed, renewed.start);

@@ -194,23 +194,40 @@ impl PageMap {
         !self.backing(page).continues(self.backing(before))
     }
 
-    /// The boundaries at both ends of a page: `(page behind the boundary, whether there is one)`.
-    fn boundaries(&self, page: Page) -> [(Page, bool); 2] {
-        let behind = page.saturating_add(1);
-        let last = !self.memory.adjacent(page);
-        [(page, self.begins(page)), (behind, !last && self.begins(behind))]
-    }
-
-    /// A boundary in front of a page came or went: it counts for the chunks on both sides.
-    fn note_boundary(&mut self, page: Page, came: bool) {
-        let step = if came { 1 } else { -1 };
-        self.vmas += i64::from(step);
-        let (a, b) = (self.chunk_of(page - 1), self.chunk_of(page));
-        let fragments = &mut self.chunks[a].fragments;
-        *fragments = fragments.saturating_add_signed(step);
-        if a != b {
-            let fragments = &mut self.chunks[b].fragments;
-            *fragments = fragments.saturating_add_signed(step);
+    /// A page's backing changes: boundaries at both of its ends come or go.
+    fn note_boundaries(&mut self, page: Page, old: Backing, next: Backing) {
+        let (before, behind) = self.memory.neighbours(page);
+        let change = |was: bool, is: bool| i16::from(is) - i16::from(was);
+        let front = if before {
+            let before = self.backing(page - 1);
+            change(!old.continues(before), !next.continues(before))
+        } else {
+            0
+        };
+        let back = if behind {
+            let behind = self.backing(page + 1);
+            change(!behind.continues(old), !behind.continues(next))
+        } else {
+            0
+        };
+        if (front, back) == (0, 0) {
+            return;
+        }
+        self.vmas += i64::from(front + back);
+        // A boundary between two chunks counts for both.
+        let chunk = self.chunk_of(page);
+        let pages = &self.memory.chunks()[chunk].pages;
+        let (first, last) = (page == pages.start, page + 1 == pages.end);
+        let mut add = |chunk: usize, change: i16| {
+            let fragments = &mut self.chunks[chunk].fragments;
+            *fragments = fragments.saturating_add_signed(change);
+        };
+        add(chunk, front + back);
+        if first && front != 0 {
+            add(chunk - 1, front);
+        }
+        if last && back != 0 {
+            add(chunk + 1, back);
         }
     }
 }
@@ -245,13 +262,8 @@ impl PageMap {
         if let Backing::Slot(slot) = old.backing {
             self.outbox.drop_ref(slot);
         }
-        let before = self.boundaries(page);
+        self.note_boundaries(page, old.backing, next.backing);
         self.table.replace(page, old, next);
-        for ((at, was), (_, is)) in before.into_iter().zip(self.boundaries(page)) {
-            if was != is {
-                self.note_boundary(at, is);
-            }
-        }
     }
 
     fn requeue(&mut self, page: Page) {

@@ -37,8 +37,7 @@ impl Pass {
             if self.map.chunk(at).huge && self.map.chunk_mut(at).look_due() {
                 self.look_at_huge_page(at);
                 self.account.lap(|cpu| &mut cpu.key);
-                self.tell_store()?;
-                self.account.lap(|cpu| &mut cpu.store);
+                self.tell_store_of_many()?;
                 self.yield_and_poll()?;
             }
         }

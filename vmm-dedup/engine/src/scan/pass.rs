@@ -33,6 +33,7 @@ use crate::unmerge::page_reserve::Reserve;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
+use vmm_dedup_protocol::message::MAX_BATCH;
 
 /// Requests collected before they are merged; bounds the memory for them.
 pub(super) const MAX_FOUND: usize = 1 << 17;
@@ -234,8 +235,7 @@ impl Pass {
         let keyed = reader.read_all(&pages);
         self.find(keyed);
         self.account.lap(|cpu| &mut cpu.key);
-        self.tell_store()?;
-        self.account.lap(|cpu| &mut cpu.store);
+        self.tell_store_of_many()?;
         if self.found.len() >= MAX_FOUND {
             self.merge()?;
         }
@@ -257,14 +257,28 @@ impl Pass {
 
     /// Tells the store what there is to tell, and publishes what it asks for.
     pub(super) fn tell_store(&mut self) -> Result<(), Error> {
-        while self.session.is_connected() && !self.map.outbox.is_empty() {
-            let pending = !self.found.is_empty();
-            let wanted = self.session.flush(&mut self.map, pending)?;
-            let huge_pages = !self.space.breaker.managed();
-            let (map, session, account) = (&self.map, &mut self.session, &mut self.account);
-            self.found
-                .extend(publish::publish(map, session, account, huge_pages, &wanted)?);
+        while !self.map.outbox.is_empty() && self.session.is_connected() {
+            self.send_message()?;
         }
+        Ok(())
+    }
+
+    /// The same while there are sightings for a whole message.
+    pub(super) fn tell_store_of_many(&mut self) -> Result<(), Error> {
+        while self.map.outbox.sightings.len() >= MAX_BATCH && self.session.is_connected() {
+            self.send_message()?;
+        }
+        self.account.lap(|cpu| &mut cpu.store);
+        Ok(())
+    }
+
+    fn send_message(&mut self) -> Result<(), Error> {
+        let pending = !self.found.is_empty();
+        let wanted = self.session.flush(&mut self.map, pending)?;
+        let huge_pages = !self.space.breaker.managed();
+        let (map, session, account) = (&self.map, &mut self.session, &mut self.account);
+        self.found
+            .extend(publish::publish(map, session, account, huge_pages, &wanted)?);
         Ok(())
     }
 
