@@ -2,8 +2,8 @@
 
 use super::fields::{self, COUNTERS, GAUGES, LABELLED};
 use super::{Snapshot, Writer, cores, count, histogram, seconds};
-use crate::accounts;
-use crate::vms::STATE_REFUSED;
+use crate::ledger::accounts;
+use crate::requests::vms::STATE_REFUSED;
 use prometheus_client::encoding::MetricEncoder;
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;

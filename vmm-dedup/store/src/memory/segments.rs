@@ -1,4 +1,4 @@
-//! The memory of the store: sealed memfds ([`crate::segment`]), sparse until written, and an allocator of runs.
+//! The memory of the store: sealed memfds ([`crate::memory::segment`]), sparse until written, and an allocator of runs.
 //!
 //! The store keeps the only writable mapping. Services get a descriptor that was opened read-only; the seal refuses
 //! writable mappings and `write` also to whoever reopens it through /proc. The seal forbids the store, too, to punch
@@ -11,7 +11,7 @@
 //! not allocated. A segment whose slots are all free or cooling goes at once: what was pinned stays as it is, since
 //! the file is never written again.
 
-use crate::segment::{HUGE_PAGE_SLOTS, Segment, WORDS};
+use crate::memory::segment::{HUGE_PAGE_SLOTS, Segment, WORDS};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -37,6 +37,12 @@ pub(crate) fn read_only(file: &OwnedFd) -> io::Result<OwnedFd> {
 pub(crate) struct Run {
     pub(crate) first: Slot,
     pub(crate) len: u32,
+}
+
+impl Run {
+    pub(crate) fn slots(self) -> impl Iterator<Item = Slot> {
+        (0..self.len).filter_map(move |n| self.first.checked_add_in_segment(n))
+    }
 }
 
 /// Slots of a segment.

@@ -1,6 +1,6 @@
 //! One segment: its memory, and which of its slots are in use.
 
-use crate::segments::read_only;
+use crate::memory::segments::read_only;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;

@@ -4,9 +4,10 @@
 //! vanish with the VM. Host counters are kept by the store, so they do not go back then. Names that KSM has mean
 //! what KSM's mean.
 
-use crate::accounts;
-use crate::connection::{Shared, lock};
-use crate::state::{Counters, State};
+use crate::ledger::accounts;
+use crate::requests::exchange::ExchangeCounters;
+use crate::requests::peers::PeerCounters;
+use crate::state::{Shared, State, lock};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{
     DescriptorEncoder, EncodeCounterValue, EncodeLabelSet, MetricEncoder, NoLabelSet,
@@ -39,7 +40,9 @@ struct StateCollector(Shared);
 /// What one scrape shows.
 struct Snapshot {
     store: StoreStats,
-    counters: Counters,
+    exchange: ExchangeCounters,
+    peers: PeerCounters,
+    huge_pages: u64,
     vms: Vec<(String, ServiceStats)>,
     /// Name, pages and reason of those without a service.
     refused: Vec<(String, u64, Reason)>,
@@ -53,27 +56,31 @@ struct Snapshot {
 
 impl Snapshot {
     fn of(state: &State) -> Self {
-        let vms: Vec<_> = state
-            .services()
-            .map(|(id, _, s)| (s.name.clone(), state.vm_stats(id, s)))
+        let statistics = state.statistics();
+        let services = state.peers.services();
+        let vms: Vec<_> = services
+            .map(|(id, _, s)| (s.name.clone(), statistics.vm(id, s)))
             .collect();
         let started = state
             .started
             .duration_since(std::time::UNIX_EPOCH)
             .unwrap_or_default();
         let refused = state
+            .peers
             .refused()
             .map(|vm| (vm.name.clone(), vm.pages, vm.refusal.reason));
         Self {
             refused: refused.collect(),
-            store: state.store_stats(),
-            counters: state.counters,
+            store: statistics.store(),
+            exchange: state.exchange.counters,
+            peers: state.peers.counters,
+            huge_pages: state.exchange.pool.collapsed(),
             gauges: accounts::sum(vms.iter().map(|(_, stats)| stats)),
             vms,
             totals: state.totals,
-            orphans: state.orphans(),
-            connections: state.connections.len() as u64,
-            cooling: state.segments.cooling(),
+            orphans: statistics.orphans(),
+            connections: state.peers.len() as u64,
+            cooling: state.exchange.pool.segments().cooling(),
             started: started.as_secs_f64(),
         }
     }
@@ -165,7 +172,7 @@ impl Collector for StateCollector {
 }
 
 fn store(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
-    let (stats, counters) = (&s.store, &s.counters);
+    let (stats, peers, exchange) = (&s.store, &s.peers, &s.exchange);
     w.family(
         "build",
         "The release of the store",
@@ -237,43 +244,39 @@ fn store(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         s.orphans.0,
     )?;
     w.gauge("orphan_references", "References that orphans hold", s.orphans.1)?;
-    w.counter(
-        "connections_accepted",
-        "Connections accepted",
-        counters.connections,
-    )?;
+    w.counter("connections_accepted", "Connections accepted", peers.connections)?;
     w.counter(
         "malformed",
         "Connections closed because their peer broke the protocol",
-        counters.malformed,
+        peers.malformed,
     )?;
     w.counter(
         "overflows",
         "Connections closed because their peer did not read",
-        counters.overflows,
+        peers.overflows,
     )?;
     w.counter(
         "store_published",
         "Pages that were given a slot",
-        counters.published,
+        exchange.published,
     )?;
     w.counter(
         "store_huge_pages",
         "Huge pages that guests share as a whole and that became one in memory",
-        counters.huge_pages,
+        s.huge_pages,
     )?;
     w.counter(
         "unverified",
         "Pages whose content did not have the announced key",
-        counters.unverified,
+        exchange.unverified,
     )?;
-    w.counter("sightings_received", "Sightings received", counters.sightings)?;
+    w.counter("sightings_received", "Sightings received", exchange.sightings)?;
     w.counter(
         "withdrawals_received",
         "Withdrawals received",
-        counters.withdrawals,
+        exchange.withdrawals,
     )?;
-    w.counter("batches", "Batches handled", counters.batches)
+    w.counter("batches", "Batches handled", exchange.batches)
 }
 
 fn host(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
@@ -304,7 +307,7 @@ fn host(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
             if family.name == "refusals" {
                 count(
                     &mut m.encode_family(&[(family.label, "store_full")])?,
-                    s.counters.refused_full,
+                    s.exchange.refused_full,
                 )?;
             }
             Ok(())

@@ -1,19 +1,19 @@
 //! The connected VMs: those with a service and those that are refused, and what they are called.
 
-use crate::epochs::MemberId;
-use crate::error::Violation;
-use crate::state::{Connection, Phase, State};
-use vmm_dedup_protocol::message::{Kind, Welcome, encode};
-use vmm_dedup_protocol::refusal::{Refusal, Refused};
+use crate::ledger::epochs::MemberId;
+use crate::requests::peers::{Peers, Phase};
+use vmm_dedup_protocol::refusal::Refusal;
 use vmm_dedup_protocol::stats::ServiceStats;
-use zerocopy::IntoBytes;
+
+/// Names listed for somebody who asked for a VM that is not there.
+const LISTED: usize = 8;
 
 /// A VM that is not deduplicated.
 #[derive(Debug)]
 pub(crate) struct RefusedVm {
     /// Its name, made unique among the connected ones.
     pub(crate) name: String,
-    announced: String,
+    pub(crate) announced: String,
     pub(crate) pages: u64,
     pub(crate) refusal: Refusal,
 }
@@ -43,43 +43,13 @@ pub(crate) struct Vm<'a> {
 }
 
 impl Vm<'_> {
-    pub(crate) fn is_called(&self, wanted: &str) -> bool {
+    fn is_called(&self, wanted: &str) -> bool {
         [self.name, self.announced].contains(&wanted) || format!("{}.{}", self.announced, self.pid) == wanted
     }
 }
 
-impl State {
-    /// A VM that is not deduplicated introduces itself.
-    pub(crate) fn announce(&mut self, id: MemberId, refused: &Refused) -> Result<(), Violation> {
-        let Connection {
-            phase: Phase::Greeting,
-            outbox: Some(outbox),
-            pid,
-        } = &self.connections[&id]
-        else {
-            return Err(Violation::Unexpected("Refused after a greeting"));
-        };
-        let welcome = Welcome {
-            salt: 0,
-            incarnation: self.incarnation,
-            index_bytes: 0,
-        };
-        outbox.push(encode(Kind::Welcome, &[welcome.as_bytes()]), Vec::new());
-        let announced = refused.name.text();
-        let name = self.unique_name(&announced, *pid);
-        log::info!("VM {name} (process {pid}) is refused: {}", refused.refusal);
-        let vm = RefusedVm {
-            name,
-            announced,
-            pages: refused.pages,
-            refusal: refused.refusal.clone(),
-        };
-        if let Some(connection) = self.connections.get_mut(&id) {
-            connection.phase = Phase::Refused(Box::new(vm));
-        }
-        Ok(())
-    }
-
+impl Peers {
+    /// A name that no connected VM has.
     pub(crate) fn unique_name(&self, wanted: &str, pid: u32) -> String {
         let base = if wanted.is_empty() { "vm" } else { wanted };
         let taken = |name: &str| self.vms().any(|vm| vm.name == name);
@@ -92,7 +62,7 @@ impl State {
 
     /// The connected VMs that are not deduplicated.
     pub(crate) fn refused(&self) -> impl Iterator<Item = &RefusedVm> {
-        self.connections.values().filter_map(|c| match &c.phase {
+        self.peers.values().filter_map(|peer| match &peer.phase {
             Phase::Refused(refused) => Some(&**refused),
             _ => None,
         })
@@ -100,13 +70,13 @@ impl State {
 
     /// All connected VMs.
     pub(crate) fn vms(&self) -> impl Iterator<Item = Vm<'_>> {
-        self.connections.iter().filter_map(|(id, connection)| {
-            let (name, announced) = match &connection.phase {
+        self.peers.iter().filter_map(|(id, peer)| {
+            let (name, announced) = match &peer.phase {
                 Phase::Service(service) => (&service.name, &service.announced),
                 Phase::Refused(refused) => (&refused.name, &refused.announced),
                 _ => return None,
             };
-            let (id, pid) = (*id, connection.pid);
+            let (id, pid) = (*id, peer.pid);
             Some(Vm {
                 id,
                 pid,
@@ -115,4 +85,35 @@ impl State {
             })
         })
     }
+
+    /// The VM that somebody means: by the name that the store shows, by the one it announced, or by that and its
+    /// process number. `Err` says why there is no such one.
+    pub(crate) fn find(&self, wanted: &str) -> Result<MemberId, String> {
+        let vms = || self.vms().filter(|vm| vm.is_called(wanted));
+        let mut found = vms();
+        match (found.next(), found.next()) {
+            (Some(vm), None) => Ok(vm.id),
+            (None, _) => Err(format!(
+                "no VM is called {wanted}: {}",
+                listed(self.vms().map(|vm| vm.name.to_owned()))
+            )),
+            (Some(_), Some(_)) => Err(format!(
+                "{} VMs are called {wanted}: say which, {}",
+                vms().count(),
+                listed(vms().map(|vm| format!("{}.{}", vm.announced, vm.pid)))
+            )),
+        }
+    }
+}
+
+/// Some names for a message.
+fn listed(mut names: impl Iterator<Item = String>) -> String {
+    let mut first: Vec<String> = names.by_ref().take(LISTED).collect();
+    if first.is_empty() {
+        return "no VM is connected".into();
+    }
+    if names.next().is_some() {
+        first.push("...".into());
+    }
+    format!("there are {}", first.join(", "))
 }
