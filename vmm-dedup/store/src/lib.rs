@@ -17,6 +17,8 @@
 //!    and services sight those ([`memory::catalog`]).
 //! 6. When the last reference goes, the slot leaves the index. It waits in limbo until no process can map it any more,
 //!    also when sockets break ([`ledger::lifetime`]).
+//! 7. The slot is free, and *cools*: devices may still read its page. It is written again when it has cooled for long
+//!    enough and its memory is wanted, or not at all, if its whole segment empties before ([`ledger::allocator`]).
 //!
 //! # Rooms
 //! Each room uses those below it and none above; `tests/rooms.rs` holds it to that.
@@ -29,8 +31,9 @@
 //! | [`state`] | all of the store's state; one message, or the end of a connection, is handled in one go |
 //! | [`requests`] | what peers send and what it does: exchange, publication, questions, statistics |
 //! | [`memory`] | the pool of pages: segments, the index file, series, huge pages |
+//! | `config` | what an operator chooses |
 //! | [`ledger`] | the books: slots, references, epochs, sightings. Pure, and model-checked |
-//! | `config`, `error` | what an operator chooses; what keeps the store from starting |
+//! | `error` | what keeps the store from starting |
 //!
 //! One tokio thread runs all tasks. A connection's task receives a record, calls [`state::State::handle`] and sends the
 //! answer. Nothing in `handle` waits, so the lock around the state is never contended. Pushes go into bounded queues
@@ -50,7 +53,9 @@
 //! - Growing a very large table (sightings, index) is one pass without a pause: about 5 ms per million entries.
 //! - A hostile service that aims line keys at one place of the index (its hashing is public) makes lookups there
 //!   slow for its own trust domain, and entries there are refused: about a thousand words are read at most.
-//! - A device that reads a page for longer than `quarantine_seconds` after its VM let go of it can read another page.
+//! - A device that still reads a page when its slot has cooled for `quarantine_seconds`, and the slot's memory is wanted
+//!   then, can read another page ([`ledger::allocator`] tells what is done about it, and what it would cost to be sure).
+//! - Memory returns by whole segments. When most VMs have gone, what is left of them may be spread over many.
 
 mod config;
 mod error;

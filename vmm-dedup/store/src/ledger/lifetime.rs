@@ -32,9 +32,9 @@
 //! leaves with it, or later, when nobody maps it any more. So whoever found it through the index before that has told
 //! by the time it is freed, as for the first slot.
 //!
-//! What remains are pages that a device reads on behalf of a process that no longer maps them (read-only pins). No
-//! account tells of these, so slots that are free here are not rewritten before a quarantine has ended (`segments`).
-//! They are free all the same: nobody can reference them, and they count in `vmmdedup_slots_cooling` only.
+//! What remains are pages that a device reads on behalf of a process that no longer maps them. No account tells of these,
+//! so the allocator decides when a slot that is free here may be written again ([`crate::ledger::allocator`]). It is
+//! free all the same: nobody can reference it.
 
 use crate::ledger::epochs::{Epoch, EpochViolation, Epochs, MemberId};
 use crate::ledger::references::{References, Unbalanced};

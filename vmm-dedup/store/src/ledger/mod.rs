@@ -2,10 +2,12 @@
 //! asks for the time, so that the same code runs in the server, in model checks and in property tests.
 
 pub(crate) mod accounts;
+pub(crate) mod allocator;
 pub(crate) mod epochs;
 pub(crate) mod lifetime;
 pub(crate) mod pending;
 pub(crate) mod references;
+mod segment_slots;
 pub(crate) mod sightings;
 pub(crate) mod slots;
 #[cfg(test)]

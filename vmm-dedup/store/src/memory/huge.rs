@@ -9,11 +9,12 @@
 //! gain from it. Gathering takes the kernel about a millisecond, and everyone who waits for the store waits as long, so
 //! the pool does it once a second, for a part of the time.
 
+use crate::ledger::allocator::Run;
 use crate::ledger::epochs::MemberId;
 use crate::ledger::lifetime::Lifetime;
 use crate::ledger::slots::SlotState;
 use crate::memory::pool::Pool;
-use crate::memory::segments::{Run, Segments};
+use crate::memory::segments::Segments;
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::key::Key;

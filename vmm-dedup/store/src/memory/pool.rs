@@ -6,13 +6,14 @@
 
 use crate::config::Config;
 use crate::error::Error;
+use crate::ledger::allocator::Run;
 use crate::ledger::epochs::{EpochViolation, Epochs, MemberId};
 use crate::ledger::lifetime::{Lifetime, ReferenceViolation};
 use crate::ledger::references::References;
 use crate::ledger::slots::IndexChange;
 use crate::memory::catalog::Catalog;
 use crate::memory::huge::CollapseQueue;
-use crate::memory::segments::{Run, Segments};
+use crate::memory::segments::Segments;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -72,7 +73,7 @@ impl Pool {
         Ok(Self {
             salt,
             ordered: config.ordered,
-            segments: Segments::new(config.max_slots(), config.quarantine_seconds),
+            segments: Segments::new(config.max_slots(), config.reuse()),
             lifetime: Lifetime::new(catalog.reader().epoch()),
             catalog,
             collapse_queue: CollapseQueue::default(),
@@ -188,8 +189,7 @@ impl Pool {
 
     /// Whether a page that is new finds no slot.
     pub(crate) fn is_full(&self) -> bool {
-        let slots = self.lifetime.slots();
-        slots.live() + slots.limbo() + self.segments.cooling() >= self.segments.max_slots().into()
+        self.segments.allocator().is_full()
     }
 
     /// Ends the quarantine of slots whose time has come.

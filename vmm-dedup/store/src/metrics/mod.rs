@@ -5,6 +5,7 @@
 //! what KSM's mean.
 
 use crate::ledger::accounts;
+use crate::ledger::allocator::Counts;
 use crate::requests::exchange::ExchangeCounters;
 use crate::requests::peers::PeerCounters;
 use crate::state::{Shared, State, lock};
@@ -50,13 +51,14 @@ struct Snapshot {
     totals: ServiceStats,
     orphans: (u64, u64),
     connections: u64,
-    cooling: u64,
+    slots: Counts,
+    segments: u64,
     started: f64,
 }
 
 impl Snapshot {
     fn of(state: &State) -> Self {
-        let statistics = state.statistics();
+        let (statistics, segments) = (state.statistics(), state.exchange.pool.segments());
         let services = state.peers.services();
         let vms: Vec<_> = services
             .map(|(id, _, s)| (s.name.clone(), statistics.vm(id, s)))
@@ -80,7 +82,8 @@ impl Snapshot {
             totals: state.totals,
             orphans: statistics.orphans(),
             connections: state.peers.len() as u64,
-            cooling: state.exchange.pool.segments().cooling(),
+            slots: segments.allocator().counts(),
+            segments: segments.count(),
             started: started.as_secs_f64(),
         }
     }
@@ -196,11 +199,7 @@ fn store(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         "Pages without references that some VM might still map",
         stats.slots_limbo,
     )?;
-    w.gauge(
-        "slots_cooling",
-        "Free pages of the store that are not rewritten before their quarantine ends",
-        s.cooling,
-    )?;
+    slots(w, s)?;
     w.gauge("slots_max", "Pages that the store may hold", stats.slots_max)?;
     w.bytes(
         "resident",
@@ -277,6 +276,43 @@ fn store(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         exchange.withdrawals,
     )?;
     w.counter("batches", "Batches handled", exchange.batches)
+}
+
+/// How slots come back.
+fn slots(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
+    w.gauge(
+        "slots_cooling",
+        "Free pages of the store that are not rewritten yet, since a device may still read them",
+        s.slots.cooling,
+    )?;
+    w.gauge(
+        "slots_reusable",
+        "Free pages of the store that have memory and may be rewritten",
+        s.slots.reusable,
+    )?;
+    w.counter(
+        "slots_reused",
+        "Pages of the store that were rewritten where others had been",
+        s.slots.reused_total,
+    )?;
+    let help = "How long the page had cooled that was freed last";
+    w.family(
+        "slot_cooled",
+        help,
+        Some(&Unit::Seconds),
+        MetricType::Gauge,
+        |mut m| m.encode_gauge(&s.slots.cooled_seconds),
+    )?;
+    w.gauge(
+        "segments",
+        "Files of the store, 128 MiB each when full",
+        s.segments,
+    )?;
+    w.counter(
+        "segments_retired",
+        "Files that emptied and went, with their memory",
+        s.slots.segments_retired_total,
+    )
 }
 
 fn host(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {

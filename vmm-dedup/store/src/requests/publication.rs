@@ -7,9 +7,9 @@
 //!
 //! The slots of a guest's huge page lie as those of one, see [`crate::memory::huge`].
 
+use crate::ledger::allocator::Run;
 use crate::ledger::epochs::MemberId;
 use crate::memory::pool::Publication;
-use crate::memory::segments::Run;
 use crate::requests::exchange::Exchange;
 use crate::requests::peers::Service;
 use crate::requests::violation::Violation;

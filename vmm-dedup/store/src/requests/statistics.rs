@@ -40,7 +40,7 @@ impl Statistics<'_> {
             pages_shared: slots.live(),
             pages_sharing: pool.lifetime().claimed().saturating_sub(slots.live()),
             slots_limbo: slots.limbo(),
-            slots_max: segments.max_slots().into(),
+            slots_max: segments.allocator().max_slots().into(),
             resident_bytes,
             sightings: sightings.len() as u64,
             marks: pool.catalog().marks() as u64,
