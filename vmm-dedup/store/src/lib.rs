@@ -21,7 +21,7 @@
 //!    enough and its memory is wanted, or not at all, if its whole segment empties before ([`ledger::allocator`]).
 //!
 //! # Rooms
-//! Each room uses those below it and none above; `tests/rooms.rs` holds it to that.
+//! Each room uses those below it and none above. A test of the workspace (`integration-tests/tests/rooms`) holds it to that.
 //!
 //! | room | what is in it |
 //! | --- | --- |

@@ -51,14 +51,11 @@
 //!
 //! New pages go to the segments with most used slots, so that the others can empty.
 
-pub(crate) use crate::ledger::segment_slots::HUGE_PAGE_SLOTS;
 use crate::ledger::segment_slots::SegmentSlots;
+pub(crate) use crate::ledger::segment_slots::{HUGE_PAGE_SLOTS, Second};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use vmm_dedup_protocol::{MAX_SLOTS, SLOTS_PER_SEGMENT, Slot};
-
-/// A moment: whole seconds since the store started.
-pub(crate) type Second = u32;
 
 /// Consecutive slots of one segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,5 @@
 //! Which slots of one segment are used, cooling or free.
 
-use crate::ledger::allocator::Second;
 use std::collections::VecDeque;
 use vmm_dedup_protocol::{HUGE_PAGES, SLOTS_PER_SEGMENT};
 
@@ -10,6 +9,9 @@ const WORDS: usize = SLOTS_PER_SEGMENT as usize / 64;
 #[allow(clippy::cast_possible_truncation)] // 512
 pub(crate) const HUGE_PAGE_SLOTS: u32 = HUGE_PAGES as u32;
 const _: () = assert!(SLOTS_PER_SEGMENT / HUGE_PAGE_SLOTS == u64::BITS);
+
+/// A moment: whole seconds since the store started.
+pub(crate) type Second = u32;
 
 /// A bit for each slot.
 type Bits = Box<[u64; WORDS]>;

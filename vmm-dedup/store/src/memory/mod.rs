@@ -2,6 +2,7 @@
 //! step with the ledger.
 
 pub(crate) mod catalog;
+mod collapse;
 pub(crate) mod huge;
 pub(crate) mod pool;
 mod segment;

@@ -12,7 +12,7 @@ use crate::ledger::lifetime::{Lifetime, ReferenceViolation};
 use crate::ledger::references::References;
 use crate::ledger::slots::IndexChange;
 use crate::memory::catalog::Catalog;
-use crate::memory::huge::CollapseQueue;
+use crate::memory::collapse::CollapseQueue;
 use crate::memory::segments::Segments;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -9,4 +9,4 @@ mod questions;
 pub(crate) mod relay;
 pub(crate) mod statistics;
 pub(crate) mod violation;
-pub(crate) mod vms;
+mod vms;

@@ -4,11 +4,11 @@ use crate::ledger::accounts;
 use crate::ledger::epochs::MemberId;
 use crate::requests::outbox::Outbox;
 use crate::requests::violation::Violation;
-use crate::requests::vms::RefusedVm;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use vmm_dedup_protocol::mapping::Mapping;
+use vmm_dedup_protocol::refusal::Refusal;
 use vmm_dedup_protocol::stats::ServiceStats;
 
 /// A VM's service.
@@ -25,6 +25,30 @@ pub(crate) struct Service {
     /// It has said goodbye.
     pub(crate) leaving: bool,
     pub(crate) stats: ServiceStats,
+}
+
+/// A VM that is not deduplicated.
+#[derive(Debug)]
+pub(crate) struct RefusedVm {
+    /// Its name, made unique among the connected ones.
+    pub(crate) name: String,
+    pub(crate) announced: String,
+    pub(crate) pages: u64,
+    pub(crate) refusal: Refusal,
+}
+
+/// A number of [`vmm_dedup_protocol::stats::STATES`].
+pub(crate) const STATE_REFUSED: u64 = 4;
+
+impl RefusedVm {
+    /// What there is to tell in numbers.
+    pub(crate) fn stats(&self) -> ServiceStats {
+        ServiceStats {
+            pages: self.pages,
+            state: STATE_REFUSED,
+            ..ServiceStats::default()
+        }
+    }
 }
 
 /// What a peer is.

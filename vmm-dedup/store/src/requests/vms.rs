@@ -1,36 +1,10 @@
 //! The connected VMs: those with a service and those that are refused, and what they are called.
 
 use crate::ledger::epochs::MemberId;
-use crate::requests::peers::{Peers, Phase};
-use vmm_dedup_protocol::refusal::Refusal;
-use vmm_dedup_protocol::stats::ServiceStats;
+use crate::requests::peers::{Peers, Phase, RefusedVm};
 
 /// Names listed for somebody who asked for a VM that is not there.
 const LISTED: usize = 8;
-
-/// A VM that is not deduplicated.
-#[derive(Debug)]
-pub(crate) struct RefusedVm {
-    /// Its name, made unique among the connected ones.
-    pub(crate) name: String,
-    pub(crate) announced: String,
-    pub(crate) pages: u64,
-    pub(crate) refusal: Refusal,
-}
-
-/// A number of [`vmm_dedup_protocol::stats::STATES`].
-pub(crate) const STATE_REFUSED: u64 = 4;
-
-impl RefusedVm {
-    /// What there is to tell in numbers.
-    pub(crate) fn stats(&self) -> ServiceStats {
-        ServiceStats {
-            pages: self.pages,
-            state: STATE_REFUSED,
-            ..ServiceStats::default()
-        }
-    }
-}
 
 /// A connected VM, with or without a service.
 #[derive(Clone, Copy, Debug)]
