@@ -1,75 +1,72 @@
 //! The page store: one per host and trust domain.
 //!
-//! It owns the shared pages ([`segments`]), the index that every service reads without asking ([`catalog`]), the
-//! keys that were sighted once ([`sightings`]) and the account of who maps what ([`lifetime`]). Services talk to it
-//! over a Unix socket; `docs/protocol.md` describes the exchange.
+//! The store owns the shared pages, the index that every service reads without asking, the keys that were sighted once,
+//! and the account of who maps what. Services talk to it over a Unix socket; `docs/protocol.md` describes the messages.
 //!
 //! # The way of a page
-//! A service *sights* a key that the index does not have. The second sighting of a line key marks it as ambiguous:
-//! its holders come back with whole-page keys. The second sighting of a whole-page key makes the store ask the
-//! service that sent it for the page. The service copies the page into its staging buffer, the store copies it out,
-//! hashes what it copied, writes it into a slot and enters the slot into the index. Every holder finds it there,
-//! compares, maps, and reports a reference. When the last reference goes, the slot leaves the index and waits in
-//! limbo until nobody can map it any more ([`lifetime`] tells why that is safe, also when sockets break).
+//! 1. A service *sights* a key that the index does not have: first the key of four lines of a page. The store remembers
+//!    it ([`ledger::sightings`]).
+//! 2. When a key is sighted again, by the same service or another, the store asks the service that did so to *publish*
+//!    the page ([`requests::exchange`]).
+//! 3. The service copies the page into its staging buffer. The store copies it out into a slot, computes the key of what
+//!    it copied, and enters the slot into the index under its line key ([`memory::pool`]).
+//! 4. Every service that has the key finds the slot in the index, compares the page with it, maps it, and reports a
+//!    *reference*.
+//! 5. A service whose page differs from the slot of its line key reports the key as *ambiguous*. A second slot with one
+//!    line key makes it ambiguous as well. The slots of an ambiguous key are found by the hashes of their whole pages,
+//!    and services sight those ([`memory::catalog`]).
+//! 6. When the last reference goes, the slot leaves the index. It waits in limbo until no process can map it any more,
+//!    also when sockets break ([`ledger::lifetime`]).
+//! 7. The slot is free, and *cools*: devices may still read its page. It is written again when it has cooled for long
+//!    enough and its memory is wanted, or not at all, if its whole segment empties before ([`ledger::allocator`]).
 //!
-//! # Shape
-//! One tokio thread. A task per connection ([`connection`]) receives a record, calls `State::handle` and sends the
-//! answer; nothing in `handle` waits, so the lock around the state is never contended and records are handled one
-//! at a time. Pushes go into bounded queues ([`outbox`]): a peer that does not read is cut off, and holds up nobody.
-//! What an observer asks of a VM is [relayed](`relay`), and answered for VMs that do not ([`questions`]).
-//! [`slots`], [`epochs`], [`references`] and [`lifetime`] do no I/O; `tests` in `verification` walk through all
-//! their interleavings with services that read, map, lose their socket and die.
+//! # Rooms
+//! Each room uses those below it and none above. A test of the workspace (`integration-tests/tests/rooms`) holds it to that.
+//!
+//! | room | what is in it |
+//! | --- | --- |
+//! | `server` | [`Store`]: starts everything, accepts connections |
+//! | [`net`] | sockets, a task for each connection, /metrics |
+//! | [`metrics`] | the text of /metrics |
+//! | [`state`] | all of the store's state; one message, or the end of a connection, is handled in one go |
+//! | [`requests`] | what peers send and what it does: exchange, publication, questions, statistics |
+//! | [`memory`] | the pool of pages: segments, the index file, series, huge pages |
+//! | `config` | what an operator chooses |
+//! | [`ledger`] | the books: slots, references, epochs, sightings. Pure, and model-checked |
+//! | `error` | what keeps the store from starting |
+//!
+//! One tokio thread runs all tasks. A connection's task receives a record, calls [`state::State::handle`] and sends the
+//! answer. Nothing in `handle` waits, so the lock around the state is never contended. Pushes go into bounded queues
+//! ([`requests::outbox`]): a peer that does not read is cut off, and holds up nobody.
 //!
 //! # What is trusted
-//! Nothing that arrives. A peer can spoil its own account and the savings of its trust domain (fill the store with
-//! its pages, hold back the reuse of slots by not acknowledging epochs), it cannot change a page that others map:
-//! pages are verified by the store against a private copy and never written while anybody may map them.
+//! Nothing that arrives. A peer can spoil its own account and the savings of its trust domain: it can fill the store with
+//! its pages, or hold back the reuse of slots by not acknowledging epochs. It cannot change a page that others map: the
+//! store verifies pages in a private copy, and never writes a slot while anybody may map it.
 //!
 //! # Known holes
 //! - A process that shares its memory with another one (`CLONE_VM` without `CLONE_THREAD`, or a fork that inherits
-//!   mappings of slots) and ends first: the store sees only the process that connected. A VMM must not do that (guest memory is to be
-//!   marked `MADV_DONTFORK` where a VMM forks at all).
+//!   mappings of slots) and ends first: the store sees only the process that connected. A VMM must not do that (guest
+//!   memory is to be marked `MADV_DONTFORK` where a VMM forks at all).
 //! - Two stores started at the same instant on one stale socket path can both pass the check for a live one; the
 //!   later one wins the path.
 //! - Growing a very large table (sightings, index) is one pass without a pause: about 5 ms per million entries.
 //! - A hostile service that aims line keys at one place of the index (its hashing is public) makes lookups there
 //!   slow for its own trust domain, and entries there are refused: about a thousand words are read at most.
-//! - A device that reads a page for longer than `quarantine_seconds` after its VM let go of it can read another page.
+//! - A device that still reads a page when its slot has cooled for `quarantine_seconds`, and the slot's memory is wanted
+//!   then, can read another page ([`ledger::allocator`] tells what is done about it, and what it would cost to be sure).
+//! - Memory returns by whole segments. When most VMs have gone, what is left of them may be spread over many.
 
-mod accounts;
-mod catalog;
 mod config;
-mod connection;
-mod epochs;
 mod error;
-mod exchange;
-mod http;
-mod huge;
-mod lifetime;
-mod listener;
+mod ledger;
+mod memory;
 mod metrics;
-mod outbox;
-mod peer;
-mod publication;
-mod questions;
-mod references;
-mod relay;
-mod segment;
-mod segments;
-mod series;
+mod net;
+mod requests;
 mod server;
-mod sightings;
-mod slots;
 mod state;
-#[cfg(test)]
-mod verification;
-mod vms;
-mod watched;
 
 pub use config::Config;
-pub use epochs::EpochViolation;
 pub use error::Error;
-pub use lifetime::ReferenceViolation;
-pub use references::Unbalanced;
 pub use server::Store;
-pub use slots::NotLive;

@@ -1,12 +1,9 @@
 //! The running store.
 
 use crate::config::Config;
-use crate::connection::{Shared, lock, serve};
 use crate::error::Error;
-use crate::http;
-use crate::listener::Listener;
-use crate::state::State;
-use crate::watched::watch;
+use crate::net::{Listener, serve, serve_metrics, watch};
+use crate::state::{Shared, State, lock};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -63,7 +60,7 @@ impl Store {
         if let Some((listener, address)) = metrics {
             let refuse = |source| Error::Metrics { address, source };
             let listener = tokio::net::TcpListener::from_std(listener).map_err(refuse)?;
-            tasks.spawn(http::serve(listener, shared.clone()));
+            tasks.spawn(serve_metrics(listener, shared.clone()));
         }
         tasks.spawn(tick(shared.clone()));
         // The file is removed when `listener` is dropped, at the end.
@@ -92,15 +89,11 @@ impl Store {
     }
 }
 
-/// What goes with time, for ever: frees slots whose quarantine has ended, answers for VMs that do not, and makes huge pages
-/// of what is shared as such.
+/// Tells the state of the time, for ever.
 async fn tick(shared: Shared) {
     loop {
         tokio::time::sleep(Duration::from_secs(1)).await;
-        let (mut state, now) = (lock(&shared), Instant::now());
-        state.segments.thaw(now);
-        state.expire_questions(now);
-        state.collapse_shared(now);
+        lock(&shared).tick(Instant::now());
     }
 }
 

@@ -5,6 +5,7 @@ mod support;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 use support::{Client, Server, eventually, page, refused};
 use vmm_dedup_protocol::message::{Kind, encode};
 use vmm_dedup_protocol::refusal::{Reason, Refusal};
@@ -89,7 +90,9 @@ fn counters_start_at_zero_and_outlive_their_vm() {
     );
     let metadata = value(&text, "vmmdedup_store_metadata_bytes{domain=\"default\"}").unwrap();
     let net = value(&text, "vmmdedup_saved_net_bytes{domain=\"default\"}").unwrap();
-    assert_eq!(net, (3.0 + 2.0 - 1.0) * 4096.0 - metadata);
+    // A page, or a folio of 64 KiB where the host has such.
+    let resident = value(&text, "vmmdedup_resident_bytes{domain=\"default\"}").unwrap();
+    assert_eq!(net, (3.0 + 2.0) * 4096.0 - resident - metadata);
 
     drop(vm);
     eventually(std::time::Duration::from_secs(1), || {
@@ -165,6 +168,39 @@ fn the_account_of_a_vm_is_shown_by_stage_and_adds_up() {
     assert_eq!(of_vm("break_seconds_count", ""), Some(1.0));
     let host = value(&text, "vmmdedup_saved_net_bytes{domain=\"default\"}");
     assert_eq!(of_vm("saved_net_bytes", ""), host, "the only VM bears all");
+}
+
+#[test]
+fn how_slots_come_back_is_shown() {
+    let server = Server::start(|config| {
+        config.metrics = Some(SocketAddr::from(([127, 0, 0, 1], 0)));
+        (config.quarantine_seconds, config.spare_percent) = (1, 0);
+    });
+    let metric = |name: &str| {
+        let text = get(server.metrics.unwrap(), "/metrics", "");
+        value(&text, &format!("vmmdedup_{name}{{domain=\"default\"}}"))
+    };
+    let mut vm = Client::connect(&server.socket, "web");
+    let slots = vm.publish(&[page(1), page(2)]);
+    vm.batch(&[], &[], &[(slots[0].unwrap(), -1)]);
+    vm.acknowledge();
+    assert_eq!(metric("slots_cooling"), Some(1.0));
+    eventually(Duration::from_secs(5), || metric("slots_reusable") == Some(1.0));
+    assert!(metric("slot_cooled_seconds") >= Some(1.0));
+    assert_eq!(vm.publish(&[page(3)]), [slots[0]]);
+    let reused = [
+        "slots_cooling",
+        "slots_reusable",
+        "slots_reused_total",
+        "segments",
+    ]
+    .map(metric);
+    assert_eq!(reused, [Some(0.0), Some(0.0), Some(1.0), Some(1.0)]);
+    let all = [slots[0], slots[1]].map(|slot| (slot.unwrap(), -1));
+    vm.batch(&[], &[], &all);
+    vm.acknowledge();
+    let gone = ["slots_cooling", "segments", "segments_retired_total"].map(metric);
+    assert_eq!(gone, [Some(0.0), Some(0.0), Some(1.0)]);
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! The series of single VMs. They vanish with their VM.
 
-use super::fields::{self, COUNTERS, GAUGES, LABELLED};
-use super::{Snapshot, Writer, cores, count, histogram, seconds};
-use crate::accounts;
-use crate::vms::STATE_REFUSED;
+use crate::ledger::accounts;
+use crate::metrics::fields::{self, COUNTERS, GAUGES, LABELLED};
+use crate::metrics::snapshot::Snapshot;
+use crate::metrics::writer::{Writer, cores, count, histogram, seconds};
+use crate::requests::peers::STATE_REFUSED;
 use prometheus_client::encoding::MetricEncoder;
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
@@ -15,19 +16,17 @@ pub(super) fn write(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
     state(w, s)
 }
 
-impl Writer<'_> {
-    /// A family with what `write` says of each VM that has a service.
-    fn per_vm(
-        &mut self,
-        (name, help, unit): (&str, &str, Option<&Unit>),
-        kind: MetricType,
-        s: &Snapshot,
-        write: impl Fn(&mut MetricEncoder<'_>, &str, &ServiceStats) -> Result<(), Error>,
-    ) -> Result<(), Error> {
-        self.family(&format!("vm_{name}"), help, unit, kind, |mut m| {
-            s.vms.iter().try_for_each(|(vm, stats)| write(&mut m, vm, stats))
-        })
-    }
+/// A family with what `write` says of each VM that has a service.
+fn per_vm(
+    w: &mut Writer<'_>,
+    (name, help, unit): (&str, &str, Option<&Unit>),
+    kind: MetricType,
+    s: &Snapshot,
+    write: impl Fn(&mut MetricEncoder<'_>, &str, &ServiceStats) -> Result<(), Error>,
+) -> Result<(), Error> {
+    w.family(&format!("vm_{name}"), help, unit, kind, |mut m| {
+        s.vms.iter().try_for_each(|(vm, stats)| write(&mut m, vm, stats))
+    })
 }
 
 fn accounts(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
@@ -36,19 +35,19 @@ fn accounts(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
     }
     for field in GAUGES {
         let name = (field.name, field.help, field.unit.as_ref());
-        w.per_vm(name, MetricType::Gauge, s, |m, vm, stats| {
+        per_vm(w, name, MetricType::Gauge, s, |m, vm, stats| {
             m.encode_family(&[("vm", vm)])?.encode_gauge(&(field.get)(stats))
         })?;
     }
     for field in COUNTERS {
         let name = (field.name, field.help, field.unit.as_ref());
-        w.per_vm(name, MetricType::Counter, s, |m, vm, stats| {
+        per_vm(w, name, MetricType::Counter, s, |m, vm, stats| {
             count(&mut m.encode_family(&[("vm", vm)])?, (field.get)(stats))
         })?;
     }
     for family in LABELLED {
         let name = (family.name, family.help, family.unit.as_ref());
-        w.per_vm(name, MetricType::Counter, s, |m, vm, stats| {
+        per_vm(w, name, MetricType::Counter, s, |m, vm, stats| {
             family.series.iter().try_for_each(|(value, get)| {
                 let labels = [("vm", vm), (family.label, *value)];
                 count(&mut m.encode_family(&labels)?, get(stats))
@@ -56,7 +55,7 @@ fn accounts(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         })?;
     }
     let name = ("cpu", "CPU time of the service", Some(&Unit::Seconds));
-    w.per_vm(name, MetricType::Counter, s, |m, vm, stats| {
+    per_vm(w, name, MetricType::Counter, s, |m, vm, stats| {
         let mut stages = fields::stages(&stats.cpu_ns).into_iter();
         stages.try_for_each(|(stage, ns)| {
             count(
@@ -67,19 +66,19 @@ fn accounts(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
     })?;
     for (name, help, get) in fields::HISTOGRAMS {
         let name = (*name, *help, Some(&Unit::Seconds));
-        w.per_vm(name, MetricType::Histogram, s, |m, vm, stats| {
+        per_vm(w, name, MetricType::Histogram, s, |m, vm, stats| {
             histogram(m, &[("vm", vm)], get(stats))
         })?;
     }
     let help = "What sharing saves, less the service's bookkeeping and the VM's part of the store, by the pages it maps";
     let shares = accounts::Shares::of(&s.store, &s.gauges, s.vms.len());
     let name = ("saved_net", help, Some(&Unit::Bytes));
-    w.per_vm(name, MetricType::Gauge, s, |m, vm, stats| {
+    per_vm(w, name, MetricType::Gauge, s, |m, vm, stats| {
         m.encode_family(&[("vm", vm)])?
             .encode_gauge(&shares.saved_net(stats))
     })?;
     let name = ("cpu_budget_cores", "CPU time that the service may use", None);
-    w.per_vm(name, MetricType::Gauge, s, |m, vm, stats| {
+    per_vm(w, name, MetricType::Gauge, s, |m, vm, stats| {
         m.encode_family(&[("vm", vm)])?
             .encode_gauge(&cores(stats.cpu_percent))
     })?;
@@ -88,18 +87,18 @@ fn accounts(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         "End of the last pass, Unix time",
         Some(&Unit::Seconds),
     );
-    w.per_vm(name, MetricType::Gauge, s, |m, vm, stats| {
+    per_vm(w, name, MetricType::Gauge, s, |m, vm, stats| {
         let time = seconds(stats.last_pass_ms.saturating_mul(1_000_000));
         m.encode_family(&[("vm", vm)])?.encode_gauge(&time)
     })?;
     let name = ("backend", "What looks for twins for the service", None);
-    w.per_vm(name, MetricType::Info, s, |m, vm, stats| {
+    per_vm(w, name, MetricType::Info, s, |m, vm, stats| {
         let number = usize::try_from(stats.backend).unwrap_or(usize::MAX);
         let backend = BACKENDS.get(number).copied().unwrap_or("unknown");
         m.encode_info(&[("vm", vm), ("backend", backend)])
     })?;
     let name = ("use_source", "What tells which memory is used", None);
-    w.per_vm(name, MetricType::Info, s, |m, vm, stats| {
+    per_vm(w, name, MetricType::Info, s, |m, vm, stats| {
         m.encode_info(&[("vm", vm), ("source", stats.use_source_name())])
     })
 }

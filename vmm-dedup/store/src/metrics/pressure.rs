@@ -1,6 +1,6 @@
 //! The host's pressure: how long tasks have waited for CPU, memory and I/O (Linux, Documentation/accounting/psi.rst).
 
-use super::{Writer, count};
+use crate::metrics::writer::{Writer, count};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 use std::fmt::Error;

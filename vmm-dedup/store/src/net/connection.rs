@@ -1,14 +1,16 @@
 //! One task per connection: receives, handles, answers; after the end waits for the peer's process.
 
-use crate::epochs::MemberId;
-use crate::error::{Error, Violation};
-use crate::outbox::{Flushed, Outbox};
-use crate::peer::Peer;
-use crate::state::{Parting, State};
-use crate::watched::{Watched, watch};
+use crate::error::Error;
+use crate::ledger::epochs::MemberId;
+use crate::net::process::PeerProcess;
+use crate::net::watched::{Watched, watch};
+use crate::requests::outbox::{Flushed, Outbox};
+use crate::requests::peers::Parting;
+use crate::requests::violation::Violation;
+use crate::state::{Shared, lock};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -27,18 +29,11 @@ const GREETING: Duration = Duration::from_secs(10);
 /// How long to wait when the kernel is short of what sending takes.
 const SHORTAGE: Duration = Duration::from_millis(20);
 
-/// The state, as all tasks share it. There is one thread, so the lock is never waited for.
-pub(crate) type Shared = Arc<Mutex<State>>;
-
-pub(crate) fn lock(shared: &Shared) -> MutexGuard<'_, State> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Serves one peer until it goes or breaks the rules, and its process has ended.
 pub(crate) async fn serve(shared: Shared, accepted: OwnedFd) {
     let socket = Arc::new(accepted);
     let outbox = Arc::new(Outbox::new(socket.clone()));
-    let peer = match Peer::of(&socket) {
+    let peer = match PeerProcess::of(&socket) {
         Ok(peer) => peer,
         Err(e) => {
             log::warn!("a connection is refused, since its process cannot be identified: {e}");
@@ -54,9 +49,9 @@ pub(crate) async fn serve(shared: Shared, accepted: OwnedFd) {
             return;
         }
     };
-    if let Err(violation) = exchange(&shared, id, &socket, &outbox).await {
+    if let Err(violation) = converse(&shared, id, &socket, &outbox).await {
         log::warn!("the connection of process {} is closed: {violation}", peer.pid);
-        lock(&shared).counters.malformed += 1;
+        lock(&shared).peers.counters.malformed += 1;
         outbox.push(error_record(&violation), Vec::new());
         // A socket closed with unread records would make the peer lose the one that says why.
         drain(&socket);
@@ -80,7 +75,7 @@ fn drain(socket: &OwnedFd) {
 }
 
 /// Returns when the peer has gone, or with what it did wrong.
-async fn exchange(
+async fn converse(
     shared: &Shared,
     id: MemberId,
     socket: &Arc<OwnedFd>,
@@ -98,7 +93,7 @@ async fn exchange(
 /// Returns when the peer has not greeted in time.
 async fn silence(shared: &Shared, id: MemberId) {
     tokio::time::sleep(GREETING).await;
-    if !lock(shared).is_greeting(id) {
+    if lock(shared).peers.greeting(id).is_none() {
         std::future::pending().await
     }
 }
@@ -156,7 +151,7 @@ fn receive(shared: &Shared, id: MemberId, socket: &Watched, outbox: &Outbox) -> 
                 }
                 match () {
                     () if outbox.has_overflowed() => Next::Overflow,
-                    () if state.is_leaving(id) => Next::End,
+                    () if state.peers.is_leaving(id) => Next::End,
                     () => Next::More,
                 }
             }),
@@ -171,7 +166,7 @@ fn receive(shared: &Shared, id: MemberId, socket: &Watched, outbox: &Outbox) -> 
 }
 
 fn cut_off(shared: &Shared) {
-    lock(shared).counters.overflows += 1;
+    lock(shared).peers.counters.overflows += 1;
     log::warn!("a service does not read what the store sends: its connection is closed");
 }
 
@@ -204,7 +199,7 @@ async fn send_all(shared: &Shared, watched: &AsyncFd<Watched>, outbox: &Outbox) 
 }
 
 /// Lets go of a peer: what it sighted at once, what it references when its process has ended or it said goodbye.
-async fn part(shared: &Shared, id: MemberId, peer: Peer) {
+async fn part(shared: &Shared, id: MemberId, peer: PeerProcess) {
     let parting = lock(shared).disconnect(id);
     if parting == Parting::Done {
         return;

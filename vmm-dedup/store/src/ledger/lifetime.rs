@@ -32,21 +32,21 @@
 //! leaves with it, or later, when nobody maps it any more. So whoever found it through the index before that has told
 //! by the time it is freed, as for the first slot.
 //!
-//! What remains are pages that a device reads on behalf of a process that no longer maps them (read-only pins). No
-//! account tells of these, so slots that are free here are not rewritten before a quarantine has ended (`segments`).
-//! They are free all the same: nobody can reference them, and they count in `vmmdedup_slots_cooling` only.
+//! What remains are pages that a device reads on behalf of a process that no longer maps them. No account tells of these,
+//! so the allocator decides when a slot that is free here may be written again ([`crate::ledger::allocator`]). It is
+//! free all the same: nobody can reference it.
 
-use crate::epochs::{Epoch, EpochViolation, Epochs, MemberId};
-use crate::references::{References, Unbalanced};
+use crate::ledger::epochs::{Epoch, EpochViolation, Epochs, MemberId};
+use crate::ledger::references::{References, Unbalanced};
 #[cfg(test)]
-use crate::slots::State;
-use crate::slots::{Change, NotLive, Slots};
+use crate::ledger::slots::SlotState;
+use crate::ledger::slots::{IndexChange, NotLive, Slots};
 use std::collections::{BTreeMap, BTreeSet};
 use vmm_dedup_protocol::Slot;
 
 /// Why a reference change is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ReferenceViolation {
+pub(crate) enum ReferenceViolation {
     /// The slot is free.
     #[error(transparent)]
     NotLive(#[from] NotLive),
@@ -135,39 +135,34 @@ impl Lifetime {
         id: MemberId,
         slot: Slot,
         delta: i32,
-    ) -> Result<Change, ReferenceViolation> {
+    ) -> Result<IndexChange, ReferenceViolation> {
         let n = delta.unsigned_abs();
         match delta {
-            0 => Ok(Change::None),
+            0 => Ok(IndexChange::None),
             1.. => {
                 let held = self.member(id).held(slot);
                 held.checked_add(n).ok_or(Unbalanced::Overflow { slot })?;
-                let change = self.slots.reference(slot, n)?;
+                let change = self.slots.add_references(slot, n)?;
                 self.member(id).add(slot, n)?;
-                Ok(self.of_listed(slot, change))
+                Ok(self.for_index(slot, change))
             }
             _ => {
                 self.member(id).sub(slot, n)?;
-                Ok(self.release(slot, n))
+                Ok(self.drop_references(slot, n))
             }
         }
     }
 
-    /// Drops the references of a member whose process has ended, some at a time: calls `dropped` for slots that must
-    /// leave the index. Returns whether there may be more; at the end the member is gone. [`Self::advance`] must
-    /// follow each call.
-    pub(crate) fn leave_some(&mut self, id: MemberId, mut dropped: impl FnMut(Slot)) -> bool {
-        if let Some(some) = self.members.get_mut(&id).and_then(References::take_some) {
-            for (slot, n) in some {
-                if self.release(slot, n) == Change::Dropped {
-                    dropped(slot);
-                }
-            }
-            return true;
-        }
-        self.members.remove(&id);
-        self.epochs.leave(id);
-        false
+    /// Drops the references of a member whose process has ended, some at a time. Returns the slots that must leave the
+    /// index, and whether there may be more to do; at the end the member is gone. [`Self::advance`] must follow each call.
+    pub(crate) fn leave_some(&mut self, id: MemberId) -> (Vec<Slot>, bool) {
+        let Some(some) = self.members.get_mut(&id).and_then(References::take_some) else {
+            self.members.remove(&id);
+            self.epochs.leave(id);
+            return (Vec::new(), false);
+        };
+        let leaves = |(slot, n)| (self.drop_references(slot, n) == IndexChange::Leaves).then_some(slot);
+        (some.into_iter().filter_map(leaves).collect(), true)
     }
 
     /// To be called when dropped slots have left the index: the new epoch, if there were any.
@@ -210,7 +205,7 @@ impl Lifetime {
             let past = first.number() + followers;
             (first.number()..=past).contains(&slot.number())
         };
-        let listed = !self.unlisted.contains(&slot) && matches!(self.slots.state(slot), State::Live(_));
+        let listed = !self.unlisted.contains(&slot) && matches!(self.slots.state(slot), SlotState::Live(_));
         listed || self.series.iter().any(within)
     }
 
@@ -226,23 +221,23 @@ impl Lifetime {
         self.slots.bytes() + sets + self.members.values().map(References::bytes).sum::<usize>()
     }
 
-    fn release(&mut self, slot: Slot, n: u32) -> Change {
+    fn drop_references(&mut self, slot: Slot, n: u32) -> IndexChange {
         let leaving = self.epochs.current() + 1;
-        let change = self.slots.release(slot, n, leaving);
-        if change == Change::Dropped {
+        let change = self.slots.drop_references(slot, n, leaving);
+        if change == IndexChange::Leaves {
             self.pending = true;
             let followers = self.series.remove(&slot).unwrap_or(0);
             for follower in (1..=followers).filter_map(|n| slot.checked_add_in_segment(n)) {
-                self.slots.release(follower, 1, leaving);
+                self.slots.drop_references(follower, 1, leaving);
             }
         }
-        self.of_listed(slot, change)
+        self.for_index(slot, change)
     }
 
     /// What is not in the index does not leave it and does not come back to it.
-    fn of_listed(&self, slot: Slot, change: Change) -> Change {
+    fn for_index(&self, slot: Slot, change: IndexChange) -> IndexChange {
         if self.unlisted.contains(&slot) {
-            Change::None
+            IndexChange::None
         } else {
             change
         }

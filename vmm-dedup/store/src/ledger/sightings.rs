@@ -1,13 +1,13 @@
 //! Keys that were sighted once: the store's biggest table, one entry for every page in the fleet that has no twin.
 //!
-//! Eight bytes an entry: 48 bits of key and 16 of owner (the connection that sighted it, so that a dead one's
+//! Eight bytes an entry: 48 bits of key and 16 of owner (the member that sighted it, so that a dead one's
 //! sightings can be swept). The keys are stored mixed (a permutation of 48 bits, keyed with a secret of the process,
 //! so that a hostile service cannot aim its keys at one place), and the place of an entry is its mixed key scaled to
 //! the capacity, or the next ones. Entries are kept in order, gaps between them. So a search ends at the first
 //! greater entry, deletion shifts back what stands behind its place (no tombstones), and growing is one sequential
 //! pass: it can grow in small steps (a quarter) and stay between 68 and 85 % full.
 
-use crate::epochs::MemberId;
+use crate::ledger::epochs::MemberId;
 use vmm_dedup_protocol::key::Key;
 
 const MIN_CAPACITY: usize = 1 << 10;
@@ -20,7 +20,7 @@ const TAIL: usize = 256;
 pub(crate) enum Sighting {
     /// Nobody had it; it is remembered.
     First,
-    /// This connection had sighted it already; its entry stays.
+    /// This member had sighted it already; its entry stays.
     Again(MemberId),
 }
 
@@ -29,6 +29,8 @@ pub(crate) enum Sighting {
 pub(crate) struct Sightings {
     words: Vec<u64>,
     used: usize,
+    /// Entries of each owner, by its number.
+    of: Vec<u64>,
     secret: [u64; 2],
 }
 
@@ -42,6 +44,7 @@ impl Sightings {
         Self {
             words: vec![0; MIN_CAPACITY + TAIL],
             used: 0,
+            of: Vec::new(),
             secret,
         }
     }
@@ -57,6 +60,7 @@ impl Sightings {
             Ok(at) => Sighting::Again(owner_of(self.words[at])),
             Err(at) => {
                 self.used += 1;
+                *self.count_mut(owner) += 1;
                 self.insert(at, mixed << 16 | u64::from(owner.0));
                 Sighting::First
             }
@@ -88,13 +92,26 @@ impl Sightings {
         Some(owner)
     }
 
-    /// Forgets all that a connection sighted.
+    /// Forgets all that a member sighted.
     pub(crate) fn sweep(&mut self, owner: MemberId) {
-        let is_theirs = |word: u64| word != 0 && owner_of(word) == owner;
-        let theirs = self.words.iter().filter(|word| is_theirs(**word)).count();
+        let theirs = std::mem::take(self.count_mut(owner));
         if theirs > 0 {
-            self.rebuild((self.used - theirs) / 3 * 4, |word| owner_of(word) != owner);
+            let left = self.used - usize::try_from(theirs).expect("they are in the table");
+            self.rebuild(left / 3 * 4, |word| owner_of(word) != owner);
         }
+    }
+
+    /// Entries of a member.
+    pub(crate) fn count(&self, owner: MemberId) -> u64 {
+        self.of.get(usize::from(owner.0)).copied().unwrap_or(0)
+    }
+
+    fn count_mut(&mut self, owner: MemberId) -> &mut u64 {
+        let at = usize::from(owner.0);
+        if self.of.len() <= at {
+            self.of.resize(at + 1, 0);
+        }
+        &mut self.of[at]
     }
 
     /// Reads where a key will be looked for. Loads of many keys overlap, the lookups after them hit the cache.
@@ -107,7 +124,7 @@ impl Sightings {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.words.len() * 8
+        (self.words.len() + self.of.len()) * 8
     }
 
     fn capacity(&self) -> usize {
@@ -163,6 +180,7 @@ impl Sightings {
     }
 
     fn delete(&mut self, mut at: usize) {
+        *self.count_mut(owner_of(self.words[at])) -= 1;
         loop {
             let next = self.words[at + 1];
             if next == 0 || self.home(next >> 16) > at {
@@ -261,6 +279,10 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(table.len(), model.len());
+                for o in 1..4 {
+                    let theirs = model.values().filter(|owner| **owner == o).count() as u64;
+                    prop_assert_eq!(table.count(MemberId(o)), theirs);
+                }
             }
             for k in 0..3000 {
                 prop_assert_eq!(table.contains(key(k)), model.contains_key(&k));
@@ -289,6 +311,6 @@ mod tests {
         (0..100_000).for_each(|k| _ = table.sight(key(k), MemberId(1)));
         (0..10).for_each(|k| _ = table.sight(key(k + (1 << 47)), MemberId(2)));
         table.sweep(MemberId(1));
-        assert_eq!((table.len(), table.bytes()), (10, (MIN_CAPACITY + TAIL) * 8));
+        assert_eq!((table.len(), table.bytes()), (10, (MIN_CAPACITY + TAIL + 3) * 8));
     }
 }

@@ -3,7 +3,7 @@
 //! An observer has one question at a time. A VM has at most [`MAX_UNANSWERED`], those whose observers have gone or ran
 //! out of patience included: what waits in its socket is bounded, so that nobody can get a slow VM cut off by asking.
 
-use crate::epochs::MemberId;
+use crate::ledger::epochs::MemberId;
 use std::collections::HashMap;
 use std::time::Instant;
 
@@ -12,7 +12,7 @@ const MAX_UNANSWERED: usize = 8;
 
 /// What is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum QuestionKind {
     Set,
     Explain,
 }
@@ -29,7 +29,7 @@ struct Pending {
     /// `None`: nobody waits for the answer any more.
     from: Option<Asker>,
     to: MemberId,
-    kind: Kind,
+    kind: QuestionKind,
     deadline: Instant,
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct Questions {
 
 /// Why a question cannot be asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Refused {
+pub(crate) enum NotAsked {
     /// The observer's last one is not answered yet.
     Second,
     /// The VM has not answered so many.
@@ -55,16 +55,16 @@ impl Questions {
         &mut self,
         from: Asker,
         to: MemberId,
-        kind: Kind,
+        kind: QuestionKind,
         deadline: Instant,
-    ) -> Result<u64, Refused> {
+    ) -> Result<u64, NotAsked> {
         let mut waiting = self.pending.values().filter_map(|p| p.from);
         if waiting.any(|asker| asker.observer == from.observer) {
-            return Err(Refused::Second);
+            return Err(NotAsked::Second);
         }
         let unanswered = self.pending.values().filter(|p| p.to == to).count();
         if unanswered >= MAX_UNANSWERED {
-            return Err(Refused::Busy(unanswered));
+            return Err(NotAsked::Busy(unanswered));
         }
         self.last += 1;
         let pending = Pending {
@@ -82,7 +82,7 @@ impl Questions {
         &mut self,
         by: MemberId,
         serial: u64,
-        kinds: &[Kind],
+        kinds: &[QuestionKind],
     ) -> Result<Option<Asker>, ()> {
         match self.pending.get(&serial) {
             Some(pending) if pending.to == by && kinds.contains(&pending.kind) => {
@@ -131,44 +131,60 @@ mod tests {
     #[test]
     fn answers_find_who_asked() {
         let mut questions = Questions::default();
-        let a = questions.ask(asker(2), VM, Kind::Set, soon()).unwrap();
-        let b = questions.ask(asker(3), VM, Kind::Explain, soon()).unwrap();
+        let a = questions.ask(asker(2), VM, QuestionKind::Set, soon()).unwrap();
+        let b = questions
+            .ask(asker(3), VM, QuestionKind::Explain, soon())
+            .unwrap();
         assert_eq!(
-            questions.ask(asker(2), VM, Kind::Set, soon()),
-            Err(Refused::Second)
+            questions.ask(asker(2), VM, QuestionKind::Set, soon()),
+            Err(NotAsked::Second)
         );
-        assert_eq!(questions.answered(VM, b, &[Kind::Set]), Err(()));
-        assert_eq!(questions.answered(MemberId(9), b, &[Kind::Explain]), Err(()));
-        assert_eq!(questions.answered(VM, b, &[Kind::Explain]), Ok(Some(asker(3))));
-        assert_eq!(questions.answered(VM, b, &[Kind::Explain]), Err(()));
-        assert_eq!(questions.answered(VM, a, &[Kind::Set]), Ok(Some(asker(2))));
+        assert_eq!(questions.answered(VM, b, &[QuestionKind::Set]), Err(()));
+        assert_eq!(
+            questions.answered(MemberId(9), b, &[QuestionKind::Explain]),
+            Err(())
+        );
+        assert_eq!(
+            questions.answered(VM, b, &[QuestionKind::Explain]),
+            Ok(Some(asker(3)))
+        );
+        assert_eq!(questions.answered(VM, b, &[QuestionKind::Explain]), Err(()));
+        assert_eq!(
+            questions.answered(VM, a, &[QuestionKind::Set]),
+            Ok(Some(asker(2)))
+        );
     }
 
     #[test]
     fn impatience_does_not_lift_the_bound() {
         let mut questions = Questions::default();
-        let first = questions.ask(asker(2), VM, Kind::Set, soon()).unwrap();
+        let first = questions.ask(asker(2), VM, QuestionKind::Set, soon()).unwrap();
         for n in 3..10 {
-            questions.ask(asker(n), VM, Kind::Set, soon()).unwrap();
+            questions.ask(asker(n), VM, QuestionKind::Set, soon()).unwrap();
         }
         assert_eq!(questions.expire(Instant::now()), []);
         assert_eq!(questions.expire(soon()).len(), 8);
         assert_eq!(questions.expire(soon()), []);
         assert_eq!(
-            questions.ask(asker(2), VM, Kind::Set, soon()),
-            Err(Refused::Busy(8))
+            questions.ask(asker(2), VM, QuestionKind::Set, soon()),
+            Err(NotAsked::Busy(8))
         );
-        assert_eq!(questions.answered(VM, first, &[Kind::Set]), Ok(None));
-        questions.ask(asker(2), VM, Kind::Set, soon()).unwrap();
+        assert_eq!(questions.answered(VM, first, &[QuestionKind::Set]), Ok(None));
+        questions.ask(asker(2), VM, QuestionKind::Set, soon()).unwrap();
     }
 
     #[test]
     fn whoever_goes_is_forgotten_and_who_waits_for_it_is_told() {
         let mut questions = Questions::default();
-        questions.ask(asker(2), VM, Kind::Set, soon()).unwrap();
-        let other = questions.ask(asker(3), MemberId(8), Kind::Set, soon()).unwrap();
+        questions.ask(asker(2), VM, QuestionKind::Set, soon()).unwrap();
+        let other = questions
+            .ask(asker(3), MemberId(8), QuestionKind::Set, soon())
+            .unwrap();
         assert_eq!(questions.forget(MemberId(3)), []);
-        assert_eq!(questions.answered(MemberId(8), other, &[Kind::Set]), Ok(None));
+        assert_eq!(
+            questions.answered(MemberId(8), other, &[QuestionKind::Set]),
+            Ok(None)
+        );
         assert_eq!(questions.forget(VM), [asker(2)]);
         assert!(questions.pending.is_empty());
     }

@@ -8,7 +8,7 @@ const CHUNK: usize = if cfg!(test) { 2 } else { 1024 };
 
 /// Why a reference change is no possible one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Unbalanced {
+pub(crate) enum Unbalanced {
     /// More references dropped than held.
     #[error("{n} references to {slot} were dropped, but this connection holds {held}")]
     BelowZero {

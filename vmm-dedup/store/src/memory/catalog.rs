@@ -10,7 +10,7 @@
 //! else.
 
 use crate::error::Error;
-use crate::segments::read_only;
+use crate::memory::segment::read_only;
 use std::cmp::Ordering;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

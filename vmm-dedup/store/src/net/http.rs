@@ -1,12 +1,11 @@
 //! /metrics and /healthz.
 
-use crate::connection::Shared;
 use crate::metrics;
-use axum::Router;
-use axum::extract::State;
+use crate::state::Shared;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use axum::{Router, extract};
 use prometheus_client::registry::Registry;
 use std::sync::Arc;
 
@@ -22,7 +21,7 @@ pub(crate) async fn serve(listener: tokio::net::TcpListener, shared: Shared) {
     }
 }
 
-async fn scrape(State(registry): State<Arc<Registry>>, headers: HeaderMap) -> Response {
+async fn scrape(extract::State(registry): extract::State<Arc<Registry>>, headers: HeaderMap) -> Response {
     let mut text = String::new();
     if prometheus_client::encoding::text::encode(&mut text, &registry).is_err() {
         return StatusCode::INTERNAL_SERVER_ERROR.into_response();

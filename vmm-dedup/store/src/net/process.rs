@@ -7,15 +7,15 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 /// `SO_PEERPIDFD`, Linux 6.5.
 const SO_PEERPIDFD: libc::c_int = 77;
 
-/// A peer's process.
+/// The process of a peer.
 #[derive(Debug)]
-pub(crate) struct Peer {
+pub(crate) struct PeerProcess {
     pub(crate) pid: u32,
     /// Readable once the process has ended; `None` if it had ended when it was asked for.
     pub(crate) pidfd: Option<OwnedFd>,
 }
 
-impl Peer {
+impl PeerProcess {
     /// The process that connected this socket.
     pub(crate) fn of(socket: impl AsFd) -> io::Result<Self> {
         let credentials = rustix::net::sockopt::socket_peercred(&socket)?;
@@ -69,7 +69,7 @@ mod tests {
         let flags = SocketFlags::CLOEXEC;
         let (a, _b) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        let peer = Peer::of(&a).unwrap();
+        let peer = PeerProcess::of(&a).unwrap();
         assert_eq!(peer.pid, std::process::id());
         let pidfd = peer.pidfd.unwrap();
         let mut poll = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];

@@ -1,16 +1,17 @@
 //! The life of a slot, as a pure state machine: Free → Live(references) → Limbo(epoch) → Free, and from Limbo back
 //! to Live when a reference arrives that was taken before the slot left the index.
 //!
-//! Eight bytes a slot. The caller keeps the index in step: a slot is in the index exactly while it is Live.
+//! Eight bytes a slot. The caller keeps the index in step: a slot leaves the index when it stops being Live, and comes back
+//! when it is Live again. (`lifetime` knows of Live slots that are not in the index.)
 
-use crate::epochs::Epoch;
+use crate::ledger::epochs::Epoch;
 use std::collections::VecDeque;
 use vmm_dedup_protocol::Slot;
 
 /// Where in its life a slot is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum State {
-    /// Nobody maps it; its bytes may be rewritten.
+pub(crate) enum SlotState {
+    /// Nobody maps it, and nobody can find it. `allocator` tells when its bytes may be rewritten.
     Free,
     /// In the index, with this many references.
     Live(u64),
@@ -20,39 +21,39 @@ pub(crate) enum State {
 
 const KIND: u64 = 3;
 
-impl State {
+impl SlotState {
     fn encode(self) -> u64 {
         match self {
-            State::Free => 0,
-            State::Live(refs) => refs << 2 | 1,
-            State::Limbo(epoch) => epoch << 2 | 2,
+            SlotState::Free => 0,
+            SlotState::Live(refs) => refs << 2 | 1,
+            SlotState::Limbo(epoch) => epoch << 2 | 2,
         }
     }
 
     fn decode(word: u64) -> Self {
         match word & KIND {
-            0 => State::Free,
-            1 => State::Live(word >> 2),
-            _ => State::Limbo(word >> 2),
+            0 => SlotState::Free,
+            1 => SlotState::Live(word >> 2),
+            _ => SlotState::Limbo(word >> 2),
         }
     }
 }
 
 /// What the caller has to do about the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Change {
+pub(crate) enum IndexChange {
     /// Nothing.
     None,
     /// The last reference went: take the slot out of the index.
-    Dropped,
+    Leaves,
     /// A reference came to a slot in limbo: put it back into the index.
-    Resurrected,
+    Returns,
 }
 
 /// A reference to a slot that holds no page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{slot} holds no page: references may only be taken to slots found in the index")]
-pub struct NotLive {
+pub(crate) struct NotLive {
     /// Which one.
     pub(crate) slot: Slot,
 }
@@ -69,11 +70,11 @@ pub(crate) struct Slots {
 }
 
 impl Slots {
-    pub(crate) fn state(&self, slot: Slot) -> State {
-        State::decode(self.words.get(slot.number() as usize).copied().unwrap_or(0))
+    pub(crate) fn state(&self, slot: Slot) -> SlotState {
+        SlotState::decode(self.words.get(slot.number() as usize).copied().unwrap_or(0))
     }
 
-    fn set(&mut self, slot: Slot, state: State) {
+    fn set(&mut self, slot: Slot, state: SlotState) {
         let at = slot.number() as usize;
         if self.words.len() <= at {
             self.words.resize(at + 1, 0);
@@ -83,33 +84,33 @@ impl Slots {
 
     /// A page was written into a free slot; its publisher has the first reference.
     pub(crate) fn publish(&mut self, slot: Slot) {
-        assert_eq!(self.state(slot), State::Free, "only free slots are written");
-        self.set(slot, State::Live(1));
+        assert_eq!(self.state(slot), SlotState::Free, "only free slots are written");
+        self.set(slot, SlotState::Live(1));
         self.live += 1;
         self.references += 1;
     }
 
     /// Adds references.
-    pub(crate) fn reference(&mut self, slot: Slot, n: u32) -> Result<Change, NotLive> {
+    pub(crate) fn add_references(&mut self, slot: Slot, n: u32) -> Result<IndexChange, NotLive> {
         let n = u64::from(n);
         let (refs, change) = match self.state(slot) {
-            State::Free => return Err(NotLive { slot }),
-            State::Live(refs) => (refs + n, Change::None),
-            State::Limbo(_) => {
+            SlotState::Free => return Err(NotLive { slot }),
+            SlotState::Live(refs) => (refs + n, IndexChange::None),
+            SlotState::Limbo(_) => {
                 self.limbo -= 1;
                 self.live += 1;
-                (n, Change::Resurrected)
+                (n, IndexChange::Returns)
             }
         };
         self.references += n;
-        self.set(slot, State::Live(refs));
+        self.set(slot, SlotState::Live(refs));
         Ok(change)
     }
 
     /// Drops references that their owner is known to have. `leaving` is the epoch that the caller will advance to
     /// after it took what was dropped out of the index.
-    pub(crate) fn release(&mut self, slot: Slot, n: u32, leaving: Epoch) -> Change {
-        let State::Live(refs) = self.state(slot) else {
+    pub(crate) fn drop_references(&mut self, slot: Slot, n: u32, leaving: Epoch) -> IndexChange {
+        let SlotState::Live(refs) = self.state(slot) else {
             unreachable!("a slot with references is live")
         };
         let left = refs
@@ -117,15 +118,15 @@ impl Slots {
             .expect("the owners' references add up to the slot's");
         self.references -= u64::from(n);
         if left > 0 {
-            self.set(slot, State::Live(left));
-            return Change::None;
+            self.set(slot, SlotState::Live(left));
+            return IndexChange::None;
         }
-        self.set(slot, State::Limbo(leaving));
+        self.set(slot, SlotState::Limbo(leaving));
         self.live -= 1;
         self.limbo += 1;
         self.queue.push_back((leaving, slot));
         self.compact();
-        Change::Dropped
+        IndexChange::Leaves
     }
 
     /// Frees what left the index no later than `quiescent`.
@@ -134,8 +135,8 @@ impl Slots {
             && epoch <= quiescent
         {
             self.queue.pop_front();
-            if self.state(slot) == State::Limbo(epoch) {
-                self.set(slot, State::Free);
+            if self.state(slot) == SlotState::Limbo(epoch) {
+                self.set(slot, SlotState::Free);
                 self.limbo -= 1;
                 freed(slot);
             }
@@ -148,7 +149,7 @@ impl Slots {
         if self.queue.len() > limbo.saturating_mul(2).saturating_add(64) {
             let words = &self.words;
             self.queue
-                .retain(|(epoch, slot)| words[slot.number() as usize] == State::Limbo(*epoch).encode());
+                .retain(|(epoch, slot)| words[slot.number() as usize] == SlotState::Limbo(*epoch).encode());
             // Dropped, resurrected and dropped again within one epoch: once is enough.
             let mut seen = std::collections::HashSet::new();
             self.queue.retain(|entry| seen.insert(*entry));
@@ -185,14 +186,14 @@ mod tests {
     fn a_slot_lives_waits_and_is_freed() {
         let mut slots = Slots::default();
         slots.publish(slot(3));
-        assert_eq!(slots.reference(slot(3), 2), Ok(Change::None));
-        assert_eq!(slots.release(slot(3), 2, 5), Change::None);
-        assert_eq!(slots.release(slot(3), 1, 5), Change::Dropped);
-        assert_eq!(slots.state(slot(3)), State::Limbo(5));
+        assert_eq!(slots.add_references(slot(3), 2), Ok(IndexChange::None));
+        assert_eq!(slots.drop_references(slot(3), 2, 5), IndexChange::None);
+        assert_eq!(slots.drop_references(slot(3), 1, 5), IndexChange::Leaves);
+        assert_eq!(slots.state(slot(3)), SlotState::Limbo(5));
         slots.reclaim(4, |_| panic!("too early"));
         let mut freed = Vec::new();
         slots.reclaim(5, |s| freed.push(s));
-        assert_eq!((freed, slots.state(slot(3))), (vec![slot(3)], State::Free));
+        assert_eq!((freed, slots.state(slot(3))), (vec![slot(3)], SlotState::Free));
         assert_eq!((slots.live(), slots.limbo(), slots.references()), (0, 0, 0));
     }
 
@@ -200,16 +201,16 @@ mod tests {
     fn a_late_reference_brings_a_slot_back() {
         let mut slots = Slots::default();
         slots.publish(slot(0));
-        slots.release(slot(0), 1, 5);
-        assert_eq!(slots.reference(slot(0), 1), Ok(Change::Resurrected));
+        slots.drop_references(slot(0), 1, 5);
+        assert_eq!(slots.add_references(slot(0), 1), Ok(IndexChange::Returns));
         slots.reclaim(9, |_| panic!("it is live"));
-        assert_eq!(slots.state(slot(0)), State::Live(1));
+        assert_eq!(slots.state(slot(0)), SlotState::Live(1));
     }
 
     #[test]
     fn free_slots_take_no_references() {
         let mut slots = Slots::default();
-        assert_eq!(slots.reference(slot(7), 1), Err(NotLive { slot: slot(7) }));
+        assert_eq!(slots.add_references(slot(7), 1), Err(NotLive { slot: slot(7) }));
     }
 
     #[test]
@@ -217,8 +218,8 @@ mod tests {
         let mut slots = Slots::default();
         slots.publish(slot(0));
         for epoch in 2..100_000 {
-            slots.release(slot(0), 1, epoch);
-            slots.reference(slot(0), 1).unwrap();
+            slots.drop_references(slot(0), 1, epoch);
+            slots.add_references(slot(0), 1).unwrap();
         }
         assert!(slots.bytes() < 10_000);
     }

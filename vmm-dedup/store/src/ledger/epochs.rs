@@ -14,7 +14,7 @@ pub(crate) type Epoch = u64;
 
 /// Why an acknowledgement is no possible one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum EpochViolation {
+pub(crate) enum EpochViolation {
     /// Nobody can have read it yet.
     #[error(
         "epoch {got} was reported, but the index is only at {current}: report what IndexReader::epoch returned"

@@ -8,9 +8,9 @@
 //! connect again, say goodbye, and die. The store settles (advances the epoch, frees) at a moment of its own, so that services
 //! see the index between a removal and the epoch's advance. In one world the two slots are a series.
 
-use crate::epochs::{Epoch, MemberId};
-use crate::lifetime::Lifetime;
-use crate::slots::State;
+use crate::ledger::epochs::{Epoch, MemberId};
+use crate::ledger::lifetime::Lifetime;
+use crate::ledger::slots::SlotState;
 use std::collections::{HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use vmm_dedup_protocol::Slot;
@@ -111,13 +111,14 @@ impl World {
         }
     }
 
-    fn state(&self, n: usize) -> State {
+    fn state(&self, n: usize) -> SlotState {
         self.lifetime.slots().state(slot(n))
     }
 
     /// The rule.
     fn holds(&self) -> bool {
-        let safe = |n: usize, generation| self.state(n) != State::Free && self.generation[n] == generation;
+        let safe =
+            |n: usize, generation| self.state(n) != SlotState::Free && self.generation[n] == generation;
         self.services.iter().filter(|s| s.alive).all(|service| {
             let mapped = service.mapped.iter().chain(&service.legacy).enumerate();
             mapped
@@ -241,7 +242,7 @@ impl World {
             w.lifetime.acknowledge(member, epoch).expect("likewise");
         });
         // Publishing is a question and an answer: the channel is empty, and the publisher maps what it is given.
-        let is_free = |n: &usize| self.state(*n) == State::Free;
+        let is_free = |n: &usize| self.state(*n) == SlotState::Free;
         let free = (0..SLOTS).find(is_free);
         let free = free.filter(|_| !bounds.series || (0..SLOTS).all(|n| is_free(&n)));
         if let Some(n) = free {
@@ -284,7 +285,7 @@ impl World {
     }
 
     fn depart(&mut self, member: MemberId) {
-        while self.lifetime.leave_some(member, |_| ()) {}
+        while self.lifetime.leave_some(member).1 {}
     }
 }
 

@@ -1,0 +1,14 @@
+//! The store's books: who holds which slot, who sighted which key, what the VMs report. Pure: nothing here does I/O or
+//! asks for the time, so that the same code runs in the server, in model checks and in property tests.
+
+pub(crate) mod accounts;
+pub(crate) mod allocator;
+pub(crate) mod epochs;
+pub(crate) mod lifetime;
+pub(crate) mod pending;
+pub(crate) mod references;
+mod segment_slots;
+pub(crate) mod sightings;
+pub(crate) mod slots;
+#[cfg(test)]
+mod verification;

@@ -1,0 +1,305 @@
+//! The pool: every page that can be shared. It is the one owner of a slot's three sides and keeps them in step: the
+//! bytes ([`Segments`]), the entry in the index ([`Catalog`]) and the account of who maps it ([`Lifetime`]).
+//!
+//! The pool sends nothing. What services must be told (a new segment, one that is gone, a new index file) is collected,
+//! and whoever called the pool sends it before the answer: [`Pool::take_announcements`].
+
+use crate::config::Config;
+use crate::error::Error;
+use crate::ledger::allocator::Run;
+use crate::ledger::epochs::{EpochViolation, Epochs, MemberId};
+use crate::ledger::lifetime::{Lifetime, ReferenceViolation};
+use crate::ledger::references::References;
+use crate::ledger::slots::IndexChange;
+use crate::memory::catalog::Catalog;
+use crate::memory::collapse::CollapseQueue;
+use crate::memory::segments::Segments;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Instant;
+use vmm_dedup_protocol::Slot;
+use vmm_dedup_protocol::index::{IndexReader, Line};
+use vmm_dedup_protocol::key::{Key, Salt};
+use vmm_dedup_protocol::mapping::Mapping;
+
+/// What all services must be told, in this order.
+#[derive(Clone, Debug)]
+pub(crate) enum Announcement {
+    /// A segment was made.
+    Segment(u32, Arc<OwnedFd>),
+    /// A segment is gone.
+    SegmentRetired(u32),
+    /// The index has moved to a file of so many bytes.
+    Index(u64, Arc<OwnedFd>),
+}
+
+/// What became of a page that was to be published.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Publication {
+    /// The page does not have the announced key.
+    Unverified,
+    /// The index has no place for it.
+    NoPlace,
+    /// The page with this line key has entered the index in the slot that was given. Its publisher has a reference.
+    New(Key),
+    /// A slot in the index holds this page. Nobody has a reference to it for that.
+    Known {
+        /// The page's line key.
+        line: Key,
+        /// That slot.
+        twin: Slot,
+    },
+}
+
+/// All shared pages.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    pub(super) salt: Salt,
+    /// Whether the slots are also kept in the order of their pages' bytes.
+    pub(super) ordered: bool,
+    pub(super) catalog: Catalog,
+    pub(super) segments: Segments,
+    pub(super) lifetime: Lifetime,
+    pub(super) collapse_queue: CollapseQueue,
+    announcements: Vec<Announcement>,
+    /// The kernel refused a new segment when it was last asked: that was logged once.
+    short_of_memory: bool,
+}
+
+impl Pool {
+    /// An empty pool, whose keys and hashes are salted with this.
+    pub(crate) fn new(config: &Config, salt: Salt) -> Result<Self, Error> {
+        let catalog = Catalog::new()?;
+        Ok(Self {
+            salt,
+            ordered: config.ordered,
+            segments: Segments::new(config.max_slots(), config.reuse()),
+            lifetime: Lifetime::new(catalog.reader().epoch()),
+            catalog,
+            collapse_queue: CollapseQueue::default(),
+            announcements: Vec::new(),
+            short_of_memory: false,
+        })
+    }
+
+    pub(crate) fn salt(&self) -> Salt {
+        self.salt
+    }
+
+    /// What services see of the index.
+    pub(crate) fn index(&self) -> &IndexReader {
+        self.catalog.reader()
+    }
+
+    pub(crate) fn catalog(&self) -> &Catalog {
+        &self.catalog
+    }
+
+    pub(crate) fn segments(&self) -> &Segments {
+        &self.segments
+    }
+
+    pub(crate) fn lifetime(&self) -> &Lifetime {
+        &self.lifetime
+    }
+
+    pub(crate) fn epochs(&self) -> &Epochs {
+        self.lifetime.epochs()
+    }
+
+    /// Takes out what services must be told because of the last calls.
+    pub(crate) fn take_announcements(&mut self) -> Vec<Announcement> {
+        std::mem::take(&mut self.announcements)
+    }
+
+    /// A service is given the index and the segments.
+    pub(crate) fn join(&mut self, id: MemberId) {
+        self.lifetime.join(id);
+    }
+
+    /// A member acknowledges an epoch.
+    pub(crate) fn acknowledge(&mut self, id: MemberId, epoch: u64) -> Result<(), EpochViolation> {
+        self.lifetime.acknowledge(id, epoch)
+    }
+
+    /// References of a member.
+    pub(crate) fn references(&self, id: MemberId) -> u64 {
+        self.lifetime.references(id).map_or(0, References::total)
+    }
+
+    /// Makes room for so many entries in the index.
+    pub(crate) fn reserve(&mut self, entries: usize) -> Result<(), Error> {
+        if self.catalog.reserve(entries)? {
+            let (file, bytes) = self.catalog.file();
+            self.announcements.push(Announcement::Index(bytes, file));
+        }
+        Ok(())
+    }
+
+    /// Applies a change that a member reports. If it brings a slot back into the index, the answer is its line key.
+    pub(crate) fn apply(
+        &mut self,
+        id: MemberId,
+        slot: Slot,
+        delta: i32,
+    ) -> Result<Option<Key>, ReferenceViolation> {
+        let entered = match self.lifetime.apply(id, slot, delta)? {
+            IndexChange::None => None,
+            IndexChange::Leaves => {
+                self.remove(slot);
+                None
+            }
+            IndexChange::Returns => {
+                let line = self.segments.line_key(slot, self.salt);
+                self.enter(line, slot);
+                Some(line)
+            }
+        };
+        if delta > 0 {
+            self.collapse_queue.note_shared(slot, &self.segments);
+        }
+        Ok(entered)
+    }
+
+    /// Drops references of a member whose process has ended or maps nothing, some at a time. Returns whether there is
+    /// more to do.
+    pub(crate) fn leave_some(&mut self, id: MemberId) -> bool {
+        let (dropped, more) = self.lifetime.leave_some(id);
+        for slot in dropped {
+            self.remove(slot);
+        }
+        self.reclaim();
+        more
+    }
+
+    /// Must follow all calls of [`Self::apply`] for one message, also after a violation: advances the epoch if slots
+    /// have left the index, and frees what nobody can map any more.
+    pub(crate) fn reclaim(&mut self) {
+        if let Some(epoch) = self.lifetime.advance() {
+            let published = self.catalog.advance_epoch();
+            debug_assert_eq!(epoch, published);
+        }
+        let (segments, announcements) = (&mut self.segments, &mut self.announcements);
+        let now = Instant::now();
+        self.lifetime.reclaim(|slot| {
+            let retired = segments.cool(slot, now);
+            announcements.extend(retired.map(Announcement::SegmentRetired));
+        });
+    }
+
+    /// Whether a page that is new finds no slot.
+    pub(crate) fn is_full(&self) -> bool {
+        self.segments.allocator().is_full()
+    }
+
+    /// Ends the quarantine of slots whose time has come.
+    pub(crate) fn end_quarantines(&mut self, now: Instant) {
+        self.segments.thaw(now);
+    }
+
+    /// A line key is ambiguous: its slots are found by their hashes from now on.
+    pub(crate) fn mark(&mut self, line: Key) {
+        let (segments, salt) = (&self.segments, self.salt);
+        self.catalog.mark(line, |slot| segments.hash(slot, salt));
+    }
+
+    /// Takes consecutive slots for up to this many pages. If the kernel has no memory or descriptors left for a new
+    /// segment, the store is as large as it can be: no service's fault.
+    pub(crate) fn allocate_run(&mut self, pages: u32) -> Option<Run> {
+        let allocated = self.segments.allocate_run(pages);
+        if let Err(e) = &allocated
+            && !self.short_of_memory
+        {
+            log::error!("the store cannot grow for now (raise the limits on memory and open files?): {e}");
+        }
+        self.short_of_memory = allocated.is_err();
+        let (run, new) = allocated.ok().flatten()?;
+        self.announce_segment(new);
+        Some(run)
+    }
+
+    /// Takes back slots of runs that were not published.
+    pub(crate) fn give_back(&mut self, slots: impl IntoIterator<Item = Slot>) {
+        for slot in slots {
+            let retired = self.segments.free(slot);
+            self.announcements
+                .extend(retired.map(Announcement::SegmentRetired));
+        }
+    }
+
+    /// Allocates the memory of a run that is about to be written.
+    pub(crate) fn populate(&self, run: &Run) {
+        self.segments.populate(run);
+    }
+
+    /// Copies page `from` of a service's staging buffer into a slot that nobody knows of, and makes that the place
+    /// where everybody finds it. All checks look at the copy: the service may write the staging buffer at any time.
+    /// Unless the page is [`Publication::New`], the slot is still its caller's.
+    pub(crate) fn publish(
+        &mut self,
+        id: MemberId,
+        slot: Slot,
+        announced: Key,
+        (staging, from): (&Mapping, usize),
+    ) -> Publication {
+        self.segments.fill(slot, staging, from);
+        let line = self.segments.line_key(slot, self.salt);
+        let found = if announced.is_full() {
+            self.segments.hash(slot, self.salt).key()
+        } else {
+            line
+        };
+        if found != announced {
+            return Publication::Unverified;
+        }
+        if let Some(twin) = self.twin(line, slot) {
+            return Publication::Known { line, twin };
+        }
+        if !self.admits(line, slot) {
+            return Publication::NoPlace;
+        }
+        self.lifetime.publish(id, slot);
+        self.enter(line, slot);
+        Publication::New(line)
+    }
+
+    /// A slot in the index that holds the same page as this one, which is not in it.
+    fn twin(&self, line: Key, slot: Slot) -> Option<Slot> {
+        let twin = match self.index().line(line)? {
+            Line::Sole(twin) | Line::Series(twin) => twin,
+            Line::Marked(_) => self.index().slot_of(self.segments.hash(slot, self.salt))?,
+        };
+        self.segments.equal(twin, slot).then_some(twin)
+    }
+
+    /// Whether a page can be entered so that it is found.
+    pub(super) fn admits(&self, line: Key, slot: Slot) -> bool {
+        self.catalog.admits(line, || self.segments.hash(slot, self.salt))
+    }
+
+    /// Puts a slot into the index.
+    pub(super) fn enter(&mut self, line: Key, slot: Slot) {
+        let (segments, salt) = (&self.segments, self.salt);
+        self.catalog.insert(line, slot, |slot| segments.hash(slot, salt));
+        if self.ordered {
+            self.catalog.order(slot, |other| segments.compare(slot, other));
+        }
+    }
+
+    /// Takes a slot out of the index.
+    fn remove(&mut self, slot: Slot) {
+        let segments = &self.segments;
+        self.catalog.remove(segments.line_key(slot, self.salt), slot);
+        if self.ordered {
+            self.catalog.unorder(slot, |other| segments.compare(slot, other));
+        }
+    }
+
+    /// Has services told of a segment, if one was made.
+    pub(super) fn announce_segment(&mut self, new: Option<u32>) {
+        if let Some(number) = new {
+            let file = self.segments.file(number);
+            self.announcements.push(Announcement::Segment(number, file));
+        }
+    }
+}

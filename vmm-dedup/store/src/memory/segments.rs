@@ -1,0 +1,326 @@
+//! The memory of the store: sealed memfds ([`crate::memory::segment`]), sparse until written.
+//!
+//! The store keeps the only writable mapping. Services get a descriptor that was opened read-only; the seal refuses
+//! writable mappings and `write` also to whoever reopens it through /proc. The seal forbids the store, too, to punch
+//! holes, so a slot that was written stays resident until its whole segment is empty and goes.
+//!
+//! Which slots are taken, and when one may be written again, is decided by the [`Allocator`]; the files follow it here.
+
+use crate::ledger::allocator::{Allocator, HUGE_PAGE_SLOTS, Reuse, Run, Second};
+use crate::memory::segment::SegmentFile;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash, Salt, line_words};
+use vmm_dedup_protocol::mapping::Mapping;
+use vmm_dedup_protocol::{HUGE_PAGES, PAGE_SIZE, SLOTS_PER_SEGMENT, Slot};
+
+/// All segments of a store.
+#[derive(Debug)]
+pub(crate) struct Segments {
+    allocator: Allocator,
+    files: Vec<Option<SegmentFile>>,
+    /// When the allocator's seconds began.
+    started: Instant,
+}
+
+impl Segments {
+    /// For at most `max_slots` pages.
+    pub(crate) fn new(max_slots: u32, reuse: Reuse) -> Self {
+        Self {
+            allocator: Allocator::new(max_slots, reuse),
+            files: Vec::new(),
+            started: Instant::now(),
+        }
+    }
+
+    pub(crate) fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
+    /// Takes up to `n` consecutive slots, `None` if the store is full. The second value is a segment's number if
+    /// one had to be made for it: services must be given it before they can use the slots.
+    pub(crate) fn allocate_run(&mut self, n: u32) -> io::Result<Option<(Run, Option<u32>)>> {
+        if let Some(run) = self.allocator.allocate_run(n) {
+            return Ok(Some((run, None)));
+        }
+        let Some(number) = self.allocator.next_segment() else {
+            return Ok(None);
+        };
+        self.add_segment(number)?;
+        let run = self.allocator.allocate_run(n);
+        Ok(run.map(|run| (run, Some(number))))
+    }
+
+    /// As [`Self::allocate_run`], for the slots of a huge page, which lie as those of one; never fewer. No segment is made
+    /// while there is room for its pages elsewhere.
+    pub(crate) fn allocate_huge_page(&mut self) -> io::Result<Option<(Run, Option<u32>)>> {
+        if let Some(run) = self.allocator.allocate_huge_page() {
+            return Ok(Some((run, None)));
+        }
+        let scattered = self.allocator.free_slots() >= u64::from(HUGE_PAGE_SLOTS);
+        let next = self.allocator.next_segment().filter(|_| !scattered);
+        let Some(number) = next.filter(|n| self.allocator.usable(*n) >= HUGE_PAGE_SLOTS) else {
+            return Ok(None);
+        };
+        self.add_segment(number)?;
+        let run = self.allocator.allocate_huge_page();
+        Ok(run.map(|run| (run, Some(number))))
+    }
+
+    fn add_segment(&mut self, number: u32) -> io::Result<()> {
+        let (at, file) = (number as usize, SegmentFile::new()?);
+        if self.files.len() <= at {
+            self.files.resize_with(at + 1, || None);
+        }
+        self.files[at] = Some(file);
+        self.allocator.add_segment(number);
+        Ok(())
+    }
+
+    /// Gives back a slot that was never in the index. Returns its segment's number if that was the last one in use
+    /// there: the segment is gone.
+    pub(crate) fn free(&mut self, slot: Slot) -> Option<u32> {
+        let retired = self.allocator.free(slot);
+        self.drop_file(retired)
+    }
+
+    /// Gives back a slot that nobody maps any more. Returns its segment's number if that was the last one in use there:
+    /// the segment is gone.
+    pub(crate) fn cool(&mut self, slot: Slot, now: Instant) -> Option<u32> {
+        let now = self.second(now);
+        let retired = self.allocator.cool(slot, now);
+        self.drop_file(retired)
+    }
+
+    /// Frees slots whose time has come.
+    pub(crate) fn thaw(&mut self, now: Instant) {
+        let now = self.second(now);
+        self.allocator.thaw(now);
+    }
+
+    fn second(&self, now: Instant) -> Second {
+        Second::try_from(now.saturating_duration_since(self.started).as_secs()).unwrap_or(Second::MAX)
+    }
+
+    /// The file is never written again: what somebody still reads of it stays as it is.
+    fn drop_file(&mut self, retired: Option<u32>) -> Option<u32> {
+        if let Some(number) = retired {
+            self.files[number as usize] = None;
+        }
+        retired
+    }
+
+    /// Allocates the memory of a run that is about to be written. Best effort: what is missing comes with the writes.
+    pub(crate) fn populate(&self, run: &Run) {
+        let start = run.first.offset() / PAGE_SIZE;
+        let _ = self
+            .segment(run.first.segment())
+            .map
+            .populate(start, run.len as usize);
+    }
+
+    /// The slots of the huge page that ends with one, if they were taken as one and its memory is not one yet.
+    pub(crate) fn small_huge_page(&self, last: Slot) -> Option<Run> {
+        self.allocator.small_huge_page(last)
+    }
+
+    /// Makes the memory of a huge page's slots one; its content stays.
+    pub(crate) fn collapse(&mut self, run: &Run) -> io::Result<()> {
+        let start = (run.first.number() % SLOTS_PER_SEGMENT) as usize;
+        self.segment(run.first.segment())
+            .map
+            .collapse(start, HUGE_PAGES)?;
+        self.allocator.note_collapsed(run);
+        Ok(())
+    }
+
+    /// Copies page `from` of another mapping into an allocated slot.
+    pub(crate) fn fill(&mut self, slot: Slot, source: &Mapping, from: usize) {
+        let map = &self.segment(slot.segment()).map;
+        map.copy_page_from(slot.offset() / PAGE_SIZE, source, from);
+    }
+
+    /// Copies the page of one allocated slot into another.
+    pub(crate) fn copy(&mut self, slot: Slot, source: Slot) {
+        let (from, to) = (self.segment(source.segment()), self.segment(slot.segment()));
+        let (from_page, to_page) = (source.offset() / PAGE_SIZE, slot.offset() / PAGE_SIZE);
+        to.map.copy_page_from(to_page, &from.map, from_page);
+    }
+
+    /// Whether two slots hold the same bytes.
+    pub(crate) fn equal(&self, a: Slot, b: Slot) -> bool {
+        let words = |slot| self.words(slot).iter().map(|word| word.load(Ordering::Relaxed));
+        words(a).eq(words(b))
+    }
+
+    /// The order of two slots' pages, by their bytes.
+    pub(crate) fn compare(&self, a: Slot, b: Slot) -> std::cmp::Ordering {
+        let bytes = |slot| {
+            let words = self.words(slot).iter();
+            words.map(|word| u64::from_be_bytes(word.load(Ordering::Relaxed).to_ne_bytes()))
+        };
+        bytes(a).cmp(bytes(b))
+    }
+
+    /// The key of the four lines of a slot's page.
+    pub(crate) fn line_key(&self, slot: Slot, salt: Salt) -> Key {
+        let words = self.words(slot);
+        Key::of_lines(&line_words(|at| words[at].load(Ordering::Relaxed)), salt)
+    }
+
+    /// The hash of a slot's page.
+    pub(crate) fn hash(&self, slot: Slot, salt: Salt) -> PageHash {
+        let mut page = [0; PAGE_WORDS];
+        let map = &self.segment(slot.segment()).map;
+        map.read_page(slot.offset() / PAGE_SIZE, &mut page);
+        PageHash::of(&page, salt)
+    }
+
+    fn words(&self, slot: Slot) -> &[AtomicU64] {
+        &self.segment(slot.segment()).map.words()[slot.offset() / 8..][..PAGE_WORDS]
+    }
+
+    /// Numbers and read-only descriptors of the segments there are.
+    pub(crate) fn files(&self) -> impl Iterator<Item = (u32, Arc<OwnedFd>)> + '_ {
+        let files = (0u32..).zip(&self.files);
+        files.filter_map(|(number, segment)| Some((number, segment.as_ref()?.file.clone())))
+    }
+
+    /// The read-only descriptor of one segment.
+    pub(crate) fn file(&self, number: u32) -> Arc<OwnedFd> {
+        self.segment(number).file.clone()
+    }
+
+    /// What the segments' pages cost, in use or not.
+    pub(crate) fn resident_bytes(&self) -> u64 {
+        self.files.iter().flatten().map(SegmentFile::resident_bytes).sum()
+    }
+
+    /// Segments that there are.
+    pub(crate) fn count(&self) -> u64 {
+        self.files.iter().flatten().count() as u64
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.allocator.bytes() + self.files.capacity() * size_of::<Option<SegmentFile>>()
+    }
+
+    fn segment(&self, number: u32) -> &SegmentFile {
+        self.files[number as usize]
+            .as_ref()
+            .expect("slots in use have a segment")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+    use vmm_dedup_protocol::MAX_SLOTS;
+
+    const AT_ONCE: Reuse = Reuse {
+        quarantine: 0,
+        spare_percent: 0,
+    };
+
+    fn run(segments: &mut Segments, n: u32) -> Option<(u32, u32)> {
+        segments
+            .allocate_run(n)
+            .unwrap()
+            .map(|(run, _)| (run.first.number(), run.len))
+    }
+
+    fn free(segments: &mut Segments, numbers: impl IntoIterator<Item = u32>) {
+        numbers
+            .into_iter()
+            .for_each(|n| _ = segments.free(Slot::try_new(n).unwrap()));
+    }
+
+    #[test]
+    fn a_huge_page_keeps_its_content_when_it_becomes_one() {
+        let mut segments = Segments::new(MAX_SLOTS, AT_ONCE);
+        assert!(segments.allocate_run(3).unwrap().is_some());
+        let (run, _) = segments.allocate_huge_page().unwrap().unwrap();
+        for slot in run.slots() {
+            let words = segments.words(slot);
+            words
+                .iter()
+                .for_each(|word| word.store(u64::from(slot.number()), Ordering::Relaxed));
+        }
+        // Without a huge page to be had it stays as it is.
+        let collapsed = segments.collapse(&run);
+        for slot in run.slots() {
+            let same = |word: &AtomicU64| word.load(Ordering::Relaxed) == u64::from(slot.number());
+            assert!(segments.words(slot).iter().all(same), "{collapsed:?}");
+        }
+    }
+
+    #[test]
+    fn a_number_comes_back_with_another_file() {
+        let mut segments = Segments::new(MAX_SLOTS, AT_ONCE);
+        run(&mut segments, 2);
+        let before = segments.file(0);
+        assert_eq!(segments.cool(Slot::try_new(0).unwrap(), Instant::now()), None);
+        assert_eq!(segments.free(Slot::try_new(1).unwrap()), Some(0));
+        assert_eq!((run(&mut segments, 1), segments.count()), (Some((0, 1)), 1));
+        let inode = |file: &OwnedFd| rustix::fs::fstat(file).unwrap().st_ino;
+        assert_ne!(inode(&before), inode(&segments.file(0)));
+    }
+
+    #[test]
+    fn no_segment_is_made_for_a_huge_page_that_does_not_fit() {
+        let mut segments = Segments::new(HUGE_PAGE_SLOTS - 1, AT_ONCE);
+        assert_eq!(segments.allocate_huge_page().unwrap(), None);
+        assert_eq!(segments.count(), 0);
+        let mut segments = Segments::new(3 * HUGE_PAGE_SLOTS, AT_ONCE);
+        let huge_page = segments.allocate_huge_page().unwrap();
+        assert_eq!(
+            huge_page.map(|(run, new)| (run.first.number(), new)),
+            Some((0, Some(0)))
+        );
+    }
+
+    #[test]
+    fn written_slots_count_until_their_segment_goes() {
+        let mut segments = Segments::new(MAX_SLOTS, AT_ONCE);
+        let (_file, source) = vmm_dedup_protocol::mapping::staging_memfd(PAGE_SIZE).unwrap();
+        source.write_page(0, &[7; PAGE_WORDS]);
+        run(&mut segments, 2);
+        let slot = |n| Slot::try_new(n).unwrap();
+        segments.fill(slot(0), &source, 0);
+        assert!(!segments.equal(slot(0), slot(1)));
+        segments.fill(slot(1), &source, 0);
+        segments.fill(slot(1), &source, 0);
+        assert!(segments.equal(slot(0), slot(1)));
+        // Exactly two, unless this host gives shared memory larger folios: of 64 KiB, or huge pages.
+        let resident = segments.resident_bytes();
+        assert!(
+            [2 * PAGE_SIZE as u64, 64 << 10, 2 << 20].contains(&resident),
+            "{resident}"
+        );
+        free(&mut segments, [0]);
+        assert_eq!(segments.resident_bytes(), resident);
+        free(&mut segments, [1]);
+        assert_eq!(segments.resident_bytes(), 0);
+    }
+
+    #[test]
+    fn descriptors_for_services_cannot_be_written() {
+        let mut segments = Segments::new(MAX_SLOTS, AT_ONCE);
+        run(&mut segments, 1);
+        let file = segments.file(0);
+        assert!(Mapping::read_write(&file, PAGE_SIZE).is_err());
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        if let Ok(again) = std::fs::OpenOptions::new().read(true).write(true).open(path) {
+            assert!(Mapping::read_write(&again, PAGE_SIZE).is_err());
+            assert!(rustix::io::pwrite(&again, &[1], 0).is_err());
+            assert!(rustix::fs::ftruncate(&again, 0).is_err());
+            let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+            assert!(rustix::fs::fallocate(&again, punch, 0, 4096).is_err());
+        }
+        assert!(Mapping::read_only(&file, vmm_dedup_protocol::SEGMENT_BYTES).is_ok());
+    }
+}

@@ -1,0 +1,12 @@
+//! Sockets: listening, one task for each connection, /metrics. What arrives is given to [`crate::state::State`].
+
+mod connection;
+mod http;
+mod listener;
+mod process;
+mod watched;
+
+pub(crate) use connection::serve;
+pub(crate) use http::serve as serve_metrics;
+pub(crate) use listener::Listener;
+pub(crate) use watched::watch;

@@ -1,0 +1,161 @@
+//! What services tell of their pages: which keys they sighted, which they withdraw, which slots they map. What they
+//! publish is in `publication`.
+
+use crate::ledger::epochs::MemberId;
+use crate::ledger::pending::PendingPublications;
+use crate::ledger::sightings::{Sighting, Sightings};
+use crate::memory::pool::Pool;
+use crate::requests::violation::Violation;
+use std::hint::black_box;
+use std::time::Instant;
+use vmm_dedup_protocol::key::Key;
+use vmm_dedup_protocol::message::{Batch, Kind, MAX_BATCH, encode};
+use zerocopy::IntoBytes;
+
+/// Counters of what services tell.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ExchangeCounters {
+    pub(crate) published: u64,
+    pub(crate) unverified: u64,
+    pub(crate) refused_full: u64,
+    pub(crate) sightings: u64,
+    pub(crate) withdrawals: u64,
+    pub(crate) batches: u64,
+}
+
+/// The pool, and what services have told of pages that are not in it.
+#[derive(Debug)]
+pub(crate) struct Exchange {
+    pub(crate) pool: Pool,
+    pub(crate) sightings: Sightings,
+    pub(super) pending: PendingPublications,
+    pub(crate) counters: ExchangeCounters,
+}
+
+impl Exchange {
+    pub(crate) fn new(pool: Pool, sightings: Sightings) -> Self {
+        Self {
+            pool,
+            sightings,
+            pending: PendingPublications::default(),
+            counters: ExchangeCounters::default(),
+        }
+    }
+
+    /// A batch of a member whose VM has so many pages. Returns the reply. [`Pool::reclaim`] must follow, also after a
+    /// violation: slots that have left the index must not be reused before the epoch advances.
+    pub(crate) fn batch(
+        &mut self,
+        id: MemberId,
+        pages: u64,
+        batch: &Batch<'_>,
+    ) -> Result<Vec<u8>, Violation> {
+        self.counters.batches += 1;
+        self.pending.forget(id);
+        self.reserve(batch.ambiguous().len() + 2 * batch.refs().len())?;
+        self.prefetch(batch)?;
+        let wanted = self.sight(id, batch)?;
+        self.withdraw(id, batch)?;
+        for key in batch.ambiguous() {
+            self.pool.mark(key?);
+        }
+        for change in batch.refs() {
+            let (slot, delta) = change?;
+            if let Some(line) = self.pool.apply(id, slot, delta)? {
+                self.sightings.remove(line);
+            }
+        }
+        let count = self.sightings.count(id);
+        if count > pages {
+            return Err(Violation::TooMany {
+                what: "sightings",
+                count,
+                pages,
+            });
+        }
+        self.check_references(id, pages, 0)?;
+        self.pool.acknowledge(id, batch.epoch)?;
+        Ok(encode(Kind::BatchReply, &[wanted.as_bytes()]))
+    }
+
+    /// Makes room for so many entries in the index.
+    pub(super) fn reserve(&mut self, entries: usize) -> Result<(), Violation> {
+        self.pool.reserve(entries).map_err(Violation::Resources)
+    }
+
+    /// Refuses more references than twice the VM's pages: a page may be shared anew before the batch arrives that tells
+    /// where it was before.
+    pub(super) fn check_references(&self, id: MemberId, pages: u64, more: usize) -> Result<(), Violation> {
+        let count = self.pool.references(id) + more as u64;
+        if count > 2 * pages + MAX_BATCH as u64 {
+            return Err(Violation::TooMany {
+                what: "references",
+                count,
+                pages,
+            });
+        }
+        Ok(())
+    }
+
+    /// Checks all keys, and brings what they will be looked up in into the cache.
+    fn prefetch(&self, batch: &Batch<'_>) -> Result<(), Violation> {
+        let mut sum = 0;
+        for key in batch.sightings() {
+            let key = key?;
+            sum ^= self.sightings.touch(key) ^ self.pool.index().touch(key);
+        }
+        for key in batch.withdrawals() {
+            sum ^= self.sightings.touch(key?);
+        }
+        black_box(sum);
+        Ok(())
+    }
+
+    /// Takes in sightings. Returns which ones should be published.
+    fn sight(&mut self, id: MemberId, batch: &Batch<'_>) -> Result<Vec<u32>, Violation> {
+        let mut wanted = Vec::new();
+        let full = self.pool.is_full();
+        let now = Instant::now();
+        for (at, key) in (0u32..).zip(batch.sightings()) {
+            let key = key?;
+            let known = match key.is_full() {
+                true => self.pool.index().slot_of_key(key).is_some(),
+                false => self.pool.index().line(key).is_some(),
+            };
+            if known {
+                continue;
+            }
+            match self.sightings.sight(key, id) {
+                Sighting::First => {}
+                Sighting::Again(_) if full => self.counters.refused_full += 1,
+                Sighting::Again(_) => {
+                    if !self.pending.is_pending(key, now) {
+                        self.pending.ask(key, id, now);
+                        wanted.push(at);
+                    }
+                }
+            }
+        }
+        self.counters.sightings += batch.sightings().len() as u64;
+        Ok(wanted)
+    }
+
+    fn withdraw(&mut self, id: MemberId, batch: &Batch<'_>) -> Result<(), Violation> {
+        for key in batch.withdrawals() {
+            self.sightings.withdraw(key?, id);
+        }
+        self.counters.withdrawals += batch.withdrawals().len() as u64;
+        Ok(())
+    }
+
+    /// A service's connection has gone: what it sighted is forgotten, and what it was asked for is asked of others.
+    pub(crate) fn disconnect(&mut self, id: MemberId) {
+        self.pending.forget(id);
+        self.sightings.sweep(id);
+    }
+
+    /// A key has entered the index, and is no mere sighting any more.
+    pub(super) fn forget_sighting(&mut self, key: Key) {
+        self.sightings.remove(key);
+    }
+}

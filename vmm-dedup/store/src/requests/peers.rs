@@ -1,0 +1,253 @@
+//! Who is connected, and in which role.
+
+use crate::ledger::accounts;
+use crate::ledger::epochs::MemberId;
+use crate::requests::outbox::Outbox;
+use crate::requests::violation::Violation;
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use vmm_dedup_protocol::mapping::Mapping;
+use vmm_dedup_protocol::refusal::Refusal;
+use vmm_dedup_protocol::stats::ServiceStats;
+
+/// A VM's service.
+#[derive(Debug)]
+pub(crate) struct Service {
+    /// Its name, made unique among the connected ones.
+    pub(crate) name: String,
+    /// The name that it gave itself.
+    pub(crate) announced: String,
+    pub(crate) pages: u64,
+    pub(crate) staging: Arc<Mapping>,
+    /// Series that were made for it.
+    pub(crate) series: u64,
+    /// It has said goodbye.
+    pub(crate) leaving: bool,
+    pub(crate) stats: ServiceStats,
+}
+
+/// A VM that is not deduplicated.
+#[derive(Debug)]
+pub(crate) struct RefusedVm {
+    /// Its name, made unique among the connected ones.
+    pub(crate) name: String,
+    pub(crate) announced: String,
+    pub(crate) pages: u64,
+    pub(crate) refusal: Refusal,
+}
+
+/// A number of [`vmm_dedup_protocol::stats::STATES`].
+pub(crate) const STATE_REFUSED: u64 = 4;
+
+impl RefusedVm {
+    /// What there is to tell in numbers.
+    pub(crate) fn stats(&self) -> ServiceStats {
+        ServiceStats {
+            pages: self.pages,
+            state: STATE_REFUSED,
+            ..ServiceStats::default()
+        }
+    }
+}
+
+/// What a peer is.
+#[derive(Debug)]
+pub(crate) enum Phase {
+    /// It has not introduced itself yet.
+    Greeting,
+    Observer,
+    Service(Box<Service>),
+    Refused(Box<RefusedVm>),
+    /// The socket is gone, the process may live: see [`crate::ledger::lifetime`].
+    Orphan {
+        name: String,
+        stats: Box<ServiceStats>,
+    },
+}
+
+/// What a connection's end leaves to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Parting {
+    /// Nothing.
+    Done,
+    /// Its references are dropped at once.
+    Depart,
+    /// Its references are dropped once its process has ended.
+    AwaitEnd,
+}
+
+/// The other end of a connection.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) pid: u32,
+    /// `None` once the socket is gone.
+    pub(crate) outbox: Option<Arc<Outbox>>,
+    pub(crate) phase: Phase,
+}
+
+/// Counters of connections.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PeerCounters {
+    pub(crate) connections: u64,
+    pub(crate) malformed: u64,
+    pub(crate) overflows: u64,
+}
+
+/// All peers, orphans included.
+#[derive(Debug)]
+pub(crate) struct Peers {
+    pub(super) peers: BTreeMap<MemberId, Peer>,
+    max: usize,
+    max_of_process: usize,
+    pub(crate) counters: PeerCounters,
+}
+
+impl Peers {
+    /// For at most `max` peers, and `max_of_process` of one process.
+    pub(crate) fn new(max: usize, max_of_process: usize) -> Self {
+        Self {
+            peers: BTreeMap::new(),
+            max,
+            max_of_process,
+            counters: PeerCounters::default(),
+        }
+    }
+
+    /// A process has connected.
+    pub(crate) fn admit(&mut self, pid: u32, outbox: Arc<Outbox>) -> Result<MemberId, Violation> {
+        let full = Violation::Full(self.peers.len());
+        if self.peers.len() >= self.max {
+            return Err(full);
+        }
+        let count = self.peers.values().filter(|peer| peer.pid == pid).count();
+        if count >= self.max_of_process {
+            return Err(Violation::TooManyConnections { pid, count });
+        }
+        let mut numbers = (1..=u16::MAX).map(MemberId);
+        let id = numbers.find(|id| !self.peers.contains_key(id)).ok_or(full)?;
+        let peer = Peer {
+            pid,
+            outbox: Some(outbox),
+            phase: Phase::Greeting,
+        };
+        self.peers.insert(id, peer);
+        self.counters.connections += 1;
+        Ok(id)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.peers.len()
+    }
+
+    pub(crate) fn phase(&self, id: MemberId) -> Option<&Phase> {
+        self.peers.get(&id).map(|peer| &peer.phase)
+    }
+
+    pub(crate) fn outbox(&self, id: MemberId) -> Option<&Arc<Outbox>> {
+        self.peers.get(&id).and_then(|peer| peer.outbox.as_ref())
+    }
+
+    /// The process and the outbox of a peer that has not introduced itself.
+    pub(crate) fn greeting(&self, id: MemberId) -> Option<(u32, Arc<Outbox>)> {
+        let peer = self.peers.get(&id)?;
+        let outbox = peer.outbox.clone()?;
+        matches!(peer.phase, Phase::Greeting).then_some((peer.pid, outbox))
+    }
+
+    /// A peer has introduced itself.
+    pub(crate) fn set_phase(&mut self, id: MemberId, phase: Phase) {
+        if let Some(peer) = self.peers.get_mut(&id) {
+            peer.phase = phase;
+        }
+    }
+
+    /// Whether a peer has said goodbye: nothing that it sends is read any more.
+    pub(crate) fn is_leaving(&self, id: MemberId) -> bool {
+        matches!(self.phase(id), Some(Phase::Service(service)) if service.leaving)
+    }
+
+    /// The service that a peer is; `message`: what only services send.
+    pub(crate) fn service_mut(
+        &mut self,
+        id: MemberId,
+        message: &'static str,
+    ) -> Result<&mut Service, Violation> {
+        match self.peers.get_mut(&id).map(|peer| &mut peer.phase) {
+            Some(Phase::Service(service)) => Ok(service),
+            _ => Err(Violation::Unexpected(message)),
+        }
+    }
+
+    /// The socket is gone, or the peer has said goodbye. A service becomes an orphan.
+    pub(crate) fn disconnect(&mut self, id: MemberId) -> Parting {
+        let Some(peer) = self.peers.get_mut(&id) else {
+            return Parting::Done;
+        };
+        let Phase::Service(service) = &peer.phase else {
+            self.peers.remove(&id);
+            return Parting::Done;
+        };
+        let parting = if service.leaving {
+            Parting::Depart
+        } else {
+            Parting::AwaitEnd
+        };
+        let (name, stats) = (service.name.clone(), Box::new(service.stats));
+        peer.phase = Phase::Orphan { name, stats };
+        peer.outbox = None;
+        parting
+    }
+
+    /// An orphan's references are dropped.
+    pub(crate) fn remove(&mut self, id: MemberId) {
+        if let Some(Peer {
+            phase: Phase::Orphan { name, .. },
+            pid,
+            ..
+        }) = self.peers.remove(&id)
+        {
+            log::info!("VM {name} (process {pid}) has left, its references are dropped");
+        }
+    }
+
+    /// Sends a record to all services.
+    pub(crate) fn broadcast(&self, record: &[u8], fd: Option<&Arc<OwnedFd>>) {
+        for peer in self.peers.values() {
+            if let (Phase::Service(_), Some(outbox)) = (&peer.phase, &peer.outbox) {
+                outbox.push(record.to_vec(), fd.cloned().into_iter().collect());
+            }
+        }
+    }
+
+    /// The VMs that have a service, in a fixed order.
+    pub(crate) fn services(&self) -> impl Iterator<Item = (MemberId, u32, &Service)> {
+        self.peers.iter().filter_map(|(id, peer)| match &peer.phase {
+            Phase::Service(service) => Some((*id, peer.pid, &**service)),
+            _ => None,
+        })
+    }
+
+    /// The sum of what all services report.
+    pub(crate) fn sum(&self) -> ServiceStats {
+        accounts::sum(self.services().map(|(_, _, service)| &service.stats))
+    }
+
+    /// Broken connections whose processes may live.
+    pub(crate) fn orphans(&self) -> impl Iterator<Item = MemberId> {
+        let orphans = self
+            .peers
+            .iter()
+            .filter(|(_, peer)| matches!(peer.phase, Phase::Orphan { .. }));
+        orphans.map(|(id, _)| *id)
+    }
+
+    /// What a service of this process and name had reported before its connection broke. A service that comes again goes
+    /// on counting where it was.
+    pub(crate) fn reported_before(&self, pid: u32, name: &str) -> Option<ServiceStats> {
+        self.peers.values().find_map(|peer| match &peer.phase {
+            Phase::Orphan { name: old, stats } if peer.pid == pid && old == name => Some(**stats),
+            _ => None,
+        })
+    }
+}
