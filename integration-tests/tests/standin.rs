@@ -44,6 +44,8 @@ scenarios! {
     memory_is_given_back_before_a_device_pins_it_with_managed_breaks: "passthrough", MANAGED, "vfio:";
     memory_that_comes_to_old_addresses_is_left_alone: "reuse", "", "vfio:";
     a_vdpa_device_is_recognised: "vdpa", "", "vfio:";
+    a_vhost_scsi_device_is_recognised: "vhost_scsi", "", "vfio:";
+    memory_that_the_vmm_protects_keeps_its_protection: "protect", "", "mprotect";
     confidential_guests_are_refused: "confidential", "", "confidential:";
     a_part_of_the_memory_can_be_unmapped: "unmap", "", "is deduplicated";
     a_part_of_the_memory_can_be_replaced: "replace", "", "is deduplicated";
@@ -53,6 +55,28 @@ scenarios! {
     filtered_threads_can_free_shared_memory: "filtered", "", "is deduplicated";
     filtered_threads_can_free_shared_memory_with_managed_breaks: "filtered", MANAGED, "is deduplicated";
     a_vmm_that_was_sandboxed_before_is_refused: "sandboxed", "", "other:";
+}
+
+/// What the VMM opens is looked at before it has the descriptor.
+fn nothing_is_merged_from_then_on(scenario: &str) {
+    need_kvm!();
+    need_userfaultfd!();
+    let log = play(scenario, MANAGED);
+    if log.contains("is deduplicated") {
+        assert!(log.contains("merging is suspended"), "{log}");
+    } else {
+        eprintln!("SKIPPED: no overlayfs can be mounted here");
+    }
+}
+
+#[test]
+fn nothing_is_merged_once_a_file_is_open_for_direct_io() {
+    nothing_is_merged_from_then_on("direct_io/open");
+}
+
+#[test]
+fn nothing_is_merged_once_a_file_is_set_to_direct_io() {
+    nothing_is_merged_from_then_on("direct_io/fcntl");
 }
 
 #[test]

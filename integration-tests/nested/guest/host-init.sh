@@ -6,8 +6,13 @@ export PATH=/usr/local/bin:/bin
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount -t devtmpfs dev /dev
+# Guests run no guests: before Linux 6.13 a VM that may is refused.
 for module in @modules@; do
-    [ ! -e /modules/$module.ko ] || insmod /modules/$module.ko 2>/dev/null
+    case $module in
+    kvm-*) parameters=nested=0 ;;
+    *) parameters= ;;
+    esac
+    [ ! -e /modules/$module.ko ] || insmod /modules/$module.ko $parameters 2>/dev/null
 done
 ip link set lo up
 # A guest's shared pages are scattered.

@@ -5,6 +5,8 @@
 use std::ffi::c_void;
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 const PAGE: usize = 4096;
@@ -16,6 +18,7 @@ const KVM_SET_USER_MEMORY_REGION: u64 = 0x4020_ae46;
 const KVM_SET_MEMORY_ATTRIBUTES: u64 = 0x4020_aed2;
 const VFIO_IOMMU_MAP_DMA: u64 = 0x3b71;
 const VHOST_VDPA_GET_DEVICE_ID: u64 = 0x8004_af70;
+const VHOST_SCSI_SET_ENDPOINT: u64 = 0x40e8_af40;
 const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
 const UFFDIO_API: u64 = 0xc018_aa3f;
 const UFFDIO_REGISTER: u64 = 0xc020_aa00;
@@ -26,10 +29,15 @@ fn main() {
     if scenario == "sandboxed" {
         return sandboxed();
     }
+    if let Some(open) = scenario.strip_prefix("direct_io/") {
+        return direct_io(open);
+    }
     let vm = Vm::start();
     match scenario.as_str() {
         "passthrough" => vm.retires(VFIO_IOMMU_MAP_DMA),
         "vdpa" => vm.retires(VHOST_VDPA_GET_DEVICE_ID),
+        "vhost_scsi" => vm.retires(VHOST_SCSI_SET_ENDPOINT),
+        "protect" => vm.protects_a_part(),
         "confidential" => vm.retires(KVM_SET_MEMORY_ATTRIBUTES),
         "reuse" => vm.reuses_addresses_after_it_retired(),
         "unmap" => vm.unmaps_a_part(),
@@ -48,6 +56,83 @@ fn sandboxed() {
     let vm = Vm::new();
     std::thread::sleep(Duration::from_secs(1));
     vm.check(0..PAGES);
+}
+
+/// A VMM that opens a disk for direct I/O which nobody can tell to be safe.
+fn direct_io(open: &str) {
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+    if let Err(reason) = hide_a_disk(folder.path()) {
+        return println!("SKIPPED: {reason}");
+    }
+    let disk = folder.path().join("all/disk");
+    let vm = Vm::start();
+    let file = File::options().read(true).write(true).clone();
+    let file = match open {
+        "open" => file.clone().custom_flags(libc::O_DIRECT).open(&disk),
+        "fcntl" => file.open(&disk).inspect(|file| {
+            // SAFETY: our own descriptor.
+            let set = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, libc::O_DIRECT) };
+            assert_eq!(set, 0);
+        }),
+        other => panic!("unknown way to open: {other}"),
+    };
+    let file = match file {
+        Ok(file) => file,
+        Err(error) => return println!("SKIPPED: no direct I/O: {error}"),
+    };
+    // The engine knows before the descriptor can be used.
+    let log = std::env::var_os("VMM_DEDUP_LOG").expect("a log");
+    let log = std::fs::read_to_string(log).expect("the log is there");
+    assert!(log.contains("merging is suspended"), "{log}");
+    // From here on nothing may be merged: what is equal now stays where it is.
+    (0..PAGES).for_each(|page| vm.fill_with(page, 7));
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(600) {
+        assert_eq!(
+            vm.shared_pages(),
+            0,
+            "merged {:?} after the file was opened",
+            start.elapsed()
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    drop(file);
+    vm.wait("sharing", |vm| vm.shared_pages() > PAGES / 2);
+    assert!((0..PAGES).all(|page| vm.holds(page, |word| content(page, word) ^ 7)));
+    unmount(folder.path());
+}
+
+/// Makes an overlayfs with a file, and hides what it is made of.
+fn hide_a_disk(folder: &Path) -> Result<(), String> {
+    use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
+    let at = |name: &str| folder.join(name);
+    // SAFETY: there is no other thread yet.
+    if unsafe { libc::unshare(libc::CLONE_NEWNS) } < 0 {
+        return Err("no right to mount".into());
+    }
+    let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+    mount_change("/", private).map_err(|e| e.to_string())?;
+    for name in ["upper", "work", "all"] {
+        std::fs::create_dir(at(name)).map_err(|e| e.to_string())?;
+    }
+    std::fs::write(at("upper/disk"), [0; 65536]).map_err(|e| e.to_string())?;
+    let path = |name: &str| at(name).to_string_lossy().into_owned();
+    let options = format!(
+        "lowerdir={},upperdir={},workdir={}",
+        folder.join("all").display(),
+        path("upper"),
+        path("work")
+    );
+    let options = std::ffi::CString::new(options).map_err(|e| e.to_string())?;
+    let none = MountFlags::empty();
+    mount("overlay", at("all"), "overlay", none, &*options).map_err(|e| format!("no overlayfs: {e}"))?;
+    mount("tmpfs", at("upper"), "tmpfs", none, None).map_err(|e| e.to_string())
+}
+
+fn unmount(folder: &Path) {
+    for name in ["upper", "all"] {
+        let _ = rustix::mount::unmount(folder.join(name), rustix::mount::UnmountFlags::DETACH);
+    }
 }
 
 struct Vm {
@@ -91,9 +176,14 @@ impl Vm {
     }
 
     fn fill(&self, page: usize) {
+        self.fill_with(page, 0);
+    }
+
+    /// Something else, of which every page has a twin as well.
+    fn fill_with(&self, page: usize, other: u64) {
         for word in 0..PAGE / 8 {
             // SAFETY: within our memory.
-            unsafe { self.word(page, word).write_volatile(content(page, word)) };
+            unsafe { self.word(page, word).write_volatile(content(page, word) ^ other) };
         }
     }
 
@@ -193,6 +283,31 @@ impl Vm {
                 "who shares page {page} misses what the guest writes"
             );
         }
+    }
+
+    /// Memory that the VMM protects is its own again, and keeps the protection.
+    fn protects_a_part(&self) {
+        let protect = |prot| {
+            // SAFETY: our own memory.
+            let done = unsafe { libc::mprotect(self.memory as *mut c_void, LEN / 2, prot) };
+            assert_eq!(done, 0);
+        };
+        protect(libc::PROT_READ);
+        std::thread::sleep(Duration::from_millis(500));
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+        let address = |text: &str| usize::from_str_radix(text, 16).ok();
+        let begins = |line: &str| line.split_once('-').and_then(|(start, _)| address(start));
+        let protected = self.memory..self.memory + LEN / 2;
+        for line in maps
+            .lines()
+            .filter(|l| begins(l).is_some_and(|start| protected.contains(&start)))
+        {
+            assert!(line.contains(" r--p ") && !line.contains("memfd"), "{line}");
+        }
+        self.check(0..PAGES);
+        protect(libc::PROT_READ | libc::PROT_WRITE);
+        (0..PAGES).for_each(|page| self.fill(page));
+        self.check(0..PAGES);
     }
 
     fn unmaps_a_part(&self) {

@@ -76,9 +76,9 @@ pub enum Error {
     #[error("cannot start a thread")]
     Thread(#[source] io::Error),
     #[error(
-        "descriptor {fd} is open for direct I/O on {filesystem}, whose reads the kernel does not pin, so that one could be lost under merging: use cache=writeback (no direct=on) for this disk, or switch dedup off for this VM"
+        "descriptor {fd} is for direct I/O on {filesystem}, which is not known to pin guest memory, so that a read could be lost under merging: use cache=writeback (no direct=on) for this disk, or put it on a block device, ext4, XFS or btrfs, or switch dedup off for this VM"
     )]
-    UnpinnedDirectIo { fd: i32, filesystem: &'static str },
+    UnpinnedDirectIo { fd: i32, filesystem: String },
     #[error(
         "{0} pages could not be brought back to anonymous memory and still map the store: free memory and try again"
     )]

@@ -227,6 +227,19 @@ impl DedupService {
         self.change(Change::Resume, range)
     }
 
+    /// Tells that a file was opened for direct I/O (O_DIRECT), or that this was switched on for an open one (F_SETFL). To
+    /// be called before the first I/O to it: when this returns nothing is merged any more, if the file is on a file system
+    /// whose direct I/O must not meet merging, until it is closed. Without it the service finds such files by itself, but
+    /// may do so too late for their first I/O.
+    ///
+    /// # Errors
+    /// [`Error::UnpinnedDirectIo`]: merging is suspended now, and why. [`Error::Stopped`].
+    pub fn direct_io_opened(&self) -> Result<(), Error> {
+        let (tell, told) = mpsc::channel();
+        self.control.request(Request::DirectIo(tell));
+        told.recv().map_err(|_| Error::Stopped)?
+    }
+
     fn change(&self, change: Change, range: HostRange) -> Result<(), Error> {
         let (tell, told) = mpsc::channel();
         self.control.request(Request::Change(change, range, tell));
@@ -329,6 +342,9 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
             }
             Event::Request(Request::Change(change, range, tell)) => {
                 let _ = tell.send(pass.change(change, range));
+            }
+            Event::Request(Request::DirectIo(tell)) => {
+                let _ = tell.send(pass.direct_io.look());
             }
             Event::Request(Request::Stop { unmerge }) => {
                 let end = pass.finish(unmerge);

@@ -4,14 +4,14 @@
 use crate::kvm::{KVM_RUN, Meaning, MemorySlot, UffdRange, meaning};
 use crate::mappings::{Backing, Mapping, SMALLEST};
 use crate::watch::{Request, WATCH};
-use crate::{active, manager, real};
+use crate::{active, kvm, manager, real};
 use libc::{c_int, c_ulong, c_void, off_t, size_t};
 use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs a part of a hook: errno stays as it was, and no panic leaves it.
-fn quietly<T>(work: impl FnOnce() -> T, otherwise: T) -> T {
+pub(crate) fn quietly<T>(work: impl FnOnce() -> T, otherwise: T) -> T {
     // SAFETY: errno's address is valid for the calling thread.
     let errno = unsafe { libc::__errno_location() };
     // SAFETY: as above.
@@ -23,7 +23,7 @@ fn quietly<T>(work: impl FnOnce() -> T, otherwise: T) -> T {
 }
 
 /// Whether a hook is to look at its call: it is the VMM's own, and there is a manager.
-fn concerned() -> bool {
+pub(crate) fn concerned() -> bool {
     active::active() && !manager::is_ours()
 }
 
@@ -51,7 +51,7 @@ fn forget(range: &Range<usize>) {
 /// Guest memory is about to go from its addresses. Where the manager has ended, at least nothing is freed there any more as
 /// if it was still the engine's.
 fn let_go(request: Request, range: &Range<usize>) {
-    if !WATCH.ask(request)
+    if !WATCH.ask_if_heard(request)
         && let Some(discarder) = WATCH.discarder()
     {
         discarder.forget(range.start, range.len());
@@ -105,8 +105,12 @@ fn before_ioctl(meaning: Meaning, arg: *mut c_void) {
         return;
     }
     match meaning {
-        Meaning::Passthrough => drop(WATCH.ask(Request::Passthrough)),
-        Meaning::Confidential => drop(WATCH.ask(Request::Confidential)),
+        Meaning::Passthrough => WATCH.ask(Request::Passthrough),
+        Meaning::Confidential => WATCH.ask(Request::Confidential),
+        // SAFETY: KVM_SET_CPUID2's argument, which the caller vouches for, begins with the number of leaves that follow.
+        Meaning::Cpuid if !arg.is_null() && unsafe { kvm::has_nested_virtualisation(arg.cast()) } => {
+            WATCH.ask(Request::Nested);
+        }
         Meaning::Userfaultfd if !arg.is_null() => {
             // SAFETY: UFFDIO_REGISTER's argument, which the caller vouches for, begins with a range.
             let UffdRange { start, len } = unsafe { arg.cast::<UffdRange>().read_unaligned() };
@@ -220,6 +224,28 @@ pub unsafe extern "C" fn mremap(
     }
     // SAFETY: the caller's call.
     unsafe { real::mremap(at, len, new_len, flags, new_at) }
+}
+
+/// Guest memory that the VMM wants to see writes to, or no use of, is left alone: the engine's mappings could be written.
+///
+/// # Safety
+/// mprotect's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c_int {
+    let usable = libc::PROT_READ | libc::PROT_WRITE;
+    if prot & usable != usable && concerned() {
+        quietly(
+            || {
+                let range = addresses(at, len);
+                if is_guest(&range) {
+                    WATCH.ask(Request::Protect(range));
+                }
+            },
+            (),
+        );
+    }
+    // SAFETY: the caller's call.
+    unsafe { real::mprotect(at, len, prot) }
 }
 
 /// # Safety

@@ -15,6 +15,8 @@ pub(crate) enum Meaning {
     Passthrough,
     /// Somebody registers a userfaultfd; `argument` begins with the range.
     Userfaultfd,
+    /// A vCPU is told what it can do ([`has_nested_virtualisation`]).
+    Cpuid,
 }
 
 /// KVM_RUN: the one ioctl that has to be fast.
@@ -24,6 +26,7 @@ const KVM_GET_API_VERSION: u32 = 0xae00;
 const KVM_CREATE_VM: u32 = 0xae01;
 const KVM_SET_USER_MEMORY_REGION: u32 = 0x4020_ae46;
 const KVM_SET_USER_MEMORY_REGION2: u32 = 0x40a0_ae49;
+const KVM_SET_CPUID2: u32 = 0x4008_ae90;
 const KVM_CREATE_GUEST_MEMFD: u32 = 0xc040_aed4;
 const KVM_SET_MEMORY_ATTRIBUTES: u32 = 0x4020_aed2;
 const KVM_MEMORY_ENCRYPT_REG_REGION: u32 = 0x8010_aebb;
@@ -31,6 +34,9 @@ const VFIO_IOMMU_MAP_DMA: u32 = 0x3b71;
 const IOMMU_IOAS_MAP: u32 = 0x3b85;
 const IOMMU_IOAS_MAP_FILE: u32 = 0x3b8f;
 const UFFDIO_REGISTER: u32 = 0xc020_aa00;
+/// VHOST_SCSI_SET_ENDPOINT, whatever the size of its argument. From then on the kernel reads and writes guest memory through
+/// plain references, which nothing shows (Linux, drivers/vhost/scsi.c: iov_iter_get_pages2).
+const VHOST_SCSI_SET_ENDPOINT: u32 = 0xaf40;
 /// Type and first number of the VHOST_VDPA_* ioctls; they end at 0x7f. A vDPA device gets its memory by write(), after
 /// the first of these.
 const VHOST_VDPA: u32 = 0xaf70;
@@ -45,7 +51,9 @@ pub(crate) fn meaning(request: u32) -> Meaning {
         }
         VFIO_IOMMU_MAP_DMA | IOMMU_IOAS_MAP | IOMMU_IOAS_MAP_FILE => Meaning::Passthrough,
         UFFDIO_REGISTER => Meaning::Userfaultfd,
+        KVM_SET_CPUID2 => Meaning::Cpuid,
         _ if request & 0xfff0 == VHOST_VDPA => Meaning::Passthrough,
+        _ if request & 0xffff == VHOST_SCSI_SET_ENDPOINT => Meaning::Passthrough,
         _ => Meaning::Other,
     }
 }
@@ -95,14 +103,85 @@ pub(crate) struct UffdRange {
     pub(crate) len: u64,
 }
 
+/// struct kvm_cpuid_entry2.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct CpuidLeaf {
+    function: u32,
+    index: u32,
+    flags: u32,
+    registers: [u32; 4],
+    padding: [u32; 3],
+}
+
+const _: () = assert!(size_of::<CpuidLeaf>() == 40);
+
+/// Leaves that KVM takes at most (KVM_MAX_CPUID_ENTRIES).
+const MOST_LEAVES: u32 = 256;
+const VMX_IN_ECX_OF_1: u32 = 1 << 5;
+const SVM_IN_ECX_OF_8000_0001: u32 = 1 << 2;
+
+impl CpuidLeaf {
+    fn offers_nested_virtualisation(&self) -> bool {
+        let [_, _, ecx, _] = self.registers;
+        match self.function {
+            1 => ecx & VMX_IN_ECX_OF_1 != 0,
+            0x8000_0001 => ecx & SVM_IN_ECX_OF_8000_0001 != 0,
+            _ => false,
+        }
+    }
+}
+
+/// Whether KVM_SET_CPUID2's argument tells a vCPU of VMX or SVM.
+///
+/// # Safety
+/// `argument` must be a struct kvm_cpuid2 with all of its leaves.
+#[allow(unsafe_code)] // what a caller of ioctl hands over
+pub(crate) unsafe fn has_nested_virtualisation(argument: *const u32) -> bool {
+    // SAFETY: the number of leaves comes first, then 4 bytes of padding, then the leaves.
+    let leaves = unsafe { argument.read_unaligned() }.min(MOST_LEAVES);
+    (0..leaves as usize).any(|at| {
+        // SAFETY: as promised by the caller.
+        let leaf = unsafe { argument.add(2).cast::<CpuidLeaf>().add(at).read_unaligned() };
+        leaf.offers_nested_virtualisation()
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
+    #[allow(unsafe_code)] // reads what a VMM would hand over
+    fn vcpus_that_can_run_guests_are_recognised() {
+        let leaf = |function, ecx| CpuidLeaf {
+            function,
+            registers: [0, 0, ecx, 0],
+            ..CpuidLeaf::default()
+        };
+        let cpuid = |leaves: &[CpuidLeaf]| {
+            let mut words = vec![u32::try_from(leaves.len()).unwrap(), 0];
+            for leaf in leaves {
+                words.extend([leaf.function, leaf.index, leaf.flags]);
+                words.extend(leaf.registers);
+                words.extend(leaf.padding);
+            }
+            // SAFETY: as many leaves as the first word says.
+            unsafe { has_nested_virtualisation(words.as_ptr()) }
+        };
+        assert!(cpuid(&[leaf(0, 0), leaf(1, VMX_IN_ECX_OF_1)]));
+        assert!(cpuid(&[leaf(0x8000_0001, SVM_IN_ECX_OF_8000_0001 | 1)]));
+        assert!(!cpuid(&[leaf(1, !VMX_IN_ECX_OF_1), leaf(7, VMX_IN_ECX_OF_1)]));
+        assert!(!cpuid(&[]));
+    }
+
+    #[test]
     fn the_ioctls_that_matter_are_known_and_the_others_are_not() {
         assert_eq!(meaning(0x4020_ae46), Meaning::Slot);
         assert_eq!(meaning(0x8004_af70), Meaning::Passthrough); // VHOST_VDPA_GET_DEVICE_ID
+        assert_eq!(meaning(0x40e8_af40), Meaning::Passthrough); // VHOST_SCSI_SET_ENDPOINT
+        assert_eq!(meaning(0x4008_af30), Meaning::Other); // VHOST_NET_SET_BACKEND
+        assert_eq!(meaning(0x4008_ae90), Meaning::Cpuid);
         assert_eq!(meaning(0x4008_af00), Meaning::Other); // VHOST_SET_FEATURES, as vhost-net does
         assert_eq!(meaning(0x4004_af61), Meaning::Other); // VHOST_VSOCK_SET_RUNNING
         assert_eq!(meaning(KVM_RUN), Meaning::Other);

@@ -9,10 +9,11 @@
 //!   mmap, munmap, mremap ----> mappings \                                              .-----------------.
 //!   KVM_SET_USER_MEMORY_REGION           > Watch ---------> starts, adds memory ------>| DedupService    |
 //!   munmap, UFFDIO_REGISTER, VFIO: wait /        <-- done -- removes, lends, retires -->|                 |
+//!   mprotect, open(O_DIRECT): wait     /                                                |                 |
 //!   madvise(MADV_DONTNEED) -------------------------------------------- Discarder ---->`-----------------'
 //! ```
 //!
-//! - [`hooks`] are the interposed functions; [`kvm`] says what an ioctl means; [`mappings`] remembers what was mapped;
+//! - [`hooks`] and [`files`] are the interposed functions; [`kvm`] says what an ioctl means; [`mappings`] remembers what was mapped;
 //! - [`watch`] is what hooks and manager share; [`manager`] decides; [`refusal`] says why not; [`real`] is libc.
 //!
 //! Rules
@@ -28,10 +29,12 @@
 //!   then, nobody can ask how, and a forbidden call would end it: such a VM is refused.
 //! - KVM_RUN is the first thing that the ioctl hook looks for.
 //!
-//! Known holes: memory whose protection is changed to read-write later (mprotect) is not recognised; nor are ranges
-//! freed by process_madvise or by io_uring's madvise.
+//! Known holes: memory that is mapped without access and gets it later by mprotect is not recognised (and is refused as
+//! unknown); ranges freed by process_madvise or by io_uring's madvise, protected by pkey_mprotect, or unmapped by system
+//! calls of the VMM's own making are not seen.
 
 mod active;
+mod files;
 mod hooks;
 mod kvm;
 mod logging;

@@ -230,6 +230,13 @@ impl<'a> Manager<'a> {
             Request::Lend(range) => self.release(range),
             Request::Passthrough => self.retire(refusal::passthrough()),
             Request::Confidential => self.retire(refusal::confidential()),
+            Request::Nested if !kvm_pins_nested_memory() && !self.retired => self.retire(refusal::nested()),
+            Request::Nested => {}
+            Request::Protect(range) => self.leave_alone(range),
+            // Why merging is suspended says the service.
+            Request::DirectIo => {
+                let _ = self.service.as_ref().map(DedupService::direct_io_opened);
+            }
         }
     }
 
@@ -270,6 +277,22 @@ impl<'a> Manager<'a> {
             refusals.push(refusal::foreign_userfaultfd());
         }
         refusals.into_iter().for_each(|refusal| self.refuse(refusal));
+    }
+
+    /// Brings memory back to anonymous memory, and does not deduplicate it any more.
+    fn leave_alone(&mut self, range: &Range<usize>) {
+        for region in &mut self.regions {
+            if region.range.start >= range.end || range.start >= region.range.end {
+                continue;
+            }
+            if let (Some(service), State::Active) = (&self.service, &region.state)
+                && let Err(error) = region.host_range().and_then(|range| service.release_range(range))
+            {
+                log::warn!("guest memory at {:x?} is not given back: {error}", region.range);
+            }
+            region.state = State::Refused;
+        }
+        self.refuse(refusal::protected());
     }
 
     /// Brings everything back to anonymous memory, and never starts again. (The discarder stays, for as long as the memory
@@ -393,9 +416,57 @@ fn has_large_pages(address: usize) -> bool {
     size.is_some_and(|size| size.trim() != "4 kB")
 }
 
+/// Whether KVM pins what it uses of a guest's memory while that runs a guest of its own: since Linux 6.13 (kvm_vcpu_map).
+/// Before, it takes a plain reference, and the processor writes there (virtual APIC pages, posted interrupts) whatever
+/// becomes of the guest's mapping. Where KVM does not let guests run guests, what their CPUID says does not matter.
+fn kvm_pins_nested_memory() -> bool {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    let setting =
+        |module: &str| std::fs::read_to_string(format!("/sys/module/{module}/parameters/nested")).ok();
+    nested_memory_is_safe(&release, [setting("kvm_intel"), setting("kvm_amd")])
+}
+
+fn nested_memory_is_safe(release: &str, settings: [Option<String>; 2]) -> bool {
+    let mut numbers = release
+        .split(|c: char| !c.is_ascii_digit())
+        .map(|n| n.parse().unwrap_or(0));
+    let version: (u32, u32) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    let off = |setting: &String| matches!(setting.trim(), "N" | "0");
+    version >= (6, 13) || settings.iter().flatten().any(off)
+}
+
 /// Whether this thread's system calls are filtered.
 fn is_filtered() -> bool {
     let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
     let mode = status.lines().find_map(|line| line.strip_prefix("Seccomp:"));
     mode.is_some_and(|mode| mode.trim() != "0")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guests_that_run_guests_need_a_kernel_that_pins_or_a_kvm_that_does_not_let_them() {
+        let setting = |text: &str| Some(text.to_owned());
+        assert!(nested_memory_is_safe("6.13.0", [setting("Y\n"), None]));
+        assert!(nested_memory_is_safe("7.0-rc1", [None, None]));
+        assert!(!nested_memory_is_safe(
+            "6.12.43+deb13-amd64",
+            [setting("Y\n"), None]
+        ));
+        assert!(!nested_memory_is_safe(
+            "6.12.43+deb13-amd64",
+            [None, setting("1\n")]
+        ));
+        assert!(!nested_memory_is_safe("6.12.43+deb13-amd64", [None, None]));
+        assert!(nested_memory_is_safe(
+            "6.12.43+deb13-amd64",
+            [setting("N\n"), None]
+        ));
+        assert!(nested_memory_is_safe(
+            "6.12.43+deb13-amd64",
+            [None, setting("0\n")]
+        ));
+    }
 }

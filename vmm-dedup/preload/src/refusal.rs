@@ -51,8 +51,26 @@ pub(crate) fn file() -> Refusal {
 pub(crate) fn passthrough() -> Refusal {
     Refusal::new(
         Reason::Vfio,
-        "a device has direct access to guest memory (VFIO, vDPA), which pins all of it",
+        "a device has direct access to guest memory (VFIO, vDPA, vhost-scsi), which pins it or takes it without a trace",
         "remove the device, and start the VMM anew",
+    )
+}
+
+/// A guest that may run guests, on a kernel whose KVM then takes its memory without a trace.
+pub(crate) fn nested() -> Refusal {
+    Refusal::new(
+        Reason::Other,
+        "the guest can run guests of its own (VMX, SVM), for which KVM before Linux 6.13 uses guest memory without a trace",
+        "run Linux 6.13 or later, or start the VM without them (`--cpus nested=off`, `-cpu host,-vmx,-svm`), or load kvm_intel or kvm_amd with nested=0",
+    )
+}
+
+/// Guest memory that the VMM protects.
+pub(crate) fn protected() -> Refusal {
+    Refusal::new(
+        Reason::Other,
+        "the VMM protects guest memory (mprotect)",
+        "report this with the VMM's name and version",
     )
 }
 

@@ -19,6 +19,12 @@ pub(crate) enum Request {
     Passthrough,
     /// Memory becomes private to the guest.
     Confidential,
+    /// The memory is about to be protected.
+    Protect(Range<usize>),
+    /// A guest is about to be told that it can run guests of its own.
+    Nested,
+    /// A file was opened for direct I/O.
+    DirectIo,
 }
 
 #[derive(Debug)]
@@ -90,8 +96,13 @@ impl Watch {
 
     /// Waits until the manager has done what is asked for. There is no time limit: going on while the engine still
     /// works on the memory would be worse than waiting. The engine looks for such requests between any two steps; the
-    /// longest is a question to a store that hangs (5 s). False if the manager has ended, so that nobody does it.
-    pub(crate) fn ask(&self, request: Request) -> bool {
+    /// longest is a question to a store that hangs (5 s).
+    pub(crate) fn ask(&self, request: Request) {
+        let _ = self.ask_if_heard(request);
+    }
+
+    /// As [`Self::ask`]; false if the manager has ended, so that nobody does it.
+    pub(crate) fn ask_if_heard(&self, request: Request) -> bool {
         let mut inner = self.lock();
         while inner.request.is_some() && !inner.deaf {
             inner = self.answered.wait(inner).unwrap_or_else(PoisonError::into_inner);

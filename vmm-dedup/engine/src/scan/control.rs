@@ -25,8 +25,17 @@ pub(crate) enum Request {
     Unmerge(Option<Sender<Result<(), Error>>>),
     /// A change of guest memory; then tell.
     Change(Change, HostRange, Sender<Result<(), Error>>),
+    /// A file was opened for direct I/O: look whether that may meet merging; then tell.
+    DirectIo(Sender<Result<(), Error>>),
     /// End; with `unmerge`, after everything went back to anonymous memory.
     Stop { unmerge: bool },
+}
+
+impl Request {
+    /// Whether a pass ends early for it.
+    fn is_urgent(&self) -> bool {
+        matches!(self, Request::Change(..) | Request::DirectIo(_))
+    }
 }
 
 /// Why the scanning thread goes on.
@@ -62,7 +71,7 @@ pub(crate) struct Control {
     off: AtomicBool,
     stop: AtomicBool,
     cpu_percent: AtomicU32,
-    /// A change of guest memory waits, and with it a thread of the VMM.
+    /// A change of guest memory, or direct I/O, waits, and with it a thread of the VMM.
     change: AtomicBool,
 }
 
@@ -85,7 +94,7 @@ impl Control {
         }
         let mut inner = self.lock();
         if !inner.closed {
-            if matches!(request, Request::Change(..)) {
+            if request.is_urgent() {
                 self.change.store(true, Ordering::Release);
             }
             inner.requests.push(request);
@@ -188,9 +197,8 @@ impl Control {
                 let mut inner = self.lock();
                 if !inner.requests.is_empty() {
                     let request = inner.requests.remove(0);
-                    let change = |r: &Request| matches!(r, Request::Change(..));
                     self.change
-                        .store(inner.requests.iter().any(change), Ordering::Release);
+                        .store(inner.requests.iter().any(Request::is_urgent), Ordering::Release);
                     return Event::Request(request);
                 }
                 if !inner.questions.is_empty() {

@@ -11,7 +11,6 @@ use crate::scan::control::Request;
 use crate::scan::pass::Pass;
 use crate::store::connection::{Explained, Question, Store};
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
-use crate::sys::proc;
 use std::ops::Range;
 use vmm_dedup_protocol::control::{Explanation, Set, Switch};
 use vmm_dedup_protocol::key::Key;
@@ -146,7 +145,7 @@ impl Pass {
         };
         let admission = Admission {
             monitor: &self.monitor,
-            suspended: self.suspended,
+            suspended: self.direct_io.refused().is_some(),
             managed: self.space.breaker.managed(),
         };
         match admission.may_merge(&self.map, page, Some(slot)) {
@@ -179,8 +178,8 @@ impl Pass {
         if self.control.rests() {
             return "the VMM has paused merging, e.g. for a snapshot or migration, and will resume it".into();
         }
-        if let (true, Err(error)) = (self.suspended, proc::check_direct_io()) {
-            return format!("merging is suspended: {error}");
+        if let Some(why) = self.direct_io.refused() {
+            return format!("merging is suspended: {why}");
         }
         if !self.map.has_vmas_for(VMAS_PER_RUN) {
             return format!(

@@ -19,7 +19,7 @@ impl Pass {
         }
         self.monitor.end_round(&self.map, &mut self.account, &round);
         for at in 0..self.map.chunks().len() {
-            if self.suspended || !self.monitor.wants_collapse(&mut self.map, at, round.due) {
+            if !self.monitor.wants_collapse(&mut self.map, at, round.due) || !self.direct_io.glance() {
                 continue;
             }
             let (map, space) = (&mut self.map, &mut self.space);
@@ -47,7 +47,7 @@ impl Pass {
     fn look_at_huge_page(&mut self, at: usize) {
         let (map, session, account) = (&mut self.map, &self.session, &mut self.account);
         let look = duplicates::look(map, session, account, &self.monitor, at);
-        if look.all_zero() && !self.suspended && zeros::give_up(map, &mut self.space, account, at) {
+        if look.all_zero() && self.direct_io.glance() && zeros::give_up(map, &mut self.space, account, at) {
             return;
         }
         let managed = self.space.breaker.managed();

@@ -25,6 +25,7 @@ use crate::scan::control::Control;
 use crate::scan::order::ScanOrder;
 use crate::scan::pace::Pace;
 use crate::store::session::Session;
+use crate::sys::direct_io::DirectIo;
 use crate::sys::proc;
 use crate::thp::monitor::Monitor;
 use crate::track::dirty;
@@ -61,8 +62,8 @@ pub(crate) struct Pass {
     pub(super) number: u64,
     /// Faults of the process's other threads up to the last pass.
     faults: u64,
-    /// Nothing of guest memory is replaced for now, see [`Self::check_direct_io`].
-    pub(super) suspended: bool,
+    /// Whether guest memory may be replaced at all.
+    pub(crate) direct_io: DirectIo,
     pub(super) ended: bool,
 }
 
@@ -76,7 +77,8 @@ impl Pass {
         control: Arc<Control>,
     ) -> Result<Self, Error> {
         config.validate()?;
-        proc::check_direct_io()?;
+        let mut direct_io = DirectIo::new()?;
+        direct_io.look()?;
         let reserve = match config.breaks {
             Breaks::Kernel => None,
             Breaks::Managed {
@@ -117,7 +119,7 @@ impl Pass {
             found: Vec::new(),
             number: 0,
             faults: 0,
-            suspended: false,
+            direct_io,
             ended: false,
         };
         pass.fill_stats();
@@ -148,7 +150,7 @@ impl Pass {
 
     fn try_run(&mut self) -> Result<(), Error> {
         self.prepare()?;
-        if self.suspended {
+        if self.direct_io.look().is_err() {
             return self.stand_by();
         }
         if self.session.is_connected() {
@@ -163,7 +165,7 @@ impl Pass {
             self.account.lap(|cpu| &mut cpu.track);
         }
         self.watch_use()?;
-        if self.session.is_connected() {
+        if self.session.is_connected() && self.direct_io.glance() {
             self.look_at_huge_pages()?;
             self.settle()?;
         }
@@ -178,7 +180,6 @@ impl Pass {
         self.space
             .breaker
             .set_vmas_left(self.map.vmas_max() - self.map.vmas());
-        self.check_direct_io();
         self.session.find_store(&mut self.map);
         self.session.take_pushes()?;
         self.finder.prepare(&self.session, self.number);
@@ -202,16 +203,6 @@ impl Pass {
                 self.map.set_vmas(count);
             }
         }
-    }
-
-    /// Direct I/O that the kernel does not show as pinning must not meet anything that replaces memory. A VMM may open such a
-    /// file at any time.
-    fn check_direct_io(&mut self) {
-        let refused = proc::check_direct_io().err();
-        if let (Some(error), false) = (&refused, self.suspended) {
-            log::warn!("merging is suspended: {error}");
-        }
-        self.suspended = refused.is_some();
     }
 
     /// Written > keyed > found, for some chunks.
@@ -285,7 +276,7 @@ impl Pass {
     /// Found > admitted > merged.
     pub(super) fn merge(&mut self) -> Result<(), Error> {
         let found = std::mem::take(&mut self.found);
-        let suspended = self.suspended;
+        let suspended = !self.direct_io.glance();
         let (planner, mut with) = self.planning();
         planner.plan(&mut with, suspended, found)?;
         let mut result = Ok(());

@@ -49,7 +49,7 @@ impl Pass {
             () if !self.session.is_connected() => 3,
             () if self.control.is_off() => 6,
             () if self.control.rests() => 1,
-            () if self.suspended => 5,
+            () if self.direct_io.refused().is_some() => 5,
             () => 0,
         }
     }

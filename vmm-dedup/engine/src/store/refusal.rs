@@ -153,7 +153,7 @@ impl From<&Error> for Refusal {
             ),
             Error::UnpinnedDirectIo { .. } => (
                 Reason::DirectIoFilesystem,
-                "use cache=writeback (no direct=on) for disks on this file system",
+                "use cache=writeback (no direct=on) for disks there, or a block device, ext4, XFS or btrfs",
             ),
             Error::Connect { .. }
             | Error::StoreIo(_)

@@ -2,6 +2,7 @@
 //! once, at this border. (Code elsewhere that reads or replaces guest pages is unsafe as well, item by item.)
 
 pub(crate) mod bell;
+pub(crate) mod direct_io;
 pub(crate) mod guest;
 pub(crate) mod page_size;
 pub(crate) mod pagemap;

@@ -127,40 +127,6 @@ pub(crate) fn mem_available() -> Option<u64> {
         .map(|kib| kib * 1024)
 }
 
-/// File systems whose direct I/O takes plain references to pages, which UFFDIO_MOVE cannot tell from none.
-const UNPINNED: [(i64, &str); 5] = [
-    (0x6969, "NFS"),
-    (0x00c3_6400, "Ceph"),
-    (0x0102_1997, "9p"),
-    (0xff53_4d42, "CIFS"),
-    (0xfe53_4d42, "SMB2"),
-];
-
-/// Fails if this process has a file of such a file system open for direct I/O.
-#[allow(unsafe_code)] // descriptors that others own
-pub(crate) fn check_direct_io() -> Result<(), Error> {
-    let path = "/proc/self/fd";
-    let entries = fs::read_dir(path).map_err(|e| Error::Proc(path, e))?;
-    for fd in entries
-        .flatten()
-        .filter_map(|e| e.file_name().to_str()?.parse::<i32>().ok())
-    {
-        // SAFETY: asking for flags has no effect; the descriptor may be closed meanwhile, which the kernel tells.
-        let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-        if flags < 0 || flags & libc::O_DIRECT == 0 {
-            continue;
-        }
-        // SAFETY: all-zero is a valid statfs, which the kernel fills.
-        let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
-        // SAFETY: as above; stat is exclusive.
-        let known = unsafe { libc::fstatfs(fd, &mut stat) } == 0;
-        if let Some((_, filesystem)) = UNPINNED.iter().find(|(magic, _)| known && *magic == stat.f_type) {
-            return Err(Error::UnpinnedDirectIo { fd, filesystem });
-        }
-    }
-    Ok(())
-}
-
 /// CPU nanoseconds of the calling thread.
 pub(crate) fn thread_cpu_ns() -> u64 {
     let t = clock_gettime(ClockId::ThreadCPUTime);

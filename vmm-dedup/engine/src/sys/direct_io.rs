@@ -1,0 +1,525 @@
+//! Direct I/O of this process: whether the kernel shows the pages that it works on as pinned.
+//!
+//! UFFDIO_MOVE refuses a pinned page, so direct I/O that pins its pages meets merging safely. Some file systems take
+//! plain references instead, which nothing tells from none: a read that is under way would be lost with the page that
+//! merging replaces. So only what is known to pin is let pass; everything else is refused by name:
+//!
+//! - block devices, ext4, XFS and btrfs map direct I/O to bios, whose pages are pinned (since Linux 6.5);
+//! - tmpfs copies (O_DIRECT is accepted there since Linux 6.6 and means nothing);
+//! - FUSE pins since Linux 6.9. Before, a server may ask for direct I/O on a file that was not opened for it, which nothing
+//!   shows: then every file of FUSE counts;
+//! - overlayfs hands the I/O on, so its layers count, where they can be found ([`layers`]).
+//!
+//! A file opened for direct I/O is seen by its flags (F_GETFL), whoever opened it and however this process got it. What
+//! cannot be seen is a file that was closed while its I/O goes on; VMMs wait for what they have to tell the guest before they
+//! close a file.
+//!
+//! vhost-scsi takes plain references to guest memory whatever lies behind it. Its endpoint is no file; an open descriptor of
+//! the device counts as use.
+#![allow(unsafe_code)] // descriptors that others own
+
+use crate::error::Error;
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RawDir, Statx, StatxFlags, fstat, statx};
+use std::fs;
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::path::{Path, PathBuf};
+
+const EXT4: i64 = 0xef53;
+const XFS: i64 = 0x5846_5342;
+const BTRFS: i64 = 0x9123_683e;
+const TMPFS: i64 = 0x0102_1994;
+const FUSE: i64 = 0x6573_5546;
+const OVERLAYFS: i64 = 0x794c_7630;
+
+/// Major number of small devices of all kinds, vhost-scsi among them.
+const MISC: u32 = 10;
+/// Files of overlayfs remembered.
+const MOST_PASSED: usize = 64;
+/// Descriptors up to here are asked for one by one, which is much cheaper than listing them.
+const MOST_ASKED: RawFd = 4096;
+
+/// The files that this process has open, looked at again and again.
+#[derive(Debug)]
+pub(crate) struct DirectIo {
+    /// /proc/self/fd.
+    folder: OwnedFd,
+    /// Linux 6.9 or later.
+    fuse_pins: bool,
+    /// Files of overlayfs that were let pass, by device and number: to find out takes long.
+    passed: Vec<(u64, u64)>,
+    /// What was found when it was last looked.
+    refused: Option<String>,
+}
+
+impl DirectIo {
+    pub(crate) fn new() -> Result<Self, Error> {
+        let path = "/proc/self/fd";
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder = rustix::fs::open(path, flags, Mode::empty()).map_err(|e| Error::Proc(path, e.into()))?;
+        let release = rustix::system::uname().release().to_string_lossy().into_owned();
+        Ok(Self {
+            folder,
+            fuse_pins: version(&release) >= (6, 9),
+            passed: Vec::new(),
+            refused: None,
+        })
+    }
+
+    /// Why guest memory must not be replaced now, as of the last look.
+    pub(crate) fn refused(&self) -> Option<&str> {
+        self.refused.as_deref()
+    }
+
+    /// Looks at every file that this process has open; fails if one must not meet merging.
+    pub(crate) fn look(&mut self) -> Result<(), Error> {
+        let found = self.each_open(|this, fd| Ok(this.judge_flags(fd)? && this.judge_others(fd)?));
+        self.note(&found);
+        found
+    }
+
+    /// Looks at less cost (a system call a file), as it can be done before every batch of merges: asks files for their flags
+    /// only, and not at all if a look has refused. It does not see what is not told by flags: vhost-scsi, and FUSE before
+    /// Linux 6.9. Returns whether merging may go on.
+    pub(crate) fn glance(&mut self) -> bool {
+        if self.refused.is_none() {
+            let found = self.each_open(Self::judge_flags);
+            self.note(&found);
+        }
+        self.refused.is_none()
+    }
+
+    fn note(&mut self, found: &Result<(), Error>) {
+        let refused = found.as_ref().err().map(Error::to_string);
+        match (&self.refused, &refused) {
+            (None, Some(why)) => log::warn!("merging is suspended: {why}"),
+            (Some(_), None) => log::info!("merging goes on: no file is open any more that was in its way"),
+            _ => {}
+        }
+        self.refused = refused;
+    }
+
+    /// Judges all descriptors; what judges says whether one is open.
+    fn each_open(&mut self, judge: impl Fn(&mut Self, RawFd) -> Result<bool, Error>) -> Result<(), Error> {
+        // Since Linux 6.2 the size of this folder is the number of descriptors.
+        let open = fstat(&self.folder).map_or(0, |stat| stat.st_size);
+        let mut seen = 0;
+        for fd in 0..MOST_ASKED {
+            if seen >= open {
+                return Ok(());
+            }
+            seen += i64::from(judge(self, fd)?);
+        }
+        for fd in self.descriptors()? {
+            judge(self, fd)?;
+        }
+        Ok(())
+    }
+
+    fn descriptors(&self) -> Result<Vec<RawFd>, Error> {
+        let failed = |e: rustix::io::Errno| Error::Proc("/proc/self/fd", e.into());
+        rustix::fs::seek(&self.folder, rustix::fs::SeekFrom::Start(0)).map_err(failed)?;
+        let mut buffer = [MaybeUninit::uninit(); 4096];
+        let mut entries = RawDir::new(&self.folder, &mut buffer);
+        let mut found = Vec::new();
+        while let Some(entry) = entries.next() {
+            let entry = entry.map_err(failed)?;
+            found.extend(
+                entry
+                    .file_name()
+                    .to_str()
+                    .ok()
+                    .and_then(|name| name.parse::<RawFd>().ok()),
+            );
+        }
+        Ok(found)
+    }
+
+    /// Whether a descriptor is open at all. Fails if it is for direct I/O that may go wrong.
+    fn judge_flags(&mut self, fd: RawFd) -> Result<bool, Error> {
+        // SAFETY: asking for flags has no effect; the descriptor may be closed meanwhile, which the kernel tells.
+        let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+        if flags < 0 {
+            return Ok(false);
+        }
+        // (The flag has no meaning together with O_PATH, which allows no I/O.)
+        if flags & (libc::O_DIRECT | libc::O_PATH) == libc::O_DIRECT
+            && let Some(stat) = stat(fd)
+        {
+            let verdict = match FileType::from_raw_mode(stat.st_mode) {
+                // A pipe with this flag has messages instead of a stream.
+                FileType::BlockDevice | FileType::Directory | FileType::Fifo | FileType::Socket => Ok(()),
+                FileType::RegularFile => self.judge_file(fd, &stat),
+                _ => Err("a character device".into()),
+            };
+            verdict.map_err(|filesystem| Error::UnpinnedDirectIo { fd, filesystem })?;
+        }
+        Ok(true)
+    }
+
+    /// What flags do not tell.
+    fn judge_others(&self, fd: RawFd) -> Result<bool, Error> {
+        let refuse = |filesystem| Err(Error::UnpinnedDirectIo { fd, filesystem });
+        let Some(stat) = stat(fd) else { return Ok(false) };
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::CharacterDevice
+                if libc::major(stat.st_rdev) == MISC && link(fd).ends_with("vhost-scsi") =>
+            {
+                refuse("vhost-scsi".into())
+            }
+            FileType::RegularFile if !self.fuse_pins && file_system(fd) == Some(FUSE) => {
+                refuse("FUSE (before Linux 6.9)".into())
+            }
+            _ => Ok(true),
+        }
+    }
+
+    /// Fails with the name of what is not known to pin.
+    fn judge_file(&mut self, fd: RawFd, stat: &libc::stat) -> Result<(), String> {
+        let file = (stat.st_dev, stat.st_ino);
+        match file_system(fd) {
+            // Closed meanwhile.
+            None => Ok(()),
+            Some(OVERLAYFS) if self.passed.contains(&file) => Ok(()),
+            Some(OVERLAYFS) => {
+                let layers = layers(fd).ok_or("overlayfs (with layers that are not visible here)")?;
+                if let Some(layer) = layers.into_iter().find(|layer| !self.pins(*layer)) {
+                    return Err(format!("overlayfs on {}", name_of(layer)));
+                }
+                self.passed.truncate(MOST_PASSED - 1);
+                self.passed.insert(0, file);
+                Ok(())
+            }
+            Some(magic) if self.pins(magic) => Ok(()),
+            Some(magic) => Err(mount(fd).map_or_else(|| name_of(magic), |mount| mount.kind)),
+        }
+    }
+
+    /// Whether direct I/O of a file system pins its pages, or copies.
+    fn pins(&self, file_system: i64) -> bool {
+        match file_system {
+            EXT4 | XFS | BTRFS | TMPFS => true,
+            FUSE => self.fuse_pins,
+            _ => false,
+        }
+    }
+}
+
+/// Major and minor number of a kernel's release; 0 where it does not begin with any.
+fn version(release: &str) -> (u32, u32) {
+    let mut numbers = release
+        .split(|c: char| !c.is_ascii_digit())
+        .map(|n| n.parse().unwrap_or(0));
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
+}
+
+/// For messages where the mount does not tell.
+fn name_of(magic: i64) -> String {
+    let known = [
+        (0x6969, "NFS"),
+        (0x00c3_6400, "Ceph"),
+        (0x0102_1997, "9p"),
+        (0xff53_4d42, "CIFS"),
+        (0xfe53_4d42, "SMB2"),
+        (FUSE, "FUSE"),
+        (OVERLAYFS, "overlayfs"),
+    ];
+    let name = known.iter().find(|(number, _)| *number == magic);
+    name.map_or_else(
+        || format!("a file system of type {magic:#x}"),
+        |(_, name)| (*name).into(),
+    )
+}
+
+fn stat(fd: RawFd) -> Option<libc::stat> {
+    // SAFETY: all-zero is a valid stat, which the kernel fills.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: stat is exclusive; the descriptor may be closed meanwhile, which the kernel tells.
+    (unsafe { libc::fstat(fd, &mut stat) } == 0).then_some(stat)
+}
+
+fn file_system(fd: RawFd) -> Option<i64> {
+    // SAFETY: all-zero is a valid statfs, which the kernel fills.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: as in stat().
+    (unsafe { libc::fstatfs(fd, &mut stat) } == 0).then_some(stat.f_type)
+}
+
+fn file_system_at(path: &Path) -> Option<i64> {
+    rustix::fs::statfs(path).ok().map(|stat| stat.f_type)
+}
+
+/// Where a descriptor leads to.
+fn link(fd: RawFd) -> PathBuf {
+    fs::read_link(format!("/proc/self/fd/{fd}")).unwrap_or_default()
+}
+
+/// What is mounted where a file is.
+#[derive(Debug, PartialEq, Eq)]
+struct Mount {
+    place: PathBuf,
+    kind: String,
+    options: String,
+}
+
+fn mount(fd: RawFd) -> Option<Mount> {
+    let info = fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).ok()?;
+    let number = info.lines().find_map(|line| line.strip_prefix("mnt_id:"))?;
+    // The mounts that this thread sees, by which paths are found.
+    let mounts = fs::read_to_string("/proc/thread-self/mountinfo").ok()?;
+    mounts.lines().find_map(|line| parse_mount(line, number.trim()))
+}
+
+/// A line of mountinfo, if it is the mount of this number. Source: proc_pid_mountinfo(5).
+fn parse_mount(line: &str, number: &str) -> Option<Mount> {
+    let (mount, rest) = line.split_once(" - ")?;
+    let mut fields = mount.split(' ');
+    (fields.next()? == number).then_some(())?;
+    let root = fields.nth(2)?;
+    let place = fields.next()?;
+    let (kind, rest) = rest.split_once(' ')?;
+    let (_source, options) = rest.split_once(' ')?;
+    // A part of a file system, mounted: its layers' paths begin elsewhere.
+    let options = if root == "/" { options } else { "" };
+    Some(Mount {
+        place: unescape(place).into(),
+        kind: kind.into(),
+        options: unescape(options),
+    })
+}
+
+/// Blanks and the like are written in octal.
+fn unescape(text: &str) -> String {
+    let mut parts = text.split('\\');
+    let mut plain = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let byte = part
+            .get(..3)
+            .and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        match (byte, part.get(3..)) {
+            (Some(byte), Some(rest)) => {
+                plain.push(char::from(byte));
+                plain.push_str(rest);
+            }
+            _ => {
+                plain.push('\\');
+                plain.push_str(part);
+            }
+        }
+    }
+    plain
+}
+
+/// The file systems that a file of an overlayfs is or may come to be on: that of the layer that it is found in, and that of
+/// the upper one, where it goes when it is written. `None` if the layers are not visible here. They are found by their
+/// paths, which may lead elsewhere in this process's view; so the file that is found must be the very one.
+fn layers(fd: RawFd) -> Option<Vec<i64>> {
+    let mount = mount(fd)?;
+    // SAFETY: used for one call only; if the descriptor was closed the kernel tells, or tells of another file, which is not
+    // found then.
+    let file = statx(
+        unsafe { BorrowedFd::borrow_raw(fd) },
+        "",
+        AtFlags::EMPTY_PATH,
+        IDENTITY,
+    )
+    .ok()?;
+    let path = link(fd);
+    let path = path.strip_prefix(&mount.place).ok()?;
+    let (upper, lower) = layer_folders(&mount.options)?;
+    let is_upper = |folder: &&PathBuf| is_same_file(&folder.join(path), &file, false);
+    let is_lower = |folder: &&PathBuf| is_same_file(&folder.join(path), &file, true);
+    let holding = upper
+        .iter()
+        .find(is_upper)
+        .or_else(|| lower.iter().find(is_lower))?;
+    let both = std::iter::once(holding).chain(&upper);
+    both.map(|folder| file_system_at(folder)).collect()
+}
+
+/// Upper and lower layers, as the mount's options tell them. Names with a colon or a comma are not understood. `None` if a
+/// file's data may be elsewhere than the file.
+fn layer_folders(options: &str) -> Option<(Option<PathBuf>, Vec<PathBuf>)> {
+    let (mut upper, mut lower) = (None, Vec::new());
+    for option in options.split(',') {
+        match option.split_once('=') {
+            Some(("upperdir", folder)) => upper = Some(folder.into()),
+            Some(("lowerdir" | "lowerdir+", folders)) => lower.extend(folders.split(':').map(PathBuf::from)),
+            Some(("metacopy", "on") | ("datadir+", _)) => return None,
+            _ => {}
+        }
+    }
+    Some((upper, lower))
+}
+
+/// What tells a file from all others of its file system, and never changes.
+const IDENTITY: StatxFlags = StatxFlags::INO.union(StatxFlags::BTIME).union(StatxFlags::TYPE);
+
+/// Whether there is the file that an overlayfs shows as this. It shows a device of its own, and a number that may have the
+/// layer's in its upper bits; a file that was copied to the upper layer shows the number of the one that it was copied from.
+fn is_same_file(path: &Path, shown: &Statx, with_number: bool) -> bool {
+    const LAYER_BITS: u32 = 8;
+    let Ok(found) = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, IDENTITY) else {
+        return false;
+    };
+    let birth = |stat: &Statx| (stat.stx_btime.tv_sec, stat.stx_btime.tv_nsec);
+    let known = |stat: &Statx| stat.stx_mask & IDENTITY.bits() == IDENTITY.bits();
+    path.is_absolute()
+        && known(&found)
+        && known(shown)
+        && found.stx_mode == shown.stx_mode
+        && (!with_number || found.stx_ino << LAYER_BITS == shown.stx_ino << LAYER_BITS)
+        && birth(&found) == birth(shown)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_change, unmount};
+    use std::fs::File;
+    use std::os::fd::AsFd;
+
+    fn direct_io(fuse_pins: bool) -> DirectIo {
+        DirectIo {
+            fuse_pins,
+            ..DirectIo::new().unwrap()
+        }
+    }
+
+    /// A folder on a disk: /tmp may be memory.
+    fn folder() -> tempfile::TempDir {
+        tempfile::tempdir_in(std::env::current_exe().unwrap().parent().unwrap()).unwrap()
+    }
+
+    fn open_direct(path: &Path) -> rustix::io::Result<OwnedFd> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::DIRECT | OFlags::CLOEXEC;
+        rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
+    }
+
+    #[test]
+    fn what_pins_is_let_pass_and_nothing_else() {
+        let old = direct_io(false);
+        assert!([EXT4, XFS, BTRFS, TMPFS].into_iter().all(|magic| old.pins(magic)));
+        // NFS, Ceph, 9p, CIFS, SMB2, Lustre, GPFS, ZFS, squashfs.
+        let others = [
+            0x6969,
+            0x00c3_6400,
+            0x0102_1997,
+            0xff53_4d42,
+            0xfe53_4d42,
+            0x0bd0_0bd0,
+            0x4750_4653,
+            0x2fc1_2fc1,
+            0x7371_7368,
+        ];
+        assert!(others.into_iter().all(|magic| !direct_io(true).pins(magic)));
+        assert!(!old.pins(FUSE) && direct_io(true).pins(FUSE));
+        assert_eq!(name_of(0x6969), "NFS");
+        assert_eq!(name_of(0x0bd0_0bd0), "a file system of type 0xbd00bd0");
+    }
+
+    #[test]
+    fn releases_are_compared_by_their_numbers() {
+        assert!(version("6.9.0-rc1") >= (6, 9) && version("6.12.43+deb13-amd64") >= (6, 9));
+        assert!(version("6.8.0-45-generic") < (6, 9) && version("6.8") < (6, 9) && version("") < (6, 9));
+    }
+
+    #[test]
+    fn a_mount_is_found_by_its_number() {
+        let line = r"1042 30 0:77 / /var/lib/a\040disk rw,relatime shared:1 master:2 - overlay overlay rw,lowerdir=/l1:/l2,upperdir=/u,workdir=/w";
+        let mount = parse_mount(line, "1042").unwrap();
+        assert_eq!(mount.place, Path::new("/var/lib/a disk"));
+        assert_eq!(mount.kind, "overlay");
+        let (upper, lower) = layer_folders(&mount.options).unwrap();
+        assert_eq!(upper.as_deref(), Some(Path::new("/u")));
+        assert_eq!(lower, [Path::new("/l1"), Path::new("/l2")]);
+        assert_eq!(parse_mount(line, "104"), None);
+        assert_eq!(layer_folders("lowerdir=/l,metacopy=on"), None);
+    }
+
+    #[test]
+    fn files_on_a_local_disk_and_pipes_of_messages_are_let_pass() {
+        let folder = folder();
+        let _pipe = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::DIRECT).unwrap();
+        let Ok(_file) = open_direct(&folder.path().join("disk")) else {
+            return eprintln!("SKIPPED: no O_DIRECT in {}", folder.path().display());
+        };
+        let mut direct_io = direct_io(true);
+        match (direct_io.look(), direct_io.glance()) {
+            (Err(refused), _) => eprintln!("SKIPPED: {refused}"),
+            (Ok(()), glance) => assert!(glance),
+        }
+    }
+
+    /// In a thread that sees mounts of its own.
+    fn with_own_mounts(work: impl FnOnce() + Send + 'static) {
+        let run = || {
+            // SAFETY: only what this thread sees of the file system changes.
+            let own = unsafe { libc::unshare(libc::CLONE_FS | libc::CLONE_NEWNS) };
+            let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+            if own < 0 || mount_change("/", private).is_err() {
+                return eprintln!("SKIPPED: no right to mount");
+            }
+            work();
+        };
+        std::thread::spawn(run).join().unwrap();
+    }
+
+    #[test]
+    fn an_overlayfs_is_what_its_layers_are_as_far_as_they_can_be_seen() {
+        with_own_mounts(|| {
+            let folder = folder();
+            let at = |name: &str| folder.path().join(name);
+            ["upper", "lower", "work", "all"]
+                .iter()
+                .for_each(|name| fs::create_dir(at(name)).unwrap());
+            fs::write(at("lower/disk"), "disk").unwrap();
+            let layer = |name: &str| at(name).to_str().unwrap().to_owned();
+            let options = format!(
+                "lowerdir={},upperdir={},workdir={}",
+                layer("lower"),
+                layer("upper"),
+                layer("work")
+            );
+            let options = std::ffi::CString::new(options).unwrap();
+            if let Err(error) = mount("overlay", at("all"), "overlay", MountFlags::empty(), &*options) {
+                return eprintln!("SKIPPED: no overlayfs here: {error}");
+            }
+            let below = file_system_at(&at("upper")).unwrap();
+            let mut direct_io = direct_io(true);
+            let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
+            let lower = rustix::fs::open(at("all/disk"), flags, Mode::empty()).unwrap();
+            let verdict = direct_io.look();
+            assert_eq!(verdict.is_ok(), direct_io.pins(below), "{verdict:?}");
+            drop(lower);
+            for name in ["all/disk", "all/new"] {
+                let file = open_direct(&at(name)).unwrap();
+                assert_eq!(direct_io.look().is_ok(), direct_io.pins(below), "{name}");
+                drop(file);
+            }
+            // Another folder at the same path: whatever is there, it is not the layer.
+            let file = open_direct(&at("all/disk")).unwrap();
+            mount("tmpfs", at("upper"), "tmpfs", MountFlags::empty(), None).unwrap();
+            mount("tmpfs", at("lower"), "tmpfs", MountFlags::empty(), None).unwrap();
+            // Times of birth have the resolution of the kernel's clock tick.
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            File::create(at("upper/disk")).unwrap();
+            let mut direct_io = self::direct_io(true);
+            assert!(!direct_io.glance());
+            assert!(direct_io.refused().unwrap().contains("overlayfs"));
+            assert!(direct_io.look().unwrap_err().to_string().contains("overlayfs"));
+            // However high its number is.
+            let high = rustix::io::fcntl_dupfd_cloexec(file.as_fd(), MOST_ASKED + 100);
+            if high.is_ok() {
+                drop(file);
+                assert!(!self::direct_io(true).glance());
+            }
+            drop(high);
+            // A glance only ever finds that it must end.
+            assert!(!direct_io.glance() && direct_io.look().is_ok() && direct_io.glance());
+            for name in ["upper", "lower", "all"] {
+                unmount(at(name), UnmountFlags::DETACH).unwrap();
+            }
+        });
+    }
+}
