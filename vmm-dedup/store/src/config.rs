@@ -31,8 +31,8 @@ pub struct Config {
     pub answer_seconds: u32,
     /// How long a page that nobody maps any more is kept as it is, for devices that may still read it; 0 for tests.
     pub quarantine_seconds: u32,
-    /// Whether to publish the slots in the order of their content, too, for services that search with a comparing
-    /// backend. Costs some comparisons for each publication, and 8 bytes a slot.
+    /// Whether to publish the slots in the order of their content, too, for services that search with an
+    /// engine. Costs some comparisons for each publication, and 8 bytes a slot.
     pub ordered: bool,
 }
 

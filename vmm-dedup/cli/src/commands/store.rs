@@ -20,7 +20,7 @@ pub(crate) struct StoreArgs {
     /// Most memory for shared pages, MiB.
     #[arg(long, default_value_t = DEFAULT_MAX_MIB, value_parser = clap::value_parser!(u64).range(MAX_MIB))]
     max_mib: u64,
-    /// Publish the pages in the order of their content, too, for VMs that search with a comparing backend (PageForge).
+    /// Publish the pages in the order of their content, too, for VMs that search with an engine (PageForge).
     #[arg(long)]
     ordered: bool,
     /// Name of the trust domain, for logs and metrics.
