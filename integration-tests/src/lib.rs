@@ -10,6 +10,7 @@ pub mod huge_chaos;
 pub mod memory;
 pub mod prometheus;
 pub mod store;
+pub mod twins;
 pub mod unmodified;
 pub mod vm;
 

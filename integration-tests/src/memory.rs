@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // raw pages, since they come and go under the service
 
 use std::path::Path;
-use vmm_dedup::{Config, DedupService, HostRange, MakeEngine};
+use vmm_dedup::{Config, DedupService, Engines, HostRange};
 use vmm_dedup_protocol::PAGE_SIZE;
 
 /// Anonymous pages, kept for the process's life, so that a service can never outlive them.
@@ -132,7 +132,7 @@ impl Pages {
         config: Config,
         guest: u64,
     ) -> Result<DedupService, vmm_dedup::Error> {
-        self.serve_with(store, config, guest, vmm_dedup_engines::make)
+        self.serve_with(store, config, guest, vmm_dedup_engines::engines())
     }
 
     /// The same, with engines by another hand.
@@ -144,7 +144,7 @@ impl Pages {
         store: &Path,
         config: Config,
         guest: u64,
-        engines: MakeEngine,
+        engines: Engines,
     ) -> Result<DedupService, vmm_dedup::Error> {
         let range = HostRange::try_new(self.base, self.count * PAGE_SIZE)?.at_guest_address(guest);
         // SAFETY: the pages are never unmapped and only accessed through raw pointers.

@@ -1,34 +1,29 @@
 //! Engines that search for the service: the same merges from each of them, and no harm from a bad one.
 
-use std::collections::HashMap;
-use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use vmm_dedup::compare::ksm::Ksm;
 use vmm_dedup::compare::{
-    Account, Answer, Arena, Backend, CpuBackend, Error, KeyKind, PageId, Pages as Readable,
+    Account, Answer, Arena, Cpu, Engine, Entry, Error, KeyKind, Keys, PageId, Pages as Readable, TreeSearch,
 };
-use vmm_dedup::{Breaks, Config, DedupService, Search};
+use vmm_dedup::{Breaks, Config, DedupService, Engines};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::twins::{Groups, PAGES, content, expected, groups, guest, holds, merged};
 use vmm_dedup_pageforge::server::{Server, ServerConfig};
-use vmm_dedup_protocol::stats::{BACKENDS, ServiceStats};
+use vmm_dedup_protocol::stats::ServiceStats;
 use vmm_dedup_protocol::tree::TreeReader;
 
-/// Pages of each of two guests.
-const PAGES: usize = 1500;
 /// Passes after which guests that do not change are merged; each engine needs about ten.
 const PASSES: usize = 300;
-/// Words of a page that no key line has: the first and the last.
-const OUTSIDE_KEYS: [usize; 2] = [0, 511];
 
-fn config(name: &str, search: Search, socket: Option<&Path>) -> Config {
+fn config(name: &str, search: &str, socket: Option<&Path>) -> Config {
     Config {
         name: name.to_owned(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000, // passes come when the test asks for them
-        search,
+        search: search.to_owned(),
         search_socket: socket.map(PathBuf::from),
         // So that every page can be merged at any time.
         breaks: Breaks::Managed {
@@ -39,123 +34,8 @@ fn config(name: &str, search: Search, socket: Option<&Path>) -> Config {
     }
 }
 
-/// What a page of a guest holds: a pattern, and a word that is changed in it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Content {
-    id: u64,
-    changed: Option<(usize, u64)>,
-}
-
-/// Zero pages, pages of one guest, twins within a guest and across guests, and pages whose keys are equal although they
-/// differ, in the first word or the last.
-fn content(guest: usize, page: usize) -> Content {
-    let (guest, page) = (guest as u64, page as u64);
-    let (id, changed) = match page % 10 {
-        0 => (0, None),
-        1 => (1_000_000 + guest * 10_000 + page, None),
-        2 => (2_000_000 + page / 40, None),
-        3..6 => (3_000_000 + page, None),
-        at @ 6..8 => {
-            let word = OUTSIDE_KEYS[usize::from(at == 7)];
-            (4_000_000 + page / 100, Some((word, page % 3)))
-        }
-        _ => (5_000_000, Some((OUTSIDE_KEYS[1], page / 30))),
-    };
-    Content { id, changed }
-}
-
-fn guest(number: usize) -> Pages {
-    let pages = Pages::map(PAGES);
-    for page in 0..PAGES {
-        write(&pages, page, content(number, page));
-    }
-    pages
-}
-
-fn write(pages: &Pages, page: usize, content: Content) {
-    pages.fill(page, content.id);
-    if let Some((word, value)) = content.changed {
-        pages.store(page, word, value);
-    }
-}
-
-fn holds(pages: &Pages, page: usize, content: Content) -> bool {
-    (0..512).all(|word| {
-        let expected = match content.changed {
-            Some((at, value)) if at == word => value,
-            _ => pages.expected(content.id, word),
-        };
-        pages.load(page, word) == expected
-    })
-}
-
-/// For each page of all guests, the first page that it shares its memory with; `None` if it is alone or zero.
-type Groups = Vec<Option<usize>>;
-
-fn groups<T: std::hash::Hash + Eq>(names: impl Iterator<Item = Option<T>>) -> Groups {
-    let names: Vec<Option<T>> = names.collect();
-    let mut first: HashMap<&T, (usize, usize)> = HashMap::new();
-    for (page, name) in names.iter().enumerate() {
-        if let Some(name) = name {
-            first.entry(name).or_insert((page, 0)).1 += 1;
-        }
-    }
-    let group = |name: &Option<T>| {
-        let (page, members) = first[name.as_ref()?];
-        (members > 1).then_some(page)
-    };
-    names.iter().map(group).collect()
-}
-
-/// What there is to merge.
-fn expected() -> Groups {
-    let contents = (0..2).flat_map(|guest| (0..PAGES).map(move |page| content(guest, page)));
-    groups(contents.map(|content| (content.id != 0).then_some(content)))
-}
-
-/// What is merged, as the kernel has it: file and place of the page that an address maps.
-fn merged(guests: &[Pages]) -> Groups {
-    let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
-    let mappings: Vec<(usize, usize, u64, u64)> = maps
-        .lines()
-        .filter(|line| line.contains("/memfd:vmm-dedup"))
-        .map(|line| {
-            let fields: Vec<&str> = line.split_whitespace().collect();
-            let (start, end) = fields[0].split_once('-').expect("a range");
-            let hex = |text: &str| u64::from_str_radix(text, 16).expect("a number");
-            let address = |text: &str| usize::try_from(hex(text)).expect("64 bits");
-            (
-                address(start),
-                address(end),
-                hex(fields[2]),
-                fields[4].parse().expect("an inode"),
-            )
-        })
-        .collect();
-    let pagemap = std::fs::File::open("/proc/self/pagemap").expect("pagemap");
-    let place = |address: usize| {
-        let (start, _, offset, inode) = mappings
-            .iter()
-            .find(|(start, end, ..)| (*start..*end).contains(&address))?;
-        let mut entry = [0; 8];
-        pagemap
-            .read_exact_at(&mut entry, address as u64 / 4096 * 8)
-            .expect("an entry");
-        // Bit 61: a page of the file, not a private copy of one.
-        let of_file = u64::from_ne_bytes(entry) >> 61 & 1 == 1;
-        of_file.then_some((*inode, offset + (address - start) as u64))
-    };
-    let pages = guests
-        .iter()
-        .flat_map(|guest| (0..PAGES).map(|page| (*guest, page)));
-    groups(pages.map(|(guest, page)| {
-        let _ = guest.load(page, 0); // so that it is there
-        place(guest.address(page))
-    }))
-}
-
 /// Two guests with this search; what is merged in the end, and the accounts.
-fn converge(search: Search, socket: Option<&Path>) -> (Groups, Vec<ServiceStats>) {
+fn converge(search: &str, socket: Option<&Path>) -> (Groups, Vec<ServiceStats>) {
     let store = StoreThread::ordered();
     let guests = [guest(0), guest(1)];
     let services: Vec<DedupService> = ["a", "b"]
@@ -211,22 +91,21 @@ fn the_same_merges_page_for_page_from_every_engine() {
     assert!(sharing > PAGES, "{sharing} pages have twins");
     let (_folder, socket) = device();
     let engines = [
-        (Search::Index, None, "cpu"),
-        (Search::Tree, None, "cpu-tree"),
-        (Search::Pageforge, None, "pageforge"),
-        (Search::Pageforge, Some(socket.as_path()), "pageforge-vfio-user"),
-        (Search::Pagecmp, None, "pagecmp"),
-        (Search::PagecmpHybrid, None, "pagecmp-hybrid"),
+        ("index", None),
+        ("tree", None),
+        ("pageforge", None),
+        ("pageforge", Some(socket.as_path())),
+        ("pagecmp", None),
+        ("pagecmp-hybrid", None),
     ];
-    for (search, socket, name) in engines {
+    for (search, socket) in engines {
         let (merged, stats) = converge(search, socket);
         let wrong = (0..expected.len()).find(|page| merged[*page] != expected[*page]);
-        assert_eq!(wrong, None, "{name} merges a page with another one: {stats:?}");
+        assert_eq!(wrong, None, "{search} merges a page with another one: {stats:?}");
         for stats in stats {
-            let backend = usize::try_from(stats.backend).expect("a number");
-            assert_eq!((BACKENDS[backend], stats.search_failures_total), (name, 0));
-            assert_eq!(stats.searches_total > 0, search != Search::Index, "{name}");
-            assert_eq!(stats.search_twins_total > 0, search != Search::Index, "{name}");
+            assert_eq!((&*stats.search.text(), stats.search_failures_total), (search, 0));
+            assert_eq!(stats.searches_total > 0, search != "index", "{search}");
+            assert_eq!(stats.search_twins_total > 0, search != "index", "{search}");
         }
     }
     assert_eq!(by_ksm(), expected, "KSM's algorithm");
@@ -243,7 +122,7 @@ fn by_ksm() -> Groups {
         }
     }
     let mut ksm = Ksm::new(PAGES * 2);
-    let mut cpu = CpuBackend::new(KeyKind::Jhash2);
+    let mut cpu = Cpu::new(KeyKind::Jhash2);
     for _ in 0..3 {
         ksm.pass(&mut cpu, &arena).expect("a pass");
     }
@@ -264,10 +143,7 @@ fn what_the_store_has_is_found_by_the_engine_alone() {
     for guest in &guests {
         (0..600).for_each(|page| guest.fill(page, page as u64 + 1));
     }
-    let first = [
-        serve(&guests[0], "a", Search::Index),
-        serve(&guests[1], "b", Search::Index),
-    ];
+    let first = [serve(&guests[0], "a", "index"), serve(&guests[1], "b", "index")];
     for _ in 0..PASSES {
         first
             .iter()
@@ -276,7 +152,7 @@ fn what_the_store_has_is_found_by_the_engine_alone() {
             break;
         }
     }
-    let last = serve(&guests[2], "c", Search::Pageforge);
+    let last = serve(&guests[2], "c", "pageforge");
     let mut stats = last.pass().expect("a pass");
     for _ in 0..PASSES {
         stats = last.pass().expect("a pass");
@@ -311,11 +187,17 @@ impl Liar {
     }
 }
 
-impl Backend for Liar {
+impl Engine for Liar {
     fn name(&self) -> &'static str {
         "liar"
     }
 
+    fn account(&self) -> Account {
+        Account::default()
+    }
+}
+
+impl Keys for Liar {
     fn keys(&mut self, _: &dyn Readable, of: &[PageId]) -> Vec<Answer<u64>> {
         // Now and then one too few, or too many.
         let answers = match self.next() % 64 {
@@ -325,11 +207,9 @@ impl Backend for Liar {
         };
         (0..answers).map(|_| Ok(self.next() % 3)).collect()
     }
+}
 
-    fn compare(&mut self, _: &dyn Readable, pairs: &[(PageId, PageId)]) -> Vec<Answer<std::cmp::Ordering>> {
-        pairs.iter().map(|_| Ok(std::cmp::Ordering::Equal)).collect()
-    }
-
+impl TreeSearch for Liar {
     fn search(
         &mut self,
         _: &dyn Readable,
@@ -349,14 +229,10 @@ impl Backend for Liar {
     fn among(&mut self, _: &dyn Readable, _: PageId, set: &[PageId]) -> Answer<Option<usize>> {
         Ok(Some(self.below(set.len() + 2)))
     }
-
-    fn account(&self) -> Account {
-        Account::default()
-    }
 }
 
-fn liar(_: Search, _: Option<&Path>) -> Answer<Box<dyn Backend>> {
-    Ok(Box::new(Liar(42)))
+fn liar() -> Engines {
+    Engines::new().register("liar", Entry::new().tree_search(|_| Ok(Box::new(Liar(42)))))
 }
 
 #[test]
@@ -367,9 +243,9 @@ fn an_engine_that_lies_costs_savings_and_no_byte() {
     let mut held = vec![vec![0u64; 700]; 2];
     let services: Vec<DedupService> = (["a", "b"].into_iter().zip(&guests))
         .map(|(name, guest)| {
-            let config = config(name, Search::Pageforge, None);
+            let config = config(name, "liar", None);
             guest
-                .serve_with(&store.socket(), config, 0, liar)
+                .serve_with(&store.socket(), config, 0, liar())
                 .expect("dedup starts")
         })
         .collect();
@@ -438,7 +314,7 @@ fn a_device_that_is_gone_or_says_nothing_leaves_the_work_to_the_index() {
         let store = StoreThread::ordered();
         let guest = Pages::map(400);
         (0..400).for_each(|page| guest.fill(page, page as u64 / 2 + 1));
-        let config = config("a", Search::Pageforge, Some(&socket));
+        let config = config("a", "pageforge", Some(&socket));
         let service = guest.serve(&store.socket(), config).expect("dedup starts");
         let mut stats = service.stats();
         for _ in 0..PASSES {
@@ -447,7 +323,11 @@ fn a_device_that_is_gone_or_says_nothing_leaves_the_work_to_the_index() {
                 break;
             }
         }
-        assert_eq!((stats.pages_mapped, stats.backend), (400, 0), "{stats:?}");
+        assert_eq!(
+            (stats.pages_mapped, &*stats.search.text()),
+            (400, "index"),
+            "{stats:?}"
+        );
         assert!(stats.search_failures_total > 0);
         service.stop(true).expect("it stops");
     }
@@ -460,7 +340,7 @@ fn a_store_without_the_order_is_searched_by_its_index() {
     let guest = Pages::map(200);
     (0..200).for_each(|page| guest.fill(page, page as u64 / 2 + 1));
     let service = guest
-        .serve(&store.socket(), config("a", Search::Tree, None))
+        .serve(&store.socket(), config("a", "tree", None))
         .expect("dedup starts");
     let mut stats = service.stats();
     for _ in 0..PASSES {
@@ -470,7 +350,7 @@ fn a_store_without_the_order_is_searched_by_its_index() {
         }
     }
     assert_eq!(
-        (stats.pages_mapped, stats.searches_total, stats.backend),
-        (200, 0, 0)
+        (stats.pages_mapped, stats.searches_total, &*stats.search.text()),
+        (200, 0, "index")
     );
 }

@@ -1,6 +1,6 @@
 //! Intel Data Streaming Accelerator (DSA, Linux driver `idxd`): records exchanged with the device.
 //!
-//! This crate will hold a driver that plugs into the engine as a comparing backend and a software model of the
+//! This crate will hold a driver that the service can use as an engine, for keys and verification, and a model of the
 //! device for machines without one. So far it holds what both share: the 64-byte [`Descriptor`] that is submitted
 //! to a work queue and the 32-byte [`CompletionRecord`] that the device writes. The layouts are asserted at compile
 //! time against Linux's include/uapi/linux/idxd.h.

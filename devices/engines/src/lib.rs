@@ -1,48 +1,88 @@
-//! The engines that search for a dedup service, by the names they have in its settings. The engine library knows them only
-//! as [`Backend`]s; a program that runs the service links them by passing [`make`] to
-//! [`DedupService::start_with`](vmm_dedup::DedupService::start_with).
+//! The engines of this project's programs: what a program that runs the service passes to
+//! [`DedupService::start_with`](vmm_dedup::DedupService::start_with). The engine library itself knows none of them.
+//!
+//! To add one: implement what it offers of [`vmm_dedup::compare`]'s traits in a crate of its own, and register it in
+//! [`engines`].
 
 use std::path::Path;
-use vmm_dedup::compare::{Answer, Backend, Error};
-use vmm_dedup::{Search, cpu_engines};
-use vmm_dedup_pagecmp::PageCmpBackend;
-use vmm_dedup_pageforge::driver::{InProcess, PageForgeBackend, VfioUser};
+use vmm_dedup::Engines;
+use vmm_dedup::compare::{Answer, Entry, Error};
+use vmm_dedup_pagecmp::PageCmpEngine;
+use vmm_dedup_pageforge::driver::{InProcess, PageForgeEngine, PageForgeVerifier, VfioUser};
 
 /// Modules of the PageForge in this process: on one thread, more would take as long.
 const MODULES: usize = 1;
 
-/// Makes an engine; `socket` is that of a PageForge in another process.
-///
-/// # Errors
-/// If the device cannot be used.
-pub fn make(search: Search, socket: Option<&Path>) -> Answer<Box<dyn Backend>> {
-    match (search, socket) {
-        (Search::Index | Search::Tree, _) => cpu_engines(search, socket),
-        (Search::Pageforge, None) => Ok(Box::new(PageForgeBackend::new(InProcess::new(MODULES)))),
-        (Search::Pageforge, Some(socket)) => {
-            let port = VfioUser::connect(socket).map_err(|error| Error::Device(error.to_string()))?;
-            Ok(Box::new(PageForgeBackend::new(port)))
-        }
-        (Search::Pagecmp, _) => Ok(Box::new(PageCmpBackend::new(false))),
-        (Search::PagecmpHybrid, _) => Ok(Box::new(PageCmpBackend::new(true))),
-    }
+/// The CPU's engines, and the models of devices.
+#[must_use]
+pub fn engines() -> Engines {
+    Engines::new()
+        .register("pageforge", pageforge())
+        .register("pagecmp", pagecmp(false))
+        .register("pagecmp-hybrid", pagecmp(true))
+}
+
+/// PageForge (MICRO'17): a device behind a socket, or a model in this process.
+fn pageforge() -> Entry {
+    Entry::new()
+        .tree_search(|socket| match socket {
+            None => Ok(Box::new(PageForgeEngine::new(InProcess::new(MODULES)))),
+            Some(socket) => Ok(Box::new(PageForgeEngine::new(connect(socket)?))),
+        })
+        .verify(|socket| match socket {
+            None => Ok(Box::new(PageForgeVerifier::new(InProcess::new(MODULES))?)),
+            Some(socket) => Ok(Box::new(PageForgeVerifier::new(connect(socket)?)?)),
+        })
+        .behind_socket()
+}
+
+fn connect(socket: &Path) -> Answer<VfioUser> {
+    VfioUser::connect(socket).map_err(|error| Error::Device(error.to_string()))
+}
+
+/// PageCmp: comparison in memory chips, as a model; `hybrid`: the first line of each comparison by the CPU.
+fn pagecmp(hybrid: bool) -> Entry {
+    Entry::new()
+        .tree_search(move |_| Ok(Box::new(PageCmpEngine::new(hybrid))))
+        .verify(move |_| Ok(Box::new(PageCmpEngine::new(hybrid))))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vmm_dedup::compare::Work;
 
     #[test]
-    fn every_search_has_its_engine() {
-        let names = Search::ALL.map(|search| make(search, None).expect("an engine").name());
-        assert_eq!(names, ["cpu", "cpu", "pageforge", "pagecmp", "pagecmp-hybrid"]);
+    fn every_name_makes_an_engine_of_what_it_offers() {
+        let engines = engines();
+        let searches: Vec<_> = engines
+            .names(Work::TreeSearch)
+            .map(|name| (name, engines.tree_search(name, None).expect("an engine").name()))
+            .collect();
+        let expected = [
+            ("pagecmp", "pagecmp"),
+            ("pagecmp-hybrid", "pagecmp-hybrid"),
+            ("pageforge", "pageforge"),
+            ("tree", "cpu"),
+        ];
+        assert_eq!(searches, expected);
+        let verifiers: Vec<_> = engines
+            .names(Work::Verify)
+            .map(|name| engines.verifier(name, None).expect("an engine").name())
+            .collect();
+        assert_eq!(verifiers, ["cpu", "pagecmp", "pagecmp-hybrid", "pageforge"]);
     }
 
     #[test]
     fn a_device_that_is_not_there_is_named() {
         let folder = tempfile::tempdir().expect("a folder");
         let socket = folder.path().join("device");
-        let error = make(Search::Pageforge, Some(&socket)).err().expect("an error");
-        assert!(error.to_string().contains(&*socket.to_string_lossy()), "{error}");
+        for error in [
+            engines().tree_search("pageforge", Some(&socket)).err(),
+            engines().verifier("pageforge", Some(&socket)).err(),
+        ] {
+            let error = error.expect("an error").to_string();
+            assert!(error.contains(&*socket.to_string_lossy()), "{error}");
+        }
     }
 }

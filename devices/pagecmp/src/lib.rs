@@ -21,15 +21,15 @@
 //! - The "leftmost" bit of a word is the most significant bit of its **first byte in memory**. On a little-endian
 //!   machine that is not the top bit of the word that the CPU loads: the chips must take bytes in address order.
 
-mod backend;
 mod chip;
 mod controller;
 mod cost;
+mod engine;
 
-pub use backend::PageCmpBackend;
 pub use chip::{Summary, summarize};
 pub use controller::{aggregate, compare, compare_hybrid};
 pub use cost::{Account, COPY_SHARE, Costs, MEMCMP_LINE_NJ};
+pub use engine::PageCmpEngine;
 
 /// 64-bit words of a page.
 pub const PAGE_WORDS: usize = 512;

@@ -5,7 +5,7 @@
 //!   ([`Account`]);
 //! - [`Device`]: modules behind [`registers`], and a [`Ring`] of jobs with tables in a [`window`] that software maps;
 //! - [`server`]: the device on PCI, over vfio-user, for any VMM and for the driver;
-//! - [`driver`]: the device as a comparing backend of the engine, in this process or behind that socket.
+//! - [`driver`]: the device as an engine of the service, in this process or behind that socket.
 //!
 //! docs/engines.md has the design's reasons and the figures beside the paper's.
 //!

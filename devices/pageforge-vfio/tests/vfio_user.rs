@@ -4,8 +4,8 @@ use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::thread;
 use vfio_user::Client;
-use vmm_dedup::compare::{Answer, Arena, Backend, Error, PageId, conformance};
-use vmm_dedup_pageforge::driver::{PageForgeBackend, VfioUser};
+use vmm_dedup::compare::{Answer, Arena, Engine, Error, Keys, PageId, conformance};
+use vmm_dedup_pageforge::driver::{PageForgeEngine, PageForgeVerifier, VfioUser};
 use vmm_dedup_pageforge::registers as reg;
 use vmm_dedup_pageforge::server::{Server, ServerConfig, ServerError};
 
@@ -29,24 +29,38 @@ impl Running {
         self.folder.path().join("device")
     }
 
-    fn backend(&self, arena: &Arena) -> PageForgeBackend<VfioUser> {
+    fn port(&self, arena: &Arena) -> VfioUser {
         let mut port = VfioUser::connect(&self.socket()).unwrap();
         port.map_arena(arena).unwrap();
-        PageForgeBackend::new(port)
+        port
+    }
+
+    fn engine(&self, arena: &Arena) -> PageForgeEngine<VfioUser> {
+        PageForgeEngine::new(self.port(arena))
     }
 }
 
-fn keys(backend: &mut impl Backend, arena: &Arena) -> Vec<Answer<u64>> {
-    backend.keys(arena, &[PageId(0)])
+fn keys(engine: &mut impl Keys, arena: &Arena) -> Vec<Answer<u64>> {
+    engine.keys(arena, &[PageId(0)])
 }
 
 #[test]
-fn the_backend_conforms_over_the_socket() {
+fn the_engine_conforms_over_the_socket() {
     let running = Running::start(ServerConfig {
         modules: 4,
         max_clients: 64,
     });
-    conformance::check(&mut |arena| Box::new(running.backend(arena)));
+    conformance::keys(&mut |arena| Box::new(running.engine(arena)));
+    conformance::tree_search(&mut |arena| Box::new(running.engine(arena)));
+}
+
+#[test]
+fn the_verifier_conforms_over_the_socket() {
+    let running = Running::start(ServerConfig {
+        modules: 4,
+        max_clients: 64,
+    });
+    conformance::verify(&mut |arena| Box::new(PageForgeVerifier::new(running.port(arena)).unwrap()));
 }
 
 #[test]
@@ -54,14 +68,14 @@ fn several_clients_have_devices_of_their_own() {
     let running = Running::start(ServerConfig::default());
     let arenas: Vec<Arena> = (0..4).map(|_| Arena::new(1).unwrap()).collect();
     let mut keys_of = Vec::new();
-    let mut backends: Vec<_> = arenas.iter().map(|arena| running.backend(arena)).collect();
-    for (n, (arena, backend)) in (0..).zip(arenas.iter().zip(&mut backends)) {
+    let mut engines: Vec<_> = arenas.iter().map(|arena| running.engine(arena)).collect();
+    for (n, (arena, engine)) in (0..).zip(arenas.iter().zip(&mut engines)) {
         arena.write(0, &[1 << n; 512]);
-        keys_of.push(keys(backend, arena)[0].clone().unwrap());
+        keys_of.push(keys(engine, arena)[0].clone().unwrap());
     }
     keys_of.dedup();
     assert_eq!(keys_of.len(), 4, "each device reads its own client's memory");
-    assert!(backends.iter().all(|backend| backend.account().bytes == 256));
+    assert!(engines.iter().all(|engine| engine.account().bytes == 256));
 }
 
 #[test]
@@ -151,8 +165,8 @@ fn a_server_that_is_gone_is_an_error() {
 fn pages_that_the_device_was_not_given_are_faults() {
     let running = Running::start(ServerConfig::default());
     let arena = Arena::new(1).unwrap();
-    let mut backend = PageForgeBackend::new(VfioUser::connect(&running.socket()).unwrap());
-    assert_eq!(keys(&mut backend, &arena), [Err(Error::Fault(PageId(0)))]);
+    let mut engine = PageForgeEngine::new(VfioUser::connect(&running.socket()).unwrap());
+    assert_eq!(keys(&mut engine, &arena), [Err(Error::Fault(PageId(0)))]);
 }
 
 #[test]

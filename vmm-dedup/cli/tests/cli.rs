@@ -244,6 +244,20 @@ fn a_reserve_without_managed_breaks_is_refused() {
 }
 
 #[test]
+fn engines_that_there_are_not_are_refused_with_those_there_are() {
+    let run = ["run", "--payload", "--store", "/nonexistent"];
+    let refused = |options: &[&str]| error_of(&[&run, options].concat());
+    let (text, code) = refused(&["--search", "hash"]);
+    let known = "search is \"hash\", but this program has index, pagecmp, pagecmp-hybrid, pageforge, tree";
+    assert!(text.contains(known) && code == Some(2), "{text}");
+    let (text, code) = refused(&["--verify", "tree"]);
+    let known = "verify is \"tree\", but this program has cpu, pagecmp, pagecmp-hybrid, pageforge";
+    assert!(text.contains(known) && code == Some(2), "{text}");
+    let (text, code) = refused(&["--verify-socket", "/s"]);
+    assert!(text.contains("verify_socket is /s") && code == Some(2), "{text}");
+}
+
+#[test]
 fn a_demo_that_does_not_fit_is_refused() {
     if !kvm_is_there() {
         return;

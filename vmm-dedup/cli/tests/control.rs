@@ -338,7 +338,7 @@ fn a_vm_whose_device_stops_is_searched_by_the_index() {
     let _vms = ["web", "db"].map(|name| vm_with(&store.socket, name, &by_device));
     let shares = |vm: &Value| vm["pages_mapped"].as_u64() >= Some(2048);
     let web = eventually("they share", || store.vm("web").filter(shares));
-    assert_eq!(web["backend"], "pageforge-vfio-user", "{web}");
+    assert_eq!(web["search"]["engine"], "pageforge", "{web}");
     assert!(web["search"]["twins_total"].as_u64() >= Some(2048), "{web}");
 
     let pid = Pid::from_child(&device.0);
@@ -347,8 +347,8 @@ fn a_vm_whose_device_stops_is_searched_by_the_index() {
     assert!(store.ask(&["set", "web", "on"]).status.success());
     let web = eventually("it shares again", || store.vm("web").filter(shares));
     assert_eq!(
-        (&web["backend"], &web["state"]),
-        (&"cpu".into(), &"running".into())
+        (&web["search"]["engine"], &web["state"]),
+        (&"index".into(), &"running".into())
     );
     assert!(web["search"]["failures_total"].as_u64() > Some(0), "{web}");
 }

@@ -70,10 +70,14 @@ fn all_engines_find_the_same_and_say_what_it_took() {
     assert_eq!(unchanged.count(), 3);
     let service = list(&report, "service");
     let names: Vec<&Value> = service.iter().map(|figures| &figures["engine"]).collect();
-    assert_eq!(names, ["cpu", "cpu-tree", "pageforge-vfio-user"]);
+    assert_eq!(names, ["index", "tree", "pageforge"]);
     for figures in service {
         assert_eq!(figures["merged"], 512, "{figures}");
-        assert_eq!(figures["searches"] != 0, figures["engine"] != "cpu", "{figures}");
+        assert_eq!(
+            figures["searches"] != 0,
+            figures["engine"] != "index",
+            "{figures}"
+        );
     }
     let searching = list(&report, "searching");
     assert_eq!(searching.len(), 3);

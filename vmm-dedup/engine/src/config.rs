@@ -1,6 +1,7 @@
 //! Settings of a service.
 
-use crate::compare::registry::Search;
+use crate::compare::registry::CPU;
+use crate::compare::{Engines, Work};
 use crate::error::Error;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -21,6 +22,9 @@ pub enum Breaks {
         floor_bytes: u64,
     },
 }
+
+/// [`Config::search`] without an engine: the store's hash index, by which nothing is compared before a page is taken.
+pub(crate) const INDEX: &str = "index";
 
 /// Settings of a [`crate::DedupService`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -49,10 +53,23 @@ pub struct Config {
     pub monitor_interval_ms: u64,
     /// How long a sample lasts, in microseconds: memory used more often than that counts as used.
     pub monitor_window_us: u64,
-    /// What looks for the slot that a page equals.
-    pub search: Search,
-    /// With [`Search::Pageforge`]: the vfio-user socket of a device; without, a model in this process.
+    /// What looks for the slot that a page equals: `index` is the store's hash index, anything else an engine of this
+    /// program ([`Engines`]) that searches the tree of slots in the order of their content. So it needs a store that keeps
+    /// one (`vmm-dedup store --ordered`); with any other, and whenever the engine fails, the index is used.
+    pub search: String,
+    /// The socket of its device, where the engine can have one.
     pub search_socket: Option<PathBuf>,
+    /// What compares pages that were taken with the slots that are to replace them: an engine of this program. Whenever
+    /// it fails the CPU does it.
+    pub verify: String,
+    /// The socket of its device, where the engine can have one.
+    pub verify_socket: Option<PathBuf>,
+    /// Whether the engine's word is enough to map a slot in the place of a page that it calls equal. If not, the CPU
+    /// compares such pages once more. An engine that is trusted wrongly corrupts guests.
+    pub trust_verifier: bool,
+    /// How long the engine may take for the pages of one window, in microseconds, before the CPU takes over. They are away
+    /// from the guest meanwhile.
+    pub verify_timeout_us: u64,
     /// Who copies on write.
     pub breaks: Breaks,
 }
@@ -71,8 +88,12 @@ impl Default for Config {
             use_source: UseSource::default(),
             monitor_interval_ms: 6000,
             monitor_window_us: 10_000,
-            search: Search::default(),
+            search: INDEX.into(),
             search_socket: None,
+            verify: CPU.into(),
+            verify_socket: None,
+            trust_verifier: false,
+            verify_timeout_us: 2000,
             breaks: Breaks::Kernel,
         }
     }
@@ -259,14 +280,18 @@ impl Config {
             &self.monitor_window_us,
             "it must be 100 to 100000",
         )?;
-        if let Some(socket) = &self.search_socket {
-            check(
-                self.search == Search::Pageforge,
-                "search_socket",
-                &socket.display(),
-                "only search = \"pageforge\" has a device",
-            )?;
-        }
+        check(
+            (10..=10_000_000).contains(&self.verify_timeout_us),
+            "verify_timeout_us",
+            &self.verify_timeout_us,
+            "it must be 10 to 10000000",
+        )?;
+        check(
+            !self.trust_verifier || self.verify != CPU,
+            "trust_verifier",
+            &self.trust_verifier,
+            "verify = \"cpu\" needs no trust: name the engine that is meant",
+        )?;
         if let Breaks::Managed { reserve_pages, .. } = self.breaks {
             check(
                 (1..=1 << 24).contains(&reserve_pages),
@@ -274,6 +299,43 @@ impl Config {
                 &reserve_pages,
                 "it must be 1 to 16777216",
             )?;
+        }
+        Ok(())
+    }
+
+    /// Checks the engines' names: a program has those that it registered.
+    ///
+    /// # Errors
+    /// [`Error::NoEngine`] lists those there are; [`Error::Config`] for the socket of an engine that has none.
+    pub fn check_engines(&self, engines: &Engines) -> Result<(), Error> {
+        let searches = [INDEX].into_iter().chain(engines.names(Work::TreeSearch));
+        let searches: Vec<&str> = searches.collect();
+        let verifiers: Vec<&str> = engines.names(Work::Verify).collect();
+        for (field, name, known) in [
+            ("search", &self.search, searches),
+            ("verify", &self.verify, verifiers),
+        ] {
+            if !known.contains(&name.as_str()) {
+                return Err(Error::NoEngine {
+                    field,
+                    name: name.clone(),
+                    known: known.join(", "),
+                });
+            }
+        }
+        for (field, socket, name) in [
+            ("search_socket", &self.search_socket, &self.search),
+            ("verify_socket", &self.verify_socket, &self.verify),
+        ] {
+            if let Some(socket) = socket
+                && !engines.takes_socket(name)
+            {
+                return Err(Error::Config {
+                    field,
+                    value: socket.display().to_string(),
+                    rule: "that engine has no device behind a socket",
+                });
+            }
         }
         Ok(())
     }
@@ -318,5 +380,42 @@ mod tests {
             error.contains("take-and-wait, damon, page-idle, writes"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn engines_are_known_by_their_names() {
+        let engines = Engines::new();
+        Config::default().check_engines(&engines).unwrap();
+        let with = |change: fn(&mut Config)| {
+            let mut config = Config::default();
+            change(&mut config);
+            config.check_engines(&engines).map_err(|error| error.to_string())
+        };
+        assert_eq!(with(|config| config.search = "tree".into()), Ok(()));
+        assert_eq!(
+            with(|config| config.search = "hash".into()).unwrap_err(),
+            "search is \"hash\", but this program has index, tree"
+        );
+        assert_eq!(
+            with(|config| config.verify = "tree".into()).unwrap_err(),
+            "verify is \"tree\", but this program has cpu"
+        );
+        let error = with(|config| config.verify_socket = Some("/s".into())).unwrap_err();
+        assert!(error.contains("verify_socket is /s"), "{error}");
+    }
+
+    #[test]
+    fn the_cpu_needs_no_trust() {
+        let config = Config {
+            trust_verifier: true,
+            ..Config::default()
+        };
+        let error = config.validate().unwrap_err().to_string();
+        assert!(error.contains("trust_verifier is true"), "{error}");
+        let config = Config {
+            verify: "dsa".into(),
+            ..config
+        };
+        config.validate().unwrap();
     }
 }

@@ -51,6 +51,12 @@ pub enum Error {
         value: String,
         rule: &'static str,
     },
+    #[error("{field} is {name:?}, but this program has {known}")]
+    NoEngine {
+        field: &'static str,
+        name: String,
+        known: String,
+    },
     #[error(
         "cannot connect to the store at {path} ({source}): start one with `vmm-dedup store --socket {path}`"
     )]

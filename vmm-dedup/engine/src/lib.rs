@@ -17,7 +17,7 @@
 //!
 //! - [`sys`](mod@sys): system calls, one module each;
 //! - [`memory`](mod@memory): how guest memory is laid out, and what is known of each page and each 2 MiB;
-//! - [`compare`](mod@compare): seams for hardware that compares pages, and the CPU as the first of them;
+//! - [`compare`](mod@compare): what compares pages, the CPU or a device: traits, a registry by name, the verifier;
 //! - [`window`](mod@window): the one way in which guest pages are taken away for a moment;
 //! - [`store`](mod@store): the connection to the page store;
 //! - [`track`](mod@track): which pages were written, and which are used;
@@ -46,7 +46,7 @@ mod track;
 mod unmerge;
 mod window;
 
-pub use compare::registry::{MakeEngine, Search, cpu_engines};
+pub use compare::Engines;
 pub use config::{Breaks, Config, Policy, UseSource};
 pub use error::Error;
 pub use memory::layout::HostRange;

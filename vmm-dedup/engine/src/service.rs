@@ -1,10 +1,11 @@
 //! The handle that a VMM holds.
 
-use crate::compare::registry::{MakeEngine, Search, cpu_engines};
+use crate::compare::Engines;
 use crate::config::Config;
 use crate::error::Error;
 use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::{HostRange, Memory};
+use crate::merge::verify_engine::VerifyEngine;
 use crate::scan::control::{Control, Event, Request};
 use crate::scan::hotplug::Change;
 use crate::scan::pass::Pass;
@@ -43,19 +44,19 @@ impl DedupService {
     where
         M: GuestMemoryBackend + Send + Sync + 'static,
     {
-        need_cpu_engine(&config)?;
-        Self::start_with(memory, store, config, cpu_engines)
+        Self::start_with(memory, store, config, Engines::new())
     }
 
-    /// Starts a service whose searches go to an engine that `engines` makes, if [`Config::search`] asks for one.
+    /// Starts a service that has these engines to choose from, for [`Config::search`] and [`Config::verify`].
     ///
     /// # Errors
-    /// As [`Self::start`]. An engine that cannot be made is none: the index is used until it can.
+    /// As [`Self::start`]. An engine that is registered and cannot be made now is no error: the index, or the CPU, does
+    /// its work until it can.
     pub fn start_with<M>(
         memory: Arc<M>,
         store: &Path,
         config: Config,
-        engines: MakeEngine,
+        engines: Engines,
     ) -> Result<Self, Error>
     where
         M: GuestMemoryBackend + Send + Sync + 'static,
@@ -74,8 +75,7 @@ impl DedupService {
     /// As [`Self::start`].
     #[allow(unsafe_code)]
     pub unsafe fn start_on_ranges(ranges: &[HostRange], store: &Path, config: Config) -> Result<Self, Error> {
-        need_cpu_engine(&config)?;
-        Self::launch(ranges, store, config, cpu_engines, Box::new(()))
+        Self::launch(ranges, store, config, Engines::new(), Box::new(()))
     }
 
     /// The same, with engines as for [`Self::start_with`].
@@ -90,7 +90,7 @@ impl DedupService {
         ranges: &[HostRange],
         store: &Path,
         config: Config,
-        engines: MakeEngine,
+        engines: Engines,
     ) -> Result<Self, Error> {
         Self::launch(ranges, store, config, engines, Box::new(()))
     }
@@ -99,14 +99,18 @@ impl DedupService {
         ranges: &[HostRange],
         store: &Path,
         config: Config,
-        engines: MakeEngine,
+        engines: Engines,
         keep_alive: Box<dyn std::any::Any + Send>,
     ) -> Result<Self, Error> {
         config.validate()?;
+        config.check_engines(&engines)?;
         let control = Arc::new(Control::new(&config)?);
-        let searcher = Searcher::new(&config, engines);
+        let engines = (
+            Searcher::new(&config, engines.clone()),
+            VerifyEngine::new(&config, engines),
+        );
         let memory = Memory::new(ranges)?;
-        let pass = Pass::new(config, memory, store.to_owned(), searcher, control.clone())?;
+        let pass = Pass::new(config, memory, store.to_owned(), engines, control.clone())?;
         control.publish(&pass.account.stats);
         let (breaker, discards) = (pass.space.breaker.clone(), pass.space.discards.clone());
         let spawn = |name: &str| std::thread::Builder::new().name(name.into());
@@ -293,18 +297,6 @@ impl DedupService {
 impl Drop for DedupService {
     fn drop(&mut self) {
         self.end(false);
-    }
-}
-
-/// Without other engines than those of this crate.
-fn need_cpu_engine(config: &Config) -> Result<(), Error> {
-    match config.search {
-        Search::Index | Search::Tree => Ok(()),
-        other => Err(Error::Config {
-            field: "search",
-            value: other.to_string(),
-            rule: "this program has index and tree only",
-        }),
     }
 }
 

@@ -11,7 +11,9 @@ pub(crate) fn from_table(table: toml::Table) -> Result<Config, String> {
     let config: Config = table
         .try_into()
         .map_err(|e: toml::de::Error| e.message().to_owned())?;
-    config.validate().map_err(|e| e.to_string())?;
+    let checked = config.validate();
+    let checked = checked.and_then(|()| config.check_engines(&vmm_dedup_engines::engines()));
+    checked.map_err(|e| e.to_string())?;
     Ok(config)
 }
 
@@ -65,6 +67,14 @@ mod tests {
         for (text, expected) in [
             ("cpu_percnt = 3", "unknown field `cpu_percnt`"),
             ("cpu_percent = 0", "cpu_percent is 0, but it must be 1 to 100"),
+            (
+                "search = \"hash\"",
+                "this program has index, pagecmp, pagecmp-hybrid, pageforge, tree",
+            ),
+            (
+                "verify = \"tree\"",
+                "this program has cpu, pagecmp, pagecmp-hybrid, pageforge",
+            ),
             ("enabled = 1", "invalid type: integer `1`, expected a boolean"),
             ("enabled", "key"),
         ] {

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::{Observer, Vm};
-use vmm_dedup_protocol::stats::{BACKENDS, BytesRead, CpuNs, Histogram, STATES, ServiceStats};
+use vmm_dedup_protocol::stats::{BytesRead, CpuNs, Histogram, STATES, ServiceStats};
 
 /// Asks a store for its account and those of all VMs.
 ///
@@ -70,12 +70,22 @@ fn huge_json(s: &ServiceStats) -> Value {
     })
 }
 
-/// What an engine was asked.
+/// What looks for twins, and what an engine was asked.
 fn search_json(s: &ServiceStats) -> Value {
     json!({
+        "engine": s.search.text(),
         "pages_total": s.searches_total,
         "twins_total": s.search_twins_total,
         "failures_total": s.search_failures_total,
+    })
+}
+
+/// What verifies, and what an engine other than the CPU was asked.
+fn verify_json(s: &ServiceStats) -> Value {
+    json!({
+        "engine": s.verify.text(),
+        "pages_total": s.verifications_total,
+        "failures_total": s.verify_failures_total,
     })
 }
 
@@ -88,7 +98,6 @@ pub fn vm_json(vm: &Vm) -> Value {
         "pid": vm.pid,
         "state": state_name(s.state),
         "refused": vm.reason.map(|reason| reason.label()),
-        "backend": usize::try_from(s.backend).ok().and_then(|at| BACKENDS.get(at)).unwrap_or(&"unknown"),
         "saved_net_bytes": vm.saved_net_bytes,
         "cpu_percent": s.cpu_percent,
         "pages": s.pages,
@@ -127,6 +136,7 @@ pub fn vm_json(vm: &Vm) -> Value {
         "break_us": histogram_json(&s.break_latency),
     });
     all["search"] = search_json(s);
+    all["verify"] = verify_json(s);
     all
 }
 

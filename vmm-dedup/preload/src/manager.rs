@@ -365,7 +365,7 @@ impl<'a> Manager<'a> {
                 &[region.host_range()?],
                 &self.settings.store,
                 off,
-                vmm_dedup_engines::make,
+                vmm_dedup_engines::engines(),
             )
         }?;
         WATCH.lock().discarder = Some(service.discarder());

@@ -63,7 +63,9 @@ impl Settings {
         if self.name.is_some() || config.name.is_empty() {
             config.name = self.name();
         }
-        config.validate().map_err(|e| e.to_string())?;
+        let checked = config.validate();
+        let checked = checked.and_then(|()| config.check_engines(&vmm_dedup_engines::engines()));
+        checked.map_err(|e| e.to_string())?;
         Ok(config)
     }
 }
@@ -134,6 +136,7 @@ mod tests {
         for (text, says) in [
             ("cpu_percent = 101", "cpu_percent is 101"),
             ("cpu = 7", "unknown field `cpu`"),
+            ("verify = \"gpu\"", "verify is \"gpu\", but this program has cpu"),
             ("cpu_percent = ", "dedup.toml"),
         ] {
             let error = with_file(text).unwrap_err();

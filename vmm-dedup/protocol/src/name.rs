@@ -1,4 +1,4 @@
-//! A VM's name as it travels.
+//! Names as they travel: of VMs, and of engines.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -21,13 +21,44 @@ impl Name {
 
     /// The name, with everything but letters, digits and `-_.:/` replaced, so that it is safe in logs and labels.
     pub fn text(&self) -> String {
-        let end = self.0.iter().position(|b| *b == 0).unwrap_or(MAX_NAME);
-        let plain = |c: char| c.is_ascii_alphanumeric() || "-_.:/".contains(c);
-        String::from_utf8_lossy(&self.0[..end])
-            .chars()
-            .map(|c| if plain(c) { c } else { '_' })
-            .collect()
+        plain(&self.0)
     }
+}
+
+/// Longest name of an engine in bytes.
+pub const MAX_ENGINE_NAME: usize = 32;
+
+/// The name of an engine that compares pages: letters, digits and dashes, padded with zeros.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub struct EngineName([u8; MAX_ENGINE_NAME]);
+
+impl EngineName {
+    /// A name; `None` if it is empty, too long, or has other characters.
+    pub fn try_new(text: &str) -> Option<Self> {
+        let good = |c: u8| c.is_ascii_alphanumeric() || c == b'-';
+        let mut bytes = [0; MAX_ENGINE_NAME];
+        bytes.get_mut(..text.len())?.copy_from_slice(text.as_bytes());
+        (!text.is_empty() && text.bytes().all(good)).then_some(Self(bytes))
+    }
+
+    /// The name, made safe as [`Name::text`] is; `unknown` for who said none.
+    pub fn text(&self) -> String {
+        match plain(&self.0) {
+            none if none.is_empty() => "unknown".to_owned(),
+            name => name,
+        }
+    }
+}
+
+/// What comes before the first zero, with everything replaced that is not safe in logs and labels.
+fn plain(padded: &[u8]) -> String {
+    let end = padded.iter().position(|b| *b == 0).unwrap_or(padded.len());
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.:/".contains(c);
+    String::from_utf8_lossy(&padded[..end])
+        .chars()
+        .map(|c| if plain(c) { c } else { '_' })
+        .collect()
 }
 
 /// As much of a text as fits so many bytes.
@@ -47,5 +78,17 @@ mod tests {
     fn names_are_made_safe() {
         assert_eq!(Name::new("vm 1\"\n{}").text(), "vm_1____");
         assert_eq!(Name::new(&"ä".repeat(60)).text().len(), MAX_NAME / 2);
+    }
+
+    #[test]
+    fn engines_have_plain_names_and_peers_may_say_anything() {
+        assert_eq!(EngineName::try_new("cpu-2").unwrap().text(), "cpu-2");
+        for bad in ["", "a b", "a\"", "ä", &"a".repeat(33)] {
+            assert_eq!(EngineName::try_new(bad), None, "{bad}");
+        }
+        assert!(EngineName::try_new(&"a".repeat(32)).is_some());
+        assert_eq!(EngineName::default().text(), "unknown");
+        let hostile = EngineName::read_from_bytes(&[b'"'; MAX_ENGINE_NAME]).unwrap();
+        assert_eq!(hostile.text(), "_".repeat(MAX_ENGINE_NAME));
     }
 }

@@ -1,5 +1,6 @@
 //! What a service tells about itself: fixed-size counters that travel to the store and into its metrics.
 
+use crate::name::EngineName;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Upper bounds of the buckets of a [`Histogram`], microseconds; the last bucket holds everything above.
@@ -135,18 +136,6 @@ pub const STATES: [&str; 7] = [
     "off",
 ];
 
-/// Names of what may look for a service's twins, by number: the hash index, the CPU in the store's tree, and engines in
-/// that, of which the last stands for all that have no name here.
-pub const BACKENDS: [&str; 7] = [
-    "cpu",
-    "cpu-tree",
-    "pageforge",
-    "pageforge-vfio-user",
-    "pagecmp",
-    "pagecmp-hybrid",
-    "other",
-];
-
 /// Names of what may tell a service which memory is used, by number.
 pub const USE_SOURCES: [&str; 5] = ["nothing", "take-and-wait", "damon", "writes", "page-idle"];
 
@@ -233,6 +222,10 @@ pub struct ServiceStats {
     pub search_twins_total: u64,
     /// Times that it failed, or could not be had, and the hash index took its place.
     pub search_failures_total: u64,
+    /// Taken pages that an engine other than the CPU has compared with their slots.
+    pub verifications_total: u64,
+    /// Times that it failed, or could not be had, and the CPU took its place.
+    pub verify_failures_total: u64,
     /// VMAs that merging added to this process.
     pub vmas: u64,
     /// Most VMAs it may add.
@@ -256,10 +249,12 @@ pub struct ServiceStats {
     pub state: u64,
     /// CPU time the service may use, percent of one core.
     pub cpu_percent: u64,
-    /// A number of [`BACKENDS`].
-    pub backend: u64,
     /// A number of [`USE_SOURCES`].
     pub use_source: u64,
+    /// What looks for twins now, by the name it has in the service's settings: `index`, or an engine.
+    pub search: EngineName,
+    /// What verifies taken pages now, by the name it has in the service's settings.
+    pub verify: EngineName,
     /// Bytes that other connections' data structures hold for this one: filled in by the store.
     pub store_bytes: u64,
     /// CPU time by stage.
@@ -289,7 +284,7 @@ impl ServiceStats {
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new
 // [`crate::message::VERSION`] together with this size.
-const _: () = assert!(crate::message::VERSION == 5 && size_of::<ServiceStats>() == 1096);
+const _: () = assert!(crate::message::VERSION == 6 && size_of::<ServiceStats>() == 1168);
 
 #[cfg(test)]
 mod tests {

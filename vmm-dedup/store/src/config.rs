@@ -36,8 +36,8 @@ pub struct Config {
     pub quarantine_seconds: u32,
     /// Slots that are kept for longer than that, in percent of the slots in use: memory that buys time.
     pub spare_percent: u32,
-    /// Whether to publish the slots in the order of their content, too, for services that search with a comparing
-    /// backend. Costs some comparisons for each publication, and 8 bytes a slot.
+    /// Whether to publish the slots in the order of their content, too, for services that search with an
+    /// engine. Costs some comparisons for each publication, and 8 bytes a slot.
     pub ordered: bool,
 }
 

@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 use support::{Client, Server, eventually, page, refused};
 use vmm_dedup_protocol::message::{Kind, encode};
+use vmm_dedup_protocol::name::EngineName;
 use vmm_dedup_protocol::refusal::{Reason, Refusal};
 use vmm_dedup_protocol::socket;
 use vmm_dedup_protocol::stats::ServiceStats;
@@ -146,6 +147,9 @@ fn the_account_of_a_vm_is_shown_by_stage_and_adds_up() {
         metadata_bytes: 10,
         cpu_percent: 20,
         state: 6,
+        search: EngineName::try_new("pageforge").unwrap(),
+        verify: EngineName::try_new("cpu").unwrap(),
+        verifications_total: 7,
         ..Default::default()
     };
     account.bytes_read.hash = 4096;
@@ -164,7 +168,9 @@ fn the_account_of_a_vm_is_shown_by_stage_and_adds_up() {
     assert_eq!(of_vm("cpu_budget_cores", ""), Some(0.2));
     assert_eq!(of_vm("state", ",state=\"off\""), Some(1.0));
     assert_eq!(of_vm("state", ",state=\"running\""), Some(0.0));
-    assert_eq!(of_vm("backend_info", ",backend=\"cpu\""), Some(1.0));
+    let engines = ",search=\"pageforge\",verify=\"cpu\"";
+    assert_eq!(of_vm("engine_info", engines), Some(1.0));
+    assert_eq!(of_vm("verifications_total", ""), Some(7.0));
     assert_eq!(of_vm("break_seconds_count", ""), Some(1.0));
     let host = value(&text, "vmmdedup_saved_net_bytes{domain=\"default\"}");
     assert_eq!(of_vm("saved_net_bytes", ""), host, "the only VM bears all");

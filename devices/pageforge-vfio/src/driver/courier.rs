@@ -1,17 +1,14 @@
 //! Commands to a device in another process, sent by a thread of their own: a device that does not answer holds up that
 //! thread and nobody else. (The vfio-user crate's client waits for ever, and panics on some answers.)
 
+use super::port::PATIENCE;
 use super::vfio_user::{ConnectError, failed};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
-use std::time::Duration;
 use vfio_user::Client;
 use vmm_dedup::compare::{Error, Stopwatch};
-
-/// How long the device may take to answer a command.
-pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 
 type Command = Box<dyn FnOnce(&mut Client) + Send>;
 

@@ -3,9 +3,10 @@
 use super::Port;
 use crate::memory::{Line, Memory};
 use crate::timing;
-use crate::window::{Info, Job, WINDOW_BYTES, Window};
+use crate::window::{Job, WINDOW_BYTES, Window};
 use crate::{Ppn, Ring};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 use vmm_dedup::compare::{Answer, PageId, Pages, Stopwatch};
 
 /// A device of its own, which reads the pages that it is given with each call.
@@ -36,15 +37,26 @@ impl Port for InProcess {
         Window::new(&self.window)
     }
 
-    fn run(&mut self, pages: &dyn Pages, jobs: &[Job]) -> Answer<Vec<Info>> {
+    fn has_memory_of_its_own(&self) -> bool {
+        false
+    }
+
+    /// Does them.
+    fn begin(&mut self, pages: &dyn Pages, jobs: &[Job]) -> Answer<u32> {
         let window = Window::new(&self.window);
         let first = self.ring.head();
-        let numbers = || (0..).map(|n: u32| first.wrapping_add(n)).zip(jobs);
-        numbers().for_each(|(number, job)| window.set_job(number, job));
+        let numbers = (0u32..).map(|n| first.wrapping_add(n));
+        numbers
+            .zip(jobs)
+            .for_each(|(number, job)| window.set_job(number, job));
         let watch = Stopwatch::start();
         jobs.iter().for_each(|_| self.ring.step(window, &PagesOf(pages)));
         self.worked_ns += watch.stop_cpu();
-        Ok(numbers().map(|(number, _)| window.outcome(number)).collect())
+        Ok(first)
+    }
+
+    fn done(&mut self, _known: u32, _wait: Duration) -> Answer<u32> {
+        Ok(self.ring.head())
     }
 
     fn account(&self) -> timing::Account {
@@ -60,7 +72,7 @@ impl Port for InProcess {
     }
 }
 
-/// The backend's pages as the device's memory: a page's number is its address.
+/// The caller's pages as the device's memory: a page's number is its address.
 struct PagesOf<'a>(&'a dyn Pages);
 
 impl Memory for PagesOf<'_> {

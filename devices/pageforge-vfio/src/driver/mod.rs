@@ -1,4 +1,5 @@
-//! The driver: PageForge as a comparing backend of the engine, wherever the device is.
+//! The driver: PageForge as an engine of the service, wherever the device is. [`PageForgeEngine`] makes keys and searches,
+//! [`PageForgeVerifier`] verifies; each drives a device of its own.
 //!
 //! A search goes down the tree five levels at a time, as in section 3.4: a table holds a node and four levels below it,
 //! in breadth-first order, and the way out of the table tells with which node the next one begins. Here candidates
@@ -6,25 +7,28 @@
 //! loaded once stays in the device's window and is used until the tree changes, so that most jobs cost the driver two
 //! words written and one read. Subtrees of up to three levels, which are many and used seldom, are loaded for each job.
 //!
-//! Verifying is not the driver's: what is found here is compared by the CPU once more before it is merged.
+//! What is found here is a proposal, which is verified once the page was taken from the guest.
 
 mod courier;
 mod in_process;
 mod port;
 mod tables;
+mod verifier;
 mod vfio_user;
 
 pub use in_process::InProcess;
 pub use port::Port;
+pub use verifier::PageForgeVerifier;
 pub use vfio_user::{ConnectError, VfioUser};
 
+use crate::Ppn;
 use crate::scan_table::{Candidate, EntryIndex, OTHER_PAGES, OtherPage, Pointer, RunError};
 use crate::window::{Info, Job, JobError, RING};
-use crate::{LINE_BYTES, Ppn};
-use std::cmp::Ordering;
 use std::os::fd::BorrowedFd;
 use tables::Tables;
-use vmm_dedup::compare::{Account, Answer, Backend, Error, PageId, Pages, Searched, Stopwatch};
+use vmm_dedup::compare::{
+    Account, Answer, Engine, Error, Keys, PageId, Pages, Searched, Stopwatch, TreeSearch,
+};
 use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
 
 /// Levels of a tree that a table holds.
@@ -32,14 +36,12 @@ const TABLE_LEVELS: u32 = 5;
 /// Rounds after which a search gives up: each goes down a table.
 const MAX_ROUNDS: usize = MAX_STEPS / TABLE_LEVELS as usize + 1;
 
-/// Invalid entries, where a search ends at once: to make a key only, or after a single comparison.
+/// An invalid entry, where a search ends at once: to make a key only, or after a single comparison.
 const NOWHERE: u8 = 31;
-const SMALLER: u8 = 32;
-const GREATER: u8 = 33;
 
-/// PageForge behind a port.
+/// PageForge behind a port: keys, and searches in trees and sets.
 #[derive(Debug)]
-pub struct PageForgeBackend<P> {
+pub struct PageForgeEngine<P> {
     port: P,
     tables: Tables,
     own: Account,
@@ -56,7 +58,7 @@ struct Walk {
     table: u32,
 }
 
-impl<P: Port> PageForgeBackend<P> {
+impl<P: Port> PageForgeEngine<P> {
     /// Drives the device behind this port, which nobody else may do.
     pub fn new(port: P) -> Self {
         Self {
@@ -71,20 +73,16 @@ impl<P: Port> PageForgeBackend<P> {
         &mut self.port
     }
 
-    /// Runs a job for each question, in batches of as many as the ring holds. `prepare` gets a question and a place in
-    /// the batch.
-    fn ask<Q>(
+    /// Runs a job for each page, in batches of as many as the ring holds.
+    fn ask(
         &mut self,
         pages: &dyn Pages,
-        questions: &[Q],
-        mut prepare: impl FnMut(&Tables, &P, &Q, u32) -> Answer<Job>,
+        of: &[PageId],
+        prepare: impl Fn(&PageId) -> Answer<Job>,
     ) -> Vec<Answer<Info>> {
-        let mut answers = Vec::with_capacity(questions.len());
-        for batch in questions.chunks(RING) {
-            let jobs: Vec<Answer<Job>> = (0..)
-                .zip(batch)
-                .map(|(place, question)| prepare(&self.tables, &self.port, question, place))
-                .collect();
+        let mut answers = Vec::with_capacity(of.len());
+        for batch in of.chunks(RING) {
+            let jobs: Vec<Answer<Job>> = batch.iter().map(&prepare).collect();
             let good: Vec<Job> = jobs.iter().flatten().copied().collect();
             let mut outcomes = self.port.run(pages, &good).map(Vec::into_iter);
             answers.extend(jobs.into_iter().map(|job| match (job, &mut outcomes) {
@@ -195,7 +193,7 @@ fn check(info: &Info, candidate: Ppn, other: impl FnOnce(Pointer) -> Option<Page
     }
 }
 
-impl<P: Port> Backend for PageForgeBackend<P> {
+impl<P: Port> Engine for PageForgeEngine<P> {
     fn name(&self) -> &'static str {
         self.port.name()
     }
@@ -212,12 +210,17 @@ impl<P: Port> Backend for PageForgeBackend<P> {
         self.port.helper_cpu_ns()
     }
 
+    fn account(&self) -> Account {
+        self.port.add_account(self.own)
+    }
+}
+
+impl<P: Port> Keys for PageForgeEngine<P> {
     /// The device's ECC keys: a candidate with Last Refill and nothing to be compared with.
     fn keys(&mut self, pages: &dyn Pages, of: &[PageId]) -> Vec<Answer<u64>> {
         let watch = Stopwatch::start();
         self.own.pages += of.len() as u64;
-        let prepare = |_: &Tables, _: &P, page: &PageId, _| Ok(job(ppn_of(*page)?, 0, NOWHERE, true));
-        let infos = self.ask(pages, of, prepare);
+        let infos = self.ask(pages, of, |page| Ok(job(ppn_of(*page)?, 0, NOWHERE, true)));
         let key = |(page, info): (&PageId, Answer<Info>)| {
             let info = info?;
             check(&info, ppn_of(*page)?, |_| None)?;
@@ -229,37 +232,9 @@ impl<P: Port> Backend for PageForgeBackend<P> {
         watch.stop(&mut self.own);
         keys
     }
+}
 
-    fn compare(&mut self, pages: &dyn Pages, pairs: &[(PageId, PageId)]) -> Vec<Answer<Ordering>> {
-        let watch = Stopwatch::start();
-        self.own.pages += pairs.len() as u64;
-        let prepare = |tables: &Tables, port: &P, (a, b): &(PageId, PageId), place| {
-            let (candidate, other) = (ppn_of(*a)?, ppn_of(*b)?);
-            let entry = OtherPage {
-                ppn: other,
-                less: Pointer::new(SMALLER),
-                more: Pointer::new(GREATER),
-            };
-            let table = tables.of_job(place);
-            port.window().set_entry(table, EntryIndex::ROOT, Some(entry));
-            Ok(job(candidate, table, 0, false))
-        };
-        let infos = self.ask(pages, pairs, prepare);
-        let order = |((a, b), info): (&(PageId, PageId), Answer<Info>)| {
-            let info = info?;
-            check(&info, ppn_of(*a)?, |_| Some(*b))?;
-            match info.ptr.bits() {
-                _ if info.duplicate => Ok(Ordering::Equal),
-                SMALLER => Ok(Ordering::Less),
-                GREATER => Ok(Ordering::Greater),
-                other => Err(Error::Device(format!("a comparison ended at {other}"))),
-            }
-        };
-        let orders = pairs.iter().zip(infos).map(order).collect();
-        watch.stop(&mut self.own);
-        orders
-    }
-
+impl<P: Port> TreeSearch for PageForgeEngine<P> {
     fn search(
         &mut self,
         pages: &dyn Pages,
@@ -298,22 +273,9 @@ impl<P: Port> Backend for PageForgeBackend<P> {
         watch.stop(&mut self.own);
         answer
     }
-
-    fn account(&self) -> Account {
-        let device = self.port.account();
-        Account {
-            comparisons: device.comparisons,
-            lines: device.lines(),
-            bytes: device.lines() * LINE_BYTES as u64,
-            device_cpu_ns: self.port.device_cpu_ns(),
-            // The model in this process works on the caller's thread; that is not the driver's time.
-            cpu_ns: self.own.cpu_ns.saturating_sub(self.port.borrowed_cpu_ns()) + self.port.helper_cpu_ns(),
-            ..self.own
-        }
-    }
 }
 
-impl<P: Port> PageForgeBackend<P> {
+impl<P: Port> PageForgeEngine<P> {
     fn search_tree(
         &mut self,
         pages: &dyn Pages,

@@ -2,10 +2,10 @@
 //! an error.
 
 use super::Port;
-use super::courier::{Courier, PATIENCE};
+use super::courier::Courier;
 use crate::registers as reg;
 use crate::timing;
-use crate::window::{Info, Job, WINDOW_BYTES, Window};
+use crate::window::{Job, WINDOW_BYTES, Window};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{SealFlags, fcntl_get_seals};
 use std::io;
@@ -13,7 +13,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use vfio_bindings::bindings::vfio::{
     VFIO_IRQ_SET_ACTION_TRIGGER, VFIO_IRQ_SET_DATA_EVENTFD, VFIO_PCI_BAR0_REGION_INDEX,
     VFIO_PCI_BAR2_REGION_INDEX, VFIO_PCI_MSIX_IRQ_INDEX,
@@ -115,31 +115,6 @@ impl VfioUser {
         });
         read.unwrap_or(0)
     }
-
-    /// Waits until the device has done all jobs. The longest compare 31 equal pages each: a ring of those takes well
-    /// below a second.
-    fn wait(&self) -> Result<(), Error> {
-        let deadline = Instant::now() + PATIENCE;
-        while Window::new(self.window.words()).head() != self.tail {
-            if self.done.hopeless.load(Ordering::Acquire) {
-                return Err(failed("it is gone"));
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            let timeout = Timespec::try_from(left).map_err(failed)?;
-            let mut fds = [PollFd::new(&self.done.event, PollFlags::IN)];
-            match poll(&mut fds, Some(&timeout)) {
-                Ok(0) => return Err(failed("it does not answer")),
-                // The count says nothing; reading it makes the next wait wait.
-                Ok(_) => _ = rustix::io::read(&self.done.event, &mut [0; 8]),
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(failed(error)),
-            }
-            if left.is_zero() {
-                return Err(failed("it rings, but does not answer"));
-            }
-        }
-        Ok(())
-    }
 }
 
 /// What wakes whoever waits for the device.
@@ -152,9 +127,10 @@ struct Done {
 
 impl Done {
     fn give_up(&self, error: &vfio_user::Error) {
-        log::debug!("the device cannot be reached: {error}");
         self.hopeless.store(true, Ordering::Release);
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+        // Only now, as who reads the log may wait for a page that the device is to verify.
+        log::debug!("the device cannot be reached: {error}");
     }
 }
 
@@ -201,20 +177,20 @@ impl Port for VfioUser {
         Window::new(self.window.words())
     }
 
-    /// The device reads what was mapped for it, not `pages`.
-    fn run(&mut self, _pages: &dyn Pages, jobs: &[Job]) -> Answer<Vec<Info>> {
+    fn has_memory_of_its_own(&self) -> bool {
+        true
+    }
+
+    fn begin(&mut self, _pages: &dyn Pages, jobs: &[Job]) -> Answer<u32> {
+        let first = self.tail;
         if jobs.is_empty() {
-            return Ok(Vec::new());
+            return Ok(first);
         }
-        let numbers: Vec<u32> = (0..)
-            .map(|n| self.tail.wrapping_add(n))
-            .take(jobs.len())
-            .collect();
         let window = Window::new(self.window.words());
-        for (number, job) in numbers.iter().zip(jobs) {
-            window.set_job(*number, job);
+        for job in jobs {
+            window.set_job(self.tail, job);
+            self.tail = self.tail.wrapping_add(1);
         }
-        self.tail = numbers.last().map_or(self.tail, |last| last.wrapping_add(1));
         let tail = self.tail;
         let done = Arc::clone(&self.done);
         // Nobody waits for the answer: that the device heard it shows by what it does.
@@ -223,8 +199,36 @@ impl Port for VfioUser {
                 done.give_up(&error);
             }
         })?;
-        self.wait()?;
-        Ok(numbers.into_iter().map(|number| window.outcome(number)).collect())
+        Ok(first)
+    }
+
+    fn done(&mut self, known: u32, wait: Duration) -> Answer<u32> {
+        let deadline = Instant::now() + wait;
+        loop {
+            let head = Window::new(self.window.words()).head();
+            if head.wrapping_sub(known) > self.tail.wrapping_sub(known) {
+                return Err(failed(format!(
+                    "it has done job {head}, and has jobs {known} to {}",
+                    self.tail
+                )));
+            }
+            if self.done.hopeless.load(Ordering::Acquire) {
+                return Err(failed("it is gone"));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if head != known || known == self.tail || left.is_zero() {
+                return Ok(head);
+            }
+            let timeout = Timespec::try_from(left).map_err(failed)?;
+            let mut fds = [PollFd::new(&self.done.event, PollFlags::IN)];
+            match poll(&mut fds, Some(&timeout)) {
+                Ok(0) => {}
+                // The count says nothing; reading it makes the next wait wait.
+                Ok(_) => _ = rustix::io::read(&self.done.event, &mut [0; 8]),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
     }
 
     fn account(&self) -> timing::Account {

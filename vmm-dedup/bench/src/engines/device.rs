@@ -7,7 +7,7 @@ use vmm_dedup::compare::Arena;
 
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::children::{self, Process};
-use vmm_dedup_pageforge::driver::{PageForgeBackend, VfioUser};
+use vmm_dedup_pageforge::driver::{PageForgeEngine, VfioUser};
 
 /// Where this process's device has its socket; whoever starts one removes it in the end.
 pub(super) fn folder() -> PathBuf {
@@ -56,9 +56,9 @@ impl DeviceProcess {
     }
 
     /// A connection to a device that may read an arena.
-    pub(super) fn backend(&self, arena: &Arena) -> Result<PageForgeBackend<VfioUser>, Failure> {
+    pub(super) fn engine(&self, arena: &Arena) -> Result<PageForgeEngine<VfioUser>, Failure> {
         let mut port = VfioUser::connect(&self.socket).map_err(Failure::from_error)?;
         port.map_arena(arena).map_err(Failure::from_error)?;
-        Ok(PageForgeBackend::new(port))
+        Ok(PageForgeEngine::new(port))
     }
 }

@@ -7,9 +7,9 @@
 use crate::content::pick;
 use serde::Serialize;
 use std::sync::atomic::Ordering;
-use vmm_dedup::compare::{Arena, Backend, CpuBackend, KeyKind, PageId, Pages};
+use vmm_dedup::compare::{Arena, Cpu, KeyKind, Keys as MakesKeys, PageId, Pages};
 use vmm_dedup_host::Failure;
-use vmm_dedup_pageforge::driver::{InProcess, PageForgeBackend};
+use vmm_dedup_pageforge::driver::{InProcess, PageForgeEngine};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords, Salt};
 
 /// Every second page is written.
@@ -103,16 +103,16 @@ fn figures(
     before: Vec<Vec<u64>>,
     after: Vec<Vec<u64>>,
 ) -> Vec<Keys> {
-    let figures = |(((engine, backend), before), after): ((&Engine, Vec<u64>), Vec<u64>)| {
+    let figures = |(((name, engine), before), after): ((&Engine, Vec<u64>), Vec<u64>)| {
         let same = |page: usize| before[page] == after[page];
         let matches = (0..before.len()).filter(|page| same(*page)).count() as u64;
         let false_positives = changed.iter().filter(|page| same(**page)).count() as u64;
         let pages = before.len() as u64;
         Keys {
             content: content.to_owned(),
-            engine,
+            engine: name,
             write,
-            bytes_per_key: backend.account().bytes as f64 / (2 * pages) as f64,
+            bytes_per_key: engine.account().bytes as f64 / (2 * pages) as f64,
             pages,
             changed: changed.len() as u64,
             matches,
@@ -126,23 +126,23 @@ fn figures(
 
 fn engines() -> Engines {
     [
-        ("jhash2 (KSM)", Box::new(CpuBackend::new(KeyKind::Jhash2))),
+        ("jhash2 (KSM)", Box::new(Cpu::new(KeyKind::Jhash2))),
         (
             "ECC (PageForge)",
-            Box::new(PageForgeBackend::new(InProcess::new(1))),
+            Box::new(PageForgeEngine::new(InProcess::new(1))),
         ),
-        ("lines (ours)", Box::new(CpuBackend::new(KeyKind::Lines(Salt(1))))),
+        ("lines (ours)", Box::new(Cpu::new(KeyKind::Lines(Salt(1))))),
     ]
 }
 
-type Engine = (&'static str, Box<dyn Backend>);
+type Engine = (&'static str, Box<dyn MakesKeys>);
 type Engines = [Engine; 3];
 
 /// The keys of all pages, by each engine.
 fn keys_of(engines: &mut Engines, arena: &Arena) -> Result<Vec<Vec<u64>>, Failure> {
     let pages: Vec<PageId> = (0..arena.pages() as u64).map(PageId).collect();
-    let keys = |(_, backend): &mut Engine| {
-        let keys = backend.keys(arena, &pages);
+    let keys = |(_, engine): &mut Engine| {
+        let keys = engine.keys(arena, &pages);
         keys.into_iter()
             .collect::<Result<Vec<_>, _>>()
             .map_err(Failure::from_error)

@@ -5,10 +5,10 @@ use super::searching::CycleFigures;
 use serde::Serialize;
 use std::time::Instant;
 use vmm_dedup::compare::ksm::{Ksm, Pass};
-use vmm_dedup::compare::{Account, Arena, Backend, CpuBackend, KeyKind, PageId};
+use vmm_dedup::compare::{Account, Arena, Cpu, Engine, KeyKind, PageId, TreeSearch};
 use vmm_dedup_host::Failure;
-use vmm_dedup_pagecmp::{Costs, PageCmpBackend};
-use vmm_dedup_pageforge::driver::{InProcess, PageForgeBackend, Port};
+use vmm_dedup_pagecmp::{Costs, PageCmpEngine};
+use vmm_dedup_pageforge::driver::{InProcess, PageForgeEngine, Port};
 use vmm_dedup_protocol::key::Salt;
 
 /// Passes: pages are seen, merged, and found merged.
@@ -73,8 +73,8 @@ pub(super) struct Lines {
 pub(super) fn measure(content: &str, arena: &Arena, device: &DeviceProcess) -> Result<Vec<Merging>, Failure> {
     let mut all = Vec::new();
     let mut merges = Vec::new();
-    let mut run = |backend: &mut dyn Backend| -> Result<usize, Failure> {
-        let (figures, map) = merge(content, arena, backend)?;
+    let mut run = |engine: &mut dyn TreeSearch| -> Result<usize, Failure> {
+        let (figures, map) = merge(content, arena, engine)?;
         merges.push(map);
         all.push(Merging {
             same_merges: merges.first() == merges.last(),
@@ -82,14 +82,14 @@ pub(super) fn measure(content: &str, arena: &Arena, device: &DeviceProcess) -> R
         });
         Ok(all.len() - 1)
     };
-    let mut ksm = CpuBackend::new(KeyKind::Jhash2);
-    let mut in_memory = PageCmpBackend::new(false);
-    let mut hybrid = PageCmpBackend::new(true);
-    let mut pageforge = PageForgeBackend::new(InProcess::new(1));
+    let mut ksm = Cpu::new(KeyKind::Jhash2);
+    let mut in_memory = PageCmpEngine::new(false);
+    let mut hybrid = PageCmpEngine::new(true);
+    let mut pageforge = PageForgeEngine::new(InProcess::new(1));
     let baseline = run(&mut ksm)?;
-    run(&mut CpuBackend::new(KeyKind::Lines(Salt(1))))?;
+    run(&mut Cpu::new(KeyKind::Lines(Salt(1))))?;
     let pageforge_at = run(&mut pageforge)?;
-    run(&mut device.backend(arena)?)?;
+    run(&mut device.engine(arena)?)?;
     let (in_memory_at, hybrid_at) = (run(&mut in_memory)?, run(&mut hybrid)?);
     all[baseline].lines = Some(lines(&ksm));
     all[pageforge_at].cycles = Some(CycleFigures::of(&pageforge.port().account()));
@@ -100,12 +100,12 @@ pub(super) fn measure(content: &str, arena: &Arena, device: &DeviceProcess) -> R
 
 type Merges = Vec<Option<PageId>>;
 
-fn merge(content: &str, arena: &Arena, backend: &mut dyn Backend) -> Result<(Merging, Merges), Failure> {
+fn merge(content: &str, arena: &Arena, engine: &mut dyn TreeSearch) -> Result<(Merging, Merges), Failure> {
     let mut ksm = Ksm::new(arena.pages());
     let start = Instant::now();
     let mut passes = Vec::with_capacity(PASSES);
     for _ in 0..PASSES {
-        passes.push(ksm.pass(backend, arena).map_err(Failure::from_error)?);
+        passes.push(ksm.pass(engine, arena).map_err(Failure::from_error)?);
     }
     let seconds = start.elapsed().as_secs_f64();
     let merges: Merges = (0..arena.pages() as u64)
@@ -114,12 +114,12 @@ fn merge(content: &str, arena: &Arena, backend: &mut dyn Backend) -> Result<(Mer
     let saved = (0..)
         .zip(&merges)
         .filter(|(page, twin)| twin.is_some_and(|twin| twin != PageId(*page)));
-    let account = backend.account();
+    let account = engine.account();
     let candidates = passes.iter().map(|pass| pass.candidates).sum::<u64>() as f64;
     let unstable = passes.iter().map(|pass| pass.key_matches).sum::<u64>() as f64;
     let figures = Merging {
         content: content.to_owned(),
-        engine: backend.name(),
+        engine: engine.name(),
         pages: arena.pages(),
         saved_pages: saved.count(),
         same_merges: true,
@@ -137,7 +137,7 @@ fn merge(content: &str, arena: &Arena, backend: &mut dyn Backend) -> Result<(Mer
     Ok((figures, merges))
 }
 
-fn lines(cpu: &CpuBackend) -> Lines {
+fn lines(cpu: &Cpu) -> Lines {
     let counts = cpu.line_counts();
     let comparisons = counts.iter().sum::<u64>().max(1) as f64;
     let read: u64 = (0..)
@@ -152,7 +152,7 @@ fn lines(cpu: &CpuBackend) -> Lines {
     }
 }
 
-fn costs(memcmp: &CpuBackend, pagecmp: &PageCmpBackend) -> PageCmpCosts {
+fn costs(memcmp: &Cpu, pagecmp: &PageCmpEngine) -> PageCmpCosts {
     let Costs {
         bytes_moved,
         nanojoules,

@@ -8,10 +8,10 @@ use super::device::DeviceProcess;
 use crate::content::{self, Kind, mix, pick};
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
-use vmm_dedup::compare::{Answer, Arena, Backend, CpuBackend, KeyKind, PageId, Pages};
+use vmm_dedup::compare::{Answer, Arena, Cpu, KeyKind, PageId, Pages, TreeSearch};
 use vmm_dedup_host::Failure;
 use vmm_dedup_pageforge::Account as Cycles;
-use vmm_dedup_pageforge::driver::{InProcess, PageForgeBackend, Port};
+use vmm_dedup_pageforge::driver::{InProcess, PageForgeEngine, Port};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords, Salt, bytes_of};
 use vmm_dedup_protocol::tree::{Node, TreeReader, TreeWriter, words};
 
@@ -95,17 +95,17 @@ pub(super) fn measure(
     device: &DeviceProcess,
 ) -> Result<Vec<Searching>, Failure> {
     let bench = Bench::new(slots, candidates)?;
-    let mut cpu = CpuBackend::new(KeyKind::Lines(Salt(1)));
+    let mut cpu = Cpu::new(KeyKind::Lines(Salt(1)));
     let (reference, expected) = bench.search(&mut cpu, None)?;
     let base = (reference.cpu_ns_per_search, expected.as_slice());
     let mut all = vec![reference];
-    let mut local = PageForgeBackend::new(InProcess::new(1));
+    let mut local = PageForgeEngine::new(InProcess::new(1));
     let (figures, _) = bench.search(&mut local, Some(base))?;
     all.push(Searching {
         cycles: Some(CycleFigures::of(&local.port().account())),
         ..figures
     });
-    let mut remote = device.backend(&bench.arena)?;
+    let mut remote = device.engine(&bench.arena)?;
     let (figures, _) = bench.search(&mut remote, Some(base))?;
     all.push(Searching {
         cycles: Some(CycleFigures::of(&remote.port().account())),
@@ -160,20 +160,20 @@ impl Bench {
     /// Searches for all candidates; `base` is what the CPU takes and answers.
     fn search(
         &self,
-        backend: &mut dyn Backend,
+        engine: &mut dyn TreeSearch,
         base: Option<(f64, &[Answer<Option<PageId>>])>,
     ) -> Result<(Searching, Answers), Failure> {
         let tree = TreeReader::new(&self.tree);
         let mut answers = Vec::new();
         for _ in 0..ROUNDS {
-            answers = backend.search(&self.arena, tree, &self.candidates);
+            answers = engine.search(&self.arena, tree, &self.candidates);
         }
-        let account = backend.account();
+        let account = engine.account();
         let count = (self.candidates.len() * ROUNDS) as u64;
         let searches = count as f64;
         let cpu = account.cpu_ns as f64 / searches;
         let figures = Searching {
-            engine: backend.name(),
+            engine: engine.name(),
             slots: self.tree.len() - 1,
             searches: count,
             found: answers

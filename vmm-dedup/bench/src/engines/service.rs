@@ -6,10 +6,9 @@ use super::device::DeviceProcess;
 use crate::content::Area;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use vmm_dedup::{Config, DedupService, HostRange, Search, ServiceStats};
+use vmm_dedup::{Config, DedupService, HostRange, ServiceStats};
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::OwnStore;
-use vmm_dedup_protocol::stats::BACKENDS;
 
 /// The name of the store's folder.
 pub(super) const STORE: &str = "engines-store";
@@ -21,7 +20,7 @@ const MIB_PAGES: usize = 256;
 /// One engine. Half of the guest's pages are in the store, half nowhere else.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Service {
-    pub(super) engine: &'static str,
+    pub(super) engine: String,
     slots: u64,
     pages: u64,
     merged: u64,
@@ -47,18 +46,18 @@ pub(super) fn measure(
     let candidates = candidates.min(slots);
     // Everything twice in one guest, so that all of it is published.
     let known = Area::with_content(false, mib(slots * 2), |page| page % slots)?;
-    let teacher = serve(&known, store.socket(), "known", Search::Index, None)?;
+    let teacher = serve(&known, store.socket(), "known", "index", None)?;
     until(&teacher, "the store did not fill", |stats| {
         stats.pages_mapped >= known.pages() as u64
     })?;
     let engines = [
-        (Search::Index, None),
-        (Search::Tree, None),
-        (Search::Pageforge, Some(device.socket())),
+        (0, "index", None),
+        (1, "tree", None),
+        (2, "pageforge", Some(device.socket())),
     ];
     let mut all: Vec<Service> = Vec::new();
-    let run = |(search, socket): (Search, Option<&Path>)| {
-        let unknown = |page: usize| (page << 8 | 1 << 40) + search as usize;
+    let run = |(number, search, socket): (usize, &str, Option<&Path>)| {
+        let unknown = |page: usize| (page << 8 | 1 << 40) + number;
         let id = |page| {
             if page < candidates / 2 {
                 page
@@ -78,10 +77,7 @@ pub(super) fn measure(
         let stats: ServiceStats = run(engine)?;
         let per_page = |ns: u64| ns as f64 / candidates as f64;
         all.push(Service {
-            engine: usize::try_from(stats.backend)
-                .ok()
-                .and_then(|at| BACKENDS.get(at))
-                .unwrap_or(&"unknown"),
+            engine: stats.search.text(),
             slots: slots as u64,
             pages: candidates as u64,
             merged: stats.merges_total,
@@ -109,21 +105,21 @@ fn serve(
     area: &Area,
     store: &Path,
     name: &str,
-    search: Search,
+    search: &str,
     socket: Option<&Path>,
 ) -> Result<DedupService, Failure> {
     let config = Config {
         name: name.to_owned(),
         pass_period_ms: 3_600_000, // passes come when they are asked for
         cpu_percent: 100,
-        search,
+        search: search.to_owned(),
         search_socket: socket.map(PathBuf::from),
         ..Config::default()
     };
     let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
     // SAFETY: the area stays mapped for the process's lifetime and is only accessed through volatile words.
     let service =
-        unsafe { DedupService::start_on_ranges_with(&[range], store, config, vmm_dedup_engines::make) };
+        unsafe { DedupService::start_on_ranges_with(&[range], store, config, vmm_dedup_engines::engines()) };
     service.map_err(Failure::from_error)
 }
 

@@ -27,7 +27,7 @@ pub(crate) struct StoreArgs {
     /// How many such slots are left for longer, in percent of the slots in use.
     #[arg(long, value_name = "PERCENT", default_value_t = vmm_dedup_store::Config::default().spare_percent)]
     spare_percent: u32,
-    /// Publish the pages in the order of their content, too, for VMs that search with a comparing backend (PageForge).
+    /// Publish the pages in the order of their content, too, for VMs that search with an engine (PageForge).
     #[arg(long)]
     ordered: bool,
     /// Name of the trust domain, for logs and metrics.

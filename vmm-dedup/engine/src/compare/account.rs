@@ -1,4 +1,4 @@
-//! What a backend has done, and what that cost.
+//! What an engine has done, and what that cost.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::time::Instant;

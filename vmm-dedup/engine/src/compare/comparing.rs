@@ -1,4 +1,4 @@
-//! Searching for backends that can only compare, one comparison after the other.
+//! Searching for engines that can only compare, one comparison after the other.
 
 use super::{Answer, Error, PageId};
 use std::cmp::Ordering;

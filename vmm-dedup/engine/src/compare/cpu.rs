@@ -1,11 +1,13 @@
-//! The CPU as a backend: what the others are measured against.
+//! The CPU as an engine: what the others are measured against, and what takes their place.
+#![allow(unsafe_code)] // the trait's submit() is unsafe; here it reads the pages at once
 
 use super::{
-    Account, Answer, Backend, Error, PageId, PageView, Pages, Stopwatch, among_by_comparing, jhash2,
-    search_by_comparing,
+    Account, Answer, Compared, Engine, Error, Keys, Limits, PageId, PageView, Pages, Pair, PairAnswer,
+    Stopwatch, TreeSearch, Verify, among_by_comparing, jhash2, search_by_comparing,
 };
 use std::cmp::Ordering;
 use std::sync::atomic::Ordering as Memory;
+use std::time::Duration;
 use vmm_dedup_protocol::key::{Key, PAGE_WORDS, Salt, line_words};
 use vmm_dedup_protocol::tree::TreeReader;
 
@@ -14,6 +16,8 @@ const LINE_BYTES: u64 = 64;
 const PAGE_LINES: usize = PAGE_WORDS / LINE_WORDS;
 const KSM_SEED: u32 = 17;
 const KSM_WORDS: usize = 128; // 1 KiB
+/// Pairs that it verifies in a call: some ten microseconds.
+const AT_ONCE: usize = 64;
 
 /// Which keys the CPU makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,24 +28,26 @@ pub enum KeyKind {
     Jhash2,
 }
 
-/// Compares with the caller's CPU.
+/// Does everything on the caller's CPU, at once.
 #[derive(Debug)]
-pub struct CpuBackend {
+pub struct Cpu {
     kind: KeyKind,
     account: Account,
     line_counts: LineCounts,
+    verified: Vec<PairAnswer>,
 }
 
 /// How many comparisons read n lines of each page, at n.
 pub type LineCounts = [u64; PAGE_LINES + 1];
 
-impl CpuBackend {
-    /// A backend that makes such keys.
+impl Cpu {
+    /// An engine that makes such keys.
     pub fn new(kind: KeyKind) -> Self {
         Self {
             kind,
             account: Account::default(),
             line_counts: [0; PAGE_LINES + 1],
+            verified: Vec::new(),
         }
     }
 
@@ -53,11 +59,15 @@ impl CpuBackend {
     /// Compares a candidate with a page, and notes it.
     fn order(&mut self, pages: &dyn Pages, a: &PageView, b: PageId) -> Answer<Ordering> {
         let (order, lines) = compare_views(a, view_of(pages, b)?);
+        self.note_comparison(lines);
+        Ok(order)
+    }
+
+    fn note_comparison(&mut self, lines: usize) {
         self.line_counts[lines] += 1;
         self.account.comparisons += 1;
         self.account.lines += lines as u64 * 2;
         self.account.bytes += lines as u64 * 2 * LINE_BYTES;
-        Ok(order)
     }
 
     fn key(&mut self, page: &PageView) -> u64 {
@@ -99,7 +109,7 @@ pub(super) fn view_of(pages: &dyn Pages, page: PageId) -> Answer<&PageView> {
     pages.view(page).ok_or(Error::Fault(page))
 }
 
-impl Backend for CpuBackend {
+impl Engine for Cpu {
     fn name(&self) -> &'static str {
         match self.kind {
             KeyKind::Lines(_) => "cpu",
@@ -107,6 +117,12 @@ impl Backend for CpuBackend {
         }
     }
 
+    fn account(&self) -> Account {
+        self.account
+    }
+}
+
+impl Keys for Cpu {
     fn keys(&mut self, pages: &dyn Pages, of: &[PageId]) -> Vec<Answer<u64>> {
         let watch = Stopwatch::start();
         self.account.pages += of.len() as u64;
@@ -117,18 +133,45 @@ impl Backend for CpuBackend {
         watch.stop(&mut self.account);
         keys
     }
+}
 
-    fn compare(&mut self, pages: &dyn Pages, pairs: &[(PageId, PageId)]) -> Vec<Answer<Ordering>> {
-        let watch = Stopwatch::start();
-        self.account.pages += pairs.len() as u64;
-        let orders = pairs
-            .iter()
-            .map(|(a, b)| self.order(pages, view_of(pages, *a)?, *b))
-            .collect();
-        watch.stop(&mut self.account);
-        orders
+/// For callers that know engines only; [`super::Verifier`] has the CPU compare without the detour over answers.
+impl Verify for Cpu {
+    fn limits(&self) -> Limits {
+        Limits {
+            at_once: AT_ONCE,
+            zeros: true,
+        }
     }
 
+    unsafe fn submit(&mut self, first: u64, pairs: &[Pair<'_>]) -> Answer<usize> {
+        let watch = Stopwatch::start();
+        self.account.pages += pairs.len() as u64;
+        for (place, pair) in pairs.iter().enumerate() {
+            let number = first + place as u64;
+            let compared = pair.compare();
+            self.note_comparison(match compared {
+                Compared::Different(Some(offset)) => usize::from(offset) / (LINE_WORDS * 8) + 1,
+                _ => PAGE_LINES,
+            });
+            let answer = Ok(compared);
+            self.verified.push(PairAnswer { number, answer });
+        }
+        watch.stop(&mut self.account);
+        Ok(pairs.len())
+    }
+
+    fn poll(&mut self, _wait: Duration, answers: &mut Vec<PairAnswer>) -> Answer<()> {
+        answers.append(&mut self.verified);
+        Ok(())
+    }
+
+    fn abort(&mut self) {
+        self.verified.clear();
+    }
+}
+
+impl TreeSearch for Cpu {
     fn search(
         &mut self,
         pages: &dyn Pages,
@@ -154,10 +197,6 @@ impl Backend for CpuBackend {
         watch.stop(&mut self.account);
         twin
     }
-
-    fn account(&self) -> Account {
-        self.account
-    }
 }
 
 #[cfg(test)]
@@ -167,21 +206,24 @@ mod tests {
 
     #[test]
     fn it_conforms() {
-        conformance::check(&mut |_| Box::new(CpuBackend::new(KeyKind::Lines(Salt(7)))));
+        let cpu = || Cpu::new(KeyKind::Lines(Salt(7)));
+        conformance::keys(&mut |_| Box::new(cpu()));
+        conformance::tree_search(&mut |_| Box::new(cpu()));
+        conformance::verify(&mut |_| Box::new(cpu()));
     }
 
     #[test]
-    fn it_conforms_with_ksms_keys() {
-        conformance::check(&mut |_| Box::new(CpuBackend::new(KeyKind::Jhash2)));
+    fn ksms_keys_conform() {
+        conformance::keys(&mut |_| Box::new(Cpu::new(KeyKind::Jhash2)));
     }
 
     #[test]
     fn keys_read_256_bytes_and_ksms_a_kibibyte() {
         let arena = Arena::new(1).unwrap();
         let bytes = [KeyKind::Lines(Salt(7)), KeyKind::Jhash2].map(|kind| {
-            let mut backend = CpuBackend::new(kind);
-            backend.keys(&arena, &[PageId(0)]);
-            backend.account().bytes
+            let mut cpu = Cpu::new(kind);
+            cpu.keys(&arena, &[PageId(0)]);
+            cpu.account().bytes
         });
         assert_eq!(bytes, [256, 1024]);
     }

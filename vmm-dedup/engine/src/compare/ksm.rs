@@ -1,12 +1,12 @@
 //! The kernel's KSM, as the papers describe it (PageForge, algorithm 1 and section 3.4): the baseline that they measure
-//! against, with any backend to make its keys and search its trees.
+//! against, with any engine to make its keys and search its trees.
 //!
 //! A pass takes every page that is not merged yet. A page that has a twin in the *stable* tree is merged with it. Else
 //! its key is compared with that of the pass before: if it changed, or is the first, the page is left alone until the
 //! next pass. If not, its twin is looked for in the *unstable* tree, which is made anew in each pass: if there is one,
 //! both become one page, in the stable tree; if not, the page goes into the unstable tree.
 //!
-//! Pages are taken in batches, as KSM's `pages_to_scan` are, and a backend answers for a batch at once. What the pages
+//! Pages are taken in batches, as KSM's `pages_to_scan` are, and an engine answers for a batch at once. What the pages
 //! of one batch change in the trees is then found by the CPU, so that the outcome is that of taking them one by
 //! one. Where KSM has red-black trees these are AVL trees; both keep the same pages in the same order.
 //!
@@ -15,7 +15,7 @@
 //! be in the way of others, as in KSM.
 
 use super::cpu::{compare_views, view_of};
-use super::{Answer, Backend, PageId, Pages};
+use super::{Answer, PageId, Pages, TreeSearch};
 use std::sync::atomic::AtomicU64;
 use vmm_dedup_protocol::tree::{MAX_NODES, Node, TreeReader, TreeWriter, words};
 
@@ -79,8 +79,8 @@ impl Ksm {
     /// Looks at all pages once.
     ///
     /// # Errors
-    /// If the backend failed, or a page is not there. What was merged until then is.
-    pub fn pass(&mut self, backend: &mut dyn Backend, pages: &dyn Pages) -> Answer<Pass> {
+    /// If the engine failed, or a page is not there. What was merged until then is.
+    pub fn pass(&mut self, engine: &mut dyn TreeSearch, pages: &dyn Pages) -> Answer<Pass> {
         let mut pass = Pass::default();
         let nodes: Vec<Node> = (0..)
             .zip(&self.merged)
@@ -94,7 +94,7 @@ impl Ksm {
                 .copied()
                 .filter(|n| self.merged[*n as usize].is_none())
                 .collect();
-            self.batch(backend, pages, &batch, &mut pass)?;
+            self.batch(engine, pages, &batch, &mut pass)?;
         }
         TreeWriter::new(&self.unstable).clear();
         Ok(pass)
@@ -102,13 +102,13 @@ impl Ksm {
 
     fn batch(
         &mut self,
-        backend: &mut dyn Backend,
+        engine: &mut dyn TreeSearch,
         pages: &dyn Pages,
         batch: &[Node],
         pass: &mut Pass,
     ) -> Answer<()> {
         let ids = |nodes: &[Node]| -> Vec<PageId> { nodes.iter().copied().map(PageId::of_node).collect() };
-        let stable = backend.search(pages, TreeReader::new(&self.stable), &ids(batch));
+        let stable = engine.search(pages, TreeReader::new(&self.stable), &ids(batch));
         let mut rest = Vec::with_capacity(batch.len());
         for (node, twin) in batch.iter().zip(stable) {
             pass.candidates += 1;
@@ -120,7 +120,7 @@ impl Ksm {
                 None => rest.push(*node),
             }
         }
-        let keys = backend.keys(pages, &ids(&rest));
+        let keys = engine.keys(pages, &ids(&rest));
         let mut unchanged = Vec::with_capacity(rest.len());
         for (node, key) in rest.into_iter().zip(keys) {
             let key = Some(key?);
@@ -134,7 +134,7 @@ impl Ksm {
             }
         }
         let version = TreeReader::new(&self.stable).version();
-        let unstable = backend.search(pages, TreeReader::new(&self.unstable), &ids(&unchanged));
+        let unstable = engine.search(pages, TreeReader::new(&self.unstable), &ids(&unchanged));
         for (node, twin) in unchanged.into_iter().zip(unstable) {
             let changed = TreeReader::new(&self.stable).version() != version;
             self.settle(pages, node, twin?, changed, pass)?;
@@ -187,7 +187,7 @@ impl Ksm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compare::{Arena, CpuBackend, KeyKind};
+    use crate::compare::{Arena, Cpu, KeyKind};
     use proptest::prelude::*;
     use std::collections::HashMap;
     use vmm_dedup_protocol::key::PAGE_WORDS;
@@ -200,8 +200,8 @@ mod tests {
         arena
     }
 
-    fn ksms() -> CpuBackend {
-        CpuBackend::new(KeyKind::Jhash2)
+    fn ksms() -> Cpu {
+        Cpu::new(KeyKind::Jhash2)
     }
 
     fn merged(ksm: &Ksm, pages: usize) -> Vec<Option<u64>> {

@@ -1,48 +1,76 @@
-//! Seams for hardware that compares pages: what a comparing backend does, and the CPU as the first of them.
+//! Seams for what compares pages: the CPU, and devices that do it for the CPU.
 //!
-//! A [`Backend`] makes keys, compares pages and searches trees of pages, in batches, over [`Pages`] that it is given
-//! with each call. What it finds is a suggestion: before a page is merged, the engine itself compares what it took,
-//! all 4,096 bytes, on the CPU (see [`merge`](mod@crate::merge::merger)). So a backend that errs costs time or savings, never
-//! content.
+//! An *engine* has a name and an account ([`Engine`]), and offers some of three works:
 //!
-//! Duties of both sides:
-//! - The pages may change while a backend reads them (candidates in a guest's memory, a staging buffer): then any
-//!   answer is right, but there is one, and soon.
-//! - A page that cannot be read is an error for the item that named it, not for the batch.
-//! - Answers come in the order of the questions, one for each.
-//! - A backend reads pages and nothing else of the caller's memory.
+//! - [`Keys`] makes keys of pages, which tell pages apart and show that a page has changed;
+//! - [`TreeSearch`] finds the twin of a page in a tree of pages that is ordered by content, or in a set;
+//! - [`Verify`] tells whether pages that were taken from a guest are equal to the slots that are to replace them.
 //!
-//! All backends pass the suite in [`conformance`].
+//! Keys and searches are suggestions: an engine that errs there costs time or savings. Verification decides what a guest
+//! reads. So the service asks through a [`Verifier`], which has the CPU compare whatever an engine calls equal, unless the
+//! operator has said to trust that engine.
+//!
+//! Programs list the engines that they link in [`Engines`], by name. The engine library itself has the CPU alone: [`Cpu`]
+//! offers all three works, and is what everything falls back to.
+//!
+//! What holds for all works:
+//! - Calls return soon: an engine bounds how long it waits for its device, and then says [`Error::Device`].
+//! - An item that cannot be read is an error of that item; the others of its batch have their answers.
+//! - After [`Error::Device`] an engine is asked nothing any more; it is dropped.
+//! - An engine reads the pages that it is given and nothing else of the caller's memory. It writes none of them.
+//! - A device sees files: those that it was given by [`Engine::map`], and what its driver copies into memory of its own.
+//!   Memory of a guest is never mapped for a device, since that would pin it.
+//!
+//! Each engine passes the suites in `conformance` (feature `conformance`) for what it offers. KSM's algorithm on any engine
+//! is in `ksm` (feature `ksm-model`).
 
 mod account;
 mod arena;
+mod checked_search;
 mod comparing;
+#[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod cpu;
 mod jhash;
+mod keys;
+#[cfg(any(test, feature = "ksm-model"))]
 pub mod ksm;
 pub(crate) mod registry;
+mod retry;
+mod tree_search;
+mod verifier;
+mod verify;
 
 pub use account::{Account, Stopwatch};
 pub use arena::Arena;
+pub use checked_search::CheckedSearch;
 pub use comparing::{among_by_comparing, search_by_comparing};
-pub use cpu::{CpuBackend, KeyKind, LineCounts};
+pub use cpu::{Cpu, KeyKind, LineCounts};
 pub use jhash::jhash2;
+pub use keys::Keys;
+pub use registry::{Engines, Entry, Work};
+pub(crate) use retry::Retry;
+pub use tree_search::{Searched, TreeSearch};
+pub use verifier::Verifier;
+pub use verify::{Compared, Limits, Pair, PairAnswer, StablePage, Verify, With};
 
-use std::cmp::Ordering;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
 use vmm_dedup_protocol::key::PAGE_WORDS;
-use vmm_dedup_protocol::tree::{Node, TreeReader};
+use vmm_dedup_protocol::tree::Node;
 
-/// A page as backends see it: words that may change under their eyes.
+/// A page as engines see it: words that may change under their eyes.
 pub type PageView = [AtomicU64; PAGE_WORDS];
 
-/// Names a page among [`Pages`]. The nodes of a tree are pages of the same numbers.
+/// Names a page among [`Pages`] and the files of [`Engine::map`]. The nodes of a tree are pages of the same numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageId(pub u64);
 
 impl PageId {
+    /// The first of the numbers that callers give to no page: an engine may name pages of its own by it and the
+    /// following ones, e.g. a buffer that its device reads.
+    pub const OWN: Self = Self(1 << 32);
+
     /// The page of a tree's node.
     pub fn of_node(node: Node) -> Self {
         Self(node.into())
@@ -55,7 +83,7 @@ impl std::fmt::Display for PageId {
     }
 }
 
-/// The pages that a backend may read.
+/// The pages that an engine may read in a call.
 pub trait Pages: Sync {
     /// The page of this number; `None` if there is none.
     fn view(&self, page: PageId) -> Option<&PageView>;
@@ -65,32 +93,26 @@ pub trait Pages: Sync {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// There is no such page, or the device was not given it.
-    #[error("{0} cannot be read: give it to the backend first")]
+    #[error("{0} cannot be read: give it to the engine first")]
     Fault(PageId),
+    /// Memory at an address that an engine was given cannot be read by its device.
+    #[error("the device cannot read the page at {0:#x}")]
+    Address(usize),
     /// The device failed; nothing can be asked of it any more.
-    #[error("the device failed ({0}): the CPU backend does the same")]
+    #[error("the device failed ({0}): the CPU does the same")]
     Device(String),
 }
 
 /// An answer.
 pub type Answer<T> = Result<T, Error>;
 
-/// What a search found, and the key of the candidate as it was then, if it was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Searched {
-    /// The twin.
-    pub twin: Option<PageId>,
-    /// As [`Backend::keys`] makes it.
-    pub key: Option<u64>,
-}
-
-/// Something that makes keys of pages, compares pages and searches among them.
-pub trait Backend: Send {
-    /// A short name for reports.
+/// What all engines have, whatever they offer.
+pub trait Engine: Send {
+    /// A short name for reports and logs. (In settings and metrics it has the name that it was registered by.)
     fn name(&self) -> &'static str;
 
-    /// Lets it read the pages of a file, as pages `first` and following: for devices, which do not see [`Pages`]. The
-    /// file cannot shrink.
+    /// Lets it read the pages of a file, as pages `first` and following: for devices, which do not see the caller's
+    /// memory. The file cannot shrink. Not called while pages of a guest are away.
     ///
     /// # Errors
     /// If the device cannot be told.
@@ -110,36 +132,6 @@ pub trait Backend: Send {
     fn helper_cpu_ns(&self) -> u64 {
         0
     }
-
-    /// Makes a key of each page: a hash of a part of it. Equal pages have equal keys, with one backend; keys of
-    /// different backends have nothing to do with each other.
-    fn keys(&mut self, pages: &dyn Pages, of: &[PageId]) -> Vec<Answer<u64>>;
-
-    /// Compares pairs of pages as `memcmp` does.
-    fn compare(&mut self, pages: &dyn Pages, pairs: &[(PageId, PageId)]) -> Vec<Answer<Ordering>>;
-
-    /// Searches the tree for a twin of each candidate.
-    fn search(
-        &mut self,
-        pages: &dyn Pages,
-        tree: TreeReader<'_>,
-        candidates: &[PageId],
-    ) -> Vec<Answer<Option<PageId>>>;
-
-    /// The same; with a twin's absence comes the candidate's key, where that was made on the way.
-    fn search_keyed(
-        &mut self,
-        pages: &dyn Pages,
-        tree: TreeReader<'_>,
-        candidates: &[PageId],
-    ) -> Vec<Answer<Searched>> {
-        let twins = self.search(pages, tree, candidates).into_iter();
-        let without_key = |twin| Searched { twin, key: None };
-        twins.map(|twin| twin.map(without_key)).collect()
-    }
-
-    /// Finds the first twin of a candidate in an arbitrary set of pages (PageForge, section 4.2): its place in the set.
-    fn among(&mut self, pages: &dyn Pages, candidate: PageId, set: &[PageId]) -> Answer<Option<usize>>;
 
     /// What was done so far, and what it cost.
     fn account(&self) -> Account;

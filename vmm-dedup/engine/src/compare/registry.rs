@@ -1,97 +1,261 @@
-//! Who looks for the slot that a page equals: the settings for it, and how engines that are not of this crate come in.
+//! Which engines a program has, by the names that settings use.
 
-use crate::compare::{Answer, Backend, CpuBackend, Error, KeyKind};
-use serde::{Deserialize, Serialize};
+use super::{Answer, Cpu, Error, KeyKind, Keys, TreeSearch, Verify};
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use vmm_dedup_protocol::key::Salt;
+use vmm_dedup_protocol::name::EngineName;
 
-/// What looks for the slot that a page equals. All but the hash index walk the store's tree of slots in the order of
-/// their content, so they need a store that keeps one (`vmm-dedup store --ordered`); from any other, and whenever an
-/// engine fails, the hash index is used.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Search {
-    /// The store's hash index: nothing is compared before a page is taken.
-    #[default]
-    Index,
-    /// The tree, by this CPU.
-    Tree,
-    /// The tree, by a PageForge (MICRO'17): a device behind a socket, or a model in this process.
-    Pageforge,
-    /// The tree, compared in memory chips by a model of PageCmp.
-    Pagecmp,
-    /// The same, the first line of each comparison by the CPU.
-    PagecmpHybrid,
+/// The CPU's name among verifiers: the default, and what takes the place of any other one.
+pub(crate) const CPU: &str = "cpu";
+/// The CPU's name among those that search the store's tree.
+const TREE: &str = "tree";
+
+/// What an engine can be asked to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// [`Keys`].
+    Keys,
+    /// [`Verify`].
+    Verify,
+    /// [`TreeSearch`].
+    TreeSearch,
 }
 
-impl Search {
-    /// All of them.
-    pub const ALL: [Search; 5] = [
-        Search::Index,
-        Search::Tree,
-        Search::Pageforge,
-        Search::Pagecmp,
-        Search::PagecmpHybrid,
-    ];
+impl std::fmt::Display for Work {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Work::Keys => "makes keys",
+            Work::Verify => "verifies",
+            Work::TreeSearch => "searches",
+        })
+    }
+}
 
-    /// Its name in configurations.
+/// Makes an engine; with the socket of its device, if settings name one. It returns soon.
+type Make<T> = Arc<dyn Fn(Option<&Path>) -> Answer<Box<T>> + Send + Sync>;
+
+/// What one engine offers, and how it is made. It is made anew after it has failed.
+#[derive(Clone, Default)]
+pub struct Entry {
+    keys: Option<Make<dyn Keys>>,
+    verify: Option<Make<dyn Verify>>,
+    tree_search: Option<Make<dyn TreeSearch>>,
+    socket: bool,
+}
+
+impl Entry {
+    /// Offers nothing.
     #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Search::Index => "index",
-            Search::Tree => "tree",
-            Search::Pageforge => "pageforge",
-            Search::Pagecmp => "pagecmp",
-            Search::PagecmpHybrid => "pagecmp-hybrid",
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Offers keys.
+    #[must_use]
+    pub fn keys(
+        mut self,
+        make: impl Fn(Option<&Path>) -> Answer<Box<dyn Keys>> + Send + Sync + 'static,
+    ) -> Self {
+        self.keys = Some(Arc::new(make));
+        self
+    }
+
+    /// Offers to verify.
+    #[must_use]
+    pub fn verify(
+        mut self,
+        make: impl Fn(Option<&Path>) -> Answer<Box<dyn Verify>> + Send + Sync + 'static,
+    ) -> Self {
+        self.verify = Some(Arc::new(make));
+        self
+    }
+
+    /// Offers to search trees, which includes keys.
+    #[must_use]
+    pub fn tree_search(
+        mut self,
+        make: impl Fn(Option<&Path>) -> Answer<Box<dyn TreeSearch>> + Send + Sync + 'static,
+    ) -> Self {
+        self.tree_search = Some(Arc::new(make));
+        self
+    }
+
+    /// Its device can be behind a socket, which settings may name.
+    #[must_use]
+    pub fn behind_socket(mut self) -> Self {
+        self.socket = true;
+        self
+    }
+
+    fn offers(&self, work: Work) -> bool {
+        match work {
+            Work::Keys => self.keys.is_some() || self.tree_search.is_some(),
+            Work::Verify => self.verify.is_some(),
+            Work::TreeSearch => self.tree_search.is_some(),
         }
     }
 }
 
-impl std::fmt::Display for Search {
+impl std::fmt::Debug for Entry {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
+        let all = [Work::Keys, Work::Verify, Work::TreeSearch];
+        f.debug_list()
+            .entries(all.into_iter().filter(|work| self.offers(*work)))
+            .finish()
     }
 }
 
-impl std::str::FromStr for Search {
-    type Err = String;
+/// A program's engines. Those that are not of this crate are registered by the program that links them.
+#[derive(Clone, Debug)]
+pub struct Engines {
+    entries: BTreeMap<&'static str, Entry>,
+}
 
-    fn from_str(name: &str) -> Result<Self, String> {
-        let names = || Search::ALL.map(Search::name).join(", ");
-        Search::ALL
-            .into_iter()
-            .find(|search| search.name() == name)
-            .ok_or_else(|| format!("nothing searches by {name:?}; choose one of {}", names()))
+impl Default for Engines {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
-/// Makes the engine for a search other than [`Search::Index`]; the path is the socket of a device, if one was named.
-/// Called again when an engine has failed, and for each new store. It must return soon.
-pub type MakeEngine = fn(Search, Option<&Path>) -> Answer<Box<dyn Backend>>;
-
-/// The engines of this crate: the CPU alone. A program that links the devices' models passes a function of its own
-/// to [`crate::DedupService::start_with`].
-///
-/// # Errors
-/// For engines that are elsewhere.
-pub fn cpu_engines(search: Search, _socket: Option<&Path>) -> Answer<Box<dyn Backend>> {
-    match search {
+impl Engines {
+    /// This CPU: `cpu` makes keys and verifies, `tree` searches.
+    #[must_use]
+    pub fn new() -> Self {
         // Its keys tell only whether a page has changed, and are shown to nobody: they need no salt.
-        Search::Index | Search::Tree => Ok(Box::new(CpuBackend::new(KeyKind::Lines(Salt(0))))),
-        other => Err(Error::Device(format!("this program has no {other}"))),
+        let cpu = || Cpu::new(KeyKind::Lines(Salt(0)));
+        let none = Self {
+            entries: BTreeMap::new(),
+        };
+        let plain = Entry::new()
+            .keys(move |_| Ok(Box::new(cpu())))
+            .verify(move |_| Ok(Box::new(cpu())));
+        none.register(CPU, plain)
+            .register(TREE, Entry::new().tree_search(move |_| Ok(Box::new(cpu()))))
+    }
+
+    /// Adds an engine by the name that settings and metrics are to have for it.
+    ///
+    /// # Panics
+    /// If the name is taken, or none that metrics can show ([`EngineName::try_new`]): a mistake in the program.
+    #[must_use]
+    pub fn register(mut self, name: &'static str, entry: Entry) -> Self {
+        assert!(
+            EngineName::try_new(name).is_some(),
+            "{name:?} cannot name an engine: use letters, digits and dashes, at most 32"
+        );
+        let before = self.entries.insert(name, entry);
+        assert!(before.is_none(), "there are two engines named {name:?}");
+        self
+    }
+
+    /// The names of those that do a work.
+    pub fn names(&self, work: Work) -> impl Iterator<Item = &'static str> {
+        let entries = self.entries.iter();
+        entries.filter_map(move |(name, entry)| entry.offers(work).then_some(*name))
+    }
+
+    /// Whether an engine's device can be behind a socket.
+    #[must_use]
+    pub fn takes_socket(&self, name: &str) -> bool {
+        self.entries.get(name).is_some_and(|entry| entry.socket)
+    }
+
+    /// Makes an engine for keys.
+    ///
+    /// # Errors
+    /// If there is none of that name, or its device cannot be used.
+    pub fn keys(&self, name: &str, socket: Option<&Path>) -> Answer<Box<dyn Keys>> {
+        let entry = self.entries.get(name);
+        let own = entry.and_then(|entry| entry.keys.as_ref());
+        let searching = entry.and_then(|entry| entry.tree_search.as_ref());
+        match (own, searching) {
+            (Some(make), _) => make(socket),
+            (None, Some(make)) => Ok(make(socket)?),
+            (None, None) => Err(self.lacks(name, Work::Keys)),
+        }
+    }
+
+    /// Makes an engine that verifies.
+    ///
+    /// # Errors
+    /// As for [`Self::keys`].
+    pub fn verifier(&self, name: &str, socket: Option<&Path>) -> Answer<Box<dyn Verify>> {
+        let make = self.entries.get(name).and_then(|entry| entry.verify.as_ref());
+        make.ok_or_else(|| self.lacks(name, Work::Verify))?(socket)
+    }
+
+    /// Makes an engine that searches.
+    ///
+    /// # Errors
+    /// As for [`Self::keys`].
+    pub fn tree_search(&self, name: &str, socket: Option<&Path>) -> Answer<Box<dyn TreeSearch>> {
+        let make = self
+            .entries
+            .get(name)
+            .and_then(|entry| entry.tree_search.as_ref());
+        make.ok_or_else(|| self.lacks(name, Work::TreeSearch))?(socket)
+    }
+
+    fn lacks(&self, name: &str, work: Work) -> Error {
+        let offered = self.names(work).collect::<Vec<_>>().join(", ");
+        Error::Device(format!(
+            "this program has no {name:?} that {work}, only {offered}"
+        ))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::compare::{Arena, PageId};
+
+    fn names(engines: &Engines, work: Work) -> Vec<&'static str> {
+        engines.names(work).collect()
+    }
 
     #[test]
-    fn names_are_read_as_they_are_written() {
-        for search in Search::ALL {
-            assert_eq!(search.to_string().parse(), Ok(search));
+    fn the_cpu_does_everything() {
+        let engines = Engines::new();
+        assert_eq!(names(&engines, Work::Keys), ["cpu", "tree"]);
+        assert_eq!(names(&engines, Work::Verify), ["cpu"]);
+        assert_eq!(names(&engines, Work::TreeSearch), ["tree"]);
+        let arena = Arena::new(1).unwrap();
+        let keys = |name| engines.keys(name, None).unwrap().keys(&arena, &[PageId(0)]);
+        assert_eq!(keys("cpu"), keys("tree"));
+    }
+
+    #[test]
+    fn an_engine_is_found_by_its_name_and_by_what_it_offers() {
+        let make = |_: Option<&Path>| Ok(Box::new(Cpu::new(KeyKind::Jhash2)) as Box<dyn Verify>);
+        let engines = Engines::new().register("mine", Entry::new().verify(make).behind_socket());
+        assert_eq!(names(&engines, Work::Verify), ["cpu", "mine"]);
+        assert_eq!(engines.verifier("mine", None).unwrap().name(), "cpu-jhash2");
+        assert!(engines.takes_socket("mine") && !engines.takes_socket("cpu"));
+        for made in [
+            engines.verifier("yours", None).map(|engine| engine.name()),
+            engines.verifier("tree", None).map(|engine| engine.name()),
+        ] {
+            let error = made.unwrap_err().to_string();
+            assert!(error.contains("that verifies, only cpu, mine"), "{error}");
         }
-        let error = "hash".parse::<Search>().unwrap_err();
-        assert!(error.contains("pagecmp-hybrid"), "{error}");
+        let error = engines.keys("mine", None).err().unwrap().to_string();
+        assert!(
+            error.contains("\"mine\" that makes keys, only cpu, tree"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    #[should_panic(expected = "two engines named \"cpu\"")]
+    fn a_name_is_given_once() {
+        let _ = Engines::new().register("cpu", Entry::new());
+    }
+
+    #[test]
+    #[should_panic(expected = "cannot name an engine")]
+    fn a_name_can_be_a_label() {
+        let _ = Engines::new().register("my engine", Entry::new());
     }
 }

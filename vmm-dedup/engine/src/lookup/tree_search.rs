@@ -16,22 +16,19 @@
 //! An engine that fails is let go, and made anew after a while; meanwhile the index does the work. So is one whose
 //! proposals are wrong too often, since each costs a guest a moment without the page.
 
-use crate::compare::registry::{MakeEngine, Search};
-use crate::compare::{Arena, Backend, Error, PageId, PageView, Pages, Searched};
-use crate::config::Config;
+use crate::compare::{Arena, CheckedSearch, Engines, Error, PageId, PageView, Pages, Retry, Searched};
+use crate::config::{Config, INDEX};
 use crate::memory::layout::{Memory, Page};
 use crate::store::connection::Store;
+use crate::store::told_segments::ToldSegments;
 use crate::sys::page_size::PAGE_SIZE;
 use std::path::PathBuf;
-use vmm_dedup_protocol::stats::BACKENDS;
-use vmm_dedup_protocol::{MAX_SLOTS, SLOTS_PER_SEGMENT, Slot};
+use vmm_dedup_protocol::{MAX_SLOTS, Slot};
 
 /// Pages of the staging buffer: so many are asked for at once.
 pub(crate) const BATCH: usize = 1024;
 /// Page number of the staging buffer; the numbers below are slots.
 const STAGING: PageId = PageId(MAX_SLOTS as u64);
-/// Passes until an engine that failed is made again, at first and at most.
-const PAUSES: std::ops::RangeInclusive<u64> = 64..=4096;
 /// Wrong proposals that are forgiven: guests write their pages meanwhile.
 const FORGIVEN: usize = 64;
 
@@ -66,14 +63,12 @@ pub(crate) struct Place<'a> {
 
 /// What there is to search with.
 pub(crate) struct Searcher {
-    search: Search,
+    /// What the settings ask for.
+    name: String,
     socket: Option<PathBuf>,
-    make: MakeEngine,
+    engines: Engines,
     engine: Option<Engine>,
-    /// The pass from which on an engine may be made, and the pause before the next one if that fails.
-    due: u64,
-    pause: u64,
-    failures: u64,
+    retry: Retry,
     /// CPU time of the helpers of engines that are gone, ns.
     past_helper_ns: u64,
     /// The engine's keys of pages that had no twin, by page; 0: none.
@@ -82,11 +77,9 @@ pub(crate) struct Searcher {
 
 /// An engine with all that it may read.
 struct Engine {
-    backend: Box<dyn Backend>,
+    search: CheckedSearch,
     staging: Arena,
-    /// The segments that it was given, by number, and [`Store::segment_changes`] then.
-    given: Vec<Option<u64>>,
-    seen: Option<u64>,
+    told: ToldSegments,
     /// Its proposals, and those of them that turned out wrong.
     proposed: usize,
     wrong: usize,
@@ -109,15 +102,13 @@ impl Pages for Readable<'_> {
 
 impl Searcher {
     /// Makes no engine yet.
-    pub(crate) fn new(config: &Config, make: MakeEngine) -> Self {
+    pub(crate) fn new(config: &Config, engines: Engines) -> Self {
         Self {
-            search: config.search,
+            name: config.search.clone(),
             socket: config.search_socket.clone(),
-            make,
+            engines,
             engine: None,
-            due: 0,
-            pause: *PAUSES.start(),
-            failures: 0,
+            retry: Retry::default(),
             past_helper_ns: 0,
             keys: Vec::new(),
         }
@@ -128,20 +119,14 @@ impl Searcher {
         self.engine.is_some()
     }
 
-    /// Its number among [`BACKENDS`].
-    pub(crate) fn number(&self) -> u64 {
-        let Some(engine) = &self.engine else { return 0 };
-        let name = match engine.backend.name() {
-            "cpu" => "cpu-tree",
-            name => name,
-        };
-        let named = BACKENDS.iter().position(|backend| *backend == name);
-        named.unwrap_or(BACKENDS.len() - 1) as u64
+    /// What searches now, by its name in settings.
+    pub(crate) fn name(&self) -> &str {
+        if self.is_on() { &self.name } else { INDEX }
     }
 
     /// Times that an engine failed or could not be made.
     pub(crate) fn failures(&self) -> u64 {
-        self.failures
+        self.retry.failures()
     }
 
     /// Own memory, bytes.
@@ -152,13 +137,13 @@ impl Searcher {
 
     /// CPU time of threads that drive engines, ns.
     pub(crate) fn helper_cpu_ns(&self) -> u64 {
-        let now = self.engine.as_ref().map_or(0, |e| e.backend.helper_cpu_ns());
+        let now = self.engine.as_ref().map_or(0, |e| e.search.helper_cpu_ns());
         self.past_helper_ns + now
     }
 
     /// Before a pass: makes the engine if it is time for that, and lets it read what the store has now.
     pub(crate) fn prepare(&mut self, store: &Store, pass: u64) {
-        if self.search == Search::Index || store.index().tree().version() == 0 {
+        if self.name == INDEX || store.index().tree().version() == 0 {
             // The store has no tree, or none yet.
             self.forget_store();
             return;
@@ -170,27 +155,30 @@ impl Searcher {
             let reason = format!("{wrong} of {proposed} proposals were wrong");
             self.fail(&Error::Device(reason), pass);
         }
-        if self.engine.is_none() && pass >= self.due {
+        if self.engine.is_none() && self.retry.is_due(pass) {
             match self.new_engine() {
                 Ok(engine) => self.engine = Some(engine),
                 Err(error) => self.fail(&error, pass),
             }
         }
-        let told = self.engine.as_mut().map_or(Ok(()), |engine| engine.tell(store));
+        let told = self.engine.as_mut().map_or(Ok(()), |engine| {
+            let Engine { search, told, .. } = engine;
+            told.tell(search.engine(), store)
+        });
         if let Err(error) = told {
             self.fail(&error, pass);
         }
     }
 
     fn new_engine(&self) -> Result<Engine, Error> {
-        let mut backend = (self.make)(self.search, self.socket.as_deref())?;
+        let engine = self.engines.tree_search(&self.name, self.socket.as_deref())?;
+        let mut search = CheckedSearch::new(engine);
         let staging = Arena::new(BATCH).map_err(|error| Error::Device(error.to_string()))?;
-        backend.map(STAGING, BATCH, staging.file())?;
+        search.engine().map(STAGING, BATCH, staging.file())?;
         Ok(Engine {
-            backend,
+            search,
             staging,
-            given: Vec::new(),
-            seen: None,
+            told: ToldSegments::default(),
             proposed: 0,
             wrong: 0,
         })
@@ -198,18 +186,15 @@ impl Searcher {
 
     /// Lets go of an engine that cannot be used, and of the store's memory with it.
     fn fail(&mut self, error: &Error, pass: u64) {
-        self.failures += 1;
-        self.due = pass + self.pause;
-        let (search, pause) = (self.search, self.pause);
-        log::warn!("no search by {search} for {pause} passes, but by the index: {error}");
-        self.pause = (self.pause * 2).min(*PAUSES.end());
+        let (name, pause) = (&self.name, self.retry.fail(pass));
+        log::warn!("no search by {name} for {pause} passes, but by the index: {error}");
         self.forget_store();
     }
 
     /// Lets go of the engine, which may read the store that there was. Its successor makes other keys.
     pub(crate) fn forget_store(&mut self) {
         if let Some(engine) = self.engine.take() {
-            self.past_helper_ns += engine.backend.helper_cpu_ns();
+            self.past_helper_ns += engine.search.helper_cpu_ns();
         }
         self.keys = Vec::new();
     }
@@ -296,33 +281,6 @@ impl Searcher {
 }
 
 impl Engine {
-    /// Lets the backend read what segments there are now.
-    fn tell(&mut self, store: &Store) -> Result<(), Error> {
-        if self.seen == Some(store.segment_changes()) {
-            return Ok(());
-        }
-        let pages = SLOTS_PER_SEGMENT as usize;
-        let numbered = (0..).map(|number: u64| PageId(number * pages as u64));
-        for (at, (first, segment)) in numbered.zip(store.segments()).enumerate() {
-            if self.given.len() <= at {
-                self.given.push(None);
-            }
-            let serial = segment.map(|(serial, _)| serial);
-            if self.given[at] == serial {
-                continue;
-            }
-            if self.given[at].take().is_some() {
-                self.backend.unmap(first, pages)?;
-            }
-            if let Some((serial, file)) = segment {
-                self.backend.map(first, pages, file)?;
-                self.given[at] = Some(serial);
-            }
-        }
-        self.seen = Some(store.segment_changes());
-        Ok(())
-    }
-
     /// Copies pages into the staging buffer; torn where the guest writes meanwhile.
     #[allow(unsafe_code)] // reads guest memory
     fn stage(&self, memory: &Memory, pages: &[Page]) -> Vec<PageId> {
@@ -342,8 +300,7 @@ impl Engine {
             staging: &self.staging,
         };
         let tree = store.index().tree();
-        let searched = self.backend.search_keyed(&readable, tree, ids);
-        let searched = each(searched, ids.len())?.into_iter();
+        let searched = self.search.search(&readable, tree, ids)?.into_iter();
         let found = |one: Searched| {
             let found = Found::of(one.twin.and_then(slot_of));
             (found, one.key.map(|key| key as u32))
@@ -359,7 +316,7 @@ impl Engine {
             staging: &self.staging,
         };
         let twin = |id: &PageId| {
-            let at = passed(self.backend.among(&readable, *id, &slots))?.flatten();
+            let at = self.search.among(&readable, *id, &slots)?;
             Ok(Found::of(at.and_then(|at| set.get(at)).copied()))
         };
         ids.iter().map(twin).collect()
@@ -372,26 +329,8 @@ impl Engine {
             store,
             staging: &self.staging,
         };
-        let keys = each(self.backend.keys(&readable, ids), ids.len())?.into_iter();
+        let keys = self.search.keys(&readable, ids)?.into_iter();
         Ok(keys.map(|key| key.map_or(0, |key| key as u32)).collect())
-    }
-}
-
-/// The answers to so many questions.
-fn each<T>(answers: Vec<Result<T, Error>>, asked: usize) -> Result<Vec<Option<T>>, Error> {
-    if answers.len() != asked {
-        let given = answers.len();
-        return Err(Error::Device(format!("{given} answers to {asked} questions")));
-    }
-    answers.into_iter().map(passed).collect()
-}
-
-/// An answer; none if a page was not there, e.g. since its segment was retired. An error ends the engine's use.
-fn passed<T>(answer: Result<T, Error>) -> Result<Option<T>, Error> {
-    match answer {
-        Ok(answer) => Ok(Some(answer)),
-        Err(Error::Fault(_)) => Ok(None),
-        Err(error) => Err(error),
     }
 }
 
@@ -401,10 +340,9 @@ fn slot_of(page: PageId) -> Option<Slot> {
 
 impl std::fmt::Debug for Searcher {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let engine = self.engine.as_ref().map(|engine| engine.backend.name());
         f.debug_struct("Searcher")
-            .field("search", &self.search)
-            .field("engine", &engine)
+            .field("name", &self.name)
+            .field("engine", &self.engine.as_ref().map(|engine| engine.search.name()))
             .finish_non_exhaustive()
     }
 }

@@ -4,7 +4,8 @@
 //!
 //! 1. *Take*, in a [`Window`]: nobody can reach a taken page, no device points to it, and whoever touches its place waits.
 //! 2. *Verify.* A taken page cannot change, and a slot's content never changes while it is in the index and its epoch is not
-//!    acknowledged (see `vmm_dedup_protocol::index`). So an equal comparison stays true.
+//!    acknowledged (see `vmm_dedup_protocol::index`). So an equal comparison stays true. The CPU makes it, or an engine that
+//!    the operator trusts ([`Verifier`]); when this ends no engine has a page any more.
 //! 3. *Map.* The slot is mapped over the empty place, privately, from a read-only descriptor. Waiting threads still
 //!    wait. A page that was not equal, or could not be mapped, is moved back: its place is still empty. A run with
 //!    exceptions ([`bridged_runs`]) takes those as well; it is built beside the guest with copies of them, and moved over the
@@ -28,13 +29,14 @@
 //! [`run_builder`]: mod@crate::merge::run_builder
 
 use crate::account::ns;
+use crate::compare::{PageId, Pair, StablePage, Verifier, With};
 use crate::error::Error;
 use crate::lookup::request::{MergeRequest, Role};
 use crate::memory::layout::Memory;
 use crate::merge::run::{Open, Outcome, continues, return_exceptions};
 use crate::merge::run_builder::{Piece, RunBuilder};
+use crate::merge::verify_engine::VerifyEngine;
 use crate::store::connection::Store;
-use crate::sys::guest;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate::mend_hole;
@@ -49,16 +51,15 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::Slot;
 
-/// Pages that are compared before it is asked again whether somebody waits: some ten microseconds.
-const BLOCK: usize = 16;
-
 /// Takes and maps. One per service, used by the scanning thread alone.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Merger {
     /// Where huge pages are taken to as a whole, made when there is the first.
     huge: Option<HugeScratch>,
     /// Where runs with exceptions are built.
     builder: Option<RunBuilder>,
+    /// What compares taken pages with slots.
+    pub(crate) verify_engine: VerifyEngine,
 }
 
 /// Where a window's pages are while they are ours.
@@ -137,6 +138,14 @@ impl Watch {
 }
 
 impl Merger {
+    pub(crate) fn new(verify_engine: VerifyEngine) -> Self {
+        Self {
+            huge: None,
+            builder: None,
+            verify_engine,
+        }
+    }
+
     /// Merges a window.
     ///
     /// # Errors
@@ -162,6 +171,7 @@ impl Merger {
             space.scratch.place(span)
         });
         let give_back = as_one && batch.take == Take::HugePage { give_back: true };
+        let verifier = self.verify_engine.begin_window(store);
         let urgent = Urgent::begin();
         let mut window = Window::open(&uffd, start, place, &pages)?;
         let mut watch = Watch::start();
@@ -171,7 +181,7 @@ impl Merger {
             pages.runs().flat_map(|run| window.take(run)).collect()
         };
         let mut outcomes: Vec<Outcome> = taken.into_iter().map(Outcome::of_taking).collect();
-        let verified = verify(&window, store, batch, &mut outcomes, || {
+        let verified = verify(verifier, &window, store, batch, &mut outcomes, || {
             !give_back || !watch.somebody_waits(&window)
         });
         if !verified {
@@ -234,6 +244,7 @@ impl Merger {
     /// To be called after some windows.
     pub(crate) fn clean_up(&mut self) {
         self.builder = None;
+        self.verify_engine.clean_up();
     }
 
     /// Maps runs of verified pages; returns the ranges that now map the store, in order. From the last to the first:
@@ -331,47 +342,42 @@ impl Merger {
 
 /// Compares what was taken with its slots, while `go_on` says so, which is asked again and again; whether to the end.
 fn verify(
+    verifier: &mut Verifier,
     window: &Window<'_>,
     store: &Store,
     batch: Batch<'_>,
     outcomes: &mut [Outcome],
-    mut go_on: impl FnMut() -> bool,
+    go_on: impl FnMut() -> bool,
 ) -> bool {
-    let mut blocks = batch.requests.chunks(BLOCK).zip(outcomes.chunks_mut(BLOCK));
-    blocks.all(|(requests, outcomes)| {
-        let go_on = go_on();
-        if go_on {
-            verify_block(window, store, batch, requests, outcomes);
-        }
-        go_on
-    })
-}
-
-#[allow(unsafe_code)] // compares raw pages
-fn verify_block(
-    window: &Window<'_>,
-    store: &Store,
-    batch: Batch<'_>,
-    requests: &[MergeRequest],
-    outcomes: &mut [Outcome],
-) {
     let shared = |(request, outcome): &(&MergeRequest, &mut Outcome)| {
         request.role != Role::Exception && **outcome == Outcome::Merged
     };
-    for (request, outcome) in requests.iter().zip(outcomes).filter(shared) {
-        let page = window.taken(batch.offset(request));
-        let equal = match request.slot {
-            // SAFETY: the page was taken, so nobody writes it.
-            None => unsafe { guest::is_zero_page(page) },
-            // SAFETY: as above; the slot is mapped, and immutable while its epoch is not acknowledged.
-            Some(slot) => store
-                .slot(slot)
-                .is_some_and(|(_, at)| unsafe { guest::same_page(page, at) }),
-        };
-        if !equal {
+    let taken = batch.requests.iter().zip(outcomes).filter(shared);
+    let pairs = taken.filter_map(|(request, outcome)| {
+        let pair = pair(window, store, batch.offset(request), request.slot);
+        if pair.is_none() {
             *outcome = Outcome::Different;
         }
-    }
+        Some((pair?, outcome))
+    });
+    verifier.verify(pairs, |outcome| **outcome = Outcome::Different, go_on)
+}
+
+/// A page that was taken, and what is to replace it; `None` if that slot is not there.
+#[allow(unsafe_code)] // compares raw pages
+fn pair<'w>(window: &'w Window<'_>, store: &'w Store, page: usize, slot: Option<Slot>) -> Option<Pair<'w>> {
+    // SAFETY: the page was taken: it is ours and readable, and nobody writes it before it goes back, for which the window
+    // must be borrowed mutably.
+    let taken = unsafe { StablePage::at(window.taken(page)) };
+    let with = match slot {
+        None => With::Zeros,
+        Some(slot) => With::Slot {
+            id: PageId::of_node(slot.number()),
+            // SAFETY: the slot is mapped while the store is borrowed, and immutable while its epoch is not acknowledged.
+            page: unsafe { StablePage::at(store.slot(slot)?.1) },
+        },
+    };
+    Some(Pair { taken, with })
 }
 
 /// Fills the exceptions of a run in, neighbours in one call.

@@ -7,3 +7,4 @@ pub(crate) mod planner;
 pub(crate) mod run;
 pub(crate) mod run_builder;
 pub(crate) mod series;
+pub(crate) mod verify_engine;

@@ -14,6 +14,7 @@ use crate::merge::bridged_runs::{self, Deferred};
 use crate::merge::merger::{Batch, Merged, Merger, Take};
 use crate::merge::run::{Open, Outcome, continues, runs_of};
 use crate::merge::series;
+use crate::merge::verify_engine::VerifyEngine;
 use crate::store::session::{Doubt, Session};
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::thp::monitor::Monitor;
@@ -60,9 +61,9 @@ pub(crate) struct Planner {
 }
 
 impl Planner {
-    pub(crate) fn new(config: &Config) -> Self {
+    pub(crate) fn new(config: &Config, verify_engine: VerifyEngine) -> Self {
         Self {
-            merger: Merger::default(),
+            merger: Merger::new(verify_engine),
             stop_target_ns: config.stop_target_us * 1000,
             window: FIRST_WINDOW,
             admitted: Vec::new(),
@@ -157,8 +158,14 @@ impl Planner {
         rest
     }
 
+    /// What verifies.
+    pub(crate) fn verify_engine(&mut self) -> &mut VerifyEngine {
+        &mut self.merger.verify_engine
+    }
+
     /// The store was lost, and with it everything that maps its slots.
     pub(crate) fn forget_store(&mut self) {
+        self.merger.verify_engine.forget_store();
         (self.admitted, self.done) = (Vec::new(), 0);
         self.deferred = Deferred::default();
     }

@@ -35,7 +35,8 @@ impl Pace {
 impl Pass {
     /// Between two pieces of work: sleeps if the CPU budget is used up, and notices the wish to stop or pause.
     pub(super) fn yield_and_poll(&mut self) -> Result<(), Error> {
-        let helpers = self.space.breaker.stats().0.cpu_ns + self.finder.search().helper_cpu_ns();
+        let engines = self.finder.search().helper_cpu_ns() + self.planner.verify_engine().helper_cpu_ns();
+        let helpers = self.space.breaker.stats().0.cpu_ns + engines;
         self.pace.pacer.charge_others(helpers);
         self.pace.pacer.set_percent(self.control.cpu_percent());
         if self.pace.answered.elapsed() >= ANSWER_PERIOD || self.has_questions() {

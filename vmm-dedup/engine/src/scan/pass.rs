@@ -21,6 +21,7 @@ use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
 use crate::merge::planner::{Context, Planner};
+use crate::merge::verify_engine::VerifyEngine;
 use crate::scan::control::Control;
 use crate::scan::order::ScanOrder;
 use crate::scan::pace::Pace;
@@ -73,7 +74,7 @@ impl Pass {
         config: Config,
         memory: Memory,
         store_path: PathBuf,
-        search: Searcher,
+        (search, verify_engine): (Searcher, VerifyEngine),
         control: Arc<Control>,
     ) -> Result<Self, Error> {
         config.validate()?;
@@ -106,7 +107,7 @@ impl Pass {
         // Last: who has introduced himself counts for the store until this process ends.
         let session = Session::open(store_path, config.name.clone(), memory.pages())?;
         let mut pass = Self {
-            planner: Planner::new(&config),
+            planner: Planner::new(&config, verify_engine),
             pace: Pace::new(config.cpu_percent),
             finder: Finder::new(search),
             config,
@@ -183,6 +184,7 @@ impl Pass {
         self.session.find_store(&mut self.map);
         self.session.take_pushes()?;
         self.finder.prepare(&self.session, self.number);
+        self.planner.verify_engine().prepare(self.number);
         // Every first write to a protected page, and every copy-on-write, is a fault of some other thread.
         let faults = proc::faults_of_others();
         if std::mem::replace(&mut self.faults, faults) != faults {

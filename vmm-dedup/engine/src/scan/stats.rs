@@ -1,6 +1,7 @@
 //! What the scanning thread says of its work.
 
 use crate::scan::pass::Pass;
+use vmm_dedup_protocol::name::EngineName;
 
 /// Kernel memory that one more mapping costs: a VMA (192 bytes), its share of maple tree nodes, and for every second
 /// one an anon_vma_chain (64 bytes). Measured: 530 bytes for the two mappings of a single merged page.
@@ -37,8 +38,14 @@ impl Pass {
         stats.break_latency = breaks.latency;
         stats.cpu_ns.break_ = breaks.cpu_ns;
         stats.cpu_percent = self.control.cpu_percent().into();
-        stats.backend = search.number();
+        let named = |name| EngineName::try_new(name).unwrap_or_default();
+        stats.search = named(search.name());
         stats.search_failures_total = search.failures();
+        let verify_engine = self.planner.verify_engine();
+        stats.cpu_ns.merge += verify_engine.book_helper_cpu_ns();
+        stats.verify = named(verify_engine.name());
+        stats.verifications_total = verify_engine.answered();
+        stats.verify_failures_total = verify_engine.failures();
         stats.state = state;
     }
 

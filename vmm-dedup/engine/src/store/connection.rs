@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use vmm_dedup_protocol::control::{self, Explanation, NotDone, Set};
 use vmm_dedup_protocol::index::IndexReader;
@@ -23,6 +24,14 @@ use zerocopy::IntoBytes;
 
 /// A store that does not answer for this long is given up; a new connection is tried later.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Counts the segments of all connections of this process: whoever was told of one store's segments does not take
+/// another store's for them.
+static SEGMENT_CHANGES: AtomicU64 = AtomicU64::new(0);
+
+fn next_change() -> u64 {
+    SEGMENT_CHANGES.fetch_add(1, Ordering::Relaxed)
+}
 
 /// Questions that may wait for an answer: a store asks fewer at a time.
 const MAX_QUESTIONS: usize = 64;
@@ -96,7 +105,7 @@ impl Store {
             staging_file: staging,
             staged: false,
             segments: Vec::new(),
-            segment_changes: 0,
+            segment_changes: next_change(),
             salt: Salt(welcome.salt),
             questions: VecDeque::new(),
             unmerging: Vec::new(),
@@ -132,12 +141,12 @@ impl Store {
             .ok()
     }
 
-    /// A number that is another one after every change of the segments.
+    /// A number that is another one after every change of the segments, and with every store.
     pub(crate) fn segment_changes(&self) -> u64 {
         self.segment_changes
     }
 
-    /// The segments by their numbers, as far as they were announced: a number that no other segment of this
+    /// The segments by their numbers, as far as they were announced: a number that no other segment of any
     /// connection has, and the file.
     pub(crate) fn segments(&self) -> impl Iterator<Item = Option<(u64, BorrowedFd<'_>)>> {
         self.segments.iter().map(|segment| {
@@ -311,13 +320,13 @@ impl Store {
                 if self.segments.len() <= at {
                     self.segments.resize_with(at + 1, || None);
                 }
-                self.segment_changes += 1;
-                let serial = self.segment_changes;
+                let serial = next_change();
+                self.segment_changes = serial;
                 self.segments[at] = Some(Segment { file, pages, serial });
             }
             Message::SegmentRetired(number) => {
                 if let Some(segment) = self.segments.get_mut(number as usize) {
-                    self.segment_changes += 1;
+                    self.segment_changes = next_change();
                     *segment = None;
                 }
             }

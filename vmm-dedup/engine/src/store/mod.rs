@@ -3,3 +3,4 @@
 pub(crate) mod connection;
 pub(crate) mod refusal;
 pub(crate) mod session;
+pub(crate) mod told_segments;

@@ -66,19 +66,10 @@ pub(crate) unsafe fn seems_same_page(a: usize, b: usize) -> bool {
     (0..PAGE_WORDS).all(|word| unsafe { a.add(word).read_volatile() == b.add(word).read_volatile() })
 }
 
-/// Compares two pages that nobody writes.
-///
-/// # Safety
-/// Both must be mapped readable and not written by anyone during the call: pages that were taken, or live slots.
-pub(crate) unsafe fn same_page(a: usize, b: usize) -> bool {
-    // SAFETY: as promised by the caller.
-    unsafe { libc::memcmp(a as *const _, b as *const _, PAGE_SIZE) == 0 }
-}
-
 /// Whether a page that nobody writes is all zeros.
 ///
 /// # Safety
-/// As for [`same_page`].
+/// It must be mapped readable and not written by anyone during the call: a page that was taken.
 pub(crate) unsafe fn is_zero_page(a: usize) -> bool {
     // SAFETY: as promised by the caller.
     let words = unsafe { std::slice::from_raw_parts(a as *const u64, PAGE_WORDS) };

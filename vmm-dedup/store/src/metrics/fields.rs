@@ -155,6 +155,16 @@ pub(super) static COUNTERS: &[Field] = &[
         "Times that an engine failed or could not be had, and the index took its place",
         |s| s.search_failures_total,
     ),
+    plain(
+        "verifications",
+        "Taken pages that an engine other than the CPU has compared with their slots",
+        |s| s.verifications_total,
+    ),
+    plain(
+        "verify_failures",
+        "Times that an engine failed or could not be had, and the CPU verified in its place",
+        |s| s.verify_failures_total,
+    ),
     plain("reserve_waits", "Writers that had to wait for the reserve", |s| {
         s.reserve_waits_total
     }),

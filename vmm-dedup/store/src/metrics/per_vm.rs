@@ -9,7 +9,7 @@ use prometheus_client::encoding::MetricEncoder;
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 use std::fmt::Error;
-use vmm_dedup_protocol::stats::{BACKENDS, STATES, ServiceStats};
+use vmm_dedup_protocol::stats::{STATES, ServiceStats};
 
 pub(super) fn write(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
     accounts(w, s)?;
@@ -91,11 +91,11 @@ fn accounts(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         let time = seconds(stats.last_pass_ms.saturating_mul(1_000_000));
         m.encode_family(&[("vm", vm)])?.encode_gauge(&time)
     })?;
-    let name = ("backend", "What looks for twins for the service", None);
+    let help = "What looks for twins for the service, and what verifies pages that it took";
+    let name = ("engine", help, None);
     per_vm(w, name, MetricType::Info, s, |m, vm, stats| {
-        let number = usize::try_from(stats.backend).unwrap_or(usize::MAX);
-        let backend = BACKENDS.get(number).copied().unwrap_or("unknown");
-        m.encode_info(&[("vm", vm), ("backend", backend)])
+        let (search, verify) = (stats.search.text(), stats.verify.text());
+        m.encode_info(&[("vm", vm), ("search", &search), ("verify", &verify)])
     })?;
     let name = ("use_source", "What tells which memory is used", None);
     per_vm(w, name, MetricType::Info, s, |m, vm, stats| {

@@ -10,7 +10,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use vmm_dedup::{Breaks, Config, DedupService, Policy, Search, UseSource};
+use vmm_dedup::{Breaks, Config, DedupService, Policy, UseSource};
 use vmm_dedup_fleet::dedup_file;
 use vmm_dedup_host::{Failure, kvm};
 use vmm_dedup_refvmm::{ExitReason, RunningVm, ThpMode, Vm, VmConfig};
@@ -58,11 +58,18 @@ pub(crate) struct RunArgs {
     use_source: UseSource,
     /// What looks for the page that another one equals: index, or an engine that compares pages in the order that a
     /// store started with --ordered keeps: tree (this CPU), pageforge, pagecmp or pagecmp-hybrid.
-    #[arg(long, default_value_t = Search::default(), requires = "store")]
-    search: Search,
+    #[arg(long, value_name = "ENGINE", default_value_t = Config::default().search, requires = "store")]
+    search: String,
     /// With --search pageforge: the socket of a device (`vmm-dedup device pageforge`). Without, a model in this process.
     #[arg(long, value_name = "SOCKET", requires = "store")]
     search_socket: Option<PathBuf>,
+    /// What compares pages with those that are to replace them: cpu, pageforge, pagecmp or pagecmp-hybrid. What an engine
+    /// calls equal the CPU compares once more.
+    #[arg(long, value_name = "ENGINE", default_value_t = Config::default().verify, requires = "store")]
+    verify: String,
+    /// With --verify pageforge: the socket of a device.
+    #[arg(long, value_name = "SOCKET", requires = "store")]
+    verify_socket: Option<PathBuf>,
     /// Who copies a shared page that the guest writes.
     #[arg(long, value_enum, default_value_t = BreakMode::Kernel, requires = "store")]
     breaks: BreakMode,
@@ -78,8 +85,8 @@ pub(crate) struct RunArgs {
         value_name = "FILE",
         requires = "store",
         conflicts_with_all = [
-            "name", "cpu_percent", "pass_period_ms", "search", "search_socket", "breaks", "reserve_pages",
-            "reserve_floor_mib",
+            "name", "cpu_percent", "pass_period_ms", "search", "search_socket", "verify", "verify_socket", "breaks",
+            "reserve_pages", "reserve_floor_mib",
         ]
     )]
     dedup_config: Option<PathBuf>,
@@ -126,13 +133,17 @@ impl RunArgs {
         }
     }
 
-    /// Fails if options are given that would do nothing.
+    /// Fails if options are given that would do nothing, or name engines that there are not.
     fn check(&self) -> Result<(), Failure> {
         let reserve = self.reserve_pages.is_some() || self.reserve_floor_mib.is_some();
         if reserve && matches!(self.breaks, BreakMode::Kernel) {
             return Err(Failure::usage(
                 "--reserve-pages and --reserve-floor-mib need --breaks managed: the kernel's copies have no reserve",
             ));
+        }
+        if self.store.is_some() {
+            let checked = self.engine_config()?.check_engines(&vmm_dedup_engines::engines());
+            checked.map_err(|error| Failure::usage(error.to_string()))?;
         }
         Ok(())
     }
@@ -155,8 +166,10 @@ impl RunArgs {
             breaks,
             huge_policy: self.huge_policy,
             use_source: self.use_source,
-            search: self.search,
+            search: self.search.clone(),
             search_socket: self.search_socket.clone(),
+            verify: self.verify.clone(),
+            verify_socket: self.verify_socket.clone(),
             ..Config::default()
         })
     }
@@ -210,7 +223,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
 
 fn start_dedup(vm: &Vm, store: &Path, config: Config) -> Result<DedupService, Failure> {
     let memory = Arc::new(vm.memory().clone());
-    DedupService::start_with(memory, store, config, vmm_dedup_engines::make).map_err(Failure::from_error)
+    DedupService::start_with(memory, store, config, vmm_dedup_engines::engines()).map_err(Failure::from_error)
 }
 
 /// Whoever sees the file sees the number in it.
