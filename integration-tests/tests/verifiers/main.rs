@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use vmm_dedup::compare::conformance;
 use vmm_dedup::compare::conformance::doubles::{Double, Faults};
 use vmm_dedup::compare::{Cpu, Entry, KeyKind};
-use vmm_dedup::{Breaks, Config, DedupService, Engines, Error, ServiceStats};
+use vmm_dedup::{Breaks, Config, DedupService, Engines, Error, ServiceStats, Verification};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, wait};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -31,9 +31,12 @@ fn config(name: &str, verify: &str, socket: Option<&Path>, timeout: Duration) ->
         name: name.to_owned(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000, // passes come when the test asks for them
-        verify: verify.to_owned(),
-        verify_socket: socket.map(PathBuf::from),
-        verify_timeout_us: u64::try_from(timeout.as_micros()).expect("some seconds"),
+        verify: Verification {
+            engine: verify.to_owned(),
+            socket: socket.map(PathBuf::from),
+            timeout_us: u64::try_from(timeout.as_micros()).expect("some seconds"),
+            ..Verification::default()
+        },
         // So that every page can be merged at any time.
         breaks: Breaks::Managed {
             reserve_pages: 16,
@@ -107,9 +110,10 @@ fn the_same_merges_page_for_page_by_every_verifier() {
         ("pagecmp", None, true),
         ("pagecmp-hybrid", None, false),
     ] {
-        let config = |name: &str| Config {
-            trust_verifier: trusted,
-            ..config(name, verify, socket, PATIENT)
+        let config = |name: &str| {
+            let mut config = config(name, verify, socket, PATIENT);
+            config.verify.trusted = trusted;
+            config
         };
         for stats in converge(&engines, config) {
             assert_eq!((&*stats.verify.text(), stats.verify_failures_total), (verify, 0));
@@ -368,10 +372,8 @@ fn a_trusted_device_reads_the_slots_of_the_store_there_is() {
     let (_folder, socket) = device();
     let mut store = StoreThread::start();
     let pages = Pages::map(400);
-    let config = Config {
-        trust_verifier: true,
-        ..config("a", "pageforge", Some(&socket), PATIENT)
-    };
+    let mut config = config("a", "pageforge", Some(&socket), PATIENT);
+    config.verify.trusted = true;
     let service = pages.serve(&store.socket(), config).expect("dedup starts");
     for life in 0..3 {
         let id = |page: usize| (page / 2 + 1000 * life) as u64 + 1;

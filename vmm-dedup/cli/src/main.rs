@@ -37,7 +37,7 @@ enum Command {
     #[cfg(feature = "demo")]
     Demo(demo::DemoArgs),
     Store(store::StoreArgs),
-    Run(run::RunArgs),
+    Run(Box<run::RunArgs>),
     Stat(stat::StatArgs),
     Top(top::TopArgs),
     Set(set::SetArgs),

@@ -22,6 +22,9 @@ struct Item {
     slot: Option<usize>,
 }
 
+/// A way to compare, which notes what is equal.
+type Timed<'a> = &'a mut dyn FnMut(&mut [bool]);
+
 fn main() {
     println!("ns a page         memcmp  verifier  ratio  as an engine");
     let content = |page: usize| -> PageWords { std::array::from_fn(|word| (page * 7919 + word) as u64 | 1) };
@@ -54,7 +57,7 @@ fn measure(name: &str, taken: &[PageWords], slots: Option<&[PageWords]>) {
     let mut found = [0; 3];
     for _ in 0..ROUNDS {
         let mut outcomes = [[true; PAGES]; 3];
-        let timed: [&mut dyn FnMut(&mut [bool]); 3] = [
+        let timed: [Timed<'_>; 3] = [
             &mut |outcomes| by_memcmp(black_box(&items), outcomes),
             &mut |outcomes| by_verifier(&mut alone, black_box(&items), outcomes),
             &mut |outcomes| by_verifier(&mut engine, black_box(&items), outcomes),

@@ -59,19 +59,37 @@ pub struct Config {
     pub search: String,
     /// The socket of its device, where the engine can have one.
     pub search_socket: Option<PathBuf>,
-    /// What compares pages that were taken with the slots that are to replace them: an engine of this program. Whenever
-    /// it fails the CPU does it.
-    pub verify: String,
-    /// The socket of its device, where the engine can have one.
-    pub verify_socket: Option<PathBuf>,
-    /// Whether the engine's word is enough to map a slot in the place of a page that it calls equal. If not, the CPU
-    /// compares such pages once more. An engine that is trusted wrongly corrupts guests.
-    pub trust_verifier: bool,
-    /// How long the engine may take for the pages of one window, in microseconds, before the CPU takes over. They are away
-    /// from the guest meanwhile.
-    pub verify_timeout_us: u64,
+    /// What compares pages that were taken with the slots that are to replace them.
+    pub verify: Verification,
     /// Who copies on write.
     pub breaks: Breaks,
+}
+
+/// How pages that were taken are compared with the slots that are to replace them: part of [`Config`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Verification {
+    /// An engine of this program. Whenever it fails the CPU does it.
+    pub engine: String,
+    /// The socket of its device, where the engine can have one.
+    pub socket: Option<PathBuf>,
+    /// Whether the engine's word is enough to map a slot in the place of a page that it calls equal. If not, the CPU
+    /// compares such pages once more. An engine that is trusted wrongly corrupts guests.
+    pub trusted: bool,
+    /// How long the engine may take for the pages of one window, in microseconds, before the CPU takes over. They are away
+    /// from the guest meanwhile.
+    pub timeout_us: u64,
+}
+
+impl Default for Verification {
+    fn default() -> Self {
+        Self {
+            engine: CPU.into(),
+            socket: None,
+            trusted: false,
+            timeout_us: 2000,
+        }
+    }
 }
 
 impl Default for Config {
@@ -90,10 +108,7 @@ impl Default for Config {
             monitor_window_us: 10_000,
             search: INDEX.into(),
             search_socket: None,
-            verify: CPU.into(),
-            verify_socket: None,
-            trust_verifier: false,
-            verify_timeout_us: 2000,
+            verify: Verification::default(),
             breaks: Breaks::Kernel,
         }
     }
@@ -281,16 +296,16 @@ impl Config {
             "it must be 100 to 100000",
         )?;
         check(
-            (10..=10_000_000).contains(&self.verify_timeout_us),
-            "verify_timeout_us",
-            &self.verify_timeout_us,
+            (10..=10_000_000).contains(&self.verify.timeout_us),
+            "verify.timeout_us",
+            &self.verify.timeout_us,
             "it must be 10 to 10000000",
         )?;
         check(
-            !self.trust_verifier || self.verify != CPU,
-            "trust_verifier",
-            &self.trust_verifier,
-            "verify = \"cpu\" needs no trust: name the engine that is meant",
+            !self.verify.trusted || self.verify.engine != CPU,
+            "verify.trusted",
+            &self.verify.trusted,
+            "the CPU needs no trust: name the engine that is meant",
         )?;
         if let Breaks::Managed { reserve_pages, .. } = self.breaks {
             check(
@@ -313,7 +328,7 @@ impl Config {
         let verifiers: Vec<&str> = engines.names(Work::Verify).collect();
         for (field, name, known) in [
             ("search", &self.search, searches),
-            ("verify", &self.verify, verifiers),
+            ("verify.engine", &self.verify.engine, verifiers),
         ] {
             if !known.contains(&name.as_str()) {
                 return Err(Error::NoEngine {
@@ -325,7 +340,7 @@ impl Config {
         }
         for (field, socket, name) in [
             ("search_socket", &self.search_socket, &self.search),
-            ("verify_socket", &self.verify_socket, &self.verify),
+            ("verify.socket", &self.verify.socket, &self.verify.engine),
         ] {
             if let Some(socket) = socket
                 && !engines.takes_socket(name)
@@ -397,25 +412,25 @@ mod tests {
             "search is \"hash\", but this program has index, tree"
         );
         assert_eq!(
-            with(|config| config.verify = "tree".into()).unwrap_err(),
-            "verify is \"tree\", but this program has cpu"
+            with(|config| config.verify.engine = "tree".into()).unwrap_err(),
+            "verify.engine is \"tree\", but this program has cpu"
         );
-        let error = with(|config| config.verify_socket = Some("/s".into())).unwrap_err();
-        assert!(error.contains("verify_socket is /s"), "{error}");
+        let error = with(|config| config.verify.socket = Some("/s".into())).unwrap_err();
+        assert!(error.contains("verify.socket is /s"), "{error}");
     }
 
     #[test]
     fn the_cpu_needs_no_trust() {
-        let config = Config {
-            trust_verifier: true,
+        let trusted = |engine: &str| Config {
+            verify: Verification {
+                engine: engine.into(),
+                trusted: true,
+                ..Verification::default()
+            },
             ..Config::default()
         };
-        let error = config.validate().unwrap_err().to_string();
-        assert!(error.contains("trust_verifier is true"), "{error}");
-        let config = Config {
-            verify: "dsa".into(),
-            ..config
-        };
-        config.validate().unwrap();
+        let error = trusted("cpu").validate().unwrap_err().to_string();
+        assert!(error.contains("verify.trusted is true"), "{error}");
+        trusted("dsa").validate().unwrap();
     }
 }

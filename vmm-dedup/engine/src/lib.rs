@@ -47,7 +47,7 @@ mod unmerge;
 mod window;
 
 pub use compare::Engines;
-pub use config::{Breaks, Config, Policy, UseSource};
+pub use config::{Breaks, Config, Policy, UseSource, Verification};
 pub use error::Error;
 pub use memory::layout::HostRange;
 pub use service::DedupService;

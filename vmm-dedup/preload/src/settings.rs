@@ -136,7 +136,10 @@ mod tests {
         for (text, says) in [
             ("cpu_percent = 101", "cpu_percent is 101"),
             ("cpu = 7", "unknown field `cpu`"),
-            ("verify = \"gpu\"", "verify is \"gpu\", but this program has cpu"),
+            (
+                "verify.engine = \"gpu\"",
+                "verify.engine is \"gpu\", but this program has cpu",
+            ),
             ("cpu_percent = ", "dedup.toml"),
         ] {
             let error = with_file(text).unwrap_err();

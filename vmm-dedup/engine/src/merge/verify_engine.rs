@@ -31,12 +31,12 @@ pub(crate) struct VerifyEngine {
 impl VerifyEngine {
     /// Makes no engine yet.
     pub(crate) fn new(config: &Config, engines: Engines) -> Self {
-        let patience = Duration::from_micros(config.verify_timeout_us);
+        let patience = Duration::from_micros(config.verify.timeout_us);
         Self {
-            name: config.verify.clone(),
-            socket: config.verify_socket.clone(),
+            name: config.verify.engine.clone(),
+            socket: config.verify.socket.clone(),
             engines,
-            verifier: Verifier::new(config.trust_verifier, patience),
+            verifier: Verifier::new(config.verify.trusted, patience),
             told: ToldSegments::default(),
             retry: Retry::default(),
             pass: 0,

@@ -10,7 +10,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use vmm_dedup::{Breaks, Config, DedupService, Policy, UseSource};
+use vmm_dedup::{Breaks, Config, DedupService, Policy, UseSource, Verification};
 use vmm_dedup_fleet::dedup_file;
 use vmm_dedup_host::{Failure, kvm};
 use vmm_dedup_refvmm::{ExitReason, RunningVm, ThpMode, Vm, VmConfig};
@@ -65,7 +65,7 @@ pub(crate) struct RunArgs {
     search_socket: Option<PathBuf>,
     /// What compares pages with those that are to replace them: cpu, pageforge, pagecmp or pagecmp-hybrid. What an engine
     /// calls equal the CPU compares once more.
-    #[arg(long, value_name = "ENGINE", default_value_t = Config::default().verify, requires = "store")]
+    #[arg(long, value_name = "ENGINE", default_value_t = Config::default().verify.engine, requires = "store")]
     verify: String,
     /// With --verify pageforge: the socket of a device.
     #[arg(long, value_name = "SOCKET", requires = "store")]
@@ -168,8 +168,11 @@ impl RunArgs {
             use_source: self.use_source,
             search: self.search.clone(),
             search_socket: self.search_socket.clone(),
-            verify: self.verify.clone(),
-            verify_socket: self.verify_socket.clone(),
+            verify: Verification {
+                engine: self.verify.clone(),
+                socket: self.verify_socket.clone(),
+                ..Verification::default()
+            },
             ..Config::default()
         })
     }
