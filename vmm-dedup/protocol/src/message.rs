@@ -12,7 +12,7 @@ pub use batch::{Batch, RefDelta, Staged, Wish, encode_batch};
 
 use crate::control::{Explain, Explained, NotDone, Set};
 use crate::name::Name;
-use crate::refusal::Refused;
+use crate::refusal::{Refused, plain};
 use crate::stats::ServiceStats;
 use crate::{MAX_SLOTS, STAGING_PAGES};
 use batch::parse_batch;
@@ -218,8 +218,8 @@ pub enum Message<'a> {
     SegmentRetired(u32),
     /// A new index file of that many bytes, with its descriptor.
     Index(u64),
-    /// Why the store closes the connection.
-    Error(&'a str),
+    /// Why the store closes the connection, made safe as all texts of peers.
+    Error(String),
     /// A refused VM announces itself (instead of a `Hello`), or is explained.
     Refused(Refused),
     Set(Set),
@@ -264,7 +264,7 @@ pub fn parse(buffer: &[u8]) -> Result<Message<'_>, Malformed> {
         Kind::Segment => Message::Segment(segment(body).ok_or_else(length)?),
         Kind::SegmentRetired => Message::SegmentRetired(segment(body).ok_or_else(length)?),
         Kind::Index => Message::Index(u64::read_from_bytes(body).map_err(|_| length())?),
-        Kind::Error => Message::Error(std::str::from_utf8(body).unwrap_or("(unreadable)")),
+        Kind::Error => Message::Error(plain(&String::from_utf8_lossy(body))),
         Kind::Refused => Message::Refused(Refused::parse(body, buffer.len())?),
         Kind::Set => Message::Set(Set::parse(body, buffer.len())?),
         Kind::Explain => Message::Explain(Explain::read_from_bytes(body).map_err(|_| length())?),

@@ -202,7 +202,7 @@ impl Observer {
         socket::send(&self.socket, &encode(kind, &[body]), &[]).map_err(Error::Broken)?;
         let received = socket::receive(&self.socket, &mut self.buffer).map_err(Error::Broken)?;
         match received.ok_or(Error::Gone)?.parse(&self.buffer)? {
-            Message::Error(text) => Err(Error::Refused(text.to_owned())),
+            Message::Error(text) => Err(Error::Refused(text)),
             Message::NotDone(not_done) if not_done.serial == self.serial => {
                 Err(Error::NotDone(not_done.text))
             }

@@ -50,27 +50,28 @@ enum Verdict {
     Refuse(Errno),
 }
 
-/// The gate's memory of a connection.
+/// The gate of one connection, with what it remembers of it.
 #[derive(Debug)]
-pub(super) struct Gate {
+pub struct Gate {
     regions: u32,
     greeted: bool,
 }
 
 impl Gate {
     /// For a device with so many regions.
-    pub(super) fn new(regions: u32) -> Self {
+    #[must_use]
+    pub fn new(regions: u32) -> Self {
         Self {
             regions,
             greeted: false,
         }
     }
 
-    /// Passes messages on until the client hangs up.
+    /// Passes messages of `client` on to `server`, and its answers back, until the client hangs up.
     ///
     /// # Errors
     /// [`GateError`] if the client is not understood any more.
-    pub(super) fn run(mut self, client: &UnixStream, server: &UnixStream) -> Result<(), GateError> {
+    pub fn run(mut self, client: &UnixStream, server: &UnixStream) -> Result<(), GateError> {
         while let Some((header, fds)) = read_header(client)? {
             check_size(&header)?;
             let mut message = read_body(client, header, fds)?;

@@ -17,11 +17,10 @@ mod pci;
 mod session;
 mod wire;
 
-pub use gate::GateError;
+pub use gate::{Gate, GateError};
 pub use pci::{DEVICE, VENDOR};
 
 use crate::registers::MAX_MODULES;
-use gate::Gate;
 use session::{REGIONS, Session};
 use std::io;
 use std::os::fd::OwnedFd;

@@ -93,7 +93,7 @@ impl Store {
         let mut answer = socket::receive(&socket, &mut buffer)?.ok_or(Error::StoreGone)?;
         let welcome = match answer.parse(&buffer)? {
             Message::Welcome(welcome) => welcome,
-            Message::Error(text) => return Err(Error::StoreRefused(text.to_owned())),
+            Message::Error(text) => return Err(Error::StoreRefused(text)),
             _ => return Err(Error::Unexpected("answer to the greeting")),
         };
         let (Some(staging), Some(index)) = (answer.fds.pop(), answer.fds.pop()) else {
@@ -345,7 +345,7 @@ impl Store {
                     addresses: (explain.gpa_len > 0).then_some(explain.gpa_start..end),
                 })?;
             }
-            Message::Error(text) => return Err(Error::StoreRefused(text.to_owned())),
+            Message::Error(text) => return Err(Error::StoreRefused(text)),
             _ => return Ok(Some(received)),
         }
         Ok(None)

@@ -43,7 +43,15 @@ pub struct Plan {
 impl Plan {
     /// Reads a fleet file and expands it. `run_folder`: where sockets go that the file does not place.
     pub(crate) fn read(path: &Path, run_folder: &Path) -> Result<Self, Failure> {
-        let file = FleetFile::read(path)?;
+        Self::of(&FleetFile::read(path)?, path, run_folder)
+    }
+
+    /// Expands a fleet file. `path`: where it is, which gives names and relative paths their meaning; nothing is read there.
+    /// `run_folder`: where sockets go that the file does not place.
+    ///
+    /// # Errors
+    /// A [`Failure`] of one line.
+    pub fn of(file: &FleetFile, path: &Path, run_folder: &Path) -> Result<Self, Failure> {
         let absolute = std::path::absolute(path).map_err(Failure::from_error)?;
         let folder = absolute.parent().unwrap_or(Path::new("/")).to_owned();
         let name = file::fleet_name(path, file.name.clone())?;
@@ -51,12 +59,7 @@ impl Plan {
             .map_err(|e| Failure::new(format!("{}: {e}", path.display())))
     }
 
-    pub(crate) fn expand(
-        file: FleetFile,
-        name: String,
-        folder: PathBuf,
-        run_folder: &Path,
-    ) -> Result<Self, String> {
+    fn expand(file: &FleetFile, name: String, folder: PathBuf, run_folder: &Path) -> Result<Self, String> {
         let mut vms = Vec::new();
         for (template, settings) in &file.template {
             check_template(template, settings)?;
@@ -79,7 +82,7 @@ impl Plan {
             preload: file.preload.as_ref().map(|path| folder.join(path)),
             parallel,
             start_limit: Duration::from_secs(seconds),
-            stores: store::stores(&file, &vms, &folder, run_folder)?,
+            stores: store::stores(file, &vms, &folder, run_folder)?,
             folder,
             vms,
         })

@@ -4,7 +4,7 @@ use super::*;
 
 fn plan(text: &str) -> Result<Plan, String> {
     let file = FleetFile::parse(Path::new("fleet.toml"), text).map_err(|e| e.to_string())?;
-    Plan::expand(file, "f".into(), "/fleet".into(), Path::new("/run/vmm-dedup"))
+    Plan::expand(&file, "f".into(), "/fleet".into(), Path::new("/run/vmm-dedup"))
 }
 
 /// With one VM named `a` that has these lines more.

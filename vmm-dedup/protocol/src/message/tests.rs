@@ -95,6 +95,23 @@ fn questions_and_answers_survive_the_wire() {
 }
 
 #[test]
+fn the_text_of_an_error_is_made_safe_as_all_texts_of_peers() {
+    let text = format!("no\n\x1b[2Jplace{}", "x".repeat(2 * MAX_TEXT));
+    with_parsed(&encode(Kind::Error, &[text.as_bytes()]), |m| {
+        let Ok(Message::Error(text)) = m else {
+            panic!("{m:?}")
+        };
+        assert!(
+            text.starts_with("no  [2Jplacex") && text.len() == MAX_TEXT,
+            "{text}"
+        );
+    });
+    with_parsed(&encode(Kind::Error, &[b"no\xffplace"]), |m| {
+        assert!(matches!(m, Ok(Message::Error(text)) if text == "no\u{fffd}place"));
+    });
+}
+
+#[test]
 fn a_goodbye_says_nothing_else() {
     with_parsed(&encode(Kind::Goodbye, &[]), |m| {
         assert!(matches!(m, Ok(Message::Goodbye)))
