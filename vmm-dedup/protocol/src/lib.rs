@@ -24,9 +24,13 @@ pub mod name;
 pub mod observer;
 pub mod raw;
 pub mod refusal;
+mod slot;
 pub mod socket;
 pub mod stats;
+mod sync;
 pub mod tree;
+
+pub use slot::Slot;
 
 /// Bytes of a small page, the unit of sharing.
 pub const PAGE_SIZE: usize = 4096;
@@ -45,52 +49,14 @@ pub const MAX_SLOTS: u32 = 1 << 26;
 /// then needs `n / SERIES` mappings of some 265 bytes instead of `n`, for `SERIES - 1` pages more in the store.
 pub const SERIES: u32 = 32;
 
+/// Keys that the ring of news in the index holds.
+pub const NEWS_RING: usize = 1 << 16;
+
+/// 64-bit words of the index file's header: a page.
+pub(crate) const INDEX_HEADER_WORDS: usize = PAGE_SIZE / 8;
+
 /// Small pages in a huge page of 2 MiB.
 pub const HUGE_PAGES: usize = 512;
 
 /// Pages of the staging buffer through which a service hands pages to the store: a huge page can go as one.
 pub const STAGING_PAGES: usize = HUGE_PAGES;
-
-/// A page of the store. Slots with consecutive numbers in one segment lie next to each other in its file, so
-/// that a run of guest pages can map a run of slots in one call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Slot(u32);
-
-impl Slot {
-    /// Whether it lies where a huge page of a segment begins.
-    pub fn begins_huge_page(self) -> bool {
-        (self.0 as usize).is_multiple_of(HUGE_PAGES)
-    }
-
-    /// The slot with this number, if the store can have one.
-    pub fn try_new(number: u32) -> Option<Self> {
-        (number < MAX_SLOTS).then_some(Self(number))
-    }
-
-    /// The slot's number in its store.
-    pub fn number(self) -> u32 {
-        self.0
-    }
-
-    /// The number of the segment that holds this slot.
-    pub fn segment(self) -> u32 {
-        self.0 / SLOTS_PER_SEGMENT
-    }
-
-    /// Byte offset of the slot in its segment's file.
-    pub fn offset(self) -> usize {
-        (self.0 % SLOTS_PER_SEGMENT) as usize * PAGE_SIZE
-    }
-
-    /// The slot `n` places further on, if it lies in the same segment.
-    pub fn checked_add_in_segment(self, n: u32) -> Option<Self> {
-        let next = Self::try_new(self.0.checked_add(n)?)?;
-        (next.segment() == self.segment()).then_some(next)
-    }
-}
-
-impl std::fmt::Display for Slot {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "slot {}", self.0)
-    }
-}

@@ -4,11 +4,11 @@
 use crate::PAGE_SIZE;
 use crate::key::PageWords;
 use crate::raw;
+use crate::sync::AtomicU64;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU64;
 
 /// Bytes of a huge page. Mappings of whole ones are aligned so that they can be used.
 const HUGE_SIZE: usize = 2 << 20;

@@ -8,9 +8,9 @@
 //! between two steps, so nothing keeps it from going in a circle but [`MAX_STEPS`]. What it finds is a suggestion, as
 //! everything in shared memory is: the pages are compared.
 
+use crate::sync::{AtomicU64, Ordering as Memory, own};
 use std::cmp::Ordering;
 use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{AtomicU64, Ordering as Memory};
 
 /// Most nodes that a tree can have.
 pub const MAX_NODES: u32 = 1 << 26;
@@ -122,10 +122,6 @@ impl<'a> TreeReader<'a> {
         let word = self.words.get(node as usize + 1);
         word.map_or(Links::default(), |word| Links::decode(word.load(Memory::Acquire)))
     }
-
-    fn height(&self, node: Option<Node>) -> u32 {
-        node.map_or(0, |node| self.links(node).height)
-    }
 }
 
 /// The writer's view.
@@ -145,6 +141,25 @@ impl<'a> TreeWriter<'a> {
     /// The tree to be read.
     pub fn reader(&self) -> TreeReader<'a> {
         self.reader
+    }
+
+    /// What the words say, which nobody but this writer changes.
+    fn links(&self, node: Node) -> Links {
+        let word = self.reader.words.get(node as usize + 1);
+        word.map_or(Links::default(), |word| Links::decode(own(word)))
+    }
+
+    fn children(&self, node: Node) -> (Option<Node>, Option<Node>) {
+        let links = self.links(node);
+        (links.less, links.more)
+    }
+
+    fn height(&self, node: Option<Node>) -> u32 {
+        node.map_or(0, |node| self.links(node).height)
+    }
+
+    fn root(&self) -> Option<Node> {
+        decode_link(own(self.reader.words.first()?))
     }
 
     /// Becomes a copy of another tree. This one must be empty.
@@ -171,7 +186,7 @@ impl<'a> TreeWriter<'a> {
     /// Adds a node; `compare` compares its page with that of another. If the tree has that page already, be it in this
     /// node or in another, nothing changes and that node is returned.
     pub fn insert(&mut self, node: Node, mut compare: impl FnMut(Node) -> Ordering) -> Option<Node> {
-        match self.insert_below(self.reader.root(), node, &mut compare) {
+        match self.insert_below(self.root(), node, &mut compare) {
             Ok(root) => {
                 self.set_root(Some(root));
                 None
@@ -182,7 +197,7 @@ impl<'a> TreeWriter<'a> {
 
     /// Takes a node out; `compare` compares its page with that of another. Returns whether it was in the tree.
     pub fn remove(&mut self, node: Node, mut compare: impl FnMut(Node) -> Ordering) -> bool {
-        match self.remove_below(self.reader.root(), node, &mut compare) {
+        match self.remove_below(self.root(), node, &mut compare) {
             Some(root) => {
                 self.set_root(root);
                 self.store(node, Links::default());
@@ -203,7 +218,7 @@ impl<'a> TreeWriter<'a> {
             self.join(node, None, None);
             return Ok(node);
         };
-        let (less, more) = self.reader.children(at);
+        let (less, more) = self.children(at);
         match compare(at) {
             Ordering::Equal => Err(at),
             Ordering::Less => {
@@ -225,7 +240,7 @@ impl<'a> TreeWriter<'a> {
         compare: &mut impl FnMut(Node) -> Ordering,
     ) -> Option<Option<Node>> {
         let at = at?;
-        let (less, more) = self.reader.children(at);
+        let (less, more) = self.children(at);
         if at == node {
             let Some(right) = more else { return Some(less) };
             let (first, rest) = self.take_first(right);
@@ -246,7 +261,7 @@ impl<'a> TreeWriter<'a> {
 
     /// The smallest node of a subtree, and what is left of that.
     fn take_first(&mut self, at: Node) -> (Node, Option<Node>) {
-        match self.reader.children(at) {
+        match self.children(at) {
             (None, more) => (at, more),
             (Some(less), more) => {
                 let (first, rest) = self.take_first(less);
@@ -257,13 +272,13 @@ impl<'a> TreeWriter<'a> {
 
     /// Makes one subtree of a node and two subtrees whose heights differ by two at most.
     fn balance(&mut self, node: Node, less: Option<Node>, more: Option<Node>) -> Node {
-        let (low, high) = (self.reader.height(less), self.reader.height(more));
+        let (low, high) = (self.height(less), self.height(more));
         match (less, more) {
             (Some(pivot), _) if low > high + 1 => {
-                let (outer, inner) = self.reader.children(pivot);
+                let (outer, inner) = self.children(pivot);
                 match inner {
-                    Some(inner) if self.reader.height(outer) < self.reader.height(Some(inner)) => {
-                        let (a, b) = self.reader.children(inner);
+                    Some(inner) if self.height(outer) < self.height(Some(inner)) => {
+                        let (a, b) = self.children(inner);
                         self.join(pivot, outer, a);
                         self.join(node, b, more);
                         self.join(inner, Some(pivot), Some(node))
@@ -275,10 +290,10 @@ impl<'a> TreeWriter<'a> {
                 }
             }
             (_, Some(pivot)) if high > low + 1 => {
-                let (inner, outer) = self.reader.children(pivot);
+                let (inner, outer) = self.children(pivot);
                 match inner {
-                    Some(inner) if self.reader.height(outer) < self.reader.height(Some(inner)) => {
-                        let (a, b) = self.reader.children(inner);
+                    Some(inner) if self.height(outer) < self.height(Some(inner)) => {
+                        let (a, b) = self.children(inner);
                         self.join(pivot, b, outer);
                         self.join(node, less, a);
                         self.join(inner, Some(node), Some(pivot))
@@ -294,7 +309,7 @@ impl<'a> TreeWriter<'a> {
     }
 
     fn join(&mut self, node: Node, less: Option<Node>, more: Option<Node>) -> Node {
-        let height = 1 + self.reader.height(less).max(self.reader.height(more));
+        let height = 1 + self.height(less).max(self.height(more));
         self.store(node, Links { less, more, height });
         node
     }
@@ -304,13 +319,13 @@ impl<'a> TreeWriter<'a> {
         let word = &self.reader.words[node as usize + 1];
         let new = links.encode();
         // Most nodes on a path stay as they are, and their cache lines with the readers.
-        if word.load(Memory::Relaxed) != new {
+        if own(word) != new {
             word.store(new, Memory::Release);
         }
     }
 
     fn set_root(&mut self, root: Option<Node>) {
-        let version = match self.reader.version() {
+        let version = match own(&self.reader.words[0]) >> LINK_BITS {
             // Not the same for every new tree, or one at another's address could be taken for that.
             0 => RandomState::new().hash_one(0) | 1,
             version => version + 1,
@@ -382,8 +397,8 @@ mod tests {
     fn a_hundred_thousand_in_order_are_at_most_17_deep() {
         let tree = Numbers::new((0..100_000).collect());
         (0..100_000).for_each(|node| assert_eq!(tree.insert(node), None));
-        let height = TreeReader::new(&tree.words).height(TreeReader::new(&tree.words).root());
-        assert_eq!(height, 17);
+        let tree = TreeReader::new(&tree.words);
+        assert_eq!(tree.levels(tree.root().unwrap()), 17);
     }
 
     #[test]

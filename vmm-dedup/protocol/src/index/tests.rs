@@ -1,4 +1,9 @@
+use super::entry::{home, tag};
+use super::writer::MAX_DISTANCE;
 use super::*;
+use crate::key::{Key, PageHash};
+use crate::mapping::Mapping;
+use crate::{PAGE_SIZE, Slot};
 use proptest::prelude::*;
 use std::collections::HashMap;
 
@@ -119,11 +124,17 @@ fn keys_of_one_home_are_refused_beyond_a_distance_and_all_counts_agree() {
 fn news_are_delivered_until_the_ring_laps() {
     let (_file, index) = create(64).unwrap();
     let start = index.reader().news_position();
-    index.announce(key(1));
-    index.announce(key(2));
+    index.add_news(key(1));
+    index.add_news(key(2));
     assert_eq!(index.reader().news_since(start), News::Keys(vec![key(1), key(2)]));
     assert_eq!(index.reader().news_since(start + 1), News::Keys(vec![key(2)]));
-    (0..RING as u64).for_each(|_| index.announce(key(3)));
+    let start = index.reader().news_position();
+    (1..RING as u64).for_each(|_| index.add_news(key(3)));
+    assert_eq!(
+        index.reader().news_since(start),
+        News::Keys(vec![key(3); RING - 1])
+    );
+    index.add_news(key(4));
     assert_eq!(index.reader().news_since(start), News::Overrun);
 }
 

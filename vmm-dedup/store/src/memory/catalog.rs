@@ -91,7 +91,7 @@ impl Catalog {
             }
             _ => {
                 if self.writer.set_line(line, Line::Sole(slot)) != Placed::Refused {
-                    self.writer.announce(line);
+                    self.writer.add_news(line);
                 }
             }
         }
@@ -104,7 +104,7 @@ impl Catalog {
             self.insert_hashed(hash_of(slot), slot);
             self.writer.set_line(line, Line::Marked(1));
             self.marks += 1;
-            self.writer.announce(line);
+            self.writer.add_news(line);
         }
     }
 
@@ -116,7 +116,7 @@ impl Catalog {
 
     fn insert_hashed(&mut self, hash: PageHash, slot: Slot) {
         if self.writer.insert_slot(hash, slot) != Placed::Refused {
-            self.writer.announce(hash.key());
+            self.writer.add_news(hash.key());
         }
     }
 
