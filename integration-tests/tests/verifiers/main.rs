@@ -153,7 +153,13 @@ fn a_name_that_was_not_registered_is_refused_with_those_that_were() {
     let config = config("a", "dsa", None, PATIENT);
     let error = guest.serve(&store.socket(), config).expect_err("there is none");
     assert!(
-        matches!(error, Error::NoEngine { field: "verify", .. }),
+        matches!(
+            error,
+            Error::NoEngine {
+                field: "verify.engine",
+                ..
+            }
+        ),
         "{error}"
     );
     let known = "cpu, pagecmp, pagecmp-hybrid, pageforge";

@@ -251,7 +251,7 @@ fn engines_that_there_are_not_are_refused_with_those_there_are() {
     let known = "search is \"hash\", but this program has index, pagecmp, pagecmp-hybrid, pageforge, tree";
     assert!(text.contains(known) && code == Some(2), "{text}");
     let (text, code) = refused(&["--verify", "tree"]);
-    let known = "verify is \"tree\", but this program has cpu, pagecmp, pagecmp-hybrid, pageforge";
+    let known = "verify.engine is \"tree\", but this program has cpu, pagecmp, pagecmp-hybrid, pageforge";
     assert!(text.contains(known) && code == Some(2), "{text}");
     let (text, code) = refused(&["--verify-socket", "/s"]);
     assert!(text.contains("verify.socket is /s") && code == Some(2), "{text}");

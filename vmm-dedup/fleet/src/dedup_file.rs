@@ -72,7 +72,7 @@ mod tests {
                 "this program has index, pagecmp, pagecmp-hybrid, pageforge, tree",
             ),
             (
-                "verify = \"tree\"",
+                "[verify]\nengine = \"tree\"",
                 "this program has cpu, pagecmp, pagecmp-hybrid, pageforge",
             ),
             ("enabled = 1", "invalid type: integer `1`, expected a boolean"),
