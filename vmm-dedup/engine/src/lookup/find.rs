@@ -186,8 +186,8 @@ impl Finder {
         account: &mut Account,
         pass: u64,
     ) -> Vec<MergeRequest> {
-        let rest = self.to_hash.split_off(self.to_hash.len().min(HASHED_AT_ONCE));
-        let pages = std::mem::replace(&mut self.to_hash, rest);
+        let rest = self.to_hash.len().saturating_sub(HASHED_AT_ONCE);
+        let pages = self.to_hash.split_off(rest);
         let mut words = [0; PAGE_WORDS];
         let mut requests = Vec::new();
         for (at, page) in pages.iter().copied().enumerate() {

@@ -2,7 +2,8 @@
 //!
 //! Every change of a page's state goes through a transition here. A transition draws all consequences: what the store is to
 //! be told goes to the [`Outbox`], chunks that must be visited again are marked pending, and the estimate of mappings
-//! follows. Nobody else counts references, withdraws keys or counts mappings.
+//! follows. Nobody else counts mappings, or the references of pages that map slots. (Who lets go of a publication that was
+//! never mapped drops its reference, and who repeats sightings withdraws them first.)
 //!
 //! The rules:
 //! - a page that begins to map a slot takes a reference, unless the store counts one already since the page was published; a
@@ -326,10 +327,16 @@ impl PageMap {
         if let Some(slot) = published {
             self.outbox.drop_ref(slot);
         }
-        if self.private_candidate(page).is_none() {
+        let PageState { backing, known } = self.state(page);
+        if known.candidate().is_none() {
             return;
         }
-        if published.is_some() {
+        if published.is_some() && backing.maps_a_slot() {
+            self.set(page, PageState::resting(backing));
+            self.requeue(page);
+        } else if backing != Backing::Private {
+            // It stays a candidate.
+        } else if published.is_some() {
             self.candidate_changed(page);
         } else if self.chunks[self.chunk_of(page)].huge {
             self.set(page, PageState::UNTRACKED);
@@ -406,9 +413,9 @@ impl PageMap {
             };
             let backing = backing.orphaned(begins);
             self.set(page, PageState { backing, known });
+            self.outbox.clear(); // nobody is told of any of this
         }
         self.chunks.iter_mut().for_each(ChunkState::forget_store);
-        self.outbox.clear();
     }
 }
 

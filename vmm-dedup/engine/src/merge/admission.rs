@@ -59,6 +59,7 @@ impl Admission<'_> {
     fn judge(&self, map: &PageMap, page: Page, slot: Option<Slot>, as_one: bool) -> Verdict {
         let chunk = map.chunk_of(page);
         let state = map.chunk(chunk);
+        let orphan = map.backing(page).in_file_mapping();
         let private = match map.backing(page) {
             Backing::Private | Backing::OrphanedSlot(_) => true,
             Backing::Zero => slot.is_none(),
@@ -69,7 +70,8 @@ impl Admission<'_> {
             () if !private => Reason::Changed,
             () if state.huge && !state.split => Reason::Huge,
             () if !as_one && self.monitor.probes().include(map, chunk, page) => Reason::Probe,
-            () if slot.is_some() && !map.has_vmas_for(VMAS_PER_RUN) => Reason::NoMappings,
+            // A lost store's page comes home first, which frees mappings; it is asked again then.
+            () if slot.is_some() && !orphan && !map.has_vmas_for(VMAS_PER_RUN) => Reason::NoMappings,
             () => return Verdict::Merge,
         };
         Verdict::Refuse(reason)

@@ -98,6 +98,10 @@ impl Planner {
             suspended,
             managed,
         };
+        if suspended && !found.is_empty() {
+            // What is refused now must be found again, although it is no news any more.
+            session.overrun_news();
+        }
         found.sort_by_key(|request| (request.page, request.publisher_ref().is_none()));
         // A page may have been published twice, with two contents.
         found.dedup_by(|again, kept| {

@@ -256,10 +256,13 @@ impl Pass {
         Ok(())
     }
 
-    /// The same while there are sightings for a whole message.
+    /// The same once there is enough for a whole message. Then all is told: the store must not hear of a sighting before it
+    /// hears of the withdrawal that came before it.
     pub(super) fn tell_store_of_many(&mut self) -> Result<(), Error> {
-        while self.map.outbox.sightings.len() >= MAX_BATCH && self.session.is_connected() {
-            self.send_message()?;
+        let outbox = &self.map.outbox;
+        let most = outbox.sightings.len().max(outbox.withdrawals.len());
+        if most.max(outbox.refs.len()) >= MAX_BATCH {
+            self.tell_store()?;
         }
         self.account.lap(|cpu| &mut cpu.store);
         Ok(())

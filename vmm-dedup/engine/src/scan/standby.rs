@@ -33,8 +33,12 @@ impl Pass {
 
     /// Lets go of what was found and not merged yet. Once there are passes again it is found anew.
     pub(super) fn drop_found(&mut self) {
+        let deferred = std::mem::take(&mut self.planner.deferred);
+        if !deferred.twins.is_empty() {
+            self.session.overrun_news();
+        }
         let mut requests = std::mem::take(&mut self.found);
-        requests.append(&mut self.planner.deferred.published);
+        requests.extend(deferred.published);
         for request in requests {
             self.map.defer(request.page, request.publisher_ref());
             let chunk = self.map.chunk_of(request.page);
@@ -95,19 +99,14 @@ impl Pass {
     /// The end: with `unmerge`, everything goes back to private memory first.
     pub(crate) fn finish(&mut self, unmerge: bool) -> Result<(), Error> {
         self.note_breaks();
-        // References of pages that were published and will not be merged any more.
-        self.drop_found();
-        // What cannot be told to the store any more ends with this process.
-        let result = match if unmerge {
-            self.unmerge()
-        } else {
-            self.tell_store()
-        } {
+        let unmerged = if unmerge { self.unmerge() } else { Ok(()) };
+        let result = match unmerged {
             Err(error @ Error::NotUnmerged(_)) => Err(error),
             _ => Ok(()),
         };
-        // What was asked to be published just now.
-        self.drop_found();
+        // References of pages that were published and will not be merged any more. What cannot be told to the store ends
+        // with this process.
+        let _ = self.stand_by();
         // Closing the descriptors ends all registrations and wakes whoever waits; the kernel copies from then on.
         self.space.breaker.stop();
         self.ended = true;

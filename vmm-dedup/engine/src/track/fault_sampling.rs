@@ -140,7 +140,8 @@ impl FaultSampling {
             Target::Huge(_) => window.away() == pages,
             Target::Split(_) => !window.away().is_empty(),
         };
-        self.stained |= !matches!(target, Target::Huge(_)) || (!window.away().is_empty() && !whole);
+        let as_one = matches!(target, Target::Huge(_)) && whole;
+        self.stained |= !window.away().is_empty() && !as_one;
         let mut taken = Away {
             target,
             window,
@@ -175,6 +176,8 @@ impl FaultSampling {
             for address in faults.drain(..) {
                 if let Some(which) = away.iter().position(|taken| taken.target.contains(address)) {
                     self.put_back(&mut away[which]);
+                    // Who touched a place where there never was a page must not wait on, and come again.
+                    away[which].window.rest();
                     wanted.push(which);
                 }
                 let _ = uffd.wake(address & !(PAGE_SIZE - 1), PAGE_SIZE);

@@ -5,6 +5,7 @@ use crate::error::Error;
 use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
 use crate::memory::page_state::PageState;
+use crate::memory::ranges::complement;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::uffd::{Mode, Uffd};
@@ -62,12 +63,22 @@ impl AddressSpace {
             for pages in map.memory().existing(pages) {
                 map.forget(pages.clone());
                 let start = map.memory().address(pages.start);
-                for chunk in map.chunk_of(pages.start)..=map.chunk_of(pages.end - 1) {
-                    map.chunk_mut(chunk).pending = true;
-                }
-                if let Err(error) = self.register(&(start..start + bytes(pages.len()))) {
-                    // Not tracked, so it counts as written for ever: it is only never merged again.
-                    log::debug!("discarded memory cannot be tracked: {error}");
+                let chunks = map.chunk_of(pages.start)..=map.chunk_of(pages.end - 1);
+                chunks
+                    .clone()
+                    .for_each(|chunk| map.chunk_mut(chunk).pending = true);
+                let discarded = start..start + bytes(pages.len());
+                // Memory that was lent is somebody else's to register, until it comes back.
+                let lent = chunks.filter(|chunk| map.chunk(*chunk).released);
+                let lent: Vec<Range<usize>> = lent
+                    .map(|chunk| map.chunk_at(chunk).addresses())
+                    .map(|chunk| chunk.start.max(discarded.start)..chunk.end.min(discarded.end))
+                    .collect();
+                for ours in complement(&discarded, &lent) {
+                    if let Err(error) = self.register(&ours) {
+                        // Not tracked, so it counts as written for ever: it is only never merged again.
+                        log::debug!("discarded memory cannot be tracked: {error}");
+                    }
                 }
             }
         }

@@ -197,7 +197,7 @@ impl<'a> Window<'a> {
         self.wake();
     }
 
-    /// The same by copying, which leaves a huge page in scratch memory whole.
+    /// As [`Self::put_back`], by copying, which leaves a huge page in scratch memory whole.
     #[allow(unsafe_code)] // copies guest pages
     pub(crate) fn put_copies_back(&mut self, pages: Range<usize>) {
         for run in self.away.runs_within(&pages) {
@@ -247,7 +247,7 @@ impl<'a> Window<'a> {
         self.disarm();
     }
 
-    /// Whether somebody waits. (Only what is away is waited for.)
+    /// Whether somebody waits, for a page that is away or at a place where there was none.
     pub(crate) fn somebody_waits(&self) -> bool {
         self.uffd.wait_for_fault(Duration::ZERO)
     }
@@ -275,8 +275,9 @@ impl<'a> Window<'a> {
             let (address, len) = (self.address(run.start), bytes(run.len()));
             if let Err(error) = self.uffd.register(address, len, Mode::Wp) {
                 // Never leave anyone waiting: without registration nobody does. It is not tracked any more.
-                log::error!("write tracking of {len} bytes at {address:#x} is lost: {error}");
                 let _ = self.uffd.unregister(address, len);
+                self.wake();
+                log::error!("write tracking of {len} bytes at {address:#x} is lost: {error}");
             }
         }
         self.armed = PageSet::default();

@@ -1,4 +1,5 @@
-//! What engines must do, as suites that each one's tests run for what it offers: [`keys`], [`tree_search`], [`verify`].
+//! What engines must do, as suites that each one's tests run for what it offers: [`keys()`],
+//! [`tree_search()`], [`verify()`].
 //!
 //! The oracle is the order of the pages' bytes. Each case fills an [`Arena`] and asks the engine that the caller makes
 //! for it (a device is given the arena's file then). [`doubles`] are engines that do not conform, or only just: for tests
