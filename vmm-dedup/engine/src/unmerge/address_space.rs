@@ -61,13 +61,19 @@ impl AddressSpace {
         for pages in inner.take() {
             for pages in map.memory().existing(pages) {
                 map.forget(pages.clone());
-                let start = map.memory().address(pages.start);
                 for chunk in map.chunk_of(pages.start)..=map.chunk_of(pages.end - 1) {
                     map.chunk_mut(chunk).pending = true;
-                }
-                if let Err(error) = self.register(&(start..start + bytes(pages.len()))) {
-                    // Not tracked, so it counts as written for ever: it is only never merged again.
-                    log::debug!("discarded memory cannot be tracked: {error}");
+                    // What was released is the VMM's to register.
+                    if map.chunk(chunk).released {
+                        continue;
+                    }
+                    let within = &map.chunk_at(chunk).pages;
+                    let part = pages.start.max(within.start)..pages.end.min(within.end);
+                    let start = map.memory().address(part.start);
+                    if let Err(error) = self.register(&(start..start + bytes(part.len()))) {
+                        // Not tracked, so it counts as written for ever: it is only never merged again.
+                        log::debug!("discarded memory cannot be tracked: {error}");
+                    }
                 }
             }
         }
