@@ -51,6 +51,7 @@ scenarios! {
     a_part_of_the_memory_can_be_replaced: "replace", "", "is deduplicated";
     memory_can_be_moved: "move", "", "is deduplicated";
     the_vmm_may_use_a_userfaultfd_of_its_own: "userfaultfd", "", "foreign_userfaultfd:";
+    what_is_freed_is_missed_by_the_vmms_own_userfaultfd: "postcopy", "", "foreign_userfaultfd:";
     forked_children_are_left_alone: "fork", "", "is deduplicated";
     filtered_threads_can_free_shared_memory: "filtered", "", "is deduplicated";
     filtered_threads_can_free_shared_memory_with_managed_breaks: "filtered", MANAGED, "is deduplicated";

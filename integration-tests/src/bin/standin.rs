@@ -22,6 +22,7 @@ const VHOST_SCSI_SET_ENDPOINT: u64 = 0x40e8_af40;
 const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
 const UFFDIO_API: u64 = 0xc018_aa3f;
 const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+const UFFDIO_COPY: u64 = 0xc028_aa03;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn main() {
@@ -44,6 +45,7 @@ fn main() {
         "replace" => vm.replaces_a_part(),
         "move" => vm.moves(),
         "userfaultfd" => vm.registers_a_userfaultfd(),
+        "postcopy" => vm.frees_memory_on_which_it_has_a_userfaultfd(),
         "fork" => vm.forks(),
         "filtered" => vm.frees_memory_in_a_filtered_thread(),
         other => panic!("unknown scenario {other:?}"),
@@ -355,11 +357,7 @@ impl Vm {
     }
 
     fn registers_a_userfaultfd(&self) {
-        let device = File::open("/dev/userfaultfd").expect("userfaultfd");
-        // SAFETY: a fresh descriptor.
-        let uffd = unsafe { OwnedFd::from_raw_fd(ioctl(&device, USERFAULTFD_IOC_NEW, 0)) };
-        let api: [u64; 3] = [0xaa, 0, 0];
-        assert_eq!(ioctl(&uffd, UFFDIO_API, api.as_ptr() as usize), 0);
+        let uffd = userfaultfd();
         let register: [u64; 4] = [self.memory as u64, LEN as u64, 1, 0];
         let registered = ioctl(&uffd, UFFDIO_REGISTER, register.as_ptr() as usize);
         assert_eq!(registered, 0, "{}", std::io::Error::last_os_error());
@@ -368,6 +366,40 @@ impl Vm {
         drop(uffd);
         self.wait("sharing again", |this| this.shared_pages() > PAGES / 2);
         self.check(0..PAGES);
+    }
+
+    /// As the destination of a postcopy migration does: what it frees must be missed at the next touch, or the guest would
+    /// read zeros instead of what is still to come.
+    fn frees_memory_on_which_it_has_a_userfaultfd(&self) {
+        // The kernel copies these, and they stay in mappings of the store.
+        (0..PAGES).step_by(2).for_each(|page| self.fill(page));
+        let uffd = userfaultfd();
+        let register: [u64; 4] = [self.memory as u64, LEN as u64, 1, 0];
+        let registered = ioctl(&uffd, UFFDIO_REGISTER, register.as_ptr() as usize);
+        assert_eq!(registered, 0, "{}", std::io::Error::last_os_error());
+        assert!(self.shared_mappings() > 0, "no page was copied by the kernel");
+        for page in 0..64 {
+            let at = self.memory + page * PAGE;
+            assert_eq!(free(at, PAGE), 0);
+            let seen = std::thread::scope(|scope| {
+                let touched = scope.spawn(|| {
+                    // SAFETY: within our memory.
+                    unsafe { self.word(page, 0).read_volatile() }
+                });
+                use rustix::event::{PollFd, PollFlags, Timespec, poll};
+                let patience = Timespec::try_from(Duration::from_secs(10)).expect("a time");
+                let told = poll(&mut [PollFd::new(&uffd, PollFlags::IN)], Some(&patience));
+                assert_eq!(told, Ok(1), "nobody was told that page {page} is missing");
+                assert_eq!(rustix::io::read(&uffd, &mut [0u8; 32]), Ok(32));
+                let source = vec![0xab_u8; PAGE + PAGE];
+                let source = (source.as_ptr() as usize).next_multiple_of(16);
+                let copy: [u64; 5] = [at as u64, source as u64, PAGE as u64, 0, 0];
+                assert_eq!(ioctl(&uffd, UFFDIO_COPY, copy.as_ptr() as usize), 0);
+                touched.join().expect("it reads")
+            });
+            assert_eq!(seen, 0xabab_abab_abab_abab);
+        }
+        self.check(64..PAGES);
     }
 
     fn forks(&self) {
@@ -418,6 +450,15 @@ impl Vm {
         self.wait("sharing again", |this| this.shared_pages() > PAGES * 9 / 10);
         self.check(0..PAGES);
     }
+}
+
+fn userfaultfd() -> OwnedFd {
+    let device = File::open("/dev/userfaultfd").expect("userfaultfd");
+    // SAFETY: a fresh descriptor.
+    let uffd = unsafe { OwnedFd::from_raw_fd(ioctl(&device, USERFAULTFD_IOC_NEW, 0)) };
+    let api: [u64; 3] = [0xaa, 0, 0];
+    assert_eq!(ioctl(&uffd, UFFDIO_API, api.as_ptr() as usize), 0);
+    uffd
 }
 
 fn content(page: usize, word: usize) -> u64 {

@@ -8,7 +8,7 @@ mod pager;
 mod swap;
 mod watchdog;
 
-pub use pager::Pager;
+pub use pager::{Pager, page_out};
 pub use swap::Swap;
 pub use watchdog::Watchdog;
 

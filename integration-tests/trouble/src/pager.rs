@@ -81,7 +81,8 @@ fn part(range: &Range<usize>, most: usize, random: &mut Random) -> Range<usize> 
     range.start + first * PAGE..range.start + (first + count) * PAGE
 }
 
-fn page_out(range: &Range<usize>) {
+/// Pages a range out, once. Pages in use for a moment may stay.
+pub fn page_out(range: &Range<usize>) {
     // SAFETY: this advice changes no content; the kernel refuses what is not mapped.
     unsafe { libc::madvise(range.start as *mut _, range.len(), libc::MADV_PAGEOUT) };
 }

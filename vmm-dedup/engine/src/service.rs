@@ -10,6 +10,7 @@ use crate::scan::control::{Control, Event, Request};
 use crate::scan::hotplug::Change;
 use crate::scan::pass::Pass;
 use crate::store::connection::Store;
+use crate::sys::late_log;
 use crate::sys::pagemap::Pagemap;
 use crate::unmerge::cow::Breaker;
 use crate::unmerge::discard::{Discarder, Discards};
@@ -323,6 +324,7 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
         if pass.has_questions() {
             pass.try_answer();
         }
+        late_log::tell();
         let store = pass.session.store().map(Store::socket);
         match control.next(next, resting, store) {
             Event::Question => pass.try_answer(),

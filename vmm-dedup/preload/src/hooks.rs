@@ -1,9 +1,9 @@
 //! The interposed functions. Each does what the VMM asked for, and lets the manager know before or after.
 #![allow(unsafe_code, unreachable_pub)] // C functions, found by name
 
-use crate::kvm::{KVM_RUN, Meaning, MemorySlot, UffdRange, meaning};
+use crate::kvm::{KVM_RUN, Meaning, MemorySlot, UffdRegister, meaning};
 use crate::mappings::{Backing, Mapping, SMALLEST};
-use crate::watch::{Request, WATCH};
+use crate::watch::{Lent, Request, WATCH};
 use crate::{active, kvm, manager, real};
 use libc::{c_int, c_ulong, c_void, off_t, size_t};
 use std::io;
@@ -45,7 +45,11 @@ fn forget(range: &Range<usize>) {
     if is_guest(range) {
         let_go(Request::Remove(range.clone()), range);
     }
-    WATCH.lock().mappings.remove(range);
+    let mut inner = WATCH.lock();
+    inner.mappings.remove(range);
+    inner
+        .lent
+        .retain(|lent| lent.range.end <= range.start || range.end <= lent.range.start);
 }
 
 /// Guest memory is about to go from its addresses. Where the manager has ended, at least nothing is freed there any more as
@@ -94,7 +98,37 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) ->
     if meaning == Meaning::Slot && result == 0 {
         quietly(|| note_slot(arg), ());
     }
+    if meaning == Meaning::Userfaultfd && result == 0 {
+        quietly(|| note_lent(fd, arg), ());
+    }
     result
+}
+
+/// The range and the mode of UFFDIO_REGISTER's argument, if it is for guest memory.
+fn registered(arg: *mut c_void) -> Option<(Range<usize>, u64)> {
+    if arg.is_null() {
+        return None;
+    }
+    // SAFETY: UFFDIO_REGISTER's argument, which the caller vouches for, begins so.
+    let UffdRegister { start, len, mode } = unsafe { arg.cast::<UffdRegister>().read_unaligned() };
+    let start = usize::try_from(start).ok()?;
+    let range = start..start.saturating_add(usize::try_from(len).ok()?);
+    is_guest(&range).then_some((range, mode))
+}
+
+/// The VMM registered guest memory with a userfaultfd of its own.
+fn note_lent(fd: c_int, arg: *mut c_void) {
+    if concerned()
+        && let Some((range, mode)) = registered(arg)
+    {
+        let lent = &mut WATCH.lock().lent;
+        lent.retain(|known| known.range != range);
+        lent.push(Lent {
+            range,
+            uffd: fd,
+            mode,
+        });
+    }
 }
 
 fn before_ioctl(meaning: Meaning, arg: *mut c_void) {
@@ -111,12 +145,8 @@ fn before_ioctl(meaning: Meaning, arg: *mut c_void) {
         Meaning::Cpuid if !arg.is_null() && unsafe { kvm::has_nested_virtualisation(arg.cast()) } => {
             WATCH.ask(Request::Nested);
         }
-        Meaning::Userfaultfd if !arg.is_null() => {
-            // SAFETY: UFFDIO_REGISTER's argument, which the caller vouches for, begins with a range.
-            let UffdRange { start, len } = unsafe { arg.cast::<UffdRange>().read_unaligned() };
-            let range = usize::try_from(start).and_then(|start| Ok((start, usize::try_from(len)?)));
-            let range = range.map(|(start, len)| start..start.saturating_add(len));
-            if let Some(range) = range.ok().filter(is_guest) {
+        Meaning::Userfaultfd => {
+            if let Some((range, _)) = registered(arg) {
                 WATCH.ask(Request::Lend(range));
             }
         }
@@ -280,9 +310,31 @@ fn discard(at: *mut c_void, len: size_t) -> Option<io::Result<()>> {
         }
         inner.discarder.clone()?
     };
+    let mut renewed = Vec::new();
     // The engine's own mmap and madvise come back to these hooks.
     // SAFETY: the VMM itself says that nothing there is needed any more.
-    Some(manager::as_ours(|| unsafe {
-        discarder.discard(at as usize, len)
-    }))
+    let done = manager::as_ours(|| unsafe {
+        discarder.discard_and_tell(at as usize, len, |range| renewed.push(range))
+    });
+    register_again(&renewed);
+    Some(done)
+}
+
+/// Memory was renewed. Where the VMM has a userfaultfd on it, that is to tell of it as before. (By the manager: this thread
+/// may not be allowed to.)
+fn register_again(renewed: &[Range<usize>]) {
+    let within = |lent: &Lent| {
+        let lent = lent.clone();
+        renewed.iter().filter_map(move |range| {
+            let range = range.start.max(lent.range.start)..range.end.min(lent.range.end);
+            (!range.is_empty()).then(|| Lent {
+                range,
+                ..lent.clone()
+            })
+        })
+    };
+    let again: Vec<Lent> = WATCH.lock().lent.iter().flat_map(within).collect();
+    if !again.is_empty() {
+        WATCH.ask(Request::RegisterAgain(again));
+    }
 }

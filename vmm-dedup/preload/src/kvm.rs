@@ -1,5 +1,9 @@
 //! What an ioctl of a VMM means to us. Sources: Linux, include/uapi/linux/{kvm,vfio,iommufd,vhost,userfaultfd}.h.
 
+use std::io;
+use std::ops::Range;
+use std::os::fd::RawFd;
+
 /// What to do about an ioctl.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Meaning {
@@ -78,7 +82,7 @@ impl MemorySlot {
     /// Host addresses of memory that the guest can write; `None` for one that is removed, or read-only. (KVM's dirty
     /// log, another flag, is of no interest: merging changes no content, so no page becomes dirty by it, and a guest
     /// that writes a shared page takes the fault that logs it, like with any other page.)
-    pub(crate) fn ram(&self) -> Option<std::ops::Range<usize>> {
+    pub(crate) fn ram(&self) -> Option<Range<usize>> {
         let start = usize::try_from(self.host_address).ok()?;
         let end = start.checked_add(usize::try_from(self.bytes).ok()?)?;
         (self.flags & READ_ONLY == 0 && start < end).then_some(start..end)
@@ -95,12 +99,41 @@ impl MemorySlot {
     }
 }
 
-/// struct uffdio_range, with which UFFDIO_REGISTER's argument begins.
+/// What struct uffdio_register begins with.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct UffdRange {
+pub(crate) struct UffdRegister {
     pub(crate) start: u64,
     pub(crate) len: u64,
+    pub(crate) mode: u64,
+}
+
+/// All of it.
+#[repr(C)]
+#[derive(Debug)]
+struct UffdRegisterWhole {
+    begin: UffdRegister,
+    ioctls: u64,
+}
+
+const _: () = assert!(size_of::<UffdRegisterWhole>() == 32);
+
+/// Registers a range with a userfaultfd of the VMM's.
+#[allow(unsafe_code)] // ioctl on a descriptor of the VMM's
+pub(crate) fn register_again(uffd: RawFd, range: &Range<usize>, mode: u64) -> io::Result<()> {
+    let begin = UffdRegister {
+        start: range.start as u64,
+        len: range.len() as u64,
+        mode,
+    };
+    let mut argument = UffdRegisterWhole { begin, ioctls: 0 };
+    let argument = std::ptr::from_mut(&mut argument).cast();
+    // SAFETY: the request's argument. If the VMM has closed the descriptor this fails; if that is another file by now, the
+    // request means nothing to it.
+    if unsafe { crate::real::ioctl(uffd, u64::from(UFFDIO_REGISTER), argument) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
 /// struct kvm_cpuid_entry2.

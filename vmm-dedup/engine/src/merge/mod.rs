@@ -4,6 +4,7 @@ pub(crate) mod admission;
 pub(crate) mod bridged_runs;
 pub(crate) mod merger;
 pub(crate) mod planner;
+pub(crate) mod ready;
 pub(crate) mod run;
 pub(crate) mod run_builder;
 pub(crate) mod series;

@@ -12,11 +12,13 @@ use crate::memory::thp_state::Use;
 use crate::merge::admission::Admission;
 use crate::merge::bridged_runs::{self, Deferred};
 use crate::merge::merger::{Batch, Merged, Merger, Take};
+use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, runs_of};
 use crate::merge::series;
 use crate::merge::verify_engine::VerifyEngine;
 use crate::store::session::{Doubt, Session};
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
+use crate::sys::proc;
 use crate::thp::monitor::Monitor;
 use crate::thp::split;
 use crate::unmerge::address_space::AddressSpace;
@@ -52,6 +54,8 @@ pub(crate) struct Planner {
     stop_target_ns: u64,
     /// Requests that one window takes at most; adapts to the stop target.
     window: usize,
+    /// Pages can be swapped out, as of the last plan.
+    has_swap: bool,
     /// What was admitted, in page order, and how much of that was merged.
     admitted: Vec<MergeRequest>,
     done: usize,
@@ -66,6 +70,7 @@ impl Planner {
             merger: Merger::new(verify_engine),
             stop_target_ns: config.stop_target_us * 1000,
             window: FIRST_WINDOW,
+            has_swap: true,
             admitted: Vec::new(),
             done: 0,
             deferred: Deferred::default(),
@@ -128,6 +133,7 @@ impl Planner {
             admitted = bridged_runs::with_exceptions(map, *pass, admitted);
         }
         (self.admitted, self.done) = (admitted, 0);
+        self.has_swap = proc::has_swap();
         Ok(())
     }
 
@@ -147,6 +153,9 @@ impl Planner {
             (self.window_len(map, rest), Take::Pages)
         };
         let window = self.done..self.done + len;
+        if self.has_swap && self.defer_swapped(with, window.clone()) {
+            return true; // windows are cut anew
+        }
         self.done = window.end;
         self.merge_window(with, window, take);
         true
@@ -177,6 +186,30 @@ impl Planner {
     /// Pages that were not what an engine had proposed, since the last call.
     pub(crate) fn take_wrong_proposals(&mut self) -> usize {
         std::mem::take(&mut self.wrong_proposals)
+    }
+
+    /// What is swapped out is not merged now: verifying it would read it in, with the window open for that long. Whether there
+    /// was any.
+    fn defer_swapped(&mut self, with: &mut Context<'_>, window: Range<usize>) -> bool {
+        let requests = &self.admitted[window.clone()];
+        let swapped = ready::swapped_out(&mut with.space.pagemap, with.map.memory(), requests);
+        let first = requests[0].page;
+        let is_out = |request: &MergeRequest| swapped.contains((request.page - first) as usize);
+        for request in requests.iter().filter(|request| is_out(request)) {
+            with.map.defer(request.page, request.publisher_ref());
+        }
+        let there = self.admitted.len();
+        let mut at = 0;
+        self.admitted.retain(|request| {
+            at += 1;
+            !(window.contains(&(at - 1)) && is_out(request))
+        });
+        let any = self.admitted.len() < there;
+        if any {
+            // They are no news any more, and must be found again.
+            with.session.schedule_resync(with.pass, Doubt::Missed);
+        }
+        any
     }
 
     /// How many of the requests make one window.
@@ -232,6 +265,7 @@ impl Planner {
             return requests.for_each(|request| map.defer(request.page, request.publisher_ref()));
         }
         let Some(store) = session.store() else { return };
+        ready::touch_slots(store, requests);
         let memory = map.memory().clone();
         let merged = match self.merger.merge(&memory, store, space, batch) {
             Ok(merged) => merged,

@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::scan::cpu_budget::Pacer;
 use crate::scan::pass::Pass;
 use crate::store::connection::Store;
+use crate::sys::late_log;
 use std::time::{Duration, Instant};
 
 /// Least time between two looks for questions while there is work.
@@ -35,6 +36,7 @@ impl Pace {
 impl Pass {
     /// Between two pieces of work: sleeps if the CPU budget is used up, and notices the wish to stop or pause.
     pub(super) fn yield_and_poll(&mut self) -> Result<(), Error> {
+        late_log::tell();
         let engines = self.finder.search().helper_cpu_ns() + self.planner.verify_engine().helper_cpu_ns();
         let helpers = self.space.breaker.stats().0.cpu_ns + engines;
         self.pace.pacer.charge_others(helpers);

@@ -1,6 +1,7 @@
 //! What the scanning thread says of its work.
 
 use crate::scan::pass::Pass;
+use crate::sys::late_log;
 use vmm_dedup_protocol::name::EngineName;
 
 /// Kernel memory that one more mapping costs: a VMA (192 bytes), its share of maple tree nodes, and for every second
@@ -19,6 +20,7 @@ impl Pass {
         let state = self.state();
         let stats = &mut self.account.stats;
         stats.pages = self.map.memory().pages() as u64;
+        stats.window_failures_total = late_log::count();
         stats.pages_mapped = counts.slots + counts.orphaned;
         stats.pages_zero = counts.zero;
         stats.pages_unshared = counts.candidates;

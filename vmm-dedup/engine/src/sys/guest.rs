@@ -38,6 +38,15 @@ pub(crate) fn prefetch_page(address: usize) {
     let _ = address;
 }
 
+/// Reads a word of a page that will be read soon, so that it is there then.
+///
+/// # Safety
+/// As for [`key_lines`].
+pub(crate) unsafe fn touch(address: usize) {
+    // SAFETY: as promised by the caller.
+    unsafe { (address as *const u64).read_volatile() };
+}
+
 /// Copies a page out; torn if the guest writes it meanwhile.
 ///
 /// # Safety

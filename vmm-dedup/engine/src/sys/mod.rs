@@ -4,6 +4,7 @@
 pub(crate) mod bell;
 pub(crate) mod direct_io;
 pub(crate) mod guest;
+pub(crate) mod late_log;
 pub(crate) mod page_size;
 pub(crate) mod pagemap;
 pub(crate) mod proc;

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)] // ioctl
 
 use crate::error::Error;
+use crate::sys::late_log;
 use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE};
 use std::fs::File;
 use std::io;
@@ -71,7 +72,7 @@ impl Pagemap {
             regions: vec![PageRegion::default(); 512],
         };
         // An empty range asks the kernel for nothing but whether it knows the request.
-        match pagemap.scan(0..0, 0, 0, 0) {
+        match pagemap.scan(0..0, 0, 0, 0, 0) {
             Err(e) if e.raw_os_error() == Some(libc::ENOTTY) => {
                 Err(Error::KernelLacks("the PAGEMAP_SCAN ioctl (Linux 6.7)"))
             }
@@ -86,7 +87,7 @@ impl Pagemap {
         let mut at = range.start;
         while at < range.end {
             let wanted = TRACKED | PRESENT | WRITTEN | PFNZERO;
-            let (found, end) = self.scan(at..range.end, wanted, PFNZERO, HUGE)?;
+            let (found, end) = self.scan(at..range.end, wanted, PFNZERO, 0, HUGE)?;
             for region in &self.regions[..found] {
                 let range = addresses(region);
                 each(Written {
@@ -109,9 +110,25 @@ impl Pagemap {
         self.stretches(range, PRESENT | FILE | PFNZERO, FILE | PFNZERO)
     }
 
-    /// As [`Self::private`], in mappings of the store only: what is tracked is passed over whole.
+    /// As [`Self::private`], in mappings of the store only: what is tracked is passed over whole. A copy that was swapped
+    /// out is one. (Not every entry of swap is a page: with managed breaks the kernel keeps the protection of a page of the
+    /// store that it has unmapped in such an entry. It says that it is protected, which a copy is not.)
     pub(crate) fn copied(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
-        self.stretches(range, TRACKED | PRESENT | FILE, TRACKED | FILE)
+        let (mut at, mut found) = (range.start, Vec::new());
+        while at < range.end {
+            let any = PRESENT | SWAPPED;
+            let (n, end) = self.scan(at..range.end, TRACKED | FILE, TRACKED | FILE, any, any | WRITTEN)?;
+            let is_copy = |region: &&PageRegion| region.categories & (PRESENT | WRITTEN) != 0;
+            found.extend(self.regions[..n].iter().filter(is_copy).map(addresses));
+            at = end;
+        }
+        Ok(found)
+    }
+
+    /// Stretches of anonymous memory that are swapped out. (Or that never were there but are protected, which looks the
+    /// same: there is nothing to be had either.)
+    pub(crate) fn swapped(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
+        self.stretches(range, SWAPPED, 0)
     }
 
     /// Stretches of a range that huge pages map.
@@ -128,25 +145,27 @@ impl Pagemap {
     fn stretches(&mut self, range: Range<usize>, mask: u64, inverted: u64) -> io::Result<Vec<Range<usize>>> {
         let (mut at, mut found) = (range.start, Vec::new());
         while at < range.end {
-            let (n, end) = self.scan(at..range.end, mask, inverted, PRESENT)?;
+            let (n, end) = self.scan(at..range.end, mask, inverted, 0, PRESENT)?;
             found.extend(self.regions[..n].iter().map(addresses));
             at = end;
         }
         Ok(found)
     }
 
-    /// One request: pages with all bits of `mask`, those in `inverted` counting as set when clear. Returns the number
-    /// of regions found and the address up to which the range was walked.
+    /// One request: pages with all bits of `mask`, those in `inverted` counting as set when clear, and with one of `any`,
+    /// unless that is 0. Returns the number of regions found and the address up to which the range was walked.
     fn scan(
         &mut self,
         range: Range<usize>,
         mask: u64,
         inverted: u64,
+        any: u64,
         returned: u64,
     ) -> io::Result<(usize, usize)> {
         let mut request = Request {
             category_inverted: inverted,
             category_mask: mask,
+            category_anyof_mask: any,
             return_mask: returned,
             ..Request::new(range.clone(), &mut self.regions)
         };
@@ -179,7 +198,7 @@ impl Places {
             match scan(&self.0, &mut request) {
                 Ok(found) => return found > 0,
                 // The kernel lacks memory for the answer (for another reason it does not fail).
-                Err(error) => log::error!("cannot look at {at:#x} in the page tables: {error}; trying on"),
+                Err(error) => late_log::note("looking at the page tables", &error, "it is tried again"),
             }
             std::thread::sleep(std::time::Duration::from_micros(100));
         }
@@ -210,4 +229,110 @@ fn scan(file: &File, request: &mut Request) -> io::Result<usize> {
 #[allow(clippy::cast_possible_truncation)] // 64-bit only
 fn addresses(region: &PageRegion) -> Range<usize> {
     region.start as usize..region.end as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::page_size::bytes;
+    use crate::sys::uffd::{Mode, Uffd};
+    use crate::sys::vma::{self, Anonymous, map_segment_anywhere};
+    use std::os::fd::AsFd;
+    use vmm_dedup_trouble::page_out;
+
+    const PAGES: usize = 8;
+
+    /// A private mapping of a file with content, as those of the store.
+    struct Shared {
+        base: usize,
+        _file: std::os::fd::OwnedFd,
+    }
+
+    impl Shared {
+        fn new() -> Self {
+            let (file, content) = vmm_dedup_protocol::mapping::staging_memfd(bytes(PAGES)).unwrap();
+            content
+                .words()
+                .iter()
+                .for_each(|word| word.store(7, std::sync::atomic::Ordering::Relaxed));
+            let base = map_segment_anywhere(bytes(PAGES), file.as_fd(), 0).unwrap();
+            Self { base, _file: file }
+        }
+
+        fn range(&self) -> Range<usize> {
+            self.base..self.base + bytes(PAGES)
+        }
+
+        fn page(&self, page: usize) -> Range<usize> {
+            self.base + bytes(page)..self.base + bytes(page + 1)
+        }
+
+        #[allow(unsafe_code)] // writes memory of its own
+        fn copy(&self, page: usize) {
+            // SAFETY: the mapping is the test's own.
+            unsafe { crate::sys::guest::store_page(self.base + bytes(page), &[9; 512]) };
+        }
+    }
+
+    impl Drop for Shared {
+        fn drop(&mut self) {
+            vma::unmap(self.base, bytes(PAGES));
+        }
+    }
+
+    #[test]
+    fn copies_that_were_swapped_out_are_found() {
+        let _swap = vmm_dedup_trouble::swap_or_skip!();
+        let shared = Shared::new();
+        let mut pagemap = Pagemap::open().unwrap();
+        assert!(vma::populate_read(shared.base, bytes(PAGES)));
+        shared.copy(2);
+        shared.copy(5);
+        assert_eq!(
+            pagemap.copied(shared.range()).unwrap(),
+            [shared.page(2), shared.page(5)]
+        );
+        page_out(&shared.range());
+        assert!(
+            pagemap.private(shared.range()).unwrap().is_empty(),
+            "nothing was swapped out"
+        );
+        assert_eq!(
+            pagemap.copied(shared.range()).unwrap(),
+            [shared.page(2), shared.page(5)]
+        );
+    }
+
+    #[test]
+    fn protected_pages_of_the_store_that_are_not_mapped_are_no_copies() {
+        let Ok(breaker) = Uffd::breaker() else {
+            return eprintln!("SKIPPED: no userfaultfd");
+        };
+        let shared = Shared::new();
+        breaker.register(shared.base, bytes(PAGES), Mode::Wp).unwrap();
+        breaker.write_protect(shared.base, bytes(PAGES), true).unwrap();
+        let mut pagemap = Pagemap::open().unwrap();
+        assert!(
+            !pagemap.swapped(shared.range()).unwrap().is_empty(),
+            "the protection is kept elsewhere"
+        );
+        assert!(pagemap.copied(shared.range()).unwrap().is_empty());
+        assert!(vma::populate_read(shared.base, bytes(PAGES)));
+        assert!(pagemap.copied(shared.range()).unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_is_swapped_out_is_told() {
+        let _swap = vmm_dedup_trouble::swap_or_skip!();
+        let area = Anonymous::new(PAGES).unwrap();
+        area.populate_part(0, bytes(PAGES - 2)).unwrap();
+        let at = |page| area.base() + bytes(page);
+        let mut pagemap = Pagemap::open().unwrap();
+        assert!(pagemap.swapped(at(0)..at(PAGES)).unwrap().is_empty());
+        page_out(&(at(1)..at(3)));
+        let out = pagemap.swapped(at(0)..at(PAGES)).unwrap();
+        assert!(out.into_iter().eq(std::iter::once(at(1)..at(3))));
+        assert!(vma::populate_read(at(1), bytes(2)));
+        assert!(pagemap.swapped(at(0)..at(PAGES)).unwrap().is_empty());
+    }
 }

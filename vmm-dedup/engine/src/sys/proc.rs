@@ -127,6 +127,11 @@ pub(crate) fn mem_available() -> Option<u64> {
         .map(|kib| kib * 1024)
 }
 
+/// Whether pages can be swapped out; if /proc does not say, they can.
+pub(crate) fn has_swap() -> bool {
+    fs::read_to_string("/proc/swaps").map_or(true, |text| text.lines().nth(1).is_some())
+}
+
 /// CPU nanoseconds of the calling thread.
 pub(crate) fn thread_cpu_ns() -> u64 {
     let t = clock_gettime(ClockId::ThreadCPUTime);

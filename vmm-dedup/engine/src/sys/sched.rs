@@ -1,6 +1,7 @@
 //! Not being preempted while guest pages are away.
 #![allow(unsafe_code)] // sched_setscheduler
 
+use crate::sys::late_log;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -20,7 +21,12 @@ impl Urgent {
         }
         let urgent = set(libc::SCHED_FIFO, 1);
         if !urgent && !REFUSED.swap(true, Ordering::Relaxed) {
-            log::info!("merge windows may be preempted: give the VMM CAP_SYS_NICE to keep vCPU stops short");
+            let then = "windows may be preempted; give the VMM CAP_SYS_NICE to keep vCPU stops short";
+            late_log::note(
+                "asking for a higher priority",
+                &std::io::Error::last_os_error(),
+                then,
+            );
         }
         Self(urgent)
     }

@@ -1,6 +1,7 @@
 //! Mapping, moving and discarding ranges of address space.
 #![allow(unsafe_code)] // mmap and its relatives
 
+use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -200,7 +201,7 @@ pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
 /// Repeats what the VMM had advised for guest memory. It changes no content; advice that the kernel refuses is lost.
 pub(crate) fn advise_again(range: &std::ops::Range<usize>, advice: i32) {
     if let Err(error) = advise(range.start, range.len(), advice) {
-        log::debug!("advice {advice} for {range:x?} is lost: {error}");
+        late_log::note("repeating advice for guest memory", &error, "it is lost");
     }
 }
 

@@ -23,6 +23,7 @@ use crate::error::Error;
 use crate::memory::thp_state::Use;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::sys::pagemap::Pagemap;
+use crate::sys::relocate;
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::Uffd;
 use crate::track::access::{AccessMonitor, PROBES, Target};
@@ -180,7 +181,8 @@ impl FaultSampling {
                     away[which].window.rest();
                     wanted.push(which);
                 }
-                let _ = uffd.wake(address & !(PAGE_SIZE - 1), PAGE_SIZE);
+                let page = address & !(PAGE_SIZE - 1);
+                relocate::wake(uffd, &(page..page + PAGE_SIZE));
             }
             missed.push(Missed { after, wanted });
         }

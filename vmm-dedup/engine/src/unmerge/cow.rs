@@ -17,9 +17,10 @@ use crate::memory::bitmap::Bits;
 use crate::memory::layout::{Memory, Page};
 use crate::memory::ranges::complement;
 use crate::sys::guest;
+use crate::sys::late_log;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
-use crate::sys::relocate::put_over;
+use crate::sys::relocate::{put_over, unprotect, wake};
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::{self, Anonymous};
 use crate::unmerge::page_reserve::Reserve;
@@ -53,6 +54,28 @@ pub(crate) struct Restored {
     pub(crate) anonymous: Vec<Range<usize>>,
     /// Why it ended early; what is not anonymous then may still be shared.
     pub(crate) error: Option<io::Error>,
+}
+
+/// Runs whose writers wait; when it is dropped, also by a panic, they go on.
+struct Held<'a> {
+    breaker: &'a Breaker,
+    runs: &'a [Range<usize>],
+    /// Other memory is in their place, which is not protected.
+    replaced: bool,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let uffd = &self.breaker.uffd;
+        for run in self.runs {
+            // Without a fault thread nobody would serve them.
+            let unserved = !self.replaced && !self.breaker.managed;
+            if unserved && uffd.unregister(run.start, run.len()).is_err() {
+                unprotect(uffd, run);
+            }
+            wake(uffd, run);
+        }
+    }
 }
 
 /// Shared by the scanning thread, which maps and unmerges, and the fault thread, which breaks.
@@ -201,7 +224,11 @@ impl Breaker {
             .and_then(|()| self.uffd.write_protect(run.start, run.len(), true))
             .and_then(|()| pagemap.private(run.clone()));
         let private = protected.unwrap_or_else(|error| {
-            log::warn!("writes to {run:x?} are left to the kernel's copy-on-write: {error}");
+            late_log::note(
+                "protecting shared pages",
+                &error,
+                "writes to them are left to the kernel",
+            );
             vec![run.clone()]
         });
         for stretch in &private {
@@ -241,7 +268,7 @@ impl Breaker {
                 break;
             }
         }
-        let _ = self.uffd.wake(run.start, run.len());
+        wake(&self.uffd, run);
         outcome
     }
 
@@ -255,20 +282,23 @@ impl Breaker {
     ) -> Option<T> {
         // Locked, so that the fault thread replaces nothing.
         let mut inner = self.lock();
-        let mut held = runs.iter().take_while(|run| self.hold_run(pagemap, run));
-        let done = if held.by_ref().count() == runs.len() {
+        let mut held = Held {
+            breaker: self,
+            runs,
+            replaced: false,
+        };
+        let mut protected = runs.iter().take_while(|run| self.hold_run(pagemap, run));
+        let done = if protected.by_ref().count() == runs.len() {
             work()
         } else {
             None
         };
-        for run in runs {
-            if done.is_some() {
+        held.replaced = done.is_some();
+        if held.replaced {
+            for run in runs {
                 self.forget_left(&mut inner, run);
                 self.mark(run, false);
-            } else if !self.managed {
-                let _ = self.uffd.unregister(run.start, run.len());
             }
-            let _ = self.uffd.wake(run.start, run.len());
         }
         done
     }
@@ -342,8 +372,8 @@ impl Breaker {
         {
             inner.left.extend((first..).take(range.len() / PAGE_SIZE));
         }
-        let _ = self.uffd.write_protect(range.start, range.len(), false);
-        let _ = self.uffd.wake(range.start, range.len());
+        unprotect(&self.uffd, range);
+        wake(&self.uffd, range);
     }
 
     fn copy_and_replace(&self, inner: &mut Inner, stretch: &Range<usize>) -> io::Result<()> {

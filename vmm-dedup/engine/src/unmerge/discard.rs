@@ -102,6 +102,26 @@ impl Discarder {
     /// Those of madvise.
     #[allow(unsafe_code)] // frees guest memory
     pub unsafe fn discard(&self, start: usize, len: usize) -> io::Result<()> {
+        // SAFETY: as promised by the caller.
+        unsafe { self.discard_and_tell(start, len, |_| ()) }
+    }
+
+    /// As [`Self::discard`]; `renewed` is told where fresh memory was mapped. No userfaultfd is registered there any more: a VMM
+    /// that has registered one of its own (for memory that [`crate::DedupService::release_range`] has released) registers it
+    /// again.
+    ///
+    /// # Safety
+    /// As for [`Self::discard`].
+    ///
+    /// # Errors
+    /// Those of madvise.
+    #[allow(unsafe_code)] // frees guest memory
+    pub unsafe fn discard_and_tell(
+        &self,
+        start: usize,
+        len: usize,
+        mut renewed: impl FnMut(Range<usize>),
+    ) -> io::Result<()> {
         let end = start.checked_add(len).map(|end| end.next_multiple_of(PAGE_SIZE));
         let (Some(end), true) = (end, start.is_multiple_of(PAGE_SIZE)) else {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -116,7 +136,10 @@ impl Discarder {
                 self.breaker.give_up(&run, || {
                     // SAFETY: guest memory that the caller gives up.
                     match unsafe { vma::renew(run.start, run.len()) } {
-                        Ok(()) => inner.memory.advise_again(&run),
+                        Ok(()) => {
+                            inner.memory.advise_again(&run);
+                            renewed(run.clone());
+                        }
                         Err(_) => kept.push(run.clone()),
                     }
                 });

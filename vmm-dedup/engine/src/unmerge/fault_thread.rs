@@ -1,7 +1,9 @@
 //! The fault thread: breaks sharing for guests that write (managed mode).
 
+use crate::sys::late_log;
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::pagemap::Pagemap;
+use crate::sys::relocate::wake;
 use crate::sys::sched::Urgent;
 use crate::unmerge::cow::Breaker;
 use crate::unmerge::page_reserve::Reserve;
@@ -43,7 +45,7 @@ impl Breaker {
             let patience = if queue.is_empty() { 100 } else { 5 };
             self.uffd.wait_for_fault(Duration::from_millis(patience));
             if let Err(error) = self.uffd.read_faults(&mut faults) {
-                log::error!("cannot read write faults: {error}");
+                late_log::note("reading write faults", &error, "it is tried again");
             }
             let since = Instant::now();
             let new = faults.drain(..).map(|at| Writer {
@@ -74,7 +76,9 @@ impl Breaker {
             };
             match Reserve::allocate(pages) {
                 Ok(block) => self.lock().reserve.push(block),
-                Err(error) => return log::warn!("the copy-on-write reserve cannot be refilled: {error}"),
+                Err(error) => {
+                    return late_log::note("refilling the copy-on-write reserve", &error, "it stays smaller");
+                }
             }
         }
     }
@@ -101,7 +105,11 @@ impl Breaker {
                             inner.stats.broken += 1;
                         }
                         Err(error) => {
-                            log::warn!("leaving a copy-on-write to the kernel: {error}");
+                            late_log::note(
+                                "replacing a shared page for a writer",
+                                &error,
+                                "the kernel copies it",
+                            );
                             self.leave(&mut inner, &writer.page());
                         }
                     }
@@ -113,7 +121,7 @@ impl Breaker {
                 }
             }
             // Else another writer's fault on the same page was served already.
-            let _ = self.uffd.wake(writer.address, PAGE_SIZE);
+            wake(&self.uffd, &writer.page());
             let ns = u64::try_from(writer.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
             inner.stats.latency.observe(ns);
         }

@@ -29,7 +29,7 @@ pub(crate) use scratch::Scratch;
 
 use crate::error::Error;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
-use crate::sys::relocate::{move_away, put_back_page, put_back_pages};
+use crate::sys::relocate::{self, move_away, put_back_page, put_back_pages, track_again};
 use crate::sys::uffd::{Mode, MoveError, Uffd};
 use std::io;
 use std::ops::Range;
@@ -255,7 +255,7 @@ impl<'a> Window<'a> {
     /// Lets everybody go on who waits in the window.
     pub(crate) fn wake(&self) {
         if self.pages > 0 {
-            let _ = self.uffd.wake(self.start, bytes(self.pages));
+            relocate::wake(self.uffd, &(self.start..self.start + bytes(self.pages)));
         }
     }
 
@@ -272,13 +272,7 @@ impl<'a> Window<'a> {
 
     fn disarm(&mut self) {
         for run in self.armed.runs() {
-            let (address, len) = (self.address(run.start), bytes(run.len()));
-            if let Err(error) = self.uffd.register(address, len, Mode::Wp) {
-                // Never leave anyone waiting: without registration nobody does. It is not tracked any more.
-                let _ = self.uffd.unregister(address, len);
-                self.wake();
-                log::error!("write tracking of {len} bytes at {address:#x} is lost: {error}");
-            }
+            track_again(self.uffd, &(self.address(run.start)..self.address(run.end)));
         }
         self.armed = PageSet::default();
     }

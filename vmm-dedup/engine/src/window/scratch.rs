@@ -1,7 +1,7 @@
 //! Where small pages are while they are away.
 
 use crate::error::Error;
-use crate::sys::page_size::{PAGE_SIZE, bytes};
+use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::Anonymous;
 use crate::window::MAX_WINDOW;
@@ -52,6 +52,21 @@ impl Scratch {
             std::thread::sleep(Duration::from_millis(10));
         }
         self.used = 0;
+        make_tables(&self.uffd, &self.area);
+    }
+}
+
+/// Allocates the page tables of scratch memory, so that taking pages needs no memory: a window would be open for as long as the
+/// kernel looks for some. Kernels may free the table of memory that was freed (Linux 6.14, CONFIG_PT_RECLAIM). Where it fails
+/// it is left to the window.
+fn make_tables(uffd: &Uffd, area: &Anonymous) {
+    let end = area.base() + bytes(area.pages());
+    let mut at = area.base();
+    while at < end {
+        if uffd.zero_page(at, PAGE_SIZE).is_ok() {
+            let _ = area.discard(at - area.base(), PAGE_SIZE);
+        }
+        at = (at / HUGE_SIZE + 1) * HUGE_SIZE;
     }
 }
 
@@ -62,5 +77,6 @@ fn new_area(uffd: &Uffd) -> io::Result<Anonymous> {
     area.populate_part(0, PAGE_SIZE)?;
     area.discard(0, PAGE_SIZE)?;
     uffd.register(area.base(), bytes(PAGES), Mode::Missing)?;
+    make_tables(uffd, &area);
     Ok(area)
 }

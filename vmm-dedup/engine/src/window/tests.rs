@@ -123,3 +123,29 @@ fn a_window_that_cannot_be_armed_changes_nothing() {
     ));
     assert!(guest.is_whole());
 }
+
+/// Bytes of page tables of this process.
+fn page_tables() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmPTE:"))
+        .unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+#[test]
+fn taking_pages_needs_no_memory_for_page_tables() {
+    let Some(guest) = Guest::new() else { return };
+    let mut scratch = Scratch::new(guest.uffd.clone()).unwrap();
+    // The last places of scratch memory, 4 MiB behind its first ones, which have a table of their own.
+    for _ in 1..2 * MAX_WINDOW / PAGES {
+        scratch.place(PAGES);
+    }
+    let before = page_tables();
+    let mut window = guest.open(&mut scratch, 0..PAGES);
+    assert_eq!(window.take(0..PAGES), [Taken::Yes; PAGES]);
+    let taken = page_tables();
+    window.close();
+    assert_eq!(taken, before);
+}

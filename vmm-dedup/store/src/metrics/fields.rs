@@ -116,6 +116,11 @@ pub(super) static COUNTERS: &[Field] = &[
         "Pages taken whose content had changed, and put back",
         |s| s.mismatches_total,
     ),
+    plain(
+        "window_failures",
+        "Calls of the kernel that failed while guest pages were away, and were got over",
+        |s| s.window_failures_total,
+    ),
     plain("published", "Pages handed to the store", |s| s.published_total),
     plain("huge_splits", "Huge pages split for sharing", |s| {
         s.huge_splits_total
