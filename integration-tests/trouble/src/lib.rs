@@ -1,13 +1,15 @@
 //! What tests make trouble with. A crate of its own, so that unit tests of the engine can use it as well.
 //!
 //! [`Swap`] gives the machine swap for as long as a test runs, [`Pager`] is a thread that pages memory out all the time,
-//! as reclaim may at any moment, and [`Watchdog`] ends the process of a test that hangs: a thread that waits for a page
+//! as reclaim may at any moment, [`UsedUp`] uses all mappings of the process up, and [`Watchdog`] ends the process of a test that hangs: a thread that waits for a page
 //! for ever cannot be ended otherwise.
 
+mod mappings;
 mod pager;
 mod swap;
 mod watchdog;
 
+pub use mappings::UsedUp;
 pub use pager::{Pager, page_out};
 pub use swap::Swap;
 pub use watchdog::Watchdog;
@@ -16,7 +18,10 @@ pub use watchdog::Watchdog;
 #[macro_export]
 macro_rules! swap_or_skip {
     () => {
-        match $crate::Swap::on() {
+        $crate::swap_or_skip!($crate::Swap::on())
+    };
+    ($swap:expr) => {
+        match $swap {
             Ok(swap) => swap,
             Err(reason) => {
                 eprintln!("SKIPPED: no swap: {reason}");

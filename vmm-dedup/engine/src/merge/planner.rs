@@ -269,8 +269,8 @@ impl Planner {
         let memory = map.memory().clone();
         let merged = match self.merger.merge(&memory, store, space, batch) {
             Ok(merged) => merged,
-            Err(error) => {
-                log::warn!("{error}");
+            Err(_) => {
+                // The window has noted why.
                 account.stats.refused_other_total += requests.len() as u64;
                 session.schedule_resync(pass, Doubt::Missed);
                 let published = requests.iter().filter_map(MergeRequest::publisher_ref);
@@ -455,6 +455,6 @@ fn note_collision(map: &mut PageMap, session: &Session, account: &mut Account, r
     let (key, _) = reader.read(request.page);
     let line = session.index().and_then(|index| index.line(key));
     if request.slot.is_some() && line.and_then(|line| line.slot_for(request.page)) == request.slot {
-        map.outbox.ambiguous.push(key.raw());
+        map.outbox.ambiguous.push_back(key.raw());
     }
 }

@@ -43,6 +43,8 @@ pub(super) const MAX_FOUND: usize = 1 << 17;
 const MIN_VMAS: usize = 1024;
 /// Passes between two counts of the process's mappings, with managed breaks.
 const VMA_COUNT_PERIOD: u64 = 16;
+/// Passes for which the kernel is not asked for mappings beyond the number with which it refused one.
+const VMA_RETRY_PERIOD: u64 = 64;
 
 /// Everything the scanning thread owns.
 #[derive(Debug)]
@@ -178,6 +180,10 @@ impl Pass {
         self.note_breaks();
         let discards = self.space.discards.clone();
         self.space.note_discards(&mut discards.lock(), &mut self.map);
+        self.track_what_was_lost();
+        if self.number.is_multiple_of(VMA_RETRY_PERIOD) {
+            self.map.ask_for_vmas_again();
+        }
         self.space
             .breaker
             .set_vmas_left(self.map.vmas_max() - self.map.vmas());
