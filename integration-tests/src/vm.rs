@@ -92,7 +92,13 @@ impl Guest {
             } => Some((writes + restores, *errors)),
             _ => None,
         };
-        let (done, errors) = self.console.reports().iter().rev().find_map(tick).unwrap_or_default();
+        let (done, errors) = self
+            .console
+            .reports()
+            .iter()
+            .rev()
+            .find_map(tick)
+            .unwrap_or_default();
         assert_eq!(errors, 0, "{}", self.console.text());
         done
     }

@@ -70,7 +70,10 @@ fn guests_lose_nothing_while_their_memory_is_swapped_out() {
         zero_mib: 4,
     };
     let out = swap_chaos::chaos(size, &swap);
-    assert!(out.pages_out > 0 && out.pages_in > 0, "nothing was swapped: {out:?}");
+    assert!(
+        out.pages_out > 0 && out.pages_in > 0,
+        "nothing was swapped: {out:?}"
+    );
     eprintln!(
         "{} merges, {} breaks, {} huge pages built, {} pages swapped out, {} in, stops p99 {} us",
         out.outcome.merges,

@@ -68,9 +68,11 @@ fn make_tables(uffd: &Uffd, area: &Anonymous) {
     let end = area.base() + bytes(area.pages());
     let mut at = area.base();
     while at < end {
-        let made = uffd
-            .zero_page(at, PAGE_SIZE)
-            .and_then(|()| area.discard(at - area.base(), PAGE_SIZE));
+        let made = match uffd.zero_page(at, PAGE_SIZE) {
+            // The last one could not be discarded.
+            Err(error) if error.raw_os_error() != Some(libc::EEXIST) => Err(error),
+            _ => area.discard(at - area.base(), PAGE_SIZE),
+        };
         if let Err(error) = made {
             late_log::note(
                 "allocating page tables of scratch memory",
