@@ -85,7 +85,9 @@ fn a_process_without_mappings_goes_on() {
     let watchdog = Watchdog::start(SIZE.patience, || ());
     let used_up = or_skip!(UsedUp::begin());
     let (failures, progress) = (sum(|s| s.window_failures_total), guests[0].progress());
-    until("failures to be told", &|| sum(|s| s.window_failures_total) > failures);
+    until("failures to be told", &|| {
+        sum(|s| s.window_failures_total) > failures
+    });
     until("the guest to go on", &|| guests[0].progress() > progress);
     drop(used_up);
     let merges = sum(|s| s.merges_total);

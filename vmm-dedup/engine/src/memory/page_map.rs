@@ -50,6 +50,21 @@ pub(crate) enum NotMerged {
     Returned,
 }
 
+/// The kernel refused a mapping: it may have lacked memory only, or others may give theirs back. So it is asked again, ever
+/// more seldom while it refuses.
+#[derive(Clone, Copy, Debug)]
+struct RefusedMapping {
+    /// Mappings that there may be until it is asked again.
+    most: i64,
+    /// The pass in which it is.
+    until: u64,
+    /// Passes from the refusal to that.
+    patience: u64,
+}
+
+/// Passes for which the kernel is not asked for another mapping, after its first refusal and after many.
+const REFUSED_PASSES: std::ops::RangeInclusive<u64> = 2..=1024;
+
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct PageMap {
@@ -59,8 +74,8 @@ pub(crate) struct PageMap {
     /// Mappings that the service has added to the process, about, and the most that it may add.
     vmas: i64,
     vmas_max: i64,
-    /// With how many the kernel refused one more, lately.
-    vmas_refused: Option<i64>,
+    /// What holds since the kernel refused one.
+    vmas_refused: Option<RefusedMapping>,
     /// Mappings that the process had before.
     vmas_before: usize,
     pub(crate) outbox: Outbox,
@@ -174,7 +189,7 @@ impl PageMap {
     /// The most that it may be now.
     pub(crate) fn vmas_max(&self) -> i64 {
         self.vmas_refused
-            .map_or(self.vmas_max, |refused| refused.min(self.vmas_max))
+            .map_or(self.vmas_max, |refused| refused.most.min(self.vmas_max))
     }
 
     /// Whether so many mappings more are allowed.
@@ -188,13 +203,26 @@ impl PageMap {
     }
 
     /// The kernel has refused one more.
-    pub(crate) fn no_vma_is_left(&mut self) {
-        self.vmas_refused = Some(self.vmas);
+    pub(crate) fn no_vma_is_left(&mut self, pass: u64) {
+        let patience = match self.vmas_refused {
+            Some(again) if pass < again.until => again.patience,
+            Some(again) if pass < again.until + again.patience => {
+                (2 * again.patience).min(*REFUSED_PASSES.end())
+            }
+            _ => *REFUSED_PASSES.start(),
+        };
+        self.vmas_refused = Some(RefusedMapping {
+            most: self.vmas,
+            until: pass + patience,
+            patience,
+        });
     }
 
-    /// The kernel may be asked for more again: it may have lacked memory only, or others may have given theirs back.
-    pub(crate) fn ask_for_vmas_again(&mut self) {
-        self.vmas_refused = None;
+    /// Whether the kernel may be asked for more again from this pass on; told once after a refusal.
+    pub(crate) fn asks_for_vmas_again(&mut self, pass: u64) -> bool {
+        let due = |refused: &&mut RefusedMapping| refused.until <= pass && refused.most != i64::MAX;
+        let again = self.vmas_refused.as_mut().filter(due);
+        again.map(|refused| refused.most = i64::MAX).is_some()
     }
 
     /// Whether a mapping begins between a page and the one before it, if that is its neighbour.

@@ -432,7 +432,7 @@ fn note_failure(
         *counter += 1;
     }
     if outcome == Outcome::NoVma {
-        map.no_vma_is_left();
+        map.no_vma_is_left(pass);
     }
     // A page that was not moved is protected: a pinned one is tried again later, others are keyed anew. What was moved
     // came back unprotected.

@@ -36,8 +36,9 @@ const FEATURE_WP_ASYNC: u64 = 1 << 15;
 const FEATURE_MOVE: u64 = 1 << 16;
 
 const MODE_DONTWAKE: u64 = 1 << 0;
-/// Tries to protect a range while the kernel says that mappings are changing.
-const PROTECT_TRIES: usize = 1000;
+/// Tries to protect a range while the kernel says that mappings are changing, and the time between two.
+const PROTECT_TRIES: usize = 100;
+const PROTECT_PAUSE: Duration = Duration::from_micros(20);
 const EVENT_PAGEFAULT: u8 = 0x12;
 
 /// What faults a registered range reports.
@@ -262,7 +263,7 @@ impl Uffd {
                 mode: u64::from(protect),
             };
             match self.ioctl(Call::WriteProtect, WRITEPROTECT, &mut request) {
-                Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => std::thread::yield_now(),
+                Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => std::thread::sleep(PROTECT_PAUSE),
                 done => return done,
             }
         }

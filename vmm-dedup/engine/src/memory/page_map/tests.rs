@@ -279,12 +279,21 @@ fn chunks_that_stay_are_not_counted_anew() {
 fn a_refusal_of_the_kernel_holds_for_a_while() {
     let mut map = map();
     map.share(3, slot(5), Reference::New);
-    map.no_vma_is_left();
+    map.no_vma_is_left(10);
     assert_eq!((map.vmas_max(), map.has_vmas_for(1)), (2, false));
     map.made_private(3);
     assert!(map.has_vmas_for(2) && !map.has_vmas_for(3));
-    map.ask_for_vmas_again();
-    assert_eq!(map.vmas_max(), 1000);
+    let asks: Vec<u64> = (10..200).filter(|pass| map.asks_for_vmas_again(*pass)).collect();
+    assert_eq!((asks, map.vmas_max()), (vec![12], 1000));
+    // Refused again soon, and then for good.
+    let mut asks = Vec::new();
+    for pass in 76..4000 {
+        if map.asks_for_vmas_again(pass) || pass == 76 {
+            map.no_vma_is_left(pass);
+            asks.push(pass);
+        }
+    }
+    assert_eq!(asks, [76, 78, 82, 90, 106, 138, 202, 330, 586, 1098, 2122, 3146]);
 }
 
 #[test]
