@@ -7,6 +7,7 @@ pub mod direct_io;
 pub mod guests;
 pub mod huge;
 pub mod huge_chaos;
+pub mod logged;
 pub mod memory;
 pub mod prometheus;
 pub mod store;

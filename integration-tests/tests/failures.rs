@@ -1,10 +1,10 @@
 //! System calls that fail, one kind after the other, under guests that write and check their memory all the time: whatever
 //! the kernel says, the guests go on with the right bytes, and a counter and a log line tell.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Call, Config, Injection, Policy, ServiceStats, Settings, Switch, Times};
 use vmm_dedup_integration_tests::guests::{self, Size};
+use vmm_dedup_integration_tests::logged::Logged;
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
@@ -60,45 +60,6 @@ const ALL_FAIL_AT_MOST: Duration = Duration::from_secs(10);
 /// How long nothing may happen: guests share two cores with whatever else runs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Keeps what is logged.
-struct Log(Mutex<Vec<String>>);
-
-static LOG: Log = Log(Mutex::new(Vec::new()));
-
-impl Log {
-    fn begin() -> &'static Self {
-        // The first test has set it.
-        let _ = log::set_logger(&LOG);
-        log::set_max_level(log::LevelFilter::Warn);
-        LOG.lines().clear();
-        &LOG
-    }
-
-    fn lines(&self) -> std::sync::MutexGuard<'_, Vec<String>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Whether something was logged about an error.
-    fn has(&self, errno: i32) -> bool {
-        let error = std::io::Error::from_raw_os_error(errno).to_string();
-        self.lines().iter().any(|line| line.contains(&error))
-    }
-}
-
-impl log::Log for Log {
-    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
-        true
-    }
-
-    fn log(&self, record: &log::Record<'_>) {
-        let line = record.args().to_string();
-        eprintln!("{line}");
-        self.lines().push(line);
-    }
-
-    fn flush(&self) {}
-}
-
 /// Waits for what comes in the end; ends the process, with where all threads are, if it does not.
 fn wait(what: &str, mut is: impl FnMut() -> bool) {
     let what = what.to_owned();
@@ -144,14 +105,14 @@ fn make_private(guests: &[Guest]) {
 }
 
 /// Some calls of a kind fail until enough have, then all of them for a while.
-fn fail(guests: &[Guest], log: &Log, (call, errno): (Call, i32)) {
+fn fail(guests: &[Guest], log: &Logged, (call, errno): (Call, i32)) {
     let when = format!(
         "after {call:?} failed with {}",
         std::io::Error::from_raw_os_error(errno)
     );
     let start = Instant::now();
     let before = told(guests);
-    log.lines().clear();
+    log.clear();
     let injection = Injection::begin(call, errno, Times::Every(3));
     make_private(guests);
     wait(&format!("{call:?} to be called"), || injection.failed() >= FAILED);
@@ -172,7 +133,7 @@ fn fail(guests: &[Guest], log: &Log, (call, errno): (Call, i32)) {
     go_on(guests, &when);
     wait(&format!("a counter to tell {when}"), is_told);
     wait(&format!("a log line {when}"), || {
-        silent || pinned || log.has(errno)
+        silent || pinned || log.names(errno)
     });
     eprintln!(
         "{when}, {some} and {all} times: right, {} ms",
@@ -183,7 +144,7 @@ fn fail(guests: &[Guest], log: &Log, (call, errno): (Call, i32)) {
 #[test]
 fn guests_go_on_whatever_call_fails() {
     need_kvm!();
-    let log = Log::begin();
+    let log = Logged::begin();
     let size = Size {
         merges: 0,
         patience: PATIENCE,
@@ -212,7 +173,7 @@ fn guests_go_on_whatever_call_fails() {
 #[test]
 fn runs_with_exceptions_are_made_whatever_call_fails() {
     need_kvm!();
-    let log = Log::begin();
+    let log = Logged::begin();
     // A refused mapping makes the service wait for some passes, so that calls that map fail a few times only.
     let (some, few) = (Times::Every(3), Times::First(FAILED));
     for (seed, (call, errno, times)) in (0..).zip([
@@ -223,13 +184,13 @@ fn runs_with_exceptions_are_made_whatever_call_fails() {
         (Call::MapSegment, libc::ENOMEM, few),
         (Call::Remap, libc::ENOMEM, few),
     ]) {
-        log.lines().clear();
+        log.clear();
         let injection = Injection::begin(call, errno, times);
         let out = guests::exceptions(seed);
         let failed = injection.failed();
         drop(injection);
         assert!(
-            failed >= FAILED && log.has(errno),
+            failed >= FAILED && log.names(errno),
             "{call:?}, {failed} times: {out:?}"
         );
         eprintln!(
@@ -244,7 +205,7 @@ fn runs_with_exceptions_are_made_whatever_call_fails() {
 #[test]
 fn holes_that_failing_calls_leave_are_mended() {
     need_userfaultfd!();
-    let log = Log::begin();
+    let log = Logged::begin();
     let store = StoreThread::start();
     for call in [Call::MapSegment, Call::Remap] {
         let pages = Pages::map(512);
@@ -290,7 +251,7 @@ fn holes_that_failing_calls_leave_are_mended() {
         let stats = service.stop(true).expect("it stops");
         others.stop(true).expect("it stops");
         assert!(
-            stats.window_failures_total > 0 && log.has(libc::ENOMEM),
+            stats.window_failures_total > 0 && log.names(libc::ENOMEM),
             "{stats:?}"
         );
         assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));

@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 use vmm_dedup::ServiceStats;
 use vmm_dedup_integration_tests::guests::Size;
+use vmm_dedup_integration_tests::logged::Logged;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
 use vmm_dedup_integration_tests::{huge_chaos, need_kvm, swap_chaos};
@@ -67,6 +68,7 @@ fn a_limit_on_memory_loses_nothing() {
 #[test]
 fn a_process_without_mappings_goes_on() {
     need_kvm!();
+    let log = Logged::begin();
     let store = StoreThread::start();
     let guests = huge_chaos::boot(&store, SIZE);
     let sum = |field: fn(&ServiceStats) -> u64| {
@@ -89,6 +91,7 @@ fn a_process_without_mappings_goes_on() {
         sum(|s| s.window_failures_total) > failures
     });
     until("the guest to go on", &|| guests[0].progress() > progress);
+    until("it to be logged", &|| log.names(libc::ENOMEM));
     drop(used_up);
     let merges = sum(|s| s.merges_total);
     until("merging to go on", &|| sum(|s| s.merges_total) > merges);
