@@ -1,7 +1,8 @@
 //! Chaos with huge pages: guests write, restore and rest, while what stands still is split and shared and what is used
 //! is built again, all the time.
 
-use crate::guests::{Outcome, Size, add, payload};
+pub use crate::guests::Outcome;
+use crate::guests::{Size, add, payload};
 use crate::store::StoreThread;
 use crate::vm::Guest;
 use std::time::{Duration, Instant};
@@ -21,30 +22,7 @@ fn conversions(stats: &ServiceStats) -> u64 {
 #[must_use]
 pub fn chaos(size: Size) -> Outcome {
     let store = StoreThread::start();
-    let config = |name: &str| Config {
-        name: name.into(),
-        pass_period_ms: 10,
-        cpu_percent: 90,
-        huge_policy: Policy::Smartmd,
-        monitor_interval_ms: 20,
-        monitor_window_us: 1000,
-        breaks: Breaks::Managed {
-            reserve_pages: 4096,
-            floor_bytes: 256 << 20,
-        },
-        ..Config::default()
-    };
-    let memory = size.common_mib + size.zero_mib + 16;
-    let guests: Vec<Guest> = (0..2)
-        .map(|n| {
-            let name = format!("huge-{n}");
-            let dedup = Some((store.socket(), config(&name)));
-            let dedup = dedup
-                .as_ref()
-                .map(|(socket, config)| (socket.as_path(), config.clone()));
-            Guest::boot(payload(n + 1, size).rest_ms(150), memory, ThpMode::Always, dedup)
-        })
-        .collect();
+    let guests = boot(&store, size);
     let start = Instant::now();
     loop {
         std::thread::sleep(Duration::from_millis(100));
@@ -59,6 +37,43 @@ pub fn chaos(size: Size) -> Outcome {
             size.merges,
         );
     }
+    outcome(guests)
+}
+
+/// Two guests on huge pages, whose services sample, split and build them all the time, with managed breaks.
+///
+/// # Panics
+/// If a guest does not boot.
+#[must_use]
+pub fn boot(store: &StoreThread, size: Size) -> Vec<Guest> {
+    let config = |name: &str| Config {
+        name: name.into(),
+        pass_period_ms: 10,
+        cpu_percent: 90,
+        huge_policy: Policy::Smartmd,
+        monitor_interval_ms: 20,
+        monitor_window_us: 1000,
+        breaks: Breaks::Managed {
+            reserve_pages: 4096,
+            floor_bytes: 256 << 20,
+        },
+        ..Config::default()
+    };
+    let memory = size.common_mib + size.zero_mib + 16;
+    let boot = |n: u64| {
+        let payload = payload(n, size).rest_ms(150).report_ms(100);
+        let config = config(&format!("huge-{n}"));
+        Guest::boot(payload, memory, ThpMode::Always, Some((&store.socket(), config)))
+    };
+    (1..3).map(boot).collect()
+}
+
+/// Lets the guests verify their memory, and sums up what happened.
+///
+/// # Panics
+/// If a guest reports a wrong byte.
+#[must_use]
+pub fn outcome(guests: Vec<Guest>) -> Outcome {
     let mut outcome = Outcome::default();
     for guest in guests {
         let (verdict, stats) = guest.finish();

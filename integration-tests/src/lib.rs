@@ -1,15 +1,17 @@
 //! What the integration tests share: a store in a thread, a payload guest with dedup, memory under merging.
 //!
-//! The scenarios that prove safety ([`guests`], [`direct_io`]) are functions with a size, so that the same code runs
+//! The scenarios that prove safety ([`guests`], [`direct_io`], [`swap_chaos`] and others) are functions with a size, so that the same code runs
 //! for seconds in CI and for an hour by `cargo run --release -p vmm-dedup-integration-tests --bin chaos -- --long`.
 
 pub mod direct_io;
 pub mod guests;
 pub mod huge;
 pub mod huge_chaos;
+pub mod logged;
 pub mod memory;
 pub mod prometheus;
 pub mod store;
+pub mod swap_chaos;
 pub mod twins;
 pub mod unmodified;
 pub mod vm;

@@ -1,8 +1,10 @@
 //! A payload guest under the reference VMM, with dedup.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 use vmm_dedup::{Config, DedupService, ServiceStats};
 use vmm_dedup_payload::{Console, PayloadConfig, Report, measure_tsc_khz};
 use vmm_dedup_refvmm::{Image, RunningVm, ThpMode, Vm, VmConfig};
@@ -73,6 +75,45 @@ impl Guest {
             Ok(report) => report,
             Err(error) => panic!("waiting for {what}: {error}"),
         }
+    }
+
+    /// Pages that the guest has written and restored so far, by its last report.
+    ///
+    /// # Panics
+    /// If it has found a wrong word.
+    #[must_use]
+    pub fn progress(&self) -> u64 {
+        let tick = |report: &Report| match report {
+            Report::Tick {
+                writes,
+                restores,
+                errors,
+                ..
+            } => Some((writes + restores, *errors)),
+            _ => None,
+        };
+        let (done, errors) = self
+            .console
+            .reports()
+            .iter()
+            .rev()
+            .find_map(tick)
+            .unwrap_or_default();
+        assert_eq!(errors, 0, "{}", self.console.text());
+        done
+    }
+
+    /// Where the guest's memory is in this process.
+    ///
+    /// # Panics
+    /// If it has none.
+    #[must_use]
+    pub fn memory(&self) -> Vec<Range<usize>> {
+        let place = |region: &<vmm_dedup_refvmm::GuestMemory as GuestMemoryBackend>::R| {
+            let start = region.get_host_address(MemoryRegionAddress(0)).expect("mapped") as usize;
+            start..start + usize::try_from(region.len()).expect("64 bits")
+        };
+        self.vm.memory().iter().map(place).collect()
     }
 
     /// The service's account.

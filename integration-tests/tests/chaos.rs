@@ -5,7 +5,7 @@ use vmm_dedup_integration_tests::direct_io::{self, Backing};
 use vmm_dedup_integration_tests::huge::HUGE_PAGES;
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
-use vmm_dedup_integration_tests::{guests, huge_chaos, need_kvm, need_userfaultfd};
+use vmm_dedup_integration_tests::{guests, huge_chaos, need_kvm, need_userfaultfd, swap_chaos};
 
 #[test]
 fn guests_that_write_all_the_time_lose_nothing() {
@@ -55,6 +55,33 @@ fn guests_lose_nothing_while_huge_pages_are_split_and_built_again() {
         out.conversions,
         out.rebuilt,
         out.rebuild.quantile_us(0.99)
+    );
+}
+
+/// Swap under fire: guest, scratch and store memory is paged out all the time.
+#[test]
+fn guests_lose_nothing_while_their_memory_is_swapped_out() {
+    need_kvm!();
+    let swap = vmm_dedup_trouble::swap_or_skip!();
+    let size = guests::Size {
+        merges: 10_000,
+        patience: Duration::from_secs(240),
+        common_mib: 8,
+        zero_mib: 4,
+    };
+    let out = swap_chaos::chaos(size, &swap);
+    assert!(
+        out.pages_out > 0 && out.pages_in > 0,
+        "nothing was swapped: {out:?}"
+    );
+    eprintln!(
+        "{} merges, {} breaks, {} huge pages built, {} pages swapped out, {} in, stops p99 {} us",
+        out.outcome.merges,
+        out.outcome.breaks,
+        out.outcome.rebuilt,
+        out.pages_out,
+        out.pages_in,
+        out.outcome.stop.quantile_us(0.99)
     );
 }
 

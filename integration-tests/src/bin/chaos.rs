@@ -3,12 +3,13 @@
 use clap::Parser;
 use std::time::{Duration, Instant};
 use vmm_dedup_integration_tests::direct_io::{self, Backing};
-use vmm_dedup_integration_tests::{guests, huge_chaos};
+use vmm_dedup_integration_tests::{guests, huge_chaos, swap_chaos};
+use vmm_dedup_trouble::Swap;
 
 /// Guests that write all the time, and direct I/O, while everything equal is merged. Ends with 0 if no byte was lost.
 #[derive(Parser, Debug)]
 struct Args {
-    /// The full proof: 2,000,000 merges, 1,000,000 splits and rebuilds of subpages, 200,000 O_DIRECT and 200,000 io_uring
+    /// The full proof: 2,000,000 merges, 1,000,000 merges and breaks under swap, 1,000,000 splits and rebuilds of subpages, 200,000 O_DIRECT and 200,000 io_uring
     /// reads, half of them into huge pages, 100 rounds.
     #[arg(long)]
     long: bool,
@@ -18,6 +19,12 @@ struct Args {
     /// Merges to reach with guests.
     #[arg(long, default_value_t = 50_000)]
     merges: u64,
+    /// Merges, and breaks, to reach while memory is paged out.
+    #[arg(long, default_value_t = 20_000)]
+    swapped: u64,
+    /// Only what happens under swap.
+    #[arg(long)]
+    only_swapped: bool,
     /// Reads of each kind of direct I/O.
     #[arg(long, default_value_t = 5_000)]
     reads: u64,
@@ -29,11 +36,31 @@ struct Args {
 fn main() {
     let args = Args::parse();
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    let (merges, conversions, reads, rounds) = if args.long {
-        (2_000_000, 1_000_000, 100_000, 100)
+    let (merges, swapped, conversions, reads, rounds) = if args.long {
+        (2_000_000, 1_000_000, 1_000_000, 100_000, 100)
     } else {
-        (args.merges, args.conversions, args.reads, args.rounds)
+        (
+            args.merges,
+            args.swapped,
+            args.conversions,
+            args.reads,
+            args.rounds,
+        )
     };
+    let size = guests::Size {
+        merges,
+        patience: Duration::from_secs(7200),
+        common_mib: 24,
+        zero_mib: 24,
+    };
+    under_swap(guests::Size {
+        merges: swapped,
+        zero_mib: 8,
+        ..size
+    });
+    if args.only_swapped {
+        return;
+    }
     for (name, run, backing) in [
         (
             "O_DIRECT",
@@ -73,12 +100,6 @@ fn main() {
         start.elapsed().as_secs_f64()
     );
     let start = Instant::now();
-    let size = guests::Size {
-        merges,
-        patience: Duration::from_secs(7200),
-        common_mib: 24,
-        zero_mib: 24,
-    };
     let out = guests::chaos(size);
     println!(
         "guests: {} merges, {} breaks, {} put back, {} writes, {} wrong words, in {:.0} s; stops p50 {} us, p99 {} us, max {} us",
@@ -109,5 +130,31 @@ fn main() {
         out.rebuild.quantile_us(0.5),
         out.rebuild.quantile_us(0.99),
         out.rebuild.max_ns / 1000
+    );
+}
+
+fn under_swap(size: guests::Size) {
+    let start = Instant::now();
+    let swap = match Swap::on() {
+        Ok(swap) => swap,
+        Err(reason) => return println!("SKIPPED: no swap: {reason}"),
+    };
+    let swap_chaos::Swapped {
+        outcome: out,
+        pages_out,
+        pages_in,
+    } = swap_chaos::chaos(size, &swap);
+    println!(
+        "swap: {} merges, {} breaks, {} put back, {} huge pages built, {} writes, {} wrong words, {pages_out} pages swapped out, {pages_in} in, in {:.0} s; stops p50 {} us, p99 {} us, max {} us",
+        out.merges,
+        out.breaks,
+        out.mismatches,
+        out.rebuilt,
+        out.writes,
+        out.errors,
+        start.elapsed().as_secs_f64(),
+        out.stop.quantile_us(0.5),
+        out.stop.quantile_us(0.99),
+        out.stop.max_ns / 1000
     );
 }

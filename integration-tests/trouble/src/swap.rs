@@ -1,7 +1,8 @@
 //! Swap for as long as a test runs.
 //!
 //! The machine's own swap is used if it has some. Else a zram device that nobody uses gets a size, or a file on a loop
-//! device, and the kernel is told to swap there. Both take memory or disk only for what is swapped out.
+//! device, and the kernel is told to swap there. Both take memory or disk only for what is swapped out. Or the swap is one
+//! that makes trouble: a small one, one whose disk is full, one that is not to be read any more.
 //!
 //! One process at a time (a locked file says whose turn it is). What is on is written into that file, so that whoever comes
 //! next can put off what a process left behind that was killed.
@@ -32,6 +33,8 @@ pub struct Swap(Arc<Mutex<State>>);
 struct State {
     /// `None`: the machine's own, or off by now.
     ours: Option<Device>,
+    /// Behind a loop device.
+    file: Option<File>,
     /// Locked for as long as this lives; tells what to put off.
     lock: File,
 }
@@ -54,15 +57,72 @@ impl Swap {
     /// # Errors
     /// Why there can be none.
     pub fn on() -> Result<Self, String> {
-        let mut lock = locked()?;
-        put_off_what_was_left(&mut lock);
-        let ours = if present() { None } else { Some(make(&mut lock)?) };
-        let swap = Self(Arc::new(Mutex::new(State { ours, lock })));
+        let mut lock = turn()?;
+        let made = match present() {
+            true => None,
+            false => Some(make(&mut lock, SIZE)?),
+        };
+        Self::of(lock, made, true)
+    }
+
+    /// The same, of so many bytes, and none besides.
+    ///
+    /// # Errors
+    /// As [`Self::on`]; the machine has swap of its own.
+    pub fn of_size(size: u64) -> Result<Self, String> {
+        let mut lock = turn()?;
+        none_present()?;
+        let made = make(&mut lock, size)?;
+        Self::of(lock, Some(made), true)
+    }
+
+    /// Swap on a disk that has room for so many bytes of it only: writing more fails.
+    ///
+    /// # Errors
+    /// As [`Self::of_size`].
+    pub fn on_full_disk(room: u64) -> Result<Self, String> {
+        let mut lock = turn()?;
+        none_present()?;
+        let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
+        let options = format!("size={room},noswap");
+        run(Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &options, "vmm-dedup-swap"])
+            .arg(folder.path()))?;
+        let made = make_loop(&mut lock, SIZE, folder.path());
+        // The loop device keeps it.
+        run(Command::new("umount").arg("--lazy").arg(folder.path()))?;
+        Self::of(lock, Some(made?), false)
+    }
+
+    /// Swap in a file, which [`Self::break_it`] breaks.
+    ///
+    /// # Errors
+    /// As [`Self::of_size`].
+    pub fn in_file() -> Result<Self, String> {
+        let mut lock = turn()?;
+        none_present()?;
+        let made = make_loop(&mut lock, SIZE, &build_folder()?)?;
+        Self::of(lock, Some(made), true)
+    }
+
+    fn of(lock: File, made: Option<(Device, Option<File>)>, check: bool) -> Result<Self, String> {
+        let (ours, file) = made.map_or((None, None), |(device, file)| (Some(device), file));
+        let swap = Self(Arc::new(Mutex::new(State { ours, file, lock })));
         // A container may forbid this memory to be swapped out.
-        if !a_page_goes_out() {
+        if check && !a_page_goes_out() {
             return Err("the kernel does not page memory of this process out".into());
         }
         Ok(swap)
+    }
+
+    /// From now on nothing that was swapped out to the file can be read: whoever touches it gets SIGBUS.
+    ///
+    /// # Errors
+    /// There is no file; those of ftruncate().
+    pub fn break_it(&self) -> io::Result<()> {
+        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = state.file.as_ref().ok_or(io::ErrorKind::Unsupported)?;
+        file.set_len(PAGE as u64)
     }
 
     /// Puts it off now, as a test must that is about to end the process.
@@ -117,6 +177,31 @@ impl Device {
             Device::Loop(_) => Ok(()),
         }
     }
+}
+
+/// Waits for our turn, and puts off what was left by a process that was killed.
+fn turn() -> Result<File, String> {
+    let mut lock = locked()?;
+    put_off_what_was_left(&mut lock);
+    Ok(lock)
+}
+
+fn none_present() -> Result<(), String> {
+    match present() {
+        true => Err("the machine has swap of its own".into()),
+        false => Ok(()),
+    }
+}
+
+/// Runs a command; what it says on standard output.
+fn run(command: &mut Command) -> Result<String, String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let out = command.output().map_err(|e| format!("{name}: {e}"))?;
+    if !out.status.success() {
+        let reason = String::from_utf8_lossy(&out.stderr).trim().to_owned();
+        return Err(format!("{name}: {reason}"));
+    }
+    Ok(String::from_utf8_lossy(&out.stdout).trim().to_owned())
 }
 
 /// The file whose lock says whose turn it is.
@@ -174,16 +259,17 @@ fn present() -> bool {
     fs::read_to_string("/proc/swaps").is_ok_and(|text| text.lines().count() > 1)
 }
 
-fn make(lock: &mut File) -> Result<Device, String> {
-    let zram = make_zram(lock);
-    let zram = match zram {
-        Ok(device) => return Ok(device),
+fn make(lock: &mut File, size: u64) -> Result<(Device, Option<File>), String> {
+    let zram = match make_zram(lock, size) {
+        Ok(device) => return Ok((device, None)),
         Err(reason) => reason,
     };
-    make_loop(lock).map_err(|file| format!("zram: {zram}; a file on a loop device: {file}"))
+    build_folder()
+        .and_then(|folder| make_loop(lock, size, &folder))
+        .map_err(|file| format!("zram: {zram}; a file on a loop device: {file}"))
 }
 
-fn make_zram(lock: &mut File) -> Result<Device, String> {
+fn make_zram(lock: &mut File, size: u64) -> Result<Device, String> {
     let unused = (0..16)
         .map(|n| PathBuf::from(format!("/dev/zram{n}")))
         .find(|path| {
@@ -202,8 +288,8 @@ fn make_zram(lock: &mut File) -> Result<Device, String> {
     let kind = if added { "zram-added" } else { "zram" };
     note(lock, &format!("{kind} {}", path.display()));
     let device = Device::Zram { path, added };
-    let done = fs::write(zram_setting(device.path(), "disksize"), SIZE.to_string())
-        .and_then(|()| write_header(device.path()))
+    let done = fs::write(zram_setting(device.path(), "disksize"), size.to_string())
+        .and_then(|()| write_header(device.path(), size))
         .and_then(|()| swap_on(device.path()));
     done.map_err(|error| {
         let _ = device.off();
@@ -212,35 +298,32 @@ fn make_zram(lock: &mut File) -> Result<Device, String> {
     Ok(device)
 }
 
-fn make_loop(lock: &mut File) -> Result<Device, String> {
-    // Where the build goes: /tmp may be memory.
-    let folder = std::env::current_exe()
-        .ok()
-        .and_then(|program| program.parent().map(Path::to_owned))
-        .ok_or("no folder")?;
+/// Where the build goes: /tmp may be memory.
+fn build_folder() -> Result<PathBuf, String> {
+    let program = std::env::current_exe().map_err(|e| e.to_string())?;
+    program.parent().map(Path::to_owned).ok_or("no folder".into())
+}
+
+fn make_loop(lock: &mut File, size: u64, folder: &Path) -> Result<(Device, Option<File>), String> {
     let file = tempfile::NamedTempFile::new_in(folder).map_err(|e| e.to_string())?;
-    file.as_file().set_len(SIZE).map_err(|e| e.to_string())?;
-    let out = Command::new("losetup")
+    file.as_file().set_len(size).map_err(|e| e.to_string())?;
+    let path = run(Command::new("losetup")
         .args(["--find", "--show"])
-        .arg(file.path())
-        .output();
-    let out = out.map_err(|e| format!("losetup: {e}"))?;
-    if !out.status.success() {
-        return Err(String::from_utf8_lossy(&out.stderr).trim().to_owned());
-    }
-    let path = PathBuf::from(String::from_utf8_lossy(&out.stdout).trim());
+        .arg(file.path()))?;
+    let path = PathBuf::from(path);
     note(lock, &format!("loop {}", path.display()));
-    let on = write_header(&path).and_then(|()| swap_on(&path));
+    let on = write_header(&path, size).and_then(|()| swap_on(&path));
     // From here on it is detached once nobody swaps there. The file has no name any more, but the loop device has it.
     let _ = Command::new("losetup").arg("--detach").arg(&path).status();
-    on.map(|()| Device::Loop(path)).map_err(|e| e.to_string())
+    on.map(|()| (Device::Loop(path), Some(file.into_file())))
+        .map_err(|e| e.to_string())
 }
 
 /// What mkswap(8) writes. Source: union swap_header, include/linux/swap.h.
-fn write_header(path: &Path) -> io::Result<()> {
+fn write_header(path: &Path, size: u64) -> io::Result<()> {
     let device = OpenOptions::new().write(true).open(path)?;
     let mut header = [0u8; PAGE];
-    let last_page = u32::try_from(SIZE / PAGE as u64 - 1).expect("few pages");
+    let last_page = u32::try_from(size / PAGE as u64 - 1).expect("few pages");
     header[1024..1028].copy_from_slice(&1u32.to_ne_bytes());
     header[1028..1032].copy_from_slice(&last_page.to_ne_bytes());
     header[PAGE - 10..].copy_from_slice(b"SWAPSPACE2");
@@ -327,8 +410,8 @@ mod tests {
             return eprintln!("SKIPPED: another test has swap");
         };
         let before = swaps();
-        match make_loop(&mut lock) {
-            Ok(device) => {
+        match build_folder().and_then(|folder| make_loop(&mut lock, SIZE, &folder)) {
+            Ok((device, _)) => {
                 assert!(present());
                 device.off().unwrap();
                 note(&mut lock, "");

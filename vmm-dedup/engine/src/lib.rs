@@ -52,6 +52,8 @@ pub use error::Error;
 pub use memory::layout::HostRange;
 pub use service::DedupService;
 pub use store::refusal::Refused;
+#[cfg(feature = "inject")]
+pub use sys::inject::{Call, Injection, Times};
 pub use sys::sched::in_service_thread;
 pub use unmerge::discard::Discarder;
 pub use vmm_dedup_protocol::control::{Explanation, Settings, Switch};

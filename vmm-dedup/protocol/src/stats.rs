@@ -184,8 +184,8 @@ pub struct ServiceStats {
     pub refused_vmas_total: u64,
     /// Pages that could not be taken for other reasons.
     pub refused_other_total: u64,
-    /// Calls of the kernel that failed while guest pages were away or a writer waited; each was tried again or done another
-    /// way, and the log tells.
+    /// Calls of the kernel on guest memory that failed; each was tried again, done another way, or left for later, and the
+    /// log tells.
     pub window_failures_total: u64,
     /// Pages handed to the store.
     pub published_total: u64,

@@ -2,6 +2,7 @@
 //! [`Session`](crate::store::session::Session) sends it.
 
 use crate::memory::layout::Page;
+use std::collections::VecDeque;
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::message::RefDelta;
@@ -17,13 +18,13 @@ pub(crate) struct Sighting {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outbox {
     /// Pages whose keys no slot has.
-    pub(crate) sightings: Vec<Sighting>,
+    pub(crate) sightings: VecDeque<Sighting>,
     /// Keys of earlier sightings that do not hold any more.
-    pub(crate) withdrawals: Vec<u64>,
+    pub(crate) withdrawals: VecDeque<u64>,
     /// Line keys of pages that differ from the only slot with that key.
-    pub(crate) ambiguous: Vec<u64>,
+    pub(crate) ambiguous: VecDeque<u64>,
     /// References to slots that were taken or given up.
-    pub(crate) refs: Vec<RefDelta>,
+    pub(crate) refs: VecDeque<RefDelta>,
 }
 
 impl Outbox {
@@ -41,7 +42,7 @@ impl Outbox {
 
     /// One more page maps the slot.
     pub(super) fn take_ref(&mut self, slot: Slot) {
-        self.refs.push(RefDelta {
+        self.refs.push_back(RefDelta {
             slot: slot.number(),
             delta: 1,
         });
@@ -49,7 +50,7 @@ impl Outbox {
 
     /// One page less maps the slot, or a publisher does not map what it published.
     pub(crate) fn drop_ref(&mut self, slot: Slot) {
-        self.refs.push(RefDelta {
+        self.refs.push_back(RefDelta {
             slot: slot.number(),
             delta: -1,
         });

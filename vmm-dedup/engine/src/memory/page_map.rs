@@ -50,6 +50,21 @@ pub(crate) enum NotMerged {
     Returned,
 }
 
+/// The kernel refused a mapping: it may have lacked memory only, or others may give theirs back. So it is asked again, ever
+/// more seldom while it refuses.
+#[derive(Clone, Copy, Debug)]
+struct RefusedMapping {
+    /// Mappings that there may be until it is asked again.
+    most: i64,
+    /// The pass in which it is.
+    until: u64,
+    /// Passes from the refusal to that.
+    patience: u64,
+}
+
+/// Passes for which the kernel is not asked for another mapping, after its first refusal and after many.
+const REFUSED_PASSES: std::ops::RangeInclusive<u64> = 2..=1024;
+
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct PageMap {
@@ -59,6 +74,8 @@ pub(crate) struct PageMap {
     /// Mappings that the service has added to the process, about, and the most that it may add.
     vmas: i64,
     vmas_max: i64,
+    /// What holds since the kernel refused one.
+    vmas_refused: Option<RefusedMapping>,
     /// Mappings that the process had before.
     vmas_before: usize,
     pub(crate) outbox: Outbox,
@@ -75,6 +92,7 @@ impl PageMap {
             memory,
             vmas: 0,
             vmas_max,
+            vmas_refused: None,
             vmas_before,
             outbox: Outbox::default(),
         }
@@ -171,13 +189,15 @@ impl PageMap {
         self.vmas
     }
 
+    /// The most that it may be now.
     pub(crate) fn vmas_max(&self) -> i64 {
-        self.vmas_max
+        self.vmas_refused
+            .map_or(self.vmas_max, |refused| refused.most.min(self.vmas_max))
     }
 
     /// Whether so many mappings more are allowed.
     pub(crate) fn has_vmas_for(&self, more: i64) -> bool {
-        self.vmas + more <= self.vmas_max
+        self.vmas + more <= self.vmas_max()
     }
 
     /// The process's mappings were counted.
@@ -186,8 +206,26 @@ impl PageMap {
     }
 
     /// The kernel has refused one more.
-    pub(crate) fn no_vma_is_left(&mut self) {
-        self.vmas_max = self.vmas_max.min(self.vmas);
+    pub(crate) fn no_vma_is_left(&mut self, pass: u64) {
+        let patience = match self.vmas_refused {
+            Some(again) if pass < again.until => again.patience,
+            Some(again) if pass < again.until + again.patience => {
+                (2 * again.patience).min(*REFUSED_PASSES.end())
+            }
+            _ => *REFUSED_PASSES.start(),
+        };
+        self.vmas_refused = Some(RefusedMapping {
+            most: self.vmas,
+            until: pass + patience,
+            patience,
+        });
+    }
+
+    /// Whether the kernel may be asked for more again from this pass on; told once after a refusal.
+    pub(crate) fn asks_for_vmas_again(&mut self, pass: u64) -> bool {
+        let due = |refused: &&mut RefusedMapping| refused.until <= pass && refused.most != i64::MAX;
+        let again = self.vmas_refused.as_mut().filter(due);
+        again.map(|refused| refused.most = i64::MAX).is_some()
     }
 
     /// Whether a mapping begins between a page and the one before it, if that is its neighbour.
@@ -257,7 +295,7 @@ impl PageMap {
             && next.known != old.known
             && !matches!(next.backing, Backing::Slot(_))
         {
-            self.outbox.withdrawals.push(key.raw());
+            self.outbox.withdrawals.push_back(key.raw());
         }
         if old.backing == next.backing {
             self.table.replace(page, old, next);
@@ -315,7 +353,7 @@ impl PageMap {
         self.set(page, PageState { backing, known });
         let chunk = self.chunk_of(page);
         self.chunks[chunk].note_activity(pass);
-        self.outbox.sightings.push(Sighting { page, key });
+        self.outbox.sightings.push_back(Sighting { page, key });
     }
 
     /// A candidate is not what it was: it is keyed anew, once it stands still.
@@ -452,7 +490,8 @@ impl PageMap {
         self.chunks[chunk].note_zero();
     }
 
-    /// From now on the memory is this one. Pages that stay have the numbers that they had.
+    /// From now on the memory is this one. Pages that stay have the numbers that they had. Chunks that stay with what is
+    /// before and behind them are not counted anew.
     pub(crate) fn set_memory(&mut self, memory: Arc<Memory>) {
         let state_of = |chunk: &Chunk| {
             let there = self.memory.has(chunk.pages.start);
@@ -468,24 +507,56 @@ impl PageMap {
             old
         };
         let chunks = memory.chunks().iter().map(state_of).collect();
-        let before = self.count_boundaries();
+        for at in changed(&self.memory, &memory) {
+            self.vmas -= self.boundaries(at).0;
+        }
         self.chunks = chunks;
         self.table.grow(memory.end());
-        self.memory = memory;
-        self.vmas += self.count_boundaries() - before;
+        let old = std::mem::replace(&mut self.memory, memory);
+        for at in changed(&self.memory.clone(), &old) {
+            let (within, behind) = self.boundaries(at);
+            self.vmas += within;
+            self.chunks[at].fragments = u16::try_from(within + behind).unwrap_or(u16::MAX);
+        }
     }
 
-    /// Counts the boundaries of all memory, and those of each chunk, anew.
-    fn count_boundaries(&mut self) -> i64 {
-        let mut all = 0;
-        for at in 0..self.chunks.len() {
-            let pages = self.chunk_at(at).pages.clone();
-            let within = pages.clone().filter(|page| self.begins(*page)).count();
-            all += i64::try_from(within).unwrap_or(0);
-            let behind = self.memory.adjacent(pages.end - 1) && self.begins(pages.end);
-            self.chunks[at].fragments = u16::try_from(within + usize::from(behind)).unwrap_or(u16::MAX);
-        }
-        all
+    /// Counts the boundaries at and behind the pages of a chunk: those that count for the whole, and the one behind the last
+    /// page, which counts for the next chunk.
+    fn boundaries(&self, at: usize) -> (i64, i64) {
+        let pages = self.chunk_at(at).pages.clone();
+        let behind = self.memory.adjacent(pages.end - 1) && self.begins(pages.end);
+        let within = pages.filter(|page| self.begins(*page));
+        (within.fold(0, |n, _| n + 1), i64::from(behind))
+    }
+}
+
+/// Chunks of one memory that another does not have, with the same before and behind them.
+fn changed(memory: &Memory, other: &Memory) -> Vec<usize> {
+    let chunks = 0..memory.chunks().len();
+    let is_there = |at: usize| {
+        let place = place_of(memory, at);
+        let there = other.chunk_of(place.pages.start);
+        there < other.chunks().len() && place_of(other, there) == place
+    };
+    chunks.filter(|at| !is_there(*at)).collect()
+}
+
+/// What the boundaries of a chunk depend on, besides its pages' states and its neighbours'.
+#[derive(PartialEq, Eq)]
+struct Place {
+    start: usize,
+    pages: Range<Page>,
+    /// Memory goes on before it, and behind it.
+    goes_on: (bool, bool),
+}
+
+fn place_of(memory: &Memory, at: usize) -> Place {
+    let Chunk { start, pages } = memory.chunks()[at].clone();
+    let before = pages.start > 0 && memory.adjacent(pages.start - 1);
+    Place {
+        start,
+        goes_on: (before, memory.adjacent(pages.end - 1)),
+        pages,
     }
 }
 

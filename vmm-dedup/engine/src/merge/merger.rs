@@ -37,6 +37,7 @@ use crate::merge::run::{Open, Outcome, continues, return_exceptions};
 use crate::merge::run_builder::{Piece, RunBuilder};
 use crate::merge::verify_engine::VerifyEngine;
 use crate::store::connection::Store;
+use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate::mend_hole;
@@ -50,6 +51,11 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::Slot;
+
+/// What becomes of a page that was taken and could not be replaced.
+const STAYS: &str = "its page stays private for now";
+/// The same where the kernel may lack mappings.
+const STAYS_FOR_MAPPINGS: &str = "its pages stay private for now; if that goes on, raise vm.max_map_count";
 
 /// Takes and maps. One per service, used by the scanning thread alone.
 #[derive(Debug)]
@@ -227,7 +233,8 @@ impl Merger {
     /// A place in which a huge page can stay one; `None` for want of memory.
     fn huge_place(&mut self, uffd: &Uffd) -> Option<usize> {
         let made = self.huge.take().map_or_else(|| HugeScratch::new(uffd, 1), Ok);
-        let scratch = made.inspect_err(|e| log::debug!("no place for a huge page: {e}"));
+        let then = "huge pages are taken in small ones, which takes longer";
+        let scratch = made.inspect_err(|error| late_log::note("making room for a huge page", error, then));
         Some(self.huge.insert(scratch.ok()?).place(0))
     }
 
@@ -272,7 +279,10 @@ impl Merger {
             }
             let (run, pages) = (&requests[at..end], batch.span(&requests[at..end]));
             let mapped = match run[0].slot {
-                None => window.put_zeros(pages).map_err(|_| Outcome::Refused),
+                None => window.put_zeros(pages).map_err(|error| {
+                    late_log::note("mapping the zero page", &error, STAYS);
+                    Outcome::Refused
+                }),
                 Some(slot) => self
                     .map_slots(window, uffd, store, slot, run, pages.clone())
                     .map(|()| {
@@ -308,7 +318,10 @@ impl Merger {
         let mapped = if exceptions {
             let builder = self.builder_for(uffd, file, slot, run.len());
             let piece = builder.ok_or(Outcome::NoVma)?.take(slot, run.len());
-            fill(window, uffd, &piece, run, pages.start).map_err(|_| Outcome::Refused)?;
+            fill(window, uffd, &piece, run, pages.start).map_err(|error| {
+                late_log::note("copying the exceptions of a run", &error, STAYS);
+                Outcome::Refused
+            })?;
             // SAFETY: the range is guest memory whose pages were taken. Those that are shared were verified equal to the
             // slots, the others were filled in.
             unsafe { piece.move_to(uffd, at) }
@@ -316,7 +329,8 @@ impl Merger {
             // SAFETY: the range is guest memory whose pages were taken and verified equal to the slots.
             unsafe { map_segment(at, len, file, slot.offset()) }
         };
-        if mapped.is_err() {
+        if let Err(error) = mapped {
+            late_log::note("mapping shared pages", &error, STAYS_FOR_MAPPINGS);
             mend_hole(uffd, &(at..at + len));
             return Err(Outcome::NoVma);
         }
@@ -334,7 +348,9 @@ impl Merger {
     ) -> Option<&mut RunBuilder> {
         let builder = &mut self.builder;
         if !builder.as_ref().is_some_and(|builder| builder.has(slot, pages)) {
-            *builder = RunBuilder::new(uffd, file, slot).ok();
+            let made = RunBuilder::new(uffd, file, slot);
+            let note = |error: &io::Error| late_log::note("mapping a run aside", error, STAYS_FOR_MAPPINGS);
+            *builder = made.inspect_err(note).ok();
         }
         builder.as_mut().filter(|builder| builder.has(slot, pages))
     }
@@ -407,6 +423,9 @@ fn protect_again(uffd: &Uffd, start: usize, batch: Batch<'_>, outcomes: &[Outcom
     let stayed = |o: &Outcome| matches!(o, Outcome::Pinned | Outcome::NotTaken);
     let requests = batch.requests.iter().zip(outcomes);
     for (request, _) in requests.filter(|(_, outcome)| stayed(outcome)) {
-        let _ = uffd.write_protect(start + bytes(batch.offset(request)), PAGE_SIZE, true);
+        let at = start + bytes(batch.offset(request));
+        if let Err(error) = uffd.write_protect(at, PAGE_SIZE, true) {
+            late_log::note("protecting pages that stayed", &error, "they count as written");
+        }
     }
 }

@@ -266,8 +266,8 @@ impl Planner {
         let memory = map.memory().clone();
         let merged = match self.merger.merge(&memory, store, space, batch) {
             Ok(merged) => merged,
-            Err(error) => {
-                log::warn!("{error}");
+            Err(_) => {
+                // The window has noted why.
                 account.stats.refused_other_total += requests.len() as u64;
                 session.schedule_resync(pass, Doubt::Missed);
                 let published = requests.iter().filter_map(MergeRequest::publisher_ref);
@@ -429,7 +429,7 @@ fn note_failure(
         *counter += 1;
     }
     if outcome == Outcome::NoVma {
-        map.no_vma_is_left();
+        map.no_vma_is_left(pass);
     }
     // A page that was not moved is protected: a pinned one is tried again later, others are keyed anew. What was moved
     // came back unprotected.
@@ -452,6 +452,6 @@ fn note_collision(map: &mut PageMap, session: &Session, account: &mut Account, r
     let (key, _) = reader.read(request.page);
     let line = session.index().and_then(|index| index.line(key));
     if request.slot.is_some() && line.and_then(|line| line.slot_for(request.page)) == request.slot {
-        map.outbox.ambiguous.push(key.raw());
+        map.outbox.ambiguous.push_back(key.raw());
     }
 }

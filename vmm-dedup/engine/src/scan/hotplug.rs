@@ -5,7 +5,9 @@ use crate::lookup::request::MergeRequest;
 use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::{HostRange, Memory, Page};
 use crate::scan::pass::Pass;
+use crate::sys::late_log;
 use crate::sys::page_size::bytes;
+use crate::sys::uffd::Mode;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -111,6 +113,35 @@ impl Pass {
             }
         }
         Ok(())
+    }
+
+    /// Tracks writes to memory of which the kernel had refused that. Memory that is lent is somebody else's to register; what
+    /// went since is nobody's.
+    pub(super) fn track_what_was_lost(&mut self) {
+        let lost = self.space.uffd.take_untracked();
+        let lost = lost.iter().flat_map(|range| self.map.memory().within(range));
+        for pages in lost.collect::<Vec<_>>() {
+            for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
+                let chunk = self.map.chunk_at(at).pages.clone();
+                if !self.map.chunk(at).released {
+                    self.track(pages.start.max(chunk.start)..pages.end.min(chunk.end));
+                    self.map.chunk_mut(at).pending = true;
+                }
+            }
+        }
+    }
+
+    fn track(&mut self, pages: Range<Page>) {
+        for run in self.runs_by_mapping(pages) {
+            let range = self.addresses(&run);
+            if self.map.backing(run.start).in_file_mapping() {
+                continue;
+            }
+            if let Err(error) = self.space.uffd.register(range.start, range.len(), Mode::Wp) {
+                late_log::note("tracking writes again", &error, "the next pass tries it again");
+                self.space.uffd.note_untracked(range);
+            }
+        }
     }
 
     /// Ends all registrations of some pages.

@@ -43,7 +43,6 @@ pub(super) const MAX_FOUND: usize = 1 << 17;
 const MIN_VMAS: usize = 1024;
 /// Passes between two counts of the process's mappings, with managed breaks.
 const VMA_COUNT_PERIOD: u64 = 16;
-
 /// Everything the scanning thread owns.
 #[derive(Debug)]
 pub(crate) struct Pass {
@@ -139,8 +138,8 @@ impl Pass {
         self.number += 1;
         self.account.stats.passes_total += 1;
         match self.try_run() {
-            Ok(()) | Err(Error::Stopped) => {}
-            Err(error @ Error::Pagemap(_)) => log::warn!("a pass ended early: {error}"),
+            // That the page tables could not be looked at has been noted; the next pass tries again.
+            Ok(()) | Err(Error::Stopped | Error::Pagemap(_)) => {}
             Err(error) => self.lose_store(&error),
         }
         self.account.stats.last_pass_ms = SystemTime::now()
@@ -178,6 +177,11 @@ impl Pass {
         self.note_breaks();
         let discards = self.space.discards.clone();
         self.space.note_discards(&mut discards.lock(), &mut self.map);
+        self.track_what_was_lost();
+        if self.map.asks_for_vmas_again(self.number) {
+            // What was refused meanwhile is to be found again.
+            self.session.overrun_news();
+        }
         self.space
             .breaker
             .set_vmas_left(self.map.vmas_max() - self.map.vmas());

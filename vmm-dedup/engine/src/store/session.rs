@@ -12,6 +12,7 @@ use crate::error::Error;
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::store::connection::Store;
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use vmm_dedup_protocol::index::{IndexReader, News};
 use vmm_dedup_protocol::key::Salt;
@@ -205,7 +206,7 @@ impl Session {
 }
 
 /// Takes what comes first, so many at most.
-fn first<T>(all: &mut Vec<T>, most: usize) -> Vec<T> {
+fn first<T>(all: &mut VecDeque<T>, most: usize) -> Vec<T> {
     all.drain(..all.len().min(most)).collect()
 }
 
@@ -220,8 +221,8 @@ fn sightings_of_one_message(map: &PageMap) -> usize {
         return sightings.len().min(MAX_BATCH);
     };
     let first = map.chunk_at(map.chunk_of(next.page)).pages.start;
-    let first = sightings[..MAX_BATCH]
-        .iter()
+    let first = sightings
+        .range(..MAX_BATCH)
         .rposition(|sighting| sighting.page == first);
     first.filter(|first| *first > 0).unwrap_or(MAX_BATCH)
 }

@@ -4,6 +4,8 @@
 pub(crate) mod bell;
 pub(crate) mod direct_io;
 pub(crate) mod guest;
+#[cfg_attr(not(feature = "inject"), allow(unreachable_pub))]
+pub(crate) mod inject;
 pub(crate) mod late_log;
 pub(crate) mod page_size;
 pub(crate) mod pagemap;

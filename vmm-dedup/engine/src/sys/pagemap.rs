@@ -3,6 +3,7 @@
 #![allow(unsafe_code)] // ioctl
 
 use crate::error::Error;
+use crate::sys::inject::{self, Call};
 use crate::sys::late_log;
 use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE};
 use std::fs::File;
@@ -67,17 +68,14 @@ pub(crate) struct Pagemap {
 impl Pagemap {
     pub(crate) fn open() -> Result<Self, Error> {
         let file = File::open(PATH).map_err(Error::Pagemap)?;
-        let mut pagemap = Self {
-            file,
-            regions: vec![PageRegion::default(); 512],
-        };
+        let mut regions = vec![PageRegion::default(); 512];
         // An empty range asks the kernel for nothing but whether it knows the request.
-        match pagemap.scan(0..0, 0, 0, 0, 0) {
+        match scan(&file, &mut Request::new(0..0, &mut regions)) {
             Err(e) if e.raw_os_error() == Some(libc::ENOTTY) => {
                 Err(Error::KernelLacks("the PAGEMAP_SCAN ioctl (Linux 6.7)"))
             }
             Err(e) => Err(Error::Pagemap(e)),
-            Ok(_) => Ok(pagemap),
+            Ok(_) => Ok(Self { file, regions }),
         }
     }
 
@@ -169,7 +167,13 @@ impl Pagemap {
             return_mask: returned,
             ..Request::new(range.clone(), &mut self.regions)
         };
-        let found = scan(&self.file, &mut request)?;
+        let found = scan(&self.file, &mut request).inspect_err(|error| {
+            late_log::note(
+                "looking at the page tables",
+                error,
+                "what needed it is done later",
+            );
+        })?;
         let walked = usize::try_from(request.walk_end).unwrap_or(range.end);
         Ok((
             found.min(self.regions.len()),
@@ -220,6 +224,7 @@ impl Request {
 
 /// Fills the regions of a request; how many of them.
 fn scan(file: &File, request: &mut Request) -> io::Result<usize> {
+    inject::before(Call::PagemapScan)?;
     // SAFETY: the request is of the size that its constant states; vec points to vec_len regions that are exclusively the
     // caller's for the duration of the call, as only Request::new makes them.
     let found = unsafe { libc::ioctl(file.as_raw_fd(), PAGEMAP_SCAN, &mut *request) };
@@ -285,7 +290,7 @@ mod tests {
         let _swap = vmm_dedup_trouble::swap_or_skip!();
         let shared = Shared::new();
         let mut pagemap = Pagemap::open().unwrap();
-        assert!(vma::populate_read(shared.base, bytes(PAGES)));
+        vma::populate_read(shared.base, bytes(PAGES)).unwrap();
         shared.copy(2);
         shared.copy(5);
         assert_eq!(
@@ -317,7 +322,7 @@ mod tests {
             "the protection is kept elsewhere"
         );
         assert!(pagemap.copied(shared.range()).unwrap().is_empty());
-        assert!(vma::populate_read(shared.base, bytes(PAGES)));
+        vma::populate_read(shared.base, bytes(PAGES)).unwrap();
         assert!(pagemap.copied(shared.range()).unwrap().is_empty());
     }
 
@@ -332,7 +337,7 @@ mod tests {
         page_out(&(at(1)..at(3)));
         let out = pagemap.swapped(at(0)..at(PAGES)).unwrap();
         assert!(out.into_iter().eq(std::iter::once(at(1)..at(3))));
-        assert!(vma::populate_read(at(1), bytes(2)));
+        vma::populate_read(at(1), bytes(2)).unwrap();
         assert!(pagemap.swapped(at(0)..at(PAGES)).unwrap().is_empty());
     }
 }

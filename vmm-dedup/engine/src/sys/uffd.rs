@@ -3,11 +3,14 @@
 #![allow(unsafe_code)] // ioctls
 
 use crate::error::Error;
+use crate::sys::inject::{self, Call};
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::pagemap::Places;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io;
+use std::ops;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 const fn ioc(dir: u64, nr: u64, size: usize) -> u64 {
@@ -33,6 +36,9 @@ const FEATURE_WP_ASYNC: u64 = 1 << 15;
 const FEATURE_MOVE: u64 = 1 << 16;
 
 const MODE_DONTWAKE: u64 = 1 << 0;
+/// Tries to protect a range while the kernel says that mappings are changing, and the time between two.
+const PROTECT_TRIES: usize = 100;
+const PROTECT_PAUSE: Duration = Duration::from_micros(20);
 const EVENT_PAGEFAULT: u8 = 0x12;
 
 /// What faults a registered range reports.
@@ -136,6 +142,8 @@ pub(crate) enum MoveError {
 pub(crate) struct Uffd {
     fd: OwnedFd,
     places: Places,
+    /// Guest memory that should be registered here and is not, since the kernel refused.
+    untracked: Mutex<Vec<ops::Range<usize>>>,
 }
 
 impl Uffd {
@@ -182,17 +190,15 @@ impl Uffd {
         let uffd = Self {
             fd: Self::open()?,
             places: Places::open()?,
+            untracked: Mutex::new(Vec::new()),
         };
         let features = wanted.iter().fold(0, |all, (bit, _)| all | bit);
-        uffd.ioctl(
-            API,
-            &mut Api {
-                api: UFFD_API,
-                features,
-                ioctls: 0,
-            },
-        )
-        .map_err(Error::Userfaultfd)?;
+        let mut api = Api {
+            api: UFFD_API,
+            features,
+            ioctls: 0,
+        };
+        ioctl(&uffd.fd, API, &mut api).map_err(Error::Userfaultfd)?;
         Ok(uffd)
     }
 
@@ -215,6 +221,7 @@ impl Uffd {
     /// Registers a page-aligned range, or replaces the mode of one that is registered here.
     pub(crate) fn register(&self, start: usize, len: usize, mode: Mode) -> io::Result<()> {
         self.ioctl(
+            Call::Register,
             REGISTER,
             &mut Register {
                 range: range(start, len),
@@ -226,34 +233,47 @@ impl Uffd {
 
     /// Ends registration; waiters go on.
     pub(crate) fn unregister(&self, start: usize, len: usize) -> io::Result<()> {
-        self.ioctl(UNREGISTER, &mut range(start, len))
+        self.ioctl(Call::Unregister, UNREGISTER, &mut range(start, len))
+    }
+
+    /// Notes memory that could not be registered.
+    pub(crate) fn note_untracked(&self, range: ops::Range<usize>) {
+        self.untracked().push(range);
+    }
+
+    /// What was noted since the last call.
+    pub(crate) fn take_untracked(&self) -> Vec<ops::Range<usize>> {
+        std::mem::take(&mut *self.untracked())
+    }
+
+    fn untracked(&self) -> MutexGuard<'_, Vec<ops::Range<usize>>> {
+        self.untracked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lets every thread go on that waits in the range.
     pub(crate) fn wake(&self, start: usize, len: usize) -> io::Result<()> {
-        self.ioctl(WAKE, &mut range(start, len))
+        self.ioctl(Call::Wake, WAKE, &mut range(start, len))
     }
 
-    /// Protects or releases a range.
+    /// Protects or releases a range. While the kernel changes the process's mappings it is tried again for some time.
     pub(crate) fn write_protect(&self, start: usize, len: usize, protect: bool) -> io::Result<()> {
-        loop {
-            let mode = u64::from(protect);
-            match self.ioctl(
-                WRITEPROTECT,
-                &mut WriteProtect {
-                    range: range(start, len),
-                    mode,
-                },
-            ) {
-                Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => continue,
+        for _attempt in 0..PROTECT_TRIES {
+            let mut request = WriteProtect {
+                range: range(start, len),
+                mode: u64::from(protect),
+            };
+            match self.ioctl(Call::WriteProtect, WRITEPROTECT, &mut request) {
+                Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => std::thread::sleep(PROTECT_PAUSE),
                 done => return done,
             }
         }
+        Err(io::Error::from_raw_os_error(libc::EAGAIN))
     }
 
     /// Puts the zero page into empty places, without waking anyone.
     pub(crate) fn zero_page(&self, start: usize, len: usize) -> io::Result<()> {
         self.ioctl(
+            Call::ZeroPage,
             ZEROPAGE,
             &mut Fill {
                 range: range(start, len),
@@ -269,12 +289,13 @@ impl Uffd {
     /// `source` must be readable for `len` bytes, and `dst` an empty registered place of which nobody holds a
     /// Rust reference.
     pub(crate) unsafe fn copy(&self, dst: usize, source: usize, len: usize) -> io::Result<()> {
-        self.ioctl(COPY, &mut transfer(dst, source, len))
+        self.ioctl(Call::Copy, COPY, &mut transfer(dst, source, len))
     }
 
     /// Makes an empty place one of broken memory: who touches it gets SIGBUS, a guest a machine check.
     pub(crate) fn poison(&self, start: usize, len: usize) -> io::Result<()> {
         self.ioctl(
+            Call::Poison,
             POISON,
             &mut Fill {
                 range: range(start, len),
@@ -297,7 +318,7 @@ impl Uffd {
     /// Nobody may hold a Rust reference into either range.
     pub(crate) unsafe fn move_pages(&self, dst: usize, src: usize, len: usize) -> (usize, Option<MoveError>) {
         let mut request = transfer(dst, src, len);
-        let error = self.ioctl(MOVE, &mut request).err();
+        let error = self.ioctl(Call::Move, MOVE, &mut request).err();
         let mut moved = usize::try_from(request.done).unwrap_or(0);
         // Kernels that move several pages in one step (Linux 6.18 for one) lose count when they have to try again, because
         // somebody used a page just then, or reclaim has it: what they have moved meanwhile is not reported, and then they say
@@ -314,7 +335,8 @@ impl Uffd {
         }
         let reason = error.map(|e| match e.raw_os_error() {
             Some(libc::EBUSY) => MoveError::Pinned,
-            Some(libc::ENOENT) => MoveError::Absent,
+            // What is there must not pass for nothing: a copy of zeros would be put in its place.
+            Some(libc::ENOENT) if !self.filled(src + moved) => MoveError::Absent,
             Some(libc::EAGAIN) => MoveError::Again,
             other => MoveError::Refused(other.unwrap_or(0)),
         });
@@ -330,6 +352,7 @@ impl Uffd {
 
     /// Addresses of the faults that wait now, up to the room in `out`. Never blocks.
     pub(crate) fn read_faults(&self, out: &mut Vec<usize>) -> io::Result<()> {
+        inject::before(Call::ReadFaults)?;
         let mut events = [Event::default(); 32];
         // SAFETY: the buffer is writable for its whole size, and Event is plain data.
         let got = unsafe {
@@ -354,7 +377,8 @@ impl Uffd {
         Ok(())
     }
 
-    fn ioctl<T>(&self, request: u64, arg: &mut T) -> io::Result<()> {
+    fn ioctl<T>(&self, call: Call, request: u64, arg: &mut T) -> io::Result<()> {
+        inject::before(call)?;
         ioctl(&self.fd, request, arg)
     }
 }

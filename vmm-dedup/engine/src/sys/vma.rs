@@ -1,10 +1,12 @@
 //! Mapping, moving and discarding ranges of address space.
 #![allow(unsafe_code)] // mmap and its relatives
 
+use crate::sys::inject::{self, Call};
 use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Duration;
 
 /// Anonymous memory of our own, unmapped on drop: scratch space and reserves.
 #[derive(Debug)]
@@ -18,6 +20,7 @@ impl Anonymous {
     pub(crate) fn new(pages: usize) -> io::Result<Self> {
         let len = bytes(pages);
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        inject::before(Call::MapAnonymous)?;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let base = unsafe {
             libc::mmap(
@@ -101,11 +104,27 @@ impl Drop for Anonymous {
     }
 }
 
-/// Unmaps memory of ours: what [`Anonymous::take_front`] gave away and could not be moved, what was mapped aside.
+/// Unmaps memory of ours: what [`Anonymous::take_front`] gave away and could not be moved, what was mapped aside. What the
+/// kernel refuses to unmap (cutting a mapping takes one more) stays mapped and empty; nobody uses it again.
 pub(crate) fn unmap(start: usize, len: usize) {
-    if len > 0 {
+    if len == 0 {
+        return;
+    }
+    let unmap = || {
+        inject::before(Call::Unmap)?;
         // SAFETY: the range is a mapping of the caller's own, which nothing refers to any more.
-        unsafe { libc::munmap(start as *mut _, len) };
+        if unsafe { libc::munmap(start as *mut _, len) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    };
+    if let Err(error) = unmap() {
+        let emptied = discard_own(start, len);
+        let then = match emptied {
+            Ok(()) => "its addresses stay taken; raise vm.max_map_count",
+            Err(_) => "it stays allocated; raise vm.max_map_count",
+        };
+        late_log::note("unmapping memory of the service", &error, then);
     }
 }
 
@@ -117,6 +136,7 @@ pub(crate) fn hold_hole(at: usize, len: usize) -> io::Result<()> {
 
 /// Lets inaccessible memory be read and written.
 pub(crate) fn allow_access(at: usize, len: usize) -> io::Result<()> {
+    inject::before(Call::Protect)?;
     // SAFETY: memory that hold_hole() mapped; it is empty, so its users see nothing that they could have seen before.
     if unsafe { libc::mprotect(at as *mut _, len, libc::PROT_READ | libc::PROT_WRITE) } < 0 {
         return Err(io::Error::last_os_error());
@@ -126,6 +146,7 @@ pub(crate) fn allow_access(at: usize, len: usize) -> io::Result<()> {
 
 fn fill(at: usize, len: usize, prot: i32) -> io::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
+    inject::before(Call::MapAnonymous)?;
     // SAFETY: MAP_FIXED_NOREPLACE maps only where nothing is mapped.
     check(unsafe { libc::mmap(at as *mut _, len, prot, flags, -1, 0) })
 }
@@ -133,9 +154,23 @@ fn fill(at: usize, len: usize, prot: i32) -> io::Result<()> {
 /// Whether something is mapped at every page of a range. Asking touches nothing.
 pub(crate) fn is_mapped(at: usize, len: usize) -> bool {
     let mut states = vec![0u8; len.div_ceil(PAGE_SIZE)];
-    // SAFETY: a byte is written for each page, and there are so many.
-    let asked = unsafe { libc::mincore(at as *mut _, len, states.as_mut_ptr()) };
-    asked == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ENOMEM)
+    let mut ask = || {
+        inject::before(Call::Mincore)?;
+        // SAFETY: a byte is written for each page, and there are so many.
+        if unsafe { libc::mincore(at as *mut _, len, states.as_mut_ptr()) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    };
+    loop {
+        match ask() {
+            Ok(()) => return true,
+            Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => return false,
+            // The kernel lacks a page for the answer.
+            Err(error) => late_log::note("looking at the mappings", &error, "it was tried again"),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Frees pages of our own, also those of a process that has locked all of its memory.
@@ -149,12 +184,19 @@ pub(crate) fn split_huge_page(at: usize) -> io::Result<()> {
     advise(at, crate::sys::page_size::PAGE_SIZE, libc::MADV_COLD)
 }
 
-/// Maps the pages of a range as reading them would; whether that worked for all.
-pub(crate) fn populate_read(at: usize, len: usize) -> bool {
-    advise(at, len, libc::MADV_POPULATE_READ).is_ok()
+/// Maps the pages of a range as reading them would.
+pub(crate) fn populate_read(at: usize, len: usize) -> io::Result<()> {
+    advise(at, len, libc::MADV_POPULATE_READ)
 }
 
 fn advise(start: usize, len: usize, advice: i32) -> io::Result<()> {
+    inject::before(match advice {
+        libc::MADV_POPULATE_WRITE => Call::Populate,
+        libc::MADV_POPULATE_READ => Call::PopulateRead,
+        libc::MADV_DONTNEED | libc::MADV_DONTNEED_LOCKED => Call::Discard,
+        libc::MADV_COLD => Call::Split,
+        _ => Call::Advise,
+    })?;
     // SAFETY: MADV_DONTNEED(_LOCKED) is only used on memory of our own that Rust does not refer to; the others change no content.
     if unsafe { libc::madvise(start as *mut _, len, advice) } < 0 {
         return Err(io::Error::last_os_error());
@@ -177,6 +219,7 @@ pub(crate) unsafe fn map_segment(
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
     let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    inject::before_mapping(Call::MapSegment, at, len)?;
     // SAFETY: as promised by the caller.
     check(unsafe { libc::mmap(at as *mut _, len, prot, flags, segment.as_raw_fd(), offset) })
 }
@@ -189,8 +232,10 @@ pub(crate) unsafe fn map_segment(
 pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-    // SAFETY: as promised by the caller.
-    let renewed = check(unsafe { libc::mmap(at as *mut _, len, prot, flags, -1, 0) });
+    let renewed = inject::before_mapping(Call::MapAnonymous, at, len).and_then(|()| {
+        // SAFETY: as promised by the caller.
+        check(unsafe { libc::mmap(at as *mut _, len, prot, flags, -1, 0) })
+    });
     if renewed.is_err() {
         // Where the kernel unmapped the place before it failed: zeros are what the guest shall see.
         let _ = fill(at, len, libc::PROT_READ | libc::PROT_WRITE);
@@ -218,6 +263,7 @@ pub(crate) fn map_segment_anywhere(len: usize, segment: BorrowedFd<'_>, offset: 
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
     let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    inject::before(Call::MapSegment)?;
     // SAFETY: a new mapping at an address of the kernel's choice.
     let base = unsafe {
         libc::mmap(
@@ -239,6 +285,7 @@ pub(crate) fn map_segment_anywhere(len: usize, segment: BorrowedFd<'_>, offset: 
 /// `from` must be our own and hold what the guest shall see; nobody may hold a Rust reference into either range.
 pub(crate) unsafe fn move_over(from: usize, to: usize, len: usize) -> io::Result<()> {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    inject::before_mapping(Call::Remap, to, len)?;
     // SAFETY: as promised by the caller.
     check(unsafe { libc::mremap(from as *mut _, len, len, flags, to) })
 }

@@ -26,6 +26,7 @@ use crate::account::{Account, ns};
 use crate::memory::layout::Page;
 use crate::memory::page_map::{PageMap, VMAS_PER_HUGE_PAGE};
 use crate::memory::page_state::Known;
+use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::sys::relocate::put_over;
 use crate::sys::sched::Urgent;
@@ -34,6 +35,7 @@ use crate::sys::vma::Anonymous;
 use crate::sys::{guest, proc};
 use crate::unmerge::address_space::AddressSpace;
 use crate::window::{PageSet, Taken, Window};
+use std::io;
 use std::ops::Range;
 use std::time::Instant;
 use vmm_dedup_protocol::key::PAGE_WORDS;
@@ -50,6 +52,10 @@ const PIECE_SPAN: Page = PIECE as Page;
 const TRIES: usize = 16;
 /// Intervals to wait after a rebuild that failed; memory and pins do not come and go at once.
 const PAUSE: u8 = 4;
+
+/// What fails, for the log, and what becomes of it.
+const STEP: &str = "building a huge page";
+const STAYS: &str = "the small pages stay for now; memory or mappings (vm.max_map_count) are short";
 
 /// Why a huge page was not built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,8 +118,9 @@ fn try_to_collapse(
     }
     let mut huge = fresh_huge_page(space)?;
     if private_stretches(map, at) > FEW_STRETCHES {
-        let mut small = Anonymous::new(CHUNK_PAGES).map_err(|_| Refusal::Memory)?;
-        small.populate().map_err(|_| Refusal::Memory)?;
+        let mut small = Anonymous::new(CHUNK_PAGES)
+            .and_then(populated)
+            .map_err(no_memory)?;
         for first in pages.clone().step_by(PIECE) {
             put_in_place(map, space, account, at, &(first..first + PIECE_SPAN), &mut small)?;
         }
@@ -136,10 +143,21 @@ fn fresh_huge_page(space: &mut AddressSpace) -> Result<Anonymous, Refusal> {
     if proc::mem_available().is_none_or(|available| available < needed) {
         return Err(Refusal::Memory);
     }
-    let area = Anonymous::new_huge().map_err(|_| Refusal::Memory)?;
-    area.populate().map_err(|_| Refusal::Memory)?;
+    let area = Anonymous::new_huge().and_then(populated).map_err(no_memory)?;
     let is_huge = space.pagemap.is_huge(area.base());
     is_huge.then_some(area).ok_or(Refusal::Memory)
+}
+
+fn populated(area: Anonymous) -> io::Result<Anonymous> {
+    area.populate()?;
+    Ok(area)
+}
+
+/// Memory for copies could not be had.
+#[allow(clippy::needless_pass_by_value)] // for map_err
+fn no_memory(error: io::Error) -> Refusal {
+    late_log::note(STEP, &error, STAYS);
+    Refusal::Memory
 }
 
 /// Puts copies of consecutive pages of a chunk into their place, made at the front of `fresh`.
@@ -248,7 +266,11 @@ fn replace(
     let shared = shared.iter().flat_map(|run| run.clone().step_by(PAGE_SIZE));
     shared.for_each(|address| copy(address, address - range.start));
     // SAFETY: the copies hold what the guest's pages hold, and nobody can change those.
-    unsafe { put_over(fresh.take_front(pages), range) }.map_err(|_| Refusal::Other)?;
+    let put = unsafe { put_over(fresh.take_front(pages), range) };
+    put.map_err(|error| {
+        late_log::note(STEP, &error, STAYS);
+        Refusal::Other
+    })?;
     window.replaced(0..pages);
     window.track(0..pages);
     window.close();

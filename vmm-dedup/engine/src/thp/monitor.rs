@@ -38,6 +38,7 @@ use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
 use crate::memory::thp_state::{Asked, HugeState, Use};
+use crate::sys::late_log;
 use crate::sys::uffd::Uffd;
 use crate::thp::policy::Thresholds;
 use crate::thp::pressure::Pressure;
@@ -213,7 +214,13 @@ impl Monitor {
         };
         let used = match source.monitor.sample(&targets, self.window) {
             Ok(used) => used,
-            Err(error) => return log::warn!("use of memory cannot be sampled: {error}"),
+            Err(error) => {
+                return late_log::note(
+                    "sampling the use of memory",
+                    &error,
+                    "it is tried again with the next sample",
+                );
+            }
         };
         account.stats.samples_total += sampled.len() as u64;
         // Of these it is known what is written.

@@ -37,8 +37,8 @@ fn maps_huge_page_of_store(map: &PageMap, space: &mut AddressSpace, at: usize) -
     }
     // Touched only if it is not mapped as one: what was swapped out would come back.
     let start = map.chunk_at(at).start;
-    let huge =
-        space.pagemap.is_huge(start) || (populate_read(start, PAGE_SIZE) && space.pagemap.is_huge(start));
+    let huge = space.pagemap.is_huge(start)
+        || (populate_read(start, PAGE_SIZE).is_ok() && space.pagemap.is_huge(start));
     huge || map.chunk(at).mixed.may_become_huge()
 }
 

@@ -3,6 +3,7 @@
 use crate::account::{Account, ns};
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
+use crate::sys::late_log;
 use crate::sys::vma;
 use crate::thp::monitor::Monitor;
 use std::time::Instant;
@@ -16,7 +17,7 @@ pub(crate) fn split_if_huge(map: &mut PageMap, account: &mut Account, monitor: &
     }
     let clock = Instant::now();
     if let Err(error) = vma::split_huge_page(map.memory().address(page)) {
-        log::debug!("the huge page of page {page} is split by merging: {error}");
+        late_log::note("splitting a huge page", &error, "taking its pages splits it");
     }
     // Whoever touches the huge page may wait for a part of that time.
     account.stats.stop.observe(ns(clock.elapsed()));

@@ -9,6 +9,7 @@
 use crate::account::{Account, ns};
 use crate::memory::page_map::PageMap;
 use crate::sys::guest;
+use crate::sys::late_log;
 use crate::sys::page_size::CHUNK_PAGES;
 use crate::sys::sched::Urgent;
 use crate::unmerge::address_space::AddressSpace;
@@ -27,8 +28,16 @@ pub(crate) fn give_up(
     let mut discards = discards.lock();
     space.note_discards(&mut discards, map);
     let start = map.chunk_at(chunk).start;
-    let Ok(scratch) = HugeScratch::new(&space.uffd, 1) else {
-        return false;
+    let scratch = match HugeScratch::new(&space.uffd, 1) {
+        Ok(scratch) => scratch,
+        Err(error) => {
+            late_log::note(
+                "making room for a huge page",
+                &error,
+                "a huge page of zeros stays for now",
+            );
+            return false;
+        }
     };
     let urgent = Urgent::begin();
     let clock = Instant::now();

@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::memory::page_state::{Backing, Known};
+use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::sys::pagemap::{Pagemap, Written};
 use crate::sys::uffd::Uffd;
@@ -48,8 +49,11 @@ pub(crate) fn visit(
     // Protected only now, and keyed in a later pass at the earliest: a write in between is still seen there.
     for range in to_protect {
         if let Err(error) = uffd.write_protect(range.start, range.len(), true) {
-            // Its pages keep counting as written: they are not merged, and nothing else happens.
-            log::debug!("cannot protect {range:x?}: {error}");
+            late_log::note(
+                "tracking writes",
+                &error,
+                "the pages count as written until the next pass",
+            );
         }
     }
     Ok(to_key)

@@ -21,6 +21,7 @@
 use crate::config::UseSource;
 use crate::error::Error;
 use crate::memory::thp_state::Use;
+use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate;
@@ -89,6 +90,10 @@ impl FaultSampling {
     }
 
     fn sample_batch(&mut self, targets: &[Target], window: Duration) -> io::Result<Vec<Option<Use>>> {
+        // Copies of guest pages may still be in it.
+        if self.stained {
+            (self.scratch, self.stained) = (HugeScratch::new(&self.tracker, BATCH)?, false);
+        }
         let uffd = self.tracker.clone();
         let urgent = Urgent::begin();
         let mut away: Vec<Away<'_>> = Vec::with_capacity(targets.len());
@@ -114,12 +119,6 @@ impl FaultSampling {
             // Who missed it may have got a page table, for want of a huge page: then it was split to fit in.
             if let (Some(Use::After(_)), Target::Huge(start)) = (used, target) {
                 self.stained |= !self.pagemap.is_huge(start);
-            }
-        }
-        if self.stained {
-            match HugeScratch::new(&self.tracker, BATCH) {
-                Ok(fresh) => (self.scratch, self.stained) = (fresh, false),
-                Err(error) => log::debug!("no fresh scratch memory: {error}"),
             }
         }
         match broken {
@@ -168,8 +167,17 @@ impl FaultSampling {
         let mut missed: Vec<Missed> = Vec::new();
         while away.iter().any(|taken| !taken.window.away().is_empty()) {
             let left = end.saturating_duration_since(Instant::now());
-            // What cannot be read is put back at the end.
-            if left.is_zero() || !uffd.wait_for_fault(left) || uffd.read_faults(&mut faults).is_err() {
+            if left.is_zero() || !uffd.wait_for_fault(left) {
+                break;
+            }
+            if let Err(error) = uffd.read_faults(&mut faults) {
+                late_log::note(
+                    "reading who waits for a sample",
+                    &error,
+                    "all goes back, and nothing is learnt",
+                );
+                let unknown = away.iter_mut().filter(|taken| taken.used == Some(Use::None));
+                unknown.for_each(|taken| taken.used = None);
                 break;
             }
             let mut wanted = Vec::with_capacity(faults.len());

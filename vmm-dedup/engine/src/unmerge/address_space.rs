@@ -6,6 +6,7 @@ use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
 use crate::memory::page_state::PageState;
 use crate::memory::ranges::complement;
+use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::uffd::{Mode, Uffd};
@@ -75,9 +76,13 @@ impl AddressSpace {
                     .map(|chunk| chunk.start.max(discarded.start)..chunk.end.min(discarded.end))
                     .collect();
                 for ours in complement(&discarded, &lent) {
-                    if let Err(error) = self.register(&ours) {
-                        // Not tracked, so it counts as written for ever: it is only never merged again.
-                        log::debug!("discarded memory cannot be tracked: {error}");
+                    if let Err(error) = self.uffd.register(ours.start, ours.len(), Mode::Wp) {
+                        late_log::note(
+                            "tracking writes to discarded memory",
+                            &error,
+                            "the next pass tries it again",
+                        );
+                        self.uffd.note_untracked(ours);
                     }
                 }
             }
@@ -166,7 +171,11 @@ impl AddressSpace {
             }
         }
         if let Some(error) = outcome.error {
-            log::warn!("cannot make all of {} pages private: {error}", pages.len());
+            late_log::note(
+                "making shared pages private",
+                &error,
+                "what is still shared stays so for now",
+            );
         }
     }
 

@@ -217,7 +217,13 @@ impl Breaker {
             return;
         }
         // A write to a page that is protected but not mapped yet is copied by the kernel before we hear of it.
-        vma::populate_read(run.start, run.len());
+        if let Err(error) = vma::populate_read(run.start, run.len()) {
+            late_log::note(
+                "mapping shared pages for reading",
+                &error,
+                "first writes are left to the kernel",
+            );
+        }
         let protected = self
             .uffd
             .register(run.start, run.len(), Mode::Wp)
@@ -312,17 +318,24 @@ impl Breaker {
                 .into_iter()
                 .flat_map(|first| first..)
                 .take(run.len() / PAGE_SIZE);
-            pages.all(|page| self.is_shared(page))
+            Ok(pages.all(|page| self.is_shared(page)))
         } else {
             let armed = self.uffd.register(run.start, run.len(), Mode::Wp);
             armed
                 .and_then(|()| self.uffd.write_protect(run.start, run.len(), true))
-                .is_ok()
+                .map(|()| true)
         };
-        protected
-            && pagemap
-                .private(run.clone())
-                .is_ok_and(|private| private.is_empty())
+        let private = protected.and_then(|protected| match protected {
+            true => pagemap.private(run.clone()).map(Some),
+            false => Ok(None),
+        });
+        match private {
+            Ok(private) => private.is_some_and(|private| private.is_empty()),
+            Err(error) => {
+                late_log::note("protecting shared pages", &error, "they stay as they are for now");
+                false
+            }
+        }
     }
 
     /// The parts of a run of store mappings that the fault thread has not replaced.
@@ -399,8 +412,16 @@ impl Breaker {
         unsafe { put_over(fresh, range) }?;
         self.forget_left(inner, range);
         self.mark(range, false);
-        // Tracked from now on like any other memory; should that fail it is only never merged again.
-        self.tracker.register(range.start, range.len(), Mode::Wp)
+        // Tracked from now on like any other memory.
+        if let Err(error) = self.tracker.register(range.start, range.len(), Mode::Wp) {
+            late_log::note(
+                "tracking writes to private memory",
+                &error,
+                "the next pass tries it again",
+            );
+            self.tracker.note_untracked(range.clone());
+        }
+        Ok(())
     }
 
     fn forget_left(&self, inner: &mut Inner, range: &Range<usize>) {

@@ -22,7 +22,7 @@
 use crate::memory::bitmap::Bits;
 use crate::memory::layout::{Memory, Page};
 use crate::sys::page_size::{PAGE_SIZE, bytes};
-use crate::sys::{guest, vma};
+use crate::sys::{guest, late_log, vma};
 use crate::unmerge::cow::Breaker;
 use std::io;
 use std::ops::Range;
@@ -140,7 +140,14 @@ impl Discarder {
                             inner.memory.advise_again(&run);
                             renewed(run.clone());
                         }
-                        Err(_) => kept.push(run.clone()),
+                        Err(error) => {
+                            late_log::note(
+                                "freeing shared pages",
+                                &error,
+                                "zeros were written to copies of them",
+                            );
+                            kept.push(run.clone());
+                        }
                     }
                 });
             }

@@ -28,6 +28,7 @@ pub(crate) use page_set::PageSet;
 pub(crate) use scratch::Scratch;
 
 use crate::error::Error;
+use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::sys::relocate::{self, move_away, put_back_page, put_back_pages, track_again};
 use crate::sys::uffd::{Mode, MoveError, Uffd};
@@ -61,6 +62,17 @@ impl Taken {
             MoveError::Again | MoveError::Refused(_) => Self::Refused,
         }
     }
+}
+
+/// A page could not be taken. That it is pinned or not there is no failure.
+fn note_refusal(error: MoveError) {
+    let errno = match error {
+        MoveError::Pinned | MoveError::Absent => return,
+        MoveError::Again => libc::EAGAIN,
+        MoveError::Refused(errno) => errno,
+    };
+    let error = io::Error::from_raw_os_error(errno);
+    late_log::note("taking guest pages", &error, "they stay as they are for now");
 }
 
 /// Pages that are ours for the moment. Pages are named by their offset from the first.
@@ -97,8 +109,10 @@ impl<'a> Window<'a> {
         };
         for run in pages.runs() {
             let address = window.address(run.start);
-            uffd.register(address, bytes(run.len()), Mode::Missing)
-                .map_err(|source| Error::Register { address, source })?;
+            if let Err(source) = uffd.register(address, bytes(run.len()), Mode::Missing) {
+                late_log::note("arming guest pages", &source, "they stay as they are for now");
+                return Err(Error::Register { address, source });
+            }
             window.armed.insert(run);
         }
         Ok(window)
@@ -143,6 +157,7 @@ impl<'a> Window<'a> {
                 Some(_) if taken.len() == pages.len() => {}
                 Some(error) => {
                     tries = 0;
+                    note_refusal(error);
                     taken.push(Taken::of_error(error));
                 }
             }
@@ -156,6 +171,7 @@ impl<'a> Window<'a> {
         let (moved, error) = move_away(self.uffd, from, to, bytes(pages.len()));
         let moved = moved / PAGE_SIZE;
         self.away.insert(pages.start..pages.start + moved);
+        error.into_iter().for_each(note_refusal);
         (moved, error.map_or(Taken::Yes, Taken::of_error))
     }
 

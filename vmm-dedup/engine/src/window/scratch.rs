@@ -1,6 +1,7 @@
 //! Where small pages are while they are away.
 
 use crate::error::Error;
+use crate::sys::late_log;
 use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::Anonymous;
@@ -44,7 +45,11 @@ impl Scratch {
     /// Frees what windows left: the pages that were merged. What is taken next must find its place empty.
     pub(crate) fn free(&mut self) {
         while let Err(error) = self.area.discard(0, bytes(self.used)) {
-            log::error!("cannot free {} merged pages: {error}", self.used);
+            late_log::note(
+                "freeing merged pages",
+                &error,
+                "it was tried again until it worked",
+            );
             if let Ok(fresh) = new_area(&self.uffd) {
                 self.area = fresh;
                 break;
@@ -63,8 +68,17 @@ fn make_tables(uffd: &Uffd, area: &Anonymous) {
     let end = area.base() + bytes(area.pages());
     let mut at = area.base();
     while at < end {
-        if uffd.zero_page(at, PAGE_SIZE).is_ok() {
-            let _ = area.discard(at - area.base(), PAGE_SIZE);
+        let made = match uffd.zero_page(at, PAGE_SIZE) {
+            // The last one could not be discarded.
+            Err(error) if error.raw_os_error() != Some(libc::EEXIST) => Err(error),
+            _ => area.discard(at - area.base(), PAGE_SIZE),
+        };
+        if let Err(error) = made {
+            late_log::note(
+                "allocating page tables of scratch memory",
+                &error,
+                "windows allocate them; they may take longer",
+            );
         }
         at = (at / HUGE_SIZE + 1) * HUGE_SIZE;
     }

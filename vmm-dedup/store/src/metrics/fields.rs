@@ -118,7 +118,7 @@ pub(super) static COUNTERS: &[Field] = &[
     ),
     plain(
         "window_failures",
-        "Calls of the kernel that failed while guest pages were away, and were got over",
+        "Calls of the kernel on guest memory that failed, and were got over",
         |s| s.window_failures_total,
     ),
     plain("published", "Pages handed to the store", |s| s.published_total),

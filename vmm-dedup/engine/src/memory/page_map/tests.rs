@@ -184,6 +184,29 @@ proptest! {
         }
     }
 
+    /// Memory that goes and comes is counted as if all were counted anew.
+    #[test]
+    fn mappings_follow_memory_that_comes_and_goes(
+        steps in proptest::collection::vec((0..PAGES, steps()), 0..60),
+        gone in (0..PAGES, 0..PAGES),
+    ) {
+        let mut map = map();
+        steps.into_iter().for_each(|(page, step)| play(&mut map, page, step));
+        let before = map.memory().clone();
+        let (first, last) = (gone.0.min(gone.1), gone.0.max(gone.1));
+        let addresses = before.address(first)..before.address(last) + bytes(1);
+        let less = Arc::new(before.without(&addresses));
+        before.within(&addresses).into_iter().for_each(|pages| map.forget(pages));
+        for memory in [less, before] {
+            map.set_memory(memory);
+            prop_assert_eq!(map.vmas(), boundaries(&map, 0..PAGES));
+            for (at, chunk) in map.memory().chunks().iter().enumerate() {
+                let fragments = boundaries(&map, chunk.pages.clone());
+                prop_assert_eq!(i64::from(map.chunk(at).fragments), fragments);
+            }
+        }
+    }
+
     /// Whoever must be looked at again is: private memory of which nothing is known lies in a chunk that is pending, once it
     /// was merged, returned or changed.
     #[test]
@@ -239,6 +262,38 @@ fn memory_that_goes_takes_its_boundaries_along() {
     assert_eq!(map.vmas(), 1);
     let fragments: Vec<u16> = map.chunks().iter().map(|chunk| chunk.fragments).collect();
     assert_eq!(fragments, [1, 0, 0]);
+}
+
+#[test]
+fn chunks_that_stay_are_not_counted_anew() {
+    let mut map = map();
+    map.chunk_mut(0).fragments = 77;
+    let apart = map.memory().address(16)..map.memory().address(18);
+    let memory = Arc::new(map.memory().without(&apart));
+    map.set_memory(memory);
+    let fragments: Vec<u16> = map.chunks().iter().map(|chunk| chunk.fragments).collect();
+    assert_eq!(fragments, [77, 0, 0, 0]);
+}
+
+#[test]
+fn a_refusal_of_the_kernel_holds_for_a_while() {
+    let mut map = map();
+    map.share(3, slot(5), Reference::New);
+    map.no_vma_is_left(10);
+    assert_eq!((map.vmas_max(), map.has_vmas_for(1)), (2, false));
+    map.made_private(3);
+    assert!(map.has_vmas_for(2) && !map.has_vmas_for(3));
+    let asks: Vec<u64> = (10..200).filter(|pass| map.asks_for_vmas_again(*pass)).collect();
+    assert_eq!((asks, map.vmas_max()), (vec![12], 1000));
+    // Refused again soon, and then for good.
+    let mut asks = Vec::new();
+    for pass in 76..4000 {
+        if map.asks_for_vmas_again(pass) || pass == 76 {
+            map.no_vma_is_left(pass);
+            asks.push(pass);
+        }
+    }
+    assert_eq!(asks, [76, 78, 82, 90, 106, 138, 202, 330, 586, 1098, 2122, 3146]);
 }
 
 #[test]

@@ -1,0 +1,148 @@
+//! Chaos under swap: a thread pages out guest, scratch and store memory all the time, while guests write, restore and rest,
+//! and the services merge, break, sample, give up zeros, and build huge pages again.
+//!
+//! Huge pages are paged out now and then only: paging a part out splits them, and a service does not build again what it has
+//! not split itself.
+
+use crate::guests::Size;
+use crate::huge_chaos::{Outcome, boot, outcome};
+use crate::store::StoreThread;
+use crate::vm::Guest;
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+use vmm_dedup::ServiceStats;
+use vmm_dedup_trouble::{Pager, Swap, Watchdog};
+
+/// Pages paged out in one call, at most.
+const MOST: usize = 32;
+/// How long no guest may get on. (One that waits for ever is found by it, not one that is slow.)
+const HUNG: Duration = Duration::from_secs(120);
+/// Of so many times, huge pages are paged out once.
+const SELDOM: usize = 64;
+const HUGE: usize = 2 << 20;
+/// Mappings of the service's own that are at least as large may be scratch memory.
+const SCRATCH: usize = 4 << 20;
+
+/// What happened under swap.
+#[derive(Clone, Copy, Debug)]
+pub struct Swapped {
+    /// What guests and services did.
+    pub outcome: Outcome,
+    /// Pages that went to swap.
+    pub pages_out: u64,
+    /// Pages that came back.
+    pub pages_in: u64,
+}
+
+/// Two guests with the same pages and zero pages, until `size.merges` pages were merged, and as many breaks done.
+///
+/// # Panics
+/// If a guest reports a wrong byte or does not get on, or the wanted numbers are not reached in time.
+#[must_use]
+pub fn chaos(size: Size, swap: &Swap) -> Swapped {
+    let store = StoreThread::start();
+    let guests = boot(&store, size);
+    let last = swap.clone();
+    let watchdog = Watchdog::start(HUNG, move || last.off());
+    let memory: Vec<Range<usize>> = guests.iter().flat_map(Guest::memory).collect();
+    let before = swapped_pages();
+    let pager = {
+        let (memory, mut times) = (memory.clone(), 0usize);
+        Pager::start(1, MOST, move || {
+            times += 1;
+            ranges(&memory, times.is_multiple_of(SELDOM))
+        })
+    };
+    let (start, mut shown) = (Instant::now(), Instant::now());
+    let mut seen = vec![0; guests.len()];
+    loop {
+        std::thread::sleep(Duration::from_millis(100));
+        let done: Vec<u64> = guests.iter().map(Guest::progress).collect();
+        if done.iter().zip(&seen).all(|(now, before)| now > before) {
+            watchdog.feed();
+            seen = done;
+        }
+        let stats: Vec<ServiceStats> = guests.iter().map(Guest::stats).collect();
+        let sum = |field: fn(&ServiceStats) -> u64| stats.iter().map(field).sum::<u64>();
+        let merges = sum(|s| s.merges_total + s.zero_merges_total);
+        let (breaks, rebuilt) = (sum(ServiceStats::breaks_total), sum(|s| s.huge_rebuilt_total));
+        if merges.min(breaks) >= size.merges && rebuilt > 0 {
+            break;
+        }
+        assert!(
+            start.elapsed() < size.patience,
+            "only {merges} merges and {breaks} breaks of {} in time: {stats:?}",
+            size.merges
+        );
+        if shown.elapsed() > Duration::from_secs(10) {
+            eprintln!(
+                "{merges} merges and {breaks} breaks of {} after {} s",
+                size.merges,
+                start.elapsed().as_secs()
+            );
+            shown = Instant::now();
+        }
+    }
+    // Until the guests have verified their memory, which is paged out all the while.
+    let outcome = outcome(guests);
+    drop(pager);
+    let after = swapped_pages();
+    Swapped {
+        outcome,
+        pages_in: after.0 - before.0,
+        pages_out: after.1 - before.1,
+    }
+}
+
+/// What is paged out: guests, mappings of the store besides, and what may be scratch memory.
+fn ranges(guests: &[Range<usize>], huge_too: bool) -> Vec<Range<usize>> {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let hex = |text: &str| usize::from_str_radix(text, 16).ok();
+    let besides = maps.lines().filter_map(|line| {
+        let mut fields = line.split_ascii_whitespace();
+        let (start, end) = fields.next()?.split_once('-')?;
+        let range = hex(start)?..hex(end)?;
+        let access = fields.next()?;
+        let name = fields.nth(3).unwrap_or_default();
+        let is_store = name.starts_with("/memfd:vmm-dedup");
+        let is_scratch = name.is_empty() && access == "rw-p" && range.len() >= SCRATCH;
+        let in_guest = guests.iter().any(|g| g.start < range.end && range.start < g.end);
+        ((is_store || is_scratch) && !in_guest).then_some(range)
+    });
+    let mut all: Vec<Range<usize>> = besides.collect();
+    let chunks = guests.iter().flat_map(|guest| {
+        let starts = (guest.start / HUGE * HUGE..guest.end).step_by(HUGE);
+        starts.map(|start| start.max(guest.start)..guest.end.min(start + HUGE))
+    });
+    let small: Vec<Range<usize>> = chunks.filter(|chunk| huge_too || !is_huge(chunk)).collect();
+    // As often as all the rest.
+    let times = all.len().div_ceil(small.len().max(1)).max(1);
+    all.extend(std::iter::repeat_n(small, times).flatten());
+    all
+}
+
+/// Whether a part of guest memory lies in a huge page. Sources: Linux, Documentation/admin-guide/mm/pagemap.rst.
+fn is_huge(part: &Range<usize>) -> bool {
+    const PRESENT: u64 = 1 << 63;
+    const FRAME: u64 = (1 << 55) - 1;
+    const THP: u64 = 1 << 22;
+    let entry = |path: &str, at: u64| {
+        let mut entry = [0; 8];
+        let read = File::open(path).and_then(|file| file.read_exact_at(&mut entry, at * 8));
+        read.map_or(0, |()| u64::from_ne_bytes(entry))
+    };
+    let page = entry("/proc/self/pagemap", (part.end - 1) as u64 / 4096);
+    page & PRESENT != 0 && entry("/proc/kpageflags", page & FRAME) & THP != 0
+}
+
+/// Pages that came from swap and went there, on this machine since it was started.
+fn swapped_pages() -> (u64, u64) {
+    let text = std::fs::read_to_string("/proc/vmstat").unwrap_or_default();
+    let count = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|value| value.trim().parse().ok()).unwrap_or(0)
+    };
+    (count("pswpin "), count("pswpout "))
+}

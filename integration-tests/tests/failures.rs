@@ -1,0 +1,259 @@
+//! System calls that fail, one kind after the other, under guests that write and check their memory all the time: whatever
+//! the kernel says, the guests go on with the right bytes, and a counter and a log line tell.
+
+use std::time::{Duration, Instant};
+use vmm_dedup::{Breaks, Call, Config, Injection, Policy, ServiceStats, Settings, Switch, Times};
+use vmm_dedup_integration_tests::guests::{self, Size};
+use vmm_dedup_integration_tests::logged::Logged;
+use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::vm::Guest;
+use vmm_dedup_integration_tests::{huge_chaos, need_kvm, need_userfaultfd};
+use vmm_dedup_trouble::Watchdog;
+
+/// What the kernel may say to the calls that the service makes while it merges, breaks, samples, gives up zeros, builds huge
+/// pages and makes pages private. (Calls that it only makes after another one has failed fail in the engine's own tests.)
+const FAILURES: [(Call, i32); 37] = [
+    (Call::Split, libc::EAGAIN),
+    (Call::Register, libc::ENOMEM),
+    (Call::Register, libc::EBUSY),
+    (Call::Wake, libc::EINVAL),
+    (Call::ZeroPage, libc::EAGAIN),
+    (Call::ZeroPage, libc::EEXIST),
+    (Call::ZeroPage, libc::ENOENT),
+    (Call::ZeroPage, libc::ENOMEM),
+    (Call::Move, libc::EAGAIN),
+    (Call::Move, libc::EBUSY),
+    (Call::Move, libc::EEXIST),
+    (Call::Move, libc::EFAULT),
+    (Call::Move, libc::EINVAL),
+    (Call::Move, libc::ENOENT),
+    (Call::Move, libc::ENOMEM),
+    (Call::WriteProtect, libc::EAGAIN),
+    (Call::WriteProtect, libc::ENOENT),
+    (Call::WriteProtect, libc::ENOMEM),
+    (Call::ReadFaults, libc::EINTR),
+    (Call::ReadFaults, libc::ENOMEM),
+    (Call::PagemapScan, libc::EFAULT),
+    (Call::PagemapScan, libc::ENOMEM),
+    (Call::MapSegment, libc::EAGAIN),
+    (Call::MapSegment, libc::ENOMEM),
+    (Call::MapAnonymous, libc::ENOMEM),
+    (Call::Remap, libc::EAGAIN),
+    (Call::Remap, libc::EFAULT),
+    (Call::Remap, libc::ENOMEM),
+    (Call::Unmap, libc::ENOMEM),
+    (Call::Populate, libc::EFAULT),
+    (Call::Populate, libc::ENOMEM),
+    (Call::PopulateRead, libc::ENOMEM),
+    (Call::PopulateRead, libc::EFAULT),
+    (Call::Discard, libc::EAGAIN),
+    (Call::Discard, libc::ENOMEM),
+    (Call::Advise, libc::EAGAIN),
+    (Call::Advise, libc::ENOMEM),
+];
+/// Calls of a kind that fail, at least, before the next is tried.
+const FAILED: u64 = 5;
+/// How long all calls of a kind fail, and how long if nothing has told of it until then.
+const ALL_FAIL: Duration = Duration::from_millis(100);
+const ALL_FAIL_AT_MOST: Duration = Duration::from_secs(10);
+/// How long nothing may happen: guests share two cores with whatever else runs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits for what comes in the end; ends the process, with where all threads are, if it does not.
+fn wait(what: &str, mut is: impl FnMut() -> bool) {
+    let what = what.to_owned();
+    let watchdog = Watchdog::start(PATIENCE, move || eprintln!("waiting for {what}"));
+    while !is() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    drop(watchdog);
+}
+
+/// What tells of failures, all guests together.
+fn told(guests: &[Guest]) -> u64 {
+    let of = |s: ServiceStats| {
+        s.window_failures_total
+            + s.refused_pinned_total
+            + s.refused_other_total
+            + s.refused_vmas_total
+            + s.rebuild_memory_total
+            + s.rebuild_other_total
+    };
+    guests.iter().map(Guest::stats).map(of).sum()
+}
+
+/// Waits until every guest has written and restored more than it had.
+fn go_on(guests: &[Guest], when: &str) {
+    let before: Vec<u64> = guests.iter().map(Guest::progress).collect();
+    for (guest, before) in guests.iter().zip(before) {
+        wait(&format!("a guest to go on {when}"), || guest.progress() > before);
+    }
+}
+
+/// Brings all shared pages back to private memory, as far as that goes, and lets them be shared again.
+fn make_private(guests: &[Guest]) {
+    let switch = |switch| Settings {
+        switch: Some(switch),
+        ..Settings::default()
+    };
+    for service in guests.iter().filter_map(|guest| guest.service.as_ref()) {
+        // While calls fail some stay shared.
+        let _ = service.set(switch(Switch::OffUnmerge));
+        service.set(switch(Switch::On)).expect("it is switched on again");
+    }
+}
+
+/// Some calls of a kind fail until enough have, then all of them for a while.
+fn fail(guests: &[Guest], log: &Logged, (call, errno): (Call, i32)) {
+    let when = format!(
+        "after {call:?} failed with {}",
+        std::io::Error::from_raw_os_error(errno)
+    );
+    let start = Instant::now();
+    let before = told(guests);
+    log.clear();
+    let injection = Injection::begin(call, errno, Times::Every(3));
+    make_private(guests);
+    wait(&format!("{call:?} to be called"), || injection.failed() >= FAILED);
+    go_on(guests, &when);
+    let some = injection.failed();
+    drop(injection);
+    // The zero page is there, which is what was wanted. A page is pinned, which is no failure.
+    let silent = (call, errno) == (Call::ZeroPage, libc::EEXIST);
+    let pinned = (call, errno) == (Call::Move, libc::EBUSY);
+    let injection = Injection::begin(call, errno, Times::Always);
+    let begun = Instant::now();
+    let is_told = || silent || told(guests) > before;
+    while begun.elapsed() < ALL_FAIL || !is_told() && begun.elapsed() < ALL_FAIL_AT_MOST {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let all = injection.failed();
+    drop(injection);
+    go_on(guests, &when);
+    wait(&format!("a counter to tell {when}"), is_told);
+    wait(&format!("a log line {when}"), || {
+        silent || pinned || log.names(errno)
+    });
+    eprintln!(
+        "{when}, {some} and {all} times: right, {} ms",
+        start.elapsed().as_millis()
+    );
+}
+
+#[test]
+fn guests_go_on_whatever_call_fails() {
+    need_kvm!();
+    let log = Logged::begin();
+    let size = Size {
+        merges: 0,
+        patience: PATIENCE,
+        common_mib: 4,
+        zero_mib: 4,
+    };
+    for of_one_kind in FAILURES.chunk_by(|a, b| a.0 == b.0) {
+        let store = StoreThread::start();
+        // New ones: pages that were left to the kernel's copy-on-write stay private for good.
+        let guests = huge_chaos::boot(&store, size);
+        let sum =
+            |field: fn(&ServiceStats) -> u64| guests.iter().map(Guest::stats).map(|s| field(&s)).sum::<u64>();
+        wait("merging, and huge pages to be split", || {
+            sum(|s| s.merges_total) > 0 && sum(|s| s.huge_splits_total) > 0
+        });
+        for failure in of_one_kind {
+            fail(&guests, log, *failure);
+        }
+        let merges = sum(|s| s.merges_total);
+        wait("merging to go on", || sum(|s| s.merges_total) > merges);
+        let _ = huge_chaos::outcome(guests);
+    }
+}
+
+/// Runs with exceptions are mapped aside and moved over the guest's pages.
+#[test]
+fn runs_with_exceptions_are_made_whatever_call_fails() {
+    need_kvm!();
+    let log = Logged::begin();
+    // A refused mapping makes the service wait for some passes, so that calls that map fail a few times only.
+    let (some, few) = (Times::Every(3), Times::First(FAILED));
+    for (seed, (call, errno, times)) in (0..).zip([
+        (Call::Copy, libc::EAGAIN, some),
+        (Call::Copy, libc::EEXIST, some),
+        (Call::Copy, libc::ENOMEM, some),
+        (Call::Unregister, libc::ENOMEM, few),
+        (Call::MapSegment, libc::ENOMEM, few),
+        (Call::Remap, libc::ENOMEM, few),
+    ]) {
+        log.clear();
+        let injection = Injection::begin(call, errno, times);
+        let out = guests::exceptions(seed);
+        let failed = injection.failed();
+        drop(injection);
+        assert!(
+            failed >= FAILED && log.names(errno),
+            "{call:?}, {failed} times: {out:?}"
+        );
+        eprintln!(
+            "{call:?} failed {failed} times: right, {} exceptions",
+            out.exceptions
+        );
+    }
+}
+
+/// The kernel may unmap the place of what it then cannot map. (Whoever touches the hole meanwhile gets SIGSEGV, with any
+/// service; so nobody does here.)
+#[test]
+fn holes_that_failing_calls_leave_are_mended() {
+    need_userfaultfd!();
+    let log = Logged::begin();
+    let store = StoreThread::start();
+    for call in [Call::MapSegment, Call::Remap] {
+        let pages = Pages::map(512);
+        // Equal pages with others between them, so that there are runs with exceptions.
+        let id = |page: usize| if page % 4 == 3 { 1000 + page } else { page % 256 } as u64 + 1;
+        (0..pages.count()).for_each(|page| pages.fill(page, id(page)));
+        let config = Config {
+            cpu_percent: 100,
+            pass_period_ms: 3_600_000,
+            huge_policy: Policy::Ksm,
+            breaks: Breaks::Kernel,
+            ..Config::default()
+        };
+        let twin = Pages::map(512);
+        (0..twin.count()).for_each(|page| {
+            twin.fill(
+                page,
+                if page % 4 == 3 {
+                    5000 + page as u64
+                } else {
+                    id(page)
+                },
+            )
+        });
+        let service = pages
+            .serve(&store.socket(), config.clone())
+            .expect("dedup starts");
+        let others = twin.serve(&store.socket(), config).expect("dedup starts");
+        let injection = Injection::leaving_holes(call, libc::ENOMEM, Times::Every(2));
+        let start = Instant::now();
+        while injection.failed() < FAILED {
+            assert!(
+                start.elapsed() < PATIENCE,
+                "{call:?} failed {} times",
+                injection.failed()
+            );
+            let _ = (service.pass().expect("a pass"), others.pass().expect("a pass"));
+        }
+        drop(injection);
+        for page in 0..pages.count() {
+            assert!(pages.holds(page, id(page)), "page {page}");
+        }
+        let stats = service.stop(true).expect("it stops");
+        others.stop(true).expect("it stops");
+        assert!(
+            stats.window_failures_total > 0 && log.names(libc::ENOMEM),
+            "{stats:?}"
+        );
+        assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));
+    }
+}

@@ -1,0 +1,131 @@
+//! A cgroup of the test's own, whose memory is short.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Where the memory controller may be, and the names of its settings there: the limit above which the kernel reclaims, and
+/// what reclaims at once.
+const PLACES: [(&str, &str, &str); 3] = [
+    ("/sys/fs/cgroup", "memory.high", "memory.reclaim"),
+    ("/sys/fs/cgroup/unified", "memory.high", "memory.reclaim"),
+    (
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.force_empty",
+    ),
+];
+
+/// A group that is removed when it is dropped, and which this process has left by then.
+#[derive(Debug)]
+pub struct MemoryGroup {
+    path: PathBuf,
+    home: PathBuf,
+    limit: &'static str,
+    reclaim: &'static str,
+}
+
+impl MemoryGroup {
+    /// Makes a group. Memory counts for it that is allocated while the process is in it.
+    ///
+    /// # Errors
+    /// Why there can be none.
+    pub fn new() -> Result<Self, String> {
+        let mut reasons = Vec::new();
+        for (root, limit, reclaim) in PLACES {
+            match Self::below(Path::new(root), limit, reclaim) {
+                Ok(group) => return Ok(group),
+                Err(reason) => reasons.push(format!("{root}: {reason}")),
+            }
+        }
+        Err(reasons.join("; "))
+    }
+
+    fn below(root: &Path, limit: &'static str, reclaim: &'static str) -> Result<Self, String> {
+        let home = root.join(home(limit == "memory.high")?.trim_start_matches('/'));
+        let path = root.join(format!("vmm-dedup-test-{}", std::process::id()));
+        if limit == "memory.high" {
+            let there = fs::read_to_string(root.join("cgroup.controllers")).map_err(|e| e.to_string())?;
+            if !there.split_whitespace().any(|name| name == "memory") {
+                return Err("no memory controller".into());
+            }
+            let control = root.join("cgroup.subtree_control");
+            fs::write(&control, "+memory").map_err(|e| format!("{}: {e}", control.display()))?;
+        }
+        fs::create_dir(&path).map_err(|e| e.to_string())?;
+        let group = Self {
+            path,
+            home,
+            limit,
+            reclaim,
+        };
+        let settable = group.path.join(limit).exists() && group.home.join("cgroup.procs").exists();
+        settable.then_some(group).ok_or_else(|| "no such setting".into())
+    }
+
+    /// Does something in the group.
+    ///
+    /// # Panics
+    /// If the process cannot enter or leave the group.
+    pub fn within<T>(&self, what: impl FnOnce() -> T) -> T {
+        enter(&self.path).expect("the group can be entered");
+        let done = what();
+        enter(&self.home).expect("the group can be left");
+        done
+    }
+
+    /// Lets the kernel reclaim above so many bytes: memory.high, or the hard limit where that is not there.
+    ///
+    /// # Errors
+    /// Those of the kernel.
+    pub fn limit(&self, bytes: u64) -> io::Result<()> {
+        fs::write(self.path.join(self.limit), bytes.to_string())
+    }
+
+    /// Bytes that count for the group.
+    ///
+    /// # Errors
+    /// Those of the kernel.
+    pub fn used(&self) -> io::Result<u64> {
+        let current = fs::read_to_string(self.path.join("memory.current"));
+        let text = current.or_else(|_| fs::read_to_string(self.path.join("memory.usage_in_bytes")))?;
+        text.trim().parse().map_err(io::Error::other)
+    }
+
+    /// Reclaims what can be.
+    pub fn reclaim(&self) {
+        // It says so if that was less than was wanted.
+        let _ = fs::write(self.path.join(self.reclaim), "1G");
+    }
+}
+
+impl Drop for MemoryGroup {
+    fn drop(&mut self) {
+        let removed = enter(&self.home).and_then(|()| fs::remove_dir(&self.path));
+        if let Err(error) = removed {
+            eprintln!("cannot remove {}: {error}", self.path.display());
+        }
+    }
+}
+
+/// Moves this process.
+fn enter(group: &Path) -> io::Result<()> {
+    fs::write(group.join("cgroup.procs"), std::process::id().to_string())
+}
+
+/// The group that this process is in.
+fn home(unified: bool) -> Result<String, String> {
+    let text = fs::read_to_string("/proc/self/cgroup").map_err(|e| e.to_string())?;
+    let of_memory = |line: &str| {
+        let (_, rest) = line.split_once(':')?;
+        let (controllers, path) = rest.split_once(':')?;
+        let found = match unified {
+            true => controllers.is_empty(),
+            false => controllers.split(',').any(|name| name == "memory"),
+        };
+        found.then(|| path.to_owned())
+    };
+    text.lines()
+        .find_map(of_memory)
+        .ok_or_else(|| "not mounted".into())
+}
