@@ -241,7 +241,11 @@ impl Planner {
         space.note_discards(&mut discards, map);
         let (all, requests) = (&self.admitted, &self.admitted[window.clone()]);
         let goes_on = |at: usize| at > 0 && at < all.len() && continues(&all[at - 1], &all[at]);
-        let begun = |at: usize| goes_on(at) && all[at - 1].slot == map.backing(all[at - 1].page).place();
+        let came_about = |request: &MergeRequest| match map.backing(request.page) {
+            Backing::Slot(slot) => request.slot == Some(slot),
+            backing => backing.is_copied() && request.role == Role::Exception,
+        };
+        let begun = |at: usize| goes_on(at) && came_about(&all[at - 1]);
         let open = Open {
             start: begun(window.start),
             end: goes_on(window.end),

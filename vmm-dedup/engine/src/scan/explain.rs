@@ -124,7 +124,7 @@ impl Pass {
                 (Backing::Private, Known::Nothing) if !populated[(page - pages.start) as usize] => {
                     &mut to.unpopulated
                 }
-                (Backing::Private, Known::KeyedInHuge(_)) => &mut to.huge,
+                (Backing::Private, Known::Keyed(_)) => &mut to.huge,
                 (Backing::Private, Known::Candidate(key)) => self.explain_candidate(page, key, to),
                 (Backing::Private, known) => match known {
                     _ if self.map.chunk(chunk).huge => &mut to.huge,
