@@ -147,11 +147,14 @@ impl Pass {
             monitor: &self.monitor,
             suspended: self.direct_io.refused().is_some(),
             managed: self.space.breaker.managed(),
+            heals: false,
         };
         match admission.may_merge(&self.map, page, Some(slot)) {
             Verdict::Refuse(Reason::Huge | Reason::Probe) => &mut to.huge,
             Verdict::Refuse(Reason::NoMappings) => &mut to.over_vmas,
-            Verdict::Refuse(Reason::Suspended | Reason::Changed) | Verdict::Merge => &mut to.waiting,
+            Verdict::Refuse(Reason::Suspended | Reason::Changed | Reason::MayBePinned) | Verdict::Merge => {
+                &mut to.waiting
+            }
         }
     }
 
