@@ -54,7 +54,11 @@ fn pass_until(guests: &[Guest], done: impl Fn(&ServiceStats) -> bool) -> Vec<Ser
         if stats.iter().all(&done) {
             return stats;
         }
-        assert!(passes < 4 * ENOUGH && start.elapsed() < Duration::from_secs(120), "{stats:?}");
+        if passes == 4 * ENOUGH || start.elapsed() > Duration::from_secs(120) {
+            let explain = |guest: &Guest| guest.service.explain(None).expect("it explains");
+            let why: Vec<_> = guests.iter().map(explain).collect();
+            panic!("{why:?} {stats:?}");
+        }
     }
 }
 
@@ -82,12 +86,20 @@ fn extents_that_are_replaced_again_and_again_stay_shared() {
             ids[page] = round << 32 | page as u64;
             guests.iter().for_each(|guest| guest.pages.fill(page, ids[page]));
         }
-        let stats = pass_until(&guests, |stats| all(stats) && stats.heals_total >= round * PAGES as u64 / 4);
+        let stats = pass_until(&guests, |stats| {
+            all(stats) && stats.heals_total >= round * PAGES as u64 / 4
+        });
         for guest in &guests {
-            assert!((0..PAGES).all(|page| guest.pages.holds(page, ids[page])), "round {round}");
+            assert!(
+                (0..PAGES).all(|page| guest.pages.holds(page, ids[page])),
+                "round {round}"
+            );
         }
         let vmas = stats.iter().map(|stats| stats.vmas).max();
-        assert!(vmas <= Some(3 * PAGES as u64 / EXTENT as u64), "{vmas:?} mappings");
+        assert!(
+            vmas <= Some(3 * PAGES as u64 / EXTENT as u64),
+            "{vmas:?} mappings"
+        );
     }
     for guest in guests {
         let mappings = mappings(&guest.pages);
@@ -96,4 +108,55 @@ fn extents_that_are_replaced_again_and_again_stay_shared() {
         assert_eq!((stats.pages_mapped, stats.pages_broken), (0, 0));
         assert!((0..PAGES).all(|page| guest.pages.holds(page, ids[page])));
     }
+}
+
+/// Guests of which one was written; and what keeps their copies private.
+fn write_all(guests: &[Guest], id: impl Fn(usize) -> u64) {
+    for guest in guests {
+        (0..PAGES).for_each(|page| guest.pages.fill(page, id(page)));
+    }
+}
+
+#[test]
+fn with_direct_io_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+    let path = folder.path().join("disk");
+    std::fs::write(&path, [0; 4096]).expect("a file");
+    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECT | rustix::fs::OFlags::CLOEXEC;
+    let direct = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).expect("O_DIRECT");
+    for heal_stall_us in [5000, 0] {
+        let guests = guests(&store, 2, |name| Config {
+            heal_stall_us,
+            ..config(name)
+        });
+        pass_until(&guests, |stats| stats.pages_mapped == PAGES as u64);
+        write_all(&guests, |page| 77_000_000 + page as u64);
+        if heal_stall_us > 0 {
+            pass_until(&guests, |stats| {
+                stats.pages_mapped == PAGES as u64 && stats.heals_total > 0
+            });
+        } else {
+            (0..ENOUGH).for_each(|_| drop(pass_all(&guests)));
+            for guest in &guests {
+                let stats = guest.service.stats();
+                assert_eq!(
+                    (stats.pages_broken, stats.heals_total),
+                    (PAGES as u64, 0),
+                    "{stats:?}"
+                );
+                let (_, why) = guest.service.explain(None).expect("it explains");
+                assert!(
+                    why.contains("open for direct I/O") && why.contains("heal_stall_us"),
+                    "{why}"
+                );
+            }
+        }
+        for guest in guests {
+            assert!((0..PAGES).all(|page| guest.pages.holds(page, 77_000_000 + page as u64)));
+            guest.service.stop(true).expect("it stops");
+        }
+    }
+    drop(direct);
 }

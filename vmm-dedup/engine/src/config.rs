@@ -68,6 +68,9 @@ pub struct Config {
     /// reads into guest memory. Then pages that the kernel copied on write are merged again wherever no open file can have
     /// pages pinned. If it is wrong a guest can lose what a device writes.
     pub pins_are_visible: bool,
+    /// How long the kernel may hold up the VM's faults, in microseconds, for a fork that tells which of the pages that it
+    /// copied are pinned, where open files may pin; 0: no forks. It goes with the number of the process's mappings.
+    pub heal_stall_us: u64,
 }
 
 /// How pages that were taken are compared with the slots that are to replace them: part of [`Config`].
@@ -116,6 +119,7 @@ impl Default for Config {
             verify: Verification::default(),
             breaks: Breaks::Kernel,
             pins_are_visible: false,
+            heal_stall_us: 5000,
         }
     }
 }

@@ -51,17 +51,17 @@ pub(crate) fn look(
         let numbers = addresses.filter_map(|address| map.memory().page_at(address));
         pages.extend(numbers.filter(|page| wanted(*page)));
     }
-    Ok(read(map, session, account, at, &pages))
+    Ok(read(map, session, account, &pages))
 }
 
-fn read(map: &mut PageMap, session: &Session, account: &mut Account, at: usize, pages: &[Page]) -> Keyed {
+fn read(map: &mut PageMap, session: &Session, account: &mut Account, pages: &[Page]) -> Keyed {
     let memory = map.memory().clone();
     let mut reader = KeyReader {
         memory: &memory,
         salt: session.salt(),
         account,
     };
-    let (mut keyed, mut changed) = (Keyed::default(), false);
+    let mut keyed = Keyed::default();
     for (n, page) in pages.iter().copied().enumerate() {
         if let Some(ahead) = pages.get(n + PREFETCH) {
             guest::prefetch_key_lines(memory.address(*ahead));
@@ -71,19 +71,12 @@ fn read(map: &mut PageMap, session: &Session, account: &mut Account, at: usize, 
             Known::Candidate(known) if known == key => {}
             Known::Keyed(known) if known != key => {
                 map.key_copy(page, Some(key));
-                changed = true;
             }
             // It rested long enough.
             Known::Keyed(_) | Known::Pinned(_) if zero => keyed.zeros.push(page),
             Known::Keyed(_) | Known::Pinned(_) => keyed.keys.push((page, key)),
-            _ => {
-                map.key_copy(page, Some(key));
-                changed = true;
-            }
+            _ => map.key_copy(page, Some(key)),
         }
-    }
-    if changed {
-        map.chunk_mut(at).look_at_copies_soon();
     }
     keyed
 }

@@ -173,7 +173,14 @@ impl ChunkState {
     /// The kernel copied a shared page, or one that it had copied is another one than it was: it is looked at in the next pass,
     /// and if it stands still in the one after.
     pub(crate) fn look_at_copies_soon(&mut self) {
-        (self.copies_patience, self.copies_rest) = (1, 1);
+        self.look_at_copies_within(1);
+    }
+
+    /// The same in so many passes at the latest.
+    pub(crate) fn look_at_copies_within(&mut self, passes: u32) {
+        let passes = u8::try_from(passes).unwrap_or(u8::MAX);
+        let sooner = |now: u8| if now == 0 { passes } else { now.min(passes) };
+        (self.copies_patience, self.copies_rest) = (sooner(self.copies_patience), sooner(self.copies_rest));
     }
 
     /// Whether pages that the kernel had copied are to be looked at in this pass.
@@ -222,6 +229,27 @@ mod tests {
         let mut chunk = ChunkState::default();
         assert!(!chunk.looked(&[Some(7); 4]) && chunk.looked(&[Some(7); 4]) && !chunk.looked(&[Some(8); 4]));
         assert!(chunk.look_due());
+    }
+
+    #[test]
+    fn copies_are_looked_at_ever_less_until_something_happens() {
+        let mut chunk = ChunkState::default();
+        assert!(!chunk.copies_due());
+        chunk.look_at_copies_soon();
+        let looks = |chunk: &mut ChunkState| -> Vec<u32> {
+            let look = |_: &u32| {
+                chunk.copies_due() && {
+                    chunk.looked_at_copies(true);
+                    true
+                }
+            };
+            (0..40).filter(look).collect()
+        };
+        assert_eq!(looks(&mut chunk), [0, 2, 6, 14, 30]);
+        chunk.look_at_copies_within(8);
+        assert_eq!(looks(&mut chunk)[0], 7);
+        chunk.looked_at_copies(false);
+        assert_eq!(looks(&mut chunk), [0; 0]);
     }
 
     #[test]

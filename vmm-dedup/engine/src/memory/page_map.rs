@@ -171,6 +171,11 @@ impl PageMap {
         self.vmas
     }
 
+    /// Mappings of the process, about.
+    pub(crate) fn mappings(&self) -> u64 {
+        self.vmas_before as u64 + u64::try_from(self.vmas).unwrap_or(0)
+    }
+
     pub(crate) fn vmas_max(&self) -> i64 {
         self.vmas_max
     }
@@ -478,13 +483,18 @@ impl PageMap {
         let known = key.map_or(Known::Nothing, Known::Keyed);
         let backing = self.backing(page);
         self.set(page, PageState { backing, known });
+        let chunk = self.chunk_of(page);
+        self.chunks[chunk].look_at_copies_soon();
     }
 
     /// A page that the kernel had copied may be pinned, for all that can be told: it is left alone for some passes.
     pub(crate) fn copy_may_be_pinned(&mut self, page: Page, pass: u64) {
         let PageState { backing, known } = self.state(page);
-        let known = Known::Pinned(Retry::after(known, pass));
+        let retry = Retry::after(known, pass);
+        let known = Known::Pinned(retry);
         self.set(page, PageState { backing, known });
+        let chunk = self.chunk_of(page);
+        self.chunks[chunk].look_at_copies_within(retry.pause());
     }
 
     /// A page lies in fresh anonymous memory of its own: the service copied it.

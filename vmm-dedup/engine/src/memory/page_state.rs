@@ -103,6 +103,11 @@ impl Retry {
         Self { due, pause }
     }
 
+    /// Passes from the failure on.
+    pub(crate) fn pause(self) -> u32 {
+        1 << self.pause
+    }
+
     /// Whether the time has come.
     pub(crate) fn is_due(self, pass: u64) -> bool {
         low(pass).wrapping_sub(self.due) < 1 << 31

@@ -110,6 +110,7 @@ impl Admission<'_> {
                         }
                         map.defer(request.page, request.publisher_ref());
                         if reason == Reason::MayBePinned {
+                            account.stats.heal_pinned_total += 1;
                             map.copy_may_be_pinned(request.page, pass);
                         }
                     }

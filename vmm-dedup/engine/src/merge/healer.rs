@@ -1,6 +1,8 @@
 //! Admitted > merged, for pages that the kernel copied: anonymous memory in mappings of the store, which cannot be taken.
 //!
-//! # Why no write and no DMA is lost
+//! Two ways tell that a copy is not pinned. The first that can is taken; where none can, copies stay private for a while.
+//!
+//! # Nobody pins
 //!
 //! 1. *Freeze* ([`Frozen`]): nobody writes the pages from here on, and nobody pins them for writing.
 //! 2. *Grace.* Another process that writes this one's memory (a debugger, by process_vm_writev or /proc/PID/mem) has pages
@@ -15,19 +17,35 @@
 //!
 //! What remains: a debugger that is held up for longer than the grace between pinning a page and writing it loses that
 //! write.
+//!
+//! # Fork
+//!
+//! A [`Child`] that only exists shares what is not pinned, and nothing else. So the pages are frozen, and then the page tables
+//! tell which of them are shared with the child: those were not pinned when it was forked, and have not been written or
+//! pinned since; and now that they are frozen nobody can. These are compared and mapped as above. No grace is needed: a
+//! debugger's pin counts as any other. The child is ended before the store is told of anything.
+//!
+//! A fork holds the lock of the process's mappings for a time that goes with their number, and vCPUs that fault wait for it. So it
+//! is made only if the time that it will take, as the last ones tell, is within `heal_stall_us`. Guest memory is kept from
+//! children, but for the pages at hand.
 
 use crate::account::ns;
-use crate::compare::{PageId, Pair, StablePage, With};
+use crate::compare::{PageId, Pair, Retry, StablePage, With};
 use crate::config::Config;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
+use crate::memory::page_map::PageMap;
 use crate::merge::ready;
 use crate::merge::run::{Outcome, continues};
 use crate::store::connection::Store;
 use crate::sys::direct_io::DirectIo;
+use crate::sys::fork::Child;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
+use crate::sys::pagemap::Pagemap;
 use crate::sys::pinners::{NobodyPins, Pinners};
+use crate::sys::proc;
 use crate::sys::sched::Urgent;
+use crate::sys::vma;
 use crate::unmerge::address_space::AddressSpace;
 use crate::unmerge::cow::FrozenRuns;
 use crate::window::Frozen;
@@ -37,8 +55,34 @@ use std::time::{Duration, Instant};
 /// How long who writes this process's memory from outside may take for that.
 const GRACE: Duration = Duration::from_millis(5);
 /// Most pages that are healed at once, and most stretches of them: what a writer may have to wait for goes with these.
-pub(crate) const MOST_PAGES: usize = 2048;
+const MOST_PAGES: usize = 2048;
 const MOST_STRETCHES: usize = 64;
+
+/// Batches that are healed with one child.
+const BATCHES_PER_CHILD: usize = 8;
+/// What a fork is taken to cost before there was one, nanoseconds: of itself, and for each mapping of the process.
+const FORK_NS: u64 = 300_000;
+const FORK_NS_PER_MAPPING: u64 = 500;
+
+#[cfg(feature = "blind-heals")]
+static BLIND: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+
+/// Whether copies are merged that may be pinned, in all of this process. Guests lose what devices write then: it is for the
+/// test that shows so.
+#[cfg(feature = "blind-heals")]
+pub fn heal_blindly(blind: bool) {
+    BLIND.store(blind, std::sync::atomic::Ordering::Relaxed);
+}
+
+#[cfg(feature = "blind-heals")]
+fn is_blind() -> bool {
+    BLIND.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+#[cfg(not(feature = "blind-heals"))]
+fn is_blind() -> bool {
+    false
+}
 
 /// Merges copies.
 #[derive(Debug)]
@@ -46,8 +90,44 @@ pub(crate) struct Healer {
     pinners: Pinners,
     /// The VMM says that nobody pins unseen.
     visible: bool,
+    /// How long a fork may take, nanoseconds.
+    stall_ns: u64,
+    /// As the last forks tell.
+    ns_per_mapping: u64,
+    /// When a fork that failed is tried again.
+    retry: Retry,
+    way: Way,
     /// Why nothing could be healed when it was last tried.
     refused: Option<String>,
+}
+
+/// How it is known that a copy is not pinned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Nobody can have pages pinned.
+    NobodyPins,
+    /// A child tells.
+    Fork,
+}
+
+/// The same, of frozen pages.
+#[derive(Debug)]
+enum Proof<'c> {
+    NobodyPins(NobodyPins),
+    /// Forked before the pages were frozen.
+    Child(#[expect(dead_code, reason = "it need only live")] &'c Child),
+}
+
+impl Proof<'_> {
+    /// What of frozen pages is anonymous memory that is not pinned for writing.
+    fn not_pinned(&self, run: &Frozen<'_>, pagemap: &mut Pagemap) -> Vec<Range<usize>> {
+        let found = match self {
+            _ if is_blind() => run.copies(pagemap),
+            Self::NobodyPins(_) => run.copies(pagemap),
+            Self::Child(_) => pagemap.shared_with_child(run.range()),
+        };
+        found.unwrap_or_default()
+    }
 }
 
 /// The result for a batch of requests.
@@ -74,6 +154,10 @@ impl Healer {
         Self {
             pinners: Pinners::new(files),
             visible: config.pins_are_visible,
+            stall_ns: config.heal_stall_us * 1000,
+            ns_per_mapping: FORK_NS_PER_MAPPING,
+            retry: Retry::default(),
+            way: Way::NobodyPins,
             refused: None,
         }
     }
@@ -83,62 +167,149 @@ impl Healer {
         self.refused.as_deref()
     }
 
-    /// Whether copies can be merged, for all that can be told before they are frozen.
-    pub(crate) fn can_heal(&mut self, managed: bool) -> bool {
-        !managed && self.nobody_pins().is_some()
+    /// Chooses the way; whether there is any, for all that can be told before pages are frozen. `mappings`: of the process.
+    pub(crate) fn can_heal(&mut self, managed: bool, mappings: u64, pass: u64) -> bool {
+        let why = match self.nobody_pins() {
+            _ if managed => "breaks are managed".to_owned(),
+            Ok(_) => {
+                (self.way, self.refused) = (Way::NobodyPins, None);
+                return true;
+            }
+            Err(why) => why,
+        };
+        let predicted = FORK_NS + self.ns_per_mapping * mappings;
+        let why_no_fork = match () {
+            () if managed => String::new(),
+            () if predicted > self.stall_ns => {
+                // What was measured does not hold for ever.
+                self.ns_per_mapping = (self.ns_per_mapping * 15 + FORK_NS_PER_MAPPING) / 16;
+                let us = predicted / 1000;
+                format!("; a fork would take {us} us, more than heal_stall_us")
+            }
+            () if !self.retry.is_due(pass) => "; forking failed, see the log".to_owned(),
+            () => {
+                (self.way, self.refused) = (Way::Fork, None);
+                return true;
+            }
+        };
+        self.refused = Some(why + &why_no_fork);
+        false
     }
 
-    fn nobody_pins(&mut self) -> Option<NobodyPins> {
+    fn nobody_pins(&mut self) -> Result<NobodyPins, String> {
         if !self.visible {
-            let why = "the VMM does not say that pins are visible (pins_are_visible)";
-            self.refused = Some(why.to_owned());
-            return None;
+            return Err("the VMM does not vouch that pins are visible (pins_are_visible)".to_owned());
         }
-        match self.pinners.look() {
-            Ok(nobody) => {
-                self.refused = None;
-                Some(nobody)
-            }
-            Err(pinner) => {
-                self.refused = Some(format!("pages may be pinned: {pinner}"));
-                None
-            }
-        }
+        let look = self.pinners.look();
+        look.map_err(|pinner| format!("pages may be pinned: {pinner}"))
     }
 
-    /// Merges copies, which are in page order and no more than [`batch_len`] says.
+    /// How many of the requests, which are in page order, make one batch.
+    pub(crate) fn batch_len(&self, memory: &Memory, requests: &[MergeRequest]) -> usize {
+        let batches = match self.way {
+            Way::NobodyPins => 1,
+            Way::Fork => BATCHES_PER_CHILD,
+        };
+        frozen_together(memory, requests, batches)
+    }
+
+    /// Merges copies, no more than [`Self::batch_len`] says.
     pub(crate) fn heal(
+        &mut self,
+        map: &PageMap,
+        store: &Store,
+        space: &mut AddressSpace,
+        pass: u64,
+        requests: &[MergeRequest],
+    ) -> Healed {
+        let memory = map.memory().clone();
+        ready::touch_slots(store, requests);
+        if self.way == Way::NobodyPins {
+            return self.heal_frozen(&memory, store, space, requests, None);
+        }
+        let (child, fork_ns) = match self.fork(&memory, map.mappings(), requests) {
+            Ok(forked) => forked,
+            Err(error) => {
+                let pause = self.retry.fail(pass);
+                log::warn!("copies stay private for {pause} passes: cannot fork: {error}");
+                return Healed::none(requests, Outcome::Pinned);
+            }
+        };
+        let mut healed = Healed::none(&[], Outcome::Pinned);
+        healed.stall_ns = fork_ns;
+        while healed.outcomes.len() < requests.len() {
+            let rest = &requests[healed.outcomes.len()..];
+            let batch = &rest[..frozen_together(&memory, rest, 1)];
+            let more = self.heal_frozen(&memory, store, space, batch, Some(&child));
+            healed.outcomes.extend(more.outcomes);
+            healed.stall_ns = healed.stall_ns.max(more.stall_ns);
+        }
+        healed
+    }
+
+    /// Forks a child that has the pages at hand, and no others of the guest; and how long that took.
+    fn fork(
+        &mut self,
+        memory: &Memory,
+        mappings: u64,
+        requests: &[MergeRequest],
+    ) -> std::io::Result<(Child, u64)> {
+        memory.keep_from_children();
+        let at_hand: Vec<Range<usize>> = stretches(memory, requests)
+            .map(|stretch| addresses(memory, stretch))
+            .collect();
+        at_hand
+            .iter()
+            .for_each(|stretch| vma::advise_again(stretch, libc::MADV_DOFORK));
+        let (clock, cpu) = (Instant::now(), proc::thread_cpu_ns());
+        let child = Child::fork();
+        let (took, cpu) = (ns(clock.elapsed()), proc::thread_cpu_ns() - cpu);
+        at_hand
+            .iter()
+            .for_each(|stretch| vma::advise_again(stretch, libc::MADV_DONTFORK));
+        let child = child?;
+        // A busy machine says nothing of the next fork.
+        let per_mapping = cpu.saturating_sub(FORK_NS) / mappings.max(1);
+        self.ns_per_mapping = (self.ns_per_mapping * 3 + per_mapping) / 4;
+        Ok((child, took))
+    }
+
+    /// Freezes copies, and merges those that are not pinned and equal their slots.
+    fn heal_frozen(
         &mut self,
         memory: &Memory,
         store: &Store,
         space: &mut AddressSpace,
         requests: &[MergeRequest],
+        child: Option<&Child>,
     ) -> Healed {
-        ready::touch_slots(store, requests);
         let stretches: Vec<&[MergeRequest]> = stretches(memory, requests).collect();
-        let addresses = stretches.iter().map(|stretch| {
-            let start = memory.address(stretch[0].page);
-            start..start + bytes(stretch.len())
-        });
         let breaker = space.breaker.clone();
-        let Some(mut frozen) = breaker.freeze(addresses) else {
+        let (clock, _urgent) = (Instant::now(), Urgent::begin());
+        let Some(mut frozen) = breaker.freeze(stretches.iter().map(|stretch| addresses(memory, stretch)))
+        else {
             return Healed::none(requests, Outcome::NotTaken);
         };
-        if somebody_waits(&frozen, GRACE) {
+        if child.is_none() && somebody_waits(&frozen, GRACE) {
             return Healed::none(requests, Outcome::Contended);
         }
-        let (clock, _urgent) = (Instant::now(), Urgent::begin());
-        let Some(nobody_pins) = self.nobody_pins() else {
-            return Healed::none(requests, Outcome::Pinned);
+        // Nobody waited until now.
+        let clock = if child.is_none() { Instant::now() } else { clock };
+        let proof = match child {
+            Some(child) => Proof::Child(child),
+            None => match self.nobody_pins() {
+                Ok(nobody) => Proof::NobodyPins(nobody),
+                Err(_) => return Healed::none(requests, Outcome::Contended),
+            },
         };
         let (mut outcomes, mut mapped) = (Vec::with_capacity(requests.len()), Vec::new());
         for (run, stretch) in frozen.runs_mut().zip(&stretches) {
             if run.somebody_waits(Duration::ZERO) {
                 break;
             }
-            let copies = run.copies(&mut space.pagemap).unwrap_or_default();
-            let mut compared = compare(run, &copies, store, stretch, &nobody_pins);
-            map_runs(run, store, stretch, &mut compared, &nobody_pins, &mut mapped);
+            let not_pinned = proof.not_pinned(run, &mut space.pagemap);
+            let mut compared = compare(run, &not_pinned, store, stretch);
+            map_runs(run, store, stretch, &mut compared, &mut mapped);
             outcomes.extend(compared);
         }
         outcomes.resize(requests.len(), Outcome::Contended);
@@ -169,14 +340,14 @@ struct Mapped {
     zeros: bool,
 }
 
-/// How many of the requests make one batch.
-pub(crate) fn batch_len(memory: &Memory, requests: &[MergeRequest]) -> usize {
+/// How many of the requests so many batches take.
+fn frozen_together(memory: &Memory, requests: &[MergeRequest], batches: usize) -> usize {
     let mut stretches = 1;
     let fits = |at: &usize| {
         stretches += usize::from(!neighbours(memory, &requests[*at - 1], &requests[*at]));
-        stretches <= MOST_STRETCHES
+        stretches <= MOST_STRETCHES * batches
     };
-    let most = requests.len().min(MOST_PAGES);
+    let most = requests.len().min(MOST_PAGES * batches);
     1 + (1..most).take_while(fits).count()
 }
 
@@ -189,24 +360,28 @@ fn stretches<'r>(memory: &Memory, requests: &'r [MergeRequest]) -> impl Iterator
     requests.chunk_by(|a, b| neighbours(memory, a, b))
 }
 
+/// Addresses of consecutive pages.
+fn addresses(memory: &Memory, stretch: &[MergeRequest]) -> Range<usize> {
+    let start = memory.address(stretch[0].page);
+    start..start + bytes(stretch.len())
+}
+
 fn somebody_waits(frozen: &FrozenRuns<'_>, time: Duration) -> bool {
     // All wait for the same descriptor.
     frozen.runs().next().is_some_and(|run| run.somebody_waits(time))
 }
 
-/// Compares frozen copies with their slots.
+/// Compares frozen copies with their slots. `not_pinned`: those that are known not to be pinned for writing.
 #[allow(unsafe_code)] // reads guest memory
 fn compare(
     run: &Frozen<'_>,
-    copies: &[Range<usize>],
+    not_pinned: &[Range<usize>],
     store: &Store,
     stretch: &[MergeRequest],
-    _: &NobodyPins,
 ) -> Vec<Outcome> {
     let outcome = |(request, at): (&MergeRequest, usize)| {
-        // What was swapped out since it was looked at stays there.
-        if !copies.iter().any(|copy| copy.contains(&at)) {
-            return Outcome::NotTaken;
+        if !not_pinned.iter().any(|copy| copy.contains(&at)) {
+            return Outcome::Pinned;
         }
         let with = match request.slot {
             None => With::Zeros,
@@ -219,7 +394,7 @@ fn compare(
                 },
             },
         };
-        // SAFETY: nobody has frozen pages pinned.
+        // SAFETY: it is frozen, and not pinned for writing.
         let taken = unsafe { run.page(at) };
         if (Pair { taken, with }).equal() {
             Outcome::Merged
@@ -241,7 +416,6 @@ fn map_runs(
     store: &Store,
     stretch: &[MergeRequest],
     outcomes: &mut [Outcome],
-    _: &NobodyPins,
     mapped: &mut Vec<Mapped>,
 ) {
     let start = frozen.range().start;
@@ -260,10 +434,10 @@ fn map_runs(
         }
         let at = start + bytes(first)..start + bytes(end);
         let done = match stretch[first].slot {
-            // SAFETY: the pages are zero, and nobody has frozen pages pinned.
+            // SAFETY: the pages are zero, and not pinned for writing.
             None => unsafe { frozen.map_zeros(at.clone()) },
             Some(slot) => match store.slot(slot) {
-                // SAFETY: the pages are equal to the slots, and nobody has frozen pages pinned.
+                // SAFETY: the pages are equal to the slots, and not pinned for writing.
                 Some((file, _)) => unsafe { frozen.map_slots(at.clone(), file, slot.offset()) },
                 None => Err(std::io::ErrorKind::NotFound.into()),
             },

@@ -11,7 +11,7 @@ use crate::memory::page_state::{Backing, PageState};
 use crate::memory::thp_state::Use;
 use crate::merge::admission::Admission;
 use crate::merge::bridged_runs::{self, Deferred};
-use crate::merge::healer::{self, Healed, Healer};
+use crate::merge::healer::{Healed, Healer};
 use crate::merge::merger::{Batch, Merged, Merger, Take};
 use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, runs_of};
@@ -106,7 +106,7 @@ impl Planner {
         } = with;
         let managed = space.breaker.managed();
         let heals = found.iter().any(|request| map.backing(request.page).is_copied())
-            && self.healer.can_heal(managed);
+            && self.healer.can_heal(managed, map.mappings(), *pass);
         let admission = Admission {
             monitor,
             suspended,
@@ -252,14 +252,14 @@ impl Planner {
         if self.copies.is_empty() {
             return false;
         }
-        let len = healer::batch_len(&memory, self.copies.make_contiguous());
+        let len = self.healer.batch_len(&memory, self.copies.make_contiguous());
         let batch: Vec<MergeRequest> = self.copies.drain(..len).collect();
         let runs = i64::try_from(runs_of(&batch)).unwrap_or(i64::MAX / VMAS_PER_RUN);
         let Some(store) = session.store() else {
             return false;
         };
         let Healed { outcomes, stall_ns } = if map.has_vmas_for(runs * VMAS_PER_RUN) {
-            self.healer.heal(&memory, store, space, &batch)
+            self.healer.heal(map, store, space, *pass, &batch)
         } else {
             session.schedule_resync(*pass, Doubt::NoMappings);
             Healed::none(&batch, Outcome::NoVma)

@@ -191,6 +191,9 @@ impl Pass {
                 self.map.vmas_max()
             );
         }
+        if let (copies @ 1.., Some(why)) = (self.map.counts().copied, self.planner.healer.refused()) {
+            return format!("{copies} pages that the kernel copied on write stay private: {why}");
+        }
         // Not in the way of merging, but of knowing what to split.
         self.monitor.skipped_sources().to_owned()
     }

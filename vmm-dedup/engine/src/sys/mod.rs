@@ -4,6 +4,7 @@
 pub(crate) mod bell;
 mod descriptors;
 pub(crate) mod direct_io;
+pub(crate) mod fork;
 pub(crate) mod guest;
 pub(crate) mod late_log;
 pub(crate) mod page_size;
