@@ -162,6 +162,11 @@ impl Healer {
         }
     }
 
+    /// From now on somebody may pin unseen.
+    pub(crate) fn hide_pins(&mut self) {
+        (self.visible, self.way) = (false, Way::Fork);
+    }
+
     /// Why copies stay private, as of the last try.
     pub(crate) fn refused(&self) -> Option<&str> {
         self.refused.as_deref()

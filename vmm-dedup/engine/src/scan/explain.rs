@@ -174,7 +174,7 @@ impl Pass {
     }
 
     /// What keeps the service from merging, if something does, and what to do.
-    fn hindrance(&self) -> String {
+    fn hindrance(&mut self) -> String {
         if self.control.is_off() {
             return "merging is switched off: switch it on with `vmm-dedup set`".into();
         }
@@ -191,7 +191,12 @@ impl Pass {
                 self.map.vmas_max()
             );
         }
-        if let (copies @ 1.., Some(why)) = (self.map.counts().copied, self.planner.healer.refused()) {
+        let (copies, managed) = (self.map.counts().copied, self.space.breaker.managed());
+        let healer = &mut self.planner.healer;
+        if copies > 0
+            && !healer.can_heal(managed, self.map.mappings(), self.number)
+            && let Some(why) = healer.refused()
+        {
             return format!("{copies} pages that the kernel copied on write stay private: {why}");
         }
         // Not in the way of merging, but of knowing what to split.

@@ -345,6 +345,11 @@ impl Pass {
         self.map.orphan_all();
     }
 
+    /// From now on pages may be pinned without any file that shows it.
+    pub(crate) fn hide_pins(&mut self) {
+        self.planner.healer.hide_pins();
+    }
+
     /// All chunks are to be visited.
     pub(super) fn requeue_all(&mut self) {
         let chunks = self.map.chunks_mut();
