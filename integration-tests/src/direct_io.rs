@@ -351,12 +351,13 @@ fn make_file(folder: &Path) -> OwnedFd {
         file.write_all(&bytes).expect("the file is written");
     }
     file.sync_all().expect("the file is on disk");
-    rustix::fs::open(
-        &path,
-        OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC,
-        Mode::empty(),
-    )
-    .expect("O_DIRECT")
+    open_direct(&path)
+}
+
+/// Opens a file for direct reads.
+pub(crate) fn open_direct(path: &Path) -> OwnedFd {
+    let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
+    rustix::fs::open(path, flags, Mode::empty()).expect("O_DIRECT")
 }
 
 impl Reader {

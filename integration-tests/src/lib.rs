@@ -5,6 +5,7 @@
 
 pub mod direct_io;
 pub mod guests;
+pub mod heal_chaos;
 pub mod huge;
 pub mod huge_chaos;
 pub mod logged;

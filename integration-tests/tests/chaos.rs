@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 use vmm_dedup_integration_tests::direct_io::{self, Backing};
+use vmm_dedup_integration_tests::heal_chaos::{self, Pins};
 use vmm_dedup_integration_tests::huge::HUGE_PAGES;
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
@@ -116,4 +117,23 @@ fn direct_reads_arrive_while_huge_pages_are_split_and_built_again() {
             out.reads, out.split, out.rebuilt
         );
     }
+}
+
+#[test]
+fn copies_that_are_merged_again_lose_nothing() {
+    need_userfaultfd!();
+    for pins in [Pins::Devices, Pins::Nobody] {
+        let out = heal_chaos::chaos(30_000, Duration::from_secs(60), pins);
+        eprintln!("{pins:?}: {out:?}, p99 {} us", out.stall.quantile_us(0.99));
+        assert!(out.wrong == 0 && out.heals >= 1000, "{out:?}");
+    }
+}
+
+#[test]
+fn copies_that_are_merged_although_they_are_pinned_lose_reads() {
+    need_userfaultfd!();
+    vmm_dedup::heal_blindly(true);
+    let out = heal_chaos::chaos(u64::MAX, Duration::from_secs(60), Pins::Devices);
+    vmm_dedup::heal_blindly(false);
+    assert!(out.wrong > 0, "the test finds nothing: {out:?}");
 }

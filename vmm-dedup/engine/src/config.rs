@@ -63,6 +63,14 @@ pub struct Config {
     pub verify: Verification,
     /// Who copies on write.
     pub breaks: Breaks,
+    /// The VMM vouches that whatever can have guest memory pinned shows in the files that this process has open: the guest
+    /// cannot run guests of its own (KVM has pages of such pinned), and nobody else has the only descriptor of a file that
+    /// reads into guest memory. Then pages that the kernel copied on write are merged again wherever no open file can have
+    /// pages pinned. If it is wrong a guest can lose what a device writes.
+    pub pins_are_visible: bool,
+    /// How long the kernel may hold up the VM's faults, in microseconds, for a fork that tells which of the pages that it
+    /// copied are pinned, where open files may pin; 0: no forks. It goes with the number of the process's mappings.
+    pub heal_stall_us: u64,
 }
 
 /// How pages that were taken are compared with the slots that are to replace them: part of [`Config`].
@@ -110,6 +118,8 @@ impl Default for Config {
             search_socket: None,
             verify: Verification::default(),
             breaks: Breaks::Kernel,
+            pins_are_visible: false,
+            heal_stall_us: 5000,
         }
     }
 }

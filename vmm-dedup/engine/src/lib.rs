@@ -27,8 +27,8 @@
 //! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
 //! - [`scan`](mod@scan): the scanning thread, which does all but breaking.
 //!
-//! Known holes: a page that the kernel copied on write stays private for good (nobody can tell whether it is
-//! pinned); a huge page that is written outside its key lines only looks unchanged until it is compared.
+//! Known holes: a page that the kernel copied on write stays private while it may be pinned and a fork would take too long to
+//! tell; a huge page that is written outside its key lines only looks unchanged until it is compared.
 
 mod account;
 pub mod compare;
@@ -50,6 +50,8 @@ pub use compare::Engines;
 pub use config::{Breaks, Config, Policy, UseSource, Verification};
 pub use error::Error;
 pub use memory::layout::HostRange;
+#[cfg(feature = "blind-heals")]
+pub use merge::healer::heal_blindly;
 pub use service::DedupService;
 pub use store::refusal::Refused;
 #[cfg(feature = "inject")]

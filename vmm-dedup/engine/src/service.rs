@@ -245,6 +245,17 @@ impl DedupService {
         told.recv().map_err(|_| Error::Stopped)?
     }
 
+    /// Tells that [`Config::pins_are_visible`] holds no longer, e.g. since the guest is about to be told that it can run guests
+    /// of its own. To be called before: when this returns no page that the kernel copied is merged by it any more.
+    ///
+    /// # Errors
+    /// [`Error::Stopped`].
+    pub fn pins_may_be_hidden(&self) -> Result<(), Error> {
+        let (tell, told) = mpsc::channel();
+        self.control.request(Request::HiddenPins(tell));
+        told.recv().map_err(|_| Error::Stopped)?
+    }
+
     fn change(&self, change: Change, range: HostRange) -> Result<(), Error> {
         let (tell, told) = mpsc::channel();
         self.control.request(Request::Change(change, range, tell));
@@ -339,6 +350,10 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
             }
             Event::Request(Request::DirectIo(tell)) => {
                 let _ = tell.send(pass.direct_io.look());
+            }
+            Event::Request(Request::HiddenPins(tell)) => {
+                pass.hide_pins();
+                let _ = tell.send(Ok(()));
             }
             Event::Request(Request::Stop { unmerge }) => {
                 let end = pass.finish(unmerge);

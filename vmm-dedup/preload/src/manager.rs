@@ -148,7 +148,13 @@ impl<'a> Manager<'a> {
             return manager;
         }
         match settings.config() {
-            Ok(config) => manager.config = Some(config),
+            // Guests that run guests, and devices, are noticed by the hooks; everything else is an open file.
+            Ok(config) => {
+                manager.config = Some(Config {
+                    pins_are_visible: true,
+                    ..config
+                });
+            }
             Err(mistake) => manager.retire(refusal::settings(&mistake)),
         }
         manager
@@ -231,7 +237,7 @@ impl<'a> Manager<'a> {
             Request::Passthrough => self.retire(refusal::passthrough()),
             Request::Confidential => self.retire(refusal::confidential()),
             Request::Nested if !kvm_pins_nested_memory() && !self.retired => self.retire(refusal::nested()),
-            Request::Nested => {}
+            Request::Nested => self.expect_nested_guests(),
             Request::Protect(range) => self.leave_alone(range),
             Request::RegisterAgain(lent) => {
                 for Lent { range, uffd, mode } in lent {
@@ -244,6 +250,16 @@ impl<'a> Manager<'a> {
             Request::DirectIo => {
                 let _ = self.service.as_ref().map(DedupService::direct_io_opened);
             }
+        }
+    }
+
+    /// The guest may run guests: KVM has pages of it pinned then, which no open file shows.
+    fn expect_nested_guests(&mut self) {
+        if let Some(config) = &mut self.config
+            && kvm_nests()
+        {
+            config.pins_are_visible = false;
+            let _ = self.service.as_ref().map(DedupService::pins_may_be_hidden);
         }
     }
 
@@ -428,9 +444,19 @@ fn has_large_pages(address: usize) -> bool {
 /// becomes of the guest's mapping. Where KVM does not let guests run guests, what their CPUID says does not matter.
 fn kvm_pins_nested_memory() -> bool {
     let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    nested_memory_is_safe(&release, nested_settings())
+}
+
+/// Whether KVM lets guests run guests; if nothing tells, it does.
+fn kvm_nests() -> bool {
+    !nested_memory_is_safe("", nested_settings())
+}
+
+/// What KVM's modules say of guests that run guests.
+fn nested_settings() -> [Option<String>; 2] {
     let setting =
         |module: &str| std::fs::read_to_string(format!("/sys/module/{module}/parameters/nested")).ok();
-    nested_memory_is_safe(&release, [setting("kvm_intel"), setting("kvm_amd")])
+    [setting("kvm_intel"), setting("kvm_amd")]
 }
 
 fn nested_memory_is_safe(release: &str, settings: [Option<String>; 2]) -> bool {

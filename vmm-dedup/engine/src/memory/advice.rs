@@ -5,12 +5,15 @@ use crate::error::Error;
 use crate::sys::proc::{self, Advised};
 use crate::sys::vma;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Lasting advice for a range of guest memory, as it was when the range was added.
 #[derive(Debug)]
 pub(crate) struct Advice {
     /// Parts of the range for which anything was advised, in order.
     parts: Vec<Advised>,
+    /// No child is to have any of it, whatever was advised.
+    kept: AtomicBool,
 }
 
 impl Advice {
@@ -24,13 +27,24 @@ impl Advice {
             }
         }
         parts.retain(|(_, advice)| !advice.is_empty());
-        Ok(Self { parts })
+        Ok(Self {
+            parts,
+            kept: AtomicBool::new(false),
+        })
+    }
+
+    /// From now on no child is to have what takes its place; whether that is new.
+    pub(crate) fn keep_from_children(&self) -> bool {
+        !self.kept.swap(true, Ordering::Relaxed)
     }
 
     /// Nothing was advised.
     #[cfg(test)]
     pub(super) fn none() -> Self {
-        Self { parts: Vec::new() }
+        Self {
+            parts: Vec::new(),
+            kept: AtomicBool::new(false),
+        }
     }
 
     /// Gives anonymous memory at `place` the advice of the guest memory whose place it has or will get.
@@ -41,15 +55,22 @@ impl Advice {
                 .iter()
                 .for_each(|a| vma::advise_again(&(at..at + part.len()), *a));
         }
+        if self.kept.load(Ordering::Relaxed) {
+            vma::advise_again(&(place..place + range.len()), libc::MADV_DONTFORK);
+        }
     }
 
     /// Gives mappings of the store in a range what keeps guest pages out of core dumps and children. Anonymous memory
     /// between them has it already. (A child in which the range should be wiped gets none: the kernel wipes anonymous memory
     /// only.)
     pub(crate) fn give_mapped(&self, range: &Range<usize>) {
+        let kept = self.kept.load(Ordering::Relaxed);
+        if kept {
+            vma::advise_again(range, libc::MADV_DONTFORK);
+        }
         for (part, advice) in self.within(range) {
             let has = |wanted: &[i32]| advice.iter().any(|a| wanted.contains(a));
-            if has(&[libc::MADV_DONTFORK, libc::MADV_WIPEONFORK]) {
+            if !kept && has(&[libc::MADV_DONTFORK, libc::MADV_WIPEONFORK]) {
                 vma::advise_again(&part, libc::MADV_DONTFORK);
             }
             if has(&[libc::MADV_DONTDUMP]) {

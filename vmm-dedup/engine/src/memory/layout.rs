@@ -4,7 +4,7 @@
 use crate::error::Error;
 use crate::memory::advice::Advice;
 use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
-use crate::sys::proc;
+use crate::sys::{proc, vma};
 use std::ops::Range;
 use std::sync::Arc;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
@@ -354,6 +354,15 @@ impl Memory {
     pub(crate) fn advise_mapped(&self, range: &Range<usize>) {
         if let Some(region) = self.regions.iter().find(|r| r.range.contains(&range.start)) {
             region.advice.give_mapped(range);
+        }
+    }
+
+    /// From now on no child is to have guest memory.
+    pub(crate) fn keep_from_children(&self) {
+        for region in &self.regions {
+            if region.advice.keep_from_children() {
+                vma::advise_again(&region.range, libc::MADV_DONTFORK);
+            }
         }
     }
 

@@ -27,6 +27,8 @@ pub(crate) enum Request {
     Change(Change, HostRange, Sender<Result<(), Error>>),
     /// A file was opened for direct I/O: look whether that may meet merging; then tell.
     DirectIo(Sender<Result<(), Error>>),
+    /// From now on pages may be pinned without any file that shows it; then tell.
+    HiddenPins(Sender<Result<(), Error>>),
     /// End; with `unmerge`, after everything went back to anonymous memory.
     Stop { unmerge: bool },
 }
@@ -34,7 +36,10 @@ pub(crate) enum Request {
 impl Request {
     /// Whether a pass ends early for it.
     fn is_urgent(&self) -> bool {
-        matches!(self, Request::Change(..) | Request::DirectIo(_))
+        matches!(
+            self,
+            Request::Change(..) | Request::DirectIo(_) | Request::HiddenPins(_)
+        )
     }
 }
 

@@ -124,7 +124,7 @@ impl Pass {
                 (Backing::Private, Known::Nothing) if !populated[(page - pages.start) as usize] => {
                     &mut to.unpopulated
                 }
-                (Backing::Private, Known::KeyedInHuge(_)) => &mut to.huge,
+                (Backing::Private, Known::Keyed(_)) => &mut to.huge,
                 (Backing::Private, Known::Candidate(key)) => self.explain_candidate(page, key, to),
                 (Backing::Private, known) => match known {
                     _ if self.map.chunk(chunk).huge => &mut to.huge,
@@ -147,11 +147,14 @@ impl Pass {
             monitor: &self.monitor,
             suspended: self.direct_io.refused().is_some(),
             managed: self.space.breaker.managed(),
+            heals: false,
         };
         match admission.may_merge(&self.map, page, Some(slot)) {
             Verdict::Refuse(Reason::Huge | Reason::Probe) => &mut to.huge,
             Verdict::Refuse(Reason::NoMappings) => &mut to.over_vmas,
-            Verdict::Refuse(Reason::Suspended | Reason::Changed) | Verdict::Merge => &mut to.waiting,
+            Verdict::Refuse(Reason::Suspended | Reason::Changed | Reason::MayBePinned) | Verdict::Merge => {
+                &mut to.waiting
+            }
         }
     }
 
@@ -171,7 +174,7 @@ impl Pass {
     }
 
     /// What keeps the service from merging, if something does, and what to do.
-    fn hindrance(&self) -> String {
+    fn hindrance(&mut self) -> String {
         if self.control.is_off() {
             return "merging is switched off: switch it on with `vmm-dedup set`".into();
         }
@@ -187,6 +190,14 @@ impl Pass {
                 self.map.vmas(),
                 self.map.vmas_max()
             );
+        }
+        let (copies, managed) = (self.map.counts().copied, self.space.breaker.managed());
+        let healer = &mut self.planner.healer;
+        if copies > 0
+            && !healer.can_heal(managed, self.map.mappings(), self.number)
+            && let Some(why) = healer.refused()
+        {
+            return format!("{copies} pages that the kernel copied on write stay private: {why}");
         }
         // Not in the way of merging, but of knowing what to split.
         self.monitor.skipped_sources().to_owned()

@@ -10,6 +10,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 
 const PATH: &str = "/proc/self/pagemap";
 const PAGEMAP_SCAN: u64 = (3 << 30) | (96 << 16) | ((b'f' as u64) << 8) | 16;
@@ -21,6 +22,10 @@ const PRESENT: u64 = 1 << 3;
 const SWAPPED: u64 = 1 << 4;
 const PFNZERO: u64 = 1 << 5;
 const HUGE: u64 = 1 << 6;
+/// Bits of an entry of the file, 8 bytes a page: it is in memory, of a file (or shared memory), mapped by one only.
+const ENTRY_PRESENT: u64 = 1 << 63;
+const ENTRY_FILE: u64 = 1 << 61;
+const ENTRY_EXCLUSIVE: u64 = 1 << 56;
 
 #[repr(C)]
 #[derive(Default)]
@@ -101,6 +106,28 @@ impl Pagemap {
     /// Stretches of a range that are private copies rather than pages of the store.
     pub(crate) fn private(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
         self.stretches(range, PRESENT | FILE, FILE)
+    }
+
+    /// Stretches of a range that hold anonymous memory which another process, a child, maps as well.
+    pub(crate) fn shared_with_child(&self, range: &Range<usize>) -> io::Result<Vec<Range<usize>>> {
+        let mut words = vec![0u8; range.len() / PAGE_SIZE * 8];
+        let offset = (range.start / PAGE_SIZE * 8) as u64;
+        self.file.read_exact_at(&mut words, offset)?;
+        let mut found: Vec<Range<usize>> = Vec::new();
+        for (word, at) in words.chunks_exact(8).zip(range.clone().step_by(PAGE_SIZE)) {
+            let word = word
+                .iter()
+                .rev()
+                .fold(0, |word, byte| word << 8 | u64::from(*byte));
+            if word & (ENTRY_PRESENT | ENTRY_FILE | ENTRY_EXCLUSIVE) != ENTRY_PRESENT {
+                continue;
+            }
+            match found.last_mut() {
+                Some(last) if last.end == at => last.end += PAGE_SIZE,
+                _ => found.push(at..at + PAGE_SIZE),
+            }
+        }
+        Ok(found)
     }
 
     /// Stretches of a range that hold private memory: not a file's, not the zero page, not swapped out.

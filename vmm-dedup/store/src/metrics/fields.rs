@@ -122,6 +122,11 @@ pub(super) static COUNTERS: &[Field] = &[
         |s| s.window_failures_total,
     ),
     plain("published", "Pages handed to the store", |s| s.published_total),
+    plain(
+        "heals",
+        "Of the pages merged, those that the kernel had copied on write",
+        |s| s.heals_total,
+    ),
     plain("huge_splits", "Huge pages split for sharing", |s| {
         s.huge_splits_total
     }),
@@ -231,6 +236,16 @@ pub(super) static LABELLED: &[Labelled] = &[
         ],
     },
     Labelled {
+        name: "heal_refusals",
+        help: "Pages that the kernel had copied on write and that were not merged: perhaps pinned, or somebody waited to write",
+        unit: None,
+        label: "reason",
+        series: &[
+            ("pinned", |s| s.heal_pinned_total),
+            ("wanted", |s| s.heal_wanted_total),
+        ],
+    },
+    Labelled {
         name: "read",
         help: "Guest memory read",
         unit: Some(Unit::Bytes),
@@ -252,6 +267,11 @@ pub(super) static HISTOGRAMS: &[HistogramField] = &[
         "stop",
         "How long a vCPU may have waited for the pages of a merge batch",
         |s| &s.stop,
+    ),
+    (
+        "heal",
+        "How long a writer may have waited for pages that the kernel had copied and that were merged",
+        |s| &s.heal,
     ),
     (
         "rebuild",

@@ -1,0 +1,162 @@
+//! Pages that the kernel copied on write are merged again.
+
+use std::time::{Duration, Instant};
+use vmm_dedup::{Config, DedupService, ServiceStats};
+use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::need_userfaultfd;
+use vmm_dedup_integration_tests::store::StoreThread;
+
+const PAGES: usize = 4096;
+/// Pages of an extent, 256 KiB.
+const EXTENT: usize = 64;
+/// Passes that are enough for a page to be found copied, keyed twice, sighted, published and merged.
+const ENOUGH: usize = 64;
+
+fn config(name: &str) -> Config {
+    Config {
+        name: name.into(),
+        cpu_percent: 100,
+        pass_period_ms: 3_600_000,
+        pins_are_visible: true,
+        ..Config::default()
+    }
+}
+
+struct Guest {
+    pages: Pages,
+    service: DedupService,
+}
+
+fn guests(store: &StoreThread, count: usize, config: impl Fn(&str) -> Config) -> Vec<Guest> {
+    let guest = |n: usize| {
+        let pages = Pages::map(PAGES);
+        (0..PAGES).for_each(|page| pages.fill(page, page as u64 + 1));
+        let service = pages
+            .serve(&store.socket(), config(&format!("guest-{n}")))
+            .expect("dedup starts");
+        Guest { pages, service }
+    };
+    (0..count).map(guest).collect()
+}
+
+fn pass_all(guests: &[Guest]) -> Vec<ServiceStats> {
+    let pass = |guest: &Guest| guest.service.pass().expect("passes run");
+    guests.iter().map(pass).collect()
+}
+
+/// Passes until every guest says so; the last account of each.
+fn pass_until(guests: &[Guest], done: impl Fn(&ServiceStats) -> bool) -> Vec<ServiceStats> {
+    let start = Instant::now();
+    let mut passes = 0;
+    loop {
+        let stats = pass_all(guests);
+        passes += 1;
+        if stats.iter().all(&done) {
+            return stats;
+        }
+        if passes == 4 * ENOUGH || start.elapsed() > Duration::from_secs(120) {
+            let explain = |guest: &Guest| guest.service.explain(None).expect("it explains");
+            let why: Vec<_> = guests.iter().map(explain).collect();
+            panic!("{why:?} {stats:?}");
+        }
+    }
+}
+
+fn mappings(pages: &Pages) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+    let inside = pages.address(0)..=pages.address(PAGES - 1);
+    let starts = maps
+        .lines()
+        .filter_map(|line| usize::from_str_radix(line.split('-').next()?, 16).ok());
+    starts.filter(|start| inside.contains(start)).count()
+}
+
+#[test]
+fn extents_that_are_replaced_again_and_again_stay_shared() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let guests = guests(&store, 3, config);
+    let all = |stats: &ServiceStats| stats.pages_mapped == PAGES as u64;
+    pass_until(&guests, all);
+    let mut ids: Vec<u64> = (1..=PAGES as u64).collect();
+    for round in 1..=12u64 {
+        let first = usize::try_from(round % 4).expect("small") * EXTENT;
+        let replaced = (0..PAGES).filter(|page| page % (4 * EXTENT) / EXTENT * EXTENT == first);
+        for page in replaced {
+            ids[page] = round << 32 | page as u64;
+            guests.iter().for_each(|guest| guest.pages.fill(page, ids[page]));
+        }
+        let stats = pass_until(&guests, |stats| {
+            all(stats) && stats.heals_total >= round * PAGES as u64 / 4
+        });
+        for guest in &guests {
+            assert!(
+                (0..PAGES).all(|page| guest.pages.holds(page, ids[page])),
+                "round {round}"
+            );
+        }
+        let vmas = stats.iter().map(|stats| stats.vmas).max();
+        assert!(
+            vmas <= Some(3 * PAGES as u64 / EXTENT as u64),
+            "{vmas:?} mappings"
+        );
+    }
+    for guest in guests {
+        let mappings = mappings(&guest.pages);
+        assert!(mappings <= 2 * PAGES / EXTENT, "{mappings} mappings");
+        let stats = guest.service.stop(true).expect("it stops");
+        assert_eq!((stats.pages_mapped, stats.pages_broken), (0, 0));
+        assert!((0..PAGES).all(|page| guest.pages.holds(page, ids[page])));
+    }
+}
+
+/// Guests of which one was written; and what keeps their copies private.
+fn write_all(guests: &[Guest], id: impl Fn(usize) -> u64) {
+    for guest in guests {
+        (0..PAGES).for_each(|page| guest.pages.fill(page, id(page)));
+    }
+}
+
+#[test]
+fn with_direct_io_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+    let path = folder.path().join("disk");
+    std::fs::write(&path, [0; 4096]).expect("a file");
+    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECT | rustix::fs::OFlags::CLOEXEC;
+    let direct = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).expect("O_DIRECT");
+    for heal_stall_us in [5000, 0] {
+        let guests = guests(&store, 2, |name| Config {
+            heal_stall_us,
+            ..config(name)
+        });
+        pass_until(&guests, |stats| stats.pages_mapped == PAGES as u64);
+        write_all(&guests, |page| 77_000_000 + page as u64);
+        if heal_stall_us > 0 {
+            pass_until(&guests, |stats| {
+                stats.pages_mapped == PAGES as u64 && stats.heals_total > 0
+            });
+        } else {
+            (0..ENOUGH).for_each(|_| drop(pass_all(&guests)));
+            for guest in &guests {
+                let stats = guest.service.stats();
+                assert_eq!(
+                    (stats.pages_broken, stats.heals_total),
+                    (PAGES as u64, 0),
+                    "{stats:?}"
+                );
+                let (_, why) = guest.service.explain(None).expect("it explains");
+                assert!(
+                    why.contains("open for direct I/O") && why.contains("heal_stall_us"),
+                    "{why}"
+                );
+            }
+        }
+        for guest in guests {
+            assert!((0..PAGES).all(|page| guest.pages.holds(page, 77_000_000 + page as u64)));
+            guest.service.stop(true).expect("it stops");
+        }
+    }
+    drop(direct);
+}

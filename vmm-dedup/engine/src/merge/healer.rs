@@ -1,0 +1,459 @@
+//! Admitted > merged, for pages that the kernel copied: anonymous memory in mappings of the store, which cannot be taken.
+//!
+//! Two ways tell that a copy is not pinned. The first that can is taken; where none can, copies stay private for a while.
+//!
+//! # Nobody pins
+//!
+//! 1. *Freeze* ([`Frozen`]): nobody writes the pages from here on, and nobody pins them for writing.
+//! 2. *Grace.* Another process that writes this one's memory (a debugger, by process_vm_writev or /proc/PID/mem) has pages
+//!    pinned while it copies into them, which is microseconds, and no file of ours shows it. Whoever had begun before the
+//!    pages were frozen is given [`GRACE`] to end. If somebody waits for a page meanwhile, all are thawed at once, and are tried
+//!    another time: so nobody waits for the grace.
+//! 3. *Ask.* [`Pinners`] tells whether any open file can have pages pinned. Whoever had them pinned before they were frozen has
+//!    done so through a file that was open then. It still is, or its I/O goes on although it was closed, which
+//!    [`direct_io`](mod@crate::sys::direct_io) cannot see either.
+//! 4. *Compare*, with the CPU, at the guest's own address: nobody changes the page, and a slot does not change.
+//! 5. *Map and thaw*: see [`Frozen`].
+//!
+//! What remains: a debugger that is held up for longer than the grace between pinning a page and writing it loses that
+//! write.
+//!
+//! # Fork
+//!
+//! A [`Child`] that only exists shares what is not pinned, and nothing else. So the pages are frozen, and then the page tables
+//! tell which of them are shared with the child: those were not pinned when it was forked, and have not been written or
+//! pinned since; and now that they are frozen nobody can. These are compared and mapped as above. No grace is needed: a
+//! debugger's pin counts as any other. The child is ended before the store is told of anything.
+//!
+//! A fork holds the lock of the process's mappings for a time that goes with their number, and vCPUs that fault wait for it. So it
+//! is made only if the time that it will take, as the last ones tell, is within `heal_stall_us`. Guest memory is kept from
+//! children, but for the pages at hand.
+
+use crate::account::ns;
+use crate::compare::{PageId, Pair, Retry, StablePage, With};
+use crate::config::Config;
+use crate::lookup::request::MergeRequest;
+use crate::memory::layout::Memory;
+use crate::memory::page_map::PageMap;
+use crate::merge::ready;
+use crate::merge::run::{Outcome, continues};
+use crate::store::connection::Store;
+use crate::sys::direct_io::DirectIo;
+use crate::sys::fork::Child;
+use crate::sys::page_size::{PAGE_SIZE, bytes};
+use crate::sys::pagemap::Pagemap;
+use crate::sys::pinners::{NobodyPins, Pinners};
+use crate::sys::proc;
+use crate::sys::sched::Urgent;
+use crate::sys::vma;
+use crate::unmerge::address_space::AddressSpace;
+use crate::unmerge::cow::FrozenRuns;
+use crate::window::Frozen;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+/// How long who writes this process's memory from outside may take for that.
+const GRACE: Duration = Duration::from_millis(5);
+/// Most pages that are healed at once, and most stretches of them: what a writer may have to wait for goes with these.
+const MOST_PAGES: usize = 2048;
+const MOST_STRETCHES: usize = 64;
+
+/// Batches that are healed with one child.
+const BATCHES_PER_CHILD: usize = 8;
+/// What a fork is taken to cost before there was one, nanoseconds: of itself, and for each mapping of the process.
+const FORK_NS: u64 = 300_000;
+const FORK_NS_PER_MAPPING: u64 = 500;
+
+#[cfg(feature = "blind-heals")]
+static BLIND: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+
+/// Whether copies are merged that may be pinned, in all of this process. Guests lose what devices write then: it is for the
+/// test that shows so.
+#[cfg(feature = "blind-heals")]
+pub fn heal_blindly(blind: bool) {
+    BLIND.store(blind, std::sync::atomic::Ordering::Relaxed);
+}
+
+#[cfg(feature = "blind-heals")]
+fn is_blind() -> bool {
+    BLIND.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+#[cfg(not(feature = "blind-heals"))]
+fn is_blind() -> bool {
+    false
+}
+
+/// Merges copies.
+#[derive(Debug)]
+pub(crate) struct Healer {
+    pinners: Pinners,
+    /// The VMM says that nobody pins unseen.
+    visible: bool,
+    /// How long a fork may take, nanoseconds.
+    stall_ns: u64,
+    /// As the last forks tell.
+    ns_per_mapping: u64,
+    /// When a fork that failed is tried again.
+    retry: Retry,
+    way: Way,
+    /// Why nothing could be healed when it was last tried.
+    refused: Option<String>,
+}
+
+/// How it is known that a copy is not pinned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Nobody can have pages pinned.
+    NobodyPins,
+    /// A child tells.
+    Fork,
+}
+
+/// The same, of frozen pages.
+#[derive(Debug)]
+enum Proof<'c> {
+    NobodyPins(NobodyPins),
+    /// Forked before the pages were frozen.
+    Child(#[expect(dead_code, reason = "it need only live")] &'c Child),
+}
+
+impl Proof<'_> {
+    /// What of frozen pages is anonymous memory that is not pinned for writing.
+    fn not_pinned(&self, run: &Frozen<'_>, pagemap: &mut Pagemap) -> Vec<Range<usize>> {
+        let found = match self {
+            _ if is_blind() => run.copies(pagemap),
+            Self::NobodyPins(_) => run.copies(pagemap),
+            Self::Child(_) => pagemap.shared_with_child(run.range()),
+        };
+        found.unwrap_or_default()
+    }
+}
+
+/// The result for a batch of requests.
+#[derive(Debug)]
+pub(crate) struct Healed {
+    /// One for each request.
+    pub(crate) outcomes: Vec<Outcome>,
+    /// How long a writer may have waited, nanoseconds.
+    pub(crate) stall_ns: u64,
+}
+
+impl Healed {
+    /// Nothing was done.
+    pub(crate) fn none(requests: &[MergeRequest], outcome: Outcome) -> Self {
+        Self {
+            outcomes: vec![outcome; requests.len()],
+            stall_ns: 0,
+        }
+    }
+}
+
+impl Healer {
+    pub(crate) fn new(config: &Config, files: &DirectIo) -> Self {
+        Self {
+            pinners: Pinners::new(files),
+            visible: config.pins_are_visible,
+            stall_ns: config.heal_stall_us * 1000,
+            ns_per_mapping: FORK_NS_PER_MAPPING,
+            retry: Retry::default(),
+            way: Way::NobodyPins,
+            refused: None,
+        }
+    }
+
+    /// From now on somebody may pin unseen.
+    pub(crate) fn hide_pins(&mut self) {
+        (self.visible, self.way) = (false, Way::Fork);
+    }
+
+    /// Why copies stay private, as of the last try.
+    pub(crate) fn refused(&self) -> Option<&str> {
+        self.refused.as_deref()
+    }
+
+    /// Chooses the way; whether there is any, for all that can be told before pages are frozen. `mappings`: of the process.
+    pub(crate) fn can_heal(&mut self, managed: bool, mappings: u64, pass: u64) -> bool {
+        let why = match self.nobody_pins() {
+            _ if managed => "breaks are managed".to_owned(),
+            Ok(_) => {
+                (self.way, self.refused) = (Way::NobodyPins, None);
+                return true;
+            }
+            Err(why) => why,
+        };
+        let predicted = FORK_NS + self.ns_per_mapping * mappings;
+        let why_no_fork = match () {
+            () if managed => String::new(),
+            () if predicted > self.stall_ns => {
+                // What was measured does not hold for ever.
+                self.ns_per_mapping = (self.ns_per_mapping * 15 + FORK_NS_PER_MAPPING) / 16;
+                let us = predicted / 1000;
+                format!("; a fork would take {us} us, more than heal_stall_us")
+            }
+            () if !self.retry.is_due(pass) => "; forking failed, see the log".to_owned(),
+            () => {
+                (self.way, self.refused) = (Way::Fork, None);
+                return true;
+            }
+        };
+        self.refused = Some(why + &why_no_fork);
+        false
+    }
+
+    fn nobody_pins(&mut self) -> Result<NobodyPins, String> {
+        if !self.visible {
+            return Err("the VMM does not vouch that pins are visible (pins_are_visible)".to_owned());
+        }
+        let look = self.pinners.look();
+        look.map_err(|pinner| format!("pages may be pinned: {pinner}"))
+    }
+
+    /// How many of the requests, which are in page order, make one batch.
+    pub(crate) fn batch_len(&self, memory: &Memory, requests: &[MergeRequest]) -> usize {
+        let batches = match self.way {
+            Way::NobodyPins => 1,
+            Way::Fork => BATCHES_PER_CHILD,
+        };
+        frozen_together(memory, requests, batches)
+    }
+
+    /// Merges copies, no more than [`Self::batch_len`] says.
+    pub(crate) fn heal(
+        &mut self,
+        map: &PageMap,
+        store: &Store,
+        space: &mut AddressSpace,
+        pass: u64,
+        requests: &[MergeRequest],
+    ) -> Healed {
+        let memory = map.memory().clone();
+        ready::touch_slots(store, requests);
+        if self.way == Way::NobodyPins {
+            return self.heal_frozen(&memory, store, space, requests, None);
+        }
+        let (child, fork_ns) = match self.fork(&memory, map.mappings(), requests) {
+            Ok(forked) => forked,
+            Err(error) => {
+                let pause = self.retry.fail(pass);
+                log::warn!("copies stay private for {pause} passes: cannot fork: {error}");
+                return Healed::none(requests, Outcome::Pinned);
+            }
+        };
+        let mut healed = Healed::none(&[], Outcome::Pinned);
+        healed.stall_ns = fork_ns;
+        while healed.outcomes.len() < requests.len() {
+            let rest = &requests[healed.outcomes.len()..];
+            let batch = &rest[..frozen_together(&memory, rest, 1)];
+            let more = self.heal_frozen(&memory, store, space, batch, Some(&child));
+            healed.outcomes.extend(more.outcomes);
+            healed.stall_ns = healed.stall_ns.max(more.stall_ns);
+        }
+        healed
+    }
+
+    /// Forks a child that has the pages at hand, and no others of the guest; and how long that took.
+    fn fork(
+        &mut self,
+        memory: &Memory,
+        mappings: u64,
+        requests: &[MergeRequest],
+    ) -> std::io::Result<(Child, u64)> {
+        memory.keep_from_children();
+        let at_hand: Vec<Range<usize>> = stretches(memory, requests)
+            .map(|stretch| addresses(memory, stretch))
+            .collect();
+        at_hand
+            .iter()
+            .for_each(|stretch| vma::advise_again(stretch, libc::MADV_DOFORK));
+        let (clock, cpu) = (Instant::now(), proc::thread_cpu_ns());
+        let child = Child::fork();
+        let (took, cpu) = (ns(clock.elapsed()), proc::thread_cpu_ns() - cpu);
+        at_hand
+            .iter()
+            .for_each(|stretch| vma::advise_again(stretch, libc::MADV_DONTFORK));
+        let child = child?;
+        // A busy machine says nothing of the next fork.
+        let per_mapping = cpu.saturating_sub(FORK_NS) / mappings.max(1);
+        self.ns_per_mapping = (self.ns_per_mapping * 3 + per_mapping) / 4;
+        Ok((child, took))
+    }
+
+    /// Freezes copies, and merges those that are not pinned and equal their slots.
+    fn heal_frozen(
+        &mut self,
+        memory: &Memory,
+        store: &Store,
+        space: &mut AddressSpace,
+        requests: &[MergeRequest],
+        child: Option<&Child>,
+    ) -> Healed {
+        let stretches: Vec<&[MergeRequest]> = stretches(memory, requests).collect();
+        let breaker = space.breaker.clone();
+        let (clock, _urgent) = (Instant::now(), Urgent::begin());
+        let Some(mut frozen) = breaker.freeze(stretches.iter().map(|stretch| addresses(memory, stretch)))
+        else {
+            return Healed::none(requests, Outcome::NotTaken);
+        };
+        if child.is_none() && somebody_waits(&frozen, GRACE) {
+            return Healed::none(requests, Outcome::Contended);
+        }
+        // Nobody waited until now.
+        let clock = if child.is_none() { Instant::now() } else { clock };
+        let proof = match child {
+            Some(child) => Proof::Child(child),
+            None => match self.nobody_pins() {
+                Ok(nobody) => Proof::NobodyPins(nobody),
+                Err(_) => return Healed::none(requests, Outcome::Contended),
+            },
+        };
+        let (mut outcomes, mut mapped) = (Vec::with_capacity(requests.len()), Vec::new());
+        for (run, stretch) in frozen.runs_mut().zip(&stretches) {
+            if run.somebody_waits(Duration::ZERO) {
+                break;
+            }
+            let not_pinned = proof.not_pinned(run, &mut space.pagemap);
+            let mut compared = compare(run, &not_pinned, store, stretch);
+            map_runs(run, store, stretch, &mut compared, &mut mapped);
+            outcomes.extend(compared);
+        }
+        outcomes.resize(requests.len(), Outcome::Contended);
+        let slots: Vec<Range<usize>> = mapped
+            .iter()
+            .filter(|run| !run.zeros)
+            .map(|run| run.at.clone())
+            .collect();
+        frozen.adopt(&mut space.pagemap, &slots);
+        let stall_ns = ns(clock.elapsed());
+        for Mapped { at, zeros } in mapped {
+            if zeros {
+                memory.advise_again(&at);
+                // Not tracked if that fails, so it counts as written for ever: it is only never merged again.
+                let _ = space.register(&at);
+            } else {
+                memory.advise_mapped(&at);
+            }
+        }
+        Healed { outcomes, stall_ns }
+    }
+}
+
+/// A place in the guest that something else was mapped over.
+struct Mapped {
+    at: Range<usize>,
+    /// Empty anonymous memory; else slots.
+    zeros: bool,
+}
+
+/// How many of the requests so many batches take.
+fn frozen_together(memory: &Memory, requests: &[MergeRequest], batches: usize) -> usize {
+    let mut stretches = 1;
+    let fits = |at: &usize| {
+        stretches += usize::from(!neighbours(memory, &requests[*at - 1], &requests[*at]));
+        stretches <= MOST_STRETCHES * batches
+    };
+    let most = requests.len().min(MOST_PAGES * batches);
+    1 + (1..most).take_while(fits).count()
+}
+
+fn neighbours(memory: &Memory, a: &MergeRequest, b: &MergeRequest) -> bool {
+    b.page == a.page + 1 && memory.adjacent(a.page)
+}
+
+/// Consecutive pages.
+fn stretches<'r>(memory: &Memory, requests: &'r [MergeRequest]) -> impl Iterator<Item = &'r [MergeRequest]> {
+    requests.chunk_by(|a, b| neighbours(memory, a, b))
+}
+
+/// Addresses of consecutive pages.
+fn addresses(memory: &Memory, stretch: &[MergeRequest]) -> Range<usize> {
+    let start = memory.address(stretch[0].page);
+    start..start + bytes(stretch.len())
+}
+
+fn somebody_waits(frozen: &FrozenRuns<'_>, time: Duration) -> bool {
+    // All wait for the same descriptor.
+    frozen.runs().next().is_some_and(|run| run.somebody_waits(time))
+}
+
+/// Compares frozen copies with their slots. `not_pinned`: those that are known not to be pinned for writing.
+#[allow(unsafe_code)] // reads guest memory
+fn compare(
+    run: &Frozen<'_>,
+    not_pinned: &[Range<usize>],
+    store: &Store,
+    stretch: &[MergeRequest],
+) -> Vec<Outcome> {
+    let outcome = |(request, at): (&MergeRequest, usize)| {
+        if !not_pinned.iter().any(|copy| copy.contains(&at)) {
+            return Outcome::Pinned;
+        }
+        let with = match request.slot {
+            None => With::Zeros,
+            Some(slot) => match store.slot(slot) {
+                None => return Outcome::Different,
+                Some((_, page)) => With::Slot {
+                    id: PageId::of_node(slot.number()),
+                    // SAFETY: the slot is mapped while the store is borrowed, and immutable while its epoch is not acknowledged.
+                    page: unsafe { StablePage::at(page) },
+                },
+            },
+        };
+        // SAFETY: it is frozen, and not pinned for writing.
+        let taken = unsafe { run.page(at) };
+        if (Pair { taken, with }).equal() {
+            Outcome::Merged
+        } else {
+            Outcome::Different
+        }
+    };
+    stretch
+        .iter()
+        .zip(run.range().clone().step_by(PAGE_SIZE))
+        .map(outcome)
+        .collect()
+}
+
+/// Maps what was equal, from the last run to the first: the kernel splits a mapping cheaper at its end.
+#[allow(unsafe_code)] // maps over guest memory
+fn map_runs(
+    frozen: &mut Frozen<'_>,
+    store: &Store,
+    stretch: &[MergeRequest],
+    outcomes: &mut [Outcome],
+    mapped: &mut Vec<Mapped>,
+) {
+    let start = frozen.range().start;
+    let mut end = stretch.len();
+    while end > 0 {
+        if outcomes[end - 1] != Outcome::Merged {
+            end -= 1;
+            continue;
+        }
+        let mut first = end - 1;
+        while first > 0
+            && outcomes[first - 1] == Outcome::Merged
+            && continues(&stretch[first - 1], &stretch[first])
+        {
+            first -= 1;
+        }
+        let at = start + bytes(first)..start + bytes(end);
+        let done = match stretch[first].slot {
+            // SAFETY: the pages are zero, and not pinned for writing.
+            None => unsafe { frozen.map_zeros(at.clone()) },
+            Some(slot) => match store.slot(slot) {
+                // SAFETY: the pages are equal to the slots, and not pinned for writing.
+                Some((file, _)) => unsafe { frozen.map_slots(at.clone(), file, slot.offset()) },
+                None => Err(std::io::ErrorKind::NotFound.into()),
+            },
+        };
+        match done {
+            Ok(()) => mapped.push(Mapped {
+                at,
+                zeros: stretch[first].slot.is_none(),
+            }),
+            Err(_) => outcomes[first..end].fill(Outcome::NoVma),
+        }
+        end = first;
+    }
+}
