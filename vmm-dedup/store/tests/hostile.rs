@@ -75,7 +75,7 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
         40 => batch,
         20 => proptest::collection::vec((1000u64..1006, announcements(), 0u16..8), 0..5).prop_map(Action::Publish),
         4 => proptest::collection::vec(any::<u8>(), 8).prop_map(Action::Report),
-        1 => (0u16..22, bytes()).prop_map(|(kind, body)| Action::Record(kind, body)),
+        1 => (0u16..24, bytes()).prop_map(|(kind, body)| Action::Record(kind, body)),
         1 => bytes().prop_map(Action::Garbage),
     ];
     proptest::collection::vec(action, 1..40)
