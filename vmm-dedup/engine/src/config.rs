@@ -63,6 +63,11 @@ pub struct Config {
     pub verify: Verification,
     /// Who copies on write.
     pub breaks: Breaks,
+    /// The VMM vouches that whatever can have guest memory pinned shows in the files that this process has open: the guest
+    /// cannot run guests of its own (KVM has pages of such pinned), and nobody else has the only descriptor of a file that
+    /// reads into guest memory. Then pages that the kernel copied on write are merged again wherever no open file can have
+    /// pages pinned. If it is wrong a guest can lose what a device writes.
+    pub pins_are_visible: bool,
 }
 
 /// How pages that were taken are compared with the slots that are to replace them: part of [`Config`].
@@ -110,6 +115,7 @@ impl Default for Config {
             search_socket: None,
             verify: Verification::default(),
             breaks: Breaks::Kernel,
+            pins_are_visible: false,
         }
     }
 }

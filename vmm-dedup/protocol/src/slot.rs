@@ -41,6 +41,12 @@ impl Slot {
         let next = Self::try_new(self.0.checked_add(n)?)?;
         (next.segment() == self.segment()).then_some(next)
     }
+
+    /// The slot `n` places before, if it lies in the same segment.
+    pub fn checked_sub_in_segment(self, n: u32) -> Option<Self> {
+        let before = Self::try_new(self.0.checked_sub(n)?)?;
+        (before.segment() == self.segment()).then_some(before)
+    }
 }
 
 impl std::fmt::Display for Slot {

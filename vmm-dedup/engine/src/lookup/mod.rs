@@ -1,6 +1,7 @@
 //! Who is a twin of whom: keys, the store's index, tree search, sightings and publications.
 
 pub(crate) mod candidates;
+pub(crate) mod copies;
 pub(crate) mod find;
 pub(crate) mod gaps;
 pub(crate) mod keys;

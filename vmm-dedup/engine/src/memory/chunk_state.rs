@@ -2,7 +2,7 @@
 
 use crate::memory::thp_state::{Folds, HugeState};
 
-/// State of a chunk, 52 bytes for 512 pages.
+/// State of a chunk, 56 bytes for 512 pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ChunkState {
     /// Something may have happened here since the last visit.
@@ -23,6 +23,9 @@ pub(crate) struct ChunkState {
     pub(crate) rest: u8,
     /// How often somebody waited for the huge page while it was away to be merged as one, since it last changed.
     pub(crate) contended: u8,
+    /// Passes between two looks at pages that the kernel had copied, and passes left until the next; 0: there are none.
+    pub(crate) copies_patience: u8,
+    pub(crate) copies_rest: u8,
     /// Pages of a huge page with a known twin.
     pub(crate) twins: u16,
     /// Boundaries between mappings.
@@ -35,7 +38,7 @@ pub(crate) struct ChunkState {
     pub(crate) mixed: HugeState,
 }
 
-const _: () = assert!(size_of::<ChunkState>() <= 52);
+const _: () = assert!(size_of::<ChunkState>() <= 56);
 
 /// Longest time between two looks at a huge page that does not change, in passes.
 const MAX_PATIENCE: u8 = 64;
@@ -165,6 +168,28 @@ impl ChunkState {
         };
         self.rest = self.patience - 1;
         same
+    }
+
+    /// The kernel copied a shared page, or one that it had copied is another one than it was: it is looked at in the next pass,
+    /// and if it stands still in the one after.
+    pub(crate) fn look_at_copies_soon(&mut self) {
+        (self.copies_patience, self.copies_rest) = (1, 1);
+    }
+
+    /// Whether pages that the kernel had copied are to be looked at in this pass.
+    pub(crate) fn copies_due(&mut self) -> bool {
+        self.copies_rest = self.copies_rest.saturating_sub(1);
+        self.copies_patience > 0 && self.copies_rest == 0
+    }
+
+    /// They were looked at, and are to be looked at once more, ever later if nothing happens.
+    pub(crate) fn looked_at_copies(&mut self, any: bool) {
+        self.copies_patience = if any {
+            (self.copies_patience.saturating_mul(2)).min(MAX_PATIENCE)
+        } else {
+            0
+        };
+        self.copies_rest = self.copies_patience;
     }
 
     /// Lets the next pass look at the whole huge page.

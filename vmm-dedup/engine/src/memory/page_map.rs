@@ -17,7 +17,7 @@ use crate::memory::bitmap::Bits;
 use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::{Chunk, Memory, Page};
 use crate::memory::outbox::{Outbox, Sighting};
-use crate::memory::page_state::{Backing, Known, PageState, Retry};
+use crate::memory::page_state::{Backing, Edges, Known, PageState, Retry};
 use crate::memory::page_table::{Counts, PageTable};
 use crate::memory::thp_state::HugeState;
 use std::ops::Range;
@@ -29,6 +29,9 @@ use vmm_dedup_protocol::key::Key;
 pub(crate) const VMAS_PER_HUGE_PAGE: i64 = 2;
 /// Mappings that one more run of shared pages may add: its own, and the rest behind it.
 pub(crate) const VMAS_PER_RUN: i64 = 2;
+
+/// Most copied pages that are passed to find out what slot would be seen in the place of one.
+const FEW_COPIES: usize = 8;
 
 /// Whether the store counts a reference for a page already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -195,6 +198,74 @@ impl PageMap {
         !self.backing(page).continues(self.backing(before))
     }
 
+    /// The slot that the mapping has at a page, as far as the pages before it (or behind it) tell.
+    fn place_by(&self, page: Page, before: bool) -> Option<Slot> {
+        let (mut at, mut steps) = (page, 0);
+        loop {
+            match self.backing(at) {
+                Backing::Slot(slot) if before => return slot.checked_add_in_segment(steps),
+                Backing::Slot(slot) => return slot.checked_sub_in_segment(steps),
+                Backing::CopiedOnWrite(_) if (steps as usize) < FEW_COPIES => {}
+                _ => return None,
+            }
+            let (has_before, has_behind) = self.memory.neighbours(at);
+            let (first, second) = if before {
+                (at.checked_sub(1)?, at)
+            } else {
+                (at, at + 1)
+            };
+            let there = if before { has_before } else { has_behind };
+            if !there || !self.backing(second).continues(self.backing(first)) {
+                return None;
+            }
+            at = if before { first } else { second };
+            steps += 1;
+        }
+    }
+
+    /// A page comes to another place, or shows this slot now: copies beside it may lie in another mapping then.
+    fn part_neighbours(&mut self, page: Page, slot: Option<Slot>) {
+        let (before, behind) = self.memory.neighbours(page);
+        if before && let Backing::CopiedOnWrite(edges) = self.backing(page - 1) {
+            let expected = self
+                .place_by(page - 1, true)
+                .and_then(|place| place.checked_add_in_segment(1));
+            let ends = slot.is_none() || expected != slot;
+            self.set_edges(page - 1, Edges { ends, ..edges });
+        }
+        if behind && let Backing::CopiedOnWrite(edges) = self.backing(page + 1) {
+            let expected = self
+                .place_by(page + 1, false)
+                .and_then(|place| place.checked_sub_in_segment(1));
+            let begins = slot.is_none() || expected != slot;
+            self.set_edges(page + 1, Edges { begins, ..edges });
+        }
+    }
+
+    fn set_edges(&mut self, page: Page, edges: Edges) {
+        let old = self.state(page);
+        let next = PageState {
+            backing: Backing::CopiedOnWrite(edges),
+            ..old
+        };
+        if next != old {
+            self.note_boundaries(page, old.backing, next.backing);
+            self.table.replace(page, old, next);
+        }
+    }
+
+    /// Of a page that comes to lie where a mapping has this slot.
+    fn edges_of(&self, page: Page, place: Slot) -> Edges {
+        let (before, behind) = self.memory.neighbours(page);
+        let (place_before, place_behind) = (place.checked_sub_in_segment(1), place.checked_add_in_segment(1));
+        let continues = before && place_before.is_some() && self.place_by(page - 1, true) == place_before;
+        let goes_on = behind && place_behind.is_some() && self.place_by(page + 1, false) == place_behind;
+        Edges {
+            begins: !continues,
+            ends: !goes_on,
+        }
+    }
+
     /// A page's backing changes: boundaries at both of its ends come or go.
     fn note_boundaries(&mut self, page: Page, old: Backing, next: Backing) {
         let (before, behind) = self.memory.neighbours(page);
@@ -238,15 +309,24 @@ impl PageMap {
     /// Makes a transition and draws its consequences. A wrong one is a bug of the engine: it stops here rather than at a
     /// guest's memory.
     fn set(&mut self, page: Page, next: PageState) {
+        let place = match next.backing {
+            Backing::Slot(slot) => Some(slot),
+            _ => None,
+        };
+        self.set_at(page, next, place);
+    }
+
+    /// `place`: the slot that the mapping has at the page, if it comes to lie in one.
+    fn set_at(&mut self, page: Page, next: PageState, place: Option<Slot>) {
         let old = self.state(page);
         assert!(
             old.may_become(next),
             "page {page} cannot go from {old:?} to {next:?}"
         );
-        self.replace(page, old, next);
+        self.replace(page, old, next, place);
     }
 
-    fn replace(&mut self, page: Page, old: PageState, next: PageState) {
+    fn replace(&mut self, page: Page, old: PageState, next: PageState, place: Option<Slot>) {
         if old == next {
             return;
         }
@@ -263,6 +343,9 @@ impl PageMap {
         if let Backing::Slot(slot) = old.backing {
             self.outbox.drop_ref(slot);
         }
+        if !old.backing.keeps_place(next.backing) {
+            self.part_neighbours(page, place);
+        }
         self.note_boundaries(page, old.backing, next.backing);
         self.table.replace(page, old, next);
     }
@@ -277,7 +360,7 @@ impl PageMap {
     pub(crate) fn note_written(&mut self, page: Page, protected: bool) -> bool {
         let state = self.state(page);
         let known = match (state.backing, state.known) {
-            (Backing::Zero, _) | (Backing::Private, Known::Nothing | Known::KeyedInHuge(_)) => {
+            (Backing::Zero, _) | (Backing::Private, Known::Nothing | Known::Keyed(_)) => {
                 Known::WriteProtected
             }
             (Backing::Private, Known::WriteProtected | Known::Volatile) => Known::Volatile,
@@ -298,14 +381,14 @@ impl PageMap {
         };
         if !stays {
             self.set(page, PageState::UNTRACKED);
-            self.set(page, PageState::private(Known::KeyedInHuge(key)));
+            self.set(page, PageState::private(Known::Keyed(key)));
         }
     }
 
     /// No slot has a page's key: the store is told of it. Nothing happens to a page that is shared by now.
     pub(crate) fn sight(&mut self, page: Page, key: Key, pass: u64) {
         let backing = self.backing(page);
-        if !matches!(backing, Backing::Private | Backing::OrphanedSlot(_)) {
+        if !matches!(backing, Backing::Private | Backing::OrphanedSlot(_)) && !backing.is_copied() {
             return;
         }
         let known = Known::Candidate(key);
@@ -331,7 +414,7 @@ impl PageMap {
         if known.candidate().is_none() {
             return;
         }
-        if published.is_some() && backing.maps_a_slot() {
+        if published.is_some() && backing.in_file_mapping() {
             self.set(page, PageState::resting(backing));
             self.requeue(page);
         } else if backing != Backing::Private {
@@ -353,7 +436,9 @@ impl PageMap {
 
     /// A private page lies in a mapping that would show this slot in its place.
     pub(crate) fn bridge(&mut self, page: Page, place: Slot) {
-        self.set(page, PageState::resting(Backing::CopiedOnWrite(place)));
+        let edges = self.edges_of(page, place);
+        let state = PageState::resting(Backing::CopiedOnWrite(edges));
+        self.set_at(page, state, Some(place));
     }
 
     /// A page became the zero page.
@@ -377,8 +462,29 @@ impl PageMap {
 
     /// The kernel copied a shared page for a writer; the copy lies in the mapping of the store.
     pub(crate) fn copied_by_kernel(&mut self, page: Page) {
-        let copied = self.backing(page).copied();
-        self.set(page, PageState::resting(copied));
+        let backing = self.backing(page);
+        let (before, behind) = self.memory.neighbours(page);
+        let edges = Edges {
+            begins: !(before && backing.continues(self.backing(page - 1))),
+            ends: !(behind && self.backing(page + 1).continues(backing)),
+        };
+        self.set(page, PageState::resting(backing.copied(edges)));
+        let chunk = self.chunk_of(page);
+        self.chunks[chunk].look_at_copies_soon();
+    }
+
+    /// A page that the kernel had copied has this key, or one that is not known any more. It was not reported to the store.
+    pub(crate) fn key_copy(&mut self, page: Page, key: Option<Key>) {
+        let known = key.map_or(Known::Nothing, Known::Keyed);
+        let backing = self.backing(page);
+        self.set(page, PageState { backing, known });
+    }
+
+    /// A page that the kernel had copied may be pinned, for all that can be told: it is left alone for some passes.
+    pub(crate) fn copy_may_be_pinned(&mut self, page: Page, pass: u64) {
+        let PageState { backing, known } = self.state(page);
+        let known = Known::Pinned(Retry::after(known, pass));
+        self.set(page, PageState { backing, known });
     }
 
     /// A page lies in fresh anonymous memory of its own: the service copied it.
@@ -393,7 +499,7 @@ impl PageMap {
             let old = self.state(page);
             // What was never looked at holds no memory of the table yet.
             if old != PageState::UNTRACKED {
-                self.replace(page, old, PageState::UNTRACKED);
+                self.replace(page, old, PageState::UNTRACKED, None);
             }
         }
     }
@@ -408,7 +514,7 @@ impl PageMap {
             before = backing;
             let known = match known {
                 Known::Candidate(_) if backing == Backing::Private => Known::WriteProtected,
-                Known::Candidate(_) | Known::KeyedInHuge(_) => Known::Nothing,
+                Known::Candidate(_) | Known::Keyed(_) => Known::Nothing,
                 known => known,
             };
             let backing = backing.orphaned(begins);

@@ -5,11 +5,12 @@
 //!              |         | ^      \                                   | ^        `---> Private        (the service copied it)
 //!              |         v |       `-> Pinned                         | `-- Zero
 //!              |       Volatile                                       `-> CopiedOnWrite               (an exception in a run)
-//!              `-> KeyedInHuge                             Slot -> OrphanedSlot (the store was lost) -> Private -> ...
+//!              `-> Keyed                                   CopiedOnWrite -> Slot, Zero                (healed)
+//!                                                          Slot -> OrphanedSlot (the store was lost) -> Private -> ...
 //! ```
 //!
-//! What is *known* concerns memory that may be merged: private memory, and slots of a store that is gone. Where a page is
-//! backed otherwise it rests, and nothing but [`Known::Nothing`] goes with it.
+//! What is *known* concerns memory that may be merged: private memory, copies in mappings of a store, and slots of a store that
+//! is gone. Where a page is backed otherwise it rests, and nothing but [`Known::Nothing`] goes with it.
 
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
@@ -24,10 +25,10 @@ pub(crate) enum Backing {
     Zero,
     /// It maps this slot.
     Slot(Slot),
-    /// Anonymous, but inside a mapping of the store, where this slot would be seen: copied by the kernel after it was
-    /// shared, or an exception in a run ([`bridged_runs`](mod@crate::merge::bridged_runs)). It may be pinned for a DMA, which
-    /// nothing tells, so it must not be merged (docs/design/unmerging.md).
-    CopiedOnWrite(Slot),
+    /// Anonymous, but inside a mapping of the store: copied by the kernel after it was shared, or an exception in a run
+    /// ([`bridged_runs`](mod@crate::merge::bridged_runs)). It may be pinned for a DMA, and it cannot be taken. It is merged where
+    /// that can be ruled out ([`healer`](mod@crate::merge::healer)).
+    CopiedOnWrite(Edges),
     /// It maps a slot of a store that is gone.
     OrphanedSlot(Orphan),
     /// As [`Backing::CopiedOnWrite`], in a mapping of a store that is gone.
@@ -35,6 +36,15 @@ pub(crate) enum Backing {
     /// Another way to keep a page, which shows what one takes.
     #[cfg(test)]
     Dummy(u32),
+}
+
+/// A copied page's place in its mapping. (Which slot would be seen there, its neighbours tell: beside a key there is no room.)
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Edges {
+    /// The mapping begins at this page, as far as is known.
+    pub(crate) begins: bool,
+    /// The mapping ends behind this page, as far as is known.
+    pub(crate) ends: bool,
 }
 
 /// A page's place in a mapping of a store that is gone.
@@ -53,10 +63,12 @@ pub(crate) enum Known {
     WriteProtected,
     /// Write-protected, and found written again at the last look: too busy to be keyed.
     Volatile,
-    /// Pinned, or shared with another process, when it was to be merged: left alone until a pass.
+    /// Pinned, or shared with another process, when it was to be merged, or nothing told that it is not: left alone until a
+    /// pass.
     Pinned(Retry),
-    /// In a huge page: keyed, but not reported to the store.
-    KeyedInHuge(Key),
+    /// Keyed, but not reported to the store: it lies in a huge page, or is a copy in a mapping of the store, whose writes
+    /// nobody tracks, so that it is looked at once more.
+    Keyed(Key),
     /// Reported to the store by this key, and no twin known.
     Candidate(Key),
 }
@@ -104,8 +116,9 @@ fn low(pass: u64) -> u32 {
 
 const BACKING_SHIFT: u32 = 61;
 const KNOWN_SHIFT: u32 = 58;
-/// Beside a key: a mapping of a lost store begins here.
+/// Beside a key: a mapping begins here, or ends behind it.
 const BEGINS: u64 = 1 << 57;
+const ENDS: u64 = 1 << 56;
 const PAYLOAD: u64 = (1 << KNOWN_SHIFT) - 1;
 const CANDIDATE: u64 = 5;
 
@@ -113,11 +126,12 @@ impl Backing {
     /// Number and payload.
     fn pack(self) -> (u64, u64) {
         let begins = |orphan: Orphan| if orphan.begins { BEGINS } else { 0 };
+        let edges = |edges: Edges| u64::from(edges.begins) * BEGINS | u64::from(edges.ends) * ENDS;
         match self {
             Backing::Private => (0, 0),
             Backing::Zero => (1, 0),
             Backing::Slot(slot) => (2, slot.number().into()),
-            Backing::CopiedOnWrite(slot) => (3, slot.number().into()),
+            Backing::CopiedOnWrite(place) => (3, edges(place)),
             Backing::OrphanedSlot(orphan) => (4, begins(orphan)),
             Backing::OrphanedCopy(orphan) => (5, begins(orphan)),
             #[cfg(test)]
@@ -131,10 +145,14 @@ impl Backing {
         let orphan = Orphan {
             begins: payload & BEGINS != 0,
         };
+        let edges = Edges {
+            begins: payload & BEGINS != 0,
+            ends: payload & ENDS != 0,
+        };
         match (number, slot) {
             (1, _) => Backing::Zero,
             (2, Some(slot)) => Backing::Slot(slot),
-            (3, Some(slot)) => Backing::CopiedOnWrite(slot),
+            (3, _) => Backing::CopiedOnWrite(edges),
             (4, _) => Backing::OrphanedSlot(orphan),
             (5, _) => Backing::OrphanedCopy(orphan),
             #[cfg(test)]
@@ -158,23 +176,16 @@ impl Backing {
         matches!(self, Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_))
     }
 
-    /// The slot at the page's place in a mapping of the store, whether or not it is what the page shows.
-    pub(crate) fn place(self) -> Option<Slot> {
-        match self {
-            Backing::Slot(slot) | Backing::CopiedOnWrite(slot) => Some(slot),
-            _ => None,
-        }
-    }
-
     /// Whether a page with this backing lies in the same mapping as the page before it, which has `before`.
     pub(crate) fn continues(self, before: Backing) -> bool {
-        match (before.place(), self.place(), self) {
-            (Some(a), Some(b), _) => a.checked_add_in_segment(1) == Some(b),
-            (None, None, Backing::OrphanedSlot(here) | Backing::OrphanedCopy(here)) => {
-                before.in_file_mapping() && !here.begins
-            }
-            (None, None, _) => !before.in_file_mapping(),
-            _ => false,
+        use Backing::{CopiedOnWrite, OrphanedCopy, OrphanedSlot, Slot};
+        match (before, self) {
+            (Slot(a), Slot(b)) => a.checked_add_in_segment(1) == Some(b),
+            (Slot(_), CopiedOnWrite(here)) => !here.begins,
+            (CopiedOnWrite(there), Slot(_)) => !there.ends,
+            (CopiedOnWrite(there), CopiedOnWrite(here)) => !there.ends && !here.begins,
+            (OrphanedSlot(_) | OrphanedCopy(_), OrphanedSlot(here) | OrphanedCopy(here)) => !here.begins,
+            (a, b) => !a.in_file_mapping() && !b.in_file_mapping(),
         }
     }
 
@@ -187,13 +198,23 @@ impl Backing {
         }
     }
 
-    /// What becomes of a page that maps a slot when the kernel copies it for a writer.
-    pub(crate) fn copied(self) -> Self {
+    /// What becomes of a page that maps a slot when the kernel copies it for a writer. `edges`: of its place.
+    pub(crate) fn copied(self, edges: Edges) -> Self {
         match self {
-            Backing::Slot(slot) => Backing::CopiedOnWrite(slot),
+            Backing::Slot(_) => Backing::CopiedOnWrite(edges),
             Backing::OrphanedSlot(orphan) => Backing::OrphanedCopy(orphan),
             other => other,
         }
+    }
+
+    /// Whether a page that becomes `next` stays at its place in the same mapping.
+    pub(crate) fn keeps_place(self, next: Backing) -> bool {
+        use Backing::{CopiedOnWrite, OrphanedCopy, OrphanedSlot, Slot};
+        matches!(
+            (self, next),
+            (Slot(_), CopiedOnWrite(_) | OrphanedSlot(_))
+                | (OrphanedSlot(_) | CopiedOnWrite(_), OrphanedCopy(_))
+        )
     }
 
     /// Whether `self -> next` is a step of the diagram above.
@@ -201,17 +222,16 @@ impl Backing {
         use Backing::{CopiedOnWrite, OrphanedCopy, OrphanedSlot, Private, Slot, Zero};
         match (self, next) {
             (a, b) if a == b => true,
-            // Never again: see CopiedOnWrite.
-            (CopiedOnWrite(_) | OrphanedCopy(_), _) => {
-                matches!((self, next), (CopiedOnWrite(_), OrphanedCopy(_)))
-            }
+            // Healed, or only its place is known better.
+            (CopiedOnWrite(_), CopiedOnWrite(_) | OrphanedCopy(_)) => true,
+            (CopiedOnWrite(_) | OrphanedCopy(_), next) => matches!(next, Slot(_) | Zero),
             // The service copied it, or it is written for the first time.
             (_, Private) => true,
             (Private | Zero, Zero) | (Private, Slot(_) | CopiedOnWrite(_)) => true,
-            (Slot(_), OrphanedSlot(_)) => true,
+            (Slot(_), OrphanedSlot(_) | CopiedOnWrite(_)) => true,
+            (OrphanedSlot(orphan), next) => next == OrphanedCopy(orphan),
             #[cfg(test)]
             (Private, Backing::Dummy(_)) => true,
-            (Slot(_) | OrphanedSlot(_), next) => next == self.copied(),
             _ => false,
         }
     }
@@ -224,14 +244,14 @@ impl Known {
             Known::WriteProtected => (1, 0),
             Known::Volatile => (2, 0),
             Known::Pinned(Retry { due, pause }) => (3, u64::from(due) | u64::from(pause) << 32),
-            Known::KeyedInHuge(key) => (4, key.raw()),
+            Known::Keyed(key) => (4, key.raw()),
             Known::Candidate(key) => (CANDIDATE, key.raw()),
         }
     }
 
     #[allow(clippy::cast_possible_truncation)] // payloads were made by pack()
     fn unpack(number: u64, payload: u64) -> Self {
-        let key = Key::try_new(payload & !BEGINS);
+        let key = Key::try_new(payload & !(BEGINS | ENDS));
         match (number, key) {
             (1, _) => Known::WriteProtected,
             (2, _) => Known::Volatile,
@@ -239,7 +259,7 @@ impl Known {
                 due: payload as u32,
                 pause: (payload >> 32) as u8,
             }),
-            (4, Some(key)) => Known::KeyedInHuge(key),
+            (4, Some(key)) => Known::Keyed(key),
             (CANDIDATE, Some(key)) => Known::Candidate(key),
             _ => Known::Nothing,
         }
@@ -255,11 +275,11 @@ impl Known {
 
     /// Whether `self -> next` is a step of the diagram above, of memory that stays what it is.
     fn may_become(self, next: Known) -> bool {
-        use Known::{Candidate, KeyedInHuge, Nothing, Pinned, Volatile, WriteProtected};
+        use Known::{Candidate, Keyed, Nothing, Pinned, Volatile, WriteProtected};
         match (self, next) {
             (a, b) if a == b => true,
             (_, Nothing) => true,
-            (Nothing | WriteProtected | Volatile | KeyedInHuge(_), KeyedInHuge(_)) => true,
+            (Nothing | WriteProtected | Volatile | Keyed(_), Keyed(_)) => true,
             // Too busy is what was protected before.
             (from, Volatile) => from == WriteProtected,
             (_, WriteProtected | Pinned(_)) => true,
@@ -289,10 +309,10 @@ impl PageState {
         }
     }
 
-    /// Packs into a word. At most one of both has a payload, but for [`BEGINS`].
+    /// Packs into a word. At most one of both has a payload, but for [`BEGINS`] and [`ENDS`].
     pub(super) fn encode(self) -> u64 {
         let ((backing, place), (known, content)) = (self.backing.pack(), self.known.pack());
-        debug_assert!(place == 0 || content == 0 || place == BEGINS, "{self:?}");
+        debug_assert!(place & !(BEGINS | ENDS) == 0 || content == 0, "{self:?}");
         backing << BACKING_SHIFT | known << KNOWN_SHIFT | place | content
     }
 
@@ -306,13 +326,13 @@ impl PageState {
 
     /// The key in a word, if it is a candidate's: the hot loop over all pages asks.
     pub(super) fn candidate_key(word: u64) -> Option<u64> {
-        (word >> KNOWN_SHIFT & 7 == CANDIDATE).then_some(word & PAYLOAD & !BEGINS)
+        (word >> KNOWN_SHIFT & 7 == CANDIDATE).then_some(word & PAYLOAD & !(BEGINS | ENDS))
     }
 
     /// The key of private content, which counts for the repetition rate.
     pub(super) fn counted_key(self) -> Option<Key> {
         match (self.backing, self.known) {
-            (Backing::Private, Known::KeyedInHuge(key) | Known::Candidate(key)) => Some(key),
+            (Backing::Private, Known::Keyed(key) | Known::Candidate(key)) => Some(key),
             _ => None,
         }
     }
@@ -334,11 +354,14 @@ impl PageState {
             Backing::Private if self.backing == Backing::Zero => {
                 matches!(
                     next.known,
-                    Known::Nothing | Known::WriteProtected | Known::KeyedInHuge(_) | Known::Pinned(_)
+                    Known::Nothing | Known::WriteProtected | Known::Keyed(_) | Known::Pinned(_)
                 )
             }
             Backing::OrphanedSlot(_) if self.backing == next.backing => {
                 matches!(next.known, Known::Nothing | Known::Candidate(_))
+            }
+            _ if self.backing.is_copied() && next.backing.is_copied() => {
+                !matches!(next.known, Known::WriteProtected | Known::Volatile)
             }
             _ => next.known == Known::Nothing,
         };
@@ -351,6 +374,20 @@ pub(super) mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn edges() -> impl Strategy<Value = Edges> {
+        (any::<bool>(), any::<bool>()).prop_map(|(begins, ends)| Edges { begins, ends })
+    }
+
+    fn known_of_copies() -> impl Strategy<Value = Known> {
+        let key = || (0u64..1 << 48).prop_map(|k| Key::try_new(k).unwrap());
+        prop_oneof![
+            Just(Known::Nothing),
+            key().prop_map(Known::Keyed),
+            key().prop_map(Known::Candidate),
+            (any::<u32>(), PAUSES).prop_map(|(due, pause)| Known::Pinned(Retry { due, pause })),
+        ]
+    }
+
     pub(in crate::memory) fn states() -> impl Strategy<Value = PageState> {
         let key = || (0u64..1 << 48).prop_map(|k| Key::try_new(k).unwrap());
         let slot = || (0u32..1 << 26).prop_map(|s| Slot::try_new(s).unwrap());
@@ -361,17 +398,23 @@ pub(super) mod tests {
             Just(PageState::private(Known::Volatile)),
             (any::<u32>(), PAUSES)
                 .prop_map(|(due, pause)| PageState::private(Known::Pinned(Retry { due, pause }))),
-            key().prop_map(|key| PageState::private(Known::KeyedInHuge(key))),
+            key().prop_map(|key| PageState::private(Known::Keyed(key))),
             key().prop_map(|key| PageState::private(Known::Candidate(key))),
             Just(PageState::resting(Backing::Zero)),
             slot().prop_map(|slot| PageState::resting(Backing::Slot(slot))),
-            slot().prop_map(|slot| PageState::resting(Backing::CopiedOnWrite(slot))),
+            (edges(), known_of_copies()).prop_map(|(edges, known)| PageState {
+                backing: Backing::CopiedOnWrite(edges),
+                known,
+            }),
             orphan().prop_map(|orphan| PageState::resting(Backing::OrphanedSlot(orphan))),
             (orphan(), key()).prop_map(|(orphan, key)| PageState {
                 backing: Backing::OrphanedSlot(orphan),
                 known: Known::Candidate(key),
             }),
-            orphan().prop_map(|orphan| PageState::resting(Backing::OrphanedCopy(orphan))),
+            (orphan(), known_of_copies()).prop_map(|(orphan, known)| PageState {
+                backing: Backing::OrphanedCopy(orphan),
+                known,
+            }),
             any::<u32>().prop_map(|payload| PageState::resting(Backing::Dummy(payload))),
         ]
     }
@@ -386,11 +429,12 @@ pub(super) mod tests {
             );
         }
 
-        /// The rule that protects a DMA: what is anonymous in a mapping of the store is never merged.
+        /// What is anonymous in a mapping of the store stays there, or is replaced as a whole: it cannot be taken.
         #[test]
-        fn copied_pages_stay_copied(state in states(), next in states()) {
+        fn copied_pages_are_healed_or_stay(state in states(), next in states()) {
             if state.backing.is_copied() && state.may_become(next) {
-                prop_assert!(next.backing.is_copied() && next.known == Known::Nothing);
+                let healed = matches!(next, PageState { backing: Backing::Slot(_) | Backing::Zero, known: Known::Nothing });
+                prop_assert!(next.backing.is_copied() || healed);
             }
         }
     }
@@ -416,8 +460,11 @@ pub(super) mod tests {
     fn neighbours_lie_in_one_mapping_or_not() {
         let slot = |n| Slot::try_new(n).unwrap();
         let orphan = |begins| Backing::OrphanedSlot(Orphan { begins });
-        let (shared, next) = (Backing::Slot(slot(7)), Backing::CopiedOnWrite(slot(8)));
-        assert!(next.continues(shared) && !shared.continues(next));
+        let copy = |begins, ends| Backing::CopiedOnWrite(Edges { begins, ends });
+        let (shared, within) = (Backing::Slot(slot(7)), copy(false, false));
+        assert!(within.continues(shared) && shared.continues(within) && within.continues(within));
+        assert!(!copy(true, false).continues(shared) && !shared.continues(copy(false, true)));
+        assert!(!within.continues(Backing::Private) && !Backing::Private.continues(within));
         assert!(Backing::Zero.continues(Backing::Private) && !shared.continues(Backing::Private));
         assert!(!Backing::Private.continues(shared) && !Backing::Private.continues(orphan(false)));
         assert!(orphan(false).continues(orphan(true)) && !orphan(true).continues(orphan(false)));

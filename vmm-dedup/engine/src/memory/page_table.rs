@@ -26,7 +26,7 @@ impl Counts {
     fn of(&mut self, state: PageState) -> Option<&mut u64> {
         match state.backing {
             Backing::Private => match state.known {
-                Known::Nothing | Known::KeyedInHuge(_) => None,
+                Known::Nothing | Known::Keyed(_) => None,
                 Known::WriteProtected => Some(&mut self.write_protected),
                 Known::Volatile => Some(&mut self.volatile),
                 Known::Pinned(_) => Some(&mut self.pinned),

@@ -29,8 +29,10 @@ pub(crate) enum Verdict {
 pub(crate) enum Reason {
     /// Something could be lost: merging is suspended for all of the VM.
     Suspended,
-    /// It is shared already, or the kernel has copied it.
+    /// It is shared already.
     Changed,
+    /// The kernel has copied it, and it may be pinned.
+    MayBePinned,
     /// It is kept private so that the use of its 2 MiB can be sampled.
     Probe,
     /// It is part of a huge page that is not worth splitting, as far as is known.
@@ -47,6 +49,8 @@ pub(crate) struct Admission<'a> {
     pub(crate) suspended: bool,
     /// The service breaks sharing.
     pub(crate) managed: bool,
+    /// Pages that the kernel copied can be merged.
+    pub(crate) heals: bool,
 }
 
 impl Admission<'_> {
@@ -59,15 +63,16 @@ impl Admission<'_> {
     fn judge(&self, map: &PageMap, page: Page, slot: Option<Slot>, as_one: bool) -> Verdict {
         let chunk = map.chunk_of(page);
         let state = map.chunk(chunk);
-        let orphan = map.backing(page).in_file_mapping();
+        let orphan = map.backing(page).maps_a_slot();
         let private = match map.backing(page) {
             Backing::Private | Backing::OrphanedSlot(_) => true,
             Backing::Zero => slot.is_none(),
-            _ => false,
+            backing => backing.is_copied(),
         };
         let reason = match () {
             () if self.suspended => Reason::Suspended,
             () if !private => Reason::Changed,
+            () if map.backing(page).is_copied() && !self.heals => Reason::MayBePinned,
             () if state.huge && !state.split => Reason::Huge,
             () if !as_one && self.monitor.probes().include(map, chunk, page) => Reason::Probe,
             // A lost store's page comes home first, which frees mappings; it is asked again then.
@@ -84,6 +89,7 @@ impl Admission<'_> {
         map: &mut PageMap,
         session: &Session,
         account: &mut Account,
+        pass: u64,
         requests: &[MergeRequest],
     ) -> (Vec<MergeRequest>, bool) {
         let (mut admitted, mut full) = (Vec::with_capacity(requests.len()), false);
@@ -103,6 +109,9 @@ impl Admission<'_> {
                             full = true;
                         }
                         map.defer(request.page, request.publisher_ref());
+                        if reason == Reason::MayBePinned {
+                            map.copy_may_be_pinned(request.page, pass);
+                        }
                     }
                 }
             }

@@ -11,6 +11,7 @@ use crate::memory::page_state::{Backing, PageState};
 use crate::memory::thp_state::Use;
 use crate::merge::admission::Admission;
 use crate::merge::bridged_runs::{self, Deferred};
+use crate::merge::healer::{self, Healed, Healer};
 use crate::merge::merger::{Batch, Merged, Merger, Take};
 use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, runs_of};
@@ -23,6 +24,7 @@ use crate::thp::monitor::Monitor;
 use crate::thp::split;
 use crate::unmerge::address_space::AddressSpace;
 use crate::window::MAX_WINDOW;
+use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Most runs of a huge page that is taken as one.
@@ -59,15 +61,20 @@ pub(crate) struct Planner {
     /// What was admitted, in page order, and how much of that was merged.
     admitted: Vec<MergeRequest>,
     done: usize,
+    /// The same for pages that the kernel copied; what was merged of these is not in it any more.
+    copies: VecDeque<MergeRequest>,
+    pub(crate) healer: Healer,
     pub(crate) deferred: Deferred,
     /// Pages that were not what an engine had proposed, since somebody asked.
     wrong_proposals: usize,
 }
 
 impl Planner {
-    pub(crate) fn new(config: &Config, verify_engine: VerifyEngine) -> Self {
+    pub(crate) fn new(config: &Config, verify_engine: VerifyEngine, healer: Healer) -> Self {
         Self {
             merger: Merger::new(verify_engine),
+            copies: VecDeque::new(),
+            healer,
             stop_target_ns: config.stop_target_us * 1000,
             window: FIRST_WINDOW,
             has_swap: true,
@@ -98,10 +105,13 @@ impl Planner {
             pass,
         } = with;
         let managed = space.breaker.managed();
+        let heals = found.iter().any(|request| map.backing(request.page).is_copied())
+            && self.healer.can_heal(managed);
         let admission = Admission {
             monitor,
             suspended,
             managed,
+            heals,
         };
         if suspended && !found.is_empty() {
             // What is refused now must be found again, although it is no news any more.
@@ -116,11 +126,13 @@ impl Planner {
             }
             twice
         });
-        let (mut admitted, full) = admission.admit(map, session, account, &found);
+        let (mut admitted, full) = admission.admit(map, session, account, *pass, &found);
         if full {
             session.schedule_resync(*pass, Doubt::NoMappings);
         }
         series::use_series(map, session, account, &mut admitted)?;
+        let is_copy = |request: &mut MergeRequest| map.backing(request.page).is_copied();
+        self.copies = admitted.extract_if(.., is_copy).collect();
         if !managed {
             let (kept, chunks) = bridged_runs::defer(map, &mut self.deferred, *pass, &admitted);
             for page in chunks {
@@ -140,7 +152,7 @@ impl Planner {
     /// Admitted > merged: merges the next window; whether there was one.
     pub(crate) fn step(&mut self, with: &mut Context<'_>) -> bool {
         let Some(next) = self.admitted.get(self.done) else {
-            return false;
+            return self.heal(with);
         };
         let (map, account, monitor) = (&mut *with.map, &mut *with.account, with.monitor);
         let rest = &self.admitted[self.done..];
@@ -168,6 +180,7 @@ impl Planner {
         let mut rest = std::mem::take(&mut self.admitted).split_off(self.done);
         self.done = 0;
         rest.retain(|request| request.role != Role::Exception);
+        rest.extend(self.copies.drain(..));
         rest
     }
 
@@ -180,6 +193,7 @@ impl Planner {
     pub(crate) fn forget_store(&mut self) {
         self.merger.verify_engine.forget_store();
         (self.admitted, self.done) = (Vec::new(), 0);
+        self.copies.clear();
         self.deferred = Deferred::default();
     }
 
@@ -212,6 +226,50 @@ impl Planner {
         any
     }
 
+    /// Admitted > merged, for pages that the kernel copied: merges the next batch; whether there was one.
+    fn heal(&mut self, with: &mut Context<'_>) -> bool {
+        let Context {
+            map,
+            space,
+            session,
+            account,
+            pass,
+            ..
+        } = with;
+        // No discard meets frozen pages, until the states say what became of them.
+        let discards = space.discards.clone();
+        let mut discards = discards.lock();
+        space.note_discards(&mut discards, map);
+        let memory = map.memory().clone();
+        // What was discarded just now is no copy any more; a publication of it is of no use.
+        self.copies.retain(|request| {
+            let is_copy = map.backing(request.page).is_copied();
+            if let (false, Some(slot)) = (is_copy, request.publisher_ref()) {
+                map.outbox.drop_ref(slot);
+            }
+            is_copy
+        });
+        if self.copies.is_empty() {
+            return false;
+        }
+        let len = healer::batch_len(&memory, self.copies.make_contiguous());
+        let batch: Vec<MergeRequest> = self.copies.drain(..len).collect();
+        let runs = i64::try_from(runs_of(&batch)).unwrap_or(i64::MAX / VMAS_PER_RUN);
+        let Some(store) = session.store() else {
+            return false;
+        };
+        let Healed { outcomes, stall_ns } = if map.has_vmas_for(runs * VMAS_PER_RUN) {
+            self.healer.heal(&memory, store, space, &batch)
+        } else {
+            session.schedule_resync(*pass, Doubt::NoMappings);
+            Healed::none(&batch, Outcome::NoVma)
+        };
+        account.stats.heal.observe(stall_ns);
+        account.stats.bytes_read.verify += (batch.len() * 2 * PAGE_SIZE) as u64;
+        self.wrong_proposals += note_healed(map, session, account, *pass, &batch, &outcomes);
+        true
+    }
+
     /// How many of the requests make one window.
     fn window_len(&self, map: &PageMap, requests: &[MergeRequest]) -> usize {
         let first = requests[0].page;
@@ -241,7 +299,11 @@ impl Planner {
         space.note_discards(&mut discards, map);
         let (all, requests) = (&self.admitted, &self.admitted[window.clone()]);
         let goes_on = |at: usize| at > 0 && at < all.len() && continues(&all[at - 1], &all[at]);
-        let begun = |at: usize| goes_on(at) && all[at - 1].slot == map.backing(all[at - 1].page).place();
+        let came_about = |request: &MergeRequest| match map.backing(request.page) {
+            Backing::Slot(slot) => request.slot == Some(slot),
+            backing => backing.is_copied() && request.role == Role::Exception,
+        };
+        let begun = |at: usize| goes_on(at) && came_about(&all[at - 1]);
         let open = Open {
             start: begun(window.start),
             end: goes_on(window.end),
@@ -403,6 +465,49 @@ fn note_outcomes(
                 note_failure(map, account, pass, request, Outcome::Different);
             }
             (outcome, _) => note_failure(map, account, pass, request, *outcome),
+        }
+    }
+    wrong
+}
+
+/// Notes what became of each copy; how many of those that an engine proposed were not equal.
+fn note_healed(
+    map: &mut PageMap,
+    session: &Session,
+    account: &mut Account,
+    pass: u64,
+    requests: &[MergeRequest],
+    outcomes: &[Outcome],
+) -> usize {
+    let mut wrong = 0;
+    for (request, outcome) in requests.iter().zip(outcomes) {
+        let stats = &mut account.stats;
+        let counter = match outcome {
+            Outcome::Merged => {
+                note_outcomes(map, session, account, pass, &[*request], &[*outcome]);
+                account.stats.heals_total += 1;
+                continue;
+            }
+            Outcome::Pinned => &mut stats.heal_pinned_total,
+            Outcome::Contended => &mut stats.heal_wanted_total,
+            Outcome::Different => &mut stats.mismatches_total,
+            Outcome::NoVma => &mut stats.refused_vmas_total,
+            _ => &mut stats.refused_other_total,
+        };
+        *counter += 1;
+        if let Some(slot) = request.publisher_ref() {
+            map.outbox.drop_ref(slot);
+        }
+        match outcome {
+            Outcome::Pinned => map.copy_may_be_pinned(request.page, pass),
+            _ => map.key_copy(request.page, None),
+        }
+        if *outcome == Outcome::NoVma {
+            map.no_vma_is_left();
+        }
+        if *outcome == Outcome::Different {
+            wrong += usize::from(request.role == Role::Proposed);
+            note_collision(map, session, account, request);
         }
     }
     wrong

@@ -124,7 +124,7 @@ impl Pass {
                 (Backing::Private, Known::Nothing) if !populated[(page - pages.start) as usize] => {
                     &mut to.unpopulated
                 }
-                (Backing::Private, Known::KeyedInHuge(_)) => &mut to.huge,
+                (Backing::Private, Known::Keyed(_)) => &mut to.huge,
                 (Backing::Private, Known::Candidate(key)) => self.explain_candidate(page, key, to),
                 (Backing::Private, known) => match known {
                     _ if self.map.chunk(chunk).huge => &mut to.huge,
@@ -147,11 +147,14 @@ impl Pass {
             monitor: &self.monitor,
             suspended: self.direct_io.refused().is_some(),
             managed: self.space.breaker.managed(),
+            heals: false,
         };
         match admission.may_merge(&self.map, page, Some(slot)) {
             Verdict::Refuse(Reason::Huge | Reason::Probe) => &mut to.huge,
             Verdict::Refuse(Reason::NoMappings) => &mut to.over_vmas,
-            Verdict::Refuse(Reason::Suspended | Reason::Changed) | Verdict::Merge => &mut to.waiting,
+            Verdict::Refuse(Reason::Suspended | Reason::Changed | Reason::MayBePinned) | Verdict::Merge => {
+                &mut to.waiting
+            }
         }
     }
 

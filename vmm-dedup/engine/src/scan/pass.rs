@@ -12,6 +12,7 @@
 use crate::account::Account;
 use crate::config::{Breaks, Config};
 use crate::error::Error;
+use crate::lookup::copies;
 use crate::lookup::find::Finder;
 use crate::lookup::keys::{KeyReader, Keyed};
 use crate::lookup::publish;
@@ -20,6 +21,7 @@ use crate::lookup::tree_search::Searcher;
 use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
+use crate::merge::healer::Healer;
 use crate::merge::planner::{Context, Planner};
 use crate::merge::verify_engine::VerifyEngine;
 use crate::scan::control::Control;
@@ -107,7 +109,7 @@ impl Pass {
         // Last: who has introduced himself counts for the store until this process ends.
         let session = Session::open(store_path, config.name.clone(), memory.pages())?;
         let mut pass = Self {
-            planner: Planner::new(&config, verify_engine),
+            planner: Planner::new(&config, verify_engine, Healer::new(&config, &direct_io)),
             pace: Pace::new(config.cpu_percent),
             finder: Finder::new(search),
             config,
@@ -164,6 +166,7 @@ impl Pass {
             self.space
                 .find_copied(&mut self.map, &mut self.account, self.number)?;
             self.account.lap(|cpu| &mut cpu.track);
+            self.look_at_copies()?;
         }
         self.watch_use()?;
         if self.session.is_connected() && self.direct_io.glance() {
@@ -231,6 +234,25 @@ impl Pass {
         self.tell_store_of_many()?;
         if self.found.len() >= MAX_FOUND {
             self.merge()?;
+        }
+        Ok(())
+    }
+
+    /// Keyed > found, for pages that the kernel copied.
+    fn look_at_copies(&mut self) -> Result<(), Error> {
+        for at in 0..self.map.chunks().len() {
+            if !self.map.chunk_mut(at).copies_due() {
+                continue;
+            }
+            let (map, pagemap) = (&mut self.map, &mut self.space.pagemap);
+            let keyed = copies::look(map, pagemap, &self.session, &mut self.account, self.number, at)?;
+            self.find(keyed);
+            self.account.lap(|cpu| &mut cpu.key);
+            self.tell_store_of_many()?;
+            self.yield_and_poll()?;
+            if self.found.len() >= MAX_FOUND {
+                self.merge()?;
+            }
         }
         Ok(())
     }

@@ -19,31 +19,29 @@
 #![allow(unsafe_code)] // descriptors that others own
 
 use crate::error::Error;
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RawDir, Statx, StatxFlags, fstat, statx};
+use crate::sys::descriptors::{self, Descriptors, file_system, info, link, stat};
+use rustix::fs::{AtFlags, CWD, FileType, Statx, StatxFlags, statx};
 use std::fs;
-use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{BorrowedFd, RawFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-const EXT4: i64 = 0xef53;
-const XFS: i64 = 0x5846_5342;
-const BTRFS: i64 = 0x9123_683e;
-const TMPFS: i64 = 0x0102_1994;
+pub(super) const EXT4: i64 = 0xef53;
+pub(super) const XFS: i64 = 0x5846_5342;
+pub(super) const BTRFS: i64 = 0x9123_683e;
+pub(super) const TMPFS: i64 = 0x0102_1994;
 const FUSE: i64 = 0x6573_5546;
-const OVERLAYFS: i64 = 0x794c_7630;
+pub(super) const OVERLAYFS: i64 = 0x794c_7630;
 
 /// Major number of small devices of all kinds, vhost-scsi among them.
 const MISC: u32 = 10;
 /// Files of overlayfs remembered.
 const MOST_PASSED: usize = 64;
-/// Descriptors up to here are asked for one by one, which is much cheaper than listing them.
-const MOST_ASKED: RawFd = 4096;
 
 /// The files that this process has open, looked at again and again.
 #[derive(Debug)]
 pub(crate) struct DirectIo {
-    /// /proc/self/fd.
-    folder: OwnedFd,
+    descriptors: Arc<Descriptors>,
     /// Linux 6.9 or later.
     fuse_pins: bool,
     /// Files of overlayfs that were let pass, by device and number: to find out takes long.
@@ -54,16 +52,18 @@ pub(crate) struct DirectIo {
 
 impl DirectIo {
     pub(crate) fn new() -> Result<Self, Error> {
-        let path = "/proc/self/fd";
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let folder = rustix::fs::open(path, flags, Mode::empty()).map_err(|e| Error::Proc(path, e.into()))?;
         let release = rustix::system::uname().release().to_string_lossy().into_owned();
         Ok(Self {
-            folder,
+            descriptors: Arc::new(Descriptors::open()?),
             fuse_pins: version(&release) >= (6, 9),
             passed: Vec::new(),
             refused: None,
         })
+    }
+
+    /// The files that it looks at.
+    pub(super) fn descriptors(&self) -> Arc<Descriptors> {
+        self.descriptors.clone()
     }
 
     /// Why guest memory must not be replaced now, as of the last look.
@@ -73,7 +73,8 @@ impl DirectIo {
 
     /// Looks at every file that this process has open; fails if one must not meet merging.
     pub(crate) fn look(&mut self) -> Result<(), Error> {
-        let found = self.each_open(|this, fd| Ok(this.judge_flags(fd)? && this.judge_others(fd)?));
+        let descriptors = self.descriptors.clone();
+        let found = descriptors.each(|fd| Ok(self.judge_flags(fd)? && self.judge_others(fd)?));
         self.note(&found);
         found
     }
@@ -83,7 +84,8 @@ impl DirectIo {
     /// Linux 6.9. Returns whether merging may go on.
     pub(crate) fn glance(&mut self) -> bool {
         if self.refused.is_none() {
-            let found = self.each_open(Self::judge_flags);
+            let descriptors = self.descriptors.clone();
+            let found = descriptors.each(|fd| self.judge_flags(fd));
             self.note(&found);
         }
         self.refused.is_none()
@@ -99,49 +101,11 @@ impl DirectIo {
         self.refused = refused;
     }
 
-    /// Judges all descriptors; what judges says whether one is open.
-    fn each_open(&mut self, judge: impl Fn(&mut Self, RawFd) -> Result<bool, Error>) -> Result<(), Error> {
-        // Since Linux 6.2 the size of this folder is the number of descriptors.
-        let open = fstat(&self.folder).map_or(0, |stat| stat.st_size);
-        let mut seen = 0;
-        for fd in 0..MOST_ASKED {
-            if seen >= open {
-                return Ok(());
-            }
-            seen += i64::from(judge(self, fd)?);
-        }
-        for fd in self.descriptors()? {
-            judge(self, fd)?;
-        }
-        Ok(())
-    }
-
-    fn descriptors(&self) -> Result<Vec<RawFd>, Error> {
-        let failed = |e: rustix::io::Errno| Error::Proc("/proc/self/fd", e.into());
-        rustix::fs::seek(&self.folder, rustix::fs::SeekFrom::Start(0)).map_err(failed)?;
-        let mut buffer = [MaybeUninit::uninit(); 4096];
-        let mut entries = RawDir::new(&self.folder, &mut buffer);
-        let mut found = Vec::new();
-        while let Some(entry) = entries.next() {
-            let entry = entry.map_err(failed)?;
-            found.extend(
-                entry
-                    .file_name()
-                    .to_str()
-                    .ok()
-                    .and_then(|name| name.parse::<RawFd>().ok()),
-            );
-        }
-        Ok(found)
-    }
-
     /// Whether a descriptor is open at all. Fails if it is for direct I/O that may go wrong.
     fn judge_flags(&mut self, fd: RawFd) -> Result<bool, Error> {
-        // SAFETY: asking for flags has no effect; the descriptor may be closed meanwhile, which the kernel tells.
-        let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-        if flags < 0 {
+        let Some(flags) = descriptors::flags(fd) else {
             return Ok(false);
-        }
+        };
         // (The flag has no meaning together with O_PATH, which allows no I/O.)
         if flags & (libc::O_DIRECT | libc::O_PATH) == libc::O_DIRECT
             && let Some(stat) = stat(fd)
@@ -231,27 +195,8 @@ fn name_of(magic: i64) -> String {
     )
 }
 
-fn stat(fd: RawFd) -> Option<libc::stat> {
-    // SAFETY: all-zero is a valid stat, which the kernel fills.
-    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: stat is exclusive; the descriptor may be closed meanwhile, which the kernel tells.
-    (unsafe { libc::fstat(fd, &mut stat) } == 0).then_some(stat)
-}
-
-fn file_system(fd: RawFd) -> Option<i64> {
-    // SAFETY: all-zero is a valid statfs, which the kernel fills.
-    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: as in stat().
-    (unsafe { libc::fstatfs(fd, &mut stat) } == 0).then_some(stat.f_type)
-}
-
 fn file_system_at(path: &Path) -> Option<i64> {
     rustix::fs::statfs(path).ok().map(|stat| stat.f_type)
-}
-
-/// Where a descriptor leads to.
-fn link(fd: RawFd) -> PathBuf {
-    fs::read_link(format!("/proc/self/fd/{fd}")).unwrap_or_default()
 }
 
 /// What is mounted where a file is.
@@ -263,7 +208,7 @@ struct Mount {
 }
 
 fn mount(fd: RawFd) -> Option<Mount> {
-    let info = fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).ok()?;
+    let info = info(fd)?;
     let number = info.lines().find_map(|line| line.strip_prefix("mnt_id:"))?;
     // The mounts that this thread sees, by which paths are found.
     let mounts = fs::read_to_string("/proc/thread-self/mountinfo").ok()?;
@@ -313,7 +258,7 @@ fn unescape(text: &str) -> String {
 /// The file systems that a file of an overlayfs is or may come to be on: that of the layer that it is found in, and that of
 /// the upper one, where it goes when it is written. `None` if the layers are not visible here. They are found by their
 /// paths, which may lead elsewhere in this process's view; so the file that is found must be the very one.
-fn layers(fd: RawFd) -> Option<Vec<i64>> {
+pub(super) fn layers(fd: RawFd) -> Option<Vec<i64>> {
     let mount = mount(fd)?;
     // SAFETY: used for one call only; if the descriptor was closed the kernel tells, or tells of another file, which is not
     // found then.
@@ -375,9 +320,10 @@ fn is_same_file(path: &Path, shown: &Statx, with_number: bool) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::{Mode, OFlags};
     use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_change, unmount};
     use std::fs::File;
-    use std::os::fd::AsFd;
+    use std::os::fd::{AsFd, OwnedFd};
 
     fn direct_io(fuse_pins: bool) -> DirectIo {
         DirectIo {
@@ -509,7 +455,7 @@ mod tests {
             assert!(direct_io.refused().unwrap().contains("overlayfs"));
             assert!(direct_io.look().unwrap_err().to_string().contains("overlayfs"));
             // However high its number is.
-            let high = rustix::io::fcntl_dupfd_cloexec(file.as_fd(), MOST_ASKED + 100);
+            let high = rustix::io::fcntl_dupfd_cloexec(file.as_fd(), descriptors::MOST_ASKED + 100);
             if high.is_ok() {
                 drop(file);
                 assert!(!self::direct_io(true).glance());

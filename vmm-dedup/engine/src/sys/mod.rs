@@ -2,11 +2,13 @@
 //! once, at this border. (Code elsewhere that reads or replaces guest pages is unsafe as well, item by item.)
 
 pub(crate) mod bell;
+mod descriptors;
 pub(crate) mod direct_io;
 pub(crate) mod guest;
 pub(crate) mod late_log;
 pub(crate) mod page_size;
 pub(crate) mod pagemap;
+pub(crate) mod pinners;
 pub(crate) mod proc;
 pub(crate) mod relocate;
 pub(crate) mod sched;

@@ -49,6 +49,13 @@ pub(crate) fn vma_count() -> Result<usize, Error> {
     Ok(vmas()?.len())
 }
 
+/// VMAs that a range lies in.
+#[cfg(test)]
+pub(crate) fn mappings_within(range: &Range<usize>) -> Result<usize, Error> {
+    let within = |vma: &Vma| vma.range.start < range.end && range.start < vma.range.end;
+    Ok(vmas()?.into_iter().filter(within).count())
+}
+
 /// Checks that a range is mapped without gaps, private and anonymous: what the engine may work on.
 pub(crate) fn check_private_anonymous(range: &Range<usize>) -> Result<(), Error> {
     let mut at = range.start;

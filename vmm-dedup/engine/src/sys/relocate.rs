@@ -166,15 +166,25 @@ fn drop_copy(at: usize) {
 /// `fresh` must hold what the guest sees in the range, and nobody may be able to change that before the step is done.
 #[allow(unsafe_code)] // replaces guest pages
 pub(crate) unsafe fn put_over(fresh: usize, range: &Range<usize>) -> io::Result<()> {
+    // SAFETY: as promised by the caller.
+    let put = map_over(range, || unsafe {
+        vma::move_over(fresh, range.start, range.len())
+    });
+    if put.is_err() {
+        vma::unmap(fresh, range.len());
+    }
+    put
+}
+
+/// Lets `map` put a mapping into the place of guest memory whose bytes it has as well. On an error the guest's is as it was.
+pub(crate) fn map_over(range: &Range<usize>, mut map: impl FnMut() -> io::Result<()>) -> io::Result<()> {
     let mut hole = false;
     loop {
-        // SAFETY: as promised by the caller; a hole holds nothing.
-        let Err(error) = (unsafe { vma::move_over(fresh, range.start, range.len()) }) else {
+        let Err(error) = map() else {
             return Ok(());
         };
         // Asked of the mappings: touching the place could wait for a page that is away, which only this thread can put back.
         if !hole && vma::is_mapped(range.start, range.len()) {
-            vma::unmap(fresh, range.len());
             return Err(error);
         }
         // The kernel unmapped the place and then lacked the memory to go on: there is no way back, and nobody may get the

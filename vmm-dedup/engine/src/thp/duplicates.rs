@@ -180,7 +180,7 @@ fn looks_repeated(map: &PageMap, session: &Session, subpage: &Subpage) -> bool {
 fn may_ask(map: &PageMap, pass: u64, page: Page) -> bool {
     let state = map.state(page);
     match (state.backing, state.known) {
-        (Backing::Private, Known::KeyedInHuge(_)) => true,
+        (Backing::Private, Known::Keyed(_)) => true,
         (Backing::Private, Known::Pinned(retry)) => retry.is_due(pass),
         _ => false,
     }

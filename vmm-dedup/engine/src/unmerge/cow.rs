@@ -24,11 +24,12 @@ use crate::sys::relocate::{put_over, unprotect, wake};
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::{self, Anonymous};
 use crate::unmerge::page_reserve::Reserve;
+use crate::window::{Afterwards, Frozen};
 use std::collections::HashSet;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use vmm_dedup_protocol::key::PAGE_WORDS;
 use vmm_dedup_protocol::stats::Histogram;
 
@@ -56,25 +57,47 @@ pub(crate) struct Restored {
     pub(crate) error: Option<io::Error>,
 }
 
-/// Runs whose writers wait; when it is dropped, also by a panic, they go on.
-struct Held<'a> {
+/// Runs of store mappings that nobody writes for the moment, and that the fault thread leaves alone.
+#[derive(Debug)]
+pub(crate) struct FrozenRuns<'a> {
+    // Thawed before the lock is given back.
+    runs: Vec<Frozen<'a>>,
     breaker: &'a Breaker,
-    runs: &'a [Range<usize>],
-    /// Other memory is in their place, which is not protected.
-    replaced: bool,
+    inner: MutexGuard<'a, Inner>,
 }
 
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
-        let uffd = &self.breaker.uffd;
-        for run in self.runs {
-            // Without a fault thread nobody would serve them.
-            let unserved = !self.replaced && !self.breaker.managed;
-            if unserved && uffd.unregister(run.start, run.len()).is_err() {
-                unprotect(uffd, run);
+impl<'a> FrozenRuns<'a> {
+    pub(crate) fn runs(&self) -> impl Iterator<Item = &Frozen<'a>> {
+        self.runs.iter()
+    }
+
+    pub(crate) fn runs_mut(&mut self) -> impl Iterator<Item = &mut Frozen<'a>> {
+        self.runs.iter_mut()
+    }
+
+    /// Ends it, where slots were mapped over these parts: their writers are served as those of any mapping of the store.
+    pub(crate) fn adopt(mut self, pagemap: &mut Pagemap, mapped: &[Range<usize>]) {
+        self.forget_replaced();
+        if self.breaker.managed {
+            for run in mapped {
+                let private = self.breaker.protect(pagemap, run);
+                self.breaker.take_over(&mut self.inner, run, &private);
             }
-            wake(uffd, run);
         }
+        self.runs.clear();
+    }
+
+    fn forget_replaced(&mut self) {
+        for replaced in self.runs.iter().flat_map(Frozen::replaced) {
+            self.breaker.forget_left(&mut self.inner, replaced);
+            self.breaker.mark(replaced, false);
+        }
+    }
+}
+
+impl Drop for FrozenRuns<'_> {
+    fn drop(&mut self) {
+        self.forget_replaced();
     }
 }
 
@@ -213,9 +236,14 @@ impl Breaker {
     /// and the kernel copied for him. Once the range is protected that cannot happen any more; so what is private then
     /// is left to the kernel for good, and only the rest is ours to break.
     pub(crate) fn adopt(&self, pagemap: &mut Pagemap, run: &Range<usize>) {
-        if !self.managed {
-            return;
+        if self.managed {
+            let private = self.protect(pagemap, run);
+            self.take_over(&mut self.lock(), run, &private);
         }
+    }
+
+    /// Protects a range that was just mapped; what of it is private then.
+    fn protect(&self, pagemap: &mut Pagemap, run: &Range<usize>) -> Vec<Range<usize>> {
         // A write to a page that is protected but not mapped yet is copied by the kernel before we hear of it.
         vma::populate_read(run.start, run.len());
         let protected = self
@@ -223,20 +251,24 @@ impl Breaker {
             .register(run.start, run.len(), Mode::Wp)
             .and_then(|()| self.uffd.write_protect(run.start, run.len(), true))
             .and_then(|()| pagemap.private(run.clone()));
-        let private = protected.unwrap_or_else(|error| {
+        protected.unwrap_or_else(|error| {
             late_log::note(
                 "protecting shared pages",
                 &error,
                 "writes to them are left to the kernel",
             );
             vec![run.clone()]
-        });
-        for stretch in &private {
-            self.leave(&mut self.lock(), stretch);
+        })
+    }
+
+    /// Serves the writers of a protected range, but for what is private in it.
+    fn take_over(&self, inner: &mut Inner, run: &Range<usize>, private: &[Range<usize>]) {
+        for stretch in private {
+            self.leave(inner, stretch);
         }
         // Marked last: the fault thread touches nothing that is not marked.
-        for ours in complement(run, &private) {
-            self.forget_left(&mut self.lock(), &ours);
+        for ours in complement(run, private) {
+            self.forget_left(inner, &ours);
             self.mark(&ours, true);
         }
     }
@@ -280,49 +312,51 @@ impl Breaker {
         runs: &[Range<usize>],
         work: impl FnOnce() -> Option<T>,
     ) -> Option<T> {
-        // Locked, so that the fault thread replaces nothing.
-        let mut inner = self.lock();
-        let mut held = Held {
-            breaker: self,
-            runs,
-            replaced: false,
-        };
-        let mut protected = runs.iter().take_while(|run| self.hold_run(pagemap, run));
-        let done = if protected.by_ref().count() == runs.len() {
-            work()
-        } else {
-            None
-        };
-        held.replaced = done.is_some();
-        if held.replaced {
-            for run in runs {
-                self.forget_left(&mut inner, run);
-                self.mark(run, false);
-            }
+        let mut frozen = self.freeze(runs.iter().cloned())?;
+        let is_the_stores = |run: &Frozen<'_>| run.copies(pagemap).is_ok_and(|copies| copies.is_empty());
+        if !frozen.runs().all(is_the_stores) {
+            return None;
         }
-        done
+        let done = work()?;
+        for run in &mut frozen.runs {
+            run.note_replaced(run.range().clone());
+        }
+        Some(done)
     }
 
-    /// Makes writers of a run wait; whether all of it still is the store's then. What is, nobody can change or pin for
-    /// writing from here on.
-    fn hold_run(&self, pagemap: &mut Pagemap, run: &Range<usize>) -> bool {
-        let protected = if self.managed {
-            let first = self.page_at(run.start);
-            let mut pages = first
-                .into_iter()
-                .flat_map(|first| first..)
-                .take(run.len() / PAGE_SIZE);
-            pages.all(|page| self.is_shared(page))
-        } else {
-            let armed = self.uffd.register(run.start, run.len(), Mode::Wp);
-            armed
-                .and_then(|()| self.uffd.write_protect(run.start, run.len(), true))
-                .is_ok()
+    /// Freezes runs of store mappings. `None`: the fault thread has replaced a page of them, or the kernel refused; then
+    /// nothing is frozen.
+    pub(crate) fn freeze(&self, runs: impl IntoIterator<Item = Range<usize>>) -> Option<FrozenRuns<'_>> {
+        // Locked, so that the fault thread replaces nothing.
+        let inner = self.lock();
+        let freeze = |run: Range<usize>| {
+            let afterwards = self.afterwards(&inner, &run)?;
+            Frozen::freeze(&self.uffd, run, afterwards).ok()
         };
-        protected
-            && pagemap
-                .private(run.clone())
-                .is_ok_and(|private| private.is_empty())
+        let frozen: Option<Vec<Frozen<'_>>> = runs.into_iter().map(freeze).collect();
+        Some(FrozenRuns {
+            runs: frozen?,
+            breaker: self,
+            inner,
+        })
+    }
+
+    /// What becomes of a run that is frozen; `None` if the fault thread has replaced a page.
+    fn afterwards(&self, inner: &Inner, run: &Range<usize>) -> Option<Afterwards> {
+        if !self.managed {
+            return Some(Afterwards::Unregistered);
+        }
+        let first = self.page_at(run.start)?;
+        let mut served: Vec<Range<usize>> = Vec::new();
+        for (page, at) in (first..).zip(run.clone().step_by(PAGE_SIZE)) {
+            match (self.is_shared(page), served.last_mut()) {
+                (true, Some(last)) if last.end == at => last.end += PAGE_SIZE,
+                (true, _) => served.push(at..at + PAGE_SIZE),
+                (false, _) if inner.left.contains(&page) => {}
+                (false, _) => return None,
+            }
+        }
+        Some(Afterwards::Served(served))
     }
 
     /// The parts of a run of store mappings that the fault thread has not replaced.

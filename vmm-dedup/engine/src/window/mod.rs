@@ -14,15 +14,18 @@
 //! error or by a panic of the thread that holds it, everything that is away goes back, nothing stays armed, and everybody
 //! who waits is woken. Putting back is tried until it works: the page exists nowhere else.
 //!
-//! Merging, building huge pages, giving up zeros and sampling all use it. Memory that is discarded must not meet a window:
+//! Merging, building huge pages, giving up zeros and sampling all use it. Pages in mappings of store files cannot be taken;
+//! they are replaced while they are [`Frozen`]. Memory that is discarded must not meet a window:
 //! whoever opens one holds the lock of [`discard`](mod@crate::unmerge::discard) until it is closed.
 //!
 //! Nothing is logged while pages are away: a log may end in a thread of the VMM that waits for one of them.
 
+mod frozen;
 mod huge_scratch;
 mod page_set;
 mod scratch;
 
+pub(crate) use frozen::{Afterwards, Frozen};
 pub(crate) use huge_scratch::HugeScratch;
 pub(crate) use page_set::PageSet;
 pub(crate) use scratch::Scratch;

@@ -1,0 +1,89 @@
+//! Keying pages that the kernel copied: anonymous memory in mappings of the store.
+//!
+//! Nobody tracks writes there: a mapping of a file would have to be registered, and walked in every pass. So such a page is
+//! looked at twice. If its key is the same the second time it stood still, and a twin is looked for. A page that was reported to
+//! the store is looked at now and then, ever less often while nothing changes. What was written unseen is found out when it is
+//! compared.
+
+use crate::account::Account;
+use crate::error::Error;
+use crate::lookup::keys::{KeyReader, Keyed, PREFETCH};
+use crate::memory::layout::Page;
+use crate::memory::page_map::PageMap;
+use crate::memory::page_state::Known;
+use crate::store::session::Session;
+use crate::sys::guest;
+use crate::sys::page_size::PAGE_SIZE;
+use crate::sys::pagemap::Pagemap;
+
+/// Looks at the copies in a chunk; returns those that stood still and are to find a twin.
+///
+/// # Errors
+/// [`Error::Pagemap`].
+pub(crate) fn look(
+    map: &mut PageMap,
+    pagemap: &mut Pagemap,
+    session: &Session,
+    account: &mut Account,
+    pass: u64,
+    at: usize,
+) -> Result<Keyed, Error> {
+    let chunk = map.chunk_at(at).clone();
+    let any = chunk.pages.clone().any(|page| map.backing(page).is_copied());
+    map.chunk_mut(at).looked_at_copies(any);
+    if !any {
+        return Ok(Keyed::default());
+    }
+    let wanted = |page: Page| {
+        let state = map.state(page);
+        let rests = match state.known {
+            Known::Pinned(retry) => !retry.is_due(pass),
+            // Line keys are read here.
+            Known::Candidate(key) => key.is_full(),
+            _ => false,
+        };
+        state.backing.is_copied() && !rests
+    };
+    let mut pages = Vec::new();
+    // What is swapped out stays there.
+    for present in pagemap.private(chunk.addresses()).map_err(Error::Pagemap)? {
+        let addresses = present.step_by(PAGE_SIZE);
+        let numbers = addresses.filter_map(|address| map.memory().page_at(address));
+        pages.extend(numbers.filter(|page| wanted(*page)));
+    }
+    Ok(read(map, session, account, at, &pages))
+}
+
+fn read(map: &mut PageMap, session: &Session, account: &mut Account, at: usize, pages: &[Page]) -> Keyed {
+    let memory = map.memory().clone();
+    let mut reader = KeyReader {
+        memory: &memory,
+        salt: session.salt(),
+        account,
+    };
+    let (mut keyed, mut changed) = (Keyed::default(), false);
+    for (n, page) in pages.iter().copied().enumerate() {
+        if let Some(ahead) = pages.get(n + PREFETCH) {
+            guest::prefetch_key_lines(memory.address(*ahead));
+        }
+        let (key, zero) = reader.read(page);
+        match map.known(page) {
+            Known::Candidate(known) if known == key => {}
+            Known::Keyed(known) if known != key => {
+                map.key_copy(page, Some(key));
+                changed = true;
+            }
+            // It rested long enough.
+            Known::Keyed(_) | Known::Pinned(_) if zero => keyed.zeros.push(page),
+            Known::Keyed(_) | Known::Pinned(_) => keyed.keys.push((page, key)),
+            _ => {
+                map.key_copy(page, Some(key));
+                changed = true;
+            }
+        }
+    }
+    if changed {
+        map.chunk_mut(at).look_at_copies_soon();
+    }
+    keyed
+}
