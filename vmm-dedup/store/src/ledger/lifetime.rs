@@ -41,7 +41,6 @@
 //!   before has told by the time it is freed, as for every slot that left the index.
 //! - *The new slot is there for whoever follows the forward.* The old slot holds a reference to the new one until it is
 //!   itself free. As long as a process maps the old slot, told or untold, that is not free (the rule), so the new one is live.
-//!   It would not be enough to hold it until nobody references the old slot: somebody may map that, untold, and follow.
 //! - *A forward may change.* When the new slot moves on, what leads to it leads to where it went from then on. A service
 //!   that has read the forward before and maps what it named has not told: reading a forward is looking up, under the same
 //!   epochs. So the slot in between, once it has lost its references, waits in limbo until that service has told.
@@ -367,15 +366,6 @@ impl Lifetime {
         };
         let listed = !self.is_unlisted(slot) && matches!(self.slots.state(slot), SlotState::Live(_));
         listed || self.series.iter().any(within)
-    }
-
-    /// What the model check must find out to be wrong.
-    #[cfg(test)]
-    pub(crate) fn unlink(&mut self, old: Slot) {
-        if let Some(new) = self.moved.remove(&old) {
-            self.sources.remove(&(new, old));
-            self.drop_references(new, 1);
-        }
     }
 
     /// What the model check must find out to be wrong.
