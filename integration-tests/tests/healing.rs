@@ -54,7 +54,10 @@ fn pass_until(guests: &[Guest], done: impl Fn(&ServiceStats) -> bool) -> Vec<Ser
         if stats.iter().all(&done) {
             return stats;
         }
-        assert!(passes < 4 * ENOUGH && start.elapsed() < Duration::from_secs(120), "{stats:?}");
+        assert!(
+            passes < 4 * ENOUGH && start.elapsed() < Duration::from_secs(120),
+            "{stats:?}"
+        );
     }
 }
 
@@ -82,12 +85,20 @@ fn extents_that_are_replaced_again_and_again_stay_shared() {
             ids[page] = round << 32 | page as u64;
             guests.iter().for_each(|guest| guest.pages.fill(page, ids[page]));
         }
-        let stats = pass_until(&guests, |stats| all(stats) && stats.heals_total >= round * PAGES as u64 / 4);
+        let stats = pass_until(&guests, |stats| {
+            all(stats) && stats.heals_total >= round * PAGES as u64 / 4
+        });
         for guest in &guests {
-            assert!((0..PAGES).all(|page| guest.pages.holds(page, ids[page])), "round {round}");
+            assert!(
+                (0..PAGES).all(|page| guest.pages.holds(page, ids[page])),
+                "round {round}"
+            );
         }
         let vmas = stats.iter().map(|stats| stats.vmas).max();
-        assert!(vmas <= Some(3 * PAGES as u64 / EXTENT as u64), "{vmas:?} mappings");
+        assert!(
+            vmas <= Some(3 * PAGES as u64 / EXTENT as u64),
+            "{vmas:?} mappings"
+        );
     }
     for guest in guests {
         let mappings = mappings(&guest.pages);

@@ -43,7 +43,11 @@ mod tests {
         assert_eq!(read(&view, last), None);
         write(&map, last, slot(0));
         assert_eq!((read(&view, last), read(&view, slot(0))), (Some(slot(0)), None));
-        assert!(map.words()[..SEGMENT_BYTES / 8].iter().all(|word| word.load(Ordering::Relaxed) == 0));
+        assert!(
+            map.words()[..SEGMENT_BYTES / 8]
+                .iter()
+                .all(|word| word.load(Ordering::Relaxed) == 0)
+        );
     }
 
     #[test]

@@ -238,9 +238,9 @@ impl State {
     fn released(&mut self, id: MemberId, number: u32) -> Result<(), Violation> {
         self.peers.service_mut(id, "Released")?;
         let can_be = self.exchange.pool.released(id, number);
-        can_be
-            .then_some(())
-            .ok_or(Violation::Unexpected("Released (of a retired segment, without references)"))
+        can_be.then_some(()).ok_or(Violation::Unexpected(
+            "Released (of a retired segment, without references)",
+        ))
     }
 
     /// The socket is gone, or the peer has said goodbye.

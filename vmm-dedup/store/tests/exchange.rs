@@ -4,6 +4,7 @@ mod support;
 
 use std::time::Duration;
 use support::{Client, PAGES, Server, eventually, page, stats};
+use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::index::Line;
 use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::message::{Kind, Staged, Wish, encode};
@@ -156,7 +157,11 @@ fn a_number_is_given_away_only_after_everyone_has_looked_again_and_let_go() {
     let slot = a.publish(&[page(1)])[0].unwrap();
     a.batch(&[], &[], &[(slot, -1)]);
     assert_eq!(a.find(&page(1)), None);
-    assert_eq!(a.publish(&[page(2)]), [None], "what is dead takes its room until its segment goes");
+    assert_eq!(
+        a.publish(&[page(2)]),
+        [None],
+        "what is dead takes its room until its segment goes"
+    );
     eventually(Duration::from_secs(5), || {
         a.acknowledge();
         a.retired == [0]
@@ -168,18 +173,28 @@ fn a_number_is_given_away_only_after_everyone_has_looked_again_and_let_go() {
     // b found it before and tells only now. It is counted, and nobody finds it.
     b.send_batch(1, &[], &[], &[(slot, 1)]);
     b.batch_reply();
-    assert_eq!((stats(&server.socket).store.slots_limbo, a.find(&page(1))), (0, None));
+    assert_eq!(
+        (stats(&server.socket).store.slots_limbo, a.find(&page(1))),
+        (0, None)
+    );
     a.release();
     b.batch(&[], &[], &[(slot, -1)]);
     b.release();
-    std::thread::sleep(Duration::from_millis(1500));
-    a.batch(&[], &[], &[(next, -1)]);
-    eventually(Duration::from_secs(5), || {
-        a.acknowledge();
-        a.retired == [1]
-    });
+    let mut another = |a: &mut Client, last: Slot, seed| {
+        a.batch(&[], &[], &[(last, -1)]);
+        eventually(Duration::from_secs(5), || {
+            a.acknowledge();
+            a.retired == [last.segment()]
+        });
+        a.release();
+        std::thread::sleep(Duration::from_millis(1500));
+        a.publish(&[page(seed)])[0].unwrap()
+    };
     // b has not looked again since the first page died.
-    assert_eq!(a.publish(&[page(3)])[0].unwrap().segment(), 0);
+    let next = another(&mut a, next, 3);
+    assert_eq!(next.segment(), 2);
+    b.acknowledge();
+    assert_eq!(another(&mut a, next, 4).segment(), 0);
 }
 
 #[test]
@@ -358,10 +373,14 @@ fn an_empty_segment_is_retired() {
     let mut a = Client::connect(&server.socket, "a");
     let slot = a.publish(&[page(1)])[0].unwrap();
     a.batch(&[], &[], &[(slot, -1)]);
-    a.acknowledge();
-    a.acknowledge();
-    assert!(a.segments[0].is_none());
-    assert_eq!(stats(&server.socket).store.resident_bytes, 0);
+    eventually(Duration::from_secs(5), || {
+        a.acknowledge();
+        a.segments[0].is_none()
+    });
+    a.release();
+    eventually(Duration::from_secs(5), || {
+        stats(&server.socket).store.resident_bytes == 0
+    });
     let again = a.publish(&[page(2)])[0].unwrap();
     assert_eq!(a.content(again), page(2));
 }
@@ -375,7 +394,9 @@ fn a_slot_is_written_once() {
     a.acknowledge();
     let account = stats(&server.socket).store;
     assert_eq!((account.pages_shared, account.slots_limbo), (1, 0));
-    let others: Vec<_> = (10..30).map(|seed| a.publish(&[page(seed)])[0].unwrap()).collect();
+    let others: Vec<_> = (10..30)
+        .map(|seed| a.publish(&[page(seed)])[0].unwrap())
+        .collect();
     assert!(!others.contains(&slots[0].unwrap()));
     assert_eq!(a.content(slots[0].unwrap()), page(1));
 }

@@ -73,7 +73,9 @@ fn what_is_still_read_stays_as_it_is_when_its_segment_goes_and_its_number_return
         client.retired == [0]
     });
     client.release();
-    eventually(Duration::from_secs(5), || stats(&server.socket).store.resident_bytes == 0);
+    eventually(Duration::from_secs(5), || {
+        stats(&server.socket).store.resident_bytes == 0
+    });
     std::thread::sleep(Duration::from_millis(1500));
     let again = client.publish(&[page(30)])[0].unwrap();
     assert_eq!((again.number(), client.content(again)), (0, page(30)));

@@ -50,7 +50,11 @@ fn vmas() -> Result<Vec<Vma>, Error> {
 
 /// Inode numbers of the files that this process maps.
 pub(crate) fn mapped_files() -> Result<HashSet<u64>, Error> {
-    Ok(vmas()?.into_iter().map(|vma| vma.inode).filter(|inode| *inode != 0).collect())
+    Ok(vmas()?
+        .into_iter()
+        .map(|vma| vma.inode)
+        .filter(|inode| *inode != 0)
+        .collect())
 }
 
 /// VMAs of this process.

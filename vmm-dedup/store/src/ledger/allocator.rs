@@ -181,7 +181,10 @@ impl Allocator {
         if purpose == Purpose::New && self.is_full() {
             return None;
         }
-        let gap = self.places.iter().position(|place| matches!(place, Place::Vacant));
+        let gap = self
+            .places
+            .iter()
+            .position(|place| matches!(place, Place::Vacant));
         let number = u32::try_from(gap.unwrap_or(self.places.len())).ok()?;
         (number < MAX_SEGMENTS).then_some(number)
     }
@@ -431,7 +434,10 @@ impl Allocator {
             }
         }
         let run = Run::new(number, start, end - start);
-        Some(Piece { run, huge_page: false })
+        Some(Piece {
+            run,
+            huge_page: false,
+        })
     }
 
     /// Whether a slot holds a page.

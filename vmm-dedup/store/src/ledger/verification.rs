@@ -9,8 +9,9 @@
 //!
 //! The store takes one message at a time from first-in-first-out channels, at any later moment. Services read the
 //! epoch, look up, map, drop, send, lose their socket (what was on the way is lost), go on working without it,
-//! follow pages that have moved, connect again, say goodbye, and die. The store moves pages at any moment. It settles (advances the epoch, frees) at a moment of its own, so that services
-//! see the index between a removal and the epoch's advance. In one world two slots are a series.
+//! follow pages that have moved, connect again, say goodbye, and die. The store moves pages at any moment. It settles
+//! (advances the epoch, frees) at a moment of its own, so that services see the index between a removal and the epoch's
+//! advance. In one world two slots are a series.
 
 use crate::ledger::epochs::{Epoch, MemberId};
 use crate::ledger::lifetime::Lifetime;
@@ -101,13 +102,16 @@ fn slot(n: usize) -> Slot {
 }
 
 impl World {
-    fn new() -> Self {
+    fn new(services: usize) -> Self {
         let mut lifetime = Lifetime::new(1);
         let services = [MemberId(1), MemberId(2)].map(|member| {
-            lifetime.join(member);
+            let alive = usize::from(member.0) <= services;
+            if alive {
+                lifetime.join(member);
+            }
             Service {
                 member,
-                alive: true,
+                alive,
                 connected: true,
                 leaving: false,
                 epoch: None,
@@ -145,13 +149,14 @@ impl World {
                 live && self.generation[to] == self.generation[n] && !self.lifetime.is_found(slot(n))
             })
         };
-        (0..SLOTS).all(follows) && self.services.iter().filter(|s| s.alive).all(|service| {
-            let mapped = service.mapped.iter().chain(&service.legacy).enumerate();
-            mapped
-                .filter_map(|(n, g)| Some((n % SLOTS, (*g)?)))
-                .chain(service.found.map(|found| (found.slot, found.generation)))
-                .all(|(n, g)| safe(n, g))
-        })
+        (0..SLOTS).all(follows)
+            && self.services.iter().filter(|s| s.alive).all(|service| {
+                let mapped = service.mapped.iter().chain(&service.legacy).enumerate();
+                mapped
+                    .filter_map(|(n, g)| Some((n % SLOTS, (*g)?)))
+                    .chain(service.found.map(|found| (found.slot, found.generation)))
+                    .all(|(n, g)| safe(n, g))
+            })
     }
 
     /// Where the page of a slot has moved.
@@ -266,9 +271,9 @@ impl World {
             });
         }
         if let Some(epoch) = me.epoch {
-            let pending = me.found.is_some_and(|found| {
-                mistake != Mistake::ForwardsAreNotPending || found.over.is_none()
-            });
+            let pending = me
+                .found
+                .is_some_and(|found| mistake != Mistake::ForwardsAreNotPending || found.over.is_none());
             let can_send = me.connected && !me.leaving && !pending && self.sent < bounds.messages;
             self.step(all, can_send, |w| {
                 let deltas = std::mem::take(&mut w.services[i].deltas);
@@ -383,7 +388,7 @@ fn explore(bounds: Bounds, mistake: Mistake) -> Option<usize> {
             hasher.finish()
         })
     };
-    let start = World::new();
+    let start = World::new(bounds.services);
     let mut seen = HashSet::from([fingerprint(&start)]);
     let mut open = vec![start];
     while let Some(world) = open.pop() {
@@ -415,7 +420,16 @@ const PLAIN: Bounds = Bounds {
 /// Worlds small enough to be walked through in seconds, each with another emphasis.
 const WORLDS: [Bounds; 7] = [
     Bounds {
-        publications: 2,
+        services: 1,
+        slots: 3,
+        moves: 2,
+        ..PLAIN
+    },
+    Bounds {
+        services: 1,
+        messages: 3,
+        reconnections: 1,
+        moves: 2,
         ..PLAIN
     },
     Bounds {
@@ -423,28 +437,19 @@ const WORLDS: [Bounds; 7] = [
         goodbyes: true,
         ..PLAIN
     },
-    Bounds {
-        reconnections: 1,
-        goodbyes: true,
-        ..PLAIN
-    },
+    Bounds { moves: 1, ..PLAIN },
     Bounds {
         goodbyes: true,
         series: true,
         ..PLAIN
     },
-    Bounds { moves: 1, ..PLAIN },
     Bounds {
-        services: 1,
-        messages: 3,
         reconnections: 1,
-        moves: 2,
+        goodbyes: true,
         ..PLAIN
     },
     Bounds {
-        services: 1,
-        slots: 3,
-        moves: 2,
+        publications: 2,
         ..PLAIN
     },
 ];

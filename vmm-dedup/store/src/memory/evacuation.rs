@@ -115,10 +115,18 @@ impl Pool {
     /// Moves what is live of consecutive slots; how many these are.
     fn move_piece(&mut self, piece: &Piece) -> io::Result<u32> {
         let Run { first, len } = piece.run;
-        let all_used = piece.run.slots().all(|slot| self.segments.allocator().is_used(slot));
+        let all_used = piece
+            .run
+            .slots()
+            .all(|slot| self.segments.allocator().is_used(slot));
         let mut done = 0;
         while done < len {
-            let run = match piece.huge_page.then(|| self.take_huge_page()).transpose()?.flatten() {
+            let run = match piece
+                .huge_page
+                .then(|| self.take_huge_page())
+                .transpose()?
+                .flatten()
+            {
                 Some(run) => run,
                 None => self.take_run(len - done, SHORT_RUN)?,
             };

@@ -16,10 +16,10 @@ use crate::memory::evacuation::Evacuation;
 use crate::memory::segments::Segments;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use vmm_dedup_protocol::{SLOTS_PER_SEGMENT, Slot};
 use vmm_dedup_protocol::index::{IndexReader, Line};
 use vmm_dedup_protocol::key::{Key, Salt};
 use vmm_dedup_protocol::mapping::Mapping;
+use vmm_dedup_protocol::{SLOTS_PER_SEGMENT, Slot};
 
 /// What all services must be told, in this order.
 #[derive(Clone, Debug)]

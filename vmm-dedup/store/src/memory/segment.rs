@@ -3,8 +3,8 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
-use vmm_dedup_protocol::{SEGMENT_BYTES, SEGMENT_FILE_BYTES};
 use vmm_dedup_protocol::mapping::{Mapping, sealed_memfd};
+use vmm_dedup_protocol::{SEGMENT_BYTES, SEGMENT_FILE_BYTES};
 
 /// A second descriptor of the same file that cannot be written through.
 pub(super) fn read_only(file: &OwnedFd) -> io::Result<OwnedFd> {

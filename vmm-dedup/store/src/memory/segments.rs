@@ -341,9 +341,11 @@ mod tests {
         );
         assert!(segments.forget(0, reader) && !segments.forget(0, reader));
         segments.release(|_| false);
-        assert!(run(&mut segments, 2).is_some_and(|(first, _)| first > 2));
+        run(&mut segments, SLOTS_PER_SEGMENT - 1);
+        assert_eq!(run(&mut segments, 9), Some((2 * SLOTS_PER_SEGMENT, 9)));
         segments.release(|_| true);
-        assert_eq!(run(&mut segments, SLOTS_PER_SEGMENT), Some((0, SLOTS_PER_SEGMENT)));
+        run(&mut segments, SLOTS_PER_SEGMENT - 9);
+        assert_eq!(run(&mut segments, 9), Some((0, 9)));
         let inode = |file: &OwnedFd| rustix::fs::fstat(file).unwrap().st_ino;
         assert_ne!(inode(&before), inode(&segments.file(0)));
     }

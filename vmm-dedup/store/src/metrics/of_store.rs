@@ -117,7 +117,11 @@ fn slots(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         "Pages that nobody uses any more, whose memory returns when their file goes",
         s.slots.staying.dead + s.slots.leaving.dead,
     )?;
-    w.gauge("segments", "Files of the store, 16 MiB each when full", s.segments)?;
+    w.gauge(
+        "segments",
+        "Files of the store, 16 MiB each when full",
+        s.segments,
+    )?;
     w.gauge(
         "segments_leaving",
         "Files whose pages have moved to others, which VMs have not all followed",
@@ -128,9 +132,21 @@ fn slots(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         "Files that went, whose memory some VM still keeps",
         s.held.0,
     )?;
-    w.bytes("held", "Memory of files that went, which some VM still keeps", s.held.1)?;
-    w.counter("evacuations", "Files that were begun to be emptied", s.slots.evacuations_total)?;
-    w.counter("moved", "Pages moved to other files, so that theirs can go", s.moved)?;
+    w.bytes(
+        "held",
+        "Memory of files that went, which some VM still keeps",
+        s.held.1,
+    )?;
+    w.counter(
+        "evacuations",
+        "Files that were begun to be emptied",
+        s.slots.evacuations_total,
+    )?;
+    w.counter(
+        "moved",
+        "Pages moved to other files, so that theirs can go",
+        s.moved,
+    )?;
     w.counter(
         "segments_retired",
         "Files that emptied and went",

@@ -29,9 +29,7 @@ fn huge(allocator: &mut Allocator) -> Option<u32> {
 }
 
 fn give_back(allocator: &mut Allocator, slots: impl IntoIterator<Item = u32>) {
-    slots
-        .into_iter()
-        .for_each(|n| _ = allocator.give_back(slot(n)));
+    slots.into_iter().for_each(|n| _ = allocator.give_back(slot(n)));
 }
 
 fn bury(allocator: &mut Allocator, slots: impl IntoIterator<Item = u32>) {
@@ -170,7 +168,10 @@ fn a_segment_that_takes_pages_goes_only_when_it_is_asked_for() {
     assert_eq!(allocator.bury(slot(0)), None);
     assert_eq!(run(&mut allocator, 1), Some((1, 1)));
     assert_eq!((allocator.retire_idle(), allocator.bury(slot(1))), (None, None));
-    assert_eq!((allocator.retire_idle(), allocator.retire_idle()), (Some(0), None));
+    assert_eq!(
+        (allocator.retire_idle(), allocator.retire_idle()),
+        (Some(0), None)
+    );
     assert_eq!(allocator.counts().staying, Tally::default());
 }
 
@@ -192,11 +193,23 @@ fn pieces_keep_short_holes_and_huge_pages() {
     let huge = whole.first.number()..whole.first.number() + HUGE;
     assert_eq!(
         pieces(512),
-        [(3..20, false), (24..30, false), (90..100, false), (huge.clone(), true)]
+        [
+            (3..20, false),
+            (24..30, false),
+            (90..100, false),
+            (huge.clone(), true)
+        ]
     );
     assert_eq!(
         pieces(9),
-        [(3..10, false), (13..20, false), (24..30, false), (90..99, false), (99..100, false), (huge, true)]
+        [
+            (3..10, false),
+            (13..20, false),
+            (24..30, false),
+            (90..99, false),
+            (99..100, false),
+            (huge, true)
+        ]
     );
 }
 
@@ -255,7 +268,10 @@ impl Oracle {
         prop_assert!(!self.retired.contains(&run.first.segment()));
         for slot in run.slots() {
             let before = self.slots.insert(slot.number(), Known::Used);
-            prop_assert!(matches!(before, None | Some(Known::Unread)), "{slot} is written over {before:?}");
+            prop_assert!(
+                matches!(before, None | Some(Known::Unread)),
+                "{slot} is written over {before:?}"
+            );
         }
         Ok(())
     }
@@ -267,7 +283,10 @@ impl Oracle {
         let of_segment = |slot: &u32| slot / SLOTS_PER_SEGMENT == number;
         let mut slots = self.slots.iter();
         let used = slots.any(|(slot, known)| of_segment(slot) && *known == Known::Used);
-        let taken = self.slots.iter().filter(|(slot, known)| of_segment(slot) && **known != Known::Unread);
+        let taken = self
+            .slots
+            .iter()
+            .filter(|(slot, known)| of_segment(slot) && **known != Known::Unread);
         let takes_pages = taken.count() < SLOTS_PER_SEGMENT as usize && !self.leaving.contains(&number);
         prop_assert_eq!(retired, (!used && !takes_pages).then_some(number));
         retired.into_iter().for_each(|number| self.retire(number));

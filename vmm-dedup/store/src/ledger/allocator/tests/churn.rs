@@ -147,7 +147,10 @@ impl Host {
         assert_eq!(counts.leaving, Tally::default());
         assert_eq!(counts.staying.used, self.in_use());
         let (resident, used) = (counts.staying.resident(), counts.staying.used);
-        assert!(resident * 100 <= used * 115 + 2048 * 100, "{resident} resident, {used} in use");
+        assert!(
+            resident * 100 <= used * 115 + 2048 * 100,
+            "{resident} resident, {used} in use"
+        );
     }
 
     /// Resident slots divided by those in use.
@@ -237,13 +240,19 @@ fn a_fleet_that_shrinks_takes_its_memory_along() {
         }
         host.evacuate();
         host.check();
-        println!("{kind:?}: {} moved while 95 of 100 VMs ended", host.moved - before);
+        println!(
+            "{kind:?}: {} moved while 95 of 100 VMs ended",
+            host.moved - before
+        );
         while !host.vms.is_empty() {
             host.stop_vm();
         }
         host.retire_idle();
         let counts = host.allocator.counts();
-        assert_eq!((counts.staying, counts.leaving), (Tally::default(), Tally::default()));
+        assert_eq!(
+            (counts.staying, counts.leaving),
+            (Tally::default(), Tally::default())
+        );
     }
 }
 
@@ -253,7 +262,11 @@ fn a_night_of_churn_ends_as_it_began() {
     let mut host = Host::new();
     (0..8).for_each(|_| host.start_vm(1 << 12, Kind::Extents(16)));
     for minute in 0..480 {
-        let kind = if minute % 2 == 0 { Kind::Extents(16) } else { Kind::Single };
+        let kind = if minute % 2 == 0 {
+            Kind::Extents(16)
+        } else {
+            Kind::Single
+        };
         let vm = minute % 8;
         host.drop_slots(vm, 400, 0);
         host.publish(vm, 400, kind);
