@@ -7,7 +7,8 @@
 //!   of observers ([`control`]) and the announcements of VMs that are [refused](`refusal`);
 //! - [`index`]: a table in shared memory, written by the store alone and read by every service without any
 //!   message, that tells which key has which slot;
-//! - *segments*: sealed memfds that hold the shared pages themselves. A [`Slot`] names a page in one of them.
+//! - *segments*: sealed memfds that hold the shared pages themselves, and tell where a page has moved ([`forward`]). A
+//!   [`Slot`] names a page in one of them.
 //!
 //! A page is named by a [`key::Key`]: first by four of its 64 lines (cheap, not unique), and where those
 //! collide by its whole content (128 bits, see [`key::PageHash`]).
@@ -16,6 +17,7 @@
 //! are equal. Whoever maps a slot compares the bytes first.
 
 pub mod control;
+pub mod forward;
 pub mod index;
 pub mod key;
 pub mod mapping;
@@ -35,11 +37,15 @@ pub use slot::Slot;
 /// Bytes of a small page, the unit of sharing.
 pub const PAGE_SIZE: usize = 4096;
 
-/// Slots in one segment: 32,768 pages = 128 MiB.
-pub const SLOTS_PER_SEGMENT: u32 = 1 << 15;
+/// Slots in one segment: 4,096 pages = 16 MiB.
+pub const SLOTS_PER_SEGMENT: u32 = 1 << 12;
 
-/// Bytes of one segment file.
+/// Bytes of the pages of one segment.
 pub const SEGMENT_BYTES: usize = SLOTS_PER_SEGMENT as usize * PAGE_SIZE;
+
+/// Bytes of one segment's file: the slots' pages, and behind them a word for each that tells where its page has moved
+/// ([`forward`]).
+pub const SEGMENT_FILE_BYTES: usize = SEGMENT_BYTES + SLOTS_PER_SEGMENT as usize * 8;
 
 /// Highest number of slots of a store: 2^26 slots = 256 GiB of distinct shared content.
 pub const MAX_SLOTS: u32 = 1 << 26;

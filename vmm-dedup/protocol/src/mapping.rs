@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 
-/// Bytes of a huge page. Mappings of whole ones are aligned so that they can be used.
+/// Bytes of a huge page. Longer mappings are aligned so that they can be used.
 const HUGE_SIZE: usize = 2 << 20;
 
 /// A `MAP_SHARED` mapping, unmapped on drop.
@@ -49,7 +49,7 @@ impl Mapping {
         } else {
             ProtFlags::READ
         };
-        let base = if len.is_multiple_of(HUGE_SIZE) {
+        let base = if len >= HUGE_SIZE {
             let place = reserve_aligned(len)?;
             // SAFETY: the place was reserved for this mapping, and nothing else uses it.
             unsafe {
@@ -85,12 +85,13 @@ impl Mapping {
         }
     }
 
-    /// Lets the kernel use huge pages for the file, where the host allows that for those who ask (shmem_enabled). A page
-    /// of a huge one costs a tenth of what a small one costs to allocate.
-    pub fn advise_huge(&self) {
+    /// Lets the kernel use huge pages for the first `len` bytes of the file, where the host allows that for those who ask
+    /// (shmem_enabled). A page of a huge one costs a tenth of what a small one costs to allocate.
+    pub fn advise_huge(&self, len: usize) {
+        assert!(len <= self.len);
         let advice = rustix::mm::Advice::LinuxHugepage;
-        // SAFETY: exactly our own mapping; the advice changes no content.
-        let _ = unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), self.len, advice) };
+        // SAFETY: a part of our own mapping; the advice changes no content.
+        let _ = unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), len, advice) };
     }
 
     /// Bytes mapped.

@@ -66,6 +66,8 @@ pub enum Kind {
     Explained = 18,
     NotDone = 19,
     Goodbye = 20,
+    Evacuated = 21,
+    Released = 22,
 }
 
 impl Kind {
@@ -92,6 +94,8 @@ impl Kind {
             Explained,
             NotDone,
             Goodbye,
+            Evacuated,
+            Released,
         ];
         all.into_iter().find(|kind| *kind as u16 == raw)
     }
@@ -214,8 +218,12 @@ pub enum Message<'a> {
     Stats(&'a Stats),
     /// A segment of the store, with its descriptor (read-only).
     Segment(u32),
-    /// A segment that has no slots in use any more: unmap it.
+    /// A segment that has no slots in use any more: unmap it, and answer with `Released`.
     SegmentRetired(u32),
+    /// The pages in use of a segment have moved; where, tells [`forward`](mod@crate::forward).
+    Evacuated(u32),
+    /// The service's process maps nothing of a retired segment any more, and names none of its slots again.
+    Released(u32),
     /// A new index file of that many bytes, with its descriptor.
     Index(u64),
     /// Why the store closes the connection, made safe as all texts of peers.
@@ -263,6 +271,8 @@ pub fn parse(buffer: &[u8]) -> Result<Message<'_>, Malformed> {
         Kind::Stats => Message::Stats(Stats::ref_from_bytes(body).map_err(|_| length())?),
         Kind::Segment => Message::Segment(segment(body).ok_or_else(length)?),
         Kind::SegmentRetired => Message::SegmentRetired(segment(body).ok_or_else(length)?),
+        Kind::Evacuated => Message::Evacuated(segment(body).ok_or_else(length)?),
+        Kind::Released => Message::Released(segment(body).ok_or_else(length)?),
         Kind::Index => Message::Index(u64::read_from_bytes(body).map_err(|_| length())?),
         Kind::Error => Message::Error(plain(&String::from_utf8_lossy(body))),
         Kind::Refused => Message::Refused(Refused::parse(body, buffer.len())?),

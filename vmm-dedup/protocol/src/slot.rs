@@ -8,6 +8,9 @@ use crate::{HUGE_PAGES, MAX_SLOTS, PAGE_SIZE, SLOTS_PER_SEGMENT};
 pub struct Slot(u32);
 
 impl Slot {
+    /// The slot with the lowest number.
+    pub const FIRST: Self = Self(0);
+
     /// Whether it lies where a huge page of a segment begins.
     pub fn begins_huge_page(self) -> bool {
         (self.0 as usize).is_multiple_of(HUGE_PAGES)

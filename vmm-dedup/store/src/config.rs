@@ -1,7 +1,6 @@
 //! What an operator chooses.
 
 use crate::error::Error;
-use crate::ledger::allocator::Reuse;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -30,12 +29,6 @@ pub struct Config {
     /// How long a VM may take to answer somebody who asks it to change or explain something, in seconds; bringing all
     /// memory back may take 60 times as long.
     pub answer_seconds: u32,
-    /// How long a slot that nobody maps any more is at least kept as it is, for devices that may still read it, in
-    /// seconds. It must be longer than any I/O from guest memory may take; [`Config::NEVER`]: such slots come back only
-    /// with their whole segments. 0 is for tests.
-    pub quarantine_seconds: u32,
-    /// Slots that are kept for longer than that, in percent of the slots in use: memory that buys time.
-    pub spare_percent: u32,
     /// Whether to publish the slots in the order of their content, too, for services that search with an
     /// engine. Costs some comparisons for each publication, and 8 bytes a slot.
     pub ordered: bool,
@@ -53,17 +46,12 @@ impl Default for Config {
             max_connections: 8192,
             max_connections_per_process: 32,
             answer_seconds: 10,
-            quarantine_seconds: Reuse::default().quarantine,
-            spare_percent: Reuse::default().spare_percent,
             ordered: false,
         }
     }
 }
 
 impl Config {
-    /// A quarantine that does not end.
-    pub const NEVER: u32 = Reuse::NEVER;
-
     /// Checks that the values make sense together.
     pub fn validate(&self) -> Result<(), Error> {
         let refuse = |field, value: String, hint| Err(Error::Config { field, value, hint });
@@ -119,14 +107,6 @@ impl Config {
             let value = self.answer_seconds.to_string();
             return refuse("answer_seconds", value, "give 1 to 3600");
         }
-        if self.quarantine_seconds > 86_400 && self.quarantine_seconds != Self::NEVER {
-            let value = self.quarantine_seconds.to_string();
-            return refuse("quarantine_seconds", value, "give at most a day, 86400, or never");
-        }
-        if self.spare_percent > 1000 {
-            let value = self.spare_percent.to_string();
-            return refuse("spare_percent", value, "give at most 1000");
-        }
         Ok(())
     }
 
@@ -135,13 +115,6 @@ impl Config {
         u32::try_from(self.max_bytes / PAGE_SIZE as u64)
             .unwrap_or(MAX_SLOTS)
             .min(MAX_SLOTS)
-    }
-
-    pub(crate) fn reuse(&self) -> Reuse {
-        Reuse {
-            quarantine: self.quarantine_seconds,
-            spare_percent: self.spare_percent,
-        }
     }
 }
 
@@ -152,18 +125,6 @@ mod tests {
     #[test]
     fn defaults_are_valid() {
         Config::default().validate().unwrap();
-        let never = Config {
-            quarantine_seconds: Config::NEVER,
-            ..Config::default()
-        };
-        never.validate().unwrap();
-    }
-
-    #[test]
-    fn a_disk_that_hangs_for_minutes_is_waited_for_by_default() {
-        // An iSCSI session waits 120 s for its target before it fails what was in flight.
-        let longest_common_timeout = 120;
-        assert!(Config::default().quarantine_seconds >= 2 * longest_common_timeout);
     }
 
     #[test]
@@ -229,20 +190,6 @@ mod tests {
                 "answer_seconds",
                 Config {
                     answer_seconds: 0,
-                    ..Config::default()
-                },
-            ),
-            (
-                "quarantine_seconds",
-                Config {
-                    quarantine_seconds: 86_401,
-                    ..Config::default()
-                },
-            ),
-            (
-                "spare_percent",
-                Config {
-                    spare_percent: 1001,
                     ..Config::default()
                 },
             ),

@@ -24,6 +24,9 @@ use vmm_dedup_protocol::stats::ServiceStats;
 use vmm_dedup_protocol::{PAGE_SIZE, STAGING_PAGES};
 use zerocopy::IntoBytes;
 
+/// Pages that are moved in one go, about: some milliseconds, for which everyone waits who waits for the store.
+const MOVED_AT_ONCE: u32 = 1024;
+
 /// The state, as all tasks share it. There is one thread, so the lock is never waited for.
 pub(crate) type Shared = Arc<Mutex<State>>;
 
@@ -99,12 +102,14 @@ impl State {
             Message::Explained(explained) => self.answer(id, &Answer::Explained(explained)),
             Message::NotDone(not_done) => self.answer(id, &Answer::NotDone(not_done)),
             Message::Goodbye => self.goodbye(id).map(|()| None),
+            Message::Released(number) => self.released(id, *number).map(|()| None),
             Message::Welcome(_) => Err(Violation::Unexpected("Welcome")),
             Message::BatchReply(_) => Err(Violation::Unexpected("BatchReply")),
             Message::Published(_) => Err(Violation::Unexpected("Published")),
             Message::Stats(_) => Err(Violation::Unexpected("Stats")),
             Message::Segment(_) => Err(Violation::Unexpected("Segment")),
             Message::SegmentRetired(_) => Err(Violation::Unexpected("SegmentRetired")),
+            Message::Evacuated(_) => Err(Violation::Unexpected("Evacuated")),
             Message::Index(_) => Err(Violation::Unexpected("Index")),
             Message::Error(_) => Err(Violation::Unexpected("Error")),
         };
@@ -229,6 +234,15 @@ impl State {
         Ok(())
     }
 
+    /// A service knows a retired segment no more.
+    fn released(&mut self, id: MemberId, number: u32) -> Result<(), Violation> {
+        self.peers.service_mut(id, "Released")?;
+        let can_be = self.exchange.pool.released(id, number);
+        can_be.then_some(()).ok_or(Violation::Unexpected(
+            "Released (of a retired segment, without references)",
+        ))
+    }
+
     /// The socket is gone, or the peer has said goodbye.
     pub(crate) fn disconnect(&mut self, id: MemberId) -> Parting {
         self.relay.forget(&self.peers, id);
@@ -247,10 +261,17 @@ impl State {
         more
     }
 
-    /// What goes with time; to be called once a second. Ends quarantines, answers for VMs that do not, and makes huge
-    /// pages of what is shared as such.
+    /// Moves some pages, if there are pages to be moved. Returns whether there are more.
+    pub(crate) fn evacuate(&mut self) -> bool {
+        let more = self.exchange.pool.evacuate(MOVED_AT_ONCE);
+        self.send_announcements();
+        more
+    }
+
+    /// What goes with time; to be called once a second. Lets empty segments go, answers for VMs that do not, and makes huge pages of what is shared as such.
     pub(crate) fn tick(&mut self, now: Instant) {
-        self.exchange.pool.end_quarantines(now);
+        self.exchange.pool.retire_idle();
+        self.send_announcements();
         self.relay.expire(&self.peers, now);
         self.exchange.pool.collapse_shared(now);
     }
@@ -273,6 +294,7 @@ impl State {
                 Announcement::SegmentRetired(number) => {
                     (encode(Kind::SegmentRetired, &[number.as_bytes()]), None)
                 }
+                Announcement::Evacuated(number) => (encode(Kind::Evacuated, &[number.as_bytes()]), None),
                 Announcement::Index(bytes, file) => (encode(Kind::Index, &[bytes.as_bytes()]), Some(file)),
             };
             self.peers.broadcast(&record, file.as_ref());

@@ -12,7 +12,7 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 use support::{Client, Server, connected_by_another_process, eventually, page, stats};
 use vmm_dedup_protocol::message::{Kind, Message, NO_SLOT, RefDelta, aligned_buffer, encode, encode_batch};
-use vmm_dedup_protocol::{Slot, socket};
+use vmm_dedup_protocol::{SEGMENT_BYTES, Slot, socket};
 use zerocopy::IntoBytes;
 
 const GOOD: usize = 0;
@@ -75,7 +75,7 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
         40 => batch,
         20 => proptest::collection::vec((1000u64..1006, announcements(), 0u16..8), 0..5).prop_map(Action::Publish),
         4 => proptest::collection::vec(any::<u8>(), 8).prop_map(Action::Report),
-        1 => (0u16..22, bytes()).prop_map(|(kind, body)| Action::Record(kind, body)),
+        1 => (0u16..24, bytes()).prop_map(|(kind, body)| Action::Record(kind, body)),
         1 => bytes().prop_map(Action::Garbage),
     ];
     proptest::collection::vec(action, 1..40)
@@ -482,7 +482,8 @@ proptest! {
         model.batch(GOOD, good.index.epoch(), &[], &[], &[], &[], &keys);
         let account = stats(&server.socket).store;
         prop_assert_eq!((account.pages_shared, account.pages_sharing, account.slots_limbo), (0, 0, 0));
-        prop_assert_eq!(account.resident_bytes, 0);
+        // Empty segments that could take pages go within a second.
+        prop_assert!(account.resident_bytes < SEGMENT_BYTES as u64);
         prop_assert_eq!(account.sightings, model.sighted.len() as u64);
         let marks = model.lines.values().filter(|(_, marked)| *marked).count();
         prop_assert_eq!(account.marks, marks as u64);

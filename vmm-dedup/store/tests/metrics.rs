@@ -177,11 +177,8 @@ fn the_account_of_a_vm_is_shown_by_stage_and_adds_up() {
 }
 
 #[test]
-fn how_slots_come_back_is_shown() {
-    let server = Server::start(|config| {
-        config.metrics = Some(SocketAddr::from(([127, 0, 0, 1], 0)));
-        (config.quarantine_seconds, config.spare_percent) = (1, 0);
-    });
+fn how_memory_comes_back_is_shown() {
+    let server = Server::start(|config| config.metrics = Some(SocketAddr::from(([127, 0, 0, 1], 0))));
     let metric = |name: &str| {
         let text = get(server.metrics.unwrap(), "/metrics", "");
         value(&text, &format!("vmmdedup_{name}{{domain=\"default\"}}"))
@@ -189,24 +186,16 @@ fn how_slots_come_back_is_shown() {
     let mut vm = Client::connect(&server.socket, "web");
     let slots = vm.publish(&[page(1), page(2)]);
     vm.batch(&[], &[], &[(slots[0].unwrap(), -1)]);
+    assert_eq!(["slots_dead", "segments"].map(metric), [Some(1.0), Some(1.0)]);
+    vm.batch(&[], &[], &[(slots[1].unwrap(), -1)]);
+    eventually(Duration::from_secs(5), || metric("segments") == Some(0.0));
+    let held = ["slots_dead", "segments_held", "segments_retired_total"].map(metric);
+    assert_eq!(held, [Some(0.0), Some(1.0), Some(1.0)]);
+    assert!(metric("held_bytes") >= Some(8192.0), "the VM keeps it");
     vm.acknowledge();
-    assert_eq!(metric("slots_cooling"), Some(1.0));
-    eventually(Duration::from_secs(5), || metric("slots_reusable") == Some(1.0));
-    assert!(metric("slot_cooled_seconds") >= Some(1.0));
-    assert_eq!(vm.publish(&[page(3)]), [slots[0]]);
-    let reused = [
-        "slots_cooling",
-        "slots_reusable",
-        "slots_reused_total",
-        "segments",
-    ]
-    .map(metric);
-    assert_eq!(reused, [Some(0.0), Some(0.0), Some(1.0), Some(1.0)]);
-    let all = [slots[0], slots[1]].map(|slot| (slot.unwrap(), -1));
-    vm.batch(&[], &[], &all);
-    vm.acknowledge();
-    let gone = ["slots_cooling", "segments", "segments_retired_total"].map(metric);
-    assert_eq!(gone, [Some(0.0), Some(0.0), Some(1.0)]);
+    vm.release();
+    eventually(Duration::from_secs(5), || metric("held_bytes") == Some(0.0));
+    assert_eq!(metric("segments_held"), Some(0.0));
 }
 
 #[test]

@@ -20,6 +20,7 @@ use crate::memory::outbox::{Outbox, Sighting};
 use crate::memory::page_state::{Backing, Edges, Known, PageState, Retry};
 use crate::memory::page_table::{Counts, PageTable};
 use crate::memory::thp_state::HugeState;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use vmm_dedup_protocol::Slot;
@@ -175,6 +176,11 @@ impl PageMap {
     /// How many pages have this key, at most; 0 if that is not counted.
     pub(crate) fn repetition(&self, key: Key) -> u64 {
         self.table.repetition(key)
+    }
+
+    /// Pages that map slots of some segments, in order.
+    pub(crate) fn pages_of_segments(&self, segments: &BTreeSet<u32>) -> Vec<Page> {
+        self.table.pages_of_segments(segments)
     }
 
     /// Candidates whose key satisfies `pick`, with their keys, in order.
@@ -478,6 +484,12 @@ impl PageMap {
         if reference == Reference::New {
             self.outbox.take_ref(slot);
         }
+    }
+
+    /// The page of the slot that a page maps has moved: the page maps the new one.
+    pub(crate) fn follow(&mut self, page: Page, slot: Slot) {
+        debug_assert!(matches!(self.backing(page), Backing::Slot(_)));
+        self.share(page, slot, Reference::New);
     }
 
     /// A private page lies in a mapping that would show this slot in its place.

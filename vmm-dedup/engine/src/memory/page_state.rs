@@ -6,6 +6,7 @@
 //!              |         v |       `-> Pinned                         | `-- Zero
 //!              |       Volatile                                       `-> CopiedOnWrite               (an exception in a run)
 //!              `-> Keyed                                   CopiedOnWrite -> Slot, Zero                (healed)
+//!                                                          Slot -> another Slot                        (the page has moved)
 //!                                                          Slot -> OrphanedSlot (the store was lost) -> Private -> ...
 //! ```
 //!
@@ -126,6 +127,7 @@ const BEGINS: u64 = 1 << 57;
 const ENDS: u64 = 1 << 56;
 const PAYLOAD: u64 = (1 << KNOWN_SHIFT) - 1;
 const CANDIDATE: u64 = 5;
+const SLOT: u64 = 2;
 
 impl Backing {
     /// Number and payload.
@@ -135,7 +137,7 @@ impl Backing {
         match self {
             Backing::Private => (0, 0),
             Backing::Zero => (1, 0),
-            Backing::Slot(slot) => (2, slot.number().into()),
+            Backing::Slot(slot) => (SLOT, slot.number().into()),
             Backing::CopiedOnWrite(place) => (3, edges(place)),
             Backing::OrphanedSlot(orphan) => (4, begins(orphan)),
             Backing::OrphanedCopy(orphan) => (5, begins(orphan)),
@@ -157,7 +159,7 @@ impl Backing {
         };
         match (number, slot) {
             (1, _) => Backing::Zero,
-            (2, Some(slot)) => Backing::Slot(slot),
+            (SLOT, Some(slot)) => Backing::Slot(slot),
             (3, _) => Backing::CopiedOnWrite(edges),
             (4, _) => Backing::OrphanedSlot(orphan),
             (5, _) => Backing::OrphanedCopy(orphan),
@@ -234,7 +236,7 @@ impl Backing {
             // The service copied it, or it is written for the first time.
             (_, Private) => true,
             (Private | Zero, Zero) | (Private, Slot(_) | CopiedOnWrite(_)) => true,
-            (Slot(_), OrphanedSlot(_) | CopiedOnWrite(_)) => true,
+            (Slot(_), Slot(_) | OrphanedSlot(_) | CopiedOnWrite(_)) => true,
             (OrphanedSlot(orphan), next) => next == OrphanedCopy(orphan),
             #[cfg(test)]
             (Private, Backing::Dummy(_)) => true,
@@ -330,6 +332,14 @@ impl PageState {
             backing: Backing::unpack(word >> BACKING_SHIFT, payload),
             known: Known::unpack(word >> KNOWN_SHIFT & 7, payload),
         }
+    }
+
+    /// The slot in a word, if it is of a page that maps one: the loop over all pages asks.
+    #[allow(clippy::cast_possible_truncation)] // payloads were made by pack()
+    pub(super) fn slot(word: u64) -> Option<Slot> {
+        (word >> BACKING_SHIFT == SLOT)
+            .then(|| Slot::try_new((word & PAYLOAD) as u32))
+            .flatten()
     }
 
     /// The key in a word, if it is a candidate's: the hot loop over all pages asks.
@@ -431,6 +441,11 @@ pub(super) mod tests {
         #[test]
         fn a_state_survives_its_word(state in states()) {
             prop_assert_eq!(PageState::decode(state.encode()), state);
+            let slot = match state.backing {
+                Backing::Slot(slot) => Some(slot),
+                _ => None,
+            };
+            prop_assert_eq!(PageState::slot(state.encode()), slot);
             prop_assert_eq!(
                 PageState::candidate_key(state.encode()),
                 state.known.candidate().map(Key::raw)

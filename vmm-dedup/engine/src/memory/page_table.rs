@@ -4,7 +4,9 @@ use crate::memory::bitmap::Bits;
 use crate::memory::key_filter::Filter;
 use crate::memory::layout::Page;
 use crate::memory::page_state::{Backing, Known, PageState};
+use std::collections::BTreeSet;
 use std::sync::Arc;
+use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
 
 /// Number of pages in each state, kept by [`PageTable`].
@@ -49,6 +51,8 @@ pub(crate) struct PageTable {
     counts: Counts,
     /// Pages whose addresses lie in mappings of store files, for [`discard`](mod@crate::unmerge::discard).
     in_file: Arc<Bits>,
+    /// Pages that map slots of each segment.
+    of_segments: Vec<u32>,
     /// How often the keys of private pages occur, once there are huge pages.
     repetition: Option<Filter>,
 }
@@ -59,6 +63,7 @@ impl PageTable {
             words: vec![0; pages],
             counts: Counts::default(),
             in_file: Arc::new(Bits::new(pages)),
+            of_segments: Vec::new(),
             repetition: None,
         }
     }
@@ -106,6 +111,14 @@ impl PageTable {
         if let Some(n) = self.counts.of(next) {
             *n += 1;
         }
+        if let Backing::Slot(slot) = old.backing {
+            self.of_segments[slot.segment() as usize] -= 1;
+        }
+        if let Backing::Slot(slot) = next.backing {
+            let at = slot.segment() as usize;
+            self.of_segments.resize(self.of_segments.len().max(at + 1), 0);
+            self.of_segments[at] += 1;
+        }
         if let Some(filter) = &mut self.repetition {
             old.counted_key().into_iter().for_each(|key| filter.remove(key));
             next.counted_key().into_iter().for_each(|key| filter.insert(key));
@@ -121,7 +134,20 @@ impl PageTable {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.words.len() * 8 + self.repetition.as_ref().map_or(0, Filter::bytes)
+        let filter = self.repetition.as_ref().map_or(0, Filter::bytes);
+        self.words.len() * 8 + self.of_segments.capacity() * 4 + filter
+    }
+
+    /// Pages that map slots of some segments, in order.
+    pub(super) fn pages_of_segments(&self, segments: &BTreeSet<u32>) -> Vec<Page> {
+        let count = |number: &u32| self.of_segments.get(*number as usize).copied().unwrap_or(0);
+        if segments.iter().all(|number| count(number) == 0) {
+            return Vec::new();
+        }
+        let is_of_them = |slot: Slot| segments.contains(&slot.segment());
+        let slots = (0u32..).zip(&self.words);
+        let found = slots.filter(|(_, word)| PageState::slot(**word).is_some_and(is_of_them));
+        found.map(|(page, _)| page).collect()
     }
 
     /// Candidates whose key satisfies `pick`, in order. The hot loop over the whole table.
@@ -148,6 +174,16 @@ mod tests {
             let mut counts = Counts::default();
             (0..20).for_each(|page| if let Some(n) = counts.of(table.get(page)) { *n += 1 });
             prop_assert_eq!(table.counts(), counts);
+            let slot = |page: &u32| match table.get(*page).backing {
+                Backing::Slot(slot) => Some(slot),
+                _ => None,
+            };
+            for number in (0..20).filter_map(|page| slot(&page)).map(Slot::segment) {
+                let pages: Vec<u32> = (0..20)
+                    .filter(|page| slot(page).is_some_and(|slot| slot.segment() == number))
+                    .collect();
+                prop_assert_eq!(table.pages_of_segments(&BTreeSet::from([number])), pages);
+            }
         }
 
         /// The filter counts what the table holds, whenever counting began.

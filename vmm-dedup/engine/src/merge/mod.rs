@@ -2,6 +2,7 @@
 
 pub(crate) mod admission;
 pub(crate) mod bridged_runs;
+pub(crate) mod follower;
 pub(crate) mod healer;
 pub(crate) mod merger;
 pub(crate) mod planner;

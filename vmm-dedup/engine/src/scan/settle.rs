@@ -14,6 +14,7 @@ use vmm_dedup_protocol::message::MAX_BATCH;
 impl Pass {
     /// Works until there is nothing left to tell, hash, publish or merge.
     pub(super) fn settle(&mut self) -> Result<(), Error> {
+        self.follow_moves()?;
         self.take_quiesced();
         self.resync()?;
         loop {
@@ -39,6 +40,7 @@ impl Pass {
     pub(super) fn acknowledge(&mut self) -> Result<(), Error> {
         debug_assert!(self.found.is_empty());
         debug_assert!(self.map.outbox.is_empty() || !self.session.is_connected());
+        self.release_retired()?;
         let number = self.number;
         self.map.chunks_mut().for_each(|chunk| chunk.end_pass(number));
         self.session.acknowledge()

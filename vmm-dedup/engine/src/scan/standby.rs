@@ -23,6 +23,7 @@ impl Pass {
     /// Lets go of everything that was found, and tells the store so.
     pub(super) fn stand_by(&mut self) -> Result<(), Error> {
         self.drop_found();
+        self.follow_while_resting();
         while self.session.is_connected() && !self.map.outbox.is_empty() {
             self.tell_store()?;
             // What was just asked to be published.

@@ -4,7 +4,7 @@
 use crate::compare::PageView;
 use crate::error::Error;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -19,7 +19,7 @@ use vmm_dedup_protocol::message::{
 };
 use vmm_dedup_protocol::socket::{self, Received};
 use vmm_dedup_protocol::stats::ServiceStats;
-use vmm_dedup_protocol::{SEGMENT_BYTES, STAGING_PAGES, Slot};
+use vmm_dedup_protocol::{SEGMENT_FILE_BYTES, STAGING_PAGES, Slot, forward};
 use zerocopy::IntoBytes;
 
 /// A store that does not answer for this long is given up; a new connection is tried later.
@@ -58,6 +58,13 @@ struct Segment {
     serial: u64,
 }
 
+/// A segment that went.
+#[derive(Debug)]
+pub(crate) struct RetiredSegment {
+    pub(crate) number: u32,
+    pub(crate) file: OwnedFd,
+}
+
 /// A live connection.
 #[derive(Debug)]
 pub(crate) struct Store {
@@ -69,6 +76,10 @@ pub(crate) struct Store {
     /// Whether the staging buffer holds pages.
     staged: bool,
     segments: Vec<Option<Segment>>,
+    /// Segments whose pages have moved, and that have not gone yet.
+    evacuated: BTreeSet<u32>,
+    /// Segments that went, which this process may still map.
+    retired: Vec<RetiredSegment>,
     /// Changes of these.
     segment_changes: u64,
     salt: Salt,
@@ -105,6 +116,8 @@ impl Store {
             staging_file: staging,
             staged: false,
             segments: Vec::new(),
+            evacuated: BTreeSet::new(),
+            retired: Vec::new(),
             segment_changes: next_change(),
             salt: Salt(welcome.salt),
             questions: VecDeque::new(),
@@ -127,6 +140,29 @@ impl Store {
     pub(crate) fn slot(&self, slot: Slot) -> Option<(BorrowedFd<'_>, usize)> {
         let segment = self.segments.get(slot.segment() as usize)?.as_ref()?;
         Some((segment.file.as_fd(), segment.pages.address() + slot.offset()))
+    }
+
+    /// Where the page of a slot has moved, if that is known here. As what the index says, it holds for the epoch that was read
+    /// before.
+    pub(crate) fn forward(&self, slot: Slot) -> Option<Slot> {
+        let segment = self.segments.get(slot.segment() as usize)?.as_ref()?;
+        forward::read(&segment.pages, slot).filter(|to| self.slot(*to).is_some())
+    }
+
+    /// Segments whose pages have moved, and that have not gone yet.
+    pub(crate) fn evacuated(&self) -> &BTreeSet<u32> {
+        &self.evacuated
+    }
+
+    /// Segments that went, which this process may still map.
+    pub(crate) fn retired(&self) -> &[RetiredSegment] {
+        &self.retired
+    }
+
+    /// This process maps nothing of a retired segment, and has told all references to it.
+    pub(crate) fn release(&mut self, number: u32) -> Result<(), Error> {
+        self.retired.retain(|segment| segment.number != number);
+        self.tell(Kind::Released, number.as_bytes())
     }
 
     /// A slot's page, if its segment was announced.
@@ -315,7 +351,7 @@ impl Store {
                     .fds
                     .pop()
                     .ok_or(Error::Unexpected("segment without descriptor"))?;
-                let pages = Mapping::read_only(&file, SEGMENT_BYTES)?;
+                let pages = Mapping::read_only(&file, SEGMENT_FILE_BYTES)?;
                 let at = number as usize;
                 if self.segments.len() <= at {
                     self.segments.resize_with(at + 1, || None);
@@ -325,11 +361,14 @@ impl Store {
                 self.segments[at] = Some(Segment { file, pages, serial });
             }
             Message::SegmentRetired(number) => {
-                if let Some(segment) = self.segments.get_mut(number as usize) {
+                self.evacuated.remove(&number);
+                if let Some(segment) = self.segments.get_mut(number as usize).and_then(Option::take) {
                     self.segment_changes = next_change();
-                    *segment = None;
+                    let file = segment.file;
+                    self.retired.push(RetiredSegment { number, file });
                 }
             }
+            Message::Evacuated(number) => _ = self.evacuated.insert(number),
             Message::Index(bytes) => {
                 let file = received
                     .fds

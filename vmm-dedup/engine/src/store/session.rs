@@ -12,8 +12,10 @@ use crate::error::Error;
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::store::connection::Store;
-use std::collections::VecDeque;
+use crate::sys::proc;
+use std::collections::{HashSet, VecDeque};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 use vmm_dedup_protocol::index::{IndexReader, News};
 use vmm_dedup_protocol::key::Salt;
 use vmm_dedup_protocol::message::{MAX_AMBIGUOUS, MAX_BATCH};
@@ -24,6 +26,10 @@ const RESYNC_PERIOD: u64 = 32;
 /// The same while there are no mappings left for what is found, which can be so for ever.
 const RESYNC_PERIOD_FULL: u64 = 1024;
 
+/// Least time between two looks at the process's mappings, and how many times longer than the last look it must be.
+const LOOK_PERIOD: Duration = Duration::from_secs(2);
+const LOOK_SHARE: u32 = 100;
+
 /// Why the store may have forgotten sightings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Doubt {
@@ -31,6 +37,25 @@ pub(crate) enum Doubt {
     Missed,
     /// There are no mappings left for what is found.
     NoMappings,
+}
+
+/// When the process's mappings may be looked at again.
+#[derive(Debug, Default)]
+struct MappingsLook {
+    not_before: Option<Instant>,
+}
+
+impl MappingsLook {
+    /// The files that the process maps, if the time has come.
+    fn files(&mut self) -> Option<HashSet<u64>> {
+        let start = Instant::now();
+        if self.not_before.is_some_and(|at| start < at) {
+            return None;
+        }
+        let files = proc::mapped_files();
+        self.not_before = Some(start + LOOK_PERIOD.max(start.elapsed() * LOOK_SHARE));
+        files.inspect_err(|e| log::debug!("{e}")).ok()
+    }
 }
 
 /// See the module's text.
@@ -49,6 +74,7 @@ pub(crate) struct Session {
     news: u64,
     /// The store may have forgotten sightings of ours: the pass in which they are repeated.
     resync_at: Option<u64>,
+    mappings_look: MappingsLook,
 }
 
 impl Session {
@@ -66,6 +92,7 @@ impl Session {
             acknowledged: 0,
             news: 0,
             resync_at: None,
+            mappings_look: MappingsLook::default(),
         };
         session.connect(pages)?;
         Ok(session)
@@ -170,6 +197,23 @@ impl Session {
             self.acknowledged = self.epoch;
         }
         Ok(())
+    }
+
+    /// Gives up segments that went and that this process maps nowhere any more, once in a while. Nothing that was looked up is
+    /// pending, and all was told.
+    pub(crate) fn release_unmapped(&mut self) -> Result<(), Error> {
+        let Some(store) = self.store.as_mut().filter(|store| !store.retired().is_empty()) else {
+            return Ok(());
+        };
+        let Some(mapped) = self.mappings_look.files() else {
+            return Ok(());
+        };
+        let gone = store.retired().iter().filter(|segment| {
+            let stat = rustix::fs::fstat(&segment.file);
+            stat.is_ok_and(|stat| !mapped.contains(&stat.st_ino))
+        });
+        let gone: Vec<u32> = gone.map(|segment| segment.number).collect();
+        gone.into_iter().try_for_each(|number| store.release(number))
     }
 
     /// What entered the index since the last call; `None` if nothing did.

@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use rustix::time::{ClockId, clock_gettime};
+use std::collections::HashSet;
 use std::fs;
 use std::ops::Range;
 
@@ -20,6 +21,8 @@ struct Vma {
     range: Range<usize>,
     shared: bool,
     anonymous: bool,
+    /// Of the file, or 0.
+    inode: u64,
     path: String,
 }
 
@@ -28,12 +31,13 @@ fn parse_vma(line: &str) -> Option<Vma> {
     let (start, end) = fields.next()?.split_once('-')?;
     let range = usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
     let shared = fields.next()?.ends_with('s');
-    let inode = fields.nth(2)?;
+    let inode = fields.nth(2)?.parse().ok()?;
     let path = fields.next().unwrap_or("").to_owned();
     Some(Vma {
         range,
         shared,
-        anonymous: inode == "0" && !path.starts_with('/'),
+        anonymous: inode == 0 && !path.starts_with('/'),
+        inode,
         path,
     })
 }
@@ -42,6 +46,15 @@ fn vmas() -> Result<Vec<Vma>, Error> {
     let path = "/proc/self/maps";
     let text = fs::read_to_string(path).map_err(|e| Error::Proc(path, e))?;
     Ok(text.lines().filter_map(parse_vma).collect())
+}
+
+/// Inode numbers of the files that this process maps.
+pub(crate) fn mapped_files() -> Result<HashSet<u64>, Error> {
+    Ok(vmas()?
+        .into_iter()
+        .map(|vma| vma.inode)
+        .filter(|inode| *inode != 0)
+        .collect())
 }
 
 /// VMAs of this process.

@@ -127,16 +127,21 @@ impl AddressSpace {
             for copied in self.pagemap.copied(range.clone()).map_err(Error::Pagemap)? {
                 for address in copied.step_by(PAGE_SIZE) {
                     let page = pages.start + Page::try_from((address - range.start) / PAGE_SIZE).unwrap_or(0);
-                    // What the fault thread replaced it will tell.
-                    if map.backing(page).maps_a_slot() && self.breaker.kernel_broke(page) {
-                        map.copied_by_kernel(page);
-                        map.chunk_mut(at).mixed.note_break();
-                        account.stats.breaks_kernel_total += 1;
-                    }
+                    self.note_copied(map, account, page);
                 }
             }
         }
         Ok(())
+    }
+
+    /// A page that maps a slot, as far as is known, was found to be anonymous. What the fault thread replaced it will tell.
+    pub(crate) fn note_copied(&self, map: &mut PageMap, account: &mut Account, page: Page) {
+        if map.backing(page).maps_a_slot() && self.breaker.kernel_broke(page) {
+            map.copied_by_kernel(page);
+            let chunk = map.chunk_of(page);
+            map.chunk_mut(chunk).mixed.note_break();
+            account.stats.breaks_kernel_total += 1;
+        }
     }
 
     /// Makes consecutive pages of store mappings anonymous, as far as that is possible.

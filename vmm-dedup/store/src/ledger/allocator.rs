@@ -1,61 +1,56 @@
-//! Which slots hold pages, and when a slot may be written again.
+//! Which slots hold pages, and which segments are emptied so that their memory returns.
 //!
-//! # Why a free slot is not simply free
-//! When a slot leaves limbo, no process maps it or can find it ([`crate::ledger::lifetime`]). The kernel may still read
-//! its page on behalf of a process that has unmapped it or has ended: a direct write from guest memory and a
-//! `MSG_ZEROCOPY` send hold a reference to the page until the disk or the network is done with it. Nothing that a process
-//! may ask the kernel tells of such references. If the store rewrites the page meanwhile, another VM's page goes to the
-//! disk.
+//! # A slot is written once
+//! The kernel may read a slot's page on behalf of a process that has unmapped it or has ended: a direct write from guest
+//! memory and a `MSG_ZEROCOPY` send hold a reference to the page until the disk or the network is done with it. Nothing
+//! that a process may ask the kernel tells of such references, and there is no bound for how long they last: an iSCSI
+//! session waits 120 s for its target, TCP retransmits for 15 minutes, a multipath device with `queue_if_no_path` waits for
+//! ever. If the store rewrote the page meanwhile, another VM's page would go to the disk.
 //!
-//! How long can that take? There is no bound: an iSCSI session waits 120 s for its target, an NVMe controller 600 s,
-//! TCP retransmits for 15 minutes, a multipath device with `queue_if_no_path` and a blocked RBD image wait for ever.
+//! So a slot that was in the index is never written again in its file. When nobody references it any more it is *dead*, and
+//! its memory returns with the file: when no slot of a segment is live, the store drops it, and whoever still reads a page
+//! of it keeps that page by his reference. A segment that gets the same number later is another file. (Punching a hole into
+//! the file would do the same for a single slot. The seal that keeps everybody from writing the file,
+//! `F_SEAL_FUTURE_WRITE`, forbids it, also to the store.)
 //!
-//! # What needs no bound
-//! A *retired* segment is never written again: when none of its slots is used, the store drops the file, and a reference
-//! keeps its page as it is for as long as it takes. A segment that gets the same number is another file. So the slots of
-//! a segment that empties come back at once, however long the I/O lasts. (Punching a hole into the file would do the
-//! same for a single slot. The seal that keeps everybody from writing the file, `F_SEAL_FUTURE_WRITE`, forbids it, also
-//! to the store.)
+//! # Segments are emptied
+//! Pages that live long keep their segments, and what died around them stays resident. So the store *evacuates* segments:
+//! it copies their live pages to others, services map those in their place, and the segment is left with dead slots only.
 //!
-//! # Why that is not enough
-//! Slots that live long keep their segments, and what is free there stays resident. Slots in memory divided by slots in
-//! use, after 50 rounds in each of which 8 VMs replace a quarter of their 131,072 slots (`tests/churn.rs` plays it; a
-//! segment is a quarter of that):
+//! - **When.** Evacuation begins when more slots are resident than a tenth beyond those in use, and [`SLACK`]; it ends a
+//!   little below. Segments that are being emptied do not count: they go as soon as the services have followed, and one
+//!   that does not follow must not make the store move more and more.
+//! - **Which.** The segment with the smallest share of live slots: what is moved is least for what is gained.
+//! - **Where to.** Pages that outlived a segment go to segments of *survivors*: most of them will outlive the next one,
+//!   too, and would have to be moved again and again with short-lived neighbours.
 //!
-//! | a slot is written again after | rounds of 10 s | 60 s | 600 s | 3600 s |
-//! | --- | --- | --- | --- | --- |
-//! | 30 s | 2.0 | 1.25 | 1.25 | 1.25 |
-//! | 300 s | 8.75 | 2.5 | 1.25 | 1.25 |
-//! | 300 s, and 10 % spare (the default) | 8.75 | 2.5 | 1.5 | 1.5 |
-//! | never | 9.75 | 9.75 | 9.75 | 9.75 |
-//! | never, half of the slots stay for ever | 6.0 and growing | 6.0 and growing | 6.0 and growing | 6.0 and growing |
+//! Slots in memory for each in use, and slots moved in a round for each that was replaced, at the end of 50 rounds in each
+//! of which 8 VMs replace a quarter of their slots (`tests/churn.rs` plays it):
 //!
-//! A store that only retires segments holds more than sharing saves, and grows for as long as some slots stay.
+//! | what is replaced | resident / in use | moved / replaced |
+//! | --- | --- | --- |
+//! | TABLE
 //!
-//! # The rule
-//! A slot that was in the index is not written again in the same file, unless both are true:
-//!
-//! 1. **It has cooled for the quarantine** ([`Reuse::quarantine`], 300 s by default) since it left limbo. With
-//!    [`Reuse::NEVER`] no time is long enough: only retiring brings slots back, and the operator pays with memory.
-//! 2. **The memory is wanted**: more slots cool than [`Reuse::spare_percent`] of those in use, or the store has little
-//!    room left. Otherwise new pages go to slots that were never written, for as long as that costs no more than this
-//!    share. So in a calm store a slot cools for hours: the less is replaced, the longer.
-//!
-//! So the store holds at most what it uses, what was freed within a quarantine or the spare share (whichever is more),
-//! and one segment that is being filled. It grows no further, however long it runs: `tests` has the rule and the bound
-//! as a property.
-//!
-//! It remains a guess that no I/O lasts longer than the quarantine *and* that its slot is wanted then. To do without a
-//! guess and without growth, services would have to move pages out of sparse segments, so that these can be retired.
-//! They cannot do so yet.
-//!
-//! New pages go to the segments with most used slots, so that the others can empty.
+//! New pages go to the segments with most used slots, so that the others can empty by themselves.
 
+pub(crate) use crate::ledger::segment_slots::HUGE_PAGE_SLOTS;
 use crate::ledger::segment_slots::SegmentSlots;
-pub(crate) use crate::ledger::segment_slots::{HUGE_PAGE_SLOTS, Second};
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
 use vmm_dedup_protocol::{MAX_SLOTS, SLOTS_PER_SEGMENT, Slot};
+
+/// Dead slots that are no reason to move anything: 4 MiB.
+const SLACK: u64 = 1024;
+/// Evacuation begins when one slot in so many is dead beyond [`SLACK`], and ends at the second.
+const BEGIN: u64 = 8;
+const END: u64 = 10;
+/// One dead slot in so many is worth moving for, when the store is full.
+const BEGIN_FULL: u64 = 32;
+/// Dead slots in a row whose places are kept when the pages around them move: as many pages that are not shared may lie in
+/// one mapping of a service.
+const KEPT_HOLE: u32 = 3;
+const HUGE: u32 = HUGE_PAGE_SLOTS;
+/// Segments that there can be.
+const MAX_SEGMENTS: u32 = MAX_SLOTS / SLOTS_PER_SEGMENT;
 
 /// Consecutive slots of one segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,63 +71,89 @@ impl Run {
     }
 }
 
-/// When slots may be written again.
+/// What slots are wanted for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Reuse {
-    /// Seconds that a slot cools; 0 for tests: it may be written again at once.
-    pub(crate) quarantine: u32,
-    /// Cooling slots that are kept in any case, in percent of the slots in use.
-    pub(crate) spare_percent: u32,
+pub(crate) enum Purpose {
+    /// Pages that are new to the store.
+    New,
+    /// Pages that outlived their segment.
+    Survivors,
 }
 
-impl Reuse {
-    /// A quarantine that does not end.
-    pub(crate) const NEVER: u32 = u32::MAX;
-}
-
-impl Default for Reuse {
-    fn default() -> Self {
-        Self {
-            quarantine: 300,
-            spare_percent: 10,
-        }
-    }
+/// A part of a segment that is being emptied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// From a slot in use to a slot in use, with few others between.
+    pub(crate) run: Run,
+    /// All of it is in use, and was taken as a huge page.
+    pub(crate) huge_page: bool,
 }
 
 /// Counts of slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Counts {
+pub(crate) struct Tally {
     /// Slots that hold a page, or are about to.
     pub(crate) used: u64,
-    /// Slots that are not to be rewritten yet.
-    pub(crate) cooling: u64,
-    /// Free slots that held a page once, and so have memory.
-    pub(crate) reusable: u64,
-    /// Slots that were rewritten in their file, ever.
-    pub(crate) reused_total: u64,
-    /// Segments that emptied, ever.
+    /// Slots that held one.
+    pub(crate) dead: u64,
+}
+
+impl Tally {
+    fn of(segment: &SegmentSlots) -> Self {
+        Self {
+            used: segment.used().into(),
+            dead: segment.dead().into(),
+        }
+    }
+
+    /// Slots that have memory.
+    pub(crate) fn resident(self) -> u64 {
+        self.used + self.dead
+    }
+}
+
+/// Counts of slots and segments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    /// Of segments that stay.
+    pub(crate) staying: Tally,
+    /// Of segments that are being emptied.
+    pub(crate) leaving: Tally,
+    /// Segments that are being emptied.
+    pub(crate) segments_leaving: u64,
+    /// Segments that were begun to be emptied, ever.
+    pub(crate) evacuations_total: u64,
+    /// Segments without a live slot that went, ever.
     pub(crate) segments_retired_total: u64,
-    /// Seconds that the slot had cooled which was freed last.
-    pub(crate) cooled_seconds: u64,
+}
+
+/// What a segment's number stands for.
+#[derive(Debug)]
+enum Place {
+    Vacant,
+    Segment(SegmentSlots),
+    /// A segment that went. The number must not be given to another one yet.
+    Retired,
 }
 
 /// All slots of a store. It decides, the caller makes and drops the files.
 #[derive(Debug)]
 pub(crate) struct Allocator {
-    segments: Vec<Option<SegmentSlots>>,
+    places: Vec<Place>,
     max_slots: u32,
-    reuse: Reuse,
     counts: Counts,
+    /// More is dead than should be: segments are emptied until that is over.
+    shrinking: bool,
 }
 
 impl Allocator {
     /// For at most `max_slots` pages.
-    pub(crate) fn new(max_slots: u32, reuse: Reuse) -> Self {
+    pub(crate) fn new(max_slots: u32) -> Self {
         Self {
-            segments: Vec::new(),
+            places: Vec::new(),
             max_slots: max_slots.min(MAX_SLOTS),
-            reuse,
             counts: Counts::default(),
+            shrinking: false,
         }
     }
 
@@ -144,193 +165,289 @@ impl Allocator {
         self.counts
     }
 
-    /// Whether no slot is free, and none can be had by another segment.
+    /// Slots that new pages may still get.
+    fn room(&self) -> u32 {
+        let resident = u32::try_from(self.counts.staying.resident()).unwrap_or(u32::MAX);
+        self.max_slots.saturating_sub(resident)
+    }
+
+    /// Whether no new page gets a slot.
     pub(crate) fn is_full(&self) -> bool {
-        self.counts.used + self.counts.cooling >= self.max_slots.into()
+        self.room() == 0
     }
 
     /// The number for another segment, `None` if the store is as large as it may be.
-    pub(crate) fn next_segment(&self) -> Option<u32> {
-        let gap = self.segments.iter().position(Option::is_none);
-        let number = u32::try_from(gap.unwrap_or(self.segments.len())).ok()?;
-        (number < self.max_slots.div_ceil(SLOTS_PER_SEGMENT)).then_some(number)
+    pub(crate) fn next_segment(&self, purpose: Purpose) -> Option<u32> {
+        if purpose == Purpose::New && self.is_full() {
+            return None;
+        }
+        let gap = self
+            .places
+            .iter()
+            .position(|place| matches!(place, Place::Vacant));
+        let number = u32::try_from(gap.unwrap_or(self.places.len())).ok()?;
+        (number < MAX_SEGMENTS).then_some(number)
     }
 
     /// The file of [`Self::next_segment`] has been made.
-    pub(crate) fn add_segment(&mut self, number: u32) {
+    pub(crate) fn add_segment(&mut self, number: u32, purpose: Purpose) {
         let at = number as usize;
-        if self.segments.len() <= at {
-            self.segments.resize_with(at + 1, || None);
+        if self.places.len() <= at {
+            self.places.resize_with(at + 1, || Place::Vacant);
         }
-        self.segments[at] = Some(SegmentSlots::new(self.usable(number)));
+        self.places[at] = Place::Segment(SegmentSlots::new(purpose == Purpose::Survivors));
     }
 
-    /// How many slots of a segment may be used.
-    pub(crate) fn usable(&self, number: u32) -> u32 {
-        (self.max_slots - number * SLOTS_PER_SEGMENT).min(SLOTS_PER_SEGMENT)
-    }
-
-    /// Takes up to `n` consecutive slots: as many as lie together in the segments that there are. `None` if none is free.
-    pub(crate) fn allocate_run(&mut self, n: u32) -> Option<Run> {
+    /// Takes up to `n` consecutive slots, and not fewer than `least` if so many are wanted: as many as lie together in the
+    /// segments that there are.
+    pub(crate) fn allocate_run(&mut self, n: u32, purpose: Purpose, least: u32) -> Option<Run> {
+        let n = match purpose {
+            Purpose::New => n.min(self.room()),
+            Purpose::Survivors => n,
+        };
         loop {
             // How long runs are is known as a bound only, which gets exact when a segment is searched in vain.
-            let with_room = self.existing().filter(|(_, segment)| segment.free() > 0);
+            let with_room = self.open(purpose).filter(|(_, segment)| segment.free() > 0);
             let (number, hoped) = with_room
                 .map(|(number, segment)| (number, segment.longest().min(n), segment.used()))
                 .max_by_key(|(number, hoped, used)| (*hoped, *used, Reverse(*number)))
-                .map(|(number, hoped, _)| (number, hoped))?;
+                .map(|(number, hoped, _)| (number, hoped))
+                .filter(|(_, hoped)| *hoped >= n.min(least).max(1))?;
             let (start, len) = self.segment_mut(number).find_run(hoped);
             if len == hoped {
-                let reused = self.segment_mut(number).take(start, len);
-                self.note_taken(len, reused);
+                self.segment_mut(number).take(start, len);
+                self.counts.staying.used += u64::from(len);
                 return Some(Run::new(number, start, len));
             }
         }
     }
 
     /// Takes the slots of a huge page, which lie as those of one; never fewer. `None` if there is no such place.
-    pub(crate) fn allocate_huge_page(&mut self) -> Option<Run> {
-        let places = self.existing().filter(|(_, s)| s.free() >= HUGE_PAGE_SLOTS);
+    pub(crate) fn allocate_huge_page(&mut self, purpose: Purpose) -> Option<Run> {
+        if !self.has_room_for_huge_page(purpose) {
+            return None;
+        }
+        let places = self.open(purpose).filter(|(_, s)| s.free() >= HUGE);
         let places = places.filter_map(|(n, s)| Some((n, s.find_huge_page()?, s.used())));
         let (number, start, _) = places.max_by_key(|(number, _, used)| (*used, Reverse(*number)))?;
-        let reused = self.segment_mut(number).take_huge_page(start);
-        self.note_taken(HUGE_PAGE_SLOTS, reused);
-        Some(Run::new(number, start, HUGE_PAGE_SLOTS))
+        self.segment_mut(number).take_huge_page(start);
+        self.counts.staying.used += u64::from(HUGE);
+        Some(Run::new(number, start, HUGE))
     }
 
-    /// Free slots of the segments that there are.
-    pub(crate) fn free_slots(&self) -> u64 {
-        self.existing()
+    /// Slots of segments that take pages, in which there is none yet.
+    pub(crate) fn free_slots(&self, purpose: Purpose) -> u64 {
+        self.open(purpose)
             .map(|(_, segment)| u64::from(segment.free()))
             .sum()
     }
 
-    fn note_taken(&mut self, n: u32, reused: u32) {
-        self.counts.used += u64::from(n);
-        self.counts.reusable -= u64::from(reused);
-        self.counts.reused_total += u64::from(reused);
+    /// Whether the store may get so much larger.
+    pub(crate) fn has_room_for_huge_page(&self, purpose: Purpose) -> bool {
+        purpose == Purpose::Survivors || self.room() >= HUGE
     }
 
-    /// Gives back a slot that was never in the index: it is free at once. Returns the number of its segment if that was
-    /// the last one in use there: the segment is retired, and the caller drops the file.
-    pub(crate) fn free(&mut self, slot: Slot) -> Option<u32> {
-        self.counts.used -= 1;
-        let segment = self.segment_mut(slot.segment());
-        let reusable = segment.reusable();
-        segment.give_back(slot.number() % SLOTS_PER_SEGMENT);
-        let reusable = segment.reusable() - reusable;
-        self.counts.reusable += u64::from(reusable);
+    /// Gives back a slot that was never in the index. Returns the number of its segment if that was the last one in use
+    /// there, and none is free: the segment is retired, and the caller drops the file.
+    pub(crate) fn give_back(&mut self, slot: Slot) -> Option<u32> {
+        self.update(slot.segment(), |segment| segment.give_back(place(slot)));
         self.retire_if_empty(slot.segment())
     }
 
-    /// Gives back a slot that nobody maps any more. It cools, and is free once it is thawed. Returns the number of its
-    /// segment as [`Self::free`] does.
-    pub(crate) fn cool(&mut self, slot: Slot, now: Second) -> Option<u32> {
-        // Begun seconds count as none. A quarantine that does not end is at the end of time, which never comes.
-        let until = match self.reuse.quarantine {
-            0 => now,
-            quarantine => now.saturating_add(quarantine).saturating_add(1),
-        };
-        let without_quarantine = self.reuse.quarantine == 0;
-        let segment = self.segment_mut(slot.segment());
-        segment.cool(slot.number() % SLOTS_PER_SEGMENT, until);
-        self.counts.used -= 1;
-        self.counts.cooling += 1;
-        if without_quarantine {
-            self.thaw_one(slot.segment());
-        }
-        self.retire_if_empty(slot.segment())
-    }
-
-    /// Frees slots that have cooled for long enough, those that were given back first, until no more cool than is wanted.
-    pub(crate) fn thaw(&mut self, now: Second) {
-        let excess = self.counts.cooling.saturating_sub(self.wanted_cooling());
-        if excess == 0 {
-            return;
-        }
-        let first = |number, segment: &SegmentSlots| Some(Reverse((segment.cools_until()?, number)));
-        let all = self
-            .existing()
-            .filter_map(|(number, segment)| first(number, segment));
-        let mut next: BinaryHeap<Reverse<(Second, u32)>> = all.collect();
-        for _ in 0..excess {
-            let Some(Reverse((until, number))) = next.pop() else {
-                return;
-            };
-            if until > now || until == Second::MAX {
-                return;
-            }
-            let since = until.saturating_sub(self.reuse.quarantine + 1);
-            self.counts.cooled_seconds = now.saturating_sub(since).into();
-            self.thaw_one(number);
-            next.extend(first(number, self.segment(number)));
-        }
-    }
-
-    /// Cooling slots that are kept although their quarantine has ended: a share of what is used, unless the store gets
-    /// full by it.
-    fn wanted_cooling(&self) -> u64 {
-        let used = self.counts.used;
-        let room = u64::from(self.max_slots).saturating_sub(used);
-        (used * u64::from(self.reuse.spare_percent) / 100).min(room * 3 / 4)
-    }
-
-    fn thaw_one(&mut self, number: u32) {
-        self.segment_mut(number).thaw_one();
-        self.counts.cooling -= 1;
-        self.counts.reusable += 1;
-    }
-
-    fn retire_if_empty(&mut self, number: u32) -> Option<u32> {
-        let segment = self.segment(number);
-        if segment.used() > 0 {
+    /// Nobody references a slot any more. Returns the number of its segment as [`Self::give_back`] does.
+    pub(crate) fn bury(&mut self, slot: Slot) -> Option<u32> {
+        if !self.is_segment(slot.segment()) {
             return None;
         }
-        let (cooling, reusable) = (segment.cooling(), segment.reusable());
-        self.counts.cooling -= u64::from(cooling);
-        self.counts.reusable -= u64::from(reusable);
-        self.counts.segments_retired_total += 1;
-        self.segments[number as usize] = None;
-        while let Some(None) = self.segments.last() {
-            self.segments.pop();
+        self.update(slot.segment(), |segment| segment.bury(place(slot)));
+        self.retire_if_empty(slot.segment())
+    }
+
+    /// A slot is referenced after all, by who had found it before it died. Its segment may be retired already: then
+    /// nothing changes, but that somebody maps what went.
+    pub(crate) fn revive(&mut self, slot: Slot) {
+        if self.is_segment(slot.segment()) {
+            self.update(slot.segment(), |segment| segment.revive(place(slot)));
         }
-        Some(number)
+    }
+
+    /// Nobody knows a retired segment any more: its number may be given to another one.
+    pub(crate) fn release(&mut self, number: u32) {
+        debug_assert!(matches!(self.places[number as usize], Place::Retired));
+        self.places[number as usize] = Place::Vacant;
+        while let Some(Place::Vacant) = self.places.last() {
+            self.places.pop();
+        }
+    }
+
+    /// A segment that takes pages is retired by [`Self::retire_idle`] only: with few pages in the store, the next one would
+    /// take another file.
+    fn retire_if_empty(&mut self, number: u32) -> Option<u32> {
+        let segment = self.segment(number);
+        let takes_pages = !segment.leaving && segment.free() > 0;
+        (!takes_pages && segment.used() == 0).then(|| self.retire(number))
+    }
+
+    /// Retires a segment without a slot in use that could take pages: its number. To be called until there is none, now and
+    /// then.
+    pub(crate) fn retire_idle(&mut self) -> Option<u32> {
+        let idle = self.existing().find(|(_, segment)| segment.used() == 0);
+        let number = idle.map(|(number, _)| number)?;
+        Some(self.retire(number))
+    }
+
+    fn retire(&mut self, number: u32) -> u32 {
+        let segment = self.segment(number);
+        let dead = u64::from(segment.dead());
+        let leaving = segment.leaving;
+        self.tally_mut(leaving).dead -= dead;
+        self.counts.segments_leaving -= u64::from(leaving);
+        self.counts.segments_retired_total += 1;
+        self.places[number as usize] = Place::Retired;
+        number
+    }
+
+    /// Whether a slot lies in a segment that is being emptied.
+    pub(crate) fn is_leaving(&self, slot: Slot) -> bool {
+        self.is_segment(slot.segment()) && self.segment(slot.segment()).leaving
     }
 
     /// The slots of the huge page that ends with one, if they were taken as one and its memory is not one yet.
     pub(crate) fn small_huge_page(&self, last: Slot) -> Option<Run> {
-        let segment = self.segments.get(last.segment() as usize)?.as_ref()?;
-        let start = segment.small_huge_page(last.number() % SLOTS_PER_SEGMENT)?;
-        Some(Run::new(last.segment(), start, HUGE_PAGE_SLOTS))
+        let Place::Segment(segment) = self.places.get(last.segment() as usize)? else {
+            return None;
+        };
+        let start = segment.small_huge_page(place(last))?;
+        Some(Run::new(last.segment(), start, HUGE))
     }
 
     /// The memory of a huge page is one now.
     pub(crate) fn note_collapsed(&mut self, run: &Run) {
-        let start = run.first.number() % SLOTS_PER_SEGMENT;
-        self.segment_mut(run.first.segment()).note_collapsed(start);
+        self.segment_mut(run.first.segment())
+            .note_collapsed(place(run.first));
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.existing().map(|(_, segment)| segment.bytes()).sum()
+        self.existing().count() * SegmentSlots::bytes()
+    }
+
+    fn update(&mut self, number: u32, change: impl FnOnce(&mut SegmentSlots)) {
+        let segment = self.segment_mut(number);
+        let before = Tally::of(segment);
+        change(segment);
+        let (after, leaving) = (Tally::of(segment), segment.leaving);
+        let tally = self.tally_mut(leaving);
+        tally.used = tally.used + after.used - before.used;
+        tally.dead = tally.dead + after.dead - before.dead;
+    }
+
+    fn tally_mut(&mut self, leaving: bool) -> &mut Tally {
+        if leaving {
+            &mut self.counts.leaving
+        } else {
+            &mut self.counts.staying
+        }
     }
 
     fn existing(&self) -> impl Iterator<Item = (u32, &SegmentSlots)> {
-        (0u32..)
-            .zip(&self.segments)
-            .filter_map(|(at, segment)| Some((at, segment.as_ref()?)))
+        let places = (0u32..).zip(&self.places);
+        places.filter_map(|(number, place)| match place {
+            Place::Segment(segment) => Some((number, segment)),
+            _ => None,
+        })
+    }
+
+    /// Segments that take pages.
+    fn open(&self, purpose: Purpose) -> impl Iterator<Item = (u32, &SegmentSlots)> {
+        let survivors = purpose == Purpose::Survivors;
+        let all = self.existing();
+        all.filter(move |(_, segment)| !segment.leaving && segment.survivors == survivors)
+    }
+
+    fn is_segment(&self, number: u32) -> bool {
+        matches!(self.places.get(number as usize), Some(Place::Segment(_)))
     }
 
     fn segment(&self, number: u32) -> &SegmentSlots {
-        self.segments[number as usize]
-            .as_ref()
-            .expect("slots lie in existing segments")
+        match &self.places[number as usize] {
+            Place::Segment(segment) => segment,
+            _ => unreachable!("slots in use lie in segments"),
+        }
     }
 
     fn segment_mut(&mut self, number: u32) -> &mut SegmentSlots {
-        self.segments[number as usize]
-            .as_mut()
-            .expect("slots lie in existing segments")
+        match &mut self.places[number as usize] {
+            Place::Segment(segment) => segment,
+            _ => unreachable!("slots in use lie in segments"),
+        }
     }
+}
+
+/// Evacuation.
+impl Allocator {
+    /// The next segment to be emptied, if more is dead than should be. No slot of it is taken from now on.
+    pub(crate) fn begin_evacuation(&mut self) -> Option<u32> {
+        let Tally { used, dead } = self.counts.staying;
+        let full = self.is_full() && dead > used / BEGIN_FULL;
+        if full || dead > used / BEGIN + SLACK {
+            self.shrinking = true;
+        } else if dead <= used / END + SLACK / 2 {
+            self.shrinking = false;
+        }
+        if !self.shrinking {
+            return None;
+        }
+        let with_dead = self.existing().filter(|(_, s)| !s.leaving && s.dead() > 0);
+        // The share of live slots, in parts of 2^16.
+        let live_share = |s: &SegmentSlots| (u64::from(s.used()) << 16) / Tally::of(s).resident();
+        let (number, segment) = with_dead.min_by_key(|(number, s)| (live_share(s), *number))?;
+        let moved = Tally::of(segment);
+        self.segment_mut(number).leaving = true;
+        self.counts.staying.used -= moved.used;
+        self.counts.staying.dead -= moved.dead;
+        self.counts.leaving.used += moved.used;
+        self.counts.leaving.dead += moved.dead;
+        self.counts.segments_leaving += 1;
+        self.counts.evacuations_total += 1;
+        Some(number)
+    }
+
+    /// The first part of a segment with slots in use, from a place in it on: at most `most` slots, unless it is a huge
+    /// page. Few slots in a row that are not in use are part of it, so that pages which move keep their distances.
+    pub(crate) fn next_piece(&self, number: u32, from: u32, most: u32) -> Option<Piece> {
+        if !self.is_segment(number) {
+            return None;
+        }
+        let segment = self.segment(number);
+        let start = (from..SLOTS_PER_SEGMENT).find(|at| segment.is_used(*at))?;
+        if segment.begins_whole_huge_page(start) {
+            let run = Run::new(number, start, HUGE);
+            return Some(Piece { run, huge_page: true });
+        }
+        let mut end = start + 1;
+        for at in end..SLOTS_PER_SEGMENT.min(start.saturating_add(most)) {
+            if segment.begins_whole_huge_page(at) || at - end > KEPT_HOLE {
+                break;
+            }
+            if segment.is_used(at) {
+                end = at + 1;
+            }
+        }
+        let run = Run::new(number, start, end - start);
+        Some(Piece {
+            run,
+            huge_page: false,
+        })
+    }
+
+    /// Whether a slot holds a page.
+    pub(crate) fn is_used(&self, slot: Slot) -> bool {
+        self.is_segment(slot.segment()) && self.segment(slot.segment()).is_used(place(slot))
+    }
+}
+
+fn place(slot: Slot) -> u32 {
+    slot.number() % SLOTS_PER_SEGMENT
 }
 
 #[cfg(test)]

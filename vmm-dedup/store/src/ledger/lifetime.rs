@@ -32,16 +32,35 @@
 //! leaves with it, or later, when nobody maps it any more. So whoever found it through the index before that has told
 //! by the time it is freed, as for the first slot.
 //!
-//! What remains are pages that a device reads on behalf of a process that no longer maps them. No account tells of these,
-//! so the allocator decides when a slot that is free here may be written again ([`crate::ledger::allocator`]). It is
-//! free all the same: nobody can reference it.
+//! # Moves
+//! A page may move: another slot has got a copy of it and takes the old one's place in the index. The old slot stays as it
+//! is for those who map it. Its *forward* names the new one; whoever maps the old slot reads that, compares, maps the new
+//! one over the old, and tells both changes.
+//!
+//! - *No new mapping of the old slot arises.* It is not in the index any more, and never comes back to it. Who found it
+//!   before has told by the time it is freed, as for every slot that left the index.
+//! - *The new slot is there for whoever follows the forward.* The old slot holds a reference to the new one until it is
+//!   itself free. As long as a process maps the old slot, told or untold, that is not free (the rule), so the new one is live.
+//! - *A forward may change.* When the new slot moves on, what leads to it leads to where it went from then on. A service
+//!   that has read the forward before and maps what it named has not told: reading a forward is looking up, under the same
+//!   epochs. So the slot in between, once it has lost its references, waits in limbo until that service has told.
+//!
+//! A service need not follow: it may map the old slot for as long as it likes, and its references are counted as ever. It then
+//! keeps the memory of the old slot's segment, and nothing else.
+//!
+//! # After the last reference
+//! A slot that is free here is not written again in its file ([`crate::ledger::allocator`]): only when its segment has gone,
+//! and its number is given to another one, does it hold another page. The rule then is about accounts as much as about
+//! bytes: who maps a slot always maps what it found, since his mapping keeps the file, but what he tells must concern that
+//! slot and no other. So a segment may go, with its memory, as soon as nobody *references* its slots, while some may wait in
+//! limbo. A late reference brings such a slot back to life in a segment that has gone: it is counted, and not found by
+//! anybody. The number is given away when all slots are free and all members have said that they know the segment no more.
 
 use crate::ledger::epochs::{Epoch, EpochViolation, Epochs, MemberId};
 use crate::ledger::references::{References, Unbalanced};
-#[cfg(test)]
-use crate::ledger::slots::SlotState;
-use crate::ledger::slots::{IndexChange, NotLive, Slots};
+use crate::ledger::slots::{IndexChange, NotLive, SlotState, Slots};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 use vmm_dedup_protocol::Slot;
 
 /// Why a reference change is refused.
@@ -55,6 +74,23 @@ pub(crate) enum ReferenceViolation {
     Unbalanced(#[from] Unbalanced),
 }
 
+/// What became of a slot, for those who keep the index and the segments in step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Change {
+    /// Nobody references it any more.
+    Died {
+        slot: Slot,
+        /// It must leave the index.
+        listed: bool,
+    },
+    /// A reference came after it had died.
+    Revived {
+        slot: Slot,
+        /// It must come back to the index.
+        listed: bool,
+    },
+}
+
 /// Members, their references and the slots.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Lifetime {
@@ -66,6 +102,12 @@ pub(crate) struct Lifetime {
     /// Slots that hold a page and are not in the index themselves: those that follow in a series, and those that one took
     /// the place of.
     unlisted: BTreeSet<Slot>,
+    /// Where pages have moved: from old slots that are not free to new ones, to each of which the old one holds a reference.
+    moved: BTreeMap<Slot, Slot>,
+    /// The same, from the new slot to the old.
+    sources: BTreeSet<(Slot, Slot)>,
+    /// What became of slots, until somebody asks.
+    changes: Vec<Change>,
     /// Slots have been dropped since the epoch last advanced.
     pending: bool,
 }
@@ -78,6 +120,9 @@ impl Lifetime {
             members: BTreeMap::new(),
             series: BTreeMap::new(),
             unlisted: BTreeSet::new(),
+            moved: BTreeMap::new(),
+            sources: BTreeSet::new(),
+            changes: Vec::new(),
             pending: false,
         }
     }
@@ -92,6 +137,10 @@ impl Lifetime {
 
     pub(crate) fn references(&self, id: MemberId) -> Option<&References> {
         self.members.get(&id)
+    }
+
+    pub(crate) fn members(&self) -> impl Iterator<Item = MemberId> {
+        self.members.keys().copied()
     }
 
     /// A connection is given the index and the segments.
@@ -123,46 +172,144 @@ impl Lifetime {
         self.unlisted.insert(slot);
     }
 
-    /// References of services: those that series hold are left out.
-    pub(crate) fn claimed(&self) -> u64 {
-        let unclaimed: u64 = self.series.values().map(|n| u64::from(*n)).sum();
-        self.slots.references() - unclaimed
+    /// Whether a slot is not in the index although it holds a page.
+    pub(crate) fn is_unlisted(&self, slot: Slot) -> bool {
+        self.unlisted.contains(&slot)
     }
 
-    /// Applies a reported change. If slots were dropped, [`Self::advance`] must follow before anything else.
-    pub(crate) fn apply(
-        &mut self,
-        id: MemberId,
-        slot: Slot,
-        delta: i32,
-    ) -> Result<IndexChange, ReferenceViolation> {
+    /// How many slots follow in the series that a slot begins.
+    pub(crate) fn followers(&self, first: Slot) -> Option<u32> {
+        self.series.get(&first).copied()
+    }
+
+    /// The first series that begins in some consecutive slots.
+    pub(crate) fn first_series(&self, slots: RangeInclusive<Slot>) -> Option<Slot> {
+        self.series.range(slots).next().map(|(first, _)| *first)
+    }
+
+    /// Where a slot's page has moved.
+    pub(crate) fn moved_to(&self, slot: Slot) -> Option<Slot> {
+        self.moved.get(&slot).copied()
+    }
+
+    /// Slots in use whose pages are in other slots, too, since they moved.
+    pub(crate) fn moving(&self) -> u64 {
+        let live = |slot: &&Slot| matches!(self.slots.state(**slot), SlotState::Live(_));
+        self.moved.keys().filter(live).count() as u64
+    }
+
+    /// References of services: those that series and moved slots hold are left out.
+    pub(crate) fn claimed(&self) -> u64 {
+        let unclaimed: u64 = self.series.values().map(|n| u64::from(*n)).sum();
+        self.slots.references() - unclaimed - self.moved.len() as u64
+    }
+
+    /// Applies a reported change. Afterwards, before anything else, its consequences are to be drawn:
+    /// [`Self::take_changes`], then [`Self::advance`].
+    pub(crate) fn apply(&mut self, id: MemberId, slot: Slot, delta: i32) -> Result<(), ReferenceViolation> {
         let n = delta.unsigned_abs();
         match delta {
-            0 => Ok(IndexChange::None),
+            0 => {}
             1.. => {
                 let held = self.member(id).held(slot);
                 held.checked_add(n).ok_or(Unbalanced::Overflow { slot })?;
                 let change = self.slots.add_references(slot, n)?;
                 self.member(id).add(slot, n)?;
-                Ok(self.for_index(slot, change))
+                if change == IndexChange::Returns {
+                    let listed = !self.is_unlisted(slot);
+                    self.changes.push(Change::Revived { slot, listed });
+                }
             }
             _ => {
                 self.member(id).sub(slot, n)?;
-                Ok(self.drop_references(slot, n))
+                self.drop_references(slot, n);
             }
         }
+        Ok(())
     }
 
-    /// Drops the references of a member whose process has ended, some at a time. Returns the slots that must leave the
-    /// index, and whether there may be more to do; at the end the member is gone. [`Self::advance`] must follow each call.
-    pub(crate) fn leave_some(&mut self, id: MemberId) -> (Vec<Slot>, bool) {
+    /// Drops the references of a member whose process has ended, some at a time. Returns whether there may be more to do;
+    /// at the end the member is gone. [`Self::take_changes`] and [`Self::advance`] must follow each call.
+    pub(crate) fn leave_some(&mut self, id: MemberId) -> bool {
         let Some(some) = self.members.get_mut(&id).and_then(References::take_some) else {
             self.members.remove(&id);
             self.epochs.leave(id);
-            return (Vec::new(), false);
+            return false;
         };
-        let leaves = |(slot, n)| (self.drop_references(slot, n) == IndexChange::Leaves).then_some(slot);
-        (some.into_iter().filter_map(leaves).collect(), true)
+        some.into_iter()
+            .for_each(|(slot, n)| self.drop_references(slot, n));
+        true
+    }
+
+    /// The page of a slot has a copy in another one, which was free and takes its place in the index; if it was not there,
+    /// `listed` says whether the new one is. Returns the slots whose pages had moved to the old one: they lead to the new one now.
+    /// Consequences as for [`Self::apply`].
+    pub(crate) fn relocate(&mut self, old: Slot, new: Slot, listed: bool) -> Vec<Slot> {
+        self.slots.publish(new);
+        if !listed {
+            self.unlisted.insert(new);
+        }
+        self.link(old, new)
+    }
+
+    /// As [`Self::relocate`], to a slot that holds the same page and is in use already.
+    pub(crate) fn relocate_to_twin(&mut self, old: Slot, twin: Slot) -> Result<Vec<Slot>, NotLive> {
+        self.slots.add_references(twin, 1)?;
+        Ok(self.link(old, twin))
+    }
+
+    /// As [`Self::relocate`], for a series, to as many consecutive slots that were free. Returns pairs of slots, old and new,
+    /// of which the old ones lead to the new ones now.
+    pub(crate) fn relocate_series(&mut self, old: Slot, new: Slot) -> Vec<(Slot, Slot)> {
+        let followers = self.series.remove(&old).unwrap_or(0);
+        self.series.insert(new, followers);
+        let mut forwards = Vec::new();
+        for n in 0..=followers {
+            let (Some(from), Some(to)) = (old.checked_add_in_segment(n), new.checked_add_in_segment(n))
+            else {
+                break;
+            };
+            self.slots.publish(to);
+            if n > 0 {
+                self.unlisted.insert(to);
+                // The first is the series's, the second the old slot's.
+                let added = self.slots.add_references(to, 1);
+                debug_assert!(added.is_ok(), "it was just published");
+            }
+            forwards.push((from, to));
+            forwards.extend(self.link(from, to).into_iter().map(|source| (source, to)));
+            if n > 0 {
+                self.drop_references(from, 1);
+            }
+        }
+        forwards
+    }
+
+    /// An old slot leads to a new one, to which a reference was just taken for it.
+    fn link(&mut self, old: Slot, new: Slot) -> Vec<Slot> {
+        debug_assert!(old != new && !self.moved.contains_key(&old));
+        self.unlisted.insert(old);
+        self.moved.insert(old, new);
+        self.sources.insert((new, old));
+        let led = self.sources.range((old, Slot::FIRST)..);
+        let led: Vec<Slot> = led
+            .take_while(|(to, _)| *to == old)
+            .map(|(_, source)| *source)
+            .collect();
+        for source in &led {
+            self.sources.remove(&(old, *source));
+            self.sources.insert((new, *source));
+            self.moved.insert(*source, new);
+            let added = self.slots.add_references(new, 1);
+            debug_assert!(added.is_ok(), "it is live");
+            self.drop_references(old, 1);
+        }
+        led
+    }
+
+    /// Takes out what became of slots because of the last calls, in order.
+    pub(crate) fn take_changes(&mut self) -> Vec<Change> {
+        std::mem::take(&mut self.changes)
     }
 
     /// To be called when dropped slots have left the index: the new epoch, if there were any.
@@ -175,19 +322,31 @@ impl Lifetime {
         self.epochs.acknowledge(id, epoch)
     }
 
-    /// Frees what nobody can map any more.
-    pub(crate) fn reclaim(&mut self, mut freed: impl FnMut(Slot)) {
+    /// Frees what nobody can map any more. Consequences as for [`Self::apply`]: what a slot led to may have died.
+    pub(crate) fn reclaim(&mut self) {
         if self.slots.limbo() > 0 {
-            let unlisted = &mut self.unlisted;
-            self.slots.reclaim(self.epochs.quiescent(), |slot| {
-                unlisted.remove(&slot);
-                freed(slot);
-            });
+            self.reclaim_until(self.epochs.quiescent());
         }
     }
 
+    fn reclaim_until(&mut self, quiescent: Epoch) {
+        let mut freed = Vec::new();
+        self.slots.reclaim(quiescent, |slot| freed.push(slot));
+        for slot in freed {
+            self.unlisted.remove(&slot);
+            if let Some(new) = self.moved.remove(&slot) {
+                self.sources.remove(&(new, slot));
+                self.drop_references(new, 1);
+            }
+        }
+    }
+
+    /// Whether all of some slots are free: nobody maps one, or is about to.
+    pub(crate) fn are_free(&self, mut slots: impl Iterator<Item = Slot>) -> bool {
+        slots.all(|slot| self.slots.state(slot) == SlotState::Free)
+    }
+
     /// Slots have been dropped since the last [`Self::advance`].
-    #[cfg(test)]
     pub(crate) fn is_pending(&self) -> bool {
         self.pending
     }
@@ -205,41 +364,33 @@ impl Lifetime {
             let past = first.number() + followers;
             (first.number()..=past).contains(&slot.number())
         };
-        let listed = !self.unlisted.contains(&slot) && matches!(self.slots.state(slot), SlotState::Live(_));
+        let listed = !self.is_unlisted(slot) && matches!(self.slots.state(slot), SlotState::Live(_));
         listed || self.series.iter().any(within)
     }
 
     /// What the model check must find out to be wrong.
     #[cfg(test)]
     pub(crate) fn reclaim_without_waiting(&mut self) {
-        self.slots.reclaim(Epoch::MAX, |_| ());
+        self.reclaim_until(Epoch::MAX);
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        // Rarely more than a few hundred entries; a set's node holds eleven.
-        let sets = self.unlisted.len() * 8 + self.series.len() * 12;
+        // A set's node holds eleven entries.
+        let sets = self.unlisted.len() * 8 + self.series.len() * 12 + self.moved.len() * 24;
         self.slots.bytes() + sets + self.members.values().map(References::bytes).sum::<usize>()
     }
 
-    fn drop_references(&mut self, slot: Slot, n: u32) -> IndexChange {
+    fn drop_references(&mut self, slot: Slot, n: u32) {
         let leaving = self.epochs.current() + 1;
-        let change = self.slots.drop_references(slot, n, leaving);
-        if change == IndexChange::Leaves {
-            self.pending = true;
-            let followers = self.series.remove(&slot).unwrap_or(0);
-            for follower in (1..=followers).filter_map(|n| slot.checked_add_in_segment(n)) {
-                self.slots.drop_references(follower, 1, leaving);
-            }
+        if self.slots.drop_references(slot, n, leaving) != IndexChange::Leaves {
+            return;
         }
-        self.for_index(slot, change)
-    }
-
-    /// What is not in the index does not leave it and does not come back to it.
-    fn for_index(&self, slot: Slot, change: IndexChange) -> IndexChange {
-        if self.unlisted.contains(&slot) {
-            IndexChange::None
-        } else {
-            change
+        self.pending = true;
+        let listed = !self.is_unlisted(slot);
+        self.changes.push(Change::Died { slot, listed });
+        let followers = self.series.remove(&slot).unwrap_or(0);
+        for follower in (1..=followers).filter_map(|n| slot.checked_add_in_segment(n)) {
+            self.drop_references(follower, 1);
         }
     }
 

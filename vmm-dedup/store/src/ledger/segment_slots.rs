@@ -1,6 +1,5 @@
-//! Which slots of one segment are used, cooling or free.
+//! Which slots of one segment hold pages, which are dead, and which were never written.
 
-use std::collections::VecDeque;
 use vmm_dedup_protocol::{HUGE_PAGES, SLOTS_PER_SEGMENT};
 
 const WORDS: usize = SLOTS_PER_SEGMENT as usize / 64;
@@ -8,10 +7,7 @@ const WORDS: usize = SLOTS_PER_SEGMENT as usize / 64;
 /// Slots of a huge page, whose places in a segment are multiples of that.
 #[allow(clippy::cast_possible_truncation)] // 512
 pub(crate) const HUGE_PAGE_SLOTS: u32 = HUGE_PAGES as u32;
-const _: () = assert!(SLOTS_PER_SEGMENT / HUGE_PAGE_SLOTS == u64::BITS);
-
-/// A moment: whole seconds since the store started.
-pub(crate) type Second = u32;
+const _: () = assert!(SLOTS_PER_SEGMENT / HUGE_PAGE_SLOTS <= u64::BITS);
 
 /// A bit for each slot.
 type Bits = Box<[u64; WORDS]>;
@@ -23,48 +19,44 @@ fn bit(at: u32) -> (usize, u64) {
 /// The slots of one segment, named by their places in it.
 #[derive(Debug)]
 pub(super) struct SegmentSlots {
-    /// Slots that cannot be taken: used, cooling, or beyond the store's size.
+    /// Slots that cannot be taken: live or dead.
     taken: Bits,
-    /// Slots that were in the index since the segment was made: processes and devices could read them.
-    was_readable: Bits,
-    /// Slots that may ever be used: fewer than all in the last segment of a store whose size is no multiple.
-    usable: u32,
+    /// Slots that nobody references any more. They stay as they are until the segment goes, or somebody references them
+    /// after all.
+    dead: Bits,
     free: u32,
+    dead_count: u32,
     /// No run of free slots is longer than this.
     longest: u32,
     /// No slot before this word is free.
     first_free: usize,
-    /// Free slots that were readable.
-    reusable: u32,
-    /// Slots that are not to be rewritten yet, in the order in which they were given back: until when, and their place.
-    cooling: VecDeque<(Second, u32)>,
     /// Huge pages all of whose slots were taken at once, and none given back since: a bit each.
     whole: u64,
     /// Those of them that are huge pages in memory.
     collapsed: u64,
+    /// Its pages were moved here from others, since they outlived those.
+    pub(super) survivors: bool,
+    /// Its pages move to other segments, and none come.
+    pub(super) leaving: bool,
 }
 
 impl SegmentSlots {
-    pub(super) fn new(usable: u32) -> Self {
-        let mut taken = Box::new([0; WORDS]);
-        for at in usable..SLOTS_PER_SEGMENT {
-            let (word, mask) = bit(at);
-            taken[word] |= mask;
-        }
+    pub(super) fn new(survivors: bool) -> Self {
         Self {
-            taken,
-            was_readable: Box::new([0; WORDS]),
-            usable,
-            free: usable,
-            longest: usable,
+            taken: Box::new([0; WORDS]),
+            dead: Box::new([0; WORDS]),
+            free: SLOTS_PER_SEGMENT,
+            dead_count: 0,
+            longest: SLOTS_PER_SEGMENT,
             first_free: 0,
-            reusable: 0,
-            cooling: VecDeque::new(),
             whole: 0,
             collapsed: 0,
+            survivors,
+            leaving: false,
         }
     }
 
+    /// Slots that were never in the index.
     pub(super) fn free(&self) -> u32 {
         self.free
     }
@@ -73,17 +65,13 @@ impl SegmentSlots {
         self.longest
     }
 
-    pub(super) fn reusable(&self) -> u32 {
-        self.reusable
-    }
-
-    pub(super) fn cooling(&self) -> u32 {
-        u32::try_from(self.cooling.len()).expect("no more than there are slots")
+    pub(super) fn dead(&self) -> u32 {
+        self.dead_count
     }
 
     /// Slots that hold a page, or are about to.
     pub(super) fn used(&self) -> u32 {
-        self.usable - self.free - self.cooling()
+        SLOTS_PER_SEGMENT - self.free - self.dead_count
     }
 
     /// The first run of `n` free slots, or else the longest there is: `(start, length)`.
@@ -129,68 +117,30 @@ impl SegmentSlots {
         place.map(|(_, n)| n * HUGE_PAGE_SLOTS)
     }
 
-    /// Takes free slots. Returns how many of them were readable.
-    pub(super) fn take(&mut self, start: u32, n: u32) -> u32 {
-        let mut reused = 0;
+    /// Takes free slots.
+    pub(super) fn take(&mut self, start: u32, n: u32) {
         for at in start..start + n {
             let (word, mask) = bit(at);
             debug_assert!(self.taken[word] & mask == 0);
             self.taken[word] |= mask;
-            reused += u32::from(self.was_readable[word] & mask != 0);
         }
         self.free -= n;
-        self.reusable -= reused;
-        reused
     }
 
     /// As [`Self::take`], the slots of a huge page.
-    pub(super) fn take_huge_page(&mut self, start: u32) -> u32 {
+    pub(super) fn take_huge_page(&mut self, start: u32) {
         self.whole |= 1 << (start / HUGE_PAGE_SLOTS);
-        self.take(start, HUGE_PAGE_SLOTS)
+        self.take(start, HUGE_PAGE_SLOTS);
     }
 
     /// Gives back a slot that nobody but the store has ever known of.
     pub(super) fn give_back(&mut self, at: u32) {
         let (word, mask) = bit(at);
-        self.reusable += u32::from(self.was_readable[word] & mask != 0);
-        self.break_huge_page(at);
-        self.release(at);
-    }
-
-    /// Gives back a slot that was readable: it is not free before it is thawed.
-    pub(super) fn cool(&mut self, at: u32, until: Second) {
-        let (word, mask) = bit(at);
         assert!(
-            self.taken[word] & mask != 0,
+            self.taken[word] & !self.dead[word] & mask != 0,
             "slot {at} of a segment is freed twice"
         );
-        self.was_readable[word] |= mask;
         self.break_huge_page(at);
-        self.cooling.push_back((until, at));
-    }
-
-    /// Until when the slot has to cool that was given back first.
-    pub(super) fn cools_until(&self) -> Option<Second> {
-        self.cooling.front().map(|(until, _)| *until)
-    }
-
-    /// Frees the slot that was given back first.
-    pub(super) fn thaw_one(&mut self) {
-        if let Some((_, at)) = self.cooling.pop_front() {
-            self.reusable += 1;
-            self.release(at);
-        }
-        if self.cooling.is_empty() {
-            self.cooling.shrink_to_fit();
-        }
-    }
-
-    fn release(&mut self, at: u32) {
-        let (word, mask) = bit(at);
-        assert!(
-            self.taken[word] & mask != 0,
-            "slot {at} of a segment is freed twice"
-        );
         self.taken[word] &= !mask;
         self.first_free = self.first_free.min(word);
         self.free += 1;
@@ -198,10 +148,41 @@ impl SegmentSlots {
         self.longest = self.free.min(2 * self.longest + 1);
     }
 
+    /// Nobody references a slot any more.
+    pub(super) fn bury(&mut self, at: u32) {
+        let (word, mask) = bit(at);
+        assert!(
+            self.taken[word] & !self.dead[word] & mask != 0,
+            "slot {at} of a segment is freed twice"
+        );
+        self.dead[word] |= mask;
+        self.dead_count += 1;
+        self.break_huge_page(at);
+    }
+
+    /// Somebody references a dead slot after all.
+    pub(super) fn revive(&mut self, at: u32) {
+        let (word, mask) = bit(at);
+        assert!(self.dead[word] & mask != 0, "slot {at} of a segment is not dead");
+        self.dead[word] &= !mask;
+        self.dead_count -= 1;
+    }
+
+    /// Whether a slot holds a page.
+    pub(super) fn is_used(&self, at: u32) -> bool {
+        let (word, mask) = bit(at);
+        self.taken[word] & !self.dead[word] & mask != 0
+    }
+
     fn break_huge_page(&mut self, at: u32) {
         let huge_page = 1 << (at / HUGE_PAGE_SLOTS);
         self.whole &= !huge_page;
         self.collapsed &= !huge_page;
+    }
+
+    /// Whether a slot is the first of a huge page, all of which is in use.
+    pub(super) fn begins_whole_huge_page(&self, at: u32) -> bool {
+        at.is_multiple_of(HUGE_PAGE_SLOTS) && self.whole >> (at / HUGE_PAGE_SLOTS) & 1 == 1
     }
 
     /// The huge page that ends with a slot, if its slots are one's and its memory is not one yet.
@@ -216,7 +197,7 @@ impl SegmentSlots {
         self.collapsed |= 1 << (start / HUGE_PAGE_SLOTS);
     }
 
-    pub(super) fn bytes(&self) -> usize {
-        size_of::<Self>() + 2 * WORDS * 8 + self.cooling.capacity() * size_of::<(Second, u32)>()
+    pub(super) fn bytes() -> usize {
+        size_of::<Self>() + 2 * WORDS * 8
     }
 }

@@ -1,5 +1,6 @@
 //! The life of a slot, as a pure state machine: Free → Live(references) → Limbo(epoch) → Free, and from Limbo back
-//! to Live when a reference arrives that was taken before the slot left the index.
+//! to Live when a reference arrives that was taken before the slot left the index. A slot that was live is published again
+//! only in another segment of the same number.
 //!
 //! Eight bytes a slot. The caller keeps the index in step: a slot leaves the index when it stops being Live, and comes back
 //! when it is Live again. (`lifetime` knows of Live slots that are not in the index.)
@@ -11,7 +12,7 @@ use vmm_dedup_protocol::Slot;
 /// Where in its life a slot is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SlotState {
-    /// Nobody maps it, and nobody can find it. `allocator` tells when its bytes may be rewritten.
+    /// Nobody maps it, and nobody can find it.
     Free,
     /// In the index, with this many references.
     Live(u64),
@@ -82,7 +83,7 @@ impl Slots {
         self.words[at] = state.encode();
     }
 
-    /// A page was written into a free slot; its publisher has the first reference.
+    /// A page was written into a free slot. Its publisher, or the slot that it moved from, has the first reference.
     pub(crate) fn publish(&mut self, slot: Slot) {
         assert_eq!(self.state(slot), SlotState::Free, "only free slots are written");
         self.set(slot, SlotState::Live(1));

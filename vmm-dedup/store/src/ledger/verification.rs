@@ -1,12 +1,17 @@
-//! All interleavings of a small world, on the code that the server runs: two services, two slots, one store.
+//! All interleavings of a small world, on the code that the server runs: one or two services, two or three slots, one
+//! store.
 //!
-//! Rule proved, in every state: **no slot is free or rewritten while a living process maps it or is about to**
-//! (has found it and not yet mapped it).
+//! Rules proved, in every state: **no slot is free or holds another page while a living process maps it or is about to**
+//! (has found it and not yet mapped it). Where a page has moved, the old slot is not found, and the new one is live
+//! and holds the same.
+//!
+//! A slot stands for a segment of its own: publishing to it once it is free means that its number was given to another one.
 //!
 //! The store takes one message at a time from first-in-first-out channels, at any later moment. Services read the
 //! epoch, look up, map, drop, send, lose their socket (what was on the way is lost), go on working without it,
-//! connect again, say goodbye, and die. The store settles (advances the epoch, frees) at a moment of its own, so that services
-//! see the index between a removal and the epoch's advance. In one world the two slots are a series.
+//! follow pages that have moved, connect again, say goodbye, and die. The store moves pages at any moment. It settles
+//! (advances the epoch, frees) at a moment of its own, so that services see the index between a removal and the epoch's
+//! advance. In one world two slots are a series.
 
 use crate::ledger::epochs::{Epoch, MemberId};
 use crate::ledger::lifetime::Lifetime;
@@ -15,16 +20,19 @@ use std::collections::{HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use vmm_dedup_protocol::Slot;
 
-const SLOTS: usize = 2;
+const SLOTS: usize = 3;
 const SERVICES: usize = 2;
 
 /// How far the world goes: bounds that keep the number of states finite.
 #[derive(Clone, Copy)]
 struct Bounds {
+    services: usize,
+    slots: usize,
     publications: u8,
     messages: u8,
     reconnections: u8,
-    /// Both slots are one series.
+    moves: u8,
+    /// The first two slots are one series.
     series: bool,
     goodbyes: bool,
 }
@@ -43,10 +51,21 @@ enum Mistake {
     SeriesStays,
     /// A service says goodbye and still maps a slot.
     FalseGoodbye,
+    /// A service reports a batch between reading where a page has moved and mapping it.
+    ForwardsAreNotPending,
 }
 
 /// Which content a slot has: counts publications.
 type Generation = u8;
+
+/// A slot that a service is about to map.
+#[derive(Clone, Copy, Hash)]
+struct Found {
+    slot: usize,
+    generation: Generation,
+    /// In the place of this one, whose page has moved.
+    over: Option<usize>,
+}
 
 #[derive(Clone, Hash)]
 struct Service {
@@ -57,7 +76,7 @@ struct Service {
     leaving: bool,
     /// The epoch of the batch that is being collected.
     epoch: Option<Epoch>,
-    found: Option<(usize, Generation)>,
+    found: Option<Found>,
     mapped: [Option<Generation>; SLOTS],
     /// Mapped over an earlier connection: its orphan accounts for them.
     legacy: [Option<Generation>; SLOTS],
@@ -75,6 +94,7 @@ struct World {
     published: u8,
     sent: u8,
     reconnected: u8,
+    moved: u8,
 }
 
 fn slot(n: usize) -> Slot {
@@ -82,13 +102,16 @@ fn slot(n: usize) -> Slot {
 }
 
 impl World {
-    fn new() -> Self {
+    fn new(services: usize) -> Self {
         let mut lifetime = Lifetime::new(1);
         let services = [MemberId(1), MemberId(2)].map(|member| {
-            lifetime.join(member);
+            let alive = usize::from(member.0) <= services;
+            if alive {
+                lifetime.join(member);
+            }
             Service {
                 member,
-                alive: true,
+                alive,
                 connected: true,
                 leaving: false,
                 epoch: None,
@@ -108,6 +131,7 @@ impl World {
             published: 0,
             sent: 0,
             reconnected: 0,
+            moved: 0,
         }
     }
 
@@ -115,23 +139,40 @@ impl World {
         self.lifetime.slots().state(slot(n))
     }
 
-    /// The rule.
+    /// The rules.
     fn holds(&self) -> bool {
         let safe =
             |n: usize, generation| self.state(n) != SlotState::Free && self.generation[n] == generation;
-        self.services.iter().filter(|s| s.alive).all(|service| {
-            let mapped = service.mapped.iter().chain(&service.legacy).enumerate();
-            mapped
-                .filter_map(|(n, g)| Some((n % SLOTS, (*g)?)))
-                .chain(service.found)
-                .all(|(n, g)| safe(n, g))
-        })
+        let follows = |n: usize| {
+            self.forward(n).is_none_or(|to| {
+                let live = matches!(self.state(to), SlotState::Live(_));
+                live && self.generation[to] == self.generation[n] && !self.lifetime.is_found(slot(n))
+            })
+        };
+        (0..SLOTS).all(follows)
+            && self.services.iter().filter(|s| s.alive).all(|service| {
+                let mapped = service.mapped.iter().chain(&service.legacy).enumerate();
+                mapped
+                    .filter_map(|(n, g)| Some((n % SLOTS, (*g)?)))
+                    .chain(service.found.map(|found| (found.slot, found.generation)))
+                    .all(|(n, g)| safe(n, g))
+            })
+    }
+
+    /// Where the page of a slot has moved.
+    fn forward(&self, n: usize) -> Option<usize> {
+        self.lifetime.moved_to(slot(n)).map(|to| to.number() as usize)
+    }
+
+    /// As the pool: draws the consequences of what was done.
+    fn settle(&mut self) {
+        self.lifetime.take_changes();
     }
 
     /// All states one step away.
     fn successors(&self, bounds: Bounds, mistake: Mistake) -> Vec<World> {
         let mut all = Vec::new();
-        for i in 0..SERVICES {
+        for i in 0..bounds.services {
             self.service_steps(i, bounds, mistake, &mut all);
             self.store_steps(i, bounds, mistake, &mut all);
         }
@@ -142,10 +183,12 @@ impl World {
                 w.lifetime.advance();
                 match mistake {
                     Mistake::NoEpochWait => w.lifetime.reclaim_without_waiting(),
-                    _ => w.lifetime.reclaim(|_| ()),
+                    _ => w.lifetime.reclaim(),
                 }
+                w.settle();
             },
         );
+        self.moves(bounds, &mut all);
         all
     }
 
@@ -157,6 +200,25 @@ impl World {
         }
     }
 
+    /// The store moves a page.
+    fn moves(&self, bounds: Bounds, all: &mut Vec<World>) {
+        let free = (0..bounds.slots).find(|n| self.state(*n) == SlotState::Free);
+        for n in 0..bounds.slots {
+            let live = matches!(self.state(n), SlotState::Live(_)) && self.forward(n).is_none();
+            let Some(to) = free.filter(|_| live && self.moved < bounds.moves && !self.lifetime.is_pending())
+            else {
+                continue;
+            };
+            self.step(all, true, |w| {
+                w.moved += 1;
+                w.generation[to] = w.generation[n];
+                let listed = !w.lifetime.is_unlisted(slot(n));
+                w.lifetime.relocate(slot(n), slot(to), listed);
+                w.settle();
+            });
+        }
+    }
+
     fn service_steps(&self, i: usize, bounds: Bounds, mistake: Mistake, all: &mut Vec<World>) {
         let me = &self.services[i];
         if !me.alive {
@@ -165,28 +227,54 @@ impl World {
         self.step(all, me.epoch.is_none(), |w| {
             w.services[i].epoch = Some(w.lifetime.epochs().current())
         });
-        for n in 0..SLOTS {
+        for n in 0..bounds.slots {
             let stays = mistake == Mistake::SeriesStays && self.published > 0;
             let visible = stays || self.lifetime.is_found(slot(n));
             let can_look = me.epoch.is_some() && me.found.is_none() && me.mapped[n].is_none() && !me.leaving;
             self.step(all, visible && can_look, |w| {
-                w.services[i].found = Some((n, w.generation[n]))
+                w.services[i].found = Some(Found {
+                    slot: n,
+                    generation: w.generation[n],
+                    over: None,
+                })
             });
+            // It follows a page that has moved, to a slot that holds the same.
+            let to = self.forward(n).filter(|to| {
+                let can_follow = me.epoch.is_some() && me.found.is_none() && !me.leaving;
+                can_follow && me.mapped[*to].is_none() && me.mapped[n] == Some(self.generation[*to])
+            });
+            if let Some(to) = to {
+                self.step(all, true, |w| {
+                    w.services[i].found = Some(Found {
+                        slot: to,
+                        generation: w.generation[to],
+                        over: Some(n),
+                    })
+                });
+            }
             self.step(all, me.mapped[n].is_some(), |w| {
                 w.services[i].mapped[n] = None;
                 w.services[i].deltas[n] -= 1;
             });
             self.step(all, me.legacy[n].is_some(), |w| w.services[i].legacy[n] = None);
         }
-        if let Some((n, generation)) = me.found {
+        if let Some(found) = me.found {
             self.step(all, true, |w| {
-                w.services[i].found = None;
-                w.services[i].mapped[n] = Some(generation);
-                w.services[i].deltas[n] += 1;
+                let me = &mut w.services[i];
+                me.found = None;
+                let still = found.over.is_none_or(|over| me.mapped[over].take().is_some());
+                if still {
+                    me.mapped[found.slot] = Some(found.generation);
+                    me.deltas[found.slot] += 1;
+                    found.over.into_iter().for_each(|over| me.deltas[over] -= 1);
+                }
             });
         }
         if let Some(epoch) = me.epoch {
-            let can_send = me.connected && !me.leaving && me.found.is_none() && self.sent < bounds.messages;
+            let pending = me
+                .found
+                .is_some_and(|found| mistake != Mistake::ForwardsAreNotPending || found.over.is_none());
+            let can_send = me.connected && !me.leaving && !pending && self.sent < bounds.messages;
             self.step(all, can_send, |w| {
                 let deltas = std::mem::take(&mut w.services[i].deltas);
                 w.services[i].epoch = None;
@@ -239,12 +327,13 @@ impl World {
                     .apply(member, slot(n), delta)
                     .expect("a service that keeps the rules is not accused");
             }
+            w.settle();
             w.lifetime.acknowledge(member, epoch).expect("likewise");
         });
         // Publishing is a question and an answer: the channel is empty, and the publisher maps what it is given.
         let is_free = |n: &usize| self.state(*n) == SlotState::Free;
-        let free = (0..SLOTS).find(is_free);
-        let free = free.filter(|_| !bounds.series || (0..SLOTS).all(|n| is_free(&n)));
+        let free = (0..bounds.slots).find(is_free);
+        let free = free.filter(|_| !bounds.series || (0..bounds.slots).all(|n| is_free(&n)));
         if let Some(n) = free {
             let idle = me.alive && me.connected && !me.leaving && me.channel.is_empty();
             let room =
@@ -285,7 +374,8 @@ impl World {
     }
 
     fn depart(&mut self, member: MemberId) {
-        while self.lifetime.leave_some(member).1 {}
+        while self.lifetime.leave_some(member) {}
+        self.settle();
     }
 }
 
@@ -298,7 +388,7 @@ fn explore(bounds: Bounds, mistake: Mistake) -> Option<usize> {
             hasher.finish()
         })
     };
-    let start = World::new();
+    let start = World::new(bounds.services);
     let mut seen = HashSet::from([fingerprint(&start)]);
     let mut open = vec![start];
     while let Some(world) = open.pop() {
@@ -315,35 +405,52 @@ fn explore(bounds: Bounds, mistake: Mistake) -> Option<usize> {
     Some(seen.len())
 }
 
+/// A world in which nothing special happens.
+const PLAIN: Bounds = Bounds {
+    services: 2,
+    slots: 2,
+    publications: 1,
+    messages: 2,
+    reconnections: 0,
+    moves: 0,
+    series: false,
+    goodbyes: false,
+};
+
 /// Worlds small enough to be walked through in seconds, each with another emphasis.
-const WORLDS: [Bounds; 4] = [
+const WORLDS: [Bounds; 7] = [
     Bounds {
-        publications: 2,
-        messages: 2,
-        reconnections: 0,
-        series: false,
-        goodbyes: false,
+        services: 1,
+        slots: 3,
+        moves: 2,
+        ..PLAIN
     },
     Bounds {
-        publications: 1,
+        services: 1,
         messages: 3,
-        reconnections: 0,
-        series: false,
-        goodbyes: true,
-    },
-    Bounds {
-        publications: 1,
-        messages: 2,
         reconnections: 1,
-        goodbyes: true,
-        series: false,
+        moves: 2,
+        ..PLAIN
     },
     Bounds {
-        publications: 1,
-        messages: 2,
-        reconnections: 0,
+        messages: 3,
+        goodbyes: true,
+        ..PLAIN
+    },
+    Bounds { moves: 1, ..PLAIN },
+    Bounds {
         goodbyes: true,
         series: true,
+        ..PLAIN
+    },
+    Bounds {
+        reconnections: 1,
+        goodbyes: true,
+        ..PLAIN
+    },
+    Bounds {
+        publications: 2,
+        ..PLAIN
     },
 ];
 
@@ -386,4 +493,9 @@ fn the_rule_breaks_when_a_series_is_found_after_its_end() {
 #[test]
 fn the_rule_breaks_when_a_service_that_maps_slots_says_goodbye() {
     assert!(is_found_out(Mistake::FalseGoodbye));
+}
+
+#[test]
+fn the_rule_breaks_when_a_forward_is_read_and_not_told() {
+    assert!(is_found_out(Mistake::ForwardsAreNotPending));
 }

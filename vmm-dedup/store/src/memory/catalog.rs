@@ -108,6 +108,19 @@ impl Catalog {
         }
     }
 
+    /// Enters a slot in the place of another one that holds the same page, however that was entered. A reader finds the one
+    /// or the other. `hash` is asked if hashes matter.
+    pub(crate) fn replace(&mut self, line: Key, old: Slot, new: Slot, hash: impl FnOnce() -> PageHash) {
+        match self.reader().line(line) {
+            Some(Line::Sole(sole)) if sole == old => _ = self.writer.set_line(line, Line::Sole(new)),
+            Some(Line::Series(first)) if first == old => _ = self.writer.set_line(line, Line::Series(new)),
+            _ => {
+                self.writer.insert_slot(hash(), new);
+                self.writer.remove_slot(old);
+            }
+        }
+    }
+
     /// Enters a series in the place of the only slot of a line key, which holds the same page.
     pub(crate) fn replace_by_series(&mut self, line: Key, first: Slot) {
         debug_assert!(matches!(self.reader().line(line), Some(Line::Sole(_))));
@@ -216,6 +229,24 @@ mod tests {
         catalog.remove(line(1), slot(2));
         assert_eq!((catalog.reader().line(line(1)), catalog.marks), (None, 0));
         assert_eq!(catalog.writer.used(), 0);
+    }
+
+    #[test]
+    fn a_page_that_moves_is_found_as_it_was() {
+        let mut catalog = Catalog::new().unwrap();
+        let same = |_| PageHash(7 << 64 | 1 << 20);
+        catalog.insert(line(1), slot(1), same);
+        catalog.replace(line(1), slot(1), slot(9), || panic!("nothing is hashed"));
+        assert_eq!(catalog.reader().line(line(1)), Some(Line::Sole(slot(9))));
+        catalog.replace_by_series(line(1), slot(32));
+        catalog.replace(line(1), slot(32), slot(64), || panic!("nothing is hashed"));
+        assert_eq!(catalog.reader().line(line(1)), Some(Line::Series(slot(64))));
+        catalog.mark(line(1), same);
+        catalog.replace(line(1), slot(64), slot(5), || same(slot(5)));
+        assert_eq!(catalog.reader().line(line(1)), Some(Line::Marked(1)));
+        assert_eq!(catalog.reader().slot_of(same(slot(5))), Some(slot(5)));
+        catalog.remove(line(1), slot(5));
+        assert_eq!((catalog.writer.used(), catalog.marks), (0, 0));
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! allocated would be for nothing. The memory of such slots becomes one when it is shared as one, see
 //! [`crate::memory::collapse`].
 
+use crate::ledger::allocator::Purpose;
 use crate::ledger::epochs::MemberId;
 use crate::memory::pool::Pool;
 use std::collections::HashSet;
@@ -28,7 +29,7 @@ impl Pool {
             return None;
         }
         // Without memory or descriptors for a segment the ordinary way may still find room, or says so.
-        let (run, new) = self.segments.allocate_huge_page().ok().flatten()?;
+        let (run, new) = self.segments.allocate_huge_page(Purpose::New).ok().flatten()?;
         self.announce_segment(new);
         self.segments.populate(&run);
         let slots: Vec<Slot> = run.slots().collect();

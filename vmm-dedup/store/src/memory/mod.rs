@@ -3,6 +3,7 @@
 
 pub(crate) mod catalog;
 mod collapse;
+pub(crate) mod evacuation;
 pub(crate) mod huge;
 pub(crate) mod pool;
 mod segment;

@@ -6,21 +6,20 @@
 
 use crate::config::Config;
 use crate::error::Error;
-use crate::ledger::allocator::Run;
+use crate::ledger::allocator::{Purpose, Run};
 use crate::ledger::epochs::{EpochViolation, Epochs, MemberId};
-use crate::ledger::lifetime::{Lifetime, ReferenceViolation};
+use crate::ledger::lifetime::{Change, Lifetime, ReferenceViolation};
 use crate::ledger::references::References;
-use crate::ledger::slots::IndexChange;
 use crate::memory::catalog::Catalog;
 use crate::memory::collapse::CollapseQueue;
+use crate::memory::evacuation::Evacuation;
 use crate::memory::segments::Segments;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Instant;
-use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::index::{IndexReader, Line};
 use vmm_dedup_protocol::key::{Key, Salt};
 use vmm_dedup_protocol::mapping::Mapping;
+use vmm_dedup_protocol::{SLOTS_PER_SEGMENT, Slot};
 
 /// What all services must be told, in this order.
 #[derive(Clone, Debug)]
@@ -29,6 +28,8 @@ pub(crate) enum Announcement {
     Segment(u32, Arc<OwnedFd>),
     /// A segment is gone.
     SegmentRetired(u32),
+    /// The pages of a segment have moved.
+    Evacuated(u32),
     /// The index has moved to a file of so many bytes.
     Index(u64, Arc<OwnedFd>),
 }
@@ -51,6 +52,15 @@ pub(crate) enum Publication {
     },
 }
 
+/// A shorter run than this, if more is wanted, is taken only when no segment can be made.
+pub(super) const SHORT_RUN: u32 = 8;
+
+/// The slots of a segment.
+fn slots_of(number: u32) -> impl Iterator<Item = Slot> {
+    let numbers = number * SLOTS_PER_SEGMENT..(number + 1) * SLOTS_PER_SEGMENT;
+    numbers.filter_map(Slot::try_new)
+}
+
 /// All shared pages.
 #[derive(Debug)]
 pub(crate) struct Pool {
@@ -61,7 +71,8 @@ pub(crate) struct Pool {
     pub(super) segments: Segments,
     pub(super) lifetime: Lifetime,
     pub(super) collapse_queue: CollapseQueue,
-    announcements: Vec<Announcement>,
+    pub(super) evacuation: Evacuation,
+    pub(super) announcements: Vec<Announcement>,
     /// The kernel refused a new segment when it was last asked: that was logged once.
     short_of_memory: bool,
 }
@@ -73,10 +84,11 @@ impl Pool {
         Ok(Self {
             salt,
             ordered: config.ordered,
-            segments: Segments::new(config.max_slots(), config.reuse()),
+            segments: Segments::new(config.max_slots()),
             lifetime: Lifetime::new(catalog.reader().epoch()),
             catalog,
             collapse_queue: CollapseQueue::default(),
+            evacuation: Evacuation::default(),
             announcements: Vec::new(),
             short_of_memory: false,
         })
@@ -143,18 +155,8 @@ impl Pool {
         slot: Slot,
         delta: i32,
     ) -> Result<Option<Key>, ReferenceViolation> {
-        let entered = match self.lifetime.apply(id, slot, delta)? {
-            IndexChange::None => None,
-            IndexChange::Leaves => {
-                self.remove(slot);
-                None
-            }
-            IndexChange::Returns => {
-                let line = self.segments.line_key(slot, self.salt);
-                self.enter(line, slot);
-                Some(line)
-            }
-        };
+        self.lifetime.apply(id, slot, delta)?;
+        let entered = self.settle();
         if delta > 0 {
             self.collapse_queue.note_shared(slot, &self.segments);
         }
@@ -164,37 +166,94 @@ impl Pool {
     /// Drops references of a member whose process has ended or maps nothing, some at a time. Returns whether there is
     /// more to do.
     pub(crate) fn leave_some(&mut self, id: MemberId) -> bool {
-        let (dropped, more) = self.lifetime.leave_some(id);
-        for slot in dropped {
-            self.remove(slot);
+        let more = self.lifetime.leave_some(id);
+        self.settle();
+        if !more {
+            self.segments.forget_all(id);
         }
         self.reclaim();
         more
     }
 
+    /// Draws the consequences of what became of slots, for the index and the segments. Returns the line key of a slot that
+    /// came back to the index.
+    pub(super) fn settle(&mut self) -> Option<Key> {
+        let mut entered = None;
+        for change in self.lifetime.take_changes() {
+            match change {
+                Change::Died { slot, listed } => {
+                    if listed {
+                        self.remove(slot);
+                    }
+                    let empty = self.segments.bury(slot);
+                    self.retire(empty);
+                }
+                Change::Revived { slot, listed } => {
+                    self.segments.allocator_mut().revive(slot);
+                    // Where the segment has gone, the slot is counted for who maps it, and found by nobody.
+                    let there = self.segments.has_file(slot);
+                    if listed && there {
+                        let line = self.segments.line_key(slot, self.salt);
+                        self.enter(line, slot);
+                        entered = Some(line);
+                    } else if listed {
+                        self.lifetime.unlist(slot);
+                    }
+                    if there {
+                        self.note_straggler(slot);
+                    }
+                }
+            }
+        }
+        entered
+    }
+
+    /// A segment without a live slot goes.
+    fn retire(&mut self, empty: Option<u32>) {
+        if let Some(number) = empty {
+            self.segments.retire(number, self.lifetime.members().collect());
+            self.announcements.push(Announcement::SegmentRetired(number));
+        }
+    }
+
+    /// A member knows a retired segment no more; whether that can be.
+    pub(crate) fn released(&mut self, id: MemberId, number: u32) -> bool {
+        let references = self.lifetime.references(id);
+        let held = references.is_some_and(|all| slots_of(number).any(|slot| all.held(slot) > 0));
+        !held && self.segments.forget(number, id)
+    }
+
+    /// Lets segments go of which no slot is in use, and gives the numbers of those that nobody knows any more to others from
+    /// now on. To be called once a second.
+    pub(crate) fn retire_idle(&mut self) {
+        while let Some(number) = self.segments.retire_idle() {
+            self.retire(Some(number));
+        }
+        let lifetime = &self.lifetime;
+        self.segments
+            .release(|number| lifetime.are_free(slots_of(number)));
+    }
+
     /// Must follow all calls of [`Self::apply`] for one message, also after a violation: advances the epoch if slots
     /// have left the index, and frees what nobody can map any more.
     pub(crate) fn reclaim(&mut self) {
-        if let Some(epoch) = self.lifetime.advance() {
-            let published = self.catalog.advance_epoch();
-            debug_assert_eq!(epoch, published);
+        loop {
+            if let Some(epoch) = self.lifetime.advance() {
+                let published = self.catalog.advance_epoch();
+                debug_assert_eq!(epoch, published);
+            }
+            self.lifetime.reclaim();
+            self.settle();
+            // What a slot that was freed had led to may have left the index, too.
+            if !self.lifetime.is_pending() {
+                return;
+            }
         }
-        let (segments, announcements) = (&mut self.segments, &mut self.announcements);
-        let now = Instant::now();
-        self.lifetime.reclaim(|slot| {
-            let retired = segments.cool(slot, now);
-            announcements.extend(retired.map(Announcement::SegmentRetired));
-        });
     }
 
     /// Whether a page that is new finds no slot.
     pub(crate) fn is_full(&self) -> bool {
         self.segments.allocator().is_full()
-    }
-
-    /// Ends the quarantine of slots whose time has come.
-    pub(crate) fn end_quarantines(&mut self, now: Instant) {
-        self.segments.thaw(now);
     }
 
     /// A line key is ambiguous: its slots are found by their hashes from now on.
@@ -206,7 +265,12 @@ impl Pool {
     /// Takes consecutive slots for up to this many pages. If the kernel has no memory or descriptors left for a new
     /// segment, the store is as large as it can be: no service's fault.
     pub(crate) fn allocate_run(&mut self, pages: u32) -> Option<Run> {
-        let allocated = self.segments.allocate_run(pages);
+        self.allocate_run_of(pages, SHORT_RUN)
+    }
+
+    /// As [`Self::allocate_run`]; fewer than `least`, if so many are wanted, only when no segment can be made.
+    pub(super) fn allocate_run_of(&mut self, pages: u32, least: u32) -> Option<Run> {
+        let allocated = self.segments.allocate_run(pages, Purpose::New, least);
         if let Err(e) = &allocated
             && !self.short_of_memory
         {
@@ -221,9 +285,8 @@ impl Pool {
     /// Takes back slots of runs that were not published.
     pub(crate) fn give_back(&mut self, slots: impl IntoIterator<Item = Slot>) {
         for slot in slots {
-            let retired = self.segments.free(slot);
-            self.announcements
-                .extend(retired.map(Announcement::SegmentRetired));
+            let empty = self.segments.give_back(slot);
+            self.retire(empty);
         }
     }
 
@@ -264,7 +327,7 @@ impl Pool {
     }
 
     /// A slot in the index that holds the same page as this one, which is not in it.
-    fn twin(&self, line: Key, slot: Slot) -> Option<Slot> {
+    pub(super) fn twin(&self, line: Key, slot: Slot) -> Option<Slot> {
         let twin = match self.index().line(line)? {
             Line::Sole(twin) | Line::Series(twin) => twin,
             Line::Marked(_) => self.index().slot_of(self.segments.hash(slot, self.salt))?,
@@ -283,6 +346,15 @@ impl Pool {
         self.catalog.insert(line, slot, |slot| segments.hash(slot, salt));
         if self.ordered {
             self.catalog.order(slot, |other| segments.compare(slot, other));
+        }
+    }
+
+    /// A slot takes another one's place in the order; both hold the same page.
+    pub(super) fn order_in_place_of(&mut self, old: Slot, new: Slot) {
+        if self.ordered {
+            let segments = &self.segments;
+            self.catalog.unorder(old, |other| segments.compare(old, other));
+            self.catalog.order(new, |other| segments.compare(new, other));
         }
     }
 

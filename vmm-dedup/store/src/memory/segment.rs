@@ -3,8 +3,8 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
-use vmm_dedup_protocol::SEGMENT_BYTES;
 use vmm_dedup_protocol::mapping::{Mapping, sealed_memfd};
+use vmm_dedup_protocol::{SEGMENT_BYTES, SEGMENT_FILE_BYTES};
 
 /// A second descriptor of the same file that cannot be written through.
 pub(super) fn read_only(file: &OwnedFd) -> io::Result<OwnedFd> {
@@ -27,8 +27,8 @@ pub(super) struct SegmentFile {
 
 impl SegmentFile {
     pub(super) fn new() -> io::Result<Self> {
-        let (file, map) = sealed_memfd("vmm-dedup-segment", SEGMENT_BYTES)?;
-        map.advise_huge();
+        let (file, map) = sealed_memfd("vmm-dedup-segment", SEGMENT_FILE_BYTES)?;
+        map.advise_huge(SEGMENT_BYTES);
         Ok(Self {
             file: Arc::new(read_only(&file)?),
             map,
@@ -37,7 +37,12 @@ impl SegmentFile {
 
     /// What its pages cost, in use or not.
     pub(super) fn resident_bytes(&self) -> u64 {
-        let blocks = rustix::fs::fstat(&self.file).map_or(0, |stat| stat.st_blocks);
-        u64::try_from(blocks).unwrap_or(0) * 512
+        resident_bytes(&self.file)
     }
+}
+
+/// What the pages of a file in memory cost.
+pub(super) fn resident_bytes(file: &OwnedFd) -> u64 {
+    let blocks = rustix::fs::fstat(file).map_or(0, |stat| stat.st_blocks);
+    u64::try_from(blocks).unwrap_or(0) * 512
 }

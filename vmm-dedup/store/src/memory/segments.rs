@@ -4,35 +4,45 @@
 //! writable mappings and `write` also to whoever reopens it through /proc. The seal forbids the store, too, to punch
 //! holes, so a slot that was written stays resident until its whole segment is empty and goes.
 //!
-//! Which slots are taken, and when one may be written again, is decided by the [`Allocator`]; the files follow it here.
+//! Which slots are taken, and which segments are emptied, is decided by the [`Allocator`]; the files follow it here.
 
-use crate::ledger::allocator::{Allocator, HUGE_PAGE_SLOTS, Reuse, Run, Second};
-use crate::memory::segment::SegmentFile;
+use crate::ledger::allocator::{Allocator, HUGE_PAGE_SLOTS, Purpose, Run};
+use crate::ledger::epochs::MemberId;
+use crate::memory::segment::{SegmentFile, resident_bytes};
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use vmm_dedup_protocol::forward;
 use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash, Salt, line_words};
 use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::{HUGE_PAGES, PAGE_SIZE, SLOTS_PER_SEGMENT, Slot};
+
+/// A segment that went, as long as somebody may still map it.
+#[derive(Debug)]
+struct Retired {
+    /// Without a mapping: those who map it keep its memory, and this tells how much that is. `None`: nobody maps it.
+    file: Option<Arc<OwnedFd>>,
+    /// Who has not said that he knows it no more.
+    waiting: BTreeSet<MemberId>,
+}
 
 /// All segments of a store.
 #[derive(Debug)]
 pub(crate) struct Segments {
     allocator: Allocator,
     files: Vec<Option<SegmentFile>>,
-    /// When the allocator's seconds began.
-    started: Instant,
+    retired: BTreeMap<u32, Retired>,
 }
 
 impl Segments {
     /// For at most `max_slots` pages.
-    pub(crate) fn new(max_slots: u32, reuse: Reuse) -> Self {
+    pub(crate) fn new(max_slots: u32) -> Self {
         Self {
-            allocator: Allocator::new(max_slots, reuse),
+            allocator: Allocator::new(max_slots),
             files: Vec::new(),
-            started: Instant::now(),
+            retired: BTreeMap::new(),
         }
     }
 
@@ -40,77 +50,125 @@ impl Segments {
         &self.allocator
     }
 
-    /// Takes up to `n` consecutive slots, `None` if the store is full. The second value is a segment's number if
-    /// one had to be made for it: services must be given it before they can use the slots.
-    pub(crate) fn allocate_run(&mut self, n: u32) -> io::Result<Option<(Run, Option<u32>)>> {
-        if let Some(run) = self.allocator.allocate_run(n) {
+    pub(super) fn allocator_mut(&mut self) -> &mut Allocator {
+        &mut self.allocator
+    }
+
+    /// Takes up to `n` consecutive slots, `None` if the store is full. Fewer than `least`, if so many are wanted, only
+    /// when no segment can be made. The second value is a segment's number if one had to be made for it: services
+    /// must be given it before they can use the slots.
+    pub(crate) fn allocate_run(
+        &mut self,
+        n: u32,
+        purpose: Purpose,
+        least: u32,
+    ) -> io::Result<Option<(Run, Option<u32>)>> {
+        if let Some(run) = self.allocator.allocate_run(n, purpose, least) {
             return Ok(Some((run, None)));
         }
-        let Some(number) = self.allocator.next_segment() else {
-            return Ok(None);
+        let made = match self.allocator.next_segment(purpose) {
+            Some(number) => self.add_segment(number, purpose).map(|()| Some(number)),
+            None => Ok(None),
         };
-        self.add_segment(number)?;
-        let run = self.allocator.allocate_run(n);
-        Ok(run.map(|run| (run, Some(number))))
+        let run = self.allocator.allocate_run(n, purpose, 1);
+        match (run, made) {
+            (Some(run), made) => Ok(Some((run, made.unwrap_or(None)))),
+            (None, made) => made.map(|_| None),
+        }
     }
 
     /// As [`Self::allocate_run`], for the slots of a huge page, which lie as those of one; never fewer. No segment is made
     /// while there is room for its pages elsewhere.
-    pub(crate) fn allocate_huge_page(&mut self) -> io::Result<Option<(Run, Option<u32>)>> {
-        if let Some(run) = self.allocator.allocate_huge_page() {
+    pub(crate) fn allocate_huge_page(&mut self, purpose: Purpose) -> io::Result<Option<(Run, Option<u32>)>> {
+        if let Some(run) = self.allocator.allocate_huge_page(purpose) {
             return Ok(Some((run, None)));
         }
-        let scattered = self.allocator.free_slots() >= u64::from(HUGE_PAGE_SLOTS);
-        let next = self.allocator.next_segment().filter(|_| !scattered);
-        let Some(number) = next.filter(|n| self.allocator.usable(*n) >= HUGE_PAGE_SLOTS) else {
+        let scattered = self.allocator.free_slots(purpose) >= u64::from(HUGE_PAGE_SLOTS);
+        let next = self.allocator.next_segment(purpose).filter(|_| !scattered);
+        let Some(number) = next.filter(|_| self.allocator.has_room_for_huge_page(purpose)) else {
             return Ok(None);
         };
-        self.add_segment(number)?;
-        let run = self.allocator.allocate_huge_page();
+        self.add_segment(number, purpose)?;
+        let run = self.allocator.allocate_huge_page(purpose);
         Ok(run.map(|run| (run, Some(number))))
     }
 
-    fn add_segment(&mut self, number: u32) -> io::Result<()> {
+    fn add_segment(&mut self, number: u32, purpose: Purpose) -> io::Result<()> {
         let (at, file) = (number as usize, SegmentFile::new()?);
         if self.files.len() <= at {
             self.files.resize_with(at + 1, || None);
         }
         self.files[at] = Some(file);
-        self.allocator.add_segment(number);
+        self.allocator.add_segment(number, purpose);
         Ok(())
     }
 
     /// Gives back a slot that was never in the index. Returns its segment's number if that was the last one in use
-    /// there: the segment is gone.
-    pub(crate) fn free(&mut self, slot: Slot) -> Option<u32> {
-        let retired = self.allocator.free(slot);
-        self.drop_file(retired)
+    /// there: the segment is to be retired.
+    pub(crate) fn give_back(&mut self, slot: Slot) -> Option<u32> {
+        self.allocator.give_back(slot)
     }
 
-    /// Gives back a slot that nobody maps any more. Returns its segment's number if that was the last one in use there:
-    /// the segment is gone.
-    pub(crate) fn cool(&mut self, slot: Slot, now: Instant) -> Option<u32> {
-        let now = self.second(now);
-        let retired = self.allocator.cool(slot, now);
-        self.drop_file(retired)
+    /// Nobody references a slot any more. Returns its segment's number as [`Self::give_back`] does.
+    pub(crate) fn bury(&mut self, slot: Slot) -> Option<u32> {
+        self.allocator.bury(slot)
     }
 
-    /// Frees slots whose time has come.
-    pub(crate) fn thaw(&mut self, now: Instant) {
-        let now = self.second(now);
-        self.allocator.thaw(now);
+    /// A segment that is to be retired, since no slot of it is in use: its number.
+    pub(crate) fn retire_idle(&mut self) -> Option<u32> {
+        self.allocator.retire_idle()
     }
 
-    fn second(&self, now: Instant) -> Second {
-        Second::try_from(now.saturating_duration_since(self.started).as_secs()).unwrap_or(Second::MAX)
-    }
-
-    /// The file is never written again: what somebody still reads of it stays as it is.
-    fn drop_file(&mut self, retired: Option<u32>) -> Option<u32> {
-        if let Some(number) = retired {
-            self.files[number as usize] = None;
+    /// The file of a segment goes. These members know it, and may map it. It is never written again: what somebody still
+    /// reads of it stays as it is.
+    pub(crate) fn retire(&mut self, number: u32, waiting: BTreeSet<MemberId>) {
+        if let Some(SegmentFile { file, .. }) = self.files[number as usize].take() {
+            let file = (!waiting.is_empty()).then_some(file);
+            self.retired.insert(number, Retired { file, waiting });
         }
-        retired
+    }
+
+    /// Whether the file of a slot's segment is there.
+    pub(crate) fn has_file(&self, slot: Slot) -> bool {
+        matches!(self.files.get(slot.segment() as usize), Some(Some(_)))
+    }
+
+    /// A member knows a retired segment no more. Whether it did before.
+    pub(crate) fn forget(&mut self, number: u32, id: MemberId) -> bool {
+        let Some(retired) = self.retired.get_mut(&number) else {
+            return false;
+        };
+        let knew = retired.waiting.remove(&id);
+        if retired.waiting.is_empty() {
+            retired.file = None;
+        }
+        knew
+    }
+
+    /// A member has gone: it knows nothing any more.
+    pub(crate) fn forget_all(&mut self, id: MemberId) {
+        let numbers: Vec<u32> = self.retired.keys().copied().collect();
+        numbers.into_iter().for_each(|number| _ = self.forget(number, id));
+    }
+
+    /// Gives the numbers of retired segments to others from now on, of those that nobody knows and `is_free` agrees to.
+    pub(crate) fn release(&mut self, is_free: impl Fn(u32) -> bool) {
+        let allocator = &mut self.allocator;
+        self.retired.retain(|number, retired| {
+            let released = retired.waiting.is_empty() && is_free(*number);
+            if released {
+                allocator.release(*number);
+            }
+            !released
+        });
+    }
+
+    /// Retired segments that somebody may still map: their numbers, what their memory costs, and who.
+    pub(crate) fn retired(&self) -> impl Iterator<Item = (u32, u64, &BTreeSet<MemberId>)> {
+        self.retired.iter().filter_map(|(number, retired)| {
+            let bytes = resident_bytes(retired.file.as_ref()?);
+            Some((*number, bytes, &retired.waiting))
+        })
     }
 
     /// Allocates the memory of a run that is about to be written. Best effort: what is missing comes with the writes.
@@ -148,6 +206,11 @@ impl Segments {
         let (from, to) = (self.segment(source.segment()), self.segment(slot.segment()));
         let (from_page, to_page) = (source.offset() / PAGE_SIZE, slot.offset() / PAGE_SIZE);
         to.map.copy_page_from(to_page, &from.map, from_page);
+    }
+
+    /// Tells whoever maps a slot where its page has moved.
+    pub(crate) fn forward(&self, slot: Slot, to: Slot) {
+        forward::write(&self.segment(slot.segment()).map, slot, to);
     }
 
     /// Whether two slots hold the same bytes.
@@ -194,9 +257,10 @@ impl Segments {
         self.segment(number).file.clone()
     }
 
-    /// What the segments' pages cost, in use or not.
+    /// What the segments' pages cost, in use or not. Retired segments are part of it as long as somebody may map them.
     pub(crate) fn resident_bytes(&self) -> u64 {
-        self.files.iter().flatten().map(SegmentFile::resident_bytes).sum()
+        let there: u64 = self.files.iter().flatten().map(SegmentFile::resident_bytes).sum();
+        there + self.retired().map(|(_, bytes, _)| bytes).sum::<u64>()
     }
 
     /// Segments that there are.
@@ -221,29 +285,29 @@ mod tests {
     use std::os::fd::AsRawFd;
     use vmm_dedup_protocol::MAX_SLOTS;
 
-    const AT_ONCE: Reuse = Reuse {
-        quarantine: 0,
-        spare_percent: 0,
-    };
-
     fn run(segments: &mut Segments, n: u32) -> Option<(u32, u32)> {
         segments
-            .allocate_run(n)
+            .allocate_run(n, Purpose::New, 1)
             .unwrap()
             .map(|(run, _)| (run.first.number(), run.len))
     }
 
-    fn free(segments: &mut Segments, numbers: impl IntoIterator<Item = u32>) {
-        numbers
-            .into_iter()
-            .for_each(|n| _ = segments.free(Slot::try_new(n).unwrap()));
+    /// Gives slots back; a segment that goes is known by nobody.
+    fn give_back(segments: &mut Segments, numbers: impl IntoIterator<Item = u32>) {
+        for n in numbers {
+            assert_eq!(segments.give_back(Slot::try_new(n).unwrap()), None);
+        }
+        while let Some(number) = segments.retire_idle() {
+            segments.retire(number, BTreeSet::new());
+            segments.release(|_| true);
+        }
     }
 
     #[test]
     fn a_huge_page_keeps_its_content_when_it_becomes_one() {
-        let mut segments = Segments::new(MAX_SLOTS, AT_ONCE);
-        assert!(segments.allocate_run(3).unwrap().is_some());
-        let (run, _) = segments.allocate_huge_page().unwrap().unwrap();
+        let mut segments = Segments::new(MAX_SLOTS);
+        assert!(segments.allocate_run(3, Purpose::New, 1).unwrap().is_some());
+        let (run, _) = segments.allocate_huge_page(Purpose::New).unwrap().unwrap();
         for slot in run.slots() {
             let words = segments.words(slot);
             words
@@ -260,23 +324,39 @@ mod tests {
 
     #[test]
     fn a_number_comes_back_with_another_file() {
-        let mut segments = Segments::new(MAX_SLOTS, AT_ONCE);
+        let mut segments = Segments::new(MAX_SLOTS);
         run(&mut segments, 2);
         let before = segments.file(0);
-        assert_eq!(segments.cool(Slot::try_new(0).unwrap(), Instant::now()), None);
-        assert_eq!(segments.free(Slot::try_new(1).unwrap()), Some(0));
-        assert_eq!((run(&mut segments, 1), segments.count()), (Some((0, 1)), 1));
+        let reader = MemberId(1);
+        assert_eq!(segments.bury(Slot::try_new(0).unwrap()), None);
+        assert_eq!(segments.give_back(Slot::try_new(1).unwrap()), None);
+        assert_eq!(segments.retire_idle(), Some(0));
+        segments.retire(0, BTreeSet::from([reader]));
+        segments.release(|_| true);
+        assert_eq!(segments.retired().count(), 1);
+        assert_eq!(
+            (run(&mut segments, 1), segments.count()),
+            (Some((SLOTS_PER_SEGMENT, 1)), 1),
+            "who maps it may still name its slots"
+        );
+        assert!(segments.forget(0, reader) && !segments.forget(0, reader));
+        segments.release(|_| false);
+        run(&mut segments, SLOTS_PER_SEGMENT - 1);
+        assert_eq!(run(&mut segments, 9), Some((2 * SLOTS_PER_SEGMENT, 9)));
+        segments.release(|_| true);
+        run(&mut segments, SLOTS_PER_SEGMENT - 9);
+        assert_eq!(run(&mut segments, 9), Some((0, 9)));
         let inode = |file: &OwnedFd| rustix::fs::fstat(file).unwrap().st_ino;
         assert_ne!(inode(&before), inode(&segments.file(0)));
     }
 
     #[test]
     fn no_segment_is_made_for_a_huge_page_that_does_not_fit() {
-        let mut segments = Segments::new(HUGE_PAGE_SLOTS - 1, AT_ONCE);
-        assert_eq!(segments.allocate_huge_page().unwrap(), None);
+        let mut segments = Segments::new(HUGE_PAGE_SLOTS - 1);
+        assert_eq!(segments.allocate_huge_page(Purpose::New).unwrap(), None);
         assert_eq!(segments.count(), 0);
-        let mut segments = Segments::new(3 * HUGE_PAGE_SLOTS, AT_ONCE);
-        let huge_page = segments.allocate_huge_page().unwrap();
+        let mut segments = Segments::new(3 * HUGE_PAGE_SLOTS);
+        let huge_page = segments.allocate_huge_page(Purpose::New).unwrap();
         assert_eq!(
             huge_page.map(|(run, new)| (run.first.number(), new)),
             Some((0, Some(0)))
@@ -285,7 +365,7 @@ mod tests {
 
     #[test]
     fn written_slots_count_until_their_segment_goes() {
-        let mut segments = Segments::new(MAX_SLOTS, AT_ONCE);
+        let mut segments = Segments::new(MAX_SLOTS);
         let (_file, source) = vmm_dedup_protocol::mapping::staging_memfd(PAGE_SIZE).unwrap();
         source.write_page(0, &[7; PAGE_WORDS]);
         run(&mut segments, 2);
@@ -301,15 +381,15 @@ mod tests {
             [2 * PAGE_SIZE as u64, 64 << 10, 2 << 20].contains(&resident),
             "{resident}"
         );
-        free(&mut segments, [0]);
+        give_back(&mut segments, [0]);
         assert_eq!(segments.resident_bytes(), resident);
-        free(&mut segments, [1]);
+        give_back(&mut segments, [1]);
         assert_eq!(segments.resident_bytes(), 0);
     }
 
     #[test]
     fn descriptors_for_services_cannot_be_written() {
-        let mut segments = Segments::new(MAX_SLOTS, AT_ONCE);
+        let mut segments = Segments::new(MAX_SLOTS);
         run(&mut segments, 1);
         let file = segments.file(0);
         assert!(Mapping::read_write(&file, PAGE_SIZE).is_err());
@@ -321,6 +401,6 @@ mod tests {
             let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
             assert!(rustix::fs::fallocate(&again, punch, 0, 4096).is_err());
         }
-        assert!(Mapping::read_only(&file, vmm_dedup_protocol::SEGMENT_BYTES).is_ok());
+        assert!(Mapping::read_only(&file, vmm_dedup_protocol::SEGMENT_FILE_BYTES).is_ok());
     }
 }

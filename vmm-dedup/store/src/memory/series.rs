@@ -22,18 +22,13 @@ impl Pool {
         self.lifetime.publish_series(id, *first, followers);
         self.lifetime.unlist(twin);
         self.catalog.replace_by_series(line, *first);
-        if self.ordered {
-            let segments = &self.segments;
-            self.catalog.unorder(twin, |other| segments.compare(twin, other));
-            self.catalog
-                .order(*first, |other| segments.compare(*first, other));
-        }
+        self.order_in_place_of(twin, *first);
         Some(*first)
     }
 
     /// Consecutive free slots for a series.
     fn take_series(&mut self) -> Option<Vec<Slot>> {
-        let run = self.allocate_run(SERIES)?;
+        let run = self.allocate_run_of(SERIES, SERIES)?;
         let slots: Vec<Slot> = run.slots().collect();
         if run.len == SERIES {
             return Some(slots);

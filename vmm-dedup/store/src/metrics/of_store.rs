@@ -110,39 +110,46 @@ pub(super) fn write(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
     w.counter("batches", "Batches handled", exchange.batches)
 }
 
-/// How slots come back.
+/// How memory comes back.
 fn slots(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
     w.gauge(
-        "slots_cooling",
-        "Free pages of the store that are not rewritten yet, since a device may still read them",
-        s.slots.cooling,
-    )?;
-    w.gauge(
-        "slots_reusable",
-        "Free pages of the store that have memory and may be rewritten",
-        s.slots.reusable,
-    )?;
-    w.counter(
-        "slots_reused",
-        "Pages of the store that were rewritten where others had been",
-        s.slots.reused_total,
-    )?;
-    let help = "How long the page had cooled that was freed last";
-    w.family(
-        "slot_cooled",
-        help,
-        Some(&Unit::Seconds),
-        MetricType::Gauge,
-        |mut m| m.encode_gauge(&s.slots.cooled_seconds),
+        "slots_dead",
+        "Pages that nobody uses any more, whose memory returns when their file goes",
+        s.slots.staying.dead + s.slots.leaving.dead,
     )?;
     w.gauge(
         "segments",
-        "Files of the store, 128 MiB each when full",
+        "Files of the store, 16 MiB each when full",
         s.segments,
+    )?;
+    w.gauge(
+        "segments_leaving",
+        "Files whose pages have moved to others, which VMs have not all followed",
+        s.slots.segments_leaving,
+    )?;
+    w.gauge(
+        "segments_held",
+        "Files that went, whose memory some VM still keeps",
+        s.held.0,
+    )?;
+    w.bytes(
+        "held",
+        "Memory of files that went, which some VM still keeps",
+        s.held.1,
+    )?;
+    w.counter(
+        "evacuations",
+        "Files that were begun to be emptied",
+        s.slots.evacuations_total,
+    )?;
+    w.counter(
+        "moved",
+        "Pages moved to other files, so that theirs can go",
+        s.moved,
     )?;
     w.counter(
         "segments_retired",
-        "Files that emptied and went, with their memory",
+        "Files that emptied and went",
         s.slots.segments_retired_total,
     )
 }

@@ -24,6 +24,10 @@ pub(super) struct Snapshot {
     pub(super) connections: u64,
     pub(super) slots: Counts,
     pub(super) segments: u64,
+    /// Segments that went and that some VM still maps, and what their memory costs.
+    pub(super) held: (u64, u64),
+    /// Pages moved, ever.
+    pub(super) moved: u64,
     pub(super) started: f64,
 }
 
@@ -55,6 +59,10 @@ impl Snapshot {
             connections: state.peers.len() as u64,
             slots: segments.allocator().counts(),
             segments: segments.count(),
+            held: segments
+                .retired()
+                .fold((0, 0), |(count, sum), (_, bytes, _)| (count + 1, sum + bytes)),
+            moved: state.exchange.pool.moved(),
             started: started.as_secs_f64(),
         }
     }

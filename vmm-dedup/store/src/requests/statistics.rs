@@ -28,6 +28,7 @@ impl Statistics<'_> {
             ..
         } = self.exchange;
         let (slots, segments) = (pool.lifetime().slots(), pool.segments());
+        let in_use = slots.live() - pool.lifetime().moving();
         let resident_bytes = segments.resident_bytes();
         let tables = sightings.bytes() + pool.lifetime().bytes() + segments.bytes();
         let metadata_bytes = pool.catalog().bytes() + tables as u64;
@@ -37,8 +38,8 @@ impl Statistics<'_> {
         let overhead = [resident_bytes, metadata_bytes, vms.metadata_bytes, vms.vma_bytes];
         let net = accounts::clamp(spared - overhead.into_iter().map(i128::from).sum::<i128>());
         StoreStats {
-            pages_shared: slots.live(),
-            pages_sharing: pool.lifetime().claimed().saturating_sub(slots.live()),
+            pages_shared: in_use,
+            pages_sharing: pool.lifetime().claimed().saturating_sub(in_use),
             slots_limbo: slots.limbo(),
             slots_max: segments.allocator().max_slots().into(),
             resident_bytes,

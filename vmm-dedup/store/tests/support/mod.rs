@@ -19,7 +19,7 @@ use vmm_dedup_protocol::message::{
 use vmm_dedup_protocol::name::Name;
 use vmm_dedup_protocol::refusal::{Refusal, Refused};
 use vmm_dedup_protocol::socket::{self, Received};
-use vmm_dedup_protocol::{PAGE_SIZE, SEGMENT_BYTES, STAGING_PAGES, Slot};
+use vmm_dedup_protocol::{PAGE_SIZE, SEGMENT_FILE_BYTES, STAGING_PAGES, Slot, forward};
 use vmm_dedup_store::{Config, Store};
 use zerocopy::IntoBytes;
 
@@ -41,7 +41,6 @@ impl Server {
         let mut config = Config {
             socket: socket.clone(),
             metrics: None,
-            quarantine_seconds: 0,
             ..Config::default()
         };
         change(&mut config);
@@ -84,6 +83,10 @@ pub struct Client {
     pub index_file: OwnedFd,
     pub staging: Mapping,
     pub segments: Vec<Option<(OwnedFd, Mapping)>>,
+    /// Segments that went, and were not released.
+    pub retired: Vec<u32>,
+    /// Segments whose pages have moved, as often as that was told.
+    pub evacuated: Vec<u32>,
     pub salt: Salt,
 }
 
@@ -125,6 +128,8 @@ impl Client {
             index_file: index,
             staging: Mapping::read_write(&staging, STAGING_PAGES * PAGE_SIZE).unwrap(),
             segments: Vec::new(),
+            retired: Vec::new(),
+            evacuated: Vec::new(),
             salt: Salt(welcome.salt),
             socket,
             buffer,
@@ -164,6 +169,19 @@ impl Client {
             Message::BatchReply(wanted) => wanted.to_vec(),
             other => panic!("{other:?}"),
         })
+    }
+
+    /// Says that it knows the segments that went no more.
+    pub fn release(&mut self) {
+        for number in self.retired.drain(..) {
+            socket::send(&self.socket, &encode(Kind::Released, &[number.as_bytes()]), &[]).unwrap();
+        }
+    }
+
+    /// Where the page of a slot has moved.
+    pub fn forward(&self, slot: Slot) -> Option<Slot> {
+        let (_, map) = self.segments[slot.segment() as usize].as_ref()?;
+        forward::read(map, slot)
     }
 
     /// Acknowledges the current epoch.
@@ -240,13 +258,17 @@ impl Client {
         match received.parse(&self.buffer).unwrap() {
             Message::Segment(n) => {
                 let file = received.fds.pop().unwrap();
-                let map = Mapping::read_only(&file, SEGMENT_BYTES).unwrap();
+                let map = Mapping::read_only(&file, SEGMENT_FILE_BYTES).unwrap();
                 let at = n as usize;
                 self.segments
                     .resize_with(self.segments.len().max(at + 1), || None);
                 self.segments[at] = Some((file, map));
             }
-            Message::SegmentRetired(n) => self.segments[n as usize] = None,
+            Message::SegmentRetired(n) => {
+                self.segments[n as usize] = None;
+                self.retired.push(n);
+            }
+            Message::Evacuated(n) => self.evacuated.push(n),
             Message::Index(bytes) => {
                 self.index_file = received.fds.pop().unwrap();
                 self.index = reader(&self.index_file, bytes);

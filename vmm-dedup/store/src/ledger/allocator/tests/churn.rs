@@ -1,34 +1,38 @@
-//! What the ways of reuse cost: 8 VMs, a quarter of whose slots is replaced in each of 50 rounds.
+//! What churn costs: VMs whose slots are replaced round by round.
 //!
-//! `cargo test -p vmm-dedup-store churn -- --nocapture` prints resident slots divided by slots in use.
+//! `cargo test -p vmm-dedup-store churn -- --nocapture` prints slots in memory for each in use, and slots moved.
 
 use super::*;
 
-const VMS: usize = 8;
-const SLOTS_OF_A_VM: usize = 1 << 14;
-const ROUNDS: u32 = 50;
-/// Pages of one publication that lie together.
-const RUN: usize = 16;
+/// Most slots of a piece, as in the store.
+const PIECE: u32 = 512;
+
+/// What a VM replaces at once.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    /// So many slots that were published together.
+    Extents(usize),
+    /// Single slots anywhere.
+    Single,
+}
 
 /// A host with its VMs.
 struct Host {
     allocator: Allocator,
-    /// Whether a slot was written since its segment was made: it has memory.
-    resident: Vec<bool>,
-    vms: Vec<Vec<Slot>>,
+    /// The extents of each VM: slots in the order in which they were published.
+    vms: Vec<Vec<Vec<Slot>>>,
     random: u64,
+    moved: u64,
 }
 
 impl Host {
-    fn new(reuse: Reuse) -> Self {
-        let mut host = Self {
-            allocator: Allocator::new(MAX_SLOTS, reuse),
-            resident: Vec::new(),
-            vms: vec![Vec::new(); VMS],
+    fn new() -> Self {
+        Self {
+            allocator: Allocator::new(MAX_SLOTS),
+            vms: Vec::new(),
             random: 1,
-        };
-        (0..VMS).for_each(|vm| host.publish(vm, SLOTS_OF_A_VM));
-        host
+            moved: 0,
+        }
     }
 
     fn random(&mut self, below: usize) -> usize {
@@ -38,126 +42,236 @@ impl Host {
         usize::try_from(self.random % below as u64).unwrap()
     }
 
-    fn publish(&mut self, vm: usize, mut pages: usize) {
-        while pages > 0 {
-            let wanted = u32::try_from(pages.min(RUN)).unwrap();
-            let run = allocate(&mut self.allocator, wanted).unwrap();
-            for slot in run.slots() {
-                let at = slot.number() as usize;
-                self.resident.resize(self.resident.len().max(at + 1), false);
-                self.resident[at] = true;
-                self.vms[vm].push(slot);
+    /// A VM with so many slots in extents of this size.
+    fn start_vm(&mut self, slots: usize, kind: Kind) {
+        self.vms.push(Vec::new());
+        let vm = self.vms.len() - 1;
+        self.publish(vm, slots, kind);
+    }
+
+    fn publish(&mut self, vm: usize, mut slots: usize, kind: Kind) {
+        let extent = match kind {
+            Kind::Extents(slots) => slots,
+            Kind::Single => 16,
+        };
+        while slots > 0 {
+            let mut wanted = u32::try_from(slots.min(extent)).unwrap();
+            slots -= wanted as usize;
+            let mut all = Vec::new();
+            while wanted > 0 {
+                let run = allocate(&mut self.allocator, wanted, Purpose::New).unwrap();
+                wanted -= run.len;
+                all.extend(run.slots());
             }
-            pages -= run.len as usize;
+            match kind {
+                Kind::Extents(_) => self.vms[vm].push(all),
+                Kind::Single => self.vms[vm].extend(all.into_iter().map(|slot| vec![slot])),
+            }
         }
     }
 
-    /// Nobody has these pages any more. The first `stable` ones of each VM stay.
-    fn drop_pages(&mut self, vm: usize, pages: usize, stable: usize, now: Second) {
-        for _ in 0..pages {
+    fn retire(&mut self, retired: Option<u32>) {
+        if let Some(number) = retired {
+            self.allocator.release(number);
+        }
+    }
+
+    /// Nobody has so many slots any more. The first `stable` extents of the VM stay.
+    fn drop_slots(&mut self, vm: usize, slots: usize, stable: usize) {
+        let mut dropped = 0;
+        while dropped < slots {
             let at = stable + self.random(self.vms[vm].len() - stable);
-            let slot = self.vms[vm].swap_remove(at);
-            if let Some(retired) = self.allocator.cool(slot, now) {
-                let slots = SLOTS_PER_SEGMENT as usize;
-                let segment = self.resident.chunks_mut(slots).nth(retired as usize);
-                segment.unwrap().fill(false);
+            for slot in self.vms[vm].swap_remove(at) {
+                dropped += 1;
+                let retired = self.allocator.bury(slot);
+                self.retire(retired);
             }
         }
+    }
+
+    fn stop_vm(&mut self) {
+        for slot in self.vms.pop().unwrap().into_iter().flatten() {
+            let retired = self.allocator.bury(slot);
+            self.retire(retired);
+        }
+    }
+
+    /// Moves what there is to move; all services follow.
+    fn evacuate(&mut self) {
+        self.retire_idle();
+        while let Some(number) = self.allocator.begin_evacuation() {
+            let (mut moves, mut from) = (HashMap::new(), 0);
+            while let Some(piece) = self.allocator.next_piece(number, from, PIECE) {
+                let slots = piece.run.slots();
+                let live: Vec<Slot> = slots.filter(|slot| self.allocator.is_used(*slot)).collect();
+                let (mut rest, mut at) = (piece.run.len, 0);
+                while rest > 0 {
+                    let run = allocate(&mut self.allocator, rest, Purpose::Survivors).unwrap();
+                    rest -= run.len;
+                    for new in run.slots() {
+                        let old = piece.run.first.checked_add_in_segment(at).unwrap();
+                        at += 1;
+                        if live.contains(&old) {
+                            moves.insert(old, new);
+                        } else {
+                            assert_eq!(self.allocator.give_back(new), None);
+                        }
+                    }
+                }
+                from = piece.run.first.number() % SLOTS_PER_SEGMENT + piece.run.len;
+            }
+            self.moved += moves.len() as u64;
+            for slot in self.vms.iter_mut().flatten().flatten() {
+                *slot = moves.get(slot).copied().unwrap_or(*slot);
+            }
+            for old in moves.into_keys() {
+                let retired = self.allocator.bury(old);
+                self.retire(retired);
+            }
+        }
+    }
+
+    fn retire_idle(&mut self) {
+        while let Some(number) = self.allocator.retire_idle() {
+            self.allocator.release(number);
+        }
+    }
+
+    fn in_use(&self) -> u64 {
+        self.vms.iter().flatten().map(|extent| extent.len() as u64).sum()
+    }
+
+    /// The rule: resident slots are at most 1.15 times those in use, and 8 MiB.
+    fn check(&self) {
+        let counts = self.allocator.counts();
+        assert_eq!(counts.leaving, Tally::default());
+        assert_eq!(counts.staying.used, self.in_use());
+        let (resident, used) = (counts.staying.resident(), counts.staying.used);
+        assert!(
+            resident * 100 <= used * 115 + 2048 * 100,
+            "{resident} resident, {used} in use"
+        );
     }
 
     /// Resident slots divided by those in use.
     #[allow(clippy::cast_precision_loss)]
     fn ratio(&self) -> f64 {
-        let resident = self.resident.iter().filter(|resident| **resident).count();
-        resident as f64 / self.allocator.counts().used as f64
+        self.allocator.counts().staying.resident() as f64 / self.in_use().max(1) as f64
     }
 }
 
-/// Resident slots divided by those in use.
-#[derive(Debug)]
-struct Outcome {
-    half_time: f64,
-    end: f64,
-}
-
-/// A round lasts some seconds, and this many per cent of the slots stay for ever.
-fn play(name: &str, reuse: Reuse, seconds: Second, stable_percent: usize) -> Outcome {
-    let mut host = Host::new(reuse);
-    let stable = SLOTS_OF_A_VM * stable_percent / 100;
-    let replaced = (SLOTS_OF_A_VM - stable) / 4;
-    let mut half_time = 0.0;
-    for round in 1..=ROUNDS {
-        let now = round * seconds;
-        (now - seconds..now).for_each(|now| host.allocator.thaw(now));
-        for vm in 0..VMS {
-            host.drop_pages(vm, replaced, stable, now);
-            host.publish(vm, replaced);
+/// Rounds in each of which 8 VMs replace a quarter of what does not stay for ever, a percentage of their slots. Returns
+/// slots moved for each that was replaced, from the second half of the rounds on.
+#[allow(clippy::cast_precision_loss)]
+fn play(kind: Kind, slots_of_a_vm: usize, rounds: u32, stable_percent: usize) -> f64 {
+    let mut host = Host::new();
+    (0..8).for_each(|_| host.start_vm(slots_of_a_vm, kind));
+    let stable = host.vms[0].len() * stable_percent / 100;
+    let replaced = slots_of_a_vm * (100 - stable_percent) / 400;
+    let (mut before, mut worst) = (0, 0f64);
+    for round in 0..rounds {
+        if round == rounds / 2 {
+            before = host.moved;
         }
-        if round == ROUNDS / 2 {
-            half_time = host.ratio();
+        for vm in 0..8 {
+            host.drop_slots(vm, replaced, stable);
+            host.publish(vm, replaced, kind);
         }
+        host.evacuate();
+        host.check();
+        worst = worst.max(host.ratio());
     }
-    let outcome = Outcome {
-        half_time,
-        end: host.ratio(),
-    };
-    println!("{name}, rounds of {seconds} s, {stable_percent} % stay: {outcome:.2?}");
-    outcome
-}
-
-/// What the rule allows, in parts of the slots in use: what is replaced within a quarantine, or the spare share.
-fn allowed(reuse: Reuse, seconds: Second, replaced: f64) -> f64 {
-    let rounds = f64::from((reuse.quarantine + 1).div_ceil(seconds));
-    let spare = f64::from(reuse.spare_percent) / 100.0;
-    // What is published in a round needs room before what it replaces is thawed, and goes where it lies together: no
-    // segment is made before, but the last one may be filled.
-    let segment = f64::from(SLOTS_PER_SEGMENT) / (VMS * SLOTS_OF_A_VM) as f64;
-    1.0 + (replaced * rounds).max(spare + replaced) + segment
+    let rounds = u64::from(rounds - rounds / 2);
+    let moved = (host.moved - before) as f64 / (rounds * 8 * replaced as u64) as f64;
+    println!(
+        "{kind:?}, {slots_of_a_vm} slots a VM, {stable_percent} % stay: resident/in use {:.3} at most, {:.3} at the end, \
+         moved/replaced {moved:.2}",
+        worst,
+        host.ratio()
+    );
+    moved
 }
 
 #[test]
-fn a_store_keeps_what_a_quarantine_frees_and_the_spare_share() {
-    for (seconds, stable_percent, replaced) in [(60, 0, 0.25), (600, 50, 0.125)] {
-        let outcome = play("default", Reuse::default(), seconds, stable_percent);
-        let allowed = allowed(Reuse::default(), seconds, replaced);
-        assert!(outcome.half_time.max(outcome.end) <= allowed, "{allowed}");
-    }
-}
-
-#[test]
-fn a_store_that_only_retires_segments_holds_several_times_what_it_uses() {
-    let never = Reuse {
-        quarantine: Reuse::NEVER,
-        spare_percent: 0,
-    };
-    let outcome = play("never", never, 60, 0);
-    assert!(outcome.end > 8.0 && outcome.end < 11.0);
-    let outcome = play("never", never, 60, 50);
-    assert!(outcome.end > outcome.half_time + 1.0, "it goes on growing");
-}
-
-/// The table of the module's text: half a minute, so only where VMM_DEDUP_CHURN_TABLE is set.
-#[test]
-fn table() {
-    if std::env::var_os("VMM_DEDUP_CHURN_TABLE").is_none() {
-        return eprintln!("SKIPPED: set VMM_DEDUP_CHURN_TABLE for the whole table");
-    }
-    let way = |quarantine, spare_percent| Reuse {
-        quarantine,
-        spare_percent,
-    };
-    let ways = [
-        ("30 s", way(30, 0)),
-        ("300 s", way(300, 0)),
-        ("default", Reuse::default()),
-        ("300 s, 25 %", way(300, 25)),
-        ("never", way(Reuse::NEVER, 0)),
-    ];
+fn extents_that_are_replaced_cost_little_moving() {
     for stable_percent in [0, 50] {
-        for (name, reuse) in ways {
-            for seconds in [10, 60, 600, 3600] {
-                play(name, reuse, seconds, stable_percent);
+        let moved = play(Kind::Extents(64), 1 << 14, 50, stable_percent);
+        assert!(moved < 4.0, "{moved}");
+    }
+}
+
+#[test]
+fn single_slots_that_are_replaced_are_bounded_all_the_same() {
+    for stable_percent in [0, 50] {
+        let moved = play(Kind::Single, 1 << 14, 50, stable_percent);
+        assert!(moved < 6.0, "{moved}");
+    }
+}
+
+#[test]
+fn a_store_that_is_small_stays_small() {
+    play(Kind::Extents(64), 1 << 10, 50, 50);
+    play(Kind::Single, 100, 50, 0);
+}
+
+#[test]
+fn a_fleet_that_shrinks_takes_its_memory_along() {
+    for kind in [Kind::Extents(64), Kind::Single] {
+        let mut host = Host::new();
+        (0..100).for_each(|_| host.start_vm(1 << 11, kind));
+        // Their extents lie between each other's.
+        for _ in 0..4 {
+            for vm in 0..100 {
+                host.drop_slots(vm, 1 << 9, 0);
+                host.publish(vm, 1 << 9, kind);
+            }
+            host.evacuate();
+        }
+        let before = host.moved;
+        while host.vms.len() > 5 {
+            let last = host.vms.len() - 1;
+            let at = host.random(last);
+            host.vms.swap(at, last);
+            host.stop_vm();
+            if host.vms.len().is_multiple_of(10) {
+                host.evacuate();
+                host.check();
             }
         }
+        host.evacuate();
+        host.check();
+        println!(
+            "{kind:?}: {} moved while 95 of 100 VMs ended",
+            host.moved - before
+        );
+        while !host.vms.is_empty() {
+            host.stop_vm();
+        }
+        host.retire_idle();
+        let counts = host.allocator.counts();
+        assert_eq!(
+            (counts.staying, counts.leaving),
+            (Tally::default(), Tally::default())
+        );
     }
+}
+
+/// A night: of a minute each, a tenth of the slots of one VM after the other.
+#[test]
+fn a_night_of_churn_ends_as_it_began() {
+    let mut host = Host::new();
+    (0..8).for_each(|_| host.start_vm(1 << 12, Kind::Extents(16)));
+    for minute in 0..480 {
+        let kind = if minute % 2 == 0 {
+            Kind::Extents(16)
+        } else {
+            Kind::Single
+        };
+        let vm = minute % 8;
+        host.drop_slots(vm, 400, 0);
+        host.publish(vm, 400, kind);
+        host.evacuate();
+        host.check();
+    }
+    println!("a night: {} moved of {} replaced", host.moved, 480 * 400);
 }
