@@ -24,7 +24,7 @@ pub(super) struct Cache {
 struct Held {
     /// `None`: blocks that were never used.
     file: Option<usize>,
-    /// Blocks, and the pages that they hold; the one to go first is the last.
+    /// Blocks, and the pages that they hold; the one to go first is the last. There are some.
     blocks: Vec<(usize, usize)>,
 }
 
@@ -83,21 +83,22 @@ impl Cache {
             read.push((block, page));
         }
         blocks.extend(read.iter().rev());
-        self.held.push_back(Held {
-            file: Some(file),
-            blocks,
-        });
+        if !blocks.is_empty() {
+            self.held.push_back(Held {
+                file: Some(file),
+                blocks,
+            });
+        }
         read
     }
 
     fn recycle(&mut self) -> Option<usize> {
-        while let Some(oldest) = self.held.front_mut() {
-            if let Some((block, _)) = oldest.blocks.pop() {
-                return Some(block);
-            }
+        let oldest = self.held.front_mut()?;
+        let recycled = oldest.blocks.pop();
+        if oldest.blocks.is_empty() {
             self.held.pop_front();
         }
-        None
+        recycled.map(|(block, _)| block)
     }
 }
 

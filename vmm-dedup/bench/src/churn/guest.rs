@@ -8,6 +8,7 @@ use crate::content::Area;
 use crate::service::{managed_breaks, pass};
 use crate::{host, worker};
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -121,16 +122,38 @@ impl Guest {
 
     /// Pages that are a file's, which is the store's: whatever the service believes.
     fn mapped(&self) -> Result<u64, Failure> {
-        /// Bits of an entry of /proc/PID/pagemap: the page is present, and is of a file or shared memory.
-        const MAPPED_FILE: u64 = 1 << 63 | 1 << 61;
-        let mut entries = vec![0; self.area.pages() * 8];
-        let offset = (self.area.address() / PAGE_SIZE * 8) as u64;
-        let read = File::open("/proc/self/pagemap").and_then(|map| map.read_exact_at(&mut entries, offset));
+        let pages = self.area.address() / PAGE_SIZE..(self.area.address() + self.area.len()) / PAGE_SIZE;
+        let mut entries = vec![0; pages.len() * 8];
+        let read = File::open("/proc/self/pagemap")
+            .and_then(|map| map.read_exact_at(&mut entries, (pages.start * 8) as u64));
         read.map_err(|e| Failure::new(format!("cannot read /proc/self/pagemap: {e}")))?;
         let (entries, _) = entries.as_chunks::<8>();
-        let of_file = |entry: &&[u8; 8]| u64::from_ne_bytes(**entry) & MAPPED_FILE == MAPPED_FILE;
-        Ok(entries.iter().filter(of_file).count() as u64)
+        let maps = host::read("/proc/self/maps")?;
+        let of_files = maps.lines().filter_map(file_mapping).flat_map(|mapping| {
+            let start = mapping.start.clamp(pages.start, pages.end);
+            start..mapping.end.clamp(start, pages.end)
+        });
+        let shared = of_files.filter(|page| !is_private(u64::from_ne_bytes(entries[page - pages.start])));
+        Ok(shared.count() as u64)
     }
+}
+
+/// Pages of a mapping, if it is one of a file: a line of /proc/PID/maps.
+fn file_mapping(line: &str) -> Option<Range<usize>> {
+    let mut fields = line.split_ascii_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let page = |address| Some(usize::from_str_radix(address, 16).ok()? / PAGE_SIZE);
+    let inode = fields.nth(3)?;
+    (inode != "0").then_some(page(start)?..page(end)?)
+}
+
+/// Whether a page in a mapping of a file is a copy, by its entry of /proc/PID/pagemap. One that was never touched since it was
+/// mapped has no bit set, and is the file's.
+fn is_private(entry: u64) -> bool {
+    const PRESENT: u64 = 1 << 63;
+    const SWAPPED: u64 = 1 << 62;
+    const OF_FILE: u64 = 1 << 61;
+    entry & (PRESENT | SWAPPED) != 0 && entry & OF_FILE == 0
 }
 
 /// A service, and whoever calls for passes.
@@ -214,5 +237,29 @@ impl Passes {
         drop(self.end);
         let ended = self.thread.join();
         ended.map_err(|_| Failure::new("the thread that calls for passes panicked"))?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mappings_of_files_are_told_from_others() {
+        let line =
+            "7f0000200000-7f0000204000 rw-p 00003000 00:01 2062      /memfd:vmm-dedup-segment (deleted)";
+        assert_eq!(file_mapping(line), Some(0x7_f000_0200..0x7_f000_0204));
+        assert_eq!(
+            file_mapping("7f0000200000-7f0000204000 rw-p 00000000 00:00 0 "),
+            None
+        );
+        assert_eq!(file_mapping("nonsense"), None);
+    }
+
+    #[test]
+    fn copies_are_told_from_what_is_the_files() {
+        let [present, swapped, of_file] = [63, 62, 61].map(|bit| 1 << bit);
+        assert!(is_private(present) && is_private(swapped));
+        assert!(!is_private(0) && !is_private(present | of_file));
     }
 }

@@ -85,9 +85,9 @@ pub(super) struct Store {
     pub(super) store_settled_s: Option<f64>,
 }
 
-/// Resident memory in keeping with use: so many times the slots in use, and so much beside.
-const STORE_OF_USE: f64 = 1.15;
-const STORE_BESIDE: f64 = 8.0 * 1024.0 * 1024.0;
+/// Resident memory in keeping with use: so many hundredths of the slots in use, and so many bytes beside.
+const STORE_OF_USE: u64 = 115;
+const STORE_BESIDE: u64 = 8 << 20;
 
 impl Store {
     pub(super) fn of(stats: &StoreStats, settled_s: Option<f64>) -> Self {
@@ -101,8 +101,8 @@ impl Store {
 
 /// Whether the store's size is in keeping with its use.
 pub(super) fn store_is_settled(stats: &StoreStats) -> bool {
-    let used = (stats.pages_shared * PAGE_SIZE as u64) as f64;
-    stats.resident_bytes as f64 <= used * STORE_OF_USE + STORE_BESIDE
+    let used = stats.pages_shared * PAGE_SIZE as u64;
+    stats.resident_bytes <= used * STORE_OF_USE / 100 + STORE_BESIDE
 }
 
 /// All rounds of one side.

@@ -75,7 +75,7 @@ pub(super) struct Passed {
 /// What there is at the end of a round.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Looked {
-    /// Pages that map the store: the kernel's word, from /proc/self/pagemap.
+    /// Pages that map the store: the kernel's word, from its lists of mappings and pages.
     pub(super) mapped: u64,
     /// Pages that the service replaced by the zero page.
     pub(super) zero: u64,

@@ -194,15 +194,19 @@ fn line(when: &str, side: &str, round: &Round) {
 
 impl Ratio {
     fn print(&self, when: &str) {
+        let times = |ratio: f64, digits: usize| match ratio.is_finite() {
+            true => format!("{ratio:.digits$}x"),
+            false => "-".to_owned(),
+        };
         println!(
-            "  {when:<8} {:<11} {:>7.3}x {:>8.3}x {:>8.1}x {:>9.2}x {:>8.2}x  freed/claimed {:.3}",
+            "  {when:<8} {:<11} {:>8} {:>9} {:>9} {:>10} {:>9}  freed/claimed {}",
             "=",
-            self.saved,
-            self.freed,
-            self.cpu,
-            self.writers,
-            self.write_p99,
-            self.claim.unwrap_or(f64::NAN)
+            times(self.saved, 3),
+            times(self.freed, 3),
+            times(self.cpu, 1),
+            times(self.writers, 2),
+            times(self.write_p99, 2),
+            times(self.claim.unwrap_or(f64::NAN), 3)
         );
     }
 }
