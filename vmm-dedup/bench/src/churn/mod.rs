@@ -37,7 +37,7 @@ use fleet::Setup;
 use orders::Breaker;
 use ours::Dedup;
 use pattern::{Kind, TURNOVER};
-use report::Report;
+use report::{About, Report};
 use side::measure;
 use std::time::Duration;
 use theirs::Theirs;
@@ -117,7 +117,16 @@ fn compare(args: &ChurnArgs, large_folios: bool) -> Result<Report, Failure> {
     };
     let breaks = args.breaks.unwrap_or_else(Breaker::usual);
     let patience = Duration::from_secs(args.patience.into());
-    let mut report = Report::new(args, breaks, large_folios);
+    let mut report = Report::new(About {
+        mib: args.mib,
+        guests: args.guests,
+        rounds: args.rounds,
+        repetitions: args.repetitions,
+        breaks,
+        patience_s: args.patience,
+        store_large_folios: large_folios,
+        kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+    });
     for kind in kinds {
         let files = files_for(*kind, args)?;
         for thp in page_sizes(args.thp) {

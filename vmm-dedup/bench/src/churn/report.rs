@@ -91,9 +91,9 @@ struct Runs {
     ours: Vec<Run>,
 }
 
-/// The result of a comparison.
+/// What was compared, and where.
 #[derive(Debug, Serialize)]
-pub(super) struct Report {
+pub(super) struct About {
     pub(super) mib: u32,
     pub(super) guests: u32,
     pub(super) rounds: u32,
@@ -103,20 +103,20 @@ pub(super) struct Report {
     /// Whether the store's memory came in folios of 64 KiB, as we recommend it.
     pub(super) store_large_folios: bool,
     pub(super) kernel: String,
+}
+
+/// The result of a comparison.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    #[serde(flatten)]
+    about: About,
     kinds: Vec<Entry>,
 }
 
 impl Report {
-    pub(super) fn new(args: &super::ChurnArgs, breaks: Breaker, store_large_folios: bool) -> Self {
+    pub(super) fn new(about: About) -> Self {
         Self {
-            mib: args.mib,
-            guests: args.guests,
-            rounds: args.rounds,
-            repetitions: args.repetitions,
-            breaks,
-            patience_s: args.patience,
-            store_large_folios,
-            kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+            about,
             kinds: Vec::new(),
         }
     }
@@ -142,17 +142,18 @@ impl Report {
     }
 
     pub(super) fn print(&self) {
+        let about = &self.about;
         println!(
             "{} guests of {} MiB, {} rounds, {} runs, breaks by the {}, Linux {}",
-            self.guests,
-            self.mib,
-            self.rounds,
-            self.repetitions,
-            match self.breaks {
+            about.guests,
+            about.mib,
+            about.rounds,
+            about.repetitions,
+            match about.breaks {
                 Breaker::Kernel => "kernel",
                 Breaker::Managed => "service",
             },
-            self.kernel
+            about.kernel
         );
         for entry in &self.kinds {
             println!(

@@ -62,6 +62,10 @@ pub(super) fn measure(setup: &Setup<'_>, side: &mut dyn Side) -> Result<Run, Fai
         let seen = side.look(&mut fleet)?;
         let end = side.cpu_ns(&fleet)?;
         let common_pages = fleet.common_pages();
+        eprintln!(
+            "  round {round} of {}: {} of {common_pages} pages saved",
+            setup.rounds, seen.saved_pages
+        );
         rounds.push(Round {
             round,
             common_pages,
