@@ -222,10 +222,10 @@ impl Tables {
     #[must_use]
     pub const fn new(groups: u64, queues: u64, permissions: u64, ims: u64, performance: u64) -> Self {
         Self([
-            groups / Self::UNIT
-                | (queues / Self::UNIT) << 16
-                | (permissions / Self::UNIT) << 32
-                | (ims / Self::UNIT) << 48,
+            (groups / Self::UNIT)
+                | ((queues / Self::UNIT) << 16)
+                | ((permissions / Self::UNIT) << 32)
+                | ((ims / Self::UNIT) << 48),
             performance / Self::UNIT,
         ])
     }

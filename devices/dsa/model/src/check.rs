@@ -89,14 +89,14 @@ fn sizes(opcode: Opcode, descriptor: &Descriptor, allowed: &Allowed) -> Option<S
         _ => {}
     }
     match opcode {
-        Opcode::CreateDelta | Opcode::ApplyDelta if size % 8 != 0 || size > MAX_DELTA_SOURCE => {
+        Opcode::CreateDelta | Opcode::ApplyDelta if !size.is_multiple_of(8) || size > MAX_DELTA_SOURCE => {
             Some(Status::Size)
         }
         Opcode::CreateDelta if descriptor.delta_space().max_bytes < MIN_DELTA_SPACE => {
             Some(Status::DeltaSize)
         }
         Opcode::ApplyDelta
-            if descriptor.delta_bytes() == 0 || descriptor.delta_bytes() % DELTA_ENTRY != 0 =>
+            if descriptor.delta_bytes() == 0 || !descriptor.delta_bytes().is_multiple_of(DELTA_ENTRY) =>
         {
             Some(Status::DeltaSize)
         }
@@ -107,13 +107,15 @@ fn sizes(opcode: Opcode, descriptor: &Descriptor, allowed: &Allowed) -> Option<S
 fn alignment(opcode: Opcode, descriptor: &Descriptor) -> Option<Status> {
     let (source, destination) = (descriptor.source(), descriptor.destination());
     match opcode {
-        Opcode::Batch if source % 64 != 0 => Some(Status::ListAlignment),
-        Opcode::CreateDelta if (source | destination | descriptor.delta_space().address.0) % 8 != 0 => {
+        Opcode::Batch if !source.is_multiple_of(64) => Some(Status::ListAlignment),
+        Opcode::CreateDelta
+            if !(source | destination | descriptor.delta_space().address.0).is_multiple_of(8) =>
+        {
             Some(Status::AddressAlignment)
         }
-        Opcode::ApplyDelta if (source | destination) % 8 != 0 => Some(Status::AddressAlignment),
+        Opcode::ApplyDelta if !(source | destination).is_multiple_of(8) => Some(Status::AddressAlignment),
         Opcode::CrcGenerate | Opcode::CopyCrc
-            if descriptor.has(flags::READ_CRC_SEED) && descriptor.crc_seed_address().0 % 4 != 0 =>
+            if descriptor.has(flags::READ_CRC_SEED) && !descriptor.crc_seed_address().0.is_multiple_of(4) =>
         {
             Some(Status::AddressAlignment)
         }
@@ -122,13 +124,16 @@ fn alignment(opcode: Opcode, descriptor: &Descriptor) -> Option<Status> {
     }
 }
 
+/// A buffer: its address and its bytes.
+type Span = (u64, u64);
+
 /// Buffers that must not overlap, and buffers that go beyond the last address.
 fn overlap(opcode: Opcode, descriptor: &Descriptor, allowed: &Allowed) -> Option<Status> {
     let size = u64::from(descriptor.size());
     let (source, destination) = (descriptor.source(), descriptor.destination());
     let delta = descriptor.delta_space();
     // Reads, then writes.
-    let (reads, writes): (&[(u64, u64)], &[(u64, u64)]) = match opcode {
+    let (reads, writes): (&[Span], &[Span]) = match opcode {
         Opcode::Nop | Opcode::Drain => return None,
         Opcode::Batch => (&[(source, size * 64)], &[]),
         Opcode::Memmove | Opcode::CopyCrc => (&[(source, size)], &[(destination, size)]),
@@ -156,7 +161,7 @@ fn overlap(opcode: Opcode, descriptor: &Descriptor, allowed: &Allowed) -> Option
     {
         return Some(Status::Translation);
     }
-    let meet = |a: &(u64, u64), b: &(u64, u64)| a.0 < b.0 + b.1 && b.0 < a.0 + a.1;
+    let meet = |a: &Span, b: &Span| a.0 < b.0 + b.1 && b.0 < a.0 + a.1;
     let may = opcode == Opcode::Memmove && allowed.overlap;
     let crossed = writes
         .iter()

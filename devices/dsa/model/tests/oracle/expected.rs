@@ -26,6 +26,9 @@ struct Says {
     value: u32,
 }
 
+/// Words by their places.
+type Words = Vec<(usize, u64)>;
+
 /// A byte that cannot be accessed.
 struct Gone {
     address: u64,
@@ -83,7 +86,7 @@ impl Oracle {
     }
 
     /// The words of a page that differ.
-    pub(crate) fn show(&self, page: usize, words: &[AtomicU64]) -> (Vec<(usize, u64)>, Vec<(usize, u64)>) {
+    pub(crate) fn show(&self, page: usize, words: &[AtomicU64]) -> (Words, Words) {
         let range = page * 512..(page + 1) * 512;
         let should = |word: usize| u64::from_le_bytes(self.bytes[word * 8..word * 8 + 8].try_into().unwrap());
         range
@@ -209,7 +212,7 @@ impl Oracle {
         let handle = d.flags() & 0x10 != 0 && d.interrupt_handle() >= VECTORS;
         let status = match opcode {
             Opcode::Nop | Opcode::Drain => None,
-            Opcode::Batch if size < 2 || size > 1 << BATCH_SHIFT => Some(0x14),
+            Opcode::Batch if !(2..=1 << BATCH_SHIFT).contains(&size) => Some(0x14),
             Opcode::Batch if a % 64 != 0 => Some(0x18),
             Opcode::Batch => first_of(&[(beyond(a, size * 64), 0x22)]),
             _ if size == 0 || size > 1 << TRANSFER_SHIFT => Some(0x13),
@@ -244,7 +247,7 @@ impl Oracle {
                 ])
             }
             Opcode::CrcGenerate | Opcode::CopyCrc => {
-                let seed = d.has(flags::READ_CRC_SEED) && d.crc_seed_address().0 % 4 != 0;
+                let seed = d.has(flags::READ_CRC_SEED) && d.crc_seed_address().0 & 3 != 0;
                 let copy = opcode == Opcode::CopyCrc;
                 first_of(&[
                     (seed, 0x1c),
@@ -405,11 +408,11 @@ impl Oracle {
         let space = d.delta_space();
         for at in (0..d.size()).step_by(8) {
             let (mut old, mut new) = ([0; 8], [0; 8]);
-            for byte in 0..8 {
-                old[byte] = self.peek(d.source() + u64::from(at) + byte as u64)?;
+            for (address, to) in (d.source() + u64::from(at)..).zip(&mut old) {
+                *to = self.peek(address)?;
             }
-            for byte in 0..8 {
-                new[byte] = self.peek(d.destination() + u64::from(at) + byte as u64)?;
+            for (address, to) in (d.destination() + u64::from(at)..).zip(&mut new) {
+                *to = self.peek(address)?;
             }
             if old != new {
                 if says.value + 10 > space.max_bytes {
