@@ -27,11 +27,13 @@ mod channel;
 mod engine;
 mod instructions;
 mod latency;
+mod open;
 mod way;
 
 pub use channel::Counters;
 pub use engine::{DsaEngine, Options};
 pub use instructions::Instructions;
+pub use open::{model, open};
 pub use way::{
     InProcess, Node, NodeError, QueueLimits, Reach, Registers, SetupError, Trouble, Wanted, WorkQueue,
     bring_up, command, reset,
