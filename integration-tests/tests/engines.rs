@@ -95,6 +95,7 @@ fn the_same_merges_page_for_page_from_every_engine() {
         ("tree", None),
         ("pageforge", None),
         ("pageforge", Some(socket.as_path())),
+        ("dsa-model", None),
         ("pagecmp", None),
         ("pagecmp-hybrid", None),
     ];

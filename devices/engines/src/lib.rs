@@ -7,6 +7,7 @@
 use std::path::Path;
 use vmm_dedup::Engines;
 use vmm_dedup::compare::{Answer, Entry, Error};
+use vmm_dedup_dsa::{DsaEngine, Options};
 use vmm_dedup_pagecmp::PageCmpEngine;
 use vmm_dedup_pageforge::driver::{InProcess, PageForgeEngine, PageForgeVerifier, VfioUser};
 
@@ -18,6 +19,8 @@ const MODULES: usize = 1;
 pub fn engines() -> Engines {
     Engines::new()
         .register("pageforge", pageforge())
+        .register("dsa", dsa())
+        .register("dsa-model", dsa_model())
         .register("pagecmp", pagecmp(false))
         .register("pagecmp-hybrid", pagecmp(true))
 }
@@ -40,6 +43,33 @@ fn connect(socket: &Path) -> Answer<VfioUser> {
     VfioUser::connect(socket).map_err(|error| Error::Device(error.to_string()))
 }
 
+/// Intel DSA: the work queue of a device node, which stands in the place of a socket; without one, all user queues.
+fn dsa() -> Entry {
+    let make = |node: Option<&Path>| DsaEngine::new(vmm_dedup_dsa::open(node)?, Options::default());
+    Entry::new()
+        .keys(move |node| Ok(Box::new(make(node)?)))
+        .tree_search(move |node| Ok(Box::new(make(node)?)))
+        .verify(move |node| Ok(Box::new(make(node)?)))
+        .behind_socket()
+}
+
+/// A model of it in this process.
+fn dsa_model() -> Entry {
+    let make = || {
+        let queues = vmm_dedup_dsa::model().map_err(|error| Error::Device(error.to_string()))?;
+        // It is asked however long it takes: the CPU would be sooner than a model by the CPU.
+        let options = Options {
+            only_if_sooner: false,
+            ..Options::default()
+        };
+        DsaEngine::new(queues, options)
+    };
+    Entry::new()
+        .keys(move |_| Ok(Box::new(make()?)))
+        .tree_search(move |_| Ok(Box::new(make()?)))
+        .verify(move |_| Ok(Box::new(make()?)))
+}
+
 /// PageCmp: comparison in memory chips, as a model; `hybrid`: the first line of each comparison by the CPU.
 fn pagecmp(hybrid: bool) -> Entry {
     Entry::new()
@@ -57,9 +87,11 @@ mod tests {
         let engines = engines();
         let searches: Vec<_> = engines
             .names(Work::TreeSearch)
+            .filter(|name| *name != "dsa") // needs a device
             .map(|name| (name, engines.tree_search(name, None).expect("an engine").name()))
             .collect();
         let expected = [
+            ("dsa-model", "dsa"),
             ("pagecmp", "pagecmp"),
             ("pagecmp-hybrid", "pagecmp-hybrid"),
             ("pageforge", "pageforge"),
@@ -68,9 +100,13 @@ mod tests {
         assert_eq!(searches, expected);
         let verifiers: Vec<_> = engines
             .names(Work::Verify)
+            .filter(|name| *name != "dsa")
             .map(|name| engines.verifier(name, None).expect("an engine").name())
             .collect();
-        assert_eq!(verifiers, ["cpu", "pagecmp", "pagecmp-hybrid", "pageforge"]);
+        assert_eq!(
+            verifiers,
+            ["cpu", "dsa", "pagecmp", "pagecmp-hybrid", "pageforge"]
+        );
     }
 
     #[test]
@@ -80,6 +116,8 @@ mod tests {
         for error in [
             engines().tree_search("pageforge", Some(&socket)).err(),
             engines().verifier("pageforge", Some(&socket)).err(),
+            engines().verifier("dsa", Some(&socket)).err(),
+            engines().keys("dsa", Some(&socket)).err(),
         ] {
             let error = error.expect("an error").to_string();
             assert!(error.contains(&*socket.to_string_lossy()), "{error}");

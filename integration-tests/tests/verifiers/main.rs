@@ -108,6 +108,8 @@ fn the_same_merges_page_for_page_by_every_verifier() {
         ("pageforge", Some(socket.as_path()), false),
         ("pageforge", Some(socket.as_path()), true),
         ("pagecmp", None, true),
+        ("dsa-model", None, false),
+        ("dsa-model", None, true),
         ("pagecmp-hybrid", None, false),
     ] {
         let config = |name: &str| {
@@ -162,7 +164,7 @@ fn a_name_that_was_not_registered_is_refused_with_those_that_were() {
         ),
         "{error}"
     );
-    let known = "cpu, pagecmp, pagecmp-hybrid, pageforge";
+    let known = "cpu, dsa, dsa-model, pagecmp, pagecmp-hybrid, pageforge";
     assert!(error.to_string().ends_with(known), "{error}");
 }
 

@@ -320,10 +320,10 @@ fn engines_that_there_are_not_are_refused_with_those_there_are() {
     let run = ["run", "--payload", "--store", "/nonexistent"];
     let refused = |options: &[&str]| error_of(&[&run, options].concat());
     let (text, code) = refused(&["--search", "hash"]);
-    let known = "search is \"hash\", but this program has index, pagecmp, pagecmp-hybrid, pageforge, tree";
+    let known = "search is \"hash\", but this program has index, dsa, dsa-model, pagecmp, pagecmp-hybrid, pageforge, tree";
     assert!(text.contains(known) && code == Some(2), "{text}");
     let (text, code) = refused(&["--verify", "tree"]);
-    let known = "verify.engine is \"tree\", but this program has cpu, pagecmp, pagecmp-hybrid, pageforge";
+    let known = "verify.engine is \"tree\", but this program has cpu, dsa, dsa-model, pagecmp, pagecmp-hybrid, pageforge";
     assert!(text.contains(known) && code == Some(2), "{text}");
     let (text, code) = refused(&["--verify-socket", "/s"]);
     assert!(text.contains("verify.socket is /s") && code == Some(2), "{text}");

@@ -69,11 +69,11 @@ mod tests {
             ("cpu_percent = 0", "cpu_percent is 0, but it must be 1 to 100"),
             (
                 "search = \"hash\"",
-                "this program has index, pagecmp, pagecmp-hybrid, pageforge, tree",
+                "this program has index, dsa, dsa-model, pagecmp, pagecmp-hybrid, pageforge, tree",
             ),
             (
                 "[verify]\nengine = \"tree\"",
-                "this program has cpu, pagecmp, pagecmp-hybrid, pageforge",
+                "this program has cpu, dsa, dsa-model, pagecmp, pagecmp-hybrid, pageforge",
             ),
             ("enabled = 1", "invalid type: integer `1`, expected a boolean"),
             ("enabled", "key"),

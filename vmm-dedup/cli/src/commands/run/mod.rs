@@ -57,17 +57,18 @@ pub(crate) struct RunArgs {
     #[arg(long, default_value_t = UseSource::default(), requires = "store")]
     use_source: UseSource,
     /// What looks for the page that another one equals: index, or an engine that compares pages in the order that a
-    /// store started with --ordered keeps: tree (this CPU), pageforge, pagecmp or pagecmp-hybrid.
+    /// store started with --ordered keeps: tree (this CPU), dsa, pageforge, pagecmp or pagecmp-hybrid.
     #[arg(long, value_name = "ENGINE", default_value_t = Config::default().search, requires = "store")]
     search: String,
     /// With --search pageforge: the socket of a device (`vmm-dedup device pageforge`). Without, a model in this process.
+    /// With --search dsa: a work queue (/dev/dsa/wq0.0). Without, all user queues that are free.
     #[arg(long, value_name = "SOCKET", requires = "store")]
     search_socket: Option<PathBuf>,
-    /// What compares pages with those that are to replace them: cpu, pageforge, pagecmp or pagecmp-hybrid. What an engine
-    /// calls equal the CPU compares once more.
+    /// What compares pages with those that are to replace them: cpu, dsa, pageforge, pagecmp or pagecmp-hybrid. What an
+    /// engine calls equal the CPU compares once more.
     #[arg(long, value_name = "ENGINE", default_value_t = Config::default().verify.engine, requires = "store")]
     verify: String,
-    /// With --verify pageforge: the socket of a device.
+    /// With --verify pageforge: the socket of a device. With --verify dsa: a work queue.
     #[arg(long, value_name = "SOCKET", requires = "store")]
     verify_socket: Option<PathBuf>,
     /// Who copies a shared page that the guest writes.

@@ -1,0 +1,47 @@
+//! Keys: CRC32C of whole pages. The CPU makes the same, so that a key stays what it is when a device fails.
+
+use super::{DsaEngine, PAGE};
+use std::sync::atomic::Ordering;
+use vmm_dedup::compare::{Answer, Error, Keys, PageId, PageView, Pages, Stopwatch};
+use vmm_dedup_dsa_abi::Descriptor;
+use vmm_dedup_protocol::PAGE_SIZE;
+
+/// The CPU's key of a page, which may be torn.
+pub(super) fn key_by_cpu(view: &PageView) -> u64 {
+    let mut bytes = [0; PAGE_SIZE];
+    for (to, word) in bytes.chunks_exact_mut(8).zip(view) {
+        to.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+    }
+    crc32c::crc32c(&bytes).into()
+}
+
+impl Keys for DsaEngine {
+    fn keys(&mut self, pages: &dyn Pages, of: &[PageId]) -> Vec<Answer<u64>> {
+        if let Err(error) = self.alive() {
+            return of.iter().map(|_| Err(error.clone())).collect();
+        }
+        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        let views: Vec<Option<&PageView>> = of.iter().map(|page| pages.view(*page)).collect();
+        let records = self.run(of.len(), |engine, queue, job| {
+            let address = engine.address(queue, of[job], views[job]?)?;
+            Descriptor::crc(address, PAGE, 0).ok()
+        });
+        let answers = (of.iter().zip(views).zip(records))
+            .map(|((page, view), record)| {
+                let by_device = record.and_then(|record| record.crc());
+                match (by_device, view) {
+                    (Some(crc), _) => Ok(crc.into()),
+                    // The device was not given it, or failed.
+                    (None, Some(view)) if self.may_read(*page) => Ok(key_by_cpu(view)),
+                    (None, _) => Err(Error::Fault(*page)),
+                }
+            })
+            .collect();
+        let lines = of.len() as u64 * (u64::from(PAGE) / 64);
+        self.account.pages += of.len() as u64;
+        self.account.lines += lines;
+        self.account.bytes += lines * 64;
+        self.stop(watch, borrowed);
+        answers
+    }
+}

@@ -1,0 +1,385 @@
+//! DSA as an engine: keys, verification and searches by comparisons, through one or several work queues.
+//!
+//! *What the device reads.* A queue that uses this process's addresses reads pages where they are. Another one reads files
+//! that it was given; pages that were taken are copied into a buffer for it.
+//!
+//! *What it does not tell.* A comparison gives the offset of the first difference, and no order: the CPU looks at that byte
+//! of both pages.
+//!
+//! *Hybrid.* The CPU compares the first line of two pages itself, and asks the device only if they are equal: most pages
+//! that differ do so there.
+//!
+//! *Several queues.* Batches go to the queue with most room. A queue that fails is left out, and what it had is done by
+//! others or the CPU; when none is left the CPU ends the call at hand, and the next one is an error.
+
+mod keys;
+mod search;
+mod verify;
+
+use crate::channel::{Channel, Counters, Item, ItemError};
+use crate::way::{Trouble, WorkQueue};
+use std::collections::BTreeMap;
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+use verify::Verifying;
+use vmm_dedup::compare::{Account, Answer, Engine, Error, PageId, PageView, Stopwatch};
+use vmm_dedup_dsa_abi::{CompletionRecord, DeviceAddress, Opcode};
+use vmm_dedup_protocol::PAGE_SIZE;
+
+/// A page, as descriptors give its size.
+const PAGE: u32 = 4096;
+const _: () = assert!(PAGE as usize == PAGE_SIZE);
+
+/// How an engine is to work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// The CPU looks at the first line of two pages before the device does.
+    pub hybrid: bool,
+    /// Levels of a tree that are compared at once, 1 to 4: those below the first are guesses.
+    pub levels: u32,
+    /// Most members of a batch: 1 gives each page a descriptor of its own.
+    pub batch: usize,
+    /// What takes the device longer than this is taken for lost.
+    pub time_limit: Duration,
+    /// Comparisons that the CPU would do sooner are left to it.
+    pub only_if_sooner: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            hybrid: true,
+            levels: 2,
+            batch: 1024,
+            time_limit: Duration::from_millis(250),
+            only_if_sooner: true,
+        }
+    }
+}
+
+/// Files that the devices were given.
+struct Given {
+    pages: usize,
+    /// Where each queue's device sees it.
+    at: Vec<Option<DeviceAddress>>,
+}
+
+/// DSA as an engine.
+pub struct DsaEngine {
+    /// Queues; `None` for those that failed.
+    channels: Vec<Option<Channel>>,
+    options: Options,
+    given: BTreeMap<PageId, Given>,
+    verifying: Verifying,
+    account: Account,
+    /// Counters of queues that failed.
+    past: Counters,
+    /// Why the last queue was given up.
+    failure: Option<String>,
+    /// What queues had that were given up: tags.
+    orphans: Vec<u64>,
+    /// What is to be logged when no pages of a guest are away: who reads the log may wait for one of them.
+    notes: Vec<String>,
+}
+
+/// In the tags of jobs; those of pairs do not have it.
+const JOB: u64 = 1 << 63;
+
+impl DsaEngine {
+    /// Drives these queues, which nobody else may do.
+    ///
+    /// # Errors
+    /// If there are none, or the devices cannot be given memory.
+    pub fn new(queues: Vec<Box<dyn WorkQueue>>, options: Options) -> Answer<Self> {
+        let mut channels = Vec::with_capacity(queues.len());
+        for queue in queues {
+            let name = queue.name().to_owned();
+            for opcode in [Opcode::Compare, Opcode::CrcGenerate] {
+                if !queue.limits().does(opcode) {
+                    return Err(Error::Device(format!(
+                        "{name} does no {opcode:?}: allow it (op_config)"
+                    )));
+                }
+            }
+            let channel = Channel::new(queue, options.time_limit);
+            let channel = channel.map_err(|error| Error::Device(format!("no memory for {name}: {error}")))?;
+            channels.push(Some(channel));
+        }
+        if channels.is_empty() {
+            return Err(Error::Device("no work queue was named".to_owned()));
+        }
+        let mut engine = Self {
+            verifying: Verifying::default(),
+            channels,
+            options,
+            given: BTreeMap::new(),
+            account: Account::default(),
+            past: Counters::default(),
+            failure: None,
+            orphans: Vec::new(),
+            notes: Vec::new(),
+        };
+        engine.prepare_copies()?;
+        Ok(engine)
+    }
+
+    /// What the drivers of the queues have met.
+    #[must_use]
+    pub fn counters(&self) -> Counters {
+        self.live().map(Channel::counters).fold(self.past, Counters::and)
+    }
+
+    fn live(&self) -> impl Iterator<Item = &Channel> {
+        self.channels.iter().flatten()
+    }
+
+    /// The queue with most room for batches of `size`.
+    fn roomiest(&self) -> Option<usize> {
+        let rooms = self.channels.iter().enumerate();
+        let rooms = rooms.filter_map(|(at, channel)| Some((at, channel.as_ref()?)));
+        let best = rooms.filter(|(_, channel)| channel.has_room());
+        best.min_by_key(|(_, channel)| channel.in_flight())
+            .map(|(at, _)| at)
+    }
+
+    /// Leaves a queue out.
+    fn give_up(&mut self, at: usize, trouble: &Trouble) {
+        if let Some(channel) = self.channels[at].take() {
+            let (name, left) = (channel.name(), self.live().count());
+            self.notes.push(format!(
+                "DSA's {name} is given up, {left} queues are left: {trouble}"
+            ));
+            self.past = self.past.and(channel.counters());
+            self.orphans.extend(channel.open_tags());
+            self.failure = Some(format!("{}: {trouble}", channel.name()));
+        }
+    }
+
+    fn log_notes(&mut self) {
+        self.notes.drain(..).for_each(|note| log::warn!("{note}"));
+    }
+
+    /// An error, if no queue is left.
+    fn alive(&self) -> Answer<()> {
+        if self.live().next().is_some() {
+            return Ok(());
+        }
+        let why = self.failure.clone();
+        Err(Error::Device(
+            why.unwrap_or_else(|| "no queue is left".to_owned()),
+        ))
+    }
+
+    /// Where a queue's device sees a page that it was given.
+    fn seen_at(&self, queue: usize, page: PageId) -> Option<DeviceAddress> {
+        let (first, given) = self.given.range(..=page).next_back()?;
+        let at = page.0 - first.0;
+        let start = (at < given.pages as u64).then_some(given.at[queue]?)?;
+        start.checked_add(at * PAGE_SIZE as u64)
+    }
+
+    /// Whether all queues could read a page: those that use this process's addresses can read whatever there is.
+    fn may_read(&self, page: PageId) -> bool {
+        (0..self.channels.len()).all(|queue| match &self.channels[queue] {
+            Some(channel) if !channel.uses_process_addresses() => self.seen_at(queue, page).is_some(),
+            _ => true,
+        })
+    }
+
+    /// Where a queue's device sees a page of the caller's.
+    fn address(&self, queue: usize, page: PageId, view: &PageView) -> Option<DeviceAddress> {
+        let direct = self.channels[queue].as_ref()?.uses_process_addresses();
+        if direct {
+            Some(DeviceAddress(std::ptr::from_ref(view) as u64))
+        } else {
+            self.seen_at(queue, page)
+        }
+    }
+
+    /// Has all of these jobs done and waits for that. `make` gives the descriptor of a job for a queue; jobs that have none,
+    /// or that no queue does, are left without a record.
+    fn run(
+        &mut self,
+        jobs: usize,
+        make: impl Fn(&Self, usize, usize) -> Option<vmm_dedup_dsa_abi::Descriptor>,
+    ) -> Vec<Option<CompletionRecord>> {
+        let mut records = vec![None; jobs];
+        let mut next = 0;
+        let mut todo: Vec<usize> = Vec::new();
+        let mut batch: Vec<Item> = Vec::new();
+        loop {
+            // Those of a queue that failed come first.
+            while let Some(queue) = self.roomiest().filter(|_| next < jobs || !todo.is_empty()) {
+                let left = jobs - next + todo.len();
+                let Some(channel) = &self.channels[queue] else {
+                    break;
+                };
+                let opcode = Opcode::CrcGenerate;
+                let most = channel.most_members().min(self.options.batch);
+                let size = channel.latencies(opcode).batch(left, most);
+                batch.clear();
+                let mut taken = Vec::with_capacity(size);
+                while batch.len() < size {
+                    let job = match todo.pop() {
+                        Some(job) => job,
+                        None if next < jobs => {
+                            next += 1;
+                            next - 1
+                        }
+                        None => break,
+                    };
+                    if let Some(descriptor) = make(self, queue, job) {
+                        batch.push((descriptor, job as u64 | JOB));
+                        taken.push(job);
+                    }
+                }
+                let Some(channel) = self.channels[queue].as_mut() else {
+                    break;
+                };
+                let started = channel.start(&batch);
+                match started {
+                    Ok(count) => {
+                        todo.extend(&taken[count..]);
+                        if count == 0 {
+                            break;
+                        }
+                    }
+                    Err(trouble) => {
+                        todo.extend(taken);
+                        self.give_up(queue, &trouble);
+                    }
+                }
+            }
+            let lost = self.collect(&mut records);
+            todo.extend(lost);
+            let busy = self.live().any(|channel| !channel.is_idle());
+            if !busy && (next == jobs && todo.is_empty() || self.live().next().is_none()) {
+                return records;
+            }
+            self.wait(Duration::from_millis(10));
+        }
+    }
+
+    /// Takes what has ended, and gives up queues that fail. Returns the jobs of those that have no record.
+    fn collect(&mut self, records: &mut [Option<CompletionRecord>]) -> Vec<usize> {
+        let job = |tag: u64| usize::try_from(tag & !JOB).ok();
+        let mut pairs = Vec::new();
+        for queue in 0..self.channels.len() {
+            let Some(channel) = self.channels[queue].as_mut() else {
+                continue;
+            };
+            let mut ended = |tag: u64, outcome: Result<CompletionRecord, ItemError>| {
+                if tag & JOB == 0 {
+                    pairs.push((tag, outcome));
+                } else if let (Some(place), Ok(record)) =
+                    (job(tag).and_then(|at| records.get_mut(at)), outcome)
+                {
+                    *place = Some(record);
+                }
+            };
+            if let Err(trouble) = channel.poll(&mut ended) {
+                self.give_up(queue, &trouble);
+            }
+        }
+        let (jobs, orphans): (Vec<u64>, Vec<u64>) =
+            { self.orphans.drain(..) }.partition(|tag| tag & JOB != 0);
+        pairs.extend(orphans.into_iter().map(|tag| (tag, Err(ItemError::Abandoned))));
+        pairs
+            .into_iter()
+            .for_each(|(tag, outcome)| self.ended(tag, outcome));
+        jobs.into_iter().filter_map(job).collect()
+    }
+
+    /// Waits for something to end, at most so long.
+    fn wait(&mut self, most: Duration) {
+        let mut busy: Vec<&mut Channel> = { self.channels.iter_mut().flatten() }
+            .filter(|channel| !channel.is_idle())
+            .collect();
+        match &mut busy[..] {
+            [] => {}
+            [only] => only.wait(most),
+            // In turns, so that none is waited for while another one has ended.
+            several => {
+                let start = Instant::now();
+                while start.elapsed() < most && several.iter().all(|channel| !channel.has_ended()) {
+                    several
+                        .iter_mut()
+                        .for_each(|channel| channel.wait(Duration::from_micros(5)));
+                }
+            }
+        }
+    }
+
+    fn borrowed_cpu_ns(&self) -> u64 {
+        self.live().map(Channel::borrowed_cpu_ns).sum()
+    }
+
+    /// Notes the time of a call: what a model in this process took is not the driver's.
+    fn stop(&mut self, watch: Stopwatch, borrowed_before: u64) {
+        watch.stop(&mut self.account);
+        let borrowed = self.borrowed_cpu_ns().saturating_sub(borrowed_before);
+        self.account.cpu_ns = self.account.cpu_ns.saturating_sub(borrowed);
+        self.account.device_cpu_ns += borrowed;
+    }
+}
+
+impl std::fmt::Debug for DsaEngine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DsaEngine")
+            .field("channels", &self.channels)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for DsaEngine {
+    fn drop(&mut self) {
+        self.log_notes();
+    }
+}
+
+impl Engine for DsaEngine {
+    fn name(&self) -> &'static str {
+        "dsa"
+    }
+
+    fn map(&mut self, first: PageId, pages: usize, file: BorrowedFd<'_>) -> Answer<()> {
+        let mut at = Vec::with_capacity(self.channels.len());
+        for queue in 0..self.channels.len() {
+            let mapped = self.channels[queue]
+                .as_mut()
+                .map(|channel| channel.map(pages * PAGE_SIZE, file));
+            at.push(match mapped {
+                None => None,
+                Some(Ok(place)) => place,
+                Some(Err(trouble)) => {
+                    self.give_up(queue, &trouble);
+                    None
+                }
+            });
+        }
+        self.log_notes();
+        self.alive()?;
+        self.given.insert(first, Given { pages, at });
+        Ok(())
+    }
+
+    fn unmap(&mut self, first: PageId, _pages: usize) -> Answer<()> {
+        let Some(given) = self.given.remove(&first) else {
+            return Ok(());
+        };
+        for (queue, at) in given.at.into_iter().enumerate() {
+            if let (Some(channel), Some(at)) = (self.channels[queue].as_mut(), at)
+                && let Err(trouble) = channel.unmap(at, given.pages * PAGE_SIZE)
+            {
+                self.give_up(queue, &trouble);
+            }
+        }
+        self.log_notes();
+        self.alive()
+    }
+
+    fn account(&self) -> Account {
+        self.account
+    }
+}

@@ -1,0 +1,262 @@
+//! Searching trees by comparisons, for many candidates at once (Para-ksm's two ways of filling a batch: many candidates,
+//! and for each of them the next levels of the tree, of which only one page in each will turn out to be needed).
+
+use super::{DsaEngine, PAGE};
+use std::cmp::Ordering;
+use std::sync::atomic::Ordering as Memory;
+use vmm_dedup::compare::{Answer, Error, PageId, PageView, Pages, Stopwatch, TreeSearch};
+use vmm_dedup_dsa_abi::{Comparison, CompletionRecord, Descriptor};
+use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
+
+const LINE_WORDS: usize = 8;
+
+/// A page by its number, and as the CPU sees it.
+type Seen<'p> = (PageId, &'p PageView);
+
+/// A candidate on its way down.
+struct Walk<'p> {
+    /// Its place in the question.
+    at: usize,
+    page: PageId,
+    view: &'p PageView,
+    node: Node,
+    steps: usize,
+}
+
+/// Compares the words of two pages from one of these on; those of `words` only.
+fn order_of_words(a: &PageView, b: &PageView, words: std::ops::Range<usize>) -> Ordering {
+    for word in words {
+        let (a, b) = (a[word].load(Memory::Relaxed), b[word].load(Memory::Relaxed));
+        if a != b {
+            return a.to_ne_bytes().cmp(&b.to_ne_bytes());
+        }
+    }
+    Ordering::Equal
+}
+
+/// The order of two pages, of which the device has found the first byte that differs.
+fn order_at(a: &PageView, b: &PageView, record: &CompletionRecord) -> Option<Ordering> {
+    let offset = match record.comparison()? {
+        Comparison::Equal => return Some(Ordering::Equal),
+        Comparison::DiffersAt(offset) => usize::try_from(offset).ok()?,
+    };
+    let byte = |view: &PageView| Some(view.get(offset / 8)?.load(Memory::Relaxed).to_ne_bytes()[offset % 8]);
+    // Equal bytes: somebody has written one of the pages meanwhile.
+    Some(byte(a)?.cmp(&byte(b)?)).filter(|order| order.is_ne())
+}
+
+impl DsaEngine {
+    /// Compares pairs of pages: the order of each, or `None` if the device does not tell.
+    fn orders(&mut self, pairs: &[(Seen<'_>, Seen<'_>)]) -> Vec<Answer<Ordering>> {
+        let records = self.run(pairs.len(), |engine, queue, job| {
+            let ((a, a_view), (b, b_view)) = pairs[job];
+            let (a, b) = (
+                engine.address(queue, a, a_view)?,
+                engine.address(queue, b, b_view)?,
+            );
+            Descriptor::compare(a, b, PAGE).ok()
+        });
+        self.account.comparisons += pairs.len() as u64;
+        let mut orders = Vec::with_capacity(pairs.len());
+        for (((a, a_view), (b, b_view)), record) in pairs.iter().zip(records) {
+            let lines = match record.and_then(|record| record.comparison()) {
+                Some(Comparison::DiffersAt(offset)) => u64::from(offset) / 64 + 1,
+                _ => u64::from(PAGE) / 64,
+            };
+            self.account.lines += 2 * lines;
+            self.account.bytes += 2 * lines * 64;
+            let by_device = record.and_then(|record| order_at(a_view, b_view, &record));
+            orders.push(match by_device {
+                Some(order) => Ok(order),
+                None if !self.may_read(*a) => Err(Error::Fault(*a)),
+                None if !self.may_read(*b) => Err(Error::Fault(*b)),
+                None => Ok(order_of_words(a_view, b_view, 0..a_view.len())),
+            });
+        }
+        orders
+    }
+
+    /// Walks as far as the first lines tell the order. Returns whether the walk has come to a node that they do not.
+    fn walk_by_first_lines(
+        &mut self,
+        walk: &mut Walk<'_>,
+        pages: &dyn Pages,
+        tree: TreeReader<'_>,
+    ) -> Answer<bool> {
+        while self.options.hybrid && walk.steps < MAX_STEPS {
+            let id = PageId::of_node(walk.node);
+            let other = pages.view(id).ok_or(Error::Fault(id))?;
+            if !self.may_read(id) {
+                return Err(Error::Fault(id));
+            }
+            let order = order_of_words(walk.view, other, 0..LINE_WORDS);
+            if order.is_eq() {
+                return Ok(true);
+            }
+            self.account.comparisons += 1;
+            self.account.lines += 2;
+            self.account.bytes += 128;
+            match step(tree, walk.node, order) {
+                Some(next) => (walk.node, walk.steps) = (next, walk.steps + 1),
+                None => return Ok(false),
+            }
+        }
+        Ok(walk.steps < MAX_STEPS)
+    }
+
+    /// The nodes that a walk may come to next: its own, and those below it. With first lines looked at, guesses below
+    /// would be wasted: most of them those lines would have decided.
+    fn guesses(&self, walk: &Walk<'_>, tree: TreeReader<'_>) -> Vec<Node> {
+        let levels = if self.options.hybrid {
+            1
+        } else {
+            self.options.levels.clamp(1, 4)
+        };
+        let (mut all, mut level) = (vec![walk.node], vec![walk.node]);
+        for _ in 1..levels {
+            let below = level.iter().flat_map(|node| {
+                let (less, more) = tree.children(*node);
+                [less, more].into_iter().flatten()
+            });
+            level = below.collect();
+            all.extend(&level);
+        }
+        all
+    }
+
+    /// Walks all candidates down the tree together.
+    fn walk(
+        &mut self,
+        pages: &dyn Pages,
+        tree: TreeReader<'_>,
+        candidates: &[PageId],
+    ) -> Vec<Answer<Option<PageId>>> {
+        let mut answers: Vec<Answer<Option<PageId>>> = Vec::with_capacity(candidates.len());
+        let mut walks = Vec::with_capacity(candidates.len());
+        let root = tree.root();
+        for (at, page) in candidates.iter().copied().enumerate() {
+            let view = pages.view(page).filter(|_| self.may_read(page));
+            answers.push(if view.is_some() {
+                Ok(None)
+            } else {
+                Err(Error::Fault(page))
+            });
+            if let (Some(view), Some(node)) = (view, root) {
+                walks.push(Walk {
+                    at,
+                    page,
+                    view,
+                    node,
+                    steps: 0,
+                });
+            }
+        }
+        while !walks.is_empty() {
+            walks.retain_mut(|walk| match self.walk_by_first_lines(walk, pages, tree) {
+                Ok(goes_on) => goes_on,
+                Err(error) => {
+                    answers[walk.at] = Err(error);
+                    false
+                }
+            });
+            let guesses: Vec<Vec<Node>> = walks.iter().map(|walk| self.guesses(walk, tree)).collect();
+            let mut pairs = Vec::new();
+            for (walk, nodes) in walks.iter().zip(&guesses) {
+                let others = nodes.iter().filter_map(|node| {
+                    let id = PageId::of_node(*node);
+                    Some((id, pages.view(id)?))
+                });
+                pairs.extend(others.map(|other| ((walk.page, walk.view), other)));
+            }
+            let mut orders = pairs.iter().map(|(_, (id, _))| *id).zip(self.orders(&pairs));
+            let mut of_walk = Vec::new();
+            let mut each = guesses.iter();
+            walks.retain_mut(|walk| {
+                let nodes = each.next().map_or(&[][..], |nodes| nodes);
+                let there = |node: &&Node| pages.view(PageId::of_node(**node)).is_some();
+                of_walk.clear();
+                of_walk.extend(orders.by_ref().take(nodes.iter().filter(there).count()));
+                let known = |node: Node| of_walk.iter().find(|(id, _)| *id == PageId::of_node(node));
+                loop {
+                    let id = PageId::of_node(walk.node);
+                    let Some((_, order)) = known(walk.node) else {
+                        // Beyond the guesses; or a page that there is not, if it is the first of them.
+                        let first = nodes.first() == Some(&walk.node);
+                        if first {
+                            answers[walk.at] = Err(Error::Fault(id));
+                        }
+                        return !first;
+                    };
+                    match order {
+                        Err(error) => answers[walk.at] = Err(error.clone()),
+                        Ok(Ordering::Equal) => answers[walk.at] = Ok(Some(id)),
+                        Ok(order) => {
+                            walk.steps += 1;
+                            if let Some(next) =
+                                step(tree, walk.node, *order).filter(|_| walk.steps < MAX_STEPS)
+                            {
+                                // A tree that changes can lead back.
+                                let again = next == walk.node;
+                                walk.node = next;
+                                if again {
+                                    return true;
+                                }
+                                continue;
+                            }
+                        }
+                    }
+                    return false;
+                }
+            });
+        }
+        answers
+    }
+}
+
+/// Where a search goes on.
+fn step(tree: TreeReader<'_>, node: Node, order: Ordering) -> Option<Node> {
+    let (less, more) = tree.children(node);
+    match order {
+        Ordering::Less => less,
+        Ordering::Greater => more,
+        Ordering::Equal => None,
+    }
+}
+
+impl TreeSearch for DsaEngine {
+    fn search(
+        &mut self,
+        pages: &dyn Pages,
+        tree: TreeReader<'_>,
+        candidates: &[PageId],
+    ) -> Vec<Answer<Option<PageId>>> {
+        if let Err(error) = self.alive() {
+            return candidates.iter().map(|_| Err(error.clone())).collect();
+        }
+        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        self.account.pages += candidates.len() as u64;
+        let answers = self.walk(pages, tree, candidates);
+        self.stop(watch, borrowed);
+        answers
+    }
+
+    fn among(&mut self, pages: &dyn Pages, candidate: PageId, set: &[PageId]) -> Answer<Option<usize>> {
+        self.alive()?;
+        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        self.account.pages += 1;
+        let view = |id: PageId| pages.view(id).ok_or(Error::Fault(id));
+        let own = (candidate, view(candidate)?);
+        let mut pairs = Vec::with_capacity(set.len());
+        for id in set {
+            pairs.push((own, (*id, view(*id)?)));
+        }
+        let orders = self.orders(&pairs);
+        self.stop(watch, borrowed);
+        for (at, order) in orders.into_iter().enumerate() {
+            if order?.is_eq() {
+                return Ok(Some(at));
+            }
+        }
+        Ok(None)
+    }
+}

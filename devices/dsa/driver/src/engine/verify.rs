@@ -1,0 +1,330 @@
+//! Verifying: comparisons of pages that were taken with slots, submitted in one call and answered in others.
+#![allow(unsafe_code)] // the trait's submit() is unsafe
+
+use super::{DsaEngine, PAGE};
+use crate::channel::{Item, ItemError};
+use std::time::{Duration, Instant};
+use vmm_dedup::compare::{
+    Answer, Arena, Compared, Error, Limits, PageId, Pair, PairAnswer, StablePage, Stopwatch, Verify, With,
+};
+use vmm_dedup_dsa_abi::{Comparison, CompletionRecord, Descriptor, DeviceAddress, Opcode};
+use vmm_dedup_protocol::PAGE_SIZE;
+
+/// Pairs of a call, if the device reads pages where they are.
+const AT_ONCE: usize = 64;
+/// Pairs of a call, if they have to be copied.
+const AT_ONCE_COPIED: usize = 32;
+/// Pairs in flight.
+const MOST: usize = 1024;
+/// How often the CPU's time for a pair is measured: each time of so many.
+const MEASURE: u64 = 64;
+
+/// Pairs on their way.
+#[derive(Default)]
+pub(super) struct Verifying {
+    /// By tag. Those without a number were aborted, and keep their place until the device is done with it.
+    running: Vec<Running>,
+    free: Vec<usize>,
+    ready: Vec<PairAnswer>,
+    /// Copies of the taken pages, one for each tag, for devices that do not use this process's addresses, and where each
+    /// queue's device sees them.
+    copies: Option<(Arena, Vec<Option<DeviceAddress>>)>,
+    /// Ns that the CPU takes for a pair of equal pages, as it was seen to.
+    cpu_ns: u64,
+    asked: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Running {
+    /// `None` if it was aborted, or none runs.
+    number: Option<u64>,
+    with: Option<PageId>,
+    /// The address of the taken page.
+    taken: usize,
+}
+
+impl DsaEngine {
+    /// Makes room for pairs in flight.
+    pub(super) fn prepare_copies(&mut self) -> Answer<()> {
+        let idle = Running {
+            number: None,
+            with: None,
+            taken: 0,
+        };
+        self.verifying.running = vec![idle; MOST];
+        self.verifying.free = (0..MOST).rev().collect();
+        if self.live().all(|channel| channel.uses_process_addresses()) {
+            return Ok(());
+        }
+        let failed = |error: &dyn std::fmt::Display| Error::Device(error.to_string());
+        let arena = Arena::new(MOST).map_err(|error| failed(&error))?;
+        let mut at = Vec::with_capacity(self.channels.len());
+        for channel in self.channels.iter_mut().flatten() {
+            let mapped = channel.map(MOST * PAGE_SIZE, arena.file());
+            at.push(mapped.map_err(|trouble| failed(&trouble))?);
+        }
+        self.verifying.copies = Some((arena, at));
+        Ok(())
+    }
+
+    /// The descriptor of a pair, whose taken page is copied if need be.
+    fn describe(&self, queue: usize, tag: usize, pair: &Pair<'_>) -> Answer<Descriptor> {
+        let wrong = |error: vmm_dedup_dsa_abi::Error| Error::Device(error.to_string());
+        let copied = self
+            .verifying
+            .copies
+            .as_ref()
+            .and_then(|(arena, at)| Some((arena, at[queue]?)));
+        let taken = match copied {
+            None => DeviceAddress(pair.taken.address() as u64),
+            Some((arena, at)) => {
+                arena.write(tag, pair.taken.words());
+                DeviceAddress(at.0 + (tag * PAGE_SIZE) as u64)
+            }
+        };
+        match pair.with {
+            With::Zeros => Descriptor::compare_pattern(taken, 0, PAGE).map_err(wrong),
+            With::Slot { id, page } => {
+                let slot = if copied.is_some() {
+                    self.seen_at(queue, id).ok_or(Error::Fault(id))?
+                } else {
+                    DeviceAddress(page.address() as u64)
+                };
+                Descriptor::compare(taken, slot, PAGE).map_err(wrong)
+            }
+        }
+    }
+
+    /// Whether the CPU would have compared so many pairs by the time the device has.
+    fn cpu_is_sooner(&mut self, pairs: &[Pair<'_>]) -> bool {
+        if !self.options.only_if_sooner {
+            return false;
+        }
+        let device = { self.live() }
+            .map(|channel| channel.latencies(Opcode::Compare).expect(pairs.len()))
+            .min();
+        let verifying = &mut self.verifying;
+        if verifying.asked.is_multiple_of(MEASURE)
+            && let Some(pair) = pairs.first()
+        {
+            // A page with itself: as long as an equal pair takes.
+            let same = Pair {
+                taken: pair.taken,
+                with: With::Slot {
+                    id: PageId(0),
+                    page: StablePage::from(pair.taken.words()),
+                },
+            };
+            let start = Instant::now();
+            std::hint::black_box(std::hint::black_box(same).equal());
+            let took = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            verifying.cpu_ns = if verifying.cpu_ns == 0 {
+                took
+            } else {
+                verifying.cpu_ns.min(took * 4) / 2 + took / 2
+            };
+        }
+        verifying.asked += 1;
+        let cpu = Duration::from_nanos(verifying.cpu_ns * pairs.len() as u64);
+        // The device is asked now and then, so that its times are known.
+        !verifying.asked.is_multiple_of(MEASURE) && device.is_some_and(|device| cpu < device)
+    }
+
+    /// A pair has ended.
+    pub(super) fn ended(&mut self, tag: u64, outcome: Result<CompletionRecord, ItemError>) {
+        let Some(at) = usize::try_from(tag).ok().filter(|at| *at < MOST) else {
+            return;
+        };
+        let running = self.verifying.running[at];
+        let Some(number) = running.number else {
+            self.free(at);
+            return;
+        };
+        self.free(at);
+        let fault = || match running.with {
+            Some(id) => Error::Fault(id),
+            None => Error::Address(running.taken),
+        };
+        self.account.comparisons += 1;
+        let lines = match &outcome {
+            Ok(record) => match record.comparison() {
+                Some(Comparison::DiffersAt(offset)) => u64::from(offset) / 64 + 1,
+                _ => u64::from(PAGE) / 64,
+            },
+            Err(_) => 1,
+        };
+        self.account.lines += 2 * lines;
+        self.account.bytes += 2 * lines * 64;
+        let answer = match outcome.map(|record| record.comparison()) {
+            Ok(Some(Comparison::Equal)) => Ok(Compared::Equal),
+            Ok(Some(Comparison::DiffersAt(offset))) => {
+                let offset = u16::try_from(offset)
+                    .ok()
+                    .filter(|offset| usize::from(*offset) < PAGE_SIZE);
+                Ok(Compared::Different(offset))
+            }
+            // The CPU compares this pair.
+            Ok(None) | Err(_) => Err(fault()),
+        };
+        self.verifying.ready.push(PairAnswer { number, answer });
+    }
+
+    fn free(&mut self, tag: usize) {
+        self.verifying.running[tag].number = None;
+        self.verifying.free.push(tag);
+    }
+
+    /// Answers a pair at once.
+    fn answer(&mut self, number: u64, compared: Compared) {
+        self.account.comparisons += 1;
+        self.account.lines += 2;
+        self.account.bytes += 128;
+        let answer = Ok(compared);
+        self.verifying.ready.push(PairAnswer { number, answer });
+    }
+
+    /// Takes what has ended.
+    fn take_ended(&mut self) -> Answer<()> {
+        let mut ended = Vec::new();
+        for queue in 0..self.channels.len() {
+            let Some(channel) = self.channels[queue].as_mut() else {
+                continue;
+            };
+            let mut tell = |tag: u64, outcome| ended.push((tag, outcome));
+            if let Err(trouble) = channel.poll(&mut tell) {
+                self.give_up(queue, &trouble);
+            }
+        }
+        // The CPU compares what queues had that failed.
+        ended.extend(self.orphans.drain(..).map(|tag| (tag, Err(ItemError::Abandoned))));
+        ended
+            .into_iter()
+            .for_each(|(tag, outcome)| self.ended(tag, outcome));
+        self.alive()
+    }
+}
+
+/// What the first lines of a pair tell.
+fn by_first_line(pair: &Pair<'_>) -> Option<Compared> {
+    (0..64).step_by(8).find_map(|at| {
+        (at..at + 8)
+            .find(|offset| pair.differs_at(*offset))
+            .map(|offset| Compared::Different(Some(offset)))
+    })
+}
+
+impl Verify for DsaEngine {
+    fn limits(&self) -> Limits {
+        let copies = self.verifying.copies.is_some();
+        Limits {
+            at_once: if copies { AT_ONCE_COPIED } else { AT_ONCE },
+            zeros: self
+                .live()
+                .all(|channel| channel.limits().does(Opcode::ComparePattern)),
+        }
+    }
+
+    unsafe fn submit(&mut self, first: u64, pairs: &[Pair<'_>]) -> Answer<usize> {
+        self.alive()?;
+        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        let taken = self.begin(first, pairs);
+        self.account.pages += *taken.as_ref().unwrap_or(&0) as u64;
+        self.stop(watch, borrowed);
+        taken
+    }
+
+    fn poll(&mut self, wait: Duration, answers: &mut Vec<PairAnswer>) -> Answer<()> {
+        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        let mut polled = self.take_ended();
+        if polled.is_ok() && self.verifying.ready.is_empty() && !wait.is_zero() {
+            self.wait(wait);
+            polled = self.take_ended();
+        }
+        answers.append(&mut self.verifying.ready);
+        self.stop(watch, borrowed);
+        polled
+    }
+
+    /// Descriptors go on, and what they find is forgotten. A device that uses this process's addresses may read pages that
+    /// have become others meanwhile: it writes none of them.
+    fn abort(&mut self) {
+        self.verifying.ready.clear();
+        for at in 0..MOST {
+            self.verifying.running[at].number = None;
+        }
+        self.channels
+            .iter_mut()
+            .flatten()
+            .for_each(crate::channel::Channel::abandon);
+    }
+}
+
+impl DsaEngine {
+    /// Begins to compare pairs: those of them that the first lines do not decide.
+    fn begin(&mut self, first: u64, pairs: &[Pair<'_>]) -> Answer<usize> {
+        if self.cpu_is_sooner(pairs) {
+            for (at, pair) in pairs.iter().enumerate() {
+                self.answer(first + at as u64, pair.compare());
+            }
+            return Ok(pairs.len());
+        }
+        let Some(queue) = self.roomiest() else {
+            return Ok(0);
+        };
+        let mut batch: Vec<Item> = Vec::with_capacity(pairs.len());
+        let most = self.channels[queue]
+            .as_ref()
+            .map_or(1, |channel| channel.most_members());
+        let mut taken = 0;
+        for (at, pair) in pairs.iter().enumerate() {
+            let number = first + at as u64;
+            if let Some(compared) = by_first_line(pair).filter(|_| self.options.hybrid) {
+                self.answer(number, compared);
+                taken += 1;
+                continue;
+            }
+            if batch.len() >= most.min(self.options.batch) {
+                break;
+            }
+            let Some(tag) = self.verifying.free.pop() else {
+                break;
+            };
+            match self.describe(queue, tag, pair) {
+                Ok(descriptor) => {
+                    self.verifying.running[tag] = Running {
+                        number: Some(number),
+                        with: match pair.with {
+                            With::Slot { id, .. } => Some(id),
+                            With::Zeros => None,
+                        },
+                        taken: pair.taken.address(),
+                    };
+                    batch.push((descriptor, tag as u64));
+                }
+                Err(error) => {
+                    self.verifying.free.push(tag);
+                    self.verifying.ready.push(PairAnswer {
+                        number,
+                        answer: Err(error),
+                    });
+                }
+            }
+            taken += 1;
+        }
+        if batch.is_empty() {
+            return Ok(taken);
+        }
+        let started = self.channels[queue]
+            .as_mut()
+            .map_or(Ok(0), |channel| channel.start(&batch));
+        let started = started.unwrap_or_else(|trouble| {
+            self.give_up(queue, &trouble);
+            0
+        });
+        // What the queue did not take the CPU compares.
+        for (_, tag) in batch.split_off(started) {
+            self.ended(tag, Err(ItemError::Abandoned));
+        }
+        Ok(taken)
+    }
+}

@@ -1,0 +1,355 @@
+//! The model in this process, driven by whoever waits for it.
+//!
+//! It uses this process's addresses, as through a device node, or what it was given, as through VFIO ([`Reach`]).
+#![allow(unsafe_code)] // reads and writes this process's memory by address
+
+use super::registers::{Registers, SetupError, Wanted, bring_up, general_status, take_software_error};
+use super::{QueueLimits, Trouble, WorkQueue};
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+use vmm_dedup::compare::Stopwatch;
+use vmm_dedup_dsa_abi::config::Mode;
+use vmm_dedup_dsa_abi::registers::DeviceState;
+use vmm_dedup_dsa_abi::{Descriptor, DeviceAddress, Pasid, portal};
+use vmm_dedup_dsa_model::{Board, Core, Faults, Memory, Missing, PAGE, Shape, Submitted, Timing, Way};
+use vmm_dedup_protocol::mapping::Mapping;
+
+/// Which memory the model reads and writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// This process's, by its addresses.
+    Process,
+    /// What [`WorkQueue::map`] gives it.
+    Mapped,
+}
+
+/// A device of its own.
+pub struct InProcess {
+    core: Core,
+    board: Plug,
+    limits: QueueLimits,
+    wanted: Wanted,
+    began: Instant,
+    worked_ns: u64,
+    /// Where the next descriptor goes.
+    portal: u64,
+}
+
+impl std::fmt::Debug for InProcess {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("InProcess")
+            .field("limits", &self.limits)
+            .finish_non_exhaustive()
+    }
+}
+
+impl InProcess {
+    /// A device with one queue of all of its entries.
+    ///
+    /// # Errors
+    /// If the model cannot be brought up so.
+    pub fn new(
+        shape: Shape,
+        timing: Timing,
+        faults: Faults,
+        reach: Reach,
+        entries: Option<u16>,
+    ) -> Result<Self, SetupError> {
+        let board = match reach {
+            Reach::Process => Plug::Process(Process),
+            Reach::Mapped => Plug::Mapped(Mapped::default()),
+        };
+        let mode = Mode::Dedicated;
+        let mut made = Self {
+            core: Core::new(shape, timing, Faults::default()),
+            board,
+            limits: QueueLimits {
+                entries: 0,
+                members: 0,
+                bytes: 0,
+                operations: [0; 4],
+                node: None,
+            },
+            wanted: Wanted { entries, mode },
+            began: Instant::now(),
+            worked_ns: 0,
+            portal: portal::offset(0, portal::Kind::Unlimited),
+        };
+        let wanted = made.wanted;
+        made.limits = bring_up(&mut made, wanted)?;
+        made.core.set_faults(faults);
+        Ok(made)
+    }
+
+    /// What goes wrong from now on.
+    pub fn set_faults(&mut self, faults: Faults) {
+        self.core.set_faults(faults);
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Lets the model do what is due.
+    fn advance(&mut self) {
+        let now = self.now();
+        if self.core.next_event().is_some_and(|due| due <= now) {
+            let watch = Stopwatch::start();
+            self.core.advance(now, &self.board);
+            self.worked_ns += watch.stop_cpu();
+        }
+    }
+}
+
+impl Registers for InProcess {
+    fn read(&mut self, offset: u64) -> u64 {
+        let mut bytes = [0; 8];
+        let now = self.now();
+        self.core.read(offset, &mut bytes, now, &self.board);
+        u64::from_le_bytes(bytes)
+    }
+
+    fn write(&mut self, offset: u64, value: u32) {
+        let now = self.now();
+        self.core.write(offset, &value.to_le_bytes(), now, &self.board);
+    }
+}
+
+impl WorkQueue for InProcess {
+    fn name(&self) -> &str {
+        "dsa-model"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        self.limits
+    }
+
+    fn uses_process_addresses(&self) -> bool {
+        matches!(self.board, Plug::Process(_))
+    }
+
+    fn submit(&mut self, descriptor: &Descriptor) -> Result<bool, Trouble> {
+        let now = self.now();
+        let bytes = descriptor.to_bytes();
+        let submitted = self
+            .core
+            .submit(self.portal, Way::Posted, &bytes, now, &self.board);
+        self.advance();
+        // What is lost shows by its silence, as with a device.
+        Ok(submitted != Submitted::Retry)
+    }
+
+    fn relax(&mut self, _status: &AtomicU64) {
+        self.advance();
+        std::hint::spin_loop();
+    }
+
+    fn trouble(&mut self) -> Option<Trouble> {
+        let status = general_status(self);
+        match status.state() {
+            DeviceState::Halted => return Some(Trouble::Halted(status.reset())),
+            DeviceState::Disabled | DeviceState::Draining => {
+                return Some(Trouble::Gone("the device is disabled".to_owned()));
+            }
+            DeviceState::Enabled => {}
+        }
+        take_software_error(self).map(|details| Trouble::Software {
+            error: details.error,
+            address: details.fault_address,
+        })
+    }
+
+    fn reset(&mut self) -> Result<(), Trouble> {
+        let wanted = self.wanted;
+        let brought = bring_up(self, wanted);
+        brought
+            .map(drop)
+            .map_err(|error| Trouble::Gone(error.to_string()))
+    }
+
+    fn map(
+        &mut self,
+        at: DeviceAddress,
+        bytes: usize,
+        file: BorrowedFd<'_>,
+        writable: bool,
+    ) -> Result<(), Trouble> {
+        let Plug::Mapped(memory) = &self.board else {
+            return Ok(());
+        };
+        let mapped = if writable {
+            Mapping::read_write(file, bytes)
+        } else {
+            Mapping::read_only(file, bytes)
+        };
+        let mapping = mapped.map_err(|error| Trouble::Gone(error.to_string()))?;
+        memory.ranges().push(Range {
+            at: at.0,
+            mapping,
+            writable,
+        });
+        Ok(())
+    }
+
+    fn unmap(&mut self, at: DeviceAddress, bytes: usize) -> Result<(), Trouble> {
+        if let Plug::Mapped(memory) = &self.board {
+            memory
+                .ranges()
+                .retain(|range| range.at != at.0 || range.mapping.len() != bytes);
+        }
+        Ok(())
+    }
+
+    fn borrowed_cpu_ns(&self) -> u64 {
+        self.worked_ns
+    }
+}
+
+/// What the model is plugged into.
+#[derive(Debug)]
+enum Plug {
+    Process(Process),
+    Mapped(Mapped),
+}
+
+impl Board for Plug {
+    fn memory(&self) -> &dyn Memory {
+        match self {
+            Self::Process(memory) => memory,
+            Self::Mapped(memory) => memory,
+        }
+    }
+
+    /// Nobody waits for interrupts: whoever waits for the model drives it.
+    fn interrupt(&self, _vector: u16) {}
+}
+
+/// Files that were given to the model.
+#[derive(Debug, Default)]
+struct Mapped(Mutex<Vec<Range>>);
+
+#[derive(Debug)]
+struct Range {
+    at: u64,
+    mapping: Mapping,
+    writable: bool,
+}
+
+impl Mapped {
+    fn ranges(&self) -> MutexGuard<'_, Vec<Range>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The words that an access touches, and the offset of its first byte in them.
+    fn with_words<T>(
+        &self,
+        address: u64,
+        len: usize,
+        write: bool,
+        access: impl FnOnce(&[AtomicU64], usize) -> T,
+    ) -> Result<T, Missing> {
+        let ranges = self.ranges();
+        let found = ranges.iter().find_map(|range| {
+            let offset = usize::try_from(address.checked_sub(range.at)?).ok()?;
+            let end = offset.checked_add(len)?;
+            (end <= range.mapping.len() && (range.writable || !write)).then_some((range, offset, end))
+        });
+        let (range, offset, end) = found.ok_or(Missing)?;
+        let words = &range.mapping.words()[offset / 8..end.div_ceil(8)];
+        Ok(access(words, offset % 8))
+    }
+
+    fn store(words: &[AtomicU64], first: usize, from: &[u8]) {
+        let (mut byte, mut left) = (first, from);
+        for word in words {
+            let (now, rest) = left.split_at(left.len().min(8 - byte));
+            let mut bytes = word.load(Ordering::Relaxed).to_ne_bytes();
+            bytes[byte..byte + now.len()].copy_from_slice(now);
+            word.store(u64::from_ne_bytes(bytes), Ordering::Release);
+            (byte, left) = (0, rest);
+        }
+    }
+}
+
+impl Memory for Mapped {
+    fn read(&self, _space: Option<Pasid>, address: u64, into: &mut [u8]) -> Result<(), Missing> {
+        self.with_words(address, into.len(), false, |words, first| {
+            let (mut byte, mut left) = (first, into);
+            for word in words {
+                let len = left.len().min(8 - byte);
+                let (now, rest) = left.split_at_mut(len);
+                now.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes()[byte..byte + len]);
+                (byte, left) = (0, rest);
+            }
+        })
+    }
+
+    fn write(&self, _space: Option<Pasid>, address: u64, from: &[u8]) -> Result<(), Missing> {
+        self.with_words(address, from.len(), true, |words, first| {
+            Self::store(words, first, from)
+        })
+    }
+
+    fn write_record(&self, _space: Option<Pasid>, address: u64, record: &[u8; 32]) -> Result<(), Missing> {
+        self.with_words(address, 32, true, |words, _| {
+            // The word with the status comes last.
+            Self::store(&words[1..], 0, &record[8..]);
+            Self::store(&words[..1], 0, &record[..8]);
+        })
+    }
+
+    fn is_there(&self, _space: Option<Pasid>, address: u64, write: bool) -> bool {
+        self.with_words(address, 1, write, |_, _| ()).is_ok()
+    }
+}
+
+/// This process's memory. The kernel copies, so that a wrong address is an error and no more.
+#[derive(Debug)]
+struct Process;
+
+impl Process {
+    /// Copies between a buffer and an address that may be wrong.
+    fn copy(address: u64, buffer: *mut u8, len: usize, write: bool) -> Result<(), Missing> {
+        let remote = libc::iovec {
+            iov_base: usize::try_from(address).map_err(|_| Missing)? as *mut libc::c_void,
+            iov_len: len,
+        };
+        let local = libc::iovec {
+            iov_base: buffer.cast(),
+            iov_len: len,
+        };
+        let call = if write {
+            libc::process_vm_writev
+        } else {
+            libc::process_vm_readv
+        };
+        // SAFETY: the buffer has `len` bytes, as the callers see to; what is wrong with the other address the kernel finds
+        // out. What is written is what the driver gave to the model to be written: records and delta records.
+        let copied = unsafe { call(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) };
+        (usize::try_from(copied) == Ok(len)).then_some(()).ok_or(Missing)
+    }
+}
+
+impl Memory for Process {
+    fn read(&self, _space: Option<Pasid>, address: u64, into: &mut [u8]) -> Result<(), Missing> {
+        Self::copy(address, into.as_mut_ptr(), into.len(), false)
+    }
+
+    fn write(&self, _space: Option<Pasid>, address: u64, from: &[u8]) -> Result<(), Missing> {
+        Self::copy(address, from.as_ptr().cast_mut(), from.len(), true)
+    }
+
+    fn write_record(&self, space: Option<Pasid>, address: u64, record: &[u8; 32]) -> Result<(), Missing> {
+        // The status comes last, by a call of its own.
+        self.write(space, address + 1, &record[1..])?;
+        self.write(space, address, &record[..1])
+    }
+
+    fn is_there(&self, space: Option<Pasid>, address: u64, _write: bool) -> bool {
+        self.read(space, address, &mut [0]).is_ok()
+    }
+}
+
+const _: () = assert!(PAGE == vmm_dedup_protocol::PAGE_SIZE as u64);

@@ -1,0 +1,121 @@
+//! The engine against the model in this process, on good days and on bad ones.
+
+use std::time::Duration;
+use vmm_dedup::compare::{Arena, Engine, PageId, conformance};
+use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, WorkQueue};
+use vmm_dedup_dsa_model::{Faults, Shape, Timing};
+
+const LIMIT: Duration = Duration::from_millis(250);
+
+/// How a case's devices are.
+#[derive(Clone, Copy)]
+struct Case {
+    reach: Reach,
+    timing: Timing,
+    faults: Faults,
+    options: Options,
+    entries: Option<u16>,
+    queues: usize,
+}
+
+impl Case {
+    fn good(reach: Reach) -> Self {
+        let options = Options {
+            only_if_sooner: false,
+            hybrid: false,
+            time_limit: LIMIT,
+            ..Options::default()
+        };
+        Self {
+            reach,
+            timing: Timing::NONE,
+            faults: Faults::default(),
+            options,
+            entries: None,
+            queues: 1,
+        }
+    }
+
+    fn engine(&self, arena: &Arena) -> DsaEngine {
+        let queue = |number: u64| {
+            let faults = Faults {
+                seed: self.faults.seed + number,
+                ..self.faults
+            };
+            let shape = Shape::sapphire_rapids();
+            let queue = InProcess::new(shape, self.timing, faults, self.reach, self.entries).unwrap();
+            Box::new(queue) as Box<dyn WorkQueue>
+        };
+        let queues = (0..self.queues as u64).map(queue).collect();
+        let mut engine = DsaEngine::new(queues, self.options).unwrap();
+        engine.map(PageId(0), arena.pages(), arena.file()).unwrap();
+        engine
+    }
+
+    fn conforms(&self) {
+        conformance::keys(&mut |arena| Box::new(self.engine(arena)));
+        conformance::tree_search(&mut |arena| Box::new(self.engine(arena)));
+        conformance::verify(&mut |arena| Box::new(self.engine(arena)));
+    }
+}
+
+#[test]
+fn it_conforms_with_this_processs_addresses() {
+    Case::good(Reach::Process).conforms();
+}
+
+#[test]
+fn it_conforms_with_files_that_it_was_given() {
+    Case::good(Reach::Mapped).conforms();
+}
+
+#[test]
+fn it_conforms_as_it_is_by_default() {
+    let case = Case {
+        options: Options {
+            time_limit: LIMIT,
+            ..Options::default()
+        },
+        timing: Timing::PUBLISHED,
+        ..Case::good(Reach::Mapped)
+    };
+    case.conforms();
+}
+
+#[test]
+fn it_conforms_page_by_page_with_two_queues_of_few_entries() {
+    let case = Case {
+        options: Options {
+            batch: 1,
+            levels: 1,
+            ..Case::good(Reach::Mapped).options
+        },
+        entries: Some(3),
+        queues: 2,
+        ..Case::good(Reach::Mapped)
+    };
+    case.conforms();
+}
+
+/// Pages that are missing now and then, lists as well, records that come late, a device that is broken for a moment.
+#[test]
+fn it_conforms_while_pages_are_missing_and_records_late() {
+    let faults = Faults {
+        page_faults: 2000,
+        list_faults: 200,
+        late: 200,
+        late_ns: 300_000,
+        hardware: 300,
+        seed: 5,
+        ..Faults::default()
+    };
+    for reach in [Reach::Process, Reach::Mapped] {
+        let timing = Timing::PUBLISHED;
+        Case {
+            faults,
+            timing,
+            ..Case::good(reach)
+        }
+        .conforms();
+    }
+}

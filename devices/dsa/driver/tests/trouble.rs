@@ -1,0 +1,249 @@
+//! Devices that fail: nothing is lost, and what is wrong is said.
+
+use std::time::Duration;
+use vmm_dedup::compare::{
+    Answer, Arena, Compared, Engine, Error, Keys, PageId, Pages, Pair, PairAnswer, StablePage, Verifier,
+    Verify, With,
+};
+use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, WorkQueue};
+use vmm_dedup_dsa_model::{Faults, Shape, Timing};
+use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords};
+
+const PAGES: usize = 300;
+
+/// A page of its own for each number; every third is like the first.
+fn content(page: usize) -> PageWords {
+    let number = if page.is_multiple_of(3) { 0 } else { page as u64 };
+    std::array::from_fn(|word| if word == PAGE_WORDS / 2 { number } else { 7 })
+}
+
+fn arena() -> Arena {
+    let arena = Arena::new(PAGES).unwrap();
+    (0..PAGES).for_each(|page| arena.write(page, &content(page)));
+    arena
+}
+
+fn options() -> Options {
+    Options {
+        only_if_sooner: false,
+        hybrid: false,
+        batch: 32,
+        time_limit: Duration::from_millis(100),
+        ..Options::default()
+    }
+}
+
+fn engine(faults: &[Faults], arena: &Arena) -> DsaEngine {
+    let queue = |faults: &Faults| {
+        let shape = Shape::sapphire_rapids();
+        let queue = InProcess::new(shape, Timing::NONE, *faults, Reach::Mapped, None).unwrap();
+        Box::new(queue) as Box<dyn WorkQueue>
+    };
+    let mut engine = DsaEngine::new(faults.iter().map(queue).collect(), options()).unwrap();
+    engine.map(PageId(0), arena.pages(), arena.file()).unwrap();
+    engine
+}
+
+fn ids() -> Vec<PageId> {
+    (0..PAGES as u64).map(PageId).collect()
+}
+
+/// What the keys must be, by another implementation: bit by bit.
+fn right_keys() -> Vec<Answer<u64>> {
+    let crc = |page: usize| {
+        let bytes = { content(page) }.into_iter().flat_map(u64::to_ne_bytes);
+        let state = bytes.fold(u32::MAX, |state, byte| {
+            (0..8).fold(state ^ u32::from(byte), |state, _| {
+                (state >> 1) ^ if state & 1 != 0 { 0x82f6_3b78 } else { 0 }
+            })
+        });
+        Ok(u64::from(!state))
+    };
+    (0..PAGES).map(crc).collect()
+}
+
+fn is_dead(answer: &Answer<u64>) -> bool {
+    matches!(answer, Err(Error::Device(_)))
+}
+
+#[test]
+fn keys_are_crc32c() {
+    let arena = arena();
+    assert_eq!(
+        engine(&[Faults::default()], &arena).keys(&arena, &ids()),
+        right_keys()
+    );
+}
+
+#[test]
+fn a_halted_device_is_reset_and_goes_on() {
+    let arena = arena();
+    for after in [1, 2, 40, 250] {
+        let faults = Faults {
+            halts_after: Some(after),
+            ..Faults::default()
+        };
+        let mut engine = engine(&[faults], &arena);
+        for _ in 0..2 {
+            assert_eq!(engine.keys(&arena, &ids()), right_keys(), "after {after}");
+        }
+        assert_eq!(engine.counters().resets, 1, "after {after}");
+    }
+}
+
+#[test]
+fn when_a_device_dies_the_cpu_ends_the_call_and_the_next_one_is_an_error() {
+    let arena = arena();
+    let dying = [
+        Faults {
+            halts_after: Some(100),
+            halts_for_good: true,
+            ..Faults::default()
+        },
+        Faults {
+            lost: 65_536,
+            ..Faults::default()
+        },
+    ];
+    for faults in dying {
+        let mut engine = engine(&[faults], &arena);
+        assert_eq!(engine.keys(&arena, &ids()), right_keys());
+        let next = engine.keys(&arena, &ids());
+        assert!(next.iter().all(is_dead), "{:?}", next[0]);
+        assert!(engine.among(&arena).is_err());
+    }
+}
+
+#[test]
+fn another_queue_takes_over() {
+    let arena = arena();
+    let dying = Faults {
+        halts_after: Some(50),
+        halts_for_good: true,
+        ..Faults::default()
+    };
+    let mut engine = engine(&[dying, Faults::default()], &arena);
+    for _ in 0..3 {
+        assert_eq!(engine.keys(&arena, &ids()), right_keys());
+    }
+}
+
+#[test]
+fn records_that_are_lost_are_asked_for_again() {
+    let arena = arena();
+    // Some members of batches; a batch's own record is lost rarely, and costs a reset.
+    let faults = Faults {
+        lost: 1500,
+        seed: 3,
+        ..Faults::default()
+    };
+    let mut engine = engine(&[faults], &arena);
+    assert_eq!(engine.keys(&arena, &ids()), right_keys());
+    assert!(engine.counters().again > 0, "{:?}", engine.counters());
+}
+
+/// A way to ask for something else than keys.
+trait Among {
+    fn among(&mut self, arena: &Arena) -> Answer<Option<usize>>;
+}
+
+impl Among for DsaEngine {
+    fn among(&mut self, arena: &Arena) -> Answer<Option<usize>> {
+        vmm_dedup::compare::TreeSearch::among(self, arena, PageId(0), &[PageId(1), PageId(3)])
+    }
+}
+
+fn slot(arena: &Arena, page: usize) -> With<'_> {
+    let id = PageId(page as u64);
+    let address = std::ptr::from_ref(arena.view(id).unwrap()) as usize;
+    #[allow(unsafe_code)] // pages by address
+    // SAFETY: a page of the arena, which nobody writes any more.
+    let page = unsafe { StablePage::at(address) };
+    With::Slot { id, page }
+}
+
+/// Pairs of which every third is equal, through a verifier that does not trust. Returns what differs.
+fn verify(verifier: &mut Verifier, arena: &Arena) -> Vec<usize> {
+    let first = content(0);
+    let taken = StablePage::from(&first);
+    let pairs = (0..PAGES).map(|page| {
+        let with = slot(arena, page);
+        (Pair { taken, with }, page)
+    });
+    let mut different = Vec::new();
+    assert!(verifier.verify(pairs, |page| different.push(*page), || true));
+    different
+}
+
+#[test]
+fn a_device_that_lies_is_found_out_and_believed_in_nothing() {
+    let arena = arena();
+    let right: Vec<usize> = (0..PAGES).filter(|page| page % 3 != 0).collect();
+    for lies in [0, 3000, 65_536] {
+        let faults = Faults {
+            lies,
+            seed: 9,
+            ..Faults::default()
+        };
+        let mut verifier = Verifier::new(false, Duration::from_secs(20));
+        verifier.attach(Box::new(engine(&[faults], &arena))).unwrap();
+        assert_eq!(verify(&mut verifier, &arena), right, "lies: {lies}");
+        assert_eq!(verifier.failure().is_some(), lies != 0, "lies: {lies}");
+    }
+}
+
+#[test]
+fn a_device_that_dies_while_it_verifies_leaves_the_rest_to_the_cpu() {
+    let arena = arena();
+    let right: Vec<usize> = (0..PAGES).filter(|page| page % 3 != 0).collect();
+    let faults = Faults {
+        halts_after: Some(100),
+        halts_for_good: true,
+        ..Faults::default()
+    };
+    let mut verifier = Verifier::new(true, Duration::from_secs(20));
+    verifier.attach(Box::new(engine(&[faults], &arena))).unwrap();
+    assert_eq!(verify(&mut verifier, &arena), right);
+    let failure = verifier.failure().unwrap().to_string();
+    assert!(failure.contains("halted"), "{failure}");
+}
+
+/// Aborted pairs end when they end, and their places come back.
+#[test]
+fn what_is_aborted_while_pages_are_missing_is_not_gone_on_with() {
+    let arena = arena();
+    let faults = Faults {
+        page_faults: 30_000,
+        seed: 4,
+        ..Faults::default()
+    };
+    let mut engine = engine(&[faults], &arena);
+    let same = content(0);
+    let taken = StablePage::from(&same);
+    let pair = Pair {
+        taken,
+        with: slot(&arena, 3),
+    };
+    let mut answers: Vec<PairAnswer> = Vec::new();
+    for round in 0..200 {
+        #[allow(unsafe_code)] // the trait's submit() is unsafe
+        // SAFETY: the pages stay until the end of the test.
+        let submitted = unsafe { engine.submit(round * 100, &[pair; 20]) }.unwrap();
+        assert_eq!(submitted, 20, "round {round}");
+        engine.abort();
+        engine.poll(Duration::ZERO, &mut answers).unwrap();
+    }
+    assert_eq!(answers, []);
+    let fair = Faults::default();
+    drop(engine);
+    let mut engine = self::engine(&[fair], &arena);
+    #[allow(unsafe_code)] // the trait's submit() is unsafe
+    // SAFETY: as above.
+    let submitted = unsafe { engine.submit(1, &[pair]) }.unwrap();
+    engine.poll(Duration::from_secs(1), &mut answers).unwrap();
+    let equal = PairAnswer {
+        number: 1,
+        answer: Ok(Compared::Equal),
+    };
+    assert_eq!((submitted, answers), (1, vec![equal]));
+}
