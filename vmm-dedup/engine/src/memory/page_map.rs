@@ -436,7 +436,7 @@ impl PageMap {
     pub(crate) fn share(&mut self, page: Page, slot: Slot, reference: Reference) {
         assert!(
             !matches!(self.backing(page), Backing::Slot(_)),
-            "page {page} is shared already"
+            "page {page} cannot go from one slot to another"
         );
         self.set_slot(page, slot, reference);
     }
