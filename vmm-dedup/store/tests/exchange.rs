@@ -180,7 +180,7 @@ fn a_number_is_given_away_only_after_everyone_has_looked_again_and_let_go() {
     a.release();
     b.batch(&[], &[], &[(slot, -1)]);
     b.release();
-    let mut another = |a: &mut Client, last: Slot, seed| {
+    let another = |a: &mut Client, last: Slot, seed| {
         a.batch(&[], &[], &[(last, -1)]);
         eventually(Duration::from_secs(5), || {
             a.acknowledge();

@@ -480,6 +480,14 @@ impl PageMap {
 
     /// A page maps a slot.
     pub(crate) fn share(&mut self, page: Page, slot: Slot, reference: Reference) {
+        assert!(
+            !matches!(self.backing(page), Backing::Slot(_)),
+            "page {page} cannot go from one slot to another"
+        );
+        self.set_slot(page, slot, reference);
+    }
+
+    fn set_slot(&mut self, page: Page, slot: Slot, reference: Reference) {
         self.set(page, PageState::resting(Backing::Slot(slot)));
         if reference == Reference::New {
             self.outbox.take_ref(slot);
@@ -489,7 +497,7 @@ impl PageMap {
     /// The page of the slot that a page maps has moved: the page maps the new one.
     pub(crate) fn follow(&mut self, page: Page, slot: Slot) {
         debug_assert!(matches!(self.backing(page), Backing::Slot(_)));
-        self.share(page, slot, Reference::New);
+        self.set_slot(page, slot, Reference::New);
     }
 
     /// A private page lies in a mapping that would show this slot in its place.
