@@ -500,7 +500,7 @@ fn note_healed(
             _ => map.key_copy(request.page, None),
         }
         if *outcome == Outcome::NoVma {
-            map.no_vma_is_left();
+            map.no_vma_is_left(pass);
         }
         if *outcome == Outcome::Different {
             wrong += usize::from(request.role == Role::Proposed);

@@ -92,7 +92,7 @@ impl Pass {
             (Outcome::Different, _) => self.account.stats.mismatches_total += 1,
             (Outcome::NoVma, _) => {
                 self.account.stats.refused_vmas_total += 1;
-                self.map.no_vma_is_left();
+                self.map.no_vma_is_left(self.number);
             }
             _ => {}
         }
