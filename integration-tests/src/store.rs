@@ -74,8 +74,6 @@ impl StoreThread {
                 let mut config = vmm_dedup_store::Config {
                     socket,
                     metrics: None,
-                    // Slots are rewritten as soon as they are free: one that is freed too soon does harm at once.
-                    quarantine_seconds: 0,
                     ..vmm_dedup_store::Config::default()
                 };
                 configure(&mut config);

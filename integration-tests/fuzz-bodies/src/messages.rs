@@ -104,8 +104,8 @@ fn canonical_body(kind: u64, body: &[u8]) -> Option<Vec<u8>> {
         7 => of_size(size_of::<ServiceStats>()),
         8 => of_size(8),
         9 => of_size(size_of::<Stats>()),
-        // Number of a segment: 2^26 slots, 2^15 in each.
-        10 | 11 => of_size(4) && number::<4>(body, 0)? < 1 << 11,
+        // Number of a segment: 2^26 slots, 2^12 in each.
+        10 | 11 | 21 | 22 => of_size(4) && number::<4>(body, 0)? < 1 << 14,
         12 | 17 => of_size(8),
         13 => return Some(safe(body)),
         14 => return canonical_refused(body),
@@ -256,6 +256,8 @@ fn encoded_again(message: &Message<'_>) -> Option<Vec<u8>> {
         Message::Stats(stats) => encode(Kind::Stats, &[stats.as_bytes()]),
         Message::Segment(number) => encode(Kind::Segment, &[number.as_bytes()]),
         Message::SegmentRetired(number) => encode(Kind::SegmentRetired, &[number.as_bytes()]),
+        Message::Evacuated(number) => encode(Kind::Evacuated, &[number.as_bytes()]),
+        Message::Released(number) => encode(Kind::Released, &[number.as_bytes()]),
         Message::Index(bytes) => encode(Kind::Index, &[bytes.as_bytes()]),
         Message::Error(text) => encode(Kind::Error, &[text.as_bytes()]),
         Message::Refused(refused) => encode(Kind::Refused, &[&refused.body()]),
@@ -345,10 +347,16 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             ),
         ),
         ("stats", encode(Kind::Stats, &[Stats::new_zeroed().as_bytes()])),
-        ("segment", encode(Kind::Segment, &[2047u32.as_bytes()])),
+        ("segment", encode(Kind::Segment, &[16_383u32.as_bytes()])),
         (
             "segment_retired",
             encode(Kind::SegmentRetired, &[0u32.as_bytes()]),
+(
+            "evacuated",
+            encode(Kind::Evacuated, &[0u32.as_bytes()]),
+(
+            "released",
+            encode(Kind::Released, &[0u32.as_bytes()]),
         ),
         ("index", encode(Kind::Index, &[4096u64.as_bytes()])),
         (
@@ -422,6 +430,8 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             ),
         ),
         ("goodbye", encode(Kind::Goodbye, &[])),
+        ("evacuated", encode(Kind::Evacuated, &[16_383u32.as_bytes()])),
+        ("released", encode(Kind::Released, &[0u32.as_bytes()])),
     ];
     // At the limits of lists and texts, and one beyond.
     let keys = |count: usize| vec![3u64; count];

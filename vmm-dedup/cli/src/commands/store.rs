@@ -20,13 +20,6 @@ pub(crate) struct StoreArgs {
     /// Most memory for shared pages, MiB.
     #[arg(long, default_value_t = DEFAULT_MAX_MIB, value_parser = clap::value_parser!(u64).range(MAX_MIB))]
     max_mib: u64,
-    /// How long a slot that nobody maps is at least left as it is, in seconds: longer than any I/O of a guest may take.
-    /// "never": slots come back only with whole segments.
-    #[arg(long, value_name = "SECONDS|never", value_parser = parse_quarantine, default_value_t = vmm_dedup_store::Config::default().quarantine_seconds)]
-    quarantine_seconds: u32,
-    /// How many such slots are left for longer, in percent of the slots in use.
-    #[arg(long, value_name = "PERCENT", default_value_t = vmm_dedup_store::Config::default().spare_percent)]
-    spare_percent: u32,
     /// Publish the pages in the order of their content, too, for VMs that search with an engine (PageForge).
     #[arg(long)]
     ordered: bool,
@@ -47,17 +40,6 @@ impl std::fmt::Display for Metrics {
     }
 }
 
-fn parse_quarantine(text: &str) -> Result<u32, String> {
-    if text == "never" {
-        return Ok(vmm_dedup_store::Config::NEVER);
-    }
-    let seconds = text
-        .parse()
-        .ok()
-        .filter(|seconds| (60..=86_400).contains(seconds));
-    seconds.ok_or_else(|| "expected 60 to 86400 seconds, or \"never\"".to_owned())
-}
-
 /// Runs a store until SIGINT, SIGTERM or SIGHUP; `announce`: says on standard error that it listens.
 pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
     if args.socket == Path::new(DEFAULT_SOCKET) {
@@ -75,8 +57,6 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
         max_bytes: args.max_mib << 20,
         domain: args.domain.clone(),
         ordered: args.ordered,
-        quarantine_seconds: args.quarantine_seconds,
-        spare_percent: args.spare_percent,
         ..vmm_dedup_store::Config::default()
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
