@@ -15,10 +15,10 @@
 //! 5. A service whose page differs from the slot of its line key reports the key as *ambiguous*. A second slot with one
 //!    line key makes it ambiguous as well. The slots of an ambiguous key are found by the hashes of their whole pages,
 //!    and services sight those ([`memory::catalog`]).
-//! 6. When the last reference goes, the slot leaves the index. It waits in limbo until no process can map it any more,
-//!    also when sockets break ([`ledger::lifetime`]).
-//! 7. The slot is free, and *cools*: devices may still read its page. It is written again when it has cooled for long
-//!    enough and its memory is wanted, or not at all, if its whole segment empties before ([`ledger::allocator`]).
+//! 6. When the last reference goes, the slot leaves the index and is *dead*: it stays as it is, since devices may still read
+//!    its page. It waits in limbo until no process can map it any more, also when sockets break ([`ledger::lifetime`]).
+//! 7. The page's memory returns with its whole segment, when no slot of that is in use. Sparse segments are emptied: their
+//!    pages move to others, and services follow ([`ledger::allocator`], [`memory::evacuation`]).
 //!
 //! # Rooms
 //! Each room uses those below it and none above. A test of the workspace (`integration-tests/tests/rooms`) holds it to that.
@@ -41,21 +41,20 @@
 //!
 //! # What is trusted
 //! Nothing that arrives. A peer can spoil its own account and the savings of its trust domain: it can fill the store with
-//! its pages, or hold back the reuse of slots by not acknowledging epochs. It cannot change a page that others map: the
-//! store verifies pages in a private copy, and never writes a slot while anybody may map it.
+//! its pages, and keep the memory of segments that were emptied by not following. It cannot change a page that others map:
+//! the store verifies pages in a slot that nobody knows of yet, and never writes a slot again that could be found.
 //!
 //! # Known holes
 //! - A process that shares its memory with another one (`CLONE_VM` without `CLONE_THREAD`, or a fork that inherits
-//!   mappings of slots) and ends first: the store sees only the process that connected. A VMM must not do that (guest
-//!   memory is to be marked `MADV_DONTFORK` where a VMM forks at all).
+//!   mappings of slots) and ends first: the store sees only the process that connected. The other one keeps memory that
+//!   nobody accounts for. A VMM must not do that (guest memory is to be marked `MADV_DONTFORK` where a VMM forks at all).
 //! - Two stores started at the same instant on one stale socket path can both pass the check for a live one; the
 //!   later one wins the path.
 //! - Growing a very large table (sightings, index) is one pass without a pause: about 5 ms per million entries.
 //! - A hostile service that aims line keys at one place of the index (its hashing is public) makes lookups there
 //!   slow for its own trust domain, and entries there are refused: about a thousand words are read at most.
-//! - A device that still reads a page when its slot has cooled for `quarantine_seconds`, and the slot's memory is wanted
-//!   then, can read another page ([`ledger::allocator`] tells what is done about it, and what it would cost to be sure).
-//! - Memory returns by whole segments. When most VMs have gone, what is left of them may be spread over many.
+//! - Memory returns by whole segments. A process that does not follow pages which have moved keeps theirs, beyond the store's
+//!   limit: one whose service hangs or is hostile, or that lost its socket and lives on.
 
 mod config;
 mod error;
