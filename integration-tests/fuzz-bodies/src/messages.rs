@@ -351,13 +351,9 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         (
             "segment_retired",
             encode(Kind::SegmentRetired, &[0u32.as_bytes()]),
-(
-            "evacuated",
-            encode(Kind::Evacuated, &[0u32.as_bytes()]),
-(
-            "released",
-            encode(Kind::Released, &[0u32.as_bytes()]),
         ),
+        ("evacuated", encode(Kind::Evacuated, &[0u32.as_bytes()])),
+        ("released", encode(Kind::Released, &[0u32.as_bytes()])),
         ("index", encode(Kind::Index, &[4096u64.as_bytes()])),
         (
             "error",
