@@ -71,6 +71,11 @@ pub(crate) fn need_memory(bytes: u64) -> Result<(), Failure> {
     )))
 }
 
+/// Mappings of this process.
+pub(crate) fn vmas() -> Result<usize, Failure> {
+    Ok(read("/proc/self/maps")?.lines().count())
+}
+
 /// A time in seconds.
 pub(crate) fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9

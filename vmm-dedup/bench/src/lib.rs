@@ -3,20 +3,25 @@
 //! - `ksm`: the same content, first under the kernel's KSM, then under our engine ([`ksm`]);
 //! - `engines`: the engines that compare pages, side by side ([`engines`]);
 //! - `mixed`: the policies for huge pages ([`mixed`]);
+//! - `churn`: whether sharing lasts while content is replaced, under KSM and under our engine ([`churn`]);
 //! - `estimate`: how fast an estimate reads ([`estimate`]).
 //!
-//! A measurement works on memory with known content ([`content`]), asks the host what it took ([`host`]), and runs in a
-//! process of its own: this program again, with an internal subcommand. So nothing of one measurement is left for the
-//! next. Every bench checks at its end that no byte of the memory is wrong.
+//! A measurement works on memory with known content ([`content`]), asks the host what it took ([`host`]; [`kernel`] for KSM),
+//! and runs in a process of its own ([`worker`]): this program again, with an internal subcommand. So nothing of one
+//! measurement is left for the next. Every bench checks at its end that no byte of the memory is wrong.
 //!
 //! The crate is no part of the product: the command line has it as its feature `bench`, and nothing else uses it.
 
+mod churn;
 mod content;
 mod engines;
 mod estimate;
 mod host;
+mod kernel;
 mod ksm;
 mod mixed;
+mod report;
+mod service;
 mod worker;
 
 use clap::{Args, Subcommand};
@@ -34,11 +39,14 @@ enum Bench {
     Ksm(ksm::KsmArgs),
     Engines(engines::EnginesArgs),
     Mixed(mixed::MixedArgs),
+    Churn(churn::ChurnArgs),
     Estimate(estimate::EstimateArgs),
     #[command(hide = true)]
     Worker(ksm::WorkerArgs),
     #[command(hide = true)]
     MixedWorker(mixed::WorkerArgs),
+    #[command(hide = true)]
+    ChurnGuest(churn::GuestArgs),
 }
 
 /// Runs a bench.
@@ -50,8 +58,10 @@ pub fn run(args: &BenchArgs) -> Result<(), Failure> {
         Bench::Ksm(args) => ksm::run(args),
         Bench::Engines(args) => engines::run(args),
         Bench::Mixed(args) => mixed::run(args),
+        Bench::Churn(args) => churn::run(args),
         Bench::Estimate(args) => estimate::run(args),
         Bench::Worker(args) => ksm::work(args),
         Bench::MixedWorker(args) => mixed::work(args),
+        Bench::ChurnGuest(args) => churn::work(args),
     }
 }

@@ -63,20 +63,29 @@ fn the_demo_shares_verifies_and_says_what_it_saved() {
     assert!(result["guests"][0]["writes"].as_i64().expect("a number") > 0);
 }
 
+fn ksm_is_there() -> bool {
+    let there = Path::new("/sys/kernel/mm/ksm/run").exists() && rustix::process::geteuid().is_root();
+    if !there {
+        eprintln!("SKIPPED: the benchmark needs KSM and root");
+    }
+    there
+}
+
+/// The settings that a comparison with KSM changes for its time; that of KSM's work is the first.
+fn settings() -> Vec<String> {
+    let read = |path: &str| std::fs::read_to_string(path).expect(path);
+    ["ksm/run", "ksm/pages_to_scan", "ksm/sleep_millisecs"]
+        .map(|name| read(&format!("/sys/kernel/mm/{name}")))
+        .into_iter()
+        .chain([read("/proc/sys/vm/max_map_count")])
+        .collect()
+}
+
 #[test]
 fn the_benchmark_reports_every_key_and_puts_settings_back() {
-    if !Path::new("/sys/kernel/mm/ksm/run").exists() || !rustix::process::geteuid().is_root() {
-        eprintln!("SKIPPED: the benchmark needs KSM and root");
+    if !ksm_is_there() {
         return;
     }
-    let settings = || {
-        let read = |path: &str| std::fs::read_to_string(path).expect(path);
-        ["ksm/run", "ksm/pages_to_scan", "ksm/sleep_millisecs"]
-            .map(|name| read(&format!("/sys/kernel/mm/{name}")))
-            .into_iter()
-            .chain([read("/proc/sys/vm/max_map_count")])
-            .collect::<Vec<_>>()
-    };
     let before = settings();
     let mut interrupted = Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
         .args(["bench", "ksm", "--mib", "64"])
@@ -145,6 +154,69 @@ fn the_benchmark_reports_every_key_and_puts_settings_back() {
             kind["ratio"]["saved"].as_f64().expect("a number") > 0.95,
             "{kind}"
         );
+    }
+}
+
+#[test]
+fn the_benchmark_of_churn_counts_every_round_against_what_is_common() {
+    if !ksm_is_there() {
+        return;
+    }
+    let before = settings();
+    let sizes = ["--guests", "3", "--mib", "16", "--rounds", "2", "--thp", "false"];
+    let tiny = [&["bench", "churn", "--json", "--patience", "1"][..], &sizes].concat();
+    let output = vmm_dedup(&[&tiny[..], &["--kinds", "extents", "--breaks", "managed"]].concat());
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    assert_eq!(settings(), before);
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(report["kinds"].as_array().expect("kinds").len(), 1);
+    let kind = &report["kinds"][0];
+    assert_eq!((&kind["name"], &kind["thp"]), (&"extents".into(), &false.into()));
+    // Half of the memory, in all guests but one.
+    let common = 2 * 16 * 256 / 2;
+    let written = 3 * 16 * 256 / 2 / 4;
+    for side in ["ksm", "ours"] {
+        let rounds = kind["runs"][side][0]["rounds"].as_array().expect("rounds");
+        assert_eq!(rounds.len(), 3);
+        for (number, round) in rounds.iter().enumerate() {
+            assert_eq!(round["round"], number);
+            assert_eq!(round["common_pages"], common);
+            assert_eq!(round["pages_written"], if number == 0 { 0 } else { written });
+            let shared = round["saved_of_common"].as_f64().expect("a number");
+            assert!((0.9..1.1).contains(&shared), "{side}: {round}");
+            assert!(
+                round["cpu_s"].as_f64().is_some_and(|v| v > 0.0),
+                "{side}: {round}"
+            );
+        }
+        for key in [
+            "cpu_s",
+            "writers_s",
+            "write_p50_us",
+            "write_p99_us",
+            "write_max_us",
+        ] {
+            let median = kind[side]["median"][key].as_f64();
+            assert!(median.is_some_and(|v| v > 0.0), "{side}.median.{key}");
+            assert!(kind[side]["last"][key].is_number(), "{side}.last.{key}");
+        }
+        assert!(kind[side]["median"]["freed_bytes"].is_number());
+    }
+    let ours = &kind["ours"]["median"];
+    for key in ["mapped_pages", "slots_in_use", "store_resident_bytes", "vmas"] {
+        assert!(ours[key].as_u64().is_some_and(|v| v > 0), "{key} in {ours}");
+    }
+    assert!(ours["claimed_bytes"].is_number() && ours["vmas_per_merged_page"].is_number());
+    // So little memory is within what a store may have beside its use, whatever it does.
+    assert!(ours["store_settled_s"].is_number(), "{ours}");
+    let left = &kind["ours"]["one_guest_left"];
+    assert_eq!(left["slots_in_use"], 16 * 256 / 2);
+    for when in ["first", "median", "last"] {
+        for key in ["saved", "cpu"] {
+            let ratio = kind["ratio"][when][key].as_f64();
+            assert!(ratio.is_some_and(|v| v > 0.0), "ratio.{when}.{key}");
+        }
     }
 }
 

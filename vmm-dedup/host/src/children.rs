@@ -3,7 +3,7 @@
 use crate::failure::Failure;
 use std::io;
 use std::path::PathBuf;
-use std::process::{Child, ChildStdout, Command, ExitStatus};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A child process; killed when dropped, and by [`stop`].
@@ -76,6 +76,12 @@ impl Process {
     #[must_use]
     pub fn id(&self) -> u32 {
         lock(&self.0).id()
+    }
+
+    /// Its standard input, once.
+    #[must_use]
+    pub fn input(&self) -> Option<ChildStdin> {
+        lock(&self.0).stdin.take()
     }
 
     /// Its standard output, once.

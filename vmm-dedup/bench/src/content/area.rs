@@ -2,9 +2,10 @@
 #![allow(unsafe_code)] // the memory under test is mapped and written through raw pointers, since pages come and go
 
 use super::numbers::{mix, pick};
+use std::time::{Duration, Instant};
 use vmm_dedup_host::Failure;
 use vmm_dedup_protocol::PAGE_SIZE;
-use vmm_dedup_protocol::key::PageWords;
+use vmm_dedup_protocol::key::{PageWords, bytes_of};
 
 const HUGE: usize = 2 << 20;
 /// Pages in a huge page.
@@ -111,6 +112,24 @@ impl Area {
         unsafe { std::ptr::copy_nonoverlapping(content.as_ptr(), self.word(page, 0).cast(), PAGE_SIZE) };
     }
 
+    /// Writes a whole page, which should hold this from now on; how long the write took.
+    pub(crate) fn rewrite(&mut self, page: usize, content: &PageWords) -> Duration {
+        let start = Instant::now();
+        self.write(page, bytes_of(content));
+        let took = start.elapsed();
+        self.sums[page] = sum(content.iter().copied());
+        took
+    }
+
+    /// Lets KSM merge the area's pages.
+    pub(crate) fn let_ksm_merge(&self) -> Result<(), Failure> {
+        // SAFETY: the area's own mapping.
+        if unsafe { libc::madvise(self.base as *mut _, self.len(), libc::MADV_MERGEABLE) } < 0 {
+            return Err(Failure::new("madvise(MADV_MERGEABLE) failed"));
+        }
+        Ok(())
+    }
+
     /// Writes one word in each of 1 % of the pages, spread evenly; different pages and words in each round.
     pub(crate) fn dirty(&mut self, round: usize) {
         for n in 0..self.pages / 100 {
@@ -132,14 +151,7 @@ impl Area {
     /// Writes all pages; those with the same number get the same content.
     pub(super) fn fill_words(&mut self, id: impl Fn(usize) -> usize) {
         for page in 0..self.pages {
-            let seed = mix(id(page));
-            for word in 0..WORDS {
-                // SAFETY: inside the area.
-                unsafe {
-                    self.word(page, word)
-                        .write_volatile(seed.wrapping_mul(word as u64 * 2 + 1))
-                };
-            }
+            self.write(page, bytes_of(&words(id(page))));
         }
     }
 
@@ -150,11 +162,21 @@ impl Area {
 
     fn sum(&self, page: usize) -> u64 {
         // SAFETY: inside the area.
-        let load = |word| unsafe { self.word(page, word).read_volatile() };
-        (0..WORDS).fold(0, |sum: u64, word| {
-            sum.rotate_left(7) ^ load(word).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-        })
+        sum((0..WORDS).map(|word| unsafe { self.word(page, word).read_volatile() }))
     }
+}
+
+/// What stands for a page's content in the books.
+fn sum(words: impl Iterator<Item = u64>) -> u64 {
+    words.fold(0, |sum: u64, word| {
+        sum.rotate_left(7) ^ word.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    })
+}
+
+/// Content without a twin but under the same number.
+pub(crate) fn words(id: usize) -> PageWords {
+    let seed = mix(id);
+    std::array::from_fn(|word| seed.wrapping_mul(word as u64 * 2 + 1))
 }
 
 /// Touches memory and gives it back. Where this machine is itself a virtual one, its host may back pages only at

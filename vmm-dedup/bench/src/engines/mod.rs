@@ -16,6 +16,7 @@ mod service;
 
 use crate::content::{self, Area, Kind, total_mib};
 use crate::host;
+use crate::report::print_json;
 use arenas::{arena_of, arena_of_pages, arena_without_zeros};
 use clap::Args;
 use device::DeviceProcess;
@@ -70,12 +71,11 @@ pub(crate) fn run(args: &EnginesArgs) -> Result<(), Failure> {
     };
     let report = termination::on_termination(cleanup, || compare(args))?;
     if args.json {
-        let text = serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?;
-        println!("{text}");
+        print_json(&report)
     } else {
         report.print();
+        Ok(())
     }
-    Ok(())
 }
 
 fn compare(args: &EnginesArgs) -> Result<Report, Failure> {

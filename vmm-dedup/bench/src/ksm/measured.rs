@@ -20,8 +20,3 @@ pub(super) struct Measured {
     pub(super) stop_max_us: u64,
     pub(super) cpu_stages_s: BTreeMap<String, f64>,
 }
-
-/// The size of the memory's pages, as a word.
-pub(super) fn pages_name(thp: bool) -> &'static str {
-    if thp { "thp" } else { "4k" }
-}

@@ -4,15 +4,17 @@
 //! whole machine in turn. CPU is read in nanoseconds from schedstat: of ksmd on one side, of the service's threads
 //! and the whole store process on the other.
 
-mod kernel;
 mod measured;
 mod ours;
 mod report;
+mod theirs;
 
-use crate::content::{self, Kind};
+use crate::content::{self, Kind, page_sizes, pages_name};
+use crate::kernel::Comparison;
+use crate::report::print_json;
 use crate::{host, worker};
 use clap::Args;
-use measured::{Measured, pages_name};
+use measured::Measured;
 use report::Report;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -72,35 +74,24 @@ pub(crate) fn run(args: &KsmArgs) -> Result<(), Failure> {
             "images are named with --images FILE..., without --kinds",
         ));
     }
-    host::need_root()?;
-    kernel::need_ksm()?;
-    let lock = kernel::lock()?;
-    if !args.force {
-        kernel::need_unused()?;
-    }
     let mib = match args.images.as_slice() {
         [] => args.mib,
         images => content::total_mib(images)?,
     };
     host::need_memory(u64::from(mib) << 21)?;
-    let settings = kernel::Settings::save()?;
-    let limit = host::MapCount::raise()?;
-    let shared = host::SharedMemory::recommend();
-    let large_folios = shared.is_recommended();
+    let comparison = Comparison::begin(args.force)?;
+    let large_folios = comparison.has_large_folios();
     let cleanup = move || {
-        drop((settings, limit, shared, lock));
+        drop(comparison);
         drop(std::fs::remove_dir_all(children::folder("bench")));
     };
     termination::on_termination(cleanup, || compare(args, mib, large_folios)).and_then(|report| {
         if args.json {
-            println!(
-                "{}",
-                serde_json::to_string_pretty(&report).map_err(|e| Failure::new(e.to_string()))?
-            );
+            print_json(&report)
         } else {
             report.print();
+            Ok(())
         }
-        Ok(())
     })
 }
 
@@ -111,14 +102,9 @@ fn compare(args: &KsmArgs, mib: u32, large_folios: bool) -> Result<Report, Failu
         (true, true) => &all,
         (true, false) => &args.kinds,
     };
-    let sizes: &[bool] = match args.thp {
-        None => &[false, true],
-        Some(false) => &[false],
-        Some(true) => &[true],
-    };
     let mut report = Report::new(mib, args.repetitions, large_folios);
     for kind in kinds {
-        for thp in sizes {
+        for thp in page_sizes(args.thp) {
             let (mut theirs, mut ours) = (Vec::new(), Vec::new());
             for repetition in 1..=args.repetitions {
                 eprintln!(
@@ -182,12 +168,8 @@ fn measure(args: &WorkerArgs) -> Result<Measured, Failure> {
 pub(crate) fn work(args: &WorkerArgs) -> Result<(), Failure> {
     let mut area = content::fill(args.kind, args.thp, args.mib, &args.images)?;
     let measured = match &args.store {
-        None => kernel::measure(&mut area)?,
+        None => theirs::measure(&mut area)?,
         Some(store) => ours::measure(&mut area, store, args.store_pid)?,
     };
-    println!(
-        "{}",
-        serde_json::to_string(&measured).map_err(|e| Failure::new(e.to_string()))?
-    );
-    Ok(())
+    worker::answer(&measured)
 }

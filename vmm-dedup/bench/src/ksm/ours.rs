@@ -3,7 +3,8 @@
 
 use super::measured::Measured;
 use crate::content::Area;
-use crate::host::{self, seconds};
+use crate::host::{self, seconds, vmas};
+use crate::service::pass;
 use std::path::Path;
 use std::time::Instant;
 use vmm_dedup::{Config, DedupService, HostRange, Policy, ServiceStats};
@@ -111,16 +112,4 @@ pub(super) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
         .map(|(name, ns)| (name.to_owned(), seconds(ns)))
         .into(),
     })
-}
-
-fn pass(service: &DedupService) -> Result<ServiceStats, Failure> {
-    let stats = service.pass().map_err(Failure::from_error)?;
-    if stats.state == 3 {
-        return Err(Failure::new("the store went away during the measurement"));
-    }
-    Ok(stats)
-}
-
-fn vmas() -> Result<usize, Failure> {
-    Ok(host::read("/proc/self/maps")?.lines().count())
 }

@@ -1,7 +1,7 @@
 //! Medians, ratios, and how they are shown.
 
-use super::measured::{Measured, pages_name};
-use crate::content::Kind;
+use super::measured::Measured;
+use crate::content::{Kind, pages_name};
 use serde::Serialize;
 use std::collections::BTreeMap;
 

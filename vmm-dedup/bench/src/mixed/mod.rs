@@ -16,6 +16,7 @@ mod setup;
 mod subject;
 mod summary;
 
+use crate::report::print_json;
 use crate::{host, worker};
 use clap::Args;
 use measured::Measured;
@@ -92,12 +93,11 @@ pub(crate) fn run(args: &MixedArgs) -> Result<(), Failure> {
     let cleanup = || drop(std::fs::remove_dir_all(children::folder("mixed")));
     let report = termination::on_termination(cleanup, || compare(args))?;
     if args.json {
-        let text = serde_json::to_string_pretty(&report).map_err(Failure::from_error)?;
-        println!("{text}");
+        print_json(&report)
     } else {
         report.print();
+        Ok(())
     }
-    Ok(())
 }
 
 fn compare(args: &MixedArgs) -> Result<Report, Failure> {
@@ -179,11 +179,9 @@ pub(crate) fn work(args: &WorkerArgs) -> Result<(), Failure> {
         seconds: Duration::from_secs(args.seconds.into()),
         interval_ms: args.interval_ms.into(),
     };
-    let measured = if args.guests {
-        serde_json::to_string(&guests::measure(&setup)?)
+    if args.guests {
+        worker::answer(&guests::measure(&setup)?)
     } else {
-        serde_json::to_string(&process::measure(&setup, args.mib)?)
-    };
-    println!("{}", measured.map_err(Failure::from_error)?);
-    Ok(())
+        worker::answer(&process::measure(&setup, args.mib)?)
+    }
 }

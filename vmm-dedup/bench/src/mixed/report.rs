@@ -1,7 +1,8 @@
 //! What `bench mixed` prints.
 
 use super::measured::Measured;
-use super::summary::{Ratios, median};
+use super::summary::Ratios;
+use crate::report::median;
 use serde::Serialize;
 
 /// All measurements of one run.

@@ -2,9 +2,10 @@
 
 use super::subject::Subject;
 use crate::host;
+use crate::service::managed_breaks;
 use std::path::Path;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config, DedupService, ServiceStats, UseSource};
+use vmm_dedup::{Config, DedupService, ServiceStats, UseSource};
 use vmm_dedup_host::{Failure, account};
 
 /// Longest time to wait until a policy has settled.
@@ -38,10 +39,7 @@ impl Setup<'_> {
             monitor_interval_ms: self.interval_ms,
             monitor_window_us: subject.window_us.unwrap_or(defaults.monitor_window_us),
             // What the kernel copies may be pinned and could not be built again.
-            breaks: Breaks::Managed {
-                reserve_pages: 4096,
-                floor_bytes: 256 << 20,
-            },
+            breaks: managed_breaks(),
             ..defaults
         }
     }

@@ -1,43 +1,10 @@
-//! Medians of rounds, and what `smartmd` reaches of the other policies.
+//! What `smartmd` reaches of the other policies.
 
 use super::measured::Measured;
 use serde::Serialize;
-use serde_json::Value;
 
 /// Speeds that differ by less count as equal.
 const EQUAL_SPEED: f64 = 0.01;
-
-/// Of each figure the median (of an even number the lower one, so that counts stay counts).
-pub(super) fn median(rounds: &[&Measured]) -> Measured {
-    let values: Vec<Value> = rounds
-        .iter()
-        .filter_map(|m| serde_json::to_value(m).ok())
-        .collect();
-    serde_json::from_value(median_value(&values)).unwrap_or_else(|_| rounds[0].clone())
-}
-
-fn median_value(values: &[Value]) -> Value {
-    match &values[0] {
-        Value::Object(fields) => fields
-            .keys()
-            .map(|key| {
-                let field: Vec<Value> = values.iter().filter_map(|v| v.get(key).cloned()).collect();
-                (key.clone(), median_value(&field))
-            })
-            .collect(),
-        first => {
-            let mut numbers: Vec<&Value> = values.iter().filter(|v| v.is_number()).collect();
-            numbers.sort_by(|a, b| {
-                let number = |v: &Value| v.as_f64().unwrap_or(0.0);
-                number(a).total_cmp(&number(b))
-            });
-            let middle = numbers.len().saturating_sub(1) / 2;
-            numbers
-                .get(middle)
-                .map_or_else(|| first.clone(), |v| (*v).clone())
-        }
-    }
-}
 
 /// `smartmd` divided by another policy: medians of the rounds' ratios.
 #[derive(Debug, Default, PartialEq, Serialize)]

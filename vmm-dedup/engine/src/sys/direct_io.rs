@@ -36,8 +36,8 @@ const OVERLAYFS: i64 = 0x794c_7630;
 const MISC: u32 = 10;
 /// Files of overlayfs remembered.
 const MOST_PASSED: usize = 64;
-/// Numbers without a descriptor that are asked for; if there are more, descriptors are listed, each of which costs more.
-const MOST_GAPS: i64 = 64;
+/// Descriptors up to here are asked for one by one, which is much cheaper than listing them.
+const MOST_ASKED: RawFd = 4096;
 
 /// The files that this process has open, looked at again and again.
 #[derive(Debug)]
@@ -103,15 +103,15 @@ impl DirectIo {
     fn each_open(&mut self, judge: impl Fn(&mut Self, RawFd) -> Result<bool, Error>) -> Result<(), Error> {
         // Since Linux 6.2 the size of this folder is the number of descriptors.
         let open = fstat(&self.folder).map_or(0, |stat| stat.st_size);
-        let (mut seen, mut next) = (0, 0);
-        while seen < open && i64::from(next) - seen < MOST_GAPS {
-            seen += i64::from(judge(self, next)?);
-            next += 1;
-        }
-        if seen < open {
-            for fd in self.descriptors()?.into_iter().filter(|fd| *fd >= next) {
-                judge(self, fd)?;
+        let mut seen = 0;
+        for fd in 0..MOST_ASKED {
+            if seen >= open {
+                return Ok(());
             }
+            seen += i64::from(judge(self, fd)?);
+        }
+        for fd in self.descriptors()? {
+            judge(self, fd)?;
         }
         Ok(())
     }
@@ -509,7 +509,7 @@ mod tests {
             assert!(direct_io.refused().unwrap().contains("overlayfs"));
             assert!(direct_io.look().unwrap_err().to_string().contains("overlayfs"));
             // However high its number is.
-            let high = rustix::io::fcntl_dupfd_cloexec(file.as_fd(), 700);
+            let high = rustix::io::fcntl_dupfd_cloexec(file.as_fd(), MOST_ASKED + 100);
             if high.is_ok() {
                 drop(file);
                 assert!(!self::direct_io(true).glance());
