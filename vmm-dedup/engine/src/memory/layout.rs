@@ -95,8 +95,6 @@ struct Region {
     guest: Option<u64>,
     /// What the VMM had advised for it when it was added.
     advice: Arc<Advice>,
-    /// Position of its first chunk, set when all chunks are.
-    chunk: usize,
 }
 
 impl Region {
@@ -166,7 +164,6 @@ impl Memory {
             first,
             guest,
             advice,
-            chunk: 0,
         });
         Ok(Self::assemble(regions))
     }
@@ -181,7 +178,6 @@ impl Memory {
                 first,
                 guest: None,
                 advice: Arc::new(Advice::none()),
-                chunk: 0,
             };
             first = region.pages().end;
             region
@@ -198,7 +194,6 @@ impl Memory {
                 first,
                 guest,
                 advice,
-                ..
             } = region;
             let before = range.start..range.end.min(gone.start).max(range.start);
             let behind = range.start.max(gone.end).min(range.end)..range.end;
@@ -212,14 +207,12 @@ impl Memory {
                 first: *first,
                 guest: *guest,
                 advice: advice.clone(),
-                chunk: 0,
             });
             regions.push(Region {
                 first: first + offset,
                 guest: guest.map(|address| address.saturating_add((behind.start - range.start) as u64)),
                 range: behind,
                 advice: advice.clone(),
-                chunk: 0,
             });
         }
         regions.retain(|r| !r.range.is_empty());
@@ -231,8 +224,7 @@ impl Memory {
         let mut by_address: Vec<usize> = (0..regions.len()).collect();
         by_address.sort_by_key(|at| regions[*at].range.start);
         let mut chunks = Vec::new();
-        for region in &mut regions {
-            region.chunk = chunks.len();
+        for region in &regions {
             let (mut start, mut next) = (region.range.start, region.first);
             while start < region.range.end {
                 let end = ((start / HUGE_SIZE + 1) * HUGE_SIZE).min(region.range.end);
@@ -265,13 +257,9 @@ impl Memory {
         &self.chunks
     }
 
-    /// Chunk of a page. Chunks are in page order; a number that is unused has the next page's.
+    /// Chunk of a page. Chunks are in page order.
     pub(crate) fn chunk_of(&self, page: Page) -> usize {
-        let Some(region) = self.region_of(page) else {
-            return self.chunks.partition_point(|c| c.pages.end <= page);
-        };
-        let address = region.range.start + bytes((page - region.first) as usize);
-        region.chunk + address / HUGE_SIZE - region.range.start / HUGE_SIZE
+        self.chunks.partition_point(|c| c.pages.end <= page)
     }
 
     fn region_of(&self, page: Page) -> Option<&Region> {
