@@ -152,7 +152,7 @@ fn a_name_that_was_not_registered_is_refused_with_those_that_were() {
     need_userfaultfd!();
     let store = StoreThread::start();
     let guest = Pages::map(16);
-    let config = config("a", "dsa", None, PATIENT);
+    let config = config("a", "nobody", None, PATIENT);
     let error = guest.serve(&store.socket(), config).expect_err("there is none");
     assert!(
         matches!(
