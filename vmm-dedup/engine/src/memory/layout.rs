@@ -95,6 +95,8 @@ struct Region {
     guest: Option<u64>,
     /// What the VMM had advised for it when it was added.
     advice: Arc<Advice>,
+    /// Position of its first chunk, set when all chunks are.
+    chunk: usize,
 }
 
 impl Region {
@@ -164,6 +166,7 @@ impl Memory {
             first,
             guest,
             advice,
+            chunk: 0,
         });
         Ok(Self::assemble(regions))
     }
@@ -178,6 +181,7 @@ impl Memory {
                 first,
                 guest: None,
                 advice: Arc::new(Advice::none()),
+                chunk: 0,
             };
             first = region.pages().end;
             region
@@ -194,6 +198,7 @@ impl Memory {
                 first,
                 guest,
                 advice,
+                ..
             } = region;
             let before = range.start..range.end.min(gone.start).max(range.start);
             let behind = range.start.max(gone.end).min(range.end)..range.end;
@@ -207,12 +212,14 @@ impl Memory {
                 first: *first,
                 guest: *guest,
                 advice: advice.clone(),
+                chunk: 0,
             });
             regions.push(Region {
                 first: first + offset,
                 guest: guest.map(|address| address.saturating_add((behind.start - range.start) as u64)),
                 range: behind,
                 advice: advice.clone(),
+                chunk: 0,
             });
         }
         regions.retain(|r| !r.range.is_empty());
@@ -224,7 +231,8 @@ impl Memory {
         let mut by_address: Vec<usize> = (0..regions.len()).collect();
         by_address.sort_by_key(|at| regions[*at].range.start);
         let mut chunks = Vec::new();
-        for region in &regions {
+        for region in &mut regions {
+            region.chunk = chunks.len();
             let (mut start, mut next) = (region.range.start, region.first);
             while start < region.range.end {
                 let end = ((start / HUGE_SIZE + 1) * HUGE_SIZE).min(region.range.end);
@@ -257,9 +265,13 @@ impl Memory {
         &self.chunks
     }
 
-    /// Chunk of a page. Chunks are in page order.
+    /// Chunk of a page. Chunks are in page order; a number that is unused has the next page's.
     pub(crate) fn chunk_of(&self, page: Page) -> usize {
-        self.chunks.partition_point(|c| c.pages.end <= page)
+        let Some(region) = self.region_of(page) else {
+            return self.chunks.partition_point(|c| c.pages.end <= page);
+        };
+        let address = region.range.start + bytes((page - region.first) as usize);
+        region.chunk + address / HUGE_SIZE - region.range.start / HUGE_SIZE
     }
 
     fn region_of(&self, page: Page) -> Option<&Region> {

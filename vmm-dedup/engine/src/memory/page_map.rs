@@ -106,14 +106,17 @@ impl PageMap {
         &self.memory
     }
 
+    #[inline]
     pub(crate) fn state(&self, page: Page) -> PageState {
         self.table.get(page)
     }
 
+    #[inline]
     pub(crate) fn backing(&self, page: Page) -> Backing {
         self.state(page).backing
     }
 
+    #[inline]
     pub(crate) fn known(&self, page: Page) -> Known {
         self.state(page).known
     }

@@ -146,6 +146,7 @@ impl Backing {
         }
     }
 
+    #[inline]
     #[allow(clippy::cast_possible_truncation)] // payloads were made by pack()
     fn unpack(number: u64, payload: u64) -> Self {
         let slot = Slot::try_new(payload as u32);
@@ -256,6 +257,7 @@ impl Known {
         }
     }
 
+    #[inline]
     #[allow(clippy::cast_possible_truncation)] // payloads were made by pack()
     fn unpack(number: u64, payload: u64) -> Self {
         let key = Key::try_new(payload & !(BEGINS | ENDS));
@@ -323,6 +325,7 @@ impl PageState {
         backing << BACKING_SHIFT | known << KNOWN_SHIFT | place | content
     }
 
+    #[inline]
     pub(super) fn decode(word: u64) -> Self {
         let payload = word & PAYLOAD;
         Self {

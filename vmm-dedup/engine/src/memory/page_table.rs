@@ -99,6 +99,7 @@ impl PageTable {
         self.repetition.as_ref().map_or(0, |filter| filter.count(key))
     }
 
+    #[inline]
     pub(super) fn get(&self, page: Page) -> PageState {
         PageState::decode(self.words[page as usize])
     }

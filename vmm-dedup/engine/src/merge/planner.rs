@@ -209,21 +209,18 @@ impl Planner {
         let swapped = ready::swapped_out(&mut with.space.pagemap, with.map.memory(), requests);
         let first = requests[0].page;
         let is_out = |request: &MergeRequest| swapped.contains((request.page - first) as usize);
+        if !requests.iter().any(is_out) {
+            return false;
+        }
         for request in requests.iter().filter(|request| is_out(request)) {
             with.map.defer(request.page, request.publisher_ref());
         }
-        let there = self.admitted.len();
-        let mut at = 0;
-        self.admitted.retain(|request| {
-            at += 1;
-            !(window.contains(&(at - 1)) && is_out(request))
-        });
-        let any = self.admitted.len() < there;
-        if any {
-            // They are no news any more, and must be found again.
-            with.session.schedule_resync(with.pass, Doubt::Missed);
-        }
-        any
+        let there = requests.iter().filter(|request| !is_out(request)).copied();
+        let there: Vec<MergeRequest> = there.collect();
+        self.admitted.splice(window, there);
+        // They are no news any more, and must be found again.
+        with.session.schedule_resync(with.pass, Doubt::Missed);
+        true
     }
 
     /// Admitted > merged, for pages that the kernel copied: merges the next batch; whether there was one.

@@ -64,9 +64,13 @@ fn ask(map: &PageMap, pagemap: &mut Pagemap, chunks: &Range<usize>) -> Result<(V
     let chunks = &map.memory().chunks()[chunks.clone()];
     let mut written = vec![Bits::default(); chunks.len()];
     let mut huge = vec![false; chunks.len()];
+    // What was found comes in order.
+    let mut chunk = 0;
     let note = |found: Written| {
         for address in found.range.step_by(PAGE_SIZE) {
-            let chunk = chunks.partition_point(|chunk| chunk.start <= address) - 1;
+            while chunks[chunk].addresses().end <= address {
+                chunk += 1;
+            }
             if found.huge {
                 huge[chunk] = true;
             } else {
