@@ -187,7 +187,9 @@ pub fn exceptions(seed: u64) -> Exceptions {
             "a guest found wrong bytes: {verdict:?}"
         );
         outcome.merges += stats.merges_total + stats.zero_merges_total;
-        outcome.exceptions += stats.pages_broken - stats.breaks_kernel_total;
+        // What was copied, and is or was such a page, and had not been broken.
+        outcome.exceptions +=
+            (stats.pages_broken + stats.heals_total).saturating_sub(stats.breaks_kernel_total);
         outcome.breaks += stats.breaks_kernel_total;
         outcome.writes += verdict.writes;
         add(&mut outcome.stop, &stats.stop);

@@ -84,7 +84,6 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins) -> Outcome {
         name: name.into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
-        pins_are_visible: true,
         ..Config::default()
     };
     let twin = twins
@@ -93,6 +92,8 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins) -> Outcome {
     let service = pages
         .serve(&store.socket(), config("fire"))
         .expect("dedup starts");
+    twin.vouch_for_pins();
+    service.vouch_for_pins();
     let shared = |service: &DedupService| service.pass().expect("passes run").pages_mapped == PAGES as u64;
     while !(shared(&twin) & shared(&service)) {}
     let fire = Fire {

@@ -1,7 +1,7 @@
 //! Pages that the kernel copied on write are merged again.
 
 use std::time::{Duration, Instant};
-use vmm_dedup::{Config, DedupService, ServiceStats};
+use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -17,7 +17,6 @@ fn config(name: &str) -> Config {
         name: name.into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
-        pins_are_visible: true,
         ..Config::default()
     }
 }
@@ -34,6 +33,7 @@ fn guests(store: &StoreThread, count: usize, config: impl Fn(&str) -> Config) ->
         let service = pages
             .serve(&store.socket(), config(&format!("guest-{n}")))
             .expect("dedup starts");
+        service.vouch_for_pins();
         Guest { pages, service }
     };
     (0..count).map(guest).collect()
@@ -128,7 +128,7 @@ fn with_direct_io_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
     let direct = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).expect("O_DIRECT");
     for heal_stall_us in [5000, 0] {
         let guests = guests(&store, 2, |name| Config {
-            heal_stall_us,
+            breaks: Breaks::Kernel { heal_stall_us },
             ..config(name)
         });
         pass_until(&guests, |stats| stats.pages_mapped == PAGES as u64);

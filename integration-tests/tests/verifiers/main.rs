@@ -339,7 +339,7 @@ fn who_waits_for_a_huge_page_that_an_engine_has_gets_it_back() {
     huge_pages_or_skip!(&pages);
     let config = Config {
         pass_period_ms: 20,
-        breaks: Breaks::Kernel,
+        breaks: Breaks::KERNEL,
         ..config("a", "double", None, PATIENT)
     };
     let service = pages.serve_with(&store.socket(), config, 0, doubles(slow));

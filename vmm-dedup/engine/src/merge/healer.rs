@@ -31,7 +31,7 @@
 
 use crate::account::ns;
 use crate::compare::{PageId, Pair, Retry, StablePage, With};
-use crate::config::Config;
+use crate::config::{Breaks, Config};
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
@@ -54,10 +54,14 @@ use std::time::{Duration, Instant};
 
 /// How long who writes this process's memory from outside may take for that.
 const GRACE: Duration = Duration::from_millis(5);
-/// Most pages that are healed at once, and most stretches of them: what a writer may have to wait for goes with these.
+/// Most pages that are healed at once, and most stretches of them: what a writer may have to wait for goes with these. One
+/// that waits has the whole batch given up, so batches get smaller when that happens, and grow again when it does not.
 const MOST_PAGES: usize = 2048;
 const MOST_STRETCHES: usize = 64;
 
+/// Fewest stretches, and pages for each of them, while writers wait for every larger batch.
+const LEAST_STRETCHES: usize = 4;
+const PAGES_PER_STRETCH: usize = MOST_PAGES / MOST_STRETCHES;
 /// Batches that are healed with one child.
 const BATCHES_PER_CHILD: usize = 8;
 /// What a fork is taken to cost before there was one, nanoseconds: of itself, and for each mapping of the process.
@@ -88,17 +92,37 @@ fn is_blind() -> bool {
 #[derive(Debug)]
 pub(crate) struct Healer {
     pinners: Pinners,
-    /// The VMM says that nobody pins unseen.
+    /// The VMM vouches that nobody pins unseen.
     visible: bool,
     /// How long a fork may take, nanoseconds.
     stall_ns: u64,
     /// As the last forks tell.
     ns_per_mapping: u64,
-    /// When a fork that failed is tried again.
-    retry: Retry,
+    /// Most stretches of a batch now.
+    stretches: usize,
+    /// Of forks.
+    forks: Trouble,
+    /// Of page tables.
+    tables: Trouble,
     way: Way,
     /// Why nothing could be healed when it was last tried.
     refused: Option<String>,
+}
+
+/// What failed, and when it is tried again.
+#[derive(Debug, Default)]
+struct Trouble {
+    retry: Retry,
+    why: String,
+}
+
+impl Trouble {
+    /// It failed in this pass.
+    fn note(&mut self, pass: u64, why: String) {
+        let pause = self.retry.fail(pass);
+        log::warn!("pages that the kernel copied stay private for {pause} passes: {why}");
+        self.why = format!("{why}; it is tried again after {pause} passes");
+    }
 }
 
 /// How it is known that a copy is not pinned.
@@ -120,13 +144,12 @@ enum Proof<'c> {
 
 impl Proof<'_> {
     /// What of frozen pages is anonymous memory that is not pinned for writing.
-    fn not_pinned(&self, run: &Frozen<'_>, pagemap: &mut Pagemap) -> Vec<Range<usize>> {
-        let found = match self {
+    fn not_pinned(&self, run: &Frozen<'_>, pagemap: &mut Pagemap) -> std::io::Result<Vec<Range<usize>>> {
+        match self {
             _ if is_blind() => run.copies(pagemap),
             Self::NobodyPins(_) => run.copies(pagemap),
             Self::Child(_) => pagemap.shared_with_child(run.range()),
-        };
-        found.unwrap_or_default()
+        }
     }
 }
 
@@ -153,18 +176,26 @@ impl Healer {
     pub(crate) fn new(config: &Config, files: &DirectIo) -> Self {
         Self {
             pinners: Pinners::new(files),
-            visible: config.pins_are_visible,
-            stall_ns: config.heal_stall_us * 1000,
+            visible: false,
+            stall_ns: match config.breaks {
+                Breaks::Kernel { heal_stall_us } => heal_stall_us * 1000,
+                Breaks::Managed { .. } => 0,
+            },
             ns_per_mapping: FORK_NS_PER_MAPPING,
-            retry: Retry::default(),
+            stretches: MOST_STRETCHES,
+            forks: Trouble::default(),
+            tables: Trouble::default(),
             way: Way::NobodyPins,
             refused: None,
         }
     }
 
-    /// From now on somebody may pin unseen.
-    pub(crate) fn hide_pins(&mut self) {
-        (self.visible, self.way) = (false, Way::Fork);
+    /// Whether the VMM vouches from now on that nobody pins unseen.
+    pub(crate) fn set_visible(&mut self, visible: bool) {
+        self.visible = visible;
+        if !visible {
+            self.way = Way::Fork;
+        }
     }
 
     /// Why copies stay private, as of the last try.
@@ -174,6 +205,10 @@ impl Healer {
 
     /// Chooses the way; whether there is any, for all that can be told before pages are frozen. `mappings`: of the process.
     pub(crate) fn can_heal(&mut self, managed: bool, mappings: u64, pass: u64) -> bool {
+        if !self.tables.retry.is_due(pass) {
+            self.refused = Some(self.tables.why.clone());
+            return false;
+        }
         let why = match self.nobody_pins() {
             _ if managed => "breaks are managed".to_owned(),
             Ok(_) => {
@@ -191,7 +226,7 @@ impl Healer {
                 let us = predicted / 1000;
                 format!("; a fork would take {us} us, more than heal_stall_us")
             }
-            () if !self.retry.is_due(pass) => "; forking failed, see the log".to_owned(),
+            () if !self.forks.retry.is_due(pass) => format!("; {}", self.forks.why),
             () => {
                 (self.way, self.refused) = (Way::Fork, None);
                 return true;
@@ -203,7 +238,7 @@ impl Healer {
 
     fn nobody_pins(&mut self) -> Result<NobodyPins, String> {
         if !self.visible {
-            return Err("the VMM does not vouch that pins are visible (pins_are_visible)".to_owned());
+            return Err("the VMM does not vouch that pins are visible".to_owned());
         }
         let look = self.pinners.look();
         look.map_err(|pinner| format!("pages may be pinned: {pinner}"))
@@ -215,7 +250,16 @@ impl Healer {
             Way::NobodyPins => 1,
             Way::Fork => BATCHES_PER_CHILD,
         };
-        frozen_together(memory, requests, batches)
+        frozen_together(memory, requests, self.stretches * batches)
+    }
+
+    /// A batch of so many stretches was healed, or given up since somebody waited.
+    fn adapt(&mut self, stretches: usize, outcomes: &[Outcome]) {
+        if outcomes.contains(&Outcome::Contended) {
+            self.stretches = (self.stretches / 2).max(LEAST_STRETCHES);
+        } else if stretches >= self.stretches {
+            self.stretches = (self.stretches + self.stretches / 4).min(MOST_STRETCHES);
+        }
     }
 
     /// Merges copies, no more than [`Self::batch_len`] says.
@@ -230,24 +274,56 @@ impl Healer {
         let memory = map.memory().clone();
         ready::touch_slots(store, requests);
         if self.way == Way::NobodyPins {
-            return self.heal_frozen(&memory, store, space, requests, None);
+            return self.heal_batch(&memory, store, space, pass, requests, None);
         }
         let (child, fork_ns) = match self.fork(&memory, map.mappings(), requests) {
             Ok(forked) => forked,
             Err(error) => {
-                let pause = self.retry.fail(pass);
-                log::warn!("copies stay private for {pause} passes: cannot fork: {error}");
-                return Healed::none(requests, Outcome::Pinned);
+                self.forks.note(pass, format!("cannot fork: {error}"));
+                return Healed::none(requests, Outcome::Untold);
             }
         };
         let mut healed = Healed::none(&[], Outcome::Pinned);
         healed.stall_ns = fork_ns;
         while healed.outcomes.len() < requests.len() {
             let rest = &requests[healed.outcomes.len()..];
-            let batch = &rest[..frozen_together(&memory, rest, 1)];
-            let more = self.heal_frozen(&memory, store, space, batch, Some(&child));
+            let batch = &rest[..frozen_together(&memory, rest, self.stretches)];
+            let more = self.heal_batch(&memory, store, space, pass, batch, Some(&child));
             healed.outcomes.extend(more.outcomes);
             healed.stall_ns = healed.stall_ns.max(more.stall_ns);
+        }
+        if child.has_ended() {
+            // What it shared no more looked as if it were pinned.
+            let pinned = healed
+                .outcomes
+                .iter_mut()
+                .filter(|outcome| **outcome == Outcome::Pinned);
+            pinned.for_each(|outcome| *outcome = Outcome::Untold);
+            self.forks
+                .note(pass, "the child that tells of pins was killed".to_owned());
+        } else {
+            self.forks = Trouble::default();
+        }
+        healed
+    }
+
+    /// Merges what is frozen together.
+    fn heal_batch(
+        &mut self,
+        memory: &Memory,
+        store: &Store,
+        space: &mut AddressSpace,
+        pass: u64,
+        requests: &[MergeRequest],
+        child: Option<&Child>,
+    ) -> Healed {
+        let (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
+        self.adapt(stretches(memory, requests).count(), &healed.outcomes);
+        match failure {
+            Some(error) => self
+                .tables
+                .note(pass, format!("the page tables cannot be read: {error}")),
+            None => self.tables = Trouble::default(),
         }
         healed
     }
@@ -279,7 +355,8 @@ impl Healer {
         Ok((child, took))
     }
 
-    /// Freezes copies, and merges those that are not pinned and equal their slots.
+    /// Freezes copies, and merges those that are not pinned and equal their slots. Also returns what kept it from telling which
+    /// are pinned: nothing is logged while pages are frozen.
     fn heal_frozen(
         &mut self,
         memory: &Memory,
@@ -287,16 +364,17 @@ impl Healer {
         space: &mut AddressSpace,
         requests: &[MergeRequest],
         child: Option<&Child>,
-    ) -> Healed {
+    ) -> (Healed, Option<std::io::Error>) {
+        let none = |outcome| (Healed::none(requests, outcome), None);
         let stretches: Vec<&[MergeRequest]> = stretches(memory, requests).collect();
         let breaker = space.breaker.clone();
         let (clock, _urgent) = (Instant::now(), Urgent::begin());
         let Some(mut frozen) = breaker.freeze(stretches.iter().map(|stretch| addresses(memory, stretch)))
         else {
-            return Healed::none(requests, Outcome::NotTaken);
+            return none(Outcome::NotTaken);
         };
         if child.is_none() && somebody_waits(&frozen, GRACE) {
-            return Healed::none(requests, Outcome::Contended);
+            return none(Outcome::Contended);
         }
         // Nobody waited until now.
         let clock = if child.is_none() { Instant::now() } else { clock };
@@ -304,20 +382,27 @@ impl Healer {
             Some(child) => Proof::Child(child),
             None => match self.nobody_pins() {
                 Ok(nobody) => Proof::NobodyPins(nobody),
-                Err(_) => return Healed::none(requests, Outcome::Contended),
+                Err(_) => return none(Outcome::Pinned),
             },
         };
         let (mut outcomes, mut mapped) = (Vec::with_capacity(requests.len()), Vec::new());
+        let (mut rest, mut failure) = (Outcome::Contended, None);
         for (run, stretch) in frozen.runs_mut().zip(&stretches) {
             if run.somebody_waits(Duration::ZERO) {
                 break;
             }
-            let not_pinned = proof.not_pinned(run, &mut space.pagemap);
+            let not_pinned = match proof.not_pinned(run, &mut space.pagemap) {
+                Ok(not_pinned) => not_pinned,
+                Err(error) => {
+                    (rest, failure) = (Outcome::Untold, Some(error));
+                    break;
+                }
+            };
             let mut compared = compare(run, &not_pinned, store, stretch);
             map_runs(run, store, stretch, &mut compared, &mut mapped);
             outcomes.extend(compared);
         }
-        outcomes.resize(requests.len(), Outcome::Contended);
+        outcomes.resize(requests.len(), rest);
         let slots: Vec<Range<usize>> = mapped
             .iter()
             .filter(|run| !run.zeros)
@@ -334,7 +419,7 @@ impl Healer {
                 memory.advise_mapped(&at);
             }
         }
-        Healed { outcomes, stall_ns }
+        (Healed { outcomes, stall_ns }, failure)
     }
 }
 
@@ -345,14 +430,14 @@ struct Mapped {
     zeros: bool,
 }
 
-/// How many of the requests so many batches take.
-fn frozen_together(memory: &Memory, requests: &[MergeRequest], batches: usize) -> usize {
+/// How many of the requests take no more than so many stretches.
+fn frozen_together(memory: &Memory, requests: &[MergeRequest], most_stretches: usize) -> usize {
     let mut stretches = 1;
     let fits = |at: &usize| {
         stretches += usize::from(!neighbours(memory, &requests[*at - 1], &requests[*at]));
-        stretches <= MOST_STRETCHES * batches
+        stretches <= most_stretches
     };
-    let most = requests.len().min(MOST_PAGES * batches);
+    let most = requests.len().min(most_stretches * PAGES_PER_STRETCH);
     1 + (1..most).take_while(fits).count()
 }
 

@@ -486,6 +486,7 @@ fn note_healed(
                 continue;
             }
             Outcome::Pinned => &mut stats.heal_pinned_total,
+            Outcome::Untold => &mut stats.heal_failed_total,
             Outcome::Contended => &mut stats.heal_wanted_total,
             Outcome::Different => &mut stats.mismatches_total,
             Outcome::NoVma => &mut stats.refused_vmas_total,
@@ -496,7 +497,7 @@ fn note_healed(
             map.outbox.drop_ref(slot);
         }
         match outcome {
-            Outcome::Pinned => map.copy_may_be_pinned(request.page, pass),
+            Outcome::Pinned | Outcome::Untold => map.copy_may_be_pinned(request.page, pass),
             _ => map.key_copy(request.page, None),
         }
         if *outcome == Outcome::NoVma {
@@ -526,7 +527,7 @@ fn note_failure(
         Outcome::Different => Some(&mut account.stats.mismatches_total),
         Outcome::Pinned => Some(&mut account.stats.refused_pinned_total),
         Outcome::NoVma => Some(&mut account.stats.refused_vmas_total),
-        Outcome::Absent | Outcome::NotTaken | Outcome::Refused | Outcome::Returned => {
+        Outcome::Absent | Outcome::Untold | Outcome::NotTaken | Outcome::Refused | Outcome::Returned => {
             Some(&mut account.stats.refused_other_total)
         }
     };
