@@ -1,6 +1,7 @@
 //! A store in a thread of this process.
 
-use std::net::SocketAddr;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use tempfile::TempDir;
@@ -54,8 +55,9 @@ impl StoreThread {
     pub fn restart(mut self) -> Self {
         let elsewhere = tempfile::tempdir().expect("a temporary folder");
         let folder = std::mem::replace(&mut self.folder, elsewhere);
+        let metrics = self.metrics;
         drop(self);
-        Self::start_in(folder, |_| ())
+        Self::start_in(folder, move |config| config.metrics = metrics)
     }
 
     fn start_in(
@@ -98,6 +100,29 @@ impl StoreThread {
     #[must_use]
     pub fn metrics(&self) -> Option<SocketAddr> {
         self.metrics
+    }
+
+    /// A number of its metrics, by its name without the prefix.
+    ///
+    /// # Panics
+    /// If it does not serve metrics, or has none of this name.
+    #[must_use]
+    pub fn metric(&self, name: &str) -> u64 {
+        let address = self.metrics.expect("it serves metrics");
+        let mut stream = TcpStream::connect(address).expect("it listens");
+        let request = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+        stream.write_all(request.as_bytes()).expect("it reads");
+        let mut text = String::new();
+        stream.read_to_string(&mut text).expect("it answers");
+        let value = |line: &str| {
+            let rest = line.strip_prefix("vmmdedup_")?.strip_prefix(name)?;
+            let labelled = rest.strip_prefix('{').and_then(|rest| rest.split_once('}'));
+            let number = labelled.map_or(rest, |(_, number)| number);
+            number.strip_prefix(' ')?.trim().parse::<f64>().ok()
+        };
+        let value = text.lines().find_map(value);
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // counts
+        value.map_or_else(|| panic!("no {name} in {text}"), |value| value as u64)
     }
 
     /// Its socket.

@@ -171,7 +171,7 @@ impl State {
             vec![index, Arc::new(file)],
         );
         for (number, segment) in pool.segments().files() {
-            outbox.push(encode(Kind::Segment, &[number.as_bytes()]), vec![segment]);
+            outbox.push_greeting(encode(Kind::Segment, &[number.as_bytes()]), vec![segment]);
         }
         pool.join(id);
         let announced = hello.name();

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 use vmm_dedup_protocol::socket;
 
-/// Most records that wait for one peer.
+/// Most records that wait for one peer, beyond those that a greeting takes.
 const MAX_QUEUED: usize = 1024;
 
 #[derive(Debug)]
@@ -20,6 +20,9 @@ struct Record {
 #[derive(Debug, Default)]
 struct Queue {
     records: VecDeque<Record>,
+    /// So many from the first on belong to the greeting: a large store has many segments, and who joins is not late with
+    /// reading of them.
+    greeting: usize,
     overflow: bool,
 }
 
@@ -74,13 +77,24 @@ impl Outbox {
 
     /// Sends a record now or queues it.
     pub(crate) fn push(&self, bytes: Vec<u8>, fds: Vec<Arc<OwnedFd>>) {
-        let record = Record { bytes, fds };
+        self.send_or_queue(Record { bytes, fds }, false);
+    }
+
+    /// As [`Self::push`], for what a peer is given when it joins: such records never are too many.
+    pub(crate) fn push_greeting(&self, bytes: Vec<u8>, fds: Vec<Arc<OwnedFd>>) {
+        self.send_or_queue(Record { bytes, fds }, true);
+    }
+
+    fn send_or_queue(&self, record: Record, greeting: bool) {
         let mut queue = self.lock();
         if queue.records.is_empty() && send(&self.socket, &record).is_ok() {
             return;
         }
         // Errors other than a full socket show again, and are dealt with, when the queue is flushed.
-        if queue.records.len() < MAX_QUEUED {
+        if greeting {
+            queue.records.push_back(record);
+            queue.greeting = queue.records.len();
+        } else if queue.records.len() - queue.greeting < MAX_QUEUED {
             queue.records.push_back(record);
         } else {
             queue.overflow = true;
@@ -96,7 +110,10 @@ impl Outbox {
         }
         while let Some(record) = queue.records.front() {
             match send(&self.socket, record) {
-                Ok(()) => _ = queue.records.pop_front(),
+                Ok(()) => {
+                    queue.records.pop_front();
+                    queue.greeting = queue.greeting.saturating_sub(1);
+                }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Flushed::Blocked,
                 Err(e) if is_shortage(&e) => return Flushed::Later,
                 Err(_) => return Flushed::Broken,
@@ -127,6 +144,27 @@ mod tests {
         use rustix::io::Errno;
         assert!(is_shortage(&Errno::NOBUFS.into()) && is_shortage(&Errno::TOOMANYREFS.into()));
         assert!(!is_shortage(&Errno::PIPE.into()) && !is_shortage(&Errno::CONNRESET.into()));
+    }
+
+    #[test]
+    fn a_greeting_may_be_long_and_what_follows_may_not() {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (a, b) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let outbox = Outbox::new(Arc::new(a));
+        let segment = |n: u32| encode(Kind::SegmentRetired, &[&n.to_le_bytes()]);
+        // Files of 1 TiB.
+        (0..65_536).for_each(|n| outbox.push_greeting(segment(n), Vec::new()));
+        (65_536..66_500).for_each(|n| outbox.push(segment(n), Vec::new()));
+        let (mut buffer, mut got) = (aligned_buffer(), 0);
+        while got < 66_500 {
+            match socket::receive(&b, &mut buffer) {
+                Ok(Some(_)) => got += 1,
+                _ => assert_ne!(outbox.flush(), Flushed::Overflow),
+            }
+        }
+        (0..4000).for_each(|n| outbox.push(segment(n), Vec::new()));
+        assert_eq!(outbox.flush(), Flushed::Overflow);
     }
 
     #[test]

@@ -1,0 +1,483 @@
+//! The store empties segments in which little is left, services follow, and the memory returns.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
+use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib_of_store};
+use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::vm::Guest;
+use vmm_dedup_integration_tests::{huge_pages_or_skip, need_kvm, need_userfaultfd};
+use vmm_dedup_payload::PayloadConfig;
+use vmm_dedup_protocol::{PAGE_SIZE, SERIES};
+use vmm_dedup_refvmm::ThpMode;
+
+/// Pages of a guest: three segments.
+const PAGES: usize = 3 * 4096;
+/// Pages that die or live together, unless a test says otherwise.
+const EXTENT: usize = 64;
+/// Within this the memory has to return.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+const KERNEL: Breaks = Breaks::Kernel;
+const MANAGED: Breaks = Breaks::Managed {
+    reserve_pages: 1024,
+    floor_bytes: 0,
+};
+
+fn config(name: &str, breaks: Breaks) -> Config {
+    Config {
+        name: name.into(),
+        cpu_percent: 100,
+        pass_period_ms: 3_600_000,
+        pins_are_visible: true,
+        breaks,
+        ..Config::default()
+    }
+}
+
+/// Memory under a service, and what it should hold.
+struct Vm {
+    pages: Pages,
+    ids: Vec<u64>,
+    service: DedupService,
+}
+
+impl Vm {
+    fn start(store: &StoreThread, name: &str, pages: Pages, ids: Vec<u64>, breaks: Breaks) -> Self {
+        ids.iter()
+            .enumerate()
+            .for_each(|(page, id)| pages.fill(page, *id));
+        let service = pages.serve(&store.socket(), config(name, breaks));
+        Self {
+            pages,
+            ids,
+            service: service.expect("dedup starts"),
+        }
+    }
+
+    fn write(&mut self, page: usize, id: u64) {
+        self.pages.fill(page, id);
+        self.ids[page] = id;
+    }
+
+    fn pass(&self) -> ServiceStats {
+        self.service.pass().expect("passes run")
+    }
+
+    /// Files of stores that it maps, and how many mappings it has.
+    fn mappings(&self) -> (BTreeSet<String>, usize) {
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+        let range = self.pages.address(0)..self.pages.address(self.pages.count() - 1) + PAGE_SIZE;
+        let inside = |line: &&str| {
+            let start = line.split('-').next();
+            let start = start.and_then(|hex| usize::from_str_radix(hex, 16).ok());
+            start.is_some_and(|start| range.contains(&start))
+        };
+        let lines: Vec<&str> = maps.lines().filter(inside).collect();
+        let inode = |line: &&str| line.split_ascii_whitespace().nth(4).map(str::to_owned);
+        let inodes = lines.iter().filter_map(inode).filter(|inode| inode != "0");
+        (inodes.collect(), lines.len())
+    }
+
+    fn check(&self) {
+        let wrong = |page: &usize| !self.pages.holds(*page, self.ids[*page]);
+        assert_eq!((0..self.pages.count()).find(wrong), None, "a page is wrong");
+    }
+}
+
+fn start_all(store: &StoreThread, count: usize, breaks: Breaks) -> Vec<Vm> {
+    let ids: Vec<u64> = (1..=PAGES as u64).collect();
+    let vms: Vec<Vm> = (0..count)
+        .map(|n| Vm::start(store, &format!("vm-{n}"), Pages::map(PAGES), ids.clone(), breaks))
+        .collect();
+    pass_until(&vms, "sharing", || {
+        vms.iter()
+            .all(|vm| vm.service.stats().pages_mapped == PAGES as u64)
+    });
+    vms
+}
+
+fn pass_until(vms: &[Vm], what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    loop {
+        vms.iter().for_each(|vm| _ = vm.pass());
+        if done() {
+            return;
+        }
+        if start.elapsed() > PATIENCE {
+            let why = vms
+                .first()
+                .map(|vm| (vm.service.explain(None), vm.service.stats()));
+            panic!("{what} did not happen in time: {why:?}");
+        }
+    }
+}
+
+/// What the store's memory amounts to.
+#[derive(Debug)]
+#[allow(dead_code)] // printed
+struct Memory {
+    resident: u64,
+    in_use: u64,
+    leaving: u64,
+    held: u64,
+    moved: u64,
+}
+
+fn memory(store: &StoreThread) -> Memory {
+    Memory {
+        resident: store.metric("resident_bytes"),
+        in_use: store.metric("pages_shared") * PAGE_SIZE as u64,
+        leaving: store.metric("segments_leaving"),
+        held: store.metric("segments_held"),
+        moved: store.metric("moved_total"),
+    }
+}
+
+impl Memory {
+    fn is_small(&self) -> bool {
+        self.resident * 100 <= self.in_use * 115 + (800 << 20) && (self.leaving, self.held) == (0, 0)
+    }
+}
+
+/// Passes until the store's memory has returned, and nobody maps a file that is gone.
+fn pass_until_small(store: &StoreThread, vms: &[Vm]) -> Memory {
+    let start = Instant::now();
+    let before = memory(store);
+    let mut last = memory(store);
+    pass_until(vms, "that memory returns", || {
+        last = memory(store);
+        if start.elapsed() > PATIENCE {
+            eprintln!("{last:?}");
+        }
+        last.is_small()
+    });
+    let there = store.metric("segments");
+    for vm in vms {
+        let (files, mappings) = vm.mappings();
+        assert!(files.len() as u64 <= there, "{files:?}, {there} segments");
+        eprintln!("{mappings} mappings of {} files", files.len());
+        vm.check();
+    }
+    eprintln!("{before:?} -> {last:?} in {:?}", start.elapsed());
+    last
+}
+
+/// How pages die.
+#[derive(Clone, Copy, Debug)]
+enum Death {
+    /// All VMs have other pages there, which are shared, too.
+    Replaced,
+    Zero,
+    /// Each VM has a page of its own there.
+    Own,
+}
+
+const DEATHS: [Death; 3] = [Death::Replaced, Death::Zero, Death::Own];
+
+fn kill(vms: &mut [Vm], death: Death, dies: impl Fn(usize) -> bool) {
+    for (n, vm) in (1u64..).zip(vms) {
+        for page in (0..PAGES).filter(|page| dies(*page)) {
+            let id = match death {
+                Death::Replaced => 1 << 32 | page as u64,
+                Death::Zero => 0,
+                Death::Own => n << 40 | page as u64,
+            };
+            vm.write(page, id);
+        }
+    }
+}
+
+/// Most pages of three VMs die, so and so many together.
+fn most_die(breaks: Breaks, extent: usize, lives: usize) {
+    for death in DEATHS {
+        let store = StoreThread::with_metrics();
+        let mut vms = start_all(&store, 3, breaks);
+        kill(&mut vms, death, |page| page / extent % lives != 0);
+        let shared = match death {
+            Death::Replaced => PAGES,
+            _ => PAGES / lives,
+        };
+        eprintln!("{breaks:?} {extent} {death:?}");
+        let written: Vec<usize> = vms.iter().map(|vm| vm.mappings().1).collect();
+        pass_until(&vms, "that the rest is shared", || {
+            vms.iter()
+                .all(|vm| vm.service.stats().pages_mapped == shared as u64)
+        });
+        let after = pass_until_small(&store, &vms);
+        assert!(after.moved > 0, "{after:?}");
+        for (vm, before) in vms.iter().zip(written) {
+            // Each extent that lives lies in a mapping of its own then, and so does what is between.
+            let now = vm.mappings().1;
+            assert!(
+                now <= before.max(2 * PAGES / extent) + 32,
+                "{before} mappings became {now}"
+            );
+        }
+        for vm in vms {
+            let stats = vm.service.stop(true).expect("it stops");
+            assert_eq!(stats.pages_mapped, 0);
+            assert!((0..PAGES).all(|page| vm.pages.holds(page, vm.ids[page])));
+        }
+    }
+}
+
+#[test]
+fn memory_returns_when_most_of_it_dies_and_the_kernel_breaks() {
+    need_userfaultfd!();
+    most_die(KERNEL, EXTENT, 8);
+}
+
+#[test]
+fn memory_returns_when_most_of_it_dies_and_breaks_are_managed() {
+    need_userfaultfd!();
+    most_die(MANAGED, EXTENT, 8);
+}
+
+/// Of every eight pages one lives.
+#[test]
+fn single_pages_that_live_follow() {
+    need_userfaultfd!();
+    most_die(KERNEL, 1, 8);
+    most_die(MANAGED, 1, 8);
+}
+
+#[test]
+fn one_of_eight_vms_stays_and_follows() {
+    need_userfaultfd!();
+    for breaks in [KERNEL, MANAGED] {
+        let store = StoreThread::with_metrics();
+        let mut vms: Vec<Vm> = Vec::new();
+        for n in 0..8u64 {
+            // A fifth of the pages are in all VMs, the others in pairs of VMs.
+            let id = |page: u64| {
+                if page % 320 < 64 {
+                    page + 1
+                } else {
+                    n / 2 + 1 << 32 | page
+                }
+            };
+            let ids = (0..PAGES as u64 / 3).map(id).collect();
+            vms.push(Vm::start(
+                &store,
+                &format!("vm-{n}"),
+                Pages::map(PAGES / 3),
+                ids,
+                breaks,
+            ));
+        }
+        pass_until(&vms, "sharing", || {
+            vms.iter()
+                .all(|vm| vm.service.stats().pages_mapped == PAGES as u64 / 3)
+        });
+        let full = memory(&store);
+        for vm in vms.split_off(1) {
+            vm.service.stop(true).expect("it stops");
+            assert!((0..PAGES / 3).all(|page| vm.pages.holds(page, vm.ids[page])));
+        }
+        let (_, before) = vms[0].mappings();
+        let after = pass_until_small(&store, &vms);
+        assert!(after.resident < full.resident / 2, "{full:?} {after:?}");
+        let (_, now) = vms[0].mappings();
+        assert!(now <= before + 8, "{before} mappings became {now}");
+        assert_eq!(vms[0].service.stats().pages_mapped, PAGES as u64 / 3);
+    }
+}
+
+#[test]
+fn a_vm_that_does_not_follow_holds_up_nobody() {
+    need_userfaultfd!();
+    let store = StoreThread::with_metrics();
+    let lives = |page: usize| page / EXTENT % 8 == 0;
+    let mut vms = start_all(&store, 2, KERNEL);
+    let own = |page: usize| {
+        if lives(page) {
+            page as u64 + 1
+        } else {
+            77 << 32 | page as u64
+        }
+    };
+    let ids = (0..PAGES).map(own).collect();
+    let idle = Vm::start(&store, "idle", Pages::map(PAGES), ids, KERNEL);
+    let shared = PAGES as u64 / 8;
+    let start = Instant::now();
+    while idle.pass().pages_mapped < shared {
+        assert!(start.elapsed() < PATIENCE, "{:?}", idle.service.stats());
+    }
+    // From here on it runs no pass. What it keeps are the first three segments.
+    let kept = (PAGES * PAGE_SIZE) as u64;
+    for round in 1..8u64 {
+        for vm in &mut vms {
+            (0..PAGES)
+                .filter(|page| !lives(*page))
+                .for_each(|page| vm.write(page, round << 32 | page as u64));
+        }
+        pass_until(&vms, "sharing again", || {
+            vms.iter()
+                .all(|vm| vm.service.stats().pages_mapped == PAGES as u64)
+        });
+    }
+    let mut last = memory(&store);
+    pass_until(&vms, "that all memory returns but what one keeps", || {
+        last = memory(&store);
+        last.resident * 100 <= last.in_use * 115 + (800 << 20) + kept * 100
+    });
+    eprintln!("{last:?}");
+    assert!(last.moved > 0 && last.leaving > 0, "{last:?}");
+    let (kept, _) = idle.mappings();
+    for vm in &vms {
+        vm.check();
+        assert!(vm.mappings().0.is_disjoint(&kept), "it has not followed");
+    }
+    idle.check();
+    vms.push(idle);
+    pass_until_small(&store, &vms);
+}
+
+#[test]
+fn series_follow_as_series() {
+    need_userfaultfd!();
+    let store = StoreThread::with_metrics();
+    for breaks in [KERNEL, MANAGED] {
+        let poison = 0xcccc;
+        // Stretches of one content, and between them pages that will die.
+        let ids = |_: usize| {
+            let id = |page: usize| {
+                if page % 512 < 2 * SERIES as usize {
+                    poison
+                } else {
+                    page as u64 + 1
+                }
+            };
+            (0..PAGES).map(id).collect::<Vec<u64>>()
+        };
+        let mut vms: Vec<Vm> = (0..2)
+            .map(|n| Vm::start(&store, &format!("vm-{n}"), Pages::map(PAGES), ids(n), breaks))
+            .collect();
+        pass_until(&vms, "sharing", || {
+            vms.iter()
+                .all(|vm| vm.service.stats().pages_mapped == PAGES as u64)
+        });
+        let (_, before) = vms[0].mappings();
+        kill(&mut vms, Death::Replaced, |page| {
+            page % 512 >= 2 * SERIES as usize
+        });
+        pass_until(&vms, "sharing again", || {
+            vms.iter()
+                .all(|vm| vm.service.stats().pages_mapped == PAGES as u64)
+        });
+        pass_until_small(&store, &vms);
+        let (_, now) = vms[0].mappings();
+        assert!(now <= before + 64, "{before} mappings became {now}");
+        for vm in vms {
+            vm.service.stop(true).expect("it stops");
+            assert!((0..PAGES).all(|page| vm.pages.holds(page, vm.ids[page])));
+        }
+    }
+}
+
+#[test]
+fn huge_pages_follow_as_huge_pages() {
+    need_userfaultfd!();
+    let store = StoreThread::with_metrics();
+    let chunks = PAGES / HUGE_PAGES;
+    // Every fourth huge page lives.
+    let lives = |page: usize| page / HUGE_PAGES % 4 == 0;
+    let ids: Vec<u64> = (1..=PAGES as u64).collect();
+    let mut vms: Vec<Vm> = (0..2)
+        .map(|n| {
+            Vm::start(
+                &store,
+                &format!("vm-{n}"),
+                Pages::map_huge(PAGES),
+                ids.clone(),
+                KERNEL,
+            )
+        })
+        .collect();
+    huge_pages_or_skip!(&vms[0].pages);
+    let huge = |vm: &Vm| {
+        vm.check();
+        huge_kib_of_store(&vm.pages) / 2048
+    };
+    pass_until(&vms, "huge pages", || vms.iter().all(|vm| huge(vm) == chunks));
+    kill(&mut vms, Death::Replaced, |page| !lives(page));
+    pass_until(&vms, "sharing again", || {
+        vms.iter()
+            .all(|vm| vm.service.stats().pages_mapped == PAGES as u64)
+    });
+    let after = pass_until_small(&store, &vms);
+    assert!(after.moved >= (PAGES / 4) as u64, "{after:?}");
+    pass_until(&vms, "that those which moved are huge again", || {
+        vms.iter().all(|vm| huge(vm) >= chunks / 4)
+    });
+}
+
+#[test]
+fn a_guest_that_writes_and_checks_follows() {
+    need_kvm!();
+    for breaks in [KERNEL, MANAGED] {
+        let store = StoreThread::with_metrics();
+        let config = |n: u64| Config {
+            pass_period_ms: 20,
+            ..config(&format!("guest-{n}"), breaks)
+        };
+        let payload = |seed: u64| {
+            PayloadConfig::default()
+                .seed(seed)
+                .private_mib(2)
+                .zero_mib(4)
+                .common_mib(16)
+                .ws_pages(256)
+                .rate(2000)
+                .seconds(1_000_000)
+        };
+        // Other memory shares with the guests' store, and dies.
+        let mut vms = start_all(&store, 2, breaks);
+        let guests: Vec<Guest> = (1..3)
+            .map(|n| Guest::boot(payload(n), 40, ThpMode::Never, Some((&store.socket(), config(n)))))
+            .collect();
+        pass_until(&vms, "that guests share", || {
+            guests.iter().all(|guest| guest.stats().pages_mapped >= 16 * 256)
+        });
+        for round in 1..4u64 {
+            kill(&mut vms, Death::Replaced, |page| {
+                page / EXTENT % 4 != round as usize
+            });
+            pass_until(&vms, "sharing again", || {
+                vms.iter()
+                    .all(|vm| vm.service.stats().pages_mapped == PAGES as u64)
+            });
+        }
+        kill(&mut vms, Death::Zero, |_| true);
+        let after = pass_until_small(&store, &vms);
+        assert!(after.moved > 0, "{after:?}");
+        for guest in guests {
+            let (verdict, _) = guest.finish();
+            assert!(verdict.ok && verdict.errors == 0, "{verdict:?}");
+        }
+    }
+}
+
+#[test]
+fn a_store_that_dies_while_pages_move_takes_nothing_along() {
+    need_userfaultfd!();
+    for breaks in [KERNEL, MANAGED] {
+        for wait in [0, 30, 300] {
+            let mut store = StoreThread::with_metrics();
+            let mut vms = start_all(&store, 2, breaks);
+            kill(&mut vms, Death::Replaced, |page| page / EXTENT % 8 != 0);
+            let moved = || store.metric("moved_total") > 0;
+            pass_until(&vms, "that pages move", moved);
+            std::thread::sleep(Duration::from_millis(wait));
+            vms[0].pass();
+            store = store.restart();
+            pass_until(&vms, "sharing with the next store", || {
+                vms.iter()
+                    .all(|vm| vm.service.stats().pages_mapped == PAGES as u64)
+            });
+            vms.iter().for_each(Vm::check);
+        }
+    }
+}
