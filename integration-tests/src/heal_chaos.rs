@@ -279,7 +279,9 @@ impl Fire<'_> {
                 assert_eq!(spliced, PAGE_SIZE.cast_signed());
                 out.read_exact(&mut bytes).expect("the pipe has a page");
                 let word = bytes[WORD * 8..WORD * 8 + 8].try_into().expect("8 bytes");
-                if u64::from_ne_bytes(word) != self.normal(page) {
+                let word = u64::from_ne_bytes(word);
+                if word != self.normal(page) {
+                    eprintln!("spliced: page {page} has {word:x}");
                     self.wrong.fetch_add(1, Ordering::Relaxed);
                 }
                 self.spliced.fetch_add(PAGE_SIZE as u64, Ordering::Relaxed);
@@ -333,10 +335,12 @@ impl Fire<'_> {
                     iov_base: (self.pages.address(page) + WORD * 8) as *mut _,
                     iov_len: 8,
                 };
+                let call = Instant::now();
                 // SAFETY: a word of our own memory.
                 let written = unsafe { libc::process_vm_writev(libc::getpid(), &from, 1, &to, 1, 0) };
                 assert_eq!(written, 8, "{}", std::io::Error::last_os_error());
-                self.check(page, word, 20, "process_vm_writev");
+                let took = call.elapsed();
+                self.check(page, word, 20, &format!("process_vm_writev, in {took:?}"));
                 self.writes.fetch_add(1, Ordering::Relaxed);
             }
             if random.next().is_multiple_of(16) {
