@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 use vmm_dedup_integration_tests::direct_io::{self, Backing};
-use vmm_dedup_integration_tests::heal_chaos::{self, Pins};
+use vmm_dedup_integration_tests::heal_chaos::{self, Besides, Pins};
 use vmm_dedup_integration_tests::huge::HUGE_PAGES;
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
@@ -123,17 +123,63 @@ fn direct_reads_arrive_while_huge_pages_are_split_and_built_again() {
 fn copies_that_are_merged_again_lose_nothing() {
     need_userfaultfd!();
     for pins in [Pins::Devices, Pins::Nobody] {
-        let out = heal_chaos::chaos(30_000, Duration::from_secs(60), pins);
+        let out = heal_chaos::chaos(30_000, Duration::from_secs(60), pins, Besides::default());
         eprintln!("{pins:?}: {out:?}, p99 {} us", out.stall.quantile_us(0.99));
         assert!(out.wrong == 0 && out.heals >= 1000, "{out:?}");
     }
 }
 
 #[test]
+fn copies_that_are_merged_again_lose_nothing_while_they_are_swapped_out() {
+    need_userfaultfd!();
+    let _swap = vmm_dedup_trouble::swap_or_skip!();
+    let besides = Besides {
+        swap: true,
+        ..Besides::default()
+    };
+    for pins in [Pins::Devices, Pins::Nobody] {
+        let out = heal_chaos::chaos(10_000, Duration::from_secs(60), pins, besides);
+        eprintln!("{pins:?}: {out:?}, p99 {} us", out.stall.quantile_us(0.99));
+        assert!(out.wrong == 0 && out.heals >= 500, "{out:?}");
+    }
+}
+
+#[test]
+fn copies_lose_nothing_while_the_children_that_tell_of_pins_are_killed() {
+    need_userfaultfd!();
+    let besides = Besides {
+        kills: true,
+        ..Besides::default()
+    };
+    let out = heal_chaos::chaos(20_000, Duration::from_secs(20), Pins::Devices, besides);
+    eprintln!("{out:?}");
+    assert!(out.wrong == 0 && out.killed > 0, "{out:?}");
+}
+
+#[test]
+fn guests_whose_copies_are_merged_again_lose_nothing() {
+    need_kvm!();
+    let size = guests::Size {
+        merges: 20_000,
+        patience: Duration::from_secs(240),
+        common_mib: 8,
+        zero_mib: 8,
+    };
+    let out = guests::heals(size);
+    eprintln!("{out:?}, p99 {} us", out.stall.quantile_us(0.99));
+    assert!(out.errors == 0 && out.heals >= size.merges, "{out:?}");
+}
+
+#[test]
 fn copies_that_are_merged_although_they_are_pinned_lose_reads() {
     need_userfaultfd!();
     vmm_dedup::heal_blindly(true);
-    let out = heal_chaos::chaos(u64::MAX, Duration::from_secs(60), Pins::Devices);
+    let out = heal_chaos::chaos(
+        u64::MAX,
+        Duration::from_secs(60),
+        Pins::Devices,
+        Besides::default(),
+    );
     vmm_dedup::heal_blindly(false);
     assert!(out.wrong > 0, "the test finds nothing: {out:?}");
 }

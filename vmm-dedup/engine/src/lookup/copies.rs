@@ -21,8 +21,18 @@ use crate::sys::guest;
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::pagemap::Pagemap;
 
-/// Looks at the copies in a chunk; returns those that stood still and are to find a twin. `heals`: pages that are known not
-/// to be pinned can be merged now.
+/// Which copies can be merged now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Prospect {
+    /// None: nothing tells of pins.
+    None,
+    /// Those that are not pinned, which is told page by page.
+    UnlessPinned,
+    /// All: nobody has pages pinned.
+    All,
+}
+
+/// Looks at the copies in a chunk; returns those that stood still and are to find a twin.
 ///
 /// # Errors
 /// [`Error::Pagemap`].
@@ -33,7 +43,7 @@ pub(crate) fn look(
     account: &mut Account,
     pass: u64,
     at: usize,
-    heals: bool,
+    prospect: Prospect,
 ) -> Result<Keyed, Error> {
     let chunk = map.chunk_at(at).clone();
     let any = chunk.pages.clone().any(|page| map.backing(page).is_copied());
@@ -46,7 +56,7 @@ pub(crate) fn look(
         let rests = match state.known {
             Known::Pinned(retry) => !retry.is_due(pass),
             // Line keys are read here.
-            Known::Candidate(key) => heals && key.is_full(),
+            Known::Candidate(key) => prospect != Prospect::None && key.is_full(),
             _ => false,
         };
         state.backing.is_copied() && !rests
@@ -58,15 +68,21 @@ pub(crate) fn look(
         let numbers = addresses.filter_map(|address| map.memory().page_at(address));
         pages.extend(numbers.filter(|page| wanted(*page)));
     }
-    if !heals {
+    if prospect == Prospect::None {
         account.stats.heal_pinned_total += pages.len() as u64;
-        pages.iter().for_each(|page| map.copy_may_be_pinned(*page, pass));
+        pages.iter().for_each(|page| map.forget_copy(*page));
         return Ok(Keyed::default());
     }
-    Ok(read(map, session, account, pass, &pages))
+    Ok(read(map, session, account, (pass, prospect), &pages))
 }
 
-fn read(map: &mut PageMap, session: &Session, account: &mut Account, pass: u64, pages: &[Page]) -> Keyed {
+fn read(
+    map: &mut PageMap,
+    session: &Session,
+    account: &mut Account,
+    (pass, prospect): (u64, Prospect),
+    pages: &[Page],
+) -> Keyed {
     let memory = map.memory().clone();
     let mut reader = KeyReader {
         memory: &memory,
@@ -86,7 +102,11 @@ fn read(map: &mut PageMap, session: &Session, account: &mut Account, pass: u64, 
             }
             // It rested long enough.
             Known::Keyed(_) | Known::Pinned(_) if zero => keyed.zeros.push(page),
-            Known::Pinned(retry) if !retry.is_longest() && twin(session, page, key).is_none() => {
+            Known::Pinned(retry)
+                if prospect == Prospect::UnlessPinned
+                    && !retry.is_longest()
+                    && twin(session, page, key).is_none() =>
+            {
                 map.copy_may_be_pinned(page, pass);
             }
             Known::Keyed(_) | Known::Pinned(_) => keyed.keys.push((page, key)),

@@ -548,6 +548,13 @@ impl PageMap {
         self.chunks[chunk].look_at_copies_soon();
     }
 
+    /// Nothing is to be known of a page that the kernel had copied, and no store to hear of it: it is looked at when the others
+    /// of its chunk are.
+    pub(crate) fn forget_copy(&mut self, page: Page) {
+        let backing = self.backing(page);
+        self.set(page, PageState::resting(backing));
+    }
+
     /// A page that the kernel had copied may be pinned, for all that can be told: it is left alone for some passes.
     pub(crate) fn copy_may_be_pinned(&mut self, page: Page, pass: u64) {
         let PageState { backing, known } = self.state(page);

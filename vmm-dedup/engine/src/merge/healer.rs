@@ -32,6 +32,7 @@
 use crate::account::ns;
 use crate::compare::{PageId, Pair, Retry, StablePage, With};
 use crate::config::{Breaks, Config};
+use crate::lookup::copies::Prospect;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
@@ -59,9 +60,8 @@ const GRACE: Duration = Duration::from_millis(5);
 const MOST_PAGES: usize = 2048;
 const MOST_STRETCHES: usize = 64;
 
-/// Fewest stretches, and pages for each of them, while writers wait for every larger batch.
+/// Fewest stretches, while writers wait for every larger batch.
 const LEAST_STRETCHES: usize = 4;
-const PAGES_PER_STRETCH: usize = MOST_PAGES / MOST_STRETCHES;
 /// Batches that are healed with one child.
 const BATCHES_PER_CHILD: usize = 8;
 /// What a fork is taken to cost before there was one, nanoseconds: of itself, and for each mapping of the process.
@@ -236,6 +236,15 @@ impl Healer {
         false
     }
 
+    /// As [`Self::can_heal`]: which copies can be merged.
+    pub(crate) fn prospect(&mut self, managed: bool, mappings: u64, pass: u64) -> Prospect {
+        match (self.can_heal(managed, mappings, pass), self.way) {
+            (false, _) => Prospect::None,
+            (true, Way::Fork) => Prospect::UnlessPinned,
+            (true, Way::NobodyPins) => Prospect::All,
+        }
+    }
+
     fn nobody_pins(&mut self) -> Result<NobodyPins, String> {
         if !self.visible {
             return Err("the VMM does not vouch that pins are visible".to_owned());
@@ -250,14 +259,14 @@ impl Healer {
             Way::NobodyPins => 1,
             Way::Fork => BATCHES_PER_CHILD,
         };
-        frozen_together(memory, requests, self.stretches * batches)
+        frozen_together(memory, requests, self.stretches, batches)
     }
 
-    /// A batch of so many stretches was healed, or given up since somebody waited.
-    fn adapt(&mut self, stretches: usize, outcomes: &[Outcome]) {
+    /// A batch was healed, or given up since somebody waited.
+    fn adapt(&mut self, outcomes: &[Outcome]) {
         if outcomes.contains(&Outcome::Contended) {
             self.stretches = (self.stretches / 2).max(LEAST_STRETCHES);
-        } else if stretches >= self.stretches {
+        } else {
             self.stretches = (self.stretches + self.stretches / 4).min(MOST_STRETCHES);
         }
     }
@@ -287,7 +296,7 @@ impl Healer {
         healed.stall_ns = fork_ns;
         while healed.outcomes.len() < requests.len() {
             let rest = &requests[healed.outcomes.len()..];
-            let batch = &rest[..frozen_together(&memory, rest, self.stretches)];
+            let batch = &rest[..frozen_together(&memory, rest, self.stretches, 1)];
             let more = self.heal_batch(&memory, store, space, pass, batch, Some(&child));
             healed.outcomes.extend(more.outcomes);
             healed.stall_ns = healed.stall_ns.max(more.stall_ns);
@@ -318,7 +327,7 @@ impl Healer {
         child: Option<&Child>,
     ) -> Healed {
         let (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
-        self.adapt(stretches(memory, requests).count(), &healed.outcomes);
+        self.adapt(&healed.outcomes);
         match failure {
             Some(error) => self
                 .tables
@@ -430,14 +439,22 @@ struct Mapped {
     zeros: bool,
 }
 
-/// How many of the requests take no more than so many stretches.
-fn frozen_together(memory: &Memory, requests: &[MergeRequest], most_stretches: usize) -> usize {
+/// How many of the requests so many batches take, of so many stretches each.
+fn frozen_together(
+    memory: &Memory,
+    requests: &[MergeRequest],
+    stretches_of_one: usize,
+    batches: usize,
+) -> usize {
+    // With fewer stretches the stretches get shorter as well: one may be a whole range that is being written.
+    let most_pages = batches * MOST_PAGES * stretches_of_one.pow(2) / MOST_STRETCHES.pow(2);
+    let most_stretches = batches * stretches_of_one;
     let mut stretches = 1;
     let fits = |at: &usize| {
         stretches += usize::from(!neighbours(memory, &requests[*at - 1], &requests[*at]));
         stretches <= most_stretches
     };
-    let most = requests.len().min(most_stretches * PAGES_PER_STRETCH);
+    let most = requests.len().min(most_pages);
     1 + (1..most).take_while(fits).count()
 }
 

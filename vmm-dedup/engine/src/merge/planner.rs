@@ -497,7 +497,9 @@ fn note_healed(
             map.outbox.drop_ref(slot);
         }
         match outcome {
-            Outcome::Pinned | Outcome::Untold => map.copy_may_be_pinned(request.page, pass),
+            Outcome::Pinned => map.copy_may_be_pinned(request.page, pass),
+            // For as long as nothing can be told none is tried.
+            Outcome::Untold => map.forget_copy(request.page),
             _ => map.key_copy(request.page, None),
         }
         if *outcome == Outcome::NoVma {

@@ -245,14 +245,14 @@ impl Pass {
 
     /// Keyed > found, for pages that the kernel copied.
     fn look_at_copies(&mut self) -> Result<(), Error> {
-        let mut heals = None;
+        let mut prospect = None;
         for at in 0..self.map.chunks().len() {
             if !self.map.chunk_mut(at).copies_due() {
                 continue;
             }
-            let heals = *heals.get_or_insert_with(|| {
+            let prospect = *prospect.get_or_insert_with(|| {
                 let (managed, mappings) = (self.space.breaker.managed(), self.map.mappings());
-                self.planner.healer.can_heal(managed, mappings, self.number)
+                self.planner.healer.prospect(managed, mappings, self.number)
             });
             let (map, pagemap) = (&mut self.map, &mut self.space.pagemap);
             let keyed = copies::look(
@@ -262,7 +262,7 @@ impl Pass {
                 &mut self.account,
                 self.number,
                 at,
-                heals,
+                prospect,
             )?;
             self.find(keyed);
             self.account.lap(|cpu| &mut cpu.key);
