@@ -351,7 +351,7 @@ impl Fire<'_> {
 
     /// What the file has for a page.
     fn in_file(&self, page: usize, other: bool) -> (i64, u64) {
-        let offset = ((page * 2 + usize::from(other)) * PAGE_SIZE) as i64;
+        let offset = i64::try_from((page * 2 + usize::from(other)) * PAGE_SIZE).expect("a small file");
         let word = if other {
             OTHER + page as u64
         } else {
