@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::{Config, DedupService, ServiceStats};
+use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::stats::Histogram;
 use vmm_dedup_trouble::Pager;
@@ -101,6 +101,10 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Ou
         name: name.into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
+        breaks: Breaks::Kernel {
+            heal_stall_us: 5000,
+            heal_without_fork: pins == Pins::Nobody,
+        },
         ..Config::default()
     };
     let twin = twins
@@ -130,13 +134,15 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Ou
             .then(|| Pager::start(1, MOST_OUT, move || vec![memory.clone()]));
         let killed = besides.kills.then(|| scope.spawn(|| fire.kill_children()));
         scope.spawn(|| fire.write_and_splice(0));
-        scope.spawn(|| fire.write_from_outside(1));
         match &file {
             Some(file) => {
+                scope.spawn(|| fire.write_from_outside(1));
                 scope.spawn(|| fire.read_directly(2, file));
                 scope.spawn(|| fire.read_into_buffers(3, file));
             }
+            // Who writes from outside counts as pinning.
             None => {
+                scope.spawn(|| fire.write_and_splice(1));
                 scope.spawn(|| fire.write_and_splice(2));
                 scope.spawn(|| fire.write_and_splice(3));
             }

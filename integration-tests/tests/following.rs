@@ -19,7 +19,10 @@ const EXTENT: usize = 64;
 /// Within this the memory has to return.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-const KERNEL: Breaks = Breaks::Kernel { heal_stall_us: 5_000 };
+const KERNEL: Breaks = Breaks::Kernel {
+    heal_stall_us: 5_000,
+    heal_without_fork: true,
+};
 const MANAGED: Breaks = Breaks::Managed {
     reserve_pages: 1024,
     floor_bytes: 0,

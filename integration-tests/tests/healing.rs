@@ -133,7 +133,10 @@ fn with_direct_io_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
     let direct = open_direct();
     for heal_stall_us in [5000, 0] {
         let guests = guests(&store, 2, |name| Config {
-            breaks: Breaks::Kernel { heal_stall_us },
+            breaks: Breaks::Kernel {
+                heal_stall_us,
+                heal_without_fork: true,
+            },
             ..config(name)
         });
         pass_until(&guests, |stats| stats.pages_mapped == PAGES as u64);

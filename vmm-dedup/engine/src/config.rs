@@ -19,6 +19,10 @@ pub enum Breaks {
         /// mappings.
         #[serde(default = "heal_stall_us")]
         heal_stall_us: u64,
+        /// Whether such pages are also merged again without a fork, where no open file can have them pinned. Another process
+        /// that writes this one's memory (process_vm_writev, a debugger) and is held up in the middle can lose that write.
+        #[serde(default)]
+        heal_without_fork: bool,
     },
     /// The service, from a reserve: slower, but pages stay mergeable, and a writer waits when there is no memory.
     Managed {
@@ -31,13 +35,16 @@ pub enum Breaks {
 
 impl Breaks {
     /// The kernel's, with the default budget for forks.
-    pub const KERNEL: Self = Self::Kernel { heal_stall_us: 5000 };
+    pub const KERNEL: Self = Self::Kernel {
+        heal_stall_us: 5000,
+        heal_without_fork: false,
+    };
 }
 
 /// What a table has that does not say.
 fn heal_stall_us() -> u64 {
     match Breaks::KERNEL {
-        Breaks::Kernel { heal_stall_us } => heal_stall_us,
+        Breaks::Kernel { heal_stall_us, .. } => heal_stall_us,
         Breaks::Managed { .. } => 0,
     }
 }
@@ -330,7 +337,7 @@ impl Config {
             "the CPU needs no trust: name the engine that is meant",
         )?;
         match self.breaks {
-            Breaks::Kernel { heal_stall_us } => check(
+            Breaks::Kernel { heal_stall_us, .. } => check(
                 heal_stall_us <= MOST_HEAL_STALL_US,
                 "heal_stall_us",
                 &heal_stall_us,
@@ -411,7 +418,10 @@ mod tests {
     #[test]
     fn a_fork_may_take_a_second_at_most() {
         let with = |heal_stall_us| Config {
-            breaks: Breaks::Kernel { heal_stall_us },
+            breaks: Breaks::Kernel {
+                heal_stall_us,
+                heal_without_fork: false,
+            },
             ..Config::default()
         };
         with(0).validate().unwrap();

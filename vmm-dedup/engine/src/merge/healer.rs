@@ -178,7 +178,7 @@ impl Healer {
             pinners: Pinners::new(files),
             visible: false,
             stall_ns: match config.breaks {
-                Breaks::Kernel { heal_stall_us } => heal_stall_us * 1000,
+                Breaks::Kernel { heal_stall_us, .. } => heal_stall_us * 1000,
                 Breaks::Managed { .. } => 0,
             },
             ns_per_mapping: FORK_NS_PER_MAPPING,
@@ -247,7 +247,7 @@ impl Healer {
 
     fn nobody_pins(&mut self) -> Result<NobodyPins, String> {
         if !self.visible {
-            return Err("the VMM does not vouch that pins are visible".to_owned());
+            return Err("merging them without a fork is off (`heal_without_fork`), or the VMM does not vouch that pins are visible".to_owned());
         }
         let look = self.pinners.look();
         look.map_err(|pinner| format!("pages may be pinned: {pinner}"))

@@ -363,9 +363,19 @@ impl Pass {
         self.map.orphan_all();
     }
 
-    /// Whether pages may be pinned without any file that shows it is from now on as the VMM said last.
+    /// Whether pages may be pinned without any file that shows it is from now on as the VMM said last; the operator has to
+    /// accept it as well.
     pub(crate) fn heed_pins(&mut self) {
-        self.planner.healer.set_visible(self.control.pins_are_visible());
+        let accepted = matches!(
+            self.config.breaks,
+            Breaks::Kernel {
+                heal_without_fork: true,
+                ..
+            }
+        );
+        self.planner
+            .healer
+            .set_visible(accepted && self.control.pins_are_visible());
     }
 
     /// All chunks are to be visited.

@@ -164,7 +164,10 @@ impl RunArgs {
         }
         let breaks = match self.breaks {
             BreakMode::Kernel => match self.heal_stall_us {
-                Some(heal_stall_us) => Breaks::Kernel { heal_stall_us },
+                Some(heal_stall_us) => Breaks::Kernel {
+                    heal_stall_us,
+                    heal_without_fork: false,
+                },
                 None => Breaks::KERNEL,
             },
             BreakMode::Managed => Breaks::Managed {
