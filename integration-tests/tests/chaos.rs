@@ -1,7 +1,9 @@
 //! The short form of the long proof (`make chaos`).
 
 use std::time::Duration;
+use vmm_dedup::Breaks;
 use vmm_dedup_integration_tests::direct_io::{self, Backing};
+use vmm_dedup_integration_tests::follow_chaos;
 use vmm_dedup_integration_tests::heal_chaos::{self, Pins};
 use vmm_dedup_integration_tests::huge::HUGE_PAGES;
 use vmm_dedup_integration_tests::huge_pages_or_skip;
@@ -136,4 +138,18 @@ fn copies_that_are_merged_although_they_are_pinned_lose_reads() {
     let out = heal_chaos::chaos(u64::MAX, Duration::from_secs(60), Pins::Devices);
     vmm_dedup::heal_blindly(false);
     assert!(out.wrong > 0, "the test finds nothing: {out:?}");
+}
+
+#[test]
+fn pages_whose_slots_move_lose_nothing() {
+    need_userfaultfd!();
+    let managed = Breaks::Managed {
+        reserve_pages: 1024,
+        floor_bytes: 0,
+    };
+    for breaks in [Breaks::Kernel, managed] {
+        let out = follow_chaos::chaos(8_000, Duration::from_secs(15), breaks);
+        eprintln!("{breaks:?}: {out:?}");
+        assert!(out.wrong == 0 && out.moves >= 1000 && out.retired > 0, "{out:?}");
+    }
 }

@@ -1,6 +1,7 @@
 //! The store empties segments in which little is left, services follow, and the memory returns.
 
 use std::collections::BTreeSet;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib_of_store};
@@ -34,6 +35,12 @@ fn config(name: &str, breaks: Breaks) -> Config {
         breaks,
         ..Config::default()
     }
+}
+
+/// One test at a time: they take many mappings, of which a process has a limited number.
+fn alone() -> MutexGuard<'static, ()> {
+    static TEST: Mutex<()> = Mutex::new(());
+    TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Memory under a service, and what it should hold.
@@ -78,6 +85,15 @@ impl Vm {
         let inode = |line: &&str| line.split_ascii_whitespace().nth(4).map(str::to_owned);
         let inodes = lines.iter().filter_map(inode).filter(|inode| inode != "0");
         (inodes.collect(), lines.len())
+    }
+
+    /// Stops the service; every byte is right, and private.
+    fn end(self) {
+        let stats = self.service.stop(true).expect("it stops");
+        assert_eq!(stats.pages_mapped, 0);
+        let wrong = |page: &usize| !self.pages.holds(*page, self.ids[*page]);
+        assert_eq!((0..self.pages.count()).find(wrong), None, "a page is wrong");
+        self.pages.renew();
     }
 
     fn check(&self) {
@@ -224,23 +240,21 @@ fn most_die(breaks: Breaks, extent: usize, lives: usize) {
                 "{before} mappings became {now}"
             );
         }
-        for vm in vms {
-            let stats = vm.service.stop(true).expect("it stops");
-            assert_eq!(stats.pages_mapped, 0);
-            assert!((0..PAGES).all(|page| vm.pages.holds(page, vm.ids[page])));
-        }
+        vms.into_iter().for_each(Vm::end);
     }
 }
 
 #[test]
 fn memory_returns_when_most_of_it_dies_and_the_kernel_breaks() {
     need_userfaultfd!();
+    let _alone = alone();
     most_die(KERNEL, EXTENT, 8);
 }
 
 #[test]
 fn memory_returns_when_most_of_it_dies_and_breaks_are_managed() {
     need_userfaultfd!();
+    let _alone = alone();
     most_die(MANAGED, EXTENT, 8);
 }
 
@@ -248,6 +262,7 @@ fn memory_returns_when_most_of_it_dies_and_breaks_are_managed() {
 #[test]
 fn single_pages_that_live_follow() {
     need_userfaultfd!();
+    let _alone = alone();
     most_die(KERNEL, 1, 8);
     most_die(MANAGED, 1, 8);
 }
@@ -255,6 +270,7 @@ fn single_pages_that_live_follow() {
 #[test]
 fn one_of_eight_vms_stays_and_follows() {
     need_userfaultfd!();
+    let _alone = alone();
     for breaks in [KERNEL, MANAGED] {
         let store = StoreThread::with_metrics();
         let mut vms: Vec<Vm> = Vec::new();
@@ -281,22 +297,21 @@ fn one_of_eight_vms_stays_and_follows() {
                 .all(|vm| vm.service.stats().pages_mapped == PAGES as u64 / 3)
         });
         let full = memory(&store);
-        for vm in vms.split_off(1) {
-            vm.service.stop(true).expect("it stops");
-            assert!((0..PAGES / 3).all(|page| vm.pages.holds(page, vm.ids[page])));
-        }
+        vms.split_off(1).into_iter().for_each(Vm::end);
         let (_, before) = vms[0].mappings();
         let after = pass_until_small(&store, &vms);
         assert!(after.resident < full.resident / 2, "{full:?} {after:?}");
         let (_, now) = vms[0].mappings();
         assert!(now <= before + 8, "{before} mappings became {now}");
         assert_eq!(vms[0].service.stats().pages_mapped, PAGES as u64 / 3);
+        vms.into_iter().for_each(Vm::end);
     }
 }
 
 #[test]
 fn a_vm_that_does_not_follow_holds_up_nobody() {
     need_userfaultfd!();
+    let _alone = alone();
     let store = StoreThread::with_metrics();
     let lives = |page: usize| page / EXTENT % 8 == 0;
     let mut vms = start_all(&store, 2, KERNEL);
@@ -337,11 +352,13 @@ fn a_vm_that_does_not_follow_holds_up_nobody() {
     idle.check();
     vms.push(idle);
     pass_until_small(&store, &vms);
+    vms.into_iter().for_each(Vm::end);
 }
 
 #[test]
 fn series_follow_as_series() {
     need_userfaultfd!();
+    let _alone = alone();
     let store = StoreThread::with_metrics();
     for breaks in [KERNEL, MANAGED] {
         let poison = 0xcccc;
@@ -374,16 +391,14 @@ fn series_follow_as_series() {
         pass_until_small(&store, &vms);
         let (_, now) = vms[0].mappings();
         assert!(now <= before + 64, "{before} mappings became {now}");
-        for vm in vms {
-            vm.service.stop(true).expect("it stops");
-            assert!((0..PAGES).all(|page| vm.pages.holds(page, vm.ids[page])));
-        }
+        vms.into_iter().for_each(Vm::end);
     }
 }
 
 #[test]
 fn huge_pages_follow_as_huge_pages() {
     need_userfaultfd!();
+    let _alone = alone();
     let store = StoreThread::with_metrics();
     let chunks = PAGES / HUGE_PAGES;
     // Every fourth huge page lives.
@@ -416,11 +431,13 @@ fn huge_pages_follow_as_huge_pages() {
     pass_until(&vms, "that those which moved are huge again", || {
         vms.iter().all(|vm| huge(vm) >= chunks / 4)
     });
+    vms.into_iter().for_each(Vm::end);
 }
 
 #[test]
 fn a_guest_that_writes_and_checks_follows() {
     need_kvm!();
+    let _alone = alone();
     for breaks in [KERNEL, MANAGED] {
         let store = StoreThread::with_metrics();
         let config = |n: u64| Config {
@@ -462,12 +479,14 @@ fn a_guest_that_writes_and_checks_follows() {
             let (verdict, _) = guest.finish();
             assert!(verdict.ok && verdict.errors == 0, "{verdict:?}");
         }
+        vms.into_iter().for_each(Vm::end);
     }
 }
 
 #[test]
 fn a_store_that_dies_while_pages_move_takes_nothing_along() {
     need_userfaultfd!();
+    let _alone = alone();
     for breaks in [KERNEL, MANAGED] {
         for wait in [0, 30, 300] {
             let mut store = StoreThread::with_metrics();
@@ -483,6 +502,7 @@ fn a_store_that_dies_while_pages_move_takes_nothing_along() {
                     .all(|vm| vm.service.stats().pages_mapped == PAGES as u64)
             });
             vms.iter().for_each(Vm::check);
+            vms.into_iter().for_each(Vm::end);
         }
     }
 }
