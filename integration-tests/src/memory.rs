@@ -48,6 +48,20 @@ impl Pages {
         pages
     }
 
+    /// Gives the memory back: one empty mapping is left. No service may work on it.
+    ///
+    /// # Panics
+    /// If the kernel does not let us.
+    pub fn renew(&self) {
+        let (prot, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
+        );
+        // SAFETY: our own mapping, which no reference points into.
+        let raw = unsafe { libc::mmap(self.base as *mut _, self.count * PAGE_SIZE, prot, flags, -1, 0) };
+        assert_ne!(raw, libc::MAP_FAILED, "no memory");
+    }
+
     /// Asks for huge pages again, in memory that is new.
     pub fn advise_huge(&self) {
         self.advise(libc::MADV_HUGEPAGE);

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 use vmm_dedup_integration_tests::direct_io::{self, Backing};
+use vmm_dedup_integration_tests::follow_chaos;
 use vmm_dedup_integration_tests::heal_chaos::{self, Besides, Pins};
 use vmm_dedup_integration_tests::huge::HUGE_PAGES;
 use vmm_dedup_integration_tests::huge_pages_or_skip;
@@ -182,4 +183,14 @@ fn copies_that_are_merged_although_they_are_pinned_lose_reads() {
     );
     vmm_dedup::heal_blindly(false);
     assert!(out.wrong > 0, "the test finds nothing: {out:?}");
+}
+
+#[test]
+fn pages_whose_slots_move_lose_nothing() {
+    need_userfaultfd!();
+    for breaks in [follow_chaos::KERNEL, follow_chaos::MANAGED] {
+        let out = follow_chaos::chaos(8_000, Duration::from_secs(15), breaks);
+        eprintln!("{breaks:?}: {out:?}");
+        assert!(out.wrong == 0 && out.moves >= 1000 && out.retired > 0, "{out:?}");
+    }
 }

@@ -4,13 +4,13 @@ use clap::Parser;
 use std::time::{Duration, Instant};
 use vmm_dedup_integration_tests::direct_io::{self, Backing};
 use vmm_dedup_integration_tests::heal_chaos::{self, Besides, Pins};
-use vmm_dedup_integration_tests::{guests, huge_chaos, swap_chaos};
+use vmm_dedup_integration_tests::{follow_chaos, guests, huge_chaos, swap_chaos};
 use vmm_dedup_trouble::Swap;
 
 /// Guests that write all the time, and direct I/O, while everything equal is merged. Ends with 0 if no byte was lost.
 #[derive(Parser, Debug)]
 struct Args {
-    /// The full proof: 2,000,000 merges, 1,000,000 merges and breaks under swap, 1,000,000 splits and rebuilds of subpages, 200,000 O_DIRECT and 200,000 io_uring
+    /// The full proof: 100,000 moves of slots with each kind of breaks, 2,000,000 merges, 1,000,000 merges and breaks under swap, 1,000,000 splits and rebuilds of subpages, 200,000 O_DIRECT and 200,000 io_uring
     /// reads, half of them into huge pages, 100 rounds, 1,000,000 copies merged again in each of four ways.
     #[arg(long)]
     long: bool,
@@ -32,6 +32,12 @@ struct Args {
     /// Only what happens under swap.
     #[arg(long)]
     only_swapped: bool,
+    /// Slots to move, with each kind of breaks.
+    #[arg(long, default_value_t = 8_000)]
+    moves: u64,
+    /// Only what happens while slots move.
+    #[arg(long)]
+    only_moves: bool,
     /// Reads of each kind of direct I/O.
     #[arg(long, default_value_t = 5_000)]
     reads: u64,
@@ -55,6 +61,10 @@ fn main() {
             args.heals,
         )
     };
+    while_slots_move(if args.long { 100_000 } else { args.moves });
+    if args.only_moves {
+        return;
+    }
     let size = guests::Size {
         merges,
         patience: Duration::from_secs(7200),
@@ -205,4 +215,25 @@ fn under_swap(size: guests::Size) {
         out.stop.quantile_us(0.99),
         out.stop.max_ns / 1000
     );
+}
+
+fn while_slots_move(moves: u64) {
+    for (name, breaks) in [
+        ("kernel", follow_chaos::KERNEL),
+        ("managed", follow_chaos::MANAGED),
+    ] {
+        let start = Instant::now();
+        let out = follow_chaos::chaos(moves, Duration::from_secs(7200), breaks);
+        println!(
+            "moves, {name} breaks: {} slots moved, {} segments gone, {} writes, {} pages written to a file, {} kept in pipes, {} wrong, in {:.0} s",
+            out.moves,
+            out.retired,
+            out.writes,
+            out.direct,
+            out.kept,
+            out.wrong,
+            start.elapsed().as_secs_f64()
+        );
+        assert_eq!(out.wrong, 0, "bytes were lost");
+    }
 }

@@ -7,7 +7,7 @@ use vmm_dedup_protocol::Slot;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MergeRequest {
     pub(crate) page: Page,
-    /// The slot to map; `None` for the zero page.
+    /// The slot to map; `None` for the zero page, and where no slot is mapped.
     pub(crate) slot: Option<Slot>,
     pub(crate) role: Role,
 }
@@ -24,6 +24,10 @@ pub(crate) enum Role {
     /// Stays private in a mapping that shows the slot at its place to nobody
     /// ([`bridged_runs`](mod@crate::merge::bridged_runs)).
     Exception,
+    /// Maps a slot whose page has moved to this one.
+    Moved,
+    /// Stays private, and leaves the mapping of a store file that it lies in.
+    Home,
 }
 
 impl MergeRequest {
@@ -57,6 +61,22 @@ impl MergeRequest {
         Self {
             role: Role::Exception,
             ..Self::twin_of(page, place)
+        }
+    }
+
+    /// A page that maps a slot whose page has moved to another.
+    pub(crate) fn moved(page: Page, slot: Slot) -> Self {
+        Self {
+            role: Role::Moved,
+            ..Self::twin_of(page, slot)
+        }
+    }
+
+    /// A copy that is to lie in memory of its own.
+    pub(crate) fn home(page: Page) -> Self {
+        Self {
+            role: Role::Home,
+            ..Self::zero(page)
         }
     }
 

@@ -20,6 +20,7 @@ use crate::memory::outbox::{Outbox, Sighting};
 use crate::memory::page_state::{Backing, Edges, Known, PageState, Retry};
 use crate::memory::page_table::{Counts, PageTable};
 use crate::memory::thp_state::HugeState;
+use crate::sys::page_size::PAGE_SIZE;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
@@ -176,6 +177,28 @@ impl PageMap {
     /// How many pages have this key, at most; 0 if that is not counted.
     pub(crate) fn repetition(&self, key: Key) -> u64 {
         self.table.repetition(key)
+    }
+
+    /// Pages in mappings of stores that are gone, in order: those that map slots and were reported to the store, which knows no
+    /// twin of theirs; and copies.
+    pub(crate) fn settled_orphans(&self) -> (Vec<Page>, Vec<Page>) {
+        let (mut slots, mut copies) = (Vec::new(), Vec::new());
+        for page in (0..).take(self.memory.end()) {
+            let PageState { backing, known } = self.state(page);
+            match backing {
+                Backing::OrphanedSlot(_) if known.candidate().is_some() => slots.push(page),
+                Backing::OrphanedCopy(_) => copies.push(page),
+                _ => {}
+            }
+        }
+        (slots, copies)
+    }
+
+    /// Copies whose addresses lie in these ranges, in order.
+    pub(crate) fn copies_within(&self, ranges: &[Range<usize>]) -> Vec<Page> {
+        let addresses = ranges.iter().flat_map(|range| range.clone().step_by(PAGE_SIZE));
+        let pages = addresses.filter_map(|address| self.memory.page_at(address));
+        pages.filter(|page| self.backing(*page).is_copied()).collect()
     }
 
     /// Pages that map slots of some segments, in order.
@@ -563,6 +586,14 @@ impl PageMap {
         self.set(page, PageState { backing, known });
         let chunk = self.chunk_of(page);
         self.chunks[chunk].look_at_copies_within(retry.pause());
+    }
+
+    /// A copy moved along with its neighbours: the mapping that it lies in now would show this slot in its place.
+    pub(crate) fn carry(&mut self, page: Page, place: Slot) {
+        let edges = self.edges_of(page, place);
+        let PageState { known, .. } = self.state(page);
+        let backing = Backing::CopiedOnWrite(edges);
+        self.set_at(page, PageState { backing, known }, Some(place));
     }
 
     /// A page lies in fresh anonymous memory of its own: the service copied it.

@@ -6,6 +6,7 @@
 //!              |         v |       `-> Pinned                         | `-- Zero
 //!              |       Volatile                                       `-> CopiedOnWrite               (an exception in a run)
 //!              `-> Keyed                                   CopiedOnWrite -> Slot, Zero                (healed)
+//!                                                      CopiedOnWrite -> Private                   (came home)
 //!                                                          Slot -> another Slot                        (the page has moved)
 //!                                                          Slot -> OrphanedSlot (the store was lost) -> Private -> ...
 //! ```
@@ -235,9 +236,10 @@ impl Backing {
         use Backing::{CopiedOnWrite, OrphanedCopy, OrphanedSlot, Private, Slot, Zero};
         match (self, next) {
             (a, b) if a == b => true,
-            // Healed, or only its place is known better.
+            // Only its place is known better, or it moved along with its neighbours.
             (CopiedOnWrite(_), CopiedOnWrite(_) | OrphanedCopy(_)) => true,
-            (CopiedOnWrite(_) | OrphanedCopy(_), next) => matches!(next, Slot(_) | Zero),
+            // Healed, or come home.
+            (CopiedOnWrite(_) | OrphanedCopy(_), next) => matches!(next, Slot(_) | Zero | Private),
             // The service copied it, or it is written for the first time.
             (_, Private) => true,
             (Private | Zero, Zero) | (Private, Slot(_) | CopiedOnWrite(_)) => true,
@@ -457,11 +459,12 @@ pub(super) mod tests {
             );
         }
 
-        /// What is anonymous in a mapping of the store stays there, or is replaced as a whole: it cannot be taken.
+        /// What is anonymous in a mapping of the store stays there, or is replaced as a whole: it cannot be taken. Nothing is
+        /// known of what takes its place.
         #[test]
         fn copied_pages_are_healed_or_stay(state in states(), next in states()) {
             if state.backing.is_copied() && state.may_become(next) {
-                let healed = matches!(next, PageState { backing: Backing::Slot(_) | Backing::Zero, known: Known::Nothing });
+                let healed = matches!(next, PageState { backing: Backing::Slot(_) | Backing::Zero | Backing::Private, known: Known::Nothing });
                 prop_assert!(next.backing.is_copied() || healed);
             }
         }

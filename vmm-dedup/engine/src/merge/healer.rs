@@ -30,26 +30,23 @@
 //! children, but for the pages at hand.
 
 use crate::account::ns;
-use crate::compare::{PageId, Pair, Retry, StablePage, With};
+use crate::compare::Retry;
 use crate::config::{Breaks, Config};
 use crate::lookup::copies::Prospect;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
-use crate::merge::ready;
-use crate::merge::run::{Outcome, continues};
+use crate::merge::in_place::{self, Limit, Proof, addresses, stretches};
+use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::direct_io::DirectIo;
 use crate::sys::fork::Child;
-use crate::sys::page_size::{PAGE_SIZE, bytes};
-use crate::sys::pagemap::Pagemap;
 use crate::sys::pinners::{NobodyPins, Pinners};
 use crate::sys::proc;
 use crate::sys::sched::Urgent;
 use crate::sys::vma;
 use crate::unmerge::address_space::AddressSpace;
 use crate::unmerge::cow::FrozenRuns;
-use crate::window::Frozen;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
@@ -76,16 +73,6 @@ static BLIND: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new
 #[cfg(feature = "blind-heals")]
 pub fn heal_blindly(blind: bool) {
     BLIND.store(blind, std::sync::atomic::Ordering::Relaxed);
-}
-
-#[cfg(feature = "blind-heals")]
-fn is_blind() -> bool {
-    BLIND.load(std::sync::atomic::Ordering::Relaxed)
-}
-
-#[cfg(not(feature = "blind-heals"))]
-fn is_blind() -> bool {
-    false
 }
 
 /// Merges copies.
@@ -132,25 +119,6 @@ enum Way {
     NobodyPins,
     /// A child tells.
     Fork,
-}
-
-/// The same, of frozen pages.
-#[derive(Debug)]
-enum Proof<'c> {
-    NobodyPins(NobodyPins),
-    /// Forked before the pages were frozen.
-    Child(#[expect(dead_code, reason = "it need only live")] &'c Child),
-}
-
-impl Proof<'_> {
-    /// What of frozen pages is anonymous memory that is not pinned for writing.
-    fn not_pinned(&self, run: &Frozen<'_>, pagemap: &mut Pagemap) -> std::io::Result<Vec<Range<usize>>> {
-        match self {
-            _ if is_blind() => run.copies(pagemap),
-            Self::NobodyPins(_) => run.copies(pagemap),
-            Self::Child(_) => pagemap.shared_with_child(run.range()),
-        }
-    }
 }
 
 /// The result for a batch of requests.
@@ -259,7 +227,16 @@ impl Healer {
             Way::NobodyPins => 1,
             Way::Fork => BATCHES_PER_CHILD,
         };
-        frozen_together(memory, requests, self.stretches, batches)
+        self.limit().times(batches).fits(memory, requests)
+    }
+
+    /// What is frozen together.
+    fn limit(&self) -> Limit {
+        Limit {
+            // With fewer stretches the stretches get shorter as well: one may be a whole range that is being written.
+            pages: MOST_PAGES * self.stretches.pow(2) / MOST_STRETCHES.pow(2),
+            stretches: self.stretches,
+        }
     }
 
     /// A batch was healed, or given up since somebody waited.
@@ -281,7 +258,7 @@ impl Healer {
         requests: &[MergeRequest],
     ) -> Healed {
         let memory = map.memory().clone();
-        ready::touch_slots(store, requests);
+        in_place::touch(&memory, store, requests);
         if self.way == Way::NobodyPins {
             return self.heal_batch(&memory, store, space, pass, requests, None);
         }
@@ -296,7 +273,7 @@ impl Healer {
         healed.stall_ns = fork_ns;
         while healed.outcomes.len() < requests.len() {
             let rest = &requests[healed.outcomes.len()..];
-            let batch = &rest[..frozen_together(&memory, rest, self.stretches, 1)];
+            let batch = &rest[..self.limit().fits(&memory, rest)];
             let more = self.heal_batch(&memory, store, space, pass, batch, Some(&child));
             healed.outcomes.extend(more.outcomes);
             healed.stall_ns = healed.stall_ns.max(more.stall_ns);
@@ -375,10 +352,10 @@ impl Healer {
         child: Option<&Child>,
     ) -> (Healed, Option<std::io::Error>) {
         let none = |outcome| (Healed::none(requests, outcome), None);
-        let stretches: Vec<&[MergeRequest]> = stretches(memory, requests).collect();
         let breaker = space.breaker.clone();
         let (clock, _urgent) = (Instant::now(), Urgent::begin());
-        let Some(mut frozen) = breaker.freeze(stretches.iter().map(|stretch| addresses(memory, stretch)))
+        let Some(frozen) =
+            breaker.freeze(stretches(memory, requests).map(|stretch| addresses(memory, stretch)))
         else {
             return none(Outcome::NotTaken);
         };
@@ -388,174 +365,21 @@ impl Healer {
         // Nobody waited until now.
         let clock = if child.is_none() { Instant::now() } else { clock };
         let proof = match child {
+            #[cfg(feature = "blind-heals")]
+            _ if BLIND.load(std::sync::atomic::Ordering::Relaxed) => Proof::Blind,
             Some(child) => Proof::Child(child),
             None => match self.nobody_pins() {
                 Ok(nobody) => Proof::NobodyPins(nobody),
                 Err(_) => return none(Outcome::Pinned),
             },
         };
-        let (mut outcomes, mut mapped) = (Vec::with_capacity(requests.len()), Vec::new());
-        let (mut rest, mut failure) = (Outcome::Contended, None);
-        for (run, stretch) in frozen.runs_mut().zip(&stretches) {
-            if run.somebody_waits(Duration::ZERO) {
-                break;
-            }
-            let not_pinned = match proof.not_pinned(run, &mut space.pagemap) {
-                Ok(not_pinned) => not_pinned,
-                Err(error) => {
-                    (rest, failure) = (Outcome::Untold, Some(error));
-                    break;
-                }
-            };
-            let mut compared = compare(run, &not_pinned, store, stretch);
-            map_runs(run, store, stretch, &mut compared, &mut mapped);
-            outcomes.extend(compared);
-        }
-        outcomes.resize(requests.len(), rest);
-        let slots: Vec<Range<usize>> = mapped
-            .iter()
-            .filter(|run| !run.zeros)
-            .map(|run| run.at.clone())
-            .collect();
-        frozen.adopt(&mut space.pagemap, &slots);
+        let (outcomes, failure) = in_place::replace(memory, store, space, frozen, requests, &proof);
         let stall_ns = ns(clock.elapsed());
-        for Mapped { at, zeros } in mapped {
-            if zeros {
-                memory.advise_again(&at);
-                // Not tracked if that fails, so it counts as written for ever: it is only never merged again.
-                let _ = space.register(&at);
-            } else {
-                memory.advise_mapped(&at);
-            }
-        }
         (Healed { outcomes, stall_ns }, failure)
     }
-}
-
-/// A place in the guest that something else was mapped over.
-struct Mapped {
-    at: Range<usize>,
-    /// Empty anonymous memory; else slots.
-    zeros: bool,
-}
-
-/// How many of the requests so many batches take, of so many stretches each.
-fn frozen_together(
-    memory: &Memory,
-    requests: &[MergeRequest],
-    stretches_of_one: usize,
-    batches: usize,
-) -> usize {
-    // With fewer stretches the stretches get shorter as well: one may be a whole range that is being written.
-    let most_pages = batches * MOST_PAGES * stretches_of_one.pow(2) / MOST_STRETCHES.pow(2);
-    let most_stretches = batches * stretches_of_one;
-    let mut stretches = 1;
-    let fits = |at: &usize| {
-        stretches += usize::from(!neighbours(memory, &requests[*at - 1], &requests[*at]));
-        stretches <= most_stretches
-    };
-    let most = requests.len().min(most_pages);
-    1 + (1..most).take_while(fits).count()
-}
-
-fn neighbours(memory: &Memory, a: &MergeRequest, b: &MergeRequest) -> bool {
-    b.page == a.page + 1 && memory.adjacent(a.page)
-}
-
-/// Consecutive pages.
-fn stretches<'r>(memory: &Memory, requests: &'r [MergeRequest]) -> impl Iterator<Item = &'r [MergeRequest]> {
-    requests.chunk_by(|a, b| neighbours(memory, a, b))
-}
-
-/// Addresses of consecutive pages.
-fn addresses(memory: &Memory, stretch: &[MergeRequest]) -> Range<usize> {
-    let start = memory.address(stretch[0].page);
-    start..start + bytes(stretch.len())
 }
 
 fn somebody_waits(frozen: &FrozenRuns<'_>, time: Duration) -> bool {
     // All wait for the same descriptor.
     frozen.runs().next().is_some_and(|run| run.somebody_waits(time))
-}
-
-/// Compares frozen copies with their slots. `not_pinned`: those that are known not to be pinned for writing.
-#[allow(unsafe_code)] // reads guest memory
-fn compare(
-    run: &Frozen<'_>,
-    not_pinned: &[Range<usize>],
-    store: &Store,
-    stretch: &[MergeRequest],
-) -> Vec<Outcome> {
-    let outcome = |(request, at): (&MergeRequest, usize)| {
-        if !not_pinned.iter().any(|copy| copy.contains(&at)) {
-            return Outcome::Pinned;
-        }
-        let with = match request.slot {
-            None => With::Zeros,
-            Some(slot) => match store.slot(slot) {
-                None => return Outcome::Different,
-                Some((_, page)) => With::Slot {
-                    id: PageId::of_node(slot.number()),
-                    // SAFETY: the slot is mapped while the store is borrowed, and immutable while its epoch is not acknowledged.
-                    page: unsafe { StablePage::at(page) },
-                },
-            },
-        };
-        // SAFETY: it is frozen, and not pinned for writing.
-        let taken = unsafe { run.page(at) };
-        if (Pair { taken, with }).equal() {
-            Outcome::Merged
-        } else {
-            Outcome::Different
-        }
-    };
-    stretch
-        .iter()
-        .zip(run.range().clone().step_by(PAGE_SIZE))
-        .map(outcome)
-        .collect()
-}
-
-/// Maps what was equal, from the last run to the first: the kernel splits a mapping cheaper at its end.
-#[allow(unsafe_code)] // maps over guest memory
-fn map_runs(
-    frozen: &mut Frozen<'_>,
-    store: &Store,
-    stretch: &[MergeRequest],
-    outcomes: &mut [Outcome],
-    mapped: &mut Vec<Mapped>,
-) {
-    let start = frozen.range().start;
-    let mut end = stretch.len();
-    while end > 0 {
-        if outcomes[end - 1] != Outcome::Merged {
-            end -= 1;
-            continue;
-        }
-        let mut first = end - 1;
-        while first > 0
-            && outcomes[first - 1] == Outcome::Merged
-            && continues(&stretch[first - 1], &stretch[first])
-        {
-            first -= 1;
-        }
-        let at = start + bytes(first)..start + bytes(end);
-        let done = match stretch[first].slot {
-            // SAFETY: the pages are zero, and not pinned for writing.
-            None => unsafe { frozen.map_zeros(at.clone()) },
-            Some(slot) => match store.slot(slot) {
-                // SAFETY: the pages are equal to the slots, and not pinned for writing.
-                Some((file, _)) => unsafe { frozen.map_slots(at.clone(), file, slot.offset()) },
-                None => Err(std::io::ErrorKind::NotFound.into()),
-            },
-        };
-        match done {
-            Ok(()) => mapped.push(Mapped {
-                at,
-                zeros: stretch[first].slot.is_none(),
-            }),
-            Err(_) => outcomes[first..end].fill(Outcome::NoVma),
-        }
-        end = first;
-    }
 }

@@ -4,6 +4,7 @@ pub(crate) mod admission;
 pub(crate) mod bridged_runs;
 pub(crate) mod follower;
 pub(crate) mod healer;
+pub(crate) mod in_place;
 pub(crate) mod merger;
 pub(crate) mod planner;
 pub(crate) mod ready;

@@ -56,11 +56,12 @@ pub(crate) struct Open {
     pub(crate) end: bool,
 }
 
-/// Whether two requests can go into one run: neighbours in the guest and in the store, or two zero pages.
+/// Whether two requests can go into one run: neighbours in the guest and in the store, two zero pages, or two that stay
+/// private.
 pub(crate) fn continues(a: &MergeRequest, b: &MergeRequest) -> bool {
     b.page == a.page + 1
         && match (a.slot, b.slot) {
-            (None, None) => true,
+            (None, None) => (a.role == Role::Home) == (b.role == Role::Home),
             (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
             _ => false,
         }

@@ -1,19 +1,75 @@
 //! Pages that have moved in the store: this guest's mappings follow, so that what is left of their old segments can go.
 
 use crate::error::Error;
-use crate::lookup::request::MergeRequest;
+use crate::lookup::request::{MergeRequest, Role};
 use crate::memory::layout::Page;
+use crate::memory::page_map::{PageMap, VMAS_PER_RUN};
 use crate::memory::page_state::Backing;
 use crate::merge::follower::{self, Followed};
+use crate::merge::healer::Healed;
+use crate::merge::in_place::Limit;
 use crate::merge::run::Outcome;
 use crate::scan::pass::Pass;
 use crate::store::connection::Store;
-use crate::sys::page_size::PAGE_SIZE;
+use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 /// Time for following in each period of rest.
 const RESTING: Duration = Duration::from_millis(20);
+
+/// Copies that leave mappings of store files at once: each is copied while its writers wait.
+const HOME: Limit = Limit {
+    pages: 256,
+    stretches: 32,
+};
+/// Mappings that these may add.
+const HOME_VMAS: i64 = 32 * VMAS_PER_RUN;
+/// Most copies between two pages that follow for which these are not parted.
+const FEW_COPIES: Page = 3;
+
+/// Whether a request is for a page that stays private.
+fn is_copy(request: &MergeRequest) -> bool {
+    request.role == Role::Exception
+}
+
+/// Pages that follow, and copies between them that can lie in one mapping with them afterwards.
+fn with_copies(map: &PageMap, requests: &[MergeRequest]) -> Vec<MergeRequest> {
+    let mut all: Vec<MergeRequest> = Vec::with_capacity(requests.len());
+    for request in requests {
+        if let Some(last) = all.last().copied() {
+            all.extend(copies_between(map, &last, request));
+        }
+        all.push(*request);
+    }
+    all
+}
+
+fn copies_between(map: &PageMap, last: &MergeRequest, next: &MergeRequest) -> Vec<MergeRequest> {
+    let between = last.page + 1..next.page;
+    let place = |page: Page| last.slot?.checked_add_in_segment(page - last.page);
+    let carried = between.len() <= FEW_COPIES as usize
+        && place(next.page) == next.slot
+        && (last.page..next.page).all(|page| map.memory().adjacent(page))
+        && between
+            .clone()
+            .all(|page| matches!(map.backing(page), Backing::CopiedOnWrite(_)));
+    let request = |page| Some(MergeRequest::exception(page, place(page)?));
+    if carried {
+        between.filter_map(request).collect()
+    } else {
+        Vec::new()
+    }
+}
+
+/// A batch that does not end with a copy, unless it is the last.
+fn cut_at_copy(batch: &[MergeRequest], last: bool) -> &[MergeRequest] {
+    let end = batch.iter().rposition(|request| !is_copy(request));
+    match end {
+        Some(end) if !last => &batch[..=end],
+        _ => batch,
+    }
+}
 
 impl Pass {
     /// Lets pages map the slots that theirs have moved to, within the CPU budget.
@@ -49,32 +105,83 @@ impl Pass {
 
     /// Lets some of the pages follow, from the first on: how many were looked at; `None` if there are none.
     fn follow_some(&mut self, pages: &[Page]) -> Option<usize> {
-        let store = self.session.store().filter(|_| !pages.is_empty())?;
+        if pages.is_empty() || !self.session.is_connected() {
+            return None;
+        }
+        let heals = self.map.counts().copied > 0 && self.can_heal();
         // No discard meets frozen pages, until the states say what became of them.
         let discards = self.space.discards.clone();
         let mut discards = discards.lock();
         self.space.note_discards(&mut discards, &mut self.map);
         self.space.take_broken(&mut self.map, &mut self.account);
+        let store = self.session.store()?;
         // Forwards are read only now: what they name is mapped before the store is told anything.
         let request = |page: &Page| match self.map.backing(*page) {
-            Backing::Slot(slot) => Some(MergeRequest::twin_of(*page, store.forward(slot)?)),
+            Backing::Slot(slot) => Some(MergeRequest::moved(*page, store.forward(slot)?)),
             _ => None,
         };
-        let looked_at = pages.len().min(follower::MOST_PAGES);
+        let looked_at = pages.len().min(follower::LIMIT.pages);
         let requests: Vec<MergeRequest> = pages[..looked_at].iter().filter_map(request).collect();
         if requests.is_empty() {
             return Some(looked_at);
         }
+        let carrying = if heals {
+            with_copies(&self.map, &requests)
+        } else {
+            Vec::new()
+        };
+        let with_copies = carrying.len() > requests.len();
+        let requests = if with_copies { carrying } else { requests };
         let memory = self.map.memory().clone();
-        let batch = &requests[..follower::batch_len(&memory, &requests)];
-        let Followed { outcomes, stall_ns } = follower::follow(&memory, store, &mut self.space, batch);
+        let batch = &requests[..follower::LIMIT.fits(&memory, &requests)];
+        let batch = cut_at_copy(batch, batch.len() == requests.len());
+        let mut stall_ns = 0;
+        let mut outcomes = Vec::new();
+        if batch.iter().any(is_copy) {
+            let (map, store) = (&self.map, self.session.store()?);
+            let healer = &mut self.planner.healer;
+            let Healed {
+                outcomes: done,
+                stall_ns: stall,
+            } = healer.heal(map, store, &mut self.space, self.number, batch);
+            (outcomes, stall_ns) = (done, stall);
+        }
+        // Copies stay behind where they are written all the time.
+        let contended = outcomes.iter().all(|outcome| {
+            matches!(
+                outcome,
+                Outcome::Contended | Outcome::NotTaken | Outcome::Pinned | Outcome::Untold
+            )
+        });
+        let alone: Vec<MergeRequest>;
+        let batch = if contended {
+            alone = batch
+                .iter()
+                .filter(|request| !is_copy(request))
+                .copied()
+                .collect();
+            let Followed {
+                outcomes: done,
+                stall_ns: stall,
+            } = follower::follow(&memory, self.session.store()?, &mut self.space, &alone);
+            (outcomes, stall_ns) = (done, stall_ns.max(stall));
+            &alone[..]
+        } else {
+            batch
+        };
         self.account.stats.stop.observe(stall_ns);
         self.account.stats.bytes_read.verify += (batch.len() * 2 * PAGE_SIZE) as u64;
-        for (request, outcome) in batch.iter().zip(outcomes) {
-            self.note_followed(request, outcome);
+        let slots_first = |copies: bool| {
+            batch
+                .iter()
+                .zip(&outcomes)
+                .filter(move |(request, _)| is_copy(request) == copies)
+        };
+        for (request, outcome) in slots_first(false).chain(slots_first(true)) {
+            self.note_followed(request, *outcome);
         }
-        let done = batch.len() < requests.len();
-        let last = batch[batch.len() - 1].page;
+        let last = batch.iter().rfind(|request| !is_copy(request))?.page;
+        let done = requests.iter().rfind(|request| !is_copy(request))?.page > last;
         Some(if done {
             pages.partition_point(|page| *page <= last)
         } else {
@@ -82,8 +189,16 @@ impl Pass {
         })
     }
 
+    /// Whether copies can be told from pinned pages now.
+    fn can_heal(&mut self) -> bool {
+        let managed = self.space.breaker.managed();
+        let healer = &mut self.planner.healer;
+        healer.can_heal(managed, self.map.mappings(), self.number)
+    }
+
     fn note_followed(&mut self, request: &MergeRequest, outcome: Outcome) {
         match (outcome, request.slot) {
+            (Outcome::Merged, Some(slot)) if is_copy(request) => self.map.carry(request.page, slot),
             (Outcome::Merged, Some(slot)) => self.map.follow(request.page, slot),
             (Outcome::Absent, _) => {
                 self.space
@@ -96,6 +211,90 @@ impl Pass {
             }
             _ => {}
         }
+    }
+
+    /// Lets copies leave the mappings of store files that they lie in, which would keep the files; as far as it can be told that
+    /// they are not pinned. Whether all did.
+    fn bring_home(&mut self, copies: &[Page]) -> Result<bool, Error> {
+        let requests: Vec<MergeRequest> = copies.iter().copied().map(MergeRequest::home).collect();
+        let mut all = true;
+        // In page order, and from the last batch on.
+        let mut batches: Vec<&[MergeRequest]> = vec![&requests[..]];
+        while let Some(batch) = batches.pop().filter(|batch| !batch.is_empty()) {
+            if !self.can_heal() || !self.map.has_vmas_for(HOME_VMAS) {
+                return Ok(false);
+            }
+            let memory = self.map.memory();
+            let most = self.planner.healer.batch_len(memory, batch);
+            let (batch, rest) = batch.split_at(HOME.fits(memory, batch).min(most));
+            if !rest.is_empty() {
+                batches.push(rest);
+            }
+            match self.bring_batch_home(batch) {
+                Outcome::Merged => {}
+                // Some page is written all the time: the others need not wait for it.
+                Outcome::Contended if batch.len() > 1 => {
+                    let (first, second) = batch.split_at(batch.len() / 2);
+                    batches.extend([second, first]);
+                }
+                _ => all = false,
+            }
+            self.account.lap(|cpu| &mut cpu.merge);
+            self.tell_store_of_many()?;
+            self.yield_and_poll()?;
+        }
+        Ok(all)
+    }
+
+    /// [`Outcome::Merged`]: all are in memory of their own; [`Outcome::Contended`]: some are not, since somebody waited.
+    fn bring_batch_home(&mut self, requests: &[MergeRequest]) -> Outcome {
+        // No discard meets frozen pages, until the states say what became of them.
+        let discards = self.space.discards.clone();
+        let mut discards = discards.lock();
+        self.space.note_discards(&mut discards, &mut self.map);
+        let there = |request: &&MergeRequest| self.map.backing(request.page).is_copied();
+        let batch: Vec<MergeRequest> = requests.iter().filter(there).copied().collect();
+        let Some(store) = self.session.store().filter(|_| !batch.is_empty()) else {
+            return Outcome::Merged;
+        };
+        let (map, space, healer) = (&self.map, &mut self.space, &mut self.planner.healer);
+        let Healed { outcomes, stall_ns } = healer.heal(map, store, space, self.number, &batch);
+        self.account.stats.heal.observe(stall_ns);
+        for (request, outcome) in batch.iter().zip(&outcomes) {
+            match outcome {
+                Outcome::Merged => self.map.made_private(request.page),
+                Outcome::Contended => self.account.stats.heal_wanted_total += 1,
+                _ => self.account.stats.heal_pinned_total += 1,
+            }
+        }
+        let all = |wanted: &[Outcome]| outcomes.iter().all(|outcome| wanted.contains(outcome));
+        match () {
+            () if all(&[Outcome::Merged]) => Outcome::Merged,
+            () if all(&[Outcome::Merged, Outcome::Contended]) => Outcome::Contended,
+            () => Outcome::Pinned,
+        }
+    }
+
+    /// Leaves files that went: copies come home, and so does what is left of stores that are gone.
+    pub(super) fn leave_files(&mut self) -> Result<(), Error> {
+        let kept = self.session.take_kept();
+        let copies = self.map.copies_within(&kept);
+        self.bring_home(&copies)?;
+        if !self.session.leaves_old_stores() {
+            return Ok(());
+        }
+        let (slots, copies) = self.map.settled_orphans();
+        for some in slots.chunks(CHUNK_PAGES) {
+            self.space
+                .make_all_private(&mut self.map, &mut self.account, some);
+            self.account.lap(|cpu| &mut cpu.merge);
+            self.tell_store_of_many()?;
+            self.yield_and_poll()?;
+        }
+        let home = self.bring_home(&copies)?;
+        let done = home && self.map.counts().orphaned == 0;
+        self.session.note_leaving(done);
+        Ok(())
     }
 
     /// Gives up segments that went. Nothing that was looked up is pending, and all was told.

@@ -24,6 +24,11 @@ impl Pass {
     pub(super) fn stand_by(&mut self) -> Result<(), Error> {
         self.drop_found();
         self.follow_while_resting();
+        match self.leave_files() {
+            // Whoever interrupts it is heard soon.
+            Ok(()) | Err(Error::Stopped) => {}
+            Err(error) => return Err(error),
+        }
         while self.session.is_connected() && !self.map.outbox.is_empty() {
             self.tell_store()?;
             // What was just asked to be published.

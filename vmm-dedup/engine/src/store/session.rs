@@ -13,7 +13,8 @@ use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::store::connection::Store;
 use crate::sys::proc;
-use std::collections::{HashSet, VecDeque};
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::index::{IndexReader, News};
@@ -29,6 +30,11 @@ const RESYNC_PERIOD_FULL: u64 = 1024;
 /// Least time between two looks at the process's mappings, and how many times longer than the last look it must be.
 const LOOK_PERIOD: Duration = Duration::from_secs(2);
 const LOOK_SHARE: u32 = 100;
+
+/// From a connection to another store on, pages of the one that is gone have so long to find twins; and the time from one try to
+/// leave it to the next.
+const LEAVE_AFTER: Duration = Duration::from_secs(20);
+const LEAVE_PERIOD: Duration = Duration::from_secs(10);
 
 /// Why the store may have forgotten sightings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +53,7 @@ struct MappingsLook {
 
 impl MappingsLook {
     /// The files that the process maps, if the time has come.
-    fn files(&mut self) -> Option<HashSet<u64>> {
+    fn files(&mut self) -> Option<Vec<(Range<usize>, u64)>> {
         let start = Instant::now();
         if self.not_before.is_some_and(|at| start < at) {
             return None;
@@ -75,6 +81,10 @@ pub(crate) struct Session {
     /// The store may have forgotten sightings of ours: the pass in which they are repeated.
     resync_at: Option<u64>,
     mappings_look: MappingsLook,
+    /// Where segments that went are still mapped.
+    kept: Vec<Range<usize>>,
+    /// When what is still mapped of stores that are gone is to be left.
+    leave_at: Option<Instant>,
 }
 
 impl Session {
@@ -93,6 +103,8 @@ impl Session {
             news: 0,
             resync_at: None,
             mappings_look: MappingsLook::default(),
+            kept: Vec::new(),
+            leave_at: None,
         };
         session.connect(pages)?;
         Ok(session)
@@ -113,7 +125,10 @@ impl Session {
         }
         map.outbox.clear();
         match self.connect(map.memory().pages()) {
-            Ok(()) => log::info!("connected to the store at {}", self.path.display()),
+            Ok(()) => {
+                self.leave_at = Some(Instant::now() + LEAVE_AFTER);
+                log::info!("connected to the store at {}", self.path.display());
+            }
             Err(error) => log::debug!("{error}"),
         }
     }
@@ -200,7 +215,7 @@ impl Session {
     }
 
     /// Gives up segments that went and that this process maps nowhere any more, once in a while. Nothing that was looked up is
-    /// pending, and all was told.
+    /// pending, and all was told. Where it maps the others is kept for [`Self::take_kept`].
     pub(crate) fn release_unmapped(&mut self) -> Result<(), Error> {
         let Some(store) = self.store.as_mut().filter(|store| !store.retired().is_empty()) else {
             return Ok(());
@@ -208,12 +223,35 @@ impl Session {
         let Some(mapped) = self.mappings_look.files() else {
             return Ok(());
         };
-        let gone = store.retired().iter().filter(|segment| {
-            let stat = rustix::fs::fstat(&segment.file);
-            stat.is_ok_and(|stat| !mapped.contains(&stat.st_ino))
-        });
-        let gone: Vec<u32> = gone.map(|segment| segment.number).collect();
+        let (mut gone, mut still) = (Vec::new(), Vec::new());
+        for segment in store.retired() {
+            let Ok(stat) = rustix::fs::fstat(&segment.file) else {
+                continue;
+            };
+            let places = mapped.iter().filter(|(_, inode)| *inode == stat.st_ino);
+            let before = still.len();
+            still.extend(places.map(|(range, _)| range.clone()));
+            if still.len() == before {
+                gone.push(segment.number);
+            }
+        }
+        self.kept = still;
         gone.into_iter().try_for_each(|number| store.release(number))
+    }
+
+    /// Where segments that went were still mapped when that was last looked at, once.
+    pub(crate) fn take_kept(&mut self) -> Vec<Range<usize>> {
+        std::mem::take(&mut self.kept)
+    }
+
+    /// Whether it is time to leave what is still mapped of stores that are gone.
+    pub(crate) fn leaves_old_stores(&self) -> bool {
+        self.store.is_some() && self.leave_at.is_some_and(|at| at <= Instant::now())
+    }
+
+    /// All of these was left, or it is tried again later.
+    pub(crate) fn note_leaving(&mut self, done: bool) {
+        self.leave_at = (!done).then(|| Instant::now() + LEAVE_PERIOD);
     }
 
     /// What entered the index since the last call; `None` if nothing did.

@@ -2,7 +2,6 @@
 
 use crate::error::Error;
 use rustix::time::{ClockId, clock_gettime};
-use std::collections::HashSet;
 use std::fs;
 use std::ops::Range;
 
@@ -48,13 +47,10 @@ fn vmas() -> Result<Vec<Vma>, Error> {
     Ok(text.lines().filter_map(parse_vma).collect())
 }
 
-/// Inode numbers of the files that this process maps.
-pub(crate) fn mapped_files() -> Result<HashSet<u64>, Error> {
-    Ok(vmas()?
-        .into_iter()
-        .map(|vma| vma.inode)
-        .filter(|inode| *inode != 0)
-        .collect())
+/// What this process maps of files: addresses and inode numbers.
+pub(crate) fn mapped_files() -> Result<Vec<(Range<usize>, u64)>, Error> {
+    let mapped = vmas()?.into_iter().map(|vma| (vma.range, vma.inode));
+    Ok(mapped.filter(|(_, inode)| *inode != 0).collect())
 }
 
 /// VMAs of this process.

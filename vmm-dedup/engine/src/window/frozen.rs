@@ -40,7 +40,7 @@
 use crate::compare::StablePage;
 use crate::memory::ranges::complement;
 use crate::sys::pagemap::Pagemap;
-use crate::sys::relocate::{map_over, unprotect, wake};
+use crate::sys::relocate::{map_over, put_over, unprotect, wake};
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma;
 use std::io;
@@ -154,6 +154,21 @@ impl<'a> Frozen<'a> {
     pub(crate) unsafe fn map_zeros(&mut self, pages: Range<usize>) -> io::Result<()> {
         // SAFETY: as promised by the caller, and nobody can write them.
         map_over(&pages, || unsafe { vma::renew(pages.start, pages.len()) })?;
+        self.note_replaced(pages);
+        Ok(())
+    }
+
+    /// Moves memory of ours into the place of consecutive pages. If that fails, it is gone.
+    ///
+    /// # Safety
+    /// `fresh` must hold the bytes of each page, which must be the store's or known not to be pinned for writing.
+    ///
+    /// # Errors
+    /// Those of the kernel; the pages are as they were then.
+    #[allow(unsafe_code)] // moves over guest memory
+    pub(crate) unsafe fn put(&mut self, pages: Range<usize>, fresh: usize) -> io::Result<()> {
+        // SAFETY: as promised by the caller, and nobody can write them.
+        unsafe { put_over(fresh, &pages) }?;
         self.note_replaced(pages);
         Ok(())
     }

@@ -1,0 +1,304 @@
+//! Replacing pages in mappings of store files where they are, while they are frozen ([`Frozen`]): what following, healing and
+//! bringing copies home have in common.
+//!
+//! # Why no write and no DMA is lost
+//!
+//! Nobody writes a frozen page, and nobody pins it for writing from then on. What is left is who had it pinned before.
+//!
+//! - A page that maps a slot is replaced only if it is not anonymous memory now: whoever pins such a page for writing makes the
+//!   kernel copy it.
+//! - A copy is anonymous memory. It is replaced only if a [`Proof`] says that it is not pinned.
+//!
+//! A slot that takes a page's place is compared with it first, at the guest's own address: neither changes. A page that stays
+//! private ([`Role::Exception`], [`Role::Home`]) is copied instead, while nobody changes it, and the copy takes its place in one
+//! step.
+
+use crate::compare::{PageId, Pair, StablePage, With};
+use crate::lookup::request::{MergeRequest, Role};
+use crate::memory::layout::Memory;
+use crate::merge::ready;
+use crate::merge::run::{Open, Outcome, continues, return_exceptions};
+use crate::store::connection::Store;
+use crate::sys::fork::Child;
+use crate::sys::guest;
+use crate::sys::page_size::{PAGE_SIZE, bytes};
+use crate::sys::pagemap::Pagemap;
+use crate::sys::pinners::NobodyPins;
+use crate::sys::vma::{self, Anonymous};
+use crate::unmerge::address_space::AddressSpace;
+use crate::unmerge::cow::FrozenRuns;
+use crate::window::Frozen;
+use std::io;
+use std::ops::Range;
+use std::time::Duration;
+use vmm_dedup_protocol::key::PAGE_WORDS;
+
+/// Most pages that are frozen at once, and most stretches of them: what a writer may have to wait for goes with these.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limit {
+    pub(crate) pages: usize,
+    pub(crate) stretches: usize,
+}
+
+impl Limit {
+    /// So many times as much.
+    pub(crate) fn times(self, n: usize) -> Self {
+        Self {
+            pages: self.pages * n,
+            stretches: self.stretches * n,
+        }
+    }
+
+    /// How many of the requests, which are in page order, it takes.
+    pub(crate) fn fits(self, memory: &Memory, requests: &[MergeRequest]) -> usize {
+        let mut stretches = 1;
+        let fits = |at: &usize| {
+            stretches += usize::from(!neighbours(memory, &requests[*at - 1], &requests[*at]));
+            stretches <= self.stretches
+        };
+        let most = requests.len().min(self.pages);
+        1 + (1..most).take_while(fits).count()
+    }
+}
+
+fn neighbours(memory: &Memory, a: &MergeRequest, b: &MergeRequest) -> bool {
+    b.page == a.page + 1 && memory.adjacent(a.page)
+}
+
+/// Consecutive pages.
+pub(crate) fn stretches<'r>(
+    memory: &Memory,
+    requests: &'r [MergeRequest],
+) -> impl Iterator<Item = &'r [MergeRequest]> {
+    requests.chunk_by(|a, b| neighbours(memory, a, b))
+}
+
+/// Addresses of consecutive pages.
+pub(crate) fn addresses(memory: &Memory, stretch: &[MergeRequest]) -> Range<usize> {
+    let start = memory.address(stretch[0].page);
+    start..start + bytes(stretch.len())
+}
+
+/// Reads a word of each page and slot, so that nobody waits while they come in from swap.
+#[allow(unsafe_code)] // reads guest memory
+pub(crate) fn touch(memory: &Memory, store: &Store, requests: &[MergeRequest]) {
+    ready::touch_slots(store, requests);
+    for request in requests {
+        // SAFETY: guest memory stays mapped while the service runs.
+        unsafe { guest::touch(memory.address(request.page)) };
+    }
+}
+
+/// How it is known of frozen pages that they are not pinned for writing.
+#[derive(Debug)]
+pub(crate) enum Proof<'c> {
+    /// It is not: anonymous memory stays as it is.
+    None,
+    /// Nobody can have pages pinned.
+    NobodyPins(NobodyPins),
+    /// Forked before the pages were frozen.
+    Child(#[expect(dead_code, reason = "it need only live")] &'c Child),
+    /// It is not known, and copies are replaced all the same: for the test that shows what comes of it.
+    #[cfg(feature = "blind-heals")]
+    Blind,
+}
+
+impl Proof<'_> {
+    /// What of frozen pages is anonymous memory, and what of that is not pinned for writing.
+    fn look(&self, run: &Frozen<'_>, pagemap: &mut Pagemap) -> io::Result<Found> {
+        let copies = run.copies(pagemap)?;
+        let free = match self {
+            Self::None => Vec::new(),
+            Self::NobodyPins(_) => copies.clone(),
+            Self::Child(_) => pagemap.shared_with_child(run.range())?,
+            #[cfg(feature = "blind-heals")]
+            Self::Blind => copies.clone(),
+        };
+        Ok(Found { copies, free })
+    }
+}
+
+/// What frozen pages are.
+#[derive(Debug)]
+struct Found {
+    /// Anonymous memory.
+    copies: Vec<Range<usize>>,
+    /// What of it is not pinned for writing.
+    free: Vec<Range<usize>>,
+}
+
+/// A place in the guest that something else was put into.
+#[derive(Debug)]
+struct Put {
+    at: Range<usize>,
+    /// A mapping of the store; else anonymous memory.
+    slots: bool,
+    zeros: bool,
+}
+
+/// Replaces what it can of frozen pages, run by run, unless somebody waits; the outcome of each request. Also returns what kept it
+/// from looking at the page tables: nothing is logged while pages are frozen.
+pub(crate) fn replace(
+    memory: &Memory,
+    store: &Store,
+    space: &mut AddressSpace,
+    mut frozen: FrozenRuns<'_>,
+    requests: &[MergeRequest],
+    proof: &Proof<'_>,
+) -> (Vec<Outcome>, Option<io::Error>) {
+    let (mut outcomes, mut put) = (Vec::with_capacity(requests.len()), Vec::new());
+    let (mut rest, mut failure) = (Outcome::Contended, None);
+    for (run, stretch) in frozen.runs_mut().zip(stretches(memory, requests)) {
+        if run.somebody_waits(Duration::ZERO) {
+            break;
+        }
+        let found = match proof.look(run, &mut space.pagemap) {
+            Ok(found) => found,
+            Err(error) => {
+                (rest, failure) = (Outcome::Untold, Some(error));
+                break;
+            }
+        };
+        let mut compared = compare(run, &found, store, stretch);
+        return_exceptions(stretch, &mut compared, Open::default());
+        put_runs(memory, run, store, stretch, &mut compared, &mut put);
+        outcomes.extend(compared);
+    }
+    outcomes.resize(requests.len(), rest);
+    let slots = put.iter().filter(|put| put.slots);
+    let slots: Vec<Range<usize>> = slots.map(|put| put.at.clone()).collect();
+    frozen.adopt(&mut space.pagemap, &slots);
+    for Put { at, slots, zeros } in put {
+        if slots {
+            memory.advise_mapped(&at);
+            continue;
+        }
+        if zeros {
+            memory.advise_again(&at);
+        }
+        // Not tracked if that fails, so it counts as written for ever: it is only never merged again.
+        let _ = space.register(&at);
+    }
+    (outcomes, failure)
+}
+
+/// Compares frozen pages with what shall take their places.
+#[allow(unsafe_code)] // reads guest memory
+fn compare(run: &Frozen<'_>, found: &Found, store: &Store, stretch: &[MergeRequest]) -> Vec<Outcome> {
+    let within = |ranges: &[Range<usize>], at: usize| ranges.iter().any(|range| range.contains(&at));
+    let outcome = |(request, at): (&MergeRequest, usize)| {
+        match request.role {
+            Role::Moved if within(&found.copies, at) => return Outcome::Absent,
+            Role::Moved => {}
+            _ if !within(&found.free, at) => return Outcome::Pinned,
+            Role::Exception | Role::Home => return Outcome::Merged,
+            Role::Publisher | Role::Twin | Role::Proposed => {}
+        }
+        let with = match request.slot {
+            None => With::Zeros,
+            Some(slot) => match store.slot(slot) {
+                None => return Outcome::Different,
+                Some((_, page)) => With::Slot {
+                    id: PageId::of_node(slot.number()),
+                    // SAFETY: the slot is mapped while the store is borrowed, and it is not written after it could be found.
+                    page: unsafe { StablePage::at(page) },
+                },
+            },
+        };
+        // SAFETY: it is frozen. It is the store's, so that nobody has it pinned for writing, or known not to be pinned.
+        let taken = unsafe { run.page(at) };
+        if (Pair { taken, with }).equal() {
+            Outcome::Merged
+        } else {
+            Outcome::Different
+        }
+    };
+    let addresses = run.range().clone().step_by(PAGE_SIZE);
+    stretch.iter().zip(addresses).map(outcome).collect()
+}
+
+/// Puts what was found right into place, from the last run to the first: the kernel splits a mapping cheaper at its end.
+fn put_runs(
+    memory: &Memory,
+    frozen: &mut Frozen<'_>,
+    store: &Store,
+    stretch: &[MergeRequest],
+    outcomes: &mut [Outcome],
+    put: &mut Vec<Put>,
+) {
+    let start = frozen.range().start;
+    let mut end = stretch.len();
+    while end > 0 {
+        if outcomes[end - 1] != Outcome::Merged {
+            end -= 1;
+            continue;
+        }
+        let mut first = end - 1;
+        while first > 0
+            && outcomes[first - 1] == Outcome::Merged
+            && continues(&stretch[first - 1], &stretch[first])
+        {
+            first -= 1;
+        }
+        let at = start + bytes(first)..start + bytes(end);
+        let run = &stretch[first..end];
+        match put_run(memory, frozen, store, run, &at) {
+            Ok(()) => put.push(Put {
+                at,
+                slots: run[0].slot.is_some(),
+                zeros: run[0].slot.is_none() && run[0].role != Role::Home,
+            }),
+            Err(_) => outcomes[first..end].fill(Outcome::NoVma),
+        }
+        end = first;
+    }
+}
+
+#[allow(unsafe_code)] // replaces guest pages
+fn put_run(
+    memory: &Memory,
+    frozen: &mut Frozen<'_>,
+    store: &Store,
+    run: &[MergeRequest],
+    at: &Range<usize>,
+) -> io::Result<()> {
+    let copied = |request: &MergeRequest| matches!(request.role, Role::Exception | Role::Home);
+    let copies: Vec<usize> = (0..run.len()).filter(|n| copied(&run[*n])).collect();
+    let Some(slot) = run[0].slot else {
+        if copies.is_empty() {
+            // SAFETY: the pages are zero, and not pinned for writing.
+            return unsafe { frozen.map_zeros(at.clone()) };
+        }
+        let mut area = Anonymous::new(run.len())?;
+        area.populate()?;
+        let fresh = area.take_front(run.len());
+        memory.advise_copy(at, fresh);
+        copy(at, fresh, &copies);
+        // SAFETY: each page was just copied, is not pinned for writing, and nobody can write it.
+        return unsafe { frozen.put(at.clone(), fresh) };
+    };
+    let (file, _) = store.slot(slot).ok_or(io::ErrorKind::NotFound)?;
+    if copies.is_empty() {
+        // SAFETY: the pages are equal to the slots. They are the store's, or not pinned for writing.
+        return unsafe { frozen.map_slots(at.clone(), file, slot.offset()) };
+    }
+    // The kernel copies the slots at the exceptions' places when these are written here.
+    let fresh = vma::map_segment_anywhere(at.len(), file, slot.offset())?;
+    copy(at, fresh, &copies);
+    // SAFETY: the pages are equal to the slots, or were just copied. They are the store's, or not pinned for writing, and nobody
+    // can write them.
+    unsafe { frozen.put(at.clone(), fresh) }
+}
+
+/// Copies frozen guest pages into memory of ours.
+#[allow(unsafe_code)] // copies guest pages
+fn copy(from: &Range<usize>, to: usize, pages: &[usize]) {
+    let mut page = [0; PAGE_WORDS];
+    for offset in pages.iter().map(|page| bytes(*page)) {
+        // SAFETY: guest memory is mapped; it is frozen, so the copy is not torn. `to` is our own.
+        unsafe {
+            guest::copy_page(from.start + offset, &mut page);
+            guest::store_page(to + offset, &page);
+        }
+    }
+}
