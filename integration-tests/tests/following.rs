@@ -463,10 +463,8 @@ fn a_guest_that_writes_and_checks_follows() {
         pass_until(&vms, "that guests share", || {
             guests.iter().all(|guest| guest.stats().pages_mapped >= 16 * 256)
         });
-        for round in 1..4u64 {
-            kill(&mut vms, Death::Replaced, |page| {
-                page / EXTENT % 4 != round as usize
-            });
+        for round in 1..4 {
+            kill(&mut vms, Death::Replaced, |page| page / EXTENT % 4 != round);
             pass_until(&vms, "sharing again", || {
                 vms.iter()
                     .all(|vm| vm.service.stats().pages_mapped == PAGES as u64)
@@ -491,7 +489,9 @@ fn a_store_that_dies_while_pages_move_takes_nothing_along() {
         for wait in [0, 30, 300] {
             let mut store = StoreThread::with_metrics();
             let mut vms = start_all(&store, 2, breaks);
-            kill(&mut vms, Death::Replaced, |page| !(page / EXTENT).is_multiple_of(8));
+            kill(&mut vms, Death::Replaced, |page| {
+                !(page / EXTENT).is_multiple_of(8)
+            });
             let moved = || store.metric("moved_total") > 0;
             pass_until(&vms, "that pages move", moved);
             std::thread::sleep(Duration::from_millis(wait));
