@@ -17,6 +17,10 @@ fn config(name: &str) -> Config {
         name: name.into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
+        breaks: Breaks::Kernel {
+            heal_stall_us: 5000,
+            heal_without_fork: true,
+        },
         ..Config::default()
     }
 }

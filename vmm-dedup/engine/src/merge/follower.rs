@@ -2,12 +2,12 @@
 //!
 //! # Why no write and no DMA is lost
 //!
-//! 1. *Freeze* ([`Frozen`]): nobody writes the pages from here on, and nobody pins them for writing.
+//! 1. *Freeze* ([`Frozen`](crate::window::Frozen)): nobody writes the pages from here on, and nobody pins them for writing.
 //! 2. *Look.* What is anonymous memory now (the kernel has copied it for a writer) stays as it is. The rest are pages of the
 //!    store, which nobody has pinned for writing: that pin would have made the kernel copy them.
 //! 3. *Compare*, with the CPU, what the guest sees with the new slot: neither changes. The store is not trusted to have copied
 //!    right.
-//! 4. *Map and thaw*: see [`Frozen`]. A device that reads the old page goes on reading that, which holds the same.
+//! 4. *Map and thaw*: see [`Frozen`](crate::window::Frozen). A device that reads the old page goes on reading that, which holds the same.
 //!
 //! Readers never wait. What is not equal, or cannot be followed for another reason, goes on mapping the old slot, whose
 //! references keep it. When its segment has gone it is made private.

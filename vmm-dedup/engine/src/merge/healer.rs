@@ -4,7 +4,7 @@
 //!
 //! # Nobody pins
 //!
-//! 1. *Freeze* ([`Frozen`]): nobody writes the pages from here on, and nobody pins them for writing.
+//! 1. *Freeze* ([`Frozen`](crate::window::Frozen)): nobody writes the pages from here on, and nobody pins them for writing.
 //! 2. *Grace.* Another process that writes this one's memory (a debugger, by process_vm_writev or /proc/PID/mem) has pages
 //!    pinned while it copies into them, which is microseconds, and no file of ours shows it. Whoever had begun before the
 //!    pages were frozen is given [`GRACE`] to end. If somebody waits for a page meanwhile, all are thawed at once, and are tried
@@ -13,7 +13,7 @@
 //!    done so through a file that was open then. It still is, or its I/O goes on although it was closed, which
 //!    [`direct_io`](mod@crate::sys::direct_io) cannot see either.
 //! 4. *Compare*, with the CPU, at the guest's own address: nobody changes the page, and a slot does not change.
-//! 5. *Map and thaw*: see [`Frozen`].
+//! 5. *Map and thaw*: see [`Frozen`](crate::window::Frozen).
 //!
 //! What remains: a debugger that is held up for longer than the grace between pinning a page and writing it loses that
 //! write.

@@ -1,7 +1,7 @@
 //! The seam at which tests make system calls fail.
 //!
 //! Every call on guest memory, and every call that may be made while guest pages are away, asks [`before`] first. In a
-//! product that is nothing. With the feature `inject`, and in the engine's own tests, an [`Injection`] says which calls of
+//! product that is nothing. With the feature `inject`, and in the engine's own tests, an `Injection` says which calls of
 //! one kind end with an errno instead of being made.
 
 use std::io;
