@@ -42,5 +42,5 @@ nested: setup ## real Linux guests in a Linux host in QEMU; logs go to target/ne
 	$(CARGO) build $(CARGOFLAGS) -p vmm-dedup-cli -p vmm-dedup-preload -p vmm-dedup-nested
 	$(CARGO) run $(CARGOFLAGS) -p vmm-dedup-nested -- run --out target/nested-out
 
-chaos: setup ## the long run: 2,000,000 merges, 1,000,000 under swap, 1,000,000 splits and rebuilds, 400,000 direct reads
+chaos: setup ## the long run: 2,000,000 merges, 1,000,000 under swap, 1,000,000 splits and rebuilds, 4,000,000 heals, 400,000 direct reads
 	$(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --bin chaos -- --long

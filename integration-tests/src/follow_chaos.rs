@@ -25,6 +25,17 @@ const WORD: usize = 8;
 /// Pages that one direct write takes, and that a pipe keeps at a time.
 const TOGETHER: usize = 16;
 
+/// Breaks by the kernel, and copies that forks heal: the file for direct I/O keeps the other way closed.
+pub const KERNEL: Breaks = Breaks::Kernel {
+    heal_stall_us: 50_000,
+    heal_without_fork: false,
+};
+/// Breaks by the service.
+pub const MANAGED: Breaks = Breaks::Managed {
+    reserve_pages: 1024,
+    floor_bytes: 0,
+};
+
 /// What happened.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Outcome {
@@ -78,8 +89,6 @@ pub fn chaos(moves: u64, patience: Duration, breaks: Breaks) -> Outcome {
             name: format!("fire-{n}"),
             cpu_percent: 100,
             pass_period_ms: 3_600_000,
-            pins_are_visible: true,
-            heal_stall_us: 50_000,
             breaks,
             ..Config::default()
         };

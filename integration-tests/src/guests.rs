@@ -187,12 +187,79 @@ pub fn exceptions(seed: u64) -> Exceptions {
             "a guest found wrong bytes: {verdict:?}"
         );
         outcome.merges += stats.merges_total + stats.zero_merges_total;
-        outcome.exceptions += stats.pages_broken - stats.breaks_kernel_total;
+        // What was copied, and is or was such a page, and had not been broken.
+        outcome.exceptions +=
+            (stats.pages_broken + stats.heals_total).saturating_sub(stats.breaks_kernel_total);
         outcome.breaks += stats.breaks_kernel_total;
         outcome.writes += verdict.writes;
         add(&mut outcome.stop, &stats.stop);
     }
     outcome
+}
+
+/// What happened to pages that the kernel had copied.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Heals {
+    /// Merged again.
+    pub heals: u64,
+    /// Copied by the kernel.
+    pub breaks: u64,
+    /// Left alone since somebody waited to write.
+    pub wanted: u64,
+    /// Writes that the guests did.
+    pub writes: u64,
+    /// Wrong words that the guests found.
+    pub errors: u64,
+    /// How long writers may have waited.
+    pub stall: Histogram,
+}
+
+/// Two guests write, restore and rest, with kernel breaks, until `size.merges` copies were merged again.
+///
+/// # Panics
+/// If a guest reports a wrong byte, or it is not reached in time.
+#[must_use]
+pub fn heals(size: Size) -> Heals {
+    let store = StoreThread::start();
+    let guests: Vec<Guest> = (1..3)
+        .map(|n| {
+            let config = Config {
+                name: format!("heals-{n}"),
+                pass_period_ms: 20,
+                cpu_percent: 90,
+                ..Config::default()
+            };
+            let payload = payload(n, size).rate(10_000);
+            let memory = size.common_mib + size.zero_mib + 16;
+            Guest::boot(payload, memory, ThpMode::Never, Some((&store.socket(), config)))
+        })
+        .collect();
+    let start = Instant::now();
+    let healed = || guests.iter().map(|guest| guest.stats().heals_total).sum::<u64>();
+    while healed() < size.merges {
+        assert!(
+            start.elapsed() < size.patience,
+            "only {} heals in time: {:?}",
+            healed(),
+            guests[0].stats()
+        );
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let mut all = Heals::default();
+    for guest in guests {
+        let (verdict, stats) = guest.finish();
+        assert!(
+            verdict.ok && verdict.errors == 0,
+            "a guest found wrong bytes: {verdict:?}"
+        );
+        all.heals += stats.heals_total;
+        all.breaks += stats.breaks_kernel_total;
+        all.wanted += stats.heal_wanted_total;
+        all.writes += verdict.writes;
+        all.errors += verdict.errors;
+        add(&mut all.stall, &stats.heal);
+    }
+    all
 }
 
 /// All pages are written, restored, and rest.

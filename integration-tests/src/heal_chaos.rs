@@ -7,13 +7,14 @@ use crate::memory::Pages;
 use crate::store::StoreThread;
 use io_uring::{IoUring, opcode, types};
 use std::io::{Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::{Config, DedupService, ServiceStats};
+use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::stats::Histogram;
+use vmm_dedup_trouble::Pager;
 
 const PAGES: usize = 2048;
 /// Who writes: each has every so manieth page.
@@ -41,11 +42,27 @@ pub struct Outcome {
     pub reads: u64,
     /// Bytes of pages that went through pipes.
     pub spliced: u64,
+    /// Children that were stopped or killed.
+    pub killed: u64,
+    /// Copies left alone because nothing told whether they were pinned.
+    pub untold: u64,
     /// Words that were not what was written last.
     pub wrong: u64,
     /// How long writers may have waited.
     pub stall: Histogram,
 }
+
+/// What happens besides.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Besides {
+    /// The pages are paged out all the time. Whoever calls holds swap.
+    pub swap: bool,
+    /// The process's children are stopped and killed as soon as they are seen.
+    pub kills: bool,
+}
+
+/// Pages paged out in one call, at most.
+const MOST_OUT: usize = 32;
 
 /// Who may have pages pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +88,7 @@ struct Fire<'a> {
 /// # Panics
 /// If something does not work that has nothing to do with it.
 #[must_use]
-pub fn chaos(heals: u64, patience: Duration, pins: Pins) -> Outcome {
+pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Outcome {
     let store = StoreThread::start();
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
     let (pages, twins) = (Pages::map(PAGES), Pages::map(PAGES));
@@ -84,7 +101,10 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins) -> Outcome {
         name: name.into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
-        pins_are_visible: true,
+        breaks: Breaks::Kernel {
+            heal_stall_us: 5000,
+            heal_without_fork: pins == Pins::Nobody,
+        },
         ..Config::default()
     };
     let twin = twins
@@ -93,6 +113,8 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins) -> Outcome {
     let service = pages
         .serve(&store.socket(), config("fire"))
         .expect("dedup starts");
+    twin.vouch_for_pins();
+    service.vouch_for_pins();
     let shared = |service: &DedupService| service.pass().expect("passes run").pages_mapped == PAGES as u64;
     while !(shared(&twin) & shared(&service)) {}
     let fire = Fire {
@@ -104,16 +126,23 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins) -> Outcome {
         spliced: AtomicU64::new(0),
         wrong: AtomicU64::new(0),
     };
-    let stats = std::thread::scope(|scope| {
+    let (stats, killed) = std::thread::scope(|scope| {
         let fire = &fire;
+        let memory = pages.address(0)..pages.address(0) + PAGES * PAGE_SIZE;
+        let _pager = besides
+            .swap
+            .then(|| Pager::start(1, MOST_OUT, move || vec![memory.clone()]));
+        let killed = besides.kills.then(|| scope.spawn(|| fire.kill_children()));
         scope.spawn(|| fire.write_and_splice(0));
-        scope.spawn(|| fire.write_from_outside(1));
         match &file {
             Some(file) => {
+                scope.spawn(|| fire.write_from_outside(1));
                 scope.spawn(|| fire.read_directly(2, file));
                 scope.spawn(|| fire.read_into_buffers(3, file));
             }
+            // Who writes from outside counts as pinning.
             None => {
+                scope.spawn(|| fire.write_and_splice(1));
                 scope.spawn(|| fire.write_and_splice(2));
                 scope.spawn(|| fire.write_and_splice(3));
             }
@@ -131,7 +160,8 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins) -> Outcome {
             }
         }
         fire.stop.store(true, Ordering::Release);
-        stats
+        let killed = killed.map_or(0, |killer| killer.join().expect("the killer ends"));
+        (stats, killed)
     });
     let stayed = (0..PAGES).filter(|page| !pages.holds(*page, id(*page)));
     let wrong = fire.wrong.into_inner() + stayed.fold(0, |n, _| n + 1);
@@ -141,6 +171,8 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins) -> Outcome {
         heals: stats.heals_total,
         pinned: stats.heal_pinned_total,
         wanted: stats.heal_wanted_total,
+        untold: stats.heal_failed_total,
+        killed,
         writes: fire.writes.into_inner(),
         reads: fire.reads.into_inner(),
         spliced: fire.spliced.into_inner(),
@@ -170,6 +202,20 @@ fn make_file(folder: &Path) -> OwnedFd {
     }
     file.sync_all().expect("the file is on disk");
     open_direct(&path)
+}
+
+/// Processes that threads of this one have forked.
+fn children() -> Vec<i32> {
+    let threads = std::fs::read_dir("/proc/self/task").expect("threads").flatten();
+    let lists = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok());
+    lists
+        .flat_map(|list| {
+            list.split_whitespace()
+                .map(|pid| pid.parse().ok())
+                .collect::<Vec<_>>()
+        })
+        .flatten()
+        .collect()
 }
 
 /// Numbers that are random enough (Knuth's MMIX constants).
@@ -239,13 +285,45 @@ impl Fire<'_> {
                 assert_eq!(spliced, PAGE_SIZE.cast_signed());
                 out.read_exact(&mut bytes).expect("the pipe has a page");
                 let word = bytes[WORD * 8..WORD * 8 + 8].try_into().expect("8 bytes");
-                if u64::from_ne_bytes(word) != self.normal(page) {
+                let word = u64::from_ne_bytes(word);
+                if word != self.normal(page) {
+                    eprintln!("spliced: page {page} has {word:x}");
                     self.wrong.fetch_add(1, Ordering::Relaxed);
                 }
                 self.spliced.fetch_add(PAGE_SIZE as u64, Ordering::Relaxed);
                 std::thread::sleep(Duration::from_micros(200));
             }
         }
+    }
+
+    /// Stops and kills children of this process; how many.
+    fn kill_children(&self) -> u64 {
+        let mut killed = 0;
+        while self.goes_on() {
+            for child in children() {
+                // SAFETY: no memory is given.
+                let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, child, 0) };
+                let Some(pidfd) = i32::try_from(pidfd).ok().filter(|fd| *fd >= 0) else {
+                    continue;
+                };
+                // SAFETY: a fresh descriptor that nobody else owns.
+                let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+                // It may have ended, and its number may be another process's.
+                if children().contains(&child) {
+                    let signal = if killed % 2 == 0 {
+                        libc::SIGKILL
+                    } else {
+                        libc::SIGSTOP
+                    };
+                    // SAFETY: no memory is given.
+                    let sent = unsafe {
+                        libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), signal, 0, 0)
+                    };
+                    killed += u64::from(sent == 0);
+                }
+            }
+        }
+        killed
     }
 
     /// As a debugger would.
@@ -263,10 +341,12 @@ impl Fire<'_> {
                     iov_base: (self.pages.address(page) + WORD * 8) as *mut _,
                     iov_len: 8,
                 };
+                let call = Instant::now();
                 // SAFETY: a word of our own memory.
                 let written = unsafe { libc::process_vm_writev(libc::getpid(), &from, 1, &to, 1, 0) };
                 assert_eq!(written, 8, "{}", std::io::Error::last_os_error());
-                self.check(page, word, 20, "process_vm_writev");
+                let took = call.elapsed();
+                self.check(page, word, 20, &format!("process_vm_writev, in {took:?}"));
                 self.writes.fetch_add(1, Ordering::Relaxed);
             }
             if random.next().is_multiple_of(16) {
@@ -277,7 +357,7 @@ impl Fire<'_> {
 
     /// What the file has for a page.
     fn in_file(&self, page: usize, other: bool) -> (i64, u64) {
-        let offset = ((page * 2 + usize::from(other)) * PAGE_SIZE) as i64;
+        let offset = i64::try_from((page * 2 + usize::from(other)) * PAGE_SIZE).expect("a small file");
         let word = if other {
             OTHER + page as u64
         } else {

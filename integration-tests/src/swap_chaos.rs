@@ -1,8 +1,8 @@
 //! Chaos under swap: a thread pages out guest, scratch and store memory all the time, while guests write, restore and rest,
 //! and the services merge, break, sample, give up zeros, and build huge pages again.
 //!
-//! Huge pages are paged out now and then only: paging a part out splits them, and a service does not build again what it has
-//! not split itself.
+//! Huge pages are left alone until the service splits them: paging a part out splits them as well, and a service does not build
+//! again what it has not split itself.
 
 use crate::guests::Size;
 use crate::huge_chaos::{Outcome, boot, outcome};
@@ -19,9 +19,9 @@ use vmm_dedup_trouble::{Pager, Swap, Watchdog};
 const MOST: usize = 32;
 /// How long no guest may get on. (One that waits for ever is found by it, not one that is slow.)
 const HUNG: Duration = Duration::from_secs(120);
-/// Of so many times, huge pages are paged out once.
-const SELDOM: usize = 64;
 const HUGE: usize = 2 << 20;
+/// How long a huge page that is built again is waited for.
+const REBUILT: Duration = Duration::from_secs(20);
 /// Mappings of the service's own that are at least as large may be scratch memory.
 const SCRATCH: usize = 4 << 20;
 
@@ -49,11 +49,8 @@ pub fn chaos(size: Size, swap: &Swap) -> Swapped {
     let memory: Vec<Range<usize>> = guests.iter().flat_map(Guest::memory).collect();
     let before = swapped_pages();
     let pager = {
-        let (memory, mut times) = (memory.clone(), 0usize);
-        Pager::start(1, MOST, move || {
-            times += 1;
-            ranges(&memory, times.is_multiple_of(SELDOM))
-        })
+        let memory = memory.clone();
+        Pager::start(1, MOST, move || ranges(&memory))
     };
     let (start, mut shown) = (Instant::now(), Instant::now());
     let mut seen = vec![0; guests.len()];
@@ -68,7 +65,9 @@ pub fn chaos(size: Size, swap: &Swap) -> Swapped {
         let sum = |field: fn(&ServiceStats) -> u64| stats.iter().map(field).sum::<u64>();
         let merges = sum(|s| s.merges_total + s.zero_merges_total);
         let (breaks, rebuilt) = (sum(ServiceStats::breaks_total), sum(|s| s.huge_rebuilt_total));
-        if merges.min(breaks) >= size.merges && rebuilt > 0 {
+        // Whether memory is hot enough to be built again is chance.
+        let enough = rebuilt > 0 || start.elapsed() > REBUILT;
+        if merges.min(breaks) >= size.merges && enough {
             break;
         }
         assert!(
@@ -97,7 +96,7 @@ pub fn chaos(size: Size, swap: &Swap) -> Swapped {
 }
 
 /// What is paged out: guests, mappings of the store besides, and what may be scratch memory.
-fn ranges(guests: &[Range<usize>], huge_too: bool) -> Vec<Range<usize>> {
+fn ranges(guests: &[Range<usize>]) -> Vec<Range<usize>> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let hex = |text: &str| usize::from_str_radix(text, 16).ok();
     let besides = maps.lines().filter_map(|line| {
@@ -116,7 +115,7 @@ fn ranges(guests: &[Range<usize>], huge_too: bool) -> Vec<Range<usize>> {
         let starts = (guest.start / HUGE * HUGE..guest.end).step_by(HUGE);
         starts.map(|start| start.max(guest.start)..guest.end.min(start + HUGE))
     });
-    let small: Vec<Range<usize>> = chunks.filter(|chunk| huge_too || !is_huge(chunk)).collect();
+    let small: Vec<Range<usize>> = chunks.filter(|chunk| !is_huge(chunk)).collect();
     // As often as all the rest.
     let times = all.len().div_ceil(small.len().max(1)).max(1);
     all.extend(std::iter::repeat_n(small, times).flatten());

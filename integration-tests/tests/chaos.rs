@@ -1,10 +1,9 @@
 //! The short form of the long proof (`make chaos`).
 
 use std::time::Duration;
-use vmm_dedup::Breaks;
 use vmm_dedup_integration_tests::direct_io::{self, Backing};
 use vmm_dedup_integration_tests::follow_chaos;
-use vmm_dedup_integration_tests::heal_chaos::{self, Pins};
+use vmm_dedup_integration_tests::heal_chaos::{self, Besides, Pins};
 use vmm_dedup_integration_tests::huge::HUGE_PAGES;
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
@@ -125,17 +124,63 @@ fn direct_reads_arrive_while_huge_pages_are_split_and_built_again() {
 fn copies_that_are_merged_again_lose_nothing() {
     need_userfaultfd!();
     for pins in [Pins::Devices, Pins::Nobody] {
-        let out = heal_chaos::chaos(30_000, Duration::from_secs(60), pins);
+        let out = heal_chaos::chaos(30_000, Duration::from_secs(60), pins, Besides::default());
         eprintln!("{pins:?}: {out:?}, p99 {} us", out.stall.quantile_us(0.99));
         assert!(out.wrong == 0 && out.heals >= 1000, "{out:?}");
     }
 }
 
 #[test]
+fn copies_that_are_merged_again_lose_nothing_while_they_are_swapped_out() {
+    need_userfaultfd!();
+    let _swap = vmm_dedup_trouble::swap_or_skip!();
+    let besides = Besides {
+        swap: true,
+        ..Besides::default()
+    };
+    for pins in [Pins::Devices, Pins::Nobody] {
+        let out = heal_chaos::chaos(10_000, Duration::from_secs(60), pins, besides);
+        eprintln!("{pins:?}: {out:?}, p99 {} us", out.stall.quantile_us(0.99));
+        assert!(out.wrong == 0 && out.heals >= 500, "{out:?}");
+    }
+}
+
+#[test]
+fn copies_lose_nothing_while_the_children_that_tell_of_pins_are_killed() {
+    need_userfaultfd!();
+    let besides = Besides {
+        kills: true,
+        ..Besides::default()
+    };
+    let out = heal_chaos::chaos(20_000, Duration::from_secs(20), Pins::Devices, besides);
+    eprintln!("{out:?}");
+    assert!(out.wrong == 0 && out.killed > 0, "{out:?}");
+}
+
+#[test]
+fn guests_whose_copies_are_merged_again_lose_nothing() {
+    need_kvm!();
+    let size = guests::Size {
+        merges: 20_000,
+        patience: Duration::from_secs(240),
+        common_mib: 8,
+        zero_mib: 8,
+    };
+    let out = guests::heals(size);
+    eprintln!("{out:?}, p99 {} us", out.stall.quantile_us(0.99));
+    assert!(out.errors == 0 && out.heals >= size.merges, "{out:?}");
+}
+
+#[test]
 fn copies_that_are_merged_although_they_are_pinned_lose_reads() {
     need_userfaultfd!();
     vmm_dedup::heal_blindly(true);
-    let out = heal_chaos::chaos(u64::MAX, Duration::from_secs(60), Pins::Devices);
+    let out = heal_chaos::chaos(
+        u64::MAX,
+        Duration::from_secs(60),
+        Pins::Devices,
+        Besides::default(),
+    );
     vmm_dedup::heal_blindly(false);
     assert!(out.wrong > 0, "the test finds nothing: {out:?}");
 }
@@ -143,11 +188,7 @@ fn copies_that_are_merged_although_they_are_pinned_lose_reads() {
 #[test]
 fn pages_whose_slots_move_lose_nothing() {
     need_userfaultfd!();
-    let managed = Breaks::Managed {
-        reserve_pages: 1024,
-        floor_bytes: 0,
-    };
-    for breaks in [Breaks::Kernel, managed] {
+    for breaks in [follow_chaos::KERNEL, follow_chaos::MANAGED] {
         let out = follow_chaos::chaos(8_000, Duration::from_secs(15), breaks);
         eprintln!("{breaks:?}: {out:?}");
         assert!(out.wrong == 0 && out.moves >= 1000 && out.retired > 0, "{out:?}");

@@ -133,7 +133,7 @@ fn every_expression_of_dashboards_and_rules_returns_data() {
     let guests = [
         guest(&store, VM, 1, managed),
         guest(&store, "managed-2", 2, managed),
-        guest(&store, "kernel", 3, Breaks::Kernel),
+        guest(&store, "kernel", 3, Breaks::KERNEL),
     ];
     let refusal = Refusal::new(Reason::Vfio, "device 0000:01:00.0", "detach it");
     let _refused = Refused::announce(&store.socket(), "gpu", 512, &refusal).expect("a thread");

@@ -216,7 +216,7 @@ fn holes_that_failing_calls_leave_are_mended() {
             cpu_percent: 100,
             pass_period_ms: 3_600_000,
             huge_policy: Policy::Ksm,
-            breaks: Breaks::Kernel,
+            breaks: Breaks::KERNEL,
             ..Config::default()
         };
         let twin = Pages::map(512);

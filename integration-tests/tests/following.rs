@@ -20,7 +20,10 @@ const EXTENT: usize = 64;
 /// Within this the memory has to return.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-const KERNEL: Breaks = Breaks::Kernel;
+const KERNEL: Breaks = Breaks::Kernel {
+    heal_stall_us: 5_000,
+    heal_without_fork: true,
+};
 const MANAGED: Breaks = Breaks::Managed {
     reserve_pages: 1024,
     floor_bytes: 0,
@@ -31,7 +34,6 @@ fn config(name: &str, breaks: Breaks) -> Config {
         name: name.into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
-        pins_are_visible: true,
         breaks,
         ..Config::default()
     }
@@ -56,11 +58,9 @@ impl Vm {
             .enumerate()
             .for_each(|(page, id)| pages.fill(page, *id));
         let service = pages.serve(&store.socket(), config(name, breaks));
-        Self {
-            pages,
-            ids,
-            service: service.expect("dedup starts"),
-        }
+        let service = service.expect("dedup starts");
+        service.vouch_for_pins();
+        Self { pages, ids, service }
     }
 
     fn write(&mut self, page: usize, id: u64) {

@@ -1,7 +1,7 @@
 //! Pages that the kernel copied on write are merged again.
 
 use std::time::{Duration, Instant};
-use vmm_dedup::{Config, DedupService, ServiceStats};
+use vmm_dedup::{Breaks, Call, Config, DedupService, Injection, ServiceStats, Times};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -17,7 +17,6 @@ fn config(name: &str) -> Config {
         name: name.into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
-        pins_are_visible: true,
         ..Config::default()
     }
 }
@@ -34,6 +33,7 @@ fn guests(store: &StoreThread, count: usize, config: impl Fn(&str) -> Config) ->
         let service = pages
             .serve(&store.socket(), config(&format!("guest-{n}")))
             .expect("dedup starts");
+        service.vouch_for_pins();
         Guest { pages, service }
     };
     (0..count).map(guest).collect()
@@ -117,21 +117,31 @@ fn write_all(guests: &[Guest], id: impl Fn(usize) -> u64) {
     }
 }
 
-#[test]
-fn with_direct_io_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
-    need_userfaultfd!();
-    let store = StoreThread::start();
+/// A file that may have pages pinned, for as long as it is open.
+fn open_direct() -> std::os::fd::OwnedFd {
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
     let path = folder.path().join("disk");
     std::fs::write(&path, [0; 4096]).expect("a file");
     let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECT | rustix::fs::OFlags::CLOEXEC;
-    let direct = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).expect("O_DIRECT");
+    rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).expect("O_DIRECT")
+}
+
+#[test]
+fn with_direct_io_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let direct = open_direct();
     for heal_stall_us in [5000, 0] {
         let guests = guests(&store, 2, |name| Config {
-            heal_stall_us,
+            breaks: Breaks::Kernel {
+                heal_stall_us,
+                heal_without_fork: true,
+            },
             ..config(name)
         });
         pass_until(&guests, |stats| stats.pages_mapped == PAGES as u64);
+        let published = |guest: &Guest| guest.service.stats().published_total;
+        let before: u64 = guests.iter().map(published).sum();
         write_all(&guests, |page| 77_000_000 + page as u64);
         if heal_stall_us > 0 {
             pass_until(&guests, |stats| {
@@ -139,6 +149,8 @@ fn with_direct_io_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
             });
         } else {
             (0..ENOUGH).for_each(|_| drop(pass_all(&guests)));
+            let after: u64 = guests.iter().map(published).sum();
+            assert_eq!(after, before, "a slot was made that nobody can map");
             for guest in &guests {
                 let stats = guest.service.stats();
                 assert_eq!(
@@ -155,6 +167,55 @@ fn with_direct_io_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
         }
         for guest in guests {
             assert!((0..PAGES).all(|page| guest.pages.holds(page, 77_000_000 + page as u64)));
+            guest.service.stop(true).expect("it stops");
+        }
+    }
+    drop(direct);
+}
+
+/// What fails, with what errno, and what `explain` says then.
+const FAILURES: [(Call, i32, &str); 3] = [
+    (Call::Fork, libc::EAGAIN, "cannot fork"),
+    (Call::Fork, libc::ENOMEM, "cannot fork"),
+    (Call::PagemapRead, libc::EIO, "the page tables cannot be read"),
+];
+
+#[test]
+fn when_nothing_tells_of_pins_no_page_changes_and_it_is_tried_again() {
+    need_userfaultfd!();
+    let direct = open_direct();
+    for (call, errno, says) in FAILURES {
+        let store = StoreThread::start();
+        let guests = guests(&store, 2, config);
+        pass_until(&guests, |stats| stats.pages_mapped == PAGES as u64);
+        let id = |page: usize| 88_000_000 + page as u64;
+        let injection = Injection::begin(call, errno, Times::Always);
+        write_all(&guests, id);
+        // One publishes, and fails to merge what it has published.
+        let fails = |guest: &Guest| guest.service.stats().heal_failed_total > 0;
+        pass_until(&guests, |_| guests.iter().any(fails));
+        for guest in &guests {
+            assert_eq!(guest.service.stats().heals_total, 0, "{call:?}");
+        }
+        let tries = injection.failed();
+        (0..ENOUGH / 2).for_each(|_| drop(pass_all(&guests)));
+        assert!(
+            injection.failed() <= tries + 1,
+            "{call:?}: {tries} tries, then {}",
+            injection.failed()
+        );
+        let why = |guest: &Guest| guest.service.explain(None).expect("it explains").1;
+        let why: Vec<String> = guests.iter().map(why).collect();
+        assert!(why.iter().any(|why| why.contains(says)), "{call:?}: {why:?}");
+        for guest in &guests {
+            assert!((0..PAGES).all(|page| guest.pages.holds(page, id(page))));
+        }
+        drop(injection);
+        pass_until(&guests, |stats| {
+            stats.pages_mapped == PAGES as u64 && stats.heals_total > 0
+        });
+        for guest in guests {
+            assert!((0..PAGES).all(|page| guest.pages.holds(page, id(page))));
             guest.service.stop(true).expect("it stops");
         }
     }

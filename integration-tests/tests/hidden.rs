@@ -83,7 +83,7 @@ fn stays_hidden(breaks: Breaks) {
 #[test]
 fn shared_memory_stays_out_of_core_dumps_and_children() {
     need_userfaultfd!();
-    stays_hidden(Breaks::Kernel);
+    stays_hidden(Breaks::KERNEL);
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn shared_memory_stays_out_of_core_dumps_and_children_with_managed_breaks() {
 #[test]
 fn the_stores_memory_stays_out_of_core_dumps_and_children_of_a_vmm() {
     need_userfaultfd!();
-    let (_store, _guests) = share(Breaks::Kernel);
+    let (_store, _guests) = share(Breaks::KERNEL);
     let smaps = std::fs::read_to_string("/proc/self/smaps").expect("smaps");
     let (mut name, mut seen) = (String::new(), 0);
     for line in smaps.lines() {

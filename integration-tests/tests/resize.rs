@@ -73,7 +73,7 @@ fn discard_shared_pages(breaks: Breaks) {
 #[test]
 fn discarded_pages_read_as_zeros_and_can_be_shared_again() {
     need_userfaultfd!();
-    discard_shared_pages(Breaks::Kernel);
+    discard_shared_pages(Breaks::KERNEL);
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn a_discarded_range_does_not_have_to_be_aligned_to_anything_but_pages() {
     let pages = Pages::map(64);
     fill(&pages);
     let service = pages
-        .serve(&store.socket(), config(Breaks::Kernel))
+        .serve(&store.socket(), config(Breaks::KERNEL))
         .expect("dedup starts");
     wait_until("sharing", || mapped(&service) == 64);
     let discarder = service.discarder();
@@ -162,7 +162,7 @@ fn discard_under_fire(breaks: Breaks) {
 #[test]
 fn no_stale_content_appears_while_pages_are_merged() {
     need_userfaultfd!();
-    discard_under_fire(Breaks::Kernel);
+    discard_under_fire(Breaks::KERNEL);
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn memory_can_come_and_go() {
     fill(&boot);
     fill(&plugged);
     let service = boot
-        .serve(&store.socket(), config(Breaks::Kernel))
+        .serve(&store.socket(), config(Breaks::KERNEL))
         .expect("dedup starts");
     wait_until("sharing", || mapped(&service) == 600);
     for _ in 0..3 {
@@ -224,7 +224,7 @@ fn released_memory_is_anonymous_and_free_for_another_userfaultfd() {
     let pages = Pages::map(2048);
     fill(&pages);
     let service = pages
-        .serve(&store.socket(), config(Breaks::Kernel))
+        .serve(&store.socket(), config(Breaks::KERNEL))
         .expect("dedup starts");
     wait_until("sharing", || mapped(&service) == 2048);
     let whole = range(&pages, 0, 2048);
@@ -237,7 +237,7 @@ fn released_memory_is_anonymous_and_free_for_another_userfaultfd() {
         DedupService::start_on_ranges(
             &[whole, range(&other, 0, 16)],
             &store.socket(),
-            config(Breaks::Kernel),
+            config(Breaks::KERNEL),
         )
     }
     .expect("the memory is free");
@@ -284,7 +284,7 @@ fn advice_survives(breaks: Breaks) {
 #[test]
 fn advice_holds_for_memory_that_is_renewed() {
     need_userfaultfd!();
-    advice_survives(Breaks::Kernel);
+    advice_survives(Breaks::KERNEL);
 }
 
 #[test]
@@ -301,7 +301,7 @@ fn a_service_that_gave_everything_back_holds_nothing_back() {
     [&kept, &given].into_iter().for_each(fill);
     let serve = |pages: &Pages| {
         pages
-            .serve(&store.socket(), config(Breaks::Kernel))
+            .serve(&store.socket(), config(Breaks::KERNEL))
             .expect("dedup starts")
     };
     let (stays, goes) = (serve(&kept), serve(&given));
@@ -339,7 +339,7 @@ fn a_service_that_is_not_enabled_waits() {
     fill(&pages);
     let config = Config {
         enabled: false,
-        ..config(Breaks::Kernel)
+        ..config(Breaks::KERNEL)
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");
     std::thread::sleep(Duration::from_millis(100));

@@ -76,7 +76,7 @@ fn mappings(pages: &Pages) -> usize {
 fn scattered_twins_of_one_layout_become_one_mapping() {
     need_userfaultfd!();
     let store = StoreThread::start();
-    let guests = guests(&store, Breaks::Kernel);
+    let guests = guests(&store, Breaks::KERNEL);
     for stats in pass_all(&guests, 16) {
         assert_eq!(stats.pages_mapped, SHARED, "{stats:?}");
         // Where one message to the store ends and the next begins, the layout may have a seam.
@@ -126,7 +126,7 @@ fn writers_lose_nothing_while_exceptions_are_made_around_them() {
     need_userfaultfd!();
     let store = StoreThread::start();
     for round in 0..4u64 {
-        let guests = guests(&store, Breaks::Kernel);
+        let guests = guests(&store, Breaks::KERNEL);
         let stop = AtomicBool::new(false);
         let counts: Vec<u64> = std::thread::scope(|scope| {
             let writers: Vec<_> = guests

@@ -70,7 +70,7 @@ fn common_is_shared(guests: &[Guest]) -> bool {
 fn equal_pages_of_two_guests_become_one_and_zero_pages_none() {
     need_kvm!();
     let store = StoreThread::start();
-    let guests = boot_two(&store, ThpMode::Never, payload, Breaks::Kernel);
+    let guests = boot_two(&store, ThpMode::Never, payload, Breaks::KERNEL);
     wait_until("sharing", || common_is_shared(&guests));
     wait_until("zero pages", || {
         guests.iter().all(|g| g.stats().pages_zero >= 8 * PAGES_PER_MIB)
@@ -91,7 +91,7 @@ fn equal_pages_of_two_guests_become_one_and_zero_pages_none() {
 fn huge_pages_of_two_guests_are_split_where_they_are_equal() {
     need_kvm!();
     let store = StoreThread::start();
-    let guests = boot_two(&store, ThpMode::Always, payload, Breaks::Kernel);
+    let guests = boot_two(&store, ThpMode::Always, payload, Breaks::KERNEL);
     wait_until("sharing", || common_is_shared(&guests));
     for guest in guests {
         assert!(guest.finish().0.ok);
@@ -121,7 +121,7 @@ fn unmerge_under_a_running_guest(breaks: Breaks, payload: impl Fn(u64) -> Payloa
 #[test]
 fn unmerging_under_a_running_guest_gives_everything_back() {
     need_kvm!();
-    unmerge_under_a_running_guest(Breaks::Kernel, payload, COMMON_MIB * PAGES_PER_MIB);
+    unmerge_under_a_running_guest(Breaks::KERNEL, payload, COMMON_MIB * PAGES_PER_MIB);
     let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
     let private = |line: &&str| line.contains("memfd:vmm-dedup") && line.contains("rw-p");
     assert_eq!(
@@ -201,7 +201,7 @@ fn what_the_kernel_copied_is_never_merged_again() {
             .rewrite(Rewrite::Restore)
             .rest_ms(300)
     };
-    let guests = boot_two(&store, ThpMode::Never, rewriting, Breaks::Kernel);
+    let guests = boot_two(&store, ThpMode::Never, rewriting, Breaks::KERNEL);
     wait_until("breaks", || guests.iter().all(|g| g.stats().pages_broken >= 500));
     // The broken pages were restored and rest; they are equal again and must stay as they are.
     std::thread::sleep(Duration::from_secs(1));

@@ -352,7 +352,7 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             "segment_retired",
             encode(Kind::SegmentRetired, &[0u32.as_bytes()]),
         ),
-        ("evacuated", encode(Kind::Evacuated, &[0u32.as_bytes()])),
+        ("evacuated", encode(Kind::Evacuated, &[16_383u32.as_bytes()])),
         ("released", encode(Kind::Released, &[0u32.as_bytes()])),
         ("index", encode(Kind::Index, &[4096u64.as_bytes()])),
         (
@@ -426,8 +426,6 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             ),
         ),
         ("goodbye", encode(Kind::Goodbye, &[])),
-        ("evacuated", encode(Kind::Evacuated, &[16_383u32.as_bytes()])),
-        ("released", encode(Kind::Released, &[0u32.as_bytes()])),
     ];
     // At the limits of lists and texts, and one beyond.
     let keys = |count: usize| vec![3u64; count];

@@ -2,8 +2,8 @@
 
 use clap::Parser;
 use std::time::{Duration, Instant};
-use vmm_dedup::Breaks;
 use vmm_dedup_integration_tests::direct_io::{self, Backing};
+use vmm_dedup_integration_tests::heal_chaos::{self, Besides, Pins};
 use vmm_dedup_integration_tests::{follow_chaos, guests, huge_chaos, swap_chaos};
 use vmm_dedup_trouble::Swap;
 
@@ -11,12 +11,18 @@ use vmm_dedup_trouble::Swap;
 #[derive(Parser, Debug)]
 struct Args {
     /// The full proof: 100,000 moves of slots with each kind of breaks, 2,000,000 merges, 1,000,000 merges and breaks under swap, 1,000,000 splits and rebuilds of subpages, 200,000 O_DIRECT and 200,000 io_uring
-    /// reads, half of them into huge pages, 100 rounds.
+    /// reads, half of them into huge pages, 100 rounds, 1,000,000 copies merged again in each of four ways.
     #[arg(long)]
     long: bool,
     /// Subpages of huge pages to split or build again.
     #[arg(long, default_value_t = 50_000)]
     conversions: u64,
+    /// Copies of the kernel's to merge again, with and without devices that pin, with and without swap.
+    #[arg(long, default_value_t = 20_000)]
+    heals: u64,
+    /// Only that.
+    #[arg(long)]
+    only_heals: bool,
     /// Merges to reach with guests.
     #[arg(long, default_value_t = 50_000)]
     merges: u64,
@@ -43,8 +49,8 @@ struct Args {
 fn main() {
     let args = Args::parse();
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    let (merges, swapped, conversions, reads, rounds) = if args.long {
-        (2_000_000, 1_000_000, 1_000_000, 100_000, 100)
+    let (merges, swapped, conversions, reads, rounds, heals) = if args.long {
+        (2_000_000, 1_000_000, 1_000_000, 100_000, 100, 1_000_000)
     } else {
         (
             args.merges,
@@ -52,6 +58,7 @@ fn main() {
             args.conversions,
             args.reads,
             args.rounds,
+            args.heals,
         )
     };
     while_slots_move(if args.long { 100_000 } else { args.moves });
@@ -64,6 +71,9 @@ fn main() {
         common_mib: 24,
         zero_mib: 24,
     };
+    if args.only_heals {
+        return heal(heals);
+    }
     under_swap(guests::Size {
         merges: swapped,
         zero_mib: 8,
@@ -99,6 +109,7 @@ fn main() {
             out.rebuilt
         );
     }
+    heal(heals);
     let start = Instant::now();
     let outcomes: Vec<_> = (0..rounds).map(guests::exceptions).collect();
     let sum = |field: fn(&guests::Exceptions) -> u64| outcomes.iter().map(field).sum::<u64>();
@@ -144,6 +155,42 @@ fn main() {
     );
 }
 
+/// Copies that are merged again under fire. Ends the process if a word was lost.
+fn heal(heals: u64) {
+    let ways = [Pins::Devices, Pins::Nobody].into_iter();
+    for (pins, swap) in ways.flat_map(|pins| [(pins, false), (pins, true)]) {
+        let _swap = match swap.then(Swap::on).transpose() {
+            Ok(swap) => swap,
+            Err(reason) => {
+                println!("SKIPPED: no swap: {reason}");
+                continue;
+            }
+        };
+        let start = Instant::now();
+        let besides = Besides {
+            swap,
+            ..Besides::default()
+        };
+        let out = heal_chaos::chaos(heals, Duration::from_secs(7200), pins, besides);
+        println!(
+            "heals, {pins:?}, swap {swap}: {} heals, {} pinned, {} wanted, {} writes, {} reads, {} bytes spliced, {} wrong words, in {:.0} s; stalls p50 {} us, p99 {} us, max {} us",
+            out.heals,
+            out.pinned,
+            out.wanted,
+            out.writes,
+            out.reads,
+            out.spliced,
+            out.wrong,
+            start.elapsed().as_secs_f64(),
+            out.stall.quantile_us(0.5),
+            out.stall.quantile_us(0.99),
+            out.stall.max_ns / 1000
+        );
+        assert!(out.wrong == 0, "words were lost");
+        assert!(out.heals >= heals, "only {} heals in time", out.heals);
+    }
+}
+
 fn under_swap(size: guests::Size) {
     let start = Instant::now();
     let swap = match Swap::on() {
@@ -171,11 +218,10 @@ fn under_swap(size: guests::Size) {
 }
 
 fn while_slots_move(moves: u64) {
-    let managed = Breaks::Managed {
-        reserve_pages: 4096,
-        floor_bytes: 256 << 20,
-    };
-    for (name, breaks) in [("kernel", Breaks::Kernel), ("managed", managed)] {
+    for (name, breaks) in [
+        ("kernel", follow_chaos::KERNEL),
+        ("managed", follow_chaos::MANAGED),
+    ] {
         let start = Instant::now();
         let out = follow_chaos::chaos(moves, Duration::from_secs(7200), breaks);
         println!(

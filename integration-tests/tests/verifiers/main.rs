@@ -152,7 +152,7 @@ fn a_name_that_was_not_registered_is_refused_with_those_that_were() {
     need_userfaultfd!();
     let store = StoreThread::start();
     let guest = Pages::map(16);
-    let config = config("a", "dsa", None, PATIENT);
+    let config = config("a", "nobody", None, PATIENT);
     let error = guest.serve(&store.socket(), config).expect_err("there is none");
     assert!(
         matches!(
@@ -339,7 +339,7 @@ fn who_waits_for_a_huge_page_that_an_engine_has_gets_it_back() {
     huge_pages_or_skip!(&pages);
     let config = Config {
         pass_period_ms: 20,
-        breaks: Breaks::Kernel,
+        breaks: Breaks::KERNEL,
         ..config("a", "double", None, PATIENT)
     };
     let service = pages.serve_with(&store.socket(), config, 0, doubles(slow));

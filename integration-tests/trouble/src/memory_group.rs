@@ -4,16 +4,12 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where the memory controller may be, and the names of its settings there: the limit above which the kernel reclaims, and
-/// what reclaims at once.
-const PLACES: [(&str, &str, &str); 3] = [
-    ("/sys/fs/cgroup", "memory.high", "memory.reclaim"),
-    ("/sys/fs/cgroup/unified", "memory.high", "memory.reclaim"),
-    (
-        "/sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.force_empty",
-    ),
+/// Where the memory controller may be, whether in its second version, and what reclaims there at once. (The hard limit of
+/// the first version is no use: who meets it is killed.)
+const PLACES: [(&str, bool, &str); 3] = [
+    ("/sys/fs/cgroup", true, "memory.reclaim"),
+    ("/sys/fs/cgroup/unified", true, "memory.reclaim"),
+    ("/sys/fs/cgroup/memory", false, "memory.force_empty"),
 ];
 
 /// A group that is removed when it is dropped, and which this process has left by then.
@@ -21,7 +17,8 @@ const PLACES: [(&str, &str, &str); 3] = [
 pub struct MemoryGroup {
     path: PathBuf,
     home: PathBuf,
-    limit: &'static str,
+    /// Whether there is memory.high.
+    high: bool,
     reclaim: &'static str,
 }
 
@@ -32,8 +29,8 @@ impl MemoryGroup {
     /// Why there can be none.
     pub fn new() -> Result<Self, String> {
         let mut reasons = Vec::new();
-        for (root, limit, reclaim) in PLACES {
-            match Self::below(Path::new(root), limit, reclaim) {
+        for (root, second, reclaim) in PLACES {
+            match Self::below(Path::new(root), second, reclaim) {
                 Ok(group) => return Ok(group),
                 Err(reason) => reasons.push(format!("{root}: {reason}")),
             }
@@ -41,10 +38,10 @@ impl MemoryGroup {
         Err(reasons.join("; "))
     }
 
-    fn below(root: &Path, limit: &'static str, reclaim: &'static str) -> Result<Self, String> {
-        let home = root.join(home(limit == "memory.high")?.trim_start_matches('/'));
+    fn below(root: &Path, second: bool, reclaim: &'static str) -> Result<Self, String> {
+        let home = root.join(home(second)?.trim_start_matches('/'));
         let path = root.join(format!("vmm-dedup-test-{}", std::process::id()));
-        if limit == "memory.high" {
+        if second {
             let there = fs::read_to_string(root.join("cgroup.controllers")).map_err(|e| e.to_string())?;
             if !there.split_whitespace().any(|name| name == "memory") {
                 return Err("no memory controller".into());
@@ -56,10 +53,10 @@ impl MemoryGroup {
         let group = Self {
             path,
             home,
-            limit,
+            high: second,
             reclaim,
         };
-        let settable = group.path.join(limit).exists() && group.home.join("cgroup.procs").exists();
+        let settable = group.path.join(reclaim).exists() && group.home.join("cgroup.procs").exists();
         settable.then_some(group).ok_or_else(|| "no such setting".into())
     }
 
@@ -74,12 +71,17 @@ impl MemoryGroup {
         done
     }
 
-    /// Lets the kernel reclaim above so many bytes: memory.high, or the hard limit where that is not there.
+    /// Lets the kernel reclaim what is above so many bytes, all the time (memory.high); where it cannot do that, reclaims what
+    /// can be, once.
     ///
     /// # Errors
     /// Those of the kernel.
-    pub fn limit(&self, bytes: u64) -> io::Result<()> {
-        fs::write(self.path.join(self.limit), bytes.to_string())
+    pub fn press(&self, bytes: u64) -> io::Result<()> {
+        if self.high {
+            return fs::write(self.path.join("memory.high"), bytes.to_string());
+        }
+        self.reclaim();
+        Ok(())
     }
 
     /// Bytes that count for the group.

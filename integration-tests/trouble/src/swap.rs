@@ -76,22 +76,20 @@ impl Swap {
         Self::of(lock, Some(made), true)
     }
 
-    /// Swap on a disk that has room for so many bytes of it only: writing more fails.
+    /// Swap on a device that has room for so many bytes of it only: writing more fails. (A zram device with a limit. A loop
+    /// device on a full disk fails as well, but then Linux 6.18 itself loses pages now and then, with no userfaultfd
+    /// anywhere: they read as zeros.)
     ///
     /// # Errors
     /// As [`Self::of_size`].
-    pub fn on_full_disk(room: u64) -> Result<Self, String> {
+    pub fn that_fails(room: u64) -> Result<Self, String> {
         let mut lock = turn()?;
         none_present()?;
-        let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
-        let options = format!("size={room},noswap");
-        run(Command::new("mount")
-            .args(["-t", "tmpfs", "-o", &options, "vmm-dedup-swap"])
-            .arg(folder.path()))?;
-        let made = make_loop(&mut lock, SIZE, folder.path());
-        // The loop device keeps it.
-        run(Command::new("umount").arg("--lazy").arg(folder.path()))?;
-        Self::of(lock, Some(made?), false)
+        let device = make_zram(&mut lock, SIZE)?;
+        let limit = zram_setting(device.path(), "mem_limit");
+        let limited = fs::write(&limit, room.to_string()).map_err(|e| format!("{}: {e}", limit.display()));
+        let swap = Self::of(lock, Some((device, None)), false)?;
+        limited.map(|()| swap)
     }
 
     /// Swap in a file, which [`Self::break_it`] breaks.

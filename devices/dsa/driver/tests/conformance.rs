@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 use vmm_dedup::compare::{Arena, Engine, PageId, conformance};
-use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, WorkQueue};
+use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, Wanted, WorkQueue};
+use vmm_dedup_dsa_abi::config::Mode;
 use vmm_dedup_dsa_model::{Faults, Shape, Timing};
 
 const LIMIT: Duration = Duration::from_millis(250);
@@ -14,7 +15,7 @@ struct Case {
     timing: Timing,
     faults: Faults,
     options: Options,
-    entries: Option<u16>,
+    wanted: Wanted,
     queues: usize,
 }
 
@@ -31,7 +32,7 @@ impl Case {
             timing: Timing::NONE,
             faults: Faults::default(),
             options,
-            entries: None,
+            wanted: Wanted::default(),
             queues: 1,
         }
     }
@@ -43,7 +44,7 @@ impl Case {
                 ..self.faults
             };
             let shape = Shape::sapphire_rapids();
-            let queue = InProcess::new(shape, self.timing, faults, self.reach, self.entries).unwrap();
+            let queue = InProcess::new(shape, self.timing, faults, self.reach, self.wanted).unwrap();
             Box::new(queue) as Box<dyn WorkQueue>
         };
         let queues = (0..self.queues as u64).map(queue).collect();
@@ -90,7 +91,10 @@ fn it_conforms_page_by_page_with_two_queues_of_few_entries() {
             levels: 1,
             ..Case::good(Reach::Mapped).options
         },
-        entries: Some(3),
+        wanted: Wanted {
+            entries: Some(3),
+            ..Wanted::default()
+        },
         queues: 2,
         ..Case::good(Reach::Mapped)
     };
@@ -118,4 +122,21 @@ fn it_conforms_while_pages_are_missing_and_records_late() {
         }
         .conforms();
     }
+}
+
+#[test]
+fn it_conforms_on_a_shared_queue_that_is_often_full() {
+    let case = Case {
+        faults: Faults {
+            retries: 20_000,
+            seed: 6,
+            ..Faults::default()
+        },
+        wanted: Wanted {
+            entries: Some(4),
+            mode: Mode::Shared,
+        },
+        ..Case::good(Reach::Mapped)
+    };
+    case.conforms();
 }

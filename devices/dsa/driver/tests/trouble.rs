@@ -5,7 +5,8 @@ use vmm_dedup::compare::{
     Answer, Arena, Compared, Engine, Error, Keys, PageId, Pages, Pair, PairAnswer, StablePage, Verifier,
     Verify, With,
 };
-use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, WorkQueue};
+use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, Wanted, WorkQueue};
+use vmm_dedup_dsa_abi::config::Mode;
 use vmm_dedup_dsa_model::{Faults, Shape, Timing};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords};
 
@@ -36,7 +37,7 @@ fn options() -> Options {
 fn engine(faults: &[Faults], arena: &Arena) -> DsaEngine {
     let queue = |faults: &Faults| {
         let shape = Shape::sapphire_rapids();
-        let queue = InProcess::new(shape, Timing::NONE, *faults, Reach::Mapped, None).unwrap();
+        let queue = InProcess::new(shape, Timing::NONE, *faults, Reach::Mapped, Wanted::default()).unwrap();
         Box::new(queue) as Box<dyn WorkQueue>
     };
     let mut engine = DsaEngine::new(faults.iter().map(queue).collect(), options()).unwrap();
@@ -140,6 +141,25 @@ fn records_that_are_lost_are_asked_for_again() {
     let mut engine = engine(&[faults], &arena);
     assert_eq!(engine.keys(&arena, &ids()), right_keys());
     assert!(engine.counters().again > 0, "{:?}", engine.counters());
+}
+
+#[test]
+fn a_queue_that_takes_nothing_is_given_up() {
+    let arena = arena();
+    let faults = Faults {
+        retries: 65_536,
+        ..Faults::default()
+    };
+    let wanted = Wanted {
+        mode: Mode::Shared,
+        ..Wanted::default()
+    };
+    let queue = InProcess::new(Shape::everything(), Timing::NONE, faults, Reach::Process, wanted).unwrap();
+    let mut engine = DsaEngine::new(vec![Box::new(queue)], options()).unwrap();
+    assert_eq!(engine.keys(&arena, &ids()), right_keys());
+    let next = engine.keys(&arena, &ids()).swap_remove(0);
+    assert!(next.unwrap_err().to_string().contains("takes nothing"));
+    assert!(engine.counters().full > 0);
 }
 
 /// A way to ask for something else than keys.

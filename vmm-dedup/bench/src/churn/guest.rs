@@ -174,7 +174,7 @@ impl Served {
             // As KSM does; watching use needs time as well as passes.
             huge_policy: Policy::Ksm,
             breaks: match breaks {
-                Breaker::Kernel => Breaks::Kernel,
+                Breaker::Kernel => Breaks::KERNEL,
                 Breaker::Managed => managed_breaks(),
             },
             ..Config::default()
@@ -183,8 +183,11 @@ impl Served {
         let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
         // SAFETY: the area stays mapped for the process's lifetime, and is only accessed through raw pointers.
         let service = unsafe { DedupService::start_on_ranges(&[range], store, config) };
+        let service = service.map_err(Failure::from_error)?;
+        // There is no guest, and no ring.
+        service.vouch_for_pins();
         Ok(Self {
-            service: Arc::new(service.map_err(Failure::from_error)?),
+            service: Arc::new(service),
             vmas_before,
             passes: None,
         })

@@ -32,7 +32,7 @@ impl Breaker {
     /// As a service has it unless it is told otherwise.
     pub(super) fn usual() -> Self {
         match Config::default().breaks {
-            Breaks::Kernel => Self::Kernel,
+            Breaks::Kernel { .. } => Self::Kernel,
             Breaks::Managed { .. } => Self::Managed,
         }
     }

@@ -4,9 +4,14 @@
 //! looked at twice. If its key is the same the second time it stood still, and a twin is looked for. A page that was reported to
 //! the store is looked at now and then, ever less often while nothing changes. What was written unseen is found out when it is
 //! compared.
+//!
+//! A page that cannot be merged gains nothing from a slot. So what may be pinned is neither reported nor published: while nothing
+//! is known to tell of pins no copy is, and a page that was found pinned is not until it was left alone for long, unless the
+//! index has a twin.
 
 use crate::account::Account;
 use crate::error::Error;
+use crate::lookup::find::twin;
 use crate::lookup::keys::{KeyReader, Keyed, PREFETCH};
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
@@ -15,6 +20,17 @@ use crate::store::session::Session;
 use crate::sys::guest;
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::pagemap::Pagemap;
+
+/// Which copies can be merged now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Prospect {
+    /// None: nothing tells of pins.
+    None,
+    /// Those that are not pinned, which is told page by page.
+    UnlessPinned,
+    /// All: nobody has pages pinned.
+    All,
+}
 
 /// Looks at the copies in a chunk; returns those that stood still and are to find a twin.
 ///
@@ -27,6 +43,7 @@ pub(crate) fn look(
     account: &mut Account,
     pass: u64,
     at: usize,
+    prospect: Prospect,
 ) -> Result<Keyed, Error> {
     let chunk = map.chunk_at(at).clone();
     let any = chunk.pages.clone().any(|page| map.backing(page).is_copied());
@@ -39,7 +56,7 @@ pub(crate) fn look(
         let rests = match state.known {
             Known::Pinned(retry) => !retry.is_due(pass),
             // Line keys are read here.
-            Known::Candidate(key) => key.is_full(),
+            Known::Candidate(key) => prospect != Prospect::None && key.is_full(),
             _ => false,
         };
         state.backing.is_copied() && !rests
@@ -51,10 +68,21 @@ pub(crate) fn look(
         let numbers = addresses.filter_map(|address| map.memory().page_at(address));
         pages.extend(numbers.filter(|page| wanted(*page)));
     }
-    Ok(read(map, session, account, &pages))
+    if prospect == Prospect::None {
+        account.stats.heal_pinned_total += pages.len() as u64;
+        pages.iter().for_each(|page| map.forget_copy(*page));
+        return Ok(Keyed::default());
+    }
+    Ok(read(map, session, account, (pass, prospect), &pages))
 }
 
-fn read(map: &mut PageMap, session: &Session, account: &mut Account, pages: &[Page]) -> Keyed {
+fn read(
+    map: &mut PageMap,
+    session: &Session,
+    account: &mut Account,
+    (pass, prospect): (u64, Prospect),
+    pages: &[Page],
+) -> Keyed {
     let memory = map.memory().clone();
     let mut reader = KeyReader {
         memory: &memory,
@@ -74,6 +102,13 @@ fn read(map: &mut PageMap, session: &Session, account: &mut Account, pages: &[Pa
             }
             // It rested long enough.
             Known::Keyed(_) | Known::Pinned(_) if zero => keyed.zeros.push(page),
+            Known::Pinned(retry)
+                if prospect == Prospect::UnlessPinned
+                    && !retry.is_longest()
+                    && twin(session, page, key).is_none() =>
+            {
+                map.copy_may_be_pinned(page, pass);
+            }
             Known::Keyed(_) | Known::Pinned(_) => keyed.keys.push((page, key)),
             _ => map.key_copy(page, Some(key)),
         }

@@ -23,9 +23,8 @@ pub(crate) struct ChunkState {
     pub(crate) rest: u8,
     /// How often somebody waited for the huge page while it was away to be merged as one, since it last changed.
     pub(crate) contended: u8,
-    /// Passes between two looks at pages that the kernel had copied, and passes left until the next; 0: there are none.
-    pub(crate) copies_patience: u8,
-    pub(crate) copies_rest: u8,
+    /// When pages are looked at that the kernel had copied.
+    pub(crate) copies: CopyLooks,
     /// Pages of a huge page with a known twin.
     pub(crate) twins: u16,
     /// Boundaries between mappings.
@@ -39,6 +38,15 @@ pub(crate) struct ChunkState {
 }
 
 const _: () = assert!(size_of::<ChunkState>() <= 56);
+
+/// When pages that the kernel had copied are looked at.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct CopyLooks {
+    /// Passes between two looks; 0: there are no such pages.
+    patience: u8,
+    /// Passes left until the next.
+    rest: u8,
+}
 
 /// Longest time between two looks at a huge page that does not change, in passes.
 const MAX_PATIENCE: u8 = 64;
@@ -180,23 +188,27 @@ impl ChunkState {
     pub(crate) fn look_at_copies_within(&mut self, passes: u32) {
         let passes = u8::try_from(passes).unwrap_or(u8::MAX);
         let sooner = |now: u8| if now == 0 { passes } else { now.min(passes) };
-        (self.copies_patience, self.copies_rest) = (sooner(self.copies_patience), sooner(self.copies_rest));
+        let copies = &mut self.copies;
+        (copies.patience, copies.rest) = (sooner(copies.patience), sooner(copies.rest));
     }
 
     /// Whether pages that the kernel had copied are to be looked at in this pass.
     pub(crate) fn copies_due(&mut self) -> bool {
-        self.copies_rest = self.copies_rest.saturating_sub(1);
-        self.copies_patience > 0 && self.copies_rest == 0
+        self.copies.rest = self.copies.rest.saturating_sub(1);
+        self.copies.patience > 0 && self.copies.rest == 0
     }
 
     /// They were looked at, and are to be looked at once more, ever later if nothing happens.
     pub(crate) fn looked_at_copies(&mut self, any: bool) {
-        self.copies_patience = if any {
-            (self.copies_patience.saturating_mul(2)).min(MAX_PATIENCE)
+        let patience = if any {
+            (self.copies.patience.saturating_mul(2)).min(MAX_PATIENCE)
         } else {
             0
         };
-        self.copies_rest = self.copies_patience;
+        self.copies = CopyLooks {
+            patience,
+            rest: patience,
+        };
     }
 
     /// Lets the next pass look at the whole huge page.

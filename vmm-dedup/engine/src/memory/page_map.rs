@@ -528,6 +528,9 @@ impl PageMap {
         let edges = self.edges_of(page, place);
         let state = PageState::resting(Backing::CopiedOnWrite(edges));
         self.set_at(page, state, Some(place));
+        // It may have a twin later, as any copy.
+        let chunk = self.chunk_of(page);
+        self.chunks[chunk].look_at_copies_soon();
     }
 
     /// A page became the zero page.
@@ -569,6 +572,13 @@ impl PageMap {
         self.set(page, PageState { backing, known });
         let chunk = self.chunk_of(page);
         self.chunks[chunk].look_at_copies_soon();
+    }
+
+    /// Nothing is to be known of a page that the kernel had copied, and no store to hear of it: it is looked at when the others
+    /// of its chunk are.
+    pub(crate) fn forget_copy(&mut self, page: Page) {
+        let backing = self.backing(page);
+        self.set(page, PageState::resting(backing));
     }
 
     /// A page that the kernel had copied may be pinned, for all that can be told: it is left alone for some passes.

@@ -110,6 +110,11 @@ impl Retry {
         1 << self.pause
     }
 
+    /// Whether pauses get no longer.
+    pub(crate) fn is_longest(self) -> bool {
+        self.pause == *PAUSES.end()
+    }
+
     /// Whether the time has come.
     pub(crate) fn is_due(self, pass: u64) -> bool {
         low(pass).wrapping_sub(self.due) < 1 << 31
@@ -134,7 +139,7 @@ impl Backing {
     /// Number and payload.
     fn pack(self) -> (u64, u64) {
         let begins = |orphan: Orphan| if orphan.begins { BEGINS } else { 0 };
-        let edges = |edges: Edges| u64::from(edges.begins) * BEGINS | u64::from(edges.ends) * ENDS;
+        let edges = |edges: Edges| (u64::from(edges.begins) * BEGINS) | (u64::from(edges.ends) * ENDS);
         match self {
             Backing::Private => (0, 0),
             Backing::Zero => (1, 0),

@@ -54,7 +54,7 @@ pub(crate) fn follow(
             stall_ns: 0,
         };
     };
-    let outcomes = in_place::replace(memory, store, space, frozen, requests, &Proof::None);
+    let (outcomes, _) = in_place::replace(memory, store, space, frozen, requests, &Proof::None);
     Followed {
         outcomes,
         stall_ns: ns(clock.elapsed()),

@@ -31,7 +31,8 @@
 
 use crate::account::ns;
 use crate::compare::Retry;
-use crate::config::Config;
+use crate::config::{Breaks, Config};
+use crate::lookup::copies::Prospect;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
@@ -51,12 +52,13 @@ use std::time::{Duration, Instant};
 
 /// How long who writes this process's memory from outside may take for that.
 const GRACE: Duration = Duration::from_millis(5);
-/// What is healed at once.
-const LIMIT: Limit = Limit {
-    pages: 2048,
-    stretches: 64,
-};
+/// Most pages that are healed at once, and most stretches of them: what a writer may have to wait for goes with these. One
+/// that waits has the whole batch given up, so batches get smaller when that happens, and grow again when it does not.
+const MOST_PAGES: usize = 2048;
+const MOST_STRETCHES: usize = 64;
 
+/// Fewest stretches, while writers wait for every larger batch.
+const LEAST_STRETCHES: usize = 4;
 /// Batches that are healed with one child.
 const BATCHES_PER_CHILD: usize = 8;
 /// What a fork is taken to cost before there was one, nanoseconds: of itself, and for each mapping of the process.
@@ -77,17 +79,37 @@ pub fn heal_blindly(blind: bool) {
 #[derive(Debug)]
 pub(crate) struct Healer {
     pinners: Pinners,
-    /// The VMM says that nobody pins unseen.
+    /// The VMM vouches that nobody pins unseen.
     visible: bool,
     /// How long a fork may take, nanoseconds.
     stall_ns: u64,
     /// As the last forks tell.
     ns_per_mapping: u64,
-    /// When a fork that failed is tried again.
-    retry: Retry,
+    /// Most stretches of a batch now.
+    stretches: usize,
+    /// Of forks.
+    forks: Trouble,
+    /// Of page tables.
+    tables: Trouble,
     way: Way,
     /// Why nothing could be healed when it was last tried.
     refused: Option<String>,
+}
+
+/// What failed, and when it is tried again.
+#[derive(Debug, Default)]
+struct Trouble {
+    retry: Retry,
+    why: String,
+}
+
+impl Trouble {
+    /// It failed in this pass.
+    fn note(&mut self, pass: u64, why: String) {
+        let pause = self.retry.fail(pass);
+        log::warn!("pages that the kernel copied stay private for {pause} passes: {why}");
+        self.why = format!("{why}; it is tried again after {pause} passes");
+    }
 }
 
 /// How it is known that a copy is not pinned.
@@ -122,18 +144,26 @@ impl Healer {
     pub(crate) fn new(config: &Config, files: &DirectIo) -> Self {
         Self {
             pinners: Pinners::new(files),
-            visible: config.pins_are_visible,
-            stall_ns: config.heal_stall_us * 1000,
+            visible: false,
+            stall_ns: match config.breaks {
+                Breaks::Kernel { heal_stall_us, .. } => heal_stall_us * 1000,
+                Breaks::Managed { .. } => 0,
+            },
             ns_per_mapping: FORK_NS_PER_MAPPING,
-            retry: Retry::default(),
+            stretches: MOST_STRETCHES,
+            forks: Trouble::default(),
+            tables: Trouble::default(),
             way: Way::NobodyPins,
             refused: None,
         }
     }
 
-    /// From now on somebody may pin unseen.
-    pub(crate) fn hide_pins(&mut self) {
-        (self.visible, self.way) = (false, Way::Fork);
+    /// Whether the VMM vouches from now on that nobody pins unseen.
+    pub(crate) fn set_visible(&mut self, visible: bool) {
+        self.visible = visible;
+        if !visible {
+            self.way = Way::Fork;
+        }
     }
 
     /// Why copies stay private, as of the last try.
@@ -143,6 +173,10 @@ impl Healer {
 
     /// Chooses the way; whether there is any, for all that can be told before pages are frozen. `mappings`: of the process.
     pub(crate) fn can_heal(&mut self, managed: bool, mappings: u64, pass: u64) -> bool {
+        if !self.tables.retry.is_due(pass) {
+            self.refused = Some(self.tables.why.clone());
+            return false;
+        }
         let why = match self.nobody_pins() {
             _ if managed => "breaks are managed".to_owned(),
             Ok(_) => {
@@ -160,7 +194,7 @@ impl Healer {
                 let us = predicted / 1000;
                 format!("; a fork would take {us} us, more than heal_stall_us")
             }
-            () if !self.retry.is_due(pass) => "; forking failed, see the log".to_owned(),
+            () if !self.forks.retry.is_due(pass) => format!("; {}", self.forks.why),
             () => {
                 (self.way, self.refused) = (Way::Fork, None);
                 return true;
@@ -170,9 +204,18 @@ impl Healer {
         false
     }
 
+    /// As [`Self::can_heal`]: which copies can be merged.
+    pub(crate) fn prospect(&mut self, managed: bool, mappings: u64, pass: u64) -> Prospect {
+        match (self.can_heal(managed, mappings, pass), self.way) {
+            (false, _) => Prospect::None,
+            (true, Way::Fork) => Prospect::UnlessPinned,
+            (true, Way::NobodyPins) => Prospect::All,
+        }
+    }
+
     fn nobody_pins(&mut self) -> Result<NobodyPins, String> {
         if !self.visible {
-            return Err("the VMM does not vouch that pins are visible (pins_are_visible)".to_owned());
+            return Err("merging them without a fork is off (`heal_without_fork`), or the VMM does not vouch that pins are visible".to_owned());
         }
         let look = self.pinners.look();
         look.map_err(|pinner| format!("pages may be pinned: {pinner}"))
@@ -184,7 +227,25 @@ impl Healer {
             Way::NobodyPins => 1,
             Way::Fork => BATCHES_PER_CHILD,
         };
-        LIMIT.times(batches).fits(memory, requests)
+        self.limit().times(batches).fits(memory, requests)
+    }
+
+    /// What is frozen together.
+    fn limit(&self) -> Limit {
+        Limit {
+            // With fewer stretches the stretches get shorter as well: one may be a whole range that is being written.
+            pages: MOST_PAGES * self.stretches.pow(2) / MOST_STRETCHES.pow(2),
+            stretches: self.stretches,
+        }
+    }
+
+    /// A batch was healed, or given up since somebody waited.
+    fn adapt(&mut self, outcomes: &[Outcome]) {
+        if outcomes.contains(&Outcome::Contended) {
+            self.stretches = (self.stretches / 2).max(LEAST_STRETCHES);
+        } else {
+            self.stretches = (self.stretches + self.stretches / 4).min(MOST_STRETCHES);
+        }
     }
 
     /// Merges copies, no more than [`Self::batch_len`] says.
@@ -199,24 +260,56 @@ impl Healer {
         let memory = map.memory().clone();
         in_place::touch(&memory, store, requests);
         if self.way == Way::NobodyPins {
-            return self.heal_frozen(&memory, store, space, requests, None);
+            return self.heal_batch(&memory, store, space, pass, requests, None);
         }
         let (child, fork_ns) = match self.fork(&memory, map.mappings(), requests) {
             Ok(forked) => forked,
             Err(error) => {
-                let pause = self.retry.fail(pass);
-                log::warn!("copies stay private for {pause} passes: cannot fork: {error}");
-                return Healed::none(requests, Outcome::Pinned);
+                self.forks.note(pass, format!("cannot fork: {error}"));
+                return Healed::none(requests, Outcome::Untold);
             }
         };
         let mut healed = Healed::none(&[], Outcome::Pinned);
         healed.stall_ns = fork_ns;
         while healed.outcomes.len() < requests.len() {
             let rest = &requests[healed.outcomes.len()..];
-            let batch = &rest[..LIMIT.fits(&memory, rest)];
-            let more = self.heal_frozen(&memory, store, space, batch, Some(&child));
+            let batch = &rest[..self.limit().fits(&memory, rest)];
+            let more = self.heal_batch(&memory, store, space, pass, batch, Some(&child));
             healed.outcomes.extend(more.outcomes);
             healed.stall_ns = healed.stall_ns.max(more.stall_ns);
+        }
+        if child.has_ended() {
+            // What it shared no more looked as if it were pinned.
+            let pinned = healed
+                .outcomes
+                .iter_mut()
+                .filter(|outcome| **outcome == Outcome::Pinned);
+            pinned.for_each(|outcome| *outcome = Outcome::Untold);
+            self.forks
+                .note(pass, "the child that tells of pins was killed".to_owned());
+        } else {
+            self.forks = Trouble::default();
+        }
+        healed
+    }
+
+    /// Merges what is frozen together.
+    fn heal_batch(
+        &mut self,
+        memory: &Memory,
+        store: &Store,
+        space: &mut AddressSpace,
+        pass: u64,
+        requests: &[MergeRequest],
+        child: Option<&Child>,
+    ) -> Healed {
+        let (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
+        self.adapt(&healed.outcomes);
+        match failure {
+            Some(error) => self
+                .tables
+                .note(pass, format!("the page tables cannot be read: {error}")),
+            None => self.tables = Trouble::default(),
         }
         healed
     }
@@ -248,7 +341,8 @@ impl Healer {
         Ok((child, took))
     }
 
-    /// Freezes copies, and merges those that are not pinned and equal their slots.
+    /// Freezes copies, and merges those that are not pinned and equal their slots. Also returns what kept it from telling which
+    /// are pinned: nothing is logged while pages are frozen.
     fn heal_frozen(
         &mut self,
         memory: &Memory,
@@ -256,16 +350,17 @@ impl Healer {
         space: &mut AddressSpace,
         requests: &[MergeRequest],
         child: Option<&Child>,
-    ) -> Healed {
+    ) -> (Healed, Option<std::io::Error>) {
+        let none = |outcome| (Healed::none(requests, outcome), None);
         let breaker = space.breaker.clone();
         let (clock, _urgent) = (Instant::now(), Urgent::begin());
         let Some(frozen) =
             breaker.freeze(stretches(memory, requests).map(|stretch| addresses(memory, stretch)))
         else {
-            return Healed::none(requests, Outcome::NotTaken);
+            return none(Outcome::NotTaken);
         };
         if child.is_none() && somebody_waits(&frozen, GRACE) {
-            return Healed::none(requests, Outcome::Contended);
+            return none(Outcome::Contended);
         }
         // Nobody waited until now.
         let clock = if child.is_none() { Instant::now() } else { clock };
@@ -275,12 +370,12 @@ impl Healer {
             Some(child) => Proof::Child(child),
             None => match self.nobody_pins() {
                 Ok(nobody) => Proof::NobodyPins(nobody),
-                Err(_) => return Healed::none(requests, Outcome::Contended),
+                Err(_) => return none(Outcome::Pinned),
             },
         };
-        let outcomes = in_place::replace(memory, store, space, frozen, requests, &proof);
+        let (outcomes, failure) = in_place::replace(memory, store, space, frozen, requests, &proof);
         let stall_ns = ns(clock.elapsed());
-        Healed { outcomes, stall_ns }
+        (Healed { outcomes, stall_ns }, failure)
     }
 }
 

@@ -136,7 +136,8 @@ struct Put {
     zeros: bool,
 }
 
-/// Replaces what it can of frozen pages, run by run, unless somebody waits; the outcome of each request.
+/// Replaces what it can of frozen pages, run by run, unless somebody waits; the outcome of each request. Also returns what kept it
+/// from looking at the page tables: nothing is logged while pages are frozen.
 pub(crate) fn replace(
     memory: &Memory,
     store: &Store,
@@ -144,24 +145,26 @@ pub(crate) fn replace(
     mut frozen: FrozenRuns<'_>,
     requests: &[MergeRequest],
     proof: &Proof<'_>,
-) -> Vec<Outcome> {
+) -> (Vec<Outcome>, Option<io::Error>) {
     let (mut outcomes, mut put) = (Vec::with_capacity(requests.len()), Vec::new());
+    let (mut rest, mut failure) = (Outcome::Contended, None);
     for (run, stretch) in frozen.runs_mut().zip(stretches(memory, requests)) {
         if run.somebody_waits(Duration::ZERO) {
             break;
         }
-        let compared = match proof.look(run, &mut space.pagemap) {
-            Ok(found) => {
-                let mut compared = compare(run, &found, store, stretch);
-                return_exceptions(stretch, &mut compared, Open::default());
-                put_runs(memory, run, store, stretch, &mut compared, &mut put);
-                compared
+        let found = match proof.look(run, &mut space.pagemap) {
+            Ok(found) => found,
+            Err(error) => {
+                (rest, failure) = (Outcome::Untold, Some(error));
+                break;
             }
-            Err(_) => vec![Outcome::NotTaken; stretch.len()],
         };
+        let mut compared = compare(run, &found, store, stretch);
+        return_exceptions(stretch, &mut compared, Open::default());
+        put_runs(memory, run, store, stretch, &mut compared, &mut put);
         outcomes.extend(compared);
     }
-    outcomes.resize(requests.len(), Outcome::Contended);
+    outcomes.resize(requests.len(), rest);
     let slots = put.iter().filter(|put| put.slots);
     let slots: Vec<Range<usize>> = slots.map(|put| put.at.clone()).collect();
     frozen.adopt(&mut space.pagemap, &slots);
@@ -176,7 +179,7 @@ pub(crate) fn replace(
         // Not tracked if that fails, so it counts as written for ever: it is only never merged again.
         let _ = space.register(&at);
     }
-    outcomes
+    (outcomes, failure)
 }
 
 /// Compares frozen pages with what shall take their places.

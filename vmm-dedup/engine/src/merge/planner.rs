@@ -486,6 +486,7 @@ fn note_healed(
                 continue;
             }
             Outcome::Pinned => &mut stats.heal_pinned_total,
+            Outcome::Untold => &mut stats.heal_failed_total,
             Outcome::Contended => &mut stats.heal_wanted_total,
             Outcome::Different => &mut stats.mismatches_total,
             Outcome::NoVma => &mut stats.refused_vmas_total,
@@ -497,6 +498,8 @@ fn note_healed(
         }
         match outcome {
             Outcome::Pinned => map.copy_may_be_pinned(request.page, pass),
+            // For as long as nothing can be told none is tried.
+            Outcome::Untold => map.forget_copy(request.page),
             _ => map.key_copy(request.page, None),
         }
         if *outcome == Outcome::NoVma {
@@ -526,7 +529,7 @@ fn note_failure(
         Outcome::Different => Some(&mut account.stats.mismatches_total),
         Outcome::Pinned => Some(&mut account.stats.refused_pinned_total),
         Outcome::NoVma => Some(&mut account.stats.refused_vmas_total),
-        Outcome::Absent | Outcome::NotTaken | Outcome::Refused | Outcome::Returned => {
+        Outcome::Absent | Outcome::Untold | Outcome::NotTaken | Outcome::Refused | Outcome::Returned => {
             Some(&mut account.stats.refused_other_total)
         }
     };

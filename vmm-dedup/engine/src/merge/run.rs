@@ -13,6 +13,8 @@ pub(crate) enum Outcome {
     Different,
     /// It is pinned or shared with another process.
     Pinned,
+    /// What tells whether it is pinned failed.
+    Untold,
     /// Nothing was there.
     Absent,
     /// The kernel would not take it.

@@ -76,6 +76,8 @@ pub(crate) struct Control {
     off: AtomicBool,
     stop: AtomicBool,
     cpu_percent: AtomicU32,
+    /// The VMM vouches that nobody pins guest memory unseen.
+    pins_are_visible: AtomicBool,
     /// A change of guest memory, or direct I/O, waits, and with it a thread of the VMM.
     change: AtomicBool,
 }
@@ -90,6 +92,7 @@ impl Control {
             stop: AtomicBool::new(false),
             change: AtomicBool::new(false),
             cpu_percent: AtomicU32::new(config.cpu_percent),
+            pins_are_visible: AtomicBool::new(false),
         })
     }
 
@@ -160,6 +163,15 @@ impl Control {
     pub(crate) fn set_paused(&self, paused: bool) {
         self.pause.store(paused, Ordering::Release);
         self.bell.ring();
+    }
+
+    pub(crate) fn vouch_for_pins(&self, visible: bool) {
+        self.pins_are_visible.store(visible, Ordering::Release);
+    }
+
+    /// Whether the VMM vouches that nobody pins guest memory unseen.
+    pub(crate) fn pins_are_visible(&self) -> bool {
+        self.pins_are_visible.load(Ordering::Acquire)
     }
 
     /// Whether nothing is to be scanned and merged for now.

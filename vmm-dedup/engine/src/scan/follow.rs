@@ -23,6 +23,8 @@ const HOME: Limit = Limit {
     pages: 256,
     stretches: 32,
 };
+/// Mappings that these may add.
+const HOME_VMAS: i64 = 32 * VMAS_PER_RUN;
 /// Most copies between two pages that follow for which these are not parted.
 const FEW_COPIES: Page = 3;
 
@@ -145,9 +147,12 @@ impl Pass {
             (outcomes, stall_ns) = (done, stall);
         }
         // Copies stay behind where they are written all the time.
-        let contended = outcomes
-            .iter()
-            .all(|outcome| matches!(outcome, Outcome::Contended | Outcome::NotTaken | Outcome::Pinned));
+        let contended = outcomes.iter().all(|outcome| {
+            matches!(
+                outcome,
+                Outcome::Contended | Outcome::NotTaken | Outcome::Pinned | Outcome::Untold
+            )
+        });
         let alone: Vec<MergeRequest>;
         let batch = if contended {
             alone = batch
@@ -216,10 +221,12 @@ impl Pass {
         // In page order, and from the last batch on.
         let mut batches: Vec<&[MergeRequest]> = vec![&requests[..]];
         while let Some(batch) = batches.pop().filter(|batch| !batch.is_empty()) {
-            if !self.can_heal() || !self.map.has_vmas_for(VMAS_PER_RUN * HOME.stretches as i64) {
+            if !self.can_heal() || !self.map.has_vmas_for(HOME_VMAS) {
                 return Ok(false);
             }
-            let (batch, rest) = batch.split_at(HOME.fits(self.map.memory(), batch));
+            let memory = self.map.memory();
+            let most = self.planner.healer.batch_len(memory, batch);
+            let (batch, rest) = batch.split_at(HOME.fits(memory, batch).min(most));
             if !rest.is_empty() {
                 batches.push(rest);
             }

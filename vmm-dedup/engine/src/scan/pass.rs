@@ -82,7 +82,7 @@ impl Pass {
         let mut direct_io = DirectIo::new()?;
         direct_io.look()?;
         let reserve = match config.breaks {
-            Breaks::Kernel => None,
+            Breaks::Kernel { .. } => None,
             Breaks::Managed {
                 reserve_pages,
                 floor_bytes,
@@ -177,6 +177,7 @@ impl Pass {
 
     /// What others did since the last pass.
     fn prepare(&mut self) -> Result<(), Error> {
+        self.heed_pins();
         self.note_breaks();
         let discards = self.space.discards.clone();
         self.space.note_discards(&mut discards.lock(), &mut self.map);
@@ -244,12 +245,25 @@ impl Pass {
 
     /// Keyed > found, for pages that the kernel copied.
     fn look_at_copies(&mut self) -> Result<(), Error> {
+        let mut prospect = None;
         for at in 0..self.map.chunks().len() {
             if !self.map.chunk_mut(at).copies_due() {
                 continue;
             }
+            let prospect = *prospect.get_or_insert_with(|| {
+                let (managed, mappings) = (self.space.breaker.managed(), self.map.mappings());
+                self.planner.healer.prospect(managed, mappings, self.number)
+            });
             let (map, pagemap) = (&mut self.map, &mut self.space.pagemap);
-            let keyed = copies::look(map, pagemap, &self.session, &mut self.account, self.number, at)?;
+            let keyed = copies::look(
+                map,
+                pagemap,
+                &self.session,
+                &mut self.account,
+                self.number,
+                at,
+                prospect,
+            )?;
             self.find(keyed);
             self.account.lap(|cpu| &mut cpu.key);
             self.tell_store_of_many()?;
@@ -349,9 +363,19 @@ impl Pass {
         self.map.orphan_all();
     }
 
-    /// From now on pages may be pinned without any file that shows it.
-    pub(crate) fn hide_pins(&mut self) {
-        self.planner.healer.hide_pins();
+    /// Whether pages may be pinned without any file that shows it is from now on as the VMM said last; the operator has to
+    /// accept it as well.
+    pub(crate) fn heed_pins(&mut self) {
+        let accepted = matches!(
+            self.config.breaks,
+            Breaks::Kernel {
+                heal_without_fork: true,
+                ..
+            }
+        );
+        self.planner
+            .healer
+            .set_visible(accepted && self.control.pins_are_visible());
     }
 
     /// All chunks are to be visited.

@@ -13,6 +13,8 @@
 //! - With a filter of system calls (seccomp) it is not forked at all: the filter may end the process for that.
 #![allow(unsafe_code)] // clone
 
+use crate::sys::inject::{self, Call};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -32,6 +34,7 @@ impl Child {
         if is_filtered() {
             return Err(io::Error::from_raw_os_error(libc::EPERM));
         }
+        inject::before(Call::Fork)?;
         let parent = std::process::id();
         let mut pidfd: libc::c_int = -1;
         let flags = libc::c_long::from(libc::CLONE_FILES | libc::CLONE_FS) | PIDFD;
@@ -46,6 +49,12 @@ impl Child {
         }
         // SAFETY: a fresh descriptor that nobody else owns.
         Ok(Self(unsafe { OwnedFd::from_raw_fd(pidfd) }))
+    }
+
+    /// Whether somebody ended it, so that it tells nothing any more. (Stopped, it does.)
+    pub(crate) fn has_ended(&self) -> bool {
+        let mut ended = [PollFd::new(&self.0, PollFlags::IN)];
+        !matches!(poll(&mut ended, Some(&Timespec::default())), Ok(0))
     }
 }
 
@@ -128,6 +137,32 @@ mod tests {
             |pages: std::ops::Range<usize>| range.start + bytes(pages.start)..range.start + bytes(pages.end);
         assert_eq!(pagemap.shared_with_child(&range).unwrap(), [at(0..3), at(4..8)]);
         drop(child);
+        assert!(pagemap.shared_with_child(&range).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_child_that_was_stopped_tells_all_the_same_and_a_killed_one_nothing() {
+        let area = Anonymous::new(8).unwrap();
+        area.populate().unwrap();
+        let range = area.base()..area.base() + bytes(8);
+        let pagemap = Pagemap::open().unwrap();
+        let signal = |child: &Child, signal: libc::c_int| {
+            // SAFETY: no memory is given.
+            unsafe { libc::syscall(libc::SYS_pidfd_send_signal, child.0.as_raw_fd(), signal, 0, 0) }
+        };
+        let Ok(child) = Child::fork() else { return };
+        assert_eq!(signal(&child, libc::SIGSTOP), 0);
+        assert!(!child.has_ended());
+        assert_eq!(
+            pagemap.shared_with_child(&range).unwrap(),
+            std::slice::from_ref(&range)
+        );
+        drop(child); // does not wait for ever
+        let Ok(child) = Child::fork() else { return };
+        assert_eq!(signal(&child, libc::SIGKILL), 0);
+        while !child.has_ended() {
+            std::thread::yield_now();
+        }
         assert!(pagemap.shared_with_child(&range).unwrap().is_empty());
     }
 

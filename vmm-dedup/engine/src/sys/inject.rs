@@ -29,6 +29,10 @@ pub enum Call {
     ReadFaults,
     /// PAGEMAP_SCAN.
     PagemapScan,
+    /// read() of pagemap.
+    PagemapRead,
+    /// clone() of a child.
+    Fork,
     /// mincore().
     Mincore,
     /// mmap() of a segment of the store.

@@ -112,13 +112,14 @@ impl Pagemap {
     pub(crate) fn shared_with_child(&self, range: &Range<usize>) -> io::Result<Vec<Range<usize>>> {
         let mut words = vec![0u8; range.len() / PAGE_SIZE * 8];
         let offset = (range.start / PAGE_SIZE * 8) as u64;
+        inject::before(Call::PagemapRead)?;
         self.file.read_exact_at(&mut words, offset)?;
         let mut found: Vec<Range<usize>> = Vec::new();
         for (word, at) in words.chunks_exact(8).zip(range.clone().step_by(PAGE_SIZE)) {
             let word = word
                 .iter()
                 .rev()
-                .fold(0, |word, byte| word << 8 | u64::from(*byte));
+                .fold(0, |word, byte| (word << 8) | u64::from(*byte));
             if word & (ENTRY_PRESENT | ENTRY_FILE | ENTRY_EXCLUSIVE) != ENTRY_PRESENT {
                 continue;
             }

@@ -19,7 +19,7 @@
 //! What cannot be seen:
 //!
 //! - *Guests that run guests*, and files that the VMM keeps elsewhere (a ring of which another process has the only descriptor). So
-//!   the VMM has to say that there are none: [`Config::pins_are_visible`](crate::config::Config::pins_are_visible).
+//!   the VMM has to say that there are none: [`DedupService::vouch_for_pins`](crate::service::DedupService::vouch_for_pins).
 //! - *A file that was closed while its I/O goes on*, as for [`direct_io`](mod@crate::sys::direct_io).
 //! - *Other processes* that write this one's memory (a debugger: process_vm_writev, /proc/PID/mem). They pin for the moment of
 //!   the copy: see [`GRACE`](crate::merge::healer).

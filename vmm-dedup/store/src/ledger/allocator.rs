@@ -428,7 +428,7 @@ impl Allocator {
             return Some(Piece { run, huge_page: true });
         }
         let mut end = start + 1;
-        for at in end..SLOTS_PER_SEGMENT.min(start.saturating_add(most)) {
+        for at in start + 1..SLOTS_PER_SEGMENT.min(start.saturating_add(most)) {
             if segment.begins_whole_huge_page(at) || at - end > KEPT_HOLE {
                 break;
             }

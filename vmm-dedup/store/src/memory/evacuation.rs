@@ -19,18 +19,6 @@ use vmm_dedup_protocol::{HUGE_PAGES, SERIES, SLOTS_PER_SEGMENT, Slot};
 #[allow(clippy::cast_possible_truncation)] // 512
 const MOST: u32 = HUGE_PAGES as u32;
 
-/// What is being emptied.
-#[derive(Debug, Default)]
-pub(crate) struct Evacuation {
-    /// A segment, and where in it to go on.
-    current: Option<(u32, u32)>,
-    /// Slots that came back to life in segments whose pages have moved.
-    stragglers: Vec<Slot>,
-    moved: u64,
-    /// Moving failed when it was last tried: that was logged once.
-    failing: bool,
-}
-
 /// What is moved next.
 #[derive(Debug)]
 enum Next {

@@ -12,7 +12,6 @@ use crate::ledger::lifetime::{Change, Lifetime, ReferenceViolation};
 use crate::ledger::references::References;
 use crate::memory::catalog::Catalog;
 use crate::memory::collapse::CollapseQueue;
-use crate::memory::evacuation::Evacuation;
 use crate::memory::segments::Segments;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -59,6 +58,18 @@ pub(super) const SHORT_RUN: u32 = 8;
 fn slots_of(number: u32) -> impl Iterator<Item = Slot> {
     let numbers = number * SLOTS_PER_SEGMENT..(number + 1) * SLOTS_PER_SEGMENT;
     numbers.filter_map(Slot::try_new)
+}
+
+/// What is being emptied.
+#[derive(Debug, Default)]
+pub(super) struct Evacuation {
+    /// A segment, and where in it to go on.
+    pub(super) current: Option<(u32, u32)>,
+    /// Slots that came back to life in segments whose pages have moved.
+    pub(super) stragglers: Vec<Slot>,
+    pub(super) moved: u64,
+    /// Moving failed when it was last tried: that was logged once.
+    pub(super) failing: bool,
 }
 
 /// All shared pages.

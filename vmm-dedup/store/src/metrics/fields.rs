@@ -237,12 +237,13 @@ pub(super) static LABELLED: &[Labelled] = &[
     },
     Labelled {
         name: "heal_refusals",
-        help: "Pages that the kernel had copied on write and that were not merged: perhaps pinned, or somebody waited to write",
+        help: "Pages that the kernel had copied on write and that were not merged: perhaps pinned, somebody waited to write, or what tells of pins failed",
         unit: None,
         label: "reason",
         series: &[
             ("pinned", |s| s.heal_pinned_total),
             ("wanted", |s| s.heal_wanted_total),
+            ("failed", |s| s.heal_failed_total),
         ],
     },
     Labelled {

@@ -262,7 +262,17 @@ impl Verify for DsaEngine {
 impl DsaEngine {
     /// Begins to compare pairs: those of them that the first lines do not decide.
     fn begin(&mut self, first: u64, pairs: &[Pair<'_>]) -> Answer<usize> {
-        if self.cpu_is_sooner(pairs) {
+        if self.roomiest().is_none() || self.verifying.free.is_empty() {
+            // What was aborted may have ended.
+            self.take_ended()?;
+        }
+        let full = self.roomiest().is_none() || self.verifying.free.is_empty();
+        let asked = |running: &Running| running.number.is_some();
+        if full && (!self.verifying.ready.is_empty() || self.verifying.running.iter().any(asked)) {
+            return Ok(0);
+        }
+        // With a queue full of what was aborted nobody would be waited for.
+        if full || self.cpu_is_sooner(pairs) {
             for (at, pair) in pairs.iter().enumerate() {
                 self.answer(first + at as u64, pair.compare());
             }
@@ -272,6 +282,7 @@ impl DsaEngine {
             return Ok(0);
         };
         let mut batch: Vec<Item> = Vec::with_capacity(pairs.len());
+        let mut asked: Vec<&Pair<'_>> = Vec::with_capacity(pairs.len());
         let most = self.channels[queue]
             .as_ref()
             .map_or(1, |channel| channel.most_members());
@@ -300,6 +311,7 @@ impl DsaEngine {
                         taken: pair.taken.address(),
                     };
                     batch.push((descriptor, tag as u64));
+                    asked.push(pair);
                 }
                 Err(error) => {
                     self.verifying.free.push(tag);
@@ -321,9 +333,14 @@ impl DsaEngine {
             self.give_up(queue, &trouble);
             0
         });
-        // What the queue did not take the CPU compares.
-        for (_, tag) in batch.split_off(started) {
-            self.ended(tag, Err(ItemError::Abandoned));
+        // What a full queue did not take the CPU compares.
+        for ((_, tag), pair) in batch.iter().zip(asked).skip(started) {
+            let at = usize::try_from(*tag).unwrap_or(0);
+            let number = self.verifying.running[at].number;
+            self.free(at);
+            if let Some(number) = number {
+                self.answer(number, pair.compare());
+            }
         }
         Ok(taken)
     }

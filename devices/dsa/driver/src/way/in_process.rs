@@ -46,7 +46,7 @@ impl std::fmt::Debug for InProcess {
 }
 
 impl InProcess {
-    /// A device with one queue of all of its entries.
+    /// A device with one queue.
     ///
     /// # Errors
     /// If the model cannot be brought up so.
@@ -55,13 +55,12 @@ impl InProcess {
         timing: Timing,
         faults: Faults,
         reach: Reach,
-        entries: Option<u16>,
+        wanted: Wanted,
     ) -> Result<Self, SetupError> {
         let board = match reach {
             Reach::Process => Plug::Process(Process),
             Reach::Mapped => Plug::Mapped(Mapped::default()),
         };
-        let mode = Mode::Dedicated;
         let mut made = Self {
             core: Core::new(shape, timing, Faults::default()),
             board,
@@ -72,12 +71,11 @@ impl InProcess {
                 operations: [0; 4],
                 node: None,
             },
-            wanted: Wanted { entries, mode },
+            wanted,
             began: Instant::now(),
             worked_ns: 0,
             portal: portal::offset(0, portal::Kind::Unlimited),
         };
-        let wanted = made.wanted;
         made.limits = bring_up(&mut made, wanted)?;
         made.core.set_faults(faults);
         Ok(made)
@@ -133,9 +131,11 @@ impl WorkQueue for InProcess {
     fn submit(&mut self, descriptor: &Descriptor) -> Result<bool, Trouble> {
         let now = self.now();
         let bytes = descriptor.to_bytes();
-        let submitted = self
-            .core
-            .submit(self.portal, Way::Posted, &bytes, now, &self.board);
+        let way = match self.wanted.mode {
+            Mode::Dedicated => Way::Posted,
+            Mode::Shared => Way::Deferrable,
+        };
+        let submitted = self.core.submit(self.portal, way, &bytes, now, &self.board);
         self.advance();
         // What is lost shows by its silence, as with a device.
         Ok(submitted != Submitted::Retry)

@@ -8,7 +8,7 @@ use vmm_dedup_dsa_abi::registers::{
     DeviceState, ErrorDetails, GeneralCapability, GeneralStatus, QueueCapability, ResetKind, SoftwareError,
     Tables,
 };
-use vmm_dedup_dsa_abi::{Command, CommandError, CommandStatus, CommandWord};
+use vmm_dedup_dsa_abi::{Command, CommandError, CommandStatus, CommandWord, Pasid};
 
 /// How long a command may take. A reset drops what is in flight; a drain waits for it.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -50,13 +50,22 @@ pub enum SetupError {
     Halted(ResetKind),
 }
 
-/// What a queue is to be.
+/// What a queue is to be. By default, a dedicated one of all entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wanted {
     /// Entries, at most what the device has; all of them if `None`.
     pub entries: Option<u16>,
     /// Whether several use it.
     pub mode: Mode,
+}
+
+impl Default for Wanted {
+    fn default() -> Self {
+        Self {
+            entries: None,
+            mode: Mode::Dedicated,
+        }
+    }
 }
 
 /// Resets a device and configures one queue: number 0, in group 0 with all engines, for all operations that the device has.
@@ -83,6 +92,11 @@ pub fn bring_up(device: &mut dyn Registers, wanted: Wanted) -> Result<QueueLimit
     let queue = QueueConfig::new(entries, entries, wanted.mode, 10)
         .with_limits(general.transfer_shift(), general.batch_shift())
         .with_operations(operations);
+    // A shared queue takes the address space from the descriptor; the kernel's are of number 0.
+    let queue = match wanted.mode {
+        Mode::Shared => queue.with_pasid(Pasid::from_low_bits(0)),
+        Mode::Dedicated => queue,
+    };
     let all_engines = if engines >= 64 {
         u64::MAX
     } else {

@@ -74,6 +74,10 @@ pub(crate) struct RunArgs {
     /// Who copies a shared page that the guest writes.
     #[arg(long, value_enum, default_value_t = BreakMode::Kernel, requires = "store")]
     breaks: BreakMode,
+    /// With kernel breaks: how long the VM's faults may be held up by a fork that tells which of the pages that the kernel
+    /// copied are pinned, microseconds; 0: no forks [default: 5000].
+    #[arg(long, requires = "store", value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
+    heal_stall_us: Option<u64>,
     /// With managed breaks: pages kept ready for writers [default: 1024].
     #[arg(long, requires = "store", value_parser = RangedU64ValueParser::<usize>::new().range(1..=16_777_216))]
     reserve_pages: Option<usize>,
@@ -87,7 +91,7 @@ pub(crate) struct RunArgs {
         requires = "store",
         conflicts_with_all = [
             "name", "cpu_percent", "pass_period_ms", "search", "search_socket", "verify", "verify_socket", "breaks",
-            "reserve_pages", "reserve_floor_mib",
+            "heal_stall_us", "reserve_pages", "reserve_floor_mib",
         ]
     )]
     dedup_config: Option<PathBuf>,
@@ -142,6 +146,11 @@ impl RunArgs {
                 "--reserve-pages and --reserve-floor-mib need --breaks managed: the kernel's copies have no reserve",
             ));
         }
+        if self.heal_stall_us.is_some() && matches!(self.breaks, BreakMode::Managed) {
+            return Err(Failure::usage(
+                "--heal-stall-us needs --breaks kernel: what the service copies is not healed",
+            ));
+        }
         if self.store.is_some() {
             let checked = self.engine_config()?.check_engines(&vmm_dedup_engines::engines());
             checked.map_err(|error| Failure::usage(error.to_string()))?;
@@ -154,7 +163,13 @@ impl RunArgs {
             return dedup_file::read(path);
         }
         let breaks = match self.breaks {
-            BreakMode::Kernel => Breaks::Kernel,
+            BreakMode::Kernel => match self.heal_stall_us {
+                Some(heal_stall_us) => Breaks::Kernel {
+                    heal_stall_us,
+                    heal_without_fork: false,
+                },
+                None => Breaks::KERNEL,
+            },
             BreakMode::Managed => Breaks::Managed {
                 reserve_pages: self.reserve_pages.unwrap_or(1024),
                 floor_bytes: self.reserve_floor_mib.unwrap_or(256) << 20,
@@ -227,7 +242,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
 
 fn start_dedup(vm: &Vm, store: &Path, config: Config) -> Result<DedupService, Failure> {
     let memory = Arc::new(vm.memory().clone());
-    DedupService::start_with(memory, store, config, vmm_dedup_engines::engines()).map_err(Failure::from_error)
+    let service = DedupService::start_with(memory, store, config, vmm_dedup_engines::engines());
+    let service = service.map_err(Failure::from_error)?;
+    // Its guests cannot run guests, and no other process has a file of this one's alone.
+    service.vouch_for_pins();
+    Ok(service)
 }
 
 /// Whoever sees the file sees the number in it.
