@@ -236,7 +236,8 @@ fn holes_that_failing_calls_leave_are_mended() {
         let others = twin.serve(&store.socket(), config).expect("dedup starts");
         let injection = Injection::leaving_holes(call, libc::ENOMEM, Times::Every(2));
         let start = Instant::now();
-        while injection.failed() < FAILED {
+        // A batch is a few calls, and all is merged after some batches.
+        while injection.failed() < FAILED / 2 {
             assert!(
                 start.elapsed() < PATIENCE,
                 "{call:?} failed {} times",

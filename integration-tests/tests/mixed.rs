@@ -126,7 +126,10 @@ fn with_kernel_breaks_what_was_only_read_comes_back_and_what_was_copied_stays() 
     huge_pages_or_skip!(&pages);
     let hot = AtomicUsize::new(0);
     let config = Config {
-        breaks: Breaks::KERNEL,
+        breaks: Breaks::Kernel {
+            heal_stall_us: 0,
+            heal_without_fork: false,
+        },
         ..config(Policy::Smartmd)
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");

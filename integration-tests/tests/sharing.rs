@@ -190,7 +190,7 @@ fn managed_breaks_keep_pages_mergeable() {
 }
 
 #[test]
-fn what_the_kernel_copied_is_never_merged_again() {
+fn what_the_kernel_copied_is_not_merged_again_while_nothing_tells_of_pins() {
     need_kvm!();
     let store = StoreThread::start();
     let rewriting = |seed| {
@@ -201,7 +201,11 @@ fn what_the_kernel_copied_is_never_merged_again() {
             .rewrite(Rewrite::Restore)
             .rest_ms(300)
     };
-    let guests = boot_two(&store, ThpMode::Never, rewriting, Breaks::KERNEL);
+    let no_healing = Breaks::Kernel {
+        heal_stall_us: 0,
+        heal_without_fork: false,
+    };
+    let guests = boot_two(&store, ThpMode::Never, rewriting, no_healing);
     wait_until("breaks", || guests.iter().all(|g| g.stats().pages_broken >= 500));
     // The broken pages were restored and rest; they are equal again and must stay as they are.
     std::thread::sleep(Duration::from_secs(1));
