@@ -1,14 +1,13 @@
 //! The store empties segments in which little is left, services follow, and the memory returns.
 
 use std::collections::BTreeSet;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib_of_store};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
-use vmm_dedup_integration_tests::{huge_pages_or_skip, need_kvm, need_userfaultfd};
+use vmm_dedup_integration_tests::{alone, huge_pages_or_skip, need_kvm, need_userfaultfd};
 use vmm_dedup_payload::{PayloadConfig, WorkingSet};
 use vmm_dedup_protocol::{PAGE_SIZE, SERIES};
 use vmm_dedup_refvmm::ThpMode;
@@ -37,12 +36,6 @@ fn config(name: &str, breaks: Breaks) -> Config {
         breaks,
         ..Config::default()
     }
-}
-
-/// One test at a time: they take many mappings, of which a process has a limited number.
-fn alone() -> MutexGuard<'static, ()> {
-    static TEST: Mutex<()> = Mutex::new(());
-    TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Memory under a service, and what it should hold.
@@ -205,9 +198,9 @@ fn kill(vms: &mut [Vm], death: Death, dies: impl Fn(usize) -> bool) {
     for (n, vm) in (1u64..).zip(vms) {
         for page in (0..PAGES).filter(|page| dies(*page)) {
             let id = match death {
-                Death::Replaced => 1 << 32 | page as u64,
+                Death::Replaced => (1 << 32) | page as u64,
                 Death::Zero => 0,
-                Death::Own => n << 40 | page as u64,
+                Death::Own => (n << 40) | page as u64,
             };
             vm.write(page, id);
         }
@@ -219,7 +212,7 @@ fn most_die(breaks: Breaks, extent: usize, lives: usize) {
     for death in DEATHS {
         let store = StoreThread::with_metrics();
         let mut vms = start_all(&store, 3, breaks);
-        kill(&mut vms, death, |page| page / extent % lives != 0);
+        kill(&mut vms, death, |page| !(page / extent).is_multiple_of(lives));
         let shared = match death {
             Death::Replaced => PAGES,
             _ => PAGES / lives,
@@ -280,7 +273,7 @@ fn one_of_eight_vms_stays_and_follows() {
                 if page % 320 < 64 {
                     page + 1
                 } else {
-                    n / 2 + 1 << 32 | page
+                    ((n / 2 + 1) << 32) | page
                 }
             };
             let ids = (0..PAGES as u64 / 3).map(id).collect();
@@ -313,13 +306,13 @@ fn a_vm_that_does_not_follow_holds_up_nobody() {
     need_userfaultfd!();
     let _alone = alone();
     let store = StoreThread::with_metrics();
-    let lives = |page: usize| page / EXTENT % 8 == 0;
+    let lives = |page: usize| (page / EXTENT).is_multiple_of(8);
     let mut vms = start_all(&store, 2, KERNEL);
     let own = |page: usize| {
         if lives(page) {
             page as u64 + 1
         } else {
-            77 << 32 | page as u64
+            (77 << 32) | page as u64
         }
     };
     let ids = (0..PAGES).map(own).collect();
@@ -334,7 +327,7 @@ fn a_vm_that_does_not_follow_holds_up_nobody() {
         for vm in &mut vms {
             (0..PAGES)
                 .filter(|page| !lives(*page))
-                .for_each(|page| vm.write(page, round << 32 | page as u64));
+                .for_each(|page| vm.write(page, (round << 32) | page as u64));
         }
         pass_until(&vms, "sharing again", || {
             vms.iter()
@@ -402,7 +395,7 @@ fn huge_pages_follow_as_huge_pages() {
     let store = StoreThread::with_metrics();
     let chunks = PAGES / HUGE_PAGES;
     // Every fourth huge page lives.
-    let lives = |page: usize| page / HUGE_PAGES % 4 == 0;
+    let lives = |page: usize| (page / HUGE_PAGES).is_multiple_of(4);
     let ids: Vec<u64> = (1..=PAGES as u64).collect();
     let mut vms: Vec<Vm> = (0..2)
         .map(|n| {
@@ -463,10 +456,8 @@ fn a_guest_that_writes_and_checks_follows() {
         pass_until(&vms, "that guests share", || {
             guests.iter().all(|guest| guest.stats().pages_mapped >= 16 * 256)
         });
-        for round in 1..4u64 {
-            kill(&mut vms, Death::Replaced, |page| {
-                page / EXTENT % 4 != round as usize
-            });
+        for round in 1..4 {
+            kill(&mut vms, Death::Replaced, |page| page / EXTENT % 4 != round);
             pass_until(&vms, "sharing again", || {
                 vms.iter()
                     .all(|vm| vm.service.stats().pages_mapped == PAGES as u64)
@@ -491,7 +482,9 @@ fn a_store_that_dies_while_pages_move_takes_nothing_along() {
         for wait in [0, 30, 300] {
             let mut store = StoreThread::with_metrics();
             let mut vms = start_all(&store, 2, breaks);
-            kill(&mut vms, Death::Replaced, |page| page / EXTENT % 8 != 0);
+            kill(&mut vms, Death::Replaced, |page| {
+                !(page / EXTENT).is_multiple_of(8)
+            });
             let moved = || store.metric("moved_total") > 0;
             pass_until(&vms, "that pages move", moved);
             std::thread::sleep(Duration::from_millis(wait));
