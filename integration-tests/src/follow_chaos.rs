@@ -113,7 +113,7 @@ pub fn chaos(moves: u64, patience: Duration, breaks: Breaks) -> Outcome {
             let chosen =
                 |page: &usize| is_replaced(*page) && hash(round, *page / EXTENT).is_multiple_of(SHARE as u64);
             for page in (0..PAGES).filter(chosen) {
-                ids[page] = round << 32 | page as u64;
+                ids[page] = (round << 32) | page as u64;
                 fire.vms.iter().for_each(|vm| vm.fill(page, ids[page]));
             }
             // Enough for what the kernel copied to be found, keyed twice, published and mapped.
@@ -160,9 +160,9 @@ fn is_replaced(page: usize) -> bool {
 /// A number that is random enough (the finaliser of splitmix64).
 fn hash(a: u64, b: usize) -> u64 {
     let mut n = a.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ b as u64;
-    n = (n ^ n >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    n = (n ^ n >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    n ^ n >> 31
+    n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    n ^ (n >> 31)
 }
 
 /// A file for direct I/O, both ways.

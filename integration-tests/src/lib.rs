@@ -18,6 +18,14 @@ pub mod twins;
 pub mod unmodified;
 pub mod vm;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// One test of this process at a time: for tests that take much of what a process has, or change what holds for all of it.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static TEST: Mutex<()> = Mutex::new(());
+    TEST.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Returns from a test, saying why, where /dev/kvm is missing. In CI that is a failure: there it must run.
 #[macro_export]
 macro_rules! need_kvm {

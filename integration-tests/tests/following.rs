@@ -1,14 +1,13 @@
 //! The store empties segments in which little is left, services follow, and the memory returns.
 
 use std::collections::BTreeSet;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib_of_store};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
-use vmm_dedup_integration_tests::{huge_pages_or_skip, need_kvm, need_userfaultfd};
+use vmm_dedup_integration_tests::{alone, huge_pages_or_skip, need_kvm, need_userfaultfd};
 use vmm_dedup_payload::{PayloadConfig, WorkingSet};
 use vmm_dedup_protocol::{PAGE_SIZE, SERIES};
 use vmm_dedup_refvmm::ThpMode;
@@ -37,12 +36,6 @@ fn config(name: &str, breaks: Breaks) -> Config {
         breaks,
         ..Config::default()
     }
-}
-
-/// One test at a time: they take many mappings, of which a process has a limited number.
-fn alone() -> MutexGuard<'static, ()> {
-    static TEST: Mutex<()> = Mutex::new(());
-    TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Memory under a service, and what it should hold.
@@ -205,9 +198,9 @@ fn kill(vms: &mut [Vm], death: Death, dies: impl Fn(usize) -> bool) {
     for (n, vm) in (1u64..).zip(vms) {
         for page in (0..PAGES).filter(|page| dies(*page)) {
             let id = match death {
-                Death::Replaced => 1 << 32 | page as u64,
+                Death::Replaced => (1 << 32) | page as u64,
                 Death::Zero => 0,
-                Death::Own => n << 40 | page as u64,
+                Death::Own => (n << 40) | page as u64,
             };
             vm.write(page, id);
         }
@@ -280,7 +273,7 @@ fn one_of_eight_vms_stays_and_follows() {
                 if page % 320 < 64 {
                     page + 1
                 } else {
-                    (n / 2 + 1) << 32 | page
+                    ((n / 2 + 1) << 32) | page
                 }
             };
             let ids = (0..PAGES as u64 / 3).map(id).collect();
@@ -319,7 +312,7 @@ fn a_vm_that_does_not_follow_holds_up_nobody() {
         if lives(page) {
             page as u64 + 1
         } else {
-            77 << 32 | page as u64
+            (77 << 32) | page as u64
         }
     };
     let ids = (0..PAGES).map(own).collect();
@@ -334,7 +327,7 @@ fn a_vm_that_does_not_follow_holds_up_nobody() {
         for vm in &mut vms {
             (0..PAGES)
                 .filter(|page| !lives(*page))
-                .for_each(|page| vm.write(page, round << 32 | page as u64));
+                .for_each(|page| vm.write(page, (round << 32) | page as u64));
         }
         pass_until(&vms, "sharing again", || {
             vms.iter()
@@ -504,5 +497,32 @@ fn a_store_that_dies_while_pages_move_takes_nothing_along() {
             vms.iter().for_each(Vm::check);
             vms.into_iter().for_each(Vm::end);
         }
+    }
+}
+
+#[test]
+fn files_of_a_store_that_died_are_left_within_a_minute() {
+    need_userfaultfd!();
+    let _alone = alone();
+    for breaks in [KERNEL, MANAGED] {
+        let store = StoreThread::with_metrics();
+        let mut vms = start_all(&store, 3, breaks);
+        // Some pages are copies by then, and some have no twin any more.
+        kill(&mut vms[..1], Death::Own, |page| page / EXTENT % 8 == 3);
+        kill(&mut vms[1..2], Death::Own, |page| page / EXTENT % 8 >= 3);
+        vms.pop().expect("three").end();
+        (0..32).for_each(|_| vms.iter().for_each(|vm| _ = vm.pass()));
+        let (old, _) = vms[0].mappings();
+        let store = store.restart();
+        let start = Instant::now();
+        pass_until(&vms, "that the old files are left", || {
+            vms.iter().all(|vm| vm.mappings().0.is_disjoint(&old))
+        });
+        eprintln!("{breaks:?}: left in {:?}", start.elapsed());
+        let twins = |vm: &Vm| vm.service.stats().pages_mapped >= (PAGES * 3 / 8 - PAGES / 64) as u64;
+        pass_until(&vms, "sharing with the next store", || vms.iter().all(twins));
+        vms.iter().for_each(Vm::check);
+        vms.into_iter().for_each(Vm::end);
+        drop(store);
     }
 }

@@ -528,6 +528,9 @@ impl PageMap {
         let edges = self.edges_of(page, place);
         let state = PageState::resting(Backing::CopiedOnWrite(edges));
         self.set_at(page, state, Some(place));
+        // It may have a twin later, as any copy.
+        let chunk = self.chunk_of(page);
+        self.chunks[chunk].look_at_copies_soon();
     }
 
     /// A page became the zero page.
