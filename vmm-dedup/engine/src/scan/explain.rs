@@ -191,10 +191,10 @@ impl Pass {
                 self.map.vmas_max()
             );
         }
-        let (copies, managed) = (self.map.counts().copied, self.space.breaker.managed());
+        let copies = self.map.counts().copied;
         let healer = &mut self.planner.healer;
         if copies > 0
-            && !healer.can_heal(managed, self.map.mappings(), self.number)
+            && !healer.can_heal(self.map.mappings(), self.number)
             && let Some(why) = healer.refused()
         {
             return format!("{copies} pages that the kernel copied on write stay private: {why}");

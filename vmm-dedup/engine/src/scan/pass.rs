@@ -86,6 +86,7 @@ impl Pass {
             Breaks::Managed {
                 reserve_pages,
                 floor_bytes,
+                ..
             } => Some(Reserve::new(reserve_pages, floor_bytes)),
         };
         let (limit, used) = (proc::max_map_count()?, proc::vma_count()?);
@@ -251,8 +252,8 @@ impl Pass {
                 continue;
             }
             let prospect = *prospect.get_or_insert_with(|| {
-                let (managed, mappings) = (self.space.breaker.managed(), self.map.mappings());
-                self.planner.healer.prospect(managed, mappings, self.number)
+                let mappings = self.map.mappings();
+                self.planner.healer.prospect(mappings, self.number)
             });
             let (map, pagemap) = (&mut self.map, &mut self.space.pagemap);
             let keyed = copies::look(
@@ -363,19 +364,9 @@ impl Pass {
         self.map.orphan_all();
     }
 
-    /// Whether pages may be pinned without any file that shows it is from now on as the VMM said last; the operator has to
-    /// accept it as well.
+    /// Whether pages may be pinned without any file that shows it is from now on as the VMM said last.
     pub(crate) fn heed_pins(&mut self) {
-        let accepted = matches!(
-            self.config.breaks,
-            Breaks::Kernel {
-                heal_without_fork: true,
-                ..
-            }
-        );
-        self.planner
-            .healer
-            .set_visible(accepted && self.control.pins_are_visible());
+        self.planner.healer.set_visible(self.control.pins_are_visible());
     }
 
     /// All chunks are to be visited.
