@@ -283,6 +283,7 @@ impl Healer {
             Ok(forked) => forked,
             Err(error) => {
                 self.forks.note(pass, format!("cannot fork: {error}"));
+                self.chosen = None;
                 return Healed::none(requests, Outcome::Untold);
             }
         };
@@ -304,6 +305,7 @@ impl Healer {
             pinned.for_each(|outcome| *outcome = Outcome::Untold);
             self.forks
                 .note(pass, "the child that tells of pins was killed".to_owned());
+            self.chosen = None;
         } else {
             self.forks = Trouble::default();
         }
@@ -323,9 +325,11 @@ impl Healer {
         let (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
         self.adapt(&healed.outcomes);
         match failure {
-            Some(error) => self
-                .tables
-                .note(pass, format!("the page tables cannot be read: {error}")),
+            Some(error) => {
+                self.tables
+                    .note(pass, format!("the page tables cannot be read: {error}"));
+                self.chosen = None;
+            }
             None => self.tables = Trouble::default(),
         }
         healed
