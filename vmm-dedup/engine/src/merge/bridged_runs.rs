@@ -70,7 +70,7 @@ pub(crate) fn defer(
             continue;
         }
         chunks.push(group[0].page);
-        map.chunk_mut(at).defer(pass);
+        map.defer_chunk(at, pass);
         for request in group {
             match map.known(request.page).candidate() {
                 _ if request.publisher_ref().is_some() => deferred.published.push(*request),

@@ -2,7 +2,6 @@
 
 use crate::error::Error;
 use crate::lookup::request::MergeRequest;
-use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::{HostRange, Memory, Page};
 use crate::scan::pass::Pass;
 use crate::sys::late_log;
@@ -69,9 +68,7 @@ impl Pass {
         let gone = |request: &mut MergeRequest| !keep(request.page);
         let found = self.found.extract_if(.., gone);
         for request in found.chain(deferred.published.extract_if(.., gone)) {
-            if let Some(slot) = request.publisher_ref() {
-                self.map.outbox.drop_ref(slot);
-            }
+            self.map.give_up_published(request.publisher_ref());
         }
     }
 
@@ -81,11 +78,7 @@ impl Pass {
         self.note_breaks();
         for pages in self.map.memory().within(range) {
             for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
-                *self.map.chunk_mut(at) = ChunkState {
-                    released: true,
-                    fragments: self.map.chunk(at).fragments,
-                    ..ChunkState::default()
-                };
+                self.map.release(at);
                 let pages = self.map.chunk_at(at).pages.clone();
                 let made_private = self.make_private(pages.clone());
                 let unregistered = self.unregister(pages);
@@ -108,8 +101,7 @@ impl Pass {
                         self.space.register(&self.addresses(&run))?;
                     }
                 }
-                let chunk = self.map.chunk_mut(at);
-                (chunk.released, chunk.pending) = (false, true);
+                self.map.resume(at);
             }
         }
         Ok(())
@@ -125,7 +117,7 @@ impl Pass {
                 let chunk = self.map.chunk_at(at).pages.clone();
                 if !self.map.chunk(at).released {
                     self.track(pages.start.max(chunk.start)..pages.end.min(chunk.end));
-                    self.map.chunk_mut(at).pending = true;
+                    self.map.requeue_chunk(at);
                 }
             }
         }

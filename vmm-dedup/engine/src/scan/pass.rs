@@ -18,7 +18,6 @@ use crate::lookup::keys::{KeyReader, Keyed};
 use crate::lookup::publish;
 use crate::lookup::request::MergeRequest;
 use crate::lookup::tree_search::Searcher;
-use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
 use crate::merge::healer::Healer;
@@ -37,7 +36,6 @@ use crate::unmerge::page_reserve::Reserve;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
-use vmm_dedup_protocol::message::MAX_BATCH;
 
 /// Requests collected before they are merged; bounds the memory for them.
 pub(super) const MAX_FOUND: usize = 1 << 17;
@@ -196,8 +194,7 @@ impl Pass {
         // Every first write to a protected page, and every copy-on-write, is a fault of some other thread.
         let faults = proc::faults_of_others();
         if std::mem::replace(&mut self.faults, faults) != faults {
-            let chunks = self.map.chunks_mut();
-            chunks.for_each(|chunk| (chunk.pending, chunk.unchecked) = (true, true));
+            self.map.note_faults();
         }
         self.account.lap(|cpu| &mut cpu.track);
         Ok(())
@@ -247,7 +244,7 @@ impl Pass {
     fn look_at_copies(&mut self) -> Result<(), Error> {
         let mut prospect = None;
         for at in 0..self.map.chunks().len() {
-            if !self.map.chunk_mut(at).copies_due() {
+            if !self.map.copies_due(at) {
                 continue;
             }
             let prospect = *prospect.get_or_insert_with(|| {
@@ -290,7 +287,7 @@ impl Pass {
 
     /// Tells the store what there is to tell, and publishes what it asks for.
     pub(super) fn tell_store(&mut self) -> Result<(), Error> {
-        while !self.map.outbox.is_empty() && self.session.is_connected() {
+        while !self.map.outbox().is_empty() && self.session.is_connected() {
             self.send_message()?;
         }
         Ok(())
@@ -299,9 +296,7 @@ impl Pass {
     /// The same once there is enough for a whole message. Then all is told: the store must not hear of a sighting before it
     /// hears of the withdrawal that came before it.
     pub(super) fn tell_store_of_many(&mut self) -> Result<(), Error> {
-        let outbox = &self.map.outbox;
-        let most = outbox.sightings.len().max(outbox.withdrawals.len());
-        if most.max(outbox.refs.len()) >= MAX_BATCH {
+        if self.map.outbox().fills_a_message() {
             self.tell_store()?;
         }
         self.account.lap(|cpu| &mut cpu.store);
@@ -376,11 +371,5 @@ impl Pass {
         self.planner
             .healer
             .set_visible(accepted && self.control.pins_are_visible());
-    }
-
-    /// All chunks are to be visited.
-    pub(super) fn requeue_all(&mut self) {
-        let chunks = self.map.chunks_mut();
-        chunks.for_each(|chunk: &mut ChunkState| chunk.pending = true);
     }
 }

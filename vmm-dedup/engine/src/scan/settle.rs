@@ -30,7 +30,7 @@ impl Pass {
                 self.yield_and_poll()?;
             } else if !self.found.is_empty() {
                 self.merge()?;
-            } else if self.map.outbox.is_empty() {
+            } else if self.map.outbox().is_empty() {
                 break;
             }
         }
@@ -40,10 +40,9 @@ impl Pass {
     /// At the end of a pass nothing is pending: lets the store reuse what was freed.
     pub(super) fn acknowledge(&mut self) -> Result<(), Error> {
         debug_assert!(self.found.is_empty());
-        debug_assert!(self.map.outbox.is_empty() || !self.session.is_connected());
+        debug_assert!(self.map.outbox().is_empty() || !self.session.is_connected());
         self.release_retired()?;
-        let number = self.number;
-        self.map.chunks_mut().for_each(|chunk| chunk.end_pass(number));
+        self.map.end_pass(self.number);
         self.session.acknowledge()
     }
 
@@ -110,8 +109,7 @@ impl Pass {
                 return Err(error);
             }
             let missing = self.find_again(some);
-            let keys = missing.iter().map(|(_, key)| key.raw());
-            self.map.outbox.withdrawals.extend(keys);
+            self.map.withdraw_sightings(&missing);
             self.tell_store()?;
             for (page, key) in missing {
                 self.map.sight(page, key, self.number);

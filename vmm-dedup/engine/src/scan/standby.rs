@@ -29,7 +29,7 @@ impl Pass {
             Ok(()) | Err(Error::Stopped) => {}
             Err(error) => return Err(error),
         }
-        while self.session.is_connected() && !self.map.outbox.is_empty() {
+        while self.session.is_connected() && !self.map.outbox().is_empty() {
             self.tell_store()?;
             // What was just asked to be published.
             self.drop_found();
@@ -47,8 +47,7 @@ impl Pass {
         requests.extend(deferred.published);
         for request in requests {
             self.map.defer(request.page, request.publisher_ref());
-            let chunk = self.map.chunk_of(request.page);
-            self.map.chunk_mut(chunk).pending = true;
+            self.map.requeue(request.page);
             self.session.overrun_news();
         }
     }
@@ -59,7 +58,7 @@ impl Pass {
         self.drop_found();
         let done = self.unmerge();
         // All of it may be merged again, once that is wanted.
-        self.requeue_all();
+        self.map.requeue_all();
         self.report();
         let told = self.answer_unmerged(&done);
         if let Err(error) = told {

@@ -65,9 +65,7 @@ impl AddressSpace {
                 map.forget(pages.clone());
                 let start = map.memory().address(pages.start);
                 let chunks = map.chunk_of(pages.start)..=map.chunk_of(pages.end - 1);
-                chunks
-                    .clone()
-                    .for_each(|chunk| map.chunk_mut(chunk).pending = true);
+                chunks.clone().for_each(|chunk| map.requeue_chunk(chunk));
                 let discarded = start..start + bytes(pages.len());
                 // Memory that was lent is somebody else's to register, until it comes back.
                 let lent = chunks.filter(|chunk| map.chunk(*chunk).released);
@@ -96,11 +94,9 @@ impl AddressSpace {
             if !map.memory().has(page) || map.backing(page).is_copied() {
                 continue;
             }
-            map.made_private(page);
+            map.broken_by_service(page);
             account.stats.breaks_managed_total += 1;
             touched.insert(map.chunk_of(page));
-            let chunk = map.chunk_of(page);
-            map.chunk_mut(chunk).mixed.note_break();
         }
         !touched.is_empty()
     }
@@ -115,10 +111,9 @@ impl AddressSpace {
     ) -> Result<(), Error> {
         for at in 0..map.chunks().len() {
             let turn = (pass + at as u64).is_multiple_of(BREAKS_PERIOD);
-            if !turn || !map.chunk(at).unchecked {
+            if !turn || !map.take_unchecked(at) {
                 continue;
             }
-            map.chunk_mut(at).unchecked = false;
             let pages = map.chunk_at(at).pages.clone();
             if !pages.clone().any(|page| map.backing(page).maps_a_slot()) {
                 continue;
@@ -138,8 +133,6 @@ impl AddressSpace {
     pub(crate) fn note_copied(&self, map: &mut PageMap, account: &mut Account, page: Page) {
         if map.backing(page).maps_a_slot() && self.breaker.kernel_broke(page) {
             map.copied_by_kernel(page);
-            let chunk = map.chunk_of(page);
-            map.chunk_mut(chunk).mixed.note_break();
             account.stats.breaks_kernel_total += 1;
         }
     }
