@@ -190,7 +190,7 @@ impl Pass {
     }
 
     /// Whether copies can be told from pinned pages now.
-    fn can_heal(&mut self) -> bool {
+    pub(super) fn can_heal(&mut self) -> bool {
         let managed = self.space.breaker.managed();
         let healer = &mut self.planner.healer;
         healer.can_heal(managed, self.map.mappings(), self.number)
