@@ -37,7 +37,7 @@ impl Pass {
         self.acknowledge()
     }
 
-    /// At the end of a pass nothing is pending: lets the store reuse what was freed.
+    /// At the end of a pass nothing is pending: lets the store free what has left the index.
     pub(super) fn acknowledge(&mut self) -> Result<(), Error> {
         debug_assert!(self.found.is_empty());
         debug_assert!(self.map.outbox().is_empty() || !self.session.is_connected());

@@ -118,8 +118,8 @@ impl Pass {
         self.fill_stats();
         if let Some(mut store) = self.session.take_store() {
             let _ = store.report(&self.account.stats);
-            // Pages that the kernel copied lie in mappings of slots which they do not show: the slots may be reused, as
-            // those under a run's exceptions.
+            // Pages that the kernel copied lie in mappings of slots which they do not show: the slots may be freed, as those
+            // under a run's exceptions.
             if result.is_ok() && self.account.stats.pages_mapped == 0 {
                 store.say_goodbye();
             }

@@ -1,10 +1,10 @@
 //! A service's membership with the store: the connection as long as there is one, what is told to it and when, and what is
 //! remembered of it until the next.
 //!
-//! # The service's half of the rule of slots' reuse
+//! # The service's half of the rule of slots
 //!
-//! The store reuses a freed slot only when every service has acknowledged a later epoch of the index (see
-//! `vmm_dedup_protocol::index`). The epoch that goes with a message was read when nothing that had been looked up in the
+//! A slot that has left the index is free, and its number may name another page, only when every service has acknowledged a
+//! later epoch of the index (see `vmm_dedup_protocol::index`). The epoch that goes with a message was read when nothing that had been looked up in the
 //! index was pending, and every reference taken before that is in this message or an earlier one. [`Session::flush`] is told
 //! whether something is pending.
 
@@ -190,7 +190,7 @@ impl Session {
         Ok(wanted.iter().filter_map(page).collect())
     }
 
-    /// Nothing is pending, and the outbox is empty: lets the store reuse what was freed.
+    /// Nothing is pending, and the outbox is empty: lets the store free what has left the index.
     pub(crate) fn acknowledge(&mut self) -> Result<(), Error> {
         let Some(store) = &mut self.store else {
             return Ok(());
