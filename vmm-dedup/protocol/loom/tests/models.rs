@@ -245,7 +245,7 @@ fn who_reads_a_forward_finds_the_page_that_has_moved() {
 /// A page has moved from slot 0 to slot 1, and moves on to slot 2. The store writes another page into slot 1 as soon as it
 /// is free.
 fn moved_on_while_followed(batches: [Batch; 2]) {
-    let (mut store, service) = index();
+    let (store, service) = index();
     let segment = Mapping::zeroed(SLOTS_PER_SEGMENT as usize);
     let (pages, view) = (Pages::new(3), segment.clone());
     pages.write(1, 1);
