@@ -94,7 +94,8 @@ impl Pass {
                 end: asked.end,
             });
         }
-        let heals = self.can_heal();
+        let (managed, mappings) = (self.space.breaker.managed(), self.map.mappings());
+        let heals = self.planner.healer.can_heal(managed, mappings, self.number);
         let mut explanation = Explanation {
             heals: heals.into(),
             ..Explanation::default()

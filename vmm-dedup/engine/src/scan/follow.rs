@@ -190,7 +190,7 @@ impl Pass {
     }
 
     /// Whether copies can be told from pinned pages now.
-    pub(super) fn can_heal(&mut self) -> bool {
+    fn can_heal(&mut self) -> bool {
         let managed = self.space.breaker.managed();
         let healer = &mut self.planner.healer;
         healer.can_heal(managed, self.map.mappings(), self.number)

@@ -3,25 +3,13 @@
 use crate::error::Error;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::{HostRange, Memory, Page};
+use crate::scan::control::Change;
 use crate::scan::pass::Pass;
 use crate::sys::late_log;
 use crate::sys::page_size::bytes;
 use crate::sys::uffd::Mode;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// What may happen to guest memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Change {
-    /// It is new.
-    Add,
-    /// It is about to be unmapped or replaced.
-    Remove,
-    /// It goes back to anonymous memory, and is left alone.
-    Release,
-    /// It may be worked on again.
-    Resume,
-}
 
 impl Pass {
     pub(crate) fn change(&mut self, change: Change, range: HostRange) -> Result<(), Error> {

@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::lookup::candidates;
 use crate::lookup::find::FoundAgain;
 use crate::memory::layout::Page;
+use crate::merge::planner::{Context, Planner};
 use crate::scan::pass::{MAX_FOUND, Pass};
 use crate::store::session::Doubt;
 use std::collections::HashSet;
@@ -35,6 +36,40 @@ impl Pass {
             }
         }
         self.acknowledge()
+    }
+
+    /// Found > admitted > merged.
+    pub(super) fn merge(&mut self) -> Result<(), Error> {
+        let found = std::mem::take(&mut self.found);
+        let suspended = !self.direct_io.glance();
+        let (planner, mut with) = self.planning();
+        planner.plan(&mut with, suspended, found)?;
+        let mut result = Ok(());
+        while result.is_ok() && {
+            let (planner, mut with) = self.planning();
+            planner.step(&mut with)
+        } {
+            result = self.yield_and_poll();
+        }
+        let wrong = self.planner.take_wrong_proposals();
+        self.finder.search_mut().note_wrong(wrong);
+        // An interrupted pass leaves the rest to the next one.
+        self.found.extend(self.planner.end(&mut self.space));
+        self.account.lap(|cpu| &mut cpu.merge);
+        result?;
+        self.tell_store()
+    }
+
+    fn planning(&mut self) -> (&mut Planner, Context<'_>) {
+        let context = Context {
+            map: &mut self.map,
+            space: &mut self.space,
+            session: &mut self.session,
+            account: &mut self.account,
+            monitor: &self.monitor,
+            pass: self.number,
+        };
+        (&mut self.planner, context)
     }
 
     /// At the end of a pass nothing is pending: lets the store free what has left the index.

@@ -6,10 +6,10 @@ use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
 use crate::memory::page_state::PageState;
 use crate::memory::ranges::complement;
-use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::uffd::{Mode, Uffd};
+use crate::sys::{late_log, proc};
 use crate::unmerge::cow::Breaker;
 use crate::unmerge::discard::{self, Discards};
 use crate::unmerge::page_reserve::Reserve;
@@ -31,6 +31,8 @@ pub(crate) struct AddressSpace {
     pub(crate) breaker: Arc<Breaker>,
     pub(crate) discards: Arc<Discards>,
     pub(crate) scratch: Scratch,
+    /// Faults of the process's other threads, when they were last counted.
+    faults: u64,
 }
 
 impl AddressSpace {
@@ -44,7 +46,15 @@ impl AddressSpace {
             scratch: Scratch::new(uffd.clone())?,
             pagemap,
             uffd,
+            faults: 0,
         })
+    }
+
+    /// Whether the process's other threads had faults since the last call: they wrote protected pages or copied shared ones, if
+    /// they did.
+    pub(crate) fn others_had_faults(&mut self) -> bool {
+        let faults = proc::faults_of_others();
+        std::mem::replace(&mut self.faults, faults) != faults
     }
 
     /// Tracks writes to a range of guest memory.
