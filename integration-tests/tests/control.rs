@@ -236,6 +236,7 @@ fn every_page_is_explained() {
         volatile: 1,
         unpopulated: 424,
         broken: 1,
+        heals: 1,
         ..Explanation::default()
     };
     assert_eq!(explanation, expected);

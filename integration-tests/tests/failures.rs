@@ -153,7 +153,7 @@ fn guests_go_on_whatever_call_fails() {
     };
     for of_one_kind in FAILURES.chunk_by(|a, b| a.0 == b.0) {
         let store = StoreThread::start();
-        // New ones: pages that were left to the kernel's copy-on-write stay private for good.
+        // New ones: pages that were left to the kernel's copy-on-write are merged again late, if at all.
         let guests = huge_chaos::boot(&store, size);
         let sum =
             |field: fn(&ServiceStats) -> u64| guests.iter().map(Guest::stats).map(|s| field(&s)).sum::<u64>();

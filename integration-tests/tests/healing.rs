@@ -171,7 +171,12 @@ fn while_pages_are_pinned_a_fork_tells_and_without_a_budget_for_it_copies_stay()
                     (PAGES as u64, 0),
                     "{stats:?}"
                 );
-                let (_, why) = guest.service.explain(None).expect("it explains");
+                let (explanation, why) = guest.service.explain(None).expect("it explains");
+                assert_eq!(
+                    (explanation.may_be_pinned, explanation.heals),
+                    (PAGES as u64, 0),
+                    "{explanation:?}"
+                );
                 assert!(
                     why.contains("registered buffers") && why.contains("heal_stall_us"),
                     "{why}"

@@ -110,18 +110,44 @@ impl Reader<'_> {
         }
     }
 
+    /// Whether a predicate of `cfg` holds in tests only; whatever is not known may hold elsewhere.
+    fn only_in_tests(&self, at: usize) -> bool {
+        let parts = || {
+            let close = self.closing(at + 1);
+            let mut starts = vec![at + 2];
+            let mut next = at + 2;
+            while next < close {
+                if self.is_sign(next, '(') {
+                    next = self.closing(next);
+                } else if self.is_sign(next, ',') && next + 1 < close {
+                    starts.push(next + 1);
+                }
+                next += 1;
+            }
+            starts
+        };
+        match self.token(at).and_then(Token::word) {
+            Some("test") => true,
+            Some("all") => parts().into_iter().any(|part| self.only_in_tests(part)),
+            Some("any") => parts().into_iter().all(|part| self.only_in_tests(part)),
+            _ => false,
+        }
+    }
+
     fn attribute(&self, range: Range<usize>) -> Attributes {
         let words: Vec<&str> = self.tokens[range.clone()]
             .iter()
             .filter_map(|placed| placed.token.word())
             .collect();
-        let text = self.tokens[range].iter().find_map(|placed| match &placed.token {
-            Token::Text(text) => Some(text.clone()),
-            _ => None,
-        });
+        let text = self.tokens[range.clone()]
+            .iter()
+            .find_map(|placed| match &placed.token {
+                Token::Text(text) => Some(text.clone()),
+                _ => None,
+            });
+        let is_cfg = words.first() == Some(&"cfg");
         Attributes {
-            test: words == ["test"]
-                || (words.first() == Some(&"cfg") && words.contains(&"test") && !words.contains(&"not")),
+            test: words == ["test"] || (is_cfg && self.only_in_tests(range.start + 2)),
             path: text.filter(|_| words == ["path"]),
         }
     }
@@ -164,7 +190,16 @@ impl Reader<'_> {
         let Some(word) = self.token(at).and_then(Token::word).map(str::to_owned) else {
             return at + 1;
         };
+        let place = self.place(module, at);
+        if at > 0 && self.is_sign(at - 1, '.') && (self.is_sign(at + 1, '(') || self.is_turbofish(at + 1)) {
+            self.source.calls.push((word, place));
+            return at + 1;
+        }
         match word.as_str() {
+            "include" if self.is_sign(at + 1, '!') => self.source.hidden.push(("include!", place)),
+            "extern" if self.is_word(at + 1, "crate") && self.is_word(at + 2, "self") => {
+                self.source.hidden.push(("extern crate self", place));
+            }
             "mod" => return self.module(at, attributes, module, folder),
             "use" => return self.import(at, module),
             "impl" if self.begins_item(at) => self.implementation(at, module),
@@ -335,12 +370,39 @@ impl Reader<'_> {
             .min(self.tokens.len().saturating_sub(1));
         let at = self.place(module, at);
         let lines = self.tokens[end].line + 1 - at.line;
+        let (functions, own_calls) = self.functions(head.min(end)..end, module);
         self.source.impls.push(Impl {
             at,
             of,
             of_trait,
             lines,
+            functions,
+            own_calls,
         });
+    }
+
+    /// The functions of a block, and those of its own type that it calls.
+    fn functions(&self, block: Range<usize>, module: &[String]) -> (Vec<String>, Vec<(String, Place)>) {
+        let (mut functions, mut calls) = (Vec::new(), Vec::new());
+        for at in block {
+            let Some(name) = self.token(at).and_then(Token::word) else {
+                continue;
+            };
+            let before = |word: &str| at > 1 && self.is_word(at - 2, word);
+            let dotted = at > 0 && self.is_sign(at - 1, '.') && before("self");
+            let of_type = at > 0 && self.token(at - 1) == Some(&Token::PathSeparator) && before("Self");
+            if at > 0 && self.is_word(at - 1, "fn") {
+                functions.push(name.to_owned());
+            } else if of_type || (dotted && (self.is_sign(at + 1, '(') || self.is_turbofish(at + 1))) {
+                calls.push((name.to_owned(), self.place(module, at)));
+            }
+        }
+        (functions, calls)
+    }
+
+    /// `::<`
+    fn is_turbofish(&self, at: usize) -> bool {
+        self.token(at) == Some(&Token::PathSeparator) && self.is_sign(at + 1, '<')
     }
 
     fn closing_angle(&self, open: usize) -> usize {

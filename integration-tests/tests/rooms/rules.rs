@@ -49,12 +49,18 @@ pub(crate) fn breaches(source: &Source, rules: &Rules<'_>) -> Vec<Breach> {
     all.extend(scattered_types(source, &names));
     all.extend(long_impls(source));
     all.extend(wide_structs(source, rules));
+    all.extend(hidden(source));
     if !rules.circles {
-        all.extend(circles(&arrows));
+        let mut edges: Vec<Edge<'_>> = arrows.iter().filter_map(|arrow| names.followed(arrow)).collect();
+        edges.extend(names.calls(source, &edges));
+        all.extend(circles(&edges));
     }
     all.sort();
     all
 }
+
+/// A type: the module that defines it, and its name there.
+type Type = (Name, String);
 
 /// One module names another.
 struct Arrow<'a> {
@@ -62,6 +68,12 @@ struct Arrow<'a> {
     to: Name,
     /// The path as it is written.
     path: &'a [String],
+}
+
+/// One module depends on another: it names what is defined there, or calls it.
+struct Edge<'a> {
+    at: &'a Place,
+    to: Name,
 }
 
 /// What names stand for.
@@ -139,6 +151,81 @@ impl<'a> Names<'a> {
             })
         };
         source.mentions.iter().filter_map(arrow).collect()
+    }
+
+    /// To where what is named is defined, through re-exports; `None` if that is the module itself.
+    fn followed(&self, arrow: &Arrow<'a>) -> Option<Edge<'a>> {
+        let mention = self.source.mentions.iter().find(|mention| {
+            std::ptr::eq(&raw const mention.at, arrow.at) && mention.path.as_slice() == arrow.path
+        })?;
+        let mut path = self.absolute(mention)?;
+        for _ in 0..MOST_REEXPORTS {
+            let module = self.module_of(&path);
+            let Some((name, rest)) = path[module.len()..].split_first() else {
+                break;
+            };
+            let imports = self.imports.get(module.as_slice());
+            let Some((_, import)) = imports.into_iter().flatten().find(|(known, _)| known == name) else {
+                break;
+            };
+            path = [import, rest].concat();
+        }
+        let to = self.module_of(&path);
+        (to != arrow.at.module).then_some(Edge { at: arrow.at, to })
+    }
+
+    /// From whoever calls a method to the module that has it, where a type has its methods in several modules: such calls
+    /// name nothing. Calls on `self` are all found; on other values, those of methods whose names no other type has, by modules
+    /// that name the type's.
+    fn calls(&self, source: &'a Source, named: &[Edge<'_>]) -> Vec<Edge<'a>> {
+        let named: BTreeSet<(&[String], &[String])> = named
+            .iter()
+            .map(|edge| (edge.at.module.as_slice(), edge.to.as_slice()))
+            .collect();
+        let mut modules: BTreeMap<Type, BTreeSet<&[String]>> = BTreeMap::new();
+        let mut methods: BTreeMap<(&str, Type), BTreeSet<&[String]>> = BTreeMap::new();
+        let mut types: BTreeMap<&str, BTreeSet<Type>> = BTreeMap::new();
+        let inherent = || source.impls.iter().filter(|block| !block.of_trait);
+        let of = |block: &Impl| self.definition(&block.at.module, &block.of);
+        for block in inherent() {
+            modules.entry(of(block)).or_default().insert(&block.at.module);
+        }
+        for block in &source.impls {
+            for name in &block.functions {
+                types.entry(name).or_default().insert(of(block));
+                if !block.of_trait {
+                    let there = methods.entry((name, of(block))).or_default();
+                    there.insert(&block.at.module);
+                }
+            }
+        }
+        let is_scattered = |of: &Type| modules.get(of).is_some_and(|modules| modules.len() > 1);
+        let edges = |name: &str, of: Type, at: &'a Place| {
+            let there = methods.get(&(name, of)).into_iter().flatten();
+            let elsewhere = there.filter(|module| **module != at.module.as_slice());
+            elsewhere
+                .map(|module| Edge {
+                    at,
+                    to: module.to_vec(),
+                })
+                .collect::<Vec<_>>()
+        };
+        let mut all = Vec::new();
+        for block in inherent().filter(|block| is_scattered(&of(block))) {
+            for (name, at) in &block.own_calls {
+                all.extend(edges(name, of(block), at));
+            }
+        }
+        for (name, at) in &source.calls {
+            let only = types.get(name.as_str()).filter(|types| types.len() == 1);
+            let Some(of) = only.and_then(|types| types.first()) else {
+                continue;
+            };
+            if is_scattered(of) && (of.0 == at.module || named.contains(&(at.module.as_slice(), &of.0[..]))) {
+                all.extend(edges(name, of.clone(), at));
+            }
+        }
+        all
     }
 
     /// Where a type is defined that a module calls so.
@@ -272,12 +359,21 @@ fn wide_structs(source: &Source, rules: &Rules<'_>) -> Vec<Breach> {
     .collect()
 }
 
-/// Circles of modules that name each other; of each, the arrow that closes it.
-fn circles(arrows: &[Arrow<'_>]) -> Vec<Breach> {
+/// What the reader cannot follow.
+fn hidden(source: &Source) -> Vec<Breach> {
+    let breach = |(what, place): &(&str, Place)| Breach {
+        place: place.clone(),
+        what: format!("{what} hides what it names: write it out"),
+    };
+    source.hidden.iter().map(breach).collect()
+}
+
+/// Circles of modules that name or call each other; of each, what closes it.
+fn circles(edges: &[Edge<'_>]) -> Vec<Breach> {
     let mut graph: BTreeMap<&[String], BTreeMap<&[String], &Place>> = BTreeMap::new();
-    for arrow in arrows {
-        let from = graph.entry(&arrow.at.module).or_default();
-        from.entry(&arrow.to).or_insert(arrow.at);
+    for edge in edges {
+        let from = graph.entry(&edge.at.module).or_default();
+        from.entry(&edge.to).or_insert(edge.at);
     }
     let mut search = Search {
         graph: &graph,
@@ -311,7 +407,10 @@ impl<'a> Search<'a> {
                 let names: Vec<String> = circle.map(|module| full_name(module)).collect();
                 self.found.push(Breach {
                     place: (*place).clone(),
-                    what: format!("modules name each other in a circle: {}", names.join(" > ")),
+                    what: format!(
+                        "modules name or call each other in a circle: {}",
+                        names.join(" > ")
+                    ),
                 });
             } else {
                 self.visit(to);

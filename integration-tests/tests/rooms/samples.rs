@@ -55,6 +55,10 @@ fn imports_upwards_are_found_in_whatever_way_they_are_written() {
         "fn f() { if a != crate::attic::B {} }",
         "fn f() { crate::attic::say!(1) }",
         "use crate::{attic};\n#[cfg(not(test))] mod tests {}",
+        "#[cfg(any(test, unix))] use crate::attic;",
+        "#[cfg(any(test, feature = \"inject\"))] mod deep { use crate::attic; }",
+        "#[cfg(all(unix, not(test)))] use crate::attic;",
+        "#[cfg(any(all(test, unix), windows))] fn f() { crate::attic::open() }",
     ] {
         let found = found_in(cellar, "pub struct Trunk;");
         let expected = "cellar.rs:1: cellar names attic, which stands above it";
@@ -71,6 +75,7 @@ fn what_is_no_import_upwards_is_let_through() {
         "#[cfg(test)] mod tests { use crate::attic; }",
         "#[cfg(test)]\n#[allow(unused)]\npub(crate) use crate::{attic, x};\nfn f() {}",
         "#[cfg(all(test, unix))] fn f() { crate::attic::open() } fn g() {}",
+        "#[cfg(all(feature = \"a\", any(test, all(test, unix)),))] fn f() { crate::attic::open() } fn g() {}",
         "struct S { #[cfg(test)] a: crate::attic::Trunk, b: u8 }",
         "#[test] fn f() { crate::attic::open() }",
         "pub(in crate::attic) fn f() {}",
@@ -203,6 +208,74 @@ fn modules_of_a_room_that_name_each_other_in_a_circle_are_found() {
         "",
     );
     assert!(found.len() == 1 && found[0].contains("circle: "), "{found:?}");
+}
+
+#[test]
+fn a_name_that_is_exported_again_is_what_it_stands_for() {
+    // The children name each other by their parent, in a circle or not.
+    let parent = "mod coal; mod wood; pub use coal::Coal; pub use wood::Wood;";
+    let files = |coal, wood| {
+        found(&[
+            ("cellar.rs", parent),
+            ("cellar/coal.rs", coal),
+            ("cellar/wood.rs", wood),
+            ("attic.rs", "use crate::cellar::Coal;"),
+        ])
+    };
+    let one_way = files("use super::Wood; pub struct Coal;", "pub struct Wood;");
+    assert_eq!(one_way, [""; 0]);
+    let circle = files(
+        "use super::Wood; pub struct Coal;",
+        "use super::Coal; pub struct Wood;",
+    );
+    assert!(circle.len() == 1 && circle[0].contains("circle: "), "{circle:?}");
+}
+
+#[test]
+fn modules_that_call_each_others_methods_in_a_circle_are_found() {
+    let coal = |calls: &str| format!("use super::bin::Bin; impl Bin {{ pub fn burn(&self) {{ {calls} }} }}");
+    let files = |coal: &str, wood: &str| {
+        let cellar = format!("mod bin {{ pub struct Bin; }} mod coal {{ {coal} }} mod wood {{ {wood} }}");
+        found_in(&cellar, "")
+    };
+    let wood = "use super::bin::Bin; impl Bin { fn chop(&self) { self.burn() } fn len(&self) {} }";
+    assert_eq!(files(&coal("self.bin.chop"), wood), [""; 0]);
+    for calls in [
+        "self.chop()",
+        "Self::chop(self)",
+        "Self::chop",
+        "self.chop::<u8>()",
+        "other.chop()",
+    ] {
+        let found = files(&coal(calls), wood);
+        assert!(
+            found.len() == 1 && found[0].contains("circle: "),
+            "{calls}: {found:?}"
+        );
+    }
+    // Another type has a method of that name.
+    let other = format!("{wood} struct Axe; impl Axe {{ fn chop(&self) {{}} }}");
+    assert_eq!(files(&coal("other.chop()"), &other), [""; 0]);
+    assert_eq!(files(&coal("self.chop()"), &other).len(), 1);
+}
+
+#[test]
+fn what_cannot_be_followed_is_found() {
+    for cellar in [
+        "include!(\"attic_names.rs\");",
+        "mod deep { fn f() { include!(concat!(\"a\", \".rs\")) } }",
+        "extern crate self as house; use house::attic;",
+    ] {
+        let found = found_in(cellar, "");
+        assert!(
+            found.len() == 1 && found[0].contains("hides what it names"),
+            "{cellar}: {found:?}"
+        );
+    }
+    assert_eq!(
+        found_in("const A: &str = include_str!(\"a\"); extern crate alloc;", ""),
+        [""; 0]
+    );
 }
 
 #[test]

@@ -45,6 +45,10 @@ pub(crate) struct Impl {
     /// Of a trait, not inherent.
     pub(crate) of_trait: bool,
     pub(crate) lines: usize,
+    /// The functions in it.
+    pub(crate) functions: Vec<String>,
+    /// Its own type's functions that it calls: `self.name()` and `Self::name()`.
+    pub(crate) own_calls: Vec<(String, Place)>,
 }
 
 /// A struct.
@@ -62,6 +66,10 @@ pub(crate) struct Source {
     pub(crate) mentions: Vec<Mention>,
     pub(crate) impls: Vec<Impl>,
     pub(crate) structs: Vec<Struct>,
+    /// Methods that are called on any value.
+    pub(crate) calls: Vec<(String, Place)>,
+    /// What brings in code that is not read, or under another name.
+    pub(crate) hidden: Vec<(&'static str, Place)>,
     /// Structs, enums and unions, by module.
     pub(crate) types: BTreeSet<(Name, String)>,
 }

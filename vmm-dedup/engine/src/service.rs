@@ -6,8 +6,7 @@ use crate::error::Error;
 use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::{HostRange, Memory};
 use crate::merge::verify_engine::VerifyEngine;
-use crate::scan::control::{Control, Event, Request};
-use crate::scan::hotplug::Change;
+use crate::scan::control::{Change, Control, Event, Request};
 use crate::scan::pass::Pass;
 use crate::store::connection::Store;
 use crate::sys::late_log;
@@ -111,7 +110,8 @@ impl DedupService {
             VerifyEngine::new(&config, engines),
         );
         let memory = Memory::new(ranges)?;
-        let pass = Pass::new(config, memory, store.to_owned(), engines, control.clone())?;
+        let mut pass = Pass::new(config, memory, store.to_owned(), engines, control.clone())?;
+        pass.fill_stats();
         control.publish(&pass.account.stats);
         let (breaker, discards) = (pass.space.breaker.clone(), pass.space.discards.clone());
         let spawn = |name: &str| std::thread::Builder::new().name(name.into());

@@ -127,10 +127,12 @@ pub struct Explanation {
     pub zero: u64,
     /// Keyed, and nobody has the same page.
     pub unique: u64,
-    /// They have a twin and wait to be merged.
+    /// They have a twin and are about to be merged: nothing is in the way.
     pub waiting: u64,
     /// They have a twin and wait since the VMA budget is used up.
     pub over_vmas: u64,
+    /// They have a twin and wait since merging is suspended for all of the VM: direct I/O that it could harm.
+    pub suspended: u64,
     /// Written again and again.
     pub volatile: u64,
     /// Written lately, or not looked at yet.
@@ -139,31 +141,40 @@ pub struct Explanation {
     pub unpopulated: u64,
     /// Pinned for a device, or shared with another process, at the last try to take them.
     pub pinned: u64,
-    /// Private for good, inside a mapping of the store: copied by the kernel after sharing, or left out of a shared run.
+    /// Private inside a mapping of the store, copied by the kernel after sharing or left out of a shared run; no twin is known.
     pub broken: u64,
-    /// In huge pages that are kept whole, or kept private to see whether what was one is used.
+    /// The same, and nothing tells now that they are not pinned.
+    pub may_be_pinned: u64,
+    /// In huge pages that are kept whole.
     pub huge: u64,
+    /// Kept private to see whether what was a huge page is used.
+    pub probe: u64,
     /// They map a page of a store that is gone.
     pub foreign: u64,
     /// The service's state, as in [`crate::stats::ServiceStats`].
     pub state: u64,
+    /// Whether pages of the classes `broken` and `may_be_pinned` can be merged now, where they are not pinned: 1, else 0.
+    pub heals: u64,
 }
 
 impl Explanation {
     /// The classes with their names, in the order of the fields.
-    pub fn classes(&self) -> [(&'static str, u64); 12] {
+    pub fn classes(&self) -> [(&'static str, u64); 15] {
         [
             ("shared", self.shared),
             ("zero", self.zero),
             ("unique", self.unique),
             ("waiting", self.waiting),
             ("over_vmas", self.over_vmas),
+            ("suspended", self.suspended),
             ("volatile", self.volatile),
             ("too_new", self.too_new),
             ("unpopulated", self.unpopulated),
             ("pinned", self.pinned),
             ("broken", self.broken),
+            ("may_be_pinned", self.may_be_pinned),
             ("huge", self.huge),
+            ("probe", self.probe),
             ("foreign", self.foreign),
         ]
     }

@@ -27,33 +27,3 @@ pub fn write(segment: &Mapping, slot: Slot, to: Slot) {
         word.store(u64::from(to.number()) + 1, Ordering::Release);
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::SEGMENT_FILE_BYTES;
-    use crate::mapping::sealed_memfd;
-
-    #[test]
-    fn a_forward_is_seen_through_the_file() {
-        let (file, map) = sealed_memfd("forward", SEGMENT_FILE_BYTES).unwrap();
-        let slot = |n| Slot::try_new(n).unwrap();
-        let view = Mapping::read_only(&file, SEGMENT_FILE_BYTES).unwrap();
-        let last = slot(2 * crate::SLOTS_PER_SEGMENT - 1);
-        assert_eq!(read(&view, last), None);
-        write(&map, last, slot(0));
-        assert_eq!((read(&view, last), read(&view, slot(0))), (Some(slot(0)), None));
-        assert!(
-            map.words()[..SEGMENT_BYTES / 8]
-                .iter()
-                .all(|word| word.load(Ordering::Relaxed) == 0)
-        );
-    }
-
-    #[test]
-    fn a_file_without_forwards_has_none() {
-        let (file, _map) = sealed_memfd("forward", PAGE_SIZE).unwrap();
-        let view = Mapping::read_only(&file, PAGE_SIZE).unwrap();
-        assert_eq!(read(&view, Slot::FIRST), None);
-    }
-}

@@ -75,12 +75,15 @@ fn meaning(class: &str) -> &'static str {
         "unique" => "nobody else has the same page",
         "waiting" => "have a twin, to be merged in one of the next passes",
         "over_vmas" => "have a twin, but no mapping is left: raise vm.max_map_count",
+        "suspended" => "have a twin, but merging is suspended while direct I/O could be harmed",
         "volatile" => "written all the time",
         "too_new" => "written lately, or not looked at yet",
         "unpopulated" => "nothing there: no memory to save",
         "pinned" => "in use by a device (DMA, direct I/O); tried again later",
-        "broken" => "private for good: copied by the kernel after sharing, or an exception in a run",
+        "broken" => "copied by the kernel after sharing, or an exception in a run; no twin is known",
+        "may_be_pinned" => "copied so, and nothing tells now that they are not pinned",
         "huge" => "in huge pages with too few twins to be split",
+        "probe" => "kept private to see whether what was a huge page is used",
         "foreign" => "map a page of a store that is gone; move to the new one as twins are found",
         _ => "",
     }
@@ -91,7 +94,11 @@ fn table(vm: &str, explained: &Explained) -> String {
     let mut text = format!("{vm}: {}, {} pages\n", account::state_name(all.state), all.pages);
     for (class, pages) in all.classes() {
         let share = pages as f64 / all.pages.max(1) as f64 * 100.0;
-        text += &format!("{pages:>12} {share:>5.1} %  {class:<12} {}\n", meaning(class));
+        text += &format!("{pages:>12} {share:>5.1} %  {class:<13} {}\n", meaning(class));
+    }
+    if all.broken + all.may_be_pinned > 0 {
+        let can = if all.heals == 1 { "can" } else { "cannot" };
+        text += &format!("pages that the kernel copied {can} be merged again now\n");
     }
     if !explained.note.is_empty() {
         text += &format!("{}\n", explained.note);
@@ -194,6 +201,7 @@ fn explained_json(name: &str, explained: &Explained, vm: Option<&Vm>) -> Value {
         "state": account::state_name(all.state),
         "pages": all.pages,
         "classes": classes,
+        "heals": all.heals == 1,
         "note": explained.note,
         "refusals_total": refusals,
         "huge_pages": vm.map(|vm| huge_json(&vm.stats)),
@@ -222,6 +230,29 @@ mod tests {
         for text in ["", "1", "0x2000-0x1000", "5-5", "0x-1", "1-2-3", "-1-5"] {
             assert!(parse_range(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn it_is_told_whether_copies_can_be_merged_again() {
+        let explained = |may_be_pinned, heals| Explained {
+            serial: 0,
+            explanation: Explanation {
+                pages: 9,
+                may_be_pinned,
+                heals,
+                ..Explanation::default()
+            },
+            note: String::new(),
+        };
+        let says =
+            |may_be_pinned, heals, what: &str| table("vm", &explained(may_be_pinned, heals)).contains(what);
+        assert!(says(9, 0, "cannot be merged again now") && says(9, 1, "can be merged again now"));
+        assert!(!says(0, 0, "merged again"));
+        assert_eq!(explained_json("vm", &explained(9, 0), None)["heals"], false);
+        assert_eq!(
+            explained_json("vm", &explained(9, 1), None)["classes"]["may_be_pinned"],
+            9
+        );
     }
 
     #[test]

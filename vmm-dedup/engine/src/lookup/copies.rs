@@ -47,7 +47,7 @@ pub(crate) fn look(
 ) -> Result<Keyed, Error> {
     let chunk = map.chunk_at(at).clone();
     let any = chunk.pages.clone().any(|page| map.backing(page).is_copied());
-    map.chunk_mut(at).looked_at_copies(any);
+    map.looked_at_copies(at, any);
     if !any {
         return Ok(Keyed::default());
     }

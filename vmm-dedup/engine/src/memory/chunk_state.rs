@@ -1,6 +1,6 @@
 //! What the scanner remembers of each 2 MiB.
 
-use crate::memory::thp_state::{Folds, HugeState};
+use crate::memory::thp_state::{Folds, HugeState, Use};
 
 /// State of a chunk, 56 bytes for 512 pages.
 #[derive(Clone, Copy, Debug, Default)]
@@ -15,33 +15,56 @@ pub(crate) struct ChunkState {
     pub(crate) unarmed: bool,
     /// Lent to somebody else: not looked at, see [`crate::scan::hotplug`].
     pub(crate) released: bool,
-    /// Enough twins were found to split the huge page.
-    pub(crate) split: bool,
-    /// Passes between two looks at a huge page's keys.
-    pub(crate) patience: u8,
-    /// Passes left until the next.
-    pub(crate) rest: u8,
-    /// How often somebody waited for the huge page while it was away to be merged as one, since it last changed.
-    pub(crate) contended: u8,
+    /// It was built by the service, in a mapping of its own.
+    own_mapping: bool,
+    /// When a huge page's keys are looked at.
+    looks: HugeLooks,
+    /// What is known of a huge page's twins.
+    pub(crate) twins: Twins,
     /// When pages are looked at that the kernel had copied.
-    pub(crate) copies: CopyLooks,
-    /// Pages of a huge page with a known twin.
-    pub(crate) twins: u16,
+    copies: CopyLooks,
     /// Boundaries between mappings.
     pub(crate) fragments: u16,
-    /// The pass in which deferred pages are to be merged; 0: there are none.
-    pub(crate) quiesced_at: u32,
-    /// The pass in which pages may be deferred no longer.
-    pub(crate) latest: u32,
+    /// How long pages with twins wait.
+    deferral: Deferral,
     /// What the policy for mixed pages knows.
     pub(crate) mixed: HugeState,
 }
 
 const _: () = assert!(size_of::<ChunkState>() <= 56);
 
+/// When the keys of a huge page are looked at.
+#[derive(Clone, Copy, Debug, Default)]
+struct HugeLooks {
+    /// Passes between two looks.
+    patience: u8,
+    /// Passes left until the next.
+    rest: u8,
+}
+
+/// What is known of the twins of a huge page's parts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Twins {
+    /// Pages with a known twin.
+    pub(crate) known: u16,
+    /// They are enough to split the huge page.
+    pub(crate) split: bool,
+    /// How often somebody waited for the huge page while it was away to be merged as one, since it last changed.
+    pub(crate) contended: u8,
+}
+
+/// How long pages with twins wait for their chunk to quiesce.
+#[derive(Clone, Copy, Debug, Default)]
+struct Deferral {
+    /// The pass in which they are to be merged; 0: there are none.
+    until: u32,
+    /// The pass in which they may be deferred no longer.
+    latest: u32,
+}
+
 /// When pages that the kernel had copied are looked at.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct CopyLooks {
+struct CopyLooks {
     /// Passes between two looks; 0: there are no such pages.
     patience: u8,
     /// Passes left until the next.
@@ -78,44 +101,82 @@ impl ChunkState {
     }
 
     /// Defers the merging of pages, until nothing new has come for some passes.
-    pub(crate) fn defer(&mut self, pass: u64) {
-        if self.quiesced_at == 0 {
+    pub(super) fn defer(&mut self, pass: u64) {
+        if self.deferral.until == 0 {
             let now = u32::try_from(pass).unwrap_or(u32::MAX);
-            self.quiesced_at = now.saturating_add(CALM_PASSES);
-            self.latest = now.saturating_add(MOST_DEFERRED_PASSES);
+            self.deferral = Deferral {
+                until: now.saturating_add(CALM_PASSES),
+                latest: now.saturating_add(MOST_DEFERRED_PASSES),
+            };
         }
     }
 
     /// Something new has come: what was deferred waits on.
-    pub(crate) fn note_activity(&mut self, pass: u64) {
-        if self.quiesced_at != 0 {
+    pub(super) fn note_activity(&mut self, pass: u64) {
+        let Deferral { until, latest } = &mut self.deferral;
+        if *until != 0 {
             let now = u32::try_from(pass).unwrap_or(u32::MAX);
-            self.quiesced_at = now.saturating_add(CALM_PASSES).min(self.latest);
+            *until = now.saturating_add(CALM_PASSES).min(*latest);
         }
     }
 
     /// Whether what was deferred is to be merged in this pass.
     pub(crate) fn is_quiesced(&self, pass: u64) -> bool {
-        self.quiesced_at != 0 && pass >= self.quiesced_at.into()
+        self.deferral.until != 0 && pass >= self.deferral.until.into()
     }
 
     /// The end of a pass: what was deferred until now has been merged.
-    pub(crate) fn end_pass(&mut self, pass: u64) {
+    pub(super) fn end_pass(&mut self, pass: u64) {
         if self.is_quiesced(pass) {
-            self.quiesced_at = 0;
+            self.deferral.until = 0;
         }
     }
 
     /// The store was lost, and with it what it knew.
     pub(super) fn forget_store(&mut self) {
-        (self.pending, self.patience, self.rest) = (true, 0, 0);
-        self.forget_twins();
+        (self.pending, self.looks) = (true, HugeLooks::default());
+        self.twins = Twins::default();
+    }
+
+    /// The chunk is lent to somebody else: nothing is known of it but how it is mapped.
+    pub(super) fn release(&mut self) {
+        *self = Self {
+            released: true,
+            own_mapping: self.own_mapping,
+            fragments: self.fragments,
+            ..Self::default()
+        };
+    }
+
+    /// It came back.
+    pub(super) fn resume(&mut self) {
+        (self.released, self.pending) = (false, true);
+    }
+
+    /// Other pages belong to the chunk than those that were watched.
+    pub(super) fn forget_watching(&mut self) {
+        self.mixed = HugeState::default();
+        self.twins = Twins::default();
+    }
+
+    /// A visit found one huge page.
+    pub(super) fn found_huge(&mut self) {
+        (self.huge, self.pending, self.mixed.ours) = (true, false, false);
+    }
+
+    /// A visit found small pages; whether none of them is protected yet.
+    pub(super) fn found_small(&mut self) -> bool {
+        let was_huge = std::mem::take(&mut self.huge);
+        if was_huge {
+            self.twins = Twins::default();
+        }
+        std::mem::take(&mut self.unarmed) || was_huge
     }
 
     /// The service built a huge page of the chunk's small ones.
     pub(super) fn note_collapsed(&mut self) {
-        (self.huge, self.unarmed, self.patience) = (true, false, 0);
-        self.forget_twins();
+        (self.huge, self.unarmed, self.looks.patience) = (true, false, 0);
+        self.twins = Twins::default();
         self.mixed.rebuilt();
         self.look_again();
     }
@@ -123,69 +184,69 @@ impl ChunkState {
     /// Whether this is the first time that copies made by the service lie in the chunk's place.
     pub(super) fn begin_own_mapping(&mut self) -> bool {
         self.pending = true;
-        !std::mem::replace(&mut self.mixed.own_mapping, true)
+        !std::mem::replace(&mut self.own_mapping, true)
     }
 
     /// The chunk's huge page was zero, and there is none any more.
     pub(super) fn note_zero(&mut self) {
-        (self.huge, self.pending, self.patience, self.rest) = (false, true, 0, 0);
+        (self.huge, self.pending, self.looks) = (false, true, HugeLooks::default());
         self.mixed.samples = 0;
     }
 
     /// The chunk's huge page was split: it is tracked from now on.
     pub(super) fn note_split(&mut self) {
         (self.huge, self.unarmed, self.pending) = (false, true, true);
-        (self.patience, self.rest) = (0, 0);
-        self.forget_twins();
+        self.looks = HugeLooks::default();
+        self.twins = Twins::default();
         self.mixed.split_by_us();
     }
 
-    /// What was known of twins does not hold any more.
-    pub(crate) fn forget_twins(&mut self) {
-        (self.split, self.twins, self.contended) = (false, 0, 0);
-    }
-
     /// The huge page was taken to be merged, and stayed one. Whether it is worth it will be asked again.
-    pub(crate) fn stayed_huge(&mut self) {
-        (self.split, self.twins) = (false, 0);
+    pub(super) fn stayed_huge(&mut self) {
+        (self.twins.split, self.twins.known) = (false, 0);
         self.look_again();
     }
 
-    /// Whether the keys of a huge page are to be read in this pass.
-    pub(crate) fn look_due(&mut self) -> bool {
-        match self.rest {
-            0 => true,
-            _ => {
-                self.rest -= 1;
-                false
-            }
-        }
+    /// Somebody waited for the huge page while it was away.
+    pub(super) fn note_contended(&mut self) {
+        self.twins.contended = self.twins.contended.saturating_add(1);
+        self.mixed.note_use(Use::AT_ONCE);
     }
 
-    /// Notes a look at a huge page's keys, of which these folds were taken; returns whether they were the same last time.
-    pub(crate) fn looked(&mut self, folds: &Folds) -> bool {
-        let same = self.mixed.remember(folds) && self.patience > 0;
+    /// Whether the keys of a huge page are to be read in this pass.
+    pub(super) fn look_due(&mut self) -> bool {
+        let due = self.looks.rest == 0;
+        self.looks.rest = self.looks.rest.saturating_sub(1);
+        due
+    }
+
+    /// Notes a look at a huge page's keys, of which these folds were taken; returns whether they were the same last time. Twins
+    /// are counted anew.
+    pub(super) fn looked(&mut self, folds: &Folds) -> bool {
+        let HugeLooks { patience, rest } = &mut self.looks;
+        let same = self.mixed.remember(folds) && *patience > 0;
         if !same {
             self.mixed.forget_sampling();
-            self.contended = 0;
+            self.twins.contended = 0;
         }
-        self.patience = if same {
-            (self.patience * 2).min(MAX_PATIENCE)
+        *patience = if same {
+            (*patience * 2).min(MAX_PATIENCE)
         } else {
             1
         };
-        self.rest = self.patience - 1;
+        *rest = *patience - 1;
+        self.twins.known = 0;
         same
     }
 
     /// The kernel copied a shared page, or one that it had copied is another one than it was: it is looked at in the next pass,
     /// and if it stands still in the one after.
-    pub(crate) fn look_at_copies_soon(&mut self) {
+    pub(super) fn look_at_copies_soon(&mut self) {
         self.look_at_copies_within(1);
     }
 
     /// The same in so many passes at the latest.
-    pub(crate) fn look_at_copies_within(&mut self, passes: u32) {
+    pub(super) fn look_at_copies_within(&mut self, passes: u32) {
         let passes = u8::try_from(passes).unwrap_or(u8::MAX);
         let sooner = |now: u8| if now == 0 { passes } else { now.min(passes) };
         let copies = &mut self.copies;
@@ -193,13 +254,13 @@ impl ChunkState {
     }
 
     /// Whether pages that the kernel had copied are to be looked at in this pass.
-    pub(crate) fn copies_due(&mut self) -> bool {
+    pub(super) fn copies_due(&mut self) -> bool {
         self.copies.rest = self.copies.rest.saturating_sub(1);
         self.copies.patience > 0 && self.copies.rest == 0
     }
 
     /// They were looked at, and are to be looked at once more, ever later if nothing happens.
-    pub(crate) fn looked_at_copies(&mut self, any: bool) {
+    pub(super) fn looked_at_copies(&mut self, any: bool) {
         let patience = if any {
             (self.copies.patience.saturating_mul(2)).min(MAX_PATIENCE)
         } else {
@@ -212,8 +273,8 @@ impl ChunkState {
     }
 
     /// Lets the next pass look at the whole huge page.
-    pub(crate) fn look_again(&mut self) {
-        self.rest = 0;
+    pub(super) fn look_again(&mut self) {
+        self.looks.rest = 0;
         self.mixed.forget_sampling();
     }
 }

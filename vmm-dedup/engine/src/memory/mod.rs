@@ -6,6 +6,7 @@ pub(crate) mod bitmap;
 pub(crate) mod chunk_state;
 pub(crate) mod key_filter;
 pub(crate) mod layout;
+mod mappings;
 pub(crate) mod outbox;
 pub(crate) mod page_map;
 pub(crate) mod page_state;

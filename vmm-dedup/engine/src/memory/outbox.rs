@@ -5,7 +5,7 @@ use crate::memory::layout::Page;
 use std::collections::VecDeque;
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
-use vmm_dedup_protocol::message::RefDelta;
+use vmm_dedup_protocol::message::{MAX_AMBIGUOUS, MAX_BATCH, RefDelta};
 
 /// A page that was reported by its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,13 +18,22 @@ pub(crate) struct Sighting {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outbox {
     /// Pages whose keys no slot has.
-    pub(crate) sightings: VecDeque<Sighting>,
+    pub(super) sightings: VecDeque<Sighting>,
     /// Keys of earlier sightings that do not hold any more.
-    pub(crate) withdrawals: VecDeque<u64>,
+    pub(super) withdrawals: VecDeque<u64>,
     /// Line keys of pages that differ from the only slot with that key.
-    pub(crate) ambiguous: VecDeque<u64>,
+    pub(super) ambiguous: VecDeque<u64>,
     /// References to slots that were taken or given up.
-    pub(crate) refs: VecDeque<RefDelta>,
+    pub(super) refs: VecDeque<RefDelta>,
+}
+
+/// What one message tells, as in [`Outbox`].
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Told {
+    pub(crate) sightings: Vec<Sighting>,
+    pub(crate) withdrawals: Vec<u64>,
+    pub(crate) ambiguous: Vec<u64>,
+    pub(crate) refs: Vec<RefDelta>,
 }
 
 impl Outbox {
@@ -35,8 +44,29 @@ impl Outbox {
             && self.refs.is_empty()
     }
 
+    /// Whether references were taken or given up.
+    pub(crate) fn has_refs(&self) -> bool {
+        !self.refs.is_empty()
+    }
+
+    /// Whether there is enough of something to fill a message.
+    pub(crate) fn fills_a_message(&self) -> bool {
+        let most = self.sightings.len().max(self.withdrawals.len());
+        most.max(self.refs.len()) >= MAX_BATCH
+    }
+
+    /// Takes out what comes first, as much as one message takes, of sightings so many.
+    pub(super) fn take_message(&mut self, sightings: usize) -> Told {
+        Told {
+            sightings: first(&mut self.sightings, sightings.min(MAX_BATCH)),
+            withdrawals: first(&mut self.withdrawals, MAX_BATCH),
+            ambiguous: first(&mut self.ambiguous, MAX_AMBIGUOUS),
+            refs: first(&mut self.refs, MAX_BATCH),
+        }
+    }
+
     /// There is nobody to be told.
-    pub(crate) fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         *self = Self::default();
     }
 
@@ -49,10 +79,15 @@ impl Outbox {
     }
 
     /// One page less maps the slot, or a publisher does not map what it published.
-    pub(crate) fn drop_ref(&mut self, slot: Slot) {
+    pub(super) fn drop_ref(&mut self, slot: Slot) {
         self.refs.push_back(RefDelta {
             slot: slot.number(),
             delta: -1,
         });
     }
+}
+
+/// Takes what comes first, so many at most.
+fn first<T>(all: &mut VecDeque<T>, most: usize) -> Vec<T> {
+    all.drain(..all.len().min(most)).collect()
 }

@@ -2,8 +2,7 @@
 //!
 //! Every change of a page's state goes through a transition here. A transition draws all consequences: what the store is to
 //! be told goes to the [`Outbox`], chunks that must be visited again are marked pending, and the estimate of mappings
-//! follows. Nobody else counts mappings, or the references of pages that map slots. (Who lets go of a publication that was
-//! never mapped drops its reference, and who repeats sightings withdraws them first.)
+//! follows. Nobody else counts mappings or references, or tells the store of pages.
 //!
 //! The rules:
 //! - a page that begins to map a slot takes a reference, unless the store counts one already since the page was published; a
@@ -16,10 +15,10 @@
 use crate::memory::bitmap::Bits;
 use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::{Chunk, Memory, Page};
+use crate::memory::mappings::Mappings;
 use crate::memory::outbox::{Outbox, Sighting};
 use crate::memory::page_state::{Backing, Edges, Known, PageState, Retry};
 use crate::memory::page_table::{Counts, PageTable};
-use crate::memory::thp_state::HugeState;
 use crate::sys::page_size::PAGE_SIZE;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -55,35 +54,14 @@ pub(crate) enum NotMerged {
     Returned,
 }
 
-/// The kernel refused a mapping: it may have lacked memory only, or others may give theirs back. So it is asked again, ever
-/// more seldom while it refuses.
-#[derive(Clone, Copy, Debug)]
-struct RefusedMapping {
-    /// Mappings that there may be until it is asked again.
-    most: i64,
-    /// The pass in which it is.
-    until: u64,
-    /// Passes from the refusal to that.
-    patience: u64,
-}
-
-/// Passes for which the kernel is not asked for another mapping, after its first refusal and after many.
-const REFUSED_PASSES: std::ops::RangeInclusive<u64> = 2..=1024;
-
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct PageMap {
     memory: Arc<Memory>,
     table: PageTable,
     chunks: Vec<ChunkState>,
-    /// Mappings that the service has added to the process, about, and the most that it may add.
-    vmas: i64,
-    vmas_max: i64,
-    /// What holds since the kernel refused one.
-    vmas_refused: Option<RefusedMapping>,
-    /// Mappings that the process had before.
-    vmas_before: usize,
-    pub(crate) outbox: Outbox,
+    mappings: Mappings,
+    outbox: Outbox,
 }
 
 impl PageMap {
@@ -95,10 +73,7 @@ impl PageMap {
             chunks: chunks.collect(),
             table: PageTable::new(memory.end()),
             memory,
-            vmas: 0,
-            vmas_max,
-            vmas_refused: None,
-            vmas_before,
+            mappings: Mappings::new(vmas_max, vmas_before),
             outbox: Outbox::default(),
         }
     }
@@ -146,14 +121,6 @@ impl PageMap {
 
     pub(crate) fn chunk(&self, at: usize) -> &ChunkState {
         &self.chunks[at]
-    }
-
-    pub(crate) fn chunk_mut(&mut self, at: usize) -> &mut ChunkState {
-        &mut self.chunks[at]
-    }
-
-    pub(crate) fn chunks_mut(&mut self) -> impl Iterator<Item = &mut ChunkState> {
-        self.chunks.iter_mut()
     }
 
     pub(crate) fn counts(&self) -> Counts {
@@ -218,51 +185,37 @@ impl PageMap {
 /// The account of mappings.
 impl PageMap {
     pub(crate) fn vmas(&self) -> i64 {
-        self.vmas
+        self.mappings.added
     }
 
     /// Mappings of the process, about.
     pub(crate) fn mappings(&self) -> u64 {
-        self.vmas_before as u64 + u64::try_from(self.vmas).unwrap_or(0)
+        self.mappings.all()
     }
 
-    /// The most that it may be now.
+    /// The most that the service may add to it now.
     pub(crate) fn vmas_max(&self) -> i64 {
-        self.vmas_refused
-            .map_or(self.vmas_max, |refused| refused.most.min(self.vmas_max))
+        self.mappings.most()
     }
 
     /// Whether so many mappings more are allowed.
     pub(crate) fn has_vmas_for(&self, more: i64) -> bool {
-        self.vmas + more <= self.vmas_max()
+        self.mappings.added + more <= self.mappings.most()
     }
 
     /// The process's mappings were counted.
     pub(crate) fn set_vmas(&mut self, counted: usize) {
-        self.vmas = i64::try_from(counted.saturating_sub(self.vmas_before)).unwrap_or(i64::MAX);
+        self.mappings.set_counted(counted);
     }
 
     /// The kernel has refused one more.
     pub(crate) fn no_vma_is_left(&mut self, pass: u64) {
-        let patience = match self.vmas_refused {
-            Some(again) if pass < again.until => again.patience,
-            Some(again) if pass < again.until + again.patience => {
-                (2 * again.patience).min(*REFUSED_PASSES.end())
-            }
-            _ => *REFUSED_PASSES.start(),
-        };
-        self.vmas_refused = Some(RefusedMapping {
-            most: self.vmas,
-            until: pass + patience,
-            patience,
-        });
+        self.mappings.note_refusal(pass);
     }
 
     /// Whether the kernel may be asked for more again from this pass on; told once after a refusal.
     pub(crate) fn asks_for_vmas_again(&mut self, pass: u64) -> bool {
-        let due = |refused: &&mut RefusedMapping| refused.until <= pass && refused.most != i64::MAX;
-        let again = self.vmas_refused.as_mut().filter(due);
-        again.map(|refused| refused.most = i64::MAX).is_some()
+        self.mappings.asks_again(pass)
     }
 
     /// Whether a mapping begins between a page and the one before it, if that is its neighbour.
@@ -360,7 +313,7 @@ impl PageMap {
         if (front, back) == (0, 0) {
             return;
         }
-        self.vmas += i64::from(front + back);
+        self.mappings.added += i64::from(front + back);
         // A boundary between two chunks counts for both.
         let chunk = self.chunk_of(page);
         let pages = &self.memory.chunks()[chunk].pages;
@@ -425,7 +378,8 @@ impl PageMap {
         self.table.replace(page, old, next);
     }
 
-    fn requeue(&mut self, page: Page) {
+    /// A page is to be looked at: its chunk is visited again.
+    pub(crate) fn requeue(&mut self, page: Page) {
         let chunk = self.chunk_of(page);
         self.chunks[chunk].pending = true;
     }
@@ -482,9 +436,7 @@ impl PageMap {
     /// A page that was to be merged is not, for now. One that was just published gives up the slot, and with it goes all
     /// knowledge of its key; one in a huge page is found again at the next look. Others stay candidates.
     pub(crate) fn defer(&mut self, page: Page, published: Option<Slot>) {
-        if let Some(slot) = published {
-            self.outbox.drop_ref(slot);
-        }
+        self.give_up_published(published);
         let PageState { backing, known } = self.state(page);
         if known.candidate().is_none() {
             return;
@@ -498,6 +450,14 @@ impl PageMap {
             self.candidate_changed(page);
         } else if self.chunks[self.chunk_of(page)].huge {
             self.set(page, PageState::UNTRACKED);
+        }
+    }
+
+    /// A page that was published is not merged, and is noted elsewhere or gone: the reference that the store counts for it is
+    /// given back.
+    pub(crate) fn give_up_published(&mut self, published: Option<Slot>) {
+        if let Some(slot) = published {
+            self.outbox.drop_ref(slot);
         }
     }
 
@@ -554,6 +514,7 @@ impl PageMap {
 
     /// The kernel copied a shared page for a writer; the copy lies in the mapping of the store.
     pub(crate) fn copied_by_kernel(&mut self, page: Page) {
+        self.note_break(page);
         let backing = self.backing(page);
         let (before, behind) = self.memory.neighbours(page);
         let edges = Edges {
@@ -599,6 +560,17 @@ impl PageMap {
         self.set_at(page, PageState { backing, known }, Some(place));
     }
 
+    /// The service copied a shared page for a writer, into memory of its own.
+    pub(crate) fn broken_by_service(&mut self, page: Page) {
+        self.note_break(page);
+        self.made_private(page);
+    }
+
+    fn note_break(&mut self, page: Page) {
+        let chunk = self.chunk_of(page);
+        self.chunks[chunk].mixed.note_break();
+    }
+
     /// A page lies in fresh anonymous memory of its own: the service copied it.
     pub(crate) fn made_private(&mut self, page: Page) {
         self.set(page, PageState::UNTRACKED);
@@ -637,105 +609,8 @@ impl PageMap {
     }
 }
 
-/// Transitions of chunks.
-impl PageMap {
-    /// The chunk's huge page was split by the service: it is tracked from now on.
-    pub(crate) fn note_split(&mut self, chunk: usize) {
-        self.chunks[chunk].note_split();
-    }
-
-    /// All of a chunk is one huge page, built by the service.
-    pub(crate) fn note_collapsed(&mut self, chunk: usize) {
-        self.chunks[chunk].note_collapsed();
-    }
-
-    /// Copies of a chunk's pages were put into their place, as mappings of their own.
-    pub(crate) fn note_own_mapping(&mut self, chunk: usize) {
-        if self.chunks[chunk].begin_own_mapping() {
-            self.vmas += VMAS_PER_HUGE_PAGE;
-        }
-    }
-
-    /// All of a chunk's huge page was zero, and its place is empty now.
-    pub(crate) fn note_huge_zero(&mut self, chunk: usize) {
-        for page in self.chunk_at(chunk).pages.clone() {
-            if self.backing(page) != Backing::Zero {
-                self.set(page, PageState::UNTRACKED);
-                self.zero(page);
-            }
-        }
-        self.chunks[chunk].note_zero();
-    }
-
-    /// From now on the memory is this one. Pages that stay have the numbers that they had. Chunks that stay with what is
-    /// before and behind them are not counted anew.
-    pub(crate) fn set_memory(&mut self, memory: Arc<Memory>) {
-        let state_of = |chunk: &Chunk| {
-            let there = self.memory.has(chunk.pages.start);
-            let Some(at) = there.then(|| self.memory.chunk_of(chunk.pages.start)) else {
-                return ChunkState::new();
-            };
-            let mut old = self.chunks[at];
-            if self.memory.chunks()[at].pages != chunk.pages {
-                // Not the 2 MiB any more that were watched.
-                old.mixed = HugeState::default();
-                old.forget_twins();
-            }
-            old
-        };
-        let chunks = memory.chunks().iter().map(state_of).collect();
-        for at in changed(&self.memory, &memory) {
-            self.vmas -= self.boundaries(at).0;
-        }
-        self.chunks = chunks;
-        self.table.grow(memory.end());
-        let old = std::mem::replace(&mut self.memory, memory);
-        for at in changed(&self.memory.clone(), &old) {
-            let (within, behind) = self.boundaries(at);
-            self.vmas += within;
-            self.chunks[at].fragments = u16::try_from(within + behind).unwrap_or(u16::MAX);
-        }
-    }
-
-    /// Counts the boundaries at and behind the pages of a chunk: those that count for the whole, and the one behind the last
-    /// page, which counts for the next chunk.
-    fn boundaries(&self, at: usize) -> (i64, i64) {
-        let pages = self.chunk_at(at).pages.clone();
-        let behind = self.memory.adjacent(pages.end - 1) && self.begins(pages.end);
-        let within = pages.filter(|page| self.begins(*page));
-        (within.fold(0, |n, _| n + 1), i64::from(behind))
-    }
-}
-
-/// Chunks of one memory that another does not have, with the same before and behind them.
-fn changed(memory: &Memory, other: &Memory) -> Vec<usize> {
-    let chunks = 0..memory.chunks().len();
-    let is_there = |at: usize| {
-        let place = place_of(memory, at);
-        let there = other.chunk_of(place.pages.start);
-        there < other.chunks().len() && place_of(other, there) == place
-    };
-    chunks.filter(|at| !is_there(*at)).collect()
-}
-
-/// What the boundaries of a chunk depend on, besides its pages' states and its neighbours'.
-#[derive(PartialEq, Eq)]
-struct Place {
-    start: usize,
-    pages: Range<Page>,
-    /// Memory goes on before it, and behind it.
-    goes_on: (bool, bool),
-}
-
-fn place_of(memory: &Memory, at: usize) -> Place {
-    let Chunk { start, pages } = memory.chunks()[at].clone();
-    let before = pages.start > 0 && memory.adjacent(pages.start - 1);
-    Place {
-        start,
-        goes_on: (before, memory.adjacent(pages.end - 1)),
-        pages,
-    }
-}
+mod chunks;
+mod telling;
 
 #[cfg(test)]
 mod tests;

@@ -104,8 +104,6 @@ pub(crate) struct HugeState {
     rest: u8,
     /// It was huge and we split it: to be watched, and built again when it is used.
     pub(crate) ours: bool,
-    /// It was built by us, in a mapping of its own.
-    pub(crate) own_mapping: bool,
     pub(crate) asked: Asked,
     /// Sharing broken here since its use was last sampled.
     pub(crate) breaks: u8,

@@ -73,7 +73,7 @@ impl Admission<'_> {
             () if self.suspended => Reason::Suspended,
             () if !private => Reason::Changed,
             () if map.backing(page).is_copied() && !self.heals => Reason::MayBePinned,
-            () if state.huge && !state.split => Reason::Huge,
+            () if state.huge && !state.twins.split => Reason::Huge,
             () if !as_one && self.monitor.probes().include(map, chunk, page) => Reason::Probe,
             // A lost store's page comes home first, which frees mappings; it is asked again then.
             () if slot.is_some() && !orphan && !map.has_vmas_for(VMAS_PER_RUN) => Reason::NoMappings,
@@ -96,7 +96,7 @@ impl Admission<'_> {
         let memory = map.memory().clone();
         for group in requests.chunk_by(|a, b| memory.chunk_of(a.page) == memory.chunk_of(b.page)) {
             let chunk = memory.chunk_of(group[0].page);
-            if map.chunk(chunk).huge && !map.chunk(chunk).split {
+            if map.chunk(chunk).huge && !map.chunk(chunk).twins.split {
                 self.count_twins(map, session, chunk, group);
             }
             let as_one = !self.managed && is_huge_page_of_store(group);
@@ -130,20 +130,19 @@ impl Admission<'_> {
         let sampled = mixed.asked == Asked::Sample;
         let share = if sampled { SAMPLING } else { 1 };
         let enough = (wanted as usize / share).max(1);
-        let known = usize::from(map.chunk(chunk).twins);
+        let known = usize::from(map.chunk(chunk).twins.known);
         let equal = requests
             .iter()
             .filter(|request| looks_equal(map, session, request));
         let found = equal.take(enough.saturating_sub(known)).count();
         let likely_whole = sampled && is_sample_repeated(map, chunk, requests);
-        let state = map.chunk_mut(chunk);
-        state.twins = u16::try_from(known + found).unwrap_or(u16::MAX);
-        if known + found >= enough || likely_whole {
+        let all = known + found >= enough || likely_whole;
+        map.note_twins(chunk, known + found, all && !sampled);
+        if all {
             // Those that were deferred before are found again at the next look.
-            state.look_again();
-            state.mixed.asked = Asked::Whole;
-            state.mixed.likely_whole = likely_whole;
-            state.split = !sampled;
+            map.look_again(chunk);
+            let policy = map.policy_mut(chunk);
+            (policy.asked, policy.likely_whole) = (Asked::Whole, likely_whole);
         }
     }
 }

@@ -3,8 +3,8 @@
 //! Real duplicates are scattered: a mapping for each little run would cost more kernel memory and more time than it
 //! is worth. The store lays slots out as the pages of their publisher lie, short gaps included ([`gaps`]), so a guest
 //! of the same layout can map the whole stretch, with its own pages in the gaps. Such an *exception* is anonymous memory
-//! inside a mapping of the store: UFFDIO_MOVE refuses it later, and nothing tells whether it is pinned, so like a page
-//! that the kernel copied it is never merged again ([`Backing::CopiedOnWrite`]). Therefore:
+//! inside a mapping of the store: UFFDIO_MOVE refuses it later, so like a page that the kernel copied it is merged again only
+//! where it can be told that it is not pinned ([`Backing::CopiedOnWrite`]). Therefore:
 //!
 //! - only pages that were keyed, have no twin and were not written become exceptions, and only after nothing new came to
 //!   their chunk for some passes: the twins around them are deferred so long;
@@ -70,7 +70,7 @@ pub(crate) fn defer(
             continue;
         }
         chunks.push(group[0].page);
-        map.chunk_mut(at).defer(pass);
+        map.defer_chunk(at, pass);
         for request in group {
             match map.known(request.page).candidate() {
                 _ if request.publisher_ref().is_some() => deferred.published.push(*request),

@@ -8,7 +8,6 @@ use crate::lookup::request::{MergeRequest, Role};
 use crate::memory::layout::Page;
 use crate::memory::page_map::{NotMerged, PageMap, Reference, VMAS_PER_RUN};
 use crate::memory::page_state::{Backing, PageState};
-use crate::memory::thp_state::Use;
 use crate::merge::admission::Admission;
 use crate::merge::bridged_runs::{self, Deferred};
 use crate::merge::healer::{Healed, Healer};
@@ -121,8 +120,8 @@ impl Planner {
         // A page may have been published twice, with two contents.
         found.dedup_by(|again, kept| {
             let twice = again.page == kept.page;
-            if let (true, Some(slot)) = (twice, again.publisher_ref()) {
-                map.outbox.drop_ref(slot);
+            if twice {
+                map.give_up_published(again.publisher_ref());
             }
             twice
         });
@@ -157,7 +156,7 @@ impl Planner {
         let (map, account, monitor) = (&mut *with.map, &mut *with.account, with.monitor);
         let rest = &self.admitted[self.done..];
         let (len, take) = if is_whole_huge_page(map, rest) {
-            let contended = map.chunk(map.chunk_of(next.page)).contended;
+            let contended = map.chunk(map.chunk_of(next.page)).twins.contended;
             let give_back = contended < CONTENDED_TOO_OFTEN;
             (CHUNK_PAGES, Take::HugePage { give_back })
         } else {
@@ -241,8 +240,8 @@ impl Planner {
         // What was discarded just now is no copy any more; a publication of it is of no use.
         self.copies.retain(|request| {
             let is_copy = map.backing(request.page).is_copied();
-            if let (false, Some(slot)) = (is_copy, request.publisher_ref()) {
-                map.outbox.drop_ref(slot);
+            if !is_copy {
+                map.give_up_published(request.publisher_ref());
             }
             is_copy
         });
@@ -332,8 +331,8 @@ impl Planner {
                 // The window has noted why.
                 account.stats.refused_other_total += requests.len() as u64;
                 session.schedule_resync(pass, Doubt::Missed);
-                let published = requests.iter().filter_map(MergeRequest::publisher_ref);
-                return published.for_each(|slot| map.outbox.drop_ref(slot));
+                let published = requests.iter().map(MergeRequest::publisher_ref);
+                return published.for_each(|slot| map.give_up_published(slot));
             }
         };
         account.stats.stop.observe(merged.stop_ns);
@@ -367,8 +366,8 @@ fn make_orphans_private(
     space.make_all_private(map, account, &orphans);
     requests.retain(|request| {
         let private = !map.backing(request.page).in_file_mapping();
-        if let (false, Some(slot)) = (private, request.publisher_ref()) {
-            map.outbox.drop_ref(slot);
+        if !private {
+            map.give_up_published(request.publisher_ref());
         }
         private
     });
@@ -417,13 +416,11 @@ fn note_huge(
     } else if contended && !space.pagemap.is_huge(start) {
         split::note_split(map, account, monitor, chunk); // on its way back, or it was none any more
     } else {
-        map.chunk_mut(chunk).stayed_huge();
+        map.stayed_huge(chunk);
     }
     if contended {
         account.stats.huge_wanted_total += 1;
-        let state = map.chunk_mut(chunk);
-        state.contended = state.contended.saturating_add(1);
-        state.mixed.note_use(Use::AT_ONCE);
+        map.note_contended(chunk);
     }
 }
 
@@ -493,9 +490,7 @@ fn note_healed(
             _ => &mut stats.refused_other_total,
         };
         *counter += 1;
-        if let Some(slot) = request.publisher_ref() {
-            map.outbox.drop_ref(slot);
-        }
+        map.give_up_published(request.publisher_ref());
         match outcome {
             Outcome::Pinned => map.copy_may_be_pinned(request.page, pass),
             // For as long as nothing can be told none is tried.
@@ -520,9 +515,7 @@ fn note_failure(
     request: &MergeRequest,
     outcome: Outcome,
 ) {
-    if let Some(slot) = request.publisher_ref() {
-        map.outbox.drop_ref(slot);
-    }
+    map.give_up_published(request.publisher_ref());
     let counter = match outcome {
         _ if request.role == Role::Exception => None,
         Outcome::Contended | Outcome::Merged => None, // once for all of the huge page
@@ -560,6 +553,6 @@ fn note_collision(map: &mut PageMap, session: &Session, account: &mut Account, r
     let (key, _) = reader.read(request.page);
     let line = session.index().and_then(|index| index.line(key));
     if request.slot.is_some() && line.and_then(|line| line.slot_for(request.page)) == request.slot {
-        map.outbox.ambiguous.push_back(key.raw());
+        map.note_ambiguous(key);
     }
 }

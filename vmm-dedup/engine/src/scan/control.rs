@@ -3,7 +3,6 @@
 use crate::config::Config;
 use crate::error::Error;
 use crate::memory::layout::HostRange;
-use crate::scan::hotplug::Change;
 use crate::store::connection::Explained;
 use crate::sys::bell::Bell;
 use crate::unmerge::cow::Breaker;
@@ -15,6 +14,19 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::control::{MAX_RESERVE, Settings, Switch};
 use vmm_dedup_protocol::stats::ServiceStats;
+
+/// What may happen to guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    /// It is new.
+    Add,
+    /// It is about to be unmapped or replaced.
+    Remove,
+    /// It goes back to anonymous memory, and is left alone.
+    Release,
+    /// It may be worked on again.
+    Resume,
+}
 
 /// What the scanning thread is asked to do next.
 #[derive(Debug)]

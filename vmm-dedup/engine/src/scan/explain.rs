@@ -94,7 +94,11 @@ impl Pass {
                 end: asked.end,
             });
         }
-        let mut explanation = Explanation::default();
+        let heals = self.planner.healer.can_heal(self.map.mappings(), self.number);
+        let mut explanation = Explanation {
+            heals: heals.into(),
+            ..Explanation::default()
+        };
         for range in ranges {
             let mut at = range.start;
             while at < range.end {
@@ -116,7 +120,14 @@ impl Pass {
             let class = match (backing, known) {
                 (Backing::Slot(_), _) => &mut to.shared,
                 (Backing::Zero, _) => &mut to.zero,
-                (Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_), _) => &mut to.broken,
+                (Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_), known) => match known {
+                    Known::Pinned(_) => &mut to.may_be_pinned,
+                    Known::Keyed(key) | Known::Candidate(key) => {
+                        self.explain_twin(page, key, to, |to| &mut to.broken)
+                    }
+                    _ if to.heals == 1 => &mut to.broken,
+                    _ => &mut to.may_be_pinned,
+                },
                 (Backing::OrphanedSlot(_), _) => &mut to.foreign,
                 #[cfg(test)]
                 (Backing::Dummy(_), _) => &mut to.waiting,
@@ -125,10 +136,12 @@ impl Pass {
                     &mut to.unpopulated
                 }
                 (Backing::Private, Known::Keyed(_)) => &mut to.huge,
-                (Backing::Private, Known::Candidate(key)) => self.explain_candidate(page, key, to),
+                (Backing::Private, Known::Candidate(key)) => {
+                    self.explain_twin(page, key, to, |to| &mut to.unique)
+                }
                 (Backing::Private, known) => match known {
                     _ if self.map.chunk(chunk).huge => &mut to.huge,
-                    _ if self.monitor.probes().include(&self.map, chunk, page) => &mut to.huge,
+                    _ if self.monitor.probes().include(&self.map, chunk, page) => &mut to.probe,
                     Known::Volatile => &mut to.volatile,
                     _ => &mut to.too_new,
                 },
@@ -138,24 +151,24 @@ impl Pass {
         Ok(())
     }
 
-    /// The class of a page that was reported to the store. If it has a twin, it is asked what keeps it from merging.
-    fn explain_candidate<'a>(&self, page: Page, key: Key, to: &'a mut Explanation) -> &'a mut u64 {
+    /// The class of a page with a known key. If it has a twin, it is the verdict on merging them; else `alone`.
+    fn explain_twin<'a>(
+        &self,
+        page: Page,
+        key: Key,
+        to: &'a mut Explanation,
+        alone: fn(&mut Explanation) -> &mut u64,
+    ) -> &'a mut u64 {
         let Some(slot) = twin(&self.session, page, key) else {
-            return &mut to.unique;
+            return alone(to);
         };
         let admission = Admission {
             monitor: &self.monitor,
             suspended: self.direct_io.refused().is_some(),
             managed: self.space.breaker.managed(),
-            heals: false,
+            heals: to.heals == 1,
         };
-        match admission.may_merge(&self.map, page, Some(slot)) {
-            Verdict::Refuse(Reason::Huge | Reason::Probe) => &mut to.huge,
-            Verdict::Refuse(Reason::NoMappings) => &mut to.over_vmas,
-            Verdict::Refuse(Reason::Suspended | Reason::Changed | Reason::MayBePinned) | Verdict::Merge => {
-                &mut to.waiting
-            }
-        }
+        class_of(admission.may_merge(&self.map, page, Some(slot)), to)
     }
 
     /// Which of some pages of one chunk hold private memory; asked only where the map does not tell.
@@ -201,5 +214,42 @@ impl Pass {
         }
         // Not in the way of merging, but of knowing what to split.
         self.monitor.skipped_sources().to_owned()
+    }
+}
+
+/// The class of a page that has a twin.
+fn class_of(verdict: Verdict, to: &mut Explanation) -> &mut u64 {
+    match verdict {
+        Verdict::Merge => &mut to.waiting,
+        Verdict::Refuse(Reason::Suspended) => &mut to.suspended,
+        Verdict::Refuse(Reason::Changed) => &mut to.shared,
+        Verdict::Refuse(Reason::MayBePinned) => &mut to.may_be_pinned,
+        Verdict::Refuse(Reason::Probe) => &mut to.probe,
+        Verdict::Refuse(Reason::Huge) => &mut to.huge,
+        Verdict::Refuse(Reason::NoMappings) => &mut to.over_vmas,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reason_has_a_class_of_its_own() {
+        let classes = [
+            (Verdict::Merge, "waiting"),
+            (Verdict::Refuse(Reason::Suspended), "suspended"),
+            (Verdict::Refuse(Reason::Changed), "shared"),
+            (Verdict::Refuse(Reason::MayBePinned), "may_be_pinned"),
+            (Verdict::Refuse(Reason::Probe), "probe"),
+            (Verdict::Refuse(Reason::Huge), "huge"),
+            (Verdict::Refuse(Reason::NoMappings), "over_vmas"),
+        ];
+        for (verdict, class) in classes {
+            let mut explanation = Explanation::default();
+            *class_of(verdict, &mut explanation) += 1;
+            let counted = explanation.classes().into_iter().filter(|(_, pages)| *pages > 0);
+            assert_eq!(Vec::from_iter(counted), [(class, 1)]);
+        }
     }
 }

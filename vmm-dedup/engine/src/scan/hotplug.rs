@@ -2,27 +2,14 @@
 
 use crate::error::Error;
 use crate::lookup::request::MergeRequest;
-use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::{HostRange, Memory, Page};
+use crate::scan::control::Change;
 use crate::scan::pass::Pass;
 use crate::sys::late_log;
 use crate::sys::page_size::bytes;
 use crate::sys::uffd::Mode;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// What may happen to guest memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Change {
-    /// It is new.
-    Add,
-    /// It is about to be unmapped or replaced.
-    Remove,
-    /// It goes back to anonymous memory, and is left alone.
-    Release,
-    /// It may be worked on again.
-    Resume,
-}
 
 impl Pass {
     pub(crate) fn change(&mut self, change: Change, range: HostRange) -> Result<(), Error> {
@@ -69,9 +56,7 @@ impl Pass {
         let gone = |request: &mut MergeRequest| !keep(request.page);
         let found = self.found.extract_if(.., gone);
         for request in found.chain(deferred.published.extract_if(.., gone)) {
-            if let Some(slot) = request.publisher_ref() {
-                self.map.outbox.drop_ref(slot);
-            }
+            self.map.give_up_published(request.publisher_ref());
         }
     }
 
@@ -81,11 +66,7 @@ impl Pass {
         self.note_breaks();
         for pages in self.map.memory().within(range) {
             for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
-                *self.map.chunk_mut(at) = ChunkState {
-                    released: true,
-                    fragments: self.map.chunk(at).fragments,
-                    ..ChunkState::default()
-                };
+                self.map.release(at);
                 let pages = self.map.chunk_at(at).pages.clone();
                 let made_private = self.make_private(pages.clone());
                 let unregistered = self.unregister(pages);
@@ -108,8 +89,7 @@ impl Pass {
                         self.space.register(&self.addresses(&run))?;
                     }
                 }
-                let chunk = self.map.chunk_mut(at);
-                (chunk.released, chunk.pending) = (false, true);
+                self.map.resume(at);
             }
         }
         Ok(())
@@ -125,7 +105,7 @@ impl Pass {
                 let chunk = self.map.chunk_at(at).pages.clone();
                 if !self.map.chunk(at).released {
                     self.track(pages.start.max(chunk.start)..pages.end.min(chunk.end));
-                    self.map.chunk_mut(at).pending = true;
+                    self.map.requeue_chunk(at);
                 }
             }
         }

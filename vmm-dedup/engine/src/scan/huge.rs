@@ -45,7 +45,7 @@ impl Pass {
     /// Looks at the huge pages that are due: what repeats in them, and what is to be split or given up.
     pub(super) fn look_at_huge_pages(&mut self) -> Result<(), Error> {
         for at in 0..self.map.chunks().len() {
-            if self.map.chunk(at).huge && self.map.chunk_mut(at).look_due() {
+            if self.map.chunk(at).huge && self.map.look_due(at) {
                 self.look_at_huge_page(at);
                 self.account.lap(|cpu| &mut cpu.key);
                 self.tell_store_of_many()?;

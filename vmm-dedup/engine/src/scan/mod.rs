@@ -9,6 +9,8 @@ pub(crate) mod huge;
 pub(crate) mod order;
 pub(crate) mod pace;
 pub(crate) mod pass;
+mod poll;
 pub(crate) mod settle;
+pub(crate) mod stages;
 pub(crate) mod standby;
 pub(crate) mod stats;

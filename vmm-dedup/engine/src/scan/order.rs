@@ -92,11 +92,9 @@ mod tests {
     #[test]
     fn only_chunks_where_something_happened_are_visited() {
         let mut map = map(10);
-        map.chunks_mut().for_each(|chunk| chunk.pending = false);
-        map.chunk_mut(3).pending = true;
-        map.chunk_mut(4).pending = true;
-        map.chunk_mut(7).pending = true;
-        map.chunk_mut(7).released = true;
+        (0..12).for_each(|at| map.end_visit(at, false));
+        map.release(7);
+        [3, 4, 7].into_iter().for_each(|at| map.requeue_chunk(at));
         assert!(order(&map, 1).into_iter().eq(std::iter::once(3..5)));
         // Each in its turn, whether pending or not.
         assert_eq!(order(&map, FORCED_PERIOD - 9), [3..5, 9..10]);
@@ -105,7 +103,7 @@ mod tests {
     #[test]
     fn fragmented_chunks_wait_for_their_turn() {
         let mut map = map(2);
-        map.chunk_mut(1).fragments = 64;
+        map.set_fragments(1, 64);
         let mut first = ScanOrder::new(2);
         assert_eq!(first.next(&map), Some(0..1));
         assert_eq!(first.next(&map), Some(2..4));

@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::lookup::candidates;
 use crate::lookup::find::FoundAgain;
 use crate::memory::layout::Page;
+use crate::merge::planner::{Context, Planner};
 use crate::scan::pass::{MAX_FOUND, Pass};
 use crate::store::session::Doubt;
 use std::collections::HashSet;
@@ -30,20 +31,53 @@ impl Pass {
                 self.yield_and_poll()?;
             } else if !self.found.is_empty() {
                 self.merge()?;
-            } else if self.map.outbox.is_empty() {
+            } else if self.map.outbox().is_empty() {
                 break;
             }
         }
         self.acknowledge()
     }
 
-    /// At the end of a pass nothing is pending: lets the store reuse what was freed.
+    /// Found > admitted > merged.
+    pub(super) fn merge(&mut self) -> Result<(), Error> {
+        let found = std::mem::take(&mut self.found);
+        let suspended = !self.direct_io.glance();
+        let (planner, mut with) = self.planning();
+        planner.plan(&mut with, suspended, found)?;
+        let mut result = Ok(());
+        while result.is_ok() && {
+            let (planner, mut with) = self.planning();
+            planner.step(&mut with)
+        } {
+            result = self.yield_and_poll();
+        }
+        let wrong = self.planner.take_wrong_proposals();
+        self.finder.search_mut().note_wrong(wrong);
+        // An interrupted pass leaves the rest to the next one.
+        self.found.extend(self.planner.end(&mut self.space));
+        self.account.lap(|cpu| &mut cpu.merge);
+        result?;
+        self.tell_store()
+    }
+
+    fn planning(&mut self) -> (&mut Planner, Context<'_>) {
+        let context = Context {
+            map: &mut self.map,
+            space: &mut self.space,
+            session: &mut self.session,
+            account: &mut self.account,
+            monitor: &self.monitor,
+            pass: self.number,
+        };
+        (&mut self.planner, context)
+    }
+
+    /// At the end of a pass nothing is pending: lets the store free what has left the index.
     pub(super) fn acknowledge(&mut self) -> Result<(), Error> {
         debug_assert!(self.found.is_empty());
-        debug_assert!(self.map.outbox.is_empty() || !self.session.is_connected());
+        debug_assert!(self.map.outbox().is_empty() || !self.session.is_connected());
         self.release_retired()?;
-        let number = self.number;
-        self.map.chunks_mut().for_each(|chunk| chunk.end_pass(number));
+        self.map.end_pass(self.number);
         self.session.acknowledge()
     }
 
@@ -110,8 +144,7 @@ impl Pass {
                 return Err(error);
             }
             let missing = self.find_again(some);
-            let keys = missing.iter().map(|(_, key)| key.raw());
-            self.map.outbox.withdrawals.extend(keys);
+            self.map.withdraw_sightings(&missing);
             self.tell_store()?;
             for (page, key) in missing {
                 self.map.sight(page, key, self.number);

@@ -29,7 +29,7 @@ impl Pass {
             Ok(()) | Err(Error::Stopped) => {}
             Err(error) => return Err(error),
         }
-        while self.session.is_connected() && !self.map.outbox.is_empty() {
+        while self.session.is_connected() && !self.map.outbox().is_empty() {
             self.tell_store()?;
             // What was just asked to be published.
             self.drop_found();
@@ -47,8 +47,7 @@ impl Pass {
         requests.extend(deferred.published);
         for request in requests {
             self.map.defer(request.page, request.publisher_ref());
-            let chunk = self.map.chunk_of(request.page);
-            self.map.chunk_mut(chunk).pending = true;
+            self.map.requeue(request.page);
             self.session.overrun_news();
         }
     }
@@ -59,7 +58,7 @@ impl Pass {
         self.drop_found();
         let done = self.unmerge();
         // All of it may be merged again, once that is wanted.
-        self.requeue_all();
+        self.map.requeue_all();
         self.report();
         let told = self.answer_unmerged(&done);
         if let Err(error) = told {
@@ -119,8 +118,8 @@ impl Pass {
         self.fill_stats();
         if let Some(mut store) = self.session.take_store() {
             let _ = store.report(&self.account.stats);
-            // Pages that the kernel copied lie in mappings of slots which they do not show: the slots may be reused, as
-            // those under a run's exceptions.
+            // Pages that the kernel copied lie in mappings of slots which they do not show: the slots may be freed, as those
+            // under a run's exceptions.
             if result.is_ok() && self.account.stats.pages_mapped == 0 {
                 store.say_goodbye();
             }

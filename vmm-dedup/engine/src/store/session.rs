@@ -1,10 +1,10 @@
 //! A service's membership with the store: the connection as long as there is one, what is told to it and when, and what is
 //! remembered of it until the next.
 //!
-//! # The service's half of the rule of slots' reuse
+//! # The service's half of the rule of slots
 //!
-//! The store reuses a freed slot only when every service has acknowledged a later epoch of the index (see
-//! `vmm_dedup_protocol::index`). The epoch that goes with a message was read when nothing that had been looked up in the
+//! A slot that has left the index is free, and its number may name another page, only when every service has acknowledged a
+//! later epoch of the index (see `vmm_dedup_protocol::index`). The epoch that goes with a message was read when nothing that had been looked up in the
 //! index was pending, and every reference taken before that is in this message or an earlier one. [`Session::flush`] is told
 //! whether something is pending.
 
@@ -13,13 +13,11 @@ use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::store::connection::Store;
 use crate::sys::proc;
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::index::{IndexReader, News};
 use vmm_dedup_protocol::key::Salt;
-use vmm_dedup_protocol::message::{MAX_AMBIGUOUS, MAX_BATCH};
 use vmm_dedup_protocol::stats::ServiceStats;
 
 /// Least passes from one time that all candidates are sighted anew to the next.
@@ -123,7 +121,7 @@ impl Session {
         if self.store.is_some() {
             return;
         }
-        map.outbox.clear();
+        map.forget_outbox();
         match self.connect(map.memory().pages()) {
             Ok(()) => {
                 self.leave_at = Some(Instant::now() + LEAVE_AFTER);
@@ -179,28 +177,20 @@ impl Session {
         let Some(store) = &mut self.store else {
             return Ok(Vec::new());
         };
-        let sightings = sightings_of_one_message(map);
-        let outbox = &mut map.outbox;
-        let sighted = first(&mut outbox.sightings, sightings);
-        let withdrawals = first(&mut outbox.withdrawals, MAX_BATCH);
-        let ambiguous = first(&mut outbox.ambiguous, MAX_AMBIGUOUS);
-        let refs = first(&mut outbox.refs, MAX_BATCH);
-        let epoch = if outbox.refs.is_empty() {
-            self.epoch
-        } else {
-            self.acknowledged
-        };
-        let keys: Vec<u64> = sighted.iter().map(|sighting| sighting.key.raw()).collect();
-        let wanted = store.batch(epoch, &keys, &withdrawals, &ambiguous, &refs)?;
+        let told = map.next_message();
+        let more_refs = map.outbox().has_refs();
+        let epoch = if more_refs { self.acknowledged } else { self.epoch };
+        let keys: Vec<u64> = told.sightings.iter().map(|sighting| sighting.key.raw()).collect();
+        let wanted = store.batch(epoch, &keys, &told.withdrawals, &told.ambiguous, &told.refs)?;
         self.acknowledged = epoch;
-        if !pending && outbox.refs.is_empty() {
+        if !pending && !more_refs {
             self.epoch = store.index().epoch();
         }
-        let page = |at: &u32| sighted.get(*at as usize).map(|sighting| sighting.page);
+        let page = |at: &u32| told.sightings.get(*at as usize).map(|sighting| sighting.page);
         Ok(wanted.iter().filter_map(page).collect())
     }
 
-    /// Nothing is pending, and the outbox is empty: lets the store reuse what was freed.
+    /// Nothing is pending, and the outbox is empty: lets the store free what has left the index.
     pub(crate) fn acknowledge(&mut self) -> Result<(), Error> {
         let Some(store) = &mut self.store else {
             return Ok(());
@@ -285,26 +275,4 @@ impl Session {
     pub(crate) fn begin_resync(&mut self, pass: u64) -> bool {
         self.resync_at.take_if(|at| *at <= pass).is_some()
     }
-}
-
-/// Takes what comes first, so many at most.
-fn first<T>(all: &mut VecDeque<T>, most: usize) -> Vec<T> {
-    all.drain(..all.len().min(most)).collect()
-}
-
-/// How many sightings go into the next message: as many as fit. The store asks for what one message lists, and a huge page
-/// should be asked for as one, so a chunk that is listed from its first page on is not cut.
-fn sightings_of_one_message(map: &PageMap) -> usize {
-    let sightings = &map.outbox.sightings;
-    let Some(next) = sightings
-        .get(MAX_BATCH)
-        .filter(|next| map.memory().has(next.page))
-    else {
-        return sightings.len().min(MAX_BATCH);
-    };
-    let first = map.chunk_at(map.chunk_of(next.page)).pages.start;
-    let first = sightings
-        .range(..MAX_BATCH)
-        .rposition(|sighting| sighting.page == first);
-    first.filter(|first| *first > 0).unwrap_or(MAX_BATCH)
 }

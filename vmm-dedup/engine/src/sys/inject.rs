@@ -4,62 +4,65 @@
 //! product that is nothing. With the feature `inject`, and in the engine's own tests, an `Injection` says which calls of
 //! one kind end with an errno instead of being made.
 
-use std::io;
-
-/// Kinds of system calls.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Call {
-    /// UFFDIO_REGISTER.
-    Register,
-    /// UFFDIO_UNREGISTER.
-    Unregister,
-    /// UFFDIO_WAKE.
-    Wake,
-    /// UFFDIO_COPY.
-    Copy,
-    /// UFFDIO_ZEROPAGE.
-    ZeroPage,
-    /// UFFDIO_MOVE.
-    Move,
-    /// UFFDIO_WRITEPROTECT.
-    WriteProtect,
-    /// UFFDIO_POISON.
-    Poison,
-    /// read() of a userfaultfd.
-    ReadFaults,
-    /// PAGEMAP_SCAN.
-    PagemapScan,
-    /// read() of pagemap.
-    PagemapRead,
-    /// clone() of a child.
-    Fork,
-    /// mincore().
-    Mincore,
-    /// mmap() of a segment of the store.
-    MapSegment,
-    /// mmap() of anonymous memory.
-    MapAnonymous,
-    /// mremap().
-    Remap,
-    /// munmap().
-    Unmap,
-    /// mprotect().
-    Protect,
-    /// madvise(MADV_POPULATE_WRITE).
-    Populate,
-    /// madvise(MADV_POPULATE_READ).
-    PopulateRead,
-    /// madvise(MADV_DONTNEED), and its form for locked memory.
-    Discard,
-    /// madvise(MADV_COLD), by which huge pages are split.
-    Split,
-    /// madvise() that repeats what the VMM had advised.
-    Advise,
+mod call {
+    /// Kinds of system calls.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Call {
+        /// UFFDIO_REGISTER.
+        Register,
+        /// UFFDIO_UNREGISTER.
+        Unregister,
+        /// UFFDIO_WAKE.
+        Wake,
+        /// UFFDIO_COPY.
+        Copy,
+        /// UFFDIO_ZEROPAGE.
+        ZeroPage,
+        /// UFFDIO_MOVE.
+        Move,
+        /// UFFDIO_WRITEPROTECT.
+        WriteProtect,
+        /// UFFDIO_POISON.
+        Poison,
+        /// read() of a userfaultfd.
+        ReadFaults,
+        /// PAGEMAP_SCAN.
+        PagemapScan,
+        /// read() of pagemap.
+        PagemapRead,
+        /// clone() of a child.
+        Fork,
+        /// mincore().
+        Mincore,
+        /// mmap() of a segment of the store.
+        MapSegment,
+        /// mmap() of anonymous memory.
+        MapAnonymous,
+        /// mremap().
+        Remap,
+        /// munmap().
+        Unmap,
+        /// mprotect().
+        Protect,
+        /// madvise(MADV_POPULATE_WRITE).
+        Populate,
+        /// madvise(MADV_POPULATE_READ).
+        PopulateRead,
+        /// madvise(MADV_DONTNEED), and its form for locked memory.
+        Discard,
+        /// madvise(MADV_COLD), by which huge pages are split.
+        Split,
+        /// madvise() that repeats what the VMM had advised.
+        Advise,
+    }
 }
+
+pub use call::Call;
 
 #[cfg(not(any(test, feature = "inject")))]
 mod product {
-    use super::{Call, io};
+    use super::call::Call;
+    use std::io;
 
     /// Whether a call is to be made: always.
     #[allow(clippy::unnecessary_wraps)] // tests make it fail
@@ -86,7 +89,8 @@ pub(crate) use armed::{before, before_mapping};
 
 #[cfg(any(test, feature = "inject"))]
 mod armed {
-    use super::{Call, io};
+    use super::call::Call;
+    use std::io;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -91,9 +91,8 @@ pub(crate) fn collapse(
         Refusal::Other => &mut account.stats.rebuild_other_total,
     };
     *counter += 1;
-    let chunk = map.chunk_mut(at);
-    chunk.mixed.wait = PAUSE;
-    chunk.pending = true;
+    map.policy_mut(at).wait = PAUSE;
+    map.requeue_chunk(at);
 }
 
 fn try_to_collapse(

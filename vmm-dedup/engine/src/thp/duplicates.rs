@@ -75,16 +75,15 @@ pub(crate) fn look(
         let folded = &mut folds[subpage.quarter];
         *folded = Some(fold(folded.unwrap_or(0), subpage.key));
     }
-    let unchanged = map.chunk_mut(chunk).looked(&folds);
+    let unchanged = map.looked(chunk, &folds);
     read.iter()
         .for_each(|subpage| map.key_in_huge(subpage.page, subpage.key));
     let counted = |quarter: &usize| folds[*quarter].is_some() && policy.counts_repetition();
     for quarter in (0..SAMPLING).filter(counted) {
         let repeats = |s: &&Subpage| s.quarter == quarter && looks_repeated(map, session, s);
         let repeated = read.iter().filter(repeats).count();
-        map.chunk_mut(chunk).mixed.note_repeated(quarter, repeated);
+        map.policy_mut(chunk).note_repeated(quarter, repeated);
     }
-    map.chunk_mut(chunk).twins = 0;
     let state = &map.chunk(chunk).mixed;
     let known = state.samples > 0 || !policy.watches_access();
     Look {
@@ -120,13 +119,14 @@ impl Look {
         let state = map.chunk(self.chunk);
         let repetitive = state.mixed.repetition() >= wanted;
         let asked = state.mixed.asked;
-        let all = state.split || repetitive || !monitor.policy().counts_repetition() || asked == Asked::Whole;
+        let all =
+            state.twins.split || repetitive || !monitor.policy().counts_repetition() || asked == Asked::Whole;
         if (all || asked == Asked::Nothing) && !self.whole {
             // Only what was read just now may be asked about.
-            map.chunk_mut(self.chunk).look_again();
+            map.look_again(self.chunk);
             return Judgement::Stay;
         }
-        map.chunk_mut(self.chunk).mixed.asked = if all { Asked::Whole } else { Asked::Sample };
+        map.policy_mut(self.chunk).asked = if all { Asked::Whole } else { Asked::Sample };
         // What repeats in all of its pages may share a huge page of the store, probes and all.
         let probes = all && !managed;
         let mut ask = Keyed::default();

@@ -34,7 +34,6 @@
 
 use crate::account::Account;
 use crate::config::{Config, Policy};
-use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
 use crate::memory::thp_state::{Asked, HugeState, Use};
@@ -157,22 +156,23 @@ impl Monitor {
             return None;
         }
         let confirm = self.confirm.is_some_and(|at| at <= now);
-        let wanted = |chunk: &mut ChunkState| {
-            let state = &mut chunk.mixed;
+        let count = map.chunks().len();
+        let mut wanted = |at: &usize| {
+            let huge = map.chunk(*at).huge;
+            let state = map.policy_mut(*at);
             let awake = state.breaks >= BREAKS_OF_USE || (confirm && state.frequency.value() > 0);
-            if chunk.huge {
+            if huge {
                 state.samples == 0 || (due && state.sample_due())
             } else {
                 state.ours && (due || awake)
             }
         };
-        let chunks = map.chunks_mut().enumerate();
-        let chunks = chunks.filter_map(|(at, chunk)| wanted(chunk).then_some(at));
+        let chunks = (0..count).filter(|at| wanted(at)).collect();
         Some(Round {
             began: now,
             due,
             confirm,
-            chunks: chunks.collect(),
+            chunks,
         })
     }
 
@@ -226,29 +226,29 @@ impl Monitor {
         // Of these it is known what is written.
         let unsampled = unsampled.iter().map(|at| (at, Some(Use::None)));
         for (at, used) in sampled.iter().zip(used).chain(unsampled) {
-            let chunk = map.chunk_mut(*at);
-            let breaks = std::mem::take(&mut chunk.mixed.breaks);
+            let breaks = std::mem::take(&mut map.policy_mut(*at).breaks);
             if let Some(used) = used {
                 let written = breaks >= BREAKS_OF_USE;
-                self.note_use(chunk, if written { Use::AT_ONCE } else { used });
+                self.note_use(map, *at, if written { Use::AT_ONCE } else { used });
                 account.stats.samples_used_total += u64::from(used != Use::None);
             } else {
                 // Not what it was: the next visit tells.
-                chunk.pending = true;
+                map.requeue_chunk(*at);
             }
         }
     }
 
-    fn note_use(&self, chunk: &mut ChunkState, used: Use) {
-        let before = self.twins_wanted(&chunk.mixed);
-        chunk.mixed.note_use(used);
+    fn note_use(&self, map: &mut PageMap, at: usize, used: Use) {
+        let before = self.twins_wanted(&map.chunk(at).mixed);
+        map.policy_mut(at).note_use(used);
+        let chunk = map.chunk(at);
         let asks = |twins| {
             let never_asked = chunk.mixed.asked == Asked::Nothing;
             twins > 0 && (never_asked || chunk.mixed.repetition() >= twins)
         };
         if chunk.huge && before.is_none() && self.twins_wanted(&chunk.mixed).is_some_and(asks) {
             // Just got cold enough: looked at now, and split if nothing has changed.
-            chunk.look_again();
+            map.look_again(at);
         }
     }
 
@@ -264,7 +264,7 @@ impl Monitor {
 
     /// Whether a chunk of small pages is to become a huge page now. One whose last try failed waits for some intervals.
     pub(crate) fn wants_collapse(&self, map: &mut PageMap, at: usize, due: bool) -> bool {
-        let state = &mut map.chunk_mut(at).mixed;
+        let state = map.policy_mut(at);
         if !state.ours || !self.thresholds.rebuild(self.policy, state) {
             return false;
         }

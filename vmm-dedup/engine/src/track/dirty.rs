@@ -33,16 +33,9 @@ pub(crate) fn visit(
     let (written, huge) = ask(map, pagemap, &chunks)?;
     let (mut to_key, mut to_protect) = (Vec::new(), Vec::new());
     for ((at, written), huge) in chunks.zip(&written).zip(huge) {
-        let chunk = map.chunk_mut(at);
-        let was_huge = std::mem::replace(&mut chunk.huge, huge);
         if huge {
-            chunk.pending = false;
-            chunk.mixed.ours = false;
+            map.found_huge(at);
             continue;
-        }
-        if was_huge {
-            chunk.unarmed = true;
-            chunk.forget_twins();
         }
         visit_small(map, probes, pass, at, written, &mut to_key, &mut to_protect);
     }
@@ -98,7 +91,7 @@ fn visit_small(
 ) {
     let pages = map.chunk_at(at).pages.clone();
     let start = map.chunk_at(at).start;
-    let unarmed = std::mem::take(&mut map.chunk_mut(at).unarmed);
+    let unarmed = map.found_small(at);
     let mut waiting = false;
     for (offset, page) in pages.enumerate() {
         let was_written = written[offset / 64] & 1 << (offset % 64) != 0;
@@ -121,7 +114,7 @@ fn visit_small(
             to_key.push(page);
         }
     }
-    map.chunk_mut(at).pending = waiting;
+    map.end_visit(at, waiting);
 }
 
 /// Remembers a page to be protected. (PAGEMAP_SCAN could find and protect in one request, but the kernel then drops KVM's

@@ -6,10 +6,10 @@ use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
 use crate::memory::page_state::PageState;
 use crate::memory::ranges::complement;
-use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::uffd::{Mode, Uffd};
+use crate::sys::{late_log, proc};
 use crate::unmerge::cow::Breaker;
 use crate::unmerge::discard::{self, Discards};
 use crate::unmerge::page_reserve::Reserve;
@@ -31,6 +31,8 @@ pub(crate) struct AddressSpace {
     pub(crate) breaker: Arc<Breaker>,
     pub(crate) discards: Arc<Discards>,
     pub(crate) scratch: Scratch,
+    /// Faults of the process's other threads, when they were last counted.
+    faults: u64,
 }
 
 impl AddressSpace {
@@ -44,7 +46,15 @@ impl AddressSpace {
             scratch: Scratch::new(uffd.clone())?,
             pagemap,
             uffd,
+            faults: 0,
         })
+    }
+
+    /// Whether the process's other threads had faults since the last call: they wrote protected pages or copied shared ones, if
+    /// they did.
+    pub(crate) fn others_had_faults(&mut self) -> bool {
+        let faults = proc::faults_of_others();
+        std::mem::replace(&mut self.faults, faults) != faults
     }
 
     /// Tracks writes to a range of guest memory.
@@ -65,9 +75,7 @@ impl AddressSpace {
                 map.forget(pages.clone());
                 let start = map.memory().address(pages.start);
                 let chunks = map.chunk_of(pages.start)..=map.chunk_of(pages.end - 1);
-                chunks
-                    .clone()
-                    .for_each(|chunk| map.chunk_mut(chunk).pending = true);
+                chunks.clone().for_each(|chunk| map.requeue_chunk(chunk));
                 let discarded = start..start + bytes(pages.len());
                 // Memory that was lent is somebody else's to register, until it comes back.
                 let lent = chunks.filter(|chunk| map.chunk(*chunk).released);
@@ -96,11 +104,9 @@ impl AddressSpace {
             if !map.memory().has(page) || map.backing(page).is_copied() {
                 continue;
             }
-            map.made_private(page);
+            map.broken_by_service(page);
             account.stats.breaks_managed_total += 1;
             touched.insert(map.chunk_of(page));
-            let chunk = map.chunk_of(page);
-            map.chunk_mut(chunk).mixed.note_break();
         }
         !touched.is_empty()
     }
@@ -115,8 +121,7 @@ impl AddressSpace {
     ) -> Result<(), Error> {
         for at in 0..map.chunks().len() {
             let turn = (pass + at as u64).is_multiple_of(BREAKS_PERIOD);
-            if turn && map.chunk(at).unchecked {
-                map.chunk_mut(at).unchecked = false;
+            if turn && map.take_unchecked(at) {
                 self.find_copied_in(map, account, at)?;
             }
         }
@@ -148,8 +153,6 @@ impl AddressSpace {
     pub(crate) fn note_copied(&self, map: &mut PageMap, account: &mut Account, page: Page) {
         if map.backing(page).maps_a_slot() && self.breaker.kernel_broke(page) {
             map.copied_by_kernel(page);
-            let chunk = map.chunk_of(page);
-            map.chunk_mut(chunk).mixed.note_break();
             account.stats.breaks_kernel_total += 1;
         }
     }

@@ -28,7 +28,7 @@ mod scratch;
 pub(crate) use frozen::{Afterwards, Frozen};
 pub(crate) use huge_scratch::HugeScratch;
 pub(crate) use page_set::PageSet;
-pub(crate) use scratch::Scratch;
+pub(crate) use scratch::{MAX_WINDOW, Scratch};
 
 use crate::error::Error;
 use crate::sys::late_log;
@@ -39,8 +39,6 @@ use std::io;
 use std::ops::Range;
 use std::time::Duration;
 
-/// Most pages in one window.
-pub(crate) const MAX_WINDOW: usize = CHUNK_PAGES;
 /// Tries to take what the kernel holds for a moment.
 const TRIES: usize = 100;
 

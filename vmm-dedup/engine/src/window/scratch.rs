@@ -2,14 +2,15 @@
 
 use crate::error::Error;
 use crate::sys::late_log;
-use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE, bytes};
+use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::Anonymous;
-use crate::window::MAX_WINDOW;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Most pages in one window.
+pub(crate) const MAX_WINDOW: usize = CHUNK_PAGES;
 /// Windows go one behind the other, and what they leave is freed for many at once.
 const PAGES: usize = 2 * MAX_WINDOW;
 

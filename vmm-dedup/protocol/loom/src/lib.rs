@@ -1,4 +1,4 @@
-//! The index, the ring of news and the tree of `vmm-dedup-protocol`, compiled from the very same sources, on loom's
+//! The index, the ring of news, the tree and the forwards of `vmm-dedup-protocol`, compiled from the very same sources, on loom's
 //! atomics and with small sizes.
 //!
 //! loom runs a model, a few threads that each make a few steps, in all orders, and lets every load see every value that
@@ -7,8 +7,10 @@
 //! so with all other tests.
 //!
 //! What is not real here: the mapping is memory of the process instead of a file, and there are 4 slots, 3 keys in the
-//! ring of news and a header of 8 words.
+//! ring of news and a header of 8 words. Pages are cells of the models, so a segment's file has no bytes before its forwards.
 
+#[path = "../../src/forward.rs"]
+pub mod forward;
 #[path = "../../src/key.rs"]
 pub mod key;
 #[path = "../../src/slot.rs"]
@@ -37,6 +39,8 @@ pub use slot::Slot;
 
 /// Bytes of a page, as they are.
 pub const PAGE_SIZE: usize = 4096;
+/// Bytes of a segment's pages.
+pub const SEGMENT_BYTES: usize = 0;
 /// Slots in one segment.
 pub const SLOTS_PER_SEGMENT: u32 = 4;
 /// Highest number of slots.

@@ -8,9 +8,11 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
 use std::sync::atomic::AtomicUsize;
-use vmm_dedup_protocol_loom::Slot;
+use vmm_dedup_protocol_loom::forward;
 use vmm_dedup_protocol_loom::index::{IndexReader, IndexWriter, Line, News, create};
 use vmm_dedup_protocol_loom::key::{Key, PageHash};
+use vmm_dedup_protocol_loom::mapping::Mapping;
+use vmm_dedup_protocol_loom::{SLOTS_PER_SEGMENT, Slot};
 
 /// Entries of the table.
 const CAPACITY: usize = 4;
@@ -221,6 +223,64 @@ fn a_slot_that_was_searched_is_not_rewritten_before_that_was_told() {
 #[test]
 fn a_slot_is_not_found_by_search_any_more_once_its_epoch_was_told() {
     explore(100, || reuse_while_searched(LATE));
+}
+
+#[test]
+fn who_reads_a_forward_finds_the_page_that_has_moved() {
+    explore(5, || {
+        let segment = Mapping::zeroed(SLOTS_PER_SEGMENT as usize);
+        let (pages, view) = (Pages::new(2), segment.clone());
+        let written = pages.clone();
+        let store = thread::spawn(move || {
+            written.write(1, 7);
+            forward::write(&segment, slot(0), slot(1));
+        });
+        if let Some(to) = forward::read(&view, slot(0)) {
+            assert_eq!((to, pages.read(to.number())), (slot(1), 7));
+        }
+        store.join().unwrap();
+    });
+}
+
+/// A page has moved from slot 0 to slot 1, and moves on to slot 2. The store writes another page into slot 1 as soon as it
+/// is free.
+fn moved_on_while_followed(batches: [Batch; 2]) {
+    let (store, service) = index();
+    let segment = Mapping::zeroed(SLOTS_PER_SEGMENT as usize);
+    let (pages, view) = (Pages::new(3), segment.clone());
+    pages.write(1, 1);
+    forward::write(&segment, slot(0), slot(1));
+    let socket = Arc::new(Socket::default());
+    let (told, seen) = (socket.clone(), pages.clone());
+    let thread = thread::spawn(move || {
+        let mut reference = false;
+        for batch in batches {
+            let epoch = service.epoch();
+            if batch == Batch::LooksUp {
+                let to = forward::read(&view, slot(0)).expect("it has moved");
+                assert_eq!(seen.read(to.number()), 1, "the slot is another page's");
+                reference |= to == slot(1);
+            }
+            told.tell(epoch, reference);
+        }
+    });
+    pages.write(2, 1);
+    forward::write(&segment, slot(0), slot(2));
+    let epoch = store.advance_epoch();
+    if socket.frees(epoch) {
+        pages.write(1, 2);
+    }
+    thread.join().unwrap();
+}
+
+#[test]
+fn a_slot_that_a_forward_named_is_not_rewritten_before_that_was_told() {
+    explore(100, || moved_on_while_followed(TWICE));
+}
+
+#[test]
+fn a_slot_is_not_led_to_any_more_once_its_epoch_was_told() {
+    explore(100, || moved_on_while_followed(LATE));
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! Epochs: who may still act on what it read from the index before a moment.
 //!
 //! A *member* is a connection that has been given the index. It enters with the current epoch (it cannot have read
-//! anything older) and acknowledges later ones, never going back. A slot that left the index at epoch `e` may be
-//! reused when every member has acknowledged `e`. A member whose socket broke while its process lives simply stays,
+//! anything older) and acknowledges later ones, never going back. A slot that left the index at epoch `e` is
+//! free when every member has acknowledged `e`. A member whose socket broke while its process lives simply stays,
 //! and acknowledges nothing more. Pure state, no I/O.
 
 /// Names a member: a connection's number, unique among the members.

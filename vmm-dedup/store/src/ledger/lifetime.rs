@@ -1,8 +1,8 @@
-//! Who holds which slot, and when a slot may be reused. Pure: the same code runs in the server and in the model
+//! Who holds which slot, and when a slot is free. Pure: the same code runs in the server and in the model
 //! check (`verification`).
 //!
 //! # The rule
-//! A slot's bytes are rewritten only when no process maps it or may still map it. Three things keep that true:
+//! A slot's number names another page only when no process maps the slot or may still map it. Three things keep that true:
 //!
 //! 1. *References.* A service reports every mapping it makes (+) and drops (-). A slot with references is Live.
 //! 2. *Epochs.* A service may have mapped a slot and not have told yet. So a slot whose last reference goes first
@@ -21,8 +21,8 @@
 //!
 //! A member that says goodbye leaves at once: it has told all references, drops those that it kept, and promises that its
 //! process maps no slot which it found over this connection. Nobody but the process itself could tell otherwise, and
-//! nobody else is harmed if the promise is broken: the slots that it still maps are reused, so that it sees pages of its
-//! own trust domain there, which it may read anyway. Its orphans, if it has some, are members of their own and stay.
+//! nobody else is harmed if the promise is broken: the slots that it still maps are free then, and the files that it maps
+//! keep their memory. Its orphans, if it has some, are members of their own and stay.
 //!
 //! A mapping of a run with exceptions also covers slots that its guest does not show: private pages lie in their places.
 //! Such slots are no more in use than if they were not covered, and nobody reports them.

@@ -45,7 +45,7 @@ enum Mistake {
     NoEpochWait,
     /// A broken connection's references are dropped while its process lives.
     NoOrphans,
-    /// A broken connection keeps its references, but does not hold back the reuse of other slots.
+    /// A broken connection keeps its references, but does not keep other slots from being freed.
     OrphansForgetEpoch,
     /// A series is found in the index after it has ended.
     SeriesStays,
@@ -455,7 +455,7 @@ const WORLDS: [Bounds; 7] = [
 ];
 
 #[test]
-fn no_slot_is_reused_while_anybody_may_map_it() {
+fn no_slot_is_freed_while_anybody_may_map_it() {
     for bounds in WORLDS {
         let start = std::time::Instant::now();
         let states = explore(bounds, Mistake::None).expect("the rule holds");
@@ -481,7 +481,7 @@ fn the_rule_breaks_when_a_broken_connection_ends_its_references() {
 }
 
 #[test]
-fn the_rule_breaks_when_a_broken_connection_does_not_hold_back_reuse() {
+fn the_rule_breaks_when_a_broken_connection_does_not_keep_slots_from_being_freed() {
     assert!(is_found_out(Mistake::OrphansForgetEpoch));
 }
 

@@ -133,7 +133,7 @@ impl Catalog {
         }
     }
 
-    /// Takes a slot out, however it was entered. The epoch must be advanced before it is reused.
+    /// Takes a slot out, however it was entered. The epoch must be advanced before it is freed.
     pub(crate) fn remove(&mut self, line: Key, slot: Slot) {
         match self.reader().line(line) {
             Some(Line::Sole(sole) | Line::Series(sole)) if sole == slot => {

@@ -33,13 +33,6 @@ impl Pool {
         self.evacuation.moved
     }
 
-    /// A slot came back to life. If it is in a segment whose pages have moved, it must follow them.
-    pub(super) fn note_straggler(&mut self, slot: Slot) {
-        if self.segments.allocator().is_leaving(slot) && self.lifetime.moved_to(slot).is_none() {
-            self.evacuation.stragglers.push(slot);
-        }
-    }
-
     /// Moves about so many pages, if there are pages to be moved. Returns whether there may be more.
     pub(crate) fn evacuate(&mut self, most: u32) -> bool {
         let more = match self.try_to_evacuate(most) {

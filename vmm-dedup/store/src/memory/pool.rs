@@ -219,6 +219,13 @@ impl Pool {
         entered
     }
 
+    /// A slot came back to life. If it is in a segment whose pages have moved, it must follow them.
+    fn note_straggler(&mut self, slot: Slot) {
+        if self.segments.allocator().is_leaving(slot) && self.lifetime.moved_to(slot).is_none() {
+            self.evacuation.stragglers.push(slot);
+        }
+    }
+
     /// A segment without a live slot goes.
     fn retire(&mut self, empty: Option<u32>) {
         if let Some(number) = empty {

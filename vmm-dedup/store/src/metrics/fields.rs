@@ -65,7 +65,7 @@ pub(super) static GAUGES: &[Field] = &[
     ),
     plain(
         "pages_broken",
-        "Pages that stay private, copied by the kernel after sharing or left out of a run",
+        "Private pages in mappings of the store, copied by the kernel after sharing or left out of a run",
         |s| s.pages_broken,
     ),
     plain("huge_ranges", "2 MiB ranges mapped by one huge page", |s| {

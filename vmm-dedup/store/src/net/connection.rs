@@ -20,7 +20,7 @@ use vmm_dedup_protocol::socket;
 /// Records of one connection that are handled before the others get their turn.
 const TURN: usize = 8;
 
-/// An orphan whose process still lives after this long is worth a warning: its slots cannot be reused.
+/// An orphan whose process still lives after this long is worth a warning: its slots cannot be freed.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(1);
 
 /// How long a connection may take for its first message: it would keep a place that others can use.
@@ -213,7 +213,7 @@ async fn part(shared: &Shared, id: MemberId, peer: PeerProcess) {
                 {
                     log::warn!(
                         "process {} lives without a connection: what it references stays, and slots that it may \
-                         map are not reused, until it ends",
+                         map are not freed, until it ends",
                         peer.pid
                     );
                     let _ = ended.readable().await;

@@ -43,7 +43,7 @@ impl Exchange {
     }
 
     /// A batch of a member whose VM has so many pages. Returns the reply. [`Pool::reclaim`] must follow, also after a
-    /// violation: slots that have left the index must not be reused before the epoch advances.
+    /// violation: slots that have left the index must not be freed before the epoch advances.
     pub(crate) fn batch(
         &mut self,
         id: MemberId,

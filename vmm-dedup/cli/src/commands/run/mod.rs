@@ -113,7 +113,7 @@ enum Thp {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum BreakMode {
-    /// The kernel's copy-on-write: fast, but the page stays private until it is healed.
+    /// The kernel's copy-on-write: fast, but a page is merged again only if it can be told that it is not pinned.
     Kernel,
     /// The service, from a reserve: pages stay mergeable, and no write fails for want of memory.
     Managed,

@@ -1,7 +1,7 @@
 //! Engines that do what real ones do on bad days: [`Double`].
 #![allow(unsafe_code)] // the trait's submit() is unsafe
 
-use super::mix;
+use super::pages::mix;
 use crate::compare::{
     Account, Answer, Compared, Engine, Error, Keys, Limits, PageId, Pages, Pair, PairAnswer, Searched,
     TreeSearch, Verify,

@@ -1,6 +1,6 @@
 //! What every engine that makes keys does: [`check`].
 
-use super::{IMPOSSIBLE, MISSING, arena, contents, ids, page};
+use super::pages::{IMPOSSIBLE, MISSING, arena, contents, ids, page};
 use crate::compare::{Arena, Error, Keys, PageId};
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering as Memory};

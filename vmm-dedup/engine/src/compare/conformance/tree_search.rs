@@ -1,6 +1,6 @@
 //! What every engine that searches does: [`check`].
 
-use super::{IMPOSSIBLE, MISSING, arena, contents, ids, insert, mix, page, set_byte, tree_of};
+use super::pages::{IMPOSSIBLE, MISSING, arena, contents, ids, insert, mix, page, set_byte, tree_of};
 use crate::compare::{Answer, Arena, Error, PageId, TreeSearch};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering as Memory};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords, bytes_of};

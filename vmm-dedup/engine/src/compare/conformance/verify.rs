@@ -1,7 +1,7 @@
 //! What every engine that verifies does: [`check`].
 #![allow(unsafe_code)] // engines read pages after the call that named them
 
-use super::{IMPOSSIBLE, MISSING, arena, contents, mix, page, set_byte};
+use super::pages::{IMPOSSIBLE, MISSING, arena, contents, mix, page, set_byte};
 use crate::compare::{
     Answer, Arena, Compared, Error, PageId, Pages, Pair, PairAnswer, StablePage, Verify, With,
 };

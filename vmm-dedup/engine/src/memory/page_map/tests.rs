@@ -30,25 +30,47 @@ fn key(n: u64) -> Key {
     Key::try_new(n).unwrap()
 }
 
-/// What the engine may do with a page.
+/// What the engine may do with a page, or with the chunk around it.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Written(bool),
     KeyInHuge(u64),
     Sight(u64),
+    Repeat,
     Changed,
     Defer(Option<u32>),
+    GiveUp(u32),
     Share(u32, bool),
+    Follow(u32),
     Bridge(u32),
+    Carry(u32),
     Zero,
     NotMerged(NotMerged),
     Copied,
     KeyCopy(u64),
+    ForgetCopy,
     CopyMayBePinned,
+    Broken,
     Private,
     Forget,
     LoseStore,
+    /// The memory goes, and other memory comes in its place.
+    Replug,
+    Chunk(ChunkStep),
+}
+
+/// What the engine may do with a chunk, or with what it knows of all.
+#[derive(Clone, Copy, Debug)]
+enum ChunkStep {
+    Visit(bool),
     Split,
+    Collapsed,
+    OwnMapping,
+    Zero,
+    Look,
+    Released,
+    /// What has no effect on any page.
+    Rest,
 }
 
 fn steps() -> impl Strategy<Value = Step> {
@@ -57,32 +79,83 @@ fn steps() -> impl Strategy<Value = Step> {
         Just(NotMerged::Stayed),
         Just(NotMerged::Returned)
     ];
-    prop_oneof![
+    let of_chunks = prop_oneof![
+        any::<bool>().prop_map(ChunkStep::Visit),
+        Just(ChunkStep::Split),
+        Just(ChunkStep::Collapsed),
+        Just(ChunkStep::OwnMapping),
+        Just(ChunkStep::Zero),
+        Just(ChunkStep::Look),
+        Just(ChunkStep::Released),
+        Just(ChunkStep::Rest),
+    ];
+    let of_pages = prop_oneof![
         3 => any::<bool>().prop_map(Step::Written),
         1 => (0u64..9).prop_map(Step::KeyInHuge),
         4 => (0u64..9).prop_map(Step::Sight),
+        1 => Just(Step::Repeat),
         1 => Just(Step::Changed),
         1 => proptest::option::of(0u32..40).prop_map(Step::Defer),
+        1 => (0u32..40).prop_map(Step::GiveUp),
         6 => (0u32..40, any::<bool>()).prop_map(|(slot, counted)| Step::Share(slot, counted)),
+        2 => (0u32..40).prop_map(Step::Follow),
         2 => (0u32..40).prop_map(Step::Bridge),
+        2 => (0u32..40).prop_map(Step::Carry),
         1 => Just(Step::Zero),
         1 => why.prop_map(Step::NotMerged),
         2 => Just(Step::Copied),
         1 => (0u64..9).prop_map(Step::KeyCopy),
+    ];
+    let others = prop_oneof![
+        1 => Just(Step::ForgetCopy),
         1 => Just(Step::CopyMayBePinned),
+        1 => Just(Step::Broken),
         2 => Just(Step::Private),
         1 => Just(Step::Forget),
         1 => Just(Step::LoseStore),
-        1 => Just(Step::Split),
-    ]
+        1 => Just(Step::Replug),
+        4 => of_chunks.prop_map(Step::Chunk),
+    ];
+    prop_oneof![27 => of_pages, 12 => others]
 }
 
 fn may_be_shared(backing: Backing) -> bool {
     backing == Backing::Private || backing.is_copied()
 }
 
+/// What others know: the store, of what it was told, and the kernel, of what it maps.
+#[derive(Debug, Default)]
+struct Others {
+    /// References that the store counts.
+    references: HashMap<u32, i64>,
+    /// Keys that were withdrawn in the last step.
+    withdrawn: Vec<u64>,
+    /// Mappings that pages' states do not show.
+    own_mappings: i64,
+}
+
+impl Others {
+    /// The store publishes a page, and counts a reference for it.
+    fn publish(&mut self, slot: u32) {
+        *self.references.entry(slot).or_default() += 1;
+    }
+
+    /// Tells the store all there is to tell.
+    fn tell(&mut self, map: &mut PageMap) {
+        self.withdrawn.clear();
+        while !map.outbox().is_empty() {
+            let told = map.next_message();
+            for delta in told.refs {
+                *self.references.entry(delta.slot).or_default() += i64::from(delta.delta);
+            }
+            self.withdrawn.extend(told.withdrawals);
+        }
+        map.forget_outbox(); // of which nothing is left
+    }
+}
+
 /// Plays a step, if the engine could: a stage looks at the state before it acts.
-fn play(map: &mut PageMap, page: Page, step: Step) {
+fn play(map: &mut PageMap, others: &mut Others, page: Page, step: Step) {
     let state = map.state(page);
     let may = |next| state.may_become(next);
     match step {
@@ -91,30 +164,147 @@ fn play(map: &mut PageMap, page: Page, step: Step) {
         }
         Step::KeyInHuge(n) => map.key_in_huge(page, key(n)),
         Step::Sight(n) => map.sight(page, key(n), 1),
+        Step::Repeat => {
+            if let Some(key) = state.known.candidate() {
+                map.withdraw_sightings(&[(page, key)]);
+                map.sight(page, key, 1);
+                map.note_ambiguous(key);
+            }
+        }
         Step::Changed if map.private_candidate(page).is_some() => map.candidate_changed(page),
-        Step::Defer(published) => map.defer(page, published.map(slot)),
+        Step::Defer(published) => {
+            published.into_iter().for_each(|n| others.publish(n));
+            map.defer(page, published.map(slot));
+        }
+        Step::GiveUp(n) => {
+            others.publish(n);
+            map.give_up_published(Some(slot(n)));
+        }
         Step::Share(n, counted) if may_be_shared(state.backing) => {
             let reference = if counted {
+                others.publish(n);
                 Reference::Counted
             } else {
                 Reference::New
             };
             map.share(page, slot(n), reference);
         }
+        Step::Follow(n) if matches!(state.backing, Backing::Slot(from) if from != slot(n)) => {
+            map.follow(page, slot(n));
+        }
         Step::Bridge(n) if map.private_candidate(page).is_some() => map.bridge(page, slot(n)),
+        Step::Carry(n) if matches!(state.backing, Backing::CopiedOnWrite(_)) => map.carry(page, slot(n)),
         Step::Zero if may(PageState::resting(Backing::Zero)) => map.zero(page),
         Step::NotMerged(why) => map.not_merged(page, why, 1),
         Step::Copied if state.backing.maps_a_slot() => map.copied_by_kernel(page),
         Step::KeyCopy(n) if state.backing.is_copied() => map.key_copy(page, Some(key(n))),
+        Step::ForgetCopy if state.backing.is_copied() => map.forget_copy(page),
         Step::CopyMayBePinned if state.backing.is_copied() => map.copy_may_be_pinned(page, 1),
+        Step::Broken if state.backing.maps_a_slot() => map.broken_by_service(page),
         Step::Private if may(PageState::UNTRACKED) => map.made_private(page),
         Step::Forget => map.forget(page..page + 1),
-        Step::LoseStore => map.orphan_all(),
-        Step::Split => {
-            let chunk = map.chunk_of(page);
-            map.note_split(chunk);
+        Step::LoseStore => {
+            map.orphan_all();
+            others.references.clear();
         }
+        Step::Replug => {
+            let before = map.memory().clone();
+            let address = before.address(page);
+            map.forget(page..page + 1);
+            map.set_memory(Arc::new(before.without(&(address..address + bytes(1)))));
+            map.set_memory(before);
+        }
+        Step::Chunk(step) => play_chunk(map, others, map.chunk_of(page), step),
         _ => {}
+    }
+    others.tell(map);
+}
+
+fn play_chunk(map: &mut PageMap, others: &mut Others, chunk: usize, step: ChunkStep) {
+    match step {
+        ChunkStep::Visit(true) => map.found_huge(chunk),
+        ChunkStep::Visit(false) => {
+            map.found_small(chunk);
+            map.end_visit(chunk, true);
+        }
+        ChunkStep::Split => map.note_split(chunk),
+        ChunkStep::Collapsed => map.note_collapsed(chunk),
+        ChunkStep::OwnMapping => {
+            let before = map.vmas();
+            map.note_own_mapping(chunk);
+            others.own_mappings += map.vmas() - before;
+        }
+        ChunkStep::Zero => {
+            let mut pages = map.chunk_at(chunk).pages.clone();
+            if pages.all(|page| matches!(map.backing(page), Backing::Private | Backing::Zero)) {
+                map.note_huge_zero(chunk);
+            }
+        }
+        ChunkStep::Look => {
+            if map.look_due(chunk) {
+                map.looked(chunk, &[Some(7); 4]);
+                map.look_again(chunk);
+            }
+            map.note_twins(chunk, 3, true);
+            map.note_contended(chunk);
+            map.stayed_huge(chunk);
+            map.policy_mut(chunk).note_repeated(0, 9);
+        }
+        ChunkStep::Released => {
+            map.release(chunk);
+            map.resume(chunk);
+        }
+        ChunkStep::Rest => {
+            map.note_faults();
+            map.take_unchecked(chunk);
+            let any = map.copies_due(chunk);
+            map.looked_at_copies(chunk, any);
+            map.defer_chunk(chunk, 1);
+            map.end_pass(9);
+            map.requeue(map.chunk_at(chunk).pages.start);
+            map.requeue_chunk(chunk);
+            map.requeue_all();
+            map.count_repetition();
+            // As many as were estimated.
+            map.set_vmas(usize::try_from(map.vmas()).unwrap());
+            map.no_vma_is_left(1);
+            map.asks_for_vmas_again(9);
+        }
+    }
+}
+
+/// Whoever adds a transition has it played here.
+#[test]
+fn every_transition_is_played() {
+    let memory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/memory");
+    let parts = std::fs::read_dir(memory.join("page_map")).unwrap();
+    let parts = parts.map(|part| part.unwrap().path());
+    let files = parts.filter(|part| !part.ends_with("tests.rs"));
+    let sources: Vec<String> = files
+        .chain([memory.join("page_map.rs")])
+        .map(|file| std::fs::read_to_string(file).unwrap())
+        .collect();
+    let functions = sources
+        .iter()
+        .flat_map(|source| source.split("pub(crate) fn ").skip(1));
+    let transitions: Vec<&str> = functions
+        .filter_map(|function| function.split_once('('))
+        .filter(|(_, rest)| rest.trim_start().starts_with("&mut self"))
+        .map(|(name, _)| name)
+        .collect();
+    let tests = include_str!("tests.rs");
+    let played = &tests[tests.find("impl Others").unwrap()..tests.find("fn every_transition").unwrap()];
+    let left_out = transitions
+        .iter()
+        .filter(|name| !played.contains(&format!("map.{name}(")));
+    assert_eq!(Vec::from_iter(left_out), Vec::<&&str>::new());
+    assert!(transitions.len() > 40, "{transitions:?}");
+}
+
+impl PageMap {
+    /// As if so many boundaries had been counted in a chunk.
+    pub(crate) fn set_fragments(&mut self, chunk: usize, fragments: u16) {
+        self.chunks[chunk].fragments = fragments;
     }
 }
 
@@ -132,63 +322,47 @@ proptest! {
     /// References that the store was told of are those that pages hold, whatever happened. Published pages bring one along.
     #[test]
     fn references_balance(steps in proptest::collection::vec((0..PAGES, steps()), 0..120)) {
-        let mut map = map();
-        let mut told: HashMap<u32, i64> = HashMap::new();
+        let (mut map, mut others) = (map(), Others::default());
         for (page, step) in steps {
-            // The store counts a reference for a page that it has published.
-            if let Step::Share(n, true) = step
-                && may_be_shared(map.backing(page))
-            {
-                *told.entry(n).or_default() += 1;
-            }
-            if let Step::Defer(Some(n)) = step {
-                *told.entry(n).or_default() += 1;
-            }
-            let lost = matches!(step, Step::LoseStore);
-            play(&mut map, page, step);
-            for delta in std::mem::take(&mut map.outbox.refs) {
-                *told.entry(delta.slot).or_default() += i64::from(delta.delta);
-            }
-            if lost {
-                told.clear();
-            }
+            play(&mut map, &mut others, page, step);
             let mut held: HashMap<u32, i64> = HashMap::new();
             for page in 0..PAGES {
                 if let Backing::Slot(slot) = map.backing(page) {
                     *held.entry(slot.number()).or_default() += 1;
                 }
             }
-            told.retain(|_, count| *count != 0);
-            prop_assert_eq!(&told, &held);
+            others.references.retain(|_, count| *count != 0);
+            prop_assert_eq!(&others.references, &held);
         }
     }
 
     /// A sighting stands until it is withdrawn or its page found a slot.
     #[test]
     fn every_key_that_ends_unshared_is_withdrawn(steps in proptest::collection::vec((0..PAGES, steps()), 0..120)) {
-        let mut map = map();
+        let (mut map, mut others) = (map(), Others::default());
         for (page, step) in steps {
             let before: Vec<PageState> = (0..PAGES).map(|page| map.state(page)).collect();
             let lost = matches!(step, Step::LoseStore);
-            play(&mut map, page, step);
-            let withdrawn = std::mem::take(&mut map.outbox.withdrawals);
-            let mut expected = Vec::new();
+            play(&mut map, &mut others, page, step);
+            // Withdrawn to be repeated.
+            let repeated = matches!(step, Step::Repeat).then(|| before[page as usize].known.candidate());
+            let mut expected: Vec<u64> = repeated.flatten().map(Key::raw).into_iter().collect();
             for (page, old) in (0..PAGES).zip(before) {
                 let (now, key) = (map.state(page), old.known.candidate());
                 let found = matches!(now.backing, Backing::Slot(_));
                 expected.extend(key.filter(|_| now.known != old.known && !found && !lost).map(Key::raw));
             }
-            prop_assert_eq!(withdrawn, expected);
+            prop_assert_eq!(&others.withdrawn, &expected);
         }
     }
 
     /// The estimate of mappings and the chunks' fragments are what counting them anew gives.
     #[test]
     fn mappings_are_counted_as_they_come_and_go(steps in proptest::collection::vec((0..PAGES, steps()), 0..120)) {
-        let mut map = map();
+        let (mut map, mut others) = (map(), Others::default());
         for (page, step) in steps {
-            play(&mut map, page, step);
-            prop_assert_eq!(map.vmas(), boundaries(&map, 0..PAGES));
+            play(&mut map, &mut others, page, step);
+            prop_assert_eq!(map.vmas(), boundaries(&map, 0..PAGES) + others.own_mappings);
             for (at, chunk) in map.memory().chunks().iter().enumerate() {
                 let fragments = boundaries(&map, chunk.pages.clone());
                 prop_assert_eq!(i64::from(map.chunk(at).fragments), fragments);
@@ -202,8 +376,8 @@ proptest! {
         steps in proptest::collection::vec((0..PAGES, steps()), 0..60),
         gone in (0..PAGES, 0..PAGES),
     ) {
-        let mut map = map();
-        steps.into_iter().for_each(|(page, step)| play(&mut map, page, step));
+        let (mut map, mut others) = (map(), Others::default());
+        steps.into_iter().for_each(|(page, step)| play(&mut map, &mut others, page, step));
         let before = map.memory().clone();
         let (first, last) = (gone.0.min(gone.1), gone.0.max(gone.1));
         let addresses = before.address(first)..before.address(last) + bytes(1);
@@ -211,7 +385,7 @@ proptest! {
         before.within(&addresses).into_iter().for_each(|pages| map.forget(pages));
         for memory in [less, before] {
             map.set_memory(memory);
-            prop_assert_eq!(map.vmas(), boundaries(&map, 0..PAGES));
+            prop_assert_eq!(map.vmas(), boundaries(&map, 0..PAGES) + others.own_mappings);
             for (at, chunk) in map.memory().chunks().iter().enumerate() {
                 let fragments = boundaries(&map, chunk.pages.clone());
                 prop_assert_eq!(i64::from(map.chunk(at).fragments), fragments);
@@ -222,17 +396,18 @@ proptest! {
     /// Mappings are never underrated, although the slot at a copied page's place is only known from its neighbours.
     #[test]
     fn copies_hide_no_mapping(steps in proptest::collection::vec((0..PAGES, steps()), 0..120)) {
-        let mut map = map();
+        let (mut map, mut others) = (map(), Others::default());
         let mut places: Vec<Option<Slot>> = vec![None; PAGES as usize];
         for (page, step) in steps {
             if matches!(step, Step::LoseStore) {
                 continue;
             }
-            play(&mut map, page, step);
+            play(&mut map, &mut others, page, step);
             let place = &mut places[page as usize];
             *place = match (map.backing(page), step) {
                 (Backing::Slot(slot), _) => Some(slot),
                 (Backing::CopiedOnWrite(_), Step::Bridge(n)) if place.is_none() => Some(slot(n)),
+                (Backing::CopiedOnWrite(_), Step::Carry(n)) => Some(slot(n)),
                 (Backing::CopiedOnWrite(_), _) => *place,
                 _ => None,
             };
@@ -245,9 +420,10 @@ proptest! {
                 map.memory().adjacent(*page) && !follows(places[at], places[at + 1])
             };
             let mappings = (0..PAGES - 1).filter(apart).fold(0, |n, _| n + 1);
-            prop_assert!(map.vmas() >= mappings, "{} < {mappings}", map.vmas());
+            let counted = map.vmas() - others.own_mappings;
+            prop_assert!(counted >= mappings, "{counted} < {mappings}");
             if map.counts().copied == 0 {
-                prop_assert_eq!(map.vmas(), mappings);
+                prop_assert_eq!(counted, mappings);
             }
         }
     }
@@ -256,12 +432,12 @@ proptest! {
     /// was merged, returned or changed.
     #[test]
     fn what_came_back_is_visited_again(steps in proptest::collection::vec((0..PAGES, steps()), 0..60)) {
-        let mut map = map();
+        let (mut map, mut others) = (map(), Others::default());
         for (page, step) in steps {
-            map.chunks_mut().for_each(|chunk| chunk.pending = false);
+            (0..map.chunks().len()).for_each(|chunk| map.end_visit(chunk, false));
             let before = map.backing(page);
-            play(&mut map, page, step);
-            let forgotten = matches!(step, Step::Forget); // whoever forgets memory knows what becomes of it
+            play(&mut map, &mut others, page, step);
+            let forgotten = matches!(step, Step::Forget | Step::Replug); // whoever forgets memory knows what becomes of it
             if before.maps_a_slot() && map.backing(page) == Backing::Private && !forgotten {
                 prop_assert!(map.chunk(map.chunk_of(page)).pending);
             }
@@ -338,7 +514,7 @@ fn memory_that_goes_takes_its_boundaries_along() {
 #[test]
 fn chunks_that_stay_are_not_counted_anew() {
     let mut map = map();
-    map.chunk_mut(0).fragments = 77;
+    map.set_fragments(0, 77);
     let apart = map.memory().address(16)..map.memory().address(18);
     let memory = Arc::new(map.memory().without(&apart));
     map.set_memory(memory);
@@ -372,14 +548,14 @@ fn a_huge_page_of_zeros_leaves_an_empty_place() {
     let start = 4 * HUGE_SIZE;
     let memory = Arc::new(Memory::made_up(std::slice::from_ref(&(start..start + HUGE_SIZE))));
     let mut map = PageMap::new(memory, 1000, 0);
-    map.chunk_mut(0).huge = true;
+    map.found_huge(0);
     (0..9).for_each(|page| map.sight(page, key(7), 1));
     map.note_huge_zero(0);
     assert_eq!(
         (map.counts().zero, map.counts().candidates),
         (CHUNK_PAGES as u64, 0)
     );
-    assert_eq!(map.outbox.withdrawals, [7; 9]);
+    assert_eq!(map.next_message().withdrawals, [7; 9]);
     assert!(!map.chunk(0).huge && map.chunk(0).pending);
 }
 

@@ -1,0 +1,218 @@
+//! Transitions of chunks, and of memory as a whole.
+
+use super::{PageMap, VMAS_PER_HUGE_PAGE};
+use crate::memory::chunk_state::ChunkState;
+use crate::memory::layout::{Chunk, Memory, Page};
+use crate::memory::page_state::{Backing, PageState};
+use crate::memory::thp_state::{Folds, HugeState};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// When chunks are visited, and what a visit found.
+impl PageMap {
+    /// Something may have happened in a chunk that no state tells: it is visited again.
+    pub(crate) fn requeue_chunk(&mut self, chunk: usize) {
+        self.chunks[chunk].pending = true;
+    }
+
+    /// All chunks are to be visited.
+    pub(crate) fn requeue_all(&mut self) {
+        self.chunks.iter_mut().for_each(|chunk| chunk.pending = true);
+    }
+
+    /// Other threads had faults: anything may have been written for the first time, or copied by the kernel.
+    pub(crate) fn note_faults(&mut self) {
+        for chunk in &mut self.chunks {
+            (chunk.pending, chunk.unchecked) = (true, true);
+        }
+    }
+
+    /// A visit found one huge page. Such a chunk is never write-protected.
+    pub(crate) fn found_huge(&mut self, chunk: usize) {
+        self.chunks[chunk].found_huge();
+    }
+
+    /// A visit found small pages; whether none of them is protected yet.
+    pub(crate) fn found_small(&mut self, chunk: usize) -> bool {
+        self.chunks[chunk].found_small()
+    }
+
+    /// The end of a visit. `waiting`: pages wait for the next.
+    pub(crate) fn end_visit(&mut self, chunk: usize, waiting: bool) {
+        self.chunks[chunk].pending = waiting;
+    }
+
+    /// Whether the kernel may have copied pages since that was looked for. It counts as looked for from now on.
+    pub(crate) fn take_unchecked(&mut self, chunk: usize) -> bool {
+        std::mem::take(&mut self.chunks[chunk].unchecked)
+    }
+
+    /// Whether pages that the kernel had copied are to be looked at in this pass.
+    pub(crate) fn copies_due(&mut self, chunk: usize) -> bool {
+        self.chunks[chunk].copies_due()
+    }
+
+    /// They were looked at. `any`: there are some.
+    pub(crate) fn looked_at_copies(&mut self, chunk: usize, any: bool) {
+        self.chunks[chunk].looked_at_copies(any);
+    }
+
+    /// Pages with twins wait until nothing new has come to the chunk for some passes.
+    pub(crate) fn defer_chunk(&mut self, chunk: usize, pass: u64) {
+        self.chunks[chunk].defer(pass);
+    }
+
+    /// The end of a pass: what was deferred until now has been merged.
+    pub(crate) fn end_pass(&mut self, pass: u64) {
+        self.chunks.iter_mut().for_each(|chunk| chunk.end_pass(pass));
+    }
+
+    /// A chunk is lent to somebody else: it is not looked at until it comes back.
+    pub(crate) fn release(&mut self, chunk: usize) {
+        self.chunks[chunk].release();
+    }
+
+    /// A chunk that was lent came back.
+    pub(crate) fn resume(&mut self, chunk: usize) {
+        self.chunks[chunk].resume();
+    }
+}
+
+/// Huge pages.
+impl PageMap {
+    /// Whether the keys of a huge page are to be read in this pass.
+    pub(crate) fn look_due(&mut self, chunk: usize) -> bool {
+        self.chunks[chunk].look_due()
+    }
+
+    /// Notes a look at a huge page's keys, of which these folds were taken; returns whether they were the same last time.
+    pub(crate) fn looked(&mut self, chunk: usize, folds: &Folds) -> bool {
+        self.chunks[chunk].looked(folds)
+    }
+
+    /// Lets the next pass look at the whole huge page.
+    pub(crate) fn look_again(&mut self, chunk: usize) {
+        self.chunks[chunk].look_again();
+    }
+
+    /// So many pages of a huge page have a twin. `split`: these are enough to split it.
+    pub(crate) fn note_twins(&mut self, chunk: usize, known: usize, split: bool) {
+        let twins = &mut self.chunks[chunk].twins;
+        twins.known = u16::try_from(known).unwrap_or(u16::MAX);
+        twins.split |= split;
+    }
+
+    /// A huge page was taken to be merged, and stayed one.
+    pub(crate) fn stayed_huge(&mut self, chunk: usize) {
+        self.chunks[chunk].stayed_huge();
+    }
+
+    /// Somebody waited for a huge page while it was away.
+    pub(crate) fn note_contended(&mut self, chunk: usize) {
+        self.chunks[chunk].note_contended();
+    }
+
+    /// What the policy for mixed pages remembers of a chunk. Nothing in it has an effect on pages, references or mappings.
+    pub(crate) fn policy_mut(&mut self, chunk: usize) -> &mut HugeState {
+        &mut self.chunks[chunk].mixed
+    }
+
+    /// The chunk's huge page was split by the service: it is tracked from now on.
+    pub(crate) fn note_split(&mut self, chunk: usize) {
+        self.chunks[chunk].note_split();
+    }
+
+    /// All of a chunk is one huge page, built by the service.
+    pub(crate) fn note_collapsed(&mut self, chunk: usize) {
+        self.chunks[chunk].note_collapsed();
+    }
+
+    /// Copies of a chunk's pages were put into their place, as mappings of their own.
+    pub(crate) fn note_own_mapping(&mut self, chunk: usize) {
+        if self.chunks[chunk].begin_own_mapping() {
+            self.mappings.added += VMAS_PER_HUGE_PAGE;
+        }
+    }
+
+    /// All of a chunk's huge page was zero, and its place is empty now.
+    pub(crate) fn note_huge_zero(&mut self, chunk: usize) {
+        for page in self.chunk_at(chunk).pages.clone() {
+            if self.backing(page) != Backing::Zero {
+                self.set(page, PageState::UNTRACKED);
+                self.zero(page);
+            }
+        }
+        self.chunks[chunk].note_zero();
+    }
+}
+
+/// Memory that comes and goes.
+impl PageMap {
+    /// From now on the memory is this one. Pages that stay have the numbers that they had. Chunks that stay with what is
+    /// before and behind them are not counted anew.
+    pub(crate) fn set_memory(&mut self, memory: Arc<Memory>) {
+        let state_of = |chunk: &Chunk| {
+            let there = self.memory.has(chunk.pages.start);
+            let Some(at) = there.then(|| self.memory.chunk_of(chunk.pages.start)) else {
+                return ChunkState::new();
+            };
+            let mut old = self.chunks[at];
+            if self.memory.chunks()[at].pages != chunk.pages {
+                // Not the 2 MiB any more that were watched.
+                old.forget_watching();
+            }
+            old
+        };
+        let chunks = memory.chunks().iter().map(state_of).collect();
+        for at in changed(&self.memory, &memory) {
+            self.mappings.added -= self.boundaries(at).0;
+        }
+        self.chunks = chunks;
+        self.table.grow(memory.end());
+        let old = std::mem::replace(&mut self.memory, memory);
+        for at in changed(&self.memory.clone(), &old) {
+            let (within, behind) = self.boundaries(at);
+            self.mappings.added += within;
+            self.chunks[at].fragments = u16::try_from(within + behind).unwrap_or(u16::MAX);
+        }
+    }
+
+    /// Counts the boundaries at and behind the pages of a chunk: those that count for the whole, and the one behind the last
+    /// page, which counts for the next chunk.
+    fn boundaries(&self, at: usize) -> (i64, i64) {
+        let pages = self.chunk_at(at).pages.clone();
+        let behind = self.memory.adjacent(pages.end - 1) && self.begins(pages.end);
+        let within = pages.filter(|page| self.begins(*page));
+        (within.fold(0, |n, _| n + 1), i64::from(behind))
+    }
+}
+
+/// Chunks of one memory that another does not have, with the same before and behind them.
+fn changed(memory: &Memory, other: &Memory) -> Vec<usize> {
+    let chunks = 0..memory.chunks().len();
+    let is_there = |at: usize| {
+        let place = place_of(memory, at);
+        let there = other.chunk_of(place.pages.start);
+        there < other.chunks().len() && place_of(other, there) == place
+    };
+    chunks.filter(|at| !is_there(*at)).collect()
+}
+
+/// What the boundaries of a chunk depend on, besides its pages' states and its neighbours'.
+#[derive(PartialEq, Eq)]
+struct Place {
+    start: usize,
+    pages: Range<Page>,
+    /// Memory goes on before it, and behind it.
+    goes_on: (bool, bool),
+}
+
+fn place_of(memory: &Memory, at: usize) -> Place {
+    let Chunk { start, pages } = memory.chunks()[at].clone();
+    let before = pages.start > 0 && memory.adjacent(pages.start - 1);
+    Place {
+        start,
+        goes_on: (before, memory.adjacent(pages.end - 1)),
+        pages,
+    }
+}

@@ -1,0 +1,144 @@
+//! The scanning thread's work, pass by pass.
+//!
+//! ```text
+//!   written  ------>  keyed  ------>  found  ------>  admitted  ------>  merged
+//!   track::dirty      lookup::keys    lookup::find    merge::planner     merge::planner
+//!   (scan::order)                     lookup::publish (merge::admission) (merge::merger)
+//! ```
+//!
+//! Each stage takes what the one before has left and returns what it made of it; no stage calls another. The pass hands on,
+//! and between any two pieces of work it yields and polls: it keeps the CPU budget, answers questions, and notices the wish to stop.
+
+use crate::error::Error;
+use crate::lookup::copies;
+use crate::lookup::keys::KeyReader;
+use crate::scan::order::ScanOrder;
+use crate::scan::pass::{MAX_FOUND, Pass};
+use crate::track::dirty;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+impl Pass {
+    /// One pass. Errors of the store are survived: what was shared stays shared, and a new store is looked for.
+    pub(crate) fn run(&mut self) {
+        self.number += 1;
+        self.account.stats.passes_total += 1;
+        match self.try_run() {
+            // That the page tables could not be looked at has been noted; the next pass tries again.
+            Ok(()) | Err(Error::Stopped | Error::Pagemap(_)) => {}
+            Err(error) => self.lose_store(&error),
+        }
+        self.account.stats.last_pass_ms = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX));
+        self.report();
+    }
+
+    fn try_run(&mut self) -> Result<(), Error> {
+        self.prepare()?;
+        if self.direct_io.look().is_err() {
+            return self.stand_by();
+        }
+        if self.session.is_connected() {
+            let mut order = ScanOrder::new(self.number);
+            while let Some(chunks) = order.next(&self.map) {
+                self.visit(chunks)?;
+                self.yield_and_poll()?;
+            }
+            self.account.stats.full_scans_total += u64::from(order.is_full());
+            self.space
+                .find_copied(&mut self.map, &mut self.account, self.number)?;
+            self.account.lap(|cpu| &mut cpu.track);
+            self.look_at_copies()?;
+        }
+        self.watch_use()?;
+        if self.session.is_connected() && self.direct_io.glance() {
+            self.look_at_huge_pages()?;
+            self.settle()?;
+        }
+        Ok(())
+    }
+
+    /// What others did since the last pass.
+    fn prepare(&mut self) -> Result<(), Error> {
+        self.heed_pins();
+        self.note_breaks();
+        let discards = self.space.discards.clone();
+        self.space.note_discards(&mut discards.lock(), &mut self.map);
+        self.track_what_was_lost();
+        if self.map.asks_for_vmas_again(self.number) {
+            // What was refused meanwhile is to be found again.
+            self.session.overrun_news();
+        }
+        self.space
+            .breaker
+            .set_vmas_left(self.map.vmas_max() - self.map.vmas());
+        self.session.find_store(&mut self.map);
+        self.session.take_pushes()?;
+        self.finder.prepare(&self.session, self.number);
+        self.planner.verify_engine().prepare(self.number);
+        // Every first write to a protected page, and every copy-on-write, is a fault of some other thread.
+        if self.space.others_had_faults() {
+            self.map.note_faults();
+        }
+        self.account.lap(|cpu| &mut cpu.track);
+        Ok(())
+    }
+
+    /// Written > keyed > found, for some chunks.
+    fn visit(&mut self, chunks: std::ops::Range<usize>) -> Result<(), Error> {
+        let probes = self.monitor.probes();
+        let (space, number) = (&mut self.space, self.number);
+        let pages = dirty::visit(
+            &mut self.map,
+            &mut space.pagemap,
+            &space.uffd,
+            probes,
+            number,
+            chunks,
+        )?;
+        self.account.lap(|cpu| &mut cpu.track);
+        let mut reader = KeyReader {
+            memory: self.map.memory(),
+            salt: self.session.salt(),
+            account: &mut self.account,
+        };
+        let keyed = reader.read_all(&pages);
+        self.find(keyed);
+        self.account.lap(|cpu| &mut cpu.key);
+        self.tell_store_of_many()?;
+        if self.found.len() >= MAX_FOUND {
+            self.merge()?;
+        }
+        Ok(())
+    }
+
+    /// Keyed > found, for pages that the kernel copied.
+    fn look_at_copies(&mut self) -> Result<(), Error> {
+        let mut prospect = None;
+        for at in 0..self.map.chunks().len() {
+            if !self.map.copies_due(at) {
+                continue;
+            }
+            let prospect = *prospect
+                .get_or_insert_with(|| self.planner.healer.prospect(self.map.mappings(), self.number));
+            let (map, pagemap) = (&mut self.map, &mut self.space.pagemap);
+            let keyed = copies::look(
+                map,
+                pagemap,
+                &self.session,
+                &mut self.account,
+                self.number,
+                at,
+                prospect,
+            )?;
+            self.find(keyed);
+            self.account.lap(|cpu| &mut cpu.key);
+            self.tell_store_of_many()?;
+            self.yield_and_poll()?;
+            if self.found.len() >= MAX_FOUND {
+                self.merge()?;
+            }
+        }
+        Ok(())
+    }
+}
