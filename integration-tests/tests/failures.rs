@@ -2,13 +2,16 @@
 //! the kernel says, the guests go on with the right bytes, and a counter and a log line tell.
 
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Call, Config, Injection, Policy, ServiceStats, Settings, Switch, Times};
+use vmm_dedup::{
+    Breaks, Call, Config, Injection, Policy, ServiceStats, Settings, Site, Switch, Times, Watch,
+};
 use vmm_dedup_integration_tests::guests::{self, Size};
+use vmm_dedup_integration_tests::heal_chaos::{self, Besides, Pins};
 use vmm_dedup_integration_tests::logged::Logged;
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
-use vmm_dedup_integration_tests::{huge_chaos, need_kvm, need_userfaultfd};
+use vmm_dedup_integration_tests::{follow_chaos, huge_chaos, need_kvm, need_userfaultfd};
 use vmm_dedup_trouble::Watchdog;
 
 /// What the kernel may say to the calls that the service makes while it merges, breaks, samples, gives up zeros, builds huge
@@ -57,6 +60,11 @@ const FAILED: u64 = 5;
 /// How long all calls of a kind fail, and how long if nothing has told of it until then.
 const ALL_FAIL: Duration = Duration::from_millis(100);
 const ALL_FAIL_AT_MOST: Duration = Duration::from_secs(10);
+/// How long a scene is watched from where calls are made, how long calls from these places fail in turn, and how long one turn may
+/// take.
+const WATCHED: Duration = Duration::from_secs(3);
+const WALKED: Duration = Duration::from_secs(9);
+const TURN: Duration = Duration::from_millis(300);
 /// How long nothing may happen: guests share two cores with whatever else runs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -166,6 +174,107 @@ fn guests_go_on_whatever_call_fails() {
         let merges = sum(|s| s.merges_total);
         wait("merging to go on", || sum(|s| s.merges_total) > merges);
         let _ = huge_chaos::outcome(guests);
+    }
+}
+
+/// What the kernel says to a call that lacks what it needs.
+fn lack(call: Call) -> i32 {
+    match call {
+        Call::Wake => libc::EINVAL,
+        Call::Fork | Call::Mincore | Call::Split => libc::EAGAIN,
+        Call::PagemapRead => libc::EIO,
+        _ => libc::ENOMEM,
+    }
+}
+
+/// Watches from where calls are made while nothing fails, and then has the calls from each such place fail, one place after the
+/// other. Returns those from which no call was made any more.
+fn walk(scene: &str, log: &Logged, mut poke: impl FnMut()) -> (usize, Vec<Site>) {
+    let watch = Watch::begin();
+    let start = Instant::now();
+    while start.elapsed() < WATCHED {
+        poke();
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let mut left: Vec<Site> = watch.sites().into_keys().collect();
+    drop(watch);
+    let sites = left.len();
+    let (start, mut untold) = (Instant::now(), Vec::new());
+    // Some are rare: they get another turn.
+    while !left.is_empty() && start.elapsed() < WALKED {
+        left.retain(|site| {
+            log.clear();
+            let injection = Injection::at(*site, lack(site.call), Times::First(2));
+            let begun = Instant::now();
+            while injection.failed() == 0 && begun.elapsed() < TURN {
+                poke();
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            let failed = injection.failed();
+            drop(injection);
+            let begun = Instant::now();
+            while failed > 0 && !log.names(lack(site.call)) && begun.elapsed() < TURN {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            if failed > 0 && !log.names(lack(site.call)) {
+                untold.push(*site);
+            }
+            if failed > 0 {
+                eprintln!("{scene}: {site} failed {failed} times");
+            }
+            failed == 0
+        });
+    }
+    eprintln!("{scene}: {} of {sites} places failed in turn", sites - left.len());
+    left.iter()
+        .for_each(|site| eprintln!("{scene}: not met again: {site}"));
+    untold
+        .iter()
+        .for_each(|site| eprintln!("{scene}: nothing told: {site}"));
+    (sites, left)
+}
+
+/// Every place in the engine from which a call is made while guests run.
+#[test]
+fn guests_go_on_wherever_a_call_fails() {
+    need_kvm!();
+    let log = Logged::begin();
+    let store = StoreThread::start();
+    let size = Size {
+        merges: 0,
+        patience: PATIENCE,
+        common_mib: 4,
+        zero_mib: 4,
+    };
+    let guests = huge_chaos::boot(&store, size);
+    let mut pokes = 0u64;
+    let (sites, left) = walk("windows", log, || {
+        pokes += 1;
+        if pokes.is_multiple_of(16) {
+            make_private(&guests);
+        }
+    });
+    assert!(sites > 30 && left.len() * 5 < sites, "{sites} places, {left:?}");
+    go_on(&guests, "after calls from all places failed");
+    let _ = huge_chaos::outcome(guests);
+    for (scene, breaks) in [
+        ("following", follow_chaos::KERNEL),
+        ("following, managed", follow_chaos::MANAGED),
+    ] {
+        let fire = std::thread::spawn(move || follow_chaos::chaos(u64::MAX, WATCHED + WALKED, breaks));
+        let (sites, left) = walk(scene, log, || ());
+        assert!(left.len() * 5 < sites, "{sites} places, {left:?}");
+        let out = fire.join().expect("it ends");
+        assert_eq!(out.wrong, 0, "{out:?}");
+    }
+    for pins in [Pins::Nobody, Pins::Devices] {
+        let fire = std::thread::spawn(move || {
+            heal_chaos::chaos(u64::MAX, WATCHED + WALKED, pins, Besides::default())
+        });
+        let (sites, left) = walk("healing", log, || ());
+        assert!(left.len() * 5 < sites, "{sites} places, {left:?}");
+        let out = fire.join().expect("it ends");
+        assert_eq!(out.wrong, 0, "{out:?}");
     }
 }
 
