@@ -2,13 +2,16 @@
 //! the kernel says, the guests go on with the right bytes, and a counter and a log line tell.
 
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Call, Config, Injection, Policy, ServiceStats, Settings, Switch, Times};
+use vmm_dedup::{
+    Breaks, Call, Config, Injection, Policy, ServiceStats, Settings, Site, Switch, Times, Watch,
+};
 use vmm_dedup_integration_tests::guests::{self, Size};
+use vmm_dedup_integration_tests::heal_chaos::{self, Besides, Pins};
 use vmm_dedup_integration_tests::logged::Logged;
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
-use vmm_dedup_integration_tests::{huge_chaos, need_kvm, need_userfaultfd};
+use vmm_dedup_integration_tests::{follow_chaos, huge_chaos, need_kvm, need_userfaultfd};
 use vmm_dedup_trouble::Watchdog;
 
 /// What the kernel may say to the calls that the service makes while it merges, breaks, samples, gives up zeros, builds huge
@@ -57,6 +60,18 @@ const FAILED: u64 = 5;
 /// How long all calls of a kind fail, and how long if nothing has told of it until then.
 const ALL_FAIL: Duration = Duration::from_millis(100);
 const ALL_FAIL_AT_MOST: Duration = Duration::from_secs(10);
+/// How long a scene is watched from where calls are made, how long calls from these places fail in turn, and how long one turn may
+/// take.
+const WATCHED: Duration = Duration::from_secs(2);
+const WALKED: Duration = Duration::from_secs(6);
+const TURN: Duration = Duration::from_millis(300);
+/// How long a log line may take.
+const TOLD: Duration = Duration::from_secs(5);
+/// How long services take to start, and how long a scene lasts.
+const BEGINNING: Duration = Duration::from_secs(2);
+const SCENE: Duration = Duration::from_secs(11);
+/// Calls from one place, while it is watched, for which it must be met again.
+const OFTEN: u64 = 100;
 /// How long nothing may happen: guests share two cores with whatever else runs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -167,6 +182,115 @@ fn guests_go_on_whatever_call_fails() {
         wait("merging to go on", || sum(|s| s.merges_total) > merges);
         let _ = huge_chaos::outcome(guests);
     }
+}
+
+/// What the kernel says to a call that lacks what it needs.
+fn lack(call: Call) -> i32 {
+    match call {
+        Call::Wake => libc::EINVAL,
+        Call::Fork | Call::Mincore | Call::Split => libc::EAGAIN,
+        Call::PagemapRead => libc::EIO,
+        _ => libc::ENOMEM,
+    }
+}
+
+/// Whether what failed is done in another way, or need not be done: then nothing is told.
+fn has_another_way(site: &Site) -> bool {
+    let other_ways = [
+        // Page by page; by a copy; by ending the protection.
+        (Call::ZeroPage, "window/mod.rs"),
+        (Call::Move, "window/mod.rs"),
+        (Call::Unregister, "window/frozen.rs"),
+    ];
+    let known = |(call, file): &(Call, &str)| *call == site.call && site.file.ends_with(file);
+    // Advice is lost.
+    site.call == Call::Advise || other_ways.iter().any(known)
+}
+
+/// Watches from where calls are made while nothing fails, and then has the calls from each such place fail, one place after the
+/// other: whatever is done often must have failed once, and a log line must have told of it.
+fn walk(scene: &str, log: &Logged, mut poke: impl FnMut()) {
+    let watch = Watch::begin();
+    let start = Instant::now();
+    while start.elapsed() < WATCHED {
+        poke();
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let seen = watch.sites();
+    drop(watch);
+    let mut left: Vec<Site> = seen.keys().copied().collect();
+    let (start, mut untold) = (Instant::now(), Vec::new());
+    // Some are rare: they get another turn.
+    while !left.is_empty() && start.elapsed() < WALKED {
+        left.retain(|site| {
+            log.clear();
+            let injection = Injection::at(*site, lack(site.call), Times::First(2));
+            let begun = Instant::now();
+            while injection.failed() == 0 && begun.elapsed() < TURN {
+                poke();
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            let failed = injection.failed();
+            drop(injection);
+            let is_told = || failed == 0 || has_another_way(site) || log.names(lack(site.call));
+            let begun = Instant::now();
+            while !is_told() && begun.elapsed() < TOLD {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            if !is_told() {
+                untold.push(*site);
+            }
+            if failed > 0 {
+                eprintln!("{scene}: {site} failed {failed} times");
+            }
+            failed == 0
+        });
+    }
+    let walked = seen.len() - left.len();
+    eprintln!("{scene}: {walked} of {} places failed in turn", seen.len());
+    for site in &left {
+        eprintln!("{scene}: seen {} times, and not again: {site}", seen[site]);
+    }
+    left.retain(|site| seen[site] >= OFTEN);
+    assert!(left.is_empty(), "{scene}: no call was made again: {left:?}");
+    assert!(untold.is_empty(), "{scene}: nothing told of {untold:?}");
+}
+
+/// Every place in the engine from which a call is made while guests run.
+#[test]
+fn guests_go_on_wherever_a_call_fails() {
+    need_kvm!();
+    let log = Logged::begin();
+    let store = StoreThread::start();
+    let size = Size {
+        merges: 0,
+        patience: PATIENCE,
+        common_mib: 4,
+        zero_mib: 4,
+    };
+    let guests = huge_chaos::boot(&store, size);
+    let mut pokes = 0u64;
+    walk("windows", log, || {
+        pokes += 1;
+        if pokes.is_multiple_of(16) {
+            make_private(&guests);
+        }
+    });
+    go_on(&guests, "after calls from all places failed");
+    let _ = huge_chaos::outcome(guests);
+    for breaks in [follow_chaos::KERNEL, follow_chaos::MANAGED] {
+        let fire = std::thread::spawn(move || follow_chaos::chaos(u64::MAX, SCENE, breaks));
+        std::thread::sleep(BEGINNING);
+        walk(&format!("following, {breaks:?}"), log, || ());
+        let out = fire.join().expect("it ends");
+        assert_eq!(out.wrong, 0, "{out:?}");
+    }
+    let fire = || heal_chaos::chaos(u64::MAX, SCENE, Pins::Devices, Besides::default());
+    let fire = std::thread::spawn(fire);
+    std::thread::sleep(BEGINNING);
+    walk("healing", log, || ());
+    let out = fire.join().expect("it ends");
+    assert_eq!(out.wrong, 0, "{out:?}");
 }
 
 /// Runs with exceptions are mapped aside and moved over the guest's pages.

@@ -55,7 +55,7 @@ pub use merge::healer::heal_blindly;
 pub use service::DedupService;
 pub use store::refusal::Refused;
 #[cfg(feature = "inject")]
-pub use sys::inject::{Call, Injection, Times};
+pub use sys::inject::{Call, Injection, Site, Times, Watch};
 pub use sys::sched::in_service_thread;
 pub use unmerge::discard::Discarder;
 pub use vmm_dedup_protocol::control::{Explanation, Settings, Switch};

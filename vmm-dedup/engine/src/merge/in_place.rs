@@ -21,6 +21,7 @@ use crate::merge::run::{Open, Outcome, continues, return_exceptions};
 use crate::store::connection::Store;
 use crate::sys::fork::Child;
 use crate::sys::guest;
+use crate::sys::late_log;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::pinners::NobodyPins;
@@ -248,7 +249,14 @@ fn put_runs(
                 slots: run[0].slot.is_some(),
                 zeros: run[0].slot.is_none() && run[0].role != Role::Home,
             }),
-            Err(_) => outcomes[first..end].fill(Outcome::NoVma),
+            Err(error) => {
+                late_log::note(
+                    "mapping over guest pages",
+                    &error,
+                    "they stay as they are for now",
+                );
+                outcomes[first..end].fill(Outcome::NoVma);
+            }
         }
         end = first;
     }

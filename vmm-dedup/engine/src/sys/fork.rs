@@ -30,6 +30,7 @@ impl Child {
     ///
     /// # Errors
     /// Those of clone(2): no more processes are allowed (EAGAIN), no memory (ENOMEM); EPERM where system calls are filtered.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn fork() -> io::Result<Self> {
         if is_filtered() {
             return Err(io::Error::from_raw_os_error(libc::EPERM));

@@ -86,6 +86,7 @@ impl Pagemap {
 
     /// Tracked, populated pages that were written since they were protected (or never were), in order. The zero page,
     /// mappings of the store and places never populated are left out. Changes nothing.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn written(&mut self, range: Range<usize>, mut each: impl FnMut(Written)) -> io::Result<()> {
         let mut at = range.start;
         while at < range.end {
@@ -104,11 +105,13 @@ impl Pagemap {
     }
 
     /// Stretches of a range that are private copies rather than pages of the store.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn private(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
         self.stretches(range, PRESENT | FILE, FILE)
     }
 
     /// Stretches of a range that hold anonymous memory which another process, a child, maps as well.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn shared_with_child(&self, range: &Range<usize>) -> io::Result<Vec<Range<usize>>> {
         let mut words = vec![0u8; range.len() / PAGE_SIZE * 8];
         let offset = (range.start / PAGE_SIZE * 8) as u64;
@@ -132,6 +135,7 @@ impl Pagemap {
     }
 
     /// Stretches of a range that hold private memory: not a file's, not the zero page, not swapped out.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn populated(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
         self.stretches(range, PRESENT | FILE | PFNZERO, FILE | PFNZERO)
     }
@@ -139,6 +143,7 @@ impl Pagemap {
     /// As [`Self::private`], in mappings of the store only: what is tracked is passed over whole. A copy that was swapped
     /// out is one. (Not every entry of swap is a page: with managed breaks the kernel keeps the protection of a page of the
     /// store that it has unmapped in such an entry. It says that it is protected, which a copy is not.)
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn copied(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
         let (mut at, mut found) = (range.start, Vec::new());
         while at < range.end {
@@ -153,21 +158,25 @@ impl Pagemap {
 
     /// Stretches of anonymous memory that are swapped out. (Or that never were there but are protected, which looks the
     /// same: there is nothing to be had either.)
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn swapped(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
         self.stretches(range, SWAPPED, 0)
     }
 
     /// Stretches of a range that huge pages map.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn huge(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
         self.stretches(range, PRESENT | HUGE, 0)
     }
 
     /// Whether one huge page maps the 2 MiB from an address on.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn is_huge(&mut self, at: usize) -> bool {
         let found = self.huge(at..at + HUGE_SIZE).unwrap_or_default();
         found.iter().map(Range::len).sum::<usize>() == HUGE_SIZE
     }
 
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     fn stretches(&mut self, range: Range<usize>, mask: u64, inverted: u64) -> io::Result<Vec<Range<usize>>> {
         let (mut at, mut found) = (range.start, Vec::new());
         while at < range.end {
@@ -180,6 +189,7 @@ impl Pagemap {
 
     /// One request: pages with all bits of `mask`, those in `inverted` counting as set when clear, and with one of `any`,
     /// unless that is 0. Returns the number of regions found and the address up to which the range was walked.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     fn scan(
         &mut self,
         range: Range<usize>,
@@ -220,6 +230,7 @@ impl Places {
     }
 
     /// Whether the page at an address is there, in memory or swapped out, or an entry that stands for one.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn filled(&self, at: usize) -> bool {
         let mut region = [PageRegion::default()];
         loop {
@@ -251,6 +262,7 @@ impl Request {
 }
 
 /// Fills the regions of a request; how many of them.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 fn scan(file: &File, request: &mut Request) -> io::Result<usize> {
     inject::before(Call::PagemapScan)?;
     // SAFETY: the request is of the size that its constant states; vec points to vec_len regions that are exclusively the

@@ -48,6 +48,7 @@ const UNREADABLE: Duration = Duration::from_secs(5);
 /// Moves guest pages from addresses registered for missing pages into scratch memory; how many bytes, and why no more. What
 /// the kernel holds for a moment is tried again.
 #[allow(unsafe_code)] // moves guest pages
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn move_away(tracker: &Uffd, from: usize, to: usize, len: usize) -> (usize, Option<MoveError>) {
     let mut moved = 0;
     for _attempt in 0..TRIES {
@@ -64,6 +65,7 @@ pub(crate) fn move_away(tracker: &Uffd, from: usize, to: usize, len: usize) -> (
 /// Moves pages back to where they were; whether all went in one move, as a huge page does. (Not if it is split on the way,
 /// since there is a page table in its place: that nobody tells.)
 #[allow(unsafe_code)] // moves guest pages
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn put_back_pages(tracker: &Uffd, from: usize, to: usize, len: usize) -> bool {
     let (mut at, mut tries, mut moves) = (0, 0, 0);
     while at < len {
@@ -87,6 +89,7 @@ pub(crate) fn put_back_pages(tracker: &Uffd, from: usize, to: usize, len: usize)
 /// Moves one page back, or, should the kernel refuse to move it, copies it back: nobody else can have it pinned.
 /// Its place in scratch memory is empty then.
 #[allow(unsafe_code)] // moves guest pages
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn put_back_page(tracker: &Uffd, from: usize, to: usize) {
     let mut start = None;
     for attempt in 0usize.. {
@@ -142,6 +145,7 @@ pub(crate) fn put_back_page(tracker: &Uffd, from: usize, to: usize) {
 }
 
 /// Empties a place in scratch memory.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 fn drop_copy(at: usize) {
     for _attempt in 0..TRIES {
         let Err(error) = vma::discard_own(at, PAGE_SIZE) else {
@@ -162,6 +166,7 @@ fn drop_copy(at: usize) {
 /// # Safety
 /// `fresh` must hold what the guest sees in the range, and nobody may be able to change that before the step is done.
 #[allow(unsafe_code)] // replaces guest pages
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) unsafe fn put_over(fresh: usize, range: &Range<usize>) -> io::Result<()> {
     // SAFETY: as promised by the caller.
     let put = map_over(range, || unsafe {
@@ -198,6 +203,7 @@ pub(crate) fn map_over(range: &Range<usize>, mut map: impl FnMut() -> io::Result
 ///
 /// Nobody reads anything wrong: who touches the hole, or the inaccessible memory that fills it first, gets SIGSEGV; from the
 /// moment on that the memory can be accessed it is registered for missing pages.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn mend_hole(tracker: &Uffd, range: &Range<usize>) {
     if vma::is_mapped(range.start, range.len()) {
         return;
@@ -235,6 +241,7 @@ pub(crate) fn mend_hole(tracker: &Uffd, range: &Range<usize>) {
 /// Ends waiting for missing pages in a range, and tracks writes again; whether they are tracked. Without registration nobody
 /// waits either, so if the one fails the other is tried, and both until one works: else somebody waits for ever. What is not
 /// tracked then the scanning thread registers in a later pass ([`Uffd::take_untracked`]).
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn track_again(tracker: &Uffd, range: &Range<usize>) -> bool {
     for attempt in 0usize.. {
         let Err(error) = tracker.register(range.start, range.len(), Mode::Wp) else {
@@ -259,6 +266,7 @@ pub(crate) fn track_again(tracker: &Uffd, range: &Range<usize>) -> bool {
 
 /// Tracks writes to guest memory that was not registered. If that fails, the next pass tries it again
 /// ([`Uffd::take_untracked`]).
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn track(tracker: &Uffd, range: Range<usize>, step: &'static str) {
     if let Err(error) = tracker.register(range.start, range.len(), Mode::Wp) {
         late_log::note(step, &error, "the next pass tries it again");
@@ -267,6 +275,7 @@ pub(crate) fn track(tracker: &Uffd, range: Range<usize>, step: &'static str) {
 }
 
 /// Ends the protection of a range, so that its writers do not wait; by ending its registration if need be.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn unprotect(breaker: &Uffd, range: &Range<usize>) {
     for attempt in 0usize.. {
         let Err(error) = breaker.write_protect(range.start, range.len(), false) else {
@@ -286,6 +295,7 @@ pub(crate) fn unprotect(breaker: &Uffd, range: &Range<usize>) {
 
 /// Lets everybody go on who waits in a range. No kernel refuses that. If one did, nothing else would let them go on, so it
 /// is tried until it works.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn wake(uffd: &Uffd, range: &Range<usize>) {
     for attempt in 0usize.. {
         let Err(error) = uffd.wake(range.start, range.len()) else {

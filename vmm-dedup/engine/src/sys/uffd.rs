@@ -219,6 +219,7 @@ impl Uffd {
     }
 
     /// Registers a page-aligned range, or replaces the mode of one that is registered here.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn register(&self, start: usize, len: usize, mode: Mode) -> io::Result<()> {
         self.ioctl(
             Call::Register,
@@ -232,6 +233,7 @@ impl Uffd {
     }
 
     /// Ends registration; waiters go on.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn unregister(&self, start: usize, len: usize) -> io::Result<()> {
         self.ioctl(Call::Unregister, UNREGISTER, &mut range(start, len))
     }
@@ -251,11 +253,13 @@ impl Uffd {
     }
 
     /// Lets every thread go on that waits in the range.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn wake(&self, start: usize, len: usize) -> io::Result<()> {
         self.ioctl(Call::Wake, WAKE, &mut range(start, len))
     }
 
     /// Protects or releases a range. While the kernel changes the process's mappings it is tried again for some time.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn write_protect(&self, start: usize, len: usize, protect: bool) -> io::Result<()> {
         for _attempt in 0..PROTECT_TRIES {
             let mut request = WriteProtect {
@@ -271,6 +275,7 @@ impl Uffd {
     }
 
     /// Puts the zero page into empty places, without waking anyone.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn zero_page(&self, start: usize, len: usize) -> io::Result<()> {
         self.ioctl(
             Call::ZeroPage,
@@ -288,11 +293,13 @@ impl Uffd {
     /// # Safety
     /// `source` must be readable for `len` bytes, and `dst` an empty registered place of which nobody holds a
     /// Rust reference.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) unsafe fn copy(&self, dst: usize, source: usize, len: usize) -> io::Result<()> {
         self.ioctl(Call::Copy, COPY, &mut transfer(dst, source, len))
     }
 
     /// Makes an empty place one of broken memory: who touches it gets SIGBUS, a guest a machine check.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn poison(&self, start: usize, len: usize) -> io::Result<()> {
         self.ioctl(
             Call::Poison,
@@ -307,6 +314,7 @@ impl Uffd {
 
     /// Whether a place of anonymous memory holds anything: a page in memory, in swap, on the way between or broken. Asking
     /// touches nothing, so it never waits.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn filled(&self, at: usize) -> bool {
         self.places.filled(at)
     }
@@ -316,6 +324,7 @@ impl Uffd {
     ///
     /// # Safety
     /// Nobody may hold a Rust reference into either range.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) unsafe fn move_pages(&self, dst: usize, src: usize, len: usize) -> (usize, Option<MoveError>) {
         let mut request = transfer(dst, src, len);
         let error = self.ioctl(Call::Move, MOVE, &mut request).err();
@@ -351,6 +360,7 @@ impl Uffd {
     }
 
     /// Addresses of the faults that wait now, up to the room in `out`. Never blocks.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn read_faults(&self, out: &mut Vec<usize>) -> io::Result<()> {
         inject::before(Call::ReadFaults)?;
         let mut events = [Event::default(); 32];
@@ -377,6 +387,7 @@ impl Uffd {
         Ok(())
     }
 
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     fn ioctl<T>(&self, call: Call, request: u64, arg: &mut T) -> io::Result<()> {
         inject::before(call)?;
         ioctl(&self.fd, request, arg)

@@ -17,6 +17,7 @@ pub(crate) struct Anonymous {
 
 impl Anonymous {
     /// Reserves address space for `pages` small pages; nothing is populated.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn new(pages: usize) -> io::Result<Self> {
         let len = bytes(pages);
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -81,18 +82,21 @@ impl Anonymous {
     }
 
     /// Frees the pages of a part.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
         assert!(offset + len <= self.len);
         discard_own(self.base + offset, len)
     }
 
     /// Allocates the pages of a part.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
         assert!(offset + len <= self.len);
         advise(self.base + offset, len, libc::MADV_POPULATE_WRITE)
     }
 
     /// Allocates every page now, or fails without killing anyone.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn populate(&self) -> io::Result<()> {
         advise(self.base, self.len, libc::MADV_POPULATE_WRITE)
     }
@@ -106,6 +110,7 @@ impl Drop for Anonymous {
 
 /// Unmaps memory of ours: what [`Anonymous::take_front`] gave away and could not be moved, what was mapped aside. What the
 /// kernel refuses to unmap (cutting a mapping takes one more) stays mapped and empty; nobody uses it again.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn unmap(start: usize, len: usize) {
     if len == 0 {
         return;
@@ -130,11 +135,13 @@ pub(crate) fn unmap(start: usize, len: usize) {
 
 /// Fills a hole that a call left which failed half-way, with inaccessible memory: nobody else gets the addresses, and who
 /// touches them reads nothing wrong. Fails (EEXIST) where something is mapped.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn hold_hole(at: usize, len: usize) -> io::Result<()> {
     fill(at, len, libc::PROT_NONE)
 }
 
 /// Lets inaccessible memory be read and written.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn allow_access(at: usize, len: usize) -> io::Result<()> {
     inject::before(Call::Protect)?;
     // SAFETY: memory that hold_hole() mapped; it is empty, so its users see nothing that they could have seen before.
@@ -144,6 +151,7 @@ pub(crate) fn allow_access(at: usize, len: usize) -> io::Result<()> {
     Ok(())
 }
 
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 fn fill(at: usize, len: usize, prot: i32) -> io::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
     inject::before(Call::MapAnonymous)?;
@@ -152,6 +160,7 @@ fn fill(at: usize, len: usize, prot: i32) -> io::Result<()> {
 }
 
 /// Whether something is mapped at every page of a range. Asking touches nothing.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn is_mapped(at: usize, len: usize) -> bool {
     let mut states = vec![0u8; len.div_ceil(PAGE_SIZE)];
     let mut ask = || {
@@ -174,21 +183,25 @@ pub(crate) fn is_mapped(at: usize, len: usize) -> bool {
 }
 
 /// Frees pages of our own, also those of a process that has locked all of its memory.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn discard_own(at: usize, len: usize) -> io::Result<()> {
     advise(at, len, libc::MADV_DONTNEED_LOCKED)
 }
 
 /// Splits the huge page that an address lies in, if there is one: the kernel does that before it marks a part of it as
 /// cold, which is all that it is told here. Nothing is taken away, and others can use the pages but for moments.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn split_huge_page(at: usize) -> io::Result<()> {
     advise(at, crate::sys::page_size::PAGE_SIZE, libc::MADV_COLD)
 }
 
 /// Maps the pages of a range as reading them would.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn populate_read(at: usize, len: usize) -> io::Result<()> {
     advise(at, len, libc::MADV_POPULATE_READ)
 }
 
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 fn advise(start: usize, len: usize, advice: i32) -> io::Result<()> {
     inject::before(match advice {
         libc::MADV_POPULATE_WRITE => Call::Populate,
@@ -210,6 +223,7 @@ fn advise(start: usize, len: usize, advice: i32) -> io::Result<()> {
 /// # Safety
 /// The range must be guest memory whose pages were taken away or hold the same bytes under write protection, and
 /// nobody may hold a Rust reference into it.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) unsafe fn map_segment(
     at: usize,
     len: usize,
@@ -229,6 +243,7 @@ pub(crate) unsafe fn map_segment(
 ///
 /// # Safety
 /// The range must be guest memory that the VMM gives up.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
@@ -244,6 +259,7 @@ pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
 }
 
 /// Repeats what the VMM had advised for guest memory. It changes no content; advice that the kernel refuses is lost.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn advise_again(range: &std::ops::Range<usize>, advice: i32) {
     if let Err(error) = advise(range.start, range.len(), advice) {
         late_log::note("repeating advice for guest memory", &error, "it is lost");
@@ -254,11 +270,13 @@ pub(crate) fn advise_again(range: &std::ops::Range<usize>, advice: i32) {
 ///
 /// # Safety
 /// The range must be memory that the VMM gives up.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) unsafe fn dont_need(at: usize, len: usize) -> io::Result<()> {
     advise(at, len, libc::MADV_DONTNEED)
 }
 
 /// Maps `len` bytes of a store segment as [`map_segment`] does, at an address of the kernel's choice.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn map_segment_anywhere(len: usize, segment: BorrowedFd<'_>, offset: usize) -> io::Result<usize> {
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
@@ -283,6 +301,7 @@ pub(crate) fn map_segment_anywhere(len: usize, segment: BorrowedFd<'_>, offset: 
 ///
 /// # Safety
 /// `from` must be our own and hold what the guest shall see; nobody may hold a Rust reference into either range.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) unsafe fn move_over(from: usize, to: usize, len: usize) -> io::Result<()> {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     inject::before_mapping(Call::Remap, to, len)?;
