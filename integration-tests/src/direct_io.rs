@@ -228,10 +228,7 @@ fn run_until_worn(reads: u64, conversions: u64, backing: Backing, reader: fn(Own
         },
         monitor_interval_ms: 20,
         monitor_window_us: 1000,
-        breaks: Breaks::Managed {
-            reserve_pages: 1024,
-            floor_bytes: 256 << 20,
-        },
+        breaks: Breaks::managed(1024, 256 << 20),
         ..Config::default()
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");

@@ -31,10 +31,7 @@ pub const KERNEL: Breaks = Breaks::Kernel {
     heal_without_fork: false,
 };
 /// Breaks by the service.
-pub const MANAGED: Breaks = Breaks::Managed {
-    reserve_pages: 1024,
-    floor_bytes: 0,
-};
+pub const MANAGED: Breaks = Breaks::managed(1024, 0);
 
 /// What happened.
 #[derive(Clone, Copy, Debug, Default)]

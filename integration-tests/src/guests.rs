@@ -55,10 +55,7 @@ pub fn chaos(size: Size) -> Outcome {
         name: name.into(),
         pass_period_ms: 20,
         cpu_percent: 90,
-        breaks: Breaks::Managed {
-            reserve_pages: 4096,
-            floor_bytes: 256 << 20,
-        },
+        breaks: Breaks::managed(4096, 256 << 20),
         ..Config::default()
     };
     let memory = size.common_mib + size.zero_mib + 16;

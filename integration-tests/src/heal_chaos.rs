@@ -69,8 +69,8 @@ const MOST_OUT: usize = 32;
 pub enum Pins {
     /// Direct reads and registered buffers: forks tell.
     Devices,
-    /// Nobody for longer than a system call.
-    Nobody,
+    /// Nobody for longer than a system call (process_vm_writev): the kernel's count of pinned pages tells, without forks.
+    Calls,
 }
 
 struct Fire<'a> {
@@ -102,8 +102,8 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Ou
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
         breaks: Breaks::Kernel {
-            heal_stall_us: 5000,
-            heal_without_fork: pins == Pins::Nobody,
+            heal_stall_us: if pins == Pins::Calls { 0 } else { 5000 },
+            heal_without_fork: false,
         },
         ..Config::default()
     };
@@ -134,15 +134,13 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Ou
             .then(|| Pager::start(1, MOST_OUT, move || vec![memory.clone()]));
         let killed = besides.kills.then(|| scope.spawn(|| fire.kill_children()));
         scope.spawn(|| fire.write_and_splice(0));
+        scope.spawn(|| fire.write_from_outside(1));
         match &file {
             Some(file) => {
-                scope.spawn(|| fire.write_from_outside(1));
                 scope.spawn(|| fire.read_directly(2, file));
                 scope.spawn(|| fire.read_into_buffers(3, file));
             }
-            // Who writes from outside counts as pinning.
             None => {
-                scope.spawn(|| fire.write_and_splice(1));
                 scope.spawn(|| fire.write_and_splice(2));
                 scope.spawn(|| fire.write_and_splice(3));
             }

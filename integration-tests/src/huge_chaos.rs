@@ -53,10 +53,7 @@ pub fn boot(store: &StoreThread, size: Size) -> Vec<Guest> {
         huge_policy: Policy::Smartmd,
         monitor_interval_ms: 20,
         monitor_window_us: 1000,
-        breaks: Breaks::Managed {
-            reserve_pages: 4096,
-            floor_bytes: 256 << 20,
-        },
+        breaks: Breaks::managed(4096, 256 << 20),
         ..Config::default()
     };
     let memory = size.common_mib + size.zero_mib + 16;

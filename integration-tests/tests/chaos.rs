@@ -123,7 +123,7 @@ fn direct_reads_arrive_while_huge_pages_are_split_and_built_again() {
 #[test]
 fn copies_that_are_merged_again_lose_nothing() {
     need_userfaultfd!();
-    for pins in [Pins::Devices, Pins::Nobody] {
+    for pins in [Pins::Devices, Pins::Calls] {
         let out = heal_chaos::chaos(30_000, Duration::from_secs(60), pins, Besides::default());
         eprintln!("{pins:?}: {out:?}, p99 {} us", out.stall.quantile_us(0.99));
         assert!(out.wrong == 0 && out.heals >= 1000, "{out:?}");
@@ -138,7 +138,7 @@ fn copies_that_are_merged_again_lose_nothing_while_they_are_swapped_out() {
         swap: true,
         ..Besides::default()
     };
-    for pins in [Pins::Devices, Pins::Nobody] {
+    for pins in [Pins::Devices, Pins::Calls] {
         let out = heal_chaos::chaos(10_000, Duration::from_secs(60), pins, besides);
         eprintln!("{pins:?}: {out:?}, p99 {} us", out.stall.quantile_us(0.99));
         assert!(out.wrong == 0 && out.heals >= 500, "{out:?}");

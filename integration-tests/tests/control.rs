@@ -143,10 +143,7 @@ fn budgets_change_while_it_works() {
     (0..20_000).for_each(|page| pages.fill(page, page as u64 % 5000 + 1));
     let slow = Config {
         cpu_percent: 1,
-        breaks: Breaks::Managed {
-            reserve_pages: 16,
-            floor_bytes: 0,
-        },
+        breaks: Breaks::managed(16, 0),
         ..config("slow")
     };
     let service = pages.serve(&store.socket(), slow).expect("dedup starts");

@@ -126,10 +126,7 @@ fn expressions_of(name: &str) -> Vec<(String, String)> {
 fn every_expression_of_dashboards_and_rules_returns_data() {
     need_kvm!();
     let store = StoreThread::with_metrics();
-    let managed = Breaks::Managed {
-        reserve_pages: 256,
-        floor_bytes: 0,
-    };
+    let managed = Breaks::managed(256, 0);
     let guests = [
         guest(&store, VM, 1, managed),
         guest(&store, "managed-2", 2, managed),

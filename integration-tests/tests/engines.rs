@@ -26,10 +26,7 @@ fn config(name: &str, search: &str, socket: Option<&Path>) -> Config {
         search: search.to_owned(),
         search_socket: socket.map(PathBuf::from),
         // So that every page can be merged at any time.
-        breaks: Breaks::Managed {
-            reserve_pages: 16,
-            floor_bytes: 0,
-        },
+        breaks: Breaks::managed(16, 0),
         ..Config::default()
     }
 }

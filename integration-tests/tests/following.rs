@@ -23,10 +23,7 @@ const KERNEL: Breaks = Breaks::Kernel {
     heal_stall_us: 5_000,
     heal_without_fork: true,
 };
-const MANAGED: Breaks = Breaks::Managed {
-    reserve_pages: 1024,
-    floor_bytes: 0,
-};
+const MANAGED: Breaks = Breaks::managed(1024, 0);
 
 fn config(name: &str, breaks: Breaks) -> Config {
     Config {

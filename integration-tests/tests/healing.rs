@@ -132,20 +132,49 @@ fn open_direct() -> std::os::fd::OwnedFd {
     rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).expect("O_DIRECT")
 }
 
+/// Memory of this process that is no guest's, pinned.
+struct Pinned {
+    _pages: Pages,
+    _ring: io_uring::IoUring,
+}
+
+impl Pinned {
+    #[allow(unsafe_code)] // registers a buffer
+    fn new() -> Self {
+        let (pages, ring) = (Pages::map(1), io_uring::IoUring::new(4).expect("io_uring"));
+        pages.fill(0, 1);
+        let buffer = libc::iovec {
+            iov_base: pages.address(0) as *mut _,
+            iov_len: 4096,
+        };
+        // SAFETY: the page stays mapped for as long as the ring is there, and is only accessed through raw pointers.
+        unsafe { ring.submitter().register_buffers(&[buffer]) }.expect("buffers are registered");
+        Self {
+            _pages: pages,
+            _ring: ring,
+        }
+    }
+}
+
+fn with_breaks(breaks: Breaks) -> impl Fn(&str) -> Config {
+    move |name| Config {
+        breaks,
+        ..config(name)
+    }
+}
+
 #[test]
-fn with_direct_io_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
+fn while_pages_are_pinned_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
     need_userfaultfd!();
     let _alone = alone();
     let store = StoreThread::start();
-    let direct = open_direct();
+    let pinned = Pinned::new();
     for heal_stall_us in [5000, 0] {
-        let guests = guests(&store, 2, |name| Config {
-            breaks: Breaks::Kernel {
-                heal_stall_us,
-                heal_without_fork: true,
-            },
-            ..config(name)
-        });
+        let breaks = Breaks::Kernel {
+            heal_stall_us,
+            heal_without_fork: true,
+        };
+        let guests = guests(&store, 2, with_breaks(breaks));
         pass_until(&guests, |stats| stats.pages_mapped == PAGES as u64);
         let published = |guest: &Guest| guest.service.stats().published_total;
         let before: u64 = guests.iter().map(published).sum();
@@ -172,13 +201,56 @@ fn with_direct_io_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
                     "{explanation:?}"
                 );
                 assert!(
-                    why.contains("open for direct I/O") && why.contains("heal_stall_us"),
+                    why.contains("registered buffers") && why.contains("heal_stall_us"),
                     "{why}"
                 );
             }
         }
         for guest in guests {
             assert!((0..PAGES).all(|page| guest.pages.holds(page, 77_000_000 + page as u64)));
+            guest.service.stop(true).expect("it stops");
+        }
+    }
+    drop(pinned);
+}
+
+#[test]
+fn while_no_page_of_the_host_is_pinned_no_fork_is_needed() {
+    need_userfaultfd!();
+    let _alone = alone();
+    if std::fs::File::open("/proc/sys/vm/stat_refresh").is_err() {
+        assert!(std::env::var_os("CI").is_none(), "no count of pinned pages in CI");
+        return eprintln!("SKIPPED: the kernel's count of pinned pages cannot be read");
+    }
+    let store = StoreThread::start();
+    // Open for direct I/O, of which none is under way.
+    let direct = open_direct();
+    for breaks in [
+        Breaks::Kernel {
+            heal_stall_us: 0,
+            heal_without_fork: false,
+        },
+        Breaks::Managed {
+            reserve_pages: 1024,
+            floor_bytes: 0,
+            heal_stall_us: 0,
+            heal_without_fork: false,
+        },
+    ] {
+        let guests = guests(&store, 2, with_breaks(breaks));
+        pass_until(&guests, |stats| stats.pages_mapped == PAGES as u64);
+        let managed = matches!(breaks, Breaks::Managed { .. });
+        let id = |page: usize| 66_000_000 + page as u64;
+        // With managed breaks the kernel copies what the service cannot.
+        let copied = managed.then(|| Injection::begin(Call::Remap, libc::ENOMEM, Times::Always));
+        write_all(&guests, id);
+        drop(copied);
+        let stats = pass_until(&guests, |stats| {
+            stats.pages_mapped == PAGES as u64 && stats.heals_total > 0
+        });
+        assert!(stats.iter().all(|stats| stats.pages_broken == 0), "{stats:?}");
+        for guest in guests {
+            assert!((0..PAGES).all(|page| guest.pages.holds(page, id(page))));
             guest.service.stop(true).expect("it stops");
         }
     }
@@ -196,7 +268,7 @@ const FAILURES: [(Call, i32, &str); 3] = [
 fn when_nothing_tells_of_pins_no_page_changes_and_it_is_tried_again() {
     need_userfaultfd!();
     let _alone = alone();
-    let direct = open_direct();
+    let pinned = Pinned::new();
     for (call, errno, says) in FAILURES {
         let store = StoreThread::start();
         let guests = guests(&store, 2, config);
@@ -232,5 +304,5 @@ fn when_nothing_tells_of_pins_no_page_changes_and_it_is_tried_again() {
             guest.service.stop(true).expect("it stops");
         }
     }
-    drop(direct);
+    drop(pinned);
 }

@@ -89,10 +89,7 @@ fn shared_memory_stays_out_of_core_dumps_and_children() {
 #[test]
 fn shared_memory_stays_out_of_core_dumps_and_children_with_managed_breaks() {
     need_userfaultfd!();
-    stays_hidden(Breaks::Managed {
-        reserve_pages: 512,
-        floor_bytes: 0,
-    });
+    stays_hidden(Breaks::managed(512, 0));
 }
 
 /// What the store shares (segments, pages on their way to it) is mapped by every VMM.

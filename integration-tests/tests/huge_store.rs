@@ -199,10 +199,7 @@ fn with_managed_breaks_small_pages_are_shared() {
     let pages = identical(CHUNKS);
     huge_pages_or_skip!(&pages);
     let config = Config {
-        breaks: Breaks::Managed {
-            reserve_pages: 1024,
-            floor_bytes: 0,
-        },
+        breaks: Breaks::managed(1024, 0),
         ..config(Policy::Smartmd)
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");

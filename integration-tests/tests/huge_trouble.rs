@@ -21,10 +21,7 @@ fn config(policy: Policy, floor_bytes: u64) -> Config {
         huge_policy: policy,
         monitor_interval_ms: 100,
         monitor_window_us: 5000,
-        breaks: Breaks::Managed {
-            reserve_pages: RESERVE,
-            floor_bytes,
-        },
+        breaks: Breaks::managed(RESERVE, floor_bytes),
         ..Config::default()
     }
 }

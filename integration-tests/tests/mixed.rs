@@ -20,10 +20,7 @@ fn config(policy: Policy) -> Config {
         huge_policy: policy,
         monitor_interval_ms: 100,
         monitor_window_us: 5000,
-        breaks: Breaks::Managed {
-            reserve_pages: 1024,
-            floor_bytes: 64 << 20,
-        },
+        breaks: Breaks::managed(1024, 64 << 20),
         ..Config::default()
     }
 }

@@ -18,10 +18,7 @@ fn a_writer_waits_for_the_reserve_and_goes_on_when_there_is_one() {
     let config = Config {
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
-        breaks: Breaks::Managed {
-            reserve_pages: RESERVE,
-            floor_bytes: 0,
-        },
+        breaks: Breaks::managed(RESERVE, 0),
         ..Config::default()
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");

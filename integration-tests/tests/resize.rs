@@ -10,10 +10,7 @@ use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_protocol::observer::Observer;
 
 const PAGE: usize = 4096;
-const MANAGED: Breaks = Breaks::Managed {
-    reserve_pages: 1024,
-    floor_bytes: 0,
-};
+const MANAGED: Breaks = Breaks::managed(1024, 0);
 
 fn config(breaks: Breaks) -> Config {
     Config {

@@ -111,10 +111,7 @@ fn scattered_twins_of_one_layout_become_one_mapping() {
 fn managed_breaks_make_no_exceptions() {
     need_userfaultfd!();
     let store = StoreThread::start();
-    let breaks = Breaks::Managed {
-        reserve_pages: 64,
-        floor_bytes: 0,
-    };
+    let breaks = Breaks::managed(64, 0);
     let guests = guests(&store, breaks);
     for stats in pass_all(&guests, 16) {
         assert_eq!((stats.pages_mapped, stats.pages_broken), (SHARED, 0), "{stats:?}");

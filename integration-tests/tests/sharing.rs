@@ -134,10 +134,7 @@ fn unmerging_under_a_running_guest_gives_everything_back() {
 #[test]
 fn unmerging_while_the_guest_writes_shared_pages_gives_everything_back() {
     need_kvm!();
-    let breaks = Breaks::Managed {
-        reserve_pages: 1024,
-        floor_bytes: 0,
-    };
+    let breaks = Breaks::managed(1024, 0);
     let writing = |seed| {
         payload(seed)
             .ws_area(WorkingSet::Common)
@@ -161,10 +158,7 @@ fn managed_breaks_keep_pages_mergeable() {
             .rewrite(Rewrite::Restore)
             .rest_ms(400)
     };
-    let breaks = Breaks::Managed {
-        reserve_pages: 1024,
-        floor_bytes: 0,
-    };
+    let breaks = Breaks::managed(1024, 0);
     let guests = boot_two(&store, ThpMode::Never, rewriting, breaks);
     // More merges than pages: what was written and restored was merged again.
     let all = 2 * COMMON_MIB * PAGES_PER_MIB;

@@ -157,7 +157,7 @@ fn main() {
 
 /// Copies that are merged again under fire. Ends the process if a word was lost.
 fn heal(heals: u64) {
-    let ways = [Pins::Devices, Pins::Nobody].into_iter();
+    let ways = [Pins::Devices, Pins::Calls].into_iter();
     for (pins, swap) in ways.flat_map(|pins| [(pins, false), (pins, true)]) {
         let _swap = match swap.then(Swap::on).transpose() {
             Ok(swap) => swap,

@@ -38,10 +38,7 @@ fn config(name: &str, verify: &str, socket: Option<&Path>, timeout: Duration) ->
             ..Verification::default()
         },
         // So that every page can be merged at any time.
-        breaks: Breaks::Managed {
-            reserve_pages: 16,
-            floor_bytes: 0,
-        },
+        breaks: Breaks::managed(16, 0),
         ..Config::default()
     }
 }

@@ -8,10 +8,7 @@ const WITHOUT_STORE: u64 = 3;
 
 /// Breaks by the service, with a reserve that small benches do not use up.
 pub(crate) fn managed_breaks() -> Breaks {
-    Breaks::Managed {
-        reserve_pages: 4096,
-        floor_bytes: 256 << 20,
-    }
+    Breaks::managed(4096, 256 << 20)
 }
 
 /// Runs one pass; fails without a store, since nothing would be measured.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 use vmm_dedup_protocol::stats::USE_SOURCES;
 
-/// Who copies a shared page when the guest writes it.
+/// Who copies a shared page when the guest writes it, and how pages that the kernel copied are merged again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "mode", deny_unknown_fields)]
 pub enum Breaks {
@@ -24,28 +24,65 @@ pub enum Breaks {
         #[serde(default)]
         heal_without_fork: bool,
     },
-    /// The service, from a reserve: slower, but pages stay mergeable, and a writer waits when there is no memory.
+    /// The service, from a reserve: slower, and a writer waits when there is no memory. The kernel only copies a page whose
+    /// mapping was not in place when it was written, or for which there was no mapping left.
     Managed {
         /// Pages (4 KiB) kept ready for writers.
         reserve_pages: usize,
         /// The reserve is refilled only while the host has more than this available, in bytes.
         floor_bytes: u64,
+        /// As with [`Breaks::Kernel`].
+        #[serde(default = "heal_stall_us")]
+        heal_stall_us: u64,
+        /// As with [`Breaks::Kernel`].
+        #[serde(default)]
+        heal_without_fork: bool,
     },
+}
+
+/// What a table has that does not say, microseconds.
+const fn heal_stall_us() -> u64 {
+    5000
 }
 
 impl Breaks {
     /// The kernel's, with the default budget for forks.
     pub const KERNEL: Self = Self::Kernel {
-        heal_stall_us: 5000,
+        heal_stall_us: heal_stall_us(),
         heal_without_fork: false,
     };
-}
 
-/// What a table has that does not say.
-fn heal_stall_us() -> u64 {
-    match Breaks::KERNEL {
-        Breaks::Kernel { heal_stall_us, .. } => heal_stall_us,
-        Breaks::Managed { .. } => 0,
+    /// The service's, with a reserve of so many pages, to be refilled while the host has so many bytes available, and the
+    /// default budget for forks.
+    #[must_use]
+    pub const fn managed(reserve_pages: usize, floor_bytes: u64) -> Self {
+        Self::Managed {
+            reserve_pages,
+            floor_bytes,
+            heal_stall_us: heal_stall_us(),
+            heal_without_fork: false,
+        }
+    }
+
+    /// The budget for forks, microseconds.
+    #[must_use]
+    pub const fn heal_stall_us(self) -> u64 {
+        match self {
+            Self::Kernel { heal_stall_us, .. } | Self::Managed { heal_stall_us, .. } => heal_stall_us,
+        }
+    }
+
+    /// Whether pages are merged again without a fork as well.
+    #[must_use]
+    pub const fn heal_without_fork(self) -> bool {
+        match self {
+            Self::Kernel {
+                heal_without_fork, ..
+            }
+            | Self::Managed {
+                heal_without_fork, ..
+            } => heal_without_fork,
+        }
     }
 }
 
@@ -336,13 +373,15 @@ impl Config {
             &self.verify.trusted,
             "the CPU needs no trust: name the engine that is meant",
         )?;
+        let heal_stall_us = self.breaks.heal_stall_us();
+        check(
+            heal_stall_us <= MOST_HEAL_STALL_US,
+            "heal_stall_us",
+            &heal_stall_us,
+            "it must be 0 to 1000000",
+        )?;
         match self.breaks {
-            Breaks::Kernel { heal_stall_us, .. } => check(
-                heal_stall_us <= MOST_HEAL_STALL_US,
-                "heal_stall_us",
-                &heal_stall_us,
-                "it must be 0 to 1000000",
-            ),
+            Breaks::Kernel { .. } => Ok(()),
             Breaks::Managed { reserve_pages, .. } => check(
                 (1..=1 << 24).contains(&reserve_pages),
                 "reserve_pages",

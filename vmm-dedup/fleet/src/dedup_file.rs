@@ -50,10 +50,7 @@ mod tests {
             name: "web-1".into(),
             enabled: false,
             max_vmas: Some(1000),
-            breaks: Breaks::Managed {
-                reserve_pages: 64,
-                floor_bytes: 1 << 20,
-            },
+            breaks: Breaks::managed(64, 1 << 20),
             ..Config::default()
         };
         write(&config, &path).unwrap();

@@ -1,22 +1,28 @@
 //! Admitted > merged, for pages that the kernel copied: anonymous memory in mappings of the store, which cannot be taken.
 //!
-//! Two ways tell that a copy is not pinned. The first that can is taken; where none can, copies stay private for a while.
+//! Three ways tell that a copy is not pinned. The first that can is taken; where none can, copies stay private for a while.
 //!
-//! # Nobody pins
+//! # Nobody on the host pins
 //!
 //! 1. *Freeze* ([`Frozen`](crate::window::Frozen)): nobody writes the pages from here on, and nobody pins them for writing.
-//! 2. *Grace.* Another process that writes this one's memory (a debugger, by process_vm_writev or /proc/PID/mem) has pages
-//!    pinned while it copies into them, which is microseconds, and no file of ours shows it. Whoever had begun before the
-//!    pages were frozen is given [`GRACE`] to end. If somebody waits for a page meanwhile, all are thawed at once, and are tried
-//!    another time: so nobody waits for the grace.
-//! 3. *Ask.* [`Pinners`] tells whether any open file can have pages pinned. Whoever had them pinned before they were frozen has
-//!    done so through a file that was open then. It still is, or its I/O goes on although it was closed, which
-//!    [`direct_io`](mod@crate::sys::direct_io) cannot see either.
+//! 2. *Ask the kernel's count* of pinned pages ([`pin_count`](mod@crate::sys::pin_count)). If it says that no page of the host is
+//!    pinned, the frozen ones are not: by direct I/O, by io_uring, by another process that writes this one's memory.
+//! 3. *Look at the open files* for those whose pins the kernel does not count ([`Pinners`]). Whoever had pages pinned before
+//!    they were frozen has done so through a file that was open then. It still is, or its I/O goes on although it was closed,
+//!    which [`direct_io`](mod@crate::sys::direct_io) cannot see either.
 //! 4. *Compare*, with the CPU, at the guest's own address: nobody changes the page, and a slot does not change.
 //! 5. *Map and thaw*: see [`Frozen`](crate::window::Frozen).
 //!
+//! # Nobody in this process pins
+//!
+//! Where pages of the host are pinned all the time the count tells nothing. Then the open files are looked at for all that can
+//! pin. What they do not show is another process that writes this one's memory (a debugger, by process_vm_writev): it has pages
+//! pinned while it copies into them, which is microseconds. So after the pages are frozen whoever had begun is given [`GRACE`]
+//! to end. If somebody waits for a page meanwhile, all are thawed at once, and are tried another time: so nobody waits for the
+//! grace.
+//!
 //! What remains: a debugger that is held up for longer than the grace between pinning a page and writing it loses that
-//! write.
+//! write. So this way is only taken if the operator accepts it (`heal_without_fork`).
 //!
 //! # Fork
 //!
@@ -31,7 +37,7 @@
 
 use crate::account::ns;
 use crate::compare::Retry;
-use crate::config::{Breaks, Config};
+use crate::config::Config;
 use crate::lookup::copies::Prospect;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
@@ -41,7 +47,7 @@ use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::direct_io::DirectIo;
 use crate::sys::fork::Child;
-use crate::sys::pinners::{NobodyPins, Pinners};
+use crate::sys::pinners::{Pinner, Pinners};
 use crate::sys::proc;
 use crate::sys::sched::Urgent;
 use crate::sys::vma;
@@ -81,6 +87,10 @@ pub(crate) struct Healer {
     pinners: Pinners,
     /// The VMM vouches that nobody pins unseen.
     visible: bool,
+    /// The operator accepts that nobody in this process pins.
+    accepts_files: bool,
+    /// The pass in which the way was chosen, if it still holds.
+    chosen: Option<u64>,
     /// How long a fork may take, nanoseconds.
     stall_ns: u64,
     /// As the last forks tell.
@@ -115,8 +125,10 @@ impl Trouble {
 /// How it is known that a copy is not pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
-    /// Nobody can have pages pinned.
-    NobodyPins,
+    /// No page of the host is pinned.
+    Count,
+    /// No open file can have pages pinned.
+    Files,
     /// A child tells.
     Fork,
 }
@@ -145,24 +157,23 @@ impl Healer {
         Self {
             pinners: Pinners::new(files),
             visible: false,
-            stall_ns: match config.breaks {
-                Breaks::Kernel { heal_stall_us, .. } => heal_stall_us * 1000,
-                Breaks::Managed { .. } => 0,
-            },
+            accepts_files: config.breaks.heal_without_fork(),
+            chosen: None,
+            stall_ns: config.breaks.heal_stall_us() * 1000,
             ns_per_mapping: FORK_NS_PER_MAPPING,
             stretches: MOST_STRETCHES,
             forks: Trouble::default(),
             tables: Trouble::default(),
-            way: Way::NobodyPins,
+            way: Way::Fork,
             refused: None,
         }
     }
 
     /// Whether the VMM vouches from now on that nobody pins unseen.
     pub(crate) fn set_visible(&mut self, visible: bool) {
-        self.visible = visible;
-        if !visible {
-            self.way = Way::Fork;
+        if self.visible != visible {
+            self.visible = visible;
+            self.chosen = None;
         }
     }
 
@@ -172,59 +183,65 @@ impl Healer {
     }
 
     /// Chooses the way; whether there is any, for all that can be told before pages are frozen. `mappings`: of the process.
-    pub(crate) fn can_heal(&mut self, managed: bool, mappings: u64, pass: u64) -> bool {
+    pub(crate) fn can_heal(&mut self, mappings: u64, pass: u64) -> bool {
         if !self.tables.retry.is_due(pass) {
             self.refused = Some(self.tables.why.clone());
             return false;
         }
-        let why = match self.nobody_pins() {
-            _ if managed => "breaks are managed".to_owned(),
-            Ok(_) => {
-                (self.way, self.refused) = (Way::NobodyPins, None);
-                return true;
-            }
+        if self.chosen == Some(pass) {
+            return true;
+        }
+        self.chosen = None;
+        let why = match self.find_way_without_fork() {
+            Ok(way) => return self.choose(way, pass),
             Err(why) => why,
         };
         let predicted = FORK_NS + self.ns_per_mapping * mappings;
         let why_no_fork = match () {
-            () if managed => String::new(),
             () if predicted > self.stall_ns => {
                 // What was measured does not hold for ever.
                 self.ns_per_mapping = (self.ns_per_mapping * 15 + FORK_NS_PER_MAPPING) / 16;
                 let us = predicted / 1000;
-                format!("; a fork would take {us} us, more than heal_stall_us")
+                format!("a fork would take {us} us, more than heal_stall_us")
             }
-            () if !self.forks.retry.is_due(pass) => format!("; {}", self.forks.why),
-            () => {
-                (self.way, self.refused) = (Way::Fork, None);
-                return true;
-            }
+            () if !self.forks.retry.is_due(pass) => self.forks.why.clone(),
+            () => return self.choose(Way::Fork, pass),
         };
-        self.refused = Some(why + &why_no_fork);
+        self.refused = Some(format!("{why}; {why_no_fork}"));
         false
     }
 
-    /// As [`Self::can_heal`]: which copies can be merged.
-    pub(crate) fn prospect(&mut self, managed: bool, mappings: u64, pass: u64) -> Prospect {
-        match (self.can_heal(managed, mappings, pass), self.way) {
-            (false, _) => Prospect::None,
-            (true, Way::Fork) => Prospect::UnlessPinned,
-            (true, Way::NobodyPins) => Prospect::All,
-        }
+    fn choose(&mut self, way: Way, pass: u64) -> bool {
+        (self.way, self.chosen, self.refused) = (way, Some(pass), None);
+        true
     }
 
-    fn nobody_pins(&mut self) -> Result<NobodyPins, String> {
+    fn find_way_without_fork(&mut self) -> Result<Way, String> {
         if !self.visible {
-            return Err("merging them without a fork is off (`heal_without_fork`), or the VMM does not vouch that pins are visible".to_owned());
+            return Err("the VMM does not vouch that pins are visible".to_owned());
         }
-        let look = self.pinners.look();
-        look.map_err(|pinner| format!("pages may be pinned: {pinner}"))
+        let may_be = |pinner: Pinner| format!("pages may be pinned: {pinner}");
+        let counted = self.pinners.count().map(|_| Way::Count);
+        counted.or_else(|why| match self.pinners.look() {
+            _ if !self.accepts_files => Err(may_be(why)),
+            Ok(_) => Ok(Way::Files),
+            Err(pinner) => Err(may_be(pinner)),
+        })
+    }
+
+    /// As [`Self::can_heal`]: which copies can be merged.
+    pub(crate) fn prospect(&mut self, mappings: u64, pass: u64) -> Prospect {
+        match (self.can_heal(mappings, pass), self.way) {
+            (false, _) => Prospect::None,
+            (true, Way::Fork) => Prospect::UnlessPinned,
+            (true, Way::Count | Way::Files) => Prospect::All,
+        }
     }
 
     /// How many of the requests, which are in page order, make one batch.
     pub(crate) fn batch_len(&self, memory: &Memory, requests: &[MergeRequest]) -> usize {
         let batches = match self.way {
-            Way::NobodyPins => 1,
+            Way::Count | Way::Files => 1,
             Way::Fork => BATCHES_PER_CHILD,
         };
         self.limit().times(batches).fits(memory, requests)
@@ -259,13 +276,14 @@ impl Healer {
     ) -> Healed {
         let memory = map.memory().clone();
         in_place::touch(&memory, store, requests);
-        if self.way == Way::NobodyPins {
+        if self.way != Way::Fork {
             return self.heal_batch(&memory, store, space, pass, requests, None);
         }
         let (child, fork_ns) = match self.fork(&memory, map.mappings(), requests) {
             Ok(forked) => forked,
             Err(error) => {
                 self.forks.note(pass, format!("cannot fork: {error}"));
+                self.chosen = None;
                 return Healed::none(requests, Outcome::Untold);
             }
         };
@@ -287,6 +305,7 @@ impl Healer {
             pinned.for_each(|outcome| *outcome = Outcome::Untold);
             self.forks
                 .note(pass, "the child that tells of pins was killed".to_owned());
+            self.chosen = None;
         } else {
             self.forks = Trouble::default();
         }
@@ -306,9 +325,11 @@ impl Healer {
         let (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
         self.adapt(&healed.outcomes);
         match failure {
-            Some(error) => self
-                .tables
-                .note(pass, format!("the page tables cannot be read: {error}")),
+            Some(error) => {
+                self.tables
+                    .note(pass, format!("the page tables cannot be read: {error}"));
+                self.chosen = None;
+            }
             None => self.tables = Trouble::default(),
         }
         healed
@@ -353,25 +374,33 @@ impl Healer {
     ) -> (Healed, Option<std::io::Error>) {
         let none = |outcome| (Healed::none(requests, outcome), None);
         let breaker = space.breaker.clone();
-        let (clock, _urgent) = (Instant::now(), Urgent::begin());
+        let (mut clock, _urgent) = (Instant::now(), Urgent::begin());
         let Some(frozen) =
             breaker.freeze(stretches(memory, requests).map(|stretch| addresses(memory, stretch)))
         else {
             return none(Outcome::NotTaken);
         };
-        if child.is_none() && somebody_waits(&frozen, GRACE) {
-            return none(Outcome::Contended);
-        }
-        // Nobody waited until now.
-        let clock = if child.is_none() { Instant::now() } else { clock };
-        let proof = match child {
+        let proof = match (child, self.way) {
             #[cfg(feature = "blind-heals")]
             _ if BLIND.load(std::sync::atomic::Ordering::Relaxed) => Proof::Blind,
-            Some(child) => Proof::Child(child),
-            None => match self.nobody_pins() {
+            (Some(child), _) => Proof::Child(child),
+            (None, Way::Count) => match self.pinners.count() {
                 Ok(nobody) => Proof::NobodyPins(nobody),
-                Err(_) => return none(Outcome::Pinned),
+                Err(_) => {
+                    // It said otherwise just now.
+                    self.chosen = None;
+                    return none(Outcome::Contended);
+                }
             },
+            (None, _) if somebody_waits(&frozen, GRACE) => return none(Outcome::Contended),
+            (None, _) => {
+                // Nobody waited until now.
+                clock = Instant::now();
+                match self.pinners.look() {
+                    Ok(nobody) => Proof::NobodyPins(nobody),
+                    Err(_) => return none(Outcome::Pinned),
+                }
+            }
         };
         let (outcomes, failure) = in_place::replace(memory, store, space, frozen, requests, &proof);
         let stall_ns = ns(clock.elapsed());

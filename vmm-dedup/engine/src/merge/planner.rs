@@ -105,7 +105,7 @@ impl Planner {
         } = with;
         let managed = space.breaker.managed();
         let heals = found.iter().any(|request| map.backing(request.page).is_copied())
-            && self.healer.can_heal(managed, map.mappings(), *pass);
+            && self.healer.can_heal(map.mappings(), *pass);
         let admission = Admission {
             monitor,
             suspended,

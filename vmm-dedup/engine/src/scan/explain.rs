@@ -94,8 +94,8 @@ impl Pass {
                 end: asked.end,
             });
         }
-        let (managed, mappings) = (self.space.breaker.managed(), self.map.mappings());
-        let heals = self.planner.healer.can_heal(managed, mappings, self.number);
+        let mappings = self.map.mappings();
+        let heals = self.planner.healer.can_heal(mappings, self.number);
         let mut explanation = Explanation {
             heals: heals.into(),
             ..Explanation::default()
@@ -205,10 +205,10 @@ impl Pass {
                 self.map.vmas_max()
             );
         }
-        let (copies, managed) = (self.map.counts().copied, self.space.breaker.managed());
+        let copies = self.map.counts().copied;
         let healer = &mut self.planner.healer;
         if copies > 0
-            && !healer.can_heal(managed, self.map.mappings(), self.number)
+            && !healer.can_heal(self.map.mappings(), self.number)
             && let Some(why) = healer.refused()
         {
             return format!("{copies} pages that the kernel copied on write stay private: {why}");

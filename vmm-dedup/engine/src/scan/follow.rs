@@ -191,9 +191,8 @@ impl Pass {
 
     /// Whether copies can be told from pinned pages now.
     fn can_heal(&mut self) -> bool {
-        let managed = self.space.breaker.managed();
         let healer = &mut self.planner.healer;
-        healer.can_heal(managed, self.map.mappings(), self.number)
+        healer.can_heal(self.map.mappings(), self.number)
     }
 
     fn note_followed(&mut self, request: &MergeRequest, outcome: Outcome) {

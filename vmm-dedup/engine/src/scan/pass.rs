@@ -72,6 +72,7 @@ impl Pass {
             Breaks::Managed {
                 reserve_pages,
                 floor_bytes,
+                ..
             } => Some(Reserve::new(reserve_pages, floor_bytes)),
         };
         let (limit, used) = (proc::max_map_count()?, proc::vma_count()?);
@@ -182,18 +183,8 @@ impl Pass {
         self.map.orphan_all();
     }
 
-    /// Whether pages may be pinned without any file that shows it is from now on as the VMM said last; the operator has to
-    /// accept it as well.
+    /// Whether pages may be pinned without any file that shows it is from now on as the VMM said last.
     pub(crate) fn heed_pins(&mut self) {
-        let accepted = matches!(
-            self.config.breaks,
-            Breaks::Kernel {
-                heal_without_fork: true,
-                ..
-            }
-        );
-        self.planner
-            .healer
-            .set_visible(accepted && self.control.pins_are_visible());
+        self.planner.healer.set_visible(self.control.pins_are_visible());
     }
 }

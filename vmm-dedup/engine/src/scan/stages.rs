@@ -120,8 +120,8 @@ impl Pass {
                 continue;
             }
             let prospect = *prospect.get_or_insert_with(|| {
-                let (managed, mappings) = (self.space.breaker.managed(), self.map.mappings());
-                self.planner.healer.prospect(managed, mappings, self.number)
+                let mappings = self.map.mappings();
+                self.planner.healer.prospect(mappings, self.number)
             });
             let (map, pagemap) = (&mut self.map, &mut self.space.pagemap);
             let keyed = copies::look(

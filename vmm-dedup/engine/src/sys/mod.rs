@@ -11,6 +11,7 @@ pub(crate) mod inject;
 pub(crate) mod late_log;
 pub(crate) mod page_size;
 pub(crate) mod pagemap;
+pub(crate) mod pin_count;
 pub(crate) mod pinners;
 pub(crate) mod proc;
 pub(crate) mod relocate;

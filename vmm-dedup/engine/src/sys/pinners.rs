@@ -6,9 +6,9 @@
 //!
 //! | file | pins pages for writing |
 //! | --- | --- |
-//! | a regular file that is open for direct I/O; not on tmpfs, which copies | while a read is under way |
-//! | a block device, however it is open | while a read is under way; ioctls pin as well |
-//! | io_uring with registered buffers | for as long as they are registered |
+//! | a regular file that is open for direct I/O; not on tmpfs, which copies | while a read is under way; counted |
+//! | a block device, however it is open | while a read is under way, ioctls as well; counted |
+//! | io_uring with registered buffers | for as long as they are registered; counted |
 //! | io_uring with registered files, which are not among the open ones | while a read is under way |
 //! | VFIO, vDPA, iommufd, RDMA, any device that is not in the list below; AF_XDP, RDS | for as long as they like |
 //! | a regular file on a file system that is not in the list below: FUSE and 9p may pin without having been asked for direct I/O | while a read is under way |
@@ -16,18 +16,22 @@
 //! | KVM | pages of guests that run guests (Linux 6.13 and later) |
 //! | /dev/net/tun, vhost-net, vhost-vsock; terminals; /dev/null and its neighbours | no: they copy |
 //!
+//! *Counted*: the kernel counts these pins, so that the files do no harm while its [count](mod@crate::sys::pin_count) says that
+//! no page of the host is pinned. That also rules out other processes that write this one's memory.
+//!
 //! What cannot be seen:
 //!
 //! - *Guests that run guests*, and files that the VMM keeps elsewhere (a ring of which another process has the only descriptor). So
 //!   the VMM has to say that there are none: [`DedupService::vouch_for_pins`](crate::service::DedupService::vouch_for_pins).
 //! - *A file that was closed while its I/O goes on*, as for [`direct_io`](mod@crate::sys::direct_io).
-//! - *Other processes* that write this one's memory (a debugger: process_vm_writev, /proc/PID/mem). They pin for the moment of
-//!   the copy: see [`GRACE`](crate::merge::healer).
+//! - *Other processes* that write this one's memory (a debugger: process_vm_writev), where pages of the host are pinned all the
+//!   time, so that the count does not tell. They pin for the moment of the copy: see [`GRACE`](crate::merge::healer).
 #![allow(unsafe_code)] // getsockopt
 
 use crate::error::Error;
 use crate::sys::descriptors::{self, Descriptors, file_system, info, link, stat};
 use crate::sys::direct_io::{BTRFS, DirectIo, EXT4, OVERLAYFS, TMPFS, XFS, layers};
+use crate::sys::pin_count::PinCount;
 use rustix::fs::FileType;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -116,8 +120,8 @@ const TRIES: usize = 10;
 /// Who may have pages pinned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Pinner {
-    /// This file, of this kind.
-    File { fd: RawFd, what: String },
+    /// This file, of this kind. `counted`: the kernel counts what it pins.
+    File { fd: RawFd, what: String, counted: bool },
     /// Nobody can tell.
     Unknown(String),
 }
@@ -125,7 +129,7 @@ pub(crate) enum Pinner {
 impl std::fmt::Display for Pinner {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::File { fd, what } => write!(f, "descriptor {fd} is {what}"),
+            Self::File { fd, what, .. } => write!(f, "descriptor {fd} is {what}"),
             Self::Unknown(why) => f.write_str(why),
         }
     }
@@ -145,6 +149,7 @@ pub(crate) struct NobodyPins(());
 #[derive(Debug)]
 pub(crate) struct Pinners {
     descriptors: Arc<Descriptors>,
+    count: PinCount,
     /// Files of overlayfs that were let pass, by device and number: to find out takes long.
     passed: Vec<(u64, u64)>,
 }
@@ -153,17 +158,35 @@ impl Pinners {
     pub(crate) fn new(files: &DirectIo) -> Self {
         Self {
             descriptors: files.descriptors(),
+            count: PinCount::open(),
             passed: Vec::new(),
         }
     }
 
-    /// Looks at all open files.
+    /// Looks at all open files. Nobody of this process has pages pinned then.
     ///
     /// # Errors
     /// The first that may have pages pinned.
     pub(crate) fn look(&mut self) -> Result<NobodyPins, Pinner> {
+        self.look_but(|_| false)
+    }
+
+    /// Asks the kernel's count, and looks at all files whose pins it does not count. Nobody at all has pages pinned then.
+    ///
+    /// # Errors
+    /// The first file that may have pages pinned without being counted, or what the count says.
+    pub(crate) fn count(&mut self) -> Result<NobodyPins, Pinner> {
+        let nobody = self.look_but(|pinner| matches!(pinner, Pinner::File { counted: true, .. }))?;
+        self.count.none().map_err(Pinner::Unknown)?;
+        Ok(nobody)
+    }
+
+    fn look_but(&mut self, let_pass: impl Fn(&Pinner) -> bool) -> Result<NobodyPins, Pinner> {
         let descriptors = self.descriptors.clone();
-        descriptors.each(|fd| self.judge(fd))?;
+        descriptors.each(|fd| match self.judge(fd) {
+            Err(pinner) if let_pass(&pinner) => Ok(true),
+            judged => judged,
+        })?;
         Ok(NobodyPins(()))
     }
 
@@ -196,8 +219,11 @@ impl Pinners {
             return Ok(true);
         }
         let Some(stat) = stat(fd) else { return Ok(false) };
+        let mut counted = false;
         let what = match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile if flags & libc::O_DIRECT != 0 => {
+                // Nothing is merged while one is open that [`DirectIo`] does not know to pin its pages.
+                counted = true;
                 let copies = file_system(fd) == Some(TMPFS);
                 (!copies).then(|| "open for direct I/O".to_owned())
             }
@@ -206,7 +232,10 @@ impl Pinners {
                 (!copies).then(|| "on a file system that may pin".to_owned())
             }
             FileType::Directory | FileType::Fifo | FileType::Symlink => None,
-            FileType::BlockDevice => Some("a block device".to_owned()),
+            FileType::BlockDevice => {
+                counted = true;
+                Some("a block device".to_owned())
+            }
             FileType::Socket => {
                 let domain = domain(fd);
                 let known = domain.is_some_and(|domain| DOMAINS.contains(&domain));
@@ -218,14 +247,17 @@ impl Pinners {
                 let known = DEVICES.iter().any(known) || link(fd).ends_with("userfaultfd");
                 (!known).then(|| format!("the device {} ({major}:{minor})", link(fd).display()))
             }
-            _ => judge_nameless(fd),
+            _ => judge_nameless(fd).map(|(what, ring)| {
+                counted = ring;
+                what
+            }),
         };
-        what.map_or(Ok(true), |what| Err(Pinner::File { fd, what }))
+        what.map_or(Ok(true), |what| Err(Pinner::File { fd, what, counted }))
     }
 }
 
-/// What a file without a name is, if it can pin.
-fn judge_nameless(fd: RawFd) -> Option<String> {
+/// What a file without a name is, if it can pin, and whether the kernel counts that.
+fn judge_nameless(fd: RawFd) -> Option<(String, bool)> {
     let link = link(fd).display().to_string();
     let name = link.strip_prefix("anon_inode:").unwrap_or(&link);
     if name == "[io_uring]" {
@@ -235,10 +267,10 @@ fn judge_nameless(fd: RawFd) -> Option<String> {
         Some(start) => name.starts_with(start),
         None => name == *known,
     });
-    (!known).then(|| format!("{link}, of which nothing is known"))
+    (!known).then(|| (format!("{link}, of which nothing is known"), false))
 }
 
-fn judge_ring(fd: RawFd) -> Option<String> {
+fn judge_ring(fd: RawFd) -> Option<(String, bool)> {
     for _ in 0..TRIES {
         let Some((files, buffers)) = info(fd).as_deref().and_then(registered) else {
             std::thread::yield_now();
@@ -246,11 +278,12 @@ fn judge_ring(fd: RawFd) -> Option<String> {
         };
         return match (files, buffers) {
             (0, 0) => None,
-            (_, 0) => Some(format!("an io_uring with {files} registered files")),
-            _ => Some(format!("an io_uring with {buffers} registered buffers")),
+            (0, _) => Some((format!("an io_uring with {buffers} registered buffers"), true)),
+            _ => Some((format!("an io_uring with {files} registered files"), false)),
         };
     }
-    Some("an io_uring of which the kernel does not tell what is registered".to_owned())
+    let what = "an io_uring of which the kernel does not tell what is registered";
+    Some((what.to_owned(), false))
 }
 
 /// Files and buffers that are registered with a ring, as its fdinfo tells. Source: Linux, io_uring/fdinfo.c.

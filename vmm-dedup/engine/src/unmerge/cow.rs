@@ -282,8 +282,8 @@ impl Breaker {
     /// Whether it was the kernel that copied a shared page which is found private.
     pub(crate) fn kernel_broke(&self, page: Page) -> bool {
         // Under the lock: the fault thread replaces a page and notes it in one step.
-        let mut inner = self.lock();
-        !self.managed || inner.left.remove(&page) || self.is_shared(page)
+        let inner = self.lock();
+        !self.managed || inner.left.contains(&page) || self.is_shared(page)
     }
 
     /// Turns the still shared pages of a store mapping into anonymous ones. What the kernel copied earlier stays as

@@ -1,11 +1,13 @@
 //! The fault thread: breaks sharing for guests that write (managed mode).
 
+use crate::memory::layout::Page;
 use crate::sys::late_log;
-use crate::sys::page_size::PAGE_SIZE;
+use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate::wake;
 use crate::sys::sched::Urgent;
-use crate::unmerge::cow::Breaker;
+use crate::unmerge::cow::{Breaker, Inner};
+use crate::unmerge::foresight::Foresight;
 use crate::unmerge::page_reserve::Reserve;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,6 +16,20 @@ use std::time::{Duration, Instant};
 
 /// Mappings that a broken page may add.
 const VMAS_PER_BREAK: i64 = 2;
+
+/// How long faults are polled for after one was served, while they keep coming: sleeping and being woken takes a writer longer
+/// than copying his page.
+const POLL: Duration = Duration::from_micros(50);
+
+/// What became of a writer's page.
+enum Served {
+    /// It is private memory now, and with it so many pages in all.
+    Broken(usize),
+    /// The kernel copies it.
+    Left,
+    /// There is no memory for it.
+    Waits,
+}
 
 /// A thread that waits to write a shared page.
 #[derive(Debug)]
@@ -40,23 +56,28 @@ impl Breaker {
     pub(crate) fn run(&self, mut pagemap: Pagemap) {
         crate::sys::sched::enter_service_thread();
         let mut queue: VecDeque<Writer> = VecDeque::new();
-        let mut faults = Vec::new();
+        let (mut faults, mut foresight) = (Vec::new(), Foresight::default());
+        let mut keep_coming = false;
         while !self.stop.load(Ordering::Acquire) {
-            let patience = if queue.is_empty() { 100 } else { 5 };
-            self.uffd.wait_for_fault(Duration::from_millis(patience));
+            keep_coming = keep_coming && self.poll();
+            if !keep_coming {
+                let patience = if queue.is_empty() { 100 } else { 5 };
+                self.uffd.wait_for_fault(Duration::from_millis(patience));
+            }
             if let Err(error) = self.uffd.read_faults(&mut faults) {
                 late_log::note("reading write faults", &error, "it is tried again");
             }
             let since = Instant::now();
+            keep_coming = !faults.is_empty();
             let new = faults.drain(..).map(|at| Writer {
                 address: at & !(PAGE_SIZE - 1),
                 since,
                 waited: false,
             });
             queue.extend(new);
-            self.serve(&mut pagemap, &mut queue);
+            self.serve(&mut pagemap, &mut foresight, &mut queue);
             self.refill();
-            self.serve(&mut pagemap, &mut queue);
+            self.serve(&mut pagemap, &mut foresight, &mut queue);
             let mut inner = self.lock();
             inner.stats.waiting = queue.len() as u64;
             inner.stats.cpu_ns = crate::sys::proc::thread_cpu_ns();
@@ -65,6 +86,20 @@ impl Breaker {
         // as soon as the descriptor is closed.
         for writer in queue {
             self.leave(&mut self.lock(), &writer.page());
+        }
+    }
+
+    /// Whether there is a fault soon.
+    fn poll(&self) -> bool {
+        let begin = Instant::now();
+        loop {
+            if self.uffd.wait_for_fault(Duration::ZERO) {
+                return true;
+            }
+            if begin.elapsed() > POLL {
+                return false;
+            }
+            std::hint::spin_loop();
         }
     }
 
@@ -83,7 +118,7 @@ impl Breaker {
         }
     }
 
-    fn serve(&self, pagemap: &mut Pagemap, queue: &mut VecDeque<Writer>) {
+    fn serve(&self, pagemap: &mut Pagemap, foresight: &mut Foresight, queue: &mut VecDeque<Writer>) {
         for _ in 0..queue.len() {
             let Some(mut writer) = queue.pop_front() else {
                 return;
@@ -91,39 +126,74 @@ impl Breaker {
             let _urgent = Urgent::begin();
             let mut inner = self.lock();
             let page = self.page_at(writer.address);
-            if page.is_some_and(|p| self.is_shared(p)) {
-                // Private already? Then it may be pinned for reading, which unshares a page without asking us.
-                let still_shared = pagemap.private(writer.page()).is_ok_and(|p| p.is_empty());
-                if !still_shared
-                    || self.vmas_left.fetch_sub(VMAS_PER_BREAK, Ordering::Relaxed) < VMAS_PER_BREAK
-                {
-                    self.leave(&mut inner, &writer.page());
-                } else if let Some(fresh) = inner.reserve.take() {
-                    match self.replace(&mut inner, &writer.page(), fresh) {
-                        Ok(()) => {
-                            inner.broken.extend(page);
-                            inner.stats.broken += 1;
-                        }
-                        Err(error) => {
-                            late_log::note(
-                                "replacing a shared page for a writer",
-                                &error,
-                                "the kernel copies it",
-                            );
-                            self.leave(&mut inner, &writer.page());
-                        }
+            // Else another writer's fault on the same page was served already.
+            if let Some(page) = page.filter(|page| self.is_shared(*page)) {
+                let wanted = self.shared_from(page, writer.address, foresight.pages(writer.address));
+                match self.break_pages(&mut inner, pagemap, page, &wanted) {
+                    Served::Broken(pages) => foresight.note(writer.address, pages),
+                    Served::Left => {}
+                    Served::Waits => {
+                        inner.stats.waits += u64::from(!std::mem::replace(&mut writer.waited, true));
+                        queue.push_back(writer);
+                        continue;
                     }
-                } else {
-                    self.vmas_left.fetch_add(VMAS_PER_BREAK, Ordering::Relaxed);
-                    inner.stats.waits += u64::from(!std::mem::replace(&mut writer.waited, true));
-                    queue.push_back(writer);
-                    continue;
                 }
             }
-            // Else another writer's fault on the same page was served already.
             wake(&self.uffd, &writer.page());
             let ns = u64::try_from(writer.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
             inner.stats.latency.observe(ns);
         }
+    }
+
+    /// Pages from this one on, at this address, that are ours to break; as many as wanted.
+    fn shared_from(&self, page: Page, address: usize, wanted: usize) -> Range<usize> {
+        let ours = |ahead: &usize| {
+            let at = address + bytes(*ahead);
+            Page::try_from(*ahead)
+                .ok()
+                .and_then(|ahead| page.checked_add(ahead))
+                .is_some_and(|page| self.page_at(at) == Some(page) && self.is_shared(page))
+        };
+        let pages = (1..wanted).find(|ahead| !ours(ahead)).unwrap_or(wanted);
+        address..address + bytes(pages)
+    }
+
+    /// Breaks shared pages, of which the first is waited for; fewer if there are no more.
+    fn break_pages(
+        &self,
+        inner: &mut Inner,
+        pagemap: &mut Pagemap,
+        first: Page,
+        wanted: &Range<usize>,
+    ) -> Served {
+        // Private already? Then it may be pinned for reading, which unshares a page without asking us.
+        let private = pagemap.private(wanted.clone());
+        let end = private.map_or(wanted.start, |private| {
+            private.first().map_or(wanted.end, |private| private.start)
+        });
+        let vmas = |n| self.vmas_left.fetch_add(n, Ordering::Relaxed);
+        if end == wanted.start || vmas(-VMAS_PER_BREAK) < VMAS_PER_BREAK {
+            self.leave(inner, &(wanted.start..wanted.start + PAGE_SIZE));
+            return Served::Left;
+        }
+        let Some((fresh, pages)) = inner.reserve.take((end - wanted.start) / PAGE_SIZE) else {
+            vmas(VMAS_PER_BREAK);
+            return Served::Waits;
+        };
+        let range = wanted.start..wanted.start + bytes(pages);
+        if let Err(error) = self.replace(inner, &range, fresh) {
+            late_log::note(
+                "replacing a shared page for a writer",
+                &error,
+                "the kernel copies it",
+            );
+            self.leave(inner, &(wanted.start..wanted.start + PAGE_SIZE));
+            return Served::Left;
+        }
+        inner.broken.extend((first..).take(pages));
+        inner.stats.broken += pages as u64;
+        // Others may wait for the pages behind the first.
+        wake(&self.uffd, &range);
+        Served::Broken(pages)
     }
 }

@@ -4,4 +4,5 @@ pub(crate) mod address_space;
 pub(crate) mod cow;
 pub(crate) mod discard;
 pub(crate) mod fault_thread;
+mod foresight;
 pub(crate) mod page_reserve;

@@ -41,20 +41,25 @@ impl Reserve {
         (self.target, self.floor_bytes) = (target, floor_bytes);
     }
 
-    /// Address of a populated page, which the caller owns from now on.
-    pub(crate) fn take(&mut self) -> Option<usize> {
+    /// Takes consecutive populated pages, `most` or as many as there are next to each other: their address and number. The
+    /// caller owns them from now on.
+    pub(crate) fn take(&mut self, most: usize) -> Option<(usize, usize)> {
         while self.blocks.front()?.pages() == 0 {
             self.blocks.pop_front();
         }
-        self.pages -= 1;
-        Some(self.blocks.front_mut()?.take_front(1))
+        let block = self.blocks.front_mut()?;
+        let pages = most.min(block.pages());
+        self.pages -= pages;
+        Some((block.take_front(pages), pages))
     }
 
     /// Pages to be allocated next; `None` at the target, or if the host would keep less than the floor.
     pub(crate) fn wanted(&self) -> Option<usize> {
-        let block = BLOCK.min(self.target.saturating_sub(self.pages));
+        // Whole blocks, so that consecutive pages can be had; a small reserve is filled by halves.
+        let missing = self.target.saturating_sub(self.pages);
+        let block = BLOCK.min(self.target.div_ceil(2)).max(1);
         let needed = self.floor_bytes.saturating_add(bytes(block) as u64);
-        let there = block > 0 && proc::mem_available().is_some_and(|available| available >= needed);
+        let there = missing >= block && proc::mem_available().is_some_and(|available| available >= needed);
         there.then_some(block)
     }
 
@@ -79,18 +84,42 @@ mod tests {
     use super::*;
     use std::collections::HashSet;
 
-    #[test]
-    fn pages_are_handed_out_once() {
-        let mut reserve = Reserve::new(100, 0);
+    fn filled(target: usize) -> Reserve {
+        let mut reserve = Reserve::new(target, 0);
         while let Some(pages) = reserve.wanted() {
             reserve.push(Reserve::allocate(pages).unwrap());
         }
-        let pages: HashSet<usize> = std::iter::from_fn(|| reserve.take()).collect();
-        assert_eq!(pages.len(), 100);
-        assert!(reserve.pages == 0 && reserve.take().is_none());
+        reserve
+    }
+
+    #[test]
+    fn pages_are_handed_out_once() {
+        let mut reserve = filled(128);
+        assert_eq!(reserve.pages, 128);
+        let mut pages = HashSet::new();
+        while let Some((start, len)) = reserve.take(40) {
+            pages.extend((start..start + bytes(len)).step_by(PAGE_SIZE));
+        }
+        assert_eq!(pages.len(), 128);
+        assert!(reserve.pages == 0 && reserve.take(1).is_none());
         pages
             .into_iter()
             .for_each(|p| crate::sys::vma::unmap(p, PAGE_SIZE));
+    }
+
+    #[test]
+    fn it_is_filled_by_blocks_and_what_is_left_of_one_is_handed_out() {
+        let mut reserve = filled(160);
+        assert_eq!(reserve.pages, 128);
+        let taken = [60, 60, 64].map(|most| reserve.take(most).unwrap());
+        assert_eq!(taken.map(|(_, pages)| pages), [60, 4, 64]);
+        taken
+            .into_iter()
+            .for_each(|(start, len)| crate::sys::vma::unmap(start, bytes(len)));
+        assert_eq!(
+            [1, 2, 3, 16].map(|target| Reserve::new(target, 0).wanted()),
+            [1, 1, 2, 8].map(Some)
+        );
     }
 
     #[test]

@@ -74,10 +74,10 @@ pub(crate) struct RunArgs {
     /// Who copies a shared page that the guest writes.
     #[arg(long, value_enum, default_value_t = BreakMode::Kernel, requires = "store")]
     breaks: BreakMode,
-    /// With kernel breaks: how long the VM's faults may be held up by a fork that tells which of the pages that the kernel
-    /// copied are pinned, microseconds; 0: no forks [default: 5000].
-    #[arg(long, requires = "store", value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
-    heal_stall_us: Option<u64>,
+    /// How long the VM's faults may be held up by a fork that tells which of the pages that the kernel copied are pinned,
+    /// microseconds; 0: no forks.
+    #[arg(long, default_value_t = Breaks::KERNEL.heal_stall_us(), requires = "store", value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
+    heal_stall_us: u64,
     /// With managed breaks: pages kept ready for writers [default: 1024].
     #[arg(long, requires = "store", value_parser = RangedU64ValueParser::<usize>::new().range(1..=16_777_216))]
     reserve_pages: Option<usize>,
@@ -146,11 +146,6 @@ impl RunArgs {
                 "--reserve-pages and --reserve-floor-mib need --breaks managed: the kernel's copies have no reserve",
             ));
         }
-        if self.heal_stall_us.is_some() && matches!(self.breaks, BreakMode::Managed) {
-            return Err(Failure::usage(
-                "--heal-stall-us needs --breaks kernel: what the service copies is not healed",
-            ));
-        }
         if self.store.is_some() {
             let checked = self.engine_config()?.check_engines(&vmm_dedup_engines::engines());
             checked.map_err(|error| Failure::usage(error.to_string()))?;
@@ -162,17 +157,17 @@ impl RunArgs {
         if let Some(path) = &self.dedup_config {
             return dedup_file::read(path);
         }
+        let heal_stall_us = self.heal_stall_us;
         let breaks = match self.breaks {
-            BreakMode::Kernel => match self.heal_stall_us {
-                Some(heal_stall_us) => Breaks::Kernel {
-                    heal_stall_us,
-                    heal_without_fork: false,
-                },
-                None => Breaks::KERNEL,
+            BreakMode::Kernel => Breaks::Kernel {
+                heal_stall_us,
+                heal_without_fork: false,
             },
             BreakMode::Managed => Breaks::Managed {
                 reserve_pages: self.reserve_pages.unwrap_or(1024),
                 floor_bytes: self.reserve_floor_mib.unwrap_or(256) << 20,
+                heal_stall_us,
+                heal_without_fork: false,
             },
         };
         Ok(Config {
