@@ -1,6 +1,10 @@
 //! The store empties segments in which little is left, services follow, and the memory returns.
 
+use rustix::fs::{CWD, FileType, Mode};
 use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib_of_store};
@@ -522,4 +526,70 @@ fn files_of_a_store_that_died_are_left_within_a_minute() {
         vms.into_iter().for_each(Vm::end);
         drop(store);
     }
+}
+
+/// Opens what passes for a device whose kernel part takes plain references to guest memory; `None`, said aloud, where there is
+/// no such thing.
+fn open_what_suspends(folder: &Path) -> Option<File> {
+    const KVM: (u32, u32) = (10, 232);
+    let path = folder.join("vhost-scsi");
+    let device = rustix::fs::makedev(KVM.0, KVM.1);
+    let made = rustix::fs::mknodat(CWD, &path, FileType::CharacterDevice, Mode::RUSR, device);
+    let opened = made
+        .map_err(std::io::Error::from)
+        .and_then(|()| File::open(&path));
+    opened.inspect_err(|error| eprintln!("SKIPPED: {error}")).ok()
+}
+
+/// Which page of memory each of some pages is.
+fn frames(vm: &Vm, pages: impl Iterator<Item = usize>) -> Vec<u64> {
+    let pagemap = File::open("/proc/self/pagemap").expect("pagemap");
+    let frame = |page: usize| {
+        let mut entry = [0; 8];
+        let at = (vm.pages.address(page) / PAGE_SIZE * 8) as u64;
+        pagemap.read_exact_at(&mut entry, at).expect("an entry");
+        u64::from_ne_bytes(entry) << 9 >> 9
+    };
+    pages.map(frame).collect()
+}
+
+/// What writes to a copy by a plain reference would be lost with it.
+#[test]
+fn copies_stay_where_they_are_while_merging_is_suspended() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+    let store = StoreThread::with_metrics();
+    let mut vms = start_all(&store, 2, KERNEL);
+    // Some lie between pages that follow, the others leave whole files.
+    let dies = |page: usize| !(page / EXTENT).is_multiple_of(8) || page % 4 == 3;
+    kill(&mut vms, Death::Own, dies);
+    let copied = (0..PAGES).filter(|page| dies(*page)).count() as u64;
+    pass_until(&vms, "that copies are noticed", || {
+        vms.iter()
+            .all(|vm| vm.service.stats().pages_mapped == PAGES as u64 - copied)
+    });
+    let Some(device) = open_what_suspends(folder.path()) else {
+        return;
+    };
+    let copies = |vm: &Vm| frames(vm, (0..PAGES).filter(|page| dies(*page)));
+    let (before, files): (Vec<_>, Vec<_>) = vms.iter().map(|vm| (copies(vm), vm.mappings().0)).unzip();
+    let start = Instant::now();
+    // The service looks every two seconds which files that went it still maps.
+    pass_until(&vms, "that pages follow", || {
+        start.elapsed() > Duration::from_secs(6)
+    });
+    for ((vm, before), files) in vms.iter().zip(&before).zip(&files) {
+        let followed = vm.mappings().0.difference(files).count();
+        let after = copies(vm);
+        let replaced = after.iter().zip(before).filter(|(a, b)| a != b).count();
+        // The kernel may move a page for reasons of its own.
+        assert!(
+            followed > 0 && replaced <= before.len() / 100,
+            "{replaced} copies were replaced, {followed} new files"
+        );
+    }
+    drop(device);
+    pass_until_small(&store, &vms);
+    vms.into_iter().for_each(Vm::end);
 }

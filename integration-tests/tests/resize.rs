@@ -3,11 +3,12 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config, DedupService, HostRange, Settings, Switch};
+use vmm_dedup::{Breaks, Call, Config, DedupService, HostRange, Injection, Settings, Switch, Times};
 use vmm_dedup_integration_tests::memory::{Pages, flags_of};
-use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::{alone, need_userfaultfd};
 use vmm_dedup_protocol::observer::Observer;
+use vmm_dedup_trouble::Watchdog;
 
 const PAGE: usize = 4096;
 const MANAGED: Breaks = Breaks::managed(1024, 0);
@@ -77,6 +78,110 @@ fn discarded_pages_read_as_zeros_and_can_be_shared_again() {
 fn discarded_pages_read_as_zeros_with_managed_breaks() {
     need_userfaultfd!();
     discard_shared_pages(MANAGED);
+}
+
+/// The kernel has no mapping left for fresh memory: zeros are written to copies instead.
+fn discard_without_a_mapping(breaks: Breaks) {
+    let _alone = alone();
+    let _watchdog = Watchdog::start(Duration::from_secs(100), || eprintln!("a discard hangs"));
+    let store = StoreThread::start();
+    let pages = Pages::map(1024);
+    fill(&pages);
+    let service = pages
+        .serve(&store.socket(), config(breaks))
+        .expect("dedup starts");
+    wait_until("sharing", || mapped(&service) == 1024);
+    let discarder = service.discarder();
+    let discard = || {
+        // SAFETY: the test's own memory, whose content is not needed any more.
+        unsafe { discarder.discard(pages.address(0), 512 * PAGE) }.expect("it is discarded");
+        (0..512).for_each(|page| assert!(pages.holds(page, 0), "page {page} has stale content"));
+    };
+    for _ in 0..2 {
+        let injection = Injection::begin(Call::MapAnonymous, libc::ENOMEM, Times::Always);
+        discard();
+        assert!(injection.failed() > 0);
+    }
+    (0..8).for_each(|_| _ = service.pass().expect("a pass"));
+    // The copies still lie in mappings of the store.
+    discard();
+    (0..8).for_each(|_| _ = service.pass().expect("a pass"));
+    discard();
+    (512..1024).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
+    service.stop(true).expect("it stops");
+}
+
+#[test]
+fn discarded_pages_read_as_zeros_although_no_mapping_is_left() {
+    need_userfaultfd!();
+    discard_without_a_mapping(Breaks::KERNEL);
+}
+
+#[test]
+fn discarded_pages_read_as_zeros_although_no_mapping_is_left_with_managed_breaks() {
+    need_userfaultfd!();
+    discard_without_a_mapping(MANAGED);
+}
+
+/// It keeps the userfaultfd open, on which nobody serves writers any more.
+#[test]
+fn nobody_waits_for_a_service_that_has_ended_while_its_discarder_lives() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let _watchdog = Watchdog::start(Duration::from_secs(100), || eprintln!("a writer hangs"));
+    for breaks in [Breaks::KERNEL, MANAGED] {
+        let store = StoreThread::start();
+        let pages = Pages::map(1024);
+        fill(&pages);
+        let service = pages
+            .serve(&store.socket(), config(breaks))
+            .expect("dedup starts");
+        wait_until("sharing", || mapped(&service) == 1024);
+        let discarder = service.discarder();
+        let stats = service.stop(false).expect("it stops");
+        assert_eq!(stats.pages_mapped, 1024);
+        (0..512).for_each(|page| pages.fill(page, page as u64 + 7));
+        (0..512).for_each(|page| assert!(pages.holds(page, page as u64 + 7)));
+        (512..1024).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
+        // SAFETY: the test's own memory, whose content is not needed any more.
+        unsafe { discarder.discard(pages.address(0), 1024 * PAGE) }.expect("it is discarded");
+        (0..1024).for_each(|page| assert!(pages.holds(page, 0)));
+        // The memory is free for another userfaultfd.
+        let service = pages
+            .serve(&store.socket(), config(breaks))
+            .expect("the memory is free");
+        service.stop(true).expect("it stops");
+        drop(discarder);
+    }
+}
+
+/// A page that the kernel has copied is not noticed at once, and stays in the store's mapping.
+#[test]
+fn copies_in_released_memory_are_left_alone() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let pages = Pages::map(2048);
+    fill(&pages);
+    let service = pages
+        .serve(&store.socket(), config(Breaks::KERNEL))
+        .expect("dedup starts");
+    service.vouch_for_pins();
+    wait_until("sharing", || mapped(&service) == 2048);
+    // The content that it has, and of which there is a slot.
+    (0..64).for_each(|page| pages.fill(page, page as u64 / 2 + 1));
+    service
+        .release_range(range(&pages, 0, 1024))
+        .expect("it is released");
+    (0..200).for_each(|_| _ = service.pass().expect("a pass"));
+    let stats = service.stats();
+    assert_eq!((stats.heals_total, stats.pages_broken), (0, 64), "{stats:?}");
+    service
+        .resume_range(range(&pages, 0, 1024))
+        .expect("it is free again");
+    wait_until("that copies are merged again", || mapped(&service) == 2048);
+    (0..2048).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
+    service.stop(true).expect("it stops");
 }
 
 #[test]

@@ -308,7 +308,7 @@ impl DedupService {
     }
 
     fn end_faults(&mut self) {
-        self.breaker.stop();
+        self.breaker.end();
         if let Some(faults) = self.faults.take() {
             let _ = faults.join();
         }

@@ -253,10 +253,10 @@ impl ChunkState {
         (copies.patience, copies.rest) = (sooner(copies.patience), sooner(copies.rest));
     }
 
-    /// Whether pages that the kernel had copied are to be looked at in this pass.
+    /// Whether pages that the kernel had copied are to be looked at in this pass. Memory that is lent is left alone.
     pub(super) fn copies_due(&mut self) -> bool {
         self.copies.rest = self.copies.rest.saturating_sub(1);
-        self.copies.patience > 0 && self.copies.rest == 0
+        self.copies.patience > 0 && self.copies.rest == 0 && !self.released
     }
 
     /// They were looked at, and are to be looked at once more, ever later if nothing happens.

@@ -150,7 +150,8 @@ impl PageMap {
     /// twin of theirs; and copies.
     pub(crate) fn settled_orphans(&self) -> (Vec<Page>, Vec<Page>) {
         let (mut slots, mut copies) = (Vec::new(), Vec::new());
-        for page in (0..).take(self.memory.end()) {
+        let pages = (0..).take(self.memory.end());
+        for page in pages.filter(|page| !self.is_lent(*page)) {
             let PageState { backing, known } = self.state(page);
             match backing {
                 Backing::OrphanedSlot(_) if known.candidate().is_some() => slots.push(page),
@@ -161,11 +162,17 @@ impl PageMap {
         (slots, copies)
     }
 
-    /// Copies whose addresses lie in these ranges, in order.
+    /// Whether a page is somebody else's to register for now.
+    pub(crate) fn is_lent(&self, page: Page) -> bool {
+        self.memory.has(page) && self.chunk(self.chunk_of(page)).released
+    }
+
+    /// Copies whose addresses lie in these ranges, in order; but for those in memory that is lent.
     pub(crate) fn copies_within(&self, ranges: &[Range<usize>]) -> Vec<Page> {
         let addresses = ranges.iter().flat_map(|range| range.clone().step_by(PAGE_SIZE));
         let pages = addresses.filter_map(|address| self.memory.page_at(address));
-        pages.filter(|page| self.backing(*page).is_copied()).collect()
+        let ours = |page: &Page| self.backing(*page).is_copied() && !self.is_lent(*page);
+        pages.filter(ours).collect()
     }
 
     /// Pages that map slots of some segments, in order.

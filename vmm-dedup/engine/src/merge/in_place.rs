@@ -24,6 +24,7 @@ use crate::sys::guest;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::pinners::NobodyPins;
+use crate::sys::relocate::track;
 use crate::sys::vma::{self, Anonymous};
 use crate::unmerge::address_space::AddressSpace;
 use crate::unmerge::cow::FrozenRuns;
@@ -176,8 +177,7 @@ pub(crate) fn replace(
         if zeros {
             memory.advise_again(&at);
         }
-        // Not tracked if that fails, so it counts as written for ever: it is only never merged again.
-        let _ = space.register(&at);
+        track(&space.uffd, at, "tracking writes to pages that came home");
     }
     (outcomes, failure)
 }

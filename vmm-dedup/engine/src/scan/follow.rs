@@ -71,12 +71,21 @@ fn cut_at_copy(batch: &[MergeRequest], last: bool) -> &[MergeRequest] {
     }
 }
 
+/// Whether copies may be replaced by copies of theirs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Copies {
+    /// As far as it can be told that they are not pinned.
+    Move,
+    /// They stay: nothing that a device may be writing to is replaced.
+    Stay,
+}
+
 impl Pass {
     /// Lets pages map the slots that theirs have moved to, within the CPU budget.
     pub(super) fn follow_moves(&mut self) -> Result<(), Error> {
         let pages = self.pages_to_follow();
         let mut at = 0;
-        while let Some(len) = self.follow_some(&pages[at..]) {
+        while let Some(len) = self.follow_some(&pages[at..], Copies::Move) {
             at += len;
             self.account.lap(|cpu| &mut cpu.merge);
             self.tell_store_of_many()?;
@@ -90,7 +99,7 @@ impl Pass {
         let (pages, start) = (self.pages_to_follow(), Instant::now());
         let mut at = 0;
         while start.elapsed() < RESTING
-            && let Some(len) = self.follow_some(&pages[at..])
+            && let Some(len) = self.follow_some(&pages[at..], Copies::Stay)
         {
             at += len;
         }
@@ -104,11 +113,11 @@ impl Pass {
     }
 
     /// Lets some of the pages follow, from the first on: how many were looked at; `None` if there are none.
-    fn follow_some(&mut self, pages: &[Page]) -> Option<usize> {
+    fn follow_some(&mut self, pages: &[Page], copies: Copies) -> Option<usize> {
         if pages.is_empty() || !self.session.is_connected() {
             return None;
         }
-        let heals = self.map.counts().copied > 0 && self.can_heal();
+        let heals = copies == Copies::Move && self.map.counts().copied > 0 && self.can_heal();
         // No discard meets frozen pages, until the states say what became of them.
         let discards = self.space.discards.clone();
         let mut discards = discards.lock();
@@ -189,8 +198,11 @@ impl Pass {
         })
     }
 
-    /// Whether copies can be told from pinned pages now.
+    /// Whether copies can be told from pages that are in use by direct I/O now.
     fn can_heal(&mut self) -> bool {
+        if !self.direct_io.glance_again() {
+            return false;
+        }
         let healer = &mut self.planner.healer;
         healer.can_heal(self.map.mappings(), self.number)
     }
@@ -279,10 +291,15 @@ impl Pass {
         let kept = self.session.take_kept();
         let copies = self.map.copies_within(&kept);
         self.bring_home(&copies)?;
+        self.leave_old_stores(Copies::Move)
+    }
+
+    /// Leaves files of stores that are gone, once it is time.
+    pub(super) fn leave_old_stores(&mut self, copies: Copies) -> Result<(), Error> {
         if !self.session.leaves_old_stores() {
             return Ok(());
         }
-        let (slots, copies) = self.map.settled_orphans();
+        let (slots, orphaned) = self.map.settled_orphans();
         for some in slots.chunks(CHUNK_PAGES) {
             self.space
                 .make_all_private(&mut self.map, &mut self.account, some);
@@ -290,7 +307,7 @@ impl Pass {
             self.tell_store_of_many()?;
             self.yield_and_poll()?;
         }
-        let home = self.bring_home(&copies)?;
+        let home = copies == Copies::Move && self.bring_home(&orphaned)?;
         let done = home && self.map.counts().orphaned == 0;
         self.session.note_leaving(done);
         Ok(())

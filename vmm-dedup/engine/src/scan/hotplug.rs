@@ -7,7 +7,8 @@ use crate::scan::control::Change;
 use crate::scan::pass::Pass;
 use crate::sys::late_log;
 use crate::sys::page_size::bytes;
-use crate::sys::uffd::Mode;
+use crate::sys::relocate;
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -117,29 +118,47 @@ impl Pass {
             if self.map.backing(run.start).in_file_mapping() {
                 continue;
             }
-            if let Err(error) = self.space.uffd.register(range.start, range.len(), Mode::Wp) {
-                late_log::note("tracking writes again", &error, "the next pass tries it again");
-                self.space.uffd.note_untracked(range);
+            relocate::track(&self.space.uffd, range, "tracking writes again");
+        }
+    }
+
+    /// The end: nobody waits for the service any more, and no write is tracked. Memory that is lent may be registered by somebody
+    /// else.
+    pub(super) fn end_registrations(&mut self) {
+        self.space.breaker.end();
+        self.note_breaks();
+        for pages in self.map.memory().existing(0..Page::MAX) {
+            let ours: Vec<Page> = pages.filter(|page| !self.map.is_lent(*page)).collect();
+            for pages in ours.chunk_by(|a, b| *b == a + 1) {
+                for run in self.runs_by_mapping(pages[0]..pages[0] + Page::try_from(pages.len()).unwrap_or(0))
+                {
+                    if let Err(error) = self.end_registration(&run) {
+                        late_log::note("ending registrations", &error, "they end with their descriptors");
+                    }
+                }
             }
+        }
+    }
+
+    /// Of neighbours of which all or none lie in mappings of store files.
+    fn end_registration(&self, run: &Range<Page>) -> io::Result<()> {
+        let range = self.addresses(run);
+        if self.map.backing(run.start).in_file_mapping() {
+            self.space.breaker.unregister(&range)
+        } else {
+            self.space.uffd.unregister(range.start, range.len())
         }
     }
 
     /// Ends all registrations of some pages.
     fn unregister(&mut self, pages: Range<Page>) -> Result<(), Error> {
         for run in self.runs_by_mapping(pages) {
-            let range = self.addresses(&run);
-            let in_file = self.map.backing(run.start).in_file_mapping();
-            let ended = if in_file {
-                self.space.breaker.unregister(&range)
-            } else {
-                self.space.uffd.unregister(range.start, range.len())
-            };
-            ended.map_err(|source| Error::Register {
-                address: range.start,
+            self.end_registration(&run).map_err(|source| Error::Register {
+                address: self.map.memory().address(run.start),
                 source,
             })?;
             // Not tracked from here on: whatever was known of its content may become wrong.
-            if !in_file {
+            if !self.map.backing(run.start).in_file_mapping() {
                 self.map.forget(run);
             }
         }

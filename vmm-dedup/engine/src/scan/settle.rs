@@ -45,7 +45,8 @@ impl Pass {
         let (planner, mut with) = self.planning();
         planner.plan(&mut with, suspended, found)?;
         let mut result = Ok(());
-        while result.is_ok() && {
+        // What is left once merging is suspended comes back, and is refused by the next plan.
+        while result.is_ok() && self.direct_io.glance_again() && {
             let (planner, mut with) = self.planning();
             planner.step(&mut with)
         } {

@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::memory::layout::Page;
+use crate::scan::follow::Copies;
 use crate::scan::pass::Pass;
 use crate::unmerge::address_space::AddressSpace;
 use std::ops::Range;
@@ -20,11 +21,12 @@ impl Pass {
         self.report();
     }
 
-    /// Lets go of everything that was found, and tells the store so.
+    /// Lets go of everything that was found, and tells the store so. Pages that map slots still follow, and leave stores that are
+    /// gone: they cannot be pinned for writing. Copies may be, and stay, since nobody has looked at direct I/O.
     pub(super) fn stand_by(&mut self) -> Result<(), Error> {
         self.drop_found();
         self.follow_while_resting();
-        match self.leave_files() {
+        match self.leave_old_stores(Copies::Stay) {
             // Whoever interrupts it is heard soon.
             Ok(()) | Err(Error::Stopped) => {}
             Err(error) => return Err(error),
@@ -112,8 +114,7 @@ impl Pass {
         // References of pages that were published and will not be merged any more. What cannot be told to the store ends
         // with this process.
         let _ = self.stand_by();
-        // Closing the descriptors ends all registrations and wakes whoever waits; the kernel copies from then on.
-        self.space.breaker.stop();
+        self.end_registrations();
         self.ended = true;
         self.fill_stats();
         if let Some(mut store) = self.session.take_store() {

@@ -25,6 +25,7 @@ use std::fs;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 pub(super) const EXT4: i64 = 0xef53;
 pub(super) const XFS: i64 = 0x5846_5342;
@@ -35,6 +36,8 @@ pub(super) const OVERLAYFS: i64 = 0x794c_7630;
 
 /// Major number of small devices of all kinds, vhost-scsi among them.
 const MISC: u32 = 10;
+/// How long a look holds between two windows, which are often shorter than a look takes.
+const GLANCE_HOLDS: Duration = Duration::from_millis(1);
 /// Files of overlayfs remembered.
 const MOST_PASSED: usize = 64;
 
@@ -48,6 +51,8 @@ pub(crate) struct DirectIo {
     passed: Vec<(u64, u64)>,
     /// What was found when it was last looked.
     refused: Option<String>,
+    /// When it was last looked or glanced.
+    looked: Instant,
 }
 
 impl DirectIo {
@@ -58,6 +63,7 @@ impl DirectIo {
             fuse_pins: version(&release) >= (6, 9),
             passed: Vec::new(),
             refused: None,
+            looked: Instant::now(),
         })
     }
 
@@ -91,7 +97,17 @@ impl DirectIo {
         self.refused.is_none()
     }
 
+    /// As [`Self::glance`], to be called before each window of many: what was seen less than [`GLANCE_HOLDS`] ago is not asked
+    /// again.
+    pub(crate) fn glance_again(&mut self) -> bool {
+        if self.looked.elapsed() < GLANCE_HOLDS {
+            return self.refused.is_none();
+        }
+        self.glance()
+    }
+
     fn note(&mut self, found: &Result<(), Error>) {
+        self.looked = Instant::now();
         let refused = found.as_ref().err().map(Error::to_string);
         match (&self.refused, &refused) {
             (None, Some(why)) => log::warn!("merging is suspended: {why}"),

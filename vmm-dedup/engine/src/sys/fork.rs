@@ -104,7 +104,7 @@ impl Drop for Child {
 }
 
 /// Whether the thread's system calls are filtered; if nothing tells, they are.
-fn is_filtered() -> bool {
+pub(super) fn is_filtered() -> bool {
     let status = fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
     let mode = status.lines().find_map(|line| line.strip_prefix("Seccomp:"));
     // A kernel without seccomp has no such line.

@@ -31,6 +31,7 @@
 use crate::error::Error;
 use crate::sys::descriptors::{self, Descriptors, file_system, info, link, stat};
 use crate::sys::direct_io::{BTRFS, DirectIo, EXT4, OVERLAYFS, TMPFS, XFS, layers};
+use crate::sys::fork::is_filtered;
 use crate::sys::pin_count::PinCount;
 use rustix::fs::FileType;
 use std::os::fd::RawFd;
@@ -163,7 +164,8 @@ impl Pinners {
         }
     }
 
-    /// Looks at all open files. Nobody of this process has pages pinned then.
+    /// Looks at all open files. Nobody of this process has pages pinned then. With a filter of system calls (seccomp) nothing is
+    /// asked: the filter may end the process for getsockopt(), which tells sockets apart.
     ///
     /// # Errors
     /// The first that may have pages pinned.
@@ -182,6 +184,9 @@ impl Pinners {
     }
 
     fn look_but(&mut self, let_pass: impl Fn(&Pinner) -> bool) -> Result<NobodyPins, Pinner> {
+        if is_filtered() {
+            return Err(Pinner::Unknown("system calls are filtered (seccomp)".to_owned()));
+        }
         let descriptors = self.descriptors.clone();
         descriptors.each(|fd| match self.judge(fd) {
             Err(pinner) if let_pass(&pinner) => Ok(true),
@@ -371,6 +376,52 @@ mod tests {
             // SAFETY: as above.
             assert!(pins(&unsafe { OwnedFd::from_raw_fd(xdp) }));
         }
+    }
+
+    /// A filter that lets everything pass, but for getsockopt(), for which it ends the process.
+    #[test]
+    fn where_system_calls_are_filtered_no_socket_is_asked() {
+        let code = |code: u32| u16::try_from(code).unwrap();
+        let step = |code: u16, k: u32, jt: u8, jf: u8| libc::sock_filter { code, jt, jf, k };
+        let getsockopt = u32::try_from(libc::SYS_getsockopt).unwrap();
+        let filter = [
+            // The number of the call.
+            step(code(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS), 0, 0, 0),
+            step(
+                code(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K),
+                getsockopt,
+                0,
+                1,
+            ),
+            step(
+                code(libc::BPF_RET | libc::BPF_K),
+                libc::SECCOMP_RET_KILL_PROCESS,
+                0,
+                0,
+            ),
+            step(code(libc::BPF_RET | libc::BPF_K), libc::SECCOMP_RET_ALLOW, 0, 0),
+        ];
+        let (_one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let look = move || {
+            let mut filter = filter;
+            let program = libc::sock_fprog {
+                len: 4,
+                filter: filter.as_mut_ptr(),
+            };
+            // SAFETY: only this thread is restricted, and the kernel copies the program.
+            let filtered = unsafe {
+                libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+                libc::prctl(
+                    libc::PR_SET_SECCOMP,
+                    libc::SECCOMP_MODE_FILTER,
+                    &raw const program,
+                )
+            };
+            assert_eq!(filtered, 0);
+            pinners().look().unwrap_err().to_string()
+        };
+        let why = std::thread::spawn(look).join().unwrap();
+        assert!(why.contains("seccomp"), "{why}");
     }
 
     #[test]

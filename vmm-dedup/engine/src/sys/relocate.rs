@@ -257,6 +257,15 @@ pub(crate) fn track_again(tracker: &Uffd, range: &Range<usize>) -> bool {
     false
 }
 
+/// Tracks writes to guest memory that was not registered. If that fails, the next pass tries it again
+/// ([`Uffd::take_untracked`]).
+pub(crate) fn track(tracker: &Uffd, range: Range<usize>, step: &'static str) {
+    if let Err(error) = tracker.register(range.start, range.len(), Mode::Wp) {
+        late_log::note(step, &error, "the next pass tries it again");
+        tracker.note_untracked(range);
+    }
+}
+
 /// Ends the protection of a range, so that its writers do not wait; by ending its registration if need be.
 pub(crate) fn unprotect(breaker: &Uffd, range: &Range<usize>) {
     for attempt in 0usize.. {

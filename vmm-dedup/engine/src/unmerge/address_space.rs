@@ -8,6 +8,7 @@ use crate::memory::page_state::PageState;
 use crate::memory::ranges::complement;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
+use crate::sys::relocate::track;
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::{late_log, proc};
 use crate::unmerge::cow::Breaker;
@@ -84,14 +85,7 @@ impl AddressSpace {
                     .map(|chunk| chunk.start.max(discarded.start)..chunk.end.min(discarded.end))
                     .collect();
                 for ours in complement(&discarded, &lent) {
-                    if let Err(error) = self.uffd.register(ours.start, ours.len(), Mode::Wp) {
-                        late_log::note(
-                            "tracking writes to discarded memory",
-                            &error,
-                            "the next pass tries it again",
-                        );
-                        self.uffd.note_untracked(ours);
-                    }
+                    track(&self.uffd, ours, "tracking writes to discarded memory");
                 }
             }
         }

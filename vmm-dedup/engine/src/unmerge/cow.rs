@@ -20,7 +20,7 @@ use crate::sys::guest;
 use crate::sys::late_log;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
-use crate::sys::relocate::{put_over, unprotect, wake};
+use crate::sys::relocate::{put_over, track, unprotect, wake};
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::{self, Anonymous};
 use crate::unmerge::page_reserve::Reserve;
@@ -186,14 +186,20 @@ impl Breaker {
         view.memory = memory;
     }
 
-    /// Lets `replace` put fresh memory into the place of a range, which nobody protects or breaks afterwards. Only
-    /// memory is touched here, so that threads whose system calls are filtered may come.
-    pub(crate) fn give_up(&self, range: &Range<usize>, replace: impl FnOnce()) {
+    /// Lets `replace` put fresh memory into the place of a range, which nobody protects or breaks afterwards. If that fails the
+    /// fault thread goes on serving the range. Only memory is touched here, so that threads whose system calls are filtered may
+    /// come.
+    pub(crate) fn give_up(
+        &self,
+        range: &Range<usize>,
+        replace: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
         // Under the lock: the fault thread must not be in the middle of copying what is given up.
         let mut inner = self.lock();
+        replace()?;
         self.mark(range, false);
         self.forget_left(&mut inner, range);
-        replace();
+        Ok(())
     }
 
     /// Ends the registration of a range of store mappings.
@@ -393,15 +399,14 @@ impl Breaker {
         run: &Range<usize>,
         restored: &mut Vec<Range<usize>>,
     ) -> io::Result<()> {
-        self.uffd.register(run.start, run.len(), Mode::Wp)?;
-        self.uffd.write_protect(run.start, run.len(), true)?;
         // From here on nobody changes a page, or pins one for writing: even where the kernel still copies one that was
         // not mapped, its writer then waits for us.
-        let private = pagemap.private(run.clone())?;
-        for shared in complement(run, &private) {
+        let mut frozen = Frozen::freeze(&self.uffd, run.clone(), Afterwards::Unregistered)?;
+        for shared in complement(run, &frozen.copies(pagemap)?) {
             for start in shared.clone().step_by(bytes(RESTORE_PAGES)) {
                 let stretch = start..shared.end.min(start + bytes(RESTORE_PAGES));
                 self.copy_and_replace(inner, &stretch)?;
+                frozen.note_replaced(stretch.clone());
                 restored.push(stretch);
             }
         }
@@ -444,15 +449,20 @@ impl Breaker {
         self.forget_left(inner, range);
         self.mark(range, false);
         // Tracked from now on like any other memory.
-        if let Err(error) = self.tracker.register(range.start, range.len(), Mode::Wp) {
-            late_log::note(
-                "tracking writes to private memory",
-                &error,
-                "the next pass tries it again",
-            );
-            self.tracker.note_untracked(range.clone());
-        }
+        track(&self.tracker, range.clone(), "tracking writes to private memory");
         Ok(())
+    }
+
+    /// What is protected, and served by the fault thread.
+    pub(super) fn protected(&self) -> Vec<Range<usize>> {
+        let view = self.view();
+        let addresses = |pages: Range<Page>| {
+            let start = view.memory.address(pages.start);
+            start..start + bytes(pages.len())
+        };
+        let pages = view.memory.existing(0..Page::MAX);
+        let runs = pages.into_iter().flat_map(|pages| view.shared.runs(pages));
+        runs.map(addresses).collect()
     }
 
     fn forget_left(&self, inner: &mut Inner, range: &Range<usize>) {
@@ -463,7 +473,7 @@ impl Breaker {
         }
     }
 
-    fn mark(&self, range: &Range<usize>, shared: bool) {
+    pub(super) fn mark(&self, range: &Range<usize>, shared: bool) {
         if !self.managed {
             return;
         }

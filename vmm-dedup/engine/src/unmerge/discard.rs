@@ -133,25 +133,29 @@ impl Discarder {
             for run in inner.in_file.runs(pages.clone()) {
                 let at = inner.memory.address(run.start);
                 let run = at..at + bytes(run.len());
-                self.breaker.give_up(&run, || {
-                    // SAFETY: guest memory that the caller gives up.
-                    match unsafe { vma::renew(run.start, run.len()) } {
-                        Ok(()) => {
-                            inner.memory.advise_again(&run);
-                            renewed(run.clone());
-                        }
-                        Err(error) => {
-                            late_log::note(
-                                "freeing shared pages",
-                                &error,
-                                "zeros were written to copies of them",
-                            );
-                            kept.push(run.clone());
-                        }
+                // SAFETY: guest memory that the caller gives up.
+                let replaced = self
+                    .breaker
+                    .give_up(&run, || unsafe { vma::renew(run.start, run.len()) });
+                match replaced {
+                    Ok(()) => {
+                        inner.memory.advise_again(&run);
+                        renewed(run);
                     }
-                });
+                    Err(error) => {
+                        late_log::note(
+                            "freeing shared pages",
+                            &error,
+                            "zeros were written to copies of them",
+                        );
+                        kept.push(run);
+                    }
+                }
             }
-            pages.for_each(|page| inner.discarded.set(page, true));
+            // What was kept still lies in mappings of files: its copies are found as any others.
+            let kept = |page: Page| kept.iter().any(|run| run.contains(&inner.memory.address(page)));
+            let gone: Vec<Page> = pages.filter(|page| !kept(*page)).collect();
+            gone.into_iter().for_each(|page| inner.discarded.set(page, true));
             inner.any = true;
         }
         // SAFETY: as promised by the caller.

@@ -4,7 +4,7 @@ use crate::memory::layout::Page;
 use crate::sys::late_log;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
-use crate::sys::relocate::wake;
+use crate::sys::relocate::{unprotect, wake};
 use crate::sys::sched::Urgent;
 use crate::unmerge::cow::{Breaker, Inner};
 use crate::unmerge::foresight::Foresight;
@@ -47,9 +47,22 @@ impl Writer {
 }
 
 impl Breaker {
-    /// Ends [`Self::run`].
-    pub(crate) fn stop(&self) {
+    /// Ends [`Self::run`], and that anybody waits for it: the kernel copies from here on. A [`Discarder`] may keep the userfaultfd
+    /// open for long, so closing that does not do it.
+    ///
+    /// [`Discarder`]: crate::unmerge::discard::Discarder
+    pub(crate) fn end(&self) {
+        // Under the lock: nobody must be in the middle of replacing a page that is not protected any more.
+        let inner = self.lock();
         self.stop.store(true, Ordering::Release);
+        for range in self.protected() {
+            self.mark(&range, false);
+            if self.unregister(&range).is_err() {
+                unprotect(&self.uffd, &range);
+            }
+            wake(&self.uffd, &range);
+        }
+        drop(inner);
     }
 
     /// The fault thread: serves writers until [`Self::stop`]. A writer for whom there is no page waits in the queue.
@@ -82,10 +95,9 @@ impl Breaker {
             inner.stats.waiting = queue.len() as u64;
             inner.stats.cpu_ns = crate::sys::proc::thread_cpu_ns();
         }
-        // Nobody serves from here on: the kernel copies for those who still wait. For those who come later it does
-        // as soon as the descriptor is closed.
+        // Nothing is protected any more: who still waits goes on by the kernel's copy.
         for writer in queue {
-            self.leave(&mut self.lock(), &writer.page());
+            wake(&self.uffd, &writer.page());
         }
     }
 

@@ -112,6 +112,11 @@ impl<'a> Window<'a> {
             let address = window.address(run.start);
             if let Err(source) = uffd.register(address, bytes(run.len()), Mode::Missing) {
                 late_log::note("arming guest pages", &source, "they stay as they are for now");
+                if source.raw_os_error() == Some(libc::ENOMEM) {
+                    // The first mappings of the run may be armed: the kernel goes from one to the next. (Else none is, and some may be
+                    // another userfaultfd's, whose registration older kernels would end.)
+                    window.armed.insert(run);
+                }
                 return Err(Error::Register { address, source });
             }
             window.armed.insert(run);

@@ -1,10 +1,11 @@
 //! Windows over memory of the test's own.
 
 use super::*;
-use crate::sys::vma::Anonymous;
+use crate::sys::vma::{self, Anonymous};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use vmm_dedup_trouble::{UsedUp, Watchdog};
 
 const PAGES: usize = 16;
 
@@ -122,6 +123,36 @@ fn a_window_that_cannot_be_armed_changes_nothing() {
         Err(Error::Register { .. })
     ));
     assert!(guest.is_whole());
+}
+
+/// The kernel arms the first of two mappings, and then lacks one more for splitting the second.
+#[test]
+fn a_window_that_was_armed_in_part_leaves_nothing_armed() {
+    let Some(guest) = Guest::new() else { return };
+    let mut scratch = Scratch::new(guest.uffd.clone()).unwrap();
+    let place = scratch.place(PAGES);
+    let (start, half) = (guest.area.base(), bytes(PAGES / 2));
+    vma::advise_again(&(start..start + half), libc::MADV_DONTDUMP);
+    // Before: a thread needs mappings.
+    let _watchdog = Watchdog::start(Duration::from_secs(60), || ());
+    let used_up = match UsedUp::begin() {
+        Ok(used_up) => used_up,
+        Err(reason) => return eprintln!("SKIPPED: {reason}"),
+    };
+    let opened = Window::open(
+        &guest.uffd,
+        start,
+        place,
+        &PageSet::of(std::iter::once(0..PAGES / 2 + 2)),
+    );
+    let refused =
+        matches!(&opened, Err(Error::Register { source, .. }) if source.raw_os_error() == Some(libc::ENOMEM));
+    drop(opened);
+    drop(used_up);
+    assert!(refused, "the kernel had a mapping left");
+    assert!(guest.is_whole());
+    vma::discard_own(start + bytes(2), PAGE_SIZE).unwrap();
+    assert_eq!(guest.word(2).load(Ordering::Relaxed), 0, "nobody waits there");
 }
 
 /// Bytes of page tables of this process.

@@ -53,7 +53,11 @@ impl Pool {
 
     fn try_to_evacuate(&mut self, most: u32) -> io::Result<bool> {
         while let Some(slot) = self.evacuation.stragglers.pop() {
-            self.move_straggler(slot)?;
+            if let Err(error) = self.move_straggler(slot) {
+                // The next time.
+                self.evacuation.stragglers.push(slot);
+                return Err(error);
+            }
         }
         let mut left = most;
         while left > 0 {
