@@ -67,7 +67,7 @@ impl Pass {
         self.note_breaks();
         for pages in self.map.memory().within(range) {
             for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
-                self.map.release(at);
+                self.map.lend(at);
                 let pages = self.map.chunk_at(at).pages.clone();
                 let made_private = self.make_private(pages.clone());
                 let unregistered = self.unregister(pages);
@@ -75,8 +75,8 @@ impl Pass {
             }
         }
         let memory = self.map.memory().clone();
-        let released: Vec<bool> = self.map.chunks().iter().map(|chunk| chunk.released).collect();
-        self.drop_work(|page| !released[memory.chunk_of(page)]);
+        let lent: Vec<bool> = self.map.chunks().iter().map(|chunk| chunk.lent).collect();
+        self.drop_work(|page| !lent[memory.chunk_of(page)]);
         result
     }
 
@@ -90,7 +90,7 @@ impl Pass {
                         self.space.register(&self.addresses(&run))?;
                     }
                 }
-                self.map.resume(at);
+                self.map.take_back(at);
             }
         }
         Ok(())
@@ -104,7 +104,7 @@ impl Pass {
         for pages in lost.collect::<Vec<_>>() {
             for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
                 let chunk = self.map.chunk_at(at).pages.clone();
-                if !self.map.chunk(at).released {
+                if !self.map.chunk(at).lent {
                     self.track(pages.start.max(chunk.start)..pages.end.min(chunk.end));
                     self.map.requeue_chunk(at);
                 }
