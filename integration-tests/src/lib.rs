@@ -11,6 +11,7 @@ pub mod huge;
 pub mod huge_chaos;
 pub mod logged;
 pub mod memory;
+pub mod pinned;
 pub mod prometheus;
 pub mod store;
 pub mod swap_chaos;

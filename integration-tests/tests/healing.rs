@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Call, Config, DedupService, Injection, ServiceStats, Times};
 use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::pinned::Pinned;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::{alone, need_userfaultfd};
 
@@ -132,30 +133,6 @@ fn open_direct() -> std::os::fd::OwnedFd {
     rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).expect("O_DIRECT")
 }
 
-/// Memory of this process that is no guest's, pinned.
-struct Pinned {
-    _pages: Pages,
-    _ring: io_uring::IoUring,
-}
-
-impl Pinned {
-    #[allow(unsafe_code)] // registers a buffer
-    fn new() -> Self {
-        let (pages, ring) = (Pages::map(1), io_uring::IoUring::new(4).expect("io_uring"));
-        pages.fill(0, 1);
-        let buffer = libc::iovec {
-            iov_base: pages.address(0) as *mut _,
-            iov_len: 4096,
-        };
-        // SAFETY: the page stays mapped for as long as the ring is there, and is only accessed through raw pointers.
-        unsafe { ring.submitter().register_buffers(&[buffer]) }.expect("buffers are registered");
-        Self {
-            _pages: pages,
-            _ring: ring,
-        }
-    }
-}
-
 fn with_breaks(breaks: Breaks) -> impl Fn(&str) -> Config {
     move |name| Config {
         breaks,
@@ -168,7 +145,7 @@ fn while_pages_are_pinned_a_fork_tells_and_without_a_budget_for_it_copies_stay()
     need_userfaultfd!();
     let _alone = alone();
     let store = StoreThread::start();
-    let pinned = Pinned::new();
+    let pinned = Pinned::page();
     for heal_stall_us in [5000, 0] {
         let breaks = Breaks::Kernel {
             heal_stall_us,
@@ -268,7 +245,7 @@ const FAILURES: [(Call, i32, &str); 3] = [
 fn when_nothing_tells_of_pins_no_page_changes_and_it_is_tried_again() {
     need_userfaultfd!();
     let _alone = alone();
-    let pinned = Pinned::new();
+    let pinned = Pinned::page();
     for (call, errno, says) in FAILURES {
         let store = StoreThread::start();
         let guests = guests(&store, 2, config);

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Config, Policy};
 use vmm_dedup_integration_tests::need_kvm;
+use vmm_dedup_integration_tests::pinned::Pinned;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
 use vmm_dedup_payload::{PayloadConfig, Rewrite, WorkingSet};
@@ -187,6 +188,7 @@ fn managed_breaks_keep_pages_mergeable() {
 fn what_the_kernel_copied_is_not_merged_again_while_nothing_tells_of_pins() {
     need_kvm!();
     let store = StoreThread::start();
+    let pinned = Pinned::page();
     let rewriting = |seed| {
         payload(seed)
             .ws_area(WorkingSet::Common)
@@ -208,4 +210,5 @@ fn what_the_kernel_copied_is_not_merged_again_while_nothing_tells_of_pins() {
         assert!(guest.stats().pages_broken >= 500);
         assert!(guest.finish().0.ok);
     }
+    drop(pinned);
 }

@@ -94,8 +94,7 @@ impl Pass {
                 end: asked.end,
             });
         }
-        let mappings = self.map.mappings();
-        let heals = self.planner.healer.can_heal(mappings, self.number);
+        let heals = self.planner.healer.can_heal(self.map.mappings(), self.number);
         let mut explanation = Explanation {
             heals: heals.into(),
             ..Explanation::default()

@@ -226,7 +226,7 @@ impl Pass {
 
     /// Lets copies leave the mappings of store files that they lie in, which would keep the files; as far as it can be told that
     /// they are not pinned. Whether all did.
-    fn bring_home(&mut self, copies: &[Page]) -> Result<bool, Error> {
+    pub(super) fn bring_home(&mut self, copies: &[Page]) -> Result<bool, Error> {
         let requests: Vec<MergeRequest> = copies.iter().copied().map(MergeRequest::home).collect();
         let mut all = true;
         // In page order, and from the last batch on.

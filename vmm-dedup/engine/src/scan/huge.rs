@@ -1,6 +1,7 @@
 //! Huge pages within a pass: sampling their use, building them again, and what repeats in them.
 
 use crate::error::Error;
+use crate::memory::layout::Page;
 use crate::scan::pass::Pass;
 use crate::thp::duplicates::{self, Judgement};
 use crate::thp::{collapse, split, zeros};
@@ -22,6 +23,7 @@ impl Pass {
             if !self.monitor.wants_collapse(&mut self.map, at, round.due) || !self.direct_io.glance() {
                 continue;
             }
+            self.bring_copies_home(at)?;
             let (map, space) = (&mut self.map, &mut self.space);
             collapse::collapse(map, space, &mut self.account, self.number, at);
             self.account.lap(|cpu| &mut cpu.merge);
@@ -29,6 +31,15 @@ impl Pass {
             self.yield_and_poll()?;
         }
         Ok(())
+    }
+
+    /// Lets pages that the kernel copied leave the mappings of the store, so that a huge page can be built of them; those that
+    /// may be pinned stay.
+    fn bring_copies_home(&mut self, at: usize) -> Result<(), Error> {
+        self.space.find_copied_in(&mut self.map, &mut self.account, at)?;
+        let pages = self.map.chunk_at(at).pages.clone();
+        let copies: Vec<Page> = pages.filter(|page| self.map.backing(*page).is_copied()).collect();
+        self.bring_home(&copies).map(drop)
     }
 
     /// Looks at the huge pages that are due: what repeats in them, and what is to be split or given up.

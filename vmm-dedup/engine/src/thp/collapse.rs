@@ -16,8 +16,8 @@
 //! its translations. If there are many, all would be away for as long as that takes. So these steps are done twice: first for
 //! an eighth of the range at a time, with small pages as the copy, which leaves one mapping; that is then taken in one call.
 //!
-//! A pinned page, or one that the kernel copied on write (it may be pinned, which nothing tells), ends it: everything goes
-//! back as it was. A range with a page that the kernel copied is not rebuilt while that page stays.
+//! A pinned page, or one that the kernel copied on write and that is still in a mapping of the store (it may be pinned), ends it:
+//! everything goes back as it was. Where it can be told that such pages are not pinned, they were brought home before.
 //!
 //! MADV_COLLAPSE would do without a copy of our own, but not here: it wants all of the range in one anonymous mapping, and
 //! where sharing was broken by remapping it never is again.

@@ -19,8 +19,8 @@
 //!
 //! Identical huge pages share one of the store ([`publish`]), which guests map as one ([`shared_huge`]).
 //!
-//! Known hole: a range with a page that the kernel copied on write cannot be built again, so ranges that are written often
-//! need managed breaks.
+//! Pages that the kernel copied on write are first brought home ([`in_place`](mod@crate::merge::in_place)); where nothing tells
+//! that they are not pinned, their range cannot be built again.
 //!
 //! [`key_filter`]: mod@crate::memory::key_filter
 //! [`duplicates`]: mod@crate::thp::duplicates

@@ -115,19 +115,29 @@ impl AddressSpace {
     ) -> Result<(), Error> {
         for at in 0..map.chunks().len() {
             let turn = (pass + at as u64).is_multiple_of(BREAKS_PERIOD);
-            if !turn || !map.take_unchecked(at) {
-                continue;
+            if turn && map.take_unchecked(at) {
+                self.find_copied_in(map, account, at)?;
             }
-            let pages = map.chunk_at(at).pages.clone();
-            if !pages.clone().any(|page| map.backing(page).maps_a_slot()) {
-                continue;
-            }
-            let range = map.chunk_at(at).addresses();
-            for copied in self.pagemap.copied(range.clone()).map_err(Error::Pagemap)? {
-                for address in copied.step_by(PAGE_SIZE) {
-                    let page = pages.start + Page::try_from((address - range.start) / PAGE_SIZE).unwrap_or(0);
-                    self.note_copied(map, account, page);
-                }
+        }
+        Ok(())
+    }
+
+    /// Looks for shared pages of a chunk that the kernel copied.
+    pub(crate) fn find_copied_in(
+        &mut self,
+        map: &mut PageMap,
+        account: &mut Account,
+        at: usize,
+    ) -> Result<(), Error> {
+        let pages = map.chunk_at(at).pages.clone();
+        if !pages.clone().any(|page| map.backing(page).maps_a_slot()) {
+            return Ok(());
+        }
+        let range = map.chunk_at(at).addresses();
+        for copied in self.pagemap.copied(range.clone()).map_err(Error::Pagemap)? {
+            for address in copied.step_by(PAGE_SIZE) {
+                let page = pages.start + Page::try_from((address - range.start) / PAGE_SIZE).unwrap_or(0);
+                self.note_copied(map, account, page);
             }
         }
         Ok(())

@@ -139,12 +139,9 @@ fn a_window_that_was_armed_in_part_leaves_nothing_armed() {
         Ok(used_up) => used_up,
         Err(reason) => return eprintln!("SKIPPED: {reason}"),
     };
-    let opened = Window::open(
-        &guest.uffd,
-        start,
-        place,
-        &PageSet::of(std::iter::once(0..PAGES / 2 + 2)),
-    );
+    let mut wanted = PageSet::default();
+    wanted.insert(0..PAGES / 2 + 2);
+    let opened = Window::open(&guest.uffd, start, place, &wanted);
     let refused =
         matches!(&opened, Err(Error::Register { source, .. }) if source.raw_os_error() == Some(libc::ENOMEM));
     drop(opened);
