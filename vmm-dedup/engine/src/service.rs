@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::{HostRange, Memory};
 use crate::merge::verify_engine::VerifyEngine;
-use crate::scan::control::{Change, Control, Event, Request};
+use crate::scan::control::{Change, Command, Control, Event};
 use crate::scan::pass::Pass;
 use crate::store::connection::Store;
 use crate::sys::late_log;
@@ -169,7 +169,7 @@ impl DedupService {
             return Ok(());
         }
         let (tell, told) = mpsc::channel();
-        self.control.request(Request::Unmerge(Some(tell)));
+        self.control.order(Command::Unmerge(Some(tell)));
         told.recv().map_err(|_| Error::Stopped)?
     }
 
@@ -190,7 +190,7 @@ impl DedupService {
     /// [`Error::Stopped`].
     pub fn pass(&self) -> Result<ServiceStats, Error> {
         let (tell, told) = mpsc::channel();
-        self.control.request(Request::Pass(tell));
+        self.control.order(Command::Pass(tell));
         told.recv().map_err(|_| Error::Stopped)
     }
 
@@ -241,7 +241,7 @@ impl DedupService {
     /// [`Error::UnpinnedDirectIo`]: merging is suspended now, and why. [`Error::Stopped`].
     pub fn direct_io_opened(&self) -> Result<(), Error> {
         let (tell, told) = mpsc::channel();
-        self.control.request(Request::DirectIo(tell));
+        self.control.order(Command::DirectIo(tell));
         told.recv().map_err(|_| Error::Stopped)?
     }
 
@@ -261,13 +261,13 @@ impl DedupService {
     pub fn pins_may_be_hidden(&self) -> Result<(), Error> {
         let (tell, told) = mpsc::channel();
         self.control.vouch_for_pins(false);
-        self.control.request(Request::HiddenPins(tell));
+        self.control.order(Command::HiddenPins(tell));
         told.recv().map_err(|_| Error::Stopped)?
     }
 
     fn change(&self, change: Change, range: HostRange) -> Result<(), Error> {
         let (tell, told) = mpsc::channel();
-        self.control.request(Request::Change(change, range, tell));
+        self.control.order(Command::Change(change, range, tell));
         told.recv().map_err(|_| Error::Stopped)?
     }
 
@@ -301,7 +301,7 @@ impl DedupService {
 
     fn end(&mut self, unmerge: bool) -> Option<(ServiceStats, Result<(), Error>)> {
         let thread = self.scanner.take()?;
-        self.control.request(Request::Stop { unmerge });
+        self.control.order(Command::Stop { unmerge });
         let end = thread.join().ok();
         self.end_faults();
         end
@@ -348,28 +348,28 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
         let store = pass.session.store().map(Store::socket);
         match control.next(next, resting, store) {
             Event::Question => pass.try_answer(),
-            Event::Request(Request::Unmerge(tell)) => {
+            Event::Command(Command::Unmerge(tell)) => {
                 let done = pass.unmerge_on_request();
                 if let Some(tell) = tell {
                     let _ = tell.send(done);
                 }
             }
-            Event::Request(Request::Change(change, range, tell)) => {
+            Event::Command(Command::Change(change, range, tell)) => {
                 let _ = tell.send(pass.change(change, range));
             }
-            Event::Request(Request::DirectIo(tell)) => {
+            Event::Command(Command::DirectIo(tell)) => {
                 let _ = tell.send(pass.direct_io.look());
             }
-            Event::Request(Request::HiddenPins(tell)) => {
+            Event::Command(Command::HiddenPins(tell)) => {
                 pass.heed_pins();
                 let _ = tell.send(Ok(()));
             }
-            Event::Request(Request::Stop { unmerge }) => {
+            Event::Command(Command::Stop { unmerge }) => {
                 let end = pass.finish(unmerge);
                 control.publish(&pass.account.stats);
                 return (pass.account.stats, end);
             }
-            Event::Request(Request::Pass(tell)) => {
+            Event::Command(Command::Pass(tell)) => {
                 next = Instant::now() + pass.config.pass_period();
                 pass.run();
                 let _ = tell.send(pass.account.stats);

@@ -14,7 +14,7 @@ pub(crate) struct ChunkState {
     /// The pages' keys were taken while the chunk was huge, so that none is protected yet.
     pub(crate) unarmed: bool,
     /// Lent to somebody else: not looked at, see [`crate::scan::hotplug`].
-    pub(crate) released: bool,
+    pub(crate) lent: bool,
     /// It was built by the service, in a mapping of its own.
     own_mapping: bool,
     /// When a huge page's keys are looked at.
@@ -139,9 +139,9 @@ impl ChunkState {
     }
 
     /// The chunk is lent to somebody else: nothing is known of it but how it is mapped.
-    pub(super) fn release(&mut self) {
+    pub(super) fn lend(&mut self) {
         *self = Self {
-            released: true,
+            lent: true,
             own_mapping: self.own_mapping,
             fragments: self.fragments,
             ..Self::default()
@@ -149,8 +149,8 @@ impl ChunkState {
     }
 
     /// It came back.
-    pub(super) fn resume(&mut self) {
-        (self.released, self.pending) = (false, true);
+    pub(super) fn take_back(&mut self) {
+        (self.lent, self.pending) = (false, true);
     }
 
     /// Other pages belong to the chunk than those that were watched.
@@ -256,7 +256,7 @@ impl ChunkState {
     /// Whether pages that the kernel had copied are to be looked at in this pass. Memory that is lent is left alone.
     pub(super) fn copies_due(&mut self) -> bool {
         self.copies.rest = self.copies.rest.saturating_sub(1);
-        self.copies.patience > 0 && self.copies.rest == 0 && !self.released
+        self.copies.patience > 0 && self.copies.rest == 0 && !self.lent
     }
 
     /// They were looked at, and are to be looked at once more, ever later if nothing happens.

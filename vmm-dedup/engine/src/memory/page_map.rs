@@ -17,7 +17,7 @@ use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::{Chunk, Memory, Page};
 use crate::memory::mappings::Mappings;
 use crate::memory::outbox::{Outbox, Sighting};
-use crate::memory::page_state::{Backing, Edges, Known, PageState, Retry};
+use crate::memory::page_state::{Backing, Edges, Known, PageState, PinnedUntil};
 use crate::memory::page_table::{Counts, PageTable};
 use crate::sys::page_size::PAGE_SIZE;
 use std::collections::BTreeSet;
@@ -164,7 +164,7 @@ impl PageMap {
 
     /// Whether a page is somebody else's to register for now.
     pub(crate) fn is_lent(&self, page: Page) -> bool {
-        self.memory.has(page) && self.chunk(self.chunk_of(page)).released
+        self.memory.has(page) && self.chunk(self.chunk_of(page)).lent
     }
 
     /// Copies whose addresses lie in these ranges, in order; but for those in memory that is lent.
@@ -509,7 +509,7 @@ impl PageMap {
     pub(crate) fn not_merged(&mut self, page: Page, why: NotMerged, pass: u64) {
         let state = self.state(page);
         let known = match why {
-            NotMerged::Pinned => Known::Pinned(Retry::after(state.known, pass)),
+            NotMerged::Pinned => Known::Pinned(PinnedUntil::after(state.known, pass)),
             NotMerged::Stayed => Known::WriteProtected,
             NotMerged::Returned => Known::Nothing,
         };
@@ -552,7 +552,7 @@ impl PageMap {
     /// A page that the kernel had copied may be pinned, for all that can be told: it is left alone for some passes.
     pub(crate) fn copy_may_be_pinned(&mut self, page: Page, pass: u64) {
         let PageState { backing, known } = self.state(page);
-        let retry = Retry::after(known, pass);
+        let retry = PinnedUntil::after(known, pass);
         let known = Known::Pinned(retry);
         self.set(page, PageState { backing, known });
         let chunk = self.chunk_of(page);

@@ -67,7 +67,7 @@ pub(crate) enum Known {
     Volatile,
     /// Pinned, or shared with another process, when it was to be merged, or nothing told that it is not: left alone until a
     /// pass.
-    Pinned(Retry),
+    Pinned(PinnedUntil),
     /// Keyed, but not reported to the store: it lies in a huge page, or is a copy in a mapping of the store, whose writes
     /// nobody tracks, so that it is looked at once more.
     Keyed(Key),
@@ -84,7 +84,7 @@ pub(crate) struct PageState {
 
 /// When a pinned page is tried again. The pause between tries doubles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Retry {
+pub(crate) struct PinnedUntil {
     /// The pass, modulo 2^32.
     due: u32,
     /// Logarithm of the pause before it.
@@ -94,7 +94,7 @@ pub(crate) struct Retry {
 /// The first pause and the longest, as logarithms of passes: 8 and 512.
 const PAUSES: std::ops::RangeInclusive<u8> = 3..=9;
 
-impl Retry {
+impl PinnedUntil {
     /// After a failure in `pass` of a page of which `known` is known.
     pub(crate) fn after(known: Known, pass: u64) -> Self {
         let pause = match known {
@@ -258,7 +258,7 @@ impl Known {
             Known::Nothing => (0, 0),
             Known::WriteProtected => (1, 0),
             Known::Volatile => (2, 0),
-            Known::Pinned(Retry { due, pause }) => (3, u64::from(due) | u64::from(pause) << 32),
+            Known::Pinned(PinnedUntil { due, pause }) => (3, u64::from(due) | u64::from(pause) << 32),
             Known::Keyed(key) => (4, key.raw()),
             Known::Candidate(key) => (CANDIDATE, key.raw()),
         }
@@ -271,7 +271,7 @@ impl Known {
         match (number, key) {
             (1, _) => Known::WriteProtected,
             (2, _) => Known::Volatile,
-            (3, _) => Known::Pinned(Retry {
+            (3, _) => Known::Pinned(PinnedUntil {
                 due: payload as u32,
                 pause: (payload >> 32) as u8,
             }),
@@ -409,7 +409,7 @@ pub(super) mod tests {
             Just(Known::Nothing),
             key().prop_map(Known::Keyed),
             key().prop_map(Known::Candidate),
-            (any::<u32>(), PAUSES).prop_map(|(due, pause)| Known::Pinned(Retry { due, pause })),
+            (any::<u32>(), PAUSES).prop_map(|(due, pause)| Known::Pinned(PinnedUntil { due, pause })),
         ]
     }
 
@@ -422,7 +422,7 @@ pub(super) mod tests {
             Just(PageState::private(Known::WriteProtected)),
             Just(PageState::private(Known::Volatile)),
             (any::<u32>(), PAUSES)
-                .prop_map(|(due, pause)| PageState::private(Known::Pinned(Retry { due, pause }))),
+                .prop_map(|(due, pause)| PageState::private(Known::Pinned(PinnedUntil { due, pause }))),
             key().prop_map(|key| PageState::private(Known::Keyed(key))),
             key().prop_map(|key| PageState::private(Known::Candidate(key))),
             Just(PageState::resting(Backing::Zero)),
@@ -479,7 +479,7 @@ pub(super) mod tests {
                 Known::Pinned(retry) if !retry.is_due(pass) => continue,
                 _ => tries.push(pass + 20 - u64::from(u32::MAX)),
             }
-            known = Known::Pinned(Retry::after(known, pass));
+            known = Known::Pinned(PinnedUntil::after(known, pass));
             if tries.len() == 10 {
                 break;
             }

@@ -21,12 +21,12 @@ const LEAST_SAMPLE: usize = CHUNK_PAGES / SAMPLING / 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Merge,
-    Refuse(Reason),
+    Refuse(Obstacle),
 }
 
 /// Why a page may not share a slot now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reason {
+pub(crate) enum Obstacle {
     /// Something could be lost: merging is suspended for all of the VM.
     Suspended,
     /// It is shared already.
@@ -70,13 +70,13 @@ impl Admission<'_> {
             backing => backing.is_copied(),
         };
         let reason = match () {
-            () if self.suspended => Reason::Suspended,
-            () if !private => Reason::Changed,
-            () if map.backing(page).is_copied() && !self.heals => Reason::MayBePinned,
-            () if state.huge && !state.twins.split => Reason::Huge,
-            () if !as_one && self.monitor.probes().include(map, chunk, page) => Reason::Probe,
+            () if self.suspended => Obstacle::Suspended,
+            () if !private => Obstacle::Changed,
+            () if map.backing(page).is_copied() && !self.heals => Obstacle::MayBePinned,
+            () if state.huge && !state.twins.split => Obstacle::Huge,
+            () if !as_one && self.monitor.probes().include(map, chunk, page) => Obstacle::Probe,
             // A lost store's page comes home first, which frees mappings; it is asked again then.
-            () if slot.is_some() && !orphan && !map.has_vmas_for(VMAS_PER_RUN) => Reason::NoMappings,
+            () if slot.is_some() && !orphan && !map.has_vmas_for(VMAS_PER_RUN) => Obstacle::NoMappings,
             () => return Verdict::Merge,
         };
         Verdict::Refuse(reason)
@@ -104,12 +104,12 @@ impl Admission<'_> {
                 match self.judge(map, request.page, request.slot, as_one) {
                     Verdict::Merge => admitted.push(*request),
                     Verdict::Refuse(reason) => {
-                        if reason == Reason::NoMappings {
+                        if reason == Obstacle::NoMappings {
                             account.stats.refused_vmas_total += 1;
                             full = true;
                         }
                         map.defer(request.page, request.publisher_ref());
-                        if reason == Reason::MayBePinned {
+                        if reason == Obstacle::MayBePinned {
                             account.stats.heal_pinned_total += 1;
                             map.copy_may_be_pinned(request.page, pass);
                         }

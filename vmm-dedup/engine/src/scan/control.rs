@@ -30,7 +30,7 @@ pub(crate) enum Change {
 
 /// What the scanning thread is asked to do next.
 #[derive(Debug)]
-pub(crate) enum Request {
+pub(crate) enum Command {
     /// One pass, now; then tell.
     Pass(Sender<ServiceStats>),
     /// Bring everything back to anonymous memory; then tell, whoever asked.
@@ -45,12 +45,12 @@ pub(crate) enum Request {
     Stop { unmerge: bool },
 }
 
-impl Request {
+impl Command {
     /// Whether a pass ends early for it.
     fn is_urgent(&self) -> bool {
         matches!(
             self,
-            Request::Change(..) | Request::DirectIo(_) | Request::HiddenPins(_)
+            Command::Change(..) | Command::DirectIo(_) | Command::HiddenPins(_)
         )
     }
 }
@@ -58,7 +58,7 @@ impl Request {
 /// Why the scanning thread goes on.
 #[derive(Debug)]
 pub(crate) enum Event {
-    Request(Request),
+    Command(Command),
     /// Something to answer, from the store or a thread of the VMM.
     Question,
     /// It is time for the next pass, or to start or stop resting.
@@ -72,7 +72,7 @@ type Question = (Option<Range<u64>>, Sender<Explained>);
 struct Inner {
     /// Nobody answers any more.
     closed: bool,
-    requests: Vec<Request>,
+    commands: Vec<Command>,
     questions: Vec<Question>,
     stats: ServiceStats,
 }
@@ -108,16 +108,16 @@ impl Control {
         })
     }
 
-    pub(crate) fn request(&self, request: Request) {
-        if matches!(request, Request::Stop { .. }) {
+    pub(crate) fn order(&self, command: Command) {
+        if matches!(command, Command::Stop { .. }) {
             self.stop.store(true, Ordering::Release);
         }
         let mut inner = self.lock();
         if !inner.closed {
-            if request.is_urgent() {
+            if command.is_urgent() {
                 self.change.store(true, Ordering::Release);
             }
-            inner.requests.push(request);
+            inner.commands.push(command);
         }
         self.bell.ring();
     }
@@ -134,7 +134,7 @@ impl Control {
     pub(crate) fn close(&self) {
         let mut inner = self.lock();
         inner.closed = true;
-        inner.requests.clear();
+        inner.commands.clear();
         inner.questions.clear();
     }
 
@@ -224,11 +224,11 @@ impl Control {
         loop {
             {
                 let mut inner = self.lock();
-                if !inner.requests.is_empty() {
-                    let request = inner.requests.remove(0);
+                if !inner.commands.is_empty() {
+                    let command = inner.commands.remove(0);
                     self.change
-                        .store(inner.requests.iter().any(Request::is_urgent), Ordering::Release);
-                    return Event::Request(request);
+                        .store(inner.commands.iter().any(Command::is_urgent), Ordering::Release);
+                    return Event::Command(command);
                 }
                 if !inner.questions.is_empty() {
                     return Event::Question;

@@ -6,8 +6,8 @@ use crate::lookup::find::twin;
 use crate::memory::layout::Page;
 use crate::memory::page_map::VMAS_PER_RUN;
 use crate::memory::page_state::{Backing, Known, PageState};
-use crate::merge::admission::{Admission, Reason, Verdict};
-use crate::scan::control::Request;
+use crate::merge::admission::{Admission, Obstacle, Verdict};
+use crate::scan::control::Command;
 use crate::scan::pass::Pass;
 use crate::store::connection::{Explained, Question, Store};
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
@@ -59,7 +59,7 @@ impl Pass {
         if done.is_ok() && set.settings.switch == Some(Switch::OffUnmerge) {
             // Answered when it is done.
             store.unmerging.push(set.serial);
-            self.control.request(Request::Unmerge(None));
+            self.control.order(Command::Unmerge(None));
             return Ok(());
         }
         store.done(set.serial, &done)
@@ -221,12 +221,12 @@ impl Pass {
 fn class_of(verdict: Verdict, to: &mut Explanation) -> &mut u64 {
     match verdict {
         Verdict::Merge => &mut to.waiting,
-        Verdict::Refuse(Reason::Suspended) => &mut to.suspended,
-        Verdict::Refuse(Reason::Changed) => &mut to.shared,
-        Verdict::Refuse(Reason::MayBePinned) => &mut to.may_be_pinned,
-        Verdict::Refuse(Reason::Probe) => &mut to.probe,
-        Verdict::Refuse(Reason::Huge) => &mut to.huge,
-        Verdict::Refuse(Reason::NoMappings) => &mut to.over_vmas,
+        Verdict::Refuse(Obstacle::Suspended) => &mut to.suspended,
+        Verdict::Refuse(Obstacle::Changed) => &mut to.shared,
+        Verdict::Refuse(Obstacle::MayBePinned) => &mut to.may_be_pinned,
+        Verdict::Refuse(Obstacle::Probe) => &mut to.probe,
+        Verdict::Refuse(Obstacle::Huge) => &mut to.huge,
+        Verdict::Refuse(Obstacle::NoMappings) => &mut to.over_vmas,
     }
 }
 
@@ -238,12 +238,12 @@ mod tests {
     fn every_reason_has_a_class_of_its_own() {
         let classes = [
             (Verdict::Merge, "waiting"),
-            (Verdict::Refuse(Reason::Suspended), "suspended"),
-            (Verdict::Refuse(Reason::Changed), "shared"),
-            (Verdict::Refuse(Reason::MayBePinned), "may_be_pinned"),
-            (Verdict::Refuse(Reason::Probe), "probe"),
-            (Verdict::Refuse(Reason::Huge), "huge"),
-            (Verdict::Refuse(Reason::NoMappings), "over_vmas"),
+            (Verdict::Refuse(Obstacle::Suspended), "suspended"),
+            (Verdict::Refuse(Obstacle::Changed), "shared"),
+            (Verdict::Refuse(Obstacle::MayBePinned), "may_be_pinned"),
+            (Verdict::Refuse(Obstacle::Probe), "probe"),
+            (Verdict::Refuse(Obstacle::Huge), "huge"),
+            (Verdict::Refuse(Obstacle::NoMappings), "over_vmas"),
         ];
         for (verdict, class) in classes {
             let mut explanation = Explanation::default();

@@ -287,16 +287,16 @@ impl Pass {
     }
 
     /// Leaves files that went: copies come home, and so does what is left of stores that are gone.
-    pub(super) fn leave_files(&mut self) -> Result<(), Error> {
+    pub(super) fn vacate_files(&mut self) -> Result<(), Error> {
         let kept = self.session.take_kept();
         let copies = self.map.copies_within(&kept);
         self.bring_home(&copies)?;
-        self.leave_old_stores(Copies::Move)
+        self.vacate_old_stores(Copies::Move)
     }
 
     /// Leaves files of stores that are gone, once it is time.
-    pub(super) fn leave_old_stores(&mut self, copies: Copies) -> Result<(), Error> {
-        if !self.session.leaves_old_stores() {
+    pub(super) fn vacate_old_stores(&mut self, copies: Copies) -> Result<(), Error> {
+        if !self.session.vacates_old_stores() {
             return Ok(());
         }
         let (slots, orphaned) = self.map.settled_orphans();
@@ -309,7 +309,7 @@ impl Pass {
         }
         let home = copies == Copies::Move && self.bring_home(&orphaned)?;
         let done = home && self.map.counts().orphaned == 0;
-        self.session.note_leaving(done);
+        self.session.note_vacated(done);
         Ok(())
     }
 

@@ -5,10 +5,6 @@ use crate::lookup::request::MergeRequest;
 use crate::memory::layout::{HostRange, Memory, Page};
 use crate::scan::control::Change;
 use crate::scan::pass::Pass;
-use crate::sys::late_log;
-use crate::sys::page_size::bytes;
-use crate::sys::relocate;
-use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -67,7 +63,7 @@ impl Pass {
         self.note_breaks();
         for pages in self.map.memory().within(range) {
             for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
-                self.map.release(at);
+                self.map.lend(at);
                 let pages = self.map.chunk_at(at).pages.clone();
                 let made_private = self.make_private(pages.clone());
                 let unregistered = self.unregister(pages);
@@ -75,8 +71,8 @@ impl Pass {
             }
         }
         let memory = self.map.memory().clone();
-        let released: Vec<bool> = self.map.chunks().iter().map(|chunk| chunk.released).collect();
-        self.drop_work(|page| !released[memory.chunk_of(page)]);
+        let lent: Vec<bool> = self.map.chunks().iter().map(|chunk| chunk.lent).collect();
+        self.drop_work(|page| !lent[memory.chunk_of(page)]);
         result
     }
 
@@ -90,97 +86,10 @@ impl Pass {
                         self.space.register(&self.addresses(&run))?;
                     }
                 }
-                self.map.resume(at);
+                self.map.take_back(at);
             }
         }
         Ok(())
-    }
-
-    /// Tracks writes to memory of which the kernel had refused that. Memory that is lent is somebody else's to register; what
-    /// went since is nobody's.
-    pub(super) fn track_what_was_lost(&mut self) {
-        let lost = self.space.uffd.take_untracked();
-        let lost = lost.iter().flat_map(|range| self.map.memory().within(range));
-        for pages in lost.collect::<Vec<_>>() {
-            for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
-                let chunk = self.map.chunk_at(at).pages.clone();
-                if !self.map.chunk(at).released {
-                    self.track(pages.start.max(chunk.start)..pages.end.min(chunk.end));
-                    self.map.requeue_chunk(at);
-                }
-            }
-        }
-    }
-
-    fn track(&mut self, pages: Range<Page>) {
-        for run in self.runs_by_mapping(pages) {
-            let range = self.addresses(&run);
-            if self.map.backing(run.start).in_file_mapping() {
-                continue;
-            }
-            relocate::track(&self.space.uffd, range, "tracking writes again");
-        }
-    }
-
-    /// The end: nobody waits for the service any more, and no write is tracked. Memory that is lent may be registered by somebody
-    /// else.
-    pub(super) fn end_registrations(&mut self) {
-        self.space.breaker.end();
-        self.note_breaks();
-        for pages in self.map.memory().existing(0..Page::MAX) {
-            let ours: Vec<Page> = pages.filter(|page| !self.map.is_lent(*page)).collect();
-            for pages in ours.chunk_by(|a, b| *b == a + 1) {
-                for run in self.runs_by_mapping(pages[0]..pages[0] + Page::try_from(pages.len()).unwrap_or(0))
-                {
-                    if let Err(error) = self.end_registration(&run) {
-                        late_log::note("ending registrations", &error, "they end with their descriptors");
-                    }
-                }
-            }
-        }
-    }
-
-    /// Of neighbours of which all or none lie in mappings of store files.
-    fn end_registration(&self, run: &Range<Page>) -> io::Result<()> {
-        let range = self.addresses(run);
-        if self.map.backing(run.start).in_file_mapping() {
-            self.space.breaker.unregister(&range)
-        } else {
-            self.space.uffd.unregister(range.start, range.len())
-        }
-    }
-
-    /// Ends all registrations of some pages.
-    fn unregister(&mut self, pages: Range<Page>) -> Result<(), Error> {
-        for run in self.runs_by_mapping(pages) {
-            self.end_registration(&run).map_err(|source| Error::Register {
-                address: self.map.memory().address(run.start),
-                source,
-            })?;
-            // Not tracked from here on: whatever was known of its content may become wrong.
-            if !self.map.backing(run.start).in_file_mapping() {
-                self.map.forget(run);
-            }
-        }
-        Ok(())
-    }
-
-    fn addresses(&self, pages: &Range<Page>) -> Range<usize> {
-        let start = self.map.memory().address(pages.start);
-        start..start + bytes(pages.len())
-    }
-
-    /// Neighbours of which all or none lie in mappings of store files.
-    fn runs_by_mapping(&self, pages: Range<Page>) -> Vec<Range<Page>> {
-        let in_file = |page: Page| self.map.backing(page).in_file_mapping();
-        let mut runs: Vec<Range<Page>> = Vec::new();
-        for page in pages {
-            match runs.last_mut() {
-                Some(run) if in_file(run.start) == in_file(page) => run.end += 1,
-                _ => runs.push(page..page + 1),
-            }
-        }
-        runs
     }
 
     /// From now on the memory is this one. Pages that stay have the numbers that they had.

@@ -10,6 +10,7 @@ pub(crate) mod order;
 pub(crate) mod pace;
 pub(crate) mod pass;
 mod poll;
+mod registrations;
 pub(crate) mod settle;
 pub(crate) mod stages;
 pub(crate) mod standby;

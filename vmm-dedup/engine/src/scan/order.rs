@@ -47,7 +47,7 @@ impl ScanOrder {
     }
 
     fn is_due(&mut self, at: usize, chunk: &ChunkState) -> bool {
-        if chunk.released {
+        if chunk.lent {
             return false;
         }
         let turn = |period: u64| (self.pass + at as u64).is_multiple_of(period);
@@ -93,7 +93,7 @@ mod tests {
     fn only_chunks_where_something_happened_are_visited() {
         let mut map = map(10);
         (0..12).for_each(|at| map.end_visit(at, false));
-        map.release(7);
+        map.lend(7);
         [3, 4, 7].into_iter().for_each(|at| map.requeue_chunk(at));
         assert!(order(&map, 1).into_iter().eq(std::iter::once(3..5)));
         // Each in its turn, whether pending or not.

@@ -16,7 +16,7 @@ impl Pass {
     /// Works until there is nothing left to tell, hash, publish or merge.
     pub(super) fn settle(&mut self) -> Result<(), Error> {
         self.follow_moves()?;
-        self.leave_files()?;
+        self.vacate_files()?;
         self.take_quiesced();
         self.resync()?;
         loop {

@@ -26,7 +26,7 @@ impl Pass {
     pub(super) fn stand_by(&mut self) -> Result<(), Error> {
         self.drop_found();
         self.follow_while_resting();
-        match self.leave_old_stores(Copies::Stay) {
+        match self.vacate_old_stores(Copies::Stay) {
             // Whoever interrupts it is heard soon.
             Ok(()) | Err(Error::Stopped) => {}
             Err(error) => return Err(error),

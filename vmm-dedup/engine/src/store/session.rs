@@ -31,8 +31,8 @@ const LOOK_SHARE: u32 = 100;
 
 /// From a connection to another store on, pages of the one that is gone have so long to find twins; and the time from one try to
 /// leave it to the next.
-const LEAVE_AFTER: Duration = Duration::from_secs(20);
-const LEAVE_PERIOD: Duration = Duration::from_secs(10);
+const VACATE_AFTER: Duration = Duration::from_secs(20);
+const VACATE_PERIOD: Duration = Duration::from_secs(10);
 
 /// Why the store may have forgotten sightings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,7 +82,7 @@ pub(crate) struct Session {
     /// Where segments that went are still mapped.
     kept: Vec<Range<usize>>,
     /// When what is still mapped of stores that are gone is to be left.
-    leave_at: Option<Instant>,
+    vacate_at: Option<Instant>,
 }
 
 impl Session {
@@ -102,7 +102,7 @@ impl Session {
             resync_at: None,
             mappings_look: MappingsLook::default(),
             kept: Vec::new(),
-            leave_at: None,
+            vacate_at: None,
         };
         session.connect(pages)?;
         Ok(session)
@@ -124,7 +124,7 @@ impl Session {
         map.forget_outbox();
         match self.connect(map.memory().pages()) {
             Ok(()) => {
-                self.leave_at = Some(Instant::now() + LEAVE_AFTER);
+                self.vacate_at = Some(Instant::now() + VACATE_AFTER);
                 log::info!("connected to the store at {}", self.path.display());
             }
             Err(error) => log::debug!("{error}"),
@@ -235,13 +235,13 @@ impl Session {
     }
 
     /// Whether it is time to leave what is still mapped of stores that are gone.
-    pub(crate) fn leaves_old_stores(&self) -> bool {
-        self.store.is_some() && self.leave_at.is_some_and(|at| at <= Instant::now())
+    pub(crate) fn vacates_old_stores(&self) -> bool {
+        self.store.is_some() && self.vacate_at.is_some_and(|at| at <= Instant::now())
     }
 
     /// All of these was left, or it is tried again later.
-    pub(crate) fn note_leaving(&mut self, done: bool) {
-        self.leave_at = (!done).then(|| Instant::now() + LEAVE_PERIOD);
+    pub(crate) fn note_vacated(&mut self, done: bool) {
+        self.vacate_at = (!done).then(|| Instant::now() + VACATE_PERIOD);
     }
 
     /// What entered the index since the last call; `None` if nothing did.

@@ -29,7 +29,7 @@ const ENTRY_EXCLUSIVE: u64 = 1 << 56;
 
 #[repr(C)]
 #[derive(Default)]
-struct Request {
+struct ScanArgs {
     size: u64,
     flags: u64,
     start: u64,
@@ -52,7 +52,7 @@ struct PageRegion {
     categories: u64,
 }
 
-const _: () = assert!(size_of::<Request>() == 96 && size_of::<PageRegion>() == 24);
+const _: () = assert!(size_of::<ScanArgs>() == 96 && size_of::<PageRegion>() == 24);
 
 /// A stretch of private pages that are not known to be unwritten.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,7 +75,7 @@ impl Pagemap {
         let file = File::open(PATH).map_err(Error::Pagemap)?;
         let mut regions = vec![PageRegion::default(); 512];
         // An empty range asks the kernel for nothing but whether it knows the request.
-        match scan(&file, &mut Request::new(0..0, &mut regions)) {
+        match scan(&file, &mut ScanArgs::new(0..0, &mut regions)) {
             Err(e) if e.raw_os_error() == Some(libc::ENOTTY) => {
                 Err(Error::KernelLacks("the PAGEMAP_SCAN ioctl (Linux 6.7)"))
             }
@@ -198,12 +198,12 @@ impl Pagemap {
         any: u64,
         returned: u64,
     ) -> io::Result<(usize, usize)> {
-        let mut request = Request {
+        let mut request = ScanArgs {
             category_inverted: inverted,
             category_mask: mask,
             category_anyof_mask: any,
             return_mask: returned,
-            ..Request::new(range.clone(), &mut self.regions)
+            ..ScanArgs::new(range.clone(), &mut self.regions)
         };
         let found = scan(&self.file, &mut request).inspect_err(|error| {
             late_log::note(
@@ -234,9 +234,9 @@ impl Places {
     pub(crate) fn filled(&self, at: usize) -> bool {
         let mut region = [PageRegion::default()];
         loop {
-            let mut request = Request {
+            let mut request = ScanArgs {
                 category_anyof_mask: PRESENT | SWAPPED,
-                ..Request::new(at..at + PAGE_SIZE, &mut region)
+                ..ScanArgs::new(at..at + PAGE_SIZE, &mut region)
             };
             match scan(&self.0, &mut request) {
                 Ok(found) => return found > 0,
@@ -248,7 +248,7 @@ impl Places {
     }
 }
 
-impl Request {
+impl ScanArgs {
     fn new(range: Range<usize>, regions: &mut [PageRegion]) -> Self {
         Self {
             size: size_of::<Self>() as u64,
@@ -263,10 +263,10 @@ impl Request {
 
 /// Fills the regions of a request; how many of them.
 #[cfg_attr(any(test, feature = "inject"), track_caller)]
-fn scan(file: &File, request: &mut Request) -> io::Result<usize> {
+fn scan(file: &File, request: &mut ScanArgs) -> io::Result<usize> {
     inject::before(Call::PagemapScan)?;
     // SAFETY: the request is of the size that its constant states; vec points to vec_len regions that are exclusively the
-    // caller's for the duration of the call, as only Request::new makes them.
+    // caller's for the duration of the call, as only ScanArgs::new makes them.
     let found = unsafe { libc::ioctl(file.as_raw_fd(), PAGEMAP_SCAN, &mut *request) };
     usize::try_from(found).map_err(|_| io::Error::last_os_error())
 }

@@ -59,7 +59,7 @@ const STAYS: &str = "the small pages stay for now; memory or mappings (vm.max_ma
 
 /// Why a huge page was not built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Refusal {
+enum NotBuilt {
     /// A page is pinned, or the kernel copied it on write, so that it may be.
     Pinned,
     /// The host has too little memory, or no huge page.
@@ -86,9 +86,9 @@ pub(crate) fn collapse(
     };
     log::debug!("the {at}th 2 MiB stay small: {reason:?}");
     let counter = match reason {
-        Refusal::Pinned => &mut account.stats.rebuild_pinned_total,
-        Refusal::Memory => &mut account.stats.rebuild_memory_total,
-        Refusal::Other => &mut account.stats.rebuild_other_total,
+        NotBuilt::Pinned => &mut account.stats.rebuild_pinned_total,
+        NotBuilt::Memory => &mut account.stats.rebuild_memory_total,
+        NotBuilt::Other => &mut account.stats.rebuild_other_total,
     };
     *counter += 1;
     map.policy_mut(at).wait = PAUSE;
@@ -101,10 +101,10 @@ fn try_to_collapse(
     account: &mut Account,
     pass: u64,
     at: usize,
-) -> Result<(), Refusal> {
+) -> Result<(), NotBuilt> {
     let pages = map.chunk_at(at).pages.clone();
     if pages.len() != CHUNK_PAGES || !map.has_vmas_for(VMAS_PER_HUGE_PAGE) {
-        return Err(Refusal::Other);
+        return Err(NotBuilt::Other);
     }
     space.take_broken(map, account);
     let may_be_pinned = |page| {
@@ -113,7 +113,7 @@ fn try_to_collapse(
         state.backing.is_copied() || waits
     };
     if pages.clone().any(may_be_pinned) {
-        return Err(Refusal::Pinned);
+        return Err(NotBuilt::Pinned);
     }
     let mut huge = fresh_huge_page(space)?;
     if private_stretches(map, at) > FEW_STRETCHES {
@@ -136,15 +136,15 @@ fn private_stretches(map: &PageMap, at: usize) -> usize {
 }
 
 /// An empty huge page of our own.
-fn fresh_huge_page(space: &mut AddressSpace) -> Result<Anonymous, Refusal> {
+fn fresh_huge_page(space: &mut AddressSpace) -> Result<Anonymous, NotBuilt> {
     let spare = MEMORY_TO_SPARE.max(space.breaker.stats().1.floor_bytes);
     let needed = spare.saturating_add(2 * HUGE_SIZE as u64);
     if proc::mem_available().is_none_or(|available| available < needed) {
-        return Err(Refusal::Memory);
+        return Err(NotBuilt::Memory);
     }
     let area = Anonymous::new_huge().and_then(populated).map_err(no_memory)?;
     let is_huge = space.pagemap.is_huge(area.base());
-    is_huge.then_some(area).ok_or(Refusal::Memory)
+    is_huge.then_some(area).ok_or(NotBuilt::Memory)
 }
 
 fn populated(area: Anonymous) -> io::Result<Anonymous> {
@@ -154,9 +154,9 @@ fn populated(area: Anonymous) -> io::Result<Anonymous> {
 
 /// Memory for copies could not be had.
 #[allow(clippy::needless_pass_by_value)] // for map_err
-fn no_memory(error: io::Error) -> Refusal {
+fn no_memory(error: io::Error) -> NotBuilt {
     late_log::note(STEP, &error, STAYS);
-    Refusal::Memory
+    NotBuilt::Memory
 }
 
 /// Puts copies of consecutive pages of a chunk into their place, made at the front of `fresh`.
@@ -167,7 +167,7 @@ fn put_in_place(
     at: usize,
     pages: &Range<Page>,
     fresh: &mut Anonymous,
-) -> Result<(), Refusal> {
+) -> Result<(), NotBuilt> {
     for _ in 0..TRIES {
         // What the fault thread replaced for a writer is private now.
         space.take_broken(map, account);
@@ -181,7 +181,7 @@ fn put_in_place(
             None => {}
         }
     }
-    Err(Refusal::Pinned)
+    Err(NotBuilt::Pinned)
 }
 
 /// `None`: a shared page was broken just now.
@@ -191,7 +191,7 @@ fn try_to_put_in_place(
     account: &mut Account,
     pages: &Range<Page>,
     fresh: &mut Anonymous,
-) -> Option<Result<(), Refusal>> {
+) -> Option<Result<(), NotBuilt>> {
     // Nobody frees any of it meanwhile.
     let discards = space.discards.clone();
     let mut discards = discards.lock();
@@ -203,7 +203,7 @@ fn try_to_put_in_place(
         let backing = map.backing(page);
         let address = start + bytes(offset);
         if backing.is_copied() {
-            return Some(Err(Refusal::Pinned));
+            return Some(Err(NotBuilt::Pinned));
         }
         if !backing.maps_a_slot() {
             private.insert(offset..offset + 1);
@@ -240,15 +240,15 @@ fn replace(
     shared: &[Range<usize>],
     private: &PageSet,
     fresh: &mut Anonymous,
-) -> Result<(), Refusal> {
+) -> Result<(), NotBuilt> {
     let pages = range.len() / PAGE_SIZE;
     let _urgent = Urgent::begin();
-    let mut window = Window::open(uffd, range.start, place, private).map_err(|_| Refusal::Other)?;
+    let mut window = Window::open(uffd, range.start, place, private).map_err(|_| NotBuilt::Other)?;
     for run in private.runs() {
         let known = |taken: &Taken| matches!(taken, Taken::Yes | Taken::Absent);
         if !window.take(run).iter().all(known) {
             // Everything goes back, without write tracking's marks, so that all of it counts as written.
-            return Err(Refusal::Pinned);
+            return Err(NotBuilt::Pinned);
         }
     }
     let copies = fresh.base();
@@ -268,7 +268,7 @@ fn replace(
     let put = unsafe { put_over(fresh.take_front(pages), range) };
     put.map_err(|error| {
         late_log::note(STEP, &error, STAYS);
-        Refusal::Other
+        NotBuilt::Other
     })?;
     window.replaced(0..pages);
     window.track(0..pages);

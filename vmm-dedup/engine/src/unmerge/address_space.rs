@@ -79,7 +79,7 @@ impl AddressSpace {
                 chunks.clone().for_each(|chunk| map.requeue_chunk(chunk));
                 let discarded = start..start + bytes(pages.len());
                 // Memory that was lent is somebody else's to register, until it comes back.
-                let lent = chunks.filter(|chunk| map.chunk(*chunk).released);
+                let lent = chunks.filter(|chunk| map.chunk(*chunk).lent);
                 let lent: Vec<Range<usize>> = lent
                     .map(|chunk| map.chunk_at(chunk).addresses())
                     .map(|chunk| chunk.start.max(discarded.start)..chunk.end.min(discarded.end))
@@ -162,7 +162,7 @@ impl AddressSpace {
         let start = map.memory().address(pages.start);
         let outcome = self
             .breaker
-            .restore(&mut self.pagemap, &(start..start + bytes(pages.len())));
+            .make_private(&mut self.pagemap, &(start..start + bytes(pages.len())));
         let within = |ranges: &[Range<usize>], at: usize| ranges.iter().any(|r| r.contains(&at));
         for page in pages.clone() {
             let (backing, at) = (map.backing(page), map.memory().address(page));

@@ -48,7 +48,7 @@ pub(crate) struct BreakStats {
 
 /// What became of a run that should go back to anonymous memory.
 #[derive(Debug, Default)]
-pub(crate) struct Restored {
+pub(crate) struct MadePrivate {
     /// What was looked at: the rest had been replaced already.
     pub(crate) examined: Vec<Range<usize>>,
     /// What is anonymous now.
@@ -294,15 +294,15 @@ impl Breaker {
 
     /// Turns the still shared pages of a store mapping into anonymous ones. What the kernel copied earlier stays as
     /// it is, and what a writer just made the fault thread replace is not touched at all.
-    pub(crate) fn restore(&self, pagemap: &mut Pagemap, run: &Range<usize>) -> Restored {
+    pub(crate) fn make_private(&self, pagemap: &mut Pagemap, run: &Range<usize>) -> MadePrivate {
         let mut inner = self.lock();
-        let mut outcome = Restored {
+        let mut outcome = MadePrivate {
             examined: self.ours(&inner, run),
-            ..Restored::default()
+            ..MadePrivate::default()
         };
         for part in outcome.examined.clone() {
             let before = outcome.anonymous.len();
-            let done = self.restore_locked(&mut inner, pagemap, &part, &mut outcome.anonymous);
+            let done = self.make_private_locked(&mut inner, pagemap, &part, &mut outcome.anonymous);
             // What is left of the part belongs to the kernel's copy-on-write.
             for rest in complement(&part, &outcome.anonymous[before..]) {
                 self.leave(&mut inner, &rest);
@@ -392,7 +392,7 @@ impl Breaker {
         parts
     }
 
-    fn restore_locked(
+    fn make_private_locked(
         &self,
         inner: &mut Inner,
         pagemap: &mut Pagemap,

@@ -68,13 +68,13 @@ impl PageMap {
     }
 
     /// A chunk is lent to somebody else: it is not looked at until it comes back.
-    pub(crate) fn release(&mut self, chunk: usize) {
-        self.chunks[chunk].release();
+    pub(crate) fn lend(&mut self, chunk: usize) {
+        self.chunks[chunk].lend();
     }
 
     /// A chunk that was lent came back.
-    pub(crate) fn resume(&mut self, chunk: usize) {
-        self.chunks[chunk].resume();
+    pub(crate) fn take_back(&mut self, chunk: usize) {
+        self.chunks[chunk].take_back();
     }
 }
 

@@ -251,8 +251,8 @@ fn play_chunk(map: &mut PageMap, others: &mut Others, chunk: usize, step: ChunkS
             map.policy_mut(chunk).note_repeated(0, 9);
         }
         ChunkStep::Released => {
-            map.release(chunk);
-            map.resume(chunk);
+            map.lend(chunk);
+            map.take_back(chunk);
         }
         ChunkStep::Rest => {
             map.note_faults();

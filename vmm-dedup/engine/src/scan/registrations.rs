@@ -1,0 +1,99 @@
+//! Registrations of guest memory with userfaultfds while the service runs, and their end.
+
+use crate::error::Error;
+use crate::memory::layout::Page;
+use crate::scan::pass::Pass;
+use crate::sys::late_log;
+use crate::sys::page_size::bytes;
+use crate::sys::relocate;
+use std::io;
+use std::ops::Range;
+
+impl Pass {
+    /// Tracks writes to memory of which the kernel had refused that. Memory that is lent is somebody else's to register; what
+    /// went since is nobody's.
+    pub(super) fn track_what_was_lost(&mut self) {
+        let lost = self.space.uffd.take_untracked();
+        let lost = lost.iter().flat_map(|range| self.map.memory().within(range));
+        for pages in lost.collect::<Vec<_>>() {
+            for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
+                let chunk = self.map.chunk_at(at).pages.clone();
+                if !self.map.chunk(at).lent {
+                    self.track(pages.start.max(chunk.start)..pages.end.min(chunk.end));
+                    self.map.requeue_chunk(at);
+                }
+            }
+        }
+    }
+
+    fn track(&mut self, pages: Range<Page>) {
+        for run in self.runs_by_mapping(pages) {
+            let range = self.addresses(&run);
+            if self.map.backing(run.start).in_file_mapping() {
+                continue;
+            }
+            relocate::track(&self.space.uffd, range, "tracking writes again");
+        }
+    }
+
+    /// The end: nobody waits for the service any more, and no write is tracked. Memory that is lent may be registered by somebody
+    /// else.
+    pub(super) fn end_registrations(&mut self) {
+        self.space.breaker.end();
+        self.note_breaks();
+        for pages in self.map.memory().existing(0..Page::MAX) {
+            let ours: Vec<Page> = pages.filter(|page| !self.map.is_lent(*page)).collect();
+            for pages in ours.chunk_by(|a, b| *b == a + 1) {
+                for run in self.runs_by_mapping(pages[0]..pages[0] + Page::try_from(pages.len()).unwrap_or(0))
+                {
+                    if let Err(error) = self.end_registration(&run) {
+                        late_log::note("ending registrations", &error, "they end with their descriptors");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Of neighbours of which all or none lie in mappings of store files.
+    fn end_registration(&self, run: &Range<Page>) -> io::Result<()> {
+        let range = self.addresses(run);
+        if self.map.backing(run.start).in_file_mapping() {
+            self.space.breaker.unregister(&range)
+        } else {
+            self.space.uffd.unregister(range.start, range.len())
+        }
+    }
+
+    /// Ends all registrations of some pages.
+    pub(super) fn unregister(&mut self, pages: Range<Page>) -> Result<(), Error> {
+        for run in self.runs_by_mapping(pages) {
+            self.end_registration(&run).map_err(|source| Error::Register {
+                address: self.map.memory().address(run.start),
+                source,
+            })?;
+            // Not tracked from here on: whatever was known of its content may become wrong.
+            if !self.map.backing(run.start).in_file_mapping() {
+                self.map.forget(run);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn addresses(&self, pages: &Range<Page>) -> Range<usize> {
+        let start = self.map.memory().address(pages.start);
+        start..start + bytes(pages.len())
+    }
+
+    /// Neighbours of which all or none lie in mappings of store files.
+    pub(super) fn runs_by_mapping(&self, pages: Range<Page>) -> Vec<Range<Page>> {
+        let in_file = |page: Page| self.map.backing(page).in_file_mapping();
+        let mut runs: Vec<Range<Page>> = Vec::new();
+        for page in pages {
+            match runs.last_mut() {
+                Some(run) if in_file(run.start) == in_file(page) => run.end += 1,
+                _ => runs.push(page..page + 1),
+            }
+        }
+        runs
+    }
+}
