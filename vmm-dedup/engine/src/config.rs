@@ -4,7 +4,7 @@ use crate::compare::registry::CPU;
 use crate::compare::{Engines, Work};
 use crate::error::Error;
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use vmm_dedup_protocol::stats::USE_SOURCES;
 
@@ -56,9 +56,12 @@ pub(crate) const INDEX: &str = "index";
 const MOST_HEAL_STALL_US: u64 = 1_000_000;
 
 /// Settings of a [`crate::DedupService`].
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
+    /// The socket of the page store, for a [`crate::Supervisor`]; empty: none is meant.
+    #[serde(skip_serializing_if = "is_empty")]
+    pub store: PathBuf,
     /// Name of the VM in metrics and logs.
     pub name: String,
     /// Whether to merge from the start; else only after it was switched on ([`crate::DedupService::set`], or an
@@ -124,6 +127,7 @@ impl Default for Verification {
 impl Default for Config {
     fn default() -> Self {
         Self {
+            store: PathBuf::new(),
             name: "vm".into(),
             enabled: true,
             pass_period_ms: 1000,
@@ -270,7 +274,20 @@ impl std::str::FromStr for UseSource {
     }
 }
 
+fn is_empty(path: &Path) -> bool {
+    path.as_os_str().is_empty()
+}
+
 impl Config {
+    /// Checks every field, and the engines' names.
+    ///
+    /// # Errors
+    /// Those of [`Self::validate`] and [`Self::check_engines`].
+    pub fn check(&self, engines: &Engines) -> Result<(), Error> {
+        self.validate()?;
+        self.check_engines(engines)
+    }
+
     /// Checks every field.
     ///
     /// # Errors
