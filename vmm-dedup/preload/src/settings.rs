@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use vmm_dedup::Config;
+use vmm_dedup::{Config, Refusal, refusal};
 
 /// From the variables VMM_DEDUP_*, read when the library is loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,12 +47,26 @@ impl Settings {
         self.name.clone().unwrap_or_else(program)
     }
 
-    /// The engine's settings: those of the file that VMM_DEDUP_CONFIG names, or the defaults. A name in the
-    /// environment goes before one in the file.
+    /// Who we are where the settings are wrong.
+    pub(crate) fn fallback(&self) -> Config {
+        Config {
+            store: self.store.clone(),
+            name: self.name(),
+            ..Config::default()
+        }
+    }
+
+    /// The engine's settings: those of the file that VMM_DEDUP_CONFIG names, or the defaults. The store and a name in the
+    /// environment go before those in the file.
     ///
     /// # Errors
-    /// One line that says what is wrong with the file.
-    pub(crate) fn config(&self) -> Result<Config, String> {
+    /// What is wrong with the file.
+    pub(crate) fn config(&self) -> Result<Config, Refusal> {
+        let lift = "correct the file that VMM_DEDUP_CONFIG names";
+        self.read().map_err(|mistake| refusal::settings(&mistake, lift))
+    }
+
+    fn read(&self) -> Result<Config, String> {
         let mut config = match &self.config {
             None => Config {
                 name: String::new(),
@@ -63,8 +77,8 @@ impl Settings {
         if self.name.is_some() || config.name.is_empty() {
             config.name = self.name();
         }
-        let checked = config.validate();
-        let checked = checked.and_then(|()| config.check_engines(&vmm_dedup_engines::engines()));
+        config.store.clone_from(&self.store);
+        let checked = config.check(&vmm_dedup_engines::engines());
         checked.map_err(|e| e.to_string())?;
         Ok(config)
     }
@@ -97,7 +111,7 @@ mod tests {
         let path = path.to_str().unwrap();
         settings(&[("VMM_DEDUP_STORE", "/s"), ("VMM_DEDUP_CONFIG", path)])
             .unwrap()
-            .config()
+            .read()
     }
 
     #[test]
@@ -153,7 +167,7 @@ mod tests {
             ("VMM_DEDUP_STORE", "/s"),
             ("VMM_DEDUP_CONFIG", "/nonexistent/x.toml"),
         ];
-        let error = settings(&variables).unwrap().config().unwrap_err();
+        let error = settings(&variables).unwrap().read().unwrap_err();
         assert!(error.contains("/nonexistent/x.toml"), "{error}");
     }
 }

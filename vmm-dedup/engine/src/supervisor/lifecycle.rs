@@ -59,8 +59,8 @@ impl Span {
 
 /// How long memory is lent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Lease {
-    /// Until [`Event::TakeBack`].
+pub enum Lease {
+    /// Until [`Supervisor::take_back`](crate::Supervisor::take_back).
     UntilTakenBack,
     /// Nobody will tell: it is tried whether the borrower has gone.
     UntilFree,

@@ -10,7 +10,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use vmm_dedup::{Breaks, Config, DedupService, Policy, UseSource, Verification};
+use vmm_dedup::{Breaks, Config, Options, Policy, Supervisor, UseSource, Verification};
 use vmm_dedup_fleet::dedup_file;
 use vmm_dedup_host::{Failure, kvm};
 use vmm_dedup_refvmm::{ExitReason, RunningVm, ThpMode, Vm, VmConfig};
@@ -159,8 +159,12 @@ impl RunArgs {
     }
 
     fn engine_config(&self) -> Result<Config, Failure> {
+        let store = self.store.clone().unwrap_or_default();
         if let Some(path) = &self.dedup_config {
-            return dedup_file::read(path);
+            return Ok(Config {
+                store,
+                ..dedup_file::read(path)?
+            });
         }
         let breaks = match self.breaks {
             BreakMode::Kernel => match self.heal_stall_us {
@@ -176,6 +180,7 @@ impl RunArgs {
             },
         };
         Ok(Config {
+            store,
             name: self.name.clone(),
             pass_period_ms: self.pass_period_ms,
             cpu_percent: self.cpu_percent,
@@ -200,8 +205,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     kvm::need()?;
     let config = args.vm_config();
     let vm = Vm::new(&config).map_err(Failure::from_error)?;
-    let service = match &args.store {
-        Some(store) => Some(start_dedup(&vm, store, args.engine_config()?)?),
+    let dedup = match &args.store {
+        Some(_) => Some(start_dedup(&vm, args.engine_config()?)?),
         None => None,
     };
     let vm = vm
@@ -222,9 +227,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
         std::thread::sleep(Duration::from_millis(1));
     };
     let exit = vm.wait().map_err(Failure::from_error)?;
-    if let Some(service) = service {
-        let stats = service.stop(args.account).map_err(Failure::from_error)?;
-        if args.account {
+    if let Some(dedup) = dedup {
+        let stats = dedup.detach(args.account).map_err(Failure::from_error)?;
+        if let Some(stats) = stats.filter(|_| args.account) {
             let account = json!({ "mapped": stats.pages_mapped, "merges": stats.merges_total + stats.zero_merges_total });
             eprintln!("{account}");
         }
@@ -240,13 +245,21 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     }
 }
 
-fn start_dedup(vm: &Vm, store: &Path, config: Config) -> Result<DedupService, Failure> {
-    let memory = Arc::new(vm.memory().clone());
-    let service = DedupService::start_with(memory, store, config, vmm_dedup_engines::engines());
-    let service = service.map_err(Failure::from_error)?;
-    // Its guests cannot run guests, and no other process has a file of this one's alone.
-    service.vouch_for_pins();
-    Ok(service)
+/// Dedup was asked for by hand: if it cannot start, nor does the VM.
+fn start_dedup(vm: &Vm, config: Config) -> Result<Supervisor, Failure> {
+    let options = Options {
+        engines: vmm_dedup_engines::engines(),
+        // Its guests cannot run guests, and no other process has a file of this one's alone.
+        vouch_for_pins: true,
+        ..Options::default()
+    };
+    let supervisor = Supervisor::spawn(options).map_err(Failure::from_error)?;
+    let started = supervisor
+        .attach(config)
+        .and_then(|()| supervisor.add_memory(Arc::new(vm.memory().clone())))
+        .and_then(|()| supervisor.start());
+    started.map_err(Failure::from_error)?;
+    Ok(supervisor)
 }
 
 /// Whoever sees the file sees the number in it.
