@@ -1,10 +1,14 @@
-//! Settings of a service.
+//! Settings of a service: one definition for TOML files, for JSON, for one line (see [`setup`]) and for programs.
+
+mod setup;
+
+pub use setup::Setup;
 
 use crate::compare::registry::CPU;
 use crate::compare::{Engines, Work};
 use crate::error::Error;
 use serde::{Deserialize, Serialize};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 use vmm_dedup_protocol::stats::USE_SOURCES;
 
@@ -59,9 +63,6 @@ const MOST_HEAL_STALL_US: u64 = 1_000_000;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// The socket of the page store, for a [`crate::Supervisor`]; empty: none is meant.
-    #[serde(skip_serializing_if = "is_empty")]
-    pub store: PathBuf,
     /// Name of the VM in metrics and logs.
     pub name: String,
     /// Whether to merge from the start; else only after it was switched on ([`crate::DedupService::set`], or an
@@ -127,7 +128,6 @@ impl Default for Verification {
 impl Default for Config {
     fn default() -> Self {
         Self {
-            store: PathBuf::new(),
             name: "vm".into(),
             enabled: true,
             pass_period_ms: 1000,
@@ -272,10 +272,6 @@ impl std::str::FromStr for UseSource {
                 )
             })
     }
-}
-
-fn is_empty(path: &Path) -> bool {
-    path.as_os_str().is_empty()
 }
 
 impl Config {

@@ -52,6 +52,8 @@ pub enum Error {
         value: String,
         rule: &'static str,
     },
+    #[error("the settings cannot be read: {0}")]
+    Settings(String),
     #[error("{field} is {name:?}, but this program has {known}")]
     NoEngine {
         field: &'static str,

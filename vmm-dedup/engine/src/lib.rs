@@ -52,16 +52,16 @@ mod unmerge;
 mod window;
 
 pub use compare::Engines;
-pub use config::{Breaks, Config, Policy, UseSource, Verification};
+pub use config::{Breaks, Config, Policy, Setup, UseSource, Verification};
 pub use error::{Backing, Error};
 pub use memory::layout::HostRange;
 #[cfg(feature = "blind-heals")]
 pub use merge::healer::heal_blindly;
 pub use service::DedupService;
 pub use store::refusal::Refused;
+pub use supervisor::{Lease, Options, Status, Supervisor};
 #[cfg(feature = "inject")]
 pub use sys::inject::{Call, Injection, Times};
-pub use supervisor::{Lease, Options, Status, Supervisor};
 pub use sys::sched::in_service_thread;
 pub use unmerge::discard::Discarder;
 pub use vmm_dedup_protocol::control::{Explanation, Settings, Switch};

@@ -54,7 +54,7 @@ pub(crate) fn spawn(settings: &'static Settings) -> bool {
     let Ok(supervisor) = Supervisor::spawn(options) else {
         return false;
     };
-    supervisor.attach_with(settings.fallback(), || settings.config());
+    supervisor.attach_with(settings.fallback(), || settings.setup());
     let discarder = supervisor.discarder();
     SUPERVISOR.set((supervisor, discarder)).is_ok()
 }

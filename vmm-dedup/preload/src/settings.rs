@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use vmm_dedup::{Config, Refusal, refusal};
+use vmm_dedup::{Config, Refusal, Setup, refusal};
 
 /// From the variables VMM_DEDUP_*, read when the library is loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,22 +48,29 @@ impl Settings {
     }
 
     /// Who we are where the settings are wrong.
-    pub(crate) fn fallback(&self) -> Config {
-        Config {
-            store: self.store.clone(),
+    pub(crate) fn fallback(&self) -> Setup {
+        self.with(Config {
             name: self.name(),
             ..Config::default()
+        })
+    }
+
+    fn with(&self, config: Config) -> Setup {
+        Setup {
+            store: self.store.clone(),
+            config,
         }
     }
 
-    /// The engine's settings: those of the file that VMM_DEDUP_CONFIG names, or the defaults. The store and a name in the
-    /// environment go before those in the file.
+    /// The engine's settings: those of the file that VMM_DEDUP_CONFIG names, or the defaults. A name in the environment goes
+    /// before one in the file.
     ///
     /// # Errors
     /// What is wrong with the file.
-    pub(crate) fn config(&self) -> Result<Config, Refusal> {
+    pub(crate) fn setup(&self) -> Result<Setup, Refusal> {
         let lift = "correct the file that VMM_DEDUP_CONFIG names";
-        self.read().map_err(|mistake| refusal::settings(&mistake, lift))
+        let config = self.read().map_err(|mistake| refusal::settings(&mistake, lift))?;
+        Ok(self.with(config))
     }
 
     fn read(&self) -> Result<Config, String> {
@@ -77,7 +84,6 @@ impl Settings {
         if self.name.is_some() || config.name.is_empty() {
             config.name = self.name();
         }
-        config.store.clone_from(&self.store);
         let checked = config.check(&vmm_dedup_engines::engines());
         checked.map_err(|e| e.to_string())?;
         Ok(config)
@@ -133,13 +139,13 @@ mod tests {
         let unnamed = settings(&[("VMM_DEDUP_STORE", "/s")]).unwrap();
         assert!(
             unnamed
-                .config()
+                .read()
                 .unwrap()
                 .name
                 .ends_with(&format!("-{}", std::process::id()))
         );
         let named = settings(&[("VMM_DEDUP_STORE", "/s"), ("VMM_DEDUP_NAME", "web1")]).unwrap();
-        assert_eq!(named.config().unwrap().name, "web1");
+        assert_eq!(named.read().unwrap().name, "web1");
     }
 
     #[test]

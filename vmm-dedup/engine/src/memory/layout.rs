@@ -49,7 +49,10 @@ impl HostRange {
     /// # Errors
     /// [`Error::Unaligned`], [`Error::NoMemory`].
     pub fn of_guest_memory<M: GuestMemoryBackend>(memory: &M) -> Result<Vec<Self>, Error> {
-        let ranges: Vec<Self> = memory.iter().map(Self::of_guest_region).collect::<Result<_, _>>()?;
+        let ranges: Vec<Self> = memory
+            .iter()
+            .map(Self::of_guest_region)
+            .collect::<Result<_, _>>()?;
         if ranges.is_empty() {
             Err(Error::NoMemory)
         } else {

@@ -1,7 +1,7 @@
 //! The supervisor's thread: carries out what the [`Lifecycle`] says.
 
 use crate::compare::Engines;
-use crate::config::Config;
+use crate::config::{Config, Setup};
 use crate::error::Error;
 use crate::memory::layout::HostRange;
 use crate::memory::ranges::complement;
@@ -26,7 +26,7 @@ pub(crate) struct Driver {
     shared: Arc<Shared>,
     engines: Engines,
     lifecycle: Lifecycle,
-    config: Config,
+    setup: Setup,
     service: Option<DedupService>,
     /// Tells the store why there is no service.
     refused: Option<Refused>,
@@ -54,7 +54,7 @@ impl Driver {
             shared,
             engines,
             lifecycle: Lifecycle::new(settle, vouch),
-            config: Config::default(),
+            setup: Setup::default(),
             service: None,
             refused: None,
             keeps: Vec::new(),
@@ -119,7 +119,7 @@ impl Driver {
     }
 
     /// A VM begins. If its settings are wrong it is refused by those to fall back on.
-    fn attach(&mut self, fallback: Config, configure: Configure) -> Result<(), Error> {
+    fn attach(&mut self, fallback: Setup, configure: Configure) -> Result<(), Error> {
         if self.lifecycle.is_attached() {
             return Err(Error::Attached);
         }
@@ -127,12 +127,12 @@ impl Driver {
             Some(hindrance) => Err(hindrance),
             None => configure(),
         };
-        let (config, wrong) = match checked {
-            Ok(config) => (config, None),
+        let (setup, wrong) = match checked {
+            Ok(setup) => (setup, None),
             Err(refusal) => (fallback, Some(refusal)),
         };
-        let enabled = config.enabled;
-        self.config = config;
+        let enabled = setup.config.enabled;
+        self.setup = setup;
         self.lifecycle.handle(Event::Attach { enabled }, Instant::now())?;
         let Some(refusal) = wrong else {
             return Ok(());
@@ -159,7 +159,7 @@ impl Driver {
         let event = match nested::here() {
             nested::Nesting::Off => return Ok(()),
             nested::Nesting::Pins => Event::HidePins,
-                        nested::Nesting::Unseen => Event::Refuse(refusal::nested()),
+            nested::Nesting::Unseen => Event::Refuse(refusal::nested()),
         };
         self.lifecycle.handle(event, Instant::now())
     }
@@ -168,7 +168,9 @@ impl Driver {
         match effect {
             Effect::Start(span) => return self.start(span),
             Effect::Stop { unmerge } => return self.stop(*unmerge),
-            Effect::Say(refusal) => log::warn!("VM {} is not deduplicated: {refusal}", self.config.name),
+            Effect::Say(refusal) => {
+                log::warn!("VM {} is not deduplicated: {refusal}", self.setup.config.name)
+            }
             Effect::Announce(refusal, pages) => self.announce(refusal, *pages),
             Effect::Withdraw => self.refused = None,
             Effect::Forget(range) => {
@@ -226,14 +228,14 @@ impl Driver {
         // Switched off, until threads that free memory find the discarder.
         let config = Config {
             enabled: false,
-            ..self.config.clone()
+            ..self.setup.config.clone()
         };
         // SAFETY: guest memory, which stays mapped until `Remove` or `Forget` is done, by what keeps it alive or as whoever
         // added it has promised, and which only the guest and raw addresses reach.
         let service = unsafe {
             DedupService::start_on_ranges_with(
                 &[host_range(span)?],
-                &self.config.store,
+                &self.setup.store,
                 config,
                 self.engines.clone(),
             )
@@ -256,12 +258,12 @@ impl Driver {
     }
 
     fn announce(&mut self, refusal: &Refusal, pages: u64) {
-        if self.config.store == Path::new("") {
+        if self.setup.store == Path::new("") {
             return;
         }
         // Who could not be told may still be told something else later.
         self.refused = None;
-        let announced = Refused::announce(&self.config.store, &self.config.name, pages, refusal);
+        let announced = Refused::announce(&self.setup.store, &self.setup.config.name, pages, refusal);
         self.refused = announced
             .inspect_err(|error| log::warn!("the store is not told: {error}"))
             .ok();

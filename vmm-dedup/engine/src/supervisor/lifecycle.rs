@@ -41,10 +41,7 @@ impl Span {
 
     /// Its parts in front of and behind what goes.
     fn without(&self, gone: &Range<usize>) -> impl Iterator<Item = Self> + use<> {
-        let Self {
-            range,
-            guest_address,
-        } = self.clone();
+        let Self { range, guest_address } = self.clone();
         let before = range.start..range.end.min(gone.start);
         let behind = range.start.max(gone.end)..range.end;
         [before, behind]
@@ -60,7 +57,7 @@ impl Span {
 /// How long memory is lent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lease {
-    /// Until [`Supervisor::take_back`](crate::Supervisor::take_back).
+    /// Until the VMM takes it back.
     UntilTakenBack,
     /// Nobody will tell: it is tried whether the borrower has gone.
     UntilFree,
@@ -578,7 +575,11 @@ impl Lifecycle {
 
     fn announce(&mut self, refusal: Refusal) {
         if !refusal::passes(&refusal) {
-            let pages = self.regions.iter().map(|r| r.span.range.len() / 4096).sum::<usize>();
+            let pages = self
+                .regions
+                .iter()
+                .map(|r| r.span.range.len() / 4096)
+                .sum::<usize>();
             self.effects
                 .push_back(Effect::Announce(refusal, pages.max(1) as u64));
         }
@@ -586,4 +587,5 @@ impl Lifecycle {
 }
 
 #[cfg(test)]
+#[path = "lifecycle/tests.rs"] // from wherever this file is included
 mod tests;

@@ -48,7 +48,7 @@ pub use lifecycle::Lease;
 pub use shared::Status;
 
 use crate::compare::Engines;
-use crate::config::Config;
+use crate::config::Setup;
 use crate::error::Error;
 use crate::memory::layout::HostRange;
 use crate::refusal;
@@ -72,7 +72,7 @@ use vmm_dedup_protocol::stats::ServiceStats;
 
 /// What a supervisor knows of its VMM.
 pub struct Options {
-    /// What there is for [`Config::search`] and [`Config::verify`].
+    /// What there is for [`Config::search`](crate::Config::search) and [`Config::verify`](crate::Config::verify).
     pub engines: Engines,
     /// See [`DedupService::vouch_for_pins`].
     pub vouch_for_pins: bool,
@@ -151,19 +151,19 @@ impl Supervisor {
     /// A VM begins. It is deduplicated as soon as it has memory and there is a store.
     ///
     /// # Errors
-    /// Those of [`Config::check`]; [`Error::Attached`]; [`Error::Stopped`].
-    pub fn attach(&self, config: Config) -> Result<(), Error> {
-        config.check(&self.engines)?;
-        let fallback = Box::new(config.clone());
-        self.ask(Letter::Attach(fallback, Box::new(|| Ok(config)))).0
+    /// Those of [`Setup::check`]; [`Error::Attached`]; [`Error::Stopped`].
+    pub fn attach(&self, setup: Setup) -> Result<(), Error> {
+        setup.check(&self.engines)?;
+        let fallback = Box::new(setup.clone());
+        self.ask(Letter::Attach(fallback, Box::new(|| Ok(setup)))).0
     }
 
     /// The same where settings are read in the supervisor's thread, and this one does not wait for it. If they are wrong the VM
     /// is refused, by the name and at the store of `fallback`.
     pub fn attach_with(
         &self,
-        fallback: Config,
-        configure: impl FnOnce() -> Result<Config, Refusal> + Send + 'static,
+        fallback: Setup,
+        configure: impl FnOnce() -> Result<Setup, Refusal> + Send + 'static,
     ) {
         self.post(Letter::Attach(Box::new(fallback), Box::new(configure)));
     }

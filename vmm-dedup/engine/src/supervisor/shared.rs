@@ -1,6 +1,6 @@
 //! What the supervisor's thread and the VMM's share.
 
-use crate::config::Config;
+use crate::config::Setup;
 use crate::error::Error;
 use crate::scan::control::Control;
 use crate::service::DedupService;
@@ -49,8 +49,8 @@ impl Shared {
     }
 }
 
-/// Makes the configuration of a VM, in the supervisor's thread.
-pub(crate) type Configure = Box<dyn FnOnce() -> Result<Config, Refusal> + Send>;
+/// Makes the setup of a VM, in the supervisor's thread.
+pub(crate) type Configure = Box<dyn FnOnce() -> Result<Setup, Refusal> + Send>;
 /// Something to be done in the supervisor's thread.
 pub(crate) type Work = Box<dyn FnOnce(Option<&DedupService>) + Send>;
 /// What keeps memory alive.
@@ -58,8 +58,8 @@ pub(crate) type Keep = Box<dyn Any + Send>;
 
 /// What a thread of the VMM sends.
 pub(crate) enum Letter {
-    /// A VM begins; what to fall back on where its configuration is wrong.
-    Attach(Box<Config>, Configure),
+    /// A VM begins; what to fall back on where its setup is wrong.
+    Attach(Box<Setup>, Configure),
     /// It has memory, which something may keep alive.
     Add(Vec<Span>, Option<Keep>),
     /// Something happened.

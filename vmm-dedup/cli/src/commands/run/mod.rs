@@ -10,7 +10,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use vmm_dedup::{Breaks, Config, Options, Policy, Supervisor, UseSource, Verification};
+use vmm_dedup::{Breaks, Config, Options, Policy, Setup, Supervisor, UseSource, Verification};
 use vmm_dedup_fleet::dedup_file;
 use vmm_dedup_host::{Failure, kvm};
 use vmm_dedup_refvmm::{ExitReason, RunningVm, ThpMode, Vm, VmConfig};
@@ -159,12 +159,8 @@ impl RunArgs {
     }
 
     fn engine_config(&self) -> Result<Config, Failure> {
-        let store = self.store.clone().unwrap_or_default();
         if let Some(path) = &self.dedup_config {
-            return Ok(Config {
-                store,
-                ..dedup_file::read(path)?
-            });
+            return dedup_file::read(path);
         }
         let breaks = match self.breaks {
             BreakMode::Kernel => match self.heal_stall_us {
@@ -180,7 +176,6 @@ impl RunArgs {
             },
         };
         Ok(Config {
-            store,
             name: self.name.clone(),
             pass_period_ms: self.pass_period_ms,
             cpu_percent: self.cpu_percent,
@@ -205,8 +200,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     kvm::need()?;
     let config = args.vm_config();
     let vm = Vm::new(&config).map_err(Failure::from_error)?;
-    let dedup = match &args.store {
-        Some(_) => Some(start_dedup(&vm, args.engine_config()?)?),
+    let dedup = match args.store.clone() {
+        Some(store) => {
+            let config = args.engine_config()?;
+            Some(start_dedup(&vm, Setup { store, config })?)
+        }
         None => None,
     };
     let vm = vm
@@ -246,7 +244,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
 }
 
 /// Dedup was asked for by hand: if it cannot start, nor does the VM.
-fn start_dedup(vm: &Vm, config: Config) -> Result<Supervisor, Failure> {
+fn start_dedup(vm: &Vm, setup: Setup) -> Result<Supervisor, Failure> {
     let options = Options {
         engines: vmm_dedup_engines::engines(),
         // Its guests cannot run guests, and no other process has a file of this one's alone.
@@ -255,7 +253,7 @@ fn start_dedup(vm: &Vm, config: Config) -> Result<Supervisor, Failure> {
     };
     let supervisor = Supervisor::spawn(options).map_err(Failure::from_error)?;
     let started = supervisor
-        .attach(config)
+        .attach(setup)
         .and_then(|()| supervisor.add_memory(Arc::new(vm.memory().clone())))
         .and_then(|()| supervisor.start());
     started.map_err(Failure::from_error)?;

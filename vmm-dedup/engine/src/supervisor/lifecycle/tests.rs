@@ -167,11 +167,7 @@ fn a_pin_releases_all_and_nothing_comes_back_before_the_last_unpin() {
     let effects = world.tell(Event::Pin);
     assert_eq!(
         effects[..3],
-        [
-            Effect::Release(span(0)),
-            Effect::Release(span(1)),
-            Effect::Pause
-        ]
+        [Effect::Release(span(0)), Effect::Release(span(1)), Effect::Pause]
     );
     assert_eq!(world.tell(Event::Pin), []);
     assert_eq!(world.tell(Event::Add(span(2))), []);
@@ -214,7 +210,10 @@ fn lent_memory_comes_back_when_it_is_taken_back() {
     assert_eq!(world.wait(Duration::from_secs(1000)), []);
     // The other userfaultfd is there still.
     world.tries = for_now();
-    assert_eq!(world.tell(Event::TakeBack(all.clone()))[0], Effect::Resume(span(0)));
+    assert_eq!(
+        world.tell(Event::TakeBack(all.clone()))[0],
+        Effect::Resume(span(0))
+    );
     world.tries = Outcome::Done;
     assert_eq!(world.wait(RETRY), [Effect::Resume(span(0))]);
     world.tell(Event::Lend(all, Lease::UntilFree));
@@ -257,12 +256,14 @@ fn removed_memory_is_forgotten_by_all_and_its_rest_stays() {
         world.tell(Event::Remove(gone.clone())),
         [Effect::Remove(gone.clone()), Effect::Forget(gone)]
     );
-    let left: Vec<Range<usize>> = world.machine.regions.iter().map(|r| r.span.range.clone()).collect();
+    let left: Vec<Range<usize>> = world
+        .machine
+        .regions
+        .iter()
+        .map(|r| r.span.range.clone())
+        .collect();
     assert_eq!(left, [0..MIB / 4, MIB / 2..MIB]);
-    assert_eq!(
-        world.machine.regions[1].span.guest_address,
-        Some(MIB as u64 / 2)
-    );
+    assert_eq!(world.machine.regions[1].span.guest_address, Some(MIB as u64 / 2));
 }
 
 #[test]
@@ -307,7 +308,11 @@ fn any_event() -> impl Strategy<Value = Event> {
         Just(Event::Hurry),
         range.clone().prop_map(Event::Remove),
         (range.clone(), any::<bool>()).prop_map(|(range, forever)| {
-            let lease = if forever { Lease::UntilTakenBack } else { Lease::UntilFree };
+            let lease = if forever {
+                Lease::UntilTakenBack
+            } else {
+                Lease::UntilFree
+            };
             Event::Lend(range, lease)
         }),
         range.clone().prop_map(Event::TakeBack),
