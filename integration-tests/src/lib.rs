@@ -12,6 +12,7 @@ pub mod huge_chaos;
 pub mod logged;
 pub mod memory;
 pub mod prometheus;
+pub mod seccomp;
 pub mod store;
 pub mod swap_chaos;
 pub mod twins;

@@ -98,6 +98,8 @@ pub enum Error {
     NotGuestMemory { start: u64, end: u64 },
     #[error("the service has stopped")]
     Stopped,
+    #[error("the seccomp filter cannot be made: {0}")]
+    Seccomp(String),
     #[error("a VM is attached already: detach it first")]
     Attached,
     #[error("no VM is attached")]

@@ -41,6 +41,7 @@ mod memory;
 mod merge;
 pub mod refusal;
 mod scan;
+pub mod seccomp;
 mod service;
 mod store;
 pub mod supervisor;

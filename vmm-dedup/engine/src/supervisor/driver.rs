@@ -35,6 +35,8 @@ pub(crate) struct Driver {
     account: Option<ServiceStats>,
     /// What failed first of what the letter at hand asked for.
     failed: Option<Error>,
+    /// Whoever waits is told what fails: no need to warn of it.
+    told: bool,
     /// Why no VM can be deduplicated here.
     hindrance: Option<Refusal>,
 }
@@ -50,6 +52,7 @@ impl Driver {
         hindrance: Option<Refusal>,
     ) -> Self {
         Self {
+            told: false,
             hindrance,
             shared,
             engines,
@@ -96,7 +99,9 @@ impl Driver {
             }
             Letter::End => Ok(()),
         };
+        self.told = hurry;
         self.work_off(hurry);
+        self.told = false;
         let done = handled.and(self.failed.take().map_or(Ok(()), Err));
         self.tell_status();
         letters.answer(ticket, (done, self.account.take()));

@@ -249,6 +249,8 @@ fn start_dedup(vm: &Vm, setup: Setup) -> Result<Supervisor, Failure> {
         engines: vmm_dedup_engines::engines(),
         // Its guests cannot run guests, and no other process has a file of this one's alone.
         vouch_for_pins: true,
+        // It starts when it is told to.
+        settle: Duration::from_secs(60),
         ..Options::default()
     };
     let supervisor = Supervisor::spawn(options).map_err(Failure::from_error)?;
