@@ -57,7 +57,7 @@ impl Recorder {
     /// If the kernel has no such filters.
     pub fn record_this_thread(&self) {
         let ask = libc::sock_filter {
-            code: (libc::BPF_RET | libc::BPF_K) as u16,
+            code: RETURN,
             jt: 0,
             jf: 0,
             k: libc::SECCOMP_RET_USER_NOTIF,
@@ -110,7 +110,7 @@ impl Recorder {
                 id: notice.id,
                 val: 0,
                 error: 0,
-                flags: libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32,
+                flags: GO_ON,
             };
             let _ = ioctl(&listener, SECCOMP_IOCTL_NOTIF_SEND, (&raw mut answer).cast());
         }
@@ -132,6 +132,10 @@ impl Recorder {
     }
 }
 
+#[allow(clippy::cast_possible_truncation)] // 6
+const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+#[allow(clippy::cast_possible_truncation)] // 1
+const GO_ON: u32 = libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32;
 const SECCOMP_IOCTL_NOTIF_RECV: u64 = 0xc050_2100;
 const SECCOMP_IOCTL_NOTIF_SEND: u64 = 0xc018_2101;
 const _: () =

@@ -92,7 +92,7 @@ const DEVICES: [(u32, Option<u32>); 17] = [
 ];
 
 /// Files without a name that copy, or have no memory to do with. (`[...]` at the end stands for anything.)
-const NAMELESS: [&str; 15] = [
+const NAMELESS: [&str; 16] = [
     "[eventfd]",
     "[eventpoll]",
     "[timerfd]",
@@ -102,6 +102,7 @@ const NAMELESS: [&str; 15] = [
     "[pidfd]",
     "[userfaultfd]",
     "[landlock-ruleset]",
+    "seccomp notify",
     "kvm-vm",
     "kvm-vcpu:*",
     "kvm-vcpu-stats:*",
