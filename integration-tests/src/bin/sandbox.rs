@@ -134,9 +134,10 @@ impl Guest {
         supervisor.start().expect("it starts");
         self.shares();
         // Writes break, and are merged again.
-        (0..PAGES / 2).step_by(2).for_each(|page| pages.store(page, 0, 1));
+        let some = (0..PAGES / 2).step_by(8);
+        some.clone().for_each(|page| pages.store(page, 0, 1));
         self.wait("a break", |s| s.breaks_total() > 0);
-        fill(&pages);
+        some.for_each(|page| pages.fill(page, page as u64 + 1));
         // A recorded child may be too slow.
         let tried = |s: &vmm_dedup::ServiceStats| {
             s.heals_total + s.heal_failed_total + s.heal_pinned_total + s.breaks_managed_total

@@ -80,11 +80,12 @@ pub(crate) fn with_signals_blocked<T>(work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Whether the calling thread's system calls are filtered.
+/// Whether the calling thread's system calls are filtered; if nothing tells, they are.
 pub(crate) fn is_filtered() -> bool {
     let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
     let mode = status.lines().find_map(|line| line.strip_prefix("Seccomp:"));
-    mode.is_some_and(|mode| mode.trim() != "0")
+    // A kernel without seccomp has no such line.
+    status.is_empty() || mode.is_some_and(|mode| mode.trim() != "0")
 }
 
 /// Keeps the VMM's signals away from the calling thread: they are for others, and would interrupt system calls here.
