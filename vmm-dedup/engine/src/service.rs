@@ -364,7 +364,11 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
                 }
             }
             Event::Request(Request::Change(change, range, tell)) => {
-                let _ = tell.send(pass.change(change, range));
+                let done = pass.change(change, range);
+                // Whoever waits finds it in the account.
+                pass.fill_stats();
+                control.publish(&pass.account.stats);
+                let _ = tell.send(done);
             }
             Event::Request(Request::DirectIo(tell)) => {
                 let _ = tell.send(pass.direct_io.look());

@@ -162,11 +162,16 @@ impl Bench {
         }
     }
 
-    fn sharing(&self, count: u64) -> Vec<Vmm> {
-        let mut vms: Vec<Vmm> = (1..=count)
-            .map(|seed| Vmm::start(self.folder.path(), &self.store.socket(), seed))
-            .collect();
+    /// Two VMs, whose common pages are twins.
+    fn started(&self, store: &Path) -> Vec<Vmm> {
+        let start = |seed| Vmm::start(self.folder.path(), store, seed);
+        let vms: Vec<Vmm> = (1..=2).map(start).collect();
         vms.iter().for_each(|vm| vm.wait_ready(1));
+        vms
+    }
+
+    fn sharing(&self) -> Vec<Vmm> {
+        let mut vms = self.started(&self.store.socket());
         vms.iter_mut().for_each(Vmm::wait_shared);
         vms
     }
@@ -200,11 +205,11 @@ mod scenario {
     use super::*;
 
     pub(super) fn guests_share(bench: Bench) {
-        bench.sharing(2).into_iter().for_each(Vmm::finish);
+        bench.sharing().into_iter().for_each(Vmm::finish);
     }
 
     pub(super) fn plugged_memory_is_shared_given_up_and_shared_again(bench: Bench) {
-        let mut vms = bench.sharing(1);
+        let mut vms = bench.sharing();
         let vm = &mut vms[0];
         let before = vm.stat("pages");
         vm.done(&format!("plug {PLUGGED_MIB}"));
@@ -221,7 +226,7 @@ mod scenario {
     }
 
     pub(super) fn sharing_survives_pausing(bench: Bench) {
-        let mut vms = bench.sharing(2);
+        let mut vms = bench.sharing();
         for vm in &mut vms {
             vm.done("pause");
             assert!(vm.stat("mapped") >= COMMON_PAGES);
@@ -231,7 +236,7 @@ mod scenario {
     }
 
     pub(super) fn sharing_survives_a_reboot(bench: Bench) {
-        let mut vms = bench.sharing(2);
+        let mut vms = bench.sharing();
         for nth in 2..=3 {
             for vm in &mut vms {
                 vm.done("reboot");
@@ -243,7 +248,7 @@ mod scenario {
     }
 
     pub(super) fn a_device_pins_memory_and_lets_go(bench: Bench) {
-        let mut vms = bench.sharing(2);
+        let mut vms = bench.sharing();
         let vm = &mut vms[0];
         vm.done(&format!("plug {PLUGGED_MIB}"));
         vm.done("fill 3");
@@ -263,7 +268,7 @@ mod scenario {
     }
 
     pub(super) fn lent_memory_comes_back(bench: Bench) {
-        let mut vms = bench.sharing(1);
+        let mut vms = bench.sharing();
         let vm = &mut vms[0];
         vm.done(&format!("plug {PLUGGED_MIB}"));
         vm.done("fill 3");
@@ -279,16 +284,18 @@ mod scenario {
 
     pub(super) fn a_store_that_comes_later_is_found(bench: Bench) {
         let socket = bench.folder.path().join("later.sock");
-        let mut vm = Vmm::start(bench.folder.path(), &socket, 1);
-        vm.wait_ready(1);
-        assert!(vm.ask("stats").contains("Waiting"));
+        let mut vms = bench.started(&socket);
+        for vm in &mut vms {
+            let stats = vm.ask("stats");
+            assert!(stats.contains("Waiting"), "{stats}");
+        }
         std::os::unix::fs::symlink(bench.store.socket(), &socket).expect("a link");
-        vm.wait_shared();
-        vm.finish();
+        vms.iter_mut().for_each(Vmm::wait_shared);
+        vms.into_iter().for_each(Vmm::finish);
     }
 
     pub(super) fn a_store_that_is_killed_is_replaced(bench: Bench) {
-        let mut vms = bench.sharing(2);
+        let mut vms = bench.sharing();
         let Bench { store, folder } = bench;
         let bench = Bench {
             store: store.restart(),
@@ -306,7 +313,7 @@ mod scenario {
     }
 
     pub(super) fn shared_memory_is_refused_by_range(bench: Bench) {
-        let mut vms = bench.sharing(1);
+        let mut vms = bench.sharing();
         let vm = &mut vms[0];
         let pages = vm.stat("pages");
         vm.done("share 16");
@@ -318,22 +325,23 @@ mod scenario {
 
     pub(super) fn events_in_any_order_hang_nobody(bench: Bench) {
         let nowhere = bench.folder.path().join("nowhere.sock");
-        let mut vm = Vmm::start(bench.folder.path(), &nowhere, 1);
-        vm.wait_ready(1);
-        vm.done("unpin");
-        vm.done(&format!("plug {PLUGGED_MIB}"));
-        for line in [
-            "pin", "pin", "pause", "lend", "unpin", "back", "resume", "back", "unpin", "unpin",
-        ] {
-            vm.done(line);
+        let mut vms = bench.started(&nowhere);
+        for vm in &mut vms {
+            vm.done("unpin");
+            vm.done(&format!("plug {PLUGGED_MIB}"));
+            for line in [
+                "pin", "pin", "pause", "lend", "unpin", "back", "resume", "back", "unpin", "unpin",
+            ] {
+                vm.done(line);
+            }
+            vm.done("fill 2");
+            assert_eq!(vm.ask("discard"), "wrong=0");
+            vm.done("reboot");
+            vm.wait_ready(2);
         }
-        vm.done("fill 2");
-        assert_eq!(vm.ask("discard"), "wrong=0");
-        vm.done("reboot");
-        vm.wait_ready(2);
         std::os::unix::fs::symlink(bench.store.socket(), &nowhere).expect("a link");
-        vm.wait_shared();
-        vm.finish();
+        vms.iter_mut().for_each(Vmm::wait_shared);
+        vms.into_iter().for_each(Vmm::finish);
     }
 }
 
