@@ -23,6 +23,9 @@ pub(crate) fn shared_memory(mib: usize) -> Result<Arc<GuestRegionMmap<()>>, Box<
     Ok(Arc::new(region))
 }
 
+/// Bytes of one DMA.
+const PIECE: usize = 65536;
+
 /// Pins memory for as long as it lives.
 pub(crate) struct Device {
     ring: IoUring,
@@ -43,17 +46,22 @@ impl Device {
     }
 
     /// Writes zeros into all of it by DMA, a number of times.
-    pub(crate) fn write(&mut self, times: u32) -> io::Result<()> {
+    pub(crate) fn write(&mut self, times: usize) -> io::Result<()> {
         let zeros = File::open("/dev/zero")?;
-        let len = u32::try_from(self.memory.len()).map_err(io::Error::other)?;
-        for _ in 0..times {
-            let place = self.memory.start as *mut u8;
-            let read = opcode::ReadFixed::new(types::Fd(zeros.as_raw_fd()), place, len, 0).build();
+        for place in self
+            .memory
+            .clone()
+            .cycle()
+            .step_by(PIECE)
+            .take(times * self.memory.len() / PIECE)
+        {
+            let read =
+                opcode::ReadFixed::new(types::Fd(zeros.as_raw_fd()), place as *mut u8, PIECE as u32, 0);
             // SAFETY: the descriptor and the registered buffer live until the completion below.
-            unsafe { self.ring.submission().push(&read) }.map_err(io::Error::other)?;
+            unsafe { self.ring.submission().push(&read.build()) }.map_err(io::Error::other)?;
             self.ring.submit_and_wait(1)?;
             let result = self.ring.completion().next().map_or(0, |done| done.result());
-            if u32::try_from(result) != Ok(len) {
+            if usize::try_from(result) != Ok(PIECE) {
                 return Err(io::Error::other(format!("the device wrote {result} bytes")));
             }
         }

@@ -4,13 +4,13 @@
 //! "supervisor\|discarder\|vmm_dedup::" src/*.rs` shows them. The machine itself (KVM, vCPUs, boot) is the reference VMM's.
 //!
 //! The guest's serial line is standard output. On standard input come commands, a line each, and each is answered by a line
-//! `vmm: ...` (see [`Machine::command`]).
+//! `vmm: ...` on standard error (see [`Machine::command`]).
 
 mod device;
 mod sandbox;
 
 use device::Device;
-use std::io::{BufRead, Write};
+use std::io::BufRead;
 use std::sync::Arc;
 use vm_memory::mmap::GuestRegionMmap;
 use vm_memory::{Bytes, GuestMemoryRegion, MemoryRegionAddress};
@@ -74,7 +74,7 @@ fn main() -> Result<(), Failure> {
         }
         let answer = machine.command(&line);
         let answer = answer.unwrap_or_else(|failure| format!("error: {failure}"));
-        writeln!(std::io::stdout(), "\nvmm: {answer}")?;
+        eprintln!("vmm: {answer}");
     }
     machine.shut_down()
 }

@@ -23,6 +23,8 @@ struct Vmm {
     child: Child,
     stdin: Option<ChildStdin>,
     console: Console,
+    /// What the VMM itself says.
+    answers: Console,
     asked: usize,
 }
 
@@ -50,23 +52,18 @@ impl Vmm {
             .args([payload.command_line(), "48".to_owned(), settings])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
             .spawn()
             .expect("the example starts");
-        let console = Console::new();
-        let (mut out, mut screen) = (child.stdout.take().expect("a pipe"), console.clone());
-        std::thread::spawn(move || {
-            let mut buffer = [0; 4096];
-            while let Ok(len) = out.read(&mut buffer) {
-                if len == 0 || screen.write_all(&buffer[..len]).is_err() {
-                    return;
-                }
-            }
-        });
+        let (console, answers) = (Console::new(), Console::new());
+        show(child.stdout.take().expect("a pipe"), console.clone());
+        show(child.stderr.take().expect("a pipe"), answers.clone());
         let stdin = child.stdin.take();
         Self {
             child,
             stdin,
             console,
+            answers,
             asked: 0,
         }
     }
@@ -86,8 +83,11 @@ impl Vmm {
             let (answer, _) = answers.nth(nth)?.split_once('\n')?;
             Some(answer.to_owned())
         };
-        let answered = self.console.wait(PATIENCE, |text, _| answer(text));
-        answered.unwrap_or_else(|| panic!("{line} is not answered: {}", self.console.text()))
+        let answered = self.answers.wait(PATIENCE, |text, _| answer(text));
+        answered.unwrap_or_else(|| {
+            let (console, answers) = (self.console.text(), self.answers.text());
+            panic!("{line} is not answered: {console} {answers}")
+        })
     }
 
     fn done(&mut self, line: &str) {
@@ -140,6 +140,18 @@ impl Vmm {
         let ended = self.child.wait().expect("it ends");
         assert!(ended.success(), "{ended}");
     }
+}
+
+/// Shows what a program writes.
+fn show(mut output: impl Read + Send + 'static, mut screen: Console) {
+    std::thread::spawn(move || {
+        let mut buffer = [0; 4096];
+        while let Ok(len) = output.read(&mut buffer) {
+            if len == 0 || screen.write_all(&buffer[..len]).is_err() {
+                return;
+            }
+        }
+    });
 }
 
 impl Drop for Vmm {
