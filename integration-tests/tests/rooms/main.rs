@@ -92,6 +92,7 @@ const ENGINE: Rules<'_> = Rules {
     rooms: &[
         "sync",
         "error",
+        "seccomp",
         "refusal",
         "compare",
         "config",

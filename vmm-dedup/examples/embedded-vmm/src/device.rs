@@ -24,7 +24,7 @@ pub(crate) fn shared_memory(mib: usize) -> Result<Arc<GuestRegionMmap<()>>, Box<
 }
 
 /// Bytes of one DMA.
-const PIECE: usize = 65536;
+const PIECE: u32 = 65536;
 
 /// Pins memory for as long as it lives.
 pub(crate) struct Device {
@@ -48,20 +48,14 @@ impl Device {
     /// Writes zeros into all of it by DMA, a number of times.
     pub(crate) fn write(&mut self, times: usize) -> io::Result<()> {
         let zeros = File::open("/dev/zero")?;
-        for place in self
-            .memory
-            .clone()
-            .cycle()
-            .step_by(PIECE)
-            .take(times * self.memory.len() / PIECE)
-        {
-            let read =
-                opcode::ReadFixed::new(types::Fd(zeros.as_raw_fd()), place as *mut u8, PIECE as u32, 0);
+        let places = || self.memory.clone().step_by(PIECE as usize);
+        for place in (0..times).flat_map(|_| places()).collect::<Vec<usize>>() {
+            let read = opcode::ReadFixed::new(types::Fd(zeros.as_raw_fd()), place as *mut u8, PIECE, 0);
             // SAFETY: the descriptor and the registered buffer live until the completion below.
             unsafe { self.ring.submission().push(&read.build()) }.map_err(io::Error::other)?;
             self.ring.submit_and_wait(1)?;
             let result = self.ring.completion().next().map_or(0, |done| done.result());
-            if usize::try_from(result) != Ok(PIECE) {
+            if u32::try_from(result) != Ok(PIECE) {
                 return Err(io::Error::other(format!("the device wrote {result} bytes")));
             }
         }
