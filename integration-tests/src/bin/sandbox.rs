@@ -185,7 +185,8 @@ impl Guest {
         let _ = supervisor.direct_io_opened();
         std::thread::sleep(Duration::from_millis(200));
         drop(direct);
-        self.shares();
+        let passes = supervisor.stats().map_or(0, |s| s.passes_total);
+        self.wait("two passes", |s| s.passes_total > passes + 1);
         supervisor.detach(true).expect("it ends");
     }
 

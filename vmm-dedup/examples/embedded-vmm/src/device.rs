@@ -24,7 +24,7 @@ pub(crate) fn shared_memory(mib: usize) -> Result<Arc<GuestRegionMmap<()>>, Box<
 }
 
 /// Bytes of one DMA.
-const PIECE: u32 = 65536;
+const PIECE: u32 = 4096;
 
 /// Pins memory for as long as it lives.
 pub(crate) struct Device {
