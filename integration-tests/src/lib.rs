@@ -13,6 +13,7 @@ pub mod logged;
 pub mod memory;
 pub mod pinned;
 pub mod prometheus;
+pub mod seccomp;
 pub mod store;
 pub mod swap_chaos;
 pub mod twins;

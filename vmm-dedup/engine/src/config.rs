@@ -1,4 +1,8 @@
-//! Settings of a service.
+//! Settings of a service: one definition for TOML files, for JSON, for one line (see [`setup`]) and for programs.
+
+mod setup;
+
+pub use setup::Setup;
 
 use crate::compare::registry::CPU;
 use crate::compare::{Engines, Work};
@@ -93,7 +97,7 @@ pub(crate) const INDEX: &str = "index";
 const MOST_HEAL_STALL_US: u64 = 1_000_000;
 
 /// Settings of a [`crate::DedupService`].
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// Name of the VM in metrics and logs.
@@ -308,6 +312,15 @@ impl std::str::FromStr for UseSource {
 }
 
 impl Config {
+    /// Checks every field, and the engines' names.
+    ///
+    /// # Errors
+    /// Those of [`Self::validate`] and [`Self::check_engines`].
+    pub fn check(&self, engines: &Engines) -> Result<(), Error> {
+        self.validate()?;
+        self.check_engines(engines)
+    }
+
     /// Checks every field.
     ///
     /// # Errors

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use vmm_dedup_protocol::refusal::Refusal;
 
 /// Errors of the engine.
 #[derive(Debug, thiserror::Error)]
@@ -20,11 +21,11 @@ pub enum Error {
     #[error("cannot read {0}")]
     Proc(&'static str, #[source] io::Error),
     #[error(
-        "guest memory at {start:#x} is {what} ({path}): start the VM with private anonymous memory (no shared=on, no hugepages=on)"
+        "guest memory at {start:#x} is {backing} ({path}): start the VM with private anonymous memory (no shared=on, no hugepages=on)"
     )]
     NotPrivate {
         start: usize,
-        what: &'static str,
+        backing: Backing,
         path: String,
     },
     #[error("guest memory {start:#x}..{end:#x} is not mapped throughout")]
@@ -51,6 +52,8 @@ pub enum Error {
         value: String,
         rule: &'static str,
     },
+    #[error("the settings cannot be read: {0}")]
+    Settings(String),
     #[error("{field} is {name:?}, but this program has {known}")]
     NoEngine {
         field: &'static str,
@@ -95,4 +98,33 @@ pub enum Error {
     NotGuestMemory { start: u64, end: u64 },
     #[error("the service has stopped")]
     Stopped,
+    #[error("the seccomp filter cannot be made: {0}")]
+    Seccomp(String),
+    #[error("a VM is attached already: detach it first")]
+    Attached,
+    #[error("no VM is attached")]
+    Detached,
+    #[error("this VM is not deduplicated: {0}")]
+    Refused(Refusal),
+}
+
+/// What memory is that is not private and anonymous.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// Others may map it too.
+    Shared,
+    /// A private mapping of a file.
+    File,
+    /// Pages of hugetlbfs.
+    Hugetlb,
+}
+
+impl std::fmt::Display for Backing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Shared => "shared",
+            Self::File => "a private mapping of a file",
+            Self::Hugetlb => "made of hugetlb pages",
+        })
+    }
 }

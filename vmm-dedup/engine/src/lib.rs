@@ -1,7 +1,7 @@
 //! Memory deduplication for a VMM on rust-vmm's crates.
 //!
-//! Hand [`DedupService::start`] the guest's memory and the path of a page store, and equal pages of all VMs on that
-//! store become one. docs/design.md has an overview of the design, and docs/design a text for each room; in short:
+//! A VMM makes a [`Supervisor`] early and tells it what happens to guest memory, and equal pages of all VMs on one page store
+//! become one. docs/design.md has an overview of the design, and docs/design a text for each room; in short:
 //!
 //! ```text
 //!            track                key              hash            publish / look up
@@ -25,7 +25,9 @@
 //! - [`lookup`](mod@lookup): keys, sightings, hashes, publications: who is a twin of whom;
 //! - [`thp`](mod@thp): which huge pages to split, to keep, and to build again (which takes shared pages out as well);
 //! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
-//! - [`scan`](mod@scan): the scanning thread, which does all but breaking.
+//! - [`scan`](mod@scan): the scanning thread, which does all but breaking;
+//! - [`service`](mod@service): its handle;
+//! - [`supervisor`]: what a VMM holds: starts the service, tries again, and brings everything back when it has to.
 //!
 //! Known holes: a page that the kernel copied on write stays private while it may be pinned and a fork would take too long to
 //! tell; a huge page that is written outside its key lines only looks unchanged until it is compared.
@@ -37,9 +39,13 @@ mod error;
 mod lookup;
 mod memory;
 mod merge;
+pub mod refusal;
 mod scan;
+pub mod seccomp;
 mod service;
 mod store;
+pub mod supervisor;
+mod sync;
 mod sys;
 mod thp;
 mod track;
@@ -47,13 +53,14 @@ mod unmerge;
 mod window;
 
 pub use compare::Engines;
-pub use config::{Breaks, Config, Policy, UseSource, Verification};
-pub use error::Error;
+pub use config::{Breaks, Config, Policy, Setup, UseSource, Verification};
+pub use error::{Backing, Error};
 pub use memory::layout::HostRange;
 #[cfg(feature = "blind-heals")]
 pub use merge::healer::heal_blindly;
 pub use service::DedupService;
 pub use store::refusal::Refused;
+pub use supervisor::{Lease, Options, Status, Supervisor};
 #[cfg(feature = "inject")]
 pub use sys::inject::{Call, Injection, Site, Times, Watch};
 pub use sys::sched::in_service_thread;

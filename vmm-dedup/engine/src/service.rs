@@ -102,8 +102,7 @@ impl DedupService {
         engines: Engines,
         keep_alive: Box<dyn std::any::Any + Send>,
     ) -> Result<Self, Error> {
-        config.validate()?;
-        config.check_engines(&engines)?;
+        config.check(&engines)?;
         let control = Arc::new(Control::new(&config)?);
         let engines = (
             Searcher::new(&config, engines.clone()),
@@ -147,9 +146,14 @@ impl DedupService {
         Ok(service)
     }
 
-    /// Stops scanning and merging until [`Self::resume`]. What is shared stays shared, and breaks are served.
+    /// Stops scanning and merging until [`Self::resume`]: when this returns the scanning thread rests. What is shared stays
+    /// shared, and breaks are served.
     pub fn pause(&self) {
         self.control.set_paused(true);
+        let (tell, told) = mpsc::channel();
+        self.control.order(Command::Rest(tell));
+        // A thread that has died rests as well.
+        let _ = told.recv();
     }
 
     /// Goes on after [`Self::pause`].
@@ -274,7 +278,12 @@ impl DedupService {
     /// What frees guest memory in the place of madvise(MADV_DONTNEED), from any thread.
     #[must_use]
     pub fn discarder(&self) -> Discarder {
-        Discarder::new(self.discards.clone(), self.breaker.clone())
+        Discarder::of(self.discards.clone(), self.breaker.clone())
+    }
+
+    /// Tells the account from any thread, without the service's handle.
+    pub(crate) fn account(&self) -> Arc<Control> {
+        self.control.clone()
     }
 
     /// The account as of the last pass (or the last pause for the CPU budget).
@@ -355,7 +364,11 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
                 }
             }
             Event::Command(Command::Change(change, range, tell)) => {
-                let _ = tell.send(pass.change(change, range));
+                let done = pass.change(change, range);
+                // Whoever waits finds it in the account.
+                pass.fill_stats();
+                control.publish(&pass.account.stats);
+                let _ = tell.send(done);
             }
             Event::Command(Command::DirectIo(tell)) => {
                 let _ = tell.send(pass.direct_io.look());
@@ -363,6 +376,9 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
             Event::Command(Command::HiddenPins(tell)) => {
                 pass.heed_pins();
                 let _ = tell.send(Ok(()));
+            }
+            Event::Command(Command::Rest(tell)) => {
+                let _ = tell.send(());
             }
             Event::Command(Command::Stop { unmerge }) => {
                 let end = pass.finish(unmerge);

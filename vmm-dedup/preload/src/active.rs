@@ -34,19 +34,19 @@ pub(crate) fn wanted() -> bool {
     WANTED.load(Ordering::Acquire)
 }
 
-/// Whether mappings are to be remembered: the manager may be started later, or runs in this very process.
+/// Whether mappings are to be remembered: the supervisor may be started later, or runs in this very process.
 pub(crate) fn watching() -> bool {
     wanted() && (WORD.load(Ordering::Acquire).is_null() || active())
 }
 
-/// Whether the manager runs in this very process.
+/// Whether the supervisor runs in this very process.
 pub(crate) fn active() -> bool {
     let word = WORD.load(Ordering::Acquire);
     // SAFETY: null, or the word that was mapped below and is never unmapped.
     !word.is_null() && unsafe { &*word }.load(Ordering::Acquire) != 0
 }
 
-/// The process talks to KVM: starts the manager, once.
+/// The process talks to KVM: starts the supervisor, once.
 pub(crate) fn start() {
     START.call_once(|| {
         if let (Some(settings), Some(word)) = (SETTINGS.get(), map_word()) {

@@ -6,15 +6,16 @@
 //! engine, before it next merges.
 #![allow(unsafe_code, unreachable_pub)] // C functions, found by name
 
-use crate::hooks::{concerned, quietly};
+use crate::hooks::{concerned, quietly, tell};
 use crate::real;
-use crate::watch::{Request, WATCH};
 use libc::{c_char, c_int, c_long, mode_t};
+use vmm_dedup::Supervisor;
 
-/// Lets the manager look, if a file was opened for direct I/O.
+/// Lets the engine look, if a file was opened for direct I/O.
 fn opened(file: c_int, flags: c_int) -> c_int {
     if file >= 0 && flags & libc::O_DIRECT != 0 && concerned() {
-        quietly(|| WATCH.ask(Request::DirectIo), ());
+        // Why merging is suspended says the service.
+        quietly(|| tell(Supervisor::direct_io_opened), ());
     }
     file
 }

@@ -1,14 +1,15 @@
-//! The interposed functions. Each does what the VMM asked for, and lets the manager know before or after.
+//! The interposed functions. Each does what the VMM asked for, and lets the supervisor know before or after.
 #![allow(unsafe_code, unreachable_pub)] // C functions, found by name
 
 use crate::kvm::{KVM_RUN, Meaning, MemorySlot, UffdRegister, meaning};
-use crate::mappings::{Backing, Mapping, SMALLEST};
-use crate::watch::{Lent, Request, WATCH};
+use crate::mappings::{Mapping, SMALLEST};
+use crate::watch::{Lent, watch};
 use crate::{active, kvm, manager, real};
 use libc::{c_int, c_ulong, c_void, off_t, size_t};
 use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use vmm_dedup::{Error, HostRange, Lease, Supervisor, refusal};
 
 /// Runs a part of a hook: errno stays as it was, and no panic leaves it.
 pub(crate) fn quietly<T>(work: impl FnOnce() -> T, otherwise: T) -> T {
@@ -22,7 +23,7 @@ pub(crate) fn quietly<T>(work: impl FnOnce() -> T, otherwise: T) -> T {
     result
 }
 
-/// Whether a hook is to look at its call: it is the VMM's own, and there is a manager.
+/// Whether a hook is to look at its call: it is the VMM's own, and there is a supervisor.
 pub(crate) fn concerned() -> bool {
     active::active() && !manager::is_ours()
 }
@@ -37,35 +38,30 @@ fn addresses(at: *mut c_void, len: size_t) -> Range<usize> {
 }
 
 fn is_guest(range: &Range<usize>) -> bool {
-    WATCH.lock().mappings.has_guest(range)
+    watch().mappings.has_guest(range)
+}
+
+/// Lets the supervisor do something that the VMM's call has to wait for. What fails it has logged; the call goes through.
+pub(crate) fn tell(what: impl FnOnce(&Supervisor) -> Result<(), Error>) {
+    let _ = manager::supervisor().map(what);
 }
 
 /// Memory is about to be unmapped or replaced: the engine lets go of it first.
 fn forget(range: &Range<usize>) {
     if is_guest(range) {
-        let_go(Request::Remove(range.clone()), range);
+        tell(|supervisor| supervisor.remove_range(range.clone()));
     }
-    let mut inner = WATCH.lock();
+    let mut inner = watch();
     inner.mappings.remove(range);
     inner
         .lent
         .retain(|lent| lent.range.end <= range.start || range.end <= lent.range.start);
 }
 
-/// Guest memory is about to go from its addresses. Where the manager has ended, at least nothing is freed there any more as
-/// if it was still the engine's.
-fn let_go(request: Request, range: &Range<usize>) {
-    if !WATCH.ask_if_heard(request)
-        && let Some(discarder) = WATCH.discarder()
-    {
-        discarder.forget(range.start, range.len());
-    }
-}
-
-fn remember(at: *mut c_void, len: size_t, prot: c_int, flags: c_int) {
+fn remember(at: *mut c_void, len: size_t, prot: c_int) {
     let range = addresses(at, len);
     let usable = libc::PROT_READ | libc::PROT_WRITE;
-    let mut inner = WATCH.lock();
+    let mut inner = watch();
     if range.len() < SMALLEST || prot & usable != usable {
         inner.mappings.remove(&range);
         return;
@@ -73,7 +69,6 @@ fn remember(at: *mut c_void, len: size_t, prot: c_int, flags: c_int) {
     inner.mappings.add(Mapping {
         start: range.start,
         end: range.end,
-        backing: Backing::of(flags),
         guest: false,
         guest_address: None,
     });
@@ -121,7 +116,7 @@ fn note_lent(fd: c_int, arg: *mut c_void) {
     if concerned()
         && let Some((range, mode)) = registered(arg)
     {
-        let lent = &mut WATCH.lock().lent;
+        let lent = &mut watch().lent;
         lent.retain(|known| known.range != range);
         lent.push(Lent {
             range,
@@ -139,15 +134,16 @@ fn before_ioctl(meaning: Meaning, arg: *mut c_void) {
         return;
     }
     match meaning {
-        Meaning::Passthrough => WATCH.ask(Request::Passthrough),
-        Meaning::Confidential => WATCH.ask(Request::Confidential),
+        // Nothing tells when a device has let go.
+        Meaning::Passthrough => tell(|supervisor| supervisor.refuse(refusal::passthrough())),
+        Meaning::Confidential => tell(|supervisor| supervisor.refuse(refusal::confidential())),
         // SAFETY: KVM_SET_CPUID2's argument, which the caller vouches for, begins with the number of leaves that follow.
         Meaning::Cpuid if !arg.is_null() && unsafe { kvm::has_nested_virtualisation(arg.cast()) } => {
-            WATCH.ask(Request::Nested);
+            tell(Supervisor::nested_guests);
         }
         Meaning::Userfaultfd => {
             if let Some((range, _)) = registered(arg) {
-                WATCH.ask(Request::Lend(range));
+                tell(|supervisor| supervisor.lend(range, Lease::UntilFree));
             }
         }
         _ => {}
@@ -162,16 +158,30 @@ fn note_slot(arg: *mut c_void) {
     // SAFETY: both requests' arguments begin so, and the kernel has just read it.
     let slot = unsafe { arg.cast::<MemorySlot>().read_unaligned() };
     if slot.confidential() {
-        WATCH.ask(Request::Confidential);
+        tell(|supervisor| supervisor.refuse(refusal::confidential()));
     }
-    let Some(ram) = slot.ram() else { return };
-    let mut inner = WATCH.lock();
-    let (known, new) = inner.mappings.mark_guest(&ram, slot.guest_address());
+    let (Some(ram), Some(supervisor)) = (slot.ram(), manager::supervisor()) else {
+        return;
+    };
+    let mut inner = watch();
+    let known = inner.mappings.mark_guest(&ram, slot.guest_address());
     if !known && ram.len() >= SMALLEST {
         inner.unknown += ram.len();
+        supervisor.note(refusal::unknown_memory(inner.unknown));
     }
-    if new || !known {
-        WATCH.tell(inner);
+    for mapping in inner.mappings.iter().filter(|m| m.guest && m.overlaps(&ram)) {
+        let range = mapping.range();
+        let Ok(range) = HostRange::try_new(range.start, range.len()) else {
+            continue;
+        };
+        // SAFETY: guest memory, which only the guest and raw addresses reach; munmap, mmap and mremap tell the supervisor before
+        // it goes.
+        unsafe {
+            supervisor.add_range(match mapping.guest_address {
+                Some(address) => range.at_guest_address(address),
+                None => range,
+            });
+        }
     }
 }
 
@@ -194,7 +204,7 @@ pub unsafe extern "C" fn mmap(
     // SAFETY: the caller's call.
     let mapped = unsafe { real::mmap(at, len, prot, flags, fd, offset) };
     if look && mapped != libc::MAP_FAILED && len >= SMALLEST {
-        quietly(|| remember(mapped, len, prot, flags), ());
+        quietly(|| remember(mapped, len, prot), ());
     }
     mapped
 }
@@ -242,9 +252,10 @@ pub unsafe extern "C" fn mremap(
             || {
                 let from = addresses(at, len);
                 if is_guest(&from) {
-                    let_go(Request::Move(from.clone()), &from);
+                    tell(|supervisor| supervisor.lend(from.clone(), Lease::UntilTakenBack));
+                    tell(|supervisor| supervisor.remove_range(from.clone()));
                 }
-                WATCH.lock().mappings.remove(&from);
+                watch().mappings.remove(&from);
                 if flags & libc::MREMAP_FIXED != 0 {
                     forget(&addresses(new_at, new_len));
                 }
@@ -268,7 +279,7 @@ pub unsafe extern "C" fn mprotect(at: *mut c_void, len: size_t, prot: c_int) -> 
             || {
                 let range = addresses(at, len);
                 if is_guest(&range) {
-                    WATCH.ask(Request::Protect(range));
+                    tell(|supervisor| supervisor.leave_alone(range, refusal::protected()));
                 }
             },
             (),
@@ -301,15 +312,12 @@ pub unsafe extern "C" fn madvise(at: *mut c_void, len: size_t, advice: c_int) ->
     unsafe { real::madvise(at, len, advice) }
 }
 
-/// Frees guest memory; `None` if it is none that the engine has ever worked on.
+/// Frees guest memory; `None` if it is none.
 fn discard(at: *mut c_void, len: size_t) -> Option<io::Result<()>> {
-    let discarder = {
-        let inner = WATCH.lock();
-        if !inner.mappings.has_guest(&addresses(at, len)) {
-            return None;
-        }
-        inner.discarder.clone()?
-    };
+    if !is_guest(&addresses(at, len)) {
+        return None;
+    }
+    let discarder = manager::discarder()?;
     let mut renewed = Vec::new();
     // The engine's own mmap and madvise come back to these hooks.
     // SAFETY: the VMM itself says that nothing there is needed any more.
@@ -320,7 +328,7 @@ fn discard(at: *mut c_void, len: size_t) -> Option<io::Result<()>> {
     Some(done)
 }
 
-/// Memory was renewed. Where the VMM has a userfaultfd on it, that is to tell of it as before. (By the manager: this thread
+/// Memory was renewed. Where the VMM has a userfaultfd on it, that is to tell of it as before. (By the supervisor: this thread
 /// may not be allowed to.)
 fn register_again(renewed: &[Range<usize>]) {
     let within = |lent: &Lent| {
@@ -333,8 +341,14 @@ fn register_again(renewed: &[Range<usize>]) {
             })
         })
     };
-    let again: Vec<Lent> = WATCH.lock().lent.iter().flat_map(within).collect();
-    if !again.is_empty() {
-        WATCH.ask(Request::RegisterAgain(again));
+    let again: Vec<Lent> = watch().lent.iter().flat_map(within).collect();
+    if let (false, Some(supervisor)) = (again.is_empty(), manager::supervisor()) {
+        let _ = supervisor.with_service(move |_| {
+            for Lent { range, uffd, mode } in &again {
+                if let Err(error) = kvm::register_again(*uffd, range, *mode) {
+                    log::debug!("the VMM's userfaultfd has {range:x?} no more: {error}");
+                }
+            }
+        });
     }
 }

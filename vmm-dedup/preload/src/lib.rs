@@ -5,25 +5,27 @@
 //! what a VMM does that embeds the engine instead.
 //!
 //! ```text
-//!   the VMM's threads                                      our thread (manager)         the engine's threads
-//!   mmap, munmap, mremap ----> mappings \                                              .-----------------.
-//!   KVM_SET_USER_MEMORY_REGION           > Watch ---------> starts, adds memory ------>| DedupService    |
-//!   munmap, UFFDIO_REGISTER, VFIO: wait /        <-- done -- removes, lends, retires -->|                 |
-//!   mprotect, open(O_DIRECT): wait     /                                                |                 |
-//!   madvise(MADV_DONTNEED) -------------------------------------------- Discarder ---->`-----------------'
+//!   the VMM's threads                                            the supervisor's thread       the engine's threads
+//!   mmap, munmap, mremap ---> mappings                          .-----------------------.     .--------------.
+//!   KVM_SET_USER_MEMORY_REGION -------------- add_range ------->|                       |---->|              |
+//!   munmap, UFFDIO_REGISTER, VFIO: wait ----- remove, lend ---->|  vmm_dedup::Supervisor|     | DedupService |
+//!   mprotect, open(O_DIRECT): wait ---------- leave_alone ----->|                       |     |              |
+//!   madvise(MADV_DONTNEED) ------------------ Discarder ------------------------------------->|              |
+//!                                                               '-----------------------'     '--------------'
 //! ```
 //!
-//! - [`hooks`] and [`files`] are the interposed functions; [`kvm`] says what an ioctl means; [`mappings`] remembers what was mapped;
-//! - [`watch`] is what hooks and manager share; [`manager`] decides; [`refusal`] says why not; [`real`] is libc.
+//! - [`hooks`] and [`files`] are the interposed functions; [`kvm`] says what an ioctl means; [`mappings`] remembers what was
+//!   mapped, and [`watch`] holds that;
+//! - [`manager`] starts the [`Supervisor`](vmm_dedup::Supervisor), which decides; [`real`] is libc.
 //!
 //! Rules
 //! - The VMM never fails because of us: on any doubt its call goes through as if we were not there, and the reason is
-//!   reported ([`refusal`]). No panic leaves a hook.
+//!   reported. No panic leaves a hook.
 //! - A hook may run in a thread whose system calls are filtered (vCPU, virtio devices). Beyond the VMM's own call it
-//!   uses futex, and mmap and madvise on guest memory, which those filters allow. Everything else is the manager's.
+//!   uses futex, and mmap and madvise on guest memory, which those filters allow. Everything else is the supervisor's.
 //! - A hook may run inside somebody's allocator: it does not allocate before it knows that guest memory is concerned.
 //! - Nothing happens in a process that never talks to KVM: no thread, no file. The first KVM_GET_API_VERSION starts
-//!   the manager; so wrappers (`ip netns exec`, `unshare`, shells), and what a VMM executes, are not touched, and the
+//!   the supervisor; so wrappers (`ip netns exec`, `unshare`, shells), and what a VMM executes, are not touched, and the
 //!   environment is left as it is. A child that is forked, in whatever way, finds the hooks inactive.
 //! - Cloud Hypervisor asks for that before it restricts itself. QEMU with `-sandbox on` has restricted all its threads by
 //!   then, nobody can ask how, and a forbidden call would end it: such a VM is refused.
@@ -41,6 +43,5 @@ mod logging;
 mod manager;
 mod mappings;
 mod real;
-mod refusal;
 mod settings;
 mod watch;

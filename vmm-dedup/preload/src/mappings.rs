@@ -7,42 +7,11 @@ pub(crate) const SMALLEST: usize = 1 << 20;
 /// Mappings remembered.
 const MOST: usize = 256;
 
-/// What is behind a mapping.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Backing {
-    /// Private anonymous memory: what can be deduplicated.
-    Anonymous,
-    /// Memory that others may map too.
-    Shared,
-    /// A private mapping of a file.
-    File,
-    /// Anonymous huge pages of hugetlbfs.
-    HugeTlb,
-}
-
-impl Backing {
-    /// From the flags of mmap().
-    pub(crate) fn of(flags: i32) -> Self {
-        let shared = flags & libc::MAP_TYPE != libc::MAP_PRIVATE;
-        match (
-            shared,
-            flags & libc::MAP_HUGETLB != 0,
-            flags & libc::MAP_ANONYMOUS != 0,
-        ) {
-            (_, true, _) => Backing::HugeTlb,
-            (true, false, _) => Backing::Shared,
-            (false, false, true) => Backing::Anonymous,
-            (false, false, false) => Backing::File,
-        }
-    }
-}
-
 /// A mapping that can be read and written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mapping {
     pub(crate) start: usize,
     pub(crate) end: usize,
-    pub(crate) backing: Backing,
     /// A memory slot of KVM refers to it.
     pub(crate) guest: bool,
     /// Where the guest sees its first page, if all slots agree.
@@ -115,10 +84,9 @@ impl Mappings {
         }
     }
 
-    /// A memory slot refers to a range, which the guest sees at an address; returns whether that is known memory, and
-    /// whether anything is new.
-    pub(crate) fn mark_guest(&mut self, slot: &Range<usize>, guest_address: u64) -> (bool, bool) {
-        let (mut known, mut new) = (false, false);
+    /// A memory slot refers to a range, which the guest sees at an address; returns whether that is known memory.
+    pub(crate) fn mark_guest(&mut self, slot: &Range<usize>, guest_address: u64) -> bool {
+        let mut known = false;
         for mapping in self.entries.iter_mut().flatten().filter(|m| m.overlaps(slot)) {
             known = true;
             // Slots of one mapping may lie in two places (memory below and above 4 GiB): then none is right for all.
@@ -129,9 +97,9 @@ impl Mappings {
             } else {
                 address
             };
-            new |= !std::mem::replace(&mut mapping.guest, true);
+            mapping.guest = true;
         }
-        (known, new)
+        known
     }
 }
 
@@ -143,7 +111,6 @@ mod tests {
         Mapping {
             start,
             end,
-            backing: Backing::Anonymous,
             guest: false,
             guest_address: None,
         }
@@ -159,8 +126,7 @@ mod tests {
     fn mapping_over_a_part_replaces_that_part() {
         let mut mappings = Mappings::new();
         mappings.add(mapping(0, 100));
-        assert_eq!(mappings.mark_guest(&(10..20), 1010), (true, true));
-        assert_eq!(mappings.mark_guest(&(30..40), 1030), (true, false));
+        assert!(mappings.mark_guest(&(10..20), 1010) && mappings.mark_guest(&(30..40), 1030));
         mappings.add(mapping(40, 60));
         assert_eq!(ranges(&mappings), [0..40, 40..60, 60..100]);
         assert!(mappings.has_guest(&(99..200)) && !mappings.has_guest(&(40..60)));
@@ -168,11 +134,11 @@ mod tests {
         assert_eq!(ranges(&mappings), [0..20, 80..100]);
         let addresses = || mappings.iter().filter_map(|m| m.guest_address);
         assert_eq!(addresses().min().zip(addresses().max()), Some((1000, 1080)));
-        assert_eq!(mappings.mark_guest(&(0..20), 5000), (true, false));
+        assert!(mappings.mark_guest(&(0..20), 5000));
         assert_eq!(mappings.iter().filter(|m| m.guest_address.is_some()).count(), 1);
         mappings.remove(&(0..1000));
         assert_eq!(ranges(&mappings), []);
-        assert_eq!(mappings.mark_guest(&(0..10), 0), (false, false));
+        assert!(!mappings.mark_guest(&(0..10), 0));
     }
 
     #[test]
@@ -183,18 +149,5 @@ mod tests {
         mappings.remove(&(0..5));
         mappings.add(mapping(1_000_000, 1_000_005));
         assert_eq!(ranges(&mappings).last(), Some(&(1_000_000..1_000_005)));
-    }
-
-    #[test]
-    fn backing_follows_from_the_flags() {
-        let private = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
-        assert_eq!(Backing::of(private | libc::MAP_ANONYMOUS), Backing::Anonymous);
-        assert_eq!(Backing::of(private), Backing::File);
-        assert_eq!(Backing::of(libc::MAP_SHARED), Backing::Shared);
-        assert_eq!(Backing::of(libc::MAP_SHARED_VALIDATE), Backing::Shared);
-        assert_eq!(
-            Backing::of(private | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB),
-            Backing::HugeTlb
-        );
     }
 }

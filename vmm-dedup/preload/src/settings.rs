@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use vmm_dedup::Config;
+use vmm_dedup::{Config, Refusal, Setup, refusal};
 
 /// From the variables VMM_DEDUP_*, read when the library is loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,12 +47,33 @@ impl Settings {
         self.name.clone().unwrap_or_else(program)
     }
 
-    /// The engine's settings: those of the file that VMM_DEDUP_CONFIG names, or the defaults. A name in the
-    /// environment goes before one in the file.
+    /// Who we are where the settings are wrong.
+    pub(crate) fn fallback(&self) -> Setup {
+        self.with(Config {
+            name: self.name(),
+            ..Config::default()
+        })
+    }
+
+    fn with(&self, config: Config) -> Setup {
+        Setup {
+            store: self.store.clone(),
+            config,
+        }
+    }
+
+    /// The engine's settings: those of the file that VMM_DEDUP_CONFIG names, or the defaults. A name in the environment goes
+    /// before one in the file.
     ///
     /// # Errors
-    /// One line that says what is wrong with the file.
-    pub(crate) fn config(&self) -> Result<Config, String> {
+    /// What is wrong with the file.
+    pub(crate) fn setup(&self) -> Result<Setup, Refusal> {
+        let lift = "correct the file that VMM_DEDUP_CONFIG names";
+        let config = self.read().map_err(|mistake| refusal::settings(&mistake, lift))?;
+        Ok(self.with(config))
+    }
+
+    fn read(&self) -> Result<Config, String> {
         let mut config = match &self.config {
             None => Config {
                 name: String::new(),
@@ -63,8 +84,7 @@ impl Settings {
         if self.name.is_some() || config.name.is_empty() {
             config.name = self.name();
         }
-        let checked = config.validate();
-        let checked = checked.and_then(|()| config.check_engines(&vmm_dedup_engines::engines()));
+        let checked = config.check(&vmm_dedup_engines::engines());
         checked.map_err(|e| e.to_string())?;
         Ok(config)
     }
@@ -97,7 +117,7 @@ mod tests {
         let path = path.to_str().unwrap();
         settings(&[("VMM_DEDUP_STORE", "/s"), ("VMM_DEDUP_CONFIG", path)])
             .unwrap()
-            .config()
+            .read()
     }
 
     #[test]
@@ -119,13 +139,13 @@ mod tests {
         let unnamed = settings(&[("VMM_DEDUP_STORE", "/s")]).unwrap();
         assert!(
             unnamed
-                .config()
+                .read()
                 .unwrap()
                 .name
                 .ends_with(&format!("-{}", std::process::id()))
         );
         let named = settings(&[("VMM_DEDUP_STORE", "/s"), ("VMM_DEDUP_NAME", "web1")]).unwrap();
-        assert_eq!(named.config().unwrap().name, "web1");
+        assert_eq!(named.read().unwrap().name, "web1");
     }
 
     #[test]
@@ -153,7 +173,7 @@ mod tests {
             ("VMM_DEDUP_STORE", "/s"),
             ("VMM_DEDUP_CONFIG", "/nonexistent/x.toml"),
         ];
-        let error = settings(&variables).unwrap().config().unwrap_err();
+        let error = settings(&variables).unwrap().read().unwrap_err();
         assert!(error.contains("/nonexistent/x.toml"), "{error}");
     }
 }

@@ -283,7 +283,34 @@ pub struct ServiceStats {
     pub break_latency: Histogram,
 }
 
+/// The counters and gauges of a [`ServiceStats`], by name: no field can be forgotten.
+macro_rules! numbers {
+    ($stats:expr; $($number:ident),*; $($text:ident),*) => {{
+        let ServiceStats { $($number,)* $($text: _,)* cpu_ns, bytes_read, stop, heal, rebuild, break_latency } = *$stats;
+        [
+            $((stringify!($number), $number),)*
+            ("cpu_ns_total", cpu_ns.total()),
+            ("bytes_read_total", bytes_read.total()),
+            ("stop_sum_ns", stop.sum_ns),
+            ("stop_max_ns", stop.max_ns),
+            ("heal_sum_ns", heal.sum_ns),
+            ("heal_max_ns", heal.max_ns),
+            ("rebuild_sum_ns", rebuild.sum_ns),
+            ("rebuild_max_ns", rebuild.max_ns),
+            ("break_latency_sum_ns", break_latency.sum_ns),
+            ("break_latency_max_ns", break_latency.max_ns),
+        ]
+    }};
+}
+
 impl ServiceStats {
+    /// All counters and gauges by name, for a VMM's own counters; of what has parts the sum, of times sum and maximum. Collected
+    /// into a map it can be serialised.
+    pub fn numbers(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
+        let numbers = numbers!(self; pages, pages_mapped, pages_zero, pages_unshared, pages_volatile, pages_new, pages_pinned, pages_broken, huge_ranges, huge_kept_hot, pages_given_up, huge_split, merges_total, zero_merges_total, breaks_kernel_total, breaks_managed_total, mismatches_total, refused_pinned_total, refused_vmas_total, refused_other_total, heals_total, heal_pinned_total, heal_wanted_total, heal_failed_total, window_failures_total, published_total, huge_splits_total, huge_splits_rare_total, huge_whole_total, huge_wanted_total, huge_rebuilt_total, huge_zero_total, rebuild_pinned_total, rebuild_memory_total, rebuild_other_total, samples_total, samples_used_total, passes_total, full_scans_total, pages_keyed_total, pages_hashed_total, searches_total, search_twins_total, search_failures_total, verifications_total, verify_failures_total, vmas, vmas_max, metadata_bytes, vma_bytes, reserve_pages, reserve_target, reserve_waits_total, waiting_writers, last_pass_ms, state, cpu_percent, use_source, store_bytes; search, verify);
+        numbers.into_iter()
+    }
+
     /// Shared pages that were written, whoever copied them.
     pub fn breaks_total(&self) -> u64 {
         self.breaks_kernel_total.saturating_add(self.breaks_managed_total)
@@ -337,6 +364,17 @@ mod tests {
             ..ServiceStats::default()
         };
         assert_eq!(stats.breaks_total(), u64::MAX);
+    }
+
+    #[test]
+    fn numbers_have_names_of_their_own() {
+        let stats = ServiceStats {
+            pages_mapped: 7,
+            ..ServiceStats::default()
+        };
+        let numbers: std::collections::BTreeMap<_, _> = stats.numbers().collect();
+        assert_eq!(numbers.len(), stats.numbers().count());
+        assert_eq!((numbers["pages_mapped"], numbers["pages"]), (7, 0));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // madvise and KVM's memory slots take raw addresses.
 
 use std::io;
+use std::sync::Arc;
 
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
@@ -57,21 +58,43 @@ fn advise(region: &GuestRegionMmap<()>, advice: libc::c_int) -> io::Result<()> {
     }
 }
 
+/// Maps `mib` MiB more, as [`map`] does, behind what there is and not below 4 GiB, and gives it to the VM; returns all memory.
+pub(crate) fn plug(
+    vm: &VmFd,
+    memory: &GuestMemory,
+    mib: u64,
+) -> Result<(GuestMemory, Arc<GuestRegionMmap<()>>), Error> {
+    let no_room = || Error::MemorySize { mib };
+    let last = memory.last_addr().raw_value();
+    let start = GuestAddress((last + 1).next_multiple_of(MIB).max(HOLE_END));
+    let len = usize::try_from(mib * MIB).map_err(|_| no_room())?;
+    let region =
+        GuestRegionMmap::from_range(start, len, None).map_err(|source| Error::MapMemory { mib, source })?;
+    let region = Arc::new(region);
+    let all = memory.insert_region(region.clone()).map_err(|_| no_room())?;
+    let slot = u32::try_from(memory.num_regions()).map_err(|_| no_room())?;
+    set_slot(vm, slot, &region)?;
+    Ok((all, region))
+}
+
 /// Gives the memory to a VM, one slot a region.
 pub(crate) fn register(vm: &VmFd, memory: &GuestMemory) -> Result<(), Error> {
-    for (slot, region) in (0..).zip(memory.iter()) {
-        let region = kvm_userspace_memory_region {
-            slot,
-            flags: 0,
-            guest_phys_addr: region.start_addr().raw_value(),
-            memory_size: region.len(),
-            userspace_addr: region.as_ptr() as u64,
-        };
-        // SAFETY: the regions do not overlap (vm-memory checks that) and are mapped with the stated sizes. The VM
-        // is used by vCPU threads only, which hold a clone of `memory`, so the mappings outlive its use.
-        unsafe { vm.set_user_memory_region(region) }.map_err(Error::kvm("add a memory slot"))?;
-    }
-    Ok(())
+    (0..)
+        .zip(memory.iter())
+        .try_for_each(|(slot, region)| set_slot(vm, slot, region))
+}
+
+fn set_slot(vm: &VmFd, slot: u32, region: &GuestRegionMmap<()>) -> Result<(), Error> {
+    let region = kvm_userspace_memory_region {
+        slot,
+        flags: 0,
+        guest_phys_addr: region.start_addr().raw_value(),
+        memory_size: region.len(),
+        userspace_addr: region.as_ptr() as u64,
+    };
+    // SAFETY: the regions do not overlap (vm-memory checks that) and are mapped with the stated sizes. The VM
+    // is used by vCPU threads only, which hold a clone of `memory`, so the mappings outlive its use.
+    unsafe { vm.set_user_memory_region(region) }.map_err(Error::kvm("add a memory slot"))
 }
 
 /// First address behind the RAM at low addresses.

@@ -5,12 +5,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvm_ioctls::VmFd;
+use vm_memory::mmap::GuestRegionMmap;
 use vmm_sys_util::signal::{Killable, SIGRTMIN};
 
 use crate::GuestMemory;
 use crate::devices::{Devices, ExitReason};
 use crate::error::Error;
 use crate::gate::Gate;
+use crate::memory;
 
 /// What kicks a vCPU thread out of the guest: its handler does nothing, but KVM_RUN returns.
 pub(crate) fn kick_signal() -> libc::c_int {
@@ -24,7 +26,7 @@ pub struct RunningVm {
     devices: Arc<Devices>,
     memory: GuestMemory,
     /// Kept to the end: the vCPUs are its children.
-    _vm: VmFd,
+    vm: VmFd,
 }
 
 impl RunningVm {
@@ -34,7 +36,7 @@ impl RunningVm {
             gate,
             devices,
             memory,
-            _vm: vm,
+            vm,
         }
     }
 
@@ -46,6 +48,16 @@ impl RunningVm {
     #[must_use]
     pub fn memory(&self) -> &GuestMemory {
         &self.memory
+    }
+
+    /// Gives the guest `mib` MiB more RAM, behind what it has and not below 4 GiB. Nothing tells the guest.
+    ///
+    /// # Errors
+    /// If there is no memory, or KVM refuses.
+    pub fn plug(&mut self, mib: u64) -> Result<Arc<GuestRegionMmap<()>>, Error> {
+        let (all, region) = memory::plug(&self.vm, &self.memory, mib)?;
+        self.memory = all;
+        Ok(region)
     }
 
     /// Types into the guest's COM1.

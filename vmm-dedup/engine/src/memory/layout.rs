@@ -49,13 +49,10 @@ impl HostRange {
     /// # Errors
     /// [`Error::Unaligned`], [`Error::NoMemory`].
     pub fn of_guest_memory<M: GuestMemoryBackend>(memory: &M) -> Result<Vec<Self>, Error> {
-        let host_range = |region: &M::R| {
-            let start = region.get_host_address(vm_memory::MemoryRegionAddress(0));
-            let len = usize::try_from(region.len()).unwrap_or(0);
-            Self::try_new(start.map_or(0, |p| p as usize), len)
-                .map(|range| range.at_guest_address(region.start_addr().0))
-        };
-        let ranges: Vec<Self> = memory.iter().map(host_range).collect::<Result<_, _>>()?;
+        let ranges: Vec<Self> = memory
+            .iter()
+            .map(Self::of_guest_region)
+            .collect::<Result<_, _>>()?;
         if ranges.is_empty() {
             Err(Error::NoMemory)
         } else {
@@ -63,8 +60,27 @@ impl HostRange {
         }
     }
 
-    pub(crate) fn addresses(self) -> Range<usize> {
+    /// The range behind a region of it.
+    ///
+    /// # Errors
+    /// [`Error::Unaligned`].
+    pub fn of_guest_region<R: GuestMemoryRegion>(region: &R) -> Result<Self, Error> {
+        let start = region.get_host_address(vm_memory::MemoryRegionAddress(0));
+        let len = usize::try_from(region.len()).unwrap_or(0);
+        Self::try_new(start.map_or(0, |p| p as usize), len)
+            .map(|range| range.at_guest_address(region.start_addr().0))
+    }
+
+    /// Where it is in this process.
+    #[must_use]
+    pub fn addresses(self) -> Range<usize> {
         self.start..self.start + self.len
+    }
+
+    /// Where the guest sees it, if known.
+    #[must_use]
+    pub fn guest_address(self) -> Option<u64> {
+        self.guest
     }
 }
 

@@ -41,6 +41,8 @@ pub(crate) enum Command {
     DirectIo(Sender<Result<(), Error>>),
     /// From now on pages may be pinned without any file that shows it; then tell.
     HiddenPins(Sender<Result<(), Error>>),
+    /// Tell: nothing is scanned and merged any more, if the VMM wants peace.
+    Rest(Sender<()>),
     /// End; with `unmerge`, after everything went back to anonymous memory.
     Stop { unmerge: bool },
 }

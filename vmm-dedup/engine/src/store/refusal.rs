@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use vmm_dedup_protocol::message::{Kind, aligned_buffer, encode};
 use vmm_dedup_protocol::name::Name;
-use vmm_dedup_protocol::refusal::{self, Reason, Refusal};
+use vmm_dedup_protocol::refusal::{self, Refusal};
 use vmm_dedup_protocol::socket;
 
 /// Time between two tries to reach a store.
@@ -123,77 +123,10 @@ impl Announcer {
     }
 }
 
-impl From<&Error> for Refusal {
-    /// Why a service could not start, or had to end.
-    fn from(error: &Error) -> Self {
-        let (reason, lift) = match error {
-            Error::KernelLacks(_) => (Reason::KernelTooOld, "run Linux 6.8 or later"),
-            Error::NoUserfaultfd(_) => (
-                Reason::NoUserfaultfd,
-                "give the VMM read access to /dev/userfaultfd, or CAP_SYS_PTRACE",
-            ),
-            Error::NotPrivate { path, .. } if path.contains("huge") => (
-                Reason::Hugetlb,
-                "start the VM without hugepages; transparent huge pages are fine",
-            ),
-            Error::NotPrivate { .. } => (
-                Reason::SharedMemory,
-                "start the VM with private memory (no shared=on, no memory file)",
-            ),
-            Error::NoMemory | Error::NotMapped { .. } => {
-                (Reason::NoKvmMemory, "give KVM guest memory before dedup starts")
-            }
-            Error::TooFewVmas { .. } => (
-                Reason::TooFewMappings,
-                "raise vm.max_map_count, e.g. `sysctl vm.max_map_count=1048576`",
-            ),
-            Error::Register { source, .. } if source.raw_os_error() == Some(libc::EBUSY) => (
-                Reason::ForeignUserfaultfd,
-                "wait until postcopy migration or on-demand restore is over",
-            ),
-            Error::UnpinnedDirectIo { .. } => (
-                Reason::DirectIoFilesystem,
-                "use cache=writeback (no direct=on) for disks there, or a block device, ext4, XFS or btrfs",
-            ),
-            Error::Connect { .. }
-            | Error::StoreIo(_)
-            | Error::StoreGone
-            | Error::StoreRefused(_)
-            | Error::Malformed(_)
-            | Error::Index(_) => (Reason::Store, "start a store of the same release at this path"),
-            _ => (Reason::Other, ""),
-        };
-        let mut detail = error.to_string();
-        let mut source = std::error::Error::source(error);
-        while let Some(cause) = source {
-            detail = format!("{detail}: {cause}");
-            source = cause.source();
-        }
-        Refusal::new(reason, &detail, lift)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn errors_become_reasons_with_their_causes() {
-        let busy = Error::Register {
-            address: 4096,
-            source: std::io::Error::from_raw_os_error(libc::EBUSY),
-        };
-        let refusal = Refusal::from(&busy);
-        assert_eq!(refusal.reason, Reason::ForeignUserfaultfd);
-        assert!(refusal.detail().contains("0x1000") && refusal.detail().contains("busy"));
-        let shared = Error::NotPrivate {
-            start: 0,
-            what: "shared",
-            path: "/dev/hugepages/ram".into(),
-        };
-        assert_eq!(Refusal::from(&shared).reason, Reason::Hugetlb);
-        assert_eq!(Refusal::from(&Error::Stopped).reason, Reason::Other);
-    }
+    use vmm_dedup_protocol::refusal::Reason;
 
     #[test]
     fn a_vm_is_announced_again_to_every_new_store() {

@@ -14,8 +14,8 @@
 #![allow(unsafe_code)] // clone
 
 use crate::sys::inject::{self, Call};
+use crate::sys::sched;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
@@ -32,7 +32,7 @@ impl Child {
     /// Those of clone(2): no more processes are allowed (EAGAIN), no memory (ENOMEM); EPERM where system calls are filtered.
     #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn fork() -> io::Result<Self> {
-        if is_filtered() {
+        if sched::is_filtered() {
             return Err(io::Error::from_raw_os_error(libc::EPERM));
         }
         inject::before(Call::Fork)?;
@@ -102,14 +102,6 @@ impl Drop for Child {
             }
         }
     }
-}
-
-/// Whether the thread's system calls are filtered; if nothing tells, they are.
-pub(super) fn is_filtered() -> bool {
-    let status = fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
-    let mode = status.lines().find_map(|line| line.strip_prefix("Seccomp:"));
-    // A kernel without seccomp has no such line.
-    status.is_empty() || mode.is_some_and(|mode| mode.trim() != "0")
 }
 
 #[cfg(test)]

@@ -31,8 +31,8 @@
 use crate::error::Error;
 use crate::sys::descriptors::{self, Descriptors, file_system, info, link, stat};
 use crate::sys::direct_io::{BTRFS, DirectIo, EXT4, OVERLAYFS, TMPFS, XFS, layers};
-use crate::sys::fork::is_filtered;
 use crate::sys::pin_count::PinCount;
+use crate::sys::sched::is_filtered;
 use rustix::fs::FileType;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -97,7 +97,7 @@ const DEVICES: [(u32, Option<u32>); 17] = [
 ];
 
 /// Files without a name that copy, or have no memory to do with. (`[...]` at the end stands for anything.)
-const NAMELESS: [&str; 15] = [
+const NAMELESS: [&str; 16] = [
     "[eventfd]",
     "[eventpoll]",
     "[timerfd]",
@@ -107,6 +107,7 @@ const NAMELESS: [&str; 15] = [
     "[pidfd]",
     "[userfaultfd]",
     "[landlock-ruleset]",
+    "seccomp notify",
     "kvm-vm",
     "kvm-vcpu:*",
     "kvm-vcpu-stats:*",

@@ -1,6 +1,6 @@
 //! What /proc tells: limits, memory, faults, and what a range of addresses is.
 
-use crate::error::Error;
+use crate::error::{Backing, Error};
 use rustix::time::{ClockId, clock_gettime};
 use std::fs;
 use std::ops::Range;
@@ -76,14 +76,16 @@ pub(crate) fn check_private_anonymous(range: &Range<usize>) -> Result<(), Error>
             break;
         }
         if vma.shared || !vma.anonymous {
-            let what = if vma.shared {
-                "shared"
+            let backing = if has_large_pages(vma.range.start) {
+                Backing::Hugetlb
+            } else if vma.shared {
+                Backing::Shared
             } else {
-                "a private mapping of a file"
+                Backing::File
             };
             return Err(Error::NotPrivate {
                 start: range.start,
-                what,
+                backing,
                 path: vma.path,
             });
         }
@@ -97,6 +99,18 @@ pub(crate) fn check_private_anonymous(range: &Range<usize>) -> Result<(), Error>
     } else {
         Ok(())
     }
+}
+
+/// Whether the mapping at an address has pages larger than 4 KiB by itself. (Those of hugetlbfs; transparent huge pages do not
+/// count.)
+fn has_large_pages(start: usize) -> bool {
+    let smaps = fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+    let begins = format!("{start:x}-");
+    let mapping = smaps.lines().skip_while(|line| !line.starts_with(&begins));
+    let size = mapping
+        .into_iter()
+        .find_map(|line| line.strip_prefix("KernelPageSize:"));
+    size.is_some_and(|size| size.trim() != "4 kB")
 }
 
 /// Lasting advice, by its name in smaps. (MADV_NOHUGEPAGE is missing: memory of ours has it anyway.)

@@ -65,6 +65,29 @@ pub(crate) fn enter_service_thread() {
     block_signals();
 }
 
+/// Does something, e.g. start a thread, which then has no signal from the first, with all signals blocked.
+pub(crate) fn with_signals_blocked<T>(work: impl FnOnce() -> T) -> T {
+    // SAFETY: a valid, exclusive signal set, filled in by the kernel.
+    let before = unsafe {
+        let mut before: libc::sigset_t = std::mem::zeroed();
+        libc::pthread_sigmask(libc::SIG_SETMASK, std::ptr::null(), &mut before);
+        before
+    };
+    block_signals();
+    let done = work();
+    // SAFETY: the calling thread's mask is put back.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut()) };
+    done
+}
+
+/// Whether the calling thread's system calls are filtered; if nothing tells, they are.
+pub(crate) fn is_filtered() -> bool {
+    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
+    let mode = status.lines().find_map(|line| line.strip_prefix("Seccomp:"));
+    // A kernel without seccomp has no such line.
+    status.is_empty() || mode.is_some_and(|mode| mode.trim() != "0")
+}
+
 /// Keeps the VMM's signals away from the calling thread: they are for others, and would interrupt system calls here.
 fn block_signals() {
     // SAFETY: a valid, exclusive signal set; only the calling thread's mask changes.

@@ -21,6 +21,7 @@
 
 use crate::memory::bitmap::Bits;
 use crate::memory::layout::{Memory, Page};
+use crate::sync::{RwLock, read, write};
 use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::{guest, late_log, vma};
 use crate::unmerge::cow::Breaker;
@@ -79,17 +80,37 @@ impl Inner {
     }
 }
 
-/// Frees guest memory in the VMM's place; from [`crate::DedupService::discarder`]. It works for as long as it lives,
-/// also after the service has ended.
+/// What one service needs to know of discards.
 #[derive(Clone, Debug)]
-pub struct Discarder {
+struct Served {
     discards: Arc<Discards>,
     breaker: Arc<Breaker>,
 }
 
+/// Frees guest memory in the VMM's place. It exists before there is a service
+/// ([`Supervisor::discarder`](crate::supervisor::Supervisor::discarder)), and frees memory as the VMM would until then; it works
+/// for as long as it lives, also after the service has ended. Its clones are one.
+///
+/// # Why a discard meets a service's start in no wrong order
+///
+/// A service is adopted while nothing is merged yet (it starts switched off), and not before every discard that does not know
+/// it has returned: both hold the lock. So plain madvise never meets a mapping of the store.
+#[derive(Clone, Debug, Default)]
+pub struct Discarder(Arc<RwLock<Vec<Served>>>);
+
 impl Discarder {
-    pub(crate) fn new(discards: Arc<Discards>, breaker: Arc<Breaker>) -> Self {
-        Self { discards, breaker }
+    /// One that knows a service.
+    pub(crate) fn of(discards: Arc<Discards>, breaker: Arc<Breaker>) -> Self {
+        Self(Arc::new(RwLock::new(vec![Served { discards, breaker }])))
+    }
+
+    /// Learns of another one's services. No discard that does not know them goes on when this returns.
+    pub(crate) fn adopt(&self, other: &Self) {
+        let others = read(&other.0).clone();
+        let mut served = write(&self.0);
+        // Those whose memory has gone are not needed any more.
+        served.retain(|old| old.has_memory());
+        served.extend(others);
     }
 
     /// Does to a range of addresses what the VMM wants of madvise(MADV_DONTNEED): afterwards it reads as zeros and
@@ -107,8 +128,7 @@ impl Discarder {
     }
 
     /// As [`Self::discard`]; `renewed` is told where fresh memory was mapped. No userfaultfd is registered there any more: a VMM
-    /// that has registered one of its own (for memory that [`crate::DedupService::release_range`] has released) registers it
-    /// again.
+    /// that has registered one of its own (for memory that it was lent) registers it again.
     ///
     /// # Safety
     /// As for [`Self::discard`].
@@ -128,12 +148,74 @@ impl Discarder {
         };
         let range = start..end;
         let mut kept = Vec::new();
-        let mut inner = self.discards.lock();
-        for pages in inner.memory.within(&range) {
+        let served = read(&self.0);
+        // All at once, and in one order: what is freed below may be memory of each.
+        let mut locked: Vec<_> = served
+            .iter()
+            .map(|service| (service, service.discards.lock()))
+            .collect();
+        for (service, inner) in &mut locked {
+            service.give_up(inner, &range, &mut renewed, &mut kept);
+        }
+        // SAFETY: as promised by the caller.
+        let done = unsafe { vma::dont_need(range.start, range.len()) };
+        drop(locked);
+        drop(served);
+        // No mapping was left for these: they get zeros of their own, by copy-on-write. Without the locks, since in
+        // managed mode a write may have to wait for the fault thread.
+        for at in kept.into_iter().flat_map(|run| run.step_by(PAGE_SIZE)) {
+            // SAFETY: as promised by the caller; the place is mapped.
+            unsafe { guest::store_page(at, &[0; vmm_dedup_protocol::key::PAGE_WORDS]) };
+        }
+        done
+    }
+
+    /// The VMM is about to unmap or replace a range: from now on it is freed as any other memory. To be called where nobody
+    /// else tells the service ([`crate::DedupService::remove_range`]), since that has ended: other memory may come to the
+    /// same addresses.
+    pub fn forget(&self, start: usize, len: usize) {
+        for service in read(&self.0).iter() {
+            let mut inner = service.discards.lock();
+            let memory = inner.memory.without(&(start..start.saturating_add(len)));
+            inner.memory = Arc::new(memory);
+        }
+    }
+
+    /// Whether a range has memory of a service.
+    #[must_use]
+    pub fn covers(&self, start: usize, len: usize) -> bool {
+        let range = start..start.saturating_add(len);
+        let has = |service: &Served| {
+            let inner = service.discards.lock();
+            inner
+                .memory
+                .regions()
+                .any(|r| r.start < range.end && range.start < r.end)
+        };
+        read(&self.0).iter().any(has)
+    }
+}
+
+impl Served {
+    fn has_memory(&self) -> bool {
+        self.discards.lock().memory.regions().next().is_some()
+    }
+
+    /// Maps fresh memory over what of a range lies in mappings of the store, and takes note that the range is freed; what got no
+    /// fresh memory is `kept`.
+    fn give_up(
+        &self,
+        inner: &mut Inner,
+        range: &Range<usize>,
+        renewed: &mut impl FnMut(Range<usize>),
+        kept: &mut Vec<Range<usize>>,
+    ) {
+        for pages in inner.memory.within(range) {
             for run in inner.in_file.runs(pages.clone()) {
                 let at = inner.memory.address(run.start);
                 let run = at..at + bytes(run.len());
                 // SAFETY: guest memory that the caller gives up.
+                #[allow(unsafe_code)]
                 let replaced = self
                     .breaker
                     .give_up(&run, || unsafe { vma::renew(run.start, run.len()) });
@@ -158,35 +240,5 @@ impl Discarder {
             gone.into_iter().for_each(|page| inner.discarded.set(page, true));
             inner.any = true;
         }
-        // SAFETY: as promised by the caller.
-        let done = unsafe { vma::dont_need(range.start, range.len()) };
-        drop(inner);
-        // No mapping was left for these: they get zeros of their own, by copy-on-write. Without the locks, since in
-        // managed mode a write may have to wait for the fault thread.
-        for at in kept.into_iter().flat_map(|run| run.step_by(PAGE_SIZE)) {
-            // SAFETY: as promised by the caller; the place is mapped.
-            unsafe { guest::store_page(at, &[0; vmm_dedup_protocol::key::PAGE_WORDS]) };
-        }
-        done
-    }
-
-    /// The VMM is about to unmap or replace a range: from now on it is freed as any other memory. To be called where nobody
-    /// else tells the service ([`crate::DedupService::remove_range`]), since that has ended: other memory may come to the
-    /// same addresses.
-    pub fn forget(&self, start: usize, len: usize) {
-        let mut inner = self.discards.lock();
-        let memory = inner.memory.without(&(start..start.saturating_add(len)));
-        inner.memory = Arc::new(memory);
-    }
-
-    /// Whether a range has memory of the service.
-    #[must_use]
-    pub fn covers(&self, start: usize, len: usize) -> bool {
-        let range = start..start.saturating_add(len);
-        self.discards
-            .lock()
-            .memory
-            .regions()
-            .any(|r| r.start < range.end && range.start < r.end)
     }
 }

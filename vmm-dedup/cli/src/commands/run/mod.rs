@@ -10,7 +10,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use vmm_dedup::{Breaks, Config, DedupService, Policy, UseSource, Verification};
+use vmm_dedup::{Breaks, Config, Options, Policy, Setup, Supervisor, UseSource, Verification};
 use vmm_dedup_fleet::dedup_file;
 use vmm_dedup_host::{Failure, kvm};
 use vmm_dedup_refvmm::{ExitReason, RunningVm, ThpMode, Vm, VmConfig};
@@ -195,8 +195,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     kvm::need()?;
     let config = args.vm_config();
     let vm = Vm::new(&config).map_err(Failure::from_error)?;
-    let service = match &args.store {
-        Some(store) => Some(start_dedup(&vm, store, args.engine_config()?)?),
+    let dedup = match args.store.clone() {
+        Some(store) => {
+            let config = args.engine_config()?;
+            Some(start_dedup(&vm, Setup { store, config })?)
+        }
         None => None,
     };
     let vm = vm
@@ -217,9 +220,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
         std::thread::sleep(Duration::from_millis(1));
     };
     let exit = vm.wait().map_err(Failure::from_error)?;
-    if let Some(service) = service {
-        let stats = service.stop(args.account).map_err(Failure::from_error)?;
-        if args.account {
+    if let Some(dedup) = dedup {
+        let stats = dedup.detach(args.account).map_err(Failure::from_error)?;
+        if let Some(stats) = stats.filter(|_| args.account) {
             let account = json!({ "mapped": stats.pages_mapped, "merges": stats.merges_total + stats.zero_merges_total });
             eprintln!("{account}");
         }
@@ -235,13 +238,23 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     }
 }
 
-fn start_dedup(vm: &Vm, store: &Path, config: Config) -> Result<DedupService, Failure> {
-    let memory = Arc::new(vm.memory().clone());
-    let service = DedupService::start_with(memory, store, config, vmm_dedup_engines::engines());
-    let service = service.map_err(Failure::from_error)?;
-    // Its guests cannot run guests, and no other process has a file of this one's alone.
-    service.vouch_for_pins();
-    Ok(service)
+/// Dedup was asked for by hand: if it cannot start, nor does the VM.
+fn start_dedup(vm: &Vm, setup: Setup) -> Result<Supervisor, Failure> {
+    let options = Options {
+        engines: vmm_dedup_engines::engines(),
+        // Its guests cannot run guests, and no other process has a file of this one's alone.
+        vouch_for_pins: true,
+        // It starts when it is told to.
+        settle: Duration::from_secs(60),
+        ..Options::default()
+    };
+    let supervisor = Supervisor::spawn(options).map_err(Failure::from_error)?;
+    let started = supervisor
+        .attach(setup)
+        .and_then(|()| supervisor.add_memory(Arc::new(vm.memory().clone())))
+        .and_then(|()| supervisor.start());
+    started.map_err(Failure::from_error)?;
+    Ok(supervisor)
 }
 
 /// Whoever sees the file sees the number in it.

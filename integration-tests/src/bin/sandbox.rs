@@ -1,0 +1,272 @@
+//! Everything that a supervisor and its services do, in one process whose dedup threads are filtered. `sandbox record` prints the
+//! system calls as JSON; `sandbox enforce` allows those of the table alone, and is killed by any other.
+#![allow(unsafe_code)] // guest memory
+
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use vmm_dedup::{
+    Breaks, Config, HostRange, Lease, Options, Policy, Settings, Setup, Status, Supervisor, Switch, UseSource,
+};
+use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::seccomp::Recorder;
+use vmm_dedup_integration_tests::store::StoreThread;
+
+const PAGES: usize = 4096;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn main() {
+    let mode = std::env::args().nth(1).unwrap_or_default();
+    let recorder = Recorder::new();
+    let theirs = recorder.clone();
+    let first: Box<dyn FnOnce() + Send> = match mode.as_str() {
+        "record" => Box::new(move || theirs.record_this_thread()),
+        "enforce" => Box::new(|| vmm_dedup::seccomp::restrict_this_thread().expect("a filter")),
+        other => panic!("unknown mode {other:?}"),
+    };
+    let supervisor = Supervisor::spawn(Options {
+        vouch_for_pins: true,
+        first: Some(first),
+        may_be_filtered: true,
+        ..Options::default()
+    })
+    .expect("it starts");
+    let mut guest = Guest {
+        supervisor,
+        store: StoreThread::start(),
+        round: 0,
+    };
+    for heal_without_fork in [true, false] {
+        guest.lives(Breaks::Kernel {
+            heal_stall_us: 1_000_000,
+            heal_without_fork,
+        });
+    }
+    guest.lives(Breaks::Managed {
+        reserve_pages: 64,
+        floor_bytes: 0,
+    });
+    guest.uses_huge_pages(UseSource::TakeAndWait);
+    guest.uses_huge_pages(UseSource::Damon);
+    guest.uses_huge_pages(UseSource::PageIdle);
+    guest.loses_its_store();
+    guest.is_refused();
+    drop(guest);
+    if mode == "record" {
+        let seen = recorder.seen();
+        let list: Vec<_> = seen
+            .into_iter()
+            .map(|seen| serde_json::json!([seen.thread, seen.call, seen.request]))
+            .collect();
+        println!("{}", serde_json::Value::from(list));
+    }
+}
+
+struct Guest {
+    supervisor: Supervisor,
+    store: StoreThread,
+    round: u64,
+}
+
+/// One half is a copy of the other.
+fn twins() -> Pages {
+    let pages = Pages::map(PAGES);
+    fill(&pages);
+    pages
+}
+
+fn fill(pages: &Pages) {
+    (0..PAGES).for_each(|page| pages.fill(page, (page % (PAGES / 2)) as u64 + 1));
+}
+
+fn range(pages: &Pages, first: usize, count: usize) -> HostRange {
+    HostRange::try_new(pages.address(first), count * 4096).expect("aligned")
+}
+
+impl Guest {
+    fn attach(&mut self, config: Config) {
+        self.round += 1;
+        let config = Config {
+            name: format!("guest-{}", self.round),
+            cpu_percent: 100,
+            pass_period_ms: 10,
+            ..config
+        };
+        let store = self.store.socket();
+        self.supervisor.attach(Setup { store, config }).expect("it fits");
+    }
+
+    fn add(&self, range: HostRange) {
+        // SAFETY: tests' pages are never unmapped, and are only reached by volatile accesses.
+        unsafe { self.supervisor.add_range(range) };
+    }
+
+    fn wait(&self, what: &str, done: impl Fn(&vmm_dedup::ServiceStats) -> bool) {
+        self.wait_for(what, || self.supervisor.stats().is_some_and(|stats| done(&stats)));
+    }
+
+    fn wait_for(&self, what: &str, done: impl Fn() -> bool) {
+        let start = Instant::now();
+        while !done() {
+            assert!(
+                start.elapsed() < PATIENCE,
+                "{what} does not happen: {:?} {:?}",
+                self.supervisor.status(),
+                self.supervisor.stats()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn shares(&self) {
+        self.wait("sharing", |s| s.pages_mapped > PAGES as u64 / 4);
+    }
+
+    /// A VM from its start to its end, through all that can happen to its memory.
+    fn lives(&mut self, breaks: Breaks) {
+        let (pages, more) = (twins(), twins());
+        self.attach(Config {
+            breaks,
+            ..Config::default()
+        });
+        let supervisor = &self.supervisor;
+        self.add(range(&pages, 0, PAGES));
+        supervisor.start().expect("it starts");
+        self.shares();
+        // Writes break, and are merged again.
+        let some = (0..PAGES / 2).step_by(8);
+        some.clone().for_each(|page| pages.store(page, 0, 1));
+        self.wait("a break", |s| s.breaks_total() > 0);
+        some.for_each(|page| pages.fill(page, page as u64 + 1));
+        // A recorded child may be too slow.
+        let tried = |s: &vmm_dedup::ServiceStats| {
+            s.heals_total + s.heal_failed_total + s.heal_pinned_total + s.breaks_managed_total
+        };
+        self.wait("healing", |s| tried(s) > 0);
+        // Memory comes, is given up, and goes.
+        self.add(range(&more, 0, PAGES));
+        self.wait("growing", |s| {
+            s.pages == 2 * PAGES as u64 && s.pages_mapped > PAGES as u64
+        });
+        let discarder = supervisor.discarder();
+        // SAFETY: what it held is not needed any more.
+        unsafe { discarder.discard(pages.address(0), 512 * 4096) }.expect("it is freed");
+        assert!((0..512).all(|page| pages.load(page, 3) == 0));
+        supervisor
+            .remove_range(range(&more, 0, PAGES).addresses())
+            .expect("it goes");
+        // Others use it for a while.
+        let all = range(&pages, 0, PAGES).addresses();
+        supervisor
+            .lend(all.clone(), Lease::UntilTakenBack)
+            .expect("it is lent");
+        supervisor.take_back(all);
+        supervisor.pin().expect("it is given back");
+        assert_eq!(supervisor.stats().map(|s| s.pages_mapped), Some(0));
+        supervisor.unpin();
+        self.shares();
+        // An operator, and an administrator.
+        supervisor.pause();
+        supervisor.resume();
+        let switch = |switch| Settings {
+            switch: Some(switch),
+            ..Settings::default()
+        };
+        supervisor.set(switch(Switch::OffUnmerge)).expect("it is off");
+        supervisor.set(switch(Switch::On)).expect("it is on");
+        let explained = supervisor.with_service(|service| service.map(|s| s.explain(None).is_ok()));
+        assert_eq!(explained, Some(Some(true)));
+        let file = self.store.path().join("disk");
+        std::fs::write(&file, [0; 4096]).expect("a file");
+        let direct = std::fs::File::options()
+            .read(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(&file);
+        let _ = supervisor.direct_io_opened();
+        std::thread::sleep(Duration::from_millis(200));
+        drop(direct);
+        let passes = supervisor.stats().map_or(0, |s| s.passes_total);
+        self.wait("two passes", |s| s.passes_total > passes + 1);
+        supervisor.detach(true).expect("it ends");
+    }
+
+    /// Huge pages are watched, split and built again.
+    fn uses_huge_pages(&mut self, use_source: UseSource) {
+        let pages = Pages::map_huge(PAGES);
+        fill(&pages);
+        self.attach(Config {
+            huge_policy: Policy::Smartmd,
+            use_source,
+            monitor_interval_ms: 50,
+            monitor_window_us: 1000,
+            ..Config::default()
+        });
+        self.add(range(&pages, 0, PAGES));
+        self.supervisor.start().expect("it starts");
+        self.shares();
+        let (start, split) = (
+            Instant::now(),
+            self.supervisor.stats().map_or(0, |s| s.huge_split),
+        );
+        // Use brings them back.
+        while start.elapsed() < Duration::from_secs(3) {
+            (0..PAGES).step_by(3).for_each(|page| {
+                let _ = pages.load(page, 1);
+            });
+            if self.supervisor.stats().is_some_and(|s| s.huge_rebuilt_total > 0) || split == 0 {
+                break;
+            }
+        }
+        self.supervisor.detach(false).expect("it ends");
+    }
+
+    /// The store goes and comes back.
+    fn loses_its_store(&mut self) {
+        let pages = twins();
+        self.attach(Config::default());
+        self.add(range(&pages, 0, PAGES));
+        self.supervisor.start().expect("it starts");
+        self.shares();
+        let elsewhere = StoreThread::start();
+        let store = std::mem::replace(&mut self.store, elsewhere);
+        self.store = store.restart();
+        (0..PAGES).for_each(|page| pages.store(page, 7, 7));
+        self.wait("another store", |s| s.pages_mapped > PAGES as u64 / 4);
+        self.supervisor.detach(true).expect("it ends");
+    }
+
+    /// Memory that cannot be shared, then a VM that must not be.
+    fn is_refused(&mut self) {
+        let pages = twins();
+        let file = tempfile::tempfile().expect("a file");
+        file.set_len(4096).expect("it grows");
+        // SAFETY: a new mapping, never unmapped.
+        let shared = unsafe {
+            let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+            let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
+            libc::mmap(std::ptr::null_mut(), 4096, prot, flags, fd, 0)
+        };
+        self.attach(Config::default());
+        self.add(HostRange::try_new(shared as usize, 4096).expect("aligned"));
+        self.wait_for("the refusal", || {
+            matches!(self.supervisor.status(), Status::Waiting(_))
+        });
+        self.add(range(&pages, 0, PAGES));
+        self.shares();
+        let refusal = vmm_dedup::refusal::confidential();
+        self.supervisor.refuse(refusal.clone()).expect("it is given back");
+        assert_eq!(self.supervisor.status(), Status::Refused(refusal));
+        std::thread::sleep(Duration::from_millis(100));
+        let nowhere = Path::new("/nonexistent/store.sock").to_owned();
+        self.supervisor.detach(false).expect("it ends");
+        let config = Config::default();
+        let setup = Setup {
+            store: nowhere,
+            config,
+        };
+        self.supervisor.attach(setup).expect("it fits");
+        self.add(range(&twins(), 0, PAGES));
+        assert!(self.supervisor.start().is_err());
+        self.supervisor.detach(false).expect("it ends");
+    }
+}

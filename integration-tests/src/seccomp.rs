@@ -1,0 +1,150 @@
+//! System calls of threads, seen by the kernel's own filters: recorded by a filter that asks for each call (and lets it go on).
+#![allow(unsafe_code)] // seccomp
+
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// One kind of call of one thread.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Seen {
+    /// The thread's name.
+    pub thread: String,
+    /// The call's number.
+    pub call: i64,
+    /// Of an ioctl: what is asked for.
+    pub request: Option<u32>,
+}
+
+/// Records what the threads do that [`Recorder::record_this_thread`] was called in, and those that they start.
+#[derive(Clone, Debug)]
+pub struct Recorder {
+    seen: Arc<Mutex<BTreeSet<Seen>>>,
+    listener: Arc<AtomicI32>,
+}
+
+impl Default for Recorder {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Recorder {
+    /// Starts the thread that records. It must not be filtered itself.
+    #[must_use]
+    pub fn new() -> Self {
+        let recorder = Self {
+            seen: Arc::default(),
+            listener: Arc::new(AtomicI32::new(-1)),
+        };
+        let theirs = recorder.clone();
+        std::thread::spawn(move || theirs.listen());
+        recorder
+    }
+
+    /// What was seen so far.
+    #[must_use]
+    pub fn seen(&self) -> BTreeSet<Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// From now on all calls of the calling thread are recorded, for good.
+    ///
+    /// # Panics
+    /// If the kernel has no such filters.
+    pub fn record_this_thread(&self) {
+        let ask = libc::sock_filter {
+            code: RETURN,
+            jt: 0,
+            jf: 0,
+            k: libc::SECCOMP_RET_USER_NOTIF,
+        };
+        let mut filter = [ask];
+        let program = libc::sock_fprog {
+            len: 1,
+            filter: filter.as_mut_ptr(),
+        };
+        // SAFETY: a filter of one valid instruction.
+        let listener = unsafe {
+            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+            libc::syscall(
+                libc::SYS_seccomp,
+                libc::SECCOMP_SET_MODE_FILTER,
+                libc::SECCOMP_FILTER_FLAG_NEW_LISTENER,
+                &raw const program,
+            )
+        };
+        assert!(
+            listener >= 0,
+            "no user notification: {}",
+            io::Error::last_os_error()
+        );
+        // Nothing but a store from here on: every call waits for the listener already.
+        #[allow(clippy::cast_possible_truncation)] // a descriptor
+        self.listener.store(listener as i32, Ordering::Release);
+    }
+
+    fn listen(&self) {
+        let listener = loop {
+            match self.listener.load(Ordering::Acquire) {
+                -1 => std::thread::sleep(Duration::from_millis(1)),
+                // SAFETY: a fresh descriptor that nobody else closes.
+                fd => break unsafe { OwnedFd::from_raw_fd(fd) },
+            }
+        };
+        loop {
+            // SAFETY: the kernel wants it zeroed.
+            let mut notice: libc::seccomp_notif = unsafe { std::mem::zeroed() };
+            let asked = ioctl(&listener, SECCOMP_IOCTL_NOTIF_RECV, (&raw mut notice).cast());
+            match asked {
+                Ok(()) => self.note(&notice),
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => continue,
+                // The caller has died meanwhile.
+                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => continue,
+                Err(_) => return,
+            }
+            let mut answer = libc::seccomp_notif_resp {
+                id: notice.id,
+                val: 0,
+                error: 0,
+                flags: GO_ON,
+            };
+            let _ = ioctl(&listener, SECCOMP_IOCTL_NOTIF_SEND, (&raw mut answer).cast());
+        }
+    }
+
+    fn note(&self, notice: &libc::seccomp_notif) {
+        let comm = std::fs::read_to_string(format!("/proc/{}/comm", notice.pid)).unwrap_or_default();
+        let call = i64::from(notice.data.nr);
+        #[allow(clippy::cast_possible_truncation)] // the kernel takes 32 bits
+        let request = (call == libc::SYS_ioctl).then_some(notice.data.args[1] as u32);
+        self.seen
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(Seen {
+                thread: comm.trim().to_owned(),
+                call,
+                request,
+            });
+    }
+}
+
+#[allow(clippy::cast_possible_truncation)] // 6
+const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+#[allow(clippy::cast_possible_truncation)] // 1
+const GO_ON: u32 = libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32;
+const SECCOMP_IOCTL_NOTIF_RECV: u64 = 0xc050_2100;
+const SECCOMP_IOCTL_NOTIF_SEND: u64 = 0xc018_2101;
+const _: () =
+    assert!(size_of::<libc::seccomp_notif>() == 0x50 && size_of::<libc::seccomp_notif_resp>() == 0x18);
+
+fn ioctl(fd: &OwnedFd, request: u64, argument: *mut libc::c_void) -> io::Result<()> {
+    // SAFETY: the request's argument, as its size above says.
+    if unsafe { libc::ioctl(fd.as_raw_fd(), request, argument) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}

@@ -1,0 +1,109 @@
+//! Threads of a VMM and the supervisor's, in all orders. Two uses of the VM's memory that are not ordered are an error, and so
+//! is a thread that waits for ever.
+
+use loom::thread;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use vmm_dedup_loom::Vmm;
+
+/// Times that a thread is stopped where it could go on.
+const PREEMPTIONS: usize = 3;
+
+/// Walks through a model. One that is walked through in a few runs leaves nothing to chance, and shows nothing.
+fn explore(least_runs: usize, model: impl Fn() + Send + Sync + 'static) {
+    let runs: &'static AtomicUsize = Box::leak(Box::new(AtomicUsize::new(0)));
+    let mut builder = loom::model::Builder::new();
+    // Without a bound three threads take hours. Of the orders left out each stops threads more often.
+    builder.preemption_bound = Some(PREEMPTIONS);
+    builder.check(move || {
+        runs.fetch_add(1, Ordering::Relaxed);
+        model();
+    });
+    let runs = runs.load(Ordering::Relaxed);
+    println!("{runs} runs");
+    assert!(runs >= least_runs, "only {runs} runs");
+}
+
+/// Runs the supervisor for so many letters beside what the VMM's thread does.
+fn beside(vmm: &Vmm, letters: usize, work: impl FnOnce(&Vmm)) {
+    let server = {
+        let vmm = vmm.clone();
+        thread::spawn(move || vmm.serve(letters))
+    };
+    work(vmm);
+    server.join().unwrap();
+}
+
+#[test]
+fn a_device_that_has_pinned_memory_is_alone_with_it() {
+    explore(5, || {
+        beside(&Vmm::new(), 4, |vmm| {
+            vmm.attach();
+            assert!(vmm.pin());
+            vmm.use_memory();
+            vmm.unpin();
+        });
+    });
+}
+
+#[test]
+fn a_pin_races_with_memory_that_is_plugged_in() {
+    explore(20, || {
+        beside(&Vmm::new(), 5, |vmm| {
+            vmm.attach();
+            let other = vmm.clone();
+            let plugs = thread::spawn(move || other.add());
+            assert!(vmm.pin());
+            vmm.use_memory();
+            vmm.unpin();
+            plugs.join().unwrap();
+        });
+    });
+}
+
+#[test]
+fn a_device_pins_while_memory_is_taken_back() {
+    explore(20, || {
+        beside(&Vmm::new(), 5, |vmm| {
+            vmm.attach();
+            let other = vmm.clone();
+            let lends = thread::spawn(move || {
+                assert!(other.lend());
+                other.take_back();
+            });
+            assert!(vmm.pin());
+            vmm.use_memory();
+            lends.join().unwrap();
+        });
+    });
+}
+
+#[test]
+fn memory_that_was_removed_is_its_next_owners() {
+    explore(20, || {
+        beside(&Vmm::new(), 4, |vmm| {
+            vmm.attach();
+            let other = vmm.clone();
+            let ends = thread::spawn(move || assert!(other.detach()));
+            assert!(vmm.remove());
+            vmm.use_memory();
+            ends.join().unwrap();
+        });
+    });
+}
+
+#[test]
+fn nobody_waits_for_a_supervisor_that_has_died() {
+    explore(20, || {
+        let vmm = Vmm::new();
+        let asks = |ask: fn(&Vmm) -> bool| {
+            let vmm = vmm.clone();
+            thread::spawn(move || ask(&vmm))
+        };
+        let (pins, detaches) = (asks(Vmm::pin), asks(Vmm::detach));
+        vmm.serve(1);
+        vmm.close();
+        let answered = [pins.join().unwrap(), detaches.join().unwrap()];
+        assert_eq!(answered.iter().filter(|answered| **answered).count(), 1);
+        assert!(!vmm.pin());
+    });
+}

@@ -1,0 +1,317 @@
+//! The supervisor's thread: carries out what the [`Lifecycle`] says.
+
+use crate::compare::Engines;
+use crate::config::{Config, Setup};
+use crate::error::Error;
+use crate::memory::layout::HostRange;
+use crate::memory::ranges::complement;
+use crate::refusal;
+use crate::service::DedupService;
+use crate::store::refusal::Refused;
+use crate::supervisor::lifecycle::{Effect, Event, Lifecycle, Outcome, Span};
+use crate::supervisor::mailbox::Ticket;
+use crate::supervisor::nested;
+use crate::supervisor::shared::{Configure, Keep, Letter, Letters, Shared, Status};
+use crate::sync::lock;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use vmm_dedup_protocol::control::{Settings, Switch};
+use vmm_dedup_protocol::refusal::Refusal;
+use vmm_dedup_protocol::stats::ServiceStats;
+
+/// See the [module](self).
+pub(crate) struct Driver {
+    shared: Arc<Shared>,
+    engines: Engines,
+    lifecycle: Lifecycle,
+    setup: Setup,
+    service: Option<DedupService>,
+    /// Tells the store why there is no service.
+    refused: Option<Refused>,
+    keeps: Vec<(Vec<Range<usize>>, Keep)>,
+    /// Of a service that has ended by the letter at hand.
+    account: Option<ServiceStats>,
+    /// What failed first of what the letter at hand asked for.
+    failed: Option<Error>,
+    /// Whoever waits is told what fails: no need to warn of it.
+    told: bool,
+    /// Why no VM can be deduplicated here.
+    hindrance: Option<Refusal>,
+}
+
+impl Driver {
+    /// `settle`: how long to wait for more memory before a service starts; `vouch`: whether pins are visible; `hindrance`: why no
+    /// VM can be deduplicated here.
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        engines: Engines,
+        settle: Duration,
+        vouch: bool,
+        hindrance: Option<Refusal>,
+    ) -> Self {
+        Self {
+            told: false,
+            hindrance,
+            shared,
+            engines,
+            lifecycle: Lifecycle::new(settle, vouch),
+            setup: Setup::default(),
+            service: None,
+            refused: None,
+            keeps: Vec::new(),
+            account: None,
+            failed: None,
+        }
+    }
+
+    /// Works until the supervisor ends.
+    pub(crate) fn run(&mut self) {
+        let shared = self.shared.clone();
+        loop {
+            match shared.letters.next(self.lifecycle.next_due()) {
+                Some((ticket, Letter::End)) => {
+                    self.end();
+                    return shared.letters.answer(ticket, (Ok(()), None));
+                }
+                Some((ticket, letter)) => self.take(letter, &shared.letters, ticket),
+                None => {}
+            }
+            self.work_off(true);
+            self.failed = None;
+            self.tell_status();
+        }
+    }
+
+    /// Does what a letter asks for, and answers it.
+    fn take(&mut self, letter: Letter, letters: &Letters, ticket: Ticket) {
+        // What is due by itself is not what the letter asks for, but where it says so.
+        let hurry = matches!(letter, Letter::Event(Event::Hurry));
+        let handled = match letter {
+            Letter::Attach(fallback, configure) => self.attach(*fallback, configure),
+            Letter::Add(spans, keep) => self.add(spans, keep),
+            Letter::Event(event) => self.lifecycle.handle(event, Instant::now()),
+            Letter::Nested => self.expect_nested_guests(),
+            Letter::Work(work) => {
+                work(self.service.as_ref());
+                Ok(())
+            }
+            Letter::End => Ok(()),
+        };
+        self.told = hurry;
+        self.work_off(hurry);
+        self.told = false;
+        let done = handled.and(self.failed.take().map_or(Ok(()), Err));
+        self.tell_status();
+        letters.answer(ticket, (done, self.account.take()));
+    }
+
+    /// Carries out what is to be done, and with `due` also what is due by itself.
+    fn work_off(&mut self, due: bool) {
+        while let Some(effect) = self.lifecycle.next(Instant::now(), due) {
+            let done = self.carry_out(&effect);
+            let outcome = match done.as_ref().map_err(Refusal::from) {
+                Ok(()) => Outcome::Done,
+                Err(refusal) if refusal::passes(&refusal) => Outcome::Passes(refusal),
+                Err(refusal) => Outcome::Fails(refusal),
+            };
+            self.lifecycle.done(&effect, outcome, Instant::now());
+            if let Err(error) = done {
+                self.failed.get_or_insert(error);
+            }
+        }
+    }
+
+    /// A VM begins. If its settings are wrong it is refused by those to fall back on.
+    fn attach(&mut self, fallback: Setup, configure: Configure) -> Result<(), Error> {
+        if self.lifecycle.is_attached() {
+            return Err(Error::Attached);
+        }
+        let checked = match self.hindrance.clone() {
+            Some(hindrance) => Err(hindrance),
+            None => configure(),
+        };
+        let (setup, wrong) = match checked {
+            Ok(setup) => (setup, None),
+            Err(refusal) => (fallback, Some(refusal)),
+        };
+        let enabled = setup.config.enabled;
+        self.setup = setup;
+        self.lifecycle.handle(Event::Attach { enabled }, Instant::now())?;
+        let Some(refusal) = wrong else {
+            return Ok(());
+        };
+        self.work_off(false);
+        self.lifecycle
+            .handle(Event::Refuse(refusal.clone()), Instant::now())?;
+        Err(Error::Refused(refusal))
+    }
+
+    fn add(&mut self, spans: Vec<Span>, keep: Option<Keep>) -> Result<(), Error> {
+        if let Some(keep) = keep {
+            let ranges = spans.iter().map(|span| span.range.clone()).collect();
+            self.keeps.push((ranges, keep));
+        }
+        for span in spans {
+            self.lifecycle.handle(Event::Add(span), Instant::now())?;
+        }
+        Ok(())
+    }
+
+    /// The guest may run guests: KVM has pages of it pinned then, which no open file shows, or uses them without a trace.
+    fn expect_nested_guests(&mut self) -> Result<(), Error> {
+        let event = match nested::here() {
+            nested::Nesting::Off => return Ok(()),
+            nested::Nesting::Pins => Event::HidePins,
+            nested::Nesting::Unseen => Event::Refuse(refusal::nested()),
+        };
+        self.lifecycle.handle(event, Instant::now())
+    }
+
+    fn carry_out(&mut self, effect: &Effect) -> Result<(), Error> {
+        match effect {
+            Effect::Start(span) => return self.start(span),
+            Effect::Stop { unmerge } => return self.stop(*unmerge),
+            Effect::Say(refusal) => {
+                log::warn!("VM {} is not deduplicated: {refusal}", self.setup.config.name)
+            }
+            Effect::Announce(refusal, pages) => self.announce(refusal, *pages),
+            Effect::Withdraw => self.refused = None,
+            Effect::Forget(range) => {
+                // It outlives the service, and must not know memory that is gone: at its addresses there may be other memory
+                // soon.
+                self.shared.discarder.forget(range.start, range.len());
+                self.let_go(range);
+            }
+            _ => {}
+        }
+        let Some(service) = &self.service else {
+            return Ok(());
+        };
+        match effect {
+            Effect::Publish => {
+                self.shared.discarder.adopt(&service.discarder());
+                *lock(&self.shared.account) = Some(service.account());
+            }
+            Effect::Vouch => service.vouch_for_pins(),
+            Effect::SwitchOn => service.set(Settings {
+                switch: Some(Switch::On),
+                ..Settings::default()
+            })?,
+            Effect::Add(span) => {
+                // SAFETY: as where the service is started.
+                #[allow(unsafe_code)]
+                unsafe { service.add_range(host_range(span)?) }?;
+                tell_taken(span);
+            }
+            Effect::Release(span) => {
+                // Of the whole VM or of nothing: what failed is out of merging all the same.
+                service.release_range(host_range(span)?).inspect_err(|error| {
+                    log::warn!("guest memory at {:x?} is not given back: {error}", span.range);
+                })?;
+            }
+            Effect::Resume(span) => {
+                service.resume_range(host_range(span)?)?;
+                tell_taken(span);
+            }
+            Effect::Remove(range) => service
+                .remove_range(HostRange::try_new(range.start, range.len())?)
+                .inspect_err(|error| log::warn!("guest memory at {range:x?} goes while {error}"))?,
+            Effect::Pause => service.pause(),
+            Effect::Unpause => service.resume(),
+            Effect::HidePins => service.pins_may_be_hidden()?,
+            Effect::DirectIo => service.direct_io_opened()?,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    #[allow(unsafe_code)] // memory that the VMM owns
+    fn start(&mut self, span: &Span) -> Result<(), Error> {
+        self.refused = None;
+        // Switched off, until threads that free memory find the discarder.
+        let config = Config {
+            enabled: false,
+            ..self.setup.config.clone()
+        };
+        // SAFETY: guest memory, which stays mapped until `Remove` or `Forget` is done, by what keeps it alive or as whoever
+        // added it has promised, and which only the guest and raw addresses reach.
+        let service = unsafe {
+            DedupService::start_on_ranges_with(
+                &[host_range(span)?],
+                &self.setup.store,
+                config,
+                self.engines.clone(),
+            )
+        }?;
+        self.service = Some(service);
+        tell_taken(span);
+        Ok(())
+    }
+
+    /// Ends the service, whatever is left of it.
+    fn stop(&mut self, unmerge: bool) -> Result<(), Error> {
+        let Some(service) = self.service.take() else {
+            return Ok(());
+        };
+        let ended = service.stop(unmerge);
+        *lock(&self.shared.account) = None;
+        let stats = ended.inspect_err(|error| log::error!("{error}"))?;
+        self.account = Some(stats);
+        Ok(())
+    }
+
+    fn announce(&mut self, refusal: &Refusal, pages: u64) {
+        if self.setup.store == Path::new("") {
+            return;
+        }
+        // Who could not be told may still be told something else later.
+        self.refused = None;
+        let announced = Refused::announce(&self.setup.store, &self.setup.config.name, pages, refusal);
+        self.refused = announced
+            .inspect_err(|error| log::warn!("the store is not told: {error}"))
+            .ok();
+    }
+
+    /// Nobody needs what keeps only memory alive that is gone.
+    fn let_go(&mut self, gone: &Range<usize>) {
+        for (ranges, _) in &mut self.keeps {
+            let left = |range: &Range<usize>| complement(range, std::slice::from_ref(gone));
+            *ranges = ranges.iter().flat_map(left).collect();
+        }
+        self.keeps.retain(|(ranges, _)| !ranges.is_empty());
+    }
+
+    /// The supervisor ends, not the VM: what is shared stays shared, and the discarder knows it.
+    fn end(&mut self) {
+        let _ = self.stop(false);
+        self.refused = None;
+        self.keeps.clear();
+    }
+
+    fn tell_status(&self) {
+        let lifecycle = &self.lifecycle;
+        let said = lifecycle.last_said().cloned();
+        let status = match said {
+            _ if !lifecycle.is_attached() => Status::Detached,
+            Some(refusal) if lifecycle.is_retired() => Status::Refused(refusal),
+            _ if lifecycle.serves() => Status::Serving,
+            Some(refusal) => Status::Waiting(refusal),
+            None => Status::Starting,
+        };
+        *lock(&self.shared.status) = status;
+    }
+}
+
+fn host_range(span: &Span) -> Result<HostRange, Error> {
+    let range = HostRange::try_new(span.range.start, span.range.len())?;
+    Ok(match span.guest_address {
+        Some(address) => range.at_guest_address(address),
+        None => range,
+    })
+}
+
+fn tell_taken(span: &Span) {
+    log::info!("guest memory at {:x?} is deduplicated", span.range);
+}

@@ -1,0 +1,591 @@
+//! What becomes of a VM's memory: a state machine that does nothing by itself.
+//!
+//! [`Lifecycle::handle`] takes what the VMM tells, [`Lifecycle::next`] says what is to be done about it, one effect at a
+//! time, and [`Lifecycle::done`] takes how that went. So every order of events and outcomes can be tested without a guest,
+//! a store or a thread. [`TRANSITIONS`] has all changes of a region's place.
+//!
+//! # Why no order of events loses a page
+//!
+//! - Events are handled one after the other, each to its end, so none sees half of another.
+//! - What must not meet merging (a pin, a foreign userfaultfd, an unmapping) is answered when the effects of its event are
+//!   done: every active region that it concerns was released, or the service was stopped, by then.
+//! - A region is given to the service only while nobody pins memory, and not before it was taken back.
+//! - What fails on the way out (pages that could not be made private) leaves the region out of merging all the same: its
+//!   pages stay shared, which is right for whoever reads or writes them by the mapping, and a pin for writing makes them
+//!   private by itself.
+
+use crate::error::Error;
+use crate::refusal;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+use vmm_dedup_protocol::refusal::Refusal;
+
+/// Until what may pass by itself is tried again.
+pub(crate) const RETRY: Duration = Duration::from_secs(1);
+/// How long memory is left alone at least that was lent for no one knows how long.
+const LENT: Duration = Duration::from_secs(5);
+
+/// Guest memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub(crate) range: Range<usize>,
+    /// Where the guest sees it, if known.
+    pub(crate) guest_address: Option<u64>,
+}
+
+impl Span {
+    fn overlaps(&self, other: &Range<usize>) -> bool {
+        self.range.start < other.end && other.start < self.range.end
+    }
+
+    /// Its parts in front of and behind what goes.
+    fn without(&self, gone: &Range<usize>) -> impl Iterator<Item = Self> + use<> {
+        let Self { range, guest_address } = self.clone();
+        let before = range.start..range.end.min(gone.start);
+        let behind = range.start.max(gone.end)..range.end;
+        [before, behind]
+            .into_iter()
+            .filter(|part| part.start < part.end)
+            .map(move |part| Self {
+                guest_address: guest_address.map(|at| at + (part.start - range.start) as u64),
+                range: part,
+            })
+    }
+}
+
+/// How long memory is lent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lease {
+    /// Until the VMM takes it back.
+    UntilTakenBack,
+    /// Nobody will tell: it is tried whether the borrower has gone.
+    UntilFree,
+}
+
+/// What the VMM tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Event {
+    /// There is a VM to deduplicate, from the start or only when an operator switches it on.
+    Attach { enabled: bool },
+    /// It has this memory.
+    Add(Span),
+    /// What is wanted is tried at once.
+    Hurry,
+    /// Memory is about to be unmapped or replaced.
+    Remove(Range<usize>),
+    /// Somebody else is about to use a userfaultfd on memory.
+    Lend(Range<usize>, Lease),
+    /// The memory may be worked on again.
+    TakeBack(Range<usize>),
+    /// Memory is not to be deduplicated any more.
+    LeaveAlone(Range<usize>, Refusal),
+    /// Something about the VM is worth a line.
+    Note(Refusal),
+    /// The VM is not to be deduplicated any more.
+    Refuse(Refusal),
+    /// A device is about to pin memory.
+    Pin,
+    /// It has let go.
+    Unpin,
+    /// Merging rests.
+    Pause,
+    /// It goes on.
+    Resume,
+    /// Pages may be pinned from now on without any open file that shows it.
+    HidePins,
+    /// A file was opened for direct I/O.
+    DirectIo,
+    /// The VM ends.
+    Detach { unmerge: bool },
+}
+
+/// What is to be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Effect {
+    /// Starts a service on a first region, switched off.
+    Start(Span),
+    /// Lets the discarder know the service.
+    Publish,
+    /// Tells the service that whatever pins memory shows in open files.
+    Vouch,
+    /// Switches the service on.
+    SwitchOn,
+    /// Gives the service one region more.
+    Add(Span),
+    /// Brings memory back to anonymous memory.
+    Release(Span),
+    /// Lets the service work on it again.
+    Resume(Span),
+    /// Lets the service forget memory.
+    Remove(Range<usize>),
+    /// Lets the discarder forget memory, and whoever keeps it alive let go.
+    Forget(Range<usize>),
+    /// Merging rests.
+    Pause,
+    /// Merging goes on.
+    Unpause,
+    /// The service is told that pins may be hidden.
+    HidePins,
+    /// The service looks at what is open for direct I/O.
+    DirectIo,
+    /// Ends the service.
+    Stop { unmerge: bool },
+    /// A line for the log.
+    Say(Refusal),
+    /// Tells the store why there is no service on so many pages.
+    Announce(Refusal, u64),
+    /// Tells it no more.
+    Withdraw,
+}
+
+/// How an effect went.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Done,
+    /// It failed for a reason that may pass.
+    Passes(Refusal),
+    /// It failed for good.
+    Fails(Refusal),
+}
+
+/// Where a region stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// The service is to have it.
+    Wanted,
+    /// The service works on it.
+    Active,
+    /// The service knows it and leaves it alone.
+    Lent,
+    /// It is not deduplicated.
+    Refused,
+}
+
+/// What happens to a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Happens {
+    /// It is time to give it to the service.
+    Due,
+    /// That worked.
+    Done,
+    /// It did not, for now.
+    Passes,
+    /// It never will.
+    Fails,
+    /// Somebody else needs it: a userfaultfd of the VMM's, a device.
+    Lend,
+    /// It is not to be deduplicated any more.
+    Refuse,
+    /// The service has ended.
+    Ends,
+}
+
+/// What is to be done about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Act {
+    Nothing,
+    /// Give it to the service, or start one on it.
+    Take,
+    /// Let the service release it.
+    Release,
+    /// Let the service resume it.
+    Resume,
+}
+
+/// All that changes a region. Whatever is not here changes nothing.
+const TRANSITIONS: [(Place, Happens, Place, Act); 15] = {
+    use Act::{Nothing, Release, Resume, Take};
+    use Happens::{Done, Due, Ends, Fails, Lend, Passes, Refuse};
+    use Place::{Active, Lent, Refused, Wanted};
+    [
+        (Wanted, Due, Wanted, Take),
+        (Wanted, Done, Active, Nothing),
+        (Wanted, Passes, Wanted, Nothing),
+        (Wanted, Fails, Refused, Nothing),
+        (Wanted, Lend, Wanted, Nothing),
+        (Wanted, Refuse, Refused, Nothing),
+        (Active, Lend, Lent, Release),
+        (Active, Refuse, Refused, Release),
+        (Active, Ends, Refused, Nothing),
+        (Lent, Due, Lent, Resume),
+        (Lent, Done, Active, Nothing),
+        (Lent, Passes, Lent, Nothing),
+        (Lent, Fails, Refused, Nothing),
+        (Lent, Refuse, Refused, Nothing),
+        (Lent, Ends, Refused, Nothing),
+    ]
+};
+
+fn step(place: Place, happens: Happens) -> (Place, Act) {
+    let found = TRANSITIONS
+        .iter()
+        .find(|(from, what, ..)| (*from, *what) == (place, happens));
+    found.map_or((place, Act::Nothing), |(_, _, to, act)| (*to, *act))
+}
+
+#[derive(Clone, Debug)]
+struct Region {
+    span: Span,
+    place: Place,
+    /// When it is to be tried; `None`: when it was taken back.
+    due: Option<Instant>,
+}
+
+impl Region {
+    /// Something happens to it; what the service has to do about that.
+    fn meet(&mut self, happens: Happens, service: bool) -> Option<Effect> {
+        let (place, act) = step(self.place, happens);
+        self.place = place;
+        let span = self.span.clone();
+        match act {
+            Act::Nothing => None,
+            Act::Take if service => Some(Effect::Add(span)),
+            Act::Take => Some(Effect::Start(span)),
+            Act::Release => Some(Effect::Release(span)),
+            Act::Resume => Some(Effect::Resume(span)),
+        }
+    }
+}
+
+/// Whether there is a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// None.
+    Detached,
+    /// One to deduplicate.
+    Attached,
+    /// One that is not to be deduplicated any more.
+    Retired,
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(crate) struct Lifecycle {
+    phase: Phase,
+    /// From the start of a service.
+    enabled: bool,
+    /// How long to wait for more memory before the service starts.
+    settle: Duration,
+    service: bool,
+    regions: Vec<Region>,
+    pins: usize,
+    paused: bool,
+    /// Whether whatever pins memory shows in open files: for any VM, and for this one.
+    vouch: (bool, bool),
+    /// What was said of this VM.
+    said: Vec<Refusal>,
+    effects: VecDeque<Effect>,
+}
+
+impl Lifecycle {
+    pub(crate) fn new(settle: Duration, vouch: bool) -> Self {
+        Self {
+            phase: Phase::Detached,
+            enabled: false,
+            settle,
+            service: false,
+            regions: Vec::new(),
+            pins: 0,
+            paused: false,
+            vouch: (vouch, vouch),
+            said: Vec::new(),
+            effects: VecDeque::new(),
+        }
+    }
+
+    /// Takes what the VMM tells. The effects of one event are done before the next one is handled.
+    ///
+    /// # Errors
+    /// The event does not fit: [`Error::Attached`], [`Error::Detached`]. Nothing changes then.
+    pub(crate) fn handle(&mut self, event: Event, now: Instant) -> Result<(), Error> {
+        debug_assert!(self.effects.is_empty());
+        match (self.phase, &event) {
+            (Phase::Detached, Event::Attach { .. }) => {}
+            (_, Event::Attach { .. }) => return Err(Error::Attached),
+            (Phase::Detached, Event::Add(_) | Event::Refuse(_) | Event::Note(_)) => {
+                return Err(Error::Detached);
+            }
+            _ => {}
+        }
+        match event {
+            Event::Attach { enabled } => {
+                (self.phase, self.enabled) = (Phase::Attached, enabled);
+                if self.pins > 0 {
+                    self.say(refusal::pinned());
+                }
+            }
+            Event::Add(span) => self.add(span, now),
+            Event::Hurry => self.due_regions().for_each(|region| region.due = Some(now)),
+            Event::Remove(range) => self.remove(&range),
+            Event::Lend(range, lease) => self.lend(&range, lease, now),
+            Event::TakeBack(range) => {
+                let back = self.regions.iter_mut().filter(|r| r.span.overlaps(&range));
+                back.for_each(|region| region.due = Some(now));
+            }
+            Event::LeaveAlone(range, refusal) => {
+                self.all_meet(Happens::Refuse, |region| region.span.overlaps(&range));
+                self.say(refusal);
+            }
+            Event::Note(refusal) => self.say(refusal),
+            Event::Refuse(refusal) => self.retire(refusal),
+            Event::Pin => self.pin(now),
+            Event::Unpin => self.unpin(),
+            Event::Pause => self.set_paused(true),
+            Event::Resume => self.set_paused(false),
+            Event::HidePins => {
+                self.vouch.1 = false;
+                self.if_served(Effect::HidePins);
+            }
+            Event::DirectIo => self.if_served(Effect::DirectIo),
+            Event::Detach { unmerge } => self.detach(unmerge),
+        }
+        Ok(())
+    }
+
+    /// What is to be done next: what the last event needs, and with `due` also what is due by itself.
+    pub(crate) fn next(&mut self, now: Instant, due: bool) -> Option<Effect> {
+        if let Some(effect) = self.effects.pop_front() {
+            return Some(effect);
+        }
+        if !due || !self.may_try() {
+            return None;
+        }
+        let service = self.service;
+        let is_due = |region: &&mut Region| region.due.is_some_and(|due| due <= now);
+        self.due_regions()
+            .find(is_due)
+            .and_then(|region| region.meet(Happens::Due, service))
+    }
+
+    /// When there is something to do without an event.
+    pub(crate) fn next_due(&self) -> Option<Instant> {
+        let waits = |region: &&Region| matches!(region.place, Place::Wanted | Place::Lent);
+        let due = self.regions.iter().filter(waits).filter_map(|region| region.due);
+        due.min().filter(|_| self.may_try())
+    }
+
+    /// An effect was carried out.
+    pub(crate) fn done(&mut self, effect: &Effect, outcome: Outcome, now: Instant) {
+        match effect {
+            Effect::Start(span) | Effect::Add(span) | Effect::Resume(span) => {
+                if matches!(effect, Effect::Start(_)) && outcome == Outcome::Done {
+                    self.started();
+                }
+                self.tried(span, outcome, now);
+            }
+            // Whoever asked for another one learns what failed. Where memory was to be given back it is out of merging all the same.
+            _ => {}
+        }
+    }
+
+    /// Whether a service runs.
+    pub(crate) fn serves(&self) -> bool {
+        self.service
+    }
+
+    /// The last thing that was said of this VM.
+    pub(crate) fn last_said(&self) -> Option<&Refusal> {
+        self.said.last()
+    }
+
+    pub(crate) fn is_attached(&self) -> bool {
+        self.phase != Phase::Detached
+    }
+
+    pub(crate) fn is_retired(&self) -> bool {
+        self.phase == Phase::Retired
+    }
+
+    fn may_try(&self) -> bool {
+        self.phase == Phase::Attached && self.pins == 0
+    }
+
+    /// Regions that the service is to have, sooner or later.
+    fn due_regions(&mut self) -> impl Iterator<Item = &mut Region> {
+        let waits = |region: &&mut Region| matches!(region.place, Place::Wanted | Place::Lent);
+        self.regions
+            .iter_mut()
+            .filter(waits)
+            .filter(|region| region.due.is_some())
+    }
+
+    fn if_served(&mut self, effect: Effect) {
+        if self.service {
+            self.effects.push_back(effect);
+        }
+    }
+
+    fn all_meet(&mut self, happens: Happens, concerns: impl Fn(&Region) -> bool) {
+        let service = self.service;
+        for region in self.regions.iter_mut().filter(|region| concerns(region)) {
+            self.effects.extend(region.meet(happens, service));
+        }
+    }
+
+    fn add(&mut self, span: Span, now: Instant) {
+        let known = self.regions.iter_mut().find(|r| r.span.overlaps(&span.range));
+        match known {
+            // Until the service has it, more may be known of where the guest sees it.
+            Some(region) if region.span.range == span.range && region.place == Place::Wanted => {
+                region.span = span;
+            }
+            Some(_) => {}
+            None => {
+                let place = match self.phase {
+                    Phase::Retired => Place::Refused,
+                    _ => Place::Wanted,
+                };
+                let due = Some(now + self.settle);
+                self.regions.push(Region { span, place, due });
+            }
+        }
+    }
+
+    fn remove(&mut self, gone: &Range<usize>) {
+        self.if_served(Effect::Remove(gone.clone()));
+        self.effects.push_back(Effect::Forget(gone.clone()));
+        let regions = std::mem::take(&mut self.regions);
+        let left = |region: Region| {
+            let parts = region.span.without(gone);
+            parts.map(move |span| Region {
+                span,
+                ..region.clone()
+            })
+        };
+        self.regions = regions.into_iter().flat_map(left).collect();
+    }
+
+    fn lend(&mut self, range: &Range<usize>, lease: Lease, now: Instant) {
+        self.all_meet(Happens::Lend, |region| region.span.overlaps(range));
+        let concerned = |r: &&mut Region| r.span.overlaps(range) && r.place != Place::Refused;
+        let mut lent = false;
+        for region in self.regions.iter_mut().filter(concerned) {
+            region.due = (lease == Lease::UntilFree).then_some(now + LENT);
+            lent = true;
+        }
+        if lent {
+            self.say(refusal::foreign_userfaultfd());
+        }
+    }
+
+    fn pin(&mut self, now: Instant) {
+        self.pins += 1;
+        if self.pins > 1 || self.phase != Phase::Attached {
+            return;
+        }
+        for region in self.regions.iter_mut().filter(|r| r.place == Place::Active) {
+            region.due = Some(now);
+        }
+        self.all_meet(Happens::Lend, |region| region.place == Place::Active);
+        self.if_served(Effect::Pause);
+        self.say(refusal::pinned());
+    }
+
+    fn unpin(&mut self) {
+        if self.pins != 1 || self.phase != Phase::Attached {
+            self.pins = self.pins.saturating_sub(1);
+            return;
+        }
+        self.pins = 0;
+        self.said.retain(|said| *said != refusal::pinned());
+        if !self.service {
+            self.effects.push_back(Effect::Withdraw);
+        } else if !self.paused {
+            self.effects.push_back(Effect::Unpause);
+        }
+    }
+
+    fn set_paused(&mut self, paused: bool) {
+        self.paused = paused;
+        if self.pins == 0 {
+            self.if_served(if paused { Effect::Pause } else { Effect::Unpause });
+        }
+    }
+
+    /// Everything goes back to anonymous memory. The discarder stays, for as long as the memory does: pages that the kernel
+    /// copied still lie in mappings of the store.
+    fn retire(&mut self, refusal: Refusal) {
+        self.phase = Phase::Retired;
+        self.if_served(Effect::Stop { unmerge: true });
+        // By then there is no service.
+        self.service = false;
+        self.say(refusal);
+        self.all_meet(Happens::Ends, |_| true);
+        self.all_meet(Happens::Refuse, |_| true);
+    }
+
+    fn detach(&mut self, unmerge: bool) {
+        self.if_served(Effect::Stop { unmerge });
+        for region in std::mem::take(&mut self.regions) {
+            self.effects.push_back(Effect::Forget(region.span.range));
+        }
+        if self.phase != Phase::Detached {
+            self.effects.push_back(Effect::Withdraw);
+        }
+        (self.phase, self.pins, self.paused) = (Phase::Detached, 0, false);
+        self.vouch.1 = self.vouch.0;
+        self.service = false;
+        self.said.clear();
+    }
+
+    /// A service runs, switched off. Nothing is merged before whoever frees memory knows of it.
+    fn started(&mut self) {
+        self.service = true;
+        self.effects.push_back(Effect::Publish);
+        if self.vouch.1 {
+            self.effects.push_back(Effect::Vouch);
+        }
+        if self.paused {
+            self.effects.push_back(Effect::Pause);
+        }
+        if self.enabled {
+            self.effects.push_back(Effect::SwitchOn);
+        }
+    }
+
+    fn tried(&mut self, span: &Span, outcome: Outcome, now: Instant) {
+        let happens = match outcome {
+            Outcome::Done => Happens::Done,
+            Outcome::Passes(_) => Happens::Passes,
+            Outcome::Fails(_) => Happens::Fails,
+        };
+        for region in self.regions.iter_mut().filter(|r| r.span == *span) {
+            let _ = region.meet(happens, self.service);
+            region.due = Some(now + RETRY);
+        }
+        match outcome {
+            Outcome::Done => self.said.retain(|said| !refusal::passes(said)),
+            Outcome::Passes(refusal) | Outcome::Fails(refusal) => self.say(refusal),
+        }
+    }
+
+    /// Says something of this VM, once: in the log, and to the store if there is nothing else to be said. (What may pass is not
+    /// announced, since the VM is about to join under the same name.)
+    fn say(&mut self, refusal: Refusal) {
+        if self.phase == Phase::Detached || self.said.contains(&refusal) {
+            return;
+        }
+        self.effects.push_back(Effect::Say(refusal.clone()));
+        self.said.push(refusal.clone());
+        if !self.service {
+            self.announce(refusal);
+        }
+    }
+
+    fn announce(&mut self, refusal: Refusal) {
+        if !refusal::passes(&refusal) {
+            let pages = self
+                .regions
+                .iter()
+                .map(|r| r.span.range.len() / 4096)
+                .sum::<usize>();
+            self.effects
+                .push_back(Effect::Announce(refusal, pages.max(1) as u64));
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "lifecycle/tests.rs"] // from wherever this file is included
+mod tests;

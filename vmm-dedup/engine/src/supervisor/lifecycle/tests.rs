@@ -1,0 +1,447 @@
+use super::*;
+use proptest::prelude::*;
+use vmm_dedup_protocol::refusal::Reason;
+
+const MIB: usize = 1 << 20;
+
+fn span(at: usize) -> Span {
+    Span {
+        range: at * MIB..(at + 1) * MIB,
+        guest_address: Some((at * MIB) as u64),
+    }
+}
+
+fn for_now() -> Outcome {
+    Outcome::Passes(Refusal::new(Reason::Store, "no store", ""))
+}
+
+fn for_good() -> Outcome {
+    Outcome::Fails(Refusal::new(Reason::SharedMemory, "shared", ""))
+}
+
+/// A machine, and a world in which effects have an outcome.
+struct World {
+    machine: Lifecycle,
+    now: Instant,
+    /// Of each try to give memory to the service.
+    tries: Outcome,
+}
+
+impl World {
+    fn new() -> Self {
+        Self {
+            machine: Lifecycle::new(Duration::ZERO, true),
+            now: Instant::now(),
+            tries: Outcome::Done,
+        }
+    }
+
+    /// One that serves a region.
+    fn serving() -> Self {
+        let mut world = Self::new();
+        world.tell(Event::Attach { enabled: true });
+        world.tell(Event::Add(span(0)));
+        world
+    }
+
+    /// Effects of an event, and of what is due behind it.
+    fn tell(&mut self, event: Event) -> Vec<Effect> {
+        self.machine.handle(event, self.now).unwrap();
+        self.work()
+    }
+
+    fn work(&mut self) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        while let Some(effect) = self.machine.next(self.now, true) {
+            let tried = matches!(effect, Effect::Start(_) | Effect::Add(_) | Effect::Resume(_));
+            let outcome = if tried { self.tries.clone() } else { Outcome::Done };
+            self.machine.done(&effect, outcome, self.now);
+            effects.push(effect);
+            assert!(effects.len() < 100, "no end: {effects:?}");
+        }
+        effects
+    }
+
+    fn wait(&mut self, time: Duration) -> Vec<Effect> {
+        self.now += time;
+        self.work()
+    }
+
+    fn places(&self) -> Vec<Place> {
+        self.machine.regions.iter().map(|region| region.place).collect()
+    }
+}
+
+#[test]
+fn every_pair_has_at_most_one_transition_and_every_place_an_end() {
+    for (at, (from, happens, ..)) in TRANSITIONS.iter().enumerate() {
+        let same = TRANSITIONS.iter().filter(|t| (t.0, t.1) == (*from, *happens));
+        assert_eq!(same.count(), 1, "{at}: {from:?} {happens:?}");
+    }
+    for place in [Place::Wanted, Place::Active, Place::Lent] {
+        assert_eq!(step(place, Happens::Refuse).0, Place::Refused);
+    }
+    use Happens::{Done, Due, Ends, Fails, Lend, Passes, Refuse};
+    for happens in [Due, Done, Passes, Fails, Lend, Refuse, Ends] {
+        assert_eq!(step(Place::Refused, happens), (Place::Refused, Act::Nothing));
+    }
+}
+
+#[test]
+fn memory_leaves_active_only_by_a_release_or_the_services_end() {
+    for (from, happens, to, act) in TRANSITIONS {
+        if from == Place::Active && to != Place::Active {
+            assert!(act == Act::Release || happens == Happens::Ends, "{happens:?}");
+        }
+    }
+}
+
+#[test]
+fn a_service_starts_switched_off_is_published_and_then_switched_on() {
+    let mut world = World::new();
+    assert_eq!(world.tell(Event::Attach { enabled: true }), []);
+    assert_eq!(
+        world.tell(Event::Add(span(0))),
+        [
+            Effect::Start(span(0)),
+            Effect::Publish,
+            Effect::Vouch,
+            Effect::SwitchOn
+        ]
+    );
+    assert_eq!(world.tell(Event::Add(span(1))), [Effect::Add(span(1))]);
+    assert_eq!(world.places(), [Place::Active, Place::Active]);
+}
+
+#[test]
+fn a_vm_that_is_switched_off_or_paused_stays_so() {
+    let mut world = World::new();
+    world.tell(Event::Attach { enabled: false });
+    world.tell(Event::Pause);
+    world.tell(Event::HidePins);
+    let effects = world.tell(Event::Add(span(0)));
+    assert_eq!(effects, [Effect::Start(span(0)), Effect::Publish, Effect::Pause]);
+    assert_eq!(world.tell(Event::Resume), [Effect::Unpause]);
+}
+
+#[test]
+fn a_store_that_is_late_is_tried_again_and_said_once() {
+    let mut world = World::new();
+    world.tries = for_now();
+    world.tell(Event::Attach { enabled: true });
+    let effects = world.tell(Event::Add(span(0)));
+    assert!(
+        matches!(&effects[..], [Effect::Start(_), Effect::Say(_)]),
+        "{effects:?}"
+    );
+    assert_eq!(world.wait(RETRY / 2), []);
+    assert_eq!(world.wait(RETRY / 2), [Effect::Start(span(0))]);
+    assert_eq!(world.tell(Event::Hurry), [Effect::Start(span(0))]);
+    world.tries = Outcome::Done;
+    assert_eq!(world.wait(RETRY).len(), 4);
+    assert_eq!(world.machine.next_due(), None);
+}
+
+#[test]
+fn memory_that_cannot_be_shared_is_refused_by_range() {
+    let mut world = World::new();
+    world.tries = for_good();
+    world.tell(Event::Attach { enabled: true });
+    let effects = world.tell(Event::Add(span(0)));
+    assert!(
+        matches!(
+            &effects[..],
+            [Effect::Start(_), Effect::Say(_), Effect::Announce(_, 256)]
+        ),
+        "{effects:?}"
+    );
+    world.tries = Outcome::Done;
+    assert_eq!(world.tell(Event::Add(span(1)))[0], Effect::Start(span(1)));
+    assert_eq!(world.places(), [Place::Refused, Place::Active]);
+}
+
+#[test]
+fn a_pin_releases_all_and_nothing_comes_back_before_the_last_unpin() {
+    let mut world = World::serving();
+    world.tell(Event::Add(span(1)));
+    let effects = world.tell(Event::Pin);
+    assert_eq!(
+        effects[..3],
+        [Effect::Release(span(0)), Effect::Release(span(1)), Effect::Pause]
+    );
+    assert_eq!(world.tell(Event::Pin), []);
+    assert_eq!(world.tell(Event::Add(span(2))), []);
+    assert_eq!(world.tell(Event::Pause), [Effect::Pause][..0]);
+    assert_eq!(world.tell(Event::Resume), []);
+    assert_eq!(world.tell(Event::Unpin), []);
+    assert_eq!(world.wait(10 * RETRY), []);
+    assert_eq!(
+        world.tell(Event::Unpin),
+        [
+            Effect::Unpause,
+            Effect::Resume(span(0)),
+            Effect::Resume(span(1)),
+            Effect::Add(span(2))
+        ]
+    );
+    assert_eq!(world.tell(Event::Unpin), []);
+}
+
+#[test]
+fn a_pin_before_a_service_is_announced_until_it_goes() {
+    let mut world = World::new();
+    world.tell(Event::Pin);
+    let effects = world.tell(Event::Attach { enabled: true });
+    assert!(
+        matches!(&effects[..], [Effect::Say(_), Effect::Announce(..)]),
+        "{effects:?}"
+    );
+    assert_eq!(world.tell(Event::Add(span(0))), []);
+    let effects = world.tell(Event::Unpin);
+    assert_eq!(effects[..2], [Effect::Withdraw, Effect::Start(span(0))]);
+}
+
+#[test]
+fn lent_memory_comes_back_when_it_is_taken_back() {
+    let mut world = World::serving();
+    let all = 0..10 * MIB;
+    let effects = world.tell(Event::Lend(all.clone(), Lease::UntilTakenBack));
+    assert_eq!(effects[0], Effect::Release(span(0)));
+    assert_eq!(world.wait(Duration::from_secs(1000)), []);
+    // The other userfaultfd is there still.
+    world.tries = for_now();
+    assert_eq!(
+        world.tell(Event::TakeBack(all.clone()))[0],
+        Effect::Resume(span(0))
+    );
+    world.tries = Outcome::Done;
+    assert_eq!(world.wait(RETRY), [Effect::Resume(span(0))]);
+    world.tell(Event::Lend(all, Lease::UntilFree));
+    assert_eq!(world.wait(LENT), [Effect::Resume(span(0))]);
+}
+
+#[test]
+fn lent_memory_is_not_given_back_by_an_unpin() {
+    let mut world = World::serving();
+    world.tell(Event::Pin);
+    world.tell(Event::Lend(0..MIB, Lease::UntilTakenBack));
+    assert_eq!(world.tell(Event::Unpin), [Effect::Unpause]);
+    assert_eq!(world.tell(Event::TakeBack(0..MIB)), [Effect::Resume(span(0))]);
+}
+
+#[test]
+fn a_refused_vm_gives_everything_back_and_never_starts_again() {
+    let mut world = World::serving();
+    let refusal = refusal::confidential();
+    assert_eq!(
+        world.tell(Event::Refuse(refusal.clone())),
+        [
+            Effect::Stop { unmerge: true },
+            Effect::Say(refusal.clone()),
+            Effect::Announce(refusal.clone(), 256)
+        ]
+    );
+    assert_eq!(world.tell(Event::Add(span(1))), []);
+    assert_eq!(world.tell(Event::Refuse(refusal)), []);
+    assert_eq!(world.tell(Event::Hurry), []);
+    assert_eq!(world.wait(10 * RETRY), []);
+    assert_eq!(world.places(), [Place::Refused, Place::Refused]);
+}
+
+#[test]
+fn removed_memory_is_forgotten_by_all_and_its_rest_stays() {
+    let mut world = World::serving();
+    let gone = MIB / 4..MIB / 2;
+    assert_eq!(
+        world.tell(Event::Remove(gone.clone())),
+        [Effect::Remove(gone.clone()), Effect::Forget(gone)]
+    );
+    let left: Vec<Range<usize>> = world
+        .machine
+        .regions
+        .iter()
+        .map(|r| r.span.range.clone())
+        .collect();
+    assert_eq!(left, [0..MIB / 4, MIB / 2..MIB]);
+    assert_eq!(world.machine.regions[1].span.guest_address, Some(MIB as u64 / 2));
+}
+
+#[test]
+fn detaching_ends_everything_and_the_next_vm_begins_anew() {
+    let mut world = World::serving();
+    world.tell(Event::Pin);
+    assert_eq!(
+        world.tell(Event::Detach { unmerge: false }),
+        [
+            Effect::Stop { unmerge: false },
+            Effect::Forget(span(0).range),
+            Effect::Withdraw
+        ]
+    );
+    assert_eq!(world.tell(Event::Detach { unmerge: true }), []);
+    world.tell(Event::Attach { enabled: true });
+    assert_eq!(world.tell(Event::Add(span(0)))[0], Effect::Start(span(0)));
+}
+
+#[test]
+fn what_does_not_fit_is_an_error_and_changes_nothing() {
+    let mut world = World::new();
+    let now = world.now;
+    let detached = |event| matches!(event, Err(Error::Detached));
+    assert!(detached(world.machine.handle(Event::Add(span(0)), now)));
+    assert!(detached(
+        world.machine.handle(Event::Refuse(refusal::nested()), now)
+    ));
+    world.tell(Event::Attach { enabled: true });
+    let again = world.machine.handle(Event::Attach { enabled: true }, now);
+    assert!(matches!(again, Err(Error::Attached)));
+    world.tell(Event::Add(span(0)));
+    assert_eq!(world.tell(Event::Add(span(0))), []);
+    assert_eq!(world.work(), []);
+}
+
+fn any_event() -> impl Strategy<Value = Event> {
+    let range = (0..4usize, 1..3usize).prop_map(|(at, len)| at * MIB..(at + len) * MIB);
+    prop_oneof![
+        any::<bool>().prop_map(|enabled| Event::Attach { enabled }),
+        (0..4usize).prop_map(|at| Event::Add(span(at))),
+        Just(Event::Hurry),
+        range.clone().prop_map(Event::Remove),
+        (range.clone(), any::<bool>()).prop_map(|(range, forever)| {
+            let lease = if forever {
+                Lease::UntilTakenBack
+            } else {
+                Lease::UntilFree
+            };
+            Event::Lend(range, lease)
+        }),
+        range.clone().prop_map(Event::TakeBack),
+        range.prop_map(|range| Event::LeaveAlone(range, refusal::protected())),
+        Just(Event::Note(refusal::unknown_memory(4096))),
+        Just(Event::Refuse(refusal::confidential())),
+        Just(Event::Pin),
+        Just(Event::Unpin),
+        Just(Event::Pause),
+        Just(Event::Resume),
+        Just(Event::HidePins),
+        Just(Event::DirectIo),
+        any::<bool>().prop_map(|unmerge| Event::Detach { unmerge }),
+    ]
+}
+
+fn any_outcome() -> impl Strategy<Value = Outcome> {
+    prop_oneof![
+        4 => Just(Outcome::Done),
+        2 => Just(for_now()),
+        1 => Just(for_good()),
+    ]
+}
+
+/// What a service would know, by the effects alone.
+#[derive(Default)]
+struct Model {
+    running: bool,
+    published: bool,
+    on: bool,
+    /// What it works on.
+    active: Vec<Range<usize>>,
+    pins: usize,
+}
+
+impl Model {
+    fn see(&mut self, effect: &Effect, done: bool) {
+        let overlaps = |a: &Range<usize>, b: &Range<usize>| a.start < b.end && b.start < a.end;
+        match effect {
+            Effect::Start(span) => {
+                assert!(!self.running, "two services");
+                if done {
+                    *self = Self {
+                        running: true,
+                        active: vec![span.range.clone()],
+                        pins: self.pins,
+                        ..Self::default()
+                    };
+                }
+            }
+            Effect::Add(span) | Effect::Resume(span) => {
+                assert!(self.running, "a service that is not there gets memory");
+                assert!(!self.active.iter().any(|r| overlaps(r, &span.range)), "twice");
+                if done {
+                    self.active.push(span.range.clone());
+                }
+            }
+            Effect::Release(span) => self.active.retain(|range| *range != span.range),
+            Effect::Remove(gone) => {
+                let parts = self.active.iter().flat_map(|range| {
+                    let before = range.start..range.end.min(gone.start);
+                    let behind = range.start.max(gone.end)..range.end;
+                    [before, behind].into_iter().filter(|part| part.start < part.end)
+                });
+                self.active = parts.collect();
+            }
+            Effect::Publish => self.published = self.running,
+            Effect::SwitchOn => {
+                assert!(self.published, "it merges before those who free memory know it");
+                self.on = true;
+            }
+            Effect::Stop { .. } => {
+                assert!(self.running, "a service ends twice");
+                *self = Self {
+                    pins: self.pins,
+                    ..Self::default()
+                };
+            }
+            Effect::Vouch | Effect::Pause | Effect::Unpause | Effect::HidePins | Effect::DirectIo => {
+                assert!(self.running);
+            }
+            Effect::Announce(..) => assert!(!self.running, "announced as refused while it is served"),
+            Effect::Forget(_) | Effect::Say(_) | Effect::Withdraw => {}
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever comes in whatever order, and however it goes: nothing is given to two services, nothing merges before it is
+    /// published, and when a pin, a loan, a removal or a refusal is answered no memory that it concerns is worked on.
+    #[test]
+    fn no_order_of_events_breaks_the_rules(
+        events in prop::collection::vec((any_event(), 0..3u64, prop::collection::vec(any_outcome(), 12)), 1..40)
+    ) {
+        let mut machine = Lifecycle::new(Duration::from_millis(20), true);
+        let (mut model, mut now) = (Model::default(), Instant::now());
+        for (event, seconds, outcomes) in events {
+            now += Duration::from_secs(seconds);
+            let mut outcomes = outcomes.into_iter();
+            let handled = machine.handle(event.clone(), now).is_ok();
+            if handled {
+                match event {
+                    Event::Pin => model.pins += 1,
+                    Event::Unpin => model.pins = model.pins.saturating_sub(1),
+                    Event::Detach { .. } => model.pins = 0,
+                    _ => {}
+                }
+            }
+            for due in [false, true] {
+                while let Some(effect) = machine.next(now, due) {
+                    let Some(outcome) = outcomes.next() else { return Ok(()) };
+                    model.see(&effect, outcome == Outcome::Done);
+                    machine.done(&effect, outcome, now);
+                }
+                prop_assert_eq!(machine.serves(), model.running);
+                let concerned = match &event {
+                    Event::Remove(range) | Event::Lend(range, _) | Event::LeaveAlone(range, _) => range.clone(),
+                    Event::Refuse(_) if handled => 0..usize::MAX,
+                    Event::Detach { .. } => 0..usize::MAX,
+                    _ if model.pins > 0 => 0..usize::MAX,
+                    _ => 0..0,
+                };
+                prop_assert!(
+                    !model.active.iter().any(|r| r.start < concerned.end && concerned.start < r.end),
+                    "{:?} is answered while {:?} is worked on", event, model.active
+                );
+            }
+        }
+    }
+}

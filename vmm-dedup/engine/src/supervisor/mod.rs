@@ -1,0 +1,430 @@
+//! What a VMM holds.
+//!
+//! A [`Supervisor`] is made early, before the VMM restricts its threads, and is told what happens to guest memory. It owns what
+//! every VMM would otherwise have to get right by itself:
+//!
+//! - *connecting and trying again*: a store that comes late, memory that another userfaultfd owns for a while;
+//! - *announcing* why a VM, or a part of its memory, is not deduplicated;
+//! - *the order at start*: the service starts switched off, those who free memory learn of it, and only then it merges;
+//! - *the discarder*, which exists before there is a service;
+//! - *threads*: the supervisor's own starts all others, so they have its seccomp filter (or none), whoever calls;
+//! - *giving back* before a device pins memory, and what is left if that fails.
+//!
+//! ```text
+//!   the VMM's threads                    dedup-supervisor                        the service's threads
+//!   attach, add_region ----post----> mailbox --> Lifecycle --effect--> Driver --> DedupService
+//!   remove, lend, pin, refuse --ask-->  |   <------outcome------'
+//!        <------------answer-----------'
+//!   discarder.discard() -------------------------------------------------------> Discarder
+//! ```
+//!
+//! [`lifecycle`] is the state machine, [`driver`] carries out what it says, [`mailbox`] and [`shared`] are what threads share, [`nested`] knows
+//! KVM's ways with guests that run guests.
+//!
+//! # Events in any order
+//!
+//! Every call works in every state. What does not fit is an error and changes nothing, or has no effect:
+//!
+//! | call | before `attach` | while it starts, or waits | while it serves | when the VM is refused |
+//! | --- | --- | --- | --- | --- |
+//! | `attach` | begins | `Attached` | `Attached` | `Attached` |
+//! | `add_*` | `Detached`, if anybody asks (`start`) | noted; twice: once | added; twice: once | noted |
+//! | `remove_range` | nothing | forgotten | forgotten | forgotten by the discarder |
+//! | `lend`, `take_back` | nothing | tried later, at once | released, resumed | nothing |
+//! | `pin`, `unpin` | counted | nothing starts meanwhile | all released, resumed | counted |
+//! | `refuse` | `Detached` | announced | stopped, announced | once |
+//! | `pause`, `resume` | remembered | remembered | done | nothing |
+//! | `detach` | nothing | ends | stopped | ends |
+//!
+//! A call that has to wait for the thread waits for what it does now, at most a question to a store that hangs (5 s).
+
+mod driver;
+mod lifecycle;
+mod mailbox;
+mod nested;
+mod shared;
+
+pub use lifecycle::Lease;
+pub use shared::Status;
+
+use crate::compare::Engines;
+use crate::config::Setup;
+use crate::error::Error;
+use crate::memory::layout::HostRange;
+use crate::refusal;
+use crate::service::DedupService;
+use crate::supervisor::driver::Driver;
+use crate::supervisor::lifecycle::{Event, Span};
+use crate::supervisor::shared::{Answer, Keep, Letter, Shared};
+use crate::sync::{Mutex, lock};
+use crate::sys::page_size::PAGE_SIZE;
+use crate::sys::sched;
+use crate::unmerge::discard::Discarder;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+use vmm_dedup_protocol::control::Settings;
+use vmm_dedup_protocol::refusal::Refusal;
+use vmm_dedup_protocol::stats::ServiceStats;
+
+/// What a supervisor knows of its VMM.
+pub struct Options {
+    /// What there is for [`Config::search`](crate::Config::search) and [`Config::verify`](crate::Config::verify).
+    pub engines: Engines,
+    /// See [`DedupService::vouch_for_pins`].
+    pub vouch_for_pins: bool,
+    /// How long to wait after memory was added until a service starts, for more to come.
+    pub settle: Duration,
+    /// What the supervisor's thread does first, e.g. apply a seccomp filter: the threads of services inherit it.
+    pub first: Option<Box<dyn FnOnce() + Send>>,
+    /// Whether the thread that makes the supervisor may be filtered: the VMM knows that its filter has what is needed. If not,
+    /// VMs are refused then.
+    pub may_be_filtered: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            engines: Engines::new(),
+            vouch_for_pins: false,
+            settle: Duration::ZERO,
+            first: None,
+            may_be_filtered: false,
+        }
+    }
+}
+
+impl std::fmt::Debug for Options {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Options")
+            .field("engines", &self.engines)
+            .field("vouch_for_pins", &self.vouch_for_pins)
+            .field("settle", &self.settle)
+            .field("may_be_filtered", &self.may_be_filtered)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Deduplicates a VM after the other: see the [module](self). Every call may come from any thread, and needs no system calls but
+/// futex (and what the allocator needs).
+///
+/// Dropping it ends the service without unmerging: what is shared stays shared, and the kernel copies on write.
+#[derive(Debug)]
+pub struct Supervisor {
+    shared: Arc<Shared>,
+    engines: Engines,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Supervisor {
+    /// Starts the supervisor's thread, which blocks all signals and sleeps until there is a VM.
+    ///
+    /// # Errors
+    /// [`Error::Thread`].
+    pub fn spawn(options: Options) -> Result<Self, Error> {
+        let (shared, engines) = (Arc::new(Shared::new()), options.engines.clone());
+        let theirs = shared.clone();
+        let spawn = || {
+            std::thread::Builder::new()
+                .name("dedup-supervisor".into())
+                .spawn(move || run(&theirs, options))
+        };
+        // A new thread has its parent's mask, and must not take a single signal of the VMM's.
+        let thread = sched::with_signals_blocked(spawn).map_err(Error::Thread)?;
+        Ok(Self {
+            shared,
+            engines,
+            thread: Some(thread),
+        })
+    }
+
+    /// What frees guest memory in the place of madvise(MADV_DONTNEED): the same for all VMs, before, while and after they are
+    /// deduplicated.
+    #[must_use]
+    pub fn discarder(&self) -> Discarder {
+        self.shared.discarder.clone()
+    }
+
+    /// A VM begins. It is deduplicated as soon as it has memory and there is a store.
+    ///
+    /// # Errors
+    /// Those of [`Setup::check`]; [`Error::Attached`]; [`Error::Stopped`].
+    pub fn attach(&self, setup: Setup) -> Result<(), Error> {
+        setup.check(&self.engines)?;
+        let fallback = Box::new(setup.clone());
+        self.ask(Letter::Attach(fallback, Box::new(|| Ok(setup)))).0
+    }
+
+    /// The same where settings are read in the supervisor's thread, and this one does not wait for it. If they are wrong the VM
+    /// is refused, by the name and at the store of `fallback`.
+    pub fn attach_with(
+        &self,
+        fallback: Setup,
+        configure: impl FnOnce() -> Result<Setup, Refusal> + Send + 'static,
+    ) {
+        self.post(Letter::Attach(Box::new(fallback), Box::new(configure)));
+    }
+
+    /// The VM has all of this memory, which is kept alive until [`Self::detach`]. Nobody waits for the service; see
+    /// [`Self::start`].
+    ///
+    /// # Errors
+    /// [`Error::Unaligned`], [`Error::NoMemory`].
+    pub fn add_memory<M>(&self, memory: Arc<M>) -> Result<(), Error>
+    where
+        M: GuestMemoryBackend + Send + Sync + 'static,
+    {
+        let ranges = HostRange::of_guest_memory(&*memory)?;
+        self.add(&ranges, Some(Box::new(memory)));
+        Ok(())
+    }
+
+    /// The VM got a region more (hotplug), which is kept alive until [`Self::remove_range`] or [`Self::detach`].
+    ///
+    /// # Errors
+    /// [`Error::Unaligned`].
+    pub fn add_region<R>(&self, region: Arc<R>) -> Result<(), Error>
+    where
+        R: GuestMemoryRegion + Send + Sync + 'static,
+    {
+        let range = HostRange::of_guest_region(&*region)?;
+        self.add(&[range], Some(Box::new(region)));
+        Ok(())
+    }
+
+    /// The VM has memory at plain addresses.
+    ///
+    /// # Safety
+    /// It must be guest memory that stays mapped until [`Self::remove_range`] or [`Self::detach`] has returned, or the
+    /// supervisor was dropped, and that Rust code only accesses through raw pointers or volatile views: its pages vanish and
+    /// come back at any time.
+    #[allow(unsafe_code)]
+    pub unsafe fn add_range(&self, range: HostRange) {
+        self.add(&[range], None);
+    }
+
+    fn add(&self, ranges: &[HostRange], keep: Option<Keep>) {
+        let spans = ranges.iter().map(|range| Span {
+            range: range.addresses(),
+            guest_address: range.guest_address(),
+        });
+        self.post(Letter::Add(spans.collect(), keep));
+    }
+
+    /// Tries at once what is due, and says how that went: for a VMM that does not want to run without dedup.
+    ///
+    /// # Errors
+    /// Those of [`DedupService::start`]; [`Error::Refused`].
+    pub fn start(&self) -> Result<(), Error> {
+        self.tell(Event::Hurry)?;
+        match self.status() {
+            Status::Serving => Ok(()),
+            Status::Waiting(refusal) | Status::Refused(refusal) => Err(Error::Refused(refusal)),
+            Status::Starting => Err(Error::NoMemory),
+            Status::Detached => Err(Error::Detached),
+        }
+    }
+
+    /// Memory is about to be unmapped or replaced: when this returns nothing of ours touches it any more. The range may be any
+    /// part of the VM's memory.
+    ///
+    /// # Errors
+    /// [`Error::Stopped`]: the service had died. It does not touch the memory either.
+    pub fn remove_range(&self, range: Range<usize>) -> Result<(), Error> {
+        let range = range.start / PAGE_SIZE * PAGE_SIZE..range.end.next_multiple_of(PAGE_SIZE);
+        let removed = self.tell(Event::Remove(range.clone()));
+        // Where nobody does it any more, at least nothing is freed there as if it was still the engine's.
+        if removed.is_err() {
+            self.shared.discarder.forget(range.start, range.len());
+        }
+        removed
+    }
+
+    /// Somebody else is about to use a userfaultfd on memory (postcopy, on-demand restore): all regions that the range touches go
+    /// back to anonymous memory and are left alone, until [`Self::take_back`] or, with [`Lease::UntilFree`], until nobody else
+    /// has a userfaultfd on them.
+    ///
+    /// # Errors
+    /// [`Error::NotUnmerged`]: some pages map the store still. They are read-only to everybody but by copy-on-write.
+    /// [`Error::Register`], [`Error::Stopped`].
+    pub fn lend(&self, range: Range<usize>, lease: Lease) -> Result<(), Error> {
+        self.tell(Event::Lend(range, lease))
+    }
+
+    /// What was lent may be worked on again. It is tried again by itself if another userfaultfd is there all the same.
+    pub fn take_back(&self, range: Range<usize>) {
+        self.post(Letter::Event(Event::TakeBack(range)));
+    }
+
+    /// A device is about to pin guest memory, or to use it without a trace (VFIO, vDPA, vhost-scsi): when this returns
+    /// everything is anonymous memory again and stays so, until as many calls of [`Self::unpin`] follow. To be called before
+    /// the first mapping for DMA, also before there is a VM.
+    ///
+    /// # Errors
+    /// [`Error::NotUnmerged`]: some pages map the store still, for want of memory. Nothing is merged any more, and a pin for
+    /// writing makes such pages private by itself; a VMM that wants to be told of failures rather refuses the device, and calls
+    /// [`Self::unpin`]. [`Error::Stopped`].
+    pub fn pin(&self) -> Result<(), Error> {
+        self.tell(Event::Pin)
+    }
+
+    /// A device has let go of guest memory. (Without a [`Self::pin`]: nothing.)
+    pub fn unpin(&self) {
+        self.post(Letter::Event(Event::Unpin));
+    }
+
+    /// Memory is not to be deduplicated any more, for this reason: all regions that the range touches go back to anonymous memory,
+    /// e.g. before mprotect, or mlock.
+    ///
+    /// # Errors
+    /// As for [`Self::lend`].
+    pub fn leave_alone(&self, range: Range<usize>, refusal: Refusal) -> Result<(), Error> {
+        self.tell(Event::LeaveAlone(range, refusal))
+    }
+
+    /// The VM is not to be deduplicated any more, for this reason ([`refusal`](mod@refusal) has texts): everything goes back to
+    /// anonymous memory, and the store is told. Before [`Self::attach`] this is an error, and nothing is remembered.
+    ///
+    /// # Errors
+    /// As for [`Self::pin`]; [`Error::Detached`].
+    pub fn refuse(&self, refusal: Refusal) -> Result<(), Error> {
+        self.tell(Event::Refuse(refusal))
+    }
+
+    /// Says something of the VM in the log, and to the store as long as there is no service.
+    pub fn note(&self, refusal: Refusal) {
+        self.post(Letter::Event(Event::Note(refusal)));
+    }
+
+    /// The guest is about to be told that it can run guests of its own (VMX, SVM). Where KVM uses their memory without a trace
+    /// (before Linux 6.13) the VM is refused.
+    ///
+    /// # Errors
+    /// As for [`Self::refuse`].
+    pub fn nested_guests(&self) -> Result<(), Error> {
+        self.ask(Letter::Nested).0
+    }
+
+    /// See [`DedupService::direct_io_opened`].
+    ///
+    /// # Errors
+    /// Those of [`DedupService::direct_io_opened`].
+    pub fn direct_io_opened(&self) -> Result<(), Error> {
+        self.tell(Event::DirectIo)
+    }
+
+    /// Merging rests until [`Self::resume`]: when this returns the service does nothing but serve breaks.
+    pub fn pause(&self) {
+        let _ = self.tell(Event::Pause);
+    }
+
+    /// Goes on after [`Self::pause`].
+    pub fn resume(&self) {
+        self.post(Letter::Event(Event::Resume));
+    }
+
+    /// The VM ends: no vCPU runs any more, and its memory is about to go. With `unmerge` everything goes back to anonymous memory
+    /// first. When this returns nothing of ours touches or keeps the memory. Returns the account of the service, if there was
+    /// one.
+    ///
+    /// # Errors
+    /// [`Error::NotUnmerged`], [`Error::Stopped`]; the service has ended all the same.
+    pub fn detach(&self, unmerge: bool) -> Result<Option<ServiceStats>, Error> {
+        let (done, stats) = self.ask(Letter::Event(Event::Detach { unmerge }));
+        done.map(|()| stats)
+    }
+
+    /// How the VM stands.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        lock(&self.shared.status).clone()
+    }
+
+    /// The service's account as of its last pass; `None` without a service.
+    #[must_use]
+    pub fn stats(&self) -> Option<ServiceStats> {
+        lock(&self.shared.account).as_ref().map(|control| control.stats())
+    }
+
+    /// Changes settings of the service there is ([`DedupService::set`]).
+    ///
+    /// # Errors
+    /// Those of [`DedupService::set`]; [`Error::Detached`] without a service.
+    pub fn set(&self, settings: Settings) -> Result<(), Error> {
+        self.with_service(move |service| service.map_or(Err(Error::Detached), |s| s.set(settings)))
+            .unwrap_or(Err(Error::Stopped))
+    }
+
+    /// Does something in the supervisor's thread, which is not filtered as the calling one may be, and waits for it; `None` if
+    /// that thread has ended.
+    pub fn with_service<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(Option<&DedupService>) -> T + Send + 'static,
+    ) -> Option<T> {
+        let place = Arc::new(Mutex::new(None));
+        let theirs = place.clone();
+        self.ask(Letter::Work(Box::new(move |service| {
+            *lock(&theirs) = Some(work(service));
+        })))
+        .0
+        .ok()?;
+        lock(&place).take()
+    }
+
+    fn tell(&self, event: Event) -> Result<(), Error> {
+        self.ask(Letter::Event(event)).0
+    }
+
+    fn ask(&self, letter: Letter) -> Answer {
+        self.shared
+            .letters
+            .ask(letter)
+            .unwrap_or((Err(Error::Stopped), None))
+    }
+
+    fn post(&self, letter: Letter) {
+        // A thread that has ended has said why.
+        let _ = self.shared.letters.post(letter);
+    }
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        let _ = self.ask(Letter::End);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The supervisor's thread.
+fn run(shared: &Arc<Shared>, options: Options) {
+    sched::enter_service_thread();
+    let mut driver = None;
+    let ended = catch_unwind(AssertUnwindSafe(|| {
+        if let Some(first) = options.first {
+            first();
+        }
+        let filtered = !options.may_be_filtered && sched::is_filtered();
+        let new = Driver::new(
+            shared.clone(),
+            options.engines,
+            options.settle,
+            options.vouch_for_pins,
+            filtered.then(refusal::sandboxed),
+        );
+        driver.insert(new).run();
+    }));
+    // Only a bug leads here. What is merged stays merged, and stays right; nothing is touched any more.
+    if ended.is_err() {
+        let stopped = catch_unwind(AssertUnwindSafe(|| drop(driver)));
+        log::error!(
+            "dedup has ended in this process ({}): please report this",
+            stopped.is_ok()
+        );
+    }
+    shared.letters.close();
+}

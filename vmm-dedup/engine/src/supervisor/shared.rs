@@ -1,0 +1,91 @@
+//! What the supervisor's thread and the VMM's share.
+
+use crate::config::Setup;
+use crate::error::Error;
+use crate::scan::control::Control;
+use crate::service::DedupService;
+use crate::supervisor::lifecycle::{Event, Span};
+use crate::supervisor::mailbox::Mailbox;
+use crate::sync::Mutex;
+use crate::unmerge::discard::Discarder;
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use vmm_dedup_protocol::refusal::Refusal;
+use vmm_dedup_protocol::stats::ServiceStats;
+
+/// How a VM stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// There is none.
+    Detached,
+    /// It has no service yet.
+    Starting,
+    /// It has none, and this is why; it is tried again if that may pass.
+    Waiting(Refusal),
+    /// It has one. (Parts of its memory may be refused.)
+    Serving,
+    /// It is not deduplicated any more.
+    Refused(Refusal),
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) letters: Letters,
+    pub(crate) discarder: Discarder,
+    pub(crate) account: Mutex<Option<Arc<Control>>>,
+    pub(crate) status: Mutex<Status>,
+}
+
+impl Shared {
+    pub(crate) fn new() -> Self {
+        Self {
+            letters: Mailbox::new(),
+            discarder: Discarder::default(),
+            account: Mutex::new(None),
+            status: Mutex::new(Status::Detached),
+        }
+    }
+}
+
+/// Makes the setup of a VM, in the supervisor's thread.
+pub(crate) type Configure = Box<dyn FnOnce() -> Result<Setup, Refusal> + Send>;
+/// Something to be done in the supervisor's thread.
+pub(crate) type Work = Box<dyn FnOnce(Option<&DedupService>) + Send>;
+/// What keeps memory alive.
+pub(crate) type Keep = Box<dyn Any + Send>;
+
+/// What a thread of the VMM sends.
+pub(crate) enum Letter {
+    /// A VM begins; what to fall back on where its setup is wrong.
+    Attach(Box<Setup>, Configure),
+    /// It has memory, which something may keep alive.
+    Add(Vec<Span>, Option<Keep>),
+    /// Something happened.
+    Event(Event),
+    /// The guest can run guests of its own.
+    Nested,
+    /// Work for this thread.
+    Work(Work),
+    /// The supervisor ends.
+    End,
+}
+
+impl fmt::Debug for Letter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Attach(..) => "Attach",
+            Self::Add(..) => "Add",
+            Self::Event(_) => "Event",
+            Self::Nested => "Nested",
+            Self::Work(_) => "Work",
+            Self::End => "End",
+        })
+    }
+}
+
+/// How it went, and the account of a service that has ended by it.
+pub(crate) type Answer = (Result<(), Error>, Option<ServiceStats>);
+
+pub(crate) type Letters = Mailbox<Letter, Answer>;

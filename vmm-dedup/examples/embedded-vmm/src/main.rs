@@ -1,0 +1,204 @@
+//! A VMM with dedup built in: `embedded-vmm KERNEL COMMAND_LINE MIB [SETTINGS]`, e.g. `store=/run/store.sock,name=web1`.
+//!
+//! docs/embedding.md walks through it. All that concerns dedup is in lines that name the supervisor or its discarder: `grep -n
+//! "supervisor\|discarder\|vmm_dedup::" src/*.rs` shows them. The machine itself (KVM, vCPUs, boot) is the reference VMM's.
+//!
+//! The guest's serial line is standard output. On standard input come commands, a line each, and each is answered by a line
+//! `vmm: ...` on standard error (see [`Machine::command`]).
+
+mod device;
+mod sandbox;
+
+use device::Device;
+use std::io::BufRead;
+use std::sync::Arc;
+use vm_memory::mmap::GuestRegionMmap;
+use vm_memory::{Bytes, GuestMemoryRegion, MemoryRegionAddress};
+use vmm_dedup::{Discarder, HostRange, Lease, Options, Setup, Supervisor};
+use vmm_dedup_refvmm::{Image, RunningVm, ThpMode, Vm, VmConfig};
+
+type Failure = Box<dyn std::error::Error>;
+
+/// A VM, and what it was made of.
+struct Machine {
+    config: VmConfig,
+    setup: Option<Setup>,
+    supervisor: Supervisor,
+    discarder: Discarder,
+    vm: Option<RunningVm>,
+    plugged: Option<Arc<GuestRegionMmap<()>>>,
+    device: Option<Device>,
+}
+
+fn main() -> Result<(), Failure> {
+    let mut arguments = std::env::args().skip(1);
+    let mut next = |what| arguments.next().ok_or(what);
+    let config = VmConfig {
+        kernel: Image::Path(next("KERNEL is missing")?.into()),
+        cmdline: next("COMMAND_LINE is missing")?,
+        memory_mib: next("MIB is missing")?.parse()?,
+        vcpus: 1,
+        initrd: None,
+        thp: ThpMode::Default,
+    };
+    // 1. Settings are checked with all others, before anything is made.
+    let setup: Option<Setup> = next("").ok().map(|settings| settings.parse()).transpose()?;
+
+    // 2. The supervisor's thread is made before this one is restricted, and has a filter of its own.
+    let supervisor = Supervisor::spawn(Options {
+        vouch_for_pins: true, // guests of the reference VMM cannot run guests
+        first: Some(Box::new(|| {
+            vmm_dedup::seccomp::restrict_this_thread().expect("the filter is made of constants");
+        })),
+        may_be_filtered: true,
+        ..Options::default()
+    })?;
+    // 3. Whoever frees guest memory gets the discarder when it is made, whether there is dedup or not.
+    let discarder = supervisor.discarder();
+    sandbox::restrict_this_thread()?;
+
+    let mut machine = Machine {
+        config,
+        setup,
+        supervisor,
+        discarder,
+        vm: None,
+        plugged: None,
+        device: None,
+    };
+    machine.boot()?;
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        if line == "quit" {
+            break;
+        }
+        let answer = machine.command(&line);
+        let answer = answer.unwrap_or_else(|failure| format!("error: {failure}"));
+        eprintln!("vmm: {answer}");
+    }
+    machine.shut_down()
+}
+
+impl Machine {
+    fn boot(&mut self) -> Result<(), Failure> {
+        let vm = Vm::new(&self.config)?;
+        // 4. Guest memory is mapped, and KVM has its slots. Nobody waits for the store.
+        if let Some(setup) = &self.setup {
+            self.supervisor.attach(setup.clone())?;
+            self.supervisor.add_memory(Arc::new(vm.memory().clone()))?;
+        }
+        self.vm = Some(vm.start(Box::new(std::io::stdout()))?);
+        Ok(())
+    }
+
+    fn shut_down(&mut self) -> Result<(), Failure> {
+        if let Some(vm) = self.vm.take() {
+            vm.stop();
+            vm.wait()?;
+        }
+        // 5. No vCPU runs any more: nothing of dedup keeps the memory from here on.
+        self.supervisor.detach(false)?;
+        (self.plugged, self.device) = (None, None);
+        Ok(())
+    }
+
+    fn command(&mut self, line: &str) -> Result<String, Failure> {
+        let (word, argument) = line.split_once(' ').unwrap_or((line, ""));
+        let vm = self.vm.as_mut().ok_or("there is no VM")?;
+        match word {
+            "type" => vm.serial_input(argument.as_bytes()),
+            "reboot" => {
+                self.shut_down()?;
+                self.boot()?;
+            }
+            "pause" => {
+                vm.pause();
+                // 6. Only so that a snapshot or a migration has the CPU; memory may be read all the time.
+                self.supervisor.pause();
+            }
+            "resume" => {
+                self.supervisor.resume();
+                vm.resume();
+            }
+            "plug" => {
+                let region = vm.plug(argument.parse()?)?;
+                // 7. Before or after the guest is told.
+                self.supervisor.add_region(region.clone())?;
+                self.plugged = Some(region);
+            }
+            "share" => {
+                let region = device::shared_memory(argument.parse()?)?;
+                // What others may map too is refused, and the rest of the VM is not.
+                self.supervisor.add_region(region)?;
+            }
+            "fill" => self.fill(argument.parse()?)?,
+            "check" => return self.check(argument.parse()?),
+            "discard" => return self.discard(),
+            "pin" => {
+                // 8. Before the first pin; a VMM that would rather do without the device than without memory gives up here.
+                self.supervisor.pin()?;
+                self.device = Some(Device::plug(self.addresses()?)?);
+            }
+            "dma" => {
+                let device = self.device.as_mut().ok_or("there is no device")?;
+                device.write(argument.parse()?)?;
+            }
+            "unpin" => {
+                self.device = None;
+                self.supervisor.unpin();
+            }
+            "lend" => self.supervisor.lend(self.addresses()?, Lease::UntilTakenBack)?,
+            "back" => self.supervisor.take_back(self.addresses()?),
+            "stats" => {
+                let stats = self.supervisor.stats().unwrap_or_default();
+                let status = self.supervisor.status();
+                let (pages, mapped) = (stats.pages, stats.pages_mapped);
+                return Ok(format!("pages={pages} mapped={mapped} status={status:?}"));
+            }
+            _ => return Err("there is no such command".into()),
+        }
+        Ok("done".into())
+    }
+
+    fn plugged(&self) -> Result<&GuestRegionMmap<()>, Failure> {
+        Ok(self.plugged.as_deref().ok_or("nothing is plugged")?)
+    }
+
+    fn addresses(&self) -> Result<std::ops::Range<usize>, Failure> {
+        Ok(HostRange::of_guest_region(self.plugged()?)?.addresses())
+    }
+
+    /// Fills plugged memory as a device of the VMM's own would.
+    fn fill(&self, seed: u64) -> Result<(), Failure> {
+        let region = self.plugged()?;
+        for at in (0..region.len()).step_by(8) {
+            region.write_obj(word(seed, at), MemoryRegionAddress(at))?;
+        }
+        Ok(())
+    }
+
+    /// Words of plugged memory that are not what [`Self::fill`] wrote (seed 0: not zero).
+    fn check(&self, seed: u64) -> Result<String, Failure> {
+        let region = self.plugged()?;
+        let mut wrong = 0;
+        for at in (0..region.len()).step_by(8) {
+            wrong += u64::from(region.read_obj::<u64>(MemoryRegionAddress(at))? != word(seed, at));
+        }
+        Ok(format!("wrong={wrong}"))
+    }
+
+    /// The guest gives plugged memory up (balloon, free page reporting, virtio-mem).
+    #[allow(unsafe_code)] // frees guest memory
+    fn discard(&self) -> Result<String, Failure> {
+        let range = self.addresses()?;
+        // 9. In the place of madvise(MADV_DONTNEED), from any thread.
+        // SAFETY: the guest gave this memory up.
+        unsafe { self.discarder.discard(range.start, range.len()) }?;
+        self.check(0)
+    }
+}
+
+/// What plugged memory holds at an offset: every page has a twin in the same memory.
+fn word(seed: u64, at: u64) -> u64 {
+    (at % (1 << 20) + 1).wrapping_mul(seed)
+}

@@ -1,0 +1,376 @@
+//! The example does what the preload library does, and its guests find every word right.
+
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::{need_kvm, need_userfaultfd};
+use vmm_dedup_payload::{Console, PayloadConfig, Report, WorkingSet, measure_tsc_khz};
+
+const PATIENCE: Duration = Duration::from_secs(120);
+const COMMON_MIB: u64 = 12;
+const COMMON_PAGES: u64 = COMMON_MIB * 256;
+/// Plugged memory: of each page there are as many as MiB.
+const PLUGGED_MIB: u64 = 8;
+const PLUGGED_PAGES: u64 = PLUGGED_MIB * 256;
+/// Lines of the example that dedup may take.
+const MOST_GLUE: usize = 150;
+
+/// A VM under the example.
+struct Vmm {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    console: Console,
+    /// What the VMM itself says.
+    answers: Console,
+    asked: usize,
+}
+
+impl Vmm {
+    fn start(folder: &Path, store: &Path, seed: u64) -> Self {
+        let kernel = folder.join("payload.elf");
+        std::fs::write(&kernel, vmm_dedup_payload::ELF).expect("the payload is written");
+        let payload = PayloadConfig::default()
+            .seed(seed)
+            .private_mib(2)
+            .zero_mib(4)
+            .common_mib(COMMON_MIB)
+            .ws_area(WorkingSet::Private)
+            .ws_pages(256)
+            .rate(1000)
+            .report_ms(100)
+            .seconds(100_000)
+            .tsc_khz(measure_tsc_khz());
+        let settings = format!(
+            "store={},name=vm-{seed},pass_period_ms=50,cpu_percent=80",
+            store.display()
+        );
+        let mut child = Command::new(env!("CARGO_BIN_EXE_embedded-vmm"))
+            .arg(&kernel)
+            .args([payload.command_line(), "48".to_owned(), settings])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the example starts");
+        let (console, answers) = (Console::new(), Console::new());
+        show(child.stdout.take().expect("a pipe"), console.clone());
+        show(child.stderr.take().expect("a pipe"), answers.clone());
+        let stdin = child.stdin.take();
+        Self {
+            child,
+            stdin,
+            console,
+            answers,
+            asked: 0,
+        }
+    }
+
+    fn send(&mut self, line: &str) {
+        let stdin = self.stdin.as_mut().expect("it is open");
+        writeln!(stdin, "{line}").expect("it reads");
+    }
+
+    /// Gives a command; its answer.
+    fn ask(&mut self, line: &str) -> String {
+        self.send(line);
+        let nth = self.asked;
+        self.asked += 1;
+        let answer = |text: &str| {
+            let mut answers = text.match_indices("vmm: ").map(|(at, _)| &text[at + 5..]);
+            let (answer, _) = answers.nth(nth)?.split_once('\n')?;
+            Some(answer.to_owned())
+        };
+        let answered = self.answers.wait(PATIENCE, |text, _| answer(text));
+        answered.unwrap_or_else(|| {
+            let (console, answers) = (self.console.text(), self.answers.text());
+            panic!("{line} is not answered: {console} {answers}")
+        })
+    }
+
+    fn done(&mut self, line: &str) {
+        assert_eq!(self.ask(line), "done", "{line}");
+    }
+
+    /// A number of the account.
+    fn stat(&mut self, name: &str) -> u64 {
+        let stats = self.ask("stats");
+        let mut all = stats.split_whitespace().filter_map(|word| word.split_once('='));
+        let found = all.find(|(known, _)| *known == name);
+        found.and_then(|(_, value)| value.parse().ok()).expect("a number")
+    }
+
+    fn wait(&mut self, what: &str, is: impl Fn(&mut Self) -> bool) {
+        let start = Instant::now();
+        while !is(self) {
+            let stats = self.ask("stats");
+            assert!(
+                start.elapsed() < Duration::from_secs(60),
+                "{what} does not happen: {stats}"
+            );
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    fn wait_ready(&self, nth: usize) {
+        let ready = |text: &str| (text.matches("@payload ready ").count() >= nth).then_some(());
+        let booted = self.console.wait(PATIENCE, |text, _| ready(text));
+        assert!(booted.is_some(), "it does not boot: {}", self.console.text());
+    }
+
+    fn wait_shared(&mut self) {
+        self.wait("sharing", |vm| vm.stat("mapped") >= COMMON_PAGES);
+    }
+
+    /// Lets the guest verify all of its memory.
+    fn finish(mut self) {
+        self.done("type q");
+        // A reboot may have cut a line, which is no report then.
+        let verdict = |reports: &[Report]| {
+            reports.iter().find_map(|report| match report {
+                Report::Done { ok } => Some(*ok),
+                _ => None,
+            })
+        };
+        let done = self.console.wait(PATIENCE, |_, reports| verdict(reports));
+        assert_eq!(done, Some(true), "{}", self.console.text());
+        self.send("quit");
+        let ended = self.child.wait().expect("it ends");
+        assert!(ended.success(), "{ended}");
+    }
+}
+
+/// Shows what a program writes.
+fn show(mut output: impl Read + Send + 'static, mut screen: Console) {
+    std::thread::spawn(move || {
+        let mut buffer = [0; 4096];
+        while let Ok(len) = output.read(&mut buffer) {
+            if len == 0 || screen.write_all(&buffer[..len]).is_err() {
+                return;
+            }
+        }
+    });
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+struct Bench {
+    store: StoreThread,
+    folder: TempDir,
+}
+
+impl Bench {
+    fn new() -> Self {
+        Self {
+            store: StoreThread::start(),
+            folder: tempfile::tempdir().expect("a folder"),
+        }
+    }
+
+    /// Two VMs, whose common pages are twins.
+    fn started(&self, store: &Path) -> Vec<Vmm> {
+        let start = |seed| Vmm::start(self.folder.path(), store, seed);
+        let vms: Vec<Vmm> = (1..=2).map(start).collect();
+        vms.iter().for_each(|vm| vm.wait_ready(1));
+        vms
+    }
+
+    fn sharing(&self) -> Vec<Vmm> {
+        let mut vms = self.started(&self.store.socket());
+        vms.iter_mut().for_each(Vmm::wait_shared);
+        vms
+    }
+}
+
+/// Tests of which each has a store.
+macro_rules! scenarios {
+    ($($name:ident)*) => {
+        $(#[test] fn $name() {
+            need_kvm!();
+            need_userfaultfd!();
+            scenario::$name(Bench::new());
+        })*
+    };
+}
+
+scenarios! {
+    guests_share
+    plugged_memory_is_shared_given_up_and_shared_again
+    sharing_survives_pausing
+    sharing_survives_a_reboot
+    a_device_pins_memory_and_lets_go
+    lent_memory_comes_back
+    a_store_that_comes_later_is_found
+    a_store_that_is_killed_is_replaced
+    shared_memory_is_refused_by_range
+    events_in_any_order_hang_nobody
+}
+
+mod scenario {
+    use super::*;
+
+    pub(super) fn guests_share(bench: Bench) {
+        bench.sharing().into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn plugged_memory_is_shared_given_up_and_shared_again(bench: Bench) {
+        let mut vms = bench.sharing();
+        let vm = &mut vms[0];
+        let before = vm.stat("pages");
+        vm.done(&format!("plug {PLUGGED_MIB}"));
+        vm.wait("growing", |vm| vm.stat("pages") == before + PLUGGED_PAGES);
+        for seed in [3, 5] {
+            vm.done(&format!("fill {seed}"));
+            vm.wait("sharing", |vm| {
+                vm.stat("mapped") >= COMMON_PAGES + PLUGGED_PAGES / 2
+            });
+            assert_eq!(vm.ask(&format!("check {seed}")), "wrong=0");
+            assert_eq!(vm.ask("discard"), "wrong=0");
+        }
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn sharing_survives_pausing(bench: Bench) {
+        let mut vms = bench.sharing();
+        for vm in &mut vms {
+            vm.done("pause");
+            assert!(vm.stat("mapped") >= COMMON_PAGES);
+            vm.done("resume");
+        }
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn sharing_survives_a_reboot(bench: Bench) {
+        let mut vms = bench.sharing();
+        for nth in 2..=3 {
+            for vm in &mut vms {
+                vm.done("reboot");
+                vm.wait_ready(nth);
+            }
+            vms.iter_mut().for_each(Vmm::wait_shared);
+        }
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn a_device_pins_memory_and_lets_go(bench: Bench) {
+        let mut vms = bench.sharing();
+        let vm = &mut vms[0];
+        vm.done(&format!("plug {PLUGGED_MIB}"));
+        vm.done("fill 3");
+        vm.wait("sharing", |vm| {
+            vm.stat("mapped") >= COMMON_PAGES + PLUGGED_PAGES / 2
+        });
+        vm.done("pin");
+        assert_eq!(vm.stat("mapped"), 0);
+        assert_eq!(vm.ask("check 3"), "wrong=0");
+        vm.done("dma 3");
+        assert_eq!(vm.ask("check 0"), "wrong=0");
+        std::thread::sleep(Duration::from_millis(500));
+        assert_eq!(vm.stat("mapped"), 0);
+        vm.done("unpin");
+        vm.wait_shared();
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn lent_memory_comes_back(bench: Bench) {
+        let mut vms = bench.sharing();
+        let vm = &mut vms[0];
+        vm.done(&format!("plug {PLUGGED_MIB}"));
+        vm.done("fill 3");
+        let all = COMMON_PAGES + PLUGGED_PAGES / 2;
+        vm.wait("sharing", |vm| vm.stat("mapped") >= all);
+        vm.done("lend");
+        assert!(vm.stat("mapped") < all);
+        vm.done("back");
+        vm.wait("sharing again", |vm| vm.stat("mapped") >= all);
+        assert_eq!(vm.ask("check 3"), "wrong=0");
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn a_store_that_comes_later_is_found(bench: Bench) {
+        let socket = bench.folder.path().join("later.sock");
+        let mut vms = bench.started(&socket);
+        for vm in &mut vms {
+            let stats = vm.ask("stats");
+            assert!(stats.contains("Waiting"), "{stats}");
+        }
+        std::os::unix::fs::symlink(bench.store.socket(), &socket).expect("a link");
+        vms.iter_mut().for_each(Vmm::wait_shared);
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn a_store_that_is_killed_is_replaced(bench: Bench) {
+        let mut vms = bench.sharing();
+        let Bench { store, folder } = bench;
+        let bench = Bench {
+            store: store.restart(),
+            folder,
+        };
+        for vm in &mut vms {
+            // New content needs the new store.
+            vm.done(&format!("plug {PLUGGED_MIB}"));
+            vm.done("fill 9");
+            vm.wait("sharing", |vm| vm.stat("mapped") >= PLUGGED_PAGES / 2);
+            assert_eq!(vm.ask("check 9"), "wrong=0");
+        }
+        vms.into_iter().for_each(Vmm::finish);
+        drop(bench);
+    }
+
+    pub(super) fn shared_memory_is_refused_by_range(bench: Bench) {
+        let mut vms = bench.sharing();
+        let vm = &mut vms[0];
+        let pages = vm.stat("pages");
+        vm.done("share 16");
+        std::thread::sleep(Duration::from_millis(300));
+        assert_eq!(vm.stat("pages"), pages);
+        assert!(vm.ask("stats").contains("Serving"));
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn events_in_any_order_hang_nobody(bench: Bench) {
+        let nowhere = bench.folder.path().join("nowhere.sock");
+        let mut vms = bench.started(&nowhere);
+        for vm in &mut vms {
+            vm.done("unpin");
+            vm.done(&format!("plug {PLUGGED_MIB}"));
+            for line in [
+                "pin", "pin", "pause", "lend", "unpin", "back", "resume", "back", "unpin", "unpin",
+            ] {
+                vm.done(line);
+            }
+            vm.done("fill 2");
+            assert_eq!(vm.ask("discard"), "wrong=0");
+            vm.done("reboot");
+            vm.wait_ready(2);
+        }
+        std::os::unix::fs::symlink(bench.store.socket(), &nowhere).expect("a link");
+        vms.iter_mut().for_each(Vmm::wait_shared);
+        vms.into_iter().for_each(Vmm::finish);
+    }
+}
+
+/// What dedup takes of a VMM's source: every line of code that names it.
+#[test]
+fn the_glue_is_short() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut glue = 0;
+    for file in std::fs::read_dir(folder).expect("sources") {
+        let text = std::fs::read_to_string(file.expect("a file").path()).expect("text");
+        let names = |line: &&str| {
+            ["supervisor", "discarder", "dedup", "setup", "Lease"]
+                .iter()
+                .any(|w| line.contains(w))
+        };
+        let code = text.lines().map(str::trim).filter(|line| !line.starts_with("//"));
+        glue += code.filter(names).count();
+    }
+    assert!((10..=MOST_GLUE).contains(&glue), "{glue} lines");
+}
