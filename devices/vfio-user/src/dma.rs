@@ -194,8 +194,7 @@ impl Ranges {
         }
         let len = u64::try_from(stat.st_size).unwrap_or(0);
         let fixed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
-        let mapped =
-            kind == TMPFS_MAGIC && fixed && offset.is_multiple_of(PAGE_SIZE as u64) && end <= len;
+        let mapped = kind == TMPFS_MAGIC && fixed && offset.is_multiple_of(PAGE_SIZE as u64) && end <= len;
         let key = (stat.st_dev, stat.st_ino, writable, mapped);
         // What is still open keeps the inode, so its number is nobody else's. A file that grew since is mapped anew.
         let known = self.files.get(&key).and_then(Weak::upgrade);
@@ -397,7 +396,9 @@ mod tests {
     fn a_range_beyond_its_file_gives_faults() {
         for sealed in [true, false] {
             let memory = DmaMemory::default();
-            memory.map(0, 100 * PAGE, 0, Some(file(2, sealed)), false).unwrap();
+            memory
+                .map(0, 100 * PAGE, 0, Some(file(2, sealed)), false)
+                .unwrap();
             assert_eq!((first_byte(&memory, 1), first_byte(&memory, 50)), (Some(1), None));
         }
     }
@@ -407,13 +408,23 @@ mod tests {
         for sealed in [true, false] {
             let (memory, file) = (DmaMemory::default(), file(4, sealed));
             let mapped = [(0, true), (1, false)].map(|(page, writable)| {
-                memory.map(page * PAGE, PAGE, page * PAGE, Some(file.try_clone().unwrap()), writable)
+                memory.map(
+                    page * PAGE,
+                    PAGE,
+                    page * PAGE,
+                    Some(file.try_clone().unwrap()),
+                    writable,
+                )
             });
             assert!(mapped.iter().all(Result::is_ok), "{mapped:?}");
             let view = memory.view();
             assert_eq!(view.write(3, &[9; 10]), Some(()));
             assert_eq!(view.write(PAGE + 3, &[9; 10]), None, "it may only be read");
-            assert_eq!(view.write(PAGE - 3, &[9; 10]), None, "no access crosses a page's end");
+            assert_eq!(
+                view.write(PAGE - 3, &[9; 10]),
+                None,
+                "no access crosses a page's end"
+            );
             let mut bytes = [7; 16];
             file.read_exact_at(&mut bytes, 0).unwrap();
             assert_eq!(bytes, [0, 0, 0, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 0, 0, 0]);
@@ -434,13 +445,20 @@ mod tests {
                 .unwrap();
         }
         assert_eq!(memory.view().0.files.len(), 2);
-        assert_eq!((first_byte(&memory, 150), first_byte(&memory, 350)), (Some(150), Some(150)));
+        assert_eq!(
+            (first_byte(&memory, 150), first_byte(&memory, 350)),
+            (Some(150), Some(150))
+        );
     }
 
     #[test]
     fn a_descriptor_for_reading_is_not_written() {
         let file = file(1, true);
-        let reader = File::open(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file))).unwrap();
+        let reader = File::open(format!(
+            "/proc/self/fd/{}",
+            std::os::fd::AsRawFd::as_raw_fd(&file)
+        ))
+        .unwrap();
         let mapped = DmaMemory::default().map(0, PAGE, 0, Some(reader), true);
         assert!(matches!(mapped, Err(DmaError::ReadOnly)), "{mapped:?}");
     }

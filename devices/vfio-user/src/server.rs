@@ -125,7 +125,10 @@ impl Server {
             let make = Arc::clone(&make);
             let client = std::thread::Builder::new().name("vu-client".into());
             let started = client.spawn(move || {
-                match make().map_err(GateError::from).and_then(|session| serve(&stream, session)) {
+                match make()
+                    .map_err(GateError::from)
+                    .and_then(|session| serve(&stream, session))
+                {
                     Ok(()) => log::info!("a client has left"),
                     Err(error) => log::warn!("a client was hung up on: {error}"),
                 }

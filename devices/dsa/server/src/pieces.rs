@@ -19,7 +19,10 @@ impl Pieces {
         let mut at = offset;
         let mut left = data;
         while !left.is_empty() {
-            let (place, first) = (at - at % PLACE_BYTES, usize::try_from(at % PLACE_BYTES).unwrap_or(0));
+            let (place, first) = (
+                at - at % PLACE_BYTES,
+                usize::try_from(at % PLACE_BYTES).unwrap_or(0),
+            );
             let (piece, rest) = left.split_at(left.len().min(PLACE - first));
             let (bytes, there) = self.open.entry(place).or_insert(([0; PLACE], 0));
             let mask = if piece.len() == PLACE {

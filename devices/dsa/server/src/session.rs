@@ -191,13 +191,14 @@ impl ServerBackend for Session {
             VFIO_PCI_BAR2_REGION_INDEX => {
                 let inside = offset < portal_bytes(&self.shape) as u64;
                 let shared = &self.shared;
-                self.pieces.write(offset, if inside { data } else { &[] }, |at, bytes| {
-                    // What is lost a software error tells of.
-                    let _ = shared
-                        .core()
-                        .submit(at, Way::Posted, bytes, shared.now(), &shared.board);
-                    shared.news.notify_one();
-                });
+                self.pieces
+                    .write(offset, if inside { data } else { &[] }, |at, bytes| {
+                        // What is lost a software error tells of.
+                        let _ = shared
+                            .core()
+                            .submit(at, Way::Posted, bytes, shared.now(), &shared.board);
+                        shared.news.notify_one();
+                    });
             }
             VFIO_PCI_CONFIG_REGION_INDEX => {
                 if self.config.write(offset, data) {

@@ -39,7 +39,10 @@ impl Board for ClientBoard {
 
 impl Memory for DmaView<'_> {
     fn line(&self, page: Ppn, line: usize) -> Option<Line> {
-        DmaView::line(self, page.number() * PAGE_SIZE as u64 + (line * LINE_BYTES) as u64)
+        DmaView::line(
+            self,
+            page.number() * PAGE_SIZE as u64 + (line * LINE_BYTES) as u64,
+        )
     }
 }
 

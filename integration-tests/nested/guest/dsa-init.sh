@@ -1,0 +1,58 @@
+#!/busybox sh
+# Init of a guest with a DSA: loads its driver, plays what the kernel command line names, powers off. What matters is said in
+# lines that begin with "DSA".
+/busybox mkdir -p /proc /sys /dev /tmp /run /usr/local/bin
+/busybox --install -s /usr/local/bin
+export PATH=/usr/local/bin:/usr/bin:/usr/sbin
+mount -t proc proc /proc
+mount -t sysfs sysfs /sys
+mount -t devtmpfs dev /dev
+say() { echo "DSA $*"; }
+fail() {
+    say "failed: $*"
+    dmesg | tail -n 60
+    poweroff -f
+}
+trap 'poweroff -f' EXIT
+for module in @modules@; do
+    insmod /modules/$module.ko || fail "$module does not load"
+done
+play=
+for word in $(cat /proc/cmdline); do
+    case $word in
+    play=*) play=${word#play=} ;;
+    esac
+done
+say "kernel $(uname -r)"
+for n in 1 2 3 4 5 6 7 8 9 10; do
+    [ -e /sys/bus/dsa/devices/dsa0 ] && break
+    sleep 0.3
+done
+[ -e /sys/bus/dsa/devices/dsa0 ] || fail "idxd has not probed"
+say "device $(cat /sys/bus/dsa/devices/dsa0/gen_cap) $(cat /sys/bus/dsa/devices/dsa0/op_cap)"
+
+# configure TYPE NAME DRIVER: a dedicated queue, with all engines.
+configure() {
+    accel-config config-engine dsa0/engine0.0 --group-id=0 || fail "config-engine"
+    accel-config config-wq dsa0/wq0.0 --group-id=0 --mode=dedicated --wq-size=16 --priority=10 \
+        --type="$1" --name="$2" --driver-name="$3" || fail "config-wq"
+    accel-config enable-device dsa0 || fail "enable-device"
+    accel-config enable-wq dsa0/wq0.0 || fail "enable-wq"
+    say "queue $(cat /sys/bus/dsa/devices/wq0.0/state)"
+}
+
+case $play in
+dmatest)
+    configure kernel dmaengine dmaengine
+    channel=$(ls /sys/class/dma)
+    say "channel $channel"
+    insmod /modules/dmatest.ko timeout=5000 iterations=20 channel="${channel%% *}" run=1 || fail "dmatest"
+    cat /sys/module/dmatest/parameters/wait >/dev/null
+    say "summary $(dmesg | grep 'dmatest: .*summary' | sed 's/.*summary //')"
+    accel-config disable-wq dsa0/wq0.0 || fail "disable-wq"
+    accel-config disable-device dsa0 || fail "disable-device"
+    say "state $(cat /sys/bus/dsa/devices/dsa0/state)"
+    ;;
+esac
+say done
+poweroff -f
