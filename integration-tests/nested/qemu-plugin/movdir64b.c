@@ -18,9 +18,8 @@ struct qemu_plugin_tb;
 struct qemu_plugin_insn;
 struct qemu_plugin_register;
 typedef struct qemu_info_t qemu_info_t;
-typedef void (*vcpu_simple_cb)(qemu_plugin_id_t id, unsigned int vcpu);
 typedef void (*vcpu_udata_cb)(unsigned int vcpu, void *userdata);
-typedef void (*tb_trans_cb)(qemu_plugin_id_t id, struct qemu_plugin_tb *tb);
+typedef void (*tb_trans_cb)(struct qemu_plugin_tb *tb, void *userdata);
 enum { CALLBACK_CHANGES_PC = 3, HWADDR_OPERATION_OK = 0 };
 /* The beginning of a descriptor; its size is the array's. */
 struct register_descriptor {
@@ -31,8 +30,8 @@ struct register_descriptor {
 typedef struct { char *data; unsigned int len; } GArray;
 typedef struct { uint8_t *data; unsigned int len; } GByteArray;
 
-void qemu_plugin_register_vcpu_init_cb(qemu_plugin_id_t id, vcpu_simple_cb cb);
-void qemu_plugin_register_vcpu_tb_trans_cb(qemu_plugin_id_t id, tb_trans_cb cb);
+void qemu_plugin_register_vcpu_init_cb(qemu_plugin_id_t id, vcpu_udata_cb cb, void *userdata);
+void qemu_plugin_register_vcpu_tb_trans_cb(qemu_plugin_id_t id, tb_trans_cb cb, void *userdata);
 void qemu_plugin_register_vcpu_insn_exec_cb(struct qemu_plugin_insn *insn, vcpu_udata_cb cb, int flags, void *userdata);
 size_t qemu_plugin_tb_n_insns(const struct qemu_plugin_tb *tb);
 struct qemu_plugin_insn *qemu_plugin_tb_get_insn(const struct qemu_plugin_tb *tb, size_t index);
@@ -109,9 +108,9 @@ static void execute(unsigned int cpu, void *translated)
     qemu_plugin_set_pc(pc + sizeof(INSTRUCTION));
 }
 
-static void translate(qemu_plugin_id_t id, struct qemu_plugin_tb *tb)
+static void translate(struct qemu_plugin_tb *tb, void *userdata)
 {
-    (void)id;
+    (void)userdata;
     for (size_t at = 0; at < qemu_plugin_tb_n_insns(tb); at++) {
         struct qemu_plugin_insn *insn = qemu_plugin_tb_get_insn(tb, at);
         uint8_t bytes[DECODED] = {0};
@@ -122,9 +121,9 @@ static void translate(qemu_plugin_id_t id, struct qemu_plugin_tb *tb)
     }
 }
 
-static void begin(qemu_plugin_id_t id, unsigned int cpu)
+static void begin(unsigned int cpu, void *userdata)
 {
-    (void)id;
+    (void)userdata;
     if (cpu >= CPUS) {
         return;
     }
@@ -146,7 +145,7 @@ static void begin(qemu_plugin_id_t id, unsigned int cpu)
 EXPORT int qemu_plugin_install(qemu_plugin_id_t id, const qemu_info_t *info, int argc, char **argv)
 {
     (void)info, (void)argc, (void)argv;
-    qemu_plugin_register_vcpu_init_cb(id, begin);
-    qemu_plugin_register_vcpu_tb_trans_cb(id, translate);
+    qemu_plugin_register_vcpu_init_cb(id, begin, NULL);
+    qemu_plugin_register_vcpu_tb_trans_cb(id, translate, NULL);
     return 0;
 }
