@@ -49,9 +49,10 @@ dmatest)
     insmod /modules/dmatest.ko timeout=5000 iterations=20 channel="${channel%% *}" run=1 || fail "dmatest"
     cat /sys/module/dmatest/parameters/wait >/dev/null
     say "summary $(dmesg | grep 'dmatest: .*summary' | sed 's/.*summary //')"
+    rmmod dmatest || fail "dmatest does not go"
     accel-config disable-wq dsa0/wq0.0 || fail "disable-wq"
-    accel-config disable-device dsa0 || fail "disable-device"
-    say "state $(cat /sys/bus/dsa/devices/dsa0/state)"
+    say "afterwards $(cat /sys/bus/dsa/devices/wq0.0/state)"
+    # The device stays on: Linux 6.12.95 follows a null pointer when one without an event log is disabled.
     ;;
 esac
 say done

@@ -56,5 +56,5 @@ fn linux_drives_the_model_and_its_own_test_passes() {
     assert_eq!(said.line("queue "), Some("enabled"), "{}", said.console);
     let summary = said.line("summary ").unwrap_or_default();
     assert!(summary.starts_with("20 tests, 0 failures"), "{}", said.console);
-    assert_eq!(said.line("state "), Some("disabled"), "{}", said.console);
+    assert_eq!(said.line("afterwards "), Some("disabled"), "{}", said.console);
 }
