@@ -3,7 +3,7 @@
 # lines that begin with "DSA".
 /busybox mkdir -p /proc /sys /dev /tmp /run /usr/local/bin
 /busybox --install -s /usr/local/bin
-export PATH=/usr/local/bin:/usr/bin:/usr/sbin
+export PATH=/usr/local/bin:/usr/bin:/usr/sbin:/usr/libexec/accel-config/test
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount -t devtmpfs dev /dev
@@ -53,6 +53,32 @@ dmatest)
     accel-config disable-wq dsa0/wq0.0 || fail "disable-wq"
     say "afterwards $(cat /sys/bus/dsa/devices/wq0.0/state)"
     # The device stays on: Linux 6.12.95 follows a null pointer when one without an event log is disabled.
+    ;;
+sva)
+    configure user "dsa test" user
+    say "node $(ls /dev/dsa)"
+    # test NAME OPTION...: one of Intel's, on a dedicated queue (-w 0), without UMWAIT (0x2).
+    run() {
+        name=$1
+        shift
+        if dsa_test -w 0 -t 5000 -d dsa0/wq0.0 "$@" >/tmp/log 2>&1; then
+            say "passed $name"
+        else
+            say "not passed $name: $?"
+            tail -n 15 /tmp/log
+        fi
+    }
+    run noop -o 0x0 -f 0x2
+    for operation in memmove:0x3 fill:0x4 compare:0x5 compval:0x6 create-delta:0x7 dualcast:0x9 crc:0x10 copy-crc:0x11 flush:0x20; do
+        for length in 4096 65536; do
+            run "${operation%%:*} $length" -l $length -o "${operation##*:}" -f 0xa
+        done
+    done
+    run "batch of memmoves" -o 0x1 -b 0x3 -c 16 -l 4096 -f 0xa
+    run "batch of compares" -o 0x1 -b 0x5 -c 16 -l 4096 -f 0xa
+    run "batch of fills" -o 0x1 -b 0x4 -c 16 -l 4096 -f 0xa
+    run "memmove that faults" -l 65536 -o 0x3 -f 0x2
+    run "compare that faults" -l 65536 -o 0x5 -f 0x2
     ;;
 esac
 say done

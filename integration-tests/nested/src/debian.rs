@@ -155,6 +155,20 @@ impl WholeKernel {
         Ok(Self { root })
     }
 
+    /// Fetches one package with a kernel, of any version that the release still has, without headers and sources.
+    ///
+    /// # Errors
+    /// As [`Kernel::fetch`]; the version may be gone, which counts as something that is missing here.
+    pub fn fetch_image(cache: &Path, release: Release, package: &str) -> Result<Self, Failure> {
+        let folder = cache.join(package);
+        let root = unpacked(&folder, || {
+            let apt = Apt::update(cache, release)?;
+            let downloaded = apt.download(&folder.join("packages"), &[package.to_owned()]);
+            downloaded.map_err(|e| Failure::missing(format!("{package} cannot be had: {e}")))
+        })?;
+        Ok(Self { root })
+    }
+
     /// The kernel, a bzImage.
     ///
     /// # Errors

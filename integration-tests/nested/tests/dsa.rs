@@ -58,3 +58,23 @@ fn linux_drives_the_model_and_its_own_test_passes() {
     assert!(summary.starts_with("20 tests, 0 failures"), "{}", said.console);
     assert_eq!(said.line("afterwards "), Some("disabled"), "{}", said.console);
 }
+
+/// Every operation that Intel's test has for a dedicated queue, with addresses of its process.
+#[test]
+fn intels_own_test_passes_with_a_programs_addresses() {
+    let Some(said) = play(Play::Sva) else {
+        return;
+    };
+    let failed: Vec<&String> = said
+        .lines
+        .iter()
+        .filter(|line| line.starts_with("not passed"))
+        .collect();
+    assert!(failed.is_empty(), "{failed:?}\n{}", said.console);
+    let passed = said
+        .lines
+        .iter()
+        .filter(|line| line.starts_with("passed"))
+        .count();
+    assert_eq!(passed, 24, "{}", said.console);
+}

@@ -14,6 +14,8 @@ use std::process::Command;
 pub enum Play {
     /// A work queue of the kernel's, and its own test of such queues.
     Dmatest,
+    /// A work queue for programs, whose addresses the device uses, and Intel's test of such queues.
+    Sva,
 }
 
 impl Play {
@@ -21,6 +23,7 @@ impl Play {
     pub(super) fn iommu(self) -> Option<&'static str> {
         match self {
             Self::Dmatest => None,
+            Self::Sva => Some("intel-iommu,scalable-mode=on,fsts=on,pasid-bits=20,device-iotlb=on,svm=on"),
         }
     }
 
@@ -28,13 +31,14 @@ impl Play {
     pub(super) fn kernel_arguments(self) -> &'static str {
         match self {
             Self::Dmatest => "",
+            Self::Sva => "intel_iommu=on,sm_on iommu=pt",
         }
     }
 
     /// Which processor's DSA it is.
     pub(super) fn generation(self) -> &'static str {
         match self {
-            Self::Dmatest => "sapphire-rapids",
+            Self::Dmatest | Self::Sva => "sapphire-rapids",
         }
     }
 }
@@ -43,13 +47,18 @@ impl fmt::Display for Play {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Dmatest => "dmatest",
+            Self::Sva => "sva",
         })
     }
 }
 
 /// Modules, in the order in which they are loaded; those that the kernel has built in are left out.
 const MODULES: [&str; 2] = ["idxd_bus", "idxd"];
-const PROGRAMS: [&str; 2] = ["usr/bin/busybox", "usr/bin/accel-config"];
+const PROGRAMS: [&str; 3] = [
+    "usr/bin/busybox",
+    "usr/bin/accel-config",
+    "usr/libexec/accel-config/test/dsa_test",
+];
 /// Everything is below /usr, as in Debian's newer releases.
 const LINKS: [(&str, &str); 4] = [
     ("bin", "usr/bin"),
@@ -62,8 +71,7 @@ const LINKS: [(&str, &str); 4] = [
 pub(super) fn guest(
     kernel: &WholeKernel,
     tools: &Packages,
-    dmatest: &Path,
-    _play: Play,
+    dmatest: Option<&Path>,
 ) -> Result<Vec<u8>, Failure> {
     let root = tools.root();
     merge_usr(root)?;
@@ -83,7 +91,9 @@ pub(super) fn guest(
         let path = kernel.module(name)?;
         add_module(&mut archive, name, &path)?;
     }
-    add_module(&mut archive, "dmatest", dmatest)?;
+    if let Some(dmatest) = dmatest {
+        add_module(&mut archive, "dmatest", dmatest)?;
+    }
     Ok(archive.finish())
 }
 

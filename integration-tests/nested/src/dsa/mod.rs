@@ -6,11 +6,15 @@
 //!                                                             Linux: idxd; accel-config, dmatest ([`image`], [`module`])
 //! ```
 //!
+//! With programs' addresses, the model is served by this process itself, and looks them up in the tables of QEMU's IOMMU
+//! ([`vtd`]).
+//!
 //! The guest says what it sees on its console, in lines that begin with `DSA`.
 
 mod emulator;
 mod image;
 mod module;
+mod vtd;
 
 use crate::Failure;
 use crate::debian::{Packages, Release, WholeKernel};
@@ -26,6 +30,10 @@ pub use image::Play;
 const MEMORY_MIB: u64 = 1024;
 /// The end of all patience, for a slow machine that does other things as well.
 const LIMIT: Duration = Duration::from_secs(240);
+/// The device's slot on QEMU's bus.
+const SLOT: u8 = 5;
+/// Newer ones of this series do not bind a process's addresses on QEMU's IOMMU.
+const SVA_KERNEL: &str = "linux-image-6.12.57+deb12-amd64";
 const POLL: Duration = Duration::from_millis(50);
 
 /// What a guest needs.
@@ -62,20 +70,34 @@ impl Stage {
     pub fn play(&self, play: Play) -> Result<Said, Failure> {
         qemu::need_memory(MEMORY_MIB)?;
         let emulator = emulator::Emulator::fetch(&self.cache)?;
-        let kernel = WholeKernel::fetch(&self.cache, Release::BookwormBackports)?;
+        let release = Release::BookwormBackports;
+        let (kernel, dmatest) = match play {
+            Play::Dmatest => {
+                let kernel = WholeKernel::fetch(&self.cache, release)?;
+                let dmatest = module::dmatest(&kernel, &self.cache)?;
+                (kernel, Some(dmatest))
+            }
+            Play::Sva => (WholeKernel::fetch_image(&self.cache, release, SVA_KERNEL)?, None),
+        };
         let tools = Packages::fetch(
             &self.cache,
             "dsa-tools",
-            Release::BookwormBackports,
+            release,
             &["busybox-static", "accel-config", "accel-config-test"],
         )?;
-        let dmatest = module::dmatest(&kernel, &self.cache)?;
         let folder = tempfile::tempdir().map_err(|e| Failure::new(format!("no temporary folder: {e}")))?;
         let (initrd, console) = (folder.path().join("initrd"), folder.path().join("console.log"));
-        let archive = image::guest(&kernel, &tools, &dmatest, play)?;
+        let archive = image::guest(&kernel, &tools, dmatest.as_deref())?;
         fs::write(&initrd, archive).map_err(|e| Failure::file(&initrd, e))?;
         let socket = folder.path().join("dsa");
-        let _device = Device::start(&self.vmm_dedup, &socket, play)?;
+        let monitor = folder.path().join("monitor");
+        let _device = match play {
+            Play::Dmatest => Some(Device::start(&self.vmm_dedup, &socket, play)?),
+            Play::Sva => {
+                serve_spaces(&socket, &monitor)?;
+                None
+            }
+        };
         let mut command = emulator.machine(&kernel.image()?, &initrd, MEMORY_MIB, play.iommu());
         command.arg("-serial").arg(format!("file:{}", console.display()));
         command.arg("-append").arg(format!(
@@ -84,9 +106,12 @@ impl Stage {
             play.kernel_arguments()
         ));
         command.arg("-device").arg(format!(
-            r#"{{"driver":"vfio-user-pci","socket":{{"type":"unix","path":"{}"}}}}"#,
+            r#"{{"driver":"vfio-user-pci","addr":"{SLOT}","socket":{{"type":"unix","path":"{}"}}}}"#,
             socket.display()
         ));
+        command
+            .arg("-qmp")
+            .arg(format!("unix:{},server=on,wait=off", monitor.display()));
         let mut running = Running::start(&mut command)?;
         let start = Instant::now();
         let ended = loop {
@@ -113,6 +138,20 @@ impl Stage {
         }
         Ok(Said { lines, console })
     }
+}
+
+/// Serves the device in this process, with address spaces as QEMU's IOMMU has them, for ever.
+fn serve_spaces(socket: &Path, monitor: &Path) -> Result<(), Failure> {
+    let failed =
+        |error: &dyn std::fmt::Display| Failure::new(format!("the device cannot be served: {error}"));
+    let spaces = vtd::Vtd::follow(monitor, SLOT << 3).map_err(|error| failed(&error))?;
+    let device = vmm_dedup_dsa_server::Device {
+        spaces: Some(spaces),
+        ..Default::default()
+    };
+    let server = vmm_dedup_dsa_server::Server::bind(socket, device, 1).map_err(|error| failed(&error))?;
+    std::thread::spawn(move || server.run());
+    Ok(())
 }
 
 /// The device's process; killed when dropped.
