@@ -69,7 +69,8 @@ sva)
         fi
     }
     run noop -o 0x0 -f 0x2
-    for operation in memmove:0x3 fill:0x4 compare:0x5 compval:0x6 create-delta:0x7 dualcast:0x9 crc:0x10 copy-crc:0x11 flush:0x20; do
+    run drain -o 0x2 -f 0x2
+    for operation in memmove:0x3 fill:0x4 compare:0x5 compval:0x6 create-delta:0x7 apply-delta:0x8 dualcast:0x9 crc:0x10 copy-crc:0x11 flush:0x20; do
         for length in 4096 65536; do
             run "${operation%%:*} $length" -l $length -o "${operation##*:}" -f 0xa
         done
