@@ -81,6 +81,16 @@ sva)
     run "memmove that faults" -l 65536 -o 0x3 -f 0x2
     run "compare that faults" -l 65536 -o 0x5 -f 0x2
     ;;
+driver)
+    configure user "dsa driver" user
+    start=$(date +%s)
+    if DSA_NODE=/dev/dsa/wq0.0 driver --exact it_conforms_through_a_device_node --nocapture >/tmp/log 2>&1; then
+        say "conforms, after $(($(date +%s) - start)) s"
+    else
+        say "does not conform: $?"
+    fi
+    tail -n 15 /tmp/log
+    ;;
 esac
 say done
 poweroff -f

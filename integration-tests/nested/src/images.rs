@@ -160,7 +160,7 @@ pub(crate) fn libraries(root: &Path, programs: &[PathBuf]) -> Result<BTreeSet<Pa
 }
 
 /// The libraries of this machine that a program is linked with, and its loader.
-fn linked_here(program: &Path) -> Result<Vec<PathBuf>, Failure> {
+pub(crate) fn linked_here(program: &Path) -> Result<Vec<PathBuf>, Failure> {
     let text = output(Command::new("ldd").arg(program))?;
     let text = String::from_utf8_lossy(&text);
     let words = text.split_whitespace().filter(|word| word.starts_with('/'));

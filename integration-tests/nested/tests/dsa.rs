@@ -2,14 +2,15 @@
 //! visibly where one of them is missing, except in CI. The first test fetches some 400 MB of packages into the target
 //! directory.
 
-use std::path::Path;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 use vmm_dedup_nested::dsa::{Play, Said, Stage};
 
 /// The CLI, which `cargo test` of this package alone does not build.
 fn programs() -> &'static Path {
-    static FOLDER: OnceLock<std::path::PathBuf> = OnceLock::new();
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let own = Path::new(env!("CARGO_BIN_EXE_vmm-dedup-nested"));
         let profile = own.parent().expect("programs are in PROFILE");
@@ -32,12 +33,47 @@ fn programs() -> &'static Path {
     })
 }
 
+/// The executable of the driver's tests of conformance.
+fn conformance() -> PathBuf {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args([
+        "test",
+        "--no-run",
+        "--quiet",
+        "--message-format=json",
+        "-p",
+        "vmm-dedup-dsa",
+    ]);
+    cargo.args(["--test", "conformance", "--manifest-path"]);
+    cargo.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
+    let profile = programs();
+    cargo
+        .arg("--target-dir")
+        .arg(profile.parent().expect("profiles are in the target directory"));
+    if profile.ends_with("release") {
+        cargo.arg("--release");
+    }
+    let output = cargo.output().expect("cargo runs the tests, so it can be run");
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let messages = String::from_utf8_lossy(&output.stdout).into_owned();
+    let executable = messages.lines().find_map(|line| {
+        let message: Value = serde_json::from_str(line).ok()?;
+        message["executable"].as_str().map(PathBuf::from)
+    });
+    executable.expect("a test has an executable")
+}
+
 /// Plays; `None`, and the reason on standard error, where this machine cannot.
 fn play(play: Play) -> Option<Said> {
     let folder = programs();
     let stage = Stage {
         cache: folder.with_file_name("nested"),
         vmm_dedup: folder.join("vmm-dedup"),
+        conformance: conformance(),
     };
     match stage.play(play) {
         Err(failure) if failure.is_missing() && std::env::var_os("CI").is_none() => {
@@ -77,4 +113,13 @@ fn intels_own_test_passes_with_a_programs_addresses() {
         .filter(|line| line.starts_with("passed"))
         .count();
     assert_eq!(passed, 27, "{}", said.console);
+}
+
+/// Our driver through Linux's device node.
+#[test]
+fn our_driver_conforms_through_the_device_node() {
+    let Some(said) = play(Play::Driver) else {
+        return;
+    };
+    assert!(said.line("conforms, ").is_some(), "{}", said.console);
 }

@@ -3,7 +3,7 @@
 use crate::Failure;
 use crate::archive::Archive;
 use crate::debian::{Packages, WholeKernel, file_name, output};
-use crate::images::{add, base, libraries};
+use crate::images::{add, base, libraries, linked_here};
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,6 +16,8 @@ pub enum Play {
     Dmatest,
     /// A work queue for programs, whose addresses the device uses, and Intel's test of such queues.
     Sva,
+    /// The same, and the conformance suites of this project's driver.
+    Driver,
 }
 
 impl Play {
@@ -23,7 +25,9 @@ impl Play {
     pub(super) fn iommu(self) -> Option<&'static str> {
         match self {
             Self::Dmatest => None,
-            Self::Sva => Some("intel-iommu,scalable-mode=on,fsts=on,pasid-bits=20,device-iotlb=on,svm=on"),
+            Self::Sva | Self::Driver => {
+                Some("intel-iommu,scalable-mode=on,fsts=on,pasid-bits=20,device-iotlb=on,svm=on")
+            }
         }
     }
 
@@ -31,14 +35,7 @@ impl Play {
     pub(super) fn kernel_arguments(self) -> &'static str {
         match self {
             Self::Dmatest => "",
-            Self::Sva => "intel_iommu=on,sm_on iommu=pt",
-        }
-    }
-
-    /// Which processor's DSA it is.
-    pub(super) fn generation(self) -> &'static str {
-        match self {
-            Self::Dmatest | Self::Sva => "sapphire-rapids",
+            Self::Sva | Self::Driver => "intel_iommu=on,sm_on iommu=pt",
         }
     }
 }
@@ -48,6 +45,7 @@ impl fmt::Display for Play {
         f.write_str(match self {
             Self::Dmatest => "dmatest",
             Self::Sva => "sva",
+            Self::Driver => "driver",
         })
     }
 }
@@ -72,6 +70,7 @@ pub(super) fn guest(
     kernel: &WholeKernel,
     tools: &Packages,
     dmatest: Option<&Path>,
+    program: Option<&Path>,
 ) -> Result<Vec<u8>, Failure> {
     let root = tools.root();
     merge_usr(root)?;
@@ -93,6 +92,17 @@ pub(super) fn guest(
     }
     if let Some(dmatest) = dmatest {
         add_module(&mut archive, "dmatest", dmatest)?;
+    }
+    if let Some(program) = program {
+        // With the libraries of this machine, in the places of those that the tools came with.
+        for library in linked_here(program)? {
+            let path = library.to_string_lossy();
+            let below = path.trim_start_matches('/').trim_start_matches("usr/");
+            let content = fs::read(&library).map_err(|e| Failure::file(&library, e))?;
+            archive.file(&format!("usr/{below}"), 0o755, &content);
+        }
+        let content = fs::read(program).map_err(|e| Failure::file(program, e))?;
+        archive.file("usr/bin/driver", 0o755, &content);
     }
     Ok(archive.finish())
 }

@@ -43,6 +43,8 @@ pub struct Stage {
     pub cache: PathBuf,
     /// The `vmm-dedup` command, which serves the device.
     pub vmm_dedup: PathBuf,
+    /// The driver's tests of conformance.
+    pub conformance: PathBuf,
 }
 
 /// What the guest said.
@@ -77,7 +79,7 @@ impl Stage {
                 let dmatest = module::dmatest(&kernel, &self.cache)?;
                 (kernel, Some(dmatest))
             }
-            Play::Sva => (WholeKernel::fetch_image(&self.cache, release, SVA_KERNEL)?, None),
+            Play::Sva | Play::Driver => (WholeKernel::fetch_image(&self.cache, release, SVA_KERNEL)?, None),
         };
         let tools = Packages::fetch(
             &self.cache,
@@ -85,15 +87,19 @@ impl Stage {
             release,
             &["busybox-static", "accel-config", "accel-config-test"],
         )?;
+        let program = match play {
+            Play::Driver => Some(self.conformance.as_path()),
+            Play::Dmatest | Play::Sva => None,
+        };
         let folder = tempfile::tempdir().map_err(|e| Failure::new(format!("no temporary folder: {e}")))?;
         let (initrd, console) = (folder.path().join("initrd"), folder.path().join("console.log"));
-        let archive = image::guest(&kernel, &tools, dmatest.as_deref())?;
+        let archive = image::guest(&kernel, &tools, dmatest.as_deref(), program)?;
         fs::write(&initrd, archive).map_err(|e| Failure::file(&initrd, e))?;
         let socket = folder.path().join("dsa");
         let monitor = folder.path().join("monitor");
         let _device = match play {
-            Play::Dmatest => Some(Device::start(&self.vmm_dedup, &socket, play)?),
-            Play::Sva => {
+            Play::Dmatest => Some(Device::start(&self.vmm_dedup, &socket)?),
+            Play::Sva | Play::Driver => {
                 serve_spaces(&socket, &monitor)?;
                 None
             }
@@ -158,9 +164,9 @@ fn serve_spaces(socket: &Path, monitor: &Path) -> Result<(), Failure> {
 struct Device(Child);
 
 impl Device {
-    fn start(vmm_dedup: &Path, socket: &Path, play: Play) -> Result<Self, Failure> {
+    fn start(vmm_dedup: &Path, socket: &Path) -> Result<Self, Failure> {
         let mut command = Command::new(vmm_dedup);
-        command.args(["device", "dsa", "--generation", play.generation(), "--socket"]);
+        command.args(["device", "dsa", "--socket"]);
         let child = command
             .arg(socket)
             .stdin(Stdio::null())
