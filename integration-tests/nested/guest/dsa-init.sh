@@ -31,19 +31,25 @@ done
 [ -e /sys/bus/dsa/devices/dsa0 ] || fail "idxd has not probed"
 say "device $(cat /sys/bus/dsa/devices/dsa0/gen_cap) $(cat /sys/bus/dsa/devices/dsa0/op_cap)"
 
-# configure TYPE NAME DRIVER: a dedicated queue, with all engines.
+# configure TYPE NAME DRIVER QUEUE...: dedicated queues.
 configure() {
+    type=$1 name=$2 driver=$3
+    shift 3
     accel-config config-engine dsa0/engine0.0 --group-id=0 || fail "config-engine"
-    accel-config config-wq dsa0/wq0.0 --group-id=0 --mode=dedicated --wq-size=16 --priority=10 \
-        --type="$1" --name="$2" --driver-name="$3" || fail "config-wq"
+    for queue in "$@"; do
+        accel-config config-wq dsa0/$queue --group-id=0 --mode=dedicated --wq-size=16 --priority=10 \
+            --max-batch-size=1024 --type="$type" --name="$name" --driver-name="$driver" || fail "config-wq"
+    done
     accel-config enable-device dsa0 || fail "enable-device"
-    accel-config enable-wq dsa0/wq0.0 || fail "enable-wq"
-    say "queue $(cat /sys/bus/dsa/devices/wq0.0/state)"
+    for queue in "$@"; do
+        accel-config enable-wq dsa0/$queue || fail "enable-wq"
+        say "queue $(cat /sys/bus/dsa/devices/$queue/state)"
+    done
 }
 
 case $play in
 dmatest)
-    configure kernel dmaengine dmaengine
+    configure kernel dmaengine dmaengine wq0.0
     channel=$(ls /sys/class/dma)
     say "channel $channel"
     insmod /modules/dmatest.ko timeout=5000 iterations=20 channel="${channel%% *}" run=1 || fail "dmatest"
@@ -55,7 +61,7 @@ dmatest)
     # The device stays on: Linux 6.12.95 follows a null pointer when one without an event log is disabled.
     ;;
 sva)
-    configure user "dsa test" user
+    configure user "dsa test" user wq0.0
     say "node $(ls /dev/dsa)"
     # test NAME OPTION...: one of Intel's, on a dedicated queue (-w 0), without UMWAIT (0x2).
     run() {
@@ -82,14 +88,20 @@ sva)
     run "compare that faults" -l 65536 -o 0x5 -f 0x2
     ;;
 driver)
-    configure user "dsa driver" user
-    start=$(date +%s)
-    if DSA_NODE=/dev/dsa/wq0.0 driver --exact it_conforms_through_a_device_node --nocapture >/tmp/log 2>&1; then
-        say "conforms, after $(($(date +%s) - start)) s"
-    else
-        say "does not conform: $?"
-    fi
-    tail -n 15 /tmp/log
+    configure user "dsa driver" user wq0.0 wq0.1
+    # test PROGRAM TEST: one of this project's.
+    run() {
+        start=$(date +%s)
+        if "$1" --exact "$2" --nocapture >/tmp/log 2>&1; then
+            say "passed $2, after $(($(date +%s) - start)) s"
+        else
+            say "not passed $2: $?"
+            tail -n 30 /tmp/log
+        fi
+    }
+    export DSA_NODE=/dev/dsa/wq0.0 DSA_NODES=/dev/dsa/wq0.0,/dev/dsa/wq0.1
+    run verifiers real_pages_are_merged_through_device_nodes
+    run conformance it_conforms_through_a_device_node
     ;;
 esac
 say done

@@ -16,7 +16,7 @@ pub enum Play {
     Dmatest,
     /// A work queue for programs, whose addresses the device uses, and Intel's test of such queues.
     Sva,
-    /// The same, and the conformance suites of this project's driver.
+    /// The same, this project's driver: its conformance suites, and pages merged by the service.
     Driver,
 }
 
@@ -70,7 +70,7 @@ pub(super) fn guest(
     kernel: &WholeKernel,
     tools: &Packages,
     dmatest: Option<&Path>,
-    program: Option<&Path>,
+    programs_of_ours: &[(&str, &Path)],
 ) -> Result<Vec<u8>, Failure> {
     let root = tools.root();
     merge_usr(root)?;
@@ -93,7 +93,7 @@ pub(super) fn guest(
     if let Some(dmatest) = dmatest {
         add_module(&mut archive, "dmatest", dmatest)?;
     }
-    if let Some(program) = program {
+    for (name, program) in programs_of_ours {
         // With the libraries of this machine, in the places of those that the tools came with.
         for library in linked_here(program)? {
             let path = library.to_string_lossy();
@@ -102,7 +102,7 @@ pub(super) fn guest(
             archive.file(&format!("usr/{below}"), 0o755, &content);
         }
         let content = fs::read(program).map_err(|e| Failure::file(program, e))?;
-        archive.file("usr/bin/driver", 0o755, &content);
+        archive.file(&format!("usr/bin/{name}"), 0o755, &content);
     }
     Ok(archive.finish())
 }

@@ -32,7 +32,7 @@ const MEMORY_MIB: u64 = 1024;
 const LIMIT: Duration = Duration::from_secs(240);
 /// The device's slot on QEMU's bus.
 const SLOT: u8 = 5;
-/// Newer ones of this series do not bind a process's addresses on QEMU's IOMMU.
+/// 6.12.107 does not bind a process's addresses on QEMU's IOMMU.
 const SVA_KERNEL: &str = "linux-image-6.12.57+deb12-amd64";
 const POLL: Duration = Duration::from_millis(50);
 
@@ -45,6 +45,8 @@ pub struct Stage {
     pub vmm_dedup: PathBuf,
     /// The driver's tests of conformance.
     pub conformance: PathBuf,
+    /// The tests of engines that verify for the service.
+    pub verifiers: PathBuf,
 }
 
 /// What the guest said.
@@ -87,13 +89,13 @@ impl Stage {
             release,
             &["busybox-static", "accel-config", "accel-config-test"],
         )?;
-        let program = match play {
-            Play::Driver => Some(self.conformance.as_path()),
-            Play::Dmatest | Play::Sva => None,
+        let ours: &[(&str, &Path)] = match play {
+            Play::Driver => &[("conformance", &self.conformance), ("verifiers", &self.verifiers)],
+            Play::Dmatest | Play::Sva => &[],
         };
         let folder = tempfile::tempdir().map_err(|e| Failure::new(format!("no temporary folder: {e}")))?;
         let (initrd, console) = (folder.path().join("initrd"), folder.path().join("console.log"));
-        let archive = image::guest(&kernel, &tools, dmatest.as_deref(), program)?;
+        let archive = image::guest(&kernel, &tools, dmatest.as_deref(), ours)?;
         fs::write(&initrd, archive).map_err(|e| Failure::file(&initrd, e))?;
         let socket = folder.path().join("dsa");
         let monitor = folder.path().join("monitor");
