@@ -30,7 +30,7 @@ fn server(folder: &Path) -> PathBuf {
         let default = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
             let name = thread::current().name().unwrap_or_default().to_owned();
-            if name.starts_with("pf-") || name == "pageforge" {
+            if name.starts_with("vu-") || name == "pageforge" {
                 PANICS.fetch_add(1, Ordering::AcqRel);
             }
             default(panic);

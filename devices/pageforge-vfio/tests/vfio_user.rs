@@ -8,6 +8,7 @@ use vmm_dedup::compare::{Answer, Arena, Engine, Error, Keys, PageId, conformance
 use vmm_dedup_pageforge::driver::{PageForgeEngine, PageForgeVerifier, VfioUser};
 use vmm_dedup_pageforge::registers as reg;
 use vmm_dedup_pageforge::server::{Server, ServerConfig, ServerError};
+use vmm_dedup_vfio_user::ServerError as SocketError;
 
 const BAR0: u32 = 0;
 const CONFIG: u32 = 7;
@@ -175,7 +176,7 @@ fn a_path_in_use_is_refused_and_the_socket_goes_with_the_server() {
     let path = folder.path().join("device");
     let server = Server::bind(&path, ServerConfig::default()).unwrap();
     let second = Server::bind(&path, ServerConfig::default());
-    assert!(matches!(second, Err(ServerError::Exists(_))));
+    assert!(matches!(second, Err(ServerError::Socket(SocketError::Exists(_)))));
     drop(server);
     assert!(!path.exists());
     let none = ServerConfig {

@@ -15,7 +15,7 @@ use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use vmm_dedup_pageforge::server::{Gate, GateError};
+use vmm_dedup_vfio_user::{Gate, GateError};
 
 /// Regions of the device behind the gate.
 const REGIONS: u32 = 9;

@@ -22,6 +22,10 @@ pub enum Release {
     Bookworm,
     /// Linux 6.12.
     Trixie,
+    /// Linux 6.12 for Bookworm, with headers whose programs run there and on what came later.
+    BookwormBackports,
+    /// QEMU 11 for Trixie.
+    TrixieBackports,
 }
 
 impl Release {
@@ -29,6 +33,17 @@ impl Release {
         match self {
             Release::Bookworm => "bookworm",
             Release::Trixie => "trixie",
+            Release::BookwormBackports => "bookworm-backports",
+            Release::TrixieBackports => "trixie-backports",
+        }
+    }
+
+    /// The release that it adds to.
+    fn base(self) -> Option<Self> {
+        match self {
+            Release::Bookworm | Release::Trixie => None,
+            Release::BookwormBackports => Some(Release::Bookworm),
+            Release::TrixieBackports => Some(Release::Trixie),
         }
     }
 }
@@ -54,7 +69,10 @@ impl Kernel {
         let folder = cache.join(format!("kernel-{}", release.name()));
         let root = unpacked(&folder, || {
             let apt = Apt::update(cache, release)?;
-            apt.download(&folder.join("packages"), &[&apt.kernel_package()?])
+            apt.download(
+                &folder.join("packages"),
+                &[apt.stands_for(KERNEL, "linux-image-")?],
+            )
         })?;
         Ok(Self { root })
     }
@@ -64,10 +82,7 @@ impl Kernel {
     /// # Errors
     /// If the package has none.
     pub fn image(&self) -> Result<PathBuf, Failure> {
-        let boot = self.root.join("boot");
-        let is_kernel = |path: &PathBuf| file_name(path).starts_with("vmlinuz-");
-        let found = files(&boot).into_iter().find(is_kernel);
-        found.ok_or_else(|| Failure::new(format!("no kernel in {}", boot.display())))
+        image_in(&self.root)
     }
 
     /// A module, such as `kvm.ko`, uncompressed; `None` if the kernel has it built in.
@@ -110,6 +125,109 @@ impl Userland {
     pub fn busybox(&self) -> PathBuf {
         self.root.join("usr/bin/busybox")
     }
+}
+
+/// A kernel with all modules, the headers to build more of them, and its sources, as they are in one release.
+#[derive(Debug)]
+pub struct WholeKernel {
+    root: PathBuf,
+}
+
+impl WholeKernel {
+    /// Fetches it into a folder of `cache`, unless it is there.
+    ///
+    /// # Errors
+    /// As [`Kernel::fetch`].
+    pub fn fetch(cache: &Path, release: Release) -> Result<Self, Failure> {
+        let folder = cache.join(format!("whole-kernel-{}", release.name()));
+        let root = unpacked(&folder, || {
+            let apt = Apt::update(cache, release)?;
+            let image = apt.stands_for("linux-image-amd64", "linux-image-")?;
+            let headers = apt.stands_for("linux-headers-amd64", "linux-headers-")?;
+            let common = apt.stands_for(&headers, "linux-headers-")?;
+            let programs = apt.stands_for(&headers, "linux-kbuild-")?;
+            let sources = apt.stands_for("linux-source", "linux-source-")?;
+            apt.download(
+                &folder.join("packages"),
+                &[image, headers, common, programs, sources],
+            )
+        })?;
+        Ok(Self { root })
+    }
+
+    /// Fetches one package with a kernel, of any version that the release still has, without headers and sources.
+    ///
+    /// # Errors
+    /// As [`Kernel::fetch`]; the version may be gone, which counts as something that is missing here.
+    pub fn fetch_image(cache: &Path, release: Release, package: &str) -> Result<Self, Failure> {
+        let folder = cache.join(package);
+        let root = unpacked(&folder, || {
+            let apt = Apt::update(cache, release)?;
+            let downloaded = apt.download(&folder.join("packages"), &[package.to_owned()]);
+            downloaded.map_err(|e| Failure::missing(format!("{package} cannot be had: {e}")))
+        })?;
+        Ok(Self { root })
+    }
+
+    /// The kernel, a bzImage.
+    ///
+    /// # Errors
+    /// If the package has none.
+    pub fn image(&self) -> Result<PathBuf, Failure> {
+        image_in(&self.root)
+    }
+
+    /// Where it is unpacked.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// A module such as `idxd`, and where it stands.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn module(&self, name: &str) -> Result<PathBuf, Failure> {
+        let (one, other) = (format!("{name}.ko"), format!("{}.ko", name.replace('_', "-")));
+        let found = find(&self.root.join("lib/modules"), &one)
+            .or_else(|| find(&self.root.join("lib/modules"), &other))
+            .or_else(|| find(&self.root.join("usr/lib/modules"), &one));
+        found.ok_or_else(|| Failure::new(format!("the kernel has no module {name}")))
+    }
+}
+
+/// Unpacked packages with all that they depend on.
+#[derive(Debug)]
+pub struct Packages {
+    root: PathBuf,
+}
+
+impl Packages {
+    /// Fetches packages into the folder `name` of `cache`, unless they are there.
+    ///
+    /// # Errors
+    /// As [`Kernel::fetch`].
+    pub fn fetch(cache: &Path, name: &str, release: Release, packages: &[&str]) -> Result<Self, Failure> {
+        let folder = cache.join(name);
+        let root = unpacked(&folder, || {
+            let apt = Apt::update(cache, release)?;
+            apt.download_with_dependencies(&folder.join("packages"), packages)
+        })?;
+        Ok(Self { root })
+    }
+
+    /// Where they are unpacked.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+}
+
+fn image_in(root: &Path) -> Result<PathBuf, Failure> {
+    let boot = root.join("boot");
+    let is_kernel = |path: &PathBuf| file_name(path).starts_with("vmlinuz-");
+    let found = files(&boot).into_iter().find(is_kernel);
+    found.ok_or_else(|| Failure::new(format!("no kernel in {}", boot.display())))
 }
 
 /// Lets `download` fill `folder/packages`, unpacks those into `folder/root`, and remembers that it is complete.
@@ -172,7 +290,11 @@ impl Apt {
         } else {
             String::new()
         };
-        let source = format!("deb {signed}{} {} main\n", mirror()?, release.name());
+        let mirror = mirror()?;
+        let releases = [release.base(), Some(release)].into_iter().flatten();
+        let source: String = releases
+            .map(|release| format!("deb {signed}{mirror} {} main\n", release.name()))
+            .collect();
         fs::write(&sources, source).map_err(|e| Failure::file(&sources, e))?;
         // Nothing is installed as far as this apt knows: dependencies come along.
         fs::write(&status, "").map_err(|e| Failure::file(&status, e))?;
@@ -187,6 +309,7 @@ impl Apt {
                 place("Dir::State::lists", "lists"),
                 place("Dir::State::status", "status"),
                 place("Dir::Cache", ""),
+                set("APT::Default-Release", release.name()),
                 set("APT::Sandbox::User", "root"),
                 set("APT::Architecture", "amd64"),
                 set("Acquire::Languages", "none"),
@@ -206,19 +329,20 @@ impl Apt {
         command
     }
 
-    /// The package that the meta package stands for.
-    fn kernel_package(&self) -> Result<String, Failure> {
-        let text = output(self.command("apt-cache").args(["depends", KERNEL]))?;
+    /// The package of this prefix that another one depends on, such as a kernel's meta package.
+    fn stands_for(&self, package: &str, prefix: &str) -> Result<String, Failure> {
+        let text = output(self.command("apt-cache").args(["depends", package]))?;
         let text = String::from_utf8_lossy(&text);
-        let mut words = text
-            .split_whitespace()
-            .skip_while(|word| *word != "Depends:")
-            .skip(1);
-        let package = words.next().map(str::to_owned);
-        package.ok_or_else(|| Failure::new(format!("{KERNEL} depends on no kernel")))
+        let mut depends = text
+            .lines()
+            .filter_map(|line| line.trim().strip_prefix("Depends:"))
+            .map(str::trim)
+            .filter(|name| name.starts_with(prefix));
+        let found = depends.next().map(str::to_owned);
+        found.ok_or_else(|| Failure::new(format!("{package} depends on no {prefix}*")))
     }
 
-    fn download(&self, to: &Path, packages: &[&str]) -> Result<(), Failure> {
+    fn download(&self, to: &Path, packages: &[String]) -> Result<(), Failure> {
         output(
             self.command("apt-get")
                 .args(["-q", "download"])

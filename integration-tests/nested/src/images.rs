@@ -130,7 +130,7 @@ pub fn host(kernel: &Kernel, contents: &Contents<'_>) -> Result<Vec<u8>, Failure
 }
 
 /// What every system here begins with.
-fn base(busybox: &[u8], init: &str) -> Archive {
+pub(crate) fn base(busybox: &[u8], init: &str) -> Archive {
     let mut archive = Archive::default();
     archive.directory("dev");
     archive.console("dev/console");
@@ -141,7 +141,7 @@ fn base(busybox: &[u8], init: &str) -> Archive {
 }
 
 /// The libraries in an unpacked root that programs in it need, directly or not.
-fn libraries(root: &Path, programs: &[PathBuf]) -> Result<BTreeSet<PathBuf>, Failure> {
+pub(crate) fn libraries(root: &Path, programs: &[PathBuf]) -> Result<BTreeSet<PathBuf>, Failure> {
     let mut found = BTreeSet::new();
     let mut open = programs.to_vec();
     while let Some(file) = open.pop() {
@@ -160,7 +160,7 @@ fn libraries(root: &Path, programs: &[PathBuf]) -> Result<BTreeSet<PathBuf>, Fai
 }
 
 /// The libraries of this machine that a program is linked with, and its loader.
-fn linked_here(program: &Path) -> Result<Vec<PathBuf>, Failure> {
+pub(crate) fn linked_here(program: &Path) -> Result<Vec<PathBuf>, Failure> {
     let text = output(Command::new("ldd").arg(program))?;
     let text = String::from_utf8_lossy(&text);
     let words = text.split_whitespace().filter(|word| word.starts_with('/'));
@@ -168,7 +168,7 @@ fn linked_here(program: &Path) -> Result<Vec<PathBuf>, Failure> {
 }
 
 /// Adds a file of a root at its place; links are followed.
-fn add(archive: &mut Archive, root: &Path, file: &Path) -> Result<(), Failure> {
+pub(crate) fn add(archive: &mut Archive, root: &Path, file: &Path) -> Result<(), Failure> {
     let path = root.join(file);
     let metadata = fs::metadata(&path).map_err(|e| Failure::file(&path, e))?;
     let mode = metadata.permissions().mode() & 0o777;

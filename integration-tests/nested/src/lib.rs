@@ -14,6 +14,7 @@
 mod archive;
 pub mod corpus;
 pub mod debian;
+pub mod dsa;
 mod elf;
 pub mod event;
 mod failure;

@@ -11,6 +11,7 @@ use vmm_dedup::compare::conformance;
 use vmm_dedup::compare::conformance::doubles::{Double, Faults};
 use vmm_dedup::compare::{Cpu, Entry, KeyKind};
 use vmm_dedup::{Breaks, Config, DedupService, Engines, Error, ServiceStats, Verification};
+use vmm_dedup_dsa::{DsaEngine, Options};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, wait};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -123,6 +124,40 @@ fn the_same_merges_page_for_page_by_every_verifier() {
                 "{verify}: {stats:?}"
             );
         }
+    }
+}
+
+/// Where there are devices: DSA_NODES names two work queues, such as /dev/dsa/wq0.0,/dev/dsa/wq0.1. The nested tests run this
+/// in a guest. Everything goes to the devices, also what the CPU would compare sooner.
+#[test]
+fn real_pages_are_merged_through_device_nodes() {
+    need_userfaultfd!();
+    let Ok(nodes) = std::env::var("DSA_NODES") else {
+        eprintln!("SKIPPED: DSA_NODES names no work queues");
+        return;
+    };
+    let nodes: Vec<&Path> = nodes.split(',').map(Path::new).collect();
+    let options = Options {
+        hybrid: false,
+        only_if_sooner: false,
+        time_limit: PATIENT,
+        ..Options::default()
+    };
+    let make = move |node: Option<&Path>| {
+        let engine = DsaEngine::new(vmm_dedup_dsa::open(node)?, options)?;
+        Ok(Box::new(engine) as _)
+    };
+    let engines = engines_with("dsa-always", Entry::new().verify(make).behind_socket());
+    let stats = converge(&engines, |name| {
+        let node = nodes[usize::from(name == "b")];
+        config(name, "dsa-always", Some(node), PATIENT)
+    });
+    for stats in stats {
+        assert_eq!(
+            (&*stats.verify.text(), stats.verify_failures_total),
+            ("dsa-always", 0)
+        );
+        assert!(stats.merges_total > 0 && stats.verifications_total >= stats.merges_total);
     }
 }
 

@@ -1,4 +1,4 @@
-//! `bench engines` and `device pageforge` as their users meet them.
+//! `bench engines` and `device` as their users meet them.
 
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -105,17 +105,21 @@ fn wait_until(what: &str, so: impl Fn() -> bool) {
 }
 
 #[test]
-fn a_device_takes_its_socket_away_and_no_other_ones() {
+fn devices_take_their_sockets_away_and_no_other_ones() {
+    ["pageforge", "dsa"].into_iter().for_each(takes_its_socket_away);
+}
+
+fn takes_its_socket_away(kind: &str) {
     let folder = tempfile::tempdir().expect("a folder");
     let socket = folder.path().join("device");
     let path = socket.to_str().expect("UTF-8");
     let command = Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
-        .args(["device", "pageforge", "--socket", path])
+        .args(["device", kind, "--socket", path])
         .stderr(Stdio::null())
         .spawn();
     let mut device = Device(command.expect("it starts"));
     wait_until("the device listens", || socket.exists());
-    let second = vmm_dedup(&["device", "pageforge", "--socket", path]);
+    let second = vmm_dedup(&["device", kind, "--socket", path]);
     let text = String::from_utf8_lossy(&second.stderr).into_owned();
     assert_eq!(second.status.code(), Some(1));
     assert!(

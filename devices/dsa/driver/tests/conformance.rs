@@ -140,3 +140,23 @@ fn it_conforms_on_a_shared_queue_that_is_often_full() {
     };
     case.conforms();
 }
+
+/// Where there is a device: DSA_NODE names a work queue, such as /dev/dsa/wq0.0. The nested tests run this in a guest.
+#[test]
+fn it_conforms_through_a_device_node() {
+    let Some(node) = std::env::var_os("DSA_NODE") else {
+        eprintln!("SKIPPED: DSA_NODE names no work queue");
+        return;
+    };
+    let options = Options {
+        time_limit: Duration::from_secs(5),
+        ..Case::good(Reach::Process).options
+    };
+    let engine = || {
+        let queues = vmm_dedup_dsa::open(Some(node.as_ref())).unwrap();
+        Box::new(DsaEngine::new(queues, options).unwrap())
+    };
+    conformance::keys(&mut |_| engine());
+    conformance::tree_search(&mut |_| engine());
+    conformance::verify(&mut |_| engine());
+}

@@ -130,6 +130,11 @@ impl Core {
     /// Reads from BAR 0 at a time, ns. What no register covers reads as zeros.
     pub fn read(&mut self, offset: u64, into: &mut [u8], now: u64, board: &dyn Board) {
         self.advance(now, board);
+        self.read_registers(offset, into);
+    }
+
+    /// The same, of the device as it is: it does nothing of what is due.
+    pub fn read_registers(&self, offset: u64, into: &mut [u8]) {
         let mut at = offset;
         let mut left = into;
         while !left.is_empty() {
@@ -145,6 +150,11 @@ impl Core {
     /// Writes to BAR 0 at a time, ns: whole words of 4 bytes. Others are ignored.
     pub fn write(&mut self, offset: u64, from: &[u8], now: u64, board: &dyn Board) {
         self.advance(now, board);
+        self.write_registers(offset, from, now, board);
+    }
+
+    /// The same, of the device as it is: it does nothing of what was due before, and accesses no memory.
+    pub fn write_registers(&mut self, offset: u64, from: &[u8], now: u64, board: &dyn Board) {
         if !offset.is_multiple_of(4) {
             return;
         }

@@ -14,6 +14,9 @@ use vmm_dedup_dsa_abi::config::{Mode, QueueState};
 use vmm_dedup_dsa_abi::registers::{DeviceState, ErrorDetails, GeneralCapability, SoftwareError};
 use vmm_dedup_dsa_abi::{CompletionRecord, Descriptor, Opcode, Status, flags, portal};
 
+/// Drains of one queue that wait at a time; more stay in the queue.
+const MOST_DRAINS: usize = 16;
+
 /// What the device is plugged into.
 pub trait Board {
     /// The memory that it reaches.
@@ -261,7 +264,11 @@ impl Core {
         let busy = self.batches.len() >= usize::from(self.shape.engines);
         let queues = self.queues.iter().enumerate().filter_map(|(at, queue)| {
             let head = queue.waiting.front()?;
-            let waits = busy && head.job.descriptor.opcode() == Some(Opcode::Batch);
+            let waits = match head.job.descriptor.opcode() {
+                Some(Opcode::Batch) => busy,
+                Some(Opcode::Drain) => queue.drains.len() >= MOST_DRAINS,
+                _ => false,
+            };
             let start = head.since.max(self.free_at);
             let rank = 16 - queue.config.priority();
             (!waits).then_some((start, Unit::Queue(at) == self.last, rank, Unit::Queue(at)))

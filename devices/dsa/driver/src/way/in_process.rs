@@ -58,7 +58,7 @@ impl InProcess {
         wanted: Wanted,
     ) -> Result<Self, SetupError> {
         let board = match reach {
-            Reach::Process => Plug::Process(Process),
+            Reach::Process => Plug::Process(Process::default()),
             Reach::Mapped => Plug::Mapped(Mapped::default()),
         };
         let mut made = Self {
@@ -306,49 +306,83 @@ impl Memory for Mapped {
 }
 
 /// This process's memory. The kernel copies, so that a wrong address is an error and no more.
-#[derive(Debug)]
-struct Process;
+#[derive(Debug, Default)]
+struct Process {
+    /// The page that was last found to be there: records lie side by side, and each is looked at before it is written.
+    there: AtomicU64,
+}
 
 impl Process {
-    /// Copies between a buffer and an address that may be wrong.
-    fn copy(address: u64, buffer: *mut u8, len: usize, write: bool) -> Result<(), Missing> {
-        let remote = libc::iovec {
-            iov_base: usize::try_from(address).map_err(|_| Missing)? as *mut libc::c_void,
-            iov_len: len,
-        };
-        let local = libc::iovec {
-            iov_base: buffer.cast(),
-            iov_len: len,
-        };
+    /// Copies between parts of a buffer, in their order, and addresses that may be wrong.
+    fn copy<const PARTS: usize>(parts: [(u64, *mut u8, usize); PARTS], write: bool) -> Result<(), Missing> {
+        let mut vectors = [[libc::iovec {
+            iov_base: std::ptr::null_mut(),
+            iov_len: 0,
+        }; PARTS]; 2];
+        let mut all = 0;
+        for (at, (address, buffer, len)) in parts.into_iter().enumerate() {
+            vectors[0][at] = libc::iovec {
+                iov_base: buffer.cast(),
+                iov_len: len,
+            };
+            vectors[1][at] = libc::iovec {
+                iov_base: usize::try_from(address).map_err(|_| Missing)? as *mut libc::c_void,
+                iov_len: len,
+            };
+            all += len;
+        }
         let call = if write {
             libc::process_vm_writev
         } else {
             libc::process_vm_readv
         };
-        // SAFETY: the buffer has `len` bytes, as the callers see to; what is wrong with the other address the kernel finds
-        // out. What is written is what the driver gave to the model to be written: records and delta records.
-        let copied = unsafe { call(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) };
-        (usize::try_from(copied) == Ok(len)).then_some(()).ok_or(Missing)
+        let count = PARTS as libc::c_ulong;
+        // SAFETY: the buffers have the bytes that are named, as the callers see to; what is wrong with the other addresses the
+        // kernel finds out. What is written is what the driver gave to the model to be written: records and delta records.
+        let copied = unsafe {
+            call(
+                libc::getpid(),
+                vectors[0].as_ptr(),
+                count,
+                vectors[1].as_ptr(),
+                count,
+                0,
+            )
+        };
+        (usize::try_from(copied) == Ok(all)).then_some(()).ok_or(Missing)
     }
 }
 
 impl Memory for Process {
     fn read(&self, _space: Option<Pasid>, address: u64, into: &mut [u8]) -> Result<(), Missing> {
-        Self::copy(address, into.as_mut_ptr(), into.len(), false)
+        Self::copy([(address, into.as_mut_ptr(), into.len())], false)
     }
 
     fn write(&self, _space: Option<Pasid>, address: u64, from: &[u8]) -> Result<(), Missing> {
-        Self::copy(address, from.as_ptr().cast_mut(), from.len(), true)
+        Self::copy([(address, from.as_ptr().cast_mut(), from.len())], true)
     }
 
-    fn write_record(&self, space: Option<Pasid>, address: u64, record: &[u8; 32]) -> Result<(), Missing> {
-        // The status comes last, by a call of its own.
-        self.write(space, address + 1, &record[1..])?;
-        self.write(space, address, &record[..1])
+    fn write_record(&self, _space: Option<Pasid>, address: u64, record: &[u8; 32]) -> Result<(), Missing> {
+        let (status, rest) = (record[..1].as_ptr(), record[1..].as_ptr());
+        // The status comes last: the kernel copies part by part.
+        let parts = [
+            (address + 1, rest.cast_mut(), record.len() - 1),
+            (address, status.cast_mut(), 1),
+        ];
+        Self::copy(parts, true)
     }
 
+    /// A page that goes meanwhile fails when it is accessed.
     fn is_there(&self, space: Option<Pasid>, address: u64, _write: bool) -> bool {
-        self.read(space, address, &mut [0]).is_ok()
+        let page = address / PAGE;
+        if self.there.load(Ordering::Relaxed) == page {
+            return true;
+        }
+        let there = self.read(space, address, &mut [0]).is_ok();
+        if there {
+            self.there.store(page, Ordering::Relaxed);
+        }
+        there
     }
 }
 

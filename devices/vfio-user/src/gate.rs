@@ -6,7 +6,7 @@
 //! rest over a socket of its own; one at a time, with its answer, so nothing is ever out of step. A message whose end is not
 //! known ends the connection. Replies to errors get a number, which the crate leaves out and QEMU wants.
 
-use super::wire::{
+use crate::wire::{
     FLAG_ERROR, FLAG_NO_REPLY, FLAG_REPLY, FLAGS_KIND, HEADER, Header, Message, read_body, read_header, send,
 };
 use rustix::io::Errno;

@@ -12,43 +12,43 @@ use std::os::unix::net::UnixStream;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Descriptors that one message can carry: what the crate behind the gate takes.
-pub(super) const MAX_FDS: usize = 16;
+pub(crate) const MAX_FDS: usize = 16;
 
 /// What every message begins with.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-pub(super) struct Header {
-    pub(super) id: u16,
-    pub(super) command: u16,
+pub(crate) struct Header {
+    pub(crate) id: u16,
+    pub(crate) command: u16,
     /// Bytes of the message, with this header.
-    pub(super) size: u32,
-    pub(super) flags: u32,
-    pub(super) error: u32,
+    pub(crate) size: u32,
+    pub(crate) flags: u32,
+    pub(crate) error: u32,
 }
 
 /// Bytes of a header.
-pub(super) const HEADER: usize = size_of::<Header>();
+pub(crate) const HEADER: usize = size_of::<Header>();
 const _: () = assert!(HEADER == 16);
 
 /// In a header's flags: the kind (0 command, 1 reply).
-pub(super) const FLAGS_KIND: u32 = 0xf;
+pub(crate) const FLAGS_KIND: u32 = 0xf;
 /// It is a reply.
-pub(super) const FLAG_REPLY: u32 = 1;
+pub(crate) const FLAG_REPLY: u32 = 1;
 /// The sender wants no reply.
-pub(super) const FLAG_NO_REPLY: u32 = 1 << 4;
+pub(crate) const FLAG_NO_REPLY: u32 = 1 << 4;
 /// The reply tells of an error.
-pub(super) const FLAG_ERROR: u32 = 1 << 5;
+pub(crate) const FLAG_ERROR: u32 = 1 << 5;
 
 /// A whole message.
 #[derive(Debug)]
-pub(super) struct Message {
-    pub(super) header: Header,
-    pub(super) body: Vec<u8>,
-    pub(super) fds: Vec<OwnedFd>,
+pub(crate) struct Message {
+    pub(crate) header: Header,
+    pub(crate) body: Vec<u8>,
+    pub(crate) fds: Vec<OwnedFd>,
 }
 
 /// Reads a header; `None` if the stream ends before it.
-pub(super) fn read_header(stream: &UnixStream) -> io::Result<Option<(Header, Vec<OwnedFd>)>> {
+pub(crate) fn read_header(stream: &UnixStream) -> io::Result<Option<(Header, Vec<OwnedFd>)>> {
     let mut bytes = [0; HEADER];
     let mut fds = Vec::new();
     if !read(stream, &mut bytes, &mut fds)? {
@@ -59,7 +59,7 @@ pub(super) fn read_header(stream: &UnixStream) -> io::Result<Option<(Header, Vec
 }
 
 /// Reads the rest of a message of a size that the caller has checked.
-pub(super) fn read_body(stream: &UnixStream, header: Header, mut fds: Vec<OwnedFd>) -> io::Result<Message> {
+pub(crate) fn read_body(stream: &UnixStream, header: Header, mut fds: Vec<OwnedFd>) -> io::Result<Message> {
     let mut body = vec![0; (header.size as usize).saturating_sub(HEADER)];
     if !body.is_empty() && !read(stream, &mut body, &mut fds)? {
         return Err(io::ErrorKind::UnexpectedEof.into());
@@ -97,7 +97,7 @@ fn read(stream: &UnixStream, buffer: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::R
 }
 
 /// Sends a message; its size is that of its parts.
-pub(super) fn send(stream: &UnixStream, message: &Message) -> io::Result<()> {
+pub(crate) fn send(stream: &UnixStream, message: &Message) -> io::Result<()> {
     let header = Header {
         size: u32::try_from(HEADER + message.body.len()).map_err(|_| io::ErrorKind::InvalidInput)?,
         ..message.header
