@@ -29,7 +29,7 @@ pub use image::Play;
 /// Memory of the guest, MiB.
 const MEMORY_MIB: u64 = 1024;
 /// The end of all patience, for a slow machine that does other things as well.
-const LIMIT: Duration = Duration::from_secs(240);
+const LIMIT: Duration = Duration::from_secs(360);
 /// The device's slot on QEMU's bus.
 const SLOT: u8 = 5;
 /// 6.12.107 does not bind a process's addresses on QEMU's IOMMU.

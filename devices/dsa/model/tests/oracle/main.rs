@@ -1,5 +1,5 @@
 //! Random descriptors against an oracle that does them byte by byte: records, memory, interrupts and software errors must
-//! be the same. By default 40,000; `DSA_DESCRIPTORS=1000000` for the long form.
+//! be the same. By default a million in each run; `DSA_DESCRIPTORS` is another number.
 
 mod expected;
 mod random;
@@ -329,7 +329,7 @@ fn run(descriptors: u64, seed: u64, block_on_fault: bool) -> BTreeSet<(u8, u8)> 
 
 fn wanted() -> u64 {
     let wanted = std::env::var("DSA_DESCRIPTORS").ok();
-    wanted.and_then(|text| text.parse().ok()).unwrap_or(40_000)
+    wanted.and_then(|text| text.parse().ok()).unwrap_or(1_000_000)
 }
 
 /// How a descriptor of an operation can end in these runs, besides with success.
