@@ -42,10 +42,7 @@ fn main() {
             heal_without_fork,
         });
     }
-    guest.lives(Breaks::Managed {
-        reserve_pages: 64,
-        floor_bytes: 0,
-    });
+    guest.lives(Breaks::managed(64, 0));
     guest.uses_huge_pages(UseSource::TakeAndWait);
     guest.uses_huge_pages(UseSource::Damon);
     guest.uses_huge_pages(UseSource::PageIdle);
