@@ -252,11 +252,7 @@ mod tests {
             r#"name="a,\"b\"",breaks.mode=managed,breaks.reserve_pages=5,breaks.floor_bytes=0,max_vmas=7"#;
         let Setup { config, .. } = line.parse().unwrap();
         assert_eq!((config.name.as_str(), config.max_vmas), (r#"a,"b""#, Some(7)));
-        let managed = Breaks::Managed {
-            reserve_pages: 5,
-            floor_bytes: 0,
-        };
-        assert_eq!(config.breaks, managed);
+        assert_eq!(config.breaks, Breaks::managed(5, 0));
         assert_eq!("name=12".parse::<Setup>().unwrap().config.name, "12");
     }
 
@@ -281,16 +277,21 @@ mod tests {
     }
 
     fn any_setup() -> impl Strategy<Value = Setup> {
+        let healing = (0..=1_000_000u64, any::<bool>());
         let breaks = prop_oneof![
-            (0..=1_000_000u64, any::<bool>()).prop_map(|(heal_stall_us, heal_without_fork)| {
+            healing.clone().prop_map(|(heal_stall_us, heal_without_fork)| {
                 Breaks::Kernel {
                     heal_stall_us,
                     heal_without_fork,
                 }
             }),
-            (1..100usize, any::<u64>()).prop_map(|(reserve_pages, floor_bytes)| Breaks::Managed {
-                reserve_pages,
-                floor_bytes
+            (1..100usize, any::<u64>(), healing).prop_map(|(reserve_pages, floor_bytes, healing)| {
+                Breaks::Managed {
+                    reserve_pages,
+                    floor_bytes,
+                    heal_stall_us: healing.0,
+                    heal_without_fork: healing.1,
+                }
             }),
         ];
         let verify =
