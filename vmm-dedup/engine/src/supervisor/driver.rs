@@ -173,6 +173,9 @@ impl Driver {
         match effect {
             Effect::Start(span) => return self.start(span),
             Effect::Stop { unmerge } => return self.stop(*unmerge),
+            Effect::Say(refusal) if self.told => {
+                log::info!("VM {} is not deduplicated: {refusal}", self.setup.config.name);
+            }
             Effect::Say(refusal) => {
                 log::warn!("VM {} is not deduplicated: {refusal}", self.setup.config.name)
             }
