@@ -1,6 +1,6 @@
 //! Intel Data Streaming Accelerator (DSA; Linux's driver is `idxd`): what the device and software exchange.
 //!
-//! - [`Descriptor`]: 64 bytes that software writes to a work queue's [portal](portal);
+//! - [`Descriptor`]: 64 bytes that software writes to a work queue's [`portal`](mod@portal);
 //! - [`CompletionRecord`]: 32 bytes that the device writes when a descriptor has ended;
 //! - [`registers`]: BAR 0, with the [commands](command) and the tables of [work queues and groups](config).
 //!

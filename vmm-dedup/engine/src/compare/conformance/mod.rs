@@ -1,8 +1,8 @@
 //! What engines must do, as suites that each one's tests run for what it offers: [`keys()`],
 //! [`tree_search()`], [`verify()`].
 //!
-//! The oracle is the order of the pages' bytes. Each case fills an [`Arena`] and asks the engine that the caller makes
-//! for it (a device is given the arena's file then). [`doubles`] are engines that do not conform, or only just: for tests
+//! The oracle is the order of the pages' bytes. Each case fills an [`Arena`](crate::compare::Arena) and asks the engine that the
+//! caller makes for it (a device is given the arena's file then). [`doubles`] are engines that do not conform, or only just: for tests
 //! of those who ask engines, and of the suites.
 
 pub mod doubles;
