@@ -124,15 +124,6 @@ fn write_all(guests: &[Guest], id: impl Fn(usize) -> u64) {
     }
 }
 
-/// A file that may have pages pinned, for as long as it is open.
-fn open_direct() -> std::os::fd::OwnedFd {
-    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
-    let path = folder.path().join("disk");
-    std::fs::write(&path, [0; 4096]).expect("a file");
-    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECT | rustix::fs::OFlags::CLOEXEC;
-    rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).expect("O_DIRECT")
-}
-
 fn with_breaks(breaks: Breaks) -> impl Fn(&str) -> Config {
     move |name| Config {
         breaks,
@@ -200,8 +191,6 @@ fn while_no_page_of_the_host_is_pinned_no_fork_is_needed() {
         return eprintln!("SKIPPED: the kernel's count of pinned pages cannot be read");
     }
     let store = StoreThread::start();
-    // Open for direct I/O, of which none is under way.
-    let direct = open_direct();
     for breaks in [
         Breaks::Kernel {
             heal_stall_us: 0,
@@ -231,7 +220,6 @@ fn while_no_page_of_the_host_is_pinned_no_fork_is_needed() {
             guest.service.stop(true).expect("it stops");
         }
     }
-    drop(direct);
 }
 
 /// What fails, with what errno, and what `explain` says then.

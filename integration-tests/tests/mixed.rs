@@ -262,9 +262,10 @@ fn writes_alone_tell_use_of_what_is_written_and_take_for_idle_what_is_read() {
         let start = Instant::now();
         let mut n = 0;
         while service.stats().huge_rebuilt_total == 0 {
-            // Writes that change nothing break sharing all the same.
+            // Writes that change nothing break sharing all the same; slowly, so that more than one interval has some.
             n = (n + 1) % HUGE_PAGES;
             pages.store(n, 0, pages.expected(id(n), 0));
+            std::thread::sleep(Duration::from_millis(1));
             assert!(start.elapsed() < PATIENCE, "{:?}", service.stats());
         }
     });

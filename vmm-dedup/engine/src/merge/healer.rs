@@ -1,28 +1,25 @@
 //! Admitted > merged, for pages that the kernel copied: anonymous memory in mappings of the store, which cannot be taken.
 //!
-//! Three ways tell that a copy is not pinned. The first that can is taken; where none can, copies stay private for a while.
+//! Two ways tell that a copy is not pinned. The first that can is taken; where none can, copies stay private for a while.
 //!
-//! # Nobody on the host pins
+//! # Nobody pins
 //!
-//! 1. *Freeze* ([`Frozen`](crate::window::Frozen)): nobody writes the pages from here on, and nobody pins them for writing.
-//! 2. *Ask the kernel's count* of pinned pages ([`pin_count`](mod@crate::sys::pin_count)). If it says that no page of the host is
-//!    pinned, the frozen ones are not: by direct I/O, by io_uring, by another process that writes this one's memory.
-//! 3. *Look at the open files* for those whose pins the kernel does not count ([`Pinners`]). Whoever had pages pinned before
-//!    they were frozen has done so through a file that was open then. It still is, or its I/O goes on although it was closed,
-//!    which [`direct_io`](mod@crate::sys::direct_io) cannot see either.
-//! 4. *Compare*, with the CPU, at the guest's own address: nobody changes the page, and a slot does not change.
-//! 5. *Map and thaw*: see [`Frozen`](crate::window::Frozen).
+//! 1. *Ask the kernel's count* of pinned pages ([`pin_count`](mod@crate::sys::pin_count)): none of the host is.
+//! 2. *Freeze* ([`Frozen`](crate::window::Frozen)): nobody writes the pages from here on, and nobody pins them for writing.
+//! 3. *Ask again.* If nothing was pinned or let go meanwhile, the frozen pages are not pinned by anybody whose pins the kernel
+//!    counts: not by another process that writes this one's memory (a debugger, by process_vm_writev).
+//! 4. *Look at the open files* ([`Pinners`]). Whoever in this process had pages pinned before they were frozen has done so through
+//!    a file that was open then. It still is, or its I/O goes on although it was closed, which
+//!    [`direct_io`](mod@crate::sys::direct_io) cannot see either.
+//! 5. *Compare*, with the CPU, at the guest's own address: nobody changes the page, and a slot does not change.
+//! 6. *Map and thaw*: see [`Frozen`](crate::window::Frozen).
 //!
-//! # Nobody in this process pins
-//!
-//! Where pages of the host are pinned all the time the count tells nothing. Then the open files are looked at for all that can
-//! pin. What they do not show is another process that writes this one's memory (a debugger, by process_vm_writev): it has pages
-//! pinned while it copies into them, which is microseconds. So after the pages are frozen whoever had begun is given [`GRACE`]
-//! to end. If somebody waits for a page meanwhile, all are thawed at once, and are tried another time: so nobody waits for the
-//! grace.
-//!
-//! What remains: a debugger that is held up for longer than the grace between pinning a page and writing it loses that
-//! write. So this way is only taken if the operator accepts it (`heal_without_fork`).
+//! Where pages of the host are pinned all the time the count tells nothing. Then, if the operator accepts it
+//! (`heal_without_fork`), the steps are the same without 1 and 3, and with a grace: a debugger has pages pinned while it copies into
+//! them, which is microseconds, so after the pages are frozen whoever had begun is given [`GRACE`] to end. If somebody waits for
+//! a page meanwhile, all are thawed at once, and are tried another time. (With managed breaks the fault thread knows first who
+//! waits, and he may wait for the grace.) What remains: a debugger that is held up for longer than the grace between pinning a
+//! page and writing it loses that write.
 //!
 //! # Fork
 //!
@@ -47,7 +44,8 @@ use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::direct_io::DirectIo;
 use crate::sys::fork::Child;
-use crate::sys::pinners::{Pinner, Pinners};
+use crate::sys::pin_count::{Counts, PinCount};
+use crate::sys::pinners::Pinners;
 use crate::sys::proc;
 use crate::sys::sched::Urgent;
 use crate::sys::vma;
@@ -56,6 +54,10 @@ use crate::unmerge::cow::FrozenRuns;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+/// How long the kernel may take to count, if there are to be no forks.
+const COUNTING: Duration = Duration::from_millis(5);
+/// Tries to find two counts that are the same.
+const TRIES: usize = 4;
 /// How long who writes this process's memory from outside may take for that.
 const GRACE: Duration = Duration::from_millis(5);
 /// Most pages that are healed at once, and most stretches of them: what a writer may have to wait for goes with these. One
@@ -85,6 +87,7 @@ pub fn heal_blindly(blind: bool) {
 #[derive(Debug)]
 pub(crate) struct Healer {
     pinners: Pinners,
+    count: PinCount,
     /// The VMM vouches that nobody pins unseen.
     visible: bool,
     /// The operator accepts that nobody in this process pins.
@@ -152,10 +155,19 @@ impl Healed {
     }
 }
 
+impl Healed {
+    /// Nothing told of any page whether it is pinned.
+    fn is_untold(&self) -> bool {
+        let mut outcomes = self.outcomes.iter();
+        outcomes.all(|outcome| *outcome == Outcome::Untold)
+    }
+}
+
 impl Healer {
     pub(crate) fn new(config: &Config, files: &DirectIo) -> Self {
         Self {
             pinners: Pinners::new(files),
+            count: PinCount::open(),
             visible: false,
             accepts_files: config.breaks.heal_without_fork(),
             chosen: None,
@@ -220,13 +232,21 @@ impl Healer {
         if !self.visible {
             return Err("the VMM does not vouch that pins are visible".to_owned());
         }
-        let may_be = |pinner: Pinner| format!("pages may be pinned: {pinner}");
-        let counted = self.pinners.count().map(|_| Way::Count);
-        counted.or_else(|why| match self.pinners.look() {
-            _ if !self.accepts_files => Err(may_be(why)),
-            Ok(_) => Ok(Way::Files),
-            Err(pinner) => Err(may_be(pinner)),
-        })
+        let looked = self.pinners.look();
+        looked.map_err(|pinner| format!("pages may be pinned: {pinner}"))?;
+        match self.count.nothing_pinned(self.patience()) {
+            Ok(_) => Ok(Way::Count),
+            Err(_) if self.accepts_files => Ok(Way::Files),
+            Err(why) => Err(format!("pages may be pinned: {why}")),
+        }
+    }
+
+    /// How long the kernel may take to count while pages are frozen.
+    fn patience(&self) -> Duration {
+        match self.stall_ns {
+            0 => COUNTING,
+            stall_ns => Duration::from_nanos(stall_ns),
+        }
     }
 
     /// As [`Self::can_heal`]: which copies can be merged.
@@ -322,7 +342,16 @@ impl Healer {
         requests: &[MergeRequest],
         child: Option<&Child>,
     ) -> Healed {
-        let (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
+        let (mut healed, mut failure) = self.heal_frozen(memory, store, space, requests, child);
+        let mut tries = 1;
+        while self.way == Way::Count && failure.is_none() && healed.is_untold() {
+            if tries == TRIES {
+                self.chosen = None;
+                break;
+            }
+            tries += 1;
+            (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
+        }
         self.adapt(&healed.outcomes);
         match failure {
             Some(error) => {
@@ -373,6 +402,13 @@ impl Healer {
         child: Option<&Child>,
     ) -> (Healed, Option<std::io::Error>) {
         let none = |outcome| (Healed::none(requests, outcome), None);
+        let before = match (child, self.way) {
+            (None, Way::Count) => match self.count.nothing_pinned(self.patience()) {
+                Ok(counts) => Some(counts),
+                Err(_) => return none(Outcome::Untold),
+            },
+            _ => None::<Counts>,
+        };
         let breaker = space.breaker.clone();
         let (mut clock, _urgent) = (Instant::now(), Urgent::begin());
         let Some(frozen) =
@@ -384,14 +420,15 @@ impl Healer {
             #[cfg(feature = "blind-heals")]
             _ if BLIND.load(std::sync::atomic::Ordering::Relaxed) => Proof::Blind,
             (Some(child), _) => Proof::Child(child),
-            (None, Way::Count) => match self.pinners.count() {
-                Ok(nobody) => Proof::NobodyPins(nobody),
-                Err(_) => {
-                    // It said otherwise just now.
-                    self.chosen = None;
-                    return none(Outcome::Contended);
+            (None, Way::Count) => {
+                if self.count.nothing_pinned(self.patience()).ok() != before {
+                    return none(Outcome::Untold);
                 }
-            },
+                match self.pinners.look() {
+                    Ok(nobody) => Proof::NobodyPins(nobody),
+                    Err(_) => return none(Outcome::Pinned),
+                }
+            }
             (None, _) if somebody_waits(&frozen, GRACE) => return none(Outcome::Contended),
             (None, _) => {
                 // Nobody waited until now.

@@ -24,6 +24,10 @@ impl Pass {
                 continue;
             }
             self.bring_copies_home(at)?;
+            // It may have taken long.
+            if !self.direct_io.glance() {
+                continue;
+            }
             let (map, space) = (&mut self.map, &mut self.space);
             collapse::collapse(map, space, &mut self.account, self.number, at);
             self.account.lap(|cpu| &mut cpu.merge);
@@ -36,7 +40,11 @@ impl Pass {
     /// Lets pages that the kernel copied leave the mappings of the store, so that a huge page can be built of them; those that
     /// may be pinned stay.
     fn bring_copies_home(&mut self, at: usize) -> Result<(), Error> {
-        self.space.find_copied_in(&mut self.map, &mut self.account, at)?;
+        let found = self.space.find_copied_in(&mut self.map, &mut self.account, at);
+        if found.is_err() {
+            // It was noted. Building finds out.
+            return Ok(());
+        }
         let pages = self.map.chunk_at(at).pages.clone();
         let copies: Vec<Page> = pages.filter(|page| self.map.backing(*page).is_copied()).collect();
         self.bring_home(&copies).map(drop)

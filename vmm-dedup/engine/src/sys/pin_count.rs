@@ -1,54 +1,74 @@
-//! Whether any page of the host is pinned, by the kernel's own account.
+//! How many pages of the host are pinned, by the kernel's own account.
 //!
-//! The kernel counts every page that it pins for somebody (FOLL_PIN: direct I/O of block devices and of the file systems that
-//! we let pass, buffers registered with io_uring, process_vm_writev, VFIO), and every one that it lets go:
-//! `nr_foll_pin_acquired` and `nr_foll_pin_released` of /proc/vmstat (Linux 5.7, mm/gup.c; Documentation/core-api/
-//! pin_user_pages.rst). Where both are equal no page is pinned, neither by this process nor by another one that writes its
-//! memory.
+//! The kernel counts every page that it pins for somebody (FOLL_PIN: process_vm_writev, direct I/O, buffers registered with
+//! io_uring, VFIO), and every one that it lets go: `nr_foll_pin_acquired` and `nr_foll_pin_released` of /proc/vmstat (Linux 5.7,
+//! mm/gup.c; Documentation/core-api/pin_user_pages.rst).
 //!
-//! # Why equal counts are exact
+//! # What two readings tell
 //!
-//! - Each CPU collects what it counts, and adds it to the sum later. Reading /proc/sys/vm/stat_refresh has all of them do so.
-//!   A CPU cannot be asked between taking a page's reference and counting it: interrupts or preemption are off there. A pin of a
-//!   page that somebody froze meanwhile is counted before the page table is looked at again and the pin given up.
-//! - While the CPUs are asked one after the other, a pin may be counted as released and not as acquired. So it is read
-//!   twice. Both only grow; if neither has grown, nothing was counted between the first reading and the second question, and
-//!   what was read first is how it was then.
+//! It is read once before pages are frozen, and once after. If both readings are the same, and as many were let go as were pinned,
+//! no page of the host was pinned from the first reading until after the freezing.
+//!
+//! - Each CPU collects what it counts, and adds it to the sum later. A reading has all of them do so first (/proc/sys/vm/
+//!   stat_refresh), one after the other. Both counts only grow. So what a CPU had counted before the first reading and was not
+//!   yet in it, or has counted since, until it is asked the second time, makes the second reading another one.
+//! - A pin of one of the pages that is under way while they are frozen holds the lock of the page table, or has interrupts off and
+//!   looks at the page table again. So it is counted before the freezing is done, or is given up.
 //! - A page is counted as released after whoever pinned it is done with it.
 //!
-//! One thing breaks the account: the older way of direct I/O (FAT, NTFS, UDF, OCFS2: fs/direct-io.c) pins a page again without
-//! counting that, but counts the release. So more is released than acquired, for good. Where that was seen once the account is
-//! not believed again. It is asked before pages are frozen, and again after.
+//! What remains: the older way of direct I/O (FAT, NTFS, UDF, OCFS2: fs/direct-io.c) counts releases of pins that it did not count.
+//! So the counts of a host where somebody has done that are equal while exactly so many pages are pinned as were counted too
+//! much. Where more releases than pins are seen once, the account is not believed again. And it is only asked about other
+//! processes that write this one's memory: what this process can have pinned, its open files tell
+//! ([`pinners`](mod@crate::sys::pinners)).
+//!
+//! # Asking takes time
+//!
+//! A CPU that is busy with a real-time thread may not answer for long, and a thread that waits for it cannot be interrupted. So a
+//! thread of its own asks, and nobody waits for it longer than he wants to.
 
+use crate::sys::sched;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Duration;
 
 const REFRESH: &str = "/proc/sys/vm/stat_refresh";
 const COUNTS: &str = "/proc/vmstat";
 /// Longest text of the counts that is read.
 const LONGEST: usize = 64 << 10;
-/// Tries, while pages are pinned and let go all the time.
-const TRIES: usize = 4;
 
 /// Pages that were ever pinned, and let go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Counts {
+pub(crate) struct Counts {
     acquired: u64,
     released: u64,
 }
 
-/// Reads the account. Opened before system calls are restricted.
+/// Reads the account.
 #[derive(Debug)]
 pub(crate) struct PinCount {
-    files: Result<Files, String>,
-    buffer: Vec<u8>,
+    /// Opened before anything restricts that.
+    files: Option<Files>,
+    asker: Option<Asker>,
+    /// Why the account tells nothing.
+    useless: Option<String>,
 }
 
 #[derive(Debug)]
 struct Files {
     refresh: File,
     counts: File,
+}
+
+/// The thread that asks.
+#[derive(Debug)]
+struct Asker {
+    questions: Sender<()>,
+    answers: Receiver<Result<Counts, String>>,
+    /// An answer that nobody waited for any more is still to come.
+    late: bool,
 }
 
 impl PinCount {
@@ -60,48 +80,100 @@ impl PinCount {
             let counts = open(COUNTS)?;
             Ok(Files { refresh, counts })
         });
+        let useless = files.as_ref().err().cloned();
         Self {
-            files,
-            buffer: Vec::new(),
+            files: files.ok(),
+            asker: None,
+            useless,
         }
     }
 
-    /// Whether at some moment since the call began no page of the host was pinned.
+    /// The counts, if they say that no page is pinned.
     ///
     /// # Errors
-    /// Why not, or why nobody can tell.
-    pub(crate) fn none(&mut self) -> Result<(), String> {
-        let mut before = self.read()?;
-        for _ in 0..TRIES {
-            let after = self.read()?;
-            if before == after {
-                return self.judge(after);
-            }
-            before = after;
+    /// Why not, or why they cannot be told within so much time.
+    pub(crate) fn nothing_pinned(&mut self, within: Duration) -> Result<Counts, String> {
+        if let Some(why) = &self.useless {
+            return Err(why.clone());
         }
-        Err("pages of the host are pinned all the time".to_owned())
-    }
-
-    fn judge(&mut self, counts: Counts) -> Result<(), String> {
+        let counts = self.read(within)?;
         match counts.acquired.checked_sub(counts.released) {
-            Some(0) => Ok(()),
+            Some(0) => Ok(counts),
             Some(pinned) => Err(format!("{pinned} pages of the host are pinned")),
             None => {
-                let why =
-                    "the kernel's count of pinned pages is wrong: more were let go than pinned".to_owned();
-                self.files = Err(why.clone());
-                Err(why)
+                let why = "the kernel's count of pinned pages is wrong: more were let go than pinned";
+                self.useless = Some(why.to_owned());
+                Err(why.to_owned())
             }
         }
     }
 
-    fn read(&mut self) -> Result<Counts, String> {
-        let Self { files, buffer } = self;
-        let Files { refresh, counts } = files.as_ref().map_err(Clone::clone)?;
-        buffer.resize(LONGEST, 0);
+    fn read(&mut self, within: Duration) -> Result<Counts, String> {
+        let asker = match &mut self.asker {
+            Some(asker) => asker,
+            none => {
+                let files = self
+                    .files
+                    .take()
+                    .ok_or("nobody asks for the kernel's count any more")?;
+                let asker = Asker::start(files);
+                none.insert(asker.map_err(|e| format!("no thread to ask for the kernel's count: {e}"))?)
+            }
+        };
+        asker.ask(within)
+    }
+}
+
+impl Asker {
+    fn start(files: Files) -> io::Result<Self> {
+        let (questions, asked) = mpsc::channel();
+        let (tell, answers) = mpsc::channel();
+        // It ends when nobody can ask any more, or when a CPU answers after that.
+        let work = move || {
+            sched::enter_service_thread();
+            let mut buffer = vec![0; LONGEST];
+            while asked.recv() == Ok(()) {
+                if tell.send(files.read(&mut buffer)).is_err() {
+                    return;
+                }
+            }
+        };
+        std::thread::Builder::new()
+            .name("dedup-count".into())
+            .spawn(work)?;
+        Ok(Self {
+            questions,
+            answers,
+            late: false,
+        })
+    }
+
+    fn ask(&mut self, within: Duration) -> Result<Counts, String> {
+        let slow = || {
+            format!(
+                "the kernel's count of pinned pages takes more than {} us",
+                within.as_micros()
+            )
+        };
+        if self.late {
+            self.answers.try_recv().map_err(|_| slow())?.ok();
+            self.late = false;
+        }
+        self.questions
+            .send(())
+            .map_err(|_| "the thread that asks for the kernel's count has ended")?;
+        self.answers.recv_timeout(within).unwrap_or_else(|_| {
+            self.late = true;
+            Err(slow())
+        })
+    }
+}
+
+impl Files {
+    fn read(&self, buffer: &mut [u8]) -> Result<Counts, String> {
         let mut read = || -> io::Result<Option<Counts>> {
-            refresh.read_at(&mut buffer[..1], 0)?;
-            let len = counts.read_at(buffer, 0)?;
+            self.refresh.read_at(&mut buffer[..1], 0)?;
+            let len = self.counts.read_at(buffer, 0)?;
             Ok(std::str::from_utf8(&buffer[..len]).ok().and_then(parse))
         };
         match read() {
@@ -138,15 +210,54 @@ mod tests {
         assert_eq!(parse("nr_foll_pin_acquired 1\n"), None);
     }
 
+    /// One that is answered what `counts` says.
+    fn answered(
+        counts: impl IntoIterator<Item = (u64, u64)>,
+    ) -> (PinCount, Receiver<()>, Sender<Result<Counts, String>>) {
+        let (questions, asked) = mpsc::channel();
+        let (tell, answers) = mpsc::channel::<Result<Counts, String>>();
+        for (acquired, released) in counts {
+            tell.send(Ok(Counts { acquired, released })).unwrap();
+        }
+        let asker = Asker {
+            questions,
+            answers,
+            late: false,
+        };
+        let count = PinCount {
+            files: None,
+            asker: Some(asker),
+            useless: None,
+        };
+        (count, asked, tell)
+    }
+
     #[test]
     fn an_account_that_cannot_be_right_is_not_believed_again() {
-        let mut pins = PinCount::open();
-        let counts = |acquired, released| Counts { acquired, released };
-        if pins.files.is_ok() {
-            assert_eq!(pins.judge(counts(7, 7)), Ok(()));
+        let within = Duration::from_secs(1);
+        let (mut count, _asked, _tell) = answered([(7, 7), (9, 7), (7, 9), (9, 9)]);
+        assert!(count.nothing_pinned(within).is_ok());
+        assert!(count.nothing_pinned(within).unwrap_err().starts_with("2 pages"));
+        assert!(count.nothing_pinned(within).unwrap_err().contains("is wrong"));
+        assert!(count.nothing_pinned(within).unwrap_err().contains("is wrong"));
+    }
+
+    #[test]
+    fn nobody_waits_longer_than_he_wants_and_a_late_answer_is_not_the_next_one() {
+        let (mut count, asked, _tell) = answered([]);
+        let within = Duration::from_millis(1);
+        assert!(count.nothing_pinned(within).unwrap_err().contains("1000 us"));
+        assert!(count.nothing_pinned(within).unwrap_err().contains("1000 us"));
+        assert_eq!(asked.try_iter().count(), 1, "one question at a time");
+    }
+
+    #[test]
+    fn the_kernel_answers() {
+        let mut count = PinCount::open();
+        if let Some(why) = &count.useless {
+            return eprintln!("SKIPPED: {why}");
         }
-        assert!(pins.judge(counts(9, 7)).unwrap_err().starts_with("2 pages"));
-        assert!(pins.judge(counts(7, 9)).is_err());
-        assert!(pins.none().is_err());
+        let counts = count.read(Duration::from_secs(60)).unwrap();
+        assert!(counts.acquired >= counts.released);
     }
 }

@@ -6,33 +6,29 @@
 //!
 //! | file | pins pages for writing |
 //! | --- | --- |
-//! | a regular file that is open for direct I/O; not on tmpfs, which copies | while a read is under way; counted |
-//! | a block device, however it is open | while a read is under way, ioctls as well; counted |
-//! | io_uring with registered buffers | for as long as they are registered; counted |
+//! | a regular file that is open for direct I/O; not on tmpfs, which copies | while a read is under way |
+//! | a block device, however it is open | while a read is under way; ioctls pin as well |
+//! | io_uring with registered buffers | for as long as they are registered |
 //! | io_uring with registered files, which are not among the open ones | while a read is under way |
 //! | VFIO, vDPA, iommufd, RDMA, any device that is not in the list below; AF_XDP, RDS | for as long as they like |
 //! | a regular file on a file system that is not in the list below: FUSE and 9p may pin without having been asked for direct I/O | while a read is under way |
-//! | other regular files, pipes (vmsplice takes references for reading), sockets (zero copy reads), eventfds and the like | no |
+//! | TCP sockets whose TLS the kernel does | while data comes in: plain references |
+//! | other regular files, pipes (vmsplice takes references for reading), other sockets (zero copy reads), eventfds and the like | no |
 //! | KVM | pages of guests that run guests (Linux 6.13 and later) |
 //! | /dev/net/tun, vhost-net, vhost-vsock; terminals; /dev/null and its neighbours | no: they copy |
-//!
-//! *Counted*: the kernel counts these pins, so that the files do no harm while its [count](mod@crate::sys::pin_count) says that
-//! no page of the host is pinned. That also rules out other processes that write this one's memory.
 //!
 //! What cannot be seen:
 //!
 //! - *Guests that run guests*, and files that the VMM keeps elsewhere (a ring of which another process has the only descriptor). So
 //!   the VMM has to say that there are none: [`DedupService::vouch_for_pins`](crate::service::DedupService::vouch_for_pins).
 //! - *A file that was closed while its I/O goes on*, as for [`direct_io`](mod@crate::sys::direct_io).
-//! - *Other processes* that write this one's memory (a debugger: process_vm_writev), where pages of the host are pinned all the
-//!   time, so that the count does not tell. They pin for the moment of the copy: see [`GRACE`](crate::merge::healer).
+//! - *Other processes* that write this one's memory (a debugger: process_vm_writev). They pin for the moment of the copy. The
+//!   kernel's [count](mod@crate::sys::pin_count) of pinned pages tells of them.
 #![allow(unsafe_code)] // getsockopt
 
 use crate::error::Error;
 use crate::sys::descriptors::{self, Descriptors, file_system, info, link, stat};
 use crate::sys::direct_io::{BTRFS, DirectIo, EXT4, OVERLAYFS, TMPFS, XFS, layers};
-use crate::sys::pin_count::PinCount;
-use crate::sys::sched::is_filtered;
 use rustix::fs::FileType;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -76,7 +72,7 @@ const DOMAINS: [i32; 6] = [
 ];
 
 /// Character devices that copy: major and minor number (`None`: all). Source: Linux, Documentation/admin-guide/devices.txt.
-const DEVICES: [(u32, Option<u32>); 17] = [
+const DEVICES: [(u32, Option<u32>); 16] = [
     (1, Some(3)),    // /dev/null
     (1, Some(5)),    // /dev/zero
     (1, Some(7)),    // /dev/full
@@ -85,7 +81,6 @@ const DEVICES: [(u32, Option<u32>); 17] = [
     (4, None),       // terminals
     (5, None),       // /dev/tty, /dev/console, /dev/ptmx
     (10, Some(200)), // /dev/net/tun
-    (10, Some(229)), // /dev/fuse
     (10, Some(232)), // /dev/kvm
     (10, Some(238)), // /dev/vhost-net
     (10, Some(241)), // /dev/vhost-vsock
@@ -122,8 +117,8 @@ const TRIES: usize = 10;
 /// Who may have pages pinned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Pinner {
-    /// This file, of this kind. `counted`: the kernel counts what it pins.
-    File { fd: RawFd, what: String, counted: bool },
+    /// This file, of this kind.
+    File { fd: RawFd, what: String },
     /// Nobody can tell.
     Unknown(String),
 }
@@ -131,7 +126,7 @@ pub(crate) enum Pinner {
 impl std::fmt::Display for Pinner {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::File { fd, what, .. } => write!(f, "descriptor {fd} is {what}"),
+            Self::File { fd, what } => write!(f, "descriptor {fd} is {what}"),
             Self::Unknown(why) => f.write_str(why),
         }
     }
@@ -151,7 +146,6 @@ pub(crate) struct NobodyPins(());
 #[derive(Debug)]
 pub(crate) struct Pinners {
     descriptors: Arc<Descriptors>,
-    count: PinCount,
     /// Files of overlayfs that were let pass, by device and number: to find out takes long.
     passed: Vec<(u64, u64)>,
 }
@@ -160,39 +154,17 @@ impl Pinners {
     pub(crate) fn new(files: &DirectIo) -> Self {
         Self {
             descriptors: files.descriptors(),
-            count: PinCount::open(),
             passed: Vec::new(),
         }
     }
 
-    /// Looks at all open files. Nobody of this process has pages pinned then. With a filter of system calls (seccomp) nothing is
-    /// asked: the filter may end the process for getsockopt(), which tells sockets apart.
+    /// Looks at all open files. Nobody of this process has pages pinned then.
     ///
     /// # Errors
     /// The first that may have pages pinned.
     pub(crate) fn look(&mut self) -> Result<NobodyPins, Pinner> {
-        self.look_but(|_| false)
-    }
-
-    /// Asks the kernel's count, and looks at all files whose pins it does not count. Nobody at all has pages pinned then.
-    ///
-    /// # Errors
-    /// The first file that may have pages pinned without being counted, or what the count says.
-    pub(crate) fn count(&mut self) -> Result<NobodyPins, Pinner> {
-        let nobody = self.look_but(|pinner| matches!(pinner, Pinner::File { counted: true, .. }))?;
-        self.count.none().map_err(Pinner::Unknown)?;
-        Ok(nobody)
-    }
-
-    fn look_but(&mut self, let_pass: impl Fn(&Pinner) -> bool) -> Result<NobodyPins, Pinner> {
-        if is_filtered() {
-            return Err(Pinner::Unknown("system calls are filtered (seccomp)".to_owned()));
-        }
         let descriptors = self.descriptors.clone();
-        descriptors.each(|fd| match self.judge(fd) {
-            Err(pinner) if let_pass(&pinner) => Ok(true),
-            judged => judged,
-        })?;
+        descriptors.each(|fd| self.judge(fd))?;
         Ok(NobodyPins(()))
     }
 
@@ -225,11 +197,8 @@ impl Pinners {
             return Ok(true);
         }
         let Some(stat) = stat(fd) else { return Ok(false) };
-        let mut counted = false;
         let what = match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile if flags & libc::O_DIRECT != 0 => {
-                // Nothing is merged while one is open that [`DirectIo`] does not know to pin its pages.
-                counted = true;
                 let copies = file_system(fd) == Some(TMPFS);
                 (!copies).then(|| "open for direct I/O".to_owned())
             }
@@ -238,14 +207,14 @@ impl Pinners {
                 (!copies).then(|| "on a file system that may pin".to_owned())
             }
             FileType::Directory | FileType::Fifo | FileType::Symlink => None,
-            FileType::BlockDevice => {
-                counted = true;
-                Some("a block device".to_owned())
-            }
+            FileType::BlockDevice => Some("a block device".to_owned()),
             FileType::Socket => {
                 let domain = domain(fd);
                 let known = domain.is_some_and(|domain| DOMAINS.contains(&domain));
-                (!known).then(|| format!("a socket of domain {}", domain.unwrap_or(-1)))
+                match known {
+                    false => Some(format!("a socket of domain {}", domain.unwrap_or(-1))),
+                    true => is_tls(fd).then(|| "a socket whose TLS the kernel does".to_owned()),
+                }
             }
             FileType::CharacterDevice => {
                 let (major, minor) = (libc::major(stat.st_rdev), libc::minor(stat.st_rdev));
@@ -253,17 +222,14 @@ impl Pinners {
                 let known = DEVICES.iter().any(known) || link(fd).ends_with("userfaultfd");
                 (!known).then(|| format!("the device {} ({major}:{minor})", link(fd).display()))
             }
-            _ => judge_nameless(fd).map(|(what, ring)| {
-                counted = ring;
-                what
-            }),
+            _ => judge_nameless(fd),
         };
-        what.map_or(Ok(true), |what| Err(Pinner::File { fd, what, counted }))
+        what.map_or(Ok(true), |what| Err(Pinner::File { fd, what }))
     }
 }
 
-/// What a file without a name is, if it can pin, and whether the kernel counts that.
-fn judge_nameless(fd: RawFd) -> Option<(String, bool)> {
+/// What a file without a name is, if it can pin.
+fn judge_nameless(fd: RawFd) -> Option<String> {
     let link = link(fd).display().to_string();
     let name = link.strip_prefix("anon_inode:").unwrap_or(&link);
     if name == "[io_uring]" {
@@ -273,10 +239,10 @@ fn judge_nameless(fd: RawFd) -> Option<(String, bool)> {
         Some(start) => name.starts_with(start),
         None => name == *known,
     });
-    (!known).then(|| (format!("{link}, of which nothing is known"), false))
+    (!known).then(|| format!("{link}, of which nothing is known"))
 }
 
-fn judge_ring(fd: RawFd) -> Option<(String, bool)> {
+fn judge_ring(fd: RawFd) -> Option<String> {
     for _ in 0..TRIES {
         let Some((files, buffers)) = info(fd).as_deref().and_then(registered) else {
             std::thread::yield_now();
@@ -284,12 +250,11 @@ fn judge_ring(fd: RawFd) -> Option<(String, bool)> {
         };
         return match (files, buffers) {
             (0, 0) => None,
-            (0, _) => Some((format!("an io_uring with {buffers} registered buffers"), true)),
-            _ => Some((format!("an io_uring with {files} registered files"), false)),
+            (_, 0) => Some(format!("an io_uring with {files} registered files")),
+            _ => Some(format!("an io_uring with {buffers} registered buffers")),
         };
     }
-    let what = "an io_uring of which the kernel does not tell what is registered";
-    Some((what.to_owned(), false))
+    Some("an io_uring of which the kernel does not tell what is registered".to_owned())
 }
 
 /// Files and buffers that are registered with a ring, as its fdinfo tells. Source: Linux, io_uring/fdinfo.c.
@@ -315,6 +280,23 @@ fn domain(fd: RawFd) -> Option<i32> {
         )
     };
     (asked == 0).then_some(domain)
+}
+
+/// Whether the kernel decrypts what a socket receives: straight into the pages of whoever receives it.
+fn is_tls(fd: RawFd) -> bool {
+    let mut name = [0u8; 16];
+    let mut len: libc::socklen_t = 16;
+    // SAFETY: so many bytes that are ours alone; the descriptor may be closed meanwhile, which the kernel tells.
+    let asked = unsafe {
+        libc::getsockopt(
+            fd,
+            libc::SOL_TCP,
+            libc::TCP_ULP,
+            name.as_mut_ptr().cast(),
+            &raw mut len,
+        )
+    };
+    asked == 0 && name.starts_with(b"tls")
 }
 
 #[cfg(test)]

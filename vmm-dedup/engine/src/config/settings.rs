@@ -1,8 +1,4 @@
-//! Settings of a service: one definition for TOML files, for JSON, for one line (see [`setup`]) and for programs.
-
-mod setup;
-
-pub use setup::Setup;
+//! Settings of a service.
 
 use crate::compare::registry::CPU;
 use crate::compare::{Engines, Work};

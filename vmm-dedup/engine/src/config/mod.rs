@@ -1,0 +1,8 @@
+//! Settings of a service: one definition for TOML files, for JSON, for one line ([`Setup`]) and for programs.
+
+mod settings;
+mod setup;
+
+pub(crate) use settings::INDEX;
+pub use settings::{Breaks, Config, Policy, UseSource, Verification};
+pub use setup::Setup;
