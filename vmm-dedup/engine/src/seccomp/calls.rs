@@ -80,13 +80,14 @@ pub const CALLS: &[Call] = &[
     ioctl("UFFDIO_API", 0xc018_aa3f),
     ioctl("UFFDIO_REGISTER", 0xc020_aa00),
     ioctl("UFFDIO_ZEROPAGE", 0xc020_aa04),
-    ioctl("UFFDIO_COPY", 0xc028_aa03),
     ioctl("UFFDIO_MOVE", 0xc028_aa05),
     ioctl("PAGEMAP_SCAN", 0xc060_6610),
 ];
 
 /// What only some runs do, or only some hosts need; each says when. No test demands these.
 pub const RARE: &[Call] = &[
+    // Private pages between shared ones, which lie in one mapping with these; a page that cannot be moved back.
+    ioctl("UFFDIO_COPY", 0xc028_aa03),
     // Another try a moment later: a page that is busy, memory that is short, /proc that changes while it is read.
     call("clock_nanosleep", libc::SYS_clock_nanosleep),
     call("nanosleep", libc::SYS_nanosleep),
