@@ -78,7 +78,11 @@ impl Driver {
                 Some((ticket, letter)) => self.take(letter, &shared.letters, ticket),
                 None => {}
             }
-            self.work_off(true);
+            // One thing, which may wait for a store: then letters come first.
+            if let Some(effect) = self.lifecycle.next(Instant::now(), true) {
+                self.work(&effect);
+                self.work_off(false);
+            }
             self.failed = None;
             self.tell_status();
         }
@@ -88,6 +92,7 @@ impl Driver {
     fn take(&mut self, letter: Letter, letters: &Letters, ticket: Ticket) {
         // What is due by itself is not what the letter asks for, but where it says so.
         let hurry = matches!(letter, Letter::Event(Event::Hurry));
+        let ends = matches!(letter, Letter::Event(Event::Detach { .. }));
         let handled = match letter {
             Letter::Attach(fallback, configure) => self.attach(*fallback, configure),
             Letter::Add(spans, keep) => self.add(spans, keep),
@@ -102,6 +107,9 @@ impl Driver {
         self.told = hurry;
         self.work_off(hurry);
         self.told = false;
+        if ends {
+            self.keeps.clear();
+        }
         let done = handled.and(self.failed.take().map_or(Ok(()), Err));
         self.tell_status();
         letters.answer(ticket, (done, self.account.take()));
@@ -110,16 +118,21 @@ impl Driver {
     /// Carries out what is to be done, and with `due` also what is due by itself.
     fn work_off(&mut self, due: bool) {
         while let Some(effect) = self.lifecycle.next(Instant::now(), due) {
-            let done = self.carry_out(&effect);
-            let outcome = match done.as_ref().map_err(Refusal::from) {
-                Ok(()) => Outcome::Done,
-                Err(refusal) if refusal::passes(&refusal) => Outcome::Passes(refusal),
-                Err(refusal) => Outcome::Fails(refusal),
-            };
-            self.lifecycle.done(&effect, outcome, Instant::now());
-            if let Err(error) = done {
-                self.failed.get_or_insert(error);
-            }
+            self.work(&effect);
+        }
+    }
+
+    /// Carries out an effect, and tells how it went.
+    fn work(&mut self, effect: &Effect) {
+        let done = self.carry_out(effect);
+        let outcome = match done.as_ref().map_err(Refusal::from) {
+            Ok(()) => Outcome::Done,
+            Err(refusal) if refusal::passes(&refusal) => Outcome::Passes(refusal),
+            Err(refusal) => Outcome::Fails(refusal),
+        };
+        self.lifecycle.done(effect, outcome, Instant::now());
+        if let Err(error) = done {
+            self.failed.get_or_insert(error);
         }
     }
 
@@ -149,13 +162,12 @@ impl Driver {
     }
 
     fn add(&mut self, spans: Vec<Span>, keep: Option<Keep>) -> Result<(), Error> {
-        if let Some(keep) = keep {
-            let ranges = spans.iter().map(|span| span.range.clone()).collect();
-            self.keeps.push((ranges, keep));
-        }
+        let ranges = spans.iter().map(|span| span.range.clone()).collect();
         for span in spans {
             self.lifecycle.handle(Event::Add(span), Instant::now())?;
         }
+        // Without a VM there is nothing to keep memory for.
+        self.keeps.extend(keep.map(|keep| (ranges, keep)));
         Ok(())
     }
 

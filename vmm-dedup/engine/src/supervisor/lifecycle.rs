@@ -19,7 +19,7 @@ use crate::refusal;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
-use vmm_dedup_protocol::refusal::Refusal;
+use vmm_dedup_protocol::refusal::{Reason, Refusal};
 
 /// Until what may pass by itself is tried again.
 pub(crate) const RETRY: Duration = Duration::from_secs(1);
@@ -59,7 +59,8 @@ impl Span {
 pub enum Lease {
     /// Until the VMM takes it back.
     UntilTakenBack,
-    /// Nobody will tell: it is tried whether the borrower has gone.
+    /// Nobody will tell: whether the borrower has gone is tried 5 s later for the first time, since it may need that long to
+    /// register, and then every second.
     UntilFree,
 }
 
@@ -230,6 +231,10 @@ struct Region {
     place: Place,
     /// When it is to be tried; `None`: when it was taken back.
     due: Option<Instant>,
+    /// Somebody has it, and nobody has said that it may be tried at once.
+    on_loan: bool,
+    /// Its release has failed: pages of it may map the store still.
+    half_released: bool,
 }
 
 impl Region {
@@ -316,14 +321,18 @@ impl Lifecycle {
                 }
             }
             Event::Add(span) => self.add(span, now),
-            Event::Hurry => self.due_regions().for_each(|region| region.due = Some(now)),
+            Event::Hurry => {
+                let free = self.due_regions().filter(|region| !region.on_loan);
+                free.for_each(|region| region.due = Some(now));
+            }
             Event::Remove(range) => self.remove(&range),
             Event::Lend(range, lease) => self.lend(&range, lease, now),
             Event::TakeBack(range) => {
                 let back = self.regions.iter_mut().filter(|r| r.span.overlaps(&range));
-                back.for_each(|region| region.due = Some(now));
+                back.for_each(|region| (region.due, region.on_loan) = (Some(now), false));
             }
             Event::LeaveAlone(range, refusal) => {
+                self.release_again(|region| region.span.overlaps(&range));
                 self.all_meet(Happens::Refuse, |region| region.span.overlaps(&range));
                 self.say(refusal);
             }
@@ -374,7 +383,13 @@ impl Lifecycle {
                 }
                 self.tried(span, outcome, now);
             }
-            // Whoever asked for another one learns what failed. Where memory was to be given back it is out of merging all the same.
+            // It is out of merging all the same.
+            Effect::Release(span) => {
+                for region in self.regions.iter_mut().filter(|r| r.span == *span) {
+                    region.half_released = outcome != Outcome::Done;
+                }
+            }
+            // Whoever asked for another one learns what failed.
             _ => {}
         }
     }
@@ -423,6 +438,15 @@ impl Lifecycle {
         }
     }
 
+    /// What could not be given back is tried again, so that whoever asks again learns how it stands.
+    fn release_again(&mut self, concerns: impl Fn(&Region) -> bool) {
+        if self.service {
+            let half = self.regions.iter().filter(|r| r.half_released && concerns(r));
+            let again = half.map(|region| Effect::Release(region.span.clone()));
+            self.effects.extend(again);
+        }
+    }
+
     fn add(&mut self, span: Span, now: Instant) {
         let known = self.regions.iter_mut().find(|r| r.span.overlaps(&span.range));
         match known {
@@ -437,7 +461,13 @@ impl Lifecycle {
                     _ => Place::Wanted,
                 };
                 let due = Some(now + self.settle);
-                self.regions.push(Region { span, place, due });
+                self.regions.push(Region {
+                    span,
+                    place,
+                    due,
+                    on_loan: false,
+                    half_released: false,
+                });
             }
         }
     }
@@ -457,11 +487,13 @@ impl Lifecycle {
     }
 
     fn lend(&mut self, range: &Range<usize>, lease: Lease, now: Instant) {
+        self.release_again(|region| region.span.overlaps(range));
         self.all_meet(Happens::Lend, |region| region.span.overlaps(range));
         let concerned = |r: &&mut Region| r.span.overlaps(range) && r.place != Place::Refused;
         let mut lent = false;
         for region in self.regions.iter_mut().filter(concerned) {
             region.due = (lease == Lease::UntilFree).then_some(now + LENT);
+            region.on_loan = true;
             lent = true;
         }
         if lent {
@@ -471,6 +503,7 @@ impl Lifecycle {
 
     fn pin(&mut self, now: Instant) {
         self.pins += 1;
+        self.release_again(|_| true);
         if self.pins > 1 || self.phase != Phase::Attached {
             return;
         }
@@ -515,15 +548,18 @@ impl Lifecycle {
         self.all_meet(Happens::Refuse, |_| true);
     }
 
+    /// The VM ends, but not the devices' pins, each of which ends by its own unpin: memory that nobody has unpinned is not given
+    /// to a service, whichever VM it is of.
     fn detach(&mut self, unmerge: bool) {
+        if self.phase == Phase::Detached {
+            return;
+        }
         self.if_served(Effect::Stop { unmerge });
         for region in std::mem::take(&mut self.regions) {
             self.effects.push_back(Effect::Forget(region.span.range));
         }
-        if self.phase != Phase::Detached {
-            self.effects.push_back(Effect::Withdraw);
-        }
-        (self.phase, self.pins, self.paused) = (Phase::Detached, 0, false);
+        self.effects.push_back(Effect::Withdraw);
+        (self.phase, self.paused) = (Phase::Detached, false);
         self.vouch.1 = self.vouch.0;
         self.service = false;
         self.said.clear();
@@ -553,6 +589,15 @@ impl Lifecycle {
         for region in self.regions.iter_mut().filter(|r| r.span == *span) {
             let _ = region.meet(happens, self.service);
             region.due = Some(now + RETRY);
+            if outcome == Outcome::Done {
+                (region.on_loan, region.half_released) = (false, false);
+            }
+        }
+        // Without a store no other region fares better: one try, which may take seconds, speaks for all of them.
+        if matches!(&outcome, Outcome::Passes(refusal) if refusal.reason == Reason::Store) {
+            for region in self.due_regions().filter(|r| r.place == Place::Wanted) {
+                region.due = region.due.max(Some(now + RETRY));
+            }
         }
         match outcome {
             Outcome::Done => self.said.retain(|said| !refusal::passes(said)),

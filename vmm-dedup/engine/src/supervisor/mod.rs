@@ -428,3 +428,6 @@ fn run(shared: &Arc<Shared>, options: Options) {
     }
     shared.letters.close();
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,6 +1,5 @@
 use super::*;
 use proptest::prelude::*;
-use vmm_dedup_protocol::refusal::Reason;
 
 const MIB: usize = 1 << 20;
 
@@ -25,6 +24,10 @@ struct World {
     now: Instant,
     /// Of each try to give memory to the service.
     tries: Outcome,
+    /// Of each release.
+    releases: Outcome,
+    /// What a try takes that fails for now.
+    patience: Duration,
 }
 
 impl World {
@@ -33,6 +36,8 @@ impl World {
             machine: Lifecycle::new(Duration::ZERO, true),
             now: Instant::now(),
             tries: Outcome::Done,
+            releases: Outcome::Done,
+            patience: Duration::ZERO,
         }
     }
 
@@ -54,7 +59,14 @@ impl World {
         let mut effects = Vec::new();
         while let Some(effect) = self.machine.next(self.now, true) {
             let tried = matches!(effect, Effect::Start(_) | Effect::Add(_) | Effect::Resume(_));
-            let outcome = if tried { self.tries.clone() } else { Outcome::Done };
+            let outcome = match effect {
+                _ if tried => self.tries.clone(),
+                Effect::Release(_) => self.releases.clone(),
+                _ => Outcome::Done,
+            };
+            if matches!(outcome, Outcome::Passes(_)) {
+                self.now += self.patience;
+            }
             self.machine.done(&effect, outcome, self.now);
             effects.push(effect);
             assert!(effects.len() < 100, "no end: {effects:?}");
@@ -140,6 +152,59 @@ fn a_store_that_is_late_is_tried_again_and_said_once() {
     world.tries = Outcome::Done;
     assert_eq!(world.wait(RETRY).len(), 4);
     assert_eq!(world.machine.next_due(), None);
+}
+
+#[test]
+fn one_try_at_a_store_that_hangs_speaks_for_all_regions() {
+    let mut world = World::new();
+    (world.tries, world.patience) = (for_now(), Duration::from_secs(5));
+    world.tell(Event::Attach { enabled: true });
+    for at in 0..3 {
+        let now = world.now;
+        world.machine.handle(Event::Add(span(at)), now).unwrap();
+    }
+    let tries = |effects: Vec<Effect>| {
+        let start = |effect: &&Effect| matches!(effect, Effect::Start(_));
+        effects.iter().filter(start).count()
+    };
+    assert_eq!(tries(world.work()), 1);
+    assert_eq!(tries(world.wait(RETRY)), 1);
+    assert_eq!(tries(world.tell(Event::Hurry)), 1);
+}
+
+#[test]
+fn a_pin_and_a_loan_after_a_failed_release_try_that_again() {
+    let mut world = World::serving();
+    world.releases = for_good();
+    let release = Effect::Release(span(0));
+    assert_eq!(world.tell(Event::Pin)[0], release);
+    assert_eq!(world.tell(Event::Pin), [release.clone()]);
+    let lend = Event::Lend(0..MIB, Lease::UntilFree);
+    assert_eq!(world.tell(lend.clone())[0], release);
+    world.releases = Outcome::Done;
+    assert_eq!(world.tell(Event::Pin), [release]);
+    assert_eq!(world.tell(Event::Pin), []);
+    assert_eq!(world.tell(lend), []);
+}
+
+#[test]
+fn nothing_hurries_a_loan() {
+    let mut world = World::serving();
+    world.tell(Event::Add(span(1)));
+    world.tell(Event::Lend(0..MIB, Lease::UntilFree));
+    assert_eq!(world.tell(Event::Hurry), []);
+    assert_eq!(world.wait(LENT / 2), []);
+    assert_eq!(world.wait(LENT / 2), [Effect::Resume(span(0))]);
+
+    // Before there is a service as well.
+    let mut world = World::new();
+    world.tell(Event::Attach { enabled: true });
+    world.tries = for_now();
+    world.tell(Event::Add(span(0)));
+    world.tell(Event::Lend(0..MIB, Lease::UntilFree));
+    world.tries = Outcome::Done;
+    assert_eq!(world.tell(Event::Hurry), []);
+    assert_eq!(world.wait(LENT)[0], Effect::Start(span(0)));
 }
 
 #[test]
@@ -269,7 +334,7 @@ fn removed_memory_is_forgotten_by_all_and_its_rest_stays() {
 #[test]
 fn detaching_ends_everything_and_the_next_vm_begins_anew() {
     let mut world = World::serving();
-    world.tell(Event::Pin);
+    world.tell(Event::Pause);
     assert_eq!(
         world.tell(Event::Detach { unmerge: false }),
         [
@@ -280,7 +345,31 @@ fn detaching_ends_everything_and_the_next_vm_begins_anew() {
     );
     assert_eq!(world.tell(Event::Detach { unmerge: true }), []);
     world.tell(Event::Attach { enabled: true });
-    assert_eq!(world.tell(Event::Add(span(0)))[0], Effect::Start(span(0)));
+    let effects = world.tell(Event::Add(span(0)));
+    assert_eq!(effects[0], Effect::Start(span(0)));
+    assert!(!effects.contains(&Effect::Pause), "{effects:?}");
+}
+
+#[test]
+fn a_device_keeps_its_pin_when_the_vm_ends() {
+    let mut world = World::serving();
+    world.tell(Event::Pin);
+    world.tell(Event::Detach { unmerge: false });
+    world.tell(Event::Attach { enabled: true });
+    assert_eq!(world.tell(Event::Add(span(0))), []);
+    let effects = world.tell(Event::Unpin);
+    assert_eq!(effects[..2], [Effect::Withdraw, Effect::Start(span(0))]);
+}
+
+#[test]
+fn detaching_without_a_vm_changes_nothing() {
+    let mut world = World::new();
+    for event in [Event::Pin, Event::Pause, Event::Detach { unmerge: true }] {
+        assert_eq!(world.tell(event), []);
+    }
+    world.tell(Event::Attach { enabled: true });
+    assert_eq!(world.tell(Event::Add(span(0))), []);
+    assert!(world.tell(Event::Unpin).contains(&Effect::Pause));
 }
 
 #[test]
@@ -419,18 +508,22 @@ proptest! {
                 match event {
                     Event::Pin => model.pins += 1,
                     Event::Unpin => model.pins = model.pins.saturating_sub(1),
-                    Event::Detach { .. } => model.pins = 0,
                     _ => {}
                 }
             }
             for due in [false, true] {
                 while let Some(effect) = machine.next(now, due) {
                     let Some(outcome) = outcomes.next() else { return Ok(()) };
+                    if matches!(outcome, Outcome::Passes(_)) {
+                        now += Duration::from_secs(5);
+                    }
                     model.see(&effect, outcome == Outcome::Done);
                     machine.done(&effect, outcome, now);
                 }
                 prop_assert_eq!(machine.serves(), model.running);
                 let concerned = match &event {
+                    // Tries take time, in which such a loan may end.
+                    Event::Lend(_, Lease::UntilFree) if due => 0..0,
                     Event::Remove(range) | Event::Lend(range, _) | Event::LeaveAlone(range, _) => range.clone(),
                     Event::Refuse(_) if handled => 0..usize::MAX,
                     Event::Detach { .. } => 0..usize::MAX,
