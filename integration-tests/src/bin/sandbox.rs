@@ -137,7 +137,12 @@ impl Guest {
         some.for_each(|page| pages.fill(page, page as u64 + 1));
         // A recorded child may be too slow.
         let tried = |s: &vmm_dedup::ServiceStats| {
-            s.heals_total + s.heal_failed_total + s.heal_pinned_total + s.breaks_managed_total
+            // Copies of a file that went come home instead.
+            s.heals_total
+                + s.heal.count()
+                + s.heal_failed_total
+                + s.heal_pinned_total
+                + s.breaks_managed_total
         };
         self.wait("healing", |s| tried(s) > 0);
         // Memory comes, is given up, and goes.

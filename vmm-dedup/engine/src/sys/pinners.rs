@@ -361,52 +361,6 @@ mod tests {
         }
     }
 
-    /// A filter that lets everything pass, but for getsockopt(), for which it ends the process.
-    #[test]
-    fn where_system_calls_are_filtered_no_socket_is_asked() {
-        let code = |code: u32| u16::try_from(code).unwrap();
-        let step = |code: u16, k: u32, jt: u8, jf: u8| libc::sock_filter { code, jt, jf, k };
-        let getsockopt = u32::try_from(libc::SYS_getsockopt).unwrap();
-        let filter = [
-            // The number of the call.
-            step(code(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS), 0, 0, 0),
-            step(
-                code(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K),
-                getsockopt,
-                0,
-                1,
-            ),
-            step(
-                code(libc::BPF_RET | libc::BPF_K),
-                libc::SECCOMP_RET_KILL_PROCESS,
-                0,
-                0,
-            ),
-            step(code(libc::BPF_RET | libc::BPF_K), libc::SECCOMP_RET_ALLOW, 0, 0),
-        ];
-        let (_one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
-        let look = move || {
-            let mut filter = filter;
-            let program = libc::sock_fprog {
-                len: 4,
-                filter: filter.as_mut_ptr(),
-            };
-            // SAFETY: only this thread is restricted, and the kernel copies the program.
-            let filtered = unsafe {
-                libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-                libc::prctl(
-                    libc::PR_SET_SECCOMP,
-                    libc::SECCOMP_MODE_FILTER,
-                    &raw const program,
-                )
-            };
-            assert_eq!(filtered, 0);
-            pinners().look().unwrap_err().to_string()
-        };
-        let why = std::thread::spawn(look).join().unwrap();
-        assert!(why.contains("seccomp"), "{why}");
-    }
-
     #[test]
     fn a_ring_tells_what_is_registered() {
         let info = "pos:\t0\nSqMask:\t0x3\nUserFiles:\t0\nUserBufs:\t2\n    0: 0x7f/4096\nPollList:\n";
