@@ -31,12 +31,13 @@
 //! | `add_*` | `Detached`, if anybody asks (`start`) | noted; twice: once | added; twice: once | noted |
 //! | `remove_range` | nothing | forgotten | forgotten | forgotten by the discarder |
 //! | `lend`, `take_back` | nothing | tried later, at once | released, resumed | nothing |
-//! | `pin`, `unpin` | counted | nothing starts meanwhile | all released, resumed | counted |
+//! | `pin`, `unpin` | counted | counted; nothing starts meanwhile | counted; all released, resumed | counted |
 //! | `refuse` | `Detached` | announced | stopped, announced | once |
 //! | `pause`, `resume` | remembered | remembered | done | nothing |
 //! | `detach` | nothing | ends | stopped | ends |
 //!
-//! A call that has to wait for the thread waits for what it does now, at most a question to a store that hangs (5 s).
+//! A call that has to wait for the thread waits for what it does now, at most a question to a store that hangs (5 s). Pins are the
+//! devices', not the VM's: `detach` leaves them, and the next VM begins pinned.
 
 mod driver;
 mod lifecycle;
@@ -108,8 +109,10 @@ impl std::fmt::Debug for Options {
     }
 }
 
-/// Deduplicates a VM after the other: see the [module](self). Every call may come from any thread, and needs no system calls but
-/// futex (and what the allocator needs).
+/// Deduplicates a VM after the other: see the [module](self). Every call may come from any thread but the supervisor's own, and
+/// needs no system calls but futex (and what the allocator needs). In the supervisor's own thread (where work of
+/// [`Self::with_service`] and [`Self::attach_with`] runs, and memory that was kept alive is dropped) a call that would have to wait
+/// does nothing, and is [`Error::Stopped`].
 ///
 /// Dropping it ends the service without unmerging: what is shared stays shared, and the kernel copies on write.
 #[derive(Debug)]
@@ -232,12 +235,15 @@ impl Supervisor {
     /// part of the VM's memory.
     ///
     /// # Errors
-    /// [`Error::Stopped`]: the service had died. It does not touch the memory either.
+    /// [`Error::Stopped`]: the service had died. It does not touch the memory either. (In the supervisor's own thread: nothing was
+    /// done, and the memory must stay.)
     pub fn remove_range(&self, range: Range<usize>) -> Result<(), Error> {
-        let range = range.start / PAGE_SIZE * PAGE_SIZE..range.end.next_multiple_of(PAGE_SIZE);
+        let end = range.end.checked_next_multiple_of(PAGE_SIZE);
+        let end = end.unwrap_or(usize::MAX / PAGE_SIZE * PAGE_SIZE);
+        let range = range.start / PAGE_SIZE * PAGE_SIZE..end;
         let removed = self.tell(Event::Remove(range.clone()));
         // Where nobody does it any more, at least nothing is freed there as if it was still the engine's.
-        if removed.is_err() {
+        if removed.is_err() && !self.is_own_thread() {
             self.shared.discarder.forget(range.start, range.len());
         }
         removed
@@ -261,17 +267,19 @@ impl Supervisor {
 
     /// A device is about to pin guest memory, or to use it without a trace (VFIO, vDPA, vhost-scsi): when this returns
     /// everything is anonymous memory again and stays so, until as many calls of [`Self::unpin`] follow. To be called before
-    /// the first mapping for DMA, also before there is a VM.
+    /// the first mapping for DMA, also before there is a VM. [`Self::detach`] ends no pin: nothing of a next VM is merged either
+    /// before the last [`Self::unpin`].
     ///
     /// # Errors
-    /// [`Error::NotUnmerged`]: some pages map the store still, for want of memory. Nothing is merged any more, and a pin for
-    /// writing makes such pages private by itself; a VMM that wants to be told of failures rather refuses the device, and calls
-    /// [`Self::unpin`]. [`Error::Stopped`].
+    /// [`Error::NotUnmerged`]: some pages map the store still, for want of memory; the next call tries it again. It counts all the
+    /// same: nothing is merged any more, and a pin for writing makes such pages private by itself. A VMM that wants to be told of
+    /// failures rather refuses the device, and calls [`Self::unpin`]. [`Error::Stopped`].
     pub fn pin(&self) -> Result<(), Error> {
         self.tell(Event::Pin)
     }
 
-    /// A device has let go of guest memory. (Without a [`Self::pin`]: nothing.)
+    /// A device has let go of guest memory, before or after [`Self::detach`]: once for each call of [`Self::pin`], also for one
+    /// that failed. (Without a [`Self::pin`]: nothing.)
     pub fn unpin(&self) {
         self.post(Letter::Event(Event::Unpin));
     }
@@ -327,13 +335,17 @@ impl Supervisor {
     }
 
     /// The VM ends: no vCPU runs any more, and its memory is about to go. With `unmerge` everything goes back to anonymous memory
-    /// first. When this returns nothing of ours touches or keeps the memory. Returns the account of the service, if there was
-    /// one.
+    /// first. When this returns nothing of ours touches or keeps the memory. Without a VM this does nothing. Returns the account of
+    /// the service, if there was one.
     ///
     /// # Errors
     /// [`Error::NotUnmerged`], [`Error::Stopped`]; the service has ended all the same.
     pub fn detach(&self, unmerge: bool) -> Result<Option<ServiceStats>, Error> {
         let (done, stats) = self.ask(Letter::Event(Event::Detach { unmerge }));
+        // As in `remove_range`: other memory may come to the same addresses.
+        if matches!(done, Err(Error::Stopped)) && !self.is_own_thread() {
+            self.shared.discarder.forget(0, usize::MAX);
+        }
         done.map(|()| stats)
     }
 
@@ -379,10 +391,15 @@ impl Supervisor {
     }
 
     fn ask(&self, letter: Letter) -> Answer {
-        self.shared
-            .letters
-            .ask(letter)
-            .unwrap_or((Err(Error::Stopped), None))
+        // It cannot answer itself.
+        let asks = (!self.is_own_thread()).then_some(&self.shared.letters);
+        let answer = asks.and_then(|letters| letters.ask(letter));
+        answer.unwrap_or((Err(Error::Stopped), None))
+    }
+
+    fn is_own_thread(&self) -> bool {
+        let own = self.thread.as_ref().map(|thread| thread.thread().id());
+        own == Some(std::thread::current().id())
     }
 
     fn post(&self, letter: Letter) {
@@ -393,6 +410,10 @@ impl Supervisor {
 
 impl Drop for Supervisor {
     fn drop(&mut self) {
+        if self.is_own_thread() {
+            // It ends behind what it does now.
+            return self.post(Letter::End);
+        }
         let _ = self.ask(Letter::End);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -426,6 +447,9 @@ fn run(shared: &Arc<Shared>, options: Options) {
             stopped.is_ok()
         );
     }
+    // The discarder goes on knowing what is shared: the VM may live on, and what it frees must read as zeros.
+    *lock(&shared.account) = None;
+    *lock(&shared.status) = Status::Detached;
     shared.letters.close();
 }
 

@@ -2,9 +2,9 @@
 
 use super::*;
 use crate::config::Config;
-use std::os::unix::net::UnixListener;
 use std::time::Instant;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
+use vmm_dedup_protocol::socket;
 
 fn supervisor() -> Supervisor {
     Supervisor::spawn(Options::default()).unwrap()
@@ -42,7 +42,7 @@ fn a_store_that_hangs_does_not_hang_whoever_asks() {
     let path = folder.path().join("store.sock");
     let supervisor = supervisor();
     // It is there, and never answers.
-    let listener = UnixListener::bind(&path);
+    let listener = socket::listen(&path).unwrap();
     supervisor.attach(setup(&path)).unwrap();
     supervisor.add_memory(memory()).unwrap();
     for _ in 0..2 {
@@ -75,4 +75,63 @@ fn memory_is_kept_for_a_vm_only() {
     assert_eq!(Arc::strong_count(&memory), 3);
     supervisor.detach(false).unwrap();
     assert_eq!(Arc::strong_count(&memory), 1, "the VM has ended");
+}
+
+#[test]
+fn a_call_from_the_supervisors_own_thread_waits_for_nobody() {
+    let supervisor = Arc::new(supervisor());
+    let theirs = supervisor.clone();
+    let asked = supervisor.with_service(move |_| {
+        let removed = theirs.remove_range(0..4096);
+        (theirs.pin(), removed, theirs.detach(true))
+    });
+    let stopped = matches!(
+        asked,
+        Some((Err(Error::Stopped), Err(Error::Stopped), Err(Error::Stopped)))
+    );
+    assert!(stopped, "{asked:?}");
+    supervisor.pin().unwrap();
+}
+
+#[test]
+fn the_last_handle_may_go_in_the_supervisors_own_thread() {
+    let (tell, told) = std::sync::mpsc::channel();
+    let supervisor = Arc::new(supervisor());
+    let shared = supervisor.shared.clone();
+    let last = supervisor.clone();
+    supervisor.post(Letter::Work(Box::new(move |_| {
+        // The other one has gone by then.
+        told.recv().unwrap();
+        drop(last);
+    })));
+    drop(supervisor);
+    tell.send(()).unwrap();
+    let start = Instant::now();
+    while shared.letters.post(Letter::Nested) {
+        assert!(start.elapsed() < Duration::from_secs(60), "it does not end");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_supervisor_that_has_died_serves_nothing_and_keeps_nothing() {
+    let (supervisor, memory) = (supervisor(), memory());
+    supervisor.attach(nowhere()).unwrap();
+    supervisor.add_memory(memory.clone()).unwrap();
+    settle(&supervisor);
+    assert_ne!(supervisor.status(), Status::Detached);
+    assert_eq!(supervisor.with_service(|_| panic!("a bug")), None::<()>);
+    assert_eq!(supervisor.status(), Status::Detached);
+    assert_eq!(supervisor.stats(), None);
+    assert_eq!(Arc::strong_count(&memory), 1);
+    assert!(matches!(supervisor.detach(false), Err(Error::Stopped)));
+}
+
+#[test]
+fn all_memory_may_go_at_once() {
+    let (supervisor, memory) = (supervisor(), memory());
+    supervisor.attach(nowhere()).unwrap();
+    supervisor.add_memory(memory.clone()).unwrap();
+    supervisor.remove_range(0..usize::MAX).unwrap();
+    assert_eq!(Arc::strong_count(&memory), 1);
 }

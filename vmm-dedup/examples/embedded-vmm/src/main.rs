@@ -25,9 +25,10 @@ struct Machine {
     setup: Option<Setup>,
     supervisor: Supervisor,
     discarder: Discarder,
+    /// They go before the memory that they pin.
+    devices: Vec<Device>,
     vm: Option<RunningVm>,
     plugged: Option<Arc<GuestRegionMmap<()>>>,
-    device: Option<Device>,
 }
 
 fn main() -> Result<(), Failure> {
@@ -62,9 +63,9 @@ fn main() -> Result<(), Failure> {
         setup,
         supervisor,
         discarder,
+        devices: Vec::new(),
         vm: None,
         plugged: None,
-        device: None,
     };
     machine.boot()?;
     for line in std::io::stdin().lock().lines() {
@@ -81,6 +82,15 @@ fn main() -> Result<(), Failure> {
 
 impl Machine {
     fn boot(&mut self) -> Result<(), Failure> {
+        let booted = self.boot_attached();
+        if booted.is_err() {
+            // Nothing keeps the memory of a VM that never ran, and there may be another one.
+            self.supervisor.detach(false)?;
+        }
+        booted
+    }
+
+    fn boot_attached(&mut self) -> Result<(), Failure> {
         let vm = Vm::new(&self.config)?;
         // 4. Guest memory is mapped, and KVM has its slots. Nobody waits for the store.
         if let Some(setup) = &self.setup {
@@ -92,25 +102,46 @@ impl Machine {
     }
 
     fn shut_down(&mut self) -> Result<(), Failure> {
+        while self.unplug_device() {}
         if let Some(vm) = self.vm.take() {
             vm.stop();
             vm.wait()?;
         }
         // 5. No vCPU runs any more: nothing of dedup keeps the memory from here on.
         self.supervisor.detach(false)?;
-        (self.plugged, self.device) = (None, None);
+        self.plugged = None;
         Ok(())
+    }
+
+    /// Each device has a pin of its own, which ends when it has gone.
+    fn plug_device(&mut self) -> Result<(), Failure> {
+        // 8. Before the first pin. A device that cannot have its memory is refused, and so its pin ends as well.
+        let pinned = self.supervisor.pin().map_err(Failure::from);
+        let plugged = pinned.and_then(|()| Ok(Device::plug(self.addresses()?)?));
+        let device = plugged.inspect_err(|_| self.supervisor.unpin())?;
+        self.devices.push(device);
+        Ok(())
+    }
+
+    /// Whether there was one.
+    fn unplug_device(&mut self) -> bool {
+        let gone = self.devices.pop().map(drop).is_some();
+        if gone {
+            self.supervisor.unpin();
+        }
+        gone
     }
 
     fn command(&mut self, line: &str) -> Result<String, Failure> {
         let (word, argument) = line.split_once(' ').unwrap_or((line, ""));
+        if word == "reboot" {
+            self.shut_down()?;
+            self.boot()?;
+            return Ok("done".into());
+        }
         let vm = self.vm.as_mut().ok_or("there is no VM")?;
         match word {
             "type" => vm.serial_input(argument.as_bytes()),
-            "reboot" => {
-                self.shut_down()?;
-                self.boot()?;
-            }
             "pause" => {
                 vm.pause();
                 // 6. Only so that a snapshot or a migration has the CPU; memory may be read all the time.
@@ -134,18 +165,13 @@ impl Machine {
             "fill" => self.fill(argument.parse()?)?,
             "check" => return self.check(argument.parse()?),
             "discard" => return self.discard(),
-            "pin" => {
-                // 8. Before the first pin; a VMM that would rather do without the device than without memory gives up here.
-                self.supervisor.pin()?;
-                self.device = Some(Device::plug(self.addresses()?)?);
-            }
+            "pin" => self.plug_device()?,
             "dma" => {
-                let device = self.device.as_mut().ok_or("there is no device")?;
+                let device = self.devices.last_mut().ok_or("there is no device")?;
                 device.write(argument.parse()?)?;
             }
             "unpin" => {
-                self.device = None;
-                self.supervisor.unpin();
+                self.unplug_device();
             }
             "lend" => self.supervisor.lend(self.addresses()?, Lease::UntilTakenBack)?,
             "back" => self.supervisor.take_back(self.addresses()?),

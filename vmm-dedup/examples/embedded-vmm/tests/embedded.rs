@@ -205,6 +205,7 @@ scenarios! {
     plugged_memory_is_shared_given_up_and_shared_again
     sharing_survives_pausing
     sharing_survives_a_reboot
+    a_vm_that_does_not_boot_is_followed_by_one_that_shares
     a_device_pins_memory_and_lets_go
     lent_memory_comes_back
     a_store_that_comes_later_is_found
@@ -256,6 +257,24 @@ mod scenario {
             }
             vms.iter_mut().for_each(Vmm::wait_shared);
         }
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn a_vm_that_does_not_boot_is_followed_by_one_that_shares(bench: Bench) {
+        let mut vms = bench.sharing();
+        let vm = &mut vms[0];
+        // A device, and with it its pin, goes with its VM.
+        vm.done(&format!("plug {PLUGGED_MIB}"));
+        vm.done("pin");
+        let kernel = bench.folder.path().join("payload.elf");
+        let away = bench.folder.path().join("away.elf");
+        std::fs::rename(&kernel, &away).expect("it is renamed");
+        let answer = vm.ask("reboot");
+        assert!(answer.starts_with("error: "), "{answer}");
+        std::fs::rename(&away, &kernel).expect("it is renamed");
+        vm.done("reboot");
+        vm.wait_ready(2);
+        vms.iter_mut().for_each(Vmm::wait_shared);
         vms.into_iter().for_each(Vmm::finish);
     }
 

@@ -178,7 +178,7 @@ fn a_pin_and_a_loan_after_a_failed_release_try_that_again() {
     world.releases = for_good();
     let release = Effect::Release(span(0));
     assert_eq!(world.tell(Event::Pin)[0], release);
-    assert_eq!(world.tell(Event::Pin), [release.clone()]);
+    assert_eq!(world.tell(Event::Pin), std::slice::from_ref(&release));
     let lend = Event::Lend(0..MIB, Lease::UntilFree);
     assert_eq!(world.tell(lend.clone())[0], release);
     world.releases = Outcome::Done;
