@@ -5,7 +5,7 @@
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError};
 use vmm_dedup_nested::dsa::{Play, Said, Stage};
 
 /// The CLI, which `cargo test` of this package alone does not build.
@@ -70,6 +70,9 @@ fn executable(package: &str, test: &str) -> PathBuf {
 
 /// Plays; `None`, and the reason on standard error, where this machine cannot.
 fn play(play: Play) -> Option<Said> {
+    // One after the other: they prepare the same folder.
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = programs();
     let stage = Stage {
         cache: folder.with_file_name("nested"),
