@@ -6,8 +6,8 @@
 //!
 //! 1. *Ask the kernel's count* of pinned pages ([`pin_count`](mod@crate::sys::pin_count)): none of the host is.
 //! 2. *Freeze* ([`Frozen`](crate::window::Frozen)): nobody writes the pages from here on, and nobody pins them for writing.
-//! 3. *Ask again.* If nothing was pinned or let go meanwhile, the frozen pages are not pinned by anybody whose pins the kernel
-//!    counts: not by another process that writes this one's memory (a debugger, by process_vm_writev).
+//! 3. *Ask again*, a few times. If nothing was pinned or let go from one answer to the next, the frozen pages are not pinned by
+//!    anybody whose pins the kernel counts: not by another process that writes this one's memory (a debugger, by process_vm_writev).
 //! 4. *Look at the open files* ([`Pinners`]). Whoever in this process had pages pinned before they were frozen has done so through
 //!    a file that was open then. It still is, or its I/O goes on although it was closed, which
 //!    [`direct_io`](mod@crate::sys::direct_io) cannot see either.
@@ -241,6 +241,24 @@ impl Healer {
         }
     }
 
+    /// Whether two readings of the kernel's count, of which the second comes after pages were frozen, tell that none was pinned
+    /// when they were. `before`: the last reading before that, if it said so.
+    fn nothing_was_pinned(&mut self, before: Option<Counts>, frozen: Instant) -> bool {
+        let mut last = before;
+        for _ in 0..TRIES {
+            let left = self.patience().saturating_sub(frozen.elapsed());
+            if left.is_zero() {
+                return false;
+            }
+            let now = self.count.nothing_pinned(left).ok();
+            if now.is_some() && now == last {
+                return true;
+            }
+            last = now;
+        }
+        false
+    }
+
     /// How long the kernel may take to count while pages are frozen.
     fn patience(&self) -> Duration {
         match self.stall_ns {
@@ -342,15 +360,9 @@ impl Healer {
         requests: &[MergeRequest],
         child: Option<&Child>,
     ) -> Healed {
-        let (mut healed, mut failure) = self.heal_frozen(memory, store, space, requests, child);
-        let mut tries = 1;
-        while self.way == Way::Count && failure.is_none() && healed.is_untold() {
-            if tries == TRIES {
-                self.chosen = None;
-                break;
-            }
-            tries += 1;
-            (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
+        let (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
+        if self.way == Way::Count && healed.is_untold() {
+            self.chosen = None;
         }
         self.adapt(&healed.outcomes);
         match failure {
@@ -403,11 +415,8 @@ impl Healer {
     ) -> (Healed, Option<std::io::Error>) {
         let none = |outcome| (Healed::none(requests, outcome), None);
         let before = match (child, self.way) {
-            (None, Way::Count) => match self.count.nothing_pinned(self.patience()) {
-                Ok(counts) => Some(counts),
-                Err(_) => return none(Outcome::Untold),
-            },
-            _ => None::<Counts>,
+            (None, Way::Count) => self.count.nothing_pinned(self.patience()).ok(),
+            _ => None,
         };
         let breaker = space.breaker.clone();
         let (mut clock, _urgent) = (Instant::now(), Urgent::begin());
@@ -421,7 +430,7 @@ impl Healer {
             _ if BLIND.load(std::sync::atomic::Ordering::Relaxed) => Proof::Blind,
             (Some(child), _) => Proof::Child(child),
             (None, Way::Count) => {
-                if self.count.nothing_pinned(self.patience()).ok() != before {
+                if !self.nothing_was_pinned(before, clock) {
                     return none(Outcome::Untold);
                 }
                 match self.pinners.look() {

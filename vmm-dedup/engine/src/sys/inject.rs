@@ -84,6 +84,7 @@ mod product {
 pub(crate) use product::{before, before_mapping};
 
 #[cfg(any(test, feature = "inject"))]
+#[cfg_attr(not(feature = "inject"), allow(unused_imports))] // the engine's own tests need some
 pub use armed::{Injection, Site, Times, Watch};
 #[cfg(any(test, feature = "inject"))]
 pub(crate) use armed::{before, before_mapping};
