@@ -83,12 +83,12 @@ struct Fire<'a> {
     wrong: AtomicU64,
 }
 
-/// Merges copies until so many were (or somebody lost a write, or the time is over).
+/// Merges copies until so many were (or somebody lost a write, or it is over).
 ///
 /// # Panics
 /// If something does not work that has nothing to do with it.
 #[must_use]
-pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Outcome {
+pub fn chaos(heals: u64, over: impl Fn() -> bool, pins: Pins, besides: Besides) -> Outcome {
     let store = StoreThread::start();
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
     let (pages, twins) = (Pages::map(PAGES), Pages::map(PAGES));
@@ -147,9 +147,7 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Ou
         }
         let mut stats = ServiceStats::default();
         let done = |stats: &ServiceStats| {
-            stats.heals_total >= heals
-                || fire.wrong.load(Ordering::Relaxed) > 0
-                || fire.start.elapsed() > patience
+            stats.heals_total >= heals || fire.wrong.load(Ordering::Relaxed) > 0 || over()
         };
         while !done(&stats) {
             stats = service.pass().expect("passes run");
