@@ -9,7 +9,7 @@ use std::io::Read;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vmm_dedup::{Breaks, Config, DedupService};
 use vmm_dedup_protocol::PAGE_SIZE;
 
@@ -98,7 +98,7 @@ pub fn chaos(moves: u64, over: impl Fn() -> bool, breaks: Breaks) -> Outcome {
             .each_ref()
             .map(|service| service.pass().expect("passes run"))
     };
-    while pass().iter().any(|stats| stats.pages_mapped < PAGES as u64) {}
+    while !over() && pass().iter().any(|stats| stats.pages_mapped < PAGES as u64) {}
     std::thread::scope(|scope| {
         let (fire, file) = (&fire, &file);
         scope.spawn(|| fire.write(0, 0));

@@ -116,7 +116,7 @@ pub fn chaos(heals: u64, over: impl Fn() -> bool, pins: Pins, besides: Besides) 
     twin.vouch_for_pins();
     service.vouch_for_pins();
     let shared = |service: &DedupService| service.pass().expect("passes run").pages_mapped == PAGES as u64;
-    while !(shared(&twin) & shared(&service)) {}
+    while !(over() || shared(&twin) & shared(&service)) {}
     let fire = Fire {
         pages: &pages,
         stop: AtomicBool::new(false),

@@ -62,12 +62,15 @@ const FAILED: u64 = 5;
 /// How long all calls of a kind fail, and how long if nothing has told of it until then.
 const ALL_FAIL: Duration = Duration::from_millis(100);
 const ALL_FAIL_AT_MOST: Duration = Duration::from_secs(10);
-/// How long a scene is watched from where calls are made, how long calls from these places fail in turn (longer while a place
+/// How long no new place must come while a scene is watched from where calls are made, how long it is watched, how long calls from these places fail in turn (longer while a place
 /// is left that was met often: after a failure the service leaves alone for a while what failed), and how long one turn may take.
 const WATCHED: Duration = Duration::from_secs(2);
+const WATCHED_AT_MOST: Duration = Duration::from_secs(10);
 const WALKED: Duration = Duration::from_secs(6);
 const WALKED_AT_MOST: Duration = Duration::from_secs(60);
 const TURN: Duration = Duration::from_millis(300);
+/// Places from which every scene makes calls, at least.
+const FEWEST: usize = 10;
 /// How long a log line may take.
 const TOLD: Duration = Duration::from_secs(5);
 /// How long services take to start.
@@ -218,17 +221,23 @@ fn has_another_way(site: &Site) -> bool {
     site.call == Call::Advise || other_ways.iter().any(known)
 }
 
-/// Watches from where calls are made while nothing fails, and then has the calls from each such place fail, one place after the
+/// Watches from where calls are made while nothing fails, until no new place comes, and then has the calls from each such place fail, one place after the
 /// other: whatever is done often must have failed once, and a log line must have told of it.
 fn walk(scene: &str, log: &Logged, mut poke: impl FnMut()) {
     let watch = Watch::begin();
     let start = Instant::now();
-    while start.elapsed() < WATCHED {
+    let (mut places, mut new) = (0, start);
+    while new.elapsed() < WATCHED && start.elapsed() < WATCHED_AT_MOST {
         poke();
         std::thread::sleep(Duration::from_millis(50));
+        let now = watch.sites().len();
+        if now > places {
+            (places, new) = (now, Instant::now());
+        }
     }
     let seen = watch.sites();
     drop(watch);
+    assert!(seen.len() >= FEWEST, "{scene}: little happens: {seen:?}");
     let mut left: Vec<Site> = seen.keys().copied().collect();
     let (start, mut untold) = (Instant::now(), Vec::new());
     // Some are rare: they get another turn.
