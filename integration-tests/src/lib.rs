@@ -15,6 +15,7 @@ pub mod pinned;
 pub mod prometheus;
 pub mod seccomp;
 pub mod store;
+pub mod suspended;
 pub mod swap_chaos;
 pub mod twins;
 pub mod unmodified;

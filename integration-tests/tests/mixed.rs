@@ -8,6 +8,7 @@ use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::suspended::open_what_suspends;
 
 /// Pages of each 2 MiB that are kept private to sample its use.
 const PROBES: usize = 4;
@@ -181,6 +182,49 @@ fn huge_pages_of_zeros_are_given_up_whole() {
             .all(|page| pages.holds(page, 0))
     );
     service.stop(true).expect("it stops");
+}
+
+/// A write by a plain reference would go to the page that is replaced, and be lost.
+#[test]
+fn no_zeros_are_given_up_and_nothing_is_built_while_merging_is_suspended() {
+    need_userfaultfd!();
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+    let store = StoreThread::start();
+    let (pages, zeros) = (pairs(4), Pages::map(HUGE_PAGES));
+    huge_pages_or_skip!(&pages);
+    (0..zeros.count()).for_each(|page| zeros.fill(page, (page as u64 + 1) << 32));
+    let hot = AtomicUsize::new(0);
+    let start = |pages: &Pages| pages.serve(&store.socket(), config(Policy::Smartmd));
+    let (service, giver) = (
+        start(&pages).expect("dedup starts"),
+        start(&zeros).expect("dedup starts"),
+    );
+    while_reading(&pages, &hot, || {
+        let all = (4 * (HUGE_PAGES - PROBES)) as u64;
+        wait(&service, "the pairs are shared", |s| s.pages_mapped == all);
+        let Some(device) = open_what_suspends(folder.path()) else {
+            return;
+        };
+        (0..zeros.count()).for_each(|page| zeros.fill(page, 0));
+        hot.store(4, Ordering::Release);
+        let passes = service.stats().passes_total + 100;
+        wait(&service, "some passes are over", |s| s.passes_total >= passes);
+        let passes = giver.stats().passes_total + 100;
+        wait(&giver, "some passes are over", |s| s.passes_total >= passes);
+        let (built, given) = (
+            service.stats().huge_rebuilt_total,
+            giver.stats().zero_merges_total,
+        );
+        assert_eq!((built, given), (0, 0), "pages were replaced");
+        drop(device);
+        wait(&service, "huge pages are built", |s| s.huge_rebuilt_total == 4);
+        wait(&giver, "zeros are given up", |s| {
+            s.pages_zero == HUGE_PAGES as u64
+        });
+    });
+    service.stop(true).expect("it stops");
+    giver.stop(true).expect("it stops");
+    assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));
 }
 
 /// Two hot chunks and two cold ones, in pairs; then two cold ones without twins: what each policy leaves huge and shares.
