@@ -390,8 +390,11 @@ impl Healer {
         at_hand
             .iter()
             .for_each(|stretch| vma::advise_again(stretch, libc::MADV_DOFORK));
+        // vCPUs that fault wait for the lock that a fork holds.
+        let urgent = Urgent::begin();
         let (clock, cpu) = (Instant::now(), proc::thread_cpu_ns());
         let child = Child::fork();
+        drop(urgent);
         let (took, cpu) = (ns(clock.elapsed()), proc::thread_cpu_ns() - cpu);
         at_hand
             .iter()
