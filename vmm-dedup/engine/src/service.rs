@@ -387,7 +387,11 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
             }
             Event::Command(Command::Pass(tell)) => {
                 next = Instant::now() + pass.config.pass_period();
-                pass.run();
+                if control.rests() {
+                    pass.rest();
+                } else {
+                    pass.run();
+                }
                 let _ = tell.send(pass.account.stats);
             }
             Event::Due => {

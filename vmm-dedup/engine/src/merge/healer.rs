@@ -44,6 +44,7 @@ use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::direct_io::DirectIo;
 use crate::sys::fork::Child;
+use crate::sys::late_log;
 use crate::sys::pin_count::{Counts, PinCount};
 use crate::sys::pinners::Pinners;
 use crate::sys::proc;
@@ -120,7 +121,10 @@ impl Trouble {
     /// It failed in this pass.
     fn note(&mut self, pass: u64, why: String) {
         let pause = self.retry.fail(pass);
-        log::warn!("pages that the kernel copied stay private for {pause} passes: {why}");
+        // Whoever heals holds the lock of discards, which a thread that logs may wait for.
+        late_log::say(format!(
+            "pages that the kernel copied stay private for {pause} passes: {why}"
+        ));
         self.why = format!("{why}; it is tried again after {pause} passes");
     }
 }

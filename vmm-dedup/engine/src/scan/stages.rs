@@ -51,11 +51,14 @@ impl Pass {
             self.look_at_copies()?;
         }
         self.watch_use()?;
-        if self.session.is_connected() && self.direct_io.glance() {
-            self.look_at_huge_pages()?;
-            self.settle()?;
+        if !self.session.is_connected() {
+            return Ok(());
         }
-        Ok(())
+        if !self.direct_io.glance() {
+            return self.stand_by();
+        }
+        self.look_at_huge_pages()?;
+        self.settle()
     }
 
     /// What others did since the last pass.

@@ -27,7 +27,7 @@
 #![allow(unsafe_code)] // getsockopt
 
 use crate::error::Error;
-use crate::sys::descriptors::{self, Descriptors, file_system, info, link, stat};
+use crate::sys::descriptors::{self, Descriptors, file_system, info, is_tls, link, stat};
 use crate::sys::direct_io::{BTRFS, DirectIo, EXT4, OVERLAYFS, TMPFS, XFS, layers};
 use rustix::fs::FileType;
 use std::os::fd::RawFd;
@@ -280,23 +280,6 @@ fn domain(fd: RawFd) -> Option<i32> {
         )
     };
     (asked == 0).then_some(domain)
-}
-
-/// Whether the kernel decrypts what a socket receives: straight into the pages of whoever receives it.
-fn is_tls(fd: RawFd) -> bool {
-    let mut name = [0u8; 16];
-    let mut len: libc::socklen_t = 16;
-    // SAFETY: so many bytes that are ours alone; the descriptor may be closed meanwhile, which the kernel tells.
-    let asked = unsafe {
-        libc::getsockopt(
-            fd,
-            libc::SOL_TCP,
-            libc::TCP_ULP,
-            name.as_mut_ptr().cast(),
-            &raw mut len,
-        )
-    };
-    asked == 0 && name.starts_with(b"tls")
 }
 
 #[cfg(test)]

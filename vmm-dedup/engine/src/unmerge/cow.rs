@@ -275,6 +275,9 @@ impl Breaker {
 
     /// Serves the writers of a protected range, but for what is private in it.
     fn take_over(&self, inner: &mut Inner, run: &Range<usize>, private: &[Range<usize>]) {
+        if self.stop.load(Ordering::Acquire) {
+            return self.leave(inner, run);
+        }
         for stretch in private {
             self.leave(inner, stretch);
         }
