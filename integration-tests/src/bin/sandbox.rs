@@ -334,7 +334,6 @@ impl Guest {
             assert_ne!(supervisor.status(), Status::Detached);
             supervisor.detach(true).expect("it ends");
         });
-        drop(pages);
         seen
     }
 
@@ -360,7 +359,6 @@ impl Guest {
             let refusal = vmm_dedup::refusal::confidential();
             drop(Refused::announce(&store, "refused", 1, &refusal).expect("it is told"));
         }));
-        drop(pages);
         seen
     }
 }
