@@ -175,7 +175,9 @@ fn a_vm_ends_in_time_while_its_store_is_away() {
             guest.pages.fill(page, twin(page));
         });
         guest.check();
-        // And the next VM has another one.
+        // The next VM has another store, and memory that maps none.
+        guest.pages.renew();
+        (0..PAGES).for_each(|page| guest.pages.fill(page, twin(page)));
         let store = StoreThread::start();
         guest.attach(&store).expect("it fits");
         guest.add();

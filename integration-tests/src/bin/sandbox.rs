@@ -319,7 +319,7 @@ impl Guest {
         self.shares();
         let (supervisor, discarder) = (self.supervisor.clone(), self.supervisor.discarder());
         let (all, at) = (range(&pages, 0, PAGES).addresses(), pages.address(0));
-        let seen = recorded(Part::Call, filtered, move || {
+        recorded(Part::Call, filtered, move || {
             // SAFETY: what it held is not needed any more.
             unsafe { discarder.discard(at, PAGES / 2 * 4096) }.expect("it is freed");
             supervisor.pause();
@@ -333,8 +333,7 @@ impl Guest {
             supervisor.direct_io_opened().expect("it looks");
             assert_ne!(supervisor.status(), Status::Detached);
             supervisor.detach(true).expect("it ends");
-        });
-        seen
+        })
     }
 
     /// A VMM that starts services itself.
