@@ -1,6 +1,6 @@
 //! A [`Setup`] as text.
 //!
-//! As one line it is `store=/run/vmm-dedup/store.sock,name=web1,cpu_percent=10`. Keys are those of the fields of [`Config`],
+//! As one line it is `store=/run/vmm-dedup/store.sock,name=web1,cpu_percent=10`. Keys are those of the fields of [`Config`](crate::Config),
 //! joined by a dot where they nest (`breaks.mode=managed,breaks.reserve_pages=512`), and `store`. What is not named keeps its
 //! default. A value with a comma or a quotation mark stands in quotation marks, in which `\` takes the next character as it is.
 //! In JSON and TOML it is one table with the same keys.
@@ -45,7 +45,7 @@ impl From<Setup> for Map<String, Value> {
 impl FromStr for Setup {
     type Err = Error;
 
-    /// Parses a line, and checks the settings' values ([`Config::validate`]).
+    /// Parses a line, and checks the settings' values ([`Config::validate`](crate::Config::validate)).
     fn from_str(line: &str) -> Result<Self, Error> {
         let setup = parse(line).map_err(Error::Settings)?;
         setup.config.validate()?;
