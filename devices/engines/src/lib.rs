@@ -4,6 +4,10 @@
 //! To add one: implement what it offers of [`vmm_dedup::compare`]'s traits in a crate of its own, and register it in
 //! [`engines`].
 
+mod config;
+
+pub use config::{config_of, read_config};
+
 use std::path::Path;
 use vmm_dedup::Engines;
 use vmm_dedup::compare::{Answer, Entry, Error};

@@ -60,7 +60,7 @@ pub use memory::layout::HostRange;
 pub use merge::healer::heal_blindly;
 pub use service::DedupService;
 pub use store::refusal::Refused;
-pub use supervisor::{Lease, Options, Status, Supervisor};
+pub use supervisor::{Lease, Options, Pinned, Status, Supervisor};
 #[cfg(feature = "inject")]
 pub use sys::inject::{Call, Injection, Site, Times, Watch};
 pub use sys::sched::in_service_thread;

@@ -27,7 +27,8 @@
 //! A CPU that is busy with a real-time thread may not answer for long, and a thread that waits for it cannot be interrupted. So a
 //! thread of its own asks, and nobody waits for it longer than he wants to.
 
-use crate::sys::sched;
+use crate::seccomp::Part;
+use crate::sys::thread;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -130,7 +131,6 @@ impl Asker {
         let (tell, answers) = mpsc::channel();
         // It ends when nobody can ask any more, or when a CPU answers after that.
         let work = move || {
-            sched::enter_service_thread();
             let mut buffer = vec![0; LONGEST];
             while asked.recv() == Ok(()) {
                 if tell.send(files.read(&mut buffer)).is_err() {
@@ -138,9 +138,7 @@ impl Asker {
                 }
             }
         };
-        std::thread::Builder::new()
-            .name("dedup-count".into())
-            .spawn(work)?;
+        thread::spawn(Part::Count, work)?;
         Ok(Self {
             questions,
             answers,

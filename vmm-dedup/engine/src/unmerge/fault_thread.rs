@@ -87,7 +87,6 @@ impl Breaker {
 
     /// The fault thread: serves writers until [`Self::stop`]. A writer for whom there is no page waits in the queue.
     pub(crate) fn run(&self, mut pagemap: Pagemap) {
-        crate::sys::sched::enter_service_thread();
         let _ends = Ends(self);
         let mut queue: VecDeque<Writer> = VecDeque::new();
         let (mut faults, mut foresight) = (Vec::new(), Foresight::default());
