@@ -189,7 +189,7 @@ impl<'a> Frozen<'a> {
         if self.afterwards == Afterwards::Unregistered
             && self.uffd.unregister(self.range.start, self.range.len()).is_ok()
         {
-            // All at once. What was replaced is not registered, and stays so.
+            // All at once. What was replaced is not registered, with this userfaultfd or another one, and stays so.
             return wake(self.uffd, &self.range);
         }
         for rest in complement(&self.range, &self.replaced) {
