@@ -8,7 +8,6 @@
 //! - A page that maps a slot is replaced only if it is not anonymous memory now: whoever pins such a page for writing makes the
 //!   kernel copy it.
 //! - A copy is anonymous memory. It is replaced only if a [`Proof`] says that it is not pinned.
-//!
 //! - A page that is frozen along with others ([`stretches`]) is not replaced. Its writers wait until it is thawed, and write it then.
 //!
 //! A slot that takes a page's place is compared with it first, at the guest's own address: neither changes. A page that stays
