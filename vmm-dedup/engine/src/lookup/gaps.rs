@@ -61,8 +61,8 @@ mod tests {
     use vmm_dedup_protocol::Slot;
 
     fn map() -> PageMap {
-        let memory = Memory::made_up(&[HUGE_SIZE..HUGE_SIZE + bytes(100)]);
-        PageMap::new(Arc::new(memory), 1000, 0)
+        let region = HUGE_SIZE..HUGE_SIZE + bytes(100);
+        PageMap::new(Arc::new(Memory::made_up(&[region])), 1000, 0)
     }
 
     #[test]
