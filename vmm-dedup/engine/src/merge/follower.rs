@@ -14,8 +14,8 @@
 
 use crate::account::ns;
 use crate::lookup::request::MergeRequest;
-use crate::memory::layout::Memory;
-use crate::merge::in_place::{self, Limit, Proof, addresses, stretches};
+use crate::memory::page_map::PageMap;
+use crate::merge::in_place::{self, Limit, Proof, addresses};
 use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::sched::Urgent;
@@ -39,22 +39,26 @@ pub(crate) struct Followed {
 
 /// Lets pages that map slots map others. Requests are in page order, and no more than [`LIMIT`] takes.
 pub(crate) fn follow(
-    memory: &Memory,
+    map: &PageMap,
     store: &Store,
     space: &mut AddressSpace,
     requests: &[MergeRequest],
 ) -> Followed {
+    let memory = map.memory();
     in_place::touch(memory, store, requests);
-    let (clock, _urgent) = (Instant::now(), Urgent::begin());
     let breaker = space.breaker.clone();
-    let Some(frozen) = breaker.freeze(stretches(memory, requests).map(|stretch| addresses(memory, stretch)))
-    else {
+    let stretches = in_place::stretches(map, breaker.managed(), requests);
+    let pages = stretches
+        .iter()
+        .map(|stretch| addresses(memory, &requests[stretch.clone()]));
+    let (clock, _urgent) = (Instant::now(), Urgent::begin());
+    let Some(frozen) = breaker.freeze(pages) else {
         return Followed {
             outcomes: vec![Outcome::NotTaken; requests.len()],
             stall_ns: 0,
         };
     };
-    let (outcomes, _) = in_place::replace(memory, store, space, frozen, requests, &Proof::None);
+    let (outcomes, _) = in_place::replace(memory, store, space, frozen, requests, &stretches, &Proof::None);
     Followed {
         outcomes,
         stall_ns: ns(clock.elapsed()),

@@ -39,7 +39,7 @@ use crate::lookup::copies::Prospect;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
-use crate::merge::in_place::{self, Limit, Proof, addresses, stretches};
+use crate::merge::in_place::{self, Limit, Proof, addresses};
 use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::direct_io::DirectIo;
@@ -319,9 +319,9 @@ impl Healer {
         let memory = map.memory().clone();
         in_place::touch(&memory, store, requests);
         if self.way != Way::Fork {
-            return self.heal_batch(&memory, store, space, pass, requests, None);
+            return self.heal_batch(map, store, space, pass, requests, None);
         }
-        let (child, fork_ns) = match self.fork(&memory, map.mappings(), requests) {
+        let (child, fork_ns) = match self.fork(map, space.breaker.managed(), requests) {
             Ok(forked) => forked,
             Err(error) => {
                 self.forks.note(pass, format!("cannot fork: {error}"));
@@ -334,7 +334,7 @@ impl Healer {
         while healed.outcomes.len() < requests.len() {
             let rest = &requests[healed.outcomes.len()..];
             let batch = &rest[..self.limit().fits(&memory, rest)];
-            let more = self.heal_batch(&memory, store, space, pass, batch, Some(&child));
+            let more = self.heal_batch(map, store, space, pass, batch, Some(&child));
             healed.outcomes.extend(more.outcomes);
             healed.stall_ns = healed.stall_ns.max(more.stall_ns);
         }
@@ -357,14 +357,14 @@ impl Healer {
     /// Merges what is frozen together.
     fn heal_batch(
         &mut self,
-        memory: &Memory,
+        map: &PageMap,
         store: &Store,
         space: &mut AddressSpace,
         pass: u64,
         requests: &[MergeRequest],
         child: Option<&Child>,
     ) -> Healed {
-        let (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
+        let (healed, failure) = self.heal_frozen(map, store, space, requests, child);
         if self.way == Way::Count && healed.is_untold() {
             self.chosen = None;
         }
@@ -383,13 +383,15 @@ impl Healer {
     /// Forks a child that has the pages at hand, and no others of the guest; and how long that took.
     fn fork(
         &mut self,
-        memory: &Memory,
-        mappings: u64,
+        map: &PageMap,
+        managed: bool,
         requests: &[MergeRequest],
     ) -> std::io::Result<(Child, u64)> {
+        let (memory, mappings) = (map.memory(), map.mappings());
         memory.keep_from_children();
-        let at_hand: Vec<Range<usize>> = stretches(memory, requests)
-            .map(|stretch| addresses(memory, stretch))
+        let at_hand: Vec<Range<usize>> = in_place::stretches(map, managed, requests)
+            .into_iter()
+            .map(|stretch| addresses(memory, &requests[stretch]))
             .collect();
         at_hand
             .iter()
@@ -414,7 +416,7 @@ impl Healer {
     /// are pinned: nothing is logged while pages are frozen.
     fn heal_frozen(
         &mut self,
-        memory: &Memory,
+        map: &PageMap,
         store: &Store,
         space: &mut AddressSpace,
         requests: &[MergeRequest],
@@ -425,11 +427,13 @@ impl Healer {
             (None, Way::Count) => self.count.nothing_pinned(self.patience()).ok(),
             _ => None,
         };
-        let breaker = space.breaker.clone();
+        let (breaker, memory) = (space.breaker.clone(), map.memory());
+        let stretches = in_place::stretches(map, breaker.managed(), requests);
+        let pages = stretches
+            .iter()
+            .map(|stretch| addresses(memory, &requests[stretch.clone()]));
         let (mut clock, _urgent) = (Instant::now(), Urgent::begin());
-        let Some(frozen) =
-            breaker.freeze(stretches(memory, requests).map(|stretch| addresses(memory, stretch)))
-        else {
+        let Some(frozen) = breaker.freeze(pages) else {
             return none(Outcome::NotTaken);
         };
         let proof = match (child, self.way) {
@@ -455,7 +459,8 @@ impl Healer {
                 }
             }
         };
-        let (outcomes, failure) = in_place::replace(memory, store, space, frozen, requests, &proof);
+        let (outcomes, failure) =
+            in_place::replace(memory, store, space, frozen, requests, &stretches, &proof);
         let stall_ns = ns(clock.elapsed());
         (Healed { outcomes, stall_ns }, failure)
     }

@@ -8,6 +8,7 @@
 //! - A page that maps a slot is replaced only if it is not anonymous memory now: whoever pins such a page for writing makes the
 //!   kernel copy it.
 //! - A copy is anonymous memory. It is replaced only if a [`Proof`] says that it is not pinned.
+//! - A page that is frozen along with others ([`stretches`]) is not replaced. Its writers wait until it is thawed, and write it then.
 //!
 //! A slot that takes a page's place is compared with it first, at the guest's own address: neither changes. A page that stays
 //! private ([`Role::Exception`], [`Role::Home`]) is copied instead, while nobody changes it, and the copy takes its place in one
@@ -15,7 +16,8 @@
 
 use crate::compare::{PageId, Pair, StablePage, With};
 use crate::lookup::request::{MergeRequest, Role};
-use crate::memory::layout::Memory;
+use crate::memory::layout::{Memory, Page};
+use crate::memory::page_map::PageMap;
 use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, return_exceptions};
 use crate::store::connection::Store;
@@ -35,7 +37,8 @@ use std::ops::Range;
 use std::time::Duration;
 use vmm_dedup_protocol::key::PAGE_WORDS;
 
-/// Most pages that are frozen at once, and most stretches of them: what a writer may have to wait for goes with these.
+/// Most pages that are replaced at once, and most stretches of consecutive ones: what a writer may have to wait for goes with
+/// these.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit {
     pub(crate) pages: usize,
@@ -63,22 +66,38 @@ impl Limit {
     }
 }
 
+/// Most pages between two that are frozen along with them.
+const FROZEN_ALONG: Page = 16;
+
 fn neighbours(memory: &Memory, a: &MergeRequest, b: &MergeRequest) -> bool {
     b.page == a.page + 1 && memory.adjacent(a.page)
 }
 
-/// Consecutive pages.
-pub(crate) fn stretches<'r>(
-    memory: &Memory,
-    requests: &'r [MergeRequest],
-) -> impl Iterator<Item = &'r [MergeRequest]> {
-    requests.chunk_by(|a, b| neighbours(memory, a, b))
+/// Requests that are frozen in one piece: for consecutive pages, or with few others between that lie in mappings of the store as
+/// well. Those stay as they are, and are frozen along: a call for each piece takes longer than the pages in it. With managed
+/// breaks they are not, since the fault thread may have replaced one of them, which would keep the others from being frozen.
+pub(crate) fn stretches(map: &PageMap, managed: bool, requests: &[MergeRequest]) -> Vec<Range<usize>> {
+    let together = |a: &MergeRequest, b: &MergeRequest| {
+        let (between, most) = (a.page + 1..b.page, if managed { 0 } else { FROZEN_ALONG });
+        b.page - a.page <= most + 1
+            && (a.page..b.page).all(|page| map.memory().adjacent(page))
+            && between
+                .into_iter()
+                .all(|page| map.backing(page).in_file_mapping())
+    };
+    let mut start = 0;
+    let stretches = requests.chunk_by(together).map(|stretch| {
+        let at = start..start + stretch.len();
+        start = at.end;
+        at
+    });
+    stretches.collect()
 }
 
-/// Addresses of consecutive pages.
+/// Addresses from the first page of a stretch to the last.
 pub(crate) fn addresses(memory: &Memory, stretch: &[MergeRequest]) -> Range<usize> {
-    let start = memory.address(stretch[0].page);
-    start..start + bytes(stretch.len())
+    let last = stretch[stretch.len() - 1].page;
+    memory.address(stretch[0].page)..memory.address(last) + PAGE_SIZE
 }
 
 /// Reads a word of each page and slot, so that nobody waits while they come in from swap.
@@ -146,11 +165,13 @@ pub(crate) fn replace(
     space: &mut AddressSpace,
     mut frozen: FrozenRuns<'_>,
     requests: &[MergeRequest],
+    stretches: &[Range<usize>],
     proof: &Proof<'_>,
 ) -> (Vec<Outcome>, Option<io::Error>) {
     let (mut outcomes, mut put) = (Vec::with_capacity(requests.len()), Vec::new());
     let (mut rest, mut failure) = (Outcome::Contended, None);
-    for (run, stretch) in frozen.runs_mut().zip(stretches(memory, requests)) {
+    for (run, stretch) in frozen.runs_mut().zip(stretches) {
+        let stretch = &requests[stretch.clone()];
         if run.somebody_waits(Duration::ZERO) {
             break;
         }
@@ -161,7 +182,7 @@ pub(crate) fn replace(
                 break;
             }
         };
-        let mut compared = compare(run, &found, store, stretch);
+        let mut compared = compare(memory, run, &found, store, stretch);
         return_exceptions(stretch, &mut compared, Open::default());
         put_runs(memory, run, store, stretch, &mut compared, &mut put);
         outcomes.extend(compared);
@@ -185,9 +206,16 @@ pub(crate) fn replace(
 
 /// Compares frozen pages with what shall take their places.
 #[allow(unsafe_code)] // reads guest memory
-fn compare(run: &Frozen<'_>, found: &Found, store: &Store, stretch: &[MergeRequest]) -> Vec<Outcome> {
+fn compare(
+    memory: &Memory,
+    run: &Frozen<'_>,
+    found: &Found,
+    store: &Store,
+    stretch: &[MergeRequest],
+) -> Vec<Outcome> {
     let within = |ranges: &[Range<usize>], at: usize| ranges.iter().any(|range| range.contains(&at));
-    let outcome = |(request, at): (&MergeRequest, usize)| {
+    let outcome = |request: &MergeRequest| {
+        let at = memory.address(request.page);
         match request.role {
             Role::Moved if within(&found.copies, at) => return Outcome::Absent,
             Role::Moved => {}
@@ -214,8 +242,7 @@ fn compare(run: &Frozen<'_>, found: &Found, store: &Store, stretch: &[MergeReque
             Outcome::Different
         }
     };
-    let addresses = run.range().clone().step_by(PAGE_SIZE);
-    stretch.iter().zip(addresses).map(outcome).collect()
+    stretch.iter().map(outcome).collect()
 }
 
 /// Puts what was found right into place, from the last run to the first: the kernel splits a mapping cheaper at its end.
@@ -227,7 +254,6 @@ fn put_runs(
     outcomes: &mut [Outcome],
     put: &mut Vec<Put>,
 ) {
-    let start = frozen.range().start;
     let mut end = stretch.len();
     while end > 0 {
         if outcomes[end - 1] != Outcome::Merged {
@@ -241,8 +267,8 @@ fn put_runs(
         {
             first -= 1;
         }
-        let at = start + bytes(first)..start + bytes(end);
         let run = &stretch[first..end];
+        let at = addresses(memory, run);
         match put_run(memory, frozen, store, run, &at) {
             Ok(()) => put.push(Put {
                 at,
@@ -308,5 +334,60 @@ fn copy(from: &Range<usize>, to: usize, pages: &[usize]) {
             guest::copy_page(from.start + offset, &mut page);
             guest::store_page(to + offset, &page);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::page_map::Reference;
+    use crate::sys::page_size::HUGE_SIZE;
+    use std::sync::Arc;
+    use vmm_dedup_protocol::Slot;
+
+    fn requests(pages: &[Page]) -> Vec<MergeRequest> {
+        let slot = |page: &Page| Slot::try_new(1000 + page).unwrap();
+        pages
+            .iter()
+            .map(|page| MergeRequest::moved(*page, slot(page)))
+            .collect()
+    }
+
+    /// Memory of two regions, all of which maps single slots but for two pages.
+    fn map() -> PageMap {
+        let regions = [1, 9].map(|n| n * HUGE_SIZE..n * HUGE_SIZE + bytes(100));
+        let mut map = PageMap::new(Arc::new(Memory::made_up(&regions)), 1000, 0);
+        for page in (0..200).filter(|page| ![40, 60].contains(page)) {
+            map.share(page, Slot::try_new(2 * page).unwrap(), Reference::New);
+        }
+        map.copied_by_kernel(50);
+        map
+    }
+
+    fn stretches_of(map: &PageMap, managed: bool, pages: &[Page]) -> Vec<Vec<Page>> {
+        let requests = requests(pages);
+        let stretches = stretches(map, managed, &requests).into_iter();
+        stretches
+            .map(|stretch| requests[stretch].iter().map(|request| request.page).collect())
+            .collect()
+    }
+
+    #[test]
+    fn pages_of_the_store_between_others_are_frozen_along() {
+        let map = map();
+        let pages = [3, 4, 9, 26, 44, 49, 51, 58, 62, 98, 99, 100, 102];
+        // Parted by 17 pages, by one that is private, by 35, and by the end of a region; not by a copy.
+        let expected = [
+            vec![3, 4, 9, 26],
+            vec![44, 49, 51, 58],
+            vec![62],
+            vec![98, 99],
+            vec![100, 102],
+        ];
+        assert_eq!(stretches_of(&map, false, &pages), expected);
+        let apart = [vec![3, 4], vec![9], vec![26], vec![44]];
+        assert_eq!(stretches_of(&map, true, &pages[..5]), apart);
+        let range = addresses(map.memory(), &requests(&[3, 4, 9]));
+        assert_eq!(range, map.memory().address(3)..map.memory().address(10));
     }
 }

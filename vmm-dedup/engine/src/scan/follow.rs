@@ -172,7 +172,7 @@ impl Pass {
             let Followed {
                 outcomes: done,
                 stall_ns: stall,
-            } = follower::follow(&memory, self.session.store()?, &mut self.space, &alone);
+            } = follower::follow(&self.map, self.session.store()?, &mut self.space, &alone);
             (outcomes, stall_ns) = (done, stall_ns.max(stall));
             &alone[..]
         } else {
