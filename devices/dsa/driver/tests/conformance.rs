@@ -57,6 +57,7 @@ impl Case {
         conformance::keys(&mut |arena| Box::new(self.engine(arena)));
         conformance::tree_search(&mut |arena| Box::new(self.engine(arena)));
         conformance::verify(&mut |arena| Box::new(self.engine(arena)));
+        conformance::deltas(&mut |arena| Box::new(self.engine(arena)));
     }
 }
 
@@ -159,4 +160,5 @@ fn it_conforms_through_a_device_node() {
     conformance::keys(&mut |_| engine());
     conformance::tree_search(&mut |_| engine());
     conformance::verify(&mut |_| engine());
+    conformance::deltas(&mut |_| engine());
 }
