@@ -83,7 +83,8 @@ fn play(play: Play) -> Option<Said> {
     match stage.play(play) {
         // The kernel of these two is of a certain version, which a mirror may have dropped.
         Err(failure)
-            if failure.is_missing() && (matches!(play, Play::Sva | Play::Driver) || std::env::var_os("CI").is_none()) =>
+            if failure.is_missing()
+                && (matches!(play, Play::Sva | Play::Driver) || std::env::var_os("CI").is_none()) =>
         {
             eprintln!("SKIPPED {play}: {failure}");
             None

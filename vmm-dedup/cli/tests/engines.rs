@@ -150,8 +150,20 @@ fn dsa_is_compared_with_the_cpu() {
     assert_eq!(list(&report, "operations").len(), 2 * 13);
     let merges: Vec<&Value> = list(&report, "ksm").iter().map(|way| &way["merges"]).collect();
     assert_eq!(merges.len(), 5);
-    assert!(merges.iter().all(|count| *count == merges[0] && count.as_u64() > Some(500)));
+    assert!(
+        merges
+            .iter()
+            .all(|count| *count == merges[0] && count.as_u64() > Some(500))
+    );
     assert_eq!(list(&report, "service").len(), 4);
-    assert!(list(&report, "impact").iter().all(|way| way["slowdown"].as_f64() > Some(0.9)));
-    assert!(report["ratios"]["para_of_dsa"].as_f64().is_some_and(f64::is_finite));
+    assert!(
+        list(&report, "impact")
+            .iter()
+            .all(|way| way["slowdown"].as_f64() > Some(0.9))
+    );
+    assert!(
+        report["ratios"]["para_of_dsa"]
+            .as_f64()
+            .is_some_and(f64::is_finite)
+    );
 }

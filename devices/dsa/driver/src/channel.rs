@@ -308,7 +308,6 @@ impl Channel {
         }));
         (slot.batch, slot.abandoned, slot.clean) = (false, false, self.busy.is_empty());
         slot.open = taken.len();
-        let borrowed_ns = self.queue.borrowed_cpu_ns();
         let last_due = self.busy.back().map(|last| self.slots[*last].due);
         if !self.submit(at)? {
             self.free.push(at);
@@ -328,7 +327,7 @@ impl Channel {
         let alone = Instant::now() + latencies.expect(taken.len());
         let behind = last_due.map(|due| due + latencies.transfers(taken.len()));
         self.slots[at].due = behind.map_or(alone, |behind| behind.max(alone));
-        self.slots[at].borrowed_ns = borrowed_ns;
+        self.slots[at].borrowed_ns = self.queue.borrowed_cpu_ns();
         Ok(taken.len())
     }
 
@@ -355,11 +354,12 @@ impl Channel {
             }
         }
         if any {
-            let now = Instant::now();
+            let (now, borrowed_ns) = (Instant::now(), self.queue.borrowed_cpu_ns());
             let slot = &mut self.slots[at];
             let opcode = slot.members.first().and_then(|member| member.descriptor.opcode());
             let alone = self.latencies[kind(opcode.unwrap_or(Opcode::Nop))].expect(1);
             (slot.since, slot.due) = (now, now + alone);
+            slot.borrowed_ns = borrowed_ns;
         }
         Ok(any)
     }
@@ -606,15 +606,20 @@ impl Channel {
             .any(|at| self.area.record(self.awaited(*at)).is_some())
     }
 
+    /// When a slot is likely to have ended. A model's work on this thread delays its device.
+    fn due(&self, at: usize) -> Instant {
+        let slot = &self.slots[at];
+        slot.due + Duration::from_nanos(self.queue.borrowed_cpu_ns() - slot.borrowed_ns)
+    }
+
     /// Waits for something to end, at most so long.
     pub(crate) fn wait(&mut self, most: Duration) {
         let Some(at) = self.busy.front().copied() else {
             return;
         };
-        let (start, due) = (Instant::now(), self.slots[at].due);
-        let record = self.awaited(at);
+        let (start, record) = (Instant::now(), self.awaited(at));
         loop {
-            let now = Instant::now();
+            let (now, due) = (Instant::now(), self.due(at));
             let left = most.saturating_sub(now - start);
             if left.is_zero() || self.area.record(record).is_some() {
                 return;
@@ -635,10 +640,9 @@ impl Channel {
         let Some(at) = self.busy.back().copied() else {
             return;
         };
-        let (start, due) = (Instant::now(), self.slots[at].due);
-        let record = self.awaited(at);
+        let (start, record) = (Instant::now(), self.awaited(at));
         loop {
-            let now = Instant::now();
+            let (now, due) = (Instant::now(), self.due(at));
             if now - start >= most || self.area.record(record).is_some() {
                 return;
             }

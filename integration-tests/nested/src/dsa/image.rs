@@ -61,7 +61,13 @@ impl Play {
     fn modules(self) -> &'static [&'static str] {
         match self {
             Self::Dmatest | Self::Sva | Self::Driver => &["idxd_bus", "idxd"],
-            Self::Vfio => &["irqbypass", "vfio", "vfio_iommu_type1", "vfio_pci_core", "vfio_pci"],
+            Self::Vfio => &[
+                "irqbypass",
+                "vfio",
+                "vfio_iommu_type1",
+                "vfio_pci_core",
+                "vfio_pci",
+            ],
         }
     }
 }

@@ -91,7 +91,9 @@ impl Stage {
             &["busybox-static", "accel-config", "accel-config-test"],
         )?;
         let ours: &[(&str, &Path)] = match play {
-            Play::Driver | Play::Vfio => &[("conformance", &self.conformance), ("verifiers", &self.verifiers)],
+            Play::Driver | Play::Vfio => {
+                &[("conformance", &self.conformance), ("verifiers", &self.verifiers)]
+            }
             Play::Dmatest | Play::Sva => &[],
         };
         let folder = tempfile::tempdir().map_err(|e| Failure::new(format!("no temporary folder: {e}")))?;

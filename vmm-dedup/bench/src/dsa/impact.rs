@@ -34,14 +34,15 @@ pub(super) struct Figures {
 
 pub(super) fn measure(arena: &Arena, device: &Device) -> Result<Vec<Figures>, Failure> {
     let core = first_core()?;
-    let alone = run(core, |stop, _| {
-        std::thread::sleep(TIME);
-        stop.store(true, Ordering::Relaxed);
-        Ok(Merging::default())
-    })?;
     let mut all: Vec<Figures> = Vec::new();
     let mut period = None;
     for by in [By::CpuKsm, By::DsaKsm, By::DsaKsmAsync, By::ParaKsm] {
+        // Right before, since the machine's other work changes the speed of memory.
+        let alone = run(core, |stop, _| {
+            std::thread::sleep(TIME);
+            stop.store(true, Ordering::Relaxed);
+            Ok(Merging::default())
+        })?;
         let beside = run(core, |stop, start| {
             let merged = merge(by, arena, device, &mut period, start);
             stop.store(true, Ordering::Relaxed);
