@@ -73,12 +73,11 @@ pub(super) fn measure(device: &Device, pages: usize) -> Result<(Vec<Figures>, Ve
             of_operation.push(by_device(operation, by, device, &arena)?);
         }
         let first = |less: &dyn Fn(&Figures) -> bool| {
-            let found = of_operation.iter().find_map(|figures| match figures.by {
+            of_operation.iter().find_map(|figures| match figures.by {
                 By::Batch(size) if less(figures) => Some(size),
                 By::Sync if less(figures) => Some(1),
                 _ => None,
-            });
-            found
+            })
         };
         turns.push(Turn {
             operation,
