@@ -103,7 +103,7 @@ pub const RARE: &[Call] = &[
     ioctl("UFFDIO_POISON", 0xc020_aa08),
     // A host without /dev/userfaultfd.
     call("userfaultfd", libc::SYS_userfaultfd),
-    // More of the allocator's memory, and heaps that shrink.
+    // More of the allocator's memory, and heaps that shrink. Nothing at all, while pages are healed: it waits for a lock.
     call("brk", libc::SYS_brk),
     // A bitmap of idle pages, on kernels that have it.
     call("pread64", libc::SYS_pread64),
