@@ -16,13 +16,16 @@ const EXTENT: usize = 64;
 /// Passes that are enough for a page to be found copied, keyed twice, sighted, published and merged.
 const ENOUGH: usize = 64;
 
+/// Time for forks of this process, which has all guests' memory.
+const FORKS_US: u64 = 200_000;
+
 fn config(name: &str) -> Config {
     Config {
         name: name.into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
         breaks: Breaks::Kernel {
-            heal_stall_us: 5000,
+            heal_stall_us: FORKS_US,
             heal_without_fork: true,
         },
         ..Config::default()
@@ -140,7 +143,7 @@ fn while_pages_are_pinned_a_fork_tells_and_without_a_budget_for_it_copies_stay()
     let _alone = alone();
     let store = StoreThread::start();
     let pinned = Pinned::page();
-    for heal_stall_us in [5000, 0] {
+    for heal_stall_us in [FORKS_US, 0] {
         let breaks = Breaks::Kernel {
             heal_stall_us,
             heal_without_fork: true,
@@ -315,12 +318,12 @@ fn a_read_into_a_buffer_that_is_not_registered_any_more_arrives() {
         .unregister_buffers()
         .expect("buffers are unregistered");
     (0..ENOUGH / 2).for_each(|_| drop(pass_all(&guests)));
+    let why = guests[0].service.explain(None).expect("it explains").1;
+    assert!(why.contains("io_uring"), "{why}");
     into.write_all(&0x5555_u64.to_ne_bytes())
         .expect("the pipe takes it");
     ring.submit_and_wait(1).expect("the read is done");
     assert_eq!(guests[0].pages.load(0, 0), 0x5555);
-    let why = guests[0].service.explain(None).expect("it explains").1;
-    assert!(why.contains("io_uring"), "{why}");
     drop(ring);
     for guest in guests {
         guest.service.stop(true).expect("it stops");

@@ -520,10 +520,11 @@ impl Healer {
             }
             // Who waits within a system call may be what kept it from telling.
             Err(_) if somebody_waits(Duration::ZERO) => Err(Outcome::Contended),
+            // It is another file each time, or there is a pause.
             Err(why) => {
                 self.chosen = None;
                 self.surprise = Some(why);
-                Err(Outcome::Untold)
+                Err(Outcome::NotTaken)
             }
         }
     }
