@@ -102,7 +102,7 @@ pub fn chaos(heals: u64, over: impl Fn() -> bool, pins: Pins, besides: Besides) 
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
         breaks: Breaks::Kernel {
-            heal_stall_us: if pins == Pins::Calls { 0 } else { 5000 },
+            heal_stall_us: if pins == Pins::Calls { 0 } else { 50_000 },
             heal_without_fork: false,
         },
         ..Config::default()

@@ -23,7 +23,7 @@ const EXTENT: usize = 64;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 const KERNEL: Breaks = Breaks::Kernel {
-    heal_stall_us: 5_000,
+    heal_stall_us: 50_000,
     heal_without_fork: true,
 };
 const MANAGED: Breaks = Breaks::managed(1024, 0);

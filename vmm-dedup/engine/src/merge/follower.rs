@@ -14,19 +14,22 @@
 
 use crate::account::ns;
 use crate::lookup::request::MergeRequest;
-use crate::memory::page_map::PageMap;
-use crate::merge::in_place::{self, Limit, Proof, addresses};
+use crate::memory::layout::Memory;
+use crate::merge::in_place::{self, Limit, Proof, addresses, stretches};
 use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::sched::Urgent;
 use crate::unmerge::address_space::AddressSpace;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What follows at once.
 pub(crate) const LIMIT: Limit = Limit {
     pages: 512,
     stretches: 32,
 };
+
+/// How long pages may be frozen for it. The rest goes on mapping the old slots until it is tried again.
+const LONGEST: Duration = Duration::from_millis(5);
 
 /// The result for a batch of requests.
 #[derive(Debug)]
@@ -39,26 +42,30 @@ pub(crate) struct Followed {
 
 /// Lets pages that map slots map others. Requests are in page order, and no more than [`LIMIT`] takes.
 pub(crate) fn follow(
-    map: &PageMap,
+    memory: &Memory,
     store: &Store,
     space: &mut AddressSpace,
     requests: &[MergeRequest],
 ) -> Followed {
-    let memory = map.memory();
     in_place::touch(memory, store, requests);
-    let breaker = space.breaker.clone();
-    let stretches = in_place::stretches(map, breaker.managed(), requests);
-    let pages = stretches
-        .iter()
-        .map(|stretch| addresses(memory, &requests[stretch.clone()]));
     let (clock, _urgent) = (Instant::now(), Urgent::begin());
-    let Some(frozen) = breaker.freeze(pages) else {
+    let breaker = space.breaker.clone();
+    let Some(frozen) = breaker.freeze(stretches(memory, requests).map(|stretch| addresses(memory, stretch)))
+    else {
         return Followed {
             outcomes: vec![Outcome::NotTaken; requests.len()],
             stall_ns: 0,
         };
     };
-    let (outcomes, _) = in_place::replace(memory, store, space, frozen, requests, &stretches, &Proof::None);
+    let (outcomes, _) = in_place::replace(
+        memory,
+        store,
+        space,
+        frozen,
+        requests,
+        &Proof::None,
+        clock + LONGEST,
+    );
     Followed {
         outcomes,
         stall_ns: ns(clock.elapsed()),

@@ -8,16 +8,17 @@
 //! - A page that maps a slot is replaced only if it is not anonymous memory now: whoever pins such a page for writing makes the
 //!   kernel copy it.
 //! - A copy is anonymous memory. It is replaced only if a [`Proof`] says that it is not pinned.
-//! - A page that is frozen along with others ([`stretches`]) is not replaced. Its writers wait until it is thawed, and write it then.
 //!
 //! A slot that takes a page's place is compared with it first, at the guest's own address: neither changes. A page that stays
 //! private ([`Role::Exception`], [`Role::Home`]) is copied instead, while nobody changes it, and the copy takes its place in one
 //! step.
+//!
+//! A page that was not replaced is as it was: so the work ends at any page when somebody waits, or when its time is over
+//! ([`Haste`]).
 
 use crate::compare::{PageId, Pair, StablePage, With};
 use crate::lookup::request::{MergeRequest, Role};
-use crate::memory::layout::{Memory, Page};
-use crate::memory::page_map::PageMap;
+use crate::memory::layout::Memory;
 use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, return_exceptions};
 use crate::store::connection::Store;
@@ -30,15 +31,14 @@ use crate::sys::pinners::NobodyPins;
 use crate::sys::relocate::track;
 use crate::sys::vma::{self, Anonymous};
 use crate::unmerge::address_space::AddressSpace;
-use crate::unmerge::cow::FrozenRuns;
+use crate::unmerge::cow::{Breaker, FrozenRuns};
 use crate::window::Frozen;
 use std::io;
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmm_dedup_protocol::key::PAGE_WORDS;
 
-/// Most pages that are replaced at once, and most stretches of consecutive ones: what a writer may have to wait for goes with
-/// these.
+/// Most pages that are frozen at once, and most stretches of them: what a writer may have to wait for goes with these.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit {
     pub(crate) pages: usize,
@@ -66,38 +66,44 @@ impl Limit {
     }
 }
 
-/// Most pages between two that are frozen along with them.
-const FROZEN_ALONG: Page = 16;
+/// Pages that are compared, and mappings that are made, from one question whether somebody waits to the next.
+const COMPARED: usize = 64;
+const MAPPED: usize = 16;
+
+/// What ends the work on frozen pages early.
+#[derive(Clone, Copy, Debug)]
+struct Haste<'a> {
+    breaker: &'a Breaker,
+    until: Instant,
+}
+
+impl Haste<'_> {
+    fn is_over(&self) -> bool {
+        Instant::now() > self.until || self.breaker.somebody_waits(Duration::ZERO)
+    }
+
+    /// The same, asked at every so manieth step only.
+    fn is_over_at(&self, step: usize, every: usize) -> bool {
+        step.is_multiple_of(every) && self.is_over()
+    }
+}
 
 fn neighbours(memory: &Memory, a: &MergeRequest, b: &MergeRequest) -> bool {
     b.page == a.page + 1 && memory.adjacent(a.page)
 }
 
-/// Requests that are frozen in one piece: for consecutive pages, or with few others between that lie in mappings of the store as
-/// well. Those stay as they are, and are frozen along: a call for each piece takes longer than the pages in it. With managed
-/// breaks they are not, since the fault thread may have replaced one of them, which would keep the others from being frozen.
-pub(crate) fn stretches(map: &PageMap, managed: bool, requests: &[MergeRequest]) -> Vec<Range<usize>> {
-    let together = |a: &MergeRequest, b: &MergeRequest| {
-        let (between, most) = (a.page + 1..b.page, if managed { 0 } else { FROZEN_ALONG });
-        b.page - a.page <= most + 1
-            && (a.page..b.page).all(|page| map.memory().adjacent(page))
-            && between
-                .into_iter()
-                .all(|page| map.backing(page).in_file_mapping())
-    };
-    let mut start = 0;
-    let stretches = requests.chunk_by(together).map(|stretch| {
-        let at = start..start + stretch.len();
-        start = at.end;
-        at
-    });
-    stretches.collect()
+/// Consecutive pages.
+pub(crate) fn stretches<'r>(
+    memory: &Memory,
+    requests: &'r [MergeRequest],
+) -> impl Iterator<Item = &'r [MergeRequest]> {
+    requests.chunk_by(|a, b| neighbours(memory, a, b))
 }
 
-/// Addresses from the first page of a stretch to the last.
+/// Addresses of consecutive pages.
 pub(crate) fn addresses(memory: &Memory, stretch: &[MergeRequest]) -> Range<usize> {
-    let last = stretch[stretch.len() - 1].page;
-    memory.address(stretch[0].page)..memory.address(last) + PAGE_SIZE
+    let start = memory.address(stretch[0].page);
+    start..start + bytes(stretch.len())
 }
 
 /// Reads a word of each page and slot, so that nobody waits while they come in from swap.
@@ -117,8 +123,11 @@ pub(crate) enum Proof<'c> {
     None,
     /// Nobody can have pages pinned.
     NobodyPins(NobodyPins),
-    /// Forked before the pages were frozen.
-    Child(#[expect(dead_code, reason = "it need only live")] &'c Child),
+    /// Forked before the pages were frozen; and nobody holds them in a way that no fork tells of.
+    Child(
+        #[expect(dead_code, reason = "it need only live")] &'c Child,
+        NobodyPins,
+    ),
     /// It is not known, and copies are replaced all the same: for the test that shows what comes of it.
     #[cfg(feature = "blind-heals")]
     Blind,
@@ -131,7 +140,7 @@ impl Proof<'_> {
         let free = match self {
             Self::None => Vec::new(),
             Self::NobodyPins(_) => copies.clone(),
-            Self::Child(_) => pagemap.shared_with_child(run.range())?,
+            Self::Child(..) => pagemap.shared_with_child(run.range())?,
             #[cfg(feature = "blind-heals")]
             Self::Blind => copies.clone(),
         };
@@ -157,22 +166,23 @@ struct Put {
     zeros: bool,
 }
 
-/// Replaces what it can of frozen pages, run by run, unless somebody waits; the outcome of each request. Also returns what kept it
-/// from looking at the page tables: nothing is logged while pages are frozen.
+/// Replaces what it can of frozen pages, run by run, until somebody waits or the time is over; the outcome of each request. Also
+/// returns what kept it from looking at the page tables: nothing is logged while pages are frozen.
 pub(crate) fn replace(
     memory: &Memory,
     store: &Store,
     space: &mut AddressSpace,
     mut frozen: FrozenRuns<'_>,
     requests: &[MergeRequest],
-    stretches: &[Range<usize>],
     proof: &Proof<'_>,
+    until: Instant,
 ) -> (Vec<Outcome>, Option<io::Error>) {
+    let breaker = frozen.breaker();
+    let haste = Haste { breaker, until };
     let (mut outcomes, mut put) = (Vec::with_capacity(requests.len()), Vec::new());
     let (mut rest, mut failure) = (Outcome::Contended, None);
-    for (run, stretch) in frozen.runs_mut().zip(stretches) {
-        let stretch = &requests[stretch.clone()];
-        if run.somebody_waits(Duration::ZERO) {
+    for (run, stretch) in frozen.runs_mut().zip(stretches(memory, requests)) {
+        if haste.is_over() {
             break;
         }
         let found = match proof.look(run, &mut space.pagemap) {
@@ -182,9 +192,9 @@ pub(crate) fn replace(
                 break;
             }
         };
-        let mut compared = compare(memory, run, &found, store, stretch);
+        let mut compared = compare(run, &found, store, stretch, haste);
         return_exceptions(stretch, &mut compared, Open::default());
-        put_runs(memory, run, store, stretch, &mut compared, &mut put);
+        put_runs(memory, run, store, stretch, &mut compared, &mut put, haste);
         outcomes.extend(compared);
     }
     outcomes.resize(requests.len(), rest);
@@ -207,15 +217,14 @@ pub(crate) fn replace(
 /// Compares frozen pages with what shall take their places.
 #[allow(unsafe_code)] // reads guest memory
 fn compare(
-    memory: &Memory,
     run: &Frozen<'_>,
     found: &Found,
     store: &Store,
     stretch: &[MergeRequest],
+    haste: Haste<'_>,
 ) -> Vec<Outcome> {
     let within = |ranges: &[Range<usize>], at: usize| ranges.iter().any(|range| range.contains(&at));
-    let outcome = |request: &MergeRequest| {
-        let at = memory.address(request.page);
+    let outcome = |(request, at): (&MergeRequest, usize)| {
         match request.role {
             Role::Moved if within(&found.copies, at) => return Outcome::Absent,
             Role::Moved => {}
@@ -242,7 +251,12 @@ fn compare(
             Outcome::Different
         }
     };
-    stretch.iter().map(outcome).collect()
+    let addresses = run.range().clone().step_by(PAGE_SIZE);
+    let pages = stretch.iter().zip(addresses).enumerate();
+    let in_time = pages.take_while(|(n, _)| *n == 0 || !haste.is_over_at(*n, COMPARED));
+    let mut outcomes: Vec<Outcome> = in_time.map(|(_, page)| outcome(page)).collect();
+    outcomes.resize(stretch.len(), Outcome::Contended);
+    outcomes
 }
 
 /// Puts what was found right into place, from the last run to the first: the kernel splits a mapping cheaper at its end.
@@ -253,8 +267,10 @@ fn put_runs(
     stretch: &[MergeRequest],
     outcomes: &mut [Outcome],
     put: &mut Vec<Put>,
+    haste: Haste<'_>,
 ) {
-    let mut end = stretch.len();
+    let start = frozen.range().start;
+    let (mut end, mut runs) = (stretch.len(), 0);
     while end > 0 {
         if outcomes[end - 1] != Outcome::Merged {
             end -= 1;
@@ -267,8 +283,15 @@ fn put_runs(
         {
             first -= 1;
         }
+        if haste.is_over_at(runs, MAPPED) {
+            let rest = outcomes[..end].iter_mut();
+            rest.filter(|outcome| **outcome == Outcome::Merged)
+                .for_each(|outcome| *outcome = Outcome::Contended);
+            return;
+        }
+        runs += 1;
+        let at = start + bytes(first)..start + bytes(end);
         let run = &stretch[first..end];
-        let at = addresses(memory, run);
         match put_run(memory, frozen, store, run, &at) {
             Ok(()) => put.push(Put {
                 at,
@@ -334,60 +357,5 @@ fn copy(from: &Range<usize>, to: usize, pages: &[usize]) {
             guest::copy_page(from.start + offset, &mut page);
             guest::store_page(to + offset, &page);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::memory::page_map::Reference;
-    use crate::sys::page_size::HUGE_SIZE;
-    use std::sync::Arc;
-    use vmm_dedup_protocol::Slot;
-
-    fn requests(pages: &[Page]) -> Vec<MergeRequest> {
-        let slot = |page: &Page| Slot::try_new(1000 + page).unwrap();
-        pages
-            .iter()
-            .map(|page| MergeRequest::moved(*page, slot(page)))
-            .collect()
-    }
-
-    /// Memory of two regions, all of which maps single slots but for two pages.
-    fn map() -> PageMap {
-        let regions = [1, 9].map(|n| n * HUGE_SIZE..n * HUGE_SIZE + bytes(100));
-        let mut map = PageMap::new(Arc::new(Memory::made_up(&regions)), 1000, 0);
-        for page in (0..200).filter(|page| ![40, 60].contains(page)) {
-            map.share(page, Slot::try_new(2 * page).unwrap(), Reference::New);
-        }
-        map.copied_by_kernel(50);
-        map
-    }
-
-    fn stretches_of(map: &PageMap, managed: bool, pages: &[Page]) -> Vec<Vec<Page>> {
-        let requests = requests(pages);
-        let stretches = stretches(map, managed, &requests).into_iter();
-        stretches
-            .map(|stretch| requests[stretch].iter().map(|request| request.page).collect())
-            .collect()
-    }
-
-    #[test]
-    fn pages_of_the_store_between_others_are_frozen_along() {
-        let map = map();
-        let pages = [3, 4, 9, 26, 44, 49, 51, 58, 62, 98, 99, 100, 102];
-        // Parted by 17 pages, by one that is private, by 35, and by the end of a region; not by a copy.
-        let expected = [
-            vec![3, 4, 9, 26],
-            vec![44, 49, 51, 58],
-            vec![62],
-            vec![98, 99],
-            vec![100, 102],
-        ];
-        assert_eq!(stretches_of(&map, false, &pages), expected);
-        let apart = [vec![3, 4], vec![9], vec![26], vec![44]];
-        assert_eq!(stretches_of(&map, true, &pages[..5]), apart);
-        let range = addresses(map.memory(), &requests(&[3, 4, 9]));
-        assert_eq!(range, map.memory().address(3)..map.memory().address(10));
     }
 }

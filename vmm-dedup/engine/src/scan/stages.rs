@@ -122,8 +122,8 @@ impl Pass {
             if !self.map.copies_due(at) {
                 continue;
             }
-            let prospect = *prospect
-                .get_or_insert_with(|| self.planner.healer.prospect(self.map.mappings(), self.number));
+            let prospect =
+                *prospect.get_or_insert_with(|| self.planner.healer.prospect(&self.map, self.number));
             let (map, pagemap) = (&mut self.map, &mut self.space.pagemap);
             let keyed = copies::look(
                 map,

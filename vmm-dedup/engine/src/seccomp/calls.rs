@@ -246,7 +246,7 @@ pub const RARE: &[Call] = &[
     // Locks that are contended.
     call("futex", libc::SYS_futex, ANY),
     call("sched_yield", libc::SYS_sched_yield, ANY),
-    // More of the allocator's memory, and heaps that shrink.
+    // More of the allocator's memory, and heaps that shrink. Nothing at all, while pages are healed: it waits for a lock.
     call("brk", libc::SYS_brk, ANY),
     call("madvise", libc::SYS_madvise, ANY),
     call("mmap", libc::SYS_mmap, ANY),

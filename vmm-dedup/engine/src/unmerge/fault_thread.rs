@@ -102,6 +102,7 @@ impl Breaker {
             }
             let since = Instant::now();
             keep_coming = !faults.is_empty();
+            self.wanted.store(keep_coming, Ordering::Release);
             let new = faults.drain(..).map(|at| Writer {
                 address: at & !(PAGE_SIZE - 1),
                 since,
@@ -109,6 +110,7 @@ impl Breaker {
             });
             queue.extend(new);
             self.serve(&mut pagemap, &mut foresight, &mut queue);
+            self.wanted.store(false, Ordering::Release);
             self.refill();
             self.serve(&mut pagemap, &mut foresight, &mut queue);
             let mut inner = self.lock();
@@ -119,6 +121,14 @@ impl Breaker {
         for writer in queue {
             wake(&self.uffd, &writer.page());
         }
+    }
+
+    /// Whether somebody waits to write a page that is protected here, or comes to within so much time: his fault can be read, or
+    /// the fault thread has just read it, and may wait for the lock.
+    pub(crate) fn somebody_waits(&self, time: Duration) -> bool {
+        self.wanted.load(Ordering::Acquire)
+            || self.uffd.wait_for_fault(time)
+            || self.wanted.load(Ordering::Acquire)
     }
 
     /// Whether there is a fault soon.
