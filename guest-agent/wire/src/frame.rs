@@ -114,6 +114,13 @@ impl Stretch {
         self.numbers().map(Gfn)
     }
 
+    /// Blocks that it touches.
+    #[must_use]
+    pub fn blocks(self) -> u64 {
+        let frames = self.numbers();
+        (frames.end - 1) / BLOCK as u64 - frames.start / BLOCK as u64 + 1
+    }
+
     /// How many frames.
     #[must_use]
     #[allow(clippy::len_without_is_empty)] // there is always one
@@ -134,6 +141,8 @@ mod tests {
         assert!(Gfn::try_new(LIMIT).is_err() && Stretch::try_new(last, 2).is_err());
         assert!(Stretch::try_new(u64::MAX, 2).is_err() && Stretch::try_new(0, 0).is_err());
         assert!(Block::try_new(u64::from(BLOCK_LIMIT)).is_err());
+        let blocks = |first, count| Stretch::try_new(first, count).unwrap().blocks();
+        assert_eq!((blocks(511, 1), blocks(511, 2), blocks(0, 1024)), (1, 2, 2));
     }
 
     #[test]

@@ -20,7 +20,7 @@
 //! | 6 `Pressure` | agent | some and full stall of the last 10 s, in 1/100 % (u16 each), u32 0, available and total pages (u64 each), refaults so far (u64) |
 //! | 7 `Bye` | agent | nothing |
 //! | 64 `Welcome` | service | version (u8), 3 bytes 0, credit (u64) |
-//! | 65 `Grant` | service | credit (u64): bytes that the agent may have sent since the connection's beginning |
+//! | 65 `Grant` | service | credit (u64): what the agent may have used since the connection's beginning: a byte sent costs 1, and marks more ([`MARK_COST`]) |
 //! | 66 `Resync` | service | nothing |
 //! | 67 `Done` | service | serial (u32): these marks and all before are in force |
 //! | 68 `Refuse` | service | reason (u8), seconds to wait (u32) |
@@ -34,6 +34,8 @@ use crate::{Malformed, VERSION};
 pub const HEADER: usize = 8;
 /// Most bytes of a payload.
 pub const MOST_PAYLOAD: usize = 16 << 10;
+/// Credit that a stretch of `Marks` costs for each block that it touches, beside its bytes: few bytes can mean much work.
+pub const MARK_COST: u64 = 8;
 /// Bytes of a `Hello` that every version has.
 const HELLO: usize = 36;
 
@@ -189,7 +191,7 @@ pub enum Message<'a> {
     },
     /// More credit.
     Grant {
-        /// Bytes that the agent may have sent since the connection's beginning.
+        /// What the agent may have used since the connection's beginning.
         credit: u64,
     },
     /// Tell everything again.
