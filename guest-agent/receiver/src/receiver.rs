@@ -228,7 +228,8 @@ impl Receiver {
 
     /// Everything is to be told again, for the service's own reasons.
     pub fn resync(&mut self, out: &mut Vec<u8>) {
-        if let Some(mut connection) = self.connection.take() {
+        // Who has not greeted yet tells everything anyway.
+        if let Some(mut connection) = self.connection.take_if(|connection| connection.hello.is_some()) {
             self.lose(&mut connection, out);
             self.connection = Some(connection);
         }
