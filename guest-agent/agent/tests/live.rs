@@ -3,8 +3,8 @@
 //! The made-up guest is a folder with the files of /proc. On this machine, programs mark real memory; that takes root, and skips
 //! visibly without.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::net::UnixListener;
+use std::cell::Cell;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -109,7 +109,11 @@ impl Service {
     fn until(&mut self, what: &str, is_so: impl Fn(&Receiver) -> bool) {
         let start = Instant::now();
         while !is_so(&self.receiver) {
-            assert!(start.elapsed() < PATIENCE, "not in time: {what}; {:?}", self.receiver.tally());
+            assert!(
+                start.elapsed() < PATIENCE,
+                "not in time: {what}; {:?}",
+                self.receiver.tally()
+            );
             self.turn();
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -122,7 +126,9 @@ impl Service {
         {
             self.connection = Some(connection);
         }
-        let Some(connection) = &mut self.connection else { return };
+        let Some(connection) = &mut self.connection else {
+            return;
+        };
         let (mut out, mut buffer) = (Vec::new(), [0; 4096]);
         match connection.read(&mut buffer) {
             Ok(0) => {
@@ -149,10 +155,19 @@ fn kind_at(receiver: &Receiver, frame: u64) -> Kind {
 fn what_is_printed_is_what_the_guest_is() {
     let guest = MadeUp::new();
     guest.put("kpageflags", |frame| if frame < 1000 { CLEAN } else { FREE });
-    let output = agent().args(guest.arguments()).args(["--print", "--once"]).output().unwrap();
+    let output = agent()
+        .args(guest.arguments())
+        .args(["--print", "--once"])
+        .output()
+        .unwrap();
     assert!(output.status.success(), "{}", said(&output));
     let text = said(&output);
-    let line = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
+    let line = |name: &str| {
+        text.lines()
+            .find(|line| line.starts_with(name))
+            .unwrap()
+            .to_owned()
+    };
     assert!(line("file, clean").contains(" 1000 frames"), "{text}");
     assert!(line("free").contains(" 31768 frames"), "{text}");
     assert!(text.contains("pressure/memory"), "says what it lacks: {text}");
@@ -168,7 +183,11 @@ fn options_and_settings_that_there_are_not_are_refused_by_name() {
         (&["--proc", "/nonexistent"], "/nonexistent/iomem"),
     ] {
         let output = agent().args(arguments).output().unwrap();
-        assert!(!output.status.success() && said(&output).contains(named), "{}", said(&output));
+        assert!(
+            !output.status.success() && said(&output).contains(named),
+            "{}",
+            said(&output)
+        );
     }
     let help = agent().arg("--help").output().unwrap();
     assert!(help.status.success() && said(&help).contains("CAP_SYS_ADMIN"));
@@ -179,7 +198,14 @@ fn a_service_hears_what_changes_also_after_it_was_away() {
     let guest = MadeUp::new();
     let mut service = Service::new(u64::from(BLOCKS) * BLOCK as u64);
     let settings = service.settings("");
-    let _agent = Running(agent().args(guest.arguments()).arg("--config").arg(settings).spawn().unwrap());
+    let _agent = Running(
+        agent()
+            .args(guest.arguments())
+            .arg("--config")
+            .arg(settings)
+            .spawn()
+            .unwrap(),
+    );
     service.until("a snapshot", |receiver| receiver.tally().snapshots == 1);
     assert_eq!(kind_at(&service.receiver, 5000), Kind::Free);
     guest.put("kpageflags", |frame| if frame == 5000 { CLEAN } else { FREE });
@@ -187,7 +213,11 @@ fn a_service_hears_what_changes_also_after_it_was_away() {
     assert_eq!(kind_at(&service.receiver, 5001), Kind::Free);
     // The service goes, and another one, which knows nothing, listens in its place.
     service.connection = None;
-    service.receiver = Receiver::new(u64::from(BLOCKS) * BLOCK as u64, Limits::default(), Duration::ZERO);
+    service.receiver = Receiver::new(
+        u64::from(BLOCKS) * BLOCK as u64,
+        Limits::default(),
+        Duration::ZERO,
+    );
     service.until("another snapshot", |receiver| receiver.tally().snapshots == 1);
     assert_eq!(kind_at(&service.receiver, 5000), Kind::FileClean);
     let last = Block::try_new(u64::from(BLOCKS) - 1).unwrap();
@@ -199,7 +229,14 @@ fn once_ends_when_the_service_has_heard_everything() {
     let guest = MadeUp::new();
     let mut service = Service::new(u64::from(BLOCKS) * BLOCK as u64);
     let settings = service.settings("");
-    let mut agent = Running(agent().args(guest.arguments()).args(["--once", "--config"]).arg(settings).spawn().unwrap());
+    let mut agent = Running(
+        agent()
+            .args(guest.arguments())
+            .args(["--once", "--config"])
+            .arg(settings)
+            .spawn()
+            .unwrap(),
+    );
     service.until("a snapshot", |receiver| receiver.tally().snapshots == 1);
     assert!(agent.0.wait().unwrap().success());
 }
@@ -220,7 +257,9 @@ fn frame_of(address: usize) -> u64 {
     use std::os::unix::fs::FileExt;
     let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap();
     let mut word = [0; 8];
-    pagemap.read_exact_at(&mut word, address as u64 / 4096 * 8).unwrap();
+    pagemap
+        .read_exact_at(&mut word, address as u64 / 4096 * 8)
+        .unwrap();
     u64::from_ne_bytes(word) & ((1 << 55) - 1)
 }
 
@@ -247,8 +286,12 @@ fn a_program_marks_its_memory_and_the_mark_goes_with_it() {
         gone.recv().unwrap();
         assert_eq!(key[5], 7);
     });
-    service.until("marks to be in force", |_| program.is_finished() || told_len(&told) > 0);
-    let (pages, frame) = TOLD.with(|told| told.borrow_mut().take()).unwrap();
+    let marked = Cell::new(None);
+    service.until("marks to be in force", |_| {
+        marked.set(marked.get().or(told.try_recv().ok()));
+        marked.get().is_some()
+    });
+    let (pages, frame) = marked.get().unwrap();
     // Eight pages, and one more if they do not begin with one.
     assert!((8..=9).contains(&pages), "{pages}");
     let is_never = move |receiver: &Receiver| receiver.marks(Gfn::try_new(frame).unwrap()).has(Mark::Never);
@@ -256,4 +299,92 @@ fn a_program_marks_its_memory_and_the_mark_goes_with_it() {
     go.send(()).unwrap();
     program.join().unwrap();
     service.until("marks to be lifted", |receiver| !is_never(receiver));
+}
+
+#[test]
+fn without_a_service_a_mark_is_kept_and_a_program_may_not_mark_all_it_likes() {
+    if !sees_frames() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let settings = folder.path().join("agent.toml");
+    let socket = folder.path().join("hints");
+    let text = format!(
+        "connect = \"unix:/nonexistent\"\nhints_socket = \"{}\"\ntemperature = \"off\"\nhints_mib = 1\n",
+        socket.display()
+    );
+    std::fs::write(&settings, text).unwrap();
+    let _agent = Running(agent().arg("--config").arg(settings).spawn().unwrap());
+    let start = Instant::now();
+    let hints = loop {
+        match Hints::connect_to(&socket) {
+            Ok(hints) => break hints,
+            Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    let memory = vec![1_u8; 2 << 20];
+    let status = |length: usize| match hints.mark(Say::Worth, &memory[..length]) {
+        Err(Error::Refused(status)) => status,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(status(4096), Status::NoService);
+    assert_eq!(status(0), Status::Range);
+    assert_eq!(status(2 << 20), Status::TooMuch);
+    // Nothing was lost by that.
+    assert_eq!(status(8192), Status::NoService);
+}
+
+/// Compiles the example in C; `None`, and the reason on standard error, without a compiler.
+fn example_in_c(folder: &Path) -> Option<PathBuf> {
+    let hints = Path::new(env!("CARGO_MANIFEST_DIR")).join("../hints");
+    let program = folder.join("secret");
+    let mut cc = Command::new("cc");
+    cc.args(["-Wall", "-Wextra", "-Werror", "-std=gnu11", "-o"])
+        .arg(&program);
+    cc.arg("-I")
+        .arg(hints.join("include"))
+        .arg(hints.join("examples/secret.c"));
+    match cc.output() {
+        Ok(output) => {
+            assert!(output.status.success(), "{}", said(&output));
+            Some(program)
+        }
+        Err(error) => {
+            eprintln!("SKIPPED: the example in C: no compiler: {error}");
+            None
+        }
+    }
+}
+
+#[test]
+fn a_program_in_c_has_a_secret() {
+    if !sees_frames() {
+        return;
+    }
+    let mut service = Service::new(1 << 26);
+    let Some(program) = example_in_c(service.folder.path()) else {
+        return;
+    };
+    let settings = service.settings("");
+    let _agent = Running(agent().arg("--config").arg(settings).spawn().unwrap());
+    service.until("a greeting", |receiver| receiver.agent().is_some());
+    let mut command = Command::new(program);
+    let command = command
+        .arg(service.hints())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    let mut program = Running(command.spawn().unwrap());
+    let mut stdout = program.0.stdout.take().unwrap();
+    let line = std::thread::spawn(move || {
+        let mut text = [0; 9];
+        stdout.read_exact(&mut text).map(|()| text)
+    });
+    service.until("the mark to be in force", |_| line.is_finished());
+    assert_eq!(&line.join().unwrap().unwrap(), b"status 0\n");
+    // Sixteen pages.
+    let never = |receiver: &Receiver| receiver.marked(Mark::Never);
+    assert_eq!(never(&service.receiver), 16);
+    program.0.kill().unwrap();
+    service.until("the mark to be lifted", |receiver| never(receiver) == 0);
 }

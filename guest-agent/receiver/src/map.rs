@@ -138,6 +138,11 @@ impl MarkMap {
         Marks(all.fold(0, |bits, mark| bits | bit(mark)))
     }
 
+    fn count(&self, mark: Mark) -> u64 {
+        let words = self.0.values().flat_map(|marked| marked.0[mark as usize - 1]);
+        words.map(|word| u64::from(word.count_ones())).sum()
+    }
+
     /// Blocks that differ.
     fn differing(&self, other: &Self) -> Vec<u32> {
         let one_way = |a: &Self, b: &Self| {
@@ -345,6 +350,12 @@ impl Map {
     #[must_use]
     pub fn marks(&self, frame: Gfn) -> Marks {
         self.marks.of(frame)
+    }
+
+    /// How many frames have a mark.
+    #[must_use]
+    pub fn marked(&self, mark: Mark) -> u64 {
+        self.marks.count(mark)
     }
 
     /// Bytes of memory that this takes.

@@ -509,6 +509,12 @@ impl Receiver {
         self.map.marks(frame)
     }
 
+    /// How many frames have a mark.
+    #[must_use]
+    pub fn marked(&self, mark: Mark) -> u64 {
+        self.map.marked(mark)
+    }
+
     /// How the guest is off for memory, if it has said.
     #[must_use]
     pub fn pressure(&self) -> Option<Pressure> {
