@@ -294,12 +294,13 @@ impl Teller {
         true
     }
 
-    /// From now on all programs' marks are known. A snapshot that did not know them is told again.
+    /// From now on all programs' marks are known. A snapshot that is being told says so at its end; one that has ended without them
+    /// is told again.
     pub fn know_all_marks(&mut self) {
         if !std::mem::replace(&mut self.knows_all_marks, true)
             && let Some(link) = &mut self.link
         {
-            link.begins = link.is_welcome;
+            link.begins |= link.is_welcome && !link.in_snapshot;
         }
     }
 
