@@ -59,19 +59,19 @@ impl Said {
     /// With a temperature.
     #[must_use]
     pub fn with_temperature(self, temperature: Temperature) -> Self {
-        self.if_used((self.0 & !0x18) | (temperature as u8) << 3)
+        self.if_used((self.0 & !0x18) | ((temperature as u8) << 3))
     }
 
     /// Part of a huge page, or not.
     #[must_use]
     pub fn with_huge(self, huge: bool) -> Self {
-        self.if_used((self.0 & !HUGE) | u8::from(huge) * HUGE)
+        self.if_used((self.0 & !HUGE) | (u8::from(huge) * HUGE))
     }
 
     /// Mapped by several page tables, or not.
     #[must_use]
     pub fn with_several(self, several: bool) -> Self {
-        self.if_used((self.0 & !SEVERAL) | u8::from(several) * SEVERAL)
+        self.if_used((self.0 & !SEVERAL) | (u8::from(several) * SEVERAL))
     }
 
     fn if_used(self, bits: u8) -> Self {

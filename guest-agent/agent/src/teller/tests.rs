@@ -172,7 +172,7 @@ fn before_all_marks_are_known_a_predecessors_stay() {
         }
         both.exchange();
     };
-    both.never = FrameSet::of(vec![7..9]);
+    both.never = FrameSet::of(std::iter::once(7..9).collect());
     both.connect();
     both.teller.know_all_marks();
     rounds(&mut both);
