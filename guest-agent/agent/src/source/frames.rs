@@ -9,6 +9,8 @@ use vmm_dedup_agent_wire::frame::BLOCK;
 
 /// Bytes of a frame's word.
 const WORD: usize = 8;
+/// The bit of kpageflags that a frame is mapped.
+const MMAP: u64 = 1 << 11;
 /// The bit of kpageflags that there is no frame.
 const NOPAGE: u64 = 1 << 20;
 
@@ -89,13 +91,18 @@ impl Frames {
     pub fn read(&mut self, block: u32, flags: &mut [u64], counts: &mut [u64]) -> io::Result<()> {
         let first = u64::from(block) * BLOCK as u64;
         self.flags.read(first, flags, NOPAGE)?;
-        match &mut self.counts {
-            Some(words) => words.read(first, counts, 0),
-            None => {
-                counts.fill(0);
-                Ok(())
+        counts.fill(0);
+        let Some(words) = &mut self.counts else {
+            return Ok(());
+        };
+        // A look takes the kernel a tenth of a microsecond for each frame: where nothing is mapped there is none.
+        let blocks = flags.chunks(BLOCK).zip(counts.chunks_mut(BLOCK));
+        for ((flags, counts), number) in blocks.zip(0..) {
+            if flags.iter().any(|flags| flags & MMAP != 0) {
+                words.read(first + number * BLOCK as u64, counts, 0)?;
             }
         }
+        Ok(())
     }
 
     /// The flags of some frames.
@@ -127,5 +134,14 @@ mod tests {
         frames.read(1, &mut flags, &mut counts).unwrap();
         assert_eq!((flags[0], flags[187], flags[188]), (512, 699, NOPAGE));
         assert_eq!(counts, [0; BLOCK]);
+        // Only the first block has something that is mapped.
+        let words = [MMAP].into_iter().chain(1..1024).flat_map(u64::to_ne_bytes);
+        std::fs::write(folder.path().join("kpageflags"), words.collect::<Vec<u8>>()).unwrap();
+        std::fs::write(folder.path().join("kpagecount"), [1; 1024 * WORD]).unwrap();
+        let (mut frames, lacks) = Frames::open(&roots).unwrap();
+        let (mut flags, mut counts) = ([0; 2 * BLOCK], [9; 2 * BLOCK]);
+        frames.read(0, &mut flags, &mut counts).unwrap();
+        assert!(lacks.is_empty() && counts[..BLOCK].iter().all(|count| *count != 0));
+        assert_eq!(counts[BLOCK..], [0; BLOCK]);
     }
 }
