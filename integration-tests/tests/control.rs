@@ -205,6 +205,11 @@ fn every_page_is_explained() {
     (500..600).for_each(|page| pages.fill(page, page as u64 + 1000));
     let by_hand = Config {
         pass_period_ms: 3_600_000,
+        // A process of many tests has much memory, and its forks take long.
+        breaks: Breaks::Kernel {
+            heal_stall_us: 1_000_000,
+            heal_without_fork: false,
+        },
         ..config("vm")
     };
     let service = pages
