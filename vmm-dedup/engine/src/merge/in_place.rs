@@ -235,7 +235,8 @@ fn compare(
         let with = match request.slot {
             None => With::Zeros,
             Some(slot) => match store.slot(slot) {
-                None => return Outcome::Different,
+                // Its segment has not been announced here yet.
+                None => return Outcome::Refused,
                 Some((_, page)) => With::Slot {
                     id: PageId::of_node(slot.number()),
                     // SAFETY: the slot is mapped while the store is borrowed, and it is not written after it could be found.
