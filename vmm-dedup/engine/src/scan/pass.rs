@@ -163,11 +163,17 @@ impl Pass {
 
     fn send_message(&mut self) -> Result<(), Error> {
         let pending = !self.found.is_empty();
-        let wanted = self.session.flush(&mut self.map, pending)?;
+        let asked = self.session.flush(&mut self.map, pending)?;
+        self.look_up_again(asked.look_up);
         let huge_pages = !self.space.breaker.managed();
         let (map, session, account) = (&self.map, &mut self.session, &mut self.account);
-        self.found
-            .extend(publish::publish(map, session, account, huge_pages, &wanted)?);
+        self.found.extend(publish::publish(
+            map,
+            session,
+            account,
+            huge_pages,
+            &asked.publish,
+        )?);
         Ok(())
     }
 

@@ -99,6 +99,15 @@ impl Pass {
         missing
     }
 
+    /// Pages that were sighted although the index has their keys. What it does not have after all is repeated later: a store that
+    /// contradicts its index must not be asked for ever.
+    pub(super) fn look_up_again(&mut self, mut sighted: Vec<(Page, Key)>) {
+        sighted.retain(|(page, key)| self.map.known(*page).candidate() == Some(*key));
+        if !self.find_again(&sighted).is_empty() {
+            self.session.schedule_resync(self.number, Doubt::Missed);
+        }
+    }
+
     /// Looks whether what entered the index lately concerns a candidate.
     fn take_news(&mut self) {
         let Some(news) = self.session.news() else {
