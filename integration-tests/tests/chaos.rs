@@ -152,7 +152,7 @@ fn copies_lose_nothing_while_the_children_that_tell_of_pins_are_killed() {
         kills: true,
         ..Besides::default()
     };
-    let out = heal_chaos::chaos(20_000, within(Duration::from_secs(20)), Pins::Devices, besides);
+    let out = heal_chaos::chaos(20_000, within(Duration::from_secs(12)), Pins::Devices, besides);
     eprintln!("{out:?}");
     assert!(out.wrong == 0 && out.killed > 0, "{out:?}");
 }
@@ -189,7 +189,7 @@ fn copies_that_are_merged_although_they_are_pinned_lose_reads() {
 fn pages_whose_slots_move_lose_nothing() {
     need_userfaultfd!();
     for breaks in [follow_chaos::KERNEL, follow_chaos::MANAGED] {
-        let out = follow_chaos::chaos(8_000, within(Duration::from_secs(15)), breaks);
+        let out = follow_chaos::chaos(8_000, within(Duration::from_secs(10)), breaks);
         eprintln!("{breaks:?}: {out:?}");
         assert!(out.wrong == 0 && out.moves >= 1000 && out.retired > 0, "{out:?}");
     }
