@@ -166,7 +166,7 @@ impl Pass {
         let asked = self.session.flush(&mut self.map, pending)?;
         self.look_up_again(asked.look_up);
         let huge_pages = !self.space.breaker.managed();
-        let (map, session, account) = (&self.map, &mut self.session, &mut self.account);
+        let (map, session, account) = (&mut self.map, &mut self.session, &mut self.account);
         self.found.extend(publish::publish(
             map,
             session,
