@@ -26,7 +26,7 @@ const RESYNC_PERIOD: u64 = 32;
 /// The same while there are no mappings left for what is found, which can be so for ever.
 const RESYNC_PERIOD_FULL: u64 = 1024;
 
-/// Least time between two looks at the process's mappings, and how many times longer than the last look it must be.
+/// Least time between two looks at the process's mappings, and how many times longer it must be than the CPU time of the last one.
 const LOOK_PERIOD: Duration = Duration::from_secs(2);
 const LOOK_SHARE: u32 = 100;
 
@@ -53,12 +53,13 @@ struct MappingsLook {
 impl MappingsLook {
     /// The files that the process maps, if the time has come.
     fn files(&mut self) -> Option<Vec<(Range<usize>, u64)>> {
-        let start = Instant::now();
-        if self.not_before.is_some_and(|at| start < at) {
+        if self.not_before.is_some_and(|at| Instant::now() < at) {
             return None;
         }
+        let start = proc::thread_cpu_ns();
         let files = proc::mapped_files();
-        self.not_before = Some(start + LOOK_PERIOD.max(start.elapsed() * LOOK_SHARE));
+        let took = Duration::from_nanos(proc::thread_cpu_ns() - start);
+        self.not_before = Some(Instant::now() + LOOK_PERIOD.max(took * LOOK_SHARE));
         files.inspect_err(|e| log::debug!("{e}")).ok()
     }
 }
