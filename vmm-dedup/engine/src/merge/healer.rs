@@ -237,18 +237,32 @@ impl Healer {
             Ok(way) => return self.choose(way, pass),
             Err(why) => why,
         };
-        let predicted = self.fork_cost.predict(map, pass);
-        let why_no_fork = match self.pinners.look(Told::Fork) {
-            _ if predicted > self.stall_ns => {
-                let us = predicted / 1000;
-                format!("a fork would take {us} us, more than heal_stall_us")
+        match self.find_way_by_fork(map, pass) {
+            Ok(way) => self.choose(way, pass),
+            Err(why_no_fork) => {
+                self.refused = Some(format!("{why}; {why_no_fork}"));
+                false
             }
-            _ if !self.forks.retry.is_due(pass) => self.forks.why.clone(),
-            Ok(()) => return self.choose(Way::Fork, pass),
-            Err(pinner) => format!("no fork tells: {pinner}"),
-        };
-        self.refused = Some(format!("{why}; {why_no_fork}"));
-        false
+        }
+    }
+
+    fn find_way_by_fork(&mut self, map: &PageMap, pass: u64) -> Result<Way, String> {
+        if self.stall_ns > 0
+            && let Some(why) = Child::refused()
+        {
+            return Err(format!("no fork tells: {why}"));
+        }
+        let predicted = self.fork_cost.predict(map, pass);
+        if predicted > self.stall_ns {
+            let us = predicted / 1000;
+            return Err(format!("a fork would take {us} us, more than heal_stall_us"));
+        }
+        if !self.forks.retry.is_due(pass) {
+            return Err(self.forks.why.clone());
+        }
+        let told = self.pinners.look(Told::Fork);
+        told.map_err(|pinner| format!("no fork tells: {pinner}"))?;
+        Ok(Way::Fork)
     }
 
     fn choose(&mut self, way: Way, pass: u64) -> bool {
@@ -371,10 +385,11 @@ impl Healer {
             pinned.for_each(|outcome| *outcome = Outcome::Untold);
             self.forks
                 .note(pass, "the child that tells of pins was killed".to_owned());
-            self.chosen = None;
         } else {
             self.forks = Trouble::default();
         }
+        // The next one may be too slow, as this one turned out to be.
+        self.chosen = None;
         healed
     }
 
