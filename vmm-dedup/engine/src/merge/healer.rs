@@ -44,6 +44,7 @@
 use crate::account::ns;
 use crate::compare::Retry;
 use crate::config::Config;
+use crate::error::Error;
 use crate::lookup::copies::Prospect;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
@@ -52,7 +53,6 @@ use crate::merge::fork_cost::ForkCost;
 use crate::merge::in_place::{self, Limit, Proof, addresses, stretches};
 use crate::merge::run::Outcome;
 use crate::store::connection::Store;
-use crate::sys::direct_io::DirectIo;
 use crate::sys::fork::Child;
 use crate::sys::late_log;
 use crate::sys::pin_count::{Counts, PinCount};
@@ -189,9 +189,11 @@ impl Healed {
 }
 
 impl Healer {
-    pub(crate) fn new(config: &Config, files: &DirectIo) -> Self {
-        Self {
-            pinners: Pinners::new(files),
+    /// # Errors
+    /// [`Error::Proc`].
+    pub(crate) fn new(config: &Config) -> Result<Self, Error> {
+        Ok(Self {
+            pinners: Pinners::new()?,
             count: PinCount::open(),
             visible: false,
             accepts_files: config.breaks.heal_without_fork(),
@@ -206,7 +208,7 @@ impl Healer {
             files: Trouble::default(),
             way: Way::Fork,
             refused: None,
-        }
+        })
     }
 
     /// Whether the VMM vouches from now on that nobody pins unseen.
@@ -229,7 +231,8 @@ impl Healer {
             self.refused = Some(trouble.why.clone());
             return false;
         }
-        if self.chosen == Some(pass) {
+        // Each fork may be too slow, as the last one may have turned out to be, and knows the files that are open when it is made.
+        if self.chosen == Some(pass) && self.way != Way::Fork {
             return true;
         }
         self.chosen = None;
@@ -312,6 +315,11 @@ impl Healer {
         }
     }
 
+    /// Whether each call of [`Self::heal`] is a fork.
+    pub(crate) fn forks_tell(&self) -> bool {
+        self.way == Way::Fork
+    }
+
     /// As [`Self::can_heal`]: which copies can be merged.
     pub(crate) fn prospect(&mut self, map: &PageMap, pass: u64) -> Prospect {
         match (self.can_heal(map, pass), self.way) {
@@ -385,11 +393,9 @@ impl Healer {
             pinned.for_each(|outcome| *outcome = Outcome::Untold);
             self.forks
                 .note(pass, "the child that tells of pins was killed".to_owned());
-        } else {
+        } else if self.chosen.is_some() {
             self.forks = Trouble::default();
         }
-        // The next one may be too slow, as this one turned out to be.
-        self.chosen = None;
         healed
     }
 
@@ -430,8 +436,10 @@ impl Healer {
             self.chosen = None;
         }
         match self.surprise.take() {
-            Some(Pinner::TooMany) => self.files.note(pass, Pinner::TooMany.to_string()),
-            Some(why) => log::debug!("pages that the kernel copied stay private for now: {why}"),
+            Some(Pinner::TooSlow) => self.files.note(pass, Pinner::TooSlow.to_string()),
+            // A fork for each file that is opened would hold up the VM in vain.
+            Some(why) if self.way == Way::Fork => self.forks.note(pass, why.to_string()),
+            Some(why) => self.refused = Some(format!("pages may be pinned: {why}")),
             None => {}
         }
         self.adapt(&healed.outcomes);
@@ -529,7 +537,8 @@ impl Healer {
             }
             Way::Fork => {}
         }
-        match self.pinners.look_again(self.way.told(), *clock + self.patience()) {
+        let (asked, patience) = (Instant::now(), self.patience());
+        match self.pinners.look_again(self.way.told(), *clock + patience) {
             Ok(nobody) => {
                 self.files = Trouble::default();
                 Ok(match child {
@@ -539,6 +548,8 @@ impl Healer {
             }
             // Who waits within a system call may be what kept it from telling.
             Err(_) if somebody_waits(Duration::ZERO) => Err(Outcome::Contended),
+            // It was not the look that took the time.
+            Err(Pinner::TooSlow) if asked.elapsed() < patience / 2 => Err(Outcome::Contended),
             // It is another file each time, or there is a pause.
             Err(why) => {
                 self.chosen = None;
