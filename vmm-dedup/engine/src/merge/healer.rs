@@ -116,8 +116,6 @@ pub(crate) struct Healer {
     forks: Trouble,
     /// Of page tables.
     tables: Trouble,
-    /// Of open files.
-    files: Trouble,
     way: Way,
     /// Why nothing could be healed when it was last tried.
     refused: Option<String>,
@@ -205,7 +203,6 @@ impl Healer {
             stretches: MOST_STRETCHES,
             forks: Trouble::default(),
             tables: Trouble::default(),
-            files: Trouble::default(),
             way: Way::Fork,
             refused: None,
         })
@@ -226,9 +223,8 @@ impl Healer {
 
     /// Chooses the way; whether there is any, for all that can be told before pages are frozen.
     pub(crate) fn can_heal(&mut self, map: &PageMap, pass: u64) -> bool {
-        let troubles = [&self.tables, &self.files];
-        if let Some(trouble) = troubles.into_iter().find(|trouble| !trouble.retry.is_due(pass)) {
-            self.refused = Some(trouble.why.clone());
+        if !self.tables.retry.is_due(pass) {
+            self.refused = Some(self.tables.why.clone());
             return false;
         }
         // Each fork may be too slow, as the last one may have turned out to be, and knows the files that are open when it is made.
@@ -263,7 +259,7 @@ impl Healer {
         if !self.forks.retry.is_due(pass) {
             return Err(self.forks.why.clone());
         }
-        let told = self.pinners.look(Told::Fork);
+        let told = self.pinners.look(Told::Fork, self.patience());
         told.map_err(|pinner| format!("no fork tells: {pinner}"))?;
         Ok(Way::Fork)
     }
@@ -278,7 +274,7 @@ impl Healer {
             return Err("the VMM does not vouch that pins are visible".to_owned());
         }
         let pinned = |pinner: Pinner| format!("pages may be pinned: {pinner}");
-        self.pinners.look(Told::Count).map_err(pinned)?;
+        self.pinners.look(Told::Count, self.patience()).map_err(pinned)?;
         match self.count.nothing_pinned_lately(self.patience()) {
             Ok(counts) => {
                 self.counted = Some(counts);
@@ -287,7 +283,9 @@ impl Healer {
             Err(why) if !self.accepts_files => return Err(format!("pages may be pinned: {why}")),
             Err(_) => {}
         }
-        self.pinners.look(Told::Nothing).map_err(pinned)?;
+        self.pinners
+            .look(Told::Nothing, self.patience())
+            .map_err(pinned)?;
         Ok(Way::Files)
     }
 
@@ -436,7 +434,6 @@ impl Healer {
             self.chosen = None;
         }
         match self.surprise.take() {
-            Some(Pinner::TooSlow) => self.files.note(pass, Pinner::TooSlow.to_string()),
             // A fork for each file that is opened would hold up the VM in vain.
             Some(why) if self.way == Way::Fork => self.forks.note(pass, why.to_string()),
             Some(why) => self.refused = Some(format!("pages may be pinned: {why}")),
@@ -537,20 +534,13 @@ impl Healer {
             }
             Way::Fork => {}
         }
-        let (asked, patience) = (Instant::now(), self.patience());
-        match self.pinners.look_again(self.way.told(), *clock + patience) {
-            Ok(nobody) => {
-                self.files = Trouble::default();
-                Ok(match child {
-                    Some(child) => Proof::Child(child, nobody),
-                    None => Proof::NobodyPins(nobody),
-                })
-            }
-            // Who waits within a system call may be what kept it from telling.
-            Err(_) if somebody_waits(Duration::ZERO) => Err(Outcome::Contended),
-            // It was not the look that took the time.
-            Err(Pinner::TooSlow) if asked.elapsed() < patience / 2 => Err(Outcome::Contended),
-            // It is another file each time, or there is a pause.
+        match self.pinners.look_again(self.way.told(), *clock + self.patience()) {
+            Ok(nobody) => Ok(match child {
+                Some(child) => Proof::Child(child, nobody),
+                None => Proof::NobodyPins(nobody),
+            }),
+            // Who waits within a system call may be what kept it from telling; and before pages were frozen there was time.
+            Err(why) if why == Pinner::TooSlow || somebody_waits(Duration::ZERO) => Err(Outcome::Contended),
             Err(why) => {
                 self.chosen = None;
                 self.surprise = Some(why);
