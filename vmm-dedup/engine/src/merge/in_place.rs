@@ -338,20 +338,7 @@ fn put_run(
             unsafe { frozen.map_zeros(at.clone()) }?;
             return Ok(true);
         }
-        // All of them are copies.
-        let mut area = Anonymous::new(run.len())?;
-        for (n, piece) in copies.chunks(COMPARED).enumerate() {
-            if n > 0 && haste.is_over() {
-                return Ok(false);
-            }
-            area.populate_part(bytes(piece[0]), bytes(piece.len()))?;
-            copy(at, area.base(), piece);
-        }
-        let fresh = area.take_front(run.len());
-        memory.advise_copy(at, fresh);
-        // SAFETY: each page was just copied, is not pinned for writing, and nobody can write it.
-        unsafe { frozen.put(at.clone(), fresh) }?;
-        return Ok(true);
+        return bring_home(memory, frozen, at, haste);
     };
     let (file, _) = store.slot(slot).ok_or(io::ErrorKind::NotFound)?;
     if copies.is_empty() {
@@ -374,6 +361,30 @@ fn put_run(
     Ok(true)
 }
 
+/// Puts copies into memory of their own. Whether it was in time.
+#[allow(unsafe_code)] // replaces guest pages
+fn bring_home(
+    memory: &Memory,
+    frozen: &mut Frozen<'_>,
+    at: &Range<usize>,
+    haste: Haste<'_>,
+) -> io::Result<bool> {
+    let pages: Vec<usize> = (0..at.len() / PAGE_SIZE).collect();
+    let mut area = Anonymous::new(pages.len())?;
+    for (n, piece) in pages.chunks(COMPARED).enumerate() {
+        if n > 0 && haste.is_over() {
+            return Ok(false);
+        }
+        area.populate_part(bytes(piece[0]), bytes(piece.len()))?;
+        copy(at, area.base(), piece);
+    }
+    let fresh = area.take_front(pages.len());
+    memory.advise_copy(at, fresh);
+    // SAFETY: each page was just copied, is not pinned for writing, and nobody can write it.
+    unsafe { frozen.put(at.clone(), fresh) }?;
+    Ok(true)
+}
+
 /// Copies frozen guest pages into memory of ours.
 #[allow(unsafe_code)] // copies guest pages
 fn copy(from: &Range<usize>, to: usize, pages: &[usize]) {
@@ -384,5 +395,57 @@ fn copy(from: &Range<usize>, to: usize, pages: &[usize]) {
             guest::copy_page(from.start + offset, &mut page);
             guest::store_page(to + offset, &page);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::layout::HostRange;
+    use crate::sys::uffd::Uffd;
+    use std::os::fd::AsFd;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    const PAGES: usize = 2 * COMPARED;
+
+    #[test]
+    #[allow(unsafe_code)] // memory of the test's own
+    fn while_somebody_waits_some_pages_come_home_and_not_many() {
+        let Ok(tracker) = Uffd::tracker() else {
+            assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
+            return eprintln!("SKIPPED: no userfaultfd");
+        };
+        let (file, _content) = vmm_dedup_protocol::mapping::staging_memfd(bytes(PAGES)).unwrap();
+        let area = Anonymous::new(PAGES).unwrap();
+        let base = area.base();
+        let ranges = [HostRange::try_new(base, bytes(PAGES)).unwrap()];
+        let memory = Arc::new(Memory::new(&ranges).unwrap());
+        // SAFETY: our own mapping, which nothing refers to.
+        unsafe { vma::map_segment(base, bytes(PAGES), file.as_fd(), 0) }.unwrap();
+        // SAFETY: mapped, aligned, and only ever used as this.
+        let word = |page: usize| unsafe { &*((base + bytes(page)) as *const AtomicU64) };
+        (0..PAGES).for_each(|page| word(page).store(page as u64, Ordering::Relaxed));
+        let breaker = Breaker::new(Arc::new(tracker), memory.clone(), None).unwrap();
+        let all = base..base + bytes(PAGES);
+        std::thread::scope(|scope| {
+            let mut runs = breaker.freeze([all.clone()]).unwrap();
+            let writer = scope.spawn(|| word(0).store(99, Ordering::Relaxed));
+            assert!(breaker.somebody_waits(Duration::from_secs(10)));
+            let haste = Haste {
+                breaker: &breaker,
+                until: Instant::now() + Duration::from_secs(60),
+            };
+            let frozen = runs.runs_mut().next().unwrap();
+            assert!(!bring_home(&memory, frozen, &all, haste).unwrap());
+            assert!(frozen.replaced().is_empty());
+            let some = base..base + bytes(COMPARED);
+            assert!(bring_home(&memory, frozen, &some, haste).unwrap());
+            assert_eq!(frozen.replaced(), [some]);
+            drop(runs);
+            writer.join().unwrap();
+        });
+        assert_eq!(word(0).load(Ordering::Relaxed), 99);
+        assert!((1..PAGES).all(|page| word(page).load(Ordering::Relaxed) == page as u64));
     }
 }

@@ -519,6 +519,9 @@ fn registered(info: &str) -> Option<(u64, u64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::page_size::PAGE_SIZE;
+    use crate::sys::uffd::{self, Uffd};
+    use crate::sys::vma::Anonymous;
     use rustix::fs::{Mode, OFlags};
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
@@ -662,6 +665,56 @@ mod tests {
                 frozen: Some(Instant::now() + PATIENCE),
             };
             assert_eq!(look.judge(file.as_raw_fd()).is_err(), refuses, "{told:?}");
+        }
+    }
+
+    /// Two ends of a connection by MPTCP, whose options are told by whoever has the socket's lock.
+    fn mptcp() -> io::Result<(std::net::TcpStream, std::net::TcpStream)> {
+        let socket = || {
+            // SAFETY: no memory is given.
+            let fd = unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM, libc::IPPROTO_MPTCP) };
+            // SAFETY: a new socket that nobody else owns.
+            (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+        };
+        let socket = || socket().ok_or_else(io::Error::last_os_error);
+        let (listener, one) = (socket()?, socket()?);
+        rustix::net::listen(&listener, 1)?;
+        let listener = std::net::TcpListener::from(listener);
+        let port = listener.local_addr()?.port();
+        let to = std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, port);
+        rustix::net::connect(&one, &to)?;
+        Ok((one.into(), listener.accept()?.0))
+    }
+
+    #[test]
+    fn who_receives_into_a_frozen_page_with_the_lock_of_his_socket_is_not_waited_for() {
+        let Ok(uffd) = Uffd::breaker() else {
+            assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
+            return eprintln!("SKIPPED: no userfaultfd");
+        };
+        let (mut one, other) = match mptcp() {
+            Ok(ends) => ends,
+            Err(error) => return eprintln!("SKIPPED: no MPTCP: {error}"),
+        };
+        let area = Anonymous::new(1).unwrap();
+        area.populate().unwrap();
+        let (page, fd) = (area.base(), other.as_raw_fd());
+        let frozen = |frozen| uffd.write_protect(page, PAGE_SIZE, frozen).unwrap();
+        uffd.register(page, PAGE_SIZE, uffd::Mode::Wp).unwrap();
+        frozen(true);
+        let mut looker = Asker::start(|fd| judge(fd, Told::Fork)).unwrap();
+        std::thread::scope(|scope| {
+            // SAFETY: the page is mapped, and used for nothing else.
+            let receives = scope.spawn(move || unsafe { libc::recv(fd, page as *mut libc::c_void, 8, 0) });
+            io::Write::write_all(&mut one, &[7; 8]).unwrap();
+            assert!(uffd.wait_for_fault(Duration::from_secs(10)));
+            assert_eq!(looker.ask(fd, Duration::from_millis(20)), Err(NoAnswer::Late));
+            frozen(false);
+            crate::sys::relocate::wake(&uffd, &(page..page + PAGE_SIZE));
+            assert_eq!(receives.join().unwrap(), 8);
+        });
+        while looker.ask(fd, PATIENCE) != Ok(Ok(())) {
+            std::thread::yield_now();
         }
     }
 
