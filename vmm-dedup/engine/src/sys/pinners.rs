@@ -43,7 +43,8 @@
 //!
 //! - *Guests that run guests*, and files that the VMM keeps elsewhere (a ring of which another process has the only descriptor). So
 //!   the VMM has to say that there are none: [`DedupService::vouch_for_pins`](crate::service::DedupService::vouch_for_pins).
-//! - *A file that was closed while its I/O goes on*, or whose descriptor was moved to a smaller number in the middle of the look, as for [`direct_io`](mod@crate::sys::direct_io).
+//! - *A file that was closed while its I/O goes on*, or whose descriptor was moved to a smaller number in the middle of the look,
+//!   as for [`direct_io`](mod@crate::sys::direct_io).
 //! - *Other processes* that write this one's memory (a debugger: process_vm_writev). They pin for the moment of the copy. The
 //!   kernel's [count](mod@crate::sys::pin_count) of pinned pages tells of them.
 #![allow(unsafe_code)] // statx
