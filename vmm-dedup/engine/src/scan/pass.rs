@@ -95,7 +95,7 @@ impl Pass {
         // Last: who has introduced himself counts for the store until this process ends.
         let session = Session::open(store_path, config.name.clone(), memory.pages())?;
         Ok(Self {
-            planner: Planner::new(&config, verify_engine, Healer::new(&config, &direct_io)),
+            planner: Planner::new(&config, verify_engine, Healer::new(&config)?),
             pace: Pace::new(config.cpu_percent),
             finder: Finder::new(search),
             config,
