@@ -2,7 +2,6 @@
 
 use crate::error::Error;
 use crate::lookup::candidates;
-use crate::lookup::find::FoundAgain;
 use crate::memory::layout::Page;
 use crate::merge::planner::{Context, Planner};
 use crate::scan::pass::{MAX_FOUND, Pass};
@@ -83,28 +82,6 @@ impl Pass {
         let missing = self.find_again(&quiesced.twins);
         for (page, key) in missing {
             self.map.sight(page, key, self.number);
-        }
-    }
-
-    /// Candidates > found. Returns those whose keys are in no index.
-    fn find_again(&mut self, candidates: &[(Page, Key)]) -> Vec<(Page, Key)> {
-        let FoundAgain { requests, missing } = self.finder.find_again(
-            &mut self.map,
-            &self.session,
-            &mut self.account,
-            self.number,
-            candidates,
-        );
-        self.found.extend(requests);
-        missing
-    }
-
-    /// Pages that were sighted although the index has their keys. What it does not have after all is repeated later: a store that
-    /// contradicts its index must not be asked for ever.
-    pub(super) fn look_up_again(&mut self, mut sighted: Vec<(Page, Key)>) {
-        sighted.retain(|(page, key)| self.map.known(*page).candidate() == Some(*key));
-        if !self.find_again(&sighted).is_empty() {
-            self.session.schedule_resync(self.number, Doubt::Missed);
         }
     }
 
