@@ -8,7 +8,6 @@ use crate::scan::pass::{MAX_FOUND, Pass};
 use crate::store::session::Doubt;
 use std::collections::HashSet;
 use vmm_dedup_protocol::index::News;
-use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::message::MAX_BATCH;
 
 impl Pass {
