@@ -1,7 +1,7 @@
 //! Questions that somebody asks of a VM while it runs: change a setting, explain what becomes of its pages. They go
 //! from an observer through the store to the VM's service, and the answer comes back the same way.
 
-use crate::message::Malformed;
+use crate::malformed::Malformed;
 use crate::name::Name;
 use crate::refusal::{MAX_TEXT, plain};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
