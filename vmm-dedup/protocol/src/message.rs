@@ -33,7 +33,7 @@ pub enum Role {
 }
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new version together with this size.
-const _: () = assert!(VERSION == 9 && size_of::<ServiceStats>() == 1400);
+const _: () = assert!(VERSION == 10 && size_of::<ServiceStats>() == 1408);
 
 /// service → store, first message of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
