@@ -236,7 +236,7 @@ mod tests {
     use super::*;
     use crate::memory::layout::{HostRange, Memory};
     use crate::sys::uffd::Uffd;
-    use crate::sys::vma;
+    use crate::sys::vma::{self, Anonymous};
     use std::os::fd::AsFd;
     use std::sync::Arc;
     use std::sync::atomic::AtomicU64;
@@ -244,15 +244,18 @@ mod tests {
     const PAGES: usize = 8;
 
     #[test]
-    #[allow(unsafe_code)] // a word of the test's own memory
+    #[allow(unsafe_code)] // memory of the test's own
     fn a_fault_thread_that_dies_leaves_its_writers_to_the_kernel() {
         let Ok(tracker) = Uffd::tracker() else {
             assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
             return eprintln!("SKIPPED: no userfaultfd");
         };
         let (file, _content) = vmm_dedup_protocol::mapping::staging_memfd(bytes(PAGES)).unwrap();
-        let base = vma::map_segment_anywhere(bytes(PAGES), file.as_fd(), 0).unwrap();
+        let area = Anonymous::new(PAGES).unwrap();
+        let base = area.base();
         let memory = Memory::new(&[HostRange::try_new(base, bytes(PAGES)).unwrap()]).unwrap();
+        // SAFETY: our own mapping, which nothing refers to.
+        unsafe { vma::map_segment(base, bytes(PAGES), file.as_fd(), 0) }.unwrap();
         let reserve = Some(Reserve::default());
         let breaker = Breaker::new(Arc::new(tracker), Arc::new(memory), reserve).unwrap();
         let mut pagemap = Pagemap::open().unwrap();
@@ -281,6 +284,5 @@ mod tests {
         write(PAGES - 1);
         let page = breaker.page_at(base + bytes(1)).unwrap();
         assert!(breaker.kernel_broke(page), "the kernel copied it");
-        vma::unmap(base, bytes(PAGES));
     }
 }
