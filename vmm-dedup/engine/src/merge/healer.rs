@@ -208,6 +208,12 @@ impl Healer {
         })
     }
 
+    /// Starts the threads that it asks.
+    pub(crate) fn start(&mut self) {
+        self.count.start();
+        self.pinners.start();
+    }
+
     /// Whether the VMM vouches from now on that nobody pins unseen.
     pub(crate) fn set_visible(&mut self, visible: bool) {
         if self.visible != visible {

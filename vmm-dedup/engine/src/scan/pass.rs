@@ -117,6 +117,7 @@ impl Pass {
     pub(crate) fn enter_thread(&mut self) {
         self.pace = Pace::new(self.control.cpu_percent());
         self.account.enter_thread();
+        self.planner.healer.start();
     }
 
     /// Takes over what the fault thread did.

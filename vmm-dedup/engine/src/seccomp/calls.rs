@@ -119,7 +119,7 @@ pub const CALLS: &[Call] = &[
     call(
         "munmap",
         libc::SYS_munmap,
-        &[Supervisor, Scan, Fault, Count, Refused, Start],
+        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
     ),
     call("newfstatat", libc::SYS_newfstatat, &[Supervisor, Scan, Start]),
     call("open", libc::SYS_open, &[Supervisor, Start]),

@@ -90,6 +90,17 @@ impl PinCount {
         }
     }
 
+    /// Starts the thread that asks. To be called once, where the service's threads start: a thread that starts when the process has
+    /// no mapping left ends the process.
+    pub(crate) fn start(&mut self) {
+        let Some(files) = self.files.take() else { return };
+        let mut buffer = vec![0; LONGEST];
+        match Asker::start(move |()| files.read(&mut buffer)) {
+            Ok(asker) => self.asker = Some(asker),
+            Err(e) => self.useless = Some(format!("no thread to ask for the kernel's count: {e}")),
+        }
+    }
+
     /// As [`Self::nothing_pinned`], but what was refused less than [`PAUSE`] ago is refused again.
     ///
     /// # Errors
@@ -125,18 +136,7 @@ impl PinCount {
     }
 
     fn read(&mut self, within: Duration) -> Result<Counts, String> {
-        let asker = match &mut self.asker {
-            Some(asker) => asker,
-            none => {
-                let files = self
-                    .files
-                    .take()
-                    .ok_or("nobody asks for the kernel's count any more")?;
-                let mut buffer = vec![0; LONGEST];
-                let asker = Asker::start(move |()| files.read(&mut buffer));
-                none.insert(asker.map_err(|e| format!("no thread to ask for the kernel's count: {e}"))?)
-            }
-        };
+        let asker = self.asker.as_mut().ok_or("nobody asks for the kernel's count")?;
         asker.ask((), within).unwrap_or_else(|none| {
             Err(match none {
                 NoAnswer::Late => format!(
@@ -238,6 +238,7 @@ mod tests {
     #[test]
     fn the_kernel_answers() {
         let mut count = PinCount::open();
+        count.start();
         if let Some(why) = &count.useless {
             return eprintln!("SKIPPED: {why}");
         }

@@ -218,9 +218,10 @@ type Found = Option<(Holds, String)>;
 /// Looks for those who can.
 #[derive(Debug)]
 pub(crate) struct Pinners {
-    /// Opened before anything restricts that; the thread has it once there is one.
+    /// Opened before anything restricts that; the thread has it once it was started.
     descriptors: Option<Descriptors>,
-    looker: Option<Asker<Question, Result<(), Pinner>>>,
+    /// Or why there is none.
+    looker: Result<Asker<Question, Result<(), Pinner>>, String>,
 }
 
 /// What tells of pins besides, and until when pages are frozen.
@@ -248,8 +249,22 @@ impl Pinners {
     pub(crate) fn new() -> Result<Self, Error> {
         Ok(Self {
             descriptors: Some(Descriptors::open()?),
-            looker: None,
+            looker: Err("nobody looks at open files".to_owned()),
         })
+    }
+
+    /// Starts the thread that looks. To be called once, where the service's threads start: a thread that starts when the process has
+    /// no mapping left ends the process.
+    pub(crate) fn start(&mut self) {
+        let Some(descriptors) = self.descriptors.take() else {
+            return;
+        };
+        let mut looker = Looker {
+            descriptors,
+            known: HashMap::new(),
+        };
+        self.looker = Asker::start(move |question| looker.look(question))
+            .map_err(|e| format!("no thread to look at open files: {e}"));
     }
 
     /// Looks at all open files, before pages are frozen for so much time, half of which is for looking again.
@@ -279,24 +294,14 @@ impl Pinners {
     }
 
     fn ask(&mut self, question: Question, within: Duration) -> Result<(), Pinner> {
-        let ended = || Pinner::Unknown("the thread that looks at open files has ended".to_owned());
-        let looker = match &mut self.looker {
-            Some(looker) => looker,
-            none => {
-                let mut looker = Looker {
-                    descriptors: self.descriptors.take().ok_or_else(ended)?,
-                    known: HashMap::new(),
-                };
-                let asker = Asker::start(move |question| looker.look(question));
-                none.insert(
-                    asker.map_err(|e| Pinner::Unknown(format!("no thread to look at open files: {e}")))?,
-                )
-            }
-        };
+        let looker = self.looker.as_mut();
+        let looker = looker.map_err(|why| Pinner::Unknown(why.clone()))?;
         looker.ask(question, within).unwrap_or_else(|none| {
             Err(match none {
                 NoAnswer::Late => Pinner::TooSlow,
-                NoAnswer::Ended => ended(),
+                NoAnswer::Ended => {
+                    Pinner::Unknown("the thread that looks at open files has ended".to_owned())
+                }
             })
         })
     }
@@ -531,7 +536,9 @@ mod tests {
     }
 
     fn pinners() -> Pinners {
-        Pinners::new().unwrap()
+        let mut pinners = Pinners::new().unwrap();
+        pinners.start();
+        pinners
     }
 
     fn judge(fd: RawFd, told: Told) -> Result<(), Pinner> {

@@ -1,6 +1,7 @@
 //! Threads of the engine: named, with all signals blocked, and with what an embedder wants of each of them.
 
 use crate::seccomp::Part;
+use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::sched;
 use std::cell::RefCell;
 use std::io;
@@ -24,14 +25,44 @@ pub(crate) fn enter(part: Part, each: Option<Each>) {
     EACH.set(each);
 }
 
+/// Mappings that a thread needs when it starts (its stack, another one for signals, and a page that guards each), and as many for
+/// others who map something meanwhile.
+const MAPPINGS: usize = 16;
+
+/// Whether the process can have some more mappings. The standard library ends the process if a thread that starts finds none for
+/// its stack for signals, and the process is the VMM.
+#[allow(unsafe_code)] // maps memory
+fn try_mappings() -> io::Result<()> {
+    let len = bytes(MAPPINGS);
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: a new mapping at an address of the kernel's choice, which nobody accesses.
+    let base = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, flags, -1, 0) };
+    if base == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let mut room = Ok(());
+    // Every second page is a mapping of its own, and so is what is between.
+    for page in (1..MAPPINGS).step_by(2) {
+        // SAFETY: within that mapping.
+        if unsafe { libc::mprotect(base.byte_add(bytes(page)), PAGE_SIZE, libc::PROT_READ) } < 0 {
+            room = Err(io::Error::last_os_error());
+            break;
+        }
+    }
+    // SAFETY: all of that mapping.
+    unsafe { libc::munmap(base, len) };
+    room
+}
+
 /// Starts a thread of the engine.
 ///
 /// # Errors
-/// Those of the kernel.
+/// Those of the kernel; ENOMEM if the process has hardly any mappings left.
 pub(crate) fn spawn<T: Send + 'static>(
     part: Part,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
+    try_mappings()?;
     let each = EACH.with_borrow(Clone::clone);
     Builder::new().name(part.name().into()).spawn(move || {
         enter(part, each);
