@@ -271,6 +271,7 @@ impl State {
     /// What goes with time; to be called once a second. Lets empty segments go, answers for VMs that do not, and makes huge pages of what is shared as such.
     pub(crate) fn tick(&mut self, now: Instant) {
         self.exchange.pool.retire_idle();
+        self.exchange.expire_pending();
         self.send_announcements();
         self.relay.expire(&self.peers, now);
         self.exchange.pool.collapse_shared(now);

@@ -258,6 +258,9 @@ fn only_one_holder_is_asked_and_another_when_it_does_not_deliver() {
     let told = || clients[0].index.news_since(news);
     let again = |times| News::Keys(vec![Key::try_new(full).unwrap(); times]);
     assert_eq!(told(), again(1), "c is not asked unless it sights the page anew");
+    // b is not asked again at once, and nobody is a second one because of what he told before.
+    assert!(clients[1].batch(&[full], &[], &[]).is_empty());
+    assert!(clients[1].batch(&[full], &[], &[]).is_empty());
     assert_eq!(clients[3].batch(&[full], &[], &[]), [0]);
     assert_eq!(
         clients[3].publish_staged(&[full]),

@@ -98,6 +98,8 @@ struct Model {
     /// Slots that are found by their hashes.
     hashed: HashSet<u32>,
     asked: Vec<u64>,
+    /// What the hostile one was asked for and did not publish.
+    declined: HashSet<u64>,
 }
 
 /// What a connection should see.
@@ -158,7 +160,10 @@ impl Model {
         keys: &impl Fn(u64) -> Keys,
     ) -> Expected {
         if who == EVIL {
-            self.asked.clear();
+            for key in std::mem::take(&mut self.asked) {
+                self.sighted.remove(&key);
+                self.declined.insert(key);
+            }
         }
         let (slots, mut asks) = (self.full_keys(keys), Vec::new());
         for (at, key) in sightings.iter().enumerate() {
@@ -169,7 +174,7 @@ impl Model {
             }
             if !self.sighted.contains_key(key) {
                 self.sighted.insert(*key, who);
-            } else if !self.asked.contains(key) {
+            } else if !self.asked.contains(key) && !(who == EVIL && self.declined.contains(key)) {
                 self.asked.push(*key);
                 asks.push(Ask::Publish.of(u32::try_from(at).unwrap()));
             }
@@ -273,6 +278,12 @@ impl Model {
     }
 
     fn leave(&mut self, who: usize, keys: &impl Fn(u64) -> Keys) {
+        if who == EVIL {
+            for key in std::mem::take(&mut self.asked) {
+                self.sighted.remove(&key);
+            }
+            self.declined.clear();
+        }
         self.sighted.retain(|_, owner| *owner != who);
         let mut dropped = false;
         for (slot, n) in std::mem::take(&mut self.refs[who]) {

@@ -7,8 +7,10 @@ use crate::lookup::request::MergeRequest;
 use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
 use crate::store::session::Session;
+use crate::sys::guest;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use vmm_dedup_protocol::STAGING_PAGES;
+use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash, Salt, line_words};
 use vmm_dedup_protocol::message::{Staged, Wish};
 
 const _: () = assert!(STAGING_PAGES == CHUNK_PAGES);
@@ -47,8 +49,8 @@ fn whole_chunk(memory: &Memory, pages: &[Page]) -> Option<usize> {
     (whole && pages.is_sorted()).then_some(chunk)
 }
 
-/// Publishes what the store wants; returns what got a slot. What got none was written since, as far as anybody knows, and is keyed
-/// anew: while it was a candidate the store would ask for it again and again.
+/// Publishes what the store wants; returns what got a slot. What got none since it was written is keyed anew: while it was a
+/// candidate the store would ask for it again and again. What the store had no place for stays a candidate.
 ///
 /// Where it wants pages of a huge page that is likely to be somebody else's as a whole, it gets all of them: it has been told of
 /// all, but the other VM has told only of a sample so far. (What has no twin after all is in the store then instead of in the
@@ -125,11 +127,25 @@ fn publish_message(
     for (page, slot) in staged.into_iter().zip(slots) {
         match slot {
             Some(slot) => requests.push(MergeRequest::published(page, slot)),
-            None => map.key_anew(page),
+            None if has_changed(map, session.salt(), page) => map.key_anew(page),
+            None => {}
         }
     }
     account.stats.published_total += requests.len() as u64;
     Ok(requests)
+}
+
+/// Whether a candidate's page has another key by now.
+#[allow(unsafe_code)] // reads guest memory
+fn has_changed(map: &PageMap, salt: Salt, page: Page) -> bool {
+    let mut words = [0; PAGE_WORDS];
+    // SAFETY: guest memory stays mapped while the service runs.
+    unsafe { guest::copy_page(map.memory().address(page), &mut words) };
+    let key = map.known(page).candidate();
+    key.is_some_and(|key| match key.is_full() {
+        true => PageHash::of(&words, salt).key() != key,
+        false => Key::of_lines(&line_words(|word| words[word]), salt) != key,
+    })
 }
 
 #[cfg(test)]

@@ -464,6 +464,8 @@ impl PageMap {
         if backing.in_file_mapping() {
             self.set(page, PageState::resting(backing));
             self.requeue(page);
+            let chunk = self.chunk_of(page);
+            self.chunks[chunk].look_at_copies_soon();
         } else if backing == Backing::Private {
             self.candidate_changed(page);
         }

@@ -224,8 +224,13 @@ pub(crate) struct Pinners {
     looker: Result<Asker<Question, Result<(), Pinner>>, String>,
 }
 
-/// What tells of pins besides, and until when pages are frozen.
-type Question = (Told, Option<Instant>);
+/// What tells of pins besides, until when pages are frozen, and whether file systems are asked anew what they are.
+#[derive(Clone, Copy, Debug)]
+struct Question {
+    told: Told,
+    frozen: Option<Instant>,
+    anew: bool,
+}
 
 /// What the thread looks with.
 #[derive(Debug)]
@@ -272,10 +277,12 @@ impl Pinners {
     /// # Errors
     /// The first that may have pages pinned, or why none is known; that looking again would take too long.
     pub(crate) fn look(&mut self, told: Told, time: Duration) -> Result<(), Pinner> {
-        // The second look asks no file system any more what it is, as the one while pages are frozen does not.
-        for _ in 0..2 {
+        // The first asks every file system what it is: another one may have the number of one that was unmounted. The second asks
+        // none, as the one while pages are frozen does not.
+        for anew in [true, false] {
             let clock = Instant::now();
-            self.ask((told, None), PATIENCE)?;
+            let frozen = None;
+            self.ask(Question { told, frozen, anew }, PATIENCE)?;
             if clock.elapsed() < time / 2 {
                 return Ok(());
             }
@@ -290,7 +297,12 @@ impl Pinners {
     /// The first that may have pages pinned; that nothing is known of a file; that it takes too long.
     pub(crate) fn look_again(&mut self, told: Told, until: Instant) -> Result<NobodyPins, Pinner> {
         let left = until.saturating_duration_since(Instant::now());
-        self.ask((told, Some(until)), left).map(|()| NobodyPins(()))
+        let question = Question {
+            told,
+            frozen: Some(until),
+            anew: false,
+        };
+        self.ask(question, left).map(|()| NobodyPins(()))
     }
 
     fn ask(&mut self, question: Question, within: Duration) -> Result<(), Pinner> {
@@ -308,7 +320,11 @@ impl Pinners {
 }
 
 impl Looker {
-    fn look(&mut self, (told, frozen): Question) -> Result<(), Pinner> {
+    fn look(&mut self, question: Question) -> Result<(), Pinner> {
+        let Question { told, frozen, anew } = question;
+        if anew {
+            self.known.clear();
+        }
         let mut look = Look {
             known: &self.known,
             met: HashMap::new(),

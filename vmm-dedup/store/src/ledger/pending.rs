@@ -9,12 +9,17 @@ use vmm_dedup_protocol::key::Key;
 /// After this long, a page that a service was asked for and did not publish is asked of the next that has it.
 const PATIENCE: Duration = Duration::from_secs(2);
 
+/// Most keys of which it is remembered who has not published them.
+const MOST_DECLINED: usize = 1 << 16;
+
 /// Keys whose pages services were asked to publish.
 #[derive(Debug, Default)]
 pub(crate) struct PendingPublications {
     asked: HashMap<Key, (MemberId, Instant)>,
     /// What each service was asked for in the last reply.
     of: HashMap<MemberId, Vec<Key>>,
+    /// Who did not publish a key lately, and since when.
+    declined: HashMap<Key, (MemberId, Instant)>,
 }
 
 impl PendingPublications {
@@ -22,6 +27,14 @@ impl PendingPublications {
     pub(crate) fn is_pending(&self, key: Key, now: Instant) -> bool {
         let asked = self.asked.get(&key);
         asked.is_some_and(|(_, at)| now.saturating_duration_since(*at) < PATIENCE)
+    }
+
+    /// Whether a service may be asked for a page: nobody else is, and it was not asked in vain a moment ago.
+    pub(crate) fn may_ask(&self, key: Key, of: MemberId, now: Instant) -> bool {
+        let declined = self.declined.get(&key);
+        let declined =
+            declined.is_some_and(|(by, at)| *by == of && now.saturating_duration_since(*at) < PATIENCE);
+        !declined && !self.is_pending(key, now)
     }
 
     /// A service is asked for a page.
@@ -40,10 +53,41 @@ impl PendingPublications {
     }
 
     /// What this service was asked for, and has not published, may be asked of others at once. Returns it.
-    pub(crate) fn forget(&mut self, service: MemberId) -> Vec<Key> {
+    pub(crate) fn forget(&mut self, service: MemberId, now: Instant) -> Vec<Key> {
+        let keys = self.unanswered(service);
+        self.decline(keys.iter().map(|key| (*key, service)), now);
+        keys
+    }
+
+    /// A service has gone, and its number may become another one's. Returns what it was asked for.
+    pub(crate) fn leave(&mut self, service: MemberId) -> Vec<Key> {
+        self.declined.retain(|_, (by, _)| *by != service);
+        self.unanswered(service)
+    }
+
+    fn unanswered(&mut self, service: MemberId) -> Vec<Key> {
         let mut keys = self.of.remove(&service).unwrap_or_default();
         keys.retain(|key| self.answered(*key, service));
         keys
+    }
+
+    /// As [`Self::forget`] for what was asked too long ago, of whomever. To be called from time to time.
+    pub(crate) fn expire(&mut self, now: Instant) -> Vec<Key> {
+        let is_old = |at: Instant| now.saturating_duration_since(at) >= PATIENCE;
+        self.declined.retain(|_, (_, at)| !is_old(*at));
+        let late = self.asked.extract_if(|_, (_, at)| is_old(*at));
+        let late: Vec<(Key, MemberId)> = late.map(|(key, (of, _))| (key, of)).collect();
+        self.decline(late.iter().copied(), now);
+        late.into_iter().map(|(key, _)| key).collect()
+    }
+
+    fn decline(&mut self, keys: impl Iterator<Item = (Key, MemberId)>, now: Instant) {
+        for (key, by) in keys {
+            if self.declined.len() >= MOST_DECLINED {
+                self.declined.clear();
+            }
+            self.declined.insert(key, (by, now));
+        }
     }
 }
 
@@ -65,7 +109,7 @@ mod tests {
         assert!(pending.is_pending(key(1), now));
         assert!(!pending.is_pending(key(1), now + PATIENCE));
         pending.ask(key(1), B, now + PATIENCE);
-        assert_eq!(pending.forget(A), [], "it is asked of B now");
+        assert_eq!(pending.forget(A, now), [], "it is asked of B now");
         assert!(pending.is_pending(key(1), now + PATIENCE));
     }
 
@@ -78,7 +122,20 @@ mod tests {
         assert!(pending.is_pending(key(1), now));
         pending.answered(key(1), A);
         assert!(!pending.is_pending(key(1), now) && pending.is_pending(key(2), now));
-        assert_eq!(pending.forget(A), [key(2)]);
+        assert_eq!(pending.forget(A, now), [key(2)]);
         assert!(!pending.is_pending(key(2), now) && pending.of.is_empty());
+        assert!(pending.may_ask(key(2), B, now) && !pending.may_ask(key(2), A, now));
+        assert!(pending.may_ask(key(2), A, now + PATIENCE));
+    }
+
+    #[test]
+    fn who_says_nothing_is_waited_for_no_longer_than_that() {
+        let (mut pending, now) = (PendingPublications::default(), Instant::now());
+        pending.ask(key(1), A, now);
+        assert_eq!(pending.expire(now + PATIENCE / 2), []);
+        assert_eq!(pending.expire(now + PATIENCE), [key(1)]);
+        assert_eq!(pending.forget(A, now + PATIENCE), [], "it was told of already");
+        assert_eq!(pending.expire(now + 2 * PATIENCE), []);
+        assert!(pending.declined.is_empty());
     }
 }

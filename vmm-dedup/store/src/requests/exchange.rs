@@ -134,7 +134,7 @@ impl Exchange {
                 Sighting::First => {}
                 Sighting::Again(_) if full => self.counters.refused_full += 1,
                 Sighting::Again(_) => {
-                    if !self.pending.is_pending(key, now) {
+                    if self.pending.may_ask(key, id, now) {
                         self.pending.ask(key, id, now);
                         asks.push(Ask::Publish.of(at));
                     }
@@ -156,14 +156,29 @@ impl Exchange {
     /// What a service was asked for and has not published may be asked of others. They have sighted it already, maybe all of them:
     /// the news makes them sight it anew.
     fn forget_pending(&mut self, id: MemberId) {
-        for key in self.pending.forget(id) {
-            self.pool.repeat_news(key);
+        for key in self.pending.forget(id, Instant::now()) {
+            self.repeat_news(key);
         }
+    }
+
+    /// The same for what services were asked for too long ago. To be called once a second.
+    pub(crate) fn expire_pending(&mut self) {
+        for key in self.pending.expire(Instant::now()) {
+            self.repeat_news(key);
+        }
+    }
+
+    /// Whoever has a page of a key sights it anew; who was first before is not taken for a second one then.
+    pub(super) fn repeat_news(&mut self, key: Key) {
+        self.sightings.remove(key);
+        self.pool.repeat_news(key);
     }
 
     /// A service's connection has gone: what it sighted is forgotten, and what it was asked for is asked of others.
     pub(crate) fn disconnect(&mut self, id: MemberId) {
-        self.forget_pending(id);
+        for key in self.pending.leave(id) {
+            self.repeat_news(key);
+        }
         self.sightings.sweep(id);
     }
 

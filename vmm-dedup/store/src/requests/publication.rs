@@ -188,7 +188,7 @@ impl Exchange {
                 self.counters.unverified += 1;
                 if asked {
                     // It was written meanwhile. Others may still have the page.
-                    self.pool.repeat_news(key);
+                    self.repeat_news(key);
                 }
                 layout.unused.push(slot);
                 return Ok(None);
