@@ -174,7 +174,7 @@ impl Model {
             }
             if !self.sighted.contains_key(key) {
                 self.sighted.insert(*key, who);
-            } else if !self.asked.contains(key) && !(who == EVIL && self.declined.contains(key)) {
+            } else if !(self.asked.contains(key) || who == EVIL && self.declined.contains(key)) {
                 self.asked.push(*key);
                 asks.push(Ask::Publish.of(u32::try_from(at).unwrap()));
             }

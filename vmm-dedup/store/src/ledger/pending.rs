@@ -18,8 +18,8 @@ pub(crate) struct PendingPublications {
     asked: HashMap<Key, (MemberId, Instant)>,
     /// What each service was asked for in the last reply.
     of: HashMap<MemberId, Vec<Key>>,
-    /// Who did not publish a key lately, and since when.
-    declined: HashMap<Key, (MemberId, Instant)>,
+    /// Who did not publish a key lately, since when, and whether he would have been asked again since.
+    declined: HashMap<Key, (MemberId, Instant, bool)>,
 }
 
 impl PendingPublications {
@@ -29,12 +29,19 @@ impl PendingPublications {
         asked.is_some_and(|(_, at)| now.saturating_duration_since(*at) < PATIENCE)
     }
 
-    /// Whether a service may be asked for a page: nobody else is, and it was not asked in vain a moment ago.
-    pub(crate) fn may_ask(&self, key: Key, of: MemberId, now: Instant) -> bool {
-        let declined = self.declined.get(&key);
-        let declined =
-            declined.is_some_and(|(by, at)| *by == of && now.saturating_duration_since(*at) < PATIENCE);
-        !declined && !self.is_pending(key, now)
+    /// Whether a service may be asked for a page: nobody else is, and it was not asked in vain a moment ago. In that case
+    /// [`Self::expire`] returns the key later.
+    pub(crate) fn may_ask(&mut self, key: Key, of: MemberId, now: Instant) -> bool {
+        if self.is_pending(key, now) {
+            return false;
+        }
+        match self.declined.get_mut(&key) {
+            Some((by, at, left)) if *by == of && now.saturating_duration_since(*at) < PATIENCE => {
+                *left = true;
+                false
+            }
+            _ => true,
+        }
     }
 
     /// A service is asked for a page.
@@ -61,7 +68,7 @@ impl PendingPublications {
 
     /// A service has gone, and its number may become another one's. Returns what it was asked for.
     pub(crate) fn leave(&mut self, service: MemberId) -> Vec<Key> {
-        self.declined.retain(|_, (by, _)| *by != service);
+        self.declined.retain(|_, (by, ..)| *by != service);
         self.unanswered(service)
     }
 
@@ -74,11 +81,14 @@ impl PendingPublications {
     /// As [`Self::forget`] for what was asked too long ago, of whomever. To be called from time to time.
     pub(crate) fn expire(&mut self, now: Instant) -> Vec<Key> {
         let is_old = |at: Instant| now.saturating_duration_since(at) >= PATIENCE;
-        self.declined.retain(|_, (_, at)| !is_old(*at));
+        let declined = self.declined.extract_if(|_, (_, at, _)| is_old(*at));
+        let left = declined.filter_map(|(key, (.., left))| left.then_some(key));
+        let mut keys: Vec<Key> = left.collect();
         let late = self.asked.extract_if(|_, (_, at)| is_old(*at));
         let late: Vec<(Key, MemberId)> = late.map(|(key, (of, _))| (key, of)).collect();
         self.decline(late.iter().copied(), now);
-        late.into_iter().map(|(key, _)| key).collect()
+        keys.extend(late.into_iter().map(|(key, _)| key));
+        keys
     }
 
     fn decline(&mut self, keys: impl Iterator<Item = (Key, MemberId)>, now: Instant) {
@@ -86,7 +96,7 @@ impl PendingPublications {
             if self.declined.len() >= MOST_DECLINED {
                 self.declined.clear();
             }
-            self.declined.insert(key, (by, now));
+            self.declined.insert(key, (by, now, false));
         }
     }
 }
@@ -126,6 +136,11 @@ mod tests {
         assert!(!pending.is_pending(key(2), now) && pending.of.is_empty());
         assert!(pending.may_ask(key(2), B, now) && !pending.may_ask(key(2), A, now));
         assert!(pending.may_ask(key(2), A, now + PATIENCE));
+        assert_eq!(
+            pending.expire(now + PATIENCE),
+            [key(2)],
+            "A would have been asked"
+        );
     }
 
     #[test]
