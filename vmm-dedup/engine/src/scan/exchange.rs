@@ -8,6 +8,10 @@ use crate::store::session::ResyncCause;
 use vmm_dedup_protocol::index::News;
 use vmm_dedup_protocol::message::MAX_BATCH;
 
+/// How often a pass looks at the news. The next pass sees the rest: a store, or a service that has it told of the same keys again and
+/// again, must not keep this one from its end.
+const LOOKS_AT_NEWS: u32 = 256;
+
 impl Pass {
     /// Works until there is nothing left to tell, hash, publish or merge; or until merging is suspended.
     pub(super) fn exchange(&mut self) -> Result<(), Error> {
@@ -15,16 +19,20 @@ impl Pass {
         self.vacate_files()?;
         self.take_quiesced();
         self.resync()?;
+        let mut looks = LOOKS_AT_NEWS;
         loop {
             self.tell_store()?;
-            self.take_news();
+            if looks > 0 {
+                looks -= 1;
+                self.take_news();
+            }
             self.account.lap(|cpu| &mut cpu.store);
+            self.yield_and_poll()?;
             if self.finder.has_pages_to_hash() && self.found.len() < MAX_FOUND {
                 let (map, session, account) = (&mut self.map, &self.session, &mut self.account);
                 let found = self.finder.hash_some(map, session, account, self.number);
                 self.found.extend(found);
                 self.account.lap(|cpu| &mut cpu.hash);
-                self.yield_and_poll()?;
             } else if !self.found.is_empty() && !self.direct_io.glance() {
                 // Until it is looked at again, with the next pass, nothing can be done about what was found.
                 return self.stand_by();
