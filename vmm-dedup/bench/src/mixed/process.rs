@@ -199,8 +199,8 @@ fn phases(
     let start = Instant::now();
     orders.set(&turned);
     let (mut last, mut back_after) = (before, None);
-    // Until all of it is huge again, or for ten intervals.
-    let patience = Duration::from_millis(setup.interval_ms * 10);
+    // Until all of it is huge again, or for twenty intervals.
+    let patience = Duration::from_millis(setup.interval_ms * 20);
     while last - before < turned.len() as u64 && !services.is_empty() && start.elapsed() < patience {
         let now = rebuilt(services);
         if now > last {

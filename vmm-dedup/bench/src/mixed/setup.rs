@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use vmm_dedup::{Config, DedupService, ServiceStats, UseSource};
 use vmm_dedup_host::{Failure, account};
 
-/// Longest time to wait until a policy has settled.
-const PATIENCE: Duration = Duration::from_secs(45);
+/// Intervals that a policy has at most to settle: what is written all the time is merged and broken again for ever.
+const MAX_INTERVALS: u32 = 45;
 /// Intervals that a policy has at least: it may need some to see what is used.
 const MIN_INTERVALS: u32 = 10;
 /// Intervals without merging after which it has settled: unchanged huge pages are looked at ever less often.
@@ -44,19 +44,22 @@ impl Setup<'_> {
         }
     }
 
-    /// Waits for [`MIN_INTERVALS`], then until nothing has been merged for [`QUIET_INTERVALS`], at most [`PATIENCE`]: what is
-    /// written all the time is merged and broken again for ever.
+    /// Waits for [`MIN_INTERVALS`], then until nothing has been merged for [`QUIET_INTERVALS`], at most [`MAX_INTERVALS`].
+    /// Without dedup nothing has to settle.
     pub(super) fn settle(&self, services: &[DedupService]) {
-        let start = Instant::now();
-        std::thread::sleep(Duration::from_millis(self.interval_ms) * MIN_INTERVALS);
+        if services.is_empty() {
+            return;
+        }
+        let (start, interval) = (Instant::now(), Duration::from_millis(self.interval_ms));
+        std::thread::sleep(interval * MIN_INTERVALS);
         let mut last = (0, Instant::now());
-        while start.elapsed() < PATIENCE {
+        while start.elapsed() < interval * MAX_INTERVALS {
             let sum = services.iter().map(DedupService::stats).fold(0, |sum, s| {
                 sum + s.merges_total + s.zero_merges_total + s.huge_rebuilt_total + s.huge_splits_total
             });
             if sum != last.0 {
                 last = (sum, Instant::now());
-            } else if last.1.elapsed() > Duration::from_millis(self.interval_ms) * QUIET_INTERVALS {
+            } else if last.1.elapsed() > interval * QUIET_INTERVALS {
                 return;
             }
             std::thread::sleep(Duration::from_millis(20));
