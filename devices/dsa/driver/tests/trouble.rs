@@ -92,7 +92,7 @@ fn a_halted_device_is_reset_and_goes_on() {
         for _ in 0..2 {
             assert_eq!(engine.keys(&arena, &ids()), right_keys(), "after {after}");
         }
-        assert_eq!(engine.counters().resets, 1, "after {after}");
+        assert_eq!(engine.device_work().resets, 1, "after {after}");
     }
 }
 
@@ -144,7 +144,7 @@ fn records_that_are_lost_are_asked_for_again() {
     };
     let mut engine = engine(&[faults], &arena);
     assert_eq!(engine.keys(&arena, &ids()), right_keys());
-    assert!(engine.counters().again > 0, "{:?}", engine.counters());
+    assert!(engine.device_work().again > 0, "{:?}", engine.device_work());
 }
 
 #[test]
@@ -163,7 +163,7 @@ fn a_queue_that_takes_nothing_is_given_up() {
     assert_eq!(engine.keys(&arena, &ids()), right_keys());
     let next = engine.keys(&arena, &ids()).swap_remove(0);
     assert!(next.unwrap_err().to_string().contains("takes nothing"));
-    assert!(engine.counters().full > 0);
+    assert!(engine.device_work().full > 0);
 }
 
 /// Registers that always read the same.

@@ -12,7 +12,7 @@
 //!   check: the engine failed. The CPU compares what is left of the window, and all that was not proved.
 //! - An engine that failed is kept, unused, until [`Verifier::detach`]: dropping it may take long, and pages are away.
 
-use super::{Answer, Compared, Engine, Error, Limits, Pair, PairAnswer, Verify, With};
+use super::{Answer, Compared, DeviceWork, Engine, Error, Limits, Pair, PairAnswer, Verify, With};
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
@@ -128,8 +128,21 @@ impl Verifier {
     /// CPU time of threads of the engine's own, ns.
     #[must_use]
     pub fn helper_cpu_ns(&self) -> u64 {
-        let attached = self.engine.iter().chain(self.failed.iter().map(|(a, _)| a));
-        attached.map(|attached| attached.engine.helper_cpu_ns()).sum()
+        self.attached()
+            .map(|attached| attached.engine.helper_cpu_ns())
+            .sum()
+    }
+
+    /// What the engine's device was given to do.
+    #[must_use]
+    pub fn device_work(&self) -> DeviceWork {
+        let works = self.attached().map(|attached| attached.engine.device_work());
+        works.fold(DeviceWork::default(), |all, work| all.and(&work))
+    }
+
+    /// The engine, also one that failed.
+    fn attached(&self) -> impl Iterator<Item = &Attached> {
+        self.engine.iter().chain(self.failed.iter().map(|(a, _)| a))
     }
 
     /// Compares pairs, each of which stands for something of the caller's, and names those that differ. `go_on` is asked
