@@ -1,6 +1,7 @@
 //! An engine's answers to searches, checked once for all callers.
 
-use super::{Answer, DeviceWork, Engine, Error, PageId, Pages, Searched, TreeSearch};
+use super::{Answer, Engine, Error, PageId, Pages, Searched, TreeSearch};
+use vmm_dedup_protocol::stats::DeviceWork;
 use vmm_dedup_protocol::tree::TreeReader;
 
 /// A searching engine whose answers can be used without looking: one for each question, places within the set that was

@@ -12,9 +12,10 @@
 //!   check: the engine failed. The CPU compares what is left of the window, and all that was not proved.
 //! - An engine that failed is kept, unused, until [`Verifier::detach`]: dropping it may take long, and pages are away.
 
-use super::{Answer, Compared, DeviceWork, Engine, Error, Limits, Pair, PairAnswer, Verify, With};
+use super::{Answer, Compared, Engine, Error, Limits, Pair, PairAnswer, Verify, With};
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
+use vmm_dedup_protocol::stats::DeviceWork;
 
 /// Pairs that the CPU compares before it is asked again whether somebody waits: some ten microseconds.
 const BLOCK: usize = 16;
