@@ -103,6 +103,8 @@ fn the_same_merges_page_for_page_from_every_engine() {
         for stats in stats {
             assert_eq!((&*stats.search.text(), stats.search_failures_total), (search, 0));
             assert_eq!(stats.searches_total > 0, search != "index", "{search}");
+            let by_device = stats.search_device.requests > 0;
+            assert_eq!(by_device, search == "dsa-model", "{search}: {stats:?}");
             assert_eq!(stats.search_twins_total > 0, search != "index", "{search}");
         }
     }

@@ -123,6 +123,9 @@ fn the_same_merges_page_for_page_by_every_verifier() {
                 verify != "cpu",
                 "{verify}: {stats:?}"
             );
+            let device = stats.verify_device;
+            let told = device.requests + device.cpu_sooner + device.cpu_instead;
+            assert_eq!(told > 0, verify == "dsa-model", "{verify}: {device:?}");
         }
     }
 }
@@ -158,6 +161,7 @@ fn real_pages_are_merged_through_device_nodes() {
             ("dsa-always", 0)
         );
         assert!(stats.merges_total > 0 && stats.verifications_total >= stats.merges_total);
+        assert!(stats.verify_device.requests > 0, "{stats:?}");
     }
 }
 

@@ -67,4 +67,4 @@ pub use sys::sched::in_service_thread;
 pub use unmerge::discard::Discarder;
 pub use vmm_dedup_protocol::control::{Explanation, Settings, Switch};
 pub use vmm_dedup_protocol::refusal::{Reason, Refusal};
-pub use vmm_dedup_protocol::stats::{CpuNs, Histogram, ServiceStats};
+pub use vmm_dedup_protocol::stats::{CpuNs, DeviceWork, Histogram, ServiceStats};

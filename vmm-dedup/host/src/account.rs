@@ -2,10 +2,11 @@
 
 use crate::failure::Failure;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::Path;
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::{Observer, Vm};
-use vmm_dedup_protocol::stats::{BytesRead, CpuNs, Histogram, STATES, ServiceStats};
+use vmm_dedup_protocol::stats::{BytesRead, CpuNs, DeviceWork, Histogram, STATES, ServiceStats};
 
 /// Asks a store for its account and those of all VMs.
 ///
@@ -77,6 +78,7 @@ fn search_json(s: &ServiceStats) -> Value {
         "pages_total": s.searches_total,
         "twins_total": s.search_twins_total,
         "failures_total": s.search_failures_total,
+        "device": device_json(&s.search_device),
     })
 }
 
@@ -86,7 +88,76 @@ fn verify_json(s: &ServiceStats) -> Value {
         "engine": s.verify.text(),
         "pages_total": s.verifications_total,
         "failures_total": s.verify_failures_total,
+        "device": device_json(&s.verify_device),
     })
+}
+
+/// What an engine's device did.
+fn device_json(device: &DeviceWork) -> Value {
+    let errors: BTreeMap<_, _> = device.errors().into_iter().collect();
+    let left_to_cpu: BTreeMap<_, _> = device.left_to_cpu().into_iter().collect();
+    json!({
+        "requests_total": device.requests,
+        "batches_total": device.batches,
+        "read_bytes_total": device.bytes,
+        "retries_total": { "page_fault": device.faults, "full": device.full, "other": device.again },
+        "errors_total": errors,
+        "left_to_cpu_total": left_to_cpu,
+        "latency_us": histogram_json(&device.latency),
+    })
+}
+
+/// What engines and their devices did for a VM, a line each; empty if the index and the CPU did all of it.
+#[must_use]
+pub fn engine_lines(vm: &Vm) -> String {
+    let s = &vm.stats;
+    let works = [
+        (
+            "search",
+            s.search.text(),
+            s.searches_total,
+            s.search_failures_total,
+            &s.search_device,
+        ),
+        (
+            "verify",
+            s.verify.text(),
+            s.verifications_total,
+            s.verify_failures_total,
+            &s.verify_device,
+        ),
+    ];
+    let mut lines = String::new();
+    for (work, engine, pages, failures, device) in works {
+        if pages == 0 && failures == 0 && *device == DeviceWork::default() {
+            continue;
+        }
+        lines += &format!(
+            "{}: {work} by {engine}: {pages} pages, {failures} failures\n",
+            vm.name
+        );
+        if *device == DeviceWork::default() {
+            continue;
+        }
+        let parts = |parts: &[(&str, u64)]| {
+            let parts: Vec<String> = parts.iter().map(|(name, n)| format!("{n} {name}")).collect();
+            parts.join(", ")
+        };
+        lines += &format!(
+            "  device: {} requests, {} batches (p50 {} us, p99 {} us); {} page faults, {} times full, {} given again; \
+             errors: {}; left to the CPU: {}\n",
+            device.requests,
+            device.batches,
+            device.latency.quantile_us(0.5),
+            device.latency.quantile_us(0.99),
+            device.faults,
+            device.full,
+            device.again,
+            parts(&device.errors()),
+            parts(&device.left_to_cpu()),
+        );
+    }
+    lines
 }
 
 /// A VM's account for `--json`.
@@ -178,4 +249,36 @@ fn histogram_json(times: &Histogram) -> Value {
         "p99": times.quantile_us(0.99),
         "max": times.max_ns / 1000,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn engines_are_told_of_if_they_did_anything() {
+        let mut vm = Vm {
+            name: "web".to_owned(),
+            pid: 1,
+            reason: None,
+            saved_net_bytes: 0,
+            stats: ServiceStats::default(),
+        };
+        assert_eq!(engine_lines(&vm), "");
+        vm.stats.verifications_total = 7;
+        assert_eq!(engine_lines(&vm).lines().count(), 1);
+        vm.stats.verify_device.requests = 7;
+        vm.stats.verify_device.cpu_instead = 3;
+        vm.stats.verify_device.latency.observe(1500);
+        let text = engine_lines(&vm);
+        assert!(text.starts_with("web: verify by "), "{text}");
+        assert!(
+            text.contains("7 requests") && text.contains("3 instead"),
+            "{text}"
+        );
+        let json = vm_json(&vm);
+        assert_eq!(json["verify"]["device"]["left_to_cpu_total"]["instead"], 3);
+        assert_eq!(json["verify"]["device"]["latency_us"]["count"], 1);
+        assert_eq!(json["search"]["device"]["requests_total"], 0);
+    }
 }

@@ -1,6 +1,9 @@
 //! What a service tells about itself: fixed-size counters that travel to the store and into its metrics.
 
+mod device_work;
+
 use crate::name::EngineName;
+pub use device_work::DeviceWork;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Upper bounds of the buckets of a [`Histogram`], microseconds; the last bucket holds everything above.
@@ -31,6 +34,17 @@ impl Histogram {
         self.buckets[bucket] += 1;
         self.sum_ns = self.sum_ns.saturating_add(ns);
         self.max_ns = self.max_ns.max(ns);
+    }
+
+    /// The durations of both.
+    #[must_use]
+    pub fn and(mut self, other: &Self) -> Self {
+        for (to, more) in self.buckets.iter_mut().zip(other.buckets) {
+            *to = to.saturating_add(more);
+        }
+        self.sum_ns = self.sum_ns.saturating_add(other.sum_ns);
+        self.max_ns = self.max_ns.max(other.max_ns);
+        self
     }
 
     /// Number of observations.
@@ -283,12 +297,16 @@ pub struct ServiceStats {
     pub rebuild: Histogram,
     /// How long a managed copy-on-write fault took, from its delivery to the wake-up.
     pub break_latency: Histogram,
+    /// What devices of engines that look for twins did.
+    pub search_device: DeviceWork,
+    /// What devices of engines that verify did.
+    pub verify_device: DeviceWork,
 }
 
 /// The counters and gauges of a [`ServiceStats`], by name: no field can be forgotten.
 macro_rules! numbers {
-    ($stats:expr; $($number:ident),*; $($text:ident),*) => {{
-        let ServiceStats { $($number,)* $($text: _,)* cpu_ns, bytes_read, stop, heal, rebuild, break_latency } = *$stats;
+    ($stats:expr, $sum:expr; $($number:ident),*; $($text:ident),*) => {{
+        let ServiceStats { $($number,)* $($text: _,)* cpu_ns, bytes_read, stop, heal, rebuild, break_latency, search_device, verify_device } = *$stats;
         [
             $((stringify!($number), $number),)*
             ("cpu_ns_total", cpu_ns.total()),
@@ -301,6 +319,12 @@ macro_rules! numbers {
             ("rebuild_max_ns", rebuild.max_ns),
             ("break_latency_sum_ns", break_latency.sum_ns),
             ("break_latency_max_ns", break_latency.max_ns),
+            ("search_device_requests_total", search_device.requests),
+            ("search_device_errors_total", $sum(&search_device.errors())),
+            ("search_device_left_to_cpu_total", $sum(&search_device.left_to_cpu())),
+            ("verify_device_requests_total", verify_device.requests),
+            ("verify_device_errors_total", $sum(&verify_device.errors())),
+            ("verify_device_left_to_cpu_total", $sum(&verify_device.left_to_cpu())),
         ]
     }};
 }
@@ -309,7 +333,8 @@ impl ServiceStats {
     /// All counters and gauges by name, for a VMM's own counters; of what has parts the sum, of times sum and maximum. Collected
     /// into a map it can be serialised.
     pub fn numbers(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
-        let numbers = numbers!(self; pages, pages_mapped, pages_zero, pages_unshared, pages_volatile, pages_new, pages_pinned, pages_broken, huge_ranges, huge_kept_hot, pages_given_up, huge_split, merges_total, zero_merges_total, breaks_kernel_total, breaks_managed_total, mismatches_total, refused_pinned_total, refused_vmas_total, refused_swapped_total, refused_other_total, heals_total, heal_pinned_total, heal_wanted_total, heal_failed_total, window_failures_total, published_total, huge_splits_total, huge_splits_rare_total, huge_whole_total, huge_wanted_total, huge_rebuilt_total, huge_zero_total, rebuild_pinned_total, rebuild_memory_total, rebuild_other_total, samples_total, samples_used_total, passes_total, full_scans_total, pages_keyed_total, pages_hashed_total, searches_total, search_twins_total, search_failures_total, verifications_total, verify_failures_total, vmas, vmas_max, metadata_bytes, vma_bytes, reserve_pages, reserve_target, reserve_waits_total, waiting_writers, last_pass_ms, state, cpu_percent, use_source, store_bytes; search, verify);
+        let sum = |parts: &[(&str, u64)]| parts.iter().fold(0, |sum: u64, (_, n)| sum.saturating_add(*n));
+        let numbers = numbers!(self, sum; pages, pages_mapped, pages_zero, pages_unshared, pages_volatile, pages_new, pages_pinned, pages_broken, huge_ranges, huge_kept_hot, pages_given_up, huge_split, merges_total, zero_merges_total, breaks_kernel_total, breaks_managed_total, mismatches_total, refused_pinned_total, refused_vmas_total, refused_swapped_total, refused_other_total, heals_total, heal_pinned_total, heal_wanted_total, heal_failed_total, window_failures_total, published_total, huge_splits_total, huge_splits_rare_total, huge_whole_total, huge_wanted_total, huge_rebuilt_total, huge_zero_total, rebuild_pinned_total, rebuild_memory_total, rebuild_other_total, samples_total, samples_used_total, passes_total, full_scans_total, pages_keyed_total, pages_hashed_total, searches_total, search_twins_total, search_failures_total, verifications_total, verify_failures_total, vmas, vmas_max, metadata_bytes, vma_bytes, reserve_pages, reserve_target, reserve_waits_total, waiting_writers, last_pass_ms, state, cpu_percent, use_source, store_bytes; search, verify);
         numbers.into_iter()
     }
 

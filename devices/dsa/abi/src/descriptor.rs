@@ -449,6 +449,26 @@ impl Descriptor {
         u32::from_le_bytes(self.specific_bytes(specific::DELTA_BYTES))
     }
 
+    /// Bytes that the operation reads, or writes where it does not read: what it moves on the way to memory.
+    #[must_use]
+    pub fn traffic(&self) -> u64 {
+        let size = u64::from(self.size());
+        match self.opcode() {
+            Some(Opcode::Compare | Opcode::CreateDelta) => size * 2,
+            Some(Opcode::ApplyDelta) => u64::from(self.delta_bytes()) * 2,
+            Some(
+                Opcode::Memmove
+                | Opcode::Fill
+                | Opcode::ComparePattern
+                | Opcode::Dualcast
+                | Opcode::CrcGenerate
+                | Opcode::CopyCrc
+                | Opcode::CacheFlush,
+            ) => size,
+            Some(Opcode::Nop | Opcode::Drain | Opcode::Batch | Opcode::TranslationFetch) | None => 0,
+        }
+    }
+
     /// The second destination of `DUALCAST`.
     #[must_use]
     pub fn destination_2(&self) -> u64 {

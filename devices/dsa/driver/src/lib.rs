@@ -31,7 +31,6 @@ mod latency;
 mod open;
 mod way;
 
-pub use channel::Counters;
 pub use engine::{DsaEngine, Options};
 pub use instructions::Instructions;
 pub use open::{model, open};

@@ -74,10 +74,13 @@ fn is_dead(answer: &Answer<u64>) -> bool {
 #[test]
 fn keys_are_crc32c() {
     let arena = arena();
-    assert_eq!(
-        engine(&[Faults::default()], &arena).keys(&arena, &ids()),
-        right_keys()
-    );
+    let mut engine = engine(&[Faults::default()], &arena);
+    assert_eq!(engine.keys(&arena, &ids()), right_keys());
+    let (work, pages) = (engine.device_work(), ids().len() as u64);
+    assert_eq!((work.requests, work.bytes), (pages, pages * 4096), "{work:?}");
+    assert!(work.latency.count() > 0 && work.latency.count() <= pages);
+    let wrong = work.errors().into_iter().chain(work.left_to_cpu());
+    assert!(wrong.into_iter().all(|(_, count)| count == 0), "{work:?}");
 }
 
 #[test]
@@ -92,7 +95,7 @@ fn a_halted_device_is_reset_and_goes_on() {
         for _ in 0..2 {
             assert_eq!(engine.keys(&arena, &ids()), right_keys(), "after {after}");
         }
-        assert_eq!(engine.counters().resets, 1, "after {after}");
+        assert_eq!(engine.device_work().resets, 1, "after {after}");
     }
 }
 
@@ -113,6 +116,8 @@ fn when_a_device_dies_the_cpu_ends_the_call_and_the_next_one_is_an_error() {
     for faults in dying {
         let mut engine = engine(&[faults], &arena);
         assert_eq!(engine.keys(&arena, &ids()), right_keys());
+        let work = engine.device_work();
+        assert!(work.queues_lost == 1 && work.cpu_instead > 0, "{work:?}");
         let next = engine.keys(&arena, &ids());
         assert!(next.iter().all(is_dead), "{:?}", next[0]);
         assert!(engine.among(&arena).is_err());
@@ -131,6 +136,8 @@ fn another_queue_takes_over() {
     for _ in 0..3 {
         assert_eq!(engine.keys(&arena, &ids()), right_keys());
     }
+    let work = engine.device_work();
+    assert_eq!((work.queues_lost, work.cpu_instead), (1, 0), "{work:?}");
 }
 
 #[test]
@@ -144,7 +151,7 @@ fn records_that_are_lost_are_asked_for_again() {
     };
     let mut engine = engine(&[faults], &arena);
     assert_eq!(engine.keys(&arena, &ids()), right_keys());
-    assert!(engine.counters().again > 0, "{:?}", engine.counters());
+    assert!(engine.device_work().again > 0, "{:?}", engine.device_work());
 }
 
 #[test]
@@ -163,7 +170,7 @@ fn a_queue_that_takes_nothing_is_given_up() {
     assert_eq!(engine.keys(&arena, &ids()), right_keys());
     let next = engine.keys(&arena, &ids()).swap_remove(0);
     assert!(next.unwrap_err().to_string().contains("takes nothing"));
-    assert!(engine.counters().full > 0);
+    assert!(engine.device_work().full > 0);
 }
 
 /// Registers that always read the same.

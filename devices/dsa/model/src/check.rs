@@ -2,7 +2,11 @@
 //!
 //! Which of several errors is reported is the device's choice; here it is the first in the order of [`check`].
 
-use vmm_dedup_dsa_abi::config::QueueConfig;
+use crate::board::Board;
+use crate::queue::Job;
+use crate::shape::Shape;
+use vmm_dedup_dsa_abi::config::{Mode, QueueConfig};
+use vmm_dedup_dsa_abi::registers::{GeneralCapability, QueueCapability};
 use vmm_dedup_dsa_abi::{
     CompletionRecord, DELTA_ENTRY, Descriptor, MAX_DELTA_SOURCE, MIN_BATCH, MIN_DELTA_SPACE, Opcode, Status,
     flags,
@@ -10,30 +14,36 @@ use vmm_dedup_dsa_abi::{
 
 /// What a queue allows.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Allowed {
+struct Allowed {
     /// A bit for each operation.
-    pub(crate) operations: [u64; 4],
-    pub(crate) block_on_fault: bool,
+    operations: [u64; 4],
+    block_on_fault: bool,
     /// Bytes.
-    pub(crate) most_bytes: u64,
+    most_bytes: u64,
     /// Members of a batch.
-    pub(crate) most_members: u32,
+    most_members: u32,
     /// Interrupt vectors.
-    pub(crate) vectors: u16,
+    vectors: u16,
     /// Whether copies may overlap.
-    pub(crate) overlap: bool,
+    overlap: bool,
 }
 
 impl Allowed {
-    /// What a queue of a device with these operations and vectors allows.
-    pub(crate) fn new(config: &QueueConfig, operations: [u64; 4], overlap: bool, vectors: u16) -> Self {
+    /// What a queue of such a device allows.
+    fn new(config: &QueueConfig, shape: &Shape) -> Self {
+        let operations = if shape.queues.has(QueueCapability::OPERATIONS) {
+            let (able, chosen) = (shape.operation_bits(), config.operations());
+            std::array::from_fn(|word| able[word] & chosen[word])
+        } else {
+            shape.operation_bits()
+        };
         Self {
             operations,
             block_on_fault: config.block_on_fault(),
             most_bytes: 1 << config.transfer_shift(),
             most_members: 1 << config.batch_shift(),
-            vectors,
-            overlap,
+            vectors: shape.vectors(),
+            overlap: shape.general.has(GeneralCapability::OVERLAP),
         }
     }
 
@@ -43,9 +53,38 @@ impl Allowed {
     }
 }
 
+/// The record of a descriptor that came to a queue and is not done, or `None` if nothing is wrong with it.
+pub(crate) fn wrong_with(
+    job: &Job,
+    config: &QueueConfig,
+    shape: &Shape,
+    board: &dyn Board,
+) -> Option<CompletionRecord> {
+    if let Some(address) = job.record_address() {
+        if !address.0.is_multiple_of(32) {
+            return Some(CompletionRecord::new(Status::RecordAlignment));
+        }
+        let there = board.memory().is_there(job.space, address.0, true)
+            || job.descriptor.has(flags::BLOCK_ON_FAULT)
+                && board.memory().request(job.space, address.0, true);
+        if !there {
+            return Some(CompletionRecord::new(Status::RecordFault));
+        }
+    }
+    let user = config.mode() == Mode::Shared && !config.is_privileged();
+    if user && job.descriptor.is_privileged() {
+        return Some(CompletionRecord::new(Status::Privilege));
+    }
+    check(
+        &job.descriptor,
+        &Allowed::new(config, shape),
+        job.member.is_some(),
+    )
+}
+
 /// The record of a descriptor that is not done, or `None` if nothing is wrong with it. `member`: it is one of a batch.
 /// That a record can be written at all has been seen to.
-pub(crate) fn check(descriptor: &Descriptor, allowed: &Allowed, member: bool) -> Option<CompletionRecord> {
+fn check(descriptor: &Descriptor, allowed: &Allowed, member: bool) -> Option<CompletionRecord> {
     let wrong = |status| Some(CompletionRecord::new(status));
     let opcode = descriptor.opcode().filter(|opcode| allowed.does(*opcode));
     let Some(opcode) = opcode.filter(|opcode| !member || !matches!(opcode, Opcode::Batch | Opcode::Drain))

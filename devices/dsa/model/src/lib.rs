@@ -1,10 +1,12 @@
 //! A model of Intel DSA: what software sees of the device, and when.
 //!
 //! ```text
-//!  registers --> control: state, tables, commands
-//!  portals ----> queues --> dispatch --> operate (memory) --> events --> records, interrupts
-//!                  ^           |
-//!                  batches <---'
+//!  registers --> commands --> control: state, tables, errors
+//!                   |            ^
+//!                   v            |
+//!  portals ------> works: queues --> dispatch --> operate (memory) --> endings --> records, interrupts
+//!                           ^           |
+//!                           batches <---'
 //! ```
 //!
 //! [`Core`] is the device as a machine of states over a clock that its owner keeps: it does what was due by a time, in the
@@ -33,16 +35,23 @@
 //! project's.
 
 mod batch;
+mod board;
 mod check;
+mod commands;
 mod control;
 mod core;
 mod dice;
+mod endings;
 mod memory;
 mod operate;
 mod queue;
+mod registers;
 mod shape;
+mod works;
 
-pub use self::core::{Account, Board, Core, Submitted, Way};
+pub use self::core::Core;
+pub use board::Board;
 pub use dice::Faults;
 pub use memory::{Flat, Memory, Missing, PAGE, READABLE, WRITABLE};
 pub use shape::{Shape, Timing};
+pub use works::{Account, Submitted, Way};

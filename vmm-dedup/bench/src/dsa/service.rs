@@ -10,7 +10,9 @@ use crate::engines::service::{mib, serve_with, until};
 use serde::Serialize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use vmm_dedup::compare::{Account, Answer, Engine, Entry, Error, Keys, PageId, Pages, Searched, TreeSearch};
+use vmm_dedup::compare::{
+    Account, Answer, DeviceWork, Engine, Entry, Error, Keys, PageId, Pages, Searched, TreeSearch,
+};
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::OwnStore;
 use vmm_dedup_protocol::tree::TreeReader;
@@ -125,6 +127,10 @@ impl Engine for Metered {
 
     fn unmap(&mut self, first: PageId, pages: usize) -> Answer<()> {
         self.engine.unmap(first, pages)
+    }
+
+    fn device_work(&self) -> DeviceWork {
+        self.engine.device_work()
     }
 
     fn account(&self) -> Account {

@@ -55,5 +55,6 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
             s.cpu_ns.total() as f64 / 1e9
         );
     }
+    vms.iter().for_each(|vm| print!("{}", account::engine_lines(vm)));
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! An engine's answers to searches, checked once for all callers.
 
 use super::{Answer, Engine, Error, PageId, Pages, Searched, TreeSearch};
+use vmm_dedup_protocol::stats::DeviceWork;
 use vmm_dedup_protocol::tree::TreeReader;
 
 /// A searching engine whose answers can be used without looking: one for each question, places within the set that was
@@ -34,6 +35,12 @@ impl CheckedSearch {
     #[must_use]
     pub fn helper_cpu_ns(&self) -> u64 {
         self.engine.helper_cpu_ns()
+    }
+
+    /// What the engine's device was given to do.
+    #[must_use]
+    pub fn device_work(&self) -> DeviceWork {
+        self.engine.device_work()
     }
 
     /// As [`super::Keys::keys`].

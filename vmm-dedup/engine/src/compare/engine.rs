@@ -4,6 +4,7 @@ use super::account::Account;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
 use vmm_dedup_protocol::key::PAGE_WORDS;
+use vmm_dedup_protocol::stats::DeviceWork;
 use vmm_dedup_protocol::tree::Node;
 
 /// A page as engines see it: words that may change under their eyes.
@@ -78,6 +79,11 @@ pub trait Engine: Send {
     /// CPU time of threads of its own that drive a device, ns. It is part of the account's.
     fn helper_cpu_ns(&self) -> u64 {
         0
+    }
+
+    /// What its device was given to do, if it has one.
+    fn device_work(&self) -> DeviceWork {
+        DeviceWork::default()
     }
 
     /// What was done so far, and what it cost.

@@ -58,3 +58,4 @@ pub(crate) use retry::Retry;
 pub use tree_search::{Searched, TreeSearch};
 pub use verifier::Verifier;
 pub use verify::{Compared, Limits, Pair, PairAnswer, StablePage, Verify, With};
+pub use vmm_dedup_protocol::stats::DeviceWork;

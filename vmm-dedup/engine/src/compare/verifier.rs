@@ -15,6 +15,7 @@
 use super::{Answer, Compared, Engine, Error, Limits, Pair, PairAnswer, Verify, With};
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
+use vmm_dedup_protocol::stats::DeviceWork;
 
 /// Pairs that the CPU compares before it is asked again whether somebody waits: some ten microseconds.
 const BLOCK: usize = 16;
@@ -128,8 +129,21 @@ impl Verifier {
     /// CPU time of threads of the engine's own, ns.
     #[must_use]
     pub fn helper_cpu_ns(&self) -> u64 {
-        let attached = self.engine.iter().chain(self.failed.iter().map(|(a, _)| a));
-        attached.map(|attached| attached.engine.helper_cpu_ns()).sum()
+        self.attached()
+            .map(|attached| attached.engine.helper_cpu_ns())
+            .sum()
+    }
+
+    /// What the engine's device was given to do.
+    #[must_use]
+    pub fn device_work(&self) -> DeviceWork {
+        let works = self.attached().map(|attached| attached.engine.device_work());
+        works.fold(DeviceWork::default(), |all, work| all.and(&work))
+    }
+
+    /// The engine, also one that failed.
+    fn attached(&self) -> impl Iterator<Item = &Attached> {
+        self.engine.iter().chain(self.failed.iter().map(|(a, _)| a))
     }
 
     /// Compares pairs, each of which stands for something of the caller's, and names those that differ. `go_on` is asked

@@ -16,7 +16,9 @@
 //! An engine that fails is let go, and made anew after a while; meanwhile the index does the work. So is one whose
 //! proposals are wrong too often, since each costs a guest a moment without the page.
 
-use crate::compare::{Arena, CheckedSearch, Engines, Error, PageId, PageView, Pages, Retry, Searched};
+use crate::compare::{
+    Arena, CheckedSearch, DeviceWork, Engines, Error, PageId, PageView, Pages, Retry, Searched,
+};
 use crate::config::{Config, INDEX};
 use crate::memory::layout::{Memory, Page};
 use crate::store::connection::Store;
@@ -71,6 +73,8 @@ pub(crate) struct Searcher {
     retry: Retry,
     /// CPU time of the helpers of engines that are gone, ns.
     past_helper_ns: u64,
+    /// What their devices did.
+    past_device: DeviceWork,
     /// The engine's keys of pages that had no twin, by page; 0: none.
     keys: Vec<u32>,
 }
@@ -110,6 +114,7 @@ impl Searcher {
             engine: None,
             retry: Retry::default(),
             past_helper_ns: 0,
+            past_device: DeviceWork::default(),
             keys: Vec::new(),
         }
     }
@@ -139,6 +144,12 @@ impl Searcher {
     pub(crate) fn helper_cpu_ns(&self) -> u64 {
         let now = self.engine.as_ref().map_or(0, |e| e.search.helper_cpu_ns());
         self.past_helper_ns + now
+    }
+
+    /// What devices of engines were given to do.
+    pub(crate) fn device_work(&self) -> DeviceWork {
+        let now = self.engine.as_ref().map(|engine| engine.search.device_work());
+        self.past_device.and(&now.unwrap_or_default())
     }
 
     /// Before a pass: makes the engine if it is time for that, and lets it read what the store has now.
@@ -193,6 +204,7 @@ impl Searcher {
 
     /// Lets go of the engine, which may read the store that there was. Its successor makes other keys.
     pub(crate) fn forget_store(&mut self) {
+        self.past_device = self.device_work();
         if let Some(engine) = self.engine.take() {
             self.past_helper_ns += engine.search.helper_cpu_ns();
         }

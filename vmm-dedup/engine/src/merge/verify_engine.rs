@@ -4,7 +4,7 @@
 //! the CPU do what it does not.
 
 use crate::compare::registry::CPU;
-use crate::compare::{Engines, Error, Retry, Verifier};
+use crate::compare::{DeviceWork, Engines, Error, Retry, Verifier};
 use crate::config::Config;
 use crate::store::connection::Store;
 use crate::store::told_segments::ToldSegments;
@@ -25,6 +25,8 @@ pub(crate) struct VerifyEngine {
     pass: u64,
     /// CPU time of the helpers of engines that are gone, ns.
     past_helper_ns: u64,
+    /// What their devices did.
+    past_device: DeviceWork,
     booked_helper_ns: u64,
 }
 
@@ -41,6 +43,7 @@ impl VerifyEngine {
             retry: Retry::default(),
             pass: 0,
             past_helper_ns: 0,
+            past_device: DeviceWork::default(),
             booked_helper_ns: 0,
         }
     }
@@ -80,6 +83,7 @@ impl VerifyEngine {
     /// Lets go of the engine, which may read the store that there was.
     pub(crate) fn forget_store(&mut self) {
         self.past_helper_ns += self.verifier.helper_cpu_ns();
+        self.past_device = self.device_work();
         self.verifier.detach();
         self.told = ToldSegments::default();
     }
@@ -107,6 +111,11 @@ impl VerifyEngine {
     /// Pairs that engines have compared.
     pub(crate) fn answered(&self) -> u64 {
         self.verifier.answered()
+    }
+
+    /// What devices of engines were given to do.
+    pub(crate) fn device_work(&self) -> DeviceWork {
+        self.past_device.and(&self.verifier.device_work())
     }
 
     /// CPU time of threads that drive engines, ns.

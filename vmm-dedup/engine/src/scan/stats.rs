@@ -43,11 +43,13 @@ impl Pass {
         let named = |name| EngineName::try_new(name).unwrap_or_default();
         stats.search = named(search.name());
         stats.search_failures_total = search.failures();
+        stats.search_device = search.device_work();
         let verify_engine = self.planner.verify_engine();
         stats.cpu_ns.merge += verify_engine.book_helper_cpu_ns();
         stats.verify = named(verify_engine.name());
         stats.verifications_total = verify_engine.answered();
         stats.verify_failures_total = verify_engine.failures();
+        stats.verify_device = verify_engine.device_work();
         stats.state = state;
     }
 

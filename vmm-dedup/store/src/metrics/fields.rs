@@ -1,7 +1,7 @@
 //! Which metric shows which field of a service's account.
 
 use prometheus_client::registry::Unit;
-use vmm_dedup_protocol::stats::{CpuNs, Histogram, ServiceStats};
+use vmm_dedup_protocol::stats::{CpuNs, DeviceWork, Histogram, ServiceStats};
 
 /// A field of the account.
 type Get = fn(&ServiceStats) -> u64;
@@ -259,7 +259,76 @@ pub(super) static LABELLED: &[Labelled] = &[
             ("verify", |s| s.bytes_read.verify),
         ],
     },
+    Labelled {
+        name: "device_requests",
+        help: "Requests that engines gave their devices",
+        unit: None,
+        label: "work",
+        series: &[
+            ("search", |s| s.search_device.requests),
+            ("verify", |s| s.verify_device.requests),
+        ],
+    },
+    Labelled {
+        name: "device_batches",
+        help: "Batches of requests that engines gave their devices",
+        unit: None,
+        label: "work",
+        series: &[
+            ("search", |s| s.search_device.batches),
+            ("verify", |s| s.verify_device.batches),
+        ],
+    },
+    Labelled {
+        name: "device_read",
+        help: "What the requests to devices were to read",
+        unit: Some(Unit::Bytes),
+        label: "work",
+        series: &[
+            ("search", |s| s.search_device.bytes),
+            ("verify", |s| s.verify_device.bytes),
+        ],
+    },
+    Labelled {
+        name: "device_retries",
+        help: "Requests that devices went on with after a page fault, that full queues turned away, or that were given once more for other reasons",
+        unit: None,
+        label: "reason",
+        series: &[
+            ("page_fault", |s| of_both(s, |device| device.faults)),
+            ("full", |s| of_both(s, |device| device.full)),
+            ("other", |s| of_both(s, |device| device.again)),
+        ],
+    },
+    Labelled {
+        name: "device_errors",
+        help: "Requests to devices that cannot be done, silences, resets, and queues that were given up",
+        unit: None,
+        label: "kind",
+        series: &[
+            ("unreadable", |s| of_both(s, |device| device.unreadable)),
+            ("refused", |s| of_both(s, |device| device.refused)),
+            ("late", |s| of_both(s, |device| device.late)),
+            ("reset", |s| of_both(s, |device| device.resets)),
+            ("queue_lost", |s| of_both(s, |device| device.queues_lost)),
+        ],
+    },
+    Labelled {
+        name: "device_left_to_cpu",
+        help: "Pages that the CPU compared or keyed in a device's place: it is sooner, or the device has no room or no answer",
+        unit: None,
+        label: "reason",
+        series: &[
+            ("sooner", |s| of_both(s, |device| device.cpu_sooner)),
+            ("instead", |s| of_both(s, |device| device.cpu_instead)),
+        ],
+    },
 ];
+
+/// A number of the devices of both kinds of engines.
+fn of_both(s: &ServiceStats, get: fn(&DeviceWork) -> u64) -> u64 {
+    get(&s.search_device).saturating_add(get(&s.verify_device))
+}
 
 /// Name, help and field of a histogram.
 type HistogramField = (&'static str, &'static str, fn(&ServiceStats) -> &Histogram);
@@ -283,6 +352,16 @@ pub(super) static HISTOGRAMS: &[HistogramField] = &[
     ("break", "How long a managed copy-on-write fault took", |s| {
         &s.break_latency
     }),
+    (
+        "search_device",
+        "How long requests and batches of searches took until their end was seen",
+        |s| &s.search_device.latency,
+    ),
+    (
+        "verify_device",
+        "How long requests and batches of verifications took until their end was seen",
+        |s| &s.verify_device.latency,
+    ),
 ];
 
 /// CPU time by stage.

@@ -71,7 +71,7 @@ impl DsaEngine {
             let first = pages
                 .view(PageId(0))
                 .map(|page| DeviceAddress(std::ptr::from_ref(page) as u64));
-            match channel.map_writable(2 * AT_ONCE * PAGE_SIZE, pages.file()) {
+            match channel.map(2 * AT_ONCE * PAGE_SIZE, pages.file(), true) {
                 Ok(mapped) => at.push(mapped.or(first)),
                 Err(trouble) => {
                     at.push(None);
@@ -154,6 +154,7 @@ impl Deltas for DsaEngine {
                     None if pages.view(*base).is_none() || !self.may_read(*base) => Err(Error::Fault(*base)),
                     None => Err(Error::Fault(*changed)),
                     Some([(_, base), (_, changed)]) => {
+                        self.past.cpu_instead += u64::from(record.is_none());
                         let by_device = record.and_then(|record| self.delta_of(job, record, changed));
                         let delta = by_device.unwrap_or_else(|| {
                             // Larger than a record, or the device did not make it.
@@ -189,6 +190,7 @@ impl Deltas for DsaEngine {
                     (_, None) => Err(Error::Fault(*page)),
                     (Some(words), _) => Ok(words),
                     (None, Some(view)) => {
+                        self.past.cpu_instead += 1;
                         let mut words = Box::new(words_of(view));
                         delta.apply(&mut words);
                         Ok(words)

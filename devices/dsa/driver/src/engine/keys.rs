@@ -26,17 +26,22 @@ impl Keys for DsaEngine {
             let address = engine.address(queue, of[job], views[job]?)?;
             Descriptor::crc(address, PAGE, 0).ok()
         });
+        let mut by_cpu = 0;
         let answers = (of.iter().zip(views).zip(records))
             .map(|((page, view), record)| {
                 let by_device = record.and_then(|record| record.crc());
                 match (by_device, view) {
                     (Some(crc), _) => Ok(crc.into()),
                     // The device was not given it, or failed.
-                    (None, Some(view)) if self.may_read(*page) => Ok(key_by_cpu(view)),
+                    (None, Some(view)) if self.may_read(*page) => {
+                        by_cpu += 1;
+                        Ok(key_by_cpu(view))
+                    }
                     (None, _) => Err(Error::Fault(*page)),
                 }
             })
             .collect();
+        self.past.cpu_instead += by_cpu;
         let lines = of.len() as u64 * (u64::from(PAGE) / 64);
         self.account.pages += of.len() as u64;
         self.account.lines += lines;

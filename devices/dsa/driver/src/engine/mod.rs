@@ -17,13 +17,13 @@ mod keys;
 mod search;
 mod verify;
 
-use crate::channel::{Channel, Counters, Item, ItemError};
+use crate::channel::{Channel, Item, ItemError};
 use crate::way::{Trouble, WorkQueue};
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use verify::Verifying;
-use vmm_dedup::compare::{Account, Answer, Engine, Error, PageId, PageView, Stopwatch};
+use vmm_dedup::compare::{Account, Answer, DeviceWork, Engine, Error, PageId, PageView, Stopwatch};
 use vmm_dedup_dsa_abi::{CompletionRecord, Descriptor, DeviceAddress, Opcode};
 use vmm_dedup_protocol::PAGE_SIZE;
 
@@ -78,8 +78,8 @@ pub struct DsaEngine {
     /// Where deltas are made.
     scratch: Option<deltas::Scratch>,
     account: Account,
-    /// Counters of queues that failed.
-    past: Counters,
+    /// What queues had done that failed, and what was left to the CPU.
+    past: DeviceWork,
     /// Why the last queue was given up.
     failure: Option<String>,
     /// What queues had that were given up: tags.
@@ -126,19 +126,13 @@ impl DsaEngine {
             options,
             given: BTreeMap::new(),
             account: Account::default(),
-            past: Counters::default(),
+            past: DeviceWork::default(),
             failure: None,
             orphans: Vec::new(),
             notes: Vec::new(),
         };
         engine.prepare_copies()?;
         Ok(engine)
-    }
-
-    /// What the drivers of the queues have met.
-    #[must_use]
-    pub fn counters(&self) -> Counters {
-        self.live().map(Channel::counters).fold(self.past, Counters::and)
     }
 
     fn live(&self) -> impl Iterator<Item = &Channel> {
@@ -161,7 +155,8 @@ impl DsaEngine {
             self.notes.push(format!(
                 "DSA's {name} is given up, {left} queues are left: {trouble}"
             ));
-            self.past = self.past.and(channel.counters());
+            self.past = self.past.and(channel.work());
+            self.past.queues_lost += 1;
             self.orphans.extend(channel.open_tags());
             self.failure = Some(format!("{}: {trouble}", channel.name()));
         }
@@ -376,7 +371,7 @@ impl Engine for DsaEngine {
         for queue in 0..self.channels.len() {
             let mapped = self.channels[queue]
                 .as_mut()
-                .map(|channel| channel.map(pages * PAGE_SIZE, file));
+                .map(|channel| channel.map(pages * PAGE_SIZE, file, false));
             at.push(match mapped {
                 None => None,
                 Some(Ok(place)) => place,
@@ -405,6 +400,12 @@ impl Engine for DsaEngine {
         }
         self.log_notes();
         self.alive()
+    }
+
+    fn device_work(&self) -> DeviceWork {
+        self.live()
+            .map(Channel::work)
+            .fold(self.past, |all, work| all.and(work))
     }
 
     fn account(&self) -> Account {

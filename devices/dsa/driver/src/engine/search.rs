@@ -90,7 +90,10 @@ impl DsaEngine {
                 Some(order) => Ok(order),
                 None if !self.may_read(*a) => Err(Error::Fault(*a)),
                 None if !self.may_read(*b) => Err(Error::Fault(*b)),
-                None => Ok(order_of_words(a_view, b_view, 0..a_view.len())),
+                None => {
+                    self.past.cpu_instead += u64::from(record.is_none());
+                    Ok(order_of_words(a_view, b_view, 0..a_view.len()))
+                }
             });
         }
         (orders, keys)

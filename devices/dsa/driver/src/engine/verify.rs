@@ -60,7 +60,7 @@ impl DsaEngine {
         let arena = Arena::new(MOST).map_err(|error| failed(&error))?;
         let mut at = Vec::with_capacity(self.channels.len());
         for channel in self.channels.iter_mut().flatten() {
-            let mapped = channel.map(MOST * PAGE_SIZE, arena.file());
+            let mapped = channel.map(MOST * PAGE_SIZE, arena.file(), false);
             at.push(mapped.map_err(|trouble| failed(&trouble))?);
         }
         self.verifying.copies = Some((arena, at));
@@ -164,7 +164,10 @@ impl DsaEngine {
                 Ok(Compared::Different(offset))
             }
             // The CPU compares this pair.
-            Ok(None) | Err(_) => Err(fault()),
+            Ok(None) | Err(_) => {
+                self.past.cpu_instead += 1;
+                Err(fault())
+            }
         };
         self.verifying.ready.push(PairAnswer { number, answer });
     }
@@ -272,7 +275,13 @@ impl DsaEngine {
             return Ok(0);
         }
         // With a queue full of what was aborted nobody would be waited for.
-        if full || self.cpu_is_sooner(pairs) {
+        let sooner = !full && self.cpu_is_sooner(pairs);
+        if full || sooner {
+            if sooner {
+                self.past.cpu_sooner += pairs.len() as u64;
+            } else {
+                self.past.cpu_instead += pairs.len() as u64;
+            }
             for (at, pair) in pairs.iter().enumerate() {
                 self.answer(first + at as u64, pair.compare());
             }
@@ -339,6 +348,7 @@ impl DsaEngine {
             let number = self.verifying.running[at].number;
             self.free(at);
             if let Some(number) = number {
+                self.past.cpu_instead += 1;
                 self.answer(number, pair.compare());
             }
         }

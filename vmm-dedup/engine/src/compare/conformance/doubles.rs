@@ -3,8 +3,8 @@
 
 use super::pages::mix;
 use crate::compare::{
-    Account, Answer, Compared, Engine, Error, Keys, Limits, PageId, Pages, Pair, PairAnswer, Searched,
-    TreeSearch, Verify,
+    Account, Answer, Compared, DeviceWork, Engine, Error, Keys, Limits, PageId, Pages, Pair, PairAnswer,
+    Searched, TreeSearch, Verify,
 };
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
@@ -109,6 +109,10 @@ impl<E: Engine> Engine for Double<E> {
     fn unmap(&mut self, first: PageId, pages: usize) -> Answer<()> {
         self.live(0)?;
         self.engine.unmap(first, pages)
+    }
+
+    fn device_work(&self) -> DeviceWork {
+        self.engine.device_work()
     }
 
     fn account(&self) -> Account {
