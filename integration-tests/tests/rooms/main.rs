@@ -99,6 +99,7 @@ const ENGINE: Rules<'_> = Rules {
         "sys",
         "account",
         "memory",
+        "hints",
         "window",
         "store",
         "track",

@@ -1,12 +1,14 @@
 //! Which store, and how: all that a VMM has to be told.
 
 use crate::compare::Engines;
-use crate::config::Config;
+use crate::config::{AgentSocket, Config};
 use crate::error::Error;
 use std::path::PathBuf;
 
 /// The key of [`Setup::store`].
 pub(super) const STORE: &str = "store";
+/// The key of [`Setup::agent`].
+pub(super) const AGENT: &str = "agent";
 
 /// A store, and settings of a service on it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -21,6 +23,8 @@ pub(super) const STORE: &str = "store";
 pub struct Setup {
     /// The store's socket.
     pub store: PathBuf,
+    /// Where the guest's agent is heard, if it is.
+    pub agent: Option<AgentSocket>,
     /// How the service works.
     pub config: Config,
 }

@@ -1,12 +1,12 @@
 //! A [`Setup`] as text.
 //!
 //! As one line it is `store=/run/vmm-dedup/store.sock,name=web1,cpu_percent=10`. Keys are those of the fields of [`Config`](crate::Config),
-//! joined by a dot where they nest (`breaks.mode=managed,breaks.reserve_pages=512`), and `store`. What is not named keeps its
+//! joined by a dot where they nest (`breaks.mode=managed,breaks.reserve_pages=512`), `store` and `agent`. What is not named keeps its
 //! default. A value with a comma or a quotation mark stands in quotation marks, in which `\` takes the next character as it is.
 //! In JSON and TOML it is one table with the same keys.
 
 use crate::config::Setup;
-use crate::config::setup::STORE;
+use crate::config::setup::{AGENT, STORE};
 use crate::error::Error;
 use serde_json::{Map, Value};
 use std::fmt;
@@ -21,8 +21,13 @@ impl TryFrom<Map<String, Value>> for Setup {
         let store = fields
             .remove(STORE)
             .map_or(Ok(PathBuf::new()), serde_json::from_value);
+        let agent = fields.remove(AGENT).map(|agent| match agent {
+            Value::String(text) => text.parse().map_err(|error: Error| error.to_string()),
+            other => Err(format!("{AGENT} must be text, and is {other}")),
+        });
         Ok(Self {
             store: store.map_err(said)?,
+            agent: agent.transpose()?,
             config: serde_json::from_value(Value::Object(fields)).map_err(said)?,
         })
     }
@@ -38,6 +43,9 @@ impl From<Setup> for Map<String, Value> {
         fields.retain(|_, value| !value.is_null());
         // A path that is no text is none in JSON either.
         fields.insert(STORE.into(), setup.store.to_string_lossy().into());
+        if let Some(agent) = setup.agent {
+            fields.insert(AGENT.into(), agent.to_string().into());
+        }
         fields
     }
 }

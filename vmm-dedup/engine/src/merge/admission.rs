@@ -39,6 +39,8 @@ pub(crate) enum Obstacle {
     Huge,
     /// There is no mapping left for it.
     NoMappings,
+    /// The guest says that it is never to be shared, free, or soon overwritten.
+    Guest,
 }
 
 /// What the answer depends on beside the page.
@@ -72,6 +74,7 @@ impl Admission<'_> {
         let reason = match () {
             () if self.suspended => Obstacle::Suspended,
             () if !private => Obstacle::Changed,
+            () if map.rests(page) => Obstacle::Guest,
             () if map.backing(page).is_copied() && !self.heals => Obstacle::MayBePinned,
             () if state.huge && !state.twins.split => Obstacle::Huge,
             () if !as_one && self.monitor.probes().include(map, chunk, page) => Obstacle::Probe,

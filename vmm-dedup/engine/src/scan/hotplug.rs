@@ -38,6 +38,7 @@ impl Pass {
         let discards = self.space.discards.clone();
         self.space.note_discards(&mut discards.lock(), &mut self.map);
         for pages in self.map.memory().within(gone) {
+            self.map.unsay(pages.clone());
             self.map.forget(pages);
         }
         self.set_memory(self.map.memory().without(gone));
@@ -46,7 +47,7 @@ impl Pass {
     }
 
     /// Leaves out what was to be done with pages that are not worked on any more.
-    fn drop_work(&mut self, keep: impl Fn(Page) -> bool) {
+    pub(super) fn drop_work(&mut self, keep: impl Fn(Page) -> bool) {
         self.finder.retain(&keep);
         let deferred = &mut self.planner.deferred;
         deferred.twins.retain(|(page, _)| keep(*page));
@@ -99,6 +100,7 @@ impl Pass {
         self.space.note_discards(&mut discards, &mut self.map);
         let memory = Arc::new(memory);
         self.map.set_memory(memory.clone());
+        self.hints.set_memory(memory.guest_end());
         discards.set_memory(memory.clone(), self.map.in_file());
         self.space.breaker.set_memory(memory);
     }

@@ -4,6 +4,7 @@ pub(crate) mod control;
 pub(crate) mod cpu_budget;
 pub(crate) mod explain;
 mod follow;
+pub(crate) mod hints;
 pub(crate) mod hotplug;
 pub(crate) mod huge;
 pub(crate) mod order;

@@ -15,7 +15,9 @@ use crate::memory::page_map::PageMap;
 use crate::merge::healer::Healer;
 use crate::merge::planner::Planner;
 use crate::merge::verify_engine::VerifyEngine;
+use crate::hints::line::AgentLine;
 use crate::scan::control::Control;
+use crate::scan::hints::Hints;
 use crate::scan::pace::Pace;
 use crate::store::session::{Doubt, Session};
 use crate::sys::direct_io::DirectIo;
@@ -54,6 +56,8 @@ pub(crate) struct Pass {
     /// Whether guest memory may be replaced at all.
     pub(crate) direct_io: DirectIo,
     pub(super) ended: bool,
+    /// What the guest says.
+    pub(super) hints: Hints,
 }
 
 impl Pass {
@@ -63,7 +67,7 @@ impl Pass {
         memory: Memory,
         store_path: PathBuf,
         (search, verify_engine): (Searcher, VerifyEngine),
-        control: Arc<Control>,
+        (control, line): (Arc<Control>, Arc<AgentLine>),
     ) -> Result<Self, Error> {
         config.validate()?;
         let mut direct_io = DirectIo::new()?;
@@ -110,6 +114,7 @@ impl Pass {
             number: 0,
             direct_io,
             ended: false,
+            hints: Hints::new(line),
         })
     }
 

@@ -3,6 +3,7 @@
 use crate::scan::pass::Pass;
 use crate::sys::late_log;
 use vmm_dedup_protocol::name::EngineName;
+use vmm_dedup_protocol::stats::Hints;
 
 /// Kernel memory that one more mapping costs: a VMA (192 bytes), its share of maple tree nodes, and for every second
 /// one an anon_vma_chain (64 bytes). Measured: 530 bytes for the two mappings of a single merged page.
@@ -49,6 +50,20 @@ impl Pass {
         stats.verifications_total = verify_engine.answered();
         stats.verify_failures_total = verify_engine.failures();
         stats.state = state;
+        let (agent, tally, bytes) = self.hints.line.figures();
+        let counts = self.map.hint_counts();
+        stats.hints = Hints {
+            agent,
+            merges_total: counts.merges,
+            wrong_total: counts.wrong,
+            agents_total: tally.connections,
+            agents_refused_total: tally.refused,
+            agents_cut_off_total: tally.violations,
+            ..self.hints.said
+        };
+        stats.metadata_bytes += bytes as u64;
+        let cpu_ns = self.hints.line.cpu_ns();
+        stats.cpu_ns.track += cpu_ns.saturating_sub(std::mem::replace(&mut self.hints.booked, cpu_ns));
     }
 
     /// A number of [`vmm_dedup_protocol::stats::STATES`].

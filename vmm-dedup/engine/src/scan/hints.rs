@@ -1,0 +1,128 @@
+//! Taking over what the guest's agent says, between the work of passes. It changes what is looked at, never what is safe.
+
+use crate::hints::line::{AgentLine, News, SaidOfBlock};
+use crate::memory::layout::Page;
+use crate::scan::pass::Pass;
+use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
+use vmm_dedup_agent_receiver::receiver::Withheld;
+use vmm_dedup_agent_wire::frame::Block;
+use crate::memory::hint::Hint;
+use crate::sys::page_size::PAGE_SIZE;
+use vmm_dedup_protocol::stats::Hints as Said;
+
+/// Blocks that are taken over at a time: 256 MiB.
+const AT_ONCE: usize = 128;
+
+/// What was heard, and is not done yet.
+#[derive(Debug)]
+pub(crate) struct Hints {
+    pub(super) line: Arc<AgentLine>,
+    /// Blocks of which something else is said.
+    blocks: VecDeque<Block>,
+    /// What the agent waits for.
+    withheld: Option<Withheld>,
+    /// Shared pages that are not to be.
+    to_break: Vec<Page>,
+    /// How much of what is said, when all blocks were last taken over.
+    pub(super) said: Said,
+    /// CPU time of the listening thread up to which all is booked, ns.
+    pub(super) booked: u64,
+}
+
+impl Hints {
+    pub(crate) fn new(line: Arc<AgentLine>) -> Self {
+        Self {
+            line,
+            blocks: VecDeque::new(),
+            withheld: None,
+            to_break: Vec::new(),
+            said: Said::default(),
+            booked: 0,
+        }
+    }
+
+    /// The guest's memory is another one now.
+    pub(super) fn set_memory(&mut self, guest_end: u64) {
+        self.blocks = self.line.resize(guest_end).into();
+    }
+}
+
+impl Pass {
+    /// Takes over some of what the agent said; whether there is more. To be called where nothing is in the planner's hands.
+    ///
+    /// Once the agent hears that a mark is in force, no page under it is shared, none has a key, and none gets one while it is
+    /// marked: whoever reads keys asks [`PageMap::rests`](crate::memory::page_map::PageMap::rests) first, and what had been found
+    /// before is dropped here.
+    pub(super) fn heed_hints(&mut self) -> bool {
+        let News { blocks, withheld } = self.hints.line.news(self.hints.withheld.is_none());
+        let is_news = !blocks.is_empty();
+        self.hints.blocks.extend(blocks);
+        self.hints.withheld = self.hints.withheld.take().or(withheld);
+        let some = self.hints.blocks.len().min(AT_ONCE);
+        let some: Vec<Block> = self.hints.blocks.drain(..some).collect();
+        if !some.is_empty() {
+            let said = self.hints.line.read(&some);
+            self.take_over(&said);
+        }
+        if !self.hints.blocks.is_empty() {
+            return true;
+        }
+        if is_news || !some.is_empty() {
+            self.hints.said = self.hints.line.said();
+        }
+        self.enforce();
+        self.account.lap(|cpu| &mut cpu.track);
+        false
+    }
+
+    fn take_over(&mut self, said: &[SaidOfBlock]) {
+        let mut resting = HashSet::new();
+        let memory = self.map.memory().clone();
+        for SaidOfBlock { addresses, hints } in said {
+            for (first, pages) in memory.parts_at_guest(addresses) {
+                let place = (first - addresses.start) / PAGE_SIZE as u64;
+                let hints = &hints[usize::try_from(place).unwrap_or(usize::MAX).min(hints.len())..];
+                for (page, hint) in pages.zip(hints) {
+                    if !self.map.say(page, *hint) {
+                        continue;
+                    }
+                    if hint.has(Hint::NEVER) && self.map.backing(page).maps_a_slot() {
+                        self.hints.to_break.push(page);
+                    }
+                    if self.map.rests(page) {
+                        resting.insert(page);
+                    }
+                }
+            }
+        }
+        if !resting.is_empty() {
+            self.drop_work(|page| !resting.contains(&page));
+        }
+    }
+
+    /// Makes private what must not be shared, and tells the agent when nothing of it is shared any more.
+    fn enforce(&mut self) {
+        if !self.hints.to_break.is_empty() {
+            self.note_breaks();
+            let mut pages = std::mem::take(&mut self.hints.to_break);
+            let is_shared = |pass: &Self, page: &Page| {
+                let there = pass.map.memory().has(*page) && !pass.map.is_lent(*page);
+                there && pass.map.hint(*page).has(Hint::NEVER) && pass.map.backing(*page).maps_a_slot()
+            };
+            pages.retain(|page| is_shared(self, page));
+            pages.sort_unstable();
+            pages.dedup();
+            self.space.make_all_private(&mut self.map, &mut self.account, &pages);
+            self.note_breaks();
+            // What could not be made private is tried again with the next pass.
+            pages.retain(|page| is_shared(self, page));
+            self.hints.to_break = pages;
+        }
+        if self.hints.to_break.is_empty()
+            && let Some(withheld) = self.hints.withheld.take()
+        {
+            self.hints.line.in_force(&withheld);
+        }
+    }
+}
