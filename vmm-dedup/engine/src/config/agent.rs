@@ -4,6 +4,8 @@ use crate::error::Error;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
+use vmm_dedup_agent_receiver::listen::hybrid_path;
+use vmm_dedup_agent_wire::PORT;
 
 /// What CIDs have in front, where they are text.
 const CID: &str = "cid:";
@@ -17,6 +19,17 @@ pub enum AgentSocket {
     Hybrid(PathBuf),
     /// The host's kernel does (QEMU with vhost-vsock): the guest's CID, 3 or more.
     Vhost(u32),
+}
+
+impl AgentSocket {
+    /// The Unix socket that the service makes, if it makes one.
+    #[must_use]
+    pub fn service_socket(&self) -> Option<PathBuf> {
+        match self {
+            Self::Hybrid(socket) => Some(hybrid_path(socket, PORT)),
+            Self::Vhost(_) => None,
+        }
+    }
 }
 
 impl FromStr for AgentSocket {

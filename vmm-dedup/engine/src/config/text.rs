@@ -181,7 +181,7 @@ fn unquoted(quoted: &str) -> Option<(String, &str)> {
 mod tests {
     use super::*;
     use crate::compare::Engines;
-    use crate::config::{Breaks, Config, Policy, UseSource, Verification};
+    use crate::config::{AgentSocket, Breaks, Config, Policy, UseSource, Verification};
     use proptest::prelude::*;
 
     #[test]
@@ -191,6 +191,7 @@ mod tests {
             .unwrap();
         let expected = Setup {
             store: "/run/s.sock".into(),
+            agent: None,
             config: Config {
                 name: "web1".into(),
                 cpu_percent: 10,
@@ -206,6 +207,11 @@ mod tests {
         assert_eq!("".parse::<Setup>().unwrap(), Setup::default());
         assert_eq!(Setup::default().to_string(), "");
         assert!(setup.check(&Engines::new()).is_ok());
+        let heard: Setup = "agent=cid:7,store=/run/s.sock".parse().unwrap();
+        assert_eq!(heard.agent, Some(AgentSocket::Vhost(7)));
+        assert_eq!(heard.to_string(), "agent=cid:7,store=/run/s.sock");
+        let error = "agent=7".parse::<Setup>().unwrap_err().to_string();
+        assert!(error.contains("must be text"), "{error}");
         let error = Setup::default().check(&Engines::new()).unwrap_err().to_string();
         assert!(error.contains("store is empty"), "{error}");
     }
@@ -282,16 +288,20 @@ mod tests {
                 }
             });
         let texts = (".{1,12}", ".{0,12}", ".{0,6}", prop::option::of(".{1,6}"));
+        let hybrid = "/.{0,6}".prop_map(|path| AgentSocket::Hybrid(path.into()));
+        let agent = prop_oneof![hybrid, (3..100u32).prop_map(AgentSocket::Vhost)];
         (
             texts,
             breaks,
             verify,
+            prop::option::of(agent),
             any::<bool>(),
             prop::option::of(any::<u32>()),
         )
             .prop_map(
-                |((name, store, search, search_socket), breaks, verify, enabled, max_vmas)| Setup {
+                |((name, store, search, search_socket), breaks, verify, agent, enabled, max_vmas)| Setup {
                     store: store.into(),
+                    agent,
                     config: Config {
                         name,
                         search,

@@ -1,0 +1,397 @@
+//! What a guest's agent says, and what the service makes of it: a real socket, a real store, memory of this process.
+
+use std::fs::File;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use vmm_dedup::{AgentSocket, Config, DedupService, ServiceStats};
+use vmm_dedup_agent_wire::VERSION;
+use vmm_dedup_agent_wire::block::Frames;
+use vmm_dedup_agent_wire::frame::{BLOCK, Block, Stretch};
+use vmm_dedup_agent_wire::message::{BlocksBuilder, Hello, Mark, Message, NOTHING, Sources, StretchesBuilder};
+use vmm_dedup_agent_wire::said::{Kind, Said};
+use vmm_dedup_agent_wire::stream::Stream;
+use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::need_userfaultfd;
+use vmm_dedup_integration_tests::store::StoreThread;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Where the guest sees its memory.
+const GUEST: u64 = 0x4000_0000;
+const FIRST: u64 = GUEST / 4096;
+
+/// Works by passes alone.
+fn config(name: &str) -> Config {
+    Config {
+        name: name.into(),
+        cpu_percent: 100,
+        pass_period_ms: 3_600_000,
+        ..Config::default()
+    }
+}
+
+/// A VM whose service listens to an agent.
+struct Vm {
+    pages: Pages,
+    service: DedupService,
+    folder: TempDir,
+}
+
+impl Vm {
+    fn start(store: &StoreThread, name: &str, count: usize) -> Self {
+        let pages = Pages::map(count);
+        let mut service = pages
+            .serve_at(&store.socket(), config(name), GUEST)
+            .expect("dedup starts");
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = AgentSocket::Hybrid(folder.path().join("vm.vsock"));
+        service.listen_to_agent(at).expect("a thread");
+        Self {
+            pages,
+            service,
+            folder,
+        }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("vm.vsock_9755")
+    }
+
+    fn connect(&self) -> UnixStream {
+        let start = Instant::now();
+        loop {
+            match UnixStream::connect(self.socket()) {
+                Ok(stream) => return stream,
+                Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn agent(&self) -> Agent {
+        let stream = self.connect();
+        stream
+            .set_read_timeout(Some(Duration::from_millis(20)))
+            .expect("a timeout");
+        let mut agent = Agent {
+            stream,
+            number: 0,
+            heard: Vec::new(),
+            serial: 0,
+        };
+        let hello = Message::Hello(Hello {
+            lowest: VERSION,
+            highest: VERSION,
+            sources: Sources::default(),
+            boot: [7; 16],
+            run: 1,
+            blocks: 1 << 20,
+        });
+        agent.say(&hello);
+        agent.listen_for("Welcome", || ());
+        agent
+    }
+
+    fn pass(&self) -> ServiceStats {
+        self.service.pass().expect("a pass")
+    }
+
+    fn passes_until(&self, what: &str, mut is: impl FnMut(&ServiceStats) -> bool) -> ServiceStats {
+        let start = Instant::now();
+        loop {
+            let stats = self.pass();
+            if is(&stats) {
+                return stats;
+            }
+            assert!(start.elapsed() < PATIENCE, "no {what}: {stats:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// The classes of some pages.
+    fn class(&self, pages: std::ops::Range<u64>, class: &str) -> u64 {
+        let addresses = GUEST + pages.start * 4096..GUEST + pages.end * 4096;
+        let (explanation, _) = self.service.explain(Some(addresses)).expect("it answers");
+        let classes = explanation.classes();
+        classes.iter().find(|(name, _)| *name == class).expect("a class").1
+    }
+}
+
+/// A guest's agent.
+struct Agent {
+    stream: UnixStream,
+    number: u32,
+    heard: Vec<String>,
+    serial: u32,
+}
+
+impl Agent {
+    fn say(&mut self, message: &Message<'_>) {
+        let mut bytes = Vec::new();
+        message.encode(self.number, &mut bytes);
+        self.number += 1;
+        self.stream.write_all(&bytes).expect("the service listens");
+    }
+
+    /// Says this of frames of the guest's memory, whose pages begin at a block.
+    fn say_of(&mut self, pages: std::ops::Range<u64>, said: Said) {
+        assert!(FIRST.is_multiple_of(BLOCK as u64));
+        let mut builder = BlocksBuilder::default();
+        let size = BLOCK as u64;
+        for block in pages.start / size..pages.end.div_ceil(size) {
+            let mut frames: Frames = NOTHING;
+            for (place, frame) in (0..).zip(&mut frames) {
+                if pages.contains(&(block * size + place)) {
+                    *frame = said;
+                }
+            }
+            builder.push(Block::try_new(FIRST / size + block).expect("a block"), &frames);
+        }
+        self.say(&Message::Blocks(builder.list()));
+    }
+
+    fn mark(&mut self, pages: std::ops::Range<u64>, mark: Mark, set: bool) -> u32 {
+        let mut stretches = StretchesBuilder::default();
+        let count = pages.end - pages.start;
+        stretches.push(Stretch::try_new(FIRST + pages.start, count).expect("frames"));
+        self.serial += 1;
+        self.say(&Message::Marks {
+            serial: self.serial,
+            mark,
+            set,
+            stretches: stretches.list(),
+        });
+        self.serial
+    }
+
+    /// Hears what has come.
+    fn listen(&mut self) {
+        let mut bytes = [0; 4096];
+        match self.stream.read(&mut bytes) {
+            Ok(count) => {
+                let mut stream = Stream::default();
+                let heard = &mut self.heard;
+                stream
+                    .take(&bytes[..count], |header, payload| {
+                        heard.push(format!("{:?}", Message::parse(header.kind, payload)?));
+                        Ok::<(), vmm_dedup_agent_wire::Malformed>(())
+                    })
+                    .expect("answers are well formed");
+            }
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn listen_for(&mut self, what: &str, mut meanwhile: impl FnMut()) {
+        let start = Instant::now();
+        while !self.heard.iter().any(|heard| heard.starts_with(what)) {
+            assert!(start.elapsed() < PATIENCE, "no {what}: {:?}", self.heard);
+            meanwhile();
+            self.listen();
+        }
+    }
+}
+
+/// Whether a page with these words is in a file of a store of this process.
+fn store_has(page: &[u8]) -> bool {
+    let descriptors = std::fs::read_dir("/proc/self/fd").expect("/proc is there");
+    let mut files = descriptors.flatten().filter(|entry| {
+        let name = std::fs::read_link(entry.path()).unwrap_or_default();
+        let name = name.to_string_lossy().into_owned();
+        name.starts_with("/memfd:vmm-dedup") && !name.contains("staging") && !name.contains("index")
+    });
+    files.any(|entry| {
+        let Ok(file) = File::open(entry.path()) else {
+            return false;
+        };
+        let mut found = [0; 4096];
+        let pages = file.metadata().map_or(0, |metadata| metadata.len()) / 4096;
+        (0..pages).any(|at| file.read_exact_at(&mut found, at * 4096).is_ok() && found[..] == *page)
+    })
+}
+
+fn bytes_of(pages: &Pages, page: usize) -> Vec<u8> {
+    let words = (0..512).map(|word| pages.load(page, word));
+    words.flat_map(u64::to_le_bytes).collect()
+}
+
+#[test]
+fn free_frames_are_neither_keyed_nor_published_until_they_are_used() {
+    need_userfaultfd!();
+    const PAGES: u64 = 1024;
+    let store = StoreThread::start();
+    let vm = Vm::start(&store, "a", PAGES as usize);
+    // Each page twice.
+    (0..PAGES).for_each(|page| vm.pages.fill(page as usize, page / 2 + 1));
+    let mut agent = vm.agent();
+    agent.say_of(0..512, Said::new(Kind::Free));
+    let stats = vm.passes_until("word of free frames", |stats| stats.hints.free == 512);
+    assert_eq!(stats.hints.agent_name(), "connected");
+    let stats = vm.passes_until("sharing", |stats| stats.pages_mapped == 512);
+    assert_eq!((stats.published_total, stats.pages_keyed_total), (256, 512), "{stats:?}");
+    assert_eq!((vm.class(0..512, "idle"), vm.class(512..1024, "shared")), (512, 512));
+    // The guest uses some of them: that is seen before the agent tells.
+    (0..64).for_each(|page| vm.pages.fill(page, page as u64 / 2 + 1));
+    let stats = vm.passes_until("sharing of what is used", |stats| stats.pages_mapped == 576);
+    assert_eq!(stats.hints.wrong_total, 64);
+    // Pieces of a file that were written are no free frames.
+    agent.say_of(0..512, Said::new(Kind::FileClean));
+    let stats = vm.passes_until("sharing of all", |stats| stats.pages_mapped == PAGES);
+    assert!(stats.hints.merges_total >= 448, "{stats:?}");
+    (0..PAGES).for_each(|page| assert!(vm.pages.holds(page as usize, page / 2 + 1)));
+    // What is free now stays shared until the guest writes it.
+    agent.say_of(0..1024, Said::new(Kind::Free));
+    let stats = vm.passes_until("word of free frames", |stats| stats.hints.free == PAGES);
+    assert_eq!(stats.pages_mapped, PAGES);
+    drop(agent);
+    vm.passes_until("the agent's end", |stats| stats.hints.agent_name() == "awaited");
+    vm.service.stop(true).expect("it stops");
+}
+
+#[test]
+fn what_is_never_to_be_shared_is_broken_and_does_not_come_to_the_store() {
+    need_userfaultfd!();
+    const PAGES: usize = 1024;
+    /// The other tests of this process have stores, too, but no such pages.
+    const OURS: u64 = 5_000_000;
+    const LATER: u64 = 7_000_000;
+    let store = StoreThread::start();
+    let vm = Vm::start(&store, "a", PAGES);
+    (0..PAGES).for_each(|page| vm.pages.fill(page, OURS + page as u64 / 2));
+    let mut agent = vm.agent();
+    // Before it has been looked at.
+    let serial = agent.mark(100..164, Mark::Never, true);
+    agent.listen_for(&format!("Done {{ serial: {serial} }}"), || _ = vm.pass());
+    vm.passes_until("sharing", |stats| stats.pages_mapped == PAGES as u64 - 64);
+    assert!(store_has(&bytes_of(&vm.pages, 99)));
+    for page in 100..164 {
+        assert!(!store_has(&bytes_of(&vm.pages, page)), "page {page}");
+    }
+    assert_eq!(vm.class(100..164, "withheld"), 64);
+    let keyed = vm.pass().pages_keyed_total;
+    assert_eq!(keyed, PAGES as u64 - 64);
+    // What is shared already. Not before it is done the guest hears that it is.
+    let serial = agent.mark(512..600, Mark::Never, true);
+    agent.listen_for(&format!("Done {{ serial: {serial} }}"), || _ = vm.pass());
+    assert_eq!((vm.class(512..600, "withheld"), vm.class(512..600, "shared")), (88, 0));
+    // A secret comes later, in several places.
+    (520..530).for_each(|page| vm.pages.fill(page, LATER));
+    (0..20).for_each(|_| _ = vm.pass());
+    assert!(!store_has(&bytes_of(&vm.pages, 520)));
+    assert_eq!(vm.class(512..600, "withheld"), 88);
+    // Marks outlive the agent.
+    drop(agent);
+    vm.passes_until("the agent's end", |stats| stats.hints.agent_name() == "awaited");
+    assert_eq!(vm.class(512..600, "withheld"), 88);
+    // Another one lifts them.
+    let mut agent = vm.agent();
+    agent.mark(0..PAGES as u64, Mark::Never, false);
+    vm.passes_until("sharing of what was withheld", |stats| {
+        stats.hints.never == 0 && stats.pages_mapped == PAGES as u64
+    });
+    (0..PAGES).for_each(|page| {
+        let id = if (520..530).contains(&page) { LATER } else { OURS + page as u64 / 2 };
+        assert!(vm.pages.holds(page, id), "page {page}");
+    });
+    vm.service.stop(true).expect("it stops");
+}
+
+/// A small generator: the same bytes in every run.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+#[test]
+fn an_agent_that_sends_anything_costs_no_byte() {
+    need_userfaultfd!();
+    const PAGES: u64 = 1024;
+    let store = StoreThread::start();
+    let vm = Vm::start(&store, "a", PAGES as usize);
+    (0..PAGES).for_each(|page| vm.pages.fill(page as usize, page / 2 + 1));
+    let mut random = Random(0x1234_5678_9abc_def1);
+    // Lies about everything, while the guest writes.
+    let mut agent = vm.agent();
+    let mut written = vec![0; PAGES as usize];
+    for round in 0..60 {
+        let first = random.next() % (PAGES - 1);
+        let range = first..first + 1 + random.next() % (PAGES - first);
+        match random.next() % 3 {
+            0 => {
+                agent.mark(range, Mark::ALL[(random.next() % 3) as usize], random.next() % 2 == 0);
+            }
+            1 => agent.say_of(range, Said::from_bits((random.next() % 6) as u8).unwrap_or(Said::UNKNOWN)),
+            // Far beyond the guest's memory.
+            _ => agent.say_of(1 << 30..(1 << 30) + 9, Said::new(Kind::Free)),
+        }
+        for _ in 0..20 {
+            let page = (random.next() % PAGES) as usize;
+            written[page] = round * PAGES + page as u64 % 97;
+            vm.pages.fill(page, written[page] + 1);
+        }
+        vm.pass();
+        agent.listen();
+    }
+    drop(agent);
+    // Half messages, noise and floods, each until the service ends it or enough was sent.
+    for round in 0..40 {
+        let mut stream = vm.connect();
+        let noise: Vec<u8> = (0..4096).map(|_| random.next() as u8).collect();
+        let sent = match round % 4 {
+            0 => stream.write_all(&noise[..3]),
+            1 => stream.write_all(&noise),
+            2 => (0..64).try_for_each(|_| stream.write_all(&noise)),
+            _ => Ok(()),
+        };
+        // It was cut off.
+        drop(sent);
+        vm.pass();
+    }
+    let stats = vm.pass();
+    assert!(stats.hints.agents_refused_total > 0 && stats.hints.agents_cut_off_total > 0, "{stats:?}");
+    for page in 0..PAGES as usize {
+        let id = match written[page] {
+            0 => page as u64 / 2 + 1,
+            id => id + 1,
+        };
+        assert!(vm.pages.holds(page, id), "page {page}");
+    }
+    let cpu = Duration::from_nanos(stats.cpu_ns.track);
+    assert!(cpu < Duration::from_secs(2), "{cpu:?}");
+    let (socket, folder) = (vm.socket(), vm.folder);
+    vm.service.stop(true).expect("it stops");
+    assert!(!socket.exists(), "{folder:?}");
+}
+
+#[test]
+fn a_service_without_a_socket_works_and_says_so() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(64);
+    (0..64).for_each(|page| pages.fill(page, page as u64 / 2 + 1));
+    let mut service = pages
+        .serve_at(&store.socket(), config("a"), GUEST)
+        .expect("dedup starts");
+    assert_eq!(service.stats().hints.agent_name(), "off");
+    let at = AgentSocket::Hybrid("/nonexistent/vm.vsock".into());
+    service.listen_to_agent(at).expect("a thread");
+    let start = Instant::now();
+    loop {
+        let stats = service.pass().expect("a pass");
+        if stats.pages_mapped == 64 && stats.hints.agent_name() == "failed" {
+            break;
+        }
+        assert!(start.elapsed() < PATIENCE, "{stats:?}");
+    }
+    service.stop(true).expect("it stops");
+}
