@@ -1,5 +1,6 @@
 //! What a guest's agent says, and what the service makes of it: a real socket, a real store, memory of this process.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::FileExt;
@@ -11,7 +12,9 @@ use vmm_dedup::{AgentSocket, Config, DedupService, ServiceStats};
 use vmm_dedup_agent_wire::VERSION;
 use vmm_dedup_agent_wire::block::Frames;
 use vmm_dedup_agent_wire::frame::{BLOCK, Block, Stretch};
-use vmm_dedup_agent_wire::message::{BlocksBuilder, Hello, Mark, Message, NOTHING, Sources, StretchesBuilder};
+use vmm_dedup_agent_wire::message::{
+    BlocksBuilder, Hello, Mark, Message, NOTHING, Sources, StretchesBuilder,
+};
 use vmm_dedup_agent_wire::said::{Kind, Said};
 use vmm_dedup_agent_wire::stream::Stream;
 use vmm_dedup_integration_tests::memory::Pages;
@@ -24,9 +27,8 @@ const GUEST: u64 = 0x4000_0000;
 const FIRST: u64 = GUEST / 4096;
 
 /// Works by passes alone.
-fn config(name: &str) -> Config {
+fn config() -> Config {
     Config {
-        name: name.into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
         ..Config::default()
@@ -41,10 +43,12 @@ struct Vm {
 }
 
 impl Vm {
-    fn start(store: &StoreThread, name: &str, count: usize) -> Self {
+    /// With pages that hold these numbers.
+    fn start(store: &StoreThread, count: usize, id: impl Fn(usize) -> u64) -> Self {
         let pages = Pages::map(count);
+        (0..count).for_each(|page| pages.fill(page, id(page)));
         let mut service = pages
-            .serve_at(&store.socket(), config(name), GUEST)
+            .serve_at(&store.socket(), config(), GUEST)
             .expect("dedup starts");
         let folder = tempfile::tempdir().expect("a folder");
         let at = AgentSocket::Hybrid(folder.path().join("vm.vsock"));
@@ -95,6 +99,14 @@ impl Vm {
         agent
     }
 
+    /// Lets the agent say something, of which the service knows before it looks at memory again.
+    fn while_paused(&self, say: impl FnOnce(), what: &str, is: impl FnMut(&ServiceStats) -> bool) {
+        self.service.pause();
+        say();
+        self.passes_until(what, is);
+        self.service.resume();
+    }
+
     fn pass(&self) -> ServiceStats {
         self.service.pass().expect("a pass")
     }
@@ -116,7 +128,11 @@ impl Vm {
         let addresses = GUEST + pages.start * 4096..GUEST + pages.end * 4096;
         let (explanation, _) = self.service.explain(Some(addresses)).expect("it answers");
         let classes = explanation.classes();
-        classes.iter().find(|(name, _)| *name == class).expect("a class").1
+        classes
+            .iter()
+            .find(|(name, _)| *name == class)
+            .expect("a class")
+            .1
     }
 }
 
@@ -196,22 +212,30 @@ impl Agent {
     }
 }
 
-/// Whether a page with these words is in a file of a store of this process.
-fn store_has(page: &[u8]) -> bool {
+/// All pages but zero pages in the files of stores of this process.
+fn in_stores() -> HashSet<Vec<u8>> {
+    const AT_ONCE: usize = 1 << 20;
+    let mut found = HashSet::new();
+    let mut bytes = vec![0; AT_ONCE];
     let descriptors = std::fs::read_dir("/proc/self/fd").expect("/proc is there");
-    let mut files = descriptors.flatten().filter(|entry| {
+    for entry in descriptors.flatten() {
         let name = std::fs::read_link(entry.path()).unwrap_or_default();
-        let name = name.to_string_lossy().into_owned();
-        name.starts_with("/memfd:vmm-dedup") && !name.contains("staging") && !name.contains("index")
-    });
-    files.any(|entry| {
-        let Ok(file) = File::open(entry.path()) else {
-            return false;
+        let is_segment = name.to_string_lossy().starts_with("/memfd:vmm-dedup-segment");
+        let Some(file) = is_segment.then(|| File::open(entry.path()).ok()).flatten() else {
+            continue;
         };
-        let mut found = [0; 4096];
-        let pages = file.metadata().map_or(0, |metadata| metadata.len()) / 4096;
-        (0..pages).any(|at| file.read_exact_at(&mut found, at * 4096).is_ok() && found[..] == *page)
-    })
+        let mut at = 0;
+        while let Ok(read @ 1..) = file.read_at(&mut bytes, at) {
+            let pages = bytes[..read].chunks(4096);
+            found.extend(
+                pages
+                    .filter(|page| page.iter().any(|byte| *byte != 0))
+                    .map(<[u8]>::to_vec),
+            );
+            at += read as u64;
+        }
+    }
+    found
 }
 
 fn bytes_of(pages: &Pages, page: usize) -> Vec<u8> {
@@ -224,16 +248,22 @@ fn free_frames_are_neither_keyed_nor_published_until_they_are_used() {
     need_userfaultfd!();
     const PAGES: u64 = 1024;
     let store = StoreThread::start();
-    let vm = Vm::start(&store, "a", PAGES as usize);
     // Each page twice.
-    (0..PAGES).for_each(|page| vm.pages.fill(page as usize, page / 2 + 1));
+    let vm = Vm::start(&store, PAGES as usize, |page| page as u64 / 2 + 1);
     let mut agent = vm.agent();
-    agent.say_of(0..512, Said::new(Kind::Free));
-    let stats = vm.passes_until("word of free frames", |stats| stats.hints.free == 512);
-    assert_eq!(stats.hints.agent_name(), "connected");
+    let say = || agent.say_of(0..512, Said::new(Kind::Free));
+    vm.while_paused(say, "word of free frames", |stats| stats.hints.free == 512);
+    assert_eq!(vm.pass().hints.agent_name(), "connected");
     let stats = vm.passes_until("sharing", |stats| stats.pages_mapped == 512);
-    assert_eq!((stats.published_total, stats.pages_keyed_total), (256, 512), "{stats:?}");
-    assert_eq!((vm.class(0..512, "idle"), vm.class(512..1024, "shared")), (512, 512));
+    assert_eq!(
+        (stats.published_total, stats.pages_keyed_total),
+        (256, 512),
+        "{stats:?}"
+    );
+    assert_eq!(
+        (vm.class(0..512, "idle"), vm.class(512..1024, "shared")),
+        (512, 512)
+    );
     // The guest uses some of them: that is seen before the agent tells.
     (0..64).for_each(|page| vm.pages.fill(page, page as u64 / 2 + 1));
     let stats = vm.passes_until("sharing of what is used", |stats| stats.pages_mapped == 576);
@@ -260,16 +290,18 @@ fn what_is_never_to_be_shared_is_broken_and_does_not_come_to_the_store() {
     const OURS: u64 = 5_000_000;
     const LATER: u64 = 7_000_000;
     let store = StoreThread::start();
-    let vm = Vm::start(&store, "a", PAGES);
-    (0..PAGES).for_each(|page| vm.pages.fill(page, OURS + page as u64 / 2));
+    let vm = Vm::start(&store, PAGES, |page| OURS + page as u64 / 2);
     let mut agent = vm.agent();
     // Before it has been looked at.
+    vm.service.pause();
     let serial = agent.mark(100..164, Mark::Never, true);
     agent.listen_for(&format!("Done {{ serial: {serial} }}"), || _ = vm.pass());
+    vm.service.resume();
     vm.passes_until("sharing", |stats| stats.pages_mapped == PAGES as u64 - 64);
-    assert!(store_has(&bytes_of(&vm.pages, 99)));
+    let in_store = in_stores();
+    assert!(in_store.contains(&bytes_of(&vm.pages, 99)));
     for page in 100..164 {
-        assert!(!store_has(&bytes_of(&vm.pages, page)), "page {page}");
+        assert!(!in_store.contains(&bytes_of(&vm.pages, page)), "page {page}");
     }
     assert_eq!(vm.class(100..164, "withheld"), 64);
     let keyed = vm.pass().pages_keyed_total;
@@ -277,11 +309,14 @@ fn what_is_never_to_be_shared_is_broken_and_does_not_come_to_the_store() {
     // What is shared already. Not before it is done the guest hears that it is.
     let serial = agent.mark(512..600, Mark::Never, true);
     agent.listen_for(&format!("Done {{ serial: {serial} }}"), || _ = vm.pass());
-    assert_eq!((vm.class(512..600, "withheld"), vm.class(512..600, "shared")), (88, 0));
+    assert_eq!(
+        (vm.class(512..600, "withheld"), vm.class(512..600, "shared")),
+        (88, 0)
+    );
     // A secret comes later, in several places.
     (520..530).for_each(|page| vm.pages.fill(page, LATER));
     (0..20).for_each(|_| _ = vm.pass());
-    assert!(!store_has(&bytes_of(&vm.pages, 520)));
+    assert!(!in_stores().contains(&bytes_of(&vm.pages, 520)));
     assert_eq!(vm.class(512..600, "withheld"), 88);
     // Marks outlive the agent.
     drop(agent);
@@ -294,7 +329,11 @@ fn what_is_never_to_be_shared_is_broken_and_does_not_come_to_the_store() {
         stats.hints.never == 0 && stats.pages_mapped == PAGES as u64
     });
     (0..PAGES).for_each(|page| {
-        let id = if (520..530).contains(&page) { LATER } else { OURS + page as u64 / 2 };
+        let id = if (520..530).contains(&page) {
+            LATER
+        } else {
+            OURS + page as u64 / 2
+        };
         assert!(vm.pages.holds(page, id), "page {page}");
     });
     vm.service.stop(true).expect("it stops");
@@ -317,20 +356,26 @@ fn an_agent_that_sends_anything_costs_no_byte() {
     need_userfaultfd!();
     const PAGES: u64 = 1024;
     let store = StoreThread::start();
-    let vm = Vm::start(&store, "a", PAGES as usize);
-    (0..PAGES).for_each(|page| vm.pages.fill(page as usize, page / 2 + 1));
+    let vm = Vm::start(&store, PAGES as usize, |page| page as u64 / 2 + 1);
     let mut random = Random(0x1234_5678_9abc_def1);
     // Lies about everything, while the guest writes.
     let mut agent = vm.agent();
     let mut written = vec![0; PAGES as usize];
-    for round in 0..60 {
+    for round in 1..=60 {
         let first = random.next() % (PAGES - 1);
         let range = first..first + 1 + random.next() % (PAGES - first);
         match random.next() % 3 {
             0 => {
-                agent.mark(range, Mark::ALL[(random.next() % 3) as usize], random.next() % 2 == 0);
+                agent.mark(
+                    range,
+                    Mark::ALL[(random.next() % 3) as usize],
+                    random.next() % 2 == 0,
+                );
             }
-            1 => agent.say_of(range, Said::from_bits((random.next() % 6) as u8).unwrap_or(Said::UNKNOWN)),
+            1 => agent.say_of(
+                range,
+                Said::from_bits((random.next() % 6) as u8).unwrap_or(Said::UNKNOWN),
+            ),
             // Far beyond the guest's memory.
             _ => agent.say_of(1 << 30..(1 << 30) + 9, Said::new(Kind::Free)),
         }
@@ -346,6 +391,8 @@ fn an_agent_that_sends_anything_costs_no_byte() {
     // Half messages, noise and floods, each until the service ends it or enough was sent.
     for round in 0..40 {
         let mut stream = vm.connect();
+        let patience = Some(Duration::from_millis(20));
+        stream.set_write_timeout(patience).expect("a timeout");
         let noise: Vec<u8> = (0..4096).map(|_| random.next() as u8).collect();
         let sent = match round % 4 {
             0 => stream.write_all(&noise[..3]),
@@ -353,12 +400,13 @@ fn an_agent_that_sends_anything_costs_no_byte() {
             2 => (0..64).try_for_each(|_| stream.write_all(&noise)),
             _ => Ok(()),
         };
-        // It was cut off.
+        // It may have been cut off, or not be let in.
         drop(sent);
         vm.pass();
     }
-    let stats = vm.pass();
-    assert!(stats.hints.agents_refused_total > 0 && stats.hints.agents_cut_off_total > 0, "{stats:?}");
+    vm.passes_until("refusals", |stats| {
+        stats.hints.agents_refused_total > 0 && stats.hints.agents_cut_off_total > 0
+    });
     for page in 0..PAGES as usize {
         let id = match written[page] {
             0 => page as u64 / 2 + 1,
@@ -366,8 +414,6 @@ fn an_agent_that_sends_anything_costs_no_byte() {
         };
         assert!(vm.pages.holds(page, id), "page {page}");
     }
-    let cpu = Duration::from_nanos(stats.cpu_ns.track);
-    assert!(cpu < Duration::from_secs(2), "{cpu:?}");
     let (socket, folder) = (vm.socket(), vm.folder);
     vm.service.stop(true).expect("it stops");
     assert!(!socket.exists(), "{folder:?}");
@@ -380,7 +426,7 @@ fn a_service_without_a_socket_works_and_says_so() {
     let pages = Pages::map(64);
     (0..64).for_each(|page| pages.fill(page, page as u64 / 2 + 1));
     let mut service = pages
-        .serve_at(&store.socket(), config("a"), GUEST)
+        .serve_at(&store.socket(), config(), GUEST)
         .expect("dedup starts");
     assert_eq!(service.stats().hints.agent_name(), "off");
     let at = AgentSocket::Hybrid("/nonexistent/vm.vsock".into());

@@ -129,7 +129,9 @@ impl Guest {
         };
         let store = self.store.socket();
         let agent = None;
-        self.supervisor.attach(Setup { store, agent, config }).expect("it fits");
+        self.supervisor
+            .attach(Setup { store, agent, config })
+            .expect("it fits");
     }
 
     fn add(&self, range: HostRange) {

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::{Observer, Vm};
-use vmm_dedup_protocol::stats::{BytesRead, CpuNs, Hints, Histogram, ServiceStats, STATES};
+use vmm_dedup_protocol::stats::{BytesRead, CpuNs, Hints, Histogram, STATES, ServiceStats};
 
 /// Asks a store for its account and those of all VMs.
 ///

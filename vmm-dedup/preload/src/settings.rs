@@ -68,7 +68,9 @@ impl Settings {
             return Ok(None);
         };
         let text = agent.to_str().ok_or("VMM_DEDUP_AGENT is no text")?;
-        text.parse().map(Some).map_err(|error: vmm_dedup::Error| error.to_string())
+        text.parse()
+            .map(Some)
+            .map_err(|error: vmm_dedup::Error| error.to_string())
     }
 
     /// The engine's settings: those of the file that VMM_DEDUP_CONFIG names, or the defaults. A name in the environment goes
@@ -80,7 +82,9 @@ impl Settings {
         let lift = "correct the file that VMM_DEDUP_CONFIG names";
         let config = self.read().map_err(|mistake| refusal::settings(&mistake, lift))?;
         let lift = "set VMM_DEDUP_AGENT to the path of the vsock's socket, or to cid: and the guest's CID";
-        let agent = self.agent().map_err(|mistake| refusal::settings(&mistake, lift))?;
+        let agent = self
+            .agent()
+            .map_err(|mistake| refusal::settings(&mistake, lift))?;
         Ok(Setup {
             store: self.store.clone(),
             agent,

@@ -87,7 +87,11 @@ impl Ear<'_> {
         };
         let mut fds = vec![PollFd::new(&self.line.bell, PollFlags::IN)];
         fds.extend(listener.map(|listener| PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)));
-        fds.extend(self.agent.as_ref().map(|agent| PollFd::from_borrowed_fd(agent.as_fd(), wants)));
+        fds.extend(
+            self.agent
+                .as_ref()
+                .map(|agent| PollFd::from_borrowed_fd(agent.as_fd(), wants)),
+        );
         let timeout = Timespec::try_from(TICK).ok();
         // Interrupted: all is looked at anyway.
         let _ = poll(&mut fds, timeout.as_ref());

@@ -1,14 +1,14 @@
 //! Taking over what the guest's agent says, between the work of passes. It changes what is looked at, never what is safe.
 
 use crate::hints::line::{AgentLine, News, SaidOfBlock};
+use crate::memory::hint::Hint;
 use crate::memory::layout::Page;
 use crate::scan::pass::Pass;
+use crate::sys::page_size::PAGE_SIZE;
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 use vmm_dedup_agent_receiver::receiver::Withheld;
 use vmm_dedup_agent_wire::frame::Block;
-use crate::memory::hint::Hint;
-use crate::sys::page_size::PAGE_SIZE;
 use vmm_dedup_protocol::stats::Hints as Said;
 
 /// Blocks that are taken over at a time: 256 MiB.
@@ -113,7 +113,8 @@ impl Pass {
             pages.retain(|page| is_shared(self, page));
             pages.sort_unstable();
             pages.dedup();
-            self.space.make_all_private(&mut self.map, &mut self.account, &pages);
+            self.space
+                .make_all_private(&mut self.map, &mut self.account, &pages);
             self.note_breaks();
             // What could not be made private is tried again with the next pass.
             pages.retain(|page| is_shared(self, page));

@@ -5,6 +5,7 @@
 use crate::account::Account;
 use crate::config::{Breaks, Config};
 use crate::error::Error;
+use crate::hints::line::AgentLine;
 use crate::lookup::find::{Finder, FoundAgain};
 use crate::lookup::keys::Keyed;
 use crate::lookup::publish;
@@ -15,7 +16,6 @@ use crate::memory::page_map::PageMap;
 use crate::merge::healer::Healer;
 use crate::merge::planner::Planner;
 use crate::merge::verify_engine::VerifyEngine;
-use crate::hints::line::AgentLine;
 use crate::scan::control::Control;
 use crate::scan::hints::Hints;
 use crate::scan::pace::Pace;

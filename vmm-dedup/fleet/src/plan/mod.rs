@@ -197,10 +197,16 @@ fn agent(vm: &VmPlan) -> Result<AgentSocket, String> {
             Ok(AgentSocket::Hybrid(socket.into()))
         }
         Vmm::Qemu => {
-            let cid = |arg: &String| arg.split(',').find_map(|part| part.strip_prefix("guest-cid=").map(str::to_owned));
+            let cid = |arg: &String| {
+                arg.split(',')
+                    .find_map(|part| part.strip_prefix("guest-cid=").map(str::to_owned))
+            };
             let cid = vm.extra_args.iter().find_map(cid);
-            let cid = cid.ok_or("agent is true: give QEMU a vhost-vsock-pci with a guest-cid in extra_args")?;
-            format!("cid:{cid}").parse().map_err(|error: vmm_dedup::Error| error.to_string())
+            let cid =
+                cid.ok_or("agent is true: give QEMU a vhost-vsock-pci with a guest-cid in extra_args")?;
+            format!("cid:{cid}")
+                .parse()
+                .map_err(|error: vmm_dedup::Error| error.to_string())
         }
         Vmm::Reference => Err("agent is true, but the reference VMM has no vsock".into()),
     }

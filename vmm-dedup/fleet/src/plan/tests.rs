@@ -220,10 +220,7 @@ fn each_bad_setting_is_named_with_its_vm_and_what_is_possible() {
         ),
         ("vsock = { cid = 3 }", "missing field `socket`"),
         ("agent = true", "give the VM a vsock"),
-        (
-            "agent = true\ndedup = { mode = \"off\" }",
-            "nobody would listen",
-        ),
+        ("agent = true\ndedup = { mode = \"off\" }", "nobody would listen"),
         ("agent = true\nvmm = \"qemu\"", "a guest-cid in extra_args"),
         (
             "api = { serial = { mode = \"Tty\" } }",

@@ -104,12 +104,16 @@ pub(super) static GAUGES: &[Field] = &[
         "Frames that the guest has marked never to be shared",
         |s| s.hints.never,
     ),
-    plain("hint_worth_pages", "Frames that the guest has marked worth sharing", |s| {
-        s.hints.worth
-    }),
-    plain("hint_soon_pages", "Frames that the guest has marked soon overwritten", |s| {
-        s.hints.soon
-    }),
+    plain(
+        "hint_worth_pages",
+        "Frames that the guest has marked worth sharing",
+        |s| s.hints.worth,
+    ),
+    plain(
+        "hint_soon_pages",
+        "Frames that the guest has marked soon overwritten",
+        |s| s.hints.soon,
+    ),
     plain("hint_free_pages", "Frames that the guest says are free", |s| {
         s.hints.free
     }),
