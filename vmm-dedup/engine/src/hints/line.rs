@@ -40,6 +40,8 @@ pub(super) struct Inner {
     pub(super) receiver: Receiver,
     /// What is to be sent to the agent that is connected.
     pub(super) out: Vec<u8>,
+    /// The guest's frames end here. The receiver knows once there is somebody to listen.
+    end: u64,
 }
 
 /// The line to a guest's agent.
@@ -72,7 +74,7 @@ pub(crate) struct SaidOfBlock {
     pub(crate) hints: Box<[Hint; BLOCK]>,
 }
 
-/// Number of blocks of a guest whose addresses end here.
+/// Frames of a guest whose addresses end here.
 fn frames(guest_end: u64) -> u64 {
     guest_end.div_ceil(PAGE_SIZE as u64)
 }
@@ -85,8 +87,9 @@ impl AgentLine {
     pub(crate) fn new(guest_end: u64) -> Result<Self, Error> {
         Ok(Self {
             inner: Mutex::new(Inner {
-                receiver: Receiver::new(frames(guest_end), Limits::default(), Duration::ZERO),
+                receiver: Receiver::new(0, Limits::default(), Duration::ZERO),
                 out: Vec::new(),
+                end: frames(guest_end),
             }),
             bell: Bell::new().map_err(Error::Eventfd)?,
             stop: AtomicBool::new(false),
@@ -101,7 +104,11 @@ impl AgentLine {
     /// # Errors
     /// [`Error::Thread`].
     pub(crate) fn listen(self: &Arc<Self>, at: AgentSocket) -> Result<JoinHandle<()>, Error> {
+        let mut inner = self.lock();
+        let end = inner.end;
+        inner.receiver.resize(end);
         self.set_state(State::Awaited);
+        drop(inner);
         let line = self.clone();
         thread::spawn(Part::Agent, move || listen::listen(&line, &at)).map_err(Error::Thread)
     }
@@ -168,7 +175,7 @@ impl AgentLine {
     /// Nothing of what was withheld is shared any more: tells the agent.
     pub(crate) fn in_force(&self, withheld: &Withheld) {
         let mut inner = self.lock();
-        let Inner { receiver, out } = &mut *inner;
+        let Inner { receiver, out, .. } = &mut *inner;
         receiver.in_force(withheld, out);
         drop(inner);
         self.bell.ring();
@@ -177,16 +184,20 @@ impl AgentLine {
     /// The guest's physical addresses end elsewhere now. All blocks that there are.
     pub(crate) fn resize(&self, guest_end: u64) -> Vec<Block> {
         let mut inner = self.lock();
-        let Inner { receiver, out } = &mut *inner;
-        let (old, new) = (receiver.end(), frames(guest_end));
-        receiver.resize(new);
-        if new > old {
+        inner.end = frames(guest_end);
+        if self.state.load(Ordering::Relaxed) == State::Off as u64 {
+            return Vec::new();
+        }
+        let Inner { receiver, out, end } = &mut *inner;
+        let old = receiver.end();
+        receiver.resize(*end);
+        if *end > old {
             // What was said of frames beyond the end was not kept.
             receiver.resync(out);
         }
+        let blocks = 0..end.div_ceil(BLOCK as u64);
         drop(inner);
         self.bell.ring();
-        let blocks = 0..new.div_ceil(BLOCK as u64);
         blocks.filter_map(|block| Block::try_new(block).ok()).collect()
     }
 

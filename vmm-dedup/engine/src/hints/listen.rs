@@ -133,12 +133,12 @@ impl Ear<'_> {
     fn hear(&mut self) {
         let now = self.line.now();
         let Some(agent) = &mut self.agent else {
-            let Inner { receiver, out } = &mut *self.line.lock();
+            let Inner { receiver, out, .. } = &mut *self.line.lock();
             return receiver.tick(now, out);
         };
         let read = agent.read(&mut self.buffer);
         let mut inner = self.line.lock();
-        let Inner { receiver, out } = &mut *inner;
+        let Inner { receiver, out, .. } = &mut *inner;
         let goes_on = match read {
             Ok(0) => false,
             Ok(bytes) => match receiver.received(&self.buffer[..bytes], now, out) {

@@ -5,7 +5,7 @@ use crate::memory::hint::Hint;
 use crate::memory::layout::Page;
 use crate::scan::pass::Pass;
 use crate::sys::page_size::PAGE_SIZE;
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 use vmm_dedup_agent_receiver::receiver::Withheld;
 use vmm_dedup_agent_wire::frame::Block;
@@ -19,7 +19,7 @@ const AT_ONCE: usize = 128;
 pub(crate) struct Hints {
     pub(super) line: Arc<AgentLine>,
     /// Blocks of which something else is said.
-    blocks: VecDeque<Block>,
+    blocks: BTreeSet<Block>,
     /// What the agent waits for.
     withheld: Option<Withheld>,
     /// Shared pages that are not to be.
@@ -34,7 +34,7 @@ impl Hints {
     pub(crate) fn new(line: Arc<AgentLine>) -> Self {
         Self {
             line,
-            blocks: VecDeque::new(),
+            blocks: BTreeSet::new(),
             withheld: None,
             to_break: Vec::new(),
             said: Said::default(),
@@ -44,23 +44,27 @@ impl Hints {
 
     /// The guest's memory is another one now.
     pub(super) fn set_memory(&mut self, guest_end: u64) {
-        self.blocks = self.line.resize(guest_end).into();
+        self.blocks = self.line.resize(guest_end).into_iter().collect();
     }
 }
 
 impl Pass {
-    /// Takes over some of what the agent said; whether there is more. To be called where nothing is in the planner's hands.
+    /// Hears what the agent said since the last call. Once a pass: an agent that never ends must not keep the pass from its end,
+    /// for which other VMs wait.
+    pub(super) fn hear_hints(&mut self) {
+        let News { blocks, withheld } = self.hints.line.news(self.hints.withheld.is_none());
+        self.hints.blocks.extend(blocks);
+        self.hints.withheld = self.hints.withheld.take().or(withheld);
+    }
+
+    /// Takes over some of what was heard; whether there is more. To be called where nothing is in the planner's hands.
     ///
     /// Once the agent hears that a mark is in force, no page under it is shared, none has a key, and none gets one while it is
     /// marked: whoever reads keys asks [`PageMap::rests`](crate::memory::page_map::PageMap::rests) first, and what had been found
     /// before is dropped here.
     pub(super) fn heed_hints(&mut self) -> bool {
-        let News { blocks, withheld } = self.hints.line.news(self.hints.withheld.is_none());
-        let is_news = !blocks.is_empty();
-        self.hints.blocks.extend(blocks);
-        self.hints.withheld = self.hints.withheld.take().or(withheld);
-        let some = self.hints.blocks.len().min(AT_ONCE);
-        let some: Vec<Block> = self.hints.blocks.drain(..some).collect();
+        let next = std::iter::from_fn(|| self.hints.blocks.pop_first());
+        let some: Vec<Block> = next.take(AT_ONCE).collect();
         if !some.is_empty() {
             let said = self.hints.line.read(&some);
             self.take_over(&said);
@@ -68,7 +72,7 @@ impl Pass {
         if !self.hints.blocks.is_empty() {
             return true;
         }
-        if is_news || !some.is_empty() {
+        if !some.is_empty() {
             self.hints.said = self.hints.line.said();
         }
         self.enforce();

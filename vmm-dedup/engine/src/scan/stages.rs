@@ -35,6 +35,7 @@ impl Pass {
 
     fn try_run(&mut self) -> Result<(), Error> {
         self.prepare()?;
+        self.hear_hints();
         while self.heed_hints() {
             self.yield_and_poll()?;
         }
