@@ -517,7 +517,7 @@ impl Receiver {
 
     /// Where the guest's frames end.
     #[must_use]
-    pub fn end(&self) -> u64 {
+    pub fn frames_end(&self) -> u64 {
         self.map.end()
     }
 

@@ -189,7 +189,7 @@ impl AgentLine {
             return Vec::new();
         }
         let Inner { receiver, out, end } = &mut *inner;
-        let old = receiver.end();
+        let old = receiver.frames_end();
         receiver.resize(*end);
         if *end > old {
             // What was said of frames beyond the end was not kept.
@@ -211,7 +211,7 @@ impl AgentLine {
             soon: receiver.marked(Mark::Soon),
             ..Hints::default()
         };
-        let blocks = 0..receiver.end().div_ceil(BLOCK as u64);
+        let blocks = 0..receiver.frames_end().div_ceil(BLOCK as u64);
         for block in blocks.filter_map(|block| Block::try_new(block).ok()) {
             let counts = receiver.counts(block);
             said.free += u64::from(counts.free);
