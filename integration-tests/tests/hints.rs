@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -124,8 +125,9 @@ impl Vm {
     }
 
     /// The classes of some pages.
-    fn class(&self, pages: std::ops::Range<u64>, class: &str) -> u64 {
-        let addresses = GUEST + pages.start * 4096..GUEST + pages.end * 4096;
+    fn class(&self, pages: Range<usize>, class: &str) -> u64 {
+        let address = |page: usize| GUEST + page as u64 * 4096;
+        let addresses = address(pages.start)..address(pages.end);
         let (explanation, _) = self.service.explain(Some(addresses)).expect("it answers");
         let classes = explanation.classes();
         classes
@@ -153,26 +155,28 @@ impl Agent {
     }
 
     /// Says this of frames of the guest's memory, whose pages begin at a block.
-    fn say_of(&mut self, pages: std::ops::Range<u64>, said: Said) {
+    fn say_of(&mut self, pages: Range<usize>, said: Said) {
         assert!(FIRST.is_multiple_of(BLOCK as u64));
         let mut builder = BlocksBuilder::default();
-        let size = BLOCK as u64;
-        for block in pages.start / size..pages.end.div_ceil(size) {
+        for block in pages.start / BLOCK..pages.end.div_ceil(BLOCK) {
             let mut frames: Frames = NOTHING;
             for (place, frame) in (0..).zip(&mut frames) {
-                if pages.contains(&(block * size + place)) {
+                if pages.contains(&(block * BLOCK + place)) {
                     *frame = said;
                 }
             }
-            builder.push(Block::try_new(FIRST / size + block).expect("a block"), &frames);
+            builder.push(
+                Block::try_new(FIRST / BLOCK as u64 + block as u64).expect("a block"),
+                &frames,
+            );
         }
         self.say(&Message::Blocks(builder.list()));
     }
 
-    fn mark(&mut self, pages: std::ops::Range<u64>, mark: Mark, set: bool) -> u32 {
+    fn mark(&mut self, pages: Range<usize>, mark: Mark, set: bool) -> u32 {
         let mut stretches = StretchesBuilder::default();
-        let count = pages.end - pages.start;
-        stretches.push(Stretch::try_new(FIRST + pages.start, count).expect("frames"));
+        let (first, count) = (FIRST + pages.start as u64, pages.len() as u64);
+        stretches.push(Stretch::try_new(first, count).expect("frames"));
         self.serial += 1;
         self.say(&Message::Marks {
             serial: self.serial,
@@ -246,10 +250,10 @@ fn bytes_of(pages: &Pages, page: usize) -> Vec<u8> {
 #[test]
 fn free_frames_are_neither_keyed_nor_published_until_they_are_used() {
     need_userfaultfd!();
-    const PAGES: u64 = 1024;
+    const PAGES: usize = 1024;
     let store = StoreThread::start();
     // Each page twice.
-    let vm = Vm::start(&store, PAGES as usize, |page| page as u64 / 2 + 1);
+    let vm = Vm::start(&store, PAGES, |page| page as u64 / 2 + 1);
     let mut agent = vm.agent();
     let say = || agent.say_of(0..512, Said::new(Kind::Free));
     vm.while_paused(say, "word of free frames", |stats| stats.hints.free == 512);
@@ -270,13 +274,13 @@ fn free_frames_are_neither_keyed_nor_published_until_they_are_used() {
     assert_eq!(stats.hints.wrong_total, 64);
     // Pieces of a file that were written are no free frames.
     agent.say_of(0..512, Said::new(Kind::FileClean));
-    let stats = vm.passes_until("sharing of all", |stats| stats.pages_mapped == PAGES);
+    let stats = vm.passes_until("sharing of all", |stats| stats.pages_mapped == PAGES as u64);
     assert!(stats.hints.merges_total >= 448, "{stats:?}");
-    (0..PAGES).for_each(|page| assert!(vm.pages.holds(page as usize, page / 2 + 1)));
+    (0..PAGES).for_each(|page| assert!(vm.pages.holds(page, page as u64 / 2 + 1)));
     // What is free now stays shared until the guest writes it.
     agent.say_of(0..1024, Said::new(Kind::Free));
-    let stats = vm.passes_until("word of free frames", |stats| stats.hints.free == PAGES);
-    assert_eq!(stats.pages_mapped, PAGES);
+    let stats = vm.passes_until("word of free frames", |stats| stats.hints.free == PAGES as u64);
+    assert_eq!(stats.pages_mapped, PAGES as u64);
     drop(agent);
     vm.passes_until("the agent's end", |stats| stats.hints.agent_name() == "awaited");
     vm.service.stop(true).expect("it stops");
@@ -324,7 +328,7 @@ fn what_is_never_to_be_shared_is_broken_and_does_not_come_to_the_store() {
     assert_eq!(vm.class(512..600, "withheld"), 88);
     // Another one lifts them.
     let mut agent = vm.agent();
-    agent.mark(0..PAGES as u64, Mark::Never, false);
+    agent.mark(0..PAGES, Mark::Never, false);
     vm.passes_until("sharing of what was withheld", |stats| {
         stats.hints.never == 0 && stats.pages_mapped == PAGES as u64
     });
@@ -339,49 +343,46 @@ fn what_is_never_to_be_shared_is_broken_and_does_not_come_to_the_store() {
     vm.service.stop(true).expect("it stops");
 }
 
-/// A small generator: the same bytes in every run.
+/// A small generator: the same in every run.
 struct Random(u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    fn below(&mut self, end: usize) -> usize {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
-        self.0
+        usize::try_from(self.0 % end as u64).expect("below the end")
+    }
+
+    fn byte(&mut self) -> u8 {
+        u8::try_from(self.below(256)).expect("a byte")
     }
 }
 
 #[test]
 fn an_agent_that_sends_anything_costs_no_byte() {
     need_userfaultfd!();
-    const PAGES: u64 = 1024;
+    const PAGES: usize = 1024;
     let store = StoreThread::start();
-    let vm = Vm::start(&store, PAGES as usize, |page| page as u64 / 2 + 1);
+    let vm = Vm::start(&store, PAGES, |page| page as u64 / 2 + 1);
     let mut random = Random(0x1234_5678_9abc_def1);
     // Lies about everything, while the guest writes.
     let mut agent = vm.agent();
-    let mut written = vec![0; PAGES as usize];
+    let mut written = vec![0; PAGES];
     for round in 1..=60 {
-        let first = random.next() % (PAGES - 1);
-        let range = first..first + 1 + random.next() % (PAGES - first);
-        match random.next() % 3 {
+        let first = random.below(PAGES - 1);
+        let range = first..first + 1 + random.below(PAGES - first);
+        match random.below(3) {
             0 => {
-                agent.mark(
-                    range,
-                    Mark::ALL[(random.next() % 3) as usize],
-                    random.next() % 2 == 0,
-                );
+                agent.mark(range, Mark::ALL[random.below(3)], random.below(2) == 0);
             }
-            1 => agent.say_of(
-                range,
-                Said::from_bits((random.next() % 6) as u8).unwrap_or(Said::UNKNOWN),
-            ),
+            1 => agent.say_of(range, Said::from_bits(random.byte() % 6).unwrap_or(Said::UNKNOWN)),
             // Far beyond the guest's memory.
             _ => agent.say_of(1 << 30..(1 << 30) + 9, Said::new(Kind::Free)),
         }
         for _ in 0..20 {
-            let page = (random.next() % PAGES) as usize;
-            written[page] = round * PAGES + page as u64 % 97;
+            let page = random.below(PAGES);
+            written[page] = round * 1024 + page as u64 % 97;
             vm.pages.fill(page, written[page] + 1);
         }
         vm.pass();
@@ -393,7 +394,7 @@ fn an_agent_that_sends_anything_costs_no_byte() {
         let mut stream = vm.connect();
         let patience = Some(Duration::from_millis(20));
         stream.set_write_timeout(patience).expect("a timeout");
-        let noise: Vec<u8> = (0..4096).map(|_| random.next() as u8).collect();
+        let noise: Vec<u8> = (0..4096).map(|_| random.byte()).collect();
         let sent = match round % 4 {
             0 => stream.write_all(&noise[..3]),
             1 => stream.write_all(&noise),
@@ -407,8 +408,8 @@ fn an_agent_that_sends_anything_costs_no_byte() {
     vm.passes_until("refusals", |stats| {
         stats.hints.agents_refused_total > 0 && stats.hints.agents_cut_off_total > 0
     });
-    for page in 0..PAGES as usize {
-        let id = match written[page] {
+    for (page, written) in written.into_iter().enumerate() {
+        let id = match written {
             0 => page as u64 / 2 + 1,
             id => id + 1,
         };
