@@ -4,6 +4,7 @@ use crate::compare::Engines;
 use crate::config::{AgentSocket, Config};
 use crate::error::Error;
 use crate::hints::line::AgentLine;
+use crate::hints::listen;
 use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::{HostRange, Memory};
 use crate::merge::verify_engine::VerifyEngine;
@@ -160,7 +161,7 @@ impl DedupService {
     /// [`Error::Thread`].
     pub fn listen_to_agent(&mut self, at: AgentSocket) -> Result<(), Error> {
         if self.listener.is_none() {
-            self.listener = Some(self.line.listen(at)?);
+            self.listener = Some(listen::start(&self.line, at)?);
         }
         Ok(())
     }

@@ -7,6 +7,8 @@ use std::str::FromStr;
 use vmm_dedup_agent_receiver::listen::hybrid_path;
 use vmm_dedup_agent_wire::PORT;
 
+/// The key of [`Setup::agent`](crate::Setup::agent).
+pub(super) const AGENT: &str = "agent";
 /// What CIDs have in front, where they are text.
 const CID: &str = "cid:";
 /// The first CID that a guest may have.
@@ -38,7 +40,7 @@ impl FromStr for AgentSocket {
     /// The path, or `cid:` and the CID.
     fn from_str(text: &str) -> Result<Self, Error> {
         let refused = |rule| Error::Config {
-            field: super::setup::AGENT,
+            field: AGENT,
             value: format!("{text:?}"),
             rule,
         };

@@ -7,8 +7,6 @@ use std::path::PathBuf;
 
 /// The key of [`Setup::store`].
 pub(super) const STORE: &str = "store";
-/// The key of [`Setup::agent`].
-pub(super) const AGENT: &str = "agent";
 
 /// A store, and settings of a service on it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -6,7 +6,8 @@
 //! In JSON and TOML it is one table with the same keys.
 
 use crate::config::Setup;
-use crate::config::setup::{AGENT, STORE};
+use crate::config::agent::AGENT;
+use crate::config::setup::STORE;
 use crate::error::Error;
 use serde_json::{Map, Value};
 use std::fmt;

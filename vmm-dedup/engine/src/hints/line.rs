@@ -1,18 +1,12 @@
 //! What the listening thread and the scanning thread share.
 
-use crate::config::AgentSocket;
 use crate::error::Error;
-use crate::hints::listen;
 use crate::memory::hint::Hint;
-use crate::seccomp::Part;
 use crate::sync::{Mutex, MutexGuard, lock};
 use crate::sys::bell::Bell;
 use crate::sys::page_size::PAGE_SIZE;
-use crate::sys::thread;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmm_dedup_agent_receiver::receiver::{Limits, Receiver, Tally, Withheld};
 use vmm_dedup_agent_wire::frame::{BLOCK, Block};
@@ -99,18 +93,12 @@ impl AgentLine {
         })
     }
 
-    /// Starts the thread that listens.
-    ///
-    /// # Errors
-    /// [`Error::Thread`].
-    pub(crate) fn listen(self: &Arc<Self>, at: AgentSocket) -> Result<JoinHandle<()>, Error> {
+    /// Somebody is about to listen.
+    pub(super) fn begin(&self) {
         let mut inner = self.lock();
         let end = inner.end;
         inner.receiver.resize(end);
         self.set_state(State::Awaited);
-        drop(inner);
-        let line = self.clone();
-        thread::spawn(Part::Agent, move || listen::listen(&line, &at)).map_err(Error::Thread)
     }
 
     /// Ends the thread that listens.

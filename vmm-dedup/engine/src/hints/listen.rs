@@ -5,13 +5,17 @@
 //! second.
 
 use crate::config::AgentSocket;
+use crate::error::Error;
 use crate::hints::line::{AgentLine, Inner, State};
-use crate::sys::proc;
+use crate::seccomp::Part;
+use crate::sys::{proc, thread};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmm_dedup_agent_receiver::listen::{Connection, Error, Listener};
+use vmm_dedup_agent_receiver::listen::{self as sockets, Connection, Listener};
 use vmm_dedup_agent_wire::PORT;
 
 /// Between two tries to make the socket.
@@ -25,8 +29,17 @@ const MOST_UNREAD: usize = 64 << 10;
 /// Read at a time.
 const AT_ONCE: usize = 16 << 10;
 
-/// Listens until the line ends.
-pub(super) fn listen(line: &AgentLine, at: &AgentSocket) {
+/// Starts the thread that listens, until the line ends.
+///
+/// # Errors
+/// [`Error::Thread`].
+pub(crate) fn start(line: &Arc<AgentLine>, at: AgentSocket) -> Result<JoinHandle<()>, Error> {
+    line.begin();
+    let line = line.clone();
+    thread::spawn(Part::Agent, move || listen(&line, &at)).map_err(Error::Thread)
+}
+
+fn listen(line: &AgentLine, at: &AgentSocket) {
     let mut ear = Ear {
         line,
         listener: None,
@@ -59,7 +72,7 @@ impl Ear<'_> {
         if self.listener.is_some() || Instant::now() < self.opens {
             return;
         }
-        let made: Result<Listener, Error> = match at {
+        let made: Result<Listener, sockets::Error> = match at {
             AgentSocket::Hybrid(socket) => Listener::hybrid(socket, PORT),
             AgentSocket::Vhost(cid) => Listener::vhost(*cid),
         };

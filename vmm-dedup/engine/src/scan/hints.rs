@@ -1,60 +1,17 @@
 //! Taking over what the guest's agent says, between the work of passes. It changes what is looked at, never what is safe.
 
-use crate::hints::line::{AgentLine, News, SaidOfBlock};
+use crate::hints::line::SaidOfBlock;
 use crate::memory::hint::Hint;
 use crate::memory::layout::Page;
 use crate::scan::pass::Pass;
 use crate::sys::page_size::PAGE_SIZE;
-use std::collections::{BTreeSet, HashSet};
-use std::sync::Arc;
-use vmm_dedup_agent_receiver::receiver::Withheld;
-use vmm_dedup_agent_wire::frame::Block;
-use vmm_dedup_protocol::stats::Hints as Said;
-
-/// Blocks that are taken over at a time: 256 MiB.
-const AT_ONCE: usize = 128;
-
-/// What was heard, and is not done yet.
-#[derive(Debug)]
-pub(crate) struct Hints {
-    pub(super) line: Arc<AgentLine>,
-    /// Blocks of which something else is said.
-    blocks: BTreeSet<Block>,
-    /// What the agent waits for.
-    withheld: Option<Withheld>,
-    /// Shared pages that are not to be.
-    to_break: Vec<Page>,
-    /// How much of what is said, when all blocks were last taken over.
-    pub(super) said: Said,
-    /// CPU time of the listening thread up to which all is booked, ns.
-    pub(super) booked: u64,
-}
-
-impl Hints {
-    pub(crate) fn new(line: Arc<AgentLine>) -> Self {
-        Self {
-            line,
-            blocks: BTreeSet::new(),
-            withheld: None,
-            to_break: Vec::new(),
-            said: Said::default(),
-            booked: 0,
-        }
-    }
-
-    /// The guest's memory is another one now.
-    pub(super) fn set_memory(&mut self, guest_end: u64) {
-        self.blocks = self.line.resize(guest_end).into_iter().collect();
-    }
-}
+use std::collections::HashSet;
 
 impl Pass {
     /// Hears what the agent said since the last call. Once a pass: an agent that never ends must not keep the pass from its end,
     /// for which other VMs wait.
     pub(super) fn hear_hints(&mut self) {
-        let News { blocks, withheld } = self.hints.line.news(self.hints.withheld.is_none());
-        self.hints.blocks.extend(blocks);
-        self.hints.withheld = self.hints.withheld.take().or(withheld);
+        self.heard.hear();
     }
 
     /// Takes over some of what was heard; whether there is more. To be called where nothing is in the planner's hands.
@@ -63,17 +20,10 @@ impl Pass {
     /// marked: whoever reads keys asks [`PageMap::rests`](crate::memory::page_map::PageMap::rests) first, and what had been found
     /// before is dropped here.
     pub(super) fn heed_hints(&mut self) -> bool {
-        let next = std::iter::from_fn(|| self.hints.blocks.pop_first());
-        let some: Vec<Block> = next.take(AT_ONCE).collect();
-        if !some.is_empty() {
-            let said = self.hints.line.read(&some);
-            self.take_over(&said);
-        }
-        if !self.hints.blocks.is_empty() {
+        let said = self.heard.next();
+        self.take_over(&said);
+        if self.heard.has_more() {
             return true;
-        }
-        if !some.is_empty() {
-            self.hints.said = self.hints.line.said();
         }
         self.enforce();
         self.account.lap(|cpu| &mut cpu.track);
@@ -92,7 +42,7 @@ impl Pass {
                         continue;
                     }
                     if hint.has(Hint::NEVER) && self.map.backing(page).maps_a_slot() {
-                        self.hints.to_break.push(page);
+                        self.heard.to_break.push(page);
                     }
                     if self.map.rests(page) {
                         resting.insert(page);
@@ -107,9 +57,9 @@ impl Pass {
 
     /// Makes private what must not be shared, and tells the agent when nothing of it is shared any more.
     fn enforce(&mut self) {
-        if !self.hints.to_break.is_empty() {
+        if !self.heard.to_break.is_empty() {
             self.note_breaks();
-            let mut pages = std::mem::take(&mut self.hints.to_break);
+            let mut pages = std::mem::take(&mut self.heard.to_break);
             let is_shared = |pass: &Self, page: &Page| {
                 let there = pass.map.memory().has(*page) && !pass.map.is_lent(*page);
                 there && pass.map.hint(*page).has(Hint::NEVER) && pass.map.backing(*page).maps_a_slot()
@@ -122,12 +72,10 @@ impl Pass {
             self.note_breaks();
             // What could not be made private is tried again with the next pass.
             pages.retain(|page| is_shared(self, page));
-            self.hints.to_break = pages;
+            self.heard.to_break = pages;
         }
-        if self.hints.to_break.is_empty()
-            && let Some(withheld) = self.hints.withheld.take()
-        {
-            self.hints.line.in_force(&withheld);
+        if self.heard.to_break.is_empty() {
+            self.heard.done();
         }
     }
 }

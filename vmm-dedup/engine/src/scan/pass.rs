@@ -5,6 +5,7 @@
 use crate::account::Account;
 use crate::config::{Breaks, Config};
 use crate::error::Error;
+use crate::hints::heard::Heard;
 use crate::hints::line::AgentLine;
 use crate::lookup::find::{Finder, FoundAgain};
 use crate::lookup::keys::Keyed;
@@ -17,7 +18,6 @@ use crate::merge::healer::Healer;
 use crate::merge::planner::Planner;
 use crate::merge::verify_engine::VerifyEngine;
 use crate::scan::control::Control;
-use crate::scan::hints::Hints;
 use crate::scan::pace::Pace;
 use crate::store::session::{Doubt, Session};
 use crate::sys::direct_io::DirectIo;
@@ -57,7 +57,7 @@ pub(crate) struct Pass {
     pub(crate) direct_io: DirectIo,
     pub(super) ended: bool,
     /// What the guest says.
-    pub(super) hints: Hints,
+    pub(super) heard: Heard,
 }
 
 impl Pass {
@@ -114,7 +114,7 @@ impl Pass {
             number: 0,
             direct_io,
             ended: false,
-            hints: Hints::new(line),
+            heard: Heard::new(line),
         })
     }
 
@@ -160,6 +160,18 @@ impl Pass {
         );
         self.found.extend(requests);
         missing
+    }
+
+    /// Leaves out what was to be done with pages that are not worked on any more.
+    pub(super) fn drop_work(&mut self, keep: impl Fn(Page) -> bool) {
+        self.finder.retain(&keep);
+        let deferred = &mut self.planner.deferred;
+        deferred.twins.retain(|(page, _)| keep(*page));
+        let gone = |request: &mut MergeRequest| !keep(request.page);
+        let found = self.found.extract_if(.., gone);
+        for request in found.chain(deferred.published.extract_if(.., gone)) {
+            self.map.give_up_published(request.publisher_ref());
+        }
     }
 
     /// Pages that were sighted although the index has their keys. What it does not have after all is repeated later: a store that

@@ -50,20 +50,15 @@ impl Pass {
         stats.verifications_total = verify_engine.answered();
         stats.verify_failures_total = verify_engine.failures();
         stats.state = state;
-        let (agent, tally, bytes) = self.hints.line.figures();
+        let (hints, bytes) = self.heard.figures();
         let counts = self.map.hint_counts();
         stats.hints = Hints {
-            agent,
             merges_total: counts.merges,
             wrong_total: counts.wrong,
-            agents_total: tally.connections,
-            agents_refused_total: tally.refused,
-            agents_cut_off_total: tally.violations,
-            ..self.hints.said
+            ..hints
         };
         stats.metadata_bytes += bytes as u64;
-        let cpu_ns = self.hints.line.cpu_ns();
-        stats.cpu_ns.track += cpu_ns.saturating_sub(std::mem::replace(&mut self.hints.booked, cpu_ns));
+        stats.cpu_ns.track += self.heard.book_cpu_ns();
     }
 
     /// A number of [`vmm_dedup_protocol::stats::STATES`].
