@@ -34,7 +34,8 @@ lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 	for feature in "" forks privileged settings seccomp; do \
 		$(CARGO) clippy $(CARGOFLAGS) --quiet -p vmm-dedup --lib --no-default-features --features "$$feature" -- -D warnings || exit; \
 	done
-	$(CARGO) package $(CARGOFLAGS) --quiet --no-verify --allow-dirty -p vmm-dedup-protocol -p vmm-dedup
+	$(CARGO) package $(CARGOFLAGS) --quiet --no-verify --allow-dirty -p vmm-dedup-protocol -p vmm-dedup-agent-wire \
+		-p vmm-dedup-agent-receiver -p vmm-dedup
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGOFLAGS) --workspace --no-deps --document-private-items
 
 bench: setup ## the same content merged by KSM and by us, in turn (root; some minutes)

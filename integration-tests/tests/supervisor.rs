@@ -53,7 +53,8 @@ impl Guest {
             ..Config::default()
         };
         let store = store.socket();
-        self.supervisor.attach(Setup { store, config })
+        let agent = None;
+        self.supervisor.attach(Setup { store, agent, config })
     }
 
     fn add(&self) {

@@ -88,7 +88,16 @@ const WORDS: usize = BLOCK / 64;
 
 /// The frames of a block that have each mark, as bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct MarkedBlock([[u64; WORDS]; Mark::ALL.len()]);
+pub struct MarkedBlock([[u64; WORDS]; Mark::ALL.len()]);
+
+impl MarkedBlock {
+    /// Whether the frame at a place of the block has a mark; none beyond its end has.
+    #[must_use]
+    pub fn has(&self, place: usize, mark: Mark) -> bool {
+        let word = self.0[mark as usize - 1].get(place / 64);
+        word.is_some_and(|word| word >> (place % 64) & 1 == 1)
+    }
+}
 
 /// The marks of all frames.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -129,13 +138,14 @@ impl MarkMap {
     }
 
     fn of(&self, frame: Gfn) -> Marks {
-        let Some(marked) = self.0.get(&frame.block().number()) else {
-            return Marks::default();
-        };
-        let place = frame.place();
-        let set = |mark: &Mark| marked.0[*mark as usize - 1][place / 64] >> (place % 64) & 1 == 1;
+        let marked = self.of_block(frame.block());
+        let set = |mark: &Mark| marked.has(frame.place(), *mark);
         let all = Mark::ALL.into_iter().filter(set);
         Marks(all.fold(0, |bits, mark| bits | bit(mark)))
+    }
+
+    fn of_block(&self, block: Block) -> MarkedBlock {
+        self.0.get(&block.number()).copied().unwrap_or_default()
     }
 
     fn count(&self, mark: Mark) -> u64 {
@@ -350,6 +360,12 @@ impl Map {
     #[must_use]
     pub fn marks(&self, frame: Gfn) -> Marks {
         self.marks.of(frame)
+    }
+
+    /// The marks of each frame of a block.
+    #[must_use]
+    pub fn marked_in(&self, block: Block) -> MarkedBlock {
+        self.marks.of_block(block)
     }
 
     /// How many frames have a mark.

@@ -17,7 +17,7 @@
 //! [`Receiver::take_withheld`] names the blocks, and [`Receiver::in_force`] tells the agent when it is done.
 
 use crate::credit::Bucket;
-use crate::map::{Counts, Map, MarkMap, Marks};
+use crate::map::{Counts, Map, MarkMap, MarkedBlock, Marks};
 use std::time::Duration;
 use vmm_dedup_agent_wire::block::Frames;
 use vmm_dedup_agent_wire::frame::{Block, Gfn, Stretch};
@@ -507,6 +507,18 @@ impl Receiver {
     #[must_use]
     pub fn marks(&self, frame: Gfn) -> Marks {
         self.map.marks(frame)
+    }
+
+    /// The marks of each frame of a block.
+    #[must_use]
+    pub fn marked_in(&self, block: Block) -> MarkedBlock {
+        self.map.marked_in(block)
+    }
+
+    /// Where the guest's frames end.
+    #[must_use]
+    pub fn frames_end(&self) -> u64 {
+        self.map.end()
     }
 
     /// How many frames have a mark.

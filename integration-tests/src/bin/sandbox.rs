@@ -128,7 +128,10 @@ impl Guest {
             ..config
         };
         let store = self.store.socket();
-        self.supervisor.attach(Setup { store, config }).expect("it fits");
+        let agent = None;
+        self.supervisor
+            .attach(Setup { store, agent, config })
+            .expect("it fits");
     }
 
     fn add(&self, range: HostRange) {
@@ -302,6 +305,7 @@ impl Guest {
         let config = Config::default();
         let setup = Setup {
             store: nowhere,
+            agent: None,
             config,
         };
         self.supervisor.attach(setup).expect("it fits");

@@ -168,6 +168,7 @@ const ENGINE: Rules<'_> = Rules {
         "sys",
         "account",
         "memory",
+        "hints",
         "window",
         "store",
         "track",

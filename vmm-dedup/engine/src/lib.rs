@@ -18,6 +18,7 @@
 //! - [`sys`](mod@sys): system calls, one module each;
 //! - [`memory`](mod@memory): how guest memory is laid out, and what is known of each page and each 2 MiB;
 //! - [`compare`](mod@compare): what compares pages, the CPU or a device: traits, a registry by name, the verifier;
+//! - [`hints`](mod@hints): what the guest's agent says of its memory;
 //! - [`window`](mod@window): the one way in which guest pages are taken away for a moment;
 //! - [`store`](mod@store): the connection to the page store;
 //! - [`track`](mod@track): which pages were written, and which are used;
@@ -36,6 +37,7 @@ mod account;
 pub mod compare;
 mod config;
 mod error;
+mod hints;
 mod lookup;
 mod memory;
 mod merge;
@@ -53,7 +55,7 @@ mod unmerge;
 mod window;
 
 pub use compare::Engines;
-pub use config::{Breaks, Config, Policy, Setup, UseSource, Verification};
+pub use config::{AgentSocket, Breaks, Config, Policy, Setup, UseSource, Verification};
 pub use error::{Backing, Error};
 pub use memory::layout::HostRange;
 #[cfg(feature = "blind-heals")]

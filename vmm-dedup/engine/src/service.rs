@@ -1,8 +1,10 @@
 //! The handle that a VMM holds.
 
 use crate::compare::Engines;
-use crate::config::Config;
+use crate::config::{AgentSocket, Config};
 use crate::error::Error;
+use crate::hints::line::AgentLine;
+use crate::hints::listen;
 use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::{HostRange, Memory};
 use crate::merge::verify_engine::VerifyEngine;
@@ -33,8 +35,10 @@ pub struct DedupService {
     control: Arc<Control>,
     breaker: Arc<Breaker>,
     discards: Arc<Discards>,
+    line: Arc<AgentLine>,
     scanner: Option<JoinHandle<(ServiceStats, Result<(), Error>)>>,
     faults: Option<JoinHandle<()>>,
+    listener: Option<JoinHandle<()>>,
 }
 
 impl DedupService {
@@ -112,7 +116,9 @@ impl DedupService {
             VerifyEngine::new(&config, engines),
         );
         let memory = Memory::new(ranges)?;
-        let mut pass = Pass::new(config, memory, store.to_owned(), engines, control.clone())?;
+        let line = Arc::new(AgentLine::new(memory.guest_end())?);
+        let shared = (control.clone(), line.clone());
+        let mut pass = Pass::new(config, memory, store.to_owned(), engines, shared)?;
         pass.fill_stats();
         control.publish(&pass.account.stats);
         let (breaker, discards) = (pass.space.breaker.clone(), pass.space.discards.clone());
@@ -132,8 +138,10 @@ impl DedupService {
             control,
             breaker,
             discards,
+            line,
             scanner: None,
             faults,
+            listener: None,
         };
         match thread {
             Ok(thread) => service.scanner = Some(thread),
@@ -143,6 +151,19 @@ impl DedupService {
             }
         }
         Ok(service)
+    }
+
+    /// Listens to the guest's agent from now on, in a thread of its own; once, more calls change nothing. A socket that cannot be
+    /// made is no error: it is tried again, and the service goes on without hints. They need the guest physical addresses of
+    /// memory ([`HostRange::at_guest_address`]).
+    ///
+    /// # Errors
+    /// [`Error::Thread`].
+    pub fn listen_to_agent(&mut self, at: AgentSocket) -> Result<(), Error> {
+        if self.listener.is_none() {
+            self.listener = Some(listen::start(&self.line, at)?);
+        }
+        Ok(())
     }
 
     /// Stops scanning and merging until [`Self::resume`]: when this returns the scanning thread rests. What is shared stays
@@ -312,6 +333,10 @@ impl DedupService {
         self.control.order(Command::Stop { unmerge });
         let end = thread.join().ok();
         self.end_faults();
+        self.line.end();
+        if let Some(listener) = self.listener.take() {
+            let _ = listener.join();
+        }
         end
     }
 

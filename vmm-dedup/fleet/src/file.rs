@@ -106,6 +106,8 @@ pub(crate) struct VmSettings {
     pub(crate) disks: Option<Vec<toml::Table>>,
     pub(crate) net: Option<Vec<toml::Table>>,
     pub(crate) vsock: Option<toml::Table>,
+    /// Whether the guest's agent is heard.
+    pub(crate) agent: Option<bool>,
     /// More of Cloud Hypervisor's `vm.create`.
     pub(crate) api: Option<toml::Table>,
     pub(crate) extra_args: Option<Vec<String>>,
@@ -138,6 +140,7 @@ impl VmSettings {
             disks: self.disks.or(t.disks),
             net: self.net.or(t.net),
             vsock: self.vsock.or(t.vsock),
+            agent: self.agent.or(t.agent),
             api: merged(self.api, t.api),
             extra_args: self.extra_args.or(t.extra_args),
             domain: self.domain.or(t.domain),

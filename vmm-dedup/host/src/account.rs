@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::{Observer, Vm};
-use vmm_dedup_protocol::stats::{BytesRead, CpuNs, DeviceWork, Histogram, STATES, ServiceStats};
+use vmm_dedup_protocol::stats::{BytesRead, CpuNs, DeviceWork, Hints, Histogram, STATES, ServiceStats};
 
 /// Asks a store for its account and those of all VMs.
 ///
@@ -207,11 +207,32 @@ pub fn vm_json(vm: &Vm) -> Value {
         "stop_us": histogram_json(&s.stop),
         "break_us": histogram_json(&s.break_latency),
     });
+    all["hints"] = hints_json(&s.hints);
     all["search"] = search_json(s);
     all["verify"] = verify_json(s);
     all["refused_swapped_total"] = s.refused_swapped_total.into();
     all["window_failures_total"] = s.window_failures_total.into();
     all
+}
+
+/// What the guest's agent says.
+fn hints_json(hints: &Hints) -> Value {
+    json!({
+        "agent": hints.agent_name(),
+        "free": hints.free,
+        "file_clean": hints.file_clean,
+        "file_dirty": hints.file_dirty,
+        "anonymous": hints.anonymous,
+        "kernel": hints.kernel,
+        "never": hints.never,
+        "worth": hints.worth,
+        "soon": hints.soon,
+        "merges_total": hints.merges_total,
+        "wrong_total": hints.wrong_total,
+        "agents_total": hints.agents_total,
+        "agents_refused_total": hints.agents_refused_total,
+        "agents_cut_off_total": hints.agents_cut_off_total,
+    })
 }
 
 /// Pages that the kernel had copied on write.

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use vmm_dedup::{Config, Refusal, Setup, refusal};
+use vmm_dedup::{AgentSocket, Config, Refusal, Setup, refusal};
 
 /// From the variables VMM_DEDUP_*, read when the library is loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -11,6 +11,8 @@ pub(crate) struct Settings {
     pub(crate) store: PathBuf,
     name: Option<String>,
     config: Option<PathBuf>,
+    /// VMM_DEDUP_AGENT.
+    agent: Option<OsString>,
     /// VMM_DEDUP_LOG.
     pub(crate) log: Option<PathBuf>,
 }
@@ -29,6 +31,7 @@ impl Settings {
             store: path("VMM_DEDUP_STORE")?,
             name: set("VMM_DEDUP_NAME").map(|name| name.to_string_lossy().into_owned()),
             config: path("VMM_DEDUP_CONFIG"),
+            agent: set("VMM_DEDUP_AGENT"),
             log: path("VMM_DEDUP_LOG"),
         })
     }
@@ -49,28 +52,44 @@ impl Settings {
 
     /// Who we are where the settings are wrong.
     pub(crate) fn fallback(&self) -> Setup {
-        self.with(Config {
-            name: self.name(),
-            ..Config::default()
-        })
-    }
-
-    fn with(&self, config: Config) -> Setup {
         Setup {
             store: self.store.clone(),
-            config,
+            agent: None,
+            config: Config {
+                name: self.name(),
+                ..Config::default()
+            },
         }
+    }
+
+    /// Where the guest's agent is heard. A relative path begins where the VMM works.
+    fn agent(&self) -> Result<Option<AgentSocket>, String> {
+        let Some(agent) = &self.agent else {
+            return Ok(None);
+        };
+        let text = agent.to_str().ok_or("VMM_DEDUP_AGENT is no text")?;
+        text.parse()
+            .map(Some)
+            .map_err(|error: vmm_dedup::Error| error.to_string())
     }
 
     /// The engine's settings: those of the file that VMM_DEDUP_CONFIG names, or the defaults. A name in the environment goes
     /// before one in the file.
     ///
     /// # Errors
-    /// What is wrong with the file.
+    /// What is wrong with the file, or with VMM_DEDUP_AGENT.
     pub(crate) fn setup(&self) -> Result<Setup, Refusal> {
         let lift = "correct the file that VMM_DEDUP_CONFIG names";
         let config = self.read().map_err(|mistake| refusal::settings(&mistake, lift))?;
-        Ok(self.with(config))
+        let lift = "set VMM_DEDUP_AGENT to the path of the vsock's socket, or to cid: and the guest's CID";
+        let agent = self
+            .agent()
+            .map_err(|mistake| refusal::settings(&mistake, lift))?;
+        Ok(Setup {
+            store: self.store.clone(),
+            agent,
+            config,
+        })
     }
 
     fn read(&self) -> Result<Config, String> {

@@ -155,6 +155,10 @@ pub struct Explanation {
     pub probe: u64,
     /// They map a page of a store that is gone.
     pub foreign: u64,
+    /// Private, since the guest has marked them: never to be shared.
+    pub withheld: u64,
+    /// Private and left alone, since the guest says that they are free, or soon overwritten.
+    pub idle: u64,
     /// The service's state, as in [`crate::stats::ServiceStats`].
     pub state: u64,
     /// Whether pages of the classes `broken` and `may_be_pinned` can be merged now, where they are not pinned: 1, else 0.
@@ -182,6 +186,8 @@ impl Explanation {
             ("huge", self.huge),
             ("probe", self.probe),
             ("foreign", self.foreign),
+            ("withheld", self.withheld),
+            ("idle", self.idle),
         ]
     }
 }

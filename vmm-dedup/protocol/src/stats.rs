@@ -153,6 +153,52 @@ pub const STATES: [&str; 7] = [
 /// Names of what may tell a service which memory is used, by number.
 pub const USE_SOURCES: [&str; 5] = ["nothing", "take-and-wait", "damon", "writes", "page-idle"];
 
+/// Names of what becomes of a guest's agent, by number.
+pub const AGENT_STATES: [&str; 4] = ["off", "awaited", "connected", "failed"];
+
+/// What a guest's agent says, and what came of it. Gauges count frames of 4 KiB.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub struct Hints {
+    /// A number of [`AGENT_STATES`]: none is to be heard; none has come, or it has gone; one is connected; there is no socket
+    /// for one.
+    pub agent: u64,
+    /// Free.
+    pub free: u64,
+    /// Pieces of files as they are on the disk.
+    pub file_clean: u64,
+    /// Other pieces of files.
+    pub file_dirty: u64,
+    /// Memory of programs.
+    pub anonymous: u64,
+    /// The guest kernel's own.
+    pub kernel: u64,
+    /// Marked by programs: never to be shared.
+    pub never: u64,
+    /// Marked by programs: worth sharing.
+    pub worth: u64,
+    /// Marked by programs: soon overwritten.
+    pub soon: u64,
+    /// Pages merged that the guest had called worth sharing, or pieces of files as they are on the disk.
+    pub merges_total: u64,
+    /// Pages that were written although they were said to be free, or worth sharing.
+    pub wrong_total: u64,
+    /// Agents that were let in.
+    pub agents_total: u64,
+    /// Agents that came too often, and were not let in.
+    pub agents_refused_total: u64,
+    /// Agents that were cut off for what they sent.
+    pub agents_cut_off_total: u64,
+}
+
+impl Hints {
+    /// What became of the agent.
+    pub fn agent_name(&self) -> &'static str {
+        let number = usize::try_from(self.agent).unwrap_or(usize::MAX);
+        AGENT_STATES.get(number).copied().unwrap_or("unknown")
+    }
+}
+
 /// A service's account. Page counts are gauges of 4 KiB pages; names ending in `_total` only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
@@ -285,6 +331,8 @@ pub struct ServiceStats {
     pub verify: EngineName,
     /// Bytes that other connections' data structures hold for this one: filled in by the store.
     pub store_bytes: u64,
+    /// What the guest's agent says.
+    pub hints: Hints,
     /// CPU time by stage.
     pub cpu_ns: CpuNs,
     /// Guest memory read by stage; only grows.
@@ -306,9 +354,23 @@ pub struct ServiceStats {
 /// The counters and gauges of a [`ServiceStats`], by name: no field can be forgotten.
 macro_rules! numbers {
     ($stats:expr, $sum:expr; $($number:ident),*; $($text:ident),*) => {{
-        let ServiceStats { $($number,)* $($text: _,)* cpu_ns, bytes_read, stop, heal, rebuild, break_latency, search_device, verify_device } = *$stats;
+        let ServiceStats { $($number,)* $($text: _,)* hints, cpu_ns, bytes_read, stop, heal, rebuild, break_latency, search_device, verify_device } = *$stats;
         [
             $((stringify!($number), $number),)*
+            ("hints_agent", hints.agent),
+            ("hints_free", hints.free),
+            ("hints_file_clean", hints.file_clean),
+            ("hints_file_dirty", hints.file_dirty),
+            ("hints_anonymous", hints.anonymous),
+            ("hints_kernel", hints.kernel),
+            ("hints_never", hints.never),
+            ("hints_worth", hints.worth),
+            ("hints_soon", hints.soon),
+            ("hints_merges_total", hints.merges_total),
+            ("hints_wrong_total", hints.wrong_total),
+            ("hints_agents_total", hints.agents_total),
+            ("hints_agents_refused_total", hints.agents_refused_total),
+            ("hints_agents_cut_off_total", hints.agents_cut_off_total),
             ("cpu_ns_total", cpu_ns.total()),
             ("bytes_read_total", bytes_read.total()),
             ("stop_sum_ns", stop.sum_ns),

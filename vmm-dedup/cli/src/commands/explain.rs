@@ -87,6 +87,8 @@ fn meaning(class: &str) -> &'static str {
         "huge" => "in huge pages with too few twins to be split",
         "probe" => "kept private to see whether what was a huge page is used",
         "foreign" => "map a page of a store that is gone; move to the new one as twins are found",
+        "withheld" => "marked by the guest: never to be shared",
+        "idle" => "left alone: the guest says that they are free, or soon overwritten",
         _ => "",
     }
 }

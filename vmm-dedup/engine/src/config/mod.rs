@@ -1,10 +1,12 @@
 //! Settings of a service: one definition for TOML files, for JSON, for one line ([`Setup`]) and for programs.
 
+mod agent;
 mod settings;
 mod setup;
 #[cfg(feature = "settings")]
 mod text;
 
+pub use agent::AgentSocket;
 pub(crate) use settings::INDEX;
 pub use settings::{Breaks, Config, Policy, UseSource, Verification};
 pub use setup::Setup;

@@ -1,7 +1,7 @@
 //! Which store, and how: all that a VMM has to be told.
 
 use crate::compare::Engines;
-use crate::config::Config;
+use crate::config::{AgentSocket, Config};
 use crate::error::Error;
 use std::path::PathBuf;
 
@@ -21,6 +21,8 @@ pub(super) const STORE: &str = "store";
 pub struct Setup {
     /// The store's socket.
     pub store: PathBuf,
+    /// Where the guest's agent is heard, if it is.
+    pub agent: Option<AgentSocket>,
     /// How the service works.
     pub config: Config,
 }

@@ -1,11 +1,12 @@
 //! A [`Setup`] as text.
 //!
 //! As one line it is `store=/run/vmm-dedup/store.sock,name=web1,cpu_percent=10`. Keys are those of the fields of [`Config`](crate::Config),
-//! joined by a dot where they nest (`breaks.mode=managed,breaks.reserve_pages=512`), and `store`. What is not named keeps its
+//! joined by a dot where they nest (`breaks.mode=managed,breaks.reserve_pages=512`), `store` and `agent`. What is not named keeps its
 //! default. A value with a comma or a quotation mark stands in quotation marks, in which `\` takes the next character as it is.
 //! In JSON and TOML it is one table with the same keys.
 
 use crate::config::Setup;
+use crate::config::agent::AGENT;
 use crate::config::setup::STORE;
 use crate::error::Error;
 use serde_json::{Map, Value};
@@ -21,8 +22,13 @@ impl TryFrom<Map<String, Value>> for Setup {
         let store = fields
             .remove(STORE)
             .map_or(Ok(PathBuf::new()), serde_json::from_value);
+        let agent = fields.remove(AGENT).map(|agent| match agent {
+            Value::String(text) => text.parse().map_err(|error: Error| error.to_string()),
+            other => Err(format!("{AGENT} must be text, and is {other}")),
+        });
         Ok(Self {
             store: store.map_err(said)?,
+            agent: agent.transpose()?,
             config: serde_json::from_value(Value::Object(fields)).map_err(said)?,
         })
     }
@@ -38,6 +44,9 @@ impl From<Setup> for Map<String, Value> {
         fields.retain(|_, value| !value.is_null());
         // A path that is no text is none in JSON either.
         fields.insert(STORE.into(), setup.store.to_string_lossy().into());
+        if let Some(agent) = setup.agent {
+            fields.insert(AGENT.into(), agent.to_string().into());
+        }
         fields
     }
 }
@@ -173,7 +182,7 @@ fn unquoted(quoted: &str) -> Option<(String, &str)> {
 mod tests {
     use super::*;
     use crate::compare::Engines;
-    use crate::config::{Breaks, Config, Policy, UseSource, Verification};
+    use crate::config::{AgentSocket, Breaks, Config, Policy, UseSource, Verification};
     use proptest::prelude::*;
 
     #[test]
@@ -183,6 +192,7 @@ mod tests {
             .unwrap();
         let expected = Setup {
             store: "/run/s.sock".into(),
+            agent: None,
             config: Config {
                 name: "web1".into(),
                 cpu_percent: 10,
@@ -198,6 +208,11 @@ mod tests {
         assert_eq!("".parse::<Setup>().unwrap(), Setup::default());
         assert_eq!(Setup::default().to_string(), "");
         assert!(setup.check(&Engines::new()).is_ok());
+        let heard: Setup = "agent=cid:7,store=/run/s.sock".parse().unwrap();
+        assert_eq!(heard.agent, Some(AgentSocket::Vhost(7)));
+        assert_eq!(heard.to_string(), "agent=cid:7,store=/run/s.sock");
+        let error = "agent=7".parse::<Setup>().unwrap_err().to_string();
+        assert!(error.contains("must be text"), "{error}");
         let error = Setup::default().check(&Engines::new()).unwrap_err().to_string();
         assert!(error.contains("store is empty"), "{error}");
     }
@@ -274,16 +289,20 @@ mod tests {
                 }
             });
         let texts = (".{1,12}", ".{0,12}", ".{0,6}", prop::option::of(".{1,6}"));
+        let hybrid = "/.{0,6}".prop_map(|path| AgentSocket::Hybrid(path.into()));
+        let agent = prop_oneof![hybrid, (3..100u32).prop_map(AgentSocket::Vhost)];
         (
             texts,
             breaks,
             verify,
+            prop::option::of(agent),
             any::<bool>(),
             prop::option::of(any::<u32>()),
         )
             .prop_map(
-                |((name, store, search, search_socket), breaks, verify, enabled, max_vmas)| Setup {
+                |((name, store, search, search_socket), breaks, verify, agent, enabled, max_vmas)| Setup {
                     store: store.into(),
+                    agent,
                     config: Config {
                         name,
                         search,

@@ -35,7 +35,7 @@ impl HostRange {
         }
     }
 
-    /// The same range, with the guest physical address at which the guest sees it. Only explanations need it.
+    /// The same range, with the guest physical address at which the guest sees it: explanations and the guest's agent need it.
     #[must_use]
     pub fn at_guest_address(self, address: u64) -> Self {
         Self {
@@ -321,8 +321,14 @@ impl Memory {
     /// Pages at guest physical addresses; holes of guest memory are passed over. `None` if the VMM did not say where the
     /// guest sees its memory.
     pub(crate) fn pages_at_guest(&self, addresses: &Range<u64>) -> Option<Vec<Range<Page>>> {
+        let is_known = self.regions.iter().any(|region| region.guest.is_some());
+        is_known.then(|| self.parts_at_guest(addresses).map(|(_, pages)| pages).collect())
+    }
+
+    /// The same, with the guest physical address in each range's first page.
+    pub(crate) fn parts_at_guest(&self, addresses: &Range<u64>) -> impl Iterator<Item = (u64, Range<Page>)> {
         let known = self.regions.iter().filter_map(|r| Some((r, r.guest?)));
-        let within = |(region, guest): (&Region, u64)| {
+        let within = move |(region, guest): (&Region, u64)| {
             let page_of = |address: u64| {
                 let page = usize::try_from(address.checked_sub(guest)?).ok()? / PAGE_SIZE;
                 Some(region.first + Page::try_from(page).ok()?)
@@ -332,11 +338,18 @@ impl Memory {
                 addresses.end.min(guest.saturating_add(region.range.len() as u64)),
             );
             (start < end).then_some(())?;
-            Some(page_of(start)?..page_of(end - 1)? + 1)
+            Some((start, page_of(start)?..page_of(end - 1)? + 1))
         };
-        let mut known = known.peekable();
-        known.peek()?;
-        Some(known.filter_map(within).collect())
+        known.filter_map(within)
+    }
+
+    /// The guest physical address behind the last page; 0 if the VMM did not say where the guest sees its memory.
+    pub(crate) fn guest_end(&self) -> u64 {
+        let ends = self.regions.iter().filter_map(|region| {
+            let guest = region.guest?;
+            Some(guest.saturating_add(region.range.len() as u64))
+        });
+        ends.max().unwrap_or(0)
     }
 
     /// Whether two pages with consecutive numbers are neighbours in memory as well.

@@ -4,6 +4,7 @@
 pub(crate) mod advice;
 pub(crate) mod bitmap;
 pub(crate) mod chunk_state;
+pub(crate) mod hint;
 pub(crate) mod key_filter;
 pub(crate) mod layout;
 mod mappings;

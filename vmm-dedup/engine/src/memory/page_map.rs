@@ -14,6 +14,7 @@
 
 use crate::memory::bitmap::Bits;
 use crate::memory::chunk_state::ChunkState;
+use crate::memory::hint::Hints;
 use crate::memory::layout::{Chunk, Memory, Page};
 use crate::memory::mappings::Mappings;
 use crate::memory::outbox::{Outbox, Sighting};
@@ -62,6 +63,8 @@ pub(crate) struct PageMap {
     chunks: Vec<ChunkState>,
     mappings: Mappings,
     outbox: Outbox,
+    /// What the guest says.
+    hints: Hints,
 }
 
 impl PageMap {
@@ -75,6 +78,7 @@ impl PageMap {
             memory,
             mappings: Mappings::new(vmas_max, vmas_before),
             outbox: Outbox::default(),
+            hints: Hints::default(),
         }
     }
 
@@ -128,7 +132,7 @@ impl PageMap {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.table.bytes() + size_of_val(self.chunks.as_slice())
+        self.table.bytes() + size_of_val(self.chunks.as_slice()) + self.hints.bytes()
     }
 
     /// Pages whose addresses lie in mappings of store files, as other threads may look at them.
@@ -400,7 +404,10 @@ impl PageMap {
                 Known::WriteProtected
             }
             (Backing::Private, Known::WriteProtected | Known::Volatile) => Known::Volatile,
-            (Backing::Private, Known::Candidate(_)) if protected => Known::WriteProtected,
+            (Backing::Private, Known::Candidate(_)) if protected => {
+                self.hints.note_changed(page);
+                Known::WriteProtected
+            }
             _ => return false,
         };
         self.set(page, PageState::private(known));
@@ -485,6 +492,7 @@ impl PageMap {
             !matches!(self.backing(page), Backing::Slot(_)),
             "page {page} cannot go from one slot to another"
         );
+        self.hints.note_merged(page);
         self.set_slot(page, slot, reference);
     }
 
@@ -628,6 +636,7 @@ impl PageMap {
 }
 
 mod chunks;
+mod hints;
 mod telling;
 
 #[cfg(test)]

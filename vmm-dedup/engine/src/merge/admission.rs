@@ -45,6 +45,8 @@ pub(crate) enum Obstacle {
     Deferred,
     /// It is swapped out: comparing it would read it in while its window is open.
     SwappedOut,
+    /// The guest says that it is never to be shared, free, or soon overwritten.
+    Guest,
 }
 
 /// What is known of a page beside its state.
@@ -92,6 +94,7 @@ impl Admission<'_> {
         let reason = match () {
             () if self.suspended => Obstacle::Suspended,
             () if !private => Obstacle::Changed,
+            () if map.rests(page) => Obstacle::Guest,
             () if map.backing(page).is_copied() && !self.heals => Obstacle::MayBePinned,
             () if state.huge && !state.twins.split => Obstacle::Huge,
             () if !as_one && self.monitor.probes().include(map, chunk, page) => Obstacle::Probe,

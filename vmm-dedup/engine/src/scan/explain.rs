@@ -3,6 +3,7 @@
 
 use crate::error::Error;
 use crate::lookup::find::twin;
+use crate::memory::hint::Hint;
 use crate::memory::layout::Page;
 use crate::memory::page_map::VMAS_PER_RUN;
 use crate::memory::page_state::{Backing, Known, PageState};
@@ -156,6 +157,7 @@ impl Pass {
                 (Backing::Private, Known::Nothing) if !populated[(page - pages.start) as usize] => {
                     &mut to.unpopulated
                 }
+                (Backing::Private, _) if self.map.rests(page) => self.explain_rest(page, to),
                 (Backing::Private, Known::Keyed(_)) => &mut to.huge,
                 (Backing::Private, Known::Candidate(key)) => {
                     self.explain_twin(page, key, facts, to, |to| &mut to.unique)
@@ -170,6 +172,14 @@ impl Pass {
             *class += 1;
         }
         Ok(())
+    }
+
+    /// The class of a private page that is left alone since the guest says so.
+    fn explain_rest<'a>(&self, page: Page, to: &'a mut Explanation) -> &'a mut u64 {
+        match self.map.hint(page).has(Hint::NEVER) {
+            true => &mut to.withheld,
+            false => &mut to.idle,
+        }
     }
 
     /// The class of a page with a known key. If it has a twin, it is the verdict on merging them; else `alone`.
@@ -190,7 +200,10 @@ impl Pass {
             managed: self.space.breaker.managed(),
             heals: to.heals == 1,
         };
-        class_of(admission.may_merge(&self.map, page, Some(slot), facts), to)
+        match admission.may_merge(&self.map, page, Some(slot), facts) {
+            Verdict::Refuse(Obstacle::Guest) => self.explain_rest(page, to),
+            verdict => class_of(verdict, to),
+        }
     }
 
     /// Which of some pages of one chunk hold private memory; asked only where the map does not tell.
@@ -277,6 +290,7 @@ fn class_of(verdict: Verdict, to: &mut Explanation) -> &mut u64 {
         Verdict::Refuse(Obstacle::NoMappings) => &mut to.over_vmas,
         Verdict::Refuse(Obstacle::Deferred) => &mut to.deferred,
         Verdict::Refuse(Obstacle::SwappedOut) => &mut to.swapped,
+        Verdict::Refuse(Obstacle::Guest) => &mut to.idle,
     }
 }
 
@@ -296,6 +310,7 @@ mod tests {
             (Verdict::Refuse(Obstacle::NoMappings), "over_vmas"),
             (Verdict::Refuse(Obstacle::Deferred), "deferred"),
             (Verdict::Refuse(Obstacle::SwappedOut), "swapped"),
+            (Verdict::Refuse(Obstacle::Guest), "idle"),
         ];
         for (verdict, class) in classes {
             let mut explanation = Explanation::default();

@@ -1,8 +1,7 @@
 //! Guest memory that comes, goes, or is lent to somebody else while the service runs.
 
 use crate::error::Error;
-use crate::lookup::request::MergeRequest;
-use crate::memory::layout::{HostRange, Memory, Page};
+use crate::memory::layout::{HostRange, Memory};
 use crate::scan::control::Change;
 use crate::scan::pass::Pass;
 use std::ops::Range;
@@ -38,23 +37,12 @@ impl Pass {
         let discards = self.space.discards.clone();
         self.space.note_discards(&mut discards.lock(), &mut self.map);
         for pages in self.map.memory().within(gone) {
+            self.map.unsay(pages.clone());
             self.map.forget(pages);
         }
         self.set_memory(self.map.memory().without(gone));
         let memory = self.map.memory().clone();
         self.drop_work(|page| memory.has(page));
-    }
-
-    /// Leaves out what was to be done with pages that are not worked on any more.
-    fn drop_work(&mut self, keep: impl Fn(Page) -> bool) {
-        self.finder.retain(&keep);
-        let deferred = &mut self.planner.deferred;
-        deferred.twins.retain(|(page, _)| keep(*page));
-        let gone = |request: &mut MergeRequest| !keep(request.page);
-        let found = self.found.extract_if(.., gone);
-        for request in found.chain(deferred.published.extract_if(.., gone)) {
-            self.map.give_up_published(request.publisher_ref());
-        }
     }
 
     /// Whole chunks: a chunk is worked on or not.
@@ -99,6 +87,7 @@ impl Pass {
         self.space.note_discards(&mut discards, &mut self.map);
         let memory = Arc::new(memory);
         self.map.set_memory(memory.clone());
+        self.heard.set_memory(memory.guest_end());
         discards.set_memory(memory.clone(), self.map.in_file());
         self.space.breaker.set_memory(memory);
     }

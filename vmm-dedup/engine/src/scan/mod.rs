@@ -5,6 +5,7 @@ pub(crate) mod cpu_budget;
 pub(crate) mod exchange;
 pub(crate) mod explain;
 mod follow;
+pub(crate) mod hints;
 pub(crate) mod hotplug;
 pub(crate) mod huge;
 pub(crate) mod order;

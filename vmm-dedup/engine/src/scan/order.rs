@@ -1,7 +1,8 @@
 //! In what order pages are looked at: which chunks a pass visits, and how many at a time.
 //!
-//! Today that is the order of addresses: of all chunks those where something may have happened, fragmented ones less often,
-//! and each now and then. Whatever else should come first or last (hints, memory pressure) belongs here.
+//! Of all chunks those where something may have happened, fragmented ones less often, and each now and then. Those come first of
+//! which the guest says that much is worth sharing, and then the others, both in the order of addresses. Whatever else should
+//! come first or last (memory pressure) belongs here.
 
 use crate::memory::chunk_state::{ChunkState, MAX_PERIOD};
 use crate::memory::page_map::PageMap;
@@ -18,6 +19,8 @@ const FORCED_PERIOD: u64 = 128;
 pub(crate) struct ScanOrder {
     pass: u64,
     next: usize,
+    /// Those are visited now that are worth it; else the others.
+    worth: bool,
     /// A chunk was passed over that waits for a visit.
     skipped: bool,
 }
@@ -28,6 +31,7 @@ impl ScanOrder {
         Self {
             pass,
             next: 0,
+            worth: true,
             skipped: false,
         }
     }
@@ -35,15 +39,24 @@ impl ScanOrder {
     /// The next consecutive chunks to be visited, without gaps between them; `None` at the end.
     pub(crate) fn next(&mut self, map: &PageMap) -> Option<Range<usize>> {
         let count = map.chunks().len();
-        let start = (self.next..count).find(|at| self.is_due(*at, map.chunk(*at)))?;
+        let first = (self.next..count).find(|at| self.is_next(*at, map));
+        if first.is_none() && std::mem::take(&mut self.worth) {
+            self.next = 0;
+            return self.next(map);
+        }
+        let start = first?;
         let goes_on = |at: usize, order: &mut Self| {
             at - start < TOGETHER
                 && map.chunk_at(at).start == map.chunk_at(at - 1).addresses().end
-                && order.is_due(at, map.chunk(at))
+                && order.is_next(at, map)
         };
         let end = (start + 1..count).find(|at| !goes_on(*at, self)).unwrap_or(count);
         self.next = end;
         Some(start..end)
+    }
+
+    fn is_next(&mut self, at: usize, map: &PageMap) -> bool {
+        map.is_worth(at) == self.worth && self.is_due(at, map.chunk(at))
     }
 
     fn is_due(&mut self, at: usize, chunk: &ChunkState) -> bool {
@@ -68,6 +81,7 @@ impl ScanOrder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::hint::Hint;
     use crate::memory::layout::Memory;
     use crate::sys::page_size::HUGE_SIZE;
     use std::sync::Arc;
@@ -98,6 +112,16 @@ mod tests {
         assert!(order(&map, 1).into_iter().eq(std::iter::once(3..5)));
         // Each in its turn, whether pending or not.
         assert_eq!(order(&map, FORCED_PERIOD - 9), [3..5, 9..10]);
+    }
+
+    #[test]
+    fn what_the_guest_calls_worth_sharing_comes_first() {
+        let mut map = map(6);
+        for chunk in [2, 3, 6] {
+            let pages = map.chunk_at(chunk).pages.clone();
+            pages.for_each(|page| assert!(map.say(page, Hint::WORTH)));
+        }
+        assert_eq!(order(&map, 1), [2..4, 6..7, 0..2, 4..6, 7..8]);
     }
 
     #[test]

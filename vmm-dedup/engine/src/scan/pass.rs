@@ -5,6 +5,8 @@
 use crate::account::Account;
 use crate::config::{Breaks, Config};
 use crate::error::Error;
+use crate::hints::heard::Heard;
+use crate::hints::line::AgentLine;
 use crate::lookup::find::{Finder, FoundAgain};
 use crate::lookup::keys::Keyed;
 use crate::lookup::publish;
@@ -54,6 +56,8 @@ pub(crate) struct Pass {
     /// Whether guest memory may be replaced at all.
     pub(crate) direct_io: DirectIo,
     pub(super) ended: bool,
+    /// What the guest says.
+    pub(super) heard: Heard,
 }
 
 impl Pass {
@@ -63,7 +67,7 @@ impl Pass {
         memory: Memory,
         store_path: PathBuf,
         (search, verify_engine): (Searcher, VerifyEngine),
-        control: Arc<Control>,
+        (control, line): (Arc<Control>, Arc<AgentLine>),
     ) -> Result<Self, Error> {
         config.validate()?;
         let mut direct_io = DirectIo::new()?;
@@ -110,6 +114,7 @@ impl Pass {
             number: 0,
             direct_io,
             ended: false,
+            heard: Heard::new(line),
         })
     }
 
@@ -156,6 +161,18 @@ impl Pass {
         );
         self.found.extend(requests);
         missing
+    }
+
+    /// Leaves out what was to be done with pages that are not worked on any more.
+    pub(super) fn drop_work(&mut self, keep: impl Fn(Page) -> bool) {
+        self.finder.retain(&keep);
+        let deferred = &mut self.planner.deferred;
+        deferred.twins.retain(|(page, _)| keep(*page));
+        let gone = |request: &mut MergeRequest| !keep(request.page);
+        let found = self.found.extract_if(.., gone);
+        for request in found.chain(deferred.published.extract_if(.., gone)) {
+            self.map.give_up_published(request.publisher_ref());
+        }
     }
 
     /// Pages that were sighted although the index has their keys. What it does not have after all is repeated later: a store that

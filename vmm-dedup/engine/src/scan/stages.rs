@@ -35,6 +35,10 @@ impl Pass {
 
     fn try_run(&mut self) -> Result<(), Error> {
         self.prepare()?;
+        self.hear_hints();
+        while self.heed_hints() {
+            self.yield_and_poll()?;
+        }
         if self.direct_io.look().is_err() {
             return self.stand_by();
         }

@@ -14,6 +14,8 @@ impl Pass {
     /// Instead of a pass while nothing is to be merged: holds back nobody, and says that it is alive.
     pub(crate) fn rest(&mut self) {
         self.note_breaks();
+        self.hear_hints();
+        self.heed_hints();
         self.session.find_store(&mut self.map);
         if let Err(error) = self.stand_by() {
             self.lose_store(&error);

@@ -3,6 +3,7 @@
 use crate::scan::pass::Pass;
 use crate::sys::late_log;
 use vmm_dedup_protocol::name::EngineName;
+use vmm_dedup_protocol::stats::Hints;
 
 /// Kernel memory that one more mapping costs: a VMA (192 bytes), its share of maple tree nodes, and for every second
 /// one an anon_vma_chain (64 bytes). Measured: 530 bytes for the two mappings of a single merged page.
@@ -51,6 +52,15 @@ impl Pass {
         stats.verify_failures_total = verify_engine.failures();
         stats.verify_device = verify_engine.device_work();
         stats.state = state;
+        let (hints, bytes) = self.heard.figures();
+        let counts = self.map.hint_counts();
+        stats.hints = Hints {
+            merges_total: counts.merges,
+            wrong_total: counts.wrong,
+            ..hints
+        };
+        stats.metadata_bytes += bytes as u64;
+        stats.cpu_ns.track += self.heard.book_cpu_ns();
     }
 
     /// A number of [`vmm_dedup_protocol::stats::STATES`].

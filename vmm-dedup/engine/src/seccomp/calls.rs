@@ -1,7 +1,7 @@
 //! The tables of system calls.
 
 use crate::seccomp::Part::{
-    self, Announce, Call as Caller, Count, Damon, Fault, Refused, Scan, Start, Supervisor,
+    self, Agent, Announce, Call as Caller, Count, Damon, Fault, Refused, Scan, Start, Supervisor,
 };
 use libc::{SYS_ioctl, c_long};
 
@@ -37,7 +37,9 @@ const fn ioctl(name: &'static str, request: u32, parts: &'static [Part]) -> Call
 }
 
 /// The threads of the engine, and those that start them.
-const ANY: &[Part] = &[Supervisor, Scan, Fault, Count, Refused, Damon, Start, Announce];
+const ANY: &[Part] = &[
+    Supervisor, Scan, Fault, Count, Refused, Damon, Agent, Start, Announce,
+];
 
 /// Whoever works on guest memory. What one of them does in most runs another may have to do when something fails.
 const WORKS: &[Part] = &[Supervisor, Scan, Fault, Start];
@@ -241,6 +243,24 @@ pub const RARE: &[Call] = &[
     call("openat", libc::SYS_openat, &[Damon]),
     call("pread64", libc::SYS_pread64, &[Damon]),
     call("statx", libc::SYS_statx, &[Damon]),
+    // A guest's agent, on a Unix socket or on vsock. (ioctl: FIONBIO.)
+    call("accept4", libc::SYS_accept4, &[Agent]),
+    call("bind", libc::SYS_bind, &[Agent]),
+    call("chmod", libc::SYS_chmod, &[Agent]),
+    call("close", libc::SYS_close, &[Agent]),
+    call("connect", libc::SYS_connect, &[Agent]),
+    call("fcntl", libc::SYS_fcntl, &[Agent]),
+    call("getpeername", libc::SYS_getpeername, &[Agent]),
+    ioctl("FIONBIO", 0x5421, &[Agent]),
+    call("listen", libc::SYS_listen, &[Agent]),
+    call("newfstatat", libc::SYS_newfstatat, &[Agent]),
+    call("poll", libc::SYS_poll, &[Agent]),
+    call("ppoll", libc::SYS_ppoll, &[Agent]),
+    call("recvfrom", libc::SYS_recvfrom, &[Agent]),
+    call("sendto", libc::SYS_sendto, &[Agent]),
+    call("socket", libc::SYS_socket, &[Agent]),
+    call("statx", libc::SYS_statx, &[Agent]),
+    call("unlink", libc::SYS_unlink, &[Agent]),
     // A thread's beginning and end.
     call("exit", libc::SYS_exit, ANY),
     call("gettid", libc::SYS_gettid, ANY),

@@ -15,6 +15,8 @@ pub enum Part {
     Refused,
     /// Asks DAMON which memory is used.
     Damon,
+    /// Listens to the guest's agent.
+    Agent,
     /// A caller of [`DedupService::start`](crate::DedupService::start), and of what else a service is told, without a supervisor.
     Start,
     /// A caller of [`Refused::announce`](crate::Refused::announce), without a supervisor.
@@ -25,13 +27,14 @@ pub enum Part {
 
 impl Part {
     /// All of them.
-    pub const ALL: [Part; 9] = [
+    pub const ALL: [Part; 10] = [
         Part::Supervisor,
         Part::Scan,
         Part::Fault,
         Part::Count,
         Part::Refused,
         Part::Damon,
+        Part::Agent,
         Part::Start,
         Part::Announce,
         Part::Call,
@@ -47,6 +50,7 @@ impl Part {
             Part::Count => "dedup-count",
             Part::Refused => "dedup-refused",
             Part::Damon => "dedup-damon",
+            Part::Agent => "dedup-agent",
             Part::Start => "start",
             Part::Announce => "announce",
             Part::Call => "call",
@@ -57,11 +61,11 @@ impl Part {
     #[must_use]
     pub const fn starts(self) -> &'static [Part] {
         match self {
-            Part::Supervisor => &[Part::Scan, Part::Fault, Part::Refused],
-            Part::Start => &[Part::Scan, Part::Fault],
+            Part::Supervisor => &[Part::Scan, Part::Fault, Part::Refused, Part::Agent],
+            Part::Start => &[Part::Scan, Part::Fault, Part::Agent],
             Part::Announce => &[Part::Refused],
             Part::Scan => &[Part::Count, Part::Damon],
-            Part::Fault | Part::Count | Part::Refused | Part::Damon | Part::Call => &[],
+            Part::Fault | Part::Count | Part::Refused | Part::Damon | Part::Agent | Part::Call => &[],
         }
     }
 }

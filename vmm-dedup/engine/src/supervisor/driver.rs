@@ -252,7 +252,7 @@ impl Driver {
         };
         // SAFETY: guest memory, which stays mapped until `Remove` or `Forget` is done, by what keeps it alive or as whoever
         // added it has promised, and which only the guest and raw addresses reach.
-        let service = unsafe {
+        let mut service = unsafe {
             DedupService::start_on_ranges_with(
                 &[host_range(span)?],
                 &self.setup.store,
@@ -260,6 +260,11 @@ impl Driver {
                 self.engines.clone(),
             )
         }?;
+        if let Some(agent) = &self.setup.agent
+            && let Err(error) = service.listen_to_agent(agent.clone())
+        {
+            log::warn!("the guest's agent is not heard: {error}");
+        }
         self.service = Some(service);
         tell_taken(span);
         Ok(())

@@ -14,6 +14,7 @@ fn supervisor() -> Supervisor {
 fn setup(store: &std::path::Path) -> Setup {
     Setup {
         store: store.into(),
+        agent: None,
         config: Config {
             name: "vm".into(),
             ..Config::default()

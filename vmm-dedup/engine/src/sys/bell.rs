@@ -2,12 +2,18 @@
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 /// Wakes a thread that waits for a socket. Ringing is remembered until the next wait.
 #[derive(Debug)]
 pub(crate) struct Bell(OwnedFd);
+
+impl AsFd for Bell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
 
 impl Bell {
     pub(crate) fn new() -> io::Result<Self> {
@@ -19,6 +25,11 @@ impl Bell {
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
+    /// Forgets that somebody rang.
+    pub(crate) fn hush(&self) {
+        let _ = rustix::io::read(&self.0, &mut [0u8; 8]);
+    }
+
     /// Waits until somebody rings, or the socket has something, or the time is over; returns whether it is the socket.
     pub(crate) fn wait(&self, time: Duration, socket: Option<BorrowedFd<'_>>) -> bool {
         let timeout = Timespec::try_from(time).ok();
@@ -28,7 +39,7 @@ impl Bell {
         if poll(&mut fds, timeout.as_ref()).is_err() {
             return false; // interrupted: callers look at what they wait for anyway
         }
-        let _ = rustix::io::read(&self.0, &mut [0u8; 8]);
+        self.hush();
         // An error or a hang-up is for the reader to find.
         fds.get(1).is_some_and(|socket| !socket.revents().is_empty())
     }
@@ -37,7 +48,6 @@ impl Bell {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::AsFd;
 
     #[test]
     fn rings_are_remembered_and_sockets_told_apart() {

@@ -103,6 +103,11 @@ fn visit_small(
                 protect(to_protect, start + offset * PAGE_SIZE);
             }
             waiting |= map.note_written(page, !unarmed);
+            map.see(page, !unarmed);
+            continue;
+        }
+        map.see(page, false);
+        if map.rests(page) {
             continue;
         }
         let key = match (state.backing, state.known) {

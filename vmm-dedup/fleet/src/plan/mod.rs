@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 pub use store::StorePlan;
 pub use vm::VmPlan;
-use vmm_dedup::Config;
+use vmm_dedup::{AgentSocket, Config};
 use vmm_dedup_host::Failure;
 
 /// Most VMs of one fleet: what a store takes by default.
@@ -161,6 +161,7 @@ fn expand_vm(entry: &VmSettings, values: Values<'_>, folder: &Path) -> Result<Vm
         api: None,
         domain: entry.domain.clone().unwrap_or_else(|| DEFAULT_DOMAIN.into()),
         dedup: dedup(values.name, entry.dedup.as_ref())?,
+        agent: None,
     };
     if vm.cpus == 0 {
         return Err("cpus is 0: give it at least one".into());
@@ -168,18 +169,46 @@ fn expand_vm(entry: &VmSettings, values: Values<'_>, folder: &Path) -> Result<Vm
     if !(1..=1 << 24).contains(&vm.memory_mib) {
         return Err(format!("memory_mib is {}: give 1 to 16777216", vm.memory_mib));
     }
-    match vmm {
+    let vm = match vmm {
         Vmm::CloudHypervisor => {
             let api = machine::config(&vm, entry, values, folder)?;
-            Ok(VmPlan {
+            VmPlan {
                 api: Some(Box::new(api)),
                 ..vm
-            })
+            }
         }
         Vmm::Reference | Vmm::Qemu => {
             machine::refuse_devices(vmm, entry)?;
-            Ok(vm)
+            vm
         }
+    };
+    let agent = entry.agent.unwrap_or(false).then(|| agent(&vm)).transpose()?;
+    Ok(VmPlan { agent, ..vm })
+}
+
+/// Where the agent of a VM's guest comes to: by its vsock device.
+fn agent(vm: &VmPlan) -> Result<AgentSocket, String> {
+    if vm.dedup.is_none() {
+        return Err("agent is true, but dedup.mode is \"off\": nobody would listen".into());
+    }
+    match vm.vmm {
+        Vmm::CloudHypervisor => {
+            let socket = vm.vsock().ok_or("agent is true: give the VM a vsock")?;
+            Ok(AgentSocket::Hybrid(socket.into()))
+        }
+        Vmm::Qemu => {
+            let cid = |arg: &String| {
+                arg.split(',')
+                    .find_map(|part| part.strip_prefix("guest-cid=").map(str::to_owned))
+            };
+            let cid = vm.extra_args.iter().find_map(cid);
+            let cid =
+                cid.ok_or("agent is true: give QEMU a vhost-vsock-pci with a guest-cid in extra_args")?;
+            format!("cid:{cid}")
+                .parse()
+                .map_err(|error: vmm_dedup::Error| error.to_string())
+        }
+        Vmm::Reference => Err("agent is true, but the reference VMM has no vsock".into()),
     }
 }
 

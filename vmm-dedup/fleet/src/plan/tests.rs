@@ -37,6 +37,19 @@ fn the_smallest_vm_gets_the_defaults() {
 }
 
 #[test]
+fn agents_are_heard_where_the_vsock_ends() {
+    let agent = |lines: &str| {
+        let plan = plan_with(&format!("agent = true\n{lines}")).unwrap();
+        plan.vms[0].agent.as_ref().map(ToString::to_string)
+    };
+    let vsock = agent(r#"vsock = { cid = 3, socket = "{name}.vsock" }"#);
+    assert_eq!(vsock.as_deref(), Some("/fleet/a.vsock"));
+    let qemu = agent("vmm = \"qemu\"\nextra_args = [\"-device\", \"vhost-vsock-pci,guest-cid=17\"]");
+    assert_eq!(qemu.as_deref(), Some("cid:17"));
+    assert_eq!(plan_with("").unwrap().vms[0].agent, None);
+}
+
+#[test]
 fn an_entry_with_a_count_is_expanded_with_names_and_numbers() {
     let plan = plan_with(
         r#"
@@ -206,6 +219,9 @@ fn each_bad_setting_is_named_with_its_vm_and_what_is_possible() {
             "vsock.cid is \"x\": it must be a number",
         ),
         ("vsock = { cid = 3 }", "missing field `socket`"),
+        ("agent = true", "give the VM a vsock"),
+        ("agent = true\ndedup = { mode = \"off\" }", "nobody would listen"),
+        ("agent = true\nvmm = \"qemu\"", "a guest-cid in extra_args"),
         (
             "api = { serial = { mode = \"Tty\" } }",
             "api.serial cannot be set",

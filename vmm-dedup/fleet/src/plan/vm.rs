@@ -3,7 +3,7 @@
 use crate::file::Vmm;
 use cloud_hypervisor_client::models::VmConfig;
 use std::path::{Path, PathBuf};
-use vmm_dedup::Config;
+use vmm_dedup::{AgentSocket, Config};
 
 /// A VM.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,6 +30,8 @@ pub struct VmPlan {
     pub domain: String,
     /// `None`: the VMM runs by itself, without library and store.
     pub dedup: Option<Config>,
+    /// Where the guest's agent is heard, if it is.
+    pub agent: Option<AgentSocket>,
 }
 
 impl VmPlan {

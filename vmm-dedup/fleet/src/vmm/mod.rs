@@ -14,8 +14,10 @@ use crate::program::Tools;
 use crate::state::{Locked, VmFiles, VmState};
 pub(crate) use condition::Condition;
 use std::fs::File;
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
+use vmm_dedup::AgentSocket;
 use vmm_dedup_host::Failure;
 
 /// How long a VMM may take to answer a question.
@@ -52,8 +54,8 @@ pub(crate) fn start(
         .stdout(log.try_clone().map_err(fail)?)
         .stderr(log);
     // Left over from the user's environment they would make a library merge although dedup is off.
-    for variable in ["VMM_DEDUP_STORE", "VMM_DEDUP_NAME", "VMM_DEDUP_CONFIG"] {
-        command.env_remove(variable);
+    for variable in ["STORE", "NAME", "CONFIG", "AGENT"] {
+        command.env_remove(format!("VMM_DEDUP_{variable}"));
     }
     let store = plan.store_of(vm);
     if let Some(dedup) = &vm.dedup {
@@ -78,6 +80,9 @@ pub(crate) fn start(
             .env("VMM_DEDUP_STORE", &store.socket)
             .env("VMM_DEDUP_NAME", &vm.name)
             .env("VMM_DEDUP_CONFIG", files.dedup());
+        if let Some(agent) = &vm.agent {
+            command.env("VMM_DEDUP_AGENT", agent.to_string());
+        }
     }
     let record = |process| {
         record(VmState {
@@ -85,10 +90,16 @@ pub(crate) fn start(
             vmm: vm.vmm,
             process,
             store: store.map(|store| store.domain.clone()),
-            files: vm.vsock().map(Into::into).into_iter().collect(),
+            files: sockets(vm).collect(),
         })
     };
     process::spawn(command, record, fail)
+}
+
+/// Sockets that may be left when a VM has ended.
+fn sockets(vm: &VmPlan) -> impl Iterator<Item = PathBuf> {
+    let agents = vm.agent.as_ref().and_then(AgentSocket::service_socket);
+    vm.vsock().map(Into::into).into_iter().chain(agents)
 }
 
 /// Waits until a VM that was just started runs.

@@ -99,6 +99,44 @@ pub(super) static GAUGES: &[Field] = &[
         "Pages that the reserve should have",
         |s| s.reserve_target,
     ),
+    plain(
+        "hint_never_pages",
+        "Frames that the guest has marked never to be shared",
+        |s| s.hints.never,
+    ),
+    plain(
+        "hint_worth_pages",
+        "Frames that the guest has marked worth sharing",
+        |s| s.hints.worth,
+    ),
+    plain(
+        "hint_soon_pages",
+        "Frames that the guest has marked soon overwritten",
+        |s| s.hints.soon,
+    ),
+    plain("hint_free_pages", "Frames that the guest says are free", |s| {
+        s.hints.free
+    }),
+    plain(
+        "hint_file_clean_pages",
+        "Frames that the guest says hold a file as it is on the disk",
+        |s| s.hints.file_clean,
+    ),
+    plain(
+        "hint_file_dirty_pages",
+        "Frames that the guest says hold other pieces of files",
+        |s| s.hints.file_dirty,
+    ),
+    plain(
+        "hint_anonymous_pages",
+        "Frames that the guest says hold memory of programs",
+        |s| s.hints.anonymous,
+    ),
+    plain(
+        "hint_kernel_pages",
+        "Frames that the guest says are its kernel's own",
+        |s| s.hints.kernel,
+    ),
     plain("waiting_writers", "Writers that wait for the reserve now", |s| {
         s.waiting_writers
     }),
@@ -146,6 +184,16 @@ pub(super) static COUNTERS: &[Field] = &[
     plain("huge_zero", "Huge pages of zeros given up as a whole", |s| {
         s.huge_zero_total
     }),
+    plain(
+        "hint_merges",
+        "Of the pages merged, those that the guest had called worth sharing, or pieces of files as they are on the disk",
+        |s| s.hints.merges_total,
+    ),
+    plain(
+        "hint_wrong",
+        "Pages that were written although the guest had said that they are free, or worth sharing",
+        |s| s.hints.wrong_total,
+    ),
     plain("passes", "Passes begun", |s| s.passes_total),
     plain("full_scans", "Times that every range was looked at", |s| {
         s.full_scans_total
@@ -245,6 +293,17 @@ pub(super) static LABELLED: &[Labelled] = &[
             ("pinned", |s| s.heal_pinned_total),
             ("wanted", |s| s.heal_wanted_total),
             ("failed", |s| s.heal_failed_total),
+        ],
+    },
+    Labelled {
+        name: "agents",
+        help: "Guests' agents that came: let in, not let in since they came too often, and of those let in cut off for what they sent",
+        unit: None,
+        label: "result",
+        series: &[
+            ("let_in", |s| s.hints.agents_total),
+            ("refused", |s| s.hints.agents_refused_total),
+            ("cut_off", |s| s.hints.agents_cut_off_total),
         ],
     },
     Labelled {

@@ -100,6 +100,10 @@ fn accounts(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
     let name = ("use_source", "What tells which memory is used", None);
     per_vm(w, name, MetricType::Info, s, |m, vm, stats| {
         m.encode_info(&[("vm", vm), ("source", stats.use_source_name())])
+    })?;
+    let name = ("agent", "Whether the guest's agent is heard", None);
+    per_vm(w, name, MetricType::Info, s, |m, vm, stats| {
+        m.encode_info(&[("vm", vm), ("state", stats.hints.agent_name())])
     })
 }
 

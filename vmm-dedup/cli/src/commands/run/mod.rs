@@ -198,7 +198,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let dedup = match args.store.clone() {
         Some(store) => {
             let config = args.engine_config()?;
-            Some(start_dedup(&vm, Setup { store, config })?)
+            // Its guests have no vsock.
+            let agent = None;
+            Some(start_dedup(&vm, Setup { store, agent, config })?)
         }
         None => None,
     };

@@ -1,6 +1,7 @@
 //! The map against an oracle: the states alone, from which references, keys and mappings are counted anew.
 
 use super::*;
+use crate::memory::hint::Hint;
 use crate::memory::page_state::Orphan;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, bytes};
 use proptest::prelude::*;
@@ -49,6 +50,8 @@ enum Step {
     NotMerged(NotMerged),
     Copied,
     KeyCopy(u64),
+    Say(Hint),
+    See(bool),
     ForgetCopy,
     CopyMayBePinned,
     Broken,
@@ -72,6 +75,11 @@ enum ChunkStep {
     Released,
     /// What has no effect on any page.
     Rest,
+}
+
+fn hints() -> impl Strategy<Value = Hint> {
+    let all = vec![Hint::NONE, Hint::NEVER, Hint::FREE, Hint::SOON, Hint::WORTH];
+    proptest::sample::select(all)
 }
 
 fn steps() -> impl Strategy<Value = Step> {
@@ -107,6 +115,8 @@ fn steps() -> impl Strategy<Value = Step> {
         1 => why.prop_map(Step::NotMerged),
         2 => Just(Step::Copied),
         1 => (0u64..9).prop_map(Step::KeyCopy),
+        2 => hints().prop_map(Step::Say),
+        1 => any::<bool>().prop_map(Step::See),
     ];
     let others = prop_oneof![
         1 => Just(Step::ForgetCopy),
@@ -118,7 +128,7 @@ fn steps() -> impl Strategy<Value = Step> {
         1 => Just(Step::Replug),
         4 => of_chunks.prop_map(Step::Chunk),
     ];
-    prop_oneof![27 => of_pages, 12 => others]
+    prop_oneof![30 => of_pages, 12 => others]
 }
 
 fn may_be_shared(backing: Backing) -> bool {
@@ -164,6 +174,12 @@ fn play(map: &mut PageMap, others: &mut Others, page: Page, step: Step) {
         Step::Written(protected) => {
             map.note_written(page, protected);
         }
+        Step::Say(hint) => {
+            map.say(page, hint);
+            let asleep = hint.has(Hint::NEVER) || map.rests(page);
+            assert!(!asleep || map.known(page).candidate().is_none());
+        }
+        Step::See(written) => map.see(page, written),
         Step::KeyInHuge(n) => map.key_in_huge(page, key(n)),
         Step::Sight(n) => map.sight(page, key(n), 1),
         Step::Repeat => {
@@ -213,6 +229,7 @@ fn play(map: &mut PageMap, others: &mut Others, page: Page, step: Step) {
         Step::Replug => {
             let before = map.memory().clone();
             let address = before.address(page);
+            map.unsay(page..page + 1);
             map.forget(page..page + 1);
             map.set_memory(Arc::new(before.without(&(address..address + bytes(1)))));
             map.set_memory(before);

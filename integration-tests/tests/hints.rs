@@ -1,0 +1,444 @@
+//! What a guest's agent says, and what the service makes of it: a real socket, a real store, memory of this process.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{ErrorKind, Read, Write};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use vmm_dedup::{AgentSocket, Config, DedupService, ServiceStats};
+use vmm_dedup_agent_wire::VERSION;
+use vmm_dedup_agent_wire::block::Frames;
+use vmm_dedup_agent_wire::frame::{BLOCK, Block, Stretch};
+use vmm_dedup_agent_wire::message::{
+    BlocksBuilder, Hello, Mark, Message, NOTHING, Sources, StretchesBuilder,
+};
+use vmm_dedup_agent_wire::said::{Kind, Said};
+use vmm_dedup_agent_wire::stream::Stream;
+use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::need_userfaultfd;
+use vmm_dedup_integration_tests::store::StoreThread;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Where the guest sees its memory.
+const GUEST: u64 = 0x4000_0000;
+const FIRST: u64 = GUEST / 4096;
+
+/// Works by passes alone.
+fn config() -> Config {
+    Config {
+        cpu_percent: 100,
+        pass_period_ms: 3_600_000,
+        ..Config::default()
+    }
+}
+
+/// A VM whose service listens to an agent.
+struct Vm {
+    pages: Pages,
+    service: DedupService,
+    folder: TempDir,
+}
+
+impl Vm {
+    /// With pages that hold these numbers.
+    fn start(store: &StoreThread, count: usize, id: impl Fn(usize) -> u64) -> Self {
+        let pages = Pages::map(count);
+        (0..count).for_each(|page| pages.fill(page, id(page)));
+        let mut service = pages
+            .serve_at(&store.socket(), config(), GUEST)
+            .expect("dedup starts");
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = AgentSocket::Hybrid(folder.path().join("vm.vsock"));
+        service.listen_to_agent(at).expect("a thread");
+        Self {
+            pages,
+            service,
+            folder,
+        }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("vm.vsock_9755")
+    }
+
+    fn connect(&self) -> UnixStream {
+        let start = Instant::now();
+        loop {
+            match UnixStream::connect(self.socket()) {
+                Ok(stream) => return stream,
+                Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn agent(&self) -> Agent {
+        let stream = self.connect();
+        stream
+            .set_read_timeout(Some(Duration::from_millis(20)))
+            .expect("a timeout");
+        let mut agent = Agent {
+            stream,
+            number: 0,
+            heard: Vec::new(),
+            serial: 0,
+        };
+        let hello = Message::Hello(Hello {
+            lowest: VERSION,
+            highest: VERSION,
+            sources: Sources::default(),
+            boot: [7; 16],
+            run: 1,
+            blocks: 1 << 20,
+        });
+        agent.say(&hello);
+        agent.listen_for("Welcome", || ());
+        agent
+    }
+
+    /// Lets the agent say something, of which the service knows before it looks at memory again.
+    fn while_paused(&self, say: impl FnOnce(), what: &str, is: impl FnMut(&ServiceStats) -> bool) {
+        self.service.pause();
+        say();
+        self.passes_until(what, is);
+        self.service.resume();
+    }
+
+    fn pass(&self) -> ServiceStats {
+        self.service.pass().expect("a pass")
+    }
+
+    fn passes_until(&self, what: &str, mut is: impl FnMut(&ServiceStats) -> bool) -> ServiceStats {
+        let start = Instant::now();
+        loop {
+            let stats = self.pass();
+            if is(&stats) {
+                return stats;
+            }
+            assert!(start.elapsed() < PATIENCE, "no {what}: {stats:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// The classes of some pages.
+    fn class(&self, pages: Range<usize>, class: &str) -> u64 {
+        let address = |page: usize| GUEST + page as u64 * 4096;
+        let addresses = address(pages.start)..address(pages.end);
+        let (explanation, _) = self.service.explain(Some(addresses)).expect("it answers");
+        let classes = explanation.classes();
+        classes
+            .iter()
+            .find(|(name, _)| *name == class)
+            .expect("a class")
+            .1
+    }
+}
+
+/// A guest's agent.
+struct Agent {
+    stream: UnixStream,
+    number: u32,
+    heard: Vec<String>,
+    serial: u32,
+}
+
+impl Agent {
+    fn say(&mut self, message: &Message<'_>) {
+        let mut bytes = Vec::new();
+        message.encode(self.number, &mut bytes);
+        self.number += 1;
+        self.stream.write_all(&bytes).expect("the service listens");
+    }
+
+    /// Says this of frames of the guest's memory, whose pages begin at a block.
+    fn say_of(&mut self, pages: Range<usize>, said: Said) {
+        assert!(FIRST.is_multiple_of(BLOCK as u64));
+        let mut builder = BlocksBuilder::default();
+        for block in pages.start / BLOCK..pages.end.div_ceil(BLOCK) {
+            let mut frames: Frames = NOTHING;
+            for (place, frame) in (0..).zip(&mut frames) {
+                if pages.contains(&(block * BLOCK + place)) {
+                    *frame = said;
+                }
+            }
+            builder.push(
+                Block::try_new(FIRST / BLOCK as u64 + block as u64).expect("a block"),
+                &frames,
+            );
+        }
+        self.say(&Message::Blocks(builder.list()));
+    }
+
+    fn mark(&mut self, pages: Range<usize>, mark: Mark, set: bool) -> u32 {
+        let mut stretches = StretchesBuilder::default();
+        let (first, count) = (FIRST + pages.start as u64, pages.len() as u64);
+        stretches.push(Stretch::try_new(first, count).expect("frames"));
+        self.serial += 1;
+        self.say(&Message::Marks {
+            serial: self.serial,
+            mark,
+            set,
+            stretches: stretches.list(),
+        });
+        self.serial
+    }
+
+    /// Hears what has come.
+    fn listen(&mut self) {
+        let mut bytes = [0; 4096];
+        match self.stream.read(&mut bytes) {
+            Ok(count) => {
+                let mut stream = Stream::default();
+                let heard = &mut self.heard;
+                stream
+                    .take(&bytes[..count], |header, payload| {
+                        heard.push(format!("{:?}", Message::parse(header.kind, payload)?));
+                        Ok::<(), vmm_dedup_agent_wire::Malformed>(())
+                    })
+                    .expect("answers are well formed");
+            }
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn listen_for(&mut self, what: &str, mut meanwhile: impl FnMut()) {
+        let start = Instant::now();
+        while !self.heard.iter().any(|heard| heard.starts_with(what)) {
+            assert!(start.elapsed() < PATIENCE, "no {what}: {:?}", self.heard);
+            meanwhile();
+            self.listen();
+        }
+    }
+}
+
+/// All pages but zero pages in the files of stores of this process.
+fn in_stores() -> HashSet<Vec<u8>> {
+    const AT_ONCE: usize = 1 << 20;
+    let mut found = HashSet::new();
+    let mut bytes = vec![0; AT_ONCE];
+    let descriptors = std::fs::read_dir("/proc/self/fd").expect("/proc is there");
+    for entry in descriptors.flatten() {
+        let name = std::fs::read_link(entry.path()).unwrap_or_default();
+        let is_segment = name.to_string_lossy().starts_with("/memfd:vmm-dedup-segment");
+        let Some(file) = is_segment.then(|| File::open(entry.path()).ok()).flatten() else {
+            continue;
+        };
+        let mut at = 0;
+        while let Ok(read @ 1..) = file.read_at(&mut bytes, at) {
+            let pages = bytes[..read].chunks(4096);
+            found.extend(
+                pages
+                    .filter(|page| page.iter().any(|byte| *byte != 0))
+                    .map(<[u8]>::to_vec),
+            );
+            at += read as u64;
+        }
+    }
+    found
+}
+
+fn bytes_of(pages: &Pages, page: usize) -> Vec<u8> {
+    let words = (0..512).map(|word| pages.load(page, word));
+    words.flat_map(u64::to_le_bytes).collect()
+}
+
+#[test]
+fn free_frames_are_neither_keyed_nor_published_until_they_are_used() {
+    need_userfaultfd!();
+    const PAGES: usize = 1024;
+    let store = StoreThread::start();
+    // Each page twice.
+    let vm = Vm::start(&store, PAGES, |page| page as u64 / 2 + 1);
+    let mut agent = vm.agent();
+    let say = || agent.say_of(0..512, Said::new(Kind::Free));
+    vm.while_paused(say, "word of free frames", |stats| stats.hints.free == 512);
+    assert_eq!(vm.pass().hints.agent_name(), "connected");
+    let stats = vm.passes_until("sharing", |stats| stats.pages_mapped == 512);
+    assert_eq!(
+        (stats.published_total, stats.pages_keyed_total),
+        (256, 512),
+        "{stats:?}"
+    );
+    assert_eq!(
+        (vm.class(0..512, "idle"), vm.class(512..1024, "shared")),
+        (512, 512)
+    );
+    // The guest uses some of them: that is seen before the agent tells.
+    (0..64).for_each(|page| vm.pages.fill(page, page as u64 / 2 + 1));
+    let stats = vm.passes_until("sharing of what is used", |stats| stats.pages_mapped == 576);
+    assert_eq!(stats.hints.wrong_total, 64);
+    // Pieces of a file that were written are no free frames.
+    agent.say_of(0..512, Said::new(Kind::FileClean));
+    let stats = vm.passes_until("sharing of all", |stats| stats.pages_mapped == PAGES as u64);
+    assert!(stats.hints.merges_total >= 448, "{stats:?}");
+    (0..PAGES).for_each(|page| assert!(vm.pages.holds(page, page as u64 / 2 + 1)));
+    // What is free now stays shared until the guest writes it.
+    agent.say_of(0..1024, Said::new(Kind::Free));
+    let stats = vm.passes_until("word of free frames", |stats| stats.hints.free == PAGES as u64);
+    assert_eq!(stats.pages_mapped, PAGES as u64);
+    drop(agent);
+    vm.passes_until("the agent's end", |stats| stats.hints.agent_name() == "awaited");
+    vm.service.stop(true).expect("it stops");
+}
+
+#[test]
+fn what_is_never_to_be_shared_is_broken_and_does_not_come_to_the_store() {
+    need_userfaultfd!();
+    const PAGES: usize = 1024;
+    /// The other tests of this process have stores, too, but no such pages.
+    const OURS: u64 = 5_000_000;
+    const LATER: u64 = 7_000_000;
+    let store = StoreThread::start();
+    let vm = Vm::start(&store, PAGES, |page| OURS + page as u64 / 2);
+    let mut agent = vm.agent();
+    // Before it has been looked at.
+    vm.service.pause();
+    let serial = agent.mark(100..164, Mark::Never, true);
+    agent.listen_for(&format!("Done {{ serial: {serial} }}"), || _ = vm.pass());
+    vm.service.resume();
+    vm.passes_until("sharing", |stats| stats.pages_mapped == PAGES as u64 - 64);
+    let in_store = in_stores();
+    assert!(in_store.contains(&bytes_of(&vm.pages, 99)));
+    for page in 100..164 {
+        assert!(!in_store.contains(&bytes_of(&vm.pages, page)), "page {page}");
+    }
+    assert_eq!(vm.class(100..164, "withheld"), 64);
+    let keyed = vm.pass().pages_keyed_total;
+    assert_eq!(keyed, PAGES as u64 - 64);
+    // What is shared already. Not before it is done the guest hears that it is.
+    let serial = agent.mark(512..600, Mark::Never, true);
+    agent.listen_for(&format!("Done {{ serial: {serial} }}"), || _ = vm.pass());
+    assert_eq!(
+        (vm.class(512..600, "withheld"), vm.class(512..600, "shared")),
+        (88, 0)
+    );
+    // A secret comes later, in several places.
+    (520..530).for_each(|page| vm.pages.fill(page, LATER));
+    (0..20).for_each(|_| _ = vm.pass());
+    assert!(!in_stores().contains(&bytes_of(&vm.pages, 520)));
+    assert_eq!(vm.class(512..600, "withheld"), 88);
+    // Marks outlive the agent.
+    drop(agent);
+    vm.passes_until("the agent's end", |stats| stats.hints.agent_name() == "awaited");
+    assert_eq!(vm.class(512..600, "withheld"), 88);
+    // Another one lifts them.
+    let mut agent = vm.agent();
+    agent.mark(0..PAGES, Mark::Never, false);
+    vm.passes_until("sharing of what was withheld", |stats| {
+        stats.hints.never == 0 && stats.pages_mapped == PAGES as u64
+    });
+    (0..PAGES).for_each(|page| {
+        let id = if (520..530).contains(&page) {
+            LATER
+        } else {
+            OURS + page as u64 / 2
+        };
+        assert!(vm.pages.holds(page, id), "page {page}");
+    });
+    vm.service.stop(true).expect("it stops");
+}
+
+/// A small generator: the same in every run.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        usize::try_from(self.0 % end as u64).expect("below the end")
+    }
+
+    fn byte(&mut self) -> u8 {
+        u8::try_from(self.below(256)).expect("a byte")
+    }
+}
+
+#[test]
+fn an_agent_that_sends_anything_costs_no_byte() {
+    need_userfaultfd!();
+    const PAGES: usize = 1024;
+    let store = StoreThread::start();
+    let vm = Vm::start(&store, PAGES, |page| page as u64 / 2 + 1);
+    let mut random = Random(0x1234_5678_9abc_def1);
+    // Lies about everything, while the guest writes.
+    let mut agent = vm.agent();
+    let mut written = vec![0; PAGES];
+    for round in 1..=60 {
+        let first = random.below(PAGES - 1);
+        let range = first..first + 1 + random.below(PAGES - first);
+        match random.below(3) {
+            0 => {
+                agent.mark(range, Mark::ALL[random.below(3)], random.below(2) == 0);
+            }
+            1 => agent.say_of(range, Said::from_bits(random.byte() % 6).unwrap_or(Said::UNKNOWN)),
+            // Far beyond the guest's memory.
+            _ => agent.say_of(1 << 30..(1 << 30) + 9, Said::new(Kind::Free)),
+        }
+        for _ in 0..20 {
+            let page = random.below(PAGES);
+            written[page] = round * 1024 + page as u64 % 97;
+            vm.pages.fill(page, written[page] + 1);
+        }
+        vm.pass();
+        agent.listen();
+    }
+    drop(agent);
+    // Half messages, noise and floods, each until the service ends it or enough was sent.
+    for round in 0..40 {
+        let mut stream = vm.connect();
+        let patience = Some(Duration::from_millis(20));
+        stream.set_write_timeout(patience).expect("a timeout");
+        let noise: Vec<u8> = (0..4096).map(|_| random.byte()).collect();
+        let sent = match round % 4 {
+            0 => stream.write_all(&noise[..3]),
+            1 => stream.write_all(&noise),
+            2 => (0..64).try_for_each(|_| stream.write_all(&noise)),
+            _ => Ok(()),
+        };
+        // It may have been cut off, or not be let in.
+        drop(sent);
+        vm.pass();
+    }
+    vm.passes_until("refusals", |stats| {
+        stats.hints.agents_refused_total > 0 && stats.hints.agents_cut_off_total > 0
+    });
+    for (page, written) in written.into_iter().enumerate() {
+        let id = match written {
+            0 => page as u64 / 2 + 1,
+            id => id + 1,
+        };
+        assert!(vm.pages.holds(page, id), "page {page}");
+    }
+    let (socket, folder) = (vm.socket(), vm.folder);
+    vm.service.stop(true).expect("it stops");
+    assert!(!socket.exists(), "{folder:?}");
+}
+
+#[test]
+fn a_service_without_a_socket_works_and_says_so() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(64);
+    (0..64).for_each(|page| pages.fill(page, page as u64 / 2 + 1));
+    let mut service = pages
+        .serve_at(&store.socket(), config(), GUEST)
+        .expect("dedup starts");
+    assert_eq!(service.stats().hints.agent_name(), "off");
+    let at = AgentSocket::Hybrid("/nonexistent/vm.vsock".into());
+    service.listen_to_agent(at).expect("a thread");
+    let start = Instant::now();
+    loop {
+        let stats = service.pass().expect("a pass");
+        if stats.pages_mapped == 64 && stats.hints.agent_name() == "failed" {
+            break;
+        }
+        assert!(start.elapsed() < PATIENCE, "{stats:?}");
+    }
+    service.stop(true).expect("it stops");
+}

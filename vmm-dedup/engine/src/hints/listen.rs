@@ -1,0 +1,203 @@
+//! The thread that listens to a guest's agent.
+//!
+//! It has one agent at a time: whoever comes takes the place of the one before, as after a reboot. Guests cannot make it work
+//! much: the receiver takes no more bytes than it granted, and who comes too often is refused, after which nobody is let in for a
+//! second.
+
+use crate::config::AgentSocket;
+use crate::error::Error;
+use crate::hints::line::{AgentLine, Inner, State};
+use crate::seccomp::Part;
+use crate::sys::{proc, thread};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::io::{ErrorKind, Read, Write};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use vmm_dedup_agent_receiver::listen::{self as sockets, Connection, Listener};
+use vmm_dedup_agent_wire::PORT;
+
+/// Between two tries to make the socket.
+const NEXT_TRY: Duration = Duration::from_secs(10);
+/// After somebody was refused, or could not be let in.
+const CLOSED: Duration = Duration::from_secs(1);
+/// The receiver wants to hear of the time at least so often.
+const TICK: Duration = Duration::from_secs(1);
+/// Most that waits for an agent to read it. Answers are few; who reads none is cut off.
+const MOST_UNREAD: usize = 64 << 10;
+/// Read at a time.
+const AT_ONCE: usize = 16 << 10;
+
+/// Starts the thread that listens, until the line ends.
+///
+/// # Errors
+/// [`Error::Thread`].
+pub(crate) fn start(line: &Arc<AgentLine>, at: AgentSocket) -> Result<JoinHandle<()>, Error> {
+    line.begin();
+    let line = line.clone();
+    thread::spawn(Part::Agent, move || listen(&line, &at)).map_err(Error::Thread)
+}
+
+fn listen(line: &AgentLine, at: &AgentSocket) {
+    let mut ear = Ear {
+        line,
+        listener: None,
+        opens: Instant::now(),
+        agent: None,
+        buffer: vec![0; AT_ONCE],
+    };
+    while !line.has_ended() {
+        ear.open(at);
+        ear.wait();
+        ear.let_in();
+        ear.hear();
+        ear.answer();
+        line.note_cpu_ns(proc::thread_cpu_ns());
+    }
+}
+
+struct Ear<'a> {
+    line: &'a AgentLine,
+    listener: Option<Listener>,
+    /// When the socket is made, or when somebody is let in again.
+    opens: Instant,
+    agent: Option<Connection>,
+    buffer: Vec<u8>,
+}
+
+impl Ear<'_> {
+    /// Makes the socket, if there is none.
+    fn open(&mut self, at: &AgentSocket) {
+        if self.listener.is_some() || Instant::now() < self.opens {
+            return;
+        }
+        let made: Result<Listener, sockets::Error> = match at {
+            AgentSocket::Hybrid(socket) => Listener::hybrid(socket, PORT),
+            AgentSocket::Vhost(cid) => Listener::vhost(*cid),
+        };
+        match made {
+            Ok(listener) => {
+                log::info!("the guest's agent is heard on {listener}");
+                self.line.set_state(State::Awaited);
+                self.listener = Some(listener);
+            }
+            Err(error) => {
+                log::warn!("the guest's agent cannot be heard, merging goes on without it: {error}");
+                self.line.set_state(State::Failed);
+                self.opens = Instant::now() + NEXT_TRY;
+            }
+        }
+    }
+
+    /// Waits until somebody comes, sends, reads or rings.
+    fn wait(&self) {
+        let is_closed = Instant::now() < self.opens;
+        let listener = self.listener.as_ref().filter(|_| !is_closed);
+        let wants = match self.line.lock().out.is_empty() {
+            true => PollFlags::IN,
+            false => PollFlags::IN | PollFlags::OUT,
+        };
+        let mut fds = vec![PollFd::new(&self.line.bell, PollFlags::IN)];
+        fds.extend(listener.map(|listener| PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)));
+        fds.extend(
+            self.agent
+                .as_ref()
+                .map(|agent| PollFd::from_borrowed_fd(agent.as_fd(), wants)),
+        );
+        let timeout = Timespec::try_from(TICK).ok();
+        // Interrupted: all is looked at anyway.
+        let _ = poll(&mut fds, timeout.as_ref());
+        self.line.bell.hush();
+    }
+
+    fn let_in(&mut self) {
+        if Instant::now() < self.opens {
+            return;
+        }
+        let Some(listener) = &self.listener else { return };
+        match listener.accept() {
+            Ok(None) => {}
+            Ok(Some(mut agent)) => {
+                let mut inner = self.line.lock();
+                match inner.receiver.connected(self.line.now()) {
+                    Ok(()) => {
+                        inner.out.clear();
+                        drop(inner);
+                        self.agent = Some(agent);
+                        self.line.set_state(State::Connected);
+                    }
+                    Err(refusal) => {
+                        drop(inner);
+                        // Who does not take it learns it by the connection's end.
+                        let _ = agent.write(&refusal);
+                        self.opens = Instant::now() + CLOSED;
+                    }
+                }
+            }
+            Err(error) => {
+                log::debug!("an agent could not be let in: {error}");
+                self.opens = Instant::now() + CLOSED;
+            }
+        }
+    }
+
+    /// Takes what the agent has sent, but not more than a piece.
+    fn hear(&mut self) {
+        let now = self.line.now();
+        let Some(agent) = &mut self.agent else {
+            let Inner { receiver, out, .. } = &mut *self.line.lock();
+            return receiver.tick(now, out);
+        };
+        let read = agent.read(&mut self.buffer);
+        let mut inner = self.line.lock();
+        let Inner { receiver, out, .. } = &mut *inner;
+        let goes_on = match read {
+            Ok(0) => false,
+            Ok(bytes) => match receiver.received(&self.buffer[..bytes], now, out) {
+                Ok(()) => true,
+                Err(violation) => {
+                    log::info!("the guest's agent is cut off: {violation}");
+                    // The reason, if it takes it.
+                    let _ = agent.write(out);
+                    false
+                }
+            },
+            Err(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
+        };
+        if goes_on {
+            receiver.tick(now, out);
+        } else {
+            drop(inner);
+            self.part();
+        }
+    }
+
+    /// Sends what is to be sent, as far as the agent takes it.
+    fn answer(&mut self) {
+        let Some(agent) = &mut self.agent else { return };
+        let mut inner = self.line.lock();
+        while !inner.out.is_empty() {
+            match agent.write(&inner.out) {
+                Ok(sent) if sent > 0 => drop(inner.out.drain(..sent)),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock && inner.out.len() <= MOST_UNREAD => {
+                    return;
+                }
+                _ => {
+                    drop(inner);
+                    return self.part();
+                }
+            }
+        }
+    }
+
+    /// The agent has gone, or is not wanted any more.
+    fn part(&mut self) {
+        self.agent = None;
+        let mut inner = self.line.lock();
+        inner.receiver.disconnected(self.line.now());
+        inner.out.clear();
+        self.line.set_state(State::Awaited);
+    }
+}

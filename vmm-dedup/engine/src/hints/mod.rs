@@ -1,0 +1,16 @@
+//! What the guest's agent tells: a thread that listens ([`listen`]), and what it has heard ([`line`]), of which the
+//! scanning thread takes over a part after the other ([`heard`]).
+//!
+//! # Trust
+//!
+//! The guest is hostile. What comes from it goes through the receiver's crate alone, which bounds memory by the size of the guest
+//! and time by a credit. What it says changes which pages are looked at, and when: no page is merged or published by its word,
+//! and what it says is about its own pages only.
+//!
+//! [`heard`]: mod@crate::hints::heard
+//! [`line`]: mod@crate::hints::line
+//! [`listen`]: mod@crate::hints::listen
+
+pub(crate) mod heard;
+pub(crate) mod line;
+pub(crate) mod listen;
