@@ -4,7 +4,7 @@ use super::measured::Guests;
 use super::setup::Setup;
 use crate::host;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmm_dedup::DedupService;
 use vmm_dedup_host::Failure;
 use vmm_dedup_payload::{Access, Console, PayloadConfig, Report, WorkingSet, measure_tsc_khz};
@@ -30,6 +30,7 @@ pub(super) fn measure(setup: &Setup<'_>) -> Result<Guests, Failure> {
         guests.push(guest);
         services.extend(service);
     }
+    await_work(&guests)?;
     setup.settle(&services);
     let vcpus = || host::cpu_ns(std::process::id(), "vcpu");
     let before = (progress(&guests)?, vcpus()?, setup.cpu(&services)?);
@@ -93,6 +94,18 @@ fn boot(setup: &Setup<'_>, n: u64, tsc_khz: u64) -> Result<(Guest, Option<DedupS
     let vm = vm.start(Box::new(console.clone())).map_err(Failure::from_error)?;
     console.wait_ready(PATIENCE).map_err(Failure::from_error)?;
     Ok((Guest { vm, console }, service))
+}
+
+/// Waits until each guest has told of its work.
+fn await_work(guests: &[Guest]) -> Result<(), Failure> {
+    let start = Instant::now();
+    while let Err(silent) = progress(guests) {
+        if start.elapsed() > PATIENCE {
+            return Err(silent);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
 }
 
 /// Pages verified or written by all guests.
