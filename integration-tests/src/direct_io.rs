@@ -229,6 +229,8 @@ fn run_until_worn(reads: u64, conversions: u64, backing: Backing, reader: fn(Own
         monitor_interval_ms: 20,
         monitor_window_us: 1000,
         breaks: Breaks::managed(1024, 256 << 20),
+        // Much is to happen, whether it pays or not.
+        pays_after_passes: 0,
         ..Config::default()
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");

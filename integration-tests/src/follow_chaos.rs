@@ -87,6 +87,8 @@ pub fn chaos(moves: u64, patience: Duration, breaks: Breaks) -> Outcome {
             cpu_percent: 100,
             pass_period_ms: 3_600_000,
             breaks,
+            // Much is to happen, whether it pays or not.
+            pays_after_passes: 0,
             ..Config::default()
         };
         let service = fire.vms[n].serve(&store.socket(), config);

@@ -56,6 +56,8 @@ pub fn chaos(size: Size) -> Outcome {
         pass_period_ms: 20,
         cpu_percent: 90,
         breaks: Breaks::managed(4096, 256 << 20),
+        // Much is to happen, whether it pays or not.
+        pays_after_passes: 0,
         ..Config::default()
     };
     let memory = size.common_mib + size.zero_mib + 16;
@@ -144,6 +146,8 @@ pub fn exceptions(seed: u64) -> Exceptions {
                 name: format!("exceptions-{n}"),
                 pass_period_ms: 20,
                 cpu_percent: 90,
+                // Much is to happen, whether it pays or not.
+                pays_after_passes: 0,
                 ..Config::default()
             };
             let payload = PayloadConfig::default()
@@ -224,6 +228,8 @@ pub fn heals(size: Size) -> Heals {
                 name: format!("heals-{n}"),
                 pass_period_ms: 20,
                 cpu_percent: 90,
+                // Much is to happen, whether it pays or not.
+                pays_after_passes: 0,
                 ..Config::default()
             };
             let payload = payload(n, size).rate(10_000);

@@ -105,6 +105,8 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Ou
             heal_stall_us: if pins == Pins::Calls { 0 } else { 5000 },
             heal_without_fork: false,
         },
+        // Much is to happen, whether it pays or not.
+        pays_after_passes: 0,
         ..Config::default()
     };
     let twin = twins

@@ -54,6 +54,8 @@ pub fn boot(store: &StoreThread, size: Size) -> Vec<Guest> {
         monitor_interval_ms: 20,
         monitor_window_us: 1000,
         breaks: Breaks::managed(4096, 256 << 20),
+        // Much is to happen, whether it pays or not.
+        pays_after_passes: 0,
         ..Config::default()
     };
     let memory = size.common_mib + size.zero_mib + 16;

@@ -22,6 +22,8 @@ fn config(name: &str) -> Config {
             heal_stall_us: 5000,
             heal_without_fork: true,
         },
+        // What was just shared is written, and is to be merged again.
+        pays_after_passes: 0,
         ..Config::default()
     }
 }
@@ -270,4 +272,58 @@ fn when_nothing_tells_of_pins_no_page_changes_and_it_is_tried_again() {
         }
     }
     drop(pinned);
+}
+
+/// Passes of a window in which merges are counted: several times what sharing must last to pay.
+const WINDOW: usize = 128;
+/// One page in so many is written, whenever it may have become shared again.
+const RESTLESS: usize = 16;
+
+#[test]
+fn pages_that_never_rest_are_shared_ever_more_rarely_and_their_neighbours_stay_shared() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let kernel = config("").breaks;
+    for breaks in [kernel, Breaks::managed(2048, 0)] {
+        let backing_off = |name: &str| Config {
+            pays_after_passes: 16,
+            breaks,
+            ..config(name)
+        };
+        let guests = guests(&store, 2, backing_off);
+        let all = |stats: &ServiceStats| stats.pages_mapped == PAGES as u64;
+        pass_until(&guests, all);
+        let restless = PAGES / RESTLESS;
+        let mut merges = Vec::new();
+        for _ in 0..4 {
+            let before = guests[0].service.stats().merges_total;
+            for pass in 0..WINDOW {
+                if pass % 3 == 0 {
+                    (0..PAGES)
+                        .step_by(RESTLESS)
+                        .for_each(|page| guests[0].pages.fill(page, page as u64 + 1));
+                }
+                let stats = pass_all(&guests);
+                assert!(stats[0].pages_mapped >= (PAGES - restless) as u64, "{stats:?}");
+            }
+            merges.push((guests[0].service.stats().merges_total - before) / restless as u64);
+        }
+        // Found again at once they would be shared in every 16th pass, or in every fourth.
+        assert!(merges[0] > 0 && merges[0] <= 4, "{merges:?}");
+        assert!(merges[2] + merges[3] <= 2, "{merges:?}");
+        let stats = guests[0].service.stats();
+        let (explanation, _) = guests[0].service.explain(None).expect("it explains");
+        assert_eq!(explanation.restless, stats.pages_restless);
+        // A few may be shared at this moment.
+        assert!(explanation.restless >= restless as u64 / 2, "{explanation:?}");
+        assert!(stats.breaks_early_total >= 3 * restless as u64, "{stats:?}");
+        // Once they rest they are shared again, after the longest pause at most.
+        let shared = (0..600).position(|_| pass_all(&guests).iter().all(all));
+        assert!(shared.is_some(), "{:?}", guests[0].service.stats());
+        for guest in guests {
+            assert!((0..PAGES).all(|page| guest.pages.holds(page, page as u64 + 1)));
+            guest.service.stop(true).expect("it stops");
+        }
+    }
 }

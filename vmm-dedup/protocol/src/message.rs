@@ -21,7 +21,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// "vmd1".
 pub const MAGIC: u32 = 0x3164_6d76;
 /// Version of everything in this crate. Peers of another version are refused.
-pub const VERSION: u16 = 8;
+pub const VERSION: u16 = 9;
 /// Longest record, below the default socket buffer.
 pub const MAX_MESSAGE: usize = 64 << 10;
 /// Most sightings, withdrawals and reference changes in one batch, each.

@@ -19,6 +19,7 @@ use crate::memory::mappings::Mappings;
 use crate::memory::outbox::{Outbox, Sighting};
 use crate::memory::page_state::{Backing, Edges, Known, PageState, PinnedUntil};
 use crate::memory::page_table::{Counts, PageTable};
+use crate::memory::worth::Worth;
 use crate::sys::page_size::PAGE_SIZE;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -62,6 +63,10 @@ pub(crate) struct PageMap {
     chunks: Vec<ChunkState>,
     mappings: Mappings,
     outbox: Outbox,
+    /// Passes from one tick of [`Worth`](crate::memory::worth::Worth) to the next; 0: it does not matter.
+    tick_period: u64,
+    /// Times that sharing ended before it had paid.
+    early_breaks: u64,
 }
 
 impl PageMap {
@@ -75,6 +80,8 @@ impl PageMap {
             memory,
             mappings: Mappings::new(vmas_max, vmas_before),
             outbox: Outbox::default(),
+            tick_period: 0,
+            early_breaks: 0,
         }
     }
 
@@ -475,6 +482,7 @@ impl PageMap {
             "page {page} cannot go from one slot to another"
         );
         self.set_slot(page, slot, reference);
+        self.note_shared(page);
     }
 
     fn set_slot(&mut self, page: Page, slot: Slot, reference: Reference) {
@@ -576,11 +584,13 @@ impl PageMap {
     fn note_break(&mut self, page: Page) {
         let chunk = self.chunk_of(page);
         self.chunks[chunk].mixed.note_break();
+        self.note_broken(page);
     }
 
     /// A page lies in fresh anonymous memory of its own: the service copied it.
     pub(crate) fn made_private(&mut self, page: Page) {
         self.set(page, PageState::UNTRACKED);
+        self.note_ended(page);
         self.requeue(page);
     }
 
@@ -591,6 +601,9 @@ impl PageMap {
             // What was never looked at holds no memory of the table yet.
             if old != PageState::UNTRACKED {
                 self.replace(page, old, PageState::UNTRACKED, None);
+            }
+            if self.table.worth(page) != Worth::default() {
+                self.table.set_worth(page, Worth::default());
             }
         }
     }
@@ -618,6 +631,7 @@ impl PageMap {
 
 mod chunks;
 mod telling;
+mod worth;
 
 #[cfg(test)]
 mod tests;

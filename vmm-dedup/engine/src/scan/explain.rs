@@ -125,6 +125,7 @@ impl Pass {
                     Known::Keyed(key) | Known::Candidate(key) => {
                         self.explain_twin(page, key, to, |to| &mut to.broken)
                     }
+                    _ if self.map.is_paused(page) => &mut to.restless,
                     _ if to.heals == 1 => &mut to.broken,
                     _ => &mut to.may_be_pinned,
                 },
@@ -142,6 +143,7 @@ impl Pass {
                 (Backing::Private, known) => match known {
                     _ if self.map.chunk(chunk).huge => &mut to.huge,
                     _ if self.monitor.probes().include(&self.map, chunk, page) => &mut to.probe,
+                    _ if self.map.is_paused(page) => &mut to.restless,
                     Known::Volatile => &mut to.volatile,
                     _ => &mut to.too_new,
                 },
@@ -226,6 +228,7 @@ fn class_of(verdict: Verdict, to: &mut Explanation) -> &mut u64 {
         Verdict::Refuse(Obstacle::MayBePinned) => &mut to.may_be_pinned,
         Verdict::Refuse(Obstacle::Probe) => &mut to.probe,
         Verdict::Refuse(Obstacle::Huge) => &mut to.huge,
+        Verdict::Refuse(Obstacle::Restless) => &mut to.restless,
         Verdict::Refuse(Obstacle::NoMappings) => &mut to.over_vmas,
     }
 }
@@ -243,6 +246,7 @@ mod tests {
             (Verdict::Refuse(Obstacle::MayBePinned), "may_be_pinned"),
             (Verdict::Refuse(Obstacle::Probe), "probe"),
             (Verdict::Refuse(Obstacle::Huge), "huge"),
+            (Verdict::Refuse(Obstacle::Restless), "restless"),
             (Verdict::Refuse(Obstacle::NoMappings), "over_vmas"),
         ];
         for (verdict, class) in classes {

@@ -86,7 +86,8 @@ impl Pass {
             });
         }
         let memory = Arc::new(memory);
-        let map = PageMap::new(memory.clone(), i64::try_from(vmas_max).unwrap_or(i64::MAX), used);
+        let mut map = PageMap::new(memory.clone(), i64::try_from(vmas_max).unwrap_or(i64::MAX), used);
+        map.set_pays_after(config.pays_after_passes);
         let space = AddressSpace::new(&memory, &map, reserve)?;
         let monitor = Monitor::new(&config, &space.uffd, &memory);
         for region in memory.regions() {
