@@ -213,6 +213,7 @@ fn run(reads: u64, backing: Backing, reader: fn(OwnedFd) -> Reader) -> Outcome {
 }
 
 fn run_until_worn(reads: u64, conversions: u64, backing: Backing, reader: fn(OwnedFd) -> Reader) -> Outcome {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     // Not in /tmp, which may be a tmpfs without O_DIRECT.
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
@@ -229,8 +230,6 @@ fn run_until_worn(reads: u64, conversions: u64, backing: Backing, reader: fn(Own
         monitor_interval_ms: 20,
         monitor_window_us: 1000,
         breaks: Breaks::managed(1024, 256 << 20),
-        // Much is to happen, whether it pays or not.
-        pays_after_passes: 0,
         ..Config::default()
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");

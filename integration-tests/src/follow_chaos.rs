@@ -66,6 +66,7 @@ struct Fire {
 /// If something does not work that has nothing to do with it.
 #[must_use]
 pub fn chaos(moves: u64, patience: Duration, breaks: Breaks) -> Outcome {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::with_metrics();
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
     let file = create_direct(&folder.path().join("data"));
@@ -87,8 +88,6 @@ pub fn chaos(moves: u64, patience: Duration, breaks: Breaks) -> Outcome {
             cpu_percent: 100,
             pass_period_ms: 3_600_000,
             breaks,
-            // Much is to happen, whether it pays or not.
-            pays_after_passes: 0,
             ..Config::default()
         };
         let service = fire.vms[n].serve(&store.socket(), config);

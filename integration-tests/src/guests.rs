@@ -50,14 +50,13 @@ pub struct Outcome {
 /// If a guest reports a wrong byte or the wanted number of merges is not reached in time.
 #[must_use]
 pub fn chaos(size: Size) -> Outcome {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let config = |name: &str| Config {
         name: name.into(),
         pass_period_ms: 20,
         cpu_percent: 90,
         breaks: Breaks::managed(4096, 256 << 20),
-        // Much is to happen, whether it pays or not.
-        pays_after_passes: 0,
         ..Config::default()
     };
     let memory = size.common_mib + size.zero_mib + 16;
@@ -139,6 +138,7 @@ pub struct Exceptions {
 /// If a guest reports a wrong byte, or nothing is merged in time.
 #[must_use]
 pub fn exceptions(seed: u64) -> Exceptions {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let guests: Vec<Guest> = (1..3)
         .map(|n| {
@@ -146,8 +146,6 @@ pub fn exceptions(seed: u64) -> Exceptions {
                 name: format!("exceptions-{n}"),
                 pass_period_ms: 20,
                 cpu_percent: 90,
-                // Much is to happen, whether it pays or not.
-                pays_after_passes: 0,
                 ..Config::default()
             };
             let payload = PayloadConfig::default()
@@ -221,6 +219,7 @@ pub struct Heals {
 /// If a guest reports a wrong byte, or it is not reached in time.
 #[must_use]
 pub fn heals(size: Size) -> Heals {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let guests: Vec<Guest> = (1..3)
         .map(|n| {
@@ -228,8 +227,6 @@ pub fn heals(size: Size) -> Heals {
                 name: format!("heals-{n}"),
                 pass_period_ms: 20,
                 cpu_percent: 90,
-                // Much is to happen, whether it pays or not.
-                pays_after_passes: 0,
                 ..Config::default()
             };
             let payload = payload(n, size).rate(10_000);

@@ -89,6 +89,7 @@ struct Fire<'a> {
 /// If something does not work that has nothing to do with it.
 #[must_use]
 pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Outcome {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
     let (pages, twins) = (Pages::map(PAGES), Pages::map(PAGES));
@@ -105,8 +106,6 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Ou
             heal_stall_us: if pins == Pins::Calls { 0 } else { 5000 },
             heal_without_fork: false,
         },
-        // Much is to happen, whether it pays or not.
-        pays_after_passes: 0,
         ..Config::default()
     };
     let twin = twins

@@ -46,6 +46,7 @@ pub fn chaos(size: Size) -> Outcome {
 /// If a guest does not boot.
 #[must_use]
 pub fn boot(store: &StoreThread, size: Size) -> Vec<Guest> {
+    vmm_dedup::share_whatever_it_costs(true);
     let config = |name: &str| Config {
         name: name.into(),
         pass_period_ms: 10,
@@ -54,8 +55,6 @@ pub fn boot(store: &StoreThread, size: Size) -> Vec<Guest> {
         monitor_interval_ms: 20,
         monitor_window_us: 1000,
         breaks: Breaks::managed(4096, 256 << 20),
-        // Much is to happen, whether it pays or not.
-        pays_after_passes: 0,
         ..Config::default()
     };
     let memory = size.common_mib + size.zero_mib + 16;

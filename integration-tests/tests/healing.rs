@@ -22,8 +22,6 @@ fn config(name: &str) -> Config {
             heal_stall_us: 5000,
             heal_without_fork: true,
         },
-        // What was just shared is written, and is to be merged again.
-        pays_after_passes: 0,
         ..Config::default()
     }
 }
@@ -82,6 +80,7 @@ fn mappings(pages: &Pages) -> usize {
 fn extents_that_are_replaced_again_and_again_stay_shared() {
     need_userfaultfd!();
     let _alone = alone();
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let guests = guests(&store, 3, config);
     let all = |stats: &ServiceStats| stats.pages_mapped == PAGES as u64;
@@ -137,6 +136,7 @@ fn with_breaks(breaks: Breaks) -> impl Fn(&str) -> Config {
 fn while_pages_are_pinned_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
     need_userfaultfd!();
     let _alone = alone();
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let pinned = Pinned::page();
     for heal_stall_us in [5000, 0] {
@@ -188,6 +188,7 @@ fn while_pages_are_pinned_a_fork_tells_and_without_a_budget_for_it_copies_stay()
 fn while_no_page_of_the_host_is_pinned_no_fork_is_needed() {
     need_userfaultfd!();
     let _alone = alone();
+    vmm_dedup::share_whatever_it_costs(true);
     if std::fs::File::open("/proc/sys/vm/stat_refresh").is_err() {
         assert!(std::env::var_os("CI").is_none(), "no count of pinned pages in CI");
         return eprintln!("SKIPPED: the kernel's count of pinned pages cannot be read");
@@ -235,6 +236,7 @@ const FAILURES: [(Call, i32, &str); 3] = [
 fn when_nothing_tells_of_pins_no_page_changes_and_it_is_tried_again() {
     need_userfaultfd!();
     let _alone = alone();
+    vmm_dedup::share_whatever_it_costs(true);
     let pinned = Pinned::page();
     for (call, errno, says) in FAILURES {
         let store = StoreThread::start();
@@ -283,15 +285,11 @@ const RESTLESS: usize = 16;
 fn pages_that_never_rest_are_shared_ever_more_rarely_and_their_neighbours_stay_shared() {
     need_userfaultfd!();
     let _alone = alone();
+    vmm_dedup::share_whatever_it_costs(false);
     let store = StoreThread::start();
     let kernel = config("").breaks;
     for breaks in [kernel, Breaks::managed(2048, 0)] {
-        let backing_off = |name: &str| Config {
-            pays_after_passes: 16,
-            breaks,
-            ..config(name)
-        };
-        let guests = guests(&store, 2, backing_off);
+        let guests = guests(&store, 2, with_breaks(breaks));
         let all = |stats: &ServiceStats| stats.pages_mapped == PAGES as u64;
         pass_until(&guests, all);
         let restless = PAGES / RESTLESS;

@@ -109,9 +109,6 @@ pub struct Config {
     pub max_vmas: Option<usize>,
     /// How long the pages of one merge batch should be away at most, in microseconds. Batches adapt to it.
     pub stop_target_us: u64,
-    /// Passes for which sharing must last to be worth what merging and breaking cost. A page whose sharing ended sooner is left
-    /// alone for about as many passes, the next time for twice as many, up to 32 times as many. 0: none is left alone.
-    pub pays_after_passes: u32,
     /// Which huge pages are split, and which are built again.
     pub huge_policy: Policy,
     /// Pages of a cold huge page that must have a twin before it is split (fewer when the host is short of memory).
@@ -170,7 +167,6 @@ impl Default for Config {
             cpu_percent: 20,
             max_vmas: None,
             stop_target_us: 120,
-            pays_after_passes: 16,
             huge_policy: Policy::default(),
             huge_split_pages: 16,
             use_source: UseSource::default(),
@@ -355,12 +351,6 @@ impl Config {
             "stop_target_us",
             &self.stop_target_us,
             "it must be 10 to 100000",
-        )?;
-        check(
-            self.pays_after_passes <= 10_000,
-            "pays_after_passes",
-            &self.pays_after_passes,
-            "it must be 0 to 10000",
         )?;
         check(
             (1..=512).contains(&self.huge_split_pages),

@@ -629,6 +629,31 @@ impl PageMap {
     }
 }
 
+/// What sharing pages was worth; [`worth`](mod@worth) lets time pass.
+impl PageMap {
+    fn note_shared(&mut self, page: Page) {
+        self.change_worth(page, Worth::shared);
+    }
+
+    fn note_broken(&mut self, page: Page) {
+        self.change_worth(page, Worth::broken);
+        self.early_breaks += u64::from(self.is_paused(page));
+    }
+
+    fn note_ended(&mut self, page: Page) {
+        self.change_worth(page, Worth::ended);
+    }
+
+    fn change_worth(&mut self, page: Page, change: fn(Worth) -> Worth) {
+        if self.tick_period > 0 {
+            let worth = change(self.table.worth(page));
+            self.table.set_worth(page, worth);
+            let chunk = self.chunk_of(page);
+            self.chunks[chunk].ticking |= !worth.is_calm();
+        }
+    }
+}
+
 mod chunks;
 mod telling;
 mod worth;

@@ -2,7 +2,7 @@
 
 use super::PageMap;
 use crate::memory::layout::Page;
-use crate::memory::worth::{TICKS, Worth};
+use crate::memory::worth::TICKS;
 
 impl PageMap {
     /// Sharing pays that lasts for so many passes; 0: always. Pages whose sharing ends sooner are left alone for a while.
@@ -60,27 +60,5 @@ impl PageMap {
             }
         }
         self.chunks[at].ticking = ticking;
-    }
-
-    pub(super) fn note_shared(&mut self, page: Page) {
-        self.change_worth(page, Worth::shared);
-    }
-
-    pub(super) fn note_broken(&mut self, page: Page) {
-        self.change_worth(page, Worth::broken);
-        self.early_breaks += u64::from(self.is_paused(page));
-    }
-
-    pub(super) fn note_ended(&mut self, page: Page) {
-        self.change_worth(page, Worth::ended);
-    }
-
-    fn change_worth(&mut self, page: Page, change: fn(Worth) -> Worth) {
-        if self.tick_period > 0 {
-            let worth = change(self.table.worth(page));
-            self.table.set_worth(page, worth);
-            let chunk = self.chunk_of(page);
-            self.chunks[chunk].ticking |= !worth.is_calm();
-        }
     }
 }
