@@ -631,6 +631,12 @@ impl PageMap {
 
 /// What sharing pages was worth; [`worth`](mod@worth) lets time pass.
 impl PageMap {
+    /// Whether a page is left alone since sharing it did not pay lately.
+    #[inline]
+    pub(crate) fn is_paused(&self, page: Page) -> bool {
+        self.table.worth(page).is_paused()
+    }
+
     fn note_shared(&mut self, page: Page) {
         self.change_worth(page, Worth::shared);
     }

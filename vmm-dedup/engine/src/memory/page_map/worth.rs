@@ -1,19 +1,12 @@
 //! Backing off from pages that are shared and broken again and again.
 
 use super::PageMap;
-use crate::memory::layout::Page;
 use crate::memory::worth::TICKS;
 
 impl PageMap {
     /// Sharing pays that lasts for so many passes; 0: always. Pages whose sharing ends sooner are left alone for a while.
     pub(crate) fn set_pays_after(&mut self, passes: u32) {
         self.tick_period = u64::from(passes).div_ceil(TICKS.into());
-    }
-
-    /// Whether a page is left alone since sharing it did not pay lately.
-    #[inline]
-    pub(crate) fn is_paused(&self, page: Page) -> bool {
-        self.table.worth(page).is_paused()
     }
 
     /// Pages that are left alone so.
