@@ -27,9 +27,14 @@ test: setup ## all tests
 	$(CARGO) test $(CARGOFLAGS) --workspace --exclude vmm-dedup-nested --no-fail-fast; others=$$?; \
 	$(CARGO) test $(CARGOFLAGS) -p vmm-dedup-nested --no-fail-fast -- --test-threads=2 && exit $$others
 
+# The engine with each of its features alone, and the crates that a VMM takes as they would be published.
 lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy $(CARGOFLAGS) --workspace --all-targets -- -D warnings
+	for feature in "" forks privileged settings seccomp; do \
+		$(CARGO) clippy $(CARGOFLAGS) --quiet -p vmm-dedup --lib --no-default-features --features "$$feature" -- -D warnings || exit; \
+	done
+	$(CARGO) package $(CARGOFLAGS) --quiet --no-verify --allow-dirty -p vmm-dedup-protocol -p vmm-dedup
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGOFLAGS) --workspace --no-deps --document-private-items
 
 bench: setup ## the same content merged by KSM and by us, in turn (root; some minutes)

@@ -9,7 +9,7 @@ use std::io::Read;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vmm_dedup::{Breaks, Config, DedupService};
 use vmm_dedup_protocol::PAGE_SIZE;
 
@@ -60,12 +60,12 @@ struct Fire {
     wrong: AtomicU64,
 }
 
-/// Replaces pages around those in use until so many slots have moved (or a byte is wrong, or the time is over).
+/// Replaces pages around those in use until so many slots have moved (or a byte is wrong, or it is over).
 ///
 /// # Panics
 /// If something does not work that has nothing to do with it.
 #[must_use]
-pub fn chaos(moves: u64, patience: Duration, breaks: Breaks) -> Outcome {
+pub fn chaos(moves: u64, over: impl Fn() -> bool, breaks: Breaks) -> Outcome {
     vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::with_metrics();
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
@@ -99,8 +99,7 @@ pub fn chaos(moves: u64, patience: Duration, breaks: Breaks) -> Outcome {
             .each_ref()
             .map(|service| service.pass().expect("passes run"))
     };
-    while pass().iter().any(|stats| stats.pages_mapped < PAGES as u64) {}
-    let start = Instant::now();
+    while !over() && pass().iter().any(|stats| stats.pages_mapped < PAGES as u64) {}
     std::thread::scope(|scope| {
         let (fire, file) = (&fire, &file);
         scope.spawn(|| fire.write(0, 0));
@@ -116,8 +115,8 @@ pub fn chaos(moves: u64, patience: Duration, breaks: Breaks) -> Outcome {
             }
             // Enough for what the kernel copied to be found, keyed twice, published and mapped.
             (0..40).for_each(|_| _ = pass());
-            let over = fire.wrong.load(Ordering::Relaxed) > 0 || start.elapsed() > patience;
-            if over || store.metric("moved_total") >= moves {
+            let ends = fire.wrong.load(Ordering::Relaxed) > 0 || over();
+            if ends || store.metric("moved_total") >= moves {
                 break;
             }
         }

@@ -83,12 +83,12 @@ struct Fire<'a> {
     wrong: AtomicU64,
 }
 
-/// Merges copies until so many were (or somebody lost a write, or the time is over).
+/// Merges copies until so many were (or somebody lost a write, or it is over).
 ///
 /// # Panics
 /// If something does not work that has nothing to do with it.
 #[must_use]
-pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Outcome {
+pub fn chaos(heals: u64, over: impl Fn() -> bool, pins: Pins, besides: Besides) -> Outcome {
     vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
@@ -103,7 +103,7 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Ou
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
         breaks: Breaks::Kernel {
-            heal_stall_us: if pins == Pins::Calls { 0 } else { 5000 },
+            heal_stall_us: if pins == Pins::Calls { 0 } else { 50_000 },
             heal_without_fork: false,
         },
         ..Config::default()
@@ -117,7 +117,7 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Ou
     twin.vouch_for_pins();
     service.vouch_for_pins();
     let shared = |service: &DedupService| service.pass().expect("passes run").pages_mapped == PAGES as u64;
-    while !(shared(&twin) & shared(&service)) {}
+    while !(over() || shared(&twin) & shared(&service)) {}
     let fire = Fire {
         pages: &pages,
         stop: AtomicBool::new(false),
@@ -148,9 +148,7 @@ pub fn chaos(heals: u64, patience: Duration, pins: Pins, besides: Besides) -> Ou
         }
         let mut stats = ServiceStats::default();
         let done = |stats: &ServiceStats| {
-            stats.heals_total >= heals
-                || fire.wrong.load(Ordering::Relaxed) > 0
-                || fire.start.elapsed() > patience
+            stats.heals_total >= heals || fire.wrong.load(Ordering::Relaxed) > 0 || over()
         };
         while !done(&stats) {
             stats = service.pass().expect("passes run");

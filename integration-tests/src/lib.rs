@@ -16,17 +16,25 @@ pub mod prometheus;
 pub mod seccomp;
 pub mod soak;
 pub mod store;
+pub mod suspended;
 pub mod swap_chaos;
 pub mod twins;
 pub mod unmodified;
 pub mod vm;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 /// One test of this process at a time: for tests that take much of what a process has, or change what holds for all of it.
 pub fn alone() -> MutexGuard<'static, ()> {
     static TEST: Mutex<()> = Mutex::new(());
     TEST.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Tells when so much time has gone by since now.
+pub fn within(time: Duration) -> impl Fn() -> bool {
+    let start = Instant::now();
+    move || start.elapsed() > time
 }
 
 /// Returns from a test, saying why, where /dev/kvm is missing. In CI that is a failure: there it must run.

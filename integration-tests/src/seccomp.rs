@@ -51,6 +51,11 @@ impl Recorder {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Forgets what was seen so far.
+    pub fn forget(&self) {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
     /// From now on all calls of the calling thread are recorded, for good.
     ///
     /// # Panics

@@ -7,7 +7,7 @@ use vmm_dedup_integration_tests::heal_chaos::{self, Besides, Pins};
 use vmm_dedup_integration_tests::huge::HUGE_PAGES;
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
-use vmm_dedup_integration_tests::{guests, huge_chaos, need_kvm, need_userfaultfd, swap_chaos};
+use vmm_dedup_integration_tests::{guests, huge_chaos, need_kvm, need_userfaultfd, swap_chaos, within};
 
 #[test]
 fn guests_that_write_all_the_time_lose_nothing() {
@@ -124,7 +124,7 @@ fn direct_reads_arrive_while_huge_pages_are_split_and_built_again() {
 fn copies_that_are_merged_again_lose_nothing() {
     need_userfaultfd!();
     for pins in [Pins::Devices, Pins::Calls] {
-        let out = heal_chaos::chaos(15_000, Duration::from_secs(40), pins, Besides::default());
+        let out = heal_chaos::chaos(15_000, within(Duration::from_secs(40)), pins, Besides::default());
         eprintln!("{pins:?}: {out:?}, p99 {} us", out.stall.quantile_us(0.99));
         assert!(out.wrong == 0 && out.heals >= 1000, "{out:?}");
     }
@@ -139,7 +139,7 @@ fn copies_that_are_merged_again_lose_nothing_while_they_are_swapped_out() {
         ..Besides::default()
     };
     for pins in [Pins::Devices, Pins::Calls] {
-        let out = heal_chaos::chaos(5_000, Duration::from_secs(40), pins, besides);
+        let out = heal_chaos::chaos(5_000, within(Duration::from_secs(40)), pins, besides);
         eprintln!("{pins:?}: {out:?}, p99 {} us", out.stall.quantile_us(0.99));
         assert!(out.wrong == 0 && out.heals >= 500, "{out:?}");
     }
@@ -152,7 +152,7 @@ fn copies_lose_nothing_while_the_children_that_tell_of_pins_are_killed() {
         kills: true,
         ..Besides::default()
     };
-    let out = heal_chaos::chaos(20_000, Duration::from_secs(20), Pins::Devices, besides);
+    let out = heal_chaos::chaos(20_000, within(Duration::from_secs(20)), Pins::Devices, besides);
     eprintln!("{out:?}");
     assert!(out.wrong == 0 && out.killed > 0, "{out:?}");
 }
@@ -177,7 +177,7 @@ fn copies_that_are_merged_although_they_are_pinned_lose_reads() {
     vmm_dedup::heal_blindly(true);
     let out = heal_chaos::chaos(
         u64::MAX,
-        Duration::from_secs(60),
+        within(Duration::from_secs(60)),
         Pins::Devices,
         Besides::default(),
     );
@@ -189,7 +189,7 @@ fn copies_that_are_merged_although_they_are_pinned_lose_reads() {
 fn pages_whose_slots_move_lose_nothing() {
     need_userfaultfd!();
     for breaks in [follow_chaos::KERNEL, follow_chaos::MANAGED] {
-        let out = follow_chaos::chaos(8_000, Duration::from_secs(10), breaks);
+        let out = follow_chaos::chaos(8_000, within(Duration::from_secs(10)), breaks);
         eprintln!("{breaks:?}: {out:?}");
         assert!(out.wrong == 0 && out.moves >= 1000 && out.retired > 0, "{out:?}");
     }

@@ -1,6 +1,8 @@
 //! System calls that fail, one kind after the other, under guests that write and check their memory all the time: whatever
 //! the kernel says, the guests go on with the right bytes, and a counter and a log line tell.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmm_dedup::{
     Breaks, Call, Config, Injection, Policy, ServiceStats, Settings, Site, Switch, Times, Watch,
@@ -60,16 +62,19 @@ const FAILED: u64 = 5;
 /// How long all calls of a kind fail, and how long if nothing has told of it until then.
 const ALL_FAIL: Duration = Duration::from_millis(100);
 const ALL_FAIL_AT_MOST: Duration = Duration::from_secs(10);
-/// How long a scene is watched from where calls are made, how long calls from these places fail in turn, and how long one turn may
-/// take.
+/// How long no new place must come while a scene is watched from where calls are made, how long it is watched, how long calls from these places fail in turn (longer while a place
+/// is left that was met often: after a failure the service leaves alone for a while what failed), and how long one turn may take.
 const WATCHED: Duration = Duration::from_secs(2);
+const WATCHED_AT_MOST: Duration = Duration::from_secs(10);
 const WALKED: Duration = Duration::from_secs(6);
+const WALKED_AT_MOST: Duration = Duration::from_secs(60);
 const TURN: Duration = Duration::from_millis(300);
+/// Places from which every scene makes calls, at least.
+const FEWEST: usize = 10;
 /// How long a log line may take.
 const TOLD: Duration = Duration::from_secs(5);
-/// How long services take to start, and how long a scene lasts.
+/// How long services take to start.
 const BEGINNING: Duration = Duration::from_secs(2);
-const SCENE: Duration = Duration::from_secs(11);
 /// Calls from one place, while it is watched, for which it must be met again.
 const OFTEN: u64 = 100;
 /// How long nothing may happen: guests share two cores with whatever else runs.
@@ -175,6 +180,15 @@ fn guests_go_on_whatever_call_fails() {
         wait("merging, and huge pages to be split", || {
             sum(|s| s.merges_total) > 0 && sum(|s| s.huge_splits_total) > 0
         });
+        let quiet = told(&guests);
+        make_private(&guests);
+        go_on(&guests, "while nothing fails");
+        std::thread::sleep(ALL_FAIL);
+        assert_eq!(
+            told(&guests),
+            quiet,
+            "something tells of failures where nothing fails"
+        );
         for failure in of_one_kind {
             fail(&guests, log, *failure);
         }
@@ -207,21 +221,33 @@ fn has_another_way(site: &Site) -> bool {
     site.call == Call::Advise || other_ways.iter().any(known)
 }
 
-/// Watches from where calls are made while nothing fails, and then has the calls from each such place fail, one place after the
+/// Watches from where calls are made while nothing fails, until no new place comes, and then has the calls from each such place fail, one place after the
 /// other: whatever is done often must have failed once, and a log line must have told of it.
 fn walk(scene: &str, log: &Logged, mut poke: impl FnMut()) {
     let watch = Watch::begin();
     let start = Instant::now();
-    while start.elapsed() < WATCHED {
+    let (mut places, mut new) = (0, start);
+    while new.elapsed() < WATCHED && start.elapsed() < WATCHED_AT_MOST {
         poke();
         std::thread::sleep(Duration::from_millis(50));
+        let now = watch.sites().len();
+        if now > places {
+            (places, new) = (now, Instant::now());
+        }
     }
     let seen = watch.sites();
     drop(watch);
+    assert!(seen.len() >= FEWEST, "{scene}: little happens: {seen:?}");
     let mut left: Vec<Site> = seen.keys().copied().collect();
     let (start, mut untold) = (Instant::now(), Vec::new());
     // Some are rare: they get another turn.
-    while !left.is_empty() && start.elapsed() < WALKED {
+    let is_often = |site: &Site| seen[site] >= OFTEN;
+    let goes_on = |left: &[Site]| match start.elapsed() {
+        time if time < WALKED => !left.is_empty(),
+        time if time < WALKED_AT_MOST => left.iter().any(is_often),
+        _ => false,
+    };
+    while goes_on(&left) {
         left.retain(|site| {
             log.clear();
             let injection = Injection::at(*site, lack(site.call), Times::First(2));
@@ -251,7 +277,7 @@ fn walk(scene: &str, log: &Logged, mut poke: impl FnMut()) {
     for site in &left {
         eprintln!("{scene}: seen {} times, and not again: {site}", seen[site]);
     }
-    left.retain(|site| seen[site] >= OFTEN);
+    left.retain(is_often);
     assert!(left.is_empty(), "{scene}: no call was made again: {left:?}");
     assert!(untold.is_empty(), "{scene}: nothing told of {untold:?}");
 }
@@ -279,18 +305,29 @@ fn guests_go_on_wherever_a_call_fails() {
     go_on(&guests, "after calls from all places failed");
     let _ = huge_chaos::outcome(guests);
     for breaks in [follow_chaos::KERNEL, follow_chaos::MANAGED] {
-        let fire = std::thread::spawn(move || follow_chaos::chaos(u64::MAX, SCENE, breaks));
-        std::thread::sleep(BEGINNING);
-        walk(&format!("following, {breaks:?}"), log, || ());
-        let out = fire.join().expect("it ends");
-        assert_eq!(out.wrong, 0, "{out:?}");
+        burn(&format!("following, {breaks:?}"), log, |over| {
+            follow_chaos::chaos(u64::MAX, over, breaks).wrong
+        });
     }
-    let fire = || heal_chaos::chaos(u64::MAX, SCENE, Pins::Devices, Besides::default());
-    let fire = std::thread::spawn(fire);
-    std::thread::sleep(BEGINNING);
-    walk("healing", log, || ());
-    let out = fire.join().expect("it ends");
-    assert_eq!(out.wrong, 0, "{out:?}");
+    burn("healing", log, |over| {
+        heal_chaos::chaos(u64::MAX, over, Pins::Devices, Besides::default()).wrong
+    });
+}
+
+/// Walks through a scene that counts wrong words, until it is told that it is over.
+fn burn(scene: &str, log: &Logged, fire: impl FnOnce(&dyn Fn() -> bool) -> u64 + Send) {
+    let over = AtomicBool::new(false);
+    let wrong = std::thread::scope(|scope| {
+        let fire = scope.spawn(|| fire(&|| over.load(Ordering::Acquire)));
+        std::thread::sleep(BEGINNING);
+        // The scene ends even if the walk panics.
+        let walked = catch_unwind(AssertUnwindSafe(|| walk(scene, log, || ())));
+        over.store(true, Ordering::Release);
+        let wrong = fire.join().expect("it ends");
+        walked.map(|()| wrong)
+    });
+    let wrong = wrong.unwrap_or_else(|panic| resume_unwind(panic));
+    assert_eq!(wrong, 0, "{scene}: words are wrong");
 }
 
 /// Runs with exceptions are mapped aside and moved over the guest's pages.

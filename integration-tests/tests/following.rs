@@ -1,15 +1,14 @@
 //! The store empties segments in which little is left, services follow, and the memory returns.
 
-use rustix::fs::{CWD, FileType, Mode};
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib_of_store};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::suspended::open_what_suspends;
 use vmm_dedup_integration_tests::vm::Guest;
 use vmm_dedup_integration_tests::{alone, huge_pages_or_skip, need_kvm, need_userfaultfd};
 use vmm_dedup_payload::{PayloadConfig, WorkingSet};
@@ -24,7 +23,7 @@ const EXTENT: usize = 64;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 const KERNEL: Breaks = Breaks::Kernel {
-    heal_stall_us: 5_000,
+    heal_stall_us: 50_000,
     heal_without_fork: true,
 };
 const MANAGED: Breaks = Breaks::managed(1024, 0);
@@ -526,19 +525,6 @@ fn files_of_a_store_that_died_are_left_within_a_minute() {
         vms.into_iter().for_each(Vm::end);
         drop(store);
     }
-}
-
-/// Opens what passes for a device whose kernel part takes plain references to guest memory; `None`, said aloud, where there is
-/// no such thing.
-fn open_what_suspends(folder: &Path) -> Option<File> {
-    const KVM: (u32, u32) = (10, 232);
-    let path = folder.join("vhost-scsi");
-    let device = rustix::fs::makedev(KVM.0, KVM.1);
-    let made = rustix::fs::mknodat(CWD, &path, FileType::CharacterDevice, Mode::RUSR, device);
-    let opened = made
-        .map_err(std::io::Error::from)
-        .and_then(|()| File::open(&path));
-    opened.inspect_err(|error| eprintln!("SKIPPED: {error}")).ok()
 }
 
 /// Which page of memory each of some pages is.

@@ -1,5 +1,8 @@
 //! Pages that the kernel copied on write are merged again.
 
+use io_uring::{IoUring, opcode, types};
+use std::io::Write;
+use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Call, Config, DedupService, Injection, ServiceStats, Times};
 use vmm_dedup_integration_tests::memory::Pages;
@@ -13,13 +16,16 @@ const EXTENT: usize = 64;
 /// Passes that are enough for a page to be found copied, keyed twice, sighted, published and merged.
 const ENOUGH: usize = 64;
 
+/// Time for forks of this process, which has all guests' memory.
+const FORKS_US: u64 = 200_000;
+
 fn config(name: &str) -> Config {
     Config {
         name: name.into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
         breaks: Breaks::Kernel {
-            heal_stall_us: 5000,
+            heal_stall_us: FORKS_US,
             heal_without_fork: true,
         },
         ..Config::default()
@@ -139,7 +145,7 @@ fn while_pages_are_pinned_a_fork_tells_and_without_a_budget_for_it_copies_stay()
     vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let pinned = Pinned::page();
-    for heal_stall_us in [5000, 0] {
+    for heal_stall_us in [FORKS_US, 0] {
         let breaks = Breaks::Kernel {
             heal_stall_us,
             heal_without_fork: true,
@@ -249,7 +255,14 @@ fn when_nothing_tells_of_pins_no_page_changes_and_it_is_tried_again() {
         let fails = |guest: &Guest| guest.service.stats().heal_failed_total > 0;
         pass_until(&guests, |_| guests.iter().any(fails));
         for guest in &guests {
-            assert_eq!(guest.service.stats().heals_total, 0, "{call:?}");
+            let stats = guest.service.stats();
+            assert_eq!(stats.heals_total, 0, "{call:?}");
+            // Nobody had to wait for what was never frozen.
+            assert_eq!(
+                stats.heal.count() > 0,
+                call != Call::Fork && stats.heal_failed_total > 0,
+                "{call:?}"
+            );
         }
         let tries = injection.failed();
         (0..ENOUGH / 2).for_each(|_| drop(pass_all(&guests)));
@@ -323,5 +336,51 @@ fn pages_that_never_rest_are_shared_ever_more_rarely_and_their_neighbours_stay_s
             assert!((0..PAGES).all(|page| guest.pages.holds(page, page as u64 + 1)));
             guest.service.stop(true).expect("it stops");
         }
+    }
+}
+
+#[test]
+#[allow(unsafe_code)] // a read into a registered buffer
+fn a_read_into_a_buffer_that_is_not_registered_any_more_arrives() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let breaks = Breaks::Kernel {
+        heal_stall_us: 0,
+        heal_without_fork: true,
+    };
+    let guests = guests(&store, 2, with_breaks(breaks));
+    pass_until(&guests, |stats| stats.pages_mapped == PAGES as u64);
+    let id = |page: usize| 55_000_000 + page as u64;
+    write_all(&guests, id);
+    let (from, mut into) = std::io::pipe().expect("a pipe");
+    let mut ring = IoUring::new(4).expect("io_uring");
+    let at = guests[0].pages.address(0) as *mut u8;
+    let buffer = libc::iovec {
+        iov_base: at.cast(),
+        iov_len: vmm_dedup_protocol::PAGE_SIZE,
+    };
+    // SAFETY: the page is never unmapped, and only accessed through raw pointers.
+    unsafe { ring.submitter().register_buffers(&[buffer]) }.expect("buffers are registered");
+    let read = opcode::ReadFixed::new(types::Fd(from.as_raw_fd()), at, 8, 0)
+        .offset(u64::MAX)
+        .build();
+    // SAFETY: the buffer is registered and stays mapped.
+    unsafe { ring.submission().push(&read) }.expect("the ring has room");
+    ring.submit().expect("it is submitted");
+    ring.submitter()
+        .unregister_buffers()
+        .expect("buffers are unregistered");
+    (0..ENOUGH / 2).for_each(|_| drop(pass_all(&guests)));
+    let why = guests[0].service.explain(None).expect("it explains").1;
+    assert!(why.contains("io_uring"), "{why}");
+    into.write_all(&0x5555_u64.to_ne_bytes())
+        .expect("the pipe takes it");
+    ring.submit_and_wait(1).expect("the read is done");
+    assert_eq!(guests[0].pages.load(0, 0), 0x5555);
+    drop(ring);
+    for guest in guests {
+        guest.service.stop(true).expect("it stops");
+        assert!((1..PAGES).all(|page| guest.pages.holds(page, id(page))));
     }
 }

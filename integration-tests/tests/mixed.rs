@@ -8,6 +8,7 @@ use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::suspended::open_what_suspends;
 
 /// Pages of each 2 MiB that are kept private to sample its use.
 const PROBES: usize = 4;
@@ -183,6 +184,62 @@ fn huge_pages_of_zeros_are_given_up_whole() {
     service.stop(true).expect("it stops");
 }
 
+/// Writes a little that changes nothing to some pages, slowly, so that more than one interval has some.
+fn write_to_some(pages: &Pages, mut until: impl FnMut() -> bool) {
+    for page in (0..HUGE_PAGES).cycle() {
+        if until() {
+            return;
+        }
+        pages.store(page, 0, pages.expected(id(page), 0));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A write by a plain reference would go to the page that is replaced, and be lost.
+#[test]
+fn no_zeros_are_given_up_and_nothing_is_built_while_merging_is_suspended() {
+    need_userfaultfd!();
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+    let store = StoreThread::start();
+    let (pages, zeros) = (pairs(4), Pages::map(HUGE_PAGES));
+    huge_pages_or_skip!(&pages);
+    (0..zeros.count()).for_each(|page| zeros.fill(page, (page as u64 + 1) << 32));
+    // Sampling that takes pages rests as well, so that nothing would be built.
+    let config = Config {
+        use_source: UseSource::Writes,
+        ..config(Policy::Smartmd)
+    };
+    let start = |pages: &Pages| {
+        pages
+            .serve(&store.socket(), config.clone())
+            .expect("dedup starts")
+    };
+    let (service, giver) = (start(&pages), start(&zeros));
+    wait(&service, "the pairs are shared", |s| {
+        s.pages_mapped == pages.count() as u64
+    });
+    let Some(device) = open_what_suspends(folder.path()) else {
+        return;
+    };
+    (0..zeros.count()).for_each(|page| zeros.fill(page, 0));
+    let start = Instant::now();
+    write_to_some(&pages, || start.elapsed() > Duration::from_secs(3));
+    let (stats, given) = (service.stats(), giver.stats().zero_merges_total);
+    assert_eq!((stats.huge_rebuilt_total, given), (0, 0), "pages were replaced");
+    drop(device);
+    wait(&giver, "zeros are given up", |s| {
+        s.pages_zero == HUGE_PAGES as u64
+    });
+    let start = Instant::now();
+    write_to_some(&pages, || {
+        assert!(start.elapsed() < PATIENCE, "{:?}", service.stats());
+        service.stats().huge_rebuilt_total > 0
+    });
+    service.stop(true).expect("it stops");
+    giver.stop(true).expect("it stops");
+    assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));
+}
+
 /// Two hot chunks and two cold ones, in pairs; then two cold ones without twins: what each policy leaves huge and shares.
 fn under(policy: Policy, done: impl Fn(&ServiceStats) -> bool) {
     let store = StoreThread::start();
@@ -260,14 +317,10 @@ fn writes_alone_tell_use_of_what_is_written_and_take_for_idle_what_is_read() {
         });
         assert_eq!((stats.use_source_name(), stats.huge_rebuilt_total), ("writes", 0));
         let start = Instant::now();
-        let mut n = 0;
-        while service.stats().huge_rebuilt_total == 0 {
-            // Writes that change nothing break sharing all the same; slowly, so that more than one interval has some.
-            n = (n + 1) % HUGE_PAGES;
-            pages.store(n, 0, pages.expected(id(n), 0));
-            std::thread::sleep(Duration::from_millis(1));
+        write_to_some(&pages, || {
             assert!(start.elapsed() < PATIENCE, "{:?}", service.stats());
-        }
+            service.stats().huge_rebuilt_total > 0
+        });
     });
     service.stop(true).expect("it stops");
     assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));

@@ -184,6 +184,56 @@ fn copies_in_released_memory_are_left_alone() {
     service.stop(true).expect("it stops");
 }
 
+/// Copies that were reported to the store, and whose twin comes while they are lent.
+#[test]
+fn copies_in_released_memory_are_not_found_by_those_who_have_their_twins() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let (pages, twins) = (Pages::map(2048), Pages::map(128));
+    fill(&pages);
+    let passed = Config {
+        pass_period_ms: 3_600_000,
+        ..config(Breaks::KERNEL)
+    };
+    let serve = |pages: &Pages| {
+        pages
+            .serve(&store.socket(), passed.clone())
+            .expect("dedup starts")
+    };
+    let service = serve(&pages);
+    service.vouch_for_pins();
+    let passes = |n: usize| (0..n).for_each(|_| _ = service.pass().expect("a pass"));
+    passes(20);
+    assert_eq!(mapped(&service), 2048);
+    (0..64).for_each(|page| pages.fill(page, 1_000_000 + page as u64));
+    passes(60);
+    let stats = service.stats();
+    assert_eq!((stats.pages_broken, stats.heals_total), (64, 0), "{stats:?}");
+    service
+        .release_range(range(&pages, 0, 1024))
+        .expect("it is released");
+    passes(3);
+    (0..128).for_each(|page| twins.fill(page, 1_000_000 + page as u64 % 64));
+    let other = serve(&twins);
+    for _ in 0..10 {
+        other.pass().expect("a pass");
+        passes(1);
+    }
+    passes(70);
+    assert_eq!(service.stats().heals_total, 0, "{:?}", service.stats());
+    service
+        .resume_range(range(&pages, 0, 1024))
+        .expect("it is free again");
+    wait_until("that copies are merged", || {
+        passes(1);
+        mapped(&service) == 2048
+    });
+    assert!((0..64).all(|page| pages.holds(page, 1_000_000 + page as u64)));
+    service.stop(true).expect("it stops");
+    other.stop(true).expect("it stops");
+}
+
 #[test]
 fn a_discarded_range_does_not_have_to_be_aligned_to_anything_but_pages() {
     need_userfaultfd!();

@@ -1,10 +1,14 @@
 //! The service's promises to the VMM that embeds it.
 
 use std::time::{Duration, Instant};
-use vmm_dedup::{Config, Error};
+use vmm_dedup::{Config, Error, Settings};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::suspended::open_what_suspends_at_a_glance;
+
+/// [`ServiceStats::state`](vmm_dedup::ServiceStats) while merging is suspended.
+const SUSPENDED: u64 = 5;
 
 #[test]
 fn the_cpu_budget_holds_over_ten_seconds() {
@@ -86,6 +90,104 @@ fn a_paused_service_does_not_scan() {
         assert!(start.elapsed() < Duration::from_secs(5), "no pass after resuming");
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Who asks for passes all the time gets none before it is resumed.
+#[test]
+fn a_paused_service_merges_nothing_when_it_is_asked_for_a_pass() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(4096);
+    (0..pages.count()).for_each(|page| pages.fill(page, page as u64 / 2 + 1));
+    let config = Config {
+        cpu_percent: 100,
+        pass_period_ms: 3_600_000,
+        ..Config::default()
+    };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    service.pause();
+    (0..50).for_each(|_| _ = service.pass().expect("it answers"));
+    let stats = service.stats();
+    assert_eq!((stats.merges_total, stats.pages_keyed_total), (0, 0), "{stats:?}");
+    service.resume();
+    while service.pass().expect("it answers").pages_mapped < pages.count() as u64 {}
+    service.stop(true).expect("it stops");
+}
+
+/// A file is opened that is in the way of merging, while pages are being merged.
+#[test]
+fn merging_that_is_suspended_in_the_middle_ends_the_pass() {
+    const PAGES: usize = 16_384;
+    need_userfaultfd!();
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+    let store = StoreThread::start();
+    let config = Config {
+        cpu_percent: 100,
+        pass_period_ms: 3_600_000,
+        ..Config::default()
+    };
+    let (slow, twin) = (Pages::map(PAGES), Pages::map(PAGES));
+    for page in 0..PAGES {
+        slow.fill(page, page as u64 + 1);
+        // Elsewhere, so that there are many windows.
+        twin.fill(PAGES - 1 - page, page as u64 + 1);
+    }
+    let serve = |pages: &Pages| {
+        pages
+            .serve(&store.socket(), config.clone())
+            .expect("dedup starts")
+    };
+    let service = serve(&slow);
+    (0..4).for_each(|_| _ = service.pass().expect("a pass"));
+    let other = serve(&twin);
+    (0..6).for_each(|_| _ = other.pass().expect("a pass"));
+    let cpu_percent = |percent| Settings {
+        cpu_percent: Some(percent),
+        ..Settings::default()
+    };
+    service.set(cpu_percent(3)).expect("it is set");
+    let start = Instant::now();
+    let Some(file) = std::thread::scope(|scope| {
+        let pass = scope.spawn(|| service.pass().expect("a pass"));
+        let before = service.stats().merges_total;
+        while service.stats().merges_total < before + 20 {
+            assert!(start.elapsed() < Duration::from_secs(60), "nothing is merged");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let file = open_what_suspends_at_a_glance(folder.path());
+        while file.is_some() && !pass.is_finished() {
+            assert!(start.elapsed() < Duration::from_secs(60), "the pass does not end");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        file
+    }) else {
+        return;
+    };
+    let stats = service.stats();
+    assert!(
+        stats.pages_mapped < PAGES as u64 && stats.state == SUSPENDED,
+        "{stats:?}"
+    );
+    let error = service.direct_io_opened();
+    assert!(matches!(error, Err(Error::UnpinnedDirectIo { .. })), "{error:?}");
+    service.set(cpu_percent(100)).expect("it is set");
+    (0..20).for_each(|_| _ = service.pass().expect("a pass"));
+    assert_eq!(
+        service.stats().pages_mapped,
+        stats.pages_mapped,
+        "merging went on"
+    );
+    drop(file);
+    while service.pass().expect("a pass").pages_mapped < PAGES as u64 {
+        assert!(
+            start.elapsed() < Duration::from_secs(120),
+            "{:?}",
+            service.stats()
+        );
+    }
+    service.stop(true).expect("it stops");
+    other.stop(true).expect("it stops");
+    assert!((0..PAGES).all(|page| slow.holds(page, page as u64 + 1)));
 }
 
 #[test]

@@ -1,14 +1,19 @@
 //! Shortages as the kernel makes them: a swap device that fails, swap that is full, a limit on memory, no mappings left. Guests
 //! that write and check their memory all the time go on with the right bytes.
 
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
-use vmm_dedup::ServiceStats;
+use vmm_dedup::{Config, DedupService, ServiceStats};
 use vmm_dedup_integration_tests::guests::Size;
 use vmm_dedup_integration_tests::logged::Logged;
+use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
-use vmm_dedup_integration_tests::{huge_chaos, need_kvm, swap_chaos};
-use vmm_dedup_trouble::{MemoryGroup, Swap, UsedUp, Watchdog, or_skip, swap_or_skip};
+use vmm_dedup_integration_tests::{huge_chaos, need_kvm, need_userfaultfd, swap_chaos};
+use vmm_dedup_protocol::PAGE_SIZE;
+use vmm_dedup_trouble::{MemoryGroup, Swap, UsedUp, Watchdog, or_skip, page_out, swap_or_skip};
 
 const SIZE: Size = Size {
     merges: 3000,
@@ -99,4 +104,61 @@ fn a_process_without_mappings_goes_on() {
     drop(watchdog);
     let out = huge_chaos::outcome(guests);
     eprintln!("{out:?}");
+}
+
+/// To compare a page that is swapped out the service would have to read it in.
+#[test]
+fn what_is_swapped_out_is_merged_when_it_is_back() {
+    need_userfaultfd!();
+    let _swap = swap_or_skip!();
+    const PAGES: usize = 512;
+    let store = StoreThread::start();
+    let vms = [Pages::map(PAGES), Pages::map(PAGES)];
+    vms.iter()
+        .for_each(|vm| (0..PAGES).for_each(|page| vm.fill(page, page as u64 + 1)));
+    let config = Config {
+        cpu_percent: 100,
+        pass_period_ms: 3_600_000,
+        ..Config::default()
+    };
+    let serve = |vm: &Pages| vm.serve(&store.socket(), config.clone()).expect("dedup starts");
+    let pass = |service: &DedupService| service.pass().expect("passes run").pages_mapped;
+    let out = serve(&vms[0]);
+    // Its keys are known then.
+    (0..8).for_each(|_| _ = pass(&out));
+    let half = vms[0].address(0)..vms[0].address(PAGES / 2);
+    // The kernel may leave a page in memory that somebody else looks at just now.
+    let mut pagemap = Vec::new();
+    let is_out = |pagemap: &mut Vec<u64>| {
+        read_pagemap(&half, pagemap);
+        pagemap.iter().filter(|entry| *entry >> 62 == 1).count()
+    };
+    page_out(&half);
+    let before = is_out(&mut pagemap);
+    assert!(before > PAGES / 4, "{before} pages are swapped out");
+    let twin = serve(&vms[1]);
+    for _ in 0..64 {
+        _ = (pass(&out), pass(&twin));
+    }
+    let stats = (pass(&out), is_out(&mut pagemap));
+    assert_eq!(stats, ((PAGES - before) as u64, before), "mapped, and still out");
+    assert!((0..PAGES).all(|page| vms[0].holds(page, page as u64 + 1)));
+    let start = Instant::now();
+    while pass(&out) < PAGES as u64 || pass(&twin) < PAGES as u64 {
+        assert!(start.elapsed() < SIZE.patience, "{:?}", out.stats());
+    }
+    for service in [out, twin] {
+        service.stop(true).expect("it stops");
+    }
+    assert!((0..PAGES).all(|page| vms[0].holds(page, page as u64 + 1)));
+}
+
+/// The kernel's entries for the pages of a range.
+fn read_pagemap(range: &Range<usize>, entries: &mut Vec<u64>) {
+    let mut bytes = vec![0; range.len() / PAGE_SIZE * 8];
+    let pagemap = File::open("/proc/self/pagemap").expect("pagemap");
+    let at = (range.start / PAGE_SIZE * 8) as u64;
+    pagemap.read_exact_at(&mut bytes, at).expect("entries");
+    let entry = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("eight bytes"));
+    *entries = bytes.chunks_exact(8).map(entry).collect();
 }

@@ -1,35 +1,62 @@
 //! What VMMs do rarely, done by a stand-in (src/bin/standin.rs) under the preload library.
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::unmodified::library;
 use vmm_dedup_integration_tests::{need_kvm, need_userfaultfd};
 
+/// How long a stand-in may take to share its memory.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// Plays a scenario; returns what the library logged.
 fn play(scenario: &str, breaks: &str) -> String {
-    let store = StoreThread::start();
+    let mut store = StoreThread::start();
     let file = |name: &str| store.path().join(name);
     let settings = format!("pass_period_ms = 20\ncpu_percent = 80\n{breaks}");
     std::fs::write(file("dedup.toml"), settings).expect("a file");
-    let output = Command::new(env!("CARGO_BIN_EXE_standin"))
+    let child = Command::new(env!("CARGO_BIN_EXE_standin"))
         .arg(scenario)
         .env("LD_PRELOAD", library::path())
         .env("VMM_DEDUP_STORE", store.socket())
         .env("VMM_DEDUP_CONFIG", file("dedup.toml"))
         .env("VMM_DEDUP_LOG", file("dedup.log"))
-        .output()
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
         .expect("it runs");
+    let folder = store.path().to_owned();
+    let file = |name: &str| folder.join(name);
+    if scenario == RESTARTS {
+        store = restart(store, &folder);
+    }
+    let output = child.wait_with_output().expect("it ends");
     let log = std::fs::read_to_string(file("dedup.log")).unwrap_or_default();
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{}: {errors}\n{log}", output.status);
+    drop(store);
     log
+}
+
+/// The scenario whose store is killed.
+const RESTARTS: &str = "store";
+
+/// Starts another store when the stand-in shares, and tells it.
+fn restart(store: StoreThread, folder: &Path) -> StoreThread {
+    let start = Instant::now();
+    while !folder.join("shared").exists() && start.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let store = store.restart();
+    std::fs::write(folder.join("restarted"), "").expect("a file");
+    store
 }
 
 const MANAGED: &str = "[breaks]\nmode = \"managed\"\nreserve_pages = 512\nfloor_bytes = 0\n";
 
 macro_rules! scenarios {
-    ($($name:ident: $scenario:literal, $breaks:expr, $says:literal;)*) => {
+    ($($name:ident: $scenario:expr, $breaks:expr, $says:literal;)*) => {
         $(#[test] fn $name() {
             need_kvm!();
             need_userfaultfd!();
@@ -55,6 +82,8 @@ scenarios! {
     forked_children_are_left_alone: "fork", "", "is deduplicated";
     filtered_threads_can_free_shared_memory: "filtered", "", "is deduplicated";
     filtered_threads_can_free_shared_memory_with_managed_breaks: "filtered", MANAGED, "is deduplicated";
+    memory_that_others_map_is_refused_by_range: "shared", "", "shared_memory:";
+    a_store_that_is_killed_is_replaced: RESTARTS, "", "is deduplicated";
     a_vmm_that_was_sandboxed_before_is_refused: "sandboxed", "", "other:";
 }
 

@@ -4,6 +4,10 @@
 //! To add one: implement what it offers of [`vmm_dedup::compare`]'s traits in a crate of its own, and register it in
 //! [`engines`].
 
+mod config;
+
+pub use config::{config_of, read_config};
+
 use std::path::Path;
 use vmm_dedup::Engines;
 use vmm_dedup::compare::{Answer, Entry, Error};
@@ -43,13 +47,15 @@ fn connect(socket: &Path) -> Answer<VfioUser> {
     VfioUser::connect(socket).map_err(|error| Error::Device(error.to_string()))
 }
 
-/// Intel DSA: the work queue of a device node, which stands in the place of a socket; without one, all user queues.
+/// Intel DSA: in the place of a socket stands the work queue of a device node, or a PCI device's folder for VFIO; without one,
+/// all user queues.
 fn dsa() -> Entry {
     let make = |node: Option<&Path>| DsaEngine::new(vmm_dedup_dsa::open(node)?, Options::default());
     Entry::new()
         .keys(move |node| Ok(Box::new(make(node)?)))
         .tree_search(move |node| Ok(Box::new(make(node)?)))
         .verify(move |node| Ok(Box::new(make(node)?)))
+        .deltas(move |node| Ok(Box::new(make(node)?)))
         .behind_socket()
 }
 
@@ -68,6 +74,7 @@ fn dsa_model() -> Entry {
         .keys(move |_| Ok(Box::new(make()?)))
         .tree_search(move |_| Ok(Box::new(make()?)))
         .verify(move |_| Ok(Box::new(make()?)))
+        .deltas(move |_| Ok(Box::new(make()?)))
 }
 
 /// PageCmp: comparison in memory chips, as a model; `hybrid`: the first line of each comparison by the CPU.
@@ -118,6 +125,7 @@ mod tests {
             engines().verifier("pageforge", Some(&socket)).err(),
             engines().verifier("dsa", Some(&socket)).err(),
             engines().keys("dsa", Some(&socket)).err(),
+            engines().deltas("dsa", Some(&socket)).err(),
         ] {
             let error = error.expect("an error").to_string();
             assert!(error.contains(&*socket.to_string_lossy()), "{error}");

@@ -6,6 +6,7 @@
 //!
 //! - [`messages`]: records between service and store, and their bytes by docs/protocol.md;
 //! - [`fleet_file`]: what a file says, printed and read again, and the plan that it comes to;
+//! - [`agent`]: what a guest's agent sends, and what the service knows of each frame afterwards;
 //! - [`gate`]: streams of vfio-user messages through the gate, and what must come out of it on both sides.
 //!
 //! The targets are called by libFuzzer (`integration-tests/fuzz`, which needs a nightly compiler), and for some seconds
@@ -13,6 +14,7 @@
 //!
 //! Known hole: the mutator of the test does not look at coverage. It finds what a few changes to a seed reach.
 
+pub mod agent;
 pub mod fleet_file;
 pub mod gate;
 pub mod messages;
@@ -30,7 +32,12 @@ pub struct Target {
 }
 
 /// All targets.
-pub const TARGETS: [Target; 3] = [
+pub const TARGETS: [Target; 4] = [
+    Target {
+        name: "agent",
+        check: agent::check,
+        seeds: agent::seeds,
+    },
     Target {
         name: "messages",
         check: messages::check,

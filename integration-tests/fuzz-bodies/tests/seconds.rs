@@ -48,6 +48,11 @@ fn run(name: &str) {
 }
 
 #[test]
+fn the_service_knows_what_an_agents_bytes_say() {
+    run("agent");
+}
+
+#[test]
 fn messages_are_what_their_bytes_say() {
     run("messages");
 }

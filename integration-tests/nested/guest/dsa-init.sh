@@ -15,7 +15,10 @@ fail() {
 }
 trap 'poweroff -f' EXIT
 for module in @modules@; do
-    insmod /modules/$module.ko || fail "$module does not load"
+    options=
+    # Linux leaves this device to its own driver unless it is told otherwise.
+    [ $module = vfio_pci ] && options=disable_denylist=1
+    insmod /modules/$module.ko $options || fail "$module does not load"
 done
 play=
 for word in $(cat /proc/cmdline); do
@@ -24,12 +27,14 @@ for word in $(cat /proc/cmdline); do
     esac
 done
 say "kernel $(uname -r)"
-for n in 1 2 3 4 5 6 7 8 9 10; do
-    [ -e /sys/bus/dsa/devices/dsa0 ] && break
-    sleep 0.3
-done
-[ -e /sys/bus/dsa/devices/dsa0 ] || fail "idxd has not probed"
-say "device $(cat /sys/bus/dsa/devices/dsa0/gen_cap) $(cat /sys/bus/dsa/devices/dsa0/op_cap)"
+[ $play = vfio ] || {
+    for n in 1 2 3 4 5 6 7 8 9 10; do
+        [ -e /sys/bus/dsa/devices/dsa0 ] && break
+        sleep 0.3
+    done
+    [ -e /sys/bus/dsa/devices/dsa0 ] || fail "idxd has not probed"
+    say "device $(cat /sys/bus/dsa/devices/dsa0/gen_cap) $(cat /sys/bus/dsa/devices/dsa0/op_cap)"
+}
 
 # configure TYPE NAME DRIVER QUEUE...: dedicated queues.
 configure() {
@@ -87,9 +92,8 @@ sva)
     run "memmove that faults" -l 65536 -o 0x3 -f 0x2
     run "compare that faults" -l 65536 -o 0x5 -f 0x2
     ;;
-driver)
-    configure user "dsa driver" user wq0.0 wq0.1
-    # test PROGRAM TEST: one of this project's.
+driver | vfio)
+    # run PROGRAM TEST: one of this project's.
     run() {
         start=$(date +%s)
         if "$1" --exact "$2" --nocapture >/tmp/log 2>&1; then
@@ -99,9 +103,25 @@ driver)
             tail -n 30 /tmp/log
         fi
     }
+    ;;
+esac
+case $play in
+driver)
+    configure user "dsa driver" user wq0.0 wq0.1
     export DSA_NODE=/dev/dsa/wq0.0 DSA_NODES=/dev/dsa/wq0.0,/dev/dsa/wq0.1
     run verifiers real_pages_are_merged_through_device_nodes
     run conformance it_conforms_through_a_device_node
+    ;;
+vfio)
+    for device in /sys/bus/pci/devices/*; do
+        [ "$(cat $device/vendor)" = 0x8086 ] && [ "$(cat $device/device)" = 0x0b25 ] && break
+    done
+    echo vfio-pci >$device/driver_override
+    echo ${device##*/} >/sys/bus/pci/drivers_probe
+    say "driver $(readlink $device/driver)"
+    export DSA_NODE=$device
+    run conformance it_conforms_through_a_device_node
+    run verifiers real_pages_are_merged_through_vfio
     ;;
 esac
 say done

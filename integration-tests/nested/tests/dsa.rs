@@ -83,7 +83,8 @@ fn play(play: Play) -> Option<Said> {
     match stage.play(play) {
         // The kernel of these two is of a certain version, which a mirror may have dropped.
         Err(failure)
-            if failure.is_missing() && (play != Play::Dmatest || std::env::var_os("CI").is_none()) =>
+            if failure.is_missing()
+                && (matches!(play, Play::Sva | Play::Driver) || std::env::var_os("CI").is_none()) =>
         {
             eprintln!("SKIPPED {play}: {failure}");
             None
@@ -121,6 +122,24 @@ fn intels_own_test_passes_with_a_programs_addresses() {
         .filter(|line| line.starts_with("passed"))
         .count();
     assert_eq!(passed, 27, "{}", said.console);
+}
+
+/// Our driver by VFIO: its suites, and a service that merges real pages.
+#[test]
+fn our_driver_conforms_and_merges_through_vfio() {
+    let Some(said) = play(Play::Vfio) else {
+        return;
+    };
+    for test in [
+        "it_conforms_through_a_device_node",
+        "real_pages_are_merged_through_vfio",
+    ] {
+        assert!(
+            said.line(&format!("passed {test}, ")).is_some(),
+            "{}",
+            said.console
+        );
+    }
 }
 
 /// Our driver through Linux's device nodes: its suites, and two services that merge real pages.

@@ -4,7 +4,7 @@ use clap::Parser;
 use std::time::{Duration, Instant};
 use vmm_dedup_integration_tests::direct_io::{self, Backing};
 use vmm_dedup_integration_tests::heal_chaos::{self, Besides, Pins};
-use vmm_dedup_integration_tests::{follow_chaos, guests, huge_chaos, swap_chaos};
+use vmm_dedup_integration_tests::{follow_chaos, guests, huge_chaos, swap_chaos, within};
 use vmm_dedup_trouble::Swap;
 
 /// Guests that write all the time, and direct I/O, while everything equal is merged. Ends with 0 if no byte was lost.
@@ -171,7 +171,7 @@ fn heal(heals: u64) {
             swap,
             ..Besides::default()
         };
-        let out = heal_chaos::chaos(heals, Duration::from_secs(7200), pins, besides);
+        let out = heal_chaos::chaos(heals, within(Duration::from_secs(7200)), pins, besides);
         println!(
             "heals, {pins:?}, swap {swap}: {} heals, {} pinned, {} wanted, {} writes, {} reads, {} bytes spliced, {} wrong words, in {:.0} s; stalls p50 {} us, p99 {} us, max {} us",
             out.heals,
@@ -223,7 +223,7 @@ fn while_slots_move(moves: u64) {
         ("managed", follow_chaos::MANAGED),
     ] {
         let start = Instant::now();
-        let out = follow_chaos::chaos(moves, Duration::from_secs(7200), breaks);
+        let out = follow_chaos::chaos(moves, within(Duration::from_secs(7200)), breaks);
         println!(
             "moves, {name} breaks: {} slots moved, {} segments gone, {} writes, {} pages written to a file, {} kept in pipes, {} wrong, in {:.0} s",
             out.moves,

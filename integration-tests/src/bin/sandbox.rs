@@ -1,38 +1,47 @@
-//! Everything that a supervisor and its services do, in one process whose dedup threads are filtered. `sandbox record` prints the
-//! system calls as JSON; `sandbox enforce` allows those of the table alone, and is killed by any other.
+//! Everything that a supervisor and its services do, in one process whose dedup threads are recorded and filtered: each part is
+//! under exactly its own filter, and is killed by any other call. Prints what was seen as JSON. `sandbox record` does not filter.
 #![allow(unsafe_code)] // guest memory
 
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use vmm_dedup::seccomp::{Part, restrict_this_thread};
 use vmm_dedup::{
-    Breaks, Config, HostRange, Lease, Options, Policy, Settings, Setup, Status, Supervisor, Switch, UseSource,
+    Breaks, Config, DedupService, HostRange, Lease, Options, Policy, Refused, Settings, Setup, Status,
+    Supervisor, Switch, UseSource,
 };
 use vmm_dedup_integration_tests::memory::Pages;
-use vmm_dedup_integration_tests::seccomp::Recorder;
+use vmm_dedup_integration_tests::seccomp::{Recorder, Seen};
 use vmm_dedup_integration_tests::store::StoreThread;
 
-const PAGES: usize = 4096;
+/// Enough for huge pages, and for batches.
+const PAGES: usize = 1024;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn main() {
-    let mode = std::env::args().nth(1).unwrap_or_default();
+    let filtered = std::env::args().nth(1).as_deref() != Some("record");
     let recorder = Recorder::new();
     let theirs = recorder.clone();
-    let first: Box<dyn FnOnce() + Send> = match mode.as_str() {
-        "record" => Box::new(move || theirs.record_this_thread()),
-        "enforce" => Box::new(|| vmm_dedup::seccomp::restrict_this_thread().expect("a filter")),
-        other => panic!("unknown mode {other:?}"),
+    let each = move |part: Part| {
+        // The others have it from this one.
+        if part == Part::Supervisor {
+            theirs.record_this_thread();
+        }
+        if filtered {
+            restrict_this_thread(part).expect("a filter");
+        }
     };
     let supervisor = Supervisor::spawn(Options {
         vouch_for_pins: true,
-        first: Some(first),
+        each: Some(Arc::new(each)),
         may_be_filtered: true,
         ..Options::default()
     })
     .expect("it starts");
     let mut guest = Guest {
-        supervisor,
+        supervisor: Arc::new(supervisor),
         store: StoreThread::start(),
         round: 0,
     };
@@ -48,19 +57,48 @@ fn main() {
     guest.uses_huge_pages(UseSource::PageIdle);
     guest.loses_its_store();
     guest.is_refused();
-    drop(guest);
-    if mode == "record" {
-        let seen = recorder.seen();
-        let list: Vec<_> = seen
-            .into_iter()
-            .map(|seen| serde_json::json!([seen.thread, seen.call, seen.request]))
-            .collect();
-        println!("{}", serde_json::Value::from(list));
+    let mut seen = recorder.seen();
+    seen.extend(guest.is_called(filtered));
+    seen.extend(guest.serves_without_a_supervisor(filtered));
+    let list: Vec<_> = seen
+        .into_iter()
+        .map(|seen| serde_json::json!([seen.thread, seen.call, seen.request]))
+        .collect();
+    println!("{}", serde_json::Value::from(list));
+    // Threads that rest for ever may not even end.
+    std::process::exit(0);
+}
+
+/// Does something in a thread that is recorded and, if wanted, filtered as a part of the engine; what was seen of it. The thread
+/// never ends, since ending is the VMM's own business.
+fn recorded(part: Part, filtered: bool, work: impl FnOnce() + Send + 'static) -> Vec<Seen> {
+    let recorder = Recorder::new();
+    let (theirs, done) = (recorder.clone(), Arc::new(AtomicBool::new(false)));
+    let tell = done.clone();
+    let thread = std::thread::Builder::new().name(part.name().into());
+    let thread = thread.spawn(move || {
+        theirs.record_this_thread();
+        if filtered {
+            restrict_this_thread(part).expect("a filter");
+        }
+        theirs.forget();
+        work();
+        tell.store(true, Ordering::Release);
+        loop {
+            std::thread::park();
+        }
+    });
+    thread.expect("a thread");
+    let start = Instant::now();
+    while !done.load(Ordering::Acquire) {
+        assert!(start.elapsed() < PATIENCE, "{part:?} does not come to its end");
+        std::thread::sleep(Duration::from_millis(1));
     }
+    recorder.seen().into_iter().collect()
 }
 
 struct Guest {
-    supervisor: Supervisor,
+    supervisor: Arc<Supervisor>,
     store: StoreThread,
     round: u64,
 }
@@ -152,8 +190,8 @@ impl Guest {
         });
         let discarder = supervisor.discarder();
         // SAFETY: what it held is not needed any more.
-        unsafe { discarder.discard(pages.address(0), 512 * 4096) }.expect("it is freed");
-        assert!((0..512).all(|page| pages.load(page, 3) == 0));
+        unsafe { discarder.discard(pages.address(0), PAGES / 8 * 4096) }.expect("it is freed");
+        assert!((0..PAGES / 8).all(|page| pages.load(page, 3) == 0));
         supervisor
             .remove_range(range(&more, 0, PAGES).addresses())
             .expect("it goes");
@@ -270,5 +308,56 @@ impl Guest {
         self.add(range(&twins(), 0, PAGES));
         assert!(self.supervisor.start().is_err());
         self.supervisor.detach(false).expect("it ends");
+    }
+
+    /// What a thread of the VMM's does that only calls, whose memory the allocator has.
+    fn is_called(&mut self, filtered: bool) -> Vec<Seen> {
+        let pages = twins();
+        self.attach(Config::default());
+        self.add(range(&pages, 0, PAGES));
+        self.supervisor.start().expect("it starts");
+        self.shares();
+        let (supervisor, discarder) = (self.supervisor.clone(), self.supervisor.discarder());
+        let (all, at) = (range(&pages, 0, PAGES).addresses(), pages.address(0));
+        recorded(Part::Call, filtered, move || {
+            // SAFETY: what it held is not needed any more.
+            unsafe { discarder.discard(at, PAGES / 2 * 4096) }.expect("it is freed");
+            supervisor.pause();
+            supervisor.resume();
+            supervisor
+                .lend(all.clone(), Lease::UntilTakenBack)
+                .expect("it is lent");
+            supervisor.take_back(all);
+            supervisor.pin().expect("it is given back");
+            supervisor.unpin();
+            supervisor.direct_io_opened().expect("it looks");
+            assert_ne!(supervisor.status(), Status::Detached);
+            supervisor.detach(true).expect("it ends");
+        })
+    }
+
+    /// A VMM that starts services itself.
+    fn serves_without_a_supervisor(&mut self, filtered: bool) -> Vec<Seen> {
+        let (store, pages) = (self.store.socket(), twins());
+        let all = range(&pages, 0, PAGES);
+        let mut seen = recorded(Part::Start, filtered, move || {
+            let config = Config {
+                name: "alone".into(),
+                breaks: Breaks::managed(64, 0),
+                ..Config::default()
+            };
+            // SAFETY: tests' pages are never unmapped, and are only reached by volatile accesses.
+            let service =
+                unsafe { DedupService::start_on_ranges(&[all], &store, config) }.expect("it starts");
+            service.pass().expect("a pass");
+            service.pass().expect("another one");
+            service.stop(true).expect("it ends");
+        });
+        let store = self.store.socket();
+        seen.extend(recorded(Part::Announce, filtered, move || {
+            let refusal = vmm_dedup::refusal::confidential();
+            drop(Refused::announce(&store, "refused", 1, &refusal).expect("it is told"));
+        }));
+        seen
     }
 }

@@ -48,6 +48,8 @@ fn main() {
         "postcopy" => vm.frees_memory_on_which_it_has_a_userfaultfd(),
         "fork" => vm.forks(),
         "filtered" => vm.frees_memory_in_a_filtered_thread(),
+        "shared" => vm.plugs_in_memory_that_others_map(),
+        "store" => vm.outlives_its_store(),
         other => panic!("unknown scenario {other:?}"),
     }
 }
@@ -310,6 +312,57 @@ impl Vm {
         protect(libc::PROT_READ | libc::PROT_WRITE);
         (0..PAGES).for_each(|page| self.fill(page));
         self.check(0..PAGES);
+    }
+
+    /// That memory is refused, and the rest stays shared.
+    fn plugs_in_memory_that_others_map(&self) {
+        let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).expect("a file");
+        rustix::fs::ftruncate(&file, LEN as u64).expect("it grows");
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping.
+        let memory = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                LEN,
+                prot,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        assert_ne!(memory, libc::MAP_FAILED);
+        let slot: [u64; 4] = [1, LEN as u64, LEN as u64, memory as u64];
+        assert_eq!(
+            ioctl(&self.kvm, KVM_SET_USER_MEMORY_REGION, slot.as_ptr() as usize),
+            0
+        );
+        std::thread::sleep(Duration::from_millis(500));
+        // New content of the private part is shared as before.
+        (0..PAGES).for_each(|page| self.fill_with(page, 1));
+        self.wait("sharing again", |this| this.shared_pages() > PAGES / 2);
+        assert!((0..PAGES).all(|page| self.holds(page, |word| content(page, word) ^ 1)));
+    }
+
+    /// Another store is started when there is a file of that name beside the log.
+    fn outlives_its_store(&self) {
+        let log = std::env::var_os("VMM_DEDUP_LOG").expect("a log");
+        let beside = |name: &str| Path::new(&log).with_file_name(name);
+        let before = self.shared_mappings();
+        assert!(before > 0);
+        std::fs::write(beside("shared"), "").expect("a file");
+        self.wait("another store", |_| beside("restarted").exists());
+        self.check(0..PAGES);
+        // Of the mappings that there are no new one is of the old store.
+        self.renew();
+        self.wait("sharing again", |this| this.shared_pages() > PAGES / 2);
+        self.check(0..PAGES);
+    }
+
+    /// Gives all memory up, and fills it again.
+    fn renew(&self) {
+        assert_eq!(free(self.memory, LEN), 0);
+        self.check_zero(0..PAGES);
+        (0..PAGES).for_each(|page| self.fill(page));
     }
 
     fn unmaps_a_part(&self) {

@@ -81,8 +81,8 @@ fn what_commands_ask_of_the_host_stands_in_its_rooms() {
 #[test]
 fn the_benches_stand_in_their_rooms() {
     let order = [
-        "host", "kernel", "report", "service", "worker", "content", "ksm", "engines", "mixed", "churn",
-        "estimate",
+        "host", "kernel", "report", "service", "worker", "content", "ksm", "engines", "dsa", "mixed",
+        "churn", "estimate",
     ];
     check("vmm-dedup/bench/src/lib.rs", &rooms(&order));
 }

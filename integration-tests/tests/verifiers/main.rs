@@ -161,6 +161,38 @@ fn real_pages_are_merged_through_device_nodes() {
     }
 }
 
+/// Where there is a device that belongs to VFIO: DSA_NODE names its folder. It belongs to one of the two services.
+#[test]
+fn real_pages_are_merged_through_vfio() {
+    need_userfaultfd!();
+    let node = std::env::var_os("DSA_NODE").filter(|node| Path::new(node).starts_with("/sys"));
+    let Some(node) = node else {
+        eprintln!("SKIPPED: DSA_NODE names no device of VFIO's");
+        return;
+    };
+    let options = Options {
+        hybrid: false,
+        only_if_sooner: false,
+        time_limit: PATIENT,
+        ..Options::default()
+    };
+    let make = move |node: Option<&Path>| {
+        let engine = DsaEngine::new(vmm_dedup_dsa::open(node)?, options)?;
+        Ok(Box::new(engine) as _)
+    };
+    let engines = engines_with("dsa-always", Entry::new().verify(make).behind_socket());
+    let stats = converge(&engines, |name| match name {
+        "b" => config(name, "dsa-always", Some(Path::new(&node)), PATIENT),
+        _ => config(name, "cpu", None, PATIENT),
+    });
+    let [_, by_device] = &stats[..] else {
+        panic!("two services");
+    };
+    let verified = (&*by_device.verify.text(), by_device.verify_failures_total);
+    assert_eq!(verified, ("dsa-always", 0));
+    assert!(by_device.merges_total > 0 && by_device.verifications_total >= by_device.merges_total);
+}
+
 #[test]
 fn a_verifier_is_added_by_its_registration() {
     need_userfaultfd!();

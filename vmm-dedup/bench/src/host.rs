@@ -71,6 +71,16 @@ pub(crate) fn need_memory(bytes: u64) -> Result<(), Failure> {
     )))
 }
 
+/// The clock of this machine's first processor, MHz.
+pub(crate) fn mhz() -> Result<f64, Failure> {
+    let processors = read("/proc/cpuinfo")?;
+    let clock = processors.lines().find_map(|line| {
+        let (name, value) = line.split_once(':')?;
+        (name.trim() == "cpu MHz").then(|| value.trim().parse().ok())?
+    });
+    clock.ok_or_else(|| Failure::new("/proc/cpuinfo tells no clock"))
+}
+
 /// Mappings of this process.
 pub(crate) fn vmas() -> Result<usize, Failure> {
     Ok(read("/proc/self/maps")?.lines().count())

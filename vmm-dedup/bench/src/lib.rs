@@ -2,6 +2,7 @@
 //!
 //! - `ksm`: the same content, first under the kernel's KSM, then under our engine ([`ksm`]);
 //! - `engines`: the engines that compare pages, side by side ([`engines`]);
+//! - `dsa`: the CPU and Intel DSA, one page an offload and in batches ([`dsa`]);
 //! - `mixed`: the policies for huge pages ([`mixed`]);
 //! - `churn`: whether sharing lasts while content is replaced, under KSM and under our engine ([`churn`]);
 //! - `estimate`: how fast an estimate reads ([`estimate`]).
@@ -14,6 +15,7 @@
 
 mod churn;
 mod content;
+mod dsa;
 mod engines;
 mod estimate;
 mod host;
@@ -38,6 +40,7 @@ pub struct BenchArgs {
 enum Bench {
     Ksm(ksm::KsmArgs),
     Engines(engines::EnginesArgs),
+    Dsa(dsa::DsaArgs),
     Mixed(mixed::MixedArgs),
     Churn(churn::ChurnArgs),
     Estimate(estimate::EstimateArgs),
@@ -57,6 +60,7 @@ pub fn run(args: &BenchArgs) -> Result<(), Failure> {
     match &args.bench {
         Bench::Ksm(args) => ksm::run(args),
         Bench::Engines(args) => engines::run(args),
+        Bench::Dsa(args) => dsa::run(args),
         Bench::Mixed(args) => mixed::run(args),
         Bench::Churn(args) => churn::run(args),
         Bench::Estimate(args) => estimate::run(args),

@@ -131,3 +131,39 @@ fn takes_its_socket_away(kind: &str) {
     assert_eq!(device.0.wait().expect("wait").code(), Some(128 + 15));
     assert!(!socket.exists());
 }
+
+/// Every figure is there, all ways merge the same, and the report says that it is of a model.
+#[test]
+fn dsa_is_compared_with_the_cpu() {
+    let args = [
+        "bench", "dsa", "--model", "--mib", "4", "--pages", "1024", "--kinds", "runs", "--json",
+    ];
+    let output = vmm_dedup(&args);
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(report["device"]["kind"], "modelled");
+    assert_eq!(report["device"]["latency_ns"], 800);
+    assert_eq!(list(&report, "operations").len(), 2 * 13);
+    let merges: Vec<&Value> = list(&report, "ksm").iter().map(|way| &way["merges"]).collect();
+    assert_eq!(merges.len(), 5);
+    assert!(
+        merges
+            .iter()
+            .all(|count| *count == merges[0] && count.as_u64() > Some(500))
+    );
+    assert_eq!(list(&report, "service").len(), 4);
+    assert!(
+        list(&report, "impact")
+            .iter()
+            .all(|way| way["slowdown"].as_f64() > Some(0.0))
+    );
+    assert!(
+        report["ratios"]["para_of_dsa"]
+            .as_f64()
+            .is_some_and(f64::is_finite)
+    );
+}

@@ -8,9 +8,11 @@ use crate::memory::layout::{HostRange, Memory};
 use crate::merge::verify_engine::VerifyEngine;
 use crate::scan::control::{Change, Command, Control, Event};
 use crate::scan::pass::Pass;
+use crate::seccomp::Part;
 use crate::store::connection::Store;
 use crate::sys::late_log;
 use crate::sys::pagemap::Pagemap;
+use crate::sys::thread;
 use crate::unmerge::cow::Breaker;
 use crate::unmerge::discard::{Discarder, Discards};
 use std::ops::Range;
@@ -113,18 +115,14 @@ impl DedupService {
         pass.fill_stats();
         control.publish(&pass.account.stats);
         let (breaker, discards) = (pass.space.breaker.clone(), pass.space.discards.clone());
-        let spawn = |name: &str| std::thread::Builder::new().name(name.into());
         let faults = if breaker.managed() {
             let (breaker, pagemap) = (breaker.clone(), Pagemap::open()?);
-            Some(
-                spawn("dedup-fault")
-                    .spawn(move || breaker.run(pagemap))
-                    .map_err(Error::Thread)?,
-            )
+            let faults = thread::spawn(Part::Fault, move || breaker.run(pagemap));
+            Some(faults.map_err(Error::Thread)?)
         } else {
             None
         };
-        let thread = spawn("dedup-scan").spawn(move || {
+        let thread = thread::spawn(Part::Scan, move || {
             let end = scan(pass);
             drop(keep_alive);
             end
@@ -387,7 +385,11 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
             }
             Event::Command(Command::Pass(tell)) => {
                 next = Instant::now() + pass.config.pass_period();
-                pass.run();
+                if control.rests() {
+                    pass.rest();
+                } else {
+                    pass.run();
+                }
                 let _ = tell.send(pass.account.stats);
             }
             Event::Due => {

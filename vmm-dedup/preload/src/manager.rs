@@ -49,7 +49,7 @@ pub(crate) fn spawn(settings: &'static Settings) -> bool {
         vouch_for_pins: true,
         settle: SETTLE,
         first: Some(Box::new(|| logging::start(settings))),
-        may_be_filtered: false,
+        ..Options::default()
     };
     let Ok(supervisor) = Supervisor::spawn(options) else {
         return false;

@@ -1,7 +1,7 @@
 //! What the environment of the VMM asks for.
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use vmm_dedup::{Config, Refusal, Setup, refusal};
 
 /// From the variables VMM_DEDUP_*, read when the library is loaded.
@@ -74,31 +74,17 @@ impl Settings {
     }
 
     fn read(&self) -> Result<Config, String> {
-        let mut config = match &self.config {
-            None => Config {
-                name: String::new(),
-                ..Config::default()
-            },
-            Some(path) => read(path)?,
+        let name = self.name();
+        let config = match &self.config {
+            Some(path) => vmm_dedup_engines::read_config(path, &name)?,
+            None => Config::default(),
         };
-        if self.name.is_some() || config.name.is_empty() {
-            config.name = self.name();
-        }
-        let checked = config.check(&vmm_dedup_engines::engines());
-        checked.map_err(|e| e.to_string())?;
-        Ok(config)
+        let given = self.config.is_some() && self.name.is_none() && !config.name.is_empty();
+        Ok(match given {
+            true => config,
+            false => Config { name, ..config },
+        })
     }
-}
-
-fn read(path: &Path) -> Result<Config, String> {
-    let text = std::fs::read_to_string(path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
-    let mut table: toml::Table =
-        toml::from_str(&text).map_err(|e| format!("{}: {}", path.display(), e.message()))?;
-    // A file without a name leaves it to us.
-    table.entry("name").or_insert_with(|| String::new().into());
-    table
-        .try_into()
-        .map_err(|e: toml::de::Error| format!("{}: {}", path.display(), e.message()))
 }
 
 #[cfg(test)]

@@ -284,7 +284,9 @@ impl CompletionRecord {
         u32::from_le_bytes([a, b, c, d])
     }
 
-    fn is_done(&self) -> bool {
+    /// Whether the operation was done to its end.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
         matches!(self.status(), Some(Ok(status)) if status.is_done())
     }
 }

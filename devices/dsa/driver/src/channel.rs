@@ -15,7 +15,8 @@
 //! - No record within the time limit: the device is asked what is wrong, reset, and all that was in flight is submitted
 //!   anew. After several resets it is given up.
 //!
-//! All operations that go through here only read what callers own, so to do one twice does no harm.
+//! All operations that go through here only read what callers own, and write whole words of the driver's own buffers, so to do
+//! one twice does no harm.
 #![allow(unsafe_code)] // touches pages by address
 
 use crate::area::{Addresses, Area};
@@ -30,8 +31,6 @@ use vmm_dedup_protocol::PAGE_SIZE;
 
 /// Most members of a batch here.
 pub(crate) const MOST_MEMBERS: usize = 1024;
-/// Slots, if the queue has as many entries.
-const SLOTS: usize = 16;
 /// Times that one descriptor is submitted.
 const TRIES: u8 = 24;
 /// Resets after which a device is given up, unless it has worked for [`FORGIVEN`] since.
@@ -42,6 +41,8 @@ const FORGIVEN: Duration = Duration::from_secs(60);
 const SHORTEST_SLEEP: Duration = Duration::from_micros(120);
 /// So much earlier a sleep ends: the kernel wakes late.
 const WAKE: Duration = Duration::from_micros(60);
+/// Shorter times are not slept by who can be late: the kernel takes some microseconds of CPU to let a thread sleep.
+const SHORTEST_NAP: Duration = Duration::from_micros(20);
 
 /// What a queue's driver has met.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -108,7 +109,11 @@ struct Slot {
     abandoned: bool,
     /// When its last descriptor was submitted.
     since: Instant,
-    /// Nothing of it was submitted twice, so that its time says something.
+    /// When it is likely to have ended.
+    due: Instant,
+    /// What a model had borrowed of this thread's time by then, ns.
+    borrowed_ns: u64,
+    /// Nothing was before it in the queue, and nothing of it was submitted twice: its time says something.
     clean: bool,
 }
 
@@ -128,6 +133,8 @@ pub(crate) struct Channel {
     latencies: [Latencies; 2],
     time_limit: Duration,
     resets: VecDeque<Instant>,
+    /// Something had ended before its waiter woke up: nobody knows when.
+    overslept: bool,
     /// Since when it has turned everything away.
     refused: Option<Instant>,
     counters: Counters,
@@ -137,11 +144,16 @@ pub(crate) struct Channel {
 const LIST: usize = 0;
 
 impl Channel {
-    /// Takes a queue into use. A record that has not come after `time_limit` is not waited for any more.
-    pub(crate) fn new(mut queue: Box<dyn WorkQueue>, time_limit: Duration) -> io::Result<Self> {
+    /// Takes a queue into use, at most `in_flight` of its entries. A record that has not come after `time_limit` is not
+    /// waited for any more.
+    pub(crate) fn new(
+        mut queue: Box<dyn WorkQueue>,
+        time_limit: Duration,
+        in_flight: usize,
+    ) -> io::Result<Self> {
         let limits = queue.limits();
         let members = limits.members.clamp(1, MOST_MEMBERS);
-        let slots = limits.entries.clamp(1, SLOTS);
+        let slots = limits.entries.min(in_flight).max(1);
         let mut space = Addresses::default();
         let area = Area::new(slots * stride(members), &mut *queue, &mut space)?;
         let slot = || Slot {
@@ -150,6 +162,8 @@ impl Channel {
             open: 0,
             abandoned: false,
             since: Instant::now(),
+            due: Instant::now(),
+            borrowed_ns: 0,
             clean: true,
         };
         Ok(Self {
@@ -165,6 +179,7 @@ impl Channel {
             latencies: [Latencies::new(), Latencies::new()],
             time_limit,
             resets: VecDeque::new(),
+            overslept: false,
             refused: None,
             counters: Counters::default(),
         })
@@ -215,7 +230,14 @@ impl Channel {
 
     /// Whether a batch can be started.
     pub(crate) fn has_room(&self) -> bool {
-        !self.free.is_empty() && self.entries < self.limits.entries
+        self.rooms() > 0
+    }
+
+    /// Batches that can be started.
+    pub(crate) fn rooms(&self) -> usize {
+        self.free
+            .len()
+            .min(self.limits.entries.saturating_sub(self.entries))
     }
 
     /// Times of an operation.
@@ -229,12 +251,30 @@ impl Channel {
         bytes: usize,
         file: BorrowedFd<'_>,
     ) -> Result<Option<DeviceAddress>, Trouble> {
+        self.give(bytes, file, false)
+    }
+
+    /// The same; the device may write the file, which is the driver's own.
+    pub(crate) fn map_writable(
+        &mut self,
+        bytes: usize,
+        file: BorrowedFd<'_>,
+    ) -> Result<Option<DeviceAddress>, Trouble> {
+        self.give(bytes, file, true)
+    }
+
+    fn give(
+        &mut self,
+        bytes: usize,
+        file: BorrowedFd<'_>,
+        writable: bool,
+    ) -> Result<Option<DeviceAddress>, Trouble> {
         if self.uses_process_addresses() {
             return Ok(None);
         }
         let full = || Trouble::Gone("no addresses are left for the device".to_owned());
         let at = self.space.take(bytes as u64).ok_or_else(full)?;
-        if let Err(trouble) = self.queue.map(at, bytes, file, false) {
+        if let Err(trouble) = self.queue.map(at, bytes, file, writable) {
             self.space.give_back(at);
             return Err(trouble);
         }
@@ -266,8 +306,9 @@ impl Channel {
             tries: 0,
             state: State::ToDo,
         }));
-        (slot.batch, slot.abandoned, slot.clean) = (false, false, true);
+        (slot.batch, slot.abandoned, slot.clean) = (false, false, self.busy.is_empty());
         slot.open = taken.len();
+        let last_due = self.busy.back().map(|last| self.slots[*last].due);
         if !self.submit(at)? {
             self.free.push(at);
             let since = *self.refused.get_or_insert_with(Instant::now);
@@ -282,6 +323,11 @@ impl Channel {
         }
         self.refused = None;
         self.busy.push_back(at);
+        let latencies = &self.latencies[kind(taken[0].0.opcode().unwrap_or(Opcode::Nop))];
+        let alone = Instant::now() + latencies.expect(taken.len());
+        let behind = last_due.map(|due| due + latencies.transfers(taken.len()));
+        self.slots[at].due = behind.map_or(alone, |behind| behind.max(alone));
+        self.slots[at].borrowed_ns = self.queue.borrowed_cpu_ns();
         Ok(taken.len())
     }
 
@@ -308,7 +354,12 @@ impl Channel {
             }
         }
         if any {
-            self.slots[at].since = Instant::now();
+            let (now, borrowed_ns) = (Instant::now(), self.queue.borrowed_cpu_ns());
+            let slot = &mut self.slots[at];
+            let opcode = slot.members.first().and_then(|member| member.descriptor.opcode());
+            let alone = self.latencies[kind(opcode.unwrap_or(Opcode::Nop))].expect(1);
+            (slot.since, slot.due) = (now, now + alone);
+            slot.borrowed_ns = borrowed_ns;
         }
         Ok(any)
     }
@@ -325,7 +376,12 @@ impl Channel {
         let list = self.area.address(self.list(at));
         let batch = Descriptor::batch(list, u32::try_from(count).unwrap_or(u32::MAX));
         let batch = batch.and_then(|batch| batch.with_completion(self.area.address(record)));
-        let batch = batch.map_err(|error| Trouble::Gone(error.to_string()))?;
+        let mut batch = batch.map_err(|error| Trouble::Gone(error.to_string()))?;
+        let opcode = self.slots[at].members[0].descriptor.opcode();
+        let expected = self.latencies[kind(opcode.unwrap_or(Opcode::Nop))].expect(count);
+        if let Some(vector) = self.queue.vector().filter(|_| expected > SHORTEST_NAP) {
+            batch = batch.with_interrupt(vector);
+        }
         if !self.queue.submit(&batch)? {
             self.counters.full += 1;
             return Ok(false);
@@ -378,6 +434,7 @@ impl Channel {
         tell: &mut dyn FnMut(u64, Result<CompletionRecord, ItemError>),
     ) -> Result<(), Trouble> {
         self.look_at_all(tell)?;
+        self.overslept = false;
         if let Some(at) = self.late() {
             // This thread may have been the one that was late.
             let record = self.awaited(at);
@@ -453,8 +510,17 @@ impl Channel {
             && let Some(member) = slot.members.first()
         {
             let opcode = member.descriptor.opcode().unwrap_or(Opcode::Nop);
-            let took = slot.since.elapsed();
-            self.latencies[kind(opcode)].note(count, took);
+            // A model's work is not the device's time.
+            let borrowed = self.queue.borrowed_cpu_ns() - slot.borrowed_ns;
+            let took = slot
+                .since
+                .elapsed()
+                .saturating_sub(Duration::from_nanos(borrowed));
+            let latencies = &mut self.latencies[kind(opcode)];
+            // Else each sleep would be taken for the device's time, and the next one be longer.
+            let most = latencies.expect(count);
+            let took = if self.overslept { took.min(most) } else { took };
+            latencies.note(count, took);
         }
     }
 
@@ -540,26 +606,53 @@ impl Channel {
             .any(|at| self.area.record(self.awaited(*at)).is_some())
     }
 
+    /// When a slot is likely to have ended. A model's work on this thread delays its device.
+    fn due(&self, at: usize) -> Instant {
+        let slot = &self.slots[at];
+        slot.due + Duration::from_nanos(self.queue.borrowed_cpu_ns() - slot.borrowed_ns)
+    }
+
     /// Waits for something to end, at most so long.
     pub(crate) fn wait(&mut self, most: Duration) {
         let Some(at) = self.busy.front().copied() else {
             return;
         };
-        let slot = &self.slots[at];
-        let count = slot.members.len();
-        let opcode = slot.members.first().and_then(|member| member.descriptor.opcode());
-        let expected = self.latencies[kind(opcode.unwrap_or(Opcode::Nop))].expect(count);
-        let (start, due) = (Instant::now(), slot.since + expected);
-        let record = self.awaited(at);
+        let (start, record) = (Instant::now(), self.awaited(at));
         loop {
-            let now = Instant::now();
+            let (now, due) = (Instant::now(), self.due(at));
             let left = most.saturating_sub(now - start);
             if left.is_zero() || self.area.record(record).is_some() {
                 return;
             }
             let until = due.saturating_duration_since(now).min(left);
             if until > SHORTEST_SLEEP {
-                std::thread::sleep(until - WAKE);
+                self.queue.nap(until - WAKE);
+                self.overslept = self.area.record(record).is_some();
+            } else {
+                self.queue.relax(self.area.status(record));
+            }
+        }
+    }
+
+    /// Waits for all that is in flight, for about so long at most: for callers that can be late, and spare the CPU. It
+    /// sleeps until the last one is likely to have ended, and when that takes longer again and again.
+    pub(crate) fn wait_for_all(&mut self, most: Duration) {
+        let Some(at) = self.busy.back().copied() else {
+            return;
+        };
+        let (start, record) = (Instant::now(), self.awaited(at));
+        loop {
+            let (now, due) = (Instant::now(), self.due(at));
+            if now - start >= most || self.area.record(record).is_some() {
+                return;
+            }
+            let early = due.saturating_duration_since(now).min(most);
+            let overdue = now.saturating_duration_since(due) > SHORTEST_NAP;
+            if early > SHORTEST_NAP || overdue {
+                self.queue.nap(early.max(SHORTEST_NAP));
+                // The first moment at which a model can work.
+                self.queue.relax(self.area.status(record));
+                self.overslept = self.area.record(record).is_some();
             } else {
                 self.queue.relax(self.area.status(record));
             }

@@ -52,6 +52,11 @@ impl Latencies {
         Duration::from_nanos(ns)
     }
 
+    /// How much longer a batch of so many takes the device that has others to do before it.
+    pub(crate) fn transfers(&self, members: usize) -> Duration {
+        Duration::from_nanos(members as u64 * self.per_member())
+    }
+
     /// The time that a member adds: between the smallest and the largest batch seen.
     fn per_member(&self) -> u64 {
         let (first, last) = self.ends();
@@ -82,15 +87,15 @@ impl Latencies {
         (first, seen.next_back().or(first))
     }
 
-    /// The size of batches for so many pages: large enough that the round trip is a small part of each, small enough that
-    /// several are on their way at once.
-    pub(crate) fn batch(&self, pages: usize, most: usize) -> usize {
+    /// The size of batches for so many pages, of which a queue takes `rooms` more: large enough that the round trip is a
+    /// small part of each and that all pages fit in, small enough that several are on their way at once.
+    pub(crate) fn batch(&self, pages: usize, rooms: usize, most: usize) -> usize {
         /// How many times the round trip a batch is to take.
         const WORTH: u64 = 8;
         let worth = usize::try_from(WORTH * self.round_trip() / self.per_member().max(1)).unwrap_or(most);
-        let at_once = worth.clamp(1, most);
-        // Two at least, while one of them is worth its round trip.
-        if pages > at_once {
+        let at_once = worth.max(pages.div_ceil(rooms.max(1))).clamp(1, most);
+        // Two at least, if the queue takes two, while one of them is worth its round trip.
+        if pages > at_once || rooms < 2 {
             at_once
         } else {
             pages.div_ceil(2).max(at_once.min(pages).div_ceil(2))
@@ -144,10 +149,17 @@ mod tests {
     #[test]
     fn batches_are_worth_their_round_trip_and_several() {
         let latencies = seen();
-        let many = latencies.batch(10_000, 1024);
+        let many = latencies.batch(500, 16, 1024);
         assert!((16..=64).contains(&many), "{many}");
-        assert_eq!(latencies.batch(1, 1024), 1);
-        assert_eq!(latencies.batch(10_000, 8), 8);
-        assert!(latencies.batch(20, 1024) <= 20);
+        assert_eq!(latencies.batch(1, 16, 1024), 1);
+        assert_eq!(latencies.batch(10_000, 16, 8), 8);
+        assert!(latencies.batch(20, 16, 1024) <= 20);
+    }
+
+    #[test]
+    fn batches_are_so_large_that_all_pages_fit_into_the_queue() {
+        let latencies = seen();
+        assert_eq!(latencies.batch(10_000, 16, 1024), 625);
+        assert_eq!(latencies.batch(10_000, 2, 1024), 1024);
     }
 }

@@ -8,7 +8,8 @@
 //!  way: device node | VFIO | model  <------------'
 //! ```
 //!
-//! - [`WorkQueue`] is a queue as the driver reaches it: [`Node`] through Linux's device nodes, [`InProcess`] the model.
+//! - [`WorkQueue`] is a queue as the driver reaches it: [`Node`] through Linux's device nodes, [`Vfio`] as a device of this
+//!   process's own, [`InProcess`] the model.
 //! - [`DsaEngine`] drives several of them.
 //!
 //! # What the device can reach
@@ -35,6 +36,6 @@ pub use engine::{DsaEngine, Options};
 pub use instructions::Instructions;
 pub use open::{model, open};
 pub use way::{
-    InProcess, Node, NodeError, QueueLimits, Reach, Registers, SetupError, Trouble, Wanted, WorkQueue,
-    bring_up, command, reset,
+    InProcess, Node, NodeError, QueueLimits, Reach, Registers, SetupError, Trouble, Vfio, VfioFailure,
+    Wanted, WorkQueue, bring_up, command, reset,
 };

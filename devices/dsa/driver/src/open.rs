@@ -1,17 +1,21 @@
 //! Finding work queues.
 
-use crate::way::{InProcess, Node, Reach, SetupError, Wanted, WorkQueue};
+use crate::way::{InProcess, Node, Reach, SetupError, Vfio, Wanted, WorkQueue};
 use std::path::Path;
 use vmm_dedup::compare::{Answer, Error};
 use vmm_dedup_dsa_model::{Faults, Shape, Timing};
 
-/// Opens the work queue of a device node; without one, all user queues that are enabled and free, those of this NUMA node
+/// Opens the work queue of a device node, or the device of a folder below `/sys` through VFIO; without one, all user queues that are enabled and free, those of this NUMA node
 /// if there are any.
 ///
 /// # Errors
 /// If there is none, with what is wrong with those that there are.
 pub fn open(node: Option<&Path>) -> Answer<Vec<Box<dyn WorkQueue>>> {
     let failed = |text: String| Error::Device(text);
+    if let Some(path) = node.filter(|path| path.starts_with("/sys")) {
+        let opened = Vfio::open(path).map_err(|error| failed(error.to_string()))?;
+        return Ok(vec![Box::new(opened)]);
+    }
     if let Some(path) = node {
         let opened = Node::open(path).map_err(|error| failed(error.to_string()))?;
         return Ok(vec![Box::new(opened)]);

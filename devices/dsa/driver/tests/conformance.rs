@@ -57,6 +57,7 @@ impl Case {
         conformance::keys(&mut |arena| Box::new(self.engine(arena)));
         conformance::tree_search(&mut |arena| Box::new(self.engine(arena)));
         conformance::verify(&mut |arena| Box::new(self.engine(arena)));
+        conformance::deltas(&mut |arena| Box::new(self.engine(arena)));
     }
 }
 
@@ -141,7 +142,8 @@ fn it_conforms_on_a_shared_queue_that_is_often_full() {
     case.conforms();
 }
 
-/// Where there is a device: DSA_NODE names a work queue, such as /dev/dsa/wq0.0. The nested tests run this in a guest.
+/// Where there is a device: DSA_NODE names a work queue, such as /dev/dsa/wq0.0, or a device that belongs to VFIO by its folder
+/// below /sys. The nested tests run this in guests.
 #[test]
 fn it_conforms_through_a_device_node() {
     let Some(node) = std::env::var_os("DSA_NODE") else {
@@ -152,11 +154,14 @@ fn it_conforms_through_a_device_node() {
         time_limit: Duration::from_secs(5),
         ..Case::good(Reach::Process).options
     };
-    let engine = || {
+    let engine = |arena: &Arena| {
         let queues = vmm_dedup_dsa::open(Some(node.as_ref())).unwrap();
-        Box::new(DsaEngine::new(queues, options).unwrap())
+        let mut engine = DsaEngine::new(queues, options).unwrap();
+        engine.map(PageId(0), arena.pages(), arena.file()).unwrap();
+        Box::new(engine)
     };
-    conformance::keys(&mut |_| engine());
-    conformance::tree_search(&mut |_| engine());
-    conformance::verify(&mut |_| engine());
+    conformance::keys(&mut |arena| engine(arena));
+    conformance::tree_search(&mut |arena| engine(arena));
+    conformance::verify(&mut |arena| engine(arena));
+    conformance::deltas(&mut |arena| engine(arena));
 }

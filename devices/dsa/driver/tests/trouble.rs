@@ -5,8 +5,12 @@ use vmm_dedup::compare::{
     Answer, Arena, Compared, Engine, Error, Keys, PageId, Pages, Pair, PairAnswer, StablePage, Verifier,
     Verify, With,
 };
-use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, Wanted, WorkQueue};
+use vmm_dedup_dsa::{
+    DsaEngine, InProcess, Options, Reach, Registers, SetupError, Wanted, WorkQueue, bring_up,
+};
+use vmm_dedup_dsa_abi::Command;
 use vmm_dedup_dsa_abi::config::Mode;
+use vmm_dedup_dsa_abi::registers::{CMDSTS, GeneralCapability, QueueCapability};
 use vmm_dedup_dsa_model::{Faults, Shape, Timing};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords};
 
@@ -160,6 +164,40 @@ fn a_queue_that_takes_nothing_is_given_up() {
     let next = engine.keys(&arena, &ids()).swap_remove(0);
     assert!(next.unwrap_err().to_string().contains("takes nothing"));
     assert!(engine.counters().full > 0);
+}
+
+/// Registers that always read the same.
+struct Stuck(fn(u64) -> u64);
+
+impl Registers for Stuck {
+    fn read(&mut self, offset: u64) -> u64 {
+        self.0(offset)
+    }
+
+    fn write(&mut self, _offset: u64, _value: u32) {}
+}
+
+#[test]
+fn a_device_that_cannot_be_configured_says_why() {
+    let set_up = |shape: Shape| {
+        let wanted = Wanted::default();
+        InProcess::new(shape, Timing::NONE, Faults::default(), Reach::Process, wanted).unwrap_err()
+    };
+    let mut fixed = Shape::sapphire_rapids();
+    fixed.general.0 &= !GeneralCapability::CONFIGURABLE;
+    assert_eq!(set_up(fixed), SetupError::Fixed);
+    let mut shared = Shape::sapphire_rapids();
+    shared.queues.0 &= !QueueCapability::DEDICATED;
+    assert_eq!(set_up(shared), SetupError::Mode(Mode::Dedicated));
+    let wanted = Wanted::default();
+    assert_eq!(bring_up(&mut Stuck(|_| u64::MAX), wanted), Err(SetupError::Gone));
+    // Its command status is active for ever.
+    let mut hangs = Stuck(|offset| if offset == CMDSTS { 1 << 31 } else { 0 });
+    let error = bring_up(&mut hangs, wanted).unwrap_err();
+    assert_eq!(error, SetupError::Hangs(Command::ResetDevice));
+    let mut refuses = Stuck(|offset| u64::from(offset == CMDSTS));
+    let error = bring_up(&mut refuses, wanted).unwrap_err().to_string();
+    assert!(error.starts_with("ResetDevice failed"), "{error}");
 }
 
 /// A way to ask for something else than keys.

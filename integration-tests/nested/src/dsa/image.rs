@@ -18,6 +18,8 @@ pub enum Play {
     Sva,
     /// The same, this project's driver: its conformance suites, and pages merged by the service.
     Driver,
+    /// The same by VFIO, without Linux's driver.
+    Vfio,
 }
 
 impl Play {
@@ -28,6 +30,8 @@ impl Play {
             Self::Sva | Self::Driver => {
                 Some("intel-iommu,scalable-mode=on,fsts=on,pasid-bits=20,device-iotlb=on,svm=on")
             }
+            // QEMU has to be told of each page that the guest gives the device.
+            Self::Vfio => Some("intel-iommu,caching-mode=on,device-iotlb=on"),
         }
     }
 
@@ -36,6 +40,7 @@ impl Play {
         match self {
             Self::Dmatest => "",
             Self::Sva | Self::Driver => "intel_iommu=on,sm_on iommu=pt",
+            Self::Vfio => "intel_iommu=on",
         }
     }
 }
@@ -46,12 +51,27 @@ impl fmt::Display for Play {
             Self::Dmatest => "dmatest",
             Self::Sva => "sva",
             Self::Driver => "driver",
+            Self::Vfio => "vfio",
         })
     }
 }
 
-/// Modules, in the order in which they are loaded; those that the kernel has built in are left out.
-const MODULES: [&str; 2] = ["idxd_bus", "idxd"];
+impl Play {
+    /// Modules, in the order in which they are loaded.
+    fn modules(self) -> &'static [&'static str] {
+        match self {
+            Self::Dmatest | Self::Sva | Self::Driver => &["idxd_bus", "idxd"],
+            Self::Vfio => &[
+                "irqbypass",
+                "vfio",
+                "vfio_iommu_type1",
+                "vfio_pci_core",
+                "vfio_pci",
+            ],
+        }
+    }
+}
+
 const PROGRAMS: [&str; 3] = [
     "usr/bin/busybox",
     "usr/bin/accel-config",
@@ -67,6 +87,7 @@ const LINKS: [(&str, &str); 4] = [
 
 /// The whole system.
 pub(super) fn guest(
+    play: Play,
     kernel: &WholeKernel,
     tools: &Packages,
     dmatest: Option<&Path>,
@@ -76,7 +97,7 @@ pub(super) fn guest(
     merge_usr(root)?;
     let busybox = root.join("usr/bin/busybox");
     let busybox = fs::read(&busybox).map_err(|e| Failure::file(&busybox, e))?;
-    let init = include_str!("../../guest/dsa-init.sh").replace("@modules@", &MODULES.join(" "));
+    let init = include_str!("../../guest/dsa-init.sh").replace("@modules@", &play.modules().join(" "));
     let mut archive = base(&busybox, &init);
     for (name, target) in LINKS {
         archive.symlink(name, target);
@@ -86,7 +107,7 @@ pub(super) fn guest(
     for file in &programs {
         add(&mut archive, root, file)?;
     }
-    for name in MODULES {
+    for name in play.modules() {
         let path = kernel.module(name)?;
         add_module(&mut archive, name, &path)?;
     }

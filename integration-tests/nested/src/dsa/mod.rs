@@ -81,6 +81,7 @@ impl Stage {
                 let dmatest = module::dmatest(&kernel, &self.cache)?;
                 (kernel, Some(dmatest))
             }
+            Play::Vfio => (WholeKernel::fetch(&self.cache, release)?, None),
             Play::Sva | Play::Driver => (WholeKernel::fetch_image(&self.cache, release, SVA_KERNEL)?, None),
         };
         let tools = Packages::fetch(
@@ -90,17 +91,19 @@ impl Stage {
             &["busybox-static", "accel-config", "accel-config-test"],
         )?;
         let ours: &[(&str, &Path)] = match play {
-            Play::Driver => &[("conformance", &self.conformance), ("verifiers", &self.verifiers)],
+            Play::Driver | Play::Vfio => {
+                &[("conformance", &self.conformance), ("verifiers", &self.verifiers)]
+            }
             Play::Dmatest | Play::Sva => &[],
         };
         let folder = tempfile::tempdir().map_err(|e| Failure::new(format!("no temporary folder: {e}")))?;
         let (initrd, console) = (folder.path().join("initrd"), folder.path().join("console.log"));
-        let archive = image::guest(&kernel, &tools, dmatest.as_deref(), ours)?;
+        let archive = image::guest(play, &kernel, &tools, dmatest.as_deref(), ours)?;
         fs::write(&initrd, archive).map_err(|e| Failure::file(&initrd, e))?;
         let socket = folder.path().join("dsa");
         let monitor = folder.path().join("monitor");
         let _device = match play {
-            Play::Dmatest => Some(Device::start(&self.vmm_dedup, &socket)?),
+            Play::Dmatest | Play::Vfio => Some(Device::start(&self.vmm_dedup, &socket)?),
             Play::Sva | Play::Driver => {
                 serve_spaces(&socket, &monitor)?;
                 None

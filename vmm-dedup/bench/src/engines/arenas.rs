@@ -5,17 +5,17 @@ use vmm_dedup::compare::Arena;
 use vmm_dedup_host::Failure;
 use vmm_dedup_protocol::key::PAGE_WORDS;
 
-pub(super) fn arena(pages: usize) -> Result<Arena, Failure> {
+pub(crate) fn arena(pages: usize) -> Result<Arena, Failure> {
     Arena::new(pages).map_err(|e| Failure::new(format!("cannot make {pages} pages of shared memory: {e}")))
 }
 
-pub(super) fn arena_of(area: &Area) -> Result<Arena, Failure> {
+pub(crate) fn arena_of(area: &Area) -> Result<Arena, Failure> {
     let pages: Vec<usize> = (0..area.pages()).collect();
     arena_of_pages(area, &pages)
 }
 
 /// The pages with content: most zero pages of an image were never used, and would not be there.
-pub(super) fn arena_without_zeros(area: &Area) -> Result<Arena, Failure> {
+pub(crate) fn arena_without_zeros(area: &Area) -> Result<Arena, Failure> {
     let used = |page: &usize| area.read(*page) != [0; PAGE_WORDS];
     let pages: Vec<usize> = (0..area.pages()).filter(used).collect();
     if pages.is_empty() {
@@ -24,7 +24,7 @@ pub(super) fn arena_without_zeros(area: &Area) -> Result<Arena, Failure> {
     arena_of_pages(area, &pages)
 }
 
-pub(super) fn arena_of_pages(area: &Area, pages: &[usize]) -> Result<Arena, Failure> {
+pub(crate) fn arena_of_pages(area: &Area, pages: &[usize]) -> Result<Arena, Failure> {
     let arena = arena(pages.len())?;
     for (at, page) in pages.iter().enumerate() {
         arena.write(at, &area.read(*page));

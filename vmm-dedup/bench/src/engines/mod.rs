@@ -6,13 +6,13 @@
 //! ([`service`]). What models of hardware report in cycles,
 //! nanojoules and bytes is by the papers' constants; times and CPU are those of this machine.
 
-mod arenas;
+pub(crate) mod arenas;
 mod device;
 mod keys;
 mod merging;
 mod report;
 mod searching;
-mod service;
+pub(crate) mod service;
 
 use crate::content::{self, Area, Kind, total_mib};
 use crate::host;

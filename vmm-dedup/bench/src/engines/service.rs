@@ -6,7 +6,7 @@ use super::device::DeviceProcess;
 use crate::content::Area;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use vmm_dedup::{Config, DedupService, HostRange, ServiceStats};
+use vmm_dedup::{Config, DedupService, Engines, HostRange, ServiceStats};
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::OwnStore;
 
@@ -97,7 +97,7 @@ pub(super) fn measure(
     Ok(all)
 }
 
-fn mib(pages: usize) -> u32 {
+pub(crate) fn mib(pages: usize) -> u32 {
     u32::try_from(pages / MIB_PAGES).unwrap_or(u32::MAX)
 }
 
@@ -107,6 +107,18 @@ fn serve(
     name: &str,
     search: &str,
     socket: Option<&Path>,
+) -> Result<DedupService, Failure> {
+    serve_with(area, store, name, search, socket, vmm_dedup_engines::engines())
+}
+
+/// A service on an area, which passes when it is told to.
+pub(crate) fn serve_with(
+    area: &Area,
+    store: &Path,
+    name: &str,
+    search: &str,
+    socket: Option<&Path>,
+    engines: Engines,
 ) -> Result<DedupService, Failure> {
     let config = Config {
         name: name.to_owned(),
@@ -118,13 +130,12 @@ fn serve(
     };
     let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
     // SAFETY: the area stays mapped for the process's lifetime and is only accessed through volatile words.
-    let service =
-        unsafe { DedupService::start_on_ranges_with(&[range], store, config, vmm_dedup_engines::engines()) };
+    let service = unsafe { DedupService::start_on_ranges_with(&[range], store, config, engines) };
     service.map_err(Failure::from_error)
 }
 
 /// Lets passes follow each other until something is so.
-fn until(
+pub(crate) fn until(
     service: &DedupService,
     failure: &str,
     so: impl Fn(&ServiceStats) -> bool,

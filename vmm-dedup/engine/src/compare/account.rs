@@ -4,7 +4,8 @@ use rustix::time::{ClockId, clock_gettime};
 use std::time::Instant;
 
 /// An account; all counts are totals.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "settings", derive(serde::Serialize))]
 pub struct Account {
     /// Pages that were keyed, compared with another, or searched for.
     pub pages: u64,

@@ -2,13 +2,13 @@
 #![allow(unsafe_code)] // the trait's submit() is unsafe; here it reads the pages at once
 
 use super::{
-    Account, Answer, Compared, Engine, Error, Keys, Limits, PageId, PageView, Pages, Pair, PairAnswer,
-    Stopwatch, TreeSearch, Verify, among_by_comparing, jhash2, search_by_comparing,
+    Account, Answer, Compared, Delta, Deltas, Engine, Error, Keys, Limits, PageId, PageView, Pages, Pair,
+    PairAnswer, Stopwatch, TreeSearch, Verify, among_by_comparing, jhash2, search_by_comparing,
 };
 use std::cmp::Ordering;
 use std::sync::atomic::Ordering as Memory;
 use std::time::Duration;
-use vmm_dedup_protocol::key::{Key, PAGE_WORDS, Salt, line_words};
+use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageWords, Salt, line_words};
 use vmm_dedup_protocol::tree::TreeReader;
 
 const LINE_WORDS: usize = 8;
@@ -171,6 +171,43 @@ impl Verify for Cpu {
     }
 }
 
+impl Deltas for Cpu {
+    fn create_deltas(
+        &mut self,
+        pages: &dyn Pages,
+        of: &[(PageId, PageId)],
+        most: usize,
+    ) -> Vec<Answer<Option<Delta>>> {
+        let watch = Stopwatch::start();
+        let mut create = |(base, changed): &(PageId, PageId)| {
+            let base = words_of(view_of(pages, *base)?);
+            let delta = Delta::between(&base, &words_of(view_of(pages, *changed)?));
+            self.note_comparison(PAGE_LINES);
+            Ok(Some(delta).filter(|delta| delta.len() <= most))
+        };
+        let deltas = of.iter().map(&mut create).collect();
+        watch.stop(&mut self.account);
+        deltas
+    }
+
+    fn apply_deltas(&mut self, pages: &dyn Pages, of: &[(PageId, &Delta)]) -> Vec<Answer<Box<PageWords>>> {
+        let watch = Stopwatch::start();
+        let apply = |(base, delta): &(PageId, &Delta)| {
+            let mut page = Box::new(words_of(view_of(pages, *base)?));
+            delta.apply(&mut page);
+            Ok(page)
+        };
+        let applied = of.iter().map(apply).collect();
+        watch.stop(&mut self.account);
+        applied
+    }
+}
+
+/// A copy of a page, torn if somebody writes it meanwhile.
+fn words_of(page: &PageView) -> PageWords {
+    std::array::from_fn(|word| page[word].load(Memory::Relaxed))
+}
+
 impl TreeSearch for Cpu {
     fn search(
         &mut self,
@@ -210,6 +247,7 @@ mod tests {
         conformance::keys(&mut |_| Box::new(cpu()));
         conformance::tree_search(&mut |_| Box::new(cpu()));
         conformance::verify(&mut |_| Box::new(cpu()));
+        conformance::deltas(&mut |_| Box::new(cpu()));
     }
 
     #[test]

@@ -23,7 +23,8 @@ use vmm_dedup_protocol::tree::{MAX_NODES, Node, TreeReader, TreeWriter, words};
 pub const PAGES_TO_SCAN: usize = 400;
 
 /// What a pass did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "settings", derive(serde::Serialize))]
 pub struct Pass {
     /// Pages that were looked at.
     pub candidates: u64,

@@ -1,17 +1,18 @@
 //! Seams for what compares pages: the CPU, and devices that do it for the CPU.
 //!
-//! An *engine* has a name and an account ([`Engine`]), and offers some of three works:
+//! An *engine* has a name and an account ([`Engine`]), and offers some of four works:
 //!
 //! - [`Keys`] makes keys of pages, which tell pages apart and show that a page has changed;
 //! - [`TreeSearch`] finds the twin of a page in a tree of pages that is ordered by content, or in a set;
-//! - [`Verify`] tells whether pages that were taken from a guest are equal to the slots that are to replace them.
+//! - [`Verify`] tells whether pages that were taken from a guest are equal to the slots that are to replace them;
+//! - [`Deltas`] makes the difference of two pages, and pages out of others by such differences.
 //!
-//! Keys and searches are suggestions: an engine that errs there costs time or savings. Verification decides what a guest
+//! Keys, searches and deltas are suggestions: an engine that errs there costs time or savings. Verification decides what a guest
 //! reads. So the service asks through a [`Verifier`], which has the CPU compare whatever an engine calls equal, unless the
 //! operator has said to trust that engine.
 //!
 //! Programs list the engines that they link in [`Engines`], by name. The engine library itself has the CPU alone: [`Cpu`]
-//! offers all three works, and is what everything falls back to.
+//! offers all of them, and is what everything falls back to.
 //!
 //! What holds for all works:
 //! - Calls return soon: an engine bounds how long it waits for its device, and then says [`Error::Device`].
@@ -31,6 +32,7 @@ mod comparing;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod cpu;
+mod deltas;
 mod engine;
 mod jhash;
 mod keys;
@@ -47,6 +49,7 @@ pub use arena::Arena;
 pub use checked_search::CheckedSearch;
 pub use comparing::{among_by_comparing, search_by_comparing};
 pub use cpu::{Cpu, KeyKind, LineCounts};
+pub use deltas::{DELTA_ENTRY, Delta, Deltas};
 pub use engine::{Answer, Engine, Error, PageId, PageView, Pages};
 pub use jhash::jhash2;
 pub use keys::Keys;

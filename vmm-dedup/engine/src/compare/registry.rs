@@ -1,6 +1,6 @@
 //! Which engines a program has, by the names that settings use.
 
-use super::{Answer, Cpu, Error, KeyKind, Keys, TreeSearch, Verify};
+use super::{Answer, Cpu, Deltas, Error, KeyKind, Keys, TreeSearch, Verify};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -21,6 +21,8 @@ pub enum Work {
     Verify,
     /// [`TreeSearch`].
     TreeSearch,
+    /// [`Deltas`].
+    Deltas,
 }
 
 impl std::fmt::Display for Work {
@@ -29,6 +31,7 @@ impl std::fmt::Display for Work {
             Work::Keys => "makes keys",
             Work::Verify => "verifies",
             Work::TreeSearch => "searches",
+            Work::Deltas => "makes deltas",
         })
     }
 }
@@ -42,6 +45,7 @@ pub struct Entry {
     keys: Option<Make<dyn Keys>>,
     verify: Option<Make<dyn Verify>>,
     tree_search: Option<Make<dyn TreeSearch>>,
+    deltas: Option<Make<dyn Deltas>>,
     socket: bool,
 }
 
@@ -82,6 +86,16 @@ impl Entry {
         self
     }
 
+    /// Offers deltas.
+    #[must_use]
+    pub fn deltas(
+        mut self,
+        make: impl Fn(Option<&Path>) -> Answer<Box<dyn Deltas>> + Send + Sync + 'static,
+    ) -> Self {
+        self.deltas = Some(Arc::new(make));
+        self
+    }
+
     /// Its device can be behind a socket, which settings may name.
     #[must_use]
     pub fn behind_socket(mut self) -> Self {
@@ -94,13 +108,14 @@ impl Entry {
             Work::Keys => self.keys.is_some() || self.tree_search.is_some(),
             Work::Verify => self.verify.is_some(),
             Work::TreeSearch => self.tree_search.is_some(),
+            Work::Deltas => self.deltas.is_some(),
         }
     }
 }
 
 impl std::fmt::Debug for Entry {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let all = [Work::Keys, Work::Verify, Work::TreeSearch];
+        let all = [Work::Keys, Work::Verify, Work::TreeSearch, Work::Deltas];
         f.debug_list()
             .entries(all.into_iter().filter(|work| self.offers(*work)))
             .finish()
@@ -120,7 +135,7 @@ impl Default for Engines {
 }
 
 impl Engines {
-    /// This CPU: `cpu` makes keys and verifies, `tree` searches.
+    /// This CPU: `cpu` makes keys and deltas and verifies, `tree` searches.
     #[must_use]
     pub fn new() -> Self {
         // Its keys tell only whether a page has changed, and are shown to nobody: they need no salt.
@@ -130,7 +145,8 @@ impl Engines {
         };
         let plain = Entry::new()
             .keys(move |_| Ok(Box::new(cpu())))
-            .verify(move |_| Ok(Box::new(cpu())));
+            .verify(move |_| Ok(Box::new(cpu())))
+            .deltas(move |_| Ok(Box::new(cpu())));
         none.register(CPU, plain)
             .register(TREE, Entry::new().tree_search(move |_| Ok(Box::new(cpu()))))
     }
@@ -184,6 +200,15 @@ impl Engines {
     pub fn verifier(&self, name: &str, socket: Option<&Path>) -> Answer<Box<dyn Verify>> {
         let make = self.entries.get(name).and_then(|entry| entry.verify.as_ref());
         make.ok_or_else(|| self.lacks(name, Work::Verify))?(socket)
+    }
+
+    /// Makes an engine for deltas.
+    ///
+    /// # Errors
+    /// As for [`Self::keys`].
+    pub fn deltas(&self, name: &str, socket: Option<&Path>) -> Answer<Box<dyn Deltas>> {
+        let make = self.entries.get(name).and_then(|entry| entry.deltas.as_ref());
+        make.ok_or_else(|| self.lacks(name, Work::Deltas))?(socket)
     }
 
     /// Makes an engine that searches.

@@ -2,6 +2,8 @@
 
 mod settings;
 mod setup;
+#[cfg(feature = "settings")]
+mod text;
 
 pub(crate) use settings::INDEX;
 pub use settings::{Breaks, Config, Policy, UseSource, Verification};

@@ -3,25 +3,30 @@
 use crate::compare::registry::CPU;
 use crate::compare::{Engines, Work};
 use crate::error::Error;
+#[cfg(feature = "settings")]
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 use vmm_dedup_protocol::stats::USE_SOURCES;
 
 /// Who copies a shared page when the guest writes it, and how pages that the kernel copied are merged again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", tag = "mode", deny_unknown_fields)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(
+    feature = "settings",
+    derive(Serialize, Deserialize),
+    serde(rename_all = "kebab-case", tag = "mode", deny_unknown_fields)
+)]
 pub enum Breaks {
     /// The kernel: a few microseconds a page, but the page stays private until it is healed, and memory may run out.
     Kernel {
         /// How long the kernel may hold up the VM's faults, in microseconds (0..=1000000), for a fork that tells which of the
         /// pages that it copied are pinned, where somebody may pin; 0: no forks. It goes with the number of the process's
         /// mappings.
-        #[serde(default = "heal_stall_us")]
+        #[cfg_attr(feature = "settings", serde(default = "heal_stall_us"))]
         heal_stall_us: u64,
         /// Whether such pages are also merged again without a fork, where no open file can have them pinned. Another process
         /// that writes this one's memory (process_vm_writev, a debugger) and is held up in the middle can lose that write.
-        #[serde(default)]
+        #[cfg_attr(feature = "settings", serde(default))]
         heal_without_fork: bool,
     },
     /// The service, from a reserve: slower, and a writer waits when there is no memory. The kernel only copies a page whose
@@ -32,10 +37,10 @@ pub enum Breaks {
         /// The reserve is refilled only while the host has more than this available, in bytes.
         floor_bytes: u64,
         /// As with [`Breaks::Kernel`].
-        #[serde(default = "heal_stall_us")]
+        #[cfg_attr(feature = "settings", serde(default = "heal_stall_us"))]
         heal_stall_us: u64,
         /// As with [`Breaks::Kernel`].
-        #[serde(default)]
+        #[cfg_attr(feature = "settings", serde(default))]
         heal_without_fork: bool,
     },
 }
@@ -93,8 +98,12 @@ pub(crate) const INDEX: &str = "index";
 const MOST_HEAL_STALL_US: u64 = 1_000_000;
 
 /// Settings of a [`crate::DedupService`].
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(
+    feature = "settings",
+    derive(Serialize, Deserialize),
+    serde(default, deny_unknown_fields)
+)]
 pub struct Config {
     /// Name of the VM in metrics and logs.
     pub name: String,
@@ -132,8 +141,12 @@ pub struct Config {
 }
 
 /// How pages that were taken are compared with the slots that are to replace them: part of [`Config`].
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(
+    feature = "settings",
+    derive(Serialize, Deserialize),
+    serde(default, deny_unknown_fields)
+)]
 pub struct Verification {
     /// An engine of this program. Whenever it fails the CPU does it.
     pub engine: String,
@@ -182,8 +195,12 @@ impl Default for Config {
 
 /// How 2 MiB ranges are managed (SmartMD, USENIX ATC'17, slides 13 to 21). Policies that watch the use of memory take
 /// pages for moments to see who wants them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(
+    feature = "settings",
+    derive(Serialize, Deserialize),
+    serde(rename_all = "kebab-case")
+)]
 pub enum Policy {
     /// Split what is rarely used and has many duplicates, build again what is used often.
     Smartmd,
@@ -242,8 +259,12 @@ impl std::str::FromStr for Policy {
 
 /// What tells which memory is used. If one cannot, the next of take-and-wait, damon, page-idle and writes is asked, and the reason
 /// is logged and explained. Writes that break sharing count as use with any of them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(
+    feature = "settings",
+    derive(Serialize, Deserialize),
+    serde(rename_all = "kebab-case")
+)]
 pub enum UseSource {
     /// Memory is taken away for some milliseconds, and who uses it waits: tells how often as well, and needs nothing but what
     /// merging needs. Who uses memory is stopped once in an interval for each 2 MiB of it.

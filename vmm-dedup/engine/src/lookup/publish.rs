@@ -106,7 +106,7 @@ fn publish_message(
         unsafe { store.stage(staged.len(), map.memory().address(*page)) };
         keys.push(Staged {
             key,
-            gap: gaps.before(map.memory(), *page),
+            gap: gaps.before(map, *page),
             wish: Wish::Slot,
         });
         staged.push(*page);

@@ -129,7 +129,6 @@ fn exceptions_between(
 /// Whether one mapping could show both requests' slots in their places, with pages between: the first one's slot.
 fn bridge(map: &PageMap, a: &MergeRequest, b: &MergeRequest) -> Option<Slot> {
     let (first, last) = (a.slot?, b.slot?);
-    let gap = gap(map.memory(), a.page, b.page).filter(|gap| *gap > 0)?;
-    let private = (a.page + 1..b.page).all(|page| !map.backing(page).in_file_mapping());
-    (private && first.checked_add_in_segment(u32::from(gap) + 1) == Some(last)).then_some(first)
+    let gap = gap(map, a.page, b.page).filter(|gap| *gap > 0)?;
+    (first.checked_add_in_segment(u32::from(gap) + 1) == Some(last)).then_some(first)
 }

@@ -20,13 +20,16 @@ use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::sched::Urgent;
 use crate::unmerge::address_space::AddressSpace;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What follows at once.
 pub(crate) const LIMIT: Limit = Limit {
     pages: 512,
     stretches: 32,
 };
+
+/// How long pages may be frozen for it. The rest goes on mapping the old slots until it is tried again.
+const LONGEST: Duration = Duration::from_millis(5);
 
 /// The result for a batch of requests.
 #[derive(Debug)]
@@ -54,7 +57,15 @@ pub(crate) fn follow(
             stall_ns: 0,
         };
     };
-    let (outcomes, _) = in_place::replace(memory, store, space, frozen, requests, &Proof::None);
+    let (outcomes, _) = in_place::replace(
+        memory,
+        store,
+        space,
+        frozen,
+        requests,
+        &Proof::None,
+        clock + LONGEST,
+    );
     Followed {
         outcomes,
         stall_ns: ns(clock.elapsed()),

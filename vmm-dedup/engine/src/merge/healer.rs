@@ -4,8 +4,11 @@
 //!
 //! # Nobody pins
 //!
-//! 1. *Ask the kernel's count* of pinned pages ([`pin_count`](mod@crate::sys::pin_count)): none of the host is.
-//! 2. *Freeze* ([`Frozen`](crate::window::Frozen)): nobody writes the pages from here on, and nobody pins them for writing.
+//! 1. *Ask the kernel's count* of pinned pages ([`pin_count`](mod@crate::sys::pin_count)): none of the host is. Any earlier answer
+//!    will do.
+//! 2. *Freeze* ([`Frozen`](crate::window::Frozen)): nobody writes the pages from here on, and nobody pins them for writing. Then
+//!    take the lock of the process's mappings for a moment. Who writes this process's memory by ptrace or /proc/PID/mem has
+//!    no pin, but holds that lock from finding the page until he has written it: so he is done.
 //! 3. *Ask again*, a few times. If nothing was pinned or let go from one answer to the next, the frozen pages are not pinned by
 //!    anybody whose pins the kernel counts: not by another process that writes this one's memory (a debugger, by process_vm_writev).
 //! 4. *Look at the open files* ([`Pinners`]). Whoever in this process had pages pinned before they were frozen has done so through
@@ -26,11 +29,17 @@
 //! A [`Child`] that only exists shares what is not pinned, and nothing else. So the pages are frozen, and then the page tables
 //! tell which of them are shared with the child: those were not pinned when it was forked, and have not been written or
 //! pinned since; and now that they are frozen nobody can. These are compared and mapped as above. No grace is needed: a
-//! debugger's pin counts as any other. The child is ended before the store is told of anything.
+//! debugger's pin counts as any other. The child is ended before the store is told of anything. What no fork tells of (plain
+//! references, as the kernel's TLS takes them), the open files do, before the fork and after the freezing.
 //!
-//! A fork holds the lock of the process's mappings for a time that goes with their number, and vCPUs that fault wait for it. So it
-//! is made only if the time that it will take, as the last ones tell, is within `heal_stall_us`. Guest memory is kept from
-//! children, but for the pages at hand.
+//! A fork holds the lock of the process's mappings for a time that goes with their number, and with the private memory that the
+//! child gets. vCPUs that fault wait for it. So it is made only if the time that it will take is within `heal_stall_us`
+//! ([`ForkCost`]). Guest memory is kept from children, but for the pages at hand.
+//!
+//! # What writers may wait
+//!
+//! From the freezing to the thawing no more than `heal_stall_us` (or [`COUNTING`] if that is 0): whatever is asked ends by then, and
+//! what was not replaced by then stays. If somebody waits, it ends within some tens of pages.
 
 use crate::account::ns;
 use crate::compare::Retry;
@@ -39,14 +48,15 @@ use crate::lookup::copies::Prospect;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
+use crate::merge::fork_cost::ForkCost;
 use crate::merge::in_place::{self, Limit, Proof, addresses, stretches};
 use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::direct_io::DirectIo;
 use crate::sys::fork::Child;
+use crate::sys::late_log;
 use crate::sys::pin_count::{Counts, PinCount};
-use crate::sys::pinners::Pinners;
-use crate::sys::proc;
+use crate::sys::pinners::{Pinner, Pinners, Told};
 use crate::sys::sched::Urgent;
 use crate::sys::vma;
 use crate::unmerge::address_space::AddressSpace;
@@ -60,6 +70,8 @@ const COUNTING: Duration = Duration::from_millis(5);
 const TRIES: usize = 4;
 /// How long who writes this process's memory from outside may take for that.
 const GRACE: Duration = Duration::from_millis(5);
+/// From one question whether somebody waits to the next, meanwhile.
+const GRACE_STEP: Duration = Duration::from_micros(100);
 /// Most pages that are healed at once, and most stretches of them: what a writer may have to wait for goes with these. One
 /// that waits has the whole batch given up, so batches get smaller when that happens, and grow again when it does not.
 const MOST_PAGES: usize = 2048;
@@ -69,9 +81,6 @@ const MOST_STRETCHES: usize = 64;
 const LEAST_STRETCHES: usize = 4;
 /// Batches that are healed with one child.
 const BATCHES_PER_CHILD: usize = 8;
-/// What a fork is taken to cost before there was one, nanoseconds: of itself, and for each mapping of the process.
-const FORK_NS: u64 = 300_000;
-const FORK_NS_PER_MAPPING: u64 = 500;
 
 #[cfg(feature = "blind-heals")]
 static BLIND: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
@@ -96,14 +105,19 @@ pub(crate) struct Healer {
     chosen: Option<u64>,
     /// How long a fork may take, nanoseconds.
     stall_ns: u64,
-    /// As the last forks tell.
-    ns_per_mapping: u64,
+    fork_cost: ForkCost,
+    /// The last count that said that no page is pinned.
+    counted: Option<Counts>,
+    /// What was found while pages were frozen, and not before.
+    surprise: Option<Pinner>,
     /// Most stretches of a batch now.
     stretches: usize,
     /// Of forks.
     forks: Trouble,
     /// Of page tables.
     tables: Trouble,
+    /// Of open files.
+    files: Trouble,
     way: Way,
     /// Why nothing could be healed when it was last tried.
     refused: Option<String>,
@@ -120,7 +134,10 @@ impl Trouble {
     /// It failed in this pass.
     fn note(&mut self, pass: u64, why: String) {
         let pause = self.retry.fail(pass);
-        log::warn!("pages that the kernel copied stay private for {pause} passes: {why}");
+        // Whoever heals holds the lock of discards, which a thread that logs may wait for.
+        late_log::say(format!(
+            "pages that the kernel copied stay private for {pause} passes: {why}"
+        ));
         self.why = format!("{why}; it is tried again after {pause} passes");
     }
 }
@@ -136,13 +153,23 @@ enum Way {
     Fork,
 }
 
+impl Way {
+    fn told(self) -> Told {
+        match self {
+            Self::Count => Told::Count,
+            Self::Files => Told::Nothing,
+            Self::Fork => Told::Fork,
+        }
+    }
+}
+
 /// The result for a batch of requests.
 #[derive(Debug)]
 pub(crate) struct Healed {
     /// One for each request.
     pub(crate) outcomes: Vec<Outcome>,
-    /// How long a writer may have waited, nanoseconds.
-    pub(crate) stall_ns: u64,
+    /// How long a writer may have waited, nanoseconds; `None` if nobody had to.
+    pub(crate) stall_ns: Option<u64>,
 }
 
 impl Healed {
@@ -150,12 +177,10 @@ impl Healed {
     pub(crate) fn none(requests: &[MergeRequest], outcome: Outcome) -> Self {
         Self {
             outcomes: vec![outcome; requests.len()],
-            stall_ns: 0,
+            stall_ns: None,
         }
     }
-}
 
-impl Healed {
     /// Nothing told of any page whether it is pinned.
     fn is_untold(&self) -> bool {
         let mut outcomes = self.outcomes.iter();
@@ -172,10 +197,13 @@ impl Healer {
             accepts_files: config.breaks.heal_without_fork(),
             chosen: None,
             stall_ns: config.breaks.heal_stall_us() * 1000,
-            ns_per_mapping: FORK_NS_PER_MAPPING,
+            fork_cost: ForkCost::default(),
+            counted: None,
+            surprise: None,
             stretches: MOST_STRETCHES,
             forks: Trouble::default(),
             tables: Trouble::default(),
+            files: Trouble::default(),
             way: Way::Fork,
             refused: None,
         }
@@ -194,10 +222,11 @@ impl Healer {
         self.refused.as_deref()
     }
 
-    /// Chooses the way; whether there is any, for all that can be told before pages are frozen. `mappings`: of the process.
-    pub(crate) fn can_heal(&mut self, mappings: u64, pass: u64) -> bool {
-        if !self.tables.retry.is_due(pass) {
-            self.refused = Some(self.tables.why.clone());
+    /// Chooses the way; whether there is any, for all that can be told before pages are frozen.
+    pub(crate) fn can_heal(&mut self, map: &PageMap, pass: u64) -> bool {
+        let troubles = [&self.tables, &self.files];
+        if let Some(trouble) = troubles.into_iter().find(|trouble| !trouble.retry.is_due(pass)) {
+            self.refused = Some(trouble.why.clone());
             return false;
         }
         if self.chosen == Some(pass) {
@@ -208,16 +237,15 @@ impl Healer {
             Ok(way) => return self.choose(way, pass),
             Err(why) => why,
         };
-        let predicted = FORK_NS + self.ns_per_mapping * mappings;
-        let why_no_fork = match () {
-            () if predicted > self.stall_ns => {
-                // What was measured does not hold for ever.
-                self.ns_per_mapping = (self.ns_per_mapping * 15 + FORK_NS_PER_MAPPING) / 16;
+        let predicted = self.fork_cost.predict(map, pass);
+        let why_no_fork = match self.pinners.look(Told::Fork) {
+            _ if predicted > self.stall_ns => {
                 let us = predicted / 1000;
                 format!("a fork would take {us} us, more than heal_stall_us")
             }
-            () if !self.forks.retry.is_due(pass) => self.forks.why.clone(),
-            () => return self.choose(Way::Fork, pass),
+            _ if !self.forks.retry.is_due(pass) => self.forks.why.clone(),
+            Ok(()) => return self.choose(Way::Fork, pass),
+            Err(pinner) => format!("no fork tells: {pinner}"),
         };
         self.refused = Some(format!("{why}; {why_no_fork}"));
         false
@@ -232,29 +260,32 @@ impl Healer {
         if !self.visible {
             return Err("the VMM does not vouch that pins are visible".to_owned());
         }
-        let looked = self.pinners.look();
-        looked.map_err(|pinner| format!("pages may be pinned: {pinner}"))?;
-        match self.count.nothing_pinned(self.patience()) {
-            Ok(_) => Ok(Way::Count),
-            Err(_) if self.accepts_files => Ok(Way::Files),
-            Err(why) => Err(format!("pages may be pinned: {why}")),
+        let pinned = |pinner: Pinner| format!("pages may be pinned: {pinner}");
+        self.pinners.look(Told::Count).map_err(pinned)?;
+        match self.count.nothing_pinned_lately(self.patience()) {
+            Ok(counts) => {
+                self.counted = Some(counts);
+                return Ok(Way::Count);
+            }
+            Err(why) if !self.accepts_files => return Err(format!("pages may be pinned: {why}")),
+            Err(_) => {}
         }
+        self.pinners.look(Told::Nothing).map_err(pinned)?;
+        Ok(Way::Files)
     }
 
     /// Whether two readings of the kernel's count, of which the second comes after pages were frozen, tell that none was pinned
-    /// when they were. `before`: the last reading before that, if it said so.
-    fn nothing_was_pinned(&mut self, before: Option<Counts>, frozen: Instant) -> bool {
-        let mut last = before;
+    /// when they were. The first may be any before that, since the counts only grow.
+    fn nothing_was_pinned(&mut self, frozen: Instant) -> bool {
         for _ in 0..TRIES {
             let left = self.patience().saturating_sub(frozen.elapsed());
             if left.is_zero() {
                 return false;
             }
             let now = self.count.nothing_pinned(left).ok();
-            if now.is_some() && now == last {
+            if now.is_some() && std::mem::replace(&mut self.counted, now) == now {
                 return true;
             }
-            last = now;
         }
         false
     }
@@ -268,8 +299,8 @@ impl Healer {
     }
 
     /// As [`Self::can_heal`]: which copies can be merged.
-    pub(crate) fn prospect(&mut self, mappings: u64, pass: u64) -> Prospect {
-        match (self.can_heal(mappings, pass), self.way) {
+    pub(crate) fn prospect(&mut self, map: &PageMap, pass: u64) -> Prospect {
+        match (self.can_heal(map, pass), self.way) {
             (false, _) => Prospect::None,
             (true, Way::Fork) => Prospect::UnlessPinned,
             (true, Way::Count | Way::Files) => Prospect::All,
@@ -313,11 +344,15 @@ impl Healer {
         requests: &[MergeRequest],
     ) -> Healed {
         let memory = map.memory().clone();
+        // What the last batch found out holds for this one, too.
+        if !self.can_heal(map, pass) {
+            return Healed::none(requests, Outcome::Untold);
+        }
         in_place::touch(&memory, store, requests);
         if self.way != Way::Fork {
-            return self.heal_batch(&memory, store, space, pass, requests, None);
+            return self.heal_batches(&memory, store, space, pass, requests, None);
         }
-        let (child, fork_ns) = match self.fork(&memory, map.mappings(), requests) {
+        let (child, fork_ns) = match self.fork(&memory, requests) {
             Ok(forked) => forked,
             Err(error) => {
                 self.forks.note(pass, format!("cannot fork: {error}"));
@@ -325,15 +360,8 @@ impl Healer {
                 return Healed::none(requests, Outcome::Untold);
             }
         };
-        let mut healed = Healed::none(&[], Outcome::Pinned);
-        healed.stall_ns = fork_ns;
-        while healed.outcomes.len() < requests.len() {
-            let rest = &requests[healed.outcomes.len()..];
-            let batch = &rest[..self.limit().fits(&memory, rest)];
-            let more = self.heal_batch(&memory, store, space, pass, batch, Some(&child));
-            healed.outcomes.extend(more.outcomes);
-            healed.stall_ns = healed.stall_ns.max(more.stall_ns);
-        }
+        let mut healed = self.heal_batches(&memory, store, space, pass, requests, Some(&child));
+        healed.stall_ns = healed.stall_ns.max(Some(fork_ns));
         if child.has_ended() {
             // What it shared no more looked as if it were pinned.
             let pinned = healed
@@ -347,6 +375,28 @@ impl Healer {
         } else {
             self.forks = Trouble::default();
         }
+        healed
+    }
+
+    /// Merges one batch after the other, until nothing tells of pins any more.
+    fn heal_batches(
+        &mut self,
+        memory: &Memory,
+        store: &Store,
+        space: &mut AddressSpace,
+        pass: u64,
+        requests: &[MergeRequest],
+        child: Option<&Child>,
+    ) -> Healed {
+        let mut healed = Healed::none(&[], Outcome::Untold);
+        while healed.outcomes.len() < requests.len() && self.chosen.is_some() {
+            let rest = &requests[healed.outcomes.len()..];
+            let batch = &rest[..self.limit().fits(memory, rest)];
+            let more = self.heal_batch(memory, store, space, pass, batch, child);
+            healed.outcomes.extend(more.outcomes);
+            healed.stall_ns = healed.stall_ns.max(more.stall_ns);
+        }
+        healed.outcomes.resize(requests.len(), Outcome::Untold);
         healed
     }
 
@@ -364,6 +414,11 @@ impl Healer {
         if self.way == Way::Count && healed.is_untold() {
             self.chosen = None;
         }
+        match self.surprise.take() {
+            Some(Pinner::TooMany) => self.files.note(pass, Pinner::TooMany.to_string()),
+            Some(why) => log::debug!("pages that the kernel copied stay private for now: {why}"),
+            None => {}
+        }
         self.adapt(&healed.outcomes);
         match failure {
             Some(error) => {
@@ -377,12 +432,7 @@ impl Healer {
     }
 
     /// Forks a child that has the pages at hand, and no others of the guest; and how long that took.
-    fn fork(
-        &mut self,
-        memory: &Memory,
-        mappings: u64,
-        requests: &[MergeRequest],
-    ) -> std::io::Result<(Child, u64)> {
+    fn fork(&mut self, memory: &Memory, requests: &[MergeRequest]) -> std::io::Result<(Child, u64)> {
         memory.keep_from_children();
         let at_hand: Vec<Range<usize>> = stretches(memory, requests)
             .map(|stretch| addresses(memory, stretch))
@@ -390,16 +440,15 @@ impl Healer {
         at_hand
             .iter()
             .for_each(|stretch| vma::advise_again(stretch, libc::MADV_DOFORK));
-        let (clock, cpu) = (Instant::now(), proc::thread_cpu_ns());
+        let (clock, urgent) = (Instant::now(), Urgent::begin());
         let child = Child::fork();
-        let (took, cpu) = (ns(clock.elapsed()), proc::thread_cpu_ns() - cpu);
+        let took = ns(clock.elapsed());
+        drop(urgent);
         at_hand
             .iter()
             .for_each(|stretch| vma::advise_again(stretch, libc::MADV_DONTFORK));
         let child = child?;
-        // A busy machine says nothing of the next fork.
-        let per_mapping = cpu.saturating_sub(FORK_NS) / mappings.max(1);
-        self.ns_per_mapping = (self.ns_per_mapping * 3 + per_mapping) / 4;
+        self.fork_cost.learn(took);
         Ok((child, took))
     }
 
@@ -413,48 +462,74 @@ impl Healer {
         requests: &[MergeRequest],
         child: Option<&Child>,
     ) -> (Healed, Option<std::io::Error>) {
-        let none = |outcome| (Healed::none(requests, outcome), None);
-        let before = match (child, self.way) {
-            (None, Way::Count) => self.count.nothing_pinned(self.patience()).ok(),
-            _ => None,
-        };
         let breaker = space.breaker.clone();
-        let (mut clock, _urgent) = (Instant::now(), Urgent::begin());
-        let Some(frozen) =
-            breaker.freeze(stretches(memory, requests).map(|stretch| addresses(memory, stretch)))
-        else {
-            return none(Outcome::NotTaken);
+        let _urgent = Urgent::begin();
+        let mut clock = Instant::now();
+        let runs = stretches(memory, requests).map(|stretch| addresses(memory, stretch));
+        let Some(frozen) = breaker.freeze(runs) else {
+            return (Healed::none(requests, Outcome::NotTaken), None);
         };
-        let proof = match (child, self.way) {
-            #[cfg(feature = "blind-heals")]
-            _ if BLIND.load(std::sync::atomic::Ordering::Relaxed) => Proof::Blind,
-            (Some(child), _) => Proof::Child(child),
-            (None, Way::Count) => {
-                if !self.nothing_was_pinned(before, clock) {
-                    return none(Outcome::Untold);
-                }
-                match self.pinners.look() {
-                    Ok(nobody) => Proof::NobodyPins(nobody),
-                    Err(_) => return none(Outcome::Pinned),
-                }
+        vma::wait_for_lock_holders();
+        let (outcomes, failure) = match self.prove(&frozen, child, &mut clock) {
+            Ok(proof) => {
+                let until = clock + self.patience();
+                in_place::replace(memory, store, space, frozen, requests, &proof, until)
             }
-            (None, _) if somebody_waits(&frozen, GRACE) => return none(Outcome::Contended),
-            (None, _) => {
-                // Nobody waited until now.
-                clock = Instant::now();
-                match self.pinners.look() {
-                    Ok(nobody) => Proof::NobodyPins(nobody),
-                    Err(_) => return none(Outcome::Pinned),
-                }
+            Err(outcome) => {
+                drop(frozen);
+                (vec![outcome; requests.len()], None)
             }
         };
-        let (outcomes, failure) = in_place::replace(memory, store, space, frozen, requests, &proof);
-        let stall_ns = ns(clock.elapsed());
+        let stall_ns = Some(ns(clock.elapsed()));
         (Healed { outcomes, stall_ns }, failure)
     }
-}
 
-fn somebody_waits(frozen: &FrozenRuns<'_>, time: Duration) -> bool {
-    // All wait for the same descriptor.
-    frozen.runs().next().is_some_and(|run| run.somebody_waits(time))
+    /// How it is known that frozen pages are not pinned, or what becomes of them if it is not. `clock`: since when somebody may
+    /// wait for them.
+    fn prove<'c>(
+        &mut self,
+        frozen: &FrozenRuns<'_>,
+        child: Option<&'c Child>,
+        clock: &mut Instant,
+    ) -> Result<Proof<'c>, Outcome> {
+        #[cfg(feature = "blind-heals")]
+        if BLIND.load(std::sync::atomic::Ordering::Relaxed) {
+            return Ok(Proof::Blind);
+        }
+        let somebody_waits = |time| frozen.breaker().somebody_waits(time);
+        match self.way {
+            Way::Count => {
+                if !self.nothing_was_pinned(*clock) {
+                    return Err(Outcome::Untold);
+                }
+            }
+            Way::Files => {
+                let begun = Instant::now();
+                while begun.elapsed() < GRACE {
+                    *clock = Instant::now();
+                    if somebody_waits(GRACE_STEP) {
+                        return Err(Outcome::Contended);
+                    }
+                }
+            }
+            Way::Fork => {}
+        }
+        match self.pinners.look_again(self.way.told(), *clock + self.patience()) {
+            Ok(nobody) => {
+                self.files = Trouble::default();
+                Ok(match child {
+                    Some(child) => Proof::Child(child, nobody),
+                    None => Proof::NobodyPins(nobody),
+                })
+            }
+            // Who waits within a system call may be what kept it from telling.
+            Err(_) if somebody_waits(Duration::ZERO) => Err(Outcome::Contended),
+            // It is another file each time, or there is a pause.
+            Err(why) => {
+                self.chosen = None;
+                self.surprise = Some(why);
+                Err(Outcome::NotTaken)
+            }
+        }
+    }
 }

@@ -12,6 +12,9 @@
 //! A slot that takes a page's place is compared with it first, at the guest's own address: neither changes. A page that stays
 //! private ([`Role::Exception`], [`Role::Home`]) is copied instead, while nobody changes it, and the copy takes its place in one
 //! step.
+//!
+//! A page that was not replaced is as it was: so the work ends at any page when somebody waits, or when its time is over
+//! ([`Haste`]).
 
 use crate::compare::{PageId, Pair, StablePage, With};
 use crate::lookup::request::{MergeRequest, Role};
@@ -28,11 +31,11 @@ use crate::sys::pinners::NobodyPins;
 use crate::sys::relocate::track;
 use crate::sys::vma::{self, Anonymous};
 use crate::unmerge::address_space::AddressSpace;
-use crate::unmerge::cow::FrozenRuns;
+use crate::unmerge::cow::{Breaker, FrozenRuns};
 use crate::window::Frozen;
 use std::io;
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmm_dedup_protocol::key::PAGE_WORDS;
 
 /// Most pages that are frozen at once, and most stretches of them: what a writer may have to wait for goes with these.
@@ -60,6 +63,28 @@ impl Limit {
         };
         let most = requests.len().min(self.pages);
         1 + (1..most).take_while(fits).count()
+    }
+}
+
+/// Pages that are compared, and mappings that are made, from one question whether somebody waits to the next.
+const COMPARED: usize = 64;
+const MAPPED: usize = 16;
+
+/// What ends the work on frozen pages early.
+#[derive(Clone, Copy, Debug)]
+struct Haste<'a> {
+    breaker: &'a Breaker,
+    until: Instant,
+}
+
+impl Haste<'_> {
+    fn is_over(&self) -> bool {
+        Instant::now() > self.until || self.breaker.somebody_waits(Duration::ZERO)
+    }
+
+    /// The same, asked at every so manieth step only.
+    fn is_over_at(&self, step: usize, every: usize) -> bool {
+        step.is_multiple_of(every) && self.is_over()
     }
 }
 
@@ -98,8 +123,11 @@ pub(crate) enum Proof<'c> {
     None,
     /// Nobody can have pages pinned.
     NobodyPins(NobodyPins),
-    /// Forked before the pages were frozen.
-    Child(#[expect(dead_code, reason = "it need only live")] &'c Child),
+    /// Forked before the pages were frozen; and nobody holds them in a way that no fork tells of.
+    Child(
+        #[expect(dead_code, reason = "it need only live")] &'c Child,
+        NobodyPins,
+    ),
     /// It is not known, and copies are replaced all the same: for the test that shows what comes of it.
     #[cfg(feature = "blind-heals")]
     Blind,
@@ -112,7 +140,7 @@ impl Proof<'_> {
         let free = match self {
             Self::None => Vec::new(),
             Self::NobodyPins(_) => copies.clone(),
-            Self::Child(_) => pagemap.shared_with_child(run.range())?,
+            Self::Child(..) => pagemap.shared_with_child(run.range())?,
             #[cfg(feature = "blind-heals")]
             Self::Blind => copies.clone(),
         };
@@ -138,8 +166,8 @@ struct Put {
     zeros: bool,
 }
 
-/// Replaces what it can of frozen pages, run by run, unless somebody waits; the outcome of each request. Also returns what kept it
-/// from looking at the page tables: nothing is logged while pages are frozen.
+/// Replaces what it can of frozen pages, run by run, until somebody waits or the time is over; the outcome of each request. Also
+/// returns what kept it from looking at the page tables: nothing is logged while pages are frozen.
 pub(crate) fn replace(
     memory: &Memory,
     store: &Store,
@@ -147,11 +175,14 @@ pub(crate) fn replace(
     mut frozen: FrozenRuns<'_>,
     requests: &[MergeRequest],
     proof: &Proof<'_>,
+    until: Instant,
 ) -> (Vec<Outcome>, Option<io::Error>) {
+    let breaker = frozen.breaker();
+    let haste = Haste { breaker, until };
     let (mut outcomes, mut put) = (Vec::with_capacity(requests.len()), Vec::new());
     let (mut rest, mut failure) = (Outcome::Contended, None);
     for (run, stretch) in frozen.runs_mut().zip(stretches(memory, requests)) {
-        if run.somebody_waits(Duration::ZERO) {
+        if haste.is_over() {
             break;
         }
         let found = match proof.look(run, &mut space.pagemap) {
@@ -161,9 +192,9 @@ pub(crate) fn replace(
                 break;
             }
         };
-        let mut compared = compare(run, &found, store, stretch);
+        let mut compared = compare(run, &found, store, stretch, haste);
         return_exceptions(stretch, &mut compared, Open::default());
-        put_runs(memory, run, store, stretch, &mut compared, &mut put);
+        put_runs(memory, run, store, stretch, &mut compared, &mut put, haste);
         outcomes.extend(compared);
     }
     outcomes.resize(requests.len(), rest);
@@ -185,7 +216,13 @@ pub(crate) fn replace(
 
 /// Compares frozen pages with what shall take their places.
 #[allow(unsafe_code)] // reads guest memory
-fn compare(run: &Frozen<'_>, found: &Found, store: &Store, stretch: &[MergeRequest]) -> Vec<Outcome> {
+fn compare(
+    run: &Frozen<'_>,
+    found: &Found,
+    store: &Store,
+    stretch: &[MergeRequest],
+    haste: Haste<'_>,
+) -> Vec<Outcome> {
     let within = |ranges: &[Range<usize>], at: usize| ranges.iter().any(|range| range.contains(&at));
     let outcome = |(request, at): (&MergeRequest, usize)| {
         match request.role {
@@ -215,7 +252,11 @@ fn compare(run: &Frozen<'_>, found: &Found, store: &Store, stretch: &[MergeReque
         }
     };
     let addresses = run.range().clone().step_by(PAGE_SIZE);
-    stretch.iter().zip(addresses).map(outcome).collect()
+    let pages = stretch.iter().zip(addresses).enumerate();
+    let in_time = pages.take_while(|(n, _)| *n == 0 || !haste.is_over_at(*n, COMPARED));
+    let mut outcomes: Vec<Outcome> = in_time.map(|(_, page)| outcome(page)).collect();
+    outcomes.resize(stretch.len(), Outcome::Contended);
+    outcomes
 }
 
 /// Puts what was found right into place, from the last run to the first: the kernel splits a mapping cheaper at its end.
@@ -226,9 +267,10 @@ fn put_runs(
     stretch: &[MergeRequest],
     outcomes: &mut [Outcome],
     put: &mut Vec<Put>,
+    haste: Haste<'_>,
 ) {
     let start = frozen.range().start;
-    let mut end = stretch.len();
+    let (mut end, mut runs) = (stretch.len(), 0);
     while end > 0 {
         if outcomes[end - 1] != Outcome::Merged {
             end -= 1;
@@ -241,6 +283,13 @@ fn put_runs(
         {
             first -= 1;
         }
+        if haste.is_over_at(runs, MAPPED) {
+            let rest = outcomes[..end].iter_mut();
+            rest.filter(|outcome| **outcome == Outcome::Merged)
+                .for_each(|outcome| *outcome = Outcome::Contended);
+            return;
+        }
+        runs += 1;
         let at = start + bytes(first)..start + bytes(end);
         let run = &stretch[first..end];
         match put_run(memory, frozen, store, run, &at) {

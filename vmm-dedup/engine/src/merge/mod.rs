@@ -3,6 +3,7 @@
 pub(crate) mod admission;
 pub(crate) mod bridged_runs;
 pub(crate) mod follower;
+pub(crate) mod fork_cost;
 pub(crate) mod healer;
 pub(crate) mod in_place;
 pub(crate) mod merger;

@@ -105,7 +105,7 @@ impl Planner {
         } = with;
         let managed = space.breaker.managed();
         let heals = found.iter().any(|request| map.backing(request.page).is_copied())
-            && self.healer.can_heal(map.mappings(), *pass);
+            && self.healer.can_heal(map, *pass);
         let admission = Admission {
             monitor,
             suspended,
@@ -260,7 +260,7 @@ impl Planner {
             session.schedule_resync(*pass, Doubt::NoMappings);
             Healed::none(&batch, Outcome::NoVma)
         };
-        account.stats.heal.observe(stall_ns);
+        stall_ns.into_iter().for_each(|ns| account.stats.heal.observe(ns));
         account.stats.bytes_read.verify += (batch.len() * 2 * PAGE_SIZE) as u64;
         self.wrong_proposals += note_healed(map, session, account, *pass, &batch, &outcomes);
         true

@@ -94,7 +94,7 @@ impl Pass {
                 end: asked.end,
             });
         }
-        let heals = self.planner.healer.can_heal(self.map.mappings(), self.number);
+        let heals = self.planner.healer.can_heal(&self.map, self.number);
         let mut explanation = Explanation {
             heals: heals.into(),
             ..Explanation::default()
@@ -209,7 +209,7 @@ impl Pass {
         let copies = self.map.counts().copied;
         let healer = &mut self.planner.healer;
         if copies > 0
-            && !healer.can_heal(self.map.mappings(), self.number)
+            && !healer.can_heal(&self.map, self.number)
             && let Some(why) = healer.refused()
         {
             return format!("{copies} pages that the kernel copied on write stay private: {why}");

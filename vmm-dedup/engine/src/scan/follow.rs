@@ -144,7 +144,7 @@ impl Pass {
         let memory = self.map.memory().clone();
         let batch = &requests[..follower::LIMIT.fits(&memory, &requests)];
         let batch = cut_at_copy(batch, batch.len() == requests.len());
-        let mut stall_ns = 0;
+        let mut stall_ns = None;
         let mut outcomes = Vec::new();
         if batch.iter().any(is_copy) {
             let (map, store) = (&self.map, self.session.store()?);
@@ -173,12 +173,14 @@ impl Pass {
                 outcomes: done,
                 stall_ns: stall,
             } = follower::follow(&memory, self.session.store()?, &mut self.space, &alone);
-            (outcomes, stall_ns) = (done, stall_ns.max(stall));
+            (outcomes, stall_ns) = (done, stall_ns.max(Some(stall)));
             &alone[..]
         } else {
             batch
         };
-        self.account.stats.stop.observe(stall_ns);
+        stall_ns
+            .into_iter()
+            .for_each(|ns| self.account.stats.stop.observe(ns));
         self.account.stats.bytes_read.verify += (batch.len() * 2 * PAGE_SIZE) as u64;
         let slots_first = |copies: bool| {
             batch
@@ -204,7 +206,7 @@ impl Pass {
             return false;
         }
         let healer = &mut self.planner.healer;
-        healer.can_heal(self.map.mappings(), self.number)
+        healer.can_heal(&self.map, self.number)
     }
 
     fn note_followed(&mut self, request: &MergeRequest, outcome: Outcome) {
@@ -270,7 +272,9 @@ impl Pass {
         };
         let (map, space, healer) = (&self.map, &mut self.space, &mut self.planner.healer);
         let Healed { outcomes, stall_ns } = healer.heal(map, store, space, self.number, &batch);
-        self.account.stats.heal.observe(stall_ns);
+        stall_ns
+            .into_iter()
+            .for_each(|ns| self.account.stats.heal.observe(ns));
         for (request, outcome) in batch.iter().zip(&outcomes) {
             match outcome {
                 Outcome::Merged => self.map.made_private(request.page),

@@ -137,7 +137,6 @@ impl Pass {
 
     /// To be called first in the thread that will run the passes.
     pub(crate) fn enter_thread(&mut self) {
-        crate::sys::sched::enter_service_thread();
         self.pace = Pace::new(self.control.cpu_percent());
         self.account.enter_thread();
     }

@@ -13,7 +13,7 @@ use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::message::MAX_BATCH;
 
 impl Pass {
-    /// Works until there is nothing left to tell, hash, publish or merge.
+    /// Works until there is nothing left to tell, hash, publish or merge; or until merging is suspended.
     pub(super) fn settle(&mut self) -> Result<(), Error> {
         self.follow_moves()?;
         self.vacate_files()?;
@@ -29,6 +29,9 @@ impl Pass {
                 self.found.extend(found);
                 self.account.lap(|cpu| &mut cpu.hash);
                 self.yield_and_poll()?;
+            } else if !self.found.is_empty() && !self.direct_io.glance() {
+                // Until it is looked at again, with the next pass, nothing can be done about what was found.
+                return self.stand_by();
             } else if !self.found.is_empty() {
                 self.merge()?;
             } else if self.map.outbox().is_empty() {
@@ -45,7 +48,7 @@ impl Pass {
         let (planner, mut with) = self.planning();
         planner.plan(&mut with, suspended, found)?;
         let mut result = Ok(());
-        // What is left once merging is suspended comes back, and is refused by the next plan.
+        // What is left once merging is suspended comes back, for `settle` to let go of.
         while result.is_ok() && self.direct_io.glance_again() && {
             let (planner, mut with) = self.planning();
             planner.step(&mut with)
@@ -71,15 +74,6 @@ impl Pass {
             pass: self.number,
         };
         (&mut self.planner, context)
-    }
-
-    /// At the end of a pass nothing is pending: lets the store free what has left the index.
-    pub(super) fn acknowledge(&mut self) -> Result<(), Error> {
-        debug_assert!(self.found.is_empty());
-        debug_assert!(self.map.outbox().is_empty() || !self.session.is_connected());
-        self.release_retired()?;
-        self.map.end_pass(self.number);
-        self.session.acknowledge()
     }
 
     /// What was deferred is to be merged once its chunk has quiesced.

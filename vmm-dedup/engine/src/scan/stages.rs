@@ -52,11 +52,14 @@ impl Pass {
             self.look_at_copies()?;
         }
         self.watch_use()?;
-        if self.session.is_connected() && self.direct_io.glance() {
-            self.look_at_huge_pages()?;
-            self.settle()?;
+        if !self.session.is_connected() {
+            return Ok(());
         }
-        Ok(())
+        if !self.direct_io.glance() {
+            return self.stand_by();
+        }
+        self.look_at_huge_pages()?;
+        self.settle()
     }
 
     /// What others did since the last pass.
@@ -120,8 +123,8 @@ impl Pass {
             if !self.map.copies_due(at) {
                 continue;
             }
-            let prospect = *prospect
-                .get_or_insert_with(|| self.planner.healer.prospect(self.map.mappings(), self.number));
+            let prospect =
+                *prospect.get_or_insert_with(|| self.planner.healer.prospect(&self.map, self.number));
             let (map, pagemap) = (&mut self.map, &mut self.space.pagemap);
             let keyed = copies::look(
                 map,

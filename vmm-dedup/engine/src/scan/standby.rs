@@ -39,6 +39,15 @@ impl Pass {
         self.acknowledge()
     }
 
+    /// At the end of a pass nothing is pending: lets the store free what has left the index.
+    pub(super) fn acknowledge(&mut self) -> Result<(), Error> {
+        debug_assert!(self.found.is_empty());
+        debug_assert!(self.map.outbox().is_empty() || !self.session.is_connected());
+        self.release_retired()?;
+        self.map.end_pass(self.number);
+        self.session.acknowledge()
+    }
+
     /// Lets go of what was found and not merged yet. Once there are passes again it is found anew.
     pub(super) fn drop_found(&mut self) {
         let deferred = std::mem::take(&mut self.planner.deferred);

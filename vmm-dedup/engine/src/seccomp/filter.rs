@@ -1,7 +1,7 @@
 //! The filter that the tables make.
 
 use crate::error::Error;
-use crate::seccomp::calls::{CALLS, RARE};
+use crate::seccomp::{Part, allowed};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
 };
@@ -11,13 +11,13 @@ fn failed(error: impl std::fmt::Display) -> Error {
     Error::Seccomp(error.to_string())
 }
 
-/// [`CALLS`] and [`RARE`] as rules of seccompiler, for a filter that allows what matches.
+/// What a part needs ([`allowed`]) as rules of seccompiler, for a filter that allows what matches.
 ///
 /// # Errors
 /// [`Error::Seccomp`].
-pub fn rules() -> Result<BTreeMap<i64, Vec<SeccompRule>>, Error> {
+pub fn rules(part: Part) -> Result<BTreeMap<i64, Vec<SeccompRule>>, Error> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
-    for call in CALLS.iter().chain(RARE) {
+    for call in allowed(part) {
         let rules = rules.entry(call.number).or_default();
         if let Some(request) = call.request {
             let is = SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, request.into());
@@ -28,14 +28,18 @@ pub fn rules() -> Result<BTreeMap<i64, Vec<SeccompRule>>, Error> {
     Ok(rules)
 }
 
-/// Filters the calling thread, and all that it starts: [`Options::first`](crate::supervisor::Options::first). Any other call
-/// ends the process.
+/// Allows to the calling thread, and to all that it starts, what a part needs. Any other call ends the process.
 ///
 /// # Errors
 /// [`Error::Seccomp`].
-pub fn restrict_this_thread() -> Result<(), Error> {
+pub fn restrict_this_thread(part: Part) -> Result<(), Error> {
     let architecture = std::env::consts::ARCH.try_into().map_err(failed)?;
-    let filter = SeccompFilter::new(rules()?, SeccompAction::Trap, SeccompAction::Allow, architecture);
+    let filter = SeccompFilter::new(
+        rules(part)?,
+        SeccompAction::Trap,
+        SeccompAction::Allow,
+        architecture,
+    );
     let program: BpfProgram = filter.and_then(TryInto::try_into).map_err(failed)?;
     seccompiler::apply_filter(&program).map_err(failed)
 }

@@ -1,7 +1,12 @@
-//! What a filter must allow to the supervisor's thread, and so to all threads that it starts, which inherit its filter.
+//! What filters of system calls must allow to the engine's threads, and to threads that call it.
 //!
-//! [`CALLS`] is kept true by a test that runs services, breaks, healing, discards, loans, pins, refusals and stops under exactly
-//! this filter, and that fails if an entry is missing or is never used. What threads of the VMM do that only call is in [`CALLERS`].
+//! [`CALLS`] is what a run does, [`RARE`] what only some runs or hosts need; both say which [`Part`] of the engine does it. A
+//! thread inherits the filter of the one that starts it, so [`allowed`] of a part has what the threads need that it starts.
+//!
+//! A test runs services, breaks, healing, discards, loans, pins, refusals, a lost store and stops with each part under exactly
+//! its own filter. It fails if a part does what neither table has of it, or does not what [`CALLS`] has. Those that work on guest
+//! memory have much of each other's in [`RARE`]: which of them puts back what failed is a matter of chance, and a filter that
+//! ends the VM then protects nobody.
 //!
 //! Engines that are registered by others ([`Engines`](crate::compare::Engines)) may do more. Under a filter pages that the kernel
 //! copied are healed without forks, or not at all.
@@ -9,7 +14,9 @@
 mod calls;
 #[cfg(feature = "seccomp")]
 mod filter;
+mod part;
 
-pub use calls::{CALLERS, CALLS, Call, RARE};
+pub use calls::{CALLS, Call, RARE, allowed};
 #[cfg(feature = "seccomp")]
 pub use filter::{restrict_this_thread, rules};
+pub use part::Part;

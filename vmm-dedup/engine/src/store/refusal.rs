@@ -1,7 +1,9 @@
 //! VMs without a service: they tell the store why, so that operators see them and what would lift the refusal.
 
 use crate::error::Error;
+use crate::seccomp::Part;
 use crate::sys::bell::Bell;
+use crate::sys::thread;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -54,10 +56,7 @@ impl Refused {
             store: store.to_owned(),
             shared: shared.clone(),
         };
-        let thread = std::thread::Builder::new()
-            .name("dedup-refused".into())
-            .spawn(move || announcer.run())
-            .map_err(Error::Thread)?;
+        let thread = thread::spawn(Part::Refused, move || announcer.run()).map_err(Error::Thread)?;
         Ok(Self {
             shared,
             thread: Some(thread),
@@ -83,7 +82,6 @@ struct Announcer {
 
 impl Announcer {
     fn run(&self) {
-        crate::sys::sched::enter_service_thread();
         while !self.stopped() {
             if let Ok(socket) = self.announce() {
                 self.stay(&socket);

@@ -53,6 +53,7 @@ use crate::config::Setup;
 use crate::error::Error;
 use crate::memory::layout::HostRange;
 use crate::refusal;
+use crate::seccomp::Part;
 use crate::service::DedupService;
 use crate::supervisor::driver::Driver;
 use crate::supervisor::lifecycle::{Event, Span};
@@ -60,6 +61,8 @@ use crate::supervisor::shared::{Answer, Keep, Letter, Shared};
 use crate::sync::{Mutex, lock};
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::sched;
+use crate::sys::thread;
+pub use crate::sys::thread::Each;
 use crate::unmerge::discard::Discarder;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -79,11 +82,31 @@ pub struct Options {
     pub vouch_for_pins: bool,
     /// How long to wait after memory was added until a service starts, for more to come.
     pub settle: Duration,
-    /// What the supervisor's thread does first, e.g. apply a seccomp filter: the threads of services inherit it.
+    /// What the supervisor's thread does first.
     pub first: Option<Box<dyn FnOnce() + Send>>,
-    /// Whether the thread that makes the supervisor may be filtered: the VMM knows that its filter has what is needed. If not,
-    /// VMs are refused then.
+    /// What every thread of the engine does first, the supervisor's and those of services, e.g. apply a seccomp filter. Threads
+    /// also have what restricts the supervisor's.
+    pub each: Option<Each>,
+    /// Whether the supervisor's thread may be filtered, by the thread that makes it or by [`Self::each`]: the VMM knows that the
+    /// filter has what is needed. If not, VMs are refused then.
     pub may_be_filtered: bool,
+}
+
+#[cfg(feature = "seccomp")]
+impl Options {
+    /// Every thread of the engine is filtered, by what [`seccomp`](crate::seccomp) knows of it.
+    ///
+    /// # Panics
+    /// A thread does where the kernel has no such filters.
+    #[must_use]
+    pub fn filtered() -> Self {
+        let restrict = |part| crate::seccomp::restrict_this_thread(part).expect("a filter made of constants");
+        Self {
+            each: Some(Arc::new(restrict)),
+            may_be_filtered: true,
+            ..Self::default()
+        }
+    }
 }
 
 impl Default for Options {
@@ -93,6 +116,7 @@ impl Default for Options {
             vouch_for_pins: false,
             settle: Duration::ZERO,
             first: None,
+            each: None,
             may_be_filtered: false,
         }
     }
@@ -132,7 +156,7 @@ impl Supervisor {
         let theirs = shared.clone();
         let spawn = || {
             std::thread::Builder::new()
-                .name("dedup-supervisor".into())
+                .name(Part::Supervisor.name().into())
                 .spawn(move || run(&theirs, options))
         };
         // A new thread has its parent's mask, and must not take a single signal of the VMM's.
@@ -284,6 +308,17 @@ impl Supervisor {
         self.post(Letter::Event(Event::Unpin));
     }
 
+    /// A pin that ends by itself, when what it returns is dropped: for a device that holds it. As with [`Self::pin`] it is to be had
+    /// before the first mapping for DMA.
+    ///
+    /// # Errors
+    /// Those of [`Self::pin`], and nothing is pinned then: the device must not have the memory.
+    pub fn pinned(&self) -> Result<Pinned, Error> {
+        let pinned = Pinned(self.shared.clone());
+        self.pin()?;
+        Ok(pinned)
+    }
+
     /// Memory is not to be deduplicated any more, for this reason: all regions that the range touches go back to anonymous memory,
     /// e.g. before mprotect, or mlock.
     ///
@@ -421,11 +456,23 @@ impl Drop for Supervisor {
     }
 }
 
+/// Guest memory is pinned for as long as this lives, which may be longer than the VM ([`Supervisor::pinned`]).
+#[derive(Debug)]
+#[must_use = "the pin ends where this is dropped"]
+pub struct Pinned(Arc<Shared>);
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // A supervisor that has ended merges nothing any more.
+        let _ = self.0.letters.post(Letter::Event(Event::Unpin));
+    }
+}
+
 /// The supervisor's thread.
 fn run(shared: &Arc<Shared>, options: Options) {
-    sched::enter_service_thread();
     let mut driver = None;
     let ended = catch_unwind(AssertUnwindSafe(|| {
+        thread::enter(Part::Supervisor, options.each);
         if let Some(first) = options.first {
             first();
         }

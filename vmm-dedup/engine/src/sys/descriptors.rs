@@ -94,3 +94,20 @@ pub(super) fn link(fd: RawFd) -> PathBuf {
 pub(super) fn info(fd: RawFd) -> Option<String> {
     fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).ok()
 }
+
+/// Whether the kernel decrypts what a socket receives: straight into the pages of whoever receives it.
+pub(super) fn is_tls(fd: RawFd) -> bool {
+    let mut name = [0u8; 16];
+    let mut len: libc::socklen_t = 16;
+    // SAFETY: so many bytes that are ours alone; the descriptor may be closed meanwhile, which the kernel tells.
+    let asked = unsafe {
+        libc::getsockopt(
+            fd,
+            libc::SOL_TCP,
+            libc::TCP_ULP,
+            name.as_mut_ptr().cast(),
+            &raw mut len,
+        )
+    };
+    asked == 0 && name.starts_with(b"tls")
+}

@@ -14,12 +14,12 @@
 //! cannot be seen is a file that was closed while its I/O goes on; VMMs wait for what they have to tell the guest before they
 //! close a file.
 //!
-//! vhost-scsi takes plain references to guest memory whatever lies behind it. Its endpoint is no file; an open descriptor of
-//! the device counts as use.
+//! Three others take plain references to the memory that they bring data into, so an open descriptor counts as use: vhost-scsi,
+//! whatever lies behind it; a socket whose TLS the kernel does; and /dev/fuse, from which a server reads requests.
 #![allow(unsafe_code)] // descriptors that others own
 
 use crate::error::Error;
-use crate::sys::descriptors::{self, Descriptors, file_system, info, link, stat};
+use crate::sys::descriptors::{self, Descriptors, file_system, info, is_tls, link, stat};
 use rustix::fs::{AtFlags, CWD, FileType, Statx, StatxFlags, statx};
 use std::fs;
 use std::os::fd::{BorrowedFd, RawFd};
@@ -36,6 +36,8 @@ pub(super) const OVERLAYFS: i64 = 0x794c_7630;
 
 /// Major number of small devices of all kinds, vhost-scsi among them.
 const MISC: u32 = 10;
+/// /dev/fuse among them. Source: Linux, Documentation/admin-guide/devices.txt.
+const FUSE_SERVER: u32 = 229;
 /// How long a look holds between two windows, which are often shorter than a look takes.
 const GLANCE_HOLDS: Duration = Duration::from_millis(1);
 /// Files of overlayfs remembered.
@@ -86,8 +88,8 @@ impl DirectIo {
     }
 
     /// Looks at less cost (a system call a file), as it can be done before every batch of merges: asks files for their flags
-    /// only, and not at all if a look has refused. It does not see what is not told by flags: vhost-scsi, and FUSE before
-    /// Linux 6.9. Returns whether merging may go on.
+    /// only, and not at all if a look has refused. It does not see what is not told by flags: vhost-scsi, sockets with TLS,
+    /// /dev/fuse, and FUSE before Linux 6.9. Returns whether merging may go on.
     pub(crate) fn glance(&mut self) -> bool {
         if self.refused.is_none() {
             let descriptors = self.descriptors.clone();
@@ -147,6 +149,12 @@ impl DirectIo {
             {
                 refuse("vhost-scsi".into())
             }
+            FileType::CharacterDevice
+                if (libc::major(stat.st_rdev), libc::minor(stat.st_rdev)) == (MISC, FUSE_SERVER) =>
+            {
+                refuse("/dev/fuse (a server's requests)".into())
+            }
+            FileType::Socket if is_tls(fd) => refuse("a socket whose TLS the kernel does".into()),
             FileType::RegularFile if !self.fuse_pins && file_system(fd) == Some(FUSE) => {
                 refuse("FUSE (before Linux 6.9)".into())
             }

@@ -10,7 +10,8 @@
 //!   would leave it, with the guest's memory.
 //! - It is no child for those who wait for children (its exit signal is none), and is ended and waited for by its pidfd: whoever
 //!   reaps it all the same cannot make us end another process.
-//! - With a filter of system calls (seccomp) it is not forked at all: the filter may end the process for that.
+//! - With a filter of system calls (seccomp) it is not forked at all: the filter may end the process for that. Nor is it where the
+//!   engine is built without the feature `forks`.
 #![allow(unsafe_code)] // clone
 
 use crate::sys::inject::{self, Call};
@@ -29,10 +30,10 @@ impl Child {
     /// Forks one. Memory that it is not to have must have been advised so (MADV_DONTFORK).
     ///
     /// # Errors
-    /// Those of clone(2): no more processes are allowed (EAGAIN), no memory (ENOMEM); EPERM where system calls are filtered.
+    /// Those of clone(2): no more processes are allowed (EAGAIN), no memory (ENOMEM); EPERM where system calls are filtered, or forks are not built in.
     #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn fork() -> io::Result<Self> {
-        if sched::is_filtered() {
+        if !cfg!(feature = "forks") || sched::is_filtered() {
             return Err(io::Error::from_raw_os_error(libc::EPERM));
         }
         inject::before(Call::Fork)?;

@@ -45,8 +45,21 @@ pub(crate) fn note(step: &'static str, error: &io::Error, then: &'static str) {
     }
 }
 
+/// Lines to be told, in order.
+static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Notes a line that is to be told once.
+pub(crate) fn say(line: String) {
+    let mut lines = LINES.lock().unwrap_or_else(PoisonError::into_inner);
+    if lines.len() < MOST {
+        lines.push(line);
+    }
+}
+
 /// Tells what was noted. To be called where no guest page is away, nobody waits, and no lock is held.
 pub(crate) fn tell() {
+    let lines = std::mem::take(&mut *LINES.lock().unwrap_or_else(PoisonError::into_inner));
+    lines.iter().for_each(|line| log::warn!("{line}"));
     let failures = std::mem::take(&mut *FAILURES.lock().unwrap_or_else(PoisonError::into_inner));
     for (Kind { step, errno, then }, times) in failures {
         let error = io::Error::from_raw_os_error(errno);

@@ -16,5 +16,6 @@ pub(crate) mod pinners;
 pub(crate) mod proc;
 pub(crate) mod relocate;
 pub(crate) mod sched;
+pub(crate) mod thread;
 pub(crate) mod uffd;
 pub(crate) mod vma;

@@ -16,7 +16,11 @@
 //!   looks at the page table again. So it is counted before the freezing is done, or is given up.
 //! - A page is counted as released after whoever pinned it is done with it.
 //!
-//! What remains: the older way of direct I/O (FAT, NTFS, UDF, OCFS2: fs/direct-io.c) counts releases of pins that it did not count.
+//! The first reading may be any earlier one that said so: the counts only grow.
+//!
+//! What remains: a pin whose counting is under way on another CPU at that moment. Where a CPU's counter runs over, it is emptied
+//! first and added to the sum afterwards; who pins a huge page that is mapped as one counts all of it at once, which does that
+//! most easily. And a node of memory that goes offline takes its counts along. Then the older way of direct I/O (FAT, NTFS, UDF, OCFS2: fs/direct-io.c) counts releases of pins that it did not count.
 //! So the counts of a host where somebody has done that are equal while exactly so many pages are pinned as were counted too
 //! much. Where more releases than pins are seen once, the account is not believed again. And it is only asked about other
 //! processes that write this one's memory: what this process can have pinned, its open files tell
@@ -25,16 +29,22 @@
 //! # Asking takes time
 //!
 //! A CPU that is busy with a real-time thread may not answer for long, and a thread that waits for it cannot be interrupted. So a
-//! thread of its own asks, and nobody waits for it longer than he wants to.
+//! thread of its own asks, and nobody waits for it longer than he wants to. Each question has work done on every CPU. So it is not
+//! asked again for [`PAUSE`] after it did not say that nothing is pinned.
+//!
+//! The kernel checks at each reading whether the reader is root. A VMM that gives that up (QEMU, started by libvirt) is never told.
 
-use crate::sys::sched;
+use crate::seccomp::Part;
+use crate::sys::thread;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const REFRESH: &str = "/proc/sys/vm/stat_refresh";
+/// How long an answer holds that something is pinned.
+const PAUSE: Duration = Duration::from_millis(2);
 const COUNTS: &str = "/proc/vmstat";
 /// Longest text of the counts that is read.
 const LONGEST: usize = 64 << 10;
@@ -54,6 +64,8 @@ pub(crate) struct PinCount {
     asker: Option<Asker>,
     /// Why the account tells nothing.
     useless: Option<String>,
+    /// What was said when it was asked before pages were frozen, if something was pinned.
+    refused: Option<(Instant, String)>,
 }
 
 #[derive(Debug)]
@@ -85,7 +97,22 @@ impl PinCount {
             files: files.ok(),
             asker: None,
             useless,
+            refused: None,
         }
+    }
+
+    /// As [`Self::nothing_pinned`], but what was refused less than [`PAUSE`] ago is refused again.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn nothing_pinned_lately(&mut self, within: Duration) -> Result<Counts, String> {
+        let lately = |(asked, _): &&(Instant, String)| asked.elapsed() < PAUSE;
+        if let Some((_, why)) = self.refused.as_ref().filter(lately) {
+            return Err(why.clone());
+        }
+        let counts = self.nothing_pinned(within);
+        self.refused = counts.as_ref().err().map(|why| (Instant::now(), why.clone()));
+        counts
     }
 
     /// The counts, if they say that no page is pinned.
@@ -130,7 +157,6 @@ impl Asker {
         let (tell, answers) = mpsc::channel();
         // It ends when nobody can ask any more, or when a CPU answers after that.
         let work = move || {
-            sched::enter_service_thread();
             let mut buffer = vec![0; LONGEST];
             while asked.recv() == Ok(()) {
                 if tell.send(files.read(&mut buffer)).is_err() {
@@ -138,9 +164,7 @@ impl Asker {
                 }
             }
         };
-        std::thread::Builder::new()
-            .name("dedup-count".into())
-            .spawn(work)?;
+        thread::spawn(Part::Count, work)?;
         Ok(Self {
             questions,
             answers,
@@ -228,6 +252,7 @@ mod tests {
             files: None,
             asker: Some(asker),
             useless: None,
+            refused: None,
         };
         (count, asked, tell)
     }
@@ -240,6 +265,16 @@ mod tests {
         assert!(count.nothing_pinned(within).unwrap_err().starts_with("2 pages"));
         assert!(count.nothing_pinned(within).unwrap_err().contains("is wrong"));
         assert!(count.nothing_pinned(within).unwrap_err().contains("is wrong"));
+    }
+
+    #[test]
+    fn who_was_refused_is_refused_for_a_moment_without_a_question() {
+        let within = Duration::from_secs(1);
+        let (mut count, asked, _tell) = answered([(9, 7), (9, 9)]);
+        assert!(count.nothing_pinned_lately(within).is_err() && count.nothing_pinned_lately(within).is_err());
+        assert_eq!(asked.try_iter().count(), 1);
+        std::thread::sleep(PAUSE);
+        assert!(count.nothing_pinned_lately(within).is_ok());
     }
 
     #[test]

@@ -157,6 +157,14 @@ pub(crate) fn mem_available() -> Option<u64> {
         .map(|kib| kib * 1024)
 }
 
+/// Pages of anonymous memory of this process that are in memory; 0 if /proc does not say.
+pub(crate) fn anonymous_pages() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
+    kib.unwrap_or(0) / 4
+}
+
 /// Whether pages can be swapped out; if /proc does not say, they can.
 pub(crate) fn has_swap() -> bool {
     fs::read_to_string("/proc/swaps").map_or(true, |text| text.lines().nth(1).is_some())

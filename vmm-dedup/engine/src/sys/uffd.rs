@@ -331,9 +331,11 @@ impl Uffd {
         let mut moved = usize::try_from(request.done).unwrap_or(0);
         // Kernels that move several pages in one step (Linux 6.18 for one) lose count when they have to try again, because
         // somebody used a page just then, or reclaim has it: what they have moved meanwhile is not reported, and then they say
-        // that its place is taken. It is where it was to go, and nowhere else. Reclaim may have swapped it out since, so it
-        // is the page tables that are asked.
-        if let Some(libc::EEXIST | libc::ENOENT) = error.as_ref().and_then(io::Error::raw_os_error) {
+        // that its place is taken, or to try again. It is where it was to go, and nowhere else. Reclaim may have swapped it out
+        // since, so it is the page tables that are asked.
+        if let Some(libc::EEXIST | libc::ENOENT | libc::EAGAIN) =
+            error.as_ref().and_then(io::Error::raw_os_error)
+        {
             let reported = moved;
             while moved < len && self.filled(dst + moved) && !self.filled(src + moved) {
                 moved += PAGE_SIZE;

@@ -258,6 +258,12 @@ pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
     renewed
 }
 
+/// Returns when everybody who held the lock of this process's mappings before has let it go.
+pub(crate) fn wait_for_lock_holders() {
+    // SAFETY: no break is below every one that there can be, so nothing changes; but it is found out under the lock, held for writing.
+    unsafe { libc::syscall(libc::SYS_brk, 0) };
+}
+
 /// Repeats what the VMM had advised for guest memory. It changes no content; advice that the kernel refuses is lost.
 #[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn advise_again(range: &std::ops::Range<usize>, advice: i32) {

@@ -28,6 +28,9 @@ pub(crate) fn choose(wanted: UseSource, tracker: &Arc<Uffd>, memory: &Memory) ->
             UseSource::TakeAndWait => FaultSampling::new(tracker.clone())
                 .map(|monitor| Box::new(monitor) as _)
                 .map_err(|e| e.to_string()),
+            UseSource::Damon | UseSource::PageIdle if !cfg!(feature = "privileged") => {
+                Err("this program is built without the feature privileged".into())
+            }
             UseSource::Damon => Damon::start(memory).map(|monitor| Box::new(monitor) as _),
             UseSource::PageIdle => PageIdle::start().map(|monitor| Box::new(monitor) as _),
             UseSource::Writes => Ok(Box::new(Writes)),

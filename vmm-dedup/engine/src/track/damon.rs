@@ -14,8 +14,9 @@
 use crate::config::UseSource;
 use crate::memory::layout::Memory;
 use crate::memory::thp_state::Use;
+use crate::seccomp::Part;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE};
-use crate::sys::{proc, sched};
+use crate::sys::{proc, thread};
 use crate::track::access::{AccessMonitor, Target};
 use std::collections::HashMap;
 use std::fs;
@@ -96,10 +97,8 @@ impl Damon {
             stop: stop.clone(),
             every,
         };
-        let thread = std::thread::Builder::new().name("dedup-damon".into());
-        let thread = thread
-            .spawn(move || reader.run())
-            .map_err(|e| format!("no thread: {e}"))?;
+        let thread = thread::spawn(Part::Damon, move || reader.run());
+        let thread = thread.map_err(|e| format!("no thread: {e}"))?;
         Ok(Self {
             told,
             passed_on: HashMap::new(),
@@ -178,7 +177,6 @@ struct Reader {
 
 impl Reader {
     fn run(self) {
-        sched::enter_service_thread();
         let mut failed = false;
         while !self.stop.load(Ordering::Acquire) {
             match self.files.ask() {

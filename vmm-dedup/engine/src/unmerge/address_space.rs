@@ -116,7 +116,9 @@ impl AddressSpace {
         for at in 0..map.chunks().len() {
             let turn = (pass + at as u64).is_multiple_of(BREAKS_PERIOD);
             if turn && map.take_unchecked(at) {
-                self.find_copied_in(map, account, at)?;
+                // What was not looked at is looked at in another pass.
+                self.find_copied_in(map, account, at)
+                    .inspect_err(|_| map.note_faults())?;
             }
         }
         Ok(())

@@ -67,8 +67,13 @@ pub(crate) struct FrozenRuns<'a> {
 }
 
 impl<'a> FrozenRuns<'a> {
-    pub(crate) fn runs(&self) -> impl Iterator<Item = &Frozen<'a>> {
+    fn runs(&self) -> impl Iterator<Item = &Frozen<'a>> {
         self.runs.iter()
+    }
+
+    /// That by which they are frozen.
+    pub(crate) fn breaker(&self) -> &'a Breaker {
+        self.breaker
     }
 
     pub(crate) fn runs_mut(&mut self) -> impl Iterator<Item = &mut Frozen<'a>> {
@@ -110,6 +115,8 @@ pub(crate) struct Breaker {
     view: RwLock<View>,
     pub(super) inner: Mutex<Inner>,
     pub(super) stop: AtomicBool,
+    /// The fault thread has read faults that it has not served.
+    pub(super) wanted: AtomicBool,
     /// Mappings that breaking may still add before the next pass counts them.
     pub(super) vmas_left: AtomicI64,
 }
@@ -154,6 +161,7 @@ impl Breaker {
                 stats: BreakStats::default(),
             }),
             stop: AtomicBool::new(false),
+            wanted: AtomicBool::new(false),
             vmas_left: AtomicI64::new(i64::MAX),
         })
     }
@@ -275,6 +283,9 @@ impl Breaker {
 
     /// Serves the writers of a protected range, but for what is private in it.
     fn take_over(&self, inner: &mut Inner, run: &Range<usize>, private: &[Range<usize>]) {
+        if self.stop.load(Ordering::Acquire) {
+            return self.leave(inner, run);
+        }
         for stretch in private {
             self.leave(inner, stretch);
         }

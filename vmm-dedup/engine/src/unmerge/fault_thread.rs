@@ -46,6 +46,17 @@ impl Writer {
     }
 }
 
+/// However the fault thread ends, nobody waits for it afterwards.
+struct Ends<'b>(&'b Breaker);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.abandon();
+        }
+    }
+}
+
 impl Breaker {
     /// Ends [`Self::run`], and that anybody waits for it: the kernel copies from here on. A [`Discarder`] may keep the userfaultfd
     /// open for long, so closing that does not do it.
@@ -65,9 +76,18 @@ impl Breaker {
         drop(inner);
     }
 
+    /// The fault thread has died: the kernel copies from here on, and what is mapped later is left to it as well.
+    fn abandon(&self) {
+        let mut inner = self.lock();
+        self.stop.store(true, Ordering::Release);
+        for range in self.protected() {
+            self.leave(&mut inner, &range);
+        }
+    }
+
     /// The fault thread: serves writers until [`Self::stop`]. A writer for whom there is no page waits in the queue.
     pub(crate) fn run(&self, mut pagemap: Pagemap) {
-        crate::sys::sched::enter_service_thread();
+        let _ends = Ends(self);
         let mut queue: VecDeque<Writer> = VecDeque::new();
         let (mut faults, mut foresight) = (Vec::new(), Foresight::default());
         let mut keep_coming = false;
@@ -82,6 +102,7 @@ impl Breaker {
             }
             let since = Instant::now();
             keep_coming = !faults.is_empty();
+            self.wanted.store(keep_coming, Ordering::Release);
             let new = faults.drain(..).map(|at| Writer {
                 address: at & !(PAGE_SIZE - 1),
                 since,
@@ -89,6 +110,7 @@ impl Breaker {
             });
             queue.extend(new);
             self.serve(&mut pagemap, &mut foresight, &mut queue);
+            self.wanted.store(false, Ordering::Release);
             self.refill();
             self.serve(&mut pagemap, &mut foresight, &mut queue);
             let mut inner = self.lock();
@@ -99,6 +121,14 @@ impl Breaker {
         for writer in queue {
             wake(&self.uffd, &writer.page());
         }
+    }
+
+    /// Whether somebody waits to write a page that is protected here, or comes to within so much time: his fault can be read, or
+    /// the fault thread has just read it, and may wait for the lock.
+    pub(crate) fn somebody_waits(&self, time: Duration) -> bool {
+        self.wanted.load(Ordering::Acquire)
+            || self.uffd.wait_for_fault(time)
+            || self.wanted.load(Ordering::Acquire)
     }
 
     /// Whether there is a fault soon.
@@ -207,5 +237,59 @@ impl Breaker {
         // Others may wait for the pages behind the first.
         wake(&self.uffd, &range);
         Served::Broken(pages)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::layout::{HostRange, Memory};
+    use crate::sys::uffd::Uffd;
+    use crate::sys::vma;
+    use std::os::fd::AsFd;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU64;
+
+    const PAGES: usize = 8;
+
+    #[test]
+    #[allow(unsafe_code)] // a word of the test's own memory
+    fn a_fault_thread_that_dies_leaves_its_writers_to_the_kernel() {
+        let Ok(tracker) = Uffd::tracker() else {
+            assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
+            return eprintln!("SKIPPED: no userfaultfd");
+        };
+        let (file, _content) = vmm_dedup_protocol::mapping::staging_memfd(bytes(PAGES)).unwrap();
+        let base = vma::map_segment_anywhere(bytes(PAGES), file.as_fd(), 0).unwrap();
+        let memory = Memory::new(&[HostRange::try_new(base, bytes(PAGES)).unwrap()]).unwrap();
+        let reserve = Some(Reserve::default());
+        let breaker = Breaker::new(Arc::new(tracker), Arc::new(memory), reserve).unwrap();
+        let mut pagemap = Pagemap::open().unwrap();
+        let (first, second) = (
+            base..base + bytes(PAGES / 2),
+            base + bytes(PAGES / 2)..base + bytes(PAGES),
+        );
+        breaker.adopt(&mut pagemap, &first);
+        let write = |page: usize| {
+            let at = (base + bytes(page)) as *const AtomicU64;
+            // SAFETY: mapped, aligned, and only ever used as this.
+            unsafe { &*at }.store(7, Ordering::Relaxed);
+        };
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| write(1));
+            assert!(breaker.uffd.wait_for_fault(Duration::from_secs(10)));
+            let dies = scope.spawn(|| {
+                let _ends = Ends(&breaker);
+                panic!("the fault thread dies");
+            });
+            assert!(dies.join().is_err());
+            writer.join().unwrap();
+        });
+        // What is mapped afterwards is nobody's to serve either.
+        breaker.adopt(&mut pagemap, &second);
+        write(PAGES - 1);
+        let page = breaker.page_at(base + bytes(1)).unwrap();
+        assert!(breaker.kernel_broke(page), "the kernel copied it");
+        vma::unmap(base, bytes(PAGES));
     }
 }

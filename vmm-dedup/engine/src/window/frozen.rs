@@ -46,7 +46,6 @@ use crate::sys::vma;
 use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
-use std::time::Duration;
 
 /// What becomes of frozen pages that were not replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -180,11 +179,6 @@ impl<'a> Frozen<'a> {
         self.replaced.insert(at, pages);
     }
 
-    /// Whether somebody waits to write one of the pages, within so much time. With managed breaks the fault thread knows first.
-    pub(crate) fn somebody_waits(&self, time: Duration) -> bool {
-        self.uffd.wait_for_fault(time)
-    }
-
     fn thaw(&mut self) {
         for rest in complement(&self.range, &self.replaced) {
             match &self.afterwards {
@@ -224,6 +218,7 @@ mod tests {
     use std::os::fd::{AsFd, OwnedFd};
     use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::sync::atomic::{AtomicU64, Ordering};
+    use std::time::Duration;
 
     const PAGES: usize = 16;
 
@@ -297,9 +292,9 @@ mod tests {
             let mut frozen = Frozen::freeze(&guest.uffd, all.clone(), Afterwards::Unregistered).unwrap();
             let mut pagemap = Pagemap::open().unwrap();
             assert_eq!(frozen.copies(&mut pagemap).unwrap(), [guest.pages(3..4)]);
-            assert!(guest.is_whole() && !frozen.somebody_waits(Duration::ZERO));
+            assert!(guest.is_whole() && !guest.uffd.wait_for_fault(Duration::ZERO));
             let writer = scope.spawn(|| [3, 5, 9].map(|page| guest.word(page).store(99, Ordering::Relaxed)));
-            assert!(frozen.somebody_waits(Duration::from_secs(10)));
+            assert!(guest.uffd.wait_for_fault(Duration::from_secs(10)));
             assert!(guest.is_whole());
             // SAFETY: the same bytes, which nobody has pinned.
             let mapped = unsafe { frozen.map_slots(guest.pages(2..8), guest.file.as_fd(), bytes(PAGES + 2)) };
@@ -353,9 +348,9 @@ mod tests {
         std::thread::scope(|scope| {
             let died = catch_unwind(AssertUnwindSafe(|| {
                 let all = guest.pages(0..PAGES);
-                let frozen = Frozen::freeze(&guest.uffd, all, Afterwards::Unregistered).unwrap();
+                let _frozen = Frozen::freeze(&guest.uffd, all, Afterwards::Unregistered).unwrap();
                 scope.spawn(|| guest.break_page(4));
-                while !frozen.somebody_waits(Duration::ZERO) {
+                while !guest.uffd.wait_for_fault(Duration::ZERO) {
                     std::thread::yield_now();
                 }
                 panic!("while pages are frozen");

@@ -14,7 +14,7 @@ use std::io::BufRead;
 use std::sync::Arc;
 use vm_memory::mmap::GuestRegionMmap;
 use vm_memory::{Bytes, GuestMemoryRegion, MemoryRegionAddress};
-use vmm_dedup::{Discarder, HostRange, Lease, Options, Setup, Supervisor};
+use vmm_dedup::{Discarder, HostRange, Lease, Options, Pinned, Setup, Supervisor};
 use vmm_dedup_refvmm::{Image, RunningVm, ThpMode, Vm, VmConfig};
 
 type Failure = Box<dyn std::error::Error>;
@@ -25,8 +25,8 @@ struct Machine {
     setup: Option<Setup>,
     supervisor: Supervisor,
     discarder: Discarder,
-    /// They go before the memory that they pin.
-    devices: Vec<Device>,
+    /// They go before the memory that they pin, and before their pins.
+    devices: Vec<(Device, Pinned)>,
     vm: Option<RunningVm>,
     plugged: Option<Arc<GuestRegionMmap<()>>>,
 }
@@ -45,14 +45,10 @@ fn main() -> Result<(), Failure> {
     // 1. Settings are checked with all others, before anything is made.
     let setup: Option<Setup> = next("").ok().map(|settings| settings.parse()).transpose()?;
 
-    // 2. The supervisor's thread is made before this one is restricted, and has a filter of its own.
+    // 2. The supervisor's thread is made before this one is restricted. It and all others of the engine have filters of their own.
     let supervisor = Supervisor::spawn(Options {
         vouch_for_pins: true, // guests of the reference VMM cannot run guests
-        first: Some(Box::new(|| {
-            vmm_dedup::seccomp::restrict_this_thread().expect("the filter is made of constants");
-        })),
-        may_be_filtered: true,
-        ..Options::default()
+        ..Options::filtered()
     })?;
     // 3. Whoever frees guest memory gets the discarder when it is made, whether there is dedup or not.
     let discarder = supervisor.discarder();
@@ -102,7 +98,7 @@ impl Machine {
     }
 
     fn shut_down(&mut self) -> Result<(), Failure> {
-        while self.unplug_device() {}
+        self.devices.clear();
         if let Some(vm) = self.vm.take() {
             vm.stop();
             vm.wait()?;
@@ -114,22 +110,12 @@ impl Machine {
     }
 
     /// Each device has a pin of its own, which ends when it has gone.
+    /// Each device has a pin of its own, which ends when it has gone.
     fn plug_device(&mut self) -> Result<(), Failure> {
-        // 8. Before the first pin. A device that cannot have its memory is refused, and so its pin ends as well.
-        let pinned = self.supervisor.pin().map_err(Failure::from);
-        let plugged = pinned.and_then(|()| Ok(Device::plug(self.addresses()?)?));
-        let device = plugged.inspect_err(|_| self.supervisor.unpin())?;
-        self.devices.push(device);
+        // 8. Before the first pin.
+        let pinned = self.supervisor.pinned()?;
+        self.devices.push((Device::plug(self.addresses()?)?, pinned));
         Ok(())
-    }
-
-    /// Whether there was one.
-    fn unplug_device(&mut self) -> bool {
-        let gone = self.devices.pop().map(drop).is_some();
-        if gone {
-            self.supervisor.unpin();
-        }
-        gone
     }
 
     fn command(&mut self, line: &str) -> Result<String, Failure> {
@@ -167,12 +153,10 @@ impl Machine {
             "discard" => return self.discard(),
             "pin" => self.plug_device()?,
             "dma" => {
-                let device = self.devices.last_mut().ok_or("there is no device")?;
+                let (device, _) = self.devices.last_mut().ok_or("there is no device")?;
                 device.write(argument.parse()?)?;
             }
-            "unpin" => {
-                self.unplug_device();
-            }
+            "unpin" => drop(self.devices.pop()),
             "lend" => self.supervisor.lend(self.addresses()?, Lease::UntilTakenBack)?,
             "back" => self.supervisor.take_back(self.addresses()?),
             "stats" => {

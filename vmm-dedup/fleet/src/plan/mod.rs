@@ -7,7 +7,6 @@ mod store;
 mod tests;
 mod vm;
 
-use crate::dedup_file;
 use crate::file::{self, DEFAULT_DOMAIN, FleetFile, VmSettings, Vmm};
 use placeholder::Values;
 use std::collections::{BTreeMap, BTreeSet};
@@ -207,7 +206,7 @@ fn dedup(name: &str, table: Option<&toml::Table>) -> Result<Option<Config>, Stri
     }
     table.insert("name".into(), name.into());
     table.insert("enabled".into(), enabled.into());
-    dedup_file::from_table(table)
+    vmm_dedup_engines::config_of(table)
         .map(Some)
         .map_err(|e| format!("dedup: {e}"))
 }

@@ -39,6 +39,7 @@
 pub(crate) use crate::ledger::segment_slots::HUGE_PAGE_SLOTS;
 use crate::ledger::segment_slots::SegmentSlots;
 use std::cmp::Reverse;
+use std::ops::Range;
 use vmm_dedup_protocol::{MAX_SLOTS, SLOTS_PER_SEGMENT, Slot};
 
 /// Dead slots that are no reason to move anything: 4 MiB.
@@ -48,9 +49,13 @@ const BEGIN: u64 = 8;
 const END: u64 = 10;
 /// One dead slot in so many is worth moving for, when the store is full.
 const BEGIN_FULL: u64 = 32;
-/// Dead slots in a row whose places are kept when the pages around them move: as many pages that are not shared may lie in
-/// one mapping of a service.
+/// Slots in a row that are not in use and whose places are kept when the pages around them move: as many pages that are not
+/// shared may lie in one mapping of a service.
 const KEPT_HOLE: u32 = 3;
+/// Slots in use, in a row on one side of the hole, for each slot whose place is kept although its page is dead. Who maps a long
+/// run and has written a page of it keeps one mapping then. Where pages die here and there a hole is of use to nobody, and
+/// holes would take as much memory as the dead slots that moving was to free.
+const LIVE_BESIDE_DEAD: u32 = 16;
 const HUGE: u32 = HUGE_PAGE_SLOTS;
 /// Segments that there can be.
 const MAX_SEGMENTS: u32 = MAX_SLOTS / SLOTS_PER_SEGMENT;
@@ -427,14 +432,22 @@ impl Allocator {
             let run = Run::new(number, start, HUGE);
             return Some(Piece { run, huge_page: true });
         }
-        let mut end = start + 1;
+        // The last slots in a row that are in use.
+        let (mut first, mut end) = (start, start + 1);
         for at in start + 1..SLOTS_PER_SEGMENT.min(start.saturating_add(most)) {
             if segment.begins_whole_huge_page(at) || at - end > KEPT_HOLE {
                 break;
             }
-            if segment.is_used(at) {
-                end = at + 1;
+            if !segment.is_used(at) {
+                continue;
             }
+            if at > end {
+                if !keeps_hole(segment, first..end, at) {
+                    break;
+                }
+                first = at;
+            }
+            end = at + 1;
         }
         let run = Run::new(number, start, end - start);
         Some(Piece {
@@ -451,6 +464,15 @@ impl Allocator {
 
 fn place(slot: Slot) -> u32 {
     slot.number() % SLOTS_PER_SEGMENT
+}
+
+/// Whether the slots between some in a row that are in use and the next one in use, `next`, keep their places.
+fn keeps_hole(segment: &SegmentSlots, before: Range<u32>, next: u32) -> bool {
+    let wanted = (next - before.end) * LIVE_BESIDE_DEAD;
+    let is_used = |at: u32| at < SLOTS_PER_SEGMENT && segment.is_used(at);
+    (before.end..next).all(|at| !segment.is_dead(at))
+        || before.end - before.start >= wanted
+        || (next..next + wanted).all(is_used)
 }
 
 #[cfg(test)]

@@ -174,6 +174,12 @@ impl SegmentSlots {
         self.taken[word] & !self.dead[word] & mask != 0
     }
 
+    /// Whether a slot held a page.
+    pub(super) fn is_dead(&self, at: u32) -> bool {
+        let (word, mask) = bit(at);
+        self.dead[word] & mask != 0
+    }
+
     fn break_huge_page(&mut self, at: u32) {
         let huge_page = 1 << (at / HUGE_PAGE_SLOTS);
         self.whole &= !huge_page;

@@ -5,7 +5,6 @@ use crate::ledger::epochs::MemberId;
 use crate::ledger::references::References;
 use crate::requests::exchange::Exchange;
 use crate::requests::peers::{Peers, Phase, Service};
-use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::message::{Kind, Stats, StatsRequest, StoreStats, encode};
 use vmm_dedup_protocol::name::Name;
 use vmm_dedup_protocol::stats::ServiceStats;
@@ -33,10 +32,8 @@ impl Statistics<'_> {
         let tables = sightings.bytes() + pool.lifetime().bytes() + segments.bytes();
         let metadata_bytes = pool.catalog().bytes() + tables as u64;
         let vms = self.peers.sum();
-        let page = PAGE_SIZE as i128;
-        let spared = (i128::from(vms.pages_mapped) + i128::from(vms.pages_zero)) * page;
-        let overhead = [resident_bytes, metadata_bytes, vms.metadata_bytes, vms.vma_bytes];
-        let net = accounts::clamp(spared - overhead.into_iter().map(i128::from).sum::<i128>());
+        let services = self.peers.services().count();
+        let net = accounts::saved_net(&vms, services, resident_bytes, metadata_bytes);
         StoreStats {
             pages_shared: in_use,
             pages_sharing: pool.lifetime().claimed().saturating_sub(in_use),

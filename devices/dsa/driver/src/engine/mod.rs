@@ -1,4 +1,4 @@
-//! DSA as an engine: keys, verification and searches by comparisons, through one or several work queues.
+//! DSA as an engine: keys, verification, deltas, and searches by comparisons, through one or several work queues.
 //!
 //! *What the device reads.* A queue that uses this process's addresses reads pages where they are. Another one reads files
 //! that it was given; pages that were taken are copied into a buffer for it.
@@ -12,6 +12,7 @@
 //! *Several queues.* Batches go to the queue with most room. A queue that fails is left out, and what it had is done by
 //! others or the CPU; when none is left the CPU ends the call at hand, and the next one is an error.
 
+mod deltas;
 mod keys;
 mod search;
 mod verify;
@@ -23,7 +24,7 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use verify::Verifying;
 use vmm_dedup::compare::{Account, Answer, Engine, Error, PageId, PageView, Stopwatch};
-use vmm_dedup_dsa_abi::{CompletionRecord, DeviceAddress, Opcode};
+use vmm_dedup_dsa_abi::{CompletionRecord, Descriptor, DeviceAddress, Opcode};
 use vmm_dedup_protocol::PAGE_SIZE;
 
 /// A page, as descriptors give its size.
@@ -39,6 +40,8 @@ pub struct Options {
     pub levels: u32,
     /// Most members of a batch: 1 gives each page a descriptor of its own.
     pub batch: usize,
+    /// Most batches, or descriptors alone, that a queue has in flight: 1 waits for each before the next is submitted.
+    pub in_flight: usize,
     /// What takes the device longer than this is taken for lost.
     pub time_limit: Duration,
     /// Comparisons that the CPU would do sooner are left to it.
@@ -51,6 +54,7 @@ impl Default for Options {
             hybrid: true,
             levels: 2,
             batch: 1024,
+            in_flight: 16,
             time_limit: Duration::from_millis(250),
             only_if_sooner: true,
         }
@@ -71,6 +75,8 @@ pub struct DsaEngine {
     options: Options,
     given: BTreeMap<PageId, Given>,
     verifying: Verifying,
+    /// Where deltas are made.
+    scratch: Option<deltas::Scratch>,
     account: Account,
     /// Counters of queues that failed.
     past: Counters,
@@ -84,6 +90,11 @@ pub struct DsaEngine {
 
 /// In the tags of jobs; those of pairs do not have it.
 const JOB: u64 = 1 << 63;
+
+/// The job that a tag is of.
+fn job_of(tag: u64) -> Option<usize> {
+    usize::try_from(tag & !JOB).ok()
+}
 
 impl DsaEngine {
     /// Drives these queues, which nobody else may do.
@@ -101,7 +112,7 @@ impl DsaEngine {
                     )));
                 }
             }
-            let channel = Channel::new(queue, options.time_limit);
+            let channel = Channel::new(queue, options.time_limit, options.in_flight);
             let channel = channel.map_err(|error| Error::Device(format!("no memory for {name}: {error}")))?;
             channels.push(Some(channel));
         }
@@ -110,6 +121,7 @@ impl DsaEngine {
         }
         let mut engine = Self {
             verifying: Verifying::default(),
+            scratch: None,
             channels,
             options,
             given: BTreeMap::new(),
@@ -197,72 +209,88 @@ impl DsaEngine {
     }
 
     /// Has all of these jobs done and waits for that. `make` gives the descriptor of a job for a queue; jobs that have none,
-    /// or that no queue does, are left without a record.
+    /// or that no queue does, are left without a record. A batch is of one operation.
     fn run(
         &mut self,
         jobs: usize,
-        make: impl Fn(&Self, usize, usize) -> Option<vmm_dedup_dsa_abi::Descriptor>,
+        make: impl Fn(&Self, usize, usize) -> Option<Descriptor>,
     ) -> Vec<Option<CompletionRecord>> {
         let mut records = vec![None; jobs];
-        let mut next = 0;
-        let mut todo: Vec<usize> = Vec::new();
+        // The next one is the last: those of a queue that failed come first.
+        let mut todo: Vec<usize> = (0..jobs).rev().collect();
         let mut batch: Vec<Item> = Vec::new();
         loop {
-            // Those of a queue that failed come first.
-            while let Some(queue) = self.roomiest().filter(|_| next < jobs || !todo.is_empty()) {
-                let left = jobs - next + todo.len();
-                let Some(channel) = &self.channels[queue] else {
-                    break;
-                };
-                let opcode = Opcode::CrcGenerate;
-                let most = channel.most_members().min(self.options.batch);
-                let size = channel.latencies(opcode).batch(left, most);
-                batch.clear();
-                let mut taken = Vec::with_capacity(size);
-                while batch.len() < size {
-                    let job = match todo.pop() {
-                        Some(job) => job,
-                        None if next < jobs => {
-                            next += 1;
-                            next - 1
-                        }
-                        None => break,
-                    };
-                    if let Some(descriptor) = make(self, queue, job) {
-                        batch.push((descriptor, job as u64 | JOB));
-                        taken.push(job);
-                    }
-                }
+            while !todo.is_empty()
+                && let Some(queue) = self.roomiest()
+            {
+                self.fill(queue, &mut todo, &mut batch, &make);
                 let Some(channel) = self.channels[queue].as_mut() else {
                     break;
                 };
+                if batch.is_empty() {
+                    continue;
+                }
                 let started = channel.start(&batch);
-                match started {
-                    Ok(count) => {
-                        todo.extend(&taken[count..]);
-                        if count == 0 {
-                            break;
-                        }
-                    }
-                    Err(trouble) => {
-                        todo.extend(taken);
-                        self.give_up(queue, &trouble);
-                    }
+                let count = *started.as_ref().unwrap_or(&0);
+                let left = batch[count..].iter().rev();
+                todo.extend(left.filter_map(|(_, tag)| job_of(*tag)));
+                if let Err(trouble) = started {
+                    self.give_up(queue, &trouble);
+                } else if count == 0 {
+                    break;
                 }
             }
             let lost = self.collect(&mut records);
             todo.extend(lost);
             let busy = self.live().any(|channel| !channel.is_idle());
-            if !busy && (next == jobs && todo.is_empty() || self.live().next().is_none()) {
+            if !busy && (todo.is_empty() || self.live().next().is_none()) {
                 return records;
             }
-            self.wait(Duration::from_millis(10));
+            const MOST: Duration = Duration::from_millis(10);
+            if todo.is_empty() {
+                let channels = self.channels.iter_mut().flatten();
+                channels.for_each(|channel| channel.wait_for_all(MOST));
+            } else {
+                self.wait(MOST);
+            }
+        }
+    }
+
+    /// Makes a batch of the next jobs, of one operation. Jobs without a descriptor are done with.
+    fn fill(
+        &self,
+        queue: usize,
+        todo: &mut Vec<usize>,
+        batch: &mut Vec<Item>,
+        make: &impl Fn(&Self, usize, usize) -> Option<Descriptor>,
+    ) {
+        batch.clear();
+        let Some(channel) = &self.channels[queue] else {
+            return;
+        };
+        let most = channel.most_members().min(self.options.batch).max(1);
+        let mut size = 1;
+        while batch.len() < size
+            && let Some(job) = todo.last().copied()
+        {
+            let made = make(self, queue, job);
+            let opcode = made.and_then(|descriptor| descriptor.opcode());
+            if let (None, Some(opcode)) = (batch.first(), opcode) {
+                size = channel.latencies(opcode).batch(todo.len(), channel.rooms(), most);
+            }
+            if batch
+                .first()
+                .is_some_and(|(first, _)| opcode.is_some() && first.opcode() != opcode)
+            {
+                return;
+            }
+            todo.pop();
+            batch.extend(made.map(|descriptor| (descriptor, job as u64 | JOB)));
         }
     }
 
     /// Takes what has ended, and gives up queues that fail. Returns the jobs of those that have no record.
     fn collect(&mut self, records: &mut [Option<CompletionRecord>]) -> Vec<usize> {
-        let job = |tag: u64| usize::try_from(tag & !JOB).ok();
         let mut pairs = Vec::new();
         for queue in 0..self.channels.len() {
             let Some(channel) = self.channels[queue].as_mut() else {
@@ -272,7 +300,7 @@ impl DsaEngine {
                 if tag & JOB == 0 {
                     pairs.push((tag, outcome));
                 } else if let (Some(place), Ok(record)) =
-                    (job(tag).and_then(|at| records.get_mut(at)), outcome)
+                    (job_of(tag).and_then(|at| records.get_mut(at)), outcome)
                 {
                     *place = Some(record);
                 }
@@ -287,7 +315,7 @@ impl DsaEngine {
         pairs
             .into_iter()
             .for_each(|(tag, outcome)| self.ended(tag, outcome));
-        jobs.into_iter().filter_map(job).collect()
+        jobs.into_iter().filter_map(job_of).collect()
     }
 
     /// Waits for something to end, at most so long.

@@ -1,10 +1,13 @@
 //! Searching trees by comparisons, for many candidates at once (Para-ksm's two ways of filling a batch: many candidates,
 //! and for each of them the next levels of the tree, of which only one page in each will turn out to be needed).
+//!
+//! *Keys.* The caller wants the keys of candidates without a twin. They are made in the same round as the comparisons of
+//! the candidates that are still on their way: one wait for both.
 
 use super::{DsaEngine, PAGE};
 use std::cmp::Ordering;
 use std::sync::atomic::Ordering as Memory;
-use vmm_dedup::compare::{Answer, Error, PageId, PageView, Pages, Stopwatch, TreeSearch};
+use vmm_dedup::compare::{Answer, Error, PageId, PageView, Pages, Searched, Stopwatch, TreeSearch};
 use vmm_dedup_dsa_abi::{Comparison, CompletionRecord, Descriptor};
 use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
 
@@ -46,16 +49,33 @@ fn order_at(a: &PageView, b: &PageView, record: &CompletionRecord) -> Option<Ord
 }
 
 impl DsaEngine {
-    /// Compares pairs of pages: the order of each, or `None` if the device does not tell.
+    /// Compares pairs of pages: the order of each. What the device does not tell the CPU finds out.
     fn orders(&mut self, pairs: &[(Seen<'_>, Seen<'_>)]) -> Vec<Answer<Ordering>> {
-        let records = self.run(pairs.len(), |engine, queue, job| {
-            let ((a, a_view), (b, b_view)) = pairs[job];
+        self.orders_and_keys(pairs, &[]).0
+    }
+
+    /// The same, and the keys of other pages, as far as the device makes them.
+    fn orders_and_keys(
+        &mut self,
+        pairs: &[(Seen<'_>, Seen<'_>)],
+        to_key: &[Seen<'_>],
+    ) -> (Vec<Answer<Ordering>>, Vec<Option<u64>>) {
+        let mut records = self.run(pairs.len() + to_key.len(), |engine, queue, job| {
+            let Some(((a, a_view), (b, b_view))) = pairs.get(job).copied() else {
+                let (page, view) = to_key[job - pairs.len()];
+                return Descriptor::crc(engine.address(queue, page, view)?, PAGE, 0).ok();
+            };
             let (a, b) = (
                 engine.address(queue, a, a_view)?,
                 engine.address(queue, b, b_view)?,
             );
             Descriptor::compare(a, b, PAGE).ok()
         });
+        let keys = records.split_off(pairs.len()).into_iter();
+        let keys = keys.map(|record| Some(record?.crc()?.into())).collect();
+        let lines = to_key.len() as u64 * (u64::from(PAGE) / 64);
+        self.account.lines += lines;
+        self.account.bytes += lines * 64;
         self.account.comparisons += pairs.len() as u64;
         let mut orders = Vec::with_capacity(pairs.len());
         for (((a, a_view), (b, b_view)), record) in pairs.iter().zip(records) {
@@ -73,7 +93,7 @@ impl DsaEngine {
                 None => Ok(order_of_words(a_view, b_view, 0..a_view.len())),
             });
         }
-        orders
+        (orders, keys)
     }
 
     /// Walks as far as the first lines tell the order. Returns whether the walk has come to a node that they do not.
@@ -124,23 +144,29 @@ impl DsaEngine {
         all
     }
 
-    /// Walks all candidates down the tree together.
+    /// Walks all candidates down the tree together. Those without a twin are keyed on the way if they are to be.
     fn walk(
         &mut self,
         pages: &dyn Pages,
         tree: TreeReader<'_>,
         candidates: &[PageId],
-    ) -> Vec<Answer<Option<PageId>>> {
-        let mut answers: Vec<Answer<Option<PageId>>> = Vec::with_capacity(candidates.len());
+        keyed: bool,
+    ) -> Vec<Answer<Searched>> {
+        let mut answers: Vec<Answer<Searched>> = Vec::with_capacity(candidates.len());
+        // Candidates that have come to an end without a twin, by their places.
+        let mut to_key: Vec<(usize, Seen<'_>)> = Vec::new();
         let mut walks = Vec::with_capacity(candidates.len());
         let root = tree.root();
         for (at, page) in candidates.iter().copied().enumerate() {
             let view = pages.view(page).filter(|_| self.may_read(page));
             answers.push(if view.is_some() {
-                Ok(None)
+                Ok(Searched::default())
             } else {
                 Err(Error::Fault(page))
             });
+            if let (Some(view), None) = (view, root) {
+                to_key.push((at, (page, view)));
+            }
             if let (Some(view), Some(node)) = (view, root) {
                 walks.push(Walk {
                     at,
@@ -153,7 +179,12 @@ impl DsaEngine {
         }
         while !walks.is_empty() {
             walks.retain_mut(|walk| match self.walk_by_first_lines(walk, pages, tree) {
-                Ok(goes_on) => goes_on,
+                Ok(goes_on) => {
+                    if !goes_on {
+                        to_key.push((walk.at, (walk.page, walk.view)));
+                    }
+                    goes_on
+                }
                 Err(error) => {
                     answers[walk.at] = Err(error);
                     false
@@ -168,7 +199,17 @@ impl DsaEngine {
                 });
                 pairs.extend(others.map(|other| ((walk.page, walk.view), other)));
             }
-            let mut orders = pairs.iter().map(|(_, (id, _))| *id).zip(self.orders(&pairs));
+            let now: Vec<(usize, Seen<'_>)> = if keyed {
+                std::mem::take(&mut to_key)
+            } else {
+                Vec::new()
+            };
+            let of: Vec<Seen<'_>> = now.iter().map(|(_, seen)| *seen).collect();
+            let (orders, keys) = self.orders_and_keys(&pairs, &of);
+            for ((at, _), key) in now.into_iter().zip(keys) {
+                answers[at] = Ok(Searched { twin: None, key });
+            }
+            let mut orders = pairs.iter().map(|(_, (id, _))| *id).zip(orders);
             let mut of_walk = Vec::new();
             let mut each = guesses.iter();
             walks.retain_mut(|walk| {
@@ -189,7 +230,12 @@ impl DsaEngine {
                     };
                     match order {
                         Err(error) => answers[walk.at] = Err(error.clone()),
-                        Ok(Ordering::Equal) => answers[walk.at] = Ok(Some(id)),
+                        Ok(Ordering::Equal) => {
+                            answers[walk.at] = Ok(Searched {
+                                twin: Some(id),
+                                key: None,
+                            });
+                        }
                         Ok(order) => {
                             walk.steps += 1;
                             if let Some(next) =
@@ -203,12 +249,29 @@ impl DsaEngine {
                                 }
                                 continue;
                             }
+                            to_key.push((walk.at, (walk.page, walk.view)));
                         }
                     }
                     return false;
                 }
             });
         }
+        answers
+    }
+}
+
+impl DsaEngine {
+    fn walk_timed(
+        &mut self,
+        pages: &dyn Pages,
+        tree: TreeReader<'_>,
+        candidates: &[PageId],
+        keyed: bool,
+    ) -> Vec<Answer<Searched>> {
+        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        self.account.pages += candidates.len() as u64;
+        let answers = self.walk(pages, tree, candidates, keyed);
+        self.stop(watch, borrowed);
         answers
     }
 }
@@ -233,11 +296,20 @@ impl TreeSearch for DsaEngine {
         if let Err(error) = self.alive() {
             return candidates.iter().map(|_| Err(error.clone())).collect();
         }
-        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
-        self.account.pages += candidates.len() as u64;
-        let answers = self.walk(pages, tree, candidates);
-        self.stop(watch, borrowed);
-        answers
+        let twins = self.walk_timed(pages, tree, candidates, false).into_iter();
+        twins.map(|answer| answer.map(|found| found.twin)).collect()
+    }
+
+    fn search_keyed(
+        &mut self,
+        pages: &dyn Pages,
+        tree: TreeReader<'_>,
+        candidates: &[PageId],
+    ) -> Vec<Answer<Searched>> {
+        if let Err(error) = self.alive() {
+            return candidates.iter().map(|_| Err(error.clone())).collect();
+        }
+        self.walk_timed(pages, tree, candidates, true)
     }
 
     fn among(&mut self, pages: &dyn Pages, candidate: PageId, set: &[PageId]) -> Answer<Option<usize>> {

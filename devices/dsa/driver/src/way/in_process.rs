@@ -1,6 +1,10 @@
 //! The model in this process, driven by whoever waits for it.
 //!
 //! It uses this process's addresses, as through a device node, or what it was given, as through VFIO ([`Reach`]).
+//!
+//! *Time.* The model works on the caller's thread, which is [borrowed](WorkQueue::borrowed_cpu_ns) from the driver. The
+//! device's clock stands still meanwhile: else the driver would be done waiting when the model is done working, and its
+//! waiting would count as the model's work.
 #![allow(unsafe_code)] // reads and writes this process's memory by address
 
 use super::registers::{Registers, SetupError, Wanted, bring_up, general_status, take_software_error};
@@ -8,7 +12,7 @@ use super::{QueueLimits, Trouble, WorkQueue};
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use vmm_dedup::compare::Stopwatch;
 use vmm_dedup_dsa_abi::config::Mode;
 use vmm_dedup_dsa_abi::registers::DeviceState;
@@ -32,7 +36,13 @@ pub struct InProcess {
     limits: QueueLimits,
     wanted: Wanted,
     began: Instant,
+    /// The device's time when it was asked last, ns.
+    last: u64,
     worked_ns: u64,
+    /// What measuring a piece of the model's work takes beside what is measured, ns.
+    watch_ns: u64,
+    /// What a write to a portal takes the CPU.
+    portal_write: Duration,
     /// Where the next descriptor goes.
     portal: u64,
 }
@@ -73,7 +83,10 @@ impl InProcess {
             },
             wanted,
             began: Instant::now(),
+            last: 0,
             worked_ns: 0,
+            watch_ns: cost_of_a_watch(),
+            portal_write: Duration::ZERO,
             portal: portal::offset(0, portal::Kind::Unlimited),
         };
         made.limits = bring_up(&mut made, wanted)?;
@@ -86,17 +99,34 @@ impl InProcess {
         self.core.set_faults(faults);
     }
 
-    fn now(&self) -> u64 {
-        u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    /// Lets each submission take the CPU so long, as a write to a real portal does. By default the model's portal costs the
+    /// driver nothing.
+    #[must_use]
+    pub fn with_portal_write(mut self, takes: Duration) -> Self {
+        self.portal_write = takes;
+        self
+    }
+
+    /// The device's time, ns. It never goes back, although what was borrowed is known to some nanoseconds only.
+    fn now(&mut self) -> u64 {
+        let since = u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.last = self.last.max(since.saturating_sub(self.worked_ns));
+        self.last
+    }
+
+    /// Lets the model work, in time that is borrowed.
+    fn borrow<T>(&mut self, work: impl FnOnce(&mut Core, &Plug) -> T) -> T {
+        let watch = Stopwatch::start();
+        let result = work(&mut self.core, &self.board);
+        self.worked_ns += watch.stop_cpu() + self.watch_ns;
+        result
     }
 
     /// Lets the model do what is due.
     fn advance(&mut self) {
         let now = self.now();
         if self.core.next_event().is_some_and(|due| due <= now) {
-            let watch = Stopwatch::start();
-            self.core.advance(now, &self.board);
-            self.worked_ns += watch.stop_cpu();
+            self.borrow(|core, board| core.advance(now, board));
         }
     }
 }
@@ -135,8 +165,16 @@ impl WorkQueue for InProcess {
             Mode::Dedicated => Way::Posted,
             Mode::Shared => Way::Deferrable,
         };
-        let submitted = self.core.submit(self.portal, way, &bytes, now, &self.board);
-        self.advance();
+        let portal = self.portal;
+        let submitted = self.borrow(|core, board| {
+            let submitted = core.submit(portal, way, &bytes, now, board);
+            core.advance(now, board);
+            submitted
+        });
+        let start = Instant::now();
+        while start.elapsed() < self.portal_write {
+            std::hint::spin_loop();
+        }
         // What is lost shows by its silence, as with a device.
         Ok(submitted != Submitted::Retry)
     }
@@ -205,6 +243,14 @@ impl WorkQueue for InProcess {
     fn borrowed_cpu_ns(&self) -> u64 {
         self.worked_ns
     }
+}
+
+/// What starting and stopping a watch takes beside what the watch shows, ns.
+fn cost_of_a_watch() -> u64 {
+    const TIMES: u64 = 64;
+    let all = Stopwatch::start();
+    let shown: u64 = (0..TIMES).map(|_| Stopwatch::start().stop_cpu()).sum();
+    all.stop_cpu().saturating_sub(shown) / TIMES
 }
 
 /// What the model is plugged into.

@@ -4,13 +4,16 @@
 mod in_process;
 mod node;
 mod registers;
+mod vfio;
 
 pub use in_process::{InProcess, Reach};
 pub use node::{Node, NodeError};
 pub use registers::{Registers, SetupError, Wanted, bring_up, command, reset};
+pub use vfio::{Vfio, VfioFailure};
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
+use std::time::Duration;
 use vmm_dedup_dsa_abi::registers::ResetKind;
 use vmm_dedup_dsa_abi::{Descriptor, DeviceAddress, Opcode};
 
@@ -79,6 +82,16 @@ pub trait WorkQueue: Send {
 
     /// Waits a little, at most some microseconds, for the lowest byte of a record's first word to become non-zero.
     fn relax(&mut self, status: &AtomicU64);
+
+    /// The interrupt that descriptors can ask for, which ends [`Self::nap`]; `None` if they cannot.
+    fn vector(&self) -> Option<u16> {
+        None
+    }
+
+    /// Sleeps for so long, or until the interrupt comes.
+    fn nap(&mut self, most: Duration) {
+        std::thread::sleep(most);
+    }
 
     /// What is wrong with the device, if anything is; asked when an answer is late.
     fn trouble(&mut self) -> Option<Trouble>;

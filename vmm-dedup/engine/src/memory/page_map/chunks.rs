@@ -67,14 +67,24 @@ impl PageMap {
         self.chunks.iter_mut().for_each(|chunk| chunk.end_pass(pass));
     }
 
-    /// A chunk is lent to somebody else: it is not looked at until it comes back.
+    /// A chunk is lent to somebody else: it is not looked at until it comes back. What of it the kernel copied stays where it is,
+    /// and nobody is to ask for it.
     pub(crate) fn lend(&mut self, chunk: usize) {
+        for page in self.chunk_at(chunk).pages.clone() {
+            if self.backing(page).is_copied() {
+                self.forget_copy(page);
+            }
+        }
         self.chunks[chunk].lend();
     }
 
     /// A chunk that was lent came back.
     pub(crate) fn take_back(&mut self, chunk: usize) {
         self.chunks[chunk].take_back();
+        let mut pages = self.chunk_at(chunk).pages.clone();
+        if pages.any(|page| self.backing(page).is_copied()) {
+            self.chunks[chunk].look_at_copies_soon();
+        }
     }
 }
 

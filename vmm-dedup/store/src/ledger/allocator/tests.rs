@@ -180,7 +180,8 @@ fn pieces_keep_short_holes_and_huge_pages() {
     let mut allocator = Allocator::new(MAX_SLOTS);
     run(&mut allocator, 100);
     let whole = allocator.allocate_huge_page(Purpose::New).unwrap();
-    bury(&mut allocator, (0..3).chain(10..13).chain(20..24).chain(30..90));
+    give_back(&mut allocator, 10..13);
+    bury(&mut allocator, (0..3).chain(20..24).chain(30..90));
     let pieces = |most| {
         let (mut from, mut pieces) = (0, Vec::new());
         while let Some(piece) = allocator.next_piece(0, from, most) {
@@ -211,6 +212,21 @@ fn pieces_keep_short_holes_and_huge_pages() {
             (huge, true)
         ]
     );
+}
+
+#[test]
+fn a_dead_slot_keeps_its_place_beside_a_long_run_only() {
+    let mut allocator = Allocator::new(MAX_SLOTS);
+    run(&mut allocator, 160);
+    // In use between them: 16, 15 and 4, 31, 15, 32, 38 in a row.
+    bury(&mut allocator, [16, 32, 37, 69, 85, 86, 119, 120, 121]);
+    let (mut from, mut pieces) = (0, Vec::new());
+    while let Some(piece) = allocator.next_piece(0, from, 512) {
+        let start = piece.run.first.number();
+        from = start + piece.run.len;
+        pieces.push(start..from);
+    }
+    assert_eq!(pieces, [0..32, 33..119, 122..160]);
 }
 
 #[derive(Clone, Debug)]

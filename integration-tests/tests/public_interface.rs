@@ -1,0 +1,101 @@
+//! What crates show that a VMM takes: a change is seen, and meant. `cargo semver-checks` would have to be built for each run of
+//! CI and to have a published release to compare with; this compares with a listing that goes with the source, so that whoever
+//! removes or changes an item changes a line of it, in the same commit. Then the crates' version and CHANGELOG.md say so.
+//!
+//! `WRITE_INTERFACE=1 cargo test -p vmm-dedup-integration-tests --test public_interface` writes the listings anew.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// What rustdoc is told, so that it writes JSON.
+const JSON: [&str; 4] = [
+    "-Zunstable-options",
+    "--output-format",
+    "json",
+    "--cap-lints=allow",
+];
+
+/// The listing of a crate, or why this toolchain does not make one.
+fn listing(package: &str, features: &str) -> Result<String, String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    // Only rustdoc may do what is unstable: otherwise all dependencies would be built once more.
+    let folder = tempfile::tempdir().expect("a folder");
+    let rustdoc = folder.path().join("rustdoc");
+    std::fs::write(&rustdoc, "#!/bin/sh\nRUSTC_BOOTSTRAP=1 exec rustdoc \"$@\"\n").expect("a script");
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&rustdoc, mode).expect("it can be run");
+    let made = Command::new(env!("CARGO"))
+        .args([
+            "rustdoc",
+            "--quiet",
+            "--lib",
+            "-p",
+            package,
+            "--features",
+            features,
+        ])
+        .arg("--target-dir")
+        .arg(&target)
+        .arg("--")
+        .args(JSON)
+        .env("RUSTDOC", &rustdoc)
+        .current_dir(&root)
+        .output()
+        .expect("cargo runs");
+    let errors = String::from_utf8_lossy(&made.stderr);
+    assert!(made.status.success(), "{errors}");
+    let json = target
+        .join("doc")
+        .join(package.replace('-', "_"))
+        .with_extension("json");
+    let items = public_api::Builder::from_rustdoc_json(json)
+        .omit_blanket_impls(true)
+        .omit_auto_trait_impls(true)
+        .omit_auto_derived_impls(true)
+        .build()
+        .map_err(|error| error.to_string())?;
+    Ok(items.items().fold(String::new(), |mut all, item| {
+        let _ = writeln!(all, "{item}");
+        all
+    }))
+}
+
+fn check(package: &str, features: &str, folder: &str) {
+    let now = match listing(package, features) {
+        Ok(now) => now,
+        Err(error) => {
+            assert!(std::env::var_os("CI").is_none(), "{error}");
+            return eprintln!("SKIPPED: another version of Rust: {error}");
+        }
+    };
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../vmm-dedup/{folder}/public-interface.txt"));
+    if std::env::var_os("WRITE_INTERFACE").is_some() {
+        std::fs::write(&path, &now).expect("it is written");
+    }
+    let known = std::fs::read_to_string(&path).unwrap_or_default();
+    let only = |a: &str, b: &str| -> Vec<String> {
+        let lines: std::collections::HashSet<&str> = b.lines().collect();
+        a.lines()
+            .filter(|line| !lines.contains(line))
+            .map(str::to_owned)
+            .collect()
+    };
+    let (gone, new) = (only(&known, &now), only(&now, &known));
+    assert!(
+        gone.is_empty() && new.is_empty(),
+        "the public interface of {package} has changed. Gone: {gone:#?} New: {new:#?}"
+    );
+}
+
+#[test]
+fn the_engines_interface_is_as_listed() {
+    check("vmm-dedup", "seccomp", "engine");
+}
+
+#[test]
+fn the_protocols_interface_is_as_listed() {
+    check("vmm-dedup-protocol", "", "protocol");
+}

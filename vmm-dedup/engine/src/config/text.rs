@@ -1,0 +1,316 @@
+//! A [`Setup`] as text.
+//!
+//! As one line it is `store=/run/vmm-dedup/store.sock,name=web1,cpu_percent=10`. Keys are those of the fields of [`Config`](crate::Config),
+//! joined by a dot where they nest (`breaks.mode=managed,breaks.reserve_pages=512`), and `store`. What is not named keeps its
+//! default. A value with a comma or a quotation mark stands in quotation marks, in which `\` takes the next character as it is.
+//! In JSON and TOML it is one table with the same keys.
+
+use crate::config::Setup;
+use crate::config::setup::STORE;
+use crate::error::Error;
+use serde_json::{Map, Value};
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+impl TryFrom<Map<String, Value>> for Setup {
+    type Error = String;
+
+    fn try_from(mut fields: Map<String, Value>) -> Result<Self, String> {
+        let said = |error: serde_json::Error| error.to_string();
+        let store = fields
+            .remove(STORE)
+            .map_or(Ok(PathBuf::new()), serde_json::from_value);
+        Ok(Self {
+            store: store.map_err(said)?,
+            config: serde_json::from_value(Value::Object(fields)).map_err(said)?,
+        })
+    }
+}
+
+impl From<Setup> for Map<String, Value> {
+    fn from(setup: Setup) -> Self {
+        let mut fields = match serde_json::to_value(&setup.config) {
+            Ok(Value::Object(fields)) => fields,
+            // Every field can be said in JSON.
+            _ => Self::new(),
+        };
+        fields.retain(|_, value| !value.is_null());
+        // A path that is no text is none in JSON either.
+        fields.insert(STORE.into(), setup.store.to_string_lossy().into());
+        fields
+    }
+}
+
+impl FromStr for Setup {
+    type Err = Error;
+
+    /// Parses a line, and checks the settings' values ([`Config::validate`](crate::Config::validate)).
+    fn from_str(line: &str) -> Result<Self, Error> {
+        let setup = parse(line).map_err(Error::Settings)?;
+        setup.config.validate()?;
+        Ok(setup)
+    }
+}
+
+impl fmt::Display for Setup {
+    /// What differs from the defaults: parsed, it is the same again.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (ours, defaults) = (Map::from(self.clone()), Map::from(Self::default()));
+        let differs = |(key, value): &(&String, &Value)| defaults.get(*key) != Some(*value);
+        let mut all = Vec::new();
+        for (key, value) in ours.iter().filter(differs) {
+            write(key, value, &mut all);
+        }
+        f.write_str(&all.join(","))
+    }
+}
+
+fn write(key: &str, value: &Value, all: &mut Vec<String>) {
+    match value {
+        Value::Null => {}
+        Value::Object(fields) => fields
+            .iter()
+            .for_each(|(name, value)| write(&format!("{key}.{name}"), value, all)),
+        Value::String(text) => all.push(format!("{key}={}", quoted(text))),
+        other => all.push(format!("{key}={other}")),
+    }
+}
+
+/// In quotation marks, if it would be read as something else without.
+fn quoted(text: &str) -> String {
+    let plain = guess(text.to_owned()).is_string() && !text.contains([',', '"', '\\']) && text.trim() == text;
+    if plain && !text.is_empty() {
+        return text.to_owned();
+    }
+    format!("\"{}\"", text.replace('\\', r"\\").replace('"', r#"\""#))
+}
+
+fn parse(line: &str) -> Result<Setup, String> {
+    let defaults = Value::Object(Map::from(Setup::default()));
+    let mut all = Map::new();
+    for (key, value) in pairs(line)? {
+        let path: Vec<&str> = key.split('.').collect();
+        let default = path.iter().try_fold(&defaults, |at, name| at.get(name));
+        let value = match (value, default) {
+            (Text::Quoted(text), _) | (Text::Plain(text), Some(Value::String(_))) => Value::String(text),
+            (Text::Plain(text), _) => guess(text),
+        };
+        insert(&mut all, &path, value).ok_or_else(|| format!("{key} is given twice"))?;
+    }
+    all.try_into()
+}
+
+/// A number, a boolean, or text.
+fn guess(text: String) -> Value {
+    let number = text.parse::<u64>().map(Value::from);
+    let either = number.or_else(|_| text.parse::<bool>().map(Value::from));
+    either.unwrap_or(Value::String(text))
+}
+
+/// `None`: there is something at that place.
+fn insert(at: &mut Map<String, Value>, path: &[&str], value: Value) -> Option<()> {
+    let (first, rest) = path.split_first()?;
+    if rest.is_empty() {
+        return at.insert((*first).to_owned(), value).is_none().then_some(());
+    }
+    let next = at
+        .entry(*first)
+        .or_insert_with(|| Value::Object(Map::new()))
+        .as_object_mut()?;
+    insert(next, rest, value)
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Text {
+    Plain(String),
+    Quoted(String),
+}
+
+fn pairs(line: &str) -> Result<Vec<(String, Text)>, String> {
+    let mut all = Vec::new();
+    let mut rest = line.trim();
+    while !rest.is_empty() {
+        let (key, behind) = rest
+            .split_once('=')
+            .ok_or_else(|| format!("{rest:?} is no KEY=VALUE"))?;
+        let (value, behind) = match behind.strip_prefix('"') {
+            Some(quoted) => {
+                let (text, behind) = unquoted(quoted).ok_or("a quotation mark is missing")?;
+                (Text::Quoted(text), behind)
+            }
+            None => {
+                let end = behind.find(',').unwrap_or(behind.len());
+                (Text::Plain(behind[..end].trim().to_owned()), &behind[end..])
+            }
+        };
+        let key = key.trim().to_owned();
+        rest = match behind.strip_prefix(',') {
+            Some(next) if !next.trim().is_empty() => next,
+            None if behind.trim().is_empty() => "",
+            _ => return Err(format!("there must be a comma and another setting behind {key}")),
+        };
+        all.push((key, value));
+    }
+    Ok(all)
+}
+
+/// The text up to the next quotation mark, and what is behind that.
+fn unquoted(quoted: &str) -> Option<(String, &str)> {
+    let mut text = String::new();
+    let mut characters = quoted.char_indices();
+    while let Some((at, character)) = characters.next() {
+        match character {
+            '"' => return Some((text, &quoted[at + 1..])),
+            '\\' => text.push(characters.next()?.1),
+            other => text.push(other),
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compare::Engines;
+    use crate::config::{Breaks, Config, Policy, UseSource, Verification};
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_line_sets_fields_and_the_rest_keeps_its_default() {
+        let setup: Setup = "store=/run/s.sock, name=web1,cpu_percent=10,huge_policy=no-splitting"
+            .parse()
+            .unwrap();
+        let expected = Setup {
+            store: "/run/s.sock".into(),
+            config: Config {
+                name: "web1".into(),
+                cpu_percent: 10,
+                huge_policy: Policy::NoSplitting,
+                ..Config::default()
+            },
+        };
+        assert_eq!(setup, expected);
+        assert_eq!(
+            setup.to_string(),
+            "cpu_percent=10,huge_policy=no-splitting,name=web1,store=/run/s.sock"
+        );
+        assert_eq!("".parse::<Setup>().unwrap(), Setup::default());
+        assert_eq!(Setup::default().to_string(), "");
+        assert!(setup.check(&Engines::new()).is_ok());
+        let error = Setup::default().check(&Engines::new()).unwrap_err().to_string();
+        assert!(error.contains("store is empty"), "{error}");
+    }
+
+    #[test]
+    fn json_has_one_table() {
+        let text = r#"{ "store": "/s", "name": "web1", "breaks": { "mode": "kernel" } }"#;
+        let setup: Setup = serde_json::from_str(text).unwrap();
+        assert_eq!(
+            (setup.store.to_str(), setup.config.name.as_str()),
+            (Some("/s"), "web1")
+        );
+        let again = serde_json::from_str(&serde_json::to_string(&setup).unwrap());
+        assert_eq!(again.ok(), Some(setup));
+        let error = serde_json::from_str::<Setup>(r#"{ "stroe": "/s" }"#).unwrap_err();
+        assert!(error.to_string().contains("unknown field `stroe`"), "{error}");
+    }
+
+    #[test]
+    fn nested_fields_and_quoted_values_are_read() {
+        let line =
+            r#"name="a,\"b\"",breaks.mode=managed,breaks.reserve_pages=5,breaks.floor_bytes=0,max_vmas=7"#;
+        let Setup { config, .. } = line.parse().unwrap();
+        assert_eq!((config.name.as_str(), config.max_vmas), (r#"a,"b""#, Some(7)));
+        assert_eq!(config.breaks, Breaks::managed(5, 0));
+        assert_eq!("name=12".parse::<Setup>().unwrap().config.name, "12");
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (line, says) in [
+            ("cpu_percent=0", "cpu_percent is 0, but it must be 1 to 100"),
+            ("cpu=7", "unknown field `cpu`"),
+            ("cpu_percent=many", "invalid type: string \"many\""),
+            ("name", "\"name\" is no KEY=VALUE"),
+            ("name=a,name=b", "name is given twice"),
+            ("name=\"a", "a quotation mark is missing"),
+            ("name=a,", "another setting behind name"),
+            ("name=\"a\"b", "there must be a comma"),
+            ("name.first=a", "invalid type: map"),
+            ("name=a,name.first=b", "name.first is given twice"),
+            ("breaks.mode=never", "unknown variant `never`"),
+        ] {
+            let error = line.parse::<Setup>().unwrap_err().to_string();
+            assert!(error.contains(says), "{line}: {error}");
+        }
+    }
+
+    fn any_setup() -> impl Strategy<Value = Setup> {
+        let healing = (0..=1_000_000u64, any::<bool>());
+        let breaks = prop_oneof![
+            healing.clone().prop_map(|(heal_stall_us, heal_without_fork)| {
+                Breaks::Kernel {
+                    heal_stall_us,
+                    heal_without_fork,
+                }
+            }),
+            (1..100usize, any::<u64>(), healing).prop_map(|(reserve_pages, floor_bytes, healing)| {
+                Breaks::Managed {
+                    reserve_pages,
+                    floor_bytes,
+                    heal_stall_us: healing.0,
+                    heal_without_fork: healing.1,
+                }
+            }),
+        ];
+        let verify =
+            (".{0,8}", prop::option::of(".{1,8}"), 10..100u64).prop_map(|(engine, socket, timeout_us)| {
+                Verification {
+                    engine,
+                    socket: socket.map(Into::into),
+                    trusted: false,
+                    timeout_us,
+                }
+            });
+        let texts = (".{1,12}", ".{0,12}", ".{0,6}", prop::option::of(".{1,6}"));
+        (
+            texts,
+            breaks,
+            verify,
+            any::<bool>(),
+            prop::option::of(any::<u32>()),
+        )
+            .prop_map(
+                |((name, store, search, search_socket), breaks, verify, enabled, max_vmas)| Setup {
+                    store: store.into(),
+                    config: Config {
+                        name,
+                        search,
+                        search_socket: search_socket.map(Into::into),
+                        breaks,
+                        verify,
+                        enabled,
+                        max_vmas: max_vmas.map(|n| n as usize),
+                        use_source: UseSource::Damon,
+                        ..Config::default()
+                    },
+                },
+            )
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn what_is_written_is_read(setup in any_setup()) {
+            let line = setup.to_string();
+            prop_assert_eq!(parse(&line), Ok(setup), "{}", line);
+        }
+
+        #[test]
+        fn any_line_is_read_or_refused(line in "[a-z.=,\"\\\\0-9 ]{0,40}") {
+            let _ = line.parse::<Setup>();
+        }
+    }
+}
