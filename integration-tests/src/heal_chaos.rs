@@ -22,6 +22,8 @@ const WRITERS: usize = 4;
 /// Parts of a writer's pages that are written in turn, and for how long. The others rest, and are merged.
 const PHASES: usize = 8;
 const PHASE: Duration = Duration::from_millis(30);
+/// Of so many buffers one is held until its page rests, and is to be left alone because it is pinned.
+const HELD: u64 = 128;
 /// The word that is written.
 const WORD: usize = 8;
 /// What direct reads bring instead, and a page's number.
@@ -387,7 +389,10 @@ impl Fire<'_> {
     fn read_into_buffers(&self, writer: usize, file: &OwnedFd) {
         let mut random = Random(writer as u64 + 1);
         let mut ring = IoUring::new(4).expect("io_uring");
-        while self.goes_on() {
+        for n in 1u64.. {
+            if !self.goes_on() {
+                break;
+            }
             let page = self.page(writer, &mut random);
             let buffer = libc::iovec {
                 iov_base: self.pages.address(page) as *mut _,
@@ -395,6 +400,9 @@ impl Fire<'_> {
             };
             // SAFETY: the page is never unmapped, and only accessed through raw pointers.
             unsafe { ring.submitter().register_buffers(&[buffer]) }.expect("buffers are registered");
+            if n.is_multiple_of(HELD) {
+                std::thread::sleep(2 * PHASE);
+            }
             for other in [true, false] {
                 // Pinned for a moment before, so that pins are met that do nothing.
                 std::thread::sleep(Duration::from_micros(random.next() % 300));

@@ -152,7 +152,7 @@ fn copies_lose_nothing_while_the_children_that_tell_of_pins_are_killed() {
         kills: true,
         ..Besides::default()
     };
-    let out = heal_chaos::chaos(20_000, within(Duration::from_secs(20)), Pins::Devices, besides);
+    let out = heal_chaos::chaos(20_000, within(Duration::from_secs(12)), Pins::Devices, besides);
     eprintln!("{out:?}");
     assert!(out.wrong == 0 && out.killed > 0, "{out:?}");
 }

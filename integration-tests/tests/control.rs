@@ -1,5 +1,6 @@
 //! Operating a service while it runs: switching, explaining, refusing, through a real store.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 use vmm_dedup::{
     Breaks, Config, DedupService, Error, Explanation, Reason, Refusal, Refused, Settings, Switch,
@@ -8,7 +9,11 @@ use vmm_dedup_integration_tests::direct_io::{pin, unpin};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_protocol::key::{Key, Salt, line_words};
+use vmm_dedup_protocol::message::{Hello, Kind, MAX_BATCH, Message, Role, aligned_buffer, encode};
 use vmm_dedup_protocol::observer::{Account, Observer};
+use vmm_dedup_protocol::socket;
+use zerocopy::IntoBytes;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -205,6 +210,11 @@ fn every_page_is_explained() {
     (500..600).for_each(|page| pages.fill(page, page as u64 + 1000));
     let by_hand = Config {
         pass_period_ms: 3_600_000,
+        // A process of many tests has much memory, and its forks take long.
+        breaks: Breaks::Kernel {
+            heal_stall_us: 1_000_000,
+            heal_without_fork: false,
+        },
         ..config("vm")
     };
     let service = pages
@@ -324,6 +334,70 @@ fn a_refused_vm_is_shown_with_its_reason_and_comes_back_to_a_new_store() {
 
 /// A page has a twin in the index, which leaves it again before the page's service looks. The store does not remember the
 /// page then, and its service must see to it that the next twin is found.
+/// Two pages whose line keys have the same 32 bits in the index of a store with this salt.
+fn alike(pages: &Pages, salt: Salt) -> [u64; 2] {
+    let mut seen = HashMap::new();
+    let mut look = |id: u64| {
+        let key = Key::of_lines(&line_words(|word| pages.expected(id, word)), salt);
+        seen.insert(key.raw() >> 16, id).map(|before| [before, id])
+    };
+    (1_000_000..)
+        .find_map(&mut look)
+        .expect("there are not so many keys")
+}
+
+fn salt(store: &StoreThread) -> Salt {
+    let socket = socket::connect(&store.socket()).expect("the store is there");
+    let hello = Hello::new(Role::Service, "asks", 1);
+    socket::send(&socket, &encode(Kind::Hello, &[hello.as_bytes()]), &[]).expect("it listens");
+    let mut buffer = aligned_buffer();
+    let answer = socket::receive(&socket, &mut buffer)
+        .expect("it answers")
+        .expect("a record");
+    match answer.parse(&buffer) {
+        Ok(Message::Welcome(welcome)) => Salt(welcome.salt),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The second page's key is told to the store in a later message than the first one's, which has entered the index by then.
+#[test]
+fn a_page_whose_key_is_like_one_that_just_entered_is_shared() {
+    need_userfaultfd!();
+    const PAGES: usize = MAX_BATCH + 512;
+    let store = StoreThread::start();
+    let areas = [Pages::map(PAGES), Pages::map(PAGES)];
+    let [first, second] = alike(&areas[0], salt(&store));
+    let id = |page: usize| match page {
+        0 => first,
+        _ if page == PAGES - 1 => second,
+        _ => page as u64,
+    };
+    let mut services = Vec::new();
+    for (n, pages) in areas.iter().enumerate() {
+        (0..PAGES).for_each(|page| pages.fill(page, id(page)));
+        let service = pages
+            .serve(&store.socket(), config(&format!("vm-{n}")))
+            .expect("dedup starts");
+        services.push(service);
+        if n == 0 {
+            eventually("its pages are known", || {
+                services[0].stats().pages_unshared == PAGES as u64
+            });
+        }
+    }
+    eventually("both share", || {
+        services.iter().all(|s| s.stats().pages_mapped == PAGES as u64)
+    });
+    for pages in &areas {
+        assert_eq!(
+            (0..PAGES).find(|page| !pages.holds(*page, id(*page))),
+            None,
+            "a page is wrong"
+        );
+    }
+}
+
 #[test]
 fn a_twin_that_came_and_went_unseen_does_not_hide_the_next_one() {
     need_userfaultfd!();

@@ -124,24 +124,6 @@ fn intels_own_test_passes_with_a_programs_addresses() {
     assert_eq!(passed, 27, "{}", said.console);
 }
 
-/// Our driver by VFIO: its suites, and a service that merges real pages.
-#[test]
-fn our_driver_conforms_and_merges_through_vfio() {
-    let Some(said) = play(Play::Vfio) else {
-        return;
-    };
-    for test in [
-        "it_conforms_through_a_device_node",
-        "real_pages_are_merged_through_vfio",
-    ] {
-        assert!(
-            said.line(&format!("passed {test}, ")).is_some(),
-            "{}",
-            said.console
-        );
-    }
-}
-
 /// Our driver through Linux's device nodes: its suites, and two services that merge real pages.
 #[test]
 fn our_driver_conforms_and_merges_through_device_nodes() {

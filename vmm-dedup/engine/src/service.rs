@@ -15,6 +15,7 @@ use crate::sys::pagemap::Pagemap;
 use crate::sys::thread;
 use crate::unmerge::cow::Breaker;
 use crate::unmerge::discard::{Discarder, Discards};
+use crate::unmerge::fault_thread::Faults;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
@@ -116,8 +117,8 @@ impl DedupService {
         control.publish(&pass.account.stats);
         let (breaker, discards) = (pass.space.breaker.clone(), pass.space.discards.clone());
         let faults = if breaker.managed() {
-            let (breaker, pagemap) = (breaker.clone(), Pagemap::open()?);
-            let faults = thread::spawn(Part::Fault, move || breaker.run(pagemap));
+            let (faults, pagemap) = (Faults::of(breaker.clone()), Pagemap::open()?);
+            let faults = thread::spawn(Part::Fault, move || faults.serve(pagemap));
             Some(faults.map_err(Error::Thread)?)
         } else {
             None

@@ -8,7 +8,7 @@ mod account;
 mod batch;
 
 pub use account::{Stats, StatsRequest, StoreStats};
-pub use batch::{Batch, RefDelta, Staged, Wish, encode_batch};
+pub use batch::{Ask, Batch, RefDelta, Staged, Wish, encode_batch};
 
 use crate::control::{Explain, Explained, NotDone, Set};
 use crate::name::Name;
@@ -21,7 +21,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// "vmd1".
 pub const MAGIC: u32 = 0x3164_6d76;
 /// Version of everything in this crate. Peers of another version are refused.
-pub const VERSION: u16 = 9;
+pub const VERSION: u16 = 10;
 /// Longest record, below the default socket buffer.
 pub const MAX_MESSAGE: usize = 64 << 10;
 /// Most sightings, withdrawals and reference changes in one batch, each.
@@ -207,7 +207,7 @@ pub enum Message<'a> {
     Hello(Hello),
     Welcome(Welcome),
     Batch(Batch<'a>),
-    /// Indices into the batch's sightings.
+    /// What is wanted of the batch's sightings: [`Ask`].
     BatchReply(&'a [u32]),
     /// [`Staged`] pages that lie in the staging buffer, from its first page on.
     Publish(&'a [u64]),

@@ -329,7 +329,7 @@ impl ServiceStats {
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new
 // [`crate::message::VERSION`] together with this size.
-const _: () = assert!(crate::message::VERSION == 9 && size_of::<ServiceStats>() == 1416);
+const _: () = assert!(crate::message::VERSION == 10 && size_of::<ServiceStats>() == 1416);
 
 #[cfg(test)]
 mod tests {

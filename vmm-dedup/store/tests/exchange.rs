@@ -5,9 +5,9 @@ mod support;
 use std::time::Duration;
 use support::{Client, PAGES, Server, eventually, page, stats};
 use vmm_dedup_protocol::Slot;
-use vmm_dedup_protocol::index::Line;
+use vmm_dedup_protocol::index::{Line, News};
 use vmm_dedup_protocol::key::Key;
-use vmm_dedup_protocol::message::{Kind, Staged, Wish, encode};
+use vmm_dedup_protocol::message::{Ask, Kind, Staged, Wish, encode};
 use vmm_dedup_protocol::socket;
 use vmm_dedup_protocol::stats::ServiceStats;
 use zerocopy::IntoBytes;
@@ -27,7 +27,7 @@ fn a_page_that_two_vms_have_ends_up_shared() {
     b.staging.write_page(0, &p);
     let slot = b.publish_staged(&[line])[0].unwrap();
     assert_eq!(a.line(&p), Some(Line::Sole(slot)));
-    assert!(a.batch(&[line], &[7], &[(slot, 1)]).is_empty());
+    assert_eq!(a.batch(&[line], &[7], &[(slot, 1)]), [Ask::LookUp.of(0)]);
     assert_eq!((a.content(slot), b.content(slot)), (p, p));
 
     let account = stats(&server.socket).store;
@@ -61,7 +61,7 @@ fn pages_that_are_alike_in_their_key_lines_are_found_by_their_hashes() {
     assert_eq!(a.line(&q), Some(Line::Marked(1)));
     assert_eq!((a.find(&p), a.find(&q)), (Some(slot), None));
     let full = a.full_key(&q);
-    assert!(a.batch(&[line, full], &[], &[]).is_empty());
+    assert_eq!(a.batch(&[line, full], &[], &[]), [Ask::LookUp.of(0)]);
     assert_eq!(b.batch(&[full], &[], &[]), [0]);
     let other = b.publish(&[q])[0].unwrap();
     assert_eq!((a.find(&p), a.find(&q)), (Some(slot), Some(other)));
@@ -250,11 +250,31 @@ fn only_one_holder_is_asked_and_another_when_it_does_not_deliver() {
         .map(|n| Client::connect(&server.socket, n))
         .collect();
     let full = clients[0].full_key(&page(1));
+    let news = clients[0].index.news_position();
     let mut sight = |n: usize| clients[n].batch(&[full], &[], &[]).len();
     assert_eq!([sight(0), sight(1), sight(2)], [0, 1, 0]);
     // b sends something else instead of the page.
     clients[1].acknowledge();
+    let told = || clients[0].index.news_since(news);
+    let again = |times| News::Keys(vec![Key::try_new(full).unwrap(); times]);
+    assert_eq!(told(), again(1), "c is not asked unless it sights the page anew");
     assert_eq!(clients[3].batch(&[full], &[], &[]), [0]);
+    assert_eq!(
+        clients[3].publish_staged(&[full]),
+        [None],
+        "another page is staged"
+    );
+    assert_eq!(clients[0].index.news_since(news), again(2));
+}
+
+#[test]
+fn who_sights_what_the_index_has_is_told_to_look_again() {
+    let server = Server::start(|_| ());
+    let mut a = Client::connect(&server.socket, "a");
+    let keys = [a.line_key(&page(1)), a.line_key(&page(2))];
+    a.publish(&[page(1)])[0].unwrap();
+    assert_eq!(a.batch(&keys, &[], &[]), [Ask::LookUp.of(0)]);
+    assert_eq!(a.batch(&keys, &[], &[]), [Ask::LookUp.of(0), Ask::Publish.of(1)]);
 }
 
 #[test]

@@ -11,7 +11,9 @@ use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 use support::{Client, Server, connected_by_another_process, eventually, page, stats};
-use vmm_dedup_protocol::message::{Kind, Message, NO_SLOT, RefDelta, aligned_buffer, encode, encode_batch};
+use vmm_dedup_protocol::message::{
+    Ask, Kind, Message, NO_SLOT, RefDelta, aligned_buffer, encode, encode_batch,
+};
 use vmm_dedup_protocol::{SEGMENT_BYTES, Slot, socket};
 use zerocopy::IntoBytes;
 
@@ -158,17 +160,18 @@ impl Model {
         if who == EVIL {
             self.asked.clear();
         }
-        let (slots, mut wanted) = (self.full_keys(keys), Vec::new());
+        let (slots, mut asks) = (self.full_keys(keys), Vec::new());
         for (at, key) in sightings.iter().enumerate() {
             let full = key >> 47 != 0;
             if (full && slots.contains(key)) || (!full && self.lines.contains_key(key)) {
+                asks.push(Ask::LookUp.of(u32::try_from(at).unwrap()));
                 continue;
             }
             if !self.sighted.contains_key(key) {
                 self.sighted.insert(*key, who);
             } else if !self.asked.contains(key) {
                 self.asked.push(*key);
-                wanted.push(u32::try_from(at).unwrap());
+                asks.push(Ask::Publish.of(u32::try_from(at).unwrap()));
             }
         }
         for key in withdrawals {
@@ -202,11 +205,7 @@ impl Model {
             self.acknowledged[who] = self.acknowledged[who].max(epoch);
         }
         self.settle(dropped);
-        if end {
-            Expected::End
-        } else {
-            Expected::Reply(wanted)
-        }
+        if end { Expected::End } else { Expected::Reply(asks) }
     }
 
     fn enter(&mut self, slot: u32, line: u64) {

@@ -1,12 +1,32 @@
 //! The device that is measured: one of this machine, or the model with the latencies that are asked for.
 
-use super::DsaArgs;
+use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Duration;
 use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, Wanted, WorkQueue};
 use vmm_dedup_dsa_model::{Faults, Shape, Timing};
 use vmm_dedup_host::Failure;
+
+/// What is to be measured.
+#[derive(Args, Debug)]
+pub(super) struct DeviceArgs {
+    /// The work queue, such as /dev/dsa/wq0.0; without it all user queues, and the model where there are none.
+    #[arg(long, value_name = "NODE", conflicts_with = "model")]
+    node: Option<PathBuf>,
+    /// Measure the model although there is a device.
+    #[arg(long)]
+    model: bool,
+    /// The model's latency, ns.
+    #[arg(long, default_value_t = Timing::PUBLISHED.latency_ns, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
+    latency_ns: u64,
+    /// The model's bandwidth, MB/s.
+    #[arg(long, default_value_t = 31_000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    bandwidth: u32,
+    /// CPU time of a write to the model's portal, ns.
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
+    portal_write_ns: u64,
+}
 
 /// What is measured, as the report names it.
 #[derive(Clone, Debug, Serialize)]
@@ -45,7 +65,7 @@ pub(super) enum Way {
 }
 
 impl Device {
-    pub(super) fn of(args: &DsaArgs) -> Result<Self, Failure> {
+    pub(super) fn of(args: &DeviceArgs) -> Result<Self, Failure> {
         let modelled = || Self::Modelled {
             latency_ns: args.latency_ns,
             bytes_per_s: u64::from(args.bandwidth) * 1_000_000,

@@ -15,10 +15,8 @@ use crate::engines::arenas::arena_of;
 use crate::host;
 use crate::report::print_json;
 use clap::Args;
-use device::Device;
+use device::{Device, DeviceArgs};
 use report::{PAPER, Ratios, Report};
-use std::path::PathBuf;
-use vmm_dedup_dsa_model::Timing;
 use vmm_dedup_host::{Failure, children, termination};
 
 /// Compare the CPU with Intel DSA, one page an offload and in batches.
@@ -33,21 +31,8 @@ pub(crate) struct DsaArgs {
     /// Pages on which single operations are measured.
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1024..=1_000_000))]
     pages: u32,
-    /// The work queue, such as /dev/dsa/wq0.0; without it all user queues, and the model where there are none.
-    #[arg(long, value_name = "NODE", conflicts_with = "model")]
-    node: Option<PathBuf>,
-    /// Measure the model although there is a device.
-    #[arg(long)]
-    model: bool,
-    /// The model's latency, ns.
-    #[arg(long, default_value_t = Timing::PUBLISHED.latency_ns, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
-    latency_ns: u64,
-    /// The model's bandwidth, MB/s.
-    #[arg(long, default_value_t = 31_000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    bandwidth: u32,
-    /// CPU time of a write to the model's portal, ns.
-    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
-    portal_write_ns: u64,
+    #[command(flatten)]
+    device: DeviceArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -66,7 +51,7 @@ pub(crate) fn run(args: &DsaArgs) -> Result<(), Failure> {
 }
 
 fn compare(args: &DsaArgs) -> Result<Report, Failure> {
-    let (device, mhz) = (Device::of(args)?, host::mhz()?);
+    let (device, mhz) = (Device::of(&args.device)?, host::mhz()?);
     eprintln!("single operations");
     let (operations, turns) = operations::measure(&device, args.pages as usize)?;
     let all = [Kind::Scattered, Kind::Runs, Kind::Files];

@@ -47,7 +47,8 @@ fn whole_chunk(memory: &Memory, pages: &[Page]) -> Option<usize> {
     (whole && pages.is_sorted()).then_some(chunk)
 }
 
-/// Publishes what the store wants; returns what got a slot.
+/// Publishes what the store wants; returns what got a slot. What got none was written since, as far as anybody knows, and is keyed
+/// anew: while it was a candidate the store would ask for it again and again.
 ///
 /// Where it wants pages of a huge page that is likely to be somebody else's as a whole, it gets all of them: it has been told of
 /// all, but the other VM has told only of a sample so far. (What has no twin after all is in the store then instead of in the
@@ -56,13 +57,13 @@ fn whole_chunk(memory: &Memory, pages: &[Page]) -> Option<usize> {
 /// # Errors
 /// Those of the connection.
 pub(crate) fn publish(
-    map: &PageMap,
+    map: &mut PageMap,
     session: &mut Session,
     account: &mut Account,
     huge_pages: bool,
     wanted: &[Page],
 ) -> Result<Vec<MergeRequest>, Error> {
-    let memory = map.memory();
+    let memory = map.memory().clone();
     let chunk_of = |page: &Page| memory.has(*page).then(|| memory.chunk_of(*page));
     let mut pages = Vec::with_capacity(wanted.len());
     // What is not there any more was removed meanwhile.
@@ -78,7 +79,7 @@ pub(crate) fn publish(
         }
     }
     let mut requests = Vec::with_capacity(pages.len());
-    for message in messages(memory, &pages) {
+    for message in messages(&memory, &pages) {
         requests.extend(publish_message(map, session, account, huge_pages, message)?);
     }
     Ok(requests)
@@ -87,7 +88,7 @@ pub(crate) fn publish(
 /// Hands pages to the store. It checks their content itself, so a page that changes meanwhile does no harm.
 #[allow(unsafe_code)] // reads guest memory
 fn publish_message(
-    map: &PageMap,
+    map: &mut PageMap,
     session: &mut Session,
     account: &mut Account,
     huge_pages: bool,
@@ -120,10 +121,13 @@ fn publish_message(
     }
     let slots = store.publish(&keys)?;
     account.stats.bytes_read.publish += (staged.len() * PAGE_SIZE) as u64;
-    let published = staged.into_iter().zip(slots);
-    let requests: Vec<MergeRequest> = published
-        .filter_map(|(page, slot)| Some(MergeRequest::published(page, slot?)))
-        .collect();
+    let mut requests = Vec::with_capacity(staged.len());
+    for (page, slot) in staged.into_iter().zip(slots) {
+        match slot {
+            Some(slot) => requests.push(MergeRequest::published(page, slot)),
+            None => map.key_anew(page),
+        }
+    }
     account.stats.published_total += requests.len() as u64;
     Ok(requests)
 }

@@ -455,15 +455,24 @@ impl PageMap {
         if known.candidate().is_none() {
             return;
         }
-        if published.is_some() && backing.in_file_mapping() {
+        if published.is_some() {
+            self.key_anew(page);
+        } else if backing == Backing::Private && self.chunks[self.chunk_of(page)].huge {
+            self.set(page, PageState::UNTRACKED);
+        }
+    }
+
+    /// A candidate was published, or should have been, and is not shared: nothing is known of its key any more.
+    pub(crate) fn key_anew(&mut self, page: Page) {
+        let PageState { backing, known } = self.state(page);
+        if known.candidate().is_none() {
+            return;
+        }
+        if backing.in_file_mapping() {
             self.set(page, PageState::resting(backing));
             self.requeue(page);
-        } else if backing != Backing::Private {
-            // It stays a candidate.
-        } else if published.is_some() {
+        } else if backing == Backing::Private {
             self.candidate_changed(page);
-        } else if self.chunks[self.chunk_of(page)].huge {
-            self.set(page, PageState::UNTRACKED);
         }
     }
 

@@ -1,6 +1,7 @@
 //! How long a fork of this process holds up its faults.
 
 use crate::memory::page_map::PageMap;
+use crate::sys::page_size::CHUNK_PAGES;
 use crate::sys::proc;
 
 /// Of itself, for each mapping of the process, and for each page of memory that the child gets, nanoseconds. (The kernel copies an
@@ -28,10 +29,7 @@ impl ForkCost {
             self.pass = pass;
             self.more_ns -= self.more_ns.div_ceil(8);
             self.told_ns = NS + NS_PER_MAPPING * map.mappings();
-            let counts = map.counts();
-            let guest = (map.memory().pages() as u64).saturating_sub(counts.slots + counts.zero);
-            // At least so much is not the guest's, from whom it is not known how much of his private memory is there.
-            let others = proc::anonymous_pages().saturating_sub(guest);
+            let others = proc::anonymous_pages().saturating_sub(private_pages(map));
             self.told_ns += NS_PER_PAGE * others;
         }
         self.told_ns + self.more_ns
@@ -43,11 +41,35 @@ impl ForkCost {
     }
 }
 
+/// Private pages of the guest that are known to be there. What was never looked at may not be: then it is the child's, as far as can
+/// be told. (Pages of a huge page that were reported as well are counted twice.)
+fn private_pages(map: &PageMap) -> u64 {
+    let counts = map.counts();
+    let most = (map.memory().pages() as u64).saturating_sub(counts.slots + counts.zero + counts.orphaned);
+    let small = counts.write_protected + counts.volatile + counts.pinned + counts.candidates + counts.copied;
+    let huge = map.chunks().iter().filter(|chunk| chunk.huge).count() * CHUNK_PAGES;
+    (small + huge as u64).min(most)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::memory::layout::Memory;
+    use crate::sys::page_size::bytes;
     use std::sync::Arc;
+
+    #[test]
+    fn memory_of_a_guest_that_was_never_there_is_not_taken_for_the_guest_s() {
+        let start = 0x7f00_0000_0000;
+        let memory = Memory::made_up(std::slice::from_ref(&(start..start + bytes(CHUNK_PAGES))));
+        let mut map = PageMap::new(Arc::new(memory), 1000, 0);
+        assert_eq!(private_pages(&map), 0);
+        (0..3).for_each(|page| assert!(map.note_written(page, false)));
+        map.zero(2);
+        assert_eq!(private_pages(&map), 2);
+        map.found_huge(0);
+        assert_eq!(private_pages(&map), CHUNK_PAGES as u64 - 1);
+    }
 
     #[test]
     fn what_a_fork_took_is_forgotten_once_a_pass_however_often_it_is_asked() {

@@ -44,6 +44,7 @@
 use crate::account::ns;
 use crate::compare::Retry;
 use crate::config::Config;
+use crate::error::Error;
 use crate::lookup::copies::Prospect;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
@@ -52,7 +53,6 @@ use crate::merge::fork_cost::ForkCost;
 use crate::merge::in_place::{self, Limit, Proof, addresses, stretches};
 use crate::merge::run::Outcome;
 use crate::store::connection::Store;
-use crate::sys::direct_io::DirectIo;
 use crate::sys::fork::Child;
 use crate::sys::late_log;
 use crate::sys::pin_count::{Counts, PinCount};
@@ -116,8 +116,6 @@ pub(crate) struct Healer {
     forks: Trouble,
     /// Of page tables.
     tables: Trouble,
-    /// Of open files.
-    files: Trouble,
     way: Way,
     /// Why nothing could be healed when it was last tried.
     refused: Option<String>,
@@ -189,9 +187,11 @@ impl Healed {
 }
 
 impl Healer {
-    pub(crate) fn new(config: &Config, files: &DirectIo) -> Self {
-        Self {
-            pinners: Pinners::new(files),
+    /// # Errors
+    /// [`Error::Proc`].
+    pub(crate) fn new(config: &Config) -> Result<Self, Error> {
+        Ok(Self {
+            pinners: Pinners::new()?,
             count: PinCount::open(),
             visible: false,
             accepts_files: config.breaks.heal_without_fork(),
@@ -203,10 +203,9 @@ impl Healer {
             stretches: MOST_STRETCHES,
             forks: Trouble::default(),
             tables: Trouble::default(),
-            files: Trouble::default(),
             way: Way::Fork,
             refused: None,
-        }
+        })
     }
 
     /// Whether the VMM vouches from now on that nobody pins unseen.
@@ -224,12 +223,12 @@ impl Healer {
 
     /// Chooses the way; whether there is any, for all that can be told before pages are frozen.
     pub(crate) fn can_heal(&mut self, map: &PageMap, pass: u64) -> bool {
-        let troubles = [&self.tables, &self.files];
-        if let Some(trouble) = troubles.into_iter().find(|trouble| !trouble.retry.is_due(pass)) {
-            self.refused = Some(trouble.why.clone());
+        if !self.tables.retry.is_due(pass) {
+            self.refused = Some(self.tables.why.clone());
             return false;
         }
-        if self.chosen == Some(pass) {
+        // Each fork may be too slow, as the last one may have turned out to be, and knows the files that are open when it is made.
+        if self.chosen == Some(pass) && self.way != Way::Fork {
             return true;
         }
         self.chosen = None;
@@ -237,18 +236,32 @@ impl Healer {
             Ok(way) => return self.choose(way, pass),
             Err(why) => why,
         };
-        let predicted = self.fork_cost.predict(map, pass);
-        let why_no_fork = match self.pinners.look(Told::Fork) {
-            _ if predicted > self.stall_ns => {
-                let us = predicted / 1000;
-                format!("a fork would take {us} us, more than heal_stall_us")
+        match self.find_way_by_fork(map, pass) {
+            Ok(way) => self.choose(way, pass),
+            Err(why_no_fork) => {
+                self.refused = Some(format!("{why}; {why_no_fork}"));
+                false
             }
-            _ if !self.forks.retry.is_due(pass) => self.forks.why.clone(),
-            Ok(()) => return self.choose(Way::Fork, pass),
-            Err(pinner) => format!("no fork tells: {pinner}"),
-        };
-        self.refused = Some(format!("{why}; {why_no_fork}"));
-        false
+        }
+    }
+
+    fn find_way_by_fork(&mut self, map: &PageMap, pass: u64) -> Result<Way, String> {
+        if self.stall_ns > 0
+            && let Some(why) = Child::refused()
+        {
+            return Err(format!("no fork tells: {why}"));
+        }
+        let predicted = self.fork_cost.predict(map, pass);
+        if predicted > self.stall_ns {
+            let us = predicted / 1000;
+            return Err(format!("a fork would take {us} us, more than heal_stall_us"));
+        }
+        if !self.forks.retry.is_due(pass) {
+            return Err(self.forks.why.clone());
+        }
+        let told = self.pinners.look(Told::Fork, self.patience());
+        told.map_err(|pinner| format!("no fork tells: {pinner}"))?;
+        Ok(Way::Fork)
     }
 
     fn choose(&mut self, way: Way, pass: u64) -> bool {
@@ -261,7 +274,7 @@ impl Healer {
             return Err("the VMM does not vouch that pins are visible".to_owned());
         }
         let pinned = |pinner: Pinner| format!("pages may be pinned: {pinner}");
-        self.pinners.look(Told::Count).map_err(pinned)?;
+        self.pinners.look(Told::Count, self.patience()).map_err(pinned)?;
         match self.count.nothing_pinned_lately(self.patience()) {
             Ok(counts) => {
                 self.counted = Some(counts);
@@ -270,7 +283,9 @@ impl Healer {
             Err(why) if !self.accepts_files => return Err(format!("pages may be pinned: {why}")),
             Err(_) => {}
         }
-        self.pinners.look(Told::Nothing).map_err(pinned)?;
+        self.pinners
+            .look(Told::Nothing, self.patience())
+            .map_err(pinned)?;
         Ok(Way::Files)
     }
 
@@ -296,6 +311,11 @@ impl Healer {
             0 => COUNTING,
             stall_ns => Duration::from_nanos(stall_ns),
         }
+    }
+
+    /// Whether each call of [`Self::heal`] is a fork.
+    pub(crate) fn forks_tell(&self) -> bool {
+        self.way == Way::Fork
     }
 
     /// As [`Self::can_heal`]: which copies can be merged.
@@ -371,8 +391,7 @@ impl Healer {
             pinned.for_each(|outcome| *outcome = Outcome::Untold);
             self.forks
                 .note(pass, "the child that tells of pins was killed".to_owned());
-            self.chosen = None;
-        } else {
+        } else if self.chosen.is_some() {
             self.forks = Trouble::default();
         }
         healed
@@ -415,8 +434,9 @@ impl Healer {
             self.chosen = None;
         }
         match self.surprise.take() {
-            Some(Pinner::TooMany) => self.files.note(pass, Pinner::TooMany.to_string()),
-            Some(why) => log::debug!("pages that the kernel copied stay private for now: {why}"),
+            // A fork for each file that is opened would hold up the VM in vain.
+            Some(why) if self.way == Way::Fork => self.forks.note(pass, why.to_string()),
+            Some(why) => self.refused = Some(format!("pages may be pinned: {why}")),
             None => {}
         }
         self.adapt(&healed.outcomes);
@@ -515,16 +535,12 @@ impl Healer {
             Way::Fork => {}
         }
         match self.pinners.look_again(self.way.told(), *clock + self.patience()) {
-            Ok(nobody) => {
-                self.files = Trouble::default();
-                Ok(match child {
-                    Some(child) => Proof::Child(child, nobody),
-                    None => Proof::NobodyPins(nobody),
-                })
-            }
-            // Who waits within a system call may be what kept it from telling.
-            Err(_) if somebody_waits(Duration::ZERO) => Err(Outcome::Contended),
-            // It is another file each time, or there is a pause.
+            Ok(nobody) => Ok(match child {
+                Some(child) => Proof::Child(child, nobody),
+                None => Proof::NobodyPins(nobody),
+            }),
+            // Who waits within a system call may be what kept it from telling; and before pages were frozen there was time.
+            Err(why) if why == Pinner::TooSlow || somebody_waits(Duration::ZERO) => Err(Outcome::Contended),
             Err(why) => {
                 self.chosen = None;
                 self.surprise = Some(why);

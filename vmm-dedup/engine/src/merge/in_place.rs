@@ -14,7 +14,8 @@
 //! step.
 //!
 //! A page that was not replaced is as it was: so the work ends at any page when somebody waits, or when its time is over
-//! ([`Haste`]).
+//! ([`Haste`]). But where writers wait all the time something must be done all the same: the first [`COMPARED`] pages and the first
+//! mapping of a batch do not heed them.
 
 use crate::compare::{PageId, Pair, StablePage, With};
 use crate::lookup::request::{MergeRequest, Role};
@@ -66,7 +67,7 @@ impl Limit {
     }
 }
 
-/// Pages that are compared, and mappings that are made, from one question whether somebody waits to the next.
+/// Pages that are compared or copied, and mappings that are made, from one question whether somebody waits to the next.
 const COMPARED: usize = 64;
 const MAPPED: usize = 16;
 
@@ -78,8 +79,12 @@ struct Haste<'a> {
 }
 
 impl Haste<'_> {
+    fn is_late(&self) -> bool {
+        Instant::now() > self.until
+    }
+
     fn is_over(&self) -> bool {
-        Instant::now() > self.until || self.breaker.somebody_waits(Duration::ZERO)
+        self.is_late() || self.breaker.somebody_waits(Duration::ZERO)
     }
 
     /// The same, asked at every so manieth step only.
@@ -182,7 +187,8 @@ pub(crate) fn replace(
     let (mut outcomes, mut put) = (Vec::with_capacity(requests.len()), Vec::new());
     let (mut rest, mut failure) = (Outcome::Contended, None);
     for (run, stretch) in frozen.runs_mut().zip(stretches(memory, requests)) {
-        if haste.is_over() {
+        let first = outcomes.is_empty();
+        if haste.is_late() || !first && haste.is_over() {
             break;
         }
         let found = match proof.look(run, &mut space.pagemap) {
@@ -235,7 +241,8 @@ fn compare(
         let with = match request.slot {
             None => With::Zeros,
             Some(slot) => match store.slot(slot) {
-                None => return Outcome::Different,
+                // Its segment has not been announced here yet.
+                None => return Outcome::Refused,
                 Some((_, page)) => With::Slot {
                     id: PageId::of_node(slot.number()),
                     // SAFETY: the slot is mapped while the store is borrowed, and it is not written after it could be found.
@@ -283,7 +290,8 @@ fn put_runs(
         {
             first -= 1;
         }
-        if haste.is_over_at(runs, MAPPED) {
+        let first_of_all = put.is_empty();
+        if haste.is_late() || !first_of_all && haste.is_over_at(runs, MAPPED) {
             let rest = outcomes[..end].iter_mut();
             rest.filter(|outcome| **outcome == Outcome::Merged)
                 .for_each(|outcome| *outcome = Outcome::Contended);
@@ -292,8 +300,9 @@ fn put_runs(
         runs += 1;
         let at = start + bytes(first)..start + bytes(end);
         let run = &stretch[first..end];
-        match put_run(memory, frozen, store, run, &at) {
-            Ok(()) => put.push(Put {
+        match put_run(memory, frozen, store, run, &at, haste) {
+            Ok(false) => outcomes[first..end].fill(Outcome::Contended),
+            Ok(true) => put.push(Put {
                 at,
                 slots: run[0].slot.is_some(),
                 zeros: run[0].slot.is_none() && run[0].role != Role::Home,
@@ -311,6 +320,7 @@ fn put_runs(
     }
 }
 
+/// Whether it was in time.
 #[allow(unsafe_code)] // replaces guest pages
 fn put_run(
     memory: &Memory,
@@ -318,33 +328,61 @@ fn put_run(
     store: &Store,
     run: &[MergeRequest],
     at: &Range<usize>,
-) -> io::Result<()> {
+    haste: Haste<'_>,
+) -> io::Result<bool> {
     let copied = |request: &MergeRequest| matches!(request.role, Role::Exception | Role::Home);
     let copies: Vec<usize> = (0..run.len()).filter(|n| copied(&run[*n])).collect();
     let Some(slot) = run[0].slot else {
         if copies.is_empty() {
             // SAFETY: the pages are zero, and not pinned for writing.
-            return unsafe { frozen.map_zeros(at.clone()) };
+            unsafe { frozen.map_zeros(at.clone()) }?;
+            return Ok(true);
         }
-        let mut area = Anonymous::new(run.len())?;
-        area.populate()?;
-        let fresh = area.take_front(run.len());
-        memory.advise_copy(at, fresh);
-        copy(at, fresh, &copies);
-        // SAFETY: each page was just copied, is not pinned for writing, and nobody can write it.
-        return unsafe { frozen.put(at.clone(), fresh) };
+        return bring_home(memory, frozen, at, haste);
     };
     let (file, _) = store.slot(slot).ok_or(io::ErrorKind::NotFound)?;
     if copies.is_empty() {
         // SAFETY: the pages are equal to the slots. They are the store's, or not pinned for writing.
-        return unsafe { frozen.map_slots(at.clone(), file, slot.offset()) };
+        unsafe { frozen.map_slots(at.clone(), file, slot.offset()) }?;
+        return Ok(true);
     }
     // The kernel copies the slots at the exceptions' places when these are written here.
     let fresh = vma::map_segment_anywhere(at.len(), file, slot.offset())?;
-    copy(at, fresh, &copies);
+    for (n, piece) in copies.chunks(COMPARED).enumerate() {
+        if n > 0 && haste.is_over() {
+            vma::unmap(fresh, at.len());
+            return Ok(false);
+        }
+        copy(at, fresh, piece);
+    }
     // SAFETY: the pages are equal to the slots, or were just copied. They are the store's, or not pinned for writing, and nobody
     // can write them.
-    unsafe { frozen.put(at.clone(), fresh) }
+    unsafe { frozen.put(at.clone(), fresh) }?;
+    Ok(true)
+}
+
+/// Puts copies into memory of their own. Whether it was in time.
+#[allow(unsafe_code)] // replaces guest pages
+fn bring_home(
+    memory: &Memory,
+    frozen: &mut Frozen<'_>,
+    at: &Range<usize>,
+    haste: Haste<'_>,
+) -> io::Result<bool> {
+    let pages: Vec<usize> = (0..at.len() / PAGE_SIZE).collect();
+    let mut area = Anonymous::new(pages.len())?;
+    for (n, piece) in pages.chunks(COMPARED).enumerate() {
+        if n > 0 && haste.is_over() {
+            return Ok(false);
+        }
+        area.populate_part(bytes(piece[0]), bytes(piece.len()))?;
+        copy(at, area.base(), piece);
+    }
+    let fresh = area.take_front(pages.len());
+    memory.advise_copy(at, fresh);
+    // SAFETY: each page was just copied, is not pinned for writing, and nobody can write it.
+    unsafe { frozen.put(at.clone(), fresh) }?;
+    Ok(true)
 }
 
 /// Copies frozen guest pages into memory of ours.
@@ -357,5 +395,57 @@ fn copy(from: &Range<usize>, to: usize, pages: &[usize]) {
             guest::copy_page(from.start + offset, &mut page);
             guest::store_page(to + offset, &page);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::layout::HostRange;
+    use crate::sys::uffd::Uffd;
+    use std::os::fd::AsFd;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    const PAGES: usize = 2 * COMPARED;
+
+    #[test]
+    #[allow(unsafe_code)] // memory of the test's own
+    fn while_somebody_waits_some_pages_come_home_and_not_many() {
+        let Ok(tracker) = Uffd::tracker() else {
+            assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
+            return eprintln!("SKIPPED: no userfaultfd");
+        };
+        let (file, _content) = vmm_dedup_protocol::mapping::staging_memfd(bytes(PAGES)).unwrap();
+        let area = Anonymous::new(PAGES).unwrap();
+        let base = area.base();
+        let ranges = [HostRange::try_new(base, bytes(PAGES)).unwrap()];
+        let memory = Arc::new(Memory::new(&ranges).unwrap());
+        // SAFETY: our own mapping, which nothing refers to.
+        unsafe { vma::map_segment(base, bytes(PAGES), file.as_fd(), 0) }.unwrap();
+        // SAFETY: mapped, aligned, and only ever used as this.
+        let word = |page: usize| unsafe { &*((base + bytes(page)) as *const AtomicU64) };
+        (0..PAGES).for_each(|page| word(page).store(page as u64, Ordering::Relaxed));
+        let breaker = Breaker::new(Arc::new(tracker), memory.clone(), None).unwrap();
+        let all = base..base + bytes(PAGES);
+        std::thread::scope(|scope| {
+            let mut runs = breaker.freeze([all.clone()]).unwrap();
+            let writer = scope.spawn(|| word(0).store(99, Ordering::Relaxed));
+            assert!(breaker.somebody_waits(Duration::from_secs(10)));
+            let haste = Haste {
+                breaker: &breaker,
+                until: Instant::now() + Duration::from_secs(60),
+            };
+            let frozen = runs.runs_mut().next().unwrap();
+            assert!(!bring_home(&memory, frozen, &all, haste).unwrap());
+            assert!(frozen.replaced().is_empty());
+            let some = base..base + bytes(COMPARED);
+            assert!(bring_home(&memory, frozen, &some, haste).unwrap());
+            assert_eq!(frozen.replaced(), [some]);
+            drop(runs);
+            writer.join().unwrap();
+        });
+        assert_eq!(word(0).load(Ordering::Relaxed), 99);
+        assert!((1..PAGES).all(|page| word(page).load(Ordering::Relaxed) == page as u64));
     }
 }

@@ -372,7 +372,8 @@ fn verify(
     let pairs = taken.filter_map(|(request, outcome)| {
         let pair = pair(window, store, batch.offset(request), request.slot);
         if pair.is_none() {
-            *outcome = Outcome::Different;
+            // Its segment has not been announced here yet. The page is found again.
+            *outcome = Outcome::Refused;
         }
         Some((pair?, outcome))
     });

@@ -245,6 +245,8 @@ impl Pass {
             }
             match self.bring_batch_home(batch) {
                 Outcome::Merged => {}
+                // Each try is a fork, which holds up the VM: the rest is tried another time.
+                Outcome::Contended if self.planner.healer.forks_tell() => return Ok(false),
                 // Some page is written all the time: the others need not wait for it.
                 Outcome::Contended if batch.len() > 1 => {
                     let (first, second) = batch.split_at(batch.len() / 2);

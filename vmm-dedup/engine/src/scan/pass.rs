@@ -5,19 +5,19 @@
 use crate::account::Account;
 use crate::config::{Breaks, Config};
 use crate::error::Error;
-use crate::lookup::find::Finder;
+use crate::lookup::find::{Finder, FoundAgain};
 use crate::lookup::keys::Keyed;
 use crate::lookup::publish;
 use crate::lookup::request::MergeRequest;
 use crate::lookup::tree_search::Searcher;
-use crate::memory::layout::Memory;
+use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
 use crate::merge::healer::Healer;
 use crate::merge::planner::Planner;
 use crate::merge::verify_engine::VerifyEngine;
 use crate::scan::control::Control;
 use crate::scan::pace::Pace;
-use crate::store::session::Session;
+use crate::store::session::{Doubt, Session};
 use crate::sys::direct_io::DirectIo;
 use crate::sys::proc;
 use crate::thp::monitor::Monitor;
@@ -25,6 +25,7 @@ use crate::unmerge::address_space::AddressSpace;
 use crate::unmerge::page_reserve::Reserve;
 use std::path::PathBuf;
 use std::sync::Arc;
+use vmm_dedup_protocol::key::Key;
 
 /// Requests collected before they are merged; bounds the memory for them.
 pub(super) const MAX_FOUND: usize = 1 << 17;
@@ -118,7 +119,7 @@ impl Pass {
         // Last: who has introduced himself counts for the store until this process ends.
         let session = Session::open(store_path, config.name.clone(), memory.pages())?;
         Ok(Self {
-            planner: Planner::new(&config, verify_engine, Healer::new(&config, &direct_io)),
+            planner: Planner::new(&config, verify_engine, Healer::new(&config)?),
             pace: Pace::new(config.cpu_percent),
             finder: Finder::new(search),
             config,
@@ -166,6 +167,28 @@ impl Pass {
         self.found.extend(found);
     }
 
+    /// Candidates > found. Returns those whose keys are in no index.
+    pub(super) fn find_again(&mut self, candidates: &[(Page, Key)]) -> Vec<(Page, Key)> {
+        let FoundAgain { requests, missing } = self.finder.find_again(
+            &mut self.map,
+            &self.session,
+            &mut self.account,
+            self.number,
+            candidates,
+        );
+        self.found.extend(requests);
+        missing
+    }
+
+    /// Pages that were sighted although the index has their keys. What it does not have after all is repeated later: a store that
+    /// contradicts its index must not be asked for ever.
+    fn look_up_again(&mut self, mut sighted: Vec<(Page, Key)>) {
+        sighted.retain(|(page, key)| self.map.known(*page).candidate() == Some(*key));
+        if !self.find_again(&sighted).is_empty() {
+            self.session.schedule_resync(self.number, Doubt::Missed);
+        }
+    }
+
     /// Tells the store what there is to tell, and publishes what it asks for.
     pub(super) fn tell_store(&mut self) -> Result<(), Error> {
         while !self.map.outbox().is_empty() && self.session.is_connected() {
@@ -186,11 +209,17 @@ impl Pass {
 
     fn send_message(&mut self) -> Result<(), Error> {
         let pending = !self.found.is_empty();
-        let wanted = self.session.flush(&mut self.map, pending)?;
+        let asked = self.session.flush(&mut self.map, pending)?;
+        self.look_up_again(asked.look_up);
         let huge_pages = !self.space.breaker.managed();
-        let (map, session, account) = (&self.map, &mut self.session, &mut self.account);
-        self.found
-            .extend(publish::publish(map, session, account, huge_pages, &wanted)?);
+        let (map, session, account) = (&mut self.map, &mut self.session, &mut self.account);
+        self.found.extend(publish::publish(
+            map,
+            session,
+            account,
+            huge_pages,
+            &asked.publish,
+        )?);
         Ok(())
     }
 

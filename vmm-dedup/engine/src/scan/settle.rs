@@ -2,14 +2,12 @@
 
 use crate::error::Error;
 use crate::lookup::candidates;
-use crate::lookup::find::FoundAgain;
 use crate::memory::layout::Page;
 use crate::merge::planner::{Context, Planner};
 use crate::scan::pass::{MAX_FOUND, Pass};
 use crate::store::session::Doubt;
 use std::collections::HashSet;
 use vmm_dedup_protocol::index::News;
-use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::message::MAX_BATCH;
 
 impl Pass {
@@ -84,19 +82,6 @@ impl Pass {
         for (page, key) in missing {
             self.map.sight(page, key, self.number);
         }
-    }
-
-    /// Candidates > found. Returns those whose keys are in no index.
-    fn find_again(&mut self, candidates: &[(Page, Key)]) -> Vec<(Page, Key)> {
-        let FoundAgain { requests, missing } = self.finder.find_again(
-            &mut self.map,
-            &self.session,
-            &mut self.account,
-            self.number,
-            candidates,
-        );
-        self.found.extend(requests);
-        missing
     }
 
     /// Looks whether what entered the index lately concerns a candidate.

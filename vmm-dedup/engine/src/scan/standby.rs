@@ -31,6 +31,8 @@ impl Pass {
             Ok(()) | Err(Error::Stopped) => {}
             Err(error) => return Err(error),
         }
+        // What the store had to say meanwhile.
+        self.drop_found();
         while self.session.is_connected() && !self.map.outbox().is_empty() {
             self.tell_store()?;
             // What was just asked to be published.

@@ -80,18 +80,26 @@ pub const CALLS: &[Call] = &[
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
     ),
     call("fstat", libc::SYS_fstat, &[Supervisor, Scan, Start]),
-    call("fstatfs", libc::SYS_fstatfs, &[Scan]),
+    call("fstatfs", libc::SYS_fstatfs, &[Count]),
     call(
         "futex",
         libc::SYS_futex,
         &[Supervisor, Scan, Fault, Count, Start, Announce, Caller],
     ),
-    call("getdents64", libc::SYS_getdents64, &[Supervisor, Scan, Start]),
-    call("getrandom", libc::SYS_getrandom, &[Supervisor, Scan, Start]),
+    call(
+        "getdents64",
+        libc::SYS_getdents64,
+        &[Supervisor, Scan, Count, Start],
+    ),
+    call(
+        "getrandom",
+        libc::SYS_getrandom,
+        &[Supervisor, Scan, Count, Start],
+    ),
     call("getrusage", libc::SYS_getrusage, &[Scan]),
-    call("getsockopt", libc::SYS_getsockopt, &[Scan]),
+    call("getsockopt", libc::SYS_getsockopt, &[Scan, Count]),
     call("gettid", libc::SYS_gettid, &[Scan, Fault, Count, Refused]),
-    call("lseek", libc::SYS_lseek, &[Supervisor, Scan, Start]),
+    call("lseek", libc::SYS_lseek, &[Supervisor, Scan, Count, Start]),
     call(
         "madvise",
         libc::SYS_madvise,
@@ -124,7 +132,7 @@ pub const CALLS: &[Call] = &[
     ),
     call("pread64", libc::SYS_pread64, &[Count]),
     call("read", libc::SYS_read, &[Supervisor, Scan, Fault, Refused, Start]),
-    call("readlink", libc::SYS_readlink, &[Scan]),
+    call("readlink", libc::SYS_readlink, &[Count]),
     call("recvmsg", libc::SYS_recvmsg, &[Supervisor, Scan, Refused, Start]),
     call("rseq", libc::SYS_rseq, &[Supervisor, Scan, Start, Announce]),
     call(
@@ -137,7 +145,11 @@ pub const CALLS: &[Call] = &[
         libc::SYS_sched_getaffinity,
         &[Scan, Fault, Count, Refused],
     ),
-    call("sched_setscheduler", libc::SYS_sched_setscheduler, &[Scan, Fault]),
+    call(
+        "sched_setscheduler",
+        libc::SYS_sched_setscheduler,
+        &[Scan, Fault, Count],
+    ),
     call(
         "seccomp",
         libc::SYS_seccomp,
@@ -156,7 +168,7 @@ pub const CALLS: &[Call] = &[
         &[Scan, Fault, Count, Refused],
     ),
     call("socket", libc::SYS_socket, &[Supervisor, Refused, Start]),
-    call("statx", libc::SYS_statx, &[Supervisor, Scan, Fault, Start]),
+    call("statx", libc::SYS_statx, &[Supervisor, Scan, Fault, Count, Start]),
     call("uname", libc::SYS_uname, &[Supervisor, Start]),
     call("write", libc::SYS_write, &[Supervisor, Start, Announce]),
     ioctl("USERFAULTFD_IOC_NEW", 0xaa00, &[Supervisor, Start]),
@@ -219,8 +231,10 @@ pub const RARE: &[Call] = &[
     call("userfaultfd", libc::SYS_userfaultfd, WORKS),
     // A bitmap of idle pages, on kernels that have it.
     call("pread64", libc::SYS_pread64, &[Scan]),
-    // The layers of overlayfs.
+    // The layers of overlayfs, and what is registered with an io_uring.
     call("statfs", libc::SYS_statfs, WORKS),
+    call("openat", libc::SYS_openat, &[Count]),
+    call("statfs", libc::SYS_statfs, &[Count]),
     // DAMON, on kernels that have it, with CAP_SYS_ADMIN.
     call("close", libc::SYS_close, &[Damon]),
     call("lseek", libc::SYS_lseek, &[Damon]),

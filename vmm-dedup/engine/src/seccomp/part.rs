@@ -9,7 +9,7 @@ pub enum Part {
     Scan,
     /// With managed breaks: the thread that serves writers.
     Fault,
-    /// Asks the kernel how many pages are pinned.
+    /// Asks the kernel how many pages are pinned, or which files are open; a thread each.
     Count,
     /// Tells the store why a VM is not deduplicated.
     Refused,

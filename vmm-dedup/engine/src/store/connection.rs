@@ -192,7 +192,7 @@ impl Store {
         })
     }
 
-    /// Reports what happened; returns which of the sightings the store wants published.
+    /// Reports what happened; returns what the store wants of the sightings: [`Ask`](vmm_dedup_protocol::message::Ask).
     pub(crate) fn batch(
         &mut self,
         epoch: u64,
@@ -207,7 +207,7 @@ impl Store {
             &[],
         )?;
         self.answer(|message| match message {
-            Message::BatchReply(wanted) => Some(wanted.to_vec()),
+            Message::BatchReply(asks) => Some(asks.to_vec()),
             _ => None,
         })
     }

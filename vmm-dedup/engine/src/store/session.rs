@@ -17,7 +17,8 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::index::{IndexReader, News};
-use vmm_dedup_protocol::key::Salt;
+use vmm_dedup_protocol::key::{Key, Salt};
+use vmm_dedup_protocol::message::Ask;
 use vmm_dedup_protocol::stats::ServiceStats;
 
 /// Least passes from one time that all candidates are sighted anew to the next.
@@ -25,7 +26,7 @@ const RESYNC_PERIOD: u64 = 32;
 /// The same while there are no mappings left for what is found, which can be so for ever.
 const RESYNC_PERIOD_FULL: u64 = 1024;
 
-/// Least time between two looks at the process's mappings, and how many times longer than the last look it must be.
+/// Least time between two looks at the process's mappings, and how many times longer it must be than the CPU time of the last one.
 const LOOK_PERIOD: Duration = Duration::from_secs(2);
 const LOOK_SHARE: u32 = 100;
 
@@ -52,14 +53,23 @@ struct MappingsLook {
 impl MappingsLook {
     /// The files that the process maps, if the time has come.
     fn files(&mut self) -> Option<Vec<(Range<usize>, u64)>> {
-        let start = Instant::now();
-        if self.not_before.is_some_and(|at| start < at) {
+        if self.not_before.is_some_and(|at| Instant::now() < at) {
             return None;
         }
+        let start = proc::thread_cpu_ns();
         let files = proc::mapped_files();
-        self.not_before = Some(start + LOOK_PERIOD.max(start.elapsed() * LOOK_SHARE));
+        let took = Duration::from_nanos(proc::thread_cpu_ns() - start);
+        self.not_before = Some(Instant::now() + LOOK_PERIOD.max(took * LOOK_SHARE));
         files.inspect_err(|e| log::debug!("{e}")).ok()
     }
+}
+
+/// What the store wants of pages that were sighted.
+#[derive(Debug, Default)]
+pub(crate) struct Asked {
+    pub(crate) publish: Vec<Page>,
+    /// Their keys are in the index.
+    pub(crate) look_up: Vec<(Page, Key)>,
 }
 
 /// See the module's text.
@@ -171,23 +181,30 @@ impl Session {
         self.store.as_mut().map_or(Ok(()), Store::take_pushes)
     }
 
-    /// Tells the store what the outbox holds, as much as one message takes; returns the pages that it wants published. To be
-    /// called until the outbox is empty. `pending`: something that was looked up in the index was not merged yet.
-    pub(crate) fn flush(&mut self, map: &mut PageMap, pending: bool) -> Result<Vec<Page>, Error> {
+    /// Tells the store what the outbox holds, as much as one message takes; returns what it wants. To be called until
+    /// the outbox is empty. `pending`: something that was looked up in the index was not merged yet.
+    pub(crate) fn flush(&mut self, map: &mut PageMap, pending: bool) -> Result<Asked, Error> {
         let Some(store) = &mut self.store else {
-            return Ok(Vec::new());
+            return Ok(Asked::default());
         };
         let told = map.next_message();
         let more_refs = map.outbox().has_refs();
         let epoch = if more_refs { self.acknowledged } else { self.epoch };
         let keys: Vec<u64> = told.sightings.iter().map(|sighting| sighting.key.raw()).collect();
-        let wanted = store.batch(epoch, &keys, &told.withdrawals, &told.ambiguous, &told.refs)?;
+        let asks = store.batch(epoch, &keys, &told.withdrawals, &told.ambiguous, &told.refs)?;
         self.acknowledged = epoch;
         if !pending && !more_refs {
             self.epoch = store.index().epoch();
         }
-        let page = |at: &u32| told.sightings.get(*at as usize).map(|sighting| sighting.page);
-        Ok(wanted.iter().filter_map(page).collect())
+        let mut asked = Asked::default();
+        for (at, ask) in asks.into_iter().map(Ask::parse) {
+            match (told.sightings.get(at), ask) {
+                (Some(sighting), Ask::Publish) => asked.publish.push(sighting.page),
+                (Some(sighting), Ask::LookUp) => asked.look_up.push((sighting.page, sighting.key)),
+                (None, _) => {}
+            }
+        }
+        Ok(asked)
     }
 
     /// Nothing is pending, and the outbox is empty: lets the store free what has left the index.

@@ -2,16 +2,13 @@
 #![allow(unsafe_code)] // descriptors that others own
 
 use crate::error::Error;
-use rustix::fs::{Mode, OFlags, RawDir, fstat};
-use std::fs;
+use rustix::fs::{Mode, OFlags, RawDir};
 use std::mem::MaybeUninit;
 use std::os::fd::{OwnedFd, RawFd};
 use std::path::PathBuf;
+use std::{fs, io};
 
-/// Numbers without a descriptor that are asked for; if there are more, descriptors are listed, each of which costs more.
-const MOST_GAPS: i64 = 64;
-
-/// /proc/self/fd.
+/// /proc/self/fd. One place to read it at: for one thread at a time.
 #[derive(Debug)]
 pub(super) struct Descriptors(OwnedFd);
 
@@ -23,24 +20,10 @@ impl Descriptors {
         Ok(Self(folder))
     }
 
-    /// Judges all descriptors; what judges says whether one is open, or why it is enough.
-    pub(super) fn each<E: From<Error>>(
-        &self,
-        mut judge: impl FnMut(RawFd) -> Result<bool, E>,
-    ) -> Result<(), E> {
-        // Since Linux 6.2 the size of this folder is the number of descriptors.
-        let open = fstat(&self.0).map_or(0, |stat| stat.st_size);
-        let (mut seen, mut next) = (0, 0);
-        while seen < open && i64::from(next) - seen < MOST_GAPS {
-            seen += i64::from(judge(next)?);
-            next += 1;
-        }
-        if seen < open {
-            for fd in self.list()?.into_iter().filter(|fd| *fd >= next) {
-                judge(fd)?;
-            }
-        }
-        Ok(())
+    /// Judges all descriptors, and ends with the first that is enough. None is missed that is open all the time, whatever is opened
+    /// and closed meanwhile: the kernel lists them by their numbers.
+    pub(super) fn each<E: From<Error>>(&self, judge: impl FnMut(RawFd) -> Result<(), E>) -> Result<(), E> {
+        self.list()?.into_iter().try_for_each(judge)
     }
 
     fn list(&self) -> Result<Vec<RawFd>, Error> {
@@ -63,31 +46,49 @@ impl Descriptors {
     }
 }
 
-/// The flags of a descriptor (F_GETFL); `None` if it is not open.
-pub(super) fn flags(fd: RawFd) -> Option<i32> {
-    // SAFETY: asking for flags has no effect; the descriptor may be closed meanwhile, which the kernel tells.
-    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-    (flags >= 0).then_some(flags)
+/// What the kernel answered when it was asked of a descriptor; `None`: that is not open. Any other failure tells nothing.
+fn answered<T>(result: libc::c_int, answer: T) -> io::Result<Option<T>> {
+    if result >= 0 {
+        return Ok(Some(answer));
+    }
+    match io::Error::last_os_error() {
+        error if error.raw_os_error() == Some(libc::EBADF) => Ok(None),
+        error => Err(error),
+    }
 }
 
-pub(super) fn stat(fd: RawFd) -> Option<libc::stat> {
+/// The flags of a descriptor (F_GETFL); `None` if it is not open.
+pub(super) fn flags(fd: RawFd) -> io::Result<Option<i32>> {
+    // SAFETY: asking for flags has no effect; the descriptor may be closed meanwhile, which the kernel tells.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+    answered(flags, flags)
+}
+
+/// `None` if it is not open.
+pub(super) fn stat(fd: RawFd) -> io::Result<Option<libc::stat>> {
     // SAFETY: all-zero is a valid stat, which the kernel fills.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: stat is exclusive; the descriptor may be closed meanwhile, which the kernel tells.
-    (unsafe { libc::fstat(fd, &mut stat) } == 0).then_some(stat)
+    answered(unsafe { libc::fstat(fd, &mut stat) }, stat)
 }
 
-/// The number of the file system that a file is on.
-pub(super) fn file_system(fd: RawFd) -> Option<i64> {
+/// The number of the file system that a file is on; `None` if it is not open.
+pub(super) fn file_system(fd: RawFd) -> io::Result<Option<i64>> {
     // SAFETY: all-zero is a valid statfs, which the kernel fills.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
     // SAFETY: as in stat().
-    (unsafe { libc::fstatfs(fd, &mut stat) } == 0).then_some(stat.f_type)
+    answered(unsafe { libc::fstatfs(fd, &mut stat) }, stat).map(|stat| stat.map(|stat| stat.f_type))
 }
 
-/// Where a descriptor leads to.
-pub(super) fn link(fd: RawFd) -> PathBuf {
-    fs::read_link(format!("/proc/self/fd/{fd}")).unwrap_or_default()
+/// Where a descriptor leads to; `None` if it is not open.
+pub(super) fn link(fd: RawFd) -> io::Result<Option<PathBuf>> {
+    match fs::read_link(format!("/proc/self/fd/{fd}")) {
+        Ok(path) => Ok(Some(path)),
+        Err(error) => match flags(fd)? {
+            None => Ok(None),
+            Some(_) => Err(error),
+        },
+    }
 }
 
 /// What the kernel tells of it.
@@ -95,8 +96,28 @@ pub(super) fn info(fd: RawFd) -> Option<String> {
     fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).ok()
 }
 
-/// Whether the kernel decrypts what a socket receives: straight into the pages of whoever receives it.
-pub(super) fn is_tls(fd: RawFd) -> bool {
+/// A socket's domain; `None` if it is not open.
+pub(super) fn domain(fd: RawFd) -> io::Result<Option<i32>> {
+    let mut domain: i32 = 0;
+    let mut len: libc::socklen_t = 4;
+    // SAFETY: four bytes that are ours alone; the descriptor may be closed meanwhile, which the kernel tells.
+    let asked = unsafe {
+        libc::getsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            libc::SO_DOMAIN,
+            (&raw mut domain).cast(),
+            &raw mut len,
+        )
+    };
+    answered(asked, domain)
+}
+
+/// Whether the kernel decrypts what a socket receives: straight into the pages of whoever receives it. Only TCP's can.
+pub(super) fn has_tls(fd: RawFd) -> io::Result<bool> {
+    if !matches!(domain(fd)?, Some(libc::AF_INET | libc::AF_INET6)) {
+        return Ok(false);
+    }
     let mut name = [0u8; 16];
     let mut len: libc::socklen_t = 16;
     // SAFETY: so many bytes that are ours alone; the descriptor may be closed meanwhile, which the kernel tells.
@@ -109,5 +130,52 @@ pub(super) fn is_tls(fd: RawFd) -> bool {
             &raw mut len,
         )
     };
-    asked == 0 && name.starts_with(b"tls")
+    match answered(asked, name.starts_with(b"tls")) {
+        Ok(tls) => Ok(tls == Some(true)),
+        // No TCP.
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOPROTOOPT | libc::EOPNOTSUPP)) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::{AsFd, AsRawFd, FromRawFd};
+
+    #[test]
+    fn what_is_open_all_the_time_is_judged_whatever_is_opened_below_it_meanwhile() {
+        let descriptors = Descriptors::open().unwrap();
+        let low = rustix::io::dup(&descriptors.0).unwrap();
+        // SAFETY: a fresh descriptor that nobody else owns.
+        let high = unsafe {
+            let fd = libc::fcntl(low.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 900);
+            OwnedFd::from_raw_fd(fd)
+        };
+        let (mut seen, mut opened) = (false, vec![low]);
+        let judged: Result<(), Error> = descriptors.each(|fd| {
+            opened.push(rustix::io::dup(descriptors.0.as_fd()).unwrap());
+            seen |= fd == high.as_raw_fd();
+            Ok(())
+        });
+        judged.unwrap();
+        assert!(seen);
+    }
+
+    #[test]
+    fn only_what_is_not_open_counts_as_closed() {
+        assert_eq!(flags(1_000_000).unwrap(), None);
+        assert_eq!(file_system(1_000_000).unwrap(), None);
+        assert_eq!(link(1_000_000).unwrap(), None);
+        assert_eq!(domain(1_000_000).unwrap(), None);
+        assert!(!has_tls(1_000_000).unwrap());
+        let (one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let udp = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        for fd in [one.as_raw_fd(), udp.as_raw_fd(), tcp.as_raw_fd()] {
+            assert!(!has_tls(fd).unwrap());
+        }
+        let no_socket = Descriptors::open().unwrap();
+        assert!(has_tls(no_socket.0.as_raw_fd()).is_err());
+    }
 }

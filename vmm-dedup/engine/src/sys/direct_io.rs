@@ -19,13 +19,13 @@
 #![allow(unsafe_code)] // descriptors that others own
 
 use crate::error::Error;
-use crate::sys::descriptors::{self, Descriptors, file_system, info, is_tls, link, stat};
+use crate::sys::descriptors::{self, Descriptors, file_system, has_tls, info, link, stat};
 use rustix::fs::{AtFlags, CWD, FileType, Statx, StatxFlags, statx};
-use std::fs;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
 pub(super) const EXT4: i64 = 0xef53;
 pub(super) const XFS: i64 = 0x5846_5342;
@@ -69,11 +69,6 @@ impl DirectIo {
         })
     }
 
-    /// The files that it looks at.
-    pub(super) fn descriptors(&self) -> Arc<Descriptors> {
-        self.descriptors.clone()
-    }
-
     /// Why guest memory must not be replaced now, as of the last look.
     pub(crate) fn refused(&self) -> Option<&str> {
         self.refused.as_deref()
@@ -82,7 +77,10 @@ impl DirectIo {
     /// Looks at every file that this process has open; fails if one must not meet merging.
     pub(crate) fn look(&mut self) -> Result<(), Error> {
         let descriptors = self.descriptors.clone();
-        let found = descriptors.each(|fd| Ok(self.judge_flags(fd)? && self.judge_others(fd)?));
+        let found = descriptors.each(|fd| {
+            self.judge_flags(fd)?;
+            self.judge_others(fd)
+        });
         self.note(&found);
         found
     }
@@ -119,68 +117,79 @@ impl DirectIo {
         self.refused = refused;
     }
 
-    /// Whether a descriptor is open at all. Fails if it is for direct I/O that may go wrong.
-    fn judge_flags(&mut self, fd: RawFd) -> Result<bool, Error> {
-        let Some(flags) = descriptors::flags(fd) else {
-            return Ok(false);
-        };
+    /// Fails if a descriptor is for direct I/O that may go wrong.
+    fn judge_flags(&mut self, fd: RawFd) -> Result<(), Error> {
+        let judged = self.judge_direct(fd).unwrap_or_else(|error| Err(untold(&error)));
+        judged.map_err(|filesystem| Error::UnpinnedDirectIo { fd, filesystem })
+    }
+
+    /// Says what direct I/O goes to that may go wrong.
+    fn judge_direct(&mut self, fd: RawFd) -> io::Result<Result<(), String>> {
         // (The flag has no meaning together with O_PATH, which allows no I/O.)
-        if flags & (libc::O_DIRECT | libc::O_PATH) == libc::O_DIRECT
-            && let Some(stat) = stat(fd)
-        {
-            let verdict = match FileType::from_raw_mode(stat.st_mode) {
-                // A pipe with this flag has messages instead of a stream.
-                FileType::BlockDevice | FileType::Directory | FileType::Fifo | FileType::Socket => Ok(()),
-                FileType::RegularFile => self.judge_file(fd, &stat),
-                _ => Err("a character device".into()),
-            };
-            verdict.map_err(|filesystem| Error::UnpinnedDirectIo { fd, filesystem })?;
+        let direct = |flags: i32| flags & (libc::O_DIRECT | libc::O_PATH) == libc::O_DIRECT;
+        if !descriptors::flags(fd)?.is_some_and(direct) {
+            return Ok(Ok(()));
         }
-        Ok(true)
+        let Some(stat) = stat(fd)? else { return Ok(Ok(())) };
+        Ok(match FileType::from_raw_mode(stat.st_mode) {
+            // A pipe with this flag has messages instead of a stream.
+            FileType::BlockDevice | FileType::Directory | FileType::Fifo | FileType::Socket => Ok(()),
+            FileType::RegularFile => self.judge_file(fd, &stat)?,
+            _ => Err("a character device".into()),
+        })
     }
 
-    /// What flags do not tell.
-    fn judge_others(&self, fd: RawFd) -> Result<bool, Error> {
-        let refuse = |filesystem| Err(Error::UnpinnedDirectIo { fd, filesystem });
-        let Some(stat) = stat(fd) else { return Ok(false) };
-        match FileType::from_raw_mode(stat.st_mode) {
-            FileType::CharacterDevice
-                if libc::major(stat.st_rdev) == MISC && link(fd).ends_with("vhost-scsi") =>
-            {
-                refuse("vhost-scsi".into())
-            }
-            FileType::CharacterDevice
-                if (libc::major(stat.st_rdev), libc::minor(stat.st_rdev)) == (MISC, FUSE_SERVER) =>
-            {
-                refuse("/dev/fuse (a server's requests)".into())
-            }
-            FileType::Socket if is_tls(fd) => refuse("a socket whose TLS the kernel does".into()),
-            FileType::RegularFile if !self.fuse_pins && file_system(fd) == Some(FUSE) => {
-                refuse("FUSE (before Linux 6.9)".into())
-            }
-            _ => Ok(true),
+    /// Fails for what flags do not tell.
+    fn judge_others(&self, fd: RawFd) -> Result<(), Error> {
+        let found = self.find_others(fd).unwrap_or_else(|error| Some(untold(&error)));
+        match found {
+            Some(filesystem) => Err(Error::UnpinnedDirectIo { fd, filesystem }),
+            None => Ok(()),
         }
     }
 
-    /// Fails with the name of what is not known to pin.
-    fn judge_file(&mut self, fd: RawFd, stat: &libc::stat) -> Result<(), String> {
+    /// Says what a file is that takes plain references.
+    fn find_others(&self, fd: RawFd) -> io::Result<Option<String>> {
+        let Some(stat) = stat(fd)? else { return Ok(None) };
+        let device = (libc::major(stat.st_rdev), libc::minor(stat.st_rdev));
+        let found = match FileType::from_raw_mode(stat.st_mode) {
+            FileType::CharacterDevice if device == (MISC, FUSE_SERVER) => {
+                Some("/dev/fuse (a server's requests)")
+            }
+            FileType::CharacterDevice if device.0 == MISC => {
+                let link = link(fd)?.unwrap_or_default();
+                link.ends_with("vhost-scsi").then_some("vhost-scsi")
+            }
+            FileType::Socket => has_tls(fd)?.then_some("a socket whose TLS the kernel does"),
+            FileType::RegularFile if !self.fuse_pins => {
+                (file_system(fd)? == Some(FUSE)).then_some("FUSE (before Linux 6.9)")
+            }
+            _ => None,
+        };
+        Ok(found.map(str::to_owned))
+    }
+
+    /// Says what is not known to pin.
+    fn judge_file(&mut self, fd: RawFd, stat: &libc::stat) -> io::Result<Result<(), String>> {
         let file = (stat.st_dev, stat.st_ino);
-        match file_system(fd) {
+        Ok(match file_system(fd)? {
             // Closed meanwhile.
             None => Ok(()),
             Some(OVERLAYFS) if self.passed.contains(&file) => Ok(()),
-            Some(OVERLAYFS) => {
-                let layers = layers(fd).ok_or("overlayfs (with layers that are not visible here)")?;
-                if let Some(layer) = layers.into_iter().find(|layer| !self.pins(*layer)) {
-                    return Err(format!("overlayfs on {}", name_of(layer)));
-                }
-                self.passed.truncate(MOST_PASSED - 1);
-                self.passed.insert(0, file);
-                Ok(())
-            }
+            Some(OVERLAYFS) => match layers(fd) {
+                None => Err("overlayfs (with layers that are not visible here)".into()),
+                Some(layers) => match layers.into_iter().find(|layer| !self.pins(*layer)) {
+                    Some(layer) => Err(format!("overlayfs on {}", name_of(layer))),
+                    None => {
+                        self.passed.truncate(MOST_PASSED - 1);
+                        self.passed.insert(0, file);
+                        Ok(())
+                    }
+                },
+            },
             Some(magic) if self.pins(magic) => Ok(()),
             Some(magic) => Err(mount(fd).map_or_else(|| name_of(magic), |mount| mount.kind)),
-        }
+        })
     }
 
     /// Whether direct I/O of a file system pins its pages, or copies.
@@ -191,6 +200,11 @@ impl DirectIo {
             _ => false,
         }
     }
+}
+
+/// A file that the kernel does not tell of.
+fn untold(error: &io::Error) -> String {
+    format!("a file that cannot be looked at ({error})")
 }
 
 /// Major and minor number of a kernel's release; 0 where it does not begin with any.
@@ -293,7 +307,7 @@ pub(super) fn layers(fd: RawFd) -> Option<Vec<i64>> {
         IDENTITY,
     )
     .ok()?;
-    let path = link(fd);
+    let path = link(fd).ok()??;
     let path = path.strip_prefix(&mount.place).ok()?;
     let (upper, lower) = layer_folders(&mount.options)?;
     let is_upper = |folder: &&PathBuf| is_same_file(&folder.join(path), &file, false);

@@ -27,13 +27,22 @@ const PIDFD: libc::c_long = 0x1000; // CLONE_PIDFD
 pub(crate) struct Child(OwnedFd);
 
 impl Child {
+    /// Why none can be forked by the calling thread, if that is known without trying.
+    pub(crate) fn refused() -> Option<&'static str> {
+        match () {
+            () if !cfg!(feature = "forks") => Some("forks are not built in"),
+            () if sched::is_filtered() => Some("system calls are filtered"),
+            () => None,
+        }
+    }
+
     /// Forks one. Memory that it is not to have must have been advised so (MADV_DONTFORK).
     ///
     /// # Errors
     /// Those of clone(2): no more processes are allowed (EAGAIN), no memory (ENOMEM); EPERM where system calls are filtered, or forks are not built in.
     #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn fork() -> io::Result<Self> {
-        if !cfg!(feature = "forks") || sched::is_filtered() {
+        if Self::refused().is_some() {
             return Err(io::Error::from_raw_os_error(libc::EPERM));
         }
         inject::before(Call::Fork)?;

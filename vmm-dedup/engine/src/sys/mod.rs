@@ -1,6 +1,7 @@
 //! The kernel's interfaces, one module each. System calls on guest memory are made here only; errnos become meaning
 //! once, at this border. (Code elsewhere that reads or replaces guest pages is unsafe as well, item by item.)
 
+pub(crate) mod asker;
 pub(crate) mod bell;
 mod descriptors;
 pub(crate) mod direct_io;

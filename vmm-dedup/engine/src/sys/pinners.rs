@@ -25,31 +25,39 @@
 //! - *The kernel's count* tells of everything that is pinned now. A ring with nothing registered may still have a request under way
 //!   that pins a buffer, or may have memory of other kinds pinned (rings and buffers of the process's own memory): so without the
 //!   count any ring counts.
-//! - *A fork* tells of pins, and neither of plain references nor of what RDMA pins for reading after it.
+//! - *A fork* tells of pins, and neither of plain references nor of what RDMA pins for reading after it. Files that are registered
+//!   with a ring may be such that take plain references.
 //!
 //! # While pages are frozen
 //!
-//! A file system whose server does not answer, or waits for one of the pages, must not be asked anything. So a look while pages are
-//! frozen ([`Pinners::look_again`]) knows regular files from the look before, by device and number, which a file keeps for as long
-//! as it is open; one that it does not know may pin. And it ends when its time is over.
+//! A file system whose server does not answer, or waits for one of the pages, must not be waited for; nor whoever holds the lock of
+//! a socket, and waits for one of the pages in the middle of receiving into it. So a thread of its own looks, and whoever holds pages
+//! frozen waits for it until their time is over, and then lets them go. It asks no file system what it is meanwhile: a look while
+//! pages are frozen ([`Pinners::look_again`]) knows file systems from the look before, by their devices; and files of overlayfs and
+//! /proc, of which one is not as the other, by device and number, which a file keeps for as long as it is open. One that it does not
+//! know may pin.
+//!
+//! What the kernel does not tell of a descriptor may pin. Only EBADF says that it is closed.
 //!
 //! What cannot be seen:
 //!
 //! - *Guests that run guests*, and files that the VMM keeps elsewhere (a ring of which another process has the only descriptor). So
 //!   the VMM has to say that there are none: [`DedupService::vouch_for_pins`](crate::service::DedupService::vouch_for_pins).
-//! - *A file that was closed while its I/O goes on*, as for [`direct_io`](mod@crate::sys::direct_io).
+//! - *A file that was closed while its I/O goes on*, or whose descriptor was moved to a smaller number in the middle of the look,
+//!   as for [`direct_io`](mod@crate::sys::direct_io).
 //! - *Other processes* that write this one's memory (a debugger: process_vm_writev). They pin for the moment of the copy. The
 //!   kernel's [count](mod@crate::sys::pin_count) of pinned pages tells of them.
-#![allow(unsafe_code)] // getsockopt, statx
+#![allow(unsafe_code)] // statx
 
 use crate::error::Error;
-use crate::sys::descriptors::{self, Descriptors, file_system, info, is_tls, link};
-use crate::sys::direct_io::{BTRFS, DirectIo, EXT4, OVERLAYFS, TMPFS, XFS, layers};
+use crate::sys::asker::{Asker, NoAnswer};
+use crate::sys::descriptors::{self, Descriptors, domain, file_system, has_tls, info, link};
+use crate::sys::direct_io::{BTRFS, EXT4, OVERLAYFS, TMPFS, XFS, layers};
 use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, statx};
 use std::collections::HashMap;
+use std::io;
 use std::os::fd::{BorrowedFd, RawFd};
-use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 const PROC: i64 = 0x9fa0;
 
@@ -136,13 +144,16 @@ const NAMELESS: [&str; 16] = [
 /// Tries to read what the kernel tells of a ring, which it does not while the ring is in use.
 const TRIES: usize = 10;
 
+/// How long a look may take that nobody waits for.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// Who may have pages pinned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Pinner {
     /// This file, of this kind.
     File { fd: RawFd, what: String, holds: Holds },
-    /// There are too many files to look at in the time that there is.
-    TooMany,
+    /// The files cannot be looked at in the time that there is: there are too many, or one is waited for.
+    TooSlow,
     /// Nobody can tell.
     Unknown(String),
 }
@@ -171,7 +182,7 @@ impl std::fmt::Display for Pinner {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::File { fd, what, .. } => write!(f, "descriptor {fd} is {what}"),
-            Self::TooMany => f.write_str("there are too many open files to look at while pages are frozen"),
+            Self::TooSlow => f.write_str("the open files cannot be looked at in the time that there is"),
             Self::Unknown(why) => f.write_str(why),
         }
     }
@@ -195,23 +206,38 @@ enum Reads {
     CopyUnlessDirect,
     /// The file is a process's memory: writes to it are.
     WriteMemory,
+    MayPin,
 }
 
-/// Device and number of a regular file.
-type Identity = (u32, u32, u64);
+/// Device and number of a regular file; without the number: of all files of the device.
+type Identity = (u32, u32, Option<u64>);
+
+/// How pages are held, and by what.
+type Found = Option<(Holds, String)>;
 
 /// Looks for those who can.
 #[derive(Debug)]
 pub(crate) struct Pinners {
-    descriptors: Arc<Descriptors>,
-    /// Regular files that were open at the last look.
+    /// Opened before anything restricts that; the thread has it once there is one.
+    descriptors: Option<Descriptors>,
+    looker: Option<Asker<Question, Result<(), Pinner>>>,
+}
+
+/// What tells of pins besides, and until when pages are frozen.
+type Question = (Told, Option<Instant>);
+
+/// What the thread looks with.
+#[derive(Debug)]
+struct Looker {
+    descriptors: Descriptors,
+    /// Regular files that were open at the last look, and devices whose files are all alike.
     known: HashMap<Identity, Reads>,
 }
 
 /// One look at all open files.
 struct Look<'a> {
     known: &'a HashMap<Identity, Reads>,
-    /// Regular files that were met.
+    /// What was met of these.
     met: HashMap<Identity, Reads>,
     told: Told,
     /// Pages are frozen until then.
@@ -219,174 +245,248 @@ struct Look<'a> {
 }
 
 impl Pinners {
-    pub(crate) fn new(files: &DirectIo) -> Self {
-        Self {
-            descriptors: files.descriptors(),
-            known: HashMap::new(),
-        }
+    pub(crate) fn new() -> Result<Self, Error> {
+        Ok(Self {
+            descriptors: Some(Descriptors::open()?),
+            looker: None,
+        })
     }
 
-    /// Looks at all open files, before pages are frozen.
+    /// Looks at all open files, before pages are frozen for so much time, half of which is for looking again.
     ///
     /// # Errors
-    /// The first that may have pages pinned.
-    pub(crate) fn look(&mut self, told: Told) -> Result<(), Pinner> {
-        let (looked, met) = self.look_at_all(told, None);
-        if looked.is_ok() {
-            // A file that is still open is still the same.
-            self.known = met;
+    /// The first that may have pages pinned, or why none is known; that looking again would take too long.
+    pub(crate) fn look(&mut self, told: Told, time: Duration) -> Result<(), Pinner> {
+        // The second look asks no file system any more what it is, as the one while pages are frozen does not.
+        for _ in 0..2 {
+            let clock = Instant::now();
+            self.ask((told, None), PATIENCE)?;
+            if clock.elapsed() < time / 2 {
+                return Ok(());
+            }
         }
-        looked
+        Err(Pinner::TooSlow)
     }
 
     /// Looks at all open files while pages are frozen, at the latest until then. Nobody of this process has pages pinned then, but
     /// those of whom something else tells.
     ///
     /// # Errors
-    /// The first that may have pages pinned; that nothing is known of a file; that there are too many.
-    pub(crate) fn look_again(&self, told: Told, until: Instant) -> Result<NobodyPins, Pinner> {
-        self.look_at_all(told, Some(until)).0.map(|()| NobodyPins(()))
+    /// The first that may have pages pinned; that nothing is known of a file; that it takes too long.
+    pub(crate) fn look_again(&mut self, told: Told, until: Instant) -> Result<NobodyPins, Pinner> {
+        let left = until.saturating_duration_since(Instant::now());
+        self.ask((told, Some(until)), left).map(|()| NobodyPins(()))
     }
 
-    fn look_at_all(
-        &self,
-        told: Told,
-        frozen: Option<Instant>,
-    ) -> (Result<(), Pinner>, HashMap<Identity, Reads>) {
+    fn ask(&mut self, question: Question, within: Duration) -> Result<(), Pinner> {
+        let ended = || Pinner::Unknown("the thread that looks at open files has ended".to_owned());
+        let looker = match &mut self.looker {
+            Some(looker) => looker,
+            none => {
+                let mut looker = Looker {
+                    descriptors: self.descriptors.take().ok_or_else(ended)?,
+                    known: HashMap::new(),
+                };
+                let asker = Asker::start(move |question| looker.look(question));
+                none.insert(
+                    asker.map_err(|e| Pinner::Unknown(format!("no thread to look at open files: {e}")))?,
+                )
+            }
+        };
+        looker.ask(question, within).unwrap_or_else(|none| {
+            Err(match none {
+                NoAnswer::Late => Pinner::TooSlow,
+                NoAnswer::Ended => ended(),
+            })
+        })
+    }
+}
+
+impl Looker {
+    fn look(&mut self, (told, frozen): Question) -> Result<(), Pinner> {
         let mut look = Look {
             known: &self.known,
             met: HashMap::new(),
             told,
             frozen,
         };
-        let looked = self.descriptors.each(|fd| look.judge(fd));
-        (looked, look.met)
+        self.descriptors.each(|fd| look.judge(fd))?;
+        if frozen.is_none() {
+            // A file that is still open is still the same.
+            self.known = look.met;
+        }
+        Ok(())
     }
 }
 
 impl Look<'_> {
-    /// Whether a descriptor is open. Fails if it can pin.
-    fn judge(&mut self, fd: RawFd) -> Result<bool, Pinner> {
+    /// Fails if a descriptor can pin, or nothing tells.
+    fn judge(&mut self, fd: RawFd) -> Result<(), Pinner> {
         if self.frozen.is_some_and(|until| Instant::now() > until) {
-            return Err(Pinner::TooMany);
+            return Err(Pinner::TooSlow);
         }
-        let Some(flags) = descriptors::flags(fd) else {
-            return Ok(false);
-        };
-        if flags & libc::O_PATH != 0 {
-            return Ok(true);
-        }
-        let Some(stat) = identify(fd) else {
-            return Ok(false);
-        };
-        let pins = |what: String| Some((Holds::Pins, what));
-        let found = match FileType::from_raw_mode(stat.stx_mode.into()) {
-            FileType::RegularFile => self.judge_file(fd, flags, &stat)?,
-            FileType::Directory | FileType::Fifo | FileType::Symlink => None,
-            FileType::BlockDevice => pins("a block device".to_owned()),
-            FileType::Socket => judge_socket(fd),
-            FileType::CharacterDevice => judge_device(fd, &stat),
-            _ => judge_nameless(fd, self.told).and_then(pins),
-        };
-        match found {
+        match self.find(fd)? {
             Some((holds, what)) if holds == Holds::Unseen || self.told != Told::Fork => {
                 Err(Pinner::File { fd, what, holds })
             }
-            _ => Ok(true),
+            _ => Ok(()),
         }
     }
 
-    fn judge_file(&mut self, fd: RawFd, flags: i32, stat: &Statx) -> Result<Option<(Holds, String)>, Pinner> {
-        let file = (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino);
-        let reads = match self.known.get(&file) {
-            Some(reads) => Some(*reads),
-            None if self.frozen.is_some() => {
-                let why = format!("descriptor {fd} was opened just now");
-                return Err(Pinner::Unknown(why));
-            }
-            None => reads(fd),
+    /// How pages can be held by a descriptor; nothing holds any by one that is closed.
+    fn find(&mut self, fd: RawFd) -> Result<Found, Pinner> {
+        let untold =
+            |error: io::Error| Pinner::Unknown(format!("descriptor {fd} cannot be looked at: {error}"));
+        let Some(flags) = descriptors::flags(fd).map_err(untold)? else {
+            return Ok(None);
         };
-        self.met.extend(reads.map(|reads| (file, reads)));
+        if flags & libc::O_PATH != 0 {
+            return Ok(None);
+        }
+        let Some(stat) = identify(fd).map_err(untold)? else {
+            return Ok(None);
+        };
+        match FileType::from_raw_mode(stat.stx_mode.into()) {
+            FileType::RegularFile => self.judge_file(fd, flags, &stat),
+            FileType::Directory | FileType::Fifo | FileType::Symlink => Ok(None),
+            FileType::BlockDevice => Ok(Some((Holds::Pins, "a block device".to_owned()))),
+            FileType::Socket => judge_socket(fd).map_err(untold),
+            FileType::CharacterDevice => judge_device(fd, &stat).map_err(untold),
+            _ => judge_nameless(fd, self.told).map_err(untold),
+        }
+    }
+
+    fn judge_file(&mut self, fd: RawFd, flags: i32, stat: &Statx) -> Result<Found, Pinner> {
+        let (major, minor, _) = identity(stat);
+        let like = [(major, minor, None), identity(stat)];
+        let unknown = |why: String| Pinner::Unknown(format!("descriptor {fd} {why}"));
+        let known = |file: &Identity| Some((*file, *self.known.get(file)?));
+        let (like, reads) = match like.iter().find_map(known) {
+            Some(known) => known,
+            None if self.frozen.is_some() => return Err(unknown("was opened just now".to_owned())),
+            None => {
+                let untold = |error| unknown(format!("cannot be looked at: {error}"));
+                let Some((reads, alike)) = reads(fd).map_err(untold)? else {
+                    return Ok(None);
+                };
+                // What it is now may not be what it was.
+                match identify(fd).map_err(untold)? {
+                    Some(now) if identity(&now) == identity(stat) => (like[usize::from(!alike)], reads),
+                    Some(_) => return Err(unknown("was opened just now".to_owned())),
+                    None => return Ok(None),
+                }
+            }
+        };
+        self.met.insert(like, reads);
         let pins = |what: &str| Some((Holds::Pins, what.to_owned()));
         Ok(match reads {
-            Some(Reads::CopyUnlessDirect) if flags & libc::O_DIRECT != 0 => pins("open for direct I/O"),
-            Some(Reads::WriteMemory) if flags & libc::O_ACCMODE != libc::O_RDONLY => {
+            Reads::CopyUnlessDirect if flags & libc::O_DIRECT != 0 => pins("open for direct I/O"),
+            Reads::WriteMemory if flags & libc::O_ACCMODE != libc::O_RDONLY => {
                 Some((Holds::Unseen, "a process's memory, open for writing".to_owned()))
             }
-            Some(_) => None,
-            None => pins("on a file system that may pin"),
+            Reads::MayPin => pins("on a file system that may pin"),
+            Reads::Copy | Reads::CopyUnlessDirect | Reads::WriteMemory => None,
         })
     }
 }
 
-/// What reads of a regular file do; `None` if they may pin.
-fn reads(fd: RawFd) -> Option<Reads> {
-    match file_system(fd) {
-        // Or closed meanwhile.
-        Some(TMPFS) | None => Some(Reads::Copy),
-        Some(PROC) if link(fd).file_name().is_some_and(|name| name == "mem") => Some(Reads::WriteMemory),
-        Some(OVERLAYFS) => {
-            let known = |layers: Vec<i64>| layers.iter().all(|layer| FILE_SYSTEMS.contains(layer));
-            layers(fd).is_some_and(known).then_some(Reads::CopyUnlessDirect)
+/// What reads of a regular file do, and whether those of all files of its device do; `None` if it is not open.
+fn reads(fd: RawFd) -> io::Result<Option<(Reads, bool)>> {
+    let Some(magic) = file_system(fd)? else {
+        return Ok(None);
+    };
+    let copies = |known: bool| {
+        if known {
+            Reads::CopyUnlessDirect
+        } else {
+            Reads::MayPin
         }
-        Some(magic) => FILE_SYSTEMS.contains(&magic).then_some(Reads::CopyUnlessDirect),
-    }
+    };
+    Ok(Some(match magic {
+        TMPFS => (Reads::Copy, true),
+        PROC => match link(fd)? {
+            Some(link) if link.file_name().is_some_and(|name| name == "mem") => (Reads::WriteMemory, false),
+            Some(_) => (Reads::CopyUnlessDirect, false),
+            None => return Ok(None),
+        },
+        OVERLAYFS => {
+            let known = |layers: Vec<i64>| layers.iter().all(|layer| FILE_SYSTEMS.contains(layer));
+            (copies(layers(fd).is_some_and(known)), false)
+        }
+        magic => (copies(FILE_SYSTEMS.contains(&magic)), true),
+    }))
 }
 
-/// What kind of file a descriptor is, and which; no server of a file system is asked. `None`: it is not open.
-fn identify(fd: RawFd) -> Option<Statx> {
+/// What kind of file a descriptor is, and which. Most file systems ask no server for that. `None`: it is not open.
+fn identify(fd: RawFd) -> io::Result<Option<Statx>> {
     // SAFETY: used for one call only; the descriptor may be closed meanwhile, which the kernel tells.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    statx(fd, "", flags, StatxFlags::TYPE | StatxFlags::INO).ok()
-}
-
-fn judge_socket(fd: RawFd) -> Option<(Holds, String)> {
-    let domain = domain(fd);
-    match domain.is_some_and(|domain| DOMAINS.contains(&domain)) {
-        false => Some((
-            Holds::Pins,
-            format!("a socket of domain {}", domain.unwrap_or(-1)),
-        )),
-        true => is_tls(fd).then(|| (Holds::Unseen, "a socket whose TLS the kernel does".to_owned())),
+    match statx(fd, "", flags, StatxFlags::TYPE | StatxFlags::INO) {
+        Ok(stat) => Ok(Some(stat)),
+        Err(rustix::io::Errno::BADF) => Ok(None),
+        Err(error) => Err(error.into()),
     }
 }
 
-fn judge_device(fd: RawFd, stat: &Statx) -> Option<(Holds, String)> {
+fn identity(stat: &Statx) -> Identity {
+    (stat.stx_dev_major, stat.stx_dev_minor, Some(stat.stx_ino))
+}
+
+fn judge_socket(fd: RawFd) -> io::Result<Found> {
+    let Some(domain) = domain(fd)? else {
+        return Ok(None);
+    };
+    if !DOMAINS.contains(&domain) {
+        return Ok(Some((Holds::Pins, format!("a socket of domain {domain}"))));
+    }
+    let tls = || (Holds::Unseen, "a socket whose TLS the kernel does".to_owned());
+    Ok(has_tls(fd)?.then(tls))
+}
+
+fn judge_device(fd: RawFd, stat: &Statx) -> io::Result<Found> {
     let (major, minor) = (stat.stx_rdev_major, stat.stx_rdev_minor);
     let known = |(a, b): &(u32, Option<u32>)| *a == major && b.is_none_or(|b| b == minor);
     if DEVICES.iter().any(known) {
-        return None;
+        return Ok(None);
     }
-    let link = link(fd);
+    let Some(link) = link(fd)? else {
+        return Ok(None);
+    };
     let holds = match () {
-        () if link.ends_with("userfaultfd") => return None,
+        () if link.ends_with("userfaultfd") => return Ok(None),
         () if (major, minor) == DEV_FUSE || major == RDMA => Holds::Unseen,
         () if link.starts_with("/dev/infiniband") => Holds::Unseen,
         () => Holds::Pins,
     };
-    Some((holds, format!("the device {} ({major}:{minor})", link.display())))
+    Ok(Some((
+        holds,
+        format!("the device {} ({major}:{minor})", link.display()),
+    )))
 }
 
-/// What a file without a name is, if it can pin.
-fn judge_nameless(fd: RawFd, told: Told) -> Option<String> {
-    let link = link(fd).display().to_string();
+fn judge_nameless(fd: RawFd, told: Told) -> io::Result<Found> {
+    let Some(link) = link(fd)? else {
+        return Ok(None);
+    };
+    let link = link.display().to_string();
     let name = link.strip_prefix("anon_inode:").unwrap_or(&link);
     if name == "[io_uring]" {
-        return match told {
-            Told::Nothing => Some("an io_uring".to_owned()),
-            Told::Count => judge_ring(fd),
-            Told::Fork => None,
-        };
+        return Ok(match told {
+            Told::Nothing => Some((Holds::Pins, "an io_uring".to_owned())),
+            Told::Count | Told::Fork => judge_ring(fd),
+        });
     }
     let known = NAMELESS.iter().any(|known| match known.strip_suffix('*') {
         Some(start) => name.starts_with(start),
         None => name == *known,
     });
-    (!known).then(|| format!("{link}, of which nothing is known"))
+    let unknown = || (Holds::Pins, format!("{link}, of which nothing is known"));
+    Ok((!known).then(unknown))
 }
 
-fn judge_ring(fd: RawFd) -> Option<String> {
+/// Registered files are open, and not among the descriptors: they may be what takes plain references.
+fn judge_ring(fd: RawFd) -> Found {
     for _ in 0..TRIES {
         let Some((files, buffers)) = info(fd).as_deref().and_then(registered) else {
             std::thread::yield_now();
@@ -394,11 +494,18 @@ fn judge_ring(fd: RawFd) -> Option<String> {
         };
         return match (files, buffers) {
             (0, 0) => None,
-            (_, 0) => Some(format!("an io_uring with {files} registered files")),
-            _ => Some(format!("an io_uring with {buffers} registered buffers")),
+            (0, _) => Some((
+                Holds::Pins,
+                format!("an io_uring with {buffers} registered buffers"),
+            )),
+            _ => Some((
+                Holds::Unseen,
+                format!("an io_uring with {files} registered files"),
+            )),
         };
     }
-    Some("an io_uring of which the kernel does not tell what is registered".to_owned())
+    let untold = "an io_uring of which the kernel does not tell what is registered";
+    Some((Holds::Unseen, untold.to_owned()))
 }
 
 /// Files and buffers that are registered with a ring, as its fdinfo tells. Source: Linux, io_uring/fdinfo.c.
@@ -410,25 +517,12 @@ fn registered(info: &str) -> Option<(u64, u64)> {
     Some((number("UserFiles:")?, number("UserBufs:")?))
 }
 
-fn domain(fd: RawFd) -> Option<i32> {
-    let mut domain: i32 = 0;
-    let mut len: libc::socklen_t = 4;
-    // SAFETY: four bytes that are ours alone; the descriptor may be closed meanwhile, which the kernel tells.
-    let asked = unsafe {
-        libc::getsockopt(
-            fd,
-            libc::SOL_SOCKET,
-            libc::SO_DOMAIN,
-            (&raw mut domain).cast(),
-            &raw mut len,
-        )
-    };
-    (asked == 0).then_some(domain)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::page_size::PAGE_SIZE;
+    use crate::sys::uffd::{self, Uffd};
+    use crate::sys::vma::Anonymous;
     use rustix::fs::{Mode, OFlags};
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
@@ -437,10 +531,10 @@ mod tests {
     }
 
     fn pinners() -> Pinners {
-        Pinners::new(&DirectIo::new().unwrap())
+        Pinners::new().unwrap()
     }
 
-    fn judge(fd: RawFd, told: Told) -> Result<bool, Pinner> {
+    fn judge(fd: RawFd, told: Told) -> Result<(), Pinner> {
         let known = HashMap::new();
         let mut look = Look {
             known: &known,
@@ -471,9 +565,9 @@ mod tests {
             event,
         ];
         for fd in &plain {
-            assert_eq!(judge(fd.as_raw_fd(), Told::Nothing), Ok(true));
+            assert_eq!(judge(fd.as_raw_fd(), Told::Nothing), Ok(()));
         }
-        assert_eq!(judge(1_000_000, Told::Nothing), Ok(false));
+        assert_eq!(judge(1_000_000, Told::Nothing), Ok(()));
     }
 
     #[test]
@@ -483,8 +577,8 @@ mod tests {
         match open(&path, OFlags::RDWR | OFlags::CREATE | OFlags::DIRECT) {
             Ok(direct) => {
                 assert!(pins(&direct));
-                assert!(pinners().look(Told::Count).is_err());
-                assert_eq!(judge(direct.as_raw_fd(), Told::Fork), Ok(true));
+                assert!(pinners().look(Told::Count, PATIENCE).is_err());
+                assert_eq!(judge(direct.as_raw_fd(), Told::Fork), Ok(()));
             }
             Err(error) => eprintln!("SKIPPED: no O_DIRECT in {path}: {error}"),
         }
@@ -503,7 +597,7 @@ mod tests {
     #[test]
     fn no_fork_tells_of_who_writes_a_process_s_memory() {
         let reads = open("/proc/self/mem", OFlags::RDONLY).unwrap();
-        assert_eq!(judge(reads.as_raw_fd(), Told::Nothing), Ok(true));
+        assert_eq!(judge(reads.as_raw_fd(), Told::Nothing), Ok(()));
         let mut fuse = vec![open("/proc/self/mem", OFlags::RDWR).unwrap()];
         fuse.extend(open("/dev/fuse", OFlags::RDWR));
         for fd in fuse {
@@ -539,7 +633,7 @@ mod tests {
             frozen: None,
             ..frozen
         };
-        assert_eq!(before.judge(file.as_raw_fd()), Ok(true));
+        assert_eq!(before.judge(file.as_raw_fd()), Ok(()));
         let met = before.met;
         let mut frozen = Look {
             known: &met,
@@ -547,9 +641,82 @@ mod tests {
             told: Told::Fork,
             frozen: Some(later),
         };
-        assert_eq!(frozen.judge(file.as_raw_fd()), Ok(true));
+        assert_eq!(frozen.judge(file.as_raw_fd()), Ok(()));
+        let path = folder.path().join("another").to_str().unwrap().to_owned();
+        let another = open(&path, OFlags::RDWR | OFlags::CREATE).unwrap();
+        let of_overlayfs = file_system(another.as_raw_fd()).unwrap() == Some(OVERLAYFS);
+        assert_eq!(frozen.judge(another.as_raw_fd()).is_err(), of_overlayfs);
         let too_late = pinners().look_again(Told::Fork, Instant::now());
-        assert_eq!(too_late.unwrap_err(), Pinner::TooMany);
+        assert_eq!(too_late.unwrap_err(), Pinner::TooSlow);
+        if pinners().look(Told::Fork, PATIENCE).is_ok() {
+            assert_eq!(pinners().look(Told::Fork, Duration::ZERO), Err(Pinner::TooSlow));
+        }
+    }
+
+    #[test]
+    fn while_pages_are_frozen_a_fork_tells_of_a_file_that_may_pin_if_it_is_known() {
+        let file = open("/proc/self/status", OFlags::RDONLY).unwrap();
+        let stat = identify(file.as_raw_fd()).unwrap().unwrap();
+        let known = HashMap::from([(identity(&stat), Reads::MayPin)]);
+        for (told, refuses) in [(Told::Fork, false), (Told::Count, true), (Told::Nothing, true)] {
+            let mut look = Look {
+                known: &known,
+                met: HashMap::new(),
+                told,
+                frozen: Some(Instant::now() + PATIENCE),
+            };
+            assert_eq!(look.judge(file.as_raw_fd()).is_err(), refuses, "{told:?}");
+        }
+    }
+
+    /// Two ends of a connection by MPTCP, whose options are told by whoever has the socket's lock.
+    fn mptcp() -> io::Result<(std::net::TcpStream, std::net::TcpStream)> {
+        let socket = || {
+            // SAFETY: no memory is given.
+            let fd = unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM, libc::IPPROTO_MPTCP) };
+            // SAFETY: a new socket that nobody else owns.
+            (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+        };
+        let socket = || socket().ok_or_else(io::Error::last_os_error);
+        let (listener, one) = (socket()?, socket()?);
+        rustix::net::listen(&listener, 1)?;
+        let listener = std::net::TcpListener::from(listener);
+        let port = listener.local_addr()?.port();
+        let to = std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, port);
+        rustix::net::connect(&one, &to)?;
+        Ok((one.into(), listener.accept()?.0))
+    }
+
+    #[test]
+    fn who_receives_into_a_frozen_page_with_the_lock_of_his_socket_is_not_waited_for() {
+        let Ok(uffd) = Uffd::breaker() else {
+            assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
+            return eprintln!("SKIPPED: no userfaultfd");
+        };
+        let (mut one, other) = match mptcp() {
+            Ok(ends) => ends,
+            Err(error) => return eprintln!("SKIPPED: no MPTCP: {error}"),
+        };
+        let area = Anonymous::new(1).unwrap();
+        area.populate().unwrap();
+        let (page, fd) = (area.base(), other.as_raw_fd());
+        let frozen = |frozen| uffd.write_protect(page, PAGE_SIZE, frozen).unwrap();
+        uffd.register(page, PAGE_SIZE, uffd::Mode::Wp).unwrap();
+        frozen(true);
+        let mut looker = Asker::start(|fd| judge(fd, Told::Fork)).unwrap();
+        std::thread::scope(|scope| {
+            // SAFETY: the page is mapped, and used for nothing else.
+            let receives = scope.spawn(move || unsafe { libc::recv(fd, page as *mut libc::c_void, 8, 0) });
+            io::Write::write_all(&mut one, &[7; 8]).unwrap();
+            assert!(uffd.wait_for_fault(Duration::from_secs(10)));
+            assert_eq!(looker.ask(fd, Duration::from_millis(20)), Err(NoAnswer::Late));
+            frozen(false);
+            crate::sys::relocate::wake(&uffd, &(page..page + PAGE_SIZE));
+            assert_eq!(receives.join().unwrap(), 8);
+        });
+        while looker.ask(fd, PATIENCE) != Ok(Ok(())) {
+            std::thread::yield_now();
+        }
     }
 
     #[test]

@@ -281,12 +281,15 @@ pub(crate) fn unprotect(breaker: &Uffd, range: &Range<usize>) {
         let Err(error) = breaker.write_protect(range.start, range.len(), false) else {
             return;
         };
+        let ended = breaker.unregister(range.start, range.len()).is_ok();
         // Not registered (any more): nothing is protected.
-        if breaker.unregister(range.start, range.len()).is_ok() || error.raw_os_error() == Some(libc::ENOENT)
-        {
+        if error.raw_os_error() == Some(libc::ENOENT) {
             return;
         }
         let step = "ending the protection of shared pages";
+        if ended {
+            return late_log::note(step, &error, "their registration was ended instead");
+        }
         late_log::note(step, &error, "it was tried again until it worked");
         cry_at_times(step, attempt, &error);
         std::thread::sleep(MEMORY_PAUSE);

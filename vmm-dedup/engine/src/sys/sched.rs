@@ -19,8 +19,8 @@ impl Urgent {
         if REFUSED.load(Ordering::Relaxed) {
             return Self(false);
         }
-        // A child that is forked meanwhile is a normal one.
-        let urgent = set(libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK, 1);
+        // Without SCHED_RESET_ON_FORK, which only CAP_SYS_NICE may clear again: a limit (RLIMIT_RTPRIO) allows the way in as well.
+        let urgent = set(libc::SCHED_FIFO, 1);
         if !urgent && !REFUSED.swap(true, Ordering::Relaxed) {
             let then = "windows may be preempted; give the VMM CAP_SYS_NICE to keep vCPU stops short";
             late_log::note(

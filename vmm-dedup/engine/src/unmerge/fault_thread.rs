@@ -11,6 +11,7 @@ use crate::unmerge::foresight::Foresight;
 use crate::unmerge::page_reserve::Reserve;
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -46,10 +47,21 @@ impl Writer {
     }
 }
 
-/// However the fault thread ends, nobody waits for it afterwards.
-struct Ends<'b>(&'b Breaker);
+/// What the fault thread lives on. However it ends, also before it serves anybody, nobody waits for it afterwards.
+pub(crate) struct Faults(Arc<Breaker>);
 
-impl Drop for Ends<'_> {
+impl Faults {
+    pub(crate) fn of(breaker: Arc<Breaker>) -> Self {
+        Self(breaker)
+    }
+
+    /// The thread: serves writers until [`Breaker::end`].
+    pub(crate) fn serve(self, pagemap: Pagemap) {
+        self.0.run(pagemap);
+    }
+}
+
+impl Drop for Faults {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.abandon();
@@ -80,14 +92,14 @@ impl Breaker {
     fn abandon(&self) {
         let mut inner = self.lock();
         self.stop.store(true, Ordering::Release);
+        self.wanted.store(false, Ordering::Release);
         for range in self.protected() {
             self.leave(&mut inner, &range);
         }
     }
 
-    /// The fault thread: serves writers until [`Self::stop`]. A writer for whom there is no page waits in the queue.
-    pub(crate) fn run(&self, mut pagemap: Pagemap) {
-        let _ends = Ends(self);
+    /// Serves writers until [`Self::stop`]. A writer for whom there is no page waits in the queue.
+    fn run(&self, mut pagemap: Pagemap) {
         let mut queue: VecDeque<Writer> = VecDeque::new();
         let (mut faults, mut foresight) = (Vec::new(), Foresight::default());
         let mut keep_coming = false;
@@ -244,26 +256,30 @@ impl Breaker {
 mod tests {
     use super::*;
     use crate::memory::layout::{HostRange, Memory};
+    use crate::seccomp::Part;
+    use crate::sys::thread;
     use crate::sys::uffd::Uffd;
-    use crate::sys::vma;
+    use crate::sys::vma::{self, Anonymous};
     use std::os::fd::AsFd;
-    use std::sync::Arc;
     use std::sync::atomic::AtomicU64;
 
     const PAGES: usize = 8;
 
     #[test]
-    #[allow(unsafe_code)] // a word of the test's own memory
+    #[allow(unsafe_code)] // memory of the test's own
     fn a_fault_thread_that_dies_leaves_its_writers_to_the_kernel() {
         let Ok(tracker) = Uffd::tracker() else {
             assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
             return eprintln!("SKIPPED: no userfaultfd");
         };
         let (file, _content) = vmm_dedup_protocol::mapping::staging_memfd(bytes(PAGES)).unwrap();
-        let base = vma::map_segment_anywhere(bytes(PAGES), file.as_fd(), 0).unwrap();
+        let area = Anonymous::new(PAGES).unwrap();
+        let base = area.base();
         let memory = Memory::new(&[HostRange::try_new(base, bytes(PAGES)).unwrap()]).unwrap();
+        // SAFETY: our own mapping, which nothing refers to.
+        unsafe { vma::map_segment(base, bytes(PAGES), file.as_fd(), 0) }.unwrap();
         let reserve = Some(Reserve::default());
-        let breaker = Breaker::new(Arc::new(tracker), Arc::new(memory), reserve).unwrap();
+        let breaker = Arc::new(Breaker::new(Arc::new(tracker), Arc::new(memory), reserve).unwrap());
         let mut pagemap = Pagemap::open().unwrap();
         let (first, second) = (
             base..base + bytes(PAGES / 2),
@@ -278,18 +294,24 @@ mod tests {
         std::thread::scope(|scope| {
             let writer = scope.spawn(|| write(1));
             assert!(breaker.uffd.wait_for_fault(Duration::from_secs(10)));
-            let dies = scope.spawn(|| {
-                let _ends = Ends(&breaker);
-                panic!("the fault thread dies");
+            breaker.wanted.store(true, Ordering::Release);
+            let faults = Faults::of(breaker.clone());
+            // What an embedder has every thread do first, before the thread serves anybody.
+            let each: thread::Each = Arc::new(|part| assert_ne!(part, Part::Fault, "the fault thread dies"));
+            let dies = scope.spawn(move || {
+                thread::enter(Part::Start, Some(each));
+                let served = Pagemap::open().unwrap();
+                let thread = thread::spawn(Part::Fault, move || faults.serve(served)).unwrap();
+                thread.join()
             });
-            assert!(dies.join().is_err());
+            assert!(dies.join().unwrap().is_err());
             writer.join().unwrap();
         });
+        assert!(!breaker.somebody_waits(Duration::ZERO), "nobody is left to serve");
         // What is mapped afterwards is nobody's to serve either.
         breaker.adopt(&mut pagemap, &second);
         write(PAGES - 1);
         let page = breaker.page_at(base + bytes(1)).unwrap();
         assert!(breaker.kernel_broke(page), "the kernel copied it");
-        vma::unmap(base, bytes(PAGES));
     }
 }

@@ -6,8 +6,8 @@ use crate::key::Key;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// service → store: what happened since the last batch. Followed by sightings, withdrawals and ambiguous line keys
-/// (`u64` keys each) and reference changes. Answered by a `BatchReply`: the indices (`u32`) of those sightings whose pages the service is
-/// asked to publish.
+/// (`u64` keys each) and reference changes. Answered by a `BatchReply`: an [`Ask`] (`u32`) for each sighting of which the store wants
+/// something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 struct BatchHead {
@@ -58,6 +58,39 @@ impl<'a> Batch<'a> {
     /// Reference changes.
     pub fn refs(&self) -> impl ExactSizeIterator<Item = Result<(Slot, i32), Malformed>> + 'a {
         self.refs.iter().map(|r| Ok((slot(r.slot)?, r.delta)))
+    }
+}
+
+/// What a store wants of a page that was sighted, as a `BatchReply` lists it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ask {
+    /// Publish it: somebody else has sighted its key.
+    Publish,
+    /// Look its key up again: the index has it by now, or had it and the service overlooked it. The store does not remember the
+    /// sighting.
+    LookUp,
+}
+
+const LOOK_UP: u32 = 1 << 31;
+const _: () = assert!(MAX_BATCH < LOOK_UP as usize);
+
+impl Ask {
+    /// The item of a list, for the sighting at this place in its batch (less than [`MAX_BATCH`]).
+    pub fn of(self, at: u32) -> u32 {
+        match self {
+            Self::Publish => at,
+            Self::LookUp => at | LOOK_UP,
+        }
+    }
+
+    /// The place in the batch of the sighting that an item is of, which may be any number, and what is asked.
+    pub fn parse(item: u32) -> (usize, Self) {
+        let ask = if item & LOOK_UP == 0 {
+            Self::Publish
+        } else {
+            Self::LookUp
+        };
+        ((item & !LOOK_UP) as usize, ask)
     }
 }
 

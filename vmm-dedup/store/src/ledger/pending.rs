@@ -30,18 +30,20 @@ impl PendingPublications {
         self.of.entry(of).or_default().push(key);
     }
 
-    /// A service has published a page, or tried to.
-    pub(crate) fn answered(&mut self, key: Key, by: MemberId) {
-        if self.asked.get(&key).is_some_and(|(of, _)| *of == by) {
+    /// A service has published a page, or tried to. Returns whether it was asked.
+    pub(crate) fn answered(&mut self, key: Key, by: MemberId) -> bool {
+        let asked = self.asked.get(&key).is_some_and(|(of, _)| *of == by);
+        if asked {
             self.asked.remove(&key);
         }
+        asked
     }
 
-    /// What this service was asked for, and has not published, may be asked of others at once.
-    pub(crate) fn forget(&mut self, service: MemberId) {
-        for key in self.of.remove(&service).unwrap_or_default() {
-            self.answered(key, service);
-        }
+    /// What this service was asked for, and has not published, may be asked of others at once. Returns it.
+    pub(crate) fn forget(&mut self, service: MemberId) -> Vec<Key> {
+        let mut keys = self.of.remove(&service).unwrap_or_default();
+        keys.retain(|key| self.answered(*key, service));
+        keys
     }
 }
 
@@ -63,8 +65,8 @@ mod tests {
         assert!(pending.is_pending(key(1), now));
         assert!(!pending.is_pending(key(1), now + PATIENCE));
         pending.ask(key(1), B, now + PATIENCE);
-        pending.forget(A);
-        assert!(pending.is_pending(key(1), now + PATIENCE), "it is asked of B now");
+        assert_eq!(pending.forget(A), [], "it is asked of B now");
+        assert!(pending.is_pending(key(1), now + PATIENCE));
     }
 
     #[test]
@@ -76,7 +78,7 @@ mod tests {
         assert!(pending.is_pending(key(1), now));
         pending.answered(key(1), A);
         assert!(!pending.is_pending(key(1), now) && pending.is_pending(key(2), now));
-        pending.forget(A);
+        assert_eq!(pending.forget(A), [key(2)]);
         assert!(!pending.is_pending(key(2), now) && pending.of.is_empty());
     }
 }

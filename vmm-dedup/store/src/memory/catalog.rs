@@ -127,6 +127,11 @@ impl Catalog {
         self.writer.set_line(line, Line::Series(first));
     }
 
+    /// Tells of a key although it does not enter.
+    pub(crate) fn repeat_news(&self, key: Key) {
+        self.writer.add_news(key);
+    }
+
     fn insert_hashed(&mut self, hash: PageHash, slot: Slot) {
         if self.writer.insert_slot(hash, slot) != Placed::Refused {
             self.writer.add_news(hash.key());

@@ -274,6 +274,11 @@ impl Pool {
         self.segments.allocator().is_full()
     }
 
+    /// Whoever has a page of this key looks it up again, and sights it anew if the index does not have it.
+    pub(crate) fn repeat_news(&self, key: Key) {
+        self.catalog.repeat_news(key);
+    }
+
     /// A line key is ambiguous: its slots are found by their hashes from now on.
     pub(crate) fn mark(&mut self, line: Key) {
         let (segments, salt) = (&self.segments, self.salt);

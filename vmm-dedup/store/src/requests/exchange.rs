@@ -9,7 +9,7 @@ use crate::requests::violation::Violation;
 use std::hint::black_box;
 use std::time::Instant;
 use vmm_dedup_protocol::key::Key;
-use vmm_dedup_protocol::message::{Batch, Kind, MAX_BATCH, encode};
+use vmm_dedup_protocol::message::{Ask, Batch, Kind, MAX_BATCH, encode};
 use zerocopy::IntoBytes;
 
 /// Counters of what services tell.
@@ -51,10 +51,10 @@ impl Exchange {
         batch: &Batch<'_>,
     ) -> Result<Vec<u8>, Violation> {
         self.counters.batches += 1;
-        self.pending.forget(id);
+        self.forget_pending(id);
         self.reserve(batch.ambiguous().len() + 2 * batch.refs().len())?;
         self.prefetch(batch)?;
-        let wanted = self.sight(id, batch)?;
+        let asks = self.sight(id, batch)?;
         self.withdraw(id, batch)?;
         for key in batch.ambiguous() {
             self.pool.mark(key?);
@@ -75,7 +75,7 @@ impl Exchange {
         }
         self.check_references(id, pages, 0)?;
         self.pool.acknowledge(id, batch.epoch)?;
-        Ok(encode(Kind::BatchReply, &[wanted.as_bytes()]))
+        Ok(encode(Kind::BatchReply, &[asks.as_bytes()]))
     }
 
     /// Makes room for so many entries in the index.
@@ -111,9 +111,13 @@ impl Exchange {
         Ok(())
     }
 
-    /// Takes in sightings. Returns which ones should be published.
+    /// Takes in sightings. Returns what is wanted of them.
+    ///
+    /// A key that the index has is not remembered, so its service must look it up again: the key entered after the service looked,
+    /// the service missed an entry that was being moved, or another key with the same tag entered. The news does not always tell:
+    /// it has the other key then, or is older than the look.
     fn sight(&mut self, id: MemberId, batch: &Batch<'_>) -> Result<Vec<u32>, Violation> {
-        let mut wanted = Vec::new();
+        let mut asks = Vec::new();
         let full = self.pool.is_full();
         let now = Instant::now();
         for (at, key) in (0u32..).zip(batch.sightings()) {
@@ -123,6 +127,7 @@ impl Exchange {
                 false => self.pool.index().line(key).is_some(),
             };
             if known {
+                asks.push(Ask::LookUp.of(at));
                 continue;
             }
             match self.sightings.sight(key, id) {
@@ -131,13 +136,13 @@ impl Exchange {
                 Sighting::Again(_) => {
                     if !self.pending.is_pending(key, now) {
                         self.pending.ask(key, id, now);
-                        wanted.push(at);
+                        asks.push(Ask::Publish.of(at));
                     }
                 }
             }
         }
         self.counters.sightings += batch.sightings().len() as u64;
-        Ok(wanted)
+        Ok(asks)
     }
 
     fn withdraw(&mut self, id: MemberId, batch: &Batch<'_>) -> Result<(), Violation> {
@@ -148,9 +153,17 @@ impl Exchange {
         Ok(())
     }
 
+    /// What a service was asked for and has not published may be asked of others. They have sighted it already, maybe all of them:
+    /// the news makes them sight it anew.
+    fn forget_pending(&mut self, id: MemberId) {
+        for key in self.pending.forget(id) {
+            self.pool.repeat_news(key);
+        }
+    }
+
     /// A service's connection has gone: what it sighted is forgotten, and what it was asked for is asked of others.
     pub(crate) fn disconnect(&mut self, id: MemberId) {
-        self.pending.forget(id);
+        self.forget_pending(id);
         self.sightings.sweep(id);
     }
 

@@ -151,7 +151,7 @@ impl Exchange {
         page: usize,
     ) -> Result<Option<Slot>, Violation> {
         let Staged { key, wish, .. } = layout.pages[page];
-        self.pending.answered(key, id);
+        let asked = self.pending.answered(key, id);
         let Some(slot) = self.take_slot(layout, page) else {
             self.counters.refused_full += 1;
             return Ok(None);
@@ -186,6 +186,10 @@ impl Exchange {
             }
             Publication::Unverified => {
                 self.counters.unverified += 1;
+                if asked {
+                    // It was written meanwhile. Others may still have the page.
+                    self.pool.repeat_news(key);
+                }
                 layout.unused.push(slot);
                 return Ok(None);
             }

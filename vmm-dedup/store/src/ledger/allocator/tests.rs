@@ -337,7 +337,7 @@ impl Oracle {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(200))]
+    #![proptest_config(ProptestConfig::with_cases(100))]
     #[test]
     fn what_was_readable_is_never_rewritten_in_its_file(
         steps in steps(),

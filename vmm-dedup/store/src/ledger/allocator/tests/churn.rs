@@ -203,7 +203,7 @@ fn extents_that_are_replaced_cost_little_moving() {
 #[test]
 fn single_slots_that_are_replaced_are_bounded_all_the_same() {
     for stable_percent in [0, 50] {
-        let moved = play(Kind::Single, 1 << 14, 50, stable_percent);
+        let moved = play(Kind::Single, 1 << 13, 50, stable_percent);
         assert!(moved < 6.0, "{moved}");
     }
 }
