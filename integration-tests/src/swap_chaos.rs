@@ -23,7 +23,7 @@ const HUGE: usize = 2 << 20;
 /// How long a huge page that is built again is waited for.
 const REBUILT: Duration = Duration::from_secs(20);
 /// Mappings of the service's own that are at least as large may be scratch memory.
-const SCRATCH: usize = 4 << 20;
+const SCRATCH: usize = HUGE;
 
 /// What happened under swap.
 #[derive(Clone, Copy, Debug)]

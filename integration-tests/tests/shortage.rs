@@ -142,6 +142,9 @@ fn what_is_swapped_out_is_merged_when_it_is_back() {
     }
     let stats = (pass(&out), is_out(&mut pagemap));
     assert_eq!(stats, ((PAGES - before) as u64, before), "mapped, and still out");
+    let (explanation, _) = out.explain(None).expect("an explanation");
+    assert_eq!((explanation.swapped, explanation.waiting), (before as u64, 0));
+    assert!(out.stats().refused_swapped_total >= before as u64);
     assert!((0..PAGES).all(|page| vms[0].holds(page, page as u64 + 1)));
     let start = Instant::now();
     while pass(&out) < PAGES as u64 || pass(&twin) < PAGES as u64 {

@@ -87,6 +87,75 @@ fn the_benches_stand_in_their_rooms() {
     check("vmm-dedup/bench/src/lib.rs", &rooms(&order));
 }
 
+/// More crates: where their root is, and their rooms.
+const OTHERS: [(&str, &[&str]); 6] = [
+    (
+        "vmm-dedup/protocol/src/lib.rs",
+        &[
+            "sync",
+            "sizes",
+            "raw",
+            "name",
+            "slot",
+            "key",
+            "malformed",
+            "refusal",
+            "control",
+            "stats",
+            "mapping",
+            "forward",
+            "tree",
+            "index",
+            "message",
+            "socket",
+            "observer",
+        ],
+    ),
+    (
+        "vmm-dedup/preload/src/lib.rs",
+        &[
+            "real", "mappings", "kvm", "settings", "logging", "manager", "active", "watch", "hooks", "files",
+        ],
+    ),
+    (
+        "vmm-dedup/estimate/src/lib.rs",
+        &[
+            "error", "process", "memory", "inputs", "sample", "report", "scan", "plain", "contents", "near",
+        ],
+    ),
+    (
+        "devices/vfio-user/src/lib.rs",
+        &["wire", "config_space", "dma", "interrupts", "gate", "server"],
+    ),
+    (
+        "guest-agent/receiver/src/lib.rs",
+        &["credit", "listen", "map", "receiver"],
+    ),
+    (
+        "guest-agent/agent/src/lib.rs",
+        &[
+            "budget",
+            "classify",
+            "config",
+            "link",
+            "report",
+            "source",
+            "stretches",
+            "programs",
+            "teller",
+            "walk",
+            "agent",
+        ],
+    ),
+];
+
+#[test]
+fn more_crates_stand_in_their_rooms() {
+    for (root, order) in OTHERS {
+        check(root, &rooms(order));
+    }
+}
+
 /// The engine, from the kernel upwards.
 const ENGINE: Rules<'_> = Rules {
     rooms: &[

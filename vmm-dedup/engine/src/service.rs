@@ -350,12 +350,12 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
     loop {
         // Those that came while an answer of the store was waited for are not in its socket any more.
         if pass.has_questions() {
-            pass.try_answer();
+            pass.try_answer_questions();
         }
         late_log::tell();
         let store = pass.session.store().map(Store::socket);
         match control.next(next, resting, store) {
-            Event::Question => pass.try_answer(),
+            Event::Question => pass.try_answer_questions(),
             Event::Command(Command::Unmerge(tell)) => {
                 let done = pass.unmerge_on_request();
                 if let Some(tell) = tell {

@@ -1,7 +1,7 @@
 //! Which pages are equal: one record a page, sorted by content.
 
-use crate::error::Error;
-use crate::memory::{MOST, Memory};
+use crate::error::{Error, MOST_MEMORIES};
+use crate::memory::Memory;
 use crate::report::{Amount, Input, Report, Total};
 use crate::sample::{Sample, Unit};
 use crate::scan::{Reading, scan};
@@ -55,7 +55,7 @@ pub(crate) struct Survey {
 
 impl Survey {
     pub(crate) fn take(memories: &[Memory], sample: Sample, reading: &Reading<'_>) -> Result<Self, Error> {
-        if memories.len() > MOST {
+        if memories.len() > MOST_MEMORIES {
             return Err(Error::TooMany(memories.len()));
         }
         let nothing = || Found {

@@ -3,6 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
+/// Most memories of one estimate; its table of pairs has that number squared.
+pub(crate) const MOST_MEMORIES: usize = 1024;
+
 /// What went wrong, and what to do about it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -58,6 +61,6 @@ pub enum Error {
     #[error("{0} is no sampling rate: give 1, 2, 4, 8, ... 65536")]
     Sample(u64),
     /// Too many memories.
-    #[error("{0} memories are too many: the table of pairs takes at most {max}", max = crate::memory::MOST)]
+    #[error("{0} memories are too many: the table of pairs takes at most {max}", max = MOST_MEMORIES)]
     TooMany(usize),
 }

@@ -4,7 +4,7 @@
 //! in the CPU's cache until it is hashed.
 
 use crate::error::Error;
-use crate::process::Process;
+use crate::process::{PAGE, Process};
 use object::elf;
 use object::read::ReadCache;
 use object::read::elf::{FileHeader, ProgramHeader};
@@ -15,12 +15,6 @@ use std::iter;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use vmm_dedup_protocol::PAGE_SIZE;
-
-/// Most memories of one estimate; its table of pairs has that number squared.
-pub(crate) const MOST: usize = 1024;
-/// Pages are counted in files as well as in processes as u64.
-pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Memory of a VM, to be read.
 #[derive(Debug)]

@@ -6,13 +6,14 @@
 //! the place counts.) Lines that many queries have at the same place name no candidates, so what is found is a
 //! lower bound.
 
+pub use crate::report::Near;
+
 use crate::contents::{Survey, content, is_zero};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::report::Report;
 use crate::sample::Sample;
 use crate::scan::{Place, Reading, scan};
-use serde::Serialize;
 use std::collections::HashMap;
 use twox_hash::XxHash3_64;
 use vmm_dedup_protocol::PAGE_SIZE;
@@ -26,29 +27,6 @@ const ENOUGH: u8 = 48;
 const MOST_QUERIES: u64 = 1 << 14;
 /// Queries that a line at a place may name.
 const MOST_NAMED: usize = 8;
-
-/// What sharing of nearly equal pages could find.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Near {
-    /// Pages of unique content that were held against all others.
-    pub queries: u64,
-    /// Pages of unique content; `queries` are all of them or a sample.
-    pub unique: u64,
-    /// Equal lines, of 64, from which pages count as nearly equal.
-    pub enough_lines: u8,
-    /// Queries nearly equal to another page.
-    pub near: u64,
-    /// Queries nearly equal to the zero page, whatever else they resemble.
-    pub near_zero: u64,
-    /// `near / queries`, and half the width of its 95 % interval (0 if all unique pages were queries).
-    pub near_ratio: f64,
-    /// See `near_ratio`.
-    pub near_ratio_error: f64,
-    /// Lines of the near queries that their nearest page has at the same place.
-    pub equal_lines: u64,
-    /// `pairs[i][j]`: queries of memory `i` whose nearest page, nearly equal, is in memory `j`.
-    pub pairs: Vec<Vec<u64>>,
-}
 
 /// As [`crate::estimate`], and looks for nearly equal pages, which takes two more scans.
 ///

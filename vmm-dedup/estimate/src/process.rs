@@ -3,12 +3,14 @@
 #![allow(unsafe_code)] // process_vm_readv
 
 use crate::error::Error;
-use crate::memory::PAGE;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use vmm_dedup_protocol::PAGE_SIZE;
 
+/// Pages are counted in files as well as in processes as u64.
+pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 /// Pagemap entries read at a time: those of 128 MiB.
 const ENTRIES: u64 = 1 << 15;
 const PRESENT: u64 = 1 << 63;

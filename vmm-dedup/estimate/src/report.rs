@@ -1,6 +1,5 @@
 //! What an estimate says.
 
-use crate::near::Near;
 use serde::Serialize;
 
 /// A number of pages, perhaps estimated from a sample.
@@ -66,4 +65,27 @@ pub struct Report {
     pub total: Total,
     /// Nearly equal pages, if they were looked for.
     pub near: Option<Near>,
+}
+
+/// What sharing of nearly equal pages could find.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Near {
+    /// Pages of unique content that were held against all others.
+    pub queries: u64,
+    /// Pages of unique content; `queries` are all of them or a sample.
+    pub unique: u64,
+    /// Equal lines, of 64, from which pages count as nearly equal.
+    pub enough_lines: u8,
+    /// Queries nearly equal to another page.
+    pub near: u64,
+    /// Queries nearly equal to the zero page, whatever else they resemble.
+    pub near_zero: u64,
+    /// `near / queries`, and half the width of its 95 % interval (0 if all unique pages were queries).
+    pub near_ratio: f64,
+    /// See `near_ratio`.
+    pub near_ratio_error: f64,
+    /// Lines of the near queries that their nearest page has at the same place.
+    pub equal_lines: u64,
+    /// `pairs[i][j]`: queries of memory `i` whose nearest page, nearly equal, is in memory `j`.
+    pub pairs: Vec<Vec<u64>>,
 }

@@ -1,7 +1,8 @@
 //! Reading all memories once, in batches, on several threads.
 
 use crate::error::Error;
-use crate::memory::{Memory, PAGE};
+use crate::memory::Memory;
+use crate::process::PAGE;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use vmm_dedup_protocol::PAGE_SIZE;

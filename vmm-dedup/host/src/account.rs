@@ -138,6 +138,7 @@ pub fn vm_json(vm: &Vm) -> Value {
     });
     all["search"] = search_json(s);
     all["verify"] = verify_json(s);
+    all["refused_swapped_total"] = s.refused_swapped_total.into();
     all["window_failures_total"] = s.window_failures_total.into();
     all
 }

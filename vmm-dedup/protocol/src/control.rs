@@ -1,7 +1,7 @@
 //! Questions that somebody asks of a VM while it runs: change a setting, explain what becomes of its pages. They go
 //! from an observer through the store to the VM's service, and the answer comes back the same way.
 
-use crate::message::Malformed;
+use crate::malformed::Malformed;
 use crate::name::Name;
 use crate::refusal::{MAX_TEXT, plain};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -133,6 +133,10 @@ pub struct Explanation {
     pub over_vmas: u64,
     /// They have a twin and wait since merging is suspended for all of the VM: direct I/O that it could harm.
     pub suspended: u64,
+    /// They have a twin and wait since they are swapped out: comparing would read them in.
+    pub swapped: u64,
+    /// They have a twin and wait for more twins around them, with which they can be one mapping.
+    pub deferred: u64,
     /// Written again and again.
     pub volatile: u64,
     /// Written lately, or not looked at yet.
@@ -161,7 +165,7 @@ pub struct Explanation {
 
 impl Explanation {
     /// The classes with their names, in the order of the fields.
-    pub fn classes(&self) -> [(&'static str, u64); 16] {
+    pub fn classes(&self) -> [(&'static str, u64); 18] {
         [
             ("shared", self.shared),
             ("zero", self.zero),
@@ -169,6 +173,8 @@ impl Explanation {
             ("waiting", self.waiting),
             ("over_vmas", self.over_vmas),
             ("suspended", self.suspended),
+            ("swapped", self.swapped),
+            ("deferred", self.deferred),
             ("volatile", self.volatile),
             ("too_new", self.too_new),
             ("unpopulated", self.unpopulated),

@@ -6,8 +6,9 @@
 //! [`index`](mod@crate::index)).
 
 use crate::mapping::Mapping;
+use crate::sizes::{PAGE_SIZE, SEGMENT_BYTES};
+use crate::slot::Slot;
 use crate::sync::{AtomicU64, Ordering};
-use crate::{PAGE_SIZE, SEGMENT_BYTES, Slot};
 
 /// The word of a slot in a mapping of its segment's file; `None` if the mapping is shorter than such a file.
 fn word(segment: &Mapping, slot: Slot) -> Option<&AtomicU64> {

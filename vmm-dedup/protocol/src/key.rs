@@ -5,7 +5,7 @@
 //! key was seen before get a whole-page hash. Both are salted per trust domain, so that a guest of one domain
 //! cannot prepare collisions for another.
 
-use crate::PAGE_SIZE;
+use crate::sizes::PAGE_SIZE;
 use twox_hash::{XxHash3_64, XxHash3_128};
 
 /// 64-bit words of a page.

@@ -1,9 +1,9 @@
 //! A shared mapping of a memfd, seen only through atomics or copied out, since another process may write it.
 #![allow(unsafe_code)] // mmap, and access to memory that other processes may change.
 
-use crate::PAGE_SIZE;
 use crate::key::PageWords;
 use crate::raw;
+use crate::sizes::PAGE_SIZE;
 use crate::sync::AtomicU64;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::io;

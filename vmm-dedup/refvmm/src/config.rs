@@ -54,22 +54,15 @@ pub struct VmConfig {
 }
 
 impl VmConfig {
-    /// The least memory that leaves room for the boot structures and a small kernel.
-    pub const MIN_MEMORY_MIB: u64 = 4;
-    /// 1 TiB, which fits into the physical addresses of every x86-64 CPU with virtualisation.
-    pub const MAX_MEMORY_MIB: u64 = 1 << 20;
-    /// What the APIC ids and tables here are made for.
-    pub const MAX_VCPUS: u8 = 64;
-
     /// Checks what can be checked without opening a file or KVM.
     ///
     /// # Errors
     /// An [`Error`] that names the field and its limits.
     pub fn validate(&self) -> Result<(), Error> {
-        if !(Self::MIN_MEMORY_MIB..=Self::MAX_MEMORY_MIB).contains(&self.memory_mib) {
+        if !(layout::MIN_MEMORY_MIB..=layout::MAX_MEMORY_MIB).contains(&self.memory_mib) {
             return Err(Error::MemorySize { mib: self.memory_mib });
         }
-        if !(1..=Self::MAX_VCPUS).contains(&self.vcpus) {
+        if !(1..=layout::MAX_VCPUS).contains(&self.vcpus) {
             return Err(Error::VcpuCount { vcpus: self.vcpus });
         }
         if self.cmdline.len() >= layout::CMDLINE_SIZE

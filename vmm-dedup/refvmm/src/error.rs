@@ -2,7 +2,6 @@
 
 use std::io;
 
-use crate::config::VmConfig;
 use crate::layout;
 
 /// Why a VM cannot be built, or how it ended badly.
@@ -12,12 +11,12 @@ pub enum Error {
     /// The configured memory size is out of range.
     #[error(
         "{mib} MiB of guest memory is out of range: give between {} and {}",
-        VmConfig::MIN_MEMORY_MIB,
-        VmConfig::MAX_MEMORY_MIB
+        layout::MIN_MEMORY_MIB,
+        layout::MAX_MEMORY_MIB
     )]
     MemorySize { mib: u64 },
     /// The configured number of vCPUs is out of range.
-    #[error("{vcpus} vCPUs is out of range: give between 1 and {}", VmConfig::MAX_VCPUS)]
+    #[error("{vcpus} vCPUs is out of range: give between 1 and {}", layout::MAX_VCPUS)]
     VcpuCount { vcpus: u8 },
     /// The kernel command line cannot be passed.
     #[error(

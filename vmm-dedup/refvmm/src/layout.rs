@@ -2,6 +2,12 @@
 
 use vm_memory::GuestAddress;
 
+/// The least memory that leaves room for the boot structures and a small kernel.
+pub(crate) const MIN_MEMORY_MIB: u64 = 4;
+/// 1 TiB, which fits into the physical addresses of every x86-64 CPU with virtualisation.
+pub(crate) const MAX_MEMORY_MIB: u64 = 1 << 20;
+/// What the APIC ids and tables here are made for.
+pub(crate) const MAX_VCPUS: u8 = 64;
 /// The GDT that the vCPU starts with.
 pub(crate) const GDT: GuestAddress = GuestAddress(0x500);
 /// PVH start info, its module list, and its memory map.

@@ -76,6 +76,8 @@ fn meaning(class: &str) -> &'static str {
         "waiting" => "have a twin, to be merged in one of the next passes",
         "over_vmas" => "have a twin, but no mapping is left: raise vm.max_map_count",
         "suspended" => "have a twin, but merging is suspended while direct I/O could be harmed",
+        "swapped" => "have a twin, but are swapped out; tried again when they are back",
+        "deferred" => "have a twin, and wait some passes for more around them",
         "volatile" => "written all the time",
         "too_new" => "written lately, or not looked at yet",
         "unpopulated" => "nothing there: no memory to save",
@@ -110,9 +112,10 @@ fn table(vm: &str, explained: &Explained) -> String {
 /// How often pages could not be shared, since the VM started.
 fn refusals(stats: &ServiceStats) -> String {
     format!(
-        "tried in vain so far: {} pinned, {} for want of mappings, {} changed meanwhile, {} other\n",
+        "tried in vain so far: {} pinned, {} for want of mappings, {} swapped out, {} changed meanwhile, {} other\n",
         stats.refused_pinned_total,
         stats.refused_vmas_total,
+        stats.refused_swapped_total,
         stats.mismatches_total,
         stats.refused_other_total
     )
@@ -193,6 +196,7 @@ fn explained_json(name: &str, explained: &Explained, vm: Option<&Vm>) -> Value {
         json!({
             "pinned": vm.stats.refused_pinned_total,
             "vmas": vm.stats.refused_vmas_total,
+            "swapped": vm.stats.refused_swapped_total,
             "mismatches": vm.stats.mismatches_total,
             "other": vm.stats.refused_other_total,
         })

@@ -27,7 +27,7 @@ pub(crate) enum Role {
     /// Maps a slot whose page has moved to this one.
     Moved,
     /// Stays private, and leaves the mapping of a store file that it lies in.
-    Home,
+    MovedOut,
 }
 
 impl MergeRequest {
@@ -73,9 +73,9 @@ impl MergeRequest {
     }
 
     /// A copy that is to lie in memory of its own.
-    pub(crate) fn home(page: Page) -> Self {
+    pub(crate) fn move_out(page: Page) -> Self {
         Self {
-            role: Role::Home,
+            role: Role::MovedOut,
             ..Self::zero(page)
         }
     }

@@ -7,7 +7,7 @@
 //!              |         v |       `-> Pinned                         | `-- Zero
 //!              |       Volatile                                       `-> CopiedOnWrite               (an exception in a run)
 //!              `-> Keyed                                   CopiedOnWrite -> Slot, Zero                (healed)
-//!                                                      CopiedOnWrite -> Private                   (came home)
+//!                                                      CopiedOnWrite -> Private                   (moved out)
 //!                                                          Slot -> another Slot                        (the page has moved)
 //!                                                          Slot -> OrphanedSlot (the store was lost) -> Private -> ...
 //! ```
@@ -242,7 +242,7 @@ impl Backing {
             (a, b) if a == b => true,
             // Only its place is known better, or it moved along with its neighbours.
             (CopiedOnWrite(_), CopiedOnWrite(_) | OrphanedCopy(_)) => true,
-            // Healed, or come home.
+            // Healed, or moved out.
             (CopiedOnWrite(_) | OrphanedCopy(_), next) => matches!(next, Slot(_) | Zero | Private),
             // The service copied it, or it is written for the first time.
             (_, Private) => true,

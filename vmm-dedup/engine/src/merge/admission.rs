@@ -6,10 +6,12 @@ use crate::memory::layout::Page;
 use crate::memory::page_map::{PageMap, VMAS_PER_RUN};
 use crate::memory::page_state::Backing;
 use crate::memory::thp_state::{Asked, SAMPLING};
+use crate::merge::ready;
 use crate::merge::run::runs_of;
-use crate::store::session::Session;
+use crate::store::session::{ResyncCause, Session};
 use crate::sys::guest;
 use crate::sys::page_size::CHUNK_PAGES;
+use crate::sys::pagemap::Pagemap;
 use crate::thp::duplicates::is_sampled;
 use crate::thp::monitor::Monitor;
 use vmm_dedup_protocol::Slot;
@@ -41,6 +43,19 @@ pub(crate) enum Obstacle {
     Restless,
     /// There is no mapping left for it.
     NoMappings,
+    /// Its 2 MiB have not quiesced: with more twins it can be one mapping.
+    Deferred,
+    /// It is swapped out: comparing it would read it in while its window is open.
+    SwappedOut,
+}
+
+/// What is known of a page beside its state.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Facts {
+    /// It waits until its 2 MiB have quiesced ([`bridged_runs`](crate::merge::bridged_runs)).
+    pub(crate) deferred: bool,
+    /// It is swapped out now.
+    pub(crate) swapped: bool,
 }
 
 /// What the answer depends on beside the page.
@@ -57,11 +72,16 @@ pub(crate) struct Admission<'a> {
 
 impl Admission<'_> {
     /// Whether a page may share a slot; `None`: the zero page.
-    pub(crate) fn may_merge(&self, map: &PageMap, page: Page, slot: Option<Slot>) -> Verdict {
-        self.judge(map, page, slot, false)
+    pub(crate) fn may_merge(&self, map: &PageMap, page: Page, slot: Option<Slot>, facts: Facts) -> Verdict {
+        match self.judge(map, page, slot, false) {
+            Verdict::Merge if facts.deferred => Verdict::Refuse(Obstacle::Deferred),
+            Verdict::Merge if facts.swapped => Verdict::Refuse(Obstacle::SwappedOut),
+            verdict => verdict,
+        }
     }
 
-    /// `as_one`: all of the 2 MiB around share what is or becomes a huge page of the store.
+    /// `as_one`: all of the 2 MiB around share what is or becomes a huge page of the store. Of swapping it knows nothing: that is
+    /// asked right before a window ([`leave_swapped_out`]).
     fn judge(&self, map: &PageMap, page: Page, slot: Option<Slot>, as_one: bool) -> Verdict {
         let chunk = map.chunk_of(page);
         let state = map.chunk(chunk);
@@ -78,7 +98,7 @@ impl Admission<'_> {
             () if state.huge && !state.twins.split => Obstacle::Huge,
             () if !as_one && self.monitor.probes().include(map, chunk, page) => Obstacle::Probe,
             () if slot.is_some() && map.is_paused(page) => Obstacle::Restless,
-            // A lost store's page comes home first, which frees mappings; it is asked again then.
+            // A lost store's page is made private first, which frees mappings; it is asked again then.
             () if slot.is_some() && !orphan && !map.has_vmas_for(VMAS_PER_RUN) => Obstacle::NoMappings,
             () => return Verdict::Merge,
         };
@@ -148,6 +168,37 @@ impl Admission<'_> {
             (policy.asked, policy.likely_whole) = (Asked::Whole, likely_whole);
         }
     }
+}
+
+/// Whether a window's mappings fit the budget, which other windows have used since its requests were admitted.
+pub(crate) fn has_mappings(map: &PageMap, requests: &[MergeRequest]) -> bool {
+    let runs = i64::try_from(runs_of(requests)).unwrap_or(i64::MAX / VMAS_PER_RUN);
+    map.has_vmas_for(runs * VMAS_PER_RUN)
+}
+
+/// Of a window's requests those whose pages are in memory, if that is not all. The others are let go of, and found again later.
+pub(crate) fn leave_swapped_out(
+    map: &mut PageMap,
+    pagemap: &mut Pagemap,
+    session: &mut Session,
+    account: &mut Account,
+    pass: u64,
+    requests: &[MergeRequest],
+) -> Option<Vec<MergeRequest>> {
+    let first = requests.first()?.page;
+    let swapped = ready::swapped_out(pagemap, map.memory(), requests);
+    let is_out = |request: &MergeRequest| swapped.contains((request.page - first) as usize);
+    let (out, there): (Vec<_>, Vec<_>) = requests.iter().copied().partition(is_out);
+    if out.is_empty() {
+        return None;
+    }
+    account.stats.refused_swapped_total += out.len() as u64;
+    for request in out {
+        map.defer(request.page, request.publisher_ref());
+    }
+    // They are no news any more, and must be found again.
+    session.schedule_resync(pass, ResyncCause::Missed);
+    Some(there)
 }
 
 /// Whether all pages of a huge page that were asked about as a sample have twins.

@@ -19,6 +19,7 @@ use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::merge::run::continues;
+use std::collections::HashSet;
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
 
@@ -32,6 +33,14 @@ pub(crate) struct Deferred {
 }
 
 impl Deferred {
+    /// The pages.
+    pub(crate) fn pages(&self) -> HashSet<Page> {
+        let published = self.published.iter().map(|request| request.page);
+        published
+            .chain(self.twins.iter().map(|(page, _)| *page))
+            .collect()
+    }
+
     /// Takes out what is to be merged now: its chunk has quiesced. Twins are to be looked up again: nothing found in the index
     /// outlives an epoch. A key that was there was no sighting for the store any more; if it has left meanwhile (who
     /// published it gave it up as well), it must become one again, or nobody would ever be asked for the page.

@@ -1,5 +1,5 @@
 //! Replacing pages in mappings of store files where they are, while they are frozen ([`Frozen`]): what following, healing and
-//! bringing copies home have in common.
+//! moving copies out of mappings of store files have in common.
 //!
 //! # Why no write and no DMA is lost
 //!
@@ -10,7 +10,7 @@
 //! - A copy is anonymous memory. It is replaced only if a [`Proof`] says that it is not pinned.
 //!
 //! A slot that takes a page's place is compared with it first, at the guest's own address: neither changes. A page that stays
-//! private ([`Role::Exception`], [`Role::Home`]) is copied instead, while nobody changes it, and the copy takes its place in one
+//! private ([`Role::Exception`], [`Role::MovedOut`]) is copied instead, while nobody changes it, and the copy takes its place in one
 //! step.
 //!
 //! A page that was not replaced is as it was: so the work ends at any page when somebody waits, or when its time is over
@@ -215,7 +215,7 @@ pub(crate) fn replace(
         if zeros {
             memory.advise_again(&at);
         }
-        track(&space.uffd, at, "tracking writes to pages that came home");
+        track(&space.uffd, at, "tracking writes to pages that were moved out");
     }
     (outcomes, failure)
 }
@@ -235,7 +235,7 @@ fn compare(
             Role::Moved if within(&found.copies, at) => return Outcome::Absent,
             Role::Moved => {}
             _ if !within(&found.free, at) => return Outcome::Pinned,
-            Role::Exception | Role::Home => return Outcome::Merged,
+            Role::Exception | Role::MovedOut => return Outcome::Merged,
             Role::Publisher | Role::Twin | Role::Proposed => {}
         }
         let with = match request.slot {
@@ -305,7 +305,7 @@ fn put_runs(
             Ok(true) => put.push(Put {
                 at,
                 slots: run[0].slot.is_some(),
-                zeros: run[0].slot.is_none() && run[0].role != Role::Home,
+                zeros: run[0].slot.is_none() && run[0].role != Role::MovedOut,
             }),
             Err(error) => {
                 late_log::note(
@@ -330,7 +330,7 @@ fn put_run(
     at: &Range<usize>,
     haste: Haste<'_>,
 ) -> io::Result<bool> {
-    let copied = |request: &MergeRequest| matches!(request.role, Role::Exception | Role::Home);
+    let copied = |request: &MergeRequest| matches!(request.role, Role::Exception | Role::MovedOut);
     let copies: Vec<usize> = (0..run.len()).filter(|n| copied(&run[*n])).collect();
     let Some(slot) = run[0].slot else {
         if copies.is_empty() {
@@ -338,7 +338,7 @@ fn put_run(
             unsafe { frozen.map_zeros(at.clone()) }?;
             return Ok(true);
         }
-        return bring_home(memory, frozen, at, haste);
+        return move_out(memory, frozen, at, haste);
     };
     let (file, _) = store.slot(slot).ok_or(io::ErrorKind::NotFound)?;
     if copies.is_empty() {
@@ -363,7 +363,7 @@ fn put_run(
 
 /// Puts copies into memory of their own. Whether it was in time.
 #[allow(unsafe_code)] // replaces guest pages
-fn bring_home(
+fn move_out(
     memory: &Memory,
     frozen: &mut Frozen<'_>,
     at: &Range<usize>,
@@ -411,7 +411,7 @@ mod tests {
 
     #[test]
     #[allow(unsafe_code)] // memory of the test's own
-    fn while_somebody_waits_some_pages_come_home_and_not_many() {
+    fn while_somebody_waits_some_pages_are_moved_out_and_not_many() {
         let Ok(tracker) = Uffd::tracker() else {
             assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
             return eprintln!("SKIPPED: no userfaultfd");
@@ -437,10 +437,10 @@ mod tests {
                 until: Instant::now() + Duration::from_secs(60),
             };
             let frozen = runs.runs_mut().next().unwrap();
-            assert!(!bring_home(&memory, frozen, &all, haste).unwrap());
+            assert!(!move_out(&memory, frozen, &all, haste).unwrap());
             assert!(frozen.replaced().is_empty());
             let some = base..base + bytes(COMPARED);
-            assert!(bring_home(&memory, frozen, &some, haste).unwrap());
+            assert!(move_out(&memory, frozen, &some, haste).unwrap());
             assert_eq!(frozen.replaced(), [some]);
             drop(runs);
             writer.join().unwrap();

@@ -6,9 +6,9 @@ use crate::error::Error;
 use crate::lookup::keys::KeyReader;
 use crate::lookup::request::{MergeRequest, Role};
 use crate::memory::layout::Page;
-use crate::memory::page_map::{NotMerged, PageMap, Reference, VMAS_PER_RUN};
+use crate::memory::page_map::{NotMerged, PageMap, Reference};
 use crate::memory::page_state::{Backing, PageState};
-use crate::merge::admission::Admission;
+use crate::merge::admission::{self, Admission};
 use crate::merge::bridged_runs::{self, Deferred};
 use crate::merge::healer::{Healed, Healer};
 use crate::merge::merger::{Batch, Merged, Merger, Take};
@@ -16,7 +16,7 @@ use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, runs_of};
 use crate::merge::series;
 use crate::merge::verify_engine::VerifyEngine;
-use crate::store::session::{Doubt, Session};
+use crate::store::session::{ResyncCause, Session};
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use crate::sys::proc;
 use crate::thp::monitor::Monitor;
@@ -127,7 +127,7 @@ impl Planner {
         });
         let (mut admitted, full) = admission.admit(map, session, account, *pass, &found);
         if full {
-            session.schedule_resync(*pass, Doubt::NoMappings);
+            session.schedule_resync(*pass, ResyncCause::NoMappings);
         }
         series::use_series(map, session, account, &mut admitted)?;
         let is_copy = |request: &mut MergeRequest| map.backing(request.page).is_copied();
@@ -164,7 +164,7 @@ impl Planner {
             (self.window_len(map, rest), Take::Pages)
         };
         let window = self.done..self.done + len;
-        if self.has_swap && self.defer_swapped(with, window.clone()) {
+        if self.has_swap && self.leave_swapped_out(with, window.clone()) {
             return true; // windows are cut anew
         }
         self.done = window.end;
@@ -201,25 +201,24 @@ impl Planner {
         std::mem::take(&mut self.wrong_proposals)
     }
 
-    /// What is swapped out is not merged now: verifying it would read it in, with the window open for that long. Whether there
-    /// was any.
-    fn defer_swapped(&mut self, with: &mut Context<'_>, window: Range<usize>) -> bool {
+    /// What is swapped out is not merged now. Whether there was any.
+    fn leave_swapped_out(&mut self, with: &mut Context<'_>, window: Range<usize>) -> bool {
+        let Context {
+            map,
+            space,
+            session,
+            account,
+            pass,
+            ..
+        } = with;
         let requests = &self.admitted[window.clone()];
-        let swapped = ready::swapped_out(&mut with.space.pagemap, with.map.memory(), requests);
-        let first = requests[0].page;
-        let is_out = |request: &MergeRequest| swapped.contains((request.page - first) as usize);
-        if !requests.iter().any(is_out) {
-            return false;
+        let pagemap = &mut space.pagemap;
+        let there = admission::leave_swapped_out(map, pagemap, session, account, *pass, requests);
+        let left = there.is_some();
+        if let Some(there) = there {
+            self.admitted.splice(window, there);
         }
-        for request in requests.iter().filter(|request| is_out(request)) {
-            with.map.defer(request.page, request.publisher_ref());
-        }
-        let there = requests.iter().filter(|request| !is_out(request)).copied();
-        let there: Vec<MergeRequest> = there.collect();
-        self.admitted.splice(window, there);
-        // They are no news any more, and must be found again.
-        with.session.schedule_resync(with.pass, Doubt::Missed);
-        true
+        left
     }
 
     /// Admitted > merged, for pages that the kernel copied: merges the next batch; whether there was one.
@@ -250,14 +249,13 @@ impl Planner {
         }
         let len = self.healer.batch_len(&memory, self.copies.make_contiguous());
         let batch: Vec<MergeRequest> = self.copies.drain(..len).collect();
-        let runs = i64::try_from(runs_of(&batch)).unwrap_or(i64::MAX / VMAS_PER_RUN);
         let Some(store) = session.store() else {
             return false;
         };
-        let Healed { outcomes, stall_ns } = if map.has_vmas_for(runs * VMAS_PER_RUN) {
+        let Healed { outcomes, stall_ns } = if admission::has_mappings(map, &batch) {
             self.healer.heal(map, store, space, *pass, &batch)
         } else {
-            session.schedule_resync(*pass, Doubt::NoMappings);
+            session.schedule_resync(*pass, ResyncCause::NoMappings);
             Healed::none(&batch, Outcome::NoVma)
         };
         stall_ns.into_iter().for_each(|ns| account.stats.heal.observe(ns));
@@ -314,11 +312,10 @@ impl Planner {
             let requests = requests.iter();
             return requests.for_each(|request| map.defer(request.page, request.publisher_ref()));
         }
-        let runs = i64::try_from(runs_of(requests)).unwrap_or(i64::MAX / VMAS_PER_RUN);
         let zero_only = requests.iter().all(|request| request.slot.is_none());
-        if !zero_only && !map.has_vmas_for(runs * VMAS_PER_RUN) {
+        if !zero_only && !admission::has_mappings(map, requests) {
             account.stats.refused_vmas_total += requests.len() as u64;
-            session.schedule_resync(pass, Doubt::NoMappings);
+            session.schedule_resync(pass, ResyncCause::NoMappings);
             let requests = requests.iter();
             return requests.for_each(|request| map.defer(request.page, request.publisher_ref()));
         }
@@ -330,7 +327,7 @@ impl Planner {
             Err(_) => {
                 // The window has noted why.
                 account.stats.refused_other_total += requests.len() as u64;
-                session.schedule_resync(pass, Doubt::Missed);
+                session.schedule_resync(pass, ResyncCause::Missed);
                 let published = requests.iter().map(MergeRequest::publisher_ref);
                 return published.for_each(|slot| map.give_up_published(slot));
             }

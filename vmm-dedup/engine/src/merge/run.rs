@@ -61,7 +61,7 @@ pub(crate) struct Open {
 pub(crate) fn continues(a: &MergeRequest, b: &MergeRequest) -> bool {
     b.page == a.page + 1
         && match (a.slot, b.slot) {
-            (None, None) => (a.role == Role::Home) == (b.role == Role::Home),
+            (None, None) => (a.role == Role::MovedOut) == (b.role == Role::MovedOut),
             (Some(a), Some(b)) => a.checked_add_in_segment(1) == Some(b),
             _ => false,
         }

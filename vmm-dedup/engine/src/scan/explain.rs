@@ -6,19 +6,21 @@ use crate::lookup::find::twin;
 use crate::memory::layout::Page;
 use crate::memory::page_map::VMAS_PER_RUN;
 use crate::memory::page_state::{Backing, Known, PageState};
-use crate::merge::admission::{Admission, Obstacle, Verdict};
+use crate::merge::admission::{Admission, Facts, Obstacle, Verdict};
 use crate::scan::control::Command;
 use crate::scan::pass::Pass;
 use crate::store::connection::{Explained, Question, Store};
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
+use crate::sys::proc;
+use std::collections::HashSet;
 use std::ops::Range;
 use vmm_dedup_protocol::control::{Explanation, Set, Switch};
 use vmm_dedup_protocol::key::Key;
 
 impl Pass {
     /// Answers questions; a store that cannot be answered is lost.
-    pub(crate) fn try_answer(&mut self) {
-        if let Err(error) = self.answer() {
+    pub(crate) fn try_answer_questions(&mut self) {
+        if let Err(error) = self.answer_questions() {
             self.lose_store(&error);
         }
     }
@@ -27,7 +29,7 @@ impl Pass {
     ///
     /// # Errors
     /// Those of the connection to the store.
-    pub(crate) fn answer(&mut self) -> Result<(), Error> {
+    pub(crate) fn answer_questions(&mut self) -> Result<(), Error> {
         for (addresses, tell) in self.control.take_questions() {
             let _ = tell.send(self.explain(addresses.as_ref()));
         }
@@ -99,12 +101,16 @@ impl Pass {
             heals: heals.into(),
             ..Explanation::default()
         };
+        let asked = Asked {
+            deferred: self.planner.deferred.pages(),
+            has_swap: proc::has_swap(),
+        };
         for range in ranges {
             let mut at = range.start;
             while at < range.end {
                 let chunk = self.map.chunk_of(at);
                 let end = range.end.min(self.map.chunk_at(chunk).pages.end);
-                self.explain_chunk(chunk, at..end, &mut explanation)?;
+                self.explain_chunk(&asked, chunk, at..end, &mut explanation)?;
                 at = end;
             }
         }
@@ -113,9 +119,24 @@ impl Pass {
         Ok((explanation, self.hindrance()))
     }
 
-    fn explain_chunk(&mut self, chunk: usize, pages: Range<Page>, to: &mut Explanation) -> Result<(), Error> {
+    fn explain_chunk(
+        &mut self,
+        asked: &Asked,
+        chunk: usize,
+        pages: Range<Page>,
+        to: &mut Explanation,
+    ) -> Result<(), Error> {
         let populated = self.populated(&pages)?;
+        let swapped = if asked.has_swap {
+            self.swapped(&pages)?
+        } else {
+            [false; CHUNK_PAGES]
+        };
         for page in pages.clone() {
+            let facts = Facts {
+                deferred: asked.deferred.contains(&page),
+                swapped: swapped[(page - pages.start) as usize],
+            };
             let PageState { backing, known } = self.map.state(page);
             let class = match (backing, known) {
                 (Backing::Slot(_), _) => &mut to.shared,
@@ -123,7 +144,7 @@ impl Pass {
                 (Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_), known) => match known {
                     Known::Pinned(_) => &mut to.may_be_pinned,
                     Known::Keyed(key) | Known::Candidate(key) => {
-                        self.explain_twin(page, key, to, |to| &mut to.broken)
+                        self.explain_twin(page, key, facts, to, |to| &mut to.broken)
                     }
                     _ if self.map.is_paused(page) => &mut to.restless,
                     _ if to.heals == 1 => &mut to.broken,
@@ -138,7 +159,7 @@ impl Pass {
                 }
                 (Backing::Private, Known::Keyed(_)) => &mut to.huge,
                 (Backing::Private, Known::Candidate(key)) => {
-                    self.explain_twin(page, key, to, |to| &mut to.unique)
+                    self.explain_twin(page, key, facts, to, |to| &mut to.unique)
                 }
                 (Backing::Private, known) => match known {
                     _ if self.map.chunk(chunk).huge => &mut to.huge,
@@ -158,6 +179,7 @@ impl Pass {
         &self,
         page: Page,
         key: Key,
+        facts: Facts,
         to: &'a mut Explanation,
         alone: fn(&mut Explanation) -> &mut u64,
     ) -> &'a mut u64 {
@@ -170,22 +192,33 @@ impl Pass {
             managed: self.space.breaker.managed(),
             heals: to.heals == 1,
         };
-        class_of(admission.may_merge(&self.map, page, Some(slot)), to)
+        class_of(admission.may_merge(&self.map, page, Some(slot), facts), to)
     }
 
     /// Which of some pages of one chunk hold private memory; asked only where the map does not tell.
     fn populated(&mut self, pages: &Range<Page>) -> Result<[bool; CHUNK_PAGES], Error> {
-        let mut populated = [false; CHUNK_PAGES];
         let unknown = |page: Page| self.map.state(page) == PageState::UNTRACKED;
         if !pages.clone().any(unknown) {
-            return Ok(populated);
+            return Ok([false; CHUNK_PAGES]);
         }
-        let start = self.map.memory().address(pages.start);
-        let range = start..start + pages.len() * PAGE_SIZE;
-        for found in self.space.pagemap.populated(range).map_err(Error::Pagemap)? {
-            populated[(found.start - start) / PAGE_SIZE..(found.end - start) / PAGE_SIZE].fill(true);
-        }
-        Ok(populated)
+        let range = self.addresses(pages);
+        let found = self
+            .space
+            .pagemap
+            .populated(range.clone())
+            .map_err(Error::Pagemap)?;
+        Ok(marked(range.start, &found))
+    }
+
+    /// Which of some pages of one chunk are swapped out.
+    fn swapped(&mut self, pages: &Range<Page>) -> Result<[bool; CHUNK_PAGES], Error> {
+        let range = self.addresses(pages);
+        let found = self
+            .space
+            .pagemap
+            .swapped(range.clone())
+            .map_err(Error::Pagemap)?;
+        Ok(marked(range.start, &found))
     }
 
     /// What keeps the service from merging, if something does, and what to do.
@@ -219,6 +252,21 @@ impl Pass {
     }
 }
 
+/// What holds for all pages that are asked about.
+struct Asked {
+    deferred: HashSet<Page>,
+    has_swap: bool,
+}
+
+/// Marks the pages in some stretches, counted from the page at `start`.
+fn marked(start: usize, found: &[Range<usize>]) -> [bool; CHUNK_PAGES] {
+    let mut marks = [false; CHUNK_PAGES];
+    for part in found {
+        marks[(part.start - start) / PAGE_SIZE..(part.end - start) / PAGE_SIZE].fill(true);
+    }
+    marks
+}
+
 /// The class of a page that has a twin.
 fn class_of(verdict: Verdict, to: &mut Explanation) -> &mut u64 {
     match verdict {
@@ -230,6 +278,8 @@ fn class_of(verdict: Verdict, to: &mut Explanation) -> &mut u64 {
         Verdict::Refuse(Obstacle::Huge) => &mut to.huge,
         Verdict::Refuse(Obstacle::Restless) => &mut to.restless,
         Verdict::Refuse(Obstacle::NoMappings) => &mut to.over_vmas,
+        Verdict::Refuse(Obstacle::Deferred) => &mut to.deferred,
+        Verdict::Refuse(Obstacle::SwappedOut) => &mut to.swapped,
     }
 }
 
@@ -248,6 +298,8 @@ mod tests {
             (Verdict::Refuse(Obstacle::Huge), "huge"),
             (Verdict::Refuse(Obstacle::Restless), "restless"),
             (Verdict::Refuse(Obstacle::NoMappings), "over_vmas"),
+            (Verdict::Refuse(Obstacle::Deferred), "deferred"),
+            (Verdict::Refuse(Obstacle::SwappedOut), "swapped"),
         ];
         for (verdict, class) in classes {
             let mut explanation = Explanation::default();

@@ -19,12 +19,12 @@ use std::time::{Duration, Instant};
 const RESTING: Duration = Duration::from_millis(20);
 
 /// Copies that leave mappings of store files at once: each is copied while its writers wait.
-const HOME: Limit = Limit {
+const MOVED_OUT: Limit = Limit {
     pages: 256,
     stretches: 32,
 };
 /// Mappings that these may add.
-const HOME_VMAS: i64 = 32 * VMAS_PER_RUN;
+const MOVED_OUT_VMAS: i64 = 32 * VMAS_PER_RUN;
 /// Most copies between two pages that follow for which these are not parted.
 const FEW_COPIES: Page = 3;
 
@@ -228,22 +228,22 @@ impl Pass {
 
     /// Lets copies leave the mappings of store files that they lie in, which would keep the files; as far as it can be told that
     /// they are not pinned. Whether all did.
-    pub(super) fn bring_home(&mut self, copies: &[Page]) -> Result<bool, Error> {
-        let requests: Vec<MergeRequest> = copies.iter().copied().map(MergeRequest::home).collect();
+    pub(super) fn move_copies_out(&mut self, copies: &[Page]) -> Result<bool, Error> {
+        let requests: Vec<MergeRequest> = copies.iter().copied().map(MergeRequest::move_out).collect();
         let mut all = true;
         // In page order, and from the last batch on.
         let mut batches: Vec<&[MergeRequest]> = vec![&requests[..]];
         while let Some(batch) = batches.pop().filter(|batch| !batch.is_empty()) {
-            if !self.can_heal() || !self.map.has_vmas_for(HOME_VMAS) {
+            if !self.can_heal() || !self.map.has_vmas_for(MOVED_OUT_VMAS) {
                 return Ok(false);
             }
             let memory = self.map.memory();
             let most = self.planner.healer.batch_len(memory, batch);
-            let (batch, rest) = batch.split_at(HOME.fits(memory, batch).min(most));
+            let (batch, rest) = batch.split_at(MOVED_OUT.fits(memory, batch).min(most));
             if !rest.is_empty() {
                 batches.push(rest);
             }
-            match self.bring_batch_home(batch) {
+            match self.move_batch_out(batch) {
                 Outcome::Merged => {}
                 // Each try is a fork, which holds up the VM: the rest is tried another time.
                 Outcome::Contended if self.planner.healer.forks_tell() => return Ok(false),
@@ -262,7 +262,7 @@ impl Pass {
     }
 
     /// [`Outcome::Merged`]: all are in memory of their own; [`Outcome::Contended`]: some are not, since somebody waited.
-    fn bring_batch_home(&mut self, requests: &[MergeRequest]) -> Outcome {
+    fn move_batch_out(&mut self, requests: &[MergeRequest]) -> Outcome {
         // No discard meets frozen pages, until the states say what became of them.
         let discards = self.space.discards.clone();
         let mut discards = discards.lock();
@@ -292,11 +292,11 @@ impl Pass {
         }
     }
 
-    /// Leaves files that went: copies come home, and so does what is left of stores that are gone.
+    /// Leaves files that went: copies are moved out, and so is what is left of stores that are gone.
     pub(super) fn vacate_files(&mut self) -> Result<(), Error> {
         let kept = self.session.take_kept();
         let copies = self.map.copies_within(&kept);
-        self.bring_home(&copies)?;
+        self.move_copies_out(&copies)?;
         self.vacate_old_stores(Copies::Move)
     }
 
@@ -313,8 +313,8 @@ impl Pass {
             self.tell_store_of_many()?;
             self.yield_and_poll()?;
         }
-        let home = copies == Copies::Move && self.bring_home(&orphaned)?;
-        let done = home && self.map.counts().orphaned == 0;
+        let moved = copies == Copies::Move && self.move_copies_out(&orphaned)?;
+        let done = moved && self.map.counts().orphaned == 0;
         self.session.note_vacated(done);
         Ok(())
     }

@@ -23,7 +23,7 @@ impl Pass {
             if !self.monitor.wants_collapse(&mut self.map, at, round.due) || !self.direct_io.glance() {
                 continue;
             }
-            self.bring_copies_home(at)?;
+            self.move_copies_of_chunk_out(at)?;
             // It may have taken long.
             if !self.direct_io.glance() {
                 continue;
@@ -39,7 +39,7 @@ impl Pass {
 
     /// Lets pages that the kernel copied leave the mappings of the store, so that a huge page can be built of them; those that
     /// may be pinned stay.
-    fn bring_copies_home(&mut self, at: usize) -> Result<(), Error> {
+    fn move_copies_of_chunk_out(&mut self, at: usize) -> Result<(), Error> {
         let found = self.space.find_copied_in(&mut self.map, &mut self.account, at);
         if found.is_err() {
             // It was noted. Building finds out.
@@ -47,7 +47,7 @@ impl Pass {
         }
         let pages = self.map.chunk_at(at).pages.clone();
         let copies: Vec<Page> = pages.filter(|page| self.map.backing(*page).is_copied()).collect();
-        self.bring_home(&copies).map(drop)
+        self.move_copies_out(&copies).map(drop)
     }
 
     /// Looks at the huge pages that are due: what repeats in them, and what is to be split or given up.

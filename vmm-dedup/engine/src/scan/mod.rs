@@ -2,6 +2,7 @@
 
 pub(crate) mod control;
 pub(crate) mod cpu_budget;
+pub(crate) mod exchange;
 pub(crate) mod explain;
 mod follow;
 pub(crate) mod hotplug;
@@ -11,7 +12,6 @@ pub(crate) mod pace;
 pub(crate) mod pass;
 mod poll;
 mod registrations;
-pub(crate) mod settle;
 pub(crate) mod stages;
 pub(crate) mod standby;
 pub(crate) mod stats;

@@ -17,7 +17,7 @@ use crate::merge::planner::Planner;
 use crate::merge::verify_engine::VerifyEngine;
 use crate::scan::control::Control;
 use crate::scan::pace::Pace;
-use crate::store::session::{Doubt, Session};
+use crate::store::session::{ResyncCause, Session};
 use crate::sys::direct_io::DirectIo;
 use crate::sys::proc;
 use crate::thp::monitor::Monitor;
@@ -185,7 +185,7 @@ impl Pass {
     fn look_up_again(&mut self, mut sighted: Vec<(Page, Key)>) {
         sighted.retain(|(page, key)| self.map.known(*page).candidate() == Some(*key));
         if !self.find_again(&sighted).is_empty() {
-            self.session.schedule_resync(self.number, Doubt::Missed);
+            self.session.schedule_resync(self.number, ResyncCause::Missed);
         }
     }
 

@@ -35,14 +35,14 @@ impl Pass {
 
     fn answer_now(&mut self) -> Result<(), Error> {
         self.pace.note_answers();
-        self.answer()
+        self.answer_questions()
     }
 
     /// To be called between the steps of making memory private, which can take long.
     pub(super) fn show_progress(&mut self) {
         if self.pace.report_is_due() {
             self.report();
-            self.try_answer();
+            self.try_answer_questions();
         }
     }
 

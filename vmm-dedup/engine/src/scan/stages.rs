@@ -59,7 +59,7 @@ impl Pass {
             return self.stand_by();
         }
         self.look_at_huge_pages()?;
-        self.settle()
+        self.exchange()
     }
 
     /// What others did since the last pass.

@@ -37,7 +37,7 @@ const VACATE_PERIOD: Duration = Duration::from_secs(10);
 
 /// Why the store may have forgotten sightings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Doubt {
+pub(crate) enum ResyncCause {
     /// Something was missed, or not merged.
     Missed,
     /// There are no mappings left for what is found.
@@ -279,10 +279,10 @@ impl Session {
     }
 
     /// The store may have forgotten sightings: they are repeated in a later pass.
-    pub(crate) fn schedule_resync(&mut self, pass: u64, doubt: Doubt) {
-        let period = match doubt {
-            Doubt::Missed => RESYNC_PERIOD,
-            Doubt::NoMappings => RESYNC_PERIOD_FULL,
+    pub(crate) fn schedule_resync(&mut self, pass: u64, cause: ResyncCause) {
+        let period = match cause {
+            ResyncCause::Missed => RESYNC_PERIOD,
+            ResyncCause::NoMappings => RESYNC_PERIOD_FULL,
         };
         let at = (pass + 1).next_multiple_of(period);
         self.resync_at = Some(self.resync_at.map_or(at, |before| before.min(at)));

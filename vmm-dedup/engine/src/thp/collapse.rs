@@ -17,7 +17,7 @@
 //! an eighth of the range at a time, with small pages as the copy, which leaves one mapping; that is then taken in one call.
 //!
 //! A pinned page, or one that the kernel copied on write and that is still in a mapping of the store (it may be pinned), ends it:
-//! everything goes back as it was. Where it can be told that such pages are not pinned, they were brought home before.
+//! everything goes back as it was. Where it can be told that such pages are not pinned, they were moved out before.
 //!
 //! MADV_COLLAPSE would do without a copy of our own, but not here: it wants all of the range in one anonymous mapping, and
 //! where sharing was broken by remapping it never is again.
@@ -218,7 +218,7 @@ fn try_to_put_in_place(
     let place = space.scratch.place(pages.len());
     map.memory().advise_copy(&range, fresh.base());
     let mut refusal = None;
-    let done = breaker.hold_still(&mut space.pagemap, &shared, || {
+    let done = breaker.with_writers_waiting(&mut space.pagemap, &shared, || {
         let clock = Instant::now();
         let done = replace(&space.uffd, place, &range, &shared, &private, fresh);
         account.stats.rebuild.observe(ns(clock.elapsed()));

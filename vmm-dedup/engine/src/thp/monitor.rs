@@ -19,7 +19,7 @@
 //!
 //! Identical huge pages share one of the store ([`publish`]), which guests map as one ([`shared_huge`]).
 //!
-//! Pages that the kernel copied on write are first brought home ([`in_place`](mod@crate::merge::in_place)); where nothing tells
+//! Pages that the kernel copied on write are first moved out of the mappings of store files ([`in_place`](mod@crate::merge::in_place)); where nothing tells
 //! that they are not pinned, their range cannot be built again.
 //!
 //! [`key_filter`]: mod@crate::memory::key_filter

@@ -329,7 +329,7 @@ impl Breaker {
 
     /// Keeps runs of store mappings as they are while `work` runs, which puts other memory in their place. Readers go on
     /// meanwhile. `None`: some page is not the store's any more, or `work` said so; then nothing was changed.
-    pub(crate) fn hold_still<T>(
+    pub(crate) fn with_writers_waiting<T>(
         &self,
         pagemap: &mut Pagemap,
         runs: &[Range<usize>],

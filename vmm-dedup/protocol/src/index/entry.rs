@@ -1,7 +1,8 @@
 //! What a word of the table says.
 
 use crate::key::Key;
-use crate::{MAX_SLOTS, SERIES, Slot};
+use crate::sizes::{MAX_SLOTS, SERIES};
+use crate::slot::Slot;
 
 const MARK: u32 = 1 << 31;
 const SOLE: u32 = 1 << 30;

@@ -1,12 +1,13 @@
 //! Where what lies in an index file, in words.
 
-use crate::{MAX_SLOTS, NEWS_RING, PAGE_SIZE, tree};
+use crate::sizes::{INDEX_HEADER_WORDS, MAX_SLOTS, NEWS_RING, PAGE_SIZE};
+use crate::tree;
 
 /// First word of an index file: the ASCII bytes `vmmddidx`.
 pub const MAGIC: u64 = 0x766d_6d64_6469_6478;
 /// Version of the layout below.
 pub const VERSION: u64 = 4;
-pub(super) const HEADER_WORDS: usize = crate::INDEX_HEADER_WORDS;
+pub(super) const HEADER_WORDS: usize = INDEX_HEADER_WORDS;
 pub(super) const WORD_MAGIC: usize = 0;
 pub(super) const WORD_VERSION: usize = 1;
 pub(super) const WORD_EPOCH: usize = 2;

@@ -20,7 +20,7 @@ mod layout;
 mod reader;
 mod writer;
 
-pub use crate::NEWS_RING as RING;
+pub use crate::sizes::NEWS_RING as RING;
 pub use entry::Line;
 pub use layout::{MAGIC, VERSION, file_len};
 pub use reader::{IndexError, IndexReader, News};

@@ -7,9 +7,10 @@ use super::layout::{
 };
 use crate::key::{Key, PageHash};
 use crate::mapping::Mapping;
+use crate::sizes::NEWS_RING;
+use crate::slot::Slot;
 use crate::sync::{AtomicU64, Ordering};
 use crate::tree::TreeReader;
-use crate::{NEWS_RING, Slot};
 
 /// Most words a lookup reads before it gives up; the writer keeps the table sparse enough never to need it.
 pub(super) const MAX_PROBES: usize = 4096;

@@ -3,7 +3,8 @@ use super::writer::MAX_DISTANCE;
 use super::*;
 use crate::key::{Key, PageHash};
 use crate::mapping::Mapping;
-use crate::{PAGE_SIZE, Slot};
+use crate::sizes::PAGE_SIZE;
+use crate::slot::Slot;
 use proptest::prelude::*;
 use std::collections::HashMap;
 

@@ -6,9 +6,9 @@ use super::layout::{
     WORD_NEWS, WORD_RETIRED, WORD_VERSION,
 };
 use super::reader::{IndexError, IndexReader, MAX_PROBES};
-use crate::Slot;
 use crate::key::{Key, PageHash};
 use crate::mapping::Mapping;
+use crate::slot::Slot;
 use crate::sync::{Ordering, own};
 use crate::tree::TreeWriter;
 

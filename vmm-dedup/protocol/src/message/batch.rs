@@ -1,8 +1,9 @@
 //! What a service tells the store of its pages.
 
-use super::{HEADER, Kind, MAX_AMBIGUOUS, MAX_BATCH, MAX_GAP, MAX_MESSAGE, Malformed, encode};
-use crate::Slot;
+use super::record::{HEADER, Kind, MAX_AMBIGUOUS, MAX_BATCH, MAX_GAP, MAX_MESSAGE, encode};
 use crate::key::Key;
+use crate::malformed::Malformed;
+use crate::slot::Slot;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// service → store: what happened since the last batch. Followed by sightings, withdrawals and ambiguous line keys
@@ -114,9 +115,9 @@ pub enum Wish {
     #[default]
     Slot,
     /// The page is in a slot already, and in so many neighbours in the guest that a series of slots
-    /// ([`SERIES`](crate::SERIES)) is worth its memory.
+    /// ([`SERIES`](crate::sizes::SERIES)) is worth its memory.
     Series,
-    /// This page, the first of the message, and all others of it, [`HUGE_PAGES`](crate::HUGE_PAGES) in all and without
+    /// This page, the first of the message, and all others of it, [`HUGE_PAGES`](crate::sizes::HUGE_PAGES) in all and without
     /// gaps, are a huge page of the guest: they should be one of the store.
     HugePage,
 }

@@ -1,7 +1,8 @@
+use super::record::HEADER;
 use super::*;
-use crate::Slot;
 use crate::control::{Explanation, MAX_RESERVE, Settings, Switch};
 use crate::refusal::{MAX_TEXT, Reason, Refusal};
+use crate::slot::Slot;
 use proptest::prelude::*;
 
 /// Copies into an aligned buffer, as a receiver has it.

@@ -242,6 +242,7 @@ pub(super) static LABELLED: &[Labelled] = &[
         series: &[
             ("pinned", |s| s.refused_pinned_total),
             ("vmas", |s| s.refused_vmas_total),
+            ("swapped", |s| s.refused_swapped_total),
             ("other", |s| s.refused_other_total),
         ],
     },

@@ -1,18 +1,16 @@
-//! Candidates > found: settling what a pass has learnt, with the store.
+//! Candidates > found: what a pass has learnt is exchanged with the store, and what comes of it is merged.
 
 use crate::error::Error;
 use crate::lookup::candidates;
-use crate::memory::layout::Page;
 use crate::merge::planner::{Context, Planner};
 use crate::scan::pass::{MAX_FOUND, Pass};
-use crate::store::session::Doubt;
-use std::collections::HashSet;
+use crate::store::session::ResyncCause;
 use vmm_dedup_protocol::index::News;
 use vmm_dedup_protocol::message::MAX_BATCH;
 
 impl Pass {
     /// Works until there is nothing left to tell, hash, publish or merge; or until merging is suspended.
-    pub(super) fn settle(&mut self) -> Result<(), Error> {
+    pub(super) fn exchange(&mut self) -> Result<(), Error> {
         self.follow_moves()?;
         self.vacate_files()?;
         self.take_quiesced();
@@ -46,7 +44,7 @@ impl Pass {
         let (planner, mut with) = self.planning();
         planner.plan(&mut with, suspended, found)?;
         let mut result = Ok(());
-        // What is left once merging is suspended comes back, for `settle` to let go of.
+        // What is left once merging is suspended comes back, for `exchange` to let go of.
         while result.is_ok() && self.direct_io.glance_again() && {
             let (planner, mut with) = self.planning();
             planner.step(&mut with)
@@ -92,7 +90,7 @@ impl Pass {
         let candidates = candidates::in_news(&self.map, &news);
         let missing = self.find_again(&candidates);
         match news {
-            News::Overrun => self.session.schedule_resync(self.number, Doubt::Missed),
+            News::Overrun => self.session.schedule_resync(self.number, ResyncCause::Missed),
             // What entered the index is no sighting for the store any more. If it has left already, it must become one again.
             News::Keys(_) => {
                 for (page, key) in missing {
@@ -109,18 +107,12 @@ impl Pass {
         if !self.session.begin_resync(self.number) {
             return Ok(());
         }
-        let deferred: HashSet<Page> = self
-            .planner
-            .deferred
-            .twins
-            .iter()
-            .map(|(page, _)| *page)
-            .collect();
+        let deferred = self.planner.deferred.pages();
         let mut candidates = self.map.candidates_with(|_| true);
         candidates.retain(|(page, _)| !deferred.contains(page));
         for some in candidates.chunks(MAX_BATCH) {
             if let Err(error) = self.yield_and_poll() {
-                self.session.schedule_resync(self.number, Doubt::Missed);
+                self.session.schedule_resync(self.number, ResyncCause::Missed);
                 return Err(error);
             }
             let missing = self.find_again(some);
