@@ -15,7 +15,6 @@ use std::iter;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use vmm_dedup_protocol::PAGE_SIZE;
 
 /// Memory of a VM, to be read.
 #[derive(Debug)]

@@ -118,7 +118,6 @@ pub fn vm_json(vm: &Vm) -> Value {
         "mismatches_total": s.mismatches_total,
         "refused_pinned_total": s.refused_pinned_total,
         "refused_vmas_total": s.refused_vmas_total,
-        "refused_swapped_total": s.refused_swapped_total,
         "refused_other_total": s.refused_other_total,
         "published_total": s.published_total,
         "passes_total": s.passes_total,
@@ -139,6 +138,7 @@ pub fn vm_json(vm: &Vm) -> Value {
     });
     all["search"] = search_json(s);
     all["verify"] = verify_json(s);
+    all["refused_swapped_total"] = s.refused_swapped_total.into();
     all["window_failures_total"] = s.window_failures_total.into();
     all
 }

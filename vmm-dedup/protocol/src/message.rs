@@ -19,7 +19,6 @@ use crate::refusal::{Refused, plain};
 use crate::sizes::{MAX_SLOTS, SLOTS_PER_SEGMENT, STAGING_PAGES};
 use crate::stats::ServiceStats;
 use batch::parse_batch;
-use record::HEADER;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// What a connection is for.

@@ -2,11 +2,9 @@
 
 use crate::error::Error;
 use crate::lookup::candidates;
-use crate::memory::layout::Page;
 use crate::merge::planner::{Context, Planner};
 use crate::scan::pass::{MAX_FOUND, Pass};
 use crate::store::session::ResyncCause;
-use std::collections::HashSet;
 use vmm_dedup_protocol::index::News;
 use vmm_dedup_protocol::message::MAX_BATCH;
 

@@ -219,11 +219,6 @@ impl Pass {
         Ok(marked(range.start, &found))
     }
 
-    fn addresses(&self, pages: &Range<Page>) -> Range<usize> {
-        let start = self.map.memory().address(pages.start);
-        start..start + pages.len() * PAGE_SIZE
-    }
-
     /// What keeps the service from merging, if something does, and what to do.
     fn hindrance(&mut self) -> String {
         if self.control.is_off() {

@@ -37,19 +37,24 @@ mod sync {
 
 pub use slot::Slot;
 
-/// Bytes of a page, as they are.
-pub const PAGE_SIZE: usize = 4096;
-/// Bytes of a segment's pages.
-pub const SEGMENT_BYTES: usize = 0;
-/// Slots in one segment.
-pub const SLOTS_PER_SEGMENT: u32 = 4;
-/// Highest number of slots.
-pub const MAX_SLOTS: u32 = 4;
-/// Slots of a series.
-pub const SERIES: u32 = 2;
-/// Small pages in a huge page, as they are.
-pub const HUGE_PAGES: usize = 512;
-/// Keys that the ring of news holds.
-pub const NEWS_RING: usize = 3;
-/// Words of the index file's header.
-const INDEX_HEADER_WORDS: usize = 8;
+pub use sizes::{HUGE_PAGES, MAX_SLOTS, NEWS_RING, PAGE_SIZE, SEGMENT_BYTES, SERIES, SLOTS_PER_SEGMENT};
+
+/// Small ones in the place of the real ones.
+mod sizes {
+    /// Bytes of a page, as they are.
+    pub const PAGE_SIZE: usize = 4096;
+    /// Bytes of a segment's pages.
+    pub const SEGMENT_BYTES: usize = 0;
+    /// Slots in one segment.
+    pub const SLOTS_PER_SEGMENT: u32 = 4;
+    /// Highest number of slots.
+    pub const MAX_SLOTS: u32 = 4;
+    /// Slots of a series.
+    pub const SERIES: u32 = 2;
+    /// Small pages in a huge page, as they are.
+    pub const HUGE_PAGES: usize = 512;
+    /// Keys that the ring of news holds.
+    pub const NEWS_RING: usize = 3;
+    /// Words of the index file's header.
+    pub(crate) const INDEX_HEADER_WORDS: usize = 8;
+}

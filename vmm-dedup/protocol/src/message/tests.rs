@@ -1,3 +1,4 @@
+use super::record::HEADER;
 use super::*;
 use crate::control::{Explanation, MAX_RESERVE, Settings, Switch};
 use crate::refusal::{MAX_TEXT, Reason, Refusal};

@@ -38,6 +38,7 @@ enum Step {
     Sight(u64),
     Repeat,
     Changed,
+    KeyAnew,
     Defer(Option<u32>),
     GiveUp(u32),
     Share(u32, bool),
@@ -95,6 +96,7 @@ fn steps() -> impl Strategy<Value = Step> {
         4 => (0u64..9).prop_map(Step::Sight),
         1 => Just(Step::Repeat),
         1 => Just(Step::Changed),
+        1 => Just(Step::KeyAnew),
         1 => proptest::option::of(0u32..40).prop_map(Step::Defer),
         1 => (0u32..40).prop_map(Step::GiveUp),
         6 => (0u32..40, any::<bool>()).prop_map(|(slot, counted)| Step::Share(slot, counted)),
@@ -172,6 +174,7 @@ fn play(map: &mut PageMap, others: &mut Others, page: Page, step: Step) {
             }
         }
         Step::Changed if map.private_candidate(page).is_some() => map.candidate_changed(page),
+        Step::KeyAnew => map.key_anew(page),
         Step::Defer(published) => {
             published.into_iter().for_each(|n| others.publish(n));
             map.defer(page, published.map(slot));
