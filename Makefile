@@ -10,7 +10,7 @@ CLI = $(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-cli --
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench overhead chaos nested
+.PHONY: help setup demo test lint bench overhead chaos soak nested
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)$$/make \1\t\2/' | expand -t 14
@@ -47,6 +47,9 @@ overhead: setup ## what the preload library costs a VM that it does not deduplic
 nested: setup ## real Linux guests in a Linux host in QEMU; logs go to target/nested-out
 	$(CARGO) build $(CARGOFLAGS) -p vmm-dedup-cli -p vmm-dedup-preload -p vmm-dedup-nested
 	$(CARGO) run $(CARGOFLAGS) -p vmm-dedup-nested -- run --out target/nested-out
+
+soak: setup ## a fleet that churns for four hours, or as long as SOAKFLAGS says: it must neither decay nor grow
+	$(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --bin soak -- $(SOAKFLAGS)
 
 chaos: setup ## the long run: 2,000,000 merges, 1,000,000 under swap, 1,000,000 splits and rebuilds, 4,000,000 heals, 400,000 direct reads
 	$(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --bin chaos -- --long

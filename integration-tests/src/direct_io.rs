@@ -213,6 +213,7 @@ fn run(reads: u64, backing: Backing, reader: fn(OwnedFd) -> Reader) -> Outcome {
 }
 
 fn run_until_worn(reads: u64, conversions: u64, backing: Backing, reader: fn(OwnedFd) -> Reader) -> Outcome {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     // Not in /tmp, which may be a tmpfs without O_DIRECT.
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");

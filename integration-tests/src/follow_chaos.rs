@@ -66,6 +66,7 @@ struct Fire {
 /// If something does not work that has nothing to do with it.
 #[must_use]
 pub fn chaos(moves: u64, over: impl Fn() -> bool, breaks: Breaks) -> Outcome {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::with_metrics();
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
     let file = create_direct(&folder.path().join("data"));

@@ -50,6 +50,7 @@ pub struct Outcome {
 /// If a guest reports a wrong byte or the wanted number of merges is not reached in time.
 #[must_use]
 pub fn chaos(size: Size) -> Outcome {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let config = |name: &str| Config {
         name: name.into(),
@@ -137,6 +138,7 @@ pub struct Exceptions {
 /// If a guest reports a wrong byte, or nothing is merged in time.
 #[must_use]
 pub fn exceptions(seed: u64) -> Exceptions {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let guests: Vec<Guest> = (1..3)
         .map(|n| {
@@ -217,6 +219,7 @@ pub struct Heals {
 /// If a guest reports a wrong byte, or it is not reached in time.
 #[must_use]
 pub fn heals(size: Size) -> Heals {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let guests: Vec<Guest> = (1..3)
         .map(|n| {

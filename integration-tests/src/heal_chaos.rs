@@ -91,6 +91,7 @@ struct Fire<'a> {
 /// If something does not work that has nothing to do with it.
 #[must_use]
 pub fn chaos(heals: u64, over: impl Fn() -> bool, pins: Pins, besides: Besides) -> Outcome {
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
     let (pages, twins) = (Pages::map(PAGES), Pages::map(PAGES));

@@ -46,6 +46,7 @@ pub fn chaos(size: Size) -> Outcome {
 /// If a guest does not boot.
 #[must_use]
 pub fn boot(store: &StoreThread, size: Size) -> Vec<Guest> {
+    vmm_dedup::share_whatever_it_costs(true);
     let config = |name: &str| Config {
         name: name.into(),
         pass_period_ms: 10,

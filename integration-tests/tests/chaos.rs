@@ -124,7 +124,7 @@ fn direct_reads_arrive_while_huge_pages_are_split_and_built_again() {
 fn copies_that_are_merged_again_lose_nothing() {
     need_userfaultfd!();
     for pins in [Pins::Devices, Pins::Calls] {
-        let out = heal_chaos::chaos(30_000, within(Duration::from_secs(60)), pins, Besides::default());
+        let out = heal_chaos::chaos(15_000, within(Duration::from_secs(40)), pins, Besides::default());
         eprintln!("{pins:?}: {out:?}, p99 {} us", out.stall.quantile_us(0.99));
         assert!(out.wrong == 0 && out.heals >= 1000, "{out:?}");
     }
@@ -139,7 +139,7 @@ fn copies_that_are_merged_again_lose_nothing_while_they_are_swapped_out() {
         ..Besides::default()
     };
     for pins in [Pins::Devices, Pins::Calls] {
-        let out = heal_chaos::chaos(10_000, within(Duration::from_secs(60)), pins, besides);
+        let out = heal_chaos::chaos(5_000, within(Duration::from_secs(40)), pins, besides);
         eprintln!("{pins:?}: {out:?}, p99 {} us", out.stall.quantile_us(0.99));
         assert!(out.wrong == 0 && out.heals >= 500, "{out:?}");
     }

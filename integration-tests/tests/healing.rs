@@ -86,6 +86,7 @@ fn mappings(pages: &Pages) -> usize {
 fn extents_that_are_replaced_again_and_again_stay_shared() {
     need_userfaultfd!();
     let _alone = alone();
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let guests = guests(&store, 3, config);
     let all = |stats: &ServiceStats| stats.pages_mapped == PAGES as u64;
@@ -141,6 +142,7 @@ fn with_breaks(breaks: Breaks) -> impl Fn(&str) -> Config {
 fn while_pages_are_pinned_a_fork_tells_and_without_a_budget_for_it_copies_stay() {
     need_userfaultfd!();
     let _alone = alone();
+    vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let pinned = Pinned::page();
     for heal_stall_us in [FORKS_US, 0] {
@@ -192,6 +194,7 @@ fn while_pages_are_pinned_a_fork_tells_and_without_a_budget_for_it_copies_stay()
 fn while_no_page_of_the_host_is_pinned_no_fork_is_needed() {
     need_userfaultfd!();
     let _alone = alone();
+    vmm_dedup::share_whatever_it_costs(true);
     if std::fs::File::open("/proc/sys/vm/stat_refresh").is_err() {
         assert!(std::env::var_os("CI").is_none(), "no count of pinned pages in CI");
         return eprintln!("SKIPPED: the kernel's count of pinned pages cannot be read");
@@ -239,6 +242,7 @@ const FAILURES: [(Call, i32, &str); 3] = [
 fn when_nothing_tells_of_pins_no_page_changes_and_it_is_tried_again() {
     need_userfaultfd!();
     let _alone = alone();
+    vmm_dedup::share_whatever_it_costs(true);
     let pinned = Pinned::page();
     for (call, errno, says) in FAILURES {
         let store = StoreThread::start();
@@ -283,6 +287,56 @@ fn when_nothing_tells_of_pins_no_page_changes_and_it_is_tried_again() {
         }
     }
     drop(pinned);
+}
+
+/// Passes of a window in which merges are counted: several times what sharing must last to pay.
+const WINDOW: usize = 128;
+/// One page in so many is written, whenever it may have become shared again.
+const RESTLESS: usize = 16;
+
+#[test]
+fn pages_that_never_rest_are_shared_ever_more_rarely_and_their_neighbours_stay_shared() {
+    need_userfaultfd!();
+    let _alone = alone();
+    vmm_dedup::share_whatever_it_costs(false);
+    let store = StoreThread::start();
+    let kernel = config("").breaks;
+    for breaks in [kernel, Breaks::managed(2048, 0)] {
+        let guests = guests(&store, 2, with_breaks(breaks));
+        let all = |stats: &ServiceStats| stats.pages_mapped == PAGES as u64;
+        pass_until(&guests, all);
+        let restless = PAGES / RESTLESS;
+        let mut merges = Vec::new();
+        for _ in 0..4 {
+            let before = guests[0].service.stats().merges_total;
+            for pass in 0..WINDOW {
+                if pass % 3 == 0 {
+                    (0..PAGES)
+                        .step_by(RESTLESS)
+                        .for_each(|page| guests[0].pages.fill(page, page as u64 + 1));
+                }
+                let stats = pass_all(&guests);
+                assert!(stats[0].pages_mapped >= (PAGES - restless) as u64, "{stats:?}");
+            }
+            merges.push((guests[0].service.stats().merges_total - before) / restless as u64);
+        }
+        // Found again at once they would be shared in every 16th pass, or in every fourth.
+        assert!(merges[0] > 0 && merges[0] <= 4, "{merges:?}");
+        assert!(merges[2] + merges[3] <= 2, "{merges:?}");
+        let stats = guests[0].service.stats();
+        let (explanation, _) = guests[0].service.explain(None).expect("it explains");
+        assert_eq!(explanation.restless, stats.pages_restless);
+        // A few may be shared at this moment.
+        assert!(explanation.restless >= restless as u64 / 2, "{explanation:?}");
+        assert!(stats.breaks_early_total >= 3 * restless as u64, "{stats:?}");
+        // Once they rest they are shared again, after the longest pause at most.
+        let shared = (0..600).position(|_| pass_all(&guests).iter().all(all));
+        assert!(shared.is_some(), "{:?}", guests[0].service.stats());
+        for guest in guests {
+            assert!((0..PAGES).all(|page| guest.pages.holds(page, page as u64 + 1)));
+            guest.service.stop(true).expect("it stops");
+        }
+    }
 }
 
 #[test]

@@ -60,6 +60,8 @@ pub use error::{Backing, Error};
 pub use memory::layout::HostRange;
 #[cfg(feature = "blind-heals")]
 pub use merge::healer::heal_blindly;
+#[cfg(feature = "inject")]
+pub use scan::pass::share_whatever_it_costs;
 pub use service::DedupService;
 pub use store::refusal::Refused;
 pub use supervisor::{Lease, Options, Pinned, Status, Supervisor};

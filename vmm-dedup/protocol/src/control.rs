@@ -149,6 +149,8 @@ pub struct Explanation {
     pub broken: u64,
     /// The same, and nothing tells now that they are not pinned.
     pub may_be_pinned: u64,
+    /// Sharing them did not last lately, so they are left alone for a while.
+    pub restless: u64,
     /// In huge pages that are kept whole.
     pub huge: u64,
     /// Kept private to see whether what was a huge page is used.
@@ -167,7 +169,7 @@ pub struct Explanation {
 
 impl Explanation {
     /// The classes with their names, in the order of the fields.
-    pub fn classes(&self) -> [(&'static str, u64); 17] {
+    pub fn classes(&self) -> [(&'static str, u64); 20] {
         [
             ("shared", self.shared),
             ("zero", self.zero),
@@ -183,6 +185,7 @@ impl Explanation {
             ("pinned", self.pinned),
             ("broken", self.broken),
             ("may_be_pinned", self.may_be_pinned),
+            ("restless", self.restless),
             ("huge", self.huge),
             ("probe", self.probe),
             ("foreign", self.foreign),

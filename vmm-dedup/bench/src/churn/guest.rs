@@ -2,10 +2,10 @@
 #![allow(unsafe_code)] // the service works on the area's address range
 
 use super::files::Files;
-use super::orders::{Breaker, Done, Looked, Order, Passed, Plan};
+use super::orders::{Done, Looked, Order, Passed, Plan};
 use super::pattern::Pattern;
 use crate::content::Area;
-use crate::service::{managed_breaks, pass};
+use crate::service::{Breaker, pass};
 use crate::{host, worker};
 use std::fs::File;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config, DedupService, HostRange, Policy};
+use vmm_dedup::{Config, DedupService, HostRange, Policy};
 use vmm_dedup_host::Failure;
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::bytes_of;
@@ -173,10 +173,7 @@ impl Served {
             cpu_percent: 100,
             // As KSM does; watching use needs time as well as passes.
             huge_policy: Policy::Ksm,
-            breaks: match breaks {
-                Breaker::Kernel => Breaks::KERNEL,
-                Breaker::Managed => managed_breaks(),
-            },
+            breaks: breaks.breaks(),
             ..Config::default()
         };
         let vmas_before = host::vmas()?;

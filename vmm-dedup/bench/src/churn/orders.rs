@@ -2,10 +2,9 @@
 
 use super::files::List;
 use super::pattern::Kind;
-use clap::ValueEnum;
+use crate::service::Breaker;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
-use vmm_dedup::{Breaks, Config};
 
 /// What a guest is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -16,26 +15,6 @@ pub(super) struct Plan {
     /// Its number, from 0.
     pub(super) guest: usize,
     pub(super) files: List,
-}
-
-/// Who copies a shared page when the guest writes it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum Breaker {
-    /// The kernel.
-    Kernel,
-    /// The service, from a reserve.
-    Managed,
-}
-
-impl Breaker {
-    /// As a service has it unless it is told otherwise.
-    pub(super) fn usual() -> Self {
-        match Config::default().breaks {
-            Breaks::Kernel { .. } => Self::Kernel,
-            Breaks::Managed { .. } => Self::Managed,
-        }
-    }
 }
 
 /// An order.

@@ -2,9 +2,10 @@
 
 use super::fleet::Fleet;
 use super::measured::{Ours, Store, store_is_settled};
-use super::orders::{Breaker, Done, Looked, Order, Passed};
+use super::orders::{Done, Looked, Order, Passed};
 use super::side::{Seen, Settled, Side};
 use crate::host;
+use crate::service::Breaker;
 use std::time::{Duration, Instant};
 use vmm_dedup::Config;
 use vmm_dedup_host::store::OwnStore;

@@ -1,10 +1,10 @@
 //! Medians, ratios, and how they are shown.
 
 use super::measured::{Round, Run, Store};
-use super::orders::Breaker;
 use super::pattern::Kind;
 use crate::content::pages_name;
 use crate::report::median;
+use crate::service::Breaker;
 use serde::Serialize;
 
 /// KSM/ours for costs, ours/KSM for gains: bigger is better in all.

@@ -17,6 +17,7 @@ mod subject;
 mod summary;
 
 use crate::report::print_json;
+use crate::service::Breaker;
 use crate::{host, worker};
 use clap::Args;
 use measured::Measured;
@@ -57,6 +58,9 @@ pub(crate) struct MixedArgs {
     /// What tells which memory is used: take-and-wait, damon, page-idle or writes.
     #[arg(long, default_value_t = UseSource::default())]
     use_source: UseSource,
+    /// Who copies shared pages on write: as a service has it, unless given.
+    #[arg(long, value_enum)]
+    breaks: Option<Breaker>,
     /// Measure plain memory only, no guests.
     #[arg(long)]
     no_guests: bool,
@@ -82,6 +86,8 @@ pub(crate) struct WorkerArgs {
     interval_ms: u32,
     #[arg(long)]
     use_source: UseSource,
+    #[arg(long, value_enum)]
+    breaks: Breaker,
     /// Guests, not plain memory.
     #[arg(long)]
     guests: bool,
@@ -107,7 +113,8 @@ fn compare(args: &MixedArgs) -> Result<Report, Failure> {
         args.policies.clone()
     };
     let guests = !args.no_guests && can_run_guests();
-    let mut report = Report::new(args.mib, args.seconds, args.interval_ms);
+    let breaks = args.breaks.unwrap_or_else(Breaker::usual);
+    let mut report = Report::new(args.mib, args.seconds, args.interval_ms, breaks);
     for round in 1..=args.rounds {
         let mut turns: Vec<Option<Subject>> = std::iter::once(None)
             .chain(subjects.iter().copied().map(Some))
@@ -157,6 +164,8 @@ fn measure<T: DeserializeOwned>(
         command.args([name, &value.to_string()]);
     }
     command.args(["--use-source", args.use_source.name()]);
+    let breaks = args.breaks.unwrap_or_else(Breaker::usual);
+    command.args(["--breaks", breaks.name()]);
     if guests {
         command.arg("--guests");
     }
@@ -174,6 +183,7 @@ pub(crate) fn work(args: &WorkerArgs) -> Result<(), Failure> {
     let setup = Setup {
         subject: args.subject,
         use_source: args.use_source,
+        breaks: args.breaks,
         store: args.store.as_deref(),
         store_pid: args.store_pid,
         seconds: Duration::from_secs(args.seconds.into()),

@@ -3,6 +3,7 @@
 use super::measured::Measured;
 use super::summary::Ratios;
 use crate::report::median;
+use crate::service::Breaker;
 use serde::Serialize;
 
 /// All measurements of one run.
@@ -11,6 +12,7 @@ pub(super) struct Report {
     mib: u32,
     seconds: u32,
     interval_ms: u32,
+    breaks: Breaker,
     /// Medians.
     policies: Vec<Measured>,
     /// What `smartmd` reaches of the others, as far as they were measured.
@@ -19,11 +21,12 @@ pub(super) struct Report {
 }
 
 impl Report {
-    pub(super) fn new(mib: u32, seconds: u32, interval_ms: u32) -> Self {
+    pub(super) fn new(mib: u32, seconds: u32, interval_ms: u32, breaks: Breaker) -> Self {
         Self {
             mib,
             seconds,
             interval_ms,
+            breaks,
             policies: Vec::new(),
             smartmd: Ratios::default(),
             rounds: Vec::new(),
@@ -44,8 +47,11 @@ impl Report {
 
     pub(super) fn print(&self) {
         println!(
-            "{} MiB, a sample every {} ms, {} s each",
-            self.mib, self.interval_ms, self.seconds
+            "{} MiB, a sample every {} ms, {} s each, {} breaks",
+            self.mib,
+            self.interval_ms,
+            self.seconds,
+            self.breaks.name()
         );
         println!(
             "{:<13} {:>8} {:>6} {:>9} {:>6} {:>6} {:>6} {:>9} {:>9} {:>11} {:>9}",

@@ -2,7 +2,7 @@
 
 use super::subject::Subject;
 use crate::host;
-use crate::service::managed_breaks;
+use crate::service::Breaker;
 use std::path::Path;
 use std::time::{Duration, Instant};
 use vmm_dedup::{Config, DedupService, ServiceStats, UseSource};
@@ -20,6 +20,7 @@ pub(super) struct Setup<'a> {
     /// `None`: no dedup.
     pub(super) subject: Option<Subject>,
     pub(super) use_source: UseSource,
+    pub(super) breaks: Breaker,
     pub(super) store: Option<&'a Path>,
     pub(super) store_pid: u32,
     pub(super) seconds: Duration,
@@ -38,8 +39,7 @@ impl Setup<'_> {
             use_source: self.use_source,
             monitor_interval_ms: self.interval_ms,
             monitor_window_us: subject.window_us.unwrap_or(defaults.monitor_window_us),
-            // What the kernel copies may be pinned and could not be built again.
-            breaks: managed_breaks(),
+            breaks: self.breaks.breaks(),
             ..defaults
         }
     }

@@ -84,6 +84,7 @@ fn meaning(class: &str) -> &'static str {
         "pinned" => "in use by a device (DMA, direct I/O); tried again later",
         "broken" => "copied by the kernel after sharing, or an exception in a run; no twin is known",
         "may_be_pinned" => "copied so, and nothing tells now that they are not pinned",
+        "restless" => "written soon after they were shared, more than once maybe: left alone for a while",
         "huge" => "in huge pages with too few twins to be split",
         "probe" => "kept private to see whether what was a huge page is used",
         "foreign" => "map a page of a store that is gone; move to the new one as twins are found",

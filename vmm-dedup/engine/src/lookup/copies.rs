@@ -59,7 +59,7 @@ pub(crate) fn look(
             Known::Candidate(key) => prospect != Prospect::None && key.is_full(),
             _ => false,
         };
-        state.backing.is_copied() && !rests && !map.rests(page)
+        state.backing.is_copied() && !rests && !map.rests(page) && !map.is_paused(page)
     };
     let mut pages = Vec::new();
     // What is swapped out stays there.

@@ -15,6 +15,8 @@ pub(crate) struct ChunkState {
     pub(crate) unarmed: bool,
     /// Lent to somebody else: not looked at, see [`crate::scan::hotplug`].
     pub(crate) lent: bool,
+    /// Time changes what sharing its pages is worth, see [`crate::memory::worth`].
+    pub(crate) ticking: bool,
     /// It was built by the service, in a mapping of its own.
     own_mapping: bool,
     /// When a huge page's keys are looked at.
@@ -143,6 +145,7 @@ impl ChunkState {
         *self = Self {
             lent: true,
             own_mapping: self.own_mapping,
+            ticking: self.ticking,
             fragments: self.fragments,
             ..Self::default()
         };

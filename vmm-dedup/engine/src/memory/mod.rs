@@ -14,3 +14,4 @@ pub(crate) mod page_state;
 pub(crate) mod page_table;
 pub(crate) mod ranges;
 pub(crate) mod thp_state;
+pub(crate) mod worth;

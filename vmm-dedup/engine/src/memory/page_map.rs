@@ -20,6 +20,7 @@ use crate::memory::mappings::Mappings;
 use crate::memory::outbox::{Outbox, Sighting};
 use crate::memory::page_state::{Backing, Edges, Known, PageState, PinnedUntil};
 use crate::memory::page_table::{Counts, PageTable};
+use crate::memory::worth::Worth;
 use crate::sys::page_size::PAGE_SIZE;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -65,6 +66,10 @@ pub(crate) struct PageMap {
     outbox: Outbox,
     /// What the guest says.
     hints: Hints,
+    /// Passes from one tick of [`Worth`](crate::memory::worth::Worth) to the next; 0: it does not matter.
+    tick_period: u64,
+    /// Times that sharing ended before it had paid.
+    early_breaks: u64,
 }
 
 impl PageMap {
@@ -79,6 +84,8 @@ impl PageMap {
             mappings: Mappings::new(vmas_max, vmas_before),
             outbox: Outbox::default(),
             hints: Hints::default(),
+            tick_period: 0,
+            early_breaks: 0,
         }
     }
 
@@ -494,6 +501,7 @@ impl PageMap {
         );
         self.hints.note_merged(page);
         self.set_slot(page, slot, reference);
+        self.note_shared(page);
     }
 
     fn set_slot(&mut self, page: Page, slot: Slot, reference: Reference) {
@@ -595,11 +603,13 @@ impl PageMap {
     fn note_break(&mut self, page: Page) {
         let chunk = self.chunk_of(page);
         self.chunks[chunk].mixed.note_break();
+        self.note_broken(page);
     }
 
     /// A page lies in fresh anonymous memory of its own: the service copied it.
     pub(crate) fn made_private(&mut self, page: Page) {
         self.set(page, PageState::UNTRACKED);
+        self.note_ended(page);
         self.requeue(page);
     }
 
@@ -610,6 +620,9 @@ impl PageMap {
             // What was never looked at holds no memory of the table yet.
             if old != PageState::UNTRACKED {
                 self.replace(page, old, PageState::UNTRACKED, None);
+            }
+            if self.table.worth(page) != Worth::default() {
+                self.table.set_worth(page, Worth::default());
             }
         }
     }
@@ -635,9 +648,41 @@ impl PageMap {
     }
 }
 
+/// What sharing pages was worth; [`worth`](mod@worth) lets time pass.
+impl PageMap {
+    /// Whether a page is left alone since sharing it did not pay lately.
+    #[inline]
+    pub(crate) fn is_paused(&self, page: Page) -> bool {
+        self.table.worth(page).is_paused()
+    }
+
+    fn note_shared(&mut self, page: Page) {
+        self.change_worth(page, Worth::shared);
+    }
+
+    fn note_broken(&mut self, page: Page) {
+        self.change_worth(page, Worth::broken);
+        self.early_breaks += u64::from(self.is_paused(page));
+    }
+
+    fn note_ended(&mut self, page: Page) {
+        self.change_worth(page, Worth::ended);
+    }
+
+    fn change_worth(&mut self, page: Page, change: fn(Worth) -> Worth) {
+        if self.tick_period > 0 {
+            let worth = change(self.table.worth(page));
+            self.table.set_worth(page, worth);
+            let chunk = self.chunk_of(page);
+            self.chunks[chunk].ticking |= !worth.is_calm();
+        }
+    }
+}
+
 mod chunks;
 mod hints;
 mod telling;
+mod worth;
 
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,5 @@
-//! What the engine knows of a guest page: where its bytes are, and what is known of its content. 8 bytes a page.
+//! What the engine knows of a guest page: where its bytes are, and what is known of its content. 8 bytes a page, one of which
+//! is for [`Worth`](super::worth::Worth).
 //!
 //! ```text
 //!  known:   Nothing -> WriteProtected -> Candidate        backing:  Private -> Slot -> CopiedOnWrite  (the kernel copied it)
@@ -131,7 +132,10 @@ const KNOWN_SHIFT: u32 = 58;
 /// Beside a key: a mapping begins here, or ends behind it.
 const BEGINS: u64 = 1 << 57;
 const ENDS: u64 = 1 << 56;
-const PAYLOAD: u64 = (1 << KNOWN_SHIFT) - 1;
+/// The byte between a key, or a slot, and the bits above.
+pub(super) const WORTH_SHIFT: u32 = 48;
+pub(super) const WORTH: u64 = 0xff << WORTH_SHIFT;
+const PAYLOAD: u64 = ((1 << KNOWN_SHIFT) - 1) & !WORTH;
 const CANDIDATE: u64 = 5;
 const SLOT: u64 = 2;
 
@@ -329,6 +333,7 @@ impl PageState {
     pub(super) fn encode(self) -> u64 {
         let ((backing, place), (known, content)) = (self.backing.pack(), self.known.pack());
         debug_assert!(place & !(BEGINS | ENDS) == 0 || content == 0, "{self:?}");
+        debug_assert!((place | content) & !PAYLOAD == 0, "{self:?}");
         backing << BACKING_SHIFT | known << KNOWN_SHIFT | place | content
     }
 

@@ -3,7 +3,8 @@
 use crate::memory::bitmap::Bits;
 use crate::memory::key_filter::Filter;
 use crate::memory::layout::Page;
-use crate::memory::page_state::{Backing, Known, PageState};
+use crate::memory::page_state::{Backing, Known, PageState, WORTH, WORTH_SHIFT};
+use crate::memory::worth::Worth;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use vmm_dedup_protocol::Slot;
@@ -49,6 +50,8 @@ impl Counts {
 pub(crate) struct PageTable {
     words: Vec<u64>,
     counts: Counts,
+    /// Pages that are left alone, see [`Worth`].
+    paused: u64,
     /// Pages whose addresses lie in mappings of store files, for [`discard`](mod@crate::unmerge::discard).
     in_file: Arc<Bits>,
     /// Pages that map slots of each segment.
@@ -62,6 +65,7 @@ impl PageTable {
         Self {
             words: vec![0; pages],
             counts: Counts::default(),
+            paused: 0,
             in_file: Arc::new(Bits::new(pages)),
             of_segments: Vec::new(),
             repetition: None,
@@ -123,7 +127,8 @@ impl PageTable {
             old.counted_key().into_iter().for_each(|key| filter.remove(key));
             next.counted_key().into_iter().for_each(|key| filter.insert(key));
         }
-        self.words[page as usize] = next.encode();
+        let word = &mut self.words[page as usize];
+        *word = next.encode() | (*word & WORTH);
         if old.backing.in_file_mapping() != next.backing.in_file_mapping() {
             self.in_file.set(page, next.backing.in_file_mapping());
         }
@@ -131,6 +136,24 @@ impl PageTable {
 
     pub(super) fn counts(&self) -> Counts {
         self.counts
+    }
+
+    #[inline]
+    #[allow(clippy::cast_possible_truncation)] // a byte of the word
+    pub(super) fn worth(&self, page: Page) -> Worth {
+        Worth::decode((self.words[page as usize] >> WORTH_SHIFT) as u8)
+    }
+
+    pub(super) fn set_worth(&mut self, page: Page, worth: Worth) {
+        self.paused -= u64::from(self.worth(page).is_paused());
+        self.paused += u64::from(worth.is_paused());
+        let word = &mut self.words[page as usize];
+        *word = *word & !WORTH | u64::from(worth.encode()) << WORTH_SHIFT;
+    }
+
+    /// Pages that are left alone, see [`Worth`].
+    pub(super) fn paused(&self) -> u64 {
+        self.paused
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -169,7 +192,9 @@ mod tests {
         fn counts_agree_with_the_table(steps in proptest::collection::vec((0u32..20, states()), 0..200)) {
             let mut table = PageTable::new(20);
             for (page, next) in steps {
+                table.set_worth(page, Worth::default().shared().broken());
                 table.replace(page, table.get(page), next);
+                prop_assert!(table.worth(page).is_paused() && table.get(page) == next);
             }
             let mut counts = Counts::default();
             (0..20).for_each(|page| if let Some(n) = counts.of(table.get(page)) { *n += 1 });

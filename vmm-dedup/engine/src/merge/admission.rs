@@ -39,6 +39,8 @@ pub(crate) enum Obstacle {
     Probe,
     /// It is part of a huge page that is not worth splitting, as far as is known.
     Huge,
+    /// Sharing it did not last lately: it is left alone for a while.
+    Restless,
     /// There is no mapping left for it.
     NoMappings,
     /// Its 2 MiB have not quiesced: with more twins it can be one mapping.
@@ -98,6 +100,7 @@ impl Admission<'_> {
             () if map.backing(page).is_copied() && !self.heals => Obstacle::MayBePinned,
             () if state.huge && !state.twins.split => Obstacle::Huge,
             () if !as_one && self.monitor.probes().include(map, chunk, page) => Obstacle::Probe,
+            () if slot.is_some() && map.is_paused(page) => Obstacle::Restless,
             // A lost store's page is made private first, which frees mappings; it is asked again then.
             () if slot.is_some() && !orphan && !map.has_vmas_for(VMAS_PER_RUN) => Obstacle::NoMappings,
             () => return Verdict::Merge,

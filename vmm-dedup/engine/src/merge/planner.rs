@@ -11,6 +11,7 @@ use crate::memory::page_state::{Backing, PageState};
 use crate::merge::admission::{self, Admission};
 use crate::merge::bridged_runs::{self, Deferred};
 use crate::merge::healer::{Healed, Healer};
+use crate::merge::in_place::Cut;
 use crate::merge::merger::{Batch, Merged, Merger, Take};
 use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, runs_of};
@@ -235,7 +236,6 @@ impl Planner {
         let discards = space.discards.clone();
         let mut discards = discards.lock();
         space.note_discards(&mut discards, map);
-        let memory = map.memory().clone();
         // What was discarded just now is no copy any more; a publication of it is of no use.
         self.copies.retain(|request| {
             let is_copy = map.backing(request.page).is_copied();
@@ -247,7 +247,11 @@ impl Planner {
         if self.copies.is_empty() {
             return false;
         }
-        let len = self.healer.batch_len(&memory, self.copies.make_contiguous());
+        let cut = Cut {
+            map,
+            managed: space.breaker.managed(),
+        };
+        let len = self.healer.batch_len(cut, self.copies.make_contiguous());
         let batch: Vec<MergeRequest> = self.copies.drain(..len).collect();
         let Some(store) = session.store() else {
             return false;

@@ -147,6 +147,7 @@ impl Pass {
                     Known::Keyed(key) | Known::Candidate(key) => {
                         self.explain_twin(page, key, facts, to, |to| &mut to.broken)
                     }
+                    _ if self.map.is_paused(page) => &mut to.restless,
                     _ if to.heals == 1 => &mut to.broken,
                     _ => &mut to.may_be_pinned,
                 },
@@ -165,6 +166,7 @@ impl Pass {
                 (Backing::Private, known) => match known {
                     _ if self.map.chunk(chunk).huge => &mut to.huge,
                     _ if self.monitor.probes().include(&self.map, chunk, page) => &mut to.probe,
+                    _ if self.map.is_paused(page) => &mut to.restless,
                     Known::Volatile => &mut to.volatile,
                     _ => &mut to.too_new,
                 },
@@ -287,6 +289,7 @@ fn class_of(verdict: Verdict, to: &mut Explanation) -> &mut u64 {
         Verdict::Refuse(Obstacle::MayBePinned) => &mut to.may_be_pinned,
         Verdict::Refuse(Obstacle::Probe) => &mut to.probe,
         Verdict::Refuse(Obstacle::Huge) => &mut to.huge,
+        Verdict::Refuse(Obstacle::Restless) => &mut to.restless,
         Verdict::Refuse(Obstacle::NoMappings) => &mut to.over_vmas,
         Verdict::Refuse(Obstacle::Deferred) => &mut to.deferred,
         Verdict::Refuse(Obstacle::SwappedOut) => &mut to.swapped,
@@ -307,6 +310,7 @@ mod tests {
             (Verdict::Refuse(Obstacle::MayBePinned), "may_be_pinned"),
             (Verdict::Refuse(Obstacle::Probe), "probe"),
             (Verdict::Refuse(Obstacle::Huge), "huge"),
+            (Verdict::Refuse(Obstacle::Restless), "restless"),
             (Verdict::Refuse(Obstacle::NoMappings), "over_vmas"),
             (Verdict::Refuse(Obstacle::Deferred), "deferred"),
             (Verdict::Refuse(Obstacle::SwappedOut), "swapped"),

@@ -7,7 +7,7 @@ use crate::memory::page_map::{PageMap, VMAS_PER_RUN};
 use crate::memory::page_state::Backing;
 use crate::merge::follower::{self, Followed};
 use crate::merge::healer::Healed;
-use crate::merge::in_place::Limit;
+use crate::merge::in_place::{Cut, Limit};
 use crate::merge::run::Outcome;
 use crate::scan::pass::Pass;
 use crate::store::connection::Store;
@@ -141,8 +141,7 @@ impl Pass {
         };
         let with_copies = carrying.len() > requests.len();
         let requests = if with_copies { carrying } else { requests };
-        let memory = self.map.memory().clone();
-        let batch = &requests[..follower::LIMIT.fits(&memory, &requests)];
+        let batch = &requests[..follower::LIMIT.fits(self.cut(), &requests)];
         let batch = cut_at_copy(batch, batch.len() == requests.len());
         let mut stall_ns = None;
         let mut outcomes = Vec::new();
@@ -172,7 +171,7 @@ impl Pass {
             let Followed {
                 outcomes: done,
                 stall_ns: stall,
-            } = follower::follow(&memory, self.session.store()?, &mut self.space, &alone);
+            } = follower::follow(&self.map, self.session.store()?, &mut self.space, &alone);
             (outcomes, stall_ns) = (done, stall_ns.max(Some(stall)));
             &alone[..]
         } else {
@@ -198,6 +197,14 @@ impl Pass {
         } else {
             looked_at
         })
+    }
+
+    /// How requests are cut into what is frozen in one piece.
+    fn cut(&self) -> Cut<'_> {
+        Cut {
+            map: &self.map,
+            managed: self.space.breaker.managed(),
+        }
     }
 
     /// Whether copies can be told from pages that are in use by direct I/O now.
@@ -237,9 +244,8 @@ impl Pass {
             if !self.can_heal() || !self.map.has_vmas_for(MOVED_OUT_VMAS) {
                 return Ok(false);
             }
-            let memory = self.map.memory();
-            let most = self.planner.healer.batch_len(memory, batch);
-            let (batch, rest) = batch.split_at(MOVED_OUT.fits(memory, batch).min(most));
+            let most = self.planner.healer.batch_len(self.cut(), batch);
+            let (batch, rest) = batch.split_at(MOVED_OUT.fits(self.cut(), batch).min(most));
             if !rest.is_empty() {
                 batches.push(rest);
             }

@@ -36,6 +36,28 @@ const MIN_VMAS: usize = 1024;
 /// Passes between two counts of the process's mappings, with managed breaks.
 const VMA_COUNT_PERIOD: u64 = 16;
 
+/// Passes for which sharing must last to be worth what merging and breaking cost ([`worth`](mod@crate::memory::worth)).
+const PAYS_AFTER_PASSES: u32 = 16;
+
+/// Whether services that start share pages however often they were broken before.
+#[cfg(feature = "inject")]
+static ALWAYS_PAYS: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+
+/// Lets services that start from now on share pages however often they were broken before: for tests in which much is to happen,
+/// whether it pays or not.
+#[cfg(feature = "inject")]
+pub fn share_whatever_it_costs(whatever: bool) {
+    ALWAYS_PAYS.store(whatever, std::sync::atomic::Ordering::Relaxed);
+}
+
+fn pays_after_passes() -> u32 {
+    #[cfg(feature = "inject")]
+    if ALWAYS_PAYS.load(std::sync::atomic::Ordering::Relaxed) {
+        return 0;
+    }
+    PAYS_AFTER_PASSES
+}
+
 /// Everything the scanning thread owns.
 #[derive(Debug)]
 pub(crate) struct Pass {
@@ -91,7 +113,8 @@ impl Pass {
             });
         }
         let memory = Arc::new(memory);
-        let map = PageMap::new(memory.clone(), i64::try_from(vmas_max).unwrap_or(i64::MAX), used);
+        let mut map = PageMap::new(memory.clone(), i64::try_from(vmas_max).unwrap_or(i64::MAX), used);
+        map.set_pays_after(pays_after_passes());
         let space = AddressSpace::new(&memory, &map, reserve)?;
         let monitor = Monitor::new(&config, &space.uffd, &memory);
         for region in memory.regions() {

@@ -27,6 +27,7 @@ impl Pass {
             Ok(()) | Err(Error::Stopped | Error::Pagemap(_)) => {}
             Err(error) => self.lose_store(&error),
         }
+        self.map.let_time_pass(self.number);
         self.account.stats.last_pass_ms = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX));

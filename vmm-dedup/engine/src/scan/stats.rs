@@ -29,6 +29,8 @@ impl Pass {
         stats.pages_new = counts.write_protected;
         stats.pages_pinned = counts.pinned;
         stats.pages_broken = counts.copied;
+        stats.pages_restless = self.map.paused();
+        stats.breaks_early_total = self.map.early_breaks();
         stats.huge_ranges = self.map.chunks().iter().filter(|c| c.huge).count() as u64;
         stats.vmas = u64::try_from(self.map.vmas()).unwrap_or(0);
         stats.vmas_max = u64::try_from(self.map.vmas_max()).unwrap_or(0);

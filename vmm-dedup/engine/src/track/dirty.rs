@@ -113,7 +113,7 @@ fn visit_small(
         let key = match (state.backing, state.known) {
             // Not worth a visit of its own: chunks are visited now and then.
             (Backing::Private, Known::Pinned(retry)) => retry.is_due(pass),
-            _ => state.awaits_key() && !probes.include(map, at, page),
+            _ => state.awaits_key() && !map.is_paused(page) && !probes.include(map, at, page),
         };
         if key {
             to_key.push(page);

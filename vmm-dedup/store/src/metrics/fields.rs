@@ -68,6 +68,11 @@ pub(super) static GAUGES: &[Field] = &[
         "Private pages in mappings of the store, copied by the kernel after sharing or left out of a run",
         |s| s.pages_broken,
     ),
+    plain(
+        "pages_restless",
+        "Pages that are left alone for a while, since sharing them did not last",
+        |s| s.pages_restless,
+    ),
     plain("huge_ranges", "2 MiB ranges mapped by one huge page", |s| {
         s.huge_ranges
     }),
@@ -158,6 +163,11 @@ pub(super) static COUNTERS: &[Field] = &[
         "window_failures",
         "Calls of the kernel on guest memory that failed, and were got over",
         |s| s.window_failures_total,
+    ),
+    plain(
+        "breaks_early",
+        "Of the sharing broken, that which had not lasted long enough to pay",
+        |s| s.breaks_early_total,
     ),
     plain("published", "Pages handed to the store", |s| s.published_total),
     plain(

@@ -281,6 +281,8 @@ fn play_chunk(map: &mut PageMap, others: &mut Others, chunk: usize, step: ChunkS
             map.looked_at_copies(chunk, any);
             map.defer_chunk(chunk, 1);
             map.end_pass(9);
+            map.set_pays_after(16);
+            map.let_time_pass(8);
             map.requeue(map.chunk_at(chunk).pages.start);
             map.requeue_chunk(chunk);
             map.requeue_all();
@@ -587,4 +589,63 @@ fn a_dummy_backing_takes_its_place_among_the_others() {
     assert_eq!((map.state(3), map.counts().dummy, map.vmas()), (page, 1, 0));
     map.made_private(3);
     assert_eq!((map.state(3), map.counts().dummy), (PageState::UNTRACKED, 0));
+}
+
+#[test]
+fn a_page_that_is_broken_again_and_again_is_left_alone_and_its_neighbours_are_not() {
+    let mut map = map();
+    map.set_pays_after(16);
+    (0..6).for_each(|page| map.share(page, slot(30 + page), Reference::New));
+    let mut shared = Vec::new();
+    for pass in 0..200 {
+        if map.backing(2) == Backing::Private && !map.is_paused(2) {
+            map.share(2, slot(32), Reference::New);
+            shared.push(pass);
+        }
+        if map.backing(2) != Backing::Private && shared.last().is_none_or(|since| since + 3 <= pass) {
+            map.broken_by_service(2);
+        }
+        map.let_time_pass(pass);
+    }
+    assert_eq!((map.early_breaks(), map.paused()), (shared.len() as u64 + 1, 1));
+    let pauses: Vec<u64> = shared.windows(2).map(|two| two[1] - two[0]).collect();
+    assert!(
+        pauses.windows(2).all(|two| two[1] > two[0] + two[0] / 2),
+        "{pauses:?}"
+    );
+    assert!(
+        (0..6)
+            .filter(|page| *page != 2)
+            .all(|page| !map.is_paused(page) && map.backing(page).maps_a_slot())
+    );
+    // Memory that took its place is not what it was.
+    map.forget(2..3);
+    assert_eq!(map.paused(), 0);
+}
+
+#[test]
+fn a_chunk_is_looked_at_when_a_pause_has_ended_wherever_it_was_meanwhile() {
+    let mut map = map();
+    map.set_pays_after(16);
+    map.share(2, slot(30), Reference::New);
+    map.copied_by_kernel(2);
+    assert!(map.is_paused(2) && map.copies_due(0));
+    map.looked_at_copies(0, false);
+    map.end_visit(0, false);
+    map.lend(0);
+    (0..16).for_each(|pass| map.let_time_pass(pass));
+    map.take_back(0);
+    assert!(!map.is_paused(2) && map.copies_due(0) && map.chunk(0).pending && !map.chunk(0).ticking);
+}
+
+#[test]
+fn nothing_is_left_alone_if_that_is_wanted() {
+    let mut map = map();
+    map.set_pays_after(0);
+    map.share(2, slot(30), Reference::New);
+    map.broken_by_service(2);
+    assert_eq!(
+        (map.is_paused(2), map.early_breaks(), map.chunk(0).ticking),
+        (false, 0, false)
+    );
 }
