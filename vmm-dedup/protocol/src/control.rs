@@ -167,7 +167,7 @@ pub struct Explanation {
 
 impl Explanation {
     /// The classes with their names, in the order of the fields.
-    pub fn classes(&self) -> [(&'static str, u64); 17] {
+    pub fn classes(&self) -> [(&'static str, u64); 19] {
         [
             ("shared", self.shared),
             ("zero", self.zero),
