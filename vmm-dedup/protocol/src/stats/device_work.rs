@@ -1,6 +1,6 @@
 //! What an engine's device was given to do.
 
-use super::Histogram;
+use super::histogram::Histogram;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// What an engine gave its device to do, and what became of that. All are totals, and zero where there is no device.
