@@ -429,16 +429,18 @@ impl PageMap {
             (Backing::Private, known) => matches!(known, Known::Pinned(_)),
             (backing, _) => backing != Backing::Zero,
         };
-        if !stays {
+        if !stays && !self.rests(page) {
             self.set(page, PageState::UNTRACKED);
             self.set(page, PageState::private(Known::Keyed(key)));
         }
     }
 
-    /// No slot has a page's key: the store is told of it. Nothing happens to a page that is shared by now.
+    /// No slot has a page's key: the store is told of it. Nothing happens to a page that is shared by now, or of which the guest
+    /// has said meanwhile that it is to rest.
     pub(crate) fn sight(&mut self, page: Page, key: Key, pass: u64) {
         let backing = self.backing(page);
-        if !matches!(backing, Backing::Private | Backing::OrphanedSlot(_)) && !backing.is_copied() {
+        let may_be_keyed = matches!(backing, Backing::Private | Backing::OrphanedSlot(_)) || backing.is_copied();
+        if !may_be_keyed || self.rests(page) {
             return;
         }
         let known = Known::Candidate(key);
