@@ -439,7 +439,8 @@ impl PageMap {
     /// has said meanwhile that it is to rest.
     pub(crate) fn sight(&mut self, page: Page, key: Key, pass: u64) {
         let backing = self.backing(page);
-        let may_be_keyed = matches!(backing, Backing::Private | Backing::OrphanedSlot(_)) || backing.is_copied();
+        let may_be_keyed =
+            matches!(backing, Backing::Private | Backing::OrphanedSlot(_)) || backing.is_copied();
         if !may_be_keyed || self.rests(page) {
             return;
         }
