@@ -272,6 +272,7 @@ impl State {
     pub(crate) fn tick(&mut self, now: Instant) {
         self.exchange.pool.retire_idle();
         self.exchange.expire_pending();
+        self.exchange.use_room();
         self.send_announcements();
         self.relay.expire(&self.peers, now);
         self.exchange.pool.collapse_shared(now);

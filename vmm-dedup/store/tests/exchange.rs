@@ -271,6 +271,38 @@ fn only_one_holder_is_asked_and_another_when_it_does_not_deliver() {
 }
 
 #[test]
+fn a_page_that_a_full_store_passed_over_is_asked_for_when_there_is_room() {
+    let server = Server::start(|config| config.max_bytes = 4096);
+    let mut clients: Vec<_> = ["a", "b"]
+        .iter()
+        .map(|n| Client::connect(&server.socket, n))
+        .collect();
+    let slot = clients[0].publish(&[page(1)])[0].unwrap();
+    let keys = [2, 3].map(|seed| clients[0].full_key(&page(seed)));
+    let news = clients[0].index.news_position();
+    for client in &mut clients {
+        assert!(client.batch(&keys, &[], &[]).is_empty());
+    }
+    // Who was first has it no more; a second one still has.
+    clients[0].batch(&[], &[keys[0]], &[]);
+    assert_eq!(stats(&server.socket).store.sightings, 2);
+    clients[0].batch(&[], &[], &[(slot, -1)]);
+    eventually(Duration::from_secs(5), || {
+        clients.iter_mut().for_each(Client::acknowledge);
+        clients[0].index.news_position() > news
+    });
+    // There is room for one page: of one they are told in this second.
+    let News::Keys(told) = clients[0].index.news_since(news) else {
+        panic!("the ring is longer");
+    };
+    let told = told[0];
+    assert!(clients[1].batch(&[told.raw()], &[], &[]).is_empty());
+    assert_eq!(clients[0].batch(&[told.raw()], &[], &[]), [0]);
+    let seed = if told.raw() == keys[0] { 2 } else { 3 };
+    assert!(clients[0].publish(&[page(seed)])[0].is_some());
+}
+
+#[test]
 fn who_sights_what_the_index_has_is_told_to_look_again() {
     let server = Server::start(|_| ());
     let mut a = Client::connect(&server.socket, "a");

@@ -174,7 +174,7 @@ impl Allocator {
     }
 
     /// Slots that new pages may still get.
-    fn room(&self) -> u32 {
+    pub(crate) fn room(&self) -> u32 {
         let resident = u32::try_from(self.counts.staying.resident()).unwrap_or(u32::MAX);
         self.max_slots.saturating_sub(resident)
     }

@@ -9,7 +9,7 @@ use vmm_dedup_protocol::key::Key;
 /// After this long, a page that a service was asked for and did not publish is asked of the next that has it.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Most keys of which it is remembered who has not published them.
+/// Most keys of which it is remembered who has not published them. Of others the same service may be asked again at once.
 const MOST_DECLINED: usize = 1 << 16;
 
 /// Keys whose pages services were asked to publish.
@@ -93,10 +93,9 @@ impl PendingPublications {
 
     fn decline(&mut self, keys: impl Iterator<Item = (Key, MemberId)>, now: Instant) {
         for (key, by) in keys {
-            if self.declined.len() >= MOST_DECLINED {
-                self.declined.clear();
+            if self.declined.len() < MOST_DECLINED {
+                self.declined.insert(key, (by, now, false));
             }
-            self.declined.insert(key, (by, now, false));
         }
     }
 }

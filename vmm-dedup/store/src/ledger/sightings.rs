@@ -6,6 +6,9 @@
 //! the capacity, or the next ones. Entries are kept in order, gaps between them. So a search ends at the first
 //! greater entry, deletion shifts back what stands behind its place (no tombstones), and growing is one sequential
 //! pass: it can grow in small steps (a quarter) and stay between 68 and 85 % full.
+//!
+//! A key that a second member sighted when the store was full is nobody's from then on ([`PASSED_OVER`]): it stays until there
+//! is room again.
 
 use crate::ledger::epochs::MemberId;
 use vmm_dedup_protocol::key::Key;
@@ -14,6 +17,17 @@ const MIN_CAPACITY: usize = 1 << 10;
 
 /// Words behind the last place, so that nothing wraps around. The last one is always a gap.
 const TAIL: usize = 256;
+
+/// The owner of keys that were sighted again when the store was full. No member has this number.
+pub(crate) const PASSED_OVER: MemberId = MemberId(u16::MAX);
+
+/// Words that one search for such keys looks at.
+const SEARCHED_AT_ONCE: usize = 1 << 20;
+
+/// Multipliers of the permutation.
+const FIRST: u64 = 0x9e37_79b9_7f4a_7c15;
+const LAST: u64 = 0xbf58_476d_1ce4_e5b9;
+const MASK: u64 = (1 << 48) - 1;
 
 /// What a sighting says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,12 +45,21 @@ pub(crate) struct Sightings {
     used: usize,
     /// Entries of each owner, by its number.
     of: Vec<u64>,
+    passed_over: u64,
     secret: [u64; 2],
+    /// Where the next search for keys that were passed over begins.
+    searched: usize,
 }
 
 #[allow(clippy::cast_possible_truncation)] // the low 16 bits
 fn owner_of(word: u64) -> MemberId {
     MemberId(word as u16)
+}
+
+/// The inverse of an odd number modulo 2^64: each of Newton's steps doubles the bits that are right, and an odd number is its own
+/// inverse modulo 8.
+fn inverse(odd: u64) -> u64 {
+    (0..5).fold(odd, |x, _| x.wrapping_mul(2u64.wrapping_sub(odd.wrapping_mul(x))))
 }
 
 impl Sightings {
@@ -45,7 +68,9 @@ impl Sightings {
             words: vec![0; MIN_CAPACITY + TAIL],
             used: 0,
             of: Vec::new(),
+            passed_over: 0,
             secret,
+            searched: 0,
         }
     }
 
@@ -92,6 +117,35 @@ impl Sightings {
         Some(owner)
     }
 
+    /// Keeps a key that two members have sighted until there is room for its page, whoever withdraws it or goes.
+    pub(crate) fn pass_over(&mut self, key: Key) {
+        let Ok(at) = self.find(self.mix(key)) else { return };
+        let owner = owner_of(self.words[at]);
+        *self.count_mut(owner) -= 1;
+        *self.count_mut(PASSED_OVER) += 1;
+        self.words[at] |= u64::from(PASSED_OVER.0);
+    }
+
+    /// Some keys that were passed over, at most so many. They stay. To be called until there are no more.
+    pub(crate) fn passed_over(&mut self, most: usize) -> Vec<Key> {
+        if self.passed_over == 0 {
+            return Vec::new();
+        }
+        if self.searched >= self.words.len() {
+            self.searched = 0;
+        }
+        let end = self.words.len().min(self.searched + SEARCHED_AT_ONCE);
+        let mut keys = Vec::new();
+        while self.searched < end && keys.len() < most {
+            let word = self.words[self.searched];
+            if word != 0 && owner_of(word) == PASSED_OVER {
+                keys.push(self.unmix(word >> 16));
+            }
+            self.searched += 1;
+        }
+        keys
+    }
+
     /// Forgets all that a member sighted.
     pub(crate) fn sweep(&mut self, owner: MemberId) {
         let theirs = std::mem::take(self.count_mut(owner));
@@ -103,10 +157,16 @@ impl Sightings {
 
     /// Entries of a member.
     pub(crate) fn count(&self, owner: MemberId) -> u64 {
+        if owner == PASSED_OVER {
+            return self.passed_over;
+        }
         self.of.get(usize::from(owner.0)).copied().unwrap_or(0)
     }
 
     fn count_mut(&mut self, owner: MemberId) -> &mut u64 {
+        if owner == PASSED_OVER {
+            return &mut self.passed_over;
+        }
         let at = usize::from(owner.0);
         if self.of.len() <= at {
             self.of.resize(at + 1, 0);
@@ -133,14 +193,24 @@ impl Sightings {
 
     /// A permutation of the 48-bit numbers: each step can be undone.
     fn mix(&self, key: Key) -> u64 {
-        const MASK: u64 = (1 << 48) - 1;
         let mut mixed = (key.raw() ^ self.secret[0]) & MASK;
-        mixed = mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) & MASK;
+        mixed = mixed.wrapping_mul(FIRST) & MASK;
         mixed ^= mixed >> 24;
         mixed = mixed.wrapping_mul(self.secret[1] | 1) & MASK;
         mixed ^= mixed >> 25;
-        mixed = mixed.wrapping_mul(0xbf58_476d_1ce4_e5b9) & MASK;
+        mixed = mixed.wrapping_mul(LAST) & MASK;
         mixed ^ mixed >> 24
+    }
+
+    /// The key that was mixed so. Of 48 bits, a shift by half of them or more undoes itself.
+    fn unmix(&self, mixed: u64) -> Key {
+        let mut key = mixed ^ mixed >> 24;
+        key = key.wrapping_mul(inverse(LAST)) & MASK;
+        key ^= key >> 25;
+        key = key.wrapping_mul(inverse(self.secret[1] | 1)) & MASK;
+        key ^= key >> 24;
+        key = key.wrapping_mul(inverse(FIRST)) & MASK;
+        Key::try_new((key ^ self.secret[0]) & MASK).expect("it has 48 bits")
     }
 
     /// Where an entry belongs.
@@ -238,6 +308,7 @@ mod tests {
         Withdraw(u64, u16),
         Remove(u64),
         Sweep(u16),
+        PassOver(u64),
     }
 
     fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -247,6 +318,7 @@ mod tests {
             5 => (keys.clone(), owners.clone()).prop_map(|(k, o)| Step::Withdraw(k, o)),
             2 => keys.prop_map(Step::Remove),
             1 => owners.prop_map(Step::Sweep),
+            3 => (0u64..3000).prop_map(Step::PassOver),
         ];
         proptest::collection::vec(step, 0..4000)
     }
@@ -277,9 +349,13 @@ mod tests {
                         table.sweep(MemberId(o));
                         model.retain(|_, owner| *owner != o);
                     }
+                    Step::PassOver(k) => {
+                        table.pass_over(key(k));
+                        model.entry(k).and_modify(|owner| *owner = PASSED_OVER.0);
+                    }
                 }
                 prop_assert_eq!(table.len(), model.len());
-                for o in 1..4 {
+                for o in [1, 2, 3, PASSED_OVER.0] {
                     let theirs = model.values().filter(|owner| **owner == o).count() as u64;
                     prop_assert_eq!(table.count(MemberId(o)), theirs);
                 }
@@ -287,6 +363,14 @@ mod tests {
             for k in 0..3000 {
                 prop_assert_eq!(table.contains(key(k)), model.contains_key(&k));
             }
+            let mut passed_over: Vec<u64> = model.iter().filter(|(_, o)| **o == PASSED_OVER.0).map(|(k, _)| *k).collect();
+            let mut found = Vec::new();
+            while found.len() < passed_over.len() {
+                found.extend(table.passed_over(7).into_iter().map(Key::raw));
+            }
+            found.sort_unstable();
+            passed_over.sort_unstable();
+            prop_assert_eq!(found, passed_over);
         }
     }
 

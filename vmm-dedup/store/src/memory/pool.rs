@@ -274,6 +274,16 @@ impl Pool {
         self.segments.allocator().is_full()
     }
 
+    /// Slots that new pages may get.
+    pub(crate) fn room(&self) -> u32 {
+        self.segments.allocator().room()
+    }
+
+    /// Slots that the store may have.
+    pub(crate) fn max_slots(&self) -> u32 {
+        self.segments.allocator().max_slots()
+    }
+
     /// Whoever has a page of this key looks it up again, and sights it anew if the index does not have it.
     pub(crate) fn repeat_news(&self, key: Key) {
         self.catalog.repeat_news(key);

@@ -3,7 +3,7 @@
 
 use crate::ledger::epochs::MemberId;
 use crate::ledger::pending::PendingPublications;
-use crate::ledger::sightings::{Sighting, Sightings};
+use crate::ledger::sightings::{PASSED_OVER, Sighting, Sightings};
 use crate::memory::pool::Pool;
 use crate::requests::violation::Violation;
 use std::hint::black_box;
@@ -132,7 +132,10 @@ impl Exchange {
             }
             match self.sightings.sight(key, id) {
                 Sighting::First => {}
-                Sighting::Again(_) if full => self.counters.refused_full += 1,
+                Sighting::Again(_) if full => {
+                    self.counters.refused_full += 1;
+                    self.pass_over(key);
+                }
                 Sighting::Again(_) => {
                     if self.pending.may_ask(key, id, now) {
                         self.pending.ask(key, id, now);
@@ -143,6 +146,22 @@ impl Exchange {
         }
         self.counters.sightings += batch.sightings().len() as u64;
         Ok(asks)
+    }
+
+    /// The store is full. Nobody sights a key again that nobody asks for, so it is remembered until there is room: not more keys
+    /// than the store may have slots, which is all that there can be room for at once.
+    fn pass_over(&mut self, key: Key) {
+        if self.sightings.count(PASSED_OVER) < u64::from(self.pool.max_slots()) {
+            self.sightings.pass_over(key);
+        }
+    }
+
+    /// There may be room again for pages that were passed over: whoever has them sights them anew. To be called once a second.
+    pub(crate) fn use_room(&mut self) {
+        let room = usize::try_from(self.pool.room()).unwrap_or(usize::MAX);
+        for key in self.sightings.passed_over(room.min(MAX_BATCH)) {
+            self.repeat_news(key);
+        }
     }
 
     fn withdraw(&mut self, id: MemberId, batch: &Batch<'_>) -> Result<(), Violation> {

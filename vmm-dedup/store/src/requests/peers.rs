@@ -2,6 +2,7 @@
 
 use crate::ledger::accounts;
 use crate::ledger::epochs::MemberId;
+use crate::ledger::sightings::PASSED_OVER;
 use crate::requests::outbox::Outbox;
 use crate::requests::violation::Violation;
 use std::collections::BTreeMap;
@@ -124,7 +125,7 @@ impl Peers {
         if count >= self.max_of_process {
             return Err(Violation::TooManyConnections { pid, count });
         }
-        let mut numbers = (1..=u16::MAX).map(MemberId);
+        let mut numbers = (1..PASSED_OVER.0).map(MemberId);
         let id = numbers.find(|id| !self.peers.contains_key(id)).ok_or(full)?;
         let peer = Peer {
             pid,
