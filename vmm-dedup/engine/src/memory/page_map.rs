@@ -14,7 +14,7 @@
 
 use crate::memory::bitmap::Bits;
 use crate::memory::chunk_state::ChunkState;
-use crate::memory::hint::Hints;
+use crate::memory::hint::{Hint, Hints};
 use crate::memory::layout::{Chunk, Memory, Page};
 use crate::memory::mappings::Mappings;
 use crate::memory::outbox::{Outbox, Sighting};
@@ -679,6 +679,22 @@ impl PageMap {
             let chunk = self.chunk_of(page);
             self.chunks[chunk].ticking |= !worth.is_calm();
         }
+    }
+}
+
+/// What the guest says; [`hints`](mod@hints) takes it in.
+impl PageMap {
+    /// What the guest says of a page.
+    pub(crate) fn hint(&self, page: Page) -> Hint {
+        self.hints.get(page)
+    }
+
+    /// Whether a page's key is not to be read, since the guest says so.
+    pub(crate) fn rests(&self, page: Page) -> bool {
+        let hint = self.hint(page);
+        // What keeps a store's memory alive that is gone comes home by way of its key.
+        let comes_home = || matches!(self.backing(page), Backing::OrphanedSlot(_));
+        hint.has(Hint::NEVER) || hint.rests() && !comes_home()
     }
 }
 
