@@ -6,8 +6,8 @@ use crate::memory::layout::Page;
 use crate::memory::page_map::{PageMap, VMAS_PER_RUN};
 use crate::memory::page_state::Backing;
 use crate::memory::thp_state::{Asked, SAMPLING};
-use crate::merge::ready;
 use crate::merge::run::runs_of;
+use crate::merge::swapped::Swapped;
 use crate::store::session::{ResyncCause, Session};
 use crate::sys::guest;
 use crate::sys::page_size::CHUNK_PAGES;
@@ -179,14 +179,14 @@ pub(crate) fn has_mappings(map: &PageMap, requests: &[MergeRequest]) -> bool {
 /// Of a window's requests those whose pages are in memory, if that is not all. The others are let go of, and found again later.
 pub(crate) fn leave_swapped_out(
     map: &mut PageMap,
-    pagemap: &mut Pagemap,
+    (swapped, pagemap): (&Swapped, &mut Pagemap),
     session: &mut Session,
     account: &mut Account,
     pass: u64,
     requests: &[MergeRequest],
 ) -> Option<Vec<MergeRequest>> {
-    let first = requests.first()?.page;
-    let swapped = ready::swapped_out(pagemap, map.memory(), requests);
+    let (first, last) = (requests.first()?.page, requests.last()?.page);
+    let swapped = swapped.out(pagemap, map.memory(), &(first..last + 1));
     let is_out = |request: &MergeRequest| swapped.contains((request.page - first) as usize);
     let (out, there): (Vec<_>, Vec<_>) = requests.iter().copied().partition(is_out);
     if out.is_empty() {

@@ -12,4 +12,5 @@ pub(crate) mod ready;
 pub(crate) mod run;
 pub(crate) mod run_builder;
 pub(crate) mod series;
+pub(crate) mod swapped;
 pub(crate) mod verify_engine;

@@ -15,10 +15,10 @@ use crate::merge::merger::{Batch, Merged, Merger, Take};
 use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, runs_of};
 use crate::merge::series;
+use crate::merge::swapped::Swapped;
 use crate::merge::verify_engine::VerifyEngine;
 use crate::store::session::{ResyncCause, Session};
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
-use crate::sys::proc;
 use crate::thp::monitor::Monitor;
 use crate::thp::split;
 use crate::unmerge::address_space::AddressSpace;
@@ -55,8 +55,8 @@ pub(crate) struct Planner {
     stop_target_ns: u64,
     /// Requests that one window takes at most; adapts to the stop target.
     window: usize,
-    /// Pages can be swapped out, as of the last plan.
-    has_swap: bool,
+    /// As of the last plan.
+    pub(crate) swapped: Swapped,
     /// What was admitted, in page order, and how much of that was merged.
     admitted: Vec<MergeRequest>,
     done: usize,
@@ -76,7 +76,7 @@ impl Planner {
             healer,
             stop_target_ns: config.stop_target_us * 1000,
             window: FIRST_WINDOW,
-            has_swap: true,
+            swapped: Swapped::new(),
             admitted: Vec::new(),
             done: 0,
             deferred: Deferred::default(),
@@ -144,7 +144,7 @@ impl Planner {
             admitted = bridged_runs::with_exceptions(map, *pass, admitted);
         }
         (self.admitted, self.done) = (admitted, 0);
-        self.has_swap = proc::has_swap();
+        self.swapped.look();
         Ok(())
     }
 
@@ -164,7 +164,7 @@ impl Planner {
             (self.window_len(map, rest), Take::Pages)
         };
         let window = self.done..self.done + len;
-        if self.has_swap && self.leave_swapped_out(with, window.clone()) {
+        if self.leave_swapped_out(with, window.clone()) {
             return true; // windows are cut anew
         }
         self.done = window.end;
@@ -173,7 +173,8 @@ impl Planner {
     }
 
     /// Ends what was planned, at its end or before: frees what was merged, and returns what was not.
-    pub(crate) fn end(&mut self, space: &mut AddressSpace) -> Vec<MergeRequest> {
+    pub(crate) fn end(&mut self, space: &mut AddressSpace, account: &Account) -> Vec<MergeRequest> {
+        self.swapped.tell(account.stats.refused_swapped_total);
         self.merger.clean_up();
         space.scratch.free();
         let mut rest = std::mem::take(&mut self.admitted).split_off(self.done);
@@ -212,8 +213,8 @@ impl Planner {
             ..
         } = with;
         let requests = &self.admitted[window.clone()];
-        let pagemap = &mut space.pagemap;
-        let there = admission::leave_swapped_out(map, pagemap, session, account, *pass, requests);
+        let swapped = (&self.swapped, &mut space.pagemap);
+        let there = admission::leave_swapped_out(map, swapped, session, account, *pass, requests);
         let left = there.is_some();
         if let Some(there) = there {
             self.admitted.splice(window, there);

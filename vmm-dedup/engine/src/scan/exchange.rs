@@ -62,7 +62,8 @@ impl Pass {
         let wrong = self.planner.take_wrong_proposals();
         self.finder.search_mut().note_wrong(wrong);
         // An interrupted pass leaves the rest to the next one.
-        self.found.extend(self.planner.end(&mut self.space));
+        self.found
+            .extend(self.planner.end(&mut self.space, &self.account));
         self.account.lap(|cpu| &mut cpu.merge);
         result?;
         self.tell_store()

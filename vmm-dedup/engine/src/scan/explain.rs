@@ -12,7 +12,6 @@ use crate::scan::control::Command;
 use crate::scan::pass::Pass;
 use crate::store::connection::{Explained, Question, Store};
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
-use crate::sys::proc;
 use std::collections::HashSet;
 use std::ops::Range;
 use vmm_dedup_protocol::control::{Explanation, Set, Switch};
@@ -102,16 +101,14 @@ impl Pass {
             heals: heals.into(),
             ..Explanation::default()
         };
-        let asked = Asked {
-            deferred: self.planner.deferred.pages(),
-            has_swap: proc::has_swap(),
-        };
+        let deferred = self.planner.deferred.pages();
+        self.planner.swapped.look();
         for range in ranges {
             let mut at = range.start;
             while at < range.end {
                 let chunk = self.map.chunk_of(at);
                 let end = range.end.min(self.map.chunk_at(chunk).pages.end);
-                self.explain_chunk(&asked, chunk, at..end, &mut explanation)?;
+                self.explain_chunk(&deferred, chunk, at..end, &mut explanation)?;
                 at = end;
             }
         }
@@ -122,21 +119,18 @@ impl Pass {
 
     fn explain_chunk(
         &mut self,
-        asked: &Asked,
+        deferred: &HashSet<Page>,
         chunk: usize,
         pages: Range<Page>,
         to: &mut Explanation,
     ) -> Result<(), Error> {
         let populated = self.populated(&pages)?;
-        let swapped = if asked.has_swap {
-            self.swapped(&pages)?
-        } else {
-            [false; CHUNK_PAGES]
-        };
+        let (memory, pagemap) = (self.map.memory(), &mut self.space.pagemap);
+        let swapped = self.planner.swapped.out(pagemap, memory, &pages);
         for page in pages.clone() {
             let facts = Facts {
-                deferred: asked.deferred.contains(&page),
-                swapped: swapped[(page - pages.start) as usize],
+                deferred: deferred.contains(&page),
+                swapped: swapped.contains((page - pages.start) as usize),
             };
             let PageState { backing, known } = self.map.state(page);
             let class = match (backing, known) {
@@ -221,17 +215,6 @@ impl Pass {
         Ok(marked(range.start, &found))
     }
 
-    /// Which of some pages of one chunk are swapped out.
-    fn swapped(&mut self, pages: &Range<Page>) -> Result<[bool; CHUNK_PAGES], Error> {
-        let range = self.addresses(pages);
-        let found = self
-            .space
-            .pagemap
-            .swapped(range.clone())
-            .map_err(Error::Pagemap)?;
-        Ok(marked(range.start, &found))
-    }
-
     /// What keeps the service from merging, if something does, and what to do.
     fn hindrance(&mut self) -> String {
         if self.control.is_off() {
@@ -261,12 +244,6 @@ impl Pass {
         // Not in the way of merging, but of knowing what to split.
         self.monitor.skipped_sources().to_owned()
     }
-}
-
-/// What holds for all pages that are asked about.
-struct Asked {
-    deferred: HashSet<Page>,
-    has_swap: bool,
 }
 
 /// Marks the pages in some stretches, counted from the page at `start`.
