@@ -14,7 +14,7 @@
 
 use crate::memory::bitmap::Bits;
 use crate::memory::chunk_state::ChunkState;
-use crate::memory::hint::Hints;
+use crate::memory::hint::{Hint, Hints};
 use crate::memory::layout::{Chunk, Memory, Page};
 use crate::memory::mappings::Mappings;
 use crate::memory::outbox::{Outbox, Sighting};
@@ -99,6 +99,14 @@ impl PageMap {
     #[inline]
     pub(crate) fn known(&self, page: Page) -> Known {
         self.state(page).known
+    }
+
+    /// Whether a page's key is not to be read, since the guest says so.
+    pub(crate) fn rests(&self, page: Page) -> bool {
+        let hint = self.hints.get(page);
+        // What keeps a store's memory alive that is gone comes home by way of its key.
+        let comes_home = || matches!(self.backing(page), Backing::OrphanedSlot(_));
+        hint.has(Hint::NEVER) || hint.rests() && !comes_home()
     }
 
     /// The key by which a private page was reported to the store.
@@ -428,10 +436,11 @@ impl PageMap {
         }
     }
 
-    /// No slot has a page's key: the store is told of it. Nothing happens to a page that is shared by now.
+    /// No slot has a page's key: the store is told of it. Nothing happens to a page that is shared by now, or is to rest.
     pub(crate) fn sight(&mut self, page: Page, key: Key, pass: u64) {
         let backing = self.backing(page);
-        if !matches!(backing, Backing::Private | Backing::OrphanedSlot(_)) && !backing.is_copied() {
+        let private = matches!(backing, Backing::Private | Backing::OrphanedSlot(_)) || backing.is_copied();
+        if !private || self.rests(page) {
             return;
         }
         let known = Known::Candidate(key);

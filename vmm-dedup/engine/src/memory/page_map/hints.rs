@@ -12,14 +12,6 @@ impl PageMap {
         self.hints.get(page)
     }
 
-    /// Whether a page's key is not to be read, since the guest says so.
-    pub(crate) fn rests(&self, page: Page) -> bool {
-        let hint = self.hint(page);
-        // What keeps a store's memory alive that is gone comes home by way of its key.
-        let comes_home = || matches!(self.backing(page), Backing::OrphanedSlot(_));
-        hint.has(Hint::NEVER) || hint.rests() && !comes_home()
-    }
-
     /// Whether a chunk comes first, since the guest calls much of it worth sharing.
     pub(crate) fn is_worth(&self, chunk: usize) -> bool {
         let pages = &self.chunk_at(chunk).pages;
