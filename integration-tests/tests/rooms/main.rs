@@ -88,7 +88,7 @@ fn the_benches_stand_in_their_rooms() {
 }
 
 /// More crates: where their root is, and their rooms.
-const OTHERS: [(&str, &[&str]); 13] = [
+const OTHERS: [(&str, &[&str]); 15] = [
     (
         "vmm-dedup/protocol/src/lib.rs",
         &[
@@ -246,6 +246,32 @@ const OTHERS: [(&str, &[&str]); 13] = [
             "channel",
             "engine",
             "open",
+        ],
+    ),
+    (
+        "devices/dsa/server/src/lib.rs",
+        &["spaces", "device", "pieces", "pci", "session"],
+    ),
+    (
+        "integration-tests/src/lib.rs",
+        &[
+            "memory",
+            "store",
+            "prometheus",
+            "seccomp",
+            "suspended",
+            "logged",
+            "huge",
+            "direct_io",
+            "pinned",
+            "vm",
+            "twins",
+            "guests",
+            "follow_chaos",
+            "heal_chaos",
+            "huge_chaos",
+            "swap_chaos",
+            "unmodified",
         ],
     ),
 ];

@@ -6,7 +6,7 @@
 
 use crate::memory::layout::{Memory, Page};
 use crate::sys::late_log;
-use crate::sys::page_size::{PAGE_SIZE, bytes};
+use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::shortage::{self, Swap};
 use crate::window::PageSet;
@@ -70,9 +70,9 @@ impl Swapped {
         if pages.is_empty() || self.swap.is_some_and(|swap| !swap.exists()) {
             return PageSet::default();
         }
-        let start = memory.address(pages.start);
-        let page = |address: usize| (address - start) / PAGE_SIZE;
-        match pagemap.swapped(start..start + bytes(pages.len())) {
+        let addresses = memory.addresses(pages);
+        let page = |address: usize| (address - addresses.start) / PAGE_SIZE;
+        match pagemap.swapped(addresses.clone()) {
             Ok(found) => PageSet::of(found.into_iter().map(|part| page(part.start)..page(part.end))),
             Err(_) => PageSet::of(std::iter::once(0..pages.len())),
         }

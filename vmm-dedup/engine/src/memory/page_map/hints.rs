@@ -12,6 +12,11 @@ impl PageMap {
         self.hints.get(page)
     }
 
+    /// Whether the guest says anything of its pages.
+    pub(crate) fn has_hints(&self) -> bool {
+        self.hints.are_any()
+    }
+
     /// Whether a chunk comes first, since the guest calls much of it worth sharing.
     pub(crate) fn is_worth(&self, chunk: usize) -> bool {
         let pages = &self.chunk_at(chunk).pages;
