@@ -2,7 +2,6 @@
 
 use crate::error::Error;
 use crate::lookup::candidates;
-use crate::merge::planner::{Context, Planner};
 use crate::scan::pass::{MAX_FOUND, Pass};
 use crate::store::session::ResyncCause;
 use vmm_dedup_protocol::index::News;
@@ -50,7 +49,8 @@ impl Pass {
         let found = std::mem::take(&mut self.found);
         let suspended = !self.direct_io.glance();
         let (planner, mut with) = self.planning();
-        planner.plan(&mut with, suspended, found)?;
+        planner.admit(&mut with, suspended, found)?;
+        planner.prepare(&mut with);
         let mut result = Ok(());
         // What is left once merging is suspended comes back, for `exchange` to let go of.
         while result.is_ok() && self.direct_io.glance_again() && {
@@ -62,22 +62,11 @@ impl Pass {
         let wrong = self.planner.take_wrong_proposals();
         self.finder.search_mut().note_wrong(wrong);
         // An interrupted pass leaves the rest to the next one.
-        self.found.extend(self.planner.end(&mut self.space));
+        self.found
+            .extend(self.planner.end(&mut self.space, &self.account));
         self.account.lap(|cpu| &mut cpu.merge);
         result?;
         self.tell_store()
-    }
-
-    fn planning(&mut self) -> (&mut Planner, Context<'_>) {
-        let context = Context {
-            map: &mut self.map,
-            space: &mut self.space,
-            session: &mut self.session,
-            account: &mut self.account,
-            monitor: &self.monitor,
-            pass: self.number,
-        };
-        (&mut self.planner, context)
     }
 
     /// What was deferred is to be merged once its chunk has quiesced.

@@ -14,6 +14,7 @@ use crate::lookup::request::MergeRequest;
 use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
+use crate::merge::context::Context;
 use crate::merge::healer::Healer;
 use crate::merge::planner::Planner;
 use crate::merge::verify_engine::VerifyEngine;
@@ -184,6 +185,20 @@ impl Pass {
         );
         self.found.extend(requests);
         missing
+    }
+
+    /// Who plans, and what stages work on.
+    pub(super) fn planning(&mut self) -> (&mut Planner, Context<'_>) {
+        let context = Context {
+            map: &mut self.map,
+            space: &mut self.space,
+            session: &mut self.session,
+            account: &mut self.account,
+            monitor: &self.monitor,
+            direct_io: &mut self.direct_io,
+            pass: self.number,
+        };
+        (&mut self.planner, context)
     }
 
     /// Leaves out what was to be done with pages that are not worked on any more.

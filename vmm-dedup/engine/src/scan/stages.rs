@@ -12,7 +12,8 @@
 use crate::error::Error;
 use crate::lookup::copies;
 use crate::lookup::keys::KeyReader;
-use crate::scan::order::ScanOrder;
+use crate::memory::page_map::PageMap;
+use crate::scan::order::{Chunks, ScanOrder};
 use crate::scan::pass::{MAX_FOUND, Pass};
 use crate::track::dirty;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -44,7 +45,7 @@ impl Pass {
             return self.stand_by();
         }
         if self.session.is_connected() {
-            let mut order = ScanOrder::new(self.number);
+            let mut order = ScanOrder::new(&self.map, self.number);
             while let Some(chunks) = order.next(&self.map) {
                 self.visit(chunks)?;
                 self.yield_and_poll()?;
@@ -123,10 +124,8 @@ impl Pass {
     /// Keyed > found, for pages that the kernel copied.
     fn look_at_copies(&mut self) -> Result<(), Error> {
         let mut prospect = None;
-        for at in 0..self.map.chunks().len() {
-            if !self.map.copies_due(at) {
-                continue;
-            }
+        let mut chunks = Chunks::new(&self.map);
+        while let Some(at) = chunks.next(&mut self.map, PageMap::copies_due) {
             let prospect =
                 *prospect.get_or_insert_with(|| self.planner.healer.prospect(&self.map, self.number));
             let (map, pagemap) = (&mut self.map, &mut self.space.pagemap);

@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::memory::layout::Page;
-use crate::scan::follow::Copies;
+use crate::merge::following::Copies;
 use crate::scan::pass::Pass;
 use crate::unmerge::address_space::AddressSpace;
 use std::ops::Range;
