@@ -29,6 +29,8 @@ pub struct Outcome {
     pub breaks: u64,
     /// Taken, found different, put back.
     pub mismatches: u64,
+    /// Merges put off since the pages were swapped out.
+    pub put_off: u64,
     /// Writes that the guests did.
     pub writes: u64,
     /// Wrong words that the guests found.

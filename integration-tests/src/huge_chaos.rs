@@ -85,6 +85,7 @@ pub fn outcome(guests: Vec<Guest>) -> Outcome {
         outcome.rebuilt += stats.huge_rebuilt_total;
         outcome.breaks += stats.breaks_managed_total + stats.breaks_kernel_total;
         outcome.mismatches += stats.mismatches_total;
+        outcome.put_off += stats.refused_swapped_total;
         add(&mut outcome.stop, &stats.stop);
         add(&mut outcome.rebuild, &stats.rebuild);
     }

@@ -32,6 +32,13 @@ impl Logged {
         self.lines().iter().any(|line| line.contains(&error))
     }
 
+    /// Whether one line has all of these texts.
+    #[must_use]
+    pub fn says(&self, texts: &[&str]) -> bool {
+        let has_all = |line: &String| texts.iter().all(|text| line.contains(text));
+        self.lines().iter().any(has_all)
+    }
+
     fn lines(&self) -> MutexGuard<'_, Vec<String>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -25,22 +25,35 @@ const SIZE: Size = Size {
 /// How long memory is short.
 const PRESSED: Duration = Duration::from_secs(3);
 
-/// The device has room for 4 MiB: whatever else goes there fails to be written, and stays in memory.
+/// What the log has of merges that were put off.
+const PUT_OFF: [&str; 2] = [
+    "memory is short: ",
+    "merges put off since their pages are swapped out: ",
+];
+
+/// The device has room for 4 MiB: whatever else goes there fails to be written, and stays in memory. A service sees that pages
+/// are swapped out; of writes that failed only the kernel knows, which logs them.
 #[test]
 fn a_swap_device_that_fails_to_write_loses_nothing() {
     need_kvm!();
+    let log = Logged::begin();
     let swap = or_skip!(Swap::that_fails(4 << 20));
     let out = swap_chaos::chaos(SIZE, &swap);
     assert!(out.outcome.merges > 0 && out.pages_out > 0, "{out:?}");
+    assert!(swap.failed_writes() > 0, "no write failed: {out:?}");
+    assert!(out.outcome.put_off > 0 && log.says(&PUT_OFF), "{out:?}");
     eprintln!("{out:?}");
 }
 
 #[test]
 fn swap_that_is_full_loses_nothing() {
     need_kvm!();
+    let log = Logged::begin();
     let swap = or_skip!(Swap::of_size(4 << 20));
     let out = swap_chaos::chaos(SIZE, &swap);
     assert!(out.outcome.merges > 0 && out.pages_out > 0, "{out:?}");
+    assert!(out.outcome.put_off > 0 && log.says(&PUT_OFF), "{out:?}");
+    assert!(log.says(&["memory is short: ", "swap is full ("]), "{out:?}");
     eprintln!("{out:?}");
 }
 
@@ -51,22 +64,36 @@ fn a_limit_on_memory_loses_nothing() {
     need_kvm!();
     let swap = swap_or_skip!();
     let group = or_skip!(MemoryGroup::new());
+    let log = Logged::begin();
     let last = swap.clone();
     let _watchdog = Watchdog::start(SIZE.patience, move || last.off());
     group.within(|| {
         let store = StoreThread::start();
         let guests = huge_chaos::boot(&store, SIZE);
         let used = group.used().expect("it is told");
-        let (start, mut merges) = (Instant::now(), 0);
-        while merges < SIZE.merges || start.elapsed() < PRESSED {
+        let (start, mut merges, mut put_off) = (Instant::now(), 0, 0);
+        while merges < SIZE.merges || put_off == 0 || start.elapsed() < PRESSED {
             group.press(used * 2 / 3).expect("memory is reclaimed");
             std::thread::sleep(Duration::from_millis(20));
             merges = guests.iter().map(|guest| guest.stats().merges_total).sum();
-            assert!(start.elapsed() < SIZE.patience, "only {merges} merges");
+            put_off = guests
+                .iter()
+                .map(|guest| guest.stats().refused_swapped_total)
+                .sum::<u64>();
+            assert!(
+                start.elapsed() < SIZE.patience,
+                "only {merges} merges, {put_off} put off"
+            );
         }
         let pressed = group.used().expect("it is told");
         eprintln!("{used} bytes used before, {pressed} after");
         let out = huge_chaos::outcome(guests);
+        assert!(out.put_off > 0 && log.says(&PUT_OFF), "{out:?}");
+        let met = [
+            "memory is short: ",
+            "times that memory.high of this VMM's cgroups was met: ",
+        ];
+        assert!(!group.has_high() || log.says(&met), "{out:?}");
         eprintln!("{out:?}");
     });
 }

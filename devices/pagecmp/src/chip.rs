@@ -1,6 +1,6 @@
 //! The comparator in the output buffer of a chip (sections III.B and III.C).
 
-use crate::{CHIPS, Page, ROUNDS};
+use crate::page::{CHIPS, Page, ROUNDS};
 
 /// The 8 bits that a chip sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

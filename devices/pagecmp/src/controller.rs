@@ -3,7 +3,7 @@
 
 use crate::chip::{Summary, summarize};
 use crate::cost::Account;
-use crate::{CHIPS, Page};
+use crate::page::{CHIPS, Page};
 use std::cmp::Ordering;
 
 /// The order of two pages from what their chips sent.

@@ -1,7 +1,9 @@
 //! PageCmp as an engine of the service.
 #![allow(unsafe_code)] // the trait's submit() is unsafe; here it reads the pages at once
 
-use crate::{Account, CHIPS, Page, compare, compare_hybrid};
+use crate::controller::{compare, compare_hybrid};
+use crate::cost::Account;
+use crate::page::{CHIPS, Page};
 use std::cmp::Ordering;
 use std::sync::atomic::Ordering as Memory;
 use std::time::Duration;

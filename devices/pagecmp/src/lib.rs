@@ -25,18 +25,10 @@ mod chip;
 mod controller;
 mod cost;
 mod engine;
+mod page;
 
 pub use chip::{Summary, summarize};
 pub use controller::{aggregate, compare, compare_hybrid};
 pub use cost::{Account, COPY_SHARE, Costs, MEMCMP_LINE_NJ};
 pub use engine::PageCmpEngine;
-
-/// 64-bit words of a page.
-pub const PAGE_WORDS: usize = 512;
-/// Chips of a rank, and so words of a 64-byte line.
-pub const CHIPS: usize = 8;
-/// Words of a page in one chip: one of each line.
-pub const ROUNDS: usize = PAGE_WORDS / CHIPS;
-
-/// A page's words in memory order, each as the CPU loads it.
-pub type Page = [u64; PAGE_WORDS];
+pub use page::{CHIPS, PAGE_WORDS, Page, ROUNDS};

@@ -1,13 +1,16 @@
 //! The device behind its registers: modules and a ring that work in a thread of their own, and raise interrupts.
 
+use crate::hash_key::EccOffsets;
 use crate::memory::Memory;
-use crate::registers::{self as reg, Function, Refusal};
-use crate::scan_table::{Candidate, EntryIndex, OTHER_PAGES, OtherPage, Pointer};
+use crate::module::Module;
+use crate::ring::Ring;
+use crate::scan_table::{Candidate, EntryIndex, OTHER_PAGES, OtherPage, Pointer, Ppn};
+use crate::timing::Account;
 use crate::window::{INFO_BUSY, Info, RING, TABLES, Window};
-use crate::{Account, EccOffsets, Module, Ppn, Ring};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use vmm_dedup::compare::Stopwatch;
+use vmm_dedup_pageforge_registers::{self as reg, Function, Refusal};
 use vmm_dedup_protocol::mapping::Mapping;
 
 /// Jobs that the ring does before it looks whether something else is to be done.

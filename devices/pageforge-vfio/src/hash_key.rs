@@ -1,11 +1,10 @@
 //! The ECC-based hash key (section 3.3 of the paper).
 
-use crate::Error;
+use crate::error::Error;
+pub use crate::sizes::LINES_PER_SECTION;
 
 /// Lines whose ECC codes make a key: one in each KiB of a page.
 pub const KEY_LINES: usize = 4;
-/// 64-byte lines in one KiB.
-pub const LINES_PER_SECTION: u8 = 16;
 
 /// A 32-bit hash key: four minikeys, that of the page's first KiB in the low byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

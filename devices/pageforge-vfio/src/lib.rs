@@ -40,16 +40,19 @@
 mod device;
 pub mod driver;
 mod ecc;
+mod error;
 mod hash_key;
 mod memory;
 mod module;
 mod ring;
 mod scan_table;
 pub mod server;
+mod sizes;
 mod timing;
 pub mod window;
 
 pub use device::{Board, Device};
+pub use error::Error;
 pub use hash_key::{EccOffsets, HashKey, KEY_LINES, LINES_PER_SECTION};
 pub use memory::{LINE_BYTES, Line, Memory, PAGE_LINES};
 pub use module::Module;
@@ -60,17 +63,3 @@ pub use scan_table::{
 };
 pub use timing::{Account, Costs, FREQUENCY_HZ, Role, Source};
 pub use vmm_dedup_pageforge_registers as registers;
-
-/// Why the device's input is refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Error {
-    /// No such entry.
-    #[error("Scan Table entry {0} does not exist: indices are below {OTHER_PAGES}")]
-    Index(usize),
-    /// No such line.
-    #[error("line {0} is not in a 1 KiB section: offsets are below {LINES_PER_SECTION}")]
-    Offset(u8),
-    /// A physical page number that no address has.
-    #[error("page number {0:#x} is beyond 52 bits of physical address")]
-    Ppn(u64),
-}

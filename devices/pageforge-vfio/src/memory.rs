@@ -1,6 +1,6 @@
 //! Memory as the device sees it: lines of pages.
 
-use crate::Ppn;
+use crate::scan_table::Ppn;
 use std::cmp::Ordering;
 
 /// Bytes of a line.

@@ -4,10 +4,9 @@ use crate::ecc;
 use crate::hash_key::{EccOffsets, HashKey, KEY_LINES};
 use crate::memory::{Line, Memory, PAGE_LINES, compare_lines};
 use crate::scan_table::{
-    Candidate, Compared, EntryIndex, OtherPage, PfeInfo, Pointer, RunError, ScanTable, Walk,
+    Candidate, Compared, EntryIndex, OTHER_PAGES, OtherPage, PfeInfo, Pointer, Ppn, RunError, ScanTable, Walk,
 };
 use crate::timing::{Account, Costs, Role};
-use crate::{OTHER_PAGES, Ppn};
 use std::cmp::Ordering;
 
 /// One module.
@@ -128,7 +127,7 @@ impl Module {
 
     /// Takes a minikey from a line of the candidate that passes by, if it is one of those that make the key.
     fn snatch(&mut self, number: usize, line: &Line) {
-        let section = number / usize::from(crate::LINES_PER_SECTION);
+        let section = number / usize::from(crate::hash_key::LINES_PER_SECTION);
         if self.offsets.lines()[section] == number && self.minikeys[section].is_none() {
             self.minikeys[section] = Some(minikey(line));
         }

@@ -1,9 +1,10 @@
 //! The modules that work on the ring of jobs.
 
+use crate::hash_key::EccOffsets;
 use crate::memory::Memory;
+use crate::module::Module;
 use crate::timing::Account;
 use crate::window::{Info, JobError, Window};
-use crate::{EccOffsets, Module};
 
 /// Several modules that take jobs in turn.
 #[derive(Clone, Debug)]

@@ -1,12 +1,8 @@
 //! The Scan Table (section 3.2) and the functions through which software uses it (table 1 of the paper).
 
-use crate::{Error, HashKey};
-
-/// Entries for pages that the candidate is compared with.
-pub const OTHER_PAGES: usize = 31;
-
-/// Bits of a page number: addresses have 52.
-pub const PPN_BITS: u32 = 40;
+use crate::error::Error;
+use crate::hash_key::HashKey;
+pub use crate::sizes::{OTHER_PAGES, PPN_BITS};
 
 /// A physical page number, as the device sees addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

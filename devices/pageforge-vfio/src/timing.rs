@@ -1,7 +1,7 @@
 //! The device's account in cycles of the paper's machine (table 2), from which come the figures of its table 5 and
 //! figure 11. Nothing here is measured on the machine that runs the model: it counts what the hardware would take.
 
-use crate::Ppn;
+use crate::scan_table::Ppn;
 
 /// The paper's clock, in cycles a second.
 pub const FREQUENCY_HZ: f64 = 2e9;

@@ -13,8 +13,10 @@
 //!
 //! Everything here is hostile: the client may write it at any time. The device reads each word once.
 
-use crate::scan_table::{Candidate, EntryIndex, OTHER_PAGES, OtherPage, PfeInfo, Pointer, RunError};
-use crate::{HashKey, PPN_BITS, Ppn};
+use crate::hash_key::HashKey;
+use crate::scan_table::{
+    Candidate, EntryIndex, OTHER_PAGES, OtherPage, PPN_BITS, PfeInfo, Pointer, Ppn, RunError,
+};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Jobs that the ring holds.

@@ -1,6 +1,6 @@
 //! Bits in bytes, the lowest first.
 
-use crate::Malformed;
+use crate::malformed::Malformed;
 
 /// Appends bits to bytes.
 #[derive(Debug)]

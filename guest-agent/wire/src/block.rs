@@ -7,9 +7,9 @@
 //!
 //! A block that would need more than [`MOST_BYTES`] is made coarser by the encoder.
 
-use crate::Malformed;
 use crate::bits::{Reader, Writer};
 use crate::frame::BLOCK;
+use crate::malformed::Malformed;
 use crate::said::Said;
 
 /// Most bytes of a coded block. 16 GiB are 8192 blocks: with a byte for each one's number less than 1 MiB.

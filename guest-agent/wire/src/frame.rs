@@ -1,6 +1,6 @@
 //! Guest frames.
 
-use crate::Malformed;
+use crate::malformed::Malformed;
 use std::ops::Range;
 
 /// Guest physical addresses have at most 52 bits.

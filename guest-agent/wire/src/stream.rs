@@ -1,6 +1,6 @@
 //! Messages out of a stream of bytes.
 
-use crate::Malformed;
+use crate::malformed::Malformed;
 use crate::message::{HEADER, Header, MOST_PAYLOAD};
 
 /// Holds the beginning of a message until the rest of it comes: at most one message.

@@ -1,7 +1,7 @@
 //! How the VMMs are called.
 
 use super::library;
-use super::process::Options;
+use super::options::Options;
 use std::path::Path;
 use std::process::Command;
 

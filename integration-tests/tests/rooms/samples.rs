@@ -136,7 +136,7 @@ fn a_type_with_methods_in_two_rooms_is_found() {
     for attic in [
         "use crate::cellar::Coal; impl<T> Coal<T> where T: Clone { fn f(&self) {} }",
         "use crate::cellar::coal::Coal as Black; impl Black<u8> { }",
-        "use crate::cellar::coal::*; unsafe impl Send for Coal<u8> {} impl Coal<u8> { }",
+        "use crate::cellar::coal::*; /* SAFETY: it is empty. */ unsafe impl Send for Coal<u8> {} impl Coal<u8> { }",
         "impl crate::cellar::Coal<u8> { }",
         "use crate::cellar; impl cellar::Coal<u8> { }",
     ] {

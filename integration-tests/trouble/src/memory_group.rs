@@ -84,6 +84,12 @@ impl MemoryGroup {
         Ok(())
     }
 
+    /// Whether the limit is memory.high, which the kernel keeps all the time.
+    #[must_use]
+    pub fn has_high(&self) -> bool {
+        self.high
+    }
+
     /// Bytes that count for the group.
     ///
     /// # Errors

@@ -123,6 +123,20 @@ impl Swap {
         file.set_len(PAGE as u64)
     }
 
+    /// Writes to the device that failed so far, as a zram device counts them.
+    ///
+    /// # Panics
+    /// If this is no such device.
+    #[must_use]
+    pub fn failed_writes(&self) -> u64 {
+        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let device = state.ours.as_ref().expect("a device of ours");
+        // Failed reads, failed writes. Source: Linux, Documentation/admin-guide/blockdev/zram.rst.
+        let figures = fs::read_to_string(zram_setting(device.path(), "io_stat")).expect("zram counts");
+        let failed = figures.split_ascii_whitespace().nth(1);
+        failed.and_then(|count| count.parse().ok()).expect("a count")
+    }
+
     /// Puts it off now, as a test must that is about to end the process.
     pub fn off(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).off();

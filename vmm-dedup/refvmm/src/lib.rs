@@ -26,6 +26,7 @@ mod devices;
 mod error;
 mod gate;
 mod image;
+mod kick;
 mod layout;
 mod memory;
 mod registers;
@@ -36,8 +37,6 @@ mod vm;
 pub use config::{Image, ThpMode, VmConfig};
 pub use devices::ExitReason;
 pub use error::Error;
+pub use memory::GuestMemory;
 pub use running::RunningVm;
 pub use vm::Vm;
-
-/// Guest RAM. Cheap to clone: the clones refer to the same mappings, which live as long as any of them.
-pub type GuestMemory = vm_memory::GuestMemoryMmap<()>;

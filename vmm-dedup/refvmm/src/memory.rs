@@ -9,10 +9,12 @@ use kvm_ioctls::VmFd;
 use vm_memory::mmap::GuestRegionMmap;
 use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
-use crate::GuestMemory;
 use crate::config::ThpMode;
 use crate::error::Error;
 use crate::layout::{HIGH_RAM, HOLE_END, HOLE_START, LOW_RAM_END};
+
+/// Guest RAM. Cheap to clone: the clones refer to the same mappings, which live as long as any of them.
+pub type GuestMemory = vm_memory::GuestMemoryMmap<()>;
 
 const MIB: u64 = 1 << 20;
 

@@ -6,7 +6,8 @@ use vm_memory::{Address, Bytes};
 
 use crate::boot::Entry;
 use crate::error::Error;
-use crate::{GuestMemory, layout};
+use crate::layout;
+use crate::memory::GuestMemory;
 
 const CODE: u16 = 0x10;
 const DATA: u16 = 0x18;

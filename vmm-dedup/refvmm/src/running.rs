@@ -6,18 +6,13 @@ use std::time::Duration;
 
 use kvm_ioctls::VmFd;
 use vm_memory::mmap::GuestRegionMmap;
-use vmm_sys_util::signal::{Killable, SIGRTMIN};
+use vmm_sys_util::signal::Killable;
 
-use crate::GuestMemory;
 use crate::devices::{Devices, ExitReason};
 use crate::error::Error;
 use crate::gate::Gate;
-use crate::memory;
-
-/// What kicks a vCPU thread out of the guest: its handler does nothing, but KVM_RUN returns.
-pub(crate) fn kick_signal() -> libc::c_int {
-    SIGRTMIN()
-}
+use crate::kick::kick_signal;
+use crate::memory::{self, GuestMemory};
 
 /// A VM that runs (or is paused, or has just ended). Dropping it stops it.
 pub struct RunningVm {

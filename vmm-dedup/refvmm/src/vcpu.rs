@@ -5,12 +5,12 @@ use std::sync::Arc;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_sys_util::signal::unblock_signal;
 
-use crate::GuestMemory;
 use crate::devices::{Devices, ExitReason};
 use crate::error::Error;
 use crate::gate::Gate;
+use crate::kick::kick_signal;
+use crate::memory::GuestMemory;
 use crate::registers;
-use crate::running::kick_signal;
 
 /// What a vCPU thread owns.
 pub(crate) struct Vcpu {

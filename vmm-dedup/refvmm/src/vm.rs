@@ -14,9 +14,11 @@ use crate::cpuid::Template;
 use crate::devices::Devices;
 use crate::error::Error;
 use crate::gate::Gate;
-use crate::running::{RunningVm, kick_signal};
+use crate::kick::kick_signal;
+use crate::memory::{self, GuestMemory};
+use crate::running::RunningVm;
 use crate::vcpu::Vcpu;
-use crate::{GuestMemory, boot, layout, memory, registers};
+use crate::{boot, layout, registers};
 
 /// A VM that is built and loaded but does not run yet.
 pub struct Vm {

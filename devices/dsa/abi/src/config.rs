@@ -1,6 +1,6 @@
 //! Tables of queues and groups, in BAR 0 where [`Tables`](crate::registers::Tables) says.
 
-use crate::Pasid;
+use crate::descriptor::Pasid;
 
 /// Words of a queue's table (registers.h, `union wqcfg`). A device whose queues do not choose operations has the first 8.
 pub const QUEUE_WORDS: usize = 16;

@@ -29,65 +29,20 @@ mod command;
 mod completion;
 pub mod config;
 mod descriptor;
+mod error;
 mod operation;
 pub mod portal;
 pub mod registers;
+mod sizes;
 
 pub use command::{Command, CommandError, CommandStatus, CommandWord, wq_mask};
 pub use completion::{
     Comparison, CompletionRecord, DELTA_DIFFERS, DELTA_EQUAL, DELTA_TOO_BIG, Fault, Status,
 };
 pub use descriptor::{DeltaSpace, Descriptor, DeviceAddress, Pasid};
+pub use error::Error;
 pub use operation::{Opcode, flags};
+pub use sizes::{DELTA_ENTRY, MAX_DELTA_SOURCE, MIN_BATCH, MIN_DELTA_SPACE};
 
 #[cfg(not(target_endian = "little"))]
 compile_error!("DSA is a device of x86 processors: its records are little-endian");
-
-/// Longest delta: source sizes up to 512 KiB in 8-byte words have 16-bit indices (DML, validation.cpp).
-pub const MAX_DELTA_SOURCE: u32 = 512 << 10;
-
-/// Bytes of one entry of a delta record: a 16-bit index of an 8-byte word, and its new value.
-pub const DELTA_ENTRY: u32 = 10;
-
-/// Least space for a delta record, bytes (DML, validation.cpp).
-pub const MIN_DELTA_SPACE: u32 = 80;
-
-/// Fewest members of a batch.
-pub const MIN_BATCH: u32 = 2;
-
-/// Why a descriptor cannot be made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Error {
-    /// Nothing to do.
-    #[error("a descriptor for 0 bytes: leave it out")]
-    Empty,
-    /// Delta operands have to be made of whole words.
-    #[error("{field} is {value:#x}, which is not a multiple of 8")]
-    Unaligned {
-        /// Which operand.
-        field: &'static str,
-        /// Its value.
-        value: u64,
-    },
-    /// More than 16-bit word indices reach.
-    #[error("a delta of {0} bytes: cut it into pieces of at most {MAX_DELTA_SOURCE}")]
-    DeltaTooLong(u32),
-    /// The device wants room for some entries.
-    #[error("room for a delta record of {0} bytes: give it at least {MIN_DELTA_SPACE}")]
-    DeltaSpace(u32),
-    /// A record is made of entries.
-    #[error("a delta record of {0} bytes: it is made of entries of {DELTA_ENTRY} bytes, at least one")]
-    DeltaRecord(u32),
-    /// Both copies lie alike within their pages.
-    #[error("dualcast to {0:#x} and {1:#x}: both must have the same offset in their pages")]
-    Dualcast(u64, u64),
-    /// Completion records are aligned to their size.
-    #[error("the completion record at {0:#x} is not aligned to 32 bytes")]
-    CompletionAddress(u64),
-    /// Lists are aligned to descriptors.
-    #[error("the list at {0:#x} is not aligned to 64 bytes")]
-    ListAddress(u64),
-    /// A batch has several members.
-    #[error("a batch of {0}: submit fewer than {MIN_BATCH} descriptors one by one")]
-    Batch(u32),
-}

@@ -17,8 +17,12 @@
 //!
 //! All operations that go through here only read what callers own, and write whole words of the driver's own buffers, so to do
 //! one twice does no harm.
+
+mod item;
 mod member;
 mod slots;
+
+pub(crate) use item::{Item, ItemError};
 
 use crate::area::Addresses;
 use crate::latency::Latencies;
@@ -29,7 +33,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use vmm_dedup::compare::DeviceWork;
-use vmm_dedup_dsa_abi::{CompletionRecord, Descriptor, DeviceAddress, Opcode};
+use vmm_dedup_dsa_abi::{CompletionRecord, DeviceAddress, Opcode};
 
 /// Most members of a batch here.
 pub(crate) const MOST_MEMBERS: usize = 1024;
@@ -43,20 +47,6 @@ const SHORTEST_SLEEP: Duration = Duration::from_micros(120);
 const WAKE: Duration = Duration::from_micros(60);
 /// Shorter times are not slept by who can be late: the kernel takes some microseconds of CPU to let a thread sleep.
 const SHORTEST_NAP: Duration = Duration::from_micros(20);
-
-/// Why a descriptor has no result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ItemError {
-    /// The device cannot read there.
-    Fault(DeviceAddress),
-    /// The device does not do it.
-    Refused(u8),
-    /// Nobody wants it any more.
-    Abandoned,
-}
-
-/// A descriptor to be submitted, with a number of the caller's.
-pub(crate) type Item = (Descriptor, u64);
 
 /// Who is told of a descriptor's end, by its number.
 type Tell<'a> = dyn FnMut(u64, Result<CompletionRecord, ItemError>) + 'a;

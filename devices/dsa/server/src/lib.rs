@@ -20,43 +20,18 @@
 //!
 //! A write to a portal is posted: there are no deferrable writes (ENQCMD) over vfio-user, so shared queues take nothing.
 
+mod device;
 mod pci;
 mod pieces;
 mod session;
 mod spaces;
 
+pub use device::Device;
 pub use spaces::Translate;
 pub use vmm_dedup_vfio_user::{DEFAULT_CLIENTS, ServerError};
 
 use session::Session;
 use std::path::Path;
-use std::sync::Arc;
-use vmm_dedup_dsa_model::{Faults, Shape, Timing};
-
-/// What each client's device is like.
-#[derive(Clone, Debug)]
-pub struct Device {
-    /// What it can do.
-    pub shape: Shape,
-    /// How long that takes.
-    pub timing: Timing,
-    /// What goes wrong by chance.
-    pub faults: Faults,
-    /// Who translates addresses of address spaces.
-    pub spaces: Option<Arc<dyn Translate>>,
-}
-
-impl Default for Device {
-    /// Sapphire Rapids, with its published latency and bandwidth.
-    fn default() -> Self {
-        Self {
-            shape: Shape::sapphire_rapids(),
-            timing: Timing::PUBLISHED,
-            faults: Faults::default(),
-            spaces: None,
-        }
-    }
-}
 
 /// A socket with devices behind it. The socket's file goes when this is dropped.
 #[derive(Debug)]

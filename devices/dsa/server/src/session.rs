@@ -1,6 +1,6 @@
 //! One client: a device of its own, what the vfio-user crate asks of it, and the thread that does its work.
 
-use crate::Device;
+use crate::device::Device;
 use crate::pci::{CONFIG_BYTES, Config, portal_bytes};
 use crate::pieces::Pieces;
 use crate::spaces::ClientMemory;

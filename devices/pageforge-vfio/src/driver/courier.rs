@@ -1,8 +1,8 @@
 //! Commands to a device in another process, sent by a thread of their own: a device that does not answer holds up that
 //! thread and nobody else. (The vfio-user crate's client waits for ever, and panics on some answers.)
 
+use super::failure::{ConnectError, failed};
 use super::port::PATIENCE;
-use super::vfio_user::{ConnectError, failed};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,10 +1,11 @@
 //! The device in this process, on the caller's thread: the model without a socket.
 
-use super::Port;
+use super::port::Port;
 use crate::memory::{Line, Memory};
+use crate::ring::Ring;
+use crate::scan_table::Ppn;
 use crate::timing;
 use crate::window::{Job, WINDOW_BYTES, Window};
-use crate::{Ppn, Ring};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use vmm_dedup::compare::{Answer, PageId, Pages, Stopwatch};

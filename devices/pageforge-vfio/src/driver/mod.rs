@@ -10,20 +10,23 @@
 //! What is found here is a proposal, which is verified once the page was taken from the guest.
 
 mod courier;
+mod failure;
 mod in_process;
+mod jobs;
 mod port;
 mod tables;
 mod verifier;
 mod vfio_user;
 
+pub use failure::ConnectError;
 pub use in_process::InProcess;
 pub use port::Port;
 pub use verifier::PageForgeVerifier;
-pub use vfio_user::{ConnectError, VfioUser};
+pub use vfio_user::VfioUser;
 
-use crate::Ppn;
-use crate::scan_table::{Candidate, EntryIndex, OTHER_PAGES, OtherPage, Pointer, RunError};
+use crate::scan_table::{EntryIndex, OTHER_PAGES, OtherPage, Pointer, Ppn, RunError};
 use crate::window::{Info, Job, JobError, RING};
+use jobs::{NOWHERE, job, ppn_of};
 use std::os::fd::BorrowedFd;
 use tables::Tables;
 use vmm_dedup::compare::{
@@ -35,9 +38,6 @@ use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
 const TABLE_LEVELS: u32 = 5;
 /// Rounds after which a search gives up: each goes down a table.
 const MAX_ROUNDS: usize = MAX_STEPS / TABLE_LEVELS as usize + 1;
-
-/// An invalid entry, where a search ends at once: to make a key only, or after a single comparison.
-const NOWHERE: u8 = 31;
 
 /// PageForge behind a port: keys, and searches in trees and sets.
 #[derive(Debug)]
@@ -165,19 +165,6 @@ enum Step {
 
 fn missing_outcome() -> Error {
     Error::Device("it did not answer all jobs".to_owned())
-}
-
-fn ppn_of(page: PageId) -> Answer<Ppn> {
-    Ppn::try_new(page.0).map_err(|_| Error::Fault(page))
-}
-
-fn job(candidate: Ppn, table: u32, ptr: u8, last_refill: bool) -> Job {
-    let candidate = Candidate {
-        ppn: candidate,
-        last_refill,
-        ptr: Pointer::new(ptr),
-    };
-    Job { candidate, table }
 }
 
 /// Turns what went wrong with a job into an error; `other` says which page an entry is.

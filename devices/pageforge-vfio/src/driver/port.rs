@@ -1,7 +1,8 @@
 //! Where the device is.
 
+use crate::memory::LINE_BYTES;
+use crate::timing;
 use crate::window::{Info, Job, Window};
-use crate::{LINE_BYTES, timing};
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use vmm_dedup::compare::{Account, Answer, Error, PageId, Pages};

@@ -1,7 +1,6 @@
 //! Which part of a tree is in which table of the window.
 
-use crate::Ppn;
-use crate::scan_table::{EntryIndex, OTHER_PAGES, OtherPage, Pointer};
+use crate::scan_table::{EntryIndex, OTHER_PAGES, OtherPage, Pointer, Ppn};
 use crate::window::{RING, TABLES, Window};
 use std::collections::HashMap;
 use vmm_dedup_protocol::tree::{Node, TreeReader};

@@ -7,7 +7,8 @@
 //! The device tells equal pages (Duplicate) from others, but not where they differ.
 #![allow(unsafe_code)] // the trait's submit() is unsafe; here it copies what the caller promises to keep
 
-use super::{NOWHERE, Port, job, ppn_of};
+use super::jobs::{NOWHERE, job, ppn_of};
+use super::port::Port;
 use crate::scan_table::{EntryIndex, OtherPage, Pointer, RunError};
 use crate::window::{Info, Job, JobError, RING};
 use std::collections::VecDeque;

@@ -1,16 +1,16 @@
 //! The device behind a vfio-user socket. It is not trusted: whatever it does, the driver comes back soon, with answers or
 //! an error.
 
-use super::Port;
 use super::courier::Courier;
-use crate::registers as reg;
+use super::failure::{ConnectError, failed};
+use super::port::Port;
 use crate::timing;
 use crate::window::{Job, WINDOW_BYTES, Window};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{SealFlags, fcntl_get_seals};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -20,39 +20,9 @@ use vfio_bindings::bindings::vfio::{
 };
 use vfio_user::Client;
 use vmm_dedup::compare::{Answer, Arena, Error, PageId, Pages};
+use vmm_dedup_pageforge_registers as reg;
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::mapping::Mapping;
-
-/// Why a device cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum ConnectError {
-    /// The protocol failed.
-    #[error("no vfio-user device at {path}: start one with `vmm-dedup device pageforge --socket`")]
-    Client {
-        /// Where it was looked for.
-        path: PathBuf,
-        /// What went wrong.
-        source: vfio_user::Error,
-    },
-    /// Somebody listens there who does not speak.
-    #[error("the device at {0} does not answer: restart it")]
-    Silent(PathBuf),
-    /// It is another device, or another version of this one.
-    #[error(
-        "the device is not a PageForge of layout {}: driver and device must be of one release",
-        reg::LAYOUT
-    )]
-    Foreign,
-    /// Its window could be taken away, which would kill who reads it.
-    #[error("the device's window is a file that can shrink: it must be a memfd that is sealed against that")]
-    Unsealed,
-    /// It stopped answering while it was set up.
-    #[error(transparent)]
-    Device(#[from] Error),
-    /// The kernel says no.
-    #[error("the device cannot be set up")]
-    Io(#[from] io::Error),
-}
 
 /// A device in another process.
 pub struct VfioUser {
@@ -152,10 +122,6 @@ impl std::fmt::Debug for VfioUser {
             .field("tail", &self.tail)
             .finish_non_exhaustive()
     }
-}
-
-pub(super) fn failed(error: impl std::fmt::Display) -> Error {
-    Error::Device(error.to_string())
 }
 
 fn read(client: &mut Client, register: u32) -> Result<u32, vfio_user::Error> {

@@ -8,9 +8,9 @@ mod session;
 pub use pci::{DEVICE, VENDOR};
 pub use vmm_dedup_vfio_user::DEFAULT_CLIENTS;
 
-use crate::registers::MAX_MODULES;
 use session::Session;
 use std::path::Path;
+use vmm_dedup_pageforge_registers::MAX_MODULES;
 
 /// How the server is to be.
 #[derive(Clone, Debug, PartialEq, Eq)]

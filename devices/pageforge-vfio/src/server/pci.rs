@@ -1,7 +1,7 @@
 //! The PCI configuration space.
 
-use crate::registers::{MSIX_PENDING, MSIX_TABLE, REGISTERS_BYTES};
 use crate::window::WINDOW_BYTES;
+use vmm_dedup_pageforge_registers::{MSIX_PENDING, MSIX_TABLE, REGISTERS_BYTES};
 use vmm_dedup_vfio_user::{ConfigSpace, Identity, MsiX};
 
 /// Vendor: Red Hat's, of whose numbers 10f0 to 10ff are for experiments (QEMU, docs/specs/pci-ids).

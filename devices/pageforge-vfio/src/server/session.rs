@@ -1,10 +1,9 @@
 //! One client: a device of its own, and what the vfio-user crate asks of it.
 
 use super::pci::{CONFIG_BYTES, config_space};
-use crate::Ppn;
 use crate::device::{Board, Device};
 use crate::memory::{LINE_BYTES, Line, Memory};
-use crate::registers::REGISTERS_BYTES;
+use crate::scan_table::Ppn;
 use crate::window::WINDOW_BYTES;
 use std::fs::File;
 use std::io;
@@ -16,6 +15,7 @@ use vfio_bindings::bindings::vfio::{
     VFIO_PCI_NUM_REGIONS, VFIO_REGION_INFO_FLAG_MMAP, vfio_region_sparse_mmap_area,
 };
 use vfio_user::{DmaMapFlags, DmaUnmapFlags, IrqInfo, ServerBackend, ServerRegion, SparseArea};
+use vmm_dedup_pageforge_registers::REGISTERS_BYTES;
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::mapping::{Mapping, staging_memfd};
 use vmm_dedup_vfio_user::{ConfigSpace, DmaMemory, DmaView, Interrupts, plain_region};

@@ -135,6 +135,11 @@ impl Hints {
         self.counts
     }
 
+    /// Whether anything is said of any page, or was.
+    pub(crate) fn are_any(&self) -> bool {
+        !self.pieces.is_empty()
+    }
+
     /// Whether many pages around this one are worth looking at.
     pub(crate) fn are_worth(&self, page: Page) -> bool {
         let piece = self.pieces.get(place_of(page).0).and_then(Option::as_deref);

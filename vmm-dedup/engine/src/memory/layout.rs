@@ -307,6 +307,12 @@ impl Memory {
         range.start + bytes((page - first) as usize)
     }
 
+    /// Host addresses of neighbours in one region.
+    pub(crate) fn addresses(&self, pages: &Range<Page>) -> Range<usize> {
+        let start = self.address(pages.start);
+        start..start + bytes(pages.len())
+    }
+
     /// Page at a host address.
     pub(crate) fn page_at(&self, address: usize) -> Option<Page> {
         let at = self

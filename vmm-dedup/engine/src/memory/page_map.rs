@@ -20,8 +20,6 @@ use crate::memory::mappings::Mappings;
 use crate::memory::outbox::{Outbox, Sighting};
 use crate::memory::page_state::{Backing, Edges, Known, PageState, PinnedUntil};
 use crate::memory::page_table::{Counts, PageTable};
-use crate::sys::page_size::PAGE_SIZE;
-use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use vmm_dedup_protocol::Slot;
@@ -101,6 +99,14 @@ impl PageMap {
         self.state(page).known
     }
 
+    /// Whether a page's key is not to be read, since the guest says so.
+    pub(crate) fn rests(&self, page: Page) -> bool {
+        let hint = self.hints.get(page);
+        // What keeps a store's memory alive that is gone comes home by way of its key.
+        let comes_home = || matches!(self.backing(page), Backing::OrphanedSlot(_));
+        hint.has(Hint::NEVER) || hint.rests() && !comes_home()
+    }
+
     /// The key by which a private page was reported to the store.
     pub(crate) fn private_candidate(&self, page: Page) -> Option<Key> {
         let state = self.state(page);
@@ -150,85 +156,14 @@ impl PageMap {
         self.table.repetition(key)
     }
 
-    /// Pages in mappings of stores that are gone, in order: those that map slots and were reported to the store, which knows no
-    /// twin of theirs; and copies.
-    pub(crate) fn settled_orphans(&self) -> (Vec<Page>, Vec<Page>) {
-        let (mut slots, mut copies) = (Vec::new(), Vec::new());
-        let pages = (0..).take(self.memory.end());
-        for page in pages.filter(|page| !self.is_lent(*page)) {
-            let PageState { backing, known } = self.state(page);
-            match backing {
-                Backing::OrphanedSlot(_) if known.candidate().is_some() => slots.push(page),
-                Backing::OrphanedCopy(_) => copies.push(page),
-                _ => {}
-            }
-        }
-        (slots, copies)
-    }
-
     /// Whether a page is somebody else's to register for now.
     pub(crate) fn is_lent(&self, page: Page) -> bool {
         self.memory.has(page) && self.chunk(self.chunk_of(page)).lent
     }
-
-    /// Copies whose addresses lie in these ranges, in order; but for those in memory that is lent.
-    pub(crate) fn copies_within(&self, ranges: &[Range<usize>]) -> Vec<Page> {
-        let addresses = ranges.iter().flat_map(|range| range.clone().step_by(PAGE_SIZE));
-        let pages = addresses.filter_map(|address| self.memory.page_at(address));
-        let ours = |page: &Page| self.backing(*page).is_copied() && !self.is_lent(*page);
-        pages.filter(ours).collect()
-    }
-
-    /// Pages that map slots of some segments, in order.
-    pub(crate) fn pages_of_segments(&self, segments: &BTreeSet<u32>) -> Vec<Page> {
-        self.table.pages_of_segments(segments)
-    }
-
-    /// Candidates whose key satisfies `pick`, with their keys, in order.
-    pub(crate) fn candidates_with(&self, pick: impl FnMut(u64) -> bool) -> Vec<(Page, Key)> {
-        let pages = self.table.candidates_with(pick).into_iter();
-        pages
-            .filter_map(|page| Some((page, self.known(page).candidate()?)))
-            .collect()
-    }
 }
 
-/// The account of mappings.
+/// Where mappings begin and end.
 impl PageMap {
-    pub(crate) fn vmas(&self) -> i64 {
-        self.mappings.added
-    }
-
-    /// Mappings of the process, about.
-    pub(crate) fn mappings(&self) -> u64 {
-        self.mappings.all()
-    }
-
-    /// The most that the service may add to it now.
-    pub(crate) fn vmas_max(&self) -> i64 {
-        self.mappings.most()
-    }
-
-    /// Whether so many mappings more are allowed.
-    pub(crate) fn has_vmas_for(&self, more: i64) -> bool {
-        self.mappings.added + more <= self.mappings.most()
-    }
-
-    /// The process's mappings were counted.
-    pub(crate) fn set_vmas(&mut self, counted: usize) {
-        self.mappings.set_counted(counted);
-    }
-
-    /// The kernel has refused one more.
-    pub(crate) fn no_vma_is_left(&mut self, pass: u64) {
-        self.mappings.note_refusal(pass);
-    }
-
-    /// Whether the kernel may be asked for more again from this pass on; told once after a refusal.
-    pub(crate) fn asks_for_vmas_again(&mut self, pass: u64) -> bool {
-        self.mappings.asks_again(pass)
-    }
-
     /// Whether a mapping begins between a page and the one before it, if that is its neighbour.
     fn begins(&self, page: Page) -> bool {
         let Some(before) = page.checked_sub(1).filter(|before| self.memory.adjacent(*before)) else {
@@ -638,23 +573,9 @@ impl PageMap {
     }
 }
 
-/// What the guest says; [`hints`](mod@hints) takes it in.
-impl PageMap {
-    /// What the guest says of a page.
-    pub(crate) fn hint(&self, page: Page) -> Hint {
-        self.hints.get(page)
-    }
-
-    /// Whether a page's key is not to be read, since the guest says so.
-    pub(crate) fn rests(&self, page: Page) -> bool {
-        let hint = self.hint(page);
-        // What keeps a store's memory alive that is gone comes home by way of its key.
-        let comes_home = || matches!(self.backing(page), Backing::OrphanedSlot(_));
-        hint.has(Hint::NEVER) || hint.rests() && !comes_home()
-    }
-}
-
+mod budget;
 mod chunks;
+mod finding;
 mod hints;
 mod telling;
 

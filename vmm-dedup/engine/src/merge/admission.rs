@@ -1,19 +1,20 @@
 //! Found > admitted: whether a page may share a slot now. One place answers, with a reason, and `explain` shows it.
 
-use crate::account::Account;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Page;
 use crate::memory::page_map::{PageMap, VMAS_PER_RUN};
 use crate::memory::page_state::Backing;
 use crate::memory::thp_state::{Asked, SAMPLING};
-use crate::merge::ready;
+use crate::merge::bridged_runs::{self, Deferred};
+use crate::merge::context::Context;
 use crate::merge::run::runs_of;
+use crate::merge::swapped::Swapped;
 use crate::store::session::{ResyncCause, Session};
 use crate::sys::guest;
 use crate::sys::page_size::CHUNK_PAGES;
-use crate::sys::pagemap::Pagemap;
 use crate::thp::duplicates::is_sampled;
 use crate::thp::monitor::Monitor;
+use crate::thp::split;
 use vmm_dedup_protocol::Slot;
 
 /// Fewest pages of a sample, chosen by key, that tell something of a whole huge page.
@@ -52,10 +53,21 @@ pub(crate) enum Obstacle {
 /// What is known of a page beside its state.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Facts {
-    /// It waits until its 2 MiB have quiesced ([`bridged_runs`](crate::merge::bridged_runs)).
+    /// It waits until its 2 MiB have quiesced ([`bridged_runs`]).
     pub(crate) deferred: bool,
     /// It is swapped out now.
     pub(crate) swapped: bool,
+}
+
+impl Facts {
+    /// Why the page may not share any slot now, for all that is known beside its state.
+    fn obstacle(self) -> Option<Obstacle> {
+        match self {
+            Self { deferred: true, .. } => Some(Obstacle::Deferred),
+            Self { swapped: true, .. } => Some(Obstacle::SwappedOut),
+            _ => None,
+        }
+    }
 }
 
 /// What the answer depends on beside the page.
@@ -73,15 +85,13 @@ pub(crate) struct Admission<'a> {
 impl Admission<'_> {
     /// Whether a page may share a slot; `None`: the zero page.
     pub(crate) fn may_merge(&self, map: &PageMap, page: Page, slot: Option<Slot>, facts: Facts) -> Verdict {
-        match self.judge(map, page, slot, false) {
-            Verdict::Merge if facts.deferred => Verdict::Refuse(Obstacle::Deferred),
-            Verdict::Merge if facts.swapped => Verdict::Refuse(Obstacle::SwappedOut),
-            verdict => verdict,
+        match (self.judge(map, page, slot, false), facts.obstacle()) {
+            (Verdict::Merge, Some(obstacle)) => Verdict::Refuse(obstacle),
+            (verdict, _) => verdict,
         }
     }
 
-    /// `as_one`: all of the 2 MiB around share what is or becomes a huge page of the store. Of swapping it knows nothing: that is
-    /// asked right before a window ([`leave_swapped_out`]).
+    /// `as_one`: all of the 2 MiB around share what is or becomes a huge page of the store.
     fn judge(&self, map: &PageMap, page: Page, slot: Option<Slot>, as_one: bool) -> Verdict {
         let chunk = map.chunk_of(page);
         let state = map.chunk(chunk);
@@ -106,41 +116,55 @@ impl Admission<'_> {
     }
 
     /// Leaves out what may not be merged now. Requests are in page order, each page once. Also decides which huge pages have
-    /// enough twins to be split. Returns the admitted, and whether mappings were missing.
+    /// enough twins to be split.
     pub(crate) fn admit(
         &self,
-        map: &mut PageMap,
-        session: &Session,
-        account: &mut Account,
-        pass: u64,
+        with: &mut Context<'_>,
+        deferred: &mut Deferred,
         requests: &[MergeRequest],
-    ) -> (Vec<MergeRequest>, bool) {
-        let (mut admitted, mut full) = (Vec::with_capacity(requests.len()), false);
-        let memory = map.memory().clone();
+    ) -> Vec<MergeRequest> {
+        let mut admitted = Vec::with_capacity(requests.len());
+        let memory = with.map.memory().clone();
         for group in requests.chunk_by(|a, b| memory.chunk_of(a.page) == memory.chunk_of(b.page)) {
             let chunk = memory.chunk_of(group[0].page);
-            if map.chunk(chunk).huge && !map.chunk(chunk).twins.split {
-                self.count_twins(map, session, chunk, group);
+            if with.map.chunk(chunk).huge && !with.map.chunk(chunk).twins.split {
+                self.count_twins(with.map, with.session, chunk, group);
             }
             let as_one = !self.managed && is_huge_page_of_store(group);
             for request in group {
-                match self.judge(map, request.page, request.slot, as_one) {
+                match self.judge(with.map, request.page, request.slot, as_one) {
                     Verdict::Merge => admitted.push(*request),
-                    Verdict::Refuse(reason) => {
-                        if reason == Obstacle::NoMappings {
-                            account.stats.refused_vmas_total += 1;
-                            full = true;
-                        }
-                        map.defer(request.page, request.publisher_ref());
-                        if reason == Obstacle::MayBePinned {
-                            account.stats.heal_pinned_total += 1;
-                            map.copy_may_be_pinned(request.page, pass);
-                        }
-                    }
+                    Verdict::Refuse(obstacle) => refuse(with, deferred, request, obstacle),
                 }
             }
         }
-        (admitted, full)
+        admitted
+    }
+
+    /// Leaves out the twins of 2 MiB in which more twins could make longer runs, until these have quiesced.
+    pub(crate) fn let_ripen(
+        &self,
+        with: &mut Context<'_>,
+        deferred: &mut Deferred,
+        requests: &[MergeRequest],
+    ) -> Vec<MergeRequest> {
+        if self.managed {
+            return requests.to_vec();
+        }
+        let mut ripe = Vec::with_capacity(requests.len());
+        let memory = with.map.memory().clone();
+        for group in requests.chunk_by(|a, b| memory.chunk_of(a.page) == memory.chunk_of(b.page)) {
+            if !bridged_runs::ripens(with.map, with.pass, group) {
+                ripe.extend_from_slice(group);
+                continue;
+            }
+            with.map.defer_chunk(memory.chunk_of(group[0].page), with.pass);
+            for request in group {
+                refuse(with, deferred, request, Obstacle::Deferred);
+            }
+            split::split_if_huge(with.map, with.account, with.monitor, group[0].page);
+        }
+        ripe
     }
 
     /// Adds to the twins that a huge page is known to have, and decides on splitting it. A line key is not enough for
@@ -164,41 +188,83 @@ impl Admission<'_> {
         if all {
             // Those that were deferred before are found again at the next look.
             map.look_again(chunk);
-            let policy = map.policy_mut(chunk);
-            (policy.asked, policy.likely_whole) = (Asked::Whole, likely_whole);
+            map.ask_about_all(chunk, likely_whole);
         }
     }
 }
 
-/// Whether a window's mappings fit the budget, which other windows have used since its requests were admitted.
-pub(crate) fn has_mappings(map: &PageMap, requests: &[MergeRequest]) -> bool {
-    let runs = i64::try_from(runs_of(requests)).unwrap_or(i64::MAX / VMAS_PER_RUN);
-    map.has_vmas_for(runs * VMAS_PER_RUN)
+/// Refuses a page: counts it, and sees to it that it is found again when that may help.
+fn refuse(with: &mut Context<'_>, deferred: &mut Deferred, request: &MergeRequest, obstacle: Obstacle) {
+    let (map, session, stats) = (&mut *with.map, &mut *with.session, &mut with.account.stats);
+    match obstacle {
+        // It waits in the list.
+        Obstacle::Deferred => return deferred.push(map, request),
+        // What is no news any more must be found again.
+        Obstacle::Suspended => session.overrun_news(),
+        Obstacle::SwappedOut => {
+            stats.refused_swapped_total += 1;
+            session.schedule_resync(with.pass, ResyncCause::Missed);
+        }
+        Obstacle::NoMappings => {
+            stats.refused_vmas_total += 1;
+            session.schedule_resync(with.pass, ResyncCause::NoMappings);
+        }
+        Obstacle::MayBePinned => stats.heal_pinned_total += 1,
+        // Whoever ends these has the page looked at again.
+        Obstacle::Changed | Obstacle::Probe | Obstacle::Huge | Obstacle::Guest => {}
+    }
+    map.defer(request.page, request.publisher_ref());
+    if obstacle == Obstacle::MayBePinned {
+        map.copy_may_be_pinned(request.page, with.pass);
+    }
 }
 
-/// Of a window's requests those whose pages are in memory, if that is not all. The others are let go of, and found again later.
-pub(crate) fn leave_swapped_out(
-    map: &mut PageMap,
-    pagemap: &mut Pagemap,
-    session: &mut Session,
-    account: &mut Account,
-    pass: u64,
+/// Right before a window, since time went by: other windows have used mappings, and the kernel may have swapped pages out. Who
+/// is left of its requests, which are in page order within 2 MiB; `None`: all.
+pub(crate) fn admit_to_window(
+    with: &mut Context<'_>,
+    deferred: &mut Deferred,
+    swapped: &Swapped,
     requests: &[MergeRequest],
 ) -> Option<Vec<MergeRequest>> {
-    let first = requests.first()?.page;
-    let swapped = ready::swapped_out(pagemap, map.memory(), requests);
-    let is_out = |request: &MergeRequest| swapped.contains((request.page - first) as usize);
-    let (out, there): (Vec<_>, Vec<_>) = requests.iter().copied().partition(is_out);
-    if out.is_empty() {
+    let (first, last) = (requests.first()?.page, requests.last()?.page);
+    let zero_only = requests.iter().all(|request| request.slot.is_none());
+    if !zero_only && lacks_mappings(with, deferred, requests) {
+        return Some(Vec::new());
+    }
+    let swapped = swapped.out(&mut with.space.pagemap, with.map.memory(), &(first..last + 1));
+    if swapped.is_empty() {
         return None;
     }
-    account.stats.refused_swapped_total += out.len() as u64;
-    for request in out {
-        map.defer(request.page, request.publisher_ref());
+    let mut left = Vec::with_capacity(requests.len());
+    for request in requests {
+        let facts = Facts {
+            swapped: swapped.contains((request.page - first) as usize),
+            ..Facts::default()
+        };
+        match facts.obstacle() {
+            None => left.push(*request),
+            Some(obstacle) => refuse(with, deferred, request, obstacle),
+        }
     }
-    // They are no news any more, and must be found again.
-    session.schedule_resync(pass, ResyncCause::Missed);
-    Some(there)
+    // What is swapped out may lie between the requests.
+    (left.len() < requests.len()).then_some(left)
+}
+
+/// Whether the mappings that requests need do not fit the budget any more; then all are refused.
+pub(crate) fn lacks_mappings(
+    with: &mut Context<'_>,
+    deferred: &mut Deferred,
+    requests: &[MergeRequest],
+) -> bool {
+    let runs = i64::try_from(runs_of(requests)).unwrap_or(i64::MAX / VMAS_PER_RUN);
+    let lacks = !with.map.has_vmas_for(runs * VMAS_PER_RUN);
+    if lacks {
+        for request in requests {
+            refuse(with, deferred, request, Obstacle::NoMappings);
+        }
+    }
+    lacks
 }
 
 /// Whether all pages of a huge page that were asked about as a sample have twins.

@@ -41,6 +41,15 @@ impl Deferred {
             .collect()
     }
 
+    /// Adds what waits from now on.
+    pub(crate) fn push(&mut self, map: &PageMap, request: &MergeRequest) {
+        match map.known(request.page).candidate() {
+            _ if request.publisher_ref().is_some() => self.published.push(*request),
+            Some(key) => self.twins.push((request.page, key)),
+            None => {} // keyed anew by the next pass
+        }
+    }
+
     /// Takes out what is to be merged now: its chunk has quiesced. Twins are to be looked up again: nothing found in the index
     /// outlives an epoch. A key that was there was no sighting for the store any more; if it has left meanwhile (who
     /// published it gave it up as well), it must become one again, or nobody would ever be asked for the page.
@@ -55,40 +64,19 @@ impl Deferred {
     }
 }
 
-/// Defers the twins of chunks in which exceptions could make longer runs, until the chunks have quiesced. Returns those that
-/// are merged now, and of each chunk that was deferred a page.
-pub(crate) fn defer(
-    map: &mut PageMap,
-    deferred: &mut Deferred,
-    pass: u64,
-    requests: &[MergeRequest],
-) -> (Vec<MergeRequest>, Vec<Page>) {
-    let (mut kept, mut chunks) = (Vec::with_capacity(requests.len()), Vec::new());
-    let memory = map.memory().clone();
-    for group in requests.chunk_by(|a, b| memory.chunk_of(a.page) == memory.chunk_of(b.page)) {
-        let at = memory.chunk_of(group[0].page);
-        let bridges = group
-            .windows(2)
-            .any(|pair| bridge(map, &pair[0], &pair[1]).is_some());
-        // Pages of a lost store are found by its keys only once.
-        let orphaned = group
-            .iter()
-            .any(|request| map.backing(request.page).in_file_mapping());
-        if map.chunk(at).is_quiesced(pass) || !bridges || orphaned {
-            kept.extend_from_slice(group);
-            continue;
-        }
-        chunks.push(group[0].page);
-        map.defer_chunk(at, pass);
-        for request in group {
-            match map.known(request.page).candidate() {
-                _ if request.publisher_ref().is_some() => deferred.published.push(*request),
-                Some(key) => deferred.twins.push((request.page, key)),
-                None => {} // keyed anew by the next pass
-            }
-        }
-    }
-    (kept, chunks)
+/// Whether the twins of a chunk, in page order, are to wait until it has quiesced, since exceptions could make longer runs of
+/// them then.
+pub(crate) fn ripens(map: &PageMap, pass: u64, twins: &[MergeRequest]) -> bool {
+    let bridges = || {
+        let mut pairs = twins.windows(2);
+        pairs.any(|pair| bridge(map, &pair[0], &pair[1]).is_some())
+    };
+    // Pages of a lost store are found by its keys only once.
+    let orphaned = || {
+        let mut pages = twins.iter().map(|request| request.page);
+        pages.any(|page| map.backing(page).in_file_mapping())
+    };
+    !map.chunk(map.chunk_of(twins[0].page)).is_quiesced(pass) && bridges() && !orphaned()
 }
 
 /// Adds the exceptions that join neighbouring requests to runs.

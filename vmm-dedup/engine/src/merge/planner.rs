@@ -10,15 +10,16 @@ use crate::memory::page_map::{NotMerged, PageMap, Reference};
 use crate::memory::page_state::{Backing, PageState};
 use crate::merge::admission::{self, Admission};
 use crate::merge::bridged_runs::{self, Deferred};
+use crate::merge::context::Context;
 use crate::merge::healer::{Healed, Healer};
 use crate::merge::merger::{Batch, Merged, Merger, Take};
 use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, runs_of};
 use crate::merge::series;
+use crate::merge::swapped::Swapped;
 use crate::merge::verify_engine::VerifyEngine;
 use crate::store::session::{ResyncCause, Session};
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
-use crate::sys::proc;
 use crate::thp::monitor::Monitor;
 use crate::thp::split;
 use crate::unmerge::address_space::AddressSpace;
@@ -37,17 +38,6 @@ const FIRST_WINDOW: usize = 16;
 #[allow(clippy::cast_possible_truncation)] // 512
 const WINDOW_SPAN: Page = MAX_WINDOW as Page;
 
-/// What planning and merging work on.
-pub(crate) struct Context<'a> {
-    pub(crate) map: &'a mut PageMap,
-    pub(crate) space: &'a mut AddressSpace,
-    pub(crate) session: &'a mut Session,
-    pub(crate) account: &'a mut Account,
-    pub(crate) monitor: &'a Monitor,
-    /// The number of the pass.
-    pub(crate) pass: u64,
-}
-
 /// Plans windows and has them merged, one at each step.
 #[derive(Debug)]
 pub(crate) struct Planner {
@@ -55,8 +45,8 @@ pub(crate) struct Planner {
     stop_target_ns: u64,
     /// Requests that one window takes at most; adapts to the stop target.
     window: usize,
-    /// Pages can be swapped out, as of the last plan.
-    has_swap: bool,
+    /// As of the last plan.
+    pub(crate) swapped: Swapped,
     /// What was admitted, in page order, and how much of that was merged.
     admitted: Vec<MergeRequest>,
     done: usize,
@@ -76,7 +66,7 @@ impl Planner {
             healer,
             stop_target_ns: config.stop_target_us * 1000,
             window: FIRST_WINDOW,
-            has_swap: true,
+            swapped: Swapped::new(),
             admitted: Vec::new(),
             done: 0,
             deferred: Deferred::default(),
@@ -89,63 +79,48 @@ impl Planner {
     ///
     /// # Errors
     /// Those of the connection to the store.
-    pub(crate) fn plan(
+    pub(crate) fn admit(
         &mut self,
         with: &mut Context<'_>,
         suspended: bool,
         mut found: Vec<MergeRequest>,
     ) -> Result<(), Error> {
-        let Context {
-            map,
-            space,
-            session,
-            account,
-            monitor,
-            pass,
-        } = with;
-        let managed = space.breaker.managed();
-        let heals = found.iter().any(|request| map.backing(request.page).is_copied())
-            && self.healer.can_heal(map, *pass);
-        let admission = Admission {
-            monitor,
-            suspended,
-            managed,
-            heals,
-        };
-        if suspended && !found.is_empty() {
-            // What is refused now must be found again, although it is no news any more.
-            session.overrun_news();
-        }
         found.sort_by_key(|request| (request.page, request.publisher_ref().is_none()));
         // A page may have been published twice, with two contents.
         found.dedup_by(|again, kept| {
             let twice = again.page == kept.page;
             if twice {
-                map.give_up_published(again.publisher_ref());
+                with.map.give_up_published(again.publisher_ref());
             }
             twice
         });
-        let (mut admitted, full) = admission.admit(map, session, account, *pass, &found);
-        if full {
-            session.schedule_resync(*pass, ResyncCause::NoMappings);
-        }
-        series::use_series(map, session, account, &mut admitted)?;
-        let is_copy = |request: &mut MergeRequest| map.backing(request.page).is_copied();
+        let any_copy = found
+            .iter()
+            .any(|request| with.map.backing(request.page).is_copied());
+        let admission = Admission {
+            monitor: with.monitor,
+            suspended,
+            managed: with.managed(),
+            heals: any_copy && self.healer.can_heal(with.map, with.pass),
+        };
+        let mut admitted = admission.admit(with, &mut self.deferred, &found);
+        series::use_series(with.map, with.session, with.account, &mut admitted)?;
+        let is_copy = |request: &mut MergeRequest| with.map.backing(request.page).is_copied();
         self.copies = admitted.extract_if(.., is_copy).collect();
-        if !managed {
-            let (kept, chunks) = bridged_runs::defer(map, &mut self.deferred, *pass, &admitted);
-            for page in chunks {
-                split::split_if_huge(map, account, monitor, page);
-            }
-            admitted = kept;
-        }
-        make_orphans_private(map, space, account, &mut admitted);
-        if !managed {
-            admitted = bridged_runs::with_exceptions(map, *pass, admitted);
-        }
-        (self.admitted, self.done) = (admitted, 0);
-        self.has_swap = proc::has_swap();
+        self.admitted = admission.let_ripen(with, &mut self.deferred, &admitted);
+        self.done = 0;
+        self.swapped.look();
         Ok(())
+    }
+
+    /// Admitted > merged, before the first window: makes pages private that still map a lost store's file, and joins runs by
+    /// exceptions.
+    pub(crate) fn prepare(&mut self, with: &mut Context<'_>) {
+        make_orphans_private(with, &mut self.admitted);
+        if !with.managed() {
+            let admitted = std::mem::take(&mut self.admitted);
+            self.admitted = bridged_runs::with_exceptions(with.map, with.pass, admitted);
+        }
     }
 
     /// Admitted > merged: merges the next window; whether there was one.
@@ -164,7 +139,9 @@ impl Planner {
             (self.window_len(map, rest), Take::Pages)
         };
         let window = self.done..self.done + len;
-        if self.has_swap && self.leave_swapped_out(with, window.clone()) {
+        let (deferred, requests) = (&mut self.deferred, &self.admitted[window.clone()]);
+        if let Some(left) = admission::admit_to_window(with, deferred, &self.swapped, requests) {
+            self.admitted.splice(window, left);
             return true; // windows are cut anew
         }
         self.done = window.end;
@@ -173,7 +150,8 @@ impl Planner {
     }
 
     /// Ends what was planned, at its end or before: frees what was merged, and returns what was not.
-    pub(crate) fn end(&mut self, space: &mut AddressSpace) -> Vec<MergeRequest> {
+    pub(crate) fn end(&mut self, space: &mut AddressSpace, account: &Account) -> Vec<MergeRequest> {
+        self.swapped.tell(account.stats.refused_swapped_total);
         self.merger.clean_up();
         space.scratch.free();
         let mut rest = std::mem::take(&mut self.admitted).split_off(self.done);
@@ -201,46 +179,18 @@ impl Planner {
         std::mem::take(&mut self.wrong_proposals)
     }
 
-    /// What is swapped out is not merged now. Whether there was any.
-    fn leave_swapped_out(&mut self, with: &mut Context<'_>, window: Range<usize>) -> bool {
-        let Context {
-            map,
-            space,
-            session,
-            account,
-            pass,
-            ..
-        } = with;
-        let requests = &self.admitted[window.clone()];
-        let pagemap = &mut space.pagemap;
-        let there = admission::leave_swapped_out(map, pagemap, session, account, *pass, requests);
-        let left = there.is_some();
-        if let Some(there) = there {
-            self.admitted.splice(window, there);
-        }
-        left
-    }
-
     /// Admitted > merged, for pages that the kernel copied: merges the next batch; whether there was one.
     fn heal(&mut self, with: &mut Context<'_>) -> bool {
-        let Context {
-            map,
-            space,
-            session,
-            account,
-            pass,
-            ..
-        } = with;
         // No discard meets frozen pages, until the states say what became of them.
-        let discards = space.discards.clone();
+        let discards = with.space.discards.clone();
         let mut discards = discards.lock();
-        space.note_discards(&mut discards, map);
-        let memory = map.memory().clone();
+        with.space.note_discards(&mut discards, with.map);
+        let memory = with.map.memory().clone();
         // What was discarded just now is no copy any more; a publication of it is of no use.
         self.copies.retain(|request| {
-            let is_copy = map.backing(request.page).is_copied();
+            let is_copy = with.map.backing(request.page).is_copied();
             if !is_copy {
-                map.give_up_published(request.publisher_ref());
+                with.map.give_up_published(request.publisher_ref());
             }
             is_copy
         });
@@ -249,15 +199,21 @@ impl Planner {
         }
         let len = self.healer.batch_len(&memory, self.copies.make_contiguous());
         let batch: Vec<MergeRequest> = self.copies.drain(..len).collect();
+        if admission::lacks_mappings(with, &mut self.deferred, &batch) {
+            return true;
+        }
+        let Context {
+            map,
+            space,
+            session,
+            account,
+            pass,
+            ..
+        } = with;
         let Some(store) = session.store() else {
             return false;
         };
-        let Healed { outcomes, stall_ns } = if admission::has_mappings(map, &batch) {
-            self.healer.heal(map, store, space, *pass, &batch)
-        } else {
-            session.schedule_resync(*pass, ResyncCause::NoMappings);
-            Healed::none(&batch, Outcome::NoVma)
-        };
+        let Healed { outcomes, stall_ns } = self.healer.heal(map, store, space, *pass, &batch);
         stall_ns.into_iter().for_each(|ns| account.stats.heal.observe(ns));
         account.stats.bytes_read.verify += (batch.len() * 2 * PAGE_SIZE) as u64;
         self.wrong_proposals += note_healed(map, session, account, *pass, &batch, &outcomes);
@@ -285,6 +241,7 @@ impl Planner {
             account,
             monitor,
             pass,
+            ..
         } = with;
         let pass = *pass;
         // No discard meets pages that are away, until the states say what became of them.
@@ -309,13 +266,6 @@ impl Planner {
         };
         if take != Take::Pages && requests.iter().any(discarded) {
             // Just discarded, so it is not that huge page any more.
-            let requests = requests.iter();
-            return requests.for_each(|request| map.defer(request.page, request.publisher_ref()));
-        }
-        let zero_only = requests.iter().all(|request| request.slot.is_none());
-        if !zero_only && !admission::has_mappings(map, requests) {
-            account.stats.refused_vmas_total += requests.len() as u64;
-            session.schedule_resync(pass, ResyncCause::NoMappings);
             let requests = requests.iter();
             return requests.for_each(|request| map.defer(request.page, request.publisher_ref()));
         }
@@ -349,18 +299,14 @@ impl Planner {
 
 /// Pages that still map a lost store's file go back to private memory just before they are merged anew. What could not must
 /// not be taken: it lies in a mapping of a file.
-fn make_orphans_private(
-    map: &mut PageMap,
-    space: &mut AddressSpace,
-    account: &mut Account,
-    requests: &mut Vec<MergeRequest>,
-) {
+fn make_orphans_private(with: &mut Context<'_>, requests: &mut Vec<MergeRequest>) {
+    let map = &mut *with.map;
     let orphans: Vec<Page> = requests
         .iter()
         .map(|request| request.page)
         .filter(|page| map.backing(*page).in_file_mapping())
         .collect();
-    space.make_all_private(map, account, &orphans);
+    with.space.make_all_private(map, with.account, &orphans);
     requests.retain(|request| {
         let private = !map.backing(request.page).in_file_mapping();
         if !private {

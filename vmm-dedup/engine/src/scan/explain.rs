@@ -1,142 +1,49 @@
-//! Answering while the service runs: what became of which pages, and changes of settings. Questions come from the
-//! store, on behalf of an operator, and from the VMM's threads. They are answered between any two pieces of work.
+//! What became of which pages, and why: by their states, by the page tables, and by the verdict on those that have a twin.
 
 use crate::error::Error;
 use crate::lookup::find::twin;
 use crate::memory::hint::Hint;
 use crate::memory::layout::Page;
-use crate::memory::page_map::VMAS_PER_RUN;
+use crate::memory::page_map::PageMap;
 use crate::memory::page_state::{Backing, Known, PageState};
 use crate::merge::admission::{Admission, Facts, Obstacle, Verdict};
-use crate::scan::control::Command;
-use crate::scan::pass::Pass;
-use crate::store::connection::{Explained, Question, Store};
+use crate::merge::swapped::Swapped;
+use crate::store::session::Session;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
-use crate::sys::proc;
+use crate::sys::pagemap::Pagemap;
 use std::collections::HashSet;
 use std::ops::Range;
-use vmm_dedup_protocol::control::{Explanation, Set, Switch};
+use vmm_dedup_protocol::control::Explanation;
 use vmm_dedup_protocol::key::Key;
 
-impl Pass {
-    /// Answers questions; a store that cannot be answered is lost.
-    pub(crate) fn try_answer_questions(&mut self) {
-        if let Err(error) = self.answer_questions() {
-            self.lose_store(&error);
-        }
-    }
+/// Explains pages, as of one moment.
+pub(super) struct Explainer<'a> {
+    pub(super) map: &'a PageMap,
+    pub(super) session: &'a Session,
+    pub(super) pagemap: &'a mut Pagemap,
+    pub(super) swapped: &'a Swapped,
+    pub(super) admission: Admission<'a>,
+    /// Pages that wait until their 2 MiB have quiesced.
+    pub(super) deferred: HashSet<Page>,
+}
 
-    /// Answers all questions there are.
+impl Explainer<'_> {
+    /// Counts some pages of one chunk.
     ///
     /// # Errors
-    /// Those of the connection to the store.
-    pub(crate) fn answer_questions(&mut self) -> Result<(), Error> {
-        for (addresses, tell) in self.control.take_questions() {
-            let _ = tell.send(self.explain(addresses.as_ref()));
-        }
-        self.session.take_pushes()?;
-        while let Some(question) = self.session.store_mut().and_then(Store::next_question) {
-            match question {
-                Question::Set(set) => self.answer_set(&set)?,
-                Question::Explain { serial, addresses } => {
-                    let explained = self.explain(addresses.as_ref());
-                    if let Some(store) = self.session.store_mut() {
-                        store.explained(serial, explained)?;
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether something waits that the store has passed on.
-    pub(crate) fn has_questions(&self) -> bool {
-        self.session.store().is_some_and(Store::has_questions)
-    }
-
-    fn answer_set(&mut self, set: &Set) -> Result<(), Error> {
-        let done = self.control.apply(&set.settings, &self.space.breaker);
-        let Some(store) = self.session.store_mut() else {
-            return Ok(());
-        };
-        if done.is_ok() && set.settings.switch == Some(Switch::OffUnmerge) {
-            // Answered when it is done.
-            store.unmerging.push(set.serial);
-            self.control.order(Command::Unmerge(None));
-            return Ok(());
-        }
-        store.done(set.serial, &done)
-    }
-
-    /// Tells those who asked through the store that memory went back, or why not.
-    pub(crate) fn answer_unmerged(&mut self, done: &Result<(), Error>) -> Result<(), Error> {
-        let Some(store) = self.session.store_mut() else {
-            return Ok(());
-        };
-        for serial in std::mem::take(&mut store.unmerging) {
-            store.done(serial, done)?;
-        }
-        Ok(())
-    }
-
-    /// What became of the pages at some guest physical addresses, or of all.
-    fn explain(&mut self, addresses: Option<&Range<u64>>) -> Explained {
-        let ranges = match addresses {
-            None => {
-                let chunks = self.map.memory().chunks().iter();
-                chunks.map(|chunk| chunk.pages.clone()).collect()
-            }
-            Some(addresses) => {
-                let pages = self.map.memory().pages_at_guest(addresses);
-                pages.ok_or(Error::NoGuestAddresses)?
-            }
-        };
-        if let (true, Some(asked)) = (ranges.is_empty(), addresses) {
-            return Err(Error::NotGuestMemory {
-                start: asked.start,
-                end: asked.end,
-            });
-        }
-        let heals = self.planner.healer.can_heal(&self.map, self.number);
-        let mut explanation = Explanation {
-            heals: heals.into(),
-            ..Explanation::default()
-        };
-        let asked = Asked {
-            deferred: self.planner.deferred.pages(),
-            has_swap: proc::has_swap(),
-        };
-        for range in ranges {
-            let mut at = range.start;
-            while at < range.end {
-                let chunk = self.map.chunk_of(at);
-                let end = range.end.min(self.map.chunk_at(chunk).pages.end);
-                self.explain_chunk(&asked, chunk, at..end, &mut explanation)?;
-                at = end;
-            }
-        }
-        explanation.pages = explanation.classes().iter().map(|(_, n)| n).sum();
-        explanation.state = self.state();
-        Ok((explanation, self.hindrance()))
-    }
-
-    fn explain_chunk(
+    /// [`Error::Pagemap`].
+    pub(super) fn add(
         &mut self,
-        asked: &Asked,
         chunk: usize,
         pages: Range<Page>,
         to: &mut Explanation,
     ) -> Result<(), Error> {
         let populated = self.populated(&pages)?;
-        let swapped = if asked.has_swap {
-            self.swapped(&pages)?
-        } else {
-            [false; CHUNK_PAGES]
-        };
+        let swapped = self.swapped.out(self.pagemap, self.map.memory(), &pages);
         for page in pages.clone() {
             let facts = Facts {
-                deferred: asked.deferred.contains(&page),
-                swapped: swapped[(page - pages.start) as usize],
+                deferred: self.deferred.contains(&page),
+                swapped: swapped.contains((page - pages.start) as usize),
             };
             let PageState { backing, known } = self.map.state(page);
             let class = match (backing, known) {
@@ -147,7 +54,7 @@ impl Pass {
                     Known::Keyed(key) | Known::Candidate(key) => {
                         self.explain_twin(page, key, facts, to, |to| &mut to.broken)
                     }
-                    _ if to.heals == 1 => &mut to.broken,
+                    _ if self.admission.heals => &mut to.broken,
                     _ => &mut to.may_be_pinned,
                 },
                 (Backing::OrphanedSlot(_), _) => &mut to.foreign,
@@ -164,7 +71,7 @@ impl Pass {
                 }
                 (Backing::Private, known) => match known {
                     _ if self.map.chunk(chunk).huge => &mut to.huge,
-                    _ if self.monitor.probes().include(&self.map, chunk, page) => &mut to.probe,
+                    _ if self.admission.monitor.probes().include(self.map, chunk, page) => &mut to.probe,
                     Known::Volatile => &mut to.volatile,
                     _ => &mut to.too_new,
                 },
@@ -191,16 +98,10 @@ impl Pass {
         to: &'a mut Explanation,
         alone: fn(&mut Explanation) -> &mut u64,
     ) -> &'a mut u64 {
-        let Some(slot) = twin(&self.session, page, key) else {
+        let Some(slot) = twin(self.session, page, key) else {
             return alone(to);
         };
-        let admission = Admission {
-            monitor: &self.monitor,
-            suspended: self.direct_io.refused().is_some(),
-            managed: self.space.breaker.managed(),
-            heals: to.heals == 1,
-        };
-        match admission.may_merge(&self.map, page, Some(slot), facts) {
+        match self.admission.may_merge(self.map, page, Some(slot), facts) {
             Verdict::Refuse(Obstacle::Guest) => self.explain_rest(page, to),
             verdict => class_of(verdict, to),
         }
@@ -212,61 +113,11 @@ impl Pass {
         if !pages.clone().any(unknown) {
             return Ok([false; CHUNK_PAGES]);
         }
-        let range = self.addresses(pages);
-        let found = self
-            .space
-            .pagemap
-            .populated(range.clone())
-            .map_err(Error::Pagemap)?;
+        let range = self.map.memory().addresses(pages);
+        let found = self.pagemap.populated(range.clone());
+        let found = found.map_err(Error::Pagemap)?;
         Ok(marked(range.start, &found))
     }
-
-    /// Which of some pages of one chunk are swapped out.
-    fn swapped(&mut self, pages: &Range<Page>) -> Result<[bool; CHUNK_PAGES], Error> {
-        let range = self.addresses(pages);
-        let found = self
-            .space
-            .pagemap
-            .swapped(range.clone())
-            .map_err(Error::Pagemap)?;
-        Ok(marked(range.start, &found))
-    }
-
-    /// What keeps the service from merging, if something does, and what to do.
-    fn hindrance(&mut self) -> String {
-        if self.control.is_off() {
-            return "merging is switched off: switch it on with `vmm-dedup set`".into();
-        }
-        if self.control.rests() {
-            return "the VMM has paused merging, e.g. for a snapshot or migration, and will resume it".into();
-        }
-        if let Some(why) = self.direct_io.refused() {
-            return format!("merging is suspended: {why}");
-        }
-        if !self.map.has_vmas_for(VMAS_PER_RUN) {
-            return format!(
-                "{} of {} mappings are in use: raise vm.max_map_count (or max_vmas) and restart the VM",
-                self.map.vmas(),
-                self.map.vmas_max()
-            );
-        }
-        let copies = self.map.counts().copied;
-        let healer = &mut self.planner.healer;
-        if copies > 0
-            && !healer.can_heal(&self.map, self.number)
-            && let Some(why) = healer.refused()
-        {
-            return format!("{copies} pages that the kernel copied on write stay private: {why}");
-        }
-        // Not in the way of merging, but of knowing what to split.
-        self.monitor.skipped_sources().to_owned()
-    }
-}
-
-/// What holds for all pages that are asked about.
-struct Asked {
-    deferred: HashSet<Page>,
-    has_swap: bool,
 }
 
 /// Marks the pages in some stretches, counted from the page at `start`.

@@ -71,7 +71,7 @@ impl Pass {
                 for run in self.runs_by_mapping(chunk.pages) {
                     // What the kernel copied stays as it is.
                     if !self.map.backing(run.start).in_file_mapping() {
-                        self.space.register(&self.addresses(&run))?;
+                        self.space.register(&self.map.memory().addresses(&run))?;
                     }
                 }
                 self.map.take_back(at);

@@ -2,6 +2,8 @@
 
 use crate::error::Error;
 use crate::memory::layout::Page;
+use crate::memory::page_map::PageMap;
+use crate::scan::order::Chunks;
 use crate::scan::pass::Pass;
 use crate::thp::duplicates::{self, Judgement};
 use crate::thp::{collapse, split, zeros};
@@ -19,6 +21,7 @@ impl Pass {
             self.yield_and_poll()?;
         }
         self.monitor.end_round(&self.map, &mut self.account, &round);
+        // What is built again is built for speed: no page is shared sooner or later by it.
         for at in 0..self.map.chunks().len() {
             if !self.monitor.wants_collapse(&mut self.map, at, round.due) || !self.direct_io.glance() {
                 continue;
@@ -52,13 +55,13 @@ impl Pass {
 
     /// Looks at the huge pages that are due: what repeats in them, and what is to be split or given up.
     pub(super) fn look_at_huge_pages(&mut self) -> Result<(), Error> {
-        for at in 0..self.map.chunks().len() {
-            if self.map.chunk(at).huge && self.map.look_due(at) {
-                self.look_at_huge_page(at);
-                self.account.lap(|cpu| &mut cpu.key);
-                self.tell_store_of_many()?;
-                self.yield_and_poll()?;
-            }
+        let mut chunks = Chunks::new(&self.map);
+        let is_due = |map: &mut PageMap, at: usize| map.chunk(at).huge && map.look_due(at);
+        while let Some(at) = chunks.next(&mut self.map, is_due) {
+            self.look_at_huge_page(at);
+            self.account.lap(|cpu| &mut cpu.key);
+            self.tell_store_of_many()?;
+            self.yield_and_poll()?;
         }
         Ok(())
     }

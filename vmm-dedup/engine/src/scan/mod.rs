@@ -1,9 +1,10 @@
 //! The scanning thread: the order of its work, and what it answers meanwhile.
 
+pub(crate) mod answer;
 pub(crate) mod control;
 pub(crate) mod cpu_budget;
 pub(crate) mod exchange;
-pub(crate) mod explain;
+mod explain;
 mod follow;
 pub(crate) mod hints;
 pub(crate) mod hotplug;
@@ -16,3 +17,4 @@ mod registrations;
 pub(crate) mod stages;
 pub(crate) mod standby;
 pub(crate) mod stats;
+mod twins;

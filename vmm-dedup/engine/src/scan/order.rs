@@ -1,8 +1,21 @@
 //! In what order pages are looked at: which chunks a pass visits, and how many at a time.
 //!
-//! Of all chunks those where something may have happened, fragmented ones less often, and each now and then. Those come first of
-//! which the guest says that much is worth sharing, and then the others, both in the order of addresses. Whatever else should
-//! come first or last (memory pressure) belongs here.
+//! All looks for twins go through chunks in the order of [`Chunks`]: those come first of which the guest says that much is worth
+//! sharing, and then the others, both in the order of addresses. A visit has of all chunks those where something may have
+//! happened, fragmented ones less often, and each now and then ([`ScanOrder`]). Whatever else should come first or last (memory
+//! pressure) belongs here.
+//!
+//! Some work has no order to choose:
+//!
+//! - what the kernel copied is found in each chunk's turn, and only noted ([`find_copied`]);
+//! - all huge pages of a round are sampled before any is judged, and what is built again is built for speed ([`Monitor`]);
+//! - pages that follow their slots do so by neighbours, for one mapping ([`Following`]);
+//! - what was found is merged in page order, for one window ([`Planner`]).
+//!
+//! [`find_copied`]: crate::unmerge::address_space::AddressSpace::find_copied
+//! [`Monitor`]: crate::thp::monitor::Monitor
+//! [`Following`]: crate::merge::following::Following
+//! [`Planner`]: crate::merge::planner::Planner
 
 use crate::memory::chunk_state::{ChunkState, MAX_PERIOD};
 use crate::memory::page_map::PageMap;
@@ -14,24 +27,64 @@ const TOGETHER: usize = 32;
 /// guest memory through the kernel.
 const FORCED_PERIOD: u64 = 128;
 
-/// The chunks of one pass.
+/// Goes through all chunks once.
+#[derive(Debug)]
+pub(crate) struct Chunks {
+    next: usize,
+    /// Those come now that are worth it; else the others.
+    worth: bool,
+}
+
+impl Chunks {
+    pub(crate) fn new(map: &PageMap) -> Self {
+        Self {
+            next: 0,
+            // Nobody may have said anything: then one round does.
+            worth: map.has_hints(),
+        }
+    }
+
+    /// The next one that is due, of which each is asked once; `None` at the end.
+    pub(crate) fn next(
+        &mut self,
+        map: &mut PageMap,
+        mut is_due: impl FnMut(&mut PageMap, usize) -> bool,
+    ) -> Option<usize> {
+        loop {
+            let mut rest = self.next..map.chunks().len();
+            let due = rest.find(|at| map.is_worth(*at) == self.worth && is_due(map, *at));
+            self.next = rest.start;
+            if due.is_some() || !self.goes_on() {
+                return due;
+            }
+        }
+    }
+
+    /// At the end of a round: whether there is another one.
+    fn goes_on(&mut self) -> bool {
+        let goes_on = std::mem::take(&mut self.worth);
+        if goes_on {
+            self.next = 0;
+        }
+        goes_on
+    }
+}
+
+/// The chunks that one pass visits.
 #[derive(Debug)]
 pub(crate) struct ScanOrder {
     pass: u64,
-    next: usize,
-    /// Those are visited now that are worth it; else the others.
-    worth: bool,
+    chunks: Chunks,
     /// A chunk was passed over that waits for a visit.
     skipped: bool,
 }
 
 impl ScanOrder {
     /// The order of the pass of this number.
-    pub(crate) fn new(pass: u64) -> Self {
+    pub(crate) fn new(map: &PageMap, pass: u64) -> Self {
         Self {
             pass,
-            next: 0,
-            worth: true,
+            chunks: Chunks::new(map),
             skipped: false,
         }
     }
@@ -39,24 +92,26 @@ impl ScanOrder {
     /// The next consecutive chunks to be visited, without gaps between them; `None` at the end.
     pub(crate) fn next(&mut self, map: &PageMap) -> Option<Range<usize>> {
         let count = map.chunks().len();
-        let first = (self.next..count).find(|at| self.is_next(*at, map));
-        if first.is_none() && std::mem::take(&mut self.worth) {
-            self.next = 0;
-            return self.next(map);
-        }
-        let start = first?;
+        let Some(start) = (self.chunks.next..count).find(|at| self.is_next(*at, map)) else {
+            self.chunks.next = count;
+            return if self.chunks.goes_on() {
+                self.next(map)
+            } else {
+                None
+            };
+        };
         let goes_on = |at: usize, order: &mut Self| {
             at - start < TOGETHER
                 && map.chunk_at(at).start == map.chunk_at(at - 1).addresses().end
                 && order.is_next(at, map)
         };
         let end = (start + 1..count).find(|at| !goes_on(*at, self)).unwrap_or(count);
-        self.next = end;
+        self.chunks.next = end;
         Some(start..end)
     }
 
     fn is_next(&mut self, at: usize, map: &PageMap) -> bool {
-        map.is_worth(at) == self.worth && self.is_due(at, map.chunk(at))
+        map.is_worth(at) == self.chunks.worth && self.is_due(at, map.chunk(at))
     }
 
     fn is_due(&mut self, at: usize, chunk: &ChunkState) -> bool {
@@ -94,7 +149,7 @@ mod tests {
     }
 
     fn order(map: &PageMap, pass: u64) -> Vec<Range<usize>> {
-        let mut order = ScanOrder::new(pass);
+        let mut order = ScanOrder::new(map, pass);
         std::iter::from_fn(|| order.next(map)).collect()
     }
 
@@ -122,13 +177,23 @@ mod tests {
             pages.for_each(|page| assert!(map.say(page, Hint::WORTH)));
         }
         assert_eq!(order(&map, 1), [2..4, 6..7, 0..2, 4..6, 7..8]);
+        let mut chunks = Chunks::new(&map);
+        let mut asked = Vec::new();
+        let due = std::iter::from_fn(|| {
+            chunks.next(&mut map, |_, at| {
+                asked.push(at);
+                at % 2 == 1
+            })
+        });
+        assert_eq!(Vec::from_iter(due), [3, 1, 5, 7]);
+        assert_eq!(asked, [2, 3, 6, 0, 1, 4, 5, 7]);
     }
 
     #[test]
     fn fragmented_chunks_wait_for_their_turn() {
         let mut map = map(2);
         map.set_fragments(1, 64);
-        let mut first = ScanOrder::new(2);
+        let mut first = ScanOrder::new(&map, 2);
         assert_eq!(first.next(&map), Some(0..1));
         assert_eq!(first.next(&map), Some(2..4));
         assert!(first.next(&map).is_none() && !first.is_full());

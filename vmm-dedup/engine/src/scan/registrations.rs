@@ -4,7 +4,6 @@ use crate::error::Error;
 use crate::memory::layout::Page;
 use crate::scan::pass::Pass;
 use crate::sys::late_log;
-use crate::sys::page_size::bytes;
 use crate::sys::relocate;
 use std::io;
 use std::ops::Range;
@@ -28,7 +27,7 @@ impl Pass {
 
     fn track(&mut self, pages: Range<Page>) {
         for run in self.runs_by_mapping(pages) {
-            let range = self.addresses(&run);
+            let range = self.map.memory().addresses(&run);
             if self.map.backing(run.start).in_file_mapping() {
                 continue;
             }
@@ -56,7 +55,7 @@ impl Pass {
 
     /// Of neighbours of which all or none lie in mappings of store files.
     fn end_registration(&self, run: &Range<Page>) -> io::Result<()> {
-        let range = self.addresses(run);
+        let range = self.map.memory().addresses(run);
         if self.map.backing(run.start).in_file_mapping() {
             self.space.breaker.unregister(&range)
         } else {
@@ -77,11 +76,6 @@ impl Pass {
             }
         }
         Ok(())
-    }
-
-    pub(super) fn addresses(&self, pages: &Range<Page>) -> Range<usize> {
-        let start = self.map.memory().address(pages.start);
-        start..start + bytes(pages.len())
     }
 
     /// Neighbours of which all or none lie in mappings of store files.

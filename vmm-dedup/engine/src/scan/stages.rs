@@ -4,6 +4,7 @@
 //!   written  ------>  keyed  ------>  found  ------>  admitted  ------>  merged
 //!   track::dirty      lookup::keys    lookup::find    merge::planner     merge::planner
 //!   (scan::order)                     lookup::publish (merge::admission) (merge::merger)
+//!                                     (scan::twins)
 //! ```
 //!
 //! Each stage takes what the one before has left and returns what it made of it; no stage calls another. The pass hands on,
@@ -12,8 +13,9 @@
 use crate::error::Error;
 use crate::lookup::copies;
 use crate::lookup::keys::KeyReader;
-use crate::scan::order::ScanOrder;
-use crate::scan::pass::{MAX_FOUND, Pass};
+use crate::memory::page_map::PageMap;
+use crate::scan::order::{Chunks, ScanOrder};
+use crate::scan::pass::Pass;
 use crate::track::dirty;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -43,7 +45,7 @@ impl Pass {
             return self.stand_by();
         }
         if self.session.is_connected() {
-            let mut order = ScanOrder::new(self.number);
+            let mut order = ScanOrder::new(&self.map, self.number);
             while let Some(chunks) = order.next(&self.map) {
                 self.visit(chunks)?;
                 self.yield_and_poll()?;
@@ -81,7 +83,7 @@ impl Pass {
             .set_vmas_left(self.map.vmas_max() - self.map.vmas());
         self.session.find_store(&mut self.map);
         self.session.take_pushes()?;
-        self.finder.prepare(&self.session, self.number);
+        self.twins.finder.prepare(&self.session, self.number);
         self.planner.verify_engine().prepare(self.number);
         // Every first write to a protected page, and every copy-on-write, is a fault of some other thread.
         if self.space.others_had_faults() {
@@ -113,7 +115,7 @@ impl Pass {
         self.find(keyed);
         self.account.lap(|cpu| &mut cpu.key);
         self.tell_store_of_many()?;
-        if self.found.len() >= MAX_FOUND {
+        if self.twins.is_full() {
             self.merge()?;
         }
         Ok(())
@@ -122,10 +124,8 @@ impl Pass {
     /// Keyed > found, for pages that the kernel copied.
     fn look_at_copies(&mut self) -> Result<(), Error> {
         let mut prospect = None;
-        for at in 0..self.map.chunks().len() {
-            if !self.map.copies_due(at) {
-                continue;
-            }
+        let mut chunks = Chunks::new(&self.map);
+        while let Some(at) = chunks.next(&mut self.map, PageMap::copies_due) {
             let prospect =
                 *prospect.get_or_insert_with(|| self.planner.healer.prospect(&self.map, self.number));
             let (map, pagemap) = (&mut self.map, &mut self.space.pagemap);
@@ -142,7 +142,7 @@ impl Pass {
             self.account.lap(|cpu| &mut cpu.key);
             self.tell_store_of_many()?;
             self.yield_and_poll()?;
-            if self.found.len() >= MAX_FOUND {
+            if self.twins.is_full() {
                 self.merge()?;
             }
         }

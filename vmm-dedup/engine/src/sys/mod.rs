@@ -17,6 +17,7 @@ pub(crate) mod pinners;
 pub(crate) mod proc;
 pub(crate) mod relocate;
 pub(crate) mod sched;
+pub(crate) mod shortage;
 pub(crate) mod thread;
 pub(crate) mod uffd;
 pub(crate) mod vma;

@@ -165,11 +165,6 @@ pub(crate) fn anonymous_pages() -> u64 {
     kib.unwrap_or(0) / 4
 }
 
-/// Whether pages can be swapped out; if /proc does not say, they can.
-pub(crate) fn has_swap() -> bool {
-    fs::read_to_string("/proc/swaps").map_or(true, |text| text.lines().nth(1).is_some())
-}
-
 /// CPU nanoseconds of the calling thread.
 pub(crate) fn thread_cpu_ns() -> u64 {
     let t = clock_gettime(ClockId::ThreadCPUTime);

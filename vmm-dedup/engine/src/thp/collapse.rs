@@ -91,7 +91,7 @@ pub(crate) fn collapse(
         NotBuilt::Other => &mut account.stats.rebuild_other_total,
     };
     *counter += 1;
-    map.policy_mut(at).wait = PAUSE;
+    map.delay_rebuild(at, PAUSE);
     map.requeue_chunk(at);
 }
 

@@ -82,7 +82,7 @@ pub(crate) fn look(
     for quarter in (0..SAMPLING).filter(counted) {
         let repeats = |s: &&Subpage| s.quarter == quarter && looks_repeated(map, session, s);
         let repeated = read.iter().filter(repeats).count();
-        map.policy_mut(chunk).note_repeated(quarter, repeated);
+        map.note_repeated(chunk, quarter, repeated);
     }
     let state = &map.chunk(chunk).mixed;
     let known = state.samples > 0 || !policy.watches_access();
@@ -126,7 +126,7 @@ impl Look {
             map.look_again(self.chunk);
             return Judgement::Stay;
         }
-        map.policy_mut(self.chunk).asked = if all { Asked::Whole } else { Asked::Sample };
+        map.note_asked(self.chunk, if all { Asked::Whole } else { Asked::Sample });
         // What repeats in all of its pages may share a huge page of the store, probes and all.
         let probes = all && !managed;
         let mut ask = Keyed::default();

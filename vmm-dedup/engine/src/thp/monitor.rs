@@ -159,10 +159,10 @@ impl Monitor {
         let count = map.chunks().len();
         let mut wanted = |at: &usize| {
             let huge = map.chunk(*at).huge;
-            let state = map.policy_mut(*at);
+            let state = map.chunk(*at).mixed;
             let awake = state.breaks >= BREAKS_OF_USE || (confirm && state.frequency.value() > 0);
             if huge {
-                state.samples == 0 || (due && state.sample_due())
+                state.samples == 0 || (due && map.sample_due(*at))
             } else {
                 state.ours && (due || awake)
             }
@@ -226,7 +226,7 @@ impl Monitor {
         // Of these it is known what is written.
         let unsampled = unsampled.iter().map(|at| (at, Some(Use::None)));
         for (at, used) in sampled.iter().zip(used).chain(unsampled) {
-            let breaks = std::mem::take(&mut map.policy_mut(*at).breaks);
+            let breaks = map.take_breaks(*at);
             if let Some(used) = used {
                 let written = breaks >= BREAKS_OF_USE;
                 self.note_use(map, *at, if written { Use::AT_ONCE } else { used });
@@ -240,7 +240,7 @@ impl Monitor {
 
     fn note_use(&self, map: &mut PageMap, at: usize, used: Use) {
         let before = self.twins_wanted(&map.chunk(at).mixed);
-        map.policy_mut(at).note_use(used);
+        map.note_use(at, used);
         let chunk = map.chunk(at);
         let asks = |twins| {
             let never_asked = chunk.mixed.asked == Asked::Nothing;
@@ -264,15 +264,8 @@ impl Monitor {
 
     /// Whether a chunk of small pages is to become a huge page now. One whose last try failed waits for some intervals.
     pub(crate) fn wants_collapse(&self, map: &mut PageMap, at: usize, due: bool) -> bool {
-        let state = map.policy_mut(at);
-        if !state.ours || !self.thresholds.rebuild(self.policy, state) {
-            return false;
-        }
-        if state.wait > 0 {
-            state.wait -= u8::from(due);
-            return false;
-        }
-        true
+        let state = &map.chunk(at).mixed;
+        state.ours && self.thresholds.rebuild(self.policy, state) && !map.rebuild_waits(at, due)
     }
 
     /// Fills in what the policy has to tell.

@@ -121,18 +121,19 @@ pub(crate) struct Breaker {
     pub(super) vmas_left: AtomicI64,
 }
 
-/// The memory as it is now.
+/// The memory as it is now. No second account of pages: `PageMap`, which is the scanning thread's alone, has what pages are, as
+/// far as that thread has heard; this has what is protected, which the fault thread must know at once.
 #[derive(Debug)]
 struct View {
     memory: Arc<Memory>,
-    /// Mapped from the store and protected here (managed mode).
+    /// Mapped from the store and protected here (managed mode). A break clears it before `PageMap` hears of it.
     shared: Bits,
 }
 
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) reserve: Reserve,
-    /// Pages broken since the scanning thread last asked.
+    /// A message: pages broken since the scanning thread last asked, which makes transitions of them.
     pub(super) broken: Vec<Page>,
     /// Pages of store mappings that are not protected: the kernel copies them on write.
     left: HashSet<Page>,

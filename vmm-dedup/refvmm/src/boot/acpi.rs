@@ -4,7 +4,8 @@
 use vm_memory::{Address, Bytes, GuestAddress};
 
 use crate::error::Error;
-use crate::{GuestMemory, layout};
+use crate::layout;
+use crate::memory::GuestMemory;
 
 const HEADER: usize = 36;
 const FADT: usize = 276;

@@ -3,9 +3,10 @@
 use linux_loader::loader::bootparam::{boot_e820_entry, boot_params, setup_header};
 use vm_memory::{Address, Bytes, GuestAddress};
 
-use super::Range;
+use super::entry::Range;
 use crate::error::Error;
-use crate::{GuestMemory, layout, memory};
+use crate::layout;
+use crate::memory::{self, GuestMemory};
 
 const LOADER_UNDEFINED: u8 = 0xff;
 const BOOT_FLAG: u16 = 0xaa55;

@@ -1,6 +1,7 @@
 //! Kernel, initrd and boot parameters into guest memory.
 
 mod acpi;
+mod entry;
 mod linux;
 mod pvh;
 
@@ -16,28 +17,16 @@ use vm_memory::{Address, Bytes, GuestAddress, ReadVolatile};
 use crate::config::{Image, VmConfig};
 use crate::error::Error;
 use crate::image::{self, Kind};
-use crate::{GuestMemory, layout, memory};
+use crate::layout;
+use crate::memory::{self, GuestMemory};
+use entry::Range;
+
+pub(crate) use entry::Entry;
 
 const MIB: u64 = 1 << 20;
 const PAGE: u64 = 4096;
 /// `initrd_addr_max` of kernels that say nothing: all memory below the hole.
 const NO_LIMIT: u64 = layout::HOLE_START;
-
-/// How the first vCPU enters the guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Entry {
-    /// 32-bit, with the start info's address in rbx.
-    Pvh(GuestAddress),
-    /// 64-bit, with the zero page's address in rsi.
-    Linux64(GuestAddress),
-}
-
-/// A range of guest memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Range {
-    start: u64,
-    size: u64,
-}
 
 struct Kernel {
     entry: Entry,

@@ -3,9 +3,10 @@
 use linux_loader::loader::elf::start_info::{hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info};
 use vm_memory::{Address, Bytes, GuestAddress};
 
-use super::Range;
+use super::entry::Range;
 use crate::error::Error;
-use crate::{GuestMemory, layout, memory};
+use crate::layout;
+use crate::memory::{self, GuestMemory};
 
 const MAGIC: u32 = 0x336e_c578;
 const VERSION: u32 = 1;

@@ -1,7 +1,7 @@
 //! One descriptor, and what becomes of it when it has ended.
 #![allow(unsafe_code)] // touches pages by address
 
-use super::ItemError;
+use super::item::ItemError;
 use crate::area::Addresses;
 use vmm_dedup::compare::DeviceWork;
 use vmm_dedup_dsa_abi::{CompletionRecord, Descriptor, Opcode, Status};

@@ -1,6 +1,6 @@
 //! Slots: lists of descriptors with their records, in memory that driver and device share.
 
-use super::Item;
+use super::item::Item;
 use super::member::{Member, State};
 use crate::area::{Addresses, Area};
 use crate::way::{Trouble, WorkQueue};

@@ -3,7 +3,9 @@
 //!
 //! A page fault ends a delta, which the CPU makes then.
 
-use super::{DsaEngine, PAGE};
+use super::DsaEngine;
+use super::page::PAGE;
+use super::scratch::{Scratch, words_of};
 use std::sync::atomic::Ordering;
 use vmm_dedup::compare::{
     Answer, Arena, DELTA_ENTRY, Delta, Deltas, Error, PageId, PageView, Pages, Stopwatch,
@@ -19,27 +21,6 @@ const AT_ONCE: usize = 64;
 /// Bytes of the largest record: the least space is 80 bytes, and whole multiples of that fit into a page.
 const RECORD: u32 = PAGE / 80 * 80;
 
-/// Two pages for each delta: its record, and the page that it is applied to.
-pub(super) struct Scratch {
-    pages: Arena,
-    /// Where each queue's device sees them.
-    at: Vec<Option<DeviceAddress>>,
-}
-
-impl Scratch {
-    fn view(&self, page: usize) -> Option<&PageView> {
-        self.pages.view(PageId(page as u64))
-    }
-
-    fn address(&self, queue: usize, page: usize) -> Option<DeviceAddress> {
-        self.at[queue]?.checked_add((page * PAGE_SIZE) as u64)
-    }
-
-    fn words(&self, page: usize) -> Option<PageWords> {
-        self.view(page).map(words_of)
-    }
-}
-
 /// The page of a delta's record, and of what it makes.
 fn record_of(delta: usize) -> usize {
     2 * delta
@@ -47,10 +28,6 @@ fn record_of(delta: usize) -> usize {
 
 fn result_of(delta: usize) -> usize {
     2 * delta + 1
-}
-
-fn words_of(page: &PageView) -> PageWords {
-    std::array::from_fn(|word| page[word].load(Ordering::Relaxed))
 }
 
 impl DsaEngine {

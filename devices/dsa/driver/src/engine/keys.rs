@@ -1,6 +1,7 @@
 //! Keys: CRC32C of whole pages. The CPU makes the same, so that a key stays what it is when a device fails.
 
-use super::{DsaEngine, PAGE};
+use super::DsaEngine;
+use super::page::PAGE;
 use std::sync::atomic::Ordering;
 use vmm_dedup::compare::{Answer, Error, Keys, PageId, PageView, Pages, Stopwatch};
 use vmm_dedup_dsa_abi::Descriptor;

@@ -14,22 +14,22 @@
 
 mod deltas;
 mod keys;
+mod page;
+mod scratch;
 mod search;
 mod verify;
+mod verifying;
 
 use crate::channel::{Channel, Item, ItemError};
 use crate::way::{Trouble, WorkQueue};
+use scratch::Scratch;
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
-use verify::Verifying;
+use verifying::Verifying;
 use vmm_dedup::compare::{Account, Answer, DeviceWork, Engine, Error, PageId, PageView, Stopwatch};
 use vmm_dedup_dsa_abi::{CompletionRecord, Descriptor, DeviceAddress, Opcode};
 use vmm_dedup_protocol::PAGE_SIZE;
-
-/// A page, as descriptors give its size.
-const PAGE: u32 = 4096;
-const _: () = assert!(PAGE as usize == PAGE_SIZE);
 
 /// How an engine is to work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,7 +76,7 @@ pub struct DsaEngine {
     given: BTreeMap<PageId, Given>,
     verifying: Verifying,
     /// Where deltas are made.
-    scratch: Option<deltas::Scratch>,
+    scratch: Option<Scratch>,
     account: Account,
     /// What queues had done that failed, and what was left to the CPU.
     past: DeviceWork,
@@ -119,8 +119,8 @@ impl DsaEngine {
         if channels.is_empty() {
             return Err(Error::Device("no work queue was named".to_owned()));
         }
-        let mut engine = Self {
-            verifying: Verifying::default(),
+        Ok(Self {
+            verifying: Verifying::new(&mut channels)?,
             scratch: None,
             channels,
             options,
@@ -130,9 +130,7 @@ impl DsaEngine {
             failure: None,
             orphans: Vec::new(),
             notes: Vec::new(),
-        };
-        engine.prepare_copies()?;
-        Ok(engine)
+        })
     }
 
     fn live(&self) -> impl Iterator<Item = &Channel> {
@@ -307,9 +305,10 @@ impl DsaEngine {
         let (jobs, orphans): (Vec<u64>, Vec<u64>) =
             { self.orphans.drain(..) }.partition(|tag| tag & JOB != 0);
         pairs.extend(orphans.into_iter().map(|tag| (tag, Err(ItemError::Abandoned))));
+        let (verifying, account, past) = (&mut self.verifying, &mut self.account, &mut self.past);
         pairs
             .into_iter()
-            .for_each(|(tag, outcome)| self.ended(tag, outcome));
+            .for_each(|(tag, outcome)| verifying.ended(account, past, tag, outcome));
         jobs.into_iter().filter_map(job_of).collect()
     }
 

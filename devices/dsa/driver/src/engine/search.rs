@@ -4,7 +4,8 @@
 //! *Keys.* The caller wants the keys of candidates without a twin. They are made in the same round as the comparisons of
 //! the candidates that are still on their way: one wait for both.
 
-use super::{DsaEngine, PAGE};
+use super::DsaEngine;
+use super::page::PAGE;
 use std::cmp::Ordering;
 use std::sync::atomic::Ordering as Memory;
 use vmm_dedup::compare::{Answer, Error, PageId, PageView, Pages, Searched, Stopwatch, TreeSearch};

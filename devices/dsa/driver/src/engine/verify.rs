@@ -1,72 +1,25 @@
 //! Verifying: comparisons of pages that were taken with slots, submitted in one call and answered in others.
 #![allow(unsafe_code)] // the trait's submit() is unsafe
 
-use super::{DsaEngine, PAGE};
+use super::DsaEngine;
+use super::page::PAGE;
+use super::verifying::{MOST, Running};
 use crate::channel::{Item, ItemError};
 use std::time::{Duration, Instant};
 use vmm_dedup::compare::{
-    Answer, Arena, Compared, Error, Limits, PageId, Pair, PairAnswer, StablePage, Stopwatch, Verify, With,
+    Answer, Compared, Error, Limits, PageId, Pair, PairAnswer, StablePage, Stopwatch, Verify, With,
 };
-use vmm_dedup_dsa_abi::{Comparison, CompletionRecord, Descriptor, DeviceAddress, Opcode};
+use vmm_dedup_dsa_abi::{Descriptor, DeviceAddress, Opcode};
 use vmm_dedup_protocol::PAGE_SIZE;
 
 /// Pairs of a call, if the device reads pages where they are.
 const AT_ONCE: usize = 64;
 /// Pairs of a call, if they have to be copied.
 const AT_ONCE_COPIED: usize = 32;
-/// Pairs in flight.
-const MOST: usize = 1024;
 /// How often the CPU's time for a pair is measured: each time of so many.
 const MEASURE: u64 = 64;
 
-/// Pairs on their way.
-#[derive(Default)]
-pub(super) struct Verifying {
-    /// By tag. Those without a number were aborted, and keep their place until the device is done with it.
-    running: Vec<Running>,
-    free: Vec<usize>,
-    ready: Vec<PairAnswer>,
-    /// Copies of the taken pages, one for each tag, for devices that do not use this process's addresses, and where each
-    /// queue's device sees them.
-    copies: Option<(Arena, Vec<Option<DeviceAddress>>)>,
-    /// Ns that the CPU takes for a pair of equal pages, as it was seen to.
-    cpu_ns: u64,
-    asked: u64,
-}
-
-#[derive(Clone, Copy)]
-struct Running {
-    /// `None` if it was aborted, or none runs.
-    number: Option<u64>,
-    with: Option<PageId>,
-    /// The address of the taken page.
-    taken: usize,
-}
-
 impl DsaEngine {
-    /// Makes room for pairs in flight.
-    pub(super) fn prepare_copies(&mut self) -> Answer<()> {
-        let idle = Running {
-            number: None,
-            with: None,
-            taken: 0,
-        };
-        self.verifying.running = vec![idle; MOST];
-        self.verifying.free = (0..MOST).rev().collect();
-        if self.live().all(|channel| channel.uses_process_addresses()) {
-            return Ok(());
-        }
-        let failed = |error: &dyn std::fmt::Display| Error::Device(error.to_string());
-        let arena = Arena::new(MOST).map_err(|error| failed(&error))?;
-        let mut at = Vec::with_capacity(self.channels.len());
-        for channel in self.channels.iter_mut().flatten() {
-            let mapped = channel.map(MOST * PAGE_SIZE, arena.file(), false);
-            at.push(mapped.map_err(|trouble| failed(&trouble))?);
-        }
-        self.verifying.copies = Some((arena, at));
-        Ok(())
-    }
-
     /// The descriptor of a pair, whose taken page is copied if need be.
     fn describe(&self, queue: usize, tag: usize, pair: &Pair<'_>) -> Answer<Descriptor> {
         let wrong = |error: vmm_dedup_dsa_abi::Error| Error::Device(error.to_string());
@@ -130,53 +83,6 @@ impl DsaEngine {
         !verifying.asked.is_multiple_of(MEASURE) && device.is_some_and(|device| cpu < device)
     }
 
-    /// A pair has ended.
-    pub(super) fn ended(&mut self, tag: u64, outcome: Result<CompletionRecord, ItemError>) {
-        let Some(at) = usize::try_from(tag).ok().filter(|at| *at < MOST) else {
-            return;
-        };
-        let running = self.verifying.running[at];
-        let Some(number) = running.number else {
-            self.free(at);
-            return;
-        };
-        self.free(at);
-        let fault = || match running.with {
-            Some(id) => Error::Fault(id),
-            None => Error::Address(running.taken),
-        };
-        self.account.comparisons += 1;
-        let lines = match &outcome {
-            Ok(record) => match record.comparison() {
-                Some(Comparison::DiffersAt(offset)) => u64::from(offset) / 64 + 1,
-                _ => u64::from(PAGE) / 64,
-            },
-            Err(_) => 1,
-        };
-        self.account.lines += 2 * lines;
-        self.account.bytes += 2 * lines * 64;
-        let answer = match outcome.map(|record| record.comparison()) {
-            Ok(Some(Comparison::Equal)) => Ok(Compared::Equal),
-            Ok(Some(Comparison::DiffersAt(offset))) => {
-                let offset = u16::try_from(offset)
-                    .ok()
-                    .filter(|offset| usize::from(*offset) < PAGE_SIZE);
-                Ok(Compared::Different(offset))
-            }
-            // The CPU compares this pair.
-            Ok(None) | Err(_) => {
-                self.past.cpu_instead += 1;
-                Err(fault())
-            }
-        };
-        self.verifying.ready.push(PairAnswer { number, answer });
-    }
-
-    fn free(&mut self, tag: usize) {
-        self.verifying.running[tag].number = None;
-        self.verifying.free.push(tag);
-    }
-
     /// Answers a pair at once.
     fn answer(&mut self, number: u64, compared: Compared) {
         self.account.comparisons += 1;
@@ -200,9 +106,10 @@ impl DsaEngine {
         }
         // The CPU compares what queues had that failed.
         ended.extend(self.orphans.drain(..).map(|tag| (tag, Err(ItemError::Abandoned))));
+        let (verifying, account, past) = (&mut self.verifying, &mut self.account, &mut self.past);
         ended
             .into_iter()
-            .for_each(|(tag, outcome)| self.ended(tag, outcome));
+            .for_each(|(tag, outcome)| verifying.ended(account, past, tag, outcome));
         self.alive()
     }
 }
@@ -346,7 +253,7 @@ impl DsaEngine {
         for ((_, tag), pair) in batch.iter().zip(asked).skip(started) {
             let at = usize::try_from(*tag).unwrap_or(0);
             let number = self.verifying.running[at].number;
-            self.free(at);
+            self.verifying.free(at);
             if let Some(number) = number {
                 self.past.cpu_instead += 1;
                 self.answer(number, pair.compare());

@@ -7,8 +7,8 @@
 //! waiting would count as the model's work.
 #![allow(unsafe_code)] // reads and writes this process's memory by address
 
+use super::queue::{QueueLimits, Trouble, WorkQueue};
 use super::registers::{Registers, SetupError, Wanted, bring_up, general_status, take_software_error};
-use super::{QueueLimits, Trouble, WorkQueue};
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -5,7 +5,7 @@
 //! is in flight.
 #![allow(unsafe_code)] // maps the portal and writes to it
 
-use super::{QueueLimits, Trouble, WorkQueue};
+use super::queue::{QueueLimits, Trouble, WorkQueue};
 use crate::instructions::{Instructions, wait_for_line};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::fs::File;

@@ -1,6 +1,6 @@
 //! Bringing a device up by its registers: for ways that have them.
 
-use super::QueueLimits;
+use super::queue::QueueLimits;
 use std::time::{Duration, Instant};
 use vmm_dedup_dsa_abi::config::{GROUP_ENGINES, GROUP_FLAGS, GroupConfig, Mode, QueueConfig};
 use vmm_dedup_dsa_abi::registers as reg;

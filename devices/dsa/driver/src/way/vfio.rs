@@ -7,8 +7,8 @@
 //! Interrupts come by eventfd: vector 0 tells of errors and halts, vector 1 of batches that somebody sleeps for.
 #![allow(unsafe_code)] // maps the portal, writes to it, and gives memory to the device by address
 
+use super::queue::{QueueLimits, Trouble, WorkQueue};
 use super::registers::{Registers, SetupError, Wanted, bring_up, general_status, reset, take_software_error};
-use super::{QueueLimits, Trouble, WorkQueue};
 use crate::instructions::{Instructions, wait_for_line};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::io;

@@ -4,7 +4,7 @@ use super::{PageMap, VMAS_PER_HUGE_PAGE};
 use crate::memory::chunk_state::ChunkState;
 use crate::memory::layout::{Chunk, Memory, Page};
 use crate::memory::page_state::{Backing, PageState};
-use crate::memory::thp_state::{Folds, HugeState};
+use crate::memory::thp_state::{Asked, Folds, Use};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -122,11 +122,6 @@ impl PageMap {
         self.chunks[chunk].note_contended();
     }
 
-    /// What the policy for mixed pages remembers of a chunk. Nothing in it has an effect on pages, references or mappings.
-    pub(crate) fn policy_mut(&mut self, chunk: usize) -> &mut HugeState {
-        &mut self.chunks[chunk].mixed
-    }
-
     /// The chunk's huge page was split by the service: it is tracked from now on.
     pub(crate) fn note_split(&mut self, chunk: usize) {
         self.chunks[chunk].note_split();
@@ -224,5 +219,54 @@ fn place_of(memory: &Memory, at: usize) -> Place {
         start,
         goes_on: (before, memory.adjacent(pages.end - 1)),
         pages,
+    }
+}
+
+/// What the policy for huge pages remembers of a chunk. Nothing in it has an effect on pages, references or mappings.
+impl PageMap {
+    /// So many subpages in a quarter of a huge page look repeated.
+    pub(crate) fn note_repeated(&mut self, chunk: usize, quarter: usize, repeated: usize) {
+        self.chunks[chunk].mixed.note_repeated(quarter, repeated);
+    }
+
+    /// The store is asked about so much of a huge page.
+    pub(crate) fn note_asked(&mut self, chunk: usize, asked: Asked) {
+        self.chunks[chunk].mixed.asked = asked;
+    }
+
+    /// A huge page has enough twins: at the next look the store is asked about all of it. `likely_whole`: all of a sample had
+    /// twins.
+    pub(crate) fn ask_about_all(&mut self, chunk: usize, likely_whole: bool) {
+        self.chunks[chunk].look_again();
+        let policy = &mut self.chunks[chunk].mixed;
+        (policy.asked, policy.likely_whole) = (Asked::Whole, likely_whole);
+    }
+
+    /// Whether the use of a huge page is to be sampled in this interval. To be called once in each.
+    pub(crate) fn sample_due(&mut self, chunk: usize) -> bool {
+        self.chunks[chunk].mixed.sample_due()
+    }
+
+    /// A sample told of a chunk's use.
+    pub(crate) fn note_use(&mut self, chunk: usize, used: Use) {
+        self.chunks[chunk].mixed.note_use(used);
+    }
+
+    /// Sharing broken in a chunk since the last call.
+    pub(crate) fn take_breaks(&mut self, chunk: usize) -> u8 {
+        std::mem::take(&mut self.chunks[chunk].mixed.breaks)
+    }
+
+    /// A huge page could not be built: so many intervals pass before it is tried again.
+    pub(crate) fn delay_rebuild(&mut self, chunk: usize, intervals: u8) {
+        self.chunks[chunk].mixed.wait = intervals;
+    }
+
+    /// Whether intervals must pass before a huge page is built. `due`: one more has.
+    pub(crate) fn rebuild_waits(&mut self, chunk: usize, due: bool) -> bool {
+        let wait = &mut self.chunks[chunk].mixed.wait;
+        let waits = *wait > 0;
+        *wait -= u8::from(waits && due);
+        waits
     }
 }

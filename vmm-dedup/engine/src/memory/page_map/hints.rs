@@ -7,6 +7,16 @@ use crate::memory::page_state::{Backing, Known, PageState};
 use std::ops::Range;
 
 impl PageMap {
+    /// What the guest says of a page.
+    pub(crate) fn hint(&self, page: Page) -> Hint {
+        self.hints.get(page)
+    }
+
+    /// Whether the guest says anything of its pages.
+    pub(crate) fn has_hints(&self) -> bool {
+        self.hints.are_any()
+    }
+
     /// Whether a chunk comes first, since the guest calls much of it worth sharing.
     pub(crate) fn is_worth(&self, chunk: usize) -> bool {
         let pages = &self.chunk_at(chunk).pages;

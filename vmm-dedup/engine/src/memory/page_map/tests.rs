@@ -3,6 +3,7 @@
 use super::*;
 use crate::memory::hint::Hint;
 use crate::memory::page_state::Orphan;
+use crate::memory::thp_state::{Asked, Use};
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, bytes};
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -268,7 +269,14 @@ fn play_chunk(map: &mut PageMap, others: &mut Others, chunk: usize, step: ChunkS
             map.note_twins(chunk, 3, true);
             map.note_contended(chunk);
             map.stayed_huge(chunk);
-            map.policy_mut(chunk).note_repeated(0, 9);
+            map.note_repeated(chunk, 0, 9);
+            map.note_asked(chunk, Asked::Sample);
+            map.ask_about_all(chunk, true);
+            map.note_use(chunk, Use::AT_ONCE);
+            map.sample_due(chunk);
+            map.take_breaks(chunk);
+            map.delay_rebuild(chunk, 1);
+            map.rebuild_waits(chunk, true);
         }
         ChunkStep::Released => {
             map.lend(chunk);
