@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
-use vmm_dedup::{Config, DedupService, ServiceStats};
+use vmm_dedup::{Config, Options, ServiceStats, Settings, Setup, Supervisor};
 use vmm_dedup_payload::{Console, PayloadConfig, Report, measure_tsc_khz};
 use vmm_dedup_refvmm::{Image, RunningVm, ThpMode, Vm, VmConfig};
 
@@ -16,8 +16,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub struct Guest {
     vm: RunningVm,
     console: Console,
-    /// Its dedup service, unless it was taken away.
-    pub service: Option<DedupService>,
+    /// Of a guest with dedup.
+    supervisor: Option<Supervisor>,
 }
 
 /// How a guest ended.
@@ -56,16 +56,14 @@ impl Guest {
             thp,
         };
         let vm = Vm::new(&config).expect("the VM is built");
-        let service = dedup.map(|(store, config)| {
-            let memory = Arc::new(vm.memory().clone());
-            let service = DedupService::start(memory, store, config).expect("dedup starts");
-            // Guests of the reference VMM cannot run guests.
-            service.vouch_for_pins();
-            service
-        });
+        let supervisor = dedup.map(|(store, config)| supervise(&vm, store, config));
         let console = Console::new();
         let vm = vm.start(Box::new(console.clone())).expect("the VM starts");
-        let guest = Self { vm, console, service };
+        let guest = Self {
+            vm,
+            console,
+            supervisor,
+        };
         guest.wait("ready", |r| matches!(r, Report::Ready { .. }));
         guest
     }
@@ -123,7 +121,29 @@ impl Guest {
     /// The service's account.
     #[must_use]
     pub fn stats(&self) -> ServiceStats {
-        self.service.as_ref().map(DedupService::stats).unwrap_or_default()
+        self.supervisor
+            .as_ref()
+            .and_then(Supervisor::stats)
+            .unwrap_or_default()
+    }
+
+    /// Changes settings of its service, if it has one.
+    ///
+    /// # Errors
+    /// Those of [`Supervisor::set`].
+    pub fn set(&self, settings: Settings) -> Result<(), vmm_dedup::Error> {
+        self.supervisor
+            .as_ref()
+            .map_or(Ok(()), |supervisor| supervisor.set(settings))
+    }
+
+    /// Ends dedup, with or without giving everything back first; the last account, if there was a service.
+    ///
+    /// # Panics
+    /// If something could not be given back.
+    pub fn end_dedup(&self, unmerge: bool) -> Option<ServiceStats> {
+        let supervisor = self.supervisor.as_ref()?;
+        supervisor.detach(unmerge).expect("dedup stops")
     }
 
     /// The VM.
@@ -157,11 +177,27 @@ impl Guest {
         if !verdict.ok {
             eprintln!("{}", self.console.text());
         }
-        let stats = match self.service {
-            Some(service) => service.stop(false).expect("dedup stops"),
-            None => ServiceStats::default(),
-        };
+        let stats = self.end_dedup(false).unwrap_or_default();
         self.vm.wait().expect("the VM ends");
         (verdict, stats)
     }
+}
+
+fn supervise(vm: &Vm, store: &Path, config: Config) -> Supervisor {
+    let options = Options {
+        // Guests of the reference VMM cannot run guests.
+        vouch_for_pins: true,
+        ..Options::default()
+    };
+    let supervisor = Supervisor::spawn(options).expect("it starts");
+    let setup = Setup {
+        store: store.to_owned(),
+        agent: None,
+        config,
+    };
+    supervisor.attach(setup).expect("settings are right");
+    let memory = Arc::new(vm.memory().clone());
+    supervisor.add_memory(memory).expect("memory is aligned");
+    supervisor.start().expect("dedup starts");
+    supervisor
 }

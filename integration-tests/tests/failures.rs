@@ -117,10 +117,10 @@ fn make_private(guests: &[Guest]) {
         switch: Some(switch),
         ..Settings::default()
     };
-    for service in guests.iter().filter_map(|guest| guest.service.as_ref()) {
+    for guest in guests {
         // While calls fail some stay shared.
-        let _ = service.set(switch(Switch::OffUnmerge));
-        service.set(switch(Switch::On)).expect("it is switched on again");
+        let _ = guest.set(switch(Switch::OffUnmerge));
+        guest.set(switch(Switch::On)).expect("it is switched on again");
     }
 }
 

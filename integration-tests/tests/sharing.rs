@@ -101,17 +101,12 @@ fn huge_pages_of_two_guests_are_split_where_they_are_equal() {
 
 fn unmerge_under_a_running_guest(breaks: Breaks, payload: impl Fn(u64) -> PayloadConfig, expected: u64) {
     let store = StoreThread::start();
-    let mut guests = boot_two(&store, ThpMode::Never, payload, breaks);
+    let guests = boot_two(&store, ThpMode::Never, payload, breaks);
     wait_until("sharing", || {
         guests.iter().all(|g| g.stats().pages_mapped >= expected)
     });
-    for guest in &mut guests {
-        let stats = guest
-            .service
-            .take()
-            .expect("dedup runs")
-            .stop(true)
-            .expect("it stops");
+    for guest in &guests {
+        let stats = guest.end_dedup(true).expect("dedup runs");
         assert_eq!(stats.pages_mapped, 0);
     }
     for guest in guests {

@@ -69,6 +69,9 @@ macro_rules! scenarios {
 scenarios! {
     memory_is_given_back_before_a_device_pins_it: "passthrough", "", "vfio:";
     memory_is_given_back_before_a_device_pins_it_with_managed_breaks: "passthrough", MANAGED, "vfio:";
+    memory_is_shared_again_when_a_device_has_gone: "passthrough_and_back", "", "vfio:";
+    memory_is_shared_again_when_a_vdpa_device_has_gone: "vdpa_and_back", MANAGED, "vfio:";
+    what_is_pinned_stays_where_it_is_when_a_device_seems_to_have_gone: "hidden_pin", "", "vfio:";
     memory_that_comes_to_old_addresses_is_left_alone: "reuse", "", "vfio:";
     a_vdpa_device_is_recognised: "vdpa", "", "vfio:";
     a_vhost_scsi_device_is_recognised: "vhost_scsi", "", "vfio:";

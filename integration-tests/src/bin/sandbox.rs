@@ -1,5 +1,6 @@
 //! Everything that a supervisor and its services do, in one process whose dedup threads are recorded and filtered: each part is
-//! under exactly its own filter, and is killed by any other call. Prints what was seen as JSON. `sandbox record` does not filter.
+//! under exactly its own filter, and is killed by any other call. Prints what was seen, and what told the use of huge pages, as
+//! JSON. `sandbox record` does not filter.
 #![allow(unsafe_code)] // guest memory
 
 use std::os::unix::fs::OpenOptionsExt;
@@ -22,6 +23,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 fn main() {
     let filtered = std::env::args().nth(1).as_deref() != Some("record");
+    let folder = tempfile::tempdir().expect("a folder");
+    if let Err(reason) = stand_in_for_the_kernel(folder.path()) {
+        eprintln!("no stand-in for what tells of use: {reason}");
+    }
     let recorder = Recorder::new();
     let theirs = recorder.clone();
     let each = move |part: Part| {
@@ -52,9 +57,8 @@ fn main() {
         });
     }
     guest.lives(Breaks::managed(64, 0));
-    guest.uses_huge_pages(UseSource::TakeAndWait);
-    guest.uses_huge_pages(UseSource::Damon);
-    guest.uses_huge_pages(UseSource::PageIdle);
+    let sources = [UseSource::TakeAndWait, UseSource::Damon, UseSource::PageIdle];
+    let sources = sources.map(|source| guest.uses_huge_pages(source));
     guest.loses_its_store();
     guest.is_refused();
     let mut seen = recorder.seen();
@@ -64,9 +68,61 @@ fn main() {
         .into_iter()
         .map(|seen| serde_json::json!([seen.thread, seen.call, seen.request]))
         .collect();
-    println!("{}", serde_json::Value::from(list));
+    println!("{}", serde_json::json!([list, sources]));
+    unmount(folder.path());
+    drop(folder);
     // Threads that rest for ever may not even end.
     std::process::exit(0);
+}
+
+/// Puts files in the place of DAMON's and of the bitmap of idle pages, which few kernels have, or have free: what is written there
+/// changes nothing, and is read again. So no memory is ever used.
+fn stand_in_for_the_kernel(folder: &Path) -> std::io::Result<()> {
+    use rustix::mount::{
+        MountFlags, MountPropagationFlags, mount, mount_bind, mount_bind_recursive, mount_change,
+    };
+    use std::fs::{create_dir_all, write};
+    const MM: &str = "/sys/kernel/mm";
+    // SAFETY: there is no other thread yet.
+    if unsafe { libc::unshare(libc::CLONE_NEWNS) } < 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+    mount("tmpfs", folder, "tmpfs", MountFlags::empty(), None)?;
+    // Everything else stays as it is.
+    let entries = std::fs::read_dir(MM)?.flatten();
+    let is_other =
+        |name: &std::ffi::OsStr| !["damon", "page_idle"].iter().any(|stands_in| name == *stands_in);
+    for entry in entries.filter(|entry| is_other(&entry.file_name()) && entry.path().is_dir()) {
+        let place = folder.join(entry.file_name());
+        create_dir_all(&place)?;
+        mount_bind(entry.path(), &place)?;
+    }
+    create_dir_all(folder.join("page_idle"))?;
+    write(folder.join("page_idle/bitmap"), "")?;
+    let damon = folder.join("damon/admin/kdamonds");
+    let context = damon.join("0/contexts/0");
+    for name in ["intervals", "nr_regions"] {
+        create_dir_all(context.join("monitoring_attrs").join(name))?;
+    }
+    create_dir_all(context.join("targets/0/regions/0"))?;
+    for name in ["sz", "nr_accesses", "age"] {
+        create_dir_all(context.join("schemes/0/access_pattern").join(name))?;
+    }
+    let region = context.join("schemes/0/tried_regions/0");
+    create_dir_all(&region)?;
+    for (name, number) in [("start", 0), ("end", u64::MAX >> 1), ("nr_accesses", 1)] {
+        write(region.join(name), number.to_string())?;
+    }
+    write(damon.join("0/pid"), std::process::id().to_string())?;
+    write(damon.join("nr_kdamonds"), "0")?;
+    Ok(mount_bind_recursive(folder, MM)?)
+}
+
+fn unmount(folder: &Path) {
+    for place in [Path::new("/sys/kernel/mm"), folder] {
+        let _ = rustix::mount::unmount(place, rustix::mount::UnmountFlags::DETACH);
+    }
 }
 
 /// Does something in a thread that is recorded and, if wanted, filtered as a part of the engine; what was seen of it. The thread
@@ -233,8 +289,8 @@ impl Guest {
         supervisor.detach(true).expect("it ends");
     }
 
-    /// Huge pages are watched, split and built again.
-    fn uses_huge_pages(&mut self, use_source: UseSource) {
+    /// Huge pages are watched, split and built again. Returns what told of their use.
+    fn uses_huge_pages(&mut self, use_source: UseSource) -> String {
         let pages = Pages::map_huge(PAGES);
         fill(&pages);
         self.attach(Config {
@@ -251,8 +307,8 @@ impl Guest {
             Instant::now(),
             self.supervisor.stats().map_or(0, |s| s.huge_split),
         );
-        // Use brings them back.
-        while start.elapsed() < Duration::from_secs(3) {
+        // Use brings them back, where a stand-in does not tell of none.
+        while use_source == UseSource::TakeAndWait && start.elapsed() < Duration::from_secs(3) {
             (0..PAGES).step_by(3).for_each(|page| {
                 let _ = pages.load(page, 1);
             });
@@ -260,7 +316,9 @@ impl Guest {
                 break;
             }
         }
+        let told = self.supervisor.stats().map(|s| s.use_source_name().to_owned());
         self.supervisor.detach(false).expect("it ends");
+        told.expect("it is served")
     }
 
     /// The store goes and comes back.

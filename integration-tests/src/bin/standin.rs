@@ -36,6 +36,9 @@ fn main() {
     let vm = Vm::start();
     match scenario.as_str() {
         "passthrough" => vm.retires(VFIO_IOMMU_MAP_DMA),
+        "passthrough_and_back" => vm.comes_back_from(VFIO_IOMMU_MAP_DMA),
+        "vdpa_and_back" => vm.comes_back_from(VHOST_VDPA_GET_DEVICE_ID),
+        "hidden_pin" => vm.comes_back_while_a_page_is_pinned(),
         "vdpa" => vm.retires(VHOST_VDPA_GET_DEVICE_ID),
         "vhost_scsi" => vm.retires(VHOST_SCSI_SET_ENDPOINT),
         "protect" => vm.protects_a_part(),
@@ -211,6 +214,18 @@ impl Vm {
         maps.lines().filter(shared).count()
     }
 
+    /// Those that begin in a range.
+    fn shared_mappings_in(&self, range: std::ops::Range<usize>) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+        let begins = |line: &str| {
+            let (start, _) = line.split_once('-')?;
+            usize::from_str_radix(start, 16).ok()
+        };
+        let shared = |line: &&str| line.contains("memfd:vmm-dedup") && line.contains("rw-p");
+        let starts = maps.lines().filter(shared).filter_map(begins);
+        starts.filter(|start| range.contains(start)).count()
+    }
+
     fn shared_pages(&self) -> usize {
         let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
         let pages = |line: &str| {
@@ -232,7 +247,64 @@ impl Vm {
         }
     }
 
-    /// The ioctl itself fails, on a file that does not know it; by then nothing is shared any more, for good.
+    /// A device gets memory by a file, twice, and goes with the file's last descriptor. (The ioctl itself fails.)
+    fn comes_back_from(&self, request: u64) {
+        for _ in 0..2 {
+            let device = device();
+            let other = device.try_clone().expect("a descriptor");
+            for _ in 0..2 {
+                assert_eq!(ioctl(&device, request, 0), -1);
+                assert_eq!(self.shared_mappings(), 0);
+            }
+            drop(device);
+            // Longer than it takes to look.
+            std::thread::sleep(Duration::from_millis(2500));
+            assert_eq!(self.shared_mappings(), 0, "a descriptor is still open");
+            self.check(0..PAGES);
+            drop(other);
+            self.wait("sharing again", |this| this.shared_pages() > PAGES / 2);
+            self.check(0..PAGES);
+        }
+    }
+
+    /// The device's file is gone from this process, and yet the kernel has memory pinned for it.
+    fn comes_back_while_a_page_is_pinned(&self) {
+        let device = device();
+        assert_eq!(ioctl(&device, VFIO_IOMMU_MAP_DMA, 0), -1);
+        let (pinned, rest) = (PAGES / 4, self.memory + LEN / 4);
+        let mut ring = io_uring::IoUring::new(2).expect("a ring");
+        let buffer = libc::iovec {
+            iov_base: self.memory as *mut c_void,
+            iov_len: LEN / 4,
+        };
+        // SAFETY: our own memory, which outlives the ring.
+        unsafe { ring.submitter().register_buffers(&[buffer]) }.expect("they are pinned");
+        drop(device);
+        let of_rest = |this: &Self| this.shared_mappings_in(rest..this.memory + LEN);
+        self.wait("sharing again", |this| of_rest(this) > 0);
+        let zeros = File::open("/dev/zero").expect("zeros");
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_secs(1) {
+            for page in 0..pinned {
+                self.fill(page);
+                let fd = io_uring::types::Fd(zeros.as_raw_fd());
+                let to = (self.memory + page * PAGE) as *mut u8;
+                let read = io_uring::opcode::ReadFixed::new(fd, to, 4096, 0).build();
+                // SAFETY: the buffer is registered, and the completion is waited for.
+                unsafe { ring.submission().push(&read) }.expect("there is room");
+                ring.submit_and_wait(1).expect("it is read");
+                assert_eq!(ring.completion().next().map(|done| done.result()), Some(4096));
+                assert!(
+                    self.holds(page, |_| 0),
+                    "what a device wrote into page {page} is lost"
+                );
+            }
+        }
+        self.check(pinned..PAGES);
+        assert_eq!(self.shared_mappings_in(self.memory..rest), 0);
+    }
+
+    /// The ioctl itself fails, on a file that does not know it; by then nothing is shared any more, for as long as the file is open.
     fn retires(&self, request: u64) {
         let null = File::open("/dev/null").expect("null");
         assert_eq!(ioctl(&null, request, 0), -1);
@@ -503,6 +575,11 @@ impl Vm {
         self.wait("sharing again", |this| this.shared_pages() > PAGES * 9 / 10);
         self.check(0..PAGES);
     }
+}
+
+/// Stands for a device: a file of a kind of which nothing else is open.
+fn device() -> File {
+    File::open("/dev/full").expect("it is there")
 }
 
 fn userfaultfd() -> OwnedFd {

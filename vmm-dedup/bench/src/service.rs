@@ -1,7 +1,13 @@
-//! What benches do with a service of our own.
+//! What benches do with a service of our own: by a supervisor, as a VMM has one.
+#![allow(unsafe_code)] // the service works on an area's addresses
 
-use vmm_dedup::{Breaks, DedupService, ServiceStats};
+use crate::content::Area;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use vmm_dedup::{Breaks, Config, Engines, HostRange, Options, ServiceStats, Setup, Supervisor};
 use vmm_dedup_host::Failure;
+use vmm_dedup_refvmm::GuestMemory;
 
 /// State of a service that has lost its store: a number of `vmm_dedup_protocol::stats::STATES`.
 const WITHOUT_STORE: u64 = 3;
@@ -11,11 +17,87 @@ pub(crate) fn managed_breaks() -> Breaks {
     Breaks::managed(4096, 256 << 20)
 }
 
-/// Runs one pass; fails without a store, since nothing would be measured.
-pub(crate) fn pass(service: &DedupService) -> Result<ServiceStats, Failure> {
-    let stats = service.pass().map_err(Failure::from_error)?;
-    if stats.state == WITHOUT_STORE {
-        return Err(Failure::new("the store went away during the measurement"));
+/// Nothing pins memory unseen: there is no guest that could run guests, and no ring.
+pub(crate) fn vouched() -> Options {
+    Options {
+        vouch_for_pins: true,
+        ..Options::default()
     }
-    Ok(stats)
+}
+
+/// With these engines to choose from.
+pub(crate) fn with_engines(engines: Engines) -> Options {
+    Options {
+        engines,
+        ..Options::default()
+    }
+}
+
+/// Memory under a service. Dropped it is left as it is: what is shared stays shared.
+pub(crate) struct Served(Supervisor);
+
+impl Served {
+    /// Begins on an area.
+    pub(crate) fn area(area: &Area, store: &Path, config: Config, options: Options) -> Result<Self, Failure> {
+        let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
+        Self::begin(store, config, options, |supervisor| {
+            // SAFETY: the area stays mapped for the process's lifetime and is only accessed through raw pointers.
+            unsafe { supervisor.add_range(range) };
+            Ok(())
+        })
+    }
+
+    /// Begins on a guest's memory.
+    pub(crate) fn guest(
+        memory: Arc<GuestMemory>,
+        store: &Path,
+        config: Config,
+        options: Options,
+    ) -> Result<Self, Failure> {
+        Self::begin(store, config, options, |supervisor| supervisor.add_memory(memory))
+    }
+
+    fn begin(
+        store: &Path,
+        config: Config,
+        options: Options,
+        add: impl FnOnce(&Supervisor) -> Result<(), vmm_dedup::Error>,
+    ) -> Result<Self, Failure> {
+        let options = Options {
+            // It starts when it is told to, all at once.
+            settle: Duration::from_secs(60),
+            ..options
+        };
+        let setup = Setup {
+            store: store.to_owned(),
+            agent: None,
+            config,
+        };
+        let supervisor = Supervisor::spawn(options).map_err(Failure::from_error)?;
+        let started = supervisor
+            .attach(setup)
+            .and_then(|()| add(&supervisor))
+            .and_then(|()| supervisor.start());
+        started.map_err(Failure::from_error)?;
+        Ok(Self(supervisor))
+    }
+
+    /// Runs one pass; fails without a store, since nothing would be measured.
+    pub(crate) fn pass(&self) -> Result<ServiceStats, Failure> {
+        let stats = self.0.pass().map_err(Failure::from_error)?;
+        if stats.state == WITHOUT_STORE {
+            return Err(Failure::new("the store went away during the measurement"));
+        }
+        Ok(stats)
+    }
+
+    /// The account as of the last pass.
+    pub(crate) fn stats(&self) -> ServiceStats {
+        self.0.stats().unwrap_or_default()
+    }
+
+    /// Ends the service, with or without making everything private first.
+    pub(crate) fn stop(self, unmerge: bool) -> Result<(), Failure> {
+        self.0.detach(unmerge).map(drop).map_err(Failure::from_error)
+    }
 }

@@ -6,7 +6,8 @@
 //! engine, before it next merges.
 #![allow(unsafe_code, unreachable_pub)] // C functions, found by name
 
-use crate::hooks::{concerned, quietly, tell};
+use crate::hooks::{concerned, quietly};
+use crate::manager::tell;
 use crate::real;
 use libc::{c_char, c_int, c_long, mode_t};
 use vmm_dedup::Supervisor;

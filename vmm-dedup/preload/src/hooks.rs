@@ -2,14 +2,15 @@
 #![allow(unsafe_code, unreachable_pub)] // C functions, found by name
 
 use crate::kvm::{KVM_RUN, Meaning, MemorySlot, UffdRegister, meaning};
+use crate::manager::tell;
 use crate::mappings::{Mapping, SMALLEST};
 use crate::watch::{Lent, watch};
-use crate::{active, kvm, manager, real};
+use crate::{active, devices, kvm, manager, real};
 use libc::{c_int, c_ulong, c_void, off_t, size_t};
 use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use vmm_dedup::{Error, HostRange, Lease, Supervisor, refusal};
+use vmm_dedup::{HostRange, Lease, Supervisor, refusal};
 
 /// Runs a part of a hook: errno stays as it was, and no panic leaves it.
 pub(crate) fn quietly<T>(work: impl FnOnce() -> T, otherwise: T) -> T {
@@ -39,11 +40,6 @@ fn addresses(at: *mut c_void, len: size_t) -> Range<usize> {
 
 fn is_guest(range: &Range<usize>) -> bool {
     watch().mappings.has_guest(range)
-}
-
-/// Lets the supervisor do something that the VMM's call has to wait for. What fails it has logged; the call goes through.
-pub(crate) fn tell(what: impl FnOnce(&Supervisor) -> Result<(), Error>) {
-    let _ = manager::supervisor().map(what);
 }
 
 /// Memory is about to be unmapped or replaced: the engine lets go of it first.
@@ -86,7 +82,7 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) ->
     }
     let meaning = meaning(request_number);
     if meaning != Meaning::Other {
-        quietly(|| before_ioctl(meaning, arg), ());
+        quietly(|| before_ioctl(fd, meaning, arg), ());
     }
     // SAFETY: the caller's call.
     let result = unsafe { real::ioctl(fd, request, arg) };
@@ -126,7 +122,7 @@ fn note_lent(fd: c_int, arg: *mut c_void) {
     }
 }
 
-fn before_ioctl(meaning: Meaning, arg: *mut c_void) {
+fn before_ioctl(fd: c_int, meaning: Meaning, arg: *mut c_void) {
     if meaning == Meaning::Hello && active::wanted() {
         active::start();
     }
@@ -134,8 +130,9 @@ fn before_ioctl(meaning: Meaning, arg: *mut c_void) {
         return;
     }
     match meaning {
-        // Nothing tells when a device has let go.
-        Meaning::Passthrough => tell(|supervisor| supervisor.refuse(refusal::passthrough())),
+        Meaning::Pin => devices::pins(fd),
+        // Nothing would show that it takes memory still, when its file is another process's.
+        Meaning::Take => tell(|supervisor| supervisor.refuse(refusal::passthrough())),
         Meaning::Confidential => tell(|supervisor| supervisor.refuse(refusal::confidential())),
         // SAFETY: KVM_SET_CPUID2's argument, which the caller vouches for, begins with the number of leaves that follow.
         Meaning::Cpuid if !arg.is_null() && unsafe { kvm::has_nested_virtualisation(arg.cast()) } => {

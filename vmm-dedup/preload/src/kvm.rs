@@ -15,8 +15,10 @@ pub(crate) enum Meaning {
     Slot,
     /// Guest memory becomes private to the guest.
     Confidential,
-    /// Memory is about to be pinned for a device.
-    Passthrough,
+    /// Memory is about to be pinned for a device, by the file that this is asked of.
+    Pin,
+    /// Memory is about to be used without a trace.
+    Take,
     /// Somebody registers a userfaultfd; `argument` begins with the range.
     Userfaultfd,
     /// A vCPU is told what it can do ([`has_nested_virtualisation`]).
@@ -53,11 +55,11 @@ pub(crate) fn meaning(request: u32) -> Meaning {
         KVM_CREATE_GUEST_MEMFD | KVM_SET_MEMORY_ATTRIBUTES | KVM_MEMORY_ENCRYPT_REG_REGION => {
             Meaning::Confidential
         }
-        VFIO_IOMMU_MAP_DMA | IOMMU_IOAS_MAP | IOMMU_IOAS_MAP_FILE => Meaning::Passthrough,
+        VFIO_IOMMU_MAP_DMA | IOMMU_IOAS_MAP | IOMMU_IOAS_MAP_FILE => Meaning::Pin,
         UFFDIO_REGISTER => Meaning::Userfaultfd,
         KVM_SET_CPUID2 => Meaning::Cpuid,
-        _ if request & 0xfff0 == VHOST_VDPA => Meaning::Passthrough,
-        _ if request & 0xffff == VHOST_SCSI_SET_ENDPOINT => Meaning::Passthrough,
+        _ if request & 0xfff0 == VHOST_VDPA => Meaning::Pin,
+        _ if request & 0xffff == VHOST_SCSI_SET_ENDPOINT => Meaning::Take,
         _ => Meaning::Other,
     }
 }
@@ -211,8 +213,8 @@ mod tests {
     #[test]
     fn the_ioctls_that_matter_are_known_and_the_others_are_not() {
         assert_eq!(meaning(0x4020_ae46), Meaning::Slot);
-        assert_eq!(meaning(0x8004_af70), Meaning::Passthrough); // VHOST_VDPA_GET_DEVICE_ID
-        assert_eq!(meaning(0x40e8_af40), Meaning::Passthrough); // VHOST_SCSI_SET_ENDPOINT
+        assert_eq!(meaning(0x8004_af70), Meaning::Pin); // VHOST_VDPA_GET_DEVICE_ID
+        assert_eq!(meaning(0x40e8_af40), Meaning::Take); // VHOST_SCSI_SET_ENDPOINT
         assert_eq!(meaning(0x4008_af30), Meaning::Other); // VHOST_NET_SET_BACKEND
         assert_eq!(meaning(0x4008_ae90), Meaning::Cpuid);
         assert_eq!(meaning(0x4008_af00), Meaning::Other); // VHOST_SET_FEATURES, as vhost-net does

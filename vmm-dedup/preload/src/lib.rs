@@ -14,8 +14,8 @@
 //!                                                               '-----------------------'     '--------------'
 //! ```
 //!
-//! - [`hooks`] and [`files`] are the interposed functions; [`kvm`] says what an ioctl means; [`mappings`] remembers what was
-//!   mapped, and [`watch`] holds that;
+//! - [`hooks`] and [`files`] are the interposed functions; [`kvm`] says what an ioctl means; [`devices`] knows when such have gone
+//!   that pin memory; [`mappings`] remembers what was mapped, and [`watch`] holds that;
 //! - [`manager`] starts the [`Supervisor`](vmm_dedup::Supervisor), which decides; [`real`] is libc.
 //!
 //! Rules
@@ -36,6 +36,7 @@
 //! calls of the VMM's own making are not seen.
 
 mod active;
+mod devices;
 mod files;
 mod hooks;
 mod kvm;

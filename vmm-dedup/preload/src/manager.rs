@@ -6,7 +6,7 @@ use crate::settings::Settings;
 use std::cell::Cell;
 use std::sync::OnceLock;
 use std::time::Duration;
-use vmm_dedup::{Discarder, Options, Supervisor};
+use vmm_dedup::{Discarder, Error, Options, Supervisor};
 
 thread_local! {
     static OURS: Cell<bool> = const { Cell::new(false) };
@@ -34,6 +34,11 @@ static SUPERVISOR: OnceLock<(Supervisor, Discarder)> = OnceLock::new();
 /// The supervisor, once it was started.
 pub(crate) fn supervisor() -> Option<&'static Supervisor> {
     SUPERVISOR.get().map(|(supervisor, _)| supervisor)
+}
+
+/// Lets the supervisor do something that the VMM's call has to wait for. What fails it has logged; the call goes through.
+pub(crate) fn tell(what: impl FnOnce(&Supervisor) -> Result<(), Error>) {
+    let _ = supervisor().map(what);
 }
 
 /// What frees guest memory.

@@ -13,6 +13,14 @@ pub(crate) struct Lent {
     pub(crate) mode: u64,
 }
 
+/// A file by which devices got guest memory that is pinned since.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct DeviceFile {
+    pub(crate) fd: RawFd,
+    /// How often they did.
+    pub(crate) times: u64,
+}
+
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) mappings: Mappings,
@@ -20,6 +28,7 @@ pub(crate) struct Inner {
     pub(crate) unknown: usize,
     /// The latest registrations come last.
     pub(crate) lent: Vec<Lent>,
+    pub(crate) devices: Vec<DeviceFile>,
 }
 
 /// Shared by all threads of the process.
@@ -27,6 +36,7 @@ static WATCH: Mutex<Inner> = Mutex::new(Inner {
     mappings: Mappings::new(),
     unknown: 0,
     lent: Vec::new(),
+    devices: Vec::new(),
 });
 
 pub(crate) fn watch() -> MutexGuard<'static, Inner> {

@@ -1,11 +1,10 @@
 //! A guest: memory in a process of its own that is written, round by round, while KSM or a service works on it.
-#![allow(unsafe_code)] // the service works on the area's address range
 
 use super::files::Files;
 use super::orders::{Breaker, Done, Looked, Order, Passed, Plan};
 use super::pattern::Pattern;
 use crate::content::Area;
-use crate::service::{managed_breaks, pass};
+use crate::service::{Served, managed_breaks, vouched};
 use crate::{host, worker};
 use std::fs::File;
 use std::ops::Range;
@@ -15,7 +14,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config, DedupService, HostRange, Policy};
+use vmm_dedup::{Breaks, Config, Policy};
 use vmm_dedup_host::Failure;
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::bytes_of;
@@ -43,7 +42,7 @@ struct Guest {
     pattern: Pattern,
     files: Files,
     round: usize,
-    service: Option<Served>,
+    service: Option<Service>,
 }
 
 impl Guest {
@@ -75,7 +74,7 @@ impl Guest {
                 worker::answer(&Done)
             }
             Order::Serve { store, breaks } => {
-                self.service = Some(Served::start(self.number, &self.area, &store, breaks)?);
+                self.service = Some(Service::start(self.number, &self.area, &store, breaks)?);
                 worker::answer(&Done)
             }
             Order::PassAllTheTime(begin) => {
@@ -84,7 +83,7 @@ impl Guest {
             }
             Order::Write => worker::answer(&self.write()?),
             Order::Pass => {
-                let stats = pass(&self.served()?.service)?;
+                let stats = self.served()?.service.pass()?;
                 worker::answer(&Passed {
                     work: stats.merges_total
                         + stats.zero_merges_total
@@ -102,7 +101,7 @@ impl Guest {
         }
     }
 
-    fn served(&mut self) -> Result<&mut Served, Failure> {
+    fn served(&mut self) -> Result<&mut Service, Failure> {
         self.service
             .as_mut()
             .ok_or_else(|| Failure::new("no service was started"))
@@ -157,13 +156,13 @@ fn is_private(entry: u64) -> bool {
 }
 
 /// A service, and whoever calls for passes.
-struct Served {
-    service: Arc<DedupService>,
+struct Service {
+    service: Arc<Served>,
     vmas_before: usize,
     passes: Option<Passes>,
 }
 
-impl Served {
+impl Service {
     fn start(number: usize, area: &Area, store: &Path, breaks: Breaker) -> Result<Self, Failure> {
         let config = Config {
             name: format!("guest-{number}"),
@@ -180,14 +179,9 @@ impl Served {
             ..Config::default()
         };
         let vmas_before = host::vmas()?;
-        let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
-        // SAFETY: the area stays mapped for the process's lifetime, and is only accessed through raw pointers.
-        let service = unsafe { DedupService::start_on_ranges(&[range], store, config) };
-        let service = service.map_err(Failure::from_error)?;
-        // There is no guest, and no ring.
-        service.vouch_for_pins();
+        let service = Arc::new(Served::area(area, store, config, vouched())?);
         Ok(Self {
-            service: Arc::new(service),
+            service,
             vmas_before,
             passes: None,
         })
@@ -221,12 +215,12 @@ struct Passes {
 }
 
 impl Passes {
-    fn begin(service: Arc<DedupService>) -> Self {
+    fn begin(service: Arc<Served>) -> Self {
         let (end, ended) = mpsc::channel();
         let thread = std::thread::spawn(move || {
             loop {
                 let next = Instant::now() + PASS_PERIOD;
-                pass(&service)?;
+                service.pass()?;
                 let pause = next.saturating_duration_since(Instant::now());
                 if ended.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
                     return Ok(());

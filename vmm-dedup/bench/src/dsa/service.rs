@@ -73,7 +73,7 @@ pub(super) fn measure(device: &Device, pages: usize, mhz: f64) -> Result<Vec<Fig
         let stats = until(&service, "nothing was merged", |stats| {
             stats.pages_mapped >= pages as u64 / 2 && stats.pages_keyed_total >= pages as u64
         })?;
-        service.stop(true).map_err(Failure::from_error)?;
+        service.stop(true)?;
         if area.wrong() > 0 {
             return Err(Failure::new(format!("{}: pages are wrong", by.name())));
         }
@@ -97,7 +97,7 @@ pub(super) fn measure(device: &Device, pages: usize, mhz: f64) -> Result<Vec<Fig
             of_cpu_ksm: per_megacycle / base,
         });
     }
-    teacher.stop(false).map_err(Failure::from_error)?;
+    teacher.stop(false)?;
     Ok(all)
 }
 

@@ -1,12 +1,12 @@
 //! The dedup service itself, searching a store of many slots by the hash index, by the CPU in the tree, and by a PageForge
 //! over vfio-user: what each takes of the service's CPU.
-#![allow(unsafe_code)] // the service works on the areas' addresses
 
 use super::device::DeviceProcess;
 use crate::content::Area;
+use crate::service::{Served, with_engines};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use vmm_dedup::{Config, DedupService, Engines, HostRange, ServiceStats};
+use vmm_dedup::{Config, Engines, ServiceStats};
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::OwnStore;
 
@@ -70,7 +70,7 @@ pub(super) fn measure(
         let stats = until(&service, "nothing was merged", |stats| {
             stats.pages_mapped >= candidates as u64 / 2 && stats.pages_keyed_total >= candidates as u64
         })?;
-        service.stop(true).map_err(Failure::from_error)?;
+        service.stop(true)?;
         Ok(stats)
     };
     for engine in engines {
@@ -93,7 +93,7 @@ pub(super) fn measure(
         service.search_of_cpus = service.search_ns_per_page / search;
         service.all_of_cpus = service.all_ns_per_page / whole;
     }
-    teacher.stop(false).map_err(Failure::from_error)?;
+    teacher.stop(false)?;
     Ok(all)
 }
 
@@ -107,7 +107,7 @@ fn serve(
     name: &str,
     search: &str,
     socket: Option<&Path>,
-) -> Result<DedupService, Failure> {
+) -> Result<Served, Failure> {
     serve_with(area, store, name, search, socket, vmm_dedup_engines::engines())
 }
 
@@ -119,7 +119,7 @@ pub(crate) fn serve_with(
     search: &str,
     socket: Option<&Path>,
     engines: Engines,
-) -> Result<DedupService, Failure> {
+) -> Result<Served, Failure> {
     let config = Config {
         name: name.to_owned(),
         pass_period_ms: 3_600_000, // passes come when they are asked for
@@ -128,20 +128,17 @@ pub(crate) fn serve_with(
         search_socket: socket.map(PathBuf::from),
         ..Config::default()
     };
-    let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
-    // SAFETY: the area stays mapped for the process's lifetime and is only accessed through volatile words.
-    let service = unsafe { DedupService::start_on_ranges_with(&[range], store, config, engines) };
-    service.map_err(Failure::from_error)
+    Served::area(area, store, config, with_engines(engines))
 }
 
 /// Lets passes follow each other until something is so.
 pub(crate) fn until(
-    service: &DedupService,
+    service: &Served,
     failure: &str,
     so: impl Fn(&ServiceStats) -> bool,
 ) -> Result<ServiceStats, Failure> {
     for _ in 0..MOST_PASSES {
-        let stats = service.pass().map_err(Failure::from_error)?;
+        let stats = service.pass()?;
         if so(&stats) {
             return Ok(stats);
         }

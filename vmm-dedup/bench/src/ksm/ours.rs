@@ -1,13 +1,11 @@
 //! Our side: the engine on the same memory, with a store in a process of its own.
-#![allow(unsafe_code)] // the service works on the area's address range
-
 use super::measured::Measured;
 use crate::content::Area;
 use crate::host::{self, seconds, vmas};
-use crate::service::pass;
+use crate::service::Served;
 use std::path::Path;
 use std::time::Instant;
-use vmm_dedup::{Config, DedupService, HostRange, Policy, ServiceStats};
+use vmm_dedup::{Config, Options, Policy, ServiceStats};
 use vmm_dedup_host::{Failure, account};
 
 /// Passes without a change after which we have converged. Huge pages are looked at with growing pauses; nothing is
@@ -34,12 +32,9 @@ pub(super) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
     let before = host::available()?;
     let own = std::process::id();
     let cpu = || Ok(host::cpu_ns(own, "dedup-")? + host::cpu_ns(store_pid, "")?);
-    let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
     let vmas_before = vmas()?;
     let (start, store_start) = (Instant::now(), host::cpu_ns(store_pid, "")?);
-    // SAFETY: the area stays mapped for the process's lifetime and is only accessed through volatile words.
-    let service =
-        unsafe { DedupService::start_on_ranges(&[range], store, config) }.map_err(Failure::from_error)?;
+    let service = Served::area(area, store, config, Options::default())?;
     let mut last = (ServiceStats::default(), 0, start.elapsed());
     let (mut quiet, mut passes) = (0, 0);
     while quiet < SETTLED_PASSES {
@@ -49,7 +44,7 @@ pub(super) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
                 "the engine did not converge within {MOST_PASSES} passes"
             )));
         }
-        let stats = pass(&service)?;
+        let stats = service.pass()?;
         let changed = (stats.merges_total, stats.zero_merges_total, stats.published_total)
             != (
                 last.0.merges_total,
@@ -67,17 +62,17 @@ pub(super) fn measure(area: &mut Area, store: &Path, store_pid: u32) -> Result<M
     let freed = host::available()?.cast_signed() - before.cast_signed();
     let idle_start = cpu()?;
     for _ in 0..IDLE_PASSES {
-        pass(&service)?;
+        service.pass()?;
     }
     let idle = seconds(cpu()? - idle_start) / f64::from(IDLE_PASSES);
     let mut dirty = 0;
     for round in 1..=DIRTY_PASSES {
         area.dirty(round);
         let start = cpu()?;
-        pass(&service)?;
+        service.pass()?;
         dirty += cpu()? - start;
     }
-    let end = pass(&service)?;
+    let end = service.pass()?;
     let wrong = area.wrong();
     if wrong > 0 {
         return Err(Failure::new(format!(

@@ -3,9 +3,9 @@
 use super::measured::Guests;
 use super::setup::Setup;
 use crate::host;
+use crate::service::{Served, vouched};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use vmm_dedup::DedupService;
 use vmm_dedup_host::Failure;
 use vmm_dedup_payload::{Access, Console, PayloadConfig, Report, WorkingSet, measure_tsc_khz};
 use vmm_dedup_refvmm::{Image, RunningVm, ThpMode, Vm, VmConfig};
@@ -57,7 +57,7 @@ pub(super) fn measure(setup: &Setup<'_>) -> Result<Guests, Failure> {
     })
 }
 
-fn boot(setup: &Setup<'_>, n: u64, tsc_khz: u64) -> Result<(Guest, Option<DedupService>), Failure> {
+fn boot(setup: &Setup<'_>, n: u64, tsc_khz: u64) -> Result<(Guest, Option<Served>), Failure> {
     let payload = PayloadConfig::default()
         .seed(n)
         .private_mib(HOT_MIB)
@@ -83,10 +83,7 @@ fn boot(setup: &Setup<'_>, n: u64, tsc_khz: u64) -> Result<(Guest, Option<DedupS
         (Some(subject), Some(store)) => {
             let memory = Arc::new(vm.memory().clone());
             let config = setup.config(&format!("guest-{n}"), subject);
-            let service = DedupService::start(memory, store, config).map_err(Failure::from_error)?;
-            // Guests of the reference VMM cannot run guests.
-            service.vouch_for_pins();
-            Some(service)
+            Some(Served::guest(memory, store, config, vouched())?)
         }
         _ => None,
     };

@@ -1,18 +1,18 @@
 //! Plain memory: a thread reads and writes words at random in the hot part, and now and then reads one in the warm part;
 //! the service works on all of it. Every other millisecond or so the thread does the same in a control area that no service
 //! knows: what slows both down is the machine.
-#![allow(unsafe_code)] // the service works on the area's address range
 
 use super::measured::{Access, Process};
 use super::setup::Setup;
 use crate::content::{Area, HUGE_PAGES};
+use crate::service::Served;
 use rustix::time::{ClockId, clock_gettime};
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::{DedupService, HostRange};
+use vmm_dedup::Options;
 use vmm_dedup_host::Failure;
 
 /// Accesses between two looks at the clock.
@@ -167,21 +167,19 @@ pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
     })
 }
 
-fn start(setup: &Setup<'_>, area: &Area) -> Result<Vec<DedupService>, Failure> {
+fn start(setup: &Setup<'_>, area: &Area) -> Result<Vec<Served>, Failure> {
     let (Some(subject), Some(store)) = (setup.subject, setup.store) else {
         return Ok(Vec::new());
     };
-    let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
-    // SAFETY: the area stays mapped for the process's lifetime and is only accessed through volatile words.
-    let service = unsafe { DedupService::start_on_ranges(&[range], store, setup.config("mixed", subject)) };
-    Ok(vec![service.map_err(Failure::from_error)?])
+    let config = setup.config("mixed", subject);
+    Ok(vec![Served::area(area, store, config, Options::default())?])
 }
 
 fn phases(
     setup: &Setup<'_>,
     parts: &Parts,
     orders: &Orders,
-    services: &[DedupService],
+    services: &[Served],
     undisturbed: Access,
 ) -> Result<Process, Failure> {
     let huge = || services.iter().map(|s| s.stats().huge_ranges).sum::<u64>();
@@ -193,8 +191,7 @@ fn phases(
     let huge_before = huge();
     // The roles change: as much memory as was hot, of what was cold and repetitive.
     let turned = parts.cold.start..parts.cold.start + parts.hot.len();
-    let rebuilt =
-        |services: &[DedupService]| services.iter().map(|s| s.stats().huge_rebuilt_total).sum::<u64>();
+    let rebuilt = |services: &[Served]| services.iter().map(|s| s.stats().huge_rebuilt_total).sum::<u64>();
     let before = rebuilt(services);
     let start = Instant::now();
     orders.set(&turned);
@@ -208,7 +205,7 @@ fn phases(
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    let stats = services.first().map(DedupService::stats).unwrap_or_default();
+    let stats = services.first().map(Served::stats).unwrap_or_default();
     Ok(Process {
         use_source: stats.use_source_name().to_owned(),
         saved_pages,

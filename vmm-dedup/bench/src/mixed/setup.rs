@@ -2,10 +2,10 @@
 
 use super::subject::Subject;
 use crate::host;
-use crate::service::managed_breaks;
+use crate::service::{Served, managed_breaks};
 use std::path::Path;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Config, DedupService, ServiceStats, UseSource};
+use vmm_dedup::{Config, ServiceStats, UseSource};
 use vmm_dedup_host::{Failure, account};
 
 /// Intervals that a policy has at most to settle: what is written all the time is merged and broken again for ever.
@@ -46,7 +46,7 @@ impl Setup<'_> {
 
     /// Waits for [`MIN_INTERVALS`], then until nothing has been merged for [`QUIET_INTERVALS`], at most [`MAX_INTERVALS`].
     /// Without dedup nothing has to settle.
-    pub(super) fn settle(&self, services: &[DedupService]) {
+    pub(super) fn settle(&self, services: &[Served]) {
         if services.is_empty() {
             return;
         }
@@ -54,7 +54,7 @@ impl Setup<'_> {
         std::thread::sleep(interval * MIN_INTERVALS);
         let mut last = (0, Instant::now());
         while start.elapsed() < interval * MAX_INTERVALS {
-            let sum = services.iter().map(DedupService::stats).fold(0, |sum, s| {
+            let sum = services.iter().map(Served::stats).fold(0, |sum, s| {
                 sum + s.merges_total + s.zero_merges_total + s.huge_rebuilt_total + s.huge_splits_total
             });
             if sum != last.0 {
@@ -67,19 +67,19 @@ impl Setup<'_> {
     }
 
     /// Pages saved: mapped, beyond the first of each content, and zero.
-    pub(super) fn saved_pages(&self, services: &[DedupService]) -> Result<u64, Failure> {
+    pub(super) fn saved_pages(&self, services: &[Served]) -> Result<u64, Failure> {
         let Some(store) = self.store else { return Ok(0) };
         let mapped: u64 = services
             .iter()
-            .map(DedupService::stats)
+            .map(Served::stats)
             .map(|s| s.pages_mapped + s.pages_zero)
             .sum();
         Ok(mapped.saturating_sub(account::of_store(store)?.0.pages_shared))
     }
 
     /// CPU time so far: `(monitors, all else of dedup with the store)`, seconds.
-    pub(super) fn cpu(&self, services: &[DedupService]) -> Result<(f64, f64), Failure> {
-        let stats: Vec<ServiceStats> = services.iter().map(DedupService::stats).collect();
+    pub(super) fn cpu(&self, services: &[Served]) -> Result<(f64, f64), Failure> {
+        let stats: Vec<ServiceStats> = services.iter().map(Served::stats).collect();
         let monitor: u64 = stats.iter().map(|s| s.cpu_ns.monitor).sum();
         let threads: u64 = stats.iter().map(|s| s.cpu_ns.total()).sum();
         let store = self.store.map_or(Ok(0), |_| host::cpu_ns(self.store_pid, ""))?;

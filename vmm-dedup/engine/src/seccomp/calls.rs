@@ -231,8 +231,9 @@ pub const RARE: &[Call] = &[
     ioctl("UFFDIO_POISON", 0xc020_aa08, WORKS),
     // A host without /dev/userfaultfd.
     call("userfaultfd", libc::SYS_userfaultfd, WORKS),
-    // A bitmap of idle pages, on kernels that have it.
+    // A bitmap of idle pages, on kernels that have it, with CAP_SYS_ADMIN.
     call("pread64", libc::SYS_pread64, &[Scan]),
+    call("pwrite64", libc::SYS_pwrite64, &[Scan]),
     // The layers of overlayfs, and what is registered with an io_uring.
     call("statfs", libc::SYS_statfs, WORKS),
     call("openat", libc::SYS_openat, &[Count]),

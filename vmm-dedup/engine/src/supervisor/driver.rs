@@ -11,6 +11,7 @@ use crate::store::refusal::Refused;
 use crate::supervisor::lifecycle::{Effect, Event, Lifecycle, Outcome, Span};
 use crate::supervisor::mailbox::Ticket;
 use crate::supervisor::nested;
+use crate::supervisor::pins::Watched;
 use crate::supervisor::shared::{Configure, Keep, Letter, Letters, Shared, Status};
 use crate::sync::lock;
 use std::ops::Range;
@@ -31,6 +32,8 @@ pub(crate) struct Driver {
     /// Tells the store why there is no service.
     refused: Option<Refused>,
     keeps: Vec<(Vec<Range<usize>>, Keep)>,
+    /// Pins of which nobody tells the end.
+    watched: Watched,
     /// Of a service that has ended by the letter at hand.
     account: Option<ServiceStats>,
     /// What failed first of what the letter at hand asked for.
@@ -61,6 +64,7 @@ impl Driver {
             service: None,
             refused: None,
             keeps: Vec::new(),
+            watched: Watched::default(),
             account: None,
             failed: None,
         }
@@ -70,7 +74,8 @@ impl Driver {
     pub(crate) fn run(&mut self) {
         let shared = self.shared.clone();
         loop {
-            match shared.letters.next(self.lifecycle.next_due()) {
+            let due = [self.lifecycle.next_due(), self.watched.next_due()];
+            match shared.letters.next(due.into_iter().flatten().min()) {
                 Some((ticket, Letter::End)) => {
                     self.end();
                     return shared.letters.answer(ticket, (Ok(()), None));
@@ -78,6 +83,7 @@ impl Driver {
                 Some((ticket, letter)) => self.take(letter, &shared.letters, ticket),
                 None => {}
             }
+            self.look_for_ends();
             // One thing, which may wait for a store: then letters come first.
             if let Some(effect) = self.lifecycle.next(Instant::now(), true) {
                 self.work(&effect);
@@ -97,6 +103,10 @@ impl Driver {
             Letter::Attach(fallback, configure) => self.attach(*fallback, configure),
             Letter::Add(spans, keep) => self.add(spans, keep),
             Letter::Event(event) => self.lifecycle.handle(event, Instant::now()),
+            Letter::PinWhile(still) => {
+                self.watched.add(still, Instant::now());
+                self.lifecycle.handle(Event::Pin, Instant::now())
+            }
             Letter::Nested => self.expect_nested_guests(),
             Letter::Work(work) => {
                 work(self.service.as_ref());
@@ -113,6 +123,15 @@ impl Driver {
         let done = handled.and(self.failed.take().map_or(Ok(()), Err));
         self.tell_status();
         letters.answer(ticket, (done, self.account.take()));
+    }
+
+    /// Pins that nobody sees any more have ended.
+    fn look_for_ends(&mut self) {
+        for _ in 0..self.watched.end(Instant::now()) {
+            // It always fits.
+            let _ = self.lifecycle.handle(Event::LetGo, Instant::now());
+            self.work_off(false);
+        }
     }
 
     /// Carries out what is to be done, and with `due` also what is due by itself.

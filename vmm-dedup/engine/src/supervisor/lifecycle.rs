@@ -10,6 +10,8 @@
 //! - What must not meet merging (a pin, a foreign userfaultfd, an unmapping) is answered when the effects of its event are
 //!   done: every active region that it concerns was released, or the service was stopped, by then.
 //! - A region is given to the service only while nobody pins memory, and not before it was taken back.
+//! - Where a pin was taken to have ended and has not, the kernel refuses to move the pages that it holds. What the kernel has copied
+//!   cannot be asked, so from then on nothing but the kernel tells that it is not pinned ([`Event::LetGo`]).
 //! - What fails on the way out (pages that could not be made private) leaves the region out of merging all the same: its
 //!   pages stay shared, which is right for whoever reads or writes them by the mapping, and a pin for writing makes them
 //!   private by itself.
@@ -222,6 +224,11 @@ impl Lifecycle {
             Event::Refuse(refusal) => self.retire(refusal),
             Event::Pin => self.pin(now),
             Event::Unpin => self.unpin(),
+            Event::LetGo => {
+                self.vouch = (false, false);
+                self.if_served(Effect::HidePins);
+                self.unpin();
+            }
             Event::Pause => self.set_paused(true),
             Event::Resume => self.set_paused(false),
             Event::HidePins => {

@@ -18,8 +18,8 @@
 //!   discarder.discard() -------------------------------------------------------> Discarder
 //! ```
 //!
-//! [`lifecycle`] is the state machine, [`driver`] carries out what it says, [`mailbox`] and [`shared`] are what threads share, [`nested`] knows
-//! KVM's ways with guests that run guests.
+//! [`lifecycle`] is the state machine, [`driver`] carries out what it says, [`mailbox`] and [`shared`] are what threads share, [`pins`] are
+//! such as end by themselves, [`nested`] knows KVM's ways with guests that run guests.
 //!
 //! # Events in any order
 //!
@@ -32,6 +32,7 @@
 //! | `remove_range` | nothing | forgotten | forgotten | forgotten by the discarder |
 //! | `lend`, `take_back` | nothing | tried later, at once | released, resumed | nothing |
 //! | `pin`, `unpin` | counted | counted; nothing starts meanwhile | counted; all released, resumed | counted |
+//! | `pin_while` | as `pin`; its end is looked for every second | as `pin` | as `pin` | as `pin` |
 //! | `refuse` | `Detached` | announced | stopped, announced | once |
 //! | `pause`, `resume` | remembered | remembered | done | nothing |
 //! | `detach` | nothing | ends | stopped | ends |
@@ -43,9 +44,11 @@ mod driver;
 mod lifecycle;
 mod mailbox;
 mod nested;
+mod pins;
 mod shared;
 
 pub use lifecycle::Lease;
+pub use pins::Pinned;
 pub use shared::Status;
 
 use crate::compare::Engines;
@@ -319,6 +322,19 @@ impl Supervisor {
         Ok(pinned)
     }
 
+    /// A pin of which nobody will tell the end: as [`Self::pin`], until `still` says that there is none any more. It is asked every
+    /// second, in the supervisor's thread.
+    ///
+    /// `still` may be wrong, if the kernel knows the pins: it refuses to move a page that is pinned (VFIO, iommufd, vDPA). So all
+    /// that the engine needs to know in advance is not believed from then on: what [`Options::vouch_for_pins`] says holds no longer,
+    /// for this VM and all that follow. For what uses memory without a trace (vhost-scsi) it must not be wrong.
+    ///
+    /// # Errors
+    /// Those of [`Self::pin`]. It counts all the same, until `still` says no.
+    pub fn pin_while(&self, still: impl FnMut() -> bool + Send + 'static) -> Result<(), Error> {
+        self.ask(Letter::PinWhile(Box::new(still))).0
+    }
+
     /// Memory is not to be deduplicated any more, for this reason: all regions that the range touches go back to anonymous memory,
     /// e.g. before mprotect, or mlock.
     ///
@@ -405,6 +421,15 @@ impl Supervisor {
             .unwrap_or(Err(Error::Stopped))
     }
 
+    /// Runs one pass now and waits for its end ([`DedupService::pass`]).
+    ///
+    /// # Errors
+    /// Those of [`DedupService::pass`]; [`Error::Detached`] without a service.
+    pub fn pass(&self) -> Result<ServiceStats, Error> {
+        self.with_service(|service| service.map_or(Err(Error::Detached), DedupService::pass))
+            .unwrap_or(Err(Error::Stopped))
+    }
+
     /// Does something in the supervisor's thread, which is not filtered as the calling one may be, and waits for it; `None` if
     /// that thread has ended.
     pub fn with_service<T: Send + 'static>(
@@ -453,18 +478,6 @@ impl Drop for Supervisor {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-    }
-}
-
-/// Guest memory is pinned for as long as this lives, which may be longer than the VM ([`Supervisor::pinned`]).
-#[derive(Debug)]
-#[must_use = "the pin ends where this is dropped"]
-pub struct Pinned(Arc<Shared>);
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        // A supervisor that has ended merges nothing any more.
-        let _ = self.0.letters.post(Letter::Event(Event::Unpin));
     }
 }
 

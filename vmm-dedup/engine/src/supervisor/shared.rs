@@ -53,6 +53,8 @@ impl Shared {
 pub(crate) type Configure = Box<dyn FnOnce() -> Result<Setup, Refusal> + Send>;
 /// Something to be done in the supervisor's thread.
 pub(crate) type Work = Box<dyn FnOnce(Option<&DedupService>) + Send>;
+/// Says whether memory may be pinned still.
+pub(crate) type Still = Box<dyn FnMut() -> bool + Send>;
 /// What keeps memory alive.
 pub(crate) type Keep = Box<dyn Any + Send>;
 
@@ -64,6 +66,8 @@ pub(crate) enum Letter {
     Add(Vec<Span>, Option<Keep>),
     /// Something happened.
     Event(Event),
+    /// A device is about to pin memory; whether it still may have.
+    PinWhile(Still),
     /// The guest can run guests of its own.
     Nested,
     /// Work for this thread.
@@ -78,6 +82,7 @@ impl fmt::Debug for Letter {
             Self::Attach(..) => "Attach",
             Self::Add(..) => "Add",
             Self::Event(_) => "Event",
+            Self::PinWhile(_) => "PinWhile",
             Self::Nested => "Nested",
             Self::Work(_) => "Work",
             Self::End => "End",

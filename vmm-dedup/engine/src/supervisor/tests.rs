@@ -95,6 +95,35 @@ fn a_call_from_the_supervisors_own_thread_waits_for_nobody() {
 }
 
 #[test]
+fn a_pin_lasts_for_as_long_as_it_is_seen() {
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    let supervisor = supervisor();
+    let (seen, looks) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicUsize::new(0)));
+    let (still, counter) = (seen.clone(), looks.clone());
+    let look = move || {
+        counter.fetch_add(1, Ordering::AcqRel);
+        still.load(Ordering::Acquire)
+    };
+    supervisor.pin_while(look).unwrap();
+    supervisor.attach(nowhere()).unwrap();
+    supervisor.add_memory(memory()).unwrap();
+    let pinned = || supervisor.status() == Status::Waiting(refusal::pinned());
+    let wait = |what: &str, done: &dyn Fn() -> bool| {
+        let start = Instant::now();
+        while !done() {
+            assert!(start.elapsed() < Duration::from_secs(60), "{what}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    wait("it is not looked for twice", &|| {
+        looks.load(Ordering::Acquire) > 1
+    });
+    assert!(pinned());
+    seen.store(false, Ordering::Release);
+    wait("the pin does not end", &|| !pinned());
+}
+
+#[test]
 fn the_last_handle_may_go_in_the_supervisors_own_thread() {
     let (tell, told) = std::sync::mpsc::channel();
     let supervisor = Arc::new(supervisor());

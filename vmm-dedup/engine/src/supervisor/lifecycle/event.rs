@@ -66,6 +66,8 @@ pub(crate) enum Event {
     Pin,
     /// It has let go.
     Unpin,
+    /// Nobody sees its pin any more, and nobody has told.
+    LetGo,
     /// Merging rests.
     Pause,
     /// It goes on.

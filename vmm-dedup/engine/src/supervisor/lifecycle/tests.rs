@@ -362,6 +362,22 @@ fn a_device_keeps_its_pin_when_the_vm_ends() {
 }
 
 #[test]
+fn a_pin_that_nobody_sees_any_more_ends_and_nothing_is_vouched_for_again() {
+    let mut world = World::serving();
+    world.tell(Event::Pin);
+    assert_eq!(
+        world.tell(Event::LetGo),
+        [Effect::HidePins, Effect::Unpause, Effect::Resume(span(0))]
+    );
+    world.tell(Event::Detach { unmerge: true });
+    world.tell(Event::Attach { enabled: true });
+    assert_eq!(
+        world.tell(Event::Add(span(0))),
+        [Effect::Start(span(0)), Effect::Publish, Effect::SwitchOn]
+    );
+}
+
+#[test]
 fn detaching_without_a_vm_changes_nothing() {
     let mut world = World::new();
     for event in [Event::Pin, Event::Pause, Event::Detach { unmerge: true }] {
@@ -410,6 +426,7 @@ fn any_event() -> impl Strategy<Value = Event> {
         Just(Event::Refuse(refusal::confidential())),
         Just(Event::Pin),
         Just(Event::Unpin),
+        Just(Event::LetGo),
         Just(Event::Pause),
         Just(Event::Resume),
         Just(Event::HidePins),
@@ -507,7 +524,7 @@ proptest! {
             if handled {
                 match event {
                     Event::Pin => model.pins += 1,
-                    Event::Unpin => model.pins = model.pins.saturating_sub(1),
+                    Event::Unpin | Event::LetGo => model.pins = model.pins.saturating_sub(1),
                     _ => {}
                 }
             }

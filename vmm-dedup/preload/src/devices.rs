@@ -1,0 +1,174 @@
+//! Devices that have guest memory pinned (VFIO, iommufd, vDPA): when they get it, and when they have gone.
+//!
+//! A device gets memory by an ioctl on a file, which waits until everything is anonymous memory. Nothing tells when it lets go: that
+//! may be an ioctl, or the end of the last of several files. So the supervisor's thread looks once a second whether the process has
+//! any file of such devices open, or mapped. Memory is shared again when there is none. What cannot be looked at may be one.
+//!
+//! # Why memory may be shared again
+//!
+//! - A device that has gone is one whose files this process has closed. If the kernel has memory pinned for it all the same (another
+//!   process has a file; a group of VFIO's holds its container), it refuses to move those pages, one by one. What the kernel has
+//!   copied is not shared again by what open files tell, from then on ([`pin_while`](vmm_dedup::Supervisor::pin_while)).
+//! - A device that gets memory while the look goes on has an open file meanwhile, and is counted: the look is in vain then. One
+//!   that gets memory later finds no pin, and waits for a new one.
+//! - vhost-scsi takes memory without a trace, and a file of it that another process has would do so unseen: a VMM that had one
+//!   is not deduplicated any more.
+
+use crate::manager::{self, tell};
+use crate::watch::{DeviceFile, watch};
+use std::fs::{self, Metadata};
+use std::os::fd::RawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+/// A device is about to get memory by a file.
+pub(crate) fn pins(fd: RawFd) {
+    if is_known(fd) {
+        return;
+    }
+    // By the supervisor: this thread may not be allowed to.
+    let supervisor = manager::supervisor();
+    let kind = supervisor.and_then(|supervisor| supervisor.with_service(move |_| Kind::of(fd)));
+    tell(|supervisor| supervisor.pin_while(move || has(fd, kind.as_ref())));
+    // Not before: another thread's device must not get memory while it is given back.
+    let known = &mut watch().devices;
+    known.retain(|file| file.fd != fd);
+    known.push(DeviceFile { fd, times: 0 });
+}
+
+/// Whether memory is pinned for this file already. It is about to be used, so no look under way may end that.
+fn is_known(fd: RawFd) -> bool {
+    let known = &mut watch().devices;
+    let file = known.iter_mut().find(|file| file.fd == fd);
+    file.map(|file| file.times += 1).is_some()
+}
+
+/// Whether there may be a device that got memory by a file of this kind, once as this descriptor.
+fn has(fd: RawFd, kind: Option<&Option<Kind>>) -> bool {
+    let times = |files: &[DeviceFile]| files.iter().find(|file| file.fd == fd).map(|file| file.times);
+    let before = times(&watch().devices);
+    // Whatever the file is.
+    let Some(Some(kind)) = kind else { return true };
+    if is_open(kind).unwrap_or(true) {
+        return true;
+    }
+    let known = &mut watch().devices;
+    if times(known) != before {
+        return true;
+    }
+    known.retain(|file| file.fd != fd);
+    false
+}
+
+/// What a file is: for devices their number, which all files of a kind have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Device(u64),
+    File(u64, u64),
+}
+
+impl Kind {
+    fn of(fd: RawFd) -> Option<Self> {
+        fs::metadata(format!("/proc/self/fd/{fd}"))
+            .ok()
+            .map(|file| Self::from(&file))
+    }
+}
+
+impl From<&Metadata> for Kind {
+    fn from(file: &Metadata) -> Self {
+        if file.file_type().is_char_device() {
+            Self::Device(file.rdev())
+        } else {
+            Self::File(file.dev(), file.ino())
+        }
+    }
+}
+
+/// Whether the process has a file of a kind open, or any file of devices that pin memory; or has one of the latter mapped.
+fn is_open(kind: &Kind) -> Option<bool> {
+    for entry in fs::read_dir("/proc/self/fd").ok()? {
+        let path = entry.ok()?.path();
+        let name = match fs::read_link(&path) {
+            Ok(name) => name,
+            // It was closed meanwhile: maybe the folder that is being read.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(_) => return None,
+        };
+        let same = fs::metadata(&path).is_ok_and(|file| Kind::from(&file) == *kind);
+        if same || is_device(&name) {
+            return Some(true);
+        }
+    }
+    let maps = fs::read_to_string("/proc/self/maps").ok()?;
+    let mapped = |line: &str| {
+        line.splitn(6, ' ')
+            .last()
+            .map(|name| is_device(Path::new(name.trim())))
+    };
+    Some(maps.lines().filter_map(mapped).any(|device| device))
+}
+
+/// Names of files that have memory pinned, or hold one that has. (KVM's own file for VFIO, which VMMs keep, holds groups only for
+/// as long as it is told to.)
+fn is_device(name: &Path) -> bool {
+    const BEGINNINGS: [&str; 5] = [
+        "/dev/vfio/",
+        "/dev/iommu",
+        "/dev/vhost-vdpa",
+        "anon_inode:[vfio",
+        "anon_inode:[iommufd",
+    ];
+    let name = name.to_string_lossy();
+    BEGINNINGS.iter().any(|beginning| name.starts_with(beginning))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::os::fd::AsRawFd;
+
+    #[test]
+    fn files_of_devices_are_known_by_their_names() {
+        for name in [
+            "/dev/vfio/vfio",
+            "/dev/vfio/12",
+            "/dev/vfio/devices/vfio0",
+            "/dev/iommu",
+            "/dev/vhost-vdpa-0",
+            "anon_inode:[vfio-device]",
+            "anon_inode:[iommufd-pgfault]",
+        ] {
+            assert!(is_device(Path::new(name)), "{name}");
+        }
+        for name in [
+            "/dev/kvm",
+            "anon_inode:kvm-vfio",
+            "/images/vfio.img",
+            "",
+            "[heap]",
+        ] {
+            assert!(!is_device(Path::new(name)), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_file_is_open_until_its_last_descriptor_is_closed() {
+        let file = tempfile::tempfile().expect("a file");
+        let kind = Kind::of(file.as_raw_fd()).expect("a kind");
+        let other = file.try_clone().expect("a descriptor");
+        drop(file);
+        assert_eq!(is_open(&kind), Some(true));
+        drop(other);
+        assert_eq!(is_open(&kind), Some(false));
+    }
+
+    #[test]
+    fn any_file_of_a_device_is_of_its_kind() {
+        let kind = Kind::of(File::open("/dev/full").expect("it is there").as_raw_fd());
+        let other = File::open("/dev/full").expect("it is there");
+        assert_eq!(Kind::of(other.as_raw_fd()), kind);
+        assert_eq!(is_open(&kind.expect("a kind")), Some(true));
+    }
+}
