@@ -9,6 +9,8 @@ use vmm_dedup_integration_tests::need_userfaultfd;
 const LONGEST_NAME: usize = 15;
 
 type Made = (i64, Option<u32>);
+/// A thread, and what it made.
+type Seen = (String, i64, Option<u32>);
 
 /// Each part runs under a filter of what the tables have of it, above one that asks for every call: what the tables lack ends the
 /// process, and what nobody does is not seen.
@@ -24,7 +26,7 @@ fn each_part_does_what_the_tables_have_of_it_and_nothing_else() {
         "{}: {errors} (`sandbox record` runs to the end and shows all calls)",
         output.status
     );
-    let (seen, sources): (Vec<(String, i64, Option<u32>)>, Vec<String>) =
+    let (seen, sources): (Vec<Seen>, Vec<String>) =
         serde_json::from_slice(&output.stdout).expect("two lists");
     let of = |calls: &[&Call]| -> BTreeSet<Made> {
         calls.iter().map(|call| (call.number, call.request)).collect()

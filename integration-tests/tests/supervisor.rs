@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use vmm_dedup::refusal::left_over;
 use vmm_dedup::{Breaks, Config, Error, HostRange, Options, ServiceStats, Setup, Status, Supervisor};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -151,6 +152,30 @@ fn pins_come_and_go_while_copies_are_healed_and_no_write_is_lost() {
     }
     ends.store(true, Ordering::Release);
     writer.join().expect("no write is lost");
+    guest.supervisor.detach(true).expect("it ends");
+    guest.check();
+}
+
+#[test]
+fn memory_that_a_vm_has_left_shared_is_refused_by_that_reason_until_it_is_new() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let guest = Guest::sharing(&store);
+    guest.supervisor.detach(false).expect("it ends");
+    guest.attach(&store).expect("it fits");
+    guest.add();
+    // Whether or not it was tried by itself before.
+    let started = guest.supervisor.start();
+    assert!(started.is_err(), "{started:?}");
+    assert_eq!(guest.supervisor.status(), Status::Waiting(left_over()));
+    guest.check();
+    guest.supervisor.detach(false).expect("it ends");
+    guest.pages.renew();
+    (0..PAGES).for_each(|page| guest.pages.fill(page, twin(page)));
+    guest.attach(&store).expect("it fits");
+    guest.add();
+    guest.wait("sharing", |s| s.pages_mapped > PAGES as u64 / 4);
     guest.supervisor.detach(true).expect("it ends");
     guest.check();
 }

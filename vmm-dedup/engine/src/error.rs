@@ -117,6 +117,8 @@ pub enum Backing {
     File,
     /// Pages of hugetlbfs.
     Hugetlb,
+    /// A store's pages are left there, of a service that has ended without unmerging, or of pages that the kernel had copied.
+    Store,
 }
 
 impl std::fmt::Display for Backing {
@@ -125,6 +127,7 @@ impl std::fmt::Display for Backing {
             Self::Shared => "shared",
             Self::File => "a private mapping of a file",
             Self::Hugetlb => "made of hugetlb pages",
+            Self::Store => "in parts a store's still, of a service that has ended",
         })
     }
 }

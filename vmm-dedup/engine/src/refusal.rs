@@ -53,6 +53,16 @@ pub fn file() -> Refusal {
     )
 }
 
+/// Guest memory in which a service that has ended has left pages of a store.
+#[must_use]
+pub fn left_over() -> Refusal {
+    Refusal::new(
+        Reason::Other,
+        "guest memory maps pages of a store still, which a service that has ended has left there",
+        "give the VM new memory",
+    )
+}
+
 /// A device with direct access, which the VMM cannot tell to have gone.
 #[must_use]
 pub fn passthrough() -> Refusal {
@@ -155,6 +165,7 @@ impl From<&Error> for Refusal {
                     Backing::Shared => shared(&arguments()),
                     Backing::File => file(),
                     Backing::Hugetlb => hugetlb(),
+                    Backing::Store => left_over(),
                 };
             }
             Error::KernelLacks(_) => (Reason::KernelTooOld, "run Linux 6.8 or later"),

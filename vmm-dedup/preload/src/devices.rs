@@ -2,7 +2,8 @@
 //!
 //! A device gets memory by an ioctl on a file, which waits until everything is anonymous memory. Nothing tells when it lets go: that
 //! may be an ioctl, or the end of the last of several files. So the supervisor's thread looks once a second whether the process has
-//! any file of such devices open, or mapped. Memory is shared again when there is none. What cannot be looked at may be one.
+//! any file of such devices open, or mapped, also one that the engine drives a device of its own by. Memory is shared again when there
+//! is none. What cannot be looked at may be one.
 //!
 //! # Why memory may be shared again
 //!

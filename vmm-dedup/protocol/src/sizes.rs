@@ -13,6 +13,9 @@ pub const SEGMENT_BYTES: usize = SLOTS_PER_SEGMENT as usize * PAGE_SIZE;
 /// ([`crate::forward`]).
 pub const SEGMENT_FILE_BYTES: usize = SEGMENT_BYTES + SLOTS_PER_SEGMENT as usize * 8;
 
+/// What a segment's file is called, as /proc/PID/maps shows it.
+pub const SEGMENT_NAME: &str = "vmm-dedup-segment";
+
 /// Highest number of slots of a store: 2^26 slots = 256 GiB of distinct shared content.
 pub const MAX_SLOTS: u32 = 1 << 26;
 

@@ -55,7 +55,7 @@ pub(crate) enum Obstacle {
 /// What is known of a page beside its state.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Facts {
-    /// It waits until its 2 MiB have quiesced ([`bridged_runs`](crate::merge::bridged_runs)).
+    /// It waits until its 2 MiB have quiesced ([`bridged_runs`]).
     pub(crate) deferred: bool,
     /// It is swapped out now.
     pub(crate) swapped: bool,

@@ -1,10 +1,8 @@
 //! Candidates > found: what a pass has learnt is exchanged with the store, and what comes of it is merged.
 
 use crate::error::Error;
-use crate::lookup::candidates;
-use crate::scan::pass::{MAX_FOUND, Pass};
+use crate::scan::pass::Pass;
 use crate::store::session::ResyncCause;
-use vmm_dedup_protocol::index::News;
 use vmm_dedup_protocol::message::MAX_BATCH;
 
 /// How often a pass looks at the news. The next pass sees the rest: a store, or a service that has it told of the same keys again and
@@ -23,19 +21,19 @@ impl Pass {
             self.tell_store()?;
             if looks > 0 {
                 looks -= 1;
-                self.take_news();
+                let (twins, mut with) = self.finding();
+                twins.take_news(&mut with);
             }
             self.account.lap(|cpu| &mut cpu.store);
             self.yield_and_poll()?;
-            if self.finder.has_pages_to_hash() && self.found.len() < MAX_FOUND {
-                let (map, session, account) = (&mut self.map, &self.session, &mut self.account);
-                let found = self.finder.hash_some(map, session, account, self.number);
-                self.found.extend(found);
-                self.account.lap(|cpu| &mut cpu.hash);
-            } else if !self.found.is_empty() && !self.direct_io.glance() {
+            let (twins, mut with) = self.finding();
+            if twins.hash_some(&mut with) {
+                continue;
+            }
+            if !self.twins.is_empty() && !self.direct_io.glance() {
                 // Until it is looked at again, with the next pass, nothing can be done about what was found.
                 return self.stand_by();
-            } else if !self.found.is_empty() {
+            } else if !self.twins.is_empty() {
                 self.merge()?;
             } else if self.map.outbox().is_empty() {
                 break;
@@ -46,7 +44,7 @@ impl Pass {
 
     /// Found > admitted > merged.
     pub(super) fn merge(&mut self) -> Result<(), Error> {
-        let found = std::mem::take(&mut self.found);
+        let found = self.twins.take();
         let suspended = !self.direct_io.glance();
         let (planner, mut with) = self.planning();
         planner.admit(&mut with, suspended, found)?;
@@ -60,10 +58,9 @@ impl Pass {
             result = self.yield_and_poll();
         }
         let wrong = self.planner.take_wrong_proposals();
-        self.finder.search_mut().note_wrong(wrong);
+        self.twins.finder.search_mut().note_wrong(wrong);
         // An interrupted pass leaves the rest to the next one.
-        self.found
-            .extend(self.planner.end(&mut self.space, &self.account));
+        self.twins.add(self.planner.end(&mut self.space, &self.account));
         self.account.lap(|cpu| &mut cpu.merge);
         result?;
         self.tell_store()
@@ -72,29 +69,9 @@ impl Pass {
     /// What was deferred is to be merged once its chunk has quiesced.
     fn take_quiesced(&mut self) {
         let quiesced = self.planner.deferred.take_quiesced(&self.map, self.number);
-        self.found.extend(quiesced.published);
-        let missing = self.find_again(&quiesced.twins);
-        for (page, key) in missing {
-            self.map.sight(page, key, self.number);
-        }
-    }
-
-    /// Looks whether what entered the index lately concerns a candidate.
-    fn take_news(&mut self) {
-        let Some(news) = self.session.news() else {
-            return;
-        };
-        let candidates = candidates::in_news(&self.map, &news);
-        let missing = self.find_again(&candidates);
-        match news {
-            News::Overrun => self.session.schedule_resync(self.number, ResyncCause::Missed),
-            // What entered the index is no sighting for the store any more. If it has left already, it must become one again.
-            News::Keys(_) => {
-                for (page, key) in missing {
-                    self.map.sight(page, key, self.number);
-                }
-            }
-        }
+        self.twins.add(quiesced.published);
+        let (twins, mut with) = self.finding();
+        twins.find_again_or_sight(&mut with, &quiesced.twins);
     }
 
     /// A key that enters the index is no sighting any more, and if it leaves unseen by us (much entered at once, or its twin
@@ -112,7 +89,8 @@ impl Pass {
                 self.session.schedule_resync(self.number, ResyncCause::Missed);
                 return Err(error);
             }
-            let missing = self.find_again(some);
+            let (twins, mut with) = self.finding();
+            let missing = twins.find_again(&mut with, some);
             self.map.withdraw_sightings(&missing);
             self.tell_store()?;
             // The store may have asked for some of them meanwhile, for the sake of other sightings.

@@ -17,3 +17,4 @@ mod registrations;
 pub(crate) mod stages;
 pub(crate) mod standby;
 pub(crate) mod stats;
+mod twins;

@@ -7,9 +7,7 @@ use crate::config::{Breaks, Config};
 use crate::error::Error;
 use crate::hints::heard::Heard;
 use crate::hints::line::AgentLine;
-use crate::lookup::find::{Finder, FoundAgain};
 use crate::lookup::keys::Keyed;
-use crate::lookup::publish;
 use crate::lookup::request::MergeRequest;
 use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::{Memory, Page};
@@ -20,7 +18,8 @@ use crate::merge::planner::Planner;
 use crate::merge::verify_engine::VerifyEngine;
 use crate::scan::control::Control;
 use crate::scan::pace::Pace;
-use crate::store::session::{ResyncCause, Session};
+use crate::scan::twins::Twins;
+use crate::store::session::Session;
 use crate::sys::direct_io::DirectIo;
 use crate::sys::proc;
 use crate::thp::monitor::Monitor;
@@ -28,10 +27,7 @@ use crate::unmerge::address_space::AddressSpace;
 use crate::unmerge::page_reserve::Reserve;
 use std::path::PathBuf;
 use std::sync::Arc;
-use vmm_dedup_protocol::key::Key;
 
-/// Requests collected before they are merged; bounds the memory for them.
-pub(super) const MAX_FOUND: usize = 1 << 17;
 /// Mappings that must remain for merging to be worth starting.
 const MIN_VMAS: usize = 1024;
 /// Passes between two counts of the process's mappings, with managed breaks.
@@ -69,10 +65,8 @@ pub(crate) struct Pass {
     pub(crate) session: Session,
     pub(crate) account: Account,
     pub(super) monitor: Monitor,
-    pub(super) finder: Finder,
+    pub(super) twins: Twins,
     pub(super) planner: Planner,
-    /// Pages with a twin that were not admitted yet.
-    pub(super) found: Vec<MergeRequest>,
     pub(super) pace: Pace,
     /// The number of this pass.
     pub(super) number: u64,
@@ -126,7 +120,7 @@ impl Pass {
         Ok(Self {
             planner: Planner::new(&config, verify_engine, Healer::new(&config)?),
             pace: Pace::new(config.cpu_percent),
-            finder: Finder::new(search),
+            twins: Twins::new(search),
             config,
             control,
             map,
@@ -134,7 +128,6 @@ impl Pass {
             session,
             account: Account::default(),
             monitor,
-            found: Vec::new(),
             number: 0,
             direct_io,
             ended: false,
@@ -163,32 +156,23 @@ impl Pass {
 
     /// Keyed > found.
     pub(super) fn find(&mut self, keyed: Keyed) {
-        self.found.extend(keyed.zeros.into_iter().map(MergeRequest::zero));
-        let found = self.finder.find(
-            &mut self.map,
-            &self.session,
-            &mut self.account,
-            self.number,
-            &keyed.keys,
-        );
-        self.found.extend(found);
+        let (twins, mut with) = self.finding();
+        twins.find(&mut with, keyed);
     }
 
-    /// Candidates > found. Returns those whose keys are in no index.
-    pub(super) fn find_again(&mut self, candidates: &[(Page, Key)]) -> Vec<(Page, Key)> {
-        let FoundAgain { requests, missing } = self.finder.find_again(
-            &mut self.map,
-            &self.session,
-            &mut self.account,
-            self.number,
-            candidates,
-        );
-        self.found.extend(requests);
-        missing
+    /// Who finds twins, and what stages work on.
+    pub(super) fn finding(&mut self) -> (&mut Twins, Context<'_>) {
+        let (twins, _, context) = self.parts();
+        (twins, context)
     }
 
     /// Who plans, and what stages work on.
     pub(super) fn planning(&mut self) -> (&mut Planner, Context<'_>) {
+        let (_, planner, context) = self.parts();
+        (planner, context)
+    }
+
+    fn parts(&mut self) -> (&mut Twins, &mut Planner, Context<'_>) {
         let context = Context {
             map: &mut self.map,
             space: &mut self.space,
@@ -198,36 +182,24 @@ impl Pass {
             direct_io: &mut self.direct_io,
             pass: self.number,
         };
-        (&mut self.planner, context)
+        (&mut self.twins, &mut self.planner, context)
     }
 
     /// Leaves out what was to be done with pages that are not worked on any more.
     pub(super) fn drop_work(&mut self, keep: impl Fn(Page) -> bool) {
-        self.finder.retain(&keep);
+        let found = self.twins.drop_work(&keep);
         let deferred = &mut self.planner.deferred;
         deferred.twins.retain(|(page, _)| keep(*page));
         let gone = |request: &mut MergeRequest| !keep(request.page);
-        let found = self.found.extract_if(.., gone);
-        for request in found.chain(deferred.published.extract_if(.., gone)) {
+        for request in found.into_iter().chain(deferred.published.extract_if(.., gone)) {
             self.map.give_up_published(request.publisher_ref());
-        }
-    }
-
-    /// Pages that were sighted although the index has their keys. What it does not have after all is repeated later: a store that
-    /// contradicts its index must not be asked for ever.
-    fn look_up_again(&mut self, mut sighted: Vec<(Page, Key)>) {
-        sighted.retain(|(page, key)| self.map.known(*page).candidate() == Some(*key));
-        if !self.find_again(&sighted).is_empty() {
-            self.session.schedule_resync(self.number, ResyncCause::Missed);
         }
     }
 
     /// Tells the store what there is to tell, and publishes what it asks for.
     pub(super) fn tell_store(&mut self) -> Result<(), Error> {
-        while !self.map.outbox().is_empty() && self.session.is_connected() {
-            self.send_message()?;
-        }
-        Ok(())
+        let (twins, mut with) = self.finding();
+        twins.tell_store(&mut with)
     }
 
     /// The same once there is enough for a whole message. Then all is told: the store must not hear of a sighting before it
@@ -240,29 +212,12 @@ impl Pass {
         Ok(())
     }
 
-    fn send_message(&mut self) -> Result<(), Error> {
-        let pending = !self.found.is_empty();
-        let asked = self.session.flush(&mut self.map, pending)?;
-        self.look_up_again(asked.look_up);
-        let huge_pages = !self.space.breaker.managed();
-        let (map, session, account) = (&mut self.map, &mut self.session, &mut self.account);
-        self.found.extend(publish::publish(
-            map,
-            session,
-            account,
-            huge_pages,
-            &asked.publish,
-        )?);
-        Ok(())
-    }
-
     /// Gives up a connection. What was mapped stays mapped: the mappings keep the old store's memory alive. It is
     /// keyed anew and moves to the next store's slots as twins are found there.
     pub(crate) fn lose_store(&mut self, error: &Error) {
         log::warn!("lost the store: {error}; guests go on, and merging resumes with the next store");
         self.session.lose_store();
-        self.finder.forget_store();
-        self.found.clear();
+        self.twins.forget_store();
         self.planner.forget_store();
         self.map.orphan_all();
     }

@@ -9,7 +9,8 @@ impl Pass {
     /// Between two pieces of work: sleeps if the CPU budget is used up, and notices the wish to stop or pause.
     pub(super) fn yield_and_poll(&mut self) -> Result<(), Error> {
         late_log::tell();
-        let engines = self.finder.search().helper_cpu_ns() + self.planner.verify_engine().helper_cpu_ns();
+        let engines =
+            self.twins.finder.search().helper_cpu_ns() + self.planner.verify_engine().helper_cpu_ns();
         let helpers = self.space.breaker.stats().0.cpu_ns + engines + self.heard.cpu_ns();
         self.pace.set(self.control.cpu_percent(), helpers);
         if self.pace.answers_are_due() || self.has_questions() {

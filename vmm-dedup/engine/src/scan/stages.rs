@@ -4,6 +4,7 @@
 //!   written  ------>  keyed  ------>  found  ------>  admitted  ------>  merged
 //!   track::dirty      lookup::keys    lookup::find    merge::planner     merge::planner
 //!   (scan::order)                     lookup::publish (merge::admission) (merge::merger)
+//!                                     (scan::twins)
 //! ```
 //!
 //! Each stage takes what the one before has left and returns what it made of it; no stage calls another. The pass hands on,
@@ -14,7 +15,7 @@ use crate::lookup::copies;
 use crate::lookup::keys::KeyReader;
 use crate::memory::page_map::PageMap;
 use crate::scan::order::{Chunks, ScanOrder};
-use crate::scan::pass::{MAX_FOUND, Pass};
+use crate::scan::pass::Pass;
 use crate::track::dirty;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -83,7 +84,7 @@ impl Pass {
             .set_vmas_left(self.map.vmas_max() - self.map.vmas());
         self.session.find_store(&mut self.map);
         self.session.take_pushes()?;
-        self.finder.prepare(&self.session, self.number);
+        self.twins.finder.prepare(&self.session, self.number);
         self.planner.verify_engine().prepare(self.number);
         // Every first write to a protected page, and every copy-on-write, is a fault of some other thread.
         if self.space.others_had_faults() {
@@ -115,7 +116,7 @@ impl Pass {
         self.find(keyed);
         self.account.lap(|cpu| &mut cpu.key);
         self.tell_store_of_many()?;
-        if self.found.len() >= MAX_FOUND {
+        if self.twins.is_full() {
             self.merge()?;
         }
         Ok(())
@@ -142,7 +143,7 @@ impl Pass {
             self.account.lap(|cpu| &mut cpu.key);
             self.tell_store_of_many()?;
             self.yield_and_poll()?;
-            if self.found.len() >= MAX_FOUND {
+            if self.twins.is_full() {
                 self.merge()?;
             }
         }

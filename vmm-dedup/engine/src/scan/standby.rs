@@ -45,7 +45,7 @@ impl Pass {
 
     /// At the end of a pass nothing is pending: lets the store free what has left the index.
     pub(super) fn acknowledge(&mut self) -> Result<(), Error> {
-        debug_assert!(self.found.is_empty());
+        debug_assert!(self.twins.is_empty());
         debug_assert!(self.map.outbox().is_empty() || !self.session.is_connected());
         self.release_retired()?;
         self.map.end_pass(self.number);
@@ -58,7 +58,7 @@ impl Pass {
         if !deferred.twins.is_empty() {
             self.session.overrun_news();
         }
-        let mut requests = std::mem::take(&mut self.found);
+        let mut requests = self.twins.take();
         requests.extend(deferred.published);
         for request in requests {
             self.map.defer(request.page, request.publisher_ref());

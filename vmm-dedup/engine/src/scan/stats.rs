@@ -15,7 +15,7 @@ impl Pass {
         self.monitor.fill_stats(&self.map, &mut self.account);
         let counts = self.map.counts();
         let (breaks, reserve) = self.space.breaker.stats();
-        let search = self.finder.search();
+        let search = self.twins.finder.search();
         let bytes =
             self.map.bytes() + self.space.breaker.bytes() + search.bytes() + self.space.discards.bytes();
         let state = self.state();

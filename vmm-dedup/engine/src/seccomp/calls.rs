@@ -184,7 +184,8 @@ pub const CALLS: &[Call] = &[
     ioctl("PAGEMAP_SCAN", 0xc060_6610, &[Supervisor, Scan, Fault, Start]),
 ];
 
-/// What only some runs do, or only some hosts need; each says when. No test demands these.
+/// What only some runs do, or only some hosts need; each says when. No test demands these, but for what DAMON and the bitmap of
+/// idle pages need.
 pub const RARE: &[Call] = &[
     // What fails in the middle is put back, tried again or given up by whoever works on guest memory, and a store may be lost.
     call("clone3", libc::SYS_clone3, WORKS),
@@ -232,17 +233,18 @@ pub const RARE: &[Call] = &[
     // A host without /dev/userfaultfd.
     call("userfaultfd", libc::SYS_userfaultfd, WORKS),
     // A bitmap of idle pages, on kernels that have it, with CAP_SYS_ADMIN.
-    call("pread64", libc::SYS_pread64, &[Scan]),
+    call("pread64", libc::SYS_pread64, WORKS),
     call("pwrite64", libc::SYS_pwrite64, &[Scan]),
     // The layers of overlayfs, and what is registered with an io_uring.
     call("statfs", libc::SYS_statfs, WORKS),
     call("openat", libc::SYS_openat, &[Count]),
     call("statfs", libc::SYS_statfs, &[Count]),
     // DAMON, on kernels that have it, with CAP_SYS_ADMIN.
+    call("getpid", libc::SYS_getpid, WORKS),
     call("close", libc::SYS_close, &[Damon]),
-    call("lseek", libc::SYS_lseek, &[Damon]),
+    call("getdents64", libc::SYS_getdents64, &[Damon]),
+    call("newfstatat", libc::SYS_newfstatat, &[Damon]),
     call("openat", libc::SYS_openat, &[Damon]),
-    call("pread64", libc::SYS_pread64, &[Damon]),
     call("statx", libc::SYS_statx, &[Damon]),
     // A guest's agent, on a Unix socket or on vsock. (ioctl: FIONBIO.)
     call("accept4", libc::SYS_accept4, &[Agent]),

@@ -39,6 +39,10 @@
 //!
 //! A call that has to wait for the thread waits for what it does now, at most a question to a store that hangs (5 s). Pins are the
 //! devices', not the VM's: `detach` leaves them, and the next VM begins pinned.
+//!
+//! A VM's memory maps a store's pages still when it has ended without unmerging, or when the kernel had copied some of them, which
+//! may be pinned. The next VM may have that memory, but it is refused by that reason ([`refusal::left_over`]): give it new memory
+//! (MAP_FIXED over the old one does, after `detach`).
 
 mod driver;
 mod lifecycle;
@@ -387,7 +391,8 @@ impl Supervisor {
 
     /// The VM ends: no vCPU runs any more, and its memory is about to go. With `unmerge` everything goes back to anonymous memory
     /// first. When this returns nothing of ours touches or keeps the memory. Without a VM this does nothing. Returns the account of
-    /// the service, if there was one.
+    /// the service, if there was one. Without `unmerge`, and where the kernel had copied pages, the memory cannot be a next VM's:
+    /// see the [module](self).
     ///
     /// # Errors
     /// [`Error::NotUnmerged`], [`Error::Stopped`]; the service has ended all the same.

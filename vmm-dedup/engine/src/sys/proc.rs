@@ -4,6 +4,7 @@ use crate::error::{Backing, Error};
 use rustix::time::{ClockId, clock_gettime};
 use std::fs;
 use std::ops::Range;
+use vmm_dedup_protocol::SEGMENT_NAME;
 
 /// vm.max_map_count.
 pub(crate) fn max_map_count() -> Result<usize, Error> {
@@ -80,6 +81,8 @@ pub(crate) fn check_private_anonymous(range: &Range<usize>) -> Result<(), Error>
                 Backing::Hugetlb
             } else if vma.shared {
                 Backing::Shared
+            } else if vma.path.contains(SEGMENT_NAME) {
+                Backing::Store
             } else {
                 Backing::File
             };

@@ -110,7 +110,6 @@ impl Machine {
     }
 
     /// Each device has a pin of its own, which ends when it has gone.
-    /// Each device has a pin of its own, which ends when it has gone.
     fn plug_device(&mut self) -> Result<(), Failure> {
         // 8. Before the first pin.
         let pinned = self.supervisor.pinned()?;

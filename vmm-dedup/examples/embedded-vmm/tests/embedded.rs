@@ -384,7 +384,8 @@ fn the_glue_is_short() {
     for file in std::fs::read_dir(folder).expect("sources") {
         let text = std::fs::read_to_string(file.expect("a file").path()).expect("text");
         let names = |line: &&str| {
-            ["supervisor", "discarder", "dedup", "setup", "Lease"]
+            let line = line.to_lowercase();
+            ["supervisor", "discarder", "dedup", "setup", "lease", "pinned"]
                 .iter()
                 .any(|w| line.contains(w))
         };

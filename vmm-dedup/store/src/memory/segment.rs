@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use vmm_dedup_protocol::mapping::{Mapping, sealed_memfd};
-use vmm_dedup_protocol::{SEGMENT_BYTES, SEGMENT_FILE_BYTES};
+use vmm_dedup_protocol::{SEGMENT_BYTES, SEGMENT_FILE_BYTES, SEGMENT_NAME};
 
 /// A second descriptor of the same file that cannot be written through.
 pub(super) fn read_only(file: &OwnedFd) -> io::Result<OwnedFd> {
@@ -27,7 +27,7 @@ pub(super) struct SegmentFile {
 
 impl SegmentFile {
     pub(super) fn new() -> io::Result<Self> {
-        let (file, map) = sealed_memfd("vmm-dedup-segment", SEGMENT_FILE_BYTES)?;
+        let (file, map) = sealed_memfd(SEGMENT_NAME, SEGMENT_FILE_BYTES)?;
         map.advise_huge(SEGMENT_BYTES);
         Ok(Self {
             file: Arc::new(read_only(&file)?),
