@@ -2,7 +2,6 @@
 
 use crate::account::Account;
 use crate::memory::page_map::PageMap;
-use crate::merge::in_place::Cut;
 use crate::store::session::Session;
 use crate::sys::direct_io::DirectIo;
 use crate::thp::monitor::Monitor;
@@ -24,13 +23,5 @@ impl Context<'_> {
     /// Whether the service breaks sharing.
     pub(crate) fn managed(&self) -> bool {
         self.space.breaker.managed()
-    }
-
-    /// How requests are cut into what is frozen in one piece.
-    pub(crate) fn cut(&self) -> Cut<'_> {
-        Cut {
-            map: self.map,
-            managed: self.managed(),
-        }
     }
 }

@@ -14,8 +14,8 @@
 
 use crate::account::ns;
 use crate::lookup::request::MergeRequest;
-use crate::memory::page_map::PageMap;
-use crate::merge::in_place::{self, Cut, Limit, Proof};
+use crate::memory::layout::Memory;
+use crate::merge::in_place::{self, Limit, Proof, addresses, stretches};
 use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::sched::Urgent;
@@ -42,25 +42,30 @@ pub(crate) struct Followed {
 
 /// Lets pages that map slots map others. Requests are in page order, and no more than [`LIMIT`] takes.
 pub(crate) fn follow(
-    map: &PageMap,
+    memory: &Memory,
     store: &Store,
     space: &mut AddressSpace,
     requests: &[MergeRequest],
 ) -> Followed {
-    in_place::touch(map.memory(), store, requests);
+    in_place::touch(memory, store, requests);
     let (clock, _urgent) = (Instant::now(), Urgent::begin());
     let breaker = space.breaker.clone();
-    let cut = Cut {
-        map,
-        managed: breaker.managed(),
-    };
-    let Some(frozen) = breaker.freeze(cut.ranges(requests)) else {
+    let Some(frozen) = breaker.freeze(stretches(memory, requests).map(|stretch| addresses(memory, stretch)))
+    else {
         return Followed {
             outcomes: vec![Outcome::NotTaken; requests.len()],
             stall_ns: 0,
         };
     };
-    let (outcomes, _) = in_place::replace(map, store, space, frozen, requests, &Proof::None, clock + LONGEST);
+    let (outcomes, _) = in_place::replace(
+        memory,
+        store,
+        space,
+        frozen,
+        requests,
+        &Proof::None,
+        clock + LONGEST,
+    );
     Followed {
         outcomes,
         stall_ns: ns(clock.elapsed()),

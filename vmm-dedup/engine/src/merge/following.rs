@@ -88,7 +88,8 @@ fn follow_some(with: &mut Context<'_>, healer: &mut Healer, pages: &[Page], heal
     };
     let has_copies = carrying.len() > requests.len();
     let requests = if has_copies { carrying } else { requests };
-    let batch = &requests[..follower::LIMIT.fits(with.cut(), &requests)];
+    let memory = with.map.memory().clone();
+    let batch = &requests[..follower::LIMIT.fits(&memory, &requests)];
     let batch = cut_at_copy(batch, batch.len() == requests.len());
     let (batch, outcomes) = replace(with, healer, batch)?;
     with.account.stats.bytes_read.verify += (batch.len() * 2 * PAGE_SIZE) as u64;
@@ -117,6 +118,7 @@ fn replace(
     healer: &mut Healer,
     batch: &[MergeRequest],
 ) -> Option<(Vec<MergeRequest>, Vec<Outcome>)> {
+    let memory = with.map.memory().clone();
     let store = with.session.store()?;
     let mut healed = Healed::none(&[], Outcome::NotTaken);
     if batch.iter().any(is_copy) {
@@ -141,7 +143,7 @@ fn replace(
     let Followed {
         outcomes,
         stall_ns: stall,
-    } = follower::follow(with.map, store, with.space, &alone);
+    } = follower::follow(&memory, store, with.space, &alone);
     let longest = stall_ns.map_or(stall, |ns| ns.max(stall));
     with.account.stats.stop.observe(longest);
     Some((alone, outcomes))

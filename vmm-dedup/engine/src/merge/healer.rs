@@ -47,9 +47,10 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::lookup::copies::Prospect;
 use crate::lookup::request::MergeRequest;
+use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
 use crate::merge::fork_cost::ForkCost;
-use crate::merge::in_place::{self, Cut, Limit, Proof};
+use crate::merge::in_place::{self, Limit, Proof, addresses, stretches};
 use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::fork::Child;
@@ -333,12 +334,12 @@ impl Healer {
     }
 
     /// How many of the requests, which are in page order, make one batch.
-    pub(crate) fn batch_len(&self, cut: Cut<'_>, requests: &[MergeRequest]) -> usize {
+    pub(crate) fn batch_len(&self, memory: &Memory, requests: &[MergeRequest]) -> usize {
         let batches = match self.way {
             Way::Count | Way::Files => 1,
             Way::Fork => BATCHES_PER_CHILD,
         };
-        self.limit().times(batches).fits(cut, requests)
+        self.limit().times(batches).fits(memory, requests)
     }
 
     /// What is frozen together.
@@ -368,15 +369,16 @@ impl Healer {
         pass: u64,
         requests: &[MergeRequest],
     ) -> Healed {
+        let memory = map.memory().clone();
         // What the last batch found out holds for this one, too.
         if !self.can_heal(map, pass) {
             return Healed::none(requests, Outcome::Untold);
         }
-        in_place::touch(map.memory(), store, requests);
+        in_place::touch(&memory, store, requests);
         if self.way != Way::Fork {
-            return self.heal_batches(map, store, space, pass, requests, None);
+            return self.heal_batches(&memory, store, space, pass, requests, None);
         }
-        let (child, fork_ns) = match self.fork(cut(map, space), requests) {
+        let (child, fork_ns) = match self.fork(&memory, requests) {
             Ok(forked) => forked,
             Err(error) => {
                 self.forks.note(pass, format!("cannot fork: {error}"));
@@ -384,7 +386,7 @@ impl Healer {
                 return Healed::none(requests, Outcome::Untold);
             }
         };
-        let mut healed = self.heal_batches(map, store, space, pass, requests, Some(&child));
+        let mut healed = self.heal_batches(&memory, store, space, pass, requests, Some(&child));
         healed.stall_ns = healed.stall_ns.max(Some(fork_ns));
         if child.has_ended() {
             // What it shared no more looked as if it were pinned.
@@ -404,7 +406,7 @@ impl Healer {
     /// Merges one batch after the other, until nothing tells of pins any more.
     fn heal_batches(
         &mut self,
-        map: &PageMap,
+        memory: &Memory,
         store: &Store,
         space: &mut AddressSpace,
         pass: u64,
@@ -414,8 +416,8 @@ impl Healer {
         let mut healed = Healed::none(&[], Outcome::Untold);
         while healed.outcomes.len() < requests.len() && self.chosen.is_some() {
             let rest = &requests[healed.outcomes.len()..];
-            let batch = &rest[..self.limit().fits(cut(map, space), rest)];
-            let more = self.heal_batch(map, store, space, pass, batch, child);
+            let batch = &rest[..self.limit().fits(memory, rest)];
+            let more = self.heal_batch(memory, store, space, pass, batch, child);
             healed.outcomes.extend(more.outcomes);
             healed.stall_ns = healed.stall_ns.max(more.stall_ns);
         }
@@ -426,14 +428,14 @@ impl Healer {
     /// Merges what is frozen together.
     fn heal_batch(
         &mut self,
-        map: &PageMap,
+        memory: &Memory,
         store: &Store,
         space: &mut AddressSpace,
         pass: u64,
         requests: &[MergeRequest],
         child: Option<&Child>,
     ) -> Healed {
-        let (healed, failure) = self.heal_frozen(map, store, space, requests, child);
+        let (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
         if self.way == Way::Count && healed.is_untold() {
             self.chosen = None;
         }
@@ -456,9 +458,11 @@ impl Healer {
     }
 
     /// Forks a child that has the pages at hand, and no others of the guest; and how long that took.
-    fn fork(&mut self, cut: Cut<'_>, requests: &[MergeRequest]) -> std::io::Result<(Child, u64)> {
-        cut.map.memory().keep_from_children();
-        let at_hand: Vec<Range<usize>> = cut.ranges(requests).collect();
+    fn fork(&mut self, memory: &Memory, requests: &[MergeRequest]) -> std::io::Result<(Child, u64)> {
+        memory.keep_from_children();
+        let at_hand: Vec<Range<usize>> = stretches(memory, requests)
+            .map(|stretch| addresses(memory, stretch))
+            .collect();
         at_hand
             .iter()
             .for_each(|stretch| vma::advise_again(stretch, libc::MADV_DOFORK));
@@ -478,7 +482,7 @@ impl Healer {
     /// are pinned: nothing is logged while pages are frozen.
     fn heal_frozen(
         &mut self,
-        map: &PageMap,
+        memory: &Memory,
         store: &Store,
         space: &mut AddressSpace,
         requests: &[MergeRequest],
@@ -487,14 +491,15 @@ impl Healer {
         let breaker = space.breaker.clone();
         let _urgent = Urgent::begin();
         let mut clock = Instant::now();
-        let Some(frozen) = breaker.freeze(cut(map, space).ranges(requests)) else {
+        let runs = stretches(memory, requests).map(|stretch| addresses(memory, stretch));
+        let Some(frozen) = breaker.freeze(runs) else {
             return (Healed::none(requests, Outcome::NotTaken), None);
         };
         vma::wait_for_lock_holders();
         let (outcomes, failure) = match self.prove(&frozen, child, &mut clock) {
             Ok(proof) => {
                 let until = clock + self.patience();
-                in_place::replace(map, store, space, frozen, requests, &proof, until)
+                in_place::replace(memory, store, space, frozen, requests, &proof, until)
             }
             Err(outcome) => {
                 drop(frozen);
@@ -548,12 +553,5 @@ impl Healer {
                 Err(Outcome::NotTaken)
             }
         }
-    }
-}
-
-fn cut<'m>(map: &'m PageMap, space: &AddressSpace) -> Cut<'m> {
-    Cut {
-        map,
-        managed: space.breaker.managed(),
     }
 }

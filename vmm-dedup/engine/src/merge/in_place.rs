@@ -19,8 +19,7 @@
 
 use crate::compare::{PageId, Pair, StablePage, With};
 use crate::lookup::request::{MergeRequest, Role};
-use crate::memory::layout::{Memory, Page};
-use crate::memory::page_map::PageMap;
+use crate::memory::layout::Memory;
 use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, return_exceptions};
 use crate::store::connection::Store;
@@ -57,52 +56,14 @@ impl Limit {
     }
 
     /// How many of the requests, which are in page order, it takes.
-    pub(crate) fn fits(self, cut: Cut<'_>, requests: &[MergeRequest]) -> usize {
-        let (mut stretches, mut pages) = (1, 1);
+    pub(crate) fn fits(self, memory: &Memory, requests: &[MergeRequest]) -> usize {
+        let mut stretches = 1;
         let fits = |at: &usize| {
-            let (before, request) = (&requests[*at - 1], &requests[*at]);
-            if cut.joins(before, request) {
-                pages += (request.page - before.page) as usize;
-            } else {
-                (stretches, pages) = (stretches + 1, pages + 1);
-            }
-            stretches <= self.stretches && pages <= self.pages
+            stretches += usize::from(!neighbours(memory, &requests[*at - 1], &requests[*at]));
+            stretches <= self.stretches
         };
-        1 + (1..requests.len()).take_while(fits).count()
-    }
-}
-
-/// Most pages between two that are frozen along with them.
-const FROZEN_ALONG: Page = 16;
-
-/// Cuts requests into stretches that are frozen in one piece: of consecutive pages, or with few others between them that lie in
-/// mappings of the store as well. Those stay as they are, and are frozen along: a call for each piece takes longer than the pages
-/// in it. With managed breaks there are none, since the fault thread may have replaced one of them, which would keep the others
-/// from being frozen.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Cut<'a> {
-    pub(crate) map: &'a PageMap,
-    /// The service breaks sharing.
-    pub(crate) managed: bool,
-}
-
-impl Cut<'_> {
-    fn joins(self, a: &MergeRequest, b: &MergeRequest) -> bool {
-        let (mut between, most) = (a.page + 1..b.page, if self.managed { 0 } else { FROZEN_ALONG });
-        b.page - a.page <= most + 1
-            && (a.page..b.page).all(|page| self.map.memory().adjacent(page))
-            && between.all(|page| self.map.backing(page).in_file_mapping())
-    }
-
-    /// The stretches.
-    pub(crate) fn stretches(self, requests: &[MergeRequest]) -> impl Iterator<Item = &[MergeRequest]> {
-        requests.chunk_by(move |a, b| self.joins(a, b))
-    }
-
-    /// Addresses of the stretches, from the first page of each to the last.
-    pub(crate) fn ranges(self, requests: &[MergeRequest]) -> impl Iterator<Item = Range<usize>> {
-        let memory = self.map.memory();
-        self.stretches(requests).map(|stretch| addresses(memory, stretch))
+        let most = requests.len().min(self.pages);
+        1 + (1..most).take_while(fits).count()
     }
 }
 
@@ -132,10 +93,22 @@ impl Haste<'_> {
     }
 }
 
-/// Addresses from the first page of some requests to the last.
-fn addresses(memory: &Memory, requests: &[MergeRequest]) -> Range<usize> {
-    let last = requests[requests.len() - 1].page;
-    memory.address(requests[0].page)..memory.address(last) + PAGE_SIZE
+fn neighbours(memory: &Memory, a: &MergeRequest, b: &MergeRequest) -> bool {
+    b.page == a.page + 1 && memory.adjacent(a.page)
+}
+
+/// Consecutive pages.
+pub(crate) fn stretches<'r>(
+    memory: &Memory,
+    requests: &'r [MergeRequest],
+) -> impl Iterator<Item = &'r [MergeRequest]> {
+    requests.chunk_by(|a, b| neighbours(memory, a, b))
+}
+
+/// Addresses of consecutive pages.
+pub(crate) fn addresses(memory: &Memory, stretch: &[MergeRequest]) -> Range<usize> {
+    let start = memory.address(stretch[0].page);
+    start..start + bytes(stretch.len())
 }
 
 /// Reads a word of each page and slot, so that nobody waits while they come in from swap.
@@ -201,7 +174,7 @@ struct Put {
 /// Replaces what it can of frozen pages, run by run, until somebody waits or the time is over; the outcome of each request. Also
 /// returns what kept it from looking at the page tables: nothing is logged while pages are frozen.
 pub(crate) fn replace(
-    map: &PageMap,
+    memory: &Memory,
     store: &Store,
     space: &mut AddressSpace,
     mut frozen: FrozenRuns<'_>,
@@ -209,15 +182,11 @@ pub(crate) fn replace(
     proof: &Proof<'_>,
     until: Instant,
 ) -> (Vec<Outcome>, Option<io::Error>) {
-    let (memory, breaker) = (map.memory(), frozen.breaker());
+    let breaker = frozen.breaker();
     let haste = Haste { breaker, until };
-    let cut = Cut {
-        map,
-        managed: breaker.managed(),
-    };
     let (mut outcomes, mut put) = (Vec::with_capacity(requests.len()), Vec::new());
     let (mut rest, mut failure) = (Outcome::Contended, None);
-    for (run, stretch) in frozen.runs_mut().zip(cut.stretches(requests)) {
+    for (run, stretch) in frozen.runs_mut().zip(stretches(memory, requests)) {
         let first = outcomes.is_empty();
         if haste.is_late() || !first && haste.is_over() {
             break;
@@ -229,7 +198,7 @@ pub(crate) fn replace(
                 break;
             }
         };
-        let mut compared = compare(memory, run, &found, store, stretch, haste);
+        let mut compared = compare(run, &found, store, stretch, haste);
         return_exceptions(stretch, &mut compared, Open::default());
         put_runs(memory, run, store, stretch, &mut compared, &mut put, haste);
         outcomes.extend(compared);
@@ -254,7 +223,6 @@ pub(crate) fn replace(
 /// Compares frozen pages with what shall take their places.
 #[allow(unsafe_code)] // reads guest memory
 fn compare(
-    memory: &Memory,
     run: &Frozen<'_>,
     found: &Found,
     store: &Store,
@@ -262,8 +230,7 @@ fn compare(
     haste: Haste<'_>,
 ) -> Vec<Outcome> {
     let within = |ranges: &[Range<usize>], at: usize| ranges.iter().any(|range| range.contains(&at));
-    let outcome = |request: &MergeRequest| {
-        let at = memory.address(request.page);
+    let outcome = |(request, at): (&MergeRequest, usize)| {
         match request.role {
             Role::Moved if within(&found.copies, at) => return Outcome::Absent,
             Role::Moved => {}
@@ -291,7 +258,8 @@ fn compare(
             Outcome::Different
         }
     };
-    let pages = stretch.iter().enumerate();
+    let addresses = run.range().clone().step_by(PAGE_SIZE);
+    let pages = stretch.iter().zip(addresses).enumerate();
     let in_time = pages.take_while(|(n, _)| *n == 0 || !haste.is_over_at(*n, COMPARED));
     let mut outcomes: Vec<Outcome> = in_time.map(|(_, page)| outcome(page)).collect();
     outcomes.resize(stretch.len(), Outcome::Contended);
@@ -308,6 +276,7 @@ fn put_runs(
     put: &mut Vec<Put>,
     haste: Haste<'_>,
 ) {
+    let start = frozen.range().start;
     let (mut end, mut runs) = (stretch.len(), 0);
     while end > 0 {
         if outcomes[end - 1] != Outcome::Merged {
@@ -329,8 +298,8 @@ fn put_runs(
             return;
         }
         runs += 1;
+        let at = start + bytes(first)..start + bytes(end);
         let run = &stretch[first..end];
-        let at = addresses(memory, run);
         match put_run(memory, frozen, store, run, &at, haste) {
             Ok(false) => outcomes[first..end].fill(Outcome::Contended),
             Ok(true) => put.push(Put {
@@ -433,13 +402,10 @@ fn copy(from: &Range<usize>, to: usize, pages: &[usize]) {
 mod tests {
     use super::*;
     use crate::memory::layout::HostRange;
-    use crate::memory::page_map::Reference;
-    use crate::sys::page_size::HUGE_SIZE;
     use crate::sys::uffd::Uffd;
     use std::os::fd::AsFd;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering};
-    use vmm_dedup_protocol::Slot;
 
     const PAGES: usize = 2 * COMPARED;
 
@@ -481,53 +447,5 @@ mod tests {
         });
         assert_eq!(word(0).load(Ordering::Relaxed), 99);
         assert!((1..PAGES).all(|page| word(page).load(Ordering::Relaxed) == page as u64));
-    }
-    /// Memory of two regions, all of which maps single slots but for two pages.
-    fn map() -> PageMap {
-        let regions = [1, 9].map(|n| n * HUGE_SIZE..n * HUGE_SIZE + bytes(100));
-        let mut map = PageMap::new(Arc::new(Memory::made_up(&regions)), 1000, 0);
-        for page in (0..200).filter(|page| ![40, 60].contains(page)) {
-            map.share(page, Slot::try_new(2 * page).unwrap(), Reference::New);
-        }
-        map.copied_by_kernel(50);
-        map
-    }
-
-    #[test]
-    fn pages_of_the_store_between_others_are_frozen_along() {
-        let map = map();
-        let slot = |page: Page| Slot::try_new(1000 + page).unwrap();
-        let pages = [3, 4, 9, 26, 44, 49, 51, 58, 62, 98, 99, 100, 102];
-        let requests = pages.map(|page| MergeRequest::moved(page, slot(page)));
-        let along = Cut {
-            map: &map,
-            managed: false,
-        };
-        let alone = Cut {
-            map: &map,
-            managed: true,
-        };
-        let stretches = |cut: Cut<'_>, n: usize| -> Vec<Vec<Page>> {
-            let stretches = cut.stretches(&requests[..n]);
-            stretches
-                .map(|stretch| stretch.iter().map(|request| request.page).collect())
-                .collect()
-        };
-        // Parted by 17 pages, by one that is private, by another, and by the end of a region; not by a copy.
-        let expected = [
-            vec![3, 4, 9, 26],
-            vec![44, 49, 51, 58],
-            vec![62],
-            vec![98, 99],
-            vec![100, 102],
-        ];
-        assert_eq!(stretches(along, 13), expected);
-        assert_eq!(stretches(alone, 5), [vec![3, 4], vec![9], vec![26], vec![44]]);
-        let first = along.ranges(&requests).next();
-        assert_eq!(first, Some(map.memory().address(3)..map.memory().address(27)));
-        // Pages that are frozen along count.
-        let fits = |pages, stretches| Limit { pages, stretches }.fits(along, &requests);
-        assert_eq!((fits(1000, 1), fits(7, 9), fits(6, 9)), (4, 3, 2));
-        assert_eq!(fits(1000, 3), 9);
     }
 }

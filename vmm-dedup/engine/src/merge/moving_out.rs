@@ -52,8 +52,9 @@ impl MovingOut {
         if !can_move(with, healer) || !with.map.has_vmas_for(MOVED_OUT_VMAS) {
             return self.give_up();
         }
-        let most = healer.batch_len(with.cut(), &batch);
-        let rest = batch.split_off(MOVED_OUT.fits(with.cut(), &batch).min(most));
+        let memory = with.map.memory();
+        let most = healer.batch_len(memory, &batch);
+        let rest = batch.split_off(MOVED_OUT.fits(memory, &batch).min(most));
         if !rest.is_empty() {
             self.left.push(rest);
         }

@@ -185,6 +185,7 @@ impl Planner {
         let discards = with.space.discards.clone();
         let mut discards = discards.lock();
         with.space.note_discards(&mut discards, with.map);
+        let memory = with.map.memory().clone();
         // What was discarded just now is no copy any more; a publication of it is of no use.
         self.copies.retain(|request| {
             let is_copy = with.map.backing(request.page).is_copied();
@@ -196,7 +197,7 @@ impl Planner {
         if self.copies.is_empty() {
             return false;
         }
-        let len = self.healer.batch_len(with.cut(), self.copies.make_contiguous());
+        let len = self.healer.batch_len(&memory, self.copies.make_contiguous());
         let batch: Vec<MergeRequest> = self.copies.drain(..len).collect();
         if admission::lacks_mappings(with, &mut self.deferred, &batch) {
             return true;

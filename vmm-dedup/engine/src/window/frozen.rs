@@ -180,12 +180,6 @@ impl<'a> Frozen<'a> {
     }
 
     fn thaw(&mut self) {
-        if self.afterwards == Afterwards::Unregistered
-            && self.uffd.unregister(self.range.start, self.range.len()).is_ok()
-        {
-            // All at once. What was replaced is not registered, and stays so.
-            return wake(self.uffd, &self.range);
-        }
         for rest in complement(&self.range, &self.replaced) {
             match &self.afterwards {
                 Afterwards::Unregistered => {
