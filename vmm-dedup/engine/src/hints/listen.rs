@@ -22,6 +22,10 @@ use vmm_dedup_agent_wire::PORT;
 const NEXT_TRY: Duration = Duration::from_secs(10);
 /// After somebody was refused, or could not be let in.
 const CLOSED: Duration = Duration::from_secs(1);
+/// After others crowded the port.
+const CROWDED: Duration = Duration::from_millis(20);
+/// Turned away at a time while nobody is let in.
+const TURNED_AWAY: usize = 256;
 /// The receiver wants to hear of the time at least so often.
 const TICK: Duration = Duration::from_secs(1);
 /// Most that waits for an agent to read it. Answers are few; who reads none is cut off.
@@ -105,17 +109,22 @@ impl Ear<'_> {
                 .as_ref()
                 .map(|agent| PollFd::from_borrowed_fd(agent.as_fd(), wants)),
         );
-        let timeout = Timespec::try_from(TICK).ok();
+        let opens = self.opens.saturating_duration_since(Instant::now());
+        let until = if is_closed { TICK.min(opens) } else { TICK };
+        let timeout = Timespec::try_from(until).ok();
         // Interrupted: all is looked at anyway.
         let _ = poll(&mut fds, timeout.as_ref());
         self.line.bell.hush();
     }
 
     fn let_in(&mut self) {
+        let Some(listener) = &self.listener else { return };
         if Instant::now() < self.opens {
+            // Whoever comes meanwhile is turned away: a VMM may wait in connect() while the queue is full.
+            let turned_away = || matches!(listener.accept(), Ok(Some(_)));
+            (0..TURNED_AWAY).take_while(|_| turned_away()).for_each(drop);
             return;
         }
-        let Some(listener) = &self.listener else { return };
         match listener.accept() {
             Ok(None) => {}
             Ok(Some(mut agent)) => {
@@ -135,6 +144,7 @@ impl Ear<'_> {
                     }
                 }
             }
+            Err(error) if error.kind() == ErrorKind::ResourceBusy => self.opens = Instant::now() + CROWDED,
             Err(error) => {
                 log::debug!("an agent could not be let in: {error}");
                 self.opens = Instant::now() + CLOSED;

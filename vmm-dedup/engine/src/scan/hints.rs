@@ -4,8 +4,11 @@ use crate::hints::line::SaidOfBlock;
 use crate::memory::hint::Hint;
 use crate::memory::layout::Page;
 use crate::scan::pass::Pass;
-use crate::sys::page_size::PAGE_SIZE;
+use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use std::collections::HashSet;
+
+/// Pages that are made private between two looks at what else there is to do.
+const BROKEN_AT_ONCE: usize = 16 * CHUNK_PAGES;
 
 impl Pass {
     /// Hears what the agent said since the last call. Once a pass: an agent that never ends must not keep the pass from its end,
@@ -25,9 +28,9 @@ impl Pass {
         if self.heard.has_more() {
             return true;
         }
-        self.enforce();
+        let more = self.enforce();
         self.account.lap(|cpu| &mut cpu.track);
-        false
+        more
     }
 
     fn take_over(&mut self, said: &[SaidOfBlock]) {
@@ -55,8 +58,10 @@ impl Pass {
         }
     }
 
-    /// Makes private what must not be shared, and tells the agent when nothing of it is shared any more.
-    fn enforce(&mut self) {
+    /// Makes some of what must not be shared private, and tells the agent when nothing of it is shared any more. Whether there is
+    /// more to be made private now.
+    fn enforce(&mut self) -> bool {
+        let mut more = false;
         if !self.heard.to_break.is_empty() {
             self.note_breaks();
             let mut pages = std::mem::take(&mut self.heard.to_break);
@@ -67,15 +72,18 @@ impl Pass {
             pages.retain(|page| is_shared(self, page));
             pages.sort_unstable();
             pages.dedup();
-            self.space
-                .make_all_private(&mut self.map, &mut self.account, &pages);
+            let now = &pages[..pages.len().min(BROKEN_AT_ONCE)];
+            self.space.make_all_private(&mut self.map, &mut self.account, now);
             self.note_breaks();
             // What could not be made private is tried again with the next pass.
+            let stays = now.iter().filter(|page| is_shared(self, page)).count();
+            more = stays == 0 && now.len() < pages.len();
             pages.retain(|page| is_shared(self, page));
             self.heard.to_break = pages;
         }
         if self.heard.to_break.is_empty() {
             self.heard.done();
         }
+        more
     }
 }
