@@ -7,6 +7,8 @@
 //! All are without blocking; a service polls them.
 
 use rustix::fs::{Mode, lstat};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use std::ffi::OsString;
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
@@ -17,6 +19,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use vmm_dedup_agent_wire::PORT;
 use vsock::{VMADDR_CID_ANY, VsockListener, VsockStream};
+
+/// Connections of other VMs that are turned away before somebody else gets a turn.
+const FOREIGN_AT_ONCE: usize = 64;
 
 /// Longest answer to `CONNECT`: "OK " and a number.
 const MOST_ANSWER: usize = 32;
@@ -148,9 +153,10 @@ impl Listener {
     /// The next agent that has come; `None` if there is none.
     ///
     /// # Errors
-    /// What the kernel says; a listener that has failed once may go on.
+    /// What the kernel says; a listener that has failed once may go on. [`ErrorKind::ResourceBusy`]: other VMs crowd the port, which
+    /// all VMs behind vhost-vsock can reach; whoever polls rests a moment.
     pub fn accept(&self) -> io::Result<Option<Connection>> {
-        loop {
+        for _ in 0..FOREIGN_AT_ONCE {
             let accepted = match &self.0 {
                 Kind::Hybrid { listener, .. } => listener.accept().and_then(|(stream, _)| {
                     stream.set_nonblocking(true)?;
@@ -172,18 +178,22 @@ impl Listener {
                 Err(e) => return Err(e),
             }
         }
+        Err(ErrorKind::ResourceBusy.into())
     }
 }
 
-/// Removes a socket that nobody listens on.
+/// Removes a socket that nobody listens on. Who listens and does not accept is not waited for.
 fn remove_left_over(path: &Path) -> Result<(), Error> {
-    match UnixStream::connect(path) {
-        Err(e) if e.kind() == ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(path).map_err(|error| Error::Bind {
-                path: path.to_owned(),
-                error,
-            })
-        }
+    let failed = |error: io::Error| Error::Bind {
+        path: path.to_owned(),
+        error,
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+    let socket = socket.map_err(|e| failed(e.into()))?;
+    let address = SocketAddrUnix::new(path).map_err(|e| failed(e.into()))?;
+    match connect(&socket, &address) {
+        Err(Errno::CONNREFUSED) => std::fs::remove_file(path).map_err(failed),
         _ => Err(Error::Taken(path.to_owned())),
     }
 }

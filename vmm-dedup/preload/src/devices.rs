@@ -14,13 +14,15 @@
 //!   that gets memory later finds no pin, and waits for a new one.
 //! - vhost-scsi takes memory without a trace, and a file of it that another process has would do so unseen: a VMM that had one
 //!   is not deduplicated any more.
+#![allow(unsafe_code)] // statx(2)
 
-use crate::manager::{self, tell};
+use crate::manager::{self, as_ours, tell};
 use crate::watch::{DeviceFile, watch};
-use std::fs::{self, Metadata};
+use std::ffi::CString;
 use std::os::fd::RawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 /// A device is about to get memory by a file.
 pub(crate) fn pins(fd: RawFd) {
@@ -34,7 +36,8 @@ pub(crate) fn pins(fd: RawFd) {
     // Not before: another thread's device must not get memory while it is given back.
     let known = &mut watch().devices;
     known.retain(|file| file.fd != fd);
-    known.push(DeviceFile { fd, times: 0 });
+    // It may allocate, by a mmap() of ours that must not watch.
+    as_ours(|| known.push(DeviceFile { fd, times: 0 }));
 }
 
 /// Whether memory is pinned for this file already. It is about to be used, so no look under way may end that.
@@ -64,50 +67,87 @@ fn has(fd: RawFd, kind: Option<&Option<Kind>>) -> bool {
 /// What a file is: for devices their number, which all files of a kind have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    Device(u64),
-    File(u64, u64),
+    Device(u32, u32),
+    File(u32, u32, u64),
 }
 
 impl Kind {
+    /// `None`: nobody can tell, as of files that have no inode of their own and are not known by their name.
     fn of(fd: RawFd) -> Option<Self> {
-        fs::metadata(format!("/proc/self/fd/{fd}"))
-            .ok()
-            .map(|file| Self::from(&file))
-    }
-}
-
-impl From<&Metadata> for Kind {
-    fn from(file: &Metadata) -> Self {
-        if file.file_type().is_char_device() {
-            Self::Device(file.rdev())
-        } else {
-            Self::File(file.dev(), file.ino())
+        let path = PathBuf::from(format!("/proc/self/fd/{fd}"));
+        let name = fs::read_link(&path).ok()?;
+        match is_shared_inode(&name) && !is_device(&name) {
+            true => None,
+            false => Self::at(&path).ok(),
         }
+    }
+
+    /// By what the kernel knows: the server of a file system is not waited for.
+    fn at(path: &Path) -> io::Result<Self> {
+        let path = CString::new(path.as_os_str().as_bytes())?;
+        // SAFETY: all-zero is a valid statx, which the kernel fills.
+        let mut file: libc::statx = unsafe { std::mem::zeroed() };
+        let wanted = libc::STATX_TYPE | libc::STATX_INO;
+        // SAFETY: a path that ends with 0, and room for the answer.
+        let failed = unsafe {
+            libc::statx(
+                libc::AT_FDCWD,
+                path.as_ptr(),
+                libc::AT_STATX_DONT_SYNC,
+                wanted,
+                &raw mut file,
+            )
+        };
+        if failed != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(match u32::from(file.stx_mode) & libc::S_IFMT {
+            libc::S_IFCHR => Self::Device(file.stx_rdev_major, file.stx_rdev_minor),
+            _ => Self::File(file.stx_dev_major, file.stx_dev_minor, file.stx_ino),
+        })
     }
 }
 
 /// Whether the process has a file of a kind open, or any file of devices that pin memory; or has one of the latter mapped.
 fn is_open(kind: &Kind) -> Option<bool> {
+    let mut listed = false;
     for entry in fs::read_dir("/proc/self/fd").ok()? {
         let path = entry.ok()?.path();
+        listed = true;
         let name = match fs::read_link(&path) {
             Ok(name) => name,
             // It was closed meanwhile: maybe the folder that is being read.
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(_) => return None,
         };
-        let same = fs::metadata(&path).is_ok_and(|file| Kind::from(&file) == *kind);
-        if same || is_device(&name) {
+        if is_device(&name) {
             return Some(true);
         }
+        if is_shared_inode(&name) {
+            continue;
+        }
+        match Kind::at(&path) {
+            Ok(found) if found == *kind => return Some(true),
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(_) => return None,
+        }
     }
-    let maps = fs::read_to_string("/proc/self/maps").ok()?;
+    let maps = fs::read("/proc/self/maps").ok()?;
     let mapped = |line: &str| {
         line.splitn(6, ' ')
             .last()
             .map(|name| is_device(Path::new(name.trim())))
     };
-    Some(maps.lines().filter_map(mapped).any(|device| device))
+    let maps = String::from_utf8_lossy(&maps);
+    let is_mapped = maps.lines().filter_map(mapped).any(|device| device);
+    // Where the main thread has ended the kernel lists nothing.
+    (listed && !maps.is_empty()).then_some(is_mapped)
+}
+
+/// Whether many files of all kinds share an inode with this one.
+fn is_shared_inode(name: &Path) -> bool {
+    name.as_os_str().as_bytes().starts_with(b"anon_inode:")
 }
 
 /// Names of files that have memory pinned, or hold one that has. (KVM's own file for VFIO, which VMMs keep, holds groups only for
@@ -163,6 +203,20 @@ mod tests {
         assert_eq!(is_open(&kind), Some(true));
         drop(other);
         assert_eq!(is_open(&kind), Some(false));
+    }
+
+    #[test]
+    fn files_without_an_inode_of_their_own_are_not_taken_for_each_other() {
+        // SAFETY: no arguments that could be wrong.
+        let [one, other] = [(); 2].map(|()| unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) });
+        assert_eq!((Kind::of(one), Kind::of(other)), (None, None));
+        let path = PathBuf::from(format!("/proc/self/fd/{one}"));
+        let kind = Kind::at(&path).expect("a kind");
+        // SAFETY: both are ours.
+        unsafe { libc::close(one) };
+        assert_eq!(is_open(&kind), Some(false));
+        // SAFETY: as before.
+        unsafe { libc::close(other) };
     }
 
     #[test]

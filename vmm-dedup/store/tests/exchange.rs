@@ -303,6 +303,36 @@ fn a_page_that_a_full_store_passed_over_is_asked_for_when_there_is_room() {
 }
 
 #[test]
+fn a_page_that_found_no_slot_when_it_was_handed_over_is_asked_for_again() {
+    let server = Server::start(|config| config.max_bytes = 4096);
+    let mut clients: Vec<_> = ["a", "b", "c"]
+        .iter()
+        .map(|n| Client::connect(&server.socket, n))
+        .collect();
+    let keys = [2, 3].map(|seed| clients[0].full_key(&page(seed)));
+    assert!(clients[0].batch(&keys, &[], &[]).is_empty());
+    // There is room for one page, and nobody knows who will be first.
+    assert_eq!(clients[1].batch(&keys[..1], &[], &[]), [0]);
+    assert_eq!(clients[2].batch(&keys[1..], &[], &[]), [0]);
+    for (who, seed) in [(1, 2), (2, 3)] {
+        clients[who].staging.write_page(0, &page(seed));
+    }
+    let slot = clients[1].publish_staged(&keys[..1])[0].unwrap();
+    assert_eq!(clients[2].publish_staged(&keys[1..]), [None]);
+    let news = clients[0].index.news_position();
+    clients[1].batch(&[], &[], &[(slot, -1)]);
+    eventually(Duration::from_secs(5), || {
+        clients.iter_mut().for_each(Client::acknowledge);
+        clients[0].index.news_position() > news
+    });
+    let told = clients[0].index.news_since(news);
+    let News::Keys(told) = told else {
+        panic!("the ring is longer")
+    };
+    assert_eq!(told[0].raw(), keys[1]);
+}
+
+#[test]
 fn who_sights_what_the_index_has_is_told_to_look_again() {
     let server = Server::start(|_| ());
     let mut a = Client::connect(&server.socket, "a");

@@ -20,7 +20,9 @@ pub(crate) struct Heard {
     /// What the agent waits for.
     withheld: Option<Withheld>,
     /// Shared pages that are not to be.
-    pub(crate) to_break: Vec<Page>,
+    pub(crate) to_break: BTreeSet<Page>,
+    /// Those of them that could not be made private in this pass.
+    pub(crate) stuck: Vec<Page>,
     /// How much of what is said, when all blocks were last taken over.
     said: Hints,
     /// CPU time of the listening thread up to which all is booked, ns.
@@ -33,7 +35,8 @@ impl Heard {
             line,
             blocks: BTreeSet::new(),
             withheld: None,
-            to_break: Vec::new(),
+            to_break: BTreeSet::new(),
+            stuck: Vec::new(),
             said: Hints::default(),
             booked: 0,
         }
@@ -49,6 +52,7 @@ impl Heard {
         let News { blocks, withheld } = self.line.news(self.withheld.is_none());
         self.blocks.extend(blocks);
         self.withheld = self.withheld.take().or(withheld);
+        self.to_break.extend(self.stuck.drain(..));
     }
 
     /// Some of what is to be taken over.
@@ -70,8 +74,11 @@ impl Heard {
         !self.blocks.is_empty()
     }
 
-    /// All was taken over, and nothing of it is left to be done: tells the agent, if it waits for that.
+    /// What was taken over is in force, and the store was told: the agent is, too, if it waits for that and nothing is left.
     pub(crate) fn done(&mut self) {
+        if self.has_more() || !self.to_break.is_empty() || !self.stuck.is_empty() {
+            return;
+        }
         if let Some(withheld) = self.withheld.take() {
             self.line.in_force(&withheld);
         }

@@ -22,10 +22,16 @@ use vmm_dedup_agent_wire::PORT;
 const NEXT_TRY: Duration = Duration::from_secs(10);
 /// After somebody was refused, or could not be let in.
 const CLOSED: Duration = Duration::from_secs(1);
+/// After others crowded the port.
+const CROWDED: Duration = Duration::from_millis(20);
+/// Turned away at a time while nobody is let in.
+const TURNED_AWAY: usize = 256;
 /// The receiver wants to hear of the time at least so often.
 const TICK: Duration = Duration::from_secs(1);
 /// Most that waits for an agent to read it. Answers are few; who reads none is cut off.
 const MOST_UNREAD: usize = 64 << 10;
+/// Between two reads: a guest that sends a byte at a time does not keep the thread busy. Credit is for far less than can be read so.
+const BETWEEN_READS: Duration = Duration::from_millis(5);
 /// Read at a time.
 const AT_ONCE: usize = 16 << 10;
 
@@ -45,6 +51,7 @@ fn listen(line: &AgentLine, at: &AgentSocket) {
         listener: None,
         opens: Instant::now(),
         agent: None,
+        reads: Instant::now(),
         buffer: vec![0; AT_ONCE],
     };
     while !line.has_ended() {
@@ -63,6 +70,8 @@ struct Ear<'a> {
     /// When the socket is made, or when somebody is let in again.
     opens: Instant,
     agent: Option<Connection>,
+    /// When it is read from again.
+    reads: Instant,
     buffer: Vec<u8>,
 }
 
@@ -98,24 +107,34 @@ impl Ear<'_> {
             true => PollFlags::IN,
             false => PollFlags::IN | PollFlags::OUT,
         };
+        let rests = self.reads.saturating_duration_since(Instant::now());
         let mut fds = vec![PollFd::new(&self.line.bell, PollFlags::IN)];
         fds.extend(listener.map(|listener| PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)));
         fds.extend(
             self.agent
                 .as_ref()
+                .filter(|_| rests.is_zero())
                 .map(|agent| PollFd::from_borrowed_fd(agent.as_fd(), wants)),
         );
-        let timeout = Timespec::try_from(TICK).ok();
+        let opens = self.opens.saturating_duration_since(Instant::now());
+        let mut until = if is_closed { TICK.min(opens) } else { TICK };
+        if !rests.is_zero() {
+            until = until.min(rests);
+        }
+        let timeout = Timespec::try_from(until).ok();
         // Interrupted: all is looked at anyway.
         let _ = poll(&mut fds, timeout.as_ref());
         self.line.bell.hush();
     }
 
     fn let_in(&mut self) {
+        let Some(listener) = &self.listener else { return };
         if Instant::now() < self.opens {
+            // Whoever comes meanwhile is turned away: a VMM may wait in connect() while the queue is full.
+            let turned_away = || matches!(listener.accept(), Ok(Some(_)));
+            (0..TURNED_AWAY).take_while(|_| turned_away()).for_each(drop);
             return;
         }
-        let Some(listener) = &self.listener else { return };
         match listener.accept() {
             Ok(None) => {}
             Ok(Some(mut agent)) => {
@@ -135,6 +154,7 @@ impl Ear<'_> {
                     }
                 }
             }
+            Err(error) if error.kind() == ErrorKind::ResourceBusy => self.opens = Instant::now() + CROWDED,
             Err(error) => {
                 log::debug!("an agent could not be let in: {error}");
                 self.opens = Instant::now() + CLOSED;
@@ -145,11 +165,15 @@ impl Ear<'_> {
     /// Takes what the agent has sent, but not more than a piece.
     fn hear(&mut self) {
         let now = self.line.now();
-        let Some(agent) = &mut self.agent else {
+        let rests = Instant::now() < self.reads;
+        let Some(agent) = self.agent.as_mut().filter(|_| !rests) else {
             let Inner { receiver, out, .. } = &mut *self.line.lock();
             return receiver.tick(now, out);
         };
         let read = agent.read(&mut self.buffer);
+        if matches!(read, Ok(bytes) if bytes > 0) {
+            self.reads = Instant::now() + BETWEEN_READS;
+        }
         let mut inner = self.line.lock();
         let Inner { receiver, out, .. } = &mut *inner;
         let goes_on = match read {

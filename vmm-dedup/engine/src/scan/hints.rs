@@ -4,8 +4,15 @@ use crate::hints::line::SaidOfBlock;
 use crate::memory::hint::Hint;
 use crate::memory::layout::Page;
 use crate::scan::pass::Pass;
-use crate::sys::page_size::PAGE_SIZE;
+use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE};
 use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+/// How long hints are heeded at a time while nothing is merged.
+const RESTING: Duration = Duration::from_millis(100);
+
+/// Pages that are made private between two looks at what else there is to do.
+const BROKEN_AT_ONCE: usize = 16 * CHUNK_PAGES;
 
 impl Pass {
     /// Hears what the agent said since the last call. Once a pass: an agent that never ends must not keep the pass from its end,
@@ -14,20 +21,24 @@ impl Pass {
         self.heard.hear();
     }
 
-    /// Takes over some of what was heard; whether there is more. To be called where nothing is in the planner's hands.
+    /// Takes over some of what was heard, and makes some of what must not be shared private; whether there is more. To be called
+    /// where nothing is in the planner's hands.
     ///
     /// Once the agent hears that a mark is in force, no page under it is shared, none has a key, and none gets one while it is
-    /// marked: whoever reads keys asks [`PageMap::rests`](crate::memory::page_map::PageMap::rests) first, and what had been found
-    /// before is dropped here.
+    /// marked: whoever reads keys asks [`PageMap::rests`](crate::memory::page_map::PageMap::rests) first, what had been found
+    /// before is dropped here, and the store is told before the agent is.
     pub(super) fn heed_hints(&mut self) -> bool {
         let said = self.heard.next();
         self.take_over(&said);
-        if self.heard.has_more() {
-            return true;
-        }
         self.enforce();
         self.account.lap(|cpu| &mut cpu.track);
-        false
+        self.heard.has_more() || !self.heard.to_break.is_empty()
+    }
+
+    /// The same while nothing is merged: for a moment.
+    pub(super) fn heed_hints_while_resting(&mut self) {
+        let start = Instant::now();
+        while self.heed_hints() && start.elapsed() < RESTING {}
     }
 
     fn take_over(&mut self, said: &[SaidOfBlock]) {
@@ -42,7 +53,7 @@ impl Pass {
                         continue;
                     }
                     if hint.has(Hint::NEVER) && self.map.backing(page).maps_a_slot() {
-                        self.heard.to_break.push(page);
+                        self.heard.to_break.insert(page);
                     }
                     if self.map.rests(page) {
                         resting.insert(page);
@@ -55,27 +66,23 @@ impl Pass {
         }
     }
 
-    /// Makes private what must not be shared, and tells the agent when nothing of it is shared any more.
+    /// Makes some of what must not be shared private. What cannot be is tried again with the next pass.
     fn enforce(&mut self) {
-        if !self.heard.to_break.is_empty() {
-            self.note_breaks();
-            let mut pages = std::mem::take(&mut self.heard.to_break);
-            let is_shared = |pass: &Self, page: &Page| {
-                let there = pass.map.memory().has(*page) && !pass.map.is_lent(*page);
-                there && pass.map.hint(*page).has(Hint::NEVER) && pass.map.backing(*page).maps_a_slot()
-            };
-            pages.retain(|page| is_shared(self, page));
-            pages.sort_unstable();
-            pages.dedup();
-            self.space
-                .make_all_private(&mut self.map, &mut self.account, &pages);
-            self.note_breaks();
-            // What could not be made private is tried again with the next pass.
-            pages.retain(|page| is_shared(self, page));
-            self.heard.to_break = pages;
-        }
         if self.heard.to_break.is_empty() {
-            self.heard.done();
+            return;
         }
+        self.note_breaks();
+        let is_shared = |pass: &Self, page: &Page| {
+            let there = pass.map.memory().has(*page) && !pass.map.is_lent(*page);
+            there && pass.map.hint(*page).has(Hint::NEVER) && pass.map.backing(*page).maps_a_slot()
+        };
+        let next = std::iter::from_fn(|| self.heard.to_break.pop_first());
+        let mut pages: Vec<Page> = next.take(BROKEN_AT_ONCE).collect();
+        pages.retain(|page| is_shared(self, page));
+        self.space
+            .make_all_private(&mut self.map, &mut self.account, &pages);
+        self.note_breaks();
+        pages.retain(|page| is_shared(self, page));
+        self.heard.stuck.extend(pages);
     }
 }

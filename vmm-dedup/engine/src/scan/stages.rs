@@ -40,8 +40,11 @@ impl Pass {
         self.prepare()?;
         self.hear_hints();
         while self.heed_hints() {
+            self.tell_store_of_many()?;
             self.yield_and_poll()?;
         }
+        self.tell_store()?;
+        self.heard.done();
         if self.direct_io.look().is_err() {
             return self.stand_by();
         }

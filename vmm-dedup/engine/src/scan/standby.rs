@@ -15,11 +15,12 @@ impl Pass {
     pub(crate) fn rest(&mut self) {
         self.note_breaks();
         self.hear_hints();
-        self.heed_hints();
+        self.heed_hints_while_resting();
         self.session.find_store(&mut self.map);
         if let Err(error) = self.stand_by() {
             self.lose_store(&error);
         }
+        self.heard.done();
         self.report();
     }
 

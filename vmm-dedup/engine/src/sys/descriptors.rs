@@ -4,7 +4,7 @@
 use crate::error::Error;
 use rustix::fs::{Mode, OFlags, RawDir};
 use std::mem::MaybeUninit;
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::{fs, io};
 
@@ -21,7 +21,8 @@ impl Descriptors {
     }
 
     /// Judges all descriptors, and ends with the first that is enough. None is missed that is open all the time, whatever is opened
-    /// and closed meanwhile: the kernel lists them by their numbers.
+    /// and closed meanwhile: the kernel lists them by their numbers. It lists those of the main thread: one that a thread with a
+    /// table of its own has opened is not seen (unshare(2), CLONE_FILES).
     pub(super) fn each<E: From<Error>>(&self, judge: impl FnMut(RawFd) -> Result<(), E>) -> Result<(), E> {
         self.list()?.into_iter().try_for_each(judge)
     }
@@ -41,6 +42,12 @@ impl Descriptors {
                     .ok()
                     .and_then(|name| name.parse::<RawFd>().ok()),
             );
+        }
+        // Where the main thread has ended the kernel lists none.
+        if !found.contains(&self.0.as_raw_fd()) {
+            let why =
+                io::Error::other("the open files are not listed: the process's main thread may have ended");
+            return Err(Error::Proc("/proc/self/fd", why));
         }
         Ok(found)
     }
@@ -141,7 +148,7 @@ pub(super) fn has_tls(fd: RawFd) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::{AsFd, AsRawFd, FromRawFd};
+    use std::os::fd::{AsFd, FromRawFd};
 
     #[test]
     fn what_is_open_all_the_time_is_judged_whatever_is_opened_below_it_meanwhile() {

@@ -117,10 +117,12 @@ impl Sightings {
         Some(owner)
     }
 
-    /// Keeps a key that two members have sighted until there is room for its page, whoever withdraws it or goes.
+    /// Keeps a key until there is room for its page, whoever withdraws it or goes.
     pub(crate) fn pass_over(&mut self, key: Key) {
-        let Ok(at) = self.find(self.mix(key)) else { return };
-        let owner = owner_of(self.words[at]);
+        let Sighting::Again(owner) = self.sight(key, PASSED_OVER) else {
+            return;
+        };
+        let at = self.find(self.mix(key)).expect("it was sighted");
         *self.count_mut(owner) -= 1;
         *self.count_mut(PASSED_OVER) += 1;
         self.words[at] |= u64::from(PASSED_OVER.0);
@@ -351,7 +353,7 @@ mod tests {
                     }
                     Step::PassOver(k) => {
                         table.pass_over(key(k));
-                        model.entry(k).and_modify(|owner| *owner = PASSED_OVER.0);
+                        model.insert(k, PASSED_OVER.0);
                     }
                 }
                 prop_assert_eq!(table.len(), model.len());

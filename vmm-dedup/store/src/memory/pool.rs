@@ -269,14 +269,14 @@ impl Pool {
         }
     }
 
-    /// Whether a page that is new finds no slot.
-    pub(crate) fn is_full(&self) -> bool {
-        self.segments.allocator().is_full()
-    }
-
     /// Slots that new pages may get.
     pub(crate) fn room(&self) -> u32 {
         self.segments.allocator().room()
+    }
+
+    /// Whether the last page that wanted memory did not get it, although there was room.
+    pub(crate) fn is_short_of_memory(&self) -> bool {
+        self.short_of_memory
     }
 
     /// Slots that the store may have.

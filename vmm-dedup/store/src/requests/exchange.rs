@@ -118,7 +118,7 @@ impl Exchange {
     /// it has the other key then, or is older than the look.
     fn sight(&mut self, id: MemberId, batch: &Batch<'_>) -> Result<Vec<u32>, Violation> {
         let mut asks = Vec::new();
-        let full = self.pool.is_full();
+        let mut room = self.pool.room();
         let now = Instant::now();
         for (at, key) in (0u32..).zip(batch.sightings()) {
             let key = key?;
@@ -132,7 +132,7 @@ impl Exchange {
             }
             match self.sightings.sight(key, id) {
                 Sighting::First => {}
-                Sighting::Again(_) if full => {
+                Sighting::Again(_) if room == 0 => {
                     self.counters.refused_full += 1;
                     self.pass_over(key);
                 }
@@ -140,6 +140,7 @@ impl Exchange {
                     if self.pending.may_ask(key, id, now) {
                         self.pending.ask(key, id, now);
                         asks.push(Ask::Publish.of(at));
+                        room -= 1;
                     }
                 }
             }
@@ -150,7 +151,7 @@ impl Exchange {
 
     /// The store is full. Nobody sights a key again that nobody asks for, so it is remembered until there is room: not more keys
     /// than the store may have slots, which is all that there can be room for at once.
-    fn pass_over(&mut self, key: Key) {
+    pub(super) fn pass_over(&mut self, key: Key) {
         if self.sightings.count(PASSED_OVER) < u64::from(self.pool.max_slots()) {
             self.sightings.pass_over(key);
         }
@@ -159,7 +160,13 @@ impl Exchange {
     /// There may be room again for pages that were passed over: whoever has them sights them anew. To be called once a second.
     pub(crate) fn use_room(&mut self) {
         let room = usize::try_from(self.pool.room()).unwrap_or(usize::MAX);
-        for key in self.sightings.passed_over(room.min(MAX_BATCH)) {
+        // Where the host has no memory for it, one page tries.
+        let most = if self.pool.is_short_of_memory() {
+            1
+        } else {
+            MAX_BATCH
+        };
+        for key in self.sightings.passed_over(room.min(most)) {
             self.repeat_news(key);
         }
     }

@@ -154,6 +154,9 @@ impl Exchange {
         let asked = self.pending.answered(key, id);
         let Some(slot) = self.take_slot(layout, page) else {
             self.counters.refused_full += 1;
+            if asked {
+                self.pass_over(key);
+            }
             return Ok(None);
         };
         let (line, slot) = match self.pool.publish(id, slot, key, (&service.staging, page)) {
