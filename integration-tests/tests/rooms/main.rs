@@ -317,6 +317,57 @@ fn the_engine_stands_in_its_rooms() {
     check("vmm-dedup/engine/src/lib.rs", &ENGINE);
 }
 
+/// What a pass goes through: each stage has what the one before made of it from the pass, and none names another.
+const STAGES: [&str; 8] = [
+    "track::dirty",
+    "lookup::keys",
+    "lookup::find",
+    "merge::admission",
+    "merge::plan",
+    "merge::merger",
+    "merge::healer",
+    "merge::outcomes",
+];
+
+/// What those that only decide must not name: they work on the map as it is, and change nothing.
+const HANDS: [&str; 7] = [
+    "&mut PageMap",
+    "account::",
+    "store::session",
+    "store::connection",
+    "thp::",
+    "unmerge::",
+    "unsafe",
+];
+
+#[test]
+fn no_stage_of_a_pass_names_another() {
+    let engine = Path::new(env!("CARGO_MANIFEST_DIR")).join("../vmm-dedup/engine/src");
+    let text = |stage: &str| {
+        let path = engine.join(stage.replace("::", "/")).with_extension("rs");
+        std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    };
+    for stage in STAGES {
+        let text = text(stage);
+        for other in STAGES.iter().filter(|other| **other != stage) {
+            let (room, module) = other.split_once("::").unwrap();
+            let alone = format!("crate::{other}::");
+            let listed = text.lines().any(|line| {
+                let list = line.strip_prefix(&format!("use crate::{room}::{{"));
+                list.is_some_and(|list| list.split([',', ' ', '}']).any(|name| name == module))
+            });
+            assert!(!text.contains(&alone) && !listed, "{stage} names {other}");
+        }
+    }
+    for stage in ["merge::admission", "merge::plan"] {
+        let text = text(stage);
+        let product = text.split("#[cfg(test)]").next().unwrap();
+        for hand in HANDS {
+            assert!(!product.contains(hand), "{stage} only decides, and names {hand}");
+        }
+    }
+}
+
 #[test]
 fn the_store_stands_in_its_rooms() {
     let rules = Rules {

@@ -94,3 +94,18 @@ impl MergeRequest {
         self.slot.filter(|_| self.role == Role::Publisher)
     }
 }
+
+/// Sorts what was found by pages. The second part is what more was found for the same pages: a page may have been published
+/// twice, with two contents.
+pub(crate) fn in_page_order(mut found: Vec<MergeRequest>) -> (Vec<MergeRequest>, Vec<MergeRequest>) {
+    found.sort_by_key(|request| (request.page, request.publisher_ref().is_none()));
+    let mut twice = Vec::new();
+    found.dedup_by(|again, kept| {
+        let same = again.page == kept.page;
+        if same {
+            twice.push(*again);
+        }
+        same
+    });
+    (found, twice)
+}

@@ -1,24 +1,16 @@
 //! Found > admitted: whether a page may share a slot now. One place answers, with a reason, and `explain` shows it.
+//!
+//! Nothing is changed here: what follows from a refusal is done by [`refusals`](mod@crate::merge::refusals).
 
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Page;
 use crate::memory::page_map::{PageMap, VMAS_PER_RUN};
 use crate::memory::page_state::Backing;
-use crate::memory::thp_state::{Asked, SAMPLING};
-use crate::merge::bridged_runs::{self, Deferred};
-use crate::merge::context::Context;
+use crate::merge::bridged_runs;
 use crate::merge::run::runs_of;
-use crate::merge::swapped::Swapped;
-use crate::store::session::{ResyncCause, Session};
-use crate::sys::guest;
 use crate::sys::page_size::CHUNK_PAGES;
-use crate::thp::duplicates::is_sampled;
-use crate::thp::monitor::Monitor;
-use crate::thp::split;
+use crate::track::access::Probes;
 use vmm_dedup_protocol::Slot;
-
-/// Fewest pages of a sample, chosen by key, that tell something of a whole huge page.
-const LEAST_SAMPLE: usize = CHUNK_PAGES / SAMPLING / 2;
 
 /// Whether a page may share a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,30 +44,34 @@ pub(crate) enum Obstacle {
     Guest,
 }
 
-/// What is known of a page beside its state.
-#[derive(Clone, Copy, Debug, Default)]
+/// What is known of a page, and of those that are asked about with it, beside their states.
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Facts {
+    /// All of its 2 MiB share what is or becomes a huge page of the store: no sample of its use is needed any more.
+    pub(crate) as_one: bool,
     /// It waits until its 2 MiB have quiesced ([`bridged_runs`]).
     pub(crate) deferred: bool,
     /// It is swapped out now.
     pub(crate) swapped: bool,
+    /// Mappings that it needs, with those that are asked about with it.
+    pub(crate) runs: usize,
 }
 
-impl Facts {
-    /// Why the page may not share any slot now, for all that is known beside its state.
-    fn obstacle(self) -> Option<Obstacle> {
-        match self {
-            Self { deferred: true, .. } => Some(Obstacle::Deferred),
-            Self { swapped: true, .. } => Some(Obstacle::SwappedOut),
-            _ => None,
+impl Default for Facts {
+    fn default() -> Self {
+        Self {
+            as_one: false,
+            deferred: false,
+            swapped: false,
+            runs: 1,
         }
     }
 }
 
-/// What the answer depends on beside the page.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Admission<'a> {
-    pub(crate) monitor: &'a Monitor,
+/// What holds for all pages while some are merged.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Terms {
+    pub(crate) probes: Probes,
     /// Nothing is merged for now: direct I/O that merging could lose.
     pub(crate) suspended: bool,
     /// The service breaks sharing.
@@ -84,215 +80,271 @@ pub(crate) struct Admission<'a> {
     pub(crate) heals: bool,
 }
 
-impl Admission<'_> {
-    /// Whether a page may share a slot; `None`: the zero page.
-    pub(crate) fn may_merge(&self, map: &PageMap, page: Page, slot: Option<Slot>, facts: Facts) -> Verdict {
-        match (self.judge(map, page, slot, false), facts.obstacle()) {
-            (Verdict::Merge, Some(obstacle)) => Verdict::Refuse(obstacle),
-            (verdict, _) => verdict,
+/// What became of requests.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Admitted {
+    /// They may be merged now; in page order.
+    pub(crate) now: Vec<MergeRequest>,
+    /// They may not, and why.
+    pub(crate) refused: Vec<(MergeRequest, Obstacle)>,
+}
+
+impl Admitted {
+    fn add(&mut self, request: MergeRequest, verdict: Verdict) {
+        match verdict {
+            Verdict::Merge => self.now.push(request),
+            Verdict::Refuse(obstacle) => self.refused.push((request, obstacle)),
         }
     }
+}
 
-    /// `as_one`: all of the 2 MiB around share what is or becomes a huge page of the store.
-    fn judge(&self, map: &PageMap, page: Page, slot: Option<Slot>, as_one: bool) -> Verdict {
-        let chunk = map.chunk_of(page);
-        let state = map.chunk(chunk);
-        let orphan = map.backing(page).maps_a_slot();
-        let private = match map.backing(page) {
+/// Answers, for pages of one VM.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Admission<'a> {
+    pub(crate) map: &'a PageMap,
+    pub(crate) terms: Terms,
+}
+
+impl Admission<'_> {
+    /// Whether a page may share a slot; `None`: the zero page.
+    pub(crate) fn may_merge(&self, page: Page, slot: Option<Slot>, facts: Facts) -> Verdict {
+        let private = match self.map.backing(page) {
             Backing::Private | Backing::OrphanedSlot(_) => true,
             Backing::Zero => slot.is_none(),
             backing => backing.is_copied(),
         };
-        let reason = match () {
-            () if self.suspended => Obstacle::Suspended,
-            () if !private => Obstacle::Changed,
-            () if map.rests(page) => Obstacle::Guest,
-            () if map.backing(page).is_copied() && !self.heals => Obstacle::MayBePinned,
-            () if state.huge && !state.twins.split => Obstacle::Huge,
-            () if !as_one && self.monitor.probes().include(map, chunk, page) => Obstacle::Probe,
-            () if slot.is_some() && map.is_paused(page) => Obstacle::Restless,
-            // A lost store's page is made private first, which frees mappings; it is asked again then.
-            () if slot.is_some() && !orphan && !map.has_vmas_for(VMAS_PER_RUN) => Obstacle::NoMappings,
-            () => return Verdict::Merge,
+        // A lost store's page is made private first, which frees mappings; it is asked again then.
+        let lacks_mappings = || !self.map.backing(page).maps_a_slot() && !self.has_mappings_for(facts.runs);
+        let obstacle = match () {
+            () if self.terms.suspended => Some(Obstacle::Suspended),
+            () if !private => Some(Obstacle::Changed),
+            () => self.obstacle(page, facts.as_one),
         };
-        Verdict::Refuse(reason)
+        let obstacle = obstacle.or_else(|| match () {
+            () if slot.is_some() && self.map.is_paused(page) => Some(Obstacle::Restless),
+            () if slot.is_some() && lacks_mappings() => Some(Obstacle::NoMappings),
+            () if facts.deferred => Some(Obstacle::Deferred),
+            () if facts.swapped => Some(Obstacle::SwappedOut),
+            () => None,
+        });
+        obstacle.map_or(Verdict::Merge, Verdict::Refuse)
     }
 
-    /// Leaves out what may not be merged now. Requests are in page order, each page once. Also decides which huge pages have
-    /// enough twins to be split.
-    pub(crate) fn admit(
-        &self,
-        with: &mut Context<'_>,
-        deferred: &mut Deferred,
-        requests: &[MergeRequest],
-    ) -> Vec<MergeRequest> {
-        let mut admitted = Vec::with_capacity(requests.len());
-        let memory = with.map.memory().clone();
-        for group in requests.chunk_by(|a, b| memory.chunk_of(a.page) == memory.chunk_of(b.page)) {
-            let chunk = memory.chunk_of(group[0].page);
-            if with.map.chunk(chunk).huge && !with.map.chunk(chunk).twins.split {
-                self.count_twins(with.map, with.session, chunk, group);
-            }
-            let as_one = !self.managed && is_huge_page_of_store(group);
+    /// Why a page could share no slot now, whichever it is; asked of pages that have no twin.
+    pub(crate) fn obstacle_to_any(&self, page: Page) -> Option<Obstacle> {
+        let restless = || self.map.is_paused(page).then_some(Obstacle::Restless);
+        self.obstacle(page, Facts::default().as_one).or_else(restless)
+    }
+
+    /// The same for zeros as well.
+    fn obstacle(&self, page: Page, as_one: bool) -> Option<Obstacle> {
+        let (map, chunk) = (self.map, self.map.chunk_of(page));
+        let state = map.chunk(chunk);
+        match () {
+            () if map.rests(page) => Some(Obstacle::Guest),
+            () if map.backing(page).is_copied() && !self.terms.heals => Some(Obstacle::MayBePinned),
+            () if state.huge && !state.twins.split => Some(Obstacle::Huge),
+            () if !as_one && self.terms.probes.include(map, chunk, page) => Some(Obstacle::Probe),
+            () => None,
+        }
+    }
+
+    fn has_mappings_for(&self, runs: usize) -> bool {
+        let needed = i64::try_from(runs).map_or(i64::MAX, |runs| runs.saturating_mul(VMAS_PER_RUN));
+        self.map.has_vmas_for(needed)
+    }
+
+    /// Found > admitted. Requests are in page order, each page once.
+    pub(crate) fn admit(&self, found: &[MergeRequest]) -> Admitted {
+        let mut admitted = Admitted::default();
+        for group in self.by_chunk(found) {
+            let facts = Facts {
+                as_one: !self.terms.managed && is_huge_page_of_store(group),
+                ..Facts::default()
+            };
             for request in group {
-                match self.judge(with.map, request.page, request.slot, as_one) {
-                    Verdict::Merge => admitted.push(*request),
-                    Verdict::Refuse(obstacle) => refuse(with, deferred, request, obstacle),
-                }
+                let verdict = self.may_merge(request.page, request.slot, facts);
+                admitted.add(*request, verdict);
             }
         }
         admitted
     }
 
-    /// Leaves out the twins of 2 MiB in which more twins could make longer runs, until these have quiesced.
-    pub(crate) fn let_ripen(
+    /// Found > admitted: the twins of 2 MiB in which more twins could make longer runs are refused until these have quiesced.
+    pub(crate) fn admit_quiesced(&self, requests: &[MergeRequest], pass: u64) -> Admitted {
+        let mut admitted = Admitted::default();
+        for group in self.by_chunk(requests) {
+            let waits = !self.terms.managed && bridged_runs::waits(self.map, pass, group);
+            let verdict = match waits {
+                true => Verdict::Refuse(Obstacle::Deferred),
+                false => Verdict::Merge,
+            };
+            group.iter().for_each(|request| admitted.add(*request, verdict));
+        }
+        admitted
+    }
+
+    /// Admitted > admitted, right before these requests are merged, since time went by: other windows have used mappings, the
+    /// kernel may have swapped pages out, and the guest may have discarded some.
+    pub(crate) fn admit_again(
         &self,
-        with: &mut Context<'_>,
-        deferred: &mut Deferred,
         requests: &[MergeRequest],
-    ) -> Vec<MergeRequest> {
-        if self.managed {
-            return requests.to_vec();
-        }
-        let mut ripe = Vec::with_capacity(requests.len());
-        let memory = with.map.memory().clone();
-        for group in requests.chunk_by(|a, b| memory.chunk_of(a.page) == memory.chunk_of(b.page)) {
-            if !bridged_runs::ripens(with.map, with.pass, group) {
-                ripe.extend_from_slice(group);
-                continue;
-            }
-            with.map.defer_chunk(memory.chunk_of(group[0].page), with.pass);
-            for request in group {
-                refuse(with, deferred, request, Obstacle::Deferred);
-            }
-            split::split_if_huge(with.map, with.account, with.monitor, group[0].page);
-        }
-        ripe
-    }
-
-    /// Adds to the twins that a huge page is known to have, and decides on splitting it. A line key is not enough for
-    /// that: a huge page may be busy outside its key lines.
-    fn count_twins(&self, map: &mut PageMap, session: &Session, chunk: usize, requests: &[MergeRequest]) {
-        let mixed = map.chunk(chunk).mixed;
-        let Some(wanted) = self.monitor.twins_wanted(&mixed) else {
-            return;
-        };
-        let sampled = mixed.asked == Asked::Sample;
-        let share = if sampled { SAMPLING } else { 1 };
-        let enough = (wanted as usize / share).max(1);
-        let known = usize::from(map.chunk(chunk).twins.known);
-        let equal = requests
-            .iter()
-            .filter(|request| looks_equal(map, session, request));
-        let found = equal.take(enough.saturating_sub(known)).count();
-        let likely_whole = sampled && is_sample_repeated(map, chunk, requests);
-        let all = known + found >= enough || likely_whole;
-        map.note_twins(chunk, known + found, all && !sampled);
-        if all {
-            // Those that were deferred before are found again at the next look.
-            map.look_again(chunk);
-            map.ask_about_all(chunk, likely_whole);
-        }
-    }
-}
-
-/// Refuses a page: counts it, and sees to it that it is found again when that may help.
-fn refuse(with: &mut Context<'_>, deferred: &mut Deferred, request: &MergeRequest, obstacle: Obstacle) {
-    let (map, session, stats) = (&mut *with.map, &mut *with.session, &mut with.account.stats);
-    match obstacle {
-        // It waits in the list.
-        Obstacle::Deferred => return deferred.push(map, request),
-        // What is no news any more must be found again.
-        Obstacle::Suspended => session.overrun_news(),
-        Obstacle::SwappedOut => {
-            stats.refused_swapped_total += 1;
-            session.schedule_resync(with.pass, ResyncCause::Missed);
-        }
-        Obstacle::NoMappings => {
-            stats.refused_vmas_total += 1;
-            session.schedule_resync(with.pass, ResyncCause::NoMappings);
-        }
-        Obstacle::MayBePinned => stats.heal_pinned_total += 1,
-        // Whoever ends these has the page looked at again.
-        Obstacle::Changed | Obstacle::Probe | Obstacle::Huge | Obstacle::Guest | Obstacle::Restless => {}
-    }
-    map.defer(request.page, request.publisher_ref());
-    if obstacle == Obstacle::MayBePinned {
-        map.copy_may_be_pinned(request.page, with.pass);
-    }
-}
-
-/// Right before a window, since time went by: other windows have used mappings, and the kernel may have swapped pages out. Who
-/// is left of its requests, which are in page order within 2 MiB; `None`: all.
-pub(crate) fn admit_to_window(
-    with: &mut Context<'_>,
-    deferred: &mut Deferred,
-    swapped: &Swapped,
-    requests: &[MergeRequest],
-) -> Option<Vec<MergeRequest>> {
-    let (first, last) = (requests.first()?.page, requests.last()?.page);
-    let zero_only = requests.iter().all(|request| request.slot.is_none());
-    if !zero_only && lacks_mappings(with, deferred, requests) {
-        return Some(Vec::new());
-    }
-    let swapped = swapped.out(&mut with.space.pagemap, with.map.memory(), &(first..last + 1));
-    if swapped.is_empty() {
-        return None;
-    }
-    let mut left = Vec::with_capacity(requests.len());
-    for request in requests {
-        let facts = Facts {
-            swapped: swapped.contains((request.page - first) as usize),
-            ..Facts::default()
-        };
-        match facts.obstacle() {
-            None => left.push(*request),
-            Some(obstacle) => refuse(with, deferred, request, obstacle),
-        }
-    }
-    // What is swapped out may lie between the requests.
-    (left.len() < requests.len()).then_some(left)
-}
-
-/// Whether the mappings that requests need do not fit the budget any more; then all are refused.
-pub(crate) fn lacks_mappings(
-    with: &mut Context<'_>,
-    deferred: &mut Deferred,
-    requests: &[MergeRequest],
-) -> bool {
-    let runs = i64::try_from(runs_of(requests)).unwrap_or(i64::MAX / VMAS_PER_RUN);
-    let lacks = !with.map.has_vmas_for(runs * VMAS_PER_RUN);
-    if lacks {
+        is_swapped: impl Fn(Page) -> bool,
+    ) -> Admitted {
+        let mut admitted = Admitted::default();
+        let runs = runs_of(requests);
         for request in requests {
-            refuse(with, deferred, request, Obstacle::NoMappings);
+            let facts = Facts {
+                // It was asked with all of its 2 MiB.
+                as_one: true,
+                swapped: is_swapped(request.page),
+                deferred: false,
+                runs,
+            };
+            admitted.add(*request, self.may_merge(request.page, request.slot, facts));
         }
+        admitted
     }
-    lacks
-}
 
-/// Whether all pages of a huge page that were asked about as a sample have twins.
-fn is_sample_repeated(map: &PageMap, chunk: usize, requests: &[MergeRequest]) -> bool {
-    let in_sample = |page: Page| map.private_candidate(page).is_some_and(is_sampled);
-    let pages = map.chunk_at(chunk).pages.clone();
-    let asked = pages.filter(|page| in_sample(*page));
-    let twins = requests.iter().filter(|request| in_sample(request.page)).count();
-    twins >= LEAST_SAMPLE && asked.count() == twins
-}
-
-/// Whether a page that the guest may be writing seems to hold what its slot holds.
-#[allow(unsafe_code)] // reads guest memory
-fn looks_equal(map: &PageMap, session: &Session, request: &MergeRequest) -> bool {
-    let page = map.memory().address(request.page);
-    let Some(slot) = request.slot else {
-        return true; // it was read whole when it was keyed
-    };
-    let slot = session.store().and_then(|store| store.slot(slot));
-    // SAFETY: guest memory stays mapped while the service runs, and slots are mapped.
-    slot.is_some_and(|(_, slot)| unsafe { guest::seems_same_page(page, slot) })
+    fn by_chunk<'r>(&self, requests: &'r [MergeRequest]) -> impl Iterator<Item = &'r [MergeRequest]> {
+        let map = self.map;
+        requests.chunk_by(|a, b| map.chunk_of(a.page) == map.chunk_of(b.page))
+    }
 }
 
 /// Whether requests show all of what is or becomes a huge page of the store.
 fn is_huge_page_of_store(requests: &[MergeRequest]) -> bool {
     let begins = requests[0].slot.is_some_and(Slot::begins_huge_page);
     requests.len() == CHUNK_PAGES && begins && runs_of(requests) == 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::hint::Hint;
+    use crate::memory::layout::Memory;
+    use crate::memory::page_map::Reference;
+    use crate::sys::page_size::HUGE_SIZE;
+    use std::sync::Arc;
+    use vmm_dedup_protocol::key::Key;
+
+    const PASS: u64 = 1;
+    const CHUNK: Page = 512;
+
+    /// Candidates in two chunks, and mappings for so many runs.
+    fn map(runs: i64) -> PageMap {
+        let memory = Memory::made_up(&[HUGE_SIZE..3 * HUGE_SIZE]);
+        let mut map = PageMap::new(Arc::new(memory), runs * VMAS_PER_RUN, 0);
+        for page in 0..2 * CHUNK {
+            map.sight(page, Key::try_new(u64::from(page) + 1).unwrap(), PASS);
+        }
+        map
+    }
+
+    fn slot(n: u32) -> Slot {
+        Slot::try_new(n).unwrap()
+    }
+
+    /// What is refused if these pages are to share slots that do not follow each other.
+    fn refused(map: &PageMap, terms: Terms, pages: &[Page]) -> Vec<(Page, Obstacle)> {
+        let twin = |page: &Page| MergeRequest::twin_of(*page, slot(2 * page + 1));
+        let requests: Vec<MergeRequest> = pages.iter().map(twin).collect();
+        let Admitted { now, refused } = Admission { map, terms }.admit(&requests);
+        assert_eq!(now.len() + refused.len(), requests.len());
+        let refused = refused.into_iter();
+        refused
+            .map(|(request, obstacle)| (request.page, obstacle))
+            .collect()
+    }
+
+    #[test]
+    fn who_has_an_obstacle_is_refused_alone() {
+        let mut map = map(1000);
+        let terms = Terms::default();
+        assert_eq!(refused(&map, terms, &[1, 2, 600]), []);
+        map.share(2, slot(9), Reference::New);
+        map.say(3, Hint::NEVER);
+        map.share(4, slot(9), Reference::New);
+        map.copied_by_kernel(4);
+        let wanted = [
+            (2, Obstacle::Changed),
+            (3, Obstacle::Guest),
+            (4, Obstacle::MayBePinned),
+        ];
+        assert_eq!(refused(&map, terms, &[1, 2, 3, 4, 5]), wanted);
+        let heals = Terms { heals: true, ..terms };
+        assert_eq!(refused(&map, heals, &[1, 2, 3, 4, 5]), wanted[..2]);
+        let suspended = Terms {
+            suspended: true,
+            ..heals
+        };
+        assert_eq!(
+            refused(&map, suspended, &[1, 2]),
+            [1, 2].map(|page| (page, Obstacle::Suspended))
+        );
+    }
+
+    #[test]
+    fn a_window_is_asked_with_all_the_mappings_that_it_needs() {
+        let map = map(2);
+        let terms = Terms::default();
+        let admission = Admission { map: &map, terms };
+        let requests = [1, 3, 5].map(|page| MergeRequest::twin_of(page, slot(page)));
+        assert_eq!(admission.admit(&requests).now, requests, "each alone has one");
+        let again = admission.admit_again(&requests, |_| false);
+        assert_eq!(
+            again.refused,
+            requests.map(|request| (request, Obstacle::NoMappings))
+        );
+        assert_eq!(
+            admission.admit_again(&requests[..2], |_| false).now,
+            requests[..2]
+        );
+        let zeros = [1, 3, 5].map(MergeRequest::zero);
+        assert_eq!(
+            admission.admit_again(&zeros, |_| false).now,
+            zeros,
+            "zeros need none"
+        );
+    }
+
+    #[test]
+    fn what_is_swapped_out_waits_and_the_rest_of_its_window_does_not() {
+        let map = map(1000);
+        let terms = Terms::default();
+        let admission = Admission { map: &map, terms };
+        let requests = [1, 2, 3].map(|page| MergeRequest::twin_of(page, slot(page)));
+        let again = admission.admit_again(&requests, |page| page == 2);
+        assert_eq!(again.now, [requests[0], requests[2]]);
+        assert_eq!(again.refused, [(requests[1], Obstacle::SwappedOut)]);
+    }
+
+    #[test]
+    fn the_answer_to_explain_is_the_answer_to_merging() {
+        let mut map = map(1000);
+        map.say(3, Hint::NEVER);
+        map.share(4, slot(9), Reference::New);
+        map.copied_by_kernel(4);
+        for terms in [
+            Terms::default(),
+            Terms {
+                heals: true,
+                ..Terms::default()
+            },
+            Terms {
+                suspended: true,
+                ..Terms::default()
+            },
+        ] {
+            let admission = Admission { map: &map, terms };
+            for page in 1..6 {
+                let request = MergeRequest::twin_of(page, slot(page));
+                let verdict = admission.may_merge(page, request.slot, Facts::default());
+                let mut wanted = Admitted::default();
+                wanted.add(request, verdict);
+                assert_eq!(admission.admit(&[request]), wanted);
+                assert_eq!(admission.admit_again(&[request], |_| false), wanted);
+            }
+        }
+    }
 }

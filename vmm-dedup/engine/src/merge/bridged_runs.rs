@@ -66,7 +66,7 @@ impl Deferred {
 
 /// Whether the twins of a chunk, in page order, are to wait until it has quiesced, since exceptions could make longer runs of
 /// them then.
-pub(crate) fn ripens(map: &PageMap, pass: u64, twins: &[MergeRequest]) -> bool {
+pub(crate) fn waits(map: &PageMap, pass: u64, twins: &[MergeRequest]) -> bool {
     let bridges = || {
         let mut pairs = twins.windows(2);
         pairs.any(|pair| bridge(map, &pair[0], &pair[1]).is_some())

@@ -33,7 +33,7 @@ use crate::compare::{PageId, Pair, StablePage, Verifier, With};
 use crate::error::Error;
 use crate::lookup::request::{MergeRequest, Role};
 use crate::memory::layout::Memory;
-use crate::merge::run::{Open, Outcome, continues, return_exceptions};
+use crate::merge::run::{Open, Outcome, Take, continues, return_exceptions};
 use crate::merge::run_builder::{Piece, RunBuilder};
 use crate::merge::verify_engine::VerifyEngine;
 use crate::store::connection::Store;
@@ -66,18 +66,6 @@ pub(crate) struct Merger {
     builder: Option<RunBuilder>,
     /// What compares taken pages with slots.
     pub(crate) verify_engine: VerifyEngine,
-}
-
-/// Where a window's pages are while they are ours.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Take {
-    /// In scratch memory for small pages, which is freed for many windows at once.
-    Pages,
-    /// The window is a huge page: in a place where it can stay one.
-    HugePage {
-        /// Whether it goes back at once if somebody waits for it.
-        give_back: bool,
-    },
 }
 
 /// Requests that lie within [`MAX_WINDOW`](crate::window::MAX_WINDOW) consecutive pages of one region, in page order. Pages

@@ -49,6 +49,18 @@ impl Outcome {
     }
 }
 
+/// Where a window's pages are while they are ours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Take {
+    /// In scratch memory for small pages, which is freed for many windows at once.
+    Pages,
+    /// The window is a huge page: in a place where it can stay one.
+    HugePage {
+        /// Whether it goes back at once if somebody waits for it.
+        give_back: bool,
+    },
+}
+
 /// Whether a window's first and last run go on in the windows beside it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Open {

@@ -3,7 +3,7 @@
 
 use crate::error::Error;
 use crate::memory::page_map::VMAS_PER_RUN;
-use crate::merge::admission::Admission;
+use crate::merge::admission::{Admission, Terms};
 use crate::scan::control::Command;
 use crate::scan::explain::Explainer;
 use crate::scan::pass::Pass;
@@ -90,31 +90,34 @@ impl Pass {
                 end: asked.end,
             });
         }
-        let heals = self.planner.healer.can_heal(&self.map, self.number);
+        let heals = self.merging.healer.can_heal(&self.map, self.number);
         let mut explanation = Explanation {
             heals: heals.into(),
             ..Explanation::default()
         };
-        self.planner.swapped.look();
+        self.merging.swapped.look();
+        let memory = self.map.memory();
         let mut explainer = Explainer {
-            map: &self.map,
             session: &self.session,
             pagemap: &mut self.space.pagemap,
-            swapped: &self.planner.swapped,
+            swapped: &self.merging.swapped,
             admission: Admission {
-                monitor: &self.monitor,
-                suspended: self.direct_io.refused().is_some(),
-                managed: self.space.breaker.managed(),
-                heals,
+                map: &self.map,
+                terms: Terms {
+                    probes: self.monitor.probes(),
+                    suspended: self.direct_io.refused().is_some(),
+                    managed: self.space.breaker.managed(),
+                    heals,
+                },
             },
-            deferred: self.planner.deferred.pages(),
+            deferred: self.merging.deferred.pages(),
         };
         for range in ranges {
             let mut at = range.start;
             while at < range.end {
-                let chunk = explainer.map.chunk_of(at);
-                let end = range.end.min(explainer.map.chunk_at(chunk).pages.end);
-                explainer.add(chunk, at..end, &mut explanation)?;
+                let chunk = memory.chunk_of(at);
+                let end = range.end.min(memory.chunks()[chunk].pages.end);
+                explainer.add(at..end, &mut explanation)?;
                 at = end;
             }
         }
@@ -142,7 +145,7 @@ impl Pass {
             );
         }
         let copies = self.map.counts().copied;
-        let healer = &mut self.planner.healer;
+        let healer = &mut self.merging.healer;
         if copies > 0
             && !healer.can_heal(&self.map, self.number)
             && let Some(why) = healer.refused()

@@ -42,33 +42,9 @@ impl Pass {
         self.acknowledge()
     }
 
-    /// Found > admitted > merged.
-    pub(super) fn merge(&mut self) -> Result<(), Error> {
-        let found = self.twins.take();
-        let suspended = !self.direct_io.glance();
-        let (planner, mut with) = self.planning();
-        planner.admit(&mut with, suspended, found)?;
-        planner.prepare(&mut with);
-        let mut result = Ok(());
-        // What is left once merging is suspended comes back, for `exchange` to let go of.
-        while result.is_ok() && self.direct_io.glance_again() && {
-            let (planner, mut with) = self.planning();
-            planner.step(&mut with)
-        } {
-            result = self.yield_and_poll();
-        }
-        let wrong = self.planner.take_wrong_proposals();
-        self.twins.finder.search_mut().note_wrong(wrong);
-        // An interrupted pass leaves the rest to the next one.
-        self.twins.add(self.planner.end(&mut self.space, &self.account));
-        self.account.lap(|cpu| &mut cpu.merge);
-        result?;
-        self.tell_store()
-    }
-
     /// What was deferred is to be merged once its chunk has quiesced.
     fn take_quiesced(&mut self) {
-        let quiesced = self.planner.deferred.take_quiesced(&self.map, self.number);
+        let quiesced = self.merging.deferred.take_quiesced(&self.map, self.number);
         self.twins.add(quiesced.published);
         let (twins, mut with) = self.finding();
         twins.find_again_or_sight(&mut with, &quiesced.twins);
@@ -81,7 +57,7 @@ impl Pass {
         if !self.session.begin_resync(self.number) {
             return Ok(());
         }
-        let deferred = self.planner.deferred.pages();
+        let deferred = self.merging.deferred.pages();
         let mut candidates = self.map.candidates_with(|_| true);
         candidates.retain(|(page, _)| !deferred.contains(page));
         for some in candidates.chunks(MAX_BATCH) {

@@ -4,7 +4,6 @@ use crate::error::Error;
 use crate::lookup::find::twin;
 use crate::memory::hint::Hint;
 use crate::memory::layout::Page;
-use crate::memory::page_map::PageMap;
 use crate::memory::page_state::{Backing, Known, PageState};
 use crate::merge::admission::{Admission, Facts, Obstacle, Verdict};
 use crate::merge::swapped::Swapped;
@@ -14,11 +13,9 @@ use crate::sys::pagemap::Pagemap;
 use std::collections::HashSet;
 use std::ops::Range;
 use vmm_dedup_protocol::control::Explanation;
-use vmm_dedup_protocol::key::Key;
 
 /// Explains pages, as of one moment.
 pub(super) struct Explainer<'a> {
-    pub(super) map: &'a PageMap,
     pub(super) session: &'a Session,
     pub(super) pagemap: &'a mut Pagemap,
     pub(super) swapped: &'a Swapped,
@@ -32,93 +29,81 @@ impl Explainer<'_> {
     ///
     /// # Errors
     /// [`Error::Pagemap`].
-    pub(super) fn add(
-        &mut self,
-        chunk: usize,
-        pages: Range<Page>,
-        to: &mut Explanation,
-    ) -> Result<(), Error> {
+    pub(super) fn add(&mut self, pages: Range<Page>, to: &mut Explanation) -> Result<(), Error> {
         let populated = self.populated(&pages)?;
-        let swapped = self.swapped.out(self.pagemap, self.map.memory(), &pages);
+        let swapped = self
+            .swapped
+            .out(self.pagemap, self.admission.map.memory(), &pages);
         for page in pages.clone() {
-            let facts = Facts {
-                deferred: self.deferred.contains(&page),
-                swapped: swapped.contains((page - pages.start) as usize),
-            };
-            let PageState { backing, known } = self.map.state(page);
-            let class = match (backing, known) {
-                (Backing::Slot(_), _) => &mut to.shared,
-                (Backing::Zero, _) => &mut to.zero,
-                (Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_), known) => match known {
-                    Known::Pinned(_) => &mut to.may_be_pinned,
-                    Known::Keyed(key) | Known::Candidate(key) => {
-                        self.explain_twin(page, key, facts, to, |to| &mut to.broken)
-                    }
-                    _ if self.map.is_paused(page) => &mut to.restless,
-                    _ if self.admission.heals => &mut to.broken,
-                    _ => &mut to.may_be_pinned,
-                },
-                (Backing::OrphanedSlot(_), _) => &mut to.foreign,
-                #[cfg(test)]
-                (Backing::Dummy(_), _) => &mut to.waiting,
-                (Backing::Private, Known::Pinned(_)) => &mut to.pinned,
-                (Backing::Private, Known::Nothing) if !populated[(page - pages.start) as usize] => {
-                    &mut to.unpopulated
-                }
-                (Backing::Private, _) if self.map.rests(page) => self.explain_rest(page, to),
-                (Backing::Private, Known::Keyed(_)) => &mut to.huge,
-                (Backing::Private, Known::Candidate(key)) => {
-                    self.explain_twin(page, key, facts, to, |to| &mut to.unique)
-                }
-                (Backing::Private, known) => match known {
-                    _ if self.map.chunk(chunk).huge => &mut to.huge,
-                    _ if self.admission.monitor.probes().include(self.map, chunk, page) => &mut to.probe,
-                    _ if self.map.is_paused(page) => &mut to.restless,
-                    Known::Volatile => &mut to.volatile,
-                    _ => &mut to.too_new,
-                },
-            };
-            *class += 1;
+            let populated = populated[(page - pages.start) as usize];
+            let swapped = swapped.contains((page - pages.start) as usize);
+            *self.class(page, populated, swapped, to) += 1;
         }
         Ok(())
     }
 
-    /// The class of a private page that is left alone since the guest says so.
-    fn explain_rest<'a>(&self, page: Page, to: &'a mut Explanation) -> &'a mut u64 {
-        match self.map.hint(page).has(Hint::NEVER) {
-            true => &mut to.withheld,
-            false => &mut to.idle,
-        }
-    }
-
-    /// The class of a page with a known key. If it has a twin, it is the verdict on merging them; else `alone`.
-    fn explain_twin<'a>(
-        &self,
-        page: Page,
-        key: Key,
-        facts: Facts,
-        to: &'a mut Explanation,
-        alone: fn(&mut Explanation) -> &mut u64,
-    ) -> &'a mut u64 {
-        let Some(slot) = twin(self.session, page, key) else {
-            return alone(to);
-        };
-        match self.admission.may_merge(self.map, page, Some(slot), facts) {
-            Verdict::Refuse(Obstacle::Guest) => self.explain_rest(page, to),
-            verdict => class_of(verdict, to),
+    fn class<'a>(&self, page: Page, populated: bool, swapped: bool, to: &'a mut Explanation) -> &'a mut u64 {
+        let map = self.admission.map;
+        let PageState { backing, known } = map.state(page);
+        match (backing, known) {
+            (Backing::Slot(_), _) => &mut to.shared,
+            (Backing::Zero, _) => &mut to.zero,
+            (Backing::OrphanedSlot(_), _) => &mut to.foreign,
+            #[cfg(test)]
+            (Backing::Dummy(_), _) => &mut to.waiting,
+            (Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_), Known::Pinned(_)) => &mut to.may_be_pinned,
+            (Backing::Private, Known::Pinned(_)) => &mut to.pinned,
+            (Backing::Private, Known::Nothing) if !populated => &mut to.unpopulated,
+            (_, known) => {
+                let key = match known {
+                    Known::Keyed(key) if backing.is_copied() => Some(key),
+                    known => known.candidate(),
+                };
+                let twin = key.and_then(|key| twin(self.session, page, key));
+                let facts = Facts {
+                    swapped,
+                    deferred: self.deferred.contains(&page),
+                    ..Facts::default()
+                };
+                let verdict = match twin {
+                    Some(_) => self.admission.may_merge(page, twin, facts),
+                    None => match self.admission.obstacle_to_any(page) {
+                        // Nobody has its content, whatever else holds.
+                        Some(obstacle) if key.is_none() || obstacle == Obstacle::Guest => {
+                            Verdict::Refuse(obstacle)
+                        }
+                        _ => return without_twin(backing, known, to),
+                    },
+                };
+                match verdict {
+                    Verdict::Refuse(Obstacle::Guest) if map.hint(page).has(Hint::NEVER) => &mut to.withheld,
+                    verdict => class_of(verdict, to),
+                }
+            }
         }
     }
 
     /// Which of some pages of one chunk hold private memory; asked only where the map does not tell.
     fn populated(&mut self, pages: &Range<Page>) -> Result<[bool; CHUNK_PAGES], Error> {
-        let unknown = |page: Page| self.map.state(page) == PageState::UNTRACKED;
+        let unknown = |page: Page| self.admission.map.state(page) == PageState::UNTRACKED;
         if !pages.clone().any(unknown) {
             return Ok([false; CHUNK_PAGES]);
         }
-        let range = self.map.memory().addresses(pages);
+        let range = self.admission.map.memory().addresses(pages);
         let found = self.pagemap.populated(range.clone());
         let found = found.map_err(Error::Pagemap)?;
         Ok(marked(range.start, &found))
+    }
+}
+
+/// The class of a page of which no twin is known, and which could share its slot if there were one.
+fn without_twin(backing: Backing, known: Known, to: &mut Explanation) -> &mut u64 {
+    match known {
+        _ if backing.is_copied() => &mut to.broken,
+        Known::Candidate(_) => &mut to.unique,
+        Known::Keyed(_) => &mut to.huge,
+        Known::Volatile => &mut to.volatile,
+        _ => &mut to.too_new,
     }
 }
 

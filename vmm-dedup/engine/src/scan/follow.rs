@@ -18,8 +18,8 @@ impl Pass {
     pub(super) fn follow_moves(&mut self) -> Result<(), Error> {
         let mut following = Following::new(&self.map, &self.session, Copies::Move);
         loop {
-            let (planner, mut with) = self.planning();
-            if !following.step(&mut with, &mut planner.healer) {
+            let (healer, mut with) = self.replacing();
+            if !following.step(&mut with, healer) {
                 return Ok(());
             }
             self.account.lap(|cpu| &mut cpu.merge);
@@ -32,8 +32,8 @@ impl Pass {
     pub(super) fn follow_while_resting(&mut self) {
         let start = Instant::now();
         let mut following = Following::new(&self.map, &self.session, Copies::Stay);
-        let (planner, mut with) = self.planning();
-        while start.elapsed() < RESTING && following.step(&mut with, &mut planner.healer) {}
+        let (healer, mut with) = self.replacing();
+        while start.elapsed() < RESTING && following.step(&mut with, healer) {}
         self.account.lap(|cpu| &mut cpu.merge);
     }
 
@@ -42,8 +42,8 @@ impl Pass {
     pub(super) fn move_copies_out(&mut self, copies: &[Page]) -> Result<bool, Error> {
         let mut moving = MovingOut::new(copies);
         loop {
-            let (planner, mut with) = self.planning();
-            if !moving.step(&mut with, &mut planner.healer) {
+            let (healer, mut with) = self.replacing();
+            if !moving.step(&mut with, healer) {
                 return Ok(moving.all());
             }
             self.account.lap(|cpu| &mut cpu.merge);

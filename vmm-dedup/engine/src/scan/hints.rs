@@ -22,7 +22,7 @@ impl Pass {
     }
 
     /// Takes over some of what was heard, and makes some of what must not be shared private; whether there is more. To be called
-    /// where nothing is in the planner's hands.
+    /// where nothing is planned.
     ///
     /// Once the agent hears that a mark is in force, no page under it is shared, none has a key, and none gets one while it is
     /// marked: whoever reads keys asks [`PageMap::rests`](crate::memory::page_map::PageMap::rests) first, what had been found

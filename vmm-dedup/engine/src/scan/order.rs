@@ -10,12 +10,12 @@
 //! - what the kernel copied is found in each chunk's turn, and only noted ([`find_copied`]);
 //! - all huge pages of a round are sampled before any is judged, and what is built again is built for speed ([`Monitor`]);
 //! - pages that follow their slots do so by neighbours, for one mapping ([`Following`]);
-//! - what was found is merged in page order, for one window ([`Planner`]).
+//! - what was found is merged in page order, for one window ([`Plan`]).
 //!
 //! [`find_copied`]: crate::unmerge::address_space::AddressSpace::find_copied
 //! [`Monitor`]: crate::thp::monitor::Monitor
 //! [`Following`]: crate::merge::following::Following
-//! [`Planner`]: crate::merge::planner::Planner
+//! [`Plan`]: crate::merge::plan::Plan
 
 use crate::memory::chunk_state::{ChunkState, MAX_PERIOD};
 use crate::memory::page_map::PageMap;

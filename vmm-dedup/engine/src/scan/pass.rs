@@ -14,11 +14,11 @@ use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
 use crate::merge::context::Context;
 use crate::merge::healer::Healer;
-use crate::merge::planner::Planner;
 use crate::merge::verify_engine::VerifyEngine;
 use crate::scan::control::Control;
+use crate::scan::merging::Merging;
 use crate::scan::pace::Pace;
-use crate::scan::twins::Twins;
+use crate::scan::twins::{Finding, Twins};
 use crate::store::session::Session;
 use crate::sys::direct_io::DirectIo;
 use crate::sys::proc;
@@ -66,7 +66,7 @@ pub(crate) struct Pass {
     pub(crate) account: Account,
     pub(super) monitor: Monitor,
     pub(super) twins: Twins,
-    pub(super) planner: Planner,
+    pub(super) merging: Merging,
     pub(super) pace: Pace,
     /// The number of this pass.
     pub(super) number: u64,
@@ -118,7 +118,7 @@ impl Pass {
         // Last: who has introduced himself counts for the store until this process ends.
         let session = Session::open(store_path, config.name.clone(), memory.pages())?;
         Ok(Self {
-            planner: Planner::new(&config, verify_engine, Healer::new(&config)?),
+            merging: Merging::new(&config, verify_engine, Healer::new(&config)?),
             pace: Pace::new(config.cpu_percent),
             twins: Twins::new(search),
             config,
@@ -139,7 +139,7 @@ impl Pass {
     pub(crate) fn enter_thread(&mut self) {
         self.pace = Pace::new(self.control.cpu_percent());
         self.account.enter_thread();
-        self.planner.healer.start();
+        self.merging.healer.start();
     }
 
     /// Takes over what the fault thread did.
@@ -160,35 +160,35 @@ impl Pass {
         twins.find(&mut with, keyed);
     }
 
-    /// Who finds twins, and what stages work on.
-    pub(super) fn finding(&mut self) -> (&mut Twins, Context<'_>) {
-        let (twins, _, context) = self.parts();
-        (twins, context)
+    /// Who finds twins, and what that needs.
+    pub(super) fn finding(&mut self) -> (&mut Twins, Finding<'_>) {
+        let with = Finding {
+            map: &mut self.map,
+            session: &mut self.session,
+            account: &mut self.account,
+            pass: self.number,
+            managed: self.space.breaker.managed(),
+        };
+        (&mut self.twins, with)
     }
 
-    /// Who plans, and what stages work on.
-    pub(super) fn planning(&mut self) -> (&mut Planner, Context<'_>) {
-        let (_, planner, context) = self.parts();
-        (planner, context)
-    }
-
-    fn parts(&mut self) -> (&mut Twins, &mut Planner, Context<'_>) {
-        let context = Context {
+    /// Who replaces pages of store files where they are, and what that needs.
+    pub(super) fn replacing(&mut self) -> (&mut Healer, Context<'_>) {
+        let with = Context {
             map: &mut self.map,
             space: &mut self.space,
             session: &mut self.session,
             account: &mut self.account,
-            monitor: &self.monitor,
             direct_io: &mut self.direct_io,
             pass: self.number,
         };
-        (&mut self.twins, &mut self.planner, context)
+        (&mut self.merging.healer, with)
     }
 
     /// Leaves out what was to be done with pages that are not worked on any more.
     pub(super) fn drop_work(&mut self, keep: impl Fn(Page) -> bool) {
         let found = self.twins.drop_work(&keep);
-        let deferred = &mut self.planner.deferred;
+        let deferred = &mut self.merging.deferred;
         deferred.twins.retain(|(page, _)| keep(*page));
         let gone = |request: &mut MergeRequest| !keep(request.page);
         for request in found.into_iter().chain(deferred.published.extract_if(.., gone)) {
@@ -218,12 +218,12 @@ impl Pass {
         log::warn!("lost the store: {error}; guests go on, and merging resumes with the next store");
         self.session.lose_store();
         self.twins.forget_store();
-        self.planner.forget_store();
+        self.merging.forget_store();
         self.map.orphan_all();
     }
 
     /// Whether pages may be pinned without any file that shows it is from now on as the VMM said last.
     pub(crate) fn heed_pins(&mut self) {
-        self.planner.healer.set_visible(self.control.pins_are_visible());
+        self.merging.healer.set_visible(self.control.pins_are_visible());
     }
 }

@@ -10,7 +10,7 @@ impl Pass {
     pub(super) fn yield_and_poll(&mut self) -> Result<(), Error> {
         late_log::tell();
         let engines =
-            self.twins.finder.search().helper_cpu_ns() + self.planner.verify_engine().helper_cpu_ns();
+            self.twins.finder.search().helper_cpu_ns() + self.merging.verify_engine().helper_cpu_ns();
         let helpers = self.space.breaker.stats().0.cpu_ns + engines + self.heard.cpu_ns();
         self.pace.set(self.control.cpu_percent(), helpers);
         if self.pace.answers_are_due() || self.has_questions() {

@@ -1,14 +1,18 @@
 //! The scanning thread's work, pass by pass.
 //!
 //! ```text
-//!   written  ------>  keyed  ------>  found  ------>  admitted  ------>  merged
-//!   track::dirty      lookup::keys    lookup::find    merge::planner     merge::planner
-//!   (scan::order)                     lookup::publish (merge::admission) (merge::merger)
-//!                                     (scan::twins)
+//!   written  ---->  keyed  ---->  found  ---->  admitted  ---->  plan  ---->  merged  ---->  noted
+//!   track::dirty    lookup::keys  lookup::find  merge::admission merge::plan  merge::merger  merge::outcomes
+//!   (scan::order)                 (scan::twins) (thp::twin_count)             merge::healer
+//!                                                     |
+//!                                                     `---> refused: merge::refusals
 //! ```
 //!
-//! Each stage takes what the one before has left and returns what it made of it; no stage calls another. The pass hands on,
-//! and between any two pieces of work it yields and polls: it keeps the CPU budget, answers questions, and notices the wish to stop.
+//! Each stage takes what the one before has left and returns what it made of it; none names another. The pass hands on (to the left
+//! of *found* here, to its right in [`merging`]), and between any two pieces of work it yields and polls: it keeps the CPU budget,
+//! answers questions, and notices the wish to stop.
+//!
+//! [`merging`]: mod@crate::scan::merging
 
 use crate::error::Error;
 use crate::lookup::copies;
@@ -88,7 +92,7 @@ impl Pass {
         self.session.find_store(&mut self.map);
         self.session.take_pushes()?;
         self.twins.finder.prepare(&self.session, self.number);
-        self.planner.verify_engine().prepare(self.number);
+        self.merging.verify_engine().prepare(self.number);
         // Every first write to a protected page, and every copy-on-write, is a fault of some other thread.
         if self.space.others_had_faults() {
             self.map.note_faults();
@@ -131,7 +135,7 @@ impl Pass {
         let mut chunks = Chunks::new(&self.map);
         while let Some(at) = chunks.next(&mut self.map, PageMap::copies_due) {
             let prospect =
-                *prospect.get_or_insert_with(|| self.planner.healer.prospect(&self.map, self.number));
+                *prospect.get_or_insert_with(|| self.merging.healer.prospect(&self.map, self.number));
             let (map, pagemap) = (&mut self.map, &mut self.space.pagemap);
             let keyed = copies::look(
                 map,

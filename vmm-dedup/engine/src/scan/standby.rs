@@ -55,7 +55,7 @@ impl Pass {
 
     /// Lets go of what was found and not merged yet. Once there are passes again it is found anew.
     pub(super) fn drop_found(&mut self) {
-        let deferred = std::mem::take(&mut self.planner.deferred);
+        let deferred = std::mem::take(&mut self.merging.deferred);
         if !deferred.twins.is_empty() {
             self.session.overrun_news();
         }

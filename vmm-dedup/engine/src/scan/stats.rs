@@ -47,7 +47,7 @@ impl Pass {
         stats.search = named(search.name());
         stats.search_failures_total = search.failures();
         stats.search_device = search.device_work();
-        let verify_engine = self.planner.verify_engine();
+        let verify_engine = self.merging.verify_engine();
         stats.cpu_ns.merge += verify_engine.book_helper_cpu_ns();
         stats.verify = named(verify_engine.name());
         stats.verifications_total = verify_engine.answered();

@@ -1,5 +1,6 @@
 //! Keyed > found: twins on their way from keys to admission, and what the store is told and asks for on that way.
 
+use crate::account::Account;
 use crate::error::Error;
 use crate::lookup::candidates;
 use crate::lookup::find::{Finder, FoundAgain};
@@ -8,13 +9,24 @@ use crate::lookup::publish;
 use crate::lookup::request::MergeRequest;
 use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::Page;
-use crate::merge::context::Context;
-use crate::store::session::ResyncCause;
+use crate::memory::page_map::PageMap;
+use crate::store::session::{ResyncCause, Session};
 use vmm_dedup_protocol::index::News;
 use vmm_dedup_protocol::key::Key;
 
 /// Requests collected before they are merged; bounds the memory for them.
 const MAX_FOUND: usize = 1 << 17;
+
+/// What finding twins needs, borrowed for one step.
+pub(super) struct Finding<'a> {
+    pub(super) map: &'a mut PageMap,
+    pub(super) session: &'a mut Session,
+    pub(super) account: &'a mut Account,
+    /// The number of the pass.
+    pub(super) pass: u64,
+    /// The service breaks sharing.
+    pub(super) managed: bool,
+}
 
 /// Who finds twins, and what was found.
 #[derive(Debug)]
@@ -65,7 +77,7 @@ impl Twins {
     }
 
     /// Looks for the twins of pages that have keys.
-    pub(super) fn find(&mut self, with: &mut Context<'_>, keyed: Keyed) {
+    pub(super) fn find(&mut self, with: &mut Finding<'_>, keyed: Keyed) {
         self.found.extend(keyed.zeros.into_iter().map(MergeRequest::zero));
         let found = self
             .finder
@@ -76,7 +88,7 @@ impl Twins {
     /// Looks for the twins of candidates. Returns those whose keys are in no index.
     pub(super) fn find_again(
         &mut self,
-        with: &mut Context<'_>,
+        with: &mut Finding<'_>,
         candidates: &[(Page, Key)],
     ) -> Vec<(Page, Key)> {
         let FoundAgain { requests, missing } =
@@ -87,14 +99,14 @@ impl Twins {
     }
 
     /// The same; what the index lacks is sighted.
-    pub(super) fn find_again_or_sight(&mut self, with: &mut Context<'_>, candidates: &[(Page, Key)]) {
+    pub(super) fn find_again_or_sight(&mut self, with: &mut Finding<'_>, candidates: &[(Page, Key)]) {
         for (page, key) in self.find_again(with, candidates) {
             with.map.sight(page, key, with.pass);
         }
     }
 
     /// Looks for the twins of some pages by their whole content; whether there were any, and room for what is found.
-    pub(super) fn hash_some(&mut self, with: &mut Context<'_>) -> bool {
+    pub(super) fn hash_some(&mut self, with: &mut Finding<'_>) -> bool {
         let some = self.finder.has_pages_to_hash() && !self.is_full();
         if some {
             let found = self
@@ -107,7 +119,7 @@ impl Twins {
     }
 
     /// Looks whether what entered the index lately concerns a candidate.
-    pub(super) fn take_news(&mut self, with: &mut Context<'_>) {
+    pub(super) fn take_news(&mut self, with: &mut Finding<'_>) {
         let Some(news) = with.session.news() else {
             return;
         };
@@ -126,12 +138,12 @@ impl Twins {
     ///
     /// # Errors
     /// Those of the connection.
-    pub(super) fn tell_store(&mut self, with: &mut Context<'_>) -> Result<(), Error> {
+    pub(super) fn tell_store(&mut self, with: &mut Finding<'_>) -> Result<(), Error> {
         while !with.map.outbox().is_empty() && with.session.is_connected() {
             let pending = !self.found.is_empty();
             let asked = with.session.flush(with.map, pending)?;
             self.look_up_again(with, asked.look_up);
-            let huge_pages = !with.managed();
+            let huge_pages = !with.managed;
             let published =
                 publish::publish(with.map, with.session, with.account, huge_pages, &asked.publish)?;
             self.found.extend(published);
@@ -141,7 +153,7 @@ impl Twins {
 
     /// Pages that were sighted although the index has their keys. What it does not have after all is repeated later: a store that
     /// contradicts its index must not be asked for ever.
-    fn look_up_again(&mut self, with: &mut Context<'_>, mut sighted: Vec<(Page, Key)>) {
+    fn look_up_again(&mut self, with: &mut Finding<'_>, mut sighted: Vec<(Page, Key)>) {
         sighted.retain(|(page, key)| with.map.known(*page).candidate() == Some(*key));
         if !self.find_again(with, &sighted).is_empty() {
             with.session.schedule_resync(with.pass, ResyncCause::Missed);

@@ -7,4 +7,5 @@ pub(crate) mod policy;
 pub(crate) mod pressure;
 pub(crate) mod shared_huge;
 pub(crate) mod split;
+pub(crate) mod twin_count;
 pub(crate) mod zeros;

@@ -13,7 +13,7 @@ use std::time::Duration;
 pub(crate) const PROBES: [Page; 4] = [63, 191, 319, 447];
 
 /// Whether the source of use needs [`PROBES`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Probes {
     pub(crate) needed: bool,
 }
