@@ -426,7 +426,8 @@ fn evil_step(
             Expected::Reply(Vec::new())
         }
         Action::Record(kind, body) => {
-            // None of these is a valid record with such a body, or it is out of place; a descriptor comes along.
+            // None of these is a valid record with such a body, or it is out of place; a descriptor comes along. What a service
+            // may say is not sent: most of it is played by other actions, and who says farewell is told nothing.
             let mut record = encode(Kind::Error, &[body]);
             record[6..8].copy_from_slice(&kind.to_le_bytes());
             let file = rustix::fs::memfd_create("x", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -434,7 +435,7 @@ fn evil_step(
             buffer.as_mut_bytes()[..record.len()].copy_from_slice(&record);
             let harmless = matches!(
                 vmm_dedup_protocol::message::parse(&buffer.as_bytes()[..record.len()]),
-                Ok(Message::Batch(_) | Message::Publish(_) | Message::StatsRequest(_))
+                Ok(Message::Batch(_) | Message::Publish(_) | Message::StatsRequest(_) | Message::Goodbye)
             );
             if !harmless {
                 socket::send(&evil.socket, &record, &[std::os::fd::AsFd::as_fd(&file)]).unwrap();
