@@ -233,7 +233,7 @@ mod tests {
 
     /// Candidates in two chunks, and mappings for so many runs.
     fn map(runs: i64) -> PageMap {
-        let memory = Memory::made_up(&[HUGE_SIZE..3 * HUGE_SIZE]);
+        let memory = Memory::made_up(std::slice::from_ref(&(HUGE_SIZE..3 * HUGE_SIZE)));
         let mut map = PageMap::new(Arc::new(memory), runs * VMAS_PER_RUN, 0);
         for page in 0..2 * CHUNK {
             map.sight(page, Key::try_new(u64::from(page) + 1).unwrap(), PASS);
