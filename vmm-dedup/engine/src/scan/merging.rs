@@ -13,7 +13,7 @@ use crate::merge::healer::{Healed, Healer};
 use crate::merge::merger::{Batch, Merger};
 use crate::merge::outcomes::{self, Learnt};
 use crate::merge::plan::{Plan, WindowSize};
-use crate::merge::run::Take;
+use crate::merge::run::{Outcome, Take};
 use crate::merge::swapped::Swapped;
 use crate::merge::verify_engine::VerifyEngine;
 use crate::merge::{ready, refusals};
@@ -85,6 +85,7 @@ impl Pass {
         for again in twice {
             self.map.give_up_published(again.publisher_ref());
         }
+        let found = self.leave_out_changed_copies(found);
         twin_count::count(&mut self.map, &self.session, &self.monitor, &found);
         let any_copy = found.iter().any(|request| is_copy(&self.map, request));
         self.merging.terms = Terms {
@@ -267,6 +268,21 @@ impl Pass {
             }
         }
         now
+    }
+
+    /// Who is left of these. A copy has been written, and most writes change no key line: so its key leads to the slot that it was
+    /// copied from, which it does not hold any more. To see that here is cheaper than to heal it in vain.
+    fn leave_out_changed_copies(&mut self, mut found: Vec<MergeRequest>) -> Vec<MergeRequest> {
+        let (map, session) = (&self.map, &self.session);
+        let changed = |request: &mut MergeRequest| {
+            is_copy(map, request) && !collisions::looks_equal(map, session, request)
+        };
+        let changed: Vec<MergeRequest> = found.extract_if(.., changed).collect();
+        let outcomes = vec![Outcome::Different; changed.len()];
+        let (map, account) = (&mut self.map, &mut self.account);
+        let learnt = outcomes::note_healed(map, account, self.number, &changed, &outcomes);
+        self.learn(&learnt);
+        found
     }
 
     /// What could not be made private must not be taken: it lies in a mapping of a file.

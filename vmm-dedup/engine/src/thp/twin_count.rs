@@ -1,11 +1,11 @@
 //! Found: how many twins a huge page has, and whether that is enough to split it.
 
+use crate::lookup::collisions::looks_equal;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::memory::thp_state::{Asked, SAMPLING};
 use crate::store::session::Session;
-use crate::sys::guest;
 use crate::sys::page_size::CHUNK_PAGES;
 use crate::thp::duplicates::is_sampled;
 use crate::thp::monitor::Monitor;
@@ -54,16 +54,4 @@ fn is_sample_repeated(map: &PageMap, chunk: usize, found: &[MergeRequest]) -> bo
     let asked = pages.filter(|page| in_sample(*page));
     let twins = found.iter().filter(|request| in_sample(request.page)).count();
     twins >= LEAST_SAMPLE && asked.count() == twins
-}
-
-/// Whether a page that the guest may be writing seems to hold what its slot holds.
-#[allow(unsafe_code)] // reads guest memory
-fn looks_equal(map: &PageMap, session: &Session, request: &MergeRequest) -> bool {
-    let page = map.memory().address(request.page);
-    let Some(slot) = request.slot else {
-        return true; // it was read whole when it was keyed
-    };
-    let slot = session.store().and_then(|store| store.slot(slot));
-    // SAFETY: guest memory stays mapped while the service runs, and slots are mapped.
-    slot.is_some_and(|(_, slot)| unsafe { guest::seems_same_page(page, slot) })
 }
