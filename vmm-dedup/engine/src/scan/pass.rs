@@ -88,7 +88,7 @@ impl Pass {
         let memory = Arc::new(memory);
         let map = PageMap::new(memory.clone(), i64::try_from(vmas_max).unwrap_or(i64::MAX), used);
         let space = AddressSpace::new(&memory, &map, reserve)?;
-        let monitor = Monitor::new(&config, &space.uffd, &memory);
+        let monitor = Monitor::new(&config, &space.uffd, &memory, &line);
         for region in memory.regions() {
             space.register(&region)?;
         }
