@@ -7,17 +7,20 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use vmm_dedup::{AgentSocket, Config, DedupService, ServiceStats};
+use vmm_dedup::{AgentSocket, Breaks, Config, DedupService, Policy, ServiceStats, UseSource};
 use vmm_dedup_agent_wire::VERSION;
 use vmm_dedup_agent_wire::block::Frames;
 use vmm_dedup_agent_wire::frame::{BLOCK, Block, Stretch};
 use vmm_dedup_agent_wire::message::{
     BlocksBuilder, Hello, Mark, Message, NOTHING, Sources, StretchesBuilder,
 };
-use vmm_dedup_agent_wire::said::{Kind, Said};
+use vmm_dedup_agent_wire::said::{Kind, Said, Temperature};
 use vmm_dedup_agent_wire::stream::Stream;
+use vmm_dedup_integration_tests::huge::HUGE_PAGES;
+use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -48,8 +51,12 @@ impl Vm {
     fn start(store: &StoreThread, count: usize, id: impl Fn(usize) -> u64) -> Self {
         let pages = Pages::map(count);
         (0..count).for_each(|page| pages.fill(page, id(page)));
+        Self::start_on(store, pages, config())
+    }
+
+    fn start_on(store: &StoreThread, pages: Pages, config: Config) -> Self {
         let mut service = pages
-            .serve_at(&store.socket(), config(), GUEST)
+            .serve_at(&store.socket(), config, GUEST)
             .expect("dedup starts");
         let folder = tempfile::tempdir().expect("a folder");
         let at = AgentSocket::Hybrid(folder.path().join("vm.vsock"));
@@ -77,6 +84,10 @@ impl Vm {
     }
 
     fn agent(&self) -> Agent {
+        self.agent_with(Sources::default())
+    }
+
+    fn agent_with(&self, sources: Sources) -> Agent {
         let stream = self.connect();
         stream
             .set_read_timeout(Some(Duration::from_millis(20)))
@@ -90,7 +101,7 @@ impl Vm {
         let hello = Message::Hello(Hello {
             lowest: VERSION,
             highest: VERSION,
-            sources: Sources::default(),
+            sources,
             boot: [7; 16],
             run: 1,
             blocks: 1 << 20,
@@ -171,6 +182,19 @@ impl Agent {
             );
         }
         self.say(&Message::Blocks(builder.list()));
+    }
+
+    /// Says of frames of programs when they were used, as all there is.
+    fn say_use(&mut self, snapshot: u32, used: &[(Range<usize>, Temperature)]) {
+        self.say(&Message::Begin { snapshot, blocks: 0 });
+        for (pages, temperature) in used {
+            let said = Said::new(Kind::Anonymous).with_temperature(*temperature);
+            self.say_of(pages.clone(), said);
+        }
+        self.say(&Message::End {
+            snapshot,
+            all_marks: true,
+        });
     }
 
     fn mark(&mut self, pages: Range<usize>, mark: Mark, set: bool) -> u32 {
@@ -441,4 +465,190 @@ fn a_service_without_a_socket_works_and_says_so() {
         assert!(start.elapsed() < PATIENCE, "{stats:?}");
     }
     service.stop(true).expect("it stops");
+}
+
+/// Pages of each 2 MiB that are kept private to sample its use.
+const PROBES: usize = 4;
+
+/// Works by passes alone, and judges the use of memory often.
+fn smart(use_source: UseSource) -> Config {
+    Config {
+        huge_policy: Policy::Smartmd,
+        use_source,
+        monitor_interval_ms: 50,
+        monitor_window_us: 5000,
+        breaks: Breaks::managed(1024, 64 << 20),
+        ..config()
+    }
+}
+
+/// Huge pages in pairs of equal ones.
+fn pairs(chunks: usize, first: u64) -> Pages {
+    let pages = Pages::map_huge(chunks * HUGE_PAGES);
+    (0..pages.count()).for_each(|page| pages.fill(page, pair_id(page, first)));
+    pages
+}
+
+fn pair_id(page: usize, first: u64) -> u64 {
+    first + (page / (2 * HUGE_PAGES) * HUGE_PAGES + page % HUGE_PAGES) as u64
+}
+
+/// Ends a thread, also when the test fails.
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+/// Runs `then` while a thread reads words all over some pages.
+fn while_reading(pages: &Pages, range: Range<usize>, then: impl FnOnce()) {
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut n = 1_usize;
+            while !done.load(Ordering::Acquire) {
+                n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                std::hint::black_box(pages.load(range.start + (n >> 32) % range.len(), (n >> 20) % 512));
+            }
+        });
+        let _end = End(&done);
+        then();
+    });
+}
+
+/// The agent calls hot what nobody reads, and cold what is read all the time: so it is seen whose word counts.
+#[test]
+fn the_agent_tells_which_huge_pages_are_kept_and_without_it_they_are_sampled_again() {
+    need_userfaultfd!();
+    const FIRST_PAIR: Range<usize> = 0..2 * HUGE_PAGES;
+    const SECOND_PAIR: Range<usize> = 2 * HUGE_PAGES..4 * HUGE_PAGES;
+    const SHARED: u64 = 2 * (HUGE_PAGES - PROBES) as u64;
+    let store = StoreThread::start();
+    let pages = pairs(4, 1);
+    huge_pages_or_skip!(&pages);
+    let vm = Vm::start_on(&store, pages, smart(UseSource::Agent));
+    let is_kept = |kept: Range<usize>, split: Range<usize>| {
+        (vm.class(kept, "huge"), vm.class(split, "shared")) == (2 * HUGE_PAGES as u64, SHARED)
+    };
+    while_reading(&vm.pages, SECOND_PAIR, || {
+        let mut agent = vm.agent_with(Sources(Sources::FLAGS | Sources::IDLE));
+        let note = || vm.service.explain(None).expect("it answers").1;
+        // Who has not told everything might speak of another boot.
+        vm.passes_until("word of the agent", |stats| {
+            stats.hints.agent_name() == "connected"
+        });
+        let told = note();
+        assert_eq!(vm.pass().use_source_name(), "take-and-wait");
+        assert!(
+            told.contains("not told by agent: the agent has not told"),
+            "{told}"
+        );
+        agent.say_use(
+            1,
+            &[(FIRST_PAIR, Temperature::Hot), (SECOND_PAIR, Temperature::Cold)],
+        );
+        vm.passes_until("huge pages as the agent says", |stats| {
+            stats.use_source_name() == "agent" && is_kept(FIRST_PAIR, SECOND_PAIR)
+        });
+        assert_eq!(note(), "");
+        // So it stays for some intervals.
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(300) {
+            vm.pass();
+        }
+        assert!(is_kept(FIRST_PAIR, SECOND_PAIR), "{:?}", vm.pass());
+        drop(agent);
+        vm.passes_until("huge pages as they are used", |stats| {
+            stats.use_source_name() == "take-and-wait" && is_kept(SECOND_PAIR, FIRST_PAIR)
+        });
+        let told = note();
+        assert!(
+            told.contains("not told by agent: no agent is connected"),
+            "{told}"
+        );
+        // An agent without idle page tracking and DAMON tells nothing of use.
+        let mut agent = vm.agent_with(Sources(Sources::FLAGS));
+        agent.say_use(
+            1,
+            &[(FIRST_PAIR, Temperature::Hot), (SECOND_PAIR, Temperature::Cold)],
+        );
+        vm.passes_until("word of the agent", |stats| {
+            stats.hints.anonymous == 4 * HUGE_PAGES as u64
+        });
+        assert_eq!(vm.pass().use_source_name(), "take-and-wait");
+        let told = note();
+        assert!(
+            told.contains("not told by agent: the agent cannot see use"),
+            "{told}"
+        );
+    });
+    let pages = vm.pages;
+    assert!((0..pages.count()).all(|page| pages.holds(page, pair_id(page, 1))));
+    vm.service.stop(true).expect("it stops");
+}
+
+/// It says hot and cold in turns, while its guest writes, beside a VM whose agent does not lie.
+#[test]
+fn an_agent_that_lies_about_use_costs_its_own_vm_alone() {
+    need_userfaultfd!();
+    const OTHERS: u64 = 1 << 32;
+    const SHARED: u64 = 4 * (HUGE_PAGES - PROBES) as u64;
+    let store = StoreThread::start();
+    let (pages, others) = (pairs(4, 1), pairs(4, OTHERS));
+    huge_pages_or_skip!(&pages);
+    huge_pages_or_skip!(&others);
+    let liar = Vm::start_on(&store, pages, smart(UseSource::Agent));
+    let other = Vm::start_on(&store, others, smart(UseSource::Agent));
+    let mut honest = other.agent_with(Sources(Sources::IDLE));
+    honest.say_use(1, &[(0..4 * HUGE_PAGES, Temperature::Cold)]);
+    other.passes_until("sharing", |stats| stats.pages_mapped == SHARED);
+    let before = other.pass();
+    let mut agent = liar.agent_with(Sources(Sources::IDLE));
+    agent.say_use(1, &[]);
+    let mut random = Random(0x0fed_cba9_8765_4321);
+    let mut written = vec![0; liar.pages.count()];
+    let is_worked_up = |stats: &ServiceStats| stats.huge_splits_total >= 4 && stats.huge_rebuilt_total >= 2;
+    let start = Instant::now();
+    let mut round = 0;
+    while !is_worked_up(&liar.pass()) {
+        assert!(start.elapsed() < PATIENCE, "{:?}", liar.pass());
+        round += 1;
+        let temperature = if round / 16 % 2 == 0 {
+            Temperature::Cold
+        } else {
+            Temperature::Hot
+        };
+        agent.say_of(
+            0..4 * HUGE_PAGES,
+            Said::new(Kind::Anonymous).with_temperature(temperature),
+        );
+        agent.listen();
+        for _ in 0..4 {
+            let page = random.below(written.len());
+            written[page] = round;
+            liar.pages.fill(page, (round << 20) + page as u64);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    for (page, round) in written.iter().enumerate() {
+        let id = match round {
+            0 => pair_id(page, 1),
+            round => (round << 20) + page as u64,
+        };
+        assert!(liar.pages.holds(page, id), "page {page}");
+    }
+    let after = other.pass();
+    assert_eq!(
+        (
+            after.pages_mapped,
+            after.breaks_managed_total,
+            after.huge_splits_total
+        ),
+        (SHARED, before.breaks_managed_total, before.huge_splits_total)
+    );
+    assert!((0..other.pages.count()).all(|page| other.pages.holds(page, pair_id(page, OTHERS))));
+    liar.service.stop(true).expect("it stops");
+    other.service.stop(true).expect("it stops");
 }

@@ -23,6 +23,8 @@ pub struct Counts {
     pub kernel: u16,
     /// Used in the agent's last interval.
     pub hot: u16,
+    /// Not in the last one, but not long before.
+    pub warm: u16,
     /// Not used for some intervals.
     pub cold: u16,
 }
@@ -41,8 +43,9 @@ impl Counts {
         }
         match said.temperature() {
             Temperature::Hot => self.hot += frames,
+            Temperature::Warm => self.warm += frames,
             Temperature::Cold => self.cold += frames,
-            Temperature::Unknown | Temperature::Warm => {}
+            Temperature::Unknown => {}
         }
     }
 }

@@ -22,7 +22,7 @@ use std::time::Duration;
 use vmm_dedup_agent_wire::block::Frames;
 use vmm_dedup_agent_wire::frame::{Block, Gfn, Stretch};
 use vmm_dedup_agent_wire::message::{
-    Blocks, HEADER, Header, Hello, MARK_COST, Mark, Message, Pressure, Refusal, Stretches,
+    Blocks, HEADER, Header, Hello, MARK_COST, Mark, Message, Pressure, Refusal, Sources, Stretches,
 };
 use vmm_dedup_agent_wire::said::Said;
 use vmm_dedup_agent_wire::stream::Stream;
@@ -94,6 +94,26 @@ impl Violation {
     }
 }
 
+/// Why no agent tells when frames were used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoUse {
+    /// There is none.
+    #[error("no agent is connected")]
+    Nobody,
+    /// It has said so.
+    #[error("the agent cannot see use: its guest's kernel has neither idle page tracking nor DAMON for it")]
+    Sources,
+    /// What is known may be another boot's.
+    #[error("the agent has not told everything yet")]
+    Incomplete,
+    /// It sends nothing any more, though it is connected.
+    #[error("the agent is silent")]
+    Silent,
+}
+
+/// An agent that has sent nothing for so long does not tell use: even one with no news tells of pressure every few seconds.
+const SILENT_AFTER: Duration = Duration::from_secs(30);
+
 /// Counters, since the receiver was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
@@ -140,8 +160,12 @@ struct Connection {
     hello: Option<Hello>,
     snapshot: Option<Snapshot>,
     has_begun: bool,
+    /// A snapshot was whole.
+    complete: bool,
     /// A message was missing, and everything was asked for again.
     lost: bool,
+    /// When it last sent something.
+    heard: Duration,
 }
 
 #[derive(Debug)]
@@ -211,7 +235,9 @@ impl Receiver {
             hello: None,
             snapshot: None,
             has_begun: false,
+            complete: false,
             lost: false,
+            heard: now,
         });
         Ok(())
     }
@@ -256,6 +282,7 @@ impl Receiver {
         let mut connection = self.connection.take().ok_or(Violation::Nobody)?;
         let mut stream = std::mem::take(&mut connection.stream);
         self.tally.bytes += bytes.len() as u64;
+        connection.heard = now;
         let result = connection.pay(bytes.len() as u64).and_then(|()| {
             stream.take(bytes, |header, payload| {
                 self.message(&mut connection, header, payload, now, out)
@@ -414,6 +441,7 @@ impl Receiver {
             return;
         };
         self.tally.snapshots += 1;
+        connection.complete = true;
         self.map.end_snapshot();
         if all_marks {
             self.map.replace_marks(snapshot.marks);
@@ -483,6 +511,25 @@ impl Receiver {
     /// Blocks of which something else is said, or whose marks are others, than when this was last asked.
     pub fn take_changed(&mut self) -> impl Iterator<Item = Block> {
         self.map.changed.drain()
+    }
+
+    /// Whether what is said of temperatures is how the guest uses its memory now.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn tells_use(&self, now: Duration) -> Result<(), NoUse> {
+        let connection = self.connection.as_ref().ok_or(NoUse::Nobody)?;
+        let hello = connection.hello.as_ref().ok_or(NoUse::Nobody)?;
+        if hello.sources.0 & (Sources::IDLE | Sources::DAMON) == 0 {
+            return Err(NoUse::Sources);
+        }
+        if !connection.complete {
+            return Err(NoUse::Incomplete);
+        }
+        match now.saturating_sub(connection.heard) < SILENT_AFTER {
+            true => Ok(()),
+            false => Err(NoUse::Silent),
+        }
     }
 
     /// What the guest says of a frame.

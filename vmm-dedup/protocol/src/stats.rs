@@ -83,7 +83,14 @@ pub const STATES: [&str; 7] = [
 ];
 
 /// Names of what may tell a service which memory is used, by number.
-pub const USE_SOURCES: [&str; 5] = ["nothing", "take-and-wait", "damon", "writes", "page-idle"];
+pub const USE_SOURCES: [&str; 6] = [
+    "nothing",
+    "take-and-wait",
+    "damon",
+    "writes",
+    "page-idle",
+    "agent",
+];
 
 /// Names of what becomes of a guest's agent, by number.
 pub const AGENT_STATES: [&str; 4] = ["off", "awaited", "connected", "failed"];

@@ -496,3 +496,28 @@ proptest! {
         prop_assert!(guest.receiver.memory_bytes() < 4096 + MOST_PAYLOAD);
     }
 }
+
+#[test]
+fn use_is_told_by_an_agent_that_sees_it_has_told_everything_and_is_not_silent() {
+    let mut guest = Guest::connected();
+    assert_eq!(guest.receiver.tells_use(guest.now), Err(NoUse::Sources));
+    guest.receiver.disconnected(guest.now);
+    assert_eq!(guest.receiver.tells_use(guest.now), Err(NoUse::Nobody));
+    guest.receiver.connected(guest.now).unwrap();
+    assert_eq!(guest.receiver.tells_use(guest.now), Err(NoUse::Nobody));
+    let sources = Sources(Sources::FLAGS | Sources::DAMON);
+    guest.number = 0;
+    guest
+        .say(&Message::Hello(Hello {
+            sources,
+            ..hello(1, 1)
+        }))
+        .unwrap();
+    assert_eq!(guest.receiver.tells_use(guest.now), Err(NoUse::Incomplete));
+    guest.snapshot(1, true, |_| {});
+    assert_eq!(guest.receiver.tells_use(guest.now), Ok(()));
+    guest.now += SILENT_AFTER;
+    assert_eq!(guest.receiver.tells_use(guest.now), Err(NoUse::Silent));
+    guest.block(0, &[CLEAN; BLOCK]);
+    assert_eq!(guest.receiver.tells_use(guest.now), Ok(()));
+}

@@ -258,7 +258,7 @@ impl std::str::FromStr for Policy {
 }
 
 /// What tells which memory is used. If one cannot, the next of take-and-wait, damon, page-idle and writes is asked, and the reason
-/// is logged and explained. Writes that break sharing count as use with any of them.
+/// is logged and explained. So it is for what an agent does not tell, and while none does. Writes that break sharing count as use with any of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(
     feature = "settings",
@@ -278,15 +278,19 @@ pub enum UseSource {
     PageIdle,
     /// Only writes that break sharing: costs nothing, and takes for idle what is only read.
     Writes,
+    /// The guest's agent, where it has idle page tracking or DAMON: stops nobody, costs the host nothing. It tells of the last
+    /// minute, and not how often.
+    Agent,
 }
 
 impl UseSource {
-    /// All of them, the best first.
-    pub const ALL: [UseSource; 4] = [
+    /// All of them: the best of the host's first, then the guest's.
+    pub const ALL: [UseSource; 5] = [
         UseSource::TakeAndWait,
         UseSource::Damon,
         UseSource::PageIdle,
         UseSource::Writes,
+        UseSource::Agent,
     ];
 
     /// Its name in configurations and metrics.
@@ -301,6 +305,7 @@ impl UseSource {
             UseSource::Damon => 2,
             UseSource::Writes => 3,
             UseSource::PageIdle => 4,
+            UseSource::Agent => 5,
         }
     }
 }

@@ -8,7 +8,8 @@ use crate::sys::page_size::PAGE_SIZE;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup_agent_receiver::receiver::{Limits, Receiver, Tally, Withheld};
+use vmm_dedup_agent_receiver::map::Counts;
+use vmm_dedup_agent_receiver::receiver::{Limits, NoUse, Receiver, Tally, Withheld};
 use vmm_dedup_agent_wire::frame::{BLOCK, Block};
 use vmm_dedup_agent_wire::message::Mark;
 use vmm_dedup_agent_wire::said::{Kind, Said};
@@ -158,6 +159,23 @@ impl AgentLine {
             }
         };
         blocks.iter().map(read).collect()
+    }
+
+    /// Whether the agent tells how the guest uses its memory now.
+    ///
+    /// # Errors
+    /// Why not.
+    pub(crate) fn tells_use(&self) -> Result<(), NoUse> {
+        self.lock().receiver.tells_use(self.now())
+    }
+
+    /// How many frames of each block at these guest physical addresses are what.
+    pub(crate) fn counts(&self, addresses: &Range<u64>) -> Vec<Counts> {
+        const BLOCK_BYTES: u64 = (BLOCK * PAGE_SIZE) as u64;
+        let inner = self.lock();
+        let blocks = addresses.start / BLOCK_BYTES..addresses.end.div_ceil(BLOCK_BYTES);
+        let blocks = blocks.filter_map(|block| Block::try_new(block).ok());
+        blocks.map(|block| inner.receiver.counts(block)).collect()
     }
 
     /// Nothing of what was withheld is shared any more: tells the agent.

@@ -313,6 +313,13 @@ impl Memory {
         start..start + bytes(pages.len())
     }
 
+    /// Where the guest sees neighbours in one region; `None` if the VMM did not say.
+    pub(crate) fn guest_addresses(&self, pages: &Range<Page>) -> Option<Range<u64>> {
+        let region = self.region_of(pages.start)?;
+        let start = region.guest? + bytes((pages.start - region.first) as usize) as u64;
+        Some(start..start + bytes(pages.len()) as u64)
+    }
+
     /// Page at a host address.
     pub(crate) fn page_at(&self, address: usize) -> Option<Page> {
         let at = self

@@ -153,6 +153,6 @@ impl Pass {
             return format!("{copies} pages that the kernel copied on write stay private: {why}");
         }
         // Not in the way of merging, but of knowing what to split.
-        self.monitor.skipped_sources().to_owned()
+        self.monitor.skipped_sources()
     }
 }

@@ -111,7 +111,7 @@ impl Pass {
         let mut map = PageMap::new(memory.clone(), i64::try_from(vmas_max).unwrap_or(i64::MAX), used);
         map.set_pays_after(pays_after_passes());
         let space = AddressSpace::new(&memory, &map, reserve)?;
-        let monitor = Monitor::new(&config, &space.uffd, &memory);
+        let monitor = Monitor::new(&config, &space.uffd, &memory, &line);
         for region in memory.regions() {
             space.register(&region)?;
         }

@@ -12,7 +12,7 @@
 //! ```
 //!
 //! - [`key_filter`], [`duplicates`]: how much of a huge page repeats, and which of its pages to ask the store about;
-//! - [`access`], [`access_source`]: what is used, and what tells it;
+//! - [`access`], [`access_source`], [`agent_use`]: what is used, and what tells it;
 //! - [`policy`], [`pressure`]: the thresholds, which follow the host's memory;
 //! - [`collapse`]: gathering small pages in a huge one;
 //! - this module: the monitor's rounds.
@@ -26,6 +26,7 @@
 //! [`duplicates`]: mod@crate::thp::duplicates
 //! [`access`]: mod@crate::track::access
 //! [`access_source`]: mod@crate::track::access_source
+//! [`agent_use`]: mod@crate::track::agent_use
 //! [`policy`]: mod@crate::thp::policy
 //! [`pressure`]: mod@crate::thp::pressure
 //! [`collapse`]: mod@crate::thp::collapse
@@ -33,7 +34,8 @@
 //! [`shared_huge`]: mod@crate::thp::shared_huge
 
 use crate::account::Account;
-use crate::config::{Config, Policy};
+use crate::config::{Config, Policy, UseSource};
+use crate::hints::line::AgentLine;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
 use crate::memory::thp_state::{Asked, HugeState, Use};
@@ -44,6 +46,7 @@ use crate::thp::pressure::Pressure;
 use crate::thp::shared_huge;
 use crate::track::access::{Probes, Target};
 use crate::track::access_source::{self, Chosen};
+use crate::track::agent_use::AgentUse;
 use crate::track::fault_sampling::BATCH;
 use crate::unmerge::address_space::AddressSpace;
 use std::sync::Arc;
@@ -63,6 +66,8 @@ pub(crate) struct Monitor {
     window: Duration,
     split_pages: usize,
     thresholds: Thresholds,
+    /// The guest's agent, if it is to be asked first.
+    agent: Option<AgentUse>,
     source: Option<Chosen>,
     /// When the next interval begins.
     next: Option<Instant>,
@@ -95,16 +100,18 @@ impl Round {
 }
 
 impl Monitor {
-    pub(crate) fn new(config: &Config, uffd: &Arc<Uffd>, memory: &Memory) -> Self {
+    pub(crate) fn new(config: &Config, uffd: &Arc<Uffd>, memory: &Memory, line: &Arc<AgentLine>) -> Self {
         let policy = config.huge_policy;
         log::info!("huge pages: policy {policy}");
         let watches = policy.watches_access();
+        let asks_agent = watches && config.use_source == UseSource::Agent;
         Self {
             policy,
             interval: Duration::from_millis(config.monitor_interval_ms),
             window: Duration::from_micros(config.monitor_window_us),
             split_pages: config.huge_split_pages,
             thresholds: Thresholds::new(Pressure::default(), config.huge_split_pages),
+            agent: asks_agent.then(|| AgentUse::new(line.clone())),
             source: watches.then(|| access_source::choose(config.use_source, uffd, memory)),
             next: None,
             mark: 0,
@@ -126,8 +133,37 @@ impl Monitor {
     }
 
     /// Why sources that were asked first do not tell the use of memory.
-    pub(crate) fn skipped_sources(&self) -> &str {
-        self.source.as_ref().map_or("", |source| &source.skipped)
+    pub(crate) fn skipped_sources(&self) -> String {
+        let silent = self.agent.as_ref().and_then(|agent| agent.speaks().err());
+        let agent = silent.map(|why| access_source::not_told(UseSource::Agent, &why));
+        let skipped = self.source.as_ref().map(|source| source.skipped.clone());
+        let all = [agent, skipped].into_iter().flatten();
+        let all: Vec<String> = all.filter(|reason| !reason.is_empty()).collect();
+        all.join("; ")
+    }
+
+    /// What tells the use of memory now.
+    fn use_source(&self) -> Option<UseSource> {
+        let agent = self.agent.as_ref().filter(|agent| agent.speaks().is_ok());
+        let other = self.source.as_ref().map(|source| source.monitor.source());
+        agent.map(|_| UseSource::Agent).or(other)
+    }
+
+    /// Looks whether the guest's agent speaks.
+    fn look_at_agent(&mut self) {
+        let Some(agent) = &mut self.agent else { return };
+        if !agent.look() {
+            return;
+        }
+        let silent = agent.speaks().err();
+        if let (Some(why), Some(source)) = (silent, self.use_source()) {
+            log::info!(
+                "{}; {source} does",
+                access_source::not_told(UseSource::Agent, &why)
+            );
+        } else {
+            log::info!("{}", access_source::told(UseSource::Agent));
+        }
     }
 
     /// How many subpages of a huge page must have a twin for it to be split; `None` if it is to stay.
@@ -147,6 +183,7 @@ impl Monitor {
     ///   is being written at once, so that huge pages are back within two intervals.
     pub(crate) fn begin_round(&mut self, map: &mut PageMap) -> Option<Round> {
         let now = Instant::now();
+        self.look_at_agent();
         let due = self.next.is_none_or(|next| next <= now);
         if due {
             self.thresholds = Thresholds::new(Pressure::now(), self.split_pages);
@@ -200,28 +237,17 @@ impl Monitor {
         batch: &[usize],
     ) {
         let (sampled, unsampled) = shared_huge::sort_out(map, space, account, self.probes(), batch);
-        // While memory is away nobody else frees any of it.
-        let discards = space.discards.clone();
-        let mut discards = discards.lock();
-        space.note_discards(&mut discards, map);
-        let target = |at: &usize| match map.chunk(*at).huge {
-            true => Target::Huge(map.chunk_at(*at).start),
-            false => Target::Split(map.chunk_at(*at).start),
-        };
-        let targets: Vec<Target> = sampled.iter().map(target).collect();
-        let Some(source) = &mut self.source else {
+        let told = self.told_by_agent(map, &sampled);
+        let is_open = |(at, told): (&usize, &Option<Use>)| told.is_none().then_some(*at);
+        let open: Vec<usize> = sampled.iter().zip(&told).filter_map(is_open).collect();
+        let Some(found) = self.look_at(map, space, &open) else {
             return;
         };
-        let used = match source.monitor.sample(&targets, self.window) {
-            Ok(used) => used,
-            Err(error) => {
-                return late_log::note(
-                    "sampling the use of memory",
-                    &error,
-                    "it is tried again with the next sample",
-                );
-            }
-        };
+        let mut found = found.into_iter();
+        let used: Vec<Option<Use>> = told
+            .into_iter()
+            .map(|told| told.or_else(|| found.next().flatten()))
+            .collect();
         account.stats.samples_total += sampled.len() as u64;
         // Of these it is known what is written.
         let unsampled = unsampled.iter().map(|at| (at, Some(Use::None)));
@@ -234,6 +260,47 @@ impl Monitor {
             } else {
                 // Not what it was: the next visit tells.
                 map.requeue_chunk(*at);
+            }
+        }
+    }
+
+    /// What the guest's agent tells of each chunk.
+    fn told_by_agent(&self, map: &PageMap, chunks: &[usize]) -> Vec<Option<Use>> {
+        let told = |at: &usize| {
+            let agent = self.agent.as_ref()?;
+            agent.use_of(map.memory(), &map.chunk_at(*at).pages)
+        };
+        chunks.iter().map(told).collect()
+    }
+
+    /// What the source finds of each chunk; `None` if it failed.
+    fn look_at(
+        &mut self,
+        map: &mut PageMap,
+        space: &mut AddressSpace,
+        chunks: &[usize],
+    ) -> Option<Vec<Option<Use>>> {
+        if chunks.is_empty() {
+            return Some(Vec::new());
+        }
+        // While memory is away nobody else frees any of it.
+        let discards = space.discards.clone();
+        let mut discards = discards.lock();
+        space.note_discards(&mut discards, map);
+        let target = |at: &usize| match map.chunk(*at).huge {
+            true => Target::Huge(map.chunk_at(*at).start),
+            false => Target::Split(map.chunk_at(*at).start),
+        };
+        let targets: Vec<Target> = chunks.iter().map(target).collect();
+        match self.source.as_mut()?.monitor.sample(&targets, self.window) {
+            Ok(used) => Some(used),
+            Err(error) => {
+                late_log::note(
+                    "sampling the use of memory",
+                    &error,
+                    "it is tried again with the next sample",
+                );
+                None
             }
         }
     }
@@ -271,8 +338,7 @@ impl Monitor {
     /// Fills in what the policy has to tell.
     pub(crate) fn fill_stats(&self, map: &PageMap, account: &mut Account) {
         let stats = &mut account.stats;
-        let number = |source: &Chosen| source.monitor.source().number() as u64;
-        stats.use_source = self.source.as_ref().map_or(0, number);
+        stats.use_source = self.use_source().map_or(0, |source| source.number() as u64);
         let kept = |state: &HugeState| {
             state.samples > 0
                 && state.repetition() as usize >= self.split_pages

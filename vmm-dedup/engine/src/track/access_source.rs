@@ -19,12 +19,14 @@ pub(crate) struct Chosen {
     pub(crate) skipped: String,
 }
 
-/// Asks `wanted` first, then the others, the best first.
+/// Asks `wanted` first, then the others, the best first; not the guest's agent, which is asked range by range
+/// ([`agent_use`](mod@crate::track::agent_use)).
 pub(crate) fn choose(wanted: UseSource, tracker: &Arc<Uffd>, memory: &Memory) -> Chosen {
     let others = UseSource::ALL.into_iter().filter(|source| *source != wanted);
     let mut skipped = Vec::new();
     for source in std::iter::once(wanted).chain(others) {
         let monitor: Result<Box<dyn AccessMonitor>, String> = match source {
+            UseSource::Agent => continue,
             UseSource::TakeAndWait => FaultSampling::new(tracker.clone())
                 .map(|monitor| Box::new(monitor) as _)
                 .map_err(|e| e.to_string()),
@@ -37,12 +39,12 @@ pub(crate) fn choose(wanted: UseSource, tracker: &Arc<Uffd>, memory: &Memory) ->
         };
         match monitor {
             Ok(monitor) => {
-                log::info!("the use of memory is told by {source}");
+                log::info!("{}", told(source));
                 let skipped = skipped.join("; ");
                 return Chosen { monitor, skipped };
             }
             Err(reason) => {
-                let line = format!("the use of memory is not told by {source}: {reason}");
+                let line = not_told(source, &reason);
                 log::warn!("{line}");
                 skipped.push(line);
             }
@@ -53,6 +55,14 @@ pub(crate) fn choose(wanted: UseSource, tracker: &Arc<Uffd>, memory: &Memory) ->
         monitor: Box::new(Writes),
         skipped: skipped.join("; "),
     }
+}
+
+pub(crate) fn told(source: UseSource) -> String {
+    format!("the use of memory is told by {source}")
+}
+
+pub(crate) fn not_told(source: UseSource, why: &dyn std::fmt::Display) -> String {
+    format!("the use of memory is not told by {source}: {why}")
 }
 
 /// Tells nothing that write tracking does not tell anyway: what is not written is not used.
