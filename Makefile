@@ -31,7 +31,7 @@ test: setup ## all tests
 lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy $(CARGOFLAGS) --workspace --all-targets -- -D warnings
-	for feature in "" forks privileged settings seccomp; do \
+	for feature in "" agent forks privileged settings seccomp; do \
 		$(CARGO) clippy $(CARGOFLAGS) --quiet -p vmm-dedup --lib --no-default-features --features "$$feature" -- -D warnings || exit; \
 	done
 	$(CARGO) package $(CARGOFLAGS) --quiet --no-verify --allow-dirty -p vmm-dedup-protocol -p vmm-dedup-agent-wire \

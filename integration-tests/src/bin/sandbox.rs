@@ -3,16 +3,20 @@
 //! JSON. `sandbox record` does not filter.
 #![allow(unsafe_code)] // guest memory
 
+use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmm_dedup::seccomp::{Part, restrict_this_thread};
 use vmm_dedup::{
-    Breaks, Config, DedupService, HostRange, Lease, Options, Policy, Refused, Settings, Setup, Status,
-    Supervisor, Switch, UseSource,
+    AgentSocket, Breaks, Config, DedupService, HostRange, Lease, Options, Policy, Refused, Settings, Setup,
+    Status, Supervisor, Switch, UseSource,
 };
+use vmm_dedup_agent_wire::VERSION;
+use vmm_dedup_agent_wire::message::{Hello, Message, Sources};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::seccomp::{Recorder, Seen};
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -60,6 +64,7 @@ fn main() {
     let sources = [UseSource::TakeAndWait, UseSource::Damon, UseSource::PageIdle];
     let sources = sources.map(|source| guest.uses_huge_pages(source));
     guest.loses_its_store();
+    guest.has_an_agent();
     guest.is_refused();
     let mut seen = recorder.seen();
     seen.extend(guest.is_called(filtered));
@@ -176,6 +181,11 @@ fn range(pages: &Pages, first: usize, count: usize) -> HostRange {
 
 impl Guest {
     fn attach(&mut self, config: Config) {
+        let setup = self.setup(config);
+        self.supervisor.attach(setup).expect("it fits");
+    }
+
+    fn setup(&mut self, config: Config) -> Setup {
         self.round += 1;
         let config = Config {
             name: format!("guest-{}", self.round),
@@ -183,11 +193,10 @@ impl Guest {
             pass_period_ms: 10,
             ..config
         };
-        let store = self.store.socket();
-        let agent = None;
-        self.supervisor
-            .attach(Setup { store, agent, config })
-            .expect("it fits");
+        Setup {
+            config,
+            ..Setup::new(self.store.socket())
+        }
     }
 
     fn add(&self, range: HostRange) {
@@ -336,6 +345,41 @@ impl Guest {
         self.supervisor.detach(true).expect("it ends");
     }
 
+    /// An agent comes to a socket in whose place an earlier service has left one, and goes.
+    fn has_an_agent(&mut self) {
+        let (pages, folder) = (twins(), tempfile::tempdir().expect("a folder"));
+        let agent = AgentSocket::Hybrid(folder.path().join("vm.vsock"));
+        let socket = agent.service_socket().expect("it is a Unix socket");
+        drop(UnixListener::bind(&socket).expect("it is made"));
+        let setup = Setup {
+            agent: Some(agent),
+            ..self.setup(Config::default())
+        };
+        self.supervisor.attach(setup).expect("it fits");
+        self.add(range(&pages, 0, PAGES));
+        self.supervisor.start().expect("it starts");
+        self.wait_for("listening", || UnixStream::connect(&socket).is_ok());
+        let mut stream = UnixStream::connect(&socket).expect("it listens");
+        let mut hello = Vec::new();
+        Message::Hello(Hello {
+            lowest: VERSION,
+            highest: VERSION,
+            sources: Sources::default(),
+            boot: [7; 16],
+            run: 1,
+            blocks: 1 << 20,
+        })
+        .encode(0, &mut hello);
+        stream.write_all(&hello).expect("it listens");
+        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        let answer = stream.read(&mut [0; 64]).expect("it answers");
+        assert!(answer > 0, "it goes on listening");
+        drop(stream);
+        self.shares();
+        self.supervisor.detach(true).expect("it ends");
+        assert!(!socket.exists());
+    }
+
     /// Memory that cannot be shared, then a VM that must not be.
     fn is_refused(&mut self) {
         let pages = twins();
@@ -358,15 +402,9 @@ impl Guest {
         self.supervisor.refuse(refusal.clone()).expect("it is given back");
         assert_eq!(self.supervisor.status(), Status::Refused(refusal));
         std::thread::sleep(Duration::from_millis(100));
-        let nowhere = Path::new("/nonexistent/store.sock").to_owned();
         self.supervisor.detach(false).expect("it ends");
-        let config = Config::default();
-        let setup = Setup {
-            store: nowhere,
-            agent: None,
-            config,
-        };
-        self.supervisor.attach(setup).expect("it fits");
+        let nowhere = Setup::new("/nonexistent/store.sock");
+        self.supervisor.attach(nowhere).expect("it fits");
         self.add(range(&twins(), 0, PAGES));
         assert!(self.supervisor.start().is_err());
         self.supervisor.detach(false).expect("it ends");
@@ -381,6 +419,9 @@ impl Guest {
         self.shares();
         let (supervisor, discarder) = (self.supervisor.clone(), self.supervisor.discarder());
         let (all, at) = (range(&pages, 0, PAGES).addresses(), pages.address(0));
+        let (next, new) = (self.setup(Config::default()), twins());
+        let [ours, protected] = [0, PAGES / 2].map(|first| range(&new, first, PAGES / 2));
+        let confidential = vmm_dedup::refusal::confidential();
         recorded(Part::Call, filtered, move || {
             // SAFETY: what it held is not needed any more.
             unsafe { discarder.discard(at, PAGES / 2 * 4096) }.expect("it is freed");
@@ -395,6 +436,30 @@ impl Guest {
             supervisor.direct_io_opened().expect("it looks");
             assert_ne!(supervisor.status(), Status::Detached);
             supervisor.detach(true).expect("it ends");
+            // The next VM.
+            supervisor.attach(next).expect("it fits");
+            for range in [ours, protected] {
+                // SAFETY: tests' pages are never unmapped, and are only reached by volatile accesses.
+                unsafe { supervisor.add_range(range) };
+            }
+            supervisor.start().expect("it starts");
+            let settings = Settings {
+                switch: Some(Switch::On),
+                ..Settings::default()
+            };
+            supervisor.set(settings).expect("it is on");
+            supervisor.pass().expect("a pass");
+            assert!(supervisor.stats().is_some());
+            supervisor
+                .leave_alone(protected.addresses(), confidential.clone())
+                .expect("it is given back");
+            supervisor.remove_range(protected.addresses()).expect("it goes");
+            drop(supervisor.pinned().expect("it is given back"));
+            supervisor.pin_while(|| false).expect("it is given back");
+            // As the kernel is, it is refused or not.
+            let _ = supervisor.nested_guests();
+            supervisor.refuse(confidential).expect("it is given back");
+            supervisor.detach(false).expect("it ends");
         })
     }
 

@@ -307,6 +307,7 @@ const ENGINE: Rules<'_> = Rules {
         "scan",
         "service",
         "supervisor",
+        "process",
     ],
     most_fields: Some(15),
     circles: false,

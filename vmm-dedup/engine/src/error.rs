@@ -10,6 +10,8 @@ use vmm_dedup_protocol::refusal::Refusal;
 pub enum Error {
     #[error("the kernel lacks {0}: run Linux 6.8 or later")]
     KernelLacks(&'static str),
+    #[error("memory is deduplicated on x86-64 only, and this program is for {0}")]
+    Architecture(&'static str),
     #[error(
         "cannot open a userfaultfd ({0}): give this process read access to /dev/userfaultfd, or CAP_SYS_PTRACE"
     )]

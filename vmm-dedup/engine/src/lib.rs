@@ -28,7 +28,11 @@
 //! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
 //! - [`scan`](mod@scan): the scanning thread, which does all but breaking;
 //! - [`service`](mod@service): its handle;
-//! - [`supervisor`]: what a VMM holds: starts the service, tries again, and brings everything back when it has to.
+//! - [`supervisor`]: what a VMM holds: starts the service, tries again, and brings everything back when it has to;
+//! - [`process`]: the supervisor of a process, for a VMM whose crates do not know each other.
+//!
+//! It is for x86-64. On other architectures it is compiled, so that a VMM for several needs no `cfg`; but no service starts there
+//! ([`Error::Architecture`]), since nothing was tested there.
 //!
 //! Known holes: a page that the kernel copied on write stays private while it may be pinned and a fork would take too long to
 //! tell; a huge page that is written outside its key lines only looks unchanged until it is compared.
@@ -41,6 +45,7 @@ mod hints;
 mod lookup;
 mod memory;
 mod merge;
+pub mod process;
 pub mod refusal;
 mod scan;
 pub mod seccomp;

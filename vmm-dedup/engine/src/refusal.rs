@@ -169,6 +169,7 @@ impl From<&Error> for Refusal {
                 };
             }
             Error::KernelLacks(_) => (Reason::KernelTooOld, "run Linux 6.8 or later"),
+            Error::Architecture(_) => (Reason::Other, "run it on an x86-64 host"),
             Error::NoUserfaultfd(_) => (
                 Reason::NoUserfaultfd,
                 "give the VMM read access to /dev/userfaultfd, or CAP_SYS_PTRACE",

@@ -109,6 +109,9 @@ impl DedupService {
         engines: Engines,
         keep_alive: Box<dyn std::any::Any + Send>,
     ) -> Result<Self, Error> {
+        if !cfg!(target_arch = "x86_64") {
+            return Err(Error::Architecture(std::env::consts::ARCH));
+        }
         config.check(&engines)?;
         let control = Arc::new(Control::new(&config)?);
         let engines = (
@@ -158,7 +161,7 @@ impl DedupService {
     /// memory ([`HostRange::at_guest_address`]).
     ///
     /// # Errors
-    /// [`Error::Thread`].
+    /// [`Error::Thread`]; [`Error::Config`] where the crate is built without its feature `agent`.
     pub fn listen_to_agent(&mut self, at: AgentSocket) -> Result<(), Error> {
         if self.listener.is_none() {
             self.listener = Some(listen::start(&self.line, at)?);

@@ -4,7 +4,9 @@ use crate::error::Error;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
+#[cfg(feature = "agent")]
 use vmm_dedup_agent_receiver::listen::hybrid_path;
+#[cfg(feature = "agent")]
 use vmm_dedup_agent_wire::PORT;
 
 /// The key of [`Setup::agent`](crate::Setup::agent).
@@ -25,12 +27,23 @@ pub enum AgentSocket {
 
 impl AgentSocket {
     /// The Unix socket that the service makes, if it makes one.
+    #[cfg(feature = "agent")]
     #[must_use]
     pub fn service_socket(&self) -> Option<PathBuf> {
         match self {
             Self::Hybrid(socket) => Some(hybrid_path(socket, PORT)),
             Self::Vhost(_) => None,
         }
+    }
+}
+
+/// What is said where the crate is built without its feature `agent`.
+#[cfg(not(feature = "agent"))]
+pub(crate) fn unheard(at: &AgentSocket) -> Error {
+    Error::Config {
+        field: AGENT,
+        value: at.to_string(),
+        rule: "this program is built without what hears an agent (the feature `agent`)",
     }
 }
 

@@ -7,6 +7,8 @@ mod setup;
 mod text;
 
 pub use agent::AgentSocket;
+#[cfg(not(feature = "agent"))]
+pub(crate) use agent::unheard;
 pub(crate) use settings::INDEX;
 pub use settings::{Breaks, Config, Policy, UseSource, Verification};
 pub use setup::Setup;

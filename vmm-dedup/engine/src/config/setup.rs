@@ -9,6 +9,8 @@ use std::path::PathBuf;
 pub(super) const STORE: &str = "store";
 
 /// A store, and settings of a service on it.
+///
+/// Fields may be added in any version: programs write `..Setup::new(store)` and `..Config::default()` behind those that they set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(
     feature = "settings",
@@ -28,11 +30,30 @@ pub struct Setup {
 }
 
 impl Setup {
+    /// On a store's socket, with all defaults.
+    #[must_use]
+    pub fn new(store: impl Into<PathBuf>) -> Self {
+        Self {
+            store: store.into(),
+            ..Self::default()
+        }
+    }
+
     /// Checks everything that can be checked without the store, early.
     ///
     /// # Errors
-    /// Those of [`Config::check`]; [`Error::Config`] without a store.
+    /// Those of [`Self::validate`] and [`Config::check_engines`].
     pub fn check(&self, engines: &Engines) -> Result<(), Error> {
+        self.validate()?;
+        self.config.check_engines(engines)
+    }
+
+    /// Checks the values, as reading a line or a table does.
+    ///
+    /// # Errors
+    /// Those of [`Config::validate`]; [`Error::Config`] without a store, and for an agent where the crate is built without its
+    /// feature `agent`.
+    pub fn validate(&self) -> Result<(), Error> {
         if self.store.as_os_str().is_empty() {
             return Err(Error::Config {
                 field: STORE,
@@ -40,6 +61,10 @@ impl Setup {
                 rule: "it must be the path of a store's socket",
             });
         }
-        self.config.check(engines)
+        #[cfg(not(feature = "agent"))]
+        if let Some(agent) = &self.agent {
+            return Err(crate::config::unheard(agent));
+        }
+        self.config.validate()
     }
 }

@@ -15,22 +15,25 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 impl TryFrom<Map<String, Value>> for Setup {
-    type Error = String;
+    type Error = Error;
 
-    fn try_from(mut fields: Map<String, Value>) -> Result<Self, String> {
-        let said = |error: serde_json::Error| error.to_string();
+    /// Reads a table, and checks its values ([`Setup::validate`]). So `store` must be named.
+    fn try_from(mut fields: Map<String, Value>) -> Result<Self, Error> {
+        let said = |error: serde_json::Error| Error::Settings(error.to_string());
         let store = fields
             .remove(STORE)
             .map_or(Ok(PathBuf::new()), serde_json::from_value);
         let agent = fields.remove(AGENT).map(|agent| match agent {
-            Value::String(text) => text.parse().map_err(|error: Error| error.to_string()),
-            other => Err(format!("{AGENT} must be text, and is {other}")),
+            Value::String(text) => text.parse(),
+            other => Err(Error::Settings(format!("{AGENT} must be text, and is {other}"))),
         });
-        Ok(Self {
+        let setup = Self {
             store: store.map_err(said)?,
             agent: agent.transpose()?,
             config: serde_json::from_value(Value::Object(fields)).map_err(said)?,
-        })
+        };
+        setup.validate()?;
+        Ok(setup)
     }
 }
 
@@ -54,16 +57,14 @@ impl From<Setup> for Map<String, Value> {
 impl FromStr for Setup {
     type Err = Error;
 
-    /// Parses a line, and checks the settings' values ([`Config::validate`](crate::Config::validate)).
+    /// Parses a line, and checks its values ([`Setup::validate`]). So `store` must be named.
     fn from_str(line: &str) -> Result<Self, Error> {
-        let setup = parse(line).map_err(Error::Settings)?;
-        setup.config.validate()?;
-        Ok(setup)
+        fields(line).map_err(Error::Settings)?.try_into()
     }
 }
 
 impl fmt::Display for Setup {
-    /// What differs from the defaults: parsed, it is the same again.
+    /// What differs from the defaults: parsed, it is the same again if it is valid.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (ours, defaults) = (Map::from(self.clone()), Map::from(Self::default()));
         let differs = |(key, value): &(&String, &Value)| defaults.get(*key) != Some(*value);
@@ -95,7 +96,7 @@ fn quoted(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', r"\\").replace('"', r#"\""#))
 }
 
-fn parse(line: &str) -> Result<Setup, String> {
+fn fields(line: &str) -> Result<Map<String, Value>, String> {
     let defaults = Value::Object(Map::from(Setup::default()));
     let mut all = Map::new();
     for (key, value) in pairs(line)? {
@@ -107,7 +108,7 @@ fn parse(line: &str) -> Result<Setup, String> {
         };
         insert(&mut all, &path, value).ok_or_else(|| format!("{key} is given twice"))?;
     }
-    all.try_into()
+    Ok(all)
 }
 
 /// A number, a boolean, or text.
@@ -205,7 +206,6 @@ mod tests {
             setup.to_string(),
             "cpu_percent=10,huge_policy=no-splitting,name=web1,store=/run/s.sock"
         );
-        assert_eq!("".parse::<Setup>().unwrap(), Setup::default());
         assert_eq!(Setup::default().to_string(), "");
         assert!(setup.check(&Engines::new()).is_ok());
         let heard: Setup = "agent=cid:7,store=/run/s.sock".parse().unwrap();
@@ -213,8 +213,19 @@ mod tests {
         assert_eq!(heard.to_string(), "agent=cid:7,store=/run/s.sock");
         let error = "agent=7".parse::<Setup>().unwrap_err().to_string();
         assert!(error.contains("must be text"), "{error}");
+    }
+
+    #[test]
+    fn there_is_a_store() {
         let error = Setup::default().check(&Engines::new()).unwrap_err().to_string();
         assert!(error.contains("store is empty"), "{error}");
+        for line in ["", "name=web1", "store=\"\""] {
+            assert_eq!(line.parse::<Setup>().unwrap_err().to_string(), error, "{line}");
+        }
+        for json in ["{}", r#"{ "name": "web1" }"#, r#"{ "store": "" }"#] {
+            let said = serde_json::from_str::<Setup>(json).unwrap_err().to_string();
+            assert!(said.contains(&error), "{json}: {said}");
+        }
     }
 
     #[test]
@@ -232,19 +243,35 @@ mod tests {
     }
 
     #[test]
+    fn json_is_checked_when_it_is_read() {
+        for (fields, says) in [
+            (r#""cpu_percent": 0"#, "cpu_percent is 0, but it must be 1 to 100"),
+            (r#""verify": { "timeout_us": 1 }"#, "verify.timeout_us is 1"),
+            (r#""agent": "cid:2""#, "a guest's CID must be"),
+            (r#""agent": 7"#, "agent must be text"),
+        ] {
+            let json = format!(r#"{{ "store": "/s", {fields} }}"#);
+            let error = serde_json::from_str::<Setup>(&json).unwrap_err().to_string();
+            assert!(error.contains(says), "{json}: {error}");
+        }
+    }
+
+    #[test]
     fn nested_fields_and_quoted_values_are_read() {
-        let line =
-            r#"name="a,\"b\"",breaks.mode=managed,breaks.reserve_pages=5,breaks.floor_bytes=0,max_vmas=7"#;
+        let line = r#"store=/s,name="a,\"b\"",breaks.mode=managed,breaks.reserve_pages=5,breaks.floor_bytes=0,max_vmas=7"#;
         let Setup { config, .. } = line.parse().unwrap();
         assert_eq!((config.name.as_str(), config.max_vmas), (r#"a,"b""#, Some(7)));
         assert_eq!(config.breaks, Breaks::managed(5, 0));
-        assert_eq!("name=12".parse::<Setup>().unwrap().config.name, "12");
+        assert_eq!("store=/s,name=12".parse::<Setup>().unwrap().config.name, "12");
     }
 
     #[test]
     fn mistakes_are_named() {
         for (line, says) in [
-            ("cpu_percent=0", "cpu_percent is 0, but it must be 1 to 100"),
+            (
+                "store=/s,cpu_percent=0",
+                "cpu_percent is 0, but it must be 1 to 100",
+            ),
             ("cpu=7", "unknown field `cpu`"),
             ("cpu_percent=many", "invalid type: string \"many\""),
             ("name", "\"name\" is no KEY=VALUE"),
@@ -288,7 +315,7 @@ mod tests {
                     timeout_us,
                 }
             });
-        let texts = (".{1,12}", ".{0,12}", ".{0,6}", prop::option::of(".{1,6}"));
+        let texts = (".{1,12}", ".{1,12}", ".{0,6}", prop::option::of(".{1,6}"));
         let hybrid = "/.{0,6}".prop_map(|path| AgentSocket::Hybrid(path.into()));
         let agent = prop_oneof![hybrid, (3..100u32).prop_map(AgentSocket::Vhost)];
         (
@@ -324,7 +351,7 @@ mod tests {
         #[test]
         fn what_is_written_is_read(setup in any_setup()) {
             let line = setup.to_string();
-            prop_assert_eq!(parse(&line), Ok(setup), "{}", line);
+            prop_assert_eq!(line.parse().ok(), Some(setup), "{}", line);
         }
 
         #[test]

@@ -11,6 +11,13 @@
 //! [`line`]: mod@crate::hints::line
 //! [`listen`]: mod@crate::hints::listen
 
+#[cfg(feature = "agent")]
 pub(crate) mod heard;
+#[cfg(feature = "agent")]
 pub(crate) mod line;
+#[cfg(feature = "agent")]
 pub(crate) mod listen;
+#[cfg(not(feature = "agent"))]
+mod nobody;
+#[cfg(not(feature = "agent"))]
+pub(crate) use nobody::{heard, line, listen};

@@ -1,8 +1,10 @@
 //! Reading memory that a guest may be writing: volatile word loads, never a Rust reference.
 #![allow(unsafe_code)] // raw pointers into guest memory
 
+#[cfg(target_arch = "x86_64")]
+use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::{KEY_WORDS, PAGE_WORDS, PageWords, line_offsets, line_words};
-use vmm_dedup_protocol::{PAGE_SIZE, raw};
+use vmm_dedup_protocol::raw;
 
 /// Reads the four key lines of the page at `address`.
 ///
