@@ -258,6 +258,7 @@ const OTHERS: [(&str, &[&str]); 15] = [
         &[
             "memory",
             "store",
+            "segments",
             "prometheus",
             "seccomp",
             "suspended",
@@ -272,6 +273,7 @@ const OTHERS: [(&str, &[&str]); 15] = [
             "heal_chaos",
             "huge_chaos",
             "swap_chaos",
+            "soak",
             "unmodified",
         ],
     ),

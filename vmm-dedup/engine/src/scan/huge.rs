@@ -15,6 +15,11 @@ impl Pass {
             return Ok(());
         };
         while let Some(batch) = round.next_batch() {
+            // A page that is to go back and cannot be moved is copied back, and a write by a plain reference would be lost with the
+            // one that was there. What is left of the round is sampled by another one, which is due at once.
+            if !self.direct_io.glance_again() {
+                return Ok(());
+            }
             let (map, space) = (&mut self.map, &mut self.space);
             self.monitor.sample(map, space, &mut self.account, &batch);
             self.account.lap(|cpu| &mut cpu.monitor);
@@ -69,7 +74,7 @@ impl Pass {
     fn look_at_huge_page(&mut self, at: usize) {
         let (map, session, account) = (&mut self.map, &self.session, &mut self.account);
         let look = duplicates::look(map, session, account, &self.monitor, at);
-        if look.all_zero() && self.direct_io.glance() && zeros::give_up(map, &mut self.space, account, at) {
+        if look.all_zero() && self.direct_io.glance() && zeros::free(map, &mut self.space, account, at) {
             return;
         }
         let managed = self.space.breaker.managed();
