@@ -43,9 +43,9 @@ pub enum DmaError {
     /// Ranges must not overlap.
     #[error("{0:#x} is mapped already: unmap it first")]
     Overlap(u64),
-    /// Only what was mapped can be unmapped, range by range.
-    #[error("there is no range of {size:#x} bytes at {address:#x}")]
-    Missing {
+    /// What was mapped as a whole is unmapped as a whole.
+    #[error("{size:#x} bytes at {address:#x} begin or end within a range that was mapped: unmap all of it")]
+    Part {
         /// First byte.
         address: u64,
         /// Bytes.
@@ -152,23 +152,31 @@ impl DmaMemory {
         DmaView(self.ranges.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Unmaps a range that was mapped as such. Nobody accesses it any more when this returns.
+    /// Unmaps all ranges within this one, of which there may be none: a guest's IOMMU that is switched over has all addresses
+    /// unmapped, in a few pieces. Nobody accesses them any more when this returns. (So does Linux's VFIO.)
     ///
     /// # Errors
-    /// [`DmaError::Missing`].
+    /// [`DmaError::Range`], [`DmaError::Part`]; nothing is unmapped then.
     pub fn unmap(&self, address: u64, size: u64) -> Result<(), DmaError> {
-        let missing = DmaError::Missing { address, size };
-        let Some((first, pages)) = pages_of(address, size) else {
-            return Err(missing);
-        };
-        let mut ranges = self.ranges.write().unwrap_or_else(PoisonError::into_inner);
-        match ranges.all.get(&first) {
-            Some(range) if range.pages == pages => {
-                ranges.all.remove(&first);
-                Ok(())
-            }
-            _ => Err(missing),
+        let page = PAGE_SIZE as u64;
+        if !address.is_multiple_of(page) || !size.is_multiple_of(page) || size == 0 {
+            let offset = 0;
+            return Err(DmaError::Range {
+                address,
+                size,
+                offset,
+            });
         }
+        // The last pages of all addresses are nobody's.
+        let within = address / page..address.saturating_add(size) / page;
+        let mut ranges = self.ranges.write().unwrap_or_else(PoisonError::into_inner);
+        let is_cut = |at: u64| overlapping(&ranges.all, at, 1).is_some_and(|(first, _)| first < at);
+        if is_cut(within.start) || is_cut(within.end) {
+            return Err(DmaError::Part { address, size });
+        }
+        let gone: Vec<u64> = ranges.all.range(within).map(|(first, _)| *first).collect();
+        gone.iter().for_each(|first| _ = ranges.all.remove(first));
+        Ok(())
     }
 
     /// Unmaps everything.
@@ -494,14 +502,35 @@ mod tests {
     fn only_whole_ranges_are_unmapped() {
         let memory = DmaMemory::default();
         memory.map(PAGE, 2 * PAGE, 0, Some(file(2, true)), false).unwrap();
-        for (address, size) in [(PAGE, PAGE), (2 * PAGE, PAGE), (0, 3 * PAGE)] {
-            assert!(matches!(
-                memory.unmap(address, size),
-                Err(DmaError::Missing { .. })
-            ));
+        for (address, size) in [(PAGE, PAGE), (2 * PAGE, PAGE), (0, 2 * PAGE)] {
+            let unmapped = memory.unmap(address, size);
+            assert!(matches!(unmapped, Err(DmaError::Part { .. })), "{unmapped:?}");
         }
+        for (address, size) in [(1, PAGE), (0, 1), (0, 0)] {
+            let unmapped = memory.unmap(address, size);
+            assert!(matches!(unmapped, Err(DmaError::Range { .. })), "{unmapped:?}");
+        }
+        assert_eq!(first_byte(&memory, 1), Some(0));
         memory.unmap(PAGE, 2 * PAGE).unwrap();
         assert_eq!(first_byte(&memory, 1), None);
+    }
+
+    #[test]
+    fn all_ranges_within_one_are_unmapped_and_those_beside_it_stay() {
+        let memory = DmaMemory::default();
+        for page in [1, 3, 4, 8] {
+            memory
+                .map(page * PAGE, PAGE, 0, Some(file(1, true)), false)
+                .unwrap();
+        }
+        memory.unmap(2 * PAGE, 6 * PAGE).unwrap();
+        let left: Vec<_> = (0..10)
+            .filter(|page| first_byte(&memory, *page).is_some())
+            .collect();
+        assert_eq!(left, [1, 8]);
+        memory.unmap(8 * PAGE, u64::MAX - 8 * PAGE - PAGE + 1).unwrap();
+        memory.unmap(0, 1 << 63).unwrap();
+        assert!(memory.view().0.all.is_empty());
     }
 
     #[test]
@@ -527,7 +556,8 @@ mod tests {
                         owners[range].fill(Some((first, pages)));
                     }
                 } else {
-                    let whole = owners[range.clone()].iter().all(|owner| *owner == Some((first, pages)));
+                    let is_within = |(start, len): (u64, u64)| start >= first && start + len <= first + pages;
+                    let whole = owners[range.clone()].iter().flatten().all(|owner| is_within(*owner));
                     prop_assert_eq!(memory.unmap(address, size).is_ok(), whole);
                     if whole {
                         owners[range].fill(None);

@@ -318,8 +318,14 @@ impl Apt {
                 set("Acquire::IndexTargets::deb::DEP-11::DefaultEnabled", "false"),
             ],
         };
-        output(apt.command("apt-get").args(["-q", "update", "--error-on=any"]))
-            .map_err(|e| Failure::missing(format!("the package mirror cannot be used: {e}")))?;
+        // Once for all that this process fetches from it.
+        static UPDATED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+        let mut updated = UPDATED.lock().unwrap_or_else(PoisonError::into_inner);
+        if !updated.contains(&folder) {
+            output(apt.command("apt-get").args(["-q", "update", "--error-on=any"]))
+                .map_err(|e| Failure::missing(format!("the package mirror cannot be used: {e}")))?;
+            updated.push(folder);
+        }
         Ok(apt)
     }
 

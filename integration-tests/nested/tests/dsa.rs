@@ -5,80 +5,62 @@
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use vmm_dedup_nested::dsa::{Play, Said, Stage};
 
-/// The CLI, which `cargo test` of this package alone does not build.
-fn programs() -> &'static Path {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let own = Path::new(env!("CARGO_BIN_EXE_vmm-dedup-nested"));
-        let profile = own.parent().expect("programs are in PROFILE");
+/// The CLI, the driver's suites, and the tests of engines that verify for the service. They are chosen as `make test` chooses all
+/// tests but these, so that cargo finds them built, with the very same features. (The test `loss` needs the CLI.)
+fn executables() -> &'static [PathBuf; 3] {
+    static ALL: OnceLock<[PathBuf; 3]> = OnceLock::new();
+    ALL.get_or_init(|| {
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        cargo.args(["build", "--quiet", "-p", "vmm-dedup-cli", "--manifest-path"]);
-        cargo.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
-        cargo
-            .arg("--target-dir")
-            .arg(profile.parent().expect("profiles are in the target directory"));
-        if profile.ends_with("release") {
+        cargo.args(["test", "--no-run", "--quiet", "--message-format=json"]);
+        cargo.args(["--workspace", "--exclude", "vmm-dedup-nested"]);
+        cargo.args(["--test", "conformance", "--test", "verifiers", "--test", "loss"]);
+        cargo.args([
+            "--manifest-path",
+            concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
+        ]);
+        cargo.arg("--target-dir").arg(target());
+        if profile().ends_with("release") {
             cargo.arg("--release");
         }
+        let output = cargo.output().expect("cargo runs the tests, so it can be run");
         assert!(
-            cargo
-                .status()
-                .expect("cargo runs the tests, so it can be run")
-                .success()
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
         );
-        profile.to_owned()
+        let messages = String::from_utf8_lossy(&output.stdout).into_owned();
+        ["vmm-dedup", "conformance", "verifiers"].map(|name| {
+            let executable = messages.lines().find_map(|line| {
+                let message: Value = serde_json::from_str(line).ok()?;
+                let ours = message["target"]["name"] == name;
+                message["executable"].as_str().filter(|_| ours).map(PathBuf::from)
+            });
+            executable.expect("cargo has built it")
+        })
     })
 }
 
-/// The executable of a test of another package.
-fn executable(package: &str, test: &str) -> PathBuf {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args([
-        "test",
-        "--no-run",
-        "--quiet",
-        "--message-format=json",
-        "-p",
-        package,
-    ]);
-    cargo.args(["--test", test, "--manifest-path"]);
-    cargo.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
-    let profile = programs();
-    cargo
-        .arg("--target-dir")
-        .arg(profile.parent().expect("profiles are in the target directory"));
-    if profile.ends_with("release") {
-        cargo.arg("--release");
-    }
-    let output = cargo.output().expect("cargo runs the tests, so it can be run");
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let messages = String::from_utf8_lossy(&output.stdout).into_owned();
-    let executable = messages.lines().find_map(|line| {
-        let message: Value = serde_json::from_str(line).ok()?;
-        let ours = message["target"]["name"] == test;
-        message["executable"].as_str().filter(|_| ours).map(PathBuf::from)
-    });
-    executable.expect("a test has an executable")
+/// Where this profile's programs are.
+fn profile() -> &'static Path {
+    let own = Path::new(env!("CARGO_BIN_EXE_vmm-dedup-nested"));
+    own.parent().expect("programs are in PROFILE")
+}
+
+fn target() -> &'static Path {
+    profile().parent().expect("profiles are in the target directory")
 }
 
 /// Plays; `None`, and the reason on standard error, where this machine cannot.
 fn play(play: Play) -> Option<Said> {
-    // One after the other: they prepare the same folder.
-    static ONE: Mutex<()> = Mutex::new(());
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let folder = programs();
+    let [vmm_dedup, conformance, verifiers] = executables().clone();
     let stage = Stage {
-        cache: folder.with_file_name("nested"),
-        vmm_dedup: folder.join("vmm-dedup"),
-        conformance: executable("vmm-dedup-dsa", "conformance"),
-        verifiers: executable("vmm-dedup-integration-tests", "verifiers"),
+        cache: target().join("nested"),
+        vmm_dedup,
+        conformance,
+        verifiers,
     };
     match stage.play(play) {
         // The kernel of these two is of a certain version, which a mirror may have dropped.
@@ -133,6 +115,24 @@ fn our_driver_conforms_and_merges_through_device_nodes() {
     for test in [
         "it_conforms_through_a_device_node",
         "real_pages_are_merged_through_device_nodes",
+    ] {
+        assert!(
+            said.line(&format!("passed {test}, ")).is_some(),
+            "{}",
+            said.console
+        );
+    }
+}
+
+/// Our driver by VFIO: its suites, and a service that merges real pages.
+#[test]
+fn our_driver_conforms_and_merges_through_vfio() {
+    let Some(said) = play(Play::Vfio) else {
+        return;
+    };
+    for test in [
+        "it_conforms_through_a_device_node",
+        "real_pages_are_merged_through_vfio",
     ] {
         assert!(
             said.line(&format!("passed {test}, ")).is_some(),

@@ -383,6 +383,15 @@ impl Channel {
         slot.due + Duration::from_nanos(self.queue.borrowed_cpu_ns() - slot.borrowed_ns)
     }
 
+    /// Whoever waits has done something else for a while: nobody knows when what has ended by now did.
+    pub(crate) fn was_away(&mut self) {
+        if let Some(at) = self.slots.busy().back().copied() {
+            // The first moment at which a model can work.
+            self.queue.relax(self.slots.awaited_status(at));
+        }
+        self.overslept = self.has_ended();
+    }
+
     /// Waits for something to end, at most so long.
     pub(crate) fn wait(&mut self, most: Duration) {
         let Some(at) = self.slots.busy().front().copied() else {

@@ -1,9 +1,11 @@
 //! Devices that fail: nothing is lost, and what is wrong is said.
 
+use std::cmp::Ordering;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 use vmm_dedup::compare::{
-    Answer, Arena, Compared, Engine, Error, Keys, PageId, Pages, Pair, PairAnswer, StablePage, Verifier,
-    Verify, With,
+    Answer, Arena, Compared, Engine, Error, Keys, Meanwhile, PageId, Pages, Pair, PairAnswer, StablePage,
+    TreeSearch, Verifier, Verify, With,
 };
 use vmm_dedup_dsa::{
     DsaEngine, InProcess, Options, Reach, Registers, SetupError, Wanted, WorkQueue, bring_up,
@@ -13,6 +15,7 @@ use vmm_dedup_dsa_abi::config::Mode;
 use vmm_dedup_dsa_abi::registers::{CMDSTS, GeneralCapability, QueueCapability};
 use vmm_dedup_dsa_model::{Faults, Shape, Timing};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords};
+use vmm_dedup_protocol::tree::{TreeReader, TreeWriter, words};
 
 const PAGES: usize = 300;
 
@@ -120,7 +123,7 @@ fn when_a_device_dies_the_cpu_ends_the_call_and_the_next_one_is_an_error() {
         assert!(work.queues_lost == 1 && work.cpu_instead > 0, "{work:?}");
         let next = engine.keys(&arena, &ids());
         assert!(next.iter().all(is_dead), "{:?}", next[0]);
-        assert!(engine.among(&arena).is_err());
+        assert!(engine.among(&arena, PageId(0), &[PageId(1), PageId(3)]).is_err());
     }
 }
 
@@ -207,17 +210,6 @@ fn a_device_that_cannot_be_configured_says_why() {
     assert!(error.starts_with("ResetDevice failed"), "{error}");
 }
 
-/// A way to ask for something else than keys.
-trait Among {
-    fn among(&mut self, arena: &Arena) -> Answer<Option<usize>>;
-}
-
-impl Among for DsaEngine {
-    fn among(&mut self, arena: &Arena) -> Answer<Option<usize>> {
-        vmm_dedup::compare::TreeSearch::among(self, arena, PageId(0), &[PageId(1), PageId(3)])
-    }
-}
-
 fn slot(arena: &Arena, page: usize) -> With<'_> {
     let id = PageId(page as u64);
     let address = std::ptr::from_ref(arena.view(id).unwrap()) as usize;
@@ -225,6 +217,25 @@ fn slot(arena: &Arena, page: usize) -> With<'_> {
     // SAFETY: a page of the arena, which nobody writes any more.
     let page = unsafe { StablePage::at(address) };
     With::Slot { id, page }
+}
+
+/// A search of a tree of one page, which every third page is like.
+#[test]
+fn what_a_caller_has_to_do_is_done_while_the_device_compares() {
+    let arena = arena();
+    let mut engine = engine(&[Faults::default()], &arena);
+    let tree: Vec<AtomicU64> = (0..words(1)).map(|_| AtomicU64::new(0)).collect();
+    TreeWriter::new(&tree).insert(0, |_| Ordering::Equal);
+    let mut times = 0;
+    let mut work = || times += 1;
+    let mut meanwhile = Meanwhile::new(&mut work);
+    let searched = engine.search_keyed(&arena, TreeReader::new(&tree), &ids(), &mut meanwhile);
+    assert!(meanwhile.is_done());
+    assert_eq!(times, 1);
+    for (page, searched) in searched.into_iter().enumerate() {
+        let twin = page.is_multiple_of(3).then_some(PageId(0));
+        assert_eq!(searched.map(|one| one.twin), Ok(twin), "{page}");
+    }
 }
 
 /// Pairs of which every third is equal, through a verifier that does not trust. Returns what differs.

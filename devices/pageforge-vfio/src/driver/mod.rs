@@ -30,7 +30,7 @@ use jobs::{NOWHERE, job, ppn_of};
 use std::os::fd::BorrowedFd;
 use tables::Tables;
 use vmm_dedup::compare::{
-    Account, Answer, Engine, Error, Keys, PageId, Pages, Searched, Stopwatch, TreeSearch,
+    Account, Answer, Engine, Error, Keys, Meanwhile, PageId, Pages, Searched, Stopwatch, TreeSearch,
 };
 use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
 
@@ -238,6 +238,7 @@ impl<P: Port> TreeSearch for PageForgeEngine<P> {
         pages: &dyn Pages,
         tree: TreeReader<'_>,
         candidates: &[PageId],
+        _meanwhile: &mut Meanwhile<'_>,
     ) -> Vec<Answer<Searched>> {
         self.search_tree(pages, tree, candidates, true)
     }

@@ -19,7 +19,8 @@ pub(super) struct Emulator {
 }
 
 impl Emulator {
-    pub(super) fn fetch(cache: &Path) -> Result<Self, Failure> {
+    /// Fetches it into the cache, unless it is there, and compiles the plugin into `folder`.
+    pub(super) fn fetch(cache: &Path, folder: &Path) -> Result<Self, Failure> {
         let packages = Packages::fetch(
             cache,
             "qemu",
@@ -38,8 +39,7 @@ impl Emulator {
         let mut folders = BTreeSet::new();
         library_folders(&root.join("usr/lib/x86_64-linux-gnu"), &mut folders);
         let libraries: Vec<String> = folders.iter().map(|path| path.display().to_string()).collect();
-        let plugin = cache.join("movdir64b.so");
-        let plugin = std::path::absolute(&plugin).map_err(|e| Failure::file(&plugin, e))?;
+        let plugin = folder.join("movdir64b.so");
         output(
             Command::new("cc")
                 .args(["-std=c11", "-O2", "-fPIC", "-shared", "-o"])

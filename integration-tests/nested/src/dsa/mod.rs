@@ -22,6 +22,7 @@ use crate::qemu::{self, Running};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 pub use image::Play;
@@ -72,34 +73,10 @@ impl Stage {
     /// # Errors
     /// If something is missing, or the guest does not come to its end; its console is part of the message.
     pub fn play(&self, play: Play) -> Result<Said, Failure> {
-        qemu::need_memory(MEMORY_MIB)?;
-        let emulator = emulator::Emulator::fetch(&self.cache)?;
-        let release = Release::BookwormBackports;
-        let (kernel, dmatest) = match play {
-            Play::Dmatest => {
-                let kernel = WholeKernel::fetch(&self.cache, release)?;
-                let dmatest = module::dmatest(&kernel, &self.cache)?;
-                (kernel, Some(dmatest))
-            }
-            Play::Vfio => (WholeKernel::fetch(&self.cache, release)?, None),
-            Play::Sva | Play::Driver => (WholeKernel::fetch_image(&self.cache, release, SVA_KERNEL)?, None),
-        };
-        let tools = Packages::fetch(
-            &self.cache,
-            "dsa-tools",
-            release,
-            &["busybox-static", "accel-config", "accel-config-test"],
-        )?;
-        let ours: &[(&str, &Path)] = match play {
-            Play::Driver | Play::Vfio => {
-                &[("conformance", &self.conformance), ("verifiers", &self.verifiers)]
-            }
-            Play::Dmatest | Play::Sva => &[],
-        };
         let folder = tempfile::tempdir().map_err(|e| Failure::new(format!("no temporary folder: {e}")))?;
         let (initrd, console) = (folder.path().join("initrd"), folder.path().join("console.log"));
-        let archive = image::guest(play, &kernel, &tools, dmatest.as_deref(), ours)?;
-        fs::write(&initrd, archive).map_err(|e| Failure::file(&initrd, e))?;
+        let (emulator, kernel) = self.prepare(play, folder.path(), &initrd)?;
+        qemu::need_memory(MEMORY_MIB)?;
         let socket = folder.path().join("dsa");
         let monitor = folder.path().join("monitor");
         let _device = match play {
@@ -109,7 +86,7 @@ impl Stage {
                 None
             }
         };
-        let mut command = emulator.machine(&kernel.image()?, &initrd, MEMORY_MIB, play.iommu());
+        let mut command = emulator.machine(&kernel, &initrd, MEMORY_MIB, play.iommu());
         command.arg("-serial").arg(format!("file:{}", console.display()));
         command.arg("-append").arg(format!(
             "console=ttyS0 panic=-1 mitigations=off {} {} play={play}",
@@ -148,6 +125,44 @@ impl Stage {
             return Err(Failure::new(format!("{play}: the guest {why}\n{console}")));
         }
         Ok(Said { lines, console })
+    }
+
+    /// Fetches what is needed and writes the RAM disk: the emulator and the kernel's image.
+    fn prepare(
+        &self,
+        play: Play,
+        folder: &Path,
+        initrd: &Path,
+    ) -> Result<(emulator::Emulator, PathBuf), Failure> {
+        // One after the other: all use the same cache.
+        static ONE: Mutex<()> = Mutex::new(());
+        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let emulator = emulator::Emulator::fetch(&self.cache, folder)?;
+        let release = Release::BookwormBackports;
+        let (kernel, dmatest) = match play {
+            Play::Dmatest => {
+                let kernel = WholeKernel::fetch(&self.cache, release)?;
+                let dmatest = module::dmatest(&kernel, &self.cache)?;
+                (kernel, Some(dmatest))
+            }
+            Play::Vfio => (WholeKernel::fetch(&self.cache, release)?, None),
+            Play::Sva | Play::Driver => (WholeKernel::fetch_image(&self.cache, release, SVA_KERNEL)?, None),
+        };
+        let tools = Packages::fetch(
+            &self.cache,
+            "dsa-tools",
+            release,
+            &["busybox-static", "accel-config", "accel-config-test"],
+        )?;
+        let ours: &[(&str, &Path)] = match play {
+            Play::Driver | Play::Vfio => {
+                &[("conformance", &self.conformance), ("verifiers", &self.verifiers)]
+            }
+            Play::Dmatest | Play::Sva => &[],
+        };
+        let archive = image::guest(play, &kernel, &tools, dmatest.as_deref(), ours)?;
+        fs::write(initrd, archive).map_err(|e| Failure::file(initrd, e))?;
+        Ok((emulator, kernel.image()?))
     }
 }
 

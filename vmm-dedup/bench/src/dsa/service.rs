@@ -11,7 +11,7 @@ use serde::Serialize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vmm_dedup::compare::{
-    Account, Answer, DeviceWork, Engine, Entry, Error, Keys, PageId, Pages, Searched, TreeSearch,
+    Account, Answer, DeviceWork, Engine, Entry, Error, Keys, Meanwhile, PageId, Pages, Searched, TreeSearch,
 };
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::OwnStore;
@@ -159,8 +159,9 @@ impl TreeSearch for Metered {
         pages: &dyn Pages,
         tree: TreeReader<'_>,
         candidates: &[PageId],
+        meanwhile: &mut Meanwhile<'_>,
     ) -> Vec<Answer<Searched>> {
-        self.note(|engine| engine.search_keyed(pages, tree, candidates))
+        self.note(|engine| engine.search_keyed(pages, tree, candidates, meanwhile))
     }
 
     fn among(&mut self, pages: &dyn Pages, candidate: PageId, set: &[PageId]) -> Answer<Option<usize>> {

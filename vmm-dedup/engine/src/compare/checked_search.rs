@@ -1,6 +1,6 @@
 //! An engine's answers to searches, checked once for all callers.
 
-use super::{Answer, Engine, Error, PageId, Pages, Searched, TreeSearch};
+use super::{Answer, Engine, Error, Meanwhile, PageId, Pages, Searched, TreeSearch};
 use vmm_dedup_protocol::stats::DeviceWork;
 use vmm_dedup_protocol::tree::TreeReader;
 
@@ -51,7 +51,7 @@ impl CheckedSearch {
         each(self.engine.keys(pages, of), of.len())
     }
 
-    /// As [`TreeSearch::search_keyed`].
+    /// As [`TreeSearch::search_keyed`]. When it returns, `meanwhile` is done, also on failure.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -60,11 +60,11 @@ impl CheckedSearch {
         pages: &dyn Pages,
         tree: TreeReader<'_>,
         candidates: &[PageId],
+        meanwhile: &mut Meanwhile<'_>,
     ) -> Answer<Vec<Option<Searched>>> {
-        each(
-            self.engine.search_keyed(pages, tree, candidates),
-            candidates.len(),
-        )
+        let searched = self.engine.search_keyed(pages, tree, candidates, meanwhile);
+        meanwhile.run();
+        each(searched, candidates.len())
     }
 
     /// As [`TreeSearch::among`].

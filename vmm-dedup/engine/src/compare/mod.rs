@@ -38,6 +38,7 @@ mod jhash;
 mod keys;
 #[cfg(any(test, feature = "ksm-model"))]
 pub mod ksm;
+mod meanwhile;
 pub(crate) mod registry;
 mod retry;
 mod tree_search;
@@ -53,6 +54,7 @@ pub use deltas::{DELTA_ENTRY, Delta, Deltas};
 pub use engine::{Answer, Engine, Error, PageId, PageView, Pages};
 pub use jhash::jhash2;
 pub use keys::Keys;
+pub use meanwhile::Meanwhile;
 pub use registry::{Engines, Entry, Work};
 pub(crate) use retry::Retry;
 pub use tree_search::{Searched, TreeSearch};

@@ -1,6 +1,6 @@
 //! Searching for equal pages.
 
-use super::{Answer, Keys, PageId, Pages};
+use super::{Answer, Keys, Meanwhile, PageId, Pages};
 use vmm_dedup_protocol::tree::TreeReader;
 
 /// What a search found, and the key of the candidate as it was then, if it was made.
@@ -32,13 +32,16 @@ pub trait TreeSearch: Keys {
         candidates: &[PageId],
     ) -> Vec<Answer<Option<PageId>>>;
 
-    /// The same; with a twin's absence comes the candidate's key, where that was made on the way.
+    /// The same; with a twin's absence comes the candidate's key, where that was made on the way. An engine that waits for a
+    /// device may have the caller's work done meanwhile; what is left undone the caller does.
     fn search_keyed(
         &mut self,
         pages: &dyn Pages,
         tree: TreeReader<'_>,
         candidates: &[PageId],
+        meanwhile: &mut Meanwhile<'_>,
     ) -> Vec<Answer<Searched>> {
+        let _ = meanwhile;
         let twins = self.search(pages, tree, candidates).into_iter();
         let without_key = |twin| Searched { twin, key: None };
         twins.map(|twin| twin.map(without_key)).collect()

@@ -12,7 +12,8 @@
 use crate::account::Account;
 use crate::error::Error;
 use crate::lookup::find::twin;
-use crate::lookup::keys::{KeyReader, Keyed, PREFETCH};
+use crate::lookup::keys::{KeyReader, PREFETCH};
+use crate::lookup::request::Keyed;
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::memory::page_state::Known;

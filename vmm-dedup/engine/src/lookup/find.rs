@@ -4,10 +4,13 @@
 //! A page has a line key. If the index has one slot for it, that is proposed at once; if the key is known to be ambiguous, the
 //! page's whole hash decides; else the store is told of the page: it is *sighted*.
 //!
+//! With a tree search keys are read in batches: those of the next one while a device compares the pages of the last one. So
+//! what is compared, and what is looked up, has keys that were read just before.
+//!
 //! [`tree_search`]: mod@crate::lookup::tree_search
 
 use crate::account::Account;
-use crate::lookup::request::MergeRequest;
+use crate::lookup::request::{Keyed, MergeRequest};
 use crate::lookup::tree_search::{BATCH, FEW, Found, Place, Searcher};
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
@@ -58,6 +61,9 @@ pub(crate) struct FoundAgain {
     pub(crate) missing: Vec<(Page, Key)>,
 }
 
+/// Where pages and their keys come from, batch by batch: at most [`Finder::at_once`] each.
+pub(crate) type Batches<'b> = dyn FnMut(&mut Account) -> Option<Keyed> + 'b;
+
 /// Finds twins.
 #[derive(Debug)]
 pub(crate) struct Finder {
@@ -104,17 +110,78 @@ impl Finder {
         !self.to_hash.is_empty()
     }
 
-    /// Looks for twins of pages that stood still and have these line keys.
+    /// So many of these pages are best looked for at once.
+    pub(crate) fn at_once(&self, pages: usize) -> usize {
+        if self.search.is_on() { BATCH } else { pages.max(1) }
+    }
+
+    /// Looks for twins of pages that stood still and have line keys.
     pub(crate) fn find(
         &mut self,
         map: &mut PageMap,
         session: &Session,
         account: &mut Account,
         pass: u64,
-        keyed: &[(Page, Key)],
+        batches: &mut Batches<'_>,
     ) -> Vec<MergeRequest> {
-        let proposed = self.ask_engine(map, session, account, pass, keyed, Searcher::first);
-        let mut requests = proposals(account, keyed, &proposed);
+        let mut requests = Vec::new();
+        let mut batch = batches(account);
+        while let Some(Keyed { zeros, keys }) = batch {
+            let (proposed, next) = self.propose(map, session, account, pass, &keys, batches);
+            requests.extend(zeros.into_iter().map(MergeRequest::zero));
+            requests.extend(self.look_up(map, session, account, pass, &keys, &proposed));
+            batch = next;
+        }
+        requests
+    }
+
+    /// Asks the engine about a batch of pages, if there is one; and the next batch.
+    fn propose(
+        &mut self,
+        map: &PageMap,
+        session: &Session,
+        account: &mut Account,
+        pass: u64,
+        keyed: &[(Page, Key)],
+        batches: &mut Batches<'_>,
+    ) -> (Vec<Found>, Option<Keyed>) {
+        let pages: Vec<Page> = keyed.iter().map(|(page, _)| *page).collect();
+        let mut next = None;
+        let proposed = self.ask_engine(
+            map,
+            session,
+            account,
+            pass,
+            pages.len(),
+            |search, with, account| {
+                let mut reading_ns = 0;
+                let found = search.first(with, &pages, &mut || {
+                    let since = proc::thread_cpu_ns();
+                    let batch = batches(account);
+                    reading_ns = proc::thread_cpu_ns().saturating_sub(since);
+                    let keys = batch.iter().flat_map(|batch| &batch.keys);
+                    let pages = keys.map(|(page, _)| *page).collect();
+                    next = Some(batch);
+                    pages
+                });
+                (found, reading_ns)
+            },
+        );
+        // Without an engine nobody has asked for it.
+        (proposed, next.unwrap_or_else(|| batches(account)))
+    }
+
+    /// Looks the keys up for which the engine proposes nothing.
+    fn look_up(
+        &mut self,
+        map: &mut PageMap,
+        session: &Session,
+        account: &mut Account,
+        pass: u64,
+        keyed: &[(Page, Key)],
+        proposed: &[Found],
+    ) -> Vec<MergeRequest> {
+        let mut requests = proposals(account, keyed, proposed);
         for (group, keys) in keyed.chunks(TOGETHER).enumerate() {
             if let Some(index) = session.index() {
                 touch(index, keys);
@@ -150,8 +217,12 @@ impl Finder {
         } else {
             Vec::new()
         };
-        let ask = |search: &mut Searcher, with: &Place<'_>, pages: &[Page]| search.again(with, pages, &set);
-        let proposed = self.ask_engine(map, session, account, pass, candidates, ask);
+        let pages: Vec<Page> = candidates.iter().map(|(page, _)| *page).collect();
+        let proposed = self.ask_engine(map, session, account, pass, pages.len(), |search, with, _| {
+            let batches = pages.chunks(BATCH);
+            let found = batches.flat_map(|batch| search.again(with, batch, &set));
+            (found.collect(), 0)
+        });
         let mut again = FoundAgain {
             requests: proposals(account, candidates, &proposed),
             missing: Vec::new(),
@@ -208,15 +279,15 @@ impl Finder {
         requests
     }
 
-    /// Asks the engine about pages, a batch at a time; no answers without one.
+    /// Asks the engine about so many pages; no answers without one. `ask` tells for how long it did what was no searching, ns.
     fn ask_engine(
         &mut self,
         map: &PageMap,
         session: &Session,
         account: &mut Account,
         pass: u64,
-        keyed: &[(Page, Key)],
-        mut ask: impl FnMut(&mut Searcher, &Place<'_>, &[Page]) -> Vec<Found>,
+        pages: usize,
+        ask: impl FnOnce(&mut Searcher, &Place<'_>, &mut Account) -> (Vec<Found>, u64),
     ) -> Vec<Found> {
         let (Some(store), true) = (session.store(), self.search.is_on()) else {
             return Vec::new();
@@ -227,14 +298,10 @@ impl Finder {
             memory: map.memory(),
             pass,
         };
-        let pages: Vec<Page> = keyed.iter().map(|(page, _)| *page).collect();
-        let batches = pages.chunks(BATCH);
-        let found = batches
-            .flat_map(|batch| ask(&mut self.search, &with, batch))
-            .collect();
-        account.stats.searches_total += pages.len() as u64;
+        let (found, other_ns) = ask(&mut self.search, &with, account);
+        account.stats.searches_total += pages as u64;
         account.stats.cpu_ns.search += self.search.helper_cpu_ns() - helpers;
-        account.lap_within(cpu, |cpu| &mut cpu.search);
+        account.lap_within(cpu + other_ns, |cpu| &mut cpu.search);
         found
     }
 }

@@ -1,6 +1,7 @@
 //! Reading the key lines of guest pages.
 
 use crate::account::Account;
+use crate::lookup::request::Keyed;
 use crate::memory::layout::{Memory, Page};
 use crate::sys::guest;
 use crate::sys::page_size::PAGE_SIZE;
@@ -8,15 +9,6 @@ use vmm_dedup_protocol::key::{Key, PAGE_WORDS, Salt};
 
 /// Pages whose key lines are fetched ahead.
 pub(crate) const PREFETCH: usize = 8;
-
-/// Pages that were read.
-#[derive(Debug, Default)]
-pub(crate) struct Keyed {
-    /// All of them are zero.
-    pub(crate) zeros: Vec<Page>,
-    /// The others, with their line keys.
-    pub(crate) keys: Vec<(Page, Key)>,
-}
 
 /// Reads keys of one guest's memory.
 pub(crate) struct KeyReader<'a> {

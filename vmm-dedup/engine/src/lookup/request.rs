@@ -1,7 +1,17 @@
-//! A page that has a twin, on its way to be merged.
+//! Pages on their way from stage to stage: keyed, and with a twin.
 
 use crate::memory::layout::Page;
 use vmm_dedup_protocol::Slot;
+use vmm_dedup_protocol::key::Key;
+
+/// Pages that were read.
+#[derive(Debug, Default)]
+pub(crate) struct Keyed {
+    /// All of them are zero.
+    pub(crate) zeros: Vec<Page>,
+    /// The others, with their line keys.
+    pub(crate) keys: Vec<(Page, Key)>,
+}
 
 /// A page that should become shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

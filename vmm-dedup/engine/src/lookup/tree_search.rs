@@ -6,6 +6,8 @@
 //!  store: slots, tree in their order ------'
 //! ```
 //!
+//! The staging buffer has two halves: while a device compares the pages of one, the next pages are copied to the other.
+//!
 //! An engine reads the staging buffer and the store, never guest memory, and it only proposes: what becomes of a
 //! proposal is the CPU's ([`merge`](mod@crate::merge::merger)). A page without a proposal goes the way of the index: it is
 //! sighted, published, or found there after all.
@@ -17,7 +19,7 @@
 //! proposals are wrong too often, since each costs a guest a moment without the page.
 
 use crate::compare::{
-    Arena, CheckedSearch, DeviceWork, Engines, Error, PageId, PageView, Pages, Retry, Searched,
+    Arena, CheckedSearch, DeviceWork, Engines, Error, Meanwhile, PageId, PageView, Pages, Retry, Searched,
 };
 use crate::config::{Config, INDEX};
 use crate::memory::layout::{Memory, Page};
@@ -27,7 +29,7 @@ use crate::sys::page_size::PAGE_SIZE;
 use std::path::PathBuf;
 use vmm_dedup_protocol::{MAX_SLOTS, Slot};
 
-/// Pages of the staging buffer: so many are asked for at once.
+/// Pages of half the staging buffer: so many are asked for at once.
 pub(crate) const BATCH: usize = 1024;
 /// Page number of the staging buffer; the numbers below are slots.
 const STAGING: PageId = PageId(MAX_SLOTS as u64);
@@ -82,7 +84,7 @@ pub(crate) struct Searcher {
 /// An engine with all that it may read.
 struct Engine {
     search: CheckedSearch,
-    staging: Arena,
+    staging: Staging,
     told: ToldSegments,
     /// Its proposals, and those of them that turned out wrong.
     proposed: usize,
@@ -92,13 +94,22 @@ struct Engine {
 /// What the pages of an engine's questions are.
 struct Readable<'a> {
     store: &'a Store,
-    staging: &'a Arena,
+    staging: &'a Staging,
+}
+
+/// Copies of pages, for an engine to read.
+struct Staging {
+    arena: Arena,
+    /// The half with the pages that are asked about.
+    half: usize,
+    /// The pages that the other half has copies of, for the next question and none after it.
+    ahead: Vec<Page>,
 }
 
 impl Pages for Readable<'_> {
     fn view(&self, page: PageId) -> Option<&PageView> {
         match page.0.checked_sub(STAGING.0) {
-            Some(candidate) => self.staging.view(PageId(candidate)),
+            Some(candidate) => self.staging.arena.view(PageId(candidate)),
             None => self.store.page(Slot::try_new(u32::try_from(page.0).ok()?)?),
         }
     }
@@ -136,7 +147,10 @@ impl Searcher {
 
     /// Own memory, bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let staging = self.engine.as_ref().map_or(0, |e| e.staging.pages() * PAGE_SIZE);
+        let staging = self
+            .engine
+            .as_ref()
+            .map_or(0, |e| e.staging.arena.pages() * PAGE_SIZE);
         staging + self.keys.len() * size_of::<u32>()
     }
 
@@ -184,11 +198,15 @@ impl Searcher {
     fn new_engine(&self) -> Result<Engine, Error> {
         let engine = self.engines.tree_search(&self.name, self.socket.as_deref())?;
         let mut search = CheckedSearch::new(engine);
-        let staging = Arena::new(BATCH).map_err(|error| Error::Device(error.to_string()))?;
-        search.engine().map(STAGING, BATCH, staging.file())?;
+        let arena = Arena::new(2 * BATCH).map_err(|error| Error::Device(error.to_string()))?;
+        search.engine().map(STAGING, arena.pages(), arena.file())?;
         Ok(Engine {
             search,
-            staging,
+            staging: Staging {
+                arena,
+                half: 0,
+                ahead: Vec::new(),
+            },
             told: ToldSegments::default(),
             proposed: 0,
             wrong: 0,
@@ -211,11 +229,17 @@ impl Searcher {
         self.keys = Vec::new();
     }
 
-    /// Searches the store's tree for twins of at most [`BATCH`] pages. What has none is keyed, for [`Self::again`].
-    pub(crate) fn first(&mut self, with: &Place<'_>, pages: &[Page]) -> Vec<Found> {
+    /// Searches the store's tree for twins of at most [`BATCH`] pages. What has none is keyed, for [`Self::again`]. Meanwhile
+    /// `next`, which is called once at most, names the pages of the next question, if there is one.
+    pub(crate) fn first(
+        &mut self,
+        with: &Place<'_>,
+        pages: &[Page],
+        next: &mut dyn FnMut() -> Vec<Page>,
+    ) -> Vec<Found> {
         self.ask(with, pages.len(), |engine, keys| {
-            let ids = engine.stage(with.memory, pages);
-            let searched = engine.search(with.store, &ids)?;
+            let ids = engine.staging.stage(with.memory, pages);
+            let searched = engine.search(with, &ids, next)?;
             keys.resize(with.memory.end(), 0);
             let mut left = Vec::new();
             for ((page, id), (found, key)) in pages.iter().zip(ids).zip(&searched) {
@@ -239,7 +263,7 @@ impl Searcher {
     /// small, as an arbitrary set (section 4.2): just after a change, all of the tree's tables would have to be loaded.
     pub(crate) fn again(&mut self, with: &Place<'_>, pages: &[Page], set: &[Slot]) -> Vec<Found> {
         self.ask(with, pages.len(), |engine, keys| {
-            let ids = engine.stage(with.memory, pages);
+            let ids = engine.staging.stage(with.memory, pages);
             let mut found = vec![Found::Changed; pages.len()];
             let now = engine.keys(with.store, &ids)?;
             let before = |at: usize| keys.get(pages[at] as usize).copied().unwrap_or(0);
@@ -249,7 +273,7 @@ impl Searcher {
             let answers = if pages.len() <= FEW && (1..=SET).contains(&set.len()) {
                 engine.among(with.store, &same_ids, set)?
             } else {
-                let searched = engine.search(with.store, &same_ids)?.into_iter();
+                let searched = engine.search(with, &same_ids, &mut Vec::new)?.into_iter();
                 searched.map(|(found, _)| found).collect()
             };
             for (at, answer) in same.into_iter().zip(answers) {
@@ -292,31 +316,60 @@ impl Searcher {
     }
 }
 
-impl Engine {
-    /// Copies pages into the staging buffer; torn where the guest writes meanwhile.
+impl Staging {
+    /// Where the pages are that are asked about next, which are copied unless they were [ahead](Self::copy).
+    fn stage(&mut self, memory: &Memory, pages: &[Page]) -> Vec<PageId> {
+        self.half = self.other_half();
+        if std::mem::take(&mut self.ahead) != pages {
+            self.copy(self.half, memory, pages);
+        }
+        let first = STAGING.0 + (self.half * BATCH) as u64;
+        (first..).map(PageId).take(pages.len()).collect()
+    }
+
+    fn other_half(&self) -> usize {
+        1 - self.half
+    }
+
+    /// Copies pages into a half; torn where the guest writes meanwhile.
     #[allow(unsafe_code)] // reads guest memory
-    fn stage(&self, memory: &Memory, pages: &[Page]) -> Vec<PageId> {
+    fn copy(&self, half: usize, memory: &Memory, pages: &[Page]) {
         assert!(pages.len() <= BATCH, "the caller asks in batches");
         for (at, page) in pages.iter().enumerate() {
             // SAFETY: guest memory stays mapped while the service runs.
-            unsafe { self.staging.copy_from_address(at, memory.address(*page)) };
+            unsafe {
+                self.arena
+                    .copy_from_address(half * BATCH + at, memory.address(*page))
+            };
         }
-        (STAGING.0..).map(PageId).take(pages.len()).collect()
     }
+}
 
-    /// Searches the tree for staged pages, and tells the keys that were made on the way, cut as [`Self::keys`].
+impl Engine {
+    /// Searches the tree for staged pages, and tells the keys that were made on the way, cut as [`Self::keys`]. Meanwhile the
+    /// pages that `next` names are staged for the next question.
     #[allow(clippy::cast_possible_truncation)]
-    fn search(&mut self, store: &Store, ids: &[PageId]) -> Result<Vec<(Found, Option<u32>)>, Error> {
-        let readable = Readable {
-            store,
-            staging: &self.staging,
+    fn search(
+        &mut self,
+        with: &Place<'_>,
+        ids: &[PageId],
+        next: &mut dyn FnMut() -> Vec<Page>,
+    ) -> Result<Vec<(Found, Option<u32>)>, Error> {
+        let (store, staging) = (with.store, &self.staging);
+        let mut ahead = Vec::new();
+        let mut stage = || {
+            ahead = next();
+            staging.copy(staging.other_half(), with.memory, &ahead);
         };
-        let tree = store.index().tree();
-        let searched = self.search.search(&readable, tree, ids)?.into_iter();
+        let (readable, tree) = (Readable { store, staging }, store.index().tree());
+        let meanwhile = &mut Meanwhile::new(&mut stage);
+        let searched = self.search.search(&readable, tree, ids, meanwhile);
+        self.staging.ahead = ahead;
         let found = |one: Searched| {
             let found = Found::of(one.twin.and_then(slot_of));
             (found, one.key.map(|key| key as u32))
         };
+        let searched = searched?.into_iter();
         Ok(searched.map(|one| found(one.unwrap_or_default())).collect())
     }
 

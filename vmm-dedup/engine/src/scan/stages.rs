@@ -16,7 +16,6 @@
 
 use crate::error::Error;
 use crate::lookup::copies;
-use crate::lookup::keys::KeyReader;
 use crate::memory::page_map::PageMap;
 use crate::scan::order::{Chunks, ScanOrder};
 use crate::scan::pass::Pass;
@@ -114,13 +113,8 @@ impl Pass {
             chunks,
         )?;
         self.account.lap(|cpu| &mut cpu.track);
-        let mut reader = KeyReader {
-            memory: self.map.memory(),
-            salt: self.session.salt(),
-            account: &mut self.account,
-        };
-        let keyed = reader.read_all(&pages);
-        self.find(keyed);
+        let (twins, mut with) = self.finding();
+        twins.key_and_find(&mut with, &pages);
         self.account.lap(|cpu| &mut cpu.key);
         self.tell_store_of_many()?;
         if self.twins.is_full() {

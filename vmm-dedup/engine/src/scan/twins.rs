@@ -3,10 +3,10 @@
 use crate::account::Account;
 use crate::error::Error;
 use crate::lookup::candidates;
-use crate::lookup::find::{Finder, FoundAgain};
-use crate::lookup::keys::Keyed;
+use crate::lookup::find::{Batches, Finder, FoundAgain};
+use crate::lookup::keys::KeyReader;
 use crate::lookup::publish;
-use crate::lookup::request::MergeRequest;
+use crate::lookup::request::{Keyed, MergeRequest};
 use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
@@ -76,12 +76,32 @@ impl Twins {
         self.found.clear();
     }
 
-    /// Looks for the twins of pages that have keys.
+    /// Reads the line keys of pages that stood still, and looks for their twins.
+    pub(super) fn key_and_find(&mut self, with: &mut Finding<'_>, pages: &[Page]) {
+        let (memory, salt) = (with.map.memory().clone(), with.session.salt());
+        let mut batches = pages.chunks(self.finder.at_once(pages.len()));
+        self.find_all(with, &mut |account| {
+            let pages = batches.next()?;
+            let memory = &memory;
+            let mut reader = KeyReader {
+                memory,
+                salt,
+                account,
+            };
+            Some(reader.read_all(pages))
+        });
+    }
+
+    /// Looks for the twins of pages that have keys: those of a chunk at most.
     pub(super) fn find(&mut self, with: &mut Finding<'_>, keyed: Keyed) {
-        self.found.extend(keyed.zeros.into_iter().map(MergeRequest::zero));
+        let mut keyed = Some(keyed);
+        self.find_all(with, &mut |_| keyed.take());
+    }
+
+    fn find_all(&mut self, with: &mut Finding<'_>, batches: &mut Batches<'_>) {
         let found = self
             .finder
-            .find(with.map, with.session, with.account, with.pass, &keyed.keys);
+            .find(with.map, with.session, with.account, with.pass, batches);
         self.found.extend(found);
     }
 

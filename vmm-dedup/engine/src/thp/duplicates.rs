@@ -11,7 +11,7 @@
 //! not by place: two VMs that hold the same pages at different places report the same ones.
 
 use crate::account::Account;
-use crate::lookup::keys::{KeyReader, Keyed, PREFETCH};
+use crate::lookup::keys::{KeyReader, PREFETCH};
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::memory::page_state::{Backing, Known};

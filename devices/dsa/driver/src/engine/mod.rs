@@ -27,7 +27,9 @@ use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use verifying::Verifying;
-use vmm_dedup::compare::{Account, Answer, DeviceWork, Engine, Error, PageId, PageView, Stopwatch};
+use vmm_dedup::compare::{
+    Account, Answer, DeviceWork, Engine, Error, Meanwhile, PageId, PageView, Stopwatch,
+};
 use vmm_dedup_dsa_abi::{CompletionRecord, Descriptor, DeviceAddress, Opcode};
 use vmm_dedup_protocol::PAGE_SIZE;
 
@@ -208,6 +210,16 @@ impl DsaEngine {
         jobs: usize,
         make: impl Fn(&Self, usize, usize) -> Option<Descriptor>,
     ) -> Vec<Option<CompletionRecord>> {
+        self.run_meanwhile(jobs, make, &mut Meanwhile::nothing())
+    }
+
+    /// The same. When the devices have all of them, and the thread would wait, work of the caller's is done first.
+    fn run_meanwhile(
+        &mut self,
+        jobs: usize,
+        make: impl Fn(&Self, usize, usize) -> Option<Descriptor>,
+        meanwhile: &mut Meanwhile<'_>,
+    ) -> Vec<Option<CompletionRecord>> {
         let mut records = vec![None; jobs];
         // The next one is the last: those of a queue that failed come first.
         let mut todo: Vec<usize> = (0..jobs).rev().collect();
@@ -240,7 +252,10 @@ impl DsaEngine {
                 return records;
             }
             const MOST: Duration = Duration::from_millis(10);
-            if todo.is_empty() {
+            if todo.is_empty() && !meanwhile.is_done() {
+                meanwhile.run();
+                self.channels.iter_mut().flatten().for_each(Channel::was_away);
+            } else if todo.is_empty() {
                 let channels = self.channels.iter_mut().flatten();
                 channels.for_each(|channel| channel.wait_for_all(MOST));
             } else {

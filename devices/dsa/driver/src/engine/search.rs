@@ -8,7 +8,9 @@ use super::DsaEngine;
 use super::page::PAGE;
 use std::cmp::Ordering;
 use std::sync::atomic::Ordering as Memory;
-use vmm_dedup::compare::{Answer, Error, PageId, PageView, Pages, Searched, Stopwatch, TreeSearch};
+use vmm_dedup::compare::{
+    Answer, Error, Meanwhile, PageId, PageView, Pages, Searched, Stopwatch, TreeSearch,
+};
 use vmm_dedup_dsa_abi::{Comparison, CompletionRecord, Descriptor};
 use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
 
@@ -52,7 +54,7 @@ fn order_at(a: &PageView, b: &PageView, record: &CompletionRecord) -> Option<Ord
 impl DsaEngine {
     /// Compares pairs of pages: the order of each. What the device does not tell the CPU finds out.
     fn orders(&mut self, pairs: &[(Seen<'_>, Seen<'_>)]) -> Vec<Answer<Ordering>> {
-        self.orders_and_keys(pairs, &[]).0
+        self.orders_and_keys(pairs, &[], &mut Meanwhile::nothing()).0
     }
 
     /// The same, and the keys of other pages, as far as the device makes them.
@@ -60,8 +62,9 @@ impl DsaEngine {
         &mut self,
         pairs: &[(Seen<'_>, Seen<'_>)],
         to_key: &[Seen<'_>],
+        meanwhile: &mut Meanwhile<'_>,
     ) -> (Vec<Answer<Ordering>>, Vec<Option<u64>>) {
-        let mut records = self.run(pairs.len() + to_key.len(), |engine, queue, job| {
+        let make = |engine: &Self, queue: usize, job: usize| {
             let Some(((a, a_view), (b, b_view))) = pairs.get(job).copied() else {
                 let (page, view) = to_key[job - pairs.len()];
                 return Descriptor::crc(engine.address(queue, page, view)?, PAGE, 0).ok();
@@ -71,7 +74,8 @@ impl DsaEngine {
                 engine.address(queue, b, b_view)?,
             );
             Descriptor::compare(a, b, PAGE).ok()
-        });
+        };
+        let mut records = self.run_meanwhile(pairs.len() + to_key.len(), make, meanwhile);
         let keys = records.split_off(pairs.len()).into_iter();
         let keys = keys.map(|record| Some(record?.crc()?.into())).collect();
         let lines = to_key.len() as u64 * (u64::from(PAGE) / 64);
@@ -155,6 +159,7 @@ impl DsaEngine {
         tree: TreeReader<'_>,
         candidates: &[PageId],
         keyed: bool,
+        meanwhile: &mut Meanwhile<'_>,
     ) -> Vec<Answer<Searched>> {
         let mut answers: Vec<Answer<Searched>> = Vec::with_capacity(candidates.len());
         // Candidates that have come to an end without a twin, by their places.
@@ -209,7 +214,7 @@ impl DsaEngine {
                 Vec::new()
             };
             let of: Vec<Seen<'_>> = now.iter().map(|(_, seen)| *seen).collect();
-            let (orders, keys) = self.orders_and_keys(&pairs, &of);
+            let (orders, keys) = self.orders_and_keys(&pairs, &of, meanwhile);
             for ((at, _), key) in now.into_iter().zip(keys) {
                 answers[at] = Ok(Searched { twin: None, key });
             }
@@ -271,11 +276,13 @@ impl DsaEngine {
         tree: TreeReader<'_>,
         candidates: &[PageId],
         keyed: bool,
+        meanwhile: &mut Meanwhile<'_>,
     ) -> Vec<Answer<Searched>> {
         let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
         self.account.pages += candidates.len() as u64;
-        let answers = self.walk(pages, tree, candidates, keyed);
+        let answers = self.walk(pages, tree, candidates, keyed, meanwhile);
         self.stop(watch, borrowed);
+        meanwhile.leave_out(&mut self.account);
         answers
     }
 }
@@ -300,8 +307,12 @@ impl TreeSearch for DsaEngine {
         if let Err(error) = self.alive() {
             return candidates.iter().map(|_| Err(error.clone())).collect();
         }
-        let twins = self.walk_timed(pages, tree, candidates, false).into_iter();
-        twins.map(|answer| answer.map(|found| found.twin)).collect()
+        let nothing = &mut Meanwhile::nothing();
+        let twins = self.walk_timed(pages, tree, candidates, false, nothing);
+        twins
+            .into_iter()
+            .map(|answer| answer.map(|found| found.twin))
+            .collect()
     }
 
     fn search_keyed(
@@ -309,11 +320,12 @@ impl TreeSearch for DsaEngine {
         pages: &dyn Pages,
         tree: TreeReader<'_>,
         candidates: &[PageId],
+        meanwhile: &mut Meanwhile<'_>,
     ) -> Vec<Answer<Searched>> {
         if let Err(error) = self.alive() {
             return candidates.iter().map(|_| Err(error.clone())).collect();
         }
-        self.walk_timed(pages, tree, candidates, true)
+        self.walk_timed(pages, tree, candidates, true, meanwhile)
     }
 
     fn among(&mut self, pages: &dyn Pages, candidate: PageId, set: &[PageId]) -> Answer<Option<usize>> {

@@ -152,7 +152,17 @@ impl Portal {
         // SAFETY: a new mapping at an address of the kernel's choice.
         let base = unsafe { mmap(std::ptr::null_mut(), PORTAL_BYTES, prot, flags, file, at)? };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { base, place: 0 })
+        let portal = Self { base, place: 0 };
+        portal.touch();
+        Ok(portal)
+    }
+
+    /// Has the kernel map the page now, which it does at the first access, and again after a reset of the function. So no
+    /// submission waits for that, and an emulator of MOVDIR64B, which may not be able to raise a page fault, need not.
+    fn touch(&self) {
+        // SAFETY: the first word of the mapping, which lives as long as this value. The device answers such a read with some
+        // number, and does nothing else.
+        let _ = unsafe { self.base.as_ptr().cast::<u32>().read_volatile() };
     }
 }
 
@@ -357,6 +367,7 @@ impl WorkQueue for Vfio {
         }
         self.bars.0.reset();
         master_the_bus(&self.bars.0);
+        self.portal.touch();
         let configured = configure(&mut self.bars);
         configured
             .map(drop)

@@ -3,8 +3,8 @@
 
 use super::pages::mix;
 use crate::compare::{
-    Account, Answer, Compared, DeviceWork, Engine, Error, Keys, Limits, PageId, Pages, Pair, PairAnswer,
-    Searched, TreeSearch, Verify,
+    Account, Answer, Compared, DeviceWork, Engine, Error, Keys, Limits, Meanwhile, PageId, Pages, Pair,
+    PairAnswer, Searched, TreeSearch, Verify,
 };
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
@@ -143,8 +143,9 @@ impl<E: TreeSearch> TreeSearch for Double<E> {
         pages: &dyn Pages,
         tree: TreeReader<'_>,
         candidates: &[PageId],
+        meanwhile: &mut Meanwhile<'_>,
     ) -> Vec<Answer<Searched>> {
-        let searched = self.engine.search_keyed(pages, tree, candidates);
+        let searched = self.engine.search_keyed(pages, tree, candidates, meanwhile);
         self.spoil(searched, |random, _| Searched {
             twin: Some(PageId(random % 64)),
             key: Some(random),

@@ -1,7 +1,7 @@
 //! What every engine that searches does: [`check`].
 
 use super::pages::{IMPOSSIBLE, MISSING, arena, contents, ids, insert, mix, page, set_byte, tree_of};
-use crate::compare::{Answer, Arena, Error, PageId, TreeSearch};
+use crate::compare::{Answer, Arena, Error, Meanwhile, PageId, TreeSearch};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering as Memory};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords, bytes_of};
@@ -22,6 +22,7 @@ pub fn check(make: Make<'_>) {
     empty_questions_have_no_answers(make);
     trees_of_all_sizes_are_searched(make);
     keys_made_on_the_way_are_those_of_the_engine(make);
+    pages_of_the_next_question_may_come_meanwhile(make);
     searches_follow_a_tree_that_changes(make);
     searches_race_with_the_trees_writer(make);
     trees_of_nonsense_end(make);
@@ -157,7 +158,8 @@ fn keys_made_on_the_way_are_those_of_the_engine(make: Make<'_>) {
     let mut engine = make(&arena);
     let nodes: Vec<u32> = (0..100).collect();
     let tree = tree_of(&contents, &nodes);
-    let searched = engine.search_keyed(&arena, TreeReader::new(&tree), &ids(0..PAGES));
+    let nothing = &mut Meanwhile::nothing();
+    let searched = engine.search_keyed(&arena, TreeReader::new(&tree), &ids(0..PAGES), nothing);
     let keys = engine.keys(&arena, &ids(0..PAGES));
     assert_eq!(searched.len(), keys.len());
     let reference = reference(&contents, &nodes);
@@ -166,6 +168,36 @@ fn keys_made_on_the_way_are_those_of_the_engine(make: Make<'_>) {
         assert_eq!(Ok(searched.twin), reference(candidate));
         assert!(
             searched.key.is_none() || searched.key == key.ok(),
+            "candidate {candidate}"
+        );
+    }
+}
+
+/// What the caller does while the engine waits is done once, and may be to write the pages that are searched for next.
+fn pages_of_the_next_question_may_come_meanwhile(make: Make<'_>) {
+    let contents = contents(100);
+    let arena = arena(&contents);
+    (50..100).for_each(|at| arena.write(at, &page(1 << 40)));
+    let mut engine = make(&arena);
+    let nodes: Vec<u32> = (0..50).collect();
+    let tree = tree_of(&contents, &nodes);
+    let mut done = 0;
+    let mut work = || {
+        done += 1;
+        (50..100).for_each(|at: usize| arena.write(at, &contents[at]));
+    };
+    let meanwhile = &mut Meanwhile::new(&mut work);
+    let mut searched = engine.search_keyed(&arena, TreeReader::new(&tree), &ids(0..50), meanwhile);
+    meanwhile.run();
+    assert!(meanwhile.is_done());
+    let nothing = &mut Meanwhile::nothing();
+    searched.extend(engine.search_keyed(&arena, TreeReader::new(&tree), &ids(50..100), nothing));
+    assert_eq!(done, 1);
+    let reference = reference(&contents, &nodes);
+    for (candidate, searched) in (0..).zip(searched) {
+        assert_eq!(
+            searched.map(|one| one.twin),
+            reference(candidate),
             "candidate {candidate}"
         );
     }
