@@ -12,6 +12,7 @@
 
 use crate::account::Account;
 use crate::lookup::keys::{KeyReader, PREFETCH};
+use crate::lookup::request::Keyed;
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::memory::page_state::{Backing, Known};
