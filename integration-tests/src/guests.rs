@@ -41,6 +41,8 @@ pub struct Outcome {
     pub conversions: u64,
     /// Huge pages built again.
     pub rebuilt: u64,
+    /// Ranges of 2 MiB that were taken to learn whether they are used.
+    pub samples: u64,
     /// How long building a huge page held its pages away.
     pub rebuild: Histogram,
 }
@@ -140,6 +142,15 @@ pub struct Exceptions {
 /// If a guest reports a wrong byte, or nothing is merged in time.
 #[must_use]
 pub fn exceptions(seed: u64) -> Exceptions {
+    exceptions_beside(seed, |_| ())
+}
+
+/// The same with something else going on, from when the guests run until they have verified their memory.
+///
+/// # Panics
+/// As there.
+#[must_use]
+pub fn exceptions_beside<T>(seed: u64, begin: impl FnOnce(&[Guest]) -> T) -> Exceptions {
     vmm_dedup::share_whatever_it_costs(true);
     let store = StoreThread::start();
     let guests: Vec<Guest> = (1..3)
@@ -165,6 +176,7 @@ pub fn exceptions(seed: u64) -> Exceptions {
             Guest::boot(payload, 40, ThpMode::Never, Some((&store.socket(), config)))
         })
         .collect();
+    let _beside = begin(&guests);
     let mut vmas = 0;
     let start = Instant::now();
     let done = |guest: &Guest| guest.stats().breaks_kernel_total > 1000;

@@ -84,6 +84,7 @@ pub fn outcome(guests: Vec<Guest>) -> Outcome {
         outcome.merges += stats.merges_total + stats.zero_merges_total;
         outcome.conversions += conversions(&stats);
         outcome.rebuilt += stats.huge_rebuilt_total;
+        outcome.samples += stats.samples_total;
         outcome.breaks += stats.breaks_managed_total + stats.breaks_kernel_total;
         outcome.mismatches += stats.mismatches_total;
         outcome.put_off += stats.refused_swapped_total;

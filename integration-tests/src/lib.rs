@@ -14,6 +14,7 @@ pub mod memory;
 pub mod pinned;
 pub mod prometheus;
 pub mod seccomp;
+pub mod segments;
 pub mod soak;
 pub mod store;
 pub mod suspended;

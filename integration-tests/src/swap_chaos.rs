@@ -4,7 +4,7 @@
 //! Huge pages are left alone until the service splits them: paging a part out splits them as well, and a service does not build
 //! again what it has not split itself.
 
-use crate::guests::Size;
+use crate::guests::{self, Exceptions, Size};
 use crate::huge_chaos::{Outcome, boot, outcome};
 use crate::store::StoreThread;
 use crate::vm::Guest;
@@ -20,38 +20,66 @@ const MOST: usize = 32;
 /// How long no guest may get on. (One that waits for ever is found by it, not one that is slow.)
 const HUNG: Duration = Duration::from_secs(120);
 const HUGE: usize = 2 << 20;
-/// How long a huge page that is built again is waited for.
-const REBUILT: Duration = Duration::from_secs(20);
 /// Mappings of the service's own that are at least as large may be scratch memory.
 const SCRATCH: usize = HUGE;
 
 /// What happened under swap.
 #[derive(Clone, Copy, Debug)]
-pub struct Swapped {
+pub struct Swapped<O = Outcome> {
     /// What guests and services did.
-    pub outcome: Outcome,
+    pub outcome: O,
     /// Pages that went to swap.
     pub pages_out: u64,
     /// Pages that came back.
     pub pages_in: u64,
 }
 
-/// Two guests with the same pages and zero pages, until `size.merges` pages were merged, and as many breaks done.
+/// What happens under swap while something is done.
+fn counted<O>(what: impl FnOnce() -> O) -> Swapped<O> {
+    let before = swapped_pages();
+    let outcome = what();
+    let after = swapped_pages();
+    Swapped {
+        outcome,
+        pages_in: after.0 - before.0,
+        pages_out: after.1 - before.1,
+    }
+}
+
+/// Pages out the memory of guests, of their services and of the store.
+fn page_out(guests: &[Guest]) -> Pager {
+    let memory: Vec<Range<usize>> = guests.iter().flat_map(Guest::memory).collect();
+    Pager::start(1, MOST, move || ranges(&memory))
+}
+
+/// Two guests with kernel breaks and runs with exceptions.
+///
+/// # Panics
+/// As [`guests::exceptions`], or if they hang.
+#[must_use]
+pub fn exceptions(seed: u64, swap: &Swap) -> Swapped<Exceptions> {
+    let last = swap.clone();
+    let _watchdog = Watchdog::start(2 * HUNG, move || last.off());
+    counted(|| guests::exceptions_beside(seed, page_out))
+}
+
+/// Two guests with the same pages and zero pages, until `size.merges` pages were merged, as many breaks done, memory sampled, and
+/// a huge page built again, which is waited for so long.
 ///
 /// # Panics
 /// If a guest reports a wrong byte or does not get on, or the wanted numbers are not reached in time.
 #[must_use]
-pub fn chaos(size: Size, swap: &Swap) -> Swapped {
+pub fn chaos(size: Size, swap: &Swap, rebuilt: Duration) -> Swapped {
+    counted(|| merge_and_break(size, swap, rebuilt))
+}
+
+fn merge_and_break(size: Size, swap: &Swap, wait_for_rebuilt: Duration) -> Outcome {
     let store = StoreThread::start();
     let guests = boot(&store, size);
     let last = swap.clone();
     let watchdog = Watchdog::start(HUNG, move || last.off());
-    let memory: Vec<Range<usize>> = guests.iter().flat_map(Guest::memory).collect();
-    let before = swapped_pages();
-    let pager = {
-        let memory = memory.clone();
-        Pager::start(1, MOST, move || ranges(&memory))
-    };
+    // Until the guests have verified their memory.
+    let _pager = page_out(&guests);
     let (start, mut shown) = (Instant::now(), Instant::now());
     let mut seen = vec![0; guests.len()];
     loop {
@@ -64,15 +92,15 @@ pub fn chaos(size: Size, swap: &Swap) -> Swapped {
         let stats: Vec<ServiceStats> = guests.iter().map(Guest::stats).collect();
         let sum = |field: fn(&ServiceStats) -> u64| stats.iter().map(field).sum::<u64>();
         let merges = sum(|s| s.merges_total + s.zero_merges_total);
-        let (breaks, rebuilt) = (sum(ServiceStats::breaks_total), sum(|s| s.huge_rebuilt_total));
-        // Whether memory is hot enough to be built again is chance.
-        let enough = rebuilt > 0 || start.elapsed() > REBUILT;
+        let breaks = sum(ServiceStats::breaks_total);
+        let (rebuilt, samples) = (sum(|s| s.huge_rebuilt_total), sum(|s| s.samples_total));
+        let enough = rebuilt.min(samples) > 0 || start.elapsed() >= wait_for_rebuilt;
         if merges.min(breaks) >= size.merges && enough {
             break;
         }
         assert!(
             start.elapsed() < size.patience,
-            "only {merges} merges and {breaks} breaks of {} in time: {stats:?}",
+            "only {merges} merges and {breaks} breaks of {}, {rebuilt} huge pages and {samples} samples in time: {stats:?}",
             size.merges
         );
         if shown.elapsed() > Duration::from_secs(10) {
@@ -84,15 +112,7 @@ pub fn chaos(size: Size, swap: &Swap) -> Swapped {
             shown = Instant::now();
         }
     }
-    // Until the guests have verified their memory, which is paged out all the while.
-    let outcome = outcome(guests);
-    drop(pager);
-    let after = swapped_pages();
-    Swapped {
-        outcome,
-        pages_in: after.0 - before.0,
-        pages_out: after.1 - before.1,
-    }
+    outcome(guests)
 }
 
 /// What is paged out: guests, mappings of the store besides, and what may be scratch memory.

@@ -71,19 +71,38 @@ fn guests_lose_nothing_while_their_memory_is_swapped_out() {
         common_mib: 8,
         zero_mib: 4,
     };
-    let out = swap_chaos::chaos(size, &swap);
+    let out = swap_chaos::chaos(size, &swap, size.patience);
     assert!(
         out.pages_out > 0 && out.pages_in > 0,
         "nothing was swapped: {out:?}"
     );
+    assert!(out.outcome.rebuilt > 0, "no huge page was built: {out:?}");
+    assert!(out.outcome.samples > 0, "nothing was sampled: {out:?}");
     eprintln!(
-        "{} merges, {} breaks, {} huge pages built, {} pages swapped out, {} in, stops p99 {} us",
+        "{} merges, {} breaks, {} huge pages built, {} samples, {} pages swapped out, {} in, stops p99 {} us",
         out.outcome.merges,
         out.outcome.breaks,
         out.outcome.rebuilt,
+        out.outcome.samples,
         out.pages_out,
         out.pages_in,
         out.outcome.stop.quantile_us(0.99)
+    );
+}
+
+#[test]
+fn guests_that_write_around_exceptions_lose_nothing_while_their_memory_is_swapped_out() {
+    need_kvm!();
+    let swap = vmm_dedup_trouble::swap_or_skip!();
+    let out = swap_chaos::exceptions(0, &swap);
+    assert!(
+        out.pages_out > 0 && out.pages_in > 0,
+        "nothing was swapped: {out:?}"
+    );
+    assert!(out.outcome.exceptions > 0 && out.outcome.breaks > 0, "{out:?}");
+    eprintln!(
+        "{} merges, {} exceptions, {} breaks, {} pages swapped out, {} in",
+        out.outcome.merges, out.outcome.exceptions, out.outcome.breaks, out.pages_out, out.pages_in
     );
 }
 

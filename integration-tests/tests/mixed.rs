@@ -1,8 +1,9 @@
 //! Huge and small pages side by side: what is split, what stays, what is built again.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config, DedupService, Policy, ServiceStats, UseSource};
+use vmm_dedup::{Breaks, Call, Config, DedupService, Observer, Policy, ServiceStats, Site, UseSource};
 use vmm_dedup_integration_tests::huge::HUGE_PAGES;
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
@@ -238,6 +239,59 @@ fn no_zeros_are_given_up_and_nothing_is_built_while_merging_is_suspended() {
     service.stop(true).expect("it stops");
     giver.stop(true).expect("it stops");
     assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));
+}
+
+/// A file is opened that is in the way of replacing memory, while a batch of it is sampled: that one ends, and no other begins.
+#[test]
+fn sampling_that_is_suspended_in_the_middle_of_a_round_ends_it() {
+    // More than one batch.
+    const CHUNKS: usize = 66;
+    need_userfaultfd!();
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+    let store = StoreThread::start();
+    let pages = Pages::map_huge(CHUNKS * HUGE_PAGES);
+    (0..pages.count()).for_each(|page| pages.store(page, 0, page as u64 + 1));
+    huge_pages_or_skip!(&pages);
+    let config = Config {
+        pass_period_ms: 3_600_000,
+        ..config(Policy::Smartmd)
+    };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    let (begin, begun) = mpsc::channel();
+    let (open, opened) = mpsc::channel::<()>();
+    // The service goes on when the file is open.
+    let mut first = Some(());
+    let observer = Observer::begin(move |site: Site| {
+        if site.call == Call::Move && first.take().is_some() {
+            _ = begin.send(());
+            _ = opened.recv();
+        }
+    });
+    let (file, stats) = std::thread::scope(|scope| {
+        let pass = scope.spawn(|| service.pass().expect("a pass"));
+        begun.recv_timeout(PATIENCE).expect("memory is sampled");
+        let file = open_what_suspends_at_a_glance(folder.path());
+        drop(open);
+        (file, pass.join().expect("the pass ends"))
+    });
+    drop(observer);
+    if file.is_none() {
+        return;
+    }
+    let sampled = stats.samples_total;
+    assert!(
+        0 < sampled && sampled < CHUNKS as u64,
+        "{sampled} of {CHUNKS} were sampled"
+    );
+    let again = service.pass().expect("a pass");
+    assert_eq!(again.samples_total, sampled, "sampling went on");
+    drop(file);
+    let start = Instant::now();
+    while service.pass().expect("a pass").samples_total < CHUNKS as u64 {
+        assert!(start.elapsed() < PATIENCE, "{:?}", service.stats());
+    }
+    service.stop(true).expect("it stops");
+    assert!((0..pages.count()).all(|page| pages.load(page, 0) == page as u64 + 1));
 }
 
 /// Two hot chunks and two cold ones, in pairs; then two cold ones without twins: what each policy leaves huge and shares.

@@ -1,8 +1,11 @@
 //! Runs with private exceptions: one mapping over shared and private pages.
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread::ThreadId;
 use std::time::Duration;
-use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
+use vmm_dedup::{Breaks, Call, Config, DedupService, Observer, ServiceStats, Site};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -104,6 +107,47 @@ fn scattered_twins_of_one_layout_become_one_mapping() {
     for guest in guests {
         let stats = guest.service.stop(true).expect("it stops");
         assert_eq!(stats.pages_mapped, 0);
+    }
+}
+
+/// What needs memory may wait for reclaim, and then whoever waits for a page that is away waits as well.
+#[test]
+fn runs_are_built_before_pages_are_taken() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let guests = guests(&store, Breaks::KERNEL);
+    let (tell, told) = mpsc::channel();
+    let observer = Observer::begin(move |site: Site| _ = tell.send((std::thread::current().id(), site)));
+    pass_all(&guests, 16);
+    drop(observer);
+    let calls: Vec<(ThreadId, Site)> = told.into_iter().collect();
+    let of_window = |site: &Site| site.file.ends_with("window/mod.rs");
+    let of_builder = |site: &Site| site.file.ends_with("merge/run_builder.rs");
+    // Threads that hold pages.
+    let mut away = HashSet::new();
+    let (mut built, mut moved) = (0, 0);
+    for (thread, site) in calls {
+        match site.call {
+            Call::Move if of_window(&site) => _ = away.insert(thread),
+            Call::Wake if of_window(&site) => _ = away.remove(&thread),
+            Call::Remap if away.contains(&thread) => moved += 1,
+            Call::MapAnonymous | Call::Populate | Call::PopulateRead => {
+                assert!(!away.contains(&thread), "{site}, while pages are away");
+            }
+            _ if of_builder(&site) => {
+                assert!(!away.contains(&thread), "{site}, while pages are away");
+                built += u64::from(site.call == Call::Copy);
+            }
+            _ => {}
+        }
+    }
+    assert!(
+        built > 0 && moved > 0,
+        "{built} places were made, {moved} runs moved"
+    );
+    for (n, guest) in guests.into_iter().enumerate() {
+        guest.service.stop(true).expect("it stops");
+        assert!((0..PAGES).all(|page| guest.pages.holds(page, id(n, page))));
     }
 }
 

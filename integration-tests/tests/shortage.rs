@@ -4,11 +4,13 @@
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Config, DedupService, ServiceStats};
+use vmm_dedup::{Call, Config, DedupService, Observer, ServiceStats, Site};
 use vmm_dedup_integration_tests::guests::Size;
 use vmm_dedup_integration_tests::logged::Logged;
 use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::segments::Segments;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
 use vmm_dedup_integration_tests::{huge_chaos, need_kvm, need_userfaultfd, swap_chaos};
@@ -22,6 +24,8 @@ const SIZE: Size = Size {
     zero_mib: 4,
 };
 
+/// How long a huge page that is built again is waited for: with little memory there may be none.
+const REBUILT: Duration = Duration::from_secs(20);
 /// How long memory is short.
 const PRESSED: Duration = Duration::from_secs(3);
 
@@ -38,7 +42,7 @@ fn a_swap_device_that_fails_to_write_loses_nothing() {
     need_kvm!();
     let log = Logged::begin();
     let swap = or_skip!(Swap::that_fails(4 << 20));
-    let out = swap_chaos::chaos(SIZE, &swap);
+    let out = swap_chaos::chaos(SIZE, &swap, REBUILT);
     assert!(out.outcome.merges > 0 && out.pages_out > 0, "{out:?}");
     assert!(swap.failed_writes() > 0, "no write failed: {out:?}");
     assert!(out.outcome.put_off > 0 && log.says(&PUT_OFF), "{out:?}");
@@ -50,7 +54,7 @@ fn swap_that_is_full_loses_nothing() {
     need_kvm!();
     let log = Logged::begin();
     let swap = or_skip!(Swap::of_size(4 << 20));
-    let out = swap_chaos::chaos(SIZE, &swap);
+    let out = swap_chaos::chaos(SIZE, &swap, REBUILT);
     assert!(out.outcome.merges > 0 && out.pages_out > 0, "{out:?}");
     assert!(out.outcome.put_off > 0 && log.says(&PUT_OFF), "{out:?}");
     assert!(log.says(&["memory is short: ", "swap is full ("]), "{out:?}");
@@ -181,6 +185,55 @@ fn what_is_swapped_out_is_merged_when_it_is_back() {
         service.stop(true).expect("it stops");
     }
     assert!((0..PAGES).all(|page| vms[0].holds(page, page as u64 + 1)));
+}
+
+/// Who waits for a page that is away would wait for the disk as well.
+#[test]
+fn slots_that_are_swapped_out_are_read_in_before_pages_are_taken() {
+    need_userfaultfd!();
+    let _swap = swap_or_skip!();
+    // Few enough for one window.
+    const PAGES: usize = 8;
+    let store = StoreThread::start();
+    let config = Config {
+        cpu_percent: 100,
+        pass_period_ms: 3_600_000,
+        ..Config::default()
+    };
+    let serve = || {
+        let vm = Pages::map(PAGES);
+        (0..PAGES).for_each(|page| vm.fill(page, page as u64 + 1));
+        let service = vm.serve(&store.socket(), config.clone()).expect("dedup starts");
+        (vm, service)
+    };
+    let pass = |service: &DedupService| service.pass().expect("passes run").pages_mapped;
+    let merge = |services: &[(Pages, DedupService)]| {
+        let start = Instant::now();
+        while services.iter().any(|(_, service)| pass(service) < PAGES as u64) {
+            assert!(start.elapsed() < SIZE.patience, "{:?}", services[0].1.stats());
+        }
+    };
+    let mut services = vec![serve(), serve()];
+    merge(&services);
+    Segments::now().page_out();
+    let (tell, told) = mpsc::channel();
+    let observer = Observer::begin(move |site: Site| {
+        if site.call == Call::Move {
+            _ = tell.send(Segments::now().resident());
+        }
+    });
+    services.push(serve());
+    merge(&services[2..]);
+    drop(observer);
+    let resident = told.into_iter().next().expect("pages were taken");
+    assert!(
+        resident >= PAGES,
+        "{resident} slots were in memory when their twins were taken"
+    );
+    for (vm, service) in services {
+        service.stop(true).expect("it stops");
+        assert!((0..PAGES).all(|page| vm.holds(page, page as u64 + 1)));
+    }
 }
 
 /// The kernel's entries for the pages of a range.

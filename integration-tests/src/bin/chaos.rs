@@ -3,14 +3,16 @@
 use clap::Parser;
 use std::time::{Duration, Instant};
 use vmm_dedup_integration_tests::direct_io::{self, Backing};
+use vmm_dedup_integration_tests::guests::Exceptions;
 use vmm_dedup_integration_tests::heal_chaos::{self, Besides, Pins};
+use vmm_dedup_integration_tests::swap_chaos::Swapped;
 use vmm_dedup_integration_tests::{follow_chaos, guests, huge_chaos, swap_chaos, within};
 use vmm_dedup_trouble::Swap;
 
 /// Guests that write all the time, and direct I/O, while everything equal is merged. Ends with 0 if no byte was lost.
 #[derive(Parser, Debug)]
 struct Args {
-    /// The full proof: 100,000 moves of slots with each kind of breaks, 2,000,000 merges, 1,000,000 merges and breaks under swap, 1,000,000 splits and rebuilds of subpages, 200,000 O_DIRECT and 200,000 io_uring
+    /// The full proof: 100,000 moves of slots with each kind of breaks, 2,000,000 merges, 1,000,000 merges and breaks under swap and 100 rounds with exceptions there, 1,000,000 splits and rebuilds of subpages, 200,000 O_DIRECT and 200,000 io_uring
     /// reads, half of them into huge pages, 100 rounds, 1,000,000 copies merged again in each of four ways.
     #[arg(long)]
     long: bool,
@@ -74,11 +76,12 @@ fn main() {
     if args.only_heals {
         return heal(heals);
     }
-    under_swap(guests::Size {
+    let size_under_swap = guests::Size {
         merges: swapped,
         zero_mib: 8,
         ..size
-    });
+    };
+    under_swap(size_under_swap, rounds);
     if args.only_swapped {
         return;
     }
@@ -191,29 +194,49 @@ fn heal(heals: u64) {
     }
 }
 
-fn under_swap(size: guests::Size) {
+/// Guests whose memory is paged out. Ends the process if something did not happen.
+fn under_swap(size: guests::Size, rounds: u64) {
     let start = Instant::now();
     let swap = match Swap::on() {
         Ok(swap) => swap,
         Err(reason) => return println!("SKIPPED: no swap: {reason}"),
     };
-    let swap_chaos::Swapped {
+    let Swapped {
         outcome: out,
         pages_out,
         pages_in,
-    } = swap_chaos::chaos(size, &swap);
+    } = swap_chaos::chaos(size, &swap, size.patience);
     println!(
-        "swap: {} merges, {} breaks, {} put back, {} huge pages built, {} writes, {} wrong words, {pages_out} pages swapped out, {pages_in} in, in {:.0} s; stops p50 {} us, p99 {} us, max {} us",
+        "swap: {} merges, {} breaks, {} put back, {} huge pages built, {} samples, {} writes, {} wrong words, {pages_out} pages swapped out, {pages_in} in, in {:.0} s; stops p50 {} us, p99 {} us, max {} us",
         out.merges,
         out.breaks,
         out.mismatches,
         out.rebuilt,
+        out.samples,
         out.writes,
         out.errors,
         start.elapsed().as_secs_f64(),
         out.stop.quantile_us(0.5),
         out.stop.quantile_us(0.99),
         out.stop.max_ns / 1000
+    );
+    assert!(out.rebuilt > 0, "no huge page was built");
+    assert!(out.samples > 0, "nothing was sampled");
+    let start = Instant::now();
+    let rounds: Vec<_> = (0..rounds)
+        .map(|seed| swap_chaos::exceptions(seed, &swap))
+        .collect();
+    let sum = |field: fn(&Swapped<Exceptions>) -> u64| rounds.iter().map(field).sum::<u64>();
+    println!(
+        "swap, runs with exceptions: {} rounds, {} merges, {} exceptions, {} breaks, {} writes, no wrong word, {} pages swapped out, {} in, in {:.0} s",
+        rounds.len(),
+        sum(|round| round.outcome.merges),
+        sum(|round| round.outcome.exceptions),
+        sum(|round| round.outcome.breaks),
+        sum(|round| round.outcome.writes),
+        sum(|round| round.pages_out),
+        sum(|round| round.pages_in),
+        start.elapsed().as_secs_f64()
     );
 }
 

@@ -258,6 +258,7 @@ const OTHERS: [(&str, &[&str]); 15] = [
         &[
             "memory",
             "store",
+            "segments",
             "prometheus",
             "seccomp",
             "suspended",

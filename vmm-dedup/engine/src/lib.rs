@@ -66,7 +66,7 @@ pub use service::DedupService;
 pub use store::refusal::Refused;
 pub use supervisor::{Lease, Options, Pinned, Status, Supervisor};
 #[cfg(feature = "inject")]
-pub use sys::inject::{Call, Injection, Site, Times, Watch};
+pub use sys::inject::{Call, Injection, Observer, Site, Times, Watch};
 pub use sys::sched::in_service_thread;
 pub use unmerge::discard::Discarder;
 pub use vmm_dedup_protocol::control::{Explanation, Settings, Switch};

@@ -8,9 +8,9 @@
 //!    the operator trusts ([`Verifier`]); when this ends no engine has a page any more.
 //! 3. *Map.* The slot is mapped over the empty place, privately, from a read-only descriptor. Waiting threads still
 //!    wait. A page that was not equal, or could not be mapped, is moved back: its place is still empty. A run with
-//!    exceptions ([`bridged_runs`]) takes those as well; it is built beside the guest with copies of them, and moved over the
-//!    empty places in one step ([`run_builder`]). A copy is as good as the page: it was taken, so nobody has it pinned
-//!    and nobody changes it.
+//!    exceptions ([`bridged_runs`]) takes those as well. It was mapped beside the guest before the window, is filled with copies
+//!    of them, and moves over the empty places in one step ([`run_builder`]). A copy is as good as the page: it was taken,
+//!    so nobody has it pinned and nobody changes it.
 //! 4. *Wake.* Only now are waiters woken; they fault again and find the mapping, or their own page.
 //!
 //! # Huge pages
@@ -31,10 +31,10 @@
 use crate::account::ns;
 use crate::compare::{PageId, Pair, StablePage, Verifier, With};
 use crate::error::Error;
-use crate::lookup::request::{MergeRequest, Role};
+use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
 use crate::merge::run::{Open, Outcome, continues, return_exceptions};
-use crate::merge::run_builder::{Piece, RunBuilder};
+use crate::merge::run_builder::{Piece, Pieces, RunBuilder, STAYS, STAYS_FOR_MAPPINGS, is_exception};
 use crate::merge::verify_engine::VerifyEngine;
 use crate::store::connection::Store;
 use crate::sys::late_log;
@@ -46,16 +46,9 @@ use crate::sys::uffd::Uffd;
 use crate::sys::vma::map_segment;
 use crate::unmerge::address_space::AddressSpace;
 use crate::window::{HugeScratch, PageSet, Window};
-use std::io;
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::Slot;
-
-/// What becomes of a page that was taken and could not be replaced.
-const STAYS: &str = "its page stays private for now";
-/// The same where the kernel may lack mappings.
-const STAYS_FOR_MAPPINGS: &str = "its pages stay private for now; if that goes on, raise vm.max_map_count";
 
 /// Takes and maps. One per service, used by the scanning thread alone.
 #[derive(Debug)]
@@ -63,7 +56,7 @@ pub(crate) struct Merger {
     /// Where huge pages are taken to as a whole, made when there is the first.
     huge: Option<HugeScratch>,
     /// Where runs with exceptions are built.
-    builder: Option<RunBuilder>,
+    builder: RunBuilder,
     /// What compares taken pages with slots.
     pub(crate) verify_engine: VerifyEngine,
 }
@@ -147,7 +140,7 @@ impl Merger {
     pub(crate) fn new(verify_engine: VerifyEngine) -> Self {
         Self {
             huge: None,
-            builder: None,
+            builder: RunBuilder::default(),
             verify_engine,
         }
     }
@@ -177,6 +170,7 @@ impl Merger {
             space.scratch.place(span)
         });
         let give_back = as_one && batch.take == Take::HugePage { give_back: true };
+        let mut pieces = self.builder.prepare(&uffd, store, requests);
         let verifier = self.verify_engine.begin_window(store);
         let urgent = Urgent::begin();
         let mut window = Window::open(&uffd, start, place, &pages)?;
@@ -196,7 +190,7 @@ impl Merger {
             taken.for_each(|outcome| *outcome = Outcome::Contended);
         }
         return_exceptions(requests, &mut outcomes, batch.open);
-        let runs = self.map_runs(&mut window, &uffd, store, batch, &mut outcomes);
+        let runs = map_runs(&mut window, (&uffd, store, &mut pieces), batch, &mut outcomes);
         if as_one {
             window.put_copies_back(0..CHUNK_PAGES);
         } else {
@@ -218,6 +212,7 @@ impl Merger {
             protect_again(&uffd, start, batch, &outcomes);
         }
         drop(urgent);
+        drop(pieces);
         if let (Some(first), Some(last)) = (runs.first(), runs.last()) {
             memory.advise_mapped(&(first.start..last.end));
         }
@@ -250,110 +245,92 @@ impl Merger {
 
     /// To be called after some windows.
     pub(crate) fn clean_up(&mut self) {
-        self.builder = None;
+        self.builder.clean_up();
         self.verify_engine.clean_up();
     }
+}
 
-    /// Maps runs of verified pages; returns the ranges that now map the store, in order. From the last to the first:
-    /// the kernel splits a mapping a tenth cheaper at its end than at its beginning.
-    fn map_runs(
-        &mut self,
-        window: &mut Window<'_>,
-        uffd: &Uffd,
-        store: &Store,
-        batch: Batch<'_>,
-        outcomes: &mut [Outcome],
-    ) -> Vec<Range<usize>> {
-        let requests = batch.requests;
-        let mut runs: Vec<Range<usize>> = Vec::new();
-        let mut end = requests.len();
-        while end > 0 {
-            if outcomes[end - 1] != Outcome::Merged {
-                end -= 1;
-                continue;
-            }
-            let mut at = end - 1;
-            while at > 0 && outcomes[at - 1] == Outcome::Merged && continues(&requests[at - 1], &requests[at])
-            {
-                at -= 1;
-            }
-            let (run, pages) = (&requests[at..end], batch.span(&requests[at..end]));
-            let mapped = match run[0].slot {
-                None => window.put_zeros(pages).map_err(|error| {
-                    late_log::note("mapping the zero page", &error, STAYS);
-                    Outcome::Refused
-                }),
-                Some(slot) => self
-                    .map_slots(window, uffd, store, slot, run, pages.clone())
-                    .map(|()| {
-                        let run = window.address(pages.start)..window.address(pages.end);
-                        match runs.last_mut() {
-                            Some(next) if next.start == run.end => next.start = run.start,
-                            _ => runs.push(run),
-                        }
-                    }),
-            };
-            if let Err(outcome) = mapped {
-                outcomes[at..end].fill(outcome);
-            }
-            end = at;
+/// Maps runs of verified pages; returns the ranges that now map the store, in order. From the last to the first:
+/// the kernel splits a mapping a tenth cheaper at its end than at its beginning.
+fn map_runs(
+    window: &mut Window<'_>,
+    with: (&Uffd, &Store, &mut Pieces),
+    batch: Batch<'_>,
+    outcomes: &mut [Outcome],
+) -> Vec<Range<usize>> {
+    let (uffd, store, pieces) = with;
+    let requests = batch.requests;
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    let mut end = requests.len();
+    while end > 0 {
+        if outcomes[end - 1] != Outcome::Merged {
+            end -= 1;
+            continue;
         }
-        runs.reverse();
-        runs
-    }
-
-    #[allow(unsafe_code)] // maps over guest memory
-    fn map_slots(
-        &mut self,
-        window: &mut Window<'_>,
-        uffd: &Uffd,
-        store: &Store,
-        slot: Slot,
-        run: &[MergeRequest],
-        pages: Range<usize>,
-    ) -> Result<(), Outcome> {
-        let (at, len) = (window.address(pages.start), bytes(pages.len()));
-        let (file, _) = store.slot(slot).ok_or(Outcome::Refused)?;
-        let exceptions = run.iter().any(|request| request.role == Role::Exception);
-        let mapped = if exceptions {
-            let builder = self.builder_for(uffd, file, slot, run.len());
-            let piece = builder.ok_or(Outcome::NoVma)?.take(slot, run.len());
-            fill(window, uffd, &piece, run, pages.start).map_err(|error| {
-                late_log::note("copying the exceptions of a run", &error, STAYS);
+        let mut at = end - 1;
+        while at > 0 && outcomes[at - 1] == Outcome::Merged && continues(&requests[at - 1], &requests[at]) {
+            at -= 1;
+        }
+        let (run, pages) = (&requests[at..end], batch.span(&requests[at..end]));
+        let mapped = match run[0].slot {
+            None => window.put_zeros(pages).map_err(|error| {
+                late_log::note("mapping the zero page", &error, STAYS);
                 Outcome::Refused
-            })?;
-            // SAFETY: the range is guest memory whose pages were taken. Those that are shared were verified equal to the
-            // slots, the others were filled in.
-            unsafe { piece.move_to(uffd, at) }
-        } else {
-            // SAFETY: the range is guest memory whose pages were taken and verified equal to the slots.
-            unsafe { map_segment(at, len, file, slot.offset()) }
+            }),
+            Some(slot) => {
+                let piece = run.iter().any(is_exception).then(|| pieces.take(&(at..end)));
+                let mapped = piece
+                    .transpose()
+                    .and_then(|piece| map_slots(window, (uffd, store), slot, run, &pages, piece));
+                mapped.map(|()| {
+                    let run = window.address(pages.start)..window.address(pages.end);
+                    match runs.last_mut() {
+                        Some(next) if next.start == run.end => next.start = run.start,
+                        _ => runs.push(run),
+                    }
+                })
+            }
         };
-        if let Err(error) = mapped {
-            late_log::note("mapping shared pages", &error, STAYS_FOR_MAPPINGS);
-            mend_hole(uffd, &(at..at + len));
-            return Err(Outcome::NoVma);
+        if let Err(outcome) = mapped {
+            outcomes[at..end].fill(outcome);
         }
-        window.replaced(pages);
-        Ok(())
+        end = at;
     }
+    runs.reverse();
+    runs
+}
 
-    /// Where a run from a slot on can be built; what is there of the last one, if this one goes on behind it.
-    fn builder_for(
-        &mut self,
-        uffd: &Uffd,
-        file: BorrowedFd<'_>,
-        slot: Slot,
-        pages: usize,
-    ) -> Option<&mut RunBuilder> {
-        let builder = &mut self.builder;
-        if !builder.as_ref().is_some_and(|builder| builder.has(slot, pages)) {
-            let made = RunBuilder::new(uffd, file, slot);
-            let note = |error: &io::Error| late_log::note("mapping a run aside", error, STAYS_FOR_MAPPINGS);
-            *builder = made.inspect_err(note).ok();
+/// Maps a run over its empty places: `piece`, if it has exceptions.
+#[allow(unsafe_code)] // maps over guest memory
+fn map_slots(
+    window: &mut Window<'_>,
+    (uffd, store): (&Uffd, &Store),
+    slot: Slot,
+    run: &[MergeRequest],
+    pages: &Range<usize>,
+    piece: Option<Piece>,
+) -> Result<(), Outcome> {
+    let (at, len) = (window.address(pages.start), bytes(pages.len()));
+    let mapped = if let Some(mut piece) = piece {
+        for (n, _) in (0..).zip(run).filter(|(_, request)| is_exception(request)) {
+            // SAFETY: the page was taken, so nobody writes it.
+            unsafe { piece.fill(n, window.taken(pages.start + n)) };
         }
-        builder.as_mut().filter(|builder| builder.has(slot, pages))
+        // SAFETY: the range is guest memory whose pages were taken. Those that are shared were verified equal to the
+        // slots, the others were filled in.
+        unsafe { piece.move_to(at) }
+    } else {
+        let (file, _) = store.slot(slot).ok_or(Outcome::Refused)?;
+        // SAFETY: the range is guest memory whose pages were taken and verified equal to the slots.
+        unsafe { map_segment(at, len, file, slot.offset()) }
+    };
+    if let Err(error) = mapped {
+        late_log::note("mapping shared pages", &error, STAYS_FOR_MAPPINGS);
+        mend_hole(uffd, &(at..at + len));
+        return Err(Outcome::NoVma);
     }
+    window.replaced(pages.clone());
+    Ok(())
 }
 
 /// Compares what was taken with its slots, while `go_on` says so, which is asked again and again; whether to the end.
@@ -366,7 +343,7 @@ fn verify(
     go_on: impl FnMut() -> bool,
 ) -> bool {
     let shared = |(request, outcome): &(&MergeRequest, &mut Outcome)| {
-        request.role != Role::Exception && **outcome == Outcome::Merged
+        !is_exception(request) && **outcome == Outcome::Merged
     };
     let taken = batch.requests.iter().zip(outcomes).filter(shared);
     let pairs = taken.filter_map(|(request, outcome)| {
@@ -395,27 +372,6 @@ fn pair<'w>(window: &'w Window<'_>, store: &'w Store, page: usize, slot: Option<
         },
     };
     Some(Pair { taken, with })
-}
-
-/// Fills the exceptions of a run in, neighbours in one call.
-#[allow(unsafe_code)] // copies guest pages
-fn fill(
-    window: &Window<'_>,
-    uffd: &Uffd,
-    piece: &Piece,
-    run: &[MergeRequest],
-    first: usize,
-) -> io::Result<()> {
-    let is_exception = |request: &MergeRequest| request.role == Role::Exception;
-    let mut at = 0;
-    for part in run.chunk_by(|a, b| is_exception(a) == is_exception(b)) {
-        if is_exception(&part[0]) {
-            // SAFETY: the pages were taken, so nobody writes them.
-            unsafe { piece.fill(uffd, at, window.taken(first + at), part.len()) }?;
-        }
-        at += part.len();
-    }
-    Ok(())
 }
 
 /// Pages that could not be taken stayed in place without tracking for a moment: what was written meanwhile must not

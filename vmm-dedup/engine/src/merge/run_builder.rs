@@ -1,21 +1,113 @@
-//! Building a run with exceptions beside the guest.
+//! Building runs with exceptions beside the guest.
 //!
-//! The run is mapped at an address of ours, its exceptions are filled in there, and then the finished piece moves into
+//! A run is mapped at an address of ours, its exceptions are filled in there, and then the finished piece moves into
 //! the guest's place in one step: nobody ever sees the file where an exception belongs. Mapping it in place first would
 //! show the guest somebody else's page there, or a hole of the file.
+//!
+//! All that needs memory is done before the window opens: the piece is mapped, and each exception gets a page of zeros. (The
+//! kernel's own copy on write would do as well, but it would fill the hole of the file first.) While pages are away
+//! the exceptions' bytes are copied into these pages, and the piece is moved. What a window does not use of its pieces is
+//! unmapped when it is closed.
 
+use crate::lookup::request::{MergeRequest, Role};
+use crate::merge::run::{Outcome, continues};
+use crate::store::connection::Store;
+use crate::sys::guest;
+use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma;
 use std::io;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use vmm_dedup_protocol::key::PAGE_WORDS;
 use vmm_dedup_protocol::{SLOTS_PER_SEGMENT, Slot};
+
+/// What becomes of pages whose run could not be built or mapped.
+pub(super) const STAYS: &str = "its pages stay private for now";
+/// The same where the kernel may lack mappings.
+pub(super) const STAYS_FOR_MAPPINGS: &str =
+    "its pages stay private for now; if that goes on, raise vm.max_map_count";
+
+/// What places of exceptions hold at first.
+static ZEROS: [[u64; PAGE_WORDS]; 4] = [[0; PAGE_WORDS]; 4];
+
+/// Builds the runs with exceptions of one window after the other.
+#[derive(Debug, Default)]
+pub(crate) struct RunBuilder {
+    stretch: Option<Stretch>,
+}
+
+impl RunBuilder {
+    /// Maps the runs of a window that have exceptions, with a place for each of these. To be called before its pages are taken.
+    pub(crate) fn prepare(&mut self, tracker: &Uffd, store: &Store, requests: &[MergeRequest]) -> Pieces {
+        let mut pieces = Pieces::default();
+        let mut start = 0;
+        for run in requests.chunk_by(continues) {
+            let part = start..start + run.len();
+            start = part.end;
+            if run.iter().any(is_exception) {
+                pieces.runs.push((part, self.prepare_run(tracker, store, run)));
+            }
+        }
+        pieces
+    }
+
+    /// To be called after some windows.
+    pub(crate) fn clean_up(&mut self) {
+        self.stretch = None;
+    }
+
+    fn prepare_run(&mut self, tracker: &Uffd, store: &Store, run: &[MergeRequest]) -> Result<Piece, Outcome> {
+        let slot = run[0].slot.ok_or(Outcome::Refused)?;
+        let (file, _) = store.slot(slot).ok_or(Outcome::Refused)?;
+        let stretch = self.stretch_for(tracker, file, slot, run.len());
+        let piece = stretch.ok_or(Outcome::NoVma)?.take(slot, run.len());
+        let mut at = 0;
+        for part in run.chunk_by(|a, b| is_exception(a) == is_exception(b)) {
+            if is_exception(&part[0]) {
+                piece.make_room(tracker, at..at + part.len()).map_err(|error| {
+                    late_log::note("making room for the exceptions of a run", &error, STAYS);
+                    Outcome::Refused
+                })?;
+            }
+            at += part.len();
+        }
+        // A registered mapping would not join its neighbour in the guest, which is not registered any more.
+        tracker.unregister(piece.address, piece.len).map_err(|error| {
+            late_log::note("mapping a run aside", &error, STAYS_FOR_MAPPINGS);
+            Outcome::NoVma
+        })?;
+        Ok(piece)
+    }
+
+    /// Where a run from a slot on can be built; what is there of the last one, if this one goes on behind it.
+    fn stretch_for(
+        &mut self,
+        tracker: &Uffd,
+        file: BorrowedFd<'_>,
+        slot: Slot,
+        pages: usize,
+    ) -> Option<&mut Stretch> {
+        let stretch = &mut self.stretch;
+        if !stretch.as_ref().is_some_and(|stretch| stretch.has(slot, pages)) {
+            let made = Stretch::new(tracker, file, slot);
+            let note = |error: &io::Error| late_log::note("mapping a run aside", error, STAYS_FOR_MAPPINGS);
+            *stretch = made.inspect_err(note).ok();
+        }
+        stretch.as_mut().filter(|stretch| stretch.has(slot, pages))
+    }
+}
+
+pub(super) fn is_exception(request: &MergeRequest) -> bool {
+    request.role == Role::Exception
+}
 
 /// A stretch of a segment's file, mapped beside the guest, from which pieces are taken in order. Pieces of one such
 /// mapping that end up next to each other become one mapping again, those of two do not: the kernel keeps the private
 /// pages of each mapping in a family of its own.
 #[derive(Debug)]
-pub(crate) struct RunBuilder {
+struct Stretch {
     base: usize,
     first: Slot,
     pages: usize,
@@ -23,13 +115,13 @@ pub(crate) struct RunBuilder {
     gone: usize,
 }
 
-impl RunBuilder {
+impl Stretch {
     /// Maps a segment from a slot on, as much as one chunk may need.
-    pub(crate) fn new(tracker: &Uffd, segment: BorrowedFd<'_>, first: Slot) -> io::Result<Self> {
+    fn new(tracker: &Uffd, segment: BorrowedFd<'_>, first: Slot) -> io::Result<Self> {
         let left = SLOTS_PER_SEGMENT - first.number() % SLOTS_PER_SEGMENT;
         let pages = CHUNK_PAGES.min(left as usize);
         let base = vma::map_segment_anywhere(bytes(pages), segment, first.offset())?;
-        let builder = Self {
+        let stretch = Self {
             base,
             first,
             pages,
@@ -37,11 +129,11 @@ impl RunBuilder {
         };
         // UFFDIO_COPY wants its destination registered.
         tracker.register(base, bytes(pages), Mode::Missing)?;
-        Ok(builder)
+        Ok(stretch)
     }
 
     /// Whether a piece of that many pages from a slot on is still there.
-    pub(crate) fn has(&self, slot: Slot, pages: usize) -> bool {
+    fn has(&self, slot: Slot, pages: usize) -> bool {
         self.offset(slot)
             .is_some_and(|offset| offset >= self.gone && offset + pages <= self.pages)
     }
@@ -52,7 +144,7 @@ impl RunBuilder {
     }
 
     /// Gives a piece away, which [`Self::has`] said is there, and frees what lies before it.
-    pub(crate) fn take(&mut self, slot: Slot, pages: usize) -> Piece {
+    fn take(&mut self, slot: Slot, pages: usize) -> Piece {
         assert!(self.has(slot, pages));
         let offset = self.offset(slot).unwrap_or(self.gone);
         vma::unmap(self.base + bytes(self.gone), bytes(offset - self.gone));
@@ -64,9 +156,32 @@ impl RunBuilder {
     }
 }
 
-impl Drop for RunBuilder {
+impl Drop for Stretch {
     fn drop(&mut self) {
         vma::unmap(self.base + bytes(self.gone), bytes(self.pages - self.gone));
+    }
+}
+
+/// The pieces of a window, or why there is none. To be dropped when nothing is away any more.
+#[derive(Debug, Default)]
+pub(crate) struct Pieces {
+    /// Requests, counted from the first, and what was built for them.
+    runs: Vec<(Range<usize>, Result<Piece, Outcome>)>,
+    /// What was left over.
+    rest: Vec<Piece>,
+}
+
+impl Pieces {
+    /// The piece for some consecutive requests of a run with exceptions. The last ones of a run are to be asked for first.
+    pub(crate) fn take(&mut self, requests: &Range<usize>) -> Result<Piece, Outcome> {
+        let of_run =
+            |(run, _): &&mut (Range<usize>, _)| run.start <= requests.start && requests.end <= run.end;
+        let (run, piece) = self.runs.iter_mut().find(of_run).ok_or(Outcome::Refused)?;
+        let piece = piece.as_mut().map_err(|outcome| *outcome)?;
+        let behind = piece.split_off(requests.end - run.start);
+        self.rest.extend((behind.len > 0).then_some(behind));
+        run.end = requests.start;
+        Ok(piece.split_off(requests.start - run.start))
     }
 }
 
@@ -78,21 +193,44 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
-    /// Fills exceptions in, whose pages lie at `from` and the following addresses.
+    /// Puts pages of our own into places of exceptions.
+    #[allow(unsafe_code)] // fills pages
+    fn make_room(&self, tracker: &Uffd, pages: Range<usize>) -> io::Result<()> {
+        assert!(bytes(pages.end) <= self.len);
+        let zeros = ZEROS.as_ptr() as usize;
+        for first in pages.clone().step_by(ZEROS.len()) {
+            let len = bytes(ZEROS.len().min(pages.end - first));
+            // SAFETY: the zeros are as long; the place is ours, registered and empty.
+            unsafe { tracker.copy(self.address + bytes(first), zeros, len) }?;
+        }
+        Ok(())
+    }
+
+    /// Leaves this the pages before one.
+    fn split_off(&mut self, page: usize) -> Self {
+        let kept = bytes(page);
+        assert!(kept <= self.len);
+        let rest = Self {
+            address: self.address + kept,
+            len: self.len - kept,
+        };
+        self.len = kept;
+        rest
+    }
+
+    /// Fills an exception in, whose page lies at `from`.
     ///
     /// # Safety
-    /// The pages must be readable, and nobody may write them meanwhile.
+    /// It must have been an exception when the run was prepared, the page must be readable, and nobody may write it meanwhile.
     #[allow(unsafe_code)] // copies pages
-    pub(crate) unsafe fn fill(
-        &self,
-        tracker: &Uffd,
-        page: usize,
-        from: usize,
-        pages: usize,
-    ) -> io::Result<()> {
-        assert!((page + pages) * PAGE_SIZE <= self.len);
-        // SAFETY: as promised by the caller; the place is ours, registered and empty.
-        unsafe { tracker.copy(self.address + bytes(page), from, bytes(pages)) }
+    pub(crate) unsafe fn fill(&mut self, page: usize, from: usize) {
+        assert!((page + 1) * PAGE_SIZE <= self.len);
+        let mut words = [0; PAGE_WORDS];
+        // SAFETY: as promised by the caller; the place is a page of ours ([`Self::make_room`]), which nobody else knows.
+        unsafe {
+            guest::copy_page(from, &mut words);
+            guest::store_page(self.address + bytes(page), &words);
+        }
     }
 
     /// Moves the piece over a place of the guest, which becomes an ordinary mapping of the store.
@@ -100,9 +238,7 @@ impl Piece {
     /// # Safety
     /// The guest's pages there must have been taken away, and the piece must show what the guest is to see.
     #[allow(unsafe_code)] // replaces guest memory
-    pub(crate) unsafe fn move_to(self, tracker: &Uffd, at: usize) -> io::Result<()> {
-        // A registered mapping would not join its neighbour in the guest, which is not registered any more.
-        tracker.unregister(self.address, self.len)?;
+    pub(crate) unsafe fn move_to(self, at: usize) -> io::Result<()> {
         // SAFETY: as promised by the caller.
         unsafe { vma::move_over(self.address, at, self.len) }?;
         std::mem::forget(self);

@@ -15,6 +15,11 @@ impl Pass {
             return Ok(());
         };
         while let Some(batch) = round.next_batch() {
+            // A page that is to go back and cannot be moved is copied back, and a write by a plain reference would be lost with the
+            // one that was there. What is left of the round is sampled by another one, which is due at once.
+            if !self.direct_io.glance_again() {
+                return Ok(());
+            }
             let (map, space) = (&mut self.map, &mut self.space);
             self.monitor.sample(map, space, &mut self.account, &batch);
             self.account.lap(|cpu| &mut cpu.monitor);

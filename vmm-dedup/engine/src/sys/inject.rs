@@ -3,7 +3,8 @@
 //! Every call on guest memory, and every call that may be made while guest pages are away, asks [`before`] first. In a
 //! product that is nothing. With the feature `inject`, and in the engine's own tests, an `Injection` says which calls of
 //! one kind, or from one place in the engine, end with an errno instead of being made. A `Watch` says from which places calls are
-//! made: the functions that make them name their callers (`track_caller`) where there are injections.
+//! made, and an `Observer` is told of each before it is made: the functions that make them name their callers
+//! (`track_caller`) where there are injections.
 
 mod call {
     /// Kinds of system calls.
@@ -27,6 +28,8 @@ mod call {
         Poison,
         /// read() of a userfaultfd.
         ReadFaults,
+        /// poll() of a userfaultfd.
+        PollFaults,
         /// PAGEMAP_SCAN.
         PagemapScan,
         /// read() of pagemap.
@@ -55,7 +58,55 @@ mod call {
         Split,
         /// madvise() that repeats what the VMM had advised.
         Advise,
+        /// brk(), which waits for whoever holds the lock of the mappings.
+        Brk,
+        /// sched_setscheduler().
+        Schedule,
     }
+
+    #[cfg(feature = "inject")]
+    impl Call {
+        /// All kinds.
+        pub const ALL: [Self; 26] = [
+            Self::Register,
+            Self::Unregister,
+            Self::Wake,
+            Self::Copy,
+            Self::ZeroPage,
+            Self::Move,
+            Self::WriteProtect,
+            Self::Poison,
+            Self::ReadFaults,
+            Self::PollFaults,
+            Self::PagemapScan,
+            Self::PagemapRead,
+            Self::Fork,
+            Self::Mincore,
+            Self::MapSegment,
+            Self::MapAnonymous,
+            Self::Remap,
+            Self::Unmap,
+            Self::Protect,
+            Self::Populate,
+            Self::PopulateRead,
+            Self::Discard,
+            Self::Split,
+            Self::Advise,
+            Self::Brk,
+            Self::Schedule,
+        ];
+    }
+
+    // Each in its place: a kind that is added is added there.
+    #[cfg(feature = "inject")]
+    const _: () = {
+        let mut n = 0;
+        while n < Call::ALL.len() {
+            assert!(Call::ALL[n] as usize == n);
+            n += 1;
+        }
+        assert!(Call::Schedule as usize + 1 == n);
+    };
 }
 
 pub use call::Call;
@@ -85,7 +136,7 @@ pub(crate) use product::{before, before_mapping};
 
 #[cfg(any(test, feature = "inject"))]
 #[cfg_attr(not(feature = "inject"), allow(unused_imports))] // the engine's own tests need some
-pub use armed::{Injection, Site, Times, Watch};
+pub use armed::{Injection, Observer, Site, Times, Watch};
 #[cfg(any(test, feature = "inject"))]
 pub(crate) use armed::{before, before_mapping};
 
@@ -96,7 +147,7 @@ mod armed {
     use std::fmt;
     use std::io;
     use std::panic::Location;
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Mutex, MutexGuard, PoisonError};
 
     /// Which calls of a kind fail.
@@ -155,9 +206,12 @@ mod armed {
 
     /// Calls from each place, while somebody watches.
     static SEEN: Mutex<Option<BTreeMap<Site, u64>>> = Mutex::new(None);
-    /// Whether there is a plan, or somebody watches.
-    static ARMED: AtomicBool = AtomicBool::new(false);
     static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
+    static OBSERVER: Mutex<Option<Told>> = Mutex::new(None);
+    /// How many of these there are.
+    static ARMED: AtomicUsize = AtomicUsize::new(0);
+
+    type Told = Box<dyn FnMut(Site) + Send>;
 
     fn plan() -> MutexGuard<'static, Option<Plan>> {
         PLAN.lock().unwrap_or_else(PoisonError::into_inner)
@@ -167,8 +221,41 @@ mod armed {
         SEEN.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn arm(plan: &Option<Plan>, seen: &Option<BTreeMap<Site, u64>>) {
-        ARMED.store(plan.is_some() || seen.is_some(), Ordering::Release);
+    fn observer() -> MutexGuard<'static, Option<Told>> {
+        OBSERVER.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn arm<T>(place: &mut Option<T>, with: T) {
+        assert!(place.is_none(), "one of a kind at a time");
+        *place = Some(with);
+        ARMED.fetch_add(1, Ordering::Release);
+    }
+
+    fn disarm<T>(place: &mut Option<T>) {
+        *place = None;
+        ARMED.fetch_sub(1, Ordering::Release);
+    }
+
+    /// Is told of every call, whoever of the process makes it, in the thread that is about to make it. There is one at a time.
+    #[derive(Debug)]
+    pub struct Observer(());
+
+    impl Observer {
+        /// `told` must not make calls of its own that are told of.
+        ///
+        /// # Panics
+        /// If there is one already.
+        #[must_use]
+        pub fn begin(told: impl FnMut(Site) + Send + 'static) -> Self {
+            arm(&mut *observer(), Box::new(told));
+            Self(())
+        }
+    }
+
+    impl Drop for Observer {
+        fn drop(&mut self) {
+            disarm(&mut *observer());
+        }
     }
 
     /// Notes from where calls are made while this lives, whoever of the process makes them. There is one at a time.
@@ -182,9 +269,7 @@ mod armed {
         /// If somebody watches already.
         #[must_use]
         pub fn begin() -> Self {
-            let (plan, mut seen) = (plan(), seen());
-            assert!(seen.replace(BTreeMap::new()).is_none(), "one watch at a time");
-            arm(&plan, &seen);
+            arm(&mut *seen(), BTreeMap::new());
             Self(())
         }
 
@@ -197,9 +282,7 @@ mod armed {
 
     impl Drop for Watch {
         fn drop(&mut self) {
-            let (plan, mut seen) = (plan(), seen());
-            *seen = None;
-            arm(&plan, &seen);
+            disarm(&mut *seen());
         }
     }
 
@@ -237,9 +320,7 @@ mod armed {
         }
 
         fn with(call: Call, site: Option<Site>, errno: i32, times: Times, hole: bool) -> Self {
-            let mut plan = plan();
-            assert!(plan.is_none(), "one injection at a time");
-            *plan = Some(Plan {
+            let plan = Plan {
                 call,
                 site,
                 errno,
@@ -247,8 +328,8 @@ mod armed {
                 hole,
                 seen: 0,
                 failed: 0,
-            });
-            arm(&plan, &seen());
+            };
+            arm(&mut *self::plan(), plan);
             Self(())
         }
 
@@ -261,9 +342,7 @@ mod armed {
 
     impl Drop for Injection {
         fn drop(&mut self) {
-            let mut plan = plan();
-            *plan = None;
-            arm(&plan, &seen());
+            disarm(&mut *plan());
         }
     }
 
@@ -282,7 +361,7 @@ mod armed {
     #[allow(unsafe_code)] // unmaps as a failing call would
     #[track_caller]
     fn decide(call: Call, over: Option<(usize, usize)>) -> io::Result<()> {
-        if !ARMED.load(Ordering::Acquire) {
+        if ARMED.load(Ordering::Acquire) == 0 {
             return Ok(());
         }
         let place = Location::caller();
@@ -291,10 +370,13 @@ mod armed {
             file: place.file(),
             line: place.line(),
         };
-        let mut plan = plan();
+        if let Some(told) = &mut *observer() {
+            told(site);
+        }
         if let Some(seen) = &mut *seen() {
             *seen.entry(site).or_default() += 1;
         }
+        let mut plan = plan();
         let meant = |plan: &&mut Plan| plan.call == call && plan.site.is_none_or(|at| at == site);
         let Some(plan) = plan.as_mut().filter(meant) else {
             return Ok(());
@@ -341,6 +423,25 @@ mod armed {
             let injection = Injection::at(second, libc::ENOMEM, Times::Always);
             assert!(here().is_ok() && there().is_err());
             assert_eq!(injection.failed(), 1);
+        }
+
+        #[test]
+        fn an_observer_is_told_of_each_call_before_it_is_made() {
+            let (tell, told) = std::sync::mpsc::channel();
+            let observer =
+                Observer::begin(move |site: Site| _ = tell.send((site.call, std::thread::current().id())));
+            let here = std::thread::current().id();
+            assert!(before(Call::Poison).is_ok());
+            // Other tests of this process make calls as well.
+            let own = || {
+                told.try_iter()
+                    .filter(|(_, thread)| *thread == here)
+                    .map(|(call, _)| call)
+            };
+            assert_eq!(own().collect::<Vec<_>>(), [Call::Poison]);
+            drop(observer);
+            assert!(before(Call::Poison).is_ok());
+            assert_eq!(own().next(), None);
         }
 
         #[test]

@@ -1,11 +1,13 @@
 //! Not being preempted while guest pages are away.
 #![allow(unsafe_code)] // sched_setscheduler
 
+use crate::sys::inject::{self, Call};
 use crate::sys::late_log;
 use std::cell::Cell;
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Set when the kernel refused once: no further tries.
+/// Set when the kernel did not permit it once: no further tries.
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
 /// While this lives the calling thread runs before all normal threads (SCHED_FIFO, lowest priority), so that a busy
@@ -15,38 +17,48 @@ static REFUSED: AtomicBool = AtomicBool::new(false);
 pub(crate) struct Urgent(bool);
 
 impl Urgent {
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn begin() -> Self {
         if REFUSED.load(Ordering::Relaxed) {
             return Self(false);
         }
         // Without SCHED_RESET_ON_FORK, which only CAP_SYS_NICE may clear again: a limit (RLIMIT_RTPRIO) allows the way in as well.
-        let urgent = set(libc::SCHED_FIFO, 1);
-        if !urgent && !REFUSED.swap(true, Ordering::Relaxed) {
+        let Err(error) = set(libc::SCHED_FIFO, 1) else {
+            return Self(true);
+        };
+        let forbidden = error.raw_os_error() == Some(libc::EPERM);
+        if !(forbidden && REFUSED.swap(true, Ordering::Relaxed)) {
             let then = "windows may be preempted; give the VMM CAP_SYS_NICE to keep vCPU stops short";
-            late_log::note(
-                "asking for a higher priority",
-                &std::io::Error::last_os_error(),
-                then,
-            );
+            late_log::note("asking for a higher priority", &error, then);
         }
-        Self(urgent)
+        Self(false)
     }
 }
 
 impl Drop for Urgent {
     fn drop(&mut self) {
-        if self.0 {
-            set(libc::SCHED_OTHER, 0);
+        if !self.0 {
+            return;
+        }
+        // Whoever may raise a priority may lower it. Should the kernel refuse all the same, the end of the next one asks again.
+        if let Err(error) = set(libc::SCHED_OTHER, 0) {
+            let then = "it is tried again; until then the thread runs before others";
+            late_log::note("going back to the usual priority", &error, then);
         }
     }
 }
 
-fn set(policy: i32, priority: i32) -> bool {
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
+fn set(policy: i32, priority: i32) -> io::Result<()> {
     let parameters = libc::sched_param {
         sched_priority: priority,
     };
+    inject::before(Call::Schedule)?;
     // SAFETY: the calling thread (0) and a valid parameter block.
-    unsafe { libc::sched_setscheduler(0, policy, &parameters) == 0 }
+    if unsafe { libc::sched_setscheduler(0, policy, &parameters) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
 thread_local! {
@@ -102,13 +114,38 @@ fn block_signals() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::inject::{Injection, Times};
+
+    fn policy() -> i32 {
+        // SAFETY: no arguments but the calling thread.
+        unsafe { libc::sched_getscheduler(0) }
+    }
 
     #[test]
     fn urgency_ends() {
-        // SAFETY: no arguments but the calling thread.
-        let policy = || unsafe { libc::sched_getscheduler(0) };
         let before = policy();
         drop(Urgent::begin());
         assert_eq!(policy(), before);
+    }
+
+    #[test]
+    fn urgency_that_cannot_be_had_or_ended_is_told_and_asked_for_again_unless_it_is_forbidden() {
+        let before = policy();
+        let failures = late_log::count();
+        // Neither the beginning nor, if there was one, the end.
+        for times in [Times::First(1), Times::Every(2)] {
+            let injection = Injection::begin(Call::Schedule, libc::EINVAL, times);
+            drop(Urgent::begin());
+            drop(Urgent::begin());
+            assert!(injection.failed() > 0 && late_log::count() > failures);
+            drop(injection);
+            drop(Urgent::begin());
+            assert_eq!(policy(), before);
+        }
+        let injection = Injection::begin(Call::Schedule, libc::EPERM, Times::Always);
+        (0..3).for_each(|_| drop(Urgent::begin()));
+        assert_eq!(injection.failed(), 1, "what is forbidden is asked for once");
+        drop(injection);
+        REFUSED.store(false, Ordering::Relaxed);
     }
 }

@@ -4,6 +4,7 @@
 
 use crate::error::Error;
 use crate::sys::inject::{self, Call};
+use crate::sys::late_log;
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::pagemap::Places;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -355,10 +356,26 @@ impl Uffd {
     }
 
     /// Waits until somebody's fault can be read; whether there is one.
-    pub(crate) fn wait_for_fault(&self, time: Duration) -> bool {
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
+    pub(crate) fn wait_for_fault(&self, time: Duration) -> io::Result<bool> {
+        inject::before(Call::PollFaults)?;
         let mut poll = [PollFd::new(self, PollFlags::IN)];
         let timeout = Timespec::try_from(time).ok();
-        rustix::event::poll(&mut poll, timeout.as_ref()).is_ok_and(|ready| ready > 0)
+        Ok(rustix::event::poll(&mut poll, timeout.as_ref())? > 0)
+    }
+
+    /// Whether somebody's fault can be read, or can within so much time. If the kernel does not tell, somebody may wait: who asks
+    /// ends early for his sake, and that only takes another try.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
+    pub(crate) fn somebody_waits(&self, time: Duration) -> bool {
+        self.wait_for_fault(time).unwrap_or_else(|error| {
+            late_log::note(
+                "looking whether somebody waits",
+                &error,
+                "it counts as if somebody does",
+            );
+            true
+        })
     }
 
     /// Addresses of the faults that wait now, up to the room in `out`. Never blocks.

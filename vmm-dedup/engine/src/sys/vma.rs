@@ -258,10 +258,28 @@ pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
     renewed
 }
 
-/// Returns when everybody who held the lock of this process's mappings before has let it go.
+/// Returns when everybody who held the lock of this process's mappings before has let it go. (The kernel only refuses that to
+/// a process that is about to end.)
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn wait_for_lock_holders() {
+    while let Err(error) = ask_for_break() {
+        late_log::note(
+            "waiting for whoever changes mappings",
+            &error,
+            "it was tried again until it worked",
+        );
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
+fn ask_for_break() -> io::Result<()> {
+    inject::before(Call::Brk)?;
     // SAFETY: no break is below every one that there can be, so nothing changes; but it is found out under the lock, held for writing.
-    unsafe { libc::syscall(libc::SYS_brk, 0) };
+    if unsafe { libc::syscall(libc::SYS_brk, 0) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
 /// Repeats what the VMM had advised for guest memory. It changes no content; advice that the kernel refuses is lost.

@@ -167,18 +167,26 @@ impl FaultSampling {
         let mut missed: Vec<Missed> = Vec::new();
         while away.iter().any(|taken| !taken.window.away().is_empty()) {
             let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() || !uffd.wait_for_fault(left) {
+            if left.is_zero() {
                 break;
             }
-            if let Err(error) = uffd.read_faults(&mut faults) {
-                late_log::note(
-                    "reading who waits for a sample",
-                    &error,
-                    "all goes back, and nothing is learnt",
-                );
-                let unknown = away.iter_mut().filter(|taken| taken.used == Some(Use::None));
-                unknown.for_each(|taken| taken.used = None);
-                break;
+            let came = uffd.wait_for_fault(left).and_then(|came| match came {
+                true => uffd.read_faults(&mut faults).map(|()| true),
+                false => Ok(false),
+            });
+            match came {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => {
+                    late_log::note(
+                        "reading who waits for a sample",
+                        &error,
+                        "all goes back, and nothing is learnt",
+                    );
+                    let unknown = away.iter_mut().filter(|taken| taken.used == Some(Use::None));
+                    unknown.for_each(|taken| taken.used = None);
+                    break;
+                }
             }
             let mut wanted = Vec::with_capacity(faults.len());
             let after = start.elapsed();

@@ -107,7 +107,7 @@ impl Breaker {
             keep_coming = keep_coming && self.poll();
             if !keep_coming {
                 let patience = if queue.is_empty() { 100 } else { 5 };
-                self.uffd.wait_for_fault(Duration::from_millis(patience));
+                self.wait_for_faults(Duration::from_millis(patience));
             }
             if let Err(error) = self.uffd.read_faults(&mut faults) {
                 late_log::note("reading write faults", &error, "it is tried again");
@@ -139,15 +139,27 @@ impl Breaker {
     /// the fault thread has just read it, and may wait for the lock.
     pub(crate) fn somebody_waits(&self, time: Duration) -> bool {
         self.wanted.load(Ordering::Acquire)
-            || self.uffd.wait_for_fault(time)
+            || self.uffd.somebody_waits(time)
             || self.wanted.load(Ordering::Acquire)
+    }
+
+    /// Waits for a fault, or so long. If the kernel does not let it wait, it is asked what there is, and soon again.
+    fn wait_for_faults(&self, patience: Duration) {
+        if let Err(error) = self.uffd.wait_for_fault(patience) {
+            late_log::note(
+                "waiting for write faults",
+                &error,
+                "they are asked for again and again",
+            );
+            std::thread::sleep(POLL);
+        }
     }
 
     /// Whether there is a fault soon.
     fn poll(&self) -> bool {
         let begin = Instant::now();
         loop {
-            if self.uffd.wait_for_fault(Duration::ZERO) {
+            if self.uffd.somebody_waits(Duration::ZERO) {
                 return true;
             }
             if begin.elapsed() > POLL {
@@ -293,7 +305,7 @@ mod tests {
         };
         std::thread::scope(|scope| {
             let writer = scope.spawn(|| write(1));
-            assert!(breaker.uffd.wait_for_fault(Duration::from_secs(10)));
+            assert!(breaker.uffd.somebody_waits(Duration::from_secs(10)));
             breaker.wanted.store(true, Ordering::Release);
             let faults = Faults::of(breaker.clone());
             // What an embedder has every thread do first, before the thread serves anybody.

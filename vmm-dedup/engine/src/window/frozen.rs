@@ -292,9 +292,9 @@ mod tests {
             let mut frozen = Frozen::freeze(&guest.uffd, all.clone(), Afterwards::Unregistered).unwrap();
             let mut pagemap = Pagemap::open().unwrap();
             assert_eq!(frozen.copies(&mut pagemap).unwrap(), [guest.pages(3..4)]);
-            assert!(guest.is_whole() && !guest.uffd.wait_for_fault(Duration::ZERO));
+            assert!(guest.is_whole() && !guest.uffd.somebody_waits(Duration::ZERO));
             let writer = scope.spawn(|| [3, 5, 9].map(|page| guest.word(page).store(99, Ordering::Relaxed)));
-            assert!(guest.uffd.wait_for_fault(Duration::from_secs(10)));
+            assert!(guest.uffd.somebody_waits(Duration::from_secs(10)));
             assert!(guest.is_whole());
             // SAFETY: the same bytes, which nobody has pinned.
             let mapped = unsafe { frozen.map_slots(guest.pages(2..8), guest.file.as_fd(), bytes(PAGES + 2)) };
@@ -350,7 +350,7 @@ mod tests {
                 let all = guest.pages(0..PAGES);
                 let _frozen = Frozen::freeze(&guest.uffd, all, Afterwards::Unregistered).unwrap();
                 scope.spawn(|| guest.break_page(4));
-                while !guest.uffd.wait_for_fault(Duration::ZERO) {
+                while !guest.uffd.somebody_waits(Duration::ZERO) {
                     std::thread::yield_now();
                 }
                 panic!("while pages are frozen");
@@ -370,7 +370,7 @@ mod tests {
         guest.break_page(5);
         std::thread::scope(|scope| {
             scope.spawn(|| guest.break_page(2));
-            assert!(guest.uffd.wait_for_fault(Duration::from_secs(10)));
+            assert!(guest.uffd.somebody_waits(Duration::from_secs(10)));
             unprotect(&guest.uffd, &guest.pages(2..3));
             wake(&guest.uffd, &guest.pages(2..3));
         });

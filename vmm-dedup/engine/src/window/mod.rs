@@ -271,7 +271,7 @@ impl<'a> Window<'a> {
 
     /// Whether somebody waits, for a page that is away or at a place where there was none.
     pub(crate) fn somebody_waits(&self) -> bool {
-        self.uffd.wait_for_fault(Duration::ZERO)
+        self.uffd.somebody_waits(Duration::ZERO)
     }
 
     /// Lets everybody go on who waits in the window.

@@ -189,7 +189,7 @@ fn who_receives_into_a_frozen_page_with_the_lock_of_his_socket_is_not_waited_for
         // SAFETY: the page is mapped, and used for nothing else.
         let receives = scope.spawn(move || unsafe { libc::recv(fd, page as *mut libc::c_void, 8, 0) });
         io::Write::write_all(&mut one, &[7; 8]).unwrap();
-        assert!(uffd.wait_for_fault(Duration::from_secs(10)));
+        assert!(uffd.somebody_waits(Duration::from_secs(10)));
         assert_eq!(looker.ask(fd, Duration::from_millis(20)), Err(NoAnswer::Late));
         frozen(false);
         crate::sys::relocate::wake(&uffd, &(page..page + PAGE_SIZE));

@@ -186,7 +186,7 @@ fn who_touches_a_mended_hole_waits_for_the_page() {
     mend_hole(&tracker, &(guest..guest + bytes(PAGES)));
     let seen = std::thread::scope(|scope| {
         let reader = scope.spawn(|| memory.word(0, 8).load(Ordering::Relaxed));
-        assert!(tracker.wait_for_fault(Duration::from_secs(5)));
+        assert!(tracker.somebody_waits(Duration::from_secs(5)));
         put_back_page(&tracker, scratch, guest);
         tracker.wake(guest, PAGE_SIZE).unwrap();
         reader.join().unwrap()
@@ -251,7 +251,7 @@ fn waiters_go_on_although_waking_fails_for_a_while() {
     let (guest, scratch) = take_one(&tracker, &memory);
     let seen = std::thread::scope(|scope| {
         let reader = scope.spawn(|| memory.word(0, 8).load(Ordering::Relaxed));
-        assert!(tracker.wait_for_fault(Duration::from_secs(5)));
+        assert!(tracker.somebody_waits(Duration::from_secs(5)));
         let injection = Injection::begin(Call::Wake, libc::EINVAL, Times::First(50));
         put_back_page(&tracker, scratch, guest);
         wake(&tracker, &(guest..guest + PAGE_SIZE));
