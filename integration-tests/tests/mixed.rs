@@ -9,7 +9,7 @@ use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
-use vmm_dedup_integration_tests::suspended::open_what_suspends;
+use vmm_dedup_integration_tests::suspended::{open_what_suspends, open_what_suspends_at_a_glance};
 
 /// Pages of each 2 MiB that are kept private to sample its use.
 const PROBES: usize = 4;

@@ -141,11 +141,9 @@ pub fn run(duration: Duration, pair: &Path) -> Outcome {
 }
 
 impl Outcome {
-    fn end(&mut self, mut guest: Guest) {
+    fn end(&mut self, guest: Guest) {
         // This process lives on, so the store would keep what a guest maps that did not give it back.
-        if let Some(service) = guest.service.take() {
-            service.stop(true).expect("dedup stops");
-        }
+        guest.end_dedup(true);
         let (verdict, _) = guest.finish();
         self.guests += 1;
         self.writes += verdict.writes;
