@@ -273,6 +273,7 @@ const OTHERS: [(&str, &[&str]); 15] = [
             "heal_chaos",
             "huge_chaos",
             "swap_chaos",
+            "soak",
             "unmodified",
         ],
     ),
