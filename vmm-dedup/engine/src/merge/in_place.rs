@@ -402,6 +402,7 @@ fn copy(from: &Range<usize>, to: usize, pages: &[usize]) {
 mod tests {
     use super::*;
     use crate::memory::layout::HostRange;
+    use crate::sys::inject::{Call, Injection, Times};
     use crate::sys::uffd::Uffd;
     use std::os::fd::AsFd;
     use std::sync::Arc;
@@ -438,8 +439,13 @@ mod tests {
             };
             let frozen = runs.runs_mut().next().unwrap();
             assert!(!move_out(&memory, frozen, &all, haste).unwrap());
-            assert!(frozen.replaced().is_empty());
             let some = base..base + bytes(COMPARED);
+            for call in [Call::MapAnonymous, Call::Populate, Call::Remap] {
+                let injection = Injection::begin(call, libc::ENOMEM, Times::Always);
+                assert!(move_out(&memory, frozen, &some, haste).is_err(), "{call:?}");
+                assert!(injection.failed() > 0, "{call:?}");
+            }
+            assert!(frozen.replaced().is_empty());
             assert!(move_out(&memory, frozen, &some, haste).unwrap());
             assert_eq!(frozen.replaced(), [some]);
             drop(runs);
