@@ -175,11 +175,11 @@ impl Verifier {
         match self.ask(pairs, &mut known, &mut go_on) {
             Asked::ToTheEnd => {}
             Asked::CalledOff => return false,
-            Asked::Failed(error) => self.give_up(error),
+            Asked::Failed(error) => self.fail(error),
         }
         if let Some(first) = known.iter().position(|known| *known == Known::Different) {
             if pairs[first].equal() {
-                self.give_up(Error::Device(
+                self.fail(Error::Device(
                     "it calls pages different that are equal".to_owned(),
                 ));
             } else {
@@ -204,7 +204,7 @@ impl Verifier {
             if !equal {
                 different(&mut whose);
                 if known == Known::Equal {
-                    self.give_up(Error::Device("it calls pages equal that differ".to_owned()));
+                    self.fail(Error::Device("it calls pages equal that differ".to_owned()));
                 }
             }
         }
@@ -265,7 +265,7 @@ impl Verifier {
     }
 
     /// The CPU alone, from now on, for this reason.
-    pub(crate) fn give_up(&mut self, error: Error) {
+    pub(crate) fn fail(&mut self, error: Error) {
         if let Some(attached) = self.engine.take() {
             self.failed = Some((attached, error));
         }

@@ -50,7 +50,7 @@ impl MovingOut {
             return false;
         };
         if !can_move(with, healer) || !with.map.has_vmas_for(MOVED_OUT_VMAS) {
-            return self.give_up();
+            return self.end();
         }
         let memory = with.map.memory();
         let most = healer.batch_len(memory, &batch);
@@ -61,7 +61,7 @@ impl MovingOut {
         match move_out(with, healer, &batch) {
             Outcome::Merged => {}
             // Each try is a fork, which holds up the VM: the rest is tried another time.
-            Outcome::Contended if healer.forks_tell() => return self.give_up(),
+            Outcome::Contended if healer.forks_tell() => return self.end(),
             // Some page is written all the time: the others need not wait for it.
             Outcome::Contended if batch.len() > 1 => {
                 let second = batch.split_off(batch.len() / 2);
@@ -72,7 +72,7 @@ impl MovingOut {
         true
     }
 
-    fn give_up(&mut self) -> bool {
+    fn end(&mut self) -> bool {
         self.left.clear();
         self.all = false;
         false

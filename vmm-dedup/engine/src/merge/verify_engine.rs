@@ -68,7 +68,7 @@ impl VerifyEngine {
             None => Ok(()),
         };
         if let Err(error) = told {
-            self.verifier.give_up(error);
+            self.verifier.fail(error);
         }
         &mut self.verifier
     }

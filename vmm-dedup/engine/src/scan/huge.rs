@@ -74,7 +74,7 @@ impl Pass {
     fn look_at_huge_page(&mut self, at: usize) {
         let (map, session, account) = (&mut self.map, &self.session, &mut self.account);
         let look = duplicates::look(map, session, account, &self.monitor, at);
-        if look.all_zero() && self.direct_io.glance() && zeros::give_up(map, &mut self.space, account, at) {
+        if look.all_zero() && self.direct_io.glance() && zeros::free(map, &mut self.space, account, at) {
             return;
         }
         let managed = self.space.breaker.managed();

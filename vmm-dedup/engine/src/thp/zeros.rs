@@ -18,12 +18,7 @@ use std::time::Instant;
 
 /// A huge page that seems to be all zeros: takes it, and leaves the place empty if it is.
 #[allow(unsafe_code)] // reads pages that were taken
-pub(crate) fn give_up(
-    map: &mut PageMap,
-    space: &mut AddressSpace,
-    account: &mut Account,
-    chunk: usize,
-) -> bool {
+pub(crate) fn free(map: &mut PageMap, space: &mut AddressSpace, account: &mut Account, chunk: usize) -> bool {
     let discards = space.discards.clone();
     let mut discards = discards.lock();
     space.note_discards(&mut discards, map);

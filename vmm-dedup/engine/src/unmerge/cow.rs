@@ -198,7 +198,7 @@ impl Breaker {
     /// Lets `replace` put fresh memory into the place of a range, which nobody protects or breaks afterwards. If that fails the
     /// fault thread goes on serving the range. Only memory is touched here, so that threads whose system calls are filtered may
     /// come.
-    pub(crate) fn give_up(
+    pub(crate) fn discard(
         &self,
         range: &Range<usize>,
         replace: impl FnOnce() -> io::Result<()>,

@@ -155,7 +155,7 @@ impl Discarder {
             .map(|service| (service, service.discards.lock()))
             .collect();
         for (service, inner) in &mut locked {
-            service.give_up(inner, &range, &mut renewed, &mut kept);
+            service.discard(inner, &range, &mut renewed, &mut kept);
         }
         // SAFETY: as promised by the caller.
         let done = unsafe { vma::dont_need(range.start, range.len()) };
@@ -203,7 +203,7 @@ impl Served {
 
     /// Maps fresh memory over what of a range lies in mappings of the store, and takes note that the range is freed; what got no
     /// fresh memory is `kept`.
-    fn give_up(
+    fn discard(
         &self,
         inner: &mut Inner,
         range: &Range<usize>,
@@ -218,7 +218,7 @@ impl Served {
                 #[allow(unsafe_code)]
                 let replaced = self
                     .breaker
-                    .give_up(&run, || unsafe { vma::renew(run.start, run.len()) });
+                    .discard(&run, || unsafe { vma::renew(run.start, run.len()) });
                 match replaced {
                     Ok(()) => {
                         inner.memory.advise_again(&run);
