@@ -273,6 +273,7 @@ const OTHERS: [(&str, &[&str]); 15] = [
             "huge_chaos",
             "swap_chaos",
             "unmodified",
+            "soak",
         ],
     ),
 ];
