@@ -70,8 +70,8 @@ fn check(package: &str, features: &str, folder: &str) {
             return eprintln!("SKIPPED: another version of Rust: {error}");
         }
     };
-    let path =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../vmm-dedup/{folder}/public-interface.txt"));
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let path = root.join(folder).join("public-interface.txt");
     if std::env::var_os("WRITE_INTERFACE").is_some() {
         std::fs::write(&path, &now).expect("it is written");
     }
@@ -92,10 +92,16 @@ fn check(package: &str, features: &str, folder: &str) {
 
 #[test]
 fn the_engines_interface_is_as_listed() {
-    check("vmm-dedup", "seccomp", "engine");
+    check("vmm-dedup", "seccomp", "vmm-dedup/engine");
 }
 
 #[test]
 fn the_protocols_interface_is_as_listed() {
-    check("vmm-dedup-protocol", "", "protocol");
+    check("vmm-dedup-protocol", "", "vmm-dedup/protocol");
+}
+
+#[test]
+fn the_interfaces_of_what_hears_agents_are_as_listed() {
+    check("vmm-dedup-agent-wire", "", "guest-agent/wire");
+    check("vmm-dedup-agent-receiver", "", "guest-agent/receiver");
 }

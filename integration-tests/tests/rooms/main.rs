@@ -275,6 +275,7 @@ const OTHERS: [(&str, &[&str]); 15] = [
             "swap_chaos",
             "soak",
             "unmodified",
+            "soak",
         ],
     ),
 ];

@@ -316,6 +316,25 @@ fn a_reserve_without_managed_breaks_is_refused() {
 }
 
 #[test]
+fn a_line_of_settings_is_checked_before_the_vm_is_made() {
+    for (line, says) in [
+        ("cpu_percent=10", "store is empty"),
+        ("store=/s,cpu_percent=0", "cpu_percent is 0"),
+        ("store=/s,agent=cid:5", "no vsock"),
+        ("store=/s,search=hash", "search is \"hash\""),
+    ] {
+        let output = vmm_dedup(&["run", "--payload", "--dedup", line]);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(text.contains(says) && output.status.code() == Some(2), "{text}");
+    }
+    for also in [["--store", "/s"], ["--cpu-percent", "5"], ["--name", "web1"]] {
+        let run = ["run", "--payload", "--dedup", "store=/s"];
+        let output = vmm_dedup(&[&run, &also[..]].concat());
+        assert_eq!(output.status.code(), Some(2), "{also:?}");
+    }
+}
+
+#[test]
 fn engines_that_there_are_not_are_refused_with_those_there_are() {
     let run = ["run", "--payload", "--store", "/nonexistent"];
     let refused = |options: &[&str]| error_of(&[&run, options].concat());

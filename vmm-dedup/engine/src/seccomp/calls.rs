@@ -62,6 +62,10 @@ pub fn allowed(part: Part) -> impl Iterator<Item = &'static Call> {
 
 /// What runs do.
 pub const CALLS: &[Call] = &[
+    call("accept4", libc::SYS_accept4, &[Agent]),
+    call("bind", libc::SYS_bind, &[Agent]),
+    #[cfg(target_arch = "x86_64")]
+    call("chmod", libc::SYS_chmod, &[Agent]),
     call(
         "clock_gettime",
         libc::SYS_clock_gettime,
@@ -71,16 +75,16 @@ pub const CALLS: &[Call] = &[
     call(
         "close",
         libc::SYS_close,
-        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
+        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Agent],
     ),
-    call("connect", libc::SYS_connect, &[Supervisor, Refused, Start]),
+    call("connect", libc::SYS_connect, &[Supervisor, Refused, Start, Agent]),
     call("eventfd2", libc::SYS_eventfd2, &[Supervisor, Start, Announce]),
     call("exit", libc::SYS_exit, &[Scan, Fault, Count, Refused]),
     call("fallocate", libc::SYS_fallocate, &[Scan]),
     call(
         "fcntl",
         libc::SYS_fcntl,
-        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
+        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Agent],
     ),
     call("fstat", libc::SYS_fstat, &[Supervisor, Scan, Start]),
     call("fstatfs", libc::SYS_fstatfs, &[Count]),
@@ -102,6 +106,7 @@ pub const CALLS: &[Call] = &[
     call("getrusage", libc::SYS_getrusage, &[Scan]),
     call("getsockopt", libc::SYS_getsockopt, &[Scan, Count]),
     call("gettid", libc::SYS_gettid, &[Scan, Fault, Count, Refused]),
+    call("listen", libc::SYS_listen, &[Agent]),
     call("lseek", libc::SYS_lseek, &[Supervisor, Scan, Count, Start]),
     call(
         "madvise",
@@ -124,11 +129,15 @@ pub const CALLS: &[Call] = &[
         libc::SYS_munmap,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
     ),
-    call("newfstatat", libc::SYS_newfstatat, &[Supervisor, Scan, Start]),
+    call(
+        "newfstatat",
+        libc::SYS_newfstatat,
+        &[Supervisor, Scan, Start, Agent],
+    ),
     #[cfg(target_arch = "x86_64")]
     call("open", libc::SYS_open, &[Supervisor, Start]),
     call("openat", libc::SYS_openat, &[Supervisor, Scan, Fault, Start]),
-    call("ppoll", libc::SYS_ppoll, &[Scan, Fault, Refused]),
+    call("ppoll", libc::SYS_ppoll, &[Scan, Fault, Refused, Agent]),
     call(
         "prctl",
         libc::SYS_prctl,
@@ -138,6 +147,7 @@ pub const CALLS: &[Call] = &[
     call("read", libc::SYS_read, &[Supervisor, Scan, Fault, Refused, Start]),
     #[cfg(target_arch = "x86_64")]
     call("readlink", libc::SYS_readlink, &[Count]),
+    call("recvfrom", libc::SYS_recvfrom, &[Agent]),
     call("recvmsg", libc::SYS_recvmsg, &[Supervisor, Scan, Refused, Start]),
     call("rseq", libc::SYS_rseq, &[Supervisor, Scan, Start, Announce]),
     call(
@@ -161,6 +171,7 @@ pub const CALLS: &[Call] = &[
         &[Supervisor, Scan, Fault, Count, Refused],
     ),
     call("sendmsg", libc::SYS_sendmsg, &[Supervisor, Scan, Refused, Start]),
+    call("sendto", libc::SYS_sendto, &[Agent]),
     call(
         "set_robust_list",
         libc::SYS_set_robust_list,
@@ -172,10 +183,13 @@ pub const CALLS: &[Call] = &[
         libc::SYS_sigaltstack,
         &[Scan, Fault, Count, Refused],
     ),
-    call("socket", libc::SYS_socket, &[Supervisor, Refused, Start]),
+    call("socket", libc::SYS_socket, &[Supervisor, Refused, Start, Agent]),
     call("statx", libc::SYS_statx, &[Supervisor, Scan, Fault, Count, Start]),
     call("uname", libc::SYS_uname, &[Supervisor, Start]),
+    #[cfg(target_arch = "x86_64")]
+    call("unlink", libc::SYS_unlink, &[Agent]),
     call("write", libc::SYS_write, &[Supervisor, Start, Announce]),
+    ioctl("FIONBIO", 0x5421, &[Agent]),
     ioctl("USERFAULTFD_IOC_NEW", 0xaa00, &[Supervisor, Start]),
     ioctl("UFFDIO_UNREGISTER", 0x8010_aa01, &[Scan]),
     ioctl("UFFDIO_WAKE", 0x8010_aa02, &[Scan, Fault]),
@@ -251,27 +265,11 @@ pub const RARE: &[Call] = &[
     call("newfstatat", libc::SYS_newfstatat, &[Damon]),
     call("openat", libc::SYS_openat, &[Damon]),
     call("statx", libc::SYS_statx, &[Damon]),
-    // A guest's agent, on a Unix socket or on vsock. (ioctl: FIONBIO.)
-    call("accept4", libc::SYS_accept4, &[Agent]),
-    call("bind", libc::SYS_bind, &[Agent]),
-    #[cfg(target_arch = "x86_64")]
-    call("chmod", libc::SYS_chmod, &[Agent]),
-    call("close", libc::SYS_close, &[Agent]),
-    call("connect", libc::SYS_connect, &[Agent]),
-    call("fcntl", libc::SYS_fcntl, &[Agent]),
+    // A guest's agent, on vsock or with other C libraries.
     call("getpeername", libc::SYS_getpeername, &[Agent]),
-    ioctl("FIONBIO", 0x5421, &[Agent]),
-    call("listen", libc::SYS_listen, &[Agent]),
-    call("newfstatat", libc::SYS_newfstatat, &[Agent]),
     #[cfg(target_arch = "x86_64")]
     call("poll", libc::SYS_poll, &[Agent]),
-    call("ppoll", libc::SYS_ppoll, &[Agent]),
-    call("recvfrom", libc::SYS_recvfrom, &[Agent]),
-    call("sendto", libc::SYS_sendto, &[Agent]),
-    call("socket", libc::SYS_socket, &[Agent]),
     call("statx", libc::SYS_statx, &[Agent]),
-    #[cfg(target_arch = "x86_64")]
-    call("unlink", libc::SYS_unlink, &[Agent]),
     // A thread's beginning and end.
     call("exit", libc::SYS_exit, ANY),
     call("gettid", libc::SYS_gettid, ANY),

@@ -3,7 +3,7 @@
 mod guest;
 
 use clap::builder::RangedU64ValueParser;
-use clap::{Args, ValueEnum};
+use clap::{ArgGroup, Args, ValueEnum};
 use guest::Guest;
 use serde_json::json;
 use std::io::{Read, Write};
@@ -17,12 +17,13 @@ use vmm_dedup_refvmm::{ExitReason, RunningVm, ThpMode, Vm, VmConfig};
 
 /// Run one VM with the reference VMM; its serial console is this terminal.
 ///
-/// With --store the VM's memory is deduplicated. The kernel is a Linux bzImage or vmlinux, or any PVH ELF image.
+/// With --store or --dedup the VM's memory is deduplicated. The kernel is a Linux bzImage or vmlinux, or any PVH ELF image.
 #[cfg_attr(
     feature = "demo",
     doc = "--payload runs the built-in test guest instead, which verifies its own memory."
 )]
 #[derive(Args, Debug)]
+#[command(group(ArgGroup::new("deduplicated").args(["store", "dedup"])))]
 pub(crate) struct RunArgs {
     #[command(flatten)]
     guest: Guest,
@@ -41,14 +42,17 @@ pub(crate) struct RunArgs {
     /// Deduplicate with the store at this socket.
     #[arg(long, value_name = "SOCKET")]
     store: Option<PathBuf>,
+    /// Deduplicate as this line says, e.g. store=/run/vmm-dedup/store.sock,name=web1,cpu_percent=10, instead of the options below.
+    #[arg(long, value_name = "LINE", conflicts_with = "store")]
+    dedup: Option<Setup>,
     /// Name of the VM in metrics.
-    #[arg(long, default_value = "vm")]
+    #[arg(long, default_value_t = Config::default().name, conflicts_with = "dedup")]
     name: String,
     /// CPU that dedup may use, percent of one core.
-    #[arg(long, default_value_t = 20, requires = "store")]
+    #[arg(long, default_value_t = Config::default().cpu_percent, requires = "store")]
     cpu_percent: u32,
     /// Milliseconds from one dedup pass to the next.
-    #[arg(long, default_value_t = 1000, requires = "store")]
+    #[arg(long, default_value_t = Config::default().pass_period_ms, requires = "store")]
     pass_period_ms: u64,
     /// Which huge pages are split for sharing and built again: smartmd, ksm, no-splitting or ingens.
     #[arg(long, default_value_t = Policy::default(), requires = "store")]
@@ -99,7 +103,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
     /// At the end bring everything back to anonymous memory, and print the dedup account as JSON on standard error.
-    #[arg(long, requires = "store")]
+    #[arg(long, requires = "deduplicated")]
     account: bool,
 }
 
@@ -146,11 +150,32 @@ impl RunArgs {
                 "--reserve-pages and --reserve-floor-mib need --breaks managed: the kernel's copies have no reserve",
             ));
         }
-        if self.store.is_some() {
-            let checked = self.engine_config()?.check_engines(&vmm_dedup_engines::engines());
+        if let Some(Setup { agent, config, .. }) = self.setup()? {
+            if agent.is_some() {
+                return Err(Failure::usage(
+                    "guests of the reference VMM have no vsock: leave agent out",
+                ));
+            }
+            let checked = config.check_engines(&vmm_dedup_engines::engines());
             checked.map_err(|error| Failure::usage(error.to_string()))?;
         }
         Ok(())
+    }
+
+    /// The store and the engine's settings, by a line or by options.
+    fn setup(&self) -> Result<Option<Setup>, Failure> {
+        let by_options = || {
+            let store = self.store.clone()?;
+            let config = self.engine_config();
+            Some(config.map(|config| Setup {
+                config,
+                ..Setup::new(store)
+            }))
+        };
+        match &self.dedup {
+            Some(setup) => Ok(Some(setup.clone())),
+            None => by_options().transpose(),
+        }
     }
 
     fn engine_config(&self) -> Result<Config, Failure> {
@@ -195,15 +220,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     kvm::need()?;
     let config = args.vm_config();
     let vm = Vm::new(&config).map_err(Failure::from_error)?;
-    let dedup = match args.store.clone() {
-        Some(store) => {
-            let config = args.engine_config()?;
-            // Its guests have no vsock.
-            let agent = None;
-            Some(start_dedup(&vm, Setup { store, agent, config })?)
-        }
-        None => None,
-    };
+    let dedup = args.setup()?.map(|setup| start_dedup(&vm, setup)).transpose()?;
     let vm = vm
         .start(Box::new(std::io::stdout()))
         .map_err(Failure::from_error)?;
