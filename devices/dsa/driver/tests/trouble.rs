@@ -223,7 +223,16 @@ fn slot(arena: &Arena, page: usize) -> With<'_> {
 #[test]
 fn what_a_caller_has_to_do_is_done_while_the_device_compares() {
     let arena = arena();
-    let mut engine = engine(&[Faults::default()], &arena);
+    let (shape, faults) = (Shape::sapphire_rapids(), Faults::default());
+    let queue = InProcess::new(
+        shape,
+        Timing::PUBLISHED,
+        faults,
+        Reach::Process,
+        Wanted::default(),
+    )
+    .unwrap();
+    let mut engine = DsaEngine::new(vec![Box::new(queue)], options()).unwrap();
     let tree: Vec<AtomicU64> = (0..words(1)).map(|_| AtomicU64::new(0)).collect();
     TreeWriter::new(&tree).insert(0, |_| Ordering::Equal);
     let mut times = 0;
