@@ -512,7 +512,10 @@ impl Receiver {
     pub fn take_changed(&mut self) -> impl Iterator<Item = Block> {
         self.map.changed.drain()
     }
+}
 
+/// What is known.
+impl Receiver {
     /// Whether what is said of temperatures is how the guest uses its memory now.
     ///
     /// # Errors
