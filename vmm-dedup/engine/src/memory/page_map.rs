@@ -64,7 +64,7 @@ pub(crate) struct PageMap {
     outbox: Outbox,
     /// What the guest says.
     hints: Hints,
-    /// Passes from one tick of [`Worth`](crate::memory::worth::Worth) to the next; 0: it does not matter.
+    /// Passes from one tick of [`Worth`] to the next; 0: it does not matter.
     tick_period: u64,
     /// Times that sharing ended before it had paid.
     early_breaks: u64,
