@@ -9,6 +9,7 @@ mod follow;
 pub(crate) mod hints;
 pub(crate) mod hotplug;
 pub(crate) mod huge;
+mod merge;
 pub(crate) mod merging;
 pub(crate) mod order;
 pub(crate) mod pace;

@@ -9,10 +9,10 @@
 //! ```
 //!
 //! Each stage takes what the one before has left and returns what it made of it; none names another. The pass hands on (to the left
-//! of *found* here, to its right in [`merging`]), and between any two pieces of work it yields and polls: it keeps the CPU budget,
+//! of *found* here, to its right in [`merge`]), and between any two pieces of work it yields and polls: it keeps the CPU budget,
 //! answers questions, and notices the wish to stop.
 //!
-//! [`merging`]: mod@crate::scan::merging
+//! [`merge`]: mod@crate::scan::merge
 
 use crate::error::Error;
 use crate::lookup::copies;
