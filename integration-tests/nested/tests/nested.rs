@@ -12,21 +12,18 @@ use vmm_dedup_nested::{Failure, Scenario};
 /// A tenth of a guest of 192 MiB: less is no sharing to speak of.
 const SOME_PAGES: u64 = 4915;
 
-/// The CLI and the preload library, which `cargo test` of this package alone does not build.
+/// The CLI and the preload library, which `cargo test` of this package alone does not build. They are chosen as `make test`
+/// chooses all tests but these, so that cargo finds them built, with the very same features. (The test `loss` needs the CLI, the
+/// test `symbols` the library.)
 fn programs() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let own = Path::new(env!("CARGO_BIN_EXE_vmm-dedup-nested"));
         let profile = own.parent().expect("programs are in PROFILE");
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        cargo.args([
-            "build",
-            "--quiet",
-            "-p",
-            "vmm-dedup-cli",
-            "-p",
-            "vmm-dedup-preload",
-        ]);
+        cargo.args(["test", "--no-run", "--quiet"]);
+        cargo.args(["--workspace", "--exclude", "vmm-dedup-nested"]);
+        cargo.args(["--test", "loss", "--test", "symbols"]);
         cargo.args([
             "--manifest-path",
             concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
