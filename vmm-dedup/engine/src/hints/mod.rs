@@ -1,5 +1,5 @@
 //! What the guest's agent tells: a thread that listens ([`listen`]), and what it has heard ([`line`]), of which the
-//! scanning thread takes over a part after the other ([`heard`]).
+//! scanning thread takes over a part after the other ([`heard`]), and the use of memory when it is asked ([`agent_use`]).
 //!
 //! # Trust
 //!
@@ -7,10 +7,13 @@
 //! and time by a credit. What it says changes which pages are looked at, and when: no page is merged or published by its word,
 //! and what it says is about its own pages only.
 //!
+//! [`agent_use`]: mod@crate::hints::agent_use
 //! [`heard`]: mod@crate::hints::heard
 //! [`line`]: mod@crate::hints::line
 //! [`listen`]: mod@crate::hints::listen
 
+#[cfg(feature = "agent")]
+pub(crate) mod agent_use;
 #[cfg(feature = "agent")]
 pub(crate) mod heard;
 #[cfg(feature = "agent")]
@@ -20,4 +23,4 @@ pub(crate) mod listen;
 #[cfg(not(feature = "agent"))]
 mod nobody;
 #[cfg(not(feature = "agent"))]
-pub(crate) use nobody::{heard, line, listen};
+pub(crate) use nobody::{agent_use, heard, line, listen};

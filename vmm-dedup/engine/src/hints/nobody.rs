@@ -26,6 +26,41 @@ pub(crate) mod line {
     }
 }
 
+pub(crate) mod agent_use {
+    use crate::hints::line::AgentLine;
+    use crate::memory::layout::{Memory, Page};
+    use crate::memory::thp_state::Use;
+    use std::ops::Range;
+    use std::sync::Arc;
+
+    /// Why nobody tells.
+    #[derive(Clone, Copy, Debug, thiserror::Error)]
+    #[error("this VMM was built without the guest's agent")]
+    pub(crate) struct NoUse;
+
+    /// Nobody's.
+    #[derive(Debug)]
+    pub(crate) struct AgentUse;
+
+    impl AgentUse {
+        pub(crate) fn new(_line: Arc<AgentLine>) -> Self {
+            Self
+        }
+
+        pub(crate) fn look(&mut self) -> bool {
+            false
+        }
+
+        pub(crate) fn speaks(&self) -> Result<(), NoUse> {
+            Err(NoUse)
+        }
+
+        pub(crate) fn use_of(&self, _memory: &Memory, _pages: &Range<Page>) -> Option<Use> {
+            None
+        }
+    }
+}
+
 pub(crate) mod heard {
     use crate::hints::line::{AgentLine, SaidOfBlock};
     use crate::memory::layout::Page;

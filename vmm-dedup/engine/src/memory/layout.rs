@@ -314,6 +314,7 @@ impl Memory {
     }
 
     /// Where the guest sees neighbours in one region; `None` if the VMM did not say.
+    #[cfg(feature = "agent")] // nobody else asks
     pub(crate) fn guest_addresses(&self, pages: &Range<Page>) -> Option<Range<u64>> {
         let region = self.region_of(pages.start)?;
         let start = region.guest? + bytes((pages.start - region.first) as usize) as u64;

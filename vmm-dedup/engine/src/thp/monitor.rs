@@ -26,7 +26,7 @@
 //! [`duplicates`]: mod@crate::thp::duplicates
 //! [`access`]: mod@crate::track::access
 //! [`access_source`]: mod@crate::track::access_source
-//! [`agent_use`]: mod@crate::track::agent_use
+//! [`agent_use`]: mod@crate::hints::agent_use
 //! [`policy`]: mod@crate::thp::policy
 //! [`pressure`]: mod@crate::thp::pressure
 //! [`collapse`]: mod@crate::thp::collapse
@@ -35,6 +35,7 @@
 
 use crate::account::Account;
 use crate::config::{Config, Policy, UseSource};
+use crate::hints::agent_use::AgentUse;
 use crate::hints::line::AgentLine;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
@@ -46,7 +47,6 @@ use crate::thp::pressure::Pressure;
 use crate::thp::shared_huge;
 use crate::track::access::{Probes, Target};
 use crate::track::access_source::{self, Chosen};
-use crate::track::agent_use::AgentUse;
 use crate::track::fault_sampling::BATCH;
 use crate::unmerge::address_space::AddressSpace;
 use std::sync::Arc;

@@ -20,7 +20,7 @@ pub(crate) struct Chosen {
 }
 
 /// Asks `wanted` first, then the others, the best first; not the guest's agent, which is asked range by range
-/// ([`agent_use`](mod@crate::track::agent_use)).
+/// ([`agent_use`](mod@crate::hints::agent_use)).
 pub(crate) fn choose(wanted: UseSource, tracker: &Arc<Uffd>, memory: &Memory) -> Chosen {
     let others = UseSource::ALL.into_iter().filter(|source| *source != wanted);
     let mut skipped = Vec::new();

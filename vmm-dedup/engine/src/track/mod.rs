@@ -2,7 +2,6 @@
 
 pub(crate) mod access;
 pub(crate) mod access_source;
-pub(crate) mod agent_use;
 pub(crate) mod damon;
 pub(crate) mod dirty;
 pub(crate) mod fault_sampling;

@@ -49,44 +49,44 @@ pub(crate) struct RunArgs {
     #[arg(long, default_value_t = Config::default().name, conflicts_with = "dedup")]
     name: String,
     /// CPU that dedup may use, percent of one core.
-    #[arg(long, default_value_t = Config::default().cpu_percent, requires = "store")]
+    #[arg(long, default_value_t = Config::default().cpu_percent, requires = "store", conflicts_with = "dedup")]
     cpu_percent: u32,
     /// Milliseconds from one dedup pass to the next.
-    #[arg(long, default_value_t = Config::default().pass_period_ms, requires = "store")]
+    #[arg(long, default_value_t = Config::default().pass_period_ms, requires = "store", conflicts_with = "dedup")]
     pass_period_ms: u64,
     /// Which huge pages are split for sharing and built again: smartmd, ksm, no-splitting or ingens.
-    #[arg(long, default_value_t = Policy::default(), requires = "store")]
+    #[arg(long, default_value_t = Policy::default(), requires = "store", conflicts_with = "dedup")]
     huge_policy: Policy,
     /// What tells which huge pages are used, for smartmd and ingens: take-and-wait, damon, page-idle or writes.
-    #[arg(long, default_value_t = UseSource::default(), requires = "store")]
+    #[arg(long, default_value_t = UseSource::default(), requires = "store", conflicts_with = "dedup")]
     use_source: UseSource,
     /// What looks for the page that another one equals: index, or an engine that compares pages in the order that a
     /// store started with --ordered keeps: tree (this CPU), dsa, pageforge, pagecmp or pagecmp-hybrid.
-    #[arg(long, value_name = "ENGINE", default_value_t = Config::default().search, requires = "store")]
+    #[arg(long, value_name = "ENGINE", default_value_t = Config::default().search, requires = "store", conflicts_with = "dedup")]
     search: String,
     /// With --search pageforge: the socket of a device (`vmm-dedup device pageforge`). Without, a model in this process.
     /// With --search dsa: a work queue (/dev/dsa/wq0.0). Without, all user queues that are free.
-    #[arg(long, value_name = "SOCKET", requires = "store")]
+    #[arg(long, value_name = "SOCKET", requires = "store", conflicts_with = "dedup")]
     search_socket: Option<PathBuf>,
     /// What compares pages with those that are to replace them: cpu, dsa, pageforge, pagecmp or pagecmp-hybrid. What an
     /// engine calls equal the CPU compares once more.
-    #[arg(long, value_name = "ENGINE", default_value_t = Config::default().verify.engine, requires = "store")]
+    #[arg(long, value_name = "ENGINE", default_value_t = Config::default().verify.engine, requires = "store", conflicts_with = "dedup")]
     verify: String,
     /// With --verify pageforge: the socket of a device. With --verify dsa: a work queue.
-    #[arg(long, value_name = "SOCKET", requires = "store")]
+    #[arg(long, value_name = "SOCKET", requires = "store", conflicts_with = "dedup")]
     verify_socket: Option<PathBuf>,
     /// Who copies a shared page that the guest writes.
-    #[arg(long, value_enum, default_value_t = BreakMode::Kernel, requires = "store")]
+    #[arg(long, value_enum, default_value_t = BreakMode::Kernel, requires = "store", conflicts_with = "dedup")]
     breaks: BreakMode,
     /// How long the VM's faults may be held up by a fork that tells which of the pages that the kernel copied are pinned,
     /// microseconds; 0: no forks.
-    #[arg(long, default_value_t = Breaks::KERNEL.heal_stall_us(), requires = "store", value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
+    #[arg(long, default_value_t = Breaks::KERNEL.heal_stall_us(), requires = "store", conflicts_with = "dedup", value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     heal_stall_us: u64,
     /// With managed breaks: pages kept ready for writers [default: 1024].
-    #[arg(long, requires = "store", value_parser = RangedU64ValueParser::<usize>::new().range(1..=16_777_216))]
+    #[arg(long, requires = "store", conflicts_with = "dedup", value_parser = RangedU64ValueParser::<usize>::new().range(1..=16_777_216))]
     reserve_pages: Option<usize>,
     /// With managed breaks: host memory below which the reserve is not refilled, MiB [default: 256].
-    #[arg(long, requires = "store", value_parser = clap::value_parser!(u64).range(1..=16_777_216))]
+    #[arg(long, requires = "store", conflicts_with = "dedup", value_parser = clap::value_parser!(u64).range(1..=16_777_216))]
     reserve_floor_mib: Option<u64>,
     /// Read the engine's settings from this TOML file, instead of the options for them.
     #[arg(
@@ -94,7 +94,7 @@ pub(crate) struct RunArgs {
         value_name = "FILE",
         requires = "store",
         conflicts_with_all = [
-            "name", "cpu_percent", "pass_period_ms", "search", "search_socket", "verify", "verify_socket", "breaks",
+            "dedup", "name", "cpu_percent", "pass_period_ms", "search", "search_socket", "verify", "verify_socket", "breaks",
             "heal_stall_us", "reserve_pages", "reserve_floor_mib",
         ]
     )]
