@@ -105,7 +105,7 @@ const WATCHED_AT_MOST: Duration = Duration::from_secs(6);
 /// How long calls from these places fail in turn (longer while one is left that must fail: after a failure the service leaves
 /// alone for a while what failed, and guests share two cores with whatever else runs), and how long one turn may take (less if calls from the place failed in another scene).
 const WALKED: Duration = Duration::from_secs(6);
-const WALKED_AT_MOST: Duration = Duration::from_secs(120);
+const WALKED_AT_MOST: Duration = Duration::from_secs(30);
 const TURN: Duration = Duration::from_millis(300);
 /// The same for a place that must fail and has not yet, after the scene has begun anew.
 const LONG_TURN: Duration = Duration::from_secs(5);
