@@ -46,9 +46,9 @@ impl std::fmt::Debug for Attached {
     }
 }
 
-/// What is known of a pair.
+/// What an engine says of a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Known {
+enum Said {
     /// The engine was not asked, or has not answered.
     Nothing,
     /// The engine could not read it.
@@ -171,28 +171,28 @@ impl Verifier {
         mut different: impl FnMut(&mut T),
         mut go_on: impl FnMut() -> bool,
     ) -> bool {
-        let mut known = vec![Known::Nothing; pairs.len()];
-        match self.ask(pairs, &mut known, &mut go_on) {
+        let mut said = vec![Said::Nothing; pairs.len()];
+        match self.ask(pairs, &mut said, &mut go_on) {
             Asked::ToTheEnd => {}
             Asked::CalledOff => return false,
             Asked::Failed(error) => self.fail(error),
         }
-        if let Some(first) = known.iter().position(|known| *known == Known::Different) {
+        if let Some(first) = said.iter().position(|said| *said == Said::Different) {
             if pairs[first].equal() {
                 self.fail(Error::Device(
                     "it calls pages different that are equal".to_owned(),
                 ));
             } else {
-                known[first] = Known::Differs;
+                said[first] = Said::Differs;
             }
         }
         let mut compared = 0usize;
-        for ((pair, known), mut whose) in pairs.iter().zip(known).zip(whose) {
+        for ((pair, said), mut whose) in pairs.iter().zip(said).zip(whose) {
             let believed = self.engine.is_some();
-            let equal = match known {
-                Known::Differs => false,
-                Known::Equal if believed && self.trusted => true,
-                Known::Different if believed => false,
+            let equal = match said {
+                Said::Differs => false,
+                Said::Equal if believed && self.trusted => true,
+                Said::Different if believed => false,
                 _ => {
                     if compared.is_multiple_of(BLOCK) && !go_on() {
                         return false;
@@ -203,7 +203,7 @@ impl Verifier {
             };
             if !equal {
                 different(&mut whose);
-                if known == Known::Equal {
+                if said == Said::Equal {
                     self.fail(Error::Device("it calls pages equal that differ".to_owned()));
                 }
             }
@@ -212,7 +212,7 @@ impl Verifier {
     }
 
     /// Asks the engine about all pairs that it can compare.
-    fn ask(&mut self, pairs: &[Pair<'_>], known: &mut [Known], go_on: &mut dyn FnMut() -> bool) -> Asked {
+    fn ask(&mut self, pairs: &[Pair<'_>], said: &mut [Said], go_on: &mut dyn FnMut() -> bool) -> Asked {
         let Some(attached) = &mut self.engine else {
             return Asked::ToTheEnd;
         };
@@ -244,7 +244,7 @@ impl Verifier {
                 answers.drain(..).try_for_each(|answer| {
                     let at = flight.take(&answer)?;
                     self.answered += 1;
-                    note(&mut known[places[at]], &flight.pairs[at], answer.answer)
+                    note(&mut said[places[at]], &flight.pairs[at], answer.answer)
                 })
             });
             if let Err(error) = polled {
@@ -297,20 +297,20 @@ fn by_cpu<'p, T>(
 }
 
 /// Notes an answer, the first one to this pair.
-fn note(known: &mut Known, pair: &Pair<'_>, answer: Answer<Compared>) -> Answer<()> {
-    if *known != Known::Nothing {
+fn note(said: &mut Said, pair: &Pair<'_>, answer: Answer<Compared>) -> Answer<()> {
+    if *said != Said::Nothing {
         return Err(Error::Device("it answers a pair twice".to_owned()));
     }
-    *known = match answer {
-        Ok(Compared::Equal) => Known::Equal,
+    *said = match answer {
+        Ok(Compared::Equal) => Said::Equal,
         Ok(Compared::Different(Some(offset))) if !pair.differs_at(offset) => {
             let text = format!("it calls pages different at byte {offset}, where they are equal");
             return Err(Error::Device(text));
         }
-        Ok(Compared::Different(Some(_))) => Known::Differs,
-        Ok(Compared::Different(None)) => Known::Different,
+        Ok(Compared::Different(Some(_))) => Said::Differs,
+        Ok(Compared::Different(None)) => Said::Different,
         Err(error @ Error::Device(_)) => return Err(error),
-        Err(Error::Fault(_) | Error::Address(_)) => Known::Unread,
+        Err(Error::Fault(_) | Error::Address(_)) => Said::Unread,
     };
     Ok(())
 }

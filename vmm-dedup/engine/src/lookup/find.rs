@@ -11,7 +11,7 @@
 
 use crate::account::Account;
 use crate::lookup::request::{Keyed, MergeRequest};
-use crate::lookup::tree_search::{BATCH, FEW, Found, Place, Searcher};
+use crate::lookup::tree_search::{BATCH, FEW, Proposal, SearchScope, Searcher};
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::store::session::Session;
@@ -144,7 +144,7 @@ impl Finder {
         pass: u64,
         keyed: &[(Page, Key)],
         batches: &mut Batches<'_>,
-    ) -> (Vec<Found>, Option<Keyed>) {
+    ) -> (Vec<Proposal>, Option<Keyed>) {
         let pages: Vec<Page> = keyed.iter().map(|(page, _)| *page).collect();
         let mut next = None;
         let proposed = self.ask_engine(
@@ -179,7 +179,7 @@ impl Finder {
         account: &mut Account,
         pass: u64,
         keyed: &[(Page, Key)],
-        proposed: &[Found],
+        proposed: &[Proposal],
     ) -> Vec<MergeRequest> {
         let mut requests = proposals(account, keyed, proposed);
         for (group, keys) in keyed.chunks(TOGETHER).enumerate() {
@@ -187,7 +187,7 @@ impl Finder {
                 touch(index, keys);
             }
             for (at, (page, key)) in (group * TOGETHER..).zip(keys) {
-                if matches!(proposed.get(at), Some(Found::Twin(_))) {
+                if matches!(proposed.get(at), Some(Proposal::Twin(_))) {
                     continue;
                 }
                 let answer = session
@@ -229,8 +229,8 @@ impl Finder {
         };
         for (at, (page, key)) in candidates.iter().enumerate() {
             match proposed.get(at) {
-                Some(Found::Twin(_)) => continue,
-                Some(Found::Changed) if map.private_candidate(*page).is_some() => {
+                Some(Proposal::Twin(_)) => continue,
+                Some(Proposal::Changed) if map.private_candidate(*page).is_some() => {
                     map.candidate_changed(*page);
                     continue;
                 }
@@ -287,13 +287,13 @@ impl Finder {
         account: &mut Account,
         pass: u64,
         pages: usize,
-        ask: impl FnOnce(&mut Searcher, &Place<'_>, &mut Account) -> (Vec<Found>, u64),
-    ) -> Vec<Found> {
+        ask: impl FnOnce(&mut Searcher, &SearchScope<'_>, &mut Account) -> (Vec<Proposal>, u64),
+    ) -> Vec<Proposal> {
         let (Some(store), true) = (session.store(), self.search.is_on()) else {
             return Vec::new();
         };
         let (cpu, helpers) = (proc::thread_cpu_ns(), self.search.helper_cpu_ns());
-        let with = Place {
+        let with = SearchScope {
             store,
             memory: map.memory(),
             pass,
@@ -307,9 +307,9 @@ impl Finder {
 }
 
 /// Requests for what the engine has found.
-fn proposals(account: &mut Account, keyed: &[(Page, Key)], found: &[Found]) -> Vec<MergeRequest> {
-    let twin = |((page, _), found): (&(Page, Key), &Found)| match found {
-        Found::Twin(slot) => Some(MergeRequest::proposed(*page, *slot)),
+fn proposals(account: &mut Account, keyed: &[(Page, Key)], found: &[Proposal]) -> Vec<MergeRequest> {
+    let twin = |((page, _), found): (&(Page, Key), &Proposal)| match found {
+        Proposal::Twin(slot) => Some(MergeRequest::proposed(*page, *slot)),
         _ => None,
     };
     let requests: Vec<MergeRequest> = keyed.iter().zip(found).filter_map(twin).collect();

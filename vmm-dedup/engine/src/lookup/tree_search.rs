@@ -42,7 +42,7 @@ const SET: usize = 31;
 
 /// What was found for a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Found {
+pub(crate) enum Proposal {
     /// No slot holds it, as far as the engine can tell.
     Nothing,
     /// This one seems to.
@@ -51,14 +51,14 @@ pub(crate) enum Found {
     Changed,
 }
 
-impl Found {
+impl Proposal {
     fn of(twin: Option<Slot>) -> Self {
-        twin.map_or(Found::Nothing, Found::Twin)
+        twin.map_or(Proposal::Nothing, Proposal::Twin)
     }
 }
 
 /// Where pages are searched for.
-pub(crate) struct Place<'a> {
+pub(crate) struct SearchScope<'a> {
     pub(crate) store: &'a Store,
     pub(crate) memory: &'a Memory,
     /// The number of the pass.
@@ -233,10 +233,10 @@ impl Searcher {
     /// `next`, which is called once at most, names the pages of the next question, if there is one.
     pub(crate) fn first(
         &mut self,
-        with: &Place<'_>,
+        with: &SearchScope<'_>,
         pages: &[Page],
         next: &mut dyn FnMut() -> Vec<Page>,
-    ) -> Vec<Found> {
+    ) -> Vec<Proposal> {
         self.ask(with, pages.len(), |engine, keys| {
             let ids = engine.staging.stage(with.memory, pages);
             let searched = engine.search(with, &ids, next)?;
@@ -244,8 +244,8 @@ impl Searcher {
             let mut left = Vec::new();
             for ((page, id), (found, key)) in pages.iter().zip(ids).zip(&searched) {
                 match (found, key) {
-                    (Found::Nothing, None) => left.push((*page, id)),
-                    (Found::Nothing, Some(key)) => keys[*page as usize] = *key,
+                    (Proposal::Nothing, None) => left.push((*page, id)),
+                    (Proposal::Nothing, Some(key)) => keys[*page as usize] = *key,
                     _ => {}
                 }
             }
@@ -261,10 +261,10 @@ impl Searcher {
     /// Searches anew for twins of at most [`BATCH`] pages that had none. Those with another key than then have changed
     /// (PageForge, section 3.3), and are not searched for. Few pages are compared with the slots of `set`, if it is
     /// small, as an arbitrary set (section 4.2): just after a change, all of the tree's tables would have to be loaded.
-    pub(crate) fn again(&mut self, with: &Place<'_>, pages: &[Page], set: &[Slot]) -> Vec<Found> {
+    pub(crate) fn again(&mut self, with: &SearchScope<'_>, pages: &[Page], set: &[Slot]) -> Vec<Proposal> {
         self.ask(with, pages.len(), |engine, keys| {
             let ids = engine.staging.stage(with.memory, pages);
-            let mut found = vec![Found::Changed; pages.len()];
+            let mut found = vec![Proposal::Changed; pages.len()];
             let now = engine.keys(with.store, &ids)?;
             let before = |at: usize| keys.get(pages[at] as usize).copied().unwrap_or(0);
             let same = |(at, now): (usize, u32)| (before(at) == 0 || before(at) == now).then_some(at);
@@ -286,10 +286,10 @@ impl Searcher {
     /// Asks the engine, and lets go of it if it fails: then nothing is found.
     fn ask(
         &mut self,
-        with: &Place<'_>,
+        with: &SearchScope<'_>,
         pages: usize,
-        ask: impl FnOnce(&mut Engine, &mut Vec<u32>) -> Result<Vec<Found>, Error>,
-    ) -> Vec<Found> {
+        ask: impl FnOnce(&mut Engine, &mut Vec<u32>) -> Result<Vec<Proposal>, Error>,
+    ) -> Vec<Proposal> {
         let answer = self
             .engine
             .as_mut()
@@ -298,11 +298,11 @@ impl Searcher {
             self.fail(&error, with.pass);
             Vec::new()
         });
-        found.resize(pages, Found::Nothing);
+        found.resize(pages, Proposal::Nothing);
         if let Some(engine) = &mut self.engine {
             engine.proposed += found
                 .iter()
-                .filter(|found| matches!(found, Found::Twin(_)))
+                .filter(|found| matches!(found, Proposal::Twin(_)))
                 .count();
         }
         found
@@ -351,10 +351,10 @@ impl Engine {
     #[allow(clippy::cast_possible_truncation)]
     fn search(
         &mut self,
-        with: &Place<'_>,
+        with: &SearchScope<'_>,
         ids: &[PageId],
         next: &mut dyn FnMut() -> Vec<Page>,
-    ) -> Result<Vec<(Found, Option<u32>)>, Error> {
+    ) -> Result<Vec<(Proposal, Option<u32>)>, Error> {
         let (store, staging) = (with.store, &self.staging);
         let mut ahead = Vec::new();
         let mut stage = || {
@@ -366,7 +366,7 @@ impl Engine {
         let searched = self.search.search(&readable, tree, ids, meanwhile);
         self.staging.ahead = ahead;
         let found = |one: Searched| {
-            let found = Found::of(one.twin.and_then(slot_of));
+            let found = Proposal::of(one.twin.and_then(slot_of));
             (found, one.key.map(|key| key as u32))
         };
         let searched = searched?.into_iter();
@@ -374,7 +374,7 @@ impl Engine {
     }
 
     /// Looks for each staged page in a set of slots.
-    fn among(&mut self, store: &Store, ids: &[PageId], set: &[Slot]) -> Result<Vec<Found>, Error> {
+    fn among(&mut self, store: &Store, ids: &[PageId], set: &[Slot]) -> Result<Vec<Proposal>, Error> {
         let slots: Vec<PageId> = set.iter().map(|slot| PageId(slot.number().into())).collect();
         let readable = Readable {
             store,
@@ -382,7 +382,7 @@ impl Engine {
         };
         let twin = |id: &PageId| {
             let at = self.search.among(&readable, *id, &slots)?;
-            Ok(Found::of(at.and_then(|at| set.get(at)).copied()))
+            Ok(Proposal::of(at.and_then(|at| set.get(at)).copied()))
         };
         ids.iter().map(twin).collect()
     }

@@ -22,6 +22,7 @@ use crate::lookup::request::{MergeRequest, Role};
 use crate::memory::layout::Memory;
 use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, return_exceptions};
+use crate::merge::run_builder::Piece;
 use crate::store::connection::Store;
 use crate::sys::fork::Child;
 use crate::sys::guest;
@@ -30,6 +31,7 @@ use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::pinners::NobodyPins;
 use crate::sys::relocate::track;
+use crate::sys::uffd::Uffd;
 use crate::sys::vma::{self, Anonymous};
 use crate::unmerge::address_space::AddressSpace;
 use crate::unmerge::cow::{Breaker, FrozenRuns};
@@ -140,7 +142,7 @@ pub(crate) enum Proof<'c> {
 
 impl Proof<'_> {
     /// What of frozen pages is anonymous memory, and what of that is not pinned for writing.
-    fn look(&self, run: &Frozen<'_>, pagemap: &mut Pagemap) -> io::Result<Found> {
+    fn look(&self, run: &Frozen<'_>, pagemap: &mut Pagemap) -> io::Result<FoundCopies> {
         let copies = run.copies(pagemap)?;
         let free = match self {
             Self::None => Vec::new(),
@@ -149,17 +151,25 @@ impl Proof<'_> {
             #[cfg(feature = "blind-heals")]
             Self::Blind => copies.clone(),
         };
-        Ok(Found { copies, free })
+        Ok(FoundCopies { copies, free })
     }
 }
 
 /// What frozen pages are.
 #[derive(Debug)]
-struct Found {
+struct FoundCopies {
     /// Anonymous memory.
     copies: Vec<Range<usize>>,
     /// What of it is not pinned for writing.
     free: Vec<Range<usize>>,
+}
+
+/// What pages are replaced by the help of.
+#[derive(Clone, Copy, Debug)]
+struct Means<'a> {
+    memory: &'a Memory,
+    store: &'a Store,
+    tracker: &'a Uffd,
 }
 
 /// A place in the guest that something else was put into.
@@ -186,6 +196,12 @@ pub(crate) fn replace(
     let haste = Haste { breaker, until };
     let (mut outcomes, mut put) = (Vec::with_capacity(requests.len()), Vec::new());
     let (mut rest, mut failure) = (Outcome::Contended, None);
+    let tracker = space.uffd.clone();
+    let means = Means {
+        memory,
+        store,
+        tracker: &tracker,
+    };
     for (run, stretch) in frozen.runs_mut().zip(stretches(memory, requests)) {
         let first = outcomes.is_empty();
         if haste.is_late() || !first && haste.is_over() {
@@ -200,7 +216,7 @@ pub(crate) fn replace(
         };
         let mut compared = compare(run, &found, store, stretch, haste);
         return_exceptions(stretch, &mut compared, Open::default());
-        put_runs(memory, run, store, stretch, &mut compared, &mut put, haste);
+        put_runs(means, run, stretch, &mut compared, &mut put, haste);
         outcomes.extend(compared);
     }
     outcomes.resize(requests.len(), rest);
@@ -224,7 +240,7 @@ pub(crate) fn replace(
 #[allow(unsafe_code)] // reads guest memory
 fn compare(
     run: &Frozen<'_>,
-    found: &Found,
+    found: &FoundCopies,
     store: &Store,
     stretch: &[MergeRequest],
     haste: Haste<'_>,
@@ -268,9 +284,8 @@ fn compare(
 
 /// Puts what was found right into place, from the last run to the first: the kernel splits a mapping cheaper at its end.
 fn put_runs(
-    memory: &Memory,
+    means: Means<'_>,
     frozen: &mut Frozen<'_>,
-    store: &Store,
     stretch: &[MergeRequest],
     outcomes: &mut [Outcome],
     put: &mut Vec<Put>,
@@ -300,7 +315,7 @@ fn put_runs(
         runs += 1;
         let at = start + bytes(first)..start + bytes(end);
         let run = &stretch[first..end];
-        match put_run(memory, frozen, store, run, &at, haste) {
+        match put_run(means, frozen, run, &at, haste) {
             Ok(false) => outcomes[first..end].fill(Outcome::Contended),
             Ok(true) => put.push(Put {
                 at,
@@ -323,15 +338,19 @@ fn put_runs(
 /// Whether it was in time.
 #[allow(unsafe_code)] // replaces guest pages
 fn put_run(
-    memory: &Memory,
+    means: Means<'_>,
     frozen: &mut Frozen<'_>,
-    store: &Store,
     run: &[MergeRequest],
     at: &Range<usize>,
     haste: Haste<'_>,
 ) -> io::Result<bool> {
-    let copied = |request: &MergeRequest| matches!(request.role, Role::Exception | Role::MovedOut);
-    let copies: Vec<usize> = (0..run.len()).filter(|n| copied(&run[*n])).collect();
+    let Means {
+        memory,
+        store,
+        tracker,
+    } = means;
+    let is_copied = |request: &MergeRequest| matches!(request.role, Role::Exception | Role::MovedOut);
+    let copies: Vec<usize> = (0..run.len()).filter(|n| is_copied(&run[*n])).collect();
     let Some(slot) = run[0].slot else {
         if copies.is_empty() {
             // SAFETY: the pages are zero, and not pinned for writing.
@@ -346,18 +365,24 @@ fn put_run(
         unsafe { frozen.map_slots(at.clone(), file, slot.offset()) }?;
         return Ok(true);
     }
-    // The kernel copies the slots at the exceptions' places when these are written here.
-    let fresh = vma::map_segment_anywhere(at.len(), file, slot.offset())?;
-    for (n, piece) in copies.chunks(COMPARED).enumerate() {
-        if n > 0 && haste.is_over() {
-            vma::unmap(fresh, at.len());
+    let piece = Piece::aside(tracker, file, slot, run.len())?;
+    let mut copied = 0;
+    for pages in copies
+        .chunk_by(|a, b| a + 1 == *b)
+        .flat_map(|stretch| stretch.chunks(COMPARED))
+    {
+        if copied >= COMPARED && haste.is_over() {
             return Ok(false);
         }
-        copy(at, fresh, piece);
+        let from = at.start + bytes(pages[0]);
+        // SAFETY: guest memory is mapped, and nobody writes it while it is frozen.
+        unsafe { piece.copy_in(tracker, pages[0]..pages[0] + pages.len(), from) }?;
+        copied += pages.len();
     }
+    piece.close(tracker)?;
     // SAFETY: the pages are equal to the slots, or were just copied. They are the store's, or not pinned for writing, and nobody
     // can write them.
-    unsafe { frozen.put(at.clone(), fresh) }?;
+    unsafe { frozen.put(at.clone(), piece.into_address()) }?;
     Ok(true)
 }
 
@@ -403,7 +428,6 @@ mod tests {
     use super::*;
     use crate::memory::layout::HostRange;
     use crate::sys::inject::{Call, Injection, Times};
-    use crate::sys::uffd::Uffd;
     use std::os::fd::AsFd;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering};

@@ -62,7 +62,8 @@ impl RunBuilder {
         let slot = run[0].slot.ok_or(Outcome::Refused)?;
         let (file, _) = store.slot(slot).ok_or(Outcome::Refused)?;
         let stretch = self.stretch_for(tracker, file, slot, run.len());
-        let piece = stretch.ok_or(Outcome::NoVma)?.take(slot, run.len());
+        let piece = stretch.and_then(|stretch| stretch.take(slot, run.len()));
+        let piece = piece.ok_or(Outcome::NoVma)?;
         let mut at = 0;
         for part in run.chunk_by(|a, b| is_exception(a) == is_exception(b)) {
             if is_exception(&part[0]) {
@@ -73,8 +74,7 @@ impl RunBuilder {
             }
             at += part.len();
         }
-        // A registered mapping would not join its neighbour in the guest, which is not registered any more.
-        tracker.unregister(piece.address, piece.len).map_err(|error| {
+        piece.close(tracker).map_err(|error| {
             late_log::note("mapping a run aside", &error, STAYS_FOR_MAPPINGS);
             Outcome::NoVma
         })?;
@@ -95,7 +95,7 @@ impl RunBuilder {
             let note = |error: &io::Error| late_log::note("mapping a run aside", error, STAYS_FOR_MAPPINGS);
             *stretch = made.inspect_err(note).ok();
         }
-        stretch.as_mut().filter(|stretch| stretch.has(slot, pages))
+        stretch.as_mut()
     }
 }
 
@@ -108,57 +108,41 @@ pub(super) fn is_exception(request: &MergeRequest) -> bool {
 /// pages of each mapping in a family of its own.
 #[derive(Debug)]
 struct Stretch {
-    base: usize,
-    first: Slot,
-    pages: usize,
-    /// Pages from the start that are not ours any more.
-    gone: usize,
+    segment: u32,
+    /// The number of the slot at which the rest begins.
+    first: u32,
+    rest: Piece,
 }
 
 impl Stretch {
     /// Maps a segment from a slot on, as much as one chunk may need.
     fn new(tracker: &Uffd, segment: BorrowedFd<'_>, first: Slot) -> io::Result<Self> {
         let left = SLOTS_PER_SEGMENT - first.number() % SLOTS_PER_SEGMENT;
-        let pages = CHUNK_PAGES.min(left as usize);
-        let base = vma::map_segment_anywhere(bytes(pages), segment, first.offset())?;
-        let stretch = Self {
-            base,
-            first,
-            pages,
-            gone: 0,
-        };
-        // UFFDIO_COPY wants its destination registered.
-        tracker.register(base, bytes(pages), Mode::Missing)?;
-        Ok(stretch)
+        Ok(Self {
+            segment: first.segment(),
+            first: first.number(),
+            rest: Piece::aside(tracker, segment, first, CHUNK_PAGES.min(left as usize))?,
+        })
     }
 
     /// Whether a piece of that many pages from a slot on is still there.
     fn has(&self, slot: Slot, pages: usize) -> bool {
         self.offset(slot)
-            .is_some_and(|offset| offset >= self.gone && offset + pages <= self.pages)
+            .is_some_and(|offset| bytes(offset + pages) <= self.rest.len)
     }
 
     fn offset(&self, slot: Slot) -> Option<usize> {
-        let offset = slot.number().checked_sub(self.first.number())?;
-        (slot.segment() == self.first.segment()).then_some(offset as usize)
+        let offset = slot.number().checked_sub(self.first)?;
+        (slot.segment() == self.segment).then_some(offset as usize)
     }
 
-    /// Gives a piece away, which [`Self::has`] said is there, and frees what lies before it.
-    fn take(&mut self, slot: Slot, pages: usize) -> Piece {
-        assert!(self.has(slot, pages));
-        let offset = self.offset(slot).unwrap_or(self.gone);
-        vma::unmap(self.base + bytes(self.gone), bytes(offset - self.gone));
-        self.gone = offset + pages;
-        Piece {
-            address: self.base + bytes(offset),
-            len: bytes(pages),
-        }
-    }
-}
-
-impl Drop for Stretch {
-    fn drop(&mut self) {
-        vma::unmap(self.base + bytes(self.gone), bytes(self.pages - self.gone));
+    /// Gives a piece away, and frees what lies before it; [`None`] if it is not there any more.
+    fn take(&mut self, slot: Slot, pages: usize) -> Option<Piece> {
+        let offset = self.offset(slot).filter(|_| self.has(slot, pages))?;
+        let mut piece = self.rest.split_off(offset);
+        self.rest = piece.split_off(pages);
+        self.first = slot.number() + pages as u32;
+        Some(piece)
     }
 }
 
@@ -193,15 +177,46 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
+    /// Maps consecutive slots of a segment from one on. Places in it can be filled until it is [closed](Self::close).
+    pub(super) fn aside(
+        tracker: &Uffd,
+        segment: BorrowedFd<'_>,
+        first: Slot,
+        pages: usize,
+    ) -> io::Result<Self> {
+        let len = bytes(pages);
+        let address = vma::map_segment_anywhere(len, segment, first.offset())?;
+        let piece = Self { address, len };
+        // UFFDIO_COPY wants its destination registered.
+        tracker.register(address, len, Mode::Missing)?;
+        Ok(piece)
+    }
+
+    /// Ends the filling of places.
+    pub(super) fn close(&self, tracker: &Uffd) -> io::Result<()> {
+        // A registered mapping would not join its neighbour in the guest, which is not registered any more.
+        tracker.unregister(self.address, self.len)
+    }
+
+    /// Gives some pages a page of their own each, a copy of what lies at `from`.
+    ///
+    /// # Safety
+    /// As many pages at `from` must be readable, and nobody may write them meanwhile.
+    #[allow(unsafe_code)] // fills pages
+    pub(super) unsafe fn copy_in(&self, tracker: &Uffd, pages: Range<usize>, from: usize) -> io::Result<()> {
+        assert!(bytes(pages.end) <= self.len);
+        // SAFETY: as promised by the caller; the place is ours, registered and empty.
+        unsafe { tracker.copy(self.address + bytes(pages.start), from, bytes(pages.len())) }
+    }
+
     /// Puts pages of our own into places of exceptions.
     #[allow(unsafe_code)] // fills pages
     fn make_room(&self, tracker: &Uffd, pages: Range<usize>) -> io::Result<()> {
-        assert!(bytes(pages.end) <= self.len);
         let zeros = ZEROS.as_ptr() as usize;
         for first in pages.clone().step_by(ZEROS.len()) {
-            let len = bytes(ZEROS.len().min(pages.end - first));
-            // SAFETY: the zeros are as long; the place is ours, registered and empty.
-            unsafe { tracker.copy(self.address + bytes(first), zeros, len) }?;
+            let some = first..pages.end.min(first + ZEROS.len());
+            // SAFETY: the zeros are as long, and never written.
+            unsafe { self.copy_in(tracker, some, zeros) }?;
         }
         Ok(())
     }
@@ -243,6 +258,13 @@ impl Piece {
         unsafe { vma::move_over(self.address, at, self.len) }?;
         std::mem::forget(self);
         Ok(())
+    }
+
+    /// The mapping, which is the caller's from now on.
+    pub(super) fn into_address(self) -> usize {
+        let address = self.address;
+        std::mem::forget(self);
+        address
     }
 }
 

@@ -36,7 +36,7 @@ const LENT: Duration = Duration::from_secs(5);
 
 /// Where a region stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum RegionState {
     /// The service is to have it.
     Wanted,
     /// The service works on it.
@@ -79,10 +79,10 @@ enum Act {
 }
 
 /// All that changes a region. Whatever is not here changes nothing.
-const TRANSITIONS: [(Place, Happens, Place, Act); 15] = {
+const TRANSITIONS: [(RegionState, Happens, RegionState, Act); 15] = {
     use Act::{Nothing, Release, Resume, Take};
     use Happens::{Done, Due, Ends, Fails, Lend, Passes, Refuse};
-    use Place::{Active, Lent, Refused, Wanted};
+    use RegionState::{Active, Lent, Refused, Wanted};
     [
         (Wanted, Due, Wanted, Take),
         (Wanted, Done, Active, Nothing),
@@ -102,7 +102,7 @@ const TRANSITIONS: [(Place, Happens, Place, Act); 15] = {
     ]
 };
 
-fn step(place: Place, happens: Happens) -> (Place, Act) {
+fn step(place: RegionState, happens: Happens) -> (RegionState, Act) {
     let found = TRANSITIONS
         .iter()
         .find(|(from, what, ..)| (*from, *what) == (place, happens));
@@ -112,7 +112,7 @@ fn step(place: Place, happens: Happens) -> (Place, Act) {
 #[derive(Clone, Debug)]
 struct Region {
     span: Span,
-    place: Place,
+    place: RegionState,
     /// When it is to be tried; `None`: when it was taken back.
     due: Option<Instant>,
     /// Somebody has it, and nobody has said that it may be tried at once.
@@ -258,7 +258,7 @@ impl Lifecycle {
 
     /// When there is something to do without an event.
     pub(crate) fn next_due(&self) -> Option<Instant> {
-        let waits = |region: &&Region| matches!(region.place, Place::Wanted | Place::Lent);
+        let waits = |region: &&Region| matches!(region.place, RegionState::Wanted | RegionState::Lent);
         let due = self.regions.iter().filter(waits).filter_map(|region| region.due);
         due.min().filter(|_| self.may_try())
     }
@@ -307,7 +307,7 @@ impl Lifecycle {
 
     /// Regions that the service is to have, sooner or later.
     fn due_regions(&mut self) -> impl Iterator<Item = &mut Region> {
-        let waits = |region: &&mut Region| matches!(region.place, Place::Wanted | Place::Lent);
+        let waits = |region: &&mut Region| matches!(region.place, RegionState::Wanted | RegionState::Lent);
         self.regions
             .iter_mut()
             .filter(waits)
@@ -340,14 +340,14 @@ impl Lifecycle {
         let known = self.regions.iter_mut().find(|r| r.span.overlaps(&span.range));
         match known {
             // Until the service has it, more may be known of where the guest sees it.
-            Some(region) if region.span.range == span.range && region.place == Place::Wanted => {
+            Some(region) if region.span.range == span.range && region.place == RegionState::Wanted => {
                 region.span = span;
             }
             Some(_) => {}
             None => {
                 let place = match self.phase {
-                    Phase::Retired => Place::Refused,
-                    _ => Place::Wanted,
+                    Phase::Retired => RegionState::Refused,
+                    _ => RegionState::Wanted,
                 };
                 let due = Some(now + self.settle);
                 self.regions.push(Region {
@@ -378,7 +378,7 @@ impl Lifecycle {
     fn lend(&mut self, range: &Range<usize>, lease: Lease, now: Instant) {
         self.release_again(|region| region.span.overlaps(range));
         self.all_meet(Happens::Lend, |region| region.span.overlaps(range));
-        let concerned = |r: &&mut Region| r.span.overlaps(range) && r.place != Place::Refused;
+        let concerned = |r: &&mut Region| r.span.overlaps(range) && r.place != RegionState::Refused;
         let mut lent = false;
         for region in self.regions.iter_mut().filter(concerned) {
             region.due = (lease == Lease::UntilFree).then_some(now + LENT);
@@ -396,10 +396,10 @@ impl Lifecycle {
         if self.pins > 1 || self.phase != Phase::Attached {
             return;
         }
-        for region in self.regions.iter_mut().filter(|r| r.place == Place::Active) {
+        for region in self.regions.iter_mut().filter(|r| r.place == RegionState::Active) {
             region.due = Some(now);
         }
-        self.all_meet(Happens::Lend, |region| region.place == Place::Active);
+        self.all_meet(Happens::Lend, |region| region.place == RegionState::Active);
         self.if_served(Effect::Pause);
         self.say(refusal::pinned());
     }
@@ -484,7 +484,7 @@ impl Lifecycle {
         }
         // Without a store no other region fares better: one try, which may take seconds, speaks for all of them.
         if matches!(&outcome, Outcome::Passes(refusal) if refusal.reason == Reason::Store) {
-            for region in self.due_regions().filter(|r| r.place == Place::Wanted) {
+            for region in self.due_regions().filter(|r| r.place == RegionState::Wanted) {
                 region.due = region.due.max(Some(now + RETRY));
             }
         }

@@ -213,7 +213,7 @@ enum Reads {
 type Identity = (u32, u32, Option<u64>);
 
 /// How pages are held, and by what.
-type Found = Option<(Holds, String)>;
+type Hold = Option<(Holds, String)>;
 
 /// Looks for those who can.
 #[derive(Debug)]
@@ -355,7 +355,7 @@ impl Look<'_> {
     }
 
     /// How pages can be held by a descriptor; nothing holds any by one that is closed.
-    fn find(&mut self, fd: RawFd) -> Result<Found, Pinner> {
+    fn find(&mut self, fd: RawFd) -> Result<Hold, Pinner> {
         let untold =
             |error: io::Error| Pinner::Unknown(format!("descriptor {fd} cannot be looked at: {error}"));
         let Some(flags) = descriptors::flags(fd).map_err(untold)? else {
@@ -377,7 +377,7 @@ impl Look<'_> {
         }
     }
 
-    fn judge_file(&mut self, fd: RawFd, flags: i32, stat: &Statx) -> Result<Found, Pinner> {
+    fn judge_file(&mut self, fd: RawFd, flags: i32, stat: &Statx) -> Result<Hold, Pinner> {
         let (major, minor, _) = identity(stat);
         let like = [(major, minor, None), identity(stat)];
         let unknown = |why: String| Pinner::Unknown(format!("descriptor {fd} {why}"));
@@ -454,7 +454,7 @@ fn identity(stat: &Statx) -> Identity {
     (stat.stx_dev_major, stat.stx_dev_minor, Some(stat.stx_ino))
 }
 
-fn judge_socket(fd: RawFd) -> io::Result<Found> {
+fn judge_socket(fd: RawFd) -> io::Result<Hold> {
     let Some(domain) = domain(fd)? else {
         return Ok(None);
     };
@@ -465,7 +465,7 @@ fn judge_socket(fd: RawFd) -> io::Result<Found> {
     Ok(has_tls(fd)?.then(tls))
 }
 
-fn judge_device(fd: RawFd, stat: &Statx) -> io::Result<Found> {
+fn judge_device(fd: RawFd, stat: &Statx) -> io::Result<Hold> {
     let (major, minor) = (stat.stx_rdev_major, stat.stx_rdev_minor);
     let known = |(a, b): &(u32, Option<u32>)| *a == major && b.is_none_or(|b| b == minor);
     if DEVICES.iter().any(known) {
@@ -486,7 +486,7 @@ fn judge_device(fd: RawFd, stat: &Statx) -> io::Result<Found> {
     )))
 }
 
-fn judge_nameless(fd: RawFd, told: Told) -> io::Result<Found> {
+fn judge_nameless(fd: RawFd, told: Told) -> io::Result<Hold> {
     let Some(link) = link(fd)? else {
         return Ok(None);
     };
@@ -507,7 +507,7 @@ fn judge_nameless(fd: RawFd, told: Told) -> io::Result<Found> {
 }
 
 /// Registered files are open, and not among the descriptors: they may be what takes plain references.
-fn judge_ring(fd: RawFd) -> Found {
+fn judge_ring(fd: RawFd) -> Hold {
     for _ in 0..TRIES {
         let Some((files, buffers)) = info(fd).as_deref().and_then(registered) else {
             std::thread::yield_now();

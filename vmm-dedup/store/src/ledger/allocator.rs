@@ -137,7 +137,7 @@ pub(crate) struct Counts {
 
 /// What a segment's number stands for.
 #[derive(Debug)]
-enum Place {
+enum SegmentEntry {
     Vacant,
     Segment(SegmentSlots),
     /// A segment that went. The number must not be given to another one yet.
@@ -147,7 +147,7 @@ enum Place {
 /// All slots of a store. It decides, the caller makes and drops the files.
 #[derive(Debug)]
 pub(crate) struct Allocator {
-    places: Vec<Place>,
+    places: Vec<SegmentEntry>,
     max_slots: u32,
     counts: Counts,
     /// More is dead than should be: segments are emptied until that is over.
@@ -192,7 +192,7 @@ impl Allocator {
         let gap = self
             .places
             .iter()
-            .position(|place| matches!(place, Place::Vacant));
+            .position(|place| matches!(place, SegmentEntry::Vacant));
         let number = u32::try_from(gap.unwrap_or(self.places.len())).ok()?;
         (number < MAX_SEGMENTS).then_some(number)
     }
@@ -201,9 +201,9 @@ impl Allocator {
     pub(crate) fn add_segment(&mut self, number: u32, purpose: Purpose) {
         let at = number as usize;
         if self.places.len() <= at {
-            self.places.resize_with(at + 1, || Place::Vacant);
+            self.places.resize_with(at + 1, || SegmentEntry::Vacant);
         }
-        self.places[at] = Place::Segment(SegmentSlots::new(purpose == Purpose::Survivors));
+        self.places[at] = SegmentEntry::Segment(SegmentSlots::new(purpose == Purpose::Survivors));
     }
 
     /// Takes up to `n` consecutive slots, and not fewer than `least` if so many are wanted: as many as lie together in the
@@ -281,9 +281,9 @@ impl Allocator {
 
     /// Nobody knows a retired segment any more: its number may be given to another one.
     pub(crate) fn release(&mut self, number: u32) {
-        debug_assert!(matches!(self.places[number as usize], Place::Retired));
-        self.places[number as usize] = Place::Vacant;
-        while let Some(Place::Vacant) = self.places.last() {
+        debug_assert!(matches!(self.places[number as usize], SegmentEntry::Retired));
+        self.places[number as usize] = SegmentEntry::Vacant;
+        while let Some(SegmentEntry::Vacant) = self.places.last() {
             self.places.pop();
         }
     }
@@ -311,7 +311,7 @@ impl Allocator {
         self.tally_mut(leaving).dead -= dead;
         self.counts.segments_leaving -= u64::from(leaving);
         self.counts.segments_retired_total += 1;
-        self.places[number as usize] = Place::Retired;
+        self.places[number as usize] = SegmentEntry::Retired;
         number
     }
 
@@ -322,7 +322,7 @@ impl Allocator {
 
     /// The slots of the huge page that ends with one, if they were taken as one and its memory is not one yet.
     pub(crate) fn small_huge_page(&self, last: Slot) -> Option<Run> {
-        let Place::Segment(segment) = self.places.get(last.segment() as usize)? else {
+        let SegmentEntry::Segment(segment) = self.places.get(last.segment() as usize)? else {
             return None;
         };
         let start = segment.small_huge_page(place(last))?;
@@ -360,7 +360,7 @@ impl Allocator {
     fn existing(&self) -> impl Iterator<Item = (u32, &SegmentSlots)> {
         let places = (0u32..).zip(&self.places);
         places.filter_map(|(number, place)| match place {
-            Place::Segment(segment) => Some((number, segment)),
+            SegmentEntry::Segment(segment) => Some((number, segment)),
             _ => None,
         })
     }
@@ -373,19 +373,19 @@ impl Allocator {
     }
 
     fn is_segment(&self, number: u32) -> bool {
-        matches!(self.places.get(number as usize), Some(Place::Segment(_)))
+        matches!(self.places.get(number as usize), Some(SegmentEntry::Segment(_)))
     }
 
     fn segment(&self, number: u32) -> &SegmentSlots {
         match &self.places[number as usize] {
-            Place::Segment(segment) => segment,
+            SegmentEntry::Segment(segment) => segment,
             _ => unreachable!("slots in use lie in segments"),
         }
     }
 
     fn segment_mut(&mut self, number: u32) -> &mut SegmentSlots {
         match &mut self.places[number as usize] {
-            Place::Segment(segment) => segment,
+            SegmentEntry::Segment(segment) => segment,
             _ => unreachable!("slots in use lie in segments"),
         }
     }

@@ -60,7 +60,7 @@ type Generation = u8;
 
 /// A slot that a service is about to map.
 #[derive(Clone, Copy, Hash)]
-struct Found {
+struct FoundSlot {
     slot: usize,
     generation: Generation,
     /// In the place of this one, whose page has moved.
@@ -76,7 +76,7 @@ struct Service {
     leaving: bool,
     /// The epoch of the batch that is being collected.
     epoch: Option<Epoch>,
-    found: Option<Found>,
+    found: Option<FoundSlot>,
     mapped: [Option<Generation>; SLOTS],
     /// Mapped over an earlier connection: its orphan accounts for them.
     legacy: [Option<Generation>; SLOTS],
@@ -232,7 +232,7 @@ impl World {
             let visible = stays || self.lifetime.is_found(slot(n));
             let can_look = me.epoch.is_some() && me.found.is_none() && me.mapped[n].is_none() && !me.leaving;
             self.step(all, visible && can_look, |w| {
-                w.services[i].found = Some(Found {
+                w.services[i].found = Some(FoundSlot {
                     slot: n,
                     generation: w.generation[n],
                     over: None,
@@ -245,7 +245,7 @@ impl World {
             });
             if let Some(to) = to {
                 self.step(all, true, |w| {
-                    w.services[i].found = Some(Found {
+                    w.services[i].found = Some(FoundSlot {
                         slot: to,
                         generation: w.generation[to],
                         over: Some(n),

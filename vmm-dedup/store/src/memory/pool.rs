@@ -43,7 +43,7 @@ pub(crate) enum Publication {
     /// The page with this line key has entered the index in the slot that was given. Its publisher has a reference.
     New(Key),
     /// A slot in the index holds this page. Nobody has a reference to it for that.
-    Known {
+    Hit {
         /// The page's line key.
         line: Key,
         /// That slot.
@@ -349,7 +349,7 @@ impl Pool {
             return Publication::Unverified;
         }
         if let Some(twin) = self.twin(line, slot) {
-            return Publication::Known { line, twin };
+            return Publication::Hit { line, twin };
         }
         if !self.admits(line, slot) {
             return Publication::NoPlace;

@@ -165,7 +165,7 @@ impl Exchange {
                 self.forget_sighting(line);
                 (line, slot)
             }
-            Publication::Known { line, twin } => {
+            Publication::Hit { line, twin } => {
                 layout.unused.push(slot);
                 let series = (wish == Wish::Series && may_have_series(service))
                     .then(|| self.pool.make_series(id, line, twin))

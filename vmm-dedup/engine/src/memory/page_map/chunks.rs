@@ -205,17 +205,17 @@ fn changed(memory: &Memory, other: &Memory) -> Vec<usize> {
 
 /// What the boundaries of a chunk depend on, besides its pages' states and its neighbours'.
 #[derive(PartialEq, Eq)]
-struct Place {
+struct ChunkPlace {
     start: usize,
     pages: Range<Page>,
     /// Memory goes on before it, and behind it.
     goes_on: (bool, bool),
 }
 
-fn place_of(memory: &Memory, at: usize) -> Place {
+fn place_of(memory: &Memory, at: usize) -> ChunkPlace {
     let Chunk { start, pages } = memory.chunks()[at].clone();
     let before = pages.start > 0 && memory.adjacent(pages.start - 1);
-    Place {
+    ChunkPlace {
         start,
         goes_on: (before, memory.adjacent(pages.end - 1)),
         pages,

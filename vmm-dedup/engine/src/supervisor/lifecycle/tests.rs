@@ -79,7 +79,7 @@ impl World {
         self.work()
     }
 
-    fn places(&self) -> Vec<Place> {
+    fn places(&self) -> Vec<RegionState> {
         self.machine.regions.iter().map(|region| region.place).collect()
     }
 }
@@ -90,19 +90,22 @@ fn every_pair_has_at_most_one_transition_and_every_place_an_end() {
         let same = TRANSITIONS.iter().filter(|t| (t.0, t.1) == (*from, *happens));
         assert_eq!(same.count(), 1, "{at}: {from:?} {happens:?}");
     }
-    for place in [Place::Wanted, Place::Active, Place::Lent] {
-        assert_eq!(step(place, Happens::Refuse).0, Place::Refused);
+    for place in [RegionState::Wanted, RegionState::Active, RegionState::Lent] {
+        assert_eq!(step(place, Happens::Refuse).0, RegionState::Refused);
     }
     use Happens::{Done, Due, Ends, Fails, Lend, Passes, Refuse};
     for happens in [Due, Done, Passes, Fails, Lend, Refuse, Ends] {
-        assert_eq!(step(Place::Refused, happens), (Place::Refused, Act::Nothing));
+        assert_eq!(
+            step(RegionState::Refused, happens),
+            (RegionState::Refused, Act::Nothing)
+        );
     }
 }
 
 #[test]
 fn memory_leaves_active_only_by_a_release_or_the_services_end() {
     for (from, happens, to, act) in TRANSITIONS {
-        if from == Place::Active && to != Place::Active {
+        if from == RegionState::Active && to != RegionState::Active {
             assert!(act == Act::Release || happens == Happens::Ends, "{happens:?}");
         }
     }
@@ -122,7 +125,7 @@ fn a_service_starts_switched_off_is_published_and_then_switched_on() {
         ]
     );
     assert_eq!(world.tell(Event::Add(span(1))), [Effect::Add(span(1))]);
-    assert_eq!(world.places(), [Place::Active, Place::Active]);
+    assert_eq!(world.places(), [RegionState::Active, RegionState::Active]);
 }
 
 #[test]
@@ -222,7 +225,7 @@ fn memory_that_cannot_be_shared_is_refused_by_range() {
     );
     world.tries = Outcome::Done;
     assert_eq!(world.tell(Event::Add(span(1)))[0], Effect::Start(span(1)));
-    assert_eq!(world.places(), [Place::Refused, Place::Active]);
+    assert_eq!(world.places(), [RegionState::Refused, RegionState::Active]);
 }
 
 #[test]
@@ -310,7 +313,7 @@ fn a_refused_vm_gives_everything_back_and_never_starts_again() {
     assert_eq!(world.tell(Event::Refuse(refusal)), []);
     assert_eq!(world.tell(Event::Hurry), []);
     assert_eq!(world.wait(10 * RETRY), []);
-    assert_eq!(world.places(), [Place::Refused, Place::Refused]);
+    assert_eq!(world.places(), [RegionState::Refused, RegionState::Refused]);
 }
 
 #[test]
