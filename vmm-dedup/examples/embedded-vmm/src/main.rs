@@ -32,6 +32,7 @@ struct Machine {
 }
 
 fn main() -> Result<(), Failure> {
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
     let mut arguments = std::env::args().skip(1);
     let mut next = |what| arguments.next().ok_or(what);
     let config = VmConfig {
@@ -161,8 +162,8 @@ impl Machine {
             "stats" => {
                 let stats = self.supervisor.stats().unwrap_or_default();
                 let status = self.supervisor.status();
-                let (pages, mapped) = (stats.pages, stats.pages_mapped);
-                return Ok(format!("pages={pages} mapped={mapped} status={status:?}"));
+                let (pages, mapped, passes) = (stats.pages, stats.pages_mapped, stats.passes_total);
+                return Ok(format!("pages={pages} mapped={mapped} passes={passes} status={status:?}"));
             }
             _ => return Err("there is no such command".into()),
         }

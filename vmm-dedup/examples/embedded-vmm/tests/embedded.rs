@@ -287,11 +287,31 @@ mod scenario {
 
     pub(super) fn sharing_survives_pausing(bench: Bench) {
         let mut vms = bench.sharing();
+        let vm = &mut vms[0];
+        let before = vm.stat("pages");
+        vm.done(&format!("plug {PLUGGED_MIB}"));
+        vm.wait("growing", |vm| vm.stat("pages") == before + PLUGGED_PAGES);
         for vm in &mut vms {
             vm.done("pause");
-            assert!(vm.stat("mapped") >= COMMON_PAGES);
+        }
+        // What is shared stays so, and what would be is not looked at.
+        let vm = &mut vms[0];
+        let mapped = vm.stat("mapped");
+        assert!(mapped >= COMMON_PAGES);
+        vm.done("fill 3");
+        let passes = vm.stat("passes");
+        std::thread::sleep(Duration::from_millis(500)); // else ten passes
+        assert_eq!(vm.stat("mapped"), mapped);
+        assert_eq!(vm.stat("passes"), passes);
+        assert_eq!(vm.ask("check 3"), "wrong=0");
+        for vm in &mut vms {
             vm.done("resume");
         }
+        let vm = &mut vms[0];
+        vm.wait("sharing again", |vm| {
+            vm.stat("mapped") >= COMMON_PAGES + PLUGGED_PAGES / 2
+        });
+        assert_eq!(vm.ask("check 3"), "wrong=0");
         vms.into_iter().for_each(Vmm::finish);
     }
 
@@ -395,7 +415,9 @@ mod scenario {
         let vm = &mut vms[0];
         let pages = vm.stat("pages");
         vm.done("share 16");
-        std::thread::sleep(Duration::from_millis(300));
+        let told = |text: &str| text.contains("guest memory is MAP_SHARED").then_some(());
+        let refusal = vm.answers.wait(PATIENCE, |text, _| told(text));
+        assert!(refusal.is_some(), "no reason: {}", vm.answers.text());
         assert_eq!(vm.stat("pages"), pages);
         assert!(vm.ask("stats").contains("Serving"));
         vms.into_iter().for_each(Vmm::finish);
