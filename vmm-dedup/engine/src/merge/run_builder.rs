@@ -273,3 +273,44 @@ impl Drop for Piece {
         vma::unmap(self.address, self.len);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::vma::Anonymous;
+    use std::fs::File;
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::MetadataExt;
+
+    const PAGES: usize = 8;
+
+    #[test]
+    #[allow(unsafe_code)] // memory of the test's own
+    fn filling_a_place_in_fills_no_hole_of_the_file() {
+        let Ok(tracker) = Uffd::tracker() else {
+            assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
+            return eprintln!("SKIPPED: no userfaultfd");
+        };
+        let file = rustix::fs::memfd_create("holes", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file = File::from(file);
+        file.set_len(bytes(PAGES) as u64).unwrap();
+        let area = Anonymous::new(PAGES).unwrap();
+        area.populate_part(0, bytes(PAGES)).unwrap();
+        for page in 0..PAGES {
+            // SAFETY: a page of the area's.
+            unsafe { guest::store_page(area.base() + bytes(page), &[page as u64 + 1; PAGE_WORDS]) };
+        }
+        let first = Slot::try_new(0).unwrap();
+        let piece = Piece::aside(&tracker, file.as_fd(), first, PAGES).unwrap();
+        // SAFETY: the area has as many pages.
+        unsafe { piece.copy_in(&tracker, 2..5, area.base() + bytes(2)) }.unwrap();
+        piece.close(&tracker).unwrap();
+        let mut page = [0; PAGE_WORDS];
+        for at in 2..5 {
+            // SAFETY: a page that was just filled in.
+            unsafe { guest::copy_page(piece.address + bytes(at), &mut page) };
+            assert_eq!(page, [at as u64 + 1; PAGE_WORDS]);
+        }
+        assert_eq!(file.metadata().unwrap().blocks(), 0);
+    }
+}
