@@ -44,8 +44,19 @@ pub(super) struct Process {
     pub(super) rebuild_p50_us: u64,
     pub(super) rebuild_p99_us: u64,
     pub(super) rebuild_max_us: u64,
-    /// Huge pages that were not built at a try.
-    pub(super) rebuild_refused: u64,
+    /// Huge pages that were not built at a try, and why.
+    pub(super) rebuild_refused: RebuildRefused,
+}
+
+/// Tries to build a huge page that came to nothing.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(super) struct RebuildRefused {
+    /// A page was pinned, or copied by the kernel, so that it might have been.
+    pub(super) pinned: u64,
+    /// The host had no huge page.
+    pub(super) memory: u64,
+    /// No mapping was left, or a call failed.
+    pub(super) other: u64,
 }
 
 /// Guests under one policy.

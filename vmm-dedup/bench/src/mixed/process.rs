@@ -2,7 +2,7 @@
 //! the service works on all of it. Every other millisecond or so the thread does the same in a control area that no service
 //! knows: what slows both down is the machine.
 
-use super::measured::{Access, Process};
+use super::measured::{Access, Process, RebuildRefused};
 use super::setup::Setup;
 use crate::content::{Area, HUGE_PAGES};
 use crate::service::{Served, vouched};
@@ -222,7 +222,11 @@ fn phases(
         rebuilt_after_intervals: back_after.map(|t| t.as_secs_f64() * 1000.0 / setup.interval_ms as f64),
         rebuild_p50_us: stats.rebuild.quantile_us(0.5),
         rebuild_p99_us: stats.rebuild.quantile_us(0.99),
-        rebuild_refused: stats.rebuild_pinned_total + stats.rebuild_memory_total + stats.rebuild_other_total,
+        rebuild_refused: RebuildRefused {
+            pinned: stats.rebuild_pinned_total,
+            memory: stats.rebuild_memory_total,
+            other: stats.rebuild_other_total,
+        },
         rebuild_max_us: stats.rebuild.max_ns / 1000,
     })
 }

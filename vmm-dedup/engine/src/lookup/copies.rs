@@ -21,6 +21,10 @@ use crate::store::session::Session;
 use crate::sys::guest;
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::pagemap::Pagemap;
+use std::ops::Range;
+
+/// Stretches of copies in a chunk of which each is asked about by itself.
+const FEW: usize = 16;
 
 /// Which copies can be merged now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,10 +50,9 @@ pub(crate) fn look(
     at: usize,
     prospect: Prospect,
 ) -> Result<Keyed, Error> {
-    let chunk = map.chunk_at(at).clone();
-    let any = chunk.pages.clone().any(|page| map.backing(page).is_copied());
-    map.looked_at_copies(at, any);
-    if !any {
+    let places = places(map, at);
+    map.looked_at_copies(at, !places.is_empty());
+    if places.is_empty() {
         return Ok(Keyed::default());
     }
     let wanted = |page: Page| {
@@ -63,11 +66,13 @@ pub(crate) fn look(
         state.backing.is_copied() && !rests && !map.rests(page) && !map.is_paused(page)
     };
     let mut pages = Vec::new();
-    // What is swapped out stays there.
-    for present in pagemap.private(chunk.addresses()).map_err(Error::Pagemap)? {
-        let addresses = present.step_by(PAGE_SIZE);
-        let numbers = addresses.filter_map(|address| map.memory().page_at(address));
-        pages.extend(numbers.filter(|page| wanted(*page)));
+    for place in places {
+        // What is swapped out stays there.
+        for present in pagemap.private(place).map_err(Error::Pagemap)? {
+            let addresses = present.step_by(PAGE_SIZE);
+            let numbers = addresses.filter_map(|address| map.memory().page_at(address));
+            pages.extend(numbers.filter(|page| wanted(*page)));
+        }
     }
     if prospect == Prospect::None {
         account.stats.heal_pinned_total += pages.len() as u64;
@@ -75,6 +80,24 @@ pub(crate) fn look(
         return Ok(Keyed::default());
     }
     Ok(read(map, session, account, (pass, prospect), &pages))
+}
+
+/// Where the kernel is asked about the copies in a chunk: in all of it, unless they are few. What it is asked costs most by the
+/// mappings on the way.
+fn places(map: &PageMap, at: usize) -> Vec<Range<usize>> {
+    let chunk = map.chunk_at(at);
+    let mut copies: Vec<Range<usize>> = Vec::new();
+    for page in chunk.pages.clone().filter(|page| map.backing(*page).is_copied()) {
+        let start = map.memory().address(page);
+        match copies.last_mut() {
+            Some(last) if last.end == start => last.end += PAGE_SIZE,
+            _ => copies.push(start..start + PAGE_SIZE),
+        }
+    }
+    if copies.len() > FEW {
+        return vec![chunk.addresses()];
+    }
+    copies
 }
 
 fn read(

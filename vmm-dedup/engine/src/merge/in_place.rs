@@ -32,7 +32,7 @@ use crate::sys::pagemap::Pagemap;
 use crate::sys::pinners::NobodyPins;
 use crate::sys::relocate::track;
 use crate::sys::uffd::Uffd;
-use crate::sys::vma::{self, Anonymous};
+use crate::sys::vma::Anonymous;
 use crate::unmerge::address_space::AddressSpace;
 use crate::unmerge::cow::{Breaker, FrozenRuns};
 use crate::window::Frozen;
@@ -428,6 +428,7 @@ mod tests {
     use super::*;
     use crate::memory::layout::HostRange;
     use crate::sys::inject::{Call, Injection, Times};
+    use crate::sys::vma;
     use std::os::fd::AsFd;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering};
