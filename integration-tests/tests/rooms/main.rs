@@ -88,7 +88,7 @@ fn the_benches_stand_in_their_rooms() {
 }
 
 /// More crates: where their root is, and their rooms.
-const OTHERS: [(&str, &[&str]); 15] = [
+const OTHERS: [(&str, &[&str]); 16] = [
     (
         "vmm-dedup/protocol/src/lib.rs",
         &[
@@ -185,6 +185,35 @@ const OTHERS: [(&str, &[&str]); 15] = [
     (
         "devices/pagecmp/src/lib.rs",
         &["page", "chip", "cost", "controller", "engine"],
+    ),
+    (
+        "devices/page-overlays/src/lib.rs",
+        &[
+            "sizes",
+            "obits",
+            "address",
+            "config",
+            "account",
+            "dice",
+            "memory",
+            "dram",
+            "lru",
+            "cache",
+            "prefetch",
+            "segment",
+            "store",
+            "omt",
+            "controller",
+            "hierarchy",
+            "pipeline",
+            "tlb",
+            "processes",
+            "machine",
+            "trace",
+            "replay",
+            "record",
+            "experiments",
+        ],
     ),
     (
         "devices/pageforge-vfio/src/lib.rs",
