@@ -81,7 +81,7 @@ struct Entry {
 
 const _: () = assert!(size_of::<[Entry; WAYS]>() == 32);
 
-/// Which pages have a line, for a fixed number of pages: some 50 bytes for each.
+/// Which pages have a line, for a fixed number of pages: 24 bytes for each.
 pub struct LineIndex {
     buckets: Box<[[Entry; WAYS]]>,
     /// Of the pages that were entered last, in a ring.
@@ -108,8 +108,9 @@ impl LineIndex {
     pub fn try_new(pages: usize) -> Option<Self> {
         let pages = pages.max(1);
         u32::try_from(pages).ok()?;
-        // Three of four entries are used, so that few are pushed out by chance.
-        let buckets = (pages * KEYED_LINES).div_ceil(3);
+        // An entry for every second line. More find hardly more, since most bases come by the neighbour, and cost more than
+        // they bring.
+        let buckets = (pages * KEYED_LINES).div_ceil(2 * WAYS);
         Some(Self {
             buckets: filled(buckets, [Entry::default(); WAYS])?,
             positions: filled(pages, Position(0))?,
@@ -217,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn nearly_all_pages_are_found_in_a_full_index() {
+    fn most_pages_are_found_in_a_full_index() {
         const PAGES: u32 = 3000;
         let mut index = LineIndex::try_new(PAGES as usize).unwrap();
         for n in 0..u64::from(PAGES) {
@@ -228,9 +229,13 @@ mod tests {
             index.look_up(lines).any(|position| position == at(0, n))
         };
         let pages = u64::from(PAGES);
-        assert!((0..pages).filter(|n| found(*n)).count() as u64 > pages * 99 / 100);
-        assert!(index.pushed_out() < pages, "{index:?}");
-        assert!(index.bytes() as u64 <= pages * 52);
+        // Half of the entries are left, so that one page in sixteen has none of its four.
+        assert!((0..pages).filter(|n| found(*n)).count() as u64 > pages * 8 / 10);
+        assert!(
+            index.pushed_out() > pages && index.pushed_out() < 3 * pages,
+            "{index:?}"
+        );
+        assert!(index.bytes() as u64 <= pages * 24 + 32);
     }
 
     #[test]

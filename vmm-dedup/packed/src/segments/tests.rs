@@ -168,6 +168,26 @@ fn the_last_block_takes_its_segment_along() {
 }
 
 #[test]
+fn numbers_of_segments_that_went_are_used_again() {
+    let mut segments = small(4);
+    let churn = |segments: &mut Segments<Heap>| {
+        let places: Vec<Place> = (0..4)
+            .map(|n| segments.put(&bytes(n, 4000), Owner(0)).unwrap())
+            .collect();
+        for place in places {
+            assert!(place.raw() < 4 * 512, "{place:?}");
+            segments.free(place).unwrap();
+        }
+    };
+    churn(&mut segments);
+    let metadata = segments.accounts().metadata_bytes;
+    for _ in 0..100 {
+        churn(&mut segments);
+    }
+    assert_eq!(segments.accounts().metadata_bytes, metadata);
+}
+
+#[test]
 fn compaction_leaves_no_more_segments_than_needed() {
     // Eight blocks of 456 and more bytes fill a segment; three of four go.
     let mut segments = small(100);
