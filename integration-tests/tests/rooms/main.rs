@@ -121,8 +121,8 @@ const OTHERS: [(&str, &[&str]); 16] = [
     (
         "vmm-dedup/estimate/src/lib.rs",
         &[
-            "error", "process", "memory", "inputs", "sample", "packing", "report", "scan", "plain", "contents",
-            "near", "pack",
+            "error", "process", "memory", "inputs", "sample", "packing", "report", "scan", "plain",
+            "contents", "near", "pack",
         ],
     ),
     (

@@ -74,7 +74,7 @@ pub struct Plan {
     pub segment_bytes: u64,
     /// Bytes of the segments that hold nothing: what size classes add, and gaps.
     pub fragmentation_bytes: u64,
-    /// Bytes of bookkeeping: of pages, blocks, segments, bases, and the index if bases are searched.
+    /// Bytes of bookkeeping: of pages, cells, segments, bases, and the index if bases are searched.
     pub metadata_bytes: u64,
     /// Bytes saved: those of the pages that were packed, less segments and bookkeeping.
     pub saved_bytes: i64,

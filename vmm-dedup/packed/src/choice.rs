@@ -12,7 +12,7 @@ use crate::class::Class;
 use crate::codec::{Codecs, Kind, Kinds};
 use crate::page::{Page, ZERO_PAGE};
 use crate::search::Position;
-use crate::segments::{BLOCK_METADATA_BYTES, Place};
+use crate::segments::{CELL_METADATA_BYTES, Place};
 use vmm_dedup_protocol::PAGE_SIZE;
 
 /// Pages that must gain from a base, so that it is one.
@@ -30,7 +30,7 @@ pub struct Record {
 }
 
 /// Bytes of bookkeeping for each packed page, all told.
-pub const METADATA_BYTES: usize = size_of::<Record>() + BLOCK_METADATA_BYTES;
+pub const METADATA_BYTES: usize = size_of::<Record>() + CELL_METADATA_BYTES;
 /// Bytes of bookkeeping for each base: which page it is, and how many were packed with it.
 pub const BASE_METADATA_BYTES: u32 = 8;
 

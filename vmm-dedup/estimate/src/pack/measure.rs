@@ -124,7 +124,7 @@ pub(super) fn measure(
     // A thread that panicked has ended this one as well.
     let accounts = segments.into_inner().map(|segments| segments.accounts());
     let accounts = accounts.unwrap_or_default();
-    let pages = accounts.blocks;
+    let pages = accounts.cells;
     let searches = plan.rule.kinds.iter().any(Kind::needs_base);
     let index = if searches {
         work.pages.index().bytes() as u64

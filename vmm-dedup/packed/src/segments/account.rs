@@ -17,21 +17,21 @@ pub struct Accounts {
     pub segments: u64,
     /// Bytes of all segments: what was taken from the source.
     pub bytes: u64,
-    /// Blocks, one for each packed page.
-    pub blocks: u64,
+    /// Cells, one for each packed page.
+    pub cells: u64,
     /// Bytes that were put and not freed.
     pub payload_bytes: u64,
     /// Bytes that their classes take: the payload and what rounding adds.
     pub class_bytes: u64,
     /// Bytes of bookkeeping, beside the segments.
     pub metadata_bytes: u64,
-    /// Blocks that were put.
+    /// Cells that were put.
     pub puts: u64,
-    /// Blocks that were refused.
+    /// Cells that were refused.
     pub refused: u64,
-    /// Blocks that were freed.
+    /// Cells that were freed.
     pub frees: u64,
-    /// Blocks that compaction moved.
+    /// Cells that compaction moved.
     pub moves: u64,
     /// Bytes that it copied.
     pub moved_bytes: u64,
@@ -55,7 +55,7 @@ impl Accounts {
         self.bytes - self.payload_bytes
     }
 
-    /// Bytes of segments that no block takes.
+    /// Bytes of segments that no cell takes.
     #[must_use]
     pub fn gap_bytes(&self) -> u64 {
         self.bytes - self.class_bytes

@@ -5,7 +5,7 @@ use super::source::Source;
 use super::{Owner, Segments};
 use crate::class::Class;
 
-/// A block that has moved. When this is told, its bytes are at the new place, and the old one names them no more.
+/// A cell that has moved. When this is told, its bytes are at the new place, and the old one names them no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
     /// Whose it is.
@@ -19,7 +19,7 @@ pub struct Move {
 /// What a compaction did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Compacted {
-    /// Blocks that moved.
+    /// Cells that moved.
     pub moves: u64,
     /// Bytes that were copied.
     pub moved_bytes: u64,
@@ -29,7 +29,7 @@ pub struct Compacted {
 
 impl<S: Source> Segments<S> {
     /// Empties segments, the emptiest first, as long as the others have room for all that is in them, and until more than
-    /// `most_bytes` were copied. Takes no memory but a buffer of one page. `moved` is told of each block that moves.
+    /// `most_bytes` were copied. Takes no memory but a buffer of one page. `moved` is told of each cell that moves.
     pub fn compact(&mut self, most_bytes: u64, moved: &mut dyn FnMut(Move)) -> Compacted {
         let before = self.counts;
         let mut buffer = Vec::with_capacity(Class::MOST_BYTES);
@@ -38,7 +38,7 @@ impl<S: Source> Segments<S> {
             let Some(victim) = self.emptiest() else {
                 break;
             };
-            // So that no block of it finds room in itself.
+            // So that no cell of it finds room in itself.
             self.rooms.remove(victim);
             let emptied = self.empty(victim, &mut buffer, moved);
             self.settle(victim);
@@ -65,34 +65,34 @@ impl<S: Source> Segments<S> {
         (free - victim.free() >= victim.taken()).then_some(number)
     }
 
-    /// Moves a segment's blocks to others; `false` if one of them finds no room.
+    /// Moves a segment's cells to others; `false` if one of them finds no room.
     fn empty(&mut self, victim: u32, buffer: &mut Vec<u8>, moved: &mut dyn FnMut(Move)) -> bool {
         loop {
             let Some(segment) = self.segment_mut(victim) else {
                 return true;
             };
-            let Some(block) = segment.first() else {
+            let Some(cell) = segment.first() else {
                 return true;
             };
             buffer.clear();
-            buffer.extend_from_slice(segment.get(block.start).unwrap_or(&[]));
-            let Some(to) = self.move_to(victim, buffer, block.owner, moved) else {
+            buffer.extend_from_slice(segment.get(cell.start).unwrap_or(&[]));
+            let Some(to) = self.move_to(victim, buffer, cell.owner, moved) else {
                 return false;
             };
             if let Some(segment) = self.segment_mut(victim) {
-                segment.remove(block.start);
+                segment.remove(cell.start);
             }
             self.counts.moves += 1;
             self.counts.moved_bytes += buffer.len() as u64;
             moved(Move {
-                owner: block.owner,
-                from: self.size.join(victim, block.start),
+                owner: cell.owner,
+                from: self.size.join(victim, cell.start),
                 to,
             });
         }
     }
 
-    /// Finds room for a block in another segment, if need be by closing the gaps of one.
+    /// Finds room for a cell in another segment, if need be by closing the gaps of one.
     fn move_to(
         &mut self,
         victim: u32,

@@ -1,11 +1,11 @@
-//! Where packed pages are kept: segments, which are cut into blocks by size class.
+//! Where packed pages are kept: segments, which are cut into cells by size class.
 //!
-//! A *block* holds the bytes of one packed page and takes what its class takes. A *segment* is memory of one size, which the
-//! caller's [`Source`] gives and takes back. A block goes into the gap of the fullest segment that has one for it, so that
-//! holes are used before new memory is. What churn leaves behind, [`Segments::compact`] gathers: blocks of the emptiest
+//! A *cell* holds the bytes of one packed page and takes what its class takes. A *segment* is memory of one size, which the
+//! caller's [`Source`] gives and takes back. A cell goes into the gap of the fullest segment that has one for it, so that
+//! holes are used before new memory is. What churn leaves behind, [`Segments::compact`] gathers: cells of the emptiest
 //! segments move to the others, their owners are told, and the memory returns.
 //!
-//! Bookkeeping is 8 bytes a block, beside what the owner keeps to find it (a [`Place`]). All of it is in the account.
+//! Bookkeeping is 8 bytes a cell, beside what the owner keeps to find it (a [`Place`]). All of it is in the account.
 //!
 //! Whoever asks for a place that holds nothing gets an error. If the source has no memory, nothing has changed.
 
@@ -28,10 +28,10 @@ use account::Counts;
 use rooms::Rooms;
 use segment::Segment;
 
-/// Bytes of bookkeeping for each block.
-pub const BLOCK_METADATA_BYTES: usize = size_of::<segment::Block>();
+/// Bytes of bookkeeping for each cell.
+pub const CELL_METADATA_BYTES: usize = size_of::<segment::Cell>();
 
-/// Whose packed page it is: a number of the caller's, given back when a block moves.
+/// Whose packed page it is: a number of the caller's, given back when a cell moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Owner(pub u32);
 
@@ -65,10 +65,10 @@ pub enum PutError {
     },
 }
 
-/// A place at which no block begins.
+/// A place at which no cell begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("there is no block at place {}: it was freed, or has moved", .0.raw())]
-pub struct NoBlock(pub Place);
+#[error("there is no cell at place {}: it was freed, or has moved", .0.raw())]
+pub struct NoCell(pub Place);
 
 /// Segments of one size, and what is in them.
 pub struct Segments<S: Source> {
@@ -92,7 +92,7 @@ impl<S: Source> std::fmt::Debug for Segments<S> {
 }
 
 impl<S: Source> Segments<S> {
-    /// None yet; memory is taken from `source` when the first block comes.
+    /// None yet; memory is taken from `source` when the first cell comes.
     #[must_use]
     pub fn new(source: S, size: SegmentBytes) -> Self {
         Self {
@@ -138,29 +138,29 @@ impl<S: Source> Segments<S> {
     /// The bytes at a place.
     ///
     /// # Errors
-    /// [`NoBlock`] if no block begins there.
-    pub fn get(&self, place: Place) -> Result<&[u8], NoBlock> {
+    /// [`NoCell`] if no cell begins there.
+    pub fn get(&self, place: Place) -> Result<&[u8], NoCell> {
         let (segment, start) = self.locate(place)?;
-        segment.get(start).ok_or(NoBlock(place))
+        segment.get(start).ok_or(NoCell(place))
     }
 
-    /// Whose block a place holds.
+    /// Whose cell a place holds.
     ///
     /// # Errors
-    /// [`NoBlock`] if no block begins there.
-    pub fn owner(&self, place: Place) -> Result<Owner, NoBlock> {
+    /// [`NoCell`] if no cell begins there.
+    pub fn owner(&self, place: Place) -> Result<Owner, NoCell> {
         let (segment, start) = self.locate(place)?;
-        segment.owner(start).ok_or(NoBlock(place))
+        segment.owner(start).ok_or(NoCell(place))
     }
 
-    /// Gives up the block at a place. A segment whose last block goes returns to the source.
+    /// Gives up the cell at a place. A segment whose last cell goes returns to the source.
     ///
     /// # Errors
-    /// [`NoBlock`] if no block begins there.
-    pub fn free(&mut self, place: Place) -> Result<(), NoBlock> {
+    /// [`NoCell`] if no cell begins there.
+    pub fn free(&mut self, place: Place) -> Result<(), NoCell> {
         let (number, start) = self.size.split(place);
-        let segment = self.segment_mut(number).ok_or(NoBlock(place))?;
-        segment.remove(start).ok_or(NoBlock(place))?;
+        let segment = self.segment_mut(number).ok_or(NoCell(place))?;
+        segment.remove(start).ok_or(NoCell(place))?;
         self.counts.frees += 1;
         self.settle(number);
         Ok(())
@@ -185,10 +185,10 @@ impl<S: Source> Segments<S> {
         accounts
     }
 
-    fn locate(&self, place: Place) -> Result<(&Segment<S::Memory>, u16), NoBlock> {
+    fn locate(&self, place: Place) -> Result<(&Segment<S::Memory>, u16), NoCell> {
         let (number, start) = self.size.split(place);
         let segment = self.segments.get(number as usize).and_then(Option::as_ref);
-        Ok((segment.ok_or(NoBlock(place))?, start))
+        Ok((segment.ok_or(NoCell(place))?, start))
     }
 
     fn segment_mut(&mut self, number: u32) -> Option<&mut Segment<S::Memory>> {
@@ -202,7 +202,7 @@ impl<S: Source> Segments<S> {
         Some(self.size.join(number, start?))
     }
 
-    /// After a change: a segment without blocks returns to the source, any other stands where its room is.
+    /// After a change: a segment without cells returns to the source, any other stands where its room is.
     fn settle(&mut self, number: u32) {
         let Some(segment) = self.segment_mut(number) else {
             return;
@@ -220,7 +220,7 @@ impl<S: Source> Segments<S> {
         }
     }
 
-    /// Takes memory for one more segment, which has no block yet.
+    /// Takes memory for one more segment, which has no cell yet.
     fn grow(&mut self) -> Result<u32, PutError> {
         let count = self.segments.len();
         let number = match self.free_numbers.last() {

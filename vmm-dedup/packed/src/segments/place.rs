@@ -1,13 +1,13 @@
-//! Where a block is, in 32 bits.
+//! Where a cell is, in 32 bits.
 
 use crate::class::Class;
 
-/// Blocks begin at multiples of so many bytes: the head that each class has beside its lines.
+/// Cells begin at multiples of so many bytes: the head that each class has beside its lines.
 pub(super) const UNIT: usize = 8;
-/// Units that a block's start, 16 bits, can name.
+/// Units that a cell's start, 16 bits, can name.
 const MOST_UNITS: usize = 1 << 16;
 
-/// Where a block begins: a number of 8-byte units, through all segments. Places name 32 GiB of packed pages.
+/// Where a cell begins: a number of 8-byte units, through all segments. Places name 32 GiB of packed pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Place(u32);
 
@@ -30,7 +30,7 @@ impl Place {
 pub struct SegmentBytes(usize);
 
 impl Default for SegmentBytes {
-    /// 64 KiB: the end that no block fills is then below 1 %.
+    /// 64 KiB: the end that no cell fills is then below 1 %.
     fn default() -> Self {
         Self(1 << 16)
     }

@@ -1,4 +1,4 @@
-//! One segment: its blocks, by where they begin, and the gaps between.
+//! One segment: its cells, by where they begin, and the gaps between.
 
 use super::Owner;
 use super::account::Accounts;
@@ -6,29 +6,29 @@ use super::place::{SegmentBytes, UNIT};
 use super::source::Memory;
 use crate::class::Class;
 
-/// A block: where it begins, the bytes in it, and whose it is.
+/// A cell: where it begins, the bytes in it, and whose it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Block {
+pub(super) struct Cell {
     /// In units.
     pub(super) start: u16,
-    /// Of what was put; the block takes what its class takes.
+    /// Of what was put; the cell takes what its class takes.
     length: u16,
     pub(super) owner: Owner,
 }
 
-const _: () = assert!(size_of::<Block>() == 8);
+const _: () = assert!(size_of::<Cell>() == 8);
 const _: () = assert!(Class::MOST_BYTES <= u16::MAX as usize);
 
-/// Blocks that bookkeeping grows by.
+/// Cells that bookkeeping grows by.
 const GROWTH: usize = 16;
 
-impl Block {
+impl Cell {
     fn at(self) -> usize {
         usize::from(self.start) * UNIT
     }
 
     fn taken(self) -> usize {
-        // Every length of a block has a class.
+        // Every length of a cell has a class.
         Class::holding(self.length.into()).map_or(0, Class::bytes)
     }
 
@@ -37,13 +37,13 @@ impl Block {
     }
 }
 
-/// Memory and the blocks in it.
+/// Memory and the cells in it.
 pub(super) struct Segment<M> {
     memory: M,
     bytes: usize,
     /// In the order of where they begin.
-    blocks: Vec<Block>,
-    /// Bytes that blocks take.
+    cells: Vec<Cell>,
+    /// Bytes that cells take.
     taken: usize,
 }
 
@@ -52,7 +52,7 @@ impl<M: Memory> Segment<M> {
         Self {
             memory,
             bytes: size.bytes(),
-            blocks: Vec::new(),
+            cells: Vec::new(),
             taken: 0,
         }
     }
@@ -62,10 +62,10 @@ impl<M: Memory> Segment<M> {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.blocks.is_empty()
+        self.cells.is_empty()
     }
 
-    /// Bytes that blocks take.
+    /// Bytes that cells take.
     pub(super) fn taken(&self) -> usize {
         self.taken
     }
@@ -75,28 +75,28 @@ impl<M: Memory> Segment<M> {
         self.bytes - self.taken
     }
 
-    /// The first block, if there is one.
-    pub(super) fn first(&self) -> Option<Block> {
-        self.blocks.first().copied()
+    /// The first cell, if there is one.
+    pub(super) fn first(&self) -> Option<Cell> {
+        self.cells.first().copied()
     }
 
     fn find(&self, start: u16) -> Option<usize> {
-        self.blocks.binary_search_by_key(&start, |block| block.start).ok()
+        self.cells.binary_search_by_key(&start, |cell| cell.start).ok()
     }
 
     pub(super) fn get(&self, start: u16) -> Option<&[u8]> {
-        let block = self.blocks[self.find(start)?];
-        Some(self.memory.load(block.at(), block.length.into()))
+        let cell = self.cells[self.find(start)?];
+        Some(self.memory.load(cell.at(), cell.length.into()))
     }
 
     pub(super) fn owner(&self, start: u16) -> Option<Owner> {
-        Some(self.blocks[self.find(start)?].owner)
+        Some(self.cells[self.find(start)?].owner)
     }
 
-    /// The gaps: before which block, where, and of how many bytes.
+    /// The gaps: before which cell, where, and of how many bytes.
     fn gaps(&self) -> impl Iterator<Item = (usize, usize, usize)> {
-        let starts = self.blocks.iter().map(|block| block.at()).chain([self.bytes]);
-        let ends = [0].into_iter().chain(self.blocks.iter().map(|block| block.end()));
+        let starts = self.cells.iter().map(|cell| cell.at()).chain([self.bytes]);
+        let ends = [0].into_iter().chain(self.cells.iter().map(|cell| cell.end()));
         let gaps = starts.zip(ends).enumerate();
         gaps.filter_map(|(before, (start, end))| (start > end).then_some((before, end, start - end)))
     }
@@ -111,53 +111,53 @@ impl<M: Memory> Segment<M> {
         let taken = Class::holding(bytes.len())?.bytes();
         let fitting = self.gaps().filter(|(_, _, gap)| *gap >= taken);
         let (before, at, _) = fitting.min_by_key(|(_, _, gap)| *gap)?;
-        if self.blocks.len() == self.blocks.capacity() {
-            self.blocks.try_reserve_exact(GROWTH).ok()?;
+        if self.cells.len() == self.cells.capacity() {
+            self.cells.try_reserve_exact(GROWTH).ok()?;
         }
         let start = u16::try_from(at / UNIT).ok()?;
-        let block = Block {
+        let cell = Cell {
             start,
             length: u16::try_from(bytes.len()).ok()?,
             owner,
         };
         self.memory.store(at, bytes);
-        self.blocks.insert(before, block);
+        self.cells.insert(before, cell);
         self.taken += taken;
         Some(start)
     }
 
     pub(super) fn remove(&mut self, start: u16) -> Option<()> {
-        let block = self.blocks.remove(self.find(start)?);
-        self.taken -= block.taken();
+        let cell = self.cells.remove(self.find(start)?);
+        self.taken -= cell.taken();
         Some(())
     }
 
-    /// Moves blocks down so that all gaps become one at the end. `moved` is told of each: its owner, from where and to where.
-    /// `buffer` is large enough for any block.
+    /// Moves cells down so that all gaps become one at the end. `moved` is told of each: its owner, from where and to where.
+    /// `buffer` is large enough for any cell.
     pub(super) fn slide(&mut self, buffer: &mut Vec<u8>, mut moved: impl FnMut(Owner, u16, u16)) -> usize {
         let (mut end, mut bytes) = (0, 0);
-        for block in &mut self.blocks {
-            if block.at() > end {
+        for cell in &mut self.cells {
+            if cell.at() > end {
                 buffer.clear();
-                buffer.extend_from_slice(self.memory.load(block.at(), block.length.into()));
+                buffer.extend_from_slice(self.memory.load(cell.at(), cell.length.into()));
                 self.memory.store(end, buffer);
                 // Below where it began, so it fits.
-                let start = u16::try_from(end / UNIT).unwrap_or(block.start);
-                moved(block.owner, block.start, start);
-                block.start = start;
+                let start = u16::try_from(end / UNIT).unwrap_or(cell.start);
+                moved(cell.owner, cell.start, start);
+                cell.start = start;
                 bytes += buffer.len();
             }
-            end = block.end();
+            end = cell.end();
         }
         bytes
     }
 
     pub(super) fn account(&self, accounts: &mut Accounts) {
-        let payload: u64 = self.blocks.iter().map(|block| u64::from(block.length)).sum();
+        let payload: u64 = self.cells.iter().map(|cell| u64::from(cell.length)).sum();
         accounts.segments += 1;
-        accounts.blocks += self.blocks.len() as u64;
+        accounts.cells += self.cells.len() as u64;
         accounts.payload_bytes += payload;
         accounts.class_bytes += self.taken as u64;
-        accounts.metadata_bytes += (self.blocks.capacity() * size_of::<Block>()) as u64;
+        accounts.metadata_bytes += (self.cells.capacity() * size_of::<Cell>()) as u64;
     }
 }

@@ -15,7 +15,7 @@ pub trait Source {
     /// [`NoMemory`].
     fn take(&mut self, bytes: usize) -> Result<Self::Memory, NoMemory>;
 
-    /// Takes memory back that no block is in any more.
+    /// Takes memory back that no cell is in any more.
     fn give_back(&mut self, memory: Self::Memory);
 }
 

@@ -20,32 +20,32 @@ fn bytes(seed: u64, length: usize) -> Vec<u8> {
 /// What must be in segments.
 #[derive(Default)]
 struct Oracle {
-    blocks: HashMap<Owner, (Place, Vec<u8>)>,
+    cells: HashMap<Owner, (Place, Vec<u8>)>,
 }
 
 impl Oracle {
     fn hold_against(&self, segments: &Segments<Heap>) {
         let mut ranges = Vec::new();
-        for (owner, (place, bytes)) in &self.blocks {
+        for (owner, (place, bytes)) in &self.cells {
             assert_eq!(segments.get(*place), Ok(bytes.as_slice()));
             assert_eq!(segments.owner(*place), Ok(*owner));
             let start = place.raw() as usize * place::UNIT;
             let end = start + Class::holding(bytes.len()).unwrap().bytes();
-            assert_eq!(start / SIZE, (end - 1) / SIZE, "a block lies in two segments");
+            assert_eq!(start / SIZE, (end - 1) / SIZE, "a cell lies in two segments");
             ranges.push((start, end));
         }
         ranges.sort_unstable();
         assert!(
             ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0),
-            "blocks overlap"
+            "cells overlap"
         );
 
         let accounts = segments.accounts();
         let of = |part: fn(&(usize, usize)) -> usize| ranges.iter().map(part).sum::<usize>() as u64;
         let mut numbers: Vec<usize> = ranges.iter().map(|(start, _)| start / SIZE).collect();
         numbers.dedup();
-        let payload: usize = self.blocks.values().map(|(_, bytes)| bytes.len()).sum();
-        assert_eq!(accounts.blocks, self.blocks.len() as u64);
+        let payload: usize = self.cells.values().map(|(_, bytes)| bytes.len()).sum();
+        assert_eq!(accounts.cells, self.cells.len() as u64);
         assert_eq!(accounts.payload_bytes, payload as u64);
         assert_eq!(accounts.class_bytes, of(|(start, end)| end - start));
         assert_eq!(accounts.segments, numbers.len() as u64);
@@ -54,13 +54,13 @@ impl Oracle {
             accounts.gap_bytes() + accounts.class_bytes,
             accounts.fragmentation_bytes() + accounts.payload_bytes
         );
-        assert!(accounts.metadata_bytes >= accounts.blocks * BLOCK_METADATA_BYTES as u64);
+        assert!(accounts.metadata_bytes >= accounts.cells * CELL_METADATA_BYTES as u64);
     }
 
     fn follow(&mut self, moved: Move) {
-        let block = self.blocks.get_mut(&moved.owner).unwrap();
-        assert_eq!(block.0, moved.from);
-        block.0 = moved.to;
+        let cell = self.cells.get_mut(&moved.owner).unwrap();
+        assert_eq!(cell.0, moved.from);
+        cell.0 = moved.to;
     }
 }
 
@@ -93,7 +93,7 @@ proptest! {
                     let before = segments.accounts();
                     match segments.put(&bytes, owner) {
                         Ok(place) => {
-                            oracle.blocks.insert(owner, (place, bytes));
+                            oracle.cells.insert(owner, (place, bytes));
                         }
                         Err(PutError::TooLong { length }) => prop_assert!(length > Class::MOST_BYTES),
                         Err(error) => {
@@ -105,12 +105,12 @@ proptest! {
                     }
                 }
                 Step::Free(which) => {
-                    let mut owners: Vec<Owner> = oracle.blocks.keys().copied().collect();
+                    let mut owners: Vec<Owner> = oracle.cells.keys().copied().collect();
                     owners.sort_unstable();
                     if let Some(owner) = owners.get(which % owners.len().max(1)) {
-                        let (place, _) = oracle.blocks.remove(owner).unwrap();
+                        let (place, _) = oracle.cells.remove(owner).unwrap();
                         prop_assert_eq!(segments.free(place), Ok(()));
-                        prop_assert_eq!(segments.free(place), Err(NoBlock(place)));
+                        prop_assert_eq!(segments.free(place), Err(NoCell(place)));
                     }
                 }
                 Step::Compact(most_bytes) => {
@@ -156,7 +156,7 @@ fn without_memory_a_page_is_refused_and_nothing_is_lost() {
 }
 
 #[test]
-fn the_last_block_takes_its_segment_along() {
+fn the_last_cell_takes_its_segment_along() {
     let mut segments = small(1);
     let place = segments.put(&[1], Owner(1)).unwrap();
     segments.free(place).unwrap();
@@ -189,7 +189,7 @@ fn numbers_of_segments_that_went_are_used_again() {
 
 #[test]
 fn compaction_leaves_no_more_segments_than_needed() {
-    // Eight blocks of 456 and more bytes fill a segment; three of four go.
+    // Eight cells of 456 and more bytes fill a segment; three of four go.
     let mut segments = small(100);
     let mut places: HashMap<Owner, Place> = HashMap::new();
     for n in 0..400u32 {
@@ -205,7 +205,7 @@ fn compaction_leaves_no_more_segments_than_needed() {
         assert_eq!(places.insert(moved.owner, moved.to), Some(moved.from));
     });
 
-    // 100 blocks, eight in a segment.
+    // 100 cells, eight in a segment.
     assert_eq!((segments.accounts().segments, compacted.released), (13, 37));
     for (owner, place) in places {
         assert_eq!(segments.get(place), Ok(bytes(owner.0.into(), 456).as_slice()));
@@ -218,7 +218,7 @@ fn places_that_never_were_are_refused() {
     let place = segments.put(&[7; 100], Owner(1)).unwrap();
     for raw in [place.raw() + 1, 600, u32::MAX] {
         let wrong = Place::of_raw(raw);
-        assert_eq!(segments.get(wrong), Err(NoBlock(wrong)));
-        assert_eq!(segments.free(wrong), Err(NoBlock(wrong)));
+        assert_eq!(segments.get(wrong), Err(NoCell(wrong)));
+        assert_eq!(segments.free(wrong), Err(NoCell(wrong)));
     }
 }

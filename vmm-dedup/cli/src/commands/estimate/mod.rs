@@ -32,7 +32,7 @@ pub(crate) struct EstimateArgs {
     #[arg(long)]
     near: bool,
     /// Pack the pages without a twin as well, by each codec alone and by all together, and tell what that would save
-    /// beyond zero pages and sharing, net of its metadata. Takes about a second for 30 MiB of such pages and CPU.
+    /// beyond zero pages and sharing, net of its metadata. Takes some ten seconds of CPU time for 100 MiB of such pages.
     #[arg(long)]
     pack: bool,
     /// With --pack: whose pages may be bases of others.
