@@ -1,6 +1,8 @@
 //! LZ4 blocks, alone or with the base page as dictionary. A block has no header; its length is kept with its place.
 
-use super::{Codec, Kind, PackError, RebuildError};
+use super::contract::Codec;
+use super::error::{PackError, RebuildError};
+use super::kind::Kind;
 use crate::page::Page;
 use lz4_flex::block::{
     CompressTable, compress_into_with_dict, compress_into_with_table, decompress_into,

@@ -4,7 +4,9 @@
 //! in ascending order. The paper's segments begin with a line of pointers, so that hardware can add a line; a packed page gets
 //! no new lines, and has none.
 
-use super::{Codec, Kind, PackError, RebuildError};
+use super::contract::Codec;
+use super::error::{PackError, RebuildError};
+use super::kind::Kind;
 use crate::page::{LINE_BYTES, LINES, Page, differing_lines};
 
 /// Bytes of the bit vector.

@@ -1,6 +1,8 @@
 //! zstd frames at level 1, alone or with the base page as dictionary. A frame tells its content's size and has no checksum.
 
-use super::{Codec, Kind, PackError, RebuildError};
+use super::contract::Codec;
+use super::error::{PackError, RebuildError};
+use super::kind::Kind;
 use crate::page::Page;
 use vmm_dedup_protocol::PAGE_SIZE;
 use zstd_safe::{CCtx, CompressionLevel, DCtx, ErrorCode, get_error_name};

@@ -1,8 +1,9 @@
 //! Compaction: the emptiest segments are emptied into the others.
 
+use super::all::Segments;
 use super::place::Place;
+use super::segment::Owner;
 use super::source::Source;
-use super::{Owner, Segments};
 use crate::class::Class;
 
 /// A cell that has moved. When this is told, its bytes are at the new place, and the old one names them no more.

@@ -1,10 +1,13 @@
 //! One segment: its cells, by where they begin, and the gaps between.
 
-use super::Owner;
 use super::account::Accounts;
 use super::place::{SegmentBytes, UNIT};
 use super::source::Memory;
 use crate::class::Class;
+
+/// Whose packed page it is: a number of the caller's, given back when a cell moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Owner(pub u32);
 
 /// A cell: where it begins, the bytes in it, and whose it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,7 +19,9 @@ pub(super) struct Cell {
     pub(super) owner: Owner,
 }
 
-const _: () = assert!(size_of::<Cell>() == 8);
+/// Bytes of bookkeeping for each cell.
+pub const CELL_METADATA_BYTES: usize = size_of::<Cell>();
+const _: () = assert!(CELL_METADATA_BYTES == 8);
 const _: () = assert!(Class::MOST_BYTES <= u16::MAX as usize);
 
 /// Cells that bookkeeping grows by.

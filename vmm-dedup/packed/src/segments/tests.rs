@@ -1,6 +1,7 @@
 //! Segments held against a map of what was put.
 
 use super::*;
+use crate::class::Class;
 use crate::conformance::random;
 use proptest::collection::vec;
 use proptest::prelude::*;
