@@ -112,13 +112,13 @@ pub struct Weights {
 }
 
 impl Default for Weights {
-    /// One page in ten is touched, and a microsecond is worth a line: then zstd must be some 30 bytes smaller than LZ4. The
-    /// times are those of a machine of 2.x GHz; whoever measures has better ones.
+    /// One page in ten is touched, and a microsecond is worth a line: then zstd must be some 26 bytes smaller than LZ4. The
+    /// times are those of real guests' pages in docs/figures.md; whoever measures on the spot has better ones.
     fn default() -> Self {
         Self {
             touches: 0.1,
             bytes_for_us: 64.0,
-            rebuild_us: [0.3, 1.6, 6.0, 2.4, 7.0],
+            rebuild_us: [0.3, 1.8, 5.9, 0.7, 0.8],
         }
     }
 }

@@ -7,7 +7,7 @@ use super::lz4::Lz4;
 use super::overlay::Overlay;
 use super::zstd::Zstd;
 
-/// One codec of each kind: 0.3 MiB of tables, most of them zstd's.
+/// One codec of each kind, with its tables.
 pub struct Codecs {
     /// By the kind's number.
     all: [Box<dyn Codec>; Kind::ALL.len()],
