@@ -6,11 +6,12 @@ use std::path::Path;
 use std::process::Command;
 
 /// The product's crates, with all of their features; the command line follows below.
-const PRODUCT: [&str; 8] = [
+const PRODUCT: [&str; 9] = [
     "vmm-dedup-protocol",
     "vmm-dedup",
     "vmm-dedup-preload",
     "vmm-dedup-store",
+    "vmm-dedup-packed",
     "vmm-dedup-estimate",
     "vmm-dedup-refvmm",
     "vmm-dedup-fleet",

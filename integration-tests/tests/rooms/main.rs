@@ -82,7 +82,7 @@ fn what_commands_ask_of_the_host_stands_in_its_rooms() {
 fn the_benches_stand_in_their_rooms() {
     let order = [
         "host", "kernel", "report", "worker", "content", "service", "ksm", "engines", "dsa", "mixed",
-        "churn", "estimate",
+        "churn", "estimate", "pack",
     ];
     check("vmm-dedup/bench/src/lib.rs", &rooms(&order));
 }
@@ -121,7 +121,21 @@ const OTHERS: [(&str, &[&str]); 16] = [
     (
         "vmm-dedup/estimate/src/lib.rs",
         &[
-            "error", "process", "memory", "inputs", "sample", "report", "scan", "plain", "contents", "near",
+            "error", "process", "memory", "inputs", "sample", "packing", "report", "scan", "plain",
+            "contents", "near", "pack",
+        ],
+    ),
+    (
+        "vmm-dedup/packed/src/lib.rs",
+        &[
+            "page",
+            "class",
+            "codec",
+            "conformance",
+            "search",
+            "segments",
+            "choice",
+            "stars",
         ],
     ),
     (

@@ -5,7 +5,8 @@
 //! - `dsa`: the CPU and Intel DSA, one page an offload and in batches ([`dsa`]);
 //! - `mixed`: the policies for huge pages ([`mixed`]);
 //! - `churn`: whether sharing lasts while content is replaced, under KSM and under our engine ([`churn`]);
-//! - `estimate`: how fast an estimate reads ([`estimate`]).
+//! - `estimate`: how fast an estimate reads ([`estimate`]);
+//! - `pack`: what packing of pages without a twin saves on images, and what it costs ([`pack`]).
 //!
 //! A measurement works on memory with known content ([`content`]), asks the host what it took ([`host`]; [`kernel`] for KSM),
 //! and runs in a process of its own ([`worker`]): this program again, with an internal subcommand. So nothing of one
@@ -22,6 +23,7 @@ mod host;
 mod kernel;
 mod ksm;
 mod mixed;
+mod pack;
 mod report;
 mod service;
 mod worker;
@@ -44,6 +46,7 @@ enum Bench {
     Mixed(mixed::MixedArgs),
     Churn(churn::ChurnArgs),
     Estimate(estimate::EstimateArgs),
+    Pack(pack::PackArgs),
     #[command(hide = true)]
     Worker(ksm::WorkerArgs),
     #[command(hide = true)]
@@ -64,6 +67,7 @@ pub fn run(args: &BenchArgs) -> Result<(), Failure> {
         Bench::Mixed(args) => mixed::run(args),
         Bench::Churn(args) => churn::run(args),
         Bench::Estimate(args) => estimate::run(args),
+        Bench::Pack(args) => pack::run(args),
         Bench::Worker(args) => ksm::work(args),
         Bench::MixedWorker(args) => mixed::work(args),
         Bench::ChurnGuest(args) => churn::work(args),

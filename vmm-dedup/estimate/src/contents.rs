@@ -139,6 +139,7 @@ impl Survey {
                 },
             },
             near: None,
+            pack: None,
         }
     }
 

@@ -63,4 +63,25 @@ pub enum Error {
     /// Too many memories.
     #[error("{0} memories are too many: the table of pairs takes at most {max}", max = MOST_MEMORIES)]
     TooMany(usize),
+    /// More memory than packing is tried on.
+    #[error(
+        "packing is tried on {most_mib} MiB at most, and there are {mib}: give fewer memories",
+        mib = .pages / 256,
+        most_mib = .most / 256
+    )]
+    TooManyToPack {
+        /// Pages of all memories.
+        pages: u64,
+        /// The most.
+        most: u64,
+    },
+    /// There is no memory for the tables that packing needs.
+    #[error("there is no memory for the tables of {pages} pages: give fewer memories")]
+    NoMemory {
+        /// Pages without a twin.
+        pages: usize,
+    },
+    /// A codec could not be made.
+    #[error("the codecs cannot be made")]
+    Codecs(#[from] vmm_dedup_packed::PackError),
 }

@@ -4,7 +4,8 @@
 //! dump, a Cloud Hypervisor snapshot or a raw file. A *scan* reads them once, in batches, on several threads, and
 //! keeps one small record for each page that is not zero. Sorted by content, the records tell which pages are
 //! equal ([`estimate`]). Contents that only one page has can be held against all pages once more, 64-byte line by
-//! line, to see what sharing of nearly equal pages would find ([`near`]).
+//! line, to see what sharing of nearly equal pages would find ([`near`]). And they can be packed, each by each codec, to see
+//! what packing would save ([`pack`]).
 //!
 //! Large inputs are sampled by content: a page is recorded only if the hash of its key lines falls into a certain
 //! 1/k of all hashes. All copies of a content are then in the sample, or none, so that sums over the sample times k
@@ -21,6 +22,8 @@ mod error;
 mod inputs;
 mod memory;
 pub mod near;
+pub mod pack;
+mod packing;
 mod plain;
 mod process;
 mod report;

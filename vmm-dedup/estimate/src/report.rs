@@ -1,5 +1,6 @@
 //! What an estimate says.
 
+use crate::packing::Packing;
 use serde::Serialize;
 
 /// A number of pages, perhaps estimated from a sample.
@@ -65,6 +66,8 @@ pub struct Report {
     pub total: Total,
     /// Nearly equal pages, if they were looked for.
     pub near: Option<Near>,
+    /// What packing would save beyond, if it was tried.
+    pub pack: Option<Packing>,
 }
 
 /// What sharing of nearly equal pages could find.

@@ -1,5 +1,6 @@
 //! An estimate for people.
 
+use super::pack_table;
 use std::time::Duration;
 use vmm_dedup_estimate::near::Near;
 use vmm_dedup_estimate::{Amount, Report};
@@ -58,6 +59,9 @@ pub(crate) fn print(report: &Report, elapsed: Duration) {
     }
     if let Some(near) = &report.near {
         print_near(near);
+    }
+    if let Some(packing) = &report.pack {
+        pack_table::print(packing);
     }
     println!("took {:.2} s", elapsed.as_secs_f64());
 }
