@@ -23,8 +23,8 @@ use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::pagemap::Pagemap;
 use std::ops::Range;
 
-/// Stretches of copies in a chunk of which each is asked about by itself.
-const FEW: usize = 16;
+/// As many mappings, at least, as asking the kernel one more time costs.
+const MAPPINGS_PER_CALL: usize = 8;
 
 /// Which copies can be merged now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,8 +82,8 @@ pub(crate) fn look(
     Ok(read(map, session, account, (pass, prospect), &pages))
 }
 
-/// Where the kernel is asked about the copies in a chunk: in all of it, unless they are few. What it is asked costs most by the
-/// mappings on the way.
+/// Where the kernel is asked about the copies in a chunk: stretch by stretch, or in all of the chunk if these are many. Asking costs
+/// by the calls, and by the mappings on the way.
 fn places(map: &PageMap, at: usize) -> Vec<Range<usize>> {
     let chunk = map.chunk_at(at);
     let mut copies: Vec<Range<usize>> = Vec::new();
@@ -94,7 +94,7 @@ fn places(map: &PageMap, at: usize) -> Vec<Range<usize>> {
             _ => copies.push(start..start + PAGE_SIZE),
         }
     }
-    if copies.len() > FEW {
+    if copies.len() * MAPPINGS_PER_CALL > usize::from(map.chunk(at).fragments) + MAPPINGS_PER_CALL {
         return vec![chunk.addresses()];
     }
     copies

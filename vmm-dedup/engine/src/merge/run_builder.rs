@@ -141,7 +141,9 @@ impl Stretch {
         let offset = self.offset(slot).filter(|_| self.has(slot, pages))?;
         let mut piece = self.rest.split_off(offset);
         self.rest = piece.split_off(pages);
-        self.first = slot.number() + pages as u32;
+        self.first = slot
+            .number()
+            .saturating_add(u32::try_from(pages).unwrap_or(u32::MAX));
         Some(piece)
     }
 }

@@ -163,7 +163,9 @@ impl Machine {
                 let stats = self.supervisor.stats().unwrap_or_default();
                 let status = self.supervisor.status();
                 let (pages, mapped, passes) = (stats.pages, stats.pages_mapped, stats.passes_total);
-                return Ok(format!("pages={pages} mapped={mapped} passes={passes} status={status:?}"));
+                return Ok(format!(
+                    "pages={pages} mapped={mapped} passes={passes} status={status:?}"
+                ));
             }
             _ => return Err("there is no such command".into()),
         }
