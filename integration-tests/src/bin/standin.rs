@@ -246,7 +246,10 @@ impl Vm {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+}
 
+/// What happens to it.
+impl Vm {
     /// A device gets memory by a file, twice, and goes with the file's last descriptor. (The ioctl itself fails.)
     fn comes_back_from(&self, request: u64) {
         for _ in 0..2 {

@@ -12,6 +12,7 @@ mod reader;
 mod rules;
 mod samples;
 mod source;
+mod stream;
 mod tokens;
 
 use rules::{Rules, breaches};

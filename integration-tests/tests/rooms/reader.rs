@@ -1,14 +1,15 @@
 //! Reads one source file: modules, paths, types and their methods.
 
 use crate::source::{Child, Files, Impl, Kind, Mention, Name, Place, Source, Struct};
-use crate::tokens::{Placed, Token, tokens};
+use crate::stream::{Attributes, Stream};
+use crate::tokens::{Token, tokens};
 use std::ops::Range;
 use std::path::Path;
 
 /// Reads the tokens of one file.
 struct Reader<'a> {
     source: &'a mut Source,
-    tokens: &'a [Placed],
+    tokens: Stream<'a>,
     file: &'a Path,
     files: Files<'a>,
     children: Vec<Child>,
@@ -27,7 +28,7 @@ pub(crate) fn read(
     let tokens = tokens(text);
     let mut reader = Reader {
         source,
-        tokens: &tokens,
+        tokens: Stream(&tokens),
         file,
         files,
         children: Vec::new(),
@@ -37,42 +38,12 @@ pub(crate) fn read(
 }
 
 impl Reader<'_> {
-    fn token(&self, at: usize) -> Option<&Token> {
-        self.tokens.get(at).map(|placed| &placed.token)
-    }
-
-    fn is_word(&self, at: usize, word: &str) -> bool {
-        self.token(at).is_some_and(|token| token.is_word(word))
-    }
-
-    fn is_sign(&self, at: usize, sign: char) -> bool {
-        self.token(at).is_some_and(|token| token.is_sign(sign))
-    }
-
     fn place(&self, module: &[String], at: usize) -> Place {
         Place {
             module: module.to_vec(),
             file: self.file.to_owned(),
-            line: self.tokens[at].line,
+            line: self.tokens.line(at),
         }
-    }
-
-    /// Where the bracket at `open` is closed, or the end.
-    fn closing(&self, open: usize) -> usize {
-        let mut depth = 0usize;
-        for at in open..self.tokens.len() {
-            match self.token(at) {
-                Some(Token::Sign('(' | '[' | '{')) => depth += 1,
-                Some(Token::Sign(')' | ']' | '}')) => {
-                    depth = depth.saturating_sub(1);
-                    if depth == 0 {
-                        return at;
-                    }
-                }
-                _ => {}
-            }
-        }
-        self.tokens.len()
     }
 
     /// The tokens of a module, or of a part of it.
@@ -81,11 +52,13 @@ impl Reader<'_> {
         let mut at = range.start;
         let mut attributes = Attributes::default();
         while at < range.end {
-            if self.is_sign(at, '#') && (self.is_sign(at + 1, '[') || self.is_sign(at + 2, '[')) {
-                let inner = self.is_sign(at + 1, '!');
+            if self.tokens.is_sign(at, '#')
+                && (self.tokens.is_sign(at + 1, '[') || self.tokens.is_sign(at + 2, '['))
+            {
+                let inner = self.tokens.is_sign(at + 1, '!');
                 let open = at + 1 + usize::from(inner);
-                let close = self.closing(open);
-                let attribute = self.attribute(open + 1..close);
+                let close = self.tokens.closing(open);
+                let attribute = self.tokens.attribute(open + 1..close);
                 if inner && attribute.test {
                     return;
                 }
@@ -94,143 +67,61 @@ impl Reader<'_> {
                 continue;
             }
             // Attributes belong to what comes behind `pub`.
-            if self.is_word(at, "pub") && !attributes.test {
+            if self.tokens.is_word(at, "pub") && !attributes.test {
                 at += 1;
-                if self.is_sign(at, '(') {
-                    at = self.closing(at) + 1;
+                if self.tokens.is_sign(at, '(') {
+                    at = self.tokens.closing(at) + 1;
                 }
                 continue;
             }
             let taken = std::mem::take(&mut attributes);
             at = if taken.test {
-                self.end_of_item(at, range.end)
+                self.tokens.end_of_item(at, range.end)
             } else {
                 self.item(at, &taken, module, folder)
             };
         }
     }
 
-    /// Whether a predicate of `cfg` holds in tests only; whatever is not known may hold elsewhere.
-    fn only_in_tests(&self, at: usize) -> bool {
-        let parts = || {
-            let close = self.closing(at + 1);
-            let mut starts = vec![at + 2];
-            let mut next = at + 2;
-            while next < close {
-                if self.is_sign(next, '(') {
-                    next = self.closing(next);
-                } else if self.is_sign(next, ',') && next + 1 < close {
-                    starts.push(next + 1);
-                }
-                next += 1;
-            }
-            starts
-        };
-        match self.token(at).and_then(Token::word) {
-            Some("test") => true,
-            Some("all") => parts().into_iter().any(|part| self.only_in_tests(part)),
-            Some("any") => parts().into_iter().all(|part| self.only_in_tests(part)),
-            _ => false,
-        }
-    }
-
-    fn attribute(&self, range: Range<usize>) -> Attributes {
-        let words: Vec<&str> = self.tokens[range.clone()]
-            .iter()
-            .filter_map(|placed| placed.token.word())
-            .collect();
-        let text = self.tokens[range.clone()]
-            .iter()
-            .find_map(|placed| match &placed.token {
-                Token::Text(text) => Some(text.clone()),
-                _ => None,
-            });
-        let is_cfg = words.first() == Some(&"cfg");
-        Attributes {
-            test: words == ["test"] || (is_cfg && self.only_in_tests(range.start + 2)),
-            path: text.filter(|_| words == ["path"]),
-        }
-    }
-
-    /// Where an item ends that is left out: behind its `;` or its braces, or for a field or an arm behind the comma.
-    fn end_of_item(&self, start: usize, end: usize) -> usize {
-        let is_item = |at: usize| {
-            let word = self.token(at).and_then(Token::word);
-            word.is_some_and(|word| ITEMS.contains(&word))
-        };
-        let mut at = start;
-        while self.is_word(at, "pub") {
-            at += 1;
-            if self.is_sign(at, '(') {
-                at = self.closing(at) + 1;
-            }
-        }
-        let (is_item, is_use) = (is_item(at), self.is_word(at, "use"));
-        while at < end {
-            match self.token(at) {
-                Some(Token::Sign(';')) => return at + 1,
-                Some(Token::Sign(',')) if !is_item => return at + 1,
-                Some(Token::Sign('}')) => return at,
-                Some(Token::Sign('(' | '[')) => at = self.closing(at),
-                Some(Token::Sign('{')) => {
-                    at = self.closing(at);
-                    if !is_use {
-                        return at + 1;
-                    }
-                }
-                _ => {}
-            }
-            at += 1;
-        }
-        end
-    }
-
     /// What begins at a token; returns where to go on.
     fn item(&mut self, at: usize, attributes: &Attributes, module: &[String], folder: &Path) -> usize {
-        let Some(word) = self.token(at).and_then(Token::word).map(str::to_owned) else {
+        let Some(word) = self.tokens.token(at).and_then(Token::word).map(str::to_owned) else {
             return at + 1;
         };
         let place = self.place(module, at);
-        if at > 0 && self.is_sign(at - 1, '.') && (self.is_sign(at + 1, '(') || self.is_turbofish(at + 1)) {
+        if at > 0
+            && self.tokens.is_sign(at - 1, '.')
+            && (self.tokens.is_sign(at + 1, '(') || self.tokens.is_turbofish(at + 1))
+        {
             self.source.calls.push((word, place));
             return at + 1;
         }
         match word.as_str() {
-            "include" if self.is_sign(at + 1, '!') => self.source.hidden.push(("include!", place)),
-            "extern" if self.is_word(at + 1, "crate") && self.is_word(at + 2, "self") => {
+            "include" if self.tokens.is_sign(at + 1, '!') => self.source.hidden.push(("include!", place)),
+            "extern" if self.tokens.is_word(at + 1, "crate") && self.tokens.is_word(at + 2, "self") => {
                 self.source.hidden.push(("extern crate self", place));
             }
             "mod" => return self.module(at, attributes, module, folder),
             "use" => return self.import(at, module),
-            "impl" if self.begins_item(at) => self.implementation(at, module),
+            "impl" if self.tokens.begins_item(at) => self.implementation(at, module),
             "struct" | "enum" | "union" => self.definition(at, module),
             _ => {}
         }
         self.path(at, module)
     }
 
-    /// `impl` also stands in types; as an item it comes behind one, or behind an attribute.
-    fn begins_item(&self, at: usize) -> bool {
-        let before = at.checked_sub(1).and_then(|before| self.token(before));
-        match before {
-            None => true,
-            Some(Token::Sign(sign)) => ";{}]".contains(*sign),
-            Some(token) => token.is_word("unsafe"),
-        }
-    }
-
     fn module(&mut self, at: usize, attributes: &Attributes, module: &[String], folder: &Path) -> usize {
-        let Some(name) = self.token(at + 1).and_then(Token::word).map(str::to_owned) else {
+        let Some(name) = self.tokens.token(at + 1).and_then(Token::word).map(str::to_owned) else {
             return at + 1;
         };
         let child: Name = module.iter().cloned().chain([name.clone()]).collect();
         let own_folder = folder.join(&name);
-        if self.is_sign(at + 2, '{') {
-            let end = self.closing(at + 2);
+        if self.tokens.is_sign(at + 2, '{') {
+            let end = self.tokens.closing(at + 2);
             self.read(at + 3..end, &child, &own_folder);
             return end + 1;
         }
-        if self.is_sign(at + 2, ';') {
+        if self.tokens.is_sign(at + 2, ';') {
             let beside = folder.join(format!("{name}.rs"));
             let (file, folder) = match &attributes.path {
                 Some(path) => {
@@ -252,7 +143,7 @@ impl Reader<'_> {
 
     fn import(&mut self, at: usize, module: &[String]) -> usize {
         let mut end = at;
-        while end < self.tokens.len() && !self.is_sign(end, ';') {
+        while end < self.tokens.len() && !self.tokens.is_sign(end, ';') {
             end += 1;
         }
         let mut leaves = Vec::new();
@@ -271,9 +162,9 @@ impl Reader<'_> {
     fn tree(&self, mut at: usize, end: usize, prefix: &mut Name, leaves: &mut Vec<(Name, String)>) -> usize {
         let depth = prefix.len();
         while at < end {
-            match self.token(at) {
+            match self.tokens.token(at) {
                 Some(Token::Word(word)) if word == "as" => {
-                    let name = self.token(at + 1).and_then(Token::word).unwrap_or("_");
+                    let name = self.tokens.token(at + 1).and_then(Token::word).unwrap_or("_");
                     leaves.push((prefix.clone(), name.to_owned()));
                     prefix.truncate(depth);
                     return at + 2;
@@ -287,9 +178,9 @@ impl Reader<'_> {
                 }
                 Some(Token::Sign('{')) => {
                     at += 1;
-                    while at < end && !self.is_sign(at, '}') {
+                    while at < end && !self.tokens.is_sign(at, '}') {
                         at = self.tree(at, end, prefix, leaves);
-                        at += usize::from(self.is_sign(at, ','));
+                        at += usize::from(self.tokens.is_sign(at, ','));
                     }
                     prefix.truncate(depth);
                     return at + 1;
@@ -307,7 +198,7 @@ impl Reader<'_> {
         }
         prefix.truncate(depth);
         // At least one token further, so that broken source comes to an end.
-        at.max(if self.is_sign(at, ',') || self.is_sign(at, '}') {
+        at.max(if self.tokens.is_sign(at, ',') || self.tokens.is_sign(at, '}') {
             at
         } else {
             at + 1
@@ -318,18 +209,22 @@ impl Reader<'_> {
     fn path(&mut self, at: usize, module: &[String]) -> usize {
         let mut path = Name::new();
         let mut end = at;
-        while let Some(word) = self.token(end).and_then(Token::word) {
+        while let Some(word) = self.tokens.token(end).and_then(Token::word) {
             path.push(word.to_owned());
-            if self.token(end + 1) != Some(&Token::PathSeparator) {
+            if self.tokens.token(end + 1) != Some(&Token::PathSeparator) {
                 break;
             }
             end += 2;
         }
         // Behind `::` it would be the rest of another path: those are read as a whole, but for `Type::<T>::f` and the like.
-        let is_rest = at > 0 && self.token(at - 1) == Some(&Token::PathSeparator);
-        let next = self.token(end).and_then(Token::word).map_or(end, |_| end + 1);
+        let is_rest = at > 0 && self.tokens.token(at - 1) == Some(&Token::PathSeparator);
+        let next = self
+            .tokens
+            .token(end)
+            .and_then(Token::word)
+            .map_or(end, |_| end + 1);
         if path.len() > 1 && !is_rest {
-            let kind = if self.is_sign(next, '!') && !self.is_sign(next + 1, '=') {
+            let kind = if self.tokens.is_sign(next, '!') && !self.tokens.is_sign(next + 1, '=') {
                 Kind::Macro
             } else {
                 Kind::Code
@@ -342,34 +237,35 @@ impl Reader<'_> {
 
     fn implementation(&mut self, at: usize, module: &[String]) {
         let mut head = at + 1;
-        if self.is_sign(head, '<') {
-            head = self.closing_angle(head) + 1;
+        if self.tokens.is_sign(head, '<') {
+            head = self.tokens.closing_angle(head) + 1;
         }
         let mut of_trait = false;
         let mut of = Name::new();
-        while head < self.tokens.len() && !self.is_sign(head, '{') && !self.is_sign(head, ';') {
-            match self.token(head) {
+        while head < self.tokens.len() && !self.tokens.is_sign(head, '{') && !self.tokens.is_sign(head, ';') {
+            match self.tokens.token(head) {
                 // `for<'a>` is something else.
-                Some(Token::Word(word)) if word == "for" && !self.is_sign(head + 1, '<') => {
+                Some(Token::Word(word)) if word == "for" && !self.tokens.is_sign(head + 1, '<') => {
                     of_trait = true;
                     of.clear();
                 }
                 Some(Token::Word(word)) if word == "where" => break,
                 Some(Token::Word(word)) => of.push(word.clone()),
-                Some(Token::Sign('<')) => head = self.closing_angle(head),
-                Some(Token::Sign('(' | '[')) => head = self.closing(head),
+                Some(Token::Sign('<')) => head = self.tokens.closing_angle(head),
+                Some(Token::Sign('(' | '[')) => head = self.tokens.closing(head),
                 _ => {}
             }
             head += 1;
         }
-        while head < self.tokens.len() && !self.is_sign(head, '{') {
+        while head < self.tokens.len() && !self.tokens.is_sign(head, '{') {
             head += 1;
         }
         let end = self
+            .tokens
             .closing(head.min(self.tokens.len()))
             .min(self.tokens.len().saturating_sub(1));
         let at = self.place(module, at);
-        let lines = self.tokens[end].line + 1 - at.line;
+        let lines = self.tokens.line(end) + 1 - at.line;
         let (functions, own_calls) = self.functions(head.min(end)..end, module);
         self.source.impls.push(Impl {
             at,
@@ -385,132 +281,46 @@ impl Reader<'_> {
     fn functions(&self, block: Range<usize>, module: &[String]) -> (Vec<String>, Vec<(String, Place)>) {
         let (mut functions, mut calls) = (Vec::new(), Vec::new());
         for at in block {
-            let Some(name) = self.token(at).and_then(Token::word) else {
+            let Some(name) = self.tokens.token(at).and_then(Token::word) else {
                 continue;
             };
-            let before = |word: &str| at > 1 && self.is_word(at - 2, word);
-            let dotted = at > 0 && self.is_sign(at - 1, '.') && before("self");
-            let of_type = at > 0 && self.token(at - 1) == Some(&Token::PathSeparator) && before("Self");
-            if at > 0 && self.is_word(at - 1, "fn") {
+            let before = |word: &str| at > 1 && self.tokens.is_word(at - 2, word);
+            let dotted = at > 0 && self.tokens.is_sign(at - 1, '.') && before("self");
+            let of_type =
+                at > 0 && self.tokens.token(at - 1) == Some(&Token::PathSeparator) && before("Self");
+            if at > 0 && self.tokens.is_word(at - 1, "fn") {
                 functions.push(name.to_owned());
-            } else if of_type || (dotted && (self.is_sign(at + 1, '(') || self.is_turbofish(at + 1))) {
+            } else if of_type
+                || (dotted && (self.tokens.is_sign(at + 1, '(') || self.tokens.is_turbofish(at + 1)))
+            {
                 calls.push((name.to_owned(), self.place(module, at)));
             }
         }
         (functions, calls)
     }
 
-    /// `::<`
-    fn is_turbofish(&self, at: usize) -> bool {
-        self.token(at) == Some(&Token::PathSeparator) && self.is_sign(at + 1, '<')
-    }
-
-    fn closing_angle(&self, open: usize) -> usize {
-        let mut depth = 0usize;
-        for at in open..self.tokens.len() {
-            match self.token(at) {
-                Some(Token::Sign('<')) => depth += 1,
-                Some(Token::Sign('>')) => {
-                    depth = depth.saturating_sub(1);
-                    if depth == 0 {
-                        return at;
-                    }
-                }
-                _ => {}
-            }
-        }
-        self.tokens.len()
-    }
-
     fn definition(&mut self, at: usize, module: &[String]) {
         // `union` is a name elsewhere.
-        let Some(name) = self.token(at + 1).and_then(Token::word).map(str::to_owned) else {
+        let Some(name) = self.tokens.token(at + 1).and_then(Token::word).map(str::to_owned) else {
             return;
         };
         self.source.types.insert((module.to_vec(), name.clone()));
-        if !self.is_word(at, "struct") {
+        if !self.tokens.is_word(at, "struct") {
             return;
         }
         let mut open = at + 2;
-        if self.is_sign(open, '<') {
-            open = self.closing_angle(open) + 1;
+        if self.tokens.is_sign(open, '<') {
+            open = self.tokens.closing_angle(open) + 1;
         }
-        while open < self.tokens.len() && !"({;".contains(self.sign(open)) {
+        while open < self.tokens.len() && !"({;".contains(self.tokens.sign(open)) {
             open += 1;
         }
-        let fields = if self.is_sign(open, ';') {
+        let fields = if self.tokens.is_sign(open, ';') {
             0
         } else {
-            self.fields(open + 1..self.closing(open))
+            self.tokens.fields(open + 1..self.tokens.closing(open))
         };
         let at = self.place(module, at);
         self.source.structs.push(Struct { at, name, fields });
-    }
-
-    fn sign(&self, at: usize) -> char {
-        match self.token(at) {
-            Some(Token::Sign(sign)) => *sign,
-            _ => ' ',
-        }
-    }
-
-    /// Number of parts between commas.
-    fn fields(&self, range: Range<usize>) -> usize {
-        let (mut fields, mut empty, mut at) = (0, true, range.start);
-        while at < range.end {
-            match self.token(at) {
-                Some(Token::Sign(',')) => {
-                    fields += usize::from(!empty);
-                    empty = true;
-                }
-                Some(Token::Sign('#')) => at = self.closing(at + 1),
-                token => {
-                    empty = false;
-                    match token {
-                        Some(Token::Sign('(' | '[' | '{')) => at = self.closing(at),
-                        Some(Token::Sign('<')) => at = self.closing_angle(at),
-                        _ => {}
-                    }
-                }
-            }
-            at += 1;
-        }
-        fields + usize::from(!empty)
-    }
-}
-
-/// What begins an item, and not a field or an arm.
-const ITEMS: [&str; 16] = [
-    "async",
-    "const",
-    "enum",
-    "extern",
-    "fn",
-    "impl",
-    "let",
-    "macro_rules",
-    "mod",
-    "static",
-    "struct",
-    "trait",
-    "type",
-    "union",
-    "unsafe",
-    "use",
-];
-
-/// What attributes say of the item behind them.
-#[derive(Debug, Default)]
-struct Attributes {
-    /// It is compiled for tests only.
-    test: bool,
-    /// `#[path = "..."]`
-    path: Option<String>,
-}
-
-impl Attributes {
-    fn add(&mut self, other: Self) {
-        self.test |= other.test;
-        self.path = self.path.take().or(other.path);
     }
 }

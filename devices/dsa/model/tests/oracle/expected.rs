@@ -312,7 +312,10 @@ impl Oracle {
         }
         says
     }
+}
 
+/// The operations.
+impl Oracle {
     /// Does it; what was done before a fault is in `says`.
     fn operation(&mut self, d: &Descriptor, says: &mut Says) -> Result<(), Gone> {
         let (a, b, size) = (d.source(), d.destination(), d.size());
