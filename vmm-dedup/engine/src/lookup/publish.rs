@@ -66,11 +66,12 @@ pub(crate) fn publish(
     wanted: &[Page],
 ) -> Result<Vec<MergeRequest>, Error> {
     let memory = map.memory().clone();
-    let chunk_of = |page: &Page| memory.has(*page).then(|| memory.chunk_of(*page));
     let mut pages = Vec::with_capacity(wanted.len());
     // What is not there any more was removed meanwhile.
-    for part in wanted.chunk_by(|a, b| chunk_of(a) == chunk_of(b)) {
-        let Some(chunk) = chunk_of(&part[0]) else { continue };
+    for (chunk, part) in memory.by_chunk(wanted, |page| *page) {
+        if !memory.has(part[0]) {
+            continue;
+        }
         let all = map.chunk_at(chunk).pages.clone();
         let state = map.chunk(chunk);
         let known = |page: Page| map.private_candidate(page).is_some();

@@ -290,6 +290,22 @@ impl Memory {
         region.chunk + address / HUGE_SIZE - region.range.start / HUGE_SIZE
     }
 
+    /// Items in page order, those of each chunk together, with its position. Who has an unused number is alone.
+    pub(crate) fn by_chunk<'i, T>(
+        &'i self,
+        mut items: &'i [T],
+        page: impl Fn(&T) -> Page + 'i,
+    ) -> impl Iterator<Item = (usize, &'i [T])> {
+        std::iter::from_fn(move || {
+            let chunk = self.chunk_of(page(items.first()?));
+            let pages = self.chunks.get(chunk).map_or(0..0, |chunk| chunk.pages.clone());
+            let here = items.iter().take_while(|item| pages.contains(&page(item)));
+            let (group, rest) = items.split_at(here.count().max(1));
+            items = rest;
+            Some((chunk, group))
+        })
+    }
+
     fn region_of(&self, page: Page) -> Option<&Region> {
         let at = self.regions.partition_point(|r| r.first <= page).checked_sub(1)?;
         Some(&self.regions[at]).filter(|r| r.pages().contains(&page))

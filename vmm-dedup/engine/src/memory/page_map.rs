@@ -204,9 +204,9 @@ impl PageMap {
         }
     }
 
-    /// A page comes to another place, or shows this slot now: copies beside it may lie in another mapping then.
-    fn part_neighbours(&mut self, page: Page, slot: Option<Slot>) {
-        let (before, behind) = self.memory.neighbours(page);
+    /// A page comes to another place, or shows this slot now: copies beside it may lie in another mapping then. It has a neighbour
+    /// before it, or behind it, or both.
+    fn part_neighbours(&mut self, page: Page, (before, behind): (bool, bool), slot: Option<Slot>) {
         if before && let Backing::CopiedOnWrite(edges) = self.backing(page - 1) {
             let expected = self
                 .place_by(page - 1, true)
@@ -230,7 +230,8 @@ impl PageMap {
             ..old
         };
         if next != old {
-            self.note_boundaries(page, old.backing, next.backing);
+            let neighbours = self.memory.neighbours(page);
+            self.note_boundaries(page, neighbours, old.backing, next.backing);
             self.table.replace(page, old, next);
         }
     }
@@ -248,8 +249,7 @@ impl PageMap {
     }
 
     /// A page's backing changes: boundaries at both of its ends come or go.
-    fn note_boundaries(&mut self, page: Page, old: Backing, next: Backing) {
-        let (before, behind) = self.memory.neighbours(page);
+    fn note_boundaries(&mut self, page: Page, (before, behind): (bool, bool), old: Backing, next: Backing) {
         let change = |was: bool, is: bool| i16::from(is) - i16::from(was);
         let front = if before {
             let before = self.backing(page - 1);
@@ -324,10 +324,11 @@ impl PageMap {
         if let Backing::Slot(slot) = old.backing {
             self.outbox.drop_ref(slot);
         }
+        let neighbours = self.memory.neighbours(page);
         if !old.backing.keeps_place(next.backing) {
-            self.part_neighbours(page, place);
+            self.part_neighbours(page, neighbours, place);
         }
-        self.note_boundaries(page, old.backing, next.backing);
+        self.note_boundaries(page, neighbours, old.backing, next.backing);
         self.table.replace(page, old, next);
     }
 

@@ -157,7 +157,7 @@ impl Admission<'_> {
     /// Found > admitted. Requests are in page order, each page once.
     pub(crate) fn admit(&self, found: &[MergeRequest]) -> Admitted {
         let mut admitted = Admitted::default();
-        for group in self.by_chunk(found) {
+        for (_, group) in self.map.memory().by_chunk(found, |request| request.page) {
             let facts = Facts {
                 as_one: !self.terms.managed && is_huge_page_of_store(group),
                 ..Facts::default()
@@ -173,7 +173,7 @@ impl Admission<'_> {
     /// Found > admitted: the twins of 2 MiB in which more twins could make longer runs are refused until these have quiesced.
     pub(crate) fn admit_quiesced(&self, requests: &[MergeRequest], pass: u64) -> Admitted {
         let mut admitted = Admitted::default();
-        for group in self.by_chunk(requests) {
+        for (_, group) in self.map.memory().by_chunk(requests, |request| request.page) {
             let waits = !self.terms.managed && bridged_runs::waits(self.map, pass, group);
             let verdict = match waits {
                 true => Verdict::Refuse(Obstacle::Deferred),
@@ -204,11 +204,6 @@ impl Admission<'_> {
             admitted.add(*request, self.may_merge(request.page, request.slot, facts));
         }
         admitted
-    }
-
-    fn by_chunk<'r>(&self, requests: &'r [MergeRequest]) -> impl Iterator<Item = &'r [MergeRequest]> {
-        let map = self.map;
-        requests.chunk_by(|a, b| map.chunk_of(a.page) == map.chunk_of(b.page))
     }
 }
 

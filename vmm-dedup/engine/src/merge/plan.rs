@@ -148,14 +148,22 @@ impl Plan {
     }
 }
 
-/// How many of the requests make one window.
+/// How many of the requests make one window: pages of a chunk, or of two that lie side by side.
 fn window_len(map: &PageMap, requests: &[MergeRequest], most: usize) -> usize {
     let first = requests[0].page;
-    let goes_on = |at: &usize| {
-        let (before, page) = (requests[*at - 1].page, requests[*at].page);
-        page - first < WINDOW_SPAN
-            && !map.chunk(map.chunk_of(page)).huge
-            && (before..page).all(|page| map.memory().adjacent(page))
+    let mut pages = map.chunk_at(map.chunk_of(first)).pages.clone();
+    let mut goes_on = |at: &usize| {
+        let page = requests[*at].page;
+        if page - first >= WINDOW_SPAN {
+            return false;
+        }
+        if pages.contains(&page) {
+            return true;
+        }
+        let chunk = map.chunk_of(page);
+        let last = pages.end - 1;
+        pages = map.chunk_at(chunk).pages.clone();
+        pages.start == last + 1 && map.memory().adjacent(last) && !map.chunk(chunk).huge
     };
     let most = requests.len().min(most);
     (1..most).find(|at| !goes_on(at)).unwrap_or(most)

@@ -16,8 +16,7 @@ const LEAST_SAMPLE: usize = CHUNK_PAGES / SAMPLING / 2;
 /// Counts the twins of huge pages that are not to be split so far. Requests are in page order, each page once.
 pub(crate) fn count(map: &mut PageMap, session: &Session, monitor: &Monitor, found: &[MergeRequest]) {
     let memory = map.memory().clone();
-    for group in found.chunk_by(|a, b| memory.chunk_of(a.page) == memory.chunk_of(b.page)) {
-        let chunk = memory.chunk_of(group[0].page);
+    for (chunk, group) in memory.by_chunk(found, |request| request.page) {
         if map.chunk(chunk).huge && !map.chunk(chunk).twins.split {
             count_in(map, session, monitor, chunk, group);
         }
