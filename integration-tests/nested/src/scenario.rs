@@ -71,7 +71,7 @@ impl Scenario {
     pub fn limit(self) -> Duration {
         match self {
             Scenario::Hang => Duration::from_secs(20),
-            _ => Duration::from_secs(600),
+            _ => Duration::from_secs(900),
         }
     }
 
