@@ -3,13 +3,16 @@
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config, DedupService, Error, HostRange, Policy, ServiceStats};
+use vmm_dedup::{Breaks, Call, Config, DedupService, Error, HostRange, Observer, Policy, ServiceStats, Site};
 use vmm_dedup_integration_tests::huge::HUGE_PAGES;
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_protocol::PAGE_SIZE;
+use vmm_dedup_trouble::{page_out, swap_or_skip, swapped_out};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const RESERVE: usize = 1024;
@@ -49,8 +52,13 @@ fn wait(service: &DedupService, what: &str, is: impl Fn(&ServiceStats) -> bool) 
     }
 }
 
-/// Reads all over the pages, and checks what it reads, while `then` runs.
+/// The same for pages of a pair.
 fn while_used<T>(pages: &Pages, then: impl FnOnce() -> T) -> T {
+    while_read(pages, &id, then)
+}
+
+/// Reads all over the pages, and checks what it reads, while `then` runs.
+fn while_read<T>(pages: &Pages, id: &(impl Fn(usize) -> u64 + Sync), then: impl FnOnce() -> T) -> T {
     struct End<'a>(&'a AtomicBool);
     impl Drop for End<'_> {
         fn drop(&mut self) {
@@ -162,6 +170,61 @@ fn without_memory_to_spare_nothing_is_built_until_there_is_some() {
     });
     service.stop(true).expect("it stops");
     check(&pages);
+}
+
+/// Whoever waited for a page that is away would wait for the disk as well.
+#[test]
+fn what_is_swapped_out_is_read_in_before_pages_are_taken() {
+    need_userfaultfd!();
+    let _swap = swap_or_skip!();
+    let store = StoreThread::start();
+    // One half of each has twins, the other one stays private.
+    let id = |page: usize| match page % HUGE_PAGES {
+        within if within < HUGE_PAGES / 2 => id(page),
+        _ => (HUGE_PAGES + page) as u64,
+    };
+    let pages = Pages::map_huge(2 * HUGE_PAGES);
+    (0..pages.count()).for_each(|page| pages.fill(page, id(page)));
+    huge_pages_or_skip!(&pages);
+    let config = config(Policy::Smartmd, u64::MAX / 2);
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    wait(&service, "they are split", |s| {
+        s.huge_split == 2 && s.pages_mapped > 450
+    });
+    let huge_page = |n: usize| {
+        let start = pages.address(n * HUGE_PAGES);
+        start..start + HUGE_PAGES * PAGE_SIZE
+    };
+    let both = [huge_page(0), huge_page(1)];
+    let (tell, told) = mpsc::channel();
+    let observer = Observer::begin(move |site: Site| {
+        let looks = site.call == Call::PagemapScan && site.file.ends_with("thp/collapse.rs");
+        let takes = site.call == Call::Move && site.file.ends_with("window/mod.rs");
+        if looks {
+            both.iter().for_each(page_out);
+        }
+        if looks || takes {
+            _ = tell.send((looks, both.each_ref().map(swapped_out)));
+        }
+    });
+    while_read(&pages, &id, || {
+        service.set_reserve(RESERVE, 0);
+        wait(&service, "they are huge again", |s| s.huge_rebuilt_total >= 2);
+    });
+    drop(observer);
+    let told: Vec<(bool, [usize; 2])> = told.into_iter().collect();
+    let taken = told.windows(2).filter(|two| two[0].0 && !two[1].0);
+    let out: Vec<([usize; 2], [usize; 2])> = taken.map(|two| (two[0].1, two[1].1)).collect();
+    // Whoever reads brings pages back as well, and the kernel may be busy with one just now.
+    let read_in = |(before, after): &(usize, usize)| *before >= 16 && after * 8 < *before;
+    let mut each = out
+        .iter()
+        .flat_map(|(before, after)| before.iter().copied().zip(*after));
+    assert!(each.any(|one| read_in(&one)), "{out:?}");
+    let left = |after: &[usize; 2]| after.iter().min().copied();
+    assert!(out.iter().all(|(_, after)| left(after) < Some(10)), "{out:?}");
+    service.stop(true).expect("it stops");
+    assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));
 }
 
 #[test]

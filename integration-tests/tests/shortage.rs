@@ -1,9 +1,6 @@
 //! Shortages as the kernel makes them: a swap device that fails, swap that is full, a limit on memory, no mappings left. Guests
 //! that write and check their memory all the time go on with the right bytes.
 
-use std::fs::File;
-use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use vmm_dedup::{Call, Config, DedupService, Observer, ServiceStats, Site};
@@ -14,8 +11,7 @@ use vmm_dedup_integration_tests::segments::Segments;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
 use vmm_dedup_integration_tests::{huge_chaos, need_kvm, need_userfaultfd, swap_chaos};
-use vmm_dedup_protocol::PAGE_SIZE;
-use vmm_dedup_trouble::{MemoryGroup, Swap, UsedUp, Watchdog, or_skip, page_out, swap_or_skip};
+use vmm_dedup_trouble::{MemoryGroup, Swap, UsedUp, Watchdog, or_skip, page_out, swap_or_skip, swapped_out};
 
 const SIZE: Size = Size {
     merges: 3000,
@@ -159,19 +155,14 @@ fn what_is_swapped_out_is_merged_when_it_is_back() {
     (0..8).for_each(|_| _ = pass(&out));
     let half = vms[0].address(0)..vms[0].address(PAGES / 2);
     // The kernel may leave a page in memory that somebody else looks at just now.
-    let mut pagemap = Vec::new();
-    let is_out = |pagemap: &mut Vec<u64>| {
-        read_pagemap(&half, pagemap);
-        pagemap.iter().filter(|entry| *entry >> 62 == 1).count()
-    };
     page_out(&half);
-    let before = is_out(&mut pagemap);
+    let before = swapped_out(&half);
     assert!(before > PAGES / 4, "{before} pages are swapped out");
     let twin = serve(&vms[1]);
     for _ in 0..64 {
         _ = (pass(&out), pass(&twin));
     }
-    let stats = (pass(&out), is_out(&mut pagemap));
+    let stats = (pass(&out), swapped_out(&half));
     assert_eq!(stats, ((PAGES - before) as u64, before), "mapped, and still out");
     let (explanation, _) = out.explain(None).expect("an explanation");
     assert_eq!((explanation.swapped, explanation.waiting), (before as u64, 0));
@@ -235,14 +226,4 @@ fn slots_that_are_swapped_out_are_read_in_before_pages_are_taken() {
         service.stop(true).expect("it stops");
         assert!((0..PAGES).all(|page| vm.holds(page, page as u64 + 1)));
     }
-}
-
-/// The kernel's entries for the pages of a range.
-fn read_pagemap(range: &Range<usize>, entries: &mut Vec<u64>) {
-    let mut bytes = vec![0; range.len() / PAGE_SIZE * 8];
-    let pagemap = File::open("/proc/self/pagemap").expect("pagemap");
-    let at = (range.start / PAGE_SIZE * 8) as u64;
-    pagemap.read_exact_at(&mut bytes, at).expect("entries");
-    let entry = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("eight bytes"));
-    *entries = bytes.chunks_exact(8).map(entry).collect();
 }

@@ -12,7 +12,7 @@ mod watchdog;
 
 pub use mappings::UsedUp;
 pub use memory_group::MemoryGroup;
-pub use pager::{Pager, page_out};
+pub use pager::{Pager, page_out, swapped_out};
 pub use swap::Swap;
 pub use watchdog::Watchdog;
 

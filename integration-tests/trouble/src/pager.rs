@@ -1,7 +1,9 @@
 //! Threads that page memory out.
 #![allow(unsafe_code)] // madvise
 
+use std::fs::File;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -85,6 +87,21 @@ fn part(range: &Range<usize>, most: usize, random: &mut Random) -> Range<usize> 
 pub fn page_out(range: &Range<usize>) {
     // SAFETY: this advice changes no content; the kernel refuses what is not mapped.
     unsafe { libc::madvise(range.start as *mut _, range.len(), libc::MADV_PAGEOUT) };
+}
+
+/// How many pages of a range of this process are swapped out.
+///
+/// # Panics
+/// If the kernel does not tell.
+#[must_use]
+pub fn swapped_out(range: &Range<usize>) -> usize {
+    let mut entries = vec![0; range.len() / PAGE * 8];
+    let pagemap = File::open("/proc/self/pagemap").expect("pagemap");
+    let at = u64::try_from(range.start / PAGE * 8).expect("64 bits");
+    pagemap.read_exact_at(&mut entries, at).expect("entries");
+    // Bit 62 of an entry tells that the page is swapped, bit 63 that it is present.
+    let is_out = |entry: &[u8; 8]| u64::from_ne_bytes(*entry) >> 62 == 1;
+    entries.as_chunks().0.iter().filter(|entry| is_out(entry)).count()
 }
 
 /// A generator of numbers that are random enough (Knuth's MMIX constants).

@@ -4,7 +4,7 @@
 //!
 //! 512 small pages are gathered in a fresh huge page, which is put in their place:
 //!
-//! 1. The huge page is allocated and zeroed aside. If there is none, nothing was touched.
+//! 1. The huge page is allocated and zeroed aside, and what is swapped out is read in. If there is no memory, nothing was touched.
 //! 2. Shared pages are write-protected on the breaker's userfaultfd, as for breaking (`crate::unmerge::cow`): they still
 //!    are the store's, so nobody has them pinned for writing, and whoever writes from here on waits. Readers go on.
 //! 3. Private pages are taken in a [`Window`]: pinned ones refuse, and whoever touches their place waits. A place without a
@@ -28,11 +28,12 @@ use crate::memory::page_map::{PageMap, VMAS_PER_HUGE_PAGE};
 use crate::memory::page_state::Known;
 use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
+use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate::put_over;
 use crate::sys::sched::Urgent;
 use crate::sys::uffd::Uffd;
 use crate::sys::vma::Anonymous;
-use crate::sys::{guest, proc};
+use crate::sys::{guest, proc, vma};
 use crate::unmerge::address_space::AddressSpace;
 use crate::window::{PageSet, Taken, Window};
 use std::io;
@@ -214,6 +215,9 @@ fn try_to_put_in_place(
             _ => shared.push(address..address + PAGE_SIZE),
         }
     }
+    if let Err(error) = read_in(&mut space.pagemap, &range, &shared) {
+        return Some(Err(no_memory(error)));
+    }
     let breaker = space.breaker.clone();
     let place = space.scratch.place(pages.len());
     map.memory().advise_copy(&range, fresh.base());
@@ -229,6 +233,14 @@ fn try_to_put_in_place(
         (None, Some(reason)) => Some(Err(reason)),
         (None, None) => None,
     }
+}
+
+/// Reads in what is swapped out, of the guest's own pages and of the store's: who waits for a page that is away must not wait for a
+/// disk as well.
+fn read_in(pagemap: &mut Pagemap, range: &Range<usize>, shared: &[Range<usize>]) -> io::Result<()> {
+    let swapped = pagemap.swapped(range.clone())?;
+    let mut parts = swapped.iter().chain(shared);
+    parts.try_for_each(|part| vma::populate_read(part.start, part.len()))
 }
 
 /// Steps 3 and 4. The shared pages stand still.
