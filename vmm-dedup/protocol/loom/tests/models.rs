@@ -215,10 +215,10 @@ fn a_slot_is_not_found_any_more_once_its_epoch_was_told() {
     explore(100, || reuse_while_looked_up(LATE));
 }
 
-/// As [`reuse_while_looked_up`], with two services. The slot is free when both have told.
+/// As [`reuse_while_looked_up`], with two services, each in its way. The slot is free when both have told.
 #[test]
 fn a_slot_that_two_looked_up_is_not_rewritten_before_both_have_told() {
-    explore_three(15_000, || {
+    explore_three(10_000, || {
         let (mut store, services) = index_of_two();
         let (pages, key) = (Pages::new(1), keys_of_one_home(1)[0]);
         pages.write(0, 1);
@@ -227,10 +227,11 @@ fn a_slot_that_two_looked_up_is_not_rewritten_before_both_have_told() {
         let threads: Vec<_> = services
             .into_iter()
             .zip(&sockets)
-            .map(|(service, socket)| {
+            .zip([TWICE, LATE])
+            .map(|((service, socket), batches)| {
                 let (told, seen) = (socket.clone(), pages.clone());
                 let find = move |index: &IndexReader| index.line(key).is_some();
-                thread::spawn(move || tell_all(&service, &told, &seen, TWICE, find))
+                thread::spawn(move || tell_all(&service, &told, &seen, batches, find))
             })
             .collect();
         store.remove_line(key);
