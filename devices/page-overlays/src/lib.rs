@@ -18,8 +18,8 @@
 //! shows as wrong data: `tests/conformance` compares all that is read with flat arrays. Time is that of a machine with
 //! the parameters of table 2 ([`Config::table_2`]); it measures nothing of the machine that it runs on.
 //!
-//! docs/design/page-overlays.md tells what is modelled, what is left out, and what the experiments give beside the
-//! paper's figures.
+//! docs/design/page-overlays.md tells what is modelled and what is left out, and docs/figures.md what the experiments give
+//! beside the paper's figures.
 
 mod account;
 mod address;

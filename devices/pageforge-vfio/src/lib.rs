@@ -7,7 +7,7 @@
 //! - [`server`]: the device on PCI, over vfio-user, for any VMM and for the driver;
 //! - [`driver`]: the device as an engine of the service, in this process or behind that socket.
 //!
-//! docs/engines.md has the design's reasons and the figures beside the paper's.
+//! docs/engines.md has the design's reasons, and docs/figures.md the figures beside the paper's.
 //!
 //! # How the device works
 //!

@@ -319,7 +319,6 @@ const OTHERS: [(&str, &[&str]); 17] = [
             "swap_chaos",
             "soak",
             "unmodified",
-            "soak",
         ],
     ),
 ];
@@ -428,8 +427,10 @@ fn the_store_stands_in_its_rooms() {
     check("vmm-dedup/store/src/lib.rs", &rules);
 }
 
-/// Adding another way to keep a page takes three files of the engine. `Backing::Dummy` is one, compiled in the engine's own
-/// tests, in which every `match` over backings must be complete.
+/// A way to keep a page that nothing else uses is named in three files of the engine: `Backing::Dummy`, which only the
+/// engine's own tests compile. So every other `match` over backings compiles without naming it. That is not to say that what
+/// such an arm answers is right for a new backing: `page_state.rs` and `admission.rs` have arms for all backings that they
+/// do not name, which whoever adds one has to read.
 #[test]
 fn another_backing_takes_three_files() {
     let engine = Path::new(env!("CARGO_MANIFEST_DIR")).join("../vmm-dedup/engine/src");

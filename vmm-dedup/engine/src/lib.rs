@@ -13,11 +13,17 @@
 //!    `----------------------------------------------------------------'
 //! ```
 //!
-//! Rooms, from the kernel upwards. A room imports rooms that stand before it:
+//! Rooms, from the kernel upwards. A room imports rooms that stand before it; a test of the workspace holds it to that:
 //!
+//! - [`sync`](mod@sync): locks, as loom's models walk through them;
+//! - [`error`](mod@error): why a service cannot start or go on;
+//! - [`seccomp`]: which system calls each thread makes, for who filters them;
+//! - [`refusal`]: why a VM, or a part of its memory, is not deduplicated: all texts;
+//! - [`compare`]: what compares pages, the CPU or a device: traits, a registry by name, the verifier;
+//! - [`config`](mod@config): what an operator sets, and the line or file that holds it;
 //! - [`sys`](mod@sys): system calls, one module each;
+//! - [`account`](mod@account): what the service counts of its work;
 //! - [`memory`](mod@memory): how guest memory is laid out, and what is known of each page and each 2 MiB;
-//! - [`compare`](mod@compare): what compares pages, the CPU or a device: traits, a registry by name, the verifier;
 //! - [`hints`](mod@hints): what the guest's agent says of its memory;
 //! - [`window`](mod@window): the one way in which guest pages are taken away for a moment;
 //! - [`store`](mod@store): the connection to the page store;

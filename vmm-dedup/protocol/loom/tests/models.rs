@@ -4,6 +4,7 @@
 //! error whatever the value. A socket is an atomic of its own.
 
 use loom::cell::UnsafeCell;
+use loom::model::Builder;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
@@ -17,11 +18,26 @@ use vmm_dedup_protocol_loom::{SLOTS_PER_SEGMENT, Slot};
 /// Entries of the table.
 const CAPACITY: usize = 4;
 
+/// Times that one of three threads is stopped where it could go on.
+const PREEMPTIONS: usize = 3;
+
 /// Walks through a model. One that is walked through in a few runs leaves nothing to chance, and shows nothing.
 fn explore(least_runs: usize, model: impl Fn() + Send + Sync + 'static) {
+    explore_with(Builder::new(), least_runs, model);
+}
+
+/// Walks through a model of a store and two services. Without a bound neither model is through in 100 s. Of the orders left
+/// out each stops threads more often.
+fn explore_three(least_runs: usize, model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = Builder::new();
+    builder.preemption_bound = Some(PREEMPTIONS);
+    explore_with(builder, least_runs, model);
+}
+
+fn explore_with(builder: Builder, least_runs: usize, model: impl Fn() + Send + Sync + 'static) {
     // Not loom's: it counts over all runs.
     let runs: &'static AtomicUsize = Box::leak(Box::new(AtomicUsize::new(0)));
-    loom::model(move || {
+    builder.check(move || {
         runs.fetch_add(1, Ordering::Relaxed);
         model();
     });
@@ -73,6 +89,13 @@ impl Pages {
 fn index() -> (IndexWriter, IndexReader) {
     let (writer, map) = create(CAPACITY);
     (writer, IndexReader::new(map).unwrap())
+}
+
+/// An index, and the views of it that two services have.
+fn index_of_two() -> (IndexWriter, [IndexReader; 2]) {
+    let (writer, map) = create(CAPACITY);
+    let views = [map.clone(), map].map(|map| IndexReader::new(map).unwrap());
+    (writer, views)
 }
 
 /// What a service has told the store: the newest epoch that it acknowledges, and whether it references the slot.
@@ -190,6 +213,34 @@ fn a_slot_that_was_looked_up_is_not_rewritten_before_that_was_told() {
 #[test]
 fn a_slot_is_not_found_any_more_once_its_epoch_was_told() {
     explore(100, || reuse_while_looked_up(LATE));
+}
+
+/// As [`reuse_while_looked_up`], with two services, each in its way. The slot is free when both have told.
+#[test]
+fn a_slot_that_two_looked_up_is_not_rewritten_before_both_have_told() {
+    explore_three(10_000, || {
+        let (mut store, services) = index_of_two();
+        let (pages, key) = (Pages::new(1), keys_of_one_home(1)[0]);
+        pages.write(0, 1);
+        store.set_line(key, Line::Sole(slot(0)));
+        let sockets = [(); 2].map(|()| Arc::new(Socket::default()));
+        let threads: Vec<_> = services
+            .into_iter()
+            .zip(&sockets)
+            .zip([TWICE, LATE])
+            .map(|((service, socket), batches)| {
+                let (told, seen) = (socket.clone(), pages.clone());
+                let find = move |index: &IndexReader| index.line(key).is_some();
+                thread::spawn(move || tell_all(&service, &told, &seen, batches, find))
+            })
+            .collect();
+        store.remove_line(key);
+        let epoch = store.advance_epoch();
+        if sockets.iter().all(|socket| socket.frees(epoch)) {
+            pages.write(0, 2);
+        }
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
 }
 
 /// As [`reuse_while_looked_up`], with the tree.
@@ -333,6 +384,13 @@ fn news_are_what_was_announced_and_their_entries_are_there() {
     });
 }
 
+/// What a service takes for news is the first that was announced, or the service knows that it was lapped.
+fn assert_what_was_announced(service: &IndexReader, start: u64, announced: &[Key]) {
+    if let News::Keys(news) = service.news_since(start) {
+        assert_eq!(news, announced[..news.len()]);
+    }
+}
+
 #[test]
 fn news_that_were_lapped_are_not_taken_for_others() {
     explore(700, || {
@@ -340,10 +398,24 @@ fn news_that_were_lapped_are_not_taken_for_others() {
         let (keys, start) = (keys_of_one_home(5), service.news_position());
         let announced = keys.clone();
         let writer = thread::spawn(move || announced.into_iter().for_each(|key| store.add_news(key)));
-        if let News::Keys(news) = service.news_since(start) {
-            assert_eq!(news, keys[..news.len()]);
-        }
+        assert_what_was_announced(&service, start, &keys);
         writer.join().unwrap();
+    });
+}
+
+#[test]
+fn news_that_lap_two_readers_are_not_taken_for_others_by_either() {
+    explore_three(50_000, || {
+        let (store, services) = index_of_two();
+        let (keys, start) = (keys_of_one_home(5), services[0].news_position());
+        let announced = keys.clone();
+        let writer = thread::spawn(move || announced.into_iter().for_each(|key| store.add_news(key)));
+        let [here, there] = services;
+        let expected = keys.clone();
+        let other = thread::spawn(move || assert_what_was_announced(&there, start, &expected));
+        assert_what_was_announced(&here, start, &keys);
+        writer.join().unwrap();
+        other.join().unwrap();
     });
 }
 
