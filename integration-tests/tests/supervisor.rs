@@ -10,6 +10,8 @@ use vmm_dedup::{Breaks, Config, Error, HostRange, Options, ServiceStats, Setup, 
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::{alone, need_userfaultfd};
+use vmm_dedup_protocol::observer::Observer;
+use vmm_dedup_protocol::refusal::Reason;
 
 const PAGES: usize = 1024;
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -178,6 +180,82 @@ fn memory_that_a_vm_has_left_shared_is_refused_by_that_reason_until_it_is_new() 
     guest.wait("sharing", |s| s.pages_mapped > PAGES as u64 / 4);
     guest.supervisor.detach(true).expect("it ends");
     guest.check();
+}
+
+/// Memory that others can map, which is never unmapped.
+fn shared_memory() -> HostRange {
+    const LEN: usize = PAGES * 4096;
+    // SAFETY: new memory at no given address.
+    let at = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            LEN,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        )
+    };
+    assert_ne!(at, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+    HostRange::try_new(at as usize, LEN).expect("aligned")
+}
+
+/// The one VM that the store has: why it is refused, if it is.
+fn only_vm(store: &StoreThread) -> Option<Option<Reason>> {
+    let (_, vms) = Observer::connect(&store.socket()).ok()?.stats().ok()?;
+    (vms.len() == 1).then(|| vms[0].reason)
+}
+
+#[test]
+fn whose_memory_is_refused_is_announced_until_some_of_it_is_served() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let guest = Guest::new();
+    guest.attach(&store).expect("it fits");
+    // Each is tried, and fails by the same reason.
+    for _ in 0..2 {
+        // SAFETY: as promised.
+        unsafe { guest.supervisor.add_range(shared_memory()) };
+        let started = guest.supervisor.start();
+        assert!(started.is_err(), "{started:?}");
+        let start = Instant::now();
+        while only_vm(&store) != Some(Some(Reason::SharedMemory)) {
+            assert!(start.elapsed() < PATIENCE, "it is not announced");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    guest.add();
+    guest.supervisor.start().expect("a service runs");
+    assert_eq!(guest.supervisor.status(), Status::Serving);
+    assert_eq!(only_vm(&store), Some(None));
+    guest.supervisor.detach(true).expect("it ends");
+}
+
+#[test]
+fn starting_goes_well_if_some_memory_is_served_whichever_came_first() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    for shared_first in [true, false] {
+        let guest = Guest::new();
+        guest.attach(&store).expect("it fits");
+        let add_shared = || {
+            // SAFETY: as promised.
+            unsafe { guest.supervisor.add_range(shared_memory()) }
+        };
+        if shared_first {
+            add_shared();
+            guest.add();
+        } else {
+            guest.add();
+            add_shared();
+        }
+        let started = guest.supervisor.start();
+        assert!(started.is_ok(), "{started:?}");
+        assert_eq!(guest.supervisor.status(), Status::Serving);
+        guest.supervisor.detach(true).expect("it ends");
+    }
 }
 
 #[test]

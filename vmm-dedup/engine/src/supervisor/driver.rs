@@ -29,8 +29,8 @@ pub(crate) struct Driver {
     lifecycle: Lifecycle,
     setup: Setup,
     service: Option<DedupService>,
-    /// Tells the store why there is no service.
-    refused: Option<Refused>,
+    /// Tells the store why there is no service, with what it tells: the reason, and pages of how many.
+    refused: Option<(Refused, Refusal, u64)>,
     keeps: Vec<(Vec<Range<usize>>, Keep)>,
     /// Pins of which nobody tells the end.
     watched: Watched,
@@ -155,7 +155,7 @@ impl Driver {
         }
     }
 
-    /// A VM begins. If its settings are wrong it is refused by those to fall back on.
+    /// A VM begins. If its settings are wrong it is refused by those to fall back on, and if nothing can be deduplicated here at all.
     fn attach(&mut self, fallback: Setup, configure: Configure) -> Result<(), Error> {
         if self.lifecycle.is_attached() {
             return Err(Error::Attached);
@@ -175,9 +175,7 @@ impl Driver {
             return Ok(());
         };
         self.work_off(false);
-        self.lifecycle
-            .handle(Event::Refuse(refusal.clone()), Instant::now())?;
-        Err(Error::Refused(refusal))
+        self.lifecycle.handle(Event::Refuse(refusal), Instant::now())
     }
 
     fn add(&mut self, spans: Vec<Span>, keep: Option<Keep>) -> Result<(), Error> {
@@ -261,9 +259,18 @@ impl Driver {
         Ok(())
     }
 
-    #[allow(unsafe_code)] // memory that the VMM owns
     fn start(&mut self, span: &Span) -> Result<(), Error> {
-        self.refused = None;
+        // The store would take whoever is announced and joins for two VMs.
+        let announced = self.refused.take().map(|(_, refusal, pages)| (refusal, pages));
+        let started = self.start_service(span);
+        if let (Err(_), Some((refusal, pages))) = (&started, announced) {
+            self.announce(&refusal, pages);
+        }
+        started
+    }
+
+    #[allow(unsafe_code)] // memory that the VMM owns
+    fn start_service(&mut self, span: &Span) -> Result<(), Error> {
         // Switched off, until threads that free memory find the discarder.
         let config = Config {
             enabled: false,
@@ -310,7 +317,8 @@ impl Driver {
         let announced = Refused::announce(&self.setup.store, &self.setup.config.name, pages, refusal);
         self.refused = announced
             .inspect_err(|error| log::warn!("the store is not told: {error}"))
-            .ok();
+            .ok()
+            .map(|told| (told, refusal.clone(), pages));
     }
 
     /// Nobody needs what keeps only memory alive that is gone.

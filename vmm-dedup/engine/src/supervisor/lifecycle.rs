@@ -411,10 +411,16 @@ impl Lifecycle {
         }
         self.pins = 0;
         self.said.retain(|said| *said != refusal::pinned());
-        if !self.service {
-            self.effects.push_back(Effect::Withdraw);
-        } else if !self.paused {
-            self.effects.push_back(Effect::Unpause);
+        if self.service {
+            if !self.paused {
+                self.effects.push_back(Effect::Unpause);
+            }
+            return;
+        }
+        // What was said before the pin holds still.
+        match self.said.iter().rfind(|said| !refusal::passes(said)).cloned() {
+            Some(refusal) => self.announce(refusal),
+            None => self.effects.push_back(Effect::Withdraw),
         }
     }
 

@@ -182,10 +182,11 @@ impl Supervisor {
         self.shared.discarder.clone()
     }
 
-    /// A VM begins. It is deduplicated as soon as it has memory and there is a store.
+    /// A VM begins. It is deduplicated as soon as it has memory and there is a store. Where nothing can be deduplicated, since the
+    /// supervisor's thread is filtered, it is refused as a VM may be later ([`Status::Refused`]).
     ///
     /// # Errors
-    /// Those of [`Setup::check`]; [`Error::Attached`]; [`Error::Stopped`].
+    /// There is no VM then: those of [`Setup::check`]; [`Error::Attached`]; [`Error::Stopped`].
     pub fn attach(&self, setup: Setup) -> Result<(), Error> {
         setup.check(&self.engines)?;
         let fallback = Box::new(setup.clone());
@@ -248,17 +249,19 @@ impl Supervisor {
         self.post(Letter::Add(spans.collect(), keep));
     }
 
-    /// Tries at once what is due, and says how that went: for a VMM that does not want to run without dedup.
+    /// Tries at once what is due, and says how that went: for a VMM that does not want to run without dedup. It went well if a
+    /// service runs, though a part of the memory may be refused.
     ///
     /// # Errors
     /// Those of [`DedupService::start`]; [`Error::Refused`].
     pub fn start(&self) -> Result<(), Error> {
-        self.tell(Event::Hurry)?;
-        match self.status() {
-            Status::Serving => Ok(()),
-            Status::Waiting(refusal) | Status::Refused(refusal) => Err(Error::Refused(refusal)),
-            Status::Starting => Err(Error::NoMemory),
-            Status::Detached => Err(Error::Detached),
+        match (self.tell(Event::Hurry), self.status()) {
+            (Err(Error::Stopped), _) => Err(Error::Stopped),
+            (_, Status::Serving) => Ok(()),
+            (Err(error), _) => Err(error),
+            (Ok(()), Status::Waiting(refusal) | Status::Refused(refusal)) => Err(Error::Refused(refusal)),
+            (Ok(()), Status::Starting) => Err(Error::NoMemory),
+            (Ok(()), Status::Detached) => Err(Error::Detached),
         }
     }
 

@@ -270,6 +270,20 @@ fn a_pin_before_a_service_is_announced_until_it_goes() {
 }
 
 #[test]
+fn what_was_refused_before_a_pin_is_announced_again_behind_it() {
+    let mut world = World::new();
+    world.tries = for_good();
+    world.tell(Event::Attach { enabled: true });
+    let announced = world.tell(Event::Add(span(0))).pop();
+    let pinned = world.tell(Event::Pin).pop();
+    assert!(
+        matches!(&pinned, Some(Effect::Announce(..))) && pinned != announced,
+        "{pinned:?}"
+    );
+    assert_eq!(world.tell(Event::Unpin).pop(), announced);
+}
+
+#[test]
 fn lent_memory_comes_back_when_it_is_taken_back() {
     let mut world = World::serving();
     let all = 0..10 * MIB;
