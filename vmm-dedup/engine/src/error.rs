@@ -110,6 +110,31 @@ pub enum Error {
     Refused(Refusal),
 }
 
+impl Error {
+    /// Whether what failed may go well later, though nobody changes the VM: memory, mappings, descriptors and threads come back,
+    /// stores and files of others come and go.
+    pub(crate) fn may_pass(&self) -> bool {
+        matches!(
+            self,
+            Self::Userfaultfd(_)
+                | Self::Pagemap(_)
+                | Self::Proc(..)
+                | Self::TooFewVmas { .. }
+                | Self::Connect { .. }
+                | Self::StoreIo(_)
+                | Self::StoreGone
+                | Self::StoreRefused(_)
+                | Self::Malformed(_)
+                | Self::Index(_)
+                | Self::Register { .. }
+                | Self::Scratch(_)
+                | Self::Eventfd(_)
+                | Self::Thread(_)
+                | Self::UnpinnedDirectIo { .. }
+        )
+    }
+}
+
 /// What memory is that is not private and anonymous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {

@@ -4,7 +4,8 @@
 use crate::error::{Backing, Error};
 use vmm_dedup_protocol::refusal::{Reason, Refusal};
 
-/// Whether it may pass by itself.
+/// Whether it is likely to pass soon by itself: it is tried every second, and not announced. (Shortages, and files that are open
+/// for direct I/O, are announced, and tried again every minute.)
 #[must_use]
 pub fn passes(refusal: &Refusal) -> bool {
     matches!(refusal.reason, Reason::ForeignUserfaultfd | Reason::Store)

@@ -144,10 +144,10 @@ impl Driver {
     /// Carries out an effect, and tells how it went.
     fn work(&mut self, effect: &Effect) {
         let done = self.carry_out(effect);
-        let outcome = match done.as_ref().map_err(Refusal::from) {
+        let outcome = match &done {
             Ok(()) => Outcome::Done,
-            Err(refusal) if refusal::passes(&refusal) => Outcome::Passes(refusal),
-            Err(refusal) => Outcome::Fails(refusal),
+            Err(error) if error.may_pass() => Outcome::Passes(error.into()),
+            Err(error) => Outcome::Fails(error.into()),
         };
         self.lifecycle.done(effect, outcome, Instant::now());
         if let Err(error) = done {

@@ -31,6 +31,8 @@ use vmm_dedup_protocol::refusal::{Reason, Refusal};
 
 /// Until what may pass by itself is tried again.
 pub(crate) const RETRY: Duration = Duration::from_secs(1);
+/// The same of what passes less often: the VM is announced as refused meanwhile.
+const RETRY_LATER: Duration = Duration::from_secs(60);
 /// How long memory is left alone at least that was lent for no one knows how long.
 const LENT: Duration = Duration::from_secs(5);
 
@@ -481,9 +483,13 @@ impl Lifecycle {
             Outcome::Passes(_) => Happens::Passes,
             Outcome::Fails(_) => Happens::Fails,
         };
+        let pause = match &outcome {
+            Outcome::Passes(refusal) if !refusal::passes(refusal) => RETRY_LATER,
+            _ => RETRY,
+        };
         for region in self.regions.iter_mut().filter(|r| r.span == *span) {
             let _ = region.meet(happens, self.service);
-            region.due = Some(now + RETRY);
+            region.due = Some(now + pause);
             if outcome == Outcome::Done {
                 (region.on_loan, region.half_released) = (false, false);
             }

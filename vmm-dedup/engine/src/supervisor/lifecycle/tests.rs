@@ -270,6 +270,23 @@ fn a_pin_before_a_service_is_announced_until_it_goes() {
 }
 
 #[test]
+fn a_shortage_is_announced_and_tried_again_later() {
+    let mut world = World::new();
+    world.tries = Outcome::Passes(Refusal::new(Reason::TooFewMappings, "few", ""));
+    world.tell(Event::Attach { enabled: true });
+    let effects = world.tell(Event::Add(span(0)));
+    assert!(
+        matches!(effects.last(), Some(Effect::Announce(..))),
+        "{effects:?}"
+    );
+    assert_eq!(world.wait(RETRY_LATER - RETRY), []);
+    assert_eq!(world.wait(RETRY), [Effect::Start(span(0))], "it is said once");
+    world.tries = Outcome::Done;
+    assert_eq!(world.wait(RETRY_LATER)[0], Effect::Start(span(0)));
+    assert_eq!(world.places(), [RegionState::Active]);
+}
+
+#[test]
 fn what_was_refused_before_a_pin_is_announced_again_behind_it() {
     let mut world = World::new();
     world.tries = for_good();
