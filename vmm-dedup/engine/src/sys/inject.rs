@@ -206,15 +206,16 @@ mod armed {
 
     /// Calls from each place, while somebody watches.
     static SEEN: Mutex<Option<BTreeMap<Site, u64>>> = Mutex::new(None);
-    static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
+    /// With a number for each.
+    static PLANS: Mutex<Vec<(usize, Plan)>> = Mutex::new(Vec::new());
     static OBSERVER: Mutex<Option<Told>> = Mutex::new(None);
     /// How many of these there are.
     static ARMED: AtomicUsize = AtomicUsize::new(0);
 
     type Told = Box<dyn FnMut(Site) + Send>;
 
-    fn plan() -> MutexGuard<'static, Option<Plan>> {
-        PLAN.lock().unwrap_or_else(PoisonError::into_inner)
+    fn plans() -> MutexGuard<'static, Vec<(usize, Plan)>> {
+        PLANS.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn seen() -> MutexGuard<'static, Option<BTreeMap<Site, u64>>> {
@@ -286,15 +287,12 @@ mod armed {
         }
     }
 
-    /// Calls of one kind fail while this lives, whoever of the process makes them. There is one at a time.
+    /// Calls of one kind fail while this lives, whoever of the process makes them. Several may live, each for calls of its own.
     #[derive(Debug)]
-    pub struct Injection(());
+    pub struct Injection(usize);
 
     impl Injection {
         /// Lets calls of a kind end with an errno.
-        ///
-        /// # Panics
-        /// If there is an injection already.
         #[must_use]
         pub fn begin(call: Call, errno: i32, times: Times) -> Self {
             Self::with(call, None, errno, times, false)
@@ -302,18 +300,12 @@ mod armed {
 
         /// As [`Self::begin`], for calls that map something over a range: before they fail they unmap the range, as the
         /// kernel may.
-        ///
-        /// # Panics
-        /// If there is an injection already.
         #[must_use]
         pub fn leaving_holes(call: Call, errno: i32, times: Times) -> Self {
             Self::with(call, None, errno, times, true)
         }
 
         /// As [`Self::begin`], for the calls from one place.
-        ///
-        /// # Panics
-        /// If there is an injection already.
         #[must_use]
         pub fn at(site: Site, errno: i32, times: Times) -> Self {
             Self::with(site.call, Some(site), errno, times, false)
@@ -329,20 +321,26 @@ mod armed {
                 seen: 0,
                 failed: 0,
             };
-            arm(&mut *self::plan(), plan);
-            Self(())
+            let mut plans = plans();
+            let number = plans.last().map_or(0, |(last, _)| last + 1);
+            plans.push((number, plan));
+            ARMED.fetch_add(1, Ordering::Release);
+            Self(number)
         }
 
         /// Calls that failed by it so far.
         #[must_use]
         pub fn failed(&self) -> u64 {
-            plan().as_ref().map_or(0, |plan| plan.failed)
+            let plans = plans();
+            let own = plans.iter().find(|(number, _)| *number == self.0);
+            own.map_or(0, |(_, plan)| plan.failed)
         }
     }
 
     impl Drop for Injection {
         fn drop(&mut self) {
-            disarm(&mut *plan());
+            plans().retain(|(number, _)| *number != self.0);
+            ARMED.fetch_sub(1, Ordering::Release);
         }
     }
 
@@ -376,9 +374,9 @@ mod armed {
         if let Some(seen) = &mut *seen() {
             *seen.entry(site).or_default() += 1;
         }
-        let mut plan = plan();
+        let mut plans = plans();
         let meant = |plan: &&mut Plan| plan.call == call && plan.site.is_none_or(|at| at == site);
-        let Some(plan) = plan.as_mut().filter(meant) else {
+        let Some(plan) = plans.iter_mut().map(|(_, plan)| plan).find(meant) else {
             return Ok(());
         };
         if !plan.fails() {

@@ -31,7 +31,7 @@
 use crate::sys::late_log;
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::uffd::{Mode, MoveError, Uffd};
-use crate::sys::vma;
+use crate::sys::vma::{self, MEMORY_PAUSE};
 use std::io;
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -40,8 +40,6 @@ use std::time::{Duration, Instant};
 const TRIES: usize = 10;
 /// Between two tries of what must work in the end.
 const PAUSE: Duration = Duration::from_micros(100);
-/// The same where the kernel lacks memory.
-const MEMORY_PAUSE: Duration = Duration::from_millis(1);
 /// How long reading a page is tried before it counts as broken: the kernel says the same where it lacks memory for a moment.
 const UNREADABLE: Duration = Duration::from_secs(5);
 

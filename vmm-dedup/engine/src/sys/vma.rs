@@ -8,6 +8,9 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Duration;
 
+/// Between two tries of what must work in the end and needs memory of the kernel.
+pub(crate) const MEMORY_PAUSE: Duration = Duration::from_millis(1);
+
 /// Anonymous memory of our own, unmapped on drop: scratch space and reserves.
 #[derive(Debug)]
 pub(crate) struct Anonymous {
@@ -238,8 +241,7 @@ pub(crate) unsafe fn map_segment(
     check(unsafe { libc::mmap(at as *mut _, len, prot, flags, segment.as_raw_fd(), offset) })
 }
 
-/// Maps fresh anonymous memory over guest memory that is given up. If that fails, what was there is there still, or
-/// anonymous memory.
+/// Maps fresh anonymous memory over guest memory that is given up. If that fails, what was there is there still.
 ///
 /// # Safety
 /// The range must be guest memory that the VMM gives up.
@@ -251,11 +253,22 @@ pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
         // SAFETY: as promised by the caller.
         check(unsafe { libc::mmap(at as *mut _, len, prot, flags, -1, 0) })
     });
-    if renewed.is_err() {
-        // Where the kernel unmapped the place before it failed: zeros are what the guest shall see.
-        let _ = fill(at, len, libc::PROT_READ | libc::PROT_WRITE);
+    let Err(error) = renewed else {
+        return Ok(());
+    };
+    // Where the kernel unmapped the place before it failed, zeros are what the guest shall see, and there is no way back.
+    while let Err(refused) = fill(at, len, prot) {
+        if refused.raw_os_error() == Some(libc::EEXIST) || is_mapped(at, len) {
+            return Err(error);
+        }
+        late_log::note(
+            "mapping fresh memory over guest memory",
+            &refused,
+            "the hole that was left was filled as soon as that worked",
+        );
+        std::thread::sleep(MEMORY_PAUSE);
     }
-    renewed
+    Ok(())
 }
 
 /// Returns when everybody who held the lock of this process's mappings before has let it go. (The kernel only refuses that to

@@ -275,10 +275,48 @@ fn memory_that_cannot_be_tracked_waits_for_nobody_and_is_remembered() {
     assert_eq!(tracker.take_untracked(), std::slice::from_ref(&all));
     vma::discard_own(guest, PAGE_SIZE).unwrap();
     assert_eq!(memory.word(0, 8).load(Ordering::Relaxed), 0, "nobody waits there");
-    let injection = Injection::begin(Call::Unregister, libc::ENOMEM, Times::Always);
     assert!(track_again(&tracker, &all));
-    drop(injection);
     assert!(tracker.take_untracked().is_empty());
+}
+
+#[test]
+fn where_neither_tracking_nor_leaving_works_both_are_tried_until_one_does() {
+    let Some(tracker) = tracker() else { return };
+    let memory = Memory::new(&tracker);
+    let _watchdog = Watchdog::start(Duration::from_secs(10), || ());
+    for (tracks_at_last, register, unregister) in [
+        (true, Times::First(5), Times::Always),
+        (false, Times::Always, Times::First(5)),
+    ] {
+        let (guest, scratch) = take_one(&tracker, &memory);
+        put_back_page(&tracker, scratch, guest);
+        let all = guest..guest + bytes(PAGES);
+        let registering = Injection::begin(Call::Register, libc::ENOMEM, register);
+        let leaving = Injection::begin(Call::Unregister, libc::ENOMEM, unregister);
+        assert_eq!(track_again(&tracker, &all), tracks_at_last);
+        assert!(registering.failed() >= 5 && leaving.failed() >= 5);
+        drop((registering, leaving));
+        assert_eq!(tracker.take_untracked().is_empty(), tracks_at_last);
+        assert!(track_again(&tracker, &all));
+    }
+}
+
+#[test]
+#[allow(unsafe_code)] // memory that nobody uses
+fn fresh_memory_comes_although_mapping_it_leaves_a_hole() {
+    let guest = Anonymous::new(PAGES).unwrap();
+    guest.populate().unwrap();
+    let injection = Injection::leaving_holes(Call::MapAnonymous, libc::ENOMEM, Times::First(4));
+    // SAFETY: nothing refers to it.
+    unsafe { vma::renew(guest.base(), bytes(PAGES)) }.unwrap();
+    assert_eq!(injection.failed(), 4);
+    drop(injection);
+    guest.populate().unwrap();
+    let injection = Injection::begin(Call::MapAnonymous, libc::ENOMEM, Times::Always);
+    // SAFETY: as above.
+    let renewed = unsafe { vma::renew(guest.base(), bytes(PAGES)) };
+    drop(injection);
+    assert!(renewed.is_err() && vma::is_mapped(guest.base(), bytes(PAGES)));
 }
 
 #[test]
