@@ -307,7 +307,8 @@ impl Supervisor {
     /// # Errors
     /// [`Error::NotUnmerged`]: some pages map the store still, for want of memory; the next call tries it again. It counts all the
     /// same: nothing is merged any more, and a pin for writing makes such pages private by itself. A VMM that wants to be told of
-    /// failures rather refuses the device, and calls [`Self::unpin`]. [`Error::Stopped`].
+    /// failures rather refuses the device, and calls [`Self::unpin`]. Where [`Self::refuse`] has failed there is no service any more
+    /// that could try it again, and this does not repeat that error. [`Error::Stopped`].
     pub fn pin(&self) -> Result<(), Error> {
         self.tell(Event::Pin)
     }
