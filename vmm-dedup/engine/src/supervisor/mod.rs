@@ -34,6 +34,12 @@
 //! | `pin`, `unpin` | counted | counted; nothing starts meanwhile | counted; all released, resumed | counted |
 //! | `pin_while` | as `pin`; its end is looked for every second | as `pin` | as `pin` | as `pin` |
 //! | `refuse` | `Detached` | announced | stopped, announced | once |
+//! | `leave_alone` | nothing | refused by range, announced | released, refused by range | nothing |
+//! | `note` | nothing | logged, announced | logged | logged, announced |
+//! | `nested_guests`, where KVM leaves no trace | `Detached` | as `refuse` | as `refuse` | once |
+//! | `direct_io_opened` | nothing | nothing: the start looks | looked at | nothing |
+//! | `start` | `Detached` | tried at once | fine | `Refused` |
+//! | `set`, `pass` | `Detached` | `Detached` | done | `Detached` |
 //! | `pause`, `resume` | remembered | remembered | done | nothing |
 //! | `detach` | nothing | ends | stopped | ends |
 //!
