@@ -4,6 +4,7 @@
 //! for seconds in CI and for an hour by `cargo run --release -p vmm-dedup-integration-tests --bin chaos -- --long`.
 
 pub mod direct_io;
+pub mod failing;
 pub mod follow_chaos;
 pub mod guests;
 pub mod heal_chaos;

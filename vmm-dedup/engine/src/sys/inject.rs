@@ -159,6 +159,8 @@ mod armed {
         First(u64),
         /// The nth, the 2nth, and so on.
         Every(u64),
+        /// The nth, counted from 1, and no other.
+        Nth(u64),
     }
 
     /// A place in the engine from which calls of one kind are made.
@@ -198,6 +200,7 @@ mod armed {
                 Times::Always => true,
                 Times::First(most) => self.seen <= most,
                 Times::Every(n) => self.seen.is_multiple_of(n),
+                Times::Nth(n) => self.seen == n,
             };
             self.failed += u64::from(fails);
             fails
@@ -448,6 +451,7 @@ mod armed {
             assert_eq!(fails(Times::Always), [t; 6]);
             assert_eq!(fails(Times::First(2)), [t, t, f, f, f, f]);
             assert_eq!(fails(Times::Every(3)), [f, f, t, f, f, t]);
+            assert_eq!(fails(Times::Nth(3)), [f, f, t, f, f, f]);
         }
     }
 }
