@@ -278,7 +278,7 @@ pub fn heals(size: Size) -> Heals {
         );
         all.heals += stats.heals_total;
         all.breaks += stats.breaks_kernel_total;
-        all.wanted += stats.heal_wanted_total;
+        all.wanted += stats.heal_contended_total;
         all.writes += verdict.writes;
         all.errors += verdict.errors;
         add(&mut all.stall, &stats.heal);

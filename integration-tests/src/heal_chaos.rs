@@ -169,7 +169,7 @@ pub fn chaos(heals: u64, over: impl Fn() -> bool, pins: Pins, besides: Besides) 
     Outcome {
         heals: stats.heals_total,
         pinned: stats.heal_pinned_total,
-        wanted: stats.heal_wanted_total,
+        wanted: stats.heal_contended_total,
         untold: stats.heal_failed_total,
         killed,
         writes: fire.writes.into_inner(),

@@ -122,7 +122,7 @@ fn pass_until(vms: &[Vm], what: &str, mut done: impl FnMut() -> bool) {
                 let heals = (
                     stats.heals_total,
                     stats.heal_pinned_total,
-                    stats.heal_wanted_total,
+                    stats.heal_contended_total,
                 );
                 (vm.service.explain(None), stats.mismatches_total, heals)
             });

@@ -540,7 +540,7 @@ fn the_agent_tells_which_huge_pages_are_kept_and_without_it_they_are_sampled_aga
             stats.hints.agent_name() == "connected"
         });
         let told = note();
-        assert_eq!(vm.pass().use_source_name(), "take-and-wait");
+        assert_eq!(vm.pass().use_source_name(), "fault-sampling");
         assert!(
             told.contains("not told by agent: the agent has not told"),
             "{told}"
@@ -561,7 +561,7 @@ fn the_agent_tells_which_huge_pages_are_kept_and_without_it_they_are_sampled_aga
         assert!(is_kept(FIRST_PAIR, SECOND_PAIR), "{:?}", vm.pass());
         drop(agent);
         vm.passes_until("huge pages as they are used", |stats| {
-            stats.use_source_name() == "take-and-wait" && is_kept(SECOND_PAIR, FIRST_PAIR)
+            stats.use_source_name() == "fault-sampling" && is_kept(SECOND_PAIR, FIRST_PAIR)
         });
         let told = note();
         assert!(
@@ -577,7 +577,7 @@ fn the_agent_tells_which_huge_pages_are_kept_and_without_it_they_are_sampled_aga
         vm.passes_until("word of the agent", |stats| {
             stats.hints.anonymous == 4 * HUGE_PAGES as u64
         });
-        assert_eq!(vm.pass().use_source_name(), "take-and-wait");
+        assert_eq!(vm.pass().use_source_name(), "fault-sampling");
         let told = note();
         assert!(
             told.contains("not told by agent: the agent cannot see use"),

@@ -136,12 +136,12 @@ fn who_waits_for_a_huge_page_gets_it_back_at_once() {
         });
         let stats = service.stats();
         assert_eq!(wrong, 0, "{stats:?}");
-        if stats.huge_wanted_total > 0 {
+        if stats.huge_contended_total > 0 {
             // What came back in small pages would not be merged as a whole.
             assert!(stats.huge_whole_total >= 3, "{stats:?}");
             return eprintln!(
                 "round {round}: {} times given back, {} merged as a whole, stops p99 {} us",
-                stats.huge_wanted_total,
+                stats.huge_contended_total,
                 stats.huge_whole_total,
                 stats.stop.quantile_us(0.99)
             );

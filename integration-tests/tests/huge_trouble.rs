@@ -120,7 +120,7 @@ fn without_huge_pages_small_ones_are_shared_and_stay() {
         s.pages_mapped == 2 * HUGE_PAGES as u64
     });
     assert_eq!((stats.huge_ranges, stats.huge_splits_total), (0, 0));
-    assert_eq!(stats.use_source_name(), "take-and-wait");
+    assert_eq!(stats.use_source_name(), "fault-sampling");
     service.stop(true).expect("it stops");
     drop(disabled);
     check(&pages);

@@ -403,7 +403,7 @@ fn damon_tells_the_use_of_memory_or_why_it_does_not() {
     eprintln!("told by {source}; {note}");
     assert!(
         (source == "damon" && note.is_empty())
-            || (source == "take-and-wait" && note.starts_with("the use of memory is not told by damon: ")),
+            || (source == "fault-sampling" && note.starts_with("the use of memory is not told by damon: ")),
         "{source}: {note}"
     );
     service.stop(true).expect("it stops");

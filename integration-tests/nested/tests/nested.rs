@@ -143,7 +143,7 @@ fn damon_tells_which_memory_is_used() {
     let (process, guests) = (&measured["smartmd"]["process"], &measured["smartmd"]["guests"]);
     assert_eq!(process["use_source"], "damon");
     // DAMON has one user at a time.
-    assert_eq!(guests["use_source"], "damon, take-and-wait");
+    assert_eq!(guests["use_source"], "damon, fault-sampling");
     // Of 32 huge pages 8 are hot, and 12 cold ones hold 6 times 256 pages twice. DAMON samples: where the machine is busy, and the
     // accessing thread does not run, it misses what is hot now and then.
     assert!(number(&process["huge_pages"]) >= 6.0, "{measured:?}");

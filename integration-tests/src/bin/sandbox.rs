@@ -61,7 +61,7 @@ fn main() {
         });
     }
     guest.lives(Breaks::managed(64, 0));
-    let sources = [UseSource::TakeAndWait, UseSource::Damon, UseSource::PageIdle];
+    let sources = [UseSource::FaultSampling, UseSource::Damon, UseSource::PageIdle];
     let sources = sources.map(|source| guest.uses_huge_pages(source));
     guest.loses_its_store();
     guest.has_an_agent();
@@ -317,7 +317,7 @@ impl Guest {
             self.supervisor.stats().map_or(0, |s| s.huge_split),
         );
         // Use brings them back, where a stand-in does not tell of none.
-        while use_source == UseSource::TakeAndWait && start.elapsed() < Duration::from_secs(3) {
+        while use_source == UseSource::FaultSampling && start.elapsed() < Duration::from_secs(3) {
             (0..PAGES).step_by(3).for_each(|page| {
                 let _ = pages.load(page, 1);
             });

@@ -307,6 +307,7 @@ const OTHERS: [(&str, &[&str]); 17] = [
             "seccomp",
             "suspended",
             "logged",
+            "failing",
             "huge",
             "direct_io",
             "pinned",

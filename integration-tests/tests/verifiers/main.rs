@@ -432,7 +432,7 @@ fn who_waits_for_a_huge_page_that_an_engine_has_gets_it_back() {
     let stats = service.stats();
     assert_eq!((wrong, stats.verify_failures_total), (0, 0), "{stats:?}");
     assert!(
-        stats.huge_wanted_total > 0,
+        stats.huge_contended_total > 0,
         "nobody was given a page back: {stats:?}"
     );
     assert_eq!(stats.verify.text(), "double");

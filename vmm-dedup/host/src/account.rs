@@ -59,7 +59,7 @@ fn huge_json(s: &ServiceStats) -> Value {
         "split": s.huge_split,
         "splits_total": s.huge_splits_total,
         "whole_total": s.huge_whole_total,
-        "wanted_total": s.huge_wanted_total,
+        "contended_total": s.huge_contended_total,
         "rebuilt_total": s.huge_rebuilt_total,
         "zero_total": s.huge_zero_total,
         "rebuild_pinned_total": s.rebuild_pinned_total,
@@ -240,7 +240,7 @@ fn heal_json(s: &ServiceStats) -> Value {
     json!({
         "pages_total": s.heals_total,
         "pinned_total": s.heal_pinned_total,
-        "wanted_total": s.heal_wanted_total,
+        "contended_total": s.heal_contended_total,
         "failed_total": s.heal_failed_total,
         "stall_us": histogram_json(&s.heal),
     })

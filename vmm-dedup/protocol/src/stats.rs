@@ -85,7 +85,7 @@ pub const STATES: [&str; 7] = [
 /// Names of what may tell a service which memory is used, by number.
 pub const USE_SOURCES: [&str; 6] = [
     "nothing",
-    "take-and-wait",
+    "fault-sampling",
     "damon",
     "writes",
     "page-idle",
@@ -194,7 +194,7 @@ pub struct ServiceStats {
     /// Such pages left alone because they may have been pinned.
     pub heal_pinned_total: u64,
     /// Such pages left alone because somebody waited to write one of them, or of those beside them.
-    pub heal_wanted_total: u64,
+    pub heal_contended_total: u64,
     /// Such pages left alone because what tells of pins failed: no fork, a child that was killed, page tables that could not
     /// be read.
     pub heal_failed_total: u64,
@@ -210,7 +210,7 @@ pub struct ServiceStats {
     /// Of the huge pages split, those of which every page was taken at once, and merged.
     pub huge_whole_total: u64,
     /// Times that a huge page was given back while it was to be merged as a whole, since somebody waited for it.
-    pub huge_wanted_total: u64,
+    pub huge_contended_total: u64,
     /// Huge pages built again for use.
     pub huge_rebuilt_total: u64,
     /// Huge pages of zeros given up as a whole.
@@ -339,7 +339,7 @@ impl ServiceStats {
     /// into a map it can be serialised.
     pub fn numbers(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         let sum = |parts: &[(&str, u64)]| parts.iter().fold(0, |sum: u64, (_, n)| sum.saturating_add(*n));
-        let numbers = numbers!(self, sum; pages, pages_mapped, pages_zero, pages_unshared, pages_volatile, pages_new, pages_pinned, pages_broken, pages_restless, huge_ranges, huge_kept_hot, pages_given_up, huge_split, merges_total, zero_merges_total, breaks_kernel_total, breaks_managed_total, breaks_early_total, mismatches_total, refused_pinned_total, refused_vmas_total, refused_swapped_total, refused_other_total, heals_total, heal_pinned_total, heal_wanted_total, heal_failed_total, window_failures_total, published_total, huge_splits_total, huge_splits_rare_total, huge_whole_total, huge_wanted_total, huge_rebuilt_total, huge_zero_total, rebuild_pinned_total, rebuild_memory_total, rebuild_other_total, samples_total, samples_used_total, passes_total, full_scans_total, pages_keyed_total, pages_hashed_total, searches_total, search_twins_total, search_failures_total, verifications_total, verify_failures_total, vmas, vmas_max, metadata_bytes, vma_bytes, reserve_pages, reserve_target, reserve_waits_total, waiting_writers, last_pass_ms, state, cpu_percent, use_source, store_bytes; search, verify);
+        let numbers = numbers!(self, sum; pages, pages_mapped, pages_zero, pages_unshared, pages_volatile, pages_new, pages_pinned, pages_broken, pages_restless, huge_ranges, huge_kept_hot, pages_given_up, huge_split, merges_total, zero_merges_total, breaks_kernel_total, breaks_managed_total, breaks_early_total, mismatches_total, refused_pinned_total, refused_vmas_total, refused_swapped_total, refused_other_total, heals_total, heal_pinned_total, heal_contended_total, heal_failed_total, window_failures_total, published_total, huge_splits_total, huge_splits_rare_total, huge_whole_total, huge_contended_total, huge_rebuilt_total, huge_zero_total, rebuild_pinned_total, rebuild_memory_total, rebuild_other_total, samples_total, samples_used_total, passes_total, full_scans_total, pages_keyed_total, pages_hashed_total, searches_total, search_twins_total, search_failures_total, verifications_total, verify_failures_total, vmas, vmas_max, metadata_bytes, vma_bytes, reserve_pages, reserve_target, reserve_waits_total, waiting_writers, last_pass_ms, state, cpu_percent, use_source, store_bytes; search, verify);
         numbers.into_iter()
     }
 

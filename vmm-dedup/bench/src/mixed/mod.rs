@@ -55,7 +55,7 @@ pub(crate) struct MixedArgs {
     /// (100 to 100000): shorter samples find less memory in use. All policies, and ingens with several, unless given.
     #[arg(long, value_delimiter = ',', value_name = "POLICY[@US]")]
     policies: Vec<Subject>,
-    /// What tells which memory is used: take-and-wait, damon, page-idle or writes.
+    /// What tells which memory is used: fault-sampling, damon, page-idle or writes.
     #[arg(long, default_value_t = UseSource::default())]
     use_source: UseSource,
     /// Who copies shared pages on write: as a service has it, unless given.

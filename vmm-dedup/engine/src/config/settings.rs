@@ -257,7 +257,7 @@ impl std::str::FromStr for Policy {
     }
 }
 
-/// What tells which memory is used. If one cannot, the next of take-and-wait, damon, page-idle and writes is asked, and the reason
+/// What tells which memory is used. If one cannot, the next of fault-sampling, damon, page-idle and writes is asked, and the reason
 /// is logged and explained. So it is for what an agent does not tell, and while none does. Writes that break sharing count as use with any of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(
@@ -269,7 +269,8 @@ pub enum UseSource {
     /// Memory is taken away for some milliseconds, and who uses it waits: tells how often as well, and needs nothing but what
     /// merging needs. Who uses memory is stopped once in an interval for each 2 MiB of it.
     #[default]
-    TakeAndWait,
+    #[cfg_attr(feature = "settings", serde(alias = "take-and-wait"))]
+    FaultSampling,
     /// The kernel's DAMON, which looks at accessed bits: stops nobody, tells less about how often. Needs a kernel with
     /// DAMON for virtual addresses, CAP_SYS_ADMIN, and that nobody else on the host uses DAMON.
     Damon,
@@ -283,10 +284,13 @@ pub enum UseSource {
     Agent,
 }
 
+/// What [`UseSource::FaultSampling`] was called before version 0.2.
+const FORMER_NAME: &str = "take-and-wait";
+
 impl UseSource {
     /// All of them: the best of the host's first, then the guest's.
     pub const ALL: [UseSource; 5] = [
-        UseSource::TakeAndWait,
+        UseSource::FaultSampling,
         UseSource::Damon,
         UseSource::PageIdle,
         UseSource::Writes,
@@ -301,7 +305,7 @@ impl UseSource {
 
     pub(crate) fn number(self) -> usize {
         match self {
-            UseSource::TakeAndWait => 1,
+            UseSource::FaultSampling => 1,
             UseSource::Damon => 2,
             UseSource::Writes => 3,
             UseSource::PageIdle => 4,
@@ -323,7 +327,7 @@ impl std::str::FromStr for UseSource {
         let names = || UseSource::ALL.map(UseSource::name).join(", ");
         UseSource::ALL
             .into_iter()
-            .find(|source| source.name() == name)
+            .find(|source| source.name() == name || *source == Self::FaultSampling && name == FORMER_NAME)
             .ok_or_else(|| {
                 format!(
                     "nothing named {name:?} tells the use of memory; choose one of {}",
@@ -515,9 +519,10 @@ mod tests {
         for source in UseSource::ALL {
             assert_eq!(source.name().parse(), Ok(source));
         }
+        assert_eq!(FORMER_NAME.parse(), Ok(UseSource::FaultSampling));
         let error = "bits".parse::<UseSource>().unwrap_err();
         assert!(
-            error.contains("take-and-wait, damon, page-idle, writes"),
+            error.contains("fault-sampling, damon, page-idle, writes"),
             "{error}"
         );
     }

@@ -75,7 +75,7 @@ pub(crate) fn publish(
         let all = map.chunk_at(chunk).pages.clone();
         let state = map.chunk(chunk);
         let known = |page: Page| map.private_candidate(page).is_some();
-        if state.huge && state.mixed.likely_whole && all.clone().all(known) {
+        if state.huge && state.thp.likely_whole && all.clone().all(known) {
             pages.extend(all);
         } else {
             pages.extend_from_slice(part);

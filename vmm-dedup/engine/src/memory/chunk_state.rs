@@ -30,7 +30,7 @@ pub(crate) struct ChunkState {
     /// How long pages with twins wait.
     deferral: Deferral,
     /// What the policy for mixed pages knows.
-    pub(crate) mixed: HugeState,
+    pub(crate) thp: HugeState,
 }
 
 const _: () = assert!(size_of::<ChunkState>() <= 56);
@@ -158,13 +158,13 @@ impl ChunkState {
 
     /// Other pages belong to the chunk than those that were watched.
     pub(super) fn forget_watching(&mut self) {
-        self.mixed = HugeState::default();
+        self.thp = HugeState::default();
         self.twins = Twins::default();
     }
 
     /// A visit found one huge page.
     pub(super) fn found_huge(&mut self) {
-        (self.huge, self.pending, self.mixed.ours) = (true, false, false);
+        (self.huge, self.pending, self.thp.ours) = (true, false, false);
     }
 
     /// A visit found small pages; whether none of them is protected yet.
@@ -180,7 +180,7 @@ impl ChunkState {
     pub(super) fn note_collapsed(&mut self) {
         (self.huge, self.unarmed, self.looks.patience) = (true, false, 0);
         self.twins = Twins::default();
-        self.mixed.rebuilt();
+        self.thp.rebuilt();
         self.look_again();
     }
 
@@ -193,7 +193,7 @@ impl ChunkState {
     /// The chunk's huge page was zero, and there is none any more.
     pub(super) fn note_zero(&mut self) {
         (self.huge, self.pending, self.looks) = (false, true, HugeLooks::default());
-        self.mixed.samples = 0;
+        self.thp.samples = 0;
     }
 
     /// The chunk's huge page was split: it is tracked from now on.
@@ -201,7 +201,7 @@ impl ChunkState {
         (self.huge, self.unarmed, self.pending) = (false, true, true);
         self.looks = HugeLooks::default();
         self.twins = Twins::default();
-        self.mixed.split_by_us();
+        self.thp.split_by_us();
     }
 
     /// The huge page was taken to be merged, and stayed one. Whether it is worth it will be asked again.
@@ -213,7 +213,7 @@ impl ChunkState {
     /// Somebody waited for the huge page while it was away.
     pub(super) fn note_contended(&mut self) {
         self.twins.contended = self.twins.contended.saturating_add(1);
-        self.mixed.note_use(Use::AT_ONCE);
+        self.thp.note_use(Use::AT_ONCE);
     }
 
     /// Whether the keys of a huge page are to be read in this pass.
@@ -227,9 +227,9 @@ impl ChunkState {
     /// are counted anew.
     pub(super) fn looked(&mut self, folds: &Folds) -> bool {
         let HugeLooks { patience, rest } = &mut self.looks;
-        let same = self.mixed.remember(folds) && *patience > 0;
+        let same = self.thp.remember(folds) && *patience > 0;
         if !same {
-            self.mixed.forget_sampling();
+            self.thp.forget_sampling();
             self.twins.contended = 0;
         }
         *patience = if same {
@@ -278,7 +278,7 @@ impl ChunkState {
     /// Lets the next pass look at the whole huge page.
     pub(super) fn look_again(&mut self) {
         self.looks.rest = 0;
-        self.mixed.forget_sampling();
+        self.thp.forget_sampling();
     }
 }
 

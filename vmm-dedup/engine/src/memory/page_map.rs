@@ -541,7 +541,7 @@ impl PageMap {
 
     fn note_break(&mut self, page: Page) {
         let chunk = self.chunk_of(page);
-        self.chunks[chunk].mixed.note_break();
+        self.chunks[chunk].thp.note_break();
         self.note_broken(page);
     }
 

@@ -96,7 +96,7 @@ fn move_out(with: &mut Context<'_>, healer: &mut Healer, requests: &[MergeReques
     for (request, outcome) in batch.iter().zip(&outcomes) {
         match outcome {
             Outcome::Merged => with.map.made_private(request.page),
-            Outcome::Contended => stats.heal_wanted_total += 1,
+            Outcome::Contended => stats.heal_contended_total += 1,
             _ => stats.heal_pinned_total += 1,
         }
     }

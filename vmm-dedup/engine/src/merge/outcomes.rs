@@ -82,7 +82,7 @@ pub(crate) fn note_healed(
             }
             Outcome::Pinned => &mut stats.heal_pinned_total,
             Outcome::Untold => &mut stats.heal_failed_total,
-            Outcome::Contended => &mut stats.heal_wanted_total,
+            Outcome::Contended => &mut stats.heal_contended_total,
             Outcome::Different => &mut stats.mismatches_total,
             Outcome::NoVma => &mut stats.refused_vmas_total,
             _ => &mut stats.refused_other_total,
@@ -126,7 +126,7 @@ pub(crate) fn note_huge(
         map.stayed_huge(chunk);
     }
     if contended {
-        account.stats.huge_wanted_total += 1;
+        account.stats.huge_contended_total += 1;
         map.note_contended(chunk);
     }
 }

@@ -1,6 +1,5 @@
 //! The scanning thread: the order of its work, and what it answers meanwhile.
 
-pub(crate) mod answer;
 pub(crate) mod control;
 pub(crate) mod cpu_budget;
 pub(crate) mod exchange;
@@ -15,6 +14,7 @@ pub(crate) mod order;
 pub(crate) mod pace;
 pub(crate) mod pass;
 mod poll;
+pub(crate) mod questions;
 mod registrations;
 pub(crate) mod stages;
 pub(crate) mod standby;

@@ -133,7 +133,7 @@ fn private_stretches(map: &PageMap, at: usize) -> usize {
     let pages = map.chunk_at(at).pages.clone();
     let private = |page| !map.backing(page).in_file_mapping();
     let begins = |page: &Page| private(*page) && (*page == pages.start || !private(*page - 1));
-    pages.clone().filter(begins).count() + usize::from(map.chunk(at).mixed.broken)
+    pages.clone().filter(begins).count() + usize::from(map.chunk(at).thp.broken)
 }
 
 /// An empty huge page of our own.

@@ -69,7 +69,7 @@ pub(crate) fn look(
     if policy.counts_repetition() {
         map.count_repetition();
     }
-    let whole = map.chunk(chunk).mixed.looks_at_all();
+    let whole = map.chunk(chunk).thp.looks_at_all();
     let read = read_subpages(map, session, account, chunk);
     let mut folds: Folds = [None; SAMPLING];
     for subpage in &read {
@@ -85,7 +85,7 @@ pub(crate) fn look(
         let repeated = read.iter().filter(repeats).count();
         map.note_repeated(chunk, quarter, repeated);
     }
-    let state = &map.chunk(chunk).mixed;
+    let state = &map.chunk(chunk).thp;
     let known = state.samples > 0 || !policy.watches_access();
     Look {
         chunk,
@@ -118,8 +118,8 @@ impl Look {
             return Judgement::Split; // from the next pass on it is tracked like other small pages
         }
         let state = map.chunk(self.chunk);
-        let repetitive = state.mixed.repetition() >= wanted;
-        let asked = state.mixed.asked;
+        let repetitive = state.thp.repetition() >= wanted;
+        let asked = state.thp.asked;
         let all =
             state.twins.split || repetitive || !monitor.policy().counts_repetition() || asked == Asked::Whole;
         if (all || asked == Asked::Nothing) && !self.whole {
@@ -145,7 +145,7 @@ impl Look {
 }
 
 fn read_subpages(map: &PageMap, session: &Session, account: &mut Account, at: usize) -> Vec<Subpage> {
-    let quarters = map.chunk(at).mixed.quarters();
+    let quarters = map.chunk(at).thp.quarters();
     let pages = map.chunk_at(at).pages.clone();
     let mut reader = KeyReader {
         memory: map.memory(),

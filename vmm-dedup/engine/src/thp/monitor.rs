@@ -196,7 +196,7 @@ impl Monitor {
         let count = map.chunks().len();
         let mut wanted = |at: &usize| {
             let huge = map.chunk(*at).huge;
-            let state = map.chunk(*at).mixed;
+            let state = map.chunk(*at).thp;
             let awake = state.breaks >= BREAKS_OF_USE || (confirm && state.frequency.value() > 0);
             if huge {
                 state.samples == 0 || (due && map.sample_due(*at))
@@ -306,14 +306,14 @@ impl Monitor {
     }
 
     fn note_use(&self, map: &mut PageMap, at: usize, used: Use) {
-        let before = self.twins_wanted(&map.chunk(at).mixed);
+        let before = self.twins_wanted(&map.chunk(at).thp);
         map.note_use(at, used);
         let chunk = map.chunk(at);
         let asks = |twins| {
-            let never_asked = chunk.mixed.asked == Asked::Nothing;
-            twins > 0 && (never_asked || chunk.mixed.repetition() >= twins)
+            let never_asked = chunk.thp.asked == Asked::Nothing;
+            twins > 0 && (never_asked || chunk.thp.repetition() >= twins)
         };
-        if chunk.huge && before.is_none() && self.twins_wanted(&chunk.mixed).is_some_and(asks) {
+        if chunk.huge && before.is_none() && self.twins_wanted(&chunk.thp).is_some_and(asks) {
             // Just got cold enough: looked at now, and split if nothing has changed.
             map.look_again(at);
         }
@@ -331,7 +331,7 @@ impl Monitor {
 
     /// Whether a chunk of small pages is to become a huge page now. One whose last try failed waits for some intervals.
     pub(crate) fn wants_collapse(&self, map: &mut PageMap, at: usize, due: bool) -> bool {
-        let state = &map.chunk(at).mixed;
+        let state = &map.chunk(at).thp;
         state.ours && self.thresholds.rebuild(self.policy, state) && !map.rebuild_waits(at, due)
     }
 
@@ -346,11 +346,11 @@ impl Monitor {
         };
         (stats.huge_kept_hot, stats.pages_given_up, stats.huge_split) = (0, 0, 0);
         for chunk in map.chunks() {
-            if chunk.huge && kept(&chunk.mixed) {
+            if chunk.huge && kept(&chunk.thp) {
                 stats.huge_kept_hot += 1;
-                stats.pages_given_up += u64::from(chunk.mixed.repetition());
+                stats.pages_given_up += u64::from(chunk.thp.repetition());
             }
-            stats.huge_split += u64::from(chunk.mixed.ours);
+            stats.huge_split += u64::from(chunk.thp.ours);
         }
     }
 }

@@ -39,7 +39,7 @@ fn maps_huge_page_of_store(map: &PageMap, space: &mut AddressSpace, at: usize) -
     let start = map.chunk_at(at).start;
     let huge = space.pagemap.is_huge(start)
         || (populate_read(start, PAGE_SIZE).is_ok() && space.pagemap.is_huge(start));
-    huge || map.chunk(at).mixed.may_become_huge()
+    huge || map.chunk(at).thp.may_become_huge()
 }
 
 /// Whether all of a chunk's pages share the slots of what is or may become a huge page of the store.

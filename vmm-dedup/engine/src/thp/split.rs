@@ -26,7 +26,7 @@ pub(crate) fn split_if_huge(map: &mut PageMap, account: &mut Account, monitor: &
 
 /// A huge page became small ones.
 pub(crate) fn note_split(map: &mut PageMap, account: &mut Account, monitor: &Monitor, chunk: usize) {
-    let used = monitor.is_used(&map.chunk(chunk).mixed);
+    let used = monitor.is_used(&map.chunk(chunk).thp);
     account.stats.huge_splits_rare_total += u64::from(used);
     account.stats.huge_splits_total += 1;
     map.note_split(chunk);

@@ -26,7 +26,7 @@ pub(crate) fn count(map: &mut PageMap, session: &Session, monitor: &Monitor, fou
 /// Adds to the twins that a huge page is known to have, and decides on splitting it. A line key is not enough for
 /// that: a huge page may be busy outside its key lines.
 fn count_in(map: &mut PageMap, session: &Session, monitor: &Monitor, chunk: usize, found: &[MergeRequest]) {
-    let mixed = map.chunk(chunk).mixed;
+    let mixed = map.chunk(chunk).thp;
     let Some(wanted) = monitor.twins_wanted(&mixed) else {
         return;
     };

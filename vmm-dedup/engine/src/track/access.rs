@@ -23,7 +23,7 @@ impl Probes {
     pub(crate) fn include(self, map: &PageMap, chunk: usize, page: Page) -> bool {
         let state = map.chunk(chunk);
         let offset = page - map.chunk_at(chunk).pages.start;
-        self.needed && (state.huge || state.mixed.ours) && PROBES.contains(&offset)
+        self.needed && (state.huge || state.thp.ours) && PROBES.contains(&offset)
     }
 }
 

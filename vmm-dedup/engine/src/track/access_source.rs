@@ -27,7 +27,7 @@ pub(crate) fn choose(wanted: UseSource, tracker: &Arc<Uffd>, memory: &Memory) ->
     for source in std::iter::once(wanted).chain(others) {
         let monitor: Result<Box<dyn AccessMonitor>, String> = match source {
             UseSource::Agent => continue,
-            UseSource::TakeAndWait => FaultSampling::new(tracker.clone())
+            UseSource::FaultSampling => FaultSampling::new(tracker.clone())
                 .map(|monitor| Box::new(monitor) as _)
                 .map_err(|e| e.to_string()),
             UseSource::Damon | UseSource::PageIdle if !cfg!(feature = "privileged") => {

@@ -213,7 +213,7 @@ impl FaultSampling {
 
 impl AccessMonitor for FaultSampling {
     fn source(&self) -> UseSource {
-        UseSource::TakeAndWait
+        UseSource::FaultSampling
     }
 
     fn needs_probes(&self) -> bool {

@@ -186,7 +186,7 @@ pub(super) static COUNTERS: &[Field] = &[
     plain(
         "huge_wanted",
         "Times that a huge page was given back unmerged, since somebody waited for it",
-        |s| s.huge_wanted_total,
+        |s| s.huge_contended_total,
     ),
     plain("huge_rebuilt", "Huge pages built again for use", |s| {
         s.huge_rebuilt_total
@@ -301,7 +301,7 @@ pub(super) static LABELLED: &[Labelled] = &[
         label: "reason",
         series: &[
             ("pinned", |s| s.heal_pinned_total),
-            ("wanted", |s| s.heal_wanted_total),
+            ("contended", |s| s.heal_contended_total),
             ("failed", |s| s.heal_failed_total),
         ],
     },

@@ -57,7 +57,7 @@ pub(crate) struct RunArgs {
     /// Which huge pages are split for sharing and built again: smartmd, ksm, no-splitting or ingens.
     #[arg(long, default_value_t = Policy::default(), requires = "store", conflicts_with = "dedup")]
     huge_policy: Policy,
-    /// What tells which huge pages are used, for smartmd and ingens: take-and-wait, damon, page-idle or writes.
+    /// What tells which huge pages are used, for smartmd and ingens: fault-sampling, damon, page-idle or writes.
     #[arg(long, default_value_t = UseSource::default(), requires = "store", conflicts_with = "dedup")]
     use_source: UseSource,
     /// What looks for the page that another one equals: index, or an engine that compares pages in the order that a

@@ -226,45 +226,45 @@ fn place_of(memory: &Memory, at: usize) -> ChunkPlace {
 impl PageMap {
     /// So many subpages in a quarter of a huge page look repeated.
     pub(crate) fn note_repeated(&mut self, chunk: usize, quarter: usize, repeated: usize) {
-        self.chunks[chunk].mixed.note_repeated(quarter, repeated);
+        self.chunks[chunk].thp.note_repeated(quarter, repeated);
     }
 
     /// The store is asked about so much of a huge page.
     pub(crate) fn note_asked(&mut self, chunk: usize, asked: Asked) {
-        self.chunks[chunk].mixed.asked = asked;
+        self.chunks[chunk].thp.asked = asked;
     }
 
     /// A huge page has enough twins: at the next look the store is asked about all of it. `likely_whole`: all of a sample had
     /// twins.
     pub(crate) fn ask_about_all(&mut self, chunk: usize, likely_whole: bool) {
         self.chunks[chunk].look_again();
-        let policy = &mut self.chunks[chunk].mixed;
+        let policy = &mut self.chunks[chunk].thp;
         (policy.asked, policy.likely_whole) = (Asked::Whole, likely_whole);
     }
 
     /// Whether the use of a huge page is to be sampled in this interval. To be called once in each.
     pub(crate) fn sample_due(&mut self, chunk: usize) -> bool {
-        self.chunks[chunk].mixed.sample_due()
+        self.chunks[chunk].thp.sample_due()
     }
 
     /// A sample told of a chunk's use.
     pub(crate) fn note_use(&mut self, chunk: usize, used: Use) {
-        self.chunks[chunk].mixed.note_use(used);
+        self.chunks[chunk].thp.note_use(used);
     }
 
     /// Sharing broken in a chunk since the last call.
     pub(crate) fn take_breaks(&mut self, chunk: usize) -> u8 {
-        std::mem::take(&mut self.chunks[chunk].mixed.breaks)
+        std::mem::take(&mut self.chunks[chunk].thp.breaks)
     }
 
     /// A huge page could not be built: so many intervals pass before it is tried again.
     pub(crate) fn delay_rebuild(&mut self, chunk: usize, intervals: u8) {
-        self.chunks[chunk].mixed.wait = intervals;
+        self.chunks[chunk].thp.wait = intervals;
     }
 
     /// Whether intervals must pass before a huge page is built. `due`: one more has.
     pub(crate) fn rebuild_waits(&mut self, chunk: usize, due: bool) -> bool {
-        let wait = &mut self.chunks[chunk].mixed.wait;
+        let wait = &mut self.chunks[chunk].thp.wait;
         let waits = *wait > 0;
         *wait -= u8::from(waits && due);
         waits
