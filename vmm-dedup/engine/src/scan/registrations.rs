@@ -43,8 +43,13 @@ impl Pass {
         for pages in self.map.memory().existing(0..Page::MAX) {
             let ours: Vec<Page> = pages.filter(|page| !self.map.is_lent(*page)).collect();
             for pages in ours.chunk_by(|a, b| *b == a + 1) {
-                for run in self.runs_by_mapping(pages[0]..pages[0] + Page::try_from(pages.len()).unwrap_or(0))
-                {
+                let pages = pages[0]..pages[pages.len() - 1] + 1;
+                // The kernel passes over mappings of the store that nobody has registered: one call does for all.
+                let all = self.map.memory().addresses(&pages);
+                if !self.space.breaker.managed() && self.space.uffd.unregister(all.start, all.len()).is_ok() {
+                    continue;
+                }
+                for run in self.runs_by_mapping(pages) {
                     if let Err(error) = self.end_registration(&run) {
                         late_log::note("ending registrations", &error, "they end with their descriptors");
                     }
