@@ -2,13 +2,19 @@
 
 use super::library;
 use super::options::Options;
-use std::path::Path;
+use super::program::Program;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The library under test, and what goes behind it.
-pub(super) fn preloaded(options: &Options) -> String {
-    let behind = options.behind.iter().map(|path| format!(":{}", path.display()));
-    library::path().display().to_string() + &behind.collect::<String>()
+/// What is preloaded: the library under test, unless the VMM has the service in it, and what goes behind it.
+pub(super) fn preloaded(program: &Program, options: &Options) -> OsString {
+    let ours = match (program, &options.store) {
+        (Program::Embedded(_), _) | (_, None) => None,
+        (Program::CloudHypervisor(_) | Program::Qemu(_), Some(_)) => Some(library::path()),
+    };
+    let all: Vec<PathBuf> = ours.into_iter().chain(options.behind.clone()).collect();
+    std::env::join_paths(all).expect("no colon in it")
 }
 
 /// Cloud Hypervisor's arguments.

@@ -6,15 +6,27 @@ use super::program::Program;
 use super::serial::Line;
 use super::{api, qmp};
 use crate::vm::Verdict;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
+use vmm_dedup::Setup;
 use vmm_dedup_payload::{Console, PayloadConfig, Report, measure_tsc_khz};
 
 /// Guests start slowly where KVM shadows page tables in software.
 const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Where a VMM's errors go, and what it logs itself.
+const ERRORS: &str = "stderr.log";
+
+/// The settings of a VMM that has the service in it.
+fn setup(store: &Path, options: &Options) -> Setup {
+    let mut fields: Map<String, Value> = toml::from_str(&options.config).expect("settings");
+    fields.insert("store".into(), store.to_string_lossy().into());
+    fields.insert("name".into(), options.name.as_str().into());
+    fields.try_into().expect("settings")
+}
 
 /// A VMM that runs. It is killed when dropped.
 pub struct Vmm {
@@ -48,23 +60,31 @@ impl Vmm {
         let serial = folder.with_file_name(owner).join("serial.sock");
         let _ = std::fs::remove_file(&serial);
         let mut command = match program {
-            Program::CloudHypervisor(path) => {
+            Program::CloudHypervisor(path) | Program::Embedded(path) => {
                 cloud_hypervisor(path, &folder, &kernel, &line, &serial, options)
             }
             Program::Qemu(path) => qemu(path, &folder, &kernel, &line, options),
         };
         command.args(&options.arguments);
-        if let Some(store) = &options.store {
+        command.env("LD_PRELOAD", preloaded(program, options));
+        let embedded = matches!(program, Program::Embedded(_));
+        if let Some(store) = &options.store
+            && embedded
+        {
+            // A VM that comes from elsewhere brings its settings along.
+            if owner == &options.name {
+                command.args(["--dedup", &setup(store, options).to_string()]);
+            }
+        } else if let Some(store) = &options.store {
             let config = folder.join("dedup.toml");
             std::fs::write(&config, &options.config).expect("the settings are written");
             command
-                .env("LD_PRELOAD", preloaded(options))
                 .env("VMM_DEDUP_STORE", store)
                 .env("VMM_DEDUP_NAME", &options.name)
                 .env("VMM_DEDUP_CONFIG", config)
                 .env("VMM_DEDUP_LOG", folder.join("dedup.log"));
         }
-        let errors = File::create(folder.join("stderr.log")).expect("a log");
+        let errors = File::create(folder.join(ERRORS)).expect("a log");
         command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -73,13 +93,13 @@ impl Vmm {
         let mut child = command.spawn().expect("the VMM starts");
         let console = Console::new();
         let line = match program {
-            Program::CloudHypervisor(_) => Line::to_socket(&serial, console.clone()),
+            Program::CloudHypervisor(_) | Program::Embedded(_) => Line::to_socket(&serial, console.clone()),
             Program::Qemu(_) => Line::to_child(&mut child, console.clone()),
         };
         Self {
             line,
             program: program.clone(),
-            name: options.name.clone(),
+            name: if embedded { owner } else { &options.name }.clone(),
             child,
             started,
             folder,
@@ -106,16 +126,20 @@ impl Vmm {
         self.started
     }
 
-    /// What the preload library logged.
+    /// What was logged of deduplication, by the preload library or, among all else, by the VMM itself.
     #[must_use]
     pub fn dedup_log(&self) -> String {
-        std::fs::read_to_string(self.folder.join("dedup.log")).unwrap_or_default()
+        let file = match &self.program {
+            Program::Embedded(_) => ERRORS,
+            Program::CloudHypervisor(_) | Program::Qemu(_) => "dedup.log",
+        };
+        std::fs::read_to_string(self.folder.join(file)).unwrap_or_default()
     }
 
     /// Everything there is to explain a failure.
     #[must_use]
     pub fn story(&self) -> String {
-        let errors = std::fs::read_to_string(self.folder.join("stderr.log")).unwrap_or_default();
+        let errors = std::fs::read_to_string(self.folder.join(ERRORS)).unwrap_or_default();
         format!("{}\n{errors}\n{}", self.console.text(), self.dedup_log())
     }
 
@@ -161,7 +185,7 @@ impl Vmm {
     /// Stops the vCPUs.
     pub fn pause(&self) {
         match &self.program {
-            Program::CloudHypervisor(_) => self.api("vm.pause", ""),
+            Program::CloudHypervisor(_) | Program::Embedded(_) => self.api("vm.pause", ""),
             Program::Qemu(_) => self.qmp("stop", json!({})),
         }
     }
@@ -174,7 +198,9 @@ impl Vmm {
         let start = Instant::now();
         loop {
             let resumed = match &self.program {
-                Program::CloudHypervisor(_) => api::put(&self.socket(), "vm.resume", "").map(drop),
+                Program::CloudHypervisor(_) | Program::Embedded(_) => {
+                    api::put(&self.socket(), "vm.resume", "").map(drop)
+                }
                 Program::Qemu(_) => self.go_on(),
             };
             let Err(error) = resumed else { return };
@@ -195,10 +221,19 @@ impl Vmm {
         }
     }
 
+    /// Has Cloud Hypervisor pass a device through that is none.
+    ///
+    /// # Panics
+    /// If it finds one there.
+    pub fn pass_through_nothing(&self) {
+        let nothing = json!({ "path": "/sys/bus/pci/devices/none" }).to_string();
+        assert!(api::put(&self.socket(), "vm.add-device", &nothing).is_err());
+    }
+
     /// Resets the machine.
     pub fn reboot(&self) {
         match &self.program {
-            Program::CloudHypervisor(_) => self.api("vm.reboot", ""),
+            Program::CloudHypervisor(_) | Program::Embedded(_) => self.api("vm.reboot", ""),
             Program::Qemu(_) => self.qmp("system_reset", json!({})),
         }
     }
@@ -206,7 +241,7 @@ impl Vmm {
     /// Plugs memory in.
     pub fn plug(&self, mib: u64) {
         match &self.program {
-            Program::CloudHypervisor(_) => self.resize(mib),
+            Program::CloudHypervisor(_) | Program::Embedded(_) => self.resize(mib),
             Program::Qemu(_) => {
                 let backend = json!({ "qom-type": "memory-backend-ram", "id": "more", "size": mib << 20 });
                 self.qmp("object-add", backend);
@@ -221,7 +256,7 @@ impl Vmm {
     /// Offers memory by virtio-mem, which is the guest's to take.
     pub fn offer(&self, mib: u64) {
         match &self.program {
-            Program::CloudHypervisor(_) => self.resize(mib),
+            Program::CloudHypervisor(_) | Program::Embedded(_) => self.resize(mib),
             Program::Qemu(_) => {
                 let device = "/machine/peripheral/mem";
                 let wanted = json!({ "path": device, "property": "requested-size", "value": mib << 20 });
@@ -242,7 +277,7 @@ impl Vmm {
     pub fn snapshot(&self, folder: &Path) {
         std::fs::create_dir_all(folder).expect("a folder");
         match &self.program {
-            Program::CloudHypervisor(_) => {
+            Program::CloudHypervisor(_) | Program::Embedded(_) => {
                 let url = format!("file://{}", folder.display());
                 self.api("vm.snapshot", &json!({ "destination_url": url }).to_string());
             }
@@ -277,7 +312,7 @@ impl Vmm {
         let path = target.migration();
         let uri = format!("unix:{}", path.display());
         match &self.program {
-            Program::CloudHypervisor(_) => {
+            Program::CloudHypervisor(_) | Program::Embedded(_) => {
                 target.wait_for(&target.socket());
                 let (socket, body) = (target.socket(), json!({ "receiver_url": uri }).to_string());
                 let received = std::thread::spawn(move || api::put(&socket, "vm.receive-migration", &body));

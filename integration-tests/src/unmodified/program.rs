@@ -10,6 +10,8 @@ pub enum Program {
     CloudHypervisor(PathBuf),
     /// QEMU.
     Qemu(PathBuf),
+    /// Cloud Hypervisor with the service in it (docs/cloud-hypervisor.md).
+    Embedded(PathBuf),
 }
 
 impl Program {
@@ -20,6 +22,13 @@ impl Program {
         named
             .or_else(|| find("cloud-hypervisor"))
             .map(Program::CloudHypervisor)
+    }
+
+    /// A Cloud Hypervisor that has the service in it: what the variable CLOUD_HYPERVISOR_DEDUP names.
+    #[must_use]
+    pub fn embedded() -> Option<Self> {
+        let named = std::env::var_os("CLOUD_HYPERVISOR_DEDUP").map(PathBuf::from);
+        named.map(Program::Embedded)
     }
 
     /// QEMU from the PATH.
