@@ -22,24 +22,18 @@ struct Args {
     /// Copies of the kernel's to merge again, with and without devices that pin, with and without swap.
     #[arg(long, default_value_t = 20_000)]
     heals: u64,
-    /// Only that.
-    #[arg(long)]
-    only_heals: bool,
+    /// Only these parts.
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "PART")]
+    only: Vec<Part>,
     /// Merges to reach with guests.
     #[arg(long, default_value_t = 50_000)]
     merges: u64,
     /// Merges, and breaks, to reach while memory is paged out.
     #[arg(long, default_value_t = 20_000)]
     swapped: u64,
-    /// Only what happens under swap.
-    #[arg(long)]
-    only_swapped: bool,
     /// Slots to move, with each kind of breaks.
     #[arg(long, default_value_t = 8_000)]
     moves: u64,
-    /// Only what happens while slots move.
-    #[arg(long)]
-    only_moves: bool,
     /// Reads of each kind of direct I/O.
     #[arg(long, default_value_t = 5_000)]
     reads: u64,
@@ -48,8 +42,27 @@ struct Args {
     rounds: u64,
 }
 
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    /// Slots move under guests that read, and devices that do.
+    Moves,
+    /// Guests whose memory is paged out.
+    Swap,
+    /// O_DIRECT and io_uring.
+    DirectIo,
+    /// Copies are merged again.
+    Heals,
+    /// Runs with exceptions.
+    Exceptions,
+    /// Guests with small pages.
+    Guests,
+    /// Guests with huge pages.
+    HugePages,
+}
+
 fn main() {
     let args = Args::parse();
+    let runs = |part: Part| args.only.is_empty() || args.only.contains(&part);
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
     let (merges, swapped, conversions, reads, rounds, heals) = if args.long {
         (2_000_000, 1_000_000, 1_000_000, 100_000, 100, 1_000_000)
@@ -63,9 +76,8 @@ fn main() {
             args.heals,
         )
     };
-    while_slots_move(if args.long { 100_000 } else { args.moves });
-    if args.only_moves {
-        return;
+    if runs(Part::Moves) {
+        while_slots_move(if args.long { 100_000 } else { args.moves });
     }
     let size = guests::Size {
         merges,
@@ -73,18 +85,35 @@ fn main() {
         common_mib: 24,
         zero_mib: 24,
     };
-    if args.only_heals {
-        return heal(heals);
+    if runs(Part::Swap) {
+        let size_under_swap = guests::Size {
+            merges: swapped,
+            zero_mib: 8,
+            ..size
+        };
+        under_swap(size_under_swap, rounds);
     }
-    let size_under_swap = guests::Size {
-        merges: swapped,
-        zero_mib: 8,
-        ..size
-    };
-    under_swap(size_under_swap, rounds);
-    if args.only_swapped {
-        return;
+    if runs(Part::DirectIo) {
+        under_direct_io(reads);
     }
+    if runs(Part::Heals) {
+        heal(heals);
+    }
+    if runs(Part::Exceptions) {
+        with_exceptions(rounds);
+    }
+    if runs(Part::Guests) {
+        with_guests(size);
+    }
+    if runs(Part::HugePages) {
+        with_huge_pages(guests::Size {
+            merges: conversions,
+            ..size
+        });
+    }
+}
+
+fn under_direct_io(reads: u64) {
     for (name, run, backing) in [
         (
             "O_DIRECT",
@@ -112,7 +141,9 @@ fn main() {
             out.rebuilt
         );
     }
-    heal(heals);
+}
+
+fn with_exceptions(rounds: u64) {
     let start = Instant::now();
     let outcomes: Vec<_> = (0..rounds).map(guests::exceptions).collect();
     let sum = |field: fn(&guests::Exceptions) -> u64| outcomes.iter().map(field).sum::<u64>();
@@ -124,6 +155,9 @@ fn main() {
         sum(|o| o.writes),
         start.elapsed().as_secs_f64()
     );
+}
+
+fn with_guests(size: guests::Size) {
     let start = Instant::now();
     let out = guests::chaos(size);
     println!(
@@ -138,11 +172,11 @@ fn main() {
         out.stop.quantile_us(0.99),
         out.stop.max_ns / 1000
     );
+}
+
+fn with_huge_pages(size: guests::Size) {
     let start = Instant::now();
-    let out = huge_chaos::chaos(guests::Size {
-        merges: conversions,
-        ..size
-    });
+    let out = huge_chaos::chaos(size);
     println!(
         "huge pages: {} subpages split or built again, {} huge pages built, {} merges, {} breaks, {} writes, {} wrong words, in {:.0} s; building p50 {} us, p99 {} us, max {} us",
         out.conversions,

@@ -1,4 +1,4 @@
-//! When an engine that failed is made again.
+//! When what failed is tried again: an engine is made anew, a fork is made.
 
 /// Passes until then, at first and at most: each failure doubles the pause.
 const PAUSES: std::ops::RangeInclusive<u64> = 64..=4096;
@@ -8,6 +8,7 @@ const PAUSES: std::ops::RangeInclusive<u64> = 64..=4096;
 pub(crate) struct Retry {
     due: u64,
     pause: u64,
+    longest: u64,
     failures: u64,
 }
 
@@ -16,12 +17,22 @@ impl Default for Retry {
         Self {
             due: 0,
             pause: *PAUSES.start(),
+            longest: *PAUSES.end(),
             failures: 0,
         }
     }
 }
 
 impl Retry {
+    /// For what may succeed a moment later: pauses from one pass on, up to where the others begin.
+    pub(crate) fn brief() -> Self {
+        Self {
+            pause: 1,
+            longest: *PAUSES.start(),
+            ..Self::default()
+        }
+    }
+
     /// Whether it is time to try, in this pass.
     pub(crate) fn is_due(&self, pass: u64) -> bool {
         pass >= self.due
@@ -32,7 +43,7 @@ impl Retry {
         let pause = self.pause;
         self.failures += 1;
         self.due = pass + pause;
-        self.pause = (pause * 2).min(*PAUSES.end());
+        self.pause = (pause * 2).min(self.longest);
         pause
     }
 
@@ -54,5 +65,8 @@ mod tests {
         assert_eq!(pauses, [64, 128, 256, 512, 1024, 2048, 4096, 4096]);
         assert!(!retry.is_due(10 + 4095) && retry.is_due(10 + 4096));
         assert_eq!(retry.failures(), 8);
+        let mut brief = Retry::brief();
+        let pauses: Vec<u64> = (0..8).map(|_| brief.fail(10)).collect();
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 64, 64]);
     }
 }

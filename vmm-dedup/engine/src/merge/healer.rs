@@ -114,6 +114,8 @@ pub(crate) struct Healer {
     stretches: usize,
     /// Of forks.
     forks: Trouble,
+    /// Of forks that told nothing, since of a file nothing could be told for a moment.
+    moments: Trouble,
     /// Of page tables.
     tables: Trouble,
     way: Way,
@@ -129,6 +131,14 @@ struct Trouble {
 }
 
 impl Trouble {
+    /// It may be over a moment later.
+    fn brief() -> Self {
+        Self {
+            retry: Retry::brief(),
+            why: String::new(),
+        }
+    }
+
     /// It failed in this pass.
     fn note(&mut self, pass: u64, why: String) {
         let pause = self.retry.fail(pass);
@@ -202,6 +212,7 @@ impl Healer {
             surprise: None,
             stretches: MOST_STRETCHES,
             forks: Trouble::default(),
+            moments: Trouble::brief(),
             tables: Trouble::default(),
             way: Way::Fork,
             refused: None,
@@ -262,8 +273,9 @@ impl Healer {
             let us = predicted / 1000;
             return Err(format!("a fork would take {us} us, more than heal_stall_us"));
         }
-        if !self.forks.retry.is_due(pass) {
-            return Err(self.forks.why.clone());
+        let troubles = [&self.forks, &self.moments];
+        if let Some(trouble) = troubles.into_iter().find(|trouble| !trouble.retry.is_due(pass)) {
+            return Err(trouble.why.clone());
         }
         let told = self.pinners.look(Told::Fork, self.patience());
         told.map_err(|pinner| format!("no fork tells: {pinner}"))?;
@@ -398,7 +410,7 @@ impl Healer {
             self.forks
                 .note(pass, "the child that tells of pins was killed".to_owned());
         } else if self.chosen.is_some() {
-            self.forks = Trouble::default();
+            (self.forks, self.moments) = (Trouble::default(), Trouble::brief());
         }
         healed
     }
@@ -440,8 +452,8 @@ impl Healer {
             self.chosen = None;
         }
         match self.surprise.take() {
-            // A fork for each file that is opened would hold up the VM in vain.
-            Some(why) if self.way == Way::Fork => self.forks.note(pass, why.to_string()),
+            // A fork for each file that is opened, or ring that is in use, would hold up the VM in vain.
+            Some(why) if self.way == Way::Fork => self.moments.note(pass, why.to_string()),
             Some(why) => self.refused = Some(format!("pages may be pinned: {why}")),
             None => {}
         }

@@ -141,8 +141,10 @@ const NAMELESS: [&str; 16] = [
     "[perf_event]",
 ];
 
-/// Tries to read what the kernel tells of a ring, which it does not while the ring is in use.
-const TRIES: usize = 10;
+/// How long it is tried to read what the kernel tells of a ring, which it does not while somebody submits or registers; and while
+/// pages are frozen, for which he may wait.
+const RING_IN_USE: Duration = Duration::from_millis(20);
+const RING_IN_USE_FROZEN: Duration = Duration::from_millis(1);
 
 /// How long a look may take that nobody waits for.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -373,8 +375,16 @@ impl Look<'_> {
             FileType::BlockDevice => Ok(Some((Holds::Pins, "a block device".to_owned()))),
             FileType::Socket => judge_socket(fd).map_err(untold),
             FileType::CharacterDevice => judge_device(fd, &stat).map_err(untold),
-            _ => judge_nameless(fd, self.told).map_err(untold),
+            _ => judge_nameless(fd, self.told, self.ring_patience()).map_err(untold),
         }
+    }
+
+    /// How long a ring may be in use.
+    fn ring_patience(&self) -> Duration {
+        self.frozen.map_or(RING_IN_USE, |until| {
+            let left = until.saturating_duration_since(Instant::now());
+            RING_IN_USE_FROZEN.min(left / 2)
+        })
     }
 
     fn judge_file(&mut self, fd: RawFd, flags: i32, stat: &Statx) -> Result<Hold, Pinner> {
@@ -486,7 +496,7 @@ fn judge_device(fd: RawFd, stat: &Statx) -> io::Result<Hold> {
     )))
 }
 
-fn judge_nameless(fd: RawFd, told: Told) -> io::Result<Hold> {
+fn judge_nameless(fd: RawFd, told: Told, patience: Duration) -> io::Result<Hold> {
     let Some(link) = link(fd)? else {
         return Ok(None);
     };
@@ -495,7 +505,7 @@ fn judge_nameless(fd: RawFd, told: Told) -> io::Result<Hold> {
     if name == "[io_uring]" {
         return Ok(match told {
             Told::Nothing => Some((Holds::Pins, "an io_uring".to_owned())),
-            Told::Count | Told::Fork => judge_ring(fd),
+            Told::Count | Told::Fork => judge_ring(fd, patience),
         });
     }
     let known = NAMELESS.iter().any(|known| match known.strip_suffix('*') {
@@ -507,8 +517,9 @@ fn judge_nameless(fd: RawFd, told: Told) -> io::Result<Hold> {
 }
 
 /// Registered files are open, and not among the descriptors: they may be what takes plain references.
-fn judge_ring(fd: RawFd) -> Hold {
-    for _ in 0..TRIES {
+fn judge_ring(fd: RawFd, patience: Duration) -> Hold {
+    let begun = Instant::now();
+    while begun.elapsed() < patience {
         let Some((files, buffers)) = info(fd).as_deref().and_then(registered) else {
             std::thread::yield_now();
             continue;
