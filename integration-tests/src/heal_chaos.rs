@@ -63,6 +63,9 @@ pub struct Besides {
     pub kills: bool,
 }
 
+/// Between two words of how far it is.
+const PROGRESS: Duration = Duration::from_secs(10);
+
 /// Pages paged out in one call, at most.
 const MOST_OUT: usize = 32;
 
@@ -152,8 +155,14 @@ pub fn chaos(heals: u64, over: impl Fn() -> bool, pins: Pins, besides: Besides) 
         let done = |stats: &ServiceStats| {
             stats.heals_total >= heals || fire.wrong.load(Ordering::Relaxed) > 0 || over()
         };
+        let mut shown = Instant::now();
         while !done(&stats) {
             stats = service.pass().expect("passes run");
+            if shown.elapsed() > PROGRESS {
+                shown = Instant::now();
+                let seconds = fire.start.elapsed().as_secs();
+                eprintln!("{} heals of {heals} after {seconds} s", stats.heals_total);
+            }
             if stats.passes_total.is_multiple_of(64) {
                 twin.pass().expect("passes run");
             }
