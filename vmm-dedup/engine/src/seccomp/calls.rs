@@ -4,8 +4,6 @@
 use crate::seccomp::Part::{
     self, Agent, Announce, Call as Caller, Count, Damon, Fault, Refused, Scan, Start, Supervisor,
 };
-use crate::sys::pagemap::PAGEMAP_SCAN;
-use crate::sys::uffd;
 use libc::{SYS_ioctl, c_long};
 
 /// A system call.
@@ -30,18 +28,11 @@ const fn call(name: &'static str, number: c_long, parts: &'static [Part]) -> Cal
     }
 }
 
-/// The kernel takes 32 bits of a request.
-#[allow(clippy::cast_possible_truncation)]
-const fn truncated(request: u64) -> u32 {
-    assert!(request >> 32 == 0);
-    request as u32
-}
-
-const fn ioctl(name: &'static str, request: u64, parts: &'static [Part]) -> Call {
+const fn ioctl(name: &'static str, request: u32, parts: &'static [Part]) -> Call {
     Call {
         name,
         number: SYS_ioctl,
-        request: Some(truncated(request)),
+        request: Some(request),
         parts,
     }
 }
@@ -198,20 +189,16 @@ pub const CALLS: &[Call] = &[
     #[cfg(target_arch = "x86_64")]
     call("unlink", libc::SYS_unlink, &[Agent]),
     call("write", libc::SYS_write, &[Supervisor, Start, Announce]),
-    ioctl("FIONBIO", libc::FIONBIO, &[Agent]),
-    ioctl("USERFAULTFD_IOC_NEW", uffd::IOC_NEW, &[Supervisor, Start]),
-    ioctl("UFFDIO_UNREGISTER", uffd::UNREGISTER, &[Scan]),
-    ioctl("UFFDIO_WAKE", uffd::WAKE, &[Scan, Fault]),
-    ioctl("UFFDIO_WRITEPROTECT", uffd::WRITEPROTECT, &[Scan]),
-    ioctl("UFFDIO_API", uffd::API, &[Supervisor, Start]),
-    ioctl(
-        "UFFDIO_REGISTER",
-        uffd::REGISTER,
-        &[Supervisor, Scan, Fault, Start],
-    ),
-    ioctl("UFFDIO_ZEROPAGE", uffd::ZEROPAGE, &[Supervisor, Scan, Start]),
-    ioctl("UFFDIO_MOVE", uffd::MOVE, &[Scan]),
-    ioctl("PAGEMAP_SCAN", PAGEMAP_SCAN, &[Supervisor, Scan, Fault, Start]),
+    ioctl("FIONBIO", 0x5421, &[Agent]),
+    ioctl("USERFAULTFD_IOC_NEW", 0xaa00, &[Supervisor, Start]),
+    ioctl("UFFDIO_UNREGISTER", 0x8010_aa01, &[Scan]),
+    ioctl("UFFDIO_WAKE", 0x8010_aa02, &[Scan, Fault]),
+    ioctl("UFFDIO_WRITEPROTECT", 0xc018_aa06, &[Scan]),
+    ioctl("UFFDIO_API", 0xc018_aa3f, &[Supervisor, Start]),
+    ioctl("UFFDIO_REGISTER", 0xc020_aa00, &[Supervisor, Scan, Fault, Start]),
+    ioctl("UFFDIO_ZEROPAGE", 0xc020_aa04, &[Supervisor, Scan, Start]),
+    ioctl("UFFDIO_MOVE", 0xc028_aa05, &[Scan]),
+    ioctl("PAGEMAP_SCAN", 0xc060_6610, &[Supervisor, Scan, Fault, Start]),
 ];
 
 /// What only some runs do, or only some hosts need; each says when. No test demands these, but for what DAMON and the bitmap of
@@ -247,21 +234,21 @@ pub const RARE: &[Call] = &[
     call("socket", libc::SYS_socket, WORKS),
     call("statx", libc::SYS_statx, WORKS),
     call("uname", libc::SYS_uname, WORKS),
-    ioctl("USERFAULTFD_IOC_NEW", uffd::IOC_NEW, WORKS),
-    ioctl("UFFDIO_UNREGISTER", uffd::UNREGISTER, WORKS),
-    ioctl("UFFDIO_WAKE", uffd::WAKE, WORKS),
-    ioctl("UFFDIO_WRITEPROTECT", uffd::WRITEPROTECT, WORKS),
-    ioctl("UFFDIO_API", uffd::API, WORKS),
-    ioctl("UFFDIO_REGISTER", uffd::REGISTER, WORKS),
-    ioctl("UFFDIO_ZEROPAGE", uffd::ZEROPAGE, WORKS),
-    ioctl("UFFDIO_MOVE", uffd::MOVE, WORKS),
-    ioctl("PAGEMAP_SCAN", PAGEMAP_SCAN, WORKS),
+    ioctl("USERFAULTFD_IOC_NEW", 0xaa00, WORKS),
+    ioctl("UFFDIO_UNREGISTER", 0x8010_aa01, WORKS),
+    ioctl("UFFDIO_WAKE", 0x8010_aa02, WORKS),
+    ioctl("UFFDIO_WRITEPROTECT", 0xc018_aa06, WORKS),
+    ioctl("UFFDIO_API", 0xc018_aa3f, WORKS),
+    ioctl("UFFDIO_REGISTER", 0xc020_aa00, WORKS),
+    ioctl("UFFDIO_ZEROPAGE", 0xc020_aa04, WORKS),
+    ioctl("UFFDIO_MOVE", 0xc028_aa05, WORKS),
+    ioctl("PAGEMAP_SCAN", 0xc060_6610, WORKS),
     // Private pages between shared ones, which lie in one mapping with these; a page that cannot be moved back.
-    ioctl("UFFDIO_COPY", uffd::COPY, WORKS),
+    ioctl("UFFDIO_COPY", 0xc028_aa03, WORKS),
     // Whether a page that is away is anywhere, when a call of the kernel has failed in the middle of a window.
     call("mincore", libc::SYS_mincore, WORKS),
     // A page whose content was lost by the kernel: whoever touches it gets SIGBUS instead of wrong bytes.
-    ioctl("UFFDIO_POISON", uffd::POISON, WORKS),
+    ioctl("UFFDIO_POISON", 0xc020_aa08, WORKS),
     // A host without /dev/userfaultfd.
     call("userfaultfd", libc::SYS_userfaultfd, WORKS),
     // A bitmap of idle pages, on kernels that have it, with CAP_SYS_ADMIN.

@@ -13,7 +13,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
 const PATH: &str = "/proc/self/pagemap";
-pub(crate) const PAGEMAP_SCAN: u64 = (3 << 30) | (96 << 16) | ((b'f' as u64) << 8) | 16;
+const PAGEMAP_SCAN: u64 = (3 << 30) | (96 << 16) | ((b'f' as u64) << 8) | 16;
 /// Of a mapping whose writes are tracked: mappings of the store are not, and are passed over whole.
 const TRACKED: u64 = 1 << 0;
 const WRITTEN: u64 = 1 << 1;

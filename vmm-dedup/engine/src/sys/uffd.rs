@@ -18,16 +18,16 @@ const fn ioc(dir: u64, nr: u64, size: usize) -> u64 {
     (dir << 30) | ((size as u64) << 16) | (0xaa << 8) | nr
 }
 
-pub(crate) const IOC_NEW: u64 = 0xaa00;
-pub(crate) const API: u64 = ioc(3, 0x3f, 24);
-pub(crate) const REGISTER: u64 = ioc(3, 0x00, 32);
-pub(crate) const UNREGISTER: u64 = ioc(2, 0x01, 16);
-pub(crate) const WAKE: u64 = ioc(2, 0x02, 16);
-pub(crate) const COPY: u64 = ioc(3, 0x03, 40);
-pub(crate) const ZEROPAGE: u64 = ioc(3, 0x04, 32);
-pub(crate) const MOVE: u64 = ioc(3, 0x05, 40);
-pub(crate) const WRITEPROTECT: u64 = ioc(3, 0x06, 24);
-pub(crate) const POISON: u64 = ioc(3, 0x08, 32);
+const IOC_NEW: u64 = 0xaa00;
+const API: u64 = ioc(3, 0x3f, 24);
+const REGISTER: u64 = ioc(3, 0x00, 32);
+const UNREGISTER: u64 = ioc(2, 0x01, 16);
+const WAKE: u64 = ioc(2, 0x02, 16);
+const COPY: u64 = ioc(3, 0x03, 40);
+const ZEROPAGE: u64 = ioc(3, 0x04, 32);
+const MOVE: u64 = ioc(3, 0x05, 40);
+const WRITEPROTECT: u64 = ioc(3, 0x06, 24);
+const POISON: u64 = ioc(3, 0x08, 32);
 
 const UFFD_API: u64 = 0xaa;
 const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
