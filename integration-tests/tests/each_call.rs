@@ -34,6 +34,8 @@ const MENDED: usize = 40;
 const SHARED: u64 = 2 * (PAGES - PAGES / 4 - PAGES / 16) as u64;
 /// And what may still be left to healing, which waits longer each time that it failed: what was written.
 const HEALED_LATER: u64 = WRITTEN as u64;
+/// Lives in which a call is made that may fail, at least in one of them.
+const LIVES: usize = 8;
 /// Places from which calls are made in one life, at least.
 const FEWEST: usize = 40;
 /// How long one life may take: a writer who waits for ever is waited for that long.
@@ -236,18 +238,25 @@ fn fail(guests: &mut [Guest; 2], breaks: Breaks, site: Site, count: u64, errno: 
     for nth in spread(count) {
         let error = std::io::Error::from_raw_os_error(errno);
         let when = format!("{site}, call {nth} of {count}: {error}");
-        let injection = Injection::at(site, errno, Times::Nth(nth));
-        let hung = when.clone();
-        let watchdog = Watchdog::start(PATIENCE, move || eprintln!("{hung}: it hangs"));
-        let life = live(guests, breaks, &when);
-        drop(watchdog);
-        // The first one is made in every life; how many follow depends on the scheduler.
-        assert!(nth > 1 || injection.failed() == 1, "{when}: it was not made");
-        // What healing could not do is tried again after a growing number of passes.
-        let Some(life) = life else {
-            eprintln!("{when}: no service");
-            continue;
-        };
-        assert!(life.last.mapped >= SHARED - HEALED_LATER, "{when}: {life:?}");
+        // How many are made, and sometimes whether any is, depends on the scheduler: which of the two publishes what, and how much
+        // is found at once.
+        let lives = if nth == 1 { LIVES } else { 1 };
+        let failed = (0..lives).any(|_| fail_once(guests, breaks, site, nth, errno, &when));
+        assert!(failed || nth > 1, "{when}: it was not made in {LIVES} lives");
     }
+}
+
+/// Whether the call was made in one life, and failed.
+fn fail_once(guests: &mut [Guest; 2], breaks: Breaks, site: Site, nth: u64, errno: i32, when: &str) -> bool {
+    let injection = Injection::at(site, errno, Times::Nth(nth));
+    let hung = when.to_owned();
+    let watchdog = Watchdog::start(PATIENCE, move || eprintln!("{hung}: it hangs"));
+    let life = live(guests, breaks, when);
+    drop(watchdog);
+    match life {
+        // What healing could not do is tried again after a growing number of passes.
+        Some(life) => assert!(life.last.mapped >= SHARED - HEALED_LATER, "{when}: {life:?}"),
+        None => eprintln!("{when}: no service"),
+    }
+    injection.failed() > 0
 }

@@ -184,7 +184,7 @@ pub(super) static COUNTERS: &[Field] = &[
         |s| s.huge_whole_total,
     ),
     plain(
-        "huge_wanted",
+        "huge_contended",
         "Times that a huge page was given back unmerged, since somebody waited for it",
         |s| s.huge_contended_total,
     ),
