@@ -151,11 +151,12 @@ fn damon_tells_which_memory_is_used() {
         number(&process["saved_pages"]) >= 6.0 * 256.0 * 0.9,
         "{measured:?}"
     );
-    // The same, and the host may have no huge page for some.
+    // The same; and the host may have no huge page for some, or a page of theirs in its hands whenever they are tried: on a busy
+    // machine that was so for five of eight.
     let (rebuilt, turned) = (number(&process["rebuilt"]), number(&process["turned"]));
-    let no_memory = number(&process["rebuild_refused"]["memory"]);
+    let refused = |why| number(&process["rebuild_refused"][why]);
     assert!(
-        turned > 0.0 && (rebuilt + no_memory) * 2.0 >= turned,
+        turned > 0.0 && rebuilt > 0.0 && (rebuilt + refused("memory") + refused("pinned")) * 2.0 >= turned,
         "{measured:?}"
     );
     // Each guest has 8 hot huge pages, and 64 MiB that both hold.
