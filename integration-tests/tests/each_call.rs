@@ -3,7 +3,7 @@
 //! afterwards what they shared before.
 //!
 //! `failures` has calls fail under guests that run, for as long as time allows, also those by which huge pages are split, sampled
-//! and built. Here nothing depends on time, so no place is left out.
+//! and built. Here a life is repeated until the call was made, so no place is left out.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
