@@ -49,7 +49,7 @@ fn counted<O>(what: impl FnOnce() -> O) -> Swapped<O> {
 /// Pages out the memory of guests, of their services and of the store.
 fn page_out(guests: &[Guest]) -> Pager {
     let memory: Vec<Range<usize>> = guests.iter().flat_map(Guest::memory).collect();
-    Pager::start(1, MOST, move || ranges(&memory))
+    Pager::start(1, MOST, Duration::ZERO, move || ranges(&memory))
 }
 
 /// Two guests with kernel breaks and runs with exceptions.

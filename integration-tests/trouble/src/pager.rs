@@ -7,6 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 const PAGE: usize = 4096;
 
@@ -19,8 +20,8 @@ pub struct Pager {
 }
 
 impl Pager {
-    /// Starts a thread that pages out what `ranges` tells, asked again from time to time; at most `most` pages a call. A
-    /// range may be unmapped meanwhile: no content changes by this.
+    /// Starts a thread that pages out what `ranges` tells, asked again from time to time; at most `most` pages a call,
+    /// `pause` between two calls. A range may be unmapped meanwhile: no content changes by this.
     ///
     /// # Panics
     /// If there can be no thread.
@@ -28,6 +29,7 @@ impl Pager {
     pub fn start(
         seed: u64,
         most: usize,
+        pause: Duration,
         mut ranges: impl FnMut() -> Vec<Range<usize>> + Send + 'static,
     ) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
@@ -44,6 +46,9 @@ impl Pager {
                             page_out(&part(range, most, &mut random));
                         }
                         calls.fetch_add(1, Ordering::Relaxed);
+                        if !pause.is_zero() {
+                            std::thread::sleep(pause);
+                        }
                     }
                 }
             }

@@ -127,7 +127,7 @@ fn no_page_is_lost_and_nothing_hangs_while_reclaim_swaps_guest_and_scratch_memor
     let watchdog = Watchdog::start(Duration::from_secs(10), move || last.off());
     let pagers = [1, 77].map(|seed| {
         let ranges = memory.ranges();
-        Pager::start(seed, 1, move || ranges.clone())
+        Pager::start(seed, 1, Duration::ZERO, move || ranges.clone())
     });
     let taken = memory.rounds_under_writers(&tracker, Duration::from_secs(8), &watchdog);
     assert!(taken > 0 && pagers.iter().all(|pager| pager.calls() > 0));
