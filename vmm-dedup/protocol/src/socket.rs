@@ -14,8 +14,12 @@ use std::path::Path;
 use std::time::Duration;
 use zerocopy::IntoBytes;
 
-/// Most descriptors in one record.
+/// Most descriptors in one record of a store.
 const MAX_FDS: usize = 2;
+
+/// Most descriptors that the kernel passes with one record (SCM_MAX_FD). Room for all of them is given to it: what it has no
+/// room for it closes in the thread that receives, and closing can take as long as who sent it likes.
+const MOST_RECEIVED: usize = 253;
 
 /// A store that takes longer than this for one record, or to accept a connection, hangs.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -87,8 +91,19 @@ pub struct Received {
 /// Receives one record into `buffer` (of [`crate::message::aligned_buffer`]); `None` at the end of the connection.
 pub fn receive(socket: impl AsFd, buffer: &mut [u64]) -> io::Result<Option<Received>> {
     let mut fds = Vec::new();
+    let received = receive_apart(socket, buffer, &mut fds)?;
+    Ok(received.map(|received| Received { fds, ..received }))
+}
+
+/// As [`receive`], for who does not trust the peer: all descriptors that arrived are added to `fds`, whatever the result is, and
+/// none comes with it. So the caller decides in which thread they are closed.
+pub fn receive_apart(
+    socket: impl AsFd,
+    buffer: &mut [u64],
+    fds: &mut Vec<OwnedFd>,
+) -> io::Result<Option<Received>> {
     let got = retry_on_intr(|| {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_RECEIVED))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let mut into = [IoSliceMut::new(buffer.as_mut_bytes())];
         let got = rustix::net::recvmsg(&socket, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
@@ -103,7 +118,10 @@ pub fn receive(socket: impl AsFd, buffer: &mut [u64]) -> io::Result<Option<Recei
         let text = format!("a message longer than {MAX_MESSAGE} bytes");
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
     }
-    Ok((got.bytes > 0).then_some(Received { len: got.bytes, fds }))
+    Ok((got.bytes > 0).then_some(Received {
+        len: got.bytes,
+        fds: Vec::new(),
+    }))
 }
 
 impl Received {

@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::Error;
-use crate::net::{Listener, serve, serve_metrics, watch};
+use crate::net::{Closers, Listener, serve, serve_metrics, watch};
 use crate::state::{Shared, State, lock};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::SocketAddr;
@@ -66,6 +66,7 @@ impl Store {
         tasks.spawn(evacuate(shared.clone()));
         // The file is removed when `listener` is dropped, at the end.
         let watched = watch(listener.socket(), Interest::READABLE).map_err(Error::Memory)?;
+        let closers = Arc::new(Closers::default());
         let mut shutdown = std::pin::pin!(shutdown);
         loop {
             let accepted = tokio::select! {
@@ -78,7 +79,7 @@ impl Store {
                 accepted = watched.async_io(Interest::READABLE, |socket| socket::accept(socket)) => accepted,
             };
             match accepted {
-                Ok(socket) => _ = tasks.spawn(serve(shared.clone(), socket)),
+                Ok(socket) => _ = tasks.spawn(serve(shared.clone(), closers.clone(), socket)),
                 Err(e) => {
                     log::error!(
                         "no connection can be accepted for now (raise the limit on open files?): {e}"

@@ -438,7 +438,11 @@ fn evil_step(
                 Ok(Message::Batch(_) | Message::Publish(_) | Message::StatsRequest(_) | Message::Goodbye)
             );
             if !harmless {
-                socket::send(&evil.socket, &record, &[std::os::fd::AsFd::as_fd(&file)]).unwrap();
+                let with_file = socket::send(&evil.socket, &record, &[std::os::fd::AsFd::as_fd(&file)]);
+                // From Linux 6.16 on the kernel does not pass it on.
+                with_file
+                    .or_else(|_| socket::send(&evil.socket, &record, &[]))
+                    .unwrap();
             }
             if harmless {
                 Expected::Reply(Vec::new())

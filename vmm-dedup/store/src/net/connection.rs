@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::ledger::epochs::MemberId;
+use crate::net::closing::{self, Closers};
 use crate::net::process::PeerProcess;
 use crate::net::watched::{Watched, watch};
 use crate::requests::outbox::{Flushed, Outbox};
@@ -30,13 +31,15 @@ const GREETING: Duration = Duration::from_secs(10);
 const SHORTAGE: Duration = Duration::from_millis(20);
 
 /// Serves one peer until it goes or breaks the rules, and its process has ended.
-pub(crate) async fn serve(shared: Shared, accepted: OwnedFd) {
+pub(crate) async fn serve(shared: Shared, closers: Arc<Closers>, accepted: OwnedFd) {
     let socket = Arc::new(accepted);
     let outbox = Arc::new(Outbox::new(socket.clone()));
     let peer = match PeerProcess::of(&socket) {
         Ok(peer) => peer,
         Err(e) => {
             log::warn!("a connection is refused, since its process cannot be identified: {e}");
+            drop(outbox);
+            closers.close(closing::end(socket, Vec::new())).await;
             return;
         }
     };
@@ -46,32 +49,26 @@ pub(crate) async fn serve(shared: Shared, accepted: OwnedFd) {
         Err(violation) => {
             log::warn!("a connection of process {} is refused: {violation}", peer.pid);
             outbox.push(error_record(&violation), Vec::new());
+            drop(outbox);
+            closers.close(closing::end(socket, Vec::new())).await;
             return;
         }
     };
-    if let Err(violation) = converse(&shared, id, &socket, &outbox).await {
+    let mut received = Vec::new();
+    if let Err(violation) = converse(&shared, id, &socket, &outbox, &mut received).await {
         log::warn!("the connection of process {} is closed: {violation}", peer.pid);
         lock(&shared).peers.counters.malformed += 1;
         outbox.push(error_record(&violation), Vec::new());
-        // A socket closed with unread records would make the peer lose the one that says why.
-        drain(&socket);
     }
-    drop((outbox, socket));
+    drop(outbox);
+    lock(&shared).peers.drop_outbox(id);
+    // The connection counts as one of its process until all is closed: so what one process can leave to be closed is bounded.
+    closers.close(closing::end(socket, received)).await;
     part(&shared, id, peer).await;
 }
 
 fn error_record(violation: &Violation) -> Vec<u8> {
     encode(Kind::Error, &[violation.to_string().as_bytes()])
-}
-
-fn drain(socket: &OwnedFd) {
-    let mut byte = [0u8; 1];
-    for _ in 0..256 {
-        match rustix::net::recv(socket, &mut byte, rustix::net::RecvFlags::empty()) {
-            Ok((_, 1..)) => {}
-            _ => return,
-        }
-    }
 }
 
 /// Returns when the peer has gone, or with what it did wrong.
@@ -80,11 +77,12 @@ async fn converse(
     id: MemberId,
     socket: &Arc<OwnedFd>,
     outbox: &Outbox,
+    received: &mut Vec<OwnedFd>,
 ) -> Result<(), Violation> {
     let interest = Interest::READABLE | Interest::WRITABLE;
     let watched = watch(socket.clone(), interest).map_err(|e| Violation::Resources(Error::Memory(e)))?;
     tokio::select! {
-        done = receive_all(shared, id, &watched, outbox) => done,
+        done = receive_all(shared, id, &watched, outbox, received) => done,
         () = send_all(shared, &watched, outbox) => Ok(()),
         () = silence(shared, id) => Err(Violation::Silent(GREETING)),
     }
@@ -103,13 +101,14 @@ async fn receive_all(
     id: MemberId,
     watched: &AsyncFd<Watched>,
     outbox: &Outbox,
+    received: &mut Vec<OwnedFd>,
 ) -> Result<(), Violation> {
     loop {
         let Ok(mut ready) = watched.readable().await else {
             return Ok(());
         };
         for _ in 0..TURN {
-            match receive(shared, id, watched.get_ref(), outbox)? {
+            match receive(shared, id, watched.get_ref(), outbox, received)? {
                 Next::More => {}
                 Next::Nothing => {
                     ready.clear_ready();
@@ -135,12 +134,18 @@ enum Next {
     Overflow,
 }
 
-/// Receives and handles one record, if there is one.
-fn receive(shared: &Shared, id: MemberId, socket: &Watched, outbox: &Outbox) -> Result<Next, Violation> {
+/// Receives and handles one record, if there is one. Descriptors that came along are not closed here: that may take for ever.
+fn receive(
+    shared: &Shared,
+    id: MemberId,
+    socket: &Watched,
+    outbox: &Outbox,
+    received: &mut Vec<OwnedFd>,
+) -> Result<Next, Violation> {
     let mut state = lock(shared);
     let mut buffer = std::mem::take(&mut state.buffer);
-    let next = match socket::receive(socket, &mut buffer) {
-        // Descriptors that a peer sends along are closed with `record`.
+    let next = match socket::receive_apart(socket, &mut buffer, received) {
+        _ if !received.is_empty() => Err(Violation::Unexpected("a descriptor")),
         Ok(Some(record)) => record
             .parse(&buffer)
             .map_err(Violation::from)

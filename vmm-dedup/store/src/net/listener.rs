@@ -2,6 +2,7 @@
 
 use crate::config::Config;
 use crate::error::Error;
+use crate::net::closing;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -63,6 +64,10 @@ fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
     rustix::fs::fchmod(&socket, rustix::fs::Mode::from_raw_mode(mode))?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
+    // Connections inherit it. Before Linux 6.16 peers can send descriptors, which are closed elsewhere.
+    if let Err(e) = closing::refuse_descriptors(&socket) {
+        log::debug!("the kernel does not keep peers from sending descriptors: {e}");
+    }
     rustix::net::listen(&socket, 128)?;
     Ok(socket)
 }

@@ -1,11 +1,13 @@
 //! Sockets: listening, one task for each connection, /metrics. What arrives is given to [`crate::state::State`].
 
+mod closing;
 mod connection;
 mod http;
 mod listener;
 mod process;
 mod watched;
 
+pub(crate) use closing::Closers;
 pub(crate) use connection::serve;
 pub(crate) use http::serve as serve_metrics;
 pub(crate) use listener::Listener;

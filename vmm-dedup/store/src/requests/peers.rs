@@ -149,6 +149,13 @@ impl Peers {
         self.peers.get(&id).and_then(|peer| peer.outbox.as_ref())
     }
 
+    /// Nothing is sent to this peer any more.
+    pub(crate) fn drop_outbox(&mut self, id: MemberId) {
+        if let Some(peer) = self.peers.get_mut(&id) {
+            peer.outbox = None;
+        }
+    }
+
     /// The process and the outbox of a peer that has not introduced itself.
     pub(crate) fn greeting(&self, id: MemberId) -> Option<(u32, Arc<Outbox>)> {
         let peer = self.peers.get(&id)?;
