@@ -1,5 +1,7 @@
 //! The service's promises to the VMM that embeds it.
 
+use io_uring::IoUring;
+use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 use vmm_dedup::{Config, Error, Settings};
 use vmm_dedup_integration_tests::memory::Pages;
@@ -191,6 +193,60 @@ fn merging_that_is_suspended_in_the_middle_ends_the_pass() {
     service.stop(true).expect("it stops");
     other.stop(true).expect("it stops");
     assert!((0..PAGES).all(|page| slow.holds(page, page as u64 + 1)));
+}
+
+#[test]
+fn files_that_an_io_uring_keeps_open_suspend_merging_until_it_gives_them_up() {
+    need_userfaultfd!();
+    let ring = match IoUring::new(4) {
+        Ok(ring) => ring,
+        Err(error) => return eprintln!("SKIPPED: no io_uring: {error}"),
+    };
+    let register = || {
+        let file = tempfile::tempfile().expect("a file");
+        // It stays open: the ring has it.
+        ring.submitter()
+            .register_files(&[file.as_raw_fd()])
+            .expect("it is registered");
+    };
+    let unregister = || ring.submitter().unregister_files().expect("it is given up");
+    let store = StoreThread::start();
+    let (one, other) = (Pages::map(64), Pages::map(64));
+    for page in 0..64 {
+        one.fill(page, page as u64 + 1);
+        other.fill(page, page as u64 + 1);
+    }
+    register();
+    let refused = one
+        .serve(&store.socket(), Config::default())
+        .expect_err("refused");
+    assert!(matches!(refused, Error::UnpinnedDirectIo { .. }), "{refused:?}");
+    assert!(
+        refused.to_string().contains("registered with an io_uring"),
+        "{refused}"
+    );
+    unregister();
+    let serve = |pages: &Pages| {
+        pages
+            .serve(&store.socket(), Config::default())
+            .expect("dedup starts")
+    };
+    let (service, twin) = (serve(&one), serve(&other));
+    register();
+    for _ in 0..10 {
+        let merged = service.pass().expect("a pass").pages_mapped + twin.pass().expect("a pass").pages_mapped;
+        assert_eq!(merged, 0, "merging went on");
+    }
+    assert_eq!(service.stats().state, SUSPENDED);
+    unregister();
+    let start = Instant::now();
+    while service.pass().expect("a pass").pages_mapped < 64 || twin.pass().expect("a pass").pages_mapped < 64
+    {
+        assert!(start.elapsed() < Duration::from_secs(60), "{:?}", service.stats());
+    }
+    service.stop(true).expect("it stops");
+    twin.stop(true).expect("it stops");
+    assert!((0..64).all(|page| one.holds(page, page as u64 + 1) && other.holds(page, page as u64 + 1)));
 }
 
 #[test]

@@ -6,6 +6,7 @@ use rustix::fs::{Mode, OFlags, RawDir};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 use std::{fs, io};
 
 /// /proc/self/fd. One place to read it at: for one thread at a time.
@@ -103,6 +104,33 @@ pub(super) fn info(fd: RawFd) -> Option<String> {
     fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).ok()
 }
 
+/// Whether it is an io_uring.
+pub(super) fn is_ring(fd: RawFd) -> io::Result<bool> {
+    Ok(link(fd)?.is_some_and(|link| link.as_os_str() == "anon_inode:[io_uring]"))
+}
+
+/// How many files and buffers are registered with an io_uring. The kernel does not tell while somebody submits to it: it is asked
+/// for so long. `None` if it has not told.
+pub(super) fn registered(fd: RawFd, patience: Duration) -> Option<(u64, u64)> {
+    let begun = Instant::now();
+    while begun.elapsed() < patience {
+        match info(fd).as_deref().and_then(parse_registered) {
+            None => std::thread::yield_now(),
+            told => return told,
+        }
+    }
+    None
+}
+
+/// Source: Linux, io_uring/fdinfo.c.
+fn parse_registered(info: &str) -> Option<(u64, u64)> {
+    let number = |name: &str| {
+        let line = info.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim().parse::<u64>().ok()
+    };
+    Some((number("UserFiles:")?, number("UserBufs:")?))
+}
+
 /// A socket's domain; `None` if it is not open.
 pub(super) fn domain(fd: RawFd) -> io::Result<Option<i32>> {
     let mut domain: i32 = 0;
@@ -167,6 +195,13 @@ mod tests {
         });
         judged.unwrap();
         assert!(seen);
+    }
+
+    #[test]
+    fn a_ring_tells_what_is_registered() {
+        let info = "pos:\t0\nSqMask:\t0x3\nUserFiles:\t0\nUserBufs:\t2\n    0: 0x7f/4096\nPollList:\n";
+        assert_eq!(parse_registered(info), Some((0, 2)));
+        assert_eq!(parse_registered("pos:\t0\n"), None);
     }
 
     #[test]

@@ -12,14 +12,17 @@
 //!
 //! A file opened for direct I/O is seen by its flags (F_GETFL), whoever opened it and however this process got it. What
 //! cannot be seen is a file that was closed while its I/O goes on; VMMs wait for what they have to tell the guest before they
-//! close a file.
+//! close a file. Files that are registered with an io_uring stay open when their descriptors are closed, and the kernel does not
+//! tell what they were opened for: such a ring is refused.
 //!
 //! Three others take plain references to the memory that they bring data into, so an open descriptor counts as use: vhost-scsi,
 //! whatever lies behind it; a socket whose TLS the kernel does; and /dev/fuse, from which a server reads requests.
 #![allow(unsafe_code)] // descriptors that others own
 
 use crate::error::Error;
-use crate::sys::descriptors::{self, Descriptors, file_system, has_tls, info, link, stat};
+use crate::sys::descriptors::{
+    self, Descriptors, file_system, has_tls, info, is_ring, link, registered, stat,
+};
 use rustix::fs::{AtFlags, CWD, FileType, Statx, StatxFlags, statx};
 use std::os::fd::{BorrowedFd, RawFd};
 use std::path::{Path, PathBuf};
@@ -41,6 +44,8 @@ const FUSE_SERVER: u32 = 229;
 /// How long a look holds between two windows, which are often shorter than a look takes. (Whoever opens a file right behind a look
 /// is not seen either. What leaves no gap is to be told: `direct_io_opened`.)
 const GLANCE_HOLDS: Duration = Duration::from_millis(5);
+/// How long the kernel is asked what is registered with an io_uring that is in use.
+const RING_IN_USE: Duration = Duration::from_millis(20);
 /// Files of overlayfs remembered.
 const MOST_PASSED: usize = 64;
 
@@ -88,7 +93,7 @@ impl DirectIo {
 
     /// Looks at less cost (a system call a file), as it can be done before every batch of merges: asks files for their flags
     /// only, and not at all if a look has refused. It does not see what is not told by flags: vhost-scsi, sockets with TLS,
-    /// /dev/fuse, and FUSE before Linux 6.9. Returns whether merging may go on.
+    /// /dev/fuse, files that are registered with an io_uring, and FUSE before Linux 6.9. Returns whether merging may go on.
     pub(crate) fn glance(&mut self) -> bool {
         if self.refused.is_none() {
             let descriptors = self.descriptors.clone();
@@ -162,6 +167,12 @@ impl DirectIo {
                 link.ends_with("vhost-scsi").then_some("vhost-scsi")
             }
             FileType::Socket => has_tls(fd)?.then_some("a socket whose TLS the kernel does"),
+            // Descriptors without a file of their own have no type.
+            FileType::Unknown if is_ring(fd)? => match registered(fd, RING_IN_USE) {
+                Some((0, _)) => None,
+                Some(_) => Some("a file that is registered with an io_uring"),
+                None => Some("what an io_uring may have registered, of which the kernel does not tell now"),
+            },
             FileType::RegularFile if !self.fuse_pins => {
                 (file_system(fd)? == Some(FUSE)).then_some("FUSE (before Linux 6.9)")
             }

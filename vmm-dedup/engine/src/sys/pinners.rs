@@ -51,7 +51,7 @@
 
 use crate::error::Error;
 use crate::sys::asker::{Asker, NoAnswer};
-use crate::sys::descriptors::{self, Descriptors, domain, file_system, has_tls, info, link};
+use crate::sys::descriptors::{self, Descriptors, domain, file_system, has_tls, link, registered};
 use crate::sys::direct_io::{BTRFS, EXT4, OVERLAYFS, TMPFS, XFS, layers};
 use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, statx};
 use std::collections::HashMap;
@@ -518,35 +518,21 @@ fn judge_nameless(fd: RawFd, told: Told, patience: Duration) -> io::Result<Hold>
 
 /// Registered files are open, and not among the descriptors: they may be what takes plain references.
 fn judge_ring(fd: RawFd, patience: Duration) -> Hold {
-    let begun = Instant::now();
-    while begun.elapsed() < patience {
-        let Some((files, buffers)) = info(fd).as_deref().and_then(registered) else {
-            std::thread::yield_now();
-            continue;
-        };
-        return match (files, buffers) {
-            (0, 0) => None,
-            (0, _) => Some((
-                Holds::Pins,
-                format!("an io_uring with {buffers} registered buffers"),
-            )),
-            _ => Some((
-                Holds::Unseen,
-                format!("an io_uring with {files} registered files"),
-            )),
-        };
+    match registered(fd, patience) {
+        Some((0, 0)) => None,
+        Some((0, buffers)) => Some((
+            Holds::Pins,
+            format!("an io_uring with {buffers} registered buffers"),
+        )),
+        Some((files, _)) => Some((
+            Holds::Unseen,
+            format!("an io_uring with {files} registered files"),
+        )),
+        None => Some((
+            Holds::Unseen,
+            "an io_uring of which the kernel does not tell what is registered".to_owned(),
+        )),
     }
-    let untold = "an io_uring of which the kernel does not tell what is registered";
-    Some((Holds::Unseen, untold.to_owned()))
-}
-
-/// Files and buffers that are registered with a ring, as its fdinfo tells. Source: Linux, io_uring/fdinfo.c.
-fn registered(info: &str) -> Option<(u64, u64)> {
-    let number = |name: &str| {
-        let line = info.lines().find_map(|line| line.strip_prefix(name))?;
-        line.trim().parse::<u64>().ok()
-    };
-    Some((number("UserFiles:")?, number("UserBufs:")?))
 }
 
 #[cfg(test)]

@@ -199,10 +199,3 @@ fn who_receives_into_a_frozen_page_with_the_lock_of_his_socket_is_not_waited_for
         std::thread::yield_now();
     }
 }
-
-#[test]
-fn a_ring_tells_what_is_registered() {
-    let info = "pos:\t0\nSqMask:\t0x3\nUserFiles:\t0\nUserBufs:\t2\n    0: 0x7f/4096\nPollList:\n";
-    assert_eq!(registered(info), Some((0, 2)));
-    assert_eq!(registered("pos:\t0\n"), None);
-}
