@@ -402,6 +402,35 @@ fn released_memory_is_anonymous_and_free_for_another_userfaultfd() {
     service.stop(true).expect("it stops");
 }
 
+#[test]
+fn memory_of_which_a_part_is_taken_still_is_not_taken_back_at_all() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(2048);
+    fill(&pages);
+    let service = pages
+        .serve(&store.socket(), config(Breaks::KERNEL))
+        .expect("dedup starts");
+    let whole = range(&pages, 0, 2048);
+    service.release_range(whole).expect("it is released");
+    // The VMM's own userfaultfd.
+    let borrow = |first: usize, count: usize| {
+        let range = range(&pages, first, count);
+        // SAFETY: the pages are never unmapped and only accessed through raw pointers.
+        unsafe { DedupService::start_on_ranges(&[range], &store.socket(), config(Breaks::KERNEL)) }
+    };
+    let last = borrow(1536, 512).expect("the memory is free");
+    let refused = service.resume_range(whole).expect_err("a part is taken");
+    assert!(matches!(refused, vmm_dedup::Error::Register { .. }), "{refused}");
+    let first = borrow(0, 1536).expect("nothing of the rest was taken back");
+    first.stop(true).expect("it stops");
+    last.stop(true).expect("it stops");
+    service.resume_range(whole).expect("it is free again");
+    wait_until("sharing", || mapped(&service) == 2048);
+    service.stop(true).expect("it stops");
+    (0..2048).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
+}
+
 /// What the VMM had advised for guest memory: it is not to be in core dumps, nor in children.
 fn advice_survives(breaks: Breaks) {
     const ADVICE: [(i32, &str); 2] = [(libc::MADV_DONTDUMP, "dd"), (libc::MADV_DONTFORK, "dc")];

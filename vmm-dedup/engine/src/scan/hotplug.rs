@@ -1,7 +1,7 @@
 //! Guest memory that comes, goes, or is lent to somebody else while the service runs.
 
 use crate::error::Error;
-use crate::memory::layout::{HostRange, Memory};
+use crate::memory::layout::{HostRange, Memory, Page};
 use crate::scan::control::Change;
 use crate::scan::pass::Pass;
 use std::ops::Range;
@@ -64,19 +64,36 @@ impl Pass {
         result
     }
 
+    /// All or nothing: whoever borrowed the memory may have a part of it still, and must not meet our registration of another.
     fn resume(&mut self, range: &Range<usize>) -> Result<(), Error> {
-        for pages in self.map.memory().within(range) {
-            for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
-                let chunk = self.map.chunk_at(at).clone();
-                for run in self.runs_by_mapping(chunk.pages) {
-                    // What the kernel copied stays as it is.
-                    if !self.map.backing(run.start).in_file_mapping() {
-                        self.space.register(&self.map.memory().addresses(&run))?;
-                    }
+        let within = self.map.memory().within(range);
+        let chunks: Vec<usize> = within
+            .into_iter()
+            .flat_map(|pages| self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1))
+            .collect();
+        let mut registered: Vec<Range<Page>> = Vec::new();
+        for at in &chunks {
+            for run in self.runs_by_mapping(self.map.chunk_at(*at).pages.clone()) {
+                // What the kernel copied stays as it is.
+                if self.map.backing(run.start).in_file_mapping() {
+                    continue;
                 }
-                self.map.take_back(at);
+                let done = self.space.register(&self.map.memory().addresses(&run));
+                // Memory that somebody else has is refused as a whole; ending his registration would be worse than any of ours.
+                if !done.as_ref().is_err_and(is_taken) {
+                    registered.push(run);
+                }
+                if let Err(error) = done {
+                    registered.retain(|run| self.map.chunk(self.map.chunk_of(run.start)).lent);
+                    for run in registered {
+                        // If that fails the next release tries it again.
+                        let _ = self.unregister(run);
+                    }
+                    return Err(error);
+                }
             }
         }
+        chunks.into_iter().for_each(|at| self.map.take_back(at));
         Ok(())
     }
 
@@ -91,4 +108,9 @@ impl Pass {
         discards.set_memory(memory.clone(), self.map.in_file());
         self.space.breaker.set_memory(memory);
     }
+}
+
+/// Whether the memory is registered with another userfaultfd.
+fn is_taken(error: &Error) -> bool {
+    matches!(error, Error::Register { source, .. } if source.raw_os_error() == Some(libc::EBUSY))
 }

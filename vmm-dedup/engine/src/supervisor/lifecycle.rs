@@ -449,6 +449,8 @@ impl Lifecycle {
     /// to a service, whichever VM it is of.
     fn detach(&mut self, unmerge: bool) {
         if self.phase == Phase::Detached {
+            // Whichever VM was paused, it is not the next one.
+            self.paused = false;
             return;
         }
         self.if_served(Effect::Stop { unmerge });

@@ -412,14 +412,18 @@ fn a_pin_that_nobody_sees_any_more_ends_and_nothing_is_vouched_for_again() {
 }
 
 #[test]
-fn detaching_without_a_vm_changes_nothing() {
+fn detaching_without_a_vm_ends_a_pause_and_changes_nothing_else() {
     let mut world = World::new();
     for event in [Event::Pin, Event::Pause, Event::Detach { unmerge: true }] {
         assert_eq!(world.tell(event), []);
     }
     world.tell(Event::Attach { enabled: true });
-    assert_eq!(world.tell(Event::Add(span(0))), []);
-    assert!(world.tell(Event::Unpin).contains(&Effect::Pause));
+    assert_eq!(world.tell(Event::Add(span(0))), [], "it is pinned");
+    let started = world.tell(Event::Unpin);
+    assert!(
+        started.contains(&Effect::SwitchOn) && !started.contains(&Effect::Pause),
+        "{started:?}"
+    );
 }
 
 #[test]
