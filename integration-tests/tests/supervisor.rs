@@ -29,12 +29,18 @@ impl Guest {
             vouch_for_pins: true,
             ..Options::default()
         };
-        let pages = Pages::map(PAGES);
-        (0..PAGES).for_each(|page| pages.fill(page, twin(page)));
-        Self {
+        let guest = Self {
             supervisor: Supervisor::spawn(options).expect("it starts"),
-            pages,
-        }
+            pages: Pages::map(PAGES),
+        };
+        guest.renew();
+        guest
+    }
+
+    /// Fresh memory with the same content.
+    fn renew(&self) {
+        self.pages.renew();
+        (0..PAGES).for_each(|page| self.pages.fill(page, twin(page)));
     }
 
     fn sharing(store: &StoreThread) -> Self {
@@ -111,15 +117,28 @@ fn a_vm_may_end_at_any_time_while_it_starts() {
     let _alone = alone();
     let store = StoreThread::start();
     let guest = Guest::new();
+    let mut merged = 0;
     for round in 0..40u64 {
+        // What a VM has left shared is no next one's memory.
+        guest.renew();
         guest.attach(&store).expect("it fits");
         guest.add();
-        // From before the store is asked until the first pages are merged.
-        std::thread::sleep(Duration::from_micros(500 * round));
+        // From before the store is asked until pages are merged.
+        std::thread::sleep(Duration::from_millis(4 * round));
+        if round >= 36 {
+            guest.wait("merging", |stats| stats.merges_total > 0);
+        }
+        merged += usize::from(
+            guest
+                .supervisor
+                .stats()
+                .is_some_and(|stats| stats.merges_total > 0),
+        );
         guest.supervisor.detach(round % 2 == 0).expect("it ends");
         assert_eq!(guest.supervisor.status(), Status::Detached);
         guest.check();
     }
+    eprintln!("{merged} of 40 ended after pages were merged");
 }
 
 #[test]

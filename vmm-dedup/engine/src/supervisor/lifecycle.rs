@@ -220,10 +220,14 @@ impl Lifecycle {
             Event::LeaveAlone(range, refusal) => {
                 self.release_again(|region| region.span.overlaps(&range));
                 self.all_meet(Happens::Refuse, |region| region.span.overlaps(&range));
-                self.say(refusal);
+                // A VM that is refused as a whole keeps its reason.
+                if self.phase == Phase::Attached {
+                    self.say(refusal);
+                }
             }
             Event::Note(refusal) => self.say(refusal),
-            Event::Refuse(refusal) => self.retire(refusal),
+            Event::Refuse(refusal) if self.phase == Phase::Attached => self.retire(refusal),
+            Event::Refuse(_) => {}
             Event::Pin => self.pin(now),
             Event::Unpin => self.unpin(),
             Event::LetGo => {

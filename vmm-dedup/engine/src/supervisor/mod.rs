@@ -41,7 +41,7 @@
 //! | `start` | `Detached` | tried at once | fine | `Refused` |
 //! | `set`, `pass` | `Detached` | `Detached` | done | `Detached` |
 //! | `pause`, `resume` | remembered | remembered | done | nothing |
-//! | `detach` | nothing | ends | stopped | ends |
+//! | `detach` | ends a pause | ends | stopped | ends |
 //!
 //! A call that has to wait for the thread waits for what it does now, at most a question to a store that hangs (5 s). Pins are the
 //! devices', not the VM's: `detach` leaves them, and the next VM begins pinned.
