@@ -23,6 +23,7 @@ pub mod swap_chaos;
 pub mod twins;
 pub mod unmodified;
 pub mod vm;
+pub mod windows;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

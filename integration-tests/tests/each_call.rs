@@ -10,8 +10,9 @@ use std::time::Duration;
 use vmm_dedup::{Breaks, Call, Config, DedupService, Injection, Policy, ServiceStats, Site, Times, Watch};
 use vmm_dedup_integration_tests::failing::lack;
 use vmm_dedup_integration_tests::memory::Pages;
-use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::windows::Windows;
+use vmm_dedup_integration_tests::{follow_chaos, need_userfaultfd, within};
 use vmm_dedup_trouble::Watchdog;
 
 /// Pages of a guest.
@@ -38,6 +39,8 @@ const HEALED_LATER: u64 = WRITTEN as u64;
 const LIVES: usize = 8;
 /// Places from which calls are made in one life, at least.
 const FEWEST: usize = 40;
+/// How long pages follow.
+const FOLLOWED: Duration = Duration::from_secs(4);
 /// How long one life may take: a writer who waits for ever is waited for that long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -231,6 +234,24 @@ fn whichever_call_fails_the_bytes_are_right_and_sharing_goes_on() {
             }
         }
     }
+}
+
+/// Who waits for a page must not wait for reclaim as well.
+#[test]
+fn memory_for_pages_is_had_before_any_is_away_or_frozen() {
+    need_userfaultfd!();
+    vmm_dedup::share_whatever_it_costs(true);
+    let mut guests = [Guest::new(0), Guest::new(1)];
+    let windows = Windows::watch();
+    for breaks in [HEALED, MANAGED] {
+        live(&mut guests, breaks, "while nothing fails").expect("services start");
+    }
+    // Copies that lie between pages that follow are carried along, others are moved out.
+    let out = follow_chaos::chaos(u64::MAX, within(FOLLOWED), follow_chaos::KERNEL);
+    assert!(out.wrong == 0 && out.moves > 0, "{out:?}");
+    let seen = windows.seen();
+    assert!(seen.away > 0 && seen.frozen > 0, "{seen:?}");
+    assert!(seen.allocating.is_empty(), "{:?}", seen.allocating);
 }
 
 /// Some calls from one place fail, each in a life of its own.

@@ -308,6 +308,7 @@ const OTHERS: [(&str, &[&str]); 17] = [
             "suspended",
             "logged",
             "failing",
+            "windows",
             "huge",
             "direct_io",
             "pinned",

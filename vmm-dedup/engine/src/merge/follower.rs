@@ -15,7 +15,7 @@
 use crate::account::ns;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
-use crate::merge::in_place::{self, Limit, Proof, addresses, stretches};
+use crate::merge::in_place::{self, Limit, Proof, Room, addresses, stretches};
 use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::sched::Urgent;
@@ -62,7 +62,8 @@ pub(crate) fn follow(
         store,
         space,
         frozen,
-        requests,
+        // None of them is copied.
+        (requests, &mut Room::default()),
         &Proof::None,
         clock + LONGEST,
     );

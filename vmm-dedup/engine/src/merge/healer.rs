@@ -50,7 +50,7 @@ use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
 use crate::merge::fork_cost::ForkCost;
-use crate::merge::in_place::{self, Limit, Proof, addresses, stretches};
+use crate::merge::in_place::{self, Limit, Proof, Room, addresses, stretches};
 use crate::merge::run::Outcome;
 use crate::store::connection::Store;
 use crate::sys::fork::Child;
@@ -500,6 +500,9 @@ impl Healer {
         requests: &[MergeRequest],
         child: Option<&Child>,
     ) -> (Healed, Option<std::io::Error>) {
+        let Ok(mut room) = Room::prepare(memory, store, &space.uffd, requests) else {
+            return (Healed::none(requests, Outcome::NoVma), None);
+        };
         let breaker = space.breaker.clone();
         let _urgent = Urgent::begin();
         let mut clock = Instant::now();
@@ -511,7 +514,8 @@ impl Healer {
         let (outcomes, failure) = match self.prove(&frozen, child, &mut clock) {
             Ok(proof) => {
                 let until = clock + self.patience();
-                in_place::replace(memory, store, space, frozen, requests, &proof, until)
+                let with = (requests, &mut room);
+                in_place::replace(memory, store, space, frozen, with, &proof, until)
             }
             Err(outcome) => {
                 drop(frozen);

@@ -11,7 +11,7 @@
 //!
 //! A slot that takes a page's place is compared with it first, at the guest's own address: neither changes. A page that stays
 //! private ([`Role::Exception`], [`Role::MovedOut`]) is copied instead, while nobody changes it, and the copy takes its place in one
-//! step.
+//! step. The memory for copies is there before anything is frozen ([`Room`]): who waits for a page must not wait for reclaim.
 //!
 //! A page that was not replaced is as it was: so the work ends at any page when somebody waits, or when its time is over
 //! ([`Haste`]). But where writers wait all the time something must be done all the same: the first [`COMPARED`] pages and the first
@@ -22,7 +22,7 @@ use crate::lookup::request::{MergeRequest, Role};
 use crate::memory::layout::Memory;
 use crate::merge::ready;
 use crate::merge::run::{Open, Outcome, continues, return_exceptions};
-use crate::merge::run_builder::Piece;
+use crate::merge::run_builder::{Pieces, RunBuilder, STAYS, is_exception};
 use crate::store::connection::Store;
 use crate::sys::fork::Child;
 use crate::sys::guest;
@@ -164,12 +164,55 @@ struct FoundCopies {
     free: Vec<Range<usize>>,
 }
 
-/// What pages are replaced by the help of.
-#[derive(Clone, Copy, Debug)]
+/// Where copies are made, had before anything is frozen. To be dropped when nothing is frozen any more.
+#[derive(Debug, Default)]
+pub(crate) struct Room {
+    /// Runs with exceptions, of each stretch.
+    pieces: Vec<Pieces>,
+    /// A page for each that leaves the mappings of store files.
+    fresh: Option<Anonymous>,
+}
+
+impl Room {
+    /// Makes room for what of these requests is copied. Runs that cannot be built are left out when it comes to them.
+    ///
+    /// # Errors
+    /// No memory for pages that leave: nothing is to be frozen then. It is noted.
+    pub(crate) fn prepare(
+        memory: &Memory,
+        store: &Store,
+        tracker: &Uffd,
+        requests: &[MergeRequest],
+    ) -> io::Result<Self> {
+        let leave = requests.iter().filter(|request| request.role == Role::MovedOut);
+        let pages = leave.count();
+        let fresh = (pages > 0).then(|| populated(pages)).transpose();
+        let fresh = fresh.inspect_err(|error| late_log::note("making room for copies", error, STAYS))?;
+        let mut pieces = Vec::new();
+        if requests.iter().any(is_exception) {
+            let mut builder = RunBuilder::default();
+            let of = |stretch| builder.prepare(tracker, store, stretch);
+            pieces.extend(stretches(memory, requests).map(of));
+        }
+        Ok(Self { pieces, fresh })
+    }
+}
+
+fn populated(pages: usize) -> io::Result<Anonymous> {
+    let area = Anonymous::new(pages)?;
+    area.populate()?;
+    Ok(area)
+}
+
+/// What pages of a stretch are replaced by the help of.
+#[derive(Debug)]
 struct Means<'a> {
     memory: &'a Memory,
     store: &'a Store,
-    tracker: &'a Uffd,
+    /// Runs with exceptions of the stretch, if it may have any.
+    pieces: Option<&'a mut Pieces>,
+    fresh: Option<&'a mut Anonymous>,
+    haste: Haste<'a>,
 }
 
 /// A place in the guest that something else was put into.
@@ -188,7 +231,7 @@ pub(crate) fn replace(
     store: &Store,
     space: &mut AddressSpace,
     mut frozen: FrozenRuns<'_>,
-    requests: &[MergeRequest],
+    (requests, room): (&[MergeRequest], &mut Room),
     proof: &Proof<'_>,
     until: Instant,
 ) -> (Vec<Outcome>, Option<io::Error>) {
@@ -196,12 +239,7 @@ pub(crate) fn replace(
     let haste = Haste { breaker, until };
     let (mut outcomes, mut put) = (Vec::with_capacity(requests.len()), Vec::new());
     let (mut rest, mut failure) = (Outcome::Contended, None);
-    let tracker = space.uffd.clone();
-    let means = Means {
-        memory,
-        store,
-        tracker: &tracker,
-    };
+    let mut pieces = room.pieces.iter_mut();
     for (run, stretch) in frozen.runs_mut().zip(stretches(memory, requests)) {
         let first = outcomes.is_empty();
         if haste.is_late() || !first && haste.is_over() {
@@ -216,7 +254,14 @@ pub(crate) fn replace(
         };
         let mut compared = compare(run, &found, store, stretch, haste);
         return_exceptions(stretch, &mut compared, Open::default());
-        put_runs(means, run, stretch, &mut compared, &mut put, haste);
+        let mut means = Means {
+            memory,
+            store,
+            pieces: pieces.next(),
+            fresh: room.fresh.as_mut(),
+            haste,
+        };
+        put_runs(&mut means, run, stretch, &mut compared, &mut put);
         outcomes.extend(compared);
     }
     outcomes.resize(requests.len(), rest);
@@ -284,13 +329,13 @@ fn compare(
 
 /// Puts what was found right into place, from the last run to the first: the kernel splits a mapping cheaper at its end.
 fn put_runs(
-    means: Means<'_>,
+    means: &mut Means<'_>,
     frozen: &mut Frozen<'_>,
     stretch: &[MergeRequest],
     outcomes: &mut [Outcome],
     put: &mut Vec<Put>,
-    haste: Haste<'_>,
 ) {
+    let haste = means.haste;
     let start = frozen.range().start;
     let (mut end, mut runs) = (stretch.len(), 0);
     while end > 0 {
@@ -315,98 +360,93 @@ fn put_runs(
         runs += 1;
         let at = start + bytes(first)..start + bytes(end);
         let run = &stretch[first..end];
-        match put_run(means, frozen, run, &at, haste) {
+        match put_run(means, frozen, (run, first..end), &at) {
             Ok(false) => outcomes[first..end].fill(Outcome::Contended),
             Ok(true) => put.push(Put {
                 at,
                 slots: run[0].slot.is_some(),
                 zeros: run[0].slot.is_none() && run[0].role != Role::MovedOut,
             }),
-            Err(error) => {
-                late_log::note(
-                    "mapping over guest pages",
-                    &error,
-                    "they stay as they are for now",
-                );
-                outcomes[first..end].fill(Outcome::NoVma);
-            }
+            Err(outcome) => outcomes[first..end].fill(outcome),
         }
         end = first;
     }
 }
 
-/// Whether it was in time.
+/// A call that maps something over guest pages failed.
+#[allow(clippy::needless_pass_by_value)] // for map_err
+fn not_mapped(error: io::Error) -> Outcome {
+    late_log::note(
+        "mapping over guest pages",
+        &error,
+        "they stay as they are for now",
+    );
+    Outcome::NoVma
+}
+
+/// Replaces a run, which has this place in its stretch. Whether it was in time.
 #[allow(unsafe_code)] // replaces guest pages
 fn put_run(
-    means: Means<'_>,
+    means: &mut Means<'_>,
     frozen: &mut Frozen<'_>,
-    run: &[MergeRequest],
+    (run, place): (&[MergeRequest], Range<usize>),
     at: &Range<usize>,
-    haste: Haste<'_>,
-) -> io::Result<bool> {
-    let Means {
-        memory,
-        store,
-        tracker,
-    } = means;
-    let is_copied = |request: &MergeRequest| matches!(request.role, Role::Exception | Role::MovedOut);
-    let copies: Vec<usize> = (0..run.len()).filter(|n| is_copied(&run[*n])).collect();
+) -> Result<bool, Outcome> {
     let Some(slot) = run[0].slot else {
-        if copies.is_empty() {
-            // SAFETY: the pages are zero, and not pinned for writing.
-            unsafe { frozen.map_zeros(at.clone()) }?;
-            return Ok(true);
+        if run[0].role == Role::MovedOut {
+            let fresh = means.fresh.as_deref_mut().ok_or(Outcome::Refused)?;
+            return move_out(means.memory, frozen, at, fresh, means.haste);
         }
-        return move_out(memory, frozen, at, haste);
+        // SAFETY: the pages are zero, and not pinned for writing.
+        unsafe { frozen.map_zeros(at.clone()) }.map_err(not_mapped)?;
+        return Ok(true);
     };
-    let (file, _) = store.slot(slot).ok_or(io::ErrorKind::NotFound)?;
-    if copies.is_empty() {
+    let (file, _) = means.store.slot(slot).ok_or(Outcome::Refused)?;
+    if !run.iter().any(is_exception) {
         // SAFETY: the pages are equal to the slots. They are the store's, or not pinned for writing.
-        unsafe { frozen.map_slots(at.clone(), file, slot.offset()) }?;
+        unsafe { frozen.map_slots(at.clone(), file, slot.offset()) }.map_err(not_mapped)?;
         return Ok(true);
     }
-    let piece = Piece::aside(tracker, file, slot, run.len())?;
-    let mut copied = 0;
-    for pages in copies
-        .chunk_by(|a, b| a + 1 == *b)
-        .flat_map(|stretch| stretch.chunks(COMPARED))
-    {
-        if copied >= COMPARED && haste.is_over() {
+    let pieces = means.pieces.as_mut().ok_or(Outcome::Refused)?;
+    let mut piece = pieces.take(&place)?;
+    let exceptions = (0..).zip(run).filter(|(_, request)| is_exception(request));
+    for (copied, (page, _)) in exceptions.enumerate() {
+        if copied > 0 && means.haste.is_over_at(copied, COMPARED) {
+            pieces.leave(piece);
             return Ok(false);
         }
-        let from = at.start + bytes(pages[0]);
         // SAFETY: guest memory is mapped, and nobody writes it while it is frozen.
-        unsafe { piece.copy_in(tracker, pages[0]..pages[0] + pages.len(), from) }?;
-        copied += pages.len();
+        unsafe { piece.fill(page, at.start + bytes(page)) };
     }
-    piece.close(tracker)?;
     // SAFETY: the pages are equal to the slots, or were just copied. They are the store's, or not pinned for writing, and nobody
     // can write them.
-    unsafe { frozen.put(at.clone(), piece.into_address()) }?;
+    unsafe { frozen.put(at.clone(), piece.into_address()) }.map_err(not_mapped)?;
     Ok(true)
 }
 
-/// Puts copies into memory of their own. Whether it was in time.
+/// Puts copies into memory of their own, which is populated. Whether it was in time.
 #[allow(unsafe_code)] // replaces guest pages
 fn move_out(
     memory: &Memory,
     frozen: &mut Frozen<'_>,
     at: &Range<usize>,
+    fresh: &mut Anonymous,
     haste: Haste<'_>,
-) -> io::Result<bool> {
+) -> Result<bool, Outcome> {
     let pages: Vec<usize> = (0..at.len() / PAGE_SIZE).collect();
-    let mut area = Anonymous::new(pages.len())?;
-    for (n, piece) in pages.chunks(COMPARED).enumerate() {
+    if fresh.pages() < pages.len() {
+        return Err(Outcome::Refused);
+    }
+    for (n, part) in pages.chunks(COMPARED).enumerate() {
         if n > 0 && haste.is_over() {
             return Ok(false);
         }
-        area.populate_part(bytes(piece[0]), bytes(piece.len()))?;
-        copy(at, area.base(), piece);
+        copy(at, fresh.base(), part);
     }
-    let fresh = area.take_front(pages.len());
+    let fresh = fresh.take_front(pages.len());
     memory.advise_copy(at, fresh);
     // SAFETY: each page was just copied, is not pinned for writing, and nobody can write it.
-    unsafe { frozen.put(at.clone(), fresh) }?;
+    unsafe { frozen.put(at.clone(), fresh) }.map_err(not_mapped)?;
     Ok(true)
 }
 
@@ -454,6 +494,12 @@ mod tests {
         (0..PAGES).for_each(|page| word(page).store(page as u64, Ordering::Relaxed));
         let breaker = Breaker::new(Arc::new(tracker), memory.clone(), None).unwrap();
         let all = base..base + bytes(PAGES);
+        for call in [Call::MapAnonymous, Call::Populate] {
+            let injection = Injection::begin(call, libc::ENOMEM, Times::Always);
+            assert!(populated(PAGES).is_err(), "{call:?}");
+            assert!(injection.failed() > 0, "{call:?}");
+        }
+        let mut fresh = populated(2 * PAGES).unwrap();
         std::thread::scope(|scope| {
             let mut runs = breaker.freeze([all.clone()]).unwrap();
             let writer = scope.spawn(|| word(0).store(99, Ordering::Relaxed));
@@ -462,17 +508,20 @@ mod tests {
                 breaker: &breaker,
                 until: Instant::now() + Duration::from_secs(60),
             };
+            let mut put = |frozen: &mut Frozen<'_>, at| move_out(&memory, frozen, at, &mut fresh, haste);
             let frozen = runs.runs_mut().next().unwrap();
-            assert!(!move_out(&memory, frozen, &all, haste).unwrap());
+            // What takes memory was made before: none of it is asked for while somebody waits.
+            let none = [Call::MapAnonymous, Call::Populate]
+                .map(|call| Injection::begin(call, libc::ENOMEM, Times::Always));
+            assert_eq!(put(frozen, &all), Ok(false));
             let some = base..base + bytes(COMPARED);
-            for call in [Call::MapAnonymous, Call::Populate, Call::Remap] {
-                let injection = Injection::begin(call, libc::ENOMEM, Times::Always);
-                assert!(move_out(&memory, frozen, &some, haste).is_err(), "{call:?}");
-                assert!(injection.failed() > 0, "{call:?}");
-            }
-            assert!(frozen.replaced().is_empty());
-            assert!(move_out(&memory, frozen, &some, haste).unwrap());
+            let injection = Injection::begin(Call::Remap, libc::ENOMEM, Times::Always);
+            assert_eq!(put(frozen, &some), Err(Outcome::NoVma));
+            assert!(injection.failed() > 0 && frozen.replaced().is_empty());
+            drop(injection);
+            assert_eq!(put(frozen, &some), Ok(true));
             assert_eq!(frozen.replaced(), [some]);
+            assert_eq!(none.map(|injection| injection.failed()), [0, 0]);
             drop(runs);
             writer.join().unwrap();
         });

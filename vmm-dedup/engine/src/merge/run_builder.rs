@@ -4,8 +4,8 @@
 //! the guest's place in one step: nobody ever sees the file where an exception belongs. Mapping it in place first would
 //! show the guest somebody else's page there, or a hole of the file.
 //!
-//! All that needs memory is done before the window opens: the piece is mapped, and each exception gets a page of zeros. (The
-//! kernel's own copy on write would do as well, but it would fill the hole of the file first.) While pages are away
+//! All that needs memory is done before the window opens, or pages are frozen: the piece is mapped, and each exception gets a page
+//! of zeros. (The kernel's own copy on write would do as well, but it would fill the hole of the file first.) While pages are away
 //! the exceptions' bytes are copied into these pages, and the piece is moved. What a window does not use of its pieces is
 //! unmapped when it is closed.
 
@@ -168,6 +168,11 @@ impl Pieces {
         self.rest.extend((behind.len > 0).then_some(behind));
         run.end = requests.start;
         Ok(piece.split_off(requests.start - run.start))
+    }
+
+    /// A piece that was taken and is not needed.
+    pub(super) fn leave(&mut self, piece: Piece) {
+        self.rest.push(piece);
     }
 }
 

@@ -11,11 +11,13 @@ use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate::track;
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::{late_log, proc};
+use crate::unmerge::copy_room::CopyRoom;
 use crate::unmerge::cow::Breaker;
 use crate::unmerge::discard::{self, Discards};
 use crate::unmerge::page_reserve::Reserve;
 use crate::window::Scratch;
 use std::collections::BTreeSet;
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -155,16 +157,19 @@ impl AddressSpace {
 
     /// Makes consecutive pages of store mappings anonymous, as far as that is possible.
     pub(crate) fn make_private(&mut self, map: &mut PageMap, account: &mut Account, pages: Range<Page>) {
+        let start = map.memory().address(pages.start);
+        let run = start..start + bytes(pages.len());
+        let room = CopyRoom::prepare(&mut self.pagemap, &run);
+        let Ok(mut room) = room.inspect_err(note_still_shared) else {
+            return;
+        };
         let discards = self.discards.clone();
         let mut discards = discards.lock();
         self.note_discards(&mut discards, map);
         if !pages.clone().all(|page| map.backing(page).in_file_mapping()) {
             return; // some were discarded just now; whoever wants the others asks again
         }
-        let start = map.memory().address(pages.start);
-        let outcome = self
-            .breaker
-            .make_private(&mut self.pagemap, &(start..start + bytes(pages.len())));
+        let outcome = self.breaker.make_private(&mut self.pagemap, &run, &mut room);
         let within = |ranges: &[Range<usize>], at: usize| ranges.iter().any(|r| r.contains(&at));
         for page in pages.clone() {
             let (backing, at) = (map.backing(page), map.memory().address(page));
@@ -184,13 +189,7 @@ impl AddressSpace {
                 _ => {}
             }
         }
-        if let Some(error) = outcome.error {
-            late_log::note(
-                "making shared pages private",
-                &error,
-                "what is still shared stays so for now",
-            );
-        }
+        outcome.error.iter().for_each(note_still_shared);
     }
 
     /// The next pages of a range that map slots, as many as are made private at a time.
@@ -216,4 +215,13 @@ impl AddressSpace {
             self.make_private(map, account, run);
         }
     }
+}
+
+/// Shared pages could not be made private.
+fn note_still_shared(error: &io::Error) {
+    late_log::note(
+        "making shared pages private",
+        error,
+        "what is still shared stays so for now",
+    );
 }

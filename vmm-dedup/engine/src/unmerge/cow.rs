@@ -8,6 +8,9 @@
 //! mapping in one step: a reader sees the old page or the new one, which are equal. A page still in the store's
 //! file cannot be pinned for writing, since pinning would have copied it first.
 //!
+//! The anonymous page is there before the writer waits: in the reserve, or in a [`CopyRoom`]. So nobody who waits for a page
+//! waits for memory to be reclaimed, but for what the kernel needs to note a mapping.
+//!
 //! A page that was copied by the kernel earlier may be pinned, and nothing tells, so it is left where it is. (A
 //! long-term read-only pin makes a page private without a write fault; so whether a page is still the store's is
 //! asked again before each break.)
@@ -22,7 +25,8 @@ use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate::{put_over, track, unprotect, wake};
 use crate::sys::uffd::{Mode, Uffd};
-use crate::sys::vma::{self, Anonymous};
+use crate::sys::vma;
+use crate::unmerge::copy_room::CopyRoom;
 use crate::unmerge::page_reserve::Reserve;
 use crate::window::{Afterwards, Frozen};
 use std::collections::HashSet;
@@ -32,9 +36,6 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use vmm_dedup_protocol::key::PAGE_WORDS;
 use vmm_dedup_protocol::stats::Histogram;
-
-/// Pages copied at a time when a range is given back.
-const RESTORE_PAGES: usize = 512;
 
 /// Figures of the fault thread.
 #[derive(Clone, Copy, Debug, Default)]
@@ -305,8 +306,13 @@ impl Breaker {
     }
 
     /// Turns the still shared pages of a store mapping into anonymous ones. What the kernel copied earlier stays as
-    /// it is, and what a writer just made the fault thread replace is not touched at all.
-    pub(crate) fn make_private(&self, pagemap: &mut Pagemap, run: &Range<usize>) -> MadePrivate {
+    /// it is, and what a writer just made the fault thread replace is not touched at all. `room` was prepared for the run.
+    pub(crate) fn make_private(
+        &self,
+        pagemap: &mut Pagemap,
+        run: &Range<usize>,
+        room: &mut CopyRoom,
+    ) -> MadePrivate {
         let mut inner = self.lock();
         let mut outcome = MadePrivate {
             examined: self.ours(&inner, run),
@@ -314,7 +320,8 @@ impl Breaker {
         };
         for part in outcome.examined.clone() {
             let before = outcome.anonymous.len();
-            let done = self.make_private_locked(&mut inner, pagemap, &part, &mut outcome.anonymous);
+            let anonymous = &mut outcome.anonymous;
+            let done = self.make_private_locked(&mut inner, pagemap, &part, room, anonymous);
             // What is left of the part belongs to the kernel's copy-on-write.
             for rest in complement(&part, &outcome.anonymous[before..]) {
                 self.leave(&mut inner, &rest);
@@ -409,18 +416,16 @@ impl Breaker {
         inner: &mut Inner,
         pagemap: &mut Pagemap,
         run: &Range<usize>,
-        restored: &mut Vec<Range<usize>>,
+        room: &mut CopyRoom,
+        anonymous: &mut Vec<Range<usize>>,
     ) -> io::Result<()> {
         // From here on nobody changes a page, or pins one for writing: even where the kernel still copies one that was
         // not mapped, its writer then waits for us.
         let mut frozen = Frozen::freeze(&self.uffd, run.clone(), Afterwards::Unregistered)?;
-        for shared in complement(run, &frozen.copies(pagemap)?) {
-            for start in shared.clone().step_by(bytes(RESTORE_PAGES)) {
-                let stretch = start..shared.end.min(start + bytes(RESTORE_PAGES));
-                self.copy_and_replace(inner, &stretch)?;
-                frozen.note_replaced(stretch.clone());
-                restored.push(stretch);
-            }
+        for shared in room.shared(run, frozen.copies(pagemap)?) {
+            self.replace(inner, &shared, room.take(shared.len())?)?;
+            frozen.note_replaced(shared.clone());
+            anonymous.push(shared);
         }
         Ok(())
     }
@@ -435,13 +440,6 @@ impl Breaker {
         }
         unprotect(&self.uffd, range);
         wake(&self.uffd, range);
-    }
-
-    fn copy_and_replace(&self, inner: &mut Inner, stretch: &Range<usize>) -> io::Result<()> {
-        let pages = stretch.len() / PAGE_SIZE;
-        let mut area = Anonymous::new(pages)?;
-        area.populate()?;
-        self.replace(inner, stretch, area.take_front(pages))
     }
 
     /// Copies the pages of a protected range to `fresh`, memory of ours, and moves that into their place.
