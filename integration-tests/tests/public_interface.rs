@@ -4,9 +4,13 @@
 //!
 //! `WRITE_INTERFACE=1 cargo test -p vmm-dedup-integration-tests --test public_interface` writes the listings anew.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+/// Traits on which nothing can be built by stable Rust.
+const IRRELEVANT: [&str; 3] = ["Freeze", "StructuralPartialEq", "UnsafeUnpin"];
 
 /// What rustdoc is told, so that it writes JSON.
 const JSON: [&str; 4] = [
@@ -50,16 +54,52 @@ fn listing(package: &str, features: &str) -> Result<String, String> {
         .join("doc")
         .join(package.replace('-', "_"))
         .with_extension("json");
-    let items = public_api::Builder::from_rustdoc_json(json)
-        .omit_blanket_impls(true)
-        .omit_auto_trait_impls(true)
-        .omit_auto_derived_impls(true)
-        .build()
-        .map_err(|error| error.to_string())?;
-    Ok(items.items().fold(String::new(), |mut all, item| {
-        let _ = writeln!(all, "{item}");
-        all
-    }))
+    let build = |derived: bool| {
+        let items = public_api::Builder::from_rustdoc_json(&json)
+            .omit_blanket_impls(true)
+            .omit_auto_trait_impls(!derived)
+            .omit_auto_derived_impls(!derived)
+            .build();
+        let items = items.map_err(|error| error.to_string())?;
+        Ok::<Vec<String>, String>(items.items().map(ToString::to_string).collect())
+    };
+    let (written, mut all) = (build(false)?, build(true)?);
+    all.retain(|item| !written.contains(item));
+    Ok(written
+        .into_iter()
+        .chain(traits(&all))
+        .fold(String::new(), |mut all, line| {
+            let _ = writeln!(all, "{line}");
+            all
+        }))
+}
+
+/// What nobody has written and users rely on all the same: a line for each type, with the traits that it has by itself (Send and
+/// the like; with `!` those that it has not) and by deriving.
+fn traits(items: &[String]) -> Vec<String> {
+    let mut of: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+    for item in items {
+        let Some((implemented, whose)) = item
+            .strip_prefix("impl")
+            .and_then(|rest| rest.split_once(" for "))
+        else {
+            continue;
+        };
+        let whose = whose.split(" where ").next().unwrap_or_default();
+        // Without its generics, its path and those of the trait.
+        let path = implemented.rsplit(' ').next().unwrap_or_default();
+        let (not, path) = path.strip_prefix('!').map_or(("", path), |path| ("!", path));
+        let path = path.split('<').next().unwrap_or_default();
+        let name = path.rsplit("::").next().unwrap_or_default();
+        if !IRRELEVANT.contains(&name) {
+            of.entry(whose).or_default().insert(format!("{not}{name}"));
+        }
+    }
+    let line = |(whose, traits): (&str, BTreeSet<String>)| {
+        let traits: Vec<String> = traits.into_iter().collect();
+        format!("{whose} is {}", traits.join(", "))
+    };
+    of.into_iter().map(line).collect()
 }
 
 fn check(package: &str, features: &str, folder: &str) {
@@ -87,6 +127,22 @@ fn check(package: &str, features: &str, folder: &str) {
     assert!(
         gone.is_empty() && new.is_empty(),
         "the public interface of {package} has changed. Gone: {gone:#?} New: {new:#?}"
+    );
+}
+
+#[test]
+fn a_type_has_a_line_of_the_traits_that_nobody_wrote() {
+    let items = [
+        "pub struct a::B",
+        "impl core::marker::Send for a::B",
+        "impl !core::marker::Sync for a::B",
+        "impl core::marker::Freeze for a::B",
+        "impl<T> core::clone::Clone for a::C<T> where T: core::clone::Clone",
+        "impl<'de> serde::de::Deserialize<'de> for a::B",
+    ];
+    assert_eq!(
+        traits(&items.map(str::to_owned)),
+        ["a::B is !Sync, Deserialize, Send", "a::C<T> is Clone"]
     );
 }
 

@@ -1,13 +1,19 @@
-//! The tables of system calls. They were recorded on x86-64. What only that has (open, poll and the like) is missing elsewhere,
+//! The table of system calls. It was recorded on x86-64. What only that has (open, poll and the like) is missing elsewhere,
 //! where the C library makes the newer call of the same purpose (openat, ppoll): a table elsewhere is to be recorded first.
 
 use crate::seccomp::Part::{
     self, Agent, Announce, Call as Caller, Count, Damon, Fault, Refused, Scan, Start, Supervisor,
 };
+use crate::seccomp::Why::{
+    self, Again, Allocator, IdleBitmap, KernelDamon, Locks, Log, NoDevice, OpenFiles, OtherAgent, Runs,
+    Threads, Trouble,
+};
+use crate::seccomp::request;
 use libc::{SYS_ioctl, c_long};
 
 /// A system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Call {
     /// Its name.
     pub name: &'static str,
@@ -15,25 +21,44 @@ pub struct Call {
     pub number: c_long,
     /// Of ioctl: what is asked for.
     pub request: Option<u32>,
-    /// Who makes it.
+    /// Who makes it in every run.
     pub parts: &'static [Part],
+    /// Who else makes it in some runs, or on some hosts, and when.
+    pub rare: &'static [(Why, &'static [Part])],
 }
 
-const fn call(name: &'static str, number: c_long, parts: &'static [Part]) -> Call {
+impl Call {
+    /// Whether a part makes it, rarely or in every run.
+    #[must_use]
+    pub fn is_of(&self, part: Part) -> bool {
+        self.parts.contains(&part) || self.rare.iter().any(|(_, parts)| parts.contains(&part))
+    }
+}
+
+const fn call(
+    name: &'static str,
+    number: c_long,
+    parts: &'static [Part],
+    rare: &'static [(Why, &'static [Part])],
+) -> Call {
     Call {
         name,
         number,
         request: None,
         parts,
+        rare,
     }
 }
 
-const fn ioctl(name: &'static str, request: u32, parts: &'static [Part]) -> Call {
+const fn ioctl(
+    name: &'static str,
+    request: u32,
+    parts: &'static [Part],
+    rare: &'static [(Why, &'static [Part])],
+) -> Call {
     Call {
-        name,
-        number: SYS_ioctl,
         request: Some(request),
-        parts,
+        ..call(name, SYS_ioctl, parts, rare)
     }
 }
 
@@ -47,12 +72,7 @@ const WORKS: &[Part] = &[Supervisor, Scan, Fault, Start];
 
 /// All that a filter must allow to a part: what it does, and what the threads need that it starts.
 pub fn allowed(part: Part) -> impl Iterator<Item = &'static Call> {
-    let does = |part: Part| {
-        CALLS
-            .iter()
-            .chain(RARE)
-            .filter(move |call| call.parts.contains(&part))
-    };
+    let does = |part: Part| CALLS.iter().filter(move |call| call.is_of(part));
     let started = part
         .starts()
         .iter()
@@ -60,243 +80,364 @@ pub fn allowed(part: Part) -> impl Iterator<Item = &'static Call> {
     std::iter::once(part).chain(started.copied()).flat_map(does)
 }
 
-/// What runs do.
+/// Each call once.
 pub const CALLS: &[Call] = &[
-    call("accept4", libc::SYS_accept4, &[Agent]),
-    call("bind", libc::SYS_bind, &[Agent]),
+    call("accept4", libc::SYS_accept4, &[Agent], &[]),
+    call("bind", libc::SYS_bind, &[Agent], &[]),
+    call("brk", libc::SYS_brk, &[], &[(Allocator, ANY)]),
     #[cfg(target_arch = "x86_64")]
-    call("chmod", libc::SYS_chmod, &[Agent]),
+    call("chmod", libc::SYS_chmod, &[Agent], &[]),
     call(
         "clock_gettime",
         libc::SYS_clock_gettime,
-        &[Supervisor, Scan, Fault, Start],
+        WORKS,
+        &[(Again, &[Count, Refused, Damon, Agent, Announce])],
     ),
-    call("clone3", libc::SYS_clone3, &[Supervisor, Scan, Start, Announce]),
+    call("clock_nanosleep", libc::SYS_clock_nanosleep, &[], &[(Again, ANY)]),
+    call("clone", libc::SYS_clone, &[], &[(Threads, ANY)]),
+    call(
+        "clone3",
+        libc::SYS_clone3,
+        &[Supervisor, Scan, Start, Announce],
+        &[(Trouble, &[Fault])],
+    ),
     call(
         "close",
         libc::SYS_close,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Agent],
+        &[(KernelDamon, &[Damon])],
     ),
-    call("connect", libc::SYS_connect, &[Supervisor, Refused, Start, Agent]),
-    call("eventfd2", libc::SYS_eventfd2, &[Supervisor, Start, Announce]),
-    call("exit", libc::SYS_exit, &[Scan, Fault, Count, Refused]),
-    call("fallocate", libc::SYS_fallocate, &[Scan]),
+    call(
+        "connect",
+        libc::SYS_connect,
+        &[Supervisor, Refused, Start, Agent],
+        &[(Trouble, &[Scan, Fault])],
+    ),
+    call(
+        "eventfd2",
+        libc::SYS_eventfd2,
+        &[Supervisor, Start, Announce],
+        &[(Trouble, &[Scan, Fault])],
+    ),
+    call(
+        "exit",
+        libc::SYS_exit,
+        &[Scan, Fault, Count, Refused],
+        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
+    ),
+    call(
+        "fallocate",
+        libc::SYS_fallocate,
+        &[Scan],
+        &[(Trouble, &[Supervisor, Fault, Start])],
+    ),
     call(
         "fcntl",
         libc::SYS_fcntl,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Agent],
+        &[],
     ),
-    call("fstat", libc::SYS_fstat, &[Supervisor, Scan, Start]),
-    call("fstatfs", libc::SYS_fstatfs, &[Count]),
+    call(
+        "fstat",
+        libc::SYS_fstat,
+        &[Supervisor, Scan, Start],
+        &[(Trouble, &[Fault])],
+    ),
+    call("fstatfs", libc::SYS_fstatfs, &[Count], &[(Trouble, WORKS)]),
     call(
         "futex",
         libc::SYS_futex,
         &[Supervisor, Scan, Fault, Count, Start, Announce, Caller],
+        &[(Locks, &[Refused, Damon, Agent])],
     ),
     call(
         "getdents64",
         libc::SYS_getdents64,
         &[Supervisor, Scan, Count, Start],
+        &[(Trouble, &[Fault]), (KernelDamon, &[Damon])],
     ),
+    call(
+        "getpeername",
+        libc::SYS_getpeername,
+        &[],
+        &[(OtherAgent, &[Agent])],
+    ),
+    call("getpid", libc::SYS_getpid, &[], &[(KernelDamon, WORKS)]),
     call(
         "getrandom",
         libc::SYS_getrandom,
         &[Supervisor, Scan, Count, Start],
+        &[(Trouble, &[Fault])],
     ),
-    call("getrusage", libc::SYS_getrusage, &[Scan]),
-    call("getsockopt", libc::SYS_getsockopt, &[Scan, Count]),
-    call("gettid", libc::SYS_gettid, &[Scan, Fault, Count, Refused]),
-    call("listen", libc::SYS_listen, &[Agent]),
-    call("lseek", libc::SYS_lseek, &[Supervisor, Scan, Count, Start]),
+    call(
+        "getrusage",
+        libc::SYS_getrusage,
+        &[Scan],
+        &[(Trouble, &[Supervisor, Fault, Start])],
+    ),
+    call(
+        "getsockopt",
+        libc::SYS_getsockopt,
+        &[Scan, Count],
+        &[(Trouble, &[Supervisor, Fault, Start])],
+    ),
+    call(
+        "gettid",
+        libc::SYS_gettid,
+        &[Scan, Fault, Count, Refused],
+        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
+    ),
+    call("listen", libc::SYS_listen, &[Agent], &[]),
+    call(
+        "lseek",
+        libc::SYS_lseek,
+        &[Supervisor, Scan, Count, Start],
+        &[(Trouble, &[Fault])],
+    ),
     call(
         "madvise",
         libc::SYS_madvise,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Caller],
+        &[(Allocator, &[Damon, Agent, Announce])],
     ),
+    call("mincore", libc::SYS_mincore, &[], &[(Trouble, WORKS)]),
     call(
         "mmap",
         libc::SYS_mmap,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Caller],
+        &[(Allocator, &[Damon, Agent])],
     ),
     call(
         "mprotect",
         libc::SYS_mprotect,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
+        &[(Allocator, &[Damon, Agent])],
     ),
-    call("mremap", libc::SYS_mremap, &[Scan, Fault]),
+    call(
+        "mremap",
+        libc::SYS_mremap,
+        &[Scan, Fault],
+        &[(
+            Allocator,
+            &[Supervisor, Count, Refused, Damon, Agent, Start, Announce],
+        )],
+    ),
     call(
         "munmap",
         libc::SYS_munmap,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
+        &[(Allocator, &[Damon, Agent])],
     ),
+    call("nanosleep", libc::SYS_nanosleep, &[], &[(Again, ANY)]),
     call(
         "newfstatat",
         libc::SYS_newfstatat,
         &[Supervisor, Scan, Start, Agent],
+        &[(Trouble, &[Fault]), (KernelDamon, &[Damon])],
     ),
     #[cfg(target_arch = "x86_64")]
-    call("open", libc::SYS_open, &[Supervisor, Start]),
-    call("openat", libc::SYS_openat, &[Supervisor, Scan, Fault, Start]),
-    call("ppoll", libc::SYS_ppoll, &[Scan, Fault, Refused, Agent]),
+    call(
+        "open",
+        libc::SYS_open,
+        &[Supervisor, Start],
+        &[(Trouble, &[Scan, Fault])],
+    ),
+    call(
+        "openat",
+        libc::SYS_openat,
+        WORKS,
+        &[(OpenFiles, &[Count]), (KernelDamon, &[Damon])],
+    ),
+    #[cfg(target_arch = "x86_64")]
+    call("poll", libc::SYS_poll, &[], &[(OtherAgent, &[Agent])]),
+    call(
+        "ppoll",
+        libc::SYS_ppoll,
+        &[Scan, Fault, Refused, Agent],
+        &[(Trouble, &[Supervisor, Start])],
+    ),
     call(
         "prctl",
         libc::SYS_prctl,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
+        &[(Threads, &[Damon, Agent])],
     ),
-    call("pread64", libc::SYS_pread64, &[Count]),
-    call("read", libc::SYS_read, &[Supervisor, Scan, Fault, Refused, Start]),
+    call("pread64", libc::SYS_pread64, &[Count], &[(IdleBitmap, WORKS)]),
+    call("pwrite64", libc::SYS_pwrite64, &[], &[(IdleBitmap, &[Scan])]),
+    call(
+        "read",
+        libc::SYS_read,
+        &[Supervisor, Scan, Fault, Refused, Start],
+        &[(Log, &[Count, Damon, Agent, Announce])],
+    ),
     #[cfg(target_arch = "x86_64")]
-    call("readlink", libc::SYS_readlink, &[Count]),
-    call("recvfrom", libc::SYS_recvfrom, &[Agent]),
-    call("recvmsg", libc::SYS_recvmsg, &[Supervisor, Scan, Refused, Start]),
-    call("rseq", libc::SYS_rseq, &[Supervisor, Scan, Start, Announce]),
+    call("readlink", libc::SYS_readlink, &[Count], &[(Trouble, WORKS)]),
+    call("recvfrom", libc::SYS_recvfrom, &[Agent], &[]),
+    call(
+        "recvmsg",
+        libc::SYS_recvmsg,
+        &[Supervisor, Scan, Refused, Start],
+        &[(Trouble, &[Fault])],
+    ),
+    call("restart_syscall", libc::SYS_restart_syscall, &[], &[(Again, ANY)]),
+    call(
+        "rseq",
+        libc::SYS_rseq,
+        &[Supervisor, Scan, Start, Announce],
+        &[(Trouble, &[Fault])],
+    ),
     call(
         "rt_sigprocmask",
         libc::SYS_rt_sigprocmask,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
+        &[(Threads, &[Damon, Agent])],
     ),
     call(
         "sched_getaffinity",
         libc::SYS_sched_getaffinity,
         &[Scan, Fault, Count, Refused],
+        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
     ),
     call(
         "sched_setscheduler",
         libc::SYS_sched_setscheduler,
         &[Scan, Fault, Count],
+        &[(Trouble, &[Supervisor, Start])],
     ),
+    call("sched_yield", libc::SYS_sched_yield, &[], &[(Locks, ANY)]),
     call(
         "seccomp",
         libc::SYS_seccomp,
         &[Supervisor, Scan, Fault, Count, Refused],
+        &[(Threads, &[Damon, Agent, Start, Announce])],
     ),
-    call("sendmsg", libc::SYS_sendmsg, &[Supervisor, Scan, Refused, Start]),
-    call("sendto", libc::SYS_sendto, &[Agent]),
+    call(
+        "sendmsg",
+        libc::SYS_sendmsg,
+        &[Supervisor, Scan, Refused, Start],
+        &[(Trouble, &[Fault])],
+    ),
+    call("sendto", libc::SYS_sendto, &[Agent], &[]),
     call(
         "set_robust_list",
         libc::SYS_set_robust_list,
         &[Supervisor, Scan, Start, Announce],
+        &[(Trouble, &[Fault])],
     ),
-    call("setsockopt", libc::SYS_setsockopt, &[Supervisor, Refused, Start]),
+    call(
+        "setsockopt",
+        libc::SYS_setsockopt,
+        &[Supervisor, Refused, Start],
+        &[(Trouble, &[Scan, Fault])],
+    ),
     call(
         "sigaltstack",
         libc::SYS_sigaltstack,
         &[Scan, Fault, Count, Refused],
+        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
     ),
-    call("socket", libc::SYS_socket, &[Supervisor, Refused, Start, Agent]),
-    call("statx", libc::SYS_statx, &[Supervisor, Scan, Fault, Count, Start]),
-    call("uname", libc::SYS_uname, &[Supervisor, Start]),
+    call(
+        "socket",
+        libc::SYS_socket,
+        &[Supervisor, Refused, Start, Agent],
+        &[(Trouble, &[Scan, Fault])],
+    ),
+    call(
+        "statfs",
+        libc::SYS_statfs,
+        &[],
+        &[(OpenFiles, &[Supervisor, Scan, Fault, Count, Start])],
+    ),
+    call(
+        "statx",
+        libc::SYS_statx,
+        &[Supervisor, Scan, Fault, Count, Start],
+        &[(KernelDamon, &[Damon]), (OtherAgent, &[Agent])],
+    ),
+    call(
+        "uname",
+        libc::SYS_uname,
+        &[Supervisor, Start],
+        &[(Trouble, &[Scan, Fault])],
+    ),
     #[cfg(target_arch = "x86_64")]
-    call("unlink", libc::SYS_unlink, &[Agent]),
-    call("write", libc::SYS_write, &[Supervisor, Start, Announce]),
-    ioctl("FIONBIO", 0x5421, &[Agent]),
-    ioctl("USERFAULTFD_IOC_NEW", 0xaa00, &[Supervisor, Start]),
-    ioctl("UFFDIO_UNREGISTER", 0x8010_aa01, &[Scan]),
-    ioctl("UFFDIO_WAKE", 0x8010_aa02, &[Scan, Fault]),
-    ioctl("UFFDIO_WRITEPROTECT", 0xc018_aa06, &[Scan]),
-    ioctl("UFFDIO_API", 0xc018_aa3f, &[Supervisor, Start]),
-    ioctl("UFFDIO_REGISTER", 0xc020_aa00, &[Supervisor, Scan, Fault, Start]),
-    ioctl("UFFDIO_ZEROPAGE", 0xc020_aa04, &[Supervisor, Scan, Start]),
-    ioctl("UFFDIO_MOVE", 0xc028_aa05, &[Scan]),
-    ioctl("PAGEMAP_SCAN", 0xc060_6610, &[Supervisor, Scan, Fault, Start]),
+    call("unlink", libc::SYS_unlink, &[Agent], &[]),
+    call("userfaultfd", libc::SYS_userfaultfd, &[], &[(NoDevice, WORKS)]),
+    call(
+        "write",
+        libc::SYS_write,
+        &[Supervisor, Start, Announce],
+        &[(Log, &[Scan, Fault, Count, Refused, Damon, Agent])],
+    ),
+    ioctl("FIONBIO", request::FIONBIO, &[Agent], &[]),
+    ioctl("PAGEMAP_SCAN", request::PAGEMAP_SCAN, WORKS, &[]),
+    ioctl(
+        "UFFDIO_API",
+        request::UFFDIO_API,
+        &[Supervisor, Start],
+        &[(Trouble, &[Scan, Fault])],
+    ),
+    ioctl("UFFDIO_COPY", request::UFFDIO_COPY, &[], &[(Runs, WORKS)]),
+    ioctl(
+        "UFFDIO_MOVE",
+        request::UFFDIO_MOVE,
+        &[Scan],
+        &[(Trouble, &[Supervisor, Fault, Start])],
+    ),
+    ioctl("UFFDIO_POISON", request::UFFDIO_POISON, &[], &[(Trouble, WORKS)]),
+    ioctl("UFFDIO_REGISTER", request::UFFDIO_REGISTER, WORKS, &[]),
+    ioctl(
+        "UFFDIO_UNREGISTER",
+        request::UFFDIO_UNREGISTER,
+        &[Scan],
+        &[(Trouble, &[Supervisor, Fault, Start])],
+    ),
+    ioctl(
+        "UFFDIO_WAKE",
+        request::UFFDIO_WAKE,
+        &[Scan, Fault],
+        &[(Trouble, &[Supervisor, Start])],
+    ),
+    ioctl(
+        "UFFDIO_WRITEPROTECT",
+        request::UFFDIO_WRITEPROTECT,
+        &[Scan],
+        &[(Trouble, &[Supervisor, Fault, Start])],
+    ),
+    ioctl(
+        "UFFDIO_ZEROPAGE",
+        request::UFFDIO_ZEROPAGE,
+        &[Supervisor, Scan, Start],
+        &[(Trouble, &[Fault])],
+    ),
+    ioctl(
+        "USERFAULTFD_IOC_NEW",
+        request::USERFAULTFD_IOC_NEW,
+        &[Supervisor, Start],
+        &[(Trouble, &[Scan, Fault])],
+    ),
 ];
 
-/// What only some runs do, or only some hosts need; each says when. No test demands these, but for what DAMON and the bitmap of
-/// idle pages need.
-pub const RARE: &[Call] = &[
-    // What fails in the middle is put back, tried again or given up by whoever works on guest memory, and a store may be lost.
-    call("clone3", libc::SYS_clone3, WORKS),
-    call("close", libc::SYS_close, WORKS),
-    call("connect", libc::SYS_connect, WORKS),
-    call("eventfd2", libc::SYS_eventfd2, WORKS),
-    call("fallocate", libc::SYS_fallocate, WORKS),
-    call("fcntl", libc::SYS_fcntl, WORKS),
-    call("fstat", libc::SYS_fstat, WORKS),
-    call("fstatfs", libc::SYS_fstatfs, WORKS),
-    call("getdents64", libc::SYS_getdents64, WORKS),
-    call("getrandom", libc::SYS_getrandom, WORKS),
-    call("getrusage", libc::SYS_getrusage, WORKS),
-    call("getsockopt", libc::SYS_getsockopt, WORKS),
-    call("lseek", libc::SYS_lseek, WORKS),
-    call("newfstatat", libc::SYS_newfstatat, WORKS),
-    #[cfg(target_arch = "x86_64")]
-    call("open", libc::SYS_open, WORKS),
-    call("openat", libc::SYS_openat, WORKS),
-    call("ppoll", libc::SYS_ppoll, WORKS),
-    #[cfg(target_arch = "x86_64")]
-    call("readlink", libc::SYS_readlink, WORKS),
-    call("recvmsg", libc::SYS_recvmsg, WORKS),
-    call("rseq", libc::SYS_rseq, WORKS),
-    call("sched_setscheduler", libc::SYS_sched_setscheduler, WORKS),
-    call("sendmsg", libc::SYS_sendmsg, WORKS),
-    call("set_robust_list", libc::SYS_set_robust_list, WORKS),
-    call("setsockopt", libc::SYS_setsockopt, WORKS),
-    call("socket", libc::SYS_socket, WORKS),
-    call("statx", libc::SYS_statx, WORKS),
-    call("uname", libc::SYS_uname, WORKS),
-    ioctl("USERFAULTFD_IOC_NEW", 0xaa00, WORKS),
-    ioctl("UFFDIO_UNREGISTER", 0x8010_aa01, WORKS),
-    ioctl("UFFDIO_WAKE", 0x8010_aa02, WORKS),
-    ioctl("UFFDIO_WRITEPROTECT", 0xc018_aa06, WORKS),
-    ioctl("UFFDIO_API", 0xc018_aa3f, WORKS),
-    ioctl("UFFDIO_REGISTER", 0xc020_aa00, WORKS),
-    ioctl("UFFDIO_ZEROPAGE", 0xc020_aa04, WORKS),
-    ioctl("UFFDIO_MOVE", 0xc028_aa05, WORKS),
-    ioctl("PAGEMAP_SCAN", 0xc060_6610, WORKS),
-    // Private pages between shared ones, which lie in one mapping with these; a page that cannot be moved back.
-    ioctl("UFFDIO_COPY", 0xc028_aa03, WORKS),
-    // Whether a page that is away is anywhere, when a call of the kernel has failed in the middle of a window.
-    call("mincore", libc::SYS_mincore, WORKS),
-    // A page whose content was lost by the kernel: whoever touches it gets SIGBUS instead of wrong bytes.
-    ioctl("UFFDIO_POISON", 0xc020_aa08, WORKS),
-    // A host without /dev/userfaultfd.
-    call("userfaultfd", libc::SYS_userfaultfd, WORKS),
-    // A bitmap of idle pages, on kernels that have it, with CAP_SYS_ADMIN.
-    call("pread64", libc::SYS_pread64, WORKS),
-    call("pwrite64", libc::SYS_pwrite64, &[Scan]),
-    // The layers of overlayfs, and what is registered with an io_uring.
-    call("statfs", libc::SYS_statfs, WORKS),
-    call("openat", libc::SYS_openat, &[Count]),
-    call("statfs", libc::SYS_statfs, &[Count]),
-    // DAMON, on kernels that have it, with CAP_SYS_ADMIN.
-    call("getpid", libc::SYS_getpid, WORKS),
-    call("close", libc::SYS_close, &[Damon]),
-    call("getdents64", libc::SYS_getdents64, &[Damon]),
-    call("newfstatat", libc::SYS_newfstatat, &[Damon]),
-    call("openat", libc::SYS_openat, &[Damon]),
-    call("statx", libc::SYS_statx, &[Damon]),
-    // A guest's agent, on vsock or with other C libraries.
-    call("getpeername", libc::SYS_getpeername, &[Agent]),
-    #[cfg(target_arch = "x86_64")]
-    call("poll", libc::SYS_poll, &[Agent]),
-    call("statx", libc::SYS_statx, &[Agent]),
-    // A thread's beginning and end.
-    call("exit", libc::SYS_exit, ANY),
-    call("gettid", libc::SYS_gettid, ANY),
-    call("prctl", libc::SYS_prctl, ANY),
-    call("rt_sigprocmask", libc::SYS_rt_sigprocmask, ANY),
-    call("sched_getaffinity", libc::SYS_sched_getaffinity, ANY),
-    call("seccomp", libc::SYS_seccomp, ANY),
-    call("sigaltstack", libc::SYS_sigaltstack, ANY),
-    // Threads on C libraries and kernels before clone3.
-    call("clone", libc::SYS_clone, ANY),
-    // Another try a moment later: a page that is busy, memory that is short, /proc that changes while it is read.
-    call("clock_gettime", libc::SYS_clock_gettime, ANY),
-    call("clock_nanosleep", libc::SYS_clock_nanosleep, ANY),
-    call("nanosleep", libc::SYS_nanosleep, ANY),
-    // Threads that were stopped in the middle of a wait (a debugger, a snapshot of the host).
-    call("restart_syscall", libc::SYS_restart_syscall, ANY),
-    // Locks that are contended.
-    call("futex", libc::SYS_futex, ANY),
-    call("sched_yield", libc::SYS_sched_yield, ANY),
-    // More of the allocator's memory, and heaps that shrink. Nothing at all, while pages are healed: it waits for a lock.
-    call("brk", libc::SYS_brk, ANY),
-    call("madvise", libc::SYS_madvise, ANY),
-    call("mmap", libc::SYS_mmap, ANY),
-    call("mprotect", libc::SYS_mprotect, ANY),
-    call("mremap", libc::SYS_mremap, ANY),
-    call("munmap", libc::SYS_munmap, ANY),
-    // The program's log, and bells.
-    call("read", libc::SYS_read, ANY),
-    call("write", libc::SYS_write, ANY),
-];
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_call_stands_once_and_has_each_part_once() {
+        for (nth, call) in CALLS.iter().enumerate() {
+            let same = |other: &&Call| (other.number, other.request) == (call.number, call.request);
+            assert_eq!(
+                CALLS.iter().position(|other| same(&other)),
+                Some(nth),
+                "{}",
+                call.name
+            );
+            let rare = call.rare.iter().flat_map(|(_, parts)| *parts);
+            let mut parts: Vec<Part> = call.parts.iter().chain(rare).copied().collect();
+            let all = parts.len();
+            parts.sort();
+            parts.dedup();
+            assert_eq!((parts.len(), parts.is_empty()), (all, false), "{}", call.name);
+        }
+    }
+}

@@ -1,12 +1,12 @@
 //! What filters of system calls must allow to the engine's threads, and to threads that call it.
 //!
-//! [`CALLS`] is what a run does, [`RARE`] what only some runs or hosts need; both say which [`Part`] of the engine does it. A
-//! thread inherits the filter of the one that starts it, so [`allowed`] of a part has what the threads need that it starts.
+//! [`CALLS`] has each call once: which [`Part`]s of the engine make it in every run, and which only in some runs or on some hosts, and
+//! [`Why`]. A thread inherits the filter of the one that starts it, so [`allowed`] of a part has what the threads need that it starts.
 //!
 //! A test runs services, breaks, healing, discards, loans, pins, refusals, a lost store and stops with each part under exactly
-//! its own filter. It fails if a part does what neither table has of it, or does not what [`CALLS`] has. Those that work on guest
-//! memory have much of each other's in [`RARE`]: which of them puts back what failed is a matter of chance, and a filter that
-//! ends the VM then protects nobody.
+//! its own filter. It fails if a part does what the table has not of it, or does not what it has of it in every run. Those that work
+//! on guest memory have much of each other's for [`Why::Trouble`]: which of them puts back what failed is a matter of chance, and
+//! a filter that ends the VM then protects nobody.
 //!
 //! Engines that are registered by others ([`Engines`](crate::compare::Engines)) may do more. Under a filter pages that the kernel
 //! copied are healed without forks, or not at all.
@@ -15,8 +15,11 @@ mod calls;
 #[cfg(feature = "seccomp")]
 mod filter;
 mod part;
+pub(crate) mod request;
+mod why;
 
-pub use calls::{CALLS, Call, RARE, allowed};
+pub use calls::{CALLS, Call, allowed};
 #[cfg(feature = "seccomp")]
 pub use filter::{restrict_this_thread, rules};
 pub use part::Part;
+pub use why::Why;

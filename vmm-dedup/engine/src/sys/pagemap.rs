@@ -3,6 +3,7 @@
 #![allow(unsafe_code)] // ioctl
 
 use crate::error::Error;
+use crate::seccomp::request::{self, PAGEMAP_SCAN};
 use crate::sys::inject::{self, Call};
 use crate::sys::late_log;
 use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE};
@@ -13,7 +14,6 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
 const PATH: &str = "/proc/self/pagemap";
-const PAGEMAP_SCAN: u64 = (3 << 30) | (96 << 16) | ((b'f' as u64) << 8) | 16;
 /// Of a mapping whose writes are tracked: mappings of the store are not, and are passed over whole.
 const TRACKED: u64 = 1 << 0;
 const WRITTEN: u64 = 1 << 1;
@@ -52,7 +52,7 @@ struct PageRegion {
     categories: u64,
 }
 
-const _: () = assert!(size_of::<ScanArgs>() == 96 && size_of::<PageRegion>() == 24);
+const _: () = assert!(request::size(PAGEMAP_SCAN) == size_of::<ScanArgs>() && size_of::<PageRegion>() == 24);
 
 /// A stretch of private pages that are not known to be unwritten.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -267,7 +267,7 @@ fn scan(file: &File, request: &mut ScanArgs) -> io::Result<usize> {
     inject::before(Call::PagemapScan)?;
     // SAFETY: the request is of the size that its constant states; vec points to vec_len regions that are exclusively the
     // caller's for the duration of the call, as only ScanArgs::new makes them.
-    let found = unsafe { libc::ioctl(file.as_raw_fd(), PAGEMAP_SCAN, &mut *request) };
+    let found = unsafe { libc::ioctl(file.as_raw_fd(), PAGEMAP_SCAN.into(), &mut *request) };
     usize::try_from(found).map_err(|_| io::Error::last_os_error())
 }
 

@@ -3,6 +3,10 @@
 #![allow(unsafe_code)] // ioctls
 
 use crate::error::Error;
+use crate::seccomp::request::{
+    self, UFFDIO_API, UFFDIO_COPY, UFFDIO_MOVE, UFFDIO_POISON, UFFDIO_REGISTER, UFFDIO_UNREGISTER,
+    UFFDIO_WAKE, UFFDIO_WRITEPROTECT, UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW,
+};
 use crate::sys::inject::{self, Call};
 use crate::sys::late_log;
 use crate::sys::page_size::PAGE_SIZE;
@@ -13,21 +17,6 @@ use std::ops;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-
-const fn ioc(dir: u64, nr: u64, size: usize) -> u64 {
-    (dir << 30) | ((size as u64) << 16) | (0xaa << 8) | nr
-}
-
-const IOC_NEW: u64 = 0xaa00;
-const API: u64 = ioc(3, 0x3f, 24);
-const REGISTER: u64 = ioc(3, 0x00, 32);
-const UNREGISTER: u64 = ioc(2, 0x01, 16);
-const WAKE: u64 = ioc(2, 0x02, 16);
-const COPY: u64 = ioc(3, 0x03, 40);
-const ZEROPAGE: u64 = ioc(3, 0x04, 32);
-const MOVE: u64 = ioc(3, 0x05, 40);
-const WRITEPROTECT: u64 = ioc(3, 0x06, 24);
-const POISON: u64 = ioc(3, 0x08, 32);
 
 const UFFD_API: u64 = 0xaa;
 const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
@@ -120,10 +109,16 @@ struct Event {
     feature: u64,
 }
 
-const _: () =
-    assert!(size_of::<Api>() == 24 && size_of::<Register>() == 32 && size_of::<WriteProtect>() == 24);
-const _: () = assert!(size_of::<Transfer>() == 40 && size_of::<Fill>() == 32 && size_of::<Event>() == 32);
-const _: () = assert!(MOVE == 0xc028_aa05 && REGISTER == 0xc020_aa00 && WAKE == 0x8010_aa02);
+const _: () = assert!(request::size(UFFDIO_API) == size_of::<Api>());
+const _: () = assert!(request::size(UFFDIO_REGISTER) == size_of::<Register>());
+const _: () = assert!(request::size(UFFDIO_UNREGISTER) == size_of::<Range>());
+const _: () = assert!(request::size(UFFDIO_WAKE) == size_of::<Range>());
+const _: () = assert!(request::size(UFFDIO_WRITEPROTECT) == size_of::<WriteProtect>());
+const _: () = assert!(request::size(UFFDIO_COPY) == size_of::<Transfer>());
+const _: () = assert!(request::size(UFFDIO_MOVE) == size_of::<Transfer>());
+const _: () = assert!(request::size(UFFDIO_ZEROPAGE) == size_of::<Fill>());
+const _: () = assert!(request::size(UFFDIO_POISON) == size_of::<Fill>());
+const _: () = assert!(size_of::<Event>() == 32);
 
 /// Why pages could not be moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -184,7 +179,7 @@ impl Uffd {
             api: UFFD_API,
             ..Api::default()
         };
-        ioctl(&Self::open()?, API, &mut probe).map_err(Error::Userfaultfd)?;
+        ioctl(&Self::open()?, UFFDIO_API, &mut probe).map_err(Error::Userfaultfd)?;
         if let Some((_, name)) = wanted.iter().find(|(bit, _)| probe.features & bit == 0) {
             return Err(Error::KernelLacks(name));
         }
@@ -199,7 +194,7 @@ impl Uffd {
             features,
             ioctls: 0,
         };
-        ioctl(&uffd.fd, API, &mut api).map_err(Error::Userfaultfd)?;
+        ioctl(&uffd.fd, UFFDIO_API, &mut api).map_err(Error::Userfaultfd)?;
         Ok(uffd)
     }
 
@@ -208,7 +203,7 @@ impl Uffd {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         let fd = match std::fs::File::open("/dev/userfaultfd") {
             // SAFETY: an ioctl without memory argument on a descriptor we own.
-            Ok(device) => unsafe { libc::ioctl(device.as_raw_fd(), IOC_NEW, flags) },
+            Ok(device) => unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW.into(), flags) },
             // SAFETY: a system call without memory arguments.
             Err(_) => RawFd::try_from(unsafe { libc::syscall(libc::SYS_userfaultfd, flags) }).unwrap_or(-1),
         };
@@ -224,7 +219,7 @@ impl Uffd {
     pub(crate) fn register(&self, start: usize, len: usize, mode: Mode) -> io::Result<()> {
         self.ioctl(
             Call::Register,
-            REGISTER,
+            UFFDIO_REGISTER,
             &mut Register {
                 range: range(start, len),
                 mode: mode.bits(),
@@ -236,7 +231,7 @@ impl Uffd {
     /// Ends registration; waiters go on.
     #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn unregister(&self, start: usize, len: usize) -> io::Result<()> {
-        self.ioctl(Call::Unregister, UNREGISTER, &mut range(start, len))
+        self.ioctl(Call::Unregister, UFFDIO_UNREGISTER, &mut range(start, len))
     }
 
     /// Notes memory that could not be registered.
@@ -256,7 +251,7 @@ impl Uffd {
     /// Lets every thread go on that waits in the range.
     #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn wake(&self, start: usize, len: usize) -> io::Result<()> {
-        self.ioctl(Call::Wake, WAKE, &mut range(start, len))
+        self.ioctl(Call::Wake, UFFDIO_WAKE, &mut range(start, len))
     }
 
     /// Protects or releases a range. While the kernel changes the process's mappings it is tried again for some time.
@@ -267,7 +262,7 @@ impl Uffd {
                 range: range(start, len),
                 mode: u64::from(protect),
             };
-            match self.ioctl(Call::WriteProtect, WRITEPROTECT, &mut request) {
+            match self.ioctl(Call::WriteProtect, UFFDIO_WRITEPROTECT, &mut request) {
                 Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => std::thread::sleep(PROTECT_PAUSE),
                 done => return done,
             }
@@ -280,7 +275,7 @@ impl Uffd {
     pub(crate) fn zero_page(&self, start: usize, len: usize) -> io::Result<()> {
         self.ioctl(
             Call::ZeroPage,
-            ZEROPAGE,
+            UFFDIO_ZEROPAGE,
             &mut Fill {
                 range: range(start, len),
                 mode: MODE_DONTWAKE,
@@ -296,7 +291,7 @@ impl Uffd {
     /// Rust reference.
     #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) unsafe fn copy(&self, dst: usize, source: usize, len: usize) -> io::Result<()> {
-        self.ioctl(Call::Copy, COPY, &mut transfer(dst, source, len))
+        self.ioctl(Call::Copy, UFFDIO_COPY, &mut transfer(dst, source, len))
     }
 
     /// Makes an empty place one of broken memory: who touches it gets SIGBUS, a guest a machine check.
@@ -304,7 +299,7 @@ impl Uffd {
     pub(crate) fn poison(&self, start: usize, len: usize) -> io::Result<()> {
         self.ioctl(
             Call::Poison,
-            POISON,
+            UFFDIO_POISON,
             &mut Fill {
                 range: range(start, len),
                 mode: MODE_DONTWAKE,
@@ -328,7 +323,7 @@ impl Uffd {
     #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) unsafe fn move_pages(&self, dst: usize, src: usize, len: usize) -> (usize, Option<MoveError>) {
         let mut request = transfer(dst, src, len);
-        let error = self.ioctl(Call::Move, MOVE, &mut request).err();
+        let error = self.ioctl(Call::Move, UFFDIO_MOVE, &mut request).err();
         let mut moved = usize::try_from(request.done).unwrap_or(0);
         // Kernels that move several pages in one step (Linux 6.18 for one) lose count when they have to try again, because
         // somebody used a page just then, or reclaim has it: what they have moved meanwhile is not reported, and then they say
@@ -407,7 +402,7 @@ impl Uffd {
     }
 
     #[cfg_attr(any(test, feature = "inject"), track_caller)]
-    fn ioctl<T>(&self, call: Call, request: u64, arg: &mut T) -> io::Result<()> {
+    fn ioctl<T>(&self, call: Call, request: u32, arg: &mut T) -> io::Result<()> {
         inject::before(call)?;
         ioctl(&self.fd, request, arg)
     }
@@ -419,10 +414,10 @@ impl AsFd for Uffd {
     }
 }
 
-fn ioctl<T>(fd: &OwnedFd, request: u64, arg: &mut T) -> io::Result<()> {
+fn ioctl<T>(fd: &OwnedFd, request: u32, arg: &mut T) -> io::Result<()> {
     // SAFETY: each request above goes with the argument type that its constant states the size of; the kernel
     // checks addresses inside it.
-    let result = unsafe { libc::ioctl(fd.as_raw_fd(), request, arg) };
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), request.into(), arg) };
     if result < 0 {
         Err(io::Error::last_os_error())
     } else {

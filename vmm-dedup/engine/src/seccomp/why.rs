@@ -1,0 +1,34 @@
+//! When rare calls are made.
+
+/// When a part of the engine makes a call that it does not make in every run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Why {
+    /// Something fails in the middle: whoever works on guest memory puts back, tries again or gives up, in another way if need be,
+    /// and a store may be lost. Which thread that is is a matter of chance.
+    Trouble,
+    /// Private pages lie between shared ones, in one mapping with these, or a page cannot be moved back.
+    Runs,
+    /// The host has no /dev/userfaultfd.
+    NoDevice,
+    /// The bitmap of idle pages tells the use of memory, on kernels that have it, with CAP_SYS_ADMIN.
+    IdleBitmap,
+    /// DAMON does, on kernels that have it, with CAP_SYS_ADMIN.
+    KernelDamon,
+    /// Open files lie on an overlayfs, whose layers are looked at, or are registered with an io_uring.
+    OpenFiles,
+    /// The guest's agent comes by vsock, or the C library is another one.
+    OtherAgent,
+    /// A thread begins or ends, also on C libraries and kernels before clone3.
+    Threads,
+    /// Another try a moment later: a page is busy, memory is short, /proc changes while it is read. Or a wait goes on that was
+    /// stopped in the middle (a debugger, a snapshot of the host).
+    Again,
+    /// A lock is contended.
+    Locks,
+    /// The allocator needs more memory, or its heap shrinks; and while pages are healed memory's lock is waited for, by a call that
+    /// does nothing else.
+    Allocator,
+    /// The program's log is written, or a bell is rung or heard.
+    Log,
+}
