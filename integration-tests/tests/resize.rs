@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Call, Config, DedupService, HostRange, Injection, Settings, Switch, Times};
+use vmm_dedup::{Breaks, Call, Config, DedupService, Error, HostRange, Injection, Settings, Switch, Times};
 use vmm_dedup_integration_tests::memory::{Pages, flags_of};
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::{alone, need_userfaultfd};
@@ -121,6 +121,34 @@ fn discarded_pages_read_as_zeros_although_no_mapping_is_left() {
 fn discarded_pages_read_as_zeros_although_no_mapping_is_left_with_managed_breaks() {
     need_userfaultfd!();
     discard_without_a_mapping(MANAGED);
+}
+
+/// A thread that dies leaves a window whole: pages that map slots by then do so, although nothing notes it any more.
+#[test]
+fn discarded_pages_read_as_zeros_although_the_service_died_before_it_noted_that_they_are_shared() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let pages = Pages::map(1024);
+    fill(&pages);
+    let service = pages
+        .serve(&store.socket(), config(Breaks::KERNEL))
+        .expect("dedup starts");
+    let mut mapped = false;
+    let observer = vmm_dedup::Observer::begin(move |site| {
+        mapped |= site.call == Call::MapSegment && site.file.ends_with("merge/merger.rs");
+        let wakes = site.call == Call::Wake && site.file.ends_with("window/mod.rs");
+        if wakes && std::mem::take(&mut mapped) {
+            panic!("the scanning thread dies");
+        }
+    });
+    wait_until("its death", || matches!(service.pass(), Err(Error::Stopped)));
+    drop(observer);
+    (0..1024).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1), "page {page}"));
+    assert!(flags_of(&pages).len() > 1, "slots are mapped");
+    // SAFETY: the test's own memory, whose content is not needed any more.
+    unsafe { service.discarder().discard(pages.address(0), 1024 * PAGE) }.expect("it is discarded");
+    (0..1024).for_each(|page| assert!(pages.holds(page, 0), "page {page} has stale content"));
 }
 
 /// It keeps the userfaultfd open, on which nobody serves writers any more.

@@ -36,6 +36,26 @@ impl Bits {
         }
     }
 
+    /// Sets bits; those of neighbours at once.
+    pub(crate) fn set_all(&self, pages: impl Iterator<Item = Page>) {
+        let (mut at, mut bits) = (0, 0);
+        for page in pages {
+            let word = page as usize / 64;
+            if word != at {
+                self.insert(at, std::mem::take(&mut bits));
+                at = word;
+            }
+            bits |= mask(page);
+        }
+        self.insert(at, bits);
+    }
+
+    fn insert(&self, word: usize, bits: u64) {
+        if bits != 0 {
+            self.0[word].fetch_or(bits, Ordering::Release);
+        }
+    }
+
     /// Runs of set bits among some pages, in order.
     pub(crate) fn runs(&self, pages: Range<Page>) -> Vec<Range<Page>> {
         let mut runs: Vec<Range<Page>> = Vec::new();
@@ -85,6 +105,17 @@ mod tests {
         assert_eq!(bits.runs(64..210), [64..66, 200..201]);
         bits.set(64, false);
         assert_eq!(bits.runs(60..70), [63..64, 65..66]);
+    }
+
+    #[test]
+    fn many_are_set_as_single_ones_are() {
+        let (all, each) = (Bits::new(300), Bits::new(300));
+        let pages = [1, 2, 63, 64, 70, 200, 3, 299];
+        all.set_all(pages.into_iter());
+        pages.iter().for_each(|page| each.set(*page, true));
+        assert_eq!(all.runs(0..300), each.runs(0..300));
+        all.set_all(std::iter::empty());
+        assert_eq!(all.runs(0..300), each.runs(0..300));
     }
 
     #[test]

@@ -12,7 +12,6 @@
 //!
 //! Pure: there is no system call in here, and tests need no kernel.
 
-use crate::memory::bitmap::Bits;
 use crate::memory::chunk_state::ChunkState;
 use crate::memory::hint::{Hint, Hints};
 use crate::memory::layout::{Chunk, Memory, Page};
@@ -146,11 +145,6 @@ impl PageMap {
 
     pub(crate) fn bytes(&self) -> usize {
         self.table.bytes() + size_of_val(self.chunks.as_slice()) + self.hints.bytes()
-    }
-
-    /// Pages whose addresses lie in mappings of store files, as other threads may look at them.
-    pub(crate) fn in_file(&self) -> Arc<Bits> {
-        self.table.in_file()
     }
 
     /// From now on counts how often keys occur.
@@ -622,6 +616,7 @@ mod budget;
 mod chunks;
 mod finding;
 mod hints;
+mod in_file;
 mod telling;
 mod worth;
 

@@ -85,6 +85,10 @@ impl PageTable {
         self.in_file.clone()
     }
 
+    pub(super) fn in_file_bits(&self) -> &Bits {
+        &self.in_file
+    }
+
     /// From now on counts how often keys occur. Guests without huge pages do not pay for it.
     pub(super) fn count_repetition(&mut self) {
         if self.repetition.is_none() {

@@ -124,11 +124,15 @@ impl Pass {
         ready::touch_slots(store, requests);
         let open = self.merging.plan.open(&self.map, window);
         let batch = Batch { requests, open, take };
+        // Said before: whoever discards must not believe pages to be anonymous if this thread dies before it has noted what they are.
+        let mapped = || requests.iter().filter(|request| request.slot.is_some());
+        self.map.expect_in_file(mapped().map(|request| request.page));
         let merged = self
             .merging
             .merger
             .merge(self.map.memory(), store, &mut self.space, batch);
         let Ok(merged) = merged else {
+            self.map.settle_in_file(mapped().map(|request| request.page));
             // The window has noted why.
             self.account.stats.refused_other_total += requests.len() as u64;
             self.session.schedule_resync(self.number, ResyncCause::Missed);
@@ -148,6 +152,7 @@ impl Pass {
             }
         }
         let learnt = outcomes::note(map, account, self.number, requests, outcomes);
+        self.map.settle_in_file(mapped().map(|request| request.page));
         self.learn(&learnt);
     }
 

@@ -9,9 +9,9 @@
 //! - Only the scanning thread and the fault thread replace guest pages. The scanning thread does it under
 //!   [`Discards`]' lock (merge windows, giving back), the fault thread under the breaker's; a discard holds both. So
 //!   it never meets a page that is away, about to be put back, or half replaced.
-//! - Which pages lie in store mappings says a bit for each page, which changes under the lock wherever it is set.
-//!   Where it is set too often (the fault thread just replaced the page) fresh memory is mapped over anonymous
-//!   memory, which is the same as freeing it.
+//! - Which pages lie in store mappings says a bit for each page, which changes under the lock wherever it is set, and is set before
+//!   a slot is mapped, so that it is right whenever the scanning thread may die. Where it is set too often (the fault thread
+//!   just replaced the page) fresh memory is mapped over anonymous memory, which is the same as freeing it.
 //! - Between the call and its end, what the guest reads and writes there is undefined, as for MADV_DONTNEED itself:
 //!   it sees the old content or zeros. A device that has the old page pinned keeps the old page, as it would.
 //! - What the guest writes afterwards lies in memory that is not tracked, so it counts as written, until the scanning
