@@ -2,27 +2,74 @@
 
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
-use std::collections::HashSet;
 use vmm_dedup_protocol::index::News;
 use vmm_dedup_protocol::key::Key;
 
-/// Bits of a filter that most keys do not pass: the hot loop over all pages asks it first.
-const FILTER_BITS: u64 = 65_536;
+/// Bits of the filter for each key of the news: one candidate in so many passes it without being concerned. The hot loop over all
+/// pages asks the filter first.
+const BITS_PER_KEY: usize = 16;
 
 /// The candidates that some news may concern.
 pub(crate) fn in_news(map: &PageMap, news: &News) -> Vec<(Page, Key)> {
     let News::Keys(keys) = news else {
         return map.candidates_with(|_| true);
     };
-    let mut filter = vec![0u64; (FILTER_BITS / 64) as usize];
-    let bit = |raw: u64| ((raw % FILTER_BITS / 64) as usize, 1u64 << (raw % 64));
-    for key in keys {
-        let (word, mask) = bit(key.raw());
-        filter[word] |= mask;
+    let keys = Keys::new(keys.iter().map(|key| key.raw()).collect());
+    map.candidates_with(|raw| keys.contains(raw))
+}
+
+/// Some keys. Most that are not among them cost one load.
+struct Keys {
+    sorted: Vec<u64>,
+    filter: Vec<u64>,
+    /// The filter has a power of two of bits, less one.
+    mask: u64,
+}
+
+impl Keys {
+    fn new(mut keys: Vec<u64>) -> Self {
+        keys.sort_unstable();
+        keys.dedup();
+        let words = (keys.len() * BITS_PER_KEY).next_power_of_two().max(64) / 64;
+        let mut these = Self {
+            sorted: keys,
+            filter: vec![0; words],
+            mask: words as u64 * 64 - 1,
+        };
+        for key in &these.sorted {
+            let (word, bit) = these.place(*key);
+            these.filter[word] |= bit;
+        }
+        these
     }
-    let keys: HashSet<u64> = keys.iter().map(|key| key.raw()).collect();
-    map.candidates_with(|raw| {
-        let (word, mask) = bit(raw);
-        filter[word] & mask != 0 && keys.contains(&raw)
-    })
+
+    #[allow(clippy::cast_possible_truncation)] // a place in a vector
+    fn place(&self, key: u64) -> (usize, u64) {
+        let at = key & self.mask;
+        ((at / 64) as usize, 1 << (at % 64))
+    }
+
+    fn contains(&self, key: u64) -> bool {
+        let (word, bit) = self.place(key);
+        self.filter[word] & bit != 0 && self.sorted.binary_search(&key).is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn keys_contain_what_they_were_made_of_and_nothing_else(
+            keys in proptest::collection::vec(0u64..2000, 0..300),
+            asked in proptest::collection::vec(0u64..100_000, 0..300),
+        ) {
+            let these = Keys::new(keys.clone());
+            for key in keys.iter().chain(&asked) {
+                prop_assert_eq!(these.contains(*key), keys.contains(key));
+            }
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! Leaving store files: mappings follow pages that have moved, copies are moved out, and files that went are given up.
 
+use crate::account::Stage;
 use crate::error::Error;
 use crate::memory::layout::Page;
 use crate::merge::following::{Copies, Following};
@@ -13,6 +14,9 @@ use std::time::{Duration, Instant};
 /// Time for following in each period of rest.
 const RESTING: Duration = Duration::from_millis(20);
 
+/// What CPU time is booked for here.
+const MERGING: Stage = |cpu| &mut cpu.merge;
+
 impl Pass {
     /// Lets pages map the slots that theirs have moved to, within the CPU budget.
     pub(super) fn follow_moves(&mut self) -> Result<(), Error> {
@@ -20,10 +24,10 @@ impl Pass {
         loop {
             let (healer, mut with) = self.replacing();
             if !following.step(&mut with, healer) {
+                self.account.lap(MERGING);
                 return Ok(());
             }
-            self.account.lap(|cpu| &mut cpu.merge);
-            self.tell_store_of_many()?;
+            self.tell_store_of_many(MERGING)?;
             self.yield_and_poll()?;
         }
     }
@@ -34,7 +38,7 @@ impl Pass {
         let mut following = Following::new(&self.map, &self.session, Copies::Stay);
         let (healer, mut with) = self.replacing();
         while start.elapsed() < RESTING && following.step(&mut with, healer) {}
-        self.account.lap(|cpu| &mut cpu.merge);
+        self.account.lap(MERGING);
     }
 
     /// Lets copies leave the mappings of store files that they lie in, which would keep the files; as far as it can be told that
@@ -44,10 +48,10 @@ impl Pass {
         loop {
             let (healer, mut with) = self.replacing();
             if !moving.step(&mut with, healer) {
+                self.account.lap(MERGING);
                 return Ok(moving.all());
             }
-            self.account.lap(|cpu| &mut cpu.merge);
-            self.tell_store_of_many()?;
+            self.tell_store_of_many(MERGING)?;
             self.yield_and_poll()?;
         }
     }
@@ -69,10 +73,10 @@ impl Pass {
         for some in slots.chunks(CHUNK_PAGES) {
             self.space
                 .make_all_private(&mut self.map, &mut self.account, some);
-            self.account.lap(|cpu| &mut cpu.merge);
-            self.tell_store_of_many()?;
+            self.tell_store_of_many(MERGING)?;
             self.yield_and_poll()?;
         }
+        self.account.lap(MERGING);
         let moved = copies == Copies::Move && self.move_copies_out(&orphaned)?;
         let done = moved && self.map.counts().orphaned == 0;
         self.session.note_vacated(done);

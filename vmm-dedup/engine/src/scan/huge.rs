@@ -64,10 +64,10 @@ impl Pass {
         let is_due = |map: &mut PageMap, at: usize| map.chunk(at).huge && map.look_due(at);
         while let Some(at) = chunks.next(&mut self.map, is_due) {
             self.look_at_huge_page(at);
-            self.account.lap(|cpu| &mut cpu.key);
-            self.tell_store_of_many()?;
+            self.tell_store_of_many(|cpu| &mut cpu.key)?;
             self.yield_and_poll()?;
         }
+        self.account.lap(|cpu| &mut cpu.key);
         Ok(())
     }
 

@@ -9,6 +9,8 @@ const ANSWER_PERIOD: Duration = Duration::from_millis(10);
 const REPORT_PERIOD: Duration = Duration::from_millis(250);
 /// Debt of CPU time that is not worth sleeping for.
 const SMALL_DEBT: Duration = Duration::from_millis(1);
+/// Least time between two looks at the CPU time that was used: reading the clock costs more than many a small piece of work.
+const LOOK_PERIOD: Duration = Duration::from_micros(500);
 
 /// The CPU budget, and when it answered and reported last.
 #[derive(Debug)]
@@ -16,6 +18,8 @@ pub(crate) struct Pace {
     pacer: Pacer,
     answered: Instant,
     reported: Instant,
+    /// When the CPU time that was used was looked at last.
+    looked: Instant,
 }
 
 impl Pace {
@@ -25,6 +29,7 @@ impl Pace {
             pacer: Pacer::new(cpu_percent),
             answered: Instant::now(),
             reported: Instant::now(),
+            looked: Instant::now(),
         }
     }
 
@@ -34,8 +39,17 @@ impl Pace {
         self.pacer.set_percent(cpu_percent);
     }
 
+    /// How long to sleep between two pieces of work, if it is worth it, and unless that was asked just before.
+    pub(super) fn debt_between(&mut self) -> Option<Duration> {
+        if self.looked.elapsed() < LOOK_PERIOD {
+            return None;
+        }
+        self.debt()
+    }
+
     /// How long to sleep now, if it is worth it.
     pub(super) fn debt(&mut self) -> Option<Duration> {
+        self.looked = Instant::now();
         Some(self.pacer.debt()).filter(|debt| *debt > SMALL_DEBT)
     }
 

@@ -2,7 +2,7 @@
 //!
 //! [`stages`]: mod@crate::scan::stages
 
-use crate::account::Account;
+use crate::account::{Account, Stage};
 use crate::config::{Breaks, Config};
 use crate::error::Error;
 use crate::hints::heard::Heard;
@@ -202,12 +202,13 @@ impl Pass {
     }
 
     /// The same once there is enough for a whole message. Then all is told: the store must not hear of a sighting before it
-    /// hears of the withdrawal that came before it.
-    pub(super) fn tell_store_of_many(&mut self) -> Result<(), Error> {
+    /// hears of the withdrawal that came before it. `before`: what the CPU time until then was for, which is not booked yet.
+    pub(super) fn tell_store_of_many(&mut self, before: Stage) -> Result<(), Error> {
         if self.map.outbox().fills_a_message() {
+            self.account.lap(before);
             self.tell_store()?;
+            self.account.lap(|cpu| &mut cpu.store);
         }
-        self.account.lap(|cpu| &mut cpu.store);
         Ok(())
     }
 

@@ -16,7 +16,7 @@ impl Pass {
         if self.pace.answers_are_due() || self.has_questions() {
             self.answer_now()?;
         }
-        let mut debt = self.pace.debt();
+        let mut debt = self.pace.debt_between();
         if debt.is_some() {
             self.fill_stats();
             self.control.publish(&self.account.stats);

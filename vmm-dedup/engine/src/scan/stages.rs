@@ -43,7 +43,7 @@ impl Pass {
         self.prepare()?;
         self.hear_hints();
         while self.heed_hints() {
-            self.tell_store_of_many()?;
+            self.tell_store_of_many(|cpu| &mut cpu.track)?;
             self.yield_and_poll()?;
         }
         self.tell_store()?;
@@ -112,11 +112,14 @@ impl Pass {
             number,
             chunks,
         )?;
+        if pages.is_empty() {
+            return self.tell_store_of_many(|cpu| &mut cpu.track);
+        }
         self.account.lap(|cpu| &mut cpu.track);
         let (twins, mut with) = self.finding();
         twins.key_and_find(&mut with, &pages);
         self.account.lap(|cpu| &mut cpu.key);
-        self.tell_store_of_many()?;
+        self.tell_store_of_many(|cpu| &mut cpu.key)?;
         if self.twins.is_full() {
             self.merge()?;
         }
@@ -141,13 +144,14 @@ impl Pass {
                 prospect,
             )?;
             self.find(keyed);
-            self.account.lap(|cpu| &mut cpu.key);
-            self.tell_store_of_many()?;
+            self.tell_store_of_many(|cpu| &mut cpu.key)?;
             self.yield_and_poll()?;
             if self.twins.is_full() {
+                self.account.lap(|cpu| &mut cpu.key);
                 self.merge()?;
             }
         }
+        self.account.lap(|cpu| &mut cpu.key);
         Ok(())
     }
 }

@@ -35,6 +35,8 @@ fn next_change() -> u64 {
 
 /// Questions that may wait for an answer: a store asks fewer at a time.
 const MAX_QUESTIONS: usize = 64;
+/// Passes without a page staged after which the staging buffer's memory, 2 MiB at most, is given back.
+const STAGING_KEPT: u32 = 4;
 
 /// What became of pages, and what keeps the service from merging (empty if nothing does).
 pub(crate) type Explained = Result<(Explanation, String), Error>;
@@ -73,8 +75,8 @@ pub(crate) struct Store {
     index: IndexReader,
     staging: Mapping,
     staging_file: OwnedFd,
-    /// Whether the staging buffer holds pages.
-    staged: bool,
+    /// Passes until the memory of the staging buffer is given back; 0 if there is none.
+    staging_kept: u32,
     segments: Vec<Option<Segment>>,
     /// Segments whose pages have moved, and that have not gone yet.
     evacuated: BTreeSet<u32>,
@@ -114,7 +116,7 @@ impl Store {
             index: map_index(&index, welcome.index_bytes)?,
             staging: Mapping::read_write(&staging, STAGING_PAGES * vmm_dedup_protocol::PAGE_SIZE)?,
             staging_file: staging,
-            staged: false,
+            staging_kept: 0,
             segments: Vec::new(),
             evacuated: BTreeSet::new(),
             retired: Vec::new(),
@@ -218,7 +220,7 @@ impl Store {
     /// A page must be readable at `address`.
     #[allow(unsafe_code)] // reads guest memory
     pub(crate) unsafe fn stage(&mut self, position: usize, address: usize) {
-        self.staged = true;
+        self.staging_kept = STAGING_KEPT;
         // SAFETY: as promised by the caller.
         unsafe { self.staging.copy_page_from_address(position, address) };
     }
@@ -240,10 +242,13 @@ impl Store {
             .collect())
     }
 
-    /// Gives the memory of the staging buffer back.
-    pub(crate) fn release_staging(&mut self) {
+    /// At the end of a pass: gives the memory of the staging buffer back, if nothing was staged for [`STAGING_KEPT`] passes. To give
+    /// it back with each pass takes as long as to stage the pages of the next.
+    pub(crate) fn age_staging(&mut self) {
         use rustix::fs::{FallocateFlags, fallocate};
-        if std::mem::take(&mut self.staged) {
+        let had_some = self.staging_kept > 0;
+        self.staging_kept = self.staging_kept.saturating_sub(1);
+        if had_some && self.staging_kept == 0 {
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             let _ = fallocate(&self.staging_file, flags, 0, self.staging.len() as u64);
         }

@@ -212,7 +212,7 @@ impl Session {
         let Some(store) = &mut self.store else {
             return Ok(());
         };
-        store.release_staging();
+        store.age_staging();
         self.epoch = store.index().epoch();
         if self.epoch > self.acknowledged {
             store.batch(self.epoch, &[], &[], &[], &[])?;
