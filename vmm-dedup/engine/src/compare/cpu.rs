@@ -135,7 +135,7 @@ impl Keys for Cpu {
     }
 }
 
-/// For callers that know engines only; [`super::Verifier`] has the CPU compare without the detour over answers.
+/// [`super::Verifier`] asks it pair by pair, which is not in its account; batches are for callers that know engines only.
 impl Verify for Cpu {
     fn limits(&self) -> Limits {
         Limits {
@@ -159,6 +159,15 @@ impl Verify for Cpu {
         }
         watch.stop(&mut self.account);
         Ok(pairs.len())
+    }
+
+    /// Whether they are equal, and no more: to find out where they differ takes another look.
+    #[inline]
+    fn compare_now(&mut self, pair: &Pair<'_>) -> Option<Compared> {
+        Some(match pair.equal() {
+            true => Compared::Equal,
+            false => Compared::Different(None),
+        })
     }
 
     fn poll(&mut self, _wait: Duration, answers: &mut Vec<PairAnswer>) -> Answer<()> {

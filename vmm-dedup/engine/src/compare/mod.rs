@@ -8,8 +8,8 @@
 //! - [`Deltas`] makes the difference of two pages, and pages out of others by such differences.
 //!
 //! Keys, searches and deltas are suggestions: an engine that errs there costs time or savings. Verification decides what a guest
-//! reads. So the service asks through a [`Verifier`], which has the CPU compare whatever an engine calls equal, unless the
-//! operator has said to trust that engine.
+//! reads. So the service asks through a [`Verifier`]. That asks the CPU, by the same trait, unless settings name another engine; then
+//! it has the CPU compare whatever that engine calls equal, unless the operator has said to trust it.
 //!
 //! Programs list the engines that they link in [`Engines`], by name. The engine library itself has the CPU alone: [`Cpu`]
 //! offers all of them, and is what everything falls back to.

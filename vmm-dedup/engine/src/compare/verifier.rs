@@ -1,4 +1,6 @@
-//! Verifying a window's pages by whatever there is: an engine, else the CPU.
+//! Verifying a window's pages by whatever there is: an engine that settings name, else the CPU. Both are asked through [`Verify`].
+//! The CPU's type is known where it is asked, and it is not doubted, so this costs what a bare loop does
+//! (`examples/verify_cost.rs`).
 //!
 //! # What a wrong engine can do
 //!
@@ -12,9 +14,10 @@
 //!   check: the engine failed. The CPU compares what is left of the window, and all that was not proved.
 //! - An engine that failed is kept, unused, until [`Verifier::detach`]: dropping it may take long, and pages are away.
 
-use super::{Answer, Compared, Engine, Error, Limits, Pair, PairAnswer, Verify, With};
+use super::{Answer, Compared, Cpu, Engine, Error, KeyKind, Limits, Pair, PairAnswer, Verify, With};
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
+use vmm_dedup_protocol::key::Salt;
 use vmm_dedup_protocol::stats::DeviceWork;
 
 /// Pairs that the CPU compares before it is asked again whether somebody waits: some ten microseconds.
@@ -22,9 +25,10 @@ const BLOCK: usize = 16;
 /// Longest time to wait for an engine before that is asked again.
 const SLICE: Duration = Duration::from_micros(20);
 
-/// Compares pairs of pages. Without an engine it is the CPU.
+/// Compares pairs of pages. Without another engine it asks the CPU.
 #[derive(Debug)]
 pub struct Verifier {
+    cpu: Cpu,
     engine: Option<Attached>,
     failed: Option<(Attached, Error)>,
     trusted: bool,
@@ -74,6 +78,8 @@ impl Verifier {
     #[must_use]
     pub fn new(trusted: bool, patience: Duration) -> Self {
         Self {
+            // It is asked for no keys.
+            cpu: Cpu::new(KeyKind::Lines(Salt(0))),
             engine: None,
             failed: None,
             trusted,
@@ -156,7 +162,7 @@ impl Verifier {
         go_on: impl FnMut() -> bool,
     ) -> bool {
         if self.engine.is_none() {
-            by_cpu(pairs, different, go_on)
+            at_once(&mut self.cpu, pairs, different, go_on)
         } else {
             let (pairs, whose): (Vec<Pair<'p>>, Vec<T>) = pairs.unzip();
             self.by_engine(&pairs, whose, different, go_on)
@@ -272,8 +278,10 @@ impl Verifier {
     }
 }
 
+/// Asks an engine that answers at once, and is believed: the CPU.
 #[inline]
-fn by_cpu<'p, T>(
+fn at_once<'p, T>(
+    cpu: &mut impl Verify,
     mut pairs: impl Iterator<Item = (Pair<'p>, T)>,
     mut different: impl FnMut(&mut T),
     mut go_on: impl FnMut() -> bool,
@@ -288,7 +296,8 @@ fn by_cpu<'p, T>(
                 left = BLOCK;
             }
             left -= 1;
-            if !pair.equal() {
+            // What has no answer is not equal, as far as anybody knows.
+            if cpu.compare_now(&pair) != Some(Compared::Equal) {
                 different(&mut whose);
             }
             ControlFlow::Continue(())

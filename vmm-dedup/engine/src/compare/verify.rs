@@ -174,6 +174,13 @@ pub trait Verify: Engine {
     /// If the device failed. The caller calls [`Self::abort`] then, and nothing else.
     unsafe fn submit(&mut self, first: u64, pairs: &[Pair<'_>]) -> Answer<usize>;
 
+    /// Compares a pair at once, if that is how the engine works: as the CPU does, by which the service verifies unless settings
+    /// name another engine. Such an engine is not asked by batches there, since it could do nothing else meanwhile.
+    #[inline]
+    fn compare_now(&mut self, _pair: &Pair<'_>) -> Option<Compared> {
+        None
+    }
+
     /// Appends the answers there are; if there are none, waits for one, at most so long.
     ///
     /// # Errors

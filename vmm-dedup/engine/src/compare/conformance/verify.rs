@@ -86,7 +86,16 @@ fn ask(engine: &mut dyn Verify, first: u64, pairs: &[Pair<'_>]) -> Vec<Answer<Co
         }
         assert!(start.elapsed() < SOON, "{answered} of {} answers", pairs.len());
     }
-    ordered.into_iter().flatten().collect()
+    let answers: Vec<Answer<Compared>> = ordered.into_iter().flatten().collect();
+    // What is answered at once is the same.
+    for (pair, answer) in pairs.iter().zip(&answers) {
+        let now = engine.compare_now(pair).map(|now| now == Compared::Equal);
+        assert_eq!(
+            now.unwrap_or(*answer == Ok(Compared::Equal)),
+            *answer == Ok(Compared::Equal)
+        );
+    }
+    answers
 }
 
 /// Whether an answer is that of pages whose first difference is there.

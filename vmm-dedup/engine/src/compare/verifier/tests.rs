@@ -156,6 +156,62 @@ fn each_fault_ends_the_use_of_an_engine_and_is_named() {
     }
 }
 
+/// The CPU is asked as any engine would be that answers at once; one that does not answer is not believed.
+#[test]
+fn what_answers_at_once_is_asked_through_the_trait() {
+    let (pages, asked) = (pages(), many());
+    for (compared, found) in [
+        (Some(Compared::Equal), false),
+        (Some(Compared::Different(None)), true),
+        (None, true),
+    ] {
+        let mut different = vec![false; asked.len()];
+        let pairs = asked.iter().map(|asked| pair(&pages, *asked)).zip(&mut different);
+        let done = at_once(
+            &mut AtOnce(cpu(), compared),
+            pairs,
+            |different| **different = true,
+            || true,
+        );
+        assert!(done);
+        assert_eq!(different, vec![found; asked.len()], "{compared:?}");
+    }
+}
+
+/// Says this of all pairs at once, and answers no batch.
+struct AtOnce(Cpu, Option<Compared>);
+
+impl Engine for AtOnce {
+    fn name(&self) -> &'static str {
+        "at-once"
+    }
+
+    fn account(&self) -> Account {
+        self.0.account()
+    }
+}
+
+#[allow(unsafe_code)] // the trait's submit() is unsafe
+impl Verify for AtOnce {
+    fn limits(&self) -> Limits {
+        self.0.limits()
+    }
+
+    unsafe fn submit(&mut self, _first: u64, _pairs: &[Pair<'_>]) -> Answer<usize> {
+        Ok(0)
+    }
+
+    fn compare_now(&mut self, _pair: &Pair<'_>) -> Option<Compared> {
+        self.1
+    }
+
+    fn poll(&mut self, _wait: Duration, _answers: &mut Vec<PairAnswer>) -> Answer<()> {
+        Ok(())
+    }
+
+    fn abort(&mut self) {}
+}
+
 /// Says the same of all pairs.
 struct Always(Cpu, Compared);
 
