@@ -94,13 +94,13 @@ pub fn nested() -> Refusal {
     )
 }
 
-/// Guest memory that the VMM protects.
+/// Guest memory that the VMM protects or locks.
 #[must_use]
 pub fn protected() -> Refusal {
     Refusal::new(
         Reason::Other,
-        "the VMM protects guest memory (mprotect)",
-        "report this with the VMM's name and version",
+        "the VMM protects or locks guest memory (mprotect, mlock)",
+        "start the VM without what asks for that, e.g. a pvmemcontrol device",
     )
 }
 

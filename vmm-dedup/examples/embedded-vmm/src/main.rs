@@ -1,54 +1,62 @@
-//! A VMM with dedup built in: `embedded-vmm KERNEL COMMAND_LINE MIB [SETTINGS]`, e.g. `store=/run/store.sock,name=web1`.
+//! A VMM with dedup built in: `embedded-vmm KERNEL COMMAND_LINE MIB [SETTINGS [nested]]`, with settings like
+//! `store=/run/store.sock,name=web1`.
 //!
 //! docs/embedding.md walks through it. All that concerns dedup is in lines that name the supervisor or its discarder: `grep -n
-//! "supervisor\|discarder\|vmm_dedup::" src/*.rs` shows them. The machine itself (KVM, vCPUs, boot) is the reference VMM's.
+//! "supervisor\|discarder\|vmm_dedup::" src/*.rs` shows them. The machine is a small one, on KVM by kvm-ioctls: a vCPU ([`vm`]) that
+//! is entered by PVH ([`boot`]), a serial line and a virtio balloon ([`ports`], [`balloon`]), a device that pins memory ([`device`]),
+//! snapshots ([`snapshot`]).
 //!
 //! The guest's serial line is standard output. On standard input come commands, a line each, and each is answered by a line
 //! `vmm: ...` on standard error (see [`Machine::command`]).
 
+mod balloon;
+mod boot;
 mod device;
+mod ports;
 mod sandbox;
+mod snapshot;
+mod vm;
 
 use device::Device;
+use snapshot::Snapshot;
 use std::io::BufRead;
 use std::sync::Arc;
+use vm::{Config, Failure, Vm};
 use vm_memory::mmap::GuestRegionMmap;
 use vm_memory::{Bytes, GuestMemoryRegion, MemoryRegionAddress};
-use vmm_dedup::{Discarder, HostRange, Lease, Options, Pinned, Setup, Supervisor};
-use vmm_dedup_refvmm::{Image, RunningVm, ThpMode, Vm, VmConfig};
-
-type Failure = Box<dyn std::error::Error>;
+use vmm_dedup::{Discarder, HostRange, Lease, Options, Pinned, Setup, Supervisor, refusal};
 
 /// A VM, and what it was made of.
 struct Machine {
-    config: VmConfig,
+    config: Config,
     setup: Option<Setup>,
     supervisor: Supervisor,
     discarder: Discarder,
     /// They go before the memory that they pin, and before their pins.
     devices: Vec<(Device, Pinned)>,
-    vm: Option<RunningVm>,
+    vm: Option<Vm>,
     plugged: Option<Arc<GuestRegionMmap<()>>>,
+    saved: Option<Snapshot>,
 }
 
 fn main() -> Result<(), Failure> {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
     let mut arguments = std::env::args().skip(1);
     let mut next = |what| arguments.next().ok_or(what);
-    let config = VmConfig {
-        kernel: Image::Path(next("KERNEL is missing")?.into()),
-        cmdline: next("COMMAND_LINE is missing")?,
-        memory_mib: next("MIB is missing")?.parse()?,
-        vcpus: 1,
-        initrd: None,
-        thp: ThpMode::Default,
+    let mut config = Config {
+        kernel: next("KERNEL is missing")?.into(),
+        command_line: next("COMMAND_LINE is missing")?,
+        mib: next("MIB is missing")?.parse()?,
+        nested: false,
     };
     // 1. Settings are checked with all others, before anything is made.
     let setup: Option<Setup> = next("").ok().map(|settings| settings.parse()).transpose()?;
+    config.nested = next("").is_ok_and(|word| word == "nested");
 
     // 2. The supervisor's thread is made before this one is restricted. It and all others of the engine have filters of their own.
     let supervisor = Supervisor::spawn(Options {
-        vouch_for_pins: true, // guests of the reference VMM cannot run guests
+        // Devices have pins of their own, and of guests that may run guests the supervisor is told.
+        vouch_for_pins: true,
         ..Options::filtered()
     })?;
     // 3. Whoever frees guest memory gets the discarder when it is made, whether there is dedup or not.
@@ -63,8 +71,9 @@ fn main() -> Result<(), Failure> {
         devices: Vec::new(),
         vm: None,
         plugged: None,
+        saved: None,
     };
-    machine.boot()?;
+    machine.boot(None)?;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         if line == "quit" {
@@ -78,8 +87,8 @@ fn main() -> Result<(), Failure> {
 }
 
 impl Machine {
-    fn boot(&mut self) -> Result<(), Failure> {
-        let booted = self.boot_attached();
+    fn boot(&mut self, saved: Option<&Snapshot>) -> Result<(), Failure> {
+        let booted = self.boot_attached(saved);
         if booted.is_err() {
             // Nothing keeps the memory of a VM that never ran, and there may be another one.
             self.supervisor.detach(false)?;
@@ -87,32 +96,58 @@ impl Machine {
         booted
     }
 
-    fn boot_attached(&mut self) -> Result<(), Failure> {
-        let vm = Vm::new(&self.config)?;
-        // 4. Guest memory is mapped, and KVM has its slots. Nobody waits for the store.
+    fn boot_attached(&mut self, saved: Option<&Snapshot>) -> Result<(), Failure> {
+        // 4. A VM begins. Nobody waits for the store.
         if let Some(setup) = &self.setup {
             self.supervisor.attach(setup.clone())?;
+            if self.config.nested {
+                // Before the guest's CPUID says so.
+                self.supervisor.nested_guests()?;
+            }
+        }
+        let mut vm = Vm::new(&self.config, saved, self.discarder.clone())?;
+        // 5. Guest memory is mapped, and KVM has its slots.
+        if self.setup.is_some() {
             self.supervisor.add_memory(Arc::new(vm.memory().clone()))?;
         }
-        self.vm = Some(vm.start(Box::new(std::io::stdout()))?);
+        vm.start()?;
+        self.vm = Some(vm);
         Ok(())
     }
 
     fn shut_down(&mut self) -> Result<(), Failure> {
         self.devices.clear();
-        if let Some(vm) = self.vm.take() {
-            vm.stop();
-            vm.wait()?;
-        }
-        // 5. No vCPU runs any more: nothing of dedup keeps the memory from here on.
+        // Its vCPU stops.
+        drop(self.vm.take());
+        // 15. No vCPU runs any more: nothing of dedup keeps the memory from here on.
         self.supervisor.detach(false)?;
         self.plugged = None;
         Ok(())
     }
 
+    /// The next VM is one that was saved, or a new one.
+    fn reboot(&mut self, saved: Option<Snapshot>) -> Result<(), Failure> {
+        self.shut_down()?;
+        let booted = self.boot(saved.as_ref());
+        self.saved = saved;
+        booted
+    }
+
+    /// What the VM is at this moment.
+    fn save(&mut self) -> Result<(), Failure> {
+        let vm = self.vm.as_ref().ok_or("there is no VM")?;
+        vm.pause();
+        self.supervisor.pause();
+        let saved = vm.snapshot();
+        self.supervisor.resume();
+        vm.resume();
+        self.saved = Some(saved?);
+        Ok(())
+    }
+
     /// Each device has a pin of its own, which ends when it has gone.
     fn plug_device(&mut self) -> Result<(), Failure> {
-        // 8. Before the first pin.
+        // 7. Before the first pin.
         let pinned = self.supervisor.pinned()?;
         self.devices.push((Device::plug(self.addresses()?)?, pinned));
         Ok(())
@@ -120,17 +155,25 @@ impl Machine {
 
     fn command(&mut self, line: &str) -> Result<String, Failure> {
         let (word, argument) = line.split_once(' ').unwrap_or((line, ""));
-        if word == "reboot" {
-            self.shut_down()?;
-            self.boot()?;
-            return Ok("done".into());
+        match word {
+            "reboot" => self.reboot(None)?,
+            "save" => self.save()?,
+            "restore" => {
+                let saved = self.saved.take().ok_or("nothing is saved")?;
+                self.reboot(Some(saved))?;
+            }
+            _ => return self.command_of_vm(word, argument),
         }
+        Ok("done".into())
+    }
+
+    fn command_of_vm(&mut self, word: &str, argument: &str) -> Result<String, Failure> {
         let vm = self.vm.as_mut().ok_or("there is no VM")?;
         match word {
-            "type" => vm.serial_input(argument.as_bytes()),
+            "type" => vm.type_in(argument.as_bytes())?,
             "pause" => {
                 vm.pause();
-                // 6. Only so that a snapshot or a migration has the CPU; memory may be read all the time.
+                // 13. Only so that a snapshot or a migration has the CPU; memory may be read all the time.
                 self.supervisor.pause();
             }
             "resume" => {
@@ -139,7 +182,7 @@ impl Machine {
             }
             "plug" => {
                 let region = vm.plug(argument.parse()?)?;
-                // 7. Before or after the guest is told.
+                // 9. Before or after the guest is told.
                 self.supervisor.add_region(region.clone())?;
                 self.plugged = Some(region);
             }
@@ -157,9 +200,14 @@ impl Machine {
                 device.write(argument.parse()?)?;
             }
             "unpin" => drop(self.devices.pop()),
+            "lock" => self.lock()?,
+            // 12. The guest's memory becomes its secret: what is shared would show it.
+            "seal" => self.supervisor.refuse(refusal::confidential())?,
+            // 10. Before a userfaultfd of the VMM's own comes to it, and behind that.
             "lend" => self.supervisor.lend(self.addresses()?, Lease::UntilTakenBack)?,
             "back" => self.supervisor.take_back(self.addresses()?),
             "stats" => {
+                // 14. It waits for nobody.
                 let stats = self.supervisor.stats().unwrap_or_default();
                 let status = self.supervisor.status();
                 let (pages, mapped, passes) = (stats.pages, stats.pages_mapped, stats.passes_total);
@@ -199,11 +247,23 @@ impl Machine {
         Ok(format!("wrong={wrong}"))
     }
 
-    /// The guest gives plugged memory up (balloon, free page reporting, virtio-mem).
+    /// The guest locks a page of plugged memory (pvmemcontrol).
+    #[allow(unsafe_code)] // mlock
+    fn lock(&self) -> Result<(), Failure> {
+        let range = self.addresses()?;
+        // 11. Before mlock, or mprotect.
+        self.supervisor.leave_alone(range.clone(), refusal::protected())?;
+        // SAFETY: it changes no memory's content.
+        match unsafe { libc::mlock(range.start as *const libc::c_void, 4096) } {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error().into()),
+        }
+    }
+
+    /// The guest gives plugged memory up, all of it (virtio-mem); of what it gives up page by page see the balloon.
     #[allow(unsafe_code)] // frees guest memory
     fn discard(&self) -> Result<String, Failure> {
         let range = self.addresses()?;
-        // 9. In the place of madvise(MADV_DONTNEED), from any thread.
         // SAFETY: the guest gave this memory up.
         unsafe { self.discarder.discard(range.start, range.len()) }?;
         self.check(0)

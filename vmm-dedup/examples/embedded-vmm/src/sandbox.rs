@@ -6,7 +6,7 @@ use seccompiler::SeccompCmpOp::MaskedEq;
 use seccompiler::{BpfProgram, SeccompAction, SeccompCondition, SeccompFilter, SeccompRule};
 
 /// What the VMM itself does, but ioctl.
-const CALLS: [libc::c_long; 40] = [
+const CALLS: [libc::c_long; 41] = [
     // Files, pipes and devices.
     libc::SYS_openat,
     libc::SYS_read,
@@ -28,6 +28,7 @@ const CALLS: [libc::c_long; 40] = [
     libc::SYS_munmap,
     libc::SYS_mprotect,
     libc::SYS_madvise,
+    libc::SYS_mlock,
     libc::SYS_brk,
     // Threads, their signals and their end.
     libc::SYS_clone3,

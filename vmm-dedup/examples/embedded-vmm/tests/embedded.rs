@@ -32,6 +32,10 @@ struct Vmm {
 
 impl Vmm {
     fn start(folder: &Path, store: &Path, seed: u64) -> Self {
+        Self::start_with(folder, store, seed, None)
+    }
+
+    fn start_with(folder: &Path, store: &Path, seed: u64, more: Option<&str>) -> Self {
         let kernel = folder.join("payload.elf");
         std::fs::write(&kernel, vmm_dedup_payload::ELF).expect("the payload is written");
         let payload = PayloadConfig::default()
@@ -52,6 +56,7 @@ impl Vmm {
         let mut child = Command::new(env!("CARGO_BIN_EXE_embedded-vmm"))
             .arg(&kernel)
             .args([payload.command_line(), "48".to_owned(), settings])
+            .args(more)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -124,6 +129,26 @@ impl Vmm {
 
     fn wait_shared(&mut self) {
         self.wait("sharing", |vm| vm.stat("mapped") >= COMMON_PAGES);
+    }
+
+    /// What the guest says of the balloon, for the nth time.
+    fn wait_balloon(&self, nth: usize) -> Report {
+        let said = |reports: &[Report]| {
+            let balloon = |report: &&Report| matches!(report, Report::Balloon { .. });
+            reports.iter().filter(balloon).nth(nth).cloned()
+        };
+        let said = self.console.wait(PATIENCE, |_, reports| said(reports));
+        said.unwrap_or_else(|| panic!("it does not say: {}", self.console.text()))
+    }
+
+    /// Pages that the guest has written, as it says in the last of its ticks.
+    fn writes(&self) -> Option<u64> {
+        let reports = self.console.reports();
+        let mut writes = reports.iter().filter_map(|report| match report {
+            Report::Tick { writes, .. } => Some(*writes),
+            _ => None,
+        });
+        writes.next_back()
     }
 
     /// Lets the guest verify all of its memory.
@@ -252,6 +277,11 @@ scenarios! {
     plugged_memory_is_shared_given_up_and_shared_again
     sharing_survives_pausing
     sharing_survives_a_reboot
+    what_the_balloon_takes_is_free_and_shared_again
+    a_snapshot_goes_on_where_it_was_taken
+    locked_memory_is_left_alone
+    a_vm_whose_memory_becomes_secret_shares_nothing
+    guests_that_may_run_guests_run_on
     a_vm_that_does_not_boot_is_followed_by_one_that_shares
     a_device_pins_memory_and_lets_go
     lent_memory_comes_back
@@ -324,6 +354,88 @@ mod scenario {
             }
             vms.iter_mut().for_each(Vmm::wait_shared);
         }
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn what_the_balloon_takes_is_free_and_shared_again(bench: Bench) {
+        let mut vms = bench.sharing();
+        let vm = &mut vms[0];
+        // Inflating and deflating, then reporting: the guest looks what it reads meanwhile.
+        for (nth, key) in ["b", "f"].into_iter().enumerate() {
+            let passes = vm.stat("passes");
+            vm.done(&format!("type {key}"));
+            let free = Report::Balloon {
+                pages: COMMON_PAGES,
+                stale: 0,
+            };
+            assert_eq!(vm.wait_balloon(nth), free);
+            vm.wait("looking", |vm| vm.stat("passes") > passes + 1);
+            vm.wait_shared();
+        }
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn a_snapshot_goes_on_where_it_was_taken(bench: Bench) {
+        let mut vms = bench.sharing();
+        let vm = &mut vms[0];
+        vm.wait("writing", |vm| vm.writes() > Some(0));
+        vm.done("save");
+        let saved = vm.writes();
+        vm.wait("writing more", |vm| {
+            vm.writes() > saved.map(|writes| writes + 200)
+        });
+        let later = vm.writes();
+        vm.done("restore");
+        // It did not boot: it has written what it had when it was saved.
+        vm.wait("going on", |vm| vm.writes() < later);
+        assert!(vm.writes() >= saved);
+        assert_eq!(vm.console.text().matches("@payload ready ").count(), 1);
+        vm.wait_shared();
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn locked_memory_is_left_alone(bench: Bench) {
+        let mut vms = bench.sharing();
+        let vm = &mut vms[0];
+        vm.done(&format!("plug {PLUGGED_MIB}"));
+        vm.done("fill 3");
+        let all = COMMON_PAGES + PLUGGED_PAGES / 2;
+        vm.wait("sharing", |vm| vm.stat("mapped") >= all);
+        vm.done("lock");
+        assert_eq!(vm.ask("check 3"), "wrong=0");
+        std::thread::sleep(Duration::from_millis(500)); // ten passes
+        assert!(vm.stat("mapped") < all);
+        assert!(vm.ask("stats").contains("Serving"));
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn a_vm_whose_memory_becomes_secret_shares_nothing(bench: Bench) {
+        let mut vms = bench.sharing();
+        let vm = &mut vms[0];
+        vm.done("seal");
+        assert_eq!(vm.stat("mapped"), 0);
+        let stats = vm.ask("stats");
+        assert!(
+            stats.contains("Refused") && stats.contains("confidential"),
+            "{stats}"
+        );
+        vm.done("reboot");
+        vm.wait_ready(2);
+        vm.wait_shared();
+        vms.into_iter().for_each(Vmm::finish);
+    }
+
+    pub(super) fn guests_that_may_run_guests_run_on(bench: Bench) {
+        let start = |seed| {
+            let (folder, store) = (bench.folder.path(), bench.store.socket());
+            Vmm::start_with(folder, &store, seed, Some("nested"))
+        };
+        let mut vms = [start(1), start(2)];
+        vms.iter().for_each(|vm| vm.wait_ready(1));
+        // Refused is who runs guests before Linux 6.13.
+        vms[0].wait("a decision", |vm| {
+            vm.stat("mapped") >= COMMON_PAGES || vm.ask("stats").contains("Refused")
+        });
         vms.into_iter().for_each(Vmm::finish);
     }
 
