@@ -2,17 +2,18 @@
 //!
 //! A pipe plays the slow disk: vmsplice() puts a page into it by reference, as a direct write or a `MSG_ZEROCOPY` send
 //! does, and what is read from the pipe later is what the page holds by then.
-#![allow(unsafe_code)] // vmsplice
+#![allow(unsafe_code)] // vmsplice; a clock of its own
 
 mod support;
 
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::AsRawFd;
-use std::time::Duration;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::{Duration, Instant};
 use support::{Client, Server, eventually, page, stats};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords};
-use vmm_dedup_protocol::{PAGE_SIZE, Slot};
+use vmm_dedup_protocol::{PAGE_SIZE, SEGMENT_BYTES, SLOTS_PER_SEGMENT, STAGING_PAGES, Slot};
 use zerocopy::IntoBytes;
 
 /// I/O that reads a slot and does not end before it is asked to.
@@ -79,5 +80,53 @@ fn what_is_still_read_stays_as_it_is_when_its_segment_goes_and_its_number_return
     std::thread::sleep(Duration::from_millis(1500));
     let again = client.publish(&[page(30)])[0].unwrap();
     assert_eq!((again.number(), client.content(again)), (0, page(30)));
+    assert_eq!(read.end(), page(1));
+}
+
+/// Seconds that this process's clocks are ahead.
+static AHEAD: AtomicI64 = AtomicI64::new(0);
+
+/// Stands in the place of the C library's: what asks for the time in this process asks here.
+///
+/// # Safety
+/// As for the C library's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clock_gettime(clock: libc::clockid_t, time: *mut libc::timespec) -> libc::c_int {
+    // SAFETY: as promised by the caller.
+    let done = unsafe { libc::syscall(libc::SYS_clock_gettime, clock, time) };
+    if done == 0 && matches!(clock, libc::CLOCK_MONOTONIC | libc::CLOCK_REALTIME) {
+        // SAFETY: the kernel has just written it.
+        unsafe { (*time).tv_sec += AHEAD.load(Ordering::Relaxed) };
+    }
+    if done == 0 { 0 } else { -1 }
+}
+
+/// However long I/O takes: a year goes by, and the dead slot is the only one that could be had.
+#[test]
+fn what_is_still_read_a_year_later_stays_as_it_is() {
+    const YEAR: i64 = 365 * 24 * 3600;
+    let server = Server::start(|config| config.max_bytes = SEGMENT_BYTES as u64);
+    let mut client = Client::connect(&server.socket, "a");
+    let pages: Vec<PageWords> = (1..=u64::from(SLOTS_PER_SEGMENT)).map(page).collect();
+    let slots: Vec<Slot> = pages
+        .chunks(STAGING_PAGES)
+        .flat_map(|pages| client.publish(pages))
+        .map(Option::unwrap)
+        .collect();
+    let read = SlowRead::start(&client, slots[0]);
+    client.batch(&[], &[], &[(slots[0], -1)]);
+    client.acknowledge();
+    let before = Instant::now();
+    AHEAD.store(YEAR, Ordering::Relaxed);
+    assert!(
+        before.elapsed() > Duration::from_secs(YEAR.unsigned_abs()),
+        "time has gone by"
+    );
+    // The store looks at the time every second.
+    std::thread::sleep(Duration::from_millis(1500));
+    client.acknowledge();
+    let another = client.publish(&[page(10_000)]);
+    AHEAD.store(0, Ordering::Relaxed);
+    assert_eq!(another, [None], "the store is full");
     assert_eq!(read.end(), page(1));
 }
