@@ -6,7 +6,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::{Observer, Vm};
-use vmm_dedup_protocol::stats::{BytesRead, CpuNs, DeviceWork, Hints, Histogram, STATES, ServiceStats};
+use vmm_dedup_protocol::stats::{
+    BytesRead, CpuNs, DeviceWork, Hints, Histogram, Packing, STATES, ServiceStats,
+};
 
 /// Asks a store for its account and those of all VMs.
 ///
@@ -208,11 +210,27 @@ pub fn vm_json(vm: &Vm) -> Value {
         "break_us": histogram_json(&s.break_latency),
     });
     all["hints"] = hints_json(&s.hints);
+    all["packing"] = packing_json(&s.packing);
     all["search"] = search_json(s);
     all["verify"] = verify_json(s);
     all["refused_swapped_total"] = s.refused_swapped_total.into();
     all["window_failures_total"] = s.window_failures_total.into();
     all
+}
+
+/// Pages that are kept packed.
+fn packing_json(packing: &Packing) -> Value {
+    json!({
+        "pages": packing.pages,
+        "bytes": packing.bytes,
+        "packs_total": packing.packs_total,
+        "touched_total": packing.touched_total,
+        "early_total": packing.early_total,
+        "brought_back_total": packing.brought_back_total,
+        "broken_total": packing.broken_total,
+        "rebuild_us": histogram_json(&packing.rebuild),
+        "stop_us": histogram_json(&packing.stop),
+    })
 }
 
 /// What the guest's agent says.

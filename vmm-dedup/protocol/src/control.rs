@@ -161,6 +161,8 @@ pub struct Explanation {
     pub withheld: u64,
     /// Private and left alone, since the guest says that they are free, or soon overwritten.
     pub idle: u64,
+    /// Kept in fewer bytes until somebody touches them, or back from there in this moment.
+    pub packed: u64,
     /// The service's state, as in [`crate::stats::ServiceStats`].
     pub state: u64,
     /// Whether pages of the classes `broken` and `may_be_pinned` can be merged now, where they are not pinned: 1, else 0.
@@ -169,7 +171,7 @@ pub struct Explanation {
 
 impl Explanation {
     /// The classes with their names, in the order of the fields.
-    pub fn classes(&self) -> [(&'static str, u64); 20] {
+    pub fn classes(&self) -> [(&'static str, u64); 21] {
         [
             ("shared", self.shared),
             ("zero", self.zero),
@@ -191,6 +193,7 @@ impl Explanation {
             ("foreign", self.foreign),
             ("withheld", self.withheld),
             ("idle", self.idle),
+            ("packed", self.packed),
         ]
     }
 }

@@ -32,7 +32,7 @@ pub enum Role {
 }
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new version together with this size.
-const _: () = assert!(VERSION == 11 && size_of::<ServiceStats>() == 2128);
+const _: () = assert!(VERSION == 12 && size_of::<ServiceStats>() == 2568);
 
 /// service → store, first message of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]

@@ -22,9 +22,9 @@ pub struct CpuNs {
     pub hash: u64,
     /// Talking with the store, publishing.
     pub store: u64,
-    /// Taking, verifying and mapping.
+    /// Taking, verifying and mapping; packing.
     pub merge: u64,
-    /// Breaking sharing: managed copy-on-write, unmerging.
+    /// Breaking sharing: managed copy-on-write, unmerging; bringing packed pages back.
     pub break_: u64,
     /// Sampling which memory is used.
     pub monitor: u64,
@@ -128,6 +128,30 @@ pub struct Hints {
     pub agents_refused_total: u64,
     /// Agents that were cut off for what they sent.
     pub agents_cut_off_total: u64,
+}
+
+/// Pages that are kept packed, in fewer bytes, and what came of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub struct Packing {
+    /// Pages packed now.
+    pub pages: u64,
+    /// Bytes of memory that they lie in, gaps included.
+    pub bytes: u64,
+    /// Pages that were packed.
+    pub packs_total: u64,
+    /// Pages that somebody touched, or a walk through their neighbours came near to, and that came back therefore.
+    pub touched_total: u64,
+    /// Of these, those that were packed for too short a time.
+    pub early_total: u64,
+    /// Pages that came back although nobody had touched them: memory that was lent or removed, a service that ended.
+    pub brought_back_total: u64,
+    /// Pages whose packed bytes were broken; the guest met a memory error there.
+    pub broken_total: u64,
+    /// How long somebody waited who touched a packed page, from when his fault was read.
+    pub rebuild: Histogram,
+    /// How long pages were away while they were compared with what they had been packed to.
+    pub stop: Histogram,
 }
 
 impl Hints {
@@ -276,6 +300,8 @@ pub struct ServiceStats {
     pub store_bytes: u64,
     /// What the guest's agent says.
     pub hints: Hints,
+    /// Pages that are kept packed.
+    pub packing: Packing,
     /// CPU time by stage.
     pub cpu_ns: CpuNs,
     /// Guest memory read by stage; only grows.
@@ -297,7 +323,7 @@ pub struct ServiceStats {
 /// The counters and gauges of a [`ServiceStats`], by name: no field can be forgotten.
 macro_rules! numbers {
     ($stats:expr, $sum:expr; $($number:ident),*; $($text:ident),*) => {{
-        let ServiceStats { $($number,)* $($text: _,)* hints, cpu_ns, bytes_read, stop, heal, rebuild, break_latency, search_device, verify_device } = *$stats;
+        let ServiceStats { $($number,)* $($text: _,)* hints, packing, cpu_ns, bytes_read, stop, heal, rebuild, break_latency, search_device, verify_device } = *$stats;
         [
             $((stringify!($number), $number),)*
             ("hints_agent", hints.agent),
@@ -314,6 +340,17 @@ macro_rules! numbers {
             ("hints_agents_total", hints.agents_total),
             ("hints_agents_refused_total", hints.agents_refused_total),
             ("hints_agents_cut_off_total", hints.agents_cut_off_total),
+            ("packing_pages", packing.pages),
+            ("packing_bytes", packing.bytes),
+            ("packing_packs_total", packing.packs_total),
+            ("packing_touched_total", packing.touched_total),
+            ("packing_early_total", packing.early_total),
+            ("packing_brought_back_total", packing.brought_back_total),
+            ("packing_broken_total", packing.broken_total),
+            ("packing_rebuild_sum_ns", packing.rebuild.sum_ns),
+            ("packing_rebuild_max_ns", packing.rebuild.max_ns),
+            ("packing_stop_sum_ns", packing.stop.sum_ns),
+            ("packing_stop_max_ns", packing.stop.max_ns),
             ("cpu_ns_total", cpu_ns.total()),
             ("bytes_read_total", bytes_read.total()),
             ("stop_sum_ns", stop.sum_ns),

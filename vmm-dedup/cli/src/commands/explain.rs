@@ -90,6 +90,7 @@ fn meaning(class: &str) -> &'static str {
         "foreign" => "map a page of a store that is gone; move to the new one as twins are found",
         "withheld" => "marked by the guest: never to be shared",
         "idle" => "left alone: the guest says that they are free, or soon overwritten",
+        "packed" => "kept in fewer bytes: nobody has touched them for long",
         _ => "",
     }
 }

@@ -43,7 +43,7 @@ pub struct StoreStats {
     pub malformed_total: u64,
     /// Pages published.
     pub published_total: u64,
-    /// Net bytes saved: what sharing and zero pages save, less all metadata of store and services and the kernel
+    /// Net bytes saved: what sharing, zero pages and packed pages save, less all metadata of store and services and the kernel
     /// memory of the VMAs. Negative as two's complement.
     pub saved_net_bytes: u64,
     /// The current epoch.

@@ -49,10 +49,17 @@ fn untold(store_resident: u64) -> u64 {
     SERVICE_BYTES + store_resident / VIEW
 }
 
-/// Net bytes that sharing saves on the host. `gauges`: the sum over `vms` VMs; `resident` and `metadata`: of the store.
+/// Pages of guests that hold no memory of their own: shared, zero, or packed.
+fn pages_spared(vm: &ServiceStats) -> i128 {
+    let pages = [vm.pages_mapped, vm.pages_zero, vm.packing.pages];
+    pages.into_iter().map(i128::from).sum()
+}
+
+/// Net bytes that sharing and packing save on the host. `gauges`: the sum over `vms` VMs; `resident` and `metadata`: of the store.
 pub(crate) fn saved_net(gauges: &ServiceStats, vms: usize, resident: u64, metadata: u64) -> i64 {
-    let spared = (i128::from(gauges.pages_mapped) + i128::from(gauges.pages_zero)) * PAGE_SIZE as i128;
-    let of_services = i128::from(gauges.metadata_bytes) + i128::from(gauges.vma_bytes);
+    let spared = pages_spared(gauges) * PAGE_SIZE as i128;
+    let of_services = [gauges.metadata_bytes, gauges.vma_bytes, gauges.packing.bytes];
+    let of_services: i128 = of_services.into_iter().map(i128::from).sum();
     let untold = i128::from(untold(resident)) * vms as i128;
     clamp(spared - of_services - untold - i128::from(resident) - i128::from(metadata))
 }
@@ -87,8 +94,8 @@ impl Shares {
             mapped => (vm.pages_mapped, mapped),
         };
         let store = i128::from(self.store_bytes) * i128::from(part) / i128::from(whole);
-        let spared = (i128::from(vm.pages_mapped) + i128::from(vm.pages_zero)) * page;
-        let of_service = [vm.metadata_bytes, vm.vma_bytes, self.untold];
+        let spared = pages_spared(vm) * page;
+        let of_service = [vm.metadata_bytes, vm.vma_bytes, vm.packing.bytes, self.untold];
         clamp(spared - store - of_service.into_iter().map(i128::from).sum::<i128>())
     }
 }

@@ -142,6 +142,12 @@ pub(super) static GAUGES: &[Field] = &[
         "Frames that the guest says are its kernel's own",
         |s| s.hints.kernel,
     ),
+    plain(
+        "pages_packed",
+        "Pages that are kept in fewer bytes until somebody touches them",
+        |s| s.packing.pages,
+    ),
+    bytes("packing", "Memory that packed pages lie in", |s| s.packing.bytes),
     plain("waiting_writers", "Writers that wait for the reserve now", |s| {
         s.waiting_writers
     }),
@@ -168,6 +174,17 @@ pub(super) static COUNTERS: &[Field] = &[
         "breaks_early",
         "Of the sharing broken, that which had not lasted long enough to pay",
         |s| s.breaks_early_total,
+    ),
+    plain("packs", "Pages that were packed", |s| s.packing.packs_total),
+    plain(
+        "packed_early",
+        "Packed pages that were touched before they had rested long enough",
+        |s| s.packing.early_total,
+    ),
+    plain(
+        "packed_broken",
+        "Packed pages whose bytes were broken, so that the guest met a memory error",
+        |s| s.packing.broken_total,
     ),
     plain("published", "Pages handed to the store", |s| s.published_total),
     plain(
@@ -306,6 +323,16 @@ pub(super) static LABELLED: &[Labelled] = &[
         ],
     },
     Labelled {
+        name: "unpacks",
+        help: "Packed pages that came back: since somebody touched them or their neighbours, or for the service's own reasons",
+        unit: None,
+        label: "cause",
+        series: &[
+            ("touched", |s| s.packing.touched_total),
+            ("other", |s| s.packing.brought_back_total),
+        ],
+    },
+    Labelled {
         name: "agents",
         help: "Guests' agents that came: let in, not let in since they came too often, and of those let in cut off for what they sent",
         unit: None,
@@ -417,6 +444,16 @@ pub(super) static HISTOGRAMS: &[HistogramField] = &[
         "rebuild",
         "How long the pages of a range were away while its huge page was built",
         |s| &s.rebuild,
+    ),
+    (
+        "unpack",
+        "How long somebody waited who touched a packed page, from when his fault was read",
+        |s| &s.packing.rebuild,
+    ),
+    (
+        "pack_stop",
+        "How long pages were away while they were compared with what they had been packed to",
+        |s| &s.packing.stop,
     ),
     ("break", "How long a managed copy-on-write fault took", |s| {
         &s.break_latency
