@@ -31,11 +31,11 @@ test: setup ## all tests
 lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy $(CARGOFLAGS) --workspace --all-targets -- -D warnings
-	for feature in "" agent forks privileged settings seccomp; do \
+	for feature in "" agent forks pack privileged settings seccomp; do \
 		$(CARGO) clippy $(CARGOFLAGS) --quiet -p vmm-dedup --lib --no-default-features --features "$$feature" -- -D warnings || exit; \
 	done
 	$(CARGO) package $(CARGOFLAGS) --quiet --no-verify --allow-dirty -p vmm-dedup-protocol -p vmm-dedup-agent-wire \
-		-p vmm-dedup-agent-receiver -p vmm-dedup
+		-p vmm-dedup-agent-receiver -p vmm-dedup-packed -p vmm-dedup
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGOFLAGS) --workspace --no-deps --document-private-items
 
 bench: setup ## the same content merged by KSM and by us, in turn (root; some minutes)

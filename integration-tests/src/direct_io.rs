@@ -227,8 +227,10 @@ fn run_until_worn(reads: u64, conversions: u64, backing: Backing, reader: fn(Own
             Backing::Small => Policy::Ksm,
             Backing::Huge => Policy::Smartmd,
         },
-        monitor_interval_ms: 20,
-        monitor_window_us: 1000,
+        sampling: vmm_dedup::Sampling {
+            interval_ms: 20,
+            window_us: 1000,
+        },
         breaks: Breaks::managed(1024, 256 << 20),
         ..Config::default()
     };

@@ -52,8 +52,10 @@ pub fn boot(store: &StoreThread, size: Size) -> Vec<Guest> {
         pass_period_ms: 10,
         cpu_percent: 90,
         huge_policy: Policy::Smartmd,
-        monitor_interval_ms: 20,
-        monitor_window_us: 1000,
+        sampling: vmm_dedup::Sampling {
+            interval_ms: 20,
+            window_us: 1000,
+        },
         breaks: Breaks::managed(4096, 256 << 20),
         ..Config::default()
     };

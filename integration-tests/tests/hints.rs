@@ -475,8 +475,10 @@ fn smart(use_source: UseSource) -> Config {
     Config {
         huge_policy: Policy::Smartmd,
         use_source,
-        monitor_interval_ms: 50,
-        monitor_window_us: 5000,
+        sampling: vmm_dedup::Sampling {
+            interval_ms: 50,
+            window_us: 5000,
+        },
         breaks: Breaks::managed(1024, 64 << 20),
         ..config()
     }

@@ -18,7 +18,10 @@ fn config(huge_policy: Policy) -> Config {
     Config {
         cpu_percent: 100,
         pass_period_ms: 10,
-        monitor_interval_ms: 1000,
+        sampling: vmm_dedup::Sampling {
+            interval_ms: 1000,
+            ..vmm_dedup::Sampling::default()
+        },
         huge_policy,
         ..Config::default()
     }

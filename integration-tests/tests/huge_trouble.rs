@@ -22,8 +22,10 @@ fn config(policy: Policy, floor_bytes: u64) -> Config {
         cpu_percent: 100,
         pass_period_ms: 20,
         huge_policy: policy,
-        monitor_interval_ms: 100,
-        monitor_window_us: 5000,
+        sampling: vmm_dedup::Sampling {
+            interval_ms: 100,
+            window_us: 5000,
+        },
         breaks: Breaks::managed(RESERVE, floor_bytes),
         ..Config::default()
     }

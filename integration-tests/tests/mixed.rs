@@ -22,8 +22,10 @@ fn config(policy: Policy) -> Config {
         cpu_percent: 100,
         pass_period_ms: 20,
         huge_policy: policy,
-        monitor_interval_ms: 100,
-        monitor_window_us: 5000,
+        sampling: vmm_dedup::Sampling {
+            interval_ms: 100,
+            window_us: 5000,
+        },
         breaks: Breaks::managed(1024, 64 << 20),
         ..Config::default()
     }
@@ -387,7 +389,10 @@ fn damon_tells_the_use_of_memory_or_why_it_does_not() {
     let config = Config {
         use_source: UseSource::Damon,
         // DAMON answers every 100 ms.
-        monitor_interval_ms: 400,
+        sampling: vmm_dedup::Sampling {
+            interval_ms: 400,
+            ..vmm_dedup::Sampling::default()
+        },
         ..config(Policy::Smartmd)
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");

@@ -63,6 +63,7 @@ fn main() {
     guest.lives(Breaks::managed(64, 0));
     let sources = [UseSource::FaultSampling, UseSource::Damon, UseSource::PageIdle];
     let sources = sources.map(|source| guest.uses_huge_pages(source));
+    guest.packs();
     guest.loses_its_store();
     guest.has_an_agent();
     guest.is_refused();
@@ -225,6 +226,36 @@ impl Guest {
         self.wait("sharing", |s| s.pages_mapped > PAGES as u64 / 4);
     }
 
+    /// Pages without twins are packed, touched, given up, and brought back.
+    fn packs(&mut self) {
+        let pages = Pages::map(PAGES);
+        (0..PAGES).for_each(|page| pages.store(page, 7, page as u64 + 1));
+        self.attach(Config {
+            pack: vmm_dedup::Pack {
+                on: true,
+                idle_ms: 20,
+            },
+            ..Config::default()
+        });
+        self.add(range(&pages, 0, PAGES));
+        self.supervisor.start().expect("it starts");
+        let packed = |s: &vmm_dedup::ServiceStats| s.packing.pages > PAGES as u64 / 2;
+        self.wait("packing", packed);
+        assert!((0..PAGES / 4).all(|page| pages.load(page, 7) == page as u64 + 1));
+        // SAFETY: the pages' content is not needed any more.
+        unsafe {
+            self.supervisor
+                .discarder()
+                .discard(pages.address(0), PAGES / 2 * 4096)
+        }
+        .expect("it is discarded");
+        assert!((0..PAGES / 2).all(|page| pages.load(page, 7) == 0));
+        (0..PAGES / 2).for_each(|page| pages.store(page, 7, page as u64 + 1));
+        self.wait("packing again", packed);
+        self.supervisor.detach(true).expect("it ends");
+        assert!((0..PAGES).all(|page| pages.load(page, 7) == page as u64 + 1));
+    }
+
     /// A VM from its start to its end, through all that can happen to its memory.
     fn lives(&mut self, breaks: Breaks) {
         let (pages, more) = (twins(), twins());
@@ -317,8 +348,10 @@ impl Guest {
         self.attach(Config {
             huge_policy: Policy::Smartmd,
             use_source,
-            monitor_interval_ms: 50,
-            monitor_window_us: 1000,
+            sampling: vmm_dedup::Sampling {
+                interval_ms: 50,
+                window_us: 1000,
+            },
             ..Config::default()
         });
         self.add(range(&pages, 0, PAGES));

@@ -348,6 +348,7 @@ const ENGINE: Rules<'_> = Rules {
         "window",
         "store",
         "track",
+        "pack",
         "unmerge",
         "lookup",
         "thp",

@@ -28,6 +28,7 @@
 //! - [`window`](mod@window): the one way in which guest pages are taken away for a moment;
 //! - [`store`](mod@store): the connection to the page store;
 //! - [`track`](mod@track): which pages were written, and which are used;
+//! - [`pack`](mod@pack): keeps pages that rest in fewer bytes, and brings them back when they are touched;
 //! - [`unmerge`](mod@unmerge): takes shared pages out of a guest: for a writer, for a range, for memory that is given up;
 //! - [`lookup`](mod@lookup): keys, sightings, hashes, publications: who is a twin of whom;
 //! - [`thp`](mod@thp): which huge pages to split, to keep, and to build again (which takes shared pages out as well);
@@ -51,6 +52,7 @@ mod hints;
 mod lookup;
 mod memory;
 mod merge;
+mod pack;
 pub mod process;
 pub mod refusal;
 mod scan;
@@ -66,7 +68,7 @@ mod unmerge;
 mod window;
 
 pub use compare::Engines;
-pub use config::{AgentSocket, Breaks, Config, Policy, Setup, UseSource, Verification};
+pub use config::{AgentSocket, Breaks, Config, Pack, Policy, Sampling, Setup, UseSource, Verification};
 pub use error::{Backing, Error};
 pub use memory::layout::HostRange;
 #[cfg(feature = "blind-heals")]

@@ -8,6 +8,7 @@ use crate::hints::listen;
 use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::{HostRange, Memory};
 use crate::merge::verify_engine::VerifyEngine;
+use crate::pack::{Packer, Server};
 use crate::scan::control::{Change, Command, Control, Event};
 use crate::scan::pass::Pass;
 use crate::seccomp::Part;
@@ -27,7 +28,8 @@ use vm_memory::GuestMemoryBackend;
 use vmm_dedup_protocol::control::{Explanation, Settings, Switch};
 use vmm_dedup_protocol::stats::ServiceStats;
 
-/// A running dedup service for one VM: a scanning thread, and in managed mode a fault thread.
+/// A running dedup service for one VM: a scanning thread, in managed mode a fault thread, and if pages are packed one that rebuilds
+/// them.
 ///
 /// Dropping it stops it without unmerging: what is shared stays shared, and the kernel copies on write.
 #[derive(Debug)]
@@ -35,9 +37,11 @@ pub struct DedupService {
     control: Arc<Control>,
     breaker: Arc<Breaker>,
     discards: Arc<Discards>,
+    packer: Option<Arc<Packer>>,
     line: Arc<AgentLine>,
     scanner: Option<JoinHandle<(ServiceStats, Result<(), Error>)>>,
     faults: Option<JoinHandle<()>>,
+    rebuilds: Option<JoinHandle<()>>,
     listener: Option<JoinHandle<()>>,
 }
 
@@ -132,24 +136,37 @@ impl DedupService {
         } else {
             None
         };
+        let packer = pass.space.packer.clone();
+        let mut service = Self {
+            control,
+            breaker,
+            discards,
+            packer: packer.clone(),
+            line,
+            scanner: None,
+            faults,
+            rebuilds: None,
+            listener: None,
+        };
+        if let Some(packer) = packer {
+            let server = Server::of(packer);
+            match thread::spawn(Part::Pack, move || server.serve()) {
+                Ok(thread) => service.rebuilds = Some(thread),
+                Err(error) => {
+                    service.end_helpers();
+                    return Err(Error::Thread(error));
+                }
+            }
+        }
         let thread = thread::spawn(Part::Scan, move || {
             let end = scan(pass);
             drop(keep_alive);
             end
         });
-        let mut service = Self {
-            control,
-            breaker,
-            discards,
-            line,
-            scanner: None,
-            faults,
-            listener: None,
-        };
         match thread {
             Ok(thread) => service.scanner = Some(thread),
             Err(error) => {
-                service.end_faults();
+                service.end_helpers();
                 return Err(Error::Thread(error));
             }
         }
@@ -301,7 +318,7 @@ impl DedupService {
     /// What frees guest memory in the place of madvise(MADV_DONTNEED), from any thread.
     #[must_use]
     pub fn discarder(&self) -> Discarder {
-        Discarder::of(self.discards.clone(), self.breaker.clone())
+        Discarder::of(self.discards.clone(), self.breaker.clone(), self.packer.clone())
     }
 
     /// Tells the account from any thread, without the service's handle.
@@ -335,7 +352,7 @@ impl DedupService {
         let thread = self.scanner.take()?;
         self.control.order(Command::Stop { unmerge });
         let end = thread.join().ok();
-        self.end_faults();
+        self.end_helpers();
         self.line.end();
         if let Some(listener) = self.listener.take() {
             let _ = listener.join();
@@ -343,10 +360,17 @@ impl DedupService {
         end
     }
 
-    fn end_faults(&mut self) {
+    /// To be called when the scanning thread has ended, however it did: whatever is packed then comes back.
+    fn end_helpers(&mut self) {
         self.breaker.end();
         if let Some(faults) = self.faults.take() {
             let _ = faults.join();
+        }
+        if let Some(packer) = &self.packer {
+            packer.end();
+        }
+        if let Some(rebuilds) = self.rebuilds.take() {
+            let _ = rebuilds.join();
         }
     }
 }

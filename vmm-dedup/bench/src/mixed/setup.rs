@@ -37,8 +37,10 @@ impl Setup<'_> {
             cpu_percent: 100,
             huge_policy: subject.policy,
             use_source: self.use_source,
-            monitor_interval_ms: self.interval_ms,
-            monitor_window_us: subject.window_us.unwrap_or(defaults.monitor_window_us),
+            sampling: vmm_dedup::Sampling {
+                interval_ms: self.interval_ms,
+                window_us: subject.window_us.unwrap_or(defaults.sampling.window_us),
+            },
             breaks: self.breaks.breaks(),
             ..defaults
         }

@@ -10,5 +10,5 @@ pub use agent::AgentSocket;
 #[cfg(not(feature = "agent"))]
 pub(crate) use agent::unheard;
 pub(crate) use settings::INDEX;
-pub use settings::{Breaks, Config, Policy, UseSource, Verification};
+pub use settings::{Breaks, Config, Pack, Policy, Sampling, UseSource, Verification};
 pub use setup::Setup;

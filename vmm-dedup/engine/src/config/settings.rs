@@ -124,10 +124,8 @@ pub struct Config {
     pub huge_split_pages: usize,
     /// What tells the use of huge pages.
     pub use_source: UseSource,
-    /// Milliseconds from one sampling of the use of huge pages to the next, at least.
-    pub monitor_interval_ms: u64,
-    /// How long a sample lasts, in microseconds: memory used more often than that counts as used.
-    pub monitor_window_us: u64,
+    /// How the use of huge pages is sampled.
+    pub sampling: Sampling,
     /// What looks for the slot that a page equals: `index` is the store's hash index, anything else an engine of this
     /// program ([`Engines`]) that searches the tree of slots in the order of their content. So it needs a store that keeps
     /// one (`vmm-dedup store --ordered`); with any other, and whenever the engine fails, the index is used.
@@ -138,6 +136,56 @@ pub struct Config {
     pub verify: Verification,
     /// Who copies on write.
     pub breaks: Breaks,
+    /// Whether pages that rest are kept packed.
+    pub pack: Pack,
+}
+
+/// How the use of huge pages is sampled: part of [`Config`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(
+    feature = "settings",
+    derive(Serialize, Deserialize),
+    serde(default, deny_unknown_fields)
+)]
+pub struct Sampling {
+    /// Milliseconds from one sampling to the next, at least.
+    pub interval_ms: u64,
+    /// How long a sample lasts, in microseconds: memory used more often than that counts as used.
+    pub window_us: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self {
+            interval_ms: 6000,
+            window_us: 10_000,
+        }
+    }
+}
+
+/// Pages that rest and have no twin can be kept packed: in fewer bytes, from which they are built again when somebody touches
+/// them. Part of [`Config`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(
+    feature = "settings",
+    derive(Serialize, Deserialize),
+    serde(default, deny_unknown_fields)
+)]
+pub struct Pack {
+    /// Whether they are. Access that may not wait fails at such a page then (/proc/PID/mem, core dumps), and no child of the VMM
+    /// gets guest memory.
+    pub on: bool,
+    /// How long a page must have been left unwritten, in milliseconds. All memory is looked at once in that time.
+    pub idle_ms: u64,
+}
+
+impl Default for Pack {
+    fn default() -> Self {
+        Self {
+            on: false,
+            idle_ms: 15_000,
+        }
+    }
 }
 
 /// How pages that were taken are compared with the slots that are to replace them: part of [`Config`].
@@ -183,12 +231,12 @@ impl Default for Config {
             huge_policy: Policy::default(),
             huge_split_pages: 16,
             use_source: UseSource::default(),
-            monitor_interval_ms: 6000,
-            monitor_window_us: 10_000,
+            sampling: Sampling::default(),
             search: INDEX.into(),
             search_socket: None,
             verify: Verification::default(),
             breaks: Breaks::KERNEL,
+            pack: Pack::default(),
         }
     }
 }
@@ -389,15 +437,15 @@ impl Config {
             "it must be 1 to 512",
         )?;
         check(
-            (10..=3_600_000).contains(&self.monitor_interval_ms),
-            "monitor_interval_ms",
-            &self.monitor_interval_ms,
+            (10..=3_600_000).contains(&self.sampling.interval_ms),
+            "sampling.interval_ms",
+            &self.sampling.interval_ms,
             "it must be 10 to 3600000",
         )?;
         check(
-            (100..=100_000).contains(&self.monitor_window_us),
-            "monitor_window_us",
-            &self.monitor_window_us,
+            (100..=100_000).contains(&self.sampling.window_us),
+            "sampling.window_us",
+            &self.sampling.window_us,
             "it must be 100 to 100000",
         )?;
         check(
@@ -411,6 +459,12 @@ impl Config {
             "verify.trusted",
             &self.verify.trusted,
             "the CPU needs no trust: name the engine that is meant",
+        )?;
+        check(
+            (10..=3_600_000).contains(&self.pack.idle_ms),
+            "pack.idle_ms",
+            &self.pack.idle_ms,
+            "it must be 10 to 3600000",
         )?;
         let heal_stall_us = self.breaks.heal_stall_us();
         check(

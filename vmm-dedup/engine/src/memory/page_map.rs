@@ -12,6 +12,7 @@
 //!
 //! Pure: there is no system call in here, and tests need no kernel.
 
+use crate::memory::bitmap::Bits;
 use crate::memory::chunk_state::ChunkState;
 use crate::memory::hint::{Hint, Hints};
 use crate::memory::layout::{Chunk, Memory, Page};
@@ -63,6 +64,8 @@ pub(crate) struct PageMap {
     outbox: Outbox,
     /// What the guest says.
     hints: Hints,
+    /// Pages that were candidates at the last look for cold ones, and have not become candidates again; `None`: nobody looks.
+    settled: Option<Bits>,
     /// Passes from one tick of [`Worth`] to the next; 0: it does not matter.
     tick_period: u64,
     /// Times that sharing ended before it had paid.
@@ -81,6 +84,7 @@ impl PageMap {
             mappings: Mappings::new(vmas_max, vmas_before),
             outbox: Outbox::default(),
             hints: Hints::default(),
+            settled: None,
             tick_period: 0,
             early_breaks: 0,
         }
@@ -144,7 +148,8 @@ impl PageMap {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.table.bytes() + size_of_val(self.chunks.as_slice()) + self.hints.bytes()
+        let settled = self.settled.as_ref().map_or(0, Bits::bytes);
+        self.table.bytes() + size_of_val(self.chunks.as_slice()) + self.hints.bytes() + settled
     }
 
     /// From now on counts how often keys occur.
@@ -155,6 +160,27 @@ impl PageMap {
     /// How many pages have this key, at most; 0 if that is not counted.
     pub(crate) fn repetition(&self, key: Key) -> u64 {
         self.table.repetition(key)
+    }
+
+    /// From now on [`Self::settle`] tells which pages stand still.
+    #[cfg_attr(not(feature = "pack"), allow(dead_code))]
+    pub(crate) fn watch_for_cold(&mut self) {
+        if self.settled.is_none() {
+            self.settled = Some(Bits::new(self.memory.end()));
+        }
+    }
+
+    /// Looks at a page: whether it is private, has a key and no twin, and was so at the last look without a write since that was
+    /// noticed.
+    #[cfg_attr(not(feature = "pack"), allow(dead_code))]
+    pub(crate) fn settle(&mut self, page: Page) -> bool {
+        let Some(settled) = &self.settled else {
+            return false;
+        };
+        let is_candidate = self.private_candidate(page).is_some();
+        let stood_still = is_candidate && settled.get(page);
+        settled.set(page, is_candidate);
+        stood_still
     }
 
     /// Whether a page is somebody else's to register for now.
@@ -376,6 +402,9 @@ impl PageMap {
         }
         let known = Known::Candidate(key);
         self.set(page, PageState { backing, known });
+        if let Some(settled) = &self.settled {
+            settled.set(page, false);
+        }
         let chunk = self.chunk_of(page);
         self.chunks[chunk].note_activity(pass);
         self.outbox.sightings.push_back(Sighting { page, key });
@@ -460,6 +489,19 @@ impl PageMap {
         self.chunks[chunk].look_at_copies_soon();
     }
 
+    /// A page's place is the packed pages' from now on: its key is not the store's to find any more.
+    #[cfg_attr(not(feature = "pack"), allow(dead_code))]
+    pub(crate) fn pack(&mut self, page: Page) {
+        self.set(page, PageState::resting(Backing::Packed));
+    }
+
+    /// A page that was packed is back, in memory of its own that is tracked again.
+    #[cfg_attr(not(feature = "pack"), allow(dead_code))]
+    pub(crate) fn unpack(&mut self, page: Page) {
+        self.set(page, PageState::UNTRACKED);
+        self.requeue(page);
+    }
+
     /// A page became the zero page.
     pub(crate) fn zero(&mut self, page: Page) {
         self.set(page, PageState::resting(Backing::Zero));
@@ -473,7 +515,8 @@ impl PageMap {
             NotMerged::Stayed => Known::WriteProtected,
             NotMerged::Returned => Known::Nothing,
         };
-        if state.may_become(PageState::private(known)) {
+        // (A packed page is the packer's: nothing but its return makes it private.)
+        if state.backing != Backing::Packed && state.may_become(PageState::private(known)) {
             self.set(page, PageState::private(known));
         }
         self.requeue(page);

@@ -10,6 +10,7 @@
 //!                                                      CopiedOnWrite -> Private                   (moved out)
 //!                                                          Slot -> another Slot                        (the page has moved)
 //!                                                          Slot -> OrphanedSlot (the store was lost) -> Private -> ...
+//!                                                          Private -> Packed -> Private
 //! ```
 //!
 //! What is *known* concerns memory that may be merged: private memory, copies in mappings of a store, and slots of a store that
@@ -36,6 +37,9 @@ pub(crate) enum Backing {
     OrphanedSlot(Orphan),
     /// As [`Backing::CopiedOnWrite`], in a mapping of a store that is gone.
     OrphanedCopy(Orphan),
+    /// Its place is registered for missing pages with the userfaultfd of packed pages ([`pack`](mod@crate::pack)). Its bytes are
+    /// kept there; or it was touched, and is back: that the scanning thread is told later.
+    Packed,
     /// Another way to keep a page, which shows what one takes.
     #[cfg(test)]
     Dummy(u32),
@@ -151,8 +155,9 @@ impl Backing {
             Backing::CopiedOnWrite(place) => (3, edges(place)),
             Backing::OrphanedSlot(orphan) => (4, begins(orphan)),
             Backing::OrphanedCopy(orphan) => (5, begins(orphan)),
+            Backing::Packed => (6, 0),
             #[cfg(test)]
-            Backing::Dummy(payload) => (6, payload.into()),
+            Backing::Dummy(payload) => (7, payload.into()),
         }
     }
 
@@ -173,8 +178,9 @@ impl Backing {
             (3, _) => Backing::CopiedOnWrite(edges),
             (4, _) => Backing::OrphanedSlot(orphan),
             (5, _) => Backing::OrphanedCopy(orphan),
+            (6, _) => Backing::Packed,
             #[cfg(test)]
-            (6, _) => Backing::Dummy(payload as u32),
+            (7, _) => Backing::Dummy(payload as u32),
             _ => Backing::Private,
         }
     }
@@ -196,8 +202,9 @@ impl Backing {
 
     /// Whether a page with this backing lies in the same mapping as the page before it, which has `before`.
     pub(crate) fn continues(self, before: Backing) -> bool {
-        use Backing::{CopiedOnWrite, OrphanedCopy, OrphanedSlot, Slot};
+        use Backing::{CopiedOnWrite, OrphanedCopy, OrphanedSlot, Packed, Slot};
         match (before, self) {
+            (Packed, _) | (_, Packed) => before == self,
             (Slot(a), Slot(b)) => a.checked_add_in_segment(1) == Some(b),
             (Slot(_), CopiedOnWrite(here)) => !here.begins,
             (CopiedOnWrite(there), Slot(_)) => !there.ends,
@@ -237,7 +244,7 @@ impl Backing {
 
     /// Whether `self -> next` is a step of the diagram above.
     fn may_become(self, next: Backing) -> bool {
-        use Backing::{CopiedOnWrite, OrphanedCopy, OrphanedSlot, Private, Slot, Zero};
+        use Backing::{CopiedOnWrite, OrphanedCopy, OrphanedSlot, Packed, Private, Slot, Zero};
         match (self, next) {
             (a, b) if a == b => true,
             // Only its place is known better, or it moved along with its neighbours.
@@ -246,7 +253,7 @@ impl Backing {
             (CopiedOnWrite(_) | OrphanedCopy(_), next) => matches!(next, Slot(_) | Zero | Private),
             // The service copied it, or it is written for the first time.
             (_, Private) => true,
-            (Private | Zero, Zero) | (Private, Slot(_) | CopiedOnWrite(_)) => true,
+            (Private | Zero, Zero) | (Private, Slot(_) | CopiedOnWrite(_) | Packed) => true,
             (Slot(_), Slot(_) | OrphanedSlot(_) | CopiedOnWrite(_)) => true,
             (OrphanedSlot(orphan), next) => next == OrphanedCopy(orphan),
             #[cfg(test)]
@@ -445,6 +452,7 @@ pub(super) mod tests {
                 backing: Backing::OrphanedCopy(orphan),
                 known,
             }),
+            Just(PageState::resting(Backing::Packed)),
             any::<u32>().prop_map(|payload| PageState::resting(Backing::Dummy(payload))),
         ]
     }
@@ -471,6 +479,19 @@ pub(super) mod tests {
             if state.backing.is_copied() && state.may_become(next) {
                 let healed = matches!(next, PageState { backing: Backing::Slot(_) | Backing::Zero | Backing::Private, known: Known::Nothing });
                 prop_assert!(next.backing.is_copied() || healed);
+            }
+        }
+    }
+
+    proptest! {
+        /// What is packed has no bytes at its place: nothing but their return makes another page of it.
+        #[test]
+        fn packed_pages_were_private_and_become_private_again(state in states()) {
+            let packed = PageState::resting(Backing::Packed);
+            if state != packed {
+                prop_assert_eq!(state.may_become(packed), state.backing == Backing::Private);
+                let back = state.backing == Backing::Private && state.known == Known::Nothing;
+                prop_assert_eq!(packed.may_become(state), back);
             }
         }
     }
@@ -505,5 +526,10 @@ pub(super) mod tests {
         assert!(!Backing::Private.continues(shared) && !Backing::Private.continues(orphan(false)));
         assert!(orphan(false).continues(orphan(true)) && !orphan(true).continues(orphan(false)));
         assert!(!orphan(false).continues(shared) && !shared.continues(orphan(true)));
+        let packed = Backing::Packed;
+        assert!(packed.continues(packed));
+        for other in [Backing::Private, Backing::Zero, shared, within, orphan(false)] {
+            assert!(!packed.continues(other) && !other.continues(packed));
+        }
     }
 }

@@ -21,6 +21,8 @@ pub(crate) struct Counts {
     pub(crate) zero: u64,
     pub(crate) copied: u64,
     pub(crate) orphaned: u64,
+    /// As far as the scanning thread has heard.
+    pub(crate) packed: u64,
     #[cfg(test)]
     pub(crate) dummy: u64,
 }
@@ -39,6 +41,7 @@ impl Counts {
             Backing::Zero => Some(&mut self.zero),
             Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_) => Some(&mut self.copied),
             Backing::OrphanedSlot(_) => Some(&mut self.orphaned),
+            Backing::Packed => Some(&mut self.packed),
             #[cfg(test)]
             Backing::Dummy(_) => Some(&mut self.dummy),
         }

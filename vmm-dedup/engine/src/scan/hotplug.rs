@@ -37,6 +37,11 @@ impl Pass {
         let discards = self.space.discards.clone();
         self.space.note_discards(&mut discards.lock(), &mut self.map);
         for pages in self.map.memory().within(gone) {
+            self.space.bring_back(&mut self.map, &pages);
+            if let Some(packer) = &self.space.packer {
+                // Whoever has the addresses next must not meet its registrations.
+                packer.release(&pages);
+            }
             self.map.unsay(pages.clone());
             self.map.forget(pages);
         }
@@ -106,6 +111,9 @@ impl Pass {
         self.map.set_memory(memory.clone());
         self.heard.set_memory(memory.guest_end());
         discards.set_memory(memory.clone(), self.map.in_file());
+        if let Some(packer) = &self.space.packer {
+            packer.set_memory(memory.clone());
+        }
         self.space.breaker.set_memory(memory);
     }
 }

@@ -32,6 +32,8 @@ impl Pass {
                 continue;
             }
             self.move_copies_of_chunk_out(at)?;
+            let pages = self.map.chunk_at(at).pages.clone();
+            self.space.bring_back(&mut self.map, &pages);
             // It may have taken long.
             if !self.direct_io.glance() {
                 continue;

@@ -12,6 +12,7 @@ mod merge;
 pub(crate) mod merging;
 pub(crate) mod order;
 pub(crate) mod pace;
+mod pack;
 pub(crate) mod pass;
 mod poll;
 pub(crate) mod questions;

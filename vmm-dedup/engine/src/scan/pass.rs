@@ -14,6 +14,7 @@ use crate::memory::page_map::PageMap;
 use crate::merge::context::Context;
 use crate::merge::healer::Healer;
 use crate::merge::verify_engine::VerifyEngine;
+use crate::pack::Packing;
 use crate::scan::control::Control;
 use crate::scan::merging::Merging;
 use crate::scan::pace::Pace;
@@ -26,6 +27,7 @@ use crate::unmerge::address_space::AddressSpace;
 use crate::unmerge::page_reserve::Reserve;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Mappings that must remain for merging to be worth starting.
 const MIN_VMAS: usize = 1024;
@@ -74,6 +76,8 @@ pub(crate) struct Pass {
     pub(super) ended: bool,
     /// What the guest says.
     pub(super) heard: Heard,
+    /// If pages are packed.
+    pub(super) packing: Option<Packing>,
 }
 
 impl Pass {
@@ -109,8 +113,11 @@ impl Pass {
         let memory = Arc::new(memory);
         let mut map = PageMap::new(memory.clone(), i64::try_from(vmas_max).unwrap_or(i64::MAX), used);
         map.set_pays_after(pays_after_passes());
-        let space = AddressSpace::new(&memory, &map, reserve)?;
+        let space = AddressSpace::new(&memory, &map, reserve, config.pack.on)?;
+        let idle = Duration::from_millis(config.pack.idle_ms);
+        let packing = space.packer.clone().map(|packer| Packing::new(packer, idle));
         let monitor = Monitor::new(&config, &space.uffd, &memory, &line);
+        let packing = packing.transpose()?;
         for region in memory.regions() {
             space.register(&region)?;
         }
@@ -131,6 +138,7 @@ impl Pass {
             direct_io,
             ended: false,
             heard: Heard::new(line),
+            packing,
         })
     }
 

@@ -11,7 +11,8 @@ impl Pass {
         late_log::tell();
         let engines =
             self.twins.finder.search().helper_cpu_ns() + self.merging.verify_engine().helper_cpu_ns();
-        let helpers = self.space.breaker.stats().0.cpu_ns + engines + self.heard.cpu_ns();
+        let rebuilds = self.space.packer.as_ref().map_or(0, |packer| packer.cpu_ns());
+        let helpers = self.space.breaker.stats().0.cpu_ns + engines + self.heard.cpu_ns() + rebuilds;
         self.pace.set(self.control.cpu_percent(), helpers);
         if self.pace.answers_are_due() || self.has_questions() {
             self.answer_now()?;

@@ -2,11 +2,20 @@
 
 use crate::error::Error;
 use crate::memory::layout::Page;
+use crate::memory::page_state::Backing;
 use crate::scan::pass::Pass;
 use crate::sys::late_log;
 use crate::sys::relocate;
 use std::io;
 use std::ops::Range;
+
+/// Whose userfaultfd.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum By {
+    Tracker,
+    Breaker,
+    Packer,
+}
 
 impl Pass {
     /// Tracks writes to memory of which the kernel had refused that. Memory that is lent is somebody else's to register; what
@@ -28,7 +37,7 @@ impl Pass {
     fn track(&mut self, pages: Range<Page>) {
         for run in self.runs_by_mapping(pages) {
             let range = self.map.memory().addresses(&run);
-            if self.map.backing(run.start).in_file_mapping() {
+            if self.registered_by(run.start) != By::Tracker {
                 continue;
             }
             relocate::track(&self.space.uffd, range, "tracking writes again");
@@ -44,9 +53,11 @@ impl Pass {
             let ours: Vec<Page> = pages.filter(|page| !self.map.is_lent(*page)).collect();
             for pages in ours.chunk_by(|a, b| *b == a + 1) {
                 let pages = pages[0]..pages[pages.len() - 1] + 1;
-                // The kernel passes over mappings of the store that nobody has registered: one call does for all.
+                // The kernel passes over mappings of the store that nobody has registered: one call does for all. What is packed is
+                // the packer's.
                 let all = self.map.memory().addresses(&pages);
-                if !self.space.breaker.managed() && self.space.uffd.unregister(all.start, all.len()).is_ok() {
+                let ours = !self.space.breaker.managed() && self.map.counts().packed == 0;
+                if ours && self.space.uffd.unregister(all.start, all.len()).is_ok() {
                     continue;
                 }
                 for run in self.runs_by_mapping(pages) {
@@ -58,13 +69,14 @@ impl Pass {
         }
     }
 
-    /// Of neighbours of which all or none lie in mappings of store files.
+    /// Of neighbours that one userfaultfd has.
     fn end_registration(&self, run: &Range<Page>) -> io::Result<()> {
         let range = self.map.memory().addresses(run);
-        if self.map.backing(run.start).in_file_mapping() {
-            self.space.breaker.unregister(&range)
-        } else {
-            self.space.uffd.unregister(range.start, range.len())
+        match self.registered_by(run.start) {
+            By::Breaker => self.space.breaker.unregister(&range),
+            By::Tracker => self.space.uffd.unregister(range.start, range.len()),
+            // It ends that when it has brought everything back.
+            By::Packer => Ok(()),
         }
     }
 
@@ -76,20 +88,29 @@ impl Pass {
                 source,
             })?;
             // Not tracked from here on: whatever was known of its content may become wrong.
-            if !self.map.backing(run.start).in_file_mapping() {
+            if self.registered_by(run.start) == By::Tracker {
                 self.map.forget(run);
             }
         }
         Ok(())
     }
 
-    /// Neighbours of which all or none lie in mappings of store files.
+    /// With which userfaultfd a page's place is registered, if it is.
+    fn registered_by(&self, page: Page) -> By {
+        match self.map.backing(page) {
+            Backing::Packed => By::Packer,
+            backing if backing.in_file_mapping() => By::Breaker,
+            _ => By::Tracker,
+        }
+    }
+
+    /// Neighbours that one userfaultfd has: of which all or none lie in mappings of store files, or are packed.
     pub(super) fn runs_by_mapping(&self, pages: Range<Page>) -> Vec<Range<Page>> {
-        let in_file = |page: Page| self.map.backing(page).in_file_mapping();
+        let by = |page: Page| self.registered_by(page);
         let mut runs: Vec<Range<Page>> = Vec::new();
         for page in pages {
             match runs.last_mut() {
-                Some(run) if in_file(run.start) == in_file(page) => run.end += 1,
+                Some(run) if by(run.start) == by(page) => run.end += 1,
                 _ => runs.push(page..page + 1),
             }
         }

@@ -71,7 +71,8 @@ impl Pass {
             return self.stand_by();
         }
         self.look_at_huge_pages()?;
-        self.exchange()
+        self.exchange()?;
+        self.pack_cold()
     }
 
     /// What others did since the last pass.
@@ -80,6 +81,7 @@ impl Pass {
         self.note_breaks();
         let discards = self.space.discards.clone();
         self.space.note_discards(&mut discards.lock(), &mut self.map);
+        self.note_unpacked();
         self.track_what_was_lost();
         if self.map.asks_for_vmas_again(self.number) {
             // What was refused meanwhile is to be found again.

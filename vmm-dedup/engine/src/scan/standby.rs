@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::memory::layout::Page;
+use crate::memory::page_state::Backing;
 use crate::merge::following::Copies;
 use crate::scan::pass::Pass;
 use crate::unmerge::address_space::AddressSpace;
@@ -14,6 +15,7 @@ impl Pass {
     /// Instead of a pass while nothing is to be merged: holds back nobody, and says that it is alive.
     pub(crate) fn rest(&mut self) {
         self.note_breaks();
+        self.note_unpacked();
         self.hear_hints();
         self.heed_hints_while_resting();
         self.session.find_store(&mut self.map);
@@ -92,11 +94,12 @@ impl Pass {
         given_back.and(told)
     }
 
-    /// Makes all pages of a range private that map slots.
+    /// Makes all pages of a range private that map slots or are packed.
     ///
     /// # Errors
     /// [`Error::NotUnmerged`].
     pub(super) fn make_private(&mut self, pages: Range<Page>) -> Result<(), Error> {
+        self.space.bring_back(&mut self.map, &pages);
         for _attempt in 0..TRIES {
             let mut rest = pages.clone();
             while let Some(run) = AddressSpace::next_shared(&self.map, &rest) {
@@ -110,8 +113,10 @@ impl Pass {
             }
         }
         self.account.lap(|cpu| &mut cpu.merge);
-        let shared = |page: &Page| self.map.backing(*page).maps_a_slot();
-        match pages.filter(shared).fold(0, |n, _| n + 1) {
+        // The places of packed pages are the packer's until the kernel lets them go; the pages are there.
+        let left =
+            |page: &Page| self.map.backing(*page).maps_a_slot() || self.map.backing(*page) == Backing::Packed;
+        match pages.filter(left).fold(0, |n, _| n + 1) {
             0 => Ok(()),
             left => Err(Error::NotUnmerged(left)),
         }
@@ -120,6 +125,9 @@ impl Pass {
     /// The end: with `unmerge`, everything goes back to private memory first.
     pub(crate) fn finish(&mut self, unmerge: bool) -> Result<(), Error> {
         self.note_breaks();
+        // Nobody serves whoever touches a packed page once this service has gone.
+        let end = Page::try_from(self.map.memory().end()).unwrap_or(Page::MAX);
+        self.space.bring_back(&mut self.map, &(0..end));
         let unmerged = if unmerge { self.unmerge() } else { Ok(()) };
         let result = match unmerged {
             Err(error @ Error::NotUnmerged(_)) => Err(error),

@@ -3,7 +3,7 @@
 use crate::scan::pass::Pass;
 use crate::sys::late_log;
 use vmm_dedup_protocol::name::EngineName;
-use vmm_dedup_protocol::stats::Hints;
+use vmm_dedup_protocol::stats::{Hints, Packing};
 
 /// Kernel memory that one more mapping costs: a VMA (192 bytes), its share of maple tree nodes, and for every second
 /// one an anon_vma_chain (64 bytes). Measured: 530 bytes for the two mappings of a single merged page.
@@ -55,6 +55,8 @@ impl Pass {
         stats.verify_device = verify_engine.device_work();
         stats.state = state;
         let (hints, bytes) = self.heard.figures();
+        self.fill_packing();
+        let stats = &mut self.account.stats;
         let counts = self.map.hint_counts();
         stats.hints = Hints {
             merges_total: counts.merges,
@@ -63,6 +65,27 @@ impl Pass {
         };
         stats.metadata_bytes += bytes as u64;
         stats.cpu_ns.track += self.heard.book_cpu_ns();
+    }
+
+    fn fill_packing(&mut self) {
+        let (Some(packer), Some(packing)) = (&self.space.packer, &self.packing) else {
+            return;
+        };
+        let figures = packer.figures();
+        let stats = &mut self.account.stats;
+        stats.cpu_ns.break_ += figures.cpu_ns;
+        stats.metadata_bytes += figures.metadata_bytes + packing.bytes() as u64;
+        stats.packing = Packing {
+            pages: figures.pages,
+            bytes: figures.bytes,
+            packs_total: figures.packs,
+            touched_total: figures.touched,
+            early_total: packing.early(),
+            brought_back_total: figures.brought_back,
+            broken_total: figures.broken,
+            rebuild: figures.rebuild,
+            stop: stats.packing.stop,
+        };
     }
 
     /// A number of [`vmm_dedup_protocol::stats::STATES`].

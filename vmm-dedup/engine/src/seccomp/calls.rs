@@ -2,11 +2,11 @@
 //! where the C library makes the newer call of the same purpose (openat, ppoll): a table elsewhere is to be recorded first.
 
 use crate::seccomp::Part::{
-    self, Agent, Announce, Call as Caller, Count, Damon, Fault, Refused, Scan, Start, Supervisor,
+    self, Agent, Announce, Call as Caller, Count, Damon, Fault, Pack, Refused, Scan, Start, Supervisor,
 };
 use crate::seccomp::Why::{
-    self, Again, Allocator, IdleBitmap, KernelDamon, Locks, Log, NoDevice, OpenFiles, OtherAgent, Runs,
-    Threads, Trouble,
+    self, Again, Allocator, IdleBitmap, KernelDamon, Locks, Log, NoDevice, OpenFiles, OtherAgent, Packs,
+    Runs, Threads, Trouble,
 };
 use crate::seccomp::request;
 use libc::{SYS_ioctl, c_long};
@@ -64,7 +64,7 @@ const fn ioctl(
 
 /// The threads of the engine, and those that start them.
 const ANY: &[Part] = &[
-    Supervisor, Scan, Fault, Count, Refused, Damon, Agent, Start, Announce,
+    Supervisor, Scan, Fault, Pack, Count, Refused, Damon, Agent, Start, Announce,
 ];
 
 /// Whoever works on guest memory. What one of them does in most runs another may have to do when something fails.
@@ -91,7 +91,10 @@ pub const CALLS: &[Call] = &[
         "clock_gettime",
         libc::SYS_clock_gettime,
         WORKS,
-        &[(Again, &[Count, Refused, Damon, Agent, Announce])],
+        &[
+            (Again, &[Count, Refused, Damon, Agent, Announce]),
+            (Packs, &[Pack]),
+        ],
     ),
     call("clock_nanosleep", libc::SYS_clock_nanosleep, &[], &[(Again, ANY)]),
     call("clone", libc::SYS_clone, &[], &[(Threads, ANY)]),
@@ -105,7 +108,7 @@ pub const CALLS: &[Call] = &[
         "close",
         libc::SYS_close,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Agent],
-        &[(KernelDamon, &[Damon])],
+        &[(KernelDamon, &[Damon]), (Packs, &[Pack])],
     ),
     call(
         "connect",
@@ -123,7 +126,10 @@ pub const CALLS: &[Call] = &[
         "exit",
         libc::SYS_exit,
         &[Scan, Fault, Count, Refused],
-        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
+        &[
+            (Threads, &[Supervisor, Damon, Agent, Start, Announce]),
+            (Packs, &[Pack]),
+        ],
     ),
     call(
         "fallocate",
@@ -135,7 +141,7 @@ pub const CALLS: &[Call] = &[
         "fcntl",
         libc::SYS_fcntl,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Agent],
-        &[],
+        &[(Packs, &[Pack])],
     ),
     call(
         "fstat",
@@ -148,7 +154,7 @@ pub const CALLS: &[Call] = &[
         "futex",
         libc::SYS_futex,
         &[Supervisor, Scan, Fault, Count, Start, Announce, Caller],
-        &[(Locks, &[Refused, Damon, Agent])],
+        &[(Locks, &[Refused, Damon, Agent]), (Packs, &[Pack])],
     ),
     call(
         "getdents64",
@@ -185,7 +191,10 @@ pub const CALLS: &[Call] = &[
         "gettid",
         libc::SYS_gettid,
         &[Scan, Fault, Count, Refused],
-        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
+        &[
+            (Threads, &[Supervisor, Damon, Agent, Start, Announce]),
+            (Packs, &[Pack]),
+        ],
     ),
     call("listen", libc::SYS_listen, &[Agent], &[]),
     call(
@@ -198,35 +207,43 @@ pub const CALLS: &[Call] = &[
         "madvise",
         libc::SYS_madvise,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Caller],
-        &[(Allocator, &[Damon, Agent, Announce])],
+        &[(Allocator, &[Damon, Agent, Announce]), (Packs, &[Pack])],
     ),
-    call("mincore", libc::SYS_mincore, &[], &[(Trouble, WORKS)]),
+    call(
+        "mincore",
+        libc::SYS_mincore,
+        &[],
+        &[(Trouble, WORKS), (Packs, &[Pack])],
+    ),
     call(
         "mmap",
         libc::SYS_mmap,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Caller],
-        &[(Allocator, &[Damon, Agent])],
+        &[(Allocator, &[Damon, Agent]), (Packs, &[Pack])],
     ),
     call(
         "mprotect",
         libc::SYS_mprotect,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
-        &[(Allocator, &[Damon, Agent])],
+        &[(Allocator, &[Damon, Agent]), (Packs, &[Pack])],
     ),
     call(
         "mremap",
         libc::SYS_mremap,
         &[Scan, Fault],
-        &[(
-            Allocator,
-            &[Supervisor, Count, Refused, Damon, Agent, Start, Announce],
-        )],
+        &[
+            (
+                Allocator,
+                &[Supervisor, Count, Refused, Damon, Agent, Start, Announce],
+            ),
+            (Packs, &[Pack]),
+        ],
     ),
     call(
         "munmap",
         libc::SYS_munmap,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
-        &[(Allocator, &[Damon, Agent])],
+        &[(Allocator, &[Damon, Agent]), (Packs, &[Pack])],
     ),
     call("nanosleep", libc::SYS_nanosleep, &[], &[(Again, ANY)]),
     call(
@@ -254,13 +271,13 @@ pub const CALLS: &[Call] = &[
         "ppoll",
         libc::SYS_ppoll,
         &[Scan, Fault, Refused, Agent],
-        &[(Trouble, &[Supervisor, Start])],
+        &[(Trouble, &[Supervisor, Start]), (Packs, &[Pack])],
     ),
     call(
         "prctl",
         libc::SYS_prctl,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
-        &[(Threads, &[Damon, Agent])],
+        &[(Threads, &[Damon, Agent]), (Packs, &[Pack])],
     ),
     call("pread64", libc::SYS_pread64, &[Count], &[(IdleBitmap, WORKS)]),
     call("pwrite64", libc::SYS_pwrite64, &[], &[(IdleBitmap, &[Scan])]),
@@ -268,7 +285,7 @@ pub const CALLS: &[Call] = &[
         "read",
         libc::SYS_read,
         &[Supervisor, Scan, Fault, Refused, Start],
-        &[(Log, &[Count, Damon, Agent, Announce])],
+        &[(Log, &[Count, Damon, Agent, Announce]), (Packs, &[Pack])],
     ),
     #[cfg(target_arch = "x86_64")]
     call("readlink", libc::SYS_readlink, &[Count], &[(Trouble, WORKS)]),
@@ -290,26 +307,29 @@ pub const CALLS: &[Call] = &[
         "rt_sigprocmask",
         libc::SYS_rt_sigprocmask,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
-        &[(Threads, &[Damon, Agent])],
+        &[(Threads, &[Damon, Agent]), (Packs, &[Pack])],
     ),
     call(
         "sched_getaffinity",
         libc::SYS_sched_getaffinity,
         &[Scan, Fault, Count, Refused],
-        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
+        &[
+            (Threads, &[Supervisor, Damon, Agent, Start, Announce]),
+            (Packs, &[Pack]),
+        ],
     ),
     call(
         "sched_setscheduler",
         libc::SYS_sched_setscheduler,
         &[Scan, Fault, Count],
-        &[(Trouble, &[Supervisor, Start])],
+        &[(Trouble, &[Supervisor, Start]), (Packs, &[Pack])],
     ),
     call("sched_yield", libc::SYS_sched_yield, &[], &[(Locks, ANY)]),
     call(
         "seccomp",
         libc::SYS_seccomp,
         &[Supervisor, Scan, Fault, Count, Refused],
-        &[(Threads, &[Damon, Agent, Start, Announce])],
+        &[(Threads, &[Damon, Agent, Start, Announce]), (Packs, &[Pack])],
     ),
     call(
         "sendmsg",
@@ -334,7 +354,10 @@ pub const CALLS: &[Call] = &[
         "sigaltstack",
         libc::SYS_sigaltstack,
         &[Scan, Fault, Count, Refused],
-        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
+        &[
+            (Threads, &[Supervisor, Damon, Agent, Start, Announce]),
+            (Packs, &[Pack]),
+        ],
     ),
     call(
         "socket",
@@ -367,36 +390,54 @@ pub const CALLS: &[Call] = &[
         "write",
         libc::SYS_write,
         &[Supervisor, Start, Announce],
-        &[(Log, &[Scan, Fault, Count, Refused, Damon, Agent])],
+        &[
+            (Log, &[Scan, Fault, Count, Refused, Damon, Agent]),
+            (Packs, &[Pack]),
+        ],
     ),
     ioctl("FIONBIO", request::FIONBIO, &[Agent], &[]),
-    ioctl("PAGEMAP_SCAN", request::PAGEMAP_SCAN, WORKS, &[]),
+    ioctl("PAGEMAP_SCAN", request::PAGEMAP_SCAN, WORKS, &[(Packs, &[Pack])]),
     ioctl(
         "UFFDIO_API",
         request::UFFDIO_API,
         &[Supervisor, Start],
         &[(Trouble, &[Scan, Fault])],
     ),
-    ioctl("UFFDIO_COPY", request::UFFDIO_COPY, &[], &[(Runs, WORKS)]),
+    ioctl(
+        "UFFDIO_COPY",
+        request::UFFDIO_COPY,
+        &[],
+        &[(Runs, WORKS), (Packs, &[Pack])],
+    ),
     ioctl(
         "UFFDIO_MOVE",
         request::UFFDIO_MOVE,
         &[Scan],
         &[(Trouble, &[Supervisor, Fault, Start])],
     ),
-    ioctl("UFFDIO_POISON", request::UFFDIO_POISON, &[], &[(Trouble, WORKS)]),
-    ioctl("UFFDIO_REGISTER", request::UFFDIO_REGISTER, WORKS, &[]),
+    ioctl(
+        "UFFDIO_POISON",
+        request::UFFDIO_POISON,
+        &[],
+        &[(Trouble, WORKS), (Packs, &[Pack])],
+    ),
+    ioctl(
+        "UFFDIO_REGISTER",
+        request::UFFDIO_REGISTER,
+        WORKS,
+        &[(Packs, &[Pack])],
+    ),
     ioctl(
         "UFFDIO_UNREGISTER",
         request::UFFDIO_UNREGISTER,
         &[Scan],
-        &[(Trouble, &[Supervisor, Fault, Start])],
+        &[(Trouble, &[Supervisor, Fault, Start]), (Packs, &[Pack])],
     ),
     ioctl(
         "UFFDIO_WAKE",
         request::UFFDIO_WAKE,
         &[Scan, Fault],
-        &[(Trouble, &[Supervisor, Start])],
+        &[(Trouble, &[Supervisor, Start]), (Packs, &[Pack])],
     ),
     ioctl(
         "UFFDIO_WRITEPROTECT",
@@ -408,7 +449,7 @@ pub const CALLS: &[Call] = &[
         "UFFDIO_ZEROPAGE",
         request::UFFDIO_ZEROPAGE,
         &[Supervisor, Scan, Start],
-        &[(Trouble, &[Fault])],
+        &[(Trouble, &[Fault]), (Packs, &[Pack])],
     ),
     ioctl(
         "USERFAULTFD_IOC_NEW",

@@ -9,6 +9,8 @@ pub enum Part {
     Scan,
     /// With managed breaks: the thread that serves writers.
     Fault,
+    /// If pages are packed: the thread that rebuilds them.
+    Pack,
     /// Asks the kernel how many pages are pinned, or which files are open; a thread each.
     Count,
     /// Tells the store why a VM is not deduplicated.
@@ -27,10 +29,11 @@ pub enum Part {
 
 impl Part {
     /// All of them.
-    pub const ALL: [Part; 10] = [
+    pub const ALL: [Part; 11] = [
         Part::Supervisor,
         Part::Scan,
         Part::Fault,
+        Part::Pack,
         Part::Count,
         Part::Refused,
         Part::Damon,
@@ -47,6 +50,7 @@ impl Part {
             Part::Supervisor => "dedup-supervisor",
             Part::Scan => "dedup-scan",
             Part::Fault => "dedup-fault",
+            Part::Pack => "dedup-pack",
             Part::Count => "dedup-count",
             Part::Refused => "dedup-refused",
             Part::Damon => "dedup-damon",
@@ -61,11 +65,17 @@ impl Part {
     #[must_use]
     pub const fn starts(self) -> &'static [Part] {
         match self {
-            Part::Supervisor => &[Part::Scan, Part::Fault, Part::Refused, Part::Agent],
-            Part::Start => &[Part::Scan, Part::Fault, Part::Agent],
+            Part::Supervisor => &[Part::Scan, Part::Fault, Part::Pack, Part::Refused, Part::Agent],
+            Part::Start => &[Part::Scan, Part::Fault, Part::Pack, Part::Agent],
             Part::Announce => &[Part::Refused],
             Part::Scan => &[Part::Count, Part::Damon],
-            Part::Fault | Part::Count | Part::Refused | Part::Damon | Part::Agent | Part::Call => &[],
+            Part::Fault
+            | Part::Pack
+            | Part::Count
+            | Part::Refused
+            | Part::Damon
+            | Part::Agent
+            | Part::Call => &[],
         }
     }
 }

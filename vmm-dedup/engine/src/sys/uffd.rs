@@ -174,6 +174,12 @@ impl Uffd {
         ])
     }
 
+    /// A descriptor for pages that are packed: whoever touches one waits for us.
+    #[cfg_attr(not(feature = "pack"), allow(dead_code))]
+    pub(crate) fn packer() -> Result<Self, Error> {
+        Self::with_features(&[(FEATURE_MOVE, "UFFDIO_MOVE (Linux 6.8)")])
+    }
+
     fn with_features(wanted: &[(u64, &'static str)]) -> Result<Self, Error> {
         let mut probe = Api {
             api: UFFD_API,

@@ -107,8 +107,8 @@ impl Monitor {
         let asks_agent = watches && config.use_source == UseSource::Agent;
         Self {
             policy,
-            interval: Duration::from_millis(config.monitor_interval_ms),
-            window: Duration::from_micros(config.monitor_window_us),
+            interval: Duration::from_millis(config.sampling.interval_ms),
+            window: Duration::from_micros(config.sampling.window_us),
             split_pages: config.huge_split_pages,
             thresholds: Thresholds::new(Pressure::default(), config.huge_split_pages),
             agent: asks_agent.then(|| AgentUse::new(line.clone())),

@@ -73,6 +73,9 @@ fn has_probes(
         if map.backing(page).in_file_mapping() {
             space.make_private(map, account, page..page + 1);
         }
-        !map.backing(page).in_file_mapping()
+        if map.backing(page) == Backing::Packed {
+            space.bring_back(map, &(page..page + 1));
+        }
+        !map.backing(page).in_file_mapping() && map.backing(page) != Backing::Packed
     })
 }

@@ -4,8 +4,9 @@ use crate::account::Account;
 use crate::error::Error;
 use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
-use crate::memory::page_state::PageState;
+use crate::memory::page_state::{Backing, PageState};
 use crate::memory::ranges::complement;
+use crate::pack::Packer;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate::track;
@@ -33,6 +34,8 @@ pub(crate) struct AddressSpace {
     pub(crate) pagemap: Pagemap,
     pub(crate) breaker: Arc<Breaker>,
     pub(crate) discards: Arc<Discards>,
+    /// If pages are packed.
+    pub(crate) packer: Option<Arc<Packer>>,
     pub(crate) scratch: Scratch,
     /// Faults of the process's other threads, when they were last counted.
     faults: u64,
@@ -40,13 +43,20 @@ pub(crate) struct AddressSpace {
 
 impl AddressSpace {
     /// Prepares everything; touches no guest page. Memory is not registered yet.
-    pub(crate) fn new(memory: &Arc<Memory>, map: &PageMap, reserve: Option<Reserve>) -> Result<Self, Error> {
+    pub(crate) fn new(
+        memory: &Arc<Memory>,
+        map: &PageMap,
+        reserve: Option<Reserve>,
+        packs: bool,
+    ) -> Result<Self, Error> {
         let pagemap = Pagemap::open()?;
         let uffd = Arc::new(Uffd::tracker()?);
+        let packer = packs.then(|| Packer::new(uffd.clone(), memory.clone()).map(Arc::new));
         Ok(Self {
             breaker: Arc::new(Breaker::new(uffd.clone(), memory.clone(), reserve)?),
             discards: Arc::new(Discards::new(memory.clone(), map.in_file())),
             scratch: Scratch::new(uffd.clone())?,
+            packer: packer.transpose()?,
             pagemap,
             uffd,
             faults: 0,
@@ -75,22 +85,41 @@ impl AddressSpace {
     pub(crate) fn note_discards(&self, inner: &mut discard::Inner, map: &mut PageMap) {
         for pages in inner.take() {
             for pages in map.memory().existing(pages) {
-                map.forget(pages.clone());
-                let start = map.memory().address(pages.start);
                 let chunks = map.chunk_of(pages.start)..=map.chunk_of(pages.end - 1);
                 chunks.clone().for_each(|chunk| map.requeue_chunk(chunk));
-                let discarded = start..start + bytes(pages.len());
-                // Memory that was lent is somebody else's to register, until it comes back.
-                let lent = chunks.filter(|chunk| map.chunk(*chunk).lent);
-                let lent: Vec<Range<usize>> = lent
-                    .map(|chunk| map.chunk_at(chunk).addresses())
-                    .map(|chunk| chunk.start.max(discarded.start)..chunk.end.min(discarded.end))
-                    .collect();
-                for ours in complement(&discarded, &lent) {
-                    track(&self.uffd, ours, "tracking writes to discarded memory");
+                // What was packed is the packer's to register until its place goes home, which it was told of.
+                for pages in not_packed(map, pages) {
+                    self.note_discarded(map, pages);
                 }
             }
         }
+    }
+
+    fn note_discarded(&self, map: &mut PageMap, pages: Range<Page>) {
+        let chunks = map.chunk_of(pages.start)..=map.chunk_of(pages.end - 1);
+        let discarded = map.memory().addresses(&pages);
+        map.forget(pages);
+        // Memory that was lent is somebody else's to register, until it comes back.
+        let lent = chunks.filter(|chunk| map.chunk(*chunk).lent);
+        let lent: Vec<Range<usize>> = lent
+            .map(|chunk| map.chunk_at(chunk).addresses())
+            .map(|chunk| chunk.start.max(discarded.start)..chunk.end.min(discarded.end))
+            .collect();
+        for ours in complement(&discarded, &lent) {
+            track(&self.uffd, ours, "tracking writes to discarded memory");
+        }
+    }
+
+    /// Brings back what is packed of some pages, and lets its places go home.
+    pub(crate) fn bring_back(&self, map: &mut PageMap, pages: &Range<Page>) {
+        let Some(packer) = &self.packer else { return };
+        packer.bring_back(pages);
+        let end = Page::try_from(map.memory().end()).unwrap_or(Page::MAX);
+        let packed = pages.start..pages.end.min(end);
+        let packed: Vec<Page> = packed
+            .filter(|page| map.backing(*page) == Backing::Packed)
+            .collect();
+        packer.go_home(map, packed);
     }
 
     /// Takes over what the fault thread broke; whether there was anything.
@@ -224,4 +253,17 @@ fn note_still_shared(error: &io::Error) {
         error,
         "what is still shared stays so for now",
     );
+}
+
+/// Stretches of some pages that are not packed.
+fn not_packed(map: &PageMap, pages: Range<Page>) -> Vec<Range<Page>> {
+    let is_packed = |page: Page| map.backing(page) == Backing::Packed;
+    let (mut stretches, mut at) = (Vec::new(), pages.start);
+    while let Some(start) = (at..pages.end).find(|page| !is_packed(*page)) {
+        at = (start..pages.end)
+            .find(|page| is_packed(*page))
+            .unwrap_or(pages.end);
+        stretches.push(start..at);
+    }
+    stretches
 }

@@ -12,6 +12,8 @@
 //! - Which pages lie in store mappings says a bit for each page, which changes under the lock wherever it is set, and is set before
 //!   a slot is mapped, so that it is right whenever the scanning thread may die. Where it is set too often (the fault thread
 //!   just replaced the page) fresh memory is mapped over anonymous memory, which is the same as freeing it.
+//! - What is packed of the range is given up first, under the table's lock: from then on its empty places are zeros
+//!   ([`pack`](mod@crate::pack)).
 //! - Between the call and its end, what the guest reads and writes there is undefined, as for MADV_DONTNEED itself:
 //!   it sees the old content or zeros. A device that has the old page pinned keeps the old page, as it would.
 //! - What the guest writes afterwards lies in memory that is not tracked, so it counts as written, until the scanning
@@ -21,6 +23,7 @@
 
 use crate::memory::bitmap::Bits;
 use crate::memory::layout::{Memory, Page};
+use crate::pack::Packer;
 use crate::sync::{RwLock, read, write};
 use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::{guest, late_log, vma};
@@ -85,6 +88,7 @@ impl Inner {
 struct Served {
     discards: Arc<Discards>,
     breaker: Arc<Breaker>,
+    packer: Option<Arc<Packer>>,
 }
 
 /// Frees guest memory in the VMM's place. It exists before there is a service
@@ -100,8 +104,13 @@ pub struct Discarder(Arc<RwLock<Vec<Served>>>);
 
 impl Discarder {
     /// One that knows a service.
-    pub(crate) fn of(discards: Arc<Discards>, breaker: Arc<Breaker>) -> Self {
-        Self(Arc::new(RwLock::new(vec![Served { discards, breaker }])))
+    pub(crate) fn of(discards: Arc<Discards>, breaker: Arc<Breaker>, packer: Option<Arc<Packer>>) -> Self {
+        let served = Served {
+            discards,
+            breaker,
+            packer,
+        };
+        Self(Arc::new(RwLock::new(vec![served])))
     }
 
     /// Learns of another one's services. No discard that does not know them goes on when this returns.
@@ -211,6 +220,9 @@ impl Served {
         kept: &mut Vec<Range<usize>>,
     ) {
         for pages in inner.memory.within(range) {
+            if let Some(packer) = &self.packer {
+                packer.discard(&pages);
+            }
             for run in inner.in_file.runs(pages.clone()) {
                 let at = inner.memory.address(run.start);
                 let run = at..at + bytes(run.len());

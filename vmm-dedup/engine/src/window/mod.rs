@@ -14,7 +14,7 @@
 //! error or by a panic of the thread that holds it, everything that is away goes back, nothing stays armed, and everybody
 //! who waits is woken. Putting back is tried until it works: the page exists nowhere else.
 //!
-//! Merging, building huge pages, giving up zeros and sampling all use it. Pages in mappings of store files cannot be taken;
+//! Merging, building huge pages, giving up zeros, sampling and packing all use it. Pages in mappings of store files cannot be taken;
 //! they are replaced while they are [`Frozen`]. Memory that is discarded must not meet a window:
 //! whoever opens one holds the lock of [`discard`](mod@crate::unmerge::discard) until it is closed.
 //!
@@ -122,6 +122,20 @@ impl<'a> Window<'a> {
             window.armed.insert(run);
         }
         Ok(window)
+    }
+
+    /// A window over places, from the first to that before `end`, which the caller has registered for missing pages, and which stay
+    /// so when it ends.
+    #[cfg_attr(not(feature = "pack"), allow(dead_code))]
+    pub(crate) fn of_registered(uffd: &'a Uffd, start: usize, scratch: usize, end: usize) -> Self {
+        Self {
+            uffd,
+            start,
+            scratch,
+            pages: end,
+            armed: PageSet::default(),
+            away: PageSet::default(),
+        }
     }
 
     /// Guest address of a page.
@@ -252,7 +266,8 @@ impl<'a> Window<'a> {
         Ok(())
     }
 
-    /// What is away of some pages does not go back: its place stays empty, which stands for the zeros that it held.
+    /// What is away of some pages does not go back: its place stays empty, which stands for the zeros that it held; or whoever
+    /// touches it waits for what is kept elsewhere.
     pub(crate) fn leave_empty(&mut self, pages: Range<usize>) {
         self.away.remove(pages);
     }

@@ -48,6 +48,7 @@ enum Step {
     Bridge(u32),
     Carry(u32),
     Zero,
+    Pack,
     NotMerged(NotMerged),
     Copied,
     KeyCopy(u64),
@@ -113,6 +114,7 @@ fn steps() -> impl Strategy<Value = Step> {
         2 => (0u32..40).prop_map(Step::Bridge),
         2 => (0u32..40).prop_map(Step::Carry),
         1 => Just(Step::Zero),
+        3 => Just(Step::Pack),
         1 => why.prop_map(Step::NotMerged),
         2 => Just(Step::Copied),
         1 => (0u64..9).prop_map(Step::KeyCopy),
@@ -215,6 +217,15 @@ fn play(map: &mut PageMap, others: &mut Others, page: Page, step: Step) {
         Step::Bridge(n) if map.private_candidate(page).is_some() => map.bridge(page, slot(n)),
         Step::Carry(n) if matches!(state.backing, Backing::CopiedOnWrite(_)) => map.carry(page, slot(n)),
         Step::Zero if may(PageState::resting(Backing::Zero)) => map.zero(page),
+        Step::Pack => match state.backing {
+            Backing::Private => {
+                map.watch_for_cold();
+                assert!(!map.settle(page) || map.private_candidate(page).is_some());
+                map.pack(page);
+            }
+            Backing::Packed => map.unpack(page),
+            _ => {}
+        },
         Step::NotMerged(why) => map.not_merged(page, why, 1),
         Step::Copied if state.backing.maps_a_slot() => map.copied_by_kernel(page),
         Step::KeyCopy(n) if state.backing.is_copied() => map.key_copy(page, Some(key(n))),
@@ -447,7 +458,10 @@ proptest! {
             };
             let apart = |page: &Page| {
                 let at = *page as usize;
-                map.memory().adjacent(*page) && !follows(places[at], places[at + 1])
+                // What is packed is the packer's to register, and lies in a mapping of its own.
+                let packed = |page: Page| map.backing(page) == Backing::Packed;
+                let follow = follows(places[at], places[at + 1]) && packed(*page) == packed(*page + 1);
+                map.memory().adjacent(*page) && !follow
             };
             let mappings = (0..PAGES - 1).filter(apart).fold(0, |n, _| n + 1);
             let counted = map.vmas() - others.own_mappings;

@@ -1,0 +1,350 @@
+//! Pages that rest are packed by a service, and come back whatever happens to them: touched by guests, by system calls and devices,
+//! given up, lent, removed, at the end of the service.
+#![allow(unsafe_code)] // raw memory
+#![allow(clippy::cast_possible_truncation)] // a few pages
+
+use std::ops::Range;
+use std::time::{Duration, Instant};
+use vmm_dedup::{Breaks, Config, DedupService, HostRange, Pack, Settings, Switch};
+use vmm_dedup_integration_tests::direct_io::{pin, unpin};
+use vmm_dedup_integration_tests::memory::{Pages, flags_of};
+use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::vm::Guest;
+use vmm_dedup_integration_tests::{need_kvm, need_userfaultfd};
+use vmm_dedup_payload::{PayloadConfig, WorkingSet};
+use vmm_dedup_protocol::PAGE_SIZE;
+use vmm_dedup_refvmm::ThpMode;
+use vmm_dedup_trouble::Watchdog;
+
+const WORDS: usize = PAGE_SIZE / 8;
+/// Pages of a guest: more than one chunk.
+const PAGES: usize = 768;
+/// The first so many have a twin each.
+const TWINS: usize = 64;
+const PATIENCE: Duration = Duration::from_secs(60);
+/// A thread that waits for a page for ever cannot be ended otherwise.
+const HANGS: Duration = Duration::from_secs(100);
+
+fn config() -> Config {
+    Config {
+        pass_period_ms: 10,
+        cpu_percent: 100,
+        pack: Pack {
+            on: true,
+            idle_ms: 30,
+        },
+        ..Config::default()
+    }
+}
+
+/// Content that packs well, another for each page and round; of twins the same.
+fn content(page: usize, word: usize, round: u64) -> u64 {
+    let number = if page < TWINS { page / 2 } else { page } as u64 + 1 + (round << 20);
+    match word % 32 {
+        5 => number.wrapping_mul(0x9e37_79b9_7f4a_7c15),
+        9 => number ^ word as u64,
+        _ => 0x2020,
+    }
+}
+
+fn fill(pages: &Pages, which: Range<usize>, round: u64) {
+    for page in which {
+        (0..WORDS).for_each(|word| pages.store(page, word, content(page, word, round)));
+    }
+}
+
+fn holds(pages: &Pages, page: usize, round: u64) -> bool {
+    (0..WORDS).all(|word| pages.load(page, word) == content(page, word, round))
+}
+
+fn assert_hold(pages: &Pages, which: Range<usize>, round: u64) {
+    which.for_each(|page| assert!(holds(pages, page, round), "page {page}"));
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < PATIENCE, "{what} did not happen");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn packed(service: &DedupService) -> usize {
+    usize::try_from(service.stats().packing.pages).expect("few")
+}
+
+fn range(pages: &Pages, which: &Range<usize>) -> HostRange {
+    HostRange::try_new(pages.address(which.start), which.len() * PAGE_SIZE).expect("aligned")
+}
+
+/// A guest all of whose pages without a twin are packed.
+fn packed_guest(breaks: Breaks) -> (StoreThread, Pages, DedupService) {
+    let store = StoreThread::start();
+    let pages = Pages::map(PAGES);
+    fill(&pages, 0..PAGES, 0);
+    let config = Config { breaks, ..config() };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    wait_until("packing", || packed(&service) == PAGES - TWINS);
+    (store, pages, service)
+}
+
+/// Nobody waits for a page of them, now or later: none is registered for missing pages.
+fn assert_not_registered(pages: &Pages) {
+    for flags in flags_of(pages) {
+        assert!(!flags.contains(" um"), "{flags}");
+    }
+}
+
+#[test]
+fn pages_that_rest_and_have_no_twin_are_packed_and_come_back_when_they_are_touched() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (_store, pages, service) = packed_guest(Breaks::KERNEL);
+    let stats = service.stats();
+    assert_eq!(stats.pages_mapped as usize, TWINS);
+    assert!(stats.packing.bytes > 0 && stats.packing.bytes < (PAGES * PAGE_SIZE) as u64 / 2);
+    assert!(
+        flags_of(&pages).iter().all(|flags| flags.contains(" dc")),
+        "no child is to have it"
+    );
+    assert_hold(&pages, 0..PAGES, 0);
+    let stats = service.pass().expect("a pass");
+    assert_eq!(stats.packing.touched_total as usize, PAGES - TWINS);
+    assert_eq!(stats.packing.early_total, stats.packing.touched_total);
+    // They are packed again, later.
+    wait_until("packing again", || packed(&service) == PAGES - TWINS);
+    fill(&pages, 100..200, 1);
+    wait_until("packing what is new", || packed(&service) == PAGES - TWINS);
+    assert_hold(&pages, 0..100, 0);
+    assert_hold(&pages, 100..200, 1);
+    assert_hold(&pages, 200..PAGES, 0);
+    service.stop(true).expect("it stops");
+    assert_not_registered(&pages);
+}
+
+#[test]
+fn it_is_explained() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(PAGES);
+    fill(&pages, 0..PAGES, 0);
+    let service = pages
+        .serve_at(&store.socket(), config(), 1 << 30)
+        .expect("dedup starts");
+    wait_until("packing", || packed(&service) == PAGES - TWINS);
+    let (explanation, _) = service.explain(None).expect("it answers");
+    assert_eq!(
+        (explanation.packed as usize, explanation.shared as usize),
+        (PAGES - TWINS, TWINS)
+    );
+}
+
+#[test]
+fn nothing_is_packed_unless_it_is_wanted() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(PAGES);
+    fill(&pages, 0..PAGES, 0);
+    let config = Config {
+        pack: Pack::default(),
+        ..config()
+    };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    wait_until("sharing", || service.stats().pages_mapped as usize == TWINS);
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(packed(&service), 0);
+    assert_not_registered(&pages);
+    let threads = std::fs::read_dir("/proc/self/task").expect("/proc is there");
+    let names = threads.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    assert!(names.into_iter().all(|name| name.trim() != "dedup-pack"));
+}
+
+fn discard_packed_pages(breaks: Breaks) {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("a discard hangs"));
+    let (_store, pages, service) = packed_guest(breaks);
+    let discarder = service.discarder();
+    // Packed, back, and shared ones.
+    assert_hold(&pages, 300..310, 0);
+    // SAFETY: the test's own memory, whose content is not needed any more.
+    unsafe { discarder.discard(pages.address(0), 400 * PAGE_SIZE) }.expect("it is discarded");
+    (0..400).for_each(|page| assert!((0..WORDS).all(|word| pages.load(page, word) == 0), "page {page}"));
+    assert_hold(&pages, 400..PAGES, 0);
+    fill(&pages, 0..400, 3);
+    wait_until("packing again", || packed(&service) == PAGES - TWINS);
+    assert_hold(&pages, 0..400, 3);
+    assert_hold(&pages, 400..PAGES, 0);
+    wait_until("packing again", || packed(&service) == PAGES - TWINS);
+    service.stop(false).expect("it stops");
+    // The discarder outlives the service.
+    assert_hold(&pages, 400..PAGES, 0);
+    // SAFETY: as above.
+    unsafe { discarder.discard(pages.address(0), PAGES * PAGE_SIZE) }.expect("it is discarded");
+    (0..PAGES).for_each(|page| assert_eq!(pages.load(page, 0), 0));
+    assert_not_registered(&pages);
+}
+
+#[test]
+fn discarded_pages_are_zeros_whether_they_were_packed_or_not() {
+    discard_packed_pages(Breaks::KERNEL);
+}
+
+#[test]
+fn discarded_pages_are_zeros_whether_they_were_packed_or_not_with_managed_breaks() {
+    discard_packed_pages(Breaks::managed(256, 0));
+}
+
+#[test]
+fn a_service_that_ends_brings_everything_back() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("an end hangs"));
+    let ends: [fn(DedupService); 3] = [
+        |service| _ = service.stop(false).expect("it stops"),
+        |service| _ = service.stop(true).expect("it stops"),
+        drop,
+    ];
+    for end in ends {
+        let (store, pages, service) = packed_guest(Breaks::KERNEL);
+        end(service);
+        assert_not_registered(&pages);
+        drop(store);
+        assert_hold(&pages, 0..PAGES, 0);
+    }
+}
+
+#[test]
+fn switched_off_with_unmerge_nothing_is_packed_and_paused_it_is_served() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (_store, pages, service) = packed_guest(Breaks::KERNEL);
+    service.pause();
+    assert_hold(&pages, 100..200, 0);
+    service.resume();
+    wait_until("packing again", || packed(&service) == PAGES - TWINS);
+    let switch = |switch| {
+        let settings = Settings {
+            switch: Some(switch),
+            ..Settings::default()
+        };
+        service.set(settings).expect("it is set");
+    };
+    switch(Switch::OffUnmerge);
+    assert_not_registered(&pages);
+    assert_hold(&pages, 0..PAGES, 0);
+    switch(Switch::On);
+    wait_until("packing again", || packed(&service) == PAGES - TWINS);
+    assert_hold(&pages, 0..PAGES, 0);
+}
+
+#[test]
+fn memory_that_is_lent_or_removed_is_back_before() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (_store, pages, service) = packed_guest(Breaks::KERNEL);
+    let (lent, gone) = (0..512, 512..640);
+    service.release_range(range(&pages, &lent)).expect("it is lent");
+    assert_eq!(packed(&service), PAGES - 512);
+    // SAFETY: as for any memory of the test's; the service leaves it alone.
+    let flags: Vec<String> = flags_of(&pages)
+        .into_iter()
+        .filter(|flags| flags.contains(" um"))
+        .collect();
+    assert!(!flags.is_empty(), "the others are packed still");
+    fill(&pages, lent.clone(), 5);
+    std::thread::sleep(Duration::from_millis(200));
+    assert_hold(&pages, lent.clone(), 5);
+    service.remove_range(range(&pages, &gone)).expect("it is removed");
+    assert_eq!(packed(&service), PAGES - 640);
+    fill(&pages, gone.clone(), 6);
+    service.resume_range(range(&pages, &lent)).expect("it is back");
+    wait_until("packing again", || packed(&service) == PAGES - TWINS - gone.len());
+    assert_hold(&pages, lent, 5);
+    assert_hold(&pages, gone, 6);
+    assert_hold(&pages, 640..PAGES, 0);
+    service.stop(true).expect("it stops");
+    assert_not_registered(&pages);
+}
+
+#[test]
+fn packed_pages_do_not_depend_on_the_store() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (store, pages, service) = packed_guest(Breaks::KERNEL);
+    drop(store);
+    wait_until("the loss", || service.stats().state == 3);
+    assert_hold(&pages, 0..PAGES, 0);
+    service.stop(true).expect("it stops");
+    assert_hold(&pages, 0..PAGES, 0);
+}
+
+#[test]
+fn pinned_pages_are_not_packed_and_system_calls_find_packed_ones() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let store = StoreThread::start();
+    let pages = Pages::map(PAGES);
+    fill(&pages, 0..PAGES, 0);
+    let ring = pin(&pages, 100); // twins among them
+    let service = pages.serve(&store.socket(), config()).expect("dedup starts");
+    wait_until("packing", || packed(&service) == PAGES - 100);
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(packed(&service), PAGES - 100);
+    unpin(&ring);
+    // The kernel reads and writes packed pages on behalf of system calls.
+    let mut file = tempfile::tempfile().expect("a file");
+    {
+        use std::io::{Read, Seek, Write};
+        // SAFETY: mapped memory of the test's own, which nobody writes meanwhile.
+        let source = unsafe { std::slice::from_raw_parts(pages.address(200) as *const u8, 8 * PAGE_SIZE) };
+        file.write_all(source).expect("it is written");
+        file.rewind().expect("it is a file");
+        // SAFETY: as above, and nobody else reads it.
+        let target = unsafe { std::slice::from_raw_parts_mut(pages.address(300) as *mut u8, 8 * PAGE_SIZE) };
+        file.read_exact(target).expect("it is read");
+    }
+    for page in 0..8 {
+        assert!((0..WORDS).all(|word| pages.load(300 + page, word) == content(200 + page, word, 0)));
+    }
+    assert_hold(&pages, 0..300, 0);
+    assert_hold(&pages, 308..PAGES, 0);
+}
+
+/// It writes a few words of pages of zeros, which pack well, and comes back to them.
+#[test]
+fn a_guest_finds_every_word_that_it_wrote() {
+    need_kvm!();
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("a guest hangs"));
+    let store = StoreThread::start();
+    let payload = PayloadConfig::default()
+        .private_mib(2)
+        .zero_mib(16)
+        .ws_area(WorkingSet::Zero)
+        .ws_pages(2048)
+        .rate(1500)
+        .seconds(1_000_000);
+    let config = Config {
+        pass_period_ms: 20,
+        pack: Pack {
+            on: true,
+            idle_ms: 60,
+        },
+        ..config()
+    };
+    let guest = Guest::boot(payload, 32, ThpMode::Never, Some((&store.socket(), config)));
+    wait_until("packing and coming back", || {
+        let packing = guest.stats().packing;
+        packing.packs_total > 3000 && packing.touched_total > 1500
+    });
+    let packing = guest.stats().packing;
+    let (verdict, stats) = guest.finish();
+    assert!(verdict.ok && verdict.errors == 0, "{verdict:?}");
+    assert_eq!((stats.packing.pages, stats.packing.broken_total), (0, 0));
+    eprintln!(
+        "{} packs, {} touched, p50 {} us, p99 {} us",
+        packing.packs_total,
+        packing.touched_total,
+        packing.rebuild.quantile_us(0.5),
+        packing.rebuild.quantile_us(0.99)
+    );
+}

@@ -1,0 +1,441 @@
+//! What threads share that pack, rebuild, and give pages up.
+
+use crate::error::Error;
+use crate::memory::bitmap::Bits;
+use crate::memory::layout::{Memory, Page};
+use crate::memory::page_map::PageMap;
+use crate::memory::page_state::Backing;
+use crate::pack::figures::Figures;
+use crate::pack::table::{Returned, Table};
+use crate::sys::bell::Bell;
+use crate::sys::late_log;
+use crate::sys::page_size::PAGE_SIZE;
+use crate::sys::relocate::{track, track_again, wake};
+use crate::sys::uffd::{Mode, Uffd};
+use crate::sys::vma::{self, MEMORY_PAUSE};
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// See the [room's](mod@crate::pack) text.
+#[derive(Debug)]
+pub(crate) struct Packer {
+    pub(super) uffd: Arc<Uffd>,
+    tracker: Arc<Uffd>,
+    inner: Mutex<Inner>,
+    /// Rung at the end.
+    pub(super) bell: Bell,
+    pub(super) stop: AtomicBool,
+    /// The rebuilding thread has read faults that it has not served.
+    pub(super) wanted: AtomicBool,
+    began: Instant,
+    /// So many faults more are met by a panic.
+    #[cfg(test)]
+    pub(super) panics: std::sync::atomic::AtomicU64,
+    /// The panic comes with so many comparisons more.
+    #[cfg(test)]
+    pub(super) panics_comparing: std::sync::atomic::AtomicU64,
+}
+
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) memory: Arc<Memory>,
+    /// Pages whose places are registered with the packer, or may be.
+    registered: Bits,
+    pub(super) table: Table,
+    pub(super) figures: Figures,
+}
+
+/// What became of a page that was to be brought back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Brought {
+    /// It is there: it was packed.
+    Rebuilt,
+    /// It was there, or there is a page of zeros now.
+    WasThere,
+    /// Not yet: there is no memory for it.
+    Later,
+}
+
+/// Whether places are registered with the packer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Armed {
+    Yes,
+    /// Some of them: nobody may take their pages. They are there, and go home.
+    Partly,
+    /// They are the tracker's, as they were.
+    No,
+}
+
+impl Packer {
+    pub(crate) fn new(tracker: Arc<Uffd>, memory: Arc<Memory>) -> Result<Self, Error> {
+        Ok(Self {
+            uffd: Arc::new(Uffd::packer()?),
+            tracker,
+            inner: Mutex::new(Inner {
+                registered: Bits::new(memory.end()),
+                memory,
+                table: Table::new().map_err(Error::Scratch)?,
+                figures: Figures::default(),
+            }),
+            bell: Bell::new().map_err(Error::Eventfd)?,
+            stop: AtomicBool::new(false),
+            wanted: AtomicBool::new(false),
+            began: Instant::now(),
+            #[cfg(test)]
+            panics: std::sync::atomic::AtomicU64::default(),
+            #[cfg(test)]
+            panics_comparing: std::sync::atomic::AtomicU64::default(),
+        })
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn seconds(&self) -> u32 {
+        u32::try_from(self.began.elapsed().as_secs()).unwrap_or(u32::MAX)
+    }
+
+    pub(crate) fn figures(&self) -> Figures {
+        let mut inner = self.lock();
+        let (bytes, metadata) = inner.table.bytes();
+        Figures {
+            pages: inner.table.len() as u64,
+            bytes,
+            metadata_bytes: metadata + inner.registered.bytes() as u64,
+            ..inner.figures
+        }
+    }
+
+    /// CPU time of the rebuilding thread.
+    pub(crate) fn cpu_ns(&self) -> u64 {
+        self.lock().figures.cpu_ns
+    }
+
+    /// Memory came or went. Of what went nothing is packed any more.
+    pub(crate) fn set_memory(&self, memory: Arc<Memory>) {
+        let mut inner = self.lock();
+        inner.registered = inner.registered.resized(memory.end());
+        for page in inner.registered.runs(0..Page::MAX).into_iter().flatten() {
+            if !memory.has(page) {
+                inner.registered.set(page, false);
+                inner.table.give_up(&(page..page + 1));
+            }
+        }
+        inner.memory = memory;
+    }
+
+    /// The guest gives pages up: from now on they are zeros. To be called while the discards' lock is held; only memory is touched.
+    pub(crate) fn discard(&self, pages: &Range<Page>) {
+        self.lock().table.give_up(pages);
+    }
+
+    /// Whether somebody waits for a page, as far as is known.
+    pub(super) fn somebody_waits(&self) -> bool {
+        self.wanted.load(Ordering::Acquire) || self.uffd.somebody_waits(Duration::ZERO)
+    }
+
+    /// Registers the places of consecutive pages, which are there, for missing pages, instead of for write tracking. If that fails
+    /// they are as they were, or go home later.
+    pub(super) fn arm(&self, map: &mut PageMap, pages: &Range<Page>) -> bool {
+        let range = map.memory().addresses(pages);
+        // Before they are, so that none stays registered that is not said to be, should this thread die in between.
+        self.note_registered(pages, true);
+        let armed = self.try_to_arm(&range);
+        if armed == Armed::No {
+            self.note_registered(pages, false);
+            pages.clone().for_each(|page| map.requeue(page));
+            return false;
+        }
+        pages.clone().for_each(|page| map.pack(page));
+        if armed == Armed::Partly {
+            let mut inner = self.lock();
+            pages.clone().for_each(|page| inner.table.return_again(page));
+        }
+        armed == Armed::Yes
+    }
+
+    fn try_to_arm(&self, range: &Range<usize>) -> Armed {
+        let step = "registering places of pages to be packed";
+        if let Err(error) = self.tracker.unregister(range.start, range.len()) {
+            late_log::note(step, &error, "the pages stay as they are");
+            // A part of them may be registered no more.
+            track_again(&self.tracker, range);
+            return Armed::No;
+        }
+        let Err(error) = self.uffd.register(range.start, range.len(), Mode::Missing) else {
+            return Armed::Yes;
+        };
+        late_log::note(step, &error, "the pages stay as they are");
+        // For want of a mapping the kernel ends in the middle. Else it did nothing, and the place may be somebody else's.
+        let partly = error.raw_os_error() == Some(libc::ENOMEM);
+        if partly && self.uffd.unregister(range.start, range.len()).is_err() {
+            return Armed::Partly;
+        }
+        track(
+            &self.tracker,
+            range.clone(),
+            "tracking writes to pages that were not packed",
+        );
+        Armed::No
+    }
+
+    fn note_registered(&self, pages: &Range<Page>, registered: bool) {
+        let inner = self.lock();
+        pages
+            .clone()
+            .for_each(|page| inner.registered.set(page, registered));
+    }
+
+    /// What is in the table no more since the last call.
+    pub(crate) fn take_returned(&self) -> Vec<Returned> {
+        let mut inner = self.lock();
+        inner.table.sweep();
+        inner.table.take_returned()
+    }
+
+    /// Lets the places of pages that are not in the table go back to the tracker, as far as the kernel allows; those that it does
+    /// not come with the next [`Self::take_returned`].
+    pub(crate) fn go_home(&self, map: &mut PageMap, pages: impl IntoIterator<Item = Page>) {
+        let is_away = |inner: &Inner, page: &Page| inner.table.get(*page).is_none();
+        let mut pages: Vec<Page> = pages.into_iter().collect();
+        {
+            let inner = self.lock();
+            pages.retain(|page| {
+                map.memory().has(*page) && map.backing(*page) == Backing::Packed && is_away(&inner, page)
+            });
+        }
+        pages.sort_unstable();
+        pages.dedup();
+        let memory = map.memory().clone();
+        let lent = |map: &PageMap, page: Page| map.is_lent(page);
+        let runs: Vec<Range<Page>> = pages
+            .chunk_by(|a, b| *b == a + 1 && memory.adjacent(*a) && lent(map, *a) == lent(map, *b))
+            .map(|run| run[0]..run[run.len() - 1] + 1)
+            .collect();
+        for run in runs {
+            self.send_home(map, run);
+        }
+    }
+
+    fn send_home(&self, map: &mut PageMap, run: Range<Page>) {
+        let range = map.memory().addresses(&run);
+        {
+            // Under the lock: the rebuilding thread fills no place that is not registered with the packer any more.
+            let mut inner = self.lock();
+            if let Err(error) = self.uffd.unregister(range.start, range.len()) {
+                late_log::note(
+                    "ending registrations of packed pages",
+                    &error,
+                    "the pages are there; it is tried again in the next pass",
+                );
+                return run.for_each(|page| inner.table.return_again(page));
+            }
+            run.clone().for_each(|page| inner.registered.set(page, false));
+        }
+        // Memory that is lent is somebody else's to register.
+        if !map.is_lent(run.start) {
+            track(&self.tracker, range, "tracking writes to pages that were packed");
+        }
+        run.for_each(|page| map.unpack(page));
+    }
+
+    /// Brings back all packed pages among some. What the kernel has no memory for is tried until it works: the bytes are nowhere else.
+    pub(crate) fn bring_back(&self, pages: &Range<Page>) {
+        let mut failures = 0usize;
+        loop {
+            let mut inner = self.lock();
+            let Some(page) = inner.table.first(pages) else {
+                return;
+            };
+            let address = inner.memory.address(page);
+            let brought = self.bring(&mut inner, page, false);
+            drop(inner);
+            if brought != Brought::Later {
+                wake(&self.uffd, &(address..address + PAGE_SIZE));
+                continue;
+            }
+            failures += 1;
+            cry_at_times(failures);
+            std::thread::sleep(MEMORY_PAUSE);
+        }
+    }
+
+    /// Puts a packed page to its place; zeros where there is neither a page nor a packed one. Whoever waits is not woken.
+    #[allow(unsafe_code)] // fills a place in the guest
+    pub(super) fn bring(&self, inner: &mut Inner, page: Page, touched: bool) -> Brought {
+        let address = inner.memory.address(page);
+        let Some(since) = inner.table.get(page).map(|record| record.since) else {
+            return self.fill_with_zeros(inner, page);
+        };
+        let filled = match inner.table.rebuild(page) {
+            // SAFETY: the table's buffer is a page, and ours; the place is in the guest, of which there are no Rust references, and
+            // the kernel fills it only if nothing is there.
+            Some(rebuilt) => unsafe { self.uffd.copy(address, rebuilt, PAGE_SIZE) },
+            None => self.uffd.poison(address, PAGE_SIZE).inspect(|()| {
+                inner.figures.broken += 1;
+                late_log::note(
+                    "rebuilding a packed page",
+                    &io::Error::from_raw_os_error(libc::EHWPOISON),
+                    "the guest meets a memory error there",
+                );
+            }),
+        };
+        if let Err(error) = filled
+            && !self.is_settled(address, &error)
+        {
+            return Brought::Later;
+        }
+        let after = self.seconds().saturating_sub(since);
+        inner.table.remove(page, touched.then_some(after));
+        if touched {
+            inner.figures.touched += 1;
+        } else {
+            inner.figures.brought_back += 1;
+        }
+        Brought::Rebuilt
+    }
+
+    /// A place in our registration that is empty and of which nothing is packed was given up, or never had a page. One that is not
+    /// registered with the packer must not be filled, whoever waited there once: its page may be away in a window of merging.
+    fn fill_with_zeros(&self, inner: &Inner, page: Page) -> Brought {
+        if !inner.registered.get(page) {
+            return Brought::WasThere;
+        }
+        let address = inner.memory.address(page);
+        match self.uffd.zero_page(address, PAGE_SIZE) {
+            Err(error) if !self.is_settled(address, &error) => Brought::Later,
+            _ => Brought::WasThere,
+        }
+    }
+
+    /// After a place could not be filled: whether nothing is to be done there any more.
+    fn is_settled(&self, address: usize, error: &io::Error) -> bool {
+        // There is a page: the kernel did it, or this is done a second time.
+        if self.uffd.filled(address) {
+            return true;
+        }
+        late_log::note(
+            "bringing a packed page back",
+            error,
+            "it was tried again until it worked",
+        );
+        // The VMM has unmapped or replaced it without telling, and so has given it up; or our registration has ended.
+        let not_ours = matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINVAL));
+        not_ours
+            && (!vma::is_mapped(address, PAGE_SIZE)
+                || self
+                    .uffd
+                    .register(address, PAGE_SIZE, Mode::Missing)
+                    .is_err_and(|error| is_foreign(&error)))
+    }
+
+    /// Ends the registrations of pages of which nothing is packed any more, and tries that until it works.
+    pub(crate) fn release(&self, pages: &Range<Page>) {
+        let runs = {
+            let inner = self.lock();
+            let pages = inner.registered.runs(pages.clone()).into_iter().flatten();
+            let pages: Vec<Page> = pages.filter(|page| inner.memory.has(*page)).collect();
+            let neighbours = |a: &Page, b: &Page| *b == a + 1 && inner.memory.adjacent(*a);
+            let runs = pages.chunk_by(neighbours);
+            runs.map(|run| run[0]..run[run.len() - 1] + 1).collect::<Vec<_>>()
+        };
+        for run in runs {
+            if !self.try_to_release(&run) {
+                // Some of it is not what it was. Page by page that is nobody's to wait for.
+                run.for_each(|page| _ = self.try_to_release(&(page..page + 1)));
+            }
+        }
+    }
+
+    /// `false`: some of the places are not ours (any more): unmapped, or replaced by other memory.
+    fn try_to_release(&self, run: &Range<Page>) -> bool {
+        for failures in 1usize.. {
+            let inner = self.lock();
+            let range = inner.memory.addresses(run);
+            let done = self.uffd.unregister(range.start, range.len());
+            let foreign = done.as_ref().is_err_and(is_foreign);
+            if done.is_ok() || (foreign && run.len() == 1) {
+                run.clone().for_each(|page| inner.registered.set(page, false));
+            }
+            let Err(error) = done else { break };
+            if foreign {
+                return false;
+            }
+            drop(inner);
+            late_log::note(
+                "ending registrations of packed pages",
+                &error,
+                "it was tried again until it worked",
+            );
+            cry_at_times(failures);
+            std::thread::sleep(MEMORY_PAUSE);
+        }
+        true
+    }
+
+    /// Ends the rebuilding thread, once it has brought everything back.
+    pub(crate) fn end(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.bell.ring();
+    }
+}
+
+/// Whether a place is another userfaultfd's, or no anonymous memory.
+fn is_foreign(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EINVAL))
+}
+
+/// Says so, now and then, while a page cannot be brought back.
+pub(super) fn cry_at_times(failures: usize) {
+    if failures % 10_000 == 1_000 {
+        let error = io::Error::from_raw_os_error(libc::ENOMEM);
+        late_log::cry("bringing packed pages back", &error);
+    }
+}
+
+impl Inner {
+    /// Makes memory ready for the next segment, without the lock.
+    pub(super) fn is_ready(&mut self) -> bool {
+        self.table.sweep();
+        self.table.is_ready()
+    }
+}
+
+impl Packer {
+    /// Gathers what is packed in fewer segments.
+    pub(super) fn compact(&self) {
+        self.lock().table.compact();
+    }
+
+    /// Makes memory ready for the next segment.
+    pub(super) fn make_ready(&self) {
+        if self.lock().is_ready() {
+            return;
+        }
+        if let Some(memory) = Table::make_ready() {
+            self.lock().table.set_ready(memory);
+        }
+    }
+}
+
+#[cfg(test)]
+impl Packer {
+    pub(super) fn panic_serving(&self) {
+        let left = self.panics.load(Ordering::Relaxed);
+        if left > 0 {
+            self.panics.store(left - 1, Ordering::Relaxed);
+            panic!("while somebody waits");
+        }
+    }
+
+    pub(super) fn panic_comparing(&self) {
+        let left = self.panics_comparing.load(Ordering::Relaxed);
+        self.panics_comparing
+            .store(left.saturating_sub(1), Ordering::Relaxed);
+        assert!(left != 1, "while pages are away");
+    }
+}

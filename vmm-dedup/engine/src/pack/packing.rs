@@ -1,0 +1,260 @@
+//! Packing: the scanning thread's part.
+
+use crate::error::Error;
+use crate::memory::layout::Page;
+use crate::memory::page_map::{NotMerged, PageMap};
+use crate::pack::cold::Cold;
+use crate::pack::figures::{Packed, WINDOW};
+use crate::pack::memory::Buffers;
+use crate::pack::packer::Packer;
+use crate::pack::table::{MOST_BYTES, NotPut, OVERLAY_LINES, base_of};
+use crate::sys::page_size::{CHUNK_PAGES, bytes};
+use crate::sys::pagemap::{Pagemap, Written};
+use crate::sys::sched::Urgent;
+use crate::track::access::Probes;
+use crate::window::{PageSet, Scratch, Taken, Window};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use vmm_dedup_packed::{Codecs, Keeping, Kind, Kinds, Offers, Page as PageBytes, Rule, Weights};
+use vmm_dedup_protocol::raw;
+
+/// Mappings that a run of packed pages may add.
+const VMAS_PER_RUN: i64 = 2;
+
+/// A page that was packed, and is not taken yet.
+#[derive(Clone, Copy, Debug)]
+struct Prepared {
+    page: Page,
+    kind: Kind,
+    length: usize,
+}
+
+/// See the [room's](mod@crate::pack) text.
+#[derive(Debug)]
+pub(crate) struct Packing {
+    packer: Arc<Packer>,
+    cold: Cold,
+    scratch: Scratch,
+    codecs: Codecs,
+    rule: Rule,
+    offers: Offers,
+    /// The copy of the page that is being packed.
+    copy: Buffers,
+    /// Packed bytes, one page's each.
+    buffers: Buffers,
+    prepared: Vec<Prepared>,
+    early: u64,
+}
+
+impl Packing {
+    pub(crate) fn new(packer: Arc<Packer>, idle: Duration) -> Result<Self, Error> {
+        let no_memory = |error| Error::Scratch(std::io::Error::other(error));
+        Ok(Self {
+            cold: Cold::new(idle),
+            scratch: Scratch::new(packer.uffd.clone())?,
+            packer,
+            codecs: Codecs::try_new(OVERLAY_LINES).map_err(no_memory)?,
+            rule: Rule {
+                kinds: Kinds::of(&[Kind::Overlay, Kind::Lz4, Kind::Zstd]),
+                weights: Weights::default(),
+                keeping: Keeping::Whole,
+                most_lines: OVERLAY_LINES,
+            },
+            offers: Offers::default(),
+            copy: Buffers::new(1).map_err(Error::Scratch)?,
+            buffers: Buffers::new(WINDOW).map_err(Error::Scratch)?,
+            prepared: Vec::with_capacity(WINDOW),
+            early: 0,
+        })
+    }
+
+    /// Takes note of what came back, and lets its places go home.
+    pub(crate) fn take_home(&mut self, map: &mut PageMap) {
+        let returned = self.packer.take_returned();
+        for page in &returned {
+            if let Some(after) = page.touched_after {
+                self.early += u64::from(self.cold.note_touched(page.page, after));
+            }
+        }
+        let pages = returned.into_iter().map(|returned| returned.page);
+        self.packer.go_home(map, pages);
+    }
+
+    /// Pages that came back early.
+    pub(crate) fn early(&self) -> u64 {
+        self.early
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.cold.bytes()
+    }
+
+    /// The next chunk to look at now, if there is one.
+    pub(crate) fn next_chunk(&mut self, map: &mut PageMap) -> Option<usize> {
+        // From now on there may be holes, of which a child would read zeros.
+        map.memory().keep_from_children();
+        self.cold.next(map)
+    }
+
+    /// Pages of a chunk that are to be packed now: cold, and there.
+    ///
+    /// # Errors
+    /// [`Error::Pagemap`].
+    pub(crate) fn look(
+        &mut self,
+        map: &mut PageMap,
+        pagemap: &mut Pagemap,
+        probes: Probes,
+        at: usize,
+    ) -> Result<Vec<Page>, Error> {
+        let mut cold = self.cold.look(map, probes, at);
+        if cold.is_empty() {
+            return Ok(cold);
+        }
+        let chunk = map.chunk_at(at).addresses();
+        let mut written = Vec::new();
+        let note = |found: Written| written.push(found.range);
+        pagemap.written(chunk.clone(), note).map_err(Error::Pagemap)?;
+        let there = pagemap.populated(chunk).map_err(Error::Pagemap)?;
+        let within = |ranges: &[Range<usize>], address| ranges.iter().any(|range| range.contains(&address));
+        cold.retain(|page| {
+            let address = map.memory().address(*page);
+            within(&there, address) && !within(&written, address)
+        });
+        Ok(cold)
+    }
+
+    /// Packs copies of some pages of one chunk, at most [`WINDOW`], for [`Self::pack`]. Nothing is held.
+    #[allow(unsafe_code)] // reads guest pages
+    pub(crate) fn prepare(&mut self, map: &PageMap, pages: &[Page]) {
+        self.prepared.clear();
+        self.packer.make_ready();
+        for page in pages {
+            // SAFETY: a guest page, which is mapped, and a page of ours, to which there are no references now.
+            unsafe { raw::copy_page(map.memory().address(*page), self.copy.address(0)) };
+            if let Some((kind, length)) = self.pack_copy(self.prepared.len()) {
+                let page = *page;
+                self.prepared.push(Prepared { page, kind, length });
+            }
+        }
+    }
+
+    fn pack_copy(&mut self, number: usize) -> Option<(Kind, usize)> {
+        let copy = self.copy.page(0);
+        self.offers.collect(&mut self.codecs, self.rule.kinds, copy, &[]);
+        let (offer, _) = self.rule.choose(&self.offers, |_| 0)?;
+        let into = &mut self.buffers.page_mut(number)[..MOST_BYTES];
+        let packed = self.codecs.of(offer.kind).pack(copy, base_of(offer.kind), into);
+        packed.ok().map(|length| (offer.kind, length))
+    }
+
+    /// Packs what was prepared and still is a candidate. To be called while the discards' lock is held, and what they noted is
+    /// taken note of.
+    pub(crate) fn pack(&mut self, map: &mut PageMap, pagemap: &mut Pagemap, pass: u64) -> Packed {
+        self.prepared
+            .retain(|prepared| map.private_candidate(prepared.page).is_some());
+        let Some(first) = self.prepared.first().map(|prepared| prepared.page) else {
+            return Packed::default();
+        };
+        let armed = self.arm(map);
+        let urgent = Urgent::begin();
+        let (packed, pinned) = self.take_and_compare(map, pagemap, first, armed);
+        drop(urgent);
+        let left = armed.runs().flatten().filter_map(|offset| page_at(first, offset));
+        // Those that were packed stay.
+        self.packer.go_home(map, left);
+        for offset in pinned.runs().flatten() {
+            if let Some(page) = page_at(first, offset) {
+                map.not_merged(page, NotMerged::Pinned, pass);
+            }
+        }
+        packed
+    }
+
+    /// Registers the places of what was prepared; which were. As many runs as there are mappings for.
+    fn arm(&self, map: &mut PageMap) -> PageSet {
+        let first = self.prepared[0].page;
+        let runs = self
+            .prepared
+            .chunk_by(|a, b| b.page == a.page + 1)
+            .map(|run| run[0].page..run[run.len() - 1].page + 1);
+        let mut armed = PageSet::default();
+        for run in runs.collect::<Vec<_>>() {
+            // Half of what there is is for merging.
+            if map.has_vmas_for(VMAS_PER_RUN + map.vmas_max() / 2) && self.packer.arm(map, &run) {
+                armed.insert((run.start - first) as usize..(run.end - first) as usize);
+            }
+        }
+        armed
+    }
+
+    /// Takes the pages of a window, and leaves away what was packed: see the room's text. Returns what was pinned as well.
+    #[allow(unsafe_code)] // reads pages that were taken
+    fn take_and_compare(
+        &mut self,
+        map: &PageMap,
+        pagemap: &mut Pagemap,
+        first: Page,
+        armed: PageSet,
+    ) -> (Packed, PageSet) {
+        let (mut done, mut pinned) = (Packed::default(), PageSet::default());
+        let end = armed.runs().last().map_or(0, |run| run.end);
+        let place = self.scratch.place(end);
+        let (since, packer) = (self.packer.seconds(), self.packer.clone());
+        let mut inner = packer.lock();
+        let clock = Instant::now();
+        let mut window = Window::of_registered(&packer.uffd, map.memory().address(first), place, end);
+        for run in armed.runs() {
+            for (offset, taken) in (run.start..).zip(window.take(run)) {
+                if taken == Taken::Pinned {
+                    pinned.insert(offset..offset + 1);
+                }
+            }
+        }
+        // What was swapped out meanwhile goes back unread.
+        let there = pagemap.populated(place..place + bytes(end)).unwrap_or_default();
+        for (number, prepared) in self.prepared.iter().enumerate() {
+            let offset = (prepared.page - first) as usize;
+            let taken = window.taken(offset);
+            if !window.away().contains(offset) || !there.iter().any(|there| there.contains(&taken)) {
+                continue;
+            }
+            if packer.somebody_waits() {
+                break;
+            }
+            // SAFETY: the page was taken, so nobody else reaches it, and it is in memory or comes back from swap as it was.
+            let original = unsafe { &*(taken as *const PageBytes) };
+            let bytes = &self.buffers.page(number)[..prepared.length];
+            match inner
+                .table
+                .put(prepared.page, bytes, prepared.kind, original, since)
+            {
+                Ok(()) => {
+                    #[cfg(test)]
+                    packer.panic_comparing();
+                    window.leave_empty(offset..offset + 1);
+                    done.packed += 1;
+                }
+                Err(NotPut::Differs) => {}
+                Err(NotPut::NoMemory) => break,
+            }
+        }
+        window.close();
+        inner.figures.packs += done.packed;
+        done.pinned = pinned.runs().map(|run| run.len() as u64).sum();
+        done.stop_ns = u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        (done, pinned)
+    }
+
+    /// Frees what windows left, and what gaps hold.
+    pub(crate) fn clean_up(&mut self) {
+        self.scratch.free();
+        self.packer.compact();
+    }
+}
+
+fn page_at(first: Page, offset: usize) -> Option<Page> {
+    debug_assert!(offset < CHUNK_PAGES);
+    Page::try_from(offset).ok().map(|offset| first + offset)
+}

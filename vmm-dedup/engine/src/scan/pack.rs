@@ -1,0 +1,60 @@
+//! Packing within a pass: what is cold is packed, and what came back goes home.
+
+use crate::error::Error;
+use crate::memory::layout::Page;
+use crate::pack::WINDOW;
+use crate::scan::pass::Pass;
+
+impl Pass {
+    /// Takes note of packed pages that came back since somebody touched them.
+    pub(super) fn note_unpacked(&mut self) {
+        if let Some(packing) = &mut self.packing {
+            packing.take_home(&mut self.map);
+            self.account.lap(|cpu| &mut cpu.merge);
+        }
+    }
+
+    /// Packs what is cold, as far as this pass comes.
+    pub(super) fn pack_cold(&mut self) -> Result<(), Error> {
+        let packed = self.try_to_pack();
+        if let Some(packing) = &mut self.packing {
+            packing.clean_up();
+        }
+        packed
+    }
+
+    fn try_to_pack(&mut self) -> Result<(), Error> {
+        let probes = self.monitor.probes();
+        // They have twins.
+        let deferred = self.merging.deferred.pages();
+        while let Some(packing) = &mut self.packing
+            && let Some(at) = packing.next_chunk(&mut self.map)
+        {
+            let mut cold = packing.look(&mut self.map, &mut self.space.pagemap, probes, at)?;
+            cold.retain(|page| !deferred.contains(page));
+            for window in cold.chunks(WINDOW) {
+                // As before each window of merging: what refers to a page without pinning it must not be there.
+                if !self.direct_io.glance_again() {
+                    return Ok(());
+                }
+                self.pack_window(window);
+                self.account.lap(|cpu| &mut cpu.merge);
+                self.yield_and_poll()?;
+            }
+            self.yield_and_poll()?;
+        }
+        Ok(())
+    }
+
+    fn pack_window(&mut self, pages: &[Page]) {
+        let Some(packing) = &mut self.packing else { return };
+        packing.prepare(&self.map, pages);
+        // No discard meets pages that are away, until the states say what became of them.
+        let discards = self.space.discards.clone();
+        let mut discards = discards.lock();
+        self.space.note_discards(&mut discards, &mut self.map);
+        let packed = packing.pack(&mut self.map, &mut self.space.pagemap, self.number);
+        self.account.stats.packing.stop.observe(packed.stop_ns);
+        self.account.stats.refused_pinned_total += packed.pinned;
+    }
+}
