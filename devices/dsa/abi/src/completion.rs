@@ -103,17 +103,29 @@ impl Status {
     ];
 
     /// The status of this number, if there is one.
+    #[inline]
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|status| *status as u8 == code)
+        BY_CODE[usize::from(code)]
     }
 
     /// Whether the descriptor did all that it was to do.
+    #[inline]
     #[must_use]
     pub fn is_done(self) -> bool {
         matches!(self, Self::Success | Self::FalsePredicate)
     }
 }
+
+static BY_CODE: [Option<Status>; 256] = {
+    let mut by_code = [None; 256];
+    let mut at = 0;
+    while at < Status::ALL.len() {
+        by_code[Status::ALL[at] as usize] = Some(Status::ALL[at]);
+        at += 1;
+    }
+    by_code
+};
 
 /// Result of a `COMPARE`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -175,6 +187,7 @@ impl CompletionRecord {
     }
 
     /// Says what was found, and how much is done.
+    #[inline]
     #[must_use]
     pub fn with_result(self, result: u8, completed: u32) -> Self {
         Self {
@@ -227,12 +240,14 @@ impl CompletionRecord {
     ///
     /// # Errors
     /// The number of a status that is not known.
+    #[inline]
     pub fn status(&self) -> Option<Result<Status, u8>> {
         let code = self.status & STATUS_MASK;
         (code != 0).then(|| Status::from_code(code).ok_or(code))
     }
 
     /// What a finished `COMPARE` found; `None` if it did not finish.
+    #[inline]
     #[must_use]
     pub fn comparison(&self) -> Option<Comparison> {
         match (self.is_done(), self.result) {
@@ -243,6 +258,7 @@ impl CompletionRecord {
     }
 
     /// The CRC of a finished `CRC_GENERATE` or `COPY_CRC`.
+    #[inline]
     #[must_use]
     pub fn crc(&self) -> Option<u32> {
         self.is_done().then(|| self.value())
@@ -285,6 +301,7 @@ impl CompletionRecord {
     }
 
     /// Whether the operation was done to its end.
+    #[inline]
     #[must_use]
     pub fn is_done(&self) -> bool {
         matches!(self.status(), Some(Ok(status)) if status.is_done())

@@ -89,6 +89,7 @@ mod specific {
 
 /// Making descriptors that a device accepts.
 impl Descriptor {
+    #[inline]
     fn new(opcode: Opcode, source: u64, destination: u64, size: u32) -> Self {
         Self {
             pasid_and_privilege: 0,
@@ -149,6 +150,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// [`Error::Empty`].
+    #[inline]
     pub fn compare(a: DeviceAddress, b: DeviceAddress, size: u32) -> Result<Self, Error> {
         Ok(Self::new(Opcode::Compare, a.0, b.0, not_empty(size)?))
     }
@@ -157,6 +159,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// [`Error::Empty`].
+    #[inline]
     pub fn compare_pattern(source: DeviceAddress, pattern: u64, size: u32) -> Result<Self, Error> {
         Ok(Self::new(
             Opcode::ComparePattern,
@@ -170,6 +173,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// [`Error::Empty`].
+    #[inline]
     pub fn crc(source: DeviceAddress, size: u32, seed: u32) -> Result<Self, Error> {
         let descriptor = Self::new(Opcode::CrcGenerate, source.0, 0, not_empty(size)?);
         Ok(descriptor.with_specific(specific::CRC_SEED, seed.to_le_bytes()))
@@ -260,6 +264,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// [`Error::CompletionAddress`] if it is not aligned.
+    #[inline]
     pub fn with_completion(mut self, record: DeviceAddress) -> Result<Self, Error> {
         if !record.0.is_multiple_of(32) {
             return Err(Error::CompletionAddress(record.0));
@@ -337,6 +342,7 @@ impl Descriptor {
         Some(self)
     }
 
+    #[inline]
     fn with_specific<const N: usize>(mut self, at: usize, bytes: [u8; N]) -> Self {
         self.specific[at..at + N].copy_from_slice(&bytes);
         self
@@ -377,6 +383,7 @@ impl Descriptor {
     }
 
     /// The operation, if it is one of those known here.
+    #[inline]
     #[must_use]
     pub fn opcode(&self) -> Option<Opcode> {
         Opcode::from_code(self.opcode_code())
@@ -451,6 +458,7 @@ impl Descriptor {
     }
 
     /// Bytes that the operation reads, or writes where it does not read: what it moves on the way to memory.
+    #[inline]
     #[must_use]
     pub fn traffic(&self) -> u64 {
         let size = u64::from(self.size());

@@ -55,9 +55,10 @@ impl Opcode {
     ];
 
     /// The operation of this number, if it is one of those above.
+    #[inline]
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|opcode| *opcode as u8 == code)
+        BY_CODE[usize::from(code)]
     }
 
     /// The operation's bit in words of 64, as OPCAP and the work queues' tables have them: word and bit.
@@ -94,6 +95,16 @@ impl Opcode {
             }
     }
 }
+
+static BY_CODE: [Option<Opcode>; 256] = {
+    let mut by_code = [None; 256];
+    let mut at = 0;
+    while at < Opcode::ALL.len() {
+        by_code[Opcode::ALL[at] as usize] = Some(Opcode::ALL[at]);
+        at += 1;
+    }
+    by_code
+};
 
 /// Bits of a descriptor's flags (uapi/linux/idxd.h, `IDXD_OP_FLAG_*`; those of CRC operations: idxd-config, test/dsa.c).
 pub mod flags {

@@ -43,7 +43,7 @@ const RESETS: usize = 3;
 /// After this time a reset is forgotten.
 const FORGIVEN: Duration = Duration::from_secs(60);
 /// Shorter times are not slept by who can be late: the kernel takes some microseconds of CPU to let a thread sleep.
-const SHORTEST_NAP: Duration = Duration::from_micros(20);
+const SHORTEST_NAP: Duration = Duration::from_micros(10);
 
 /// Who is told of a descriptor's end, by its number.
 type Tell<'a> = dyn FnMut(u64, Result<CompletionRecord, ItemError>) + 'a;
@@ -56,32 +56,40 @@ pub(crate) struct Channel {
     slots: Slots,
     /// Entries of the queue that may be in use.
     entries: usize,
-    /// What the device was given, if it does not use this process's addresses.
+    /// Whether the device uses this process's addresses.
+    direct: bool,
+    /// What the device was given, if it does not.
     space: Addresses,
     latencies: [Latencies; 2],
     time_limit: Duration,
+    /// Nothing can be late before.
+    late_from: Instant,
     resets: Resets,
     /// Something had ended before its waiter woke up: nobody knows when.
     overslept: bool,
+    /// For how long the thread has slept.
+    napped: Duration,
     /// Since when it has turned everything away.
     refused: Option<Instant>,
     work: DeviceWork,
 }
 
 impl Channel {
-    /// Takes a queue into use, at most `in_flight` of its entries. A record that has not come after `time_limit` is not
-    /// waited for any more.
+    /// Takes a queue into use, at most `in_flight` of its entries, for batches of at most so many members. A record that has
+    /// not come after `time_limit` is not waited for any more.
     pub(crate) fn new(
         mut queue: Box<dyn WorkQueue>,
         time_limit: Duration,
         in_flight: usize,
+        members: usize,
     ) -> io::Result<Self> {
         let limits = queue.limits();
-        let members = limits.members.clamp(1, MOST_MEMBERS);
+        let members = limits.members.min(members).clamp(1, MOST_MEMBERS);
         let count = limits.entries.min(in_flight).max(1);
         let mut space = Addresses::default();
         let slots = Slots::new(count, members, &mut *queue, &mut space)?;
         Ok(Self {
+            direct: queue.uses_process_addresses(),
             queue,
             limits,
             slots,
@@ -89,8 +97,10 @@ impl Channel {
             space,
             latencies: [Latencies::new(), Latencies::new()],
             time_limit,
+            late_from: Instant::now(),
             resets: Resets::default(),
             overslept: false,
+            napped: Duration::ZERO,
             refused: None,
             work: DeviceWork::default(),
         })
@@ -113,8 +123,13 @@ impl Channel {
         self.queue.borrowed_cpu_ns()
     }
 
+    /// For how long the thread has slept in waiting.
+    pub(crate) fn napped(&self) -> Duration {
+        self.napped
+    }
+
     pub(crate) fn uses_process_addresses(&self) -> bool {
-        self.queue.uses_process_addresses()
+        self.direct
     }
 
     /// Most members of a batch.
@@ -190,7 +205,8 @@ impl Channel {
         let Some(at) = self.slots.take(taken) else {
             return Ok(0);
         };
-        if !self.submit(at)? {
+        let now = Instant::now();
+        if !self.submit(at, now)? {
             self.slots.give_back(at);
             let since = *self.refused.get_or_insert_with(Instant::now);
             if self.is_idle() && since.elapsed() > self.time_limit {
@@ -205,23 +221,35 @@ impl Channel {
         self.refused = None;
         let last_due = self.slots.busy().back().map(|last| self.slots.at(*last).due);
         self.slots.push(at);
-        let latencies = &self.latencies[kind(self.slots.at(at).opcode())];
-        let alone = Instant::now() + latencies.expect(taken.len());
-        let behind = last_due.map(|due| due + latencies.transfers(taken.len()));
         let slot = self.slots.at_mut(at);
-        slot.due = behind.map_or(alone, |behind| behind.max(alone));
-        slot.borrowed_ns = self.queue.borrowed_cpu_ns();
+        if let Some(due) = last_due {
+            let transfers = self.latencies[kind(slot.opcode())].transfers(taken.len());
+            slot.due = slot.due.max(due + transfers);
+        }
         Ok(taken.len())
     }
 
     /// Submits what is to be done of a slot: all of it as a batch, or members alone. Returns whether anything was.
-    fn submit(&mut self, at: usize) -> Result<bool, Trouble> {
+    fn submit(&mut self, at: usize, now: Instant) -> Result<bool, Trouble> {
+        let borrowed_ns = self.queue.borrowed_cpu_ns();
         let slot = self.slots.at(at);
-        if slot.is_new() && slot.members.len() > 1 {
-            return self.submit_batch(at);
+        let any = if slot.members.len() > 1 && slot.is_new() {
+            self.submit_batch(at)?
+        } else {
+            self.submit_alone(at)?
+        };
+        if any {
+            let slot = self.slots.at_mut(at);
+            let members = if slot.batch { slot.members.len() } else { 1 };
+            let expected = self.latencies[kind(slot.opcode())].expect(members);
+            (slot.since, slot.due, slot.borrowed_ns) = (now, now + expected, borrowed_ns);
         }
+        Ok(any)
+    }
+
+    fn submit_alone(&mut self, at: usize) -> Result<bool, Trouble> {
         let mut any = false;
-        for index in 0..slot.members.len() {
+        for index in 0..self.slots.at(at).members.len() {
             let to_do = self.slots.at(at).members[index].state == State::ToDo;
             if to_do && self.entries < self.limits.entries {
                 let descriptor = self.slots.prepare(at, index)?;
@@ -233,13 +261,6 @@ impl Channel {
                 self.entries += 1;
                 any = true;
             }
-        }
-        if any {
-            let (now, borrowed_ns) = (Instant::now(), self.queue.borrowed_cpu_ns());
-            let slot = self.slots.at_mut(at);
-            let alone = self.latencies[kind(slot.opcode())].expect(1);
-            (slot.since, slot.due) = (now, now + alone);
-            slot.borrowed_ns = borrowed_ns;
         }
         Ok(any)
     }
@@ -257,7 +278,7 @@ impl Channel {
         }
         let members = slot.members.iter_mut();
         members.for_each(|member| member.submitted(&mut self.work));
-        (slot.batch, slot.since) = (true, Instant::now());
+        slot.batch = true;
         self.entries += 1;
         self.work.batches += 1;
         Ok(true)
@@ -270,40 +291,49 @@ impl Channel {
 
     /// Tells of all that has ended, and goes on with what did not end well.
     pub(crate) fn poll(&mut self, tell: &mut Tell<'_>) -> Result<(), Trouble> {
-        self.look_at_all(tell)?;
+        if self.is_idle() {
+            return Ok(());
+        }
+        let now = Instant::now();
+        self.look_at_all(now, tell)?;
         self.overslept = false;
-        if let Some(at) = self.slots.late(self.time_limit) {
+        if now < self.late_from {
+            return Ok(());
+        }
+        if let Some(at) = self.slots.late(now, self.time_limit) {
             // This thread may have been the one that was late.
             self.queue.relax(self.slots.awaited_status(at));
-            self.look_at_all(tell)?;
-            if self.slots.late(self.time_limit).is_some() {
+            let now = Instant::now();
+            self.look_at_all(now, tell)?;
+            if self.slots.late(now, self.time_limit).is_some() {
                 self.work.late += 1;
                 self.recover(tell)?;
             }
         }
+        self.late_from = self.slots.oldest().unwrap_or(now) + self.time_limit;
         Ok(())
     }
 
-    fn look_at_all(&mut self, tell: &mut Tell<'_>) -> Result<(), Trouble> {
+    fn look_at_all(&mut self, now: Instant, tell: &mut Tell<'_>) -> Result<(), Trouble> {
         for _ in 0..self.slots.busy().len() {
             let Some(at) = self.slots.pop() else {
                 break;
             };
-            self.look(at, tell);
+            self.look(at, now, tell);
             if self.slots.at(at).is_over() {
                 self.slots.give_back(at);
                 continue;
             }
             self.slots.push(at);
             if self.slots.at(at).has_work() {
-                self.submit(at)?;
+                self.submit(at, now)?;
             }
         }
         Ok(())
     }
 
-    /// Looks at a slot's records.
-    fn look(&mut self, at: usize, tell: &mut Tell<'_>) {
+    /// Looks at a slot's records, at this time.
+    fn look(&mut self, at: usize, now: Instant, tell: &mut Tell<'_>) {
         let count = self.slots.at(at).members.len();
         let was_batch = self.slots.at(at).batch;
         if was_batch {
@@ -330,16 +360,16 @@ impl Channel {
             self.settle(at, index, record, tell);
         }
         if ended {
-            self.note_time(at);
+            self.note_time(at, now);
         }
     }
 
     /// A batch, or members of a slot that were alone, were seen to have ended.
-    fn note_time(&mut self, at: usize) {
+    fn note_time(&mut self, at: usize, now: Instant) {
         let slot = self.slots.at(at);
         // A model's work is not the device's time.
         let borrowed = self.queue.borrowed_cpu_ns() - slot.borrowed_ns;
-        let took = { slot.since.elapsed() }.saturating_sub(Duration::from_nanos(borrowed));
+        let took = { now - slot.since }.saturating_sub(Duration::from_nanos(borrowed));
         let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         self.work.latency.observe(ns);
         if slot.open > 0 || !slot.clean {
@@ -354,7 +384,7 @@ impl Channel {
 
     /// A member has ended, or was not begun.
     fn settle(&mut self, at: usize, index: usize, record: Option<CompletionRecord>, tell: &mut Tell<'_>) {
-        let reach = if self.queue.uses_process_addresses() {
+        let reach = if self.direct {
             Reach::Process
         } else {
             Reach::Given(&self.space)
@@ -399,9 +429,10 @@ impl Channel {
             if self.slots.at(at).is_over() {
                 self.slots.give_back(at);
             } else {
-                self.slots.at_mut(at).since = Instant::now();
+                let now = Instant::now();
+                self.slots.at_mut(at).since = now;
                 self.slots.push(at);
-                self.submit(at)?;
+                self.submit(at, now)?;
             }
         }
         Ok(())

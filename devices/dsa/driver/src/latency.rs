@@ -17,11 +17,19 @@ type Seen = (usize, u64);
 pub(crate) struct Latencies {
     /// Ns of batches of 2 to the power of the place.
     seen: [Option<u64>; STEPS],
+    /// What follows of it: the time that a member adds, and that which a batch takes however small it is.
+    per_member: u64,
+    round_trip: u64,
 }
 
 impl Latencies {
     pub(crate) fn new() -> Self {
-        Self { seen: [None; STEPS] }
+        let [round_trip, per_member] = FIRST;
+        Self {
+            seen: [None; STEPS],
+            per_member,
+            round_trip,
+        }
     }
 
     /// Notes that a batch of so many took so long.
@@ -30,7 +38,7 @@ impl Latencies {
         let place = step(members);
         // As if it had been a full one of its step, so that those between do not spoil the table.
         let full = 1u64 << place;
-        let per = self.per_member();
+        let per = self.per_member;
         let scaled = took.saturating_add((full - (members as u64).min(full)) * per);
         let seen = &mut self.seen[place];
         *seen = Some(seen.map_or(scaled, |before| {
@@ -38,42 +46,34 @@ impl Latencies {
             let scaled = scaled.min(before * 4);
             before - before / WEIGHT + scaled / WEIGHT
         }));
+        let (first, last) = self.ends();
+        // Between the smallest and the largest batch seen.
+        self.per_member = match (first, last) {
+            (Some((a, short)), Some((b, long))) if b > a => {
+                (long.saturating_sub(short) / ((1u64 << b) - (1 << a))).max(1)
+            }
+            _ => FIRST[1],
+        };
+        self.round_trip = first.map_or(FIRST[0], |(place, ns)| {
+            ns.saturating_sub((1u64 << place) * self.per_member)
+        });
     }
 
     /// How long a batch of so many is likely to take.
     pub(crate) fn expect(&self, members: usize) -> Duration {
         let place = step(members);
-        let per = self.per_member();
+        let per = self.per_member;
         let full = 1u64 << place;
         let ns = match self.seen[place] {
             Some(ns) => ns.saturating_sub((full - (members as u64).min(full)) * per),
-            None => self.round_trip().saturating_add(members as u64 * per),
+            None => self.round_trip.saturating_add(members as u64 * per),
         };
         Duration::from_nanos(ns)
     }
 
     /// How much longer a batch of so many takes the device that has others to do before it.
     pub(crate) fn transfers(&self, members: usize) -> Duration {
-        Duration::from_nanos(members as u64 * self.per_member())
-    }
-
-    /// The time that a member adds: between the smallest and the largest batch seen.
-    fn per_member(&self) -> u64 {
-        let (first, last) = self.ends();
-        match (first, last) {
-            (Some((a, short)), Some((b, long))) if b > a => {
-                (long.saturating_sub(short) / ((1u64 << b) - (1 << a))).max(1)
-            }
-            _ => FIRST[1],
-        }
-    }
-
-    /// The time that a batch takes however small it is.
-    fn round_trip(&self) -> u64 {
-        let (first, _) = self.ends();
-        first.map_or(FIRST[0], |(place, ns)| {
-            ns.saturating_sub((1u64 << place) * self.per_member())
-        })
+        Duration::from_nanos(members as u64 * self.per_member)
     }
 
     /// The smallest and the largest step that was seen, and their times.
@@ -92,7 +92,7 @@ impl Latencies {
     pub(crate) fn batch(&self, pages: usize, rooms: usize, most: usize) -> usize {
         /// How many times the round trip a batch is to take.
         const WORTH: u64 = 8;
-        let worth = usize::try_from(WORTH * self.round_trip() / self.per_member().max(1)).unwrap_or(most);
+        let worth = usize::try_from(WORTH * self.round_trip / self.per_member.max(1)).unwrap_or(most);
         let at_once = worth.max(pages.div_ceil(rooms.max(1))).clamp(1, most);
         // Two at least, if the queue takes two, while one of them is worth its round trip.
         if pages > at_once || rooms < 2 {

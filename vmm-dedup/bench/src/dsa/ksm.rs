@@ -9,7 +9,7 @@
 //! of the tree at once.
 
 use super::device::{Device, Way};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 use twox_hash::XxHash64;
@@ -25,7 +25,7 @@ use vmm_dedup_protocol::tree::TreeReader;
 const PASSES: usize = 3;
 
 /// What keys and comparisons are done by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum By {
     CpuKsm,
@@ -69,7 +69,7 @@ impl By {
 }
 
 /// What one of them takes for a content.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Figures {
     pub(super) content: String,
     pub(super) by: By,
@@ -86,6 +86,7 @@ pub(super) struct Figures {
     pub(super) of_cpu_ksm: f64,
 }
 
+/// All ways, each once.
 pub(super) fn measure(
     content: &str,
     arena: &Arena,

@@ -13,10 +13,12 @@ mod service;
 use crate::content::{self, Kind};
 use crate::engines::arenas::arena_of;
 use crate::host;
-use crate::report::print_json;
-use clap::Args;
+use crate::report::{median, print_json};
+use clap::{Args, ValueEnum};
 use device::{Device, DeviceArgs};
 use report::{PAPER, Ratios, Report};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use vmm_dedup_host::{Failure, children, termination};
 
 /// Compare the CPU with Intel DSA, one page an offload and in batches.
@@ -31,6 +33,12 @@ pub(crate) struct DsaArgs {
     /// Pages on which single operations are measured.
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1024..=1_000_000))]
     pages: u32,
+    /// Rounds of KSM's algorithm and of the service, in which the ways take turns; medians are reported.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: u32,
+    /// Only these parts.
+    #[arg(long, value_enum, value_delimiter = ',')]
+    only: Vec<Part>,
     #[command(flatten)]
     device: DeviceArgs,
     /// Print JSON.
@@ -38,9 +46,23 @@ pub(crate) struct DsaArgs {
     json: bool,
 }
 
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// Single operations.
+    Operations,
+    /// KSM's algorithm.
+    Ksm,
+    /// A neighbour.
+    Impact,
+    /// The dedup service.
+    Service,
+}
+
 /// Runs the comparison.
 pub(crate) fn run(args: &DsaArgs) -> Result<(), Failure> {
-    host::need_memory((u64::from(args.mib) << 20) * 5)?;
+    // The service's memory is not given back between rounds.
+    host::need_memory((u64::from(args.mib) << 20) * (5 + 4 * u64::from(args.rounds)))?;
     let cleanup = || drop(std::fs::remove_dir_all(children::folder(service::STORE)));
     let report = termination::on_termination(cleanup, || compare(args))?;
     if args.json {
@@ -52,32 +74,60 @@ pub(crate) fn run(args: &DsaArgs) -> Result<(), Failure> {
 
 fn compare(args: &DsaArgs) -> Result<Report, Failure> {
     let (device, mhz) = (Device::of(&args.device)?, host::mhz()?);
-    eprintln!("single operations");
-    let (operations, turns) = operations::measure(&device, args.pages as usize)?;
+    let wanted = |part: Part| args.only.is_empty() || args.only.contains(&part);
+    let (mut operations, mut turns) = (Vec::new(), Vec::new());
+    if wanted(Part::Operations) {
+        eprintln!("single operations");
+        (operations, turns) = operations::measure(&device, args.pages as usize)?;
+    }
     let all = [Kind::Scattered, Kind::Runs, Kind::Files];
     let kinds: &[Kind] = if args.kinds.is_empty() { &all } else { &args.kinds };
-    let (mut ksm, mut impact) = (Vec::new(), Vec::new());
+    let (mut ksm, mut impact, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
     for (at, kind) in kinds.iter().enumerate() {
-        eprintln!("{kind}: KSM's algorithm");
+        let neighbour = at == 0 && wanted(Part::Impact);
+        if !wanted(Part::Ksm) && !neighbour {
+            continue;
+        }
         let arena = arena_of(&content::fill(*kind, false, args.mib, &[])?)?;
-        ksm.extend(ksm::measure(&kind.to_string(), &arena, &device, mhz)?);
-        if at == 0 {
+        if wanted(Part::Ksm) {
+            eprintln!("{kind}: KSM's algorithm");
+            let rounds = (0..args.rounds).map(|_| ksm::measure(&kind.to_string(), &arena, &device, mhz));
+            let rounds = rounds.collect::<Result<Vec<_>, Failure>>()?;
+            let of_cpu = |figures: &ksm::Figures| (figures.by, figures.of_cpu_ksm);
+            ratios.push(Ratios::of(kind.to_string(), &rounds, of_cpu));
+            ksm.extend(medians(&rounds));
+        }
+        if neighbour {
             eprintln!("{kind}: a neighbour");
             impact = impact::measure(&arena, &device)?;
         }
     }
-    eprintln!("the service");
-    let service = service::measure(&device, args.mib as usize * 256, mhz)?;
+    let mut service = Vec::new();
+    if wanted(Part::Service) {
+        eprintln!("the service");
+        let rounds = service::measure(&device, args.mib as usize * 256, mhz, args.rounds as usize)?;
+        let of_cpu = |figures: &service::Figures| (figures.by, figures.of_cpu_ksm);
+        ratios.push(Ratios::of("service".to_owned(), &rounds, of_cpu));
+        service = medians(&rounds);
+    }
     Ok(Report {
         device,
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         mhz,
+        rounds: args.rounds,
         operations,
         turns,
         ksm,
-        ratios: Ratios::of(&service),
         service,
         impact,
+        ratios,
         paper: PAPER,
     })
+}
+
+/// Of several rounds, which have the same ways in the same order, each way's medians.
+fn medians<T: Serialize + DeserializeOwned + Clone>(rounds: &[Vec<T>]) -> Vec<T> {
+    let ways = rounds.first().map_or(0, Vec::len);
+    let way = |at: usize| median(&rounds.iter().map(|round| &round[at]).collect::<Vec<_>>());
+    (0..ways).map(way).collect()
 }

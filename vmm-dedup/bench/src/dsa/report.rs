@@ -12,39 +12,78 @@ pub(super) struct Report {
     pub(super) kernel: String,
     /// This machine's clock, MHz: cycles are CPU time by it.
     pub(super) mhz: f64,
+    /// Rounds, of which figures are medians.
+    pub(super) rounds: u32,
     pub(super) operations: Vec<operations::Figures>,
     pub(super) turns: Vec<operations::Turn>,
     pub(super) ksm: Vec<ksm::Figures>,
     pub(super) service: Vec<service::Figures>,
     pub(super) impact: Vec<impact::Figures>,
-    /// Of the service's figures.
-    pub(super) ratios: Ratios,
+    /// Of KSM's algorithm on each content, and of the service.
+    pub(super) ratios: Vec<Ratios>,
     pub(super) paper: Paper,
 }
 
-/// Merges per CPU cycle of the service, one way's by another's.
-#[derive(Clone, Copy, Debug, Serialize)]
+/// Merges per CPU cycle, one way's by another's: medians of the rounds' ratios.
+#[derive(Clone, Debug, Serialize)]
 pub(super) struct Ratios {
-    para_of_dsa: f64,
-    para_of_dsa_async: f64,
-    para_of_cpu: f64,
-    dsa_of_cpu: f64,
-    dsa_async_of_cpu: f64,
+    /// A content, or the service.
+    of: String,
+    para_of_dsa: Ratio,
+    para_of_dsa_async: Ratio,
+    para_of_cpu: Ratio,
+    dsa_of_cpu: Ratio,
+    dsa_async_of_cpu: Ratio,
+}
+
+/// A ratio in several rounds.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Ratio {
+    median: f64,
+    least: f64,
+    most: f64,
+}
+
+impl Ratio {
+    fn of(mut rounds: Vec<f64>) -> Self {
+        rounds.sort_by(f64::total_cmp);
+        let at = |place: usize| rounds.get(place).copied().unwrap_or(f64::NAN);
+        Self {
+            median: at(rounds.len().saturating_sub(1) / 2),
+            least: at(0),
+            most: at(rounds.len().saturating_sub(1)),
+        }
+    }
+}
+
+impl std::fmt::Display for Ratio {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { median, least, most } = self;
+        write!(f, "{median:.2} ({least:.2} to {most:.2})")
+    }
 }
 
 impl Ratios {
-    pub(super) fn of(service: &[service::Figures]) -> Self {
-        let of_cpu = |by: By| {
-            let found = service.iter().find(|figures| figures.by == by);
-            found.map_or(f64::NAN, |figures| figures.of_cpu_ksm)
+    /// Of rounds, each with a figure for each way: whose it is, and what multiple of cpu-ksm's.
+    pub(super) fn of<T>(of: String, rounds: &[Vec<T>], of_cpu: impl Fn(&T) -> (By, f64)) -> Self {
+        let by = |round: &[T], by: By| {
+            let found = round.iter().map(&of_cpu).find(|(way, _)| *way == by);
+            found.map_or(f64::NAN, |(_, figure)| figure)
         };
-        let (dsa, single, para) = (of_cpu(By::DsaKsm), of_cpu(By::DsaKsmAsync), of_cpu(By::ParaKsm));
+        let ratio = |a: By, b: By| {
+            Ratio::of(
+                { rounds.iter() }
+                    .map(|round| by(round, a) / by(round, b))
+                    .collect(),
+            )
+        };
         Self {
-            para_of_dsa: para / dsa,
-            para_of_dsa_async: para / single,
-            para_of_cpu: para,
-            dsa_of_cpu: dsa,
-            dsa_async_of_cpu: single,
+            of,
+            para_of_dsa: ratio(By::ParaKsm, By::DsaKsm),
+            para_of_dsa_async: ratio(By::ParaKsm, By::DsaKsmAsync),
+            para_of_cpu: ratio(By::ParaKsm, By::CpuKsm),
+            dsa_of_cpu: ratio(By::DsaKsm, By::CpuKsm),
+            dsa_async_of_cpu: ratio(By::DsaKsmAsync, By::CpuKsm),
         }
     }
 }
@@ -133,16 +172,21 @@ impl Report {
                 figures.of_cpu_ksm
             );
         }
-        let Ratios {
-            para_of_dsa,
-            para_of_cpu,
-            ..
-        } = self.ratios;
         println!(
-            "para-ksm {para_of_dsa:.2} times dsa-ksm's merges per cycle, {para_of_cpu:.2} times cpu-ksm's; \
-             the paper: {:?} times ksm's",
+            "\nmerges per cycle; para-ksm of ksm in the paper: {:?}",
             PAPER.para_of_cpu
         );
+        for ratios in &self.ratios {
+            println!(
+                "{:<10} para of cpu {}, of dsa {}, of dsa-async {}; dsa of cpu {}, dsa-async of cpu {}",
+                ratios.of,
+                ratios.para_of_cpu,
+                ratios.para_of_dsa,
+                ratios.para_of_dsa_async,
+                ratios.dsa_of_cpu,
+                ratios.dsa_async_of_cpu
+            );
+        }
         println!("\na neighbour on the same core, at the same rate of pages");
         println!("by                 pages/s  of the core  slowdown  the paper's");
         for figures in &self.impact {

@@ -7,7 +7,8 @@ use super::device::Device;
 use super::ksm::By;
 use crate::content::Area;
 use crate::engines::service::{mib, serve_with, until};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vmm_dedup::compare::{
@@ -23,7 +24,7 @@ pub(super) const STORE: &str = "dsa-store";
 const NAME: &str = "measured";
 
 /// One way of searching.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Figures {
     pub(super) by: By,
     pages: u64,
@@ -38,7 +39,13 @@ pub(super) struct Figures {
     pub(super) of_cpu_ksm: f64,
 }
 
-pub(super) fn measure(device: &Device, pages: usize, mhz: f64) -> Result<Vec<Figures>, Failure> {
+/// All ways, each once in each round.
+pub(super) fn measure(
+    device: &Device,
+    pages: usize,
+    mhz: f64,
+    rounds: usize,
+) -> Result<Vec<Vec<Figures>>, Failure> {
     let store = OwnStore::start_with(STORE, &["--ordered", "--metrics", "none"])?;
     // Everything twice in one guest, so that all of it is published.
     let known = Area::with_content(false, mib(pages * 2), |page| page % pages)?;
@@ -47,58 +54,70 @@ pub(super) fn measure(device: &Device, pages: usize, mhz: f64) -> Result<Vec<Fig
     until(&teacher, "the store did not fill", |stats| {
         stats.pages_mapped >= known.pages() as u64
     })?;
-    let mut all: Vec<Figures> = Vec::new();
-    for (number, by) in [By::CpuKsm, By::DsaKsm, By::DsaKsmAsync, By::ParaKsm]
-        .into_iter()
-        .enumerate()
-    {
-        // Every second page is in the store, with the same neighbours as there; the others are nowhere else.
-        let area = Area::with_content(false, mib(pages), |page| {
-            if page / 256 % 2 == 0 {
-                page
-            } else {
-                (page << 8 | 1 << 42) + number
-            }
-        })?;
-        let model_ns = Arc::new(AtomicU64::new(0));
-        let (counter, device) = (model_ns.clone(), device.clone());
-        let make = move |_: Option<&std::path::Path>| {
-            let engine = by.engine(&device);
-            let engine = engine.map_err(|failure| Error::Device(failure.to_string()))?;
-            let model_ns = counter.clone();
-            Ok(Box::new(Metered { engine, model_ns }) as Box<dyn TreeSearch>)
-        };
-        let engines = vmm_dedup_engines::engines().register(NAME, Entry::new().tree_search(make));
-        let service = serve_with(&area, store.socket(), by.name(), NAME, None, engines)?;
-        let stats = until(&service, "nothing was merged", |stats| {
-            stats.pages_mapped >= pages as u64 / 2 && stats.pages_keyed_total >= pages as u64
-        })?;
-        service.stop(true)?;
-        if area.wrong() > 0 {
-            return Err(Failure::new(format!("{}: pages are wrong", by.name())));
+    let ways = [By::CpuKsm, By::DsaKsm, By::DsaKsmAsync, By::ParaKsm];
+    let mut all: Vec<Vec<Figures>> = Vec::new();
+    for round in 0..rounds {
+        let mut figures: Vec<Figures> = Vec::new();
+        for (at, by) in ways.into_iter().enumerate() {
+            let number = round * ways.len() + at;
+            let base = figures.first().map(|first| first.merges_per_megacycle);
+            figures.push(once(device, store.socket(), pages, mhz, (number, by, base))?);
         }
-        if stats.search.text() != NAME {
-            return Err(Failure::new(format!("{}: the service let go of it", by.name())));
-        }
-        let model = model_ns.load(Ordering::Relaxed);
-        let without = |ns: u64| ns.saturating_sub(model) as f64;
-        let cpu_ns = without(stats.cpu_ns.total());
-        let per_megacycle = stats.merges_total as f64 / (cpu_ns * mhz / 1e9);
-        let base = all
-            .first()
-            .map_or(per_megacycle, |first| first.merges_per_megacycle);
-        all.push(Figures {
-            by,
-            pages: pages as u64,
-            merges: stats.merges_total,
-            search_ms: without(stats.cpu_ns.search) / 1e6,
-            cpu_ms: cpu_ns / 1e6,
-            merges_per_megacycle: per_megacycle,
-            of_cpu_ksm: per_megacycle / base,
-        });
+        all.push(figures);
     }
     teacher.stop(false)?;
     Ok(all)
+}
+
+/// One way once: its number, which makes pages of its own, and what is 1.
+fn once(
+    device: &Device,
+    store: &Path,
+    pages: usize,
+    mhz: f64,
+    (number, by, base): (usize, By, Option<f64>),
+) -> Result<Figures, Failure> {
+    // Every second page is in the store, with the same neighbours as there; the others are nowhere else.
+    let area = Area::with_content(false, mib(pages), |page| {
+        if page / 256 % 2 == 0 {
+            page
+        } else {
+            (page << 12 | 1 << 46) + number
+        }
+    })?;
+    let model_ns = Arc::new(AtomicU64::new(0));
+    let (counter, device) = (model_ns.clone(), device.clone());
+    let make = move |_: Option<&Path>| {
+        let engine = by.engine(&device);
+        let engine = engine.map_err(|failure| Error::Device(failure.to_string()))?;
+        let model_ns = counter.clone();
+        Ok(Box::new(Metered { engine, model_ns }) as Box<dyn TreeSearch>)
+    };
+    let engines = vmm_dedup_engines::engines().register(NAME, Entry::new().tree_search(make));
+    let service = serve_with(&area, store, by.name(), NAME, None, engines)?;
+    let stats = until(&service, "nothing was merged", |stats| {
+        stats.pages_mapped >= pages as u64 / 2 && stats.pages_keyed_total >= pages as u64
+    })?;
+    service.stop(true)?;
+    if area.wrong() > 0 {
+        return Err(Failure::new(format!("{}: pages are wrong", by.name())));
+    }
+    if stats.search.text() != NAME {
+        return Err(Failure::new(format!("{}: the service let go of it", by.name())));
+    }
+    let model = model_ns.load(Ordering::Relaxed);
+    let without = |ns: u64| ns.saturating_sub(model) as f64;
+    let cpu_ns = without(stats.cpu_ns.total());
+    let per_megacycle = stats.merges_total as f64 / (cpu_ns * mhz / 1e9);
+    Ok(Figures {
+        by,
+        pages: pages as u64,
+        merges: stats.merges_total,
+        search_ms: without(stats.cpu_ns.search) / 1e6,
+        cpu_ms: cpu_ns / 1e6,
+        merges_per_megacycle: per_megacycle,
+        of_cpu_ksm: per_megacycle / base.unwrap_or(per_megacycle),
+    })
 }
 
 /// An engine that tells how long its model has worked.

@@ -71,12 +71,26 @@ impl Member {
         reach: &Reach<'_>,
         work: &mut DeviceWork,
     ) -> Option<Result<CompletionRecord, ItemError>> {
-        let outcome = match record.map(|record| (record, record.status())) {
-            _ if abandoned => Some(Err(ItemError::Abandoned)),
-            Some((record, Some(Ok(status)))) if status.is_done() => {
+        match record {
+            Some(record) if record.is_done() && !abandoned => {
+                self.state = State::Done;
                 let completed = record.completed.saturating_add(self.done);
                 Some(Ok(record.with_result(record.result, completed)))
             }
+            _ => self.ended_otherwise(record, abandoned, reach, work),
+        }
+    }
+
+    /// It did not end well.
+    fn ended_otherwise(
+        &mut self,
+        record: Option<CompletionRecord>,
+        abandoned: bool,
+        reach: &Reach<'_>,
+        work: &mut DeviceWork,
+    ) -> Option<Result<CompletionRecord, ItemError>> {
+        let outcome = match record.map(|record| (record, record.status())) {
+            _ if abandoned => Some(Err(ItemError::Abandoned)),
             _ if self.tries >= TRIES => Some(Err(last_error(record))),
             Some((record, Some(Ok(Status::PageFault)))) => {
                 let went_on = self.go_on(&record, reach);

@@ -90,7 +90,11 @@ impl Slots {
     ) -> io::Result<Self> {
         Ok(Self {
             members,
-            area: Area::new(count * stride(members), queue, space)?,
+            area: Area::new(
+                (count * stride(members)).next_multiple_of(PAGE_SIZE),
+                queue,
+                space,
+            )?,
             slots: (0..count).map(|_| Slot::new(members)).collect(),
             free: (0..count).rev().collect(),
             busy: VecDeque::with_capacity(count),
@@ -163,9 +167,14 @@ impl Slots {
     }
 
     /// A busy slot of which the device has had something for longer than this.
-    pub(super) fn late(&self, limit: Duration) -> Option<usize> {
-        let late = |at: &&usize| self.slots[**at].since.elapsed() > limit;
+    pub(super) fn late(&self, now: Instant, limit: Duration) -> Option<usize> {
+        let late = |at: &&usize| now.saturating_duration_since(self.slots[**at].since) > limit;
         self.busy.iter().find(late).copied()
+    }
+
+    /// Since when the device has had something of the busy slots, at the earliest.
+    pub(super) fn oldest(&self) -> Option<Instant> {
+        self.busy.iter().map(|at| self.slots[*at].since).min()
     }
 
     /// Clears a member's record and names it.
@@ -231,7 +240,7 @@ impl Slots {
     }
 }
 
-/// Bytes of a slot with so many members.
-fn stride(members: usize) -> usize {
-    (members * 64 + (members + 1) * 32).next_multiple_of(PAGE_SIZE)
+/// Bytes of a slot with so many members. Slots begin at all lines of a page, so that a cache keeps those of many.
+const fn stride(members: usize) -> usize {
+    (members * 64 + (members + 1) * 32).next_multiple_of(64)
 }

@@ -43,7 +43,7 @@ impl Channel {
             }
             let until = due.saturating_duration_since(now).min(left);
             if until > SHORTEST_SLEEP {
-                self.queue.nap(until - WAKE);
+                self.nap(until - WAKE);
                 self.overslept = self.slots.has_ended(at);
             } else {
                 self.queue.relax(self.slots.awaited_status(at));
@@ -54,9 +54,25 @@ impl Channel {
     /// Waits for all that is in flight, for about so long at most: for callers that can be late, and spare the CPU. It
     /// sleeps until the last one is likely to have ended, and when that takes longer again and again.
     pub(crate) fn wait_for_all(&mut self, most: Duration) {
-        let Some(at) = self.slots.busy().back().copied() else {
+        if let Some(last) = self.slots.busy().back() {
+            self.wait_for(*last, most);
+        }
+    }
+
+    /// Waits until there is room for much, for about so long at most, as [`Self::wait_for_all`]: looking at the records of
+    /// all for each that ends would take longer than the device does for one. It is half of what is in flight, so that the
+    /// device goes on meanwhile; or nearly all, if that can be slept for.
+    pub(crate) fn wait_for_room(&mut self, most: Duration) {
+        let busy = self.slots.busy();
+        let part = |eighths: usize| busy.get(busy.len() * eighths / 8).copied();
+        let (Some(half), Some(most_of)) = (part(4), part(7)) else {
             return;
         };
+        let long = self.due(most_of).saturating_duration_since(Instant::now()) > SHORTEST_NAP;
+        self.wait_for(if long { most_of } else { half }, most);
+    }
+
+    fn wait_for(&mut self, at: usize, most: Duration) {
         let start = Instant::now();
         loop {
             let (now, due) = (Instant::now(), self.due(at));
@@ -66,7 +82,7 @@ impl Channel {
             let early = due.saturating_duration_since(now).min(most);
             let overdue = now.saturating_duration_since(due) > SHORTEST_NAP;
             if early > SHORTEST_NAP || overdue {
-                self.queue.nap(early.max(SHORTEST_NAP));
+                self.nap(early.max(SHORTEST_NAP));
                 // The first moment at which a model can work.
                 self.queue.relax(self.slots.awaited_status(at));
                 self.overslept = self.slots.has_ended(at);
@@ -74,5 +90,11 @@ impl Channel {
                 self.queue.relax(self.slots.awaited_status(at));
             }
         }
+    }
+
+    fn nap(&mut self, most: Duration) {
+        let start = Instant::now();
+        self.queue.nap(most);
+        self.napped += start.elapsed();
     }
 }

@@ -7,9 +7,7 @@ use super::DsaEngine;
 use super::page::PAGE;
 use super::scratch::{Scratch, words_of};
 use std::sync::atomic::Ordering;
-use vmm_dedup::compare::{
-    Answer, Arena, DELTA_ENTRY, Delta, Deltas, Error, PageId, PageView, Pages, Stopwatch,
-};
+use vmm_dedup::compare::{Answer, Arena, DELTA_ENTRY, Delta, Deltas, Error, PageId, PageView, Pages};
 use vmm_dedup_dsa_abi::{
     CompletionRecord, DELTA_EQUAL, DELTA_TOO_BIG, DeltaSpace, Descriptor, DeviceAddress, Opcode,
 };
@@ -74,7 +72,7 @@ impl DsaEngine {
         if !self.does(&[Opcode::CreateDelta]) {
             return vec![None; pairs.len()];
         }
-        self.run(pairs.len(), |engine, queue, job| {
+        let make = |engine: &Self, queue: usize, job: usize| {
             let [(base, base_view), (changed, changed_view)] = pairs[job]?;
             let base = engine.address(queue, base, base_view)?;
             let changed = engine.address(queue, changed, changed_view)?;
@@ -83,7 +81,8 @@ impl DsaEngine {
                 max_bytes: RECORD,
             };
             Descriptor::create_delta(base, changed, PAGE, space).ok()
-        })
+        };
+        self.run(pairs.len(), make, |_, record| Some(*record))
     }
 
     /// The delta that a record tells of, if the device has told the truth about it as far as that can be seen.
@@ -117,7 +116,7 @@ impl Deltas for DsaEngine {
         if let Err(error) = self.alive().and_then(|()| self.prepare_scratch()) {
             return of.iter().map(|_| Err(error.clone())).collect();
         }
-        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        let watch = self.watch();
         let mut answers = Vec::with_capacity(of.len());
         for some in of.chunks(AT_ONCE) {
             let seen = |page: PageId| Some((page, pages.view(page).filter(|_| self.may_read(page))?));
@@ -146,7 +145,7 @@ impl Deltas for DsaEngine {
         self.account.comparisons += of.len() as u64;
         self.account.lines += lines;
         self.account.bytes += lines * 64;
-        self.stop(watch, borrowed);
+        self.stop(&watch);
         answers
     }
 
@@ -154,7 +153,7 @@ impl Deltas for DsaEngine {
         if let Err(error) = self.alive().and_then(|()| self.prepare_scratch()) {
             return of.iter().map(|_| Err(error.clone())).collect();
         }
-        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        let watch = self.watch();
         let mut answers = Vec::with_capacity(of.len());
         for some in of.chunks(AT_ONCE) {
             let views: Vec<Option<&PageView>> = some
@@ -175,7 +174,7 @@ impl Deltas for DsaEngine {
                 });
             }
         }
-        self.stop(watch, borrowed);
+        self.stop(&watch);
         answers
     }
 }
@@ -203,25 +202,27 @@ impl DsaEngine {
                 }
             }
         }
-        let copied = self.run(of.len(), |engine, queue, job| {
+        let copy = |engine: &Self, queue: usize, job: usize| {
             let from = engine.address(queue, of[job].0, views[job]?)?;
             let to = engine.scratch.as_ref()?.address(queue, result_of(job))?;
             Descriptor::memmove(from, to, PAGE).ok()
-        });
-        let is_done = |record: &Option<CompletionRecord>| record.is_some_and(|record| record.is_done());
-        let applied = self.run(of.len(), |engine, queue, job| {
+        };
+        let done = |_: usize, record: &CompletionRecord| record.is_done().then_some(());
+        let copied = self.run(of.len(), copy, done);
+        let apply = |engine: &Self, queue: usize, job: usize| {
             let delta = of[job].1;
             let bytes = u32::try_from(delta.len() * DELTA_ENTRY).ok()?;
-            if !is_done(&copied[job]) || delta.is_empty() || bytes > PAGE {
+            if copied[job].is_none() || delta.is_empty() || bytes > PAGE {
                 return None;
             }
             let scratch = engine.scratch.as_ref()?;
             let record = scratch.address(queue, record_of(job))?;
             Descriptor::apply_delta(record, bytes, scratch.address(queue, result_of(job))?, PAGE).ok()
-        });
-        let words = |(job, record): (usize, &Option<CompletionRecord>)| {
-            let nothing_to_apply = of[job].1.is_empty() && is_done(&copied[job]);
-            let done = is_done(record) || nothing_to_apply;
+        };
+        let applied = self.run(of.len(), apply, done);
+        let words = |(job, applied): (usize, &Option<()>)| {
+            let nothing_to_apply = of[job].1.is_empty() && copied[job].is_some();
+            let done = applied.is_some() || nothing_to_apply;
             Some(Box::new(self.scratch.as_ref()?.words(result_of(job))?)).filter(|_| done)
         };
         applied.iter().enumerate().map(words).collect()

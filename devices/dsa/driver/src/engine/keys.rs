@@ -3,7 +3,7 @@
 use super::DsaEngine;
 use super::page::PAGE;
 use std::sync::atomic::Ordering;
-use vmm_dedup::compare::{Answer, Error, Keys, PageId, PageView, Pages, Stopwatch};
+use vmm_dedup::compare::{Answer, Error, Keys, PageId, PageView, Pages};
 use vmm_dedup_dsa_abi::Descriptor;
 use vmm_dedup_protocol::PAGE_SIZE;
 
@@ -21,16 +21,16 @@ impl Keys for DsaEngine {
         if let Err(error) = self.alive() {
             return of.iter().map(|_| Err(error.clone())).collect();
         }
-        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        let watch = self.watch();
         let views: Vec<Option<&PageView>> = of.iter().map(|page| pages.view(*page)).collect();
-        let records = self.run(of.len(), |engine, queue, job| {
+        let make = |engine: &Self, queue: usize, job: usize| {
             let address = engine.address(queue, of[job], views[job]?)?;
             Descriptor::crc(address, PAGE, 0).ok()
-        });
+        };
+        let keys = self.run(of.len(), make, |_, record| record.crc());
         let mut by_cpu = 0;
-        let answers = (of.iter().zip(views).zip(records))
-            .map(|((page, view), record)| {
-                let by_device = record.and_then(|record| record.crc());
+        let answers = (of.iter().zip(views).zip(keys))
+            .map(|((page, view), by_device)| {
                 match (by_device, view) {
                     (Some(crc), _) => Ok(crc.into()),
                     // The device was not given it, or failed.
@@ -47,7 +47,7 @@ impl Keys for DsaEngine {
         self.account.pages += of.len() as u64;
         self.account.lines += lines;
         self.account.bytes += lines * 64;
-        self.stop(watch, borrowed);
+        self.stop(&watch);
         answers
     }
 }

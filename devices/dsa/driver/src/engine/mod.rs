@@ -27,9 +27,7 @@ use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use verifying::Verifying;
-use vmm_dedup::compare::{
-    Account, Answer, DeviceWork, Engine, Error, Meanwhile, PageId, PageView, Stopwatch,
-};
+use vmm_dedup::compare::{Account, Answer, DeviceWork, Engine, Error, Meanwhile, PageId, PageView};
 use vmm_dedup_dsa_abi::{CompletionRecord, Descriptor, DeviceAddress, Opcode};
 use vmm_dedup_protocol::PAGE_SIZE;
 
@@ -114,7 +112,7 @@ impl DsaEngine {
                     )));
                 }
             }
-            let channel = Channel::new(queue, options.time_limit, options.in_flight);
+            let channel = Channel::new(queue, options.time_limit, options.in_flight, options.batch);
             let channel = channel.map_err(|error| Error::Device(format!("no memory for {name}: {error}")))?;
             channels.push(Some(channel));
         }
@@ -203,24 +201,32 @@ impl DsaEngine {
         }
     }
 
-    /// Has all of these jobs done and waits for that. `make` gives the descriptor of a job for a queue; jobs that have none,
-    /// or that no queue does, are left without a record. A batch is of one operation.
-    fn run(
+    /// Has all of these jobs done and waits for that. `make` gives the descriptor of a job for a queue, `read` the result
+    /// that is in its record; jobs that have none, or that no queue does, are left without. A batch is of one operation.
+    fn run<T>(
         &mut self,
         jobs: usize,
         make: impl Fn(&Self, usize, usize) -> Option<Descriptor>,
-    ) -> Vec<Option<CompletionRecord>> {
-        self.run_meanwhile(jobs, make, &mut Meanwhile::nothing())
+        read: impl Fn(usize, &CompletionRecord) -> Option<T>,
+    ) -> Vec<Option<T>> {
+        self.run_meanwhile(jobs, make, read, &mut Meanwhile::nothing())
     }
 
     /// The same. When the devices have all of them, and the thread would wait, work of the caller's is done first.
-    fn run_meanwhile(
+    fn run_meanwhile<T>(
         &mut self,
         jobs: usize,
         make: impl Fn(&Self, usize, usize) -> Option<Descriptor>,
+        read: impl Fn(usize, &CompletionRecord) -> Option<T>,
         meanwhile: &mut Meanwhile<'_>,
-    ) -> Vec<Option<CompletionRecord>> {
-        let mut records = vec![None; jobs];
+    ) -> Vec<Option<T>> {
+        let mut results: Vec<Option<T>> = Vec::with_capacity(jobs);
+        results.resize_with(jobs, || None);
+        let mut note = |job: usize, record: &CompletionRecord| {
+            if let Some(place) = results.get_mut(job) {
+                *place = read(job, record);
+            }
+        };
         // The next one is the last: those of a queue that failed come first.
         let mut todo: Vec<usize> = (0..jobs).rev().collect();
         let mut batch: Vec<Item> = Vec::new();
@@ -245,11 +251,11 @@ impl DsaEngine {
                     break;
                 }
             }
-            let lost = self.collect(&mut records);
+            let lost = self.collect(&mut note);
             todo.extend(lost);
             let busy = self.live().any(|channel| !channel.is_idle());
             if !busy && (todo.is_empty() || self.live().next().is_none()) {
-                return records;
+                return results;
             }
             const MOST: Duration = Duration::from_millis(10);
             if todo.is_empty() && !meanwhile.is_done() {
@@ -258,6 +264,8 @@ impl DsaEngine {
             } else if todo.is_empty() {
                 let channels = self.channels.iter_mut().flatten();
                 channels.for_each(|channel| channel.wait_for_all(MOST));
+            } else if let [Some(only)] = &mut self.channels[..] {
+                only.wait_for_room(MOST);
             } else {
                 self.wait(MOST);
             }
@@ -283,7 +291,7 @@ impl DsaEngine {
         {
             let made = make(self, queue, job);
             let opcode = made.and_then(|descriptor| descriptor.opcode());
-            if let (None, Some(opcode)) = (batch.first(), opcode) {
+            if let (None, Some(opcode), true) = (batch.first(), opcode, most > 1) {
                 size = channel.latencies(opcode).batch(todo.len(), channel.rooms(), most);
             }
             if batch
@@ -298,7 +306,7 @@ impl DsaEngine {
     }
 
     /// Takes what has ended, and gives up queues that fail. Returns the jobs of those that have no record.
-    fn collect(&mut self, records: &mut [Option<CompletionRecord>]) -> Vec<usize> {
+    fn collect(&mut self, note: &mut impl FnMut(usize, &CompletionRecord)) -> Vec<usize> {
         let mut pairs = Vec::new();
         for queue in 0..self.channels.len() {
             let Some(channel) = self.channels[queue].as_mut() else {
@@ -307,10 +315,8 @@ impl DsaEngine {
             let mut ended = |tag: u64, outcome: Result<CompletionRecord, ItemError>| {
                 if tag & JOB == 0 {
                     pairs.push((tag, outcome));
-                } else if let (Some(place), Ok(record)) =
-                    (job_of(tag).and_then(|at| records.get_mut(at)), outcome)
-                {
-                    *place = Some(record);
+                } else if let (Some(job), Ok(record)) = (job_of(tag), &outcome) {
+                    note(job, record);
                 }
             };
             if let Err(trouble) = channel.poll(&mut ended) {
@@ -351,13 +357,34 @@ impl DsaEngine {
         self.live().map(Channel::borrowed_cpu_ns).sum()
     }
 
+    /// Begins to measure the time of a call.
+    fn watch(&self) -> Watch {
+        Watch {
+            borrowed_ns: self.borrowed_cpu_ns(),
+            napped: self.live().map(Channel::napped).sum(),
+            start: Instant::now(),
+        }
+    }
+
     /// Notes the time of a call: what a model in this process took is not the driver's.
-    fn stop(&mut self, watch: Stopwatch, borrowed_before: u64) {
-        watch.stop(&mut self.account);
-        let borrowed = self.borrowed_cpu_ns().saturating_sub(borrowed_before);
-        self.account.cpu_ns = self.account.cpu_ns.saturating_sub(borrowed);
+    fn stop(&mut self, watch: &Watch) {
+        let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let wall = watch.start.elapsed();
+        let napped: Duration = self.live().map(Channel::napped).sum();
+        let awake = wall.saturating_sub(napped.saturating_sub(watch.napped));
+        let borrowed = self.borrowed_cpu_ns().saturating_sub(watch.borrowed_ns);
+        self.account.wall_ns += ns(wall);
+        self.account.cpu_ns += ns(awake).saturating_sub(borrowed);
         self.account.device_cpu_ns += borrowed;
     }
+}
+
+/// When a call began, and what had been by then. Its CPU time is taken for the time in which it does not sleep: what the kernel
+/// knows of a thread's CPU time it tells so slowly that asking would be a part of each comparison.
+struct Watch {
+    start: Instant,
+    borrowed_ns: u64,
+    napped: Duration,
 }
 
 impl std::fmt::Debug for DsaEngine {

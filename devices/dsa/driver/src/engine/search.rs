@@ -8,9 +8,7 @@ use super::DsaEngine;
 use super::page::PAGE;
 use std::cmp::Ordering;
 use std::sync::atomic::Ordering as Memory;
-use vmm_dedup::compare::{
-    Answer, Error, Meanwhile, PageId, PageView, Pages, Searched, Stopwatch, TreeSearch,
-};
+use vmm_dedup::compare::{Answer, Error, Meanwhile, PageId, PageView, Pages, Searched, TreeSearch};
 use vmm_dedup_dsa_abi::{Comparison, CompletionRecord, Descriptor};
 use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
 
@@ -41,14 +39,21 @@ fn order_of_words(a: &PageView, b: &PageView, words: std::ops::Range<usize>) -> 
 }
 
 /// The order of two pages, of which the device has found the first byte that differs.
-fn order_at(a: &PageView, b: &PageView, record: &CompletionRecord) -> Option<Ordering> {
-    let offset = match record.comparison()? {
+fn order_at(a: &PageView, b: &PageView, found: Comparison) -> Option<Ordering> {
+    let offset = match found {
         Comparison::Equal => return Some(Ordering::Equal),
         Comparison::DiffersAt(offset) => usize::try_from(offset).ok()?,
     };
     let byte = |view: &PageView| Some(view.get(offset / 8)?.load(Memory::Relaxed).to_ne_bytes()[offset % 8]);
     // Equal bytes: somebody has written one of the pages meanwhile.
     Some(byte(a)?.cmp(&byte(b)?)).filter(|order| order.is_ne())
+}
+
+/// What the device says: of a pair, or of a page.
+#[derive(Clone, Copy)]
+enum Found {
+    Order(Comparison),
+    Key(u32),
 }
 
 impl DsaEngine {
@@ -75,28 +80,42 @@ impl DsaEngine {
             );
             Descriptor::compare(a, b, PAGE).ok()
         };
-        let mut records = self.run_meanwhile(pairs.len() + to_key.len(), make, meanwhile);
-        let keys = records.split_off(pairs.len()).into_iter();
-        let keys = keys.map(|record| Some(record?.crc()?.into())).collect();
+        let read = |job: usize, record: &CompletionRecord| {
+            if job < pairs.len() {
+                record.comparison().map(Found::Order)
+            } else {
+                record.crc().map(Found::Key)
+            }
+        };
+        let mut found = self.run_meanwhile(pairs.len() + to_key.len(), make, read, meanwhile);
+        let key = |found| match found {
+            Some(Found::Key(key)) => Some(key.into()),
+            _ => None,
+        };
+        let keys = found.drain(pairs.len()..).map(key).collect();
         let lines = to_key.len() as u64 * (u64::from(PAGE) / 64);
         self.account.lines += lines;
         self.account.bytes += lines * 64;
         self.account.comparisons += pairs.len() as u64;
         let mut orders = Vec::with_capacity(pairs.len());
-        for (((a, a_view), (b, b_view)), record) in pairs.iter().zip(records) {
-            let lines = match record.and_then(|record| record.comparison()) {
+        for (((a, a_view), (b, b_view)), found) in pairs.iter().zip(found) {
+            let found = match found {
+                Some(Found::Order(found)) => Some(found),
+                _ => None,
+            };
+            let lines = match found {
                 Some(Comparison::DiffersAt(offset)) => u64::from(offset) / 64 + 1,
                 _ => u64::from(PAGE) / 64,
             };
             self.account.lines += 2 * lines;
             self.account.bytes += 2 * lines * 64;
-            let by_device = record.and_then(|record| order_at(a_view, b_view, &record));
+            let by_device = found.and_then(|found| order_at(a_view, b_view, found));
             orders.push(match by_device {
                 Some(order) => Ok(order),
                 None if !self.may_read(*a) => Err(Error::Fault(*a)),
                 None if !self.may_read(*b) => Err(Error::Fault(*b)),
                 None => {
-                    self.past.cpu_instead += u64::from(record.is_none());
+                    self.past.cpu_instead += u64::from(found.is_none());
                     Ok(order_of_words(a_view, b_view, 0..a_view.len()))
                 }
             });
@@ -278,10 +297,10 @@ impl DsaEngine {
         keyed: bool,
         meanwhile: &mut Meanwhile<'_>,
     ) -> Vec<Answer<Searched>> {
-        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        let watch = self.watch();
         self.account.pages += candidates.len() as u64;
         let answers = self.walk(pages, tree, candidates, keyed, meanwhile);
-        self.stop(watch, borrowed);
+        self.stop(&watch);
         meanwhile.leave_out(&mut self.account);
         answers
     }
@@ -330,7 +349,7 @@ impl TreeSearch for DsaEngine {
 
     fn among(&mut self, pages: &dyn Pages, candidate: PageId, set: &[PageId]) -> Answer<Option<usize>> {
         self.alive()?;
-        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        let watch = self.watch();
         self.account.pages += 1;
         let view = |id: PageId| pages.view(id).ok_or(Error::Fault(id));
         let own = (candidate, view(candidate)?);
@@ -339,7 +358,7 @@ impl TreeSearch for DsaEngine {
             pairs.push((own, (*id, view(*id)?)));
         }
         let orders = self.orders(&pairs);
-        self.stop(watch, borrowed);
+        self.stop(&watch);
         for (at, order) in orders.into_iter().enumerate() {
             if order?.is_eq() {
                 return Ok(Some(at));

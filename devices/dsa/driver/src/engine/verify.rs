@@ -7,7 +7,7 @@ use super::verifying::{MOST, Running};
 use crate::channel::{Item, ItemError};
 use std::time::{Duration, Instant};
 use vmm_dedup::compare::{
-    Answer, Compared, Error, Limits, PageId, Pair, PairAnswer, StablePage, Stopwatch, Verify, With,
+    Answer, Compared, Error, Limits, PageId, Pair, PairAnswer, StablePage, Verify, With,
 };
 use vmm_dedup_dsa_abi::{Descriptor, DeviceAddress, Opcode};
 use vmm_dedup_protocol::PAGE_SIZE;
@@ -136,22 +136,22 @@ impl Verify for DsaEngine {
 
     unsafe fn submit(&mut self, first: u64, pairs: &[Pair<'_>]) -> Answer<usize> {
         self.alive()?;
-        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        let watch = self.watch();
         let taken = self.begin(first, pairs);
         self.account.pages += *taken.as_ref().unwrap_or(&0) as u64;
-        self.stop(watch, borrowed);
+        self.stop(&watch);
         taken
     }
 
     fn poll(&mut self, wait: Duration, answers: &mut Vec<PairAnswer>) -> Answer<()> {
-        let (watch, borrowed) = (Stopwatch::start(), self.borrowed_cpu_ns());
+        let watch = self.watch();
         let mut polled = self.take_ended();
         if polled.is_ok() && self.verifying.ready.is_empty() && !wait.is_zero() {
             self.wait(wait);
             polled = self.take_ended();
         }
         answers.append(&mut self.verifying.ready);
-        self.stop(watch, borrowed);
+        self.stop(&watch);
         polled
     }
 

@@ -5,6 +5,10 @@
 //! *Time.* The model works on the caller's thread, which is [borrowed](WorkQueue::borrowed_cpu_ns) from the driver. The
 //! device's clock stands still meanwhile: else the driver would be done waiting when the model is done working, and its
 //! waiting would count as the model's work.
+//!
+//! What is borrowed is measured step by step, on the wall clock: reading a thread's CPU time can take longer than the
+//! driver does for a descriptor, and what that took beside the work would count as the driver's. A step in which the
+//! thread was held up counts as one of [`LONGEST_STEP`], and the rest as the driver's time.
 #![allow(unsafe_code)] // reads and writes this process's memory by address
 
 use super::queue::{QueueLimits, Trouble, WorkQueue};
@@ -13,12 +17,14 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use vmm_dedup::compare::Stopwatch;
 use vmm_dedup_dsa_abi::config::Mode;
 use vmm_dedup_dsa_abi::registers::DeviceState;
 use vmm_dedup_dsa_abi::{Descriptor, DeviceAddress, Pasid, portal};
 use vmm_dedup_dsa_model::{Board, Core, Faults, Memory, Missing, PAGE, Shape, Submitted, Timing, Way};
 use vmm_dedup_protocol::mapping::Mapping;
+
+/// A step of the model's takes some microseconds. Longer ones are of a thread that did not run.
+const LONGEST_STEP: Duration = Duration::from_micros(20);
 
 /// Which memory the model reads and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +45,7 @@ pub struct InProcess {
     /// The device's time when it was asked last, ns.
     last: u64,
     worked_ns: u64,
-    /// What measuring a piece of the model's work takes beside what is measured, ns.
+    /// What reading the clock takes, ns: half of it before, half of it after the moment that is read.
     watch_ns: u64,
     /// What a write to a portal takes the CPU.
     portal_write: Duration,
@@ -109,25 +115,33 @@ impl InProcess {
 
     /// The device's time, ns. It never goes back, although what was borrowed is known to some nanoseconds only.
     fn now(&mut self) -> u64 {
-        let since = u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.now_at(Instant::now())
+    }
+
+    fn now_at(&mut self, moment: Instant) -> u64 {
+        let since = u64::try_from((moment - self.began).as_nanos()).unwrap_or(u64::MAX);
         self.last = self.last.max(since.saturating_sub(self.worked_ns));
         self.last
     }
 
-    /// Lets the model work, in time that is borrowed.
-    fn borrow<T>(&mut self, work: impl FnOnce(&mut Core, &Plug) -> T) -> T {
-        let watch = Stopwatch::start();
-        let result = work(&mut self.core, &self.board);
-        self.worked_ns += watch.stop_cpu() + self.watch_ns;
-        result
+    /// Lets the model do what is due by a time, in time that is borrowed from a moment on.
+    fn work(&mut self, until: u64, since: Instant) {
+        let mut before = since;
+        while self.core.next_event().is_some_and(|due| due <= until) {
+            let due = self.core.next_event().unwrap_or(until);
+            self.core.advance(due, &self.board);
+            before = self.lend(before);
+        }
+        self.lend(before);
+        self.worked_ns += self.watch_ns;
     }
 
-    /// Lets the model do what is due.
-    fn advance(&mut self) {
-        let now = self.now();
-        if self.core.next_event().is_some_and(|due| due <= now) {
-            self.borrow(|core, board| core.advance(now, board));
-        }
+    /// What the thread did since a moment was the model's work. Returns the next moment.
+    fn lend(&mut self, since: Instant) -> Instant {
+        let now = Instant::now();
+        let step = (now - since).min(LONGEST_STEP);
+        self.worked_ns += u64::try_from(step.as_nanos()).unwrap_or(0);
+        now
     }
 }
 
@@ -159,20 +173,17 @@ impl WorkQueue for InProcess {
     }
 
     fn submit(&mut self, descriptor: &Descriptor) -> Result<bool, Trouble> {
-        let now = self.now();
+        let start = Instant::now();
+        let now = self.now_at(start);
         let bytes = descriptor.to_bytes();
         let way = match self.wanted.mode {
             Mode::Dedicated => Way::Posted,
             Mode::Shared => Way::Deferrable,
         };
-        let portal = self.portal;
-        let submitted = self.borrow(|core, board| {
-            let submitted = core.submit(portal, way, &bytes, now, board);
-            core.advance(now, board);
-            submitted
-        });
-        let start = Instant::now();
-        while start.elapsed() < self.portal_write {
+        let submitted = self.core.submit(self.portal, way, &bytes, now, &self.board);
+        self.work(now, start);
+        let written = Instant::now() + self.portal_write;
+        while Instant::now() < written {
             std::hint::spin_loop();
         }
         // What is lost shows by its silence, as with a device.
@@ -180,7 +191,11 @@ impl WorkQueue for InProcess {
     }
 
     fn relax(&mut self, _status: &AtomicU64) {
-        self.advance();
+        let start = Instant::now();
+        let now = self.now_at(start);
+        if self.core.next_event().is_some_and(|due| due <= now) {
+            self.work(now, start);
+        }
         std::hint::spin_loop();
     }
 
@@ -245,12 +260,12 @@ impl WorkQueue for InProcess {
     }
 }
 
-/// What starting and stopping a watch takes beside what the watch shows, ns.
+/// What reading the clock takes, ns.
 fn cost_of_a_watch() -> u64 {
-    const TIMES: u64 = 64;
-    let all = Stopwatch::start();
-    let shown: u64 = (0..TIMES).map(|_| Stopwatch::start().stop_cpu()).sum();
-    all.stop_cpu().saturating_sub(shown) / TIMES
+    const TIMES: u32 = 256;
+    let start = Instant::now();
+    (0..TIMES).for_each(|_| _ = std::hint::black_box(Instant::now()));
+    u64::try_from((start.elapsed() / TIMES).as_nanos()).unwrap_or(0)
 }
 
 /// What the model is plugged into.
