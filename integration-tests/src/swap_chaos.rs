@@ -23,6 +23,18 @@ const HUGE: usize = 2 << 20;
 /// Mappings of the service's own that are at least as large may be scratch memory.
 const SCRATCH: usize = HUGE;
 
+/// What is to happen under swap besides merges and breaks, at least. (A huge page that is built takes in 512 pages, some of them
+/// from swap; a sample takes a huge page, or some of its pages, and puts them back.)
+#[derive(Clone, Copy, Debug)]
+pub struct AtLeast {
+    /// Huge pages that are built again.
+    pub rebuilt: u64,
+    /// Samples.
+    pub samples: u64,
+    /// How long these are waited for: where memory is short there may be none.
+    pub within: Duration,
+}
+
 /// What happened under swap.
 #[derive(Clone, Copy, Debug)]
 pub struct Swapped<O = Outcome> {
@@ -63,17 +75,17 @@ pub fn exceptions(seed: u64, swap: &Swap) -> Swapped<Exceptions> {
     counted(|| guests::exceptions_beside(seed, page_out))
 }
 
-/// Two guests with the same pages and zero pages, until `size.merges` pages were merged, as many breaks done, memory sampled, and
-/// a huge page built again, which is waited for so long.
+/// Two guests with the same pages and zero pages, until `size.merges` pages were merged, as many breaks done, and memory sampled and
+/// huge pages built again as often as is wanted.
 ///
 /// # Panics
 /// If a guest reports a wrong byte or does not get on, or the wanted numbers are not reached in time.
 #[must_use]
-pub fn chaos(size: Size, swap: &Swap, rebuilt: Duration) -> Swapped {
-    counted(|| merge_and_break(size, swap, rebuilt))
+pub fn chaos(size: Size, least: AtLeast, swap: &Swap) -> Swapped {
+    counted(|| merge_and_break(size, least, swap))
 }
 
-fn merge_and_break(size: Size, swap: &Swap, wait_for_rebuilt: Duration) -> Outcome {
+fn merge_and_break(size: Size, least: AtLeast, swap: &Swap) -> Outcome {
     let store = StoreThread::start();
     let guests = boot(&store, size);
     let last = swap.clone();
@@ -94,13 +106,14 @@ fn merge_and_break(size: Size, swap: &Swap, wait_for_rebuilt: Duration) -> Outco
         let merges = sum(|s| s.merges_total + s.zero_merges_total);
         let breaks = sum(ServiceStats::breaks_total);
         let (rebuilt, samples) = (sum(|s| s.huge_rebuilt_total), sum(|s| s.samples_total));
-        let enough = rebuilt.min(samples) > 0 || start.elapsed() >= wait_for_rebuilt;
+        let is_reached = rebuilt >= least.rebuilt && samples >= least.samples;
+        let enough = is_reached || start.elapsed() >= least.within;
         if merges.min(breaks) >= size.merges && enough {
             break;
         }
         assert!(
             start.elapsed() < size.patience,
-            "only {merges} merges and {breaks} breaks of {}, {rebuilt} huge pages and {samples} samples in time: {stats:?}",
+            "only {merges} merges and {breaks} breaks of {}, {rebuilt} huge pages and {samples} samples of {least:?} in time: {stats:?}",
             size.merges
         );
         if shown.elapsed() > Duration::from_secs(10) {

@@ -71,13 +71,19 @@ fn guests_lose_nothing_while_their_memory_is_swapped_out() {
         common_mib: 8,
         zero_mib: 4,
     };
-    let out = swap_chaos::chaos(size, &swap, size.patience);
+    // Some twelve seconds' worth on two cores.
+    let least = swap_chaos::AtLeast {
+        rebuilt: 8,
+        samples: 400,
+        within: size.patience,
+    };
+    let out = swap_chaos::chaos(size, least, &swap);
     assert!(
         out.pages_out > 0 && out.pages_in > 0,
         "nothing was swapped: {out:?}"
     );
-    assert!(out.outcome.rebuilt > 0, "no huge page was built: {out:?}");
-    assert!(out.outcome.samples > 0, "nothing was sampled: {out:?}");
+    let (rebuilt, samples) = (out.outcome.rebuilt, out.outcome.samples);
+    assert!(rebuilt >= least.rebuilt && samples >= least.samples, "{out:?}");
     eprintln!(
         "{} merges, {} breaks, {} huge pages built, {} samples, {} pages swapped out, {} in, stops p99 {} us",
         out.outcome.merges,
