@@ -40,7 +40,7 @@ fn check(root: &str, rules: &Rules<'_>) {
 
 #[test]
 fn the_command_line_stands_in_its_rooms() {
-    check("vmm-dedup/cli/src/main.rs", &rooms(&["store_socket", "commands"]));
+    check("vmm-dedup/cli/src/main.rs", &rooms(&["which_store", "commands"]));
 }
 
 #[test]
@@ -49,6 +49,7 @@ fn the_fleet_launcher_stands_in_its_rooms() {
         "dedup_file",
         "file",
         "plan",
+        "spec",
         "process",
         "log",
         "state",
@@ -58,9 +59,16 @@ fn the_fleet_launcher_stands_in_its_rooms() {
         "stores",
         "vmm",
         "check",
+        "changes",
+        "launch",
+        "choice",
         "down",
         "status",
         "up",
+        "restart",
+        "list",
+        "logs",
+        "api",
     ];
     check("vmm-dedup/fleet/src/lib.rs", &rooms(&order));
 }
@@ -69,11 +77,19 @@ fn the_fleet_launcher_stands_in_its_rooms() {
 fn what_commands_ask_of_the_host_stands_in_its_rooms() {
     let order = [
         "failure",
+        "output",
+        "units",
+        "table",
         "kvm",
         "memory",
+        "process",
         "children",
         "termination",
+        "silence",
         "account",
+        "runtime",
+        "registry",
+        "view",
         "store",
     ];
     check("vmm-dedup/host/src/lib.rs", &rooms(&order));

@@ -4,7 +4,7 @@ use clap::Args;
 use serde_json::json;
 use std::time::Instant;
 use vmm_dedup_estimate::{Inputs, Memory, Reading, Sample, estimate, read_plainly};
-use vmm_dedup_host::Failure;
+use vmm_dedup_host::{Failure, say};
 
 /// Compare the speed of an exact estimate with that of reading the same data and nothing else.
 ///
@@ -50,9 +50,9 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<(), Failure> {
             "estimate_bytes_per_second": estimate,
             "ratio": estimate / plain,
         });
-        println!("{report:#}");
+        say!("{report:#}");
     } else {
-        println!(
+        say!(
             "{:.0} MiB, {} threads: reading {:.2} GB/s, estimating {:.2} GB/s, ratio {:.2}",
             bytes / f64::from(1 << 20),
             reading.threads,

@@ -14,6 +14,8 @@
 //!
 //! The crate is no part of the product: the command line has it as its feature `bench`, and nothing else uses it.
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // `vmm_dedup_host::output` is for that
+
 mod churn;
 mod content;
 mod dsa;

@@ -6,7 +6,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use vmm_dedup_estimate::pack::{Bases, Packing, Plan, Settings, pack};
 use vmm_dedup_estimate::{Inputs, Memory, Reading, Sample, Total, estimate};
-use vmm_dedup_host::Failure;
+use vmm_dedup_host::{Failure, say};
 
 /// Pack the pages of images that have no twin, by each codec alone and by all together, rebuild and compare them.
 ///
@@ -53,12 +53,13 @@ pub(crate) fn run(args: &PackArgs) -> Result<(), Failure> {
     if args.json {
         return print_json(&report);
     }
-    println!(
+    say!(
         "exact sharing frees {} of {} pages; packed, beyond that:",
-        report.exact.saved.pages, report.exact.pages
+        report.exact.saved.pages,
+        report.exact.pages
     );
     for packing in [&report.own, &report.domain] {
-        println!("bases {}, {} pages without a twin", packing.bases, packing.pages);
+        say!("bases {}, {} pages without a twin", packing.bases, packing.pages);
         packing.plans.iter().for_each(print);
     }
     Ok(())
@@ -81,7 +82,7 @@ fn try_bases(memories: &[Memory], bases: Bases, reading: &Reading<'_>) -> Result
 }
 
 fn print(plan: &Plan) {
-    println!(
+    say!(
         "{:<18} {:>8.2} MiB saved, {:>7} pages, {:>6} bases, pack {:>5.1} us, rebuild p50 {:>5.1} us, p99 {:>5.1} us",
         plan.name,
         plan.saved_bytes as f64 / f64::from(1 << 20),

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use vmm_dedup_host::Failure;
+use vmm_dedup_host::{Failure, say};
 
 /// Of each figure the median (of an even number the lower one, so that counts stay counts). A figure that is missing (null) in
 /// some of them counts as larger than any: what did not happen took longer than what did.
@@ -39,7 +39,7 @@ fn median_value(values: &[Value]) -> Value {
 /// Prints a report as JSON.
 pub(crate) fn print_json(report: &impl Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string_pretty(report).map_err(Failure::from_error)?;
-    println!("{text}");
+    say!("{text}");
     Ok(())
 }
 

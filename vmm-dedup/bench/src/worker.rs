@@ -5,8 +5,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{BufRead, BufReader, Read, Write, stdin};
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
-use vmm_dedup_host::Failure;
 use vmm_dedup_host::children::Process;
+use vmm_dedup_host::{Failure, say};
 
 /// Runs a worker to its end and reads its answer; `what`: what it measures, for messages.
 pub(crate) fn ask<T: DeserializeOwned>(command: &mut Command, what: &str) -> Result<T, Failure> {
@@ -36,7 +36,7 @@ fn unreadable(error: serde_json::Error) -> Failure {
 /// The worker's side: one answer.
 pub(crate) fn answer(measured: &impl Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string(measured).map_err(Failure::from_error)?;
-    println!("{text}");
+    say!("{text}");
     Ok(())
 }
 

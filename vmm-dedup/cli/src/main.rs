@@ -2,16 +2,20 @@
 //!
 //! Each subcommand is a module of [`commands`], or a crate behind one: `vmm-dedup-fleet` and `vmm-dedup-bench`. What they ask
 //! of the host, and the failure that they end with, is in `vmm-dedup-host`. This file only parses, and turns failures into
-//! exit codes: 0 success, 1 failure, 2 something that the command needs is missing (or wrong usage, from clap).
+//! exit codes: 0 success, 1 failure, 2 something that the command needs is missing (or wrong usage, from clap), 141 the
+//! reader of the output has gone.
+
+#![deny(clippy::print_stdout, clippy::print_stderr)] // `vmm_dedup_host::output` is for that
 
 mod commands;
-mod store_socket;
+mod which_store;
 
 use clap::{Parser, Subcommand};
 #[cfg(feature = "demo")]
 use commands::demo;
 use commands::{device, estimate, explain, fleet, run, set, stat, store, top};
 use std::process::ExitCode;
+use vmm_dedup_host::{Failure, note, output};
 
 /// Memory deduplication for fleets of VMs: safe, cheap, visible.
 ///
@@ -52,16 +56,38 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let done = Cli::try_parse().map_or_else(|said| said_by_clap(&said), |cli| run(&cli));
+    match done.and_then(|()| output::outcome()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            if !failure.is_silent() {
+                note!("vmm-dedup: {failure}");
+            }
+            failure.exit_code()
+        }
+    }
+}
+
+/// Help and version go to standard output; what is wrong with the arguments to standard error.
+fn said_by_clap(said: &clap::Error) -> Result<(), Failure> {
+    let printed = said.print();
+    if said.use_stderr() {
+        return Err(Failure::usage(""));
+    }
+    printed.err().into_iter().for_each(output::failed);
+    Ok(())
+}
+
+fn run(cli: &Cli) -> Result<(), Failure> {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
     if let Some(parent) = cli.die_with_parent {
         let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
         // It may have ended before: then no signal comes.
         if rustix::process::getppid().map(rustix::process::Pid::as_raw_pid) != Some(parent) {
-            return ExitCode::FAILURE;
+            return Err(Failure::new(""));
         }
     }
-    let result = match &cli.command {
+    match &cli.command {
         #[cfg(feature = "demo")]
         Command::Demo(args) => demo::run(args),
         Command::Store(args) => store::run(args, cli.die_with_parent.is_none()),
@@ -75,12 +101,5 @@ fn main() -> ExitCode {
         Command::Estimate(args) => estimate::run(args),
         #[cfg(feature = "bench")]
         Command::Bench(args) => vmm_dedup_bench::run(args),
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => {
-            eprintln!("vmm-dedup: {failure}");
-            failure.exit_code()
-        }
     }
 }

@@ -314,12 +314,6 @@ fn top_draws_in_a_terminal_of_80_by_24_and_leaves_it_as_it_was() {
     eventually("the VM is shown", || terminal.shows("vfio"));
     rustix::process::kill_process(Pid::from_child(&terminal.top.0), Signal::TERM).expect("kill");
     assert_eq!(terminal.end().code(), Some(128 + 15));
-
-    let mut terminal = Terminal::open(&store.socket);
-    eventually("the VM is shown", || terminal.shows("vfio"));
-    drop(store);
-    assert_eq!(terminal.end().code(), Some(1));
-    eventually("it says why", || terminal.shows("vmm-dedup: the store"));
 }
 
 #[test]

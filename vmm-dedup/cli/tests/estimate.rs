@@ -144,7 +144,7 @@ fn people_get_a_table_of_codecs() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success());
     for part in [
-        "saved net",
+        "SAVED NET",
         "zstd, zstd-patch",
         "all, bases packed",
         "bases found",

@@ -2,9 +2,11 @@
 
 use crate::file::name_in;
 use crate::plan::Plan;
-use crate::state::{Directory, State, run_folder};
-use std::path::PathBuf;
+use crate::state::{Directory, Locked, State};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use vmm_dedup_host::Failure;
+use vmm_dedup_host::units::quoted;
 
 /// Which fleet.
 #[derive(Clone, Debug)]
@@ -16,8 +18,32 @@ pub struct At {
 }
 
 impl At {
-    pub(crate) fn plan(&self) -> Result<Plan, Failure> {
-        Plan::read(&self.file, &run_folder()?)
+    /// A command on this fleet, to be pasted into a shell.
+    pub(crate) fn command(&self, command: &str) -> String {
+        let path = |path: &Path| quoted(&path.to_string_lossy());
+        let directory = self.runtime_dir.as_deref();
+        let directory = directory.map_or(String::new(), |folder| format!(" --runtime-dir {}", path(folder)));
+        format!("vmm-dedup fleet {command} {}{directory}", path(&self.file))
+    }
+
+    /// What the file says; `scale`: how many VMs entries have instead of what it says.
+    pub(crate) fn plan(&self, scale: &BTreeMap<String, u32>) -> Result<Plan, Failure> {
+        Plan::read(&self.file, &vmm_dedup_host::runtime::folder()?, scale)
+    }
+
+    /// The fleet's directory, locked, and its state; fails if it is not up, or another file's.
+    pub(crate) fn running(&self) -> Result<(Locked, State), Failure> {
+        let not_up = || {
+            let name = self.name().unwrap_or_default();
+            Failure::new(format!(
+                "fleet {name} is not up: start it with `{}`",
+                self.command("up")
+            ))
+        };
+        let locked = self.directory()?.lock()?.ok_or_else(not_up)?;
+        let state = locked.state()?.ok_or_else(not_up)?;
+        self.check(&state)?;
+        Ok((locked, state))
     }
 
     pub(crate) fn name(&self) -> Result<String, Failure> {
@@ -48,7 +74,7 @@ impl At {
     pub(crate) fn directory(&self) -> Result<Directory, Failure> {
         let path = match &self.runtime_dir {
             Some(path) => std::path::absolute(path).map_err(Failure::from_error)?,
-            None => run_folder()?.join(format!("fleet-{}", self.name()?)),
+            None => vmm_dedup_host::runtime::folder()?.join(format!("fleet-{}", self.name()?)),
         };
         Ok(Directory::new(path))
     }

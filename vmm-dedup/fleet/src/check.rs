@@ -2,31 +2,42 @@
 
 use crate::plan::{Plan, StorePlan, VmPlan};
 use crate::program::Tools;
-use crate::state::{self, Directory};
+use crate::state::Directory;
 use std::fs::{File, OpenOptions};
 use std::net::TcpListener;
 use std::os::unix::fs::FileTypeExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use vmm_dedup_host::store::listens;
 use vmm_dedup_host::{Failure, account, kvm};
 
 /// Longest path of a Unix socket: sockaddr_un holds 108 bytes with the terminating zero.
 const SOCKET_PATH: usize = 107;
 
-/// Finds the programs; fails with the first thing that would keep the fleet from starting.
-pub(crate) fn all(plan: &Plan, directory: &Directory) -> Result<Tools, Failure> {
+/// Finds the programs; fails with the first thing that would keep these VMs and stores of a plan from starting. `leftovers`:
+/// files of VMs that have ended, which go before.
+pub(crate) fn starts(
+    plan: &Plan,
+    vms: &[&VmPlan],
+    stores: &[&StorePlan],
+    directory: &Directory,
+    leftovers: &[PathBuf],
+) -> Result<Tools, Failure> {
     kvm::need()?;
     let tools = Tools::find(plan)?;
-    for vm in &plan.vms {
-        check_vm(vm, directory).map_err(|e| Failure::new(format!("VM {:?}: {e}", vm.name)))?;
+    for vm in vms {
+        let checked = check_vm(vm, directory, leftovers);
+        checked.map_err(|e| Failure::new(format!("VM {:?}: {e}", vm.name)))?;
+    }
+    for store in stores {
+        check_store(store)?;
     }
     for store in &plan.stores {
-        check_store(store, plan)?;
+        check_names(store, vms)?;
     }
     Ok(tools)
 }
 
-fn check_vm(vm: &VmPlan, directory: &Directory) -> Result<(), String> {
+fn check_vm(vm: &VmPlan, directory: &Directory, leftovers: &[PathBuf]) -> Result<(), String> {
     readable("kernel", &vm.kernel)?;
     if let Some(initramfs) = &vm.initramfs {
         readable("initramfs", initramfs)?;
@@ -37,7 +48,7 @@ fn check_vm(vm: &VmPlan, directory: &Directory) -> Result<(), String> {
     }
     if let Some(socket) = vm.vsock() {
         socket_path(socket)?;
-        if socket.exists() {
+        if socket.exists() && !leftovers.iter().any(|left| left == socket) {
             return Err(format!(
                 "the vsock socket {} exists: remove it, or choose another",
                 socket.display()
@@ -73,34 +84,40 @@ fn socket_path(path: &Path) -> Result<(), String> {
     }
 }
 
-/// Either a store of this release runs there, or one can be started.
-fn check_store(store: &StorePlan, plan: &Plan) -> Result<(), Failure> {
-    let fail = |e: String| Failure::new(format!("the store of domain {:?}: {e}", store.domain));
-    socket_path(&store.socket).map_err(fail)?;
-    if listens(&store.socket) {
-        let (_, vms) = account::of_store(&store.socket).map_err(|e| {
-            fail(format!(
-                "what listens on {} is no store of this release ({e}): stop it, or choose another socket",
-                store.socket.display()
-            ))
-        })?;
-        let taken = |vm: &&VmPlan| vm.dedup.is_some() && vm.domain == store.domain;
-        if let Some(vm) = plan
-            .vms
-            .iter()
-            .filter(taken)
-            .find(|vm| vms.iter().any(|other| other.name == vm.name))
-        {
-            return Err(fail(format!(
+fn fail(store: &StorePlan, text: &str) -> Failure {
+    Failure::new(format!("the store of domain {:?}: {text}", store.domain))
+}
+
+/// The names of these VMs are free in a store that runs.
+fn check_names(store: &StorePlan, vms: &[&VmPlan]) -> Result<(), Failure> {
+    let Ok((_, connected)) = account::of_store(&store.socket) else {
+        return Ok(());
+    };
+    let merges_there = |vm: &&&VmPlan| vm.dedup.is_some() && vm.domain == store.domain;
+    let mut vms = vms.iter().filter(merges_there);
+    match vms.find(|vm| connected.iter().any(|other| other.name == vm.name)) {
+        None => Ok(()),
+        Some(vm) => Err(fail(
+            store,
+            &format!(
                 "a VM {:?} is connected to it already: choose another name",
                 vm.name
-            )));
-        }
-        return Ok(());
+            ),
+        )),
+    }
+}
+
+/// Either a store of this release runs there, or one can be started.
+fn check_store(store: &StorePlan) -> Result<(), Failure> {
+    let fail = |e: String| fail(store, &e);
+    socket_path(&store.socket).map_err(fail)?;
+    if listens(&store.socket) {
+        let answers = account::of_store(&store.socket).map(drop);
+        return answers.map_err(|e| fail(format!("{e}; stop it, or choose another socket")));
     }
     let folder = store.socket.parent().unwrap_or(Path::new("/"));
     // The folder of all fleets is made when it is missing.
-    if !folder.is_dir() && !state::run_folder().is_ok_and(|run| run == folder) {
+    if !folder.is_dir() && !vmm_dedup_host::runtime::folder().is_ok_and(|run| run == folder) {
         return Err(fail(format!(
             "the directory {} does not exist: create it",
             folder.display()

@@ -1,12 +1,14 @@
 //! `fleet down`: ends what `up` started, by process and not by name, and leaves nothing behind.
 
 use crate::at::At;
+use crate::choice::choose;
 use crate::state::{Locked, State};
 use crate::{runtime, stores, vmm};
 use std::path::Path;
 use std::time::Duration;
 use tokio::task::JoinSet;
-use vmm_dedup_host::{Failure, account};
+use vmm_dedup_host::units::count;
+use vmm_dedup_host::{Failure, account, note, say};
 
 /// Ends all VMs and the stores that [`up()`](crate::up()) started, and removes their files. May be repeated.
 ///
@@ -25,14 +27,50 @@ pub fn down(at: &At, grace: Duration) -> Result<(), Failure> {
         .flatten();
     let (Some(locked), Some(state)) = (&locked, state) else {
         locked.iter().for_each(Locked::remove_remains);
-        println!("fleet {name} is not up: nothing to do");
+        say!("fleet {name} is not up: nothing to do");
         return Ok(());
     };
     at.check(&state)?;
     runtime::block_on(async move {
         let vms = state.vms.len();
         stop(locked, &state, grace).await?;
-        println!("fleet {name}: {vms} VMs ended");
+        say!("fleet {name}: {} ended", count(vms, "VM", "VMs"));
+        Ok(())
+    })
+}
+
+/// Ends some VMs; the fleet stays up without them, and the next `up` starts them again. `names` may be patterns.
+///
+/// # Errors
+/// A [`Failure`] if there is no such VM, or one cannot be ended; it stays in the state.
+pub fn down_vms(at: &At, names: &[String], grace: Duration) -> Result<(), Failure> {
+    let (locked, mut state) = at.running()?;
+    let all: Vec<&str> = state.vms.iter().map(|vm| vm.name.as_str()).collect();
+    let chosen = choose(names, &all)?;
+    runtime::block_on(async move {
+        let mut ends = JoinSet::new();
+        for vm in state.vms.iter().filter(|vm| chosen.contains(&vm.name)).cloned() {
+            let files = locked.vm(&vm.name);
+            ends.spawn_local(async move { vmm::end(&vm, &files, grace).await.map(|()| vm) });
+        }
+        let mut result = Ok(());
+        while let Some(ended) = ends.join_next().await {
+            match ended.map_err(Failure::from_error)? {
+                Ok(vm) => {
+                    locked.remove_vm(&vm)?;
+                    state.vms.retain(|other| other.name != vm.name);
+                    locked.write(&state)?;
+                }
+                Err(failure) => result = result.and(Err(failure)),
+            }
+        }
+        result?;
+        let left = count(state.vms.len(), "VM is", "VMs are");
+        say!(
+            "fleet {}: {} ended, {left} left",
+            state.fleet,
+            count(chosen.len(), "VM", "VMs")
+        );
         Ok(())
     })
 }
@@ -53,9 +91,10 @@ pub(crate) async fn stop(directory: &Locked, state: &State, grace: Duration) -> 
         if store.process.is_some()
             && let Some(others) = others_on(&store.socket, state)
         {
-            eprintln!(
-                "the store of domain {:?} stays: {others} VMs of others are connected; end it with SIGTERM",
-                store.domain
+            note!(
+                "the store of domain {:?} stays: {} of others connected; end it with SIGTERM",
+                store.domain,
+                count(others, "VM", "VMs")
             );
             continue;
         }

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use toml::Spanned;
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::parse_metrics;
 use vmm_dedup_protocol::name::MAX_NAME;
@@ -149,7 +150,8 @@ impl VmSettings {
     }
 }
 
-fn read(path: &Path) -> Result<String, Failure> {
+/// Reads a file's text.
+pub(crate) fn read(path: &Path) -> Result<String, Failure> {
     fs::read_to_string(path)
         .map_err(|e| Failure::new(format!("cannot read the fleet file {}: {e}", path.display())))
 }
@@ -157,20 +159,51 @@ fn read(path: &Path) -> Result<String, Failure> {
 /// Parses TOML; an error is one line that begins with `FILE:LINE:COLUMN`.
 fn parse<T: serde::de::DeserializeOwned>(path: &Path, text: &str) -> Result<T, Failure> {
     toml::from_str(text).map_err(|e| {
-        let before = &text[..e.span().map_or(0, |span| span.start).min(text.len())];
-        let line = before.matches('\n').count() + 1;
-        let column = before.len() - before.rfind('\n').map_or(0, |at| at + 1) + 1;
+        let (line, column) = position(text, e.span().map_or(0, |span| span.start));
         let message = e.message().split_whitespace().collect::<Vec<_>>().join(" ");
         Failure::new(format!("{}:{line}:{column}: {message}", path.display()))
     })
 }
 
-impl FleetFile {
-    /// Reads and parses a file.
-    pub(crate) fn read(path: &Path) -> Result<Self, Failure> {
-        parse(path, &read(path)?)
-    }
+/// Line and column of a byte, from 1.
+fn position(text: &str, at: usize) -> (usize, usize) {
+    let before = &text[..at.min(text.len())];
+    let line = before.matches('\n').count() + 1;
+    let column = before.len() - before.rfind('\n').map_or(0, |at| at + 1) + 1;
+    (line, column)
+}
 
+/// The spans of what a table's keys have.
+type Spans = BTreeMap<String, Spanned<toml::Value>>;
+
+/// Where a mistake is that is in a `[[vm]]`: at the first of its keys, or of its template's, that the mistake's text names;
+/// else where the entry begins.
+pub(crate) fn place(text: &str, entry: usize, mistake: &str) -> Option<(usize, usize)> {
+    #[derive(Deserialize)]
+    struct Whole {
+        #[serde(default)]
+        vm: Vec<Spanned<Spans>>,
+        #[serde(default)]
+        template: BTreeMap<String, Spans>,
+    }
+    let whole: Whole = toml::from_str(text).ok()?;
+    let entry = whole.vm.get(entry)?;
+    let keys = entry.get_ref();
+    let template = keys.get("template").and_then(|name| name.get_ref().as_str());
+    let inherited = template.and_then(|name| whole.template.get(name));
+    // After the VM's name, which may be the same as that of a key.
+    let said = mistake.split_once("\": ").map_or(mistake, |(_, said)| said);
+    let named = |keys: &Spans| {
+        let mut words = said.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+        words
+            .find_map(|word| keys.get(word))
+            .map(|value| value.span().start)
+    };
+    let at = named(keys).or_else(|| inherited.and_then(named));
+    Some(position(text, at.unwrap_or(entry.span().start)))
+}
+
+impl FleetFile {
     /// Parses a file's text; `path` is for messages.
     ///
     /// # Errors
@@ -260,6 +293,16 @@ mod tests {
             assert!(error.starts_with(expected), "{error}");
             assert_eq!(error.lines().count(), 1, "{error}");
         }
+    }
+
+    #[test]
+    fn a_mistake_is_where_its_key_is() {
+        let text = "[template.t]\nkernel = \"k\"\ncpus = 0\n\n[[vm]]\nname = \"a\"\ntemplate = \"t\"\n\n[[vm]]\nname = \"b\"\n\
+                    dedup = { breaks = 3 }\n";
+        assert_eq!(place(text, 0, "VM \"a\": cpus is 0"), Some((3, 8)));
+        assert_eq!(place(text, 1, "VM \"b\": dedup: breaks must be"), Some((11, 9)));
+        assert_eq!(place(text, 1, "VM \"name\": it has no kernel"), Some((9, 1)));
+        assert_eq!(place(text, 2, "x"), None);
     }
 
     #[test]

@@ -4,8 +4,8 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// Bytes of a log that are looked at.
-const TAIL: u64 = 4096;
+/// Bytes of a log that are looked at for each line wanted.
+const LINE: u64 = 512;
 
 /// The last lines of a file that are not empty, at most `count`, oldest first. A file that cannot be read has none.
 pub(crate) fn tail(path: &Path, count: usize) -> Vec<String> {
@@ -13,19 +13,21 @@ pub(crate) fn tail(path: &Path, count: usize) -> Vec<String> {
     let read = || -> std::io::Result<Vec<u8>> {
         let mut file = File::open(path)?;
         let len = file.metadata()?.len();
-        file.seek(SeekFrom::Start(len.saturating_sub(TAIL)))?;
-        file.take(TAIL).read_to_end(&mut content)?;
+        let bytes = LINE.saturating_mul(count.max(8) as u64);
+        file.seek(SeekFrom::Start(len.saturating_sub(bytes)))?;
+        file.take(bytes).read_to_end(&mut content)?;
         Ok(content)
     };
     let content = read().unwrap_or_default();
     let text = String::from_utf8_lossy(&content);
-    // A guest or a VMM may have written anything: nothing of it may act on the terminal.
-    let clean = |line: &str| {
-        line.trim_end()
-            .replace(|c: char| c.is_control() && c != '\t', "?")
-    };
-    let mut lines: Vec<String> = text.lines().map(clean).filter(|line| !line.is_empty()).collect();
+    let mut lines: Vec<String> = text.lines().map(plain).filter(|line| !line.is_empty()).collect();
     lines.split_off(lines.len().saturating_sub(count))
+}
+
+/// A line without what acts on a terminal: a guest or a VMM may have written anything.
+pub(crate) fn plain(line: &str) -> String {
+    line.trim_end()
+        .replace(|c: char| c.is_control() && c != '\t', "?")
 }
 
 /// The last line, or that there is none.

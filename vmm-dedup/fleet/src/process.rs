@@ -9,6 +9,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
 use std::time::Duration;
 use vmm_dedup_host::Failure;
+use vmm_dedup_host::process::Stat;
 
 /// How often a process is looked at that is to end.
 const LOOK: Duration = Duration::from_millis(10);
@@ -33,31 +34,8 @@ pub(crate) enum Life {
     Ended(Option<ExitStatus>),
 }
 
-/// The fields of /proc/PID/stat that matter.
-struct Stat {
-    state: char,
-    start: u64,
-    exit: Option<i32>,
-}
-
-impl Stat {
-    fn of(pid: i32) -> Option<Self> {
-        Self::parse(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
-    }
-
-    /// The program's name, in brackets, may contain anything; the fields after it are numbered from 3 (proc(5)).
-    fn parse(text: &str) -> Option<Self> {
-        let fields: Vec<&str> = text
-            .get(text.rfind(')')? + 1..)?
-            .split_ascii_whitespace()
-            .collect();
-        let field = |n: usize| fields.get(n - 3);
-        Some(Self {
-            state: field(3)?.chars().next()?,
-            start: field(22)?.parse().ok()?,
-            exit: field(52).and_then(|f| f.parse().ok()),
-        })
-    }
+fn stat(pid: i32) -> Option<Stat> {
+    Stat::of(u64::try_from(pid).ok()?)
 }
 
 fn boot() -> io::Result<String> {
@@ -102,9 +80,9 @@ pub(crate) fn spawn(
         // It says nothing if it cannot be started; then the starting thread knows why.
         let recorded = number.read_exact(&mut pid).ok().map(|()| {
             let pid = i32::from_ne_bytes(pid);
-            let stat =
-                Stat::of(pid).ok_or_else(|| fail(io::Error::other("/proc does not show it: mount /proc")));
-            let start = stat?.start;
+            let found =
+                stat(pid).ok_or_else(|| fail(io::Error::other("/proc does not show it: mount /proc")));
+            let start = found?.start;
             record(Process { pid, start, boot })?;
             permit.write_all(&[1]).map_err(&fail)
         });
@@ -134,10 +112,10 @@ fn end_of(mut child: Child) -> io::Error {
 impl Process {
     /// How it is.
     pub(crate) fn life(&self) -> Life {
-        match Stat::of(self.pid) {
-            Some(stat) if stat.start == self.start && self.is_of_this_boot() => match stat.state {
-                'Z' | 'X' => Life::Ended(stat.exit.map(ExitStatus::from_raw)),
-                'T' | 't' => Life::Stopped,
+        match stat(self.pid) {
+            Some(stat) if stat.start == self.start && self.is_of_this_boot() => match stat {
+                stat if stat.has_ended() => Life::Ended(stat.exit.map(ExitStatus::from_raw)),
+                stat if stat.is_stopped() => Life::Stopped,
                 _ => Life::Running,
             },
             _ => Life::Ended(None),
@@ -228,14 +206,6 @@ mod tests {
             .enable_all()
             .build()
             .unwrap()
-    }
-
-    #[test]
-    fn a_program_name_with_brackets_and_spaces_is_no_trouble() {
-        let rest = (4..=52).map(|n| n.to_string()).collect::<Vec<_>>().join(" ");
-        let stat = Stat::parse(&format!("17 (a) R (b) T {rest}")).unwrap();
-        assert_eq!((stat.state, stat.start, stat.exit), ('T', 22, Some(52)));
-        assert!(Stat::parse("17 (a").is_none() && Stat::parse("17 (a) R 1").is_none());
     }
 
     #[test]

@@ -12,6 +12,8 @@ use crate::file::Vmm;
 use crate::process::Process;
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -29,8 +31,11 @@ pub(crate) struct State {
     pub(crate) fleet: String,
     /// Where it was started from.
     pub(crate) file: Option<PathBuf>,
-    /// False until `up` has started all of it.
+    /// False while a command starts VMs, and if it was killed meanwhile.
     pub(crate) complete: bool,
+    /// How many VMs of an entry there are instead of its `count`.
+    #[serde(default)]
+    pub(crate) scale: BTreeMap<String, u32>,
     pub(crate) stores: Vec<StoreState>,
     pub(crate) vms: Vec<VmState>,
 }
@@ -54,6 +59,12 @@ pub(crate) struct VmState {
     pub(crate) store: Option<String>,
     /// Files outside of the runtime directory that the VMM makes.
     pub(crate) files: Vec<PathBuf>,
+    /// The entry of the file that it is of.
+    #[serde(default)]
+    pub(crate) entry: String,
+    /// The settings that it was started with, see [`crate::spec`].
+    #[serde(default)]
+    pub(crate) spec: Value,
 }
 
 /// The files of one VM in the runtime directory.
@@ -102,17 +113,6 @@ pub(crate) struct Directory {
 pub(crate) struct Locked {
     directory: Directory,
     _lock: File,
-}
-
-/// Where fleets keep their directories, and stores their sockets: `/run/vmm-dedup`, or that of a user.
-pub(crate) fn run_folder() -> Result<PathBuf, Failure> {
-    if rustix::process::geteuid().is_root() {
-        return Ok("/run/vmm-dedup".into());
-    }
-    let user = std::env::var_os("XDG_RUNTIME_DIR").filter(|value| !value.is_empty());
-    let user =
-        user.ok_or_else(|| Failure::usage("XDG_RUNTIME_DIR is not set: set it, or give --runtime-dir"))?;
-    Ok(Path::new(&user).join("vmm-dedup"))
 }
 
 /// Makes a directory, and what leads to it, if it is not there; new ones have this mode.
@@ -255,6 +255,16 @@ impl Locked {
         let files = self.vm(name);
         make(files.folder(), 0o700)?;
         Ok(files)
+    }
+
+    /// Removes what a VM leaves that has ended.
+    pub(crate) fn remove_vm(&self, vm: &VmState) -> Result<(), Failure> {
+        let files = self.vm(&vm.name);
+        let removed = match fs::remove_dir_all(files.folder()) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => vm.files.iter().try_for_each(|file| remove_file(file)),
+        };
+        removed.map_err(|e| Failure::new(format!("cannot remove what VM {:?} leaves: {e}", vm.name)))
     }
 
     /// Removes all that belongs to a fleet; fails if something else is there too.

@@ -1,21 +1,36 @@
 //! `fleet status`: what runs, what does not and why, and what dedup saves.
 
 use crate::at::At;
+use crate::changes::health;
 use crate::process;
-use crate::state::{Directory, State, VmState};
-use crate::vmm::{self, Condition, Health};
+use crate::state::{Directory, State, StoreState, VmState};
+use crate::vmm::{Condition, Health};
 use crate::{log, runtime};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
-use tokio::task::JoinSet;
 use vmm_dedup_host::store::listens;
-use vmm_dedup_host::{Failure, account};
+use vmm_dedup_host::table::{self, Column, Table};
+use vmm_dedup_host::units::{mib, pages_mib, quoted, short};
+use vmm_dedup_host::{Failure, account, say};
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::Vm;
 
 /// Lines shown of the log of a VM that does not run.
 const TAIL: usize = 5;
+
+const COLUMNS: [Column; 10] = [
+    Column::name("VM"),
+    Column::text("VMM", 7),
+    Column::number("PID", 5),
+    Column::text("STATE", 1),
+    Column::text("DEDUP", 1),
+    Column::number("LAST PASS", 4),
+    Column::number("SAVED", 2),
+    Column::number("SHARED", 6),
+    Column::number("BREAKS", 8),
+    Column::number("CPU S", 3),
+];
 
 /// What a store says, or why nothing.
 type Account = Result<(StoreStats, Vec<Vm>), Unheard>;
@@ -29,6 +44,7 @@ enum Unheard {
 }
 
 struct Status {
+    at: At,
     state: State,
     health: Vec<Health>,
     /// By domain.
@@ -45,14 +61,15 @@ pub fn status(at: &At, json: bool) -> Result<(), Failure> {
     let state = directory.state()?.ok_or_else(|| {
         let path = directory.path().display();
         Failure::new(format!(
-            "fleet {name} is not up (nothing in {path}): start it with `vmm-dedup fleet up`"
+            "fleet {name} is not up (nothing in {path}): start it with `{}`",
+            at.command("up")
         ))
     })?;
     at.check(&state)?;
-    let status = runtime::block_on(Status::of(state, &directory))?;
+    let status = runtime::block_on(Status::of(at.clone(), state, &directory))?;
     if json {
         let text = serde_json::to_string_pretty(&status.json(&directory)).map_err(Failure::from_error)?;
-        println!("{text}");
+        say!("{text}");
     } else {
         status.print(&directory);
     }
@@ -60,22 +77,14 @@ pub fn status(at: &At, json: bool) -> Result<(), Failure> {
 }
 
 impl Status {
-    async fn of(state: State, directory: &Directory) -> Result<Self, Failure> {
-        let mut asked = JoinSet::new();
-        for (n, vm) in state.vms.iter().cloned().enumerate() {
-            let files = directory.vm(&vm.name);
-            asked.spawn_local(async move { (n, vmm::health(&vm, &files).await) });
-        }
-        let mut health = vec![Health::Ended; state.vms.len()];
-        while let Some(answer) = asked.join_next().await {
-            let (n, answer) = answer.map_err(Failure::from_error)?;
-            health[n] = answer;
-        }
+    async fn of(at: At, state: State, directory: &Directory) -> Result<Self, Failure> {
+        let health = health(&state, directory).await?;
         let accounts = state
             .stores
             .iter()
             .map(|store| (store.domain.clone(), account(&store.socket)));
         Ok(Self {
+            at,
             accounts: accounts.collect(),
             health,
             state,
@@ -137,47 +146,34 @@ impl Status {
     }
 
     fn print(&self, directory: &Directory) {
-        println!("fleet {} in {}", self.state.fleet, directory.path().display());
+        say!("fleet {} in {}", self.state.fleet, directory.path().display());
+        let width = table::width();
         for store in &self.state.stores {
             let text = match self.accounts.get(&store.domain) {
-                Some(Ok((stats, _))) => {
-                    let mib = account::saved_net(stats) as f64 / f64::from(1 << 20);
-                    format!(
-                        "running, {mib:.1} MiB saved net, {} pages sharing",
-                        stats.pages_sharing
-                    )
-                }
-                Some(Err(Unheard::Silent(why))) => format!(
-                    "SILENT ({why}): guests go on, nothing merges; end it{}, then `vmm-dedup fleet up` starts it again",
-                    (store.process.as_ref())
-                        .map_or(String::new(), |process| format!(" (process {})", process.pid))
+                Some(Ok((stats, _))) => format!(
+                    "running, {} saved net, {} kept once, {} not kept again",
+                    mib(account::saved_net(stats)),
+                    pages_mib(stats.pages_shared),
+                    pages_mib(stats.pages_sharing)
                 ),
-                _ => "GONE: guests go on, nothing merges; `vmm-dedup fleet up` starts it again".to_owned(),
+                Some(Err(Unheard::Silent(why))) => format!(
+                    "SILENT ({why}): guests go on, nothing merges; end it{}, then `{}` starts it again",
+                    (store.process.as_ref())
+                        .map_or(String::new(), |process| format!(" (process {})", process.pid)),
+                    self.at.command("up")
+                ),
+                _ => format!(
+                    "GONE: guests go on, nothing merges; `{}` starts it again",
+                    self.at.command("up")
+                ),
             };
-            println!("store {} ({}): {text}", store.domain, store.socket.display());
+            say!("store {} ({}): {text}", store.domain, store.socket.display());
         }
-        println!(
-            "{:<24} {:<16} {:>8} {:<8} {:<13} {:>9} {:>8} {:>8} {:>8}",
-            "vm", "vmm", "pid", "state", "dedup", "mapped", "zero", "breaks", "cpu s"
-        );
-        for (vm, health) in self.vms() {
-            let (state, _) = describe(health);
-            print!(
-                "{:<24} {:<16} {:>8} {state:<8}",
-                vm.name,
-                vm.vmm.to_string(),
-                vm.process.pid
-            );
-            match (self.dedup_of(vm), &vm.store) {
-                (Some(dedup), _) => println!(" {}", dedup_columns(dedup)),
-                (None, Some(_)) => println!(" not connected to its store"),
-                (None, None) => println!(" dedup is off"),
-            }
-        }
+        self.table().lines(width).iter().for_each(|line| say!("{line}"));
         for (vm, health) in self.vms().filter(|(_, health)| !is_well(health)) {
             let files = directory.vm(&vm.name);
             let (state, why) = describe(health);
-            println!(
+            say!(
                 "\n{} {state} ({why}); the end of {}:",
                 vm.name,
                 files.log().display()
@@ -186,8 +182,57 @@ impl Status {
             if tail.is_empty() {
                 tail.push("(it wrote nothing)".into());
             }
-            tail.iter().for_each(|line| println!("  {line}"));
+            tail.iter().for_each(|line| say!("  {line}"));
         }
+        for (store, vm) in self.refused() {
+            say!(
+                "{} is not deduplicated: `vmm-dedup explain {} --store {}` tells why",
+                vm.name,
+                vm.name,
+                quoted(&store.socket.to_string_lossy())
+            );
+        }
+    }
+
+    fn table(&self) -> Table {
+        let mut table = Table::new(&COLUMNS);
+        for (vm, health) in self.vms() {
+            let (state, _) = describe(health);
+            let dedup = self.dedup_of(vm);
+            let told = |of: &dyn Fn(&Vm) -> String| dedup.map_or(String::new(), of);
+            table.row([
+                vm.name.clone(),
+                vm.vmm.to_string(),
+                vm.process.pid.to_string(),
+                state.to_owned(),
+                match (dedup, &vm.store) {
+                    (Some(dedup), _) => account::condition(dedup).to_owned(),
+                    (None, Some(_)) => "not connected".to_owned(),
+                    (None, None) => "none".to_owned(),
+                },
+                told(&account::last_pass_text),
+                told(&|vm| short(vm.saved_net_bytes)),
+                told(&|vm| pages_mib(vm.stats.pages_mapped)),
+                told(&|vm| vm.stats.breaks_total().to_string()),
+                told(&|vm| format!("{:.2}", vm.stats.cpu_ns.total() as f64 / 1e9)),
+            ]);
+        }
+        table
+    }
+
+    /// VMs that run without dedup although they should not.
+    fn refused(&self) -> impl Iterator<Item = (&StoreState, &Vm)> {
+        let dedup = self
+            .state
+            .vms
+            .iter()
+            .filter_map(|vm| self.dedup_of(vm).map(|dedup| (vm, dedup)));
+        dedup
+            .filter(|(_, dedup)| dedup.reason.is_some())
+            .filter_map(|(vm, dedup)| {
+                let of_it = |store: &&StoreState| Some(&store.domain) == vm.store.as_ref();
+                Some((self.state.stores.iter().find(of_it)?, dedup))
+            })
     }
 
     /// One line on what is not well.
@@ -197,7 +242,9 @@ impl Status {
         let fleet = &self.state.fleet;
         if !self.state.complete {
             return Err(Failure::new(format!(
-                "fleet {fleet} is being started, or its start was killed: then run `vmm-dedup fleet down`"
+                "fleet {fleet} is being started, or its start was killed: then run `{}`, or `{}`",
+                self.at.command("up"),
+                self.at.command("down")
             )));
         }
         if ill + unheard == 0 {
@@ -216,26 +263,6 @@ fn account(socket: &Path) -> Account {
     })
 }
 
-/// What a service saves and costs, or why there is none.
-fn dedup_columns(vm: &Vm) -> String {
-    if let Some(reason) = vm.reason {
-        return format!(
-            "refused ({}): see `vmm-dedup explain {}`",
-            reason.label(),
-            vm.name
-        );
-    }
-    let s = &vm.stats;
-    format!(
-        "{:<13} {:>9} {:>8} {:>8} {:>8.2}",
-        account::state_name(s.state),
-        s.pages_mapped,
-        s.pages_zero,
-        s.breaks_total(),
-        s.cpu_ns.total() as f64 / 1e9
-    )
-}
-
 fn is_well(health: &Health) -> bool {
     matches!(health, Health::Alive(Condition::Running | Condition::Paused))
 }
@@ -247,6 +274,7 @@ fn describe(health: &Health) -> (&'static str, String) {
         Health::Alive(Condition::Paused) => ("paused", String::new()),
         Health::Alive(Condition::Off) => ("off", "the VMM lives, its VM does not run".into()),
         Health::Silent(why) => ("silent", why.clone()),
+        Health::Frozen => ("frozen", "its process is stopped; SIGCONT lets it go on".into()),
         Health::Ended => ("ended", "in order".into()),
         Health::Crashed(Some(status)) => ("crashed", process::describe(*status)),
         Health::Crashed(None) => ("crashed", "exit status unknown".into()),

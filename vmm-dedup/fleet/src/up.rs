@@ -1,38 +1,69 @@
-//! `fleet up`: all of it, or nothing.
+//! `fleet up`: makes the fleet what its file says. The first time it starts all of it, or nothing; later what is missing.
 
 use crate::at::At;
+use crate::changes::{Changes, Live};
 use crate::check;
-use crate::plan::{Plan, VmPlan};
-use crate::program::Tools;
-use crate::state::{self, Locked, State, StoreState, VmFiles};
+use crate::launch::{Fleet, Signals, Starts, show_tail};
+use crate::plan::VmPlan;
+use crate::spec::spec;
+use crate::state::{Locked, State};
 use crate::vmm::{self, Health};
-use crate::{down, log, process, runtime, stores};
+use crate::{dedup_file, down, log, process, runtime};
 use std::cell::RefCell;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
-use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::Semaphore;
-use tokio::task::JoinSet;
-use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::listens;
+use vmm_dedup_host::units::count;
+use vmm_dedup_host::view::address;
+use vmm_dedup_host::{Failure, account, note, say, silence};
+use vmm_dedup_protocol::observer::Observer;
 
-/// Lines of a failed VM's log that are shown.
-const TAIL: usize = 10;
-
-/// Starts the stores that do not run yet, and all VMs; if one cannot start, none is left running. For a fleet that is up:
-/// starts stores that have gone again.
+/// Starts the stores and VMs of the file that do not run, and gives running services the settings that they can take over.
+/// Of a fleet that is not up yet all is started, or nothing. `plan_only`: says what would be done, and does nothing.
 ///
 /// # Errors
-/// A [`Failure`] that tells what kept it from starting.
-pub fn up(at: &At) -> Result<(), Failure> {
-    let plan = at.plan()?;
+/// A [`Failure`] that tells what kept it from being done.
+pub fn up(at: &At, plan_only: bool) -> Result<(), Failure> {
+    if plan_only {
+        return would_do(at);
+    }
     if let Some(locked) = at.directory()?.lock()?
         && let Some(state) = locked.state()?
     {
         at.check(&state)?;
-        return runtime::block_on(again(&plan, state, &locked));
+        return runtime::block_on(complete(at, state, locked));
     }
-    let tools = check::all(&plan, &at.directory()?)?;
+    first(at)
+}
+
+/// What `up` would do.
+fn would_do(at: &At) -> Result<(), Failure> {
+    let directory = at.directory()?;
+    let state = directory.state()?;
+    state.as_ref().map_or(Ok(()), |state| at.check(state))?;
+    let state = state.unwrap_or_default();
+    let plan = at.plan(&state.scale)?;
+    runtime::block_on(async {
+        let changes = Changes::between(&plan, &state, &directory).await?;
+        changes.work().iter().for_each(|line| say!("{line}"));
+        changes
+            .told(|command| at.command(command))
+            .iter()
+            .for_each(|line| say!("{line}"));
+        if changes.is_none() {
+            say!("fleet {}: nothing to do", plan.name);
+        }
+        Ok(())
+    })
+}
+
+/// Starts all of it, or nothing.
+fn first(at: &At) -> Result<(), Failure> {
+    let plan = at.plan(&State::default().scale)?;
+    let vms: Vec<&VmPlan> = plan.vms.iter().collect();
+    let stores: Vec<_> = plan.stores.iter().collect();
+    let tools = check::starts(&plan, &vms, &stores, &at.directory()?, &[])?;
     let locked = at.directory()?.create()?;
     locked.check_empty()?;
     let begun = Instant::now();
@@ -48,13 +79,13 @@ pub fn up(at: &At) -> Result<(), Failure> {
     });
     runtime::block_on(async {
         let mut signals = Signals::watch()?;
-        let mut starts = JoinSet::new();
+        let mut starts = Starts::new();
         let result = tokio::select! {
-            result = start(&fleet, &mut starts) => result,
+            result = start_all(&fleet, &mut starts) => result,
             signal = signals.next() => Err(Failure::interrupted(signal)),
         };
         if let Err(failure) = result {
-            eprintln!("stopping what was started");
+            note!("stopping what was started");
             starts.shutdown().await;
             let state = fleet.state.borrow().clone();
             return Err(match down::stop(&fleet.directory, &state, Duration::ZERO).await {
@@ -62,47 +93,34 @@ pub fn up(at: &At) -> Result<(), Failure> {
                 Err(second) => failure.and(&second),
             });
         }
-        let (vms, seconds) = (fleet.plan.vms.len(), begun.elapsed().as_secs_f64());
-        println!("fleet {}: {vms} VMs run, after {seconds:.1} s", fleet.plan.name);
+        say_running(&fleet, begun);
         Ok(())
     })
 }
 
-struct Fleet {
-    plan: Plan,
-    tools: Tools,
-    directory: Locked,
-    /// What was started until now, as in the file.
-    state: RefCell<State>,
+fn say_running(fleet: &Fleet, begun: Instant) {
+    let (vms, seconds) = (fleet.plan.vms.len(), begun.elapsed().as_secs_f64());
+    let run = if vms == 1 { "runs" } else { "run" };
+    say!(
+        "fleet {}: {} {run}, after {seconds:.1} s",
+        fleet.plan.name,
+        count(vms, "VM", "VMs")
+    );
 }
 
-impl Fleet {
-    fn record(&self, change: impl FnOnce(&mut State)) -> Result<(), Failure> {
-        let mut state = self.state.borrow_mut();
-        change(&mut state);
-        self.directory.write(&state)
-    }
-}
-
-async fn start(fleet: &Rc<Fleet>, starts: &mut JoinSet<Result<String, Failure>>) -> Result<(), Failure> {
+async fn start_all(fleet: &Rc<Fleet>, starts: &mut Starts) -> Result<(), Failure> {
     fleet.record(|_| ())?;
-    start_stores(&fleet.plan, &fleet.directory, |store| {
-        fleet.record(|state| state.stores.push(store))
-    })
-    .await?;
-    let places = Rc::new(Semaphore::new(fleet.plan.parallel));
-    for index in 0..fleet.plan.vms.len() {
-        let (fleet, places) = (fleet.clone(), places.clone());
-        starts.spawn_local(async move {
-            let _place = places.acquire().await;
-            start_vm(&fleet, &fleet.plan.vms[index]).await
-        });
-    }
-    let (mut running, all) = (0, fleet.plan.vms.len());
+    let stores: Vec<_> = fleet.plan.stores.iter().collect();
+    fleet.start_stores(&stores).await?;
+    let all: Vec<usize> = (0..fleet.plan.vms.len()).collect();
+    fleet.start_vms(&all, starts);
+    let mut running = 0;
     while let Some(started) = starts.join_next().await {
-        let line = started.map_err(Failure::from_error)??;
+        let line = started
+            .map_err(Failure::from_error)?
+            .map_err(|(_, failure)| failure)?;
         running += 1;
-        eprintln!("[{running}/{all}] {line}");
+        note!("[{running}/{}] {line}", all.len());
     }
     check_crashed(fleet).await?;
     check_stores(fleet)?;
@@ -141,121 +159,173 @@ fn check_stores(fleet: &Fleet) -> Result<(), Failure> {
     }
 }
 
-/// Shows the end of a log now, since it goes with all the rest.
-fn show_tail(name: &str, files: &VmFiles) {
-    for line in log::tail(&files.log(), TAIL) {
-        eprintln!("{name}: {line}");
-    }
-}
-
-async fn start_stores(
-    plan: &Plan,
-    directory: &Locked,
-    mut started: impl FnMut(StoreState) -> Result<(), Failure>,
-) -> Result<(), Failure> {
-    for store in &plan.stores {
-        if let Ok(folder) = state::run_folder()
-            && store.socket.starts_with(&folder)
-        {
-            state::make(&folder, 0o755)?;
+/// Brings a fleet that was started before to what the file says, as far as that touches no running VM.
+async fn complete(at: &At, state: State, locked: Locked) -> Result<(), Failure> {
+    let plan = at.plan(&state.scale)?;
+    let changes = Changes::between(&plan, &state, &locked).await?;
+    let told = changes.told(|command| at.command(command));
+    if changes.is_none() {
+        if !state.complete {
+            locked.write(&State {
+                complete: true,
+                ..state
+            })?;
         }
-        stores::ensure(store, directory, &mut started).await?;
-        eprintln!(
-            "store of domain {:?} listens on {}",
-            store.domain,
-            store.socket.display()
-        );
+        say!("fleet {}: nothing to do", plan.name);
+        told.iter().for_each(|line| say!("{line}"));
+        return Ok(());
     }
-    Ok(())
-}
-
-/// Starts one VM and waits until it runs; returns what to tell.
-async fn start_vm(fleet: &Fleet, vm: &VmPlan) -> Result<String, Failure> {
-    let mut child = vmm::start(&fleet.plan, vm, &fleet.tools, &fleet.directory, |started| {
-        fleet.record(|state| state.vms.push(started))
-    })?;
-    let pid = child.id();
-    let files = fleet.directory.vm(&vm.name);
-    match vmm::boot(vm, &files, &mut child, fleet.plan.start_limit).await {
-        Ok(()) => Ok(format!("{} runs ({}, process {pid})", vm.name, vm.vmm)),
-        Err(failure) => {
-            show_tail(&vm.name, &files);
-            Err(failure)
-        }
-    }
-}
-
-/// `up` of a fleet that is up: brings back the stores that have gone, and refuses if none has.
-async fn again(plan: &Plan, mut state: State, directory: &Locked) -> Result<(), Failure> {
-    let path = directory.path().display();
-    if !state.complete || !state.vms.iter().any(|vm| vm.process.is_alive()) {
-        let what = if state.complete {
-            "has ended"
-        } else {
-            "was not started completely"
-        };
-        return Err(Failure::new(format!(
-            "{path} is left over from a fleet that {what}: run `vmm-dedup fleet down` first"
-        )));
-    }
-    let gone: Vec<_> = state
+    let starts: Vec<&VmPlan> = changes.starts.iter().map(|(vm, _)| *vm).collect();
+    let starting = |name: &str| starts.iter().any(|vm| vm.name == name);
+    let old = state.vms.iter().filter(|vm| starting(&vm.name));
+    let leftovers: Vec<PathBuf> = old.flat_map(|vm| vm.files.clone()).collect();
+    let tools = check::starts(&plan, &starts, &changes.stores, &locked, &leftovers)?;
+    let work = changes.work();
+    let places: Vec<usize> = (0..plan.vms.len())
+        .filter(|at| starting(&plan.vms[*at].name))
+        .collect();
+    let stores: Vec<String> = changes.stores.iter().map(|store| store.domain.clone()).collect();
+    let live: Vec<(usize, _)> = changes
+        .live
+        .iter()
+        .map(|live| (place(&plan.vms, live), live.settings))
+        .collect();
+    let begun = Instant::now();
+    let fleet = Rc::new(Fleet {
+        state: RefCell::new(state),
+        directory: locked,
+        plan,
+        tools,
+    });
+    work.iter().for_each(|line| say!("{line}"));
+    fleet.record(|state| state.complete = false)?;
+    let stores = fleet
+        .plan
         .stores
         .iter()
-        .filter(|store| !listens(&store.socket))
-        .cloned()
+        .filter(|store| stores.contains(&store.domain));
+    fleet.start_stores(&stores.collect::<Vec<_>>()).await?;
+    let mut failures = start_some(&fleet, &places).await?;
+    for (place, settings) in live {
+        failures.extend(take_over(&fleet, &fleet.plan.vms[place], settings).err());
+    }
+    fleet.record(|state| state.complete = true)?;
+    told.iter().for_each(|line| say!("{line}"));
+    match failures.len() {
+        0 => {
+            say_running(&fleet, begun);
+            Ok(())
+        }
+        n => {
+            failures.iter().for_each(|failure| note!("vmm-dedup: {failure}"));
+            Err(Failure::new(format!(
+                "fleet {}: not done: {n} of {}",
+                fleet.plan.name,
+                work.len()
+            )))
+        }
+    }
+}
+
+fn place(vms: &[VmPlan], live: &Live<'_>) -> usize {
+    vms.iter().position(|vm| vm.name == live.vm.name).unwrap_or(0)
+}
+
+/// Starts VMs of a fleet that is up. Those that cannot start are ended again, and told of; the others stay.
+pub(crate) async fn start_some(fleet: &Rc<Fleet>, places: &[usize]) -> Result<Vec<Failure>, Failure> {
+    let names: Vec<String> = places
+        .iter()
+        .map(|place| fleet.plan.vms[*place].name.clone())
         .collect();
-    if gone.is_empty() {
-        return Err(Failure::new(format!(
-            "fleet {} is up already, in {path}: see `vmm-dedup fleet status`, or stop it with `vmm-dedup fleet down`",
-            state.fleet
-        )));
+    for name in &names {
+        fleet.end_vm(name, Duration::ZERO).await?;
     }
-    for store in gone {
-        let planned = plan
-            .stores
-            .iter()
-            .find(|s| s.domain == store.domain && s.socket == store.socket);
-        let planned = planned.ok_or_else(|| {
-            Failure::new(format!(
-                "the store of domain {:?} on {} is gone, and the file has no such store any more",
-                store.domain,
-                store.socket.display()
-            ))
-        })?;
-        stores::ensure(planned, directory, |started| {
-            state.stores.retain(|s| s.domain != started.domain);
-            state.stores.push(started);
-            directory.write(&state)
-        })
-        .await?;
-        println!(
-            "the store of domain {:?} was gone and runs again; its VMs find it by themselves",
-            planned.domain
-        );
+    let mut signals = Signals::watch()?;
+    let mut starts = Starts::new();
+    fleet.start_vms(places, &mut starts);
+    let (mut running, mut failures) = (Vec::new(), Vec::new());
+    let interrupted = loop {
+        let started = tokio::select! {
+            started = starts.join_next() => started,
+            signal = signals.next() => break Some(Failure::interrupted(signal)),
+        };
+        match started {
+            None => break None,
+            Some(started) => match started.map_err(Failure::from_error)? {
+                Ok(line) => {
+                    running.push(line.split(' ').next().unwrap_or_default().to_owned());
+                    note!("[{}/{}] {line}", running.len(), names.len());
+                }
+                Err((name, failure)) => {
+                    fleet.end_vm(&name, Duration::ZERO).await?;
+                    failures.push(failure);
+                }
+            },
+        }
+    };
+    if let Some(failure) = interrupted {
+        note!("stopping what was being started");
+        starts.shutdown().await;
+        for name in names.iter().filter(|name| !running.contains(name)) {
+            fleet.end_vm(name, Duration::ZERO).await?;
+        }
+        fleet.record(|state| state.complete = true)?;
+        return Err(failure);
     }
+    Ok(failures)
+}
+
+/// Gives a running service settings of the file.
+fn take_over(
+    fleet: &Fleet,
+    vm: &VmPlan,
+    settings: vmm_dedup_protocol::control::Settings,
+) -> Result<(), Failure> {
+    let fail = |why: Failure| Failure::new(format!("VM {:?}: its settings stay as they are: {why}", vm.name));
+    let found = fleet
+        .state
+        .borrow()
+        .vms
+        .iter()
+        .find(|old| old.name == vm.name)
+        .cloned();
+    let (Some(running), Some(store)) = (found, fleet.plan.store_of(vm)) else {
+        return Ok(());
+    };
+    let (_, connected) = account::of_store(&store.socket).map_err(fail)?;
+    let service = connected
+        .iter()
+        .find(|other| u64::try_from(running.process.pid) == Ok(other.pid));
+    let service = service.ok_or_else(|| fail(Failure::new("it is not connected to its store")))?;
+    if account::is_frozen(service) {
+        return Err(fail(Failure::new("its process is stopped")));
+    }
+    let set =
+        Observer::connect(&store.socket).and_then(|mut observer| observer.set(&address(service), settings));
+    set.map_err(|error| fail(silence::failure(&store.socket, None, error)))?;
+    if let Some(dedup) = &vm.dedup {
+        // For who reads it; the service has taken over what is live.
+        dedup_file::write(dedup, &fleet.directory.vm(&vm.name).dedup())?;
+    }
+    fleet.record(|state| {
+        let noted = state.vms.iter_mut().find(|old| old.name == vm.name);
+        if let Some(noted) = noted {
+            take_over_spec(&mut noted.spec, &spec(vm));
+        }
+    })?;
+    note!("{} has its new settings", vm.name);
     Ok(())
 }
 
-/// Signals that end this command, in order.
-struct Signals([Signal; 3]);
-
-impl Signals {
-    const KINDS: [fn() -> SignalKind; 3] = [SignalKind::interrupt, SignalKind::terminate, SignalKind::hangup];
-
-    fn watch() -> Result<Self, Failure> {
-        let [interrupt, terminate, hangup] =
-            Self::KINDS.map(|kind| signal(kind()).map_err(Failure::from_error));
-        Ok(Self([interrupt?, terminate?, hangup?]))
+/// Of the settings that a VM was started with, those that it has taken over since.
+fn take_over_spec(old: &mut serde_json::Value, new: &serde_json::Value) {
+    for key in ["cpu_percent", "enabled"] {
+        old["dedup"][key] = new["dedup"][key].clone();
     }
-
-    /// The number of the next one.
-    async fn next(&mut self) -> i32 {
-        let [interrupt, terminate, hangup] = &mut self.0;
-        let which = tokio::select! {
-            _ = interrupt.recv() => 0,
-            _ = terminate.recv() => 1,
-            _ = hangup.recv() => 2,
-        };
-        Self::KINDS[which]().as_raw_value()
+    if new["dedup"]["breaks"]["mode"] == old["dedup"]["breaks"]["mode"] {
+        let reserve = new["dedup"]["breaks"]["reserve_pages"].clone();
+        if !reserve.is_null() {
+            old["dedup"]["breaks"]["reserve_pages"] = reserve;
+        }
     }
 }

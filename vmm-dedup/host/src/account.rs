@@ -1,9 +1,13 @@
 //! What a page store and the services of its VMs say of themselves, as figures and as JSON.
 
 use crate::failure::Failure;
+use crate::process::Stat;
+use crate::silence;
+use crate::units;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::{Observer, Vm};
 use vmm_dedup_protocol::stats::{
@@ -16,7 +20,7 @@ use vmm_dedup_protocol::stats::{
 /// A [`Failure`] if nobody listens at the socket, or no store of this release.
 pub fn of_store(socket: &Path) -> Result<(StoreStats, Vec<Vm>), Failure> {
     let stats = Observer::connect(socket).and_then(|mut observer| observer.stats());
-    stats.map_err(Failure::from_error)
+    stats.map_err(|error| silence::failure(socket, None, error))
 }
 
 /// Net bytes saved on the host, after all metadata and mappings.
@@ -35,6 +39,9 @@ pub fn store_json(s: &StoreStats) -> Value {
         "slots_limbo": s.slots_limbo,
         "slots_max": s.slots_max,
         "resident_bytes": s.resident_bytes,
+        "in_use_bytes": in_use_bytes(s),
+        "limit_bytes": limit_bytes(s),
+        "full": is_full(s),
         "sightings": s.sightings,
         "marks": s.marks,
         "metadata_bytes": s.metadata_bytes,
@@ -51,6 +58,57 @@ pub fn store_json(s: &StoreStats) -> Value {
 pub fn state_name(state: u64) -> &'static str {
     let at = usize::try_from(state).unwrap_or(usize::MAX);
     STATES.get(at).copied().unwrap_or("unknown")
+}
+
+/// What a service does, or why there is none, for people: what it said last is not true of a process that is stopped.
+#[must_use]
+pub fn condition(vm: &Vm) -> &'static str {
+    match (vm.reason, state_name(vm.stats.state)) {
+        (Some(reason), _) => reason.label(),
+        _ if is_frozen(vm) => "frozen",
+        (None, "off") => "standby",
+        (None, "without_store") => "no store",
+        (None, state) => state,
+    }
+}
+
+/// Whether a VM's process was stopped by a signal or a debugger.
+#[must_use]
+pub fn is_frozen(vm: &Vm) -> bool {
+    Stat::of(vm.pid).is_some_and(|stat| stat.is_stopped())
+}
+
+/// How long ago a VM's last pass ended; `None` before the first. A clock that was set back makes it zero.
+#[must_use]
+pub fn last_pass(vm: &Vm) -> Option<Duration> {
+    let ended = UNIX_EPOCH + Duration::from_millis(vm.stats.last_pass_ms);
+    let age = SystemTime::now().duration_since(ended).unwrap_or_default();
+    (vm.stats.last_pass_ms > 0).then_some(age)
+}
+
+/// How long ago a VM's last pass ended, for tables.
+#[must_use]
+pub fn last_pass_text(vm: &Vm) -> String {
+    last_pass(vm).map_or("-".to_owned(), units::span)
+}
+
+/// Whether a store has no room: it has refused pages, and holds about as much as it may.
+#[must_use]
+pub fn is_full(s: &StoreStats) -> bool {
+    let limit = limit_bytes(s);
+    s.refused_full_total > 0 && s.resident_bytes > limit - limit / 16
+}
+
+/// Bytes of pages that a store may hold.
+#[must_use]
+pub fn limit_bytes(s: &StoreStats) -> u64 {
+    s.slots_max.saturating_mul(units::PAGE_BYTES)
+}
+
+/// Bytes of pages that a store holds and that are in use.
+#[must_use]
+pub fn in_use_bytes(s: &StoreStats) -> u64 {
+    s.pages_shared.saturating_mul(units::PAGE_BYTES)
 }
 
 /// What the policy for huge pages did.
@@ -209,6 +267,8 @@ pub fn vm_json(vm: &Vm) -> Value {
         "stop_us": histogram_json(&s.stop),
         "break_us": histogram_json(&s.break_latency),
     });
+    all["frozen"] = is_frozen(vm).into();
+    all["last_pass_unix_ms"] = s.last_pass_ms.into();
     all["hints"] = hints_json(&s.hints);
     all["packing"] = packing_json(&s.packing);
     all["search"] = search_json(s);

@@ -43,6 +43,21 @@ impl Failure {
         }
     }
 
+    /// Whoever read the output has gone: nothing is said, and the exit code is that of a process that SIGPIPE ends.
+    #[must_use]
+    pub fn reader_gone() -> Self {
+        Self {
+            text: String::new(),
+            code: 128 + 13,
+        }
+    }
+
+    /// Whether there is nothing to say.
+    #[must_use]
+    pub fn is_silent(&self) -> bool {
+        self.text.is_empty()
+    }
+
     /// This failure, and another that followed from dealing with it.
     #[must_use]
     pub fn and(self, second: &Self) -> Self {
@@ -52,13 +67,17 @@ impl Failure {
         }
     }
 
-    /// An error with its causes in one line; exit code 1.
+    /// An error with its causes in one line, each said once; exit code 1.
     #[must_use]
     pub fn from_error(error: impl std::error::Error) -> Self {
         let mut text = error.to_string();
         let mut source = error.source();
         while let Some(cause) = source {
-            text = format!("{text}: {cause}");
+            let cause_text = cause.to_string();
+            // Many errors say their cause themselves.
+            if !text.contains(&cause_text) {
+                text = format!("{text}: {cause_text}");
+            }
             source = cause.source();
         }
         Self::new(text)
@@ -74,5 +93,35 @@ impl Failure {
 impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::error::Error;
+    use std::fmt;
+
+    #[derive(Debug)]
+    struct Outer(&'static str, std::io::Error);
+
+    impl fmt::Display for Outer {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str(self.0)
+        }
+    }
+
+    impl Error for Outer {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            Some(&self.1)
+        }
+    }
+
+    #[test]
+    fn each_cause_is_said_once() {
+        let cause = || std::io::Error::other("no room");
+        let text = |says| Failure::from_error(Outer(says, cause())).to_string();
+        assert_eq!(text("cannot write"), "cannot write: no room");
+        assert_eq!(text("cannot write: no room"), "cannot write: no room");
     }
 }

@@ -41,7 +41,7 @@ use report::{About, Report};
 use side::measure;
 use std::time::Duration;
 use theirs::Theirs;
-use vmm_dedup_host::{Failure, children, termination};
+use vmm_dedup_host::{Failure, children, note, termination};
 
 /// Compare with KSM while content is replaced: whether sharing lasts, CPU, the writers' time, the store's size.
 ///
@@ -145,9 +145,9 @@ fn compare(args: &ChurnArgs, large_folios: bool) -> Result<Report, Failure> {
                     pages_name(*thp),
                     args.repetitions
                 );
-                eprintln!("{what}: KSM");
+                note!("{what}: KSM");
                 theirs.push(measure(&setup, &mut Theirs::new()?)?);
-                eprintln!("{what}: ours");
+                note!("{what}: ours");
                 ours.push(measure(&setup, &mut Dedup::new(breaks, patience)?)?);
             }
             report.add(*kind, *thp, theirs, ours);

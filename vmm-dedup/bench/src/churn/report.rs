@@ -6,6 +6,7 @@ use crate::content::pages_name;
 use crate::report::median;
 use crate::service::Breaker;
 use serde::Serialize;
+use vmm_dedup_host::say;
 
 /// KSM/ours for costs, ours/KSM for gains: bigger is better in all.
 #[derive(Debug, PartialEq, Serialize)]
@@ -143,7 +144,7 @@ impl Report {
 
     pub(super) fn print(&self) {
         let about = &self.about;
-        println!(
+        say!(
             "{} guests of {} MiB, {} rounds, {} runs, breaks by the {}, Linux {}",
             about.guests,
             about.mib,
@@ -156,7 +157,7 @@ impl Report {
             about.kernel
         );
         for entry in &self.kinds {
-            println!(
+            say!(
                 "\n{:<22} {:>8} {:>9} {:>9} {:>10} {:>9}",
                 format!("{} {}", entry.name, pages_name(entry.thp)),
                 "shared %",
@@ -183,7 +184,7 @@ impl Report {
 const MIB: f64 = 1048576.0;
 
 fn line(when: &str, side: &str, round: &Round) {
-    println!(
+    say!(
         "  {when:<8} {side:<11} {:>8.1} {:>9.1} {:>9.3} {:>10.3} {:>9.1}",
         round.saved_of_common * 100.0,
         round.freed_bytes as f64 / MIB,
@@ -199,7 +200,7 @@ impl Ratio {
             true => format!("{ratio:.digits$}x"),
             false => "-".to_owned(),
         };
-        println!(
+        say!(
             "  {when:<8} {:<11} {:>8} {:>9} {:>9} {:>10} {:>9}  freed/claimed {}",
             "=",
             times(self.saved, 3),
@@ -219,7 +220,7 @@ fn store(figures: &Figures) {
             .map_or("not in keeping with it".to_owned(), |s| {
                 format!("in keeping with it after {s:.0} s")
             });
-        println!(
+        say!(
             "  {when:<8} {more}store: {:.1} MiB resident for {:.1} MiB in use, {settled}",
             store.store_resident_bytes as f64 / MIB,
             store.slots_in_use as f64 * 4096.0 / MIB

@@ -4,7 +4,7 @@ use super::fleet::{Fleet, Setup};
 use super::measured::{Ours, Round, Run, Store, Writes};
 use crate::host::{self, seconds};
 use std::time::Duration;
-use vmm_dedup_host::Failure;
+use vmm_dedup_host::{Failure, note};
 
 /// What merges.
 pub(super) trait Side {
@@ -62,9 +62,10 @@ pub(super) fn measure(setup: &Setup<'_>, side: &mut dyn Side) -> Result<Run, Fai
         let seen = side.look(&mut fleet)?;
         let end = side.cpu_ns(&fleet)?;
         let common_pages = fleet.common_pages();
-        eprintln!(
+        note!(
             "  round {round} of {}: {} of {common_pages} pages saved",
-            setup.rounds, seen.saved_pages
+            setup.rounds,
+            seen.saved_pages
         );
         rounds.push(Round {
             round,

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, Wanted, WorkQueue};
 use vmm_dedup_dsa_model::{Faults, Shape, Timing};
-use vmm_dedup_host::Failure;
+use vmm_dedup_host::{Failure, note};
 
 /// What is to be measured.
 #[derive(Args, Debug)]
@@ -79,7 +79,7 @@ impl Device {
             (Ok(_), node) => Ok(Self::Real { node: node.clone() }),
             (Err(error), Some(_)) => Err(Failure::missing(error.to_string())),
             (Err(error), None) => {
-                eprintln!("{error}: the model is measured");
+                note!("{error}: the model is measured");
                 Ok(modelled())
             }
         }

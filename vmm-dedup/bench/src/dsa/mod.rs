@@ -19,7 +19,7 @@ use device::{Device, DeviceArgs};
 use report::{PAPER, Ratios, Report};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use vmm_dedup_host::{Failure, children, termination};
+use vmm_dedup_host::{Failure, children, note, termination};
 
 /// Compare the CPU with Intel DSA, one page an offload and in batches.
 #[derive(Args, Debug)]
@@ -77,7 +77,7 @@ fn compare(args: &DsaArgs) -> Result<Report, Failure> {
     let wanted = |part: Part| args.only.is_empty() || args.only.contains(&part);
     let (mut operations, mut turns) = (Vec::new(), Vec::new());
     if wanted(Part::Operations) {
-        eprintln!("single operations");
+        note!("single operations");
         (operations, turns) = operations::measure(&device, args.pages as usize)?;
     }
     let all = [Kind::Scattered, Kind::Runs, Kind::Files];
@@ -90,7 +90,7 @@ fn compare(args: &DsaArgs) -> Result<Report, Failure> {
         }
         let arena = arena_of(&content::fill(*kind, false, args.mib, &[])?)?;
         if wanted(Part::Ksm) {
-            eprintln!("{kind}: KSM's algorithm");
+            note!("{kind}: KSM's algorithm");
             let rounds = (0..args.rounds).map(|_| ksm::measure(&kind.to_string(), &arena, &device, mhz));
             let rounds = rounds.collect::<Result<Vec<_>, Failure>>()?;
             let of_cpu = |figures: &ksm::Figures| (figures.by, figures.of_cpu_ksm);
@@ -98,13 +98,13 @@ fn compare(args: &DsaArgs) -> Result<Report, Failure> {
             ksm.extend(medians(&rounds));
         }
         if neighbour {
-            eprintln!("{kind}: a neighbour");
+            note!("{kind}: a neighbour");
             impact = impact::measure(&arena, &device)?;
         }
     }
     let mut service = Vec::new();
     if wanted(Part::Service) {
-        eprintln!("the service");
+        note!("the service");
         let rounds = service::measure(&device, args.mib as usize * 256, mhz, args.rounds as usize)?;
         let of_cpu = |figures: &service::Figures| (figures.by, figures.of_cpu_ksm);
         ratios.push(Ratios::of("service".to_owned(), &rounds, of_cpu));

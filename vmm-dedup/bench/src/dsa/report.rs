@@ -4,6 +4,7 @@ use super::device::Device;
 use super::ksm::By;
 use super::{impact, ksm, operations, service};
 use serde::Serialize;
+use vmm_dedup_host::say;
 
 /// All figures.
 #[derive(Debug, Serialize)]
@@ -109,7 +110,7 @@ pub(super) const PAPER: Paper = Paper {
 impl Report {
     pub(super) fn print(&self) {
         match &self.device {
-            Device::Real { node } => println!(
+            Device::Real { node } => say!(
                 "device: {}, Linux {}",
                 node.as_ref()
                     .map_or("all user queues".to_owned(), |node| node.display().to_string()),
@@ -120,15 +121,15 @@ impl Report {
                 bytes_per_s,
                 portal_write_ns,
                 ..
-            } => println!(
+            } => say!(
                 "MODELLED: {latency_ns} ns and {} GB/s as published, {portal_write_ns} ns of CPU for a submission; Linux {}",
                 *bytes_per_s as f64 / 1e9,
                 self.kernel
             ),
         }
-        println!("\noperation  by            ns/page  cpu ns/page");
+        say!("\noperation  by            ns/page  cpu ns/page");
         for figures in &self.operations {
-            println!(
+            say!(
                 "{:<10} {:<12} {:>8.0} {:>12.0}",
                 format!("{:?}", figures.operation).to_lowercase(),
                 format!("{:?}", figures.by).to_lowercase(),
@@ -138,17 +139,17 @@ impl Report {
         }
         for turn in &self.turns {
             let size = |size: Option<usize>| size.map_or("none".to_owned(), |size| size.to_string());
-            println!(
+            say!(
                 "{:?}: sooner than the CPU from batches of {} on, with less CPU time from {} on",
                 turn.operation,
                 size(turn.time),
                 size(turn.cpu)
             );
         }
-        println!("\nKSM's algorithm");
-        println!("content    by                  merges   cpu ms       ms  merges/Mcycle  of cpu-ksm's");
+        say!("\nKSM's algorithm");
+        say!("content    by                  merges   cpu ms       ms  merges/Mcycle  of cpu-ksm's");
         for figures in &self.ksm {
-            println!(
+            say!(
                 "{:<10} {:<18} {:>7} {:>8.1} {:>8.1} {:>14.1} {:>13.2}",
                 figures.content,
                 figures.by.name(),
@@ -159,10 +160,10 @@ impl Report {
                 figures.of_cpu_ksm
             );
         }
-        println!("\nthe service, all of its CPU time");
-        println!("by                  merges  search ms   cpu ms  merges/Mcycle  of cpu-ksm's");
+        say!("\nthe service, all of its CPU time");
+        say!("by                  merges  search ms   cpu ms  merges/Mcycle  of cpu-ksm's");
         for figures in &self.service {
-            println!(
+            say!(
                 "{:<18} {:>7} {:>10.1} {:>8.1} {:>14.1} {:>13.2}",
                 figures.by.name(),
                 figures.merges,
@@ -172,12 +173,12 @@ impl Report {
                 figures.of_cpu_ksm
             );
         }
-        println!(
+        say!(
             "\nmerges per cycle; para-ksm of ksm in the paper: {:?}",
             PAPER.para_of_cpu
         );
         for ratios in &self.ratios {
-            println!(
+            say!(
                 "{:<10} para of cpu {}, of dsa {}, of dsa-async {}; dsa of cpu {}, dsa-async of cpu {}",
                 ratios.of,
                 ratios.para_of_cpu,
@@ -187,15 +188,15 @@ impl Report {
                 ratios.dsa_async_of_cpu
             );
         }
-        println!("\na neighbour on the same core, at the same rate of pages");
-        println!("by                 pages/s  of the core  slowdown  the paper's");
+        say!("\na neighbour on the same core, at the same rate of pages");
+        say!("by                 pages/s  of the core  slowdown  the paper's");
         for figures in &self.impact {
             let paper = match figures.by {
                 By::CpuKsm => PAPER.slowdown_cpu,
                 By::DsaKsm | By::DsaKsmAsync => PAPER.slowdown_dsa,
                 By::ParaKsm | By::ParaKsmGuessing => PAPER.slowdown_para,
             };
-            println!(
+            say!(
                 "{:<17} {:>8.0} {:>12.3} {:>9.2}  {:.1} to {:.1}",
                 figures.by.name(),
                 figures.pages_per_s,

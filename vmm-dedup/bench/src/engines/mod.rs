@@ -22,7 +22,7 @@ use clap::Args;
 use device::DeviceProcess;
 use report::Report;
 use std::path::PathBuf;
-use vmm_dedup_host::{Failure, children, termination};
+use vmm_dedup_host::{Failure, children, note, termination};
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::key::PAGE_WORDS;
 
@@ -84,7 +84,7 @@ fn compare(args: &EnginesArgs) -> Result<Report, Failure> {
     let kinds: &[Kind] = if args.kinds.is_empty() { &all } else { &args.kinds };
     let mut report = Report::new(args.mib, args.slots);
     for kind in kinds {
-        eprintln!("{kind}: merging and keys");
+        note!("{kind}: merging and keys");
         let arena = arena_of(&content::fill(*kind, false, args.mib, &[])?)?;
         report
             .merging
@@ -92,7 +92,7 @@ fn compare(args: &EnginesArgs) -> Result<Report, Failure> {
         report.keys.extend(keys::measure(&kind.to_string(), &arena)?);
     }
     if !args.image.is_empty() {
-        eprintln!("images: merging and keys");
+        note!("images: merging and keys");
         let name = Kind::Images.to_string();
         let before = area_of_images(&args.image)?;
         let arena = arena_without_zeros(&before)?;
@@ -104,9 +104,9 @@ fn compare(args: &EnginesArgs) -> Result<Report, Failure> {
                 .extend(between(&name, &before, &area_of_images(&args.later)?)?);
         }
     }
-    eprintln!("searching a tree of {} pages", args.slots);
+    note!("searching a tree of {} pages", args.slots);
     report.searching = searching::measure(args.slots as usize, CANDIDATES, &device)?;
-    eprintln!("the service on a store of {} pages", args.slots);
+    note!("the service on a store of {} pages", args.slots);
     report.service = service::measure(args.slots as usize, CANDIDATES, &device)?;
     Ok(report)
 }

@@ -5,6 +5,7 @@ use super::merging::Merging;
 use super::searching::Searching;
 use super::service::Service;
 use serde::Serialize;
+use vmm_dedup_host::say;
 
 /// All figures.
 #[derive(Debug, Serialize)]
@@ -32,12 +33,12 @@ impl Report {
     }
 
     pub(super) fn print(&self) {
-        println!("KSM's algorithm, {} MiB, Linux {}", self.mib, self.kernel);
-        println!(
+        say!("KSM's algorithm, {} MiB, Linux {}", self.mib, self.kernel);
+        say!(
             "content         engine               pages/s  cpu ns/page  device ns  bytes/page  cmp/search   saved  same"
         );
         for m in &self.merging {
-            println!(
+            say!(
                 "{:<15} {:<19} {:>8.0} {:>12.0} {:>10.0} {:>11.0} {:>11.1} {:>7}  {}",
                 m.content,
                 m.engine,
@@ -52,7 +53,7 @@ impl Report {
         }
         for m in &self.merging {
             if let Some(lines) = &m.lines {
-                println!(
+                say!(
                     "{:<15} memcmp reads {:.1} lines; {:.1} % end in the first, {:.1} % read all 64",
                     m.content,
                     lines.mean,
@@ -61,24 +62,27 @@ impl Report {
                 );
             }
             if let Some(cycles) = &m.cycles {
-                println!("{:<15} {}: {cycles}", m.content, m.engine);
+                say!("{:<15} {}: {cycles}", m.content, m.engine);
             }
             if let Some(costs) = &m.pagecmp {
-                println!(
+                say!(
                     "{:<15} {} cuts the bandwidth of comparing by {:.1}, with keys by {:.2}",
-                    m.content, m.engine, costs.bandwidth_cut, costs.bandwidth_cut_with_keys
+                    m.content,
+                    m.engine,
+                    costs.bandwidth_cut,
+                    costs.bandwidth_cut_with_keys
                 );
             }
         }
-        println!("\nkeys before and after writes: to every second page, or by guests");
-        println!("content         key               write     bytes  matches  mismatches  false positives");
+        say!("\nkeys before and after writes: to every second page, or by guests");
+        say!("content         key               write     bytes  matches  mismatches  false positives");
         for k in &self.keys {
-            println!("{k}");
+            say!("{k}");
         }
-        println!("\nsearching a tree of {} pages", self.slots);
-        println!("engine               searches/s  cpu ns/search  of the CPU's  device ns  cmp/search  same");
+        say!("\nsearching a tree of {} pages", self.slots);
+        say!("engine               searches/s  cpu ns/search  of the CPU's  device ns  cmp/search  same");
         for s in &self.searching {
-            println!(
+            say!(
                 "{:<19} {:>11.0} {:>14.0} {:>13.2} {:>10.0} {:>11.1}  {}",
                 s.engine,
                 s.searches_per_s,
@@ -91,15 +95,19 @@ impl Report {
         }
         for s in &self.searching {
             if let Some(c) = &s.cycles {
-                println!("{}: {c}", s.engine);
+                say!("{}: {c}", s.engine);
             }
         }
-        println!("\nthe service on a store of {} pages", self.slots);
-        println!("engine               search ns/page  of the CPU's  all ns/page  of the CPU's");
+        say!("\nthe service on a store of {} pages", self.slots);
+        say!("engine               search ns/page  of the CPU's  all ns/page  of the CPU's");
         for s in &self.service {
-            println!(
+            say!(
                 "{:<19} {:>15.0} {:>13.2} {:>12.0} {:>13.2}",
-                s.engine, s.search_ns_per_page, s.search_of_cpus, s.all_ns_per_page, s.all_of_cpus
+                s.engine,
+                s.search_ns_per_page,
+                s.search_of_cpus,
+                s.all_ns_per_page,
+                s.all_of_cpus
             );
         }
     }

@@ -19,7 +19,7 @@ use report::Report;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use vmm_dedup_host::store::OwnStore;
-use vmm_dedup_host::{Failure, children, termination};
+use vmm_dedup_host::{Failure, children, note, termination};
 
 /// Compare with the kernel's KSM: CPU, savings and memory really freed, on the same content in the same run.
 #[derive(Args, Debug)]
@@ -107,7 +107,7 @@ fn compare(args: &KsmArgs, mib: u32, large_folios: bool) -> Result<Report, Failu
         for thp in page_sizes(args.thp) {
             let (mut theirs, mut ours) = (Vec::new(), Vec::new());
             for repetition in 1..=args.repetitions {
-                eprintln!(
+                note!(
                     "{kind} {} run {repetition} of {}",
                     pages_name(*thp),
                     args.repetitions

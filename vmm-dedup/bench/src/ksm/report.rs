@@ -4,6 +4,7 @@ use super::measured::Measured;
 use crate::content::{Kind, pages_name};
 use serde::Serialize;
 use std::collections::BTreeMap;
+use vmm_dedup_host::say;
 
 #[derive(Debug, Serialize)]
 struct Ksm {
@@ -142,18 +143,20 @@ impl Report {
     }
 
     pub(super) fn print(&self) {
-        println!(
+        say!(
             "{} MiB, medians of {} runs, Linux {}",
-            self.mib, self.repetitions, self.kernel
+            self.mib,
+            self.repetitions,
+            self.kernel
         );
-        println!(
+        say!(
             "                        cpu s          idle ms        dirty ms        saved pages     freed MiB"
         );
         for e in &self.kinds {
             let (k, o) = (&e.ksm, &e.ours.same);
             let mib = f64::from(1 << 20);
             let name = format!("{} {}", e.name, pages_name(e.thp));
-            println!(
+            say!(
                 "{name:<15} ksm  {:>8.3}       {:>8.2}       {:>8.2}       {:>10.0}     {:>8.1}",
                 k.cpu_s,
                 k.idle_pass_cpu_s * 1e3,
@@ -161,7 +164,7 @@ impl Report {
                 k.saved_pages,
                 k.freed_bytes / mib
             );
-            println!(
+            say!(
                 "{:<15} ours {:>8.3}       {:>8.2}       {:>8.2}       {:>10.0}     {:>8.1}",
                 "",
                 o.cpu_s,
@@ -171,11 +174,17 @@ impl Report {
                 o.freed_bytes / mib
             );
             let r = &e.ratio;
-            println!(
+            say!(
                 "{:<15} =    {:>7.1}x       {:>7.1}x       {:>7.1}x       {:>9.3}x     {:>7.3}x  freed/claimed {:.3}",
-                "", r.cpu, r.idle, r.dirty, r.saved, r.freed, r.claim
+                "",
+                r.cpu,
+                r.idle,
+                r.dirty,
+                r.saved,
+                r.freed,
+                r.claim
             );
-            println!(
+            say!(
                 "{:<15}      {:.1} metadata bytes/page, {:.3} VMAs per merged page, stops p99 {:.0} us, max {:.0} us",
                 "",
                 e.ours.metadata_bytes_per_page,

@@ -29,7 +29,7 @@ use std::time::Duration;
 use subject::Subject;
 use vmm_dedup::UseSource;
 use vmm_dedup_host::store::OwnStore;
-use vmm_dedup_host::{Failure, children, kvm, termination};
+use vmm_dedup_host::{Failure, children, kvm, note, termination};
 
 /// Compare the policies for huge pages: memory saved, speed of random access, CPU time.
 ///
@@ -124,7 +124,7 @@ fn compare(args: &MixedArgs) -> Result<Report, Failure> {
         }
         for subject in turns {
             let name = subject::name(subject);
-            eprintln!("round {round} of {}: {name}", args.rounds);
+            note!("round {round} of {}: {name}", args.rounds);
             let process = measure(args, subject, false)?;
             let guests = guests.then(|| measure(args, subject, true)).transpose()?;
             report.add(Measured {
@@ -142,7 +142,7 @@ fn can_run_guests() -> bool {
     match kvm::need() {
         Ok(()) => true,
         Err(failure) => {
-            eprintln!("no guests: {failure}");
+            note!("no guests: {failure}");
             false
         }
     }

@@ -5,6 +5,7 @@ use super::summary::Ratios;
 use crate::report::median;
 use crate::service::Breaker;
 use serde::Serialize;
+use vmm_dedup_host::say;
 
 /// All measurements of one run.
 #[derive(Debug, Serialize)]
@@ -46,14 +47,14 @@ impl Report {
     }
 
     pub(super) fn print(&self) {
-        println!(
+        say!(
             "{} MiB, a sample every {} ms, {} s each, {} breaks",
             self.mib,
             self.interval_ms,
             self.seconds,
             self.breaks.name()
         );
-        println!(
+        say!(
             "{:<13} {:>8} {:>6} {:>9} {:>6} {:>6} {:>6} {:>9} {:>9} {:>11} {:>9}",
             "memory",
             "saved",
@@ -71,7 +72,7 @@ impl Report {
             policy, process: p, ..
         } in &self.policies
         {
-            println!(
+            say!(
                 "{policy:<13} {:>8} {:>6} {:>9.2} {:>6.3} {:>6} {:>6} {:>9.3} {:>9.3} {:>5} of {:>2} {:>9.2}",
                 p.saved_pages,
                 p.huge_pages,
@@ -86,13 +87,20 @@ impl Report {
                 p.after_change.per_cpu_s / 1e6,
             );
         }
-        println!(
+        say!(
             "{:<13} {:>8} {:>6} {:>9} {:>6} {:>6} {:>9} {:>9}",
-            "guests", "saved", "huge", "pages/s", "p50ns", "p99ns", "monitor s", "dedup s"
+            "guests",
+            "saved",
+            "huge",
+            "pages/s",
+            "p50ns",
+            "p99ns",
+            "monitor s",
+            "dedup s"
         );
         for Measured { policy, guests, .. } in &self.policies {
             let Some(g) = guests else { continue };
-            println!(
+            say!(
                 "{policy:<13} {:>8} {:>6} {:>9.0} {:>6} {:>6} {:>9.3} {:>9.3}",
                 g.saved_pages,
                 g.huge_pages,

@@ -2,6 +2,7 @@
 
 use super::measured::Measured;
 use serde::Serialize;
+use vmm_dedup_host::say;
 
 /// Speeds that differ by less count as equal.
 const EQUAL_SPEED: f64 = 0.01;
@@ -73,10 +74,10 @@ impl Ratios {
     pub(super) fn print(&self) {
         let of = |what: &str, ratio: Option<f64>| {
             if let Some(ratio) = ratio {
-                println!("  {ratio:>6.3}  {what}");
+                say!("  {ratio:>6.3}  {what}");
             }
         };
-        println!("smartmd divided by others, medians of the rounds:");
+        say!("smartmd divided by others, medians of the rounds:");
         of("speed of no-splitting", self.speed_of_no_splitting);
         of("speed of no-splitting, by the clock", self.rate_of_no_splitting);
         of("saving of ksm", self.saving_of_ksm);

@@ -2,14 +2,18 @@
 
 use clap::Args;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, IsTerminal, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 use vmm_dedup_host::store::OwnStore;
-use vmm_dedup_host::{Failure, account, children, kvm, memory, termination};
+use vmm_dedup_host::table::{self, Column, Table, phrases};
+use vmm_dedup_host::units::{mib, natural_order, pages_mib};
+use vmm_dedup_host::{Failure, account, children, kvm, memory, note, output, put, say, termination};
 use vmm_dedup_payload::{PayloadConfig, Report, Rewrite, real_files};
+use vmm_dedup_protocol::message::StoreStats;
+use vmm_dedup_protocol::observer::Vm;
 
 /// Files that every guest loads, at most.
 const INITRD_BYTES: u64 = 72 << 20;
@@ -138,7 +142,7 @@ impl Demo {
         let cpu: u64 = store.cpu_ns + vms.iter().map(|v| v.stats.cpu_ns.total()).sum::<u64>();
         if args.json {
             let guests: Vec<_> = self.guests.iter().map(guest_json).collect();
-            println!(
+            say!(
                 "{}",
                 serde_json::json!({
                     "saved_net_bytes": saved, "cpu_seconds": cpu as f64 / 1e9, "verified": good,
@@ -154,14 +158,16 @@ impl Demo {
                 } else {
                     "WRONG"
                 };
-                println!(
+                say!(
                     "{}: {} pages verified after {} writes: {verdict}",
-                    guest.name, v.pages, v.writes
+                    guest.name,
+                    v.pages,
+                    v.writes
                 );
             }
             let total = u64::from(args.guests) * args.memory_mib;
             let saved_mib = saved as f64 / f64::from(1 << 20);
-            println!(
+            say!(
                 "saved {saved_mib:.0} MiB net of all metadata, of {total} MiB in {} guests, for {:.2} s of CPU",
                 args.guests,
                 cpu as f64 / 1e9
@@ -210,7 +216,7 @@ impl Demo {
     fn watch(&mut self, args: &DemoArgs) -> Result<i64, Failure> {
         let start = Instant::now();
         let (mut best, mut since) = (0i64, Instant::now());
-        let mut table = Table::new(args);
+        let mut table = Live::new(args);
         loop {
             std::thread::sleep(Duration::from_millis(500));
             while let Ok(event) = self.events.try_recv() {
@@ -221,6 +227,7 @@ impl Demo {
             let (store, vms) = account::of_store(self.store.socket())?;
             let saved = account::saved_net(&store);
             table.show(start.elapsed(), &store, &vms);
+            output::outcome()?;
             if saved > best + best / 100 {
                 (best, since) = (saved, Instant::now());
             }
@@ -263,7 +270,7 @@ impl Demo {
                 }
                 Some(Report::Done { ok }) => guest.verified.get_or_insert_default().ok = ok,
                 Some(bad @ (Report::Bad { .. } | Report::Fault { .. })) => {
-                    eprintln!("{}: {bad:?}", guest.name)
+                    note!("{}: {bad:?}", guest.name)
                 }
                 Some(_) => {}
                 None => guest.ended = true,
@@ -364,78 +371,94 @@ fn guest_json(guest: &Guest) -> serde_json::Value {
 
 fn say(args: &DemoArgs, text: &str) {
     if !args.json {
-        println!("{text}");
+        say!("{text}");
     }
 }
 
 /// The live table: redrawn in place on a terminal, one line a second elsewhere.
-struct Table {
+struct Live {
     silent: bool,
-    redraw: bool,
     drawn: usize,
     shown: Duration,
 }
 
-impl Table {
+const COLUMNS: [Column; 7] = [
+    Column::name("GUEST"),
+    Column::number("SHARED", 1),
+    Column::number("ZERO", 5),
+    Column::number("UNIQUE", 3),
+    Column::number("BREAKS", 2),
+    Column::number("CPU S", 4),
+    Column::number("STOP P99", 6),
+];
+
+impl Live {
     fn new(args: &DemoArgs) -> Self {
-        let redraw = std::io::stdout().is_terminal();
         Self {
             silent: args.json,
-            redraw,
             drawn: 0,
             shown: Duration::ZERO,
         }
     }
 
-    fn show(
-        &mut self,
-        elapsed: Duration,
-        store: &vmm_dedup_protocol::message::StoreStats,
-        vms: &[vmm_dedup_protocol::observer::Vm],
-    ) {
-        if self.silent || (!self.redraw && elapsed < self.shown + Duration::from_secs(1)) {
+    fn show(&mut self, elapsed: Duration, store: &StoreStats, vms: &[Vm]) {
+        let terminal = table::size();
+        if self.silent || (terminal.is_none() && elapsed < self.shown + Duration::from_secs(1)) {
             return;
         }
         self.shown = elapsed;
-        let saved = account::saved_net(store) as f64 / f64::from(1 << 20);
-        let cpu = store.cpu_ns + vms.iter().map(|v| v.stats.cpu_ns.total()).sum::<u64>();
-        let breaks: u64 = vms.iter().map(|v| v.stats.breaks_total()).sum();
-        let total = format!(
-            "{:>4} s   shared {:>7}   sharing {:>7}   saved {saved:>7.1} MiB net   CPU {:>5.2} s   faults {breaks}",
-            elapsed.as_secs(),
-            store.pages_shared,
-            store.pages_sharing,
-            cpu as f64 / 1e9
-        );
-        if !self.redraw {
-            println!("{total}");
+        let total = total(elapsed, store, vms);
+        let Some((width, height)) = terminal else {
+            say!("{}", total.join("   "));
             return;
+        };
+        let mut lines = guests(vms).lines(Some(width));
+        let total = phrases(&total, width);
+        // What has scrolled away cannot be drawn again.
+        let room = height.saturating_sub(total.len() + 1);
+        if lines.len() > room {
+            lines.truncate(room.saturating_sub(1));
+            lines.push("...".into());
         }
-        let mut lines = vec![format!(
-            "{:<10} {:>8} {:>8} {:>9} {:>8} {:>7} {:>10}",
-            "guest", "mapped", "zero", "unshared", "faults", "CPU s", "stop p99"
-        )];
-        for vm in vms {
-            let s = &vm.stats;
-            lines.push(format!(
-                "{:<10} {:>8} {:>8} {:>9} {:>8} {:>7.2} {:>7} us",
-                vm.name,
-                s.pages_mapped,
-                s.pages_zero,
-                s.pages_unshared,
-                s.breaks_total(),
-                s.cpu_ns.total() as f64 / 1e9,
-                s.stop.quantile_us(0.99)
-            ));
-        }
-        lines.push(total);
+        lines.extend(total);
         if self.drawn > 0 {
-            print!("\x1b[{}A", self.drawn);
+            put!("\x1b[{}A", self.drawn);
         }
-        for line in &lines {
-            println!("\x1b[2K{line}");
-        }
+        lines.iter().for_each(|line| say!("\x1b[2K{line}"));
+        // A total that takes a line less than before.
+        put!("\x1b[J");
         self.drawn = lines.len();
-        let _ = std::io::stdout().flush();
     }
+}
+
+fn total(elapsed: Duration, store: &StoreStats, vms: &[Vm]) -> [String; 6] {
+    let cpu = store.cpu_ns + vms.iter().map(|v| v.stats.cpu_ns.total()).sum::<u64>();
+    let breaks: u64 = vms.iter().map(|v| v.stats.breaks_total()).sum();
+    [
+        format!("{:>3} s", elapsed.as_secs()),
+        format!("kept once {}", pages_mib(store.pages_shared)),
+        format!("not again {}", pages_mib(store.pages_sharing)),
+        format!("saved net {}", mib(account::saved_net(store))),
+        format!("CPU {:.2} s", cpu as f64 / 1e9),
+        format!("breaks {breaks}"),
+    ]
+}
+
+fn guests(vms: &[Vm]) -> Table {
+    let mut table = Table::new(&COLUMNS);
+    let mut vms: Vec<&Vm> = vms.iter().collect();
+    vms.sort_by(|a, b| natural_order(&a.name, &b.name));
+    for vm in vms {
+        let s = &vm.stats;
+        table.row([
+            vm.name.clone(),
+            pages_mib(s.pages_mapped),
+            pages_mib(s.pages_zero),
+            pages_mib(s.pages_unshared),
+            s.breaks_total().to_string(),
+            format!("{:.2}", s.cpu_ns.total() as f64 / 1e9),
+            format!("{} us", s.stop.quantile_us(0.99)),
+        ]);
+    }
+    table
 }

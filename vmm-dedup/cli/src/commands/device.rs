@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vmm_dedup_dsa_abi::registers::{DEVICE_GNR, DEVICE_SPR};
 use vmm_dedup_dsa_model::{Shape, Timing};
 use vmm_dedup_dsa_server::{Device, Server as DsaServer};
-use vmm_dedup_host::Failure;
+use vmm_dedup_host::{Failure, note};
 use vmm_dedup_pageforge::server::{DEFAULT_CLIENTS, Server, ServerConfig};
 
 /// Run a model of a page-comparing device, for VMMs and for the dedup service to attach.
@@ -134,7 +134,7 @@ fn serve<S>(
         let server = bind()?;
         *place = Some(socket.to_owned());
         drop(place);
-        eprintln!("{what}, on {}", socket.display());
+        note!("{what}, on {}", socket.display());
         run(&server)
     })
 }

@@ -3,13 +3,14 @@
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use std::time::Duration;
+use vmm_dedup_fleet::Which;
 use vmm_dedup_host::Failure;
 
 /// Run many VMs from one TOML file, with dedup inside each VMM.
 ///
-/// `up` starts the stores that do not run yet, then the VMs: under cloud-hypervisor (on PATH, or CLOUD_HYPERVISOR), the
-/// reference VMM or QEMU. VMs go on in the background; `status` shows them, `down` ends them. The file is described in
-/// docs/fleet.md; the smallest is:
+/// `up` makes the fleet what its file says: under cloud-hypervisor (on PATH, or CLOUD_HYPERVISOR), the reference VMM or QEMU.
+/// VMs go on in the background; `status` shows them, `down` ends them. Names of VMs may be patterns with * and ?. The file is
+/// described in docs/fleet.md; the smallest is:
 ///
 ///   [[vm]]
 ///   name = "web"
@@ -18,20 +19,37 @@ use vmm_dedup_host::Failure;
 #[derive(Subcommand, Debug)]
 #[command(verbatim_doc_comment)]
 pub(crate) enum FleetCommand {
-    /// Start all VMs of a file; if one cannot start, none is left running.
+    /// Start what does not run: the first time all of it, or nothing; later what is missing, crashed or has ended.
     ///
-    /// For a fleet that is up: starts stores that have gone again.
+    /// Running services take over settings of dedup that can change live (cpu_percent, mode, reserve_pages). Of other changes
+    /// of the file it is said what takes them over.
     Up(UpArgs),
     /// Show VMs, stores and savings. Exit code 1 if a VM does not run or a store is gone.
     Status(StatusArgs),
-    /// End all VMs of a file and the stores that `up` started, and remove their files. May be repeated.
+    /// End VMs: all of a file and the stores that `up` started, or those that are named. May be repeated.
     Down(DownArgs),
+    /// End VMs and start them as the file says now, one after the other.
+    Restart(RestartArgs),
+    /// Let an entry have another number of VMs than the file says, until the fleet is down.
+    Scale(ScaleArgs),
+    /// Show the fleets of this host.
+    Ls(LsArgs),
+    /// Show what VMMs wrote, or guests, or stores.
+    Logs(LogsArgs),
+    /// Ask a VM's VMM something by its own API, and print the answer.
+    ///
+    /// Cloud Hypervisor: a method, a call and, if it takes one, a body: `GET vm.info`, `PUT vm.resize '{"desired_vcpus":2}'`.
+    /// QEMU: a command of its monitor and its arguments: `query-status`.
+    Api(ApiArgs),
 }
 
 #[derive(Args, Debug)]
 pub(crate) struct UpArgs {
     #[command(flatten)]
     at: At,
+    /// Say what would be done, and do nothing.
+    #[arg(long)]
+    plan: bool,
 }
 
 #[derive(Args, Debug)]
@@ -47,10 +65,95 @@ pub(crate) struct StatusArgs {
 pub(crate) struct DownArgs {
     #[command(flatten)]
     at: At,
+    /// Only these VMs; the fleet stays up, and the next `up` starts them again.
+    vms: Vec<String>,
+    #[command(flatten)]
+    grace: Grace,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct RestartArgs {
+    #[command(flatten)]
+    at: At,
+    /// Only these VMs.
+    vms: Vec<String>,
+    /// VMs that are away at a time.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    parallel: u16,
+    #[command(flatten)]
+    grace: Grace,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct ScaleArgs {
+    #[command(flatten)]
+    at: At,
+    /// The name of a [[vm]] with a count, and how many there are to be, e.g. web=30.
+    #[arg(value_name = "NAME=VMS", value_parser = parse_scale)]
+    scale: (String, u32),
+    #[command(flatten)]
+    grace: Grace,
+}
+
+fn parse_scale(text: &str) -> Result<(String, u32), String> {
+    let (name, vms) = text.split_once('=').ok_or("expected NAME=VMS, e.g. web=30")?;
+    match vms.parse() {
+        Ok(vms @ 1..) => Ok((name.to_owned(), vms)),
+        _ => Err("expected NAME=VMS with at least one VM; `fleet down FILE 'NAME-*'` ends all".into()),
+    }
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct LsArgs {
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct LogsArgs {
+    #[command(flatten)]
+    at: At,
+    /// Only of these VMs.
+    vms: Vec<String>,
+    /// What guests wrote to their serial ports, instead of what VMMs wrote.
+    #[arg(long)]
+    serial: bool,
+    /// What stores wrote, too.
+    #[arg(long)]
+    stores: bool,
+    /// Lines from the end of each.
+    #[arg(long, short = 'n', default_value_t = 20)]
+    lines: usize,
+    /// Go on with what is written, until ^C.
+    #[arg(long, short)]
+    follow: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct ApiArgs {
+    #[command(flatten)]
+    at: At,
+    /// The VM.
+    vm: String,
+    /// What to ask.
+    #[arg(required = true, num_args = 1..=3, value_name = "CALL")]
+    words: Vec<String>,
+}
+
+/// How long guests get.
+#[derive(Args, Debug)]
+struct Grace {
     /// Seconds that guests get to shut down by themselves once their power button is pressed (0: not pressed). The
     /// reference VMM has none.
     #[arg(long, default_value_t = 10, value_name = "SECONDS")]
     grace: u64,
+}
+
+impl Grace {
+    fn time(&self) -> Duration {
+        Duration::from_secs(self.grace)
+    }
 }
 
 /// Which fleet.
@@ -58,7 +161,7 @@ pub(crate) struct DownArgs {
 struct At {
     /// The fleet file (TOML).
     file: PathBuf,
-    /// Directory of state, logs and sockets [default: fleet-NAME in /run/vmm-dedup, or in $XDG_RUNTIME_DIR/vmm-dedup]
+    /// Directory of state, logs and sockets [default: fleet-NAME in the runtime folder, see VMM_DEDUP_RUNTIME_DIR]
     #[arg(long, value_name = "DIRECTORY")]
     runtime_dir: Option<PathBuf>,
 }
@@ -75,8 +178,30 @@ impl At {
 /// Runs the command.
 pub(crate) fn run(command: &FleetCommand) -> Result<(), Failure> {
     match command {
-        FleetCommand::Up(args) => vmm_dedup_fleet::up(&args.at.fleet()),
+        FleetCommand::Up(args) => vmm_dedup_fleet::up(&args.at.fleet(), args.plan),
         FleetCommand::Status(args) => vmm_dedup_fleet::status(&args.at.fleet(), args.json),
-        FleetCommand::Down(args) => vmm_dedup_fleet::down(&args.at.fleet(), Duration::from_secs(args.grace)),
+        FleetCommand::Down(args) if args.vms.is_empty() => {
+            vmm_dedup_fleet::down(&args.at.fleet(), args.grace.time())
+        }
+        FleetCommand::Down(args) => vmm_dedup_fleet::down_vms(&args.at.fleet(), &args.vms, args.grace.time()),
+        FleetCommand::Restart(args) => {
+            let parallel = usize::from(args.parallel);
+            vmm_dedup_fleet::restart(&args.at.fleet(), &args.vms, args.grace.time(), parallel)
+        }
+        FleetCommand::Scale(args) => {
+            let (entry, vms) = &args.scale;
+            vmm_dedup_fleet::scale(&args.at.fleet(), entry, *vms, args.grace.time())
+        }
+        FleetCommand::Ls(args) => vmm_dedup_fleet::list(args.json),
+        FleetCommand::Logs(args) => {
+            let which = Which {
+                serial: args.serial,
+                stores: args.stores,
+                lines: args.lines,
+                follow: args.follow,
+            };
+            vmm_dedup_fleet::logs(&args.at.fleet(), &args.vms, which)
+        }
+        FleetCommand::Api(args) => vmm_dedup_fleet::api(&args.at.fleet(), &args.vm, &args.words),
     }
 }

@@ -1,40 +1,72 @@
-//! `set`: changes what a running VM's dedup service does.
+//! `set`: changes what the dedup services of running VMs do.
 
-use crate::store_socket::StoreSocket;
+use crate::which_store::WhichStore;
 use clap::Args;
-use std::io::{IsTerminal, Write};
-use std::path::Path;
+use std::io::IsTerminal;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
-use vmm_dedup_host::{Failure, account};
+use vmm_dedup_host::units::count;
+use vmm_dedup_host::view::{StoreView, address};
+use vmm_dedup_host::{Failure, account, hint, say};
 use vmm_dedup_protocol::control::{MAX_RESERVE, Settings, Switch};
-use vmm_dedup_protocol::observer::{Error, Observer};
+use vmm_dedup_protocol::observer::Vm;
 
 /// Time between two looks at how far memory has come back.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Change settings of a running VM: switch merging on or off, set its CPU budget or its copy-on-write reserve.
+/// VMs that are asked at a time.
+const AT_A_TIME: usize = 16;
+
+/// Settings of a service that it reads when it starts.
+const NOT_LIVE: [&str; 12] = [
+    "pass_period_ms",
+    "stop_target_us",
+    "max_vmas",
+    "huge_policy",
+    "huge_split_pages",
+    "use_source",
+    "monitor_interval_ms",
+    "monitor_window_us",
+    "breaks",
+    "heal_stall_us",
+    "search",
+    "verify",
+];
+
+/// Change settings of running VMs: switch merging on or off, set the CPU budget or the copy-on-write reserve.
 ///
-/// The changes are made all or none, and last until the VM ends. Who may open the store's socket may do this.
+/// The changes of a VM are made all or none, and last until it ends. VM is a name as `vmm-dedup stat` shows it, NAME.PID, or
+/// a pattern with * and ?, quoted for the shell. Who may open the store's socket may do this.
+///
+/// Changes:
+///   on, off                 whether to merge; what is shared stays shared
+///   cpu_percent=PERCENT     CPU time that dedup may use, 1 to 100 percent of one core (also: budget)
+///   reserve_pages=PAGES     managed breaks: pages kept ready for writers (also: reserve)
 ///
 /// Examples:
 ///   vmm-dedup set web-1 off                 nothing more is merged; what is shared stays shared
 ///   vmm-dedup set web-1 off --unmerge       and all memory goes back to the VM: needs as much free memory
-///   vmm-dedup set web-1 on budget=5         merge again, with at most 5 % of a core
-///   vmm-dedup set web-1 reserve=8192        managed breaks: keep 8192 pages (32 MiB) ready for writers
+///   vmm-dedup set 'web-*' on cpu_percent=5  merge again, with at most 5 % of a core each
+///   vmm-dedup set --all off                 all VMs of all stores of this host
 #[derive(Args, Debug)]
-#[command(verbatim_doc_comment)]
+#[command(
+    verbatim_doc_comment,
+    override_usage = "vmm-dedup set [OPTIONS] <VM> <CHANGE>...\n       vmm-dedup set [OPTIONS] --all <CHANGE>..."
+)]
 pub(crate) struct SetArgs {
-    /// The VM: its name as `vmm-dedup stat` shows it, or NAME.PID.
-    vm: String,
-    /// on, off, budget=PERCENT (of one core, 1 to 100), reserve=PAGES.
-    #[arg(required = true, value_name = "CHANGE", value_parser = parse_change)]
-    changes: Vec<Change>,
+    /// The VM or a pattern, then the changes.
+    #[arg(required = true, value_name = "VM CHANGE")]
+    words: Vec<String>,
+    /// All VMs; all words are changes.
+    #[arg(long)]
+    all: bool,
     /// With off: bring all shared memory back, and wait until it is.
     #[arg(long)]
     unmerge: bool,
     #[command(flatten)]
-    store: StoreSocket,
+    store: WhichStore,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,21 +82,47 @@ fn parse_change(text: &str) -> Result<Change, String> {
         Ok(n) if (1..=max).contains(&n) => Ok(n),
         _ => Err(format!("{what} must be 1 to {max}")),
     };
-    match text.split_once('=') {
-        None if text == "on" => Ok(Change::On),
-        None if text == "off" => Ok(Change::Off),
-        Some(("budget", value)) => {
-            number(value, 100, "a budget, in percent of one core,").map(Change::Budget)
+    let (key, value) = match text.split_once('=') {
+        None if text == "on" => return Ok(Change::On),
+        None if text == "off" => return Ok(Change::Off),
+        None => (text.to_owned(), None),
+        Some((key, value)) => (key.replace('-', "_"), Some(value)),
+    };
+    match (key.as_str(), value) {
+        ("budget" | "cpu_percent", Some(value)) => {
+            number(value, 100, "cpu_percent, in percent of one core,").map(Change::Budget)
         }
-        Some(("reserve", value)) => number(value, MAX_RESERVE, "a reserve, in pages,").map(Change::Reserve),
-        _ => Err("expected on, off, budget=PERCENT or reserve=PAGES".into()),
+        ("reserve" | "reserve_pages", Some(value)) => {
+            number(value, MAX_RESERVE, "reserve_pages").map(Change::Reserve)
+        }
+        (key, _) if NOT_LIVE.contains(&key) => Err(format!(
+            "{key} cannot be changed while the VM runs: change it in the VM's settings, and start the VM again"
+        )),
+        _ => Err(format!(
+            "{text:?}: expected on, off, cpu_percent=PERCENT or reserve_pages=PAGES"
+        )),
     }
 }
 
 impl SetArgs {
-    fn settings(&self) -> Result<Settings, Failure> {
+    /// The VM or pattern, unless all are meant, and the changes.
+    fn words(&self) -> Result<(Option<&str>, Settings), Failure> {
+        let (pattern, changes) = match (self.all, &self.words[..]) {
+            (true, changes) => (None, changes),
+            (false, [vm, changes @ ..]) => (Some(vm.as_str()), changes),
+            (false, []) => return Err(Failure::usage("name a VM")),
+        };
+        if changes.is_empty() {
+            let what = "say what to change: on, off, cpu_percent=PERCENT or reserve_pages=PAGES";
+            return Err(Failure::usage(what));
+        }
+        let changes: Result<Vec<Change>, String> = changes.iter().map(|text| parse_change(text)).collect();
+        Ok((pattern, self.settings(&changes.map_err(Failure::usage)?)?))
+    }
+
+    fn settings(&self, changes: &[Change]) -> Result<Settings, Failure> {
         let mut settings = Settings::default();
-        for change in &self.changes {
+        for change in changes {
             let again = match change {
                 Change::On => settings.switch.replace(Switch::On).is_some(),
                 Change::Off if self.unmerge => settings.switch.replace(Switch::OffUnmerge).is_some(),
@@ -85,43 +143,106 @@ impl SetArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: &SetArgs) -> Result<(), Failure> {
-    let settings = args.settings()?;
-    let mut observer = Observer::connect(&args.store.path).map_err(Failure::from_error)?;
+    let (pattern, settings) = args.words()?;
+    let host = args.store.ask()?;
+    let meant = match pattern {
+        Some(pattern) => host.matching(pattern)?,
+        None => host.vms().collect(),
+    };
+    match meant[..] {
+        [] => Err(Failure::new("no VM is connected")),
+        [(store, vm)] => set(
+            store,
+            vm,
+            settings,
+            args.unmerge && std::io::stderr().is_terminal(),
+        ),
+        _ => set_many(&meant, settings),
+    }
+    // A store that says nothing may have VMs that are meant as well.
+    .and_then(|()| match pattern {
+        Some(pattern) if !pattern.contains(['*', '?']) => Ok(()),
+        _ => host.complete(),
+    })
+}
+
+/// Changes one VM; `watched`: shows how far it is.
+fn set(store: &StoreView, vm: &Vm, settings: Settings, watched: bool) -> Result<(), Failure> {
+    if account::is_frozen(vm) {
+        return Err(Failure::new(format!(
+            "VM {}: its process {} is stopped, and nothing was changed: `kill -CONT {}` lets it go on",
+            vm.name, vm.pid, vm.pid
+        )));
+    }
+    let mut observer = store.observer()?;
     let (tell, told) = channel();
-    let vm = args.vm.clone();
-    std::thread::spawn(move || tell.send(observer.set(&vm, settings)));
-    let done = if args.unmerge && std::io::stderr().is_terminal() {
-        watch(&told, &args.store.path, &args.vm)
-    } else {
-        told.recv().map_err(|_| RecvTimeoutError::Disconnected)
+    let name = address(vm);
+    std::thread::spawn(move || tell.send(observer.set(&name, settings)));
+    let done = match watched {
+        true => watch(&told, store, vm),
+        false => told.recv().map_err(|_| RecvTimeoutError::Disconnected),
     };
     match done {
-        Ok(done) => done.map_err(Failure::from_error),
+        Ok(done) => done.map_err(|error| store.failure(error)),
         Err(_) => Err(Failure::new("the question was not asked")),
     }
 }
 
+/// Changes several VMs, some at a time, and tells of each in their order.
+fn set_many(meant: &[(&StoreView, &Vm)], settings: Settings) -> Result<(), Failure> {
+    let next = AtomicUsize::new(0);
+    let results = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..AT_A_TIME.min(meant.len()) {
+            scope.spawn(|| {
+                while let Some((store, vm)) = meant.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let result = vm.reason.is_none().then(|| set(store, vm, settings, false));
+                    if let Ok(mut results) = results.lock() {
+                        results.push((address(vm), result));
+                    }
+                }
+            });
+        }
+    });
+    let results = results.into_inner().unwrap_or_default();
+    let mut failed = 0;
+    for (_, vm) in meant {
+        match results.iter().find(|(name, _)| *name == address(vm)) {
+            Some((_, None)) => say!("{}: refused, left as it is", vm.name),
+            Some((_, Some(Ok(())))) => say!("{}: done", vm.name),
+            Some((_, Some(Err(failure)))) => {
+                failed += 1;
+                say!("{}: NOT DONE: {failure}", vm.name);
+            }
+            None => failed += 1,
+        }
+    }
+    match failed {
+        0 => Ok(()),
+        n => Err(Failure::new(format!(
+            "{} of {} could not be changed",
+            n,
+            count(meant.len(), "VM", "VMs")
+        ))),
+    }
+}
+
 /// Shows how many pages are still shared until the answer comes.
-fn watch(
-    told: &Receiver<Result<(), Error>>,
-    store: &Path,
-    vm: &str,
-) -> Result<Result<(), Error>, RecvTimeoutError> {
+fn watch<T>(told: &Receiver<T>, store: &StoreView, vm: &Vm) -> Result<T, RecvTimeoutError> {
     loop {
         match told.recv_timeout(LOOK) {
             Err(RecvTimeoutError::Timeout) => {}
             done => {
-                eprint!("\r\x1b[K");
+                hint!("\r\x1b[K");
                 return done;
             }
         }
-        let shared = account::of_store(store).ok().and_then(|(_, vms)| {
-            let found = vms.into_iter().find(|v| v.is_called(vm));
+        let shared = account::of_store(&store.socket).ok().and_then(|(_, vms)| {
+            let found = vms.into_iter().find(|v| (&v.name, v.pid) == (&vm.name, vm.pid));
             found.map(|v| v.stats.pages_mapped)
         });
         if let Some(pages) = shared {
-            eprint!("\r\x1b[K{vm}: {pages} pages are still shared");
-            let _ = std::io::stderr().flush();
+            hint!("\r\x1b[K{}: {pages} pages are still shared", vm.name);
         }
     }
 }
@@ -131,14 +252,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn changes_are_read_and_wrong_ones_named() {
-        assert_eq!(parse_change("budget=7"), Ok(Change::Budget(7)));
-        assert_eq!(parse_change("reserve=16777216"), Ok(Change::Reserve(MAX_RESERVE)));
+    fn changes_are_read_by_all_their_names_and_wrong_ones_named() {
+        for text in ["budget=7", "cpu_percent=7", "cpu-percent=7"] {
+            assert_eq!(parse_change(text), Ok(Change::Budget(7)));
+        }
+        for text in ["reserve=16777216", "reserve_pages=16777216"] {
+            assert_eq!(parse_change(text), Ok(Change::Reserve(MAX_RESERVE)));
+        }
         for (text, part) in [
             ("budget=101", "1 to 100"),
             ("budget=0", "1 to 100"),
             ("reserve=", "1 to 16777216"),
             ("onn", "expected on, off"),
+            ("budget", "expected on, off"),
+            ("stop_target_us=5", "cannot be changed while the VM runs"),
         ] {
             let error = parse_change(text).expect_err(text);
             assert!(error.contains(part), "{error}");

@@ -1,60 +1,196 @@
-//! `stat`: what a store and its VMs say of themselves.
+//! `stat`: what stores and their VMs say of themselves.
 
-use crate::store_socket::StoreSocket;
+use crate::which_store::WhichStore;
 use clap::Args;
 use serde_json::{Value, json};
-use vmm_dedup_host::{Failure, account};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use vmm_dedup_host::table::{self, Column, Table};
+use vmm_dedup_host::units::{self, count, mib, pages_mib};
+use vmm_dedup_host::view::{HostView, StoreView};
+use vmm_dedup_host::{Failure, account, put, say};
+use vmm_dedup_protocol::message::StoreStats;
 
-/// Show what a store and its VMs save and cost.
+/// Show what this host's stores and VMs save and cost.
+///
+/// Exit code 1 if a store does not answer; what the others say is shown all the same.
 #[derive(Args, Debug)]
 pub(crate) struct StatArgs {
     #[command(flatten)]
-    store: StoreSocket,
+    store: WhichStore,
     /// Print JSON.
     #[arg(long)]
     json: bool,
 }
 
+const COLUMNS: [Column; 12] = [
+    Column::name("VM"),
+    Column::text("DOMAIN", 7),
+    Column::number("PID", 5),
+    Column::text("STATE", 1),
+    Column::number("LAST PASS", 3),
+    Column::number("SAVED", 1),
+    Column::number("SHARED", 4),
+    Column::number("UNIQUE", 6),
+    Column::number("BREAKS", 4),
+    Column::number("MAPPINGS", 9),
+    Column::number("CPU S", 2),
+    Column::number("BUDGET", 8),
+];
+
 /// Runs the command.
 pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
-    let (store, vms) = account::of_store(&args.store.path)?;
+    let host = args.store.ask()?;
     if args.json {
-        let vms: Vec<Value> = vms.iter().map(account::vm_json).collect();
-        let text = serde_json::to_string_pretty(&json!({ "store": account::store_json(&store), "vms": vms }));
-        println!("{}", text.map_err(Failure::from_error)?);
-        return Ok(());
+        let text = serde_json::to_string_pretty(&json(&host)).map_err(Failure::from_error)?;
+        say!("{text}");
+    } else {
+        print(&host);
     }
-    let mib = |bytes: i64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
-    println!("saved net       {}", mib(account::saved_net(&store)));
-    println!(
-        "pages shared    {} (slots), sharing {}",
-        store.pages_shared, store.pages_sharing
-    );
-    println!("metadata        {}", mib(store.metadata_bytes.cast_signed()));
-    println!("store CPU       {:.2} s", store.cpu_ns as f64 / 1e9);
-    if vms.is_empty() {
-        println!("no VM is connected");
-        return Ok(());
+    host.complete()
+}
+
+fn json(host: &HostView) -> Value {
+    let vms = host.vms().map(|(store, vm)| {
+        let mut told = account::vm_json(vm);
+        told["domain"] = store.domain().into();
+        told["store"] = store.socket.to_string_lossy().into();
+        told
+    });
+    let stores = host.stores.iter().map(|store| {
+        let mut told = match &store.account {
+            Ok((stats, _)) => account::store_json(stats),
+            Err(_) => json!({}),
+        };
+        let record = store.record.as_ref();
+        told["socket"] = store.socket.to_string_lossy().into();
+        told["state"] = state(store).into();
+        told["domain"] = store.domain().into();
+        told["pid"] = record.map(|record| record.pid).into();
+        told["started_unix"] = record.map(|record| record.started).into();
+        told["version"] = record.map(|record| record.version.clone()).into();
+        told["metrics"] = record.and_then(|record| Some(record.metrics?.to_string())).into();
+        told
+    });
+    let stores: Vec<Value> = stores.collect();
+    let mut all = json!({
+        "saved_net_bytes": host.saved_net(),
+        "vms": vms.collect::<Vec<_>>(),
+    });
+    if let [only] = &stores[..] {
+        all["store"] = only.clone();
     }
-    println!(
-        "{:<20} {:>8} {:<13} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8}",
-        "vm", "pid", "state", "mapped", "zero", "unshared", "breaks", "vmas", "cpu s"
+    all["stores"] = stores.into();
+    all
+}
+
+/// How a store is, in a word.
+fn state(store: &StoreView) -> &'static str {
+    store
+        .account
+        .as_ref()
+        .map_or_else(|(silence, _)| silence.word(), |_| "running")
+}
+
+fn print(host: &HostView) {
+    let vms = host.vms().count();
+    let stores = match host.stores.len() {
+        1 => String::new(),
+        n => format!(" in {}", count(n, "store", "stores")),
+    };
+    say!(
+        "saved net {} by {}{stores}",
+        mib(host.saved_net()),
+        count(vms, "VM", "VMs")
     );
-    for vm in &vms {
+    let width = table::width();
+    for store in &host.stores {
+        for line in store_lines(store) {
+            let wide = width.unwrap_or(usize::MAX);
+            table::wrapped(&line, wide).iter().for_each(|line| say!("{line}"));
+        }
+    }
+    if vms == 0 {
+        say!("no VM is connected");
+        return;
+    }
+    say!();
+    vm_table(host).lines(width).iter().for_each(|line| say!("{line}"));
+    host.vms()
+        .for_each(|(_, vm)| put!("{}", account::engine_lines(vm)));
+}
+
+/// What there is to tell of a store.
+fn store_lines(store: &StoreView) -> Vec<String> {
+    let mut about = vec![store.socket.display().to_string()];
+    if let Some(record) = &store.record {
+        about.push(format!("process {}", record.pid));
+        let started = UNIX_EPOCH + Duration::from_secs(record.started);
+        let up = SystemTime::now().duration_since(started).unwrap_or_default();
+        about.push(format!("up {}", units::span(up)));
+        about.push(format!("version {}", record.version));
+    }
+    let mut lines = vec![format!(
+        "store {}: {} ({})",
+        store.domain().unwrap_or("?"),
+        state(store),
+        about.join(", ")
+    )];
+    if let Ok((stats, _)) = &store.account {
+        lines.extend(account_lines(stats));
+    }
+    lines
+}
+
+fn account_lines(s: &StoreStats) -> Vec<String> {
+    let signed = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+    let mut lines = vec![
+        format!(
+            "  {} kept once, {} not kept again; saved net {}",
+            pages_mib(s.pages_shared),
+            pages_mib(s.pages_sharing),
+            mib(account::saved_net(s))
+        ),
+        format!(
+            "  memory {} for {} in use, of at most {}; metadata {}; CPU {:.2} s",
+            mib(signed(s.resident_bytes)),
+            mib(signed(account::in_use_bytes(s))),
+            mib(signed(account::limit_bytes(s))),
+            mib(signed(s.metadata_bytes)),
+            s.cpu_ns as f64 / 1e9
+        ),
+    ];
+    if account::is_full(s) {
+        lines.push(format!(
+            "  FULL: {} pages were refused; pages called unique may have twins: raise --max-mib",
+            s.refused_full_total
+        ));
+    }
+    lines
+}
+
+fn vm_table(host: &HostView) -> Table {
+    let mut table = Table::new(&COLUMNS);
+    for (store, vm) in host.vms() {
         let s = &vm.stats;
-        println!(
-            "{:<20} {:>8} {:<13} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8.2}",
-            vm.name,
-            vm.pid,
-            account::state_name(vm.stats.state),
-            s.pages_mapped,
-            s.pages_zero,
-            s.pages_unshared,
-            s.breaks_total(),
-            s.vmas,
-            s.cpu_ns.total() as f64 / 1e9
-        );
+        let shared = s
+            .pages_mapped
+            .saturating_add(s.pages_zero)
+            .saturating_mul(units::PAGE_BYTES);
+        let unique = s.pages_unshared.saturating_mul(units::PAGE_BYTES);
+        table.row([
+            vm.name.clone(),
+            store.domain().unwrap_or("?").to_owned(),
+            vm.pid.to_string(),
+            account::condition(vm).to_owned(),
+            account::last_pass_text(vm),
+            units::short(vm.saved_net_bytes),
+            units::short(i64::try_from(shared).unwrap_or(i64::MAX)),
+            units::short(i64::try_from(unique).unwrap_or(i64::MAX)),
+            s.breaks_total().to_string(),
+            s.vmas.to_string(),
+            format!("{:.2}", s.cpu_ns.total() as f64 / 1e9),
+            format!("{} %", s.cpu_percent),
+        ]);
     }
-    vms.iter().for_each(|vm| print!("{}", account::engine_lines(vm)));
-    Ok(())
+    table
 }

@@ -4,9 +4,11 @@ use clap::Args;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::signal::unix::{SignalKind, signal};
-use vmm_dedup_host::Failure;
+use vmm_dedup_host::registry::{Record, Registration};
 use vmm_dedup_host::store::{DEFAULT_MAX_MIB, DEFAULT_METRICS, DEFAULT_SOCKET, MAX_MIB, parse_metrics};
+use vmm_dedup_host::{Failure, note};
 
 /// Run a page store: one per host and trust domain. VMs connect to its socket; it owns the shared pages.
 #[derive(Args, Debug)]
@@ -77,13 +79,15 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
             }
         };
         let store = vmm_dedup_store::Store::bind(config).map_err(Failure::from_error)?;
+        // Until the store ends. Those that a command starts for itself are nobody else's.
+        let _listed = announce.then(|| list(args, store.metrics_address())).flatten();
         if announce {
             let metrics = store
                 .metrics_address()
                 .map_or("no metrics".to_owned(), |address| {
                     format!("metrics at http://{address}/metrics")
                 });
-            eprintln!(
+            note!(
                 "vmm-dedup: store listening on {}, {metrics}",
                 args.socket.display()
             );
@@ -97,6 +101,24 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
         };
         store.run(shutdown).await.map_err(Failure::from_error)
     })
+}
+
+/// Lists the store for commands that ask all stores of the host. It works without, for who names its socket.
+fn list(args: &StoreArgs, metrics: Option<SocketAddr>) -> Option<Registration> {
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let record = Record {
+        socket: std::path::absolute(&args.socket).unwrap_or_else(|_| args.socket.clone()),
+        domain: args.domain.clone(),
+        pid: std::process::id(),
+        metrics,
+        started: started.as_secs(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    let registered = Registration::new(&record);
+    let unlisted = |e: &std::io::Error| {
+        log::warn!("this store cannot be listed on this host ({e}): commands find it only by --store");
+    };
+    registered.inspect_err(unlisted).ok()
 }
 
 /// Whether this process was started to outlive its terminal (`nohup`).

@@ -163,7 +163,7 @@ fn a_store_socket_that_cannot_be_or_is_somebody_elses_is_refused() {
         1,
         &[
             "store of domain \"default\"",
-            "is no store of this release",
+            "does not answer",
             "choose another socket",
         ],
     );

@@ -41,8 +41,24 @@ pub struct Plan {
 
 impl Plan {
     /// Reads a fleet file and expands it. `run_folder`: where sockets go that the file does not place.
-    pub(crate) fn read(path: &Path, run_folder: &Path) -> Result<Self, Failure> {
-        Self::of(&FleetFile::read(path)?, path, run_folder)
+    /// `scale`: how many VMs entries have, whatever the file says.
+    pub(crate) fn read(
+        path: &Path,
+        run_folder: &Path,
+        scale: &BTreeMap<String, u32>,
+    ) -> Result<Self, Failure> {
+        let text = file::read(path)?;
+        let mut file = FleetFile::parse(path, &text)?;
+        for entry in file.vm.iter_mut().filter(|entry| entry.count.is_some()) {
+            let scaled = entry.name.as_ref().and_then(|name| scale.get(name));
+            entry.count = scaled.copied().or(entry.count);
+        }
+        Self::checked(&file, path, run_folder, |mistake| {
+            let place = mistake
+                .entry
+                .and_then(|entry| file::place(&text, entry, &mistake.text));
+            place.map_or(String::new(), |(line, column)| format!(":{line}:{column}"))
+        })
     }
 
     /// Expands a fleet file. `path`: where it is, which gives names and relative paths their meaning; nothing is read there.
@@ -51,30 +67,48 @@ impl Plan {
     /// # Errors
     /// A [`Failure`] of one line.
     pub fn of(file: &FleetFile, path: &Path, run_folder: &Path) -> Result<Self, Failure> {
+        Self::checked(file, path, run_folder, |_| String::new())
+    }
+
+    /// `place`: where a mistake is, as `:LINE:COLUMN`.
+    fn checked(
+        file: &FleetFile,
+        path: &Path,
+        run_folder: &Path,
+        place: impl FnOnce(&Mistake) -> String,
+    ) -> Result<Self, Failure> {
         let absolute = std::path::absolute(path).map_err(Failure::from_error)?;
         let folder = absolute.parent().unwrap_or(Path::new("/")).to_owned();
         let name = file::fleet_name(path, file.name.clone())?;
-        Self::expand(file, name, folder, run_folder)
-            .map_err(|e| Failure::new(format!("{}: {e}", path.display())))
+        Self::expand(file, name, folder, run_folder).map_err(|mistake| {
+            let place = place(&mistake);
+            Failure::new(format!("{}{place}: {}", path.display(), mistake.text))
+        })
     }
 
-    fn expand(file: &FleetFile, name: String, folder: PathBuf, run_folder: &Path) -> Result<Self, String> {
+    fn expand(file: &FleetFile, name: String, folder: PathBuf, run_folder: &Path) -> Result<Self, Mistake> {
         let mut vms = Vec::new();
         for (template, settings) in &file.template {
             check_template(template, settings)?;
         }
-        for entry in &file.vm {
-            let entry = with_template(entry, &file.template)?;
-            expand_entry(&entry, &folder, &mut vms)?;
+        for (number, entry) in file.vm.iter().enumerate() {
+            let expanded = with_template(entry, &file.template)
+                .and_then(|entry| expand_entry(&entry, &folder, &mut vms));
+            expanded.map_err(|text| Mistake {
+                entry: Some(number),
+                text,
+            })?;
         }
         if vms.is_empty() {
-            return Err("the fleet has no VM: add a [[vm]]".into());
+            return Err("the fleet has no VM: add a [[vm]]".to_owned().into());
         }
         check_unique(&vms)?;
         let parallel = usize::from(file.parallel.unwrap_or(8));
         let seconds = file.start_timeout_s.unwrap_or(120);
         if parallel == 0 || seconds == 0 {
-            return Err("parallel and start_timeout_s must be at least 1".into());
+            return Err("parallel and start_timeout_s must be at least 1"
+                .to_owned()
+                .into());
         }
         Ok(Self {
             name,
@@ -91,6 +125,20 @@ impl Plan {
     pub(crate) fn store_of(&self, vm: &VmPlan) -> Option<&StorePlan> {
         vm.dedup.as_ref()?;
         self.stores.iter().find(|store| store.domain == vm.domain)
+    }
+}
+
+/// What is wrong in a file that is TOML.
+#[derive(Debug)]
+struct Mistake {
+    /// The number of the `[[vm]]`, if it is in one.
+    entry: Option<usize>,
+    text: String,
+}
+
+impl From<String> for Mistake {
+    fn from(text: String) -> Self {
+        Self { entry: None, text }
     }
 }
 
@@ -113,8 +161,12 @@ fn with_template(entry: &VmSettings, templates: &BTreeMap<String, VmSettings>) -
             .map(String::as_str)
             .collect::<Vec<_>>()
             .join(", ");
+        let there_are = match known.as_str() {
+            "" => "there are none".to_owned(),
+            known => format!("there are: {known}"),
+        };
         format!(
-            "VM {:?}: there is no [template.{name}], only: {known}",
+            "VM {:?}: there is no [template.{name}]; {there_are}",
             entry.name.as_deref().unwrap_or("")
         )
     })?;
@@ -151,6 +203,7 @@ fn expand_vm(entry: &VmSettings, values: Values<'_>, folder: &Path) -> Result<Vm
     let extra_args = entry.extra_args.iter().flatten();
     let vm = VmPlan {
         name: values.name.to_owned(),
+        entry: entry.name.clone().unwrap_or_default(),
         vmm,
         cpus: entry.cpus.unwrap_or(1),
         memory_mib: entry.memory_mib.unwrap_or(256),

@@ -4,7 +4,8 @@ use super::*;
 
 fn plan(text: &str) -> Result<Plan, String> {
     let file = FleetFile::parse(Path::new("fleet.toml"), text).map_err(|e| e.to_string())?;
-    Plan::expand(&file, "f".into(), "/fleet".into(), Path::new("/run/vmm-dedup"))
+    let plan = Plan::expand(&file, "f".into(), "/fleet".into(), Path::new("/run/vmm-dedup"));
+    plan.map_err(|mistake| mistake.text)
 }
 
 /// With one VM named `a` that has these lines more.
@@ -282,7 +283,7 @@ fn each_bad_file_is_refused_with_what_to_do() {
 #[test]
 fn the_example_is_right() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/fleet.toml");
-    let plan = Plan::read(&path, Path::new("/run/vmm-dedup")).unwrap();
+    let plan = Plan::read(&path, Path::new("/run/vmm-dedup"), &BTreeMap::new()).unwrap();
     assert_eq!(plan.name, "shop");
     let names: Vec<_> = plan.vms.iter().map(|vm| vm.name.as_str()).collect();
     assert_eq!(names.len(), 30, "{names:?}");

@@ -10,6 +10,8 @@ use vmm_dedup::{AgentSocket, Config};
 pub struct VmPlan {
     /// Its name, which no other VM of the fleet has.
     pub name: String,
+    /// The name of its entry in the file.
+    pub entry: String,
     /// Who runs it.
     pub vmm: Vmm,
     /// vCPUs.

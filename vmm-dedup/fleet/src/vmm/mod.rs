@@ -2,6 +2,7 @@
 
 mod cloud_hypervisor;
 mod condition;
+mod http;
 mod qemu;
 mod reference;
 
@@ -11,8 +12,11 @@ use crate::log;
 use crate::plan::{Plan, VmPlan};
 use crate::process::{self, Life, Process};
 use crate::program::Tools;
+use crate::spec::spec;
 use crate::state::{Locked, VmFiles, VmState};
 pub(crate) use condition::Condition;
+pub(crate) use http::call as http;
+pub(crate) use qemu::command as qmp;
 use std::fs::File;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -31,6 +35,8 @@ pub(crate) enum Health {
     Alive(Condition),
     /// The process lives and does not answer.
     Silent(String),
+    /// The process was stopped by a signal: its guest stands still.
+    Frozen,
     /// In order: the guest powered off, or somebody told the VMM to end.
     Ended,
     Crashed(Option<ExitStatus>),
@@ -91,6 +97,8 @@ pub(crate) fn start(
             process,
             store: store.map(|store| store.domain.clone()),
             files: sockets(vm).collect(),
+            entry: vm.entry.clone(),
+            spec: spec(vm),
         })
     };
     process::spawn(command, record, fail)
@@ -171,7 +179,7 @@ pub(crate) async fn health(vm: &VmState, files: &VmFiles) -> Health {
         };
     }
     if life == Life::Stopped {
-        return Health::Alive(Condition::Paused);
+        return Health::Frozen;
     }
     let asked = async {
         match vm.vmm {

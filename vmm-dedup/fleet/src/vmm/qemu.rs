@@ -1,6 +1,7 @@
 //! QEMU: its arguments, and its monitor (QMP: one JSON object a line).
 
 use super::condition::Condition;
+use super::http::readable;
 use crate::plan::VmPlan;
 use crate::state::VmFiles;
 use serde_json::{Value, json};
@@ -88,7 +89,11 @@ impl Monitor {
 
     /// Runs a command without arguments.
     async fn ask(&mut self, command: &str) -> Result<Value, String> {
-        let request = format!("{}\n", json!({ "execute": command }));
+        self.ask_with(command, json!({})).await
+    }
+
+    async fn ask_with(&mut self, command: &str, arguments: Value) -> Result<Value, String> {
+        let request = format!("{}\n", json!({ "execute": command, "arguments": arguments }));
         self.0
             .get_mut()
             .write_all(request.as_bytes())
@@ -139,6 +144,16 @@ pub(crate) async fn power_button(files: &VmFiles) -> Result<(), String> {
 
 pub(crate) async fn quit(files: &VmFiles) -> Result<(), String> {
     Monitor::open(files).await?.ask("quit").await.map(drop)
+}
+
+/// Runs a command as somebody writes it; returns the answer, set out for people.
+pub(crate) async fn command(files: &VmFiles, command: &str, arguments: &str) -> Result<String, String> {
+    let arguments = serde_json::from_str(arguments).map_err(|e| format!("the arguments are no JSON: {e}"))?;
+    let answer = Monitor::open(files).await?.ask_with(command, arguments).await?;
+    match answer.as_object().is_some_and(serde_json::Map::is_empty) {
+        true => Ok(String::new()),
+        false => Ok(readable(&answer.to_string())),
+    }
 }
 
 #[cfg(test)]

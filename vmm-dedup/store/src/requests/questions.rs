@@ -93,9 +93,9 @@ impl Questions {
     }
 
     /// Askers whose time is over. Their VMs' answers are still taken, later.
-    pub(crate) fn expire(&mut self, now: Instant) -> Vec<Asker> {
+    pub(crate) fn expire(&mut self, now: Instant) -> Vec<(Asker, QuestionKind)> {
         let late = self.pending.values_mut().filter(|p| p.deadline <= now);
-        late.filter_map(|p| p.from.take()).collect()
+        late.filter_map(|p| Some((p.from.take()?, p.kind))).collect()
     }
 
     /// A connection has gone. Returns those who waited for an answer of it.

@@ -187,8 +187,14 @@ impl Relay {
 
     /// Tells those whose time is over.
     pub(crate) fn expire(&mut self, peers: &Peers, now: Instant) {
-        let text = "the VM did not answer in time: its dedup thread is busy or hangs";
-        for asker in self.questions.expire(now) {
+        for (asker, kind) in self.questions.expire(now) {
+            // What was sent cannot be taken back.
+            let text = match kind {
+                QuestionKind::Set => {
+                    "the VM did not answer in time: its dedup thread is busy or hangs, and makes the change when it goes on"
+                }
+                QuestionKind::Explain => "the VM did not answer in time: its dedup thread is busy or hangs",
+            };
             tell(peers, asker, not_done(asker.serial, text.into()));
         }
     }

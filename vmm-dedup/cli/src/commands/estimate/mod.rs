@@ -11,7 +11,7 @@ use vmm_dedup_estimate::pack::{self, pack};
 use vmm_dedup_estimate::{
     Error, Inputs, Memory, Reading, Report, Sample, estimate, near::estimate_with_near,
 };
-use vmm_dedup_host::Failure;
+use vmm_dedup_host::{Failure, hint, say};
 
 /// Tell how much sharing would save, without changing anything.
 ///
@@ -74,7 +74,7 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<(), Failure> {
     let report = report.map_err(Failure::from_error)?;
     if args.json {
         let text = serde_json::to_string_pretty(&report).map_err(Failure::from_error)?;
-        println!("{text}");
+        say!("{text}");
     } else {
         table::print(&report, start.elapsed());
     }
@@ -128,14 +128,14 @@ impl Progress {
         if last.elapsed() >= Self::PERIOD {
             *last = Instant::now();
             let (done, total) = (done >> 8, total >> 8);
-            eprint!("\r\x1b[K{done} of {total} MiB ");
+            hint!("\r\x1b[K{done} of {total} MiB ");
             let _ = std::io::stderr().flush();
         }
     }
 
     fn clear(&self) {
         if self.last.is_some() {
-            eprint!("\r\x1b[K");
+            hint!("\r\x1b[K");
         }
     }
 }

@@ -1,18 +1,21 @@
 //! `run`: one VM under the reference VMM, with dedup if a store is named.
 
+mod console;
 mod guest;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{ArgGroup, Args, ValueEnum};
+use console::Console;
 use guest::Guest;
 use serde_json::json;
-use std::io::{Read, Write};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use vmm_dedup::{Breaks, Config, Options, Policy, Setup, Supervisor, UseSource, Verification};
 use vmm_dedup_fleet::dedup_file;
-use vmm_dedup_host::{Failure, kvm};
+use vmm_dedup_host::{Failure, kvm, note};
+use vmm_dedup_protocol::name::{MAX_NAME, Name};
 use vmm_dedup_refvmm::{ExitReason, RunningVm, ThpMode, Vm, VmConfig};
 
 /// Run one VM with the reference VMM; its serial console is this terminal.
@@ -156,6 +159,7 @@ impl RunArgs {
                     "guests of the reference VMM have no vsock: leave agent out",
                 ));
             }
+            check_name(&config.name)?;
             let checked = config.check_engines(&vmm_dedup_engines::engines());
             checked.map_err(|error| Failure::usage(error.to_string()))?;
         }
@@ -214,6 +218,16 @@ impl RunArgs {
     }
 }
 
+/// A store would show other names than it was told: as much as has room, with what is not plain replaced.
+fn check_name(name: &str) -> Result<(), Failure> {
+    match !name.is_empty() && Name::new(name).text() == name {
+        true => Ok(()),
+        false => Err(Failure::usage(format!(
+            "the VM's name is {name:?}: use 1 to {MAX_NAME} letters, digits and any of -_.:/"
+        ))),
+    }
+}
+
 /// Runs a VM to its end.
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     args.check()?;
@@ -221,9 +235,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let config = args.vm_config();
     let vm = Vm::new(&config).map_err(Failure::from_error)?;
     let dedup = args.setup()?.map(|setup| start_dedup(&vm, setup)).transpose()?;
-    let vm = vm
-        .start(Box::new(std::io::stdout()))
-        .map_err(Failure::from_error)?;
+    let (listener, verdict) = args.guest.listen();
+    let console = Console::new(listener);
+    let vm = vm.start(Box::new(console)).map_err(Failure::from_error)?;
     if let Some(path) = &args.pid_file {
         write_pid(path)?;
     }
@@ -243,7 +257,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
         let stats = dedup.detach(args.account).map_err(Failure::from_error)?;
         if let Some(stats) = stats.filter(|_| args.account) {
             let account = json!({ "mapped": stats.pages_mapped, "merges": stats.merges_total + stats.zero_merges_total });
-            eprintln!("{account}");
+            note!("{account}");
         }
     }
     match exit {
@@ -251,7 +265,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
             if let Some(path) = &args.pid_file {
                 let _ = std::fs::remove_file(path);
             }
-            Ok(())
+            verdict.check()
         }
         other => Err(Failure::new(format!("the guest ended with {other:?}"))),
     }
@@ -296,5 +310,4 @@ fn forward_input(vm: &Arc<RunningVm>) {
             }
         }
     });
-    let _ = std::io::stdout().flush();
 }

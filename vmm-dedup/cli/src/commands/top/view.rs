@@ -1,67 +1,111 @@
-//! Drawing. All of it fits 80 columns; what does not fit 24 lines is scrolled.
+//! Drawing. All of it fits the terminal, from some 40 columns on; what does not fit its lines is scrolled.
 
-use super::sample::{Column, Host, Row, Sample, rows};
+use super::columns::{self, Shown};
+use super::pressure::Pressure;
+use super::sample::{Column, Host, Row, Sample, Stores};
 use ratatui::Frame;
 use ratatui::crossterm::event::KeyCode;
 use ratatui::layout::{Constraint, Layout};
 use ratatui::style::{Color, Modifier, Style, Stylize};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Paragraph, Row as TableRow, Table};
+use std::time::{Duration, Instant};
+use vmm_dedup_host::silence::Silence;
+use vmm_dedup_host::table::{shortened, wrapped};
+use vmm_dedup_host::units::{PAGE_BYTES, count, quoted, short, span};
 
-/// Titles and widths, in the order of [`Column::ALL`]; 80 columns with the spaces between.
-const COLUMNS: [(&str, u16); 8] = [
-    ("VM", 16),
-    ("STATE", 13),
-    ("SAVED", 9),
-    ("SHARED", 9),
-    ("MERGE/S", 8),
-    ("BREAK/S", 8),
-    ("CPU%", 5),
-    ("WAIT", 5),
+const KEYS: &str = "q quit  left/right sort  r reverse  up/down scroll  / filter  h help";
+
+/// Figures that are older have their age beside them.
+const OLD: Duration = Duration::from_secs(10);
+
+/// What `h` shows, line by line.
+const HELP: [&str; 14] = [
+    "left, right   column to sort by (marked * or, reversed, ^)",
+    "r             reverse the order",
+    "up, down      scroll; page up, page down, home",
+    "/             show only VMs whose names have what is typed; enter ends it",
+    "h             this, or back",
+    "q, esc        quit",
+    "",
+    "PASS    how long ago the VM's last pass ended",
+    "SAVED   net of all bookkeeping, its part of the store's among it",
+    "SHARED  what maps pages of the store, or the zero page",
+    "MERGE/S, BREAK/S  pages merged; shared pages written, or given back",
+    "CPU%    of one core, by the VM's dedup service",
+    "WAIT    writers a second that waited for the copy-on-write reserve",
+    "frozen  the VM's process is stopped",
 ];
 
 /// What is on the screen.
 #[derive(Debug)]
 pub(crate) struct View {
-    store: String,
-    now: Sample,
-    host: Host,
+    stores: Stores,
+    /// When the stores were looked at.
+    at: Instant,
+    pressure: Option<Pressure>,
     rows: Vec<Row>,
     sort: Column,
     reversed: bool,
+    /// Of a name, in lower case; empty: all are shown.
+    filter: String,
+    /// Letters go to the filter.
+    typing: bool,
+    help: bool,
     /// First row shown.
     top: usize,
+    /// As they were drawn last.
+    columns: Vec<Column>,
 }
 
 impl View {
-    /// `store`: where it is, for the title.
-    pub(crate) fn new(store: String, first: Sample) -> Self {
-        let (host, rows) = rows(None, &first);
+    pub(crate) fn new(first: Sample) -> Self {
         let mut view = Self {
-            store,
-            now: first,
-            host,
-            rows,
+            stores: Stores::default(),
+            at: first.at,
+            pressure: None,
+            rows: Vec::new(),
             sort: Column::Saved,
             reversed: false,
+            filter: String::new(),
+            typing: false,
+            help: false,
             top: 0,
+            columns: Column::ALL.into(),
         };
-        view.sort();
+        view.update(first);
         view
     }
 
     /// Takes another look.
     pub(crate) fn update(&mut self, sample: Sample) {
-        (self.host, self.rows) = rows(Some(&self.now), &sample);
-        self.now = sample;
-        self.sort();
+        (self.at, self.pressure) = (sample.at, sample.pressure);
+        self.stores.update(sample);
+        self.arrange();
+    }
+
+    /// Whether letters are text.
+    pub(crate) fn takes_text(&self) -> bool {
+        self.typing
     }
 
     /// A key that does not quit.
     pub(crate) fn press(&mut self, key: KeyCode) {
         match key {
-            KeyCode::Left => self.sort = self.sort.moved(-1),
-            KeyCode::Right => self.sort = self.sort.moved(1),
+            KeyCode::Enter => self.typing = false,
+            KeyCode::Esc => {
+                self.typing = false;
+                self.filter.clear();
+            }
+            KeyCode::Backspace if self.typing => drop(self.filter.pop()),
+            KeyCode::Char(c) if self.typing => self.filter.extend(c.to_lowercase()),
+            KeyCode::Char('/') => {
+                self.typing = true;
+                self.filter.clear();
+            }
+            KeyCode::Char('h' | '?') => self.help = !self.help,
+            KeyCode::Left => self.sort = self.sort.moved(-1, &self.columns),
+            KeyCode::Right => self.sort = self.sort.moved(1, &self.columns),
             KeyCode::Char('r') => self.reversed = !self.reversed,
             KeyCode::Up => self.top = self.top.saturating_sub(1),
             KeyCode::Down => self.top += 1,
@@ -70,117 +114,197 @@ impl View {
             KeyCode::Home => self.top = 0,
             _ => {}
         }
-        self.sort();
+        self.arrange();
     }
 
-    fn sort(&mut self) {
+    fn arrange(&mut self) {
+        self.rows = self.stores.rows();
+        self.rows
+            .retain(|row| row.name.to_lowercase().contains(&self.filter));
         self.sort.sort(&mut self.rows, self.reversed);
     }
 
     pub(crate) fn draw(&mut self, frame: &mut Frame<'_>) {
-        let areas = Layout::vertical([Constraint::Length(4), Constraint::Min(1), Constraint::Length(1)])
-            .split(frame.area());
+        let width = frame.area().width;
+        let head = self.head(width.into());
+        let lines = u16::try_from(head.len()).unwrap_or(u16::MAX);
+        let areas = Layout::vertical([
+            Constraint::Length(lines),
+            Constraint::Min(1),
+            Constraint::Length(1),
+        ])
+        .split(frame.area());
         let shown = usize::from(areas[1].height.saturating_sub(1));
         self.top = self.top.min(self.rows.len().saturating_sub(shown));
-        frame.render_widget(Paragraph::new(self.head()), areas[0]);
-        frame.render_widget(self.table(shown), areas[1]);
-        let hidden = self.rows.len().saturating_sub(self.top + shown);
-        let more = if hidden > 0 {
-            format!("{hidden} more below  ")
+        frame.render_widget(Paragraph::new(head), areas[0]);
+        if self.help {
+            frame.render_widget(Paragraph::new(HELP.map(Line::from).to_vec()), areas[1]);
         } else {
-            String::new()
-        };
-        let keys = format!("{more}q quit  left/right sort by  r reverse  up/down scroll");
-        frame.render_widget(Line::from(keys).dim(), areas[2]);
+            let columns = columns::shown(width, self.stores.many());
+            self.columns = columns.iter().map(|shown| shown.column).collect();
+            frame.render_widget(self.table(&columns, shown), areas[1]);
+        }
+        frame.render_widget(Line::from(self.foot(shown)).dim(), areas[2]);
     }
 
-    fn head(&self) -> Vec<Line<'static>> {
-        let host = &self.host;
-        let saved = Span::raw(bytes(host.saved_net)).bold();
-        let saved = if host.saved_net < 0 { saved.red() } else { saved };
+    fn foot(&self, shown: usize) -> String {
+        if self.typing {
+            return format!("/{}_  (enter: keep, esc: all)", self.filter);
+        }
+        let hidden = self.rows.len().saturating_sub(self.top + shown);
+        let mut foot = String::new();
+        if !self.filter.is_empty() {
+            foot += &format!("/{}  ", self.filter);
+        }
+        if hidden > 0 {
+            foot += &format!("{hidden} more below  ");
+        }
+        foot + KEYS
+    }
+
+    fn head(&self, width: usize) -> Vec<Line<'static>> {
+        let host = &self.stores.host();
+        let bytes = |bytes: u64| short(i64::try_from(bytes).unwrap_or(i64::MAX));
+        let pages = |pages: u64| bytes(pages.saturating_mul(PAGE_BYTES));
+        let saved = Span::raw(format!("saved net {}", short(host.saved_net))).bold();
+        let waits = Span::raw(format!("waits {:.0}/s", host.waits));
+        let mut memory = vec![
+            if host.saved_net < 0 { saved.red() } else { saved },
+            Span::raw(format!("kept once {}", pages(host.pages_shared))),
+            Span::raw(format!("not again {}", pages(host.pages_sharing))),
+            Span::raw(format!("store {}", bytes(host.resident_bytes))),
+        ];
+        if host.full {
+            memory.push(Span::raw("FULL: raise --max-mib").red());
+        }
+        let rates = vec![
+            Span::raw(format!("merges {:.0}/s", host.merges)),
+            Span::raw(format!("breaks {:.0}/s", host.breaks)),
+            Span::raw(format!("cpu {:.2} cores, store {:.2}", host.cpu, host.store_cpu)),
+            if host.waits > 0.0 { waits.red() } else { waits },
+        ];
+        let pressure = match self.pressure {
+            Some(p) => vec![
+                Span::raw("pressure, 10 s"),
+                Span::raw(format!(
+                    "memory {:.1} % some {:.1} % full",
+                    p.memory_some, p.memory_full
+                )),
+                Span::raw(format!("cpu {:.1} % some", p.cpu_some)),
+            ],
+            None => vec![Span::raw("pressure: not told by this kernel")],
+        };
+        let title = self.title(host).into_iter().map(|part| Span::raw(part).bold());
+        let groups = [title.collect(), memory, rates, pressure];
+        let mut lines: Vec<Line<'static>> = groups.into_iter().flat_map(|group| flow(group, width)).collect();
+        let silent = self.stores.silent(Instant::now());
+        let silent = silent
+            .iter()
+            .flat_map(|silent| wrapped(&trouble(silent), width.max(1)));
+        lines.extend(silent.map(|line| Line::from(line).red()));
+        lines
+    }
+
+    fn title(&self, host: &Host) -> Vec<String> {
         let refused = match host.refused {
             0 => String::new(),
             n => format!(", {n} refused"),
         };
-        let pressure = match self.now.pressure {
-            Some(p) => format!(
-                "pressure, 10 s  memory {:.1} % some {:.1} % full   cpu {:.1} % some",
-                p.memory_some, p.memory_full, p.cpu_some
-            ),
-            None => "pressure  not told by this kernel".into(),
-        };
-        let waits = Span::raw(format!("   waits {:.0}/s", host.waits));
-        let waits = if host.waits > 0.0 { waits.red() } else { waits };
-        vec![
-            Line::from(format!(
-                "vmm-dedup  {} VMs{refused}  {}",
-                host.services, self.store
-            ))
-            .bold(),
-            Line::from(vec![
-                Span::raw("saved net "),
-                saved,
-                Span::raw(format!(
-                    "   pages shared {}, sharing {}",
-                    host.pages_shared, host.pages_sharing
-                )),
-            ]),
-            Line::from(vec![
-                Span::raw(format!(
-                    "merges {:.0}/s   breaks {:.0}/s   cpu {:.2} cores, store {:.2}",
-                    host.merges, host.breaks, host.cpu, host.store_cpu
-                )),
-                waits,
-            ]),
-            Line::from(pressure),
-        ]
+        let vms = count(host.services, "VM", "VMs");
+        let mut parts = vec![format!("vmm-dedup   {vms}{refused}"), self.stores.place()];
+        let age = self.at.elapsed();
+        if age > OLD {
+            parts.push(format!("as of {} ago", span(age)));
+        }
+        parts
     }
 
-    fn table(&self, shown: usize) -> Table<'static> {
-        let arrow = |title: &str, column: Column| match (column == self.sort, self.reversed) {
-            (false, _) => title.to_owned(),
-            (true, false) => format!("{title}*"),
-            (true, true) => format!("{title}^"),
+    fn table(&self, columns: &[Shown], shown: usize) -> Table<'static> {
+        let title = |shown: &Shown| {
+            let (title, ..) = columns::about(shown.column);
+            let title = match (shown.column == self.sort, self.reversed) {
+                (false, _) => title.to_owned(),
+                (true, false) => format!("{title}*"),
+                (true, true) => format!("{title}^"),
+            };
+            let bold = match shown.column == self.sort {
+                true => Style::new().add_modifier(Modifier::BOLD),
+                false => Style::new(),
+            };
+            cell(*shown, title).style(bold)
         };
-        let titles = Column::ALL
-            .into_iter()
-            .zip(COLUMNS)
-            .map(|(column, (title, width))| {
-                let style = if column == self.sort {
-                    Style::new().add_modifier(Modifier::BOLD)
-                } else {
-                    Style::new()
-                };
-                cell(column, arrow(title, column), width).style(style)
-            });
-        let head = TableRow::new(titles).style(Style::new().add_modifier(Modifier::REVERSED));
+        let head =
+            TableRow::new(columns.iter().map(title)).style(Style::new().add_modifier(Modifier::REVERSED));
         let rows = self.rows.iter().skip(self.top).take(shown).map(|row| {
-            let texts = [
-                row.name.clone(),
-                row.state.clone(),
-                bytes(row.saved_net),
-                bytes(i64::try_from(row.shared).unwrap_or(i64::MAX)),
-                format!("{:.0}", row.merges),
-                format!("{:.0}", row.breaks),
-                format!("{:.1}", row.cpu * 100.0),
-                format!("{:.0}", row.waits),
-            ];
-            let cells = Column::ALL.into_iter().zip(COLUMNS).zip(texts);
-            TableRow::new(cells.map(|((column, (_, width)), text)| cell(column, text, width)))
-                .style(style_of(row))
+            let cells = columns.iter().map(|shown| cell(*shown, text(row, shown.column)));
+            TableRow::new(cells).style(style_of(row))
         });
-        // A wide terminal has room for long names.
-        let mut widths = COLUMNS.map(|(_, width)| Constraint::Length(width));
-        widths[0] = Constraint::Min(COLUMNS[0].1);
+        let widths = columns.iter().map(|shown| Constraint::Length(shown.width));
         Table::new(rows, widths).header(head).column_spacing(1)
     }
 }
 
-/// Texts to the left, cut; numbers to the right.
-fn cell(column: Column, text: String, width: u16) -> Cell<'static> {
+/// Phrases beside each other, as many as a line has room for; none is broken, one that is too wide is cut in its middle.
+fn flow(phrases: Vec<Span<'static>>, width: usize) -> Vec<Line<'static>> {
+    let mut lines = vec![Line::default()];
+    for phrase in phrases {
+        let phrase = Span::styled(shortened(&phrase.content, width), phrase.style);
+        match lines.last_mut() {
+            Some(line) if line.width() == 0 => line.push_span(phrase),
+            Some(line) if line.width() + 3 + phrase.width() <= width => {
+                line.push_span("   ");
+                line.push_span(phrase);
+            }
+            _ => lines.push(Line::from(phrase)),
+        }
+    }
+    lines
+}
+
+/// A store that says nothing, and what to do.
+fn trouble((socket, time, silence): &(&str, Duration, Silence)) -> String {
+    let what = match silence {
+        Silence::Gone => format!(
+            "is gone; guests go on, nothing merges: vmm-dedup store --socket {}",
+            quoted(socket)
+        ),
+        Silence::Hangs => "does not answer: it hangs or is stopped; guests go on".into(),
+        Silence::NoAccess => "may not be asked by this user".into(),
+        Silence::Strange => "is no store of this release".into(),
+    };
+    format!("for {} {socket} {what}", span(*time))
+}
+
+fn text(row: &Row, column: Column) -> String {
     match column {
-        Column::Name | Column::State => Cell::new(text),
-        _ => Cell::new(format!("{text:>width$}", width = usize::from(width))),
+        Column::Name => row.name.clone(),
+        Column::Domain => row.domain.clone(),
+        Column::State => row.state.clone(),
+        Column::Passed => row.passed.map_or("-".into(), span),
+        Column::Saved => short(row.saved_net),
+        Column::Shared => short(i64::try_from(row.shared).unwrap_or(i64::MAX)),
+        Column::Merges => number(row.merges),
+        Column::Breaks => number(row.breaks),
+        Column::Cpu => format!("{:.1}", row.cpu * 100.0),
+        Column::Waits => number(row.waits),
+    }
+}
+
+/// A rate in at most five characters.
+fn number(rate: f64) -> String {
+    match rate {
+        0.0..99_999.5 => format!("{rate:.0}"),
+        0.0..9_999_500.0 => format!("{:.0}k", rate / 1e3),
+        _ => format!("{:.0}M", rate / 1e6),
+    }
+}
+
+/// Texts to the left, cut; figures to the right, never cut.
+fn cell(shown: Shown, text: String) -> Cell<'static> {
+    let width = usize::from(shown.width);
+    match shown.column {
+        Column::Name | Column::Domain | Column::State => Cell::new(shortened(&text, width)),
+        _ => Cell::new(format!("{text:>width$}")),
     }
 }
 
@@ -189,31 +313,17 @@ fn style_of(row: &Row) -> Style {
         "running" if row.waits > 0.0 => Style::new().fg(Color::Red),
         "running" if row.saved_net < 0 => Style::new().fg(Color::Yellow),
         "running" => Style::new(),
+        "frozen" => Style::new().fg(Color::Yellow),
         _ => Style::new().fg(Color::DarkGray),
     }
 }
 
-/// At most nine characters.
-fn bytes(bytes: i64) -> String {
-    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    let mut value = bytes as f64 / 1024.0;
-    let mut unit = 0;
-    while value.abs() >= 999.5 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    let digits = if value.abs() < 9.95 { 1 } else { 0 };
-    format!("{value:.digits$} {}", UNITS[unit])
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::pressure::Pressure;
-    use super::super::sample::tests::{refused, sample, vm};
+    use super::super::sample::tests::{refused, sample, store, vm};
     use super::*;
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
-    use std::time::{Duration, Instant};
 
     fn screen(view: &mut View, width: u16, height: u16) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).expect("a terminal");
@@ -223,13 +333,18 @@ mod tests {
         (0..height).map(|y| line(y).trim_end().to_owned()).collect()
     }
 
+    const SOCKET: &str = "/run/vmm-dedup/store.sock";
+
     fn view() -> View {
         let start = Instant::now();
         let vms = vec![vm("web", 1000, 0), vm("db", 5000, 10), refused("gpu")];
-        let mut view = View::new("/run/vmm-dedup/store.sock".into(), sample(start, vms));
+        let mut view = View::new(sample(start, vec![store(SOCKET, Ok(vms))]));
         let vms = vec![vm("web", 1000, 0), vm("db", 5000, 70), refused("gpu")];
-        let mut now = sample(start + Duration::from_secs(2), vms);
-        now.store.saved_net_bytes = (-5i64 << 20).cast_unsigned();
+        let mut stores = vec![store(SOCKET, Ok(vms))];
+        let (stats, _) = stores[0].account.as_mut().expect("it answers");
+        stats.saved_net_bytes = (-5i64 << 20).cast_unsigned();
+        (stats.pages_shared, stats.resident_bytes) = (256, 3 << 20);
+        let mut now = sample(start + Duration::from_secs(2), stores);
         now.pressure = Some(Pressure {
             memory_some: 1.5,
             memory_full: 0.0,
@@ -242,35 +357,73 @@ mod tests {
     #[test]
     fn all_of_it_fits_80_by_24() {
         let lines = screen(&mut view(), 80, 24);
-        assert_eq!(lines[0], "vmm-dedup  2 VMs, 1 refused  /run/vmm-dedup/store.sock");
-        assert_eq!(lines[1], "saved net -5.0 MiB   pages shared 0, sharing 0");
+        assert_eq!(
+            lines[0],
+            "vmm-dedup   2 VMs, 1 refused   /run/vmm-dedup/store.sock"
+        );
+        assert_eq!(
+            lines[1],
+            "saved net -5.0 MiB   kept once 1.0 MiB   not again 0.0 KiB   store 3.0 MiB"
+        );
         assert_eq!(
             lines[2],
             "merges 0/s   breaks 30/s   cpu 0.03 cores, store 0.00   waits 0/s"
         );
         assert_eq!(
             lines[3],
-            "pressure, 10 s  memory 1.5 % some 0.0 % full   cpu 99.9 % some"
+            "pressure, 10 s   memory 1.5 % some 0.0 % full   cpu 99.9 % some"
         );
         assert_eq!(
             lines[4],
-            "VM               STATE            SAVED*    SHARED  MERGE/S  BREAK/S  CPU%  WAIT"
+            "VM           STATE        PASS    SAVED*    SHARED  MERGE/S  BREAK/S  CPU%  WAIT"
         );
         assert_eq!(
             lines[5],
-            "db               running          20 MiB    20 MiB        0       30   3.0     0"
+            "db           running         -    20 MiB    20 MiB        0       30   3.0     0"
         );
         assert_eq!(
             lines[7],
-            "gpu              vfio            0.0 KiB   0.0 KiB        0        0   0.0     0"
+            "gpu          vfio            -   0.0 KiB   0.0 KiB        0        0   0.0     0"
         );
-        assert_eq!(lines[23], "q quit  left/right sort by  r reverse  up/down scroll");
+        assert_eq!(lines[23], KEYS);
     }
 
     #[test]
-    fn columns_take_exactly_80() {
-        let widths: u16 = COLUMNS.iter().map(|(_, width)| width).sum();
-        assert_eq!(usize::from(widths) + COLUMNS.len() - 1, 80);
+    fn no_figure_is_cut_at_any_width() {
+        let figures = |width: u16| {
+            let lines = screen(&mut view(), width, 40);
+            let text = lines.join("\n");
+            let sizes: Vec<String> = text
+                .split_whitespace()
+                .zip(text.split_whitespace().skip(1))
+                .filter(|(_, unit)| ["KiB", "MiB"].contains(unit))
+                .map(|(number, unit)| format!("{number} {unit}"))
+                .collect();
+            (text, sizes)
+        };
+        let (_, all) = figures(200);
+        for width in 30..200 {
+            let (text, sizes) = figures(width);
+            assert!(
+                text.contains("saved net -5.0 MiB") && text.contains("20 MiB"),
+                "{width}: {text}"
+            );
+            assert!(sizes.iter().all(|size| all.contains(size)), "{width}: {text}");
+        }
+    }
+
+    #[test]
+    fn a_store_that_is_gone_is_named_with_what_starts_it() {
+        let mut view = view();
+        view.update(sample(Instant::now(), vec![store(SOCKET, Err(Silence::Gone))]));
+        let lines = screen(&mut view, 100, 24);
+        let hint = "for 0.0 s /run/vmm-dedup/store.sock is gone; guests go on, nothing merges: vmm-dedup store --socket";
+        assert_eq!(lines[4], hint);
+        assert_eq!(lines[5], "/run/vmm-dedup/store.sock");
+        assert!(
+            lines[7].starts_with("db") && lines[7].contains("store gone"),
+            "{lines:#?}"
+        );
     }
 
     #[test]
@@ -279,17 +432,39 @@ mod tests {
         let first = |view: &mut View| screen(view, 80, 24)[5].split(' ').next().map(str::to_owned);
         view.press(KeyCode::Char('r'));
         assert_eq!(first(&mut view).as_deref(), Some("gpu"));
-        view.press(KeyCode::Left);
-        view.press(KeyCode::Left);
+        (0..3).for_each(|_| view.press(KeyCode::Left));
         assert_eq!(first(&mut view).as_deref(), Some("web"));
         view.press(KeyCode::Char('r'));
         assert_eq!(first(&mut view).as_deref(), Some("db"));
     }
 
     #[test]
+    fn a_filter_shows_some_and_help_shows_the_keys() {
+        let mut view = view();
+        "/WE".chars().for_each(|c| view.press(KeyCode::Char(c)));
+        assert!(view.takes_text());
+        let lines = screen(&mut view, 80, 24);
+        assert!(
+            lines[5].starts_with("web") && lines[6].is_empty() && lines[23].starts_with("/we_"),
+            "{lines:#?}"
+        );
+        view.press(KeyCode::Enter);
+        assert!(!view.takes_text() && screen(&mut view, 80, 24)[23].starts_with("/we  q quit"));
+        "/".chars().for_each(|c| view.press(KeyCode::Char(c)));
+        view.press(KeyCode::Esc);
+        assert!(screen(&mut view, 80, 24)[7].starts_with("gpu"));
+        view.press(KeyCode::Char('h'));
+        let lines = screen(&mut view, 80, 24);
+        assert!(
+            lines.iter().any(|line| line.starts_with("r             reverse")),
+            "{lines:#?}"
+        );
+    }
+
+    #[test]
     fn many_vms_are_scrolled_and_small_terminals_bear_it() {
         let vms = (0..100).map(|n| vm(&format!("vm{n:03}"), n, 0)).collect();
-        let mut view = View::new("s".into(), sample(Instant::now(), vms));
+        let mut view = View::new(sample(Instant::now(), vec![store(SOCKET, Ok(vms))]));
         let lines = screen(&mut view, 80, 24);
         assert!(
             lines[5].starts_with("vm099") && lines[22].starts_with("vm082"),
@@ -305,14 +480,5 @@ mod tests {
         for (width, height) in [(1, 1), (20, 3), (300, 6)] {
             screen(&mut view, width, height);
         }
-    }
-
-    #[test]
-    fn sizes_are_short() {
-        assert_eq!(bytes(0), "0.0 KiB");
-        assert_eq!(bytes(1023 << 10), "1.0 MiB");
-        assert_eq!(bytes(-20 << 30), "-20 GiB");
-        let texts = [i64::MAX, i64::MIN, 1 << 39, 999 << 20].map(bytes);
-        assert!(texts.iter().all(|t| t.len() <= 9), "{texts:?}");
     }
 }

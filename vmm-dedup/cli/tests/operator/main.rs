@@ -1,0 +1,10 @@
+//! The command as operators meet it: in pipes, on terminals of all widths, beside stores that hang or have gone.
+
+mod errors;
+mod host;
+mod output;
+mod screen;
+mod several;
+mod terminal;
+mod top;
+mod widths;

@@ -1,0 +1,154 @@
+//! What is shown is so: frozen VMs, full stores, ages, names.
+
+use crate::host::{COMMON_PAGES, Host, eventually, kvm_is_there, text};
+use rustix::process::Signal;
+use std::time::Duration;
+
+#[test]
+fn a_frozen_vm_looks_frozen_and_is_not_changed_behind_ones_back() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    let guest = host.guest("web");
+    eventually("it has passed once", || {
+        (host.vm("web")?["passes_total"].as_u64()? > 0).then_some(())
+    });
+
+    guest.send(Signal::STOP);
+    std::thread::sleep(Duration::from_millis(1500));
+    let stat = host.must(&["stat"]);
+    let error = host.error(&["set", "web", "off"], 1);
+    let explained = host.error(&["explain", "web"], 1);
+    guest.send(Signal::CONT);
+
+    let row = stat.lines().find(|line| line.starts_with("web")).expect("a row");
+    assert!(row.contains("frozen") && !row.contains("running"), "{row}");
+    // More than the second that it was stopped for.
+    let age = row
+        .split_whitespace()
+        .nth(4)
+        .expect("an age")
+        .parse::<f64>()
+        .expect("seconds");
+    assert!(age >= 1.4, "{row}");
+    let revive = format!("`kill -CONT {}`", guest.pid());
+    assert!(
+        error.contains("nothing was changed") && error.contains(&revive),
+        "{error}"
+    );
+    assert!(explained.contains(&revive), "{explained}");
+    let passes = host.vm("web").expect("web")["passes_total"].as_u64();
+    eventually("it goes on", || {
+        (host.vm("web")?["passes_total"].as_u64() > passes).then_some(())
+    });
+    assert_eq!(host.vm("web").expect("web")["state"], "running");
+}
+
+#[test]
+fn a_full_store_is_called_full_and_what_it_has_no_room_for_is_not_called_unique_alone() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    // Of 8 MiB in common a quarter has room.
+    let _store = host.store("default", &["--max-mib", "2"]);
+    let _guests = [host.guest("web"), host.guest("db")];
+
+    eventually("the store is full", || {
+        let stat = host.json(&["stat", "--json"]);
+        (stat["store"]["full"] == true).then_some(())
+    });
+    let stat = host.must(&["stat"]);
+    let explained = host.must(&["explain", "web"]);
+    let json = host.json(&["explain", "web", "--json"]);
+
+    assert!(
+        stat.contains("FULL: ") && stat.contains("of at most 2.0 MiB"),
+        "{stat}"
+    );
+    assert!(
+        explained.contains("is FULL and refused") && explained.contains("--max-mib"),
+        "{explained}"
+    );
+    assert_eq!(json["store_full"], true, "{json}");
+    assert!(json["store_refused_full_total"].as_u64() > Some(0), "{json}");
+}
+
+#[test]
+fn stat_tells_what_the_stores_memory_is_in_use_for_and_sorts_vms() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    let _guests = ["web-10", "web-2", "db"].map(|name| host.guest(name));
+    for name in ["web-10", "web-2", "db"] {
+        host.wait_for_sharing(name);
+    }
+
+    let stat = host.must(&["stat"]);
+    let json = host.json(&["stat", "--json"]);
+
+    let names: Vec<&str> = stat
+        .lines()
+        .skip_while(|line| !line.starts_with("VM "))
+        .skip(1)
+        .filter_map(|line| line.split(' ').next())
+        .collect();
+    assert_eq!(names, ["db", "web-2", "web-10"], "{stat}");
+    let store = &json["store"];
+    let in_use = store["in_use_bytes"].as_u64().expect("bytes");
+    assert!(
+        in_use >= COMMON_PAGES * 4096 && store["resident_bytes"].as_u64() >= Some(in_use),
+        "{store}"
+    );
+    assert!(
+        stat.contains(" in use, of at most 64.0 GiB") || stat.contains("65536.0 MiB"),
+        "{stat}"
+    );
+    assert_eq!(json["vms"][0]["domain"], "default");
+}
+
+#[test]
+fn names_that_would_be_shown_otherwise_are_refused() {
+    let host = Host::new();
+    let error = host.error(
+        &["run", "--payload", "--dedup", "store=/nonexistent,name=web 1"],
+        2,
+    );
+    assert!(error.contains("\"web 1\""), "{error}");
+    for name in ["web 1", "", "ä", &"x".repeat(65)] {
+        let error = host.error(
+            &["run", "--payload", "--store", "/nonexistent", "--name", name],
+            2,
+        );
+        assert!(
+            error.contains("use 1 to 64 letters, digits and any of -_.:/"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_test_guest_that_gives_up_fails_the_command() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let output = host.run(&["run", "--payload", "foo=1", "--memory-mib", "16"]);
+    assert_eq!(output.status.code(), Some(1));
+    let errors = text(&output.stderr);
+    assert!(
+        errors.starts_with("vmm-dedup: the test guest gave up: "),
+        "{errors}"
+    );
+    host.must(&[
+        "run",
+        "--payload",
+        "seconds=0 private_mib=1 zero_mib=0",
+        "--memory-mib",
+        "16",
+    ]);
+}

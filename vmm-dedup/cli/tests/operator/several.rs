@@ -1,0 +1,178 @@
+//! One host, one view: several stores, VMs of the same name, changes of many VMs.
+
+use crate::host::{Host, eventually, kvm_is_there, text};
+use rustix::process::Signal;
+use serde_json::Value;
+
+#[test]
+fn all_stores_of_the_host_are_one_view() {
+    let host = Host::new();
+    let _stores = [host.store("blue", &[]), host.store("red", &[])];
+    let _refused = [host.refused("blue", "web"), host.refused("red", "db")];
+
+    let stat = host.json(&["stat", "--json"]);
+    let table = host.must(&["stat"]);
+    let explained = host.json(&["explain", "db", "--json"]);
+    let red = host.path("red.sock");
+    let only = host
+        .command(&["stat", "--json"])
+        .env("VMM_DEDUP_STORE", &red)
+        .output()
+        .expect("a run");
+
+    let domains: Vec<&Value> = stat["stores"]
+        .as_array()
+        .expect("stores")
+        .iter()
+        .map(|s| &s["domain"])
+        .collect();
+    assert_eq!(domains, ["blue", "red"]);
+    assert_eq!(stat["vms"].as_array().map(Vec::len), Some(2));
+    assert!(
+        table.contains("by 2 VMs in 2 stores") && table.contains("store blue: running"),
+        "{table}"
+    );
+    assert_eq!(
+        (&explained["domain"], &explained["reason"]),
+        (&"red".into(), &"vfio".into())
+    );
+    let only: Value = serde_json::from_slice(&only.stdout).expect("JSON");
+    assert_eq!(
+        (only["vms"].as_array().map(Vec::len), &only["store"]["domain"]),
+        (Some(1), &"red".into())
+    );
+}
+
+#[test]
+fn vms_of_one_name_in_two_stores_are_told_apart() {
+    let host = Host::new();
+    let _stores = [host.store("blue", &[]), host.store("red", &[])];
+    let _blue = host.refused("blue", "web");
+    let red = host.path("red.sock");
+    let refusal = vmm_dedup::Refusal::new(vmm_dedup::Reason::Hugetlb, "huge", "small pages");
+    let _red = vmm_dedup::Refused::announce(&red, "web", 512, &refusal).expect("a thread");
+    eventually("both are listed", || {
+        let stat = host.json(&["stat", "--json"]);
+        (stat["vms"].as_array()?.len() == 2).then_some(())
+    });
+
+    let error = host.error(&["explain", "web"], 1);
+    let named = host.json(&[
+        "explain",
+        "web",
+        "--json",
+        "--store",
+        red.to_str().expect("UTF-8"),
+    ]);
+
+    assert!(error.contains("2 VMs are called web: say which"), "{error}");
+    assert_eq!(named["reason"], "hugetlb");
+}
+
+#[test]
+fn a_store_that_was_killed_is_missed_and_one_that_ended_is_not() {
+    let host = Host::new();
+    let mut blue = host.store("blue", &[]);
+    let red = host.store("red", &[]);
+    let _refused = host.refused("red", "web");
+
+    blue.kill();
+    let output = host.run(&["stat"]);
+    let json = host.run(&["stat", "--json"]);
+
+    let (table, errors) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(
+        table.contains("store blue: gone") && table.contains("web"),
+        "{table}"
+    );
+    assert!(errors.contains("blue.sock has ended: guests go on"), "{errors}");
+    let json: Value = serde_json::from_slice(&json.stdout).expect("JSON");
+    assert_eq!(
+        (&json["stores"][0]["state"], &json["stores"][1]["state"]),
+        (&"gone".into(), &"running".into())
+    );
+    // Started again at the same place it is one store.
+    let _blue = host.store("blue", &[]);
+    assert_eq!(
+        host.json(&["stat", "--json"])["stores"].as_array().map(Vec::len),
+        Some(2)
+    );
+    red.send(Signal::TERM);
+    eventually("it has ended", || {
+        let stat = host.json(&["stat", "--json"]);
+        (stat["stores"].as_array()?.len() == 1).then_some(())
+    });
+}
+
+#[test]
+fn without_a_store_it_is_said_where_one_was_looked_for() {
+    let host = Host::new();
+    let error = host.error(&["stat"], 1);
+    let runtime = host.runtime();
+    assert!(
+        error.contains(&format!("no store is listed in {}", runtime.display())),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_store_without_a_place_in_the_list_works_for_who_names_it() {
+    let host = Host::new();
+    // No folder can be made below a file.
+    std::fs::write(host.runtime(), "").expect("a file");
+    let socket = host.path("s.sock");
+    let mut store = host.command(&["store", "--metrics", "none", "--socket"]);
+    let store = store
+        .arg(&socket)
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .expect("a store");
+    let mut store = crate::host::Process(store);
+
+    let named = ["stat", "--store", socket.to_str().expect("UTF-8")];
+    eventually("it answers", || host.run(&named).status.success().then_some(()));
+    store.send(Signal::TERM);
+    store.0.wait().expect("an end");
+
+    let mut errors = String::new();
+    std::io::Read::read_to_string(&mut store.0.stderr.take().expect("errors"), &mut errors).expect("text");
+    assert!(errors.contains("cannot be listed on this host"), "{errors}");
+}
+
+#[test]
+fn many_vms_are_changed_at_once() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    let _guests = ["web-1", "web-2", "db"].map(|name| host.guest(name));
+    let _refused = host.refused("default", "gpu");
+    for name in ["web-1", "web-2", "db"] {
+        eventually("it is there", || host.vm(name));
+    }
+    let percents = |host: &Host| -> Vec<u64> {
+        let stat = host.json(&["stat", "--json"]);
+        let vms = stat["vms"].as_array().expect("VMs").iter();
+        vms.filter(|vm| vm["refused"].is_null())
+            .filter_map(|vm| vm["cpu_percent"].as_u64())
+            .collect()
+    };
+
+    let said = host.must(&["set", "web-*", "cpu_percent=7"]);
+    eventually("two have it", || (percents(&host) == [20, 7, 7]).then_some(()));
+    let all = host.must(&["set", "--all", "budget=9"]);
+    eventually("all have it", || (percents(&host) == [9, 9, 9]).then_some(()));
+    let none = host.error(&["set", "mail-*", "off"], 1);
+
+    assert_eq!(said, "web-1: done\nweb-2: done\n");
+    assert_eq!(
+        all,
+        "db: done\ngpu: refused, left as it is\nweb-1: done\nweb-2: done\n"
+    );
+    assert!(
+        none.contains("no VM is called mail-*: there are db, gpu, web-1, web-2"),
+        "{none}"
+    );
+}

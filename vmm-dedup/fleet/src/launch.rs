@@ -1,0 +1,139 @@
+//! Starting stores and VMs of a fleet, each noted down before it runs.
+
+use crate::plan::{Plan, StorePlan, VmPlan};
+use crate::program::Tools;
+use crate::state::{self, Locked, State, StoreState, VmFiles};
+use crate::{log, stores, vmm};
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::time::Duration;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use vmm_dedup_host::{Failure, note};
+
+/// Lines of a failed VM's log that are shown.
+const TAIL: usize = 10;
+
+/// A fleet that is being changed.
+pub(crate) struct Fleet {
+    pub(crate) plan: Plan,
+    pub(crate) tools: Tools,
+    pub(crate) directory: Locked,
+    /// What was started until now, as in the file.
+    pub(crate) state: RefCell<State>,
+}
+
+/// VMs that are being started, by their place in the plan; each ends with what to tell, or with the VM's name and why not.
+pub(crate) type Starts = JoinSet<Result<String, (String, Failure)>>;
+
+impl Fleet {
+    /// Changes the state, and writes it down.
+    pub(crate) fn record(&self, change: impl FnOnce(&mut State)) -> Result<(), Failure> {
+        let mut state = self.state.borrow_mut();
+        change(&mut state);
+        self.directory.write(&state)
+    }
+
+    /// Starts stores that do not run yet.
+    pub(crate) async fn start_stores(&self, stores: &[&StorePlan]) -> Result<(), Failure> {
+        for store in stores {
+            if let Ok(folder) = vmm_dedup_host::runtime::folder()
+                && store.socket.starts_with(&folder)
+            {
+                state::make(&folder, 0o755)?;
+            }
+            let started = |started: StoreState| {
+                self.record(|state| {
+                    state.stores.retain(|other| other.domain != started.domain);
+                    state.stores.push(started);
+                })
+            };
+            stores::ensure(store, &self.directory, started).await?;
+            note!(
+                "store of domain {:?} listens on {}",
+                store.domain,
+                store.socket.display()
+            );
+        }
+        Ok(())
+    }
+
+    /// Begins to start VMs, by their places in the plan, some at a time.
+    pub(crate) fn start_vms(self: &Rc<Self>, places: &[usize], starts: &mut Starts) {
+        let parallel = Rc::new(Semaphore::new(self.plan.parallel));
+        for place in places.iter().copied() {
+            let (fleet, parallel) = (self.clone(), parallel.clone());
+            starts.spawn_local(async move {
+                let _place = parallel.acquire().await;
+                let vm = &fleet.plan.vms[place];
+                fleet
+                    .start_vm(vm)
+                    .await
+                    .map_err(|failure| (vm.name.clone(), failure))
+            });
+        }
+    }
+
+    /// Starts one VM and waits until it runs; returns what to tell.
+    pub(crate) async fn start_vm(&self, vm: &VmPlan) -> Result<String, Failure> {
+        let mut child = vmm::start(&self.plan, vm, &self.tools, &self.directory, |started| {
+            self.record(|state| {
+                state.vms.retain(|other| other.name != started.name);
+                state.vms.push(started);
+                state
+                    .vms
+                    .sort_by(|a, b| vmm_dedup_host::units::natural_order(&a.name, &b.name));
+            })
+        })?;
+        let pid = child.id();
+        let files = self.directory.vm(&vm.name);
+        match vmm::boot(vm, &files, &mut child, self.plan.start_limit).await {
+            Ok(()) => Ok(format!("{} runs ({}, process {pid})", vm.name, vm.vmm)),
+            Err(failure) => {
+                show_tail(&vm.name, &files);
+                Err(failure)
+            }
+        }
+    }
+
+    /// Ends a VM, whatever it does, and removes its files and its note.
+    pub(crate) async fn end_vm(&self, name: &str, grace: Duration) -> Result<(), Failure> {
+        let found = self.state.borrow().vms.iter().find(|vm| vm.name == name).cloned();
+        let Some(vm) = found else { return Ok(()) };
+        vmm::end(&vm, &self.directory.vm(name), grace).await?;
+        self.directory.remove_vm(&vm)?;
+        self.record(|state| state.vms.retain(|other| other.name != name))
+    }
+}
+
+/// Shows the end of a log now, since it goes with all the rest.
+pub(crate) fn show_tail(name: &str, files: &VmFiles) {
+    for line in log::tail(&files.log(), TAIL) {
+        note!("{name}: {line}");
+    }
+}
+
+/// Signals that end this command, in order.
+pub(crate) struct Signals([Signal; 3]);
+
+impl Signals {
+    const KINDS: [fn() -> SignalKind; 3] = [SignalKind::interrupt, SignalKind::terminate, SignalKind::hangup];
+
+    pub(crate) fn watch() -> Result<Self, Failure> {
+        let [interrupt, terminate, hangup] =
+            Self::KINDS.map(|kind| signal(kind()).map_err(Failure::from_error));
+        Ok(Self([interrupt?, terminate?, hangup?]))
+    }
+
+    /// The number of the next one.
+    pub(crate) async fn next(&mut self) -> i32 {
+        let [interrupt, terminate, hangup] = &mut self.0;
+        let which = tokio::select! {
+            _ = interrupt.recv() => 0,
+            _ = terminate.recv() => 1,
+            _ = hangup.recv() => 2,
+        };
+        Self::KINDS[which]().as_raw_value()
+    }
+}

@@ -1,0 +1,97 @@
+//! `fleet ls`: the fleets of this user.
+
+use crate::changes::health;
+use crate::runtime;
+use crate::state::{Directory, State};
+use crate::vmm::{Condition, Health};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use vmm_dedup_host::store::listens;
+use vmm_dedup_host::table::{self, Column, Table};
+use vmm_dedup_host::{Failure, say};
+
+/// What the name of a fleet's directory begins with.
+const PREFIX: &str = "fleet-";
+
+const COLUMNS: [Column; 5] = [
+    Column::name("FLEET"),
+    Column::number("VMS", 1),
+    Column::number("RUN", 1),
+    Column::text("STORES", 2),
+    Column::text("FILE", 3),
+];
+
+struct Fleet {
+    directory: PathBuf,
+    state: State,
+    running: usize,
+    stores: usize,
+}
+
+/// Shows the fleets in the runtime folder, as JSON if asked to.
+///
+/// # Errors
+/// A [`Failure`] if the folder cannot be read.
+pub fn list(json: bool) -> Result<(), Failure> {
+    let folder = vmm_dedup_host::runtime::folder()?;
+    let entries = std::fs::read_dir(&folder).into_iter().flatten().flatten();
+    let mut paths: Vec<PathBuf> = entries
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX))
+        .map(|entry| entry.path())
+        .collect();
+    paths.sort();
+    let mut fleets = Vec::new();
+    for path in paths {
+        let directory = Directory::new(path.clone());
+        if let Some(state) = directory.state()? {
+            let health = runtime::block_on(health(&state, &directory))?;
+            let runs =
+                |health: &&Health| matches!(health, Health::Alive(Condition::Running | Condition::Paused));
+            fleets.push(Fleet {
+                directory: path,
+                running: health.iter().filter(runs).count(),
+                stores: state.stores.iter().filter(|store| listens(&store.socket)).count(),
+                state,
+            });
+        }
+    }
+    if json {
+        let fleets: Vec<Value> = fleets.iter().map(told).collect();
+        let text = serde_json::to_string_pretty(&fleets).map_err(Failure::from_error)?;
+        say!("{text}");
+        return Ok(());
+    }
+    if fleets.is_empty() {
+        say!("no fleet is up in {}", folder.display());
+        return Ok(());
+    }
+    let mut table = Table::new(&COLUMNS);
+    for fleet in &fleets {
+        table.row([
+            fleet.state.fleet.clone(),
+            fleet.state.vms.len().to_string(),
+            fleet.running.to_string(),
+            format!("{} of {}", fleet.stores, fleet.state.stores.len()),
+            fleet
+                .state
+                .file
+                .as_ref()
+                .map_or(String::new(), |file| file.display().to_string()),
+        ]);
+    }
+    table.lines(table::width()).iter().for_each(|line| say!("{line}"));
+    Ok(())
+}
+
+fn told(fleet: &Fleet) -> Value {
+    json!({
+        "fleet": fleet.state.fleet,
+        "directory": fleet.directory,
+        "file": fleet.state.file,
+        "complete": fleet.state.complete,
+        "vms": fleet.state.vms.len(),
+        "running": fleet.running,
+        "stores": fleet.state.stores.len(),
+        "stores_running": fleet.stores,
+    })
+}

@@ -1,0 +1,140 @@
+//! `fleet restart` and `fleet scale`: VMs are ended and started on purpose.
+
+use crate::at::At;
+use crate::check;
+use crate::choice::choose;
+use crate::launch::Fleet;
+use crate::plan::{Plan, VmPlan};
+use crate::runtime;
+use crate::state::{Locked, State};
+use crate::up::start_some;
+use std::cell::RefCell;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::time::Duration;
+use vmm_dedup_host::units::count;
+use vmm_dedup_host::{Failure, note, say};
+
+/// Ends VMs and starts them as the file says now, so many at a time. No names: all VMs.
+///
+/// # Errors
+/// A [`Failure`] if one cannot be ended or started; the ones after it stay as they are.
+pub fn restart(at: &At, names: &[String], grace: Duration, parallel: usize) -> Result<(), Failure> {
+    let (locked, state) = at.running()?;
+    let plan = at.plan(&state.scale)?;
+    let all: Vec<&str> = plan.vms.iter().map(|vm| vm.name.as_str()).collect();
+    let chosen = choose(names, &all)?;
+    let vms: Vec<&VmPlan> = plan.vms.iter().filter(|vm| chosen.contains(&vm.name)).collect();
+    let fleet = Rc::new(fleet(plan.clone(), state, locked, &vms)?);
+    runtime::block_on(async {
+        for some in chosen.chunks(parallel.max(1)) {
+            for name in some {
+                fleet.end_vm(name, grace).await?;
+                note!("{name} has ended");
+            }
+            let places = places(&fleet.plan, some);
+            if let Some(failure) = start_some(&fleet, &places).await?.into_iter().next() {
+                return Err(failure);
+            }
+        }
+        let (name, vms) = (&fleet.plan.name, count(chosen.len(), "VM", "VMs"));
+        say!("fleet {name}: {vms} started anew");
+        Ok(())
+    })
+}
+
+/// Lets an entry of the file have so many VMs, whatever the file says, until the fleet is down.
+///
+/// # Errors
+/// A [`Failure`] if there is no such entry, or a VM cannot be started or ended.
+pub fn scale(at: &At, entry: &str, vms: u32, grace: Duration) -> Result<(), Failure> {
+    let (locked, mut state) = at.running()?;
+    let unscaled = at.plan(&State::default().scale)?;
+    let of_entry = |vm: &&VmPlan| vm.entry == entry && vm.name != entry;
+    let in_file = unscaled.vms.iter().filter(of_entry).count();
+    if in_file == 0 {
+        let mut entries: Vec<&str> = unscaled
+            .vms
+            .iter()
+            .filter(|vm| vm.name != vm.entry)
+            .map(|vm| vm.entry.as_str())
+            .collect();
+        entries.dedup();
+        let there_are = match entries.is_empty() {
+            true => "the file has none".to_owned(),
+            false => format!("there are {}", entries.join(", ")),
+        };
+        return Err(Failure::new(format!(
+            "no [[vm]] with a count is called {entry}: {there_are}"
+        )));
+    }
+    state.scale.insert(entry.to_owned(), vms);
+    if usize::try_from(vms) == Ok(in_file) {
+        state.scale.remove(entry);
+    }
+    let plan = at.plan(&state.scale)?;
+    let has = |state: &State, name: &str| state.vms.iter().any(|vm| vm.name == name);
+    let planned = |name: &str| plan.vms.iter().any(|vm| vm.name == name);
+    let surplus = state
+        .vms
+        .iter()
+        .filter(|vm| vm.entry == entry && !planned(&vm.name));
+    let surplus: Vec<String> = surplus.map(|vm| vm.name.clone()).collect();
+    let missing: Vec<&VmPlan> = plan
+        .vms
+        .iter()
+        .filter(|vm| vm.entry == entry && !has(&state, &vm.name))
+        .collect();
+    let names: Vec<String> = missing.iter().map(|vm| vm.name.clone()).collect();
+    let fleet = Rc::new(fleet(plan.clone(), state, locked, &missing)?);
+    runtime::block_on(async {
+        fleet.record(|_| ())?;
+        for name in &surplus {
+            fleet.end_vm(name, grace).await?;
+            note!("{name} has ended");
+        }
+        let failures = start_some(&fleet, &places(&fleet.plan, &names)).await?;
+        if let Some(failure) = failures.into_iter().next() {
+            return Err(failure);
+        }
+        let (name, all) = (
+            &fleet.plan.name,
+            count(fleet.state.borrow().vms.len(), "VM", "VMs"),
+        );
+        say!(
+            "fleet {name}: {} started, {} ended, {all} now",
+            names.len(),
+            surplus.len()
+        );
+        Ok(())
+    })
+}
+
+/// A fleet of which these VMs are to be started, which is looked at before.
+fn fleet(plan: Plan, state: State, directory: Locked, vms: &[&VmPlan]) -> Result<Fleet, Failure> {
+    let replaced = state
+        .vms
+        .iter()
+        .filter(|old| vms.iter().any(|vm| vm.name == old.name));
+    let leftovers: Vec<PathBuf> = replaced.clone().flat_map(|vm| vm.files.clone()).collect();
+    // Names are taken in the store by those that are replaced.
+    let fresh: Vec<&VmPlan> = vms
+        .iter()
+        .filter(|vm| !replaced.clone().any(|old| old.name == vm.name))
+        .copied()
+        .collect();
+    check::starts(&plan, &fresh, &[], &directory, &leftovers)?;
+    let tools = crate::program::Tools::find(&plan)?;
+    Ok(Fleet {
+        plan,
+        tools,
+        directory,
+        state: RefCell::new(state),
+    })
+}
+
+fn places(plan: &Plan, names: &[String]) -> Vec<usize> {
+    (0..plan.vms.len())
+        .filter(|at| names.contains(&plan.vms[*at].name))
+        .collect()
+}

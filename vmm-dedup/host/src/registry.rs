@@ -1,0 +1,266 @@
+//! The stores of this host: each lists itself in the runtime folder for as long as it runs.
+//!
+//! A record is a file `*.store.json` in the runtime folder or in a folder of it. Its store keeps a lock on the file, which ends
+//! with the process, however that ends. So a record without a lock is that of a store that has ended. It stays while the
+//! store's socket is there, for then the store was killed and somebody should know; it goes with the socket, or when another
+//! store takes its place.
+//!
+//! Records are written by whoever may write there and are believed in nothing: they tell where to ask.
+
+use crate::runtime;
+use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::net::SocketAddr;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// What a record's name ends with.
+const SUFFIX: &str = ".store.json";
+/// The folder of records in the runtime folder.
+const FOLDER: &str = "stores";
+/// A record is short; what is longer is none.
+const MOST_BYTES: u64 = 1 << 16;
+
+/// What a store says of itself when it starts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Where it listens.
+    pub socket: PathBuf,
+    /// Its trust domain.
+    pub domain: String,
+    /// Its process.
+    pub pid: u32,
+    /// Where it serves metrics.
+    pub metrics: Option<SocketAddr>,
+    /// When it started, Unix time in seconds.
+    pub started: u64,
+    /// Its release.
+    pub version: String,
+}
+
+/// A store that may be asked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Known {
+    /// Where it listens, or did.
+    pub socket: PathBuf,
+    /// What it said of itself; `None`: nothing but a socket was found.
+    pub record: Option<Record>,
+}
+
+/// A record that is there for as long as this.
+#[derive(Debug)]
+pub struct Registration {
+    path: PathBuf,
+    /// Locked.
+    file: File,
+}
+
+impl Registration {
+    /// Lists a store: among the others, or beside its socket if that is in the runtime folder and this user may write nowhere
+    /// else there.
+    ///
+    /// # Errors
+    /// Why it could not be listed. It works all the same, for who names its socket.
+    pub fn new(record: &Record) -> io::Result<Self> {
+        let mut failed = None;
+        for folder in places(&record.socket) {
+            match Self::within(&folder, record) {
+                Ok(registration) => return Ok(registration),
+                Err(error) => _ = failed.get_or_insert(error),
+            }
+        }
+        Err(failed.unwrap_or_else(|| io::Error::other("this user has no runtime folder")))
+    }
+
+    fn within(folder: &Path, record: &Record) -> io::Result<Self> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("{}-{number}", record.pid);
+        let fresh = folder.join(format!(".{name}.new"));
+        let path = folder.join(format!("{name}{SUFFIX}"));
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = File::from(rustix::fs::open(&fresh, flags, Mode::from_raw_mode(0o644))?);
+        // Locked before it has its name: whoever sees a record without a lock sees that of a store that has ended.
+        let written = flock(&file, FlockOperation::NonBlockingLockExclusive)
+            .map_err(io::Error::from)
+            .and_then(|()| (&file).write_all(&serde_json::to_vec(record)?))
+            .and_then(|()| fs::rename(&fresh, &path));
+        match written {
+            Ok(()) => Ok(Self { path, file }),
+            Err(error) => {
+                let _ = fs::remove_file(&fresh);
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let inode = |metadata: io::Result<fs::Metadata>| metadata.map(|file| (file.dev(), file.ino())).ok();
+        // Not that of another who took the name.
+        if inode(self.file.metadata()) == inode(fs::symlink_metadata(&self.path)) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Where a store may be listed, the best place first.
+fn places(socket: &Path) -> Vec<PathBuf> {
+    let mut places = Vec::new();
+    if let Ok(folder) = runtime::folder() {
+        let stores = folder.join(FOLDER);
+        // What fails is told by whoever writes there.
+        let _ = fs::create_dir_all(&stores);
+        places.push(stores);
+    }
+    let beside = socket.parent().filter(|parent| {
+        runtime::folders()
+            .iter()
+            .any(|folder| parent == folder || parent.parent() == Some(folder))
+    });
+    places.extend(beside.map(Path::to_owned));
+    places
+}
+
+/// All stores that this user can find, by socket. Removes records of stores that have ended for good.
+#[must_use]
+pub fn stores() -> Vec<Known> {
+    let mut known: BTreeMap<PathBuf, Option<Record>> = BTreeMap::new();
+    let mut ended = Vec::new();
+    for folder in runtime::folders() {
+        for path in files(&folder) {
+            let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+            if name.ends_with(SUFFIX) {
+                match read(&path) {
+                    Some((record, true)) => _ = known.insert(record.socket.clone(), Some(record)),
+                    Some((record, false)) => ended.push((path, record)),
+                    None => {}
+                }
+            } else if is_store_socket(&folder, &path, name) {
+                known.entry(path).or_insert(None);
+            }
+        }
+    }
+    for (path, record) in ended {
+        let replaced = matches!(known.get(&record.socket), Some(Some(_)));
+        if replaced || !is_socket(&record.socket) {
+            let _ = fs::remove_file(&path);
+        } else {
+            known.insert(record.socket.clone(), Some(record));
+        }
+    }
+    let known = known.into_iter();
+    known.map(|(socket, record)| Known { socket, record }).collect()
+}
+
+/// The files in a folder and in its folders.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = |folder: &Path| {
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).collect::<Vec<_>>()
+    };
+    let mut files = entries(folder);
+    let folders: Vec<PathBuf> = files.iter().filter(|path| path.is_dir()).cloned().collect();
+    files.extend(folders.iter().flat_map(|folder| entries(folder)));
+    files
+}
+
+/// Stores that list themselves nowhere are found by where fleets and units let them listen.
+fn is_store_socket(folder: &Path, path: &Path, name: &str) -> bool {
+    let at_the_top = path.parent() == Some(folder);
+    let named = match at_the_top {
+        true => name.starts_with("store") && name.ends_with(".sock"),
+        false => name == "store.sock",
+    };
+    named && is_socket(path)
+}
+
+fn is_socket(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket())
+}
+
+/// A record, and whether its store lives. `None` for what is no record.
+fn read(path: &Path) -> Option<(Record, bool)> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
+    let metadata = file.metadata().ok()?;
+    if !metadata.is_file() || metadata.len() > MOST_BYTES {
+        return None;
+    }
+    let mut text = String::new();
+    (&file).take(MOST_BYTES).read_to_string(&mut text).ok()?;
+    let record = serde_json::from_str(&text).ok()?;
+    let alive = flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK);
+    Some((record, alive))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+
+    fn record(socket: PathBuf) -> Record {
+        Record {
+            socket,
+            domain: "default".into(),
+            pid: std::process::id(),
+            metrics: None,
+            started: 1,
+            version: "0".into(),
+        }
+    }
+
+    #[test]
+    fn a_record_is_alive_while_it_is_held_and_gone_with_its_holder() {
+        let folder = tempfile::tempdir().unwrap();
+        let record = record(folder.path().join("s.sock"));
+        let registration = Registration::within(folder.path(), &record).unwrap();
+        let path = registration.path.clone();
+        assert_eq!(read(&path), Some((record.clone(), true)));
+        let copy = folder.path().join(format!("copy{SUFFIX}"));
+        fs::copy(&path, &copy).unwrap();
+        assert_eq!(read(&copy), Some((record, false)));
+        drop(registration);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_is_no_record_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(format!("x{SUFFIX}"));
+        for content in ["", "{", "{\"socket\": 1}", &"x".repeat(1 << 17)] {
+            fs::write(&path, content).unwrap();
+            assert_eq!(read(&path), None);
+        }
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", &path).unwrap();
+        assert_eq!(read(&path), None);
+    }
+
+    #[test]
+    fn sockets_of_stores_are_told_from_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let top = folder.path();
+        fs::create_dir(top.join("blue")).unwrap();
+        let is_one = |name: &str| {
+            let path = top.join(name);
+            let _listener = UnixListener::bind(&path).unwrap();
+            is_store_socket(top, &path, path.file_name().unwrap().to_str().unwrap())
+        };
+        assert!(is_one("store.sock") && is_one("store-blue.sock") && is_one("blue/store.sock"));
+        assert!(!is_one("api.sock") && !is_one("blue/api.sock"));
+        fs::write(top.join("store-file.sock"), "").unwrap();
+        assert!(!is_store_socket(
+            top,
+            &top.join("store-file.sock"),
+            "store-file.sock"
+        ));
+    }
+}

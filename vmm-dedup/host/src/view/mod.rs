@@ -1,0 +1,362 @@
+//! What all stores of this host, or the one that is named, say of themselves and their VMs.
+
+mod glob;
+
+use crate::account;
+use crate::failure::Failure;
+use crate::registry::{self, Known, Record};
+use crate::runtime;
+use crate::silence::{self, Silence};
+use crate::units::natural_order;
+pub use glob::matches;
+use std::path::{Path, PathBuf};
+use vmm_dedup_protocol::message::StoreStats;
+use vmm_dedup_protocol::name::MAX_NAME;
+use vmm_dedup_protocol::observer::{Error, Observer, Vm};
+
+/// Names the one store that commands ask, as `--store` does.
+pub const VARIABLE: &str = "VMM_DEDUP_STORE";
+
+/// Which stores to ask.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Selection {
+    /// The one at this socket.
+    One(PathBuf),
+    /// All that are listed on this host.
+    All,
+}
+
+impl Selection {
+    /// As an option says, or the variable [`VARIABLE`]; without them all.
+    #[must_use]
+    pub fn of(option: Option<&Path>) -> Self {
+        let variable = || std::env::var_os(VARIABLE).filter(|value| !value.is_empty());
+        let named = option
+            .map(Path::to_owned)
+            .or_else(|| variable().map(PathBuf::from));
+        named.map_or(Self::All, Self::One)
+    }
+
+    /// The stores that are meant.
+    ///
+    /// # Errors
+    /// A [`Failure`] if none is known.
+    pub fn stores(&self) -> Result<Vec<Known>, Failure> {
+        let listed = registry::stores();
+        match self {
+            Self::One(socket) => {
+                let absolute = std::path::absolute(socket).unwrap_or_else(|_| socket.clone());
+                let known = listed.into_iter().find(|known| known.socket == absolute);
+                let record = known.and_then(|known| known.record);
+                let socket = socket.clone();
+                Ok(vec![Known { socket, record }])
+            }
+            Self::All if listed.is_empty() => {
+                let folders = runtime::folders();
+                let folders: Vec<String> = folders
+                    .iter()
+                    .map(|folder| folder.display().to_string())
+                    .collect();
+                Err(Failure::new(format!(
+                    "no store is listed in {}: start one with `vmm-dedup store`, or name its socket with --store",
+                    folders.join(" or ")
+                )))
+            }
+            Self::All => Ok(listed),
+        }
+    }
+}
+
+/// One store.
+#[derive(Debug)]
+pub struct StoreView {
+    /// Where it listens.
+    pub socket: PathBuf,
+    /// What it said of itself when it started, if it is listed.
+    pub record: Option<Record>,
+    /// What it says now, its VMs by name.
+    pub account: Result<(StoreStats, Vec<Vm>), (Silence, Failure)>,
+}
+
+impl StoreView {
+    /// Its trust domain, if that is known.
+    #[must_use]
+    pub fn domain(&self) -> Option<&str> {
+        self.record.as_ref().map(|record| record.domain.as_str())
+    }
+
+    /// Its VMs; none if it says nothing.
+    #[must_use]
+    pub fn vms(&self) -> &[Vm] {
+        self.account.as_ref().map_or(&[], |(_, vms)| vms)
+    }
+
+    /// A connection to ask it more.
+    ///
+    /// # Errors
+    /// A [`Failure`] that says what is wrong with it.
+    pub fn observer(&self) -> Result<Observer, Failure> {
+        Observer::connect(&self.socket).map_err(|error| self.failure(error))
+    }
+
+    /// An error of this store, for the user.
+    #[must_use]
+    pub fn failure(&self, error: Error) -> Failure {
+        silence::failure(&self.socket, self.record.as_ref().map(|record| record.pid), error)
+    }
+
+    fn of(known: Known) -> Self {
+        let mut view = Self {
+            socket: known.socket,
+            record: known.record,
+            account: Ok((StoreStats::default(), Vec::new())),
+        };
+        let asked = Observer::connect(&view.socket).and_then(|mut observer| observer.stats());
+        view.account = match asked {
+            Ok((stats, mut vms)) => {
+                vms.sort_by(|a, b| natural_order(&a.name, &b.name));
+                Ok((stats, vms))
+            }
+            Err(error) => Err((Silence::of(&error), view.failure(error))),
+        };
+        view
+    }
+}
+
+/// All stores that were asked.
+#[derive(Debug)]
+pub struct HostView {
+    /// By domain, then by socket.
+    pub stores: Vec<StoreView>,
+}
+
+impl HostView {
+    /// Asks the selected stores, all at a time.
+    ///
+    /// # Errors
+    /// A [`Failure`] if there is none, or the only one says nothing.
+    pub fn of(selection: &Selection) -> Result<Self, Failure> {
+        let mut host = Self::even_silent(selection)?;
+        if let [only] = &mut host.stores[..]
+            && only.account.is_err()
+        {
+            let nothing = Ok((StoreStats::default(), Vec::new()));
+            return match std::mem::replace(&mut only.account, nothing) {
+                Err((_, failure)) => Err(failure),
+                Ok(_) => Err(Failure::new("the store says nothing")),
+            };
+        }
+        Ok(host)
+    }
+
+    /// Asks the selected stores, all at a time, and bears that none says anything.
+    ///
+    /// # Errors
+    /// A [`Failure`] if there is none.
+    pub fn even_silent(selection: &Selection) -> Result<Self, Failure> {
+        let known = selection.stores()?;
+        let mut stores: Vec<StoreView> = std::thread::scope(|scope| {
+            let asked: Vec<_> = known
+                .into_iter()
+                .map(|known| scope.spawn(move || StoreView::of(known)))
+                .collect();
+            asked.into_iter().filter_map(|asked| asked.join().ok()).collect()
+        });
+        stores.sort_by(|a, b| (a.domain(), &a.socket).cmp(&(b.domain(), &b.socket)));
+        Ok(Self { stores })
+    }
+
+    /// The stores that say something, with what they say of themselves.
+    pub fn accounts(&self) -> impl Iterator<Item = (&StoreView, &StoreStats)> {
+        self.stores
+            .iter()
+            .filter_map(|store| store.account.as_ref().ok().map(|(stats, _)| (store, stats)))
+    }
+
+    /// All VMs with their stores.
+    pub fn vms(&self) -> impl Iterator<Item = (&StoreView, &Vm)> {
+        self.stores
+            .iter()
+            .flat_map(|store| store.vms().iter().map(move |vm| (store, vm)))
+    }
+
+    /// Net bytes saved on the host.
+    #[must_use]
+    pub fn saved_net(&self) -> i64 {
+        let saved = self.accounts().map(|(_, stats)| account::saved_net(stats));
+        saved.fold(0, i64::saturating_add)
+    }
+
+    /// Fails unless all stores have answered, in one line about those that have not.
+    ///
+    /// # Errors
+    /// That line.
+    pub fn complete(&self) -> Result<(), Failure> {
+        let silent = self
+            .stores
+            .iter()
+            .filter_map(|store| store.account.as_ref().err());
+        let texts: Vec<String> = silent.map(|(_, failure)| failure.to_string()).collect();
+        match texts.is_empty() {
+            true => Ok(()),
+            false => Err(Failure::new(texts.join("; "))),
+        }
+    }
+
+    /// The VM that somebody means by a name or by NAME.PID, and its store.
+    ///
+    /// # Errors
+    /// A [`Failure`] if there is none, or more than one; it names those there are, as they can be named.
+    pub fn vm(&self, wanted: &str) -> Result<(&StoreView, &Vm), Failure> {
+        let found: Vec<_> = self.vms().filter(|(_, vm)| vm.is_called(wanted)).collect();
+        match found[..] {
+            [found] => Ok(found),
+            [] => Err(self.no_vm(wanted)),
+            _ => {
+                let which = found.iter().map(|(_, vm)| format!("{}.{}", vm.name, vm.pid));
+                Err(Failure::new(format!(
+                    "{} VMs are called {wanted}: say which, {}",
+                    found.len(),
+                    listed(which)
+                )))
+            }
+        }
+    }
+
+    /// The VMs that a pattern with `*` and `?` matches, or the one that a name without them means.
+    ///
+    /// # Errors
+    /// As [`Self::vm`].
+    pub fn matching(&self, pattern: &str) -> Result<Vec<(&StoreView, &Vm)>, Failure> {
+        if !pattern.contains(['*', '?']) {
+            return self.vm(pattern).map(|found| vec![found]);
+        }
+        let found: Vec<_> = self.vms().filter(|(_, vm)| matches(pattern, &vm.name)).collect();
+        match found.is_empty() {
+            true => Err(self.no_vm(pattern)),
+            false => Ok(found),
+        }
+    }
+
+    fn no_vm(&self, wanted: &str) -> Failure {
+        let silent = match self.complete() {
+            Ok(()) => String::new(),
+            Err(why) => format!("; {why}"),
+        };
+        let names = self.vms().map(|(_, vm)| vm.name.clone());
+        Failure::new(format!("no VM is called {wanted}: {}{silent}", listed(names)))
+    }
+}
+
+/// How a store is told which VM is meant, so that it is no other: NAME.PID, unless the store has made the name unique itself, or
+/// there is no room.
+#[must_use]
+pub fn address(vm: &Vm) -> String {
+    let pid = format!(".{}", vm.pid);
+    let is_unique = vm.name.ends_with(&pid) || vm.name.contains(&format!("{pid}."));
+    match is_unique || vm.name.len() + pid.len() > MAX_NAME {
+        true => vm.name.clone(),
+        false => format!("{}{pid}", vm.name),
+    }
+}
+
+/// Names listed for somebody who asked for a VM that is not there.
+const LISTED: usize = 8;
+
+/// Some names for a message.
+fn listed(mut names: impl Iterator<Item = String>) -> String {
+    let mut first: Vec<String> = names.by_ref().take(LISTED).collect();
+    if first.is_empty() {
+        return "no VM is connected".into();
+    }
+    if names.next().is_some() {
+        first.push("...".into());
+    }
+    format!("there are {}", first.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm_dedup_protocol::stats::ServiceStats;
+
+    fn vm(name: &str, pid: u64) -> Vm {
+        Vm {
+            name: name.into(),
+            pid,
+            reason: None,
+            saved_net_bytes: 0,
+            stats: ServiceStats::default(),
+        }
+    }
+
+    fn host(stores: &[&[Vm]]) -> HostView {
+        let store = |vms: &&[Vm]| StoreView {
+            socket: "/s".into(),
+            record: None,
+            account: Ok((StoreStats::default(), vms.to_vec())),
+        };
+        HostView {
+            stores: stores.iter().map(store).collect(),
+        }
+    }
+
+    #[test]
+    fn a_vm_is_found_in_any_store_and_two_of_one_name_are_told_apart() {
+        let host = host(&[&[vm("web", 1), vm("db", 2)], &[vm("web", 3)]]);
+        assert_eq!(host.vm("db").unwrap().1.pid, 2);
+        assert_eq!(host.vm("web.3").unwrap().1.pid, 3);
+        let error = host.vm("web").unwrap_err().to_string();
+        assert_eq!(error, "2 VMs are called web: say which, there are web.1, web.3");
+        let error = host.vm("mail").unwrap_err().to_string();
+        assert_eq!(error, "no VM is called mail: there are web, db, web");
+    }
+
+    #[test]
+    fn a_store_is_told_which_vm_is_meant() {
+        let long = "x".repeat(MAX_NAME);
+        for (name, pid, expected) in [
+            ("web", 12, "web.12"),
+            ("web.12", 12, "web.12"),
+            ("web.12.2", 12, "web.12.2"),
+            (&long, 12, &*long),
+        ] {
+            assert_eq!(address(&vm(name, pid)), expected);
+        }
+    }
+
+    #[test]
+    fn patterns_match_some_and_those_that_match_none_are_named() {
+        let host = host(&[&[vm("web-1", 1), vm("web-2", 2)], &[vm("db", 3)]]);
+        let pids = |pattern: &str| -> Vec<u64> {
+            host.matching(pattern)
+                .unwrap()
+                .iter()
+                .map(|(_, vm)| vm.pid)
+                .collect()
+        };
+        assert_eq!(pids("web-*"), [1, 2]);
+        assert_eq!(pids("*"), [1, 2, 3]);
+        assert_eq!(pids("db"), [3]);
+        assert!(
+            host.matching("mail*")
+                .unwrap_err()
+                .to_string()
+                .contains("no VM is called mail*")
+        );
+    }
+
+    #[test]
+    fn a_store_that_says_nothing_fails_the_whole_but_hides_no_other() {
+        let mut host = host(&[&[vm("web", 1)], &[]]);
+        host.stores[1].account = Err((Silence::Hangs, Failure::new("it hangs")));
+        assert_eq!(host.vms().count(), 1);
+        assert_eq!(host.complete().unwrap_err().to_string(), "it hangs");
+        assert!(
+            host.vm("db")
+                .unwrap_err()
+                .to_string()
+                .ends_with("there are web; it hangs")
+        );
+    }
+}
