@@ -13,7 +13,7 @@ mod which_store;
 use clap::{Parser, Subcommand};
 #[cfg(feature = "demo")]
 use commands::demo;
-use commands::{device, estimate, explain, fleet, run, set, stat, store, top};
+use commands::{device, doctor, estimate, explain, fleet, run, set, stat, store, top};
 use std::process::ExitCode;
 use vmm_dedup_host::{Failure, note, output};
 
@@ -25,7 +25,7 @@ use vmm_dedup_host::{Failure, note, output};
 )]
 /// For real use start a store (`vmm-dedup store`), then VMs on it (`vmm-dedup run`, or any VMM with the engine built in),
 /// and watch them with `vmm-dedup top`, `vmm-dedup stat` or Prometheus. `vmm-dedup set` changes a running VM's settings,
-/// and `vmm-dedup explain` tells what became of its pages.
+/// `vmm-dedup explain` tells what became of its pages, and `vmm-dedup doctor` what is wrong on this host.
 #[derive(Parser, Debug)]
 #[command(version, about, long_about, propagate_version = true)]
 struct Cli {
@@ -46,6 +46,7 @@ enum Command {
     Top(top::TopArgs),
     Set(set::SetArgs),
     Explain(explain::ExplainArgs),
+    Doctor(doctor::DoctorArgs),
     #[command(subcommand)]
     Fleet(fleet::FleetCommand),
     #[command(subcommand)]
@@ -96,6 +97,7 @@ fn run(cli: &Cli) -> Result<(), Failure> {
         Command::Top(args) => top::run(args),
         Command::Set(args) => set::run(args),
         Command::Explain(args) => explain::run(args),
+        Command::Doctor(args) => doctor::run(args),
         Command::Fleet(command) => fleet::run(command),
         Command::Device(command) => device::run(command),
         Command::Estimate(args) => estimate::run(args),

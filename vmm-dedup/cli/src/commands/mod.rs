@@ -3,6 +3,7 @@
 #[cfg(feature = "demo")]
 pub(crate) mod demo;
 pub(crate) mod device;
+pub(crate) mod doctor;
 pub(crate) mod estimate;
 pub(crate) mod explain;
 pub(crate) mod fleet;

@@ -1,0 +1,209 @@
+//! A running VMM: what would keep its VM from being deduplicated.
+
+use super::{Finding, Verdict};
+use std::fs;
+use std::path::{Path, PathBuf};
+use vmm_dedup_host::Failure;
+use vmm_dedup_host::process::Stat;
+use vmm_dedup_host::units::count;
+
+/// O_DIRECT on x86-64, in the octal flags of fdinfo.
+const O_DIRECT: u32 = 0o40_000;
+
+pub(super) fn findings(pid: u64) -> Result<Vec<Finding>, Failure> {
+    let stat = Stat::of(pid).filter(|stat| !stat.has_ended());
+    let stat = stat.ok_or_else(|| Failure::new(format!("there is no process {pid}")))?;
+    let folder = PathBuf::from(format!("/proc/{pid}"));
+    let program = fs::read_link(folder.join("exe")).map_err(|e| {
+        Failure::missing(format!(
+            "process {pid} may not be looked at ({e}): run this as root, or as its user"
+        ))
+    })?;
+    let maps = fs::read_to_string(folder.join("maps")).unwrap_or_default();
+    let limits = fs::read_to_string(folder.join("limits")).unwrap_or_default();
+    let mut findings = vec![match stat.is_stopped() {
+        true => Finding::new(
+            Verdict::Warn,
+            "process",
+            format!("{pid} is stopped"),
+            format!("`kill -CONT {pid}` lets it go on"),
+        ),
+        false => Finding::ok("process", format!("{pid} runs {}", program.display())),
+    }];
+    findings.push(service(&maps));
+    findings.extend(mappings(maps.lines().count()));
+    findings.extend(open_files(&limits));
+    findings.extend(memory(&maps));
+    findings.extend(files(&folder));
+    Ok(findings)
+}
+
+/// Whether the service is in the process.
+fn service(maps: &str) -> Finding {
+    let what = "service";
+    if maps.contains("libvmm_dedup_preload.so") {
+        return Finding::ok(what, "the preload library is loaded");
+    }
+    if maps.contains("[userfaultfd]") || maps.contains("vmm-dedup") {
+        return Finding::ok(what, "built in");
+    }
+    Finding::new(
+        Verdict::Warn,
+        what,
+        "neither the preload library nor the program of this project is there",
+        "start the VMM with LD_PRELOAD=.../libvmm_dedup_preload.so and VMM_DEDUP_STORE, unless it embeds the engine; programs that are \
+         linked statically or have file capabilities ignore LD_PRELOAD",
+    )
+}
+
+fn mappings(now: usize) -> Option<Finding> {
+    let most: usize = fs::read_to_string("/proc/sys/vm/max_map_count")
+        .ok()?
+        .trim()
+        .parse()
+        .ok()?;
+    let found = format!("{now} of {most} mappings are in use");
+    Some(match now * 10 > most * 9 {
+        false => Finding::ok("mappings of the VMM", found),
+        true => Finding::new(
+            Verdict::Warn,
+            "mappings of the VMM",
+            found,
+            "raise vm.max_map_count, and restart the VM when it suits",
+        ),
+    })
+}
+
+fn open_files(limits: &str) -> Option<Finding> {
+    let line = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max open files"))?;
+    let soft: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(match soft {
+        4096.. => Finding::ok("open files of the VMM", soft.to_string()),
+        _ => Finding::new(
+            Verdict::Note,
+            "open files of the VMM",
+            soft.to_string(),
+            "one is needed for each 16 MiB of the store: LimitNOFILE=65536, or ulimit -n",
+        ),
+    })
+}
+
+/// Large writable mappings are guest memory, most likely.
+fn memory(maps: &str) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for line in maps.lines() {
+        let mut fields = line.split_whitespace();
+        let (Some(range), Some(rights)) = (fields.next(), fields.next()) else {
+            continue;
+        };
+        let path = fields.nth(3).unwrap_or_default();
+        let ends = range.split_once('-');
+        let ends = ends.map(|(a, b)| (u64::from_str_radix(a, 16), u64::from_str_radix(b, 16)));
+        let Some((Ok(start), Ok(end))) = ends else {
+            continue;
+        };
+        if end - start < 32 << 20 || !rights.starts_with("rw") || path.contains("vmm-dedup") {
+            continue;
+        }
+        if rights.ends_with('s') {
+            findings.push(Finding::new(
+                Verdict::Warn,
+                "guest memory",
+                format!(
+                    "{} MiB are shared with other processes ({path})",
+                    (end - start) >> 20
+                ),
+                "start the VM with private memory: no shared=on, share=on, vhost-user or vfio-user devices",
+            ));
+        } else if path.contains("huge") {
+            findings.push(Finding::new(
+                Verdict::Warn,
+                "guest memory",
+                format!("{} MiB are of {path}", (end - start) >> 20),
+                "start the VM without hugepages; transparent huge pages are fine",
+            ));
+        }
+    }
+    findings
+}
+
+/// Devices that pin memory, and files for direct I/O.
+fn files(process: &Path) -> Vec<Finding> {
+    let entries = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+    let (mut devices, mut direct) = (Vec::new(), Vec::new());
+    for entry in entries {
+        let Ok(file) = fs::read_link(entry.path()) else {
+            continue;
+        };
+        let text = file.to_string_lossy().into_owned();
+        if ["/dev/vfio", "/dev/vhost-vdpa", "/dev/vhost-scsi", "/dev/iommu"]
+            .iter()
+            .any(|device| text.starts_with(device))
+        {
+            devices.push(text);
+        } else if is_direct(&process.join("fdinfo").join(entry.file_name())) {
+            direct.push(text);
+        }
+    }
+    let mut findings = Vec::new();
+    if !devices.is_empty() {
+        findings.push(Finding::new(
+            Verdict::Warn,
+            "devices",
+            format!("{} is open: it has guest memory pinned", devices.join(", ")),
+            "detach it: nothing is shared as long as it is there",
+        ));
+    }
+    if !direct.is_empty() {
+        findings.push(Finding::new(
+            Verdict::Note,
+            "direct I/O",
+            format!("{}: {}", count(direct.len(), "file is open for it", "files are open for it"), direct.join(", ")),
+            "fine on block devices, ext4, XFS, btrfs and tmpfs, but pages that the kernel copied are merged again by forks only: \
+             heal_stall_us, or cache=writeback",
+        ));
+    }
+    findings
+}
+
+fn is_direct(fdinfo: &Path) -> bool {
+    let text = fs::read_to_string(fdinfo).unwrap_or_default();
+    let flags = text.lines().find_map(|line| line.strip_prefix("flags:"));
+    flags
+        .and_then(|flags| u32::from_str_radix(flags.trim(), 8).ok())
+        .is_some_and(|flags| flags & O_DIRECT != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shared_and_huge_guest_memory_are_told() {
+        let maps = "7f0000000000-7f0010000000 rw-s 00000000 00:01 5 /memfd:ch_ram (deleted)\n\
+                    7f1000000000-7f1010000000 rw-p 00000000 00:01 5 /anon_hugepage (deleted)\n\
+                    7f2000000000-7f2010000000 rw-p 00000000 00:00 0 \n\
+                    7f3000000000-7f3000001000 rw-s 00000000 00:01 5 /memfd:small (deleted)\n";
+        let found: Vec<String> = memory(maps).into_iter().map(|finding| finding.found).collect();
+        assert_eq!(found.len(), 2, "{found:?}");
+        assert!(found[0].contains("256 MiB are shared") && found[1].contains("/anon_hugepage"));
+    }
+
+    #[test]
+    fn the_service_is_told_by_what_is_mapped() {
+        assert_eq!(
+            service("... /usr/lib/vmm-dedup/libvmm_dedup_preload.so").verdict,
+            Verdict::Ok
+        );
+        assert_eq!(service("... /usr/bin/cloud-hypervisor").verdict, Verdict::Warn);
+    }
+
+    #[test]
+    fn this_process_can_be_looked_at_and_no_other_is_made_up() {
+        let findings = findings(std::process::id().into()).expect("findings");
+        assert!(findings[0].found.contains("runs"), "{findings:?}");
+        assert!(super::findings(u64::MAX).is_err());
+    }
+}

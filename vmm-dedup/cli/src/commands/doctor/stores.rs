@@ -1,0 +1,106 @@
+//! The stores, and the VMs on them.
+
+use super::{Finding, Verdict};
+use std::time::Duration;
+use vmm_dedup_host::silence::Silence;
+use vmm_dedup_host::units::{count, pages_mib, span};
+use vmm_dedup_host::view::{HostView, StoreView, address};
+use vmm_dedup_host::{Failure, account};
+use vmm_dedup_protocol::observer::Vm;
+
+/// A running service passes at least this often, but for the longest periods that can be set.
+const LONG: Duration = Duration::from_secs(900);
+
+pub(super) fn findings(view: Result<&HostView, &Failure>) -> Vec<Finding> {
+    let view = match view {
+        Ok(view) => view,
+        Err(failure) => return vec![Finding::new(Verdict::Note, "store", failure.to_string(), "")],
+    };
+    let mut findings: Vec<Finding> = view.stores.iter().flat_map(store).collect();
+    findings.extend(view.vms().filter_map(|(_, found)| vm(found)));
+    findings
+}
+
+fn store(store: &StoreView) -> Vec<Finding> {
+    let what = format!("store {}", store.domain().unwrap_or("?"));
+    let at = store.socket.display();
+    let (stats, vms) = match &store.account {
+        Ok(account) => account,
+        Err((Silence::NoAccess, failure)) => {
+            return vec![Finding::new(Verdict::Note, &what, failure.to_string(), "")];
+        }
+        Err((_, failure)) => return vec![Finding::new(Verdict::Warn, &what, failure.to_string(), "")],
+    };
+    let own = env!("CARGO_PKG_VERSION");
+    let release = store.record.as_ref().map(|record| record.version.as_str());
+    let mut findings = vec![match release {
+        Some(other) if other != own => Finding::new(
+            Verdict::Note,
+            &what,
+            format!("answers at {at}, and is of release {other}; this command is of {own}"),
+            "restart it with this release when it suits",
+        ),
+        _ => Finding::ok(
+            &what,
+            format!("answers at {at}, {} connected", count(vms.len(), "VM", "VMs")),
+        ),
+    }];
+    if account::is_full(stats) {
+        findings.push(Finding::new(
+            Verdict::Warn,
+            &what,
+            format!(
+                "is full: {} of pages, {} refused",
+                pages_mib(stats.pages_shared),
+                stats.refused_full_total
+            ),
+            "raise --max-mib",
+        ));
+    }
+    if stats.malformed_total > 0 {
+        findings.push(Finding::new(
+            Verdict::Warn,
+            &what,
+            format!(
+                "has cut {} for what they sent",
+                count(
+                    usize::try_from(stats.malformed_total).unwrap_or(usize::MAX),
+                    "connection",
+                    "connections"
+                )
+            ),
+            "run one release on both sides; the store's log names the processes",
+        ));
+    }
+    findings
+}
+
+/// What is wrong with a VM, if something is.
+fn vm(vm: &Vm) -> Option<Finding> {
+    let what = format!("VM {}", vm.name);
+    if let Some(reason) = vm.reason {
+        let explain = format!("`vmm-dedup explain {}` tells what would lift it", address(vm));
+        let found = format!("is not deduplicated: {}", reason.label());
+        return Some(Finding::new(Verdict::Warn, &what, found, explain));
+    }
+    if account::is_frozen(vm) {
+        let revive = format!("`kill -CONT {}` lets it go on", vm.pid);
+        return Some(Finding::new(
+            Verdict::Warn,
+            &what,
+            "its process is stopped",
+            revive,
+        ));
+    }
+    let age = account::last_pass(vm)
+        .filter(|age| *age > LONG && account::state_name(vm.stats.state) == "running")?;
+    Some(Finding::new(
+        Verdict::Warn,
+        &what,
+        format!("its last pass ended {} ago", span(age)),
+        format!(
+            "its thread hangs, or cpu_percent ({}) is far too small",
+            vm.stats.cpu_percent
+        ),
+    ))
+}
