@@ -231,6 +231,44 @@ fn every_alert_has_a_test() {
     }
 }
 
+/// An alert and the place of its paragraph, as in the rules.
+fn runbook_links(rules: &str) -> Vec<(&str, &str)> {
+    let alerts = rules.split("- alert: ").skip(1);
+    let read = |alert| {
+        let mut lines = str::lines(alert);
+        let name = lines.next().unwrap_or_default();
+        let link = lines.find_map(|line| line.trim().strip_prefix("runbook_url: "));
+        (name, link.unwrap_or_else(|| panic!("{name} has no runbook_url")))
+    };
+    alerts.map(read).collect()
+}
+
+#[test]
+fn every_alert_links_to_its_paragraph_of_the_runbook() {
+    let read = |name: &str| std::fs::read_to_string(folder().join(name)).expect("a file");
+    let (rules, runbook) = (read("vmm-dedup.rules.yml"), read("../docs/runbook.md"));
+    let links = runbook_links(&rules);
+    let headings: Vec<&str> = runbook
+        .lines()
+        .filter_map(|line| line.strip_prefix("## "))
+        .collect();
+    assert!(links.len() > 10, "{links:?}");
+    for (alert, link) in &links {
+        assert_eq!(*link, format!("docs/runbook.md#{}", alert.to_lowercase()));
+        let paragraph = runbook.split(&format!("## {alert}\n")).nth(1);
+        let paragraph = paragraph.unwrap_or_else(|| panic!("the runbook has no {alert}"));
+        let paragraph = paragraph.split("\n## ").next().unwrap_or_default();
+        for part in ["**Means:**", "**See:**", "**Do:**"] {
+            assert!(paragraph.contains(part), "{alert} has no {part}");
+        }
+    }
+    let alerts: Vec<&str> = links.iter().map(|(alert, _)| *alert).collect();
+    assert!(
+        headings.iter().all(|heading| alerts.contains(heading)),
+        "{headings:?}"
+    );
+}
+
 /// Against the types that Grafana generates from its schema (npm package @grafana/schema), by the TypeScript compiler.
 #[test]
 fn dashboards_have_grafanas_schema() {
