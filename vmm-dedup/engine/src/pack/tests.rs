@@ -470,6 +470,8 @@ fn compaction_moves_what_is_packed_and_loses_none() {
 #[test]
 fn nothing_is_lost_under_fire() {
     const TIME: Duration = Duration::from_secs(4);
+    /// Pages given up at least, however seldom the discarder gets the lock.
+    const DISCARDS: u64 = 100;
     let Some(mut guest) = Guest::new() else { return };
     let watchdog = Watchdog::start(PATIENCE, || ());
     let base = guest.area.base();
@@ -507,7 +509,9 @@ fn nothing_is_lost_under_fire() {
     let counters = [count(0, 2), count(1, 2)];
     // Whoever gives memory up holds the discards' lock, as does who packs.
     let discards = Arc::new(Mutex::new(()));
+    let discarded = Arc::new(AtomicU64::new(0));
     let (packer, their_stop, their_discards) = (guest.packer.clone(), stop.clone(), discards.clone());
+    let their_discarded = discarded.clone();
     let discarder = std::thread::spawn(move || {
         let mut round = 0u64;
         while !their_stop.load(Ordering::Relaxed) {
@@ -534,11 +538,11 @@ fn nothing_is_lost_under_fire() {
                 "page {page}"
             );
             round += 1;
+            their_discarded.store(round, Ordering::Relaxed);
         }
-        round
     });
     let (begin, mut packed) = (Instant::now(), 0);
-    while begin.elapsed() < TIME {
+    while begin.elapsed() < TIME || discarded.load(Ordering::Relaxed) < DISCARDS {
         for first in (0..PAGES as Page).step_by(WINDOW) {
             let lock = discards.lock().unwrap();
             guest.take_home();
@@ -548,7 +552,7 @@ fn nothing_is_lost_under_fire() {
     }
     stop.store(true, Ordering::Relaxed);
     let counted = counters.map(|counter| counter.join().unwrap());
-    let discarded = discarder.join().unwrap();
+    discarder.join().unwrap();
     guest.end();
     for page in 0..64 {
         let expected = content(page, 9, 0) + counted[page % 2][page];
@@ -563,11 +567,12 @@ fn nothing_is_lost_under_fire() {
     let figures = guest.packer.figures();
     let writes: u64 = counted.iter().flatten().sum();
     eprintln!(
-        "{packed} packs, {} touched, p50 {} us, p99 {} us, {writes} writes, {discarded} discards",
+        "{packed} packs, {} touched, p50 {} us, p99 {} us, {writes} writes, {} discards",
         figures.touched,
         figures.rebuild.quantile_us(0.5),
         figures.rebuild.quantile_us(0.99),
+        discarded.load(Ordering::Relaxed),
     );
-    assert!(packed > 1000 && figures.touched > 1000 && discarded > 100);
+    assert!(packed > 1000 && figures.touched > 1000);
     drop(watchdog);
 }
