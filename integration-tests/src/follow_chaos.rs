@@ -60,7 +60,7 @@ struct Fire {
     wrong: AtomicU64,
 }
 
-/// Replaces pages around those in use until so many slots have moved (or a byte is wrong, or it is over).
+/// Replaces pages around those in use until so many slots have moved and a segment has gone (or a byte is wrong, or it is over).
 ///
 /// # Panics
 /// If something does not work that has nothing to do with it.
@@ -116,7 +116,9 @@ pub fn chaos(moves: u64, over: impl Fn() -> bool, breaks: Breaks) -> Outcome {
             // Enough for what the kernel copied to be found, keyed twice, published and mapped.
             (0..40).for_each(|_| _ = pass());
             let ends = fire.wrong.load(Ordering::Relaxed) > 0 || over();
-            if ends || store.metric("moved_total") >= moves {
+            // A service looks every other second at most whether it still maps a segment that went.
+            let done = store.metric("moved_total") >= moves && store.metric("segments_retired_total") > 0;
+            if ends || done {
                 break;
             }
         }

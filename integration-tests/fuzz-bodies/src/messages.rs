@@ -111,7 +111,7 @@ fn canonical_body(kind: u64, body: &[u8]) -> Option<Vec<u8>> {
         14 => return canonical_refused(body),
         15 => return canonical_set(body),
         16 => of_size(24 + NAME),
-        18 => return with_text(body, 24 * 8),
+        18 => return with_text(body, 25 * 8),
         19 => return with_text(body, 8),
         20 => len == 0,
         _ => false,

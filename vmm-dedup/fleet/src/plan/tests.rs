@@ -188,7 +188,7 @@ fn each_bad_setting_is_named_with_its_vm_and_what_is_possible() {
         ),
         (
             "dedup = { breaks = { mode = \"mannaged\" } }",
-            "unknown variant `mannaged`",
+            "breaks must be \"kernel\", \"managed\"",
         ),
         ("dedup = { name = \"b\" }", "dedup.name cannot be set here"),
         (

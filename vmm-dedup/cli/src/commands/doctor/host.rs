@@ -1,6 +1,6 @@
 //! The host: kernel, rights, limits, memory.
 
-use super::{Finding, Verdict};
+use super::finding::{Finding, Verdict};
 use rustix::process::{Resource, getrlimit};
 use std::fs::{self, OpenOptions};
 use vmm_dedup_host::units::short;

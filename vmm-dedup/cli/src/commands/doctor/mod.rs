@@ -1,13 +1,15 @@
 //! `doctor`: looks at the host, its stores and a running VMM, and says what to change.
 
+mod finding;
 mod host;
 mod process;
 mod stores;
 
 use crate::which_store::WhichStore;
 use clap::Args;
-use serde_json::{Value, json};
-use vmm_dedup_host::table::{self, wrapped};
+use finding::{Finding, Verdict};
+use serde_json::json;
+use vmm_dedup_host::table;
 use vmm_dedup_host::view::HostView;
 use vmm_dedup_host::{Failure, say};
 
@@ -28,77 +30,6 @@ pub(crate) struct DoctorArgs {
     /// Print JSON.
     #[arg(long)]
     json: bool,
-}
-
-/// How bad something is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Verdict {
-    Ok,
-    /// It could be better.
-    Note,
-    /// Something does not work, or will not for long.
-    Warn,
-    /// Nothing works.
-    Bad,
-}
-
-impl Verdict {
-    fn word(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Note => "note",
-            Self::Warn => "warn",
-            Self::Bad => "BAD",
-        }
-    }
-}
-
-/// What was found of one thing.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Finding {
-    verdict: Verdict,
-    /// What was looked at; stable, for machines.
-    what: String,
-    found: String,
-    /// What to do; empty if all is well.
-    change: String,
-}
-
-impl Finding {
-    fn ok(what: &str, found: impl Into<String>) -> Self {
-        Self::new(Verdict::Ok, what, found, "")
-    }
-
-    fn new(verdict: Verdict, what: &str, found: impl Into<String>, change: impl Into<String>) -> Self {
-        Self {
-            verdict,
-            what: what.to_owned(),
-            found: found.into(),
-            change: change.into(),
-        }
-    }
-
-    fn json(&self) -> Value {
-        json!({
-            "what": self.what,
-            "verdict": self.verdict.word().to_ascii_lowercase(),
-            "found": self.found,
-            "change": self.change,
-        })
-    }
-
-    fn lines(&self, width: usize) -> Vec<String> {
-        let mut lines = Vec::new();
-        let mut head = format!("{:<5}", self.verdict.word());
-        for line in wrapped(&format!("{}: {}", self.what, self.found), width.saturating_sub(5)) {
-            lines.push(format!("{head}{line}"));
-            head = " ".repeat(5);
-        }
-        if !self.change.is_empty() {
-            lines.extend(wrapped(&format!("     -> {}", self.change), width));
-        }
-        lines
-    }
 }
 
 /// Runs the command.

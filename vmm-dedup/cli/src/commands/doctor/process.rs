@@ -1,6 +1,6 @@
 //! A running VMM: what would keep its VM from being deduplicated.
 
-use super::{Finding, Verdict};
+use super::finding::{Finding, Verdict};
 use std::fs;
 use std::path::{Path, PathBuf};
 use vmm_dedup_host::Failure;

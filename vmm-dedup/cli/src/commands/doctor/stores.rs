@@ -1,6 +1,6 @@
 //! The stores, and the VMs on them.
 
-use super::{Finding, Verdict};
+use super::finding::{Finding, Verdict};
 use std::time::Duration;
 use vmm_dedup_host::silence::Silence;
 use vmm_dedup_host::units::{count, pages_mib, span};
