@@ -4,14 +4,15 @@
 use crate::config::Setup;
 use crate::error::Error;
 use crate::supervisor::{Options, Supervisor};
-use crate::sync::{Mutex, lock};
 use std::io;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 static SUPERVISOR: OnceLock<Supervisor> = OnceLock::new();
 
-/// VMs that began so far.
-static BEGUN: Mutex<u64> = Mutex::new(0);
+/// The number of the next VM. Which one there is the supervisor's thread knows: nobody holds a lock while that works, or drops what it
+/// kept.
+static NEXT: AtomicU64 = AtomicU64::new(1);
 
 /// Makes the process's supervisor, from a thread that is not restricted. If there is one already this does nothing.
 ///
@@ -40,27 +41,21 @@ pub fn supervisor() -> &'static Supervisor {
 /// # Errors
 /// Those of [`Supervisor::attach`]; then there is no VM.
 pub fn attach(setup: Setup) -> Result<Attached, Error> {
-    let (mut begun, supervisor) = (lock(&BEGUN), supervisor());
-    // An error changes nothing: the VM has ended all the same.
-    let _ = supervisor.detach(false);
-    *begun += 1;
-    supervisor.attach(setup)?;
-    Ok(Attached(*begun))
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    supervisor().replace(number, setup)?;
+    Ok(Attached(number))
 }
 
 /// A VM that has begun, and ends where this is dropped ([`Supervisor::detach`] without unmerging): when no vCPU runs any more.
-/// The supervisor keeps the VM's memory until then.
+/// The supervisor keeps the VM's memory until then. If another VM has begun meanwhile, this one has ended before, and nothing happens.
+/// In the supervisor's own thread (see [`Supervisor`]) the VM ends behind what that thread does.
 #[derive(Debug)]
 #[must_use = "the VM ends where this is dropped"]
 pub struct Attached(u64);
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        let begun = lock(&BEGUN);
-        // If another VM has begun, this one has ended before. Errors: as in `attach`.
-        if *begun == self.0 {
-            let _ = supervisor().detach(false);
-        }
+        supervisor().end_of(self.0);
     }
 }
 
@@ -96,6 +91,42 @@ mod tests {
         drop(vm);
         assert_ne!(supervisor().status(), Status::Detached, "the next one goes on");
         drop(next);
+        assert_eq!(supervisor().status(), Status::Detached);
+        // One that began in another way is nobody's.
+        let ended = attach(nowhere()).unwrap();
+        supervisor().detach(false).unwrap();
+        supervisor().attach(nowhere()).unwrap();
+        drop(ended);
+        assert_ne!(supervisor().status(), Status::Detached);
+        supervisor().detach(false).unwrap();
+    }
+
+    #[test]
+    fn a_vm_may_end_in_the_supervisors_thread_while_another_begins() {
+        let nowhere = || Setup::new("/nonexistent/store.sock");
+        let vm = attach(nowhere()).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let (works, working) = std::sync::mpsc::channel();
+        let worker = std::thread::spawn(move || {
+            supervisor().with_service(move |_| {
+                works.send(()).unwrap();
+                told.recv().unwrap();
+                drop(vm);
+            })
+        });
+        working.recv().unwrap();
+        let beginner = std::thread::spawn(move || attach(nowhere()));
+        // By then it waits for the thread.
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        tell.send(()).unwrap();
+        assert_eq!(worker.join().unwrap(), Some(()));
+        let next = beginner.join().unwrap().unwrap();
+        // The end of the first one has been read by now.
+        assert_eq!(supervisor().with_service(|_| ()), Some(()));
+        assert_ne!(supervisor().status(), Status::Detached, "the next one goes on");
+        // Alone it ends there as well.
+        supervisor().with_service(move |_| drop(next)).unwrap();
+        assert_eq!(supervisor().with_service(|_| ()), Some(()));
         assert_eq!(supervisor().status(), Status::Detached);
     }
 }

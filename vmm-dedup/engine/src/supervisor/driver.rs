@@ -28,6 +28,8 @@ pub(crate) struct Driver {
     engines: Engines,
     lifecycle: Lifecycle,
     setup: Setup,
+    /// Of the VM, if it has one.
+    number: Option<u64>,
     service: Option<DedupService>,
     /// Tells the store why there is no service, with what it tells: the reason, and pages of how many.
     refused: Option<(Refused, Refusal, u64)>,
@@ -61,6 +63,7 @@ impl Driver {
             engines,
             lifecycle: Lifecycle::new(settle, vouch),
             setup: Setup::default(),
+            number: None,
             service: None,
             refused: None,
             keeps: Vec::new(),
@@ -101,6 +104,13 @@ impl Driver {
         let ends = matches!(letter, Letter::Event(Event::Detach { .. }));
         let handled = match letter {
             Letter::Attach(fallback, configure) => self.attach(*fallback, configure),
+            Letter::Replace(number, checked) => self.replace(number, *checked),
+            Letter::EndOf(number) => {
+                if self.number == Some(number) {
+                    self.end_vm();
+                }
+                Ok(())
+            }
             Letter::Add(spans, keep) => self.add(spans, keep),
             Letter::Event(event) => self.lifecycle.handle(event, Instant::now()),
             Letter::PinWhile(still) => {
@@ -169,13 +179,31 @@ impl Driver {
             Err(refusal) => (fallback, Some(refusal)),
         };
         let enabled = setup.config.enabled;
-        self.setup = setup;
+        (self.setup, self.number) = (setup, None);
         self.lifecycle.handle(Event::Attach { enabled }, Instant::now())?;
         let Some(refusal) = wrong else {
             return Ok(());
         };
         self.work_off(false);
         self.lifecycle.handle(Event::Refuse(refusal), Instant::now())
+    }
+
+    fn replace(&mut self, number: u64, checked: Result<Setup, Error>) -> Result<(), Error> {
+        self.end_vm();
+        let setup = checked?;
+        self.attach(setup.clone(), Box::new(|| Ok(setup)))?;
+        self.number = Some(number);
+        Ok(())
+    }
+
+    /// The VM ends, if there is one, whatever fails of that.
+    fn end_vm(&mut self) {
+        let _ = self
+            .lifecycle
+            .handle(Event::Detach { unmerge: false }, Instant::now());
+        self.work_off(false);
+        (self.failed, self.account, self.number) = (None, None, None);
+        self.keeps.clear();
     }
 
     fn add(&mut self, spans: Vec<Span>, keep: Option<Keep>) -> Result<(), Error> {

@@ -220,8 +220,8 @@ impl Lifecycle {
             Event::LeaveAlone(range, refusal) => {
                 self.release_again(|region| region.span.overlaps(&range));
                 self.all_meet(Happens::Refuse, |region| region.span.overlaps(&range));
-                // A VM that is refused as a whole keeps its reason.
-                if self.phase == Phase::Attached {
+                // A VM that is refused as a whole keeps its reason, and of memory that is not known there is nothing to be said.
+                if self.phase == Phase::Attached && self.regions.iter().any(|r| r.span.overlaps(&range)) {
                     self.say(refusal);
                 }
             }
@@ -343,31 +343,35 @@ impl Lifecycle {
     }
 
     fn add(&mut self, span: Span, now: Instant) {
-        let known = self.regions.iter_mut().find(|r| r.span.overlaps(&span.range));
-        match known {
-            // Until the service has it, more may be known of where the guest sees it.
-            Some(region) if region.span.range == span.range && region.place == RegionState::Wanted => {
-                region.span = span;
-            }
-            Some(_) => {}
-            None => {
-                let place = match self.phase {
-                    Phase::Retired => RegionState::Refused,
-                    _ => RegionState::Wanted,
-                };
-                let due = Some(now + self.settle);
-                self.regions.push(Region {
-                    span,
-                    place,
-                    due,
-                    on_loan: false,
-                    half_released: false,
-                });
-            }
+        // Until the service has it, more may be known of where the guest sees it.
+        let same = |r: &&mut Region| r.span.range == span.range && r.place == RegionState::Wanted;
+        if let Some(region) = self.regions.iter_mut().find(same) {
+            region.span = span;
+            return;
         }
+        let place = match self.phase {
+            Phase::Retired => RegionState::Refused,
+            _ => RegionState::Wanted,
+        };
+        // What is known already stays as it is, whatever becomes of it; the service has no page twice.
+        let mut parts = vec![span];
+        for region in &self.regions {
+            let new = |part: Span| part.without(&region.span.range);
+            parts = parts.into_iter().flat_map(new).collect();
+        }
+        self.regions.extend(parts.into_iter().map(|span| Region {
+            span,
+            place,
+            due: Some(now + self.settle),
+            on_loan: false,
+            half_released: false,
+        }));
     }
 
     fn remove(&mut self, gone: &Range<usize>) {
+        if gone.is_empty() {
+            return;
+        }
         self.if_served(Effect::Remove(gone.clone()));
         self.effects.push_back(Effect::Forget(gone.clone()));
         let regions = std::mem::take(&mut self.regions);

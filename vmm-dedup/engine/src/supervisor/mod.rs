@@ -28,7 +28,7 @@
 //! | call | before `attach` | while it starts, or waits | while it serves | when the VM is refused |
 //! | --- | --- | --- | --- | --- |
 //! | `attach` | begins | `Attached` | `Attached` | `Attached` |
-//! | `add_*` | `Detached`, if anybody asks (`start`) | noted; twice: once | added; twice: once | noted |
+//! | `add_*` | `Detached`, if anybody asks (`start`) | noted, what is new of it | added, what is new of it | noted |
 //! | `remove_range` | nothing | forgotten | forgotten | forgotten by the discarder |
 //! | `lend`, `take_back` | nothing | tried later, at once | released, resumed | nothing |
 //! | `pin`, `unpin` | counted | counted; nothing starts meanwhile | counted; all released, resumed | counted |
@@ -42,6 +42,9 @@
 //! | `set`, `pass` | `Detached` | `Detached` | done | `Detached` |
 //! | `pause`, `resume` | remembered | remembered | done | nothing |
 //! | `detach` | ends a pause | ends | stopped | ends |
+//!
+//! Ranges need not be those that were added. `add_*` of memory that is known in part adds what is not known yet, and leaves the rest as
+//! it stands. The others concern every region that has a byte in common with the range; an empty range has none, and changes nothing.
 //!
 //! A call that has to wait for the thread waits for what it does now, at most a question to a store that hangs (5 s). Pins are the
 //! devices', not the VM's: `detach` leaves them, and the next VM begins pinned.
@@ -199,6 +202,23 @@ impl Supervisor {
         self.ask(Letter::Attach(fallback, Box::new(|| Ok(setup)))).0
     }
 
+    /// A VM begins under a number, and one that there is ends first, whether the settings are right or not.
+    pub(crate) fn replace(&self, number: u64, setup: Setup) -> Result<(), Error> {
+        let checked = setup.check(&self.engines).map(|()| setup);
+        self.ask(Letter::Replace(number, Box::new(checked))).0
+    }
+
+    /// The VM of that number ends, if no other has begun. In the supervisor's own thread it ends behind what that does now.
+    pub(crate) fn end_of(&self, number: u64) {
+        let letter = Letter::EndOf(number);
+        if self.is_own_thread() {
+            return self.post(letter);
+        }
+        if self.ask(letter).0.is_err() {
+            self.shared.discarder.forget(0, usize::MAX);
+        }
+    }
+
     /// The same where settings are read in the supervisor's thread, and this one does not wait for it. If they are wrong the VM
     /// is refused, by the name and at the store of `fallback`.
     pub fn attach_with(
@@ -272,12 +292,15 @@ impl Supervisor {
     }
 
     /// Memory is about to be unmapped or replaced: when this returns nothing of ours touches it any more. The range may be any
-    /// part of the VM's memory.
+    /// part of the VM's memory, or more; pages that it touches go whole. An empty one is nothing.
     ///
     /// # Errors
     /// [`Error::Stopped`]: the service had died. It does not touch the memory either. (In the supervisor's own thread: nothing was
     /// done, and the memory must stay.)
     pub fn remove_range(&self, range: Range<usize>) -> Result<(), Error> {
+        if range.is_empty() {
+            return Ok(());
+        }
         let end = range.end.checked_next_multiple_of(PAGE_SIZE);
         let end = end.unwrap_or(usize::MAX / PAGE_SIZE * PAGE_SIZE);
         let range = range.start / PAGE_SIZE * PAGE_SIZE..end;

@@ -62,6 +62,10 @@ pub(crate) type Keep = Box<dyn Any + Send>;
 pub(crate) enum Letter {
     /// A VM begins; what to fall back on where its setup is wrong.
     Attach(Box<Setup>, Configure),
+    /// A VM begins under a number, and one that there is ends first.
+    Replace(u64, Box<Result<Setup, Error>>),
+    /// The VM of that number ends, if it has not ended.
+    EndOf(u64),
     /// It has memory, which something may keep alive.
     Add(Vec<Span>, Option<Keep>),
     /// Something happened.
@@ -80,6 +84,8 @@ impl fmt::Debug for Letter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Attach(..) => "Attach",
+            Self::Replace(..) => "Replace",
+            Self::EndOf(_) => "EndOf",
             Self::Add(..) => "Add",
             Self::Event(_) => "Event",
             Self::PinWhile(_) => "PinWhile",

@@ -79,6 +79,20 @@ fn memory_is_kept_for_a_vm_only() {
 }
 
 #[test]
+fn an_empty_range_is_nothing_even_within_a_page() {
+    let supervisor = supervisor();
+    let page = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 4096)]).unwrap();
+    let page = Arc::new(page);
+    supervisor.attach(nowhere()).unwrap();
+    supervisor.add_memory(page.clone()).unwrap();
+    let start = HostRange::of_guest_memory(&*page).unwrap()[0].addresses().start;
+    supervisor.remove_range(start + 5..start + 5).unwrap();
+    assert_eq!(Arc::strong_count(&page), 2, "it is kept still");
+    supervisor.remove_range(start + 5..start + 6).unwrap();
+    assert_eq!(Arc::strong_count(&page), 1, "the page has gone");
+}
+
+#[test]
 fn a_call_from_the_supervisors_own_thread_waits_for_nobody() {
     let supervisor = Arc::new(supervisor());
     let theirs = supervisor.clone();

@@ -12,8 +12,9 @@ pub(crate) struct Span {
 }
 
 impl Span {
+    /// Whether they have a byte in common: an empty range has none.
     pub(super) fn overlaps(&self, other: &Range<usize>) -> bool {
-        self.range.start < other.end && other.start < self.range.end
+        !other.is_empty() && self.range.start < other.end && other.start < self.range.end
     }
 
     /// Its parts in front of and behind what goes.

@@ -366,6 +366,49 @@ fn removed_memory_is_forgotten_by_all_and_its_rest_stays() {
 }
 
 #[test]
+fn of_memory_that_is_known_in_part_the_rest_is_added() {
+    let part = |range: Range<usize>| Span {
+        guest_address: Some(range.start as u64),
+        range,
+    };
+    let mut world = World::serving();
+    world.tell(Event::Add(span(2)));
+    // In front, between and behind; nothing of it twice.
+    let all = part(0..4 * MIB);
+    assert_eq!(
+        world.tell(Event::Add(all.clone())),
+        [Effect::Add(span(1)), Effect::Add(span(3))]
+    );
+    assert_eq!(world.tell(Event::Add(all)), []);
+    assert_eq!(world.tell(Event::Add(part(MIB / 2..MIB))), []);
+    // What is refused stays refused, whatever is added around it.
+    world.tell(Event::LeaveAlone(0..MIB, refusal::protected()));
+    assert_eq!(world.tell(Event::Add(part(0..MIB))), []);
+    assert_eq!(
+        world.tell(Event::Add(part(3 * MIB..5 * MIB))),
+        [Effect::Add(span(4))]
+    );
+}
+
+#[test]
+fn an_empty_range_is_nothing() {
+    let middle = MIB / 2;
+    #[allow(clippy::reversed_empty_ranges)] // what a caller may give all the same
+    for empty in [0..0, middle..middle, MIB..MIB, middle..0] {
+        let mut world = World::serving();
+        for event in [
+            Event::Lend(empty.clone(), Lease::UntilTakenBack),
+            Event::TakeBack(empty.clone()),
+            Event::Remove(empty.clone()),
+            Event::LeaveAlone(empty.clone(), refusal::protected()),
+        ] {
+            assert_eq!(world.tell(event), [], "{empty:?}");
+        }
+        assert_eq!(world.places(), [RegionState::Active]);
+    }
+}
+
+#[test]
 fn detaching_ends_everything_and_the_next_vm_begins_anew() {
     let mut world = World::serving();
     world.tell(Event::Pause);
@@ -447,7 +490,10 @@ fn any_event() -> impl Strategy<Value = Event> {
     let range = (0..4usize, 1..3usize).prop_map(|(at, len)| at * MIB..(at + len) * MIB);
     prop_oneof![
         any::<bool>().prop_map(|enabled| Event::Attach { enabled }),
-        (0..4usize).prop_map(|at| Event::Add(span(at))),
+        (0..8usize, 1..4usize).prop_map(|(at, len)| Event::Add(Span {
+            range: at * MIB / 2..(at + len) * MIB / 2,
+            guest_address: None,
+        })),
         Just(Event::Hurry),
         range.clone().prop_map(Event::Remove),
         (range.clone(), any::<bool>()).prop_map(|(range, forever)| {
