@@ -24,10 +24,7 @@ pub(crate) fn starts(
 ) -> Result<Tools, Failure> {
     kvm::need()?;
     let tools = Tools::find(plan)?;
-    for vm in vms {
-        let checked = check_vm(vm, directory, leftovers);
-        checked.map_err(|e| Failure::new(format!("VM {:?}: {e}", vm.name)))?;
-    }
+    files(vms, directory, leftovers)?;
     for store in stores {
         check_store(store)?;
     }
@@ -35,6 +32,14 @@ pub(crate) fn starts(
         check_names(store, vms)?;
     }
     Ok(tools)
+}
+
+/// What these VMs are started from is there, and what they will make is not.
+pub(crate) fn files(vms: &[&VmPlan], directory: &Directory, leftovers: &[PathBuf]) -> Result<(), Failure> {
+    vms.iter().try_for_each(|vm| {
+        let checked = check_vm(vm, directory, leftovers);
+        checked.map_err(|e| Failure::new(format!("VM {:?}: {e}", vm.name)))
+    })
 }
 
 fn check_vm(vm: &VmPlan, directory: &Directory, leftovers: &[PathBuf]) -> Result<(), String> {

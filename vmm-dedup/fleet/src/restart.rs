@@ -123,6 +123,8 @@ fn fleet(plan: Plan, state: State, directory: Locked, vms: &[&VmPlan]) -> Result
         .filter(|vm| !replaced.clone().any(|old| old.name == vm.name))
         .copied()
         .collect();
+    // Before one is ended of which the next could not be started.
+    check::files(vms, &directory, &leftovers)?;
     check::starts(&plan, &fresh, &[], &directory, &leftovers)?;
     let tools = crate::program::Tools::find(&plan)?;
     Ok(Fleet {

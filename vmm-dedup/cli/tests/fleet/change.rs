@@ -166,6 +166,31 @@ fn a_vm_that_cannot_start_later_leaves_the_others_alone() {
 }
 
 #[test]
+fn a_vm_whose_next_kernel_is_missing_is_not_ended_by_a_restart() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(TWO);
+    host.must("up", &[]);
+    let before = pids(&host);
+    edit(
+        &host,
+        "vmm = \"reference\"\ndedup",
+        "vmm = \"reference\"\nkernel = \"gone.elf\"\ndedup",
+    );
+
+    let (error, code) = Host::failure(&host.run("restart", &["pay-1"]));
+
+    assert!(
+        error.contains("VM \"pay-1\": cannot open the kernel") && code == 1,
+        "{error}"
+    );
+    assert_eq!(pids(&host), before);
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
 fn a_frozen_vm_is_told_and_can_be_started_anew() {
     if !kvm_is_there() {
         return;
