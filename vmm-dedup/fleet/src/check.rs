@@ -7,9 +7,12 @@ use std::fs::{File, OpenOptions};
 use std::net::TcpListener;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 use vmm_dedup_host::store::listens;
 use vmm_dedup_host::{Failure, account, kvm};
 
+/// How long a store may take to notice that a VM has ended, whose name is to be used again.
+const NOTICED: Duration = Duration::from_secs(1);
 /// Longest path of a Unix socket: sockaddr_un holds 108 bytes with the terminating zero.
 const SOCKET_PATH: usize = 107;
 
@@ -93,23 +96,29 @@ fn fail(store: &StorePlan, text: &str) -> Failure {
     Failure::new(format!("the store of domain {:?}: {text}", store.domain))
 }
 
-/// The names of these VMs are free in a store that runs.
+/// The names of these VMs are free in a store that runs, or soon are: of VMs that have just ended.
 fn check_names(store: &StorePlan, vms: &[&VmPlan]) -> Result<(), Failure> {
-    let Ok((_, connected)) = account::of_store(&store.socket) else {
-        return Ok(());
-    };
-    let merges_there = |vm: &&&VmPlan| vm.dedup.is_some() && vm.domain == store.domain;
-    let mut vms = vms.iter().filter(merges_there);
-    match vms.find(|vm| connected.iter().any(|other| other.name == vm.name)) {
-        None => Ok(()),
-        Some(vm) => Err(fail(
-            store,
-            &format!(
-                "a VM {:?} is connected to it already: choose another name",
-                vm.name
-            ),
-        )),
+    let begun = Instant::now();
+    loop {
+        let Some(name) = taken_name(store, vms) else {
+            return Ok(());
+        };
+        if begun.elapsed() > NOTICED {
+            let text = format!("a VM {name:?} is connected to it already: choose another name");
+            return Err(fail(store, &text));
+        }
+        std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+/// A name of these VMs that one has which is connected to the store.
+fn taken_name<'a>(store: &StorePlan, vms: &[&'a VmPlan]) -> Option<&'a str> {
+    let (_, connected) = account::of_store(&store.socket).ok()?;
+    let merge_there = vms
+        .iter()
+        .filter(|vm| vm.dedup.is_some() && vm.domain == store.domain);
+    let mut names = merge_there.map(|vm| vm.name.as_str());
+    names.find(|name| connected.iter().any(|other| other.name == *name))
 }
 
 /// Either a store of this release runs there, or one can be started.
