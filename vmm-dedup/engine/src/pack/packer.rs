@@ -323,14 +323,17 @@ impl Packer {
             error,
             "it was tried again until it worked",
         );
-        // The VMM has unmapped or replaced it without telling, and so has given it up; or our registration has ended.
-        let not_ours = matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINVAL));
-        not_ours
-            && (!vma::is_mapped(address, PAGE_SIZE)
-                || self
-                    .uffd
-                    .register(address, PAGE_SIZE, Mode::Missing)
-                    .is_err_and(|error| is_foreign(&error)))
+        match error.raw_os_error() {
+            // Nothing is registered there with anybody (mm/userfaultfd.c, uffd_mfill_lock). Only the packer ends its registrations, of
+            // places whose page is not in the table: so the VMM has unmapped the place or mapped something else there without
+            // telling, and what is there now must never get old bytes.
+            Some(libc::ENOENT) => true,
+            Some(libc::EINVAL) => {
+                let again = || self.uffd.register(address, PAGE_SIZE, Mode::Missing);
+                !vma::is_mapped(address, PAGE_SIZE) || again().is_err_and(|error| is_foreign(&error))
+            }
+            _ => false,
+        }
     }
 
     /// Ends the registrations of pages of which nothing is packed any more, and tries that until it works.

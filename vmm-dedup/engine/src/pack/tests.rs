@@ -283,6 +283,23 @@ fn a_fault_that_is_read_late_fills_no_place_that_is_not_the_packers_any_more() {
     assert!((0..PAGES).all(|page| guest.holds(page, 0)));
 }
 
+/// As a VMM does that maps something else there without telling.
+#[test]
+#[allow(unsafe_code)] // maps memory over the guest's
+fn memory_that_replaced_a_packed_page_gets_no_old_bytes() {
+    let Some(mut guest) = Guest::new() else { return };
+    let _watchdog = Watchdog::start(PATIENCE, || ());
+    guest.pack(0..8);
+    let address = guest.area.base() + bytes(3);
+    // SAFETY: a page of the test's own area, to which there are no references.
+    unsafe { vma::renew(address, PAGE_SIZE) }.unwrap();
+    let packer = guest.packer.clone();
+    packer.bring_back(&(3..4));
+    assert!((0..WORDS).all(|word| guest.word(3, word).load(Ordering::Relaxed) == 0));
+    guest.fill(3, 0);
+    assert!((0..PAGES).all(|page| guest.holds(page, 0)));
+}
+
 #[test]
 fn a_panic_while_pages_are_compared_leaves_the_guest_whole() {
     let Some(mut guest) = Guest::new() else { return };
