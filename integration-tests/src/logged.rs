@@ -39,6 +39,12 @@ impl Logged {
         self.lines().iter().any(has_all)
     }
 
+    /// How many lines have this text.
+    #[must_use]
+    pub fn count(&self, text: &str) -> usize {
+        self.lines().iter().filter(|line| line.contains(text)).count()
+    }
+
     fn lines(&self) -> MutexGuard<'_, Vec<String>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -11,8 +11,10 @@ use vmm_dedup::compare::conformance;
 use vmm_dedup::compare::conformance::doubles::{Double, Faults};
 use vmm_dedup::compare::{Cpu, Entry, KeyKind};
 use vmm_dedup::{Breaks, Config, DedupService, Engines, Error, ServiceStats, Verification};
-use vmm_dedup_dsa::{DsaEngine, Options};
+use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, Wanted};
+use vmm_dedup_dsa_model::{Shape, Timing};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, wait};
+use vmm_dedup_integration_tests::logged::Logged;
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::twins::{PAGES, content, expected, guest, holds, merged};
@@ -360,6 +362,51 @@ fn verifiers_that_fail_cost_time_and_no_byte() {
             assert_eq!(stats.verify_failures_total > 0, fails, "{faults:?}: {stats:?}");
         }
     }
+}
+
+/// The last queue of a device is lost in the middle of a window.
+#[test]
+fn a_dsa_that_dies_costs_no_merge_and_is_told_once() {
+    need_userfaultfd!();
+    let make = |_: Option<&Path>| {
+        let faults = vmm_dedup_dsa_model::Faults {
+            halts_after: Some(50),
+            halts_for_good: true,
+            ..vmm_dedup_dsa_model::Faults::default()
+        };
+        let shape = Shape::sapphire_rapids();
+        let queue = InProcess::new(shape, Timing::NONE, faults, Reach::Process, Wanted::default());
+        let queue = queue.map_err(|error| vmm_dedup::compare::Error::Device(error.to_string()))?;
+        let options = Options {
+            hybrid: false,
+            only_if_sooner: false,
+            ..Options::default()
+        };
+        Ok(Box::new(DsaEngine::new(vec![Box::new(queue)], options)?) as _)
+    };
+    let engines = engines_with("dying", Entry::new().verify(make));
+    let store = StoreThread::start();
+    let pages = Pages::map(400);
+    (0..400).for_each(|page| pages.fill(page, page as u64 / 2 + 1));
+    let logged = Logged::begin();
+    let config = config("a", "dying", None, PATIENT);
+    let service = pages.serve_with(&store.socket(), config, 0, engines);
+    let service = service.expect("dedup starts");
+    // Fewer than those after which another device is tried.
+    (0..30).for_each(|_| _ = service.pass().expect("a pass"));
+    let stats = service.stats();
+    assert_eq!(
+        (stats.pages_mapped, &*stats.verify.text()),
+        (400, "cpu"),
+        "{stats:?}"
+    );
+    assert_eq!(
+        (stats.verify_failures_total, stats.verify_device.queues_lost),
+        (1, 1)
+    );
+    assert_eq!(logged.count("halted"), 1);
+    assert!(logged.says(&["no verification by dying", "dsa-model", "halted until"]));
+    assert!((0..400).all(|page| pages.holds(page, page as u64 / 2 + 1)));
 }
 
 /// One window waits for it, for as long as it may; the others are the CPU's.

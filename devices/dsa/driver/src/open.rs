@@ -40,13 +40,17 @@ pub fn open(node: Option<&Path>) -> Answer<Vec<Box<dyn WorkQueue>>> {
         };
         return Err(failed(format!("no DSA work queue can be used: {why}")));
     }
-    let here = this_node();
-    let near = |queue: &Node| here.is_some() && queue.limits().node == here;
-    if opened.iter().any(near) {
-        opened.retain(near);
-    }
+    keep_near(&mut opened, this_node(), |queue| queue.limits().node);
     let boxed = |node: Node| Box::new(node) as Box<dyn WorkQueue>;
     Ok(opened.into_iter().map(boxed).collect())
+}
+
+/// Leaves out what is on other NUMA nodes, if anything is on this one.
+fn keep_near<Q>(queues: &mut Vec<Q>, here: Option<u32>, node: impl Fn(&Q) -> Option<u32>) {
+    let near = |queue: &Q| here.is_some() && node(queue) == here;
+    if queues.iter().any(near) {
+        queues.retain(near);
+    }
 }
 
 /// A model in this process, of Sapphire Rapids with its published latency and bandwidth, which reads this process's memory.
@@ -91,6 +95,21 @@ mod tests {
             .err()
             .map(|error| error.to_string());
         assert!(error.is_some_and(|text| text.contains("wq99.9")));
+    }
+
+    #[test]
+    fn queues_of_this_node_are_taken_and_others_if_there_are_none() {
+        // Each by its node, which the kernel does not tell of the last one.
+        let all = [Some(0), Some(1), Some(1), None];
+        let kept = |here| {
+            let mut queues = all.to_vec();
+            keep_near(&mut queues, here, |node| *node);
+            queues
+        };
+        assert_eq!(kept(Some(1)), [Some(1), Some(1)]);
+        assert_eq!(kept(Some(0)), [Some(0)]);
+        assert_eq!(kept(Some(7)), all);
+        assert_eq!(kept(None), all);
     }
 
     #[test]

@@ -146,13 +146,15 @@ impl DsaEngine {
             .map(|(at, _)| at)
     }
 
-    /// Leaves a queue out.
+    /// Leaves a queue out. Of the last one the error tells that the next call ends with, which the service logs.
     fn give_up(&mut self, at: usize, trouble: &Trouble) {
         if let Some(channel) = self.channels[at].take() {
             let (name, left) = (channel.name(), self.live().count());
-            self.notes.push(format!(
-                "DSA's {name} is given up, {left} queues are left: {trouble}"
-            ));
+            if left > 0 {
+                self.notes.push(format!(
+                    "DSA's {name} is given up, {left} queues are left: {trouble}"
+                ));
+            }
             self.past = self.past.and(channel.work());
             self.past.queues_lost += 1;
             self.orphans.extend(channel.open_tags());

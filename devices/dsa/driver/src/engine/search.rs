@@ -6,6 +6,8 @@
 
 use super::DsaEngine;
 use super::page::PAGE;
+use crate::channel::Channel;
+use crate::instructions::fetch;
 use std::cmp::Ordering;
 use std::sync::atomic::Ordering as Memory;
 use vmm_dedup::compare::{Answer, Error, Meanwhile, PageId, PageView, Pages, Searched, TreeSearch};
@@ -13,9 +15,14 @@ use vmm_dedup_dsa_abi::{Comparison, CompletionRecord, Descriptor};
 use vmm_dedup_protocol::tree::{MAX_STEPS, Node, TreeReader};
 
 const LINE_WORDS: usize = 8;
+/// Walks that the CPU leads down side by side: while one of them waits for a line of memory, the others go on.
+const ABREAST: usize = 16;
 
 /// A page by its number, and as the CPU sees it.
 type Seen<'p> = (PageId, &'p PageView);
+
+/// A page of the tree, and the children of its node: of smaller content, and of greater.
+type There<'p> = (&'p PageView, (Option<Node>, Option<Node>));
 
 /// A candidate on its way down.
 struct Walk<'p> {
@@ -25,6 +32,8 @@ struct Walk<'p> {
     view: &'p PageView,
     node: Node,
     steps: usize,
+    /// It is at its end, and what it found is known.
+    over: bool,
 }
 
 /// Compares the words of two pages from one of these on; those of `words` only.
@@ -123,52 +132,95 @@ impl DsaEngine {
         (orders, keys)
     }
 
-    /// Walks as far as the first lines tell the order. Returns whether the walk has come to a node that they do not.
-    fn walk_by_first_lines(
+    /// Walks as far as the first lines tell the order, [`ABREAST`] walks side by side. `ended` is told of those that have come
+    /// to their end without a twin, or to a page that there is not; the others are at nodes whose first lines are equal.
+    fn walk_by_first_lines<'p>(
         &mut self,
-        walk: &mut Walk<'_>,
+        walks: &mut [Walk<'p>],
         pages: &dyn Pages,
         tree: TreeReader<'_>,
-    ) -> Answer<bool> {
-        while self.options.hybrid && walk.steps < MAX_STEPS {
-            let id = PageId::of_node(walk.node);
-            let other = pages.view(id).ok_or(Error::Fault(id))?;
-            if !self.may_read(id) {
-                return Err(Error::Fault(id));
+        mut ended: impl FnMut(&Walk<'p>, Answer<()>),
+    ) {
+        let mut end = |walk: &mut Walk<'p>, answer: Answer<()>| {
+            walk.over = true;
+            ended(walk, answer);
+        };
+        if !self.options.hybrid {
+            let late = |walk: &&mut Walk<'_>| walk.steps >= MAX_STEPS;
+            walks.iter_mut().filter(late).for_each(|walk| end(walk, Ok(())));
+            return;
+        }
+        let direct = self.live().all(Channel::uses_process_addresses);
+        let mut compared = 0;
+        for group in walks.chunks_mut(ABREAST) {
+            let mut there: [Option<There<'_>>; ABREAST] = [None; ABREAST];
+            for (walk, there) in group.iter_mut().zip(&mut there) {
+                match self.arrive(walk, pages, tree, direct) {
+                    Ok(at) => *there = Some(at),
+                    Err(error) => end(walk, Err(error)),
+                }
             }
-            let order = order_of_words(walk.view, other, 0..LINE_WORDS);
-            if order.is_eq() {
-                return Ok(true);
-            }
-            self.account.comparisons += 1;
-            self.account.lines += 2;
-            self.account.bytes += 128;
-            match step(tree, walk.node, order) {
-                Some(next) => (walk.node, walk.steps) = (next, walk.steps + 1),
-                None => return Ok(false),
+            let mut any = true;
+            while std::mem::take(&mut any) {
+                for (walk, there) in group.iter_mut().zip(&mut there) {
+                    let Some((page, (less, more))) = there.take() else {
+                        continue;
+                    };
+                    let next = match order_of_words(walk.view, page, 0..LINE_WORDS) {
+                        Ordering::Equal => continue,
+                        Ordering::Less => less,
+                        Ordering::Greater => more,
+                    };
+                    compared += 1;
+                    let Some(node) = next.filter(|_| walk.steps + 1 < MAX_STEPS) else {
+                        end(walk, Ok(()));
+                        continue;
+                    };
+                    (walk.node, walk.steps) = (node, walk.steps + 1);
+                    match self.arrive(walk, pages, tree, direct) {
+                        Ok(at) => (*there, any) = (Some(at), true),
+                        Err(error) => end(walk, Err(error)),
+                    }
+                }
             }
         }
-        Ok(walk.steps < MAX_STEPS)
+        self.account.comparisons += compared;
+        self.account.lines += 2 * compared;
+        self.account.bytes += 128 * compared;
     }
 
-    /// The nodes that a walk may come to next: its own, and those below it. With first lines looked at, guesses below
+    /// The page of the node that a walk has come to, which is then on its way from memory, and the node's children.
+    fn arrive<'v>(
+        &self,
+        walk: &Walk<'_>,
+        pages: &'v dyn Pages,
+        tree: TreeReader<'_>,
+        direct: bool,
+    ) -> Answer<There<'v>> {
+        let id = PageId::of_node(walk.node);
+        let page = pages.view(id).filter(|_| direct || self.may_read(id));
+        let page = page.ok_or(Error::Fault(id))?;
+        fetch(page);
+        Ok((page, tree.children(walk.node)))
+    }
+
+    /// Adds the nodes that a walk may come to next: its own, and those below it. With first lines looked at, guesses below
     /// would be wasted: most of them those lines would have decided.
-    fn guesses(&self, walk: &Walk<'_>, tree: TreeReader<'_>) -> Vec<Node> {
+    fn guess(&self, walk: &Walk<'_>, tree: TreeReader<'_>, nodes: &mut Vec<Node>) {
         let levels = if self.options.hybrid {
             1
         } else {
             self.options.levels.clamp(1, 4)
         };
-        let (mut all, mut level) = (vec![walk.node], vec![walk.node]);
+        let mut level = nodes.len()..nodes.len() + 1;
+        nodes.push(walk.node);
         for _ in 1..levels {
-            let below = level.iter().flat_map(|node| {
-                let (less, more) = tree.children(*node);
-                [less, more].into_iter().flatten()
-            });
-            level = below.collect();
-            all.extend(&level);
+            for at in level.clone() {
+                let (less, more) = tree.children(nodes[at]);
+                nodes.extend([less, more].into_iter().flatten());
+            }
+            level = level.end..nodes.len();
         }
-        all
     }
 
     /// Walks all candidates down the tree together. Those without a twin are keyed on the way if they are to be.
@@ -202,26 +254,26 @@ impl DsaEngine {
                     view,
                     node,
                     steps: 0,
+                    over: false,
                 });
             }
         }
         while !walks.is_empty() {
-            walks.retain_mut(|walk| match self.walk_by_first_lines(walk, pages, tree) {
-                Ok(goes_on) => {
-                    if !goes_on {
-                        to_key.push((walk.at, (walk.page, walk.view)));
-                    }
-                    goes_on
-                }
-                Err(error) => {
-                    answers[walk.at] = Err(error);
-                    false
-                }
+            self.walk_by_first_lines(&mut walks, pages, tree, |walk, end| match end {
+                Ok(()) => to_key.push((walk.at, (walk.page, walk.view))),
+                Err(error) => answers[walk.at] = Err(error),
             });
-            let guesses: Vec<Vec<Node>> = walks.iter().map(|walk| self.guesses(walk, tree)).collect();
-            let mut pairs = Vec::new();
-            for (walk, nodes) in walks.iter().zip(&guesses) {
-                let others = nodes.iter().filter_map(|node| {
+            walks.retain(|walk| !walk.over);
+            // Those of each walk, one after the other; and where they end.
+            let (mut nodes, mut ends) = (Vec::with_capacity(walks.len()), Vec::with_capacity(walks.len()));
+            for walk in &walks {
+                self.guess(walk, tree, &mut nodes);
+                ends.push(nodes.len());
+            }
+            let of = |walk: usize| if walk == 0 { 0 } else { ends[walk - 1] }..ends[walk];
+            let mut pairs = Vec::with_capacity(nodes.len());
+            for (at, walk) in walks.iter().enumerate() {
+                let others = nodes[of(at)].iter().filter_map(|node| {
                     let id = PageId::of_node(*node);
                     Some((id, pages.view(id)?))
                 });
@@ -232,16 +284,16 @@ impl DsaEngine {
             } else {
                 Vec::new()
             };
-            let of: Vec<Seen<'_>> = now.iter().map(|(_, seen)| *seen).collect();
-            let (orders, keys) = self.orders_and_keys(&pairs, &of, meanwhile);
+            let pages_to_key: Vec<Seen<'_>> = now.iter().map(|(_, seen)| *seen).collect();
+            let (orders, keys) = self.orders_and_keys(&pairs, &pages_to_key, meanwhile);
             for ((at, _), key) in now.into_iter().zip(keys) {
                 answers[at] = Ok(Searched { twin: None, key });
             }
             let mut orders = pairs.iter().map(|(_, (id, _))| *id).zip(orders);
             let mut of_walk = Vec::new();
-            let mut each = guesses.iter();
+            let mut each = 0..walks.len();
             walks.retain_mut(|walk| {
-                let nodes = each.next().map_or(&[][..], |nodes| nodes);
+                let nodes = each.next().map_or(&[][..], |at| &nodes[of(at)]);
                 let there = |node: &&Node| pages.view(PageId::of_node(**node)).is_some();
                 of_walk.clear();
                 of_walk.extend(orders.by_ref().take(nodes.iter().filter(there).count()));

@@ -51,9 +51,17 @@ pub enum NodeError {
     /// The CPU cannot submit.
     #[error("this CPU has no {0}, which this queue's mode needs")]
     Instruction(&'static str),
+    /// Somebody has it.
+    #[error(
+        "{0} is in use: a dedicated queue has one user at a time; configure one for each, or a shared one"
+    )]
+    Busy(PathBuf),
+    /// This user may not open it.
+    #[error("{0} may not be opened by this user: give the node to its group (udev)")]
+    Denied(PathBuf),
     /// Opening failed.
     #[error(
-        "{path} cannot be opened: a dedicated queue has one user at a time, and its node belongs to a group"
+        "{path} cannot be opened: is the process's address space bound to the device (intel_iommu=on,sm_on)?"
     )]
     Open {
         /// The node.
@@ -61,14 +69,36 @@ pub enum NodeError {
         /// Why.
         source: io::Error,
     },
+    /// This process may not map its portal.
+    #[error("the portal of {0} may not be mapped by this process: Linux wants CAP_SYS_RAWIO for that")]
+    Unprivileged(PathBuf),
     /// Mapping failed.
-    #[error("the portal of {path} cannot be mapped: Linux wants CAP_SYS_RAWIO for that")]
+    #[error("the portal of {path} cannot be mapped")]
     Map {
         /// The node.
         path: PathBuf,
         /// Why.
         source: io::Error,
     },
+}
+
+impl NodeError {
+    fn of_open(path: &Path, source: io::Error) -> Self {
+        let path = path.to_owned();
+        match source.raw_os_error() {
+            Some(libc::EBUSY) => Self::Busy(path),
+            Some(libc::EACCES | libc::EPERM) => Self::Denied(path),
+            _ => Self::Open { path, source },
+        }
+    }
+
+    fn of_map(path: &Path, source: io::Error) -> Self {
+        let path = path.to_owned();
+        match source.raw_os_error() {
+            Some(libc::EACCES | libc::EPERM) => Self::Unprivileged(path),
+            _ => Self::Map { path, source },
+        }
+    }
 }
 
 /// A queue by its node.
@@ -143,11 +173,8 @@ impl Node {
 
 impl Open {
     fn new(path: &Path) -> Result<Self, NodeError> {
-        let options = File::options().read(true).write(true).open(path);
-        let file = options.map_err(|source| NodeError::Open {
-            path: path.to_owned(),
-            source,
-        })?;
+        let opened = File::options().read(true).write(true).open(path);
+        let file = opened.map_err(|source| NodeError::of_open(path, source))?;
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let portal = unsafe {
@@ -160,10 +187,7 @@ impl Open {
                 0,
             )
         };
-        let portal = portal.map_err(|errno| NodeError::Map {
-            path: path.to_owned(),
-            source: errno.into(),
-        })?;
+        let portal = portal.map_err(|errno| NodeError::of_map(path, errno.into()))?;
         let portal = NonNull::new(portal.cast()).ok_or_else(|| NodeError::Map {
             path: path.to_owned(),
             source: io::ErrorKind::OutOfMemory.into(),
@@ -434,6 +458,48 @@ mod tests {
         }
         let missing = Node::open(Path::new("/dev/dsa/wq77.0")).unwrap_err().to_string();
         assert!(missing.contains("wq77.0/type cannot be read"), "{missing}");
+    }
+
+    #[test]
+    fn a_node_of_others_is_not_opened_and_the_message_says_whose_leave_is_needed() {
+        /// Linux's overflow user: nobody's.
+        const NOBODY: libc::c_long = 65534;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("wq0.1");
+        std::fs::write(&path, []).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o0)).unwrap();
+        let node = path.clone();
+        let opened = std::thread::spawn(move || {
+            // SAFETY: it takes a number. It is of this thread only, and takes root's rights to files away as well.
+            unsafe { libc::syscall(libc::SYS_setfsuid, NOBODY) };
+            Open::new(&node).map(drop)
+        });
+        let error = opened.join().unwrap().unwrap_err().to_string();
+        assert!(
+            error.ends_with("may not be opened by this user: give the node to its group (udev)"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn what_the_kernel_says_is_told_with_what_to_do() {
+        let path = Path::new("/dev/dsa/wq0.1");
+        let of = |errno| io::Error::from_raw_os_error(errno);
+        for (error, text) in [
+            (NodeError::of_open(path, of(libc::EBUSY)), "one user at a time"),
+            (NodeError::of_open(path, of(libc::ENODEV)), "cannot be opened"),
+            (NodeError::of_map(path, of(libc::EPERM)), "wants CAP_SYS_RAWIO"),
+            (NodeError::of_map(path, of(libc::ENOMEM)), "cannot be mapped"),
+        ] {
+            let error = error.to_string();
+            assert!(
+                error.contains("/dev/dsa/wq0.1") && error.contains(text),
+                "{error}"
+            );
+        }
+        // A file that is none of a device's has no portal.
+        let error = Open::new(Path::new("/dev/null")).unwrap_err();
+        assert!(matches!(error, NodeError::Map { .. }), "{error}");
     }
 
     #[test]
