@@ -1,6 +1,8 @@
 //! What the kernel says to calls that fail in tests, and what the engine tells of them.
 
-use vmm_dedup::{Call, Site};
+use crate::memory::Pages;
+use crate::store::StoreThread;
+use vmm_dedup::{Call, Config, DedupService, Site};
 
 /// What the kernel says to a call that lacks what it needs.
 #[must_use]
@@ -22,6 +24,8 @@ pub fn has_another_way(site: &Site) -> bool {
         (Call::ZeroPage, "window/mod.rs"),
         (Call::Move, "window/mod.rs"),
         (Call::Unregister, "window/frozen.rs"),
+        // At the end of a service, of all memory at once; then of one mapping after the other.
+        (Call::Unregister, "scan/registrations.rs"),
     ];
     let known = |(call, file): &(Call, &str)| *call == site.call && site.file.ends_with(file);
     // Advice is lost.
@@ -32,4 +36,41 @@ pub fn has_another_way(site: &Site) -> bool {
 #[must_use]
 pub fn is_counted_elsewhere(site: &Site) -> bool {
     matches!(site.call, Call::Fork | Call::PagemapRead)
+}
+
+/// What counts failures of the process: a service with little to do.
+#[derive(Debug)]
+pub struct Counter {
+    service: DedupService,
+    _store: StoreThread,
+}
+
+impl Counter {
+    /// Starts that service.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn start() -> Self {
+        let store = StoreThread::start();
+        let config = Config {
+            name: "counter".into(),
+            pass_period_ms: 3_600_000,
+            ..Config::default()
+        };
+        let service = Pages::map(1).serve(&store.socket(), config);
+        Self {
+            service: service.expect("dedup starts"),
+            _store: store,
+        }
+    }
+
+    /// So far. What was noted is logged soon after.
+    ///
+    /// # Panics
+    /// If the service has ended.
+    #[must_use]
+    pub fn failures(&self) -> u64 {
+        self.service.pass().expect("a pass").window_failures_total
+    }
 }

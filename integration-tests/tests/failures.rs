@@ -6,9 +6,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmm_dedup::{
-    Breaks, Call, Config, DedupService, Injection, Policy, ServiceStats, Settings, Site, Switch, Times, Watch,
+    Breaks, Call, Config, Injection, Policy, ServiceStats, Settings, Site, Switch, Times, Watch,
 };
-use vmm_dedup_integration_tests::failing::{has_another_way, is_counted_elsewhere, lack};
+use vmm_dedup_integration_tests::failing::{Counter, has_another_way, is_counted_elsewhere, lack};
 use vmm_dedup_integration_tests::guests::{self, Size};
 use vmm_dedup_integration_tests::heal_chaos::{self, Besides, Pins};
 use vmm_dedup_integration_tests::logged::Logged;
@@ -150,34 +150,6 @@ fn wait(what: &str, mut is: impl FnMut() -> bool) {
         std::thread::sleep(Duration::from_millis(5));
     }
     drop(watchdog);
-}
-
-/// What counts failures of the process: a service with little to do.
-struct Counter {
-    service: DedupService,
-    _store: StoreThread,
-}
-
-impl Counter {
-    fn start() -> Self {
-        let store = StoreThread::start();
-        let config = Config {
-            name: "counter".into(),
-            pass_period_ms: 3_600_000,
-            ..Config::default()
-        };
-        let service = Pages::map(1)
-            .serve(&store.socket(), config)
-            .expect("dedup starts");
-        Self {
-            service,
-            _store: store,
-        }
-    }
-
-    fn failures(&self) -> u64 {
-        self.service.pass().expect("a pass").window_failures_total
-    }
 }
 
 /// What tells of failures, all guests together.

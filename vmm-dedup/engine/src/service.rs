@@ -434,6 +434,7 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
             Event::Command(Command::Stop { unmerge }) => {
                 let end = pass.finish(unmerge);
                 control.publish(&pass.account.stats);
+                late_log::tell();
                 return (pass.account.stats, end);
             }
             Event::Command(Command::Pass(tell)) => {

@@ -11,7 +11,7 @@ use crate::thp::{collapse, split, zeros};
 impl Pass {
     /// Samples the use of memory, and builds huge pages again of what is hot.
     pub(super) fn watch_use(&mut self) -> Result<(), Error> {
-        let Some(mut round) = self.monitor.begin_round(&mut self.map) else {
+        let Some(mut round) = self.monitor.begin_round(&mut self.map, &self.space.uffd) else {
             return Ok(());
         };
         while let Some(batch) = round.next_batch() {

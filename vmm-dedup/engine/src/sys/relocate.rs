@@ -177,6 +177,18 @@ pub(crate) unsafe fn put_over(fresh: usize, range: &Range<usize>) -> io::Result<
 }
 
 /// Lets `map` put a mapping into the place of guest memory whose bytes it has as well. On an error the guest's is as it was.
+///
+/// # Who else may map something into a hole
+///
+/// No other thread of the engine: whoever replaces guest memory holds the lock of the discards, and with managed breaks the fault
+/// thread's; discards hold both. So what fills a hole of ours is the filler of this very call, or not the engine's.
+///
+/// Any other thread of the VMM that maps memory at an address of the kernel's choice. The kernel may choose the hole from the
+/// moment on at which the failing call gives back the lock of the mappings until [`vma::hold_hole`] has it: some microseconds, in which
+/// that thread's call would have to succeed where ours has just failed for want of memory. Nothing tells such a mapping from the
+/// filler, so it is mapped over here, and that thread loses its memory. Leaving it there would not be better: the guest would have
+/// that thread's memory as its own. Only ending the process would, and it is not done, since a hole that is filled in part looks the
+/// same. Kernels from 6.12 on undo the unmapping in most cases, so that there is no hole at all.
 pub(crate) fn map_over(range: &Range<usize>, mut map: impl FnMut() -> io::Result<()>) -> io::Result<()> {
     let mut hole = false;
     loop {

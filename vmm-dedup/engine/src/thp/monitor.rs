@@ -69,6 +69,8 @@ pub(crate) struct Monitor {
     /// The guest's agent, if it is to be asked first.
     agent: Option<AgentUse>,
     source: Option<Chosen>,
+    /// Intervals begun.
+    intervals: u64,
     /// When the next interval begins.
     next: Option<Instant>,
     /// CPU time of the monitor when the last interval began, nanoseconds.
@@ -113,6 +115,7 @@ impl Monitor {
             thresholds: Thresholds::new(Pressure::default(), config.huge_split_pages),
             agent: asks_agent.then(|| AgentUse::new(line.clone())),
             source: watches.then(|| access_source::choose(config.use_source, uffd, memory)),
+            intervals: 0,
             next: None,
             mark: 0,
             helpers: 0,
@@ -136,7 +139,7 @@ impl Monitor {
     pub(crate) fn skipped_sources(&self) -> String {
         let silent = self.agent.as_ref().and_then(|agent| agent.speaks().err());
         let agent = silent.map(|why| access_source::not_told(UseSource::Agent, &why));
-        let skipped = self.source.as_ref().map(|source| source.skipped.clone());
+        let skipped = self.source.as_ref().map(Chosen::skipped);
         let all = [agent, skipped].into_iter().flatten();
         let all: Vec<String> = all.filter(|reason| !reason.is_empty()).collect();
         all.join("; ")
@@ -181,12 +184,13 @@ impl Monitor {
     /// - huge pages never sampled before are sampled at once, to be judged soon;
     /// - what was split and has just been used for the first time is sampled again in the middle of the interval, and what
     ///   is being written at once, so that huge pages are back within two intervals.
-    pub(crate) fn begin_round(&mut self, map: &mut PageMap) -> Option<Round> {
+    pub(crate) fn begin_round(&mut self, map: &mut PageMap, uffd: &Arc<Uffd>) -> Option<Round> {
         let now = Instant::now();
         self.look_at_agent();
         let due = self.next.is_none_or(|next| next <= now);
         if due {
             self.thresholds = Thresholds::new(Pressure::now(), self.split_pages);
+            self.sample_again(uffd);
         }
         if self.source.is_none() {
             self.next = Some(now + self.interval);
@@ -211,6 +215,17 @@ impl Monitor {
             confirm,
             chunks,
         })
+    }
+
+    /// Starts the sampling that could not start, if it is time for that.
+    fn sample_again(&mut self, uffd: &Arc<Uffd>) {
+        self.intervals += 1;
+        let Some(source) = &mut self.source else { return };
+        if source.may_sample_again(self.intervals) {
+            source.sample_again(self.intervals, uffd);
+            // It is another one's helper, if it has any.
+            self.helpers = source.monitor.helper_cpu_ns();
+        }
     }
 
     /// Ends a round: from what it cost follows when the next one may be.
