@@ -18,8 +18,8 @@ use crate::memory::hint::{Hint, Hints};
 use crate::memory::layout::{Chunk, Memory, Page};
 use crate::memory::mappings::Mappings;
 use crate::memory::outbox::{Outbox, Sighting};
-use crate::memory::page_state::{Backing, Edges, Known, PageState, PinnedUntil};
-use crate::memory::page_table::{Counts, PageTable};
+use crate::memory::page_state::{Backing, Counts, Edges, Known, PageState, PinnedUntil};
+use crate::memory::page_table::PageTable;
 use crate::memory::worth::Worth;
 use std::ops::Range;
 use std::sync::Arc;
@@ -516,7 +516,7 @@ impl PageMap {
             NotMerged::Returned => Known::Nothing,
         };
         // (A packed page is the packer's: nothing but its return makes it private.)
-        if state.backing != Backing::Packed && state.may_become(PageState::private(known)) {
+        if !state.backing.is_with_packer() && state.may_become(PageState::private(known)) {
             self.set(page, PageState::private(known));
         }
         self.requeue(page);

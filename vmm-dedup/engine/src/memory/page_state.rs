@@ -19,8 +19,9 @@
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
 
-/// Where a page's bytes are. Another way to keep a page is one variant more: here, where it is packed and classified, in
-/// [`Counts`](super::page_table::Counts), and in what `explain` calls it.
+/// Where a page's bytes are. Another way to keep a page is one variant more: in this file, which answers what may be done with such
+/// a page; in [`PageMap`](super::page_map::PageMap), which has the steps that lead to it and from it; and where it is kept.
+/// What `explain` calls it follows from [`Backing::registrar`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Backing {
     /// The guest's own anonymous memory, or none yet.
@@ -43,6 +44,17 @@ pub(crate) enum Backing {
     /// Another way to keep a page, which shows what one takes.
     #[cfg(test)]
     Dummy(u32),
+}
+
+/// Whose userfaultfd a page's place is registered with, while it is with any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Registrar {
+    /// It tracks writes.
+    Tracker,
+    /// It breaks sharing.
+    Breaker,
+    /// It keeps the page, and brings it back for whoever touches it or asks.
+    Packer,
 }
 
 /// A copied page's place in its mapping. (Which slot would be seen there, its neighbours tell: beside a key there is no room.)
@@ -198,6 +210,35 @@ impl Backing {
     /// Whether the page is anonymous memory in a mapping of a store file.
     pub(crate) fn is_copied(self) -> bool {
         matches!(self, Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_))
+    }
+
+    /// Whose its place is to register.
+    pub(crate) fn registrar(self) -> Registrar {
+        match self {
+            Backing::Packed => Registrar::Packer,
+            backing if backing.in_file_mapping() => Registrar::Breaker,
+            _ => Registrar::Tracker,
+        }
+    }
+
+    /// Whether the packer has to bring the page back before anybody can do anything with it.
+    pub(crate) fn is_with_packer(self) -> bool {
+        self.registrar() == Registrar::Packer
+    }
+
+    /// Whether its bytes are anonymous memory in a mapping of the VMM's own, or none yet: then its place may be taken as it is.
+    pub(crate) fn is_anonymous(self) -> bool {
+        self.registrar() == Registrar::Tracker
+    }
+
+    /// Whether nobody can get the page from its place by taking or copying it: it may be pinned there, or is not there.
+    pub(crate) fn stays_where_it_is(self) -> bool {
+        self.is_copied() || self.is_with_packer()
+    }
+
+    /// Whether its bytes are not memory of the guest's: they are a slot's, or packed.
+    pub(crate) fn is_kept_elsewhere(self) -> bool {
+        self.maps_a_slot() || self.is_with_packer()
     }
 
     /// Whether a page with this backing lies in the same mapping as the page before it, which has `before`.
@@ -403,6 +444,45 @@ impl PageState {
             _ => next.known == Known::Nothing,
         };
         known && self.backing.may_become(next.backing)
+    }
+}
+
+/// Number of pages in each state, kept by [`PageTable`](super::page_table::PageTable).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub(crate) write_protected: u64,
+    pub(crate) volatile: u64,
+    pub(crate) pinned: u64,
+    pub(crate) candidates: u64,
+    pub(crate) slots: u64,
+    pub(crate) zero: u64,
+    pub(crate) copied: u64,
+    pub(crate) orphaned: u64,
+    /// As far as the scanning thread has heard.
+    pub(crate) packed: u64,
+    #[cfg(test)]
+    pub(crate) dummy: u64,
+}
+
+impl Counts {
+    /// Where a page in this state is counted, if it is.
+    pub(super) fn of(&mut self, state: PageState) -> Option<&mut u64> {
+        match state.backing {
+            Backing::Private => match state.known {
+                Known::Nothing | Known::Keyed(_) => None,
+                Known::WriteProtected => Some(&mut self.write_protected),
+                Known::Volatile => Some(&mut self.volatile),
+                Known::Pinned(_) => Some(&mut self.pinned),
+                Known::Candidate(_) => Some(&mut self.candidates),
+            },
+            Backing::Slot(_) => Some(&mut self.slots),
+            Backing::Zero => Some(&mut self.zero),
+            Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_) => Some(&mut self.copied),
+            Backing::OrphanedSlot(_) => Some(&mut self.orphaned),
+            Backing::Packed => Some(&mut self.packed),
+            #[cfg(test)]
+            Backing::Dummy(_) => Some(&mut self.dummy),
+        }
     }
 }
 

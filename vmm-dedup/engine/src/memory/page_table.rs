@@ -3,50 +3,12 @@
 use crate::memory::bitmap::Bits;
 use crate::memory::key_filter::Filter;
 use crate::memory::layout::Page;
-use crate::memory::page_state::{Backing, Known, PageState, WORTH, WORTH_SHIFT};
+use crate::memory::page_state::{Backing, Counts, PageState, WORTH, WORTH_SHIFT};
 use crate::memory::worth::Worth;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
-
-/// Number of pages in each state, kept by [`PageTable`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Counts {
-    pub(crate) write_protected: u64,
-    pub(crate) volatile: u64,
-    pub(crate) pinned: u64,
-    pub(crate) candidates: u64,
-    pub(crate) slots: u64,
-    pub(crate) zero: u64,
-    pub(crate) copied: u64,
-    pub(crate) orphaned: u64,
-    /// As far as the scanning thread has heard.
-    pub(crate) packed: u64,
-    #[cfg(test)]
-    pub(crate) dummy: u64,
-}
-
-impl Counts {
-    fn of(&mut self, state: PageState) -> Option<&mut u64> {
-        match state.backing {
-            Backing::Private => match state.known {
-                Known::Nothing | Known::Keyed(_) => None,
-                Known::WriteProtected => Some(&mut self.write_protected),
-                Known::Volatile => Some(&mut self.volatile),
-                Known::Pinned(_) => Some(&mut self.pinned),
-                Known::Candidate(_) => Some(&mut self.candidates),
-            },
-            Backing::Slot(_) => Some(&mut self.slots),
-            Backing::Zero => Some(&mut self.zero),
-            Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_) => Some(&mut self.copied),
-            Backing::OrphanedSlot(_) => Some(&mut self.orphaned),
-            Backing::Packed => Some(&mut self.packed),
-            #[cfg(test)]
-            Backing::Dummy(_) => Some(&mut self.dummy),
-        }
-    }
-}
 
 /// States of pages by number: 8 bytes a page, in one allocation.
 #[derive(Debug)]

@@ -4,7 +4,6 @@ use crate::error::Error;
 use crate::memory::bitmap::Bits;
 use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
-use crate::memory::page_state::Backing;
 use crate::pack::figures::Figures;
 use crate::pack::table::{Returned, Table};
 use crate::sys::bell::Bell;
@@ -205,7 +204,7 @@ impl Packer {
         {
             let inner = self.lock();
             pages.retain(|page| {
-                map.memory().has(*page) && map.backing(*page) == Backing::Packed && is_away(&inner, page)
+                map.memory().has(*page) && map.backing(*page).is_with_packer() && is_away(&inner, page)
             });
         }
         pages.sort_unstable();

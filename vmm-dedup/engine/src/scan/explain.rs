@@ -49,9 +49,7 @@ impl Explainer<'_> {
             (Backing::Slot(_), _) => &mut to.shared,
             (Backing::Zero, _) => &mut to.zero,
             (Backing::OrphanedSlot(_), _) => &mut to.foreign,
-            (Backing::Packed, _) => &mut to.packed,
-            #[cfg(test)]
-            (Backing::Dummy(_), _) => &mut to.waiting,
+            _ if backing.is_with_packer() => &mut to.packed,
             (Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_), Known::Pinned(_)) => &mut to.may_be_pinned,
             (Backing::Private, Known::Pinned(_)) => &mut to.pinned,
             (Backing::Private, Known::Nothing) if !populated => &mut to.unpopulated,

@@ -2,20 +2,12 @@
 
 use crate::error::Error;
 use crate::memory::layout::Page;
-use crate::memory::page_state::Backing;
+use crate::memory::page_state::Registrar;
 use crate::scan::pass::Pass;
 use crate::sys::late_log;
 use crate::sys::relocate;
 use std::io;
 use std::ops::Range;
-
-/// Whose userfaultfd.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum By {
-    Tracker,
-    Breaker,
-    Packer,
-}
 
 impl Pass {
     /// Tracks writes to memory of which the kernel had refused that. Memory that is lent is somebody else's to register; what
@@ -37,7 +29,7 @@ impl Pass {
     fn track(&mut self, pages: Range<Page>) {
         for run in self.runs_by_mapping(pages) {
             let range = self.map.memory().addresses(&run);
-            if self.registered_by(run.start) != By::Tracker {
+            if self.map.backing(run.start).registrar() != Registrar::Tracker {
                 continue;
             }
             relocate::track(&self.space.uffd, range, "tracking writes again");
@@ -72,11 +64,11 @@ impl Pass {
     /// Of neighbours that one userfaultfd has.
     fn end_registration(&self, run: &Range<Page>) -> io::Result<()> {
         let range = self.map.memory().addresses(run);
-        match self.registered_by(run.start) {
-            By::Breaker => self.space.breaker.unregister(&range),
-            By::Tracker => self.space.uffd.unregister(range.start, range.len()),
+        match self.map.backing(run.start).registrar() {
+            Registrar::Breaker => self.space.breaker.unregister(&range),
+            Registrar::Tracker => self.space.uffd.unregister(range.start, range.len()),
             // It ends that when it has brought everything back.
-            By::Packer => Ok(()),
+            Registrar::Packer => Ok(()),
         }
     }
 
@@ -88,25 +80,16 @@ impl Pass {
                 source,
             })?;
             // Not tracked from here on: whatever was known of its content may become wrong.
-            if self.registered_by(run.start) == By::Tracker {
+            if self.map.backing(run.start).registrar() == Registrar::Tracker {
                 self.map.forget(run);
             }
         }
         Ok(())
     }
 
-    /// With which userfaultfd a page's place is registered, if it is.
-    fn registered_by(&self, page: Page) -> By {
-        match self.map.backing(page) {
-            Backing::Packed => By::Packer,
-            backing if backing.in_file_mapping() => By::Breaker,
-            _ => By::Tracker,
-        }
-    }
-
     /// Neighbours that one userfaultfd has: of which all or none lie in mappings of store files, or are packed.
     pub(super) fn runs_by_mapping(&self, pages: Range<Page>) -> Vec<Range<Page>> {
-        let by = |page: Page| self.registered_by(page);
+        let by = |page: Page| self.map.backing(page).registrar();
         let mut runs: Vec<Range<Page>> = Vec::new();
         for page in pages {
             match runs.last_mut() {

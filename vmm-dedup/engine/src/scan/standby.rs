@@ -2,7 +2,6 @@
 
 use crate::error::Error;
 use crate::memory::layout::Page;
-use crate::memory::page_state::Backing;
 use crate::merge::following::Copies;
 use crate::scan::pass::Pass;
 use crate::unmerge::address_space::AddressSpace;
@@ -114,8 +113,7 @@ impl Pass {
         }
         self.account.lap(|cpu| &mut cpu.merge);
         // The places of packed pages are the packer's until the kernel lets them go; the pages are there.
-        let left =
-            |page: &Page| self.map.backing(*page).maps_a_slot() || self.map.backing(*page) == Backing::Packed;
+        let left = |page: &Page| self.map.backing(*page).is_kept_elsewhere();
         match pages.filter(left).fold(0, |n, _| n + 1) {
             0 => Ok(()),
             left => Err(Error::NotUnmerged(left)),

@@ -25,7 +25,7 @@
 use crate::account::{Account, ns};
 use crate::memory::layout::Page;
 use crate::memory::page_map::{PageMap, VMAS_PER_HUGE_PAGE};
-use crate::memory::page_state::{Backing, Known};
+use crate::memory::page_state::Known;
 use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
@@ -111,8 +111,8 @@ fn try_to_collapse(
     let may_be_pinned = |page| {
         let state = map.state(page);
         let waits = matches!(state.known, Known::Pinned(retry) if !retry.is_due(pass));
-        // (What was packed and could not go home is nobody's to take.)
-        state.backing.is_copied() || state.backing == Backing::Packed || waits
+        // (Also what was packed and could not go home is nobody's to take.)
+        state.backing.stays_where_it_is() || waits
     };
     if pages.clone().any(may_be_pinned) {
         return Err(NotBuilt::Pinned);

@@ -73,9 +73,9 @@ fn has_probes(
         if map.backing(page).in_file_mapping() {
             space.make_private(map, account, page..page + 1);
         }
-        if map.backing(page) == Backing::Packed {
+        if map.backing(page).is_with_packer() {
             space.bring_back(map, &(page..page + 1));
         }
-        !map.backing(page).in_file_mapping() && map.backing(page) != Backing::Packed
+        map.backing(page).is_anonymous()
     })
 }

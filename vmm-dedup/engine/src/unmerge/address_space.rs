@@ -4,7 +4,7 @@ use crate::account::Account;
 use crate::error::Error;
 use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
-use crate::memory::page_state::{Backing, PageState};
+use crate::memory::page_state::PageState;
 use crate::memory::ranges::complement;
 use crate::pack::Packer;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
@@ -117,7 +117,7 @@ impl AddressSpace {
         let end = Page::try_from(map.memory().end()).unwrap_or(Page::MAX);
         let packed = pages.start..pages.end.min(end);
         let packed: Vec<Page> = packed
-            .filter(|page| map.backing(*page) == Backing::Packed)
+            .filter(|page| map.backing(*page).is_with_packer())
             .collect();
         packer.go_home(map, packed);
     }
@@ -257,7 +257,7 @@ fn note_still_shared(error: &io::Error) {
 
 /// Stretches of some pages that are not packed.
 fn not_packed(map: &PageMap, pages: Range<Page>) -> Vec<Range<Page>> {
-    let is_packed = |page: Page| map.backing(page) == Backing::Packed;
+    let is_packed = |page: Page| map.backing(page).is_with_packer();
     let (mut stretches, mut at) = (Vec::new(), pages.start);
     while let Some(start) = (at..pages.end).find(|page| !is_packed(*page)) {
         at = (start..pages.end)
