@@ -1,8 +1,8 @@
 //! Chaos under swap: a thread pages out guest, scratch and store memory all the time, while guests write, restore and rest,
 //! and the services merge, break, sample, give up zeros, and build huge pages again.
 //!
-//! Huge pages are left alone until the service splits them: paging a part out splits them as well, and a service does not build
-//! again what it has not split itself.
+//! No part of a huge page is paged out, in guest memory or aside: that would split it, and a service does not build again what it has
+//! not split itself, so that soon no huge page would be left to split or to sample.
 
 use crate::guests::{self, Exceptions, Size};
 use crate::huge_chaos::{Outcome, boot, outcome};
@@ -61,7 +61,14 @@ fn counted<O>(what: impl FnOnce() -> O) -> Swapped<O> {
 /// Pages out the memory of guests, of their services and of the store.
 fn page_out(guests: &[Guest]) -> Pager {
     let memory: Vec<Range<usize>> = guests.iter().flat_map(Guest::memory).collect();
-    Pager::start(1, MOST, Duration::ZERO, move || ranges(&memory))
+    let huge = HugePages::open();
+    Pager::start_sparing(
+        1,
+        MOST,
+        Duration::ZERO,
+        move || ranges(&memory),
+        move |part| huge.meet(part),
+    )
 }
 
 /// Two guests with kernel breaks and runs with exceptions.
@@ -118,9 +125,14 @@ fn merge_and_break(size: Size, least: AtLeast, swap: &Swap) -> Outcome {
         );
         if shown.elapsed() > Duration::from_secs(10) {
             eprintln!(
-                "{merges} merges and {breaks} breaks of {} after {} s",
+                "{merges} merges and {breaks} breaks of {} after {} s, {rebuilt} huge pages built ({} pinned, {} memory, {} other), {samples} samples ({} used), {} split",
                 size.merges,
-                start.elapsed().as_secs()
+                start.elapsed().as_secs(),
+                sum(|s| s.rebuild_pinned_total),
+                sum(|s| s.rebuild_memory_total),
+                sum(|s| s.rebuild_other_total),
+                sum(|s| s.samples_used_total),
+                sum(|s| s.huge_split),
             );
             shown = Instant::now();
         }
@@ -148,25 +160,48 @@ fn ranges(guests: &[Range<usize>]) -> Vec<Range<usize>> {
         let starts = (guest.start / HUGE * HUGE..guest.end).step_by(HUGE);
         starts.map(|start| start.max(guest.start)..guest.end.min(start + HUGE))
     });
-    let small: Vec<Range<usize>> = chunks.filter(|chunk| !is_huge(chunk)).collect();
+    let guests: Vec<Range<usize>> = chunks.collect();
     // As often as all the rest.
-    let times = all.len().div_ceil(small.len().max(1)).max(1);
-    all.extend(std::iter::repeat_n(small, times).flatten());
+    let times = all.len().div_ceil(guests.len().max(1)).max(1);
+    all.extend(std::iter::repeat_n(guests, times).flatten());
     all
 }
 
-/// Whether a part of guest memory lies in a huge page. Sources: Linux, Documentation/admin-guide/mm/pagemap.rst.
-fn is_huge(part: &Range<usize>) -> bool {
-    const PRESENT: u64 = 1 << 63;
-    const FRAME: u64 = (1 << 55) - 1;
-    const THP: u64 = 1 << 22;
-    let entry = |path: &str, at: u64| {
-        let mut entry = [0; 8];
-        let read = File::open(path).and_then(|file| file.read_exact_at(&mut entry, at * 8));
-        read.map_or(0, |()| u64::from_ne_bytes(entry))
-    };
-    let page = entry("/proc/self/pagemap", (part.end - 1) as u64 / 4096);
-    page & PRESENT != 0 && entry("/proc/kpageflags", page & FRAME) & THP != 0
+/// Tells where huge pages are in this process. Source: Linux, Documentation/admin-guide/mm/pagemap.rst.
+struct HugePages {
+    /// An entry for each page of this process.
+    pagemap: File,
+    /// Flags of each page of the machine.
+    flags: File,
+}
+
+impl HugePages {
+    fn open() -> Self {
+        let open = |path: &str| File::open(path).unwrap_or_else(|error| panic!("{path}: {error}"));
+        Self {
+            pagemap: open("/proc/self/pagemap"),
+            flags: open("/proc/kpageflags"),
+        }
+    }
+
+    /// Whether a part of at most 2 MiB begins or ends in a huge page.
+    fn meet(&self, part: &Range<usize>) -> bool {
+        !part.is_empty() && (self.holds(part.start) || self.holds(part.end - 1))
+    }
+
+    fn holds(&self, address: usize) -> bool {
+        const PRESENT: u64 = 1 << 63;
+        const FRAME: u64 = (1 << 55) - 1;
+        const THP: u64 = 1 << 22;
+        let entry = |file: &File, at: u64| {
+            let mut entry = [0; 8];
+            // What is not mapped has no entry.
+            let read = file.read_exact_at(&mut entry, at * 8);
+            read.map_or(0, |()| u64::from_ne_bytes(entry))
+        };
+        let page = entry(&self.pagemap, (address / 4096) as u64);
+        page & PRESENT != 0 && entry(&self.flags, page & FRAME) & THP != 0
+    }
 }
 
 /// Pages that came from swap and went there, on this machine since it was started.

@@ -30,7 +30,22 @@ impl Pager {
         seed: u64,
         most: usize,
         pause: Duration,
+        ranges: impl FnMut() -> Vec<Range<usize>> + Send + 'static,
+    ) -> Self {
+        Self::start_sparing(seed, most, pause, ranges, |_| false)
+    }
+
+    /// As [`start`](Self::start), but pages out no part of a range of which `spares` tells, just before, that it is to stay.
+    ///
+    /// # Panics
+    /// If there can be no thread.
+    #[must_use]
+    pub fn start_sparing(
+        seed: u64,
+        most: usize,
+        pause: Duration,
         mut ranges: impl FnMut() -> Vec<Range<usize>> + Send + 'static,
+        spares: impl Fn(&Range<usize>) -> bool + Send + 'static,
     ) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let calls = Arc::new(AtomicU64::new(0));
@@ -43,7 +58,10 @@ impl Pager {
                     for _ in 0..256 {
                         if !ranges.is_empty() {
                             let range = &ranges[random.below(ranges.len())];
-                            page_out(&part(range, most, &mut random));
+                            let part = part(range, most, &mut random);
+                            if !spares(&part) {
+                                page_out(&part);
+                            }
                         }
                         calls.fetch_add(1, Ordering::Relaxed);
                         if !pause.is_zero() {
