@@ -43,7 +43,7 @@ const SHARED: u64 = 2 * (PAGES - PAGES / 4 - PAGES / 16) as u64;
 /// And what may still be left to healing, which waits longer each time that it failed: what was written.
 const HEALED_LATER: u64 = WRITTEN as u64;
 /// Lives in which a call is made that may fail, at least in one of them.
-const LIVES: usize = 8;
+const LIVES: usize = 24;
 /// Lives that are watched, and places from which calls are made in every one of them, at least.
 const WATCHED: usize = 3;
 const FEWEST: usize = 40;
