@@ -45,7 +45,7 @@ impl Pager {
         most: usize,
         pause: Duration,
         mut ranges: impl FnMut() -> Vec<Range<usize>> + Send + 'static,
-        spares: impl Fn(&Range<usize>) -> bool + Send + 'static,
+        mut spares: impl FnMut(&Range<usize>) -> bool + Send + 'static,
     ) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let calls = Arc::new(AtomicU64::new(0));

@@ -221,8 +221,7 @@ impl Monitor {
     fn sample_again(&mut self, uffd: &Arc<Uffd>) {
         self.intervals += 1;
         let Some(source) = &mut self.source else { return };
-        if source.may_sample_again(self.intervals) {
-            source.sample_again(self.intervals, uffd);
+        if source.may_sample_again(self.intervals) && source.sample_again(self.intervals, uffd) {
             // It is another one's helper, if it has any.
             self.helpers = source.monitor.helper_cpu_ns();
         }

@@ -38,8 +38,8 @@ impl Chosen {
         self.skipped.iter().any(sampling) && self.sampling.is_due(interval)
     }
 
-    /// Starts sampling by taking, if that works by now; else it is tried again, each time after a longer pause.
-    pub(crate) fn sample_again(&mut self, interval: u64, tracker: &Arc<Uffd>) {
+    /// Starts sampling by taking, if that works by now; else it is tried again, each time after a longer pause. Whether it works.
+    pub(crate) fn sample_again(&mut self, interval: u64, tracker: &Arc<Uffd>) -> bool {
         match FaultSampling::new(tracker.clone()) {
             Ok(monitor) => {
                 self.monitor = Box::new(monitor);
@@ -50,10 +50,12 @@ impl Chosen {
                     .take_while(asked_first)
                     .collect();
                 log::info!("{}", told(UseSource::FaultSampling));
+                true
             }
             Err(error) => {
                 self.sampling.fail(interval);
                 note_not_started(error);
+                false
             }
         }
     }
