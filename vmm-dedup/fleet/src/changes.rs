@@ -58,7 +58,7 @@ impl<'a> Changes<'a> {
                 .find(|(other, _)| other.name == vm.name);
             match running {
                 None => changes.starts.push((vm, "missing")),
-                Some((old, health)) => changes.of_vm(vm, old, health, state.complete),
+                Some((old, health)) => changes.of_vm(vm, old, health),
             }
         }
         let is_planned = |vm: &&VmState| plan.vms.iter().any(|planned| planned.name == vm.name);
@@ -67,13 +67,13 @@ impl<'a> Changes<'a> {
         Ok(changes)
     }
 
-    fn of_vm(&mut self, vm: &'a VmPlan, old: &VmState, health: &Health, complete: bool) {
+    fn of_vm(&mut self, vm: &'a VmPlan, old: &VmState, health: &Health) {
         match health {
             Health::Crashed(_) => return self.starts.push((vm, "crashed")),
             Health::Ended => return self.starts.push((vm, "ended")),
             Health::Alive(Condition::Off) => return self.starts.push((vm, "off")),
-            // Its start was killed: nobody knows how far it is.
-            Health::Silent(_) if !complete => return self.starts.push((vm, "not started completely")),
+            // Its start was killed: nobody knows how far it is. One that has run is left alone, whatever it does now.
+            Health::Silent(_) if old.starting => return self.starts.push((vm, "not started completely")),
             Health::Silent(why) => self.ill.push((&vm.name, format!("does not answer ({why})"))),
             Health::Frozen => self.ill.push((&vm.name, "is stopped by a signal".into())),
             Health::Alive(Condition::Running | Condition::Paused) => {}

@@ -89,7 +89,13 @@ impl Fleet {
         let pid = child.id();
         let files = self.directory.vm(&vm.name);
         match vmm::boot(vm, &files, &mut child, self.plan.start_limit).await {
-            Ok(()) => Ok(format!("{} runs ({}, process {pid})", vm.name, vm.vmm)),
+            Ok(()) => {
+                self.record(|state| {
+                    let started = state.vms.iter_mut().find(|started| started.name == vm.name);
+                    started.into_iter().for_each(|started| started.starting = false);
+                })?;
+                Ok(format!("{} runs ({}, process {pid})", vm.name, vm.vmm))
+            }
             Err(failure) => {
                 show_tail(&vm.name, &files);
                 Err(failure)

@@ -31,7 +31,7 @@ struct Fleet {
 /// Shows the fleets in the runtime folder, as JSON if asked to.
 ///
 /// # Errors
-/// A [`Failure`] if the folder cannot be read.
+/// A [`Failure`] if a folder cannot be used; the other fleets are shown before.
 pub fn list(json: bool) -> Result<(), Failure> {
     let folder = vmm_dedup_host::runtime::folder()?;
     let entries = std::fs::read_dir(&folder).into_iter().flatten().flatten();
@@ -40,10 +40,15 @@ pub fn list(json: bool) -> Result<(), Failure> {
         .map(|entry| entry.path())
         .collect();
     paths.sort();
-    let mut fleets = Vec::new();
+    let (mut fleets, mut failures) = (Vec::new(), Vec::new());
     for path in paths {
         let directory = Directory::new(path.clone());
-        if let Some(state) = directory.state()? {
+        // One that is somebody else's hides no other.
+        let state = directory.state().unwrap_or_else(|failure| {
+            failures.push(failure.to_string());
+            None
+        });
+        if let Some(state) = state {
             let health = runtime::block_on(health(&state, &directory))?;
             let runs =
                 |health: &&Health| matches!(health, Health::Alive(Condition::Running | Condition::Paused));
@@ -59,11 +64,11 @@ pub fn list(json: bool) -> Result<(), Failure> {
         let fleets: Vec<Value> = fleets.iter().map(told).collect();
         let text = serde_json::to_string_pretty(&fleets).map_err(Failure::from_error)?;
         say!("{text}");
-        return Ok(());
+        return whole(&failures);
     }
     if fleets.is_empty() {
         say!("no fleet is up in {}", folder.display());
-        return Ok(());
+        return whole(&failures);
     }
     let mut table = Table::new(&COLUMNS);
     for fleet in &fleets {
@@ -80,7 +85,15 @@ pub fn list(json: bool) -> Result<(), Failure> {
         ]);
     }
     table.lines(table::width()).iter().for_each(|line| say!("{line}"));
-    Ok(())
+    whole(&failures)
+}
+
+/// Fails if some folder could not be used.
+fn whole(failures: &[String]) -> Result<(), Failure> {
+    match failures.is_empty() {
+        true => Ok(()),
+        false => Err(Failure::new(failures.join("; "))),
+    }
 }
 
 fn told(fleet: &Fleet) -> Value {

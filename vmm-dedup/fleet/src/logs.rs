@@ -14,6 +14,8 @@ use vmm_dedup_host::{Failure, output, say};
 const LOOK: Duration = Duration::from_millis(200);
 /// Most bytes of a log that are shown at a time: a guest may write without end.
 const MOST: u64 = 1 << 20;
+/// Longest line, in bytes; what is longer is shown as several.
+const LONGEST: usize = 1 << 16;
 
 /// Which logs, and how much of them.
 #[derive(Clone, Copy, Debug)]
@@ -98,11 +100,28 @@ impl Tail {
             return;
         };
         self.rest.extend(new);
-        while let Some(at) = self.rest.iter().position(|byte| *byte == b'\n') {
-            let line: Vec<u8> = self.rest.drain(..=at).collect();
-            say!("{}{}", self.prefix, log::plain(&String::from_utf8_lossy(&line)));
+        for line in lines(&mut self.rest) {
+            say!("{}{line}", self.prefix);
         }
     }
+}
+
+/// Takes the lines that are complete, or too long, and leaves the beginning of the next one.
+fn lines(rest: &mut Vec<u8>) -> Vec<String> {
+    let (mut lines, mut begin) = (Vec::new(), 0);
+    loop {
+        let left = &rest[begin..];
+        let line = &left[..left.len().min(LONGEST)];
+        let len = match line.iter().position(|byte| *byte == b'\n') {
+            Some(at) => at + 1,
+            None if line.len() == LONGEST => LONGEST,
+            None => break,
+        };
+        lines.push(log::plain(&String::from_utf8_lossy(&left[..len])));
+        begin += len;
+    }
+    rest.drain(..begin);
+    lines
 }
 
 /// What has come since; a file that has become shorter was begun anew.
@@ -117,4 +136,35 @@ fn read(path: &Path, end: &mut u64) -> std::io::Result<Vec<u8>> {
     file.take(MOST).read_to_end(&mut new)?;
     *end += new.len() as u64;
     Ok(new)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_taken_as_they_end() {
+        let mut rest = b"one\r\ntwo \x1b[2J\n\nthr".to_vec();
+        assert_eq!(lines(&mut rest), ["one", "two ?[2J", ""]);
+        rest.extend(b"ee\n");
+        assert_eq!(lines(&mut rest), ["three"]);
+        assert!(rest.is_empty());
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_not_kept() {
+        let mut rest = vec![b'x'; 3 * LONGEST + 7];
+        let shown = lines(&mut rest);
+        assert_eq!(shown.iter().map(String::len).collect::<Vec<_>>(), [LONGEST; 3]);
+        assert_eq!(rest.len(), 7);
+    }
+
+    /// Lines of one byte each, as many as one look reads: taken one by one from the front they took minutes.
+    #[test]
+    fn many_short_lines_are_taken_in_one_go() {
+        let mut rest = b"\n".repeat(usize::try_from(MOST).unwrap());
+        let begun = std::time::Instant::now();
+        assert_eq!(lines(&mut rest).len() as u64, MOST);
+        assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    }
 }

@@ -65,6 +65,9 @@ pub(crate) struct VmState {
     /// The settings that it was started with, see [`crate::spec`].
     #[serde(default)]
     pub(crate) spec: Value,
+    /// It has not run yet since its VMM was started: a command waits for it, or was killed meanwhile.
+    #[serde(default)]
+    pub(crate) starting: bool,
 }
 
 /// The files of one VM in the runtime directory.

@@ -63,9 +63,20 @@ fn first(at: &At) -> Result<(), Failure> {
     let plan = at.plan(&State::default().scale)?;
     let vms: Vec<&VmPlan> = plan.vms.iter().collect();
     let stores: Vec<_> = plan.stores.iter().collect();
-    let tools = check::starts(&plan, &vms, &stores, &at.directory()?, &[])?;
+    // Locked before anything is looked at: what another `up` makes meanwhile would look like somebody else's.
     let locked = at.directory()?.create()?;
+    if let Some(state) = locked.state()? {
+        at.check(&state)?;
+        return runtime::block_on(complete(at, state, locked));
+    }
     locked.check_empty()?;
+    let tools = match check::starts(&plan, &vms, &stores, &locked, &[]) {
+        Ok(tools) => tools,
+        Err(failure) => {
+            locked.remove_remains();
+            return Err(failure);
+        }
+    };
     let begun = Instant::now();
     let fleet = Rc::new(Fleet {
         state: RefCell::new(State {
@@ -198,14 +209,23 @@ async fn complete(at: &At, state: State, locked: Locked) -> Result<(), Failure> 
         tools,
     });
     work.iter().for_each(|line| say!("{line}"));
+    let before = fleet.state.borrow().complete;
     fleet.record(|state| state.complete = false)?;
-    let stores = fleet
-        .plan
-        .stores
-        .iter()
-        .filter(|store| stores.contains(&store.domain));
-    fleet.start_stores(&stores.collect::<Vec<_>>()).await?;
-    let mut failures = start_some(&fleet, &places).await?;
+    let domains = stores;
+    let stores = fleet.plan.stores.iter();
+    let stores = stores.filter(|store| domains.contains(&store.domain));
+    let started = match fleet.start_stores(&stores.collect::<Vec<_>>()).await {
+        Ok(()) => start_some(&fleet, &places).await,
+        Err(failure) => Err(failure),
+    };
+    let mut failures = match started {
+        Ok(failures) => failures,
+        Err(failure) => {
+            // This command is not at work any more.
+            fleet.record(|state| state.complete = before)?;
+            return Err(failure);
+        }
+    };
     for (place, settings) in live {
         failures.extend(take_over(&fleet, &fleet.plan.vms[place], settings).err());
     }
@@ -269,7 +289,6 @@ pub(crate) async fn start_some(fleet: &Rc<Fleet>, places: &[usize]) -> Result<Ve
         for name in names.iter().filter(|name| !running.contains(name)) {
             fleet.end_vm(name, Duration::ZERO).await?;
         }
-        fleet.record(|state| state.complete = true)?;
         return Err(failure);
     }
     Ok(failures)

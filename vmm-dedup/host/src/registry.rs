@@ -5,7 +5,9 @@
 //! store's socket is there, for then the store was killed and somebody should know; it goes with the socket, or when another
 //! store takes its place.
 //!
-//! Records are written by whoever may write there and are believed in nothing: they tell where to ask.
+//! Records are written by whoever may write there and are believed in nothing: they tell where to ask. A record of another user
+//! who is not root may tell of no socket but one beside itself, so that nobody sends root to a socket of his choice or stands in
+//! for another's store. What has control characters in it is no record: it would act on the terminal.
 
 use crate::runtime;
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
@@ -14,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::{self, File};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -81,10 +84,12 @@ impl Registration {
     fn within(folder: &Path, record: &Record) -> io::Result<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let name = format!("{}-{number}", record.pid);
+        // Process numbers are those of a namespace: two containers that share the folder both have a process 1.
+        let random = RandomState::new().build_hasher().finish();
+        let name = format!("{}-{number}-{random:016x}", record.pid);
         let fresh = folder.join(format!(".{name}.new"));
         let path = folder.join(format!("{name}{SUFFIX}"));
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = File::from(rustix::fs::open(&fresh, flags, Mode::from_raw_mode(0o644))?);
         // Locked before it has its name: whoever sees a record without a lock sees that of a store that has ended.
         let written = flock(&file, FlockOperation::NonBlockingLockExclusive)
@@ -138,7 +143,7 @@ pub fn stores() -> Vec<Known> {
         for path in files(&folder) {
             let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
             if name.ends_with(SUFFIX) {
-                match read(&path) {
+                match read(&path, rustix::process::geteuid().as_raw()) {
                     Some((record, true)) => _ = known.insert(record.socket.clone(), Some(record)),
                     Some((record, false)) => ended.push((path, record)),
                     None => {}
@@ -167,7 +172,9 @@ fn files(folder: &Path) -> Vec<PathBuf> {
         entries.map(|entry| entry.path()).collect::<Vec<_>>()
     };
     let mut files = entries(folder);
-    let folders: Vec<PathBuf> = files.iter().filter(|path| path.is_dir()).cloned().collect();
+    // Not what a link leads to: it may be anywhere.
+    let is_folder = |path: &&PathBuf| fs::symlink_metadata(path).is_ok_and(|file| file.is_dir());
+    let folders: Vec<PathBuf> = files.iter().filter(is_folder).cloned().collect();
     files.extend(folders.iter().flat_map(|folder| entries(folder)));
     files
 }
@@ -179,15 +186,20 @@ fn is_store_socket(folder: &Path, path: &Path, name: &str) -> bool {
         true => name.starts_with("store") && name.ends_with(".sock"),
         false => name == "store.sock",
     };
-    named && is_socket(path)
+    named && !acts_on_terminal(path) && is_socket(path)
 }
 
 fn is_socket(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket())
 }
 
-/// A record, and whether its store lives. `None` for what is no record.
-fn read(path: &Path) -> Option<(Record, bool)> {
+fn acts_on_terminal(path: &Path) -> bool {
+    path.to_string_lossy().contains(char::is_control)
+}
+
+/// A record as `user` may believe it, and whether its store lives. `None` for what is no record, or tells of what is not its
+/// owner's.
+fn read(path: &Path, user: u32) -> Option<(Record, bool)> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
     let metadata = file.metadata().ok()?;
@@ -196,7 +208,17 @@ fn read(path: &Path) -> Option<(Record, bool)> {
     }
     let mut text = String::new();
     (&file).take(MOST_BYTES).read_to_string(&mut text).ok()?;
-    let record = serde_json::from_str(&text).ok()?;
+    let record: Record = serde_json::from_str(&text).ok()?;
+    let is_beside = record.socket.parent() == path.parent();
+    let is_trusted = [0, user].contains(&metadata.uid());
+    let harmless = |text: &str| !text.contains(char::is_control);
+    let believed = (is_trusted || is_beside)
+        && !acts_on_terminal(&record.socket)
+        && harmless(&record.domain)
+        && harmless(&record.version);
+    if !believed {
+        return None;
+    }
     let alive = flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK);
     Some((record, alive))
 }
@@ -217,16 +239,88 @@ mod tests {
         }
     }
 
+    fn own() -> u32 {
+        rustix::process::geteuid().as_raw()
+    }
+
+    #[test]
+    fn a_record_of_another_user_tells_of_what_is_beside_it_and_of_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let (beside, elsewhere) = (folder.path().join("s.sock"), "/elsewhere/s.sock".into());
+        let [beside, elsewhere] = [beside, elsewhere].map(|socket| {
+            let registration = Registration::within(folder.path(), &record(socket)).unwrap();
+            // Whoever runs the test, the file belongs to a user who is neither root nor the one that reads it.
+            std::os::unix::fs::chown(&registration.path, Some(FOREIGN), None).map(|()| registration)
+        });
+        let (Ok(beside), Ok(elsewhere)) = (beside, elsewhere) else {
+            crate::note!("SKIPPED: only root can give files away");
+            return;
+        };
+        assert!(read(&beside.path, own()).is_some());
+        assert_eq!(read(&elsewhere.path, own()), None);
+        assert!(read(&elsewhere.path, FOREIGN).is_some());
+    }
+
+    /// A user number that is nobody's.
+    const FOREIGN: u32 = 54_321;
+
+    #[test]
+    fn what_would_act_on_a_terminal_is_no_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let plain = record(folder.path().join("s.sock"));
+        for bad in [
+            Record {
+                socket: folder.path().join("\x1b[2J.sock"),
+                ..plain.clone()
+            },
+            Record {
+                domain: "red\x1b[31m".into(),
+                ..plain.clone()
+            },
+            Record {
+                version: "1\n2".into(),
+                ..plain.clone()
+            },
+        ] {
+            let registration = Registration::within(folder.path(), &bad).unwrap();
+            assert_eq!(read(&registration.path, own()), None, "{bad:?}");
+        }
+        let socket = folder.path().join("store-\x1b[2J.sock");
+        let _listener = UnixListener::bind(&socket).unwrap();
+        assert!(!is_store_socket(folder.path(), &socket, "store-\x1b[2J.sock"));
+    }
+
+    /// Stores in containers of their own that share the folder have the same process number.
+    #[test]
+    fn stores_with_the_same_process_number_are_listed_side_by_side() {
+        let folder = tempfile::tempdir().unwrap();
+        let record = record(folder.path().join("s.sock"));
+        let name = |registration: &Registration| {
+            let name = registration
+                .path
+                .file_name()
+                .unwrap()
+                .to_str()
+                .unwrap()
+                .to_owned();
+            name.split('-').nth(2).unwrap().to_owned()
+        };
+        let [a, b] = [(), ()].map(|()| Registration::within(folder.path(), &record).unwrap());
+        // What another process adds to its number and to the count, which begins anew in each, is not the same again.
+        assert_ne!(name(&a), name(&b));
+        assert!(read(&a.path, own()).is_some() && read(&b.path, own()).is_some());
+    }
+
     #[test]
     fn a_record_is_alive_while_it_is_held_and_gone_with_its_holder() {
         let folder = tempfile::tempdir().unwrap();
         let record = record(folder.path().join("s.sock"));
         let registration = Registration::within(folder.path(), &record).unwrap();
         let path = registration.path.clone();
-        assert_eq!(read(&path), Some((record.clone(), true)));
+        assert_eq!(read(&path, own()), Some((record.clone(), true)));
         let copy = folder.path().join(format!("copy{SUFFIX}"));
         fs::copy(&path, &copy).unwrap();
-        assert_eq!(read(&copy), Some((record, false)));
+        assert_eq!(read(&copy, own()), Some((record, false)));
         drop(registration);
         assert!(!path.exists());
     }
@@ -237,11 +331,11 @@ mod tests {
         let path = folder.path().join(format!("x{SUFFIX}"));
         for content in ["", "{", "{\"socket\": 1}", &"x".repeat(1 << 17)] {
             fs::write(&path, content).unwrap();
-            assert_eq!(read(&path), None);
+            assert_eq!(read(&path, own()), None);
         }
         fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink("/etc/passwd", &path).unwrap();
-        assert_eq!(read(&path), None);
+        assert_eq!(read(&path, own()), None);
     }
 
     #[test]

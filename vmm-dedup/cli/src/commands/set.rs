@@ -20,18 +20,20 @@ const LOOK: Duration = Duration::from_millis(500);
 const AT_A_TIME: usize = 16;
 
 /// Settings of a service that it reads when it starts.
-const NOT_LIVE: [&str; 12] = [
+const NOT_LIVE: [&str; 14] = [
+    "name",
     "pass_period_ms",
     "stop_target_us",
     "max_vmas",
     "huge_policy",
     "huge_split_pages",
     "use_source",
-    "monitor_interval_ms",
-    "monitor_window_us",
+    "sampling",
+    "pack",
     "breaks",
     "heal_stall_us",
     "search",
+    "search_socket",
     "verify",
 ];
 
@@ -95,7 +97,7 @@ fn parse_change(text: &str) -> Result<Change, String> {
         ("reserve" | "reserve_pages", Some(value)) => {
             number(value, MAX_RESERVE, "reserve_pages").map(Change::Reserve)
         }
-        (key, _) if NOT_LIVE.contains(&key) => Err(format!(
+        (key, _) if NOT_LIVE.contains(&key.split('.').next().unwrap_or_default()) => Err(format!(
             "{key} cannot be changed while the VM runs: change it in the VM's settings, and start the VM again"
         )),
         _ => Err(format!(
@@ -217,7 +219,11 @@ fn set_many(meant: &[(&StoreView, &Vm)], settings: Settings) -> Result<(), Failu
             None => failed += 1,
         }
     }
+    let refused = meant.iter().filter(|(_, vm)| vm.reason.is_some()).count();
     match failed {
+        0 if refused == meant.len() => Err(Failure::new(format!(
+            "nothing was changed: all {refused} VMs are refused, `vmm-dedup explain` tells why"
+        ))),
         0 => Ok(()),
         n => Err(Failure::new(format!(
             "{} of {} could not be changed",
@@ -266,6 +272,9 @@ mod tests {
             ("onn", "expected on, off"),
             ("budget", "expected on, off"),
             ("stop_target_us=5", "cannot be changed while the VM runs"),
+            ("sampling.interval_ms=5", "cannot be changed while the VM runs"),
+            ("pack.on=true", "cannot be changed while the VM runs"),
+            ("monitor_interval_ms=5", "expected on, off"),
         ] {
             let error = parse_change(text).expect_err(text);
             assert!(error.contains(part), "{error}");

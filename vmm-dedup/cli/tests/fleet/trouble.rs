@@ -332,3 +332,58 @@ fn a_store_that_others_use_stays() {
     wait_until("the store has ended", || !host.path("store.sock").exists());
     host.assert_nothing_left(&BTreeSet::new());
 }
+
+#[test]
+fn a_vm_that_has_run_is_not_ended_since_it_does_not_answer() {
+    if !kvm_is_there() || !vmm_is_there("QEMU", "qemu-system-x86_64") {
+        return;
+    }
+    let host = Host::new(QEMU_VM);
+    host.must("up", &[]);
+    let before = host.vm("q")["pid"].clone();
+    // It cannot be asked any more, and an `up` was killed meanwhile.
+    fs::remove_file(host.path("run/vm/q/api.sock")).expect("its socket");
+    let state = host.path("run/state.json");
+    let text = fs::read_to_string(&state).expect("the state");
+    let killed = text.replace("\"complete\": true", "\"complete\": false");
+    assert_ne!(killed, text);
+    fs::write(&state, killed).expect("the state");
+
+    let said = host.must("up", &[]);
+
+    assert!(said.contains("! q does not answer"), "{said}");
+    let after = host.vm("q");
+    assert_eq!((&after["pid"], &after["state"]), (&before, &"silent".into()));
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn of_two_ups_at_once_one_starts_the_fleet_and_the_other_says_so() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(TWO);
+    let up = || {
+        let mut up = host.command("up");
+        up.stdout(Stdio::piped()).stderr(Stdio::piped());
+        up.spawn().expect("up")
+    };
+    let [one, other] = [up(), up()].map(|up| up.wait_with_output().expect("an end"));
+    let told = |output: &std::process::Output| {
+        let errors = String::from_utf8_lossy(&output.stderr);
+        format!("{}{errors}", String::from_utf8_lossy(&output.stdout))
+    };
+    let told = [told(&one), told(&other)];
+
+    let started = told.iter().filter(|told| told.contains("2 VMs run, after"));
+    assert_eq!(started.count(), 1, "{told:?}");
+    let clear = ["fleet fleet: nothing to do", "another fleet command is at work"];
+    let said_so = told
+        .iter()
+        .filter(|told| clear.iter().any(|clear| told.contains(clear)));
+    assert_eq!(said_so.count(), 1, "{told:?}");
+    host.must("status", &[]);
+    host.must("down", &[]);
+    host.assert_nothing_left(&BTreeSet::new());
+}

@@ -114,3 +114,25 @@ fn a_vmm_is_looked_at_by_name_and_by_number() {
             .contains("there is no process 999999999")
     );
 }
+
+#[test]
+fn what_was_found_is_told_also_if_there_is_no_such_vm() {
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    // Larger than any process number that Linux gives (2^22).
+    let (by_number, code) = doctor(&host, &["--pid", "999999999"]);
+    let (by_name, _) = doctor(&host, &["web"]);
+    let told = host.run(&["doctor", "web"]);
+
+    assert_eq!(finding(&by_number, "kernel").0, "ok");
+    assert_eq!(by_number["error"], "there is no process 999999999");
+    assert_eq!(code, Some(1));
+    assert_eq!(finding(&by_name, "store default").0, "ok");
+    assert!(
+        by_name["error"]
+            .as_str()
+            .is_some_and(|error| error.contains("no VM is called web"))
+    );
+    assert!(text(&told.stdout).contains("kernel: "));
+    assert!(text(&told.stderr).contains("no VM is called web"));
+}

@@ -176,3 +176,52 @@ fn many_vms_are_changed_at_once() {
         "{none}"
     );
 }
+
+#[test]
+fn a_change_that_no_vm_takes_is_a_failure() {
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    let _one = host.refused("default", "gpu");
+    let alone = host.run(&["set", "--all", "off"]);
+    let _two = host.refused("default", "nic");
+
+    let output = host.run(&["set", "--all", "off"]);
+
+    assert_eq!(alone.status.code(), Some(1), "{}", text(&alone.stderr));
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    assert_eq!(
+        text(&output.stdout),
+        "gpu: refused, left as it is\nnic: refused, left as it is\n"
+    );
+    assert!(text(&output.stderr).contains("all 2 VMs are refused"));
+}
+
+#[test]
+fn a_fleet_folder_of_somebody_else_hides_no_other() {
+    let host = Host::new();
+    let state = |name: &str, mode: u32| {
+        let folder = host.runtime().join(format!("fleet-{name}"));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let state = format!(
+            "{{\"fleet\": \"{name}\", \"file\": null, \"complete\": true, \"stores\": [], \"vms\": []}}"
+        );
+        std::fs::write(folder.join("state.json"), state).expect("a state");
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);
+        std::fs::set_permissions(&folder, mode).expect("a mode");
+    };
+    state("alien", 0o777);
+    state("mine", 0o700);
+
+    let output = host.run(&["fleet", "ls"]);
+    let json = host.run(&["fleet", "ls", "--json"]);
+
+    let (table, errors) = (text(&output.stdout), text(&output.stderr));
+    assert!(table.contains("mine") && !table.contains("alien"), "{table}");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        errors.contains("fleet-alien") && errors.contains("others can write"),
+        "{errors}"
+    );
+    let fleets: Value = serde_json::from_slice(&json.stdout).expect("JSON");
+    assert_eq!(fleets.as_array().map(Vec::len), Some(1), "{fleets}");
+}

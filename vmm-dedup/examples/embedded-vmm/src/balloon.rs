@@ -176,20 +176,21 @@ impl Balloon {
             .get_mut(nth)
             .ok_or("there is no such queue")?;
         let mut queue = Queue::try_from(*state)?;
-        while let Some(chain) = queue.pop_descriptor_chain(&self.memory) {
+        let mut served = Ok(());
+        while let Some(mut chain) = queue.pop_descriptor_chain(&self.memory) {
             let head = chain.head_index();
-            for buffer in chain {
-                match nth {
-                    INFLATE => self.inflate(buffer.addr(), buffer.len())?,
-                    REPORT => self.free(buffer.addr().raw_value(), buffer.len().into())?,
-                    // What is deflated is the guest's again: it has but to use it.
-                    _ => {}
-                }
-            }
-            queue.add_used(&self.memory, head, 0)?;
+            let freed = chain.try_for_each(|buffer| match nth {
+                INFLATE => self.inflate(buffer.addr(), buffer.len()),
+                REPORT => self.free(buffer.addr().raw_value(), buffer.len().into()),
+                // What is deflated is the guest's again: it has but to use it.
+                _ => Ok(()),
+            });
+            // A buffer that could not be used goes back as well: the driver waits for it, and it is not taken again.
+            let used = queue.add_used(&self.memory, head, 0).map_err(Failure::from);
+            served = served.and(freed).and(used);
         }
         self.registers.queues[nth] = queue.state();
-        Ok(())
+        served
     }
 
     /// The guest gives pages to the host, of which there is a list: page numbers of 32 bits.
@@ -219,5 +220,41 @@ impl Balloon {
             self.discarder
                 .discard(slice.ptr_guard_mut().as_ptr() as usize, len)
         }?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use virtio_queue::desc::{RawDescriptor, split::Descriptor};
+    use virtio_queue::mock::MockSplitQueue;
+    use vmm_dedup::{Options, Supervisor};
+
+    #[test]
+    fn a_range_that_is_no_memory_is_told_once_and_the_next_one_is_freed() {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).expect("memory");
+        let supervisor = Supervisor::spawn(Options::default()).expect("a supervisor");
+        let (beyond, page) = (1 << 30, 8 * PAGE);
+        memory.write_obj(7_u64, GuestAddress(page)).expect("a page");
+        let driver = MockSplitQueue::new(&memory, 16);
+        let range = |address| RawDescriptor::from(Descriptor::new(address, 4096, 0, 0));
+        driver
+            .add_desc_chains(&[range(beyond), range(page)], 0)
+            .expect("two chains");
+        let mut registers = Registers::new();
+        registers.queues[REPORT] = driver.create_queue::<Queue>().expect("a queue").state();
+        let mut balloon = Balloon {
+            registers,
+            memory: memory.clone(),
+            discarder: supervisor.discarder(),
+        };
+
+        let told = balloon.serve(REPORT);
+        let again = balloon.serve(REPORT);
+
+        assert!(told.is_err());
+        assert!(again.is_ok(), "{again:?}");
+        assert_eq!(memory.read_obj::<u64>(GuestAddress(page)).expect("a word"), 0);
+        assert_eq!(driver.used().idx().load(), 2);
     }
 }

@@ -99,6 +99,7 @@ pub(crate) fn start(
             files: sockets(vm).collect(),
             entry: vm.entry.clone(),
             spec: spec(vm),
+            starting: true,
         })
     };
     process::spawn(command, record, fail)

@@ -38,20 +38,22 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let view = HostView::even_silent(&args.store.selection());
     findings.extend(stores::findings(view.as_ref()));
     let pid = match (&args.vm, args.pid) {
-        (Some(name), _) => Some(view?.vm(name)?.1.pid),
-        (None, pid) => pid,
+        (Some(name), _) => view.and_then(|view| Ok(Some(view.vm(name)?.1.pid))),
+        (None, pid) => Ok(pid),
     };
-    if let Some(pid) = pid {
-        findings.extend(process::findings(pid)?);
-    }
+    // What was found of the host is told also if there is no such VMM.
+    let of_process = pid.and_then(|pid| pid.map_or(Ok(Vec::new()), process::findings));
+    let failure = of_process.map(|of_process| findings.extend(of_process)).err();
     let worst = findings
         .iter()
         .map(|finding| finding.verdict)
+        .chain(failure.iter().map(|_| Verdict::Warn))
         .max()
         .unwrap_or(Verdict::Ok);
     if args.json {
         let all = json!({
             "verdict": worst.word().to_ascii_lowercase(),
+            "error": failure.as_ref().map(ToString::to_string),
             "findings": findings.iter().map(Finding::json).collect::<Vec<_>>(),
         });
         say!(
@@ -64,6 +66,9 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
             .iter()
             .flat_map(|finding| finding.lines(width))
             .for_each(|line| say!("{line}"));
+    }
+    if let Some(failure) = failure {
+        return Err(failure);
     }
     let wrong = findings
         .iter()

@@ -30,7 +30,7 @@ pub(super) fn findings(pid: u64) -> Result<Vec<Finding>, Failure> {
         ),
         false => Finding::ok("process", format!("{pid} runs {}", program.display())),
     }];
-    findings.push(service(&maps));
+    findings.push(service(&maps, has_userfaultfd(&folder)));
     findings.extend(mappings(maps.lines().count()));
     findings.extend(open_files(&limits));
     findings.extend(memory(&maps));
@@ -39,13 +39,18 @@ pub(super) fn findings(pid: u64) -> Result<Vec<Finding>, Failure> {
 }
 
 /// Whether the service is in the process.
-fn service(maps: &str) -> Finding {
+fn service(maps: &str, has_userfaultfd: bool) -> Finding {
     let what = "service";
     if maps.contains("libvmm_dedup_preload.so") {
         return Finding::ok(what, "the preload library is loaded");
     }
-    if maps.contains("[userfaultfd]") || maps.contains("vmm-dedup") {
+    if maps.contains("vmm-dedup") {
         return Finding::ok(what, "built in");
+    }
+    // A VMM that embeds the engine has its own name; what it shares is tracked with a userfaultfd. Others have one while
+    // memory comes in on demand.
+    if has_userfaultfd {
+        return Finding::ok(what, "built in, to judge by the userfaultfd that is open");
     }
     Finding::new(
         Verdict::Warn,
@@ -54,6 +59,12 @@ fn service(maps: &str) -> Finding {
         "start the VMM with LD_PRELOAD=.../libvmm_dedup_preload.so and VMM_DEDUP_STORE, unless it embeds the engine; programs that are \
          linked statically or have file capabilities ignore LD_PRELOAD",
     )
+}
+
+fn has_userfaultfd(process: &Path) -> bool {
+    let entries = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+    let mut files = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
+    files.any(|file| file.to_string_lossy() == "anon_inode:[userfaultfd]")
 }
 
 fn mappings(now: usize) -> Option<Finding> {
@@ -193,11 +204,13 @@ mod tests {
 
     #[test]
     fn the_service_is_told_by_what_is_mapped() {
+        let verdict = |maps: &str, has_userfaultfd| service(maps, has_userfaultfd).verdict;
         assert_eq!(
-            service("... /usr/lib/vmm-dedup/libvmm_dedup_preload.so").verdict,
+            verdict("... /usr/lib/vmm-dedup/libvmm_dedup_preload.so", false),
             Verdict::Ok
         );
-        assert_eq!(service("... /usr/bin/cloud-hypervisor").verdict, Verdict::Warn);
+        assert_eq!(verdict("... /usr/bin/cloud-hypervisor", false), Verdict::Warn);
+        assert_eq!(verdict("... /usr/bin/cloud-hypervisor", true), Verdict::Ok);
     }
 
     #[test]
