@@ -217,6 +217,59 @@ fn a_verifier_is_added_by_its_registration() {
     }
 }
 
+/// What the kernel copied lies frozen in its place while it is compared, and is compared by the same engine.
+#[test]
+fn healed_pages_are_verified_as_others_are() {
+    need_userfaultfd!();
+    vmm_dedup::share_whatever_it_costs(true);
+    const SOME: usize = 64;
+    const REWRITTEN: usize = 16;
+    let compared = Arc::new(AtomicU64::new(0));
+    let counted = compared.clone();
+    let entry = Entry::new().verify(move |_| Ok(Box::new(Counting::new(counted.clone()))));
+    let engines = engines_with("counting", entry);
+    let store = StoreThread::start();
+    let guests = ["a", "b"].map(|name| {
+        let pages = Pages::map(SOME);
+        (0..SOME).for_each(|page| pages.fill(page, page as u64 + 1));
+        (name, pages)
+    });
+    let services = guests.each_ref().map(|(name, pages)| {
+        let config = Config {
+            breaks: Breaks::Kernel {
+                heal_stall_us: 200_000,
+                heal_without_fork: true,
+            },
+            ..config(name, "counting", None, PATIENT)
+        };
+        let service = pages.serve_with(&store.socket(), config, 0, engines.clone());
+        let service = service.expect("dedup starts");
+        service.vouch_for_pins();
+        service
+    });
+    let pass = |until: &dyn Fn(&ServiceStats) -> bool| {
+        let mut passes =
+            (0..PASSES).map(|_| services.each_ref().map(|service| service.pass().expect("a pass")));
+        let done = passes.find(|stats| stats.iter().all(until));
+        done.expect("it happens within some passes")
+    };
+    pass(&|stats| stats.pages_mapped == SOME as u64);
+    for (_, pages) in &guests {
+        (0..REWRITTEN).for_each(|page| pages.fill(page, page as u64 + 1000));
+    }
+    pass(&|stats| stats.pages_broken > 0);
+    let stats = pass(&|stats| stats.heals_total >= REWRITTEN as u64);
+    let verified: u64 = stats.iter().map(|stats| stats.verifications_total).sum();
+    assert_eq!(compared.load(Ordering::Relaxed), verified);
+    for stats in stats {
+        // Each is compared for its merge; a healed one once more for that.
+        assert!(
+            stats.verifications_total >= SOME as u64 + stats.heals_total,
+            "{stats:?}"
+        );
+    }
+}
+
 #[test]
 fn a_name_that_was_not_registered_is_refused_with_those_that_were() {
     need_userfaultfd!();

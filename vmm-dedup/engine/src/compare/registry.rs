@@ -136,6 +136,10 @@ impl Default for Engines {
 
 impl Engines {
     /// This CPU: `cpu` makes keys and deltas and verifies, `tree` searches.
+    ///
+    /// A service asks for no verifier of the name `cpu`: [`Verifier`](super::Verifier) has one of its own, whose type it knows, so that
+    /// verifying costs what a bare loop does, and which takes over from one that failed while pages are away, where none can be made.
+    /// The entry is for whoever asks engines by their names, and tells settings that there is one.
     #[must_use]
     pub fn new() -> Self {
         // Its keys tell only whether a page has changed, and are shown to nobody: they need no salt.

@@ -67,7 +67,7 @@ pub enum With<'a> {
 /// A page that was taken, and what is to replace it.
 #[derive(Clone, Copy, Debug)]
 pub struct Pair<'a> {
-    /// A page in memory of this process that nobody else reaches. A device is not given that memory: either it reads
+    /// A page in memory of this process that nobody else reaches, or that is frozen at the guest's own address. A device is not given that memory: either it reads
     /// this process's addresses, or its driver copies the page.
     pub taken: StablePage<'a>,
     /// The other one.

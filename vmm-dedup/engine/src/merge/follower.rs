@@ -15,11 +15,10 @@
 use crate::account::ns;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
+use crate::merge::context::Tools;
 use crate::merge::in_place::{self, Limit, Proof, Room, addresses, stretches};
 use crate::merge::run::Outcome;
-use crate::store::connection::Store;
 use crate::sys::sched::Urgent;
-use crate::unmerge::address_space::AddressSpace;
 use std::time::{Duration, Instant};
 
 /// What follows at once.
@@ -41,13 +40,10 @@ pub(crate) struct Followed {
 }
 
 /// Lets pages that map slots map others. Requests are in page order, and no more than [`LIMIT`] takes.
-pub(crate) fn follow(
-    memory: &Memory,
-    store: &Store,
-    space: &mut AddressSpace,
-    requests: &[MergeRequest],
-) -> Followed {
+pub(crate) fn follow(memory: &Memory, tools: &mut Tools<'_>, requests: &[MergeRequest]) -> Followed {
+    let (store, space) = (tools.store, &mut *tools.space);
     in_place::touch(memory, store, requests);
+    let verifier = tools.verify.begin_window(store);
     let (clock, _urgent) = (Instant::now(), Urgent::begin());
     let breaker = space.breaker.clone();
     let Some(frozen) = breaker.freeze(stretches(memory, requests).map(|stretch| addresses(memory, stretch)))
@@ -59,7 +55,7 @@ pub(crate) fn follow(
     };
     let (outcomes, _) = in_place::replace(
         memory,
-        store,
+        (store, verifier),
         space,
         frozen,
         // None of them is copied.

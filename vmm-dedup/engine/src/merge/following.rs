@@ -6,7 +6,7 @@ use crate::lookup::request::{MergeRequest, Role};
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
 use crate::memory::page_state::Backing;
-use crate::merge::context::Context;
+use crate::merge::context::{Context, Tools};
 use crate::merge::follower::{self, Followed};
 use crate::merge::healer::{Healed, Healer};
 use crate::merge::moving_out;
@@ -119,10 +119,14 @@ fn replace(
     batch: &[MergeRequest],
 ) -> Option<(Vec<MergeRequest>, Vec<Outcome>)> {
     let memory = with.map.memory().clone();
-    let store = with.session.store()?;
+    let mut tools = Tools {
+        store: with.session.store()?,
+        space: with.space,
+        verify: with.verify,
+    };
     let mut healed = Healed::none(&[], Outcome::NotTaken);
     if batch.iter().any(is_copy) {
-        healed = healer.heal(with.map, store, with.space, with.pass, batch);
+        healed = healer.heal(with.map, &mut tools, with.pass, batch);
     }
     let Healed { outcomes, stall_ns } = healed;
     // Copies stay behind where they are written all the time.
@@ -143,7 +147,7 @@ fn replace(
     let Followed {
         outcomes,
         stall_ns: stall,
-    } = follower::follow(&memory, store, with.space, &alone);
+    } = follower::follow(&memory, &mut tools, &alone);
     let longest = stall_ns.map_or(stall, |ns| ns.max(stall));
     with.account.stats.stop.observe(longest);
     Some((alone, outcomes))

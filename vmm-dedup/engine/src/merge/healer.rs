@@ -49,17 +49,16 @@ use crate::lookup::copies::Prospect;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
+use crate::merge::context::Tools;
 use crate::merge::fork_cost::ForkCost;
 use crate::merge::in_place::{self, Limit, Proof, Room, addresses, stretches};
 use crate::merge::run::Outcome;
-use crate::store::connection::Store;
 use crate::sys::fork::Child;
 use crate::sys::late_log;
 use crate::sys::pin_count::{Counts, PinCount};
 use crate::sys::pinners::{Pinner, Pinners, Told};
 use crate::sys::sched::Urgent;
 use crate::sys::vma;
-use crate::unmerge::address_space::AddressSpace;
 use crate::unmerge::cow::FrozenRuns;
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -376,8 +375,7 @@ impl Healer {
     pub(crate) fn heal(
         &mut self,
         map: &PageMap,
-        store: &Store,
-        space: &mut AddressSpace,
+        tools: &mut Tools<'_>,
         pass: u64,
         requests: &[MergeRequest],
     ) -> Healed {
@@ -386,9 +384,9 @@ impl Healer {
         if !self.can_heal(map, pass) {
             return Healed::none(requests, Outcome::Untold);
         }
-        in_place::touch(&memory, store, requests);
+        in_place::touch(&memory, tools.store, requests);
         if self.way != Way::Fork {
-            return self.heal_batches(&memory, store, space, pass, requests, None);
+            return self.heal_batches(&memory, tools, pass, requests, None);
         }
         let (child, fork_ns) = match self.fork(&memory, requests) {
             Ok(forked) => forked,
@@ -398,7 +396,7 @@ impl Healer {
                 return Healed::none(requests, Outcome::Untold);
             }
         };
-        let mut healed = self.heal_batches(&memory, store, space, pass, requests, Some(&child));
+        let mut healed = self.heal_batches(&memory, tools, pass, requests, Some(&child));
         healed.stall_ns = healed.stall_ns.max(Some(fork_ns));
         if child.has_ended() {
             // What it shared no more looked as if it were pinned.
@@ -419,8 +417,7 @@ impl Healer {
     fn heal_batches(
         &mut self,
         memory: &Memory,
-        store: &Store,
-        space: &mut AddressSpace,
+        tools: &mut Tools<'_>,
         pass: u64,
         requests: &[MergeRequest],
         child: Option<&Child>,
@@ -429,7 +426,7 @@ impl Healer {
         while healed.outcomes.len() < requests.len() && self.chosen.is_some() {
             let rest = &requests[healed.outcomes.len()..];
             let batch = &rest[..self.limit().fits(memory, rest)];
-            let more = self.heal_batch(memory, store, space, pass, batch, child);
+            let more = self.heal_batch(memory, tools, pass, batch, child);
             healed.outcomes.extend(more.outcomes);
             healed.stall_ns = healed.stall_ns.max(more.stall_ns);
         }
@@ -441,13 +438,12 @@ impl Healer {
     fn heal_batch(
         &mut self,
         memory: &Memory,
-        store: &Store,
-        space: &mut AddressSpace,
+        tools: &mut Tools<'_>,
         pass: u64,
         requests: &[MergeRequest],
         child: Option<&Child>,
     ) -> Healed {
-        let (healed, failure) = self.heal_frozen(memory, store, space, requests, child);
+        let (healed, failure) = self.heal_frozen(memory, tools, requests, child);
         if self.way == Way::Count && healed.is_untold() {
             self.chosen = None;
         }
@@ -495,15 +491,16 @@ impl Healer {
     fn heal_frozen(
         &mut self,
         memory: &Memory,
-        store: &Store,
-        space: &mut AddressSpace,
+        tools: &mut Tools<'_>,
         requests: &[MergeRequest],
         child: Option<&Child>,
     ) -> (Healed, Option<std::io::Error>) {
+        let (store, space) = (tools.store, &mut *tools.space);
         let Ok(mut room) = Room::prepare(memory, store, &space.uffd, requests) else {
             return (Healed::none(requests, Outcome::NoVma), None);
         };
         let breaker = space.breaker.clone();
+        let verifier = tools.verify.begin_window(store);
         let _urgent = Urgent::begin();
         let mut clock = Instant::now();
         let runs = stretches(memory, requests).map(|stretch| addresses(memory, stretch));
@@ -515,7 +512,7 @@ impl Healer {
             Ok(proof) => {
                 let until = clock + self.patience();
                 let with = (requests, &mut room);
-                in_place::replace(memory, store, space, frozen, with, &proof, until)
+                in_place::replace(memory, (store, verifier), space, frozen, with, &proof, until)
             }
             Err(outcome) => {
                 drop(frozen);

@@ -9,7 +9,8 @@
 //!   kernel copy it.
 //! - A copy is anonymous memory. It is replaced only if a [`Proof`] says that it is not pinned.
 //!
-//! A slot that takes a page's place is compared with it first, at the guest's own address: neither changes. A page that stays
+//! A slot that takes a page's place is compared with it first, at the guest's own address, by whatever verifies ([`Verifier`]): neither
+//! changes. A device that reads the page meanwhile cannot write it, and has no part in what tells of pins, which was looked at before. A page that stays
 //! private ([`Role::Exception`], [`Role::MovedOut`]) is copied instead, while nobody changes it, and the copy takes its place in one
 //! step. The memory for copies is there before anything is frozen ([`Room`]): who waits for a page must not wait for reclaim.
 //!
@@ -17,7 +18,7 @@
 //! ([`Haste`]). But where writers wait all the time something must be done all the same: the first [`COMPARED`] pages and the first
 //! mapping of a batch do not heed them.
 
-use crate::compare::{PageId, Pair, StablePage, With};
+use crate::compare::{PageId, Pair, StablePage, Verifier, With};
 use crate::lookup::request::{MergeRequest, Role};
 use crate::memory::layout::Memory;
 use crate::merge::ready;
@@ -228,7 +229,7 @@ struct Put {
 /// returns what kept it from looking at the page tables: nothing is logged while pages are frozen.
 pub(crate) fn replace(
     memory: &Memory,
-    store: &Store,
+    (store, verifier): (&Store, &mut Verifier),
     space: &mut AddressSpace,
     mut frozen: FrozenRuns<'_>,
     (requests, room): (&[MergeRequest], &mut Room),
@@ -252,7 +253,7 @@ pub(crate) fn replace(
                 break;
             }
         };
-        let mut compared = compare(run, &found, store, stretch, haste);
+        let mut compared = compare(run, &found, (store, &mut *verifier), stretch, haste);
         return_exceptions(stretch, &mut compared, Open::default());
         let mut means = Means {
             memory,
@@ -281,50 +282,73 @@ pub(crate) fn replace(
     (outcomes, failure)
 }
 
-/// Compares frozen pages with what shall take their places.
-#[allow(unsafe_code)] // reads guest memory
+/// Compares frozen pages with what shall take their places, by whatever verifies: some at a time, and more only if nobody waits.
 fn compare(
     run: &Frozen<'_>,
     found: &FoundCopies,
-    store: &Store,
+    (store, verifier): (&Store, &mut Verifier),
     stretch: &[MergeRequest],
     haste: Haste<'_>,
 ) -> Vec<Outcome> {
-    let within = |ranges: &[Range<usize>], at: usize| ranges.iter().any(|range| range.contains(&at));
-    let outcome = |(request, at): (&MergeRequest, usize)| {
-        match request.role {
-            Role::Moved if within(&found.copies, at) => return Outcome::Absent,
-            Role::Moved => {}
-            _ if !within(&found.free, at) => return Outcome::Pinned,
-            Role::Exception | Role::MovedOut => return Outcome::Merged,
-            Role::Publisher | Role::Twin | Role::Proposed => {}
+    let mut outcomes: Vec<Outcome> = Vec::with_capacity(stretch.len());
+    for (n, part) in stretch.chunks(COMPARED).enumerate() {
+        if n > 0 && haste.is_over() {
+            break;
         }
-        let with = match request.slot {
-            None => With::Zeros,
-            Some(slot) => match store.slot(slot) {
+        let addresses = (run.range().start + bytes(n * COMPARED)..).step_by(PAGE_SIZE);
+        let known = part.iter().zip(addresses.clone());
+        outcomes.extend(known.map(|(request, at)| found.before_comparing(request, at)));
+        let these = part.iter().zip(&mut outcomes[n * COMPARED..]).zip(addresses);
+        let pairs = these.filter_map(|((request, outcome), at)| {
+            if *outcome != Outcome::Merged || stays_private(request) {
+                return None;
+            }
+            let pair = pair(run, at, store, request);
+            if pair.is_none() {
                 // Its segment has not been announced here yet.
-                None => return Outcome::Refused,
-                Some((_, page)) => With::Slot {
-                    id: PageId::of_node(slot.number()),
-                    // SAFETY: the slot is mapped while the store is borrowed, and it is not written after it could be found.
-                    page: unsafe { StablePage::at(page) },
-                },
-            },
-        };
-        // SAFETY: it is frozen. It is the store's, so that nobody has it pinned for writing, or known not to be pinned.
-        let taken = unsafe { run.page(at) };
-        if (Pair { taken, with }).equal() {
-            Outcome::Merged
-        } else {
-            Outcome::Different
-        }
-    };
-    let addresses = run.range().clone().step_by(PAGE_SIZE);
-    let pages = stretch.iter().zip(addresses).enumerate();
-    let in_time = pages.take_while(|(n, _)| *n == 0 || !haste.is_over_at(*n, COMPARED));
-    let mut outcomes: Vec<Outcome> = in_time.map(|(_, page)| outcome(page)).collect();
+                *outcome = Outcome::Refused;
+            }
+            Some((pair?, outcome))
+        });
+        // (It is not called off. An engine has its time for so many, then the CPU compares.)
+        verifier.verify(pairs, |outcome| **outcome = Outcome::Different, || true);
+    }
     outcomes.resize(stretch.len(), Outcome::Contended);
     outcomes
+}
+
+/// A frozen page, and what is to replace it; `None` if that slot is not there.
+#[allow(unsafe_code)] // reads guest memory
+fn pair<'r>(run: &'r Frozen<'_>, at: usize, store: &'r Store, request: &MergeRequest) -> Option<Pair<'r>> {
+    let with = match request.slot {
+        None => With::Zeros,
+        Some(slot) => With::Slot {
+            id: PageId::of_node(slot.number()),
+            // SAFETY: the slot is mapped while the store is borrowed, and it is not written after it could be found.
+            page: unsafe { StablePage::at(store.slot(slot)?.1) },
+        },
+    };
+    // SAFETY: it is frozen. It is the store's, so that nobody has it pinned for writing, or known not to be pinned.
+    let taken = unsafe { run.page(at) };
+    Some(Pair { taken, with })
+}
+
+/// Whether a page is copied into memory of its own, and compared with nothing.
+fn stays_private(request: &MergeRequest) -> bool {
+    matches!(request.role, Role::Exception | Role::MovedOut)
+}
+
+impl FoundCopies {
+    /// What becomes of a frozen page as far as its pins tell: [`Outcome::Merged`] if it may be replaced.
+    fn before_comparing(&self, request: &MergeRequest, at: usize) -> Outcome {
+        let within = |ranges: &[Range<usize>]| ranges.iter().any(|range| range.contains(&at));
+        match request.role {
+            Role::Moved if within(&self.copies) => Outcome::Absent,
+            Role::Moved => Outcome::Merged,
+            _ if within(&self.free) => Outcome::Merged,
+            _ => Outcome::Pinned,
+        }
+    }
 }
 
 /// Puts what was found right into place, from the last run to the first: the kernel splits a mapping cheaper at its end.

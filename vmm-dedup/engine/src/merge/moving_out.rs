@@ -3,7 +3,7 @@
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Page;
 use crate::memory::page_map::VMAS_PER_RUN;
-use crate::merge::context::Context;
+use crate::merge::context::{Context, Tools};
 use crate::merge::healer::{Healed, Healer};
 use crate::merge::in_place::Limit;
 use crate::merge::run::Outcome;
@@ -90,7 +90,12 @@ fn move_out(with: &mut Context<'_>, healer: &mut Healer, requests: &[MergeReques
     let Some(store) = with.session.store().filter(|_| !batch.is_empty()) else {
         return Outcome::Merged;
     };
-    let Healed { outcomes, stall_ns } = healer.heal(with.map, store, with.space, with.pass, &batch);
+    let mut tools = Tools {
+        store,
+        space: with.space,
+        verify: with.verify,
+    };
+    let Healed { outcomes, stall_ns } = healer.heal(with.map, &mut tools, with.pass, &batch);
     let stats = &mut with.account.stats;
     stall_ns.into_iter().for_each(|ns| stats.heal.observe(ns));
     for (request, outcome) in batch.iter().zip(&outcomes) {

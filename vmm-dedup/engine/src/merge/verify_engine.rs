@@ -48,9 +48,10 @@ impl VerifyEngine {
         }
     }
 
-    /// Before a pass: makes the engine if it is time for that.
+    /// Before a pass: lets go of an engine that has failed since the last one, and makes one if it is time for that.
     pub(crate) fn prepare(&mut self, pass: u64) {
         self.pass = pass;
+        self.clean_up();
         if self.name == CPU || self.verifier.has_engine() || !self.retry.is_due(pass) {
             return;
         }
@@ -60,7 +61,7 @@ impl VerifyEngine {
         }
     }
 
-    /// Before a window's pages are taken: lets the engine read what the store has now. (It must not compare with a segment
+    /// Before pages are taken or frozen: lets the engine read what the store has now. (It must not compare with a segment
     /// that another one has taken the place of.)
     pub(crate) fn begin_window(&mut self, store: &Store) -> &mut Verifier {
         let told = match self.verifier.engine() {

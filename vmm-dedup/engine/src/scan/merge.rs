@@ -8,6 +8,7 @@ use crate::memory::page_map::PageMap;
 use crate::memory::page_state::{Backing, PageState};
 use crate::merge::admission::{Admission, Admitted, Obstacle, Terms};
 use crate::merge::bridged_runs;
+use crate::merge::context::Tools;
 use crate::merge::healer::Healed;
 use crate::merge::merger::Batch;
 use crate::merge::outcomes::{self, Learnt};
@@ -183,8 +184,13 @@ impl Pass {
             return false;
         };
         let (map, account) = (&mut self.map, &mut self.account);
-        let healer = &mut self.merging.healer;
-        let Healed { outcomes, stall_ns } = healer.heal(map, store, &mut self.space, self.number, &batch);
+        let Merging { healer, merger, .. } = &mut self.merging;
+        let mut tools = Tools {
+            store,
+            space: &mut self.space,
+            verify: &mut merger.verify_engine,
+        };
+        let Healed { outcomes, stall_ns } = healer.heal(map, &mut tools, self.number, &batch);
         stall_ns.into_iter().for_each(|ns| account.stats.heal.observe(ns));
         account.stats.bytes_read.verify += (batch.len() * 2 * PAGE_SIZE) as u64;
         let learnt = outcomes::note_healed(map, account, self.number, &batch, &outcomes);

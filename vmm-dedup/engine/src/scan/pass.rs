@@ -185,6 +185,7 @@ impl Pass {
             map: &mut self.map,
             space: &mut self.space,
             session: &mut self.session,
+            verify: &mut self.merging.merger.verify_engine,
             account: &mut self.account,
             direct_io: &mut self.direct_io,
             pass: self.number,
