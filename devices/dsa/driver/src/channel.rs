@@ -12,14 +12,16 @@
 //! - Not done, since the batch's list faulted, a member in front of a fence failed, or its record was lost: it is submitted
 //!   alone.
 //! - Refused: an error of that item.
-//! - No record within the time limit: the device is asked what is wrong, reset, and all that was in flight is submitted
-//!   anew. After several resets it is given up.
+//! - No record within the time limit: the device is asked what is wrong, and what it has is aborted. If it cannot abort, has
+//!   halted, says that it failed, or was helped before, it is reset. All that was in flight is submitted anew. After several
+//!   times within a minute, or if nothing helps, it is given up.
 //!
 //! All operations that go through here only read what callers own, and write whole words of the driver's own buffers, so to do
 //! one twice does no harm.
 
 mod item;
 mod member;
+mod recovery;
 mod slots;
 mod waiting;
 
@@ -29,6 +31,7 @@ use crate::area::Addresses;
 use crate::latency::Latencies;
 use crate::way::{QueueLimits, Trouble, WorkQueue};
 use member::{Reach, State};
+use recovery::Resets;
 use slots::Slots;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -38,10 +41,6 @@ use vmm_dedup_dsa_abi::{CompletionRecord, DeviceAddress, Opcode};
 
 /// Most members of a batch here.
 pub(crate) const MOST_MEMBERS: usize = 1024;
-/// Resets after which a device is given up, unless it has worked for [`FORGIVEN`] since.
-const RESETS: usize = 3;
-/// After this time a reset is forgotten.
-const FORGIVEN: Duration = Duration::from_secs(60);
 /// Shorter times are not slept by who can be late: the kernel takes some microseconds of CPU to let a thread sleep.
 const SHORTEST_NAP: Duration = Duration::from_micros(10);
 
@@ -62,6 +61,8 @@ pub(crate) struct Channel {
     space: Addresses,
     latencies: [Latencies; 2],
     time_limit: Duration,
+    /// When it was last seen to take or to end something.
+    moved: Instant,
     /// Nothing can be late before.
     late_from: Instant,
     resets: Resets,
@@ -97,6 +98,7 @@ impl Channel {
             space,
             latencies: [Latencies::new(), Latencies::new()],
             time_limit,
+            moved: Instant::now(),
             late_from: Instant::now(),
             resets: Resets::default(),
             overslept: false,
@@ -112,6 +114,11 @@ impl Channel {
 
     pub(crate) fn name(&self) -> &str {
         self.queue.name()
+    }
+
+    /// Why the device was helped, if it was: for the log.
+    pub(crate) fn take_note(&mut self) -> Option<String> {
+        self.resets.note.take()
     }
 
     /// What the device was given to do.
@@ -239,6 +246,7 @@ impl Channel {
             self.submit_alone(at)?
         };
         if any {
+            self.moved = now;
             let slot = self.slots.at_mut(at);
             let members = if slot.batch { slot.members.len() } else { 1 };
             let expected = self.latencies[kind(slot.opcode())].expect(members);
@@ -300,18 +308,28 @@ impl Channel {
         if now < self.late_from {
             return Ok(());
         }
-        if let Some(at) = self.slots.late(now, self.time_limit) {
+        if let Some(at) = self.late(now) {
             // This thread may have been the one that was late.
             self.queue.relax(self.slots.awaited_status(at));
             let now = Instant::now();
             self.look_at_all(now, tell)?;
-            if self.slots.late(now, self.time_limit).is_some() {
+            if self.late(now).is_some() {
                 self.work.late += 1;
                 self.recover(tell)?;
             }
         }
         self.late_from = self.slots.oldest().unwrap_or(now) + self.time_limit;
         Ok(())
+    }
+
+    /// Whether the device has nothing, and takes nothing, for too long.
+    fn is_stuck(&self, now: Instant) -> bool {
+        self.entries == 0 && now.saturating_duration_since(self.moved) > self.time_limit
+    }
+
+    fn late(&self, now: Instant) -> Option<usize> {
+        let (borrowed_ns, stuck) = (self.queue.borrowed_cpu_ns(), self.is_stuck(now));
+        self.slots.late(now, self.time_limit, borrowed_ns, stuck)
     }
 
     fn look_at_all(&mut self, now: Instant, tell: &mut Tell<'_>) -> Result<(), Trouble> {
@@ -360,6 +378,7 @@ impl Channel {
             self.settle(at, index, record, tell);
         }
         if ended {
+            self.moved = now;
             self.note_time(at, now);
         }
     }
@@ -399,20 +418,16 @@ impl Channel {
         }
     }
 
-    /// Resets the device, and submits again what was in flight.
+    /// Has the device forget what is in flight, and submits that again.
     fn recover(&mut self, tell: &mut Tell<'_>) -> Result<(), Trouble> {
-        let trouble = self.queue.trouble();
-        if let Some(trouble @ Trouble::Gone(_)) = trouble {
-            return Err(trouble);
+        let (abort, text) = self.resets.plan(self.queue.trouble())?;
+        let aborted = abort && self.queue.abort();
+        let how = if aborted { "aborted" } else { "reset" };
+        self.resets.note = Some(format!("{text}: what it had is {how} and submitted again"));
+        if !aborted {
+            self.work.resets += 1;
+            self.queue.reset()?;
         }
-        if !self.resets.allow_one_more() {
-            let text = trouble.map_or("it does not answer".to_owned(), |trouble| trouble.to_string());
-            return Err(Trouble::Gone(format!(
-                "{text}, after {RESETS} resets in {FORGIVEN:?}"
-            )));
-        }
-        self.work.resets += 1;
-        self.queue.reset()?;
         // The device has forgotten all: no record is written any more, and every slot is the driver's.
         self.entries = 0;
         for _ in 0..self.slots.busy().len() {
@@ -430,28 +445,14 @@ impl Channel {
                 self.slots.give_back(at);
             } else {
                 let now = Instant::now();
-                self.slots.at_mut(at).since = now;
+                let borrowed_ns = self.queue.borrowed_cpu_ns();
+                let slot = self.slots.at_mut(at);
+                (slot.since, slot.borrowed_ns) = (now, borrowed_ns);
                 self.slots.push(at);
                 self.submit(at, now)?;
             }
         }
         Ok(())
-    }
-}
-
-/// When a device was reset.
-#[derive(Debug, Default)]
-struct Resets(Vec<Instant>);
-
-impl Resets {
-    /// Notes one, unless there were too many of late.
-    fn allow_one_more(&mut self) -> bool {
-        self.0.retain(|at| at.elapsed() < FORGIVEN);
-        let may = self.0.len() < RESETS;
-        if may {
-            self.0.push(Instant::now());
-        }
-        may
     }
 }
 

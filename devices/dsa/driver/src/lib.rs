@@ -35,6 +35,6 @@ pub use engine::{DsaEngine, Options};
 pub use instructions::Instructions;
 pub use open::{model, open};
 pub use way::{
-    InProcess, Node, NodeError, QueueLimits, Reach, Registers, SetupError, Trouble, Vfio, VfioFailure,
-    Wanted, WorkQueue, bring_up, command, reset,
+    InProcess, Node, NodeError, QueueLimits, Reach, Registers, Remedy, SetupError, Trouble, Vfio,
+    VfioFailure, Wanted, WorkQueue, abort, bring_up, command, reset, software_error,
 };

@@ -125,6 +125,71 @@ fn it_conforms_while_pages_are_missing_and_records_late() {
     }
 }
 
+/// Each device halts once and loses one record, a batch's or a member's, early or late; pages are missing, lists fault, records
+/// come late, queues of four entries are often full.
+#[test]
+fn it_conforms_while_devices_halt_and_records_are_lost() {
+    let all = Faults {
+        page_faults: 200,
+        list_faults: 60,
+        hardware: 300,
+        late: 200,
+        late_ns: 300_000,
+        retries: 5000,
+        seed: 11,
+        ..Faults::default()
+    };
+    // Far above the late records' time, and short, as each lost record of a batch takes so long.
+    let time_limit = Duration::from_millis(20);
+    let full = Wanted {
+        entries: Some(4),
+        mode: Mode::Shared,
+    };
+    for (reach, wanted, halts_after, loses) in [
+        (Reach::Mapped, full, Some(40), Some(200)),
+        (Reach::Process, Wanted::default(), Some(300), Some(2)),
+    ] {
+        let faults = Faults {
+            halts_after,
+            loses,
+            ..all
+        };
+        let options = Options {
+            time_limit,
+            batch: 64,
+            ..Case::good(reach).options
+        };
+        Case {
+            faults,
+            options,
+            wanted,
+            timing: Timing::PUBLISHED,
+            ..Case::good(reach)
+        }
+        .conforms();
+    }
+}
+
+/// A record comes after the time limit: it was aborted by then, and is written nowhere.
+#[test]
+fn it_conforms_while_records_come_after_the_time_limit() {
+    let case = Case {
+        faults: Faults {
+            delays: Some(3),
+            late_ns: 60_000_000,
+            seed: 12,
+            ..Faults::default()
+        },
+        options: Options {
+            time_limit: Duration::from_millis(20),
+            ..Case::good(Reach::Mapped).options
+        },
+        timing: Timing::PUBLISHED,
+        ..Case::good(Reach::Mapped)
+    };
+    case.conforms();
+}
+
 #[test]
 fn it_conforms_on_a_shared_queue_that_is_often_full() {
     let case = Case {

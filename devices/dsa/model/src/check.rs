@@ -114,7 +114,19 @@ fn check(descriptor: &Descriptor, allowed: &Allowed, member: bool) -> Option<Com
     if descriptor.has(flags::REQUEST_INTERRUPT) && descriptor.interrupt_handle() >= allowed.vectors {
         return wrong(Status::InterruptHandle);
     }
-    None
+    classes_differ(opcode, descriptor).then(|| CompletionRecord::new(Status::TrafficClass))
+}
+
+/// Whether writes that are to be in order go by different ways. The public headers name this error and do not say which
+/// descriptors have it; this reading is the model's own.
+fn classes_differ(opcode: Opcode, descriptor: &Descriptor) -> bool {
+    let written: &[u32] = match opcode {
+        Opcode::CreateDelta => &[flags::ADDRESS_3_CLASS],
+        Opcode::Dualcast => &[flags::ADDRESS_2_CLASS, flags::ADDRESS_3_CLASS],
+        _ => &[flags::ADDRESS_2_CLASS],
+    };
+    let record = descriptor.has(flags::COMPLETION_CLASS);
+    descriptor.has(flags::STRICT_ORDER) && written.iter().any(|class| descriptor.has(*class) != record)
 }
 
 fn sizes(opcode: Opcode, descriptor: &Descriptor, allowed: &Allowed) -> Option<Status> {

@@ -149,7 +149,26 @@ pub(crate) fn operate(descriptor: &Descriptor, lens: &mut Lens<'_>) -> Completio
         Some(Opcode::TranslationFetch) => visit(descriptor.source(), descriptor.size(), lens),
         Some(Opcode::Nop | Opcode::Drain | Opcode::Batch) | None => done(0, 0),
     };
-    predicate(descriptor, record)
+    predicate(descriptor, read_back(descriptor, record, lens.dice))
+}
+
+/// Reads back what was written, if that is asked for. It always works, but for what the dice say.
+fn read_back(descriptor: &Descriptor, record: CompletionRecord, dice: &mut Dice) -> CompletionRecord {
+    if record.status() != Some(Ok(Status::Success)) || !descriptor.has(flags::DESTINATION_READBACK) {
+        return record;
+    }
+    if dice.happens(dice.faults.readback_hardware) {
+        return record.with_status(Status::ReadbackHardware);
+    }
+    if dice.happens(dice.faults.readback_faults) {
+        let fault = Fault {
+            address: DeviceAddress(descriptor.destination()),
+            write: false,
+            completed: record.completed,
+        };
+        return record.with_fault(Status::ReadbackFault, fault);
+    }
+    record
 }
 
 /// Compares the result with the expected one, if that is asked for.

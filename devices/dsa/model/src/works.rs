@@ -280,15 +280,11 @@ impl Works {
         self.account.bytes += bytes;
         self.account.busy_ns += busy;
         let faults = self.dice.faults;
-        let late = if self.dice.happens(faults.late) {
-            faults.late_ns
-        } else {
-            0
-        };
+        let late = if self.dice.delays() { faults.late_ns } else { 0 };
         let at = { self.free_at }
             .saturating_add(self.timing.latency_ns)
             .saturating_add(late);
-        let told = !self.dice.happens(faults.lost);
+        let told = !self.dice.loses();
         self.endings.push(at, job, record, told, ends);
         (at, record.status == Status::Success as u8)
     }
@@ -321,7 +317,7 @@ impl Works {
         let Some(descriptor) = next else {
             self.batches.remove(at);
             let end = batch.last_end.max(start);
-            let told = !self.dice.happens(self.dice.faults.lost);
+            let told = !self.dice.loses();
             self.endings.push(end, batch.job, batch.record(), told, true);
             return;
         };

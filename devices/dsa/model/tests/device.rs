@@ -662,3 +662,102 @@ fn queues_take_turns_and_priorities_count_between_those_that_wait() {
     }
     assert_eq!(order, [10, 0, 11, 1, 12, 2, 13, 3]);
 }
+
+/// A descriptor with a record, and these flags besides its own.
+fn with_flags(descriptor: Descriptor, more: u32) -> Descriptor {
+    let mut bytes = told(descriptor, 0).to_bytes();
+    let word = u32::from_le_bytes(bytes[4..8].try_into().unwrap()) | more;
+    bytes[4..8].copy_from_slice(&word.to_le_bytes());
+    Descriptor::from_bytes(bytes)
+}
+
+/// Errors that the oracle's descriptors do not meet, or not surely. (Those of data integrity fields belong to operations that
+/// the model does not have.)
+#[test]
+fn rarer_errors_end_descriptors_as_well() {
+    let copy = Descriptor::fill(7, DeviceAddress(DATA), 8).unwrap();
+    let beyond = Descriptor::fill(7, DeviceAddress(u64::MAX - 7), 64).unwrap();
+    let back = with_flags(copy, flags::DESTINATION_READBACK);
+    let ordered = flags::STRICT_ORDER | flags::COMPLETION_CLASS;
+    /// Each of 65,536.
+    const ALWAYS: u32 = 65_536;
+    let good = Faults::default();
+    for (descriptor, faults, status) in [
+        (with_flags(copy, ordered), good, Status::TrafficClass),
+        (
+            with_flags(copy, ordered | flags::ADDRESS_2_CLASS),
+            good,
+            Status::Success,
+        ),
+        (with_flags(beyond, 0), good, Status::Translation),
+        (told(copy, 0).with_interrupt(100), good, Status::InterruptHandle),
+        (
+            back,
+            Faults {
+                readback_faults: ALWAYS,
+                ..good
+            },
+            Status::ReadbackFault,
+        ),
+        (
+            back,
+            Faults {
+                readback_hardware: ALWAYS,
+                ..good
+            },
+            Status::ReadbackHardware,
+        ),
+        (
+            told(copy, 0),
+            Faults {
+                hardware: ALWAYS,
+                ..good
+            },
+            Status::Hardware,
+        ),
+    ] {
+        let mut rig = Rig::on(&[dedicated()]);
+        rig.core.set_faults(faults);
+        rig.submit(0, Way::Posted, &descriptor);
+        rig.run_until(rig.now + 10_000);
+        assert_eq!(rig.status(0), Some(status));
+    }
+    let privileged = {
+        let mut bytes = told(copy, 0).to_bytes();
+        bytes[3] |= 0x80;
+        Descriptor::from_bytes(bytes)
+    };
+    let mut rig = Rig::on(&[shared()]);
+    assert_eq!(rig.submit(0, Way::Deferrable, &privileged), Submitted::Taken);
+    rig.run_until(rig.now + 10_000);
+    assert_eq!(rig.status(0), Some(Status::Privilege));
+}
+
+#[test]
+fn what_cannot_be_read_back_was_written() {
+    let mut rig = Rig::on(&[dedicated()]);
+    rig.core.set_faults(Faults {
+        readback_faults: 65_536,
+        ..Faults::default()
+    });
+    let fill = Descriptor::fill(0x55, DeviceAddress(DATA), 8).unwrap();
+    rig.submit(0, Way::Posted, &with_flags(fill, flags::DESTINATION_READBACK));
+    rig.run_until(rig.now + 10_000);
+    assert_eq!((rig.record(0).fault_address, rig.record(0).completed), (DATA, 8));
+    let mut bytes = [0; 8];
+    rig.desk.memory.read(None, DATA, &mut bytes).unwrap();
+    assert_eq!(u64::from_le_bytes(bytes), 0x55);
+}
+
+#[test]
+fn one_record_is_lost_if_that_is_asked_for() {
+    let mut rig = Rig::on(&[dedicated()]);
+    rig.core.set_faults(Faults {
+        loses: Some(2),
+        ..Faults::default()
+    });
+    (0..3).for_each(|number| _ = rig.submit(0, Way::Posted, &fill(8, number)));
+    rig.run_until(rig.now + 10_000);
+    let done = Some(Status::Success);
+    assert_eq!([0, 1, 2].map(|number| rig.status(number)), [done, None, done]);
+}

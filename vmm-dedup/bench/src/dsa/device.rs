@@ -65,6 +65,11 @@ pub(super) enum Way {
 }
 
 impl Device {
+    /// Whether it reads pages by this process's addresses: a device through VFIO, which is named by its folder, does not.
+    pub(super) fn uses_process_addresses(&self) -> bool {
+        !matches!(self, Self::Real { node: Some(node) } if node.is_dir())
+    }
+
     pub(super) fn of(args: &DeviceArgs) -> Result<Self, Failure> {
         let modelled = || Self::Modelled {
             latency_ns: args.latency_ns,

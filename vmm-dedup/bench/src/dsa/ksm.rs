@@ -9,6 +9,7 @@
 //! of the tree at once.
 
 use super::device::{Device, Way};
+use super::order::{Order, Placed};
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -89,10 +90,11 @@ pub(super) struct Figures {
 /// All ways, each once.
 pub(super) fn measure(
     content: &str,
-    arena: &Arena,
+    (arena, order): (&Arena, Order),
     device: &Device,
     mhz: f64,
 ) -> Result<Vec<Figures>, Failure> {
+    let pages = Placed::new(arena, order);
     let mut all: Vec<Figures> = Vec::new();
     for by in By::ALL {
         let mut engine = by.engine(device)?;
@@ -103,7 +105,7 @@ pub(super) fn measure(
         let (start, watch) = (Instant::now(), Stopwatch::start());
         let mut merges = 0;
         for _ in 0..PASSES {
-            let pass = ksm.pass(&mut *engine, arena).map_err(Failure::from_error)?;
+            let pass = ksm.pass(&mut *engine, &pages).map_err(Failure::from_error)?;
             merges += pass.stable_merges + pass.unstable_merges;
         }
         let model = engine.account().device_cpu_ns;

@@ -7,6 +7,7 @@ mod device;
 mod impact;
 mod ksm;
 mod operations;
+mod order;
 mod report;
 mod service;
 
@@ -16,6 +17,7 @@ use crate::host;
 use crate::report::{median, print_json};
 use clap::{Args, ValueEnum};
 use device::{Device, DeviceArgs};
+use order::Order;
 use report::{PAPER, Ratios, Report};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -39,6 +41,9 @@ pub(crate) struct DsaArgs {
     /// Only these parts.
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Part>,
+    /// Where neighbouring pages of KSM's algorithm lie.
+    #[arg(long, value_enum, default_value_t = Order::Memory)]
+    order: Order,
     #[command(flatten)]
     device: DeviceArgs,
     /// Print JSON.
@@ -74,6 +79,12 @@ pub(crate) fn run(args: &DsaArgs) -> Result<(), Failure> {
 
 fn compare(args: &DsaArgs) -> Result<Report, Failure> {
     let (device, mhz) = (Device::of(&args.device)?, host::mhz()?);
+    if args.order == Order::Anywhere && !device.uses_process_addresses() {
+        // It is given the pages' file, and would read others.
+        return Err(Failure::new(
+            "pages can lie anywhere for a device node and for the model only",
+        ));
+    }
     let wanted = |part: Part| args.only.is_empty() || args.only.contains(&part);
     let (mut operations, mut turns) = (Vec::new(), Vec::new());
     if wanted(Part::Operations) {
@@ -91,7 +102,8 @@ fn compare(args: &DsaArgs) -> Result<Report, Failure> {
         let arena = arena_of(&content::fill(*kind, false, args.mib, &[])?)?;
         if wanted(Part::Ksm) {
             note!("{kind}: KSM's algorithm");
-            let rounds = (0..args.rounds).map(|_| ksm::measure(&kind.to_string(), &arena, &device, mhz));
+            let rounds =
+                (0..args.rounds).map(|_| ksm::measure(&kind.to_string(), (&arena, args.order), &device, mhz));
             let rounds = rounds.collect::<Result<Vec<_>, Failure>>()?;
             let of_cpu = |figures: &ksm::Figures| (figures.by, figures.of_cpu_ksm);
             ratios.push(Ratios::of(kind.to_string(), &rounds, of_cpu));
@@ -115,6 +127,7 @@ fn compare(args: &DsaArgs) -> Result<Report, Failure> {
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         mhz,
         rounds: args.rounds,
+        order: args.order,
         operations,
         turns,
         ksm,

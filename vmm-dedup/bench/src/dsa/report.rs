@@ -2,6 +2,7 @@
 
 use super::device::Device;
 use super::ksm::By;
+use super::order::Order;
 use super::{impact, ksm, operations, service};
 use serde::Serialize;
 use vmm_dedup_host::say;
@@ -15,6 +16,8 @@ pub(super) struct Report {
     pub(super) mhz: f64,
     /// Rounds, of which figures are medians.
     pub(super) rounds: u32,
+    /// Where pages of KSM's algorithm lie.
+    pub(super) order: Order,
     pub(super) operations: Vec<operations::Figures>,
     pub(super) turns: Vec<operations::Turn>,
     pub(super) ksm: Vec<ksm::Figures>,
@@ -146,7 +149,7 @@ impl Report {
                 size(turn.cpu)
             );
         }
-        say!("\nKSM's algorithm");
+        say!("\nKSM's algorithm; neighbouring pages lie {}", self.order.text());
         say!("content    by                  merges   cpu ms       ms  merges/Mcycle  of cpu-ksm's");
         for figures in &self.ksm {
             say!(

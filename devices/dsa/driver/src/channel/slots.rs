@@ -57,6 +57,11 @@ impl Slot {
         self.members.iter().any(|member| member.state == State::ToDo)
     }
 
+    /// Whether the device has something of it.
+    fn is_in_flight(&self) -> bool {
+        self.batch || self.members.iter().any(|member| member.state == State::Submitted)
+    }
+
     /// Whether no member was submitted yet.
     pub(super) fn is_new(&self) -> bool {
         self.members.iter().all(|member| member.state == State::ToDo)
@@ -166,9 +171,16 @@ impl Slots {
         }
     }
 
-    /// A busy slot of which the device has had something for longer than this.
-    pub(super) fn late(&self, now: Instant, limit: Duration) -> Option<usize> {
-        let late = |at: &&usize| now.saturating_duration_since(self.slots[**at].since) > limit;
+    /// A busy slot of which the device has had something for longer than this; if it is `stuck`, one that has
+    /// waited so long to be taken. Else those that wait for others, which end, would be taken for lost. What a model has worked on this thread, ns in
+    /// all, is not the device's time.
+    pub(super) fn late(&self, now: Instant, limit: Duration, borrowed_ns: u64, stuck: bool) -> Option<usize> {
+        let late = |at: &&usize| {
+            let slot = &self.slots[**at];
+            let borrowed = Duration::from_nanos(borrowed_ns.saturating_sub(slot.borrowed_ns));
+            let long = now.saturating_duration_since(slot.since) > limit + borrowed;
+            long && (stuck || slot.is_in_flight())
+        };
         self.busy.iter().find(late).copied()
     }
 

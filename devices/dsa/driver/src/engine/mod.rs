@@ -164,6 +164,11 @@ impl DsaEngine {
 
     fn log_notes(&mut self) {
         self.notes.drain(..).for_each(|note| log::warn!("{note}"));
+        for channel in self.channels.iter_mut().flatten() {
+            if let Some(note) = channel.take_note() {
+                log::warn!("DSA's {}: {note}", channel.name());
+            }
+        }
     }
 
     /// An error, if no queue is left.

@@ -214,6 +214,10 @@ impl WorkQueue for InProcess {
         })
     }
 
+    fn abort(&mut self) -> bool {
+        super::registers::abort(self).is_ok()
+    }
+
     fn reset(&mut self) -> Result<(), Trouble> {
         let wanted = self.wanted;
         let brought = bring_up(self, wanted);

@@ -5,10 +5,12 @@ mod in_process;
 mod node;
 mod queue;
 mod registers;
+mod software;
 mod vfio;
 
 pub use in_process::{InProcess, Reach};
 pub use node::{Node, NodeError};
 pub use queue::{QueueLimits, Trouble, WorkQueue};
-pub use registers::{Registers, SetupError, Wanted, bring_up, command, reset};
+pub use registers::{Registers, SetupError, Wanted, abort, bring_up, command, reset};
+pub use software::{Remedy, software_error};
 pub use vfio::{Vfio, VfioFailure};

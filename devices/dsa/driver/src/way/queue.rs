@@ -1,5 +1,6 @@
 //! A work queue, as the rest of the driver knows it.
 
+use super::software::software_error;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -37,7 +38,7 @@ pub enum Trouble {
     #[error("the device has halted")]
     Halted(ResetKind),
     /// The device says what software did wrong.
-    #[error("the device reports error {error:#x} of a descriptor at {address:#x}")]
+    #[error("the device reports error {error:#x} at {address:#x}: {}", software_error(*error).0)]
     Software {
         /// The number: that of a completion status, or another.
         error: u8,
@@ -84,6 +85,12 @@ pub trait WorkQueue: Send {
 
     /// What is wrong with the device, if anything is; asked when an answer is late.
     fn trouble(&mut self) -> Option<Trouble>;
+
+    /// Has the device drop what it has of this queue, which stays as it is. When that returns `true` the device has forgotten
+    /// those descriptors; else only [`Self::reset`] helps.
+    fn abort(&mut self) -> bool {
+        false
+    }
 
     /// Drops what is in flight and makes the queue work again. When it returns the device has forgotten all descriptors.
     ///

@@ -8,7 +8,7 @@ use vmm_dedup_dsa_abi::registers::{
     DeviceState, ErrorDetails, GeneralCapability, GeneralStatus, QueueCapability, ResetKind, SoftwareError,
     Tables,
 };
-use vmm_dedup_dsa_abi::{Command, CommandError, CommandStatus, CommandWord, Pasid};
+use vmm_dedup_dsa_abi::{Command, CommandError, CommandStatus, CommandWord, Pasid, wq_mask};
 
 /// How long a command may take. A reset drops what is in flight; a drain waits for it.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -135,6 +135,18 @@ pub fn reset(device: &mut dyn Registers) -> Result<(), SetupError> {
         return Err(SetupError::Halted(status.reset()));
     }
     command(device, Command::ResetDevice, 0).map(drop)
+}
+
+/// Drops what queue 0 has; it stays enabled. When that returns without an error the device accesses nothing any more that
+/// those descriptors named, and writes none of their records.
+///
+/// # Errors
+/// [`SetupError`]: then only [`reset`] helps.
+pub fn abort(device: &mut dyn Registers) -> Result<(), SetupError> {
+    if device.read(reg::GENCAP) == u64::MAX {
+        return Err(SetupError::Gone);
+    }
+    command(device, Command::AbortQueue, wq_mask(0)).map(drop)
 }
 
 /// Gives a command and waits for its end.

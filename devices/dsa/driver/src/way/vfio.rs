@@ -360,6 +360,10 @@ impl WorkQueue for Vfio {
         })
     }
 
+    fn abort(&mut self) -> bool {
+        super::registers::abort(&mut self.bars).is_ok()
+    }
+
     /// By a command; where that does not help, by the PCI function.
     fn reset(&mut self) -> Result<(), Trouble> {
         if configure(&mut self.bars).is_ok() {

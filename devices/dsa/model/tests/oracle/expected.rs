@@ -259,7 +259,15 @@ impl Oracle {
             Opcode::Fill | Opcode::CacheFlush => first_of(&[(beyond(b, size), 0x22)]),
             Opcode::ComparePattern | Opcode::TranslationFetch => first_of(&[(beyond(a, size), 0x22)]),
         };
-        status.or(handle.then_some(0x19)).map(|status| (status, 0))
+        let bit = |at: u32| d.flags() >> at & 1;
+        let written = match opcode {
+            Opcode::CreateDelta => vec![bit(11)],
+            Opcode::Dualcast => vec![bit(10), bit(11)],
+            _ => vec![bit(10)],
+        };
+        let classes = bit(13) == 1 && written.iter().any(|class| *class != bit(12));
+        let status = status.or(handle.then_some(0x19)).or(classes.then_some(0x1e));
+        status.map(|status| (status, 0))
     }
 
     /// A page may be brought for those that wait.

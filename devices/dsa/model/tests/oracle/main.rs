@@ -140,6 +140,16 @@ fn descriptor(random: &mut Random, record: u64) -> Descriptor {
             bits |= flag;
         }
     }
+    let ordered = [
+        flags::STRICT_ORDER,
+        flags::ADDRESS_2_CLASS,
+        flags::ADDRESS_3_CLASS,
+        flags::COMPLETION_CLASS,
+    ];
+    if known.is_some_and(|known| known.allowed_flags() & flags::STRICT_ORDER != 0) && random.below(16) == 0 {
+        let chosen = ordered.into_iter().filter(|_| random.below(2) == 0);
+        bits |= chosen.fold(0, |bits, flag| bits | flag);
+    }
     if random.below(64) == 0 {
         bits ^= 1 << random.below(20);
     }
@@ -350,6 +360,7 @@ fn endings(opcode: Opcode, fault: Status) -> Vec<Status> {
             Status::DeltaSize,
             Status::AddressAlignment,
             Status::Overlap,
+            Status::TrafficClass,
         ],
         Opcode::ApplyDelta => &[
             fault,
@@ -361,12 +372,17 @@ fn endings(opcode: Opcode, fault: Status) -> Vec<Status> {
             Status::Overlap,
         ],
         Opcode::Compare | Opcode::ComparePattern => &[fault, Status::FalsePredicate, Status::Size],
-        Opcode::Dualcast => &[fault, Status::Size, Status::Dualcast, Status::Overlap],
+        Opcode::Dualcast => &[
+            fault,
+            Status::Size,
+            Status::Dualcast,
+            Status::Overlap,
+            Status::TrafficClass,
+        ],
         Opcode::CopyCrc => &[fault, Status::Size, Status::Overlap, Status::AddressAlignment],
         Opcode::CrcGenerate => &[fault, Status::Size, Status::AddressAlignment],
-        Opcode::Memmove | Opcode::Fill | Opcode::TranslationFetch | Opcode::CacheFlush => {
-            &[fault, Status::Size]
-        }
+        Opcode::Memmove | Opcode::Fill | Opcode::CacheFlush => &[fault, Status::Size, Status::TrafficClass],
+        Opcode::TranslationFetch => &[fault, Status::Size],
     };
     endings.extend(of_its_own);
     // Batches are made whole here.
