@@ -10,7 +10,7 @@ CLI = $(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-cli --
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench overhead chaos soak nested
+.PHONY: help setup demo test lint package bench overhead chaos soak nested
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)$$/make \1\t\2/' | expand -t 14
@@ -37,6 +37,11 @@ lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 	$(CARGO) package $(CARGOFLAGS) --quiet --no-verify --allow-dirty -p vmm-dedup-protocol -p vmm-dedup-agent-wire \
 		-p vmm-dedup-agent-receiver -p vmm-dedup-packed -p vmm-dedup
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGOFLAGS) --workspace --no-deps --document-private-items
+
+# As `lint` packs them, but each is also built from nothing but its package.
+package: setup ## the crates that a VMM takes, as they would be published, each built from its package
+	$(CARGO) package $(CARGOFLAGS) --allow-dirty -p vmm-dedup-protocol -p vmm-dedup-agent-wire \
+		-p vmm-dedup-agent-receiver -p vmm-dedup-packed -p vmm-dedup
 
 bench: setup ## the same content merged by KSM and by us, in turn (root; some minutes)
 	$(CLI) bench ksm $(BENCHFLAGS)

@@ -157,6 +157,11 @@ fn the_protocols_interface_is_as_listed() {
 }
 
 #[test]
+fn the_packing_crates_interface_is_as_listed() {
+    check("vmm-dedup-packed", "", "vmm-dedup/packed");
+}
+
+#[test]
 fn the_interfaces_of_what_hears_agents_are_as_listed() {
     check("vmm-dedup-agent-wire", "", "guest-agent/wire");
     check("vmm-dedup-agent-receiver", "", "guest-agent/receiver");

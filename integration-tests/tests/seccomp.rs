@@ -39,7 +39,7 @@ fn each_part_does_what_the_table_has_of_it_and_nothing_else() {
     let (seen, sources): (Vec<Seen>, Vec<String>) =
         serde_json::from_slice(&output.stdout).expect("two lists");
     let (mut missing, mut unused) = (Vec::new(), Vec::new());
-    for part in Part::ALL {
+    for &part in Part::ALL {
         let name = &part.name()[..part.name().len().min(LONGEST_NAME)];
         let done: BTreeSet<Made> = seen
             .iter()
@@ -71,7 +71,7 @@ fn each_part_does_what_the_table_has_of_it_and_nothing_else() {
 
 #[test]
 fn a_thread_may_do_what_its_filter_lets_through_of_whoever_starts_it() {
-    for part in Part::ALL {
+    for &part in Part::ALL {
         let may: BTreeSet<Made> = allowed(part).map(|call| (call.number, call.request)).collect();
         for started in part.starts() {
             assert!(

@@ -335,7 +335,7 @@ impl Guest {
                 heal_without_fork: true,
                 ..
             } => self.wait("a heal", |s| s.heals_total > 0),
-            Breaks::Kernel { .. } => self.wait_for("a heal, or why there is none", || {
+            _ => self.wait_for("a heal, or why there is none", || {
                 self.supervisor.stats().is_some_and(|s| s.heals_total > 0) || says_why_not()
             }),
         }

@@ -28,8 +28,8 @@ impl Breaker {
     /// As a service has it unless it is told otherwise.
     pub(crate) fn usual() -> Self {
         match Config::default().breaks {
-            Breaks::Kernel { .. } => Self::Kernel,
             Breaks::Managed { .. } => Self::Managed,
+            _ => Self::Kernel,
         }
     }
 

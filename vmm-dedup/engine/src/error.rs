@@ -7,6 +7,7 @@ use vmm_dedup_protocol::refusal::Refusal;
 /// Errors of the engine.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages are the documentation
+#[non_exhaustive]
 pub enum Error {
     #[error("the kernel lacks {0}: run Linux 6.8 or later")]
     KernelLacks(&'static str),
@@ -137,6 +138,7 @@ impl Error {
 
 /// What memory is that is not private and anonymous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Backing {
     /// Others may map it too.
     Shared,

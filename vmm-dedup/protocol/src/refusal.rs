@@ -10,6 +10,7 @@ pub const MAX_TEXT: usize = 512;
 /// Why a VM is refused. Each has a name that is stable in metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
+#[non_exhaustive]
 pub enum Reason {
     /// Guest memory is shared with other processes.
     SharedMemory = 1,

@@ -18,6 +18,7 @@ const FIRST_CID: u32 = 3;
 
 /// Where a guest's agent comes to.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum AgentSocket {
     /// The VMM ends the guest's vsock itself (Cloud Hypervisor, Firecracker): its socket's path. The service listens beside it.
     Hybrid(PathBuf),

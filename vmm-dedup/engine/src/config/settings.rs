@@ -16,6 +16,7 @@ use vmm_dedup_protocol::stats::USE_SOURCES;
     derive(Serialize, Deserialize),
     serde(rename_all = "kebab-case", tag = "mode", deny_unknown_fields)
 )]
+#[non_exhaustive]
 pub enum Breaks {
     /// The kernel: a few microseconds a page, but the page stays private until it is healed, and memory may run out.
     Kernel {
@@ -97,7 +98,7 @@ pub(crate) const INDEX: &str = "index";
 /// Most that [`Breaks::Kernel::heal_stall_us`] may be.
 const MOST_HEAL_STALL_US: u64 = 1_000_000;
 
-/// Settings of a [`crate::DedupService`].
+/// Settings of a [`crate::DedupService`]. Fields may be added in any version: a literal ends in `..Config::default()`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(
     feature = "settings",
@@ -249,6 +250,7 @@ impl Default for Config {
     derive(Serialize, Deserialize),
     serde(rename_all = "kebab-case")
 )]
+#[non_exhaustive]
 pub enum Policy {
     /// Split what is rarely used and has many duplicates, build again what is used often.
     Smartmd,
@@ -313,6 +315,7 @@ impl std::str::FromStr for Policy {
     derive(Serialize, Deserialize),
     serde(rename_all = "kebab-case")
 )]
+#[non_exhaustive]
 pub enum UseSource {
     /// Memory is taken away for some milliseconds, and who uses it waits: tells how often as well, and needs nothing but what
     /// merging needs. Who uses memory is stopped once in an interval for each 2 MiB of it.

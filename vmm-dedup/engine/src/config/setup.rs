@@ -10,7 +10,8 @@ pub(super) const STORE: &str = "store";
 
 /// A store, and settings of a service on it.
 ///
-/// Fields may be added in any version: programs write `..Setup::new(store)` and `..Config::default()` behind those that they set.
+/// Programs build it by [`Self::new`] and [`Self::with`]. Fields may be added in any version, here and in [`Config`]: whoever writes a
+/// literal ends it in `..Setup::new(store)` or `..Config::default()`. (So these are not `non_exhaustive`, which forbids that.)
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(
     feature = "settings",
@@ -36,6 +37,22 @@ impl Setup {
         Self {
             store: store.into(),
             ..Self::default()
+        }
+    }
+
+    /// The same with other settings: `Setup::new(store).with(|config| config.cpu_percent = 10)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Config)) -> Self {
+        change(&mut self.config);
+        self
+    }
+
+    /// The same with the guest's agent heard there.
+    #[must_use]
+    pub fn with_agent(self, agent: AgentSocket) -> Self {
+        Self {
+            agent: Some(agent),
+            ..self
         }
     }
 

@@ -4,15 +4,62 @@
 //! joined by a dot where they nest (`breaks.mode=managed,breaks.reserve_pages=512`), `store` and `agent`. What is not named keeps its
 //! default. A value with a comma or a quotation mark stands in quotation marks, in which `\` takes the next character as it is.
 //! In JSON and TOML it is one table with the same keys.
+//!
+//! Everywhere `budget` is short for `cpu_percent`, and `breaks` may be `kernel` or `managed`, with a reserve of a usual size.
 
-use crate::config::Setup;
 use crate::config::agent::AGENT;
 use crate::config::setup::STORE;
+use crate::config::{Config, Setup};
 use crate::error::Error;
 use serde_json::{Map, Value};
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
+
+/// A reserve for managed breaks that does not say its size, pages, and the memory below which it is not refilled, bytes.
+const RESERVE: (u64, u64) = (1024, 256 << 20);
+
+impl TryFrom<Map<String, Value>> for Config {
+    type Error = Error;
+
+    /// Reads a table, and checks its values ([`Config::validate`]).
+    fn try_from(mut fields: Map<String, Value>) -> Result<Self, Error> {
+        complete(&mut fields).map_err(Error::Settings)?;
+        let config: Self = serde_json::from_value(Value::Object(fields))
+            .map_err(|error| Error::Settings(error.to_string()))?;
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+/// Writes out what is given in short.
+fn complete(fields: &mut Map<String, Value>) -> Result<(), String> {
+    if let Some(percent) = fields.remove("budget")
+        && fields.insert("cpu_percent".into(), percent).is_some()
+    {
+        return Err("budget and cpu_percent are one thing: give one of them".into());
+    }
+    let Some(breaks) = fields.get_mut("breaks") else {
+        return Ok(());
+    };
+    if let Some(mode) = breaks.as_str() {
+        *breaks = serde_json::json!({ "mode": mode });
+    }
+    let mode = breaks.get("mode").and_then(Value::as_str).unwrap_or_default();
+    match (mode.to_owned().as_str(), breaks.as_object_mut()) {
+        ("kernel", Some(_)) => Ok(()),
+        ("managed", Some(breaks)) => {
+            breaks.entry("reserve_pages").or_insert(RESERVE.0.into());
+            breaks.entry("floor_bytes").or_insert(RESERVE.1.into());
+            Ok(())
+        }
+        _ => Err(
+            "breaks must be \"kernel\", \"managed\", or a table with that as its mode, e.g. { mode = \"managed\", \
+             reserve_pages = 1024 }"
+                .into(),
+        ),
+    }
+}
 
 impl TryFrom<Map<String, Value>> for Setup {
     type Error = Error;
@@ -30,7 +77,7 @@ impl TryFrom<Map<String, Value>> for Setup {
         let setup = Self {
             store: store.map_err(said)?,
             agent: agent.transpose()?,
-            config: serde_json::from_value(Value::Object(fields)).map_err(said)?,
+            config: fields.try_into()?,
         };
         setup.validate()?;
         Ok(setup)
@@ -54,12 +101,39 @@ impl From<Setup> for Map<String, Value> {
     }
 }
 
+impl Setup {
+    /// Parses a line as the table that it stands for, whose values are not checked yet.
+    ///
+    /// # Errors
+    /// [`Error::Settings`]: it is no line of settings.
+    pub fn table(line: &str) -> Result<Map<String, Value>, Error> {
+        fields(line).map_err(Error::Settings)
+    }
+
+    /// Parses a line that sets some of this one's fields, and checks all: what it does not name stays. (A table in it, such as
+    /// `breaks`, is set as a whole.)
+    ///
+    /// # Errors
+    /// As of a line by itself.
+    pub fn changed_by(&self, line: &str) -> Result<Self, Error> {
+        let mut all = Self::table(line)?;
+        // Else what is short would stand beside what it is to replace.
+        complete(&mut all).map_err(Error::Settings)?;
+        let defaults = Map::from(Self::default());
+        let ours = Map::from(self.clone()).into_iter();
+        for (key, value) in ours.filter(|(key, value)| defaults.get(key) != Some(value)) {
+            all.entry(key).or_insert(value);
+        }
+        all.try_into()
+    }
+}
+
 impl FromStr for Setup {
     type Err = Error;
 
     /// Parses a line, and checks its values ([`Setup::validate`]). So `store` must be named.
     fn from_str(line: &str) -> Result<Self, Error> {
-        fields(line).map_err(Error::Settings)?.try_into()
+        Self::table(line)?.try_into()
     }
 }
 
@@ -266,6 +340,36 @@ mod tests {
     }
 
     #[test]
+    fn what_is_short_is_written_out() {
+        let setup: Setup = "store=/s,budget=7,breaks=managed".parse().unwrap();
+        let breaks = Breaks::managed(1024, 256 << 20);
+        assert_eq!((setup.config.cpu_percent, setup.config.breaks), (7, breaks));
+        let json = r#"{ "store": "/s", "breaks": { "mode": "managed", "reserve_pages": 5 } }"#;
+        let setup: Setup = serde_json::from_str(json).unwrap();
+        assert_eq!(setup.config.breaks, Breaks::managed(5, 256 << 20));
+    }
+
+    #[test]
+    fn a_line_changes_what_it_names() {
+        let base = Setup::new("/s")
+            .with(|config| config.name = "web1".into())
+            .with(|config| config.cpu_percent = 7)
+            .with_agent(AgentSocket::Vhost(7));
+        // Also where it names a default.
+        for line in ["cpu_percent=20,max_vmas=9", "budget=20,max_vmas=9"] {
+            let expected = base
+                .clone()
+                .with(|config| (config.cpu_percent, config.max_vmas) = (20, Some(9)));
+            assert_eq!(base.changed_by(line).unwrap(), expected, "{line}");
+        }
+        assert_eq!(base.changed_by("").unwrap(), base);
+        let error = base.changed_by("cpu_percent=0").unwrap_err().to_string();
+        assert!(error.contains("cpu_percent is 0"), "{error}");
+        let error = Setup::default().changed_by("name=x").unwrap_err().to_string();
+        assert!(error.contains("store is empty"), "{error}");
+    }
+
+    #[test]
     fn mistakes_are_named() {
         for (line, says) in [
             (
@@ -281,7 +385,9 @@ mod tests {
             ("name=\"a\"b", "there must be a comma"),
             ("name.first=a", "invalid type: map"),
             ("name=a,name.first=b", "name.first is given twice"),
-            ("breaks.mode=never", "unknown variant `never`"),
+            ("breaks.mode=never", "breaks must be \"kernel\", \"managed\", or"),
+            ("breaks=never", "breaks must be \"kernel\", \"managed\", or"),
+            ("budget=3,cpu_percent=3", "are one thing"),
         ] {
             let error = line.parse::<Setup>().unwrap_err().to_string();
             assert!(error.contains(says), "{line}: {error}");

@@ -5,8 +5,8 @@ use crate::seccomp::Part::{
     self, Agent, Announce, Call as Caller, Count, Damon, Fault, Pack, Refused, Scan, Start, Supervisor,
 };
 use crate::seccomp::Why::{
-    self, Again, Allocator, IdleBitmap, KernelDamon, Locks, Log, NoDevice, OpenFiles, OtherAgent, Packs,
-    Runs, Threads, Trouble,
+    self, Again, Allocator, IdleBitmap, KernelDamon, Locks, Log, NoDevice, OpenFiles, OtherAgent, Runs,
+    Threads, Trouble,
 };
 use crate::seccomp::request;
 use libc::{SYS_ioctl, c_long};
@@ -90,11 +90,8 @@ pub const CALLS: &[Call] = &[
     call(
         "clock_gettime",
         libc::SYS_clock_gettime,
-        WORKS,
-        &[
-            (Again, &[Count, Refused, Damon, Agent, Announce]),
-            (Packs, &[Pack]),
-        ],
+        &[Supervisor, Scan, Fault, Start, Pack],
+        &[(Again, &[Count, Refused, Damon, Agent, Announce])],
     ),
     call("clock_nanosleep", libc::SYS_clock_nanosleep, &[], &[(Again, ANY)]),
     call("clone", libc::SYS_clone, &[], &[(Threads, ANY)]),
@@ -108,7 +105,7 @@ pub const CALLS: &[Call] = &[
         "close",
         libc::SYS_close,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Agent],
-        &[(KernelDamon, &[Damon]), (Packs, &[Pack])],
+        &[(KernelDamon, &[Damon]), (Trouble, &[Pack])],
     ),
     call(
         "connect",
@@ -125,11 +122,8 @@ pub const CALLS: &[Call] = &[
     call(
         "exit",
         libc::SYS_exit,
-        &[Scan, Fault, Count, Refused],
-        &[
-            (Threads, &[Supervisor, Damon, Agent, Start, Announce]),
-            (Packs, &[Pack]),
-        ],
+        &[Scan, Fault, Count, Refused, Pack],
+        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
     ),
     call(
         "fallocate",
@@ -141,7 +135,7 @@ pub const CALLS: &[Call] = &[
         "fcntl",
         libc::SYS_fcntl,
         &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Agent],
-        &[(Packs, &[Pack])],
+        &[(Trouble, &[Pack])],
     ),
     call(
         "fstat",
@@ -153,8 +147,8 @@ pub const CALLS: &[Call] = &[
     call(
         "futex",
         libc::SYS_futex,
-        &[Supervisor, Scan, Fault, Count, Start, Announce, Caller],
-        &[(Locks, &[Refused, Damon, Agent]), (Packs, &[Pack])],
+        &[Supervisor, Scan, Fault, Count, Start, Announce, Caller, Pack],
+        &[(Locks, &[Refused, Damon, Agent])],
     ),
     call(
         "getdents64",
@@ -190,11 +184,8 @@ pub const CALLS: &[Call] = &[
     call(
         "gettid",
         libc::SYS_gettid,
-        &[Scan, Fault, Count, Refused],
-        &[
-            (Threads, &[Supervisor, Damon, Agent, Start, Announce]),
-            (Packs, &[Pack]),
-        ],
+        &[Scan, Fault, Count, Refused, Pack],
+        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
     ),
     call("listen", libc::SYS_listen, &[Agent], &[]),
     call(
@@ -206,44 +197,43 @@ pub const CALLS: &[Call] = &[
     call(
         "madvise",
         libc::SYS_madvise,
-        &[Supervisor, Scan, Fault, Count, Refused, Start, Caller],
-        &[(Allocator, &[Damon, Agent, Announce]), (Packs, &[Pack])],
+        &[Supervisor, Scan, Fault, Count, Refused, Start, Caller, Pack],
+        &[(Allocator, &[Damon, Agent, Announce])],
     ),
     call(
         "mincore",
         libc::SYS_mincore,
         &[],
-        &[(Trouble, WORKS), (Packs, &[Pack])],
+        &[(Trouble, &[Supervisor, Scan, Fault, Start, Pack])],
     ),
     call(
         "mmap",
         libc::SYS_mmap,
-        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Caller],
-        &[(Allocator, &[Damon, Agent]), (Packs, &[Pack])],
+        &[
+            Supervisor, Scan, Fault, Count, Refused, Start, Announce, Caller, Pack,
+        ],
+        &[(Allocator, &[Damon, Agent])],
     ),
     call(
         "mprotect",
         libc::SYS_mprotect,
-        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
-        &[(Allocator, &[Damon, Agent]), (Packs, &[Pack])],
+        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Pack],
+        &[(Allocator, &[Damon, Agent])],
     ),
     call(
         "mremap",
         libc::SYS_mremap,
         &[Scan, Fault],
-        &[
-            (
-                Allocator,
-                &[Supervisor, Count, Refused, Damon, Agent, Start, Announce],
-            ),
-            (Packs, &[Pack]),
-        ],
+        &[(
+            Allocator,
+            &[Supervisor, Count, Refused, Damon, Agent, Start, Announce, Pack],
+        )],
     ),
     call(
         "munmap",
         libc::SYS_munmap,
-        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
-        &[(Allocator, &[Damon, Agent]), (Packs, &[Pack])],
+        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Pack],
+        &[(Allocator, &[Damon, Agent])],
     ),
     call("nanosleep", libc::SYS_nanosleep, &[], &[(Again, ANY)]),
     call(
@@ -270,22 +260,22 @@ pub const CALLS: &[Call] = &[
     call(
         "ppoll",
         libc::SYS_ppoll,
-        &[Scan, Fault, Refused, Agent],
-        &[(Trouble, &[Supervisor, Start]), (Packs, &[Pack])],
+        &[Scan, Fault, Refused, Agent, Pack],
+        &[(Trouble, &[Supervisor, Start])],
     ),
     call(
         "prctl",
         libc::SYS_prctl,
-        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
-        &[(Threads, &[Damon, Agent]), (Packs, &[Pack])],
+        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Pack],
+        &[(Threads, &[Damon, Agent])],
     ),
     call("pread64", libc::SYS_pread64, &[Count], &[(IdleBitmap, WORKS)]),
     call("pwrite64", libc::SYS_pwrite64, &[], &[(IdleBitmap, &[Scan])]),
     call(
         "read",
         libc::SYS_read,
-        &[Supervisor, Scan, Fault, Refused, Start],
-        &[(Log, &[Count, Damon, Agent, Announce]), (Packs, &[Pack])],
+        &[Supervisor, Scan, Fault, Refused, Start, Pack],
+        &[(Log, &[Count, Damon, Agent, Announce])],
     ),
     #[cfg(target_arch = "x86_64")]
     call("readlink", libc::SYS_readlink, &[Count], &[(Trouble, WORKS)]),
@@ -306,30 +296,27 @@ pub const CALLS: &[Call] = &[
     call(
         "rt_sigprocmask",
         libc::SYS_rt_sigprocmask,
-        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce],
-        &[(Threads, &[Damon, Agent]), (Packs, &[Pack])],
+        &[Supervisor, Scan, Fault, Count, Refused, Start, Announce, Pack],
+        &[(Threads, &[Damon, Agent])],
     ),
     call(
         "sched_getaffinity",
         libc::SYS_sched_getaffinity,
-        &[Scan, Fault, Count, Refused],
-        &[
-            (Threads, &[Supervisor, Damon, Agent, Start, Announce]),
-            (Packs, &[Pack]),
-        ],
+        &[Scan, Fault, Count, Refused, Pack],
+        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
     ),
     call(
         "sched_setscheduler",
         libc::SYS_sched_setscheduler,
-        &[Scan, Fault, Count],
-        &[(Trouble, &[Supervisor, Start]), (Packs, &[Pack])],
+        &[Scan, Fault, Count, Pack],
+        &[(Trouble, &[Supervisor, Start])],
     ),
     call("sched_yield", libc::SYS_sched_yield, &[], &[(Locks, ANY)]),
     call(
         "seccomp",
         libc::SYS_seccomp,
-        &[Supervisor, Scan, Fault, Count, Refused],
-        &[(Threads, &[Damon, Agent, Start, Announce]), (Packs, &[Pack])],
+        &[Supervisor, Scan, Fault, Count, Refused, Pack],
+        &[(Threads, &[Damon, Agent, Start, Announce])],
     ),
     call(
         "sendmsg",
@@ -353,11 +340,8 @@ pub const CALLS: &[Call] = &[
     call(
         "sigaltstack",
         libc::SYS_sigaltstack,
-        &[Scan, Fault, Count, Refused],
-        &[
-            (Threads, &[Supervisor, Damon, Agent, Start, Announce]),
-            (Packs, &[Pack]),
-        ],
+        &[Scan, Fault, Count, Refused, Pack],
+        &[(Threads, &[Supervisor, Damon, Agent, Start, Announce])],
     ),
     call(
         "socket",
@@ -390,25 +374,22 @@ pub const CALLS: &[Call] = &[
         "write",
         libc::SYS_write,
         &[Supervisor, Start, Announce],
-        &[
-            (Log, &[Scan, Fault, Count, Refused, Damon, Agent]),
-            (Packs, &[Pack]),
-        ],
+        &[(Log, &[Scan, Fault, Count, Refused, Damon, Agent, Pack])],
     ),
     ioctl("FIONBIO", request::FIONBIO, &[Agent], &[]),
-    ioctl("PAGEMAP_SCAN", request::PAGEMAP_SCAN, WORKS, &[(Packs, &[Pack])]),
+    ioctl(
+        "PAGEMAP_SCAN",
+        request::PAGEMAP_SCAN,
+        &[Supervisor, Scan, Fault, Start, Pack],
+        &[],
+    ),
     ioctl(
         "UFFDIO_API",
         request::UFFDIO_API,
         &[Supervisor, Start],
         &[(Trouble, &[Scan, Fault])],
     ),
-    ioctl(
-        "UFFDIO_COPY",
-        request::UFFDIO_COPY,
-        &[],
-        &[(Runs, WORKS), (Packs, &[Pack])],
-    ),
+    ioctl("UFFDIO_COPY", request::UFFDIO_COPY, &[Pack], &[(Runs, WORKS)]),
     ioctl(
         "UFFDIO_MOVE",
         request::UFFDIO_MOVE,
@@ -419,25 +400,25 @@ pub const CALLS: &[Call] = &[
         "UFFDIO_POISON",
         request::UFFDIO_POISON,
         &[],
-        &[(Trouble, WORKS), (Packs, &[Pack])],
+        &[(Trouble, &[Supervisor, Scan, Fault, Start, Pack])],
     ),
     ioctl(
         "UFFDIO_REGISTER",
         request::UFFDIO_REGISTER,
         WORKS,
-        &[(Packs, &[Pack])],
+        &[(Trouble, &[Pack])],
     ),
     ioctl(
         "UFFDIO_UNREGISTER",
         request::UFFDIO_UNREGISTER,
         &[Scan],
-        &[(Trouble, &[Supervisor, Fault, Start]), (Packs, &[Pack])],
+        &[(Trouble, &[Supervisor, Fault, Start, Pack])],
     ),
     ioctl(
         "UFFDIO_WAKE",
         request::UFFDIO_WAKE,
-        &[Scan, Fault],
-        &[(Trouble, &[Supervisor, Start]), (Packs, &[Pack])],
+        &[Scan, Fault, Pack],
+        &[(Trouble, &[Supervisor, Start])],
     ),
     ioctl(
         "UFFDIO_WRITEPROTECT",
@@ -448,8 +429,8 @@ pub const CALLS: &[Call] = &[
     ioctl(
         "UFFDIO_ZEROPAGE",
         request::UFFDIO_ZEROPAGE,
-        &[Supervisor, Scan, Start],
-        &[(Trouble, &[Fault]), (Packs, &[Pack])],
+        &[Supervisor, Scan, Start, Pack],
+        &[(Trouble, &[Fault])],
     ),
     ioctl(
         "USERFAULTFD_IOC_NEW",

@@ -2,6 +2,7 @@
 
 /// A part of the engine that makes system calls: a thread of its own, or what it does in a thread of the VMM's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Part {
     /// The supervisor's thread.
     Supervisor,
@@ -29,7 +30,7 @@ pub enum Part {
 
 impl Part {
     /// All of them.
-    pub const ALL: [Part; 11] = [
+    pub const ALL: &'static [Part] = &[
         Part::Supervisor,
         Part::Scan,
         Part::Fault,

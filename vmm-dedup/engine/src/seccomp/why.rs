@@ -19,8 +19,6 @@ pub enum Why {
     OpenFiles,
     /// The guest's agent comes by vsock, or the C library is another one.
     OtherAgent,
-    /// Pages are packed.
-    Packs,
     /// A thread begins or ends, also on C libraries and kernels before clone3.
     Threads,
     /// Another try a moment later: a page is busy, memory is short, /proc changes while it is read. Or a wait goes on that was

@@ -90,7 +90,8 @@ use vmm_dedup_protocol::control::Settings;
 use vmm_dedup_protocol::refusal::Refusal;
 use vmm_dedup_protocol::stats::ServiceStats;
 
-/// What a supervisor knows of its VMM.
+/// What a supervisor knows of its VMM. Fields may be added in any version: a literal ends in `..Options::default()` or
+/// `..Options::filtered()`.
 pub struct Options {
     /// What there is for [`Config::search`](crate::Config::search) and [`Config::verify`](crate::Config::verify).
     pub engines: Engines,

@@ -16,6 +16,7 @@ use vmm_dedup_protocol::stats::ServiceStats;
 
 /// How a VM stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Status {
     /// There is none.
     Detached,

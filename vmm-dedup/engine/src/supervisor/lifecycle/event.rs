@@ -34,6 +34,7 @@ impl Span {
 
 /// How long memory is lent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Lease {
     /// Until the VMM takes it back.
     UntilTakenBack,
