@@ -1,56 +1,22 @@
 //! A service's settings, as the files of these programs have them: TOML, with the fields of [`Config`].
 
 use crate::engines;
+use serde_json::{Map, Value};
 use std::fs;
 use std::path::Path;
 use vmm_dedup::Config;
-
-/// A reserve for managed breaks that does not say its size, pages, and the memory below which it is not refilled, bytes.
-const RESERVE: (i64, i64) = (1024, 256 << 20);
 
 /// Takes settings out of a table, and checks them with the engines that there are.
 ///
 /// # Errors
 /// What is wrong, in one line.
-pub fn config_of(mut table: toml::Table) -> Result<Config, String> {
-    complete(&mut table)?;
-    let config: Config = table
+pub fn config_of(table: toml::Table) -> Result<Config, String> {
+    let fields: Map<String, Value> = table
         .try_into()
         .map_err(|e: toml::de::Error| e.message().to_owned())?;
-    config.check(&engines()).map_err(|e| e.to_string())?;
+    let config = Config::try_from(fields).map_err(|e| e.to_string())?;
+    config.check_engines(&engines()).map_err(|e| e.to_string())?;
     Ok(config)
-}
-
-/// Takes `breaks` in short, `budget` for `cpu_percent`, and managed breaks without figures.
-fn complete(table: &mut toml::Table) -> Result<(), String> {
-    if let Some(percent) = table.remove("budget")
-        && table.insert("cpu_percent".into(), percent).is_some()
-    {
-        return Err("budget and cpu_percent are one thing: give one of them".into());
-    }
-    let Some(breaks) = table.get_mut("breaks") else {
-        return Ok(());
-    };
-    if let Some(mode) = breaks.as_str() {
-        *breaks = toml::Value::Table(toml::Table::from_iter([("mode".into(), mode.into())]));
-    }
-    let mode = breaks
-        .get("mode")
-        .and_then(toml::Value::as_str)
-        .unwrap_or_default();
-    match (mode.to_owned().as_str(), breaks.as_table_mut()) {
-        ("kernel", Some(_)) => Ok(()),
-        ("managed", Some(breaks)) => {
-            breaks.entry("reserve_pages").or_insert(RESERVE.0.into());
-            breaks.entry("floor_bytes").or_insert(RESERVE.1.into());
-            Ok(())
-        }
-        _ => Err(
-            "breaks must be \"kernel\", \"managed\", or a table with that as its mode, e.g. { mode = \"managed\", \
-             reserve_pages = 1024 }"
-                .into(),
-        ),
-    }
 }
 
 /// Reads a file; `unnamed`: the VM's name where the file has none.

@@ -113,7 +113,8 @@ pub(crate) struct VmSettings {
     pub(crate) api: Option<toml::Table>,
     pub(crate) extra_args: Option<Vec<String>>,
     pub(crate) domain: Option<String>,
-    /// `mode`, and the engine's settings.
+    /// `mode`, and the engine's settings, as a table or as a line.
+    #[serde(default, deserialize_with = "table_or_line")]
     pub(crate) dedup: Option<toml::Table>,
 }
 
@@ -147,6 +148,22 @@ impl VmSettings {
             domain: self.domain.or(t.domain),
             dedup: merged(self.dedup, t.dedup),
         }
+    }
+}
+
+/// Settings of dedup as a table, or as the line that embedders and the preload library take.
+fn table_or_line<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<toml::Table>, D::Error> {
+    let said = |error: String| serde::de::Error::custom(format!("dedup: {error}"));
+    match toml::Value::deserialize(deserializer)? {
+        toml::Value::Table(table) => Ok(Some(table)),
+        toml::Value::String(line) => {
+            let table = vmm_dedup::Setup::table(&line).map_err(|error| said(error.to_string()))?;
+            let table = toml::Table::try_from(table).map_err(|error| said(error.to_string()))?;
+            Ok(Some(table))
+        }
+        other => Err(said(format!(
+            "{other} is neither a table nor a line of settings, e.g. \"cpu_percent=10\""
+        ))),
     }
 }
 

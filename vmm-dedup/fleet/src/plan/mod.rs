@@ -279,11 +279,14 @@ fn dedup(name: &str, table: Option<&toml::Table>) -> Result<Option<Config>, Stri
             ));
         }
     };
-    for key in ["name", "enabled"] {
+    for (key, says) in [
+        ("name", "the VM's name"),
+        ("enabled", "dedup.mode"),
+        ("store", "the VM's domain"),
+        ("agent", "the VM's key agent"),
+    ] {
         if table.contains_key(key) {
-            return Err(format!(
-                "dedup.{key} cannot be set here: the VM's name and dedup.mode say it"
-            ));
+            return Err(format!("dedup.{key} cannot be set here: {says} says it"));
         }
     }
     table.insert("name".into(), name.into());

@@ -139,6 +139,25 @@ fn each_domain_has_a_store_and_only_if_a_vm_merges_in_it() {
 }
 
 #[test]
+fn dedup_may_be_a_line_as_embedders_take_it() {
+    let text = r#"
+        [template.t]
+        kernel = "k"
+        dedup = "pass_period_ms=500,cpu_percent=5,verify.timeout_us=3000"
+        [[vm]]
+        name = "a"
+        template = "t"
+        dedup = "mode=standby,cpu_percent=7,breaks=managed"
+    "#;
+    let plan = plan(text).unwrap();
+    let dedup = plan.vms[0].dedup.as_ref().unwrap();
+    assert_eq!((dedup.name.as_str(), dedup.enabled), ("a", false));
+    assert_eq!((dedup.cpu_percent, dedup.pass_period_ms), (7, 500));
+    assert_eq!(dedup.verify.timeout_us, 3000);
+    assert_eq!(dedup.breaks, vmm_dedup::Breaks::managed(1024, 256 << 20));
+}
+
+#[test]
 fn two_vms_of_one_name_are_refused() {
     let twice = "[[vm]]\nname = \"a\"\nkernel = \"k\"\n";
     assert_eq!(plan(&twice.repeat(2)).unwrap_err(), "two VMs have the name \"a\"");
@@ -191,6 +210,16 @@ fn each_bad_setting_is_named_with_its_vm_and_what_is_possible() {
             "breaks must be \"kernel\", \"managed\"",
         ),
         ("dedup = { name = \"b\" }", "dedup.name cannot be set here"),
+        (
+            "dedup = \"store=/s\"",
+            "dedup.store cannot be set here: the VM's domain says it",
+        ),
+        ("dedup = \"agent=cid:7\"", "dedup.agent cannot be set here"),
+        (
+            "dedup = \"cpu_percent\"",
+            "dedup: \"cpu_percent\" is no KEY=VALUE",
+        ),
+        ("dedup = 7", "neither a table nor a line of settings"),
         (
             "disks = [{ path = \"d\", readonli = true }]",
             "disks[0].readonli is not known to Cloud Hypervisor's API",

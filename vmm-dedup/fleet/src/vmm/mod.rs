@@ -60,8 +60,8 @@ pub(crate) fn start(
         .stdout(log.try_clone().map_err(fail)?)
         .stderr(log);
     // Left over from the user's environment they would make a library merge although dedup is off.
-    for variable in ["STORE", "NAME", "CONFIG", "AGENT"] {
-        command.env_remove(format!("VMM_DEDUP_{variable}"));
+    for variable in ["", "_STORE", "_NAME", "_CONFIG", "_AGENT"] {
+        command.env_remove(format!("VMM_DEDUP{variable}"));
     }
     let store = plan.store_of(vm);
     if let Some(dedup) = &vm.dedup {
