@@ -4,7 +4,7 @@ use crate::engines;
 use serde_json::{Map, Value};
 use std::fs;
 use std::path::Path;
-use vmm_dedup::Config;
+use vmm_dedup::{Config, Error};
 
 /// Takes settings out of a table, and checks them with the engines that there are.
 ///
@@ -14,9 +14,18 @@ pub fn config_of(table: toml::Table) -> Result<Config, String> {
     let fields: Map<String, Value> = table
         .try_into()
         .map_err(|e: toml::de::Error| e.message().to_owned())?;
-    let config = Config::try_from(fields).map_err(|e| e.to_string())?;
+    let config = Config::try_from(fields).map_err(mistake)?;
     config.check_engines(&engines()).map_err(|e| e.to_string())?;
     Ok(config)
+}
+
+/// What is wrong with settings, for a text that names where they stand.
+#[must_use]
+pub fn mistake(error: Error) -> String {
+    match error {
+        Error::Settings(text) => text,
+        other => other.to_string(),
+    }
 }
 
 /// Reads a file; `unnamed`: the VM's name where the file has none.

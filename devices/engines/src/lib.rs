@@ -6,7 +6,7 @@
 
 mod config;
 
-pub use config::{config_of, read_config};
+pub use config::{config_of, mistake, read_config};
 
 use std::path::Path;
 use vmm_dedup::Engines;

@@ -157,7 +157,8 @@ fn table_or_line<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Op
     match toml::Value::deserialize(deserializer)? {
         toml::Value::Table(table) => Ok(Some(table)),
         toml::Value::String(line) => {
-            let table = vmm_dedup::Setup::table(&line).map_err(|error| said(error.to_string()))?;
+            let table =
+                vmm_dedup::Setup::table(&line).map_err(|error| said(vmm_dedup_engines::mistake(error)))?;
             let table = toml::Table::try_from(table).map_err(|error| said(error.to_string()))?;
             Ok(Some(table))
         }
