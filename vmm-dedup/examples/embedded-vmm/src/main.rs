@@ -11,6 +11,7 @@
 
 mod balloon;
 mod boot;
+mod calls;
 mod device;
 mod ports;
 mod sandbox;

@@ -5,9 +5,13 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
+use vmm_dedup_integration_tests::seccomp::Recorder;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::{need_kvm, need_userfaultfd};
 use vmm_dedup_payload::{Console, PayloadConfig, Report, WorkingSet, measure_tsc_khz};
+
+#[path = "../src/calls.rs"]
+mod calls;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 const COMMON_MIB: u64 = 12;
@@ -36,6 +40,10 @@ impl Vmm {
     }
 
     fn start_with(folder: &Path, store: &Path, seed: u64, more: Option<&str>) -> Self {
+        Self::begin(Self::program(folder, store, seed, more))
+    }
+
+    fn program(folder: &Path, store: &Path, seed: u64, more: Option<&str>) -> Command {
         let kernel = folder.join("payload.elf");
         std::fs::write(&kernel, vmm_dedup_payload::ELF).expect("the payload is written");
         let payload = PayloadConfig::default()
@@ -53,15 +61,19 @@ impl Vmm {
             "store={},name=vm-{seed},pass_period_ms=50,cpu_percent=80",
             store.display()
         );
-        let mut child = Command::new(env!("CARGO_BIN_EXE_embedded-vmm"))
+        let mut command = Command::new(env!("CARGO_BIN_EXE_embedded-vmm"));
+        command
             .arg(&kernel)
             .args([payload.command_line(), "48".to_owned(), settings])
             .args(more)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("the example starts");
+            .stderr(Stdio::piped());
+        command
+    }
+
+    fn begin(mut command: Command) -> Self {
+        let mut child = command.spawn().expect("the example starts");
         let (console, answers) = (Console::new(), Console::new());
         show(child.stdout.take().expect("a pipe"), console.clone());
         show(child.stderr.take().expect("a pipe"), answers.clone());
@@ -289,6 +301,7 @@ scenarios! {
     a_store_that_is_killed_is_replaced
     shared_memory_is_refused_by_range
     events_in_any_order_hang_nobody
+    the_vmms_filter_lets_nothing_through_that_it_does_not_do
 }
 
 mod scenario {
@@ -554,6 +567,48 @@ mod scenario {
         std::os::unix::fs::symlink(bench.store.socket(), &nowhere).expect("a link");
         vms.iter_mut().for_each(Vmm::wait_shared);
         vms.into_iter().for_each(Vmm::finish);
+    }
+
+    /// Whatever the filter lacks ends the VMM, in this test and in all others.
+    pub(super) fn the_vmms_filter_lets_nothing_through_that_it_does_not_do(bench: Bench) {
+        let recorder = Recorder::new();
+        let (theirs, command) = (
+            recorder.clone(),
+            Vmm::program(bench.folder.path(), &bench.store.socket(), 1, None),
+        );
+        // The thread's filter, which asks this process for each call, goes to the VMM, and lies above that one's own.
+        let begun = std::thread::spawn(move || {
+            theirs.record_this_thread();
+            Vmm::begin(command)
+        });
+        let mut vm = begun.join().expect("it begins");
+        vm.wait_ready(1);
+        vm.wait_shared();
+        // What it does before it is filtered it may do.
+        recorder.forget();
+        vm.done(&format!("plug {PLUGGED_MIB}"));
+        for line in [
+            "fill 3", "pin", "dma 3", "unpin", "lock", "pause", "resume", "save", "share 1", "lend", "back",
+            "discard",
+        ] {
+            vm.ask(line);
+        }
+        vm.done("type b");
+        vm.wait_balloon(0);
+        vm.done("reboot");
+        vm.wait_ready(2);
+        vm.done("restore");
+        vm.finish();
+        let own = |name: &str| !name.starts_with("dedup-");
+        let made: std::collections::BTreeSet<i64> = recorder
+            .seen()
+            .into_iter()
+            .filter(|seen| own(&seen.thread))
+            .map(|seen| seen.call)
+            .collect();
+        let unused: Vec<_> = calls::CALLS.iter().filter(|call| !made.contains(call)).collect();
+        assert!(unused.is_empty(), "calls that nobody makes: {unused:?}");
+        assert!(calls::RARE.iter().all(|call| !calls::CALLS.contains(call)));
     }
 }
 
