@@ -583,7 +583,6 @@ mod scenario {
         });
         let mut vm = begun.join().expect("it begins");
         vm.wait_ready(1);
-        vm.wait_shared();
         // What it does before it is filtered it may do.
         recorder.forget();
         vm.done(&format!("plug {PLUGGED_MIB}"));
