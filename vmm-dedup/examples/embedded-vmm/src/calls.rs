@@ -8,11 +8,7 @@ pub(crate) const CALLS: &[libc::c_long] = &[
     libc::SYS_write,
     libc::SYS_close,
     libc::SYS_lseek,
-    libc::SYS_fstat,
-    libc::SYS_newfstatat,
-    libc::SYS_statx,
     libc::SYS_fcntl,
-    libc::SYS_eventfd2,
     libc::SYS_memfd_create,
     libc::SYS_ftruncate,
     libc::SYS_io_uring_setup,
@@ -38,17 +34,17 @@ pub(crate) const CALLS: &[libc::c_long] = &[
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
     libc::SYS_sigaltstack,
-    libc::SYS_getrandom,
-    libc::SYS_clock_gettime,
     libc::SYS_exit,
     libc::SYS_exit_group,
 ];
 
 /// What is a matter of chance, or of the host: the allocator's heap, kernels before clone3, a lock that somebody holds, a wait that was
-/// stopped in the middle.
+/// stopped in the middle, and what the kernel's vDSO does for the process where it can.
 pub(crate) const RARE: &[libc::c_long] = &[
     libc::SYS_brk,
     libc::SYS_clone,
     libc::SYS_sched_yield,
     libc::SYS_restart_syscall,
+    libc::SYS_clock_gettime,
+    libc::SYS_getrandom,
 ];

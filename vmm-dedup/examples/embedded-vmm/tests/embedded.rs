@@ -588,7 +588,7 @@ mod scenario {
         vm.done(&format!("plug {PLUGGED_MIB}"));
         for line in [
             "fill 3", "pin", "dma 3", "unpin", "lock", "pause", "resume", "save", "share 1", "lend", "back",
-            "discard",
+            "discard", "restore",
         ] {
             vm.ask(line);
         }
@@ -596,7 +596,6 @@ mod scenario {
         vm.wait_balloon(0);
         vm.done("reboot");
         vm.wait_ready(2);
-        vm.done("restore");
         vm.finish();
         let own = |name: &str| !name.starts_with("dedup-");
         let made: std::collections::BTreeSet<i64> = recorder
