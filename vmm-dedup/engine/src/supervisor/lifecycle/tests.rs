@@ -1,6 +1,8 @@
 use super::*;
 use proptest::prelude::*;
 
+mod orders;
+
 const MIB: usize = 1 << 20;
 
 fn span(at: usize) -> Span {

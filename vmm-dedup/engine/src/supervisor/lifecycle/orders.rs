@@ -1,0 +1,333 @@
+//! Every call in every state, one behind the other, is what the table of the [supervisor](crate::supervisor) says: an error that
+//! changes nothing, nothing, or these effects and no others. An oracle says what becomes of memory.
+
+use super::*;
+
+/// MiB that a VM may have: each is a region.
+const UNITS: usize = 3;
+
+/// What happens next.
+#[derive(Clone, Debug)]
+enum Step {
+    Tell(Event),
+    /// The store is there, or away: every try to give memory to the service goes well, or fails for now.
+    Store(bool),
+    /// Memory can be given back, or cannot.
+    GivesBack(bool),
+}
+
+/// A column of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Column {
+    Detached,
+    Waits,
+    Serves,
+    Refused,
+}
+
+/// What an event may do by itself; `Err` where it does not fit.
+fn documented(event: &Event, column: Column) -> Result<&'static [&'static str], &'static str> {
+    use Column::{Detached, Refused, Serves, Waits};
+    Ok(match (event, column) {
+        (Event::Attach { .. }, Detached) => &["Say", "Announce"],
+        (Event::Attach { .. }, _) => return Err("Attached"),
+        (Event::Add(_) | Event::Refuse(_) | Event::Note(_), Detached) => return Err("Detached"),
+        (Event::Add(_) | Event::Hurry | Event::TakeBack(_), _) => &[],
+        (Event::Remove(_), Serves) => &["Remove", "Forget"],
+        (Event::Remove(_), _) => &["Forget"],
+        (Event::Detach { .. }, Serves) => &["Stop", "Forget", "Withdraw"],
+        (Event::Detach { .. }, Waits | Refused) => &["Forget", "Withdraw"],
+        (Event::Note(_), Serves) => &["Say"],
+        (Event::Note(_), _) => &["Say", "Announce"],
+        (_, Detached | Refused) => &[],
+        (Event::Lend(..), Waits) => &["Say"],
+        (Event::Lend(..) | Event::LeaveAlone(..), Serves) => &["Release", "Say"],
+        (Event::LeaveAlone(..) | Event::Refuse(_) | Event::Pin, Waits) => &["Say", "Announce"],
+        (Event::Refuse(_), Serves) => &["Stop", "Say", "Announce"],
+        (Event::Pin, Serves) => &["Release", "Pause", "Say"],
+        (Event::Unpin | Event::LetGo, Waits) => &["Withdraw", "Announce"],
+        (Event::Unpin, Serves) => &["Unpause"],
+        (Event::LetGo, Serves) => &["HidePins", "Unpause"],
+        (Event::Pause, Serves) => &["Pause"],
+        (Event::Resume, Serves) => &["Unpause"],
+        (Event::HidePins, Serves) => &["HidePins"],
+        (Event::DirectIo, Serves) => &["DirectIo"],
+        (Event::Pause | Event::Resume | Event::HidePins | Event::DirectIo, Waits) => &[],
+    })
+}
+
+/// What becomes of a MiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unit {
+    Absent,
+    /// It is given to the service when nothing is in the way; `true`: and when it was taken back.
+    Out(bool),
+    Served,
+    Left,
+}
+
+/// What documentation says of the whole.
+#[derive(Clone, Debug)]
+struct Oracle {
+    column: Column,
+    units: [Unit; UNITS],
+    pins: usize,
+    paused: bool,
+    store: bool,
+}
+
+impl Oracle {
+    fn change(&mut self, range: &Range<usize>, change: impl Fn(Unit) -> Unit) {
+        let within = |at: usize| range.start < (at + 1) * MIB && at * MIB < range.end;
+        let units = self.units.iter_mut().enumerate();
+        units
+            .filter(|(at, unit)| within(*at) && **unit != Unit::Absent)
+            .for_each(|(_, unit)| *unit = change(*unit));
+    }
+
+    fn tell(&mut self, event: &Event) {
+        let all = 0..UNITS * MIB;
+        let left = |_| Unit::Left;
+        match event {
+            Event::Attach { .. } => self.column = Column::Waits,
+            Event::Add(span) => {
+                let unit = &mut self.units[span.range.start / MIB];
+                let new = match self.column {
+                    Column::Refused => Unit::Left,
+                    _ => Unit::Out(false),
+                };
+                *unit = if *unit == Unit::Absent { new } else { *unit };
+            }
+            Event::Remove(range) => self.change(range, |_| Unit::Absent),
+            Event::Lend(range, lease) => {
+                let kept = *lease == Lease::UntilTakenBack;
+                self.change(range, |unit| match unit {
+                    Unit::Left => Unit::Left,
+                    _ => Unit::Out(kept),
+                });
+            }
+            Event::TakeBack(range) => self.change(range, |unit| match unit {
+                Unit::Out(_) => Unit::Out(false),
+                unit => unit,
+            }),
+            Event::LeaveAlone(range, _) => self.change(range, left),
+            Event::Refuse(_) => {
+                self.column = Column::Refused;
+                self.change(&all, left);
+            }
+            Event::Pin => {
+                self.pins += 1;
+                self.change(&all, |unit| match unit {
+                    Unit::Served => Unit::Out(false),
+                    unit => unit,
+                });
+            }
+            Event::Unpin | Event::LetGo => self.pins = self.pins.saturating_sub(1),
+            Event::Pause => self.paused = true,
+            Event::Resume => self.paused = false,
+            Event::Detach { .. } => {
+                (self.column, self.paused) = (Column::Detached, false);
+                self.units = [Unit::Absent; UNITS];
+            }
+            Event::Hurry | Event::Note(_) | Event::HidePins | Event::DirectIo => {}
+        }
+    }
+
+    /// Some time later.
+    fn settle(&mut self) {
+        if self.store && self.pins == 0 && self.units.contains(&Unit::Out(false)) {
+            self.column = Column::Serves;
+            self.change(&(0..UNITS * MIB), |unit| match unit {
+                Unit::Out(false) => Unit::Served,
+                unit => unit,
+            });
+        }
+    }
+}
+
+/// A machine, and what is expected of it.
+struct Both {
+    world: World,
+    oracle: Oracle,
+    done: Vec<Step>,
+}
+
+impl Both {
+    fn new() -> Self {
+        Self {
+            world: World::new(),
+            oracle: Oracle {
+                column: Column::Detached,
+                units: [Unit::Absent; UNITS],
+                pins: 0,
+                paused: false,
+                store: true,
+            },
+            done: Vec::new(),
+        }
+    }
+
+    fn play<'a>(mut self, steps: impl IntoIterator<Item = &'a Step>) {
+        for step in steps {
+            self.done.push(step.clone());
+            match step {
+                Step::Tell(event) => self.tell(event),
+                Step::Store(up) => {
+                    self.oracle.store = *up;
+                    self.world.tries = if *up { Outcome::Done } else { for_now() };
+                }
+                Step::GivesBack(yes) => {
+                    self.world.releases = if *yes { Outcome::Done } else { for_good() };
+                }
+            }
+            self.compare();
+            // Longer than anything waits that is tried by itself.
+            self.world.wait(2 * RETRY_LATER);
+            self.oracle.settle();
+            self.compare();
+        }
+    }
+
+    /// What an event does before it is answered.
+    fn tell(&mut self, event: &Event) {
+        let documented = documented(event, self.oracle.column);
+        let before = format!("{:?}", self.world.machine);
+        let handled = self.world.machine.handle(event.clone(), self.world.now);
+        let error = handled.err().map(|error| format!("{error:?}"));
+        assert_eq!(error.as_deref(), documented.err(), "{:?}", self.done);
+        let Ok(may) = documented else {
+            let after = format!("{:?}", self.world.machine);
+            assert_eq!(before, after, "an error changes something: {:?}", self.done);
+            return;
+        };
+        self.oracle.tell(event);
+        while let Some(effect) = self.world.machine.next(self.world.now, false) {
+            let name = format!("{effect:?}");
+            let name = name.split(|c: char| !c.is_alphanumeric()).next().unwrap_or("");
+            assert!(may.contains(&name), "{effect:?}, not {may:?}: {:?}", self.done);
+            let outcome = match effect {
+                Effect::Release(_) => self.world.releases.clone(),
+                _ => Outcome::Done,
+            };
+            self.world.machine.done(&effect, outcome, self.world.now);
+        }
+    }
+
+    fn compare(&self) {
+        let (machine, oracle) = (&self.world.machine, &self.oracle);
+        let column = match (machine.is_attached(), machine.is_retired(), machine.serves()) {
+            (false, ..) => Column::Detached,
+            (_, true, _) => Column::Refused,
+            (.., true) => Column::Serves,
+            _ => Column::Waits,
+        };
+        let unit = |at: usize| {
+            let region = machine.regions.iter().find(|r| r.span.range == span(at).range);
+            region.map_or(Unit::Absent, |region| match region.place {
+                RegionState::Wanted | RegionState::Lent => Unit::Out(region.due.is_none()),
+                RegionState::Active => Unit::Served,
+                RegionState::Refused => Unit::Left,
+            })
+        };
+        let found = Oracle {
+            column,
+            units: std::array::from_fn(unit),
+            pins: machine.pins,
+            paused: machine.paused,
+            store: oracle.store,
+        };
+        assert_eq!(format!("{found:?}"), format!("{oracle:?}"), "{:?}", self.done);
+    }
+}
+
+fn all_steps() -> Vec<Step> {
+    let first = 0..MIB;
+    let all = 0..UNITS * MIB;
+    let events = [
+        Event::Attach { enabled: true },
+        Event::Attach { enabled: false },
+        Event::Add(span(0)),
+        Event::Add(span(1)),
+        Event::Hurry,
+        Event::Remove(first.clone()),
+        Event::Remove(all.clone()),
+        Event::Lend(first.clone(), Lease::UntilTakenBack),
+        Event::Lend(first.clone(), Lease::UntilFree),
+        Event::Lend(all.clone(), Lease::UntilTakenBack),
+        Event::TakeBack(first.clone()),
+        Event::TakeBack(all),
+        Event::LeaveAlone(first, refusal::protected()),
+        Event::Note(refusal::unknown_memory(4096)),
+        Event::Refuse(refusal::confidential()),
+        Event::Pin,
+        Event::Unpin,
+        Event::LetGo,
+        Event::Pause,
+        Event::Resume,
+        Event::HidePins,
+        Event::DirectIo,
+        Event::Detach { unmerge: true },
+        Event::Detach { unmerge: false },
+    ];
+    let mut steps: Vec<Step> = events.into_iter().map(Step::Tell).collect();
+    for yes in [false, true] {
+        steps.extend([Step::Store(yes), Step::GivesBack(yes)]);
+    }
+    steps
+}
+
+/// What leads to each state that a VM may be in.
+fn states() -> Vec<Vec<Step>> {
+    let attach = Event::Attach { enabled: true };
+    let serves = [attach.clone(), Event::Add(span(0)), Event::Add(span(2))];
+    let told = |events: &[Event]| events.iter().cloned().map(Step::Tell).collect::<Vec<_>>();
+    let with = |events: &[Event]| told(&[&serves[..], events].concat());
+    let away = [vec![Step::Store(false)], told(&serves)].concat();
+    let lend = |lease| Event::Lend(0..UNITS * MIB, lease);
+    vec![
+        vec![],
+        told(&[Event::Pin]),
+        told(&[Event::Pause]),
+        told(&[attach.clone()]),
+        away.clone(),
+        [away.clone(), told(&[Event::Pin])].concat(),
+        [away, told(&[lend(Lease::UntilTakenBack)])].concat(),
+        with(&[]),
+        with(&[Event::Pin]),
+        with(&[Event::Pin, Event::Pin, Event::Pause]),
+        with(&[Event::Pause]),
+        with(&[lend(Lease::UntilTakenBack)]),
+        with(&[lend(Lease::UntilFree)]),
+        [
+            vec![Step::GivesBack(false)],
+            with(&[lend(Lease::UntilTakenBack), Event::Pin]),
+        ]
+        .concat(),
+        with(&[Event::LeaveAlone(0..MIB, refusal::protected())]),
+        [with(&[]), vec![Step::Store(false)], told(&[Event::Add(span(1))])].concat(),
+        with(&[Event::Refuse(refusal::confidential())]),
+        with(&[Event::Pin, Event::Refuse(refusal::confidential())]),
+        with(&[Event::Pin, Event::Detach { unmerge: true }]),
+    ]
+}
+
+#[test]
+fn each_pair_of_events_in_each_state_is_as_documented() {
+    let steps = all_steps();
+    for state in states() {
+        for first in &steps {
+            for second in &steps {
+                Both::new().play(state.iter().chain([first, second]));
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_order_of_events_is_as_documented(steps in prop::collection::vec(prop::sample::select(all_steps()), 1..60)) {
+        Both::new().play(&steps);
+    }
+}
