@@ -16,20 +16,11 @@ pub fn lack(call: Call) -> i32 {
     }
 }
 
-/// Whether what failed is done in another way, or need not be done: then nothing is told.
+/// Whether what failed is done in another way, as the engine says where it makes the call, or need not be done: then nothing is told.
 #[must_use]
 pub fn has_another_way(site: &Site) -> bool {
-    let other_ways = [
-        // Page by page; by a copy; by ending the protection.
-        (Call::ZeroPage, "window/mod.rs"),
-        (Call::Move, "window/mod.rs"),
-        (Call::Unregister, "window/frozen.rs"),
-        // At the end of a service, of all memory at once; then of one mapping after the other.
-        (Call::Unregister, "scan/registrations.rs"),
-    ];
-    let known = |(call, file): &(Call, &str)| *call == site.call && site.file.ends_with(file);
     // Advice is lost.
-    site.call == Call::Advise || other_ways.iter().any(known)
+    site.has_another_way || site.call == Call::Advise
 }
 
 /// Whether another counter tells of it: `heal_failed_total` of the service, which the tests of healing look at.

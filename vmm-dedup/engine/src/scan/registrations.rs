@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::memory::layout::Page;
 use crate::memory::page_state::Registrar;
 use crate::scan::pass::Pass;
+use crate::sys::inject::{AnotherWay, Call};
 use crate::sys::late_log;
 use crate::sys::relocate;
 use std::io;
@@ -49,7 +50,7 @@ impl Pass {
                 // the packer's.
                 let all = self.map.memory().addresses(&pages);
                 let ours = !self.space.breaker.managed() && self.map.counts().packed == 0;
-                if ours && self.space.uffd.unregister(all.start, all.len()).is_ok() {
+                if ours && self.end_all_at_once(&all) {
                     continue;
                 }
                 for run in self.runs_by_mapping(pages) {
@@ -59,6 +60,11 @@ impl Pass {
                 }
             }
         }
+    }
+
+    fn end_all_at_once(&self, range: &Range<usize>) -> bool {
+        let _one_mapping_after_the_other = AnotherWay::of(Call::Unregister);
+        self.space.uffd.unregister(range.start, range.len()).is_ok()
     }
 
     /// Of neighbours that one userfaultfd has.

@@ -123,6 +123,21 @@ mod product {
         Ok(())
     }
 
+    /// While it lives, calls of one kind that this thread makes are done in another way should they fail, and nothing is told of that.
+    pub(crate) struct AnotherWay(());
+
+    impl AnotherWay {
+        #[inline(always)]
+        pub(crate) const fn of(_: Call) -> Self {
+            Self(())
+        }
+    }
+
+    impl Drop for AnotherWay {
+        #[inline(always)]
+        fn drop(&mut self) {}
+    }
+
     /// As [`before`], for a call that maps something over a range.
     #[allow(clippy::unnecessary_wraps)]
     #[inline(always)]
@@ -132,17 +147,18 @@ mod product {
 }
 
 #[cfg(not(any(test, feature = "inject")))]
-pub(crate) use product::{before, before_mapping};
+pub(crate) use product::{AnotherWay, before, before_mapping};
 
+#[cfg(any(test, feature = "inject"))]
+pub(crate) use armed::{AnotherWay, before, before_mapping};
 #[cfg(any(test, feature = "inject"))]
 #[cfg_attr(not(feature = "inject"), allow(unused_imports))] // the engine's own tests need some
 pub use armed::{Injection, Observer, Site, Times, Watch};
-#[cfg(any(test, feature = "inject"))]
-pub(crate) use armed::{before, before_mapping};
 
 #[cfg(any(test, feature = "inject"))]
 mod armed {
     use super::call::Call;
+    use std::cell::Cell;
     use std::collections::BTreeMap;
     use std::fmt;
     use std::io;
@@ -172,11 +188,33 @@ mod armed {
         pub file: &'static str,
         /// Line in it.
         pub line: u32,
+        /// What fails here is done in another way, so that nothing is told of it.
+        pub has_another_way: bool,
     }
 
     impl fmt::Display for Site {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             write!(f, "{:?} at {}:{}", self.call, self.file, self.line)
+        }
+    }
+
+    thread_local! {
+        static ANOTHER_WAY: Cell<Option<Call>> = const { Cell::new(None) };
+    }
+
+    /// While it lives, calls of one kind that this thread makes are done in another way should they fail, and nothing is told of that.
+    #[derive(Debug)]
+    pub(crate) struct AnotherWay(Option<Call>);
+
+    impl AnotherWay {
+        pub(crate) fn of(call: Call) -> Self {
+            Self(ANOTHER_WAY.replace(Some(call)))
+        }
+    }
+
+    impl Drop for AnotherWay {
+        fn drop(&mut self) {
+            ANOTHER_WAY.set(self.0);
         }
     }
 
@@ -370,6 +408,7 @@ mod armed {
             call,
             file: place.file(),
             line: place.line(),
+            has_another_way: ANOTHER_WAY.get() == Some(call),
         };
         if let Some(told) = &mut *observer() {
             told(site);
@@ -424,6 +463,28 @@ mod armed {
             let injection = Injection::at(second, libc::ENOMEM, Times::Always);
             assert!(here().is_ok() && there().is_err());
             assert_eq!(injection.failed(), 1);
+        }
+
+        #[test]
+        fn what_has_another_way_says_so_of_one_kind_and_as_long_as_it_lasts() {
+            let watch = Watch::begin();
+            let calls = || [Call::Poison, Call::Protect].map(|call| assert!(before(call).is_ok()));
+            {
+                let _protect = AnotherWay::of(Call::Protect);
+                let poison = AnotherWay::of(Call::Poison);
+                calls();
+                drop(poison);
+                calls();
+            }
+            calls();
+            let other = |call: Call| -> Vec<(bool, u64)> {
+                let of_this_file =
+                    |(site, _): &(Site, u64)| site.call == call && site.file.ends_with("inject.rs");
+                let sites = watch.sites().into_iter().filter(of_this_file);
+                sites.map(|(site, count)| (site.has_another_way, count)).collect()
+            };
+            assert_eq!(other(Call::Poison), [(false, 2), (true, 1)]);
+            assert_eq!(other(Call::Protect), [(false, 2), (true, 1)]);
         }
 
         #[test]

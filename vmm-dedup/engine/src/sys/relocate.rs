@@ -28,6 +28,7 @@
 //! asks; the guest is to meet the memory error that it would have met without us, when it touches the page
 //! (UFFDIO_POISON). A place in the guest that is registered no more is registered again, one that is unmapped is mapped again.
 
+use crate::sys::inject::{AnotherWay, Call};
 use crate::sys::late_log;
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::uffd::{Mode, MoveError, Uffd};
@@ -67,8 +68,10 @@ pub(crate) fn move_away(tracker: &Uffd, from: usize, to: usize, len: usize) -> (
 pub(crate) fn put_back_pages(tracker: &Uffd, from: usize, to: usize, len: usize) -> bool {
     let (mut at, mut tries, mut moves) = (0, 0, 0);
     while at < len {
+        let page_by_page = AnotherWay::of(Call::Move);
         // SAFETY: raw addresses only; what is moved is ours, and its place in the guest empty.
         let (moved, error) = unsafe { tracker.move_pages(to + at, from + at, len - at) };
+        drop(page_by_page);
         at += moved;
         moves += usize::from(moved > 0);
         match error {
@@ -91,8 +94,10 @@ pub(crate) fn put_back_pages(tracker: &Uffd, from: usize, to: usize, len: usize)
 pub(crate) fn put_back_page(tracker: &Uffd, from: usize, to: usize) {
     let mut start = None;
     for attempt in 0usize.. {
+        let by_a_copy = AnotherWay::of(Call::Move);
         // SAFETY: raw addresses only; what is moved is ours, and its place in the guest empty.
         let (_, refused) = unsafe { tracker.move_pages(to, from, PAGE_SIZE) };
+        drop(by_a_copy);
         match refused {
             None => return,
             Some(MoveError::Again) if attempt < TRIES => continue,

@@ -39,6 +39,7 @@
 
 use crate::compare::StablePage;
 use crate::memory::ranges::complement;
+use crate::sys::inject::{AnotherWay, Call};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate::{map_over, put_over, unprotect, wake};
 use crate::sys::uffd::{Mode, Uffd};
@@ -183,7 +184,10 @@ impl<'a> Frozen<'a> {
         for rest in complement(&self.range, &self.replaced) {
             match &self.afterwards {
                 Afterwards::Unregistered => {
-                    if self.uffd.unregister(rest.start, rest.len()).is_err() {
+                    let by_ending_the_protection = AnotherWay::of(Call::Unregister);
+                    let ended = self.uffd.unregister(rest.start, rest.len());
+                    drop(by_ending_the_protection);
+                    if ended.is_err() {
                         unprotect(self.uffd, &rest);
                     }
                 }

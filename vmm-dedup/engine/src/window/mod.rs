@@ -7,7 +7,7 @@
 //!    lock, and refuses (EBUSY) a page that is pinned, so no device or io_uring buffer points to what we hold. A vCPU or a
 //!    system call that touches the address from now on finds it empty and waits; writes before the move are in the page
 //!    that we got. Nobody else can reach it: what is read of it stays true.
-//! 3. What was taken is *put back*, or it is *consumed*, since something of the same content stands in its place.
+//! 3. What was taken is *put back*. Or something of the same content was put into its place: then it is *consumed*.
 //! 4. *Wake, disarm.* Only now are waiters woken; they fault again and find what is there. Then writes are tracked again.
 //!
 //! A [`Window`] knows at any time which pages are armed and which are away. However it ends, by [`Window::close`], by an
@@ -31,6 +31,7 @@ pub(crate) use page_set::PageSet;
 pub(crate) use scratch::{MAX_WINDOW, Scratch};
 
 use crate::error::Error;
+use crate::sys::inject::{AnotherWay, Call};
 use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use crate::sys::relocate::{self, move_away, put_back_page, put_back_pages, track_again};
@@ -199,8 +200,10 @@ impl<'a> Window<'a> {
     /// it, and older kernels try that for as long as it is pinned.
     #[allow(unsafe_code)] // moves guest pages
     pub(crate) fn take_huge(&mut self) -> Vec<Taken> {
+        let page_by_page = AnotherWay::of(Call::Move);
         // SAFETY: as in `take`.
         let (moved, error) = unsafe { self.uffd.move_pages(self.scratch, self.start, HUGE_SIZE) };
+        drop(page_by_page);
         let moved = moved / PAGE_SIZE;
         self.away.insert(0..moved);
         if moved == 0 && error == Some(MoveError::Pinned) {
@@ -253,7 +256,10 @@ impl<'a> Window<'a> {
     /// Those of the kernel. Some may be filled then; what is not, is still away.
     pub(crate) fn put_zeros(&mut self, pages: Range<usize>) -> io::Result<()> {
         let address = self.address(pages.start);
-        if self.uffd.zero_page(address, bytes(pages.len())).is_err() {
+        let page_by_page = AnotherWay::of(Call::ZeroPage);
+        let all = self.uffd.zero_page(address, bytes(pages.len()));
+        drop(page_by_page);
+        if all.is_err() {
             // As for moving: one mapping a call. What is filled says so.
             for page in pages.clone() {
                 match self.uffd.zero_page(self.address(page), PAGE_SIZE) {
