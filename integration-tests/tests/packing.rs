@@ -4,8 +4,13 @@
 #![allow(clippy::cast_possible_truncation)] // a few pages
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config, DedupService, HostRange, Pack, Settings, Switch};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vmm_dedup::{
+    Breaks, Call, Config, DedupService, Error, HostRange, Injection, Observer, Pack, Settings, Site, Switch,
+    Times, Watch,
+};
 use vmm_dedup_integration_tests::direct_io::{pin, unpin};
 use vmm_dedup_integration_tests::memory::{Pages, flags_of};
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -263,6 +268,97 @@ fn memory_that_is_lent_or_removed_is_back_before() {
     assert_hold(&pages, 640..PAGES, 0);
     service.stop(true).expect("it stops");
     assert_not_registered(&pages);
+}
+
+/// Waiting for memory is for a while only where there is another way.
+#[test]
+fn memory_that_cannot_come_back_is_not_lent_and_is_lent_later() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (_store, pages, service) = packed_guest(Breaks::KERNEL);
+    let lent = 0..512;
+    let lack = Injection::begin(Call::Copy, libc::ENOMEM, Times::Always);
+    let refused = service.release_range(range(&pages, &lent));
+    assert!(
+        matches!(refused, Err(Error::NotUnmerged(left)) if left as usize == 512 - TWINS),
+        "{refused:?}"
+    );
+    drop(lack);
+    service
+        .release_range(range(&pages, &lent))
+        .expect("there is memory again");
+    service.resume_range(range(&pages, &lent)).expect("it is back");
+    wait_until("packing again", || packed(&service) == PAGES - TWINS);
+    assert_hold(&pages, 0..PAGES, 0);
+    service.stop(true).expect("it stops");
+    assert_not_registered(&pages);
+}
+
+#[test]
+fn memory_is_taken_back_although_places_of_packed_pages_could_not_go_home() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (_store, pages, service) = packed_guest(Breaks::KERNEL);
+    let lent = range(&pages, &(0..512));
+    // Where the packer ends its registrations.
+    let watch = Watch::begin();
+    service.release_range(lent).expect("it is lent");
+    let ends = |site: &Site| site.call == Call::Unregister && site.file.ends_with("pack/packer.rs");
+    let site = watch.sites().into_keys().find(ends).expect("they end");
+    drop(watch);
+    service.resume_range(lent).expect("it is back");
+    wait_until("packing again", || packed(&service) == PAGES - TWINS);
+    let stay = Injection::at(site, libc::ENOMEM, Times::Always);
+    let refused = service.release_range(lent);
+    assert!(matches!(refused, Err(Error::NotUnmerged(_))), "{refused:?}");
+    service.resume_range(lent).expect("it is back");
+    drop(stay);
+    // They go home, are tracked again, and pages may be written and packed.
+    fill(&pages, 200..300, 1);
+    wait_until("packing what is new", || packed(&service) == PAGES - TWINS);
+    assert_hold(&pages, 0..200, 0);
+    assert_hold(&pages, 200..300, 1);
+    service.stop(true).expect("it stops");
+    assert_not_registered(&pages);
+}
+
+/// The rebuilding thread touches memory for longer than a scanning thread that dies.
+#[test]
+fn memory_stays_until_all_is_back_although_the_scanning_thread_died() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let store = StoreThread::start();
+    let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 2 << 20)]).expect("memory");
+    let memory = Arc::new(memory);
+    let kept = Arc::downgrade(&memory);
+    let page_of = |number: u64| GuestAddress(number * PAGE_SIZE as u64);
+    // Without twins.
+    let bytes = |number: u64| -> Vec<u8> {
+        let word = |word| content(TWINS + number as usize, word, 0).to_ne_bytes();
+        (0..WORDS).flat_map(word).collect()
+    };
+    (0..512).for_each(|n| memory.write_slice(&bytes(n), page_of(n)).expect("it is written"));
+    let service = DedupService::start(memory.clone(), &store.socket(), config()).expect("dedup starts");
+    wait_until("packing", || packed(&service) == 512);
+    drop(memory);
+    let mut died = false;
+    let scanner_dies = Observer::begin(move |_| {
+        let is_scanner = std::thread::current().name() == Some("dedup-scan");
+        let dies = is_scanner && !std::mem::replace(&mut died, true);
+        assert!(!dies, "as a bug would have it");
+    });
+    wait_until("the scanning thread's death", || service.pass().is_err());
+    drop(scanner_dies);
+    std::thread::sleep(Duration::from_millis(50));
+    let still = kept.upgrade().expect("the memory is there");
+    for n in 0..512 {
+        let mut found = vec![0; PAGE_SIZE];
+        still.read_slice(&mut found, page_of(n)).expect("it is read");
+        assert!(found == bytes(n), "page {n}");
+    }
+    drop(still);
+    drop(service);
+    assert!(kept.upgrade().is_none(), "it is nobody's any more");
 }
 
 #[test]

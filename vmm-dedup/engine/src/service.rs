@@ -73,7 +73,7 @@ impl DedupService {
         M: GuestMemoryBackend + Send + Sync + 'static,
     {
         let ranges = HostRange::of_guest_memory(&*memory)?;
-        Self::launch(&ranges, store, config, engines, Box::new(memory))
+        Self::launch(&ranges, store, config, engines, memory)
     }
 
     /// Starts a service on plain address ranges.
@@ -86,7 +86,7 @@ impl DedupService {
     /// As [`Self::start`].
     #[allow(unsafe_code)]
     pub unsafe fn start_on_ranges(ranges: &[HostRange], store: &Path, config: Config) -> Result<Self, Error> {
-        Self::launch(ranges, store, config, Engines::new(), Box::new(()))
+        Self::launch(ranges, store, config, Engines::new(), Arc::new(()))
     }
 
     /// The same, with engines as for [`Self::start_with`].
@@ -103,15 +103,16 @@ impl DedupService {
         config: Config,
         engines: Engines,
     ) -> Result<Self, Error> {
-        Self::launch(ranges, store, config, engines, Box::new(()))
+        Self::launch(ranges, store, config, engines, Arc::new(()))
     }
 
+    /// `keep_alive`: the memory, which each thread that touches it keeps for itself: the scanning thread may die before the others.
     fn launch(
         ranges: &[HostRange],
         store: &Path,
         config: Config,
         engines: Engines,
-        keep_alive: Box<dyn std::any::Any + Send>,
+        keep_alive: Arc<dyn std::any::Any + Send + Sync>,
     ) -> Result<Self, Error> {
         if !cfg!(target_arch = "x86_64") {
             return Err(Error::Architecture(std::env::consts::ARCH));
@@ -131,7 +132,11 @@ impl DedupService {
         let (breaker, discards) = (pass.space.breaker.clone(), pass.space.discards.clone());
         let faults = if breaker.managed() {
             let (faults, pagemap) = (Faults::of(breaker.clone()), Pagemap::open()?);
-            let faults = thread::spawn(Part::Fault, move || faults.serve(pagemap));
+            let memory = keep_alive.clone();
+            let faults = thread::spawn(Part::Fault, move || {
+                faults.serve(pagemap);
+                drop(memory);
+            });
             Some(faults.map_err(Error::Thread)?)
         } else {
             None
@@ -150,7 +155,12 @@ impl DedupService {
         };
         if let Some(packer) = packer {
             let server = Server::of(packer);
-            match thread::spawn(Part::Pack, move || server.serve()) {
+            let memory = keep_alive.clone();
+            let serve = move || {
+                server.serve();
+                drop(memory);
+            };
+            match thread::spawn(Part::Pack, serve) {
                 Ok(thread) => service.rebuilds = Some(thread),
                 Err(error) => {
                     service.end_helpers();

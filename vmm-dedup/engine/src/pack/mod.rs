@@ -13,14 +13,15 @@
 //! Holes are registered with a userfaultfd of their own ([`Packer`]), since that of merging replaces registrations, and reads
 //! faults in the scanning thread. A place has one registration, so the place changes hands while its page is there:
 //!
-//! 1. *Prepare.* The scanning thread copies the page and packs the copy. Nothing is held, and the guest may write meanwhile.
+//! 1. *Prepare.* The scanning thread copies the page, packs the copy, and puts that into the table as room that is reserved: what
+//!    must be allocated is allocated now. Nothing is held, and the guest may write meanwhile.
 //! 2. *Arm.* The place's registration with the tracker ends, and it is registered for missing pages with the packer. The page is
 //!    there all the time: nobody misses it, and a write that nobody tracks in between is in the page. If the second step fails the
 //!    place goes back to the tracker.
 //! 3. *Take*, in a [`Window`](crate::window::Window): a page that is pinned, or that another process has, is refused. From here on
 //!    nobody else can reach the page. Who touches its place waits for the rebuilding thread, which waits for the lock of the table.
-//! 4. *Compare.* What was prepared is rebuilt, and compared with the page that was taken: only if all bytes are equal are they
-//!    put into the table. Else the page goes back, as it does whatever else happens, a panic included.
+//! 4. *Compare.* What the table has is rebuilt, and compared with the page that was taken: only if all bytes are equal does the
+//!    record count. Else the page goes back, as it does whatever else happens, a panic included, and the room is given up.
 //! 5. *Leave.* The record is in the table before the page stops being away. If the thread dies in between, the page is put back and
 //!    the record stays: whoever finds it finds the place filled, and drops the record.
 //! 6. *Close.* What was not packed is back, and its place goes home to the tracker.

@@ -40,7 +40,11 @@ impl Packer {
         match *self {}
     }
 
-    pub(crate) fn bring_back(&self, _: &Range<Page>) {
+    pub(crate) fn forget(&self, _: &Range<usize>) {
+        match *self {}
+    }
+
+    pub(crate) fn bring_back(&self, _: &Range<Page>, _: Duration) -> bool {
         match *self {}
     }
 
@@ -48,7 +52,7 @@ impl Packer {
         match *self {}
     }
 
-    pub(crate) fn release(&self, _: &Range<Page>) {
+    pub(crate) fn end_registrations(&self, _: &Range<Page>) {
         match *self {}
     }
 

@@ -127,6 +127,18 @@ impl Packer {
         inner.memory = memory;
     }
 
+    /// The VMM is about to unmap or replace a range, of which the scanning thread does not hear any more: nothing is packed of it, and
+    /// other memory at its addresses is nobody's to fill. Only memory is touched: the caller's system calls may be filtered.
+    /// (Whoever touches it before it is unmapped, which nobody may, is woken again and again until then.)
+    pub(crate) fn forget(&self, range: &Range<usize>) {
+        let mut inner = self.lock();
+        for pages in inner.memory.within(range) {
+            inner.table.give_up(&pages);
+            pages.for_each(|page| inner.registered.set(page, false));
+        }
+        inner.memory = Arc::new(inner.memory.without(range));
+    }
+
     /// The guest gives pages up: from now on they are zeros. To be called while the discards' lock is held; only memory is touched.
     pub(crate) fn discard(&self, pages: &Range<Page>) {
         self.lock().table.give_up(pages);
@@ -242,20 +254,25 @@ impl Packer {
         run.for_each(|page| map.unpack(page));
     }
 
-    /// Brings back all packed pages among some. What the kernel has no memory for is tried until it works: the bytes are nowhere else.
-    pub(crate) fn bring_back(&self, pages: &Range<Page>) {
-        let mut failures = 0usize;
+    /// Brings back all packed pages among some; whether all are back. What the kernel has no memory for is tried again, until no page
+    /// has come back for so long. It stays packed then, as it was: the bytes are nowhere else.
+    pub(crate) fn bring_back(&self, pages: &Range<Page>, patience: Duration) -> bool {
+        let (mut failures, mut since) = (0usize, Instant::now());
         loop {
             let mut inner = self.lock();
             let Some(page) = inner.table.first(pages) else {
-                return;
+                return true;
             };
             let address = inner.memory.address(page);
             let brought = self.bring(&mut inner, page, false);
             drop(inner);
             if brought != Brought::Later {
                 wake(&self.uffd, &(address..address + PAGE_SIZE));
+                since = Instant::now();
                 continue;
+            }
+            if since.elapsed() > patience {
+                return false;
             }
             failures += 1;
             cry_at_times(failures);
@@ -284,7 +301,7 @@ impl Packer {
             }),
         };
         if let Err(error) = filled
-            && !self.is_settled(address, &error)
+            && !self.is_done_with(address, &error)
         {
             return Brought::Later;
         }
@@ -306,13 +323,13 @@ impl Packer {
         }
         let address = inner.memory.address(page);
         match self.uffd.zero_page(address, PAGE_SIZE) {
-            Err(error) if !self.is_settled(address, &error) => Brought::Later,
+            Err(error) if !self.is_done_with(address, &error) => Brought::Later,
             _ => Brought::WasThere,
         }
     }
 
     /// After a place could not be filled: whether nothing is to be done there any more.
-    fn is_settled(&self, address: usize, error: &io::Error) -> bool {
+    fn is_done_with(&self, address: usize, error: &io::Error) -> bool {
         // There is a page: the kernel did it, or this is done a second time.
         if self.uffd.filled(address) {
             return true;
@@ -320,7 +337,7 @@ impl Packer {
         late_log::note(
             "bringing a packed page back",
             error,
-            "it was tried again until it worked",
+            "it stays packed, and is tried again",
         );
         match error.raw_os_error() {
             // Nothing is registered there with anybody (mm/userfaultfd.c, uffd_mfill_lock). Only the packer ends its registrations, of
@@ -336,7 +353,7 @@ impl Packer {
     }
 
     /// Ends the registrations of pages of which nothing is packed any more, and tries that until it works.
-    pub(crate) fn release(&self, pages: &Range<Page>) {
+    pub(crate) fn end_registrations(&self, pages: &Range<Page>) {
         let runs = {
             let inner = self.lock();
             let pages = inner.registered.runs(pages.clone()).into_iter().flatten();
@@ -346,15 +363,15 @@ impl Packer {
             runs.map(|run| run[0]..run[run.len() - 1] + 1).collect::<Vec<_>>()
         };
         for run in runs {
-            if !self.try_to_release(&run) {
+            if !self.try_to_end_registration(&run) {
                 // Some of it is not what it was. Page by page that is nobody's to wait for.
-                run.for_each(|page| _ = self.try_to_release(&(page..page + 1)));
+                run.for_each(|page| _ = self.try_to_end_registration(&(page..page + 1)));
             }
         }
     }
 
     /// `false`: some of the places are not ours (any more): unmapped, or replaced by other memory.
-    fn try_to_release(&self, run: &Range<Page>) -> bool {
+    fn try_to_end_registration(&self, run: &Range<Page>) -> bool {
         for failures in 1usize.. {
             let inner = self.lock();
             let range = inner.memory.addresses(run);

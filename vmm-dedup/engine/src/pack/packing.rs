@@ -2,12 +2,12 @@
 
 use crate::error::Error;
 use crate::memory::layout::Page;
-use crate::memory::page_map::{NotMerged, PageMap};
+use crate::memory::page_map::{NotMerged, PageMap, VMAS_PER_RUN};
 use crate::pack::cold::Cold;
 use crate::pack::figures::{Packed, WINDOW};
 use crate::pack::memory::Buffers;
 use crate::pack::packer::Packer;
-use crate::pack::table::{MOST_BYTES, NotPut, OVERLAY_LINES, base_of};
+use crate::pack::table::{MOST_BYTES, OVERLAY_LINES, base_of};
 use crate::sys::page_size::{CHUNK_PAGES, bytes};
 use crate::sys::pagemap::{Pagemap, Written};
 use crate::sys::sched::Urgent;
@@ -19,15 +19,23 @@ use std::time::{Duration, Instant};
 use vmm_dedup_packed::{Codecs, Keeping, Kind, Kinds, Offers, Page as PageBytes, Rule, Weights};
 use vmm_dedup_protocol::raw;
 
-/// Mappings that a run of packed pages may add.
-const VMAS_PER_RUN: i64 = 2;
-
 /// A page that was packed, and is not taken yet.
 #[derive(Clone, Copy, Debug)]
 struct Prepared {
     page: Page,
     kind: Kind,
+    /// The number of the buffer that has its packed bytes, and how many these are.
+    buffer: usize,
     length: usize,
+}
+
+/// Room in the table for a window's pages. What was not needed of it goes, however the window ends.
+struct Room<'a>(&'a Packer);
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        self.0.lock().table.drop_reserved();
+    }
 }
 
 /// See the [room's](mod@crate::pack) text.
@@ -133,9 +141,14 @@ impl Packing {
         for page in pages {
             // SAFETY: a guest page, which is mapped, and a page of ours, to which there are no references now.
             unsafe { raw::copy_page(map.memory().address(*page), self.copy.address(0)) };
-            if let Some((kind, length)) = self.pack_copy(self.prepared.len()) {
-                let page = *page;
-                self.prepared.push(Prepared { page, kind, length });
+            let buffer = self.prepared.len();
+            if let Some((kind, length)) = self.pack_copy(buffer) {
+                self.prepared.push(Prepared {
+                    page: *page,
+                    kind,
+                    buffer,
+                    length,
+                });
             }
         }
     }
@@ -154,6 +167,8 @@ impl Packing {
     pub(crate) fn pack(&mut self, map: &mut PageMap, pagemap: &mut Pagemap, pass: u64) -> Packed {
         self.prepared
             .retain(|prepared| map.private_candidate(prepared.page).is_some());
+        let packer = self.packer.clone();
+        let _room = self.reserve(&packer);
         let Some(first) = self.prepared.first().map(|prepared| prepared.page) else {
             return Packed::default();
         };
@@ -170,6 +185,17 @@ impl Packing {
             }
         }
         packed
+    }
+
+    /// Makes room for what was prepared, and forgets what there is none for: whoever waits for a page must not wait for memory.
+    fn reserve<'a>(&mut self, packer: &'a Packer) -> Room<'a> {
+        let (room, since) = (Room(packer), packer.seconds());
+        let mut inner = packer.lock();
+        self.prepared.retain_mut(|prepared| {
+            let bytes = &self.buffers.page(prepared.buffer)[..prepared.length];
+            inner.table.reserve(prepared.page, bytes, prepared.kind, since)
+        });
+        room
     }
 
     /// Registers the places of what was prepared; which were. As many runs as there are mappings for.
@@ -201,7 +227,7 @@ impl Packing {
         let (mut done, mut pinned) = (Packed::default(), PageSet::default());
         let end = armed.runs().last().map_or(0, |run| run.end);
         let place = self.scratch.place(end);
-        let (since, packer) = (self.packer.seconds(), self.packer.clone());
+        let packer = self.packer.clone();
         let mut inner = packer.lock();
         let clock = Instant::now();
         let mut window = Window::of_registered(&packer.uffd, map.memory().address(first), place, end);
@@ -214,7 +240,7 @@ impl Packing {
         }
         // What was swapped out meanwhile goes back unread.
         let there = pagemap.populated(place..place + bytes(end)).unwrap_or_default();
-        for (number, prepared) in self.prepared.iter().enumerate() {
+        for prepared in &self.prepared {
             let offset = (prepared.page - first) as usize;
             let taken = window.taken(offset);
             if !window.away().contains(offset) || !there.iter().any(|there| there.contains(&taken)) {
@@ -225,19 +251,11 @@ impl Packing {
             }
             // SAFETY: the page was taken, so nobody else reaches it, and it is in memory or comes back from swap as it was.
             let original = unsafe { &*(taken as *const PageBytes) };
-            let bytes = &self.buffers.page(number)[..prepared.length];
-            match inner
-                .table
-                .put(prepared.page, bytes, prepared.kind, original, since)
-            {
-                Ok(()) => {
-                    #[cfg(test)]
-                    packer.panic_comparing();
-                    window.leave_empty(offset..offset + 1);
-                    done.packed += 1;
-                }
-                Err(NotPut::Differs) => {}
-                Err(NotPut::NoMemory) => break,
+            if inner.table.keep(prepared.page, original) {
+                #[cfg(test)]
+                packer.panic_comparing();
+                window.leave_empty(offset..offset + 1);
+                done.packed += 1;
             }
         }
         window.close();

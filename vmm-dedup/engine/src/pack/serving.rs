@@ -68,8 +68,8 @@ impl Server {
         let mut queue = VecDeque::new();
         self.until_done(|| self.0.run(&mut queue));
         // Those who waited for memory come again: their page is brought back with all others, and they are woken.
-        self.until_done(|| self.0.bring_back(&(0..Page::MAX)));
-        self.until_done(|| self.0.release(&(0..Page::MAX)));
+        self.until_done(|| _ = self.0.bring_back(&(0..Page::MAX), Duration::MAX));
+        self.until_done(|| self.0.end_registrations(&(0..Page::MAX)));
         for fault in queue {
             wake(&self.0.uffd, &(fault.address..fault.address + PAGE_SIZE));
         }

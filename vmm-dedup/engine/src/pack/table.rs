@@ -1,6 +1,7 @@
 //! The table of packed pages: what each was packed to, and how it is rebuilt. Whoever has it has the lock.
 
 use crate::memory::layout::Page;
+use crate::pack::figures::WINDOW;
 use crate::pack::memory::{Buffers, Hidden, Ready};
 use std::collections::BTreeMap;
 use std::io;
@@ -23,6 +24,8 @@ pub(super) struct Record {
     kind: Kind,
     /// Seconds after the packer's beginning.
     pub(super) since: u32,
+    /// Its page was compared, and is nowhere else. Else there is room for it only.
+    kept: bool,
 }
 
 /// Bytes that a record takes: its node's share, keys and gaps included; and what the segments keep of its cell.
@@ -36,17 +39,13 @@ pub(crate) struct Returned {
     pub(crate) touched_after: Option<u32>,
 }
 
-/// Why a page was not put into the table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum NotPut {
-    /// What was prepared is not the page.
-    Differs,
-    NoMemory,
-}
-
 #[derive(Debug)]
 pub(super) struct Table {
     records: BTreeMap<Page, Record>,
+    /// Records of pages that are packed.
+    kept: usize,
+    /// Pages that have room since the last [`Self::drop_reserved`].
+    reserved: Vec<Page>,
     segments: Segments<Ready>,
     /// Bytes that packed pages take of them, by their classes.
     used: u64,
@@ -74,6 +73,8 @@ impl Table {
         let size = SegmentBytes::try_new(SEGMENT_BYTES).ok_or(io::ErrorKind::InvalidInput)?;
         Ok(Self {
             records: BTreeMap::new(),
+            kept: 0,
+            reserved: Vec::with_capacity(WINDOW),
             segments: Segments::new(Ready::default(), size),
             used: 0,
             codecs: Codecs::try_new(OVERLAY_LINES).map_err(io::Error::other)?,
@@ -96,31 +97,51 @@ impl Table {
         self.segments.source_mut().set(memory);
     }
 
-    /// Keeps packed bytes of a page, if that is what they rebuild.
-    pub(super) fn put(
-        &mut self,
-        page: Page,
-        bytes: &[u8],
-        kind: Kind,
-        original: &PageBytes,
-        since: u32,
-    ) -> Result<(), NotPut> {
-        let rebuilt = self.rebuilt.page_mut(0);
-        let done = self.codecs.of(kind).rebuild(bytes, base_of(kind), rebuilt);
-        if done.is_err() || rebuilt != original {
-            return Err(NotPut::Differs);
+    /// Makes room for a page, and puts there what it was packed to: whatever is allocated for it is allocated now. `false`: there is
+    /// no memory, or the page is packed.
+    pub(super) fn reserve(&mut self, page: Page, bytes: &[u8], kind: Kind, since: u32) -> bool {
+        if self.get(page).is_some() {
+            return false;
         }
-        let place = self.segments.put(bytes, Owner(page));
-        let place = place.map_err(|_| NotPut::NoMemory)?;
-        // What is kept is what was compared.
-        if self.segments.get(place) != Ok(bytes) {
-            let _ = self.segments.free(place);
-            return Err(NotPut::Differs);
-        }
+        let Ok(place) = self.segments.put(bytes, Owner(page)) else {
+            return false;
+        };
         self.used += class_bytes(bytes);
-        let old = self.records.insert(page, Record { place, kind, since });
+        let record = Record {
+            place,
+            kind,
+            since,
+            kept: false,
+        };
+        let old = self.records.insert(page, record);
         self.free(old);
-        Ok(())
+        self.reserved.push(page);
+        true
+    }
+
+    /// Keeps a page that has room, if what is there rebuilds it. Allocates nothing.
+    pub(super) fn keep(&mut self, page: Page, original: &PageBytes) -> bool {
+        let Some(record) = self.records.get(&page).copied() else {
+            return false;
+        };
+        if record.kept || self.rebuild_from(record).is_none() || self.rebuilt.page(0) != original {
+            return false;
+        }
+        if let Some(record) = self.records.get_mut(&page) {
+            record.kept = true;
+            self.kept += 1;
+        }
+        true
+    }
+
+    /// Gives up the room that was not needed.
+    pub(super) fn drop_reserved(&mut self) {
+        while let Some(page) = self.reserved.pop() {
+            if self.records.get(&page).is_some_and(|record| !record.kept) {
+                let record = self.records.remove(&page);
+                self.free(record);
+            }
+        }
     }
 
     fn free(&mut self, record: Option<Record>) {
@@ -158,21 +179,26 @@ impl Table {
     }
 
     pub(super) fn get(&self, page: Page) -> Option<&Record> {
-        self.records.get(&page)
+        self.records.get(&page).filter(|record| record.kept)
     }
 
     /// The first packed page among some.
     pub(super) fn first(&self, pages: &Range<Page>) -> Option<Page> {
-        self.records.range(pages.clone()).next().map(|(page, _)| *page)
+        let mut records = self.records.range(pages.clone());
+        records.find(|(_, record)| record.kept).map(|(page, _)| *page)
     }
 
     pub(super) fn len(&self) -> usize {
-        self.records.len()
+        self.kept
     }
 
     /// Makes a page again; where it is then, until the next call. `None`: its bytes are broken.
     pub(super) fn rebuild(&mut self, page: Page) -> Option<usize> {
-        let Record { place, kind, .. } = *self.records.get(&page)?;
+        let record = *self.get(page)?;
+        self.rebuild_from(record)
+    }
+
+    fn rebuild_from(&mut self, Record { place, kind, .. }: Record) -> Option<usize> {
         let bytes = self.segments.get(place).ok()?;
         let (to, codec) = (self.rebuilt.page_mut(0), self.codecs.of(kind));
         // Whoever waits for the page must not wait for ever because a codec panics each time.
@@ -183,7 +209,7 @@ impl Table {
 
     /// A page is at its place again. `touched_after`: see [`Returned`].
     pub(super) fn remove(&mut self, page: Page, touched_after: Option<u32>) {
-        let record = self.records.remove(&page);
+        let record = self.take(page);
         if record.is_some() {
             self.returned.push(Returned { page, touched_after });
         }
@@ -194,7 +220,7 @@ impl Table {
     /// Pages are given up. Frees no memory of segments: the caller's system calls may be filtered.
     pub(super) fn give_up(&mut self, pages: &Range<Page>) {
         while let Some(page) = self.first(pages) {
-            if let Some(record) = self.records.remove(&page) {
+            if let Some(record) = self.take(page) {
                 self.garbage.push(record.place);
                 self.returned.push(Returned {
                     page,
@@ -202,6 +228,13 @@ impl Table {
                 });
             }
         }
+    }
+
+    /// The record of a packed page, which is packed no more.
+    fn take(&mut self, page: Page) -> Option<Record> {
+        self.get(page)?;
+        self.kept -= 1;
+        self.records.remove(&page)
     }
 
     /// Frees the cells of what was given up.

@@ -265,7 +265,7 @@ fn a_fault_that_is_read_late_fills_no_place_that_is_not_the_packers_any_more() {
     let Some(mut guest) = Guest::new() else { return };
     let _watchdog = Watchdog::start(PATIENCE, || ());
     guest.pack(0..8);
-    guest.packer.bring_back(&(0..8));
+    assert!(guest.packer.bring_back(&(0..8), Duration::MAX));
     guest.take_home();
     // A page is away in a window of merging.
     let mut scratch = Scratch::new(guest.tracker.clone()).unwrap();
@@ -293,11 +293,71 @@ fn memory_that_replaced_a_packed_page_gets_no_old_bytes() {
     let address = guest.area.base() + bytes(3);
     // SAFETY: a page of the test's own area, to which there are no references.
     unsafe { vma::renew(address, PAGE_SIZE) }.unwrap();
-    let packer = guest.packer.clone();
-    packer.bring_back(&(3..4));
+    assert!(guest.packer.bring_back(&(3..4), Duration::MAX));
     assert!((0..WORDS).all(|word| guest.word(3, word).load(Ordering::Relaxed) == 0));
     guest.fill(3, 0);
     assert!((0..PAGES).all(|page| guest.holds(page, 0)));
+}
+
+#[test]
+fn what_lacks_memory_stays_packed_and_comes_back_later() {
+    let Some(mut guest) = Guest::new() else { return };
+    let _watchdog = Watchdog::start(PATIENCE, || ());
+    guest.pack(0..8);
+    let lack = Injection::begin(Call::Copy, libc::ENOMEM, Times::Always);
+    assert!(!guest.packer.bring_back(&(0..8), IDLE));
+    drop(lack);
+    assert_eq!((guest.packer.figures().pages, guest.populated()), (8, PAGES - 8));
+    assert!(guest.packer.bring_back(&(0..8), IDLE));
+    assert!((0..PAGES).all(|page| guest.holds(page, 0)));
+}
+
+/// Whoever waits for a page must not wait for memory as well.
+#[test]
+fn without_memory_for_what_is_packed_no_page_is_taken() {
+    let Some(mut guest) = Guest::new() else { return };
+    let lack = Injection::begin(Call::MapAnonymous, libc::ENOMEM, Times::Always);
+    let watch = Watch::begin();
+    assert_eq!(guest.pack(0..8), 0);
+    let calls: Vec<Call> = watch.sites().into_keys().map(|site| site.call).collect();
+    assert!(calls.contains(&Call::MapAnonymous), "{calls:?}");
+    assert!(!calls.contains(&Call::Move), "{calls:?}");
+    drop((watch, lack));
+    assert_eq!(guest.pack(0..8), 8);
+}
+
+/// What is given up in the middle of a window leaves its neighbours their own bytes.
+#[test]
+fn pages_of_a_window_are_packed_although_one_is_no_candidate_any_more() {
+    let Some(mut guest) = Guest::new() else { return };
+    let _watchdog = Watchdog::start(PATIENCE, || ());
+    guest.prepare(&[0, 1, 2, 3]);
+    assert!(guest.map.note_written(1, true));
+    let packed = guest.packing.pack(&mut guest.map, &mut guest.pagemap, 1);
+    assert_eq!(packed.packed, 3);
+    assert!((0..PAGES).all(|page| guest.holds(page, 0)));
+}
+
+/// A VMM that unmaps memory of a service whose scanning thread has died.
+#[test]
+#[allow(unsafe_code)] // maps memory over the guest's
+fn memory_that_is_forgotten_is_nobodys_to_fill() {
+    let Some(mut guest) = Guest::new() else { return };
+    let _watchdog = Watchdog::start(PATIENCE, || ());
+    guest.pack(0..8);
+    let place = guest.area.base() + bytes(2)..guest.area.base() + bytes(6);
+    guest.packer.forget(&place);
+    // SAFETY: pages of the test's own area, to which there are no references.
+    unsafe { vma::renew(place.start, place.len()) }.unwrap();
+    // Somebody else who waits for what is missing there.
+    let other = Uffd::packer().unwrap();
+    other.register(place.start, place.len(), Mode::Missing).unwrap();
+    assert_eq!(guest.packer.figures().pages, 4);
+    guest.end();
+    assert!(!other.filled(place.start) && !other.filled(place.end - PAGE_SIZE));
+    other.unregister(place.start, place.len()).unwrap();
+    assert!([0, 1, 6, 7].iter().all(|page| guest.holds(*page, 0)));
+    assert!((2..6).all(|page| guest.word(page, 0).load(Ordering::Relaxed) == 0));
 }
 
 #[test]
@@ -321,7 +381,7 @@ fn a_page_whose_bytes_broke_becomes_a_memory_error_and_never_other_bytes() {
     let _watchdog = Watchdog::start(PATIENCE, || ());
     guest.pack(0..4);
     guest.packer.lock().table.break_bytes(2);
-    guest.packer.bring_back(&(0..4));
+    assert!(guest.packer.bring_back(&(0..4), Duration::MAX));
     assert_eq!(guest.packer.figures().broken, 1);
     let mut words = [0u64; 1];
     let at = |page: usize| libc::iovec {
@@ -379,7 +439,7 @@ fn live(mut guest: Guest, when: &str) -> u64 {
         unsafe { libc::madvise((base + bytes(24)) as *mut _, bytes(8), libc::MADV_DONTNEED) };
     }
     packed += guest.pack(0..8);
-    guest.packer.bring_back(&(32..40));
+    assert!(guest.packer.bring_back(&(32..40), Duration::MAX));
     guest.take_home();
     // What could not be done is done later.
     guest.take_home();

@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::memory::layout::{HostRange, Memory, Page};
 use crate::scan::control::Change;
 use crate::scan::pass::Pass;
+use crate::sys::late_log;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -37,10 +38,11 @@ impl Pass {
         let discards = self.space.discards.clone();
         self.space.note_discards(&mut discards.lock(), &mut self.map);
         for pages in self.map.memory().within(gone) {
-            self.space.bring_back(&mut self.map, &pages);
+            // The memory goes, and what was packed of it would be lost: there is no other place to leave it.
+            self.space.bring_all_back(&mut self.map, &pages);
             if let Some(packer) = &self.space.packer {
                 // Whoever has the addresses next must not meet its registrations.
-                packer.release(&pages);
+                packer.end_registrations(&pages);
             }
             self.map.unsay(pages.clone());
             self.map.forget(pages);
@@ -72,6 +74,9 @@ impl Pass {
     /// All or nothing: whoever borrowed the memory may have a part of it still, and must not meet our registration of another.
     fn resume(&mut self, range: &Range<usize>) -> Result<(), Error> {
         let within = self.map.memory().within(range);
+        for pages in &within {
+            self.space.bring_back(&mut self.map, pages);
+        }
         let chunks: Vec<usize> = within
             .into_iter()
             .flat_map(|pages| self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1))
@@ -79,8 +84,9 @@ impl Pass {
         let mut registered: Vec<Range<Page>> = Vec::new();
         for at in &chunks {
             for run in self.runs_by_mapping(self.map.chunk_at(*at).pages.clone()) {
-                // What the kernel copied stays as it is.
-                if self.map.backing(run.start).in_file_mapping() {
+                let backing = self.map.backing(run.start);
+                // What the kernel copied stays as it is. What the packer has still is registered with it, until its place goes home.
+                if backing.in_file_mapping() || backing.is_with_packer() {
                     continue;
                 }
                 let done = self.space.register(&self.map.memory().addresses(&run));
@@ -91,8 +97,13 @@ impl Pass {
                 if let Err(error) = done {
                     registered.retain(|run| self.map.chunk(self.map.chunk_of(run.start)).lent);
                     for run in registered {
-                        // If that fails the next release tries it again.
-                        let _ = self.unregister(run);
+                        if let Err(Error::Register { source, .. }) = self.unregister(run) {
+                            late_log::note(
+                                "ending registrations of memory that is lent",
+                                &source,
+                                "the next release tries it again",
+                            );
+                        }
                     }
                     return Err(error);
                 }

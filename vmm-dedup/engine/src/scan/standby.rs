@@ -125,7 +125,7 @@ impl Pass {
         self.note_breaks();
         // Nobody serves whoever touches a packed page once this service has gone.
         let end = Page::try_from(self.map.memory().end()).unwrap_or(Page::MAX);
-        self.space.bring_back(&mut self.map, &(0..end));
+        self.space.bring_all_back(&mut self.map, &(0..end));
         let unmerged = if unmerge { self.unmerge() } else { Ok(()) };
         let result = match unmerged {
             Err(error @ Error::NotUnmerged(_)) => Err(error),

@@ -21,9 +21,13 @@ use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Passes from one look for copied pages in a chunk to the next.
 const BREAKS_PERIOD: u64 = 16;
+
+/// How long packed pages wait for memory to come back to, where whoever wants them goes on without.
+const WITHOUT_MEMORY: Duration = Duration::from_secs(1);
 
 /// The descriptors and locks with which guest memory is tracked, taken, and made private again. The scanning thread's; the
 /// breaker and the discards are shared with other threads.
@@ -110,10 +114,20 @@ impl AddressSpace {
         }
     }
 
-    /// Brings back what is packed of some pages, and lets its places go home.
+    /// Brings back what is packed of some pages, and lets its places go home, as far as there is memory for that: what stays packed
+    /// the states tell.
     pub(crate) fn bring_back(&self, map: &mut PageMap, pages: &Range<Page>) {
+        self.bring_back_within(map, pages, WITHOUT_MEMORY);
+    }
+
+    /// As [`Self::bring_back`], however long it takes: the pages are to be packed nowhere afterwards.
+    pub(crate) fn bring_all_back(&self, map: &mut PageMap, pages: &Range<Page>) {
+        self.bring_back_within(map, pages, Duration::MAX);
+    }
+
+    fn bring_back_within(&self, map: &mut PageMap, pages: &Range<Page>, patience: Duration) {
         let Some(packer) = &self.packer else { return };
-        packer.bring_back(pages);
+        let _ = packer.bring_back(pages, patience);
         let end = Page::try_from(map.memory().end()).unwrap_or(Page::MAX);
         let packed = pages.start..pages.end.min(end);
         let packed: Vec<Page> = packed

@@ -183,10 +183,13 @@ impl Discarder {
     /// else tells the service ([`crate::DedupService::remove_range`]), since that has ended: other memory may come to the
     /// same addresses.
     pub fn forget(&self, start: usize, len: usize) {
+        let range = start..start.saturating_add(len);
         for service in read(&self.0).iter() {
             let mut inner = service.discards.lock();
-            let memory = inner.memory.without(&(start..start.saturating_add(len)));
-            inner.memory = Arc::new(memory);
+            inner.memory = Arc::new(inner.memory.without(&range));
+            if let Some(packer) = &service.packer {
+                packer.forget(&range);
+            }
         }
     }
 
