@@ -1,7 +1,7 @@
 //! Chaos under swap: a thread pages out guest, scratch and store memory all the time, while guests write, restore and rest,
 //! and the services merge, break, sample, give up zeros, and build huge pages again.
 //!
-//! Parts of huge pages are paged out in a few cases only, while these are aside to be sampled: that splits them, and a service does
+//! Parts of huge pages are paged out in a few cases only, while these are away to be sampled: that splits them, and a service does
 //! not build again what it has not split itself, so that soon no huge page would be left to split or to sample.
 
 use crate::guests::{self, Exceptions, Size};
@@ -20,7 +20,7 @@ const MOST: usize = 32;
 /// How long no guest may get on. (One that waits for ever is found by it, not one that is slow.)
 const HUNG: Duration = Duration::from_secs(120);
 const HUGE: usize = 2 << 20;
-/// Huge pages, of some thirty, that are split by paging a part of them out while they are aside.
+/// Huge pages, of some thirty, that are split by paging a part of them out while they are away.
 const SPLIT_ASIDE: usize = 5;
 /// Mappings of the service's own that are at least as large may be scratch memory.
 const SCRATCH: usize = HUGE;
@@ -65,7 +65,7 @@ fn page_out(guests: &[Guest]) -> Pager {
     let memory: Vec<Range<usize>> = guests.iter().flat_map(Guest::memory).collect();
     let huge = HugePages::open();
     let guests = memory.clone();
-    let aside = move |part: &Range<usize>| !guests.iter().any(|g| g.contains(&part.start));
+    let away = move |part: &Range<usize>| !guests.iter().any(|g| g.contains(&part.start));
     let mut left = SPLIT_ASIDE;
     Pager::start_sparing(
         1,
@@ -74,10 +74,10 @@ fn page_out(guests: &[Guest]) -> Pager {
         move || ranges(&memory),
         move |part| {
             let is_huge = huge.meet(part);
-            let splits = is_huge && left > 0 && aside(part);
+            let splits = is_huge && left > 0 && away(part);
             if splits {
                 left -= 1;
-                eprintln!("a part of a huge page that is aside is paged out");
+                eprintln!("a part of a huge page that is away is paged out");
             }
             is_huge && !splits
         },

@@ -73,11 +73,11 @@ impl Seen {
             _ => {}
         }
         // Zeros are mapped over frozen pages: that takes no memory for pages.
-        let aside = site.file.ends_with("run_builder.rs");
+        let beside = site.file.ends_with("run_builder.rs");
         let allocates = match site.call {
             Call::Populate => true,
             Call::MapAnonymous => !frozen,
-            Call::MapSegment | Call::Copy => aside,
+            Call::MapSegment | Call::Copy => beside,
             _ => false,
         };
         if allocates && (now.away || now.frozen > 0) {

@@ -138,14 +138,14 @@ impl Ksm {
         let unstable = engine.search(pages, TreeReader::new(&self.unstable), &ids(&unchanged));
         for (node, twin) in unchanged.into_iter().zip(unstable) {
             let changed = TreeReader::new(&self.stable).version() != version;
-            self.settle(pages, node, twin?, changed, pass)?;
+            self.place(pages, node, twin?, changed, pass)?;
         }
         Ok(())
     }
 
     /// Merges a page with its twin, or enters it into the unstable tree. `changed`: the stable tree is not the one that
     /// was searched.
-    fn settle(
+    fn place(
         &mut self,
         pages: &dyn Pages,
         node: Node,

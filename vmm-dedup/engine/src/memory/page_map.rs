@@ -65,7 +65,7 @@ pub(crate) struct PageMap {
     /// What the guest says.
     hints: Hints,
     /// Pages that were candidates at the last look for cold ones, and have not become candidates again; `None`: nobody looks.
-    settled: Option<Bits>,
+    still: Option<Bits>,
     /// Passes from one tick of [`Worth`] to the next; 0: it does not matter.
     tick_period: u64,
     /// Times that sharing ended before it had paid.
@@ -84,7 +84,7 @@ impl PageMap {
             mappings: Mappings::new(vmas_max, vmas_before),
             outbox: Outbox::default(),
             hints: Hints::default(),
-            settled: None,
+            still: None,
             tick_period: 0,
             early_breaks: 0,
         }
@@ -148,8 +148,8 @@ impl PageMap {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        let settled = self.settled.as_ref().map_or(0, Bits::bytes);
-        self.table.bytes() + size_of_val(self.chunks.as_slice()) + self.hints.bytes() + settled
+        let still = self.still.as_ref().map_or(0, Bits::bytes);
+        self.table.bytes() + size_of_val(self.chunks.as_slice()) + self.hints.bytes() + still
     }
 
     /// From now on counts how often keys occur.
@@ -162,24 +162,24 @@ impl PageMap {
         self.table.repetition(key)
     }
 
-    /// From now on [`Self::settle`] tells which pages stand still.
+    /// From now on [`Self::stood_still`] tells which pages stand still.
     #[cfg_attr(not(feature = "pack"), allow(dead_code))]
     pub(crate) fn watch_for_cold(&mut self) {
-        if self.settled.is_none() {
-            self.settled = Some(Bits::new(self.memory.end()));
+        if self.still.is_none() {
+            self.still = Some(Bits::new(self.memory.end()));
         }
     }
 
     /// Looks at a page: whether it is private, has a key and no twin, and was so at the last look without a write since that was
     /// noticed.
     #[cfg_attr(not(feature = "pack"), allow(dead_code))]
-    pub(crate) fn settle(&mut self, page: Page) -> bool {
-        let Some(settled) = &self.settled else {
+    pub(crate) fn stood_still(&mut self, page: Page) -> bool {
+        let Some(still) = &self.still else {
             return false;
         };
         let is_candidate = self.private_candidate(page).is_some();
-        let stood_still = is_candidate && settled.get(page);
-        settled.set(page, is_candidate);
+        let stood_still = is_candidate && still.get(page);
+        still.set(page, is_candidate);
         stood_still
     }
 
@@ -402,8 +402,8 @@ impl PageMap {
         }
         let known = Known::Candidate(key);
         self.set(page, PageState { backing, known });
-        if let Some(settled) = &self.settled {
-            settled.set(page, false);
+        if let Some(still) = &self.still {
+            still.set(page, false);
         }
         let chunk = self.chunk_of(page);
         self.chunks[chunk].note_activity(pass);

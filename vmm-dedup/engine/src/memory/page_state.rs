@@ -157,7 +157,7 @@ const SLOT: u64 = 2;
 
 impl Backing {
     /// Number and payload.
-    fn pack(self) -> (u64, u64) {
+    fn encode(self) -> (u64, u64) {
         let begins = |orphan: Orphan| if orphan.begins { BEGINS } else { 0 };
         let edges = |edges: Edges| (u64::from(edges.begins) * BEGINS) | (u64::from(edges.ends) * ENDS);
         match self {
@@ -174,8 +174,8 @@ impl Backing {
     }
 
     #[inline]
-    #[allow(clippy::cast_possible_truncation)] // payloads were made by pack()
-    fn unpack(number: u64, payload: u64) -> Self {
+    #[allow(clippy::cast_possible_truncation)] // payloads were made by encode()
+    fn decode(number: u64, payload: u64) -> Self {
         let slot = Slot::try_new(payload as u32);
         let orphan = Orphan {
             begins: payload & BEGINS != 0,
@@ -305,7 +305,7 @@ impl Backing {
 }
 
 impl Known {
-    fn pack(self) -> (u64, u64) {
+    fn encode(self) -> (u64, u64) {
         match self {
             Known::Nothing => (0, 0),
             Known::WriteProtected => (1, 0),
@@ -317,8 +317,8 @@ impl Known {
     }
 
     #[inline]
-    #[allow(clippy::cast_possible_truncation)] // payloads were made by pack()
-    fn unpack(number: u64, payload: u64) -> Self {
+    #[allow(clippy::cast_possible_truncation)] // payloads were made by encode()
+    fn decode(number: u64, payload: u64) -> Self {
         let key = Key::try_new(payload & !(BEGINS | ENDS));
         match (number, key) {
             (1, _) => Known::WriteProtected,
@@ -379,7 +379,7 @@ impl PageState {
 
     /// Packs into a word. At most one of both has a payload, but for [`BEGINS`] and [`ENDS`].
     pub(super) fn encode(self) -> u64 {
-        let ((backing, place), (known, content)) = (self.backing.pack(), self.known.pack());
+        let ((backing, place), (known, content)) = (self.backing.encode(), self.known.encode());
         debug_assert!(place & !(BEGINS | ENDS) == 0 || content == 0, "{self:?}");
         debug_assert!((place | content) & !PAYLOAD == 0, "{self:?}");
         backing << BACKING_SHIFT | known << KNOWN_SHIFT | place | content
@@ -389,13 +389,13 @@ impl PageState {
     pub(super) fn decode(word: u64) -> Self {
         let payload = word & PAYLOAD;
         Self {
-            backing: Backing::unpack(word >> BACKING_SHIFT, payload),
-            known: Known::unpack(word >> KNOWN_SHIFT & 7, payload),
+            backing: Backing::decode(word >> BACKING_SHIFT, payload),
+            known: Known::decode(word >> KNOWN_SHIFT & 7, payload),
         }
     }
 
     /// The slot in a word, if it is of a page that maps one: the loop over all pages asks.
-    #[allow(clippy::cast_possible_truncation)] // payloads were made by pack()
+    #[allow(clippy::cast_possible_truncation)] // payloads were made by encode()
     pub(super) fn slot(word: u64) -> Option<Slot> {
         (word >> BACKING_SHIFT == SLOT)
             .then(|| Slot::try_new((word & PAYLOAD) as u32))

@@ -75,7 +75,7 @@ impl RunBuilder {
             at += part.len();
         }
         piece.close(tracker).map_err(|error| {
-            late_log::note("mapping a run aside", &error, STAYS_FOR_MAPPINGS);
+            late_log::note("mapping a run beside the guest", &error, STAYS_FOR_MAPPINGS);
             Outcome::NoVma
         })?;
         Ok(piece)
@@ -92,7 +92,9 @@ impl RunBuilder {
         let stretch = &mut self.stretch;
         if !stretch.as_ref().is_some_and(|stretch| stretch.has(slot, pages)) {
             let made = Stretch::new(tracker, file, slot);
-            let note = |error: &io::Error| late_log::note("mapping a run aside", error, STAYS_FOR_MAPPINGS);
+            let note = |error: &io::Error| {
+                late_log::note("mapping a run beside the guest", error, STAYS_FOR_MAPPINGS)
+            };
             *stretch = made.inspect_err(note).ok();
         }
         stretch.as_mut()
@@ -121,7 +123,7 @@ impl Stretch {
         Ok(Self {
             segment: first.segment(),
             first: first.number(),
-            rest: Piece::aside(tracker, segment, first, CHUNK_PAGES.min(left as usize))?,
+            rest: Piece::map_beside(tracker, segment, first, CHUNK_PAGES.min(left as usize))?,
         })
     }
 
@@ -185,7 +187,7 @@ pub(crate) struct Piece {
 
 impl Piece {
     /// Maps consecutive slots of a segment from one on. Places in it can be filled until it is [closed](Self::close).
-    pub(super) fn aside(
+    pub(super) fn map_beside(
         tracker: &Uffd,
         segment: BorrowedFd<'_>,
         first: Slot,
@@ -308,7 +310,7 @@ mod tests {
             unsafe { guest::store_page(area.base() + bytes(page), &[page as u64 + 1; PAGE_WORDS]) };
         }
         let first = Slot::try_new(0).unwrap();
-        let piece = Piece::aside(&tracker, file.as_fd(), first, PAGES).unwrap();
+        let piece = Piece::map_beside(&tracker, file.as_fd(), first, PAGES).unwrap();
         // SAFETY: the area has as many pages.
         unsafe { piece.copy_in(&tracker, 2..5, area.base() + bytes(2)) }.unwrap();
         piece.close(&tracker).unwrap();

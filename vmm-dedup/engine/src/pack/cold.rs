@@ -75,7 +75,7 @@ impl Cold {
         let used = map.chunk(at).thp.frequency.value() > 0;
         let mut cold = Vec::new();
         for page in map.chunk_at(at).pages.clone() {
-            let still = map.settle(page);
+            let still = map.stood_still(page);
             let restless = self
                 .restless
                 .get(&page)

@@ -69,7 +69,7 @@ impl Pass {
         if !self.session.vacates_old_stores() {
             return Ok(());
         }
-        let (slots, orphaned) = self.map.settled_orphans();
+        let (slots, orphaned) = self.map.orphans_without_twins();
         for some in slots.chunks(CHUNK_PAGES) {
             self.space
                 .make_all_private(&mut self.map, &mut self.account, some);

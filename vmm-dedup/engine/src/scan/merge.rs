@@ -133,7 +133,7 @@ impl Pass {
             .merger
             .merge(self.map.memory(), store, &mut self.space, batch);
         let Ok(merged) = merged else {
-            self.map.settle_in_file(mapped().map(|request| request.page));
+            self.map.sync_in_file(mapped().map(|request| request.page));
             // The window has noted why.
             self.account.stats.refused_other_total += requests.len() as u64;
             self.session.schedule_resync(self.number, ResyncCause::Missed);
@@ -153,7 +153,7 @@ impl Pass {
             }
         }
         let learnt = outcomes::note(map, account, self.number, requests, outcomes);
-        self.map.settle_in_file(mapped().map(|request| request.page));
+        self.map.sync_in_file(mapped().map(|request| request.page));
         self.learn(&learnt);
     }
 

@@ -214,8 +214,8 @@ enum Reads {
 /// Device and number of a regular file; without the number: of all files of the device.
 type Identity = (u32, u32, Option<u64>);
 
-/// How pages are held, and by what.
-type Hold = Option<(Holds, String)>;
+/// What was found at a descriptor: how it holds pages, and what it is. `None`: it holds none.
+type Found = Option<(Holds, String)>;
 
 /// Looks for those who can.
 #[derive(Debug)]
@@ -357,7 +357,7 @@ impl Look<'_> {
     }
 
     /// How pages can be held by a descriptor; nothing holds any by one that is closed.
-    fn find(&mut self, fd: RawFd) -> Result<Hold, Pinner> {
+    fn find(&mut self, fd: RawFd) -> Result<Found, Pinner> {
         let untold =
             |error: io::Error| Pinner::Unknown(format!("descriptor {fd} cannot be looked at: {error}"));
         let Some(flags) = descriptors::flags(fd).map_err(untold)? else {
@@ -387,7 +387,7 @@ impl Look<'_> {
         })
     }
 
-    fn judge_file(&mut self, fd: RawFd, flags: i32, stat: &Statx) -> Result<Hold, Pinner> {
+    fn judge_file(&mut self, fd: RawFd, flags: i32, stat: &Statx) -> Result<Found, Pinner> {
         let (major, minor, _) = identity(stat);
         let like = [(major, minor, None), identity(stat)];
         let unknown = |why: String| Pinner::Unknown(format!("descriptor {fd} {why}"));
@@ -464,7 +464,7 @@ fn identity(stat: &Statx) -> Identity {
     (stat.stx_dev_major, stat.stx_dev_minor, Some(stat.stx_ino))
 }
 
-fn judge_socket(fd: RawFd) -> io::Result<Hold> {
+fn judge_socket(fd: RawFd) -> io::Result<Found> {
     let Some(domain) = domain(fd)? else {
         return Ok(None);
     };
@@ -475,7 +475,7 @@ fn judge_socket(fd: RawFd) -> io::Result<Hold> {
     Ok(has_tls(fd)?.then(tls))
 }
 
-fn judge_device(fd: RawFd, stat: &Statx) -> io::Result<Hold> {
+fn judge_device(fd: RawFd, stat: &Statx) -> io::Result<Found> {
     let (major, minor) = (stat.stx_rdev_major, stat.stx_rdev_minor);
     let known = |(a, b): &(u32, Option<u32>)| *a == major && b.is_none_or(|b| b == minor);
     if DEVICES.iter().any(known) {
@@ -496,7 +496,7 @@ fn judge_device(fd: RawFd, stat: &Statx) -> io::Result<Hold> {
     )))
 }
 
-fn judge_nameless(fd: RawFd, told: Told, patience: Duration) -> io::Result<Hold> {
+fn judge_nameless(fd: RawFd, told: Told, patience: Duration) -> io::Result<Found> {
     let Some(link) = link(fd)? else {
         return Ok(None);
     };
@@ -517,7 +517,7 @@ fn judge_nameless(fd: RawFd, told: Told, patience: Duration) -> io::Result<Hold>
 }
 
 /// Registered files are open, and not among the descriptors: they may be what takes plain references.
-fn judge_ring(fd: RawFd, patience: Duration) -> Hold {
+fn judge_ring(fd: RawFd, patience: Duration) -> Found {
     match registered(fd, patience) {
         Some((0, 0)) => None,
         Some((0, buffers)) => Some((

@@ -111,7 +111,7 @@ impl Drop for Anonymous {
     }
 }
 
-/// Unmaps memory of ours: what [`Anonymous::take_front`] gave away and could not be moved, what was mapped aside. What the
+/// Unmaps memory of ours: what [`Anonymous::take_front`] gave away and could not be moved, what was mapped beside the guest. What the
 /// kernel refuses to unmap (cutting a mapping takes one more) stays mapped and empty; nobody uses it again.
 #[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn unmap(start: usize, len: usize) {

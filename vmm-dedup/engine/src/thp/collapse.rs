@@ -4,7 +4,7 @@
 //!
 //! 512 small pages are gathered in a fresh huge page, which is put in their place:
 //!
-//! 1. The huge page is allocated and zeroed aside, and what is swapped out is read in. If there is no memory, nothing was touched.
+//! 1. The huge page is allocated and zeroed beside the guest, and what is swapped out is read in. If there is no memory, nothing was touched.
 //! 2. Shared pages are write-protected on the breaker's userfaultfd, as for breaking (`crate::unmerge::cow`): they still
 //!    are the store's, so nobody has them pinned for writing, and whoever writes from here on waits. Readers go on.
 //! 3. Private pages are taken in a [`Window`]: pinned ones refuse, and whoever touches their place waits. A place without a

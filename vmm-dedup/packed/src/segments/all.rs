@@ -100,7 +100,7 @@ impl<S: Source> Segments<S> {
         let segment = self.segment_mut(number).ok_or(NoCell(place))?;
         segment.remove(start).ok_or(NoCell(place))?;
         self.counts.frees += 1;
-        self.settle(number);
+        self.shelve(number);
         Ok(())
     }
 
@@ -136,12 +136,12 @@ impl<S: Source> Segments<S> {
     /// Puts bytes into a segment; `None` if it has no gap for them, or there is no memory for the bookkeeping.
     pub(super) fn insert(&mut self, number: u32, bytes: &[u8], owner: Owner) -> Option<Place> {
         let start = self.segment_mut(number)?.insert(bytes, owner);
-        self.settle(number);
+        self.shelve(number);
         Some(self.size.join(number, start?))
     }
 
     /// After a change: a segment without cells returns to the source, any other stands where its room is.
-    pub(super) fn settle(&mut self, number: u32) {
+    pub(super) fn shelve(&mut self, number: u32) {
         let Some(segment) = self.segment_mut(number) else {
             return;
         };

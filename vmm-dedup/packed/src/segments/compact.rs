@@ -42,7 +42,7 @@ impl<S: Source> Segments<S> {
             // So that no cell of it finds room in itself.
             self.rooms.remove(victim);
             let emptied = self.empty(victim, &mut buffer, moved);
-            self.settle(victim);
+            self.shelve(victim);
             if !emptied {
                 break;
             }
@@ -135,6 +135,6 @@ impl<S: Source> Segments<S> {
         });
         self.counts.moves += moves;
         self.counts.moved_bytes += bytes as u64;
-        self.settle(number);
+        self.shelve(number);
     }
 }

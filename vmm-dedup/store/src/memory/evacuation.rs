@@ -180,7 +180,7 @@ impl Pool {
             }
         };
         self.forward(led.into_iter().chain([old]).map(|source| (source, to)));
-        self.settle();
+        self.draw_consequences();
         twin.is_none()
     }
 
@@ -196,7 +196,7 @@ impl Pool {
         self.replace(first, run.first);
         let forwards = self.lifetime.relocate_series(first, run.first);
         self.forward(forwards);
-        self.settle();
+        self.draw_consequences();
         self.evacuation.moved += u64::from(SERIES);
         Ok(SERIES)
     }

@@ -167,7 +167,7 @@ impl Pool {
         delta: i32,
     ) -> Result<Option<Key>, ReferenceViolation> {
         self.lifetime.apply(id, slot, delta)?;
-        let entered = self.settle();
+        let entered = self.draw_consequences();
         if delta > 0 {
             self.collapse_queue.note_shared(slot, &self.segments);
         }
@@ -178,7 +178,7 @@ impl Pool {
     /// more to do.
     pub(crate) fn leave_some(&mut self, id: MemberId) -> bool {
         let more = self.lifetime.leave_some(id);
-        self.settle();
+        self.draw_consequences();
         if !more {
             self.segments.forget_all(id);
         }
@@ -188,7 +188,7 @@ impl Pool {
 
     /// Draws the consequences of what became of slots, for the index and the segments. Returns the line key of a slot that
     /// came back to the index.
-    pub(super) fn settle(&mut self) -> Option<Key> {
+    pub(super) fn draw_consequences(&mut self) -> Option<Key> {
         let mut entered = None;
         for change in self.lifetime.take_changes() {
             match change {
@@ -261,7 +261,7 @@ impl Pool {
                 debug_assert_eq!(epoch, published);
             }
             self.lifetime.reclaim();
-            self.settle();
+            self.draw_consequences();
             // What a slot that was freed had led to may have left the index, too.
             if !self.lifetime.is_pending() {
                 return;

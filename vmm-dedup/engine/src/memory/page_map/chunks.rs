@@ -174,7 +174,7 @@ impl PageMap {
         }
         self.chunks = chunks;
         self.table.grow(memory.end());
-        self.settled = self.settled.as_ref().map(|settled| settled.resized(memory.end()));
+        self.still = self.still.as_ref().map(|still| still.resized(memory.end()));
         let old = std::mem::replace(&mut self.memory, memory);
         for at in changed(&self.memory.clone(), &old) {
             let (within, behind) = self.boundaries(at);

@@ -11,7 +11,7 @@ use vmm_dedup_protocol::key::Key;
 impl PageMap {
     /// Pages in mappings of stores that are gone, in order: those that map slots and were reported to the store, which knows no
     /// twin of theirs; and copies.
-    pub(crate) fn settled_orphans(&self) -> (Vec<Page>, Vec<Page>) {
+    pub(crate) fn orphans_without_twins(&self) -> (Vec<Page>, Vec<Page>) {
         let (mut slots, mut copies) = (Vec::new(), Vec::new());
         let pages = (0..).take(self.memory.end());
         for page in pages.filter(|page| !self.is_lent(*page)) {

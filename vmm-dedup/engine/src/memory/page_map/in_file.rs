@@ -22,7 +22,7 @@ impl PageMap {
     }
 
     /// It is done, or was not to be done: from now on it holds what their states say.
-    pub(crate) fn settle_in_file(&self, pages: impl Iterator<Item = Page>) {
+    pub(crate) fn sync_in_file(&self, pages: impl Iterator<Item = Page>) {
         let bits = self.table.in_file_bits();
         let private = pages.filter(|page| !self.backing(*page).in_file_mapping());
         private.for_each(|page| bits.set(page, false));

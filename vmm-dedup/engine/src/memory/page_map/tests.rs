@@ -220,7 +220,7 @@ fn play(map: &mut PageMap, others: &mut Others, page: Page, step: Step) {
         Step::Pack => match state.backing {
             Backing::Private => {
                 map.watch_for_cold();
-                assert!(!map.settle(page) || map.private_candidate(page).is_some());
+                assert!(!map.stood_still(page) || map.private_candidate(page).is_some());
                 map.pack(page);
             }
             Backing::Packed => map.unpack(page),
