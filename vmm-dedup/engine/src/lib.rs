@@ -13,30 +13,8 @@
 //!    `----------------------------------------------------------------'
 //! ```
 //!
-//! Rooms, from the kernel upwards. A room imports rooms that stand before it; a test of the workspace holds it to that:
-//!
-//! - [`sync`](mod@sync): locks, as loom's models walk through them;
-//! - [`error`](mod@error): why a service cannot start or go on;
-//! - [`seccomp`]: which system calls each thread makes, for who filters them;
-//! - [`refusal`]: why a VM, or a part of its memory, is not deduplicated: all texts;
-//! - [`compare`]: what compares pages, the CPU or a device: traits, a registry by name, the verifier;
-//! - [`config`](mod@config): what an operator sets, and the line or file that holds it;
-//! - [`sys`](mod@sys): system calls, one module each;
-//! - [`account`](mod@account): what the service counts of its work;
-//! - [`memory`](mod@memory): how guest memory is laid out, and what is known of each page and each 2 MiB;
-//! - [`hints`](mod@hints): what the guest's agent says of its memory;
-//! - [`window`](mod@window): the one way in which guest pages are taken away for a moment;
-//! - [`store`](mod@store): the connection to the page store;
-//! - [`track`](mod@track): which pages were written, and which are used;
-//! - [`pack`](mod@pack): keeps pages that rest in fewer bytes, and brings them back when they are touched;
-//! - [`unmerge`](mod@unmerge): takes shared pages out of a guest: for a writer, for a range, for memory that is given up;
-//! - [`lookup`](mod@lookup): keys, sightings, hashes, publications: who is a twin of whom;
-//! - [`thp`](mod@thp): which huge pages to split, to keep, and to build again (which takes shared pages out as well);
-//! - [`merge`](mod@merge): the only code that puts shared pages into a guest, with the argument why it is safe;
-//! - [`scan`](mod@scan): the scanning thread, which does all but breaking;
-//! - [`service`](mod@service): its handle;
-//! - [`supervisor`]: what a VMM holds: starts the service, tries again, and brings everything back when it has to;
-//! - [`process`]: the supervisor of a process, for a VMM whose crates do not know each other.
+//! Each module of the root is a room. docs/design.md lists them from the kernel upwards; a room imports rooms that stand before it,
+//! and a test of the workspace holds the crate to that list.
 //!
 //! It is for x86-64. On other architectures it is compiled, so that a VMM for several needs no `cfg`; but no service starts there
 //! ([`Error::Architecture`]), since nothing was tested there.

@@ -21,19 +21,8 @@
 //!    pages move to others, and services follow ([`ledger::allocator`], [`memory::evacuation`]).
 //!
 //! # Rooms
-//! Each room uses those below it and none above. A test of the workspace (`integration-tests/tests/rooms`) holds it to that.
-//!
-//! | room | what is in it |
-//! | --- | --- |
-//! | `server` | [`Store`]: starts everything, accepts connections |
-//! | [`net`] | sockets, a task for each connection, /metrics |
-//! | [`metrics`] | the text of /metrics |
-//! | [`state`] | all of the store's state; one message, or the end of a connection, is handled in one go |
-//! | [`requests`] | what peers send and what it does: exchange, publication, questions, statistics |
-//! | [`memory`] | the pool of pages: segments, the index file, series, huge pages |
-//! | `config` | what an operator chooses |
-//! | [`ledger`] | the books: slots, references, epochs, sightings. Pure, and model-checked |
-//! | `error` | what keeps the store from starting |
+//! docs/design/store.md lists the modules of the root, its *rooms*. Each uses those before it and none behind it; a test of the
+//! workspace (`integration-tests/tests/rooms`) holds the crate to that list.
 //!
 //! One tokio thread runs all tasks. A connection's task receives a record, calls [`state::State::handle`] and sends the
 //! answer. Nothing in `handle` waits, so the lock around the state is never contended. Pushes go into bounded queues
@@ -50,7 +39,7 @@
 //!   nobody accounts for. A VMM must not do that (guest memory is to be marked `MADV_DONTFORK` where a VMM forks at all).
 //! - Two stores started at the same instant on one stale socket path can both pass the check for a live one; the
 //!   later one wins the path.
-//! - Growing a very large table (sightings, index) is one pass without a pause: about 5 ms per million entries.
+//! - Growing a very large table (sightings, index) is one pass without a pause, which takes longer the larger it is.
 //! - A hostile service that aims line keys at one place of the index (its hashing is public) makes lookups there
 //!   slow for its own trust domain, and entries there are refused: about a thousand words are read at most.
 //! - Memory returns by whole segments. A process that does not follow pages which have moved keeps theirs, beyond the store's
