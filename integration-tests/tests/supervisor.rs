@@ -5,15 +5,18 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::refusal::left_over;
-use vmm_dedup::{Breaks, Config, Error, HostRange, Options, ServiceStats, Setup, Status, Supervisor};
+use vmm_dedup::refusal::{confidential, left_over, protected};
+use vmm_dedup::{Breaks, Config, Error, HostRange, Lease, Options, ServiceStats, Setup, Status, Supervisor};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::{alone, need_userfaultfd};
+use vmm_dedup_protocol::control::Settings;
 use vmm_dedup_protocol::observer::Observer;
 use vmm_dedup_protocol::refusal::Reason;
 
 const PAGES: usize = 1024;
+/// What is taken for memory of its own by calls that concern a part.
+const PART: usize = PAGES / 4;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// A question to a store that hangs takes 5 s; twice that is no hang.
 const ANSWERED: Duration = Duration::from_secs(10);
@@ -52,6 +55,10 @@ impl Guest {
     }
 
     fn attach(&self, store: &StoreThread) -> Result<(), Error> {
+        self.attach_at(store.socket())
+    }
+
+    fn attach_at(&self, store: std::path::PathBuf) -> Result<(), Error> {
         let config = Config {
             cpu_percent: 100,
             pass_period_ms: 10,
@@ -61,7 +68,6 @@ impl Guest {
             },
             ..Config::default()
         };
-        let store = store.socket();
         let agent = None;
         self.supervisor.attach(Setup { store, agent, config })
     }
@@ -306,5 +312,250 @@ fn a_vm_ends_in_time_while_its_store_is_away() {
         guest.wait("sharing", |s| s.pages_mapped > 0);
         guest.supervisor.detach(true).expect("it ends");
         guest.check();
+    }
+}
+
+/// Numbers that are the same in every run (SplitMix64).
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        usize::try_from((mixed ^ (mixed >> 31)) % end as u64).expect("it is below a usize")
+    }
+}
+
+/// What a VMM may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Call {
+    Attach,
+    Add,
+    Start,
+    Remove,
+    Lend,
+    TakeBack,
+    Pin,
+    Unpin,
+    Refuse,
+    LeaveAlone,
+    Pause,
+    Resume,
+    Snapshot,
+    Set,
+    Pass,
+    DirectIo,
+    Reboot,
+    ShutDown,
+    StoreGoes,
+    StoreComes,
+}
+
+/// Each as often as it stands here: VMs begin more often than they end, so that most calls meet one.
+const CALLS: [Call; 26] = {
+    use Call::{
+        Add, Attach, DirectIo, LeaveAlone, Lend, Pass, Pause, Pin, Reboot, Refuse, Remove, Resume, Set,
+        ShutDown, Snapshot, Start, StoreComes, StoreGoes, TakeBack, Unpin,
+    };
+    [
+        Attach, Attach, Add, Add, Start, Remove, Lend, TakeBack, TakeBack, Pin, Unpin, Unpin, Refuse,
+        LeaveAlone, Pause, Resume, Resume, Snapshot, Set, Pass, Pass, DirectIo, Reboot, ShutDown, StoreGoes,
+        StoreComes,
+    ]
+};
+
+/// A VMM that makes calls in any order, and what it knows of its VM by the table of the supervisor's documentation.
+struct AnyOrder {
+    guest: Guest,
+    store: Option<StoreThread>,
+    /// Where the VM looks for a store, be it there or not.
+    place: tempfile::TempDir,
+    content: [u64; PAGES],
+    vm: bool,
+    refused: bool,
+    pins: usize,
+    done: Vec<Call>,
+}
+
+impl AnyOrder {
+    fn new() -> Self {
+        let mut all = Self {
+            guest: Guest::new(),
+            store: None,
+            place: tempfile::tempdir().expect("a folder"),
+            content: std::array::from_fn(twin),
+            vm: false,
+            refused: false,
+            pins: 0,
+            done: Vec::new(),
+        };
+        all.store_comes();
+        all
+    }
+
+    fn socket(&self) -> std::path::PathBuf {
+        self.place.path().join("store.sock")
+    }
+
+    fn store_comes(&mut self) {
+        if self.store.is_none() {
+            let store = StoreThread::start();
+            std::os::unix::fs::symlink(store.socket(), self.socket()).expect("a link");
+            self.store = Some(store);
+        }
+    }
+
+    fn store_goes(&mut self) {
+        if self.store.take().is_some() {
+            std::fs::remove_file(self.socket()).expect("it is there");
+        }
+    }
+
+    /// A part of memory.
+    fn part(numbers: &mut Numbers) -> usize {
+        numbers.below(PAGES / PART) * PART
+    }
+
+    fn range(&self, first: usize) -> std::ops::Range<usize> {
+        let start = self.guest.pages.address(first);
+        start..start + PART * 4096
+    }
+
+    fn attach(&mut self) {
+        let attached = self.guest.attach_at(self.socket());
+        assert_eq!(attached.is_ok(), !self.vm, "{attached:?} {:?}", self.done);
+        self.vm = true;
+    }
+
+    fn end(&mut self) {
+        self.guest.supervisor.detach(true).expect("it ends");
+        // What the kernel had copied lies in mappings of the store still, so the next VM has new memory.
+        self.check();
+        self.guest.pages.renew();
+        (0..PAGES).for_each(|page| self.guest.pages.fill(page, self.content[page]));
+        (self.vm, self.refused) = (false, false);
+        assert_eq!(self.guest.supervisor.status(), Status::Detached);
+    }
+
+    /// What fails without a VM, or without a service, and only then.
+    fn expect(&self, result: &Result<(), Error>) {
+        let fits = match result {
+            Ok(()) => true,
+            Err(Error::Detached) => !self.vm || self.guest.supervisor.status() != Status::Serving,
+            Err(_) => false,
+        };
+        assert!(fits, "{result:?} {:?}", self.done);
+    }
+
+    fn call(&mut self, call: Call, numbers: &mut Numbers) {
+        let supervisor = &self.guest.supervisor;
+        let range = self.range(Self::part(numbers));
+        match call {
+            Call::Attach => self.attach(),
+            Call::Add => self.guest.add(),
+            Call::Start => {
+                let started = supervisor.start();
+                let status = supervisor.status();
+                assert_eq!(
+                    started.is_ok(),
+                    status == Status::Serving,
+                    "{started:?} {:?}",
+                    self.done
+                );
+            }
+            Call::Remove => supervisor.remove_range(range).expect("it goes"),
+            Call::Lend => supervisor.lend(range, Lease::UntilTakenBack).expect("it is lent"),
+            Call::TakeBack => supervisor.take_back(range),
+            Call::Pin => {
+                supervisor.pin().expect("it is given back");
+                self.pins += 1;
+            }
+            Call::Unpin => {
+                supervisor.unpin();
+                self.pins = self.pins.saturating_sub(1);
+            }
+            Call::Refuse => {
+                let refused = supervisor.refuse(confidential());
+                assert_eq!(refused.is_ok(), self.vm, "{refused:?} {:?}", self.done);
+                self.refused |= self.vm;
+            }
+            Call::LeaveAlone => supervisor.leave_alone(range, protected()).expect("it is left"),
+            Call::Pause => supervisor.pause(),
+            Call::Resume => supervisor.resume(),
+            Call::Snapshot => {
+                supervisor.pause();
+                self.check();
+                self.guest.supervisor.resume();
+            }
+            Call::Set => self.expect(&supervisor.set(Settings::default())),
+            Call::Pass => self.expect(&supervisor.pass().map(drop)),
+            Call::DirectIo => supervisor.direct_io_opened().expect("it is looked at"),
+            Call::Reboot => {
+                self.end();
+                self.attach();
+                self.guest.add();
+            }
+            Call::ShutDown => self.end(),
+            Call::StoreGoes => self.store_goes(),
+            Call::StoreComes => self.store_comes(),
+        }
+    }
+
+    /// Makes a call, which must come back, and looks at what holds whatever came before.
+    fn step(&mut self, numbers: &mut Numbers) {
+        let call = CALLS[numbers.below(CALLS.len())];
+        self.done.push(call);
+        let start = Instant::now();
+        self.call(call, numbers);
+        let waited = start.elapsed();
+        assert!(waited < ANSWERED, "{waited:?}: {:?}", self.done);
+        let status = self.guest.supervisor.status();
+        assert_eq!(status == Status::Detached, !self.vm, "{status:?} {:?}", self.done);
+        let refused = status == Status::Refused(confidential());
+        assert_eq!(refused, self.refused, "{status:?} {:?}", self.done);
+        if self.pins > 0 || !self.vm || self.refused {
+            let mapped = self.guest.supervisor.stats().map_or(0, |s| s.pages_mapped);
+            assert_eq!(mapped, 0, "{:?}", self.done);
+        }
+        // The guest writes, as any other guest would.
+        for _ in 0..64 {
+            let page = numbers.below(PAGES);
+            self.content[page] = twin(numbers.below(PAGES));
+            self.guest.pages.fill(page, self.content[page]);
+        }
+        std::thread::sleep(Duration::from_millis(numbers.below(30) as u64));
+    }
+
+    fn check(&self) {
+        let right = |page: &usize| self.guest.pages.holds(*page, self.content[*page]);
+        let wrong: Vec<usize> = (0..PAGES).filter(|page| !right(page)).collect();
+        assert!(wrong.is_empty(), "{wrong:?}: {:?}", self.done);
+    }
+
+    /// Whatever has happened: a new VM shares.
+    fn ends(mut self) {
+        self.check();
+        self.end();
+        (0..self.pins).for_each(|_| self.guest.supervisor.unpin());
+        self.store_comes();
+        self.attach();
+        self.guest.add();
+        self.guest.wait("sharing", |s| s.pages_mapped > PAGES as u64 / 4);
+        self.end();
+    }
+}
+
+#[test]
+fn calls_in_any_order_are_answered_and_lose_no_write() {
+    const ORDERS: u64 = 12;
+    const STEPS: usize = 40;
+    need_userfaultfd!();
+    let _alone = alone();
+    for seed in 0..ORDERS {
+        let mut numbers = Numbers(seed);
+        let mut all = AnyOrder::new();
+        (0..STEPS).for_each(|_| all.step(&mut numbers));
+        all.ends();
     }
 }

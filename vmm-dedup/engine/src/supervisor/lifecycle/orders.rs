@@ -279,7 +279,7 @@ fn all_steps() -> Vec<Step> {
 /// What leads to each state that a VM may be in.
 fn states() -> Vec<Vec<Step>> {
     let attach = Event::Attach { enabled: true };
-    let serves = [attach.clone(), Event::Add(span(0)), Event::Add(span(2))];
+    let serves = [attach, Event::Add(span(0)), Event::Add(span(2))];
     let told = |events: &[Event]| events.iter().cloned().map(Step::Tell).collect::<Vec<_>>();
     let with = |events: &[Event]| told(&[&serves[..], events].concat());
     let away = [vec![Step::Store(false)], told(&serves)].concat();
@@ -288,7 +288,7 @@ fn states() -> Vec<Vec<Step>> {
         vec![],
         told(&[Event::Pin]),
         told(&[Event::Pause]),
-        told(&[attach.clone()]),
+        told(&serves[..1]),
         away.clone(),
         [away.clone(), told(&[Event::Pin])].concat(),
         [away, told(&[lend(Lease::UntilTakenBack)])].concat(),
