@@ -21,11 +21,8 @@ setup: ## find, and where possible install, what the other commands need
 demo: setup ## four guests that share memory, watched live and verified at the end
 	$(CLI) demo
 
-# One test at a time (see .cargo/config.toml), since guests want the cores for themselves. But two of the nested
-# scenarios, each of which has one CPU.
 test: setup ## all tests
-	$(CARGO) test $(CARGOFLAGS) --workspace --exclude vmm-dedup-nested --no-fail-fast; others=$$?; \
-	$(CARGO) test $(CARGOFLAGS) -p vmm-dedup-nested --no-fail-fast -- --test-threads=2 && exit $$others
+	.ci/test $(CARGO) $(CARGOFLAGS)
 
 # The engine with each of its features alone, and the crates that a VMM takes as they would be published.
 lint: setup ## formatting, clippy and rustdoc, all warnings being errors

@@ -505,31 +505,38 @@ fn a_store_that_dies_while_pages_move_takes_nothing_along() {
     }
 }
 
+/// Those that have no twin are left after a while, during which both kinds of breaks wait.
 #[test]
 fn files_of_a_store_that_died_are_left_within_a_minute() {
     need_userfaultfd!();
     let _alone = alone();
-    for breaks in [KERNEL, MANAGED] {
-        let store = StoreThread::with_metrics();
-        let mut vms = start_all(&store, 3, breaks);
-        // Some pages are copies by then, and some have no twin any more.
-        kill(&mut vms[..1], Death::Own, |page| page / EXTENT % 8 == 3);
-        kill(&mut vms[1..2], Death::Own, |page| page / EXTENT % 8 >= 3);
-        vms.pop().expect("three").end();
-        (0..32).for_each(|_| vms.iter().for_each(|vm| _ = vm.pass()));
-        let (old, _) = vms[0].mappings();
-        let store = store.restart();
-        let start = Instant::now();
-        pass_until(&vms, "that the old files are left", || {
-            vms.iter().all(|vm| vm.mappings().0.is_disjoint(&old))
-        });
-        eprintln!("{breaks:?}: left in {:?}", start.elapsed());
-        let twins = |vm: &Vm| vm.service.stats().pages_mapped >= (PAGES * 3 / 8 - PAGES / 64) as u64;
-        pass_until(&vms, "sharing with the next store", || vms.iter().all(twins));
-        vms.iter().for_each(Vm::check);
-        vms.into_iter().for_each(Vm::end);
-        drop(store);
-    }
+    std::thread::scope(|scope| {
+        for breaks in [KERNEL, MANAGED] {
+            scope.spawn(move || leave_files_of_a_store_that_died(breaks));
+        }
+    });
+}
+
+fn leave_files_of_a_store_that_died(breaks: Breaks) {
+    let store = StoreThread::with_metrics();
+    let mut vms = start_all(&store, 3, breaks);
+    // Some pages are copies by then, and some have no twin any more.
+    kill(&mut vms[..1], Death::Own, |page| page / EXTENT % 8 == 3);
+    kill(&mut vms[1..2], Death::Own, |page| page / EXTENT % 8 >= 3);
+    vms.pop().expect("three").end();
+    (0..32).for_each(|_| vms.iter().for_each(|vm| _ = vm.pass()));
+    let (old, _) = vms[0].mappings();
+    let store = store.restart();
+    let start = Instant::now();
+    pass_until(&vms, "that the old files are left", || {
+        vms.iter().all(|vm| vm.mappings().0.is_disjoint(&old))
+    });
+    eprintln!("{breaks:?}: left in {:?}", start.elapsed());
+    let twins = |vm: &Vm| vm.service.stats().pages_mapped >= (PAGES * 3 / 8 - PAGES / 64) as u64;
+    pass_until(&vms, "sharing with the next store", || vms.iter().all(twins));
+    vms.iter().for_each(Vm::check);
+    vms.into_iter().for_each(Vm::end);
+    drop(store);
 }
 
 /// Which page of memory each of some pages is.
