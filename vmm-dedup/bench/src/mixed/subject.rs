@@ -18,7 +18,7 @@ pub(crate) struct Subject {
 impl Subject {
     /// Every policy, and `ingens` with several thresholds.
     pub(super) fn usual() -> Vec<Self> {
-        let plain = Policy::ALL.map(|policy| Self {
+        let plain = Policy::ALL.iter().map(|&policy| Self {
             policy,
             window_us: None,
         });
@@ -26,7 +26,7 @@ impl Subject {
             policy: Policy::Ingens,
             window_us: Some(us),
         });
-        plain.into_iter().chain(ingens).collect()
+        plain.chain(ingens).collect()
     }
 }
 

@@ -1,6 +1,7 @@
 //! Settings of a service: one definition for TOML files, for JSON, for one line ([`Setup`]) and for programs.
 
 mod agent;
+mod choices;
 mod settings;
 mod setup;
 #[cfg(feature = "settings")]
@@ -9,6 +10,7 @@ mod text;
 pub use agent::AgentSocket;
 #[cfg(not(feature = "agent"))]
 pub(crate) use agent::unheard;
+pub use choices::{Breaks, Policy, UseSource};
 pub(crate) use settings::INDEX;
-pub use settings::{Breaks, Config, Pack, Policy, Sampling, UseSource, Verification};
+pub use settings::{Config, Pack, Sampling, Verification};
 pub use setup::Setup;

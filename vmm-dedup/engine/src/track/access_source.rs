@@ -77,7 +77,7 @@ fn note_not_started(error: Error) {
 /// Asks `wanted` first, then the others, the best first; not the guest's agent, which is asked range by range
 /// ([`agent_use`](mod@crate::hints::agent_use)).
 pub(crate) fn choose(wanted: UseSource, tracker: &Arc<Uffd>, memory: &Memory) -> Chosen {
-    let others = UseSource::ALL.into_iter().filter(|source| *source != wanted);
+    let others = UseSource::ALL.iter().copied().filter(|source| *source != wanted);
     let mut skipped = Vec::new();
     // In intervals, which are long: up to 64 of them.
     let mut sampling = Retry::brief();
