@@ -1,6 +1,6 @@
 //! A [`Setup`] as text.
 //!
-//! As one line it is `store=/run/vmm-dedup/store.sock,name=web1,cpu_percent=10`. Keys are those of the fields of [`Config`](crate::Config),
+//! As one line it is `store=/run/vmm-dedup/store.sock,name=web1,cpu_percent=10`. Keys are those of the fields of [`Config`],
 //! joined by a dot where they nest (`breaks.mode=managed,breaks.reserve_pages=512`), `store` and `agent`. What is not named keeps its
 //! default. A value with a comma or a quotation mark stands in quotation marks, in which `\` takes the next character as it is.
 //! In JSON and TOML it is one table with the same keys.
