@@ -12,9 +12,13 @@ use vmm_dedup_nested::{Failure, Scenario};
 /// A tenth of a guest of 192 MiB: less is no sharing to speak of.
 const SOME_PAGES: u64 = 4915;
 
-/// The CLI and the preload library, which `cargo test` of this package alone does not build. They are chosen as `make test`
-/// chooses all tests but these, so that cargo finds them built, with the very same features. (The test `loss` needs the CLI, the
-/// test `symbols` the library.)
+const CLI: &str = "vmm-dedup";
+const PRELOAD: &str = "libvmm_dedup_preload.so";
+
+/// The folder of the CLI and the preload library, which `cargo test` of this package alone does not build. They are chosen as
+/// `make test` chooses all tests but these, so that cargo finds them built, with the very same features. (The test `loss` needs the
+/// CLI, the test `symbols` the library.) They are copies: another test builds that library with other features meanwhile, and cargo
+/// removes what it builds again.
 fn programs() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
@@ -36,7 +40,12 @@ fn programs() -> &'static Path {
         }
         let status = cargo.status().expect("cargo runs the tests, so it can be run");
         assert!(status.success());
-        profile.to_owned()
+        let folder = profile.with_file_name("nested").join("programs");
+        std::fs::create_dir_all(&folder).expect("a folder in the target directory");
+        for program in [CLI, PRELOAD] {
+            std::fs::copy(profile.join(program), folder.join(program)).expect("it was just built");
+        }
+        folder
     })
 }
 
@@ -48,9 +57,9 @@ fn play(scenario: Scenario) -> Option<Measured> {
 fn try_to_play(scenario: Scenario) -> Option<Result<Measured, Failure>> {
     let folder = programs();
     let stage = Stage {
-        cache: folder.with_file_name("nested"),
-        vmm_dedup: folder.join("vmm-dedup"),
-        preload: folder.join("libvmm_dedup_preload.so"),
+        cache: folder.parent().expect("it is in the cache").to_owned(),
+        vmm_dedup: folder.join(CLI),
+        preload: folder.join(PRELOAD),
         own: env!("CARGO_BIN_EXE_vmm-dedup-nested").into(),
         accelerator: Accelerator::best(),
         out: None,
