@@ -15,31 +15,25 @@ const SOME_PAGES: u64 = 4915;
 const CLI: &str = "vmm-dedup";
 const PRELOAD: &str = "libvmm_dedup_preload.so";
 
-/// The folder of the CLI and the preload library, which `cargo test` of this package alone does not build. They are chosen as
-/// `make test` chooses all tests but these, so that cargo finds them built, with the very same features. (The test `loss` needs the
-/// CLI, the test `symbols` the library.) They are copies: another test builds that library with other features meanwhile, and cargo
-/// removes what it builds again.
+/// The folder of the CLI and the preload library, which `cargo test` of this package alone does not build. Each is built as it is
+/// where all tests run, with the very same features, so that nothing is built twice: the CLI for the test `loss`, the library for
+/// those of VMMs that preload it. They are copies: cargo removes what it builds again.
 fn programs() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let own = Path::new(env!("CARGO_BIN_EXE_vmm-dedup-nested"));
         let profile = own.parent().expect("programs are in PROFILE");
-        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        cargo.args(["test", "--no-run", "--quiet"]);
-        cargo.args(["--workspace", "--exclude", "vmm-dedup-nested"]);
-        cargo.args(["--test", "loss", "--test", "symbols"]);
-        cargo.args([
-            "--manifest-path",
-            concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
-        ]);
-        cargo
-            .arg("--target-dir")
-            .arg(profile.parent().expect("profiles are in the target directory"));
-        if profile.ends_with("release") {
-            cargo.arg("--release");
-        }
-        let status = cargo.status().expect("cargo runs the tests, so it can be run");
-        assert!(status.success());
+        let tests = [
+            "test",
+            "--no-run",
+            "--workspace",
+            "--exclude",
+            "vmm-dedup-nested",
+            "--test",
+            "loss",
+        ];
+        cargo(&tests, profile);
+        cargo(&["build", "--package", "vmm-dedup-preload"], profile);
         let folder = profile.with_file_name("nested").join("programs");
         std::fs::create_dir_all(&folder).expect("a folder in the target directory");
         for program in [CLI, PRELOAD] {
@@ -47,6 +41,21 @@ fn programs() -> &'static Path {
         }
         folder
     })
+}
+
+/// Has cargo build something of this workspace.
+fn cargo(what: &[&str], profile: &Path) {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(what).arg("--quiet");
+    cargo.current_dir(env!("CARGO_MANIFEST_DIR"));
+    cargo
+        .arg("--target-dir")
+        .arg(profile.parent().expect("profiles are in the target directory"));
+    if profile.ends_with("release") {
+        cargo.arg("--release");
+    }
+    let status = cargo.status().expect("cargo runs the tests, so it can be run");
+    assert!(status.success());
 }
 
 /// Plays a scenario; `None`, and the reason on standard error, where this machine cannot.
