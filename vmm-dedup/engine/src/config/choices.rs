@@ -144,16 +144,13 @@ impl std::str::FromStr for Policy {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let names = || {
-            Policy::ALL
-                .iter()
-                .map(|p| p.name())
-                .collect::<Vec<_>>()
-                .join(", ")
-        };
         let mut all = Policy::ALL.iter().copied();
-        all.find(|p| p.name() == name)
-            .ok_or_else(|| format!("there is no policy {name:?}; choose one of {}", names()))
+        all.find(|p| p.name() == name).ok_or_else(|| {
+            format!(
+                "there is no policy {name:?}; choose one of {}",
+                names(Policy::ALL, Policy::name)
+            )
+        })
     }
 }
 
@@ -225,20 +222,19 @@ impl std::str::FromStr for UseSource {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let names = || {
-            UseSource::ALL
-                .iter()
-                .map(|s| s.name())
-                .collect::<Vec<_>>()
-                .join(", ")
-        };
         let mut all = UseSource::ALL.iter().copied();
         all.find(|source| source.name() == name || *source == Self::FaultSampling && name == FORMER_NAME)
             .ok_or_else(|| {
                 format!(
                     "nothing named {name:?} tells the use of memory; choose one of {}",
-                    names()
+                    names(UseSource::ALL, UseSource::name)
                 )
             })
     }
+}
+
+/// The names of all that can be chosen, for an error.
+fn names<T: Copy>(all: &[T], name: fn(T) -> &'static str) -> String {
+    let names: Vec<&str> = all.iter().map(|one| name(*one)).collect();
+    names.join(", ")
 }
