@@ -3,9 +3,9 @@
 //! directory.
 
 use serde_json::Value;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::sync::OnceLock;
+use vmm_dedup_built::{cargo, profile};
 use vmm_dedup_nested::dsa::{Play, Said, Stage};
 
 /// The CLI, the driver's suites, and the tests of engines that verify for the service. They are chosen as `make test` chooses all
@@ -13,25 +13,20 @@ use vmm_dedup_nested::dsa::{Play, Said, Stage};
 fn executables() -> &'static [PathBuf; 3] {
     static ALL: OnceLock<[PathBuf; 3]> = OnceLock::new();
     ALL.get_or_init(|| {
-        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        cargo.args(["test", "--no-run", "--quiet", "--message-format=json"]);
-        cargo.args(["--workspace", "--exclude", "vmm-dedup-nested"]);
-        cargo.args(["--test", "conformance", "--test", "verifiers", "--test", "loss"]);
-        cargo.args([
-            "--manifest-path",
-            concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
+        let messages = cargo(&[
+            "test",
+            "--no-run",
+            "--message-format=json",
+            "--workspace",
+            "--exclude",
+            "vmm-dedup-nested",
+            "--test",
+            "conformance",
+            "--test",
+            "verifiers",
+            "--test",
+            "loss",
         ]);
-        cargo.arg("--target-dir").arg(target());
-        if profile().ends_with("release") {
-            cargo.arg("--release");
-        }
-        let output = cargo.output().expect("cargo runs the tests, so it can be run");
-        assert!(
-            output.status.success(),
-            "{}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-        let messages = String::from_utf8_lossy(&output.stdout).into_owned();
         ["vmm-dedup", "conformance", "verifiers"].map(|name| {
             let executable = messages.lines().find_map(|line| {
                 let message: Value = serde_json::from_str(line).ok()?;
@@ -43,21 +38,11 @@ fn executables() -> &'static [PathBuf; 3] {
     })
 }
 
-/// Where this profile's programs are.
-fn profile() -> &'static Path {
-    let own = Path::new(env!("CARGO_BIN_EXE_vmm-dedup-nested"));
-    own.parent().expect("programs are in PROFILE")
-}
-
-fn target() -> &'static Path {
-    profile().parent().expect("profiles are in the target directory")
-}
-
 /// Plays; `None`, and the reason on standard error, where this machine cannot.
 fn play(play: Play) -> Option<Said> {
     let [vmm_dedup, conformance, verifiers] = executables().clone();
     let stage = Stage {
-        cache: target().join("nested"),
+        cache: profile().with_file_name("nested"),
         vmm_dedup,
         conformance,
         verifiers,

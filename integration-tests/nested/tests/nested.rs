@@ -4,8 +4,8 @@
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::OnceLock;
+use vmm_dedup_built::{cargo, library, profile};
 use vmm_dedup_nested::host::{Accelerator, Measured, Stage};
 use vmm_dedup_nested::{Failure, Scenario};
 
@@ -21,41 +21,18 @@ const PRELOAD: &str = "libvmm_dedup_preload.so";
 fn programs() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
-        let own = Path::new(env!("CARGO_BIN_EXE_vmm-dedup-nested"));
-        let profile = own.parent().expect("programs are in PROFILE");
-        let tests = [
-            "test",
-            "--no-run",
-            "--workspace",
-            "--exclude",
-            "vmm-dedup-nested",
-            "--test",
-            "loss",
-        ];
-        cargo(&tests, profile);
-        cargo(&["build", "--package", "vmm-dedup-preload"], profile);
+        let all_but_these = ["--workspace", "--exclude", "vmm-dedup-nested"];
+        let for_loss = ["test", "--no-run", "--test", "loss"];
+        cargo(&[&for_loss[..], &all_but_these].concat());
+        let library = library("vmm-dedup-preload");
+        let profile = profile();
         let folder = profile.with_file_name("nested").join("programs");
         std::fs::create_dir_all(&folder).expect("a folder in the target directory");
-        for program in [CLI, PRELOAD] {
-            std::fs::copy(profile.join(program), folder.join(program)).expect("it was just built");
+        for (built, name) in [(profile.join(CLI), CLI), (library, PRELOAD)] {
+            std::fs::copy(built, folder.join(name)).expect("it was just built");
         }
         folder
     })
-}
-
-/// Has cargo build something of this workspace.
-fn cargo(what: &[&str], profile: &Path) {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(what).arg("--quiet");
-    cargo.current_dir(env!("CARGO_MANIFEST_DIR"));
-    cargo
-        .arg("--target-dir")
-        .arg(profile.parent().expect("profiles are in the target directory"));
-    if profile.ends_with("release") {
-        cargo.arg("--release");
-    }
-    let status = cargo.status().expect("cargo runs the tests, so it can be run");
-    assert!(status.success());
 }
 
 /// Plays a scenario; `None`, and the reason on standard error, where this machine cannot.

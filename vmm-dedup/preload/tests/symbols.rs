@@ -10,10 +10,7 @@ const INTERPOSED: [&str; 7] = [
 
 #[test]
 fn what_it_interposes_is_exported() {
-    // Beside the folder of this program, where cargo puts what it has built.
-    let own = std::env::current_exe().expect("this program");
-    let profile = own.ancestors().nth(2).expect("programs are in PROFILE/deps");
-    let path = profile.join("libvmm_dedup_preload.so");
+    let path = vmm_dedup_built::library("vmm-dedup-preload");
     let library = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let library = object::File::parse(&*library).expect("an ELF file");
     let exported = library.dynamic_symbols().filter(|symbol| symbol.is_definition());
