@@ -10,6 +10,7 @@ pub mod guests;
 pub mod heal_chaos;
 pub mod huge;
 pub mod huge_chaos;
+pub mod lives;
 pub mod logged;
 pub mod memory;
 pub mod pinned;

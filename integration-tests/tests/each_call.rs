@@ -7,41 +7,20 @@
 //! zeros, splitting, sampling, and building them again.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::{
-    Breaks, Call, Config, DedupService, Injection, Policy, Sampling, ServiceStats, Site, Times, UseSource,
-    Watch,
-};
+use vmm_dedup::{Call, Injection, Site, Times, Watch};
 use vmm_dedup_integration_tests::failing::{Counter, has_another_way, is_counted_elsewhere, lack};
-use vmm_dedup_integration_tests::huge::HUGE_PAGES;
+use vmm_dedup_integration_tests::lives::{
+    Guest, HEALED, HEALED_LATER, HUGE, MANAGED, SHARED, live, live_huge,
+};
 use vmm_dedup_integration_tests::logged::Logged;
 use vmm_dedup_integration_tests::memory::Pages;
-use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::windows::Windows;
 use vmm_dedup_integration_tests::{follow_chaos, huge_pages_or_skip, need_userfaultfd, within};
 use vmm_dedup_trouble::Watchdog;
 
-/// Pages of a guest.
-const PAGES: usize = 192;
-/// Every second one up to here is written in the middle of a life.
-const WRITTEN: usize = 48;
-/// Writers get the kernel's copies, which are merged again; or the service breaks.
-const HEALED: Breaks = Breaks::Kernel {
-    heal_stall_us: 200_000,
-    heal_without_fork: true,
-};
-const MANAGED: Breaks = Breaks::managed(256, 0);
 /// Calls from one place that fail in turn: the first, the last, and some between.
 const OF_A_PLACE: u64 = 4;
-/// Passes after which everything has happened that happens by itself.
-const PASSES: usize = 6;
-/// Passes after which a service has mended what it can, also what it puts off for some.
-const MENDED: usize = 40;
-/// Pages shared by both guests together while nothing fails.
-const SHARED: u64 = 2 * (PAGES - PAGES / 4 - PAGES / 16) as u64;
-/// And what may still be left to healing, which waits longer each time that it failed: what was written.
-const HEALED_LATER: u64 = WRITTEN as u64;
 /// Lives in which a call is made that may fail, at least in one of them.
 const LIVES: usize = 24;
 /// Lives that are watched, and places from which calls are made in every one of them, at least.
@@ -56,21 +35,6 @@ const FOLLOWED: u64 = 64;
 /// How long one life may take: a writer who waits for ever is waited for that long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Every fourth page is another one in each guest, and every sixteenth zero.
-fn id(guest: usize, page: usize, round: u64) -> u64 {
-    let number = page as u64 + 1 + round * 10_000;
-    match page % 16 {
-        3 | 7 | 11 | 15 => number + (guest as u64 + 1) * 1_000_000,
-        5 => 0,
-        _ => number,
-    }
-}
-
-/// Written in the middle of a life.
-fn is_written(page: usize) -> bool {
-    page < WRITTEN && page.is_multiple_of(2)
-}
-
 /// What else the kernel may say than that it lacks something.
 fn busy(call: Call) -> i32 {
     match call {
@@ -83,213 +47,13 @@ fn busy(call: Call) -> i32 {
     }
 }
 
-struct Guest {
-    number: usize,
-    pages: Pages,
-    /// In memory that is written.
-    round: u64,
-}
-
-impl Guest {
-    fn new(number: usize) -> Self {
-        Self {
-            number,
-            pages: Pages::map(PAGES),
-            round: 0,
-        }
-    }
-
-    fn id(&self, page: usize) -> u64 {
-        id(self.number, page, if is_written(page) { self.round } else { 0 })
-    }
-
-    fn fill(&mut self, round: u64, pages: impl Iterator<Item = usize>) {
-        self.round = round;
-        pages.for_each(|page| self.pages.fill(page, self.id(page)));
-    }
-
-    fn check(&self, when: &str) {
-        for page in 0..PAGES {
-            assert!(
-                self.pages.holds(page, self.id(page)),
-                "{when}: page {page} of guest {}",
-                self.number
-            );
-        }
-    }
-
-    fn serve(&self, store: &StoreThread, breaks: Breaks) -> Result<DedupService, vmm_dedup::Error> {
-        let config = Config {
-            name: format!("guest-{}", self.number),
-            cpu_percent: 100,
-            pass_period_ms: 3_600_000,
-            huge_policy: Policy::Ksm,
-            breaks,
-            ..Config::default()
-        };
-        let service = self.pages.serve(&store.socket(), config)?;
-        service.vouch_for_pins();
-        Ok(service)
-    }
-}
-
-/// Their accounts, both together.
-#[derive(Clone, Copy, Debug, Default)]
-struct Sum {
-    mapped: u64,
-    heals: u64,
-}
-
-impl Sum {
-    fn add(&mut self, stats: &ServiceStats) {
-        self.mapped += stats.pages_mapped;
-        self.heals += stats.heals_total;
-    }
-}
-
-/// Runs passes of both in turn, until `done` or as many as are enough.
-fn pass(services: &[DedupService], most: usize, done: impl Fn(&Sum) -> bool) -> Sum {
-    let mut sum = Sum::default();
-    for _ in 0..most {
-        sum = Sum::default();
-        services
-            .iter()
-            .for_each(|service| sum.add(&service.pass().expect("a pass")));
-        if done(&sum) {
-            break;
-        }
-    }
-    sum
-}
-
-/// What a life came to.
-#[derive(Clone, Copy, Debug)]
-struct Life {
-    /// Pages shared at first.
-    first: u64,
-    /// And after they were written.
-    last: Sum,
-}
-
-/// Both guests are served, share, write what they share, share again, give memory away, and are left. `None`: a service did not
-/// start.
-#[allow(unsafe_code)] // discards memory of the test's own
-fn live(guests: &mut [Guest; 2], breaks: Breaks, when: &str) -> Option<Life> {
-    let store = StoreThread::start();
-    for guest in guests.iter_mut() {
-        guest.pages.renew();
-        guest.fill(0, 0..PAGES);
-    }
-    let served: Result<Vec<DedupService>, _> =
-        guests.iter().map(|guest| guest.serve(&store, breaks)).collect();
-    let life = served.ok().map(|services| {
-        let enough = |sum: &Sum| sum.mapped >= SHARED;
-        let first = pass(&services, PASSES, enough).mapped;
-        guests.iter().for_each(|guest| guest.check(when));
-        for guest in guests.iter_mut() {
-            guest.fill(1, (0..PAGES).filter(|page| is_written(*page)));
-        }
-        // What they wrote is noticed first.
-        pass(&services, 2, |_| false);
-        let last = pass(&services, MENDED, |sum| {
-            enough(sum) && (sum.heals > 0 || breaks != HEALED)
-        });
-        guests.iter().for_each(|guest| guest.check(when));
-        for service in services {
-            let _ = service.stop(true);
-        }
-        Life { first, last }
-    });
-    guests.iter().for_each(|guest| guest.check(when));
-    life
-}
-
 /// So many numbers of 1..=count at most, evenly spread, with the first and the last.
 fn spread(count: u64, most: u64) -> BTreeSet<u64> {
     (0..most).map(|n| 1 + n * (count - 1) / (most - 1)).collect()
 }
 
-/// Two equal huge pages, of which each half has twins, and one of zeros.
-const HUGE: usize = 3 * HUGE_PAGES;
 /// Calls from one place that fail in turn in the life of huge pages, which is longer.
 const OF_A_PLACE_OF_HUGE_PAGES: u64 = 2;
-/// How long the life of huge pages may take for what takes some ten milliseconds: what failed is put off for some intervals.
-const SLOW: Duration = Duration::from_secs(20);
-
-fn huge_id(page: usize) -> u64 {
-    if page < 2 * HUGE_PAGES {
-        (page % HUGE_PAGES) as u64 + 1
-    } else {
-        0
-    }
-}
-
-/// Passes until something holds.
-fn pass_until(service: &DedupService, what: &str, when: &str, is: impl Fn(&ServiceStats) -> bool) {
-    let start = Instant::now();
-    loop {
-        let stats = service.pass().expect("a pass");
-        if is(&stats) {
-            return;
-        }
-        assert!(start.elapsed() < SLOW, "{when}: until {what}: {stats:?}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// Huge pages are served, given up where they are zero, sampled, split and shared; they are used, sampled and built again. Whether
-/// the service started. (Sampling that could not start is started again.)
-fn live_huge(pages: &Pages, when: &str) -> bool {
-    let store = StoreThread::start();
-    pages.renew();
-    pages.advise_huge();
-    (0..HUGE).for_each(|page| pages.fill(page, huge_id(page)));
-    let config = Config {
-        cpu_percent: 100,
-        pass_period_ms: 3_600_000,
-        huge_policy: Policy::Smartmd,
-        use_source: UseSource::FaultSampling,
-        sampling: Sampling {
-            interval_ms: 10,
-            window_us: 500,
-        },
-        breaks: Breaks::managed(256, 0),
-        ..Config::default()
-    };
-    let Ok(service) = pages.serve(&store.socket(), config) else {
-        return false;
-    };
-    // What fails may leave one of both to be merged page by page.
-    let shared = |stats: &ServiceStats| stats.huge_split > 0 && stats.pages_mapped > 900;
-    pass_until(&service, "they are shared", when, shared);
-    let stop = AtomicBool::new(false);
-    let wrong = std::thread::scope(|scope| {
-        let user = scope.spawn(|| {
-            let (mut n, mut wrong) = (1usize, 0);
-            while !stop.load(Ordering::Acquire) {
-                n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                let (page, word) = ((n >> 32) % HUGE, (n >> 20) % 512);
-                wrong += usize::from(pages.load(page, word) != pages.expected(huge_id(page), word));
-            }
-            wrong
-        });
-        // The user ends also if they are not built.
-        let built = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            pass_until(&service, "they are built again", when, |stats| {
-                stats.huge_rebuilt_total > 0
-            });
-        }));
-        stop.store(true, Ordering::Release);
-        let wrong = user.join().expect("the user ends");
-        built.map_or_else(|panic| std::panic::resume_unwind(panic), |()| wrong)
-    });
-    assert_eq!(wrong, 0, "{when}: words were wrong");
-    let _ = service.stop(true);
-    for page in 0..HUGE {
-        assert!(pages.holds(page, huge_id(page)), "{when}: page {page}");
-    }
-    true
-}
 
 /// Repeats a life, and asserts what it comes to. Whether its services started.
 type Lives<'a> = &'a mut dyn FnMut(&str) -> bool;

@@ -327,6 +327,7 @@ const OTHERS: [(&str, &[&str]); 17] = [
             "failing",
             "windows",
             "huge",
+            "lives",
             "direct_io",
             "pinned",
             "vm",
