@@ -12,6 +12,7 @@ pub(crate) mod outbox;
 pub(crate) mod page_map;
 pub(crate) mod page_state;
 pub(crate) mod page_table;
+mod placed_pages;
 pub(crate) mod ranges;
 pub(crate) mod thp_state;
 pub(crate) mod worth;

@@ -8,7 +8,7 @@
 //! - a page that begins to map a slot takes a reference, unless the store counts one already since the page was published; a
 //!   page that ceases to map a slot gives it back;
 //! - a candidate that ceases to be one withdraws its key, unless it found a slot: then the key is in the index;
-//! - two neighbouring pages lie in one mapping or not, which their backings tell ([`Backing::continues`]).
+//! - two neighbouring pages lie in one mapping or not, which [`PlacedPages`] counts.
 //!
 //! Pure: there is no system call in here, and tests need no kernel.
 
@@ -19,7 +19,7 @@ use crate::memory::layout::{Chunk, Memory, Page};
 use crate::memory::mappings::Mappings;
 use crate::memory::outbox::{Outbox, Sighting};
 use crate::memory::page_state::{Backing, Counts, Edges, Known, PageState, PinnedUntil};
-use crate::memory::page_table::PageTable;
+use crate::memory::placed_pages::PlacedPages;
 use crate::memory::worth::Worth;
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,9 +30,6 @@ use vmm_dedup_protocol::key::Key;
 pub(crate) const VMAS_PER_HUGE_PAGE: i64 = 2;
 /// Mappings that one more run of shared pages may add: its own, and the rest behind it.
 pub(crate) const VMAS_PER_RUN: i64 = 2;
-
-/// Most copied pages that are passed to find out what slot would be seen in the place of one.
-const FEW_COPIES: usize = 8;
 
 /// Whether the store counts a reference for a page already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,10 +54,8 @@ pub(crate) enum NotMerged {
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct PageMap {
-    memory: Arc<Memory>,
-    table: PageTable,
+    pages: PlacedPages,
     chunks: Vec<ChunkState>,
-    mappings: Mappings,
     outbox: Outbox,
     /// What the guest says.
     hints: Hints,
@@ -79,9 +74,7 @@ impl PageMap {
         let chunks = memory.chunks().iter().map(|_| ChunkState::new());
         Self {
             chunks: chunks.collect(),
-            table: PageTable::new(memory.end()),
-            memory,
-            mappings: Mappings::new(vmas_max, vmas_before),
+            pages: PlacedPages::new(memory, Mappings::new(vmas_max, vmas_before)),
             outbox: Outbox::default(),
             hints: Hints::default(),
             still: None,
@@ -91,12 +84,12 @@ impl PageMap {
     }
 
     pub(crate) fn memory(&self) -> &Arc<Memory> {
-        &self.memory
+        self.pages.memory()
     }
 
     #[inline]
     pub(crate) fn state(&self, page: Page) -> PageState {
-        self.table.get(page)
+        self.pages.state(page)
     }
 
     #[inline]
@@ -127,12 +120,12 @@ impl PageMap {
     }
 
     pub(crate) fn chunk_of(&self, page: Page) -> usize {
-        self.memory.chunk_of(page)
+        self.memory().chunk_of(page)
     }
 
     /// Address and pages of a chunk.
     pub(crate) fn chunk_at(&self, at: usize) -> &Chunk {
-        &self.memory.chunks()[at]
+        &self.memory().chunks()[at]
     }
 
     pub(crate) fn chunks(&self) -> &[ChunkState] {
@@ -144,29 +137,29 @@ impl PageMap {
     }
 
     pub(crate) fn counts(&self) -> Counts {
-        self.table.counts()
+        self.pages.table().counts()
     }
 
     pub(crate) fn bytes(&self) -> usize {
         let still = self.still.as_ref().map_or(0, Bits::bytes);
-        self.table.bytes() + size_of_val(self.chunks.as_slice()) + self.hints.bytes() + still
+        self.pages.table().bytes() + size_of_val(self.chunks.as_slice()) + self.hints.bytes() + still
     }
 
     /// From now on counts how often keys occur.
     pub(crate) fn count_repetition(&mut self) {
-        self.table.count_repetition();
+        self.pages.count_repetition();
     }
 
     /// How many pages have this key, at most; 0 if that is not counted.
     pub(crate) fn repetition(&self, key: Key) -> u64 {
-        self.table.repetition(key)
+        self.pages.table().repetition(key)
     }
 
     /// From now on [`Self::stood_still`] tells which pages stand still.
     #[cfg_attr(not(feature = "pack"), allow(dead_code))]
     pub(crate) fn watch_for_cold(&mut self) {
         if self.still.is_none() {
-            self.still = Some(Bits::new(self.memory.end()));
+            self.still = Some(Bits::new(self.memory().end()));
         }
     }
 
@@ -185,123 +178,7 @@ impl PageMap {
 
     /// Whether a page is somebody else's to register for now.
     pub(crate) fn is_lent(&self, page: Page) -> bool {
-        self.memory.has(page) && self.chunk(self.chunk_of(page)).lent
-    }
-}
-
-/// Where mappings begin and end.
-impl PageMap {
-    /// Whether a mapping begins between a page and the one before it, if that is its neighbour.
-    fn begins(&self, page: Page) -> bool {
-        let Some(before) = page.checked_sub(1).filter(|before| self.memory.adjacent(*before)) else {
-            return false;
-        };
-        !self.backing(page).continues(self.backing(before))
-    }
-
-    /// The slot that the mapping has at a page, as far as the pages before it (or behind it) tell.
-    fn place_by(&self, page: Page, before: bool) -> Option<Slot> {
-        let (mut at, mut steps) = (page, 0);
-        loop {
-            match self.backing(at) {
-                Backing::Slot(slot) if before => return slot.checked_add_in_segment(steps),
-                Backing::Slot(slot) => return slot.checked_sub_in_segment(steps),
-                Backing::CopiedOnWrite(_) if (steps as usize) < FEW_COPIES => {}
-                _ => return None,
-            }
-            let (has_before, has_behind) = self.memory.neighbours(at);
-            let (first, second) = if before {
-                (at.checked_sub(1)?, at)
-            } else {
-                (at, at + 1)
-            };
-            let there = if before { has_before } else { has_behind };
-            if !there || !self.backing(second).continues(self.backing(first)) {
-                return None;
-            }
-            at = if before { first } else { second };
-            steps += 1;
-        }
-    }
-
-    /// A page comes to another place, or shows this slot now: copies beside it may lie in another mapping then. It has a neighbour
-    /// before it, or behind it, or both.
-    fn part_neighbours(&mut self, page: Page, (before, behind): (bool, bool), slot: Option<Slot>) {
-        if before && let Backing::CopiedOnWrite(edges) = self.backing(page - 1) {
-            let expected = self
-                .place_by(page - 1, true)
-                .and_then(|place| place.checked_add_in_segment(1));
-            let ends = slot.is_none() || expected != slot;
-            self.set_edges(page - 1, Edges { ends, ..edges });
-        }
-        if behind && let Backing::CopiedOnWrite(edges) = self.backing(page + 1) {
-            let expected = self
-                .place_by(page + 1, false)
-                .and_then(|place| place.checked_sub_in_segment(1));
-            let begins = slot.is_none() || expected != slot;
-            self.set_edges(page + 1, Edges { begins, ..edges });
-        }
-    }
-
-    fn set_edges(&mut self, page: Page, edges: Edges) {
-        let old = self.state(page);
-        let next = PageState {
-            backing: Backing::CopiedOnWrite(edges),
-            ..old
-        };
-        if next != old {
-            let neighbours = self.memory.neighbours(page);
-            self.note_boundaries(page, neighbours, old.backing, next.backing);
-            self.table.replace(page, old, next);
-        }
-    }
-
-    /// Of a page that comes to lie where a mapping has this slot.
-    fn edges_of(&self, page: Page, place: Slot) -> Edges {
-        let (before, behind) = self.memory.neighbours(page);
-        let (place_before, place_behind) = (place.checked_sub_in_segment(1), place.checked_add_in_segment(1));
-        let continues = before && place_before.is_some() && self.place_by(page - 1, true) == place_before;
-        let goes_on = behind && place_behind.is_some() && self.place_by(page + 1, false) == place_behind;
-        Edges {
-            begins: !continues,
-            ends: !goes_on,
-        }
-    }
-
-    /// A page's backing changes: boundaries at both of its ends come or go.
-    fn note_boundaries(&mut self, page: Page, (before, behind): (bool, bool), old: Backing, next: Backing) {
-        let change = |was: bool, is: bool| i16::from(is) - i16::from(was);
-        let front = if before {
-            let before = self.backing(page - 1);
-            change(!old.continues(before), !next.continues(before))
-        } else {
-            0
-        };
-        let back = if behind {
-            let behind = self.backing(page + 1);
-            change(!behind.continues(old), !behind.continues(next))
-        } else {
-            0
-        };
-        if (front, back) == (0, 0) {
-            return;
-        }
-        self.mappings.added += i64::from(front + back);
-        // A boundary between two chunks counts for both.
-        let chunk = self.chunk_of(page);
-        let pages = &self.memory.chunks()[chunk].pages;
-        let (first, last) = (page == pages.start, page + 1 == pages.end);
-        let mut add = |chunk: usize, change: i16| {
-            let fragments = &mut self.chunks[chunk].fragments;
-            *fragments = fragments.saturating_add_signed(change);
-        };
-        add(chunk, front + back);
-        if first && front != 0 {
-            add(chunk - 1, front);
-        }
-        if last && back != 0 {
-            add(chunk + 1, back);
-        }
+        self.memory().has(page) && self.chunk(self.chunk_of(page)).lent
     }
 }
 
@@ -337,19 +214,12 @@ impl PageMap {
         {
             self.outbox.withdrawals.push_back(key.raw());
         }
-        if old.backing == next.backing {
-            self.table.replace(page, old, next);
-            return;
-        }
-        if let Backing::Slot(slot) = old.backing {
+        if let Backing::Slot(slot) = old.backing
+            && next.backing != old.backing
+        {
             self.outbox.drop_ref(slot);
         }
-        let neighbours = self.memory.neighbours(page);
-        if !old.backing.keeps_place(next.backing) {
-            self.part_neighbours(page, neighbours, place);
-        }
-        self.note_boundaries(page, neighbours, old.backing, next.backing);
-        self.table.replace(page, old, next);
+        self.pages.replace(&mut self.chunks, page, old, next, place);
     }
 
     /// A page is to be looked at: its chunk is visited again.
@@ -481,7 +351,7 @@ impl PageMap {
 
     /// A private page lies in a mapping that would show this slot in its place.
     pub(crate) fn bridge(&mut self, page: Page, place: Slot) {
-        let edges = self.edges_of(page, place);
+        let edges = self.pages.edges_of(page, place);
         let state = PageState::resting(Backing::CopiedOnWrite(edges));
         self.set_at(page, state, Some(place));
         // It may have a twin later, as any copy.
@@ -526,7 +396,7 @@ impl PageMap {
     pub(crate) fn copied_by_kernel(&mut self, page: Page) {
         self.note_break(page);
         let backing = self.backing(page);
-        let (before, behind) = self.memory.neighbours(page);
+        let (before, behind) = self.memory().neighbours(page);
         let edges = Edges {
             begins: !(before && backing.continues(self.backing(page - 1))),
             ends: !(behind && self.backing(page + 1).continues(backing)),
@@ -564,7 +434,7 @@ impl PageMap {
 
     /// A copy moved along with its neighbours: the mapping that it lies in now would show this slot in its place.
     pub(crate) fn carry(&mut self, page: Page, place: Slot) {
-        let edges = self.edges_of(page, place);
+        let edges = self.pages.edges_of(page, place);
         let PageState { known, .. } = self.state(page);
         let backing = Backing::CopiedOnWrite(edges);
         self.set_at(page, PageState { backing, known }, Some(place));
@@ -597,8 +467,8 @@ impl PageMap {
             if old != PageState::UNTRACKED {
                 self.replace(page, old, PageState::UNTRACKED, None);
             }
-            if self.table.worth(page) != Worth::default() {
-                self.table.set_worth(page, Worth::default());
+            if self.pages.table().worth(page) != Worth::default() {
+                self.pages.set_worth(page, Worth::default());
             }
         }
     }
@@ -606,9 +476,9 @@ impl PageMap {
     /// The store was lost: what maps its slots is keyed anew, and nothing that was to be told to it is kept.
     pub(crate) fn orphan_all(&mut self) {
         let mut before = Backing::Private;
-        for page in (0..).take(self.memory.end()) {
+        for page in (0..).take(self.memory().end()) {
             let PageState { backing, known } = self.state(page);
-            let first = page == 0 || !self.memory.adjacent(page - 1);
+            let first = page == 0 || !self.memory().adjacent(page - 1);
             let begins = first || !backing.continues(before);
             before = backing;
             let known = match known {
@@ -629,7 +499,7 @@ impl PageMap {
     /// Whether a page is left alone since sharing it did not pay lately.
     #[inline]
     pub(crate) fn is_paused(&self, page: Page) -> bool {
-        self.table.worth(page).is_paused()
+        self.pages.table().worth(page).is_paused()
     }
 
     fn note_shared(&mut self, page: Page) {
@@ -647,8 +517,8 @@ impl PageMap {
 
     fn change_worth(&mut self, page: Page, change: fn(Worth) -> Worth) {
         if self.tick_period > 0 {
-            let worth = change(self.table.worth(page));
-            self.table.set_worth(page, worth);
+            let worth = change(self.pages.table().worth(page));
+            self.pages.set_worth(page, worth);
             let chunk = self.chunk_of(page);
             self.chunks[chunk].ticking |= !worth.is_calm();
         }

@@ -4,36 +4,36 @@ use super::PageMap;
 
 impl PageMap {
     pub(crate) fn vmas(&self) -> i64 {
-        self.mappings.added
+        self.pages.mappings.added
     }
 
     /// Mappings of the process, about.
     pub(crate) fn mappings(&self) -> u64 {
-        self.mappings.all()
+        self.pages.mappings.all()
     }
 
     /// The most that the service may add to it now.
     pub(crate) fn vmas_max(&self) -> i64 {
-        self.mappings.most()
+        self.pages.mappings.most()
     }
 
     /// Whether so many mappings more are allowed.
     pub(crate) fn has_vmas_for(&self, more: i64) -> bool {
-        self.mappings.added + more <= self.mappings.most()
+        self.pages.mappings.added + more <= self.pages.mappings.most()
     }
 
     /// The process's mappings were counted.
     pub(crate) fn set_vmas(&mut self, counted: usize) {
-        self.mappings.set_counted(counted);
+        self.pages.mappings.set_counted(counted);
     }
 
     /// The kernel has refused one more.
     pub(crate) fn no_vma_is_left(&mut self, pass: u64) {
-        self.mappings.note_refusal(pass);
+        self.pages.mappings.note_refusal(pass);
     }
 
     /// Whether the kernel may be asked for more again from this pass on; told once after a refusal.
     pub(crate) fn asks_for_vmas_again(&mut self, pass: u64) -> bool {
-        self.mappings.asks_again(pass)
+        self.pages.mappings.asks_again(pass)
     }
 }

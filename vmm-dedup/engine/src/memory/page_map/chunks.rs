@@ -2,10 +2,9 @@
 
 use super::{PageMap, VMAS_PER_HUGE_PAGE};
 use crate::memory::chunk_state::ChunkState;
-use crate::memory::layout::{Chunk, Memory, Page};
+use crate::memory::layout::{Chunk, Memory};
 use crate::memory::page_state::{Backing, PageState};
 use crate::memory::thp_state::{Asked, Folds, Use};
-use std::ops::Range;
 use std::sync::Arc;
 
 /// When chunks are visited, and what a visit found.
@@ -135,7 +134,7 @@ impl PageMap {
     /// Copies of a chunk's pages were put into their place, as mappings of their own.
     pub(crate) fn note_own_mapping(&mut self, chunk: usize) {
         if self.chunks[chunk].begin_own_mapping() {
-            self.mappings.added += VMAS_PER_HUGE_PAGE;
+            self.pages.mappings.added += VMAS_PER_HUGE_PAGE;
         }
     }
 
@@ -153,73 +152,24 @@ impl PageMap {
 
 /// Memory that comes and goes.
 impl PageMap {
-    /// From now on the memory is this one. Pages that stay have the numbers that they had. Chunks that stay with what is
-    /// before and behind them are not counted anew.
+    /// From now on the memory is this one. Pages that stay have the numbers that they had.
     pub(crate) fn set_memory(&mut self, memory: Arc<Memory>) {
+        let old = self.memory();
         let state_of = |chunk: &Chunk| {
-            let there = self.memory.has(chunk.pages.start);
-            let Some(at) = there.then(|| self.memory.chunk_of(chunk.pages.start)) else {
+            let there = old.has(chunk.pages.start);
+            let Some(at) = there.then(|| old.chunk_of(chunk.pages.start)) else {
                 return ChunkState::new();
             };
-            let mut old = self.chunks[at];
-            if self.memory.chunks()[at].pages != chunk.pages {
+            let mut state = self.chunks[at];
+            if old.chunks()[at].pages != chunk.pages {
                 // Not the 2 MiB any more that were watched.
-                old.forget_watching();
+                state.forget_watching();
             }
-            old
+            state
         };
-        let chunks = memory.chunks().iter().map(state_of).collect();
-        for at in changed(&self.memory, &memory) {
-            self.mappings.added -= self.boundaries(at).0;
-        }
-        self.chunks = chunks;
-        self.table.grow(memory.end());
+        self.chunks = memory.chunks().iter().map(state_of).collect();
         self.still = self.still.as_ref().map(|still| still.resized(memory.end()));
-        let old = std::mem::replace(&mut self.memory, memory);
-        for at in changed(&self.memory.clone(), &old) {
-            let (within, behind) = self.boundaries(at);
-            self.mappings.added += within;
-            self.chunks[at].fragments = u16::try_from(within + behind).unwrap_or(u16::MAX);
-        }
-    }
-
-    /// Counts the boundaries at and behind the pages of a chunk: those that count for the whole, and the one behind the last
-    /// page, which counts for the next chunk.
-    fn boundaries(&self, at: usize) -> (i64, i64) {
-        let pages = self.chunk_at(at).pages.clone();
-        let behind = self.memory.adjacent(pages.end - 1) && self.begins(pages.end);
-        let within = pages.filter(|page| self.begins(*page));
-        (within.fold(0, |n, _| n + 1), i64::from(behind))
-    }
-}
-
-/// Chunks of one memory that another does not have, with the same before and behind them.
-fn changed(memory: &Memory, other: &Memory) -> Vec<usize> {
-    let chunks = 0..memory.chunks().len();
-    let is_there = |at: usize| {
-        let place = place_of(memory, at);
-        let there = other.chunk_of(place.pages.start);
-        there < other.chunks().len() && place_of(other, there) == place
-    };
-    chunks.filter(|at| !is_there(*at)).collect()
-}
-
-/// What the boundaries of a chunk depend on, besides its pages' states and its neighbours'.
-#[derive(PartialEq, Eq)]
-struct ChunkPlace {
-    start: usize,
-    pages: Range<Page>,
-    /// Memory goes on before it, and behind it.
-    goes_on: (bool, bool),
-}
-
-fn place_of(memory: &Memory, at: usize) -> ChunkPlace {
-    let Chunk { start, pages } = memory.chunks()[at].clone();
-    let before = pages.start > 0 && memory.adjacent(pages.start - 1);
-    ChunkPlace {
-        start,
-        goes_on: (before, memory.adjacent(pages.end - 1)),
-        pages,
+        self.pages.set_memory(&mut self.chunks, memory);
     }
 }
 

@@ -13,17 +13,17 @@ use std::sync::Arc;
 impl PageMap {
     /// Pages whose addresses lie in mappings of store files, as other threads may look at them.
     pub(crate) fn in_file(&self) -> Arc<Bits> {
-        self.table.in_file()
+        self.pages.table().in_file()
     }
 
     /// Slots are about to be mapped over these pages.
     pub(crate) fn expect_in_file(&self, pages: impl Iterator<Item = Page>) {
-        self.table.in_file_bits().set_all(pages);
+        self.pages.table().in_file_bits().set_all(pages);
     }
 
     /// It is done, or was not to be done: from now on it holds what their states say.
     pub(crate) fn sync_in_file(&self, pages: impl Iterator<Item = Page>) {
-        let bits = self.table.in_file_bits();
+        let bits = self.pages.table().in_file_bits();
         let private = pages.filter(|page| !self.backing(*page).in_file_mapping());
         private.for_each(|page| bits.set(page, false));
     }

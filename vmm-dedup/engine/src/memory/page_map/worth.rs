@@ -11,7 +11,7 @@ impl PageMap {
 
     /// Pages that are left alone so.
     pub(crate) fn paused(&self) -> u64 {
-        self.table.paused()
+        self.pages.table().paused()
     }
 
     /// Times that sharing ended before it had paid.
@@ -34,8 +34,8 @@ impl PageMap {
 
     fn tick(&mut self, at: usize, number: u64) {
         let mut ticking = false;
-        for page in self.memory.chunks()[at].pages.clone() {
-            let worth = self.table.worth(page);
+        for page in self.memory().chunks()[at].pages.clone() {
+            let worth = self.pages.table().worth(page);
             if worth.is_calm() {
                 continue;
             }
@@ -44,7 +44,7 @@ impl PageMap {
             if next == worth {
                 continue;
             }
-            self.table.set_worth(page, next);
+            self.pages.set_worth(page, next);
             if worth.is_paused() && !next.is_paused() {
                 self.chunks[at].pending = true;
                 if self.backing(page).is_copied() {
