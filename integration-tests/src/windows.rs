@@ -1,5 +1,8 @@
-//! Which calls the engine makes while guest pages are away or frozen.
+//! Which calls the engine makes while guest pages are away or frozen, and where it asks the allocator for memory while they are away.
 
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::backtrace::Backtrace;
+use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
@@ -21,6 +24,8 @@ pub struct Seen {
     pub frozen: u64,
     /// Calls that take memory for pages, made meanwhile.
     pub allocating: BTreeSet<Site>,
+    /// From where the allocator was asked while pages were away: functions of the engine, the innermost first.
+    pub asking: BTreeSet<String>,
     threads: HashMap<ThreadId, Now>,
 }
 
@@ -35,10 +40,15 @@ impl Windows {
     /// Begins with none.
     #[must_use]
     pub fn watch() -> Self {
+        lock(&ASKING).clear();
         let seen = Arc::<Mutex<Seen>>::default();
         let told = seen.clone();
         Self {
-            _observer: Observer::begin(move |site| lock(&told).note(site)),
+            _observer: Observer::begin(move |site| {
+                AWAY.set(false);
+                let away = lock(&told).note(site);
+                AWAY.set(away);
+            }),
             seen,
         }
     }
@@ -46,16 +56,71 @@ impl Windows {
     /// What was seen so far.
     #[must_use]
     pub fn seen(&self) -> Seen {
-        lock(&self.seen).clone()
+        let asking = lock(&ASKING).clone();
+        Seen {
+            asking,
+            ..lock(&self.seen).clone()
+        }
     }
 }
 
-fn lock(seen: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
+thread_local! {
+    /// Whether pages are away in this thread.
+    static AWAY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// From where the allocator was asked meanwhile.
+static ASKING: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
+/// An allocator that is the system's, and notes who asks for memory while [`Windows`] sees pages away.
+#[derive(Debug)]
+pub struct Heap;
+
+#[allow(unsafe_code)] // an allocator
+// SAFETY: the system's allocator does it.
+unsafe impl GlobalAlloc for Heap {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        note_asking();
+        // SAFETY: as promised by the caller.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: as promised by the caller, who has it from there.
+        unsafe { System.dealloc(at, layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        note_asking();
+        // SAFETY: as promised by the caller.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        note_asking();
+        // SAFETY: as promised by the caller, who has it from there.
+        unsafe { System.realloc(at, layout, size) }
+    }
+}
+
+fn note_asking() {
+    // Noting asks as well.
+    if AWAY.replace(false) {
+        let trace = Backtrace::force_capture().to_string();
+        let ours = |line: &&str| line.contains("vmm_dedup::") || line.contains("vmm_dedup_packed::");
+        let functions: Vec<&str> = trace.lines().filter(ours).map(str::trim).take(3).collect();
+        lock(&ASKING).insert(functions.join(" < "));
+        AWAY.set(true);
+    }
+}
+
+fn lock<T>(seen: &Mutex<T>) -> MutexGuard<'_, T> {
     seen.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Seen {
-    fn note(&mut self, site: Site) {
+    /// Notes a call; whether pages are away in this thread once it is made.
+    fn note(&mut self, site: Site) -> bool {
         let window = site.file.ends_with("window/mod.rs");
         let frozen = site.file.ends_with("window/frozen.rs");
         let now = self.threads.entry(std::thread::current().id()).or_default();
@@ -74,6 +139,7 @@ impl Seen {
         }
         // Zeros are mapped over frozen pages: that takes no memory for pages.
         let beside = site.file.ends_with("run_builder.rs");
+        let now = *now;
         let allocates = match site.call {
             Call::Populate => true,
             Call::MapAnonymous => !frozen,
@@ -83,5 +149,6 @@ impl Seen {
         if allocates && (now.away || now.frozen > 0) {
             self.allocating.insert(site);
         }
+        now.away
     }
 }

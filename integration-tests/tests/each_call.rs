@@ -15,9 +15,12 @@ use vmm_dedup_integration_tests::lives::{
 };
 use vmm_dedup_integration_tests::logged::Logged;
 use vmm_dedup_integration_tests::memory::Pages;
-use vmm_dedup_integration_tests::windows::Windows;
+use vmm_dedup_integration_tests::windows::{Heap, Windows};
 use vmm_dedup_integration_tests::{follow_chaos, huge_pages_or_skip, need_userfaultfd, within};
 use vmm_dedup_trouble::Watchdog;
+
+#[global_allocator]
+static HEAP: Heap = Heap;
 
 /// Calls from one place that fail in turn: the first, the last, and some between.
 const OF_A_PLACE: u64 = 4;
@@ -241,4 +244,20 @@ fn memory_for_pages_is_had_before_any_is_away_or_frozen() {
     let seen = windows.seen();
     assert!(seen.away > 0 && seen.frozen > 0, "{seen:?}");
     assert!(seen.allocating.is_empty(), "{:?}", seen.allocating);
+    assert!(seen.asking.is_empty(), "{:#?}", seen.asking);
+}
+
+#[test]
+fn memory_for_huge_pages_is_had_before_any_is_away_or_frozen() {
+    need_userfaultfd!();
+    vmm_dedup::share_whatever_it_costs(true);
+    let pages = Pages::map_huge(HUGE);
+    (0..HUGE).for_each(|page| pages.fill(page, 1));
+    huge_pages_or_skip!(&pages);
+    let windows = Windows::watch();
+    assert!(live_huge(&pages, "while nothing fails"), "the service starts");
+    let seen = windows.seen();
+    assert!(seen.away > 0, "{seen:?}");
+    assert!(seen.allocating.is_empty(), "{:?}", seen.allocating);
+    assert!(seen.asking.is_empty(), "{:#?}", seen.asking);
 }

@@ -15,11 +15,15 @@ use vmm_dedup_integration_tests::direct_io::{pin, unpin};
 use vmm_dedup_integration_tests::memory::{Pages, flags_of};
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::vm::Guest;
+use vmm_dedup_integration_tests::windows::{Heap, Windows};
 use vmm_dedup_integration_tests::{need_kvm, need_userfaultfd};
 use vmm_dedup_payload::{PayloadConfig, WorkingSet};
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_refvmm::ThpMode;
 use vmm_dedup_trouble::Watchdog;
+
+#[global_allocator]
+static HEAP: Heap = Heap;
 
 const WORDS: usize = PAGE_SIZE / 8;
 /// Pages of a guest: more than one chunk.
@@ -125,6 +129,19 @@ fn pages_that_rest_and_have_no_twin_are_packed_and_come_back_when_they_are_touch
     assert_hold(&pages, 200..PAGES, 0);
     service.stop(true).expect("it stops");
     assert_not_registered(&pages);
+}
+
+/// Who waits for a page must not wait for reclaim as well.
+#[test]
+fn memory_is_had_before_pages_that_are_packed_are_away() {
+    need_userfaultfd!();
+    let windows = Windows::watch();
+    let (_store, pages, service) = packed_guest(Breaks::KERNEL);
+    assert_hold(&pages, 0..PAGES, 0);
+    service.stop(true).expect("it stops");
+    let seen = windows.seen();
+    assert!(seen.away > 0, "{seen:?}");
+    assert!(seen.asking.is_empty(), "{:#?}", seen.asking);
 }
 
 #[test]

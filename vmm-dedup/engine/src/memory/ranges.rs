@@ -4,15 +4,21 @@ use std::ops::Range;
 
 /// What of `whole` is not in `parts`, which are in order.
 pub(crate) fn complement(whole: &Range<usize>, parts: &[Range<usize>]) -> Vec<Range<usize>> {
+    gaps(whole, parts).collect()
+}
+
+/// As [`complement`], for whoever must not ask for memory.
+pub(crate) fn gaps<'a>(
+    whole: &Range<usize>,
+    parts: &'a [Range<usize>],
+) -> impl Iterator<Item = Range<usize>> + use<'a> {
     let mut at = whole.start;
-    let mut rest = Vec::new();
-    for part in parts.iter().cloned().chain(std::iter::once(whole.end..whole.end)) {
-        if part.start > at {
-            rest.push(at..part.start);
-        }
+    let parts = parts.iter().cloned().chain(std::iter::once(whole.end..whole.end));
+    parts.filter_map(move |part| {
+        let gap = at..part.start;
         at = at.max(part.end);
-    }
-    rest
+        (!gap.is_empty()).then_some(gap)
+    })
 }
 
 #[cfg(test)]

@@ -160,15 +160,19 @@ impl Merger {
         let give_back = as_one && batch.take == Take::HugePage { give_back: true };
         let mut pieces = self.builder.prepare(&uffd, store, requests);
         let verifier = self.verify_engine.begin_window(store);
+        // Whoever waits for a page that is away must not wait for memory, so what is noted of pages has its place before.
+        let mut outcomes = Vec::with_capacity(requests.len());
+        let mut runs = Vec::with_capacity(requests.len());
         let urgent = Urgent::begin();
         let mut window = Window::open(&uffd, start, place, &pages)?;
         let mut watch = Watch::start();
-        let taken = if as_one {
-            window.take_huge()
+        if as_one {
+            window.take_huge();
         } else {
-            pages.runs().flat_map(|run| window.take(run)).collect()
-        };
-        let mut outcomes: Vec<Outcome> = taken.into_iter().map(Outcome::of_taking).collect();
+            pages.runs().for_each(|run| window.take(run));
+        }
+        let taken = pages.runs().flat_map(|run| window.became(run));
+        outcomes.extend(taken.map(|taken| Outcome::of_taking(*taken)));
         let verified = verify(verifier, &window, store, batch, &mut outcomes, || {
             !give_back || !watch.somebody_waits(&window)
         });
@@ -178,7 +182,13 @@ impl Merger {
             taken.for_each(|outcome| *outcome = Outcome::Contended);
         }
         return_exceptions(requests, &mut outcomes, batch.open);
-        let runs = map_runs(&mut window, (&uffd, store, &mut pieces), batch, &mut outcomes);
+        map_runs(
+            &mut window,
+            (&uffd, store, &mut pieces),
+            batch,
+            &mut outcomes,
+            &mut runs,
+        );
         if as_one {
             window.put_copies_back(0..CHUNK_PAGES);
         } else {
@@ -238,17 +248,17 @@ impl Merger {
     }
 }
 
-/// Maps runs of verified pages; returns the ranges that now map the store, in order. From the last to the first:
+/// Maps runs of verified pages; notes the ranges that map the store then, in order. From the last to the first:
 /// the kernel splits a mapping a tenth cheaper at its end than at its beginning.
 fn map_runs(
     window: &mut Window<'_>,
     with: (&Uffd, &Store, &mut Pieces),
     batch: Batch<'_>,
     outcomes: &mut [Outcome],
-) -> Vec<Range<usize>> {
+    runs: &mut Vec<Range<usize>>,
+) {
     let (uffd, store, pieces) = with;
     let requests = batch.requests;
-    let mut runs: Vec<Range<usize>> = Vec::new();
     let mut end = requests.len();
     while end > 0 {
         if outcomes[end - 1] != Outcome::Merged {
@@ -285,7 +295,6 @@ fn map_runs(
         end = at;
     }
     runs.reverse();
-    runs
 }
 
 /// Maps a run over its empty places: `piece`, if it has exceptions.

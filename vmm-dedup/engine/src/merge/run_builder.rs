@@ -50,6 +50,10 @@ impl RunBuilder {
                 pieces.runs.push((part, self.prepare_run(tracker, store, run)));
             }
         }
+        // What is left over of them is noted while pages are away.
+        if !pieces.runs.is_empty() {
+            pieces.rest.reserve(requests.len());
+        }
         pieces
     }
 

@@ -8,7 +8,7 @@ use crate::pack::figures::{Packed, WINDOW};
 use crate::pack::memory::Buffers;
 use crate::pack::packer::Packer;
 use crate::pack::table::{MOST_BYTES, OVERLAY_LINES, base_of};
-use crate::sys::page_size::{CHUNK_PAGES, bytes};
+use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::{Pagemap, Written};
 use crate::sys::sched::Urgent;
 use crate::track::access::Probes;
@@ -232,18 +232,22 @@ impl Packing {
         let clock = Instant::now();
         let mut window = Window::of_registered(&packer.uffd, map.memory().address(first), place, end);
         for run in armed.runs() {
-            for (offset, taken) in (run.start..).zip(window.take(run)) {
-                if taken == Taken::Pinned {
+            window.take(run.clone());
+            for (offset, taken) in (run.start..).zip(window.became(run)) {
+                if *taken == Taken::Pinned {
                     pinned.insert(offset..offset + 1);
                 }
             }
         }
         // What was swapped out meanwhile goes back unread.
-        let there = pagemap.populated(place..place + bytes(end)).unwrap_or_default();
+        let mut there = PageSet::default();
+        let note =
+            |run: Range<usize>| there.insert((run.start - place) / PAGE_SIZE..(run.end - place) / PAGE_SIZE);
+        let _ = pagemap.each_populated(place..place + bytes(end), note);
         for prepared in &self.prepared {
             let offset = (prepared.page - first) as usize;
             let taken = window.taken(offset);
-            if !window.away().contains(offset) || !there.iter().any(|there| there.contains(&taken)) {
+            if !window.away().contains(offset) || !there.contains(offset) {
                 continue;
             }
             if packer.somebody_waits() {

@@ -272,7 +272,8 @@ fn a_fault_that_is_read_late_fills_no_place_that_is_not_the_packers_any_more() {
     let place = scratch.place(8);
     let pages = PageSet::of(std::iter::once(0..8));
     let mut window = Window::open(&guest.tracker, guest.area.base(), place, &pages).unwrap();
-    assert_eq!(window.take(0..8), [Taken::Yes; 8]);
+    window.take(0..8);
+    assert_eq!(window.became(0..8), [Taken::Yes; 8]);
     let packer = guest.packer.clone();
     let brought = packer.bring(&mut packer.lock(), 3, true);
     assert_eq!(

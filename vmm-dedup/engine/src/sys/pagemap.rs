@@ -137,7 +137,19 @@ impl Pagemap {
     /// Stretches of a range that hold private memory: not a file's, not the zero page, not swapped out.
     #[cfg_attr(any(test, feature = "inject"), track_caller)]
     pub(crate) fn populated(&mut self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
-        self.stretches(range, PRESENT | FILE | PFNZERO, FILE | PFNZERO)
+        let mut found = Vec::new();
+        self.each_populated(range, |stretch| found.push(stretch))?;
+        Ok(found)
+    }
+
+    /// As [`Self::populated`], without a list, so that no memory is asked for. On an error some were named already.
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
+    pub(crate) fn each_populated(
+        &mut self,
+        range: Range<usize>,
+        each: impl FnMut(Range<usize>),
+    ) -> io::Result<()> {
+        self.each_stretch(range, PRESENT | FILE | PFNZERO, FILE | PFNZERO, each)
     }
 
     /// As [`Self::private`], in mappings of the store only: what is tracked is passed over whole. A copy that was swapped
@@ -178,13 +190,26 @@ impl Pagemap {
 
     #[cfg_attr(any(test, feature = "inject"), track_caller)]
     fn stretches(&mut self, range: Range<usize>, mask: u64, inverted: u64) -> io::Result<Vec<Range<usize>>> {
-        let (mut at, mut found) = (range.start, Vec::new());
+        let mut found = Vec::new();
+        self.each_stretch(range, mask, inverted, |stretch| found.push(stretch))?;
+        Ok(found)
+    }
+
+    #[cfg_attr(any(test, feature = "inject"), track_caller)]
+    fn each_stretch(
+        &mut self,
+        range: Range<usize>,
+        mask: u64,
+        inverted: u64,
+        each: impl FnMut(Range<usize>),
+    ) -> io::Result<()> {
+        let (mut at, mut each) = (range.start, each);
         while at < range.end {
             let (n, end) = self.scan(at..range.end, mask, inverted, 0, PRESENT)?;
-            found.extend(self.regions[..n].iter().map(addresses));
+            self.regions[..n].iter().map(addresses).for_each(&mut each);
             at = end;
         }
-        Ok(found)
+        Ok(())
     }
 
     /// One request: pages with all bits of `mask`, those in `inverted` counting as set when clear, and with one of `any`,

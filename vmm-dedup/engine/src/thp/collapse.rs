@@ -259,7 +259,8 @@ fn replace(
     let mut window = Window::open(uffd, range.start, place, private).map_err(|_| NotBuilt::Other)?;
     for run in private.runs() {
         let known = |taken: &Taken| matches!(taken, Taken::Yes | Taken::Absent);
-        if !window.take(run).iter().all(known) {
+        window.take(run.clone());
+        if !window.became(run).iter().all(known) {
             // Everything goes back, without write tracking's marks, so that all of it counts as written.
             return Err(NotBuilt::Pinned);
         }

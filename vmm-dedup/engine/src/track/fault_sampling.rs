@@ -35,6 +35,9 @@ use std::time::{Duration, Instant};
 
 /// Ranges taken at a time. A guest that uses all of them waits for each once.
 pub(crate) const BATCH: usize = 64;
+/// Most faults that are noted: the first of each range, and what comes at places without a page, as far as there is room. (It is made
+/// before anything is away.)
+const MOST_NOTED: usize = 4 * BATCH;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -59,9 +62,11 @@ struct Away<'a> {
 struct Missed {
     /// Since the beginning of the window.
     after: Duration,
-    /// Who was missed.
-    wanted: Vec<usize>,
+    /// Which of the batch were missed for the first time: a bit of each.
+    wanted: u64,
 }
+
+const _: () = assert!(BATCH <= u64::BITS as usize);
 
 /// Notes how long the guest had run before it missed what was taken.
 fn note_missed(used: &mut [Option<Use>], missed: &[Missed]) {
@@ -69,10 +74,9 @@ fn note_missed(used: &mut [Option<Use>], missed: &[Missed]) {
     let waited = waited.unwrap_or_default();
     for (before, at) in (0..).zip(missed) {
         let ran = at.after.saturating_sub(waited * before);
-        for which in &at.wanted {
-            // Two vCPUs may ask for one range.
-            if used[*which] == Some(Use::None) {
-                used[*which] = Some(Use::After(ran));
+        for (which, used) in (0u32..).zip(used.iter_mut()) {
+            if at.wanted & 1 << which != 0 && *used == Some(Use::None) {
+                *used = Some(Use::After(ran));
             }
         }
     }
@@ -95,8 +99,10 @@ impl FaultSampling {
             (self.scratch, self.stained) = (HugeScratch::new(&self.tracker, BATCH)?, false);
         }
         let uffd = self.tracker.clone();
-        let urgent = Urgent::begin();
+        let (mut faults, mut missed) = (Vec::with_capacity(MOST_NOTED), Vec::with_capacity(MOST_NOTED));
         let mut away: Vec<Away<'_>> = Vec::with_capacity(targets.len());
+        let mut used = Vec::with_capacity(targets.len());
+        let urgent = Urgent::begin();
         let mut broken = None;
         for (number, target) in targets.iter().enumerate() {
             match self.take(&uffd, *target, number) {
@@ -107,18 +113,17 @@ impl FaultSampling {
                 }
             }
         }
-        let missed = self.wait(&uffd, &mut away, window);
+        self.wait(&uffd, &mut away, window, (&mut faults, &mut missed));
         for taken in &mut away {
             self.put_back(taken);
         }
-        let (mut used, targets): (Vec<_>, Vec<Target>) =
-            away.into_iter().map(|taken| (taken.used, taken.target)).unzip(); // every window is closed
+        used.extend(away.drain(..).map(|taken| taken.used)); // every window is closed
         drop(urgent);
         note_missed(&mut used, &missed);
         for (used, target) in used.iter().zip(targets) {
             // Who missed it may have got a page table, for want of a huge page: then it was split to fit in.
             if let (Some(Use::After(_)), Target::Huge(start)) = (used, target) {
-                self.stained |= !self.pagemap.is_huge(start);
+                self.stained |= !self.pagemap.is_huge(*start);
             }
         }
         match broken {
@@ -159,19 +164,25 @@ impl FaultSampling {
         Ok(taken)
     }
 
-    /// Until the window ends, or everything was asked for.
-    fn wait(&mut self, uffd: &Uffd, away: &mut [Away<'_>], window: Duration) -> Vec<Missed> {
+    /// Until the window ends, or everything was asked for. There is room for faults of one reading, and for those that are noted.
+    fn wait(
+        &mut self,
+        uffd: &Uffd,
+        away: &mut [Away<'_>],
+        window: Duration,
+        (faults, missed): (&mut Vec<usize>, &mut Vec<Missed>),
+    ) {
         let start = Instant::now();
         let end = start + window;
-        let mut faults = Vec::new();
-        let mut missed: Vec<Missed> = Vec::new();
+        // What was missed already: a bit of each.
+        let mut all_wanted = 0;
         while away.iter().any(|taken| !taken.window.away().is_empty()) {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
             let came = uffd.wait_for_fault(left).and_then(|came| match came {
-                true => uffd.read_faults(&mut faults).map(|()| true),
+                true => uffd.read_faults(faults).map(|()| true),
                 false => Ok(false),
             });
             match came {
@@ -188,21 +199,24 @@ impl FaultSampling {
                     break;
                 }
             }
-            let mut wanted = Vec::with_capacity(faults.len());
+            let mut wanted: u64 = 0;
             let after = start.elapsed();
             for address in faults.drain(..) {
                 if let Some(which) = away.iter().position(|taken| taken.target.contains(address)) {
                     self.put_back(&mut away[which]);
                     // Who touched a place where there never was a page must not wait on, and come again.
                     away[which].window.rest();
-                    wanted.push(which);
+                    // (Two vCPUs may ask for one range.)
+                    wanted |= 1 << which & !all_wanted;
                 }
                 let page = address & !(PAGE_SIZE - 1);
                 relocate::wake(uffd, &(page..page + PAGE_SIZE));
             }
-            missed.push(Missed { after, wanted });
+            all_wanted |= wanted;
+            if wanted != 0 || missed.len() < MOST_NOTED - BATCH {
+                missed.push(Missed { after, wanted });
+            }
         }
-        missed
     }
 
     fn put_back(&mut self, taken: &mut Away<'_>) {
@@ -246,7 +260,7 @@ mod tests {
     fn missed(times: &[Duration]) -> Vec<Missed> {
         let one = |(which, after): (usize, &Duration)| Missed {
             after: *after,
-            wanted: vec![which],
+            wanted: 1 << which,
         };
         times.iter().enumerate().map(one).collect()
     }

@@ -18,7 +18,7 @@
 use crate::error::Error;
 use crate::memory::bitmap::Bits;
 use crate::memory::layout::{Memory, Page};
-use crate::memory::ranges::complement;
+use crate::memory::ranges::{complement, gaps};
 use crate::sys::guest;
 use crate::sys::late_log;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
@@ -292,7 +292,7 @@ impl Breaker {
             self.leave(inner, stretch);
         }
         // Marked last: the fault thread touches nothing that is not marked.
-        for ours in complement(run, private) {
+        for ours in gaps(run, private) {
             self.forget_left(inner, &ours);
             self.mark(&ours, true);
         }

@@ -91,6 +91,8 @@ pub(crate) struct Window<'a> {
     armed: PageSet,
     /// Taken, and neither put back nor consumed.
     away: PageSet,
+    /// What became of each page that was to be taken. It has its place here, since no memory is asked for while pages are away.
+    became: [Taken; CHUNK_PAGES],
 }
 
 impl<'a> Window<'a> {
@@ -101,14 +103,7 @@ impl<'a> Window<'a> {
     /// [`Error::Register`]; everything is as it was then.
     pub(crate) fn open(uffd: &'a Uffd, start: usize, scratch: usize, pages: &PageSet) -> Result<Self, Error> {
         let end = pages.runs().last().map_or(0, |run| run.end);
-        let mut window = Self {
-            uffd,
-            start,
-            scratch,
-            pages: end,
-            armed: PageSet::default(),
-            away: PageSet::default(),
-        };
+        let mut window = Self::of_registered(uffd, start, scratch, end);
         for run in pages.runs() {
             let address = window.address(run.start);
             if let Err(source) = uffd.register(address, bytes(run.len()), Mode::Missing) {
@@ -127,7 +122,6 @@ impl<'a> Window<'a> {
 
     /// A window over places, from the first to that before `end`, which the caller has registered for missing pages, and which stay
     /// so when it ends.
-    #[cfg_attr(not(feature = "pack"), allow(dead_code))]
     pub(crate) fn of_registered(uffd: &'a Uffd, start: usize, scratch: usize, end: usize) -> Self {
         Self {
             uffd,
@@ -136,6 +130,7 @@ impl<'a> Window<'a> {
             pages: end,
             armed: PageSet::default(),
             away: PageSet::default(),
+            became: [Taken::Absent; CHUNK_PAGES],
         }
     }
 
@@ -154,36 +149,44 @@ impl<'a> Window<'a> {
         self.away
     }
 
-    /// Takes consecutive armed pages. What the kernel holds for a moment is tried again.
+    /// What became of pages that were to be taken, each asked for once. (It does not change when they go back.)
+    pub(crate) fn became(&self, pages: Range<usize>) -> &[Taken] {
+        &self.became[pages]
+    }
+
+    fn note_taken(&mut self, pages: Range<usize>) {
+        self.became[pages.clone()].fill(Taken::Yes);
+        self.away.insert(pages);
+    }
+
+    /// Takes consecutive armed pages; [`Self::became`] tells which. What the kernel holds for a moment is tried again.
     #[allow(unsafe_code)] // moves guest pages
-    pub(crate) fn take(&mut self, pages: Range<usize>) -> Vec<Taken> {
-        let mut taken = Vec::with_capacity(pages.len());
-        let mut tries = 0;
+    pub(crate) fn take(&mut self, pages: Range<usize>) {
+        let (mut at, mut tries) = (pages.start, 0);
         // One call moves pages of one mapping only. Pages that the service broke lie in mappings of their own.
         let mut one_by_one = false;
-        while taken.len() < pages.len() {
-            let at = pages.start + taken.len();
+        while at < pages.end {
             let len = if one_by_one { 1 } else { pages.end - at };
             // SAFETY: guest memory and scratch memory are only ever accessed through raw addresses.
             let (moved, error) =
                 unsafe { self.uffd.move_pages(self.taken(at), self.address(at), bytes(len)) };
             let moved = moved / PAGE_SIZE;
-            self.away.insert(at..at + moved);
-            taken.extend(std::iter::repeat_n(Taken::Yes, moved));
+            self.note_taken(at..at + moved);
+            at += moved;
             tries = if moved > 0 { 0 } else { tries + 1 };
             match error {
                 None => {}
                 Some(MoveError::Again) if tries < TRIES => {}
                 Some(MoveError::Refused(libc::EINVAL)) if len > 1 => one_by_one = true,
-                Some(_) if taken.len() == pages.len() => {}
+                Some(_) if at == pages.end => {}
                 Some(error) => {
                     tries = 0;
                     note_refusal(error);
-                    taken.push(Taken::of_error(error));
+                    self.became[at] = Taken::of_error(error);
+                    at += 1;
                 }
             }
         }
-        taken
     }
 
     /// Takes consecutive armed pages up to the first that cannot be taken; how many, and why no more.
@@ -191,7 +194,7 @@ impl<'a> Window<'a> {
         let (from, to) = (self.address(pages.start), self.taken(pages.start));
         let (moved, error) = move_away(self.uffd, from, to, bytes(pages.len()));
         let moved = moved / PAGE_SIZE;
-        self.away.insert(pages.start..pages.start + moved);
+        self.note_taken(pages.start..pages.start + moved);
         error.into_iter().for_each(note_refusal);
         (moved, error.map_or(Taken::Yes, Taken::of_error))
     }
@@ -199,19 +202,18 @@ impl<'a> Window<'a> {
     /// Takes a huge page as one, into a place for huge pages. If it is pinned, asking for its pages one by one would only split
     /// it, and older kernels try that for as long as it is pinned.
     #[allow(unsafe_code)] // moves guest pages
-    pub(crate) fn take_huge(&mut self) -> Vec<Taken> {
+    pub(crate) fn take_huge(&mut self) {
         let page_by_page = AnotherWay::of(Call::Move);
         // SAFETY: as in `take`.
         let (moved, error) = unsafe { self.uffd.move_pages(self.scratch, self.start, HUGE_SIZE) };
         drop(page_by_page);
         let moved = moved / PAGE_SIZE;
-        self.away.insert(0..moved);
+        self.note_taken(0..moved);
         if moved == 0 && error == Some(MoveError::Pinned) {
-            return vec![Taken::Pinned; CHUNK_PAGES];
+            self.became.fill(Taken::Pinned);
+        } else {
+            self.take(moved..CHUNK_PAGES);
         }
-        let mut taken = vec![Taken::Yes; moved];
-        taken.extend(self.take(moved..CHUNK_PAGES));
-        taken
     }
 
     /// Moves back what is away of some pages; whether all of it went in one move, as a huge page does.
