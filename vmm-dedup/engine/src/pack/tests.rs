@@ -12,6 +12,8 @@ use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::vma::{self, Anonymous};
+use crate::unmerge::cow::Breaker;
+use crate::unmerge::discard::{Discarder, Discards};
 use crate::window::{PageSet, Scratch, Taken, Window};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -347,7 +349,10 @@ fn memory_that_is_forgotten_is_nobodys_to_fill() {
     let _watchdog = Watchdog::start(PATIENCE, || ());
     guest.pack(0..8);
     let place = guest.area.base() + bytes(2)..guest.area.base() + bytes(6);
-    guest.packer.forget(&place);
+    let memory = guest.map.memory().clone();
+    let discards = Arc::new(Discards::new(memory.clone(), guest.map.in_file()));
+    let breaker = Arc::new(Breaker::new(guest.tracker.clone(), memory, None).unwrap());
+    Discarder::of(discards, breaker, Some(guest.packer.clone())).forget(place.start, place.len());
     // SAFETY: pages of the test's own area, to which there are no references.
     unsafe { vma::renew(place.start, place.len()) }.unwrap();
     // Somebody else who waits for what is missing there.
