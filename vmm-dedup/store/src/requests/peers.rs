@@ -5,6 +5,7 @@ use crate::ledger::epochs::MemberId;
 use crate::ledger::sightings::PASSED_OVER;
 use crate::requests::outbox::Outbox;
 use crate::requests::violation::Violation;
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -102,6 +103,8 @@ pub(crate) struct Peers {
     max: usize,
     max_of_process: usize,
     pub(crate) counters: PeerCounters,
+    /// The sum of what services report, until one of them changes: whoever asks for one VM after the other asks for it each time.
+    sum: OnceCell<Box<ServiceStats>>,
 }
 
 impl Peers {
@@ -112,6 +115,7 @@ impl Peers {
             max,
             max_of_process,
             counters: PeerCounters::default(),
+            sum: OnceCell::new(),
         }
     }
 
@@ -165,6 +169,7 @@ impl Peers {
 
     /// A peer has introduced itself.
     pub(crate) fn set_phase(&mut self, id: MemberId, phase: Phase) {
+        self.sum.take();
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.phase = phase;
         }
@@ -181,6 +186,7 @@ impl Peers {
         id: MemberId,
         message: &'static str,
     ) -> Result<&mut Service, Violation> {
+        self.sum.take();
         match self.peers.get_mut(&id).map(|peer| &mut peer.phase) {
             Some(Phase::Service(service)) => Ok(service),
             _ => Err(Violation::Unexpected(message)),
@@ -189,6 +195,7 @@ impl Peers {
 
     /// The socket is gone, or the peer has said goodbye. A service becomes an orphan.
     pub(crate) fn disconnect(&mut self, id: MemberId) -> Parting {
+        self.sum.take();
         let Some(peer) = self.peers.get_mut(&id) else {
             return Parting::Done;
         };
@@ -237,8 +244,9 @@ impl Peers {
     }
 
     /// The sum of what all services report.
-    pub(crate) fn sum(&self) -> ServiceStats {
-        accounts::sum(self.services().map(|(_, _, service)| &service.stats))
+    pub(crate) fn sum(&self) -> &ServiceStats {
+        let sum = || accounts::sum(self.services().map(|(_, _, service)| &service.stats));
+        self.sum.get_or_init(|| Box::new(sum()))
     }
 
     /// Broken connections whose processes may live.

@@ -33,7 +33,7 @@ impl Statistics<'_> {
         let metadata_bytes = pool.catalog().bytes() + tables as u64;
         let vms = self.peers.sum();
         let services = self.peers.services().count();
-        let net = accounts::saved_net(&vms, services, resident_bytes, metadata_bytes);
+        let net = accounts::saved_net(vms, services, resident_bytes, metadata_bytes);
         StoreStats {
             pages_shared: in_use,
             pages_sharing: pool.lifetime().claimed().saturating_sub(in_use),
@@ -87,7 +87,7 @@ impl Statistics<'_> {
             match self.peers.phase(vm.id) {
                 Some(Phase::Service(service)) => {
                     let count = self.peers.services().count();
-                    let shares = accounts::Shares::of(&stats.store, &self.peers.sum(), count);
+                    let shares = accounts::Shares::of(&stats.store, self.peers.sum(), count);
                     stats.vm = self.vm(vm.id, service);
                     stats.saved_net_bytes = shares.saved_net(&stats.vm).cast_unsigned();
                 }
