@@ -2,8 +2,10 @@
 
 use io_uring::IoUring;
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Config, Error, Settings};
+use vm_memory::{GuestAddress, GuestMemoryMmap};
+use vmm_dedup::{Breaks, Config, DedupService, Error, Observer, Settings};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -331,4 +333,36 @@ fn what_cannot_be_deduplicated_is_refused_with_the_reason() {
     let error =
         unsafe { vmm_dedup::DedupService::start_on_ranges(&[range], &store.socket(), Config::default()) };
     assert!(error.expect_err("refused").to_string().contains("shared=on"));
+}
+
+/// The fault thread copies pages of the VM for writers, and does so for longer than a scanning thread that dies.
+#[test]
+fn memory_stays_while_the_fault_thread_is_there_although_the_scanning_thread_died() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 2 << 20)]).expect("memory");
+    let memory = Arc::new(memory);
+    let kept = Arc::downgrade(&memory);
+    let config = Config {
+        breaks: Breaks::managed(64, 0),
+        ..Config::default()
+    };
+    let service = DedupService::start(memory, &store.socket(), config).expect("dedup starts");
+    let mut died = false;
+    let scanner_dies = Observer::begin(move |_| {
+        let is_scanner = std::thread::current().name() == Some("dedup-scan");
+        let dies = is_scanner && !std::mem::replace(&mut died, true);
+        assert!(!dies, "as a bug would have it");
+    });
+    let start = Instant::now();
+    while service.pass().is_ok() {
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "the scanning thread lives"
+        );
+    }
+    drop(scanner_dies);
+    assert!(kept.upgrade().is_some(), "the fault thread has it");
+    drop(service);
+    assert!(kept.upgrade().is_none(), "it is nobody's any more");
 }
