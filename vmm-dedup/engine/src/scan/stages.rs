@@ -48,7 +48,7 @@ impl Pass {
         }
         self.tell_store()?;
         self.heard.done();
-        if self.direct_io.look().is_err() {
+        if !self.direct_io.begin_pass() {
             return self.stand_by();
         }
         if self.session.is_connected() {
@@ -67,7 +67,8 @@ impl Pass {
         if !self.session.is_connected() {
             return Ok(());
         }
-        if !self.direct_io.glance() {
+        // Whatever replaces memory from here on glances before that.
+        if self.direct_io.refused().is_some() {
             return self.stand_by();
         }
         self.look_at_huge_pages()?;

@@ -44,6 +44,8 @@ const FUSE_SERVER: u32 = 229;
 /// How long a look holds between two windows, which are often shorter than a look takes. (Whoever opens a file right behind a look
 /// is not seen either. What leaves no gap is to be told: `direct_io_opened`.)
 const GLANCE_HOLDS: Duration = Duration::from_millis(5);
+/// How long a look may be put off while nothing is replaced, so that whoever watches is told.
+const LOOK_PERIOD: Duration = Duration::from_secs(10);
 /// How long the kernel is asked what is registered with an io_uring that is in use.
 const RING_IN_USE: Duration = Duration::from_millis(20);
 /// Files of overlayfs remembered.
@@ -61,6 +63,10 @@ pub(crate) struct DirectIo {
     refused: Option<String>,
     /// When it was last looked or glanced.
     looked: Instant,
+    /// Whether this pass has to look yet, before it replaces memory.
+    is_due: bool,
+    /// When it was last looked.
+    looked_at_all: Instant,
 }
 
 impl DirectIo {
@@ -72,12 +78,24 @@ impl DirectIo {
             passed: Vec::new(),
             refused: None,
             looked: Instant::now(),
+            is_due: true,
+            looked_at_all: Instant::now(),
         })
     }
 
     /// Why guest memory must not be replaced now, as of the last look.
     pub(crate) fn refused(&self) -> Option<&str> {
         self.refused.as_deref()
+    }
+
+    /// A pass begins. Its first glance is a look, so one that replaces no memory asks of no file. What has refused is looked at now,
+    /// since it may have gone, and so is everything that was not looked at for [`LOOK_PERIOD`]. Returns whether merging may go on.
+    pub(crate) fn begin_pass(&mut self) -> bool {
+        self.is_due = true;
+        if self.refused.is_some() || self.looked_at_all.elapsed() >= LOOK_PERIOD {
+            return self.look().is_ok();
+        }
+        true
     }
 
     /// Looks at every file that this process has open; fails if one must not meet merging.
@@ -88,13 +106,18 @@ impl DirectIo {
             self.judge_others(fd)
         });
         self.note(&found);
+        (self.is_due, self.looked_at_all) = (false, self.looked);
         found
     }
 
     /// Looks at less cost (a system call a file), as it can be done before every batch of merges: asks files for their flags
     /// only, and not at all if a look has refused. It does not see what is not told by flags: vhost-scsi, sockets with TLS,
-    /// /dev/fuse, files that are registered with an io_uring, and FUSE before Linux 6.9. Returns whether merging may go on.
+    /// /dev/fuse, files that are registered with an io_uring, and FUSE before Linux 6.9. So the first of a pass is a look. Returns
+    /// whether merging may go on.
     pub(crate) fn glance(&mut self) -> bool {
+        if self.is_due {
+            return self.look().is_ok();
+        }
         if self.refused.is_none() {
             let descriptors = self.descriptors.clone();
             let found = descriptors.each(|fd| self.judge_flags(fd));
@@ -106,7 +129,7 @@ impl DirectIo {
     /// As [`Self::glance`], to be called before each window of many: what was seen less than [`GLANCE_HOLDS`] ago is not asked
     /// again.
     pub(crate) fn glance_again(&mut self) -> bool {
-        if self.looked.elapsed() < GLANCE_HOLDS {
+        if !self.is_due && self.looked.elapsed() < GLANCE_HOLDS {
             return self.refused.is_none();
         }
         self.glance()
@@ -374,12 +397,19 @@ mod tests {
     use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_change, unmount};
     use std::fs::File;
     use std::os::fd::{AsFd, OwnedFd};
+    use std::sync::{Mutex, MutexGuard, PoisonError};
 
     fn direct_io(fuse_pins: bool) -> DirectIo {
         DirectIo {
             fuse_pins,
             ..DirectIo::new().unwrap()
         }
+    }
+
+    /// What one test opens all others see.
+    fn alone() -> MutexGuard<'static, ()> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        ALONE.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A folder on a disk: /tmp may be memory.
@@ -435,6 +465,7 @@ mod tests {
 
     #[test]
     fn files_on_a_local_disk_and_pipes_of_messages_are_let_pass() {
+        let _alone = alone();
         let folder = folder();
         let _pipe = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::DIRECT).unwrap();
         let Ok(_file) = open_direct(&folder.path().join("disk")) else {
@@ -445,6 +476,46 @@ mod tests {
             (Err(refused), _) => eprintln!("SKIPPED: {refused}"),
             (Ok(()), glance) => assert!(glance),
         }
+    }
+
+    /// What passes for vhost-scsi: KVM's device, which anybody may open here who may open it at all.
+    fn what_only_a_look_sees(folder: &Path) -> io::Result<File> {
+        let (path, kvm) = (folder.join("vhost-scsi"), rustix::fs::makedev(MISC, 232));
+        rustix::fs::mknodat(CWD, &path, FileType::CharacterDevice, Mode::RUSR, kvm)?;
+        File::open(&path)
+    }
+
+    #[test]
+    fn a_pass_looks_before_it_replaces_memory_and_else_not() {
+        let _alone = alone();
+        let folder = folder();
+        let mut direct_io = direct_io(true);
+        if let Err(refused) = direct_io.look() {
+            return eprintln!("SKIPPED: {refused}");
+        }
+        let looked = direct_io.looked_at_all;
+        assert!(direct_io.begin_pass() && direct_io.begin_pass());
+        assert_eq!(direct_io.looked_at_all, looked, "a look for nothing");
+        let file = match what_only_a_look_sees(folder.path()) {
+            Ok(file) => file,
+            Err(error) => return eprintln!("SKIPPED: {error}"),
+        };
+        // However short a time ago the last look was.
+        assert!(!direct_io.glance_again() && direct_io.refused().is_some());
+        assert!(!direct_io.begin_pass() && !direct_io.glance());
+        drop(file);
+        // It goes on by itself, and with the first glance of the pass that one looks no more.
+        assert!(direct_io.begin_pass() && direct_io.glance());
+        let looked = direct_io.looked_at_all;
+        assert!(direct_io.glance() && direct_io.glance_again());
+        assert_eq!(direct_io.looked_at_all, looked);
+        // Whoever watches is told in time, though nothing is replaced.
+        let place = folder.path().join("vhost-scsi");
+        fs::remove_file(&place).unwrap();
+        let file = what_only_a_look_sees(folder.path()).unwrap();
+        direct_io.looked_at_all -= LOOK_PERIOD;
+        assert!(!direct_io.begin_pass());
+        drop(file);
     }
 
     /// In a thread that sees mounts of its own.
@@ -463,6 +534,7 @@ mod tests {
 
     #[test]
     fn an_overlayfs_is_what_its_layers_are_as_far_as_they_can_be_seen() {
+        let _alone = alone();
         with_own_mounts(|| {
             let folder = folder();
             let at = |name: &str| folder.path().join(name);
