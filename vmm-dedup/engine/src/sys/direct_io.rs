@@ -187,7 +187,9 @@ impl DirectIo {
             }
             FileType::CharacterDevice if device.0 == MISC => {
                 let link = link(fd)?.unwrap_or_default();
-                link.ends_with("vhost-scsi").then_some("vhost-scsi")
+                // Its node may have been removed since.
+                let is_it = link.ends_with("vhost-scsi") || link.ends_with("vhost-scsi (deleted)");
+                is_it.then_some("vhost-scsi")
             }
             FileType::Socket => has_tls(fd)?.then_some("a socket whose TLS the kernel does"),
             // Descriptors without a file of their own have no type.
@@ -513,6 +515,7 @@ mod tests {
         let place = folder.path().join("vhost-scsi");
         fs::remove_file(&place).unwrap();
         let file = what_only_a_look_sees(folder.path()).unwrap();
+        fs::remove_file(&place).unwrap();
         direct_io.looked_at_all -= LOOK_PERIOD;
         assert!(!direct_io.begin_pass());
         drop(file);
