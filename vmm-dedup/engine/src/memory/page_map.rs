@@ -102,6 +102,12 @@ impl PageMap {
         self.state(page).known
     }
 
+    /// Whether a visit that finds the page unwritten has nothing to do with it.
+    #[inline]
+    pub(crate) fn is_settled(&self, page: Page) -> bool {
+        self.pages.table().is_settled(page) && !self.has_hints()
+    }
+
     /// Whether a page's key is not to be read, since the guest says so.
     pub(crate) fn rests(&self, page: Page) -> bool {
         let hint = self.hints.get(page);

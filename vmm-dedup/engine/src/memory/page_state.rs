@@ -152,8 +152,13 @@ const ENDS: u64 = 1 << 56;
 pub(super) const WORTH_SHIFT: u32 = 48;
 pub(super) const WORTH: u64 = 0xff << WORTH_SHIFT;
 const PAYLOAD: u64 = ((1 << KNOWN_SHIFT) - 1) & !WORTH;
+const WRITE_PROTECTED: u64 = 1;
+const VOLATILE: u64 = 2;
+const PINNED: u64 = 3;
 const CANDIDATE: u64 = 5;
+const PRIVATE: u64 = 0;
 const SLOT: u64 = 2;
+const ORPHANED_SLOT: u64 = 4;
 
 impl Backing {
     /// Number and payload.
@@ -161,11 +166,11 @@ impl Backing {
         let begins = |orphan: Orphan| if orphan.begins { BEGINS } else { 0 };
         let edges = |edges: Edges| (u64::from(edges.begins) * BEGINS) | (u64::from(edges.ends) * ENDS);
         match self {
-            Backing::Private => (0, 0),
+            Backing::Private => (PRIVATE, 0),
             Backing::Zero => (1, 0),
             Backing::Slot(slot) => (SLOT, slot.number().into()),
             Backing::CopiedOnWrite(place) => (3, edges(place)),
-            Backing::OrphanedSlot(orphan) => (4, begins(orphan)),
+            Backing::OrphanedSlot(orphan) => (ORPHANED_SLOT, begins(orphan)),
             Backing::OrphanedCopy(orphan) => (5, begins(orphan)),
             Backing::Packed => (6, 0),
             #[cfg(test)]
@@ -308,9 +313,9 @@ impl Known {
     fn encode(self) -> (u64, u64) {
         match self {
             Known::Nothing => (0, 0),
-            Known::WriteProtected => (1, 0),
-            Known::Volatile => (2, 0),
-            Known::Pinned(PinnedUntil { due, pause }) => (3, u64::from(due) | u64::from(pause) << 32),
+            Known::WriteProtected => (WRITE_PROTECTED, 0),
+            Known::Volatile => (VOLATILE, 0),
+            Known::Pinned(PinnedUntil { due, pause }) => (PINNED, u64::from(due) | u64::from(pause) << 32),
             Known::Keyed(key) => (4, key.raw()),
             Known::Candidate(key) => (CANDIDATE, key.raw()),
         }
@@ -321,9 +326,9 @@ impl Known {
     fn decode(number: u64, payload: u64) -> Self {
         let key = Key::try_new(payload & !(BEGINS | ENDS));
         match (number, key) {
-            (1, _) => Known::WriteProtected,
-            (2, _) => Known::Volatile,
-            (3, _) => Known::Pinned(PinnedUntil {
+            (WRITE_PROTECTED, _) => Known::WriteProtected,
+            (VOLATILE, _) => Known::Volatile,
+            (PINNED, _) => Known::Pinned(PinnedUntil {
                 due: payload as u32,
                 pause: (payload >> 32) as u8,
             }),
@@ -400,6 +405,15 @@ impl PageState {
         (word >> BACKING_SHIFT == SLOT)
             .then(|| Slot::try_new((word & PAYLOAD) as u32))
             .flatten()
+    }
+
+    /// Whether the page of a word, if it was not written, neither waits to be keyed nor for its next try: the loop over all pages
+    /// asks, and most are settled.
+    pub(super) fn is_settled(word: u64) -> bool {
+        match word >> BACKING_SHIFT {
+            PRIVATE => !matches!(word >> KNOWN_SHIFT & 7, WRITE_PROTECTED | VOLATILE | PINNED),
+            backing => backing != ORPHANED_SLOT,
+        }
     }
 
     /// The key in a word, if it is a candidate's: the hot loop over all pages asks.
@@ -550,6 +564,12 @@ pub(super) mod tests {
                 PageState::candidate_key(state.encode()),
                 state.known.candidate().map(Key::raw)
             );
+            let tried_again = state.backing == Backing::Private && matches!(state.known, Known::Pinned(_));
+            let settled = !state.awaits_key() && !tried_again;
+            // Orphaned slots that have their key are not told apart here.
+            let orphan = matches!(state.backing, Backing::OrphanedSlot(_));
+            prop_assert_eq!(PageState::is_settled(state.encode()), settled && !orphan);
+            prop_assert_eq!(PageState::is_settled(state.encode() | WORTH), settled && !orphan);
         }
 
         /// What is anonymous in a mapping of the store stays there, or is replaced as a whole: it cannot be taken. Nothing is

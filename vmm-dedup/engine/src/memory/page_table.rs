@@ -77,6 +77,12 @@ impl PageTable {
         PageState::decode(self.words[page as usize])
     }
 
+    /// See [`PageState::is_settled`].
+    #[inline]
+    pub(super) fn is_settled(&self, page: Page) -> bool {
+        PageState::is_settled(self.words[page as usize])
+    }
+
     pub(super) fn replace(&mut self, page: Page, old: PageState, next: PageState) {
         if let Some(n) = self.counts.of(old) {
             *n -= 1;

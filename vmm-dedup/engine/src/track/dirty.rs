@@ -95,6 +95,9 @@ fn visit_small(
     let mut waiting = false;
     for (offset, page) in pages.enumerate() {
         let was_written = written[offset / 64] & 1 << (offset % 64) != 0;
+        if !was_written && map.is_settled(page) {
+            continue;
+        }
         let state = map.state(page);
         if was_written {
             // What lay in a mapping of the store when the pass began was broken since. The next pass learns of that, and must
