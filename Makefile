@@ -10,10 +10,10 @@ CLI = $(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-cli --
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint package bench overhead chaos soak nested
+.PHONY: help setup demo test lint package deb check-deb bench overhead chaos soak nested
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)$$/make \1\t\2/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)$$/make \1\t\2/' | expand -t 16
 
 setup: ## find, and where possible install, what the other commands need
 	@.ci/setup
@@ -39,6 +39,13 @@ lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 package: setup ## the crates that a VMM takes, as they would be published, each built from its package
 	$(CARGO) package $(CARGOFLAGS) --allow-dirty -p vmm-dedup-protocol -p vmm-dedup-agent-wire \
 		-p vmm-dedup-agent-receiver -p vmm-dedup-packed -p vmm-dedup
+
+deb: setup ## Debian packages of command line and store, preload library and guest agent, in target/debian
+	packaging/build-debs target/debian
+
+# In no CI: making the minimal Debian alone takes minutes.
+check-deb: setup ## the packages installed, used, upgraded and removed in a minimal Debian (root, KVM, mmdebstrap)
+	packaging/check-deb
 
 bench: setup ## the same content merged by KSM and by us, in turn (root; some minutes)
 	$(CLI) bench ksm $(BENCHFLAGS)

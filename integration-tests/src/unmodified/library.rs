@@ -1,4 +1,4 @@
-//! Libraries to preload.
+//! Libraries to preload, and the guest agent.
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -24,4 +24,14 @@ pub fn nested_state() -> PathBuf {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| vmm_dedup_built::library("vmm-dedup-nested-state"))
         .clone()
+}
+
+/// Path of the guest agent's program, linked as this machine's programs are.
+///
+/// # Panics
+/// If it cannot be built.
+#[must_use]
+pub fn agent() -> PathBuf {
+    vmm_dedup_built::cargo(&["build", "--package", "vmm-dedup-agent"]);
+    vmm_dedup_built::profile().join("vmm-dedup-agent")
 }

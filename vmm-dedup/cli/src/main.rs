@@ -10,10 +10,10 @@
 mod commands;
 mod which_store;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 #[cfg(feature = "demo")]
 use commands::demo;
-use commands::{device, doctor, estimate, explain, fleet, run, set, stat, store, top};
+use commands::{device, doctor, estimate, explain, fleet, manual, run, set, stat, store, top};
 use std::process::ExitCode;
 use vmm_dedup_host::{Failure, note, output};
 
@@ -27,7 +27,7 @@ use vmm_dedup_host::{Failure, note, output};
 /// and watch them with `vmm-dedup top`, `vmm-dedup stat` or Prometheus. `vmm-dedup set` changes a running VM's settings,
 /// `vmm-dedup explain` tells what became of its pages, and `vmm-dedup doctor` what is wrong on this host.
 #[derive(Parser, Debug)]
-#[command(version, about, long_about, propagate_version = true)]
+#[command(name = "vmm-dedup", version, about, long_about, propagate_version = true)]
 struct Cli {
     /// End when this process, which started this one, ends (for children of other commands).
     #[arg(long, value_name = "PID", global = true, hide = true)]
@@ -54,6 +54,9 @@ enum Command {
     Estimate(estimate::EstimateArgs),
     #[cfg(feature = "bench")]
     Bench(vmm_dedup_bench::BenchArgs),
+    Completions(manual::CompletionsArgs),
+    #[command(hide = true)]
+    PackageFiles(manual::FilesArgs),
 }
 
 fn main() -> ExitCode {
@@ -103,5 +106,7 @@ fn run(cli: &Cli) -> Result<(), Failure> {
         Command::Estimate(args) => estimate::run(args),
         #[cfg(feature = "bench")]
         Command::Bench(args) => vmm_dedup_bench::run(args),
+        Command::Completions(args) => manual::completions(args, Cli::command()),
+        Command::PackageFiles(args) => manual::files(args, Cli::command()),
     }
 }

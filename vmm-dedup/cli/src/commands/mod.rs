@@ -7,6 +7,7 @@ pub(crate) mod doctor;
 pub(crate) mod estimate;
 pub(crate) mod explain;
 pub(crate) mod fleet;
+pub(crate) mod manual;
 pub(crate) mod run;
 pub(crate) mod set;
 pub(crate) mod stat;

@@ -4,6 +4,7 @@ mod doctor;
 mod errors;
 mod host;
 mod output;
+mod packages;
 mod screen;
 mod several;
 mod terminal;
