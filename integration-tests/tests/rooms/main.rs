@@ -99,8 +99,8 @@ fn what_commands_ask_of_the_host_stands_in_its_rooms() {
 #[test]
 fn the_benches_stand_in_their_rooms() {
     let order = [
-        "host", "kernel", "report", "worker", "content", "service", "ksm", "engines", "dsa", "mixed",
-        "churn", "estimate", "pack",
+        "host", "kernel", "report", "plots", "worker", "content", "service", "ksm", "engines", "dsa",
+        "mixed", "churn", "estimate", "pack",
     ];
     check("vmm-dedup/bench/src/lib.rs", &rooms(&order));
 }

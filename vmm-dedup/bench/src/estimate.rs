@@ -1,5 +1,6 @@
 //! `bench estimate`: an estimate's reading speed beside that of reading alone, in turn, in one run.
 
+use crate::plots::{Plot, Plots};
 use clap::Args;
 use serde_json::json;
 use std::time::Instant;
@@ -23,7 +24,7 @@ pub(crate) struct EstimateArgs {
 }
 
 /// Runs the comparison.
-pub(crate) fn run(args: &EstimateArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &EstimateArgs, plots: &Plots) -> Result<(), Failure> {
     let memories = args.inputs.open().map_err(Failure::from_error)?;
     let bytes = memories.iter().map(Memory::pages).sum::<u64>() as f64 * 4096.0;
     let reading = Reading {
@@ -61,5 +62,9 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<(), Failure> {
             estimate / plain
         );
     }
-    Ok(())
+    plots.write(|| {
+        let speeds = [("reading", plain), ("estimating", estimate)];
+        let speeds = speeds.map(|(what, speed)| (what.to_owned(), "speed".to_owned(), speed / 1e9));
+        vec![Plot::bars("estimate", "Reading memory", "GB/s", speeds)]
+    })
 }

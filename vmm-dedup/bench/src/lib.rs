@@ -26,16 +26,22 @@ mod kernel;
 mod ksm;
 mod mixed;
 mod pack;
+mod plots;
 mod report;
 mod service;
 mod worker;
 
 use clap::{Args, Subcommand};
+use plots::Plots;
+use std::path::PathBuf;
 use vmm_dedup_host::Failure;
 
 /// Measure.
 #[derive(Args, Debug)]
 pub struct BenchArgs {
+    /// Write plots of the figures into this folder, as SVG files.
+    #[arg(long, global = true, value_name = "DIR")]
+    plot: Option<PathBuf>,
     #[command(subcommand)]
     bench: Bench,
 }
@@ -62,14 +68,15 @@ enum Bench {
 /// # Errors
 /// A [`Failure`] if it cannot be run here, or if memory did not hold what was written to it.
 pub fn run(args: &BenchArgs) -> Result<(), Failure> {
+    let plots = &Plots::into(args.plot.as_deref())?;
     match &args.bench {
-        Bench::Ksm(args) => ksm::run(args),
-        Bench::Engines(args) => engines::run(args),
-        Bench::Dsa(args) => dsa::run(args),
-        Bench::Mixed(args) => mixed::run(args),
-        Bench::Churn(args) => churn::run(args),
-        Bench::Estimate(args) => estimate::run(args),
-        Bench::Pack(args) => pack::run(args),
+        Bench::Ksm(args) => ksm::run(args, plots),
+        Bench::Engines(args) => engines::run(args, plots),
+        Bench::Dsa(args) => dsa::run(args, plots),
+        Bench::Mixed(args) => mixed::run(args, plots),
+        Bench::Churn(args) => churn::run(args, plots),
+        Bench::Estimate(args) => estimate::run(args, plots),
+        Bench::Pack(args) => pack::run(args, plots),
         Bench::Worker(args) => ksm::work(args),
         Bench::MixedWorker(args) => mixed::work(args),
         Bench::ChurnGuest(args) => churn::work(args),

@@ -1,5 +1,6 @@
 //! `bench pack`: what packing saves on images beyond exact sharing, and what it costs.
 
+use crate::plots::{Plot, Plots};
 use crate::report::print_json;
 use clap::Args;
 use serde::Serialize;
@@ -33,7 +34,7 @@ struct Report {
 }
 
 /// Runs the bench.
-pub(crate) fn run(args: &PackArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &PackArgs, plots: &Plots) -> Result<(), Failure> {
     let inputs = Inputs {
         files: args.images.clone(),
         ..Inputs::default()
@@ -50,19 +51,46 @@ pub(crate) fn run(args: &PackArgs) -> Result<(), Failure> {
         own: packed(Bases::Own)?,
         domain: packed(Bases::Domain)?,
     };
-    if args.json {
-        return print_json(&report);
+    match args.json {
+        true => print_json(&report)?,
+        false => report.print(),
     }
-    say!(
-        "exact sharing frees {} of {} pages; packed, beyond that:",
-        report.exact.saved.pages,
-        report.exact.pages
-    );
-    for packing in [&report.own, &report.domain] {
-        say!("bases {}, {} pages without a twin", packing.bases, packing.pages);
-        packing.plans.iter().for_each(print);
+    plots.write(|| report.plots())
+}
+
+impl Report {
+    fn plots(&self) -> Vec<Plot> {
+        let bars = |name, title, unit, figure: fn(&Plan) -> f64| {
+            let figures = [&self.own, &self.domain].into_iter().flat_map(|packing| {
+                let bases = format!("bases {}", packing.bases);
+                packing
+                    .plans
+                    .iter()
+                    .map(move |plan| (plan.name.to_string(), bases.clone(), figure(plan)))
+            });
+            Plot::bars(name, title, unit, figures)
+        };
+        vec![
+            bars("pack-saved", "Saved by packing beyond sharing", "MiB", |plan| {
+                plan.saved_bytes as f64 / f64::from(1 << 20)
+            }),
+            bars("pack-rebuild", "99 of 100 rebuilds take at most", "us", |plan| {
+                plan.rebuild_p99_us
+            }),
+        ]
     }
-    Ok(())
+
+    fn print(&self) {
+        say!(
+            "exact sharing frees {} of {} pages; packed, beyond that:",
+            self.exact.saved.pages,
+            self.exact.pages
+        );
+        for packing in [&self.own, &self.domain] {
+            say!("bases {}, {} pages without a twin", packing.bases, packing.pages);
+            packing.plans.iter().for_each(print);
+        }
+    }
 }
 
 fn try_bases(memories: &[Memory], bases: Bases, reading: &Reading<'_>) -> Result<Packing, Failure> {

@@ -30,6 +30,7 @@ mod theirs;
 use crate::content::{page_sizes, pages_name};
 use crate::host;
 use crate::kernel::Comparison;
+use crate::plots::Plots;
 use crate::report::print_json;
 use crate::service::Breaker;
 use clap::Args;
@@ -91,7 +92,7 @@ pub(crate) struct ChurnArgs {
 pub(crate) struct GuestArgs {}
 
 /// Runs the comparison.
-pub(crate) fn run(args: &ChurnArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &ChurnArgs, plots: &Plots) -> Result<(), Failure> {
     // Twice: each guest touches as much before, and a store may hold all of it beside the guests.
     host::need_memory((u64::from(args.mib) << 21) * u64::from(args.guests))?;
     let comparison = Comparison::begin(args.force)?;
@@ -101,12 +102,11 @@ pub(crate) fn run(args: &ChurnArgs) -> Result<(), Failure> {
         drop(std::fs::remove_dir_all(children::folder("churn")));
     };
     let report = termination::on_termination(cleanup, || compare(args, large_folios))?;
-    if args.json {
-        print_json(&report)
-    } else {
-        report.print();
-        Ok(())
+    match args.json {
+        true => print_json(&report)?,
+        false => report.print(),
     }
+    plots.write(|| report.plots())
 }
 
 fn compare(args: &ChurnArgs, large_folios: bool) -> Result<Report, Failure> {

@@ -3,6 +3,7 @@
 use super::measured::{Round, Run, Store};
 use super::pattern::Kind;
 use crate::content::pages_name;
+use crate::plots::Plot;
 use crate::report::median;
 use crate::service::Breaker;
 use serde::Serialize;
@@ -140,6 +141,31 @@ impl Report {
             ours,
             runs,
         });
+    }
+
+    pub(super) fn plots(&self) -> Vec<Plot> {
+        let lines = |name, title, unit, figure: fn(&Round) -> f64| {
+            let sides = self.kinds.iter().flat_map(|e| {
+                let of = format!("{} {}", e.name, pages_name(e.thp));
+                let sides = [("KSM", &e.runs.ksm), ("vmm-dedup", &e.runs.ours)];
+                sides.map(|(side, runs)| {
+                    // The first repetition: a line is one course of events.
+                    let rounds = runs.first().into_iter().flat_map(|run| &run.rounds);
+                    let points = rounds.map(|round| (f64::from(round.round), figure(round)));
+                    (format!("{of}, {side}"), points.collect())
+                })
+            });
+            Plot::lines(name, title, ("round", unit), sides.collect())
+        };
+        vec![
+            lines("churn-shared", "Shared of what guests have in common", "%", |r| {
+                r.saved_of_common * 100.0
+            }),
+            lines("churn-freed", "Memory freed", "MiB", |r| {
+                r.freed_bytes as f64 / MIB
+            }),
+            lines("churn-cpu", "CPU time of dedup", "s", |r| r.cpu_s),
+        ]
     }
 
     pub(super) fn print(&self) {

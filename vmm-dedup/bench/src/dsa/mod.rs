@@ -14,6 +14,7 @@ mod service;
 use crate::content::{self, Kind};
 use crate::engines::arenas::arena_of;
 use crate::host;
+use crate::plots::Plots;
 use crate::report::{median, print_json};
 use clap::{Args, ValueEnum};
 use device::{Device, DeviceArgs};
@@ -65,16 +66,16 @@ enum Part {
 }
 
 /// Runs the comparison.
-pub(crate) fn run(args: &DsaArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &DsaArgs, plots: &Plots) -> Result<(), Failure> {
     // The service's memory is not given back between rounds.
     host::need_memory((u64::from(args.mib) << 20) * (5 + 4 * u64::from(args.rounds)))?;
     let cleanup = || drop(std::fs::remove_dir_all(children::folder(service::STORE)));
     let report = termination::on_termination(cleanup, || compare(args))?;
-    if args.json {
-        return print_json(&report);
+    match args.json {
+        true => print_json(&report)?,
+        false => report.print(),
     }
-    report.print();
-    Ok(())
+    plots.write(|| report.plots())
 }
 
 fn compare(args: &DsaArgs) -> Result<Report, Failure> {

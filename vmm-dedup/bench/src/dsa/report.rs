@@ -4,6 +4,7 @@ use super::device::Device;
 use super::ksm::By;
 use super::order::Order;
 use super::{impact, ksm, operations, service};
+use crate::plots::Plot;
 use serde::Serialize;
 use vmm_dedup_host::say;
 
@@ -111,6 +112,44 @@ pub(super) const PAPER: Paper = Paper {
 };
 
 impl Report {
+    pub(super) fn plots(&self) -> Vec<Plot> {
+        let modelled = match &self.device {
+            Device::Real { .. } => "",
+            Device::Modelled { .. } => ", modelled",
+        };
+        let operations = self.operations.iter().map(|o| {
+            let name = |debug: String| debug.to_lowercase();
+            (
+                name(format!("{:?}", o.operation)),
+                name(format!("{:?}", o.by)),
+                o.cpu_ns_per_page,
+            )
+        });
+        let ksm = self.ksm.iter();
+        let ksm = ksm.map(|k| (k.content.clone(), k.by.name().to_owned(), k.merges_per_megacycle));
+        let service = self.service.iter();
+        let service = service.map(|s| {
+            (
+                "service".to_owned(),
+                s.by.name().to_owned(),
+                s.merges_per_megacycle,
+            )
+        });
+        let impact = self.impact.iter();
+        let impact = impact.map(|i| (i.by.name().to_owned(), "slowdown".to_owned(), i.slowdown));
+        let title = |text: &str| format!("{text}{modelled}");
+        vec![
+            Plot::bars("dsa-operations", &title("CPU time for a page"), "ns", operations),
+            Plot::bars(
+                "dsa-merges",
+                &title("Merges"),
+                "in a million cycles",
+                ksm.chain(service),
+            ),
+            Plot::bars("dsa-impact", &title("Slowdown of a neighbour"), "times", impact),
+        ]
+    }
+
     pub(super) fn print(&self) {
         match &self.device {
             Device::Real { node } => say!(

@@ -16,6 +16,7 @@ pub(crate) mod service;
 
 use crate::content::{self, Area, Kind, total_mib};
 use crate::host;
+use crate::plots::Plots;
 use crate::report::print_json;
 use arenas::{arena_of, arena_of_pages, arena_without_zeros};
 use clap::Args;
@@ -54,7 +55,7 @@ pub(crate) struct EnginesArgs {
 const CANDIDATES: usize = 32_768;
 
 /// Runs the comparison.
-pub(crate) fn run(args: &EnginesArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &EnginesArgs, plots: &Plots) -> Result<(), Failure> {
     let largest = (u64::from(args.mib) << 20).max(u64::from(args.slots) * PAGE_SIZE as u64);
     let images = u64::from(total_mib(&args.image)?) << 20;
     host::need_memory((largest * 3).max(images * 3) + (CANDIDATES * PAGE_SIZE) as u64)?;
@@ -70,12 +71,11 @@ pub(crate) fn run(args: &EnginesArgs) -> Result<(), Failure> {
         }
     };
     let report = termination::on_termination(cleanup, || compare(args))?;
-    if args.json {
-        print_json(&report)
-    } else {
-        report.print();
-        Ok(())
+    match args.json {
+        true => print_json(&report)?,
+        false => report.print(),
     }
+    plots.write(|| report.plots())
 }
 
 fn compare(args: &EnginesArgs) -> Result<Report, Failure> {

@@ -4,6 +4,7 @@ use super::keys::Keys;
 use super::merging::Merging;
 use super::searching::Searching;
 use super::service::Service;
+use crate::plots::Plot;
 use serde::Serialize;
 use vmm_dedup_host::say;
 
@@ -30,6 +31,43 @@ impl Report {
             searching: Vec::new(),
             service: Vec::new(),
         }
+    }
+
+    pub(super) fn plots(&self) -> Vec<Plot> {
+        let merging = self
+            .merging
+            .iter()
+            .map(|m| (m.content.clone(), m.engine.to_owned(), m.cpu_ns_per_page));
+        let searching = self
+            .searching
+            .iter()
+            .map(|s| (s.engine.to_owned(), "search".to_owned(), s.cpu_ns_per_search));
+        let service = self.service.iter().flat_map(|s| {
+            [
+                (s.engine.to_owned(), "search".to_owned(), s.search_ns_per_page),
+                (s.engine.to_owned(), "all".to_owned(), s.all_ns_per_page),
+            ]
+        });
+        vec![
+            Plot::bars(
+                "engines-merging",
+                "KSM's algorithm: CPU time for a page",
+                "ns",
+                merging,
+            ),
+            Plot::bars(
+                "engines-searching",
+                "CPU time for a search in a large tree",
+                "ns",
+                searching,
+            ),
+            Plot::bars(
+                "engines-service",
+                "The service: CPU time for a page",
+                "ns",
+                service,
+            ),
+        ]
     }
 
     pub(super) fn print(&self) {

@@ -11,6 +11,7 @@ mod theirs;
 
 use crate::content::{self, Kind, page_sizes, pages_name};
 use crate::kernel::Comparison;
+use crate::plots::Plots;
 use crate::report::print_json;
 use crate::{host, worker};
 use clap::Args;
@@ -68,7 +69,7 @@ pub(crate) struct WorkerArgs {
 }
 
 /// Runs the comparison.
-pub(crate) fn run(args: &KsmArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &KsmArgs, plots: &Plots) -> Result<(), Failure> {
     if args.kinds.contains(&Kind::Images) {
         return Err(Failure::usage(
             "images are named with --images FILE..., without --kinds",
@@ -86,12 +87,11 @@ pub(crate) fn run(args: &KsmArgs) -> Result<(), Failure> {
         drop(std::fs::remove_dir_all(children::folder("bench")));
     };
     termination::on_termination(cleanup, || compare(args, mib, large_folios)).and_then(|report| {
-        if args.json {
-            print_json(&report)
-        } else {
-            report.print();
-            Ok(())
+        match args.json {
+            true => print_json(&report)?,
+            false => report.print(),
         }
+        plots.write(|| report.plots())
     })
 }
 

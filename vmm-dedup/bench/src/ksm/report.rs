@@ -2,6 +2,7 @@
 
 use super::measured::Measured;
 use crate::content::{Kind, pages_name};
+use crate::plots::Plot;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use vmm_dedup_host::say;
@@ -140,6 +141,29 @@ impl Report {
             ratio,
             runs,
         });
+    }
+
+    pub(super) fn plots(&self) -> Vec<Plot> {
+        let bars = |name, title, unit, figure: fn(&Ksm) -> f64| {
+            let sides = self.kinds.iter().flat_map(|e| {
+                let group = format!("{} {}", e.name, pages_name(e.thp));
+                [("KSM", &e.ksm), ("vmm-dedup", &e.ours.same)]
+                    .map(|(side, figures)| (group.clone(), side.to_owned(), figure(figures)))
+            });
+            Plot::bars(name, title, unit, sides)
+        };
+        vec![
+            bars("ksm-freed", "Memory freed", "MiB", |k| {
+                k.freed_bytes / f64::from(1 << 20)
+            }),
+            bars("ksm-cpu", "CPU time to get there", "s", |k| k.cpu_s),
+            bars(
+                "ksm-idle",
+                "CPU time of a pass when nothing was written",
+                "ms",
+                |k| k.idle_pass_cpu_s * 1e3,
+            ),
+        ]
     }
 
     pub(super) fn print(&self) {

@@ -16,6 +16,7 @@ mod setup;
 mod subject;
 mod summary;
 
+use crate::plots::Plots;
 use crate::report::print_json;
 use crate::service::Breaker;
 use crate::{host, worker};
@@ -94,16 +95,15 @@ pub(crate) struct WorkerArgs {
 }
 
 /// Runs the comparison.
-pub(crate) fn run(args: &MixedArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &MixedArgs, plots: &Plots) -> Result<(), Failure> {
     host::need_memory(u64::from(args.mib) << 21)?;
     let cleanup = || drop(std::fs::remove_dir_all(children::folder("mixed")));
     let report = termination::on_termination(cleanup, || compare(args))?;
-    if args.json {
-        print_json(&report)
-    } else {
-        report.print();
-        Ok(())
+    match args.json {
+        true => print_json(&report)?,
+        false => report.print(),
     }
+    plots.write(|| report.plots())
 }
 
 fn compare(args: &MixedArgs) -> Result<Report, Failure> {

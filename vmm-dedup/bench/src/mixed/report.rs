@@ -2,6 +2,7 @@
 
 use super::measured::Measured;
 use super::summary::Ratios;
+use crate::plots::Plot;
 use crate::report::median;
 use crate::service::Breaker;
 use serde::Serialize;
@@ -44,6 +45,36 @@ impl Report {
             None => self.policies.push(median),
         }
         self.smartmd = Ratios::of(&self.rounds);
+    }
+
+    pub(super) fn plots(&self) -> Vec<Plot> {
+        let bars = |name, title, unit, of: fn(&Measured) -> (f64, Option<f64>)| {
+            let figures = self.policies.iter().flat_map(|measured| {
+                let (process, guests) = of(measured);
+                let figure = |of: &str, figure| (measured.policy.clone(), of.to_owned(), figure);
+                [
+                    Some(figure("memory", process)),
+                    guests.map(|guests| figure("guests", guests)),
+                ]
+            });
+            Plot::bars(name, title, unit, figures.flatten())
+        };
+        vec![
+            bars("mixed-saved", "Pages saved", "pages", |m| {
+                let guests = m.guests.as_ref().map(|g| g.saved_pages as f64);
+                (m.process.saved_pages as f64, guests)
+            }),
+            bars(
+                "mixed-speed",
+                "Speed of access, by that without dedup",
+                "ratio",
+                |m| (m.process.speed(), None),
+            ),
+            bars("mixed-p99", "99 of 100 accesses take at most", "ns", |m| {
+                let guests = m.guests.as_ref().map(|g| g.access_p99_ns as f64);
+                (f64::from(m.process.access.p99_ns), guests)
+            }),
+        ]
     }
 
     pub(super) fn print(&self) {

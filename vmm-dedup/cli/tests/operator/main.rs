@@ -5,6 +5,7 @@ mod errors;
 mod host;
 mod output;
 mod packages;
+mod plots;
 mod screen;
 mod several;
 mod terminal;

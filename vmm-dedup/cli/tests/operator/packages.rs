@@ -158,7 +158,7 @@ fn bash_completes_commands_and_options(folder: &Path) {
     };
     assert_eq!(complete("vmm-dedup fl", 1), "fleet");
     assert_eq!(complete("vmm-dedup fleet rest", 2), "restart");
-    assert_eq!(complete("vmm-dedup estimate --sam", 2), "--sample");
+    assert_eq!(complete("vmm-dedup estimate --ht", 2), "--html");
 }
 
 fn a_fleet_of_four_runs_from_them_and_leaves_nothing(folder: &Path) {

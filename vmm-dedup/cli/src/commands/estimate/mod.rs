@@ -1,10 +1,12 @@
 //! `estimate`: what sharing would save, before it is switched on.
 
+mod html;
 mod pack_table;
 mod table;
 
 use clap::{Args, ValueEnum};
 use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use vmm_dedup_estimate::pack::{self, pack};
@@ -38,6 +40,9 @@ pub(crate) struct EstimateArgs {
     /// With --pack: whose pages may be bases of others.
     #[arg(long, value_enum, default_value_t = Bases::Own, requires = "pack")]
     bases: Bases,
+    /// Write a page for a browser into this file as well: what each memory holds, and what any two have in common.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -77,6 +82,10 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<(), Failure> {
         say!("{text}");
     } else {
         table::print(&report, start.elapsed());
+    }
+    if let Some(path) = &args.html {
+        std::fs::write(path, html::page(&report))
+            .map_err(|e| Failure::new(format!("cannot write {}: {e}", path.display())))?;
     }
     Ok(())
 }

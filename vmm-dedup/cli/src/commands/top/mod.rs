@@ -1,12 +1,14 @@
 //! `top`: a live view of a host and its VMs.
 
 mod columns;
+mod history;
 mod pressure;
 mod sample;
 mod view;
 
 use crate::which_store::WhichStore;
 use clap::Args;
+use history::History;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -14,6 +16,7 @@ use rustix::io::Errno;
 use rustix::process::{Signal, getpid, kill_process};
 use sample::Sample;
 use std::io::IsTerminal;
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 use std::time::{Duration, Instant};
 use view::View;
@@ -37,6 +40,9 @@ pub(crate) struct TopArgs {
     /// Seconds from one look to the next.
     #[arg(long, default_value_t = 2.0, value_parser = parse_interval)]
     interval: f64,
+    /// Write plots of what was seen into this folder, as SVG files: at the end, and once a minute.
+    #[arg(long, value_name = "DIR")]
+    plot: Option<PathBuf>,
 }
 
 /// How long to wait for a key before looking for figures.
@@ -63,11 +69,16 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
         ));
     }
     let selection = args.store.selection();
+    let mut history = args.plot.as_deref().map(History::into).transpose()?;
     let mut view = View::new(Sample::of(HostView::of(&selection)?));
     let mut terminal =
         ratatui::try_init().map_err(|e| Failure::new(format!("the terminal cannot be used: {e}")))?;
     let looks = look(selection, Duration::from_secs_f64(args.interval));
-    termination::on_termination(restore, || watch(&mut terminal, &looks, &mut view))
+    let watched = termination::on_termination(restore, || {
+        watch(&mut terminal, &looks, &mut view, history.as_mut())
+    });
+    // Also when the terminal has gone: what was seen was seen.
+    watched.and(history.map_or(Ok(()), |history| history.write()))
 }
 
 /// Looks at the stores again and again, in a thread of its own: one that hangs takes seconds to be found out.
@@ -88,7 +99,12 @@ fn look(selection: Selection, interval: Duration) -> Receiver<Sample> {
     told
 }
 
-fn watch(terminal: &mut DefaultTerminal, looks: &Receiver<Sample>, view: &mut View) -> Result<(), Failure> {
+fn watch(
+    terminal: &mut DefaultTerminal,
+    looks: &Receiver<Sample>,
+    view: &mut View,
+    mut history: Option<&mut History>,
+) -> Result<(), Failure> {
     let broken = |e: std::io::Error| Failure::new(format!("the terminal cannot be used: {e}"));
     let mut drawn = None;
     loop {
@@ -96,6 +112,10 @@ fn watch(terminal: &mut DefaultTerminal, looks: &Receiver<Sample>, view: &mut Vi
         let looked = match looks.try_recv() {
             Ok(sample) => {
                 view.update(sample);
+                if let Some(history) = &mut history {
+                    history.add(view.at(), view.host());
+                    history.write_now_and_then();
+                }
                 true
             }
             Err(TryRecvError::Empty) => false,

@@ -84,6 +84,16 @@ impl View {
         self.arrange();
     }
 
+    /// When the stores were looked at.
+    pub(crate) fn at(&self) -> Instant {
+        self.at
+    }
+
+    /// The host's figures then.
+    pub(crate) fn host(&self) -> Host {
+        self.stores.host()
+    }
+
     /// Whether letters are text.
     pub(crate) fn takes_text(&self) -> bool {
         self.typing
