@@ -2,6 +2,7 @@
 
 use crate::which_store::WhichStore;
 use clap::Args;
+use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use vmm_dedup_host::table::{self, Column, Table};
@@ -41,7 +42,7 @@ const COLUMNS: [Column; 12] = [
 pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     let host = args.store.ask()?;
     if args.json {
-        let text = serde_json::to_string_pretty(&json(&host)).map_err(Failure::from_error)?;
+        let text = serde_json::to_string_pretty(&Told::of(&host)).map_err(Failure::from_error)?;
         say!("{text}");
     } else {
         print(&host);
@@ -49,38 +50,60 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     host.complete()
 }
 
-fn json(host: &HostView) -> Value {
-    let vms = host.vms().map(|(store, vm)| {
-        let mut told = account::vm_json(vm);
-        told["domain"] = store.domain().into();
-        told["store"] = store.socket.to_string_lossy().into();
-        told
-    });
-    let stores = host.stores.iter().map(|store| {
-        let mut told = match &store.account {
-            Ok((stats, _)) => account::store_json(stats),
-            Err(_) => json!({}),
-        };
-        let record = store.record.as_ref();
-        told["socket"] = store.socket.to_string_lossy().into();
-        told["state"] = state(store).into();
-        told["domain"] = store.domain().into();
-        told["pid"] = record.map(|record| record.pid).into();
-        told["started_unix"] = record.map(|record| record.started).into();
-        told["version"] = record.map(|record| record.version.clone()).into();
-        told["metrics"] = record.and_then(|record| Some(record.metrics?.to_string())).into();
-        told
-    });
-    let stores: Vec<Value> = stores.collect();
-    let mut all = json!({
-        "saved_net_bytes": host.saved_net(),
-        "vms": vms.collect::<Vec<_>>(),
-    });
-    if let [only] = &stores[..] {
-        all["store"] = only.clone();
+/// All that there is to tell.
+#[derive(Serialize)]
+struct Told<'a> {
+    saved_net_bytes: i64,
+    /// If there is but one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    store: Option<Value>,
+    stores: Vec<Value>,
+    vms: Vms<'a>,
+}
+
+/// VMs, each of which is told of and forgotten: as values all of them together take many times the memory of their text.
+struct Vms<'a>(&'a HostView);
+
+impl Serialize for Vms<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.0.vms().map(|(store, vm)| {
+            let mut told = account::vm_json(vm);
+            told["domain"] = store.domain().into();
+            told["store"] = store.socket.to_string_lossy().into();
+            told
+        }))
     }
-    all["stores"] = stores.into();
-    all
+}
+
+impl<'a> Told<'a> {
+    fn of(host: &'a HostView) -> Self {
+        let stores: Vec<Value> = host.stores.iter().map(store_json).collect();
+        Self {
+            saved_net_bytes: host.saved_net(),
+            store: match &stores[..] {
+                [only] => Some(only.clone()),
+                _ => None,
+            },
+            stores,
+            vms: Vms(host),
+        }
+    }
+}
+
+fn store_json(store: &StoreView) -> Value {
+    let mut told = match &store.account {
+        Ok((stats, _)) => account::store_json(stats),
+        Err(_) => json!({}),
+    };
+    let record = store.record.as_ref();
+    told["socket"] = store.socket.to_string_lossy().into();
+    told["state"] = state(store).into();
+    told["domain"] = store.domain().into();
+    told["pid"] = record.map(|record| record.pid).into();
+    told["started_unix"] = record.map(|record| record.started).into();
+    told["version"] = record.map(|record| record.version.clone()).into();
+    told["metrics"] = record.and_then(|record| Some(record.metrics?.to_string())).into();
+    told
 }
 
 /// How a store is, in a word.

@@ -1,10 +1,13 @@
 //! The command as operators meet it: in pipes, on terminals of all widths, beside stores that hang or have gone.
 
+mod day;
 mod doctor;
 mod errors;
 mod host;
+mod many;
 mod output;
 mod packages;
+mod peer;
 mod plots;
 mod screen;
 mod several;

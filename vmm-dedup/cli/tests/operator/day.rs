@@ -1,0 +1,462 @@
+//! An operator's day: 60 steps and more on one host, typed into a shell. Each must end with the code that it should, say what it
+//! should, never panic; figures must be right, and a hint that is pasted must work.
+
+use crate::host::{COMMON_PAGES, Host, eventually, kvm_is_there, text};
+use serde_json::Value;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// VMs that have 8 MiB in common, 4 MiB of their own and 1 MiB of zeros.
+const FLEET: &str = r#"
+name = "day"
+[store]
+socket = "store.sock"
+metrics = "none"
+max_mib = 256
+[[vm]]
+name = "web"
+count = 3
+vmm = "reference"
+memory_mib = 64
+kernel = "payload.elf"
+cmdline = "seed={index} private_mib=4 zero_mib=1 common_mib=8 ws_area=private ws_pages=8 rate=10 report_ms=1000 seconds=1000000"
+dedup = { pass_period_ms = 100 }
+"#;
+
+/// What is typed, and what is to come of it.
+struct Step {
+    line: String,
+    codes: Vec<i32>,
+    shown: Vec<&'static str>,
+    said: Vec<&'static str>,
+}
+
+/// A line that succeeds.
+fn type_in(line: &str) -> Step {
+    Step {
+        line: line.into(),
+        codes: vec![0],
+        shown: Vec::new(),
+        said: Vec::new(),
+    }
+}
+
+impl Step {
+    /// It ends with this instead.
+    fn ends(mut self, code: i32) -> Self {
+        self.codes = vec![code];
+        self
+    }
+
+    /// Whatever the host is like: with one of these.
+    fn ends_one_of(mut self, codes: &[i32]) -> Self {
+        self.codes = codes.to_vec();
+        self
+    }
+
+    /// On standard output.
+    fn shows(mut self, text: &'static str) -> Self {
+        self.shown.push(text);
+        self
+    }
+
+    /// On standard error.
+    fn says(mut self, text: &'static str) -> Self {
+        self.said.push(text);
+        self
+    }
+}
+
+/// The host, and the operator's shell.
+struct Day {
+    host: Host,
+    steps: usize,
+    /// What the last step wrote.
+    last: String,
+}
+
+impl Day {
+    fn begin() -> Self {
+        let host = Host::new();
+        fs::write(host.path("payload.elf"), vmm_dedup_payload::ELF).expect("a kernel");
+        fs::write(host.path("fleet.toml"), FLEET).expect("a file");
+        fs::write(host.path("wrong.toml"), FLEET.replace("= 3", "= \"three\"")).expect("a file");
+        for (at, image) in host.images().into_iter().take(2).enumerate() {
+            fs::rename(image, host.path(&format!("image-{at}"))).expect("an image");
+        }
+        Self {
+            host,
+            steps: 0,
+            last: String::new(),
+        }
+    }
+
+    fn shell(&self, line: &str) -> Command {
+        let program = Path::new(env!("CARGO_BIN_EXE_vmm-dedup"));
+        let path = std::env::var("PATH").unwrap_or_default();
+        let folder = program.parent().expect("a folder").display();
+        let mut shell = Command::new("bash");
+        shell
+            .args(["-c", line])
+            .current_dir(self.host.path(""))
+            .env("PATH", format!("{folder}:{path}"))
+            .env("VMM_DEDUP_RUNTIME_DIR", self.host.runtime())
+            .env("COLUMNS", "120")
+            .env_remove("VMM_DEDUP_STORE")
+            .stdin(Stdio::null());
+        shell
+    }
+
+    fn take(&mut self, step: Step) {
+        let output = self.shell(&step.line).output().expect("a shell");
+        let (shown, said) = (text(&output.stdout), text(&output.stderr));
+        let code = output.status.code().unwrap_or(-1);
+        self.steps += 1;
+        let all = format!(
+            "step {}: {}\nended with {code}\n{shown}\n{said}",
+            self.steps, step.line
+        );
+        assert!(step.codes.contains(&code), "expected {:?}: {all}", step.codes);
+        for part in &step.shown {
+            assert!(shown.contains(part), "not shown: {part:?}: {all}");
+        }
+        for part in &step.said {
+            assert!(said.contains(part), "not said: {part:?}: {all}");
+        }
+        assert!(
+            !said.contains("panicked") && !said.contains("RUST_BACKTRACE"),
+            "{all}"
+        );
+        assert!(!shown.contains("NaN") && !shown.contains("-0.0 "), "{all}");
+        // What failed says why, in the program's name.
+        assert!(
+            code == 0 || !said.trim().is_empty(),
+            "fails without a word: {all}"
+        );
+        self.last = shown + &said;
+    }
+
+    /// Pastes what the last step had in backquotes and begins like this.
+    fn paste(&mut self, beginning: &str) {
+        let hint = self.last.split('`').skip(1).step_by(2);
+        let hint = hint.filter(|hint| hint.starts_with(beginning)).last();
+        let hint = hint
+            .unwrap_or_else(|| panic!("no hint {beginning:?}: {}", self.last))
+            .to_owned();
+        self.take(type_in(&hint));
+    }
+
+    fn json(&self, line: &str) -> Value {
+        let output = self.shell(line).output().expect("a shell");
+        let json = serde_json::from_slice(&output.stdout);
+        json.unwrap_or_else(|e| panic!("{line}: {e}: {}", text(&output.stderr)))
+    }
+
+    /// What `stat --json` says, once all VMs share what they have in common.
+    fn settled(&self, vms: u64) -> Value {
+        eventually("they share", || {
+            let stat = self.json("vmm-dedup stat --json");
+            let sharing = stat["store"]["pages_sharing"].as_u64()?;
+            (sharing >= COMMON_PAGES * (vms - 1)).then_some(stat)
+        })
+    }
+
+    fn pid(&self, name: &str) -> u64 {
+        let stat = self.json("vmm-dedup stat --json");
+        let vms = stat["vms"].as_array().expect("VMs");
+        let vm = vms.iter().find(|vm| vm["name"] == name);
+        vm.and_then(|vm| vm["pid"].as_u64()).expect("a process")
+    }
+}
+
+fn number(value: &Value, key: &str) -> i64 {
+    value[key]
+        .as_i64()
+        .unwrap_or_else(|| panic!("no {key} in {value:#}"))
+}
+
+/// What the store's files of pages take, by the kernel's word.
+fn segment_bytes(store: i64) -> i64 {
+    let files = fs::read_dir(format!("/proc/{store}/fd"))
+        .expect("a process")
+        .flatten();
+    let segments = files.map(|file| file.path()).filter(|path| {
+        fs::read_link(path).is_ok_and(|to| to.to_string_lossy().starts_with("/memfd:vmm-dedup-segment"))
+    });
+    let blocks = segments
+        .filter_map(|path| fs::metadata(path).ok())
+        .map(|file| file.blocks());
+    i64::try_from(blocks.sum::<u64>() * 512).expect("a size")
+}
+
+/// The figures of three VMs that share, held against what the guests hold and what the kernel says.
+fn figures_are_right(day: &Day) {
+    let stat = day.settled(3);
+    let store = &stat["store"];
+    let common = i64::try_from(COMMON_PAGES).expect("a number");
+    // Beside their common memory guests have pages of their program in common: less than half a MiB.
+    let of_program = 128;
+    let (once, again) = (number(store, "pages_shared"), number(store, "pages_sharing"));
+    assert!((common..common + of_program).contains(&once), "kept once: {once}");
+    assert!(
+        (2 * common..2 * common + 3 * of_program).contains(&again),
+        "not again: {again}"
+    );
+    let vms = stat["vms"].as_array().expect("VMs");
+    assert_eq!(vms.len(), 3, "{stat:#}");
+    let sum = |key: &str| vms.iter().map(|vm| number(vm, key)).sum::<i64>();
+    let net = number(&stat, "saved_net_bytes");
+    let gross = 4096 * (again + sum("pages_zero"));
+    // Each service and the store take some; more than 2 MiB each would be wrong.
+    assert!(net < gross && net > gross - (4 << 21), "net {net}, gross {gross}");
+    let of_vms = sum("saved_net_bytes");
+    assert!(
+        (of_vms - net).abs() < 4096,
+        "the VMs' parts make {of_vms}, not {net}"
+    );
+    eventually("it holds what the kernel says that its files take", || {
+        let store = &day.json("vmm-dedup stat --json")["store"];
+        let files = segment_bytes(number(store, "pid"));
+        (files >= 4096 * common && number(store, "resident_bytes") == files).then_some(())
+    });
+    let explained = day.json("vmm-dedup explain web-0 --json");
+    let classes = explained["classes"].as_object().expect("classes");
+    let pages: i64 = classes.values().filter_map(Value::as_i64).sum();
+    assert_eq!(pages, number(&explained, "pages"), "{explained:#}");
+    assert_eq!(pages, 64 << 8, "the guest has 64 MiB");
+}
+
+#[test]
+#[allow(clippy::too_many_lines)] // a day is long
+fn a_day_of_sixty_steps() {
+    if !kvm_is_there() {
+        return;
+    }
+    let mut day = Day::begin();
+
+    // Morning: what is this?
+    day.take(type_in("vmm-dedup --version").shows("vmm-dedup 0."));
+    day.take(type_in("vmm-dedup").ends(2).says("Usage: vmm-dedup <COMMAND>"));
+    day.take(type_in("vmm-dedup sta").ends(2).says("'stat'"));
+    day.take(type_in("vmm-dedup help fleet").shows("restart"));
+    day.take(type_in("vmm-dedup completions bash | bash -n"));
+    day.take(type_in("vmm-dedup doctor").ends_one_of(&[0, 1]).shows("kvm"));
+    day.take(
+        type_in("vmm-dedup doctor --json")
+            .ends_one_of(&[0, 1])
+            .shows("\"findings\""),
+    );
+    day.take(type_in("vmm-dedup stat").ends(1).says("no store is listed in"));
+    day.take(
+        type_in("vmm-dedup stat --store nowhere.sock")
+            .ends(1)
+            .says("nowhere.sock"),
+    );
+    day.take(type_in("vmm-dedup explain").ends(1).says("no store is listed in"));
+    day.take(
+        type_in("vmm-dedup set --all off")
+            .ends(1)
+            .says("no store is listed in"),
+    );
+    day.take(type_in("vmm-dedup run --payload foo=1").ends(1).says("foo=1"));
+    day.take(type_in("vmm-dedup estimate image-0 image-1").shows("0.5 MiB of 2.0 MiB (25.0 %)"));
+    day.take(
+        type_in(
+            "vmm-dedup estimate image-0 image-1 --html page.html > /dev/null && grep -c '<h1>' page.html",
+        )
+        .shows("1"),
+    );
+    day.take(
+        type_in("vmm-dedup estimate nothing")
+            .ends(1)
+            .says("cannot read nothing"),
+    );
+    day.take(
+        type_in("vmm-dedup bench estimate image-0 --repetitions 1 --plot plots && ls plots")
+            .shows("estimate.svg"),
+    );
+
+    // A fleet comes up.
+    day.take(
+        type_in("vmm-dedup fleet up missing.toml")
+            .ends(1)
+            .says("cannot read the fleet file missing.toml"),
+    );
+    day.take(
+        type_in("vmm-dedup fleet up wrong.toml")
+            .ends(1)
+            .says("wrong.toml:"),
+    );
+    day.take(type_in("vmm-dedup fleet ls").shows("no fleet is up"));
+    day.take(type_in("vmm-dedup fleet up fleet.toml --plan").shows("+ web-2"));
+    day.take(
+        type_in("vmm-dedup fleet status fleet.toml")
+            .ends(1)
+            .says("is not up"),
+    );
+    day.paste("vmm-dedup fleet up");
+    day.take(type_in("vmm-dedup fleet up fleet.toml").shows("nothing to do"));
+    day.take(type_in("vmm-dedup fleet ls").shows("day     3   3 1 of 1"));
+    day.take(type_in("vmm-dedup fleet ls --json").shows("\"running\": 3"));
+    day.take(type_in("vmm-dedup fleet status fleet.toml").shows("web-2"));
+    day.take(type_in("vmm-dedup top").ends(2).says("top needs a terminal"));
+    day.paste("vmm-dedup stat --json");
+    figures_are_right(&day);
+    day.take(type_in("vmm-dedup stat").shows("by 3 VMs").shows("running"));
+    day.take(type_in("vmm-dedup stat | head -n 1").shows("saved net"));
+    day.take(
+        type_in("vmm-dedup stat > /dev/full")
+            .ends(1)
+            .says("cannot write to standard output"),
+    );
+    day.take(type_in("vmm-dedup explain").shows("3 VMs of 1 store"));
+    day.take(
+        type_in("vmm-dedup explain web-0")
+            .shows("web-0: running")
+            .shows("shared"),
+    );
+    day.take(type_in("vmm-dedup explain web-0 --gpa 0x400000-0x500000").shows("256 pages"));
+    day.take(
+        type_in("vmm-dedup explain nobody")
+            .ends(1)
+            .says("there are web-0, web-1, web-2"),
+    );
+    day.take(
+        type_in("vmm-dedup doctor web-0")
+            .ends_one_of(&[0, 1])
+            .shows("service: built in"),
+    );
+
+    // Settings.
+    day.take(type_in("vmm-dedup set web-0 cpu_percent=5"));
+    eventually("it has its new budget", || {
+        (day.host.vm("web-0")?["cpu_percent"] == 5).then_some(())
+    });
+    day.take(
+        type_in("vmm-dedup set web-0 cpu_percent=500")
+            .ends(2)
+            .says("must be 1 to 100"),
+    );
+    day.take(type_in("vmm-dedup set web-0").ends(2).says("say what to change"));
+    day.take(
+        type_in("vmm-dedup set nobody on")
+            .ends(1)
+            .says("no VM is called nobody"),
+    );
+    day.take(type_in("vmm-dedup set 'web-*' budget=9").shows("web-2: done"));
+    day.take(type_in("vmm-dedup set --all off").shows("web-0: done"));
+    day.take(type_in("vmm-dedup stat").shows("standby"));
+    day.take(type_in("vmm-dedup set --all on").shows("web-0: done"));
+
+    // The fleet changes.
+    day.take(type_in("vmm-dedup fleet scale fleet.toml web=4").shows("4 VMs now"));
+    day.take(type_in("vmm-dedup fleet up fleet.toml --plan").shows("nothing to do"));
+    day.take(type_in("vmm-dedup fleet restart fleet.toml web-1").shows("1 VM started anew"));
+    day.take(type_in("vmm-dedup fleet down fleet.toml web-3").shows("3 VMs are left"));
+    day.take(type_in("vmm-dedup fleet scale fleet.toml web=3").shows("3 VMs now"));
+    day.take(type_in("vmm-dedup fleet logs fleet.toml web-0 --serial | head -n 1").shows("@payload"));
+    day.take(type_in("vmm-dedup fleet logs fleet.toml --stores").shows("listening on"));
+    day.take(
+        type_in("vmm-dedup fleet logs fleet.toml nobody")
+            .ends(1)
+            .says("there are web-0, web-1, web-2"),
+    );
+    day.take(
+        type_in("vmm-dedup fleet api fleet.toml web-0 GET vm.info")
+            .ends(1)
+            .says("has no API"),
+    );
+    fs::write(
+        day.host.path("fleet.toml"),
+        FLEET.replace("pass_period_ms = 100", "pass_period_ms = 200, cpu_percent = 7"),
+    )
+    .expect("a file");
+    day.take(type_in("vmm-dedup fleet up fleet.toml --plan").shows("~ web-0: dedup.cpu_percent"));
+    day.take(type_in("vmm-dedup fleet up fleet.toml").shows("! web-2: dedup.pass_period_ms changed"));
+    day.paste("vmm-dedup fleet restart");
+    day.take(
+        type_in("vmm-dedup fleet up fleet.toml & vmm-dedup fleet up fleet.toml; wait $!").shows("! web-0"),
+    );
+
+    // Night: a VM is stopped, one is killed, the store is killed.
+    let frozen = day.pid("web-0");
+    day.take(type_in(&format!("kill -STOP {frozen}")));
+    day.take(type_in("vmm-dedup stat").shows("frozen"));
+    day.take(
+        type_in("vmm-dedup fleet status fleet.toml")
+            .ends(1)
+            .shows("web-0 frozen"),
+    );
+    day.take(
+        type_in("vmm-dedup set web-0 off")
+            .ends(1)
+            .says("nothing was changed"),
+    );
+    day.paste("kill -CONT");
+    day.take(type_in("vmm-dedup fleet status fleet.toml").shows("running"));
+    let killed = day.pid("web-2");
+    day.take(type_in(&format!("kill -KILL {killed}")));
+    eventually("it has gone", || {
+        (!Path::new(&format!("/proc/{killed}/exe")).exists()).then_some(())
+    });
+    day.take(
+        type_in("vmm-dedup fleet status fleet.toml")
+            .ends(1)
+            .shows("web-2 crashed"),
+    );
+    day.take(type_in("vmm-dedup fleet up fleet.toml").shows("+ web-2 (reference, crashed)"));
+    let store = number(&day.settled(3)["store"], "pid");
+    day.take(type_in(&format!("kill -KILL {store}")));
+    eventually("it has gone", || {
+        (!Path::new(&format!("/proc/{store}/exe")).exists()).then_some(())
+    });
+    day.take(
+        type_in("vmm-dedup stat")
+            .ends(1)
+            .says("guests go on, nothing merges"),
+    );
+    day.take(type_in("vmm-dedup explain web-0").ends(1).says("has ended"));
+    day.take(type_in("vmm-dedup doctor").ends(1).shows("warn store"));
+    day.take(type_in("vmm-dedup fleet status fleet.toml").ends(1).shows("GONE"));
+    day.paste("vmm-dedup fleet up");
+    figures_are_right(&day);
+
+    // Home.
+    day.take(type_in("vmm-dedup set web-0 off --unmerge"));
+    day.take(type_in("vmm-dedup stat").shows("standby"));
+    day.take(type_in("vmm-dedup fleet down fleet.toml").shows("3 VMs ended"));
+    day.take(type_in("vmm-dedup fleet down fleet.toml").shows("nothing to do"));
+    day.take(type_in("vmm-dedup stat").ends(1).says("no store is listed in"));
+    day.take(type_in("find run -type f -o -type s | wc -l").shows("0"));
+    assert!(day.steps >= 60, "{} steps", day.steps);
+}
+
+#[test]
+fn a_runtime_folder_that_is_full_stops_a_fleet_that_starts_and_leaves_nothing() {
+    if !kvm_is_there() {
+        return;
+    }
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: only root can mount a small file system");
+        return;
+    }
+    let mut day = Day::begin();
+    fs::create_dir_all(day.host.runtime()).expect("a folder");
+    // What is mounted there nobody else sees, and it goes with the shell.
+    let line = "unshare --mount bash -c 'mount -t tmpfs -o size=16k tmpfs run || exit 99; vmm-dedup fleet up fleet.toml; \
+                code=$?; echo left: $(find run -type f -o -type s); vmm-dedup stat; exit $code'";
+    let full = type_in(line).ends(1).shows("left:\n");
+
+    day.take(full.says("No space left on device").says("no store is listed in"));
+
+    let folder = day.host.path("");
+    let folder = folder.to_str().expect("UTF-8");
+    eventually("no process is left", || {
+        let processes = fs::read_dir("/proc").expect("/proc").flatten();
+        let lines = processes.filter_map(|process| fs::read(process.path().join("cmdline")).ok());
+        let mut texts = lines.map(|line| String::from_utf8_lossy(&line).into_owned());
+        texts.all(|text| !text.contains(folder)).then_some(())
+    });
+}

@@ -1,0 +1,163 @@
+//! Many VMs: `stat` and `top` stay quick and small.
+
+use crate::host::{Host, Process, eventually, text};
+use crate::peer;
+use crate::terminal::Terminal;
+use serde_json::Value;
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+use vmm_dedup_protocol::stats::ServiceStats;
+use vmm_dedup_store::{Config, Store};
+
+const VMS: u64 = 256;
+const LIMIT: Duration = Duration::from_millis(50);
+const LIMIT_KIB: u64 = 20 << 10;
+
+/// A store in this process, which takes more connections of one process than others do.
+struct ManyVms {
+    socket: PathBuf,
+    _services: Vec<OwnedFd>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl ManyVms {
+    /// A store and as many connections, each of which says what a service says of a VM that shares.
+    fn start(host: &Host) -> Self {
+        let socket = host.path("many.sock");
+        let config = Config {
+            socket: socket.clone(),
+            metrics: None,
+            max_connections_per_process: 1024,
+            ..Config::default()
+        };
+        let (stop, stopped) = oneshot::channel();
+        let (started, wait) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.expect("a runtime").block_on(async {
+                let store = Store::bind(config).expect("a store");
+                started.send(()).expect("a listener");
+                let run = store.run(async { drop(stopped.await) });
+                run.await.expect("a store");
+            });
+        });
+        wait.recv().expect("a store");
+        Self {
+            _services: (0..VMS).map(|vm| service(&socket, vm)).collect(),
+            socket,
+            stop: Some(stop),
+            thread: Some(thread),
+        }
+    }
+
+    fn path(&self) -> &str {
+        self.socket.to_str().expect("UTF-8")
+    }
+}
+
+impl Drop for ManyVms {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        let done = self.thread.take().map(std::thread::JoinHandle::join);
+        assert!(std::thread::panicking() || done.is_some_and(|done| done.is_ok()));
+    }
+}
+
+fn service(path: &Path, vm: u64) -> OwnedFd {
+    let connection = peer::connect(path, &format!("web-{vm}"));
+    let stats = ServiceStats {
+        pages_mapped: 1000 + vm,
+        merges_total: 2000 + vm,
+        ..ServiceStats::default()
+    };
+    peer::report(&connection, &stats);
+    connection
+}
+
+/// The most memory that a process has had so far, KiB.
+fn peak_kib(pid: u32) -> Option<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    line.trim().strip_suffix(" kB")?.parse().ok()
+}
+
+/// The shortest of several runs: what others do on this machine is not measured.
+fn shortest(mut command: impl FnMut() -> Command) -> Duration {
+    let run = |_| {
+        let start = Instant::now();
+        let output = command().output().expect("a run");
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        start.elapsed()
+    };
+    (0..20).map(run).min().expect("runs")
+}
+
+/// The most memory that a command has had before it ends. It writes to a pipe that is full, so that it can be looked at when it has
+/// all that it writes.
+fn peak_of(mut command: Command, waits_for: &str) -> u64 {
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    rustix::pipe::fcntl_setpipe_size(&writer, 4096).expect("a small pipe");
+    let mut process = Process(command.stdout(writer).spawn().expect("a run"));
+    drop(command);
+    let peak = eventually(waits_for, || {
+        let state = fs::read_to_string(format!("/proc/{}/wchan", process.pid())).ok()?;
+        let ready = state.contains("pipe_write") || state == "0";
+        std::thread::sleep(Duration::from_millis(200));
+        ready.then(|| peak_kib(process.pid())).flatten()
+    });
+    drop(reader);
+    process.0.wait().expect("an end");
+    peak
+}
+
+#[test]
+fn stat_and_top_with_256_vms_are_quick_and_small() {
+    let host = Host::new();
+    let many = ManyVms::start(&host);
+    let arguments: [&[&str]; 2] = [
+        &["stat", "--store", many.path()],
+        &["stat", "--json", "--store", many.path()],
+    ];
+    let shown = eventually("all VMs have reported", || {
+        let shown: Value = serde_json::from_str(&host.must(arguments[1])).ok()?;
+        let sharing = |vm: &&Value| vm["pages_mapped"].as_u64().is_some_and(|n| n >= 1000);
+        let vms = shown["vms"].as_array()?.iter();
+        (vms.filter(sharing).count() as u64 == VMS).then_some(shown)
+    });
+    assert_eq!(shown["vms"].as_array().map(Vec::len), Some(256));
+    assert!(host.must(arguments[0]).contains("web-255"));
+
+    for arguments in arguments {
+        let took = shortest(|| host.command(arguments));
+        let peak = peak_of(host.command(arguments), "it has something to write");
+        eprintln!("{arguments:?}: {took:?}, {peak} KiB");
+        assert!(took < LIMIT, "{arguments:?} takes {took:?}");
+        assert!(peak < LIMIT_KIB, "{arguments:?} has {peak} KiB");
+    }
+
+    let mut shown = Vec::new();
+    for _ in 0..5 {
+        let start = Instant::now();
+        let command = host.command(&["top", "--interval", "0.2", "--store", many.path()]);
+        let mut top = Terminal::open(command, 132, 50);
+        while !String::from_utf8_lossy(&top.bytes()).contains("web-") {
+            assert!(start.elapsed() < Duration::from_secs(60), "nothing is shown");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        shown.push(start.elapsed());
+        // Some looks and drawings later.
+        std::thread::sleep(Duration::from_millis(700));
+        let peak = peak_kib(top.process.pid()).expect("it runs");
+        top.types("q");
+        assert!(top.end().success());
+        assert!(peak < LIMIT_KIB, "top has {peak} KiB");
+        eprintln!("top: {:?}, {peak} KiB", shown.last());
+    }
+    let took = shown.into_iter().min().expect("runs");
+    assert!(took < LIMIT, "top shows nothing for {took:?}");
+}
