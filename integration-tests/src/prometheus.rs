@@ -26,12 +26,23 @@ impl Prometheus {
     /// If it does not start.
     #[must_use]
     pub fn start(target: SocketAddr, rules: &Path) -> Option<Self> {
+        Self::start_on(&[target], rules)
+    }
+
+    /// The same with several targets.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn start_on(targets: &[SocketAddr], rules: &Path) -> Option<Self> {
+        let targets: Vec<String> = targets.iter().map(|target| format!("\"{target}\"")).collect();
+        let targets = targets.join(", ");
         let folder = tempfile::tempdir().expect("a temporary folder");
         let config = folder.path().join("prometheus.yml");
         let text = format!(
             "global: {{ scrape_interval: 1s, evaluation_interval: 1s }}\n\
              rule_files: [ \"{}\" ]\n\
-             scrape_configs:\n- job_name: vmm-dedup\n  static_configs: [ {{ targets: [ \"{target}\" ] }} ]\n",
+             scrape_configs:\n- job_name: vmm-dedup\n  static_configs: [ {{ targets: [ {targets} ] }} ]\n",
             rules.display()
         );
         std::fs::write(&config, text).expect("a configuration");
@@ -96,6 +107,19 @@ impl Prometheus {
         rules
             .flat_map(|group| group["rules"].as_array().cloned().unwrap_or_default())
             .collect()
+    }
+
+    /// The alerts that fire now, by name.
+    ///
+    /// # Panics
+    /// If Prometheus does not answer.
+    #[must_use]
+    pub fn firing(&self) -> Vec<String> {
+        let answer = self.api("alerts").expect("the alerts");
+        let alerts = answer["alerts"].as_array().expect("alerts").iter();
+        let firing = alerts.filter(|alert| alert["state"] == "firing");
+        let names = firing.filter_map(|alert| alert["labels"]["alertname"].as_str());
+        names.map(str::to_owned).collect()
     }
 
     fn api(&self, what: &str) -> Result<Value, String> {

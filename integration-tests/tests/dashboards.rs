@@ -297,6 +297,35 @@ fn dashboards_have_grafanas_schema() {
     );
 }
 
+/// What operators ask, and the panels of the first screen that answer.
+const FIRST_SCREEN: [(&str, &[&str]); 5] = [
+    (
+        "what do I save",
+        &["Saved, net", "Saved of memory", "Saved and spent, by host"],
+    ),
+    ("what does it cost", &["CPU", "Saved and spent, by host"]),
+    ("who is to blame", &["Who is to blame"]),
+    ("is it safe", &["Stores down", "Alerts", "Writers waiting"]),
+    ("is it getting worse", &["Is it getting worse"]),
+];
+/// Lines of Grafana's grid that a screen has beside its head.
+const SCREEN: u64 = 14;
+
+#[test]
+fn the_first_screen_answers_each_question() {
+    let fleet = dashboard("fleet");
+    for (question, titles) in FIRST_SCREEN {
+        for title in titles {
+            let panel = array(&fleet, "panels")
+                .iter()
+                .find(|panel| panel["title"] == *title);
+            let panel = panel.unwrap_or_else(|| panic!("{question}: no panel {title}"));
+            let at = |key: &str| panel["gridPos"][key].as_u64().expect("a position");
+            assert!(at("y") + at("h") <= SCREEN, "{question}: {title} is further down");
+        }
+    }
+}
+
 /// What Grafana takes silently and shows wrongly.
 #[test]
 fn panels_are_whole() {

@@ -1,5 +1,6 @@
 //! The command as operators meet it: in pipes, on terminals of all widths, beside stores that hang or have gone.
 
+mod alerts;
 mod day;
 mod doctor;
 mod errors;
