@@ -42,11 +42,8 @@ pub struct Key(u64);
 impl Key {
     /// The key of four lines, see [`line_words`].
     pub fn of_lines(words: &[u64; KEY_WORDS], salt: Salt) -> Self {
-        let mut bytes = [0u8; KEY_WORDS * 8];
-        for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
-            chunk.copy_from_slice(&word.to_ne_bytes());
-        }
-        Self(XxHash3_64::oneshot_with_seed(salt.0, &bytes) & HASH_MASK)
+        let bytes = zerocopy::IntoBytes::as_bytes(words);
+        Self(XxHash3_64::oneshot_with_seed(salt.0, bytes) & HASH_MASK)
     }
 
     /// Parses a key that came from a peer; `None` if it has bits that no key has.

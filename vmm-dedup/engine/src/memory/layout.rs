@@ -282,6 +282,7 @@ impl Memory {
     }
 
     /// Chunk of a page. Chunks are in page order; a number that is unused has the next page's.
+    #[inline]
     pub(crate) fn chunk_of(&self, page: Page) -> usize {
         let Some(region) = self.region_of(page) else {
             return self.chunks.partition_point(|c| c.pages.end <= page);
@@ -306,6 +307,7 @@ impl Memory {
         })
     }
 
+    #[inline]
     fn region_of(&self, page: Page) -> Option<&Region> {
         let at = self.regions.partition_point(|r| r.first <= page).checked_sub(1)?;
         Some(&self.regions[at]).filter(|r| r.pages().contains(&page))
@@ -317,6 +319,7 @@ impl Memory {
     }
 
     /// Host address of a page that there is.
+    #[inline]
     pub(crate) fn address(&self, page: Page) -> usize {
         let at = self.regions.partition_point(|r| r.first <= page) - 1;
         let Region { range, first, .. } = &self.regions[at];
@@ -388,6 +391,7 @@ impl Memory {
     }
 
     /// Whether the numbers before and behind a page are those of its neighbours in memory.
+    #[inline]
     pub(crate) fn neighbours(&self, page: Page) -> (bool, bool) {
         self.region_of(page).map_or((false, false), |region| {
             let pages = region.pages();

@@ -203,6 +203,9 @@ impl PageMap {
     /// `place`: the slot that the mapping has at the page, if it comes to lie in one.
     fn set_at(&mut self, page: Page, next: PageState, place: Option<Slot>) {
         let old = self.state(page);
+        if old == next {
+            return;
+        }
         assert!(
             old.may_become(next),
             "page {page} cannot go from {old:?} to {next:?}"
@@ -211,9 +214,6 @@ impl PageMap {
     }
 
     fn replace(&mut self, page: Page, old: PageState, next: PageState, place: Option<Slot>) {
-        if old == next {
-            return;
-        }
         if let Some(key) = old.known.candidate()
             && next.known != old.known
             && !matches!(next.backing, Backing::Slot(_))
@@ -258,6 +258,8 @@ impl PageMap {
         let state = self.state(page);
         let stays = match (state.backing, state.known) {
             (Backing::Private, Known::Candidate(old)) => old.is_full() || old == key,
+            // It is looked at again and again.
+            (Backing::Private, Known::Keyed(old)) => old == key,
             (Backing::Private, known) => matches!(known, Known::Pinned(_)),
             (backing, _) => backing != Backing::Zero,
         };

@@ -145,6 +145,8 @@ fn low(pass: u64) -> u32 {
 
 const BACKING_SHIFT: u32 = 61;
 const KNOWN_SHIFT: u32 = 58;
+/// Words differ by the bits from [`KNOWN_SHIFT`] on in so many ways, most of which no state has.
+pub(super) const KINDS: usize = 1 << (64 - KNOWN_SHIFT);
 /// Beside a key: a mapping begins here, or ends behind it.
 const BEGINS: u64 = 1 << 57;
 const ENDS: u64 = 1 << 56;
@@ -159,6 +161,9 @@ const CANDIDATE: u64 = 5;
 const PRIVATE: u64 = 0;
 const SLOT: u64 = 2;
 const ORPHANED_SLOT: u64 = 4;
+const ORPHANED_COPY: u64 = 5;
+/// Backings whose addresses lie in mappings of store files.
+const IN_FILE: std::ops::RangeInclusive<u64> = SLOT..=ORPHANED_COPY;
 
 impl Backing {
     /// Number and payload.
@@ -171,7 +176,7 @@ impl Backing {
             Backing::Slot(slot) => (SLOT, slot.number().into()),
             Backing::CopiedOnWrite(place) => (3, edges(place)),
             Backing::OrphanedSlot(orphan) => (ORPHANED_SLOT, begins(orphan)),
-            Backing::OrphanedCopy(orphan) => (5, begins(orphan)),
+            Backing::OrphanedCopy(orphan) => (ORPHANED_COPY, begins(orphan)),
             Backing::Packed => (6, 0),
             #[cfg(test)]
             Backing::Dummy(payload) => (7, payload.into()),
@@ -194,7 +199,7 @@ impl Backing {
             (SLOT, Some(slot)) => Backing::Slot(slot),
             (3, _) => Backing::CopiedOnWrite(edges),
             (4, _) => Backing::OrphanedSlot(orphan),
-            (5, _) => Backing::OrphanedCopy(orphan),
+            (ORPHANED_COPY, _) => Backing::OrphanedCopy(orphan),
             (6, _) => Backing::Packed,
             #[cfg(test)]
             (7, _) => Backing::Dummy(payload as u32),
@@ -383,6 +388,7 @@ impl PageState {
     }
 
     /// Packs into a word. At most one of both has a payload, but for [`BEGINS`] and [`ENDS`].
+    #[inline]
     pub(super) fn encode(self) -> u64 {
         let ((backing, place), (known, content)) = (self.backing.encode(), self.known.encode());
         debug_assert!(place & !(BEGINS | ENDS) == 0 || content == 0, "{self:?}");
@@ -399,7 +405,19 @@ impl PageState {
         }
     }
 
+    /// What a word tells beside payload and worth, in `0..KINDS`.
+    #[inline]
+    pub(super) fn kind(word: u64) -> usize {
+        (word >> KNOWN_SHIFT) as usize
+    }
+
+    /// A state of each kind, in order. (For a kind that no state has it is one of another kind.)
+    pub(super) fn of_each_kind() -> impl Iterator<Item = Self> {
+        (0..KINDS as u64).map(|kind| Self::decode(kind << KNOWN_SHIFT))
+    }
+
     /// The slot in a word, if it is of a page that maps one: the loop over all pages asks.
+    #[inline]
     #[allow(clippy::cast_possible_truncation)] // payloads were made by encode()
     pub(super) fn slot(word: u64) -> Option<Slot> {
         (word >> BACKING_SHIFT == SLOT)
@@ -414,6 +432,12 @@ impl PageState {
             PRIVATE => !matches!(word >> KNOWN_SHIFT & 7, WRITE_PROTECTED | VOLATILE | PINNED),
             backing => backing != ORPHANED_SLOT,
         }
+    }
+
+    /// [`Backing::in_file_mapping`] of a word.
+    #[inline]
+    pub(super) fn in_file_mapping(word: u64) -> bool {
+        IN_FILE.contains(&(word >> BACKING_SHIFT))
     }
 
     /// The key in a word, if it is a candidate's: the hot loop over all pages asks.
@@ -560,6 +584,7 @@ pub(super) mod tests {
                 _ => None,
             };
             prop_assert_eq!(PageState::slot(state.encode()), slot);
+            prop_assert_eq!(PageState::in_file_mapping(state.encode()), state.backing.in_file_mapping());
             prop_assert_eq!(
                 PageState::candidate_key(state.encode()),
                 state.known.candidate().map(Key::raw)

@@ -3,7 +3,7 @@
 use crate::memory::bitmap::Bits;
 use crate::memory::key_filter::Filter;
 use crate::memory::layout::Page;
-use crate::memory::page_state::{Backing, Counts, PageState, WORTH, WORTH_SHIFT};
+use crate::memory::page_state::{Counts, KINDS, PageState, WORTH, WORTH_SHIFT};
 use crate::memory::worth::Worth;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,7 +14,9 @@ use vmm_dedup_protocol::key::Key;
 #[derive(Debug)]
 pub(crate) struct PageTable {
     words: Vec<u64>,
-    counts: Counts,
+    /// Pages by the kinds of their words ([`PageState::kind`]), so that a transition is counted without asking which it is. New
+    /// pages are not counted: what stands here for their kind means nothing, and nobody asks for it.
+    kinds: [u64; KINDS],
     /// Pages that are left alone, see [`Worth`].
     paused: u64,
     /// Pages whose addresses lie in mappings of store files, for [`discard`](mod@crate::unmerge::discard).
@@ -29,7 +31,7 @@ impl PageTable {
     pub(crate) fn new(pages: usize) -> Self {
         Self {
             words: vec![0; pages],
-            counts: Counts::default(),
+            kinds: [0; KINDS],
             paused: 0,
             in_file: Arc::new(Bits::new(pages)),
             of_segments: Vec::new(),
@@ -83,34 +85,43 @@ impl PageTable {
         PageState::is_settled(self.words[page as usize])
     }
 
-    pub(super) fn replace(&mut self, page: Page, old: PageState, next: PageState) {
-        if let Some(n) = self.counts.of(old) {
-            *n -= 1;
-        }
-        if let Some(n) = self.counts.of(next) {
-            *n += 1;
-        }
-        if let Backing::Slot(slot) = old.backing {
+    /// A page's state becomes `next`. This is done for each page again and again, so it works on words.
+    pub(super) fn replace(&mut self, page: Page, next: PageState) {
+        let word = &mut self.words[page as usize];
+        let (old, new) = (*word & !WORTH, next.encode());
+        *word = new | (*word & WORTH);
+        self.kinds[PageState::kind(old)] = self.kinds[PageState::kind(old)].wrapping_sub(1);
+        self.kinds[PageState::kind(new)] = self.kinds[PageState::kind(new)].wrapping_add(1);
+        if let Some(slot) = PageState::slot(old) {
             self.of_segments[slot.segment() as usize] -= 1;
         }
-        if let Backing::Slot(slot) = next.backing {
+        if let Some(slot) = PageState::slot(new) {
             let at = slot.segment() as usize;
-            self.of_segments.resize(self.of_segments.len().max(at + 1), 0);
+            if at >= self.of_segments.len() {
+                self.of_segments.resize(at + 1, 0);
+            }
             self.of_segments[at] += 1;
         }
         if let Some(filter) = &mut self.repetition {
+            let old = PageState::decode(old);
             old.counted_key().into_iter().for_each(|key| filter.remove(key));
             next.counted_key().into_iter().for_each(|key| filter.insert(key));
         }
-        let word = &mut self.words[page as usize];
-        *word = next.encode() | (*word & WORTH);
-        if old.backing.in_file_mapping() != next.backing.in_file_mapping() {
-            self.in_file.set(page, next.backing.in_file_mapping());
+        let in_file = PageState::in_file_mapping(new);
+        // Where a slot was expected it is said already.
+        if PageState::in_file_mapping(old) != in_file && self.in_file.get(page) != in_file {
+            self.in_file.set(page, in_file);
         }
     }
 
     pub(super) fn counts(&self) -> Counts {
-        self.counts
+        let mut counts = Counts::default();
+        for (state, n) in PageState::of_each_kind().zip(self.kinds) {
+            if let Some(count) = counts.of(state) {
+                *count += n;
+            }
+        }
+        counts
     }
 
     #[inline]
@@ -159,6 +170,7 @@ impl PageTable {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::page_state::Backing;
     use crate::memory::page_state::tests::states;
     use proptest::prelude::*;
 
@@ -168,7 +180,7 @@ mod tests {
             let mut table = PageTable::new(20);
             for (page, next) in steps {
                 table.set_worth(page, Worth::default().shared().broken());
-                table.replace(page, table.get(page), next);
+                table.replace(page, next);
                 prop_assert!(table.worth(page).is_paused() && table.get(page) == next);
             }
             let mut counts = Counts::default();
@@ -197,7 +209,7 @@ mod tests {
                 if n == begin {
                     table.count_repetition();
                 }
-                table.replace(page, table.get(page), next);
+                table.replace(page, next);
             }
             table.count_repetition();
             let keys: Vec<Key> = (0..20).filter_map(|page| table.get(page).counted_key()).collect();

@@ -82,7 +82,7 @@ impl PlacedPages {
             }
             self.note_boundaries(chunks, page, neighbours, old.backing, next.backing);
         }
-        self.table.replace(page, old, next);
+        self.table.replace(page, next);
     }
 
     /// From now on the memory is this one, with these chunks. Chunks that stay with what is before and behind them are not counted
@@ -176,7 +176,7 @@ impl PlacedPages {
         if next != old {
             let neighbours = self.memory.neighbours(page);
             self.note_boundaries(chunks, page, neighbours, old.backing, next.backing);
-            self.table.replace(page, old, next);
+            self.table.replace(page, next);
         }
     }
 

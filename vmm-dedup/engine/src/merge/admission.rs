@@ -90,10 +90,19 @@ pub(crate) struct Admitted {
 }
 
 impl Admitted {
-    fn add(&mut self, request: MergeRequest, verdict: Verdict) {
-        match verdict {
-            Verdict::Merge => self.now.push(request),
-            Verdict::Refuse(obstacle) => self.refused.push((request, obstacle)),
+    /// `verdicts`: on these requests, in order. Whole passes are sorted out, so who is admitted stays where he is.
+    fn by(verdicts: &[Verdict], mut requests: Vec<MergeRequest>) -> Self {
+        let (mut refused, mut verdicts) = (Vec::new(), verdicts.iter());
+        requests.retain(|request| match verdicts.next() {
+            Some(Verdict::Refuse(obstacle)) => {
+                refused.push((*request, *obstacle));
+                false
+            }
+            _ => true,
+        });
+        Self {
+            now: requests,
+            refused,
         }
     }
 }
@@ -155,33 +164,31 @@ impl Admission<'_> {
     }
 
     /// Found > admitted. Requests are in page order, each page once.
-    pub(crate) fn admit(&self, found: &[MergeRequest]) -> Admitted {
-        let mut admitted = Admitted::default();
-        for (_, group) in self.map.memory().by_chunk(found, |request| request.page) {
+    pub(crate) fn admit(&self, found: Vec<MergeRequest>) -> Admitted {
+        let mut verdicts = Vec::with_capacity(found.len());
+        for (_, group) in self.map.memory().by_chunk(&found, |request| request.page) {
             let facts = Facts {
                 as_one: !self.terms.managed && is_huge_page_of_store(group),
                 ..Facts::default()
             };
-            for request in group {
-                let verdict = self.may_merge(request.page, request.slot, facts);
-                admitted.add(*request, verdict);
-            }
+            let verdict = |request: &MergeRequest| self.may_merge(request.page, request.slot, facts);
+            verdicts.extend(group.iter().map(verdict));
         }
-        admitted
+        Admitted::by(&verdicts, found)
     }
 
     /// Found > admitted: the twins of 2 MiB in which more twins could make longer runs are refused until these have quiesced.
-    pub(crate) fn admit_quiesced(&self, requests: &[MergeRequest], pass: u64) -> Admitted {
-        let mut admitted = Admitted::default();
-        for (_, group) in self.map.memory().by_chunk(requests, |request| request.page) {
+    pub(crate) fn admit_quiesced(&self, requests: Vec<MergeRequest>, pass: u64) -> Admitted {
+        let mut verdicts = Vec::with_capacity(requests.len());
+        for (_, group) in self.map.memory().by_chunk(&requests, |request| request.page) {
             let waits = !self.terms.managed && bridged_runs::waits(self.map, pass, group);
             let verdict = match waits {
                 true => Verdict::Refuse(Obstacle::Deferred),
                 false => Verdict::Merge,
             };
-            group.iter().for_each(|request| admitted.add(*request, verdict));
+            verdicts.resize(verdicts.len() + group.len(), verdict);
         }
-        admitted
+        Admitted::by(&verdicts, requests)
     }
 
     /// Admitted > admitted, right before these requests are merged, since time went by: other windows have used mappings, the
@@ -191,19 +198,18 @@ impl Admission<'_> {
         requests: &[MergeRequest],
         is_swapped: impl Fn(Page) -> bool,
     ) -> Admitted {
-        let mut admitted = Admitted::default();
-        let runs = runs_of(requests);
-        for request in requests {
-            let facts = Facts {
-                // It was asked with all of its 2 MiB.
-                as_one: true,
-                swapped: is_swapped(request.page),
-                deferred: false,
-                runs,
-            };
-            admitted.add(*request, self.may_merge(request.page, request.slot, facts));
-        }
-        admitted
+        // It was asked with all of its 2 MiB.
+        let facts = Facts {
+            as_one: true,
+            runs: runs_of(requests),
+            ..Facts::default()
+        };
+        let verdict = |request: &MergeRequest| {
+            let swapped = is_swapped(request.page);
+            self.may_merge(request.page, request.slot, Facts { swapped, ..facts })
+        };
+        let verdicts: Vec<Verdict> = requests.iter().map(verdict).collect();
+        Admitted::by(&verdicts, requests.to_vec())
     }
 }
 
@@ -244,7 +250,7 @@ mod tests {
     fn refused(map: &PageMap, terms: Terms, pages: &[Page]) -> Vec<(Page, Obstacle)> {
         let twin = |page: &Page| MergeRequest::twin_of(*page, slot(2 * page + 1));
         let requests: Vec<MergeRequest> = pages.iter().map(twin).collect();
-        let Admitted { now, refused } = Admission { map, terms }.admit(&requests);
+        let Admitted { now, refused } = Admission { map, terms }.admit(requests.clone());
         assert_eq!(now.len() + refused.len(), requests.len());
         let refused = refused.into_iter();
         refused
@@ -285,7 +291,11 @@ mod tests {
         let terms = Terms::default();
         let admission = Admission { map: &map, terms };
         let requests = [1, 3, 5].map(|page| MergeRequest::twin_of(page, slot(page)));
-        assert_eq!(admission.admit(&requests).now, requests, "each alone has one");
+        assert_eq!(
+            admission.admit(requests.to_vec()).now,
+            requests,
+            "each alone has one"
+        );
         let again = admission.admit_again(&requests, |_| false);
         assert_eq!(
             again.refused,
@@ -335,9 +345,8 @@ mod tests {
             for page in 1..6 {
                 let request = MergeRequest::twin_of(page, slot(page));
                 let verdict = admission.may_merge(page, request.slot, Facts::default());
-                let mut wanted = Admitted::default();
-                wanted.add(request, verdict);
-                assert_eq!(admission.admit(&[request]), wanted);
+                let wanted = Admitted::by(&[verdict], vec![request]);
+                assert_eq!(admission.admit(vec![request]), wanted);
                 assert_eq!(admission.admit_again(&[request], |_| false), wanted);
             }
         }

@@ -126,6 +126,9 @@ fn exceptions_between(
 /// Whether one mapping could show both requests' slots in their places, with pages between: the first one's slot.
 fn bridge(map: &PageMap, a: &MergeRequest, b: &MergeRequest) -> Option<Slot> {
     let (first, last) = (a.slot?, b.slot?);
-    let gap = gap(map, a.page, b.page).filter(|gap| *gap > 0)?;
+    if b.page == a.page + 1 {
+        return None; // Most are neighbours.
+    }
+    let gap = gap(map, a.page, b.page)?;
     (first.checked_add_in_segment(u32::from(gap) + 1) == Some(last)).then_some(first)
 }

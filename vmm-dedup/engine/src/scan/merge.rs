@@ -53,7 +53,7 @@ impl Pass {
             managed: self.space.breaker.managed(),
             heals: any_copy && self.merging.healer.can_heal(&self.map, self.number),
         };
-        let admitted = self.admission().admit(&found);
+        let admitted = self.admission().admit(found);
         let mut admitted = self.leave_out_refused(admitted);
         series::use_series(&self.map, &mut self.session, &mut self.account, &mut admitted)?;
         Ok(admitted)
@@ -65,7 +65,7 @@ impl Pass {
         let copies: Vec<MergeRequest> = admitted
             .extract_if(.., |request| is_copy(&self.map, request))
             .collect();
-        let quiesced = self.admission().admit_quiesced(&admitted, self.number);
+        let quiesced = self.admission().admit_quiesced(admitted, self.number);
         let mut now = self.leave_out_refused(quiesced);
         self.make_orphans_private(&mut now);
         if !self.merging.terms.managed {
