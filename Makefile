@@ -41,11 +41,11 @@ package: setup ## the crates that a VMM takes, as they would be published, each 
 		-p vmm-dedup-agent-receiver -p vmm-dedup-packed -p vmm-dedup
 
 deb: setup ## Debian packages of command line and store, preload library and guest agent, in target/debian
-	packaging/build-debs target/debian
+	vmm-dedup/packaging/build-debs target/debian
 
 # In no CI: making the minimal Debian alone takes minutes.
 check-deb: setup ## the packages installed, used, upgraded and removed in a minimal Debian (root, KVM, mmdebstrap)
-	packaging/check-deb
+	vmm-dedup/packaging/check-deb
 
 bench: setup ## the same content merged by KSM and by us, in turn (root; some minutes)
 	$(CLI) bench ksm $(BENCHFLAGS)

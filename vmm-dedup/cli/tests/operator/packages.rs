@@ -37,7 +37,7 @@ fn unpacked() -> tempfile::TempDir {
     for file in [&program, &library::path(), &library::agent()] {
         fs::copy(file, built.join(file.file_name().expect("a name"))).expect("a program");
     }
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/build-debs");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/build-debs");
     let debs = folder.path().join("debs");
     let mut build = Command::new(script);
     build
