@@ -105,7 +105,7 @@ impl PageMap {
     /// Whether a visit that finds the page unwritten has nothing to do with it.
     #[inline]
     pub(crate) fn is_settled(&self, page: Page) -> bool {
-        self.pages.table().is_settled(page) && !self.has_hints()
+        self.pages.table().is_settled(page) && !self.hints.are_any()
     }
 
     /// Whether a page's key is not to be read, since the guest says so.
