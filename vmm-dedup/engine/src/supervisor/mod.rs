@@ -344,7 +344,7 @@ impl Supervisor {
     }
 
     /// A device has let go of guest memory, before or after [`Self::detach`]: once for each call of [`Self::pin`], also for one
-    /// that failed. (Without a [`Self::pin`]: nothing.)
+    /// that failed, but not for [`Error::Stopped`]. (Without a [`Self::pin`]: nothing.)
     pub fn unpin(&self) {
         self.post(Letter::Event(Event::Unpin));
     }
@@ -355,9 +355,15 @@ impl Supervisor {
     /// # Errors
     /// Those of [`Self::pin`], and nothing is pinned then: the device must not have the memory.
     pub fn pinned(&self) -> Result<Pinned, Error> {
-        let pinned = Pinned(self.shared.clone());
-        self.pin()?;
-        Ok(pinned)
+        match self.pin() {
+            Ok(()) => Ok(Pinned(self.shared.clone())),
+            // It did not count: to end it would end another one.
+            Err(Error::Stopped) => Err(Error::Stopped),
+            Err(error) => {
+                self.unpin();
+                Err(error)
+            }
+        }
     }
 
     /// A pin of which nobody will tell the end: as [`Self::pin`], until `still` says that there is none any more. It is asked every

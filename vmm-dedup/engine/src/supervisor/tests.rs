@@ -109,6 +109,20 @@ fn a_call_from_the_supervisors_own_thread_waits_for_nobody() {
 }
 
 #[test]
+fn a_pin_that_did_not_count_ends_no_other() {
+    let supervisor = Arc::new(supervisor());
+    supervisor.attach(nowhere()).unwrap();
+    supervisor.add_memory(memory()).unwrap();
+    supervisor.pin().unwrap();
+    let theirs = supervisor.clone();
+    let refused = supervisor.with_service(move |_| theirs.pinned().map(drop));
+    assert!(matches!(refused, Some(Err(Error::Stopped))), "{refused:?}");
+    // What it would have posted comes before this.
+    supervisor.with_service(|_| ());
+    assert_eq!(supervisor.status(), Status::Waiting(refusal::pinned()));
+}
+
+#[test]
 fn a_pin_lasts_for_as_long_as_it_is_seen() {
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     let supervisor = supervisor();
