@@ -16,7 +16,7 @@
 //!   is not deduplicated any more.
 #![allow(unsafe_code)] // statx(2)
 
-use crate::manager::{self, as_ours, tell};
+use crate::manager::{self, tell};
 use crate::watch::{DeviceFile, watch};
 use std::ffi::CString;
 use std::os::fd::RawFd;
@@ -36,8 +36,7 @@ pub(crate) fn pins(fd: RawFd) {
     // Not before: another thread's device must not get memory while it is given back.
     let known = &mut watch().devices;
     known.retain(|file| file.fd != fd);
-    // It may allocate, by a mmap() of ours that must not watch.
-    as_ours(|| known.push(DeviceFile { fd, times: 0 }));
+    known.push(DeviceFile { fd, times: 0 });
 }
 
 /// Whether memory is pinned for this file already. It is about to be used, so no look under way may end that.

@@ -114,13 +114,10 @@ fn note_lent(fd: c_int, arg: *mut c_void) {
     {
         let lent = &mut watch().lent;
         lent.retain(|known| known.range != range);
-        // It may allocate, by a mmap() of ours that must not watch.
-        manager::as_ours(|| {
-            lent.push(Lent {
-                range,
-                uffd: fd,
-                mode,
-            });
+        lent.push(Lent {
+            range,
+            uffd: fd,
+            mode,
         });
     }
 }

@@ -17,12 +17,30 @@ pub(crate) fn is_ours() -> bool {
     OURS.get() || vmm_dedup::in_service_thread()
 }
 
-/// Does something of ours in a thread of the VMM. It must not panic.
+/// While this lives, what the calling thread does is our own doing, in a thread of the VMM.
+#[derive(Debug)]
+pub(crate) struct Ours {
+    before: bool,
+}
+
+impl Ours {
+    pub(crate) fn begin() -> Self {
+        Self {
+            before: OURS.replace(true),
+        }
+    }
+}
+
+impl Drop for Ours {
+    fn drop(&mut self) {
+        OURS.set(self.before);
+    }
+}
+
+/// Does something of ours in a thread of the VMM.
 pub(crate) fn as_ours<T>(work: impl FnOnce() -> T) -> T {
-    let before = OURS.replace(true);
-    let result = work();
-    OURS.set(before);
-    result
+    let _ours = Ours::begin();
+    work()
 }
 
 /// How long to wait for more memory slots before the service starts.

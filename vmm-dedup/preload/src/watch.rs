@@ -1,7 +1,8 @@
 //! What the hooks remember of the VMM's calls.
 
+use crate::manager::Ours;
 use crate::mappings::Mappings;
-use std::ops::Range;
+use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::RawFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -39,6 +40,51 @@ static WATCH: Mutex<Inner> = Mutex::new(Inner {
     devices: Vec::new(),
 });
 
-pub(crate) fn watch() -> MutexGuard<'static, Inner> {
-    WATCH.lock().unwrap_or_else(PoisonError::into_inner)
+/// The one there is, locked. Whoever has it may allocate: an allocator of the VMM's that asks for memory by mmap() is not watched
+/// meanwhile, since that would wait for this very lock.
+#[derive(Debug)]
+pub(crate) struct Watching {
+    inner: MutexGuard<'static, Inner>,
+    _ours: Ours,
+}
+
+impl Deref for Watching {
+    type Target = Inner;
+
+    fn deref(&self) -> &Inner {
+        &self.inner
+    }
+}
+
+impl DerefMut for Watching {
+    fn deref_mut(&mut self) -> &mut Inner {
+        &mut self.inner
+    }
+}
+
+pub(crate) fn watch() -> Watching {
+    let ours = Ours::begin();
+    Watching {
+        inner: WATCH.lock().unwrap_or_else(PoisonError::into_inner),
+        _ours: ours,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manager;
+
+    #[test]
+    fn what_is_done_with_the_lock_held_is_not_watched() {
+        assert!(!manager::is_ours());
+        let watching = watch();
+        assert!(manager::is_ours());
+        drop(watching);
+        assert!(!manager::is_ours());
+        manager::as_ours(|| {
+            drop(watch());
+            assert!(manager::is_ours());
+        });
+    }
 }
