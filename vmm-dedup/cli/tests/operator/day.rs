@@ -77,6 +77,19 @@ struct Day {
     last: String,
 }
 
+impl Drop for Day {
+    /// A day that fails midway leaves no VM either.
+    fn drop(&mut self) {
+        let down = "vmm-dedup fleet down fleet.toml";
+        if std::thread::panicking() && !self.shell(down).status().is_ok_and(|status| status.success()) {
+            eprintln!(
+                "VMs may be left: {down:?} fails in {}",
+                self.host.path("").display()
+            );
+        }
+    }
+}
+
 impl Day {
     fn begin() -> Self {
         let host = Host::new();
