@@ -198,7 +198,7 @@ impl Backing {
             (1, _) => Backing::Zero,
             (SLOT, Some(slot)) => Backing::Slot(slot),
             (3, _) => Backing::CopiedOnWrite(edges),
-            (4, _) => Backing::OrphanedSlot(orphan),
+            (ORPHANED_SLOT, _) => Backing::OrphanedSlot(orphan),
             (ORPHANED_COPY, _) => Backing::OrphanedCopy(orphan),
             (6, _) => Backing::Packed,
             #[cfg(test)]
