@@ -1,7 +1,7 @@
 //! Bars side by side.
 
 use crate::scale::{range, short};
-use crate::{FONT, SIZE, colour, or_why};
+use crate::{FONT, colour, document};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
@@ -22,9 +22,7 @@ impl Bars {
     /// The plot.
     #[must_use]
     pub fn svg(&self) -> String {
-        let mut text = String::new();
-        let drawn = self.draw(SVGBackend::with_string(&mut text, SIZE));
-        or_why(drawn, text)
+        document(|backend| self.draw(backend))
     }
 
     fn draw(&self, backend: SVGBackend<'_>) -> Result<(), DrawingAreaErrorKind<std::io::Error>> {

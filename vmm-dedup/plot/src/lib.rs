@@ -10,6 +10,7 @@ mod scale;
 pub use bars::Bars;
 pub use lines::Lines;
 
+use plotters::backend::SVGBackend;
 use plotters::style::RGBColor;
 
 /// Width and height of each plot, pixels.
@@ -32,9 +33,10 @@ fn colour(series: usize) -> RGBColor {
     COLOURS[series % COLOURS.len()]
 }
 
-/// What is drawn in memory does not fail: an error is the plotting library's own, and shows where the plot was to be.
-fn or_why<E: std::fmt::Display>(drawn: Result<(), E>, text: String) -> String {
-    match drawn {
+/// What is drawn. In memory that does not fail: an error is the plotting library's own, and shows where the plot was to be.
+fn document<E: std::fmt::Display>(draw: impl FnOnce(SVGBackend<'_>) -> Result<(), E>) -> String {
+    let mut text = String::new();
+    match draw(SVGBackend::with_string(&mut text, SIZE)) {
         Ok(()) => text,
         Err(error) => format!(
             "<svg width=\"{}\" height=\"{}\" xmlns=\"http://www.w3.org/2000/svg\"><text x=\"10\" y=\"30\">cannot be drawn: {}</text></svg>\n",

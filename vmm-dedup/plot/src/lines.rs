@@ -1,7 +1,7 @@
 //! Lines, over time for the most part.
 
 use crate::scale::{range, short};
-use crate::{FONT, SIZE, colour, or_why};
+use crate::{FONT, colour, document};
 use plotters::prelude::*;
 
 /// A line for each series. A figure that is not finite makes a gap.
@@ -21,9 +21,7 @@ impl Lines {
     /// The plot.
     #[must_use]
     pub fn svg(&self) -> String {
-        let mut text = String::new();
-        let drawn = self.draw(SVGBackend::with_string(&mut text, SIZE));
-        or_why(drawn, text)
+        document(|backend| self.draw(backend))
     }
 
     fn draw(&self, backend: SVGBackend<'_>) -> Result<(), DrawingAreaErrorKind<std::io::Error>> {
