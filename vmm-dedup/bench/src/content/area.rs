@@ -117,8 +117,21 @@ impl Area {
         let start = Instant::now();
         self.write(page, bytes_of(content));
         let took = start.elapsed();
-        self.sums[page] = sum(content.iter().copied());
+        self.expect(page, content);
         took
+    }
+
+    /// Writes a whole page while others read it; [`Self::expect`] is to be told afterwards.
+    pub(crate) fn overwrite(&self, page: usize, content: &PageWords) {
+        for (word, value) in content.iter().enumerate() {
+            // SAFETY: inside the area.
+            unsafe { self.word(page, word).write_volatile(*value) };
+        }
+    }
+
+    /// What a page should hold from now on.
+    pub(crate) fn expect(&mut self, page: usize, content: &PageWords) {
+        self.sums[page] = sum(content.iter().copied());
     }
 
     /// Lets KSM merge the area's pages.

@@ -1,7 +1,7 @@
 //! Content that is replaced while the policies work: of the warm and the cold memory, as page caches of guests that read the
 //! next file replace it. What repeats in a pair of huge pages is written in both, and repeats again.
 
-use super::process::Parts;
+use super::parts::Parts;
 use crate::content::{Area, HUGE_PAGES, mix, words};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -44,7 +44,11 @@ fn of_round(parts: &Parts, round: usize) -> impl Iterator<Item = (usize, usize)>
         let of = move |chunk: usize| (first..first + EXTENT_PAGES).map(move |page| chunk * HUGE_PAGES + page);
         of(pair).chain(of(pair + 1))
     });
-    let repeated = |page: usize| parts.repeats(page).then(|| (page, parts.content(page) | round << 41));
+    let repeated = |page: usize| {
+        parts
+            .repeats(page)
+            .then(|| (page, parts.content(page) | round << 41))
+    };
     pages.filter_map(repeated).collect::<Vec<_>>().into_iter()
 }
 

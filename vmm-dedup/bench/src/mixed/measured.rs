@@ -34,6 +34,8 @@ pub(super) struct Process {
     /// In the measurement after that.
     pub(super) steady_monitor_cpu_s: f64,
     pub(super) steady_dedup_cpu_s: f64,
+    /// `None`: there was none.
+    pub(super) churned: Option<Churned>,
     /// Speed on memory that was cold, some intervals after it turned hot.
     pub(super) after_change: Access,
     /// Huge pages built again there, of so many.
@@ -46,6 +48,18 @@ pub(super) struct Process {
     pub(super) rebuild_max_us: u64,
     /// Huge pages that were not built at a try, and why.
     pub(super) rebuild_refused: RebuildRefused,
+}
+
+/// When it had settled after content was replaced.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Churned {
+    pub(super) rounds: u32,
+    pub(super) saved_pages: u64,
+    pub(super) huge_pages: u64,
+    pub(super) access: Access,
+    /// From the first round until it had settled.
+    pub(super) monitor_cpu_s: f64,
+    pub(super) dedup_cpu_s: f64,
 }
 
 /// Tries to build a huge page that came to nothing.
@@ -82,7 +96,13 @@ impl Process {
         self.access.of_control / self.undisturbed.of_control
     }
 
-    /// The same by the clock, with what was waited for.
+    /// [`Self::speed`] after churn.
+    pub(super) fn speed_after_churn(&self) -> Option<f64> {
+        let churned = self.churned.as_ref()?;
+        Some(churned.access.of_control / self.undisturbed.of_control)
+    }
+
+    /// [`Self::speed`] by the clock, with what was waited for.
     pub(super) fn rate(&self) -> f64 {
         self.access.of_control_by_clock / self.undisturbed.of_control_by_clock
     }

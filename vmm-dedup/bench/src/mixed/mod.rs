@@ -8,8 +8,10 @@
 //! machine does. So each process measures itself before there is dedup as well, and all the time a control area beside the
 //! memory under test; policies take turns, in one order and then in the other, and what is compared are ratios of one round.
 
+mod churn;
 mod guests;
 mod measured;
+mod parts;
 mod process;
 mod report;
 mod setup;
@@ -52,6 +54,10 @@ pub(crate) struct MixedArgs {
     /// Rounds; of each figure the median is reported, and of ratios the median of the rounds' ratios.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: u32,
+    /// Rounds in which content is replaced, before the figures are taken once more: in each a quarter of the 256 KiB extents of
+    /// the warm and the cold memory, by content that is new and repeats as before. A round lasts two intervals.
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=10_000))]
+    churn: u32,
     /// Only these policies; without dedup ("none") is always measured. POLICY@US samples use for so many microseconds
     /// (100 to 100000): shorter samples find less memory in use. All policies, and ingens with several, unless given.
     #[arg(long, value_delimiter = ',', value_name = "POLICY[@US]")]
@@ -85,6 +91,8 @@ pub(crate) struct WorkerArgs {
     seconds: u32,
     #[arg(long)]
     interval_ms: u32,
+    #[arg(long)]
+    churn: u32,
     #[arg(long)]
     use_source: UseSource,
     #[arg(long, value_enum)]
@@ -160,6 +168,7 @@ fn measure<T: DeserializeOwned>(
         ("--mib", args.mib),
         ("--seconds", args.seconds),
         ("--interval-ms", args.interval_ms),
+        ("--churn", args.churn),
     ] {
         command.args([name, &value.to_string()]);
     }
@@ -188,6 +197,7 @@ pub(crate) fn work(args: &WorkerArgs) -> Result<(), Failure> {
         store_pid: args.store_pid,
         seconds: Duration::from_secs(args.seconds.into()),
         interval_ms: args.interval_ms.into(),
+        churn: args.churn,
     };
     if args.guests {
         worker::answer(&guests::measure(&setup)?)

@@ -2,9 +2,11 @@
 //! the service works on all of it. Every other millisecond or so the thread does the same in a control area that no service
 //! knows: what slows both down is the machine.
 
-use super::measured::{Access, Process, RebuildRefused};
+use super::churn::{Replaced, churn};
+use super::measured::{Access, Churned, Process, RebuildRefused};
+use super::parts::Parts;
 use super::setup::Setup;
-use crate::content::{Area, HUGE_PAGES};
+use crate::content::{Area, HUGE_PAGES, words};
 use crate::service::{Served, vouched};
 use rustix::time::{ClockId, clock_gettime};
 use std::ops::Range;
@@ -23,41 +25,6 @@ const WRITES: u64 = 16;
 
 /// One access in so many reads the warm part.
 const WARM: u64 = 200;
-
-/// Huge pages of each part.
-struct Parts {
-    hot: Range<usize>,
-    warm: Range<usize>,
-    cold: Range<usize>,
-}
-
-impl Parts {
-    fn of(chunks: usize) -> Self {
-        let quarter = chunks / 4 / 2 * 2;
-        let cold = chunks * 3 / 8 / 2 * 2;
-        Self {
-            hot: 0..quarter,
-            warm: quarter..2 * quarter,
-            cold: 2 * quarter..2 * quarter + cold,
-        }
-    }
-
-    /// Content of a page: pages with the same number are equal. Neighbouring huge pages have their repeated parts, runs of
-    /// eight pages, in common.
-    fn content(&self, page: usize) -> usize {
-        let (chunk, run) = (page / HUGE_PAGES, page % HUGE_PAGES / 8);
-        let repeated = match chunk {
-            c if self.hot.contains(&c) => run % 32 == 0,
-            c if self.warm.contains(&c) || self.cold.contains(&c) => run % 2 == 0,
-            _ => false,
-        };
-        if repeated {
-            chunk / 2 * HUGE_PAGES + page % HUGE_PAGES
-        } else {
-            page | 1 << 40
-        }
-    }
-}
 
 /// Accesses, and the time they took.
 #[derive(Default)]
@@ -143,7 +110,7 @@ impl Drop for End<'_> {
 
 pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
     let parts = Parts::of(mib as usize / 2);
-    let area = Area::with_content(true, mib, |page| parts.content(page))?;
+    let mut area = Area::with_content(true, mib, |page| parts.content(page))?;
     let control = Area::with_content(true, u32::try_from(parts.hot.len() * 2).unwrap_or(mib), |page| {
         page
     })?;
@@ -154,15 +121,20 @@ pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
         scope.spawn(|| work(&area, &control, &orders, &parts));
         let undisturbed = orders.measure(setup.seconds);
         let services = start(setup, &area)?;
-        let measured = phases(setup, &parts, &orders, &services, undisturbed);
+        let measured = phases(setup, &area, &parts, &orders, &services, undisturbed);
         drop(end);
         measured
     })
-    .and_then(|measured| match area.wrong() {
-        0 => Ok(measured),
-        wrong => Err(Failure::new(format!(
-            "{wrong} pages do not hold what was written to them"
-        ))),
+    .and_then(|(measured, replaced)| {
+        for (page, content) in replaced {
+            area.expect(page, &words(content));
+        }
+        match area.wrong() {
+            0 => Ok(measured),
+            wrong => Err(Failure::new(format!(
+                "{wrong} pages do not hold what was written to them"
+            ))),
+        }
     })
 }
 
@@ -174,13 +146,15 @@ fn start(setup: &Setup<'_>, area: &Area) -> Result<Vec<Served>, Failure> {
     Ok(vec![Served::area(area, store, config, vouched())?])
 }
 
+/// The policy's effect on what stands still and, if there is to be churn, after that.
 fn phases(
     setup: &Setup<'_>,
+    area: &Area,
     parts: &Parts,
     orders: &Orders,
     services: &[Served],
     undisturbed: Access,
-) -> Result<Process, Failure> {
+) -> Result<(Process, Replaced), Failure> {
     let huge = || services.iter().map(|s| s.stats().huge_ranges).sum::<u64>();
     setup.settle(services);
     let converged = setup.cpu(services)?;
@@ -188,6 +162,21 @@ fn phases(
     let cpu = setup.cpu(services)?;
     let saved_pages = setup.saved_pages(services)?;
     let huge_before = huge();
+    let mut replaced = Replaced::new();
+    let mut churned = None;
+    if setup.churn > 0 {
+        replaced = churn(area, parts, setup.churn, Duration::from_millis(setup.interval_ms));
+        setup.settle(services);
+        let after = setup.cpu(services)?;
+        churned = Some(Churned {
+            rounds: setup.churn,
+            saved_pages: setup.saved_pages(services)?,
+            huge_pages: huge(),
+            access: orders.measure(setup.seconds),
+            monitor_cpu_s: after.0 - cpu.0,
+            dedup_cpu_s: after.1 - cpu.1,
+        });
+    }
     // The roles change: as much memory as was hot, of what was cold and repetitive.
     let turned = parts.cold.start..parts.cold.start + parts.hot.len();
     let rebuilt = |services: &[Served]| services.iter().map(|s| s.stats().huge_rebuilt_total).sum::<u64>();
@@ -205,7 +194,7 @@ fn phases(
         std::thread::sleep(Duration::from_millis(5));
     }
     let stats = services.first().map(Served::stats).unwrap_or_default();
-    Ok(Process {
+    let measured = Process {
         use_source: stats.use_source_name().to_owned(),
         saved_pages,
         huge_pages: huge_before,
@@ -216,6 +205,7 @@ fn phases(
         converge_dedup_cpu_s: converged.1,
         steady_monitor_cpu_s: cpu.0 - converged.0,
         steady_dedup_cpu_s: cpu.1 - converged.1,
+        churned,
         after_change: orders.measure(setup.seconds),
         rebuilt: last - before,
         turned: turned.len() as u64,
@@ -228,7 +218,8 @@ fn phases(
             other: stats.rebuild_other_total,
         },
         rebuild_max_us: stats.rebuild.max_ns / 1000,
-    })
+    };
+    Ok((measured, replaced))
 }
 
 /// The accessing thread.
@@ -285,27 +276,5 @@ fn access(
         accesses: BATCH,
         cpu: cpu().saturating_sub(before),
         wall: start.elapsed(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::HashMap;
-
-    #[test]
-    fn parts_repeat_as_the_help_says() {
-        let parts = Parts::of(16);
-        assert_eq!(
-            [parts.hot.clone(), parts.warm.clone(), parts.cold.clone()],
-            [0..4, 4..8, 8..14]
-        );
-        let mut copies: HashMap<usize, usize> = HashMap::new();
-        (0..16 * HUGE_PAGES).for_each(|page| *copies.entry(parts.content(page)).or_default() += 1);
-        let repeated = |chunk: usize| {
-            let pages = chunk * HUGE_PAGES..(chunk + 1) * HUGE_PAGES;
-            pages.filter(|page| copies[&parts.content(*page)] == 2).count()
-        };
-        assert_eq!([0, 5, 9, 15].map(repeated), [16, 256, 256, 0]);
     }
 }

@@ -118,6 +118,24 @@ impl Report {
                 p.after_change.per_cpu_s / 1e6,
             );
         }
+        for Measured {
+            policy, process: p, ..
+        } in &self.policies
+        {
+            let Some(churned) = &p.churned else { continue };
+            say!(
+                "{policy:<13} {:>8} {:>6} {:>9.2} {:>6.3} {:>6} {:>6} {:>9.3} {:>9.3}  after {} rounds of churn",
+                churned.saved_pages,
+                churned.huge_pages,
+                churned.access.per_cpu_s / 1e6,
+                p.speed_after_churn().unwrap_or(f64::NAN),
+                churned.access.p50_ns,
+                churned.access.p99_ns,
+                churned.monitor_cpu_s,
+                churned.dedup_cpu_s,
+                churned.rounds,
+            );
+        }
         say!(
             "{:<13} {:>8} {:>6} {:>9} {:>6} {:>6} {:>9} {:>9}",
             "guests",

@@ -25,6 +25,8 @@ pub(super) struct Setup<'a> {
     pub(super) store_pid: u32,
     pub(super) seconds: Duration,
     pub(super) interval_ms: u64,
+    /// Rounds of churn.
+    pub(super) churn: u32,
 }
 
 impl Setup<'_> {

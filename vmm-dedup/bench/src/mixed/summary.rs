@@ -10,6 +10,13 @@ const EQUAL_SPEED: f64 = 0.01;
 /// `smartmd` divided by another policy: medians of the rounds' ratios.
 #[derive(Debug, Default, PartialEq, Serialize)]
 pub(super) struct Ratios {
+    /// Speed, of that without dedup.
+    speed_of_none: Option<f64>,
+    /// After churn.
+    speed_of_none_after_churn: Option<f64>,
+    saving_of_ksm_after_churn: Option<f64>,
+    /// Of pages that guests work on.
+    guests_speed_of_none: Option<f64>,
     /// Speed, by CPU time and by the clock.
     speed_of_no_splitting: Option<f64>,
     rate_of_no_splitting: Option<f64>,
@@ -61,6 +68,10 @@ impl Ratios {
             .collect();
         let not_slower = ingens.iter().filter(|i| i.speed <= 1.0 + EQUAL_SPEED);
         Self {
+            speed_of_none: to("none", &speed),
+            speed_of_none_after_churn: to("none", &|m| m.process.speed_after_churn()),
+            saving_of_ksm_after_churn: to("ksm", &|m| Some(m.process.churned.as_ref()?.saved_pages as f64)),
+            guests_speed_of_none: to("none", &|m| Some(m.guests.as_ref()?.pages_per_cpu_s)),
             speed_of_no_splitting: to("no-splitting", &speed),
             rate_of_no_splitting: to("no-splitting", &|m| Some(m.process.rate())),
             saving_of_ksm: to("ksm", &saving),
@@ -78,6 +89,10 @@ impl Ratios {
             }
         };
         say!("smartmd divided by others, medians of the rounds:");
+        of("speed without dedup", self.speed_of_none);
+        of("speed without dedup, after churn", self.speed_of_none_after_churn);
+        of("saving of ksm, after churn", self.saving_of_ksm_after_churn);
+        of("speed without dedup, guests", self.guests_speed_of_none);
         of("speed of no-splitting", self.speed_of_no_splitting);
         of("speed of no-splitting, by the clock", self.rate_of_no_splitting);
         of("saving of ksm", self.saving_of_ksm);
