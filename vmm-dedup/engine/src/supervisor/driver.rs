@@ -367,12 +367,11 @@ impl Driver {
 
     fn tell_status(&self) {
         let lifecycle = &self.lifecycle;
-        let said = lifecycle.last_said().cloned();
-        let status = match said {
+        let status = match lifecycle.reason() {
             _ if !lifecycle.is_attached() => Status::Detached,
-            Some(refusal) if lifecycle.is_retired() => Status::Refused(refusal),
+            Some(reason) if lifecycle.is_retired() => Status::Refused(reason),
             _ if lifecycle.serves() => Status::Serving,
-            Some(refusal) => Status::Waiting(refusal),
+            Some(reason) => Status::Waiting(reason),
             None => Status::Starting,
         };
         *lock(&self.shared.status) = status;

@@ -140,14 +140,14 @@ impl Region {
 }
 
 /// Whether there is a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Phase {
     /// None.
     Detached,
     /// One to deduplicate.
     Attached,
-    /// One that is not to be deduplicated any more.
-    Retired,
+    /// One that is not to be deduplicated any more, for this reason, whatever is said of it besides.
+    Retired(Refusal),
 }
 
 /// See the [module](self).
@@ -164,8 +164,10 @@ pub(crate) struct Lifecycle {
     paused: bool,
     /// Whether whatever pins memory shows in open files: for any VM, and for this one.
     vouch: (bool, bool),
-    /// What was said of this VM.
+    /// What was said of this VM in the log, last what was found last.
     said: Vec<Refusal>,
+    /// What the store is told of it.
+    announced: Option<Refusal>,
     effects: VecDeque<Effect>,
 }
 
@@ -181,6 +183,7 @@ impl Lifecycle {
             paused: false,
             vouch: (vouch, vouch),
             said: Vec::new(),
+            announced: None,
             effects: VecDeque::new(),
         }
     }
@@ -191,7 +194,7 @@ impl Lifecycle {
     /// The event does not fit: [`Error::Attached`], [`Error::Detached`]. Nothing changes then.
     pub(crate) fn handle(&mut self, event: Event, now: Instant) -> Result<(), Error> {
         debug_assert!(self.effects.is_empty());
-        match (self.phase, &event) {
+        match (&self.phase, &event) {
             (Phase::Detached, Event::Attach { .. }) => {}
             (_, Event::Attach { .. }) => return Err(Error::Attached),
             (Phase::Detached, Event::Add(_) | Event::Refuse(_) | Event::Note(_)) => {
@@ -244,6 +247,7 @@ impl Lifecycle {
             Event::DirectIo => self.if_served(Effect::DirectIo),
             Event::Detach { unmerge } => self.detach(unmerge),
         }
+        self.announce();
         Ok(())
     }
 
@@ -287,6 +291,7 @@ impl Lifecycle {
             // Whoever asked for another one learns what failed.
             _ => {}
         }
+        self.announce();
     }
 
     /// Whether a service runs.
@@ -294,9 +299,19 @@ impl Lifecycle {
         self.service
     }
 
-    /// The last thing that was said of this VM.
-    pub(crate) fn last_said(&self) -> Option<&Refusal> {
-        self.said.last()
+    /// Why there is no service, as far as is known: what refuses the VM as a whole goes before a pin, and that before what was
+    /// found last.
+    pub(crate) fn reason(&self) -> Option<Refusal> {
+        self.last_reason(|_| true)
+    }
+
+    fn last_reason(&self, counts: impl Fn(&Refusal) -> bool) -> Option<Refusal> {
+        match &self.phase {
+            Phase::Detached => None,
+            Phase::Retired(refusal) => Some(refusal.clone()),
+            Phase::Attached if self.pins > 0 => Some(refusal::pinned()),
+            Phase::Attached => self.said.iter().rfind(|said| counts(said)).cloned(),
+        }
     }
 
     pub(crate) fn is_attached(&self) -> bool {
@@ -304,7 +319,7 @@ impl Lifecycle {
     }
 
     pub(crate) fn is_retired(&self) -> bool {
-        self.phase == Phase::Retired
+        matches!(self.phase, Phase::Retired(_))
     }
 
     fn may_try(&self) -> bool {
@@ -349,8 +364,8 @@ impl Lifecycle {
             region.span = span;
             return;
         }
-        let place = match self.phase {
-            Phase::Retired => RegionState::Refused,
+        let place = match &self.phase {
+            Phase::Retired(_) => RegionState::Refused,
             _ => RegionState::Wanted,
         };
         // What is known already stays as it is, whatever becomes of it; the service has no page twice.
@@ -421,16 +436,8 @@ impl Lifecycle {
         }
         self.pins = 0;
         self.said.retain(|said| *said != refusal::pinned());
-        if self.service {
-            if !self.paused {
-                self.effects.push_back(Effect::Unpause);
-            }
-            return;
-        }
-        // What was said before the pin holds still.
-        match self.said.iter().rfind(|said| !refusal::passes(said)).cloned() {
-            Some(refusal) => self.announce(refusal),
-            None => self.effects.push_back(Effect::Withdraw),
+        if !self.paused {
+            self.if_served(Effect::Unpause);
         }
     }
 
@@ -444,11 +451,11 @@ impl Lifecycle {
     /// Everything goes back to anonymous memory. The discarder stays, for as long as the memory does: pages that the kernel
     /// copied still lie in mappings of the store.
     fn retire(&mut self, refusal: Refusal) {
-        self.phase = Phase::Retired;
         self.if_served(Effect::Stop { unmerge: true });
         // By then there is no service.
         self.service = false;
-        self.say(refusal);
+        self.say(refusal.clone());
+        self.phase = Phase::Retired(refusal);
         self.all_meet(Happens::Ends, |_| true);
         self.all_meet(Happens::Refuse, |_| true);
     }
@@ -465,7 +472,6 @@ impl Lifecycle {
         for region in std::mem::take(&mut self.regions) {
             self.effects.push_back(Effect::Forget(region.span.range));
         }
-        self.effects.push_back(Effect::Withdraw);
         (self.phase, self.paused) = (Phase::Detached, false);
         self.vouch.1 = self.vouch.0;
         self.service = false;
@@ -474,7 +480,8 @@ impl Lifecycle {
 
     /// A service runs, switched off. Nothing is merged before whoever frees memory knows of it.
     fn started(&mut self) {
-        self.service = true;
+        // Whoever is announced cannot join.
+        (self.service, self.announced) = (true, None);
         self.effects.push_back(Effect::Publish);
         if self.vouch.1 {
             self.effects.push_back(Effect::Vouch);
@@ -516,29 +523,31 @@ impl Lifecycle {
         }
     }
 
-    /// Says something of this VM, once: in the log, and to the store if there is nothing else to be said. (What may pass is not
-    /// announced, since the VM is about to join under the same name.)
+    /// Something holds of this VM: if that is new, the log says it.
     fn say(&mut self, refusal: Refusal) {
-        if self.phase == Phase::Detached || self.said.contains(&refusal) {
+        if self.phase == Phase::Detached {
             return;
         }
-        self.effects.push_back(Effect::Say(refusal.clone()));
-        self.said.push(refusal.clone());
-        if !self.service {
-            self.announce(refusal);
+        let known = self.said.len();
+        self.said.retain(|said| *said != refusal);
+        if self.said.len() == known {
+            self.effects.push_back(Effect::Say(refusal.clone()));
         }
+        self.said.push(refusal);
     }
 
-    fn announce(&mut self, refusal: Refusal) {
-        if !refusal::passes(&refusal) {
-            let pages = self
-                .regions
-                .iter()
-                .map(|r| r.span.range.len() / 4096)
-                .sum::<usize>();
-            self.effects
-                .push_back(Effect::Announce(refusal, pages.max(1) as u64));
+    /// The store is told why there is no service, as soon as that is another reason. What may pass is not announced, since the VM is
+    /// about to join under the same name, unless it is what refuses the VM as a whole.
+    fn announce(&mut self) {
+        let reason = self.last_reason(|said| !refusal::passes(said));
+        if self.service || reason == self.announced {
+            return;
         }
+        self.announced.clone_from(&reason);
+        let pages = self.regions.iter().map(|r| r.span.range.len() / 4096);
+        let pages = pages.sum::<usize>().max(1) as u64;
+        let effect = reason.map_or(Effect::Withdraw, |reason| Effect::Announce(reason, pages));
+        self.effects.push_back(effect);
     }
 }
 

@@ -35,7 +35,7 @@
 //! | `pin_while` | as `pin`; its end is looked for every second | as `pin` | as `pin` | as `pin` |
 //! | `refuse` | `Detached` | announced | stopped, announced | once |
 //! | `leave_alone` | nothing | refused by range, announced | released, refused by range | nothing |
-//! | `note` | nothing | logged, announced | logged | logged, announced |
+//! | `note` | nothing | logged, announced | logged | logged |
 //! | `nested_guests`, where KVM leaves no trace | `Detached` | as `refuse` | as `refuse` | once |
 //! | `direct_io_opened` | nothing | nothing: the start looks | looked at | nothing |
 //! | `start` | `Detached` | tried at once | fine | `Refused` |
@@ -45,6 +45,9 @@
 //!
 //! Ranges need not be those that were added. `add_*` of memory that is known in part adds what is not known yet, and leaves the rest as
 //! it stands. The others concern every region that has a byte in common with the range; an empty range has none, and changes nothing.
+//!
+//! The store is told one reason, and [`Status`] has the same: of a VM that is refused as a whole that one, while memory is pinned the
+//! pin, else what was found last. (What may pass is not announced, unless it is the one of `refuse`.) The log has each reason once.
 //!
 //! A call that has to wait for the thread waits for what it does now, at most a question to a store that hangs (5 s). Pins are the
 //! devices', not the VM's: `detach` leaves them, and the next VM begins pinned.
@@ -397,7 +400,7 @@ impl Supervisor {
         self.tell(Event::Refuse(refusal))
     }
 
-    /// Says something of the VM in the log, and to the store as long as there is no service.
+    /// Says something of the VM in the log, and to the store as long as there is no service and nothing refuses or pins the whole VM.
     pub fn note(&self, refusal: Refusal) {
         self.post(Letter::Event(Event::Note(refusal)));
     }

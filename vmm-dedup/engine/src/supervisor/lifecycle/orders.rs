@@ -35,10 +35,10 @@ fn documented(event: &Event, column: Column) -> Result<&'static [&'static str], 
         (Event::Add(_) | Event::Hurry | Event::TakeBack(_), _) => &[],
         (Event::Remove(_), Serves) => &["Remove", "Forget"],
         (Event::Remove(_), _) => &["Forget"],
-        (Event::Detach { .. }, Serves) => &["Stop", "Forget", "Withdraw"],
+        (Event::Detach { .. }, Serves) => &["Stop", "Forget"],
         (Event::Detach { .. }, Waits | Refused) => &["Forget", "Withdraw"],
-        (Event::Note(_), Serves) => &["Say"],
-        (Event::Note(_), _) => &["Say", "Announce"],
+        (Event::Note(_), Serves | Refused) => &["Say"],
+        (Event::Note(_), Waits) => &["Say", "Announce"],
         (_, Detached | Refused) => &[],
         (Event::Lend(..), Waits) => &["Say"],
         (Event::Lend(..) | Event::LeaveAlone(..), Serves) => &["Release", "Say"],
@@ -74,9 +74,38 @@ struct Oracle {
     pins: usize,
     paused: bool,
     store: bool,
+    /// Why the VM is refused as a whole.
+    refused: Option<Refusal>,
+    /// What else was said of it and does not pass by itself, last what was found last.
+    said: Vec<Refusal>,
 }
 
 impl Oracle {
+    /// What the store is to be told.
+    fn told(&self) -> Option<Refusal> {
+        match self.column {
+            Column::Detached | Column::Serves => None,
+            Column::Refused => self.refused.clone(),
+            Column::Waits if self.pins > 0 => Some(refusal::pinned()),
+            Column::Waits => self.said.last().cloned(),
+        }
+    }
+
+    /// What an event says, if it fits: it must be in the log, unless it was before.
+    fn says(&self, event: &Event) -> Option<Refusal> {
+        let known = |range: &Range<usize>| {
+            let within = |at: usize| range.start < (at + 1) * MIB && at * MIB < range.end;
+            (0..UNITS).any(|at| within(at) && self.units[at] != Unit::Absent)
+        };
+        match (event, self.column) {
+            (Event::Note(refusal), _) => Some(refusal.clone()),
+            (_, Column::Detached | Column::Refused) => None,
+            (Event::Refuse(refusal), _) => Some(refusal.clone()),
+            (Event::LeaveAlone(range, refusal), _) if known(range) => Some(refusal.clone()),
+            _ => None,
+        }
+    }
+
     fn change(&mut self, range: &Range<usize>, change: impl Fn(Unit) -> Unit) {
         let within = |at: usize| range.start < (at + 1) * MIB && at * MIB < range.end;
         let units = self.units.iter_mut().enumerate();
@@ -88,6 +117,10 @@ impl Oracle {
     fn tell(&mut self, event: &Event) {
         let all = 0..UNITS * MIB;
         let left = |_| Unit::Left;
+        if let Some(refusal) = self.says(event).filter(|said| !refusal::passes(said)) {
+            self.said.retain(|said| *said != refusal);
+            self.said.push(refusal);
+        }
         match event {
             Event::Attach { .. } => self.column = Column::Waits,
             Event::Add(span) => {
@@ -111,8 +144,9 @@ impl Oracle {
                 unit => unit,
             }),
             Event::LeaveAlone(range, _) => self.change(range, left),
-            Event::Refuse(_) => {
-                self.column = Column::Refused;
+            Event::Refuse(_) if self.column == Column::Refused => {}
+            Event::Refuse(refusal) => {
+                (self.column, self.refused) = (Column::Refused, Some(refusal.clone()));
                 self.change(&all, left);
             }
             Event::Pin => {
@@ -128,6 +162,7 @@ impl Oracle {
             Event::Detach { .. } => {
                 (self.column, self.paused) = (Column::Detached, false);
                 self.units = [Unit::Absent; UNITS];
+                (self.refused, self.said) = (None, Vec::new());
             }
             Event::Hurry | Event::Note(_) | Event::HidePins | Event::DirectIo => {}
         }
@@ -162,6 +197,8 @@ impl Both {
                 pins: 0,
                 paused: false,
                 store: true,
+                refused: None,
+                said: Vec::new(),
             },
             done: Vec::new(),
         }
@@ -200,17 +237,23 @@ impl Both {
             assert_eq!(before, after, "an error changes something: {:?}", self.done);
             return;
         };
+        let says = self.oracle.says(event).filter(|said| !refusal::passes(said));
+        let new = says.filter(|says| !self.oracle.said.contains(says));
         self.oracle.tell(event);
+        let mut said = Vec::new();
         while let Some(effect) = self.world.machine.next(self.world.now, false) {
             let name = format!("{effect:?}");
             let name = name.split(|c: char| !c.is_alphanumeric()).next().unwrap_or("");
             assert!(may.contains(&name), "{effect:?}, not {may:?}: {:?}", self.done);
-            let outcome = match effect {
-                Effect::Release(_) => self.world.releases.clone(),
-                _ => Outcome::Done,
-            };
-            self.world.machine.done(&effect, outcome, self.world.now);
+            self.world.carry_out(&effect);
+            said.extend(match effect {
+                Effect::Say(refusal) => Some(refusal),
+                _ => None,
+            });
         }
+        // A pin and a loan are logged once as well, until they end.
+        said.retain(|said| !refusal::passes(said) && *said != refusal::pinned());
+        assert_eq!(said, Vec::from_iter(new), "{:?}", self.done);
     }
 
     fn compare(&self) {
@@ -235,8 +278,14 @@ impl Both {
             pins: machine.pins,
             paused: machine.paused,
             store: oracle.store,
+            refused: machine.reason().filter(|_| machine.is_retired()),
+            said: oracle.said.clone(),
         };
         assert_eq!(format!("{found:?}"), format!("{oracle:?}"), "{:?}", self.done);
+        assert_eq!(self.world.told, oracle.told(), "{:?}", self.done);
+        if oracle.column == Column::Waits && oracle.pins > 0 {
+            assert_eq!(machine.reason(), Some(refusal::pinned()), "{:?}", self.done);
+        }
     }
 }
 
@@ -258,7 +307,10 @@ fn all_steps() -> Vec<Step> {
         Event::TakeBack(all),
         Event::LeaveAlone(first, refusal::protected()),
         Event::Note(refusal::unknown_memory(4096)),
+        Event::Note(refusal::confidential()),
         Event::Refuse(refusal::confidential()),
+        Event::Refuse(refusal::protected()),
+        Event::Refuse(refusal::foreign_userfaultfd()),
         Event::Pin,
         Event::Unpin,
         Event::LetGo,

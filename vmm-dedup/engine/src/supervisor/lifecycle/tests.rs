@@ -30,6 +30,8 @@ struct World {
     releases: Outcome,
     /// What a try takes that fails for now.
     patience: Duration,
+    /// What the store is told.
+    told: Option<Refusal>,
 }
 
 impl World {
@@ -40,6 +42,7 @@ impl World {
             tries: Outcome::Done,
             releases: Outcome::Done,
             patience: Duration::ZERO,
+            told: None,
         }
     }
 
@@ -60,20 +63,29 @@ impl World {
     fn work(&mut self) -> Vec<Effect> {
         let mut effects = Vec::new();
         while let Some(effect) = self.machine.next(self.now, true) {
-            let tried = matches!(effect, Effect::Start(_) | Effect::Add(_) | Effect::Resume(_));
-            let outcome = match effect {
-                _ if tried => self.tries.clone(),
-                Effect::Release(_) => self.releases.clone(),
-                _ => Outcome::Done,
-            };
-            if matches!(outcome, Outcome::Passes(_)) {
-                self.now += self.patience;
-            }
-            self.machine.done(&effect, outcome, self.now);
+            self.carry_out(&effect);
             effects.push(effect);
             assert!(effects.len() < 100, "no end: {effects:?}");
         }
         effects
+    }
+
+    fn carry_out(&mut self, effect: &Effect) {
+        let outcome = match effect {
+            Effect::Start(_) | Effect::Add(_) | Effect::Resume(_) => self.tries.clone(),
+            Effect::Release(_) => self.releases.clone(),
+            _ => Outcome::Done,
+        };
+        match effect {
+            Effect::Announce(refusal, _) => self.told = Some(refusal.clone()),
+            Effect::Withdraw => self.told = None,
+            Effect::Start(_) if outcome == Outcome::Done => self.told = None,
+            _ => {}
+        }
+        if matches!(outcome, Outcome::Passes(_)) {
+            self.now += self.patience;
+        }
+        self.machine.done(effect, outcome, self.now);
     }
 
     fn wait(&mut self, time: Duration) -> Vec<Effect> {
@@ -350,6 +362,20 @@ fn a_refused_vm_gives_everything_back_and_never_starts_again() {
 }
 
 #[test]
+fn a_reason_that_was_said_before_refuses_a_vm_all_the_same() {
+    let mut world = World::serving();
+    world.tell(Event::LeaveAlone(0..MIB, refusal::protected()));
+    world.tell(Event::Note(refusal::unknown_memory(4096)));
+    assert_eq!(world.told, None, "there is a service");
+    world.tell(Event::Refuse(refusal::protected()));
+    assert_eq!(world.told, Some(refusal::protected()));
+    // What is said of it besides is logged.
+    let note = refusal::nested();
+    assert_eq!(world.tell(Event::Note(note.clone())), [Effect::Say(note)]);
+    assert_eq!(world.machine.reason(), Some(refusal::protected()));
+}
+
+#[test]
 fn removed_memory_is_forgotten_by_all_and_its_rest_stays() {
     let mut world = World::serving();
     let gone = MIB / 4..MIB / 2;
@@ -416,11 +442,7 @@ fn detaching_ends_everything_and_the_next_vm_begins_anew() {
     world.tell(Event::Pause);
     assert_eq!(
         world.tell(Event::Detach { unmerge: false }),
-        [
-            Effect::Stop { unmerge: false },
-            Effect::Forget(span(0).range),
-            Effect::Withdraw
-        ]
+        [Effect::Stop { unmerge: false }, Effect::Forget(span(0).range)]
     );
     assert_eq!(world.tell(Event::Detach { unmerge: true }), []);
     world.tell(Event::Attach { enabled: true });
