@@ -6,6 +6,7 @@ use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
+use vmm_dedup::Setup;
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::parse_metrics;
 use vmm_dedup_protocol::name::MAX_NAME;
@@ -151,14 +152,14 @@ impl VmSettings {
     }
 }
 
-/// Settings of dedup as a table, or as the line that embedders and the preload library take.
+/// Settings of dedup as a table, or as the line that embedders and the preload library take; written out, so that those of a VM are laid
+/// over its template's key by key.
 fn table_or_line<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<toml::Table>, D::Error> {
     let said = |error: String| serde::de::Error::custom(format!("dedup: {error}"));
     match toml::Value::deserialize(deserializer)? {
-        toml::Value::Table(table) => Ok(Some(table)),
+        toml::Value::Table(table) => Ok(Some(written_out(&table).unwrap_or(table))),
         toml::Value::String(line) => {
-            let table =
-                vmm_dedup::Setup::table(&line).map_err(|error| said(vmm_dedup_engines::mistake(error)))?;
+            let table = Setup::table(&line).map_err(|error| said(vmm_dedup_engines::mistake(error)))?;
             let table = toml::Table::try_from(table).map_err(|error| said(error.to_string()))?;
             Ok(Some(table))
         }
@@ -166,6 +167,12 @@ fn table_or_line<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Op
             "{other} is neither a table nor a line of settings, e.g. \"cpu_percent=10\""
         ))),
     }
+}
+
+/// A table without short forms. (Mistakes in it are told of where a VM has it.)
+fn written_out(table: &toml::Table) -> Option<toml::Table> {
+    let fields = table.clone().try_into().ok()?;
+    toml::Table::try_from(Setup::written_out(fields).ok()?).ok()
 }
 
 /// Reads a file's text.
@@ -344,6 +351,24 @@ mod tests {
         let dedup = vm.dedup.unwrap();
         assert_eq!(dedup["cpu_percent"].as_integer(), Some(7));
         assert_eq!(dedup["pass_period_ms"].as_integer(), Some(500));
+    }
+
+    #[test]
+    fn a_short_form_goes_over_what_it_is_short_for() {
+        for (template, entry) in [
+            ("{ cpu_percent = 7 }", "{ budget = 5 }"),
+            ("{ budget = 7 }", "{ cpu_percent = 5 }"),
+            ("\"budget=7\"", "{ cpu_percent = 5 }"),
+            ("{ cpu_percent = 7 }", "\"budget=5\""),
+        ] {
+            let text = format!(
+                "[template.t]\ndedup = {template}\n[[vm]]\nname = \"a\"\ntemplate = \"t\"\ndedup = {entry}\n"
+            );
+            let file = FleetFile::parse(Path::new("fleet.toml"), &text).unwrap();
+            let dedup = file.vm[0].clone().over(&file.template["t"]).dedup.unwrap();
+            let expected = "cpu_percent = 5".parse::<toml::Table>().unwrap();
+            assert_eq!(dedup, expected, "{template} {entry}");
+        }
     }
 
     #[test]

@@ -3,10 +3,13 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 use vmm_dedup::{Error, Refusal, Setup, refusal};
+use vmm_dedup_protocol::name::{MAX_NAME, Name};
 
 /// From the variables VMM_DEDUP*, read when the library is loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Settings {
+    /// Where the VMM was started, and where paths begin: it may work elsewhere when they are used (QEMU's -daemonize).
+    folder: PathBuf,
     /// VMM_DEDUP: a line of settings, which go before all others.
     line: Option<OsString>,
     /// VMM_DEDUP_STORE.
@@ -26,8 +29,9 @@ impl Settings {
     }
 
     fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Option<Self> {
+        let folder = std::env::current_dir().unwrap_or_default();
         let set = |name| variable(name).filter(|value| !value.is_empty());
-        let path = |name| set(name).map(|value| absolute(value.into()));
+        let path = |name| set(name).map(|value| folder.join(value));
         let settings = Self {
             line: set("VMM_DEDUP"),
             store: path("VMM_DEDUP_STORE"),
@@ -35,21 +39,31 @@ impl Settings {
             config: path("VMM_DEDUP_CONFIG"),
             agent: set("VMM_DEDUP_AGENT"),
             log: path("VMM_DEDUP_LOG"),
+            folder: folder.clone(),
         };
         (settings.line.is_some() || settings.store.is_some()).then_some(settings)
     }
 
-    /// Who we are where the settings are wrong, and what they complete: the store, and the name that was given, or that of the
-    /// program and its process number.
+    /// Who we are where the settings are wrong: the store, and the name, as far as the line gives them, else the other variables.
     pub(crate) fn fallback(&self) -> Setup {
-        let program = || {
-            let path = std::env::current_exe().unwrap_or_default();
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            format!("{name}-{}", std::process::id())
+        let base = self.base();
+        let line = self.line.as_ref().map(|line| line.to_string_lossy());
+        let told = line.map(|line| Setup::addressed_by(&line).at(&self.folder));
+        let Some(told) = told else {
+            return base;
         };
+        let store = Some(told.store).filter(|store| !store.as_os_str().is_empty());
+        Setup::new(store.unwrap_or(base.store)).with(|config| {
+            let named = told.config.name != config.name;
+            config.name = if named { told.config.name } else { base.config.name };
+        })
+    }
+
+    /// What all settings complete: the store, and the name that was given, or that of the program and its process number.
+    fn base(&self) -> Setup {
         let given = self.name.as_ref().map(|name| name.to_string_lossy().into_owned());
         Setup::new(self.store.clone().unwrap_or_default())
-            .with(|config| config.name = given.unwrap_or_else(program))
+            .with(|config| config.name = given.unwrap_or_else(program_name))
     }
 
     /// The engine's settings: those of the line, then those of the other variables, then those of the file that VMM_DEDUP_CONFIG
@@ -58,7 +72,7 @@ impl Settings {
     /// # Errors
     /// What is wrong with them.
     pub(crate) fn setup(&self) -> Result<Setup, Refusal> {
-        let mut setup = self.fallback();
+        let mut setup = self.base();
         if let Some(path) = &self.config {
             let lift = "correct the file that VMM_DEDUP_CONFIG names";
             let config = vmm_dedup_engines::read_config(path, &setup.config.name)
@@ -82,23 +96,32 @@ impl Settings {
             let line = line.to_str().ok_or("VMM_DEDUP is no text");
             let changed = setup.changed_by(line.map_err(|mistake| wrong(mistake.into()))?);
             setup = changed.map_err(|mistake| wrong(mistake.to_string()))?;
-            setup.store = absolute(setup.store);
-            let checked = setup.check(&vmm_dedup_engines::engines());
-            checked.map_err(|mistake| wrong(mistake.to_string()))?;
         }
+        let lift = match self.line {
+            Some(_) => lift,
+            None => "correct VMM_DEDUP_STORE, VMM_DEDUP_NAME or VMM_DEDUP_AGENT",
+        };
+        let setup = setup.at(&self.folder);
+        let checked = setup.check(&vmm_dedup_engines::engines());
+        checked.map_err(|mistake| refusal::settings(&mistake.to_string(), lift))?;
         Ok(setup)
     }
 }
 
-/// Paths begin where the VMM was started: it may work elsewhere when they are used (QEMU's -daemonize).
-fn absolute(path: PathBuf) -> PathBuf {
-    std::path::absolute(&path).unwrap_or(path)
+/// The name of the program and its process number, as a store can show it.
+fn program_name() -> String {
+    let program = std::env::current_exe().unwrap_or_default();
+    let number = format!("-{}", std::process::id());
+    let mut name = Name::new(&program.file_name().unwrap_or_default().to_string_lossy()).text();
+    name.truncate(MAX_NAME - number.len());
+    name + &number
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vmm_dedup::Config;
+    use std::os::unix::ffi::OsStringExt;
+    use vmm_dedup::{AgentSocket, Config};
 
     fn settings(variables: &[(&str, &str)]) -> Option<Settings> {
         let find = |name: &str| variables.iter().find(|(n, _)| *n == name);
@@ -130,7 +153,12 @@ mod tests {
         let here = std::env::current_dir().unwrap();
         assert_eq!(relative.setup().unwrap().store, here.join("s"));
         assert_eq!(relative.log, Some(here.join("l")));
-        assert_eq!(setup(&[("VMM_DEDUP", "store=s")]).unwrap().store, here.join("s"));
+        let line = "store=s,agent=a,search=pageforge,search_socket=x,verify.engine=pageforge,verify.socket=v";
+        let setup = setup(&[("VMM_DEDUP", line)]).unwrap();
+        assert_eq!(setup.store, here.join("s"));
+        assert_eq!(setup.agent, Some(AgentSocket::Hybrid(here.join("a"))));
+        assert_eq!(setup.config.search_socket, Some(here.join("x")));
+        assert_eq!(setup.config.verify.socket, Some(here.join("v")));
     }
 
     #[test]
@@ -142,6 +170,21 @@ mod tests {
         }
         let named = setup(&[("VMM_DEDUP_STORE", "/s"), ("VMM_DEDUP_NAME", "web1")]);
         assert_eq!(named.unwrap().config.name, "web1");
+    }
+
+    #[test]
+    fn variables_are_checked_without_a_line_as_well() {
+        let long = "x".repeat(65);
+        let error = setup(&[("VMM_DEDUP_STORE", "/s"), ("VMM_DEDUP_NAME", &long)]).unwrap_err();
+        assert!(
+            error.contains("name is ") && error.contains("VMM_DEDUP_NAME"),
+            "{error}"
+        );
+        let store = OsString::from_vec(b"/\xff".to_vec());
+        let variable = |name: &str| (name == "VMM_DEDUP_STORE").then(|| store.clone());
+        let settings = Settings::from_variables(variable).unwrap();
+        let error = settings.setup().unwrap_err().to_string();
+        assert!(error.contains("store is ") && error.contains("UTF-8"), "{error}");
     }
 
     #[test]
@@ -204,5 +247,26 @@ mod tests {
         }
         let told = settings(&[("VMM_DEDUP", "cpu=7"), ("VMM_DEDUP_STORE", "/s")]).unwrap();
         assert_eq!(told.fallback().store.to_str(), Some("/s"));
+        // The line itself says to whom.
+        for line in ["store=/s,name=web1,cpu=7", "store=/s,name=web1,cpu"] {
+            for others in [("VMM_DEDUP_NAME", ""), ("VMM_DEDUP_STORE", "/other")] {
+                let told = settings(&[("VMM_DEDUP", line), others]).unwrap();
+                assert!(told.setup().is_err());
+                let expected = Setup::new("/s").with(|config| config.name = "web1".into());
+                assert_eq!(told.fallback(), expected, "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_short_form_in_the_line_goes_before_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("dedup.toml");
+        std::fs::write(&path, "cpu_percent = 7").unwrap();
+        let both = [
+            ("VMM_DEDUP", "store=/s,budget=5"),
+            ("VMM_DEDUP_CONFIG", path.to_str().unwrap()),
+        ];
+        assert_eq!(setup(&both).unwrap().config.cpu_percent, 5);
     }
 }

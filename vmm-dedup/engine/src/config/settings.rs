@@ -8,8 +8,9 @@ use crate::config::choices::{Breaks, Policy, UseSource};
 use crate::error::Error;
 #[cfg(feature = "settings")]
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
+use vmm_dedup_protocol::name::Name;
 
 /// [`Config::search`] without an engine: the store's hash index, by which nothing is compared before a page is taken.
 pub(crate) const INDEX: &str = "index";
@@ -18,14 +19,12 @@ pub(crate) const INDEX: &str = "index";
 const MOST_HEAL_STALL_US: u64 = 1_000_000;
 
 /// Settings of a [`crate::DedupService`]. Fields may be added in any version: a literal ends in `..Config::default()`.
+///
+/// What is read by serde is checked ([`Self::validate`]), with all parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(
-    feature = "settings",
-    derive(Serialize, Deserialize),
-    serde(default, deny_unknown_fields)
-)]
+#[cfg_attr(feature = "settings", derive(Serialize))]
 pub struct Config {
-    /// Name of the VM in metrics and logs.
+    /// Name of the VM in metrics and logs: 1 to 64 letters, digits and any of `-_.:/`.
     pub name: String,
     /// Whether to merge from the start; else only after it was switched on ([`crate::DedupService::set`], or an
     /// operator's `vmm-dedup set`).
@@ -51,6 +50,7 @@ pub struct Config {
     /// one (`vmm-dedup store --ordered`); with any other, and whenever the engine fails, the index is used.
     pub search: String,
     /// The socket of its device, where the engine can have one.
+    #[cfg_attr(feature = "settings", serde(serialize_with = "super::text::path"))]
     pub search_socket: Option<PathBuf>,
     /// What compares pages that were taken with the slots that are to replace them.
     pub verify: Verification,
@@ -119,6 +119,7 @@ pub struct Verification {
     /// An engine of this program. Whenever it fails the CPU does it.
     pub engine: String,
     /// The socket of its device, where the engine can have one.
+    #[cfg_attr(feature = "settings", serde(serialize_with = "super::text::path"))]
     pub socket: Option<PathBuf>,
     /// Whether the engine's word is enough to map a slot in the place of a page that it calls equal. If not, the CPU
     /// compares such pages once more. An engine that is trusted wrongly corrupts guests.
@@ -187,7 +188,14 @@ impl Config {
                 })
             }
         };
-        check(!self.name.is_empty(), "name", &"empty", "a VM needs a name")?;
+        // A store shows other names otherwise than they are, and two of them the same way.
+        check(
+            !self.name.is_empty() && Name::new(&self.name).text() == self.name,
+            "name",
+            &format!("{:?}", self.name),
+            "it must be 1 to 64 letters, digits and any of -_.:/",
+        )?;
+        self.check_paths()?;
         check(
             (10..=3_600_000).contains(&self.pass_period_ms),
             "pass_period_ms",
@@ -260,6 +268,13 @@ impl Config {
         }
     }
 
+    pub(super) fn check_paths(&self) -> Result<(), Error> {
+        let search = self.search_socket.as_deref().map(|path| ("search_socket", path));
+        let verify = self.verify.socket.as_deref().map(|path| ("verify.socket", path));
+        let mut paths = search.into_iter().chain(verify);
+        paths.try_for_each(|(field, path)| check_path(field, path))
+    }
+
     /// Checks the engines' names: a program has those that it registered.
     ///
     /// # Errors
@@ -302,9 +317,39 @@ impl Config {
     }
 }
 
+/// Settings can all be text, so paths are.
+pub(super) fn check_path(field: &'static str, path: &Path) -> Result<(), Error> {
+    match path.to_str() {
+        Some(_) => Ok(()),
+        None => Err(Error::Config {
+            field,
+            value: format!("{path:?}"),
+            rule: "a path must be UTF-8",
+        }),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_is_what_a_store_shows() {
+        let named = |name: &str| {
+            let config = Config {
+                name: name.into(),
+                ..Config::default()
+            };
+            config.validate().map_err(|error| error.to_string())
+        };
+        for good in ["a", "web-1_2.3:4/5", &"x".repeat(64)] {
+            assert_eq!(named(good), Ok(()));
+        }
+        for bad in ["", "web 1", "wéb", "a\"", &"x".repeat(65)] {
+            let error = named(bad).unwrap_err();
+            assert!(error.contains("name is ") && error.contains("1 to 64"), "{error}");
+        }
+    }
 
     #[test]
     fn defaults_are_valid() {

@@ -5,12 +5,14 @@
 //! default. A value with a comma or a quotation mark stands in quotation marks, in which `\` takes the next character as it is.
 //! In JSON and TOML it is one table with the same keys.
 //!
-//! Everywhere `budget` is short for `cpu_percent`, and `breaks` may be `kernel` or `managed`, with a reserve of a usual size.
+//! Everywhere `budget` is short for `cpu_percent`, and `breaks` may be `kernel` or `managed`, with a reserve of a usual size
+//! ([`Setup::written_out`]).
 
 use crate::config::agent::AGENT;
 use crate::config::setup::STORE;
 use crate::config::{Config, Setup};
 use crate::error::Error;
+use serde::{Deserialize, Deserializer, Serializer};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::path::PathBuf;
@@ -25,10 +27,64 @@ impl TryFrom<Map<String, Value>> for Config {
     /// Reads a table, and checks its values ([`Config::validate`]).
     fn try_from(mut fields: Map<String, Value>) -> Result<Self, Error> {
         complete(&mut fields).map_err(Error::Settings)?;
-        let config: Self = serde_json::from_value(Value::Object(fields))
-            .map_err(|error| Error::Settings(error.to_string()))?;
+        let config = read(fields).map_err(Error::Settings)?;
         config.validate()?;
         Ok(config)
+    }
+}
+
+impl<'de> Deserialize<'de> for Config {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let fields = Map::deserialize(deserializer)?;
+        Self::try_from(fields).map_err(serde::de::Error::custom)
+    }
+}
+
+/// Reads a table that is written out; what it does not name keeps its default.
+fn read(mut fields: Map<String, Value>) -> Result<Config, String> {
+    let mut config = Config::default();
+    macro_rules! take {
+        ($($field:ident),*) => {{
+            // A field that is not listed is an error of the compiler's.
+            let Config { $($field),* } = &mut config;
+            $(if let Some(value) = fields.remove(stringify!($field)) {
+                let read = serde_json::from_value(value);
+                *$field = read.map_err(|error| format!("{}: {error}", stringify!($field)))?;
+            })*
+            [$(stringify!($field)),*]
+        }};
+    }
+    let known = take!(
+        name,
+        enabled,
+        pass_period_ms,
+        cpu_percent,
+        max_vmas,
+        stop_target_us,
+        huge_policy,
+        huge_split_pages,
+        use_source,
+        sampling,
+        search,
+        search_socket,
+        verify,
+        breaks,
+        pack
+    );
+    match fields.keys().next() {
+        Some(other) => Err(format!(
+            "unknown field `{other}`, expected one of {}",
+            known.join(", ")
+        )),
+        None => Ok(config),
+    }
+}
+
+/// A path that is no text is refused when settings are checked; who writes unchecked ones shall not lose all others with it.
+pub(super) fn path<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+    match path {
+        Some(path) => serializer.serialize_some(&path.to_string_lossy()),
+        None => serializer.serialize_none(),
     }
 }
 
@@ -92,7 +148,6 @@ impl From<Setup> for Map<String, Value> {
             _ => Self::new(),
         };
         fields.retain(|_, value| !value.is_null());
-        // A path that is no text is none in JSON either.
         fields.insert(STORE.into(), setup.store.to_string_lossy().into());
         if let Some(agent) = setup.agent {
             fields.insert(AGENT.into(), agent.to_string().into());
@@ -102,12 +157,36 @@ impl From<Setup> for Map<String, Value> {
 }
 
 impl Setup {
-    /// Parses a line as the table that it stands for, whose values are not checked yet.
+    /// Parses a line as the table that it stands for, [written out](Self::written_out), whose values are not checked yet.
     ///
     /// # Errors
     /// [`Error::Settings`]: it is no line of settings.
     pub fn table(line: &str) -> Result<Map<String, Value>, Error> {
-        fields(line).map_err(Error::Settings)
+        fields(line).map_err(Error::Settings).and_then(Self::written_out)
+    }
+
+    /// Writes out what a table has in short (`budget`, `breaks = "managed"`), so that two tables can be laid over each other key by
+    /// key. Values are not checked yet.
+    ///
+    /// # Errors
+    /// [`Error::Settings`]: it cannot be written out.
+    pub fn written_out(mut table: Map<String, Value>) -> Result<Map<String, Value>, Error> {
+        complete(&mut table).map_err(Error::Settings)?;
+        Ok(table)
+    }
+
+    /// The store and the name that a line gives as far as it can be read, whatever else is wrong with it: whom to tell of that.
+    #[must_use]
+    pub fn addressed_by(line: &str) -> Self {
+        let mut setup = Self::default();
+        for (key, Text::Plain(text) | Text::Quoted(text)) in pairs(line).0 {
+            match key.as_str() {
+                STORE => setup.store = text.into(),
+                "name" => setup.config.name = text,
+                _ => {}
+            }
+        }
+        setup
     }
 
     /// Parses a line that sets some of this one's fields, and checks all: what it does not name stays. (A table in it, such as
@@ -116,9 +195,9 @@ impl Setup {
     /// # Errors
     /// As of a line by itself.
     pub fn changed_by(&self, line: &str) -> Result<Self, Error> {
+        // As text it would be another one.
+        self.check_paths()?;
         let mut all = Self::table(line)?;
-        // Else what is short would stand beside what it is to replace.
-        complete(&mut all).map_err(Error::Settings)?;
         let defaults = Map::from(Self::default());
         let ours = Map::from(self.clone()).into_iter();
         for (key, value) in ours.filter(|(key, value)| defaults.get(key) != Some(value)) {
@@ -173,7 +252,9 @@ fn quoted(text: &str) -> String {
 fn fields(line: &str) -> Result<Map<String, Value>, String> {
     let defaults = Value::Object(Map::from(Setup::default()));
     let mut all = Map::new();
-    for (key, value) in pairs(line)? {
+    let (pairs, read) = pairs(line);
+    read?;
+    for (key, value) in pairs {
         let path: Vec<&str> = key.split('.').collect();
         let default = path.iter().try_fold(&defaults, |at, name| at.get(name));
         let value = match (value, default) {
@@ -211,8 +292,14 @@ enum Text {
     Quoted(String),
 }
 
-fn pairs(line: &str) -> Result<Vec<(String, Text)>, String> {
+/// What a line has, and whether it could be read to its end.
+fn pairs(line: &str) -> (Vec<(String, Text)>, Result<(), String>) {
     let mut all = Vec::new();
+    let read = read_pairs(line, &mut all);
+    (all, read)
+}
+
+fn read_pairs(line: &str, all: &mut Vec<(String, Text)>) -> Result<(), String> {
     let mut rest = line.trim();
     while !rest.is_empty() {
         let (key, behind) = rest
@@ -228,15 +315,15 @@ fn pairs(line: &str) -> Result<Vec<(String, Text)>, String> {
                 (Text::Plain(behind[..end].trim().to_owned()), &behind[end..])
             }
         };
-        let key = key.trim().to_owned();
+        let key = key.trim();
+        all.push((key.to_owned(), value));
         rest = match behind.strip_prefix(',') {
             Some(next) if !next.trim().is_empty() => next,
             None if behind.trim().is_empty() => "",
             _ => return Err(format!("there must be a comma and another setting behind {key}")),
         };
-        all.push((key, value));
     }
-    Ok(all)
+    Ok(())
 }
 
 /// The text up to the next quotation mark, and what is behind that.
@@ -332,9 +419,9 @@ mod tests {
 
     #[test]
     fn nested_fields_and_quoted_values_are_read() {
-        let line = r#"store=/s,name="a,\"b\"",breaks.mode=managed,breaks.reserve_pages=5,breaks.floor_bytes=0,max_vmas=7"#;
-        let Setup { config, .. } = line.parse().unwrap();
-        assert_eq!((config.name.as_str(), config.max_vmas), (r#"a,"b""#, Some(7)));
+        let line = r#"store="a,\"b\"",name=web1,breaks.mode=managed,breaks.reserve_pages=5,breaks.floor_bytes=0,max_vmas=7"#;
+        let Setup { config, store, .. } = line.parse().unwrap();
+        assert_eq!((store.to_str(), config.max_vmas), (Some(r#"a,"b""#), Some(7)));
         assert_eq!(config.breaks, Breaks::managed(5, 0));
         assert_eq!("store=/s,name=12".parse::<Setup>().unwrap().config.name, "12");
     }
@@ -347,6 +434,62 @@ mod tests {
         let json = r#"{ "store": "/s", "breaks": { "mode": "managed", "reserve_pages": 5 } }"#;
         let setup: Setup = serde_json::from_str(json).unwrap();
         assert_eq!(setup.config.breaks, Breaks::managed(5, 256 << 20));
+    }
+
+    #[test]
+    fn settings_by_serde_are_those_of_a_table() {
+        let config: Config = serde_json::from_str(r#"{ "budget": 7, "breaks": "managed" }"#).unwrap();
+        assert_eq!(
+            (config.cpu_percent, config.breaks),
+            (7, Breaks::managed(1024, 256 << 20))
+        );
+        for (json, says) in [
+            (r#"{ "cpu_percent": 0 }"#, "cpu_percent is 0"),
+            (
+                r#"{ "sampling": { "interval_ms": 1 } }"#,
+                "sampling.interval_ms is 1",
+            ),
+            (r#"{ "cpu": 7 }"#, "unknown field `cpu`, expected one of name, "),
+        ] {
+            let error = serde_json::from_str::<Config>(json).unwrap_err().to_string();
+            assert!(error.contains(says), "{json}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_text_takes_nothing_else_with_it() {
+        use std::os::unix::ffi::OsStringExt;
+        let path = PathBuf::from(std::ffi::OsString::from_vec(b"/\xff".to_vec()));
+        let setup = Setup::new("/s").with(|config| {
+            config.cpu_percent = 7;
+            config.search_socket = Some(path.clone());
+        });
+        assert_eq!(
+            setup.to_string(),
+            "cpu_percent=7,search_socket=/\u{fffd},store=/s"
+        );
+        // It is not written as another one that would be right.
+        let error = setup.changed_by("max_vmas=9").unwrap_err().to_string();
+        assert!(error.starts_with("search_socket is"), "{error}");
+        let error = Setup::new(path).changed_by("max_vmas=9").unwrap_err().to_string();
+        assert!(error.starts_with("store is"), "{error}");
+    }
+
+    #[test]
+    fn whom_a_line_is_for_is_read_as_far_as_it_goes() {
+        for line in [
+            "store=/s,name=web1,cpu=7",
+            "name=web1,store=\"/s\",",
+            "store=/s,name=web1,x",
+        ] {
+            let who = Setup::addressed_by(line);
+            assert!(line.parse::<Setup>().is_err());
+            assert_eq!(
+                who,
+                Setup::new("/s").with(|config| config.name = "web1".into()),
+                "{line}"
+            );
+        }
     }
 
     #[test]
@@ -377,7 +520,8 @@ mod tests {
                 "cpu_percent is 0, but it must be 1 to 100",
             ),
             ("cpu=7", "unknown field `cpu`"),
-            ("cpu_percent=many", "invalid type: string \"many\""),
+            ("cpu_percent=many", "cpu_percent: invalid type: string \"many\""),
+            ("store=/s,name=web 1", "name is \"web 1\", but it must be"),
             ("name", "\"name\" is no KEY=VALUE"),
             ("name=a,name=b", "name is given twice"),
             ("name=\"a", "a quotation mark is missing"),
@@ -421,7 +565,12 @@ mod tests {
                     timeout_us,
                 }
             });
-        let texts = (".{1,12}", ".{1,12}", ".{0,6}", prop::option::of(".{1,6}"));
+        let texts = (
+            "[-a-zA-Z0-9_.:/]{1,64}",
+            ".{1,12}",
+            ".{0,6}",
+            prop::option::of(".{1,6}"),
+        );
         let hybrid = "/.{0,6}".prop_map(|path| AgentSocket::Hybrid(path.into()));
         let agent = prop_oneof![hybrid, (3..100u32).prop_map(AgentSocket::Vhost)];
         (
