@@ -465,7 +465,15 @@ impl AnyOrder {
                 );
             }
             Call::Remove => supervisor.remove_range(range).expect("it goes"),
-            Call::Lend => supervisor.lend(range, Lease::UntilTakenBack).expect("it is lent"),
+            Call::Lend => {
+                let lent = supervisor.lend(range, Lease::UntilTakenBack);
+                // By an earlier call, which nobody has taken back.
+                assert!(
+                    matches!(lent, Ok(()) | Err(Error::Lent(_))),
+                    "{lent:?} {:?}",
+                    self.done
+                );
+            }
             Call::TakeBack => supervisor.take_back(range),
             Call::Pin => {
                 supervisor.pin().expect("it is given back");

@@ -107,6 +107,10 @@ pub enum Error {
     Attached,
     #[error("no VM is attached")]
     Detached,
+    #[error(
+        "guest memory at {0:#x} is lent already: take it back first, since loans of one region do not nest"
+    )]
+    Lent(usize),
     #[error("this VM is not deduplicated: {0}")]
     Refused(Refusal),
 }

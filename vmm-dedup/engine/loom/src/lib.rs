@@ -41,6 +41,8 @@ mod error {
     pub(crate) enum Error {
         Attached,
         Detached,
+        #[allow(dead_code)] // nobody prints it
+        Lent(usize),
     }
 }
 

@@ -191,7 +191,7 @@ impl Lifecycle {
     /// Takes what the VMM tells. The effects of one event are done before the next one is handled.
     ///
     /// # Errors
-    /// The event does not fit: [`Error::Attached`], [`Error::Detached`]. Nothing changes then.
+    /// The event does not fit: [`Error::Attached`], [`Error::Detached`], [`Error::Lent`]. Nothing changes then.
     pub(crate) fn handle(&mut self, event: Event, now: Instant) -> Result<(), Error> {
         debug_assert!(self.effects.is_empty());
         match (&self.phase, &event) {
@@ -200,6 +200,7 @@ impl Lifecycle {
             (Phase::Detached, Event::Add(_) | Event::Refuse(_) | Event::Note(_)) => {
                 return Err(Error::Detached);
             }
+            (_, Event::Lend(range, _)) => self.check_loan(range)?,
             _ => {}
         }
         match event {
@@ -398,6 +399,16 @@ impl Lifecycle {
             })
         };
         self.regions = regions.into_iter().flat_map(left).collect();
+    }
+
+    /// A region is lent once: whoever takes it back takes back all of it. (What was lent for no one knows how long nobody takes back.)
+    fn check_loan(&self, range: &Range<usize>) -> Result<(), Error> {
+        let kept = |r: &&Region| r.on_loan && r.due.is_none() && r.place != RegionState::Refused;
+        let mut concerned = self.regions.iter().filter(|r| r.span.overlaps(range));
+        match concerned.find(kept) {
+            Some(lent) => Err(Error::Lent(lent.span.range.start)),
+            None => Ok(()),
+        }
     }
 
     fn lend(&mut self, range: &Range<usize>, lease: Lease, now: Instant) {

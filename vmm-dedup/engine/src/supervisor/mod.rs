@@ -30,26 +30,29 @@
 //! | `attach` | begins | `Attached` | `Attached` | `Attached` |
 //! | `add_*` | `Detached`, if anybody asks (`start`) | noted, what is new of it | added, what is new of it | noted |
 //! | `remove_range` | nothing | forgotten | forgotten | forgotten by the discarder |
-//! | `lend`, `take_back` | nothing | tried later, at once | released, resumed | nothing |
+//! | `nested_guests`, where KVM leaves no trace | `Detached` | as `refuse` | as `refuse` | once |
+//! | `lend`, `take_back` | nothing | tried later, at once; `Lent` | released, resumed; `Lent` | nothing |
 //! | `pin`, `unpin` | counted | counted; nothing starts meanwhile | counted; all released, resumed | counted |
 //! | `pin_while` | as `pin`; its end is looked for every second | as `pin` | as `pin` | as `pin` |
 //! | `refuse` | `Detached` | announced | stopped, announced | once |
 //! | `leave_alone` | nothing | refused by range, announced | released, refused by range | nothing |
 //! | `note` | nothing | logged, announced | logged | logged |
-//! | `nested_guests`, where KVM leaves no trace | `Detached` | as `refuse` | as `refuse` | once |
 //! | `direct_io_opened` | nothing | nothing: the start looks | looked at | nothing |
 //! | `start` | `Detached` | tried at once | fine | `Refused` |
 //! | `set`, `pass` | `Detached` | `Detached` | done | `Detached` |
 //! | `pause`, `resume` | remembered | remembered | done | nothing |
-//! | `detach` | ends a pause | ends | stopped | ends |
+//! | `detach` | ends a pause, else nothing | ends | stopped | ends |
 //!
 //! Ranges need not be those that were added. `add_*` of memory that is known in part adds what is not known yet, and leaves the rest as
 //! it stands. The others concern every region that has a byte in common with the range; an empty range has none, and changes nothing.
+//! So `take_back` of a part of a region takes back all of it, and a region that is lent until it is taken back cannot be lent again
+//! before: `Lent`.
 //!
 //! The store is told one reason, and [`Status`] has the same: of a VM that is refused as a whole that one, while memory is pinned the
 //! pin, else what was found last. (What may pass is not announced, unless it is the one of `refuse`.) The log has each reason once.
 //!
-//! A call that has to wait for the thread waits for what it does now, at most a question to a store that hangs (5 s). Pins are the
+//! A call that has to wait for the thread waits for what it does now, at most a try at a store that hangs: 5 s until whoever announces
+//! the VM there lets go, 5 s to be let in, 5 s for an answer. Pins are the
 //! devices', not the VM's: `detach` leaves them, and the next VM begins pinned.
 //!
 //! A VM's memory maps a store's pages still when it has ended without unmerging, or when the kernel had copied some of them, which
@@ -318,9 +321,10 @@ impl Supervisor {
 
     /// Somebody else is about to use a userfaultfd on memory (postcopy, on-demand restore): all regions that the range touches go
     /// back to anonymous memory and are left alone, until [`Self::take_back`] or, with [`Lease::UntilFree`], until nobody else
-    /// has a userfaultfd on them.
+    /// has a userfaultfd on them. Loans of one region do not nest: two that need a userfaultfd on parts of it share one loan.
     ///
     /// # Errors
+    /// [`Error::Lent`]: a region that the range touches is lent until it is taken back. Nothing has changed.
     /// [`Error::NotUnmerged`]: some pages map the store still. They are read-only to everybody but by copy-on-write.
     /// [`Error::Register`], [`Error::Stopped`].
     pub fn lend(&self, range: Range<usize>, lease: Lease) -> Result<(), Error> {
@@ -386,7 +390,7 @@ impl Supervisor {
     /// e.g. before mprotect, or mlock.
     ///
     /// # Errors
-    /// As for [`Self::lend`].
+    /// [`Error::NotUnmerged`], [`Error::Register`], [`Error::Stopped`], as for [`Self::lend`].
     pub fn leave_alone(&self, range: Range<usize>, refusal: Refusal) -> Result<(), Error> {
         self.tell(Event::LeaveAlone(range, refusal))
     }
@@ -405,8 +409,8 @@ impl Supervisor {
         self.post(Letter::Event(Event::Note(refusal)));
     }
 
-    /// The guest is about to be told that it can run guests of its own (VMX, SVM). Where KVM uses their memory without a trace
-    /// (before Linux 6.13) the VM is refused.
+    /// The guest may run guests of its own (VMX, SVM): to be told behind [`Self::attach`], before the VM's memory is added and before
+    /// a vCPU runs. Where KVM uses their memory without a trace (before Linux 6.13) the VM is refused.
     ///
     /// # Errors
     /// As for [`Self::refuse`].
@@ -433,7 +437,8 @@ impl Supervisor {
     }
 
     /// The VM ends: no vCPU runs any more, and its memory is about to go. With `unmerge` everything goes back to anonymous memory
-    /// first. When this returns nothing of ours touches or keeps the memory. Without a VM this does nothing. Returns the account of
+    /// first. When this returns nothing of ours touches or keeps the memory. Without a VM this ends a [pause](Self::pause) that was told
+    /// before, and does nothing else. Returns the account of
     /// the service, if there was one. Without `unmerge`, and where the kernel had copied pages, the memory cannot be a next VM's:
     /// see the [module](self).
     ///

@@ -334,6 +334,28 @@ fn lent_memory_comes_back_when_it_is_taken_back() {
 }
 
 #[test]
+fn loans_of_one_region_do_not_nest() {
+    let mut world = World::serving();
+    let lend = |range| Event::Lend(range, Lease::UntilTakenBack);
+    world.tell(lend(0..4096));
+    let now = world.now;
+    for range in [0..4096, 4096..8192] {
+        let again = world.machine.handle(lend(range), now);
+        assert!(matches!(again, Err(Error::Lent(0))), "{again:?}");
+    }
+    // Nor is another region lent with it.
+    world.tell(Event::Add(span(1)));
+    assert!(world.machine.handle(lend(0..2 * MIB), now).is_err());
+    assert_eq!(world.places(), [RegionState::Lent, RegionState::Active]);
+    world.tell(Event::TakeBack(0..4096));
+    world.tell(lend(4096..8192));
+    // What nobody will take back may be lent otherwise.
+    world.tell(Event::TakeBack(0..MIB));
+    world.tell(Event::Lend(0..MIB, Lease::UntilFree));
+    world.tell(lend(0..MIB));
+}
+
+#[test]
 fn lent_memory_is_not_given_back_by_an_unpin() {
     let mut world = World::serving();
     world.tell(Event::Pin);
@@ -649,6 +671,7 @@ proptest! {
                 let concerned = match &event {
                     // Tries take time, in which such a loan may end.
                     Event::Lend(_, Lease::UntilFree) if due => 0..0,
+                    Event::Lend(..) if !handled => 0..0,
                     Event::Remove(range) | Event::Lend(range, _) | Event::LeaveAlone(range, _) => range.clone(),
                     Event::Refuse(_) if handled => 0..usize::MAX,
                     Event::Detach { .. } => 0..usize::MAX,
