@@ -422,7 +422,7 @@ fn a_twin_that_came_and_went_unseen_does_not_hide_the_next_one() {
     fill(&passes_by);
     (0..others).for_each(|n| passes_by.fill(PAGES + n, 1_000_000 + (n % (others / 2)) as u64));
     let service = passes_by
-        .serve(&store.socket(), config("passes by"))
+        .serve(&store.socket(), config("passes-by"))
         .expect("dedup starts");
     eventually("it shares all of it", || {
         service.stats().pages_mapped == passes_by.count() as u64
