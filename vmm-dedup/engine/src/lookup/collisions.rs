@@ -33,5 +33,5 @@ pub(crate) fn looks_equal(map: &PageMap, session: &Session, request: &MergeReque
     };
     let slot = session.store().and_then(|store| store.slot(slot));
     // SAFETY: guest memory stays mapped while the service runs, and slots are mapped.
-    slot.is_some_and(|(_, slot)| unsafe { guest::seems_same_page(page, slot) })
+    slot.is_some_and(|slot| unsafe { guest::seems_same_page(page, slot) })
 }

@@ -325,7 +325,7 @@ fn pair<'r>(run: &'r Frozen<'_>, at: usize, store: &'r Store, request: &MergeReq
         Some(slot) => With::Slot {
             id: PageId::of_node(slot.number()),
             // SAFETY: the slot is mapped while the store is borrowed, and it is not written after it could be found.
-            page: unsafe { StablePage::at(store.slot(slot)?.1) },
+            page: unsafe { StablePage::at(store.slot(slot)?) },
         },
     };
     // SAFETY: it is frozen. It is the store's, so that nobody has it pinned for writing, or known not to be pinned.
@@ -425,7 +425,7 @@ fn put_run(
         unsafe { frozen.map_zeros(at.clone()) }.map_err(not_mapped)?;
         return Ok(true);
     };
-    let (file, _) = means.store.slot(slot).ok_or(Outcome::Refused)?;
+    let file = means.store.file_to_map(slot).ok_or(Outcome::Refused)?;
     if !run.iter().any(is_exception) {
         // SAFETY: the pages are equal to the slots. They are the store's, or not pinned for writing.
         unsafe { frozen.map_slots(at.clone(), file, slot.offset()) }.map_err(not_mapped)?;

@@ -317,7 +317,7 @@ fn map_slots(
         // slots, the others were filled in.
         unsafe { piece.move_to(at) }
     } else {
-        let (file, _) = store.slot(slot).ok_or(Outcome::Refused)?;
+        let file = store.file_to_map(slot).ok_or(Outcome::Refused)?;
         // SAFETY: the range is guest memory whose pages were taken and verified equal to the slots.
         unsafe { map_segment(at, len, file, slot.offset()) }
     };
@@ -365,7 +365,7 @@ fn pair<'w>(window: &'w Window<'_>, store: &'w Store, page: usize, slot: Option<
         Some(slot) => With::Slot {
             id: PageId::of_node(slot.number()),
             // SAFETY: the slot is mapped while the store is borrowed, and immutable while its epoch is not acknowledged.
-            page: unsafe { StablePage::at(store.slot(slot)?.1) },
+            page: unsafe { StablePage::at(store.slot(slot)?) },
         },
     };
     Some(Pair { taken, with })

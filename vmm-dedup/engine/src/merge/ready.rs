@@ -15,5 +15,5 @@ use crate::sys::guest;
 pub(crate) fn touch_slots(store: &Store, requests: &[MergeRequest]) {
     let slots = requests.iter().filter_map(|request| store.slot(request.slot?));
     // SAFETY: the store's mapping of a live segment, which is a whole number of pages.
-    slots.for_each(|(_, at)| unsafe { guest::touch(at) });
+    slots.for_each(|at| unsafe { guest::touch(at) });
 }

@@ -64,7 +64,7 @@ impl RunBuilder {
 
     fn prepare_run(&mut self, tracker: &Uffd, store: &Store, run: &[MergeRequest]) -> Result<Piece, Outcome> {
         let slot = run[0].slot.ok_or(Outcome::Refused)?;
-        let (file, _) = store.slot(slot).ok_or(Outcome::Refused)?;
+        let file = store.file_to_map(slot).ok_or(Outcome::Refused)?;
         let stretch = self.stretch_for(tracker, file, slot, run.len());
         let piece = stretch.and_then(|stretch| stretch.take(slot, run.len()));
         let piece = piece.ok_or(Outcome::NoVma)?;

@@ -8,7 +8,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use vmm_dedup_protocol::control::{self, Explanation, NotDone, Set};
 use vmm_dedup_protocol::index::IndexReader;
@@ -58,6 +58,8 @@ struct Segment {
     pages: Mapping,
     /// Tells it from an earlier one of the same number.
     serial: u64,
+    /// Its file was given out to be mapped over guest memory.
+    mapped: AtomicBool,
 }
 
 /// A segment that went.
@@ -65,6 +67,8 @@ struct Segment {
 pub(crate) struct RetiredSegment {
     pub(crate) number: u32,
     pub(crate) file: OwnedFd,
+    /// It was mapped over guest memory, if it still is or not. If it was not, no mapping needs to be looked for.
+    pub(crate) was_mapped: bool,
 }
 
 /// A live connection.
@@ -138,16 +142,26 @@ impl Store {
         &self.index
     }
 
-    /// Descriptor and address of a slot's page, if its segment was announced: `(file, address of the slot)`.
-    pub(crate) fn slot(&self, slot: Slot) -> Option<(BorrowedFd<'_>, usize)> {
-        let segment = self.segments.get(slot.segment() as usize)?.as_ref()?;
-        Some((segment.file.as_fd(), segment.pages.address() + slot.offset()))
+    fn segment(&self, slot: Slot) -> Option<&Segment> {
+        self.segments.get(slot.segment() as usize)?.as_ref()
+    }
+
+    /// Address of a slot's page, to be read only, if its segment was announced.
+    pub(crate) fn slot(&self, slot: Slot) -> Option<usize> {
+        Some(self.segment(slot)?.pages.address() + slot.offset())
+    }
+
+    /// The file of a slot's segment, if it was announced, to be mapped over guest memory.
+    pub(crate) fn file_to_map(&self, slot: Slot) -> Option<BorrowedFd<'_>> {
+        let segment = self.segment(slot)?;
+        segment.mapped.store(true, Ordering::Relaxed);
+        Some(segment.file.as_fd())
     }
 
     /// Where the page of a slot has moved, if that is known here. As what the index says, it holds for the epoch that was read
     /// before.
     pub(crate) fn forward(&self, slot: Slot) -> Option<Slot> {
-        let segment = self.segments.get(slot.segment() as usize)?.as_ref()?;
+        let segment = self.segment(slot)?;
         forward::read(&segment.pages, slot).filter(|to| self.slot(*to).is_some())
     }
 
@@ -169,7 +183,7 @@ impl Store {
 
     /// A slot's page, if its segment was announced.
     pub(crate) fn page(&self, slot: Slot) -> Option<&PageView> {
-        let segment = self.segments.get(slot.segment() as usize)?.as_ref()?;
+        let segment = self.segment(slot)?;
         let first = slot.offset() / size_of::<u64>();
         segment
             .pages
@@ -363,14 +377,23 @@ impl Store {
                 }
                 let serial = next_change();
                 self.segment_changes = serial;
-                self.segments[at] = Some(Segment { file, pages, serial });
+                let mapped = AtomicBool::new(false);
+                self.segments[at] = Some(Segment {
+                    file,
+                    pages,
+                    serial,
+                    mapped,
+                });
             }
             Message::SegmentRetired(number) => {
                 self.evacuated.remove(&number);
                 if let Some(segment) = self.segments.get_mut(number as usize).and_then(Option::take) {
                     self.segment_changes = next_change();
-                    let file = segment.file;
-                    self.retired.push(RetiredSegment { number, file });
+                    self.retired.push(RetiredSegment {
+                        number,
+                        file: segment.file,
+                        was_mapped: segment.mapped.into_inner(),
+                    });
                 }
             }
             Message::Evacuated(number) => _ = self.evacuated.insert(number),

@@ -221,12 +221,25 @@ impl Session {
         Ok(())
     }
 
-    /// Gives up segments that went and that this process maps nowhere any more, once in a while. Nothing that was looked up is
-    /// pending, and all was told. Where it maps the others is kept for [`Self::take_kept`].
+    /// Gives up segments that went and that this process maps nowhere any more: at once what was never mapped, and the others once
+    /// in a while. Nothing that was looked up is pending, and all was told. Where it maps the others is kept for
+    /// [`Self::take_kept`].
     pub(crate) fn release_unmapped(&mut self) -> Result<(), Error> {
-        let Some(store) = self.store.as_mut().filter(|store| !store.retired().is_empty()) else {
+        let Some(store) = &mut self.store else {
             return Ok(());
         };
+        let retired = store.retired().iter();
+        let never_mapped: Vec<u32> = retired
+            .filter(|segment| !segment.was_mapped)
+            .map(|segment| segment.number)
+            .collect();
+        never_mapped
+            .into_iter()
+            .try_for_each(|number| store.release(number))?;
+        // To look takes the longer the more is mapped.
+        if store.retired().is_empty() {
+            return Ok(());
+        }
         let Some(mapped) = self.mappings_look.files() else {
             return Ok(());
         };
