@@ -54,7 +54,7 @@ fn wait(service: &DedupService, what: &str, is: impl Fn(&ServiceStats) -> bool) 
     }
 }
 
-/// Ends the reader, also when the test fails.
+/// Ends the reader, or the writer, also when the test fails.
 struct EndReader<'a>(&'a AtomicUsize);
 
 impl Drop for EndReader<'_> {
@@ -162,6 +162,45 @@ fn with_kernel_breaks_what_was_copied_comes_back_as_well_unless_nothing_tells_of
         service.stop(true).expect("it stops");
         assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));
     }
+}
+
+/// The kernel copies pages for the writer before, while and after those copied earlier are moved out.
+#[test]
+fn with_kernel_breaks_what_is_written_all_the_time_comes_back_and_loses_nothing() {
+    need_userfaultfd!();
+    const WORD: usize = 3;
+    let store = StoreThread::start();
+    let pages = pairs(4);
+    huge_pages_or_skip!(&pages);
+    let config = Config {
+        breaks: Breaks::Kernel {
+            heal_stall_us: 5000,
+            heal_without_fork: true,
+        },
+        ..config(Policy::Smartmd)
+    };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    service.vouch_for_pins();
+    let all = (4 * (HUGE_PAGES - PROBES)) as u64;
+    wait(&service, "the pairs are shared", |s| s.pages_mapped == all);
+    let end = AtomicUsize::new(0);
+    let turns = std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            for turn in 1u64.. {
+                (0..pages.count()).for_each(|page| pages.store(page, WORD, turn));
+                if end.load(Ordering::Acquire) == usize::MAX {
+                    return turn;
+                }
+            }
+            0
+        });
+        let end = EndReader(&end);
+        wait(&service, "all are huge again", |s| s.huge_ranges == 4);
+        drop(end);
+        writer.join().expect("the writer ends")
+    });
+    service.stop(true).expect("it stops");
+    assert!((0..pages.count()).all(|page| pages.load(page, WORD) == turns));
 }
 
 #[test]

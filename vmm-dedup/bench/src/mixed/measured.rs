@@ -43,6 +43,8 @@ pub(super) struct Process {
     pub(super) turned: u64,
     /// When the last of them was back, in monitor intervals.
     pub(super) rebuilt_after_intervals: Option<f64>,
+    /// When nine tenths of them were.
+    pub(super) most_rebuilt_after_intervals: Option<f64>,
     pub(super) rebuild_p50_us: u64,
     pub(super) rebuild_p99_us: u64,
     pub(super) rebuild_max_us: u64,

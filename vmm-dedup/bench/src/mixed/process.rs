@@ -23,6 +23,9 @@ const TIMED: u64 = 64;
 /// One access in so many writes (the word's own value, so that the content stays known).
 const WRITES: u64 = 16;
 
+/// What counts as most of the huge pages that turned hot: such a part. (Some had not been split, and then others are counted.)
+const MOST: (u64, u64) = (9, 10);
+
 /// One access in so many reads the warm part.
 const WARM: u64 = 200;
 
@@ -183,7 +186,8 @@ fn phases(
     let before = rebuilt(services);
     let start = Instant::now();
     orders.set(&turned);
-    let (mut last, mut back_after) = (before, None);
+    let (mut last, mut back_after, mut most_after) = (before, None, None);
+    let most = turned.len() as u64 * MOST.0 / MOST.1;
     // Until all of it is huge again, or for twenty intervals.
     let patience = Duration::from_millis(setup.interval_ms * 20);
     while last - before < turned.len() as u64 && !services.is_empty() && start.elapsed() < patience {
@@ -191,9 +195,13 @@ fn phases(
         if now > last {
             (last, back_after) = (now, Some(start.elapsed()));
         }
+        if last - before >= most {
+            most_after = most_after.or(back_after);
+        }
         std::thread::sleep(Duration::from_millis(5));
     }
     let stats = services.first().map(Served::stats).unwrap_or_default();
+    let intervals = |after: Duration| after.as_secs_f64() * 1000.0 / setup.interval_ms as f64;
     let measured = Process {
         use_source: stats.use_source_name().to_owned(),
         saved_pages,
@@ -209,7 +217,8 @@ fn phases(
         after_change: orders.measure(setup.seconds),
         rebuilt: last - before,
         turned: turned.len() as u64,
-        rebuilt_after_intervals: back_after.map(|t| t.as_secs_f64() * 1000.0 / setup.interval_ms as f64),
+        rebuilt_after_intervals: back_after.map(intervals),
+        most_rebuilt_after_intervals: most_after.map(intervals),
         rebuild_p50_us: stats.rebuild.quantile_us(0.5),
         rebuild_p99_us: stats.rebuild.quantile_us(0.99),
         rebuild_refused: RebuildRefused {

@@ -3,10 +3,15 @@
 use crate::error::Error;
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
+use crate::merge::moving_out;
 use crate::scan::order::Chunks;
 use crate::scan::pass::Pass;
+use crate::thp::collapse::{self, IfCopied};
 use crate::thp::duplicates::{self, Judgement};
-use crate::thp::{collapse, split, zeros};
+use crate::thp::{split, zeros};
+
+/// Tries in a pass to build a huge page of what is being written.
+const TRIES: usize = 4;
 
 impl Pass {
     /// Samples the use of memory, and builds huge pages again of what is hot.
@@ -26,25 +31,49 @@ impl Pass {
             self.yield_and_poll()?;
         }
         self.monitor.end_round(&self.map, &mut self.account, &round);
-        // What is built again is built for speed: no page is shared sooner or later by it.
-        for at in 0..self.map.chunks().len() {
-            if !self.monitor.wants_collapse(&mut self.map, at, round.due) || !self.direct_io.glance() {
-                continue;
+        self.build_again(round.due)
+    }
+
+    /// Builds huge pages of what is hot, for speed: no page is shared sooner or later by it. Where the kernel copied a page for a
+    /// writer meanwhile it is tried again after the others.
+    fn build_again(&mut self, due: bool) -> Result<(), Error> {
+        let (monitor, map) = (&self.monitor, &mut self.map);
+        let all = 0..map.chunks().len();
+        let mut left: Vec<usize> = all.filter(|at| monitor.wants_collapse(map, *at, due)).collect();
+        for tries in (0..TRIES).rev() {
+            for at in std::mem::take(&mut left) {
+                if self.build_one_again(at, tries)? {
+                    left.push(at);
+                }
             }
-            self.move_copies_of_chunk_out(at)?;
-            let pages = self.map.chunk_at(at).pages.clone();
-            self.space.bring_back(&mut self.map, &pages);
-            // It may have taken long.
-            if !self.direct_io.glance() {
-                continue;
-            }
-            let (map, space) = (&mut self.map, &mut self.space);
-            collapse::collapse(map, space, &mut self.account, self.number, at);
-            self.account.lap(|cpu| &mut cpu.merge);
-            self.show_progress();
-            self.yield_and_poll()?;
         }
         Ok(())
+    }
+
+    /// Tries to build one, after which there are so many tries; whether it is to be tried again.
+    fn build_one_again(&mut self, at: usize, tries: usize) -> Result<bool, Error> {
+        if !self.direct_io.glance() {
+            return Ok(false);
+        }
+        self.move_copies_of_chunk_out(at)?;
+        let pages = self.map.chunk_at(at).pages.clone();
+        self.space.bring_back(&mut self.map, &pages);
+        // It may have taken long.
+        if !self.direct_io.glance() {
+            return Ok(false);
+        }
+        let (healer, mut with) = self.replacing();
+        let if_copied = match moving_out::can_move(&mut with, healer) && !healer.forks_tell() {
+            true if tries > 0 => IfCopied::TryAgain,
+            true => IfCopied::WaitForInterval,
+            false => IfCopied::WaitForLonger,
+        };
+        let (map, space) = (&mut self.map, &mut self.space);
+        let again = collapse::collapse(map, space, &mut self.account, self.number, at, if_copied);
+        self.account.lap(|cpu| &mut cpu.merge);
+        self.show_progress();
+        self.yield_and_poll()?;
+        Ok(again)
     }
 
     /// Lets pages that the kernel copied leave the mappings of the store, so that a huge page can be built of them; those that

@@ -53,6 +53,8 @@ const PIECE_SPAN: Page = PIECE as Page;
 const TRIES: usize = 16;
 /// Intervals to wait after a rebuild that failed; memory and pins do not come and go at once.
 const PAUSE: u8 = 4;
+/// The same where writers were in the way, and their pages can be moved out.
+const BRIEF_PAUSE: u8 = 1;
 
 /// What fails, for the log, and what becomes of it.
 const STEP: &str = "building a huge page";
@@ -61,39 +63,58 @@ const STAYS: &str = "the small pages stay for now; memory or mappings (vm.max_ma
 /// Why a huge page was not built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum NotBuilt {
-    /// A page is pinned, or the kernel copied it on write, so that it may be.
+    /// A page is pinned.
     Pinned,
+    /// The kernel copied a page on write, so that it may be pinned.
+    Copied,
     /// The host has too little memory, or no huge page.
     Memory,
     /// No mapping left, or a call failed.
     Other,
 }
 
-/// Builds a huge page of a chunk's small ones, or notes why not. On a failure some of them may have gone back to private
-/// memory.
+/// What becomes of a range in which the kernel copied a page on write since such pages were moved out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum IfCopied {
+    /// They are moved out, and it is tried, again: it counts as no try yet.
+    TryAgain,
+    /// The same in the next interval.
+    WaitForInterval,
+    /// It waits as for what is pinned: nothing tells that they are not.
+    WaitForLonger,
+}
+
+/// Builds a huge page of a chunk's small ones, or notes why not; whether it is to be tried again. On a failure some of them may have
+/// gone back to private memory.
 pub(crate) fn collapse(
     map: &mut PageMap,
     space: &mut AddressSpace,
     account: &mut Account,
     pass: u64,
     at: usize,
-) {
+    if_copied: IfCopied,
+) -> bool {
     let done = try_to_collapse(map, space, account, pass, at);
     space.scratch.free();
     let Err(reason) = done else {
         map.note_collapsed(at);
         account.stats.huge_rebuilt_total += 1;
-        return;
+        return false;
     };
+    if (reason, if_copied) == (NotBuilt::Copied, IfCopied::TryAgain) {
+        return true;
+    }
     log::debug!("the {at}th 2 MiB stay small: {reason:?}");
     let counter = match reason {
-        NotBuilt::Pinned => &mut account.stats.rebuild_pinned_total,
+        NotBuilt::Pinned | NotBuilt::Copied => &mut account.stats.rebuild_pinned_total,
         NotBuilt::Memory => &mut account.stats.rebuild_memory_total,
         NotBuilt::Other => &mut account.stats.rebuild_other_total,
     };
     *counter += 1;
-    map.delay_rebuild(at, PAUSE);
+    let brief = (reason, if_copied) == (NotBuilt::Copied, IfCopied::WaitForInterval);
+    map.delay_rebuild(at, if brief { BRIEF_PAUSE } else { PAUSE });
     map.requeue_chunk(at);
+    false
 }
 
 fn try_to_collapse(
@@ -114,6 +135,9 @@ fn try_to_collapse(
         // (Also what was packed and could not go home is nobody's to take.)
         state.backing.stays_where_it_is() || waits
     };
+    if pages.clone().any(|page| map.backing(page).is_copied()) {
+        return Err(NotBuilt::Copied);
+    }
     if pages.clone().any(may_be_pinned) {
         return Err(NotBuilt::Pinned);
     }
@@ -180,6 +204,8 @@ fn put_in_place(
                 return Ok(());
             }
             Some(refused) => return refused,
+            // What the kernel copied stays where it is.
+            None if !space.breaker.managed() => return Err(NotBuilt::Copied),
             None => {}
         }
     }
@@ -205,7 +231,7 @@ fn try_to_put_in_place(
         let backing = map.backing(page);
         let address = start + bytes(offset);
         if backing.is_copied() {
-            return Some(Err(NotBuilt::Pinned));
+            return Some(Err(NotBuilt::Copied));
         }
         if !backing.maps_a_slot() {
             private.insert(offset..offset + 1);
