@@ -83,6 +83,7 @@ embedded! {
     a_store_that_restarts_loses_nothing
     a_vm_that_is_switched_off_is_left_alone
     a_device_that_is_not_there_costs_no_sharing
+    counters_have_what_a_store_is_told
 }
 
 under_both! {
@@ -484,6 +485,22 @@ fn a_device_that_is_not_there_costs_no_sharing(bench: &Bench) {
         bench.wait_shared(vm);
     }
     vms.into_iter().for_each(|vm| assert_clean(&vm.finish(1)));
+}
+
+/// What the VMM counts itself is there as well.
+fn counters_have_what_a_store_is_told(bench: &Bench) {
+    let vms = bench.sharing(2, |name| bench.options(name));
+    for vm in vms {
+        let counters = vm.counters();
+        let told = bench.stats(&vm).expect("it is served");
+        let mut names: Vec<&str> = told.numbers().map(|(name, _)| name).collect();
+        names.sort_unstable();
+        let dedup = counters["dedup"].as_object().expect("a table");
+        assert_eq!(dedup.keys().collect::<Vec<_>>(), names);
+        assert_eq!(dedup["pages"], told.pages);
+        assert!(dedup["pages_mapped"].as_u64() >= Some(COMMON_PAGES), "{counters}");
+        assert_clean(&vm.finish(1));
+    }
 }
 
 fn a_vm_that_is_switched_off_is_left_alone(bench: &Bench) {

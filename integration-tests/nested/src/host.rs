@@ -54,7 +54,11 @@ impl Stage {
 
         let (console, events) = (folder.path().join("console.log"), folder.path().join("events"));
         let mut command = qemu::machine(self.accelerator, &kernel.image()?, &initrd, scenario.memory_mib());
-        let arguments = qemu::KERNEL_ARGUMENTS;
+        let mut arguments = qemu::KERNEL_ARGUMENTS.to_owned();
+        if scenario.wants_device() {
+            qemu::add_device(&mut command);
+            arguments += " intel_iommu=on";
+        }
         command.arg("-append").arg(format!(
             "console=ttyS0 panic=-1 quiet mitigations=off transparent_hugepage=madvise {arguments}"
         ));
@@ -94,6 +98,11 @@ impl Stage {
             programs.push(self.preload.clone());
             programs.extend(crate::inside::vmm::programs());
             trees.extend(crate::inside::vmm::trees());
+        }
+        if scenario.wants_device() && crate::inside::vmm::that_pass_through().next().is_none() {
+            return Err(Failure::missing(
+                "no Cloud Hypervisor on the PATH, in CLOUD_HYPERVISOR or in CLOUD_HYPERVISOR_DEDUP",
+            ));
         }
         let contents = Contents {
             busybox: userland.busybox(),

@@ -29,7 +29,7 @@ const LINKS: [(&str, &str); 5] = [
     ("usr/bin/redis-server", "redis-check-rdb"),
 ];
 /// Modules of L1, in the order in which they are loaded; those of the other vendor's CPU do not load.
-const MODULES: [&str; 10] = [
+const MODULES: [&str; 14] = [
     "virtio",
     "virtio_ring",
     "virtio_pci_legacy_dev",
@@ -40,6 +40,10 @@ const MODULES: [&str; 10] = [
     "kvm",
     "kvm-amd",
     "kvm-intel",
+    "vfio",
+    "vfio_iommu_type1",
+    "vfio-pci-core",
+    "vfio-pci",
 ];
 
 /// A guest's initial RAM disk: its whole system. All guests have the same.

@@ -26,6 +26,8 @@ pub enum Scenario {
     Damon,
     /// Guests of QEMU and, if there is one, Cloud Hypervisor: `estimate` looks into them.
     Vmms,
+    /// Cloud Hypervisor has a device that pins its guest's memory, and gives it back.
+    Passthrough,
     /// L1's kernel panics: what is said then.
     #[value(hide = true)]
     Panic,
@@ -52,7 +54,7 @@ impl Scenario {
             Scenario::Boot | Scenario::OldKernel | Scenario::Panic | Scenario::Hang => 1024,
             // What is left is to be used up, which takes long in software.
             Scenario::Pressure => 1024,
-            Scenario::Vmms => 2560,
+            Scenario::Vmms | Scenario::Passthrough => 2560,
             _ => 2048,
         }
     }
@@ -77,7 +79,12 @@ impl Scenario {
 
     /// Whether L1 needs other VMMs than ours.
     pub(crate) fn wants_vmms(self) -> bool {
-        self == Scenario::Vmms
+        matches!(self, Scenario::Vmms | Scenario::Passthrough)
+    }
+
+    /// Whether L1 needs a device to pass through, behind an IOMMU.
+    pub(crate) fn wants_device(self) -> bool {
+        self == Scenario::Passthrough
     }
 }
 
@@ -93,6 +100,7 @@ impl fmt::Display for Scenario {
             Scenario::Huge => "huge",
             Scenario::Damon => "damon",
             Scenario::Vmms => "vmms",
+            Scenario::Passthrough => "passthrough",
             Scenario::Panic => "panic",
             Scenario::Hang => "hang",
         })

@@ -218,6 +218,21 @@ fn guests_of_other_vmms_share_and_are_estimated() {
     }
 }
 
+/// Of stock Cloud Hypervisor with the preload library, and of one with the engine in it, where they are.
+#[test]
+fn a_device_has_all_memory_for_itself_and_sharing_comes_back_behind_it() {
+    let Some(measured) = play(Scenario::Passthrough) else {
+        return;
+    };
+    for (vmm, told) in &measured {
+        assert!(number(&told["before"]) > SOME_PAGES as f64, "{vmm}: {told}");
+        assert_eq!(told["during"], 0, "{vmm}: {told}");
+        // A guest's memory, but for a hole or two.
+        assert!(number(&told["pinned_kib"]) > 150.0 * 1024.0, "{vmm}: {told}");
+        assert!(number(&told["after"]) > SOME_PAGES as f64 / 2.0, "{vmm}: {told}");
+    }
+}
+
 #[test]
 fn a_panic_of_the_host_is_told_with_its_log() {
     let Some(text) = failure_of(Scenario::Panic) else {

@@ -1,4 +1,4 @@
-//! Cloud Hypervisor's API: HTTP/1.1 on a Unix socket, one request a connection. (Tests need five requests of it and
+//! Cloud Hypervisor's API: HTTP/1.1 on a Unix socket, one request a connection. (Tests need six requests of it and
 //! no async runtime; the fleet launcher uses the real client.)
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -6,8 +6,17 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// Sends a request; returns the body of the answer, or what went wrong.
+/// Has something done; returns the body of the answer, or what went wrong.
 pub(super) fn put(socket: &Path, command: &str, body: &str) -> Result<String, String> {
+    ask(socket, "PUT", command, body)
+}
+
+/// Asks for something.
+pub(super) fn get(socket: &Path, what: &str) -> Result<String, String> {
+    ask(socket, "GET", what, "")
+}
+
+fn ask(socket: &Path, method: &str, command: &str, body: &str) -> Result<String, String> {
     let fail = |e: std::io::Error| format!("{command}: {e}");
     let mut stream = UnixStream::connect(socket).map_err(fail)?;
     stream
@@ -15,7 +24,7 @@ pub(super) fn put(socket: &Path, command: &str, body: &str) -> Result<String, St
         .map_err(fail)?;
     write!(
         stream,
-        "PUT /api/v1/{command} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+        "{method} /api/v1/{command} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
          Content-Length: {}\r\n\r\n{body}",
         body.len()
     )

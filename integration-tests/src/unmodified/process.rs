@@ -230,6 +230,17 @@ impl Vmm {
         assert!(api::put(&self.socket(), "vm.add-device", &nothing).is_err());
     }
 
+    /// Cloud Hypervisor's counters, by device.
+    ///
+    /// # Panics
+    /// If it does not tell them.
+    #[must_use]
+    pub fn counters(&self) -> serde_json::Value {
+        let counters = api::get(&self.socket(), "vm.counters");
+        let counters = counters.unwrap_or_else(|error| panic!("{error}: {}", self.story()));
+        serde_json::from_str(&counters).expect("JSON")
+    }
+
     /// Resets the machine.
     pub fn reboot(&self) {
         match &self.program {

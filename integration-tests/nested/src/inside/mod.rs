@@ -3,6 +3,7 @@
 mod damon;
 mod fleet;
 mod ksm;
+mod passthrough;
 mod sharing;
 mod store;
 mod trouble;
@@ -35,6 +36,7 @@ pub fn play(scenario: Scenario) -> Result<(), Failure> {
         Scenario::Huge => sharing::huge(&mut stage),
         Scenario::Damon => damon::damon(&mut stage),
         Scenario::Vmms => sharing::vmms(&mut stage),
+        Scenario::Passthrough => passthrough::passthrough(&mut stage),
         Scenario::Trouble => trouble::trouble(&mut stage),
         Scenario::Pressure => trouble::pressure(&mut stage),
         Scenario::Panic => trouble::panic(),

@@ -1,4 +1,4 @@
-//! VMMs that run in L1 as they are, with dedup by way of the preload library.
+//! VMMs that run in L1 as they are, with dedup by way of the preload library, and one that has it built in.
 
 use super::store;
 use crate::guest::{Guest, cmdline};
@@ -17,15 +17,19 @@ const QEMU_FIRMWARE: &str = "/usr/share/qemu/qboot.rom";
 pub(crate) enum Vmm {
     Qemu,
     CloudHypervisor,
+    /// Cloud Hypervisor with the engine in it (docs/cloud-hypervisor.md).
+    Embedded,
 }
 
-const ALL: [Vmm; 2] = [Vmm::Qemu, Vmm::CloudHypervisor];
+const UNMODIFIED: [Vmm; 2] = [Vmm::Qemu, Vmm::CloudHypervisor];
+const PASS_THROUGH: [Vmm; 2] = [Vmm::CloudHypervisor, Vmm::Embedded];
 
 impl Vmm {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Vmm::Qemu => "qemu",
             Vmm::CloudHypervisor => "cloud-hypervisor",
+            Vmm::Embedded => "embedded",
         }
     }
 
@@ -33,6 +37,7 @@ impl Vmm {
         match self {
             Vmm::Qemu => "qemu-system-x86_64",
             Vmm::CloudHypervisor => "cloud-hypervisor",
+            Vmm::Embedded => "cloud-hypervisor-dedup",
         }
     }
 
@@ -40,10 +45,14 @@ impl Vmm {
     pub(super) fn start(self, name: &str, workload: Workload) -> Result<Guest, Failure> {
         let mut command = Command::new(self.program());
         let line = cmdline(name, workload);
-        command.env("LD_PRELOAD", PRELOAD);
-        command
-            .env("VMM_DEDUP_STORE", store::SOCKET)
-            .env("VMM_DEDUP_NAME", name);
+        if matches!(self, Vmm::Embedded) {
+            command.args(["--dedup", &format!("store={},name={name}", store::SOCKET)]);
+        } else {
+            command.env("LD_PRELOAD", PRELOAD);
+            command
+                .env("VMM_DEDUP_STORE", store::SOCKET)
+                .env("VMM_DEDUP_NAME", name);
+        }
         match self {
             Vmm::Qemu => {
                 command.args([
@@ -76,7 +85,8 @@ impl Vmm {
                 command.args(["-append", &format!("{line} reboot=t")]);
                 Guest::start(name, &mut command)
             }
-            Vmm::CloudHypervisor => {
+            Vmm::CloudHypervisor | Vmm::Embedded => {
+                command.args(["--api-socket", &format!("path={}", api(name).display())]);
                 // Its serial line takes input from a terminal or a socket, and from nothing else.
                 let socket = PathBuf::from(format!("/run/{name}.serial"));
                 command.args(["--memory", &format!("size={MEMORY_MIB}M"), "--cpus", "boot=1"]);
@@ -100,28 +110,47 @@ impl Vmm {
     }
 }
 
-/// Where a program is on the PATH; for Cloud Hypervisor, the variable CLOUD_HYPERVISOR comes first.
+/// The API's socket of a VM of Cloud Hypervisor.
+pub(super) fn api(name: &str) -> PathBuf {
+    PathBuf::from(format!("/run/{name}.api"))
+}
+
+/// Where a program is on the PATH; for Cloud Hypervisor, the variable CLOUD_HYPERVISOR comes first, and CLOUD_HYPERVISOR_DEDUP for the
+/// one with the engine in it. The file must have the program's name.
 fn path_of(vmm: Vmm) -> Option<PathBuf> {
-    let named = matches!(vmm, Vmm::CloudHypervisor)
-        .then(|| std::env::var_os("CLOUD_HYPERVISOR"))
-        .flatten();
+    let variable = match vmm {
+        Vmm::Qemu => None,
+        Vmm::CloudHypervisor => Some("CLOUD_HYPERVISOR"),
+        Vmm::Embedded => Some("CLOUD_HYPERVISOR_DEDUP"),
+    };
+    let named = variable.and_then(std::env::var_os);
     let path = std::env::var_os("PATH").unwrap_or_default();
     let places = std::env::split_paths(&path).map(|folder| folder.join(vmm.program()));
     named
         .map(PathBuf::from)
         .into_iter()
         .chain(places)
-        .find(|path| path.is_file())
+        .find(|path| path.is_file() && path.ends_with(vmm.program()))
 }
 
-/// The VMMs that are here.
+fn those_here(all: [Vmm; 2]) -> impl Iterator<Item = Vmm> {
+    all.into_iter().filter(|vmm| path_of(*vmm).is_some())
+}
+
+/// The unmodified VMMs that are here.
 pub(crate) fn found() -> impl Iterator<Item = Vmm> {
-    ALL.into_iter().filter(|vmm| path_of(*vmm).is_some())
+    those_here(UNMODIFIED)
+}
+
+/// The VMMs that are here and have an API by which a device comes and goes.
+pub(crate) fn that_pass_through() -> impl Iterator<Item = Vmm> {
+    those_here(PASS_THROUGH)
 }
 
 /// Their programs.
 pub(crate) fn programs() -> Vec<PathBuf> {
-    ALL.into_iter().filter_map(path_of).collect()
+    let all = [Vmm::Qemu, Vmm::CloudHypervisor, Vmm::Embedded];
+    all.into_iter().filter_map(path_of).collect()
 }
 
 /// Other files that they need.
