@@ -65,6 +65,7 @@ fn the_packages_hold_what_works_from_where_they_put_it() {
     let folder = folder.path();
     they_say_what_they_are_and_need(folder);
     each_command_has_a_man_page_that_man_reads(folder);
+    the_agents_man_page_names_its_options_and_settings(folder);
     bash_completes_commands_and_options(folder);
     if kvm_is_there() {
         a_fleet_of_four_runs_from_them_and_leaves_nothing(folder);
@@ -138,6 +139,32 @@ fn each_command_has_a_man_page_that_man_reads(folder: &Path) {
         let page = pages.join("vmm-dedup-fleet-up.1.gz");
         let shown = must(Command::new("man").arg("-l").arg(page).env("MANWIDTH", "80"));
         assert!(shown.contains("--plan") && shown.contains("vmm-dedup"), "{shown}");
+    }
+}
+
+fn the_agents_man_page_names_its_options_and_settings(folder: &Path) {
+    let page = folder.join("root/usr/share/man/man8/vmm-dedup-agent.8.gz");
+    assert!(page.is_file(), "no {}", page.display());
+    if !has("man") {
+        return;
+    }
+    let shown = must(Command::new("man").arg("-l").arg(page).env("MANWIDTH", "80"));
+    let help = must(Command::new(folder.join("root/usr/sbin/vmm-dedup-agent")).arg("--help"));
+    let options: Vec<&str> = help
+        .split_whitespace()
+        .filter(|word| word.starts_with("--"))
+        .collect();
+    let file = fs::read_to_string(folder.join("root/etc/vmm-dedup-agent.toml")).expect("settings");
+    let settings: Vec<&str> = file
+        .lines()
+        .filter(|line| !line.starts_with('#') && line.contains(" = "))
+        .collect();
+    assert!(
+        options.len() >= 8 && settings.len() >= 8,
+        "{options:?} {settings:?}"
+    );
+    for part in options.iter().chain(&settings) {
+        assert!(shown.contains(part), "the page has no {part}: {shown}");
     }
 }
 
