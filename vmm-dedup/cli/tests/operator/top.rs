@@ -3,9 +3,14 @@
 use crate::host::{Host, eventually};
 use crate::terminal::Terminal;
 use rustix::process::Signal;
+use std::os::unix::process::CommandExt;
 
 fn top(host: &Host, columns: u16) -> Terminal {
-    Terminal::open(host.command(&["top", "--interval", "0.2"]), columns, 24)
+    let mut top = host.command(&["top", "--interval", "0.2"]);
+    // A group of its own, of which we are the parent: the kernel stops no process of a group that nobody could let go on, and ours
+    // may be such, if whoever started the tests has ended.
+    top.process_group(0);
+    Terminal::open(top, columns, 24)
 }
 
 fn state(pid: u32) -> Option<char> {
