@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use vmm_dedup_integration_tests::unmodified::library;
 
@@ -366,4 +367,52 @@ fn a_vmms_api_is_asked_by_the_name_of_its_vm() {
         host.must("down", &["--grace", "0"]);
         host.assert_nothing_left(&BTreeSet::new());
     }
+}
+
+#[test]
+fn what_guests_under_cloud_hypervisor_write_is_followed_over_a_restart() {
+    if !kvm_is_there() || !vmm_is_there("CLOUD_HYPERVISOR", "cloud-hypervisor") {
+        return;
+    }
+    let host = Host::new(&format!(
+        "preload = {:?}\n[[vm]]\nname = \"c\"\ncount = 2\ntemplate = \"payload\"\n",
+        library::path()
+    ));
+    host.must("up", &[]);
+    let mut logs = host.command("logs");
+    logs.args(["--serial", "-f"]).stdout(Stdio::piped());
+    let mut logs = logs.spawn().expect("the command runs");
+    let (tell, told) = channel();
+    let output = BufReader::new(logs.stdout.take().expect("a pipe"));
+    std::thread::spawn(move || {
+        output
+            .lines()
+            .map_while(Result::ok)
+            .try_for_each(|line| tell.send(line))
+    });
+    let comes = |part: &str| {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while Instant::now() < deadline {
+            if told
+                .recv_timeout(Duration::from_secs(1))
+                .is_ok_and(|line| line.contains(part))
+            {
+                return;
+            }
+        }
+        panic!("nothing comes with {part:?}");
+    };
+
+    comes("c-0: @payload");
+    comes("c-1: @payload");
+    host.must("restart", &["c-1"]);
+    // Both go on; one of them in a log that was begun anew.
+    while told.try_recv().is_ok() {}
+    comes("c-1: @payload");
+    comes("c-0: @payload");
+
+    logs.kill().expect("kill");
+    logs.wait().expect("wait");
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
 }
