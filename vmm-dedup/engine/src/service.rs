@@ -196,13 +196,13 @@ impl DedupService {
         Ok(())
     }
 
-    /// Stops scanning and merging until [`Self::resume`]: when this returns the scanning thread rests. What is shared stays
+    /// Stops scanning and merging until [`Self::resume`]: when this returns the scanning thread stands by. What is shared stays
     /// shared, and breaks are served.
     pub fn pause(&self) {
         self.control.set_paused(true);
         let (tell, told) = mpsc::channel();
         self.control.order(Command::Rest(tell));
-        // A thread that has died rests as well.
+        // A thread that has died does as well.
         let _ = told.recv();
     }
 
@@ -408,7 +408,7 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
     pass.enter_thread();
     let control = pass.control.clone();
     let _closes = Closes(control.clone());
-    let (mut next, mut resting) = (Instant::now(), false);
+    let (mut next, mut standing_by) = (Instant::now(), false);
     loop {
         // Those that came while an answer of the store was waited for are not in its socket any more.
         if pass.has_questions() {
@@ -416,7 +416,7 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
         }
         late_log::tell();
         let store = pass.session.store().map(Store::socket);
-        match control.next(next, resting, store) {
+        match control.next(next, standing_by, store) {
             Event::Question => pass.try_answer_questions(),
             Event::Command(Command::Unmerge(tell)) => {
                 let done = pass.unmerge_on_request();
@@ -449,18 +449,18 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
             }
             Event::Command(Command::Pass(tell)) => {
                 next = Instant::now() + pass.config.pass_period();
-                if control.rests() {
-                    pass.rest();
+                if control.stands_by() {
+                    pass.standby_pass();
                 } else {
                     pass.run();
                 }
                 let _ = tell.send(pass.account.stats);
             }
             Event::Due => {
-                resting = control.rests();
-                if resting {
+                standing_by = control.stands_by();
+                if standing_by {
                     next = Instant::now() + REST_PERIOD;
-                    pass.rest();
+                    pass.standby_pass();
                 } else {
                     next = Instant::now() + pass.config.pass_period();
                     pass.run();

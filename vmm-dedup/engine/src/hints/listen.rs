@@ -107,19 +107,19 @@ impl Ear<'_> {
             true => PollFlags::IN,
             false => PollFlags::IN | PollFlags::OUT,
         };
-        let rests = self.reads.saturating_duration_since(Instant::now());
+        let reads = self.reads.saturating_duration_since(Instant::now());
         let mut fds = vec![PollFd::new(&self.line.bell, PollFlags::IN)];
         fds.extend(listener.map(|listener| PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)));
         fds.extend(
             self.agent
                 .as_ref()
-                .filter(|_| rests.is_zero())
+                .filter(|_| reads.is_zero())
                 .map(|agent| PollFd::from_borrowed_fd(agent.as_fd(), wants)),
         );
         let opens = self.opens.saturating_duration_since(Instant::now());
         let mut until = if is_closed { TICK.min(opens) } else { TICK };
-        if !rests.is_zero() {
-            until = until.min(rests);
+        if !reads.is_zero() {
+            until = until.min(reads);
         }
         let timeout = Timespec::try_from(until).ok();
         // Interrupted: all is looked at anyway.
@@ -165,8 +165,8 @@ impl Ear<'_> {
     /// Takes what the agent has sent, but not more than a piece.
     fn hear(&mut self) {
         let now = self.line.now();
-        let rests = Instant::now() < self.reads;
-        let Some(agent) = self.agent.as_mut().filter(|_| !rests) else {
+        let waits = Instant::now() < self.reads;
+        let Some(agent) = self.agent.as_mut().filter(|_| !waits) else {
             let Inner { receiver, out, .. } = &mut *self.line.lock();
             return receiver.tick(now, out);
         };

@@ -57,13 +57,13 @@ pub(crate) fn look(
     }
     let wanted = |page: Page| {
         let state = map.state(page);
-        let rests = match state.known {
+        let not_yet = match state.known {
             Known::Pinned(retry) => !retry.is_due(pass),
             // Line keys are read here.
             Known::Candidate(key) => prospect != Prospect::None && key.is_full(),
             _ => false,
         };
-        state.backing.is_copied() && !rests && !map.rests(page) && !map.is_paused(page)
+        state.backing.is_copied() && !not_yet && !map.is_withheld(page) && !map.is_paused(page)
     };
     let mut pages = Vec::new();
     for place in places {

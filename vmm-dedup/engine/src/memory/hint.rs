@@ -39,7 +39,7 @@ impl Hint {
     }
 
     /// Whether the page's key is not to be read.
-    pub(crate) fn rests(self) -> bool {
+    pub(crate) fn withholds(self) -> bool {
         self.has(Self(Self::NEVER.0 | Self::FREE.0 | Self::SOON.0))
     }
 }
@@ -166,11 +166,11 @@ mod tests {
         assert!(hints.say(700, Hint::FREE) && !hints.say(700, Hint::FREE));
         // Written before it was said, or after: nobody knows.
         hints.visit(700, true);
-        assert!(hints.get(700).rests());
+        assert!(hints.get(700).withholds());
         hints.visit(700, false);
-        assert!(hints.get(700).rests() && hints.counts().wrong == 0);
+        assert!(hints.get(700).withholds() && hints.counts().wrong == 0);
         hints.visit(700, true);
-        assert!(!hints.get(700).rests() && hints.counts().wrong == 1);
+        assert!(!hints.get(700).withholds() && hints.counts().wrong == 1);
         assert!(hints.say(700, Hint::FREE), "it is told again");
         hints.visit(701, true);
         assert_eq!(hints.get(701), Hint::NONE);
@@ -184,9 +184,9 @@ mod tests {
         for page in [1, 2].repeat(3) {
             hints.visit(page, true);
         }
-        assert!(hints.get(1).rests() && hints.get(1).has(Hint::NEVER) && !hints.get(1).has(Hint::FREE));
-        assert!(hints.get(2).rests());
-        assert!(!Hint::WORTH.rests());
+        assert!(hints.get(1).withholds() && hints.get(1).has(Hint::NEVER) && !hints.get(1).has(Hint::FREE));
+        assert!(hints.get(2).withholds());
+        assert!(!Hint::WORTH.withholds());
     }
 
     #[test]

@@ -109,11 +109,11 @@ impl PageMap {
     }
 
     /// Whether a page's key is not to be read, since the guest says so.
-    pub(crate) fn rests(&self, page: Page) -> bool {
+    pub(crate) fn is_withheld(&self, page: Page) -> bool {
         let hint = self.hints.get(page);
         // What keeps a store's memory alive that is gone comes home by way of its key.
         let comes_home = || matches!(self.backing(page), Backing::OrphanedSlot(_));
-        hint.has(Hint::NEVER) || hint.rests() && !comes_home()
+        hint.has(Hint::NEVER) || hint.withholds() && !comes_home()
     }
 
     /// The key by which a private page was reported to the store.
@@ -263,7 +263,7 @@ impl PageMap {
             (Backing::Private, known) => matches!(known, Known::Pinned(_)),
             (backing, _) => backing != Backing::Zero,
         };
-        if !stays && !self.rests(page) {
+        if !stays && !self.is_withheld(page) {
             self.set(page, PageState::UNTRACKED);
             self.set(page, PageState::private(Known::Keyed(key)));
         }
@@ -275,7 +275,7 @@ impl PageMap {
         let backing = self.backing(page);
         let may_be_keyed =
             matches!(backing, Backing::Private | Backing::OrphanedSlot(_)) || backing.is_copied();
-        if !may_be_keyed || self.rests(page) {
+        if !may_be_keyed || self.is_withheld(page) {
             return;
         }
         let known = Known::Candidate(key);
@@ -316,7 +316,7 @@ impl PageMap {
             return;
         }
         if backing.in_file_mapping() {
-            self.set(page, PageState::resting(backing));
+            self.set(page, PageState::unkeyed(backing));
             self.requeue(page);
             let chunk = self.chunk_of(page);
             self.chunks[chunk].look_at_copies_soon();
@@ -345,7 +345,7 @@ impl PageMap {
     }
 
     fn set_slot(&mut self, page: Page, slot: Slot, reference: Reference) {
-        self.set(page, PageState::resting(Backing::Slot(slot)));
+        self.set(page, PageState::unkeyed(Backing::Slot(slot)));
         if reference == Reference::New {
             self.outbox.take_ref(slot);
         }
@@ -360,7 +360,7 @@ impl PageMap {
     /// A private page lies in a mapping that would show this slot in its place.
     pub(crate) fn bridge(&mut self, page: Page, place: Slot) {
         let edges = self.pages.edges_of(page, place);
-        let state = PageState::resting(Backing::CopiedOnWrite(edges));
+        let state = PageState::unkeyed(Backing::CopiedOnWrite(edges));
         self.set_at(page, state, Some(place));
         // It may have a twin later, as any copy.
         let chunk = self.chunk_of(page);
@@ -370,7 +370,7 @@ impl PageMap {
     /// A page's place is the packed pages' from now on: its key is not the store's to find any more.
     #[cfg_attr(not(feature = "pack"), allow(dead_code))]
     pub(crate) fn pack(&mut self, page: Page) {
-        self.set(page, PageState::resting(Backing::Packed));
+        self.set(page, PageState::unkeyed(Backing::Packed));
     }
 
     /// A page that was packed is back, in memory of its own that is tracked again.
@@ -382,7 +382,7 @@ impl PageMap {
 
     /// A page became the zero page.
     pub(crate) fn zero(&mut self, page: Page) {
-        self.set(page, PageState::resting(Backing::Zero));
+        self.set(page, PageState::unkeyed(Backing::Zero));
     }
 
     /// A page that was to be merged is where it was.
@@ -409,7 +409,7 @@ impl PageMap {
             begins: !(before && backing.continues(self.backing(page - 1))),
             ends: !(behind && self.backing(page + 1).continues(backing)),
         };
-        self.set(page, PageState::resting(backing.copied(edges)));
+        self.set(page, PageState::unkeyed(backing.copied(edges)));
         let chunk = self.chunk_of(page);
         self.chunks[chunk].look_at_copies_soon();
     }
@@ -427,7 +427,7 @@ impl PageMap {
     /// of its chunk are.
     pub(crate) fn forget_copy(&mut self, page: Page) {
         let backing = self.backing(page);
-        self.set(page, PageState::resting(backing));
+        self.set(page, PageState::unkeyed(backing));
     }
 
     /// A page that the kernel had copied may be pinned, for all that can be told: it is left alone for some passes.

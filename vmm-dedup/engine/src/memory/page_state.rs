@@ -14,7 +14,7 @@
 //! ```
 //!
 //! What is *known* concerns memory that may be merged: private memory, copies in mappings of a store, and slots of a store that
-//! is gone. Where a page is backed otherwise it rests, and nothing but [`Known::Nothing`] goes with it.
+//! is gone. Where a page is backed otherwise nothing but [`Known::Nothing`] goes with it.
 
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
@@ -369,10 +369,10 @@ impl Known {
 
 impl PageState {
     /// Private memory of which nothing is known.
-    pub(crate) const UNTRACKED: Self = Self::resting(Backing::Private);
+    pub(crate) const UNTRACKED: Self = Self::unkeyed(Backing::Private);
 
     /// A page of which nothing more is known than where it is.
-    pub(crate) const fn resting(backing: Backing) -> Self {
+    pub(crate) const fn unkeyed(backing: Backing) -> Self {
         Self {
             backing,
             known: Known::Nothing,
@@ -555,13 +555,13 @@ pub(super) mod tests {
                 .prop_map(|(due, pause)| PageState::private(Known::Pinned(PinnedUntil { due, pause }))),
             key().prop_map(|key| PageState::private(Known::Keyed(key))),
             key().prop_map(|key| PageState::private(Known::Candidate(key))),
-            Just(PageState::resting(Backing::Zero)),
-            slot().prop_map(|slot| PageState::resting(Backing::Slot(slot))),
+            Just(PageState::unkeyed(Backing::Zero)),
+            slot().prop_map(|slot| PageState::unkeyed(Backing::Slot(slot))),
             (edges(), known_of_copies()).prop_map(|(edges, known)| PageState {
                 backing: Backing::CopiedOnWrite(edges),
                 known,
             }),
-            orphan().prop_map(|orphan| PageState::resting(Backing::OrphanedSlot(orphan))),
+            orphan().prop_map(|orphan| PageState::unkeyed(Backing::OrphanedSlot(orphan))),
             (orphan(), key()).prop_map(|(orphan, key)| PageState {
                 backing: Backing::OrphanedSlot(orphan),
                 known: Known::Candidate(key),
@@ -570,8 +570,8 @@ pub(super) mod tests {
                 backing: Backing::OrphanedCopy(orphan),
                 known,
             }),
-            Just(PageState::resting(Backing::Packed)),
-            any::<u32>().prop_map(|payload| PageState::resting(Backing::Dummy(payload))),
+            Just(PageState::unkeyed(Backing::Packed)),
+            any::<u32>().prop_map(|payload| PageState::unkeyed(Backing::Dummy(payload))),
         ]
     }
 
@@ -612,7 +612,7 @@ pub(super) mod tests {
         /// What is packed has no bytes at its place: nothing but their return makes another page of it.
         #[test]
         fn packed_pages_were_private_and_become_private_again(state in states()) {
-            let packed = PageState::resting(Backing::Packed);
+            let packed = PageState::unkeyed(Backing::Packed);
             if state != packed {
                 prop_assert_eq!(state.may_become(packed), state.backing == Backing::Private);
                 let back = state.backing == Backing::Private && state.known == Known::Nothing;

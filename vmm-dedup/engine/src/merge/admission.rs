@@ -150,7 +150,7 @@ impl Admission<'_> {
         let (map, chunk) = (self.map, self.map.chunk_of(page));
         let state = map.chunk(chunk);
         match () {
-            () if map.rests(page) => Some(Obstacle::Guest),
+            () if map.is_withheld(page) => Some(Obstacle::Guest),
             () if map.backing(page).is_copied() && !self.terms.heals => Some(Obstacle::MayBePinned),
             () if state.huge && !state.twins.split => Some(Obstacle::Huge),
             () if !as_one && self.terms.probes.include(map, chunk, page) => Some(Obstacle::Probe),

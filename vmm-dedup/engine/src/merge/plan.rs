@@ -140,7 +140,7 @@ impl Plan {
     }
 
     /// What was planned and not merged.
-    pub(crate) fn rest(mut self) -> Vec<MergeRequest> {
+    pub(crate) fn left_over(mut self) -> Vec<MergeRequest> {
         let mut rest = self.admitted.split_off(self.done);
         rest.retain(|request| request.role != Role::Exception);
         rest.extend(self.copies);
@@ -262,7 +262,7 @@ mod tests {
         plan.begin(&window);
         let mut left = twins([3]);
         left.extend(copies);
-        assert_eq!(plan.rest(), left);
+        assert_eq!(plan.left_over(), left);
     }
 
     #[test]

@@ -485,13 +485,18 @@ fn errnos(call: Call) -> [i32; 2] {
 
 #[test]
 fn whichever_call_fails_every_byte_is_right() {
-    let Some(guest) = Guest::new() else { return };
-    let watch = Watch::begin();
-    let packed = live(guest, "nothing fails");
-    let sites: BTreeMap<Site, u64> = watch.sites();
-    drop(watch);
-    // Whoever reads meanwhile has windows end early.
-    assert!(packed >= 64, "{packed}");
+    // Whoever reads meanwhile has windows end early, beside other work now and then nearly all of them.
+    let mut lives = 0;
+    let sites: BTreeMap<Site, u64> = loop {
+        let Some(guest) = Guest::new() else { return };
+        let watch = Watch::begin();
+        let packed = live(guest, "nothing fails");
+        lives += 1;
+        if packed >= 64 {
+            break watch.sites();
+        }
+        assert!(lives < 20, "{packed}");
+    };
     let within = |site: &Site| !site.file.ends_with("tests.rs");
     let sites: Vec<(Site, u64)> = sites.into_iter().filter(|(site, _)| within(site)).collect();
     assert!(sites.len() >= 20, "{sites:?}");

@@ -63,7 +63,7 @@ pub(crate) enum Event {
     Command(Command),
     /// Something to answer, from the store or a thread of the VMM.
     Question,
-    /// It is time for the next pass, or to start or stop resting.
+    /// It is time for the next pass, or to start or stop standing by.
     Due,
 }
 
@@ -189,7 +189,7 @@ impl Control {
     }
 
     /// Whether nothing is to be scanned and merged for now.
-    pub(crate) fn rests(&self) -> bool {
+    pub(crate) fn stands_by(&self) -> bool {
         self.pause.load(Ordering::Acquire) || self.is_off()
     }
 
@@ -203,7 +203,7 @@ impl Control {
 
     /// Whether a pass should end early.
     pub(crate) fn interrupted(&self) -> bool {
-        self.stop.load(Ordering::Acquire) || self.change.load(Ordering::Acquire) || self.rests()
+        self.stop.load(Ordering::Acquire) || self.change.load(Ordering::Acquire) || self.stands_by()
     }
 
     pub(crate) fn publish(&self, stats: &ServiceStats) {
@@ -221,8 +221,8 @@ impl Control {
         }
     }
 
-    /// Waits for what comes next, at the latest the `deadline`. `resting`: whether the thread rests now.
-    pub(crate) fn next(&self, deadline: Instant, resting: bool, store: Option<BorrowedFd<'_>>) -> Event {
+    /// Waits for what comes next, at the latest the `deadline`. `standing_by`: whether the thread stands by now.
+    pub(crate) fn next(&self, deadline: Instant, standing_by: bool, store: Option<BorrowedFd<'_>>) -> Event {
         loop {
             {
                 let mut inner = self.lock();
@@ -237,7 +237,7 @@ impl Control {
                 }
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || resting != self.rests() {
+            if left.is_zero() || standing_by != self.stands_by() {
                 return Event::Due;
             }
             if self.bell.wait(left, store) {

@@ -11,8 +11,8 @@ use crate::sys::page_size::CHUNK_PAGES;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-/// Time for following in each period of rest.
-const RESTING: Duration = Duration::from_millis(20);
+/// Time for following in each pass in standby.
+const IN_STANDBY: Duration = Duration::from_millis(20);
 
 /// What CPU time is booked for here.
 const MERGING: Stage = |cpu| &mut cpu.merge;
@@ -32,12 +32,12 @@ impl Pass {
         }
     }
 
-    /// The same while nothing is merged: what takes longer than [`RESTING`] waits for the next time.
-    pub(super) fn follow_while_resting(&mut self) {
+    /// The same while nothing is merged: what takes longer than [`IN_STANDBY`] waits for the next time.
+    pub(super) fn follow_in_standby(&mut self) {
         let start = Instant::now();
         let mut following = Following::new(&self.map, &self.session, Copies::Stay);
         let (healer, mut with) = self.replacing();
-        while start.elapsed() < RESTING && following.step(&mut with, healer) {}
+        while start.elapsed() < IN_STANDBY && following.step(&mut with, healer) {}
         self.account.lap(MERGING);
     }
 

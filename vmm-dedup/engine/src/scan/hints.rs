@@ -9,7 +9,7 @@ use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 /// How long hints are heeded at a time while nothing is merged.
-const RESTING: Duration = Duration::from_millis(100);
+const IN_STANDBY: Duration = Duration::from_millis(100);
 
 /// Pages that are made private between two looks at what else there is to do.
 const BROKEN_AT_ONCE: usize = 16 * CHUNK_PAGES;
@@ -25,7 +25,7 @@ impl Pass {
     /// where nothing is planned.
     ///
     /// Once the agent hears that a mark is in force, no page under it is shared, none has a key, and none gets one while it is
-    /// marked: whoever reads keys asks [`PageMap::rests`](crate::memory::page_map::PageMap::rests) first, what had been found
+    /// marked: whoever reads keys asks [`PageMap::is_withheld`](crate::memory::page_map::PageMap::is_withheld) first, what had been found
     /// before is dropped here, and the store is told before the agent is.
     pub(super) fn heed_hints(&mut self) -> bool {
         let said = self.heard.next();
@@ -36,13 +36,13 @@ impl Pass {
     }
 
     /// The same while nothing is merged: for a moment.
-    pub(super) fn heed_hints_while_resting(&mut self) {
+    pub(super) fn heed_hints_in_standby(&mut self) {
         let start = Instant::now();
-        while self.heed_hints() && start.elapsed() < RESTING {}
+        while self.heed_hints() && start.elapsed() < IN_STANDBY {}
     }
 
     fn take_over(&mut self, said: &[SaidOfBlock]) {
-        let mut resting = HashSet::new();
+        let mut withheld = HashSet::new();
         let memory = self.map.memory().clone();
         for SaidOfBlock { addresses, hints } in said {
             for (first, pages) in memory.parts_at_guest(addresses) {
@@ -55,14 +55,14 @@ impl Pass {
                     if hint.has(Hint::NEVER) && self.map.backing(page).maps_a_slot() {
                         self.heard.to_break.insert(page);
                     }
-                    if self.map.rests(page) {
-                        resting.insert(page);
+                    if self.map.is_withheld(page) {
+                        withheld.insert(page);
                     }
                 }
             }
         }
-        if !resting.is_empty() {
-            self.drop_work(|page| !resting.contains(&page));
+        if !withheld.is_empty() {
+            self.drop_work(|page| !withheld.contains(&page));
         }
     }
 

@@ -203,7 +203,7 @@ impl Pass {
         let Merging { plan, merger, .. } = &mut self.merging;
         merger.clean_up();
         self.space.scratch.free();
-        self.twins.add(std::mem::take(plan).rest());
+        self.twins.add(std::mem::take(plan).left_over());
         self.merging
             .swapped
             .tell(self.account.stats.refused_swapped_total);

@@ -131,7 +131,7 @@ impl Pass {
         if self.control.is_off() {
             return "merging is switched off: switch it on with `vmm-dedup set`".into();
         }
-        if self.control.rests() {
+        if self.control.stands_by() {
             return "the VMM has paused merging, e.g. for a snapshot or migration, and will resume it".into();
         }
         if let Some(why) = self.direct_io.refused() {

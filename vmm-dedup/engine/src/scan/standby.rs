@@ -12,11 +12,11 @@ const TRIES: usize = 3;
 
 impl Pass {
     /// Instead of a pass while nothing is to be merged: holds back nobody, and says that it is alive.
-    pub(crate) fn rest(&mut self) {
+    pub(crate) fn standby_pass(&mut self) {
         self.note_breaks();
         self.note_unpacked();
         self.hear_hints();
-        self.heed_hints_while_resting();
+        self.heed_hints_in_standby();
         self.session.find_store(&mut self.map);
         if let Err(error) = self.stand_by() {
             self.lose_store(&error);
@@ -29,7 +29,7 @@ impl Pass {
     /// gone: they cannot be pinned for writing. Copies may be, and stay, since nobody has looked at direct I/O.
     pub(super) fn stand_by(&mut self) -> Result<(), Error> {
         self.drop_found();
-        self.follow_while_resting();
+        self.follow_in_standby();
         match self.vacate_old_stores(Copies::Stay) {
             // Whoever interrupts it is heard soon.
             Ok(()) | Err(Error::Stopped) => {}

@@ -94,7 +94,7 @@ impl Pass {
             () if self.ended => 2,
             () if !self.session.is_connected() => 3,
             () if self.control.is_off() => 6,
-            () if self.control.rests() => 1,
+            () if self.control.stands_by() => 1,
             () if self.direct_io.refused().is_some() => 5,
             () => 0,
         }

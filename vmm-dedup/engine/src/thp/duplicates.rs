@@ -155,7 +155,7 @@ fn read_subpages(map: &PageMap, session: &Session, account: &mut Account, at: us
     let mut read = Vec::with_capacity(pages.len());
     for (page, subpage) in pages.zip(0..) {
         let quarter = quarter_of(subpage);
-        if quarters[quarter] && !map.rests(page) {
+        if quarters[quarter] && !map.is_withheld(page) {
             guest::prefetch_key_lines(map.memory().address(page) + PREFETCH * PAGE_SIZE);
             let (key, zero) = reader.read(page);
             read.push(Subpage {

@@ -110,7 +110,7 @@ fn visit_small(
             continue;
         }
         map.see(page, false);
-        if map.rests(page) {
+        if map.is_withheld(page) {
             continue;
         }
         let key = match (state.backing, state.known) {

@@ -159,7 +159,7 @@ impl FaultSampling {
         if !whole {
             // It is not what it was, or in use. Nobody shall wait at places that stay empty.
             self.put_back(&mut taken);
-            taken.window.rest();
+            taken.window.let_go();
         }
         Ok(taken)
     }
@@ -205,7 +205,7 @@ impl FaultSampling {
                 if let Some(which) = away.iter().position(|taken| taken.target.contains(address)) {
                     self.put_back(&mut away[which]);
                     // Who touched a place where there never was a page must not wait on, and come again.
-                    away[which].window.rest();
+                    away[which].window.let_go();
                     // (Two vCPUs may ask for one range.)
                     wanted |= 1 << which & !all_wanted;
                 }

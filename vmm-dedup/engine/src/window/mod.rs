@@ -233,7 +233,7 @@ impl<'a> Window<'a> {
     }
 
     /// Tracks writes again and lets everybody go on, before the window's end: what is not there is nobody's to wait for.
-    pub(crate) fn rest(&mut self) {
+    pub(crate) fn let_go(&mut self) {
         self.disarm();
         self.wake();
     }
@@ -312,7 +312,7 @@ impl<'a> Window<'a> {
 
     fn finish(&mut self) {
         self.put_back_all();
-        self.rest();
+        self.let_go();
     }
 
     fn disarm(&mut self) {

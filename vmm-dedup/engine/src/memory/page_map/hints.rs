@@ -32,7 +32,7 @@ impl PageMap {
     pub(crate) fn say(&mut self, page: Page, hint: Hint) -> bool {
         let is_news = self.hints.say(page, hint);
         if is_news {
-            if hint.rests() {
+            if hint.withholds() {
                 self.forget_key(page);
             }
             self.requeue(page);
@@ -65,7 +65,7 @@ impl PageMap {
             PageState {
                 backing,
                 known: Known::Keyed(_),
-            } => self.set(page, PageState::resting(backing)),
+            } => self.set(page, PageState::unkeyed(backing)),
             _ => {}
         }
     }

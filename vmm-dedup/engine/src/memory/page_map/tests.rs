@@ -179,8 +179,8 @@ fn play(map: &mut PageMap, others: &mut Others, page: Page, step: Step) {
         }
         Step::Say(hint) => {
             map.say(page, hint);
-            let asleep = hint.has(Hint::NEVER) || map.rests(page);
-            assert!(!asleep || map.known(page).candidate().is_none());
+            let withheld = hint.has(Hint::NEVER) || map.is_withheld(page);
+            assert!(!withheld || map.known(page).candidate().is_none());
         }
         Step::See(written) => map.see(page, written),
         Step::KeyInHuge(n) => map.key_in_huge(page, key(n)),
@@ -216,7 +216,7 @@ fn play(map: &mut PageMap, others: &mut Others, page: Page, step: Step) {
         }
         Step::Bridge(n) if map.private_candidate(page).is_some() => map.bridge(page, slot(n)),
         Step::Carry(n) if matches!(state.backing, Backing::CopiedOnWrite(_)) => map.carry(page, slot(n)),
-        Step::Zero if may(PageState::resting(Backing::Zero)) => map.zero(page),
+        Step::Zero if may(PageState::unkeyed(Backing::Zero)) => map.zero(page),
         Step::Pack => match state.backing {
             Backing::Private => {
                 map.watch_for_cold();
@@ -606,7 +606,7 @@ fn a_huge_page_of_zeros_leaves_an_empty_place() {
 #[test]
 fn a_dummy_backing_takes_its_place_among_the_others() {
     let mut map = map();
-    let page = PageState::resting(Backing::Dummy(77));
+    let page = PageState::unkeyed(Backing::Dummy(77));
     map.set(3, page);
     assert_eq!((map.state(3), map.counts().dummy, map.vmas()), (page, 1, 0));
     map.made_private(3);
