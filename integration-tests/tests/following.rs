@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Config, DedupService, ServiceStats};
+use vmm_dedup::{Breaks, Config, DedupService, Policy, ServiceStats};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib_of_store};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -33,6 +33,8 @@ fn config(name: &str, breaks: Breaks) -> Config {
         name: name.into(),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
+        // What is merged depends on passes, not on time.
+        huge_policy: Policy::Ksm,
         breaks,
         ..Config::default()
     }

@@ -4,7 +4,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::Config;
+use vmm_dedup::{Config, Policy};
 use vmm_dedup_integration_tests::direct_io;
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib, wait};
 use vmm_dedup_integration_tests::huge_pages_or_skip;
@@ -35,6 +35,7 @@ fn huge_pages_of_a_busy_guest_stay_huge() {
     let config = Config {
         cpu_percent: 100,
         pass_period_ms: 20,
+        huge_policy: Policy::Ksm,
         ..Config::default()
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");
@@ -78,6 +79,7 @@ fn config() -> Config {
     Config {
         cpu_percent: 100,
         pass_period_ms: 10,
+        huge_policy: Policy::Ksm,
         ..Config::default()
     }
 }

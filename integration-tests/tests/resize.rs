@@ -3,7 +3,9 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Call, Config, DedupService, Error, HostRange, Injection, Settings, Switch, Times};
+use vmm_dedup::{
+    Breaks, Call, Config, DedupService, Error, HostRange, Injection, Policy, Settings, Switch, Times,
+};
 use vmm_dedup_integration_tests::memory::{Pages, flags_of};
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::{alone, need_userfaultfd};
@@ -17,6 +19,8 @@ fn config(breaks: Breaks) -> Config {
     Config {
         pass_period_ms: 10,
         cpu_percent: 100,
+        // Every page is shared, also those by which use is sampled.
+        huge_policy: Policy::Ksm,
         breaks,
         ..Config::default()
     }

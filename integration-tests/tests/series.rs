@@ -1,7 +1,7 @@
 //! Content that fills long stretches: many pages of one content in few mappings.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use vmm_dedup::{Config, DedupService, ServiceStats};
+use vmm_dedup::{Config, DedupService, Policy, ServiceStats};
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -31,6 +31,8 @@ fn start(store: &StoreThread, pages: Pages, guest: usize) -> Guest {
         name: format!("guest-{guest}"),
         cpu_percent: 100,
         pass_period_ms: 3_600_000,
+        // What is merged depends on passes, not on time.
+        huge_policy: Policy::Ksm,
         ..Config::default()
     };
     let service = pages.serve(&store.socket(), config).expect("dedup starts");

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use vmm_dedup::compare::conformance;
 use vmm_dedup::compare::conformance::doubles::{Double, Faults};
 use vmm_dedup::compare::{Cpu, Entry, KeyKind};
-use vmm_dedup::{Breaks, Config, DedupService, Engines, Error, ServiceStats, Verification};
+use vmm_dedup::{Breaks, Config, DedupService, Engines, Error, Policy, ServiceStats, Verification};
 use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, Wanted};
 use vmm_dedup_dsa_model::{Shape, Timing};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, wait};
@@ -507,6 +507,8 @@ fn who_waits_for_a_huge_page_that_an_engine_has_gets_it_back() {
     huge_pages_or_skip!(&pages);
     let config = Config {
         pass_period_ms: 20,
+        // Every page is shared, also those by which use is sampled.
+        huge_policy: Policy::Ksm,
         breaks: Breaks::KERNEL,
         ..config("a", "double", None, PATIENT)
     };

@@ -79,7 +79,8 @@ pub(super) fn mixed(stage: &mut Stage) -> Result<(), Failure> {
 
 pub(super) fn huge(stage: &mut Stage) -> Result<(), Failure> {
     let plan = Plan {
-        arguments: &["--thp", "always"],
+        // It saves soonest, and the saving has settled when it stands still for seconds.
+        arguments: &["--thp", "always", "--huge-policy", "ksm"],
         ..Plan::DEDUP
     };
     let _store = Store::start()?;

@@ -98,9 +98,9 @@ impl Breaks {
 #[non_exhaustive]
 pub enum Policy {
     /// Split what is rarely used and has many duplicates, build again what is used often.
+    #[default]
     Smartmd,
     /// As KSM: split whatever has a duplicate and stands still, however often it is read. Build nothing again.
-    #[default]
     Ksm,
     /// Share whole 2 MiB only: split a huge page if all of its small pages have twins.
     NoSplitting,
