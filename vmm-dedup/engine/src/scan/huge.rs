@@ -63,8 +63,10 @@ impl Pass {
             return Ok(false);
         }
         let (healer, mut with) = self.replacing();
-        let if_copied = match moving_out::can_move(&mut with, healer) && !healer.forks_tell() {
-            true if tries > 0 => IfCopied::TryAgain,
+        let can_move = moving_out::can_move(&mut with, healer);
+        // Each try that takes a fork holds up the VM.
+        let if_copied = match can_move {
+            true if tries > 0 && !healer.forks_tell() => IfCopied::TryAgain,
             true => IfCopied::WaitForInterval,
             false => IfCopied::WaitForLonger,
         };
