@@ -14,6 +14,12 @@ use std::time::{Duration, Instant};
 
 pub use crate::qemu::{Accelerator, need as need_qemu};
 
+/// Whether there is a VMM here that passes devices through to guests.
+#[must_use]
+pub fn passes_devices_through() -> bool {
+    crate::inside::vmm::that_pass_through().next().is_some()
+}
+
 const POLL: Duration = Duration::from_millis(50);
 /// How much of L1's console is shown where it failed.
 const TAIL_LINES: usize = 40;
@@ -99,7 +105,7 @@ impl Stage {
             programs.extend(crate::inside::vmm::programs());
             trees.extend(crate::inside::vmm::trees());
         }
-        if scenario.wants_device() && crate::inside::vmm::that_pass_through().next().is_none() {
+        if scenario.wants_device() && !passes_devices_through() {
             return Err(Failure::missing(
                 "no Cloud Hypervisor on the PATH, in CLOUD_HYPERVISOR or in CLOUD_HYPERVISOR_DEDUP",
             ));
