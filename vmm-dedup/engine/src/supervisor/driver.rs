@@ -172,7 +172,10 @@ impl Driver {
         }
         let checked = match self.hindrance.clone() {
             Some(hindrance) => Err(hindrance),
-            None => configure(),
+            None => configure().and_then(|setup| match setup.check(&self.engines) {
+                Ok(()) => Ok(setup),
+                Err(mistake) => Err(Refusal::from(&mistake)),
+            }),
         };
         let (setup, wrong) = match checked {
             Ok(setup) => (setup, None),

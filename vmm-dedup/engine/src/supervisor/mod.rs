@@ -226,8 +226,8 @@ impl Supervisor {
         }
     }
 
-    /// The same where settings are read in the supervisor's thread, and this one does not wait for it. If they are wrong the VM
-    /// is refused, by the name and at the store of `fallback`.
+    /// The same where settings are read (and checked) in the supervisor's thread, and this one does not wait for it. If they are wrong
+    /// the VM is refused, by the name and at the store of `fallback`.
     pub fn attach_with(
         &self,
         fallback: Setup,

@@ -62,6 +62,19 @@ fn a_store_that_hangs_does_not_hang_whoever_asks() {
 }
 
 #[test]
+fn settings_that_are_read_in_the_supervisors_thread_are_checked() {
+    let supervisor = supervisor();
+    supervisor.attach_with(nowhere(), || Ok(nowhere().with(|config| config.cpu_percent = 0)));
+    settle(&supervisor);
+    let status = supervisor.status();
+    let says = |refusal: &Refusal| refusal.detail().contains("cpu_percent is 0");
+    assert!(
+        matches!(&status, Status::Refused(refusal) if says(refusal)),
+        "{status:?}"
+    );
+}
+
+#[test]
 fn memory_is_kept_for_a_vm_only() {
     let (supervisor, memory) = (supervisor(), memory());
     let add = || supervisor.add_memory(memory.clone()).unwrap();
