@@ -1,9 +1,11 @@
-//! System calls of threads, seen by the kernel's own filters: recorded by a filter that asks for each call (and lets it go on).
+//! System calls of threads, seen by the kernel's own filters: recorded by a filter that asks for each call (and lets it go on, unless
+//! it is to fail).
 #![allow(unsafe_code)] // seccomp
 
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -24,6 +26,8 @@ pub struct Seen {
 pub struct Recorder {
     seen: Arc<Mutex<BTreeSet<Seen>>>,
     listener: Arc<AtomicI32>,
+    /// Whether this host is to look like an older one.
+    is_old: bool,
 }
 
 impl Default for Recorder {
@@ -36,9 +40,20 @@ impl Recorder {
     /// Starts the thread that records. It must not be filtered itself.
     #[must_use]
     pub fn new() -> Self {
+        Self::start(false)
+    }
+
+    /// The same on a host without clone3 and /dev/userfaultfd, as it looks to who is recorded.
+    #[must_use]
+    pub fn on_an_old_host() -> Self {
+        Self::start(true)
+    }
+
+    fn start(is_old: bool) -> Self {
         let recorder = Self {
             seen: Arc::default(),
             listener: Arc::new(AtomicI32::new(-1)),
+            is_old,
         };
         let theirs = recorder.clone();
         std::thread::spawn(move || theirs.listen());
@@ -111,13 +126,24 @@ impl Recorder {
                 Err(error) if error.raw_os_error() == Some(libc::ENOENT) => continue,
                 Err(_) => return,
             }
+            let error = self.fails(&notice);
             let mut answer = libc::seccomp_notif_resp {
                 id: notice.id,
                 val: 0,
-                error: 0,
-                flags: GO_ON,
+                error: -error.unwrap_or(0),
+                flags: if error.is_some() { 0 } else { GO_ON },
             };
             let _ = ioctl(&listener, SECCOMP_IOCTL_NOTIF_SEND, (&raw mut answer).cast());
+        }
+    }
+
+    /// What an old host says to a call that it does not know.
+    fn fails(&self, notice: &libc::seccomp_notif) -> Option<i32> {
+        match i64::from(notice.data.nr) {
+            _ if !self.is_old => None,
+            libc::SYS_clone3 => Some(libc::ENOSYS),
+            libc::SYS_openat if starts_with(notice.data.args[1], DEVICE) => Some(libc::ENOENT),
+            _ => None,
         }
     }
 
@@ -135,6 +161,16 @@ impl Recorder {
                 request,
             });
     }
+}
+
+const DEVICE: &[u8] = b"/dev/userfaultfd\0";
+
+/// Whether these bytes are at an address of this process, where its other threads have a path.
+fn starts_with(address: u64, bytes: &[u8]) -> bool {
+    let mut found = vec![0; bytes.len()];
+    let memory = std::fs::File::open("/proc/self/mem");
+    let read = memory.and_then(|memory| memory.read_at(&mut found, address));
+    read.is_ok_and(|read| found[..read] == *bytes)
 }
 
 #[allow(clippy::cast_possible_truncation)] // 6

@@ -1,19 +1,20 @@
 //! Everything that a supervisor and its services do, in one process whose dedup threads are recorded and filtered: each part is
 //! under exactly its own filter, and is killed by any other call. Prints what was seen, and what told the use of huge pages, as
-//! JSON. `sandbox record` does not filter.
+//! JSON. `sandbox old` is a host without clone3 and /dev/userfaultfd, in `sandbox panic PART` such a thread panics. `sandbox record ...`
+//! does not filter.
 #![allow(unsafe_code)] // guest memory
 
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmm_dedup::seccomp::{Part, restrict_this_thread};
 use vmm_dedup::{
-    AgentSocket, Breaks, Config, DedupService, HostRange, Lease, Options, Policy, Refused, Settings, Setup,
-    Status, Supervisor, Switch, UseSource,
+    AgentSocket, Breaks, Config, DedupService, HostRange, Injection, Lease, Options, Policy, Refused,
+    Settings, Setup, Status, Supervisor, Switch, Times, UseSource,
 };
 use vmm_dedup_agent_wire::VERSION;
 use vmm_dedup_agent_wire::message::{Hello, Message, Sources};
@@ -25,13 +26,48 @@ use vmm_dedup_integration_tests::store::StoreThread;
 const PAGES: usize = 1024;
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// What is played.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Play {
+    All,
+    Old,
+    Panic(Part),
+}
+
+impl Play {
+    fn of(arguments: &[&str]) -> Option<Self> {
+        match *arguments {
+            [] => Some(Self::All),
+            ["old"] => Some(Self::Old),
+            ["panic", name] => {
+                let part = Part::ALL.iter().find(|part| part.name() == name);
+                part.copied().map(Self::Panic)
+            }
+            _ => None,
+        }
+    }
+
+    fn recorder(self) -> Recorder {
+        match self {
+            Self::Old => Recorder::on_an_old_host(),
+            _ => Recorder::new(),
+        }
+    }
+}
+
 fn main() {
-    let filtered = std::env::args().nth(1).as_deref() != Some("record");
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let (filtered, arguments) = match arguments.split_first() {
+        Some((&"record", rest)) => (false, rest),
+        _ => (true, &arguments[..]),
+    };
+    let play = Play::of(arguments).expect("sandbox [record] [old | panic PART]");
     let folder = tempfile::tempdir().expect("a folder");
     if let Err(reason) = stand_in_for_the_kernel(folder.path()) {
         eprintln!("no stand-in for what tells of use: {reason}");
     }
-    let recorder = Recorder::new();
+    let recorder = play.recorder();
     let theirs = recorder.clone();
     let each = move |part: Part| {
         // The others have it from this one.
@@ -40,6 +76,10 @@ fn main() {
         }
         if filtered {
             restrict_this_thread(part).expect("a filter");
+        }
+        if play == Play::Panic(part) {
+            // As where the engine panics: the thread goes on to an end of its own.
+            let _ = std::panic::catch_unwind(|| panic!("{part:?} has a bug"));
         }
     };
     let supervisor = Supervisor::spawn(Options {
@@ -53,23 +93,30 @@ fn main() {
         supervisor: Arc::new(supervisor),
         store: StoreThread::start(),
         round: 0,
+        disks: disks_on_overlay(folder.path()),
     };
-    for heal_without_fork in [true, false] {
-        guest.lives(Breaks::Kernel {
-            heal_stall_us: 1_000_000,
-            heal_without_fork,
-        });
+    let sources = match play {
+        Play::All => guest.plays_all(),
+        Play::Old => {
+            guest.lives(Breaks::managed(64, 0));
+            Vec::new()
+        }
+        Play::Panic(part) => {
+            guest.reaches(part);
+            Vec::new()
+        }
+    };
+    let mut seen = Vec::new();
+    if play == Play::All {
+        seen.extend(guest.lacks_memory());
+        seen.extend(guest.is_called(filtered));
     }
-    guest.lives(Breaks::managed(64, 0));
-    let sources = [UseSource::FaultSampling, UseSource::Damon, UseSource::PageIdle];
-    let sources = sources.map(|source| guest.uses_huge_pages(source));
-    guest.packs();
-    guest.loses_its_store();
-    guest.has_an_agent();
-    guest.is_refused();
-    let mut seen = recorder.seen();
-    seen.extend(guest.is_called(filtered));
-    seen.extend(guest.serves_without_a_supervisor(filtered));
+    if matches!(play, Play::All | Play::Old) {
+        seen.extend(guest.serves_without_a_supervisor(play, filtered));
+    }
+    // The supervisor ends as well.
+    drop(guest);
+    seen.extend(recorder.seen());
     let list: Vec<_> = seen
         .into_iter()
         .map(|seen| serde_json::json!([seen.thread, seen.call, seen.request]))
@@ -125,16 +172,45 @@ fn stand_in_for_the_kernel(folder: &Path) -> std::io::Result<()> {
     Ok(mount_bind_recursive(folder, MM)?)
 }
 
+/// Mounts an overlayfs, where the kernel has that and lets us.
+fn disks_on_overlay(folder: &Path) -> Option<PathBuf> {
+    use rustix::mount::{MountFlags, mount};
+    let [lower, upper, work, disks] = ["lower", "upper", "work", "disks"].map(|name| folder.join(name));
+    for place in [&lower, &upper, &work, &disks] {
+        std::fs::create_dir(place).ok()?;
+    }
+    let layers = format!(
+        "lowerdir={},upperdir={},workdir={}",
+        lower.display(),
+        upper.display(),
+        work.display()
+    );
+    let layers = std::ffi::CString::new(layers).ok()?;
+    mount(
+        "overlay",
+        &disks,
+        "overlay",
+        MountFlags::empty(),
+        Some(layers.as_c_str()),
+    )
+    .ok()?;
+    Some(disks)
+}
+
 fn unmount(folder: &Path) {
-    for place in [Path::new("/sys/kernel/mm"), folder] {
+    for place in [Path::new("/sys/kernel/mm"), &folder.join("disks"), folder] {
         let _ = rustix::mount::unmount(place, rustix::mount::UnmountFlags::DETACH);
     }
 }
 
 /// Does something in a thread that is recorded and, if wanted, filtered as a part of the engine; what was seen of it. The thread
 /// never ends, since ending is the VMM's own business.
-fn recorded(part: Part, filtered: bool, work: impl FnOnce() + Send + 'static) -> Vec<Seen> {
-    let recorder = Recorder::new();
+fn recorded(
+    recorder: Recorder,
+    part: Part,
+    filtered: bool,
+    work: impl FnOnce() + Send + 'static,
+) -> Vec<Seen> {
     let (theirs, done) = (recorder.clone(), Arc::new(AtomicBool::new(false)));
     let tell = done.clone();
     let thread = std::thread::Builder::new().name(part.name().into());
@@ -163,6 +239,8 @@ struct Guest {
     supervisor: Arc<Supervisor>,
     store: StoreThread,
     round: u64,
+    /// Where files for direct I/O are, if not beside the store: on an overlayfs.
+    disks: Option<PathBuf>,
 }
 
 /// One half is a copy of the other.
@@ -181,6 +259,37 @@ fn range(pages: &Pages, first: usize, count: usize) -> HostRange {
 }
 
 impl Guest {
+    /// All that can happen; what told the use of huge pages, and what else was there.
+    fn plays_all(&mut self) -> Vec<String> {
+        for heal_without_fork in [true, false] {
+            self.lives(Breaks::Kernel {
+                heal_stall_us: 1_000_000,
+                heal_without_fork,
+            });
+        }
+        self.lives(Breaks::managed(64, 0));
+        let sources = [UseSource::FaultSampling, UseSource::Damon, UseSource::PageIdle];
+        let sources = sources.map(|source| self.uses_huge_pages(source));
+        self.packs();
+        self.loses_its_store();
+        self.has_an_agent();
+        self.has_a_disk();
+        self.is_refused();
+        let overlay = self.disks.as_ref().map(|_| "overlay".to_owned());
+        sources.into_iter().chain(overlay).collect()
+    }
+
+    /// What has this thread of the engine.
+    fn reaches(&mut self, part: Part) {
+        match part {
+            Part::Pack => self.packs(),
+            Part::Damon => _ = self.uses_huge_pages(UseSource::Damon),
+            Part::Agent => self.has_an_agent(),
+            Part::Refused => self.is_refused(),
+            _ => self.lives(Breaks::managed(64, 0)),
+        }
+    }
+
     fn attach(&mut self, config: Config) {
         let setup = self.setup(config);
         self.supervisor.attach(setup).expect("it fits");
@@ -301,18 +410,37 @@ impl Guest {
         supervisor.set(switch(Switch::On)).expect("it is on");
         let explained = supervisor.with_service(|service| service.map(|s| s.explain(None).is_ok()));
         assert_eq!(explained, Some(Some(true)));
-        let file = self.store.path().join("disk");
-        std::fs::write(&file, [0; 4096]).expect("a file");
-        let direct = std::fs::File::options()
-            .read(true)
-            .custom_flags(libc::O_DIRECT)
-            .open(&file);
+        let direct = self.disk();
         let _ = supervisor.direct_io_opened();
         std::thread::sleep(Duration::from_millis(200));
         drop(direct);
         let passes = supervisor.stats().map_or(0, |s| s.passes_total);
         self.wait("two passes", |s| s.passes_total > passes + 1);
         supervisor.detach(true).expect("it ends");
+    }
+
+    /// A disk that is open for direct I/O, if its file system has that.
+    fn disk(&self) -> std::io::Result<std::fs::File> {
+        let beside = self.store.path();
+        let file = self.disks.as_deref().unwrap_or(beside).join("disk");
+        std::fs::write(&file, [0; 4096])?;
+        let options = std::fs::File::options();
+        options
+            .clone()
+            .read(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(&file)
+    }
+
+    /// A service starts beside a disk.
+    fn has_a_disk(&mut self) {
+        let (pages, direct) = (twins(), self.disk());
+        self.attach(Config::default());
+        self.add(range(&pages, 0, PAGES));
+        // On a file system that is not known it waits.
+        let _ = self.supervisor.start();
+        drop(direct);
+        self.supervisor.detach(true).expect("it ends");
     }
 
     /// Writes break, and are merged again. What the kernel copied is healed, on any host where no fork is needed; where one is, a
@@ -476,7 +604,7 @@ impl Guest {
         let (next, new) = (self.setup(Config::default()), twins());
         let [ours, protected] = [0, PAGES / 2].map(|first| range(&new, first, PAGES / 2));
         let confidential = vmm_dedup::refusal::confidential();
-        recorded(Part::Call, filtered, move || {
+        recorded(Recorder::new(), Part::Call, filtered, move || {
             // SAFETY: what it held is not needed any more.
             unsafe { discarder.discard(at, PAGES / 2 * 4096) }.expect("it is freed");
             supervisor.pause();
@@ -517,25 +645,52 @@ impl Guest {
         })
     }
 
-    /// A VMM that starts services itself.
-    fn serves_without_a_supervisor(&mut self, filtered: bool) -> Vec<Seen> {
-        let (store, pages) = (self.store.socket(), twins());
-        let all = range(&pages, 0, PAGES);
-        let mut seen = recorded(Part::Start, filtered, move || {
-            let config = Config {
-                name: "alone".into(),
-                breaks: Breaks::managed(64, 0),
-                ..Config::default()
-            };
-            // SAFETY: tests' pages are never unmapped, and are only reached by volatile accesses.
-            let service =
-                unsafe { DedupService::start_on_ranges(&[all], &store, config) }.expect("it starts");
-            service.pass().expect("a pass");
-            service.pass().expect("another one");
-            service.stop(true).expect("it ends");
+    /// What a thread of the VMM's does that frees memory where the kernel lacks some: twice it leaves a hole. The test makes that by a
+    /// call of its own (munmap), so this thread is not filtered, and nothing is seen of that.
+    fn lacks_memory(&mut self) -> Vec<Seen> {
+        let pages = twins();
+        self.attach(Config::default());
+        self.add(range(&pages, 0, PAGES));
+        self.supervisor.start().expect("it starts");
+        self.shares();
+        self.supervisor.pause();
+        let (discarder, at) = (self.supervisor.discarder(), pages.address(0));
+        let mut seen = recorded(Recorder::new(), Part::Call, false, move || {
+            let lack = Injection::leaving_holes(vmm_dedup::Call::MapAnonymous, libc::ENOMEM, Times::First(2));
+            // SAFETY: what it held is not needed any more.
+            unsafe { discarder.discard(at, PAGES / 2 * 4096) }.expect("it is freed");
+            assert_eq!(lack.failed(), 2);
         });
+        assert!((0..PAGES / 2).all(|page| pages.load(page, 3) == 0));
+        seen.retain(|seen| seen.call != libc::SYS_munmap);
+        self.supervisor.detach(true).expect("it ends");
+        seen
+    }
+
+    /// A VMM that starts services itself.
+    fn serves_without_a_supervisor(&mut self, play: Play, filtered: bool) -> Vec<Seen> {
+        let (store, pages, disk) = (self.store.socket(), twins(), self.disk());
+        let all = range(&pages, 0, PAGES);
+        let mut seen = recorded(play.recorder(), Part::Start, filtered, move || {
+            for use_source in [UseSource::Damon, UseSource::PageIdle] {
+                let config = Config {
+                    name: "alone".into(),
+                    breaks: Breaks::managed(64, 0),
+                    huge_policy: Policy::Smartmd,
+                    use_source,
+                    ..Config::default()
+                };
+                // SAFETY: tests' pages are never unmapped, and are only reached by volatile accesses.
+                let service = unsafe { DedupService::start_on_ranges(&[all], &store, config) };
+                let service = service.expect("it starts");
+                service.pass().expect("a pass");
+                service.pass().expect("another one");
+                service.stop(true).expect("it ends");
+            }
+        });
+        drop(disk);
         let store = self.store.socket();
-        seen.extend(recorded(Part::Announce, filtered, move || {
+        seen.extend(recorded(play.recorder(), Part::Announce, filtered, move || {
             let refusal = vmm_dedup::refusal::confidential();
             drop(Refused::announce(&store, "refused", 1, &refusal).expect("it is told"));
         }));

@@ -17,10 +17,12 @@ pub enum Why {
     KernelDamon,
     /// Open files lie on an overlayfs, whose layers are looked at, or are registered with an io_uring.
     OpenFiles,
-    /// The guest's agent comes by vsock, or the C library is another one.
+    /// The guest's agent comes by vsock.
     OtherAgent,
-    /// A thread begins or ends, also on C libraries and kernels before clone3.
+    /// A thread is started by a C library, or on a kernel, before clone3.
     Threads,
+    /// The thread panics, by a bug: the trace is written, with RUST_BACKTRACE from the program's own files.
+    Panic,
     /// Another try a moment later: a page is busy, memory is short, /proc changes while it is read. Or a wait goes on that was
     /// stopped in the middle (a debugger, a snapshot of the host).
     Again,
@@ -31,4 +33,6 @@ pub enum Why {
     Allocator,
     /// The program's log is written, or a bell is rung or heard.
     Log,
+    /// The C library is not the one that the table was recorded with (glibc 2.36): musl, or an older glibc.
+    OtherLibrary,
 }

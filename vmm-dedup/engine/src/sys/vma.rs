@@ -6,6 +6,7 @@ use crate::sys::late_log;
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, PAGE_SIZE, bytes};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Between two tries of what must work in the end and needs memory of the kernel.
@@ -241,7 +242,8 @@ pub(crate) unsafe fn map_segment(
     check(unsafe { libc::mmap(at as *mut _, len, prot, flags, segment.as_raw_fd(), offset) })
 }
 
-/// Maps fresh anonymous memory over guest memory that is given up. If that fails, what was there is there still.
+/// Maps fresh anonymous memory over guest memory that is given up. If that fails, what was there is there still. The caller may be a
+/// thread whose system calls are filtered: it makes none but mmap, madvise and futex, whatever fails.
 ///
 /// # Safety
 /// The range must be guest memory that the VMM gives up.
@@ -258,7 +260,7 @@ pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
     };
     // Where the kernel unmapped the place before it failed, zeros are what the guest shall see, and there is no way back.
     while let Err(refused) = fill(at, len, prot) {
-        if refused.raw_os_error() == Some(libc::EEXIST) || is_mapped(at, len) {
+        if refused.raw_os_error() == Some(libc::EEXIST) || !has_hole(at, len) {
             return Err(error);
         }
         late_log::note(
@@ -266,9 +268,23 @@ pub(crate) unsafe fn renew(at: usize, len: usize) -> io::Result<()> {
             &refused,
             "the hole that was left was filled as soon as that worked",
         );
-        std::thread::sleep(MEMORY_PAUSE);
+        rest(MEMORY_PAUSE);
     }
     Ok(())
+}
+
+/// Whether nothing is mapped at some page of a range. That its memory is cold is all that is told of it.
+fn has_hole(at: usize, len: usize) -> bool {
+    // SAFETY: it changes no content.
+    let told = unsafe { libc::madvise(at as *mut _, len, libc::MADV_COLD) };
+    told < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOMEM)
+}
+
+/// Sleeps by a futex. (A thread that parks instead would take a wake-up that is meant for something else.)
+fn rest(time: Duration) {
+    let nobody = Mutex::new(());
+    let guard = nobody.lock().unwrap_or_else(PoisonError::into_inner);
+    let _ = Condvar::new().wait_timeout(guard, time);
 }
 
 /// Returns when everybody who held the lock of this process's mappings before has let it go. (The kernel only refuses that to
