@@ -267,6 +267,7 @@ pub fn vm_json(vm: &Vm) -> Value {
         "stop_us": histogram_json(&s.stop),
         "break_us": histogram_json(&s.break_latency),
     });
+    all["unmerged_total"] = s.unmerged_total.into();
     all["frozen"] = is_frozen(vm).into();
     all["last_pass_unix_ms"] = s.last_pass_ms.into();
     all["hints"] = hints_json(&s.hints);

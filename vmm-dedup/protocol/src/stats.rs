@@ -199,10 +199,13 @@ pub struct ServiceStats {
     pub zero_merges_total: u64,
     /// Sharing broken by the kernel's copy-on-write.
     pub breaks_kernel_total: u64,
-    /// Sharing broken by the service, for a waiting writer or on request.
+    /// Sharing broken by the service, for a waiting writer.
     pub breaks_managed_total: u64,
     /// Of both, those of pages that had been shared for fewer passes than it takes to pay.
     pub breaks_early_total: u64,
+    /// Shared pages that nobody had written and that the service made private again: on request, before a device, when a store has
+    /// gone, or for reasons of its own.
+    pub unmerged_total: u64,
     /// Pages taken whose content had changed, and put back.
     pub mismatches_total: u64,
     /// Pages that could not be taken because they were pinned or not exclusive (EBUSY).
@@ -376,7 +379,7 @@ impl ServiceStats {
     /// into a map it can be serialised.
     pub fn numbers(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         let sum = |parts: &[(&str, u64)]| parts.iter().fold(0, |sum: u64, (_, n)| sum.saturating_add(*n));
-        let numbers = numbers!(self, sum; pages, pages_mapped, pages_zero, pages_unshared, pages_volatile, pages_new, pages_pinned, pages_broken, pages_restless, huge_ranges, huge_kept_hot, pages_given_up, huge_split, merges_total, zero_merges_total, breaks_kernel_total, breaks_managed_total, breaks_early_total, mismatches_total, refused_pinned_total, refused_vmas_total, refused_swapped_total, refused_other_total, heals_total, heal_pinned_total, heal_contended_total, heal_failed_total, window_failures_total, published_total, huge_splits_total, huge_splits_rare_total, huge_whole_total, huge_contended_total, huge_rebuilt_total, huge_zero_total, rebuild_pinned_total, rebuild_memory_total, rebuild_other_total, samples_total, samples_used_total, passes_total, full_scans_total, pages_keyed_total, pages_hashed_total, searches_total, search_twins_total, search_failures_total, verifications_total, verify_failures_total, vmas, vmas_max, metadata_bytes, vma_bytes, reserve_pages, reserve_target, reserve_waits_total, waiting_writers, last_pass_ms, state, cpu_percent, use_source, store_bytes; search, verify);
+        let numbers = numbers!(self, sum; pages, pages_mapped, pages_zero, pages_unshared, pages_volatile, pages_new, pages_pinned, pages_broken, pages_restless, huge_ranges, huge_kept_hot, pages_given_up, huge_split, merges_total, zero_merges_total, breaks_kernel_total, breaks_managed_total, breaks_early_total, unmerged_total, mismatches_total, refused_pinned_total, refused_vmas_total, refused_swapped_total, refused_other_total, heals_total, heal_pinned_total, heal_contended_total, heal_failed_total, window_failures_total, published_total, huge_splits_total, huge_splits_rare_total, huge_whole_total, huge_contended_total, huge_rebuilt_total, huge_zero_total, rebuild_pinned_total, rebuild_memory_total, rebuild_other_total, samples_total, samples_used_total, passes_total, full_scans_total, pages_keyed_total, pages_hashed_total, searches_total, search_twins_total, search_failures_total, verifications_total, verify_failures_total, vmas, vmas_max, metadata_bytes, vma_bytes, reserve_pages, reserve_target, reserve_waits_total, waiting_writers, last_pass_ms, state, cpu_percent, use_source, store_bytes; search, verify);
         numbers.into_iter()
     }
 

@@ -177,8 +177,10 @@ impl State {
         let announced = hello.name();
         let name = self.peers.unique_name(&announced, pid);
         log::info!("VM {name} (process {pid}) has joined with {pages} pages");
+        let before = self.peers.reported_before(pid, &name);
         Ok(Service {
-            stats: self.peers.reported_before(pid, &name).unwrap_or_default(),
+            has_reported: before.is_some(),
+            stats: before.unwrap_or_default(),
             name,
             announced,
             pages,
@@ -219,8 +221,13 @@ impl State {
         let service = self.peers.service_mut(id, "Report")?;
         // Memory may have been added to the VM. (When some goes, what it referenced goes a little later.)
         service.pages = service.pages.max(stats.pages.min(max));
-        accounts::accumulate(&mut self.totals, &service.stats, stats);
-        service.stats = *stats;
+        // What a service did before it knew this store was not done here: it counts on over stores that come and go.
+        let before = match service.has_reported || stats.passes_total <= 1 {
+            true => service.stats,
+            false => *stats,
+        };
+        accounts::accumulate(&mut self.totals, &before, stats);
+        (service.stats, service.has_reported) = (*stats, true);
         Ok(())
     }
 

@@ -120,6 +120,41 @@ fn hostile_reports_do_no_harm() {
     );
 }
 
+/// A store that was started anew has not seen what services did before.
+#[test]
+fn what_a_service_did_before_it_knew_the_store_is_in_its_own_account_only() {
+    let (server, address) = server();
+    let breaks = "vmmdedup_breaks_total{domain=\"default\",mode=\"kernel\"}";
+    let of_vm = "vmmdedup_vm_breaks_total{domain=\"default\",vm=\"web\",mode=\"kernel\"}";
+    let account = |passes_total, breaks_kernel_total| ServiceStats {
+        passes_total,
+        breaks_kernel_total,
+        ..Default::default()
+    };
+    let mut vm = Client::connect(&server.socket, "web");
+    let text = get(address, "/metrics", "");
+    assert_eq!(value(&text, of_vm), None, "nothing is known of it: {text}");
+
+    report(&mut vm, &account(900, 52_236));
+    let text = get(address, "/metrics", "");
+    assert_eq!(
+        [breaks, of_vm].map(|series| value(&text, series)),
+        [Some(0.0), Some(52_236.0)]
+    );
+
+    report(&mut vm, &account(901, 52_240));
+    let text = get(address, "/metrics", "");
+    assert_eq!(
+        [breaks, of_vm].map(|series| value(&text, series)),
+        [Some(4.0), Some(52_240.0)]
+    );
+
+    // One that has just begun did all of it here.
+    let mut new = Client::connect(&server.socket, "new");
+    report(&mut new, &account(1, 3));
+    assert_eq!(value(&get(address, "/metrics", ""), breaks), Some(7.0));
+}
+
 #[test]
 fn refused_vms_are_counted_by_reason_and_vanish() {
     let (server, address) = server();

@@ -112,6 +112,45 @@ fn stat_tells_what_the_stores_memory_is_in_use_for_and_sorts_vms() {
 }
 
 #[test]
+fn what_is_taken_back_and_a_store_that_goes_are_not_called_writes_of_the_guest() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let mut store = host.store("default", &[]);
+    // They write nothing of what they have in common.
+    let _guests = [host.guest("web"), host.guest("db")];
+    let both_share = || ["web", "db"].map(|name| host.wait_for_sharing(name));
+    let count = |name: &str, keys: &[&str]| {
+        let vm = host.vm(name).expect("it is connected");
+        keys.iter()
+            .map(|key| vm[key].as_u64().expect("a number"))
+            .sum::<u64>()
+    };
+    let breaks = |name| count(name, &["breaks_kernel_total", "breaks_managed_total"]);
+    // Guests write some pages of their program, and of their own memory before it differs.
+    let some = COMMON_PAGES / 2;
+    both_share();
+
+    host.must(&["set", "web", "off", "--unmerge"]);
+    eventually("all of it is taken back", || {
+        (count("web", &["unmerged_total"]) >= COMMON_PAGES - some).then_some(())
+    });
+    host.must(&["set", "web", "on"]);
+    both_share();
+    store.kill();
+    let _next = host.store("default", &[]);
+    both_share();
+    eventually("they have left the store that has gone", || {
+        (host.json(&["explain", "db", "--json"])["classes"]["foreign"] == 0).then_some(())
+    });
+
+    for name in ["web", "db"] {
+        assert!(breaks(name) < some, "{name}: {} writes", breaks(name));
+    }
+}
+
+#[test]
 fn names_that_would_be_shown_otherwise_are_refused() {
     let host = Host::new();
     let error = host.error(

@@ -218,7 +218,7 @@ impl AddressSpace {
             let (backing, at) = (map.backing(page), map.memory().address(page));
             match (within(&outcome.anonymous, at), within(&outcome.examined, at)) {
                 (true, _) => {
-                    account.stats.breaks_managed_total += 1;
+                    account.stats.unmerged_total += 1;
                     if map.state(page).may_become(PageState::UNTRACKED) {
                         map.made_private(page);
                     }

@@ -175,6 +175,11 @@ pub(super) static COUNTERS: &[Field] = &[
         "Of the sharing broken, that which had not lasted long enough to pay",
         |s| s.breaks_early_total,
     ),
+    plain(
+        "unmerged",
+        "Shared pages that nobody had written and that the service made private again",
+        |s| s.unmerged_total,
+    ),
     plain("packs", "Pages that were packed", |s| s.packing.packs_total),
     plain(
         "packed_early",
@@ -291,7 +296,7 @@ pub(super) static LABELLED: &[Labelled] = &[
     },
     Labelled {
         name: "breaks",
-        help: "Sharing broken, by the kernel's copy-on-write or by the service",
+        help: "Shared pages that were written, copied by the kernel or by the service",
         unit: None,
         label: "mode",
         series: &[

@@ -35,7 +35,9 @@ impl Snapshot {
     pub(super) fn of(state: &State) -> Self {
         let (statistics, segments) = (state.statistics(), state.exchange.pool.segments());
         let services = state.peers.services();
+        // Zeros of one that has not reported yet would look like counters that began anew.
         let vms: Vec<_> = services
+            .filter(|(_, _, s)| s.has_reported)
             .map(|(id, _, s)| (s.name.clone(), statistics.vm(id, s)))
             .collect();
         let started = state

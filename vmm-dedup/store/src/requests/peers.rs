@@ -26,7 +26,9 @@ pub(crate) struct Service {
     pub(crate) series: u64,
     /// It has said goodbye.
     pub(crate) leaving: bool,
+    /// What it has reported last; zeros until it has.
     pub(crate) stats: ServiceStats,
+    pub(crate) has_reported: bool,
 }
 
 /// A VM that is not deduplicated.
