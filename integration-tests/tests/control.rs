@@ -178,6 +178,58 @@ fn budgets_change_while_it_works() {
 }
 
 #[test]
+fn the_pass_period_and_the_stop_target_change_at_once() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(64);
+    let rare = Config {
+        pass_period_ms: 3_600_000,
+        ..config("rare")
+    };
+    let service = pages.serve(&store.socket(), rare).expect("dedup starts");
+    eventually("it has passed once", || service.stats().passes_total == 1);
+    let mut observer = Observer::connect(&store.socket()).expect("an observer");
+    let settings = Settings {
+        pass_period_ms: Some(20),
+        stop_target_us: Some(55),
+        ..Settings::default()
+    };
+
+    observer.set("rare", settings).expect("it is set");
+
+    // It does not wait for the pass that was an hour away.
+    eventually("passes go on", || service.stats().passes_total > 3);
+    let stats = service.stats();
+    assert_eq!((stats.pass_period_ms, stats.stop_target_us), (20, 55));
+    for (wrong, field) in [
+        (
+            Settings {
+                pass_period_ms: Some(9),
+                ..settings
+            },
+            "pass_period_ms",
+        ),
+        (
+            Settings {
+                stop_target_us: Some(9),
+                ..settings
+            },
+            "stop_target_us",
+        ),
+    ] {
+        let error = service.set(wrong).expect_err(field);
+        assert!(error.to_string().contains(field), "{error}");
+    }
+    let stats = service.stats();
+    assert_eq!(
+        (stats.pass_period_ms, stats.stop_target_us),
+        (20, 55),
+        "nothing was changed"
+    );
+    service.stop(true).expect("it stops");
+}
+
+#[test]
 fn a_reserve_that_is_not_there_is_not_set() {
     need_userfaultfd!();
     let store = StoreThread::start();

@@ -376,7 +376,8 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             let settings = Settings {
                 switch: Some(Switch::OffUnmerge),
                 cpu_percent: Some(100),
-                reserve_pages: None,
+                pass_period_ms: Some(1000),
+                ..Settings::default()
             };
             encode(
                 Kind::Set,

@@ -23,7 +23,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use vm_memory::GuestMemoryBackend;
 use vmm_dedup_protocol::control::{Explanation, Settings, Switch};
 use vmm_dedup_protocol::stats::ServiceStats;
@@ -400,15 +400,12 @@ impl Drop for Closes {
     }
 }
 
-/// Time between two signs of life while nothing is merged.
-const REST_PERIOD: Duration = Duration::from_secs(1);
-
 /// The scanning thread.
 fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
     pass.enter_thread();
     let control = pass.control.clone();
     let _closes = Closes(control.clone());
-    let (mut next, mut standing_by) = (Instant::now(), false);
+    let (mut began, mut standing_by) = (None, false);
     loop {
         // Those that came while an answer of the store was waited for are not in its socket any more.
         if pass.has_questions() {
@@ -416,7 +413,7 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
         }
         late_log::tell();
         let store = pass.session.store().map(Store::socket);
-        match control.next(next, standing_by, store) {
+        match control.next(began, standing_by, store) {
             Event::Question => pass.try_answer_questions(),
             Event::Command(Command::Unmerge(tell)) => {
                 let done = pass.unmerge_on_request();
@@ -448,7 +445,7 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
                 return (pass.account.stats, end);
             }
             Event::Command(Command::Pass(tell)) => {
-                next = Instant::now() + pass.config.pass_period();
+                began = Some(Instant::now());
                 if control.stands_by() {
                     pass.standby_pass();
                 } else {
@@ -457,12 +454,10 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
                 let _ = tell.send(pass.account.stats);
             }
             Event::Due => {
-                standing_by = control.stands_by();
+                (began, standing_by) = (Some(Instant::now()), control.stands_by());
                 if standing_by {
-                    next = Instant::now() + REST_PERIOD;
                     pass.standby_pass();
                 } else {
-                    next = Instant::now() + pass.config.pass_period();
                     pass.run();
                 }
             }

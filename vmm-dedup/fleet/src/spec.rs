@@ -89,6 +89,8 @@ fn live(key: &str, new: &Value, settings: &mut Settings) -> bool {
     let number = |value: &Value| value.as_u64().and_then(|n| u32::try_from(n).ok());
     match key {
         "dedup.cpu_percent" => settings.cpu_percent = number(&dedup["cpu_percent"]),
+        "dedup.pass_period_ms" => settings.pass_period_ms = number(&dedup["pass_period_ms"]),
+        "dedup.stop_target_us" => settings.stop_target_us = number(&dedup["stop_target_us"]),
         "dedup.breaks.reserve_pages" if dedup["breaks"]["mode"] == "managed" => {
             settings.reserve_pages = number(&dedup["breaks"]["reserve_pages"]);
         }
@@ -112,22 +114,26 @@ mod tests {
     #[test]
     fn settings_of_dedup_that_can_change_live_are_told_from_others() {
         let old = of(
-            json!({ "cpu_percent": 20, "enabled": true, "pass_period_ms": 1000 }),
+            json!({ "cpu_percent": 20, "enabled": true, "max_vmas": 1000, "pass_period_ms": 1000 }),
             64,
         );
         let new = of(
-            json!({ "cpu_percent": 5, "enabled": false, "pass_period_ms": 10 }),
+            json!({ "cpu_percent": 5, "enabled": false, "max_vmas": 10, "pass_period_ms": 10 }),
             64,
         );
 
         let difference = Difference::between(&old, &new);
 
-        assert_eq!(difference.live_keys, ["dedup.cpu_percent", "dedup.enabled"]);
-        assert_eq!(difference.restart_keys, ["dedup.pass_period_ms"]);
+        assert_eq!(
+            difference.live_keys,
+            ["dedup.cpu_percent", "dedup.enabled", "dedup.pass_period_ms"]
+        );
+        assert_eq!(difference.restart_keys, ["dedup.max_vmas"]);
         let expected = Settings {
             switch: Some(Switch::Off),
             cpu_percent: Some(5),
-            reserve_pages: None,
+            pass_period_ms: Some(10),
+            ..Settings::default()
         };
         assert_eq!(difference.live, expected);
         assert!(Difference::between(&old, &old).is_none());

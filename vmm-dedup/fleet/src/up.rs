@@ -338,7 +338,7 @@ fn take_over(
 
 /// Of the settings that a VM was started with, those that it has taken over since.
 fn take_over_spec(old: &mut serde_json::Value, new: &serde_json::Value) {
-    for key in ["cpu_percent", "enabled"] {
+    for key in ["cpu_percent", "enabled", "pass_period_ms", "stop_target_us"] {
         old["dedup"][key] = new["dedup"][key].clone();
     }
     if new["dedup"]["breaks"]["mode"] == old["dedup"]["breaks"]["mode"] {

@@ -268,6 +268,8 @@ pub fn vm_json(vm: &Vm) -> Value {
         "break_us": histogram_json(&s.break_latency),
     });
     all["unmerged_total"] = s.unmerged_total.into();
+    all["pass_period_ms"] = s.pass_period_ms.into();
+    all["stop_target_us"] = s.stop_target_us.into();
     all["frozen"] = is_frozen(vm).into();
     all["last_pass_unix_ms"] = s.last_pass_ms.into();
     all["hints"] = hints_json(&s.hints);

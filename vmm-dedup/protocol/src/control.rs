@@ -27,10 +27,20 @@ pub struct Settings {
     pub cpu_percent: Option<u32>,
     /// Pages that the copy-on-write reserve of managed mode should have (1..=2^24).
     pub reserve_pages: Option<u32>,
+    /// Time from the start of one pass to that of the next, milliseconds (10..=3,600,000).
+    pub pass_period_ms: Option<u32>,
+    /// How long the pages of a merge window should be away at most, microseconds (10..=100,000).
+    pub stop_target_us: Option<u32>,
 }
 
 /// Most pages of a copy-on-write reserve.
 pub const MAX_RESERVE: u32 = 1 << 24;
+
+/// Longest time from one pass to the next, milliseconds.
+pub const MAX_PASS_PERIOD_MS: u32 = 3_600_000;
+
+/// Longest stop target, microseconds.
+pub const MAX_STOP_TARGET_US: u32 = 100_000;
 
 /// Asks a VM to change settings. Zero stands for "as it is".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -40,6 +50,8 @@ struct SetBody {
     switch: u32,
     cpu_percent: u32,
     reserve_pages: u32,
+    pass_period_ms: u32,
+    stop_target_us: u32,
     reserved: u32,
     name: Name,
 }
@@ -62,12 +74,16 @@ impl Set {
             switch,
             cpu_percent,
             reserve_pages,
+            pass_period_ms,
+            stop_target_us,
         } = self.settings;
         let body = SetBody {
             serial: self.serial,
             switch: switch.map_or(0, |s| s as u32),
             cpu_percent: cpu_percent.unwrap_or(0),
             reserve_pages: reserve_pages.unwrap_or(0),
+            pass_period_ms: pass_period_ms.unwrap_or(0),
+            stop_target_us: stop_target_us.unwrap_or(0),
             reserved: 0,
             name: self.name,
         };
@@ -96,6 +112,8 @@ impl Set {
                 }),
                 cpu_percent: optional("cpu_percent", body.cpu_percent, 100)?,
                 reserve_pages: optional("reserve_pages", body.reserve_pages, MAX_RESERVE)?,
+                pass_period_ms: optional("pass_period_ms", body.pass_period_ms, MAX_PASS_PERIOD_MS)?,
+                stop_target_us: optional("stop_target_us", body.stop_target_us, MAX_STOP_TARGET_US)?,
             },
         })
     }

@@ -293,6 +293,10 @@ pub struct ServiceStats {
     pub state: u64,
     /// CPU time the service may use, percent of one core.
     pub cpu_percent: u64,
+    /// Time from the start of one pass to that of the next, milliseconds.
+    pub pass_period_ms: u64,
+    /// How long the pages of a merge window should be away at most, microseconds.
+    pub stop_target_us: u64,
     /// A number of [`USE_SOURCES`].
     pub use_source: u64,
     /// What looks for twins now, by the name it has in the service's settings: `index`, or an engine.
@@ -379,7 +383,7 @@ impl ServiceStats {
     /// into a map it can be serialised.
     pub fn numbers(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         let sum = |parts: &[(&str, u64)]| parts.iter().fold(0, |sum: u64, (_, n)| sum.saturating_add(*n));
-        let numbers = numbers!(self, sum; pages, pages_mapped, pages_zero, pages_unshared, pages_volatile, pages_new, pages_pinned, pages_broken, pages_restless, huge_ranges, huge_kept_hot, pages_given_up, huge_split, merges_total, zero_merges_total, breaks_kernel_total, breaks_managed_total, breaks_early_total, unmerged_total, mismatches_total, refused_pinned_total, refused_vmas_total, refused_swapped_total, refused_other_total, heals_total, heal_pinned_total, heal_contended_total, heal_failed_total, window_failures_total, published_total, huge_splits_total, huge_splits_rare_total, huge_whole_total, huge_contended_total, huge_rebuilt_total, huge_zero_total, rebuild_pinned_total, rebuild_memory_total, rebuild_other_total, samples_total, samples_used_total, passes_total, full_scans_total, pages_keyed_total, pages_hashed_total, searches_total, search_twins_total, search_failures_total, verifications_total, verify_failures_total, vmas, vmas_max, metadata_bytes, vma_bytes, reserve_pages, reserve_target, reserve_waits_total, waiting_writers, last_pass_ms, state, cpu_percent, use_source, store_bytes; search, verify);
+        let numbers = numbers!(self, sum; pages, pages_mapped, pages_zero, pages_unshared, pages_volatile, pages_new, pages_pinned, pages_broken, pages_restless, huge_ranges, huge_kept_hot, pages_given_up, huge_split, merges_total, zero_merges_total, breaks_kernel_total, breaks_managed_total, breaks_early_total, unmerged_total, mismatches_total, refused_pinned_total, refused_vmas_total, refused_swapped_total, refused_other_total, heals_total, heal_pinned_total, heal_contended_total, heal_failed_total, window_failures_total, published_total, huge_splits_total, huge_splits_rare_total, huge_whole_total, huge_contended_total, huge_rebuilt_total, huge_zero_total, rebuild_pinned_total, rebuild_memory_total, rebuild_other_total, samples_total, samples_used_total, passes_total, full_scans_total, pages_keyed_total, pages_hashed_total, searches_total, search_twins_total, search_failures_total, verifications_total, verify_failures_total, vmas, vmas_max, metadata_bytes, vma_bytes, reserve_pages, reserve_target, reserve_waits_total, waiting_writers, last_pass_ms, state, cpu_percent, pass_period_ms, stop_target_us, use_source, store_bytes; search, verify);
         numbers.into_iter()
     }
 

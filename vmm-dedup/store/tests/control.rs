@@ -20,6 +20,8 @@ const OFF: Settings = Settings {
     switch: Some(Switch::Off),
     cpu_percent: None,
     reserve_pages: None,
+    pass_period_ms: None,
+    stop_target_us: None,
 };
 
 fn explained(serial: u64) -> Explained {

@@ -65,7 +65,7 @@ pub(super) fn switch(guest: &str, switch: Switch) -> Result<(), Failure> {
     let settings = Settings {
         switch: Some(switch),
         cpu_percent: Some(100),
-        reserve_pages: None,
+        ..Settings::default()
     };
     wait_for(&format!("{guest} to be switched"), || {
         let observer = Observer::connect(Path::new(SOCKET));

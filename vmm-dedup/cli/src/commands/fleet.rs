@@ -21,7 +21,8 @@ use vmm_dedup_host::Failure;
 pub(crate) enum FleetCommand {
     /// Start what does not run: the first time all of it, or nothing; later what is missing, crashed or has ended.
     ///
-    /// Running services take over settings of dedup that can change live (cpu_percent, mode, reserve_pages). Of other changes
+    /// Running services take over settings of dedup that can change live (cpu_percent, mode, pass_period_ms,
+    /// stop_target_us, reserve_pages). Of other changes
     /// of the file it is said what takes them over.
     Up(UpArgs),
     /// Show VMs, stores and savings. Exit code 1 if a VM does not run or a store is gone.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use vmm_dedup_host::units::count;
 use vmm_dedup_host::view::{StoreView, address};
 use vmm_dedup_host::{Failure, account, hint, say};
-use vmm_dedup_protocol::control::{MAX_RESERVE, Settings, Switch};
+use vmm_dedup_protocol::control::{MAX_PASS_PERIOD_MS, MAX_RESERVE, MAX_STOP_TARGET_US, Settings, Switch};
 use vmm_dedup_protocol::observer::Vm;
 
 /// Time between two looks at how far memory has come back.
@@ -20,10 +20,8 @@ const LOOK: Duration = Duration::from_millis(500);
 const AT_A_TIME: usize = 16;
 
 /// Settings of a service that it reads when it starts.
-const NOT_LIVE: [&str; 14] = [
+const NOT_LIVE: [&str; 12] = [
     "name",
-    "pass_period_ms",
-    "stop_target_us",
     "max_vmas",
     "huge_policy",
     "huge_split_pages",
@@ -37,7 +35,11 @@ const NOT_LIVE: [&str; 14] = [
     "verify",
 ];
 
-/// Change settings of running VMs: switch merging on or off, set the CPU budget or the copy-on-write reserve.
+/// What there is to change.
+const CHANGES: &str =
+    "on, off, cpu_percent=PERCENT, pass_period_ms=MS, stop_target_us=US or reserve_pages=PAGES";
+
+/// Change settings of running VMs: switch merging on or off, set budgets, the pass period or the copy-on-write reserve.
 ///
 /// The changes of a VM are made all or none, and last until it ends. VM is a name as `vmm-dedup stat` shows it, NAME.PID, or
 /// a pattern with * and ?, quoted for the shell. Who may open the store's socket may do this.
@@ -45,6 +47,8 @@ const NOT_LIVE: [&str; 14] = [
 /// Changes:
 ///   on, off                 whether to merge; what is shared stays shared
 ///   cpu_percent=PERCENT     CPU time that dedup may use, 1 to 100 percent of one core (also: budget)
+///   pass_period_ms=MS       time from one pass to the next, 10 to 3,600,000 ms
+///   stop_target_us=US       how long pages should be away at most while they are merged, 10 to 100,000 us
 ///   reserve_pages=PAGES     managed breaks: pages kept ready for writers (also: reserve)
 ///
 /// Examples:
@@ -77,12 +81,14 @@ enum Change {
     Off,
     Budget(u32),
     Reserve(u32),
+    Period(u32),
+    StopTarget(u32),
 }
 
 fn parse_change(text: &str) -> Result<Change, String> {
-    let number = |value: &str, max: u32, what: &str| match value.parse() {
-        Ok(n) if (1..=max).contains(&n) => Ok(n),
-        _ => Err(format!("{what} must be 1 to {max}")),
+    let number = |value: &str, min: u32, max: u32, what: &str| match value.parse() {
+        Ok(n) if (min..=max).contains(&n) => Ok(n),
+        _ => Err(format!("{what} must be {min} to {max}")),
     };
     let (key, value) = match text.split_once('=') {
         None if text == "on" => return Ok(Change::On),
@@ -92,17 +98,21 @@ fn parse_change(text: &str) -> Result<Change, String> {
     };
     match (key.as_str(), value) {
         ("budget" | "cpu_percent", Some(value)) => {
-            number(value, 100, "cpu_percent, in percent of one core,").map(Change::Budget)
+            number(value, 1, 100, "cpu_percent, in percent of one core,").map(Change::Budget)
         }
         ("reserve" | "reserve_pages", Some(value)) => {
-            number(value, MAX_RESERVE, "reserve_pages").map(Change::Reserve)
+            number(value, 1, MAX_RESERVE, "reserve_pages").map(Change::Reserve)
+        }
+        ("pass_period_ms", Some(value)) => {
+            number(value, 10, MAX_PASS_PERIOD_MS, "pass_period_ms").map(Change::Period)
+        }
+        ("stop_target_us", Some(value)) => {
+            number(value, 10, MAX_STOP_TARGET_US, "stop_target_us").map(Change::StopTarget)
         }
         (key, _) if NOT_LIVE.contains(&key.split('.').next().unwrap_or_default()) => Err(format!(
             "{key} cannot be changed while the VM runs: change it in the VM's settings, and start the VM again"
         )),
-        _ => Err(format!(
-            "{text:?}: expected on, off, cpu_percent=PERCENT or reserve_pages=PAGES"
-        )),
+        _ => Err(format!("{text:?}: expected {CHANGES}")),
     }
 }
 
@@ -115,8 +125,7 @@ impl SetArgs {
             (false, []) => return Err(Failure::usage("name a VM")),
         };
         if changes.is_empty() {
-            let what = "say what to change: on, off, cpu_percent=PERCENT or reserve_pages=PAGES";
-            return Err(Failure::usage(what));
+            return Err(Failure::usage(format!("say what to change: {CHANGES}")));
         }
         let changes: Result<Vec<Change>, String> = changes.iter().map(|text| parse_change(text)).collect();
         Ok((pattern, self.settings(&changes.map_err(Failure::usage)?)?))
@@ -131,6 +140,8 @@ impl SetArgs {
                 Change::Off => settings.switch.replace(Switch::Off).is_some(),
                 Change::Budget(percent) => settings.cpu_percent.replace(*percent).is_some(),
                 Change::Reserve(pages) => settings.reserve_pages.replace(*pages).is_some(),
+                Change::Period(ms) => settings.pass_period_ms.replace(*ms).is_some(),
+                Change::StopTarget(us) => settings.stop_target_us.replace(*us).is_some(),
             };
             if again {
                 return Err(Failure::usage("each setting can be given once"));
@@ -271,7 +282,10 @@ mod tests {
             ("reserve=", "1 to 16777216"),
             ("onn", "expected on, off"),
             ("budget", "expected on, off"),
-            ("stop_target_us=5", "cannot be changed while the VM runs"),
+            ("stop_target_us=5", "10 to 100000"),
+            ("pass_period_ms=9", "10 to 3600000"),
+            ("pass_period_ms", "expected on, off"),
+            ("max_vmas=5", "cannot be changed while the VM runs"),
             ("sampling.interval_ms=5", "cannot be changed while the VM runs"),
             ("pack.on=true", "cannot be changed while the VM runs"),
             ("monitor_interval_ms=5", "expected on, off"),

@@ -23,7 +23,7 @@ pub(crate) struct StatArgs {
     json: bool,
 }
 
-const COLUMNS: [Column; 12] = [
+const COLUMNS: [Column; 14] = [
     Column::name("VM"),
     Column::text("DOMAIN", 7),
     Column::number("PID", 5),
@@ -36,6 +36,8 @@ const COLUMNS: [Column; 12] = [
     Column::number("MAPPINGS", 9),
     Column::number("CPU S", 2),
     Column::number("BUDGET", 8),
+    Column::number("PERIOD", 10),
+    Column::number("STOP", 11),
 ];
 
 /// Runs the command.
@@ -213,6 +215,8 @@ fn vm_table(host: &HostView) -> Table {
             s.vmas.to_string(),
             format!("{:.2}", s.cpu_ns.total() as f64 / 1e9),
             format!("{} %", s.cpu_percent),
+            format!("{} ms", s.pass_period_ms),
+            format!("{} us", s.stop_target_us),
         ]);
     }
     table

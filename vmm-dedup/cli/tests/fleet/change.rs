@@ -38,19 +38,30 @@ fn settings_of_dedup_change_without_touching_vms_and_others_are_told() {
     wait_until("they are connected", || !host.vm("pay-1")["dedup"].is_null());
     let before = pids(&host);
 
-    edit(&host, "cpu_percent = 20", "cpu_percent = 7, pass_period_ms = 123");
+    edit(
+        &host,
+        "cpu_percent = 20",
+        "cpu_percent = 7, pass_period_ms = 123, stop_target_us = 99, max_vmas = 1234",
+    );
     let plan = host.must("up", &["--plan"]);
     let said = host.must("up", &[]);
     wait_until("both have it", || {
-        ["pay-0", "pay-1"]
-            .iter()
-            .all(|name| host.vm(name)["dedup"]["cpu_percent"] == 7)
+        ["pay-0", "pay-1"].iter().all(|name| {
+            let dedup = &host.vm(name)["dedup"];
+            let live = ["cpu_percent", "pass_period_ms", "stop_target_us"].map(|key| dedup[key].as_u64());
+            live == [Some(7), Some(123), Some(99)]
+        })
     });
     let again = host.must("up", &[]);
 
-    assert!(plan.contains("~ pay-0: dedup.cpu_percent\n"), "{plan}");
+    let line = plan.lines().find(|line| line.starts_with("~ pay-0: "));
+    let live = ["cpu_percent", "pass_period_ms", "stop_target_us"];
+    assert!(
+        line.is_some_and(|line| live.iter().all(|key| line.contains(key))),
+        "{plan}"
+    );
     let restart = format!(
-        "! pay-1: dedup.pass_period_ms changed: `vmm-dedup fleet restart {}",
+        "! pay-1: dedup.max_vmas changed: `vmm-dedup fleet restart {}",
         host.path("fleet.toml").display()
     );
     for text in [&plan, &said, &again] {

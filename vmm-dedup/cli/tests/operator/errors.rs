@@ -81,14 +81,14 @@ fn hints_can_be_pasted() {
 #[test]
 fn settings_that_cannot_change_while_a_vm_runs_are_named() {
     let host = Host::new();
-    let error = host.error(&["set", "web", "pass_period_ms=10"], 2);
+    let error = host.error(&["set", "web", "max_vmas=10"], 2);
     assert!(
-        error.contains("pass_period_ms cannot be changed while the VM runs"),
+        error.contains("max_vmas cannot be changed while the VM runs"),
         "{error}"
     );
     let error = host.error(&["set", "web", "onn"], 2);
     assert!(
-        error.contains("expected on, off, cpu_percent=PERCENT or reserve_pages=PAGES"),
+        error.contains("expected on, off, cpu_percent=PERCENT, pass_period_ms=MS, stop_target_us=US or reserve_pages=PAGES"),
         "{error}"
     );
 }

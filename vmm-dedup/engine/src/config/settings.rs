@@ -9,7 +9,6 @@ use crate::error::Error;
 #[cfg(feature = "settings")]
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 use vmm_dedup_protocol::name::Name;
 
 /// [`Config::search`] without an engine: the store's hash index, by which nothing is compared before a page is taken.
@@ -310,10 +309,6 @@ impl Config {
             }
         }
         Ok(())
-    }
-
-    pub(crate) fn pass_period(&self) -> Duration {
-        Duration::from_millis(self.pass_period_ms)
     }
 }
 

@@ -37,6 +37,11 @@ impl WindowSize {
         }
     }
 
+    /// Another stop target; windows grow or shrink to it.
+    pub(crate) fn aim_at(&mut self, target_us: u64) {
+        self.target_ns = target_us * 1000;
+    }
+
     /// A window of so many requests has stopped somebody for so long at most.
     pub(crate) fn adapt(&mut self, requests: usize, stop_ns: u64) {
         if stop_ns > self.target_ns {
@@ -301,5 +306,8 @@ mod tests {
             size.adapt(size.most, 0);
         }
         assert_eq!(size.most, MAX_WINDOW);
+        size.aim_at(10);
+        size.adapt(MAX_WINDOW, 20_000);
+        assert!(size.most < MAX_WINDOW, "another target");
     }
 }

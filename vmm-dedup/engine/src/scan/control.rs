@@ -8,12 +8,15 @@ use crate::sys::bell::Bell;
 use crate::unmerge::cow::Breaker;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::control::{MAX_RESERVE, Settings, Switch};
 use vmm_dedup_protocol::stats::ServiceStats;
+
+/// Time between two signs of life while nothing is merged.
+const REST_PERIOD: Duration = Duration::from_secs(1);
 
 /// What may happen to guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,6 +93,8 @@ pub(crate) struct Control {
     off: AtomicBool,
     stop: AtomicBool,
     cpu_percent: AtomicU32,
+    pass_period_ms: AtomicU64,
+    stop_target_us: AtomicU64,
     /// The VMM vouches that nobody pins guest memory unseen.
     pins_are_visible: AtomicBool,
     /// A change of guest memory, or direct I/O, waits, and with it a thread of the VMM.
@@ -106,6 +111,8 @@ impl Control {
             stop: AtomicBool::new(false),
             change: AtomicBool::new(false),
             cpu_percent: AtomicU32::new(config.cpu_percent),
+            pass_period_ms: AtomicU64::new(config.pass_period_ms),
+            stop_target_us: AtomicU64::new(config.stop_target_us),
             pins_are_visible: AtomicBool::new(false),
         })
     }
@@ -150,11 +157,14 @@ impl Control {
             let value = value.to_string();
             Err(Error::Config { field, value, rule })
         };
-        if let Some(percent) = settings.cpu_percent
-            && !(1..=100).contains(&percent)
-        {
-            return refuse("cpu_percent", percent, "it must be 1 to 100");
-        }
+        // What a service may start with it may be changed to.
+        let wanted = Config {
+            cpu_percent: settings.cpu_percent.unwrap_or(self.cpu_percent()),
+            pass_period_ms: settings.pass_period_ms.map_or(self.pass_period_ms(), u64::from),
+            stop_target_us: settings.stop_target_us.map_or(self.stop_target_us(), u64::from),
+            ..Config::default()
+        };
+        wanted.validate()?;
         if let Some(pages) = settings.reserve_pages {
             if !breaker.managed() {
                 return refuse("reserve_pages", pages, "only managed breaks have a reserve");
@@ -166,6 +176,12 @@ impl Control {
         }
         if let Some(percent) = settings.cpu_percent {
             self.cpu_percent.store(percent, Ordering::Release);
+        }
+        if let Some(ms) = settings.pass_period_ms {
+            self.pass_period_ms.store(ms.into(), Ordering::Release);
+        }
+        if let Some(us) = settings.stop_target_us {
+            self.stop_target_us.store(us.into(), Ordering::Release);
         }
         if let Some(switch) = settings.switch {
             self.off.store(switch != Switch::On, Ordering::Release);
@@ -201,6 +217,15 @@ impl Control {
         self.cpu_percent.load(Ordering::Acquire)
     }
 
+    /// Time from the start of one pass to that of the next, milliseconds.
+    pub(crate) fn pass_period_ms(&self) -> u64 {
+        self.pass_period_ms.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn stop_target_us(&self) -> u64 {
+        self.stop_target_us.load(Ordering::Acquire)
+    }
+
     /// Whether a pass should end early.
     pub(crate) fn interrupted(&self) -> bool {
         self.stop.load(Ordering::Acquire) || self.change.load(Ordering::Acquire) || self.stands_by()
@@ -221,8 +246,14 @@ impl Control {
         }
     }
 
-    /// Waits for what comes next, at the latest the `deadline`. `standing_by`: whether the thread stands by now.
-    pub(crate) fn next(&self, deadline: Instant, standing_by: bool, store: Option<BorrowedFd<'_>>) -> Event {
+    /// Waits for what comes next, at the latest the next pass, or sign of life if the thread stands by now (`standing_by`). `began`: when the
+    /// last one did.
+    pub(crate) fn next(
+        &self,
+        began: Option<Instant>,
+        standing_by: bool,
+        store: Option<BorrowedFd<'_>>,
+    ) -> Event {
         loop {
             {
                 let mut inner = self.lock();
@@ -236,7 +267,11 @@ impl Control {
                     return Event::Question;
                 }
             }
-            let left = deadline.saturating_duration_since(Instant::now());
+            let period = match standing_by {
+                true => REST_PERIOD,
+                false => Duration::from_millis(self.pass_period_ms()),
+            };
+            let left = began.map_or(Duration::ZERO, |began| period.saturating_sub(began.elapsed()));
             if left.is_zero() || standing_by != self.stands_by() {
                 return Event::Due;
             }

@@ -59,7 +59,6 @@ fn pays_after_passes() -> u32 {
 /// Everything the scanning thread owns.
 #[derive(Debug)]
 pub(crate) struct Pass {
-    pub(crate) config: Config,
     pub(crate) control: Arc<Control>,
     pub(crate) map: PageMap,
     pub(crate) space: AddressSpace,
@@ -127,7 +126,6 @@ impl Pass {
             merging: Merging::new(&config, verify_engine, Healer::new(&config)?),
             pace: Pace::new(config.cpu_percent),
             twins: Twins::new(search),
-            config,
             control,
             map,
             space,

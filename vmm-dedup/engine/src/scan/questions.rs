@@ -49,6 +49,12 @@ impl Pass {
 
     fn answer_set(&mut self, set: &Set) -> Result<(), Error> {
         let done = self.control.apply(&set.settings, &self.space.breaker);
+        if done.is_ok() {
+            // Whoever looks next sees it, however rare passes are.
+            self.fill_stats();
+            self.control.publish(&self.account.stats);
+            self.session.report(&self.account.stats)?;
+        }
         let Some(store) = self.session.store_mut() else {
             return Ok(());
         };

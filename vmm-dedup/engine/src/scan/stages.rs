@@ -27,6 +27,7 @@ impl Pass {
     pub(crate) fn run(&mut self) {
         self.number += 1;
         self.account.stats.passes_total += 1;
+        self.merging.window_size.aim_at(self.control.stop_target_us());
         match self.try_run() {
             // That the page tables could not be looked at has been noted; the next pass tries again.
             Ok(()) | Err(Error::Stopped | Error::Pagemap(_)) => {}

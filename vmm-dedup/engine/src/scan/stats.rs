@@ -43,6 +43,8 @@ impl Pass {
         stats.break_latency = breaks.latency;
         stats.cpu_ns.break_ = breaks.cpu_ns;
         stats.cpu_percent = self.control.cpu_percent().into();
+        stats.pass_period_ms = self.control.pass_period_ms();
+        stats.stop_target_us = self.control.stop_target_us();
         let named = |name| EngineName::try_new(name).unwrap_or_default();
         stats.search = named(search.name());
         stats.search_failures_total = search.failures();

@@ -1,6 +1,6 @@
 use super::record::HEADER;
 use super::*;
-use crate::control::{Explanation, MAX_RESERVE, Settings, Switch};
+use crate::control::{Explanation, MAX_PASS_PERIOD_MS, MAX_RESERVE, MAX_STOP_TARGET_US, Settings, Switch};
 use crate::refusal::{MAX_TEXT, Reason, Refusal};
 use crate::slot::Slot;
 use proptest::prelude::*;
@@ -57,6 +57,8 @@ fn questions_and_answers_survive_the_wire() {
         switch: Some(Switch::OffUnmerge),
         cpu_percent: None,
         reserve_pages: Some(MAX_RESERVE),
+        pass_period_ms: Some(MAX_PASS_PERIOD_MS),
+        stop_target_us: Some(MAX_STOP_TARGET_US),
     };
     let set = Set {
         serial: 7,

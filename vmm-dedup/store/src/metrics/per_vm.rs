@@ -83,6 +83,21 @@ fn accounts(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
             .encode_gauge(&cores(stats.cpu_percent))
     })?;
     let name = (
+        "pass_period",
+        "Time from one pass to the next",
+        Some(&Unit::Seconds),
+    );
+    per_vm(w, name, MetricType::Gauge, s, |m, vm, stats| {
+        let time = seconds(stats.pass_period_ms.saturating_mul(1_000_000));
+        m.encode_family(&[("vm", vm)])?.encode_gauge(&time)
+    })?;
+    let help = "How long the pages of a merge window should be away at most";
+    let name = ("stop_target", help, Some(&Unit::Seconds));
+    per_vm(w, name, MetricType::Gauge, s, |m, vm, stats| {
+        let time = seconds(stats.stop_target_us.saturating_mul(1000));
+        m.encode_family(&[("vm", vm)])?.encode_gauge(&time)
+    })?;
+    let name = (
         "last_pass_timestamp",
         "End of the last pass, Unix time",
         Some(&Unit::Seconds),

@@ -92,8 +92,10 @@ fn vm(vm: &Vm) -> Option<Finding> {
             revive,
         ));
     }
+    // Three passes, where those are rare.
+    let long = LONG.max(Duration::from_millis(vm.stats.pass_period_ms.saturating_mul(3)));
     let age = account::last_pass(vm)
-        .filter(|age| *age > LONG && account::state_name(vm.stats.state) == "running")?;
+        .filter(|age| *age > long && account::state_name(vm.stats.state) == "running")?;
     Some(Finding::new(
         Verdict::Warn,
         &what,

@@ -210,8 +210,10 @@ fn settings(stats: &ServiceStats) -> Line {
         target => format!("managed, {} of {target} pages ready", stats.reserve_pages),
     };
     Line::new(format!(
-        "settings: cpu_percent {}, breaks {breaks}, mappings {} of {}, search {}, verify {}",
+        "settings: cpu_percent {}, pass_period_ms {}, stop_target_us {}, breaks {breaks}, mappings {} of {}, search {}, verify {}",
         stats.cpu_percent,
+        stats.pass_period_ms,
+        stats.stop_target_us,
         stats.vmas,
         stats.vmas_max,
         stats.search.text(),

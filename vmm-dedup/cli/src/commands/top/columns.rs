@@ -25,6 +25,9 @@ pub(super) fn about(column: Column) -> (&'static str, u16, u8) {
         Column::Breaks => ("BREAK/S", 8, 4),
         Column::Cpu => ("CPU%", 5, 2),
         Column::Waits => ("WAIT", 5, 6),
+        Column::Budget => ("BUDGET", 6, 9),
+        Column::Period => ("PERIOD", 10, 10),
+        Column::StopTarget => ("STOP", 9, 11),
     }
 }
 

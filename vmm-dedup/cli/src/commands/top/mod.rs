@@ -27,7 +27,8 @@ use vmm_dedup_host::{Failure, termination};
 ///
 /// SAVED is net of all bookkeeping, each VM bearing its part of the store's; SHARED is what maps pages of the store or
 /// the zero page. PASS is how long ago a VM's last pass ended. WAIT: writers a second that had to wait for the copy-on-write
-/// reserve. What has no room is left out, WAIT and MERGE/S among the first.
+/// reserve. BUDGET, PERIOD and STOP are the settings cpu_percent, pass_period_ms and stop_target_us. What has no room is left out,
+/// these, SHARED and MERGE/S first.
 ///
 /// A store that ends is named, and its VMs stay with their last figures.
 ///

@@ -73,6 +73,10 @@ pub(crate) struct Row {
     pub(crate) cpu: f64,
     /// Writers that had to wait for the reserve, a second.
     pub(crate) waits: f64,
+    /// Settings of the service.
+    pub(crate) cpu_percent: u64,
+    pub(crate) pass_period_ms: u64,
+    pub(crate) stop_target_us: u64,
     /// Whether all of this is of now: its store answers.
     pub(crate) fresh: bool,
 }
@@ -255,6 +259,9 @@ impl Store {
                 breaks: rate(old.breaks_total(), new.breaks_total()),
                 cpu: rate(old.cpu_ns.total(), new.cpu_ns.total()) / 1e9,
                 waits: rate(old.reserve_waits_total, new.reserve_waits_total),
+                cpu_percent: new.cpu_percent,
+                pass_period_ms: new.pass_period_ms,
+                stop_target_us: new.stop_target_us,
                 fresh: true,
             }
         };
@@ -283,10 +290,13 @@ pub(crate) enum Column {
     Breaks,
     Cpu,
     Waits,
+    Budget,
+    Period,
+    StopTarget,
 }
 
 impl Column {
-    pub(crate) const ALL: [Self; 10] = [
+    pub(crate) const ALL: [Self; 13] = [
         Self::Name,
         Self::Domain,
         Self::State,
@@ -297,6 +307,9 @@ impl Column {
         Self::Breaks,
         Self::Cpu,
         Self::Waits,
+        Self::Budget,
+        Self::Period,
+        Self::StopTarget,
     ];
 
     /// The column so many places to the right among those that are shown.
@@ -320,6 +333,9 @@ impl Column {
                 Self::Breaks => b.breaks.total_cmp(&a.breaks),
                 Self::Cpu => b.cpu.total_cmp(&a.cpu),
                 Self::Waits => b.waits.total_cmp(&a.waits),
+                Self::Budget => b.cpu_percent.cmp(&a.cpu_percent),
+                Self::Period => b.pass_period_ms.cmp(&a.pass_period_ms),
+                Self::StopTarget => b.stop_target_us.cmp(&a.stop_target_us),
             };
             let order = if reversed { order.reverse() } else { order };
             order.then_with(|| natural_order(&a.name, &b.name))

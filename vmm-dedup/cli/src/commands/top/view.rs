@@ -297,6 +297,9 @@ fn text(row: &Row, column: Column) -> String {
         Column::Breaks => number(row.breaks),
         Column::Cpu => format!("{:.1}", row.cpu * 100.0),
         Column::Waits => number(row.waits),
+        Column::Budget => format!("{} %", row.cpu_percent),
+        Column::Period => format!("{} ms", row.pass_period_ms),
+        Column::StopTarget => format!("{} us", row.stop_target_us),
     }
 }
 
