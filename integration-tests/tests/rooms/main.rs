@@ -111,6 +111,7 @@ const OTHERS: [(&str, &[&str]); 17] = [
         "vmm-dedup/protocol/src/lib.rs",
         &[
             "sync",
+            "clock",
             "sizes",
             "raw",
             "name",

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use vmm_dedup_protocol::clock;
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::{Observer, Vm};
 use vmm_dedup_protocol::stats::{
@@ -78,12 +79,17 @@ pub fn is_frozen(vm: &Vm) -> bool {
     Stat::of(vm.pid).is_some_and(|stat| stat.is_stopped())
 }
 
-/// How long ago a VM's last pass ended; `None` before the first. A clock that was set back makes it zero.
+/// How long ago a VM's last pass ended, whatever the wall clock did meanwhile; `None` before the first.
 #[must_use]
 pub fn last_pass(vm: &Vm) -> Option<Duration> {
-    let ended = UNIX_EPOCH + Duration::from_millis(vm.stats.last_pass_ms);
-    let age = SystemTime::now().duration_since(ended).unwrap_or_default();
-    (vm.stats.last_pass_ms > 0).then_some(age)
+    (vm.stats.last_pass_ms > 0).then(|| clock::age(vm.stats.last_pass_ms))
+}
+
+/// The Unix time of what is so old.
+#[must_use]
+pub fn unix_time(age: Duration) -> Duration {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    now.saturating_sub(age)
 }
 
 /// How long ago a VM's last pass ended, for tables.
@@ -271,7 +277,9 @@ pub fn vm_json(vm: &Vm) -> Value {
     all["pass_period_ms"] = s.pass_period_ms.into();
     all["stop_target_us"] = s.stop_target_us.into();
     all["frozen"] = is_frozen(vm).into();
-    all["last_pass_unix_ms"] = s.last_pass_ms.into();
+    let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    all["last_pass_age_ms"] = last_pass(vm).map(milliseconds).into();
+    all["last_pass_unix_ms"] = last_pass(vm).map(unix_time).map_or(0, milliseconds).into();
     all["hints"] = hints_json(&s.hints);
     all["packing"] = packing_json(&s.packing);
     all["search"] = search_json(s);

@@ -41,7 +41,7 @@ pub struct Record {
     pub pid: u32,
     /// Where it serves metrics.
     pub metrics: Option<SocketAddr>,
-    /// When it started, Unix time in seconds.
+    /// When it started, seconds since the host booted.
     pub started: u64,
     /// Its release.
     pub version: String,

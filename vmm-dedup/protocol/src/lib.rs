@@ -16,6 +16,7 @@
 //! Nothing here trusts a peer: what arrives is parsed as hostile, and a key only ever *suggests* that two pages
 //! are equal. Whoever maps a slot compares the bytes first.
 
+pub mod clock;
 pub mod control;
 pub mod forward;
 pub mod index;

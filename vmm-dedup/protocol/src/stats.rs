@@ -286,7 +286,7 @@ pub struct ServiceStats {
     pub reserve_waits_total: u64,
     /// Writers waiting now.
     pub waiting_writers: u64,
-    /// Unix time of the last pass's end, milliseconds.
+    /// The last pass's end, milliseconds since the host booted ([`crate::clock`]); 0: there was none.
     pub last_pass_ms: u64,
     /// A number of [`STATES`]: running; paused by the VMM; stopped; without store; refused (said by the store);
     /// suspended, since there is direct I/O that merging could lose; switched off.

@@ -15,7 +15,8 @@ use crate::requests::relay::{Answer, Question, Relay};
 use crate::requests::statistics::Statistics;
 use crate::requests::violation::Violation;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
+use vmm_dedup_protocol::clock;
 use vmm_dedup_protocol::key::Salt;
 use vmm_dedup_protocol::mapping::staging_memfd;
 use vmm_dedup_protocol::message::{Batch, Hello, Kind, Message, Role, Welcome, aligned_buffer, encode};
@@ -47,7 +48,8 @@ pub(crate) struct State {
     pub(crate) totals: ServiceStats,
     /// Receive buffer of all connections: records are handled one at a time.
     pub(crate) buffer: Vec<u64>,
-    pub(crate) started: SystemTime,
+    /// Milliseconds since the host booted.
+    pub(crate) started_ms: u64,
 }
 
 impl State {
@@ -67,7 +69,7 @@ impl State {
             config,
             totals: ServiceStats::default(),
             buffer: aligned_buffer(),
-            started: SystemTime::now(),
+            started_ms: clock::since_boot_ms(),
         })
     }
 

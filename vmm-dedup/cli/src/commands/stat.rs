@@ -4,11 +4,12 @@ use crate::which_store::WhichStore;
 use clap::Args;
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 use vmm_dedup_host::table::{self, Column, Table};
 use vmm_dedup_host::units::{self, count, mib, pages_mib};
 use vmm_dedup_host::view::{HostView, StoreView};
 use vmm_dedup_host::{Failure, account, put, say};
+use vmm_dedup_protocol::clock;
 use vmm_dedup_protocol::message::StoreStats;
 
 /// Show what this host's stores and VMs save and cost.
@@ -102,10 +103,19 @@ fn store_json(store: &StoreView) -> Value {
     told["state"] = state(store).into();
     told["domain"] = store.domain().into();
     told["pid"] = record.map(|record| record.pid).into();
-    told["started_unix"] = record.map(|record| record.started).into();
+    let started = up(store).map(|up| account::unix_time(up).as_secs());
+    told["started_unix"] = started.into();
+    told["up_seconds"] = up(store).map(|up| up.as_secs()).into();
     told["version"] = record.map(|record| record.version.clone()).into();
     told["metrics"] = record.and_then(|record| Some(record.metrics?.to_string())).into();
     told
+}
+
+/// For how long a store has run, if it does.
+fn up(store: &StoreView) -> Option<Duration> {
+    let answers = store.account.is_ok();
+    let record = store.record.as_ref().filter(|_| answers)?;
+    Some(clock::age(record.started.saturating_mul(1000)))
 }
 
 /// How a store is, in a word.
@@ -149,9 +159,7 @@ fn store_lines(store: &StoreView) -> Vec<String> {
     let mut about = vec![store.socket.display().to_string()];
     if let Some(record) = &store.record {
         about.push(format!("process {}", record.pid));
-        let started = UNIX_EPOCH + Duration::from_secs(record.started);
-        let up = SystemTime::now().duration_since(started).unwrap_or_default();
-        about.push(format!("up {}", units::span(up)));
+        about.extend(up(store).map(|up| format!("up {}", units::span(up))));
         about.push(format!("version {}", record.version));
     }
     let mut lines = vec![format!(

@@ -4,11 +4,11 @@ use clap::Args;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::signal::unix::{SignalKind, signal};
 use vmm_dedup_host::registry::{Record, Registration};
 use vmm_dedup_host::store::{DEFAULT_MAX_MIB, DEFAULT_METRICS, DEFAULT_SOCKET, MAX_MIB, parse_metrics};
 use vmm_dedup_host::{Failure, note};
+use vmm_dedup_protocol::clock;
 
 /// Run a page store: one per host and trust domain. VMs connect to its socket; it owns the shared pages.
 #[derive(Args, Debug)]
@@ -105,13 +105,12 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
 
 /// Lists the store for commands that ask all stores of the host. It works without, for who names its socket.
 fn list(args: &StoreArgs, metrics: Option<SocketAddr>) -> Option<Registration> {
-    let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let record = Record {
         socket: std::path::absolute(&args.socket).unwrap_or_else(|_| args.socket.clone()),
         domain: args.domain.clone(),
         pid: std::process::id(),
         metrics,
-        started: started.as_secs(),
+        started: clock::since_boot().as_secs(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };
     let registered = Registration::new(&record);

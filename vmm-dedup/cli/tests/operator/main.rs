@@ -1,6 +1,7 @@
 //! The command as operators meet it: in pipes, on terminals of all widths, beside stores that hang or have gone.
 
 mod alerts;
+mod clock;
 mod day;
 mod doctor;
 mod errors;

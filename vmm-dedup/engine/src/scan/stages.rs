@@ -20,7 +20,7 @@ use crate::memory::page_map::PageMap;
 use crate::scan::order::{Chunks, ScanOrder};
 use crate::scan::pass::Pass;
 use crate::track::dirty;
-use std::time::{SystemTime, UNIX_EPOCH};
+use vmm_dedup_protocol::clock;
 
 impl Pass {
     /// One pass. Errors of the store are survived: what was shared stays shared, and a new store is looked for.
@@ -34,9 +34,7 @@ impl Pass {
             Err(error) => self.lose_store(&error),
         }
         self.map.let_time_pass(self.number);
-        self.account.stats.last_pass_ms = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX));
+        self.account.stats.last_pass_ms = clock::since_boot_ms();
         self.report();
     }
 

@@ -18,7 +18,7 @@ pub(super) fn write(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
     let help = "When the store started, Unix time";
     let unit = Some(&Unit::Seconds);
     w.family("start_time", help, unit, MetricType::Gauge, |mut m| {
-        m.encode_gauge(&s.started)
+        m.encode_gauge(&s.times.started())
     })?;
     w.gauge("pages_shared", "Pages of the store in use", stats.pages_shared)?;
     w.gauge(

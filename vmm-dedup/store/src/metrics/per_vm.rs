@@ -103,8 +103,8 @@ fn accounts(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
         Some(&Unit::Seconds),
     );
     per_vm(w, name, MetricType::Gauge, s, |m, vm, stats| {
-        let time = seconds(stats.last_pass_ms.saturating_mul(1_000_000));
-        m.encode_family(&[("vm", vm)])?.encode_gauge(&time)
+        m.encode_family(&[("vm", vm)])?
+            .encode_gauge(&s.times.unix(stats.last_pass_ms))
     })?;
     let help = "What looks for twins for the service, and what verifies pages that it took";
     let name = ("engine", help, None);

@@ -5,9 +5,41 @@ use crate::ledger::allocator::Counts;
 use crate::requests::exchange::ExchangeCounters;
 use crate::requests::peers::PeerCounters;
 use crate::state::State;
+use std::time::{SystemTime, UNIX_EPOCH};
+use vmm_dedup_protocol::clock;
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::refusal::Reason;
 use vmm_dedup_protocol::stats::ServiceStats;
+
+/// Makes dates of times since the host's boot.
+pub(super) struct Times {
+    started_ms: u64,
+    /// Unix time of the boot by the wall clock as it is set now, in seconds.
+    booted: f64,
+}
+
+impl Times {
+    fn now(started_ms: u64) -> Self {
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self {
+            started_ms,
+            booted: unix.as_secs_f64() - clock::since_boot().as_secs_f64(),
+        }
+    }
+
+    /// When the store started, Unix time.
+    pub(super) fn started(&self) -> f64 {
+        self.unix(self.started_ms)
+    }
+
+    /// The Unix time of what happened so many milliseconds after the boot; 0 if it never did.
+    pub(super) fn unix(&self, at_ms: u64) -> f64 {
+        match at_ms {
+            0 => 0.0,
+            at => self.booted + at as f64 / 1e3,
+        }
+    }
+}
 
 /// Copied from the state, which is not locked while it is encoded.
 pub(super) struct Snapshot {
@@ -28,7 +60,7 @@ pub(super) struct Snapshot {
     pub(super) held: (u64, u64),
     /// Pages moved, ever.
     pub(super) moved: u64,
-    pub(super) started: f64,
+    pub(super) times: Times,
 }
 
 impl Snapshot {
@@ -40,10 +72,6 @@ impl Snapshot {
             .filter(|(_, _, s)| s.has_reported)
             .map(|(id, _, s)| (s.name.clone(), statistics.vm(id, s)))
             .collect();
-        let started = state
-            .started
-            .duration_since(std::time::UNIX_EPOCH)
-            .unwrap_or_default();
         let refused = state
             .peers
             .refused()
@@ -65,7 +93,7 @@ impl Snapshot {
                 .retired()
                 .fold((0, 0), |(count, sum), (_, bytes, _)| (count + 1, sum + bytes)),
             moved: state.exchange.pool.moved(),
-            started: started.as_secs_f64(),
+            times: Times::now(state.started_ms),
         }
     }
 }
