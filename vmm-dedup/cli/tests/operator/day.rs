@@ -152,6 +152,16 @@ impl Day {
         self.last = shown + &said;
     }
 
+    /// A step that succeeds and shows this.
+    fn shows(&mut self, line: &str, text: &'static str) {
+        self.take(type_in(line).shows(text));
+    }
+
+    /// A step that ends with this code and says why.
+    fn fails(&mut self, line: &str, code: i32, why: &'static str) {
+        self.take(type_in(line).ends(code).says(why));
+    }
+
     /// Pastes what the last step had in backquotes and begins like this.
     fn paste(&mut self, beginning: &str) {
         let hint = self.last.split('`').skip(1).step_by(2);
@@ -260,10 +270,10 @@ fn a_day_of_sixty_steps() {
     let mut day = Day::begin();
 
     // Morning: what is this?
-    day.take(type_in("vmm-dedup --version").shows("vmm-dedup 0."));
-    day.take(type_in("vmm-dedup").ends(2).says("Usage: vmm-dedup <COMMAND>"));
-    day.take(type_in("vmm-dedup sta").ends(2).says("'stat'"));
-    day.take(type_in("vmm-dedup help fleet").shows("restart"));
+    day.shows("vmm-dedup --version", "vmm-dedup 0.");
+    day.fails("vmm-dedup", 2, "Usage: vmm-dedup <COMMAND>");
+    day.fails("vmm-dedup sta", 2, "'stat'");
+    day.shows("vmm-dedup help fleet", "restart");
     day.take(type_in("vmm-dedup completions bash | bash -n"));
     day.take(type_in("vmm-dedup doctor").ends_one_of(&[0, 1]).shows("kvm"));
     day.take(
@@ -271,81 +281,54 @@ fn a_day_of_sixty_steps() {
             .ends_one_of(&[0, 1])
             .shows("\"findings\""),
     );
-    day.take(type_in("vmm-dedup stat").ends(1).says("no store is listed in"));
-    day.take(
-        type_in("vmm-dedup stat --store nowhere.sock")
-            .ends(1)
-            .says("nowhere.sock"),
+    day.fails("vmm-dedup stat", 1, "no store is listed in");
+    day.fails("vmm-dedup stat --store nowhere.sock", 1, "nowhere.sock");
+    day.fails("vmm-dedup explain", 1, "no store is listed in");
+    day.fails("vmm-dedup set --all off", 1, "no store is listed in");
+    day.fails("vmm-dedup run --payload foo=1", 1, "foo=1");
+    day.shows(
+        "vmm-dedup estimate image-0 image-1",
+        "0.5 MiB of 2.0 MiB (25.0 %)",
     );
-    day.take(type_in("vmm-dedup explain").ends(1).says("no store is listed in"));
-    day.take(
-        type_in("vmm-dedup set --all off")
-            .ends(1)
-            .says("no store is listed in"),
+    day.shows(
+        "vmm-dedup estimate image-0 image-1 --html page.html > /dev/null && grep -c '<h1>' page.html",
+        "1",
     );
-    day.take(type_in("vmm-dedup run --payload foo=1").ends(1).says("foo=1"));
-    day.take(type_in("vmm-dedup estimate image-0 image-1").shows("0.5 MiB of 2.0 MiB (25.0 %)"));
-    day.take(
-        type_in(
-            "vmm-dedup estimate image-0 image-1 --html page.html > /dev/null && grep -c '<h1>' page.html",
-        )
-        .shows("1"),
-    );
-    day.take(
-        type_in("vmm-dedup estimate nothing")
-            .ends(1)
-            .says("cannot read nothing"),
-    );
-    day.take(
-        type_in("vmm-dedup bench estimate image-0 --repetitions 1 --plot plots && ls plots")
-            .shows("estimate.svg"),
+    day.fails("vmm-dedup estimate nothing", 1, "cannot read nothing");
+    day.shows(
+        "vmm-dedup bench estimate image-0 --repetitions 1 --plot plots && ls plots",
+        "estimate.svg",
     );
 
     // A fleet comes up.
-    day.take(
-        type_in("vmm-dedup fleet up missing.toml")
-            .ends(1)
-            .says("cannot read the fleet file missing.toml"),
+    day.fails(
+        "vmm-dedup fleet up missing.toml",
+        1,
+        "cannot read the fleet file missing.toml",
     );
-    day.take(
-        type_in("vmm-dedup fleet up wrong.toml")
-            .ends(1)
-            .says("wrong.toml:"),
-    );
-    day.take(type_in("vmm-dedup fleet ls").shows("no fleet is up"));
-    day.take(type_in("vmm-dedup fleet up fleet.toml --plan").shows("+ web-2"));
-    day.take(
-        type_in("vmm-dedup fleet status fleet.toml")
-            .ends(1)
-            .says("is not up"),
-    );
+    day.fails("vmm-dedup fleet up wrong.toml", 1, "wrong.toml:");
+    day.shows("vmm-dedup fleet ls", "no fleet is up");
+    day.shows("vmm-dedup fleet up fleet.toml --plan", "+ web-2");
+    day.fails("vmm-dedup fleet status fleet.toml", 1, "is not up");
     day.paste("vmm-dedup fleet up");
-    day.take(type_in("vmm-dedup fleet up fleet.toml").shows("nothing to do"));
-    day.take(type_in("vmm-dedup fleet ls").shows("day     3   3 1 of 1"));
-    day.take(type_in("vmm-dedup fleet ls --json").shows("\"running\": 3"));
-    day.take(type_in("vmm-dedup fleet status fleet.toml").shows("web-2"));
-    day.take(type_in("vmm-dedup top").ends(2).says("top needs a terminal"));
+    day.shows("vmm-dedup fleet up fleet.toml", "nothing to do");
+    day.shows("vmm-dedup fleet ls", "day     3   3 1 of 1");
+    day.shows("vmm-dedup fleet ls --json", "\"running\": 3");
+    day.shows("vmm-dedup fleet status fleet.toml", "web-2");
+    day.fails("vmm-dedup top", 2, "top needs a terminal");
     day.paste("vmm-dedup stat --json");
     figures_are_right(&day);
     day.take(type_in("vmm-dedup stat").shows("by 3 VMs").shows("running"));
-    day.take(type_in("vmm-dedup stat | head -n 1").shows("saved net"));
-    day.take(
-        type_in("vmm-dedup stat > /dev/full")
-            .ends(1)
-            .says("cannot write to standard output"),
-    );
-    day.take(type_in("vmm-dedup explain").shows("3 VMs of 1 store"));
+    day.shows("vmm-dedup stat | head -n 1", "saved net");
+    day.fails("vmm-dedup stat > /dev/full", 1, "cannot write to standard output");
+    day.shows("vmm-dedup explain", "3 VMs of 1 store");
     day.take(
         type_in("vmm-dedup explain web-0")
             .shows("web-0: running")
             .shows("shared"),
     );
-    day.take(type_in("vmm-dedup explain web-0 --gpa 0x400000-0x500000").shows("256 pages"));
-    day.take(
-        type_in("vmm-dedup explain nobody")
-            .ends(1)
-            .says("there are web-0, web-1, web-2"),
-    );
+    day.shows("vmm-dedup explain web-0 --gpa 0x400000-0x500000", "256 pages");
+    day.fails("vmm-dedup explain nobody", 1, "there are web-0, web-1, web-2");
     day.take(
         type_in("vmm-dedup doctor web-0")
             .ends_one_of(&[0, 1])
@@ -357,68 +340,74 @@ fn a_day_of_sixty_steps() {
     eventually("it has its new budget", || {
         (day.host.vm("web-0")?["cpu_percent"] == 5).then_some(())
     });
-    day.take(
-        type_in("vmm-dedup set web-0 cpu_percent=500")
-            .ends(2)
-            .says("must be 1 to 100"),
+    day.fails("vmm-dedup set web-0 cpu_percent=500", 2, "must be 1 to 100");
+    day.fails("vmm-dedup set web-0", 2, "say what to change");
+    day.fails("vmm-dedup set nobody on", 1, "no VM is called nobody");
+    day.shows("vmm-dedup set 'web-*' budget=9", "web-2: done");
+    day.take(type_in(
+        "vmm-dedup set web-1 pass_period_ms=150 stop_target_us=100",
+    ));
+    day.shows(
+        "vmm-dedup explain web-1",
+        "pass_period_ms 150, stop_target_us 100",
     );
-    day.take(type_in("vmm-dedup set web-0").ends(2).says("say what to change"));
-    day.take(
-        type_in("vmm-dedup set nobody on")
-            .ends(1)
-            .says("no VM is called nobody"),
-    );
-    day.take(type_in("vmm-dedup set 'web-*' budget=9").shows("web-2: done"));
-    day.take(type_in("vmm-dedup set --all off").shows("web-0: done"));
-    day.take(type_in("vmm-dedup stat").shows("standby"));
-    day.take(type_in("vmm-dedup set --all on").shows("web-0: done"));
+    day.fails("vmm-dedup set web-1 max_vmas=9", 2, "while the VM runs");
+    day.shows("vmm-dedup set --all off", "web-0: done");
+    day.shows("vmm-dedup stat", "standby");
+    day.shows("vmm-dedup set --all on", "web-0: done");
 
     // The fleet changes.
-    day.take(type_in("vmm-dedup fleet scale fleet.toml web=4").shows("4 VMs now"));
-    day.take(type_in("vmm-dedup fleet up fleet.toml --plan").shows("nothing to do"));
-    day.take(type_in("vmm-dedup fleet restart fleet.toml web-1").shows("1 VM started anew"));
-    day.take(type_in("vmm-dedup fleet down fleet.toml web-3").shows("3 VMs are left"));
-    day.take(type_in("vmm-dedup fleet scale fleet.toml web=3").shows("3 VMs now"));
-    day.take(type_in("vmm-dedup fleet logs fleet.toml web-0 --serial | head -n 1").shows("@payload"));
-    day.take(type_in("vmm-dedup fleet logs fleet.toml --stores").shows("listening on"));
-    day.take(
-        type_in("vmm-dedup fleet logs fleet.toml nobody")
-            .ends(1)
-            .says("there are web-0, web-1, web-2"),
+    day.shows("vmm-dedup fleet scale fleet.toml web=4", "4 VMs now");
+    day.shows("vmm-dedup fleet up fleet.toml --plan", "nothing to do");
+    day.shows("vmm-dedup fleet restart fleet.toml web-1", "1 VM started anew");
+    day.shows("vmm-dedup fleet down fleet.toml web-3", "3 VMs are left");
+    day.shows("vmm-dedup fleet scale fleet.toml web=3", "3 VMs now");
+    day.shows(
+        "vmm-dedup fleet logs fleet.toml web-0 --serial | head -n 1",
+        "@payload",
     );
-    day.take(
-        type_in("vmm-dedup fleet api fleet.toml web-0 GET vm.info")
-            .ends(1)
-            .says("has no API"),
+    day.shows("vmm-dedup fleet logs fleet.toml --stores", "listening on");
+    day.fails(
+        "vmm-dedup fleet logs fleet.toml nobody",
+        1,
+        "there are web-0, web-1, web-2",
+    );
+    day.fails(
+        "vmm-dedup fleet api fleet.toml web-0 GET vm.info",
+        1,
+        "has no API",
     );
     fs::write(
         day.host.path("fleet.toml"),
-        FLEET.replace("pass_period_ms = 100", "pass_period_ms = 200, cpu_percent = 7"),
+        FLEET.replace(
+            "pass_period_ms = 100",
+            "pass_period_ms = 200, cpu_percent = 7, max_vmas = 9000",
+        ),
     )
     .expect("a file");
-    day.take(type_in("vmm-dedup fleet up fleet.toml --plan").shows("~ web-0: dedup.cpu_percent"));
-    day.take(type_in("vmm-dedup fleet up fleet.toml").shows("! web-2: dedup.pass_period_ms changed"));
+    day.shows(
+        "vmm-dedup fleet up fleet.toml --plan",
+        "~ web-0: dedup.cpu_percent",
+    );
+    day.shows("vmm-dedup fleet up fleet.toml", "! web-2: dedup.max_vmas changed");
     day.paste("vmm-dedup fleet restart");
-    day.take(
-        type_in("vmm-dedup fleet up fleet.toml & vmm-dedup fleet up fleet.toml; wait $!").shows("! web-0"),
+    day.shows(
+        "vmm-dedup fleet up fleet.toml & vmm-dedup fleet up fleet.toml; wait $!",
+        "! web-0",
     );
 
     // Night: a VM is stopped, one is killed, the store is killed.
     let frozen = day.pid("web-0");
     day.take(type_in(&format!("kill -STOP {frozen}")));
-    day.take(type_in("vmm-dedup stat").shows("frozen"));
+    day.shows("vmm-dedup stat", "frozen");
     day.take(
         type_in("vmm-dedup fleet status fleet.toml")
             .ends(1)
             .shows("web-0 frozen"),
     );
-    day.take(
-        type_in("vmm-dedup set web-0 off")
-            .ends(1)
-            .says("nothing was changed"),
-    );
+    day.fails("vmm-dedup set web-0 off", 1, "nothing was changed");
     day.paste("kill -CONT");
-    day.take(type_in("vmm-dedup fleet status fleet.toml").shows("running"));
+    day.shows("vmm-dedup fleet status fleet.toml", "running");
     let killed = day.pid("web-2");
     day.take(type_in(&format!("kill -KILL {killed}")));
     has_gone(killed);
@@ -427,16 +416,12 @@ fn a_day_of_sixty_steps() {
             .ends(1)
             .shows("web-2 crashed"),
     );
-    day.take(type_in("vmm-dedup fleet up fleet.toml").shows("+ web-2 (reference, crashed)"));
+    day.shows("vmm-dedup fleet up fleet.toml", "+ web-2 (reference, crashed)");
     let store = number(&day.settled(3)["store"], "pid");
     day.take(type_in(&format!("kill -KILL {store}")));
     has_gone(u64::try_from(store).expect("a process"));
-    day.take(
-        type_in("vmm-dedup stat")
-            .ends(1)
-            .says("guests go on, nothing merges"),
-    );
-    day.take(type_in("vmm-dedup explain web-0").ends(1).says("has ended"));
+    day.fails("vmm-dedup stat", 1, "guests go on, nothing merges");
+    day.fails("vmm-dedup explain web-0", 1, "has ended");
     day.take(type_in("vmm-dedup doctor").ends(1).shows("warn store"));
     day.take(type_in("vmm-dedup fleet status fleet.toml").ends(1).shows("GONE"));
     day.paste("vmm-dedup fleet up");
@@ -444,11 +429,11 @@ fn a_day_of_sixty_steps() {
 
     // Home.
     day.take(type_in("vmm-dedup set web-0 off --unmerge"));
-    day.take(type_in("vmm-dedup stat").shows("standby"));
-    day.take(type_in("vmm-dedup fleet down fleet.toml").shows("3 VMs ended"));
-    day.take(type_in("vmm-dedup fleet down fleet.toml").shows("nothing to do"));
-    day.take(type_in("vmm-dedup stat").ends(1).says("no store is listed in"));
-    day.take(type_in("find run -type f -o -type s | wc -l").shows("0"));
+    day.shows("vmm-dedup stat", "standby");
+    day.shows("vmm-dedup fleet down fleet.toml", "3 VMs ended");
+    day.shows("vmm-dedup fleet down fleet.toml", "nothing to do");
+    day.fails("vmm-dedup stat", 1, "no store is listed in");
+    day.shows("find run -type f -o -type s | wc -l", "0");
     assert!(day.steps >= 60, "{} steps", day.steps);
 }
 

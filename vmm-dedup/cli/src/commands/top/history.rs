@@ -13,6 +13,43 @@ const MOST: usize = 4096;
 /// How often plots are written while `top` runs: whoever is killed leaves those.
 const EVERY: Duration = Duration::from_secs(60);
 
+/// What is drawn of a look.
+type Figure = fn(&Host) -> f64;
+
+/// What is plotted of the host's figures.
+struct Plot {
+    file: &'static str,
+    title: &'static str,
+    unit: &'static str,
+    series: [(&'static str, Figure); 2],
+}
+
+const MIB: f64 = (1 << 20) as f64;
+
+static PLOTS: [Plot; 3] = [
+    Plot {
+        file: "top-memory.svg",
+        title: "What is saved, and what the store holds",
+        unit: "MiB",
+        series: [
+            ("saved net", |host| host.saved_net as f64 / MIB),
+            ("store", |host| host.resident_bytes as f64 / MIB),
+        ],
+    },
+    Plot {
+        file: "top-pages.svg",
+        title: "Pages merged, and shared pages written",
+        unit: "pages a second",
+        series: [("merges", |host| host.merges), ("breaks", |host| host.breaks)],
+    },
+    Plot {
+        file: "top-cpu.svg",
+        title: "CPU time of dedup",
+        unit: "cores",
+        series: [("services", |host| host.cpu), ("stores", |host| host.store_cpu)],
+    },
+];
+
 /// The host's figures over time.
 #[derive(Debug)]
 pub(crate) struct History {
@@ -71,8 +108,7 @@ impl History {
         Ok(())
     }
 
-    fn plots(&self) -> [(&'static str, Lines); 3] {
-        let mib = |bytes: f64| bytes / f64::from(1 << 20);
+    fn plots(&self) -> impl Iterator<Item = (&'static str, Lines)> {
         // Minutes, where seconds are too many to be read.
         let last = self.looks.last().map_or(0.0, |(seconds, _)| *seconds);
         let (along, unit) = match last {
@@ -80,52 +116,24 @@ impl History {
             s if s < 36_000.0 => ("minutes", 60.0),
             _ => ("hours", 3600.0),
         };
-        let series = |name: &str, figure: &dyn Fn(&Host) -> f64| {
-            let points = self.looks.iter();
-            let points = points.map(|(seconds, host)| (seconds / unit, figure(host)));
-            (name.to_owned(), points.collect())
-        };
-        let plot = |title: &str, unit: &str, series: Vec<(String, Vec<(f64, f64)>)>| Lines {
-            title: title.into(),
-            along: along.into(),
-            unit: unit.into(),
-            series,
-        };
-        [
-            (
-                "top-memory.svg",
-                plot(
-                    "What is saved, and what the store holds",
-                    "MiB",
-                    vec![
-                        series("saved net", &|host| mib(host.saved_net as f64)),
-                        series("store", &|host| mib(host.resident_bytes as f64)),
-                    ],
-                ),
-            ),
-            (
-                "top-pages.svg",
-                plot(
-                    "Pages merged, and shared pages written",
-                    "pages a second",
-                    vec![
-                        series("merges", &|host| host.merges),
-                        series("breaks", &|host| host.breaks),
-                    ],
-                ),
-            ),
-            (
-                "top-cpu.svg",
-                plot(
-                    "CPU time of dedup",
-                    "cores",
-                    vec![
-                        series("services", &|host| host.cpu),
-                        series("stores", &|host| host.store_cpu),
-                    ],
-                ),
-            ),
-        ]
+        PLOTS.iter().map(move |plot| {
+            let points = |figure: Figure| {
+                let looks = self.looks.iter();
+                looks
+                    .map(|(seconds, host)| (seconds / unit, figure(host)))
+                    .collect()
+            };
+            let lines = Lines {
+                title: plot.title.into(),
+                along: along.into(),
+                unit: plot.unit.into(),
+                series: plot
+                    .series
+                    .map(|(name, figure)| (name.into(), points(figure)))
+                    .into(),
+            };
+            (plot.file, lines)
+        })
     }
 }
 
@@ -154,7 +162,7 @@ mod tests {
             history.add(at, host(saved));
         }
 
-        let [(_, memory), ..] = history.plots();
+        let (_, memory) = history.plots().next().expect("a plot");
 
         assert_eq!((memory.along.as_str(), memory.unit.as_str()), ("minutes", "MiB"));
         assert_eq!(memory.series[0].1, [(0.0, 0.0), (1.0, 10.0), (20.0, 20.0)]);
