@@ -10,7 +10,7 @@ CLI = $(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-cli --
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint package deb check-deb bench overhead chaos soak nested
+.PHONY: help setup demo test lint package deb check-deb bench overhead chaos soak nested screens
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)$$/make \1\t\2/' | expand -t 16
@@ -56,6 +56,9 @@ overhead: setup ## what the preload library costs a VM that it does not deduplic
 nested: setup ## real Linux guests in a Linux host in QEMU; logs go to target/nested-out
 	$(CARGO) build $(CARGOFLAGS) -p vmm-dedup-cli -p vmm-dedup-preload -p vmm-dedup-nested
 	$(CARGO) run $(CARGOFLAGS) -p vmm-dedup-nested -- run --out target/nested-out
+
+screens: setup ## what the dashboards show of a real fleet, drawn into docs/dashboards (KVM, Prometheus; three minutes)
+	$(CARGO) run $(CARGOFLAGS) -p vmm-dedup-integration-tests --bin screens -- docs/dashboards
 
 soak: setup ## a fleet that churns for four hours, or as long as SOAKFLAGS says: it must neither decay nor grow
 	$(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --bin soak -- $(SOAKFLAGS)

@@ -3,6 +3,7 @@
 //! The scenarios that prove safety ([`guests`], [`direct_io`], [`swap_chaos`] and others) are functions with a size, so that the same code runs
 //! for seconds in CI and for an hour by `cargo run --release -p vmm-dedup-integration-tests --bin chaos -- --long`.
 
+pub mod dashboards;
 pub mod direct_io;
 pub mod failing;
 pub mod follow_chaos;

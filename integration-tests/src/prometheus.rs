@@ -3,6 +3,7 @@
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::ops::Range;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -10,6 +11,15 @@ use tempfile::TempDir;
 
 /// Prometheus takes a second or two to start.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A line of figures.
+#[derive(Clone, Debug)]
+pub struct Series {
+    /// Its labels, an object.
+    pub labels: Value,
+    /// Unix times and figures.
+    pub points: Vec<(f64, f64)>,
+}
 
 /// Ends with this.
 #[derive(Debug)]
@@ -94,6 +104,33 @@ impl Prometheus {
         let result = answer["result"].as_array().expect("a vector");
         let value = |sample: &Value| sample["value"][1].as_str()?.parse().ok();
         Ok(result.iter().filter_map(value).collect())
+    }
+
+    /// An expression's result over some seconds of Unix time, second by second.
+    ///
+    /// # Errors
+    /// What Prometheus says is wrong with the expression.
+    ///
+    /// # Panics
+    /// If Prometheus does not answer.
+    pub fn query_range(&self, expression: &str, time: Range<f64>) -> Result<Vec<Series>, String> {
+        let (expression, Range { start, end }) = (escape(expression), time);
+        let what = format!("query_range?query={expression}&start={start}&end={end}&step=1");
+        let answer = self.api(&what)?;
+        let point = |sample: &Value| Some((sample[0].as_f64()?, sample[1].as_str()?.parse().ok()?));
+        let series = |result: &Value| {
+            let values = result["values"].as_array().expect("a matrix");
+            Series {
+                labels: result["metric"].clone(),
+                points: values.iter().filter_map(point).collect(),
+            }
+        };
+        Ok(answer["result"]
+            .as_array()
+            .expect("a matrix")
+            .iter()
+            .map(series)
+            .collect())
     }
 
     /// The rules that it has loaded: groups, as its API shows them.

@@ -1,12 +1,12 @@
 //! Every expression of every dashboard panel, variable and rule, evaluated by a real Prometheus that scrapes a real store
 //! with a real fleet.
 
-use serde_json::Value;
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 use vmm_dedup::{Breaks, Config, Reason, Refusal, Refused};
+use vmm_dedup_integration_tests::dashboards::{DASHBOARDS, array, drawing, folder, read, substitute, text};
 use vmm_dedup_integration_tests::need_kvm;
 use vmm_dedup_integration_tests::prometheus::Prometheus;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -15,19 +15,8 @@ use vmm_dedup_payload::{PayloadConfig, Rewrite, WorkingSet};
 use vmm_dedup_refvmm::ThpMode;
 
 const PATIENCE: Duration = Duration::from_secs(120);
-const DASHBOARDS: [&str; 3] = ["fleet", "vm", "scanner"];
 /// The VM that the dashboard of one VM is tried with: it has a reserve.
 const VM: &str = "managed-1";
-
-fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../dashboards")
-}
-
-fn dashboard(name: &str) -> Value {
-    let path = folder().join(name).with_extension("json");
-    let text = std::fs::read_to_string(&path).expect("a dashboard");
-    serde_json::from_str(&text).expect("JSON")
-}
 
 fn skip_without(what: &str, package: &str) {
     assert!(
@@ -35,14 +24,6 @@ fn skip_without(what: &str, package: &str) {
         "{what} is needed in CI: install {package}"
     );
     eprintln!("SKIPPED: {what} is not installed (Debian package {package})");
-}
-
-fn array<'a>(value: &'a Value, key: &str) -> &'a [Value] {
-    value[key].as_array().map_or(&[], Vec::as_slice)
-}
-
-fn text<'a>(value: &'a Value, key: &str) -> &'a str {
-    value[key].as_str().unwrap_or("")
 }
 
 fn guest(store: &StoreThread, name: &str, seed: u64, breaks: Breaks) -> Guest {
@@ -67,23 +48,6 @@ fn guest(store: &StoreThread, name: &str, seed: u64, breaks: Breaks) -> Guest {
     Guest::boot(payload, 32, ThpMode::Never, Some((&store.socket(), config)))
 }
 
-/// Replaces what Grafana would.
-fn substitute(expression: &str) -> String {
-    let variables = [
-        ("$__rate_interval", "10s"),
-        ("$instance", ".*"),
-        ("$domain", ".*"),
-        ("$vm", VM),
-    ];
-    let replace = |text: String, (from, to): (&str, &str)| text.replace(from, to);
-    let expression = variables.into_iter().fold(expression.to_owned(), replace);
-    assert!(
-        !expression.contains('$'),
-        "a variable that this test does not know: {expression}"
-    );
-    expression
-}
-
 /// An alert's expression without its comparisons with numbers.
 fn without_thresholds(expression: &str) -> String {
     let words: Vec<&str> = expression.split_whitespace().collect();
@@ -97,12 +61,12 @@ fn without_thresholds(expression: &str) -> String {
 
 /// Expressions with where they come from.
 fn expressions_of(name: &str) -> Vec<(String, String)> {
-    let dashboard = dashboard(name);
+    let dashboard = read(name);
     let mut found = Vec::new();
     for panel in array(&dashboard, "panels") {
         for target in array(panel, "targets") {
             let place = format!("{name}.json, panel {}, {}", panel["title"], target["refId"]);
-            found.push((place, substitute(text(target, "expr"))));
+            found.push((place, substitute(text(target, "expr"), VM)));
         }
     }
     for variable in array(&dashboard["templating"], "list")
@@ -117,7 +81,10 @@ fn expressions_of(name: &str) -> Vec<(String, String)> {
         let (series, label) = inner.and_then(|q| q.rsplit_once(", ")).expect("label_values");
         let place = format!("{name}.json, variable {}", variable["name"]);
         let (metric, matchers) = series.split_once('{').unwrap_or((series, "}"));
-        found.push((place, substitute(&format!("{metric}{{{label}!=\"\", {matchers}"))));
+        found.push((
+            place,
+            substitute(&format!("{metric}{{{label}!=\"\", {matchers}"), VM),
+        ));
     }
     found
 }
@@ -313,7 +280,7 @@ const SCREEN: u64 = 14;
 
 #[test]
 fn the_first_screen_answers_each_question() {
-    let fleet = dashboard("fleet");
+    let fleet = read("fleet");
     for (question, titles) in FIRST_SCREEN {
         for title in titles {
             let panel = array(&fleet, "panels")
@@ -331,7 +298,7 @@ fn the_first_screen_answers_each_question() {
 fn panels_are_whole() {
     let mut uids = HashSet::new();
     for name in DASHBOARDS {
-        let dashboard = dashboard(name);
+        let dashboard = read(name);
         assert!(uids.insert(text(&dashboard, "uid").to_owned()) && !text(&dashboard, "title").is_empty());
         let (mut ids, mut cells) = (HashSet::new(), HashSet::new());
         for panel in array(&dashboard, "panels") {
@@ -365,4 +332,34 @@ fn panels_are_whole() {
             }
         }
     }
+}
+
+/// `make screens` draws them.
+#[test]
+fn each_drawing_is_of_a_panel_and_is_shown() {
+    let of_panels: HashSet<String> = DASHBOARDS
+        .into_iter()
+        .flat_map(|name| {
+            let dashboard = read(name);
+            let panels = array(&dashboard, "panels").iter();
+            panels.map(|panel| drawing(name, panel)).collect::<Vec<_>>()
+        })
+        .collect();
+    let shown = std::fs::read_to_string(folder().join("README.md")).expect("a file");
+    let drawings = std::fs::read_dir(folder().join("../docs/dashboards")).expect("drawings");
+    let drawings = drawings.map(|entry| entry.expect("a file").file_name());
+    let drawings: Vec<String> = drawings.map(|name| name.to_string_lossy().into_owned()).collect();
+    assert!(drawings.len() >= 20, "{drawings:?}");
+    for drawing in &drawings {
+        assert!(
+            of_panels.contains(drawing),
+            "no panel is drawn as {drawing}: make screens"
+        );
+        let link = format!("(../docs/dashboards/{drawing})");
+        assert!(
+            shown.contains(&link),
+            "dashboards/README.md does not show {drawing}"
+        );
+    }
+    assert_eq!(shown.matches("(../docs/dashboards/").count(), drawings.len());
 }

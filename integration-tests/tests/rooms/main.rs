@@ -322,6 +322,7 @@ const OTHERS: [(&str, &[&str]); 17] = [
             "store",
             "segments",
             "prometheus",
+            "dashboards",
             "seccomp",
             "suspended",
             "logged",
