@@ -207,7 +207,11 @@ impl Status {
                 state.to_owned(),
                 match (dedup, &vm.store) {
                     (Some(dedup), _) => account::condition(dedup).to_owned(),
-                    (None, Some(_)) => "not connected".to_owned(),
+                    (None, Some(domain)) => match self.accounts.get(domain) {
+                        Some(Ok(_)) => "not connected".to_owned(),
+                        Some(Err(Unheard::Silent(_))) => "store silent".to_owned(),
+                        _ => "store gone".to_owned(),
+                    },
                     (None, None) => "none".to_owned(),
                 },
                 told(&account::last_pass_text),

@@ -104,6 +104,35 @@ fn counters_start_at_zero_and_outlive_their_vm() {
     });
 }
 
+/// A service that lost its connection, as behind a store that stood still, comes again and maps everything anew.
+#[test]
+fn what_is_shared_counts_once_for_a_process_that_connects_again() {
+    let (server, address) = server();
+    let sharing = || {
+        value(
+            &get(address, "/metrics", ""),
+            "vmmdedup_pages_sharing{domain=\"default\"}",
+        )
+    };
+    let mut one = Client::connect(&server.socket, "one");
+    let slot = one.publish(&[page(1)])[0].unwrap();
+    let mut two = Client::connect(&server.socket, "two");
+    two.batch(&[], &[], &[(slot, 1)]);
+    assert_eq!(sharing(), Some(1.0));
+
+    drop(two);
+    eventually(Duration::from_secs(5), || {
+        value(
+            &get(address, "/metrics", ""),
+            "vmmdedup_orphans{domain=\"default\"}",
+        ) == Some(1.0)
+    });
+    assert_eq!(sharing(), Some(0.0));
+    let mut again = Client::connect(&server.socket, "two");
+    again.batch(&[], &[], &[(slot, 1)]);
+    assert_eq!(sharing(), Some(1.0));
+}
+
 #[test]
 fn hostile_reports_do_no_harm() {
     let (server, address) = server();

@@ -271,7 +271,7 @@ fn a_store_that_hangs_is_told_from_one_that_is_gone() {
     let output = host.run("status", &[]);
     let table = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(
-        table.contains(&format!("end it (process {store}), then")),
+        table.contains(&format!("end it (process {store}), then")) && table.contains("store silent"),
         "{table}"
     );
     assert!(host.status()["stores"][0]["state"] == "silent" && output.status.code() == Some(1));
