@@ -28,6 +28,7 @@ use report::Report;
 use serde::de::DeserializeOwned;
 use setup::Setup;
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use subject::Subject;
 use vmm_dedup::UseSource;
@@ -105,24 +106,41 @@ pub(crate) struct WorkerArgs {
 /// Runs the comparison.
 pub(crate) fn run(args: &MixedArgs, plots: &Plots) -> Result<(), Failure> {
     host::need_memory(u64::from(args.mib) << 21)?;
-    let cleanup = || drop(std::fs::remove_dir_all(children::folder("mixed")));
-    let report = termination::on_termination(cleanup, || compare(args))?;
-    match args.json {
-        true => print_json(&report)?,
-        false => report.print(),
-    }
-    plots.write(|| report.plots())
+    let breaks = args.breaks.unwrap_or_else(Breaker::usual);
+    let report = Report::new(args.mib, args.seconds, args.interval_ms, breaks);
+    let so_far = Arc::new(Mutex::new(report));
+    let (told, json) = (so_far.clone(), args.json);
+    let finish = move || {
+        drop(std::fs::remove_dir_all(children::folder("mixed")));
+        // Also of a run that is stopped: what was measured was measured.
+        show(&locked(&told), json);
+    };
+    termination::on_termination(finish, || compare(args, &so_far))?;
+    plots.write(|| locked(&so_far).plots())
 }
 
-fn compare(args: &MixedArgs) -> Result<Report, Failure> {
+fn locked(report: &Mutex<Report>) -> MutexGuard<'_, Report> {
+    report.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Shows what there is of a report.
+fn show(report: &Report, json: bool) {
+    match (report.is_empty(), json) {
+        (true, _) => {}
+        (false, false) => report.print(),
+        (false, true) => {
+            let _ = print_json(report).inspect_err(|failure| note!("{failure}"));
+        }
+    }
+}
+
+fn compare(args: &MixedArgs, report: &Mutex<Report>) -> Result<(), Failure> {
     let subjects = if args.policies.is_empty() {
         Subject::usual()
     } else {
         args.policies.clone()
     };
     let guests = !args.no_guests && can_run_guests();
-    let breaks = args.breaks.unwrap_or_else(Breaker::usual);
-    let mut report = Report::new(args.mib, args.seconds, args.interval_ms, breaks);
     for round in 1..=args.rounds {
         let mut turns: Vec<Option<Subject>> = std::iter::once(None)
             .chain(subjects.iter().copied().map(Some))
@@ -135,7 +153,7 @@ fn compare(args: &MixedArgs) -> Result<Report, Failure> {
             note!("round {round} of {}: {name}", args.rounds);
             let process = measure(args, subject, false)?;
             let guests = guests.then(|| measure(args, subject, true)).transpose()?;
-            report.add(Measured {
+            locked(report).add(Measured {
                 policy: name,
                 round,
                 process,
@@ -143,7 +161,7 @@ fn compare(args: &MixedArgs) -> Result<Report, Failure> {
             });
         }
     }
-    Ok(report)
+    Ok(())
 }
 
 fn can_run_guests() -> bool {

@@ -35,6 +35,10 @@ impl Report {
         }
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.rounds.is_empty()
+    }
+
     pub(super) fn add(&mut self, measured: Measured) {
         let name = measured.policy.clone();
         self.rounds.push(measured);

@@ -1,10 +1,13 @@
 //! What is wrong is said in one line, with what to do, and the hint can be pasted.
 
-use crate::host::{Host, hints, paste, text};
+use crate::host::{Host, Process, hints, paste, text};
 use rustix::process::Signal;
+use serde_json::Value;
 use std::fs;
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
+use std::process::Stdio;
 
 /// A user without any rights here.
 const NOBODY: u32 = 65_534;
@@ -76,6 +79,48 @@ fn hints_can_be_pasted() {
             assert!(pasted.status.success(), "{hint}: {}", text(&pasted.stderr));
         }
     }
+}
+
+#[test]
+fn a_bench_that_is_stopped_tells_what_it_has_measured() {
+    let enabled = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    if !rustix::process::geteuid().is_root()
+        || !enabled.contains("[madvise]") && !enabled.contains("[always]")
+    {
+        eprintln!("SKIPPED: the bench needs root, and 2 MiB pages");
+        return;
+    }
+    let host = Host::new();
+    let args =
+        "bench mixed --mib 64 --seconds 1 --interval-ms 100 --no-guests --json --policies ksm,no-splitting";
+    let mut bench = host.command(&args.split(' ').collect::<Vec<_>>());
+    let mut bench = Process(
+        bench
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("it runs"),
+    );
+    let mut said = BufReader::new(bench.0.stderr.take().expect("a pipe")).lines();
+    let second = said.find(|line| line.as_ref().is_ok_and(|line| line.ends_with(": ksm")));
+    assert!(
+        second.is_some(),
+        "it says where it is, although nobody sits at a terminal"
+    );
+
+    bench.send(Signal::INT);
+
+    let mut report = String::new();
+    let mut output = bench.0.stdout.take().expect("a pipe");
+    output.read_to_string(&mut report).expect("UTF-8");
+    let report: Value = serde_json::from_str(&report).expect("JSON");
+    let policies = report["policies"].as_array().expect("policies");
+    assert_eq!(
+        (policies.len(), &policies[0]["policy"]),
+        (1, &Value::from("none")),
+        "{report}"
+    );
+    assert_eq!(bench.0.wait().expect("a status").code(), Some(130));
 }
 
 #[test]
