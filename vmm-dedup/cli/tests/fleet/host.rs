@@ -9,6 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
+use vmm_dedup_host::process::Stat;
 
 /// Guests touch little, since the first touch of a page is slow where KVM is emulated: 1,024 pages each.
 pub(crate) const CMDLINE: &str =
@@ -228,13 +229,16 @@ fn processes_naming(folder: &str) -> Vec<String> {
     texts.filter(|text| text.contains(folder)).collect()
 }
 
-/// Sends a signal to a process by number.
+/// Sends a signal to a process by number. What is to stop has stopped then: on a busy machine that takes a moment.
 pub(crate) fn send(pid: &Value, signal: Signal) {
-    let pid = pid
-        .as_i64()
-        .and_then(|pid| i32::try_from(pid).ok())
-        .and_then(Pid::from_raw);
-    rustix::process::kill_process(pid.expect("a process"), signal).expect("kill");
+    let number = pid.as_u64().expect("a number");
+    let process = i32::try_from(number).ok().and_then(Pid::from_raw);
+    rustix::process::kill_process(process.expect("a process"), signal).expect("kill");
+    if signal == Signal::STOP {
+        wait_until("it stops", || {
+            Stat::of(number).is_some_and(|stat| stat.is_stopped())
+        });
+    }
 }
 
 /// Waits for a condition.

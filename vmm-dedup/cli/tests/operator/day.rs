@@ -1,7 +1,7 @@
 //! An operator's day: 60 steps and more on one host, typed into a shell. Each must end with the code that it should, say what it
 //! should, never panic; figures must be right, and a hint that is pasted must work.
 
-use crate::host::{COMMON_PAGES, Host, eventually, kvm_is_there, text};
+use crate::host::{COMMON_PAGES, Host, eventually, has_stopped, kvm_is_there, text};
 use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -399,6 +399,7 @@ fn a_day_of_sixty_steps() {
     // Night: a VM is stopped, one is killed, the store is killed.
     let frozen = day.pid("web-0");
     day.take(type_in(&format!("kill -STOP {frozen}")));
+    has_stopped(frozen);
     day.shows("vmm-dedup stat", "frozen");
     day.take(
         type_in("vmm-dedup fleet status fleet.toml")

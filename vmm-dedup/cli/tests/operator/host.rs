@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 use vmm_dedup::{Reason, Refusal, Refused};
+use vmm_dedup_host::process::Stat;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -19,6 +20,9 @@ pub(crate) struct Process(pub(crate) Child);
 impl Process {
     pub(crate) fn send(&self, signal: Signal) {
         rustix::process::kill_process(Pid::from_child(&self.0), signal).expect("kill");
+        if signal == Signal::STOP {
+            has_stopped(self.pid().into());
+        }
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -37,6 +41,13 @@ impl Drop for Process {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+/// Waits until a process to which SIGSTOP was sent has stopped: on a busy machine that takes a moment.
+pub(crate) fn has_stopped(pid: u64) {
+    eventually("it has stopped", || {
+        Stat::of(pid).is_some_and(|stat| stat.is_stopped()).then_some(())
+    });
 }
 
 /// Waits for something.

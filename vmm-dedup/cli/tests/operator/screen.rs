@@ -153,18 +153,20 @@ fn what_is_taken_back_and_a_store_that_goes_are_not_called_writes_of_the_guest()
 #[test]
 fn names_that_would_be_shown_otherwise_are_refused() {
     let host = Host::new();
-    let error = host.error(
-        &["run", "--payload", "--dedup", "store=/nonexistent,name=web 1"],
-        2,
+    let line = host.run(&["run", "--payload", "--dedup", "store=/nonexistent,name=web 1"]);
+    let error = text(&line.stderr);
+    assert_eq!(line.status.code(), Some(2), "{error}");
+    assert!(
+        error.contains("name is \"web 1\", but it must be 1 to 64"),
+        "{error}"
     );
-    assert!(error.contains("\"web 1\""), "{error}");
     for name in ["web 1", "", "ä", &"x".repeat(65)] {
         let error = host.error(
             &["run", "--payload", "--store", "/nonexistent", "--name", name],
             2,
         );
         assert!(
-            error.contains("use 1 to 64 letters, digits and any of -_.:/"),
+            error.contains("it must be 1 to 64 letters, digits and any of -_.:/"),
             "{error}"
         );
     }

@@ -15,7 +15,6 @@ use std::time::Duration;
 use vmm_dedup::{Breaks, Config, Options, Policy, Setup, Supervisor, UseSource, Verification};
 use vmm_dedup_fleet::dedup_file;
 use vmm_dedup_host::{Failure, kvm, note};
-use vmm_dedup_protocol::name::{MAX_NAME, Name};
 use vmm_dedup_refvmm::{ExitReason, RunningVm, ThpMode, Vm, VmConfig};
 
 /// Run one VM with the reference VMM; its serial console is this terminal.
@@ -153,14 +152,16 @@ impl RunArgs {
                 "--reserve-pages and --reserve-floor-mib need --breaks managed: the kernel's copies have no reserve",
             ));
         }
-        if let Some(Setup { agent, config, .. }) = self.setup()? {
-            if agent.is_some() {
+        if let Some(setup) = self.setup()? {
+            if setup.agent.is_some() {
                 return Err(Failure::usage(
                     "guests of the reference VMM have no vsock: leave agent out",
                 ));
             }
-            check_name(&config.name)?;
-            let checked = config.check_engines(&vmm_dedup_engines::engines());
+            let engines = vmm_dedup_engines::engines();
+            let checked = setup
+                .validate()
+                .and_then(|()| setup.config.check_engines(&engines));
             checked.map_err(|error| Failure::usage(error.to_string()))?;
         }
         Ok(())
@@ -215,16 +216,6 @@ impl RunArgs {
             },
             ..Config::default()
         })
-    }
-}
-
-/// A store would show other names than it was told: as much as has room, with what is not plain replaced.
-fn check_name(name: &str) -> Result<(), Failure> {
-    match !name.is_empty() && Name::new(name).text() == name {
-        true => Ok(()),
-        false => Err(Failure::usage(format!(
-            "the VM's name is {name:?}: use 1 to {MAX_NAME} letters, digits and any of -_.:/"
-        ))),
     }
 }
 
