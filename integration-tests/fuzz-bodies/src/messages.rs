@@ -165,8 +165,13 @@ fn canonical_refused(body: &[u8]) -> Option<Vec<u8>> {
 
 fn canonical_set(body: &[u8]) -> Option<Vec<u8>> {
     let in_range = |at: usize, most: u64| number::<4>(body, at).is_some_and(|value| value <= most);
-    let fits = body.len() == 24 + NAME && in_range(8, 3) && in_range(12, 100) && in_range(16, 1 << 24);
-    fits.then(|| [&body[..20], &[0; 4], &body[24..]].concat())
+    let fits = body.len() == 32 + NAME
+        && in_range(8, 3)
+        && in_range(12, 100)
+        && in_range(16, 1 << 24)
+        && in_range(20, 3_600_000)
+        && in_range(24, 100_000);
+    fits.then(|| [&body[..28], &[0; 4], &body[32..]].concat())
 }
 
 /// Sightings, withdrawals, ambiguous keys and references, in the order of their parts.
