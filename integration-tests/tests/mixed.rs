@@ -187,7 +187,12 @@ fn with_kernel_breaks_what_is_written_all_the_time_comes_back_and_loses_nothing(
     let turns = std::thread::scope(|scope| {
         let writer = scope.spawn(|| {
             for turn in 1u64.. {
-                (0..pages.count()).for_each(|page| pages.store(page, WORD, turn));
+                for page in 0..pages.count() {
+                    // Nobody else writes: what is there was written in the turn before.
+                    let lost = turn > 1 && pages.load(page, WORD) != turn - 1;
+                    assert!(!lost, "page {page} lost what was written in turn {}", turn - 1);
+                    pages.store(page, WORD, turn);
+                }
                 if end.load(Ordering::Acquire) == usize::MAX {
                     return turn;
                 }

@@ -160,6 +160,12 @@ fn what_a_service_did_before_it_knew_the_store_is_in_its_own_account_only() {
         breaks_kernel_total,
         ..Default::default()
     };
+    // It loses its first connection before it has reported anything.
+    drop(Client::connect(&server.socket, "web"));
+    eventually(Duration::from_secs(5), || {
+        let text = get(address, "/metrics", "");
+        value(&text, "vmmdedup_orphans{domain=\"default\"}") == Some(1.0)
+    });
     let mut vm = Client::connect(&server.socket, "web");
     let text = get(address, "/metrics", "");
     assert_eq!(value(&text, of_vm), None, "nothing is known of it: {text}");

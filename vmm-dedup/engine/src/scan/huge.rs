@@ -6,9 +6,8 @@ use crate::memory::page_map::PageMap;
 use crate::merge::moving_out;
 use crate::scan::order::Chunks;
 use crate::scan::pass::Pass;
-use crate::thp::collapse::{self, IfCopied};
 use crate::thp::duplicates::{self, Judgement};
-use crate::thp::{split, zeros};
+use crate::thp::{collapse, split, zeros};
 
 /// Tries in a pass to build a huge page of what is being written.
 const TRIES: usize = 4;
@@ -62,16 +61,18 @@ impl Pass {
         if !self.direct_io.glance() {
             return Ok(false);
         }
-        let (healer, mut with) = self.replacing();
-        let can_move = moving_out::can_move(&mut with, healer);
-        // Each try that takes a fork holds up the VM.
-        let if_copied = match can_move {
-            true if tries > 0 && !healer.forks_tell() => IfCopied::TryAgain,
-            true => IfCopied::WaitForInterval,
-            false => IfCopied::WaitForLonger,
-        };
         let (map, space) = (&mut self.map, &mut self.space);
-        let again = collapse::collapse(map, space, &mut self.account, self.number, at, if_copied);
+        let copied = collapse::collapse(map, space, &mut self.account, self.number, at);
+        let mut again = false;
+        if copied {
+            let (healer, mut with) = self.replacing();
+            // Each try that takes a fork holds up the VM.
+            let tells = moving_out::can_move(&mut with, healer) && !healer.forks_tell();
+            again = tells && tries > 0;
+            if !again {
+                collapse::put_off_copied(&mut self.map, &mut self.account, at, tells);
+            }
+        }
         self.account.lap(|cpu| &mut cpu.merge);
         self.show_progress();
         self.yield_and_poll()?;

@@ -73,37 +73,38 @@ enum NotBuilt {
     Other,
 }
 
-/// What becomes of a range in which the kernel copied a page on write since such pages were moved out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum IfCopied {
-    /// They are moved out, and it is tried, again: it counts as no try yet.
-    TryAgain,
-    /// The same in the next interval.
-    WaitForInterval,
-    /// It waits as for what is pinned: nothing tells that they are not.
-    WaitForLonger,
-}
-
-/// Builds a huge page of a chunk's small ones, or notes why not; whether it is to be tried again. On a failure some of them may have
-/// gone back to private memory.
+/// Builds a huge page of a chunk's small ones, or notes why not. On a failure some of them may have gone back to private memory.
+///
+/// Whether the kernel copied a page on write since such pages were moved out. That is not noted: they may be moved out again, or the
+/// chunk is to be [put off](put_off_copied).
 pub(crate) fn collapse(
     map: &mut PageMap,
     space: &mut AddressSpace,
     account: &mut Account,
     pass: u64,
     at: usize,
-    if_copied: IfCopied,
 ) -> bool {
     let done = try_to_collapse(map, space, account, pass, at);
     space.scratch.free();
-    let Err(reason) = done else {
-        map.note_collapsed(at);
-        account.stats.huge_rebuilt_total += 1;
-        return false;
-    };
-    if (reason, if_copied) == (NotBuilt::Copied, IfCopied::TryAgain) {
-        return true;
+    match done {
+        Ok(()) => {
+            map.note_collapsed(at);
+            account.stats.huge_rebuilt_total += 1;
+        }
+        Err(NotBuilt::Copied) => return true,
+        Err(reason) => put_off(map, account, at, reason, PAUSE),
     }
+    false
+}
+
+/// A chunk of which the kernel copied a page stays small: until the next interval if something `tells` that such pages are not pinned,
+/// else as long as for a pinned one.
+pub(crate) fn put_off_copied(map: &mut PageMap, account: &mut Account, at: usize, tells: bool) {
+    let pause = if tells { BRIEF_PAUSE } else { PAUSE };
+    put_off(map, account, at, NotBuilt::Copied, pause);
+}
+
+fn put_off(map: &mut PageMap, account: &mut Account, at: usize, reason: NotBuilt, pause: u8) {
     log::debug!("the {at}th 2 MiB stay small: {reason:?}");
     let counter = match reason {
         NotBuilt::Pinned | NotBuilt::Copied => &mut account.stats.rebuild_pinned_total,
@@ -111,10 +112,8 @@ pub(crate) fn collapse(
         NotBuilt::Other => &mut account.stats.rebuild_other_total,
     };
     *counter += 1;
-    let brief = (reason, if_copied) == (NotBuilt::Copied, IfCopied::WaitForInterval);
-    map.delay_rebuild(at, if brief { BRIEF_PAUSE } else { PAUSE });
+    map.delay_rebuild(at, pause);
     map.requeue_chunk(at);
-    false
 }
 
 fn try_to_collapse(
@@ -199,7 +198,10 @@ fn put_in_place(
         space.take_broken(map, account);
         match try_to_put_in_place(map, space, account, pages, fresh) {
             Some(Ok(())) => {
-                pages.clone().for_each(|page| map.made_private(page));
+                for page in pages.clone() {
+                    account.stats.unmerged_total += u64::from(map.backing(page).maps_a_slot());
+                    map.made_private(page);
+                }
                 map.note_own_mapping(at);
                 return Ok(());
             }

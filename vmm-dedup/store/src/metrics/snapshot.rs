@@ -21,9 +21,11 @@ pub(super) struct Times {
 impl Times {
     fn now(started_ms: u64) -> Self {
         let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let booted = unix.as_secs_f64() - clock::since_boot().as_secs_f64();
         Self {
             started_ms,
-            booted: unix.as_secs_f64() - clock::since_boot().as_secs_f64(),
+            // Two readings of two clocks differ a little each time; what they tell of is to be the same number each time.
+            booted: (booted * 10.0).round() / 10.0,
         }
     }
 

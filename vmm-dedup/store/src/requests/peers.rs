@@ -66,7 +66,8 @@ pub(crate) enum Phase {
     /// The socket is gone, the process may live: see [`crate::ledger::lifetime`].
     Orphan {
         name: String,
-        stats: Box<ServiceStats>,
+        /// What it had reported, if it ever had.
+        stats: Option<Box<ServiceStats>>,
     },
 }
 
@@ -210,7 +211,8 @@ impl Peers {
         } else {
             Parting::AwaitEnd
         };
-        let (name, stats) = (service.name.clone(), Box::new(service.stats));
+        let stats = service.has_reported.then(|| Box::new(service.stats));
+        let name = service.name.clone();
         peer.phase = Phase::Orphan { name, stats };
         peer.outbox = None;
         parting
@@ -264,7 +266,10 @@ impl Peers {
     /// on counting where it was.
     pub(crate) fn reported_before(&self, pid: u32, name: &str) -> Option<ServiceStats> {
         self.peers.values().find_map(|peer| match &peer.phase {
-            Phase::Orphan { name: old, stats } if peer.pid == pid && old == name => Some(**stats),
+            Phase::Orphan {
+                name: old,
+                stats: Some(stats),
+            } if peer.pid == pid && old == name => Some(**stats),
             _ => None,
         })
     }
