@@ -53,6 +53,9 @@ impl Breaks {
         heal_without_fork: false,
     };
 
+    /// The service's, with a reserve of a usual size: 1024 pages, refilled while the host has 256 MiB available.
+    pub const MANAGED: Self = Self::managed(1024, 256 << 20);
+
     /// The service's, with a reserve of so many pages, to be refilled while the host has so many bytes available, and the
     /// default budget for forks.
     #[must_use]

@@ -10,16 +10,13 @@
 
 use crate::config::agent::AGENT;
 use crate::config::setup::STORE;
-use crate::config::{Config, Setup};
+use crate::config::{Breaks, Config, Setup};
 use crate::error::Error;
 use serde::{Deserialize, Deserializer, Serializer};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
-
-/// A reserve for managed breaks that does not say its size, pages, and the memory below which it is not refilled, bytes.
-const RESERVE: (u64, u64) = (1024, 256 << 20);
 
 impl TryFrom<Map<String, Value>> for Config {
     type Error = Error;
@@ -105,8 +102,15 @@ fn complete(fields: &mut Map<String, Value>) -> Result<(), String> {
     match (mode.to_owned().as_str(), breaks.as_object_mut()) {
         ("kernel", Some(_)) => Ok(()),
         ("managed", Some(breaks)) => {
-            breaks.entry("reserve_pages").or_insert(RESERVE.0.into());
-            breaks.entry("floor_bytes").or_insert(RESERVE.1.into());
+            if let Breaks::Managed {
+                reserve_pages,
+                floor_bytes,
+                ..
+            } = Breaks::MANAGED
+            {
+                breaks.entry("reserve_pages").or_insert(reserve_pages.into());
+                breaks.entry("floor_bytes").or_insert(floor_bytes.into());
+            }
             Ok(())
         }
         _ => Err(

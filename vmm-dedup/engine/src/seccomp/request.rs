@@ -1,4 +1,4 @@
-//! What ioctl is asked for: the one place for these numbers, for filters and for those who ask (`sys`). Source: Linux,
+//! What ioctl is asked for: the engine's one place for these numbers, for filters and for those who ask (`sys`). Source: Linux,
 //! include/uapi/asm-generic/ioctl.h, linux/userfaultfd.h, linux/fs.h.
 
 const NONE: u32 = 0;

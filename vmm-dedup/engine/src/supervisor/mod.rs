@@ -28,6 +28,7 @@
 //! | call | before `attach` | while it starts, or waits | while it serves | when the VM is refused |
 //! | --- | --- | --- | --- | --- |
 //! | `attach` | begins | `Attached` | `Attached` | `Attached` |
+//! | `attach_with` | begins, or is refused for its settings | nothing | nothing | nothing |
 //! | `add_*` | `Detached`, if anybody asks (`start`) | noted, what is new of it | added, what is new of it | noted |
 //! | `remove_range` | nothing | forgotten | forgotten | forgotten by the discarder |
 //! | `nested_guests`, where KVM leaves no trace | `Detached` | as `refuse` | as `refuse` | once |

@@ -2,7 +2,7 @@
 //! `store=/run/store.sock,name=web1`.
 //!
 //! docs/embedding.md walks through it. All that concerns dedup is in lines that name something of it, and what goes on with these: `grep
-//! -niE "supervisor|discarder|dedup|setup|lease|pinned" src/*.rs` shows them, and `tests/embedded.rs` counts them. The machine is a small one, on KVM by kvm-ioctls: a vCPU ([`vm`]) that
+//! -niE "supervisor|discarder|dedup|setup|lease|pinned|hostrange|refusal" src/*.rs` shows them, and `tests/embedded.rs` counts them. The machine is a small one, on KVM by kvm-ioctls: a vCPU ([`vm`]) that
 //! is entered by PVH ([`boot`]), a serial line and a virtio balloon ([`ports`], [`balloon`]), a device that pins memory ([`device`]),
 //! snapshots ([`snapshot`]).
 //!

@@ -611,7 +611,16 @@ mod scenario {
 }
 
 /// What a line of dedup names.
-const NAMES: [&str; 6] = ["supervisor", "discarder", "dedup", "setup", "lease", "pinned"];
+const NAMES: [&str; 8] = [
+    "supervisor",
+    "discarder",
+    "dedup",
+    "setup",
+    "lease",
+    "pinned",
+    "hostrange",
+    "refusal",
+];
 
 /// What dedup takes of a VMM's source: every line of code that names it, and those that go on with what such a line begins.
 fn glue(text: &str) -> usize {

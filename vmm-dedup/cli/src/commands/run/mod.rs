@@ -82,7 +82,7 @@ pub(crate) struct RunArgs {
     breaks: BreakMode,
     /// How long the VM's faults may be held up by a fork that tells which of the pages that the kernel copied are pinned,
     /// microseconds; 0: no forks.
-    #[arg(long, default_value_t = Breaks::KERNEL.heal_stall_us(), requires = "store", conflicts_with = "dedup", value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
+    #[arg(long, default_value_t = Breaks::KERNEL.heal_stall_us(), requires = "store", conflicts_with = "dedup")]
     heal_stall_us: u64,
     /// With managed breaks: pages kept ready for writers [default: 1024].
     #[arg(long, requires = "store", conflicts_with = "dedup", value_parser = RangedU64ValueParser::<usize>::new().range(1..=16_777_216))]
@@ -158,10 +158,7 @@ impl RunArgs {
                     "guests of the reference VMM have no vsock: leave agent out",
                 ));
             }
-            let engines = vmm_dedup_engines::engines();
-            let checked = setup
-                .validate()
-                .and_then(|()| setup.config.check_engines(&engines));
+            let checked = setup.check(&vmm_dedup_engines::engines());
             checked.map_err(|error| Failure::usage(error.to_string()))?;
         }
         Ok(())
@@ -187,19 +184,24 @@ impl RunArgs {
         if let Some(path) = &self.dedup_config {
             return dedup_file::read(path);
         }
-        let heal_stall_us = self.heal_stall_us;
-        let breaks = match self.breaks {
-            BreakMode::Kernel => Breaks::Kernel {
-                heal_stall_us,
-                heal_without_fork: false,
-            },
-            BreakMode::Managed => Breaks::Managed {
-                reserve_pages: self.reserve_pages.unwrap_or(1024),
-                floor_bytes: self.reserve_floor_mib.unwrap_or(256) << 20,
-                heal_stall_us,
-                heal_without_fork: false,
-            },
+        let mut breaks = match self.breaks {
+            BreakMode::Kernel => Breaks::KERNEL,
+            BreakMode::Managed => Breaks::MANAGED,
         };
+        match &mut breaks {
+            Breaks::Kernel { heal_stall_us, .. } => *heal_stall_us = self.heal_stall_us,
+            Breaks::Managed {
+                reserve_pages,
+                floor_bytes,
+                heal_stall_us,
+                ..
+            } => {
+                *heal_stall_us = self.heal_stall_us;
+                *reserve_pages = self.reserve_pages.unwrap_or(*reserve_pages);
+                *floor_bytes = self.reserve_floor_mib.map_or(*floor_bytes, |mib| mib << 20);
+            }
+            _ => {} // there are no others
+        }
         Ok(Config {
             name: self.name.clone(),
             pass_period_ms: self.pass_period_ms,
