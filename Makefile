@@ -24,26 +24,27 @@ demo: setup ## four guests that share memory, watched live and verified at the e
 test: setup ## all tests
 	.ci/test $(CARGO) $(CARGOFLAGS)
 
-# The engine with each of its features alone, and the crates that a VMM takes as they would be published.
+# The crates that are for others: see `publish` in Cargo.toml.
+PUBLISHED = $(addprefix -p vmm-dedup,-protocol -agent-wire -agent-receiver -packed) -p vmm-dedup -p vmm-dedup-hints
+
+# The engine with each of its features alone, and the crates that are for others as they would be published.
 lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy $(CARGOFLAGS) --workspace --all-targets -- -D warnings
 	for feature in "" agent forks pack privileged settings seccomp; do \
 		$(CARGO) clippy $(CARGOFLAGS) --quiet -p vmm-dedup --lib --no-default-features --features "$$feature" -- -D warnings || exit; \
 	done
-	$(CARGO) package $(CARGOFLAGS) --quiet --no-verify --allow-dirty -p vmm-dedup-protocol -p vmm-dedup-agent-wire \
-		-p vmm-dedup-agent-receiver -p vmm-dedup-packed -p vmm-dedup
+	$(CARGO) package $(CARGOFLAGS) --quiet --no-verify --allow-dirty $(PUBLISHED)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGOFLAGS) --workspace --no-deps --document-private-items
 
 # As `lint` packs them, but each is also built from nothing but its package.
-package: setup ## the crates that a VMM takes, as they would be published, each built from its package
-	$(CARGO) package $(CARGOFLAGS) --allow-dirty -p vmm-dedup-protocol -p vmm-dedup-agent-wire \
-		-p vmm-dedup-agent-receiver -p vmm-dedup-packed -p vmm-dedup
+package: setup ## the crates that are for others, as they would be published, each built from its package
+	$(CARGO) package $(CARGOFLAGS) --allow-dirty $(PUBLISHED)
 
 deb: setup ## Debian packages of command line and store, preload library and guest agent, in target/debian
 	vmm-dedup/packaging/build-debs target/debian
 
-# In no CI: making the minimal Debian alone takes minutes.
+# The tests do so with what they have built.
 check-deb: setup ## the packages installed, used, upgraded and removed in a minimal Debian (root, KVM, mmdebstrap)
 	vmm-dedup/packaging/check-deb
 

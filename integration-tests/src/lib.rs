@@ -5,6 +5,7 @@
 
 pub mod dashboards;
 pub mod direct_io;
+pub mod dying;
 pub mod failing;
 pub mod follow_chaos;
 pub mod guests;

@@ -67,7 +67,8 @@ impl Pages {
         self.advise(libc::MADV_HUGEPAGE);
     }
 
-    fn advise(&self, advice: i32) {
+    /// Advises the kernel for all pages, in a way that leaves their content.
+    pub fn advise(&self, advice: i32) {
         // SAFETY: our own mapping. Where there are no huge pages this fails, and tests look at what they got.
         unsafe { libc::madvise(self.base as *mut _, self.count * PAGE_SIZE, advice) };
     }

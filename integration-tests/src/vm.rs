@@ -189,15 +189,11 @@ fn supervise(vm: &Vm, store: &Path, config: Config) -> Supervisor {
         vouch_for_pins: true,
         ..Options::default()
     };
-    let supervisor = Supervisor::spawn(options).expect("it starts");
     let setup = Setup {
         store: store.to_owned(),
         agent: None,
         config,
     };
-    supervisor.attach(setup).expect("settings are right");
     let memory = Arc::new(vm.memory().clone());
-    supervisor.add_memory(memory).expect("memory is aligned");
-    supervisor.start().expect("dedup starts");
-    supervisor
+    Supervisor::serving(options, setup, |supervisor| supervisor.add_memory(memory)).expect("dedup starts")
 }

@@ -229,6 +229,38 @@ fn the_pass_period_and_the_stop_target_change_at_once() {
     service.stop(true).expect("it stops");
 }
 
+/// However rare passes are.
+#[test]
+fn what_a_vmm_changes_itself_is_shown_at_once() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let pages = Pages::map(64);
+    let rare = Config {
+        pass_period_ms: 3_600_000,
+        breaks: Breaks::managed(16, 0),
+        ..config("rare")
+    };
+    let service = pages.serve(&store.socket(), rare).expect("dedup starts");
+    eventually("it has passed once", || service.stats().passes_total == 1);
+    let mut observer = Observer::connect(&store.socket()).expect("an observer");
+    let mut told = || observer.stats().expect("stats").1[0].stats;
+    let settings = Settings {
+        cpu_percent: Some(7),
+        stop_target_us: Some(55),
+        ..Settings::default()
+    };
+
+    service.set(settings).expect("it is set");
+    eventually("the store tells of it", || {
+        (told().cpu_percent, told().stop_target_us) == (7, 55)
+    });
+    service.set_reserve(32, 0);
+    eventually("the store tells of the reserve", || told().reserve_target == 32);
+
+    assert_eq!(service.stats().passes_total, 1);
+    service.stop(true).expect("it stops");
+}
+
 #[test]
 fn a_reserve_that_is_not_there_is_not_set() {
     need_userfaultfd!();

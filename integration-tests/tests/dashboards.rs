@@ -198,13 +198,16 @@ fn every_alert_has_a_test() {
     }
 }
 
+/// The runbook, wherever the operator's Prometheus says that it is served.
+const RUNBOOK: &str = r#"runbook_url: '{{ or $externalLabels.vmm_dedup_docs "docs/" }}runbook.md"#;
+
 /// An alert and the place of its paragraph, as in the rules.
 fn runbook_links(rules: &str) -> Vec<(&str, &str)> {
     let alerts = rules.split("- alert: ").skip(1);
     let read = |alert| {
         let mut lines = str::lines(alert);
         let name = lines.next().unwrap_or_default();
-        let link = lines.find_map(|line| line.trim().strip_prefix("runbook_url: "));
+        let link = lines.find_map(|line| line.trim().strip_prefix(RUNBOOK));
         (name, link.unwrap_or_else(|| panic!("{name} has no runbook_url")))
     };
     alerts.map(read).collect()
@@ -221,7 +224,7 @@ fn every_alert_links_to_its_paragraph_of_the_runbook() {
         .collect();
     assert!(links.len() > 10, "{links:?}");
     for (alert, link) in &links {
-        assert_eq!(*link, format!("docs/runbook.md#{}", alert.to_lowercase()));
+        assert_eq!(*link, format!("#{}'", alert.to_lowercase()));
         let paragraph = runbook.split(&format!("## {alert}\n")).nth(1);
         let paragraph = paragraph.unwrap_or_else(|| panic!("the runbook has no {alert}"));
         let paragraph = paragraph.split("\n## ").next().unwrap_or_default();
@@ -234,6 +237,33 @@ fn every_alert_links_to_its_paragraph_of_the_runbook() {
         headings.iter().all(|heading| alerts.contains(heading)),
         "{headings:?}"
     );
+}
+
+/// The pieces of a text that are between backquotes.
+fn code(text: &str) -> Vec<&str> {
+    text.split('`').skip(1).step_by(2).collect()
+}
+
+#[test]
+fn commands_for_alerts_are_as_they_are_typed() {
+    let read = |name: &str| std::fs::read_to_string(folder().join(name)).expect("a file");
+    let (rules, runbook) = (read("vmm-dedup.rules.yml"), read("../docs/runbook.md"));
+    let mut commands = 0;
+    for alert in rules.split("- alert: ").skip(1) {
+        let name = alert.lines().next().unwrap_or_default();
+        let of_a_vm = alert.contains("{{ $labels.vm }}");
+        let paragraph = runbook.split(&format!("## {name}\n")).nth(1).unwrap_or_default();
+        let paragraph = paragraph.split("\n## ").next().unwrap_or_default();
+        for command in code(alert).into_iter().chain(code(paragraph)) {
+            let mut words = command.split_whitespace();
+            commands += usize::from(words.clone().next() == Some("vmm-dedup"));
+            assert!(
+                words.all(|word| !word.ends_with("=N") && word != "..." && (of_a_vm || word != "VM")),
+                "{name}: `{command}`"
+            );
+        }
+    }
+    assert!(commands > 15, "{commands}");
 }
 
 /// Against the types that Grafana generates from its schema (npm package @grafana/schema), by the TypeScript compiler.
@@ -293,6 +323,27 @@ fn the_first_screen_answers_each_question() {
     }
 }
 
+#[test]
+fn each_row_of_panels_answers_a_question() {
+    let shown = std::fs::read_to_string(folder().join("README.md")).expect("a file");
+    for (at, name) in DASHBOARDS.into_iter().enumerate() {
+        let answers = FIRST_SCREEN.iter().flat_map(|(question, _)| {
+            let row = format!("| {question}? |").to_lowercase();
+            let is_asked = |line: &&str| line.to_lowercase().starts_with(&row);
+            let line = shown.lines().find(is_asked);
+            let line = line.unwrap_or_else(|| panic!("dashboards/README.md does not ask {question}"));
+            let rows = line.split('|').nth(at + 2).unwrap_or_default().split(';');
+            rows.map(str::trim).filter(|row| !row.is_empty())
+        });
+        let dashboard = read(name);
+        let rows = array(&dashboard, "panels")
+            .iter()
+            .filter(|panel| panel["type"] == "row");
+        let rows: HashSet<&str> = rows.map(|row| text(row, "title")).collect();
+        assert_eq!(answers.collect::<HashSet<&str>>(), rows, "{name}.json");
+    }
+}
+
 /// What Grafana takes silently and shows wrongly.
 #[test]
 fn panels_are_whole() {
@@ -323,11 +374,21 @@ fn panels_are_whole() {
             );
             let targets = array(panel, "targets");
             assert!(!targets.is_empty(), "{place} asks for nothing");
+            // Of a time, Grafana shows the last figure that there was, also of a store that has gone meanwhile.
+            let is_now = panel["type"] == "stat" || panel["type"] == "table";
             for target in targets {
+                assert_eq!(target["instant"], is_now, "{place}: of a time, or of now");
                 assert_eq!(text(&target["datasource"], "uid"), "${datasource}", "{place}");
                 assert!(
                     text(target, "expr").contains("instance=~\"$instance\""),
                     "{place}: not of the chosen hosts"
+                );
+                // On one axis with its limit, what is used of it is hardly to be seen: the rules have ratios.
+                assert!(
+                    !["_max{", "_target_pages{"]
+                        .iter()
+                        .any(|limit| text(target, "expr").contains(limit)),
+                    "{place} draws a limit"
                 );
             }
         }

@@ -208,6 +208,44 @@ fn with_kernel_breaks_what_is_written_all_the_time_comes_back_and_loses_nothing(
     assert!((0..pages.count()).all(|page| pages.load(page, WORD) == turns));
 }
 
+/// What is written in all of a range that was huge is known in the next pass, and a single page after as many passes as the range
+/// has parts.
+#[test]
+fn what_the_kernel_copied_where_pages_were_huge_is_found_at_once() {
+    need_userfaultfd!();
+    const PARTS: usize = 16;
+    let store = StoreThread::start();
+    let pages = pairs(4);
+    huge_pages_or_skip!(&pages);
+    let config = Config {
+        // Passes come when they are called for.
+        pass_period_ms: 3_600_000,
+        breaks: Config::default().breaks,
+        ..config(Policy::Smartmd)
+    };
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
+    let shared = (4 * (HUGE_PAGES - PROBES)) as u64;
+    let start = Instant::now();
+    let mut before = service.pass().expect("a pass");
+    while before.pages_mapped != shared {
+        assert!(start.elapsed() < PATIENCE, "the pairs are not shared: {before:?}");
+        std::thread::sleep(Duration::from_millis(10));
+        before = service.pass().expect("a pass");
+    }
+    let write = |page| pages.store(page, 0, pages.expected(id(page), 0));
+    let copied = |stats: &ServiceStats| stats.breaks_kernel_total - before.breaks_kernel_total;
+    let single = 3 * HUGE_PAGES + 7;
+    write(single);
+    let mut passes = 0..PARTS;
+    let found = passes.any(|_| copied(&service.pass().expect("a pass")) > 0);
+    assert!(found, "not within as many passes as there are parts");
+    (HUGE_PAGES..2 * HUGE_PAGES).for_each(write);
+    let stats = service.pass().expect("a pass");
+    assert_eq!(copied(&stats), (1 + HUGE_PAGES - PROBES) as u64, "{stats:?}");
+    service.stop(true).expect("it stops");
+    assert!((0..pages.count()).all(|page| pages.holds(page, id(page))));
+}
+
 #[test]
 fn huge_pages_of_zeros_are_given_up_whole() {
     need_userfaultfd!();

@@ -31,7 +31,7 @@ fn a_writer_waits_for_the_reserve_and_goes_on_when_there_is_one() {
     let mut stats = service.pass().expect("a pass");
     while stats.waiting_writers == 0 {
         assert!(
-            start.elapsed() < Duration::from_secs(10),
+            start.elapsed() < Duration::from_secs(60),
             "nobody waits: {stats:?}"
         );
         stats = service.pass().expect("a pass");
@@ -48,7 +48,12 @@ fn a_writer_waits_for_the_reserve_and_goes_on_when_there_is_one() {
     service.set_reserve(RESERVE, 0);
     writer.join().expect("the writer ends");
     let stats = service.pass().expect("a pass");
-    assert_eq!(stats.breaks_managed_total, PAGES as u64);
+    // What was broken ahead of the writer may have been merged again before he came.
+    let breaks = stats.breaks_managed_total;
+    assert!(
+        (PAGES as u64..=(PAGES + RESERVE) as u64).contains(&breaks),
+        "{stats:?}"
+    );
     for page in 0..PAGES {
         assert_eq!(
             (pages.load(page, 9), pages.load(page, 10)),

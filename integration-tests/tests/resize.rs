@@ -401,6 +401,39 @@ fn memory_can_come_and_go() {
     service.stop(true).expect("it stops");
 }
 
+/// A vCPU that writes memory which was removed, and not unmapped yet, goes on.
+fn removed_memory_is_written(breaks: Breaks) {
+    let store = StoreThread::start();
+    let pages = std::sync::Arc::new(Pages::map(600));
+    fill(&pages);
+    let service = pages
+        .serve(&store.socket(), config(breaks))
+        .expect("dedup starts");
+    wait_until("sharing", || mapped(&service) == 600);
+    service
+        .remove_range(range(&pages, 100, 300))
+        .expect("it is removed");
+    let theirs = pages.clone();
+    let writer = std::thread::spawn(move || (100..400).for_each(|page| theirs.store(page, 5, 77)));
+    wait_until("writing what was removed", || writer.is_finished());
+    writer.join().expect("the writer ends");
+    (100..400).for_each(|page| assert_eq!(pages.load(page, 5), 77, "page {page}"));
+    service.stop(true).expect("it stops");
+    (0..600).for_each(|page| pages.store(page, 6, 78));
+}
+
+#[test]
+fn nobody_waits_for_memory_that_was_removed() {
+    need_userfaultfd!();
+    removed_memory_is_written(Breaks::KERNEL);
+}
+
+#[test]
+fn nobody_waits_for_memory_that_was_removed_with_managed_breaks() {
+    need_userfaultfd!();
+    removed_memory_is_written(MANAGED);
+}
+
 #[test]
 fn released_memory_is_anonymous_and_free_for_another_userfaultfd() {
     need_userfaultfd!();

@@ -91,7 +91,10 @@ fn a_paused_service_does_not_scan() {
     service.resume();
     let start = Instant::now();
     while service.stats().passes_total == passes {
-        assert!(start.elapsed() < Duration::from_secs(5), "no pass after resuming");
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "no pass after resuming"
+        );
         std::thread::sleep(Duration::from_millis(10));
     }
 }

@@ -197,12 +197,17 @@ fn what_the_kernel_copied_is_not_merged_again_while_nothing_tells_of_pins() {
         heal_without_fork: false,
     };
     let guests = boot_two(&store, ThpMode::Never, rewriting, no_healing);
-    wait_until("breaks", || guests.iter().all(|g| g.stats().pages_broken >= 500));
+    // Both guests together: a page that its guest rewrites just when the service merges it is left
+    // out, and once the other guest's page is broken nothing is left to share with.
+    let broken = || -> u64 { guests.iter().map(|g| g.stats().pages_broken).sum() };
+    wait_until("breaks", || broken() >= 500);
     // The broken pages were restored and rest; they are equal again and must stay as they are.
     std::thread::sleep(Duration::from_secs(1));
+    assert!(broken() >= 500);
     for guest in guests {
-        assert!(guest.stats().merges_total <= COMMON_MIB * PAGES_PER_MIB + 4 * PAGES_PER_MIB + 1024);
-        assert!(guest.stats().pages_broken >= 500);
+        let stats = guest.stats();
+        assert_eq!(stats.heals_total, 0);
+        assert!(stats.merges_total <= COMMON_MIB * PAGES_PER_MIB + 4 * PAGES_PER_MIB + 1024);
         assert!(guest.finish().0.ok);
     }
     drop(pinned);

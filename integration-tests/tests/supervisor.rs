@@ -2,11 +2,16 @@
 //! guest memory, have tests in the engine.)
 #![allow(unsafe_code)] // guest memory
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 use vmm_dedup::refusal::{confidential, left_over, protected};
-use vmm_dedup::{Breaks, Config, Error, HostRange, Lease, Options, ServiceStats, Setup, Status, Supervisor};
+use vmm_dedup::seccomp::Part;
+use vmm_dedup::{
+    AgentSocket, Breaks, Config, Error, HostRange, Lease, Options, ServiceStats, Setup, Status, Supervisor,
+    Switch,
+};
+use vmm_dedup_integration_tests::dying::kill_scanner;
 use vmm_dedup_integration_tests::memory::Pages;
 use vmm_dedup_integration_tests::store::StoreThread;
 use vmm_dedup_integration_tests::{alone, need_userfaultfd};
@@ -18,8 +23,10 @@ const PAGES: usize = 1024;
 /// What is taken for memory of its own by calls that concern a part.
 const PART: usize = PAGES / 4;
 const PATIENCE: Duration = Duration::from_secs(60);
-/// A question to a store that hangs takes 5 s; twice that is no hang.
-const ANSWERED: Duration = Duration::from_secs(10);
+/// A question to a store that hangs takes 5 s; four times that is no hang.
+const ANSWERED: Duration = Duration::from_secs(20);
+/// A supervisor that nobody calls looks every 10 s whether its service lives.
+const FOUND_DEAD: Duration = Duration::from_secs(60);
 
 struct Guest {
     supervisor: Supervisor,
@@ -28,9 +35,13 @@ struct Guest {
 
 impl Guest {
     fn new() -> Self {
+        Self::with(Options::default())
+    }
+
+    fn with(options: Options) -> Self {
         let options = Options {
             vouch_for_pins: true,
-            ..Options::default()
+            ..options
         };
         let guest = Self {
             supervisor: Supervisor::spawn(options).expect("it starts"),
@@ -59,16 +70,7 @@ impl Guest {
     }
 
     fn attach_at(&self, store: std::path::PathBuf) -> Result<(), Error> {
-        let config = Config {
-            cpu_percent: 100,
-            pass_period_ms: 10,
-            breaks: Breaks::Kernel {
-                heal_stall_us: 5000,
-                heal_without_fork: true,
-            },
-            ..Config::default()
-        };
-        let agent = None;
+        let (agent, config) = (None, config());
         self.supervisor.attach(Setup { store, agent, config })
     }
 
@@ -92,6 +94,18 @@ impl Guest {
 
     fn check(&self) {
         assert!((0..PAGES).all(|page| self.pages.holds(page, twin(page))));
+    }
+}
+
+fn config() -> Config {
+    Config {
+        cpu_percent: 100,
+        pass_period_ms: 10,
+        breaks: Breaks::Kernel {
+            heal_stall_us: 5000,
+            heal_without_fork: true,
+        },
+        ..Config::default()
     }
 }
 
@@ -203,6 +217,275 @@ fn memory_that_a_vm_has_left_shared_is_refused_by_that_reason_until_it_is_new() 
     guest.attach(&store).expect("it fits");
     guest.add();
     guest.wait("sharing", |s| s.pages_mapped > PAGES as u64 / 4);
+    guest.supervisor.detach(true).expect("it ends");
+    guest.check();
+}
+
+#[test]
+fn a_vm_that_ends_leaves_the_store_although_its_process_goes_on() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let guest = Guest::sharing(&store);
+    for _reboot in 0..2 {
+        guest.supervisor.detach(false).expect("it ends");
+        let start = Instant::now();
+        let account = || {
+            let (store, vms) = Observer::connect(&store.socket()).ok()?.stats().ok()?;
+            Some((store.pages_shared, store.slots_limbo, vms.len()))
+        };
+        while account() != Some((0, 0, 0)) {
+            assert!(start.elapsed() < PATIENCE, "{:?} are left", account());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // Whatever becomes of the slots, what is still read of the memory is right.
+        guest.check();
+        guest.renew();
+        guest.attach(&store).expect("the next VM begins");
+        guest.add();
+        guest.wait("sharing", |s| s.pages_mapped > PAGES as u64 / 4);
+    }
+    guest.supervisor.detach(true).expect("it ends");
+}
+
+#[test]
+fn what_a_vm_shares_stays_counted_when_only_its_supervisor_goes() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let Guest { supervisor, pages } = Guest::sharing(&store);
+    drop(supervisor);
+    let account = || {
+        let (store, vms) = Observer::connect(&store.socket()).ok()?.stats().ok()?;
+        Some((store.pages_shared, vms.len()))
+    };
+    let start = Instant::now();
+    while account().is_none_or(|(_, vms)| vms > 0) {
+        assert!(start.elapsed() < PATIENCE, "{:?} are left", account());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // What a service that says goodbye has held is free within some of these.
+    for _ in 0..40 {
+        assert!(
+            account().is_none_or(|(slots, _)| slots > 0),
+            "slots that are mapped are free"
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!((0..PAGES).all(|page| pages.holds(page, twin(page))));
+}
+
+/// Lets the scanning thread die.
+fn kill_service(guest: &Guest) {
+    kill_scanner(|| guest.pages.fill(0, twin(0)));
+}
+
+#[test]
+fn a_vm_whose_service_dies_is_refused_although_nobody_calls() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let guest = Guest::sharing(&store);
+    kill_service(&guest);
+    let start = Instant::now();
+    while !matches!(guest.supervisor.status(), Status::Refused(_)) {
+        assert!(start.elapsed() < FOUND_DEAD, "{:?}", guest.supervisor.status());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    guest.check();
+    guest.supervisor.detach(true).expect("there is nothing to end");
+}
+
+#[test]
+fn a_vm_whose_service_dies_is_refused_and_leaves_no_pin() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let guest = Guest::sharing(&store);
+    kill_service(&guest);
+    let pinned = guest.supervisor.pinned().map(|_| ());
+    assert!(matches!(pinned, Err(Error::Refused(_))), "{pinned:?}");
+    let status = guest.supervisor.status();
+    assert!(matches!(status, Status::Refused(_)), "{status:?}");
+    let start = Instant::now();
+    while !matches!(only_vm(&store), Some(Some(Reason::Other))) {
+        assert!(start.elapsed() < PATIENCE, "it is not announced");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    guest.check();
+    guest.supervisor.detach(true).expect("there is nothing to end");
+    // No pin is left, so the next VM is served.
+    guest.renew();
+    guest.attach(&store).expect("the next VM begins");
+    guest.add();
+    guest.wait("sharing", |s| s.pages_mapped > PAGES as u64 / 4);
+    guest.supervisor.detach(true).expect("it ends");
+    guest.check();
+}
+
+/// Whoever has greeted counts for the store until he says goodbye, or until this process ends.
+#[test]
+fn starts_that_fail_leave_nobody_in_the_store() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::with_metrics();
+    // So there are segments, which the store sends behind its answer.
+    let other = Guest::sharing(&store);
+    let lacks = Arc::new(AtomicBool::new(true));
+    let theirs = lacks.clone();
+    let guest = Guest::with(Options {
+        each: Some(Arc::new(move |part| {
+            let lacks = part == Part::Scan && theirs.load(Ordering::Acquire);
+            assert!(!lacks, "no thread for now");
+        })),
+        ..Options::default()
+    });
+    guest.attach(&store).expect("it fits");
+    guest.add();
+    // More often than a store lets one process in.
+    for _ in 0..40 {
+        let started = guest.supervisor.start();
+        assert!(matches!(started, Err(Error::Thread(_))), "{started:?}");
+    }
+    lacks.store(false, Ordering::Release);
+    guest.supervisor.start().expect("there are threads again");
+    guest.wait("sharing", |s| s.pages_mapped > PAGES as u64 / 4);
+    let start = Instant::now();
+    while store.metric("orphans") > 0 {
+        assert!(start.elapsed() < PATIENCE, "{}", store.metric("orphans"));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    for guest in [guest, other] {
+        guest.supervisor.detach(true).expect("it ends");
+        guest.check();
+    }
+}
+
+#[test]
+fn an_agent_is_heard_when_there_is_a_thread_for_that() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let (store, folder) = (StoreThread::start(), tempfile::tempdir().expect("a folder"));
+    let lacks = AtomicBool::new(true);
+    let guest = Guest::with(Options {
+        each: Some(Arc::new(move |part| {
+            let fails = part == Part::Agent && lacks.swap(false, Ordering::AcqRel);
+            assert!(!fails, "no thread for now");
+        })),
+        ..Options::default()
+    });
+    let socket = folder.path().join("vm.vsock");
+    let setup = Setup {
+        store: store.socket(),
+        agent: Some(AgentSocket::Hybrid(socket)),
+        config: config(),
+    };
+    guest.supervisor.attach(setup).expect("it fits");
+    guest.add();
+    guest.supervisor.start().expect("it starts without it");
+    let start = Instant::now();
+    while std::fs::read_dir(folder.path())
+        .expect("it is there")
+        .next()
+        .is_none()
+    {
+        assert!(start.elapsed() < PATIENCE, "nobody listens");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    guest.supervisor.detach(true).expect("it ends");
+}
+
+#[test]
+fn a_vm_that_was_not_to_run_without_dedup_keeps_nothing_of_it() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let pages = Pages::map(PAGES);
+    (0..PAGES).for_each(|page| pages.fill(page, twin(page)));
+    let setup = Setup {
+        store: store.socket(),
+        agent: None,
+        config: config(),
+    };
+    let served = Supervisor::serving(Options::default(), setup, |supervisor| {
+        let range = HostRange::try_new(pages.address(0), PAGES * 4096)?;
+        // SAFETY: tests' pages are never unmapped, and are only reached by volatile accesses.
+        unsafe { supervisor.add_range(range) };
+        let start = Instant::now();
+        while supervisor.stats().is_none_or(|s| s.pages_mapped == 0) {
+            assert!(start.elapsed() < PATIENCE, "{:?}", supervisor.status());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // What comes next fails.
+        HostRange::try_new(1, 4096).map(drop)
+    });
+    assert!(matches!(served, Err(Error::Unaligned { .. })), "{served:?}");
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("procfs");
+    let memory = pages.address(0)..pages.address(PAGES - 1) + 4096;
+    let is_left = |line: &&str| {
+        let start = line.split('-').next().expect("an address");
+        let start = usize::from_str_radix(start, 16).expect("an address");
+        memory.contains(&start) && line.contains("memfd")
+    };
+    let left: Vec<&str> = maps.lines().filter(is_left).collect();
+    assert!(left.is_empty(), "{left:?}");
+    assert!((0..PAGES).all(|page| pages.holds(page, twin(page))));
+}
+
+/// From joining the store on an operator can reach a service. What he switches on then must not merge before those who free memory
+/// know of the service: madvise would bring the store's pages back in the place of zeros.
+#[test]
+fn a_vm_that_is_switched_on_while_it_starts_merges_nothing_before_discards_know_it() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let (store, folder) = (StoreThread::start(), tempfile::tempdir().expect("a folder"));
+    let (starts, starting) = mpsc::channel();
+    let (lets_go, may_go) = mpsc::channel::<()>();
+    let may_go = Mutex::new(may_go);
+    // The agent's thread is the last one that is started, and is waited for.
+    let guest = Guest::with(Options {
+        each: Some(Arc::new(move |part| {
+            if part == Part::Agent {
+                starts.send(()).expect("the test waits");
+                let _ = may_go.lock().expect("nobody panics").recv();
+            }
+        })),
+        ..Options::default()
+    });
+    // Should the test fail, nobody waits for it.
+    let lets_go = lets_go;
+    let setup = Setup {
+        store: store.socket(),
+        agent: Some(AgentSocket::Hybrid(folder.path().join("vm.vsock"))),
+        config: Config {
+            name: "vm".into(),
+            enabled: false,
+            ..config()
+        },
+    };
+    guest.supervisor.attach(setup).expect("it fits");
+    guest.add();
+    starting.recv_timeout(PATIENCE).expect("it starts");
+    let discarder = guest.supervisor.discarder();
+    let (at, len) = (guest.pages.address(0), PAGES * 4096);
+    assert!(!discarder.covers(at, len));
+    let mut observer = Observer::connect(&store.socket()).expect("an observer");
+    let on = Settings {
+        switch: Some(Switch::On),
+        ..Settings::default()
+    };
+    observer.set("vm", on).expect("it is on");
+    // Twenty passes.
+    let told = Instant::now();
+    while told.elapsed() < Duration::from_millis(200) {
+        let merges = observer.stats().expect("an account").1[0].stats.merges_total;
+        assert_eq!(merges, 0, "nobody who frees memory knows the service");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(!discarder.covers(at, len));
+    lets_go.send(()).expect("it waits");
+    guest.wait("sharing", |s| s.pages_mapped > PAGES as u64 / 4);
+    assert!(discarder.covers(at, len));
     guest.supervisor.detach(true).expect("it ends");
     guest.check();
 }
@@ -448,6 +731,16 @@ impl AnyOrder {
         assert!(fits, "{result:?} {:?}", self.done);
     }
 
+    /// Whether it went well, or concerned no memory that the supervisor was told of.
+    fn is_known(&self, result: &Result<(), Error>) -> bool {
+        match result {
+            Ok(()) => true,
+            Err(Error::Detached) => !self.vm,
+            Err(Error::NotAdded { .. }) => self.vm,
+            Err(_) => false,
+        }
+    }
+
     fn call(&mut self, call: Call, numbers: &mut Numbers) {
         let supervisor = &self.guest.supervisor;
         let range = self.range(Self::part(numbers));
@@ -469,7 +762,7 @@ impl AnyOrder {
                 let lent = supervisor.lend(range, Lease::UntilTakenBack);
                 // By an earlier call, which nobody has taken back.
                 assert!(
-                    matches!(lent, Ok(()) | Err(Error::Lent(_))),
+                    matches!(lent, Err(Error::Lent(_))) || self.is_known(&lent),
                     "{lent:?} {:?}",
                     self.done
                 );
@@ -488,7 +781,10 @@ impl AnyOrder {
                 assert_eq!(refused.is_ok(), self.vm, "{refused:?} {:?}", self.done);
                 self.refused |= self.vm;
             }
-            Call::LeaveAlone => supervisor.leave_alone(range, protected()).expect("it is left"),
+            Call::LeaveAlone => {
+                let left = supervisor.leave_alone(range, protected());
+                assert!(self.is_known(&left), "{left:?} {:?}", self.done);
+            }
             Call::Pause => supervisor.pause(),
             Call::Resume => supervisor.resume(),
             Call::Snapshot => {

@@ -105,7 +105,7 @@ mod tests {
                 "[verify]\nengine = \"tree\"",
                 "this program has cpu, dsa, dsa-model, pagecmp, pagecmp-hybrid, pageforge",
             ),
-            ("enabled = 1", "invalid type: integer `1`, expected a boolean"),
+            ("enabled = 1", "enabled is 1, but it must be true or false"),
             ("enabled", "key"),
         ] {
             fs::write(&path, text).expect("a file");

@@ -157,7 +157,7 @@ fn a_server_that_is_gone_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let error = VfioUser::connect(&folder.path().join("nothing")).unwrap_err();
     assert!(
-        error.to_string().contains("vmm-dedup device pageforge"),
+        error.to_string().contains("start a PageForge device there"),
         "{error}"
     );
 }

@@ -60,6 +60,9 @@ impl Stage {
 
         let (console, events) = (folder.path().join("console.log"), folder.path().join("events"));
         let mut command = qemu::machine(self.accelerator, &kernel.image()?, &initrd, scenario.memory_mib());
+        if scenario.measures_time() && self.accelerator == Accelerator::Tcg {
+            qemu::count_instructions(&mut command);
+        }
         let mut arguments = qemu::KERNEL_ARGUMENTS.to_owned();
         if scenario.wants_device() {
             qemu::add_device(&mut command);

@@ -77,6 +77,11 @@ impl Scenario {
         }
     }
 
+    /// Whether what is found out depends on what happens within some milliseconds.
+    pub(crate) fn measures_time(self) -> bool {
+        self == Scenario::Damon
+    }
+
     /// Whether L1 needs other VMMs than ours.
     pub(crate) fn wants_vmms(self) -> bool {
         matches!(self, Scenario::Vmms | Scenario::Passthrough)

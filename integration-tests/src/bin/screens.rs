@@ -129,12 +129,10 @@ fn draw(to: &Path) -> Result<usize, String> {
                 continue;
             }
             let lines = lines_of(panel, &prometheus, begun..ended)?;
-            // A panel of what did not happen says nothing.
-            let figures = lines.series.iter().flat_map(|(_, points)| points);
-            if figures
-                .map(|(_, figure)| *figure)
-                .any(|figure| figure.is_finite() && figure != 0.0)
-            {
+            // A line of what did not happen says nothing; a figure says that it did not.
+            let is_figure = text(panel, "type") == "stat";
+            let mut figures = lines.series.iter().flat_map(|(_, points)| points);
+            if figures.any(|(_, figure)| figure.is_finite() && (is_figure || *figure != 0.0)) {
                 let file = drawing(name, panel);
                 let path = to.join(&file);
                 fs::write(&path, lines.svg()).map_err(|e| format!("{}: {e}", path.display()))?;

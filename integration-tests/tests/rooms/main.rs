@@ -54,6 +54,7 @@ fn the_fleet_launcher_stands_in_its_rooms() {
         "process",
         "log",
         "state",
+        "kept",
         "program",
         "runtime",
         "at",
@@ -86,12 +87,12 @@ fn what_commands_ask_of_the_host_stands_in_its_rooms() {
         "process",
         "children",
         "termination",
-        "silence",
-        "account",
         "runtime",
         "registry",
-        "view",
         "store",
+        "silence",
+        "account",
+        "view",
     ];
     check("vmm-dedup/host/src/lib.rs", &rooms(&order));
 }
@@ -327,6 +328,7 @@ const OTHERS: [(&str, &[&str]); 17] = [
             "suspended",
             "logged",
             "failing",
+            "dying",
             "windows",
             "huge",
             "lives",

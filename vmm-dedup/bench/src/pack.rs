@@ -7,6 +7,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use vmm_dedup_estimate::pack::{Bases, Packing, Plan, Settings, pack};
 use vmm_dedup_estimate::{Inputs, Memory, Reading, Sample, Total, estimate};
+use vmm_dedup_host::units::hundredths;
 use vmm_dedup_host::{Failure, say};
 
 /// Pack the pages of images that have no twin, by each codec alone and by all together, rebuild and compare them.
@@ -111,9 +112,9 @@ fn try_bases(memories: &[Memory], bases: Bases, reading: &Reading<'_>) -> Result
 
 fn print(plan: &Plan) {
     say!(
-        "{:<18} {:>8.2} MiB saved, {:>7} pages, {:>6} bases, pack {:>5.1} us, rebuild p50 {:>5.1} us, p99 {:>5.1} us",
+        "{:<18} {:>8} MiB saved, {:>7} pages, {:>6} bases, pack {:>5.1} us, rebuild p50 {:>5.1} us, p99 {:>5.1} us",
         plan.name,
-        plan.saved_bytes as f64 / f64::from(1 << 20),
+        hundredths(plan.saved_bytes as f64 / f64::from(1 << 20)),
         plan.pages,
         plan.bases,
         plan.pack_us,

@@ -106,13 +106,8 @@ impl Served {
             agent: None,
             config,
         };
-        let supervisor = Supervisor::spawn(options).map_err(Failure::from_error)?;
-        let started = supervisor
-            .attach(setup)
-            .and_then(|()| add(&supervisor))
-            .and_then(|()| supervisor.start());
-        started.map_err(Failure::from_error)?;
-        Ok(Self(supervisor))
+        let served = Supervisor::serving(options, setup, add);
+        served.map(Self).map_err(Failure::from_error)
     }
 
     /// Runs one pass; fails without a store, since nothing would be measured.

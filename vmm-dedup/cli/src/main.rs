@@ -15,6 +15,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use commands::demo;
 use commands::{device, doctor, estimate, explain, fleet, manual, run, set, stat, store, top};
 use std::process::ExitCode;
+use vmm_dedup_host::units::printable;
 use vmm_dedup_host::{Failure, note, output};
 
 /// Memory deduplication for fleets of VMs: safe, cheap, visible.
@@ -65,11 +66,18 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             if !failure.is_silent() {
-                note!("vmm-dedup: {failure}");
+                note!("vmm-dedup: {}", shown(&failure));
             }
             failure.exit_code()
         }
     }
+}
+
+/// A failure for a terminal: paths in it are such as others chose. It may have lines.
+fn shown(failure: &Failure) -> String {
+    let text = failure.to_string();
+    let lines: Vec<String> = text.split('\n').map(printable).collect();
+    lines.join("\n")
 }
 
 /// Help and version go to standard output; what is wrong with the arguments to standard error.

@@ -11,6 +11,7 @@ use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use vmm_dedup::{Reason, Refusal, Refused};
+use vmm_dedup_host::process::Stat;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -337,6 +338,11 @@ fn a_vm_whose_device_stops_is_searched_by_the_index() {
 
     let pid = Pid::from_child(&device.0);
     rustix::process::kill_process(pid, Signal::STOP).expect("kill");
+    eventually("it has stopped", || {
+        Stat::of(device.0.id().into())
+            .is_some_and(|stat| stat.is_stopped())
+            .then_some(())
+    });
     assert!(store.ask(&["set", "web", "off", "--unmerge"]).status.success());
     assert!(store.ask(&["set", "web", "on"]).status.success());
     let web = eventually("it shares again", || store.vm("web").filter(shares));

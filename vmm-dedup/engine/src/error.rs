@@ -33,6 +33,10 @@ pub enum Error {
     },
     #[error("guest memory {start:#x}..{end:#x} is not mapped throughout")]
     NotMapped { start: usize, end: usize },
+    #[error(
+        "guest memory at {0:#x} is not readable and writable: start the VM without what protects it, e.g. a pvmemcontrol device"
+    )]
+    Protected(usize),
     #[error("guest memory at {start:#x} ({len} bytes) is not made of whole, aligned 4 KiB pages")]
     Unaligned { start: usize, len: usize },
     #[error("no guest memory was given")]
@@ -63,9 +67,7 @@ pub enum Error {
         name: String,
         known: String,
     },
-    #[error(
-        "cannot connect to the store at {path} ({source}): start one with `vmm-dedup store --socket {path}`"
-    )]
+    #[error("cannot connect to the store at {path} ({source}): start it, or name another's socket")]
     Connect { path: PathBuf, source: io::Error },
     #[error("the connection to the store broke")]
     StoreIo(#[from] io::Error),
@@ -111,6 +113,10 @@ pub enum Error {
         "guest memory at {0:#x} is lent already: take it back first, since loans of one region do not nest"
     )]
     Lent(usize),
+    #[error(
+        "the supervisor knows no memory at {start:#x}..{end:#x}: add it first, since what is said of memory that it does not know is not kept"
+    )]
+    NotAdded { start: usize, end: usize },
     #[error("this VM is not deduplicated: {0}")]
     Refused(Refusal),
 }

@@ -48,7 +48,8 @@ pub fn attach(setup: Setup) -> Result<Attached, Error> {
 
 /// A VM that has begun, and ends where this is dropped ([`Supervisor::detach`] without unmerging): when no vCPU runs any more.
 /// The supervisor keeps the VM's memory until then. If another VM has begun meanwhile, this one has ended before, and nothing happens.
-/// In the supervisor's own thread (see [`Supervisor`]) the VM ends behind what that thread does.
+/// In the supervisor's own thread (see [`Supervisor`]) the VM ends behind what that thread does. Where the supervisor has died the
+/// same holds: the memory of its last VM is forgotten when what stands for that one is dropped, and of no other.
 #[derive(Debug)]
 #[must_use = "the VM ends where this is dropped"]
 pub struct Attached(u64);
@@ -59,7 +60,8 @@ impl Drop for Attached {
     }
 }
 
-/// madvise(MADV_DONTNEED) for guest memory, whether it is deduplicated or not ([`Discarder`](crate::Discarder)).
+/// madvise(MADV_DONTNEED) for guest memory, whether it is deduplicated or not ([`Discarder`](crate::Discarder)). Where nobody has made
+/// a supervisor nothing is deduplicated, and none is made.
 ///
 /// # Errors
 /// Those of madvise.
@@ -68,8 +70,9 @@ impl Drop for Attached {
 /// As for [`Discarder::discard`](crate::Discarder::discard).
 #[allow(unsafe_code)] // frees memory, as the caller promises
 pub unsafe fn discard(address: *const u8, len: usize) -> io::Result<()> {
+    let discarder = SUPERVISOR.get().map(Supervisor::discarder).unwrap_or_default();
     // SAFETY: the caller's promise.
-    unsafe { supervisor().discarder().discard(address as usize, len) }
+    unsafe { discarder.discard(address as usize, len) }
 }
 
 #[cfg(test)]
@@ -99,6 +102,30 @@ mod tests {
         drop(ended);
         assert_ne!(supervisor().status(), Status::Detached);
         supervisor().detach(false).unwrap();
+    }
+
+    /// The other tests make a supervisor: this one is a process of its own.
+    #[test]
+    #[allow(unsafe_code)] // frees memory
+    fn what_is_freed_where_nobody_deduplicates_makes_no_thread() {
+        const ALONE: &str = "VMM_DEDUP_FREES_ALONE";
+        if std::env::var_os(ALONE).is_none() {
+            let name = "process::tests::what_is_freed_where_nobody_deduplicates_makes_no_thread";
+            let mut test = std::process::Command::new(std::env::current_exe().unwrap());
+            let test = test.args(["--exact", name]).env(ALONE, "").output().unwrap();
+            assert!(test.status.success(), "{test:?}");
+            return;
+        }
+        let page = crate::sys::vma::Anonymous::new(1).unwrap();
+        let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+        let before = threads();
+        // SAFETY: a page of our own, which is not needed.
+        unsafe {
+            crate::sys::guest::store_page(page.base(), &[7; 512]);
+            discard(page.base() as *const u8, 4096).unwrap();
+            assert!(crate::sys::guest::is_zero_page(page.base()));
+        }
+        assert_eq!(threads(), before);
     }
 
     #[test]

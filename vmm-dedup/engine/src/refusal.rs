@@ -54,6 +54,15 @@ pub fn file() -> Refusal {
     )
 }
 
+/// A VM whose service has ended by itself.
+pub(crate) fn service_died() -> Refusal {
+    Refusal::new(
+        Reason::Other,
+        "the scanning thread has ended by a fault of its own; what is shared stays shared",
+        "start the VM anew, and report what its log says",
+    )
+}
+
 /// Guest memory in which a service that has ended has left pages of a store.
 #[must_use]
 pub fn left_over() -> Refusal {
@@ -169,6 +178,7 @@ impl From<&Error> for Refusal {
                     Backing::Store => left_over(),
                 };
             }
+            Error::Protected(_) => return protected(),
             Error::KernelLacks(_) => (Reason::KernelTooOld, "run Linux 6.8 or later"),
             Error::Architecture(_) => (Reason::Other, "run it on an x86-64 host"),
             Error::NoUserfaultfd(_) => (

@@ -9,7 +9,7 @@ use crate::lookup::tree_search::Searcher;
 use crate::memory::layout::{HostRange, Memory};
 use crate::merge::verify_engine::VerifyEngine;
 use crate::pack::{Packer, Server};
-use crate::scan::control::{Change, Command, Control, Event};
+use crate::scan::control::{Change, Command, Control, Ending, Event};
 use crate::scan::pass::Pass;
 use crate::seccomp::Part;
 use crate::store::connection::Store;
@@ -106,8 +106,40 @@ impl DedupService {
         Self::launch(ranges, store, config, engines, Arc::new(()))
     }
 
+    /// The same, paused: nothing is scanned and merged before [`Self::resume`], whatever an operator asks for as soon as the store
+    /// knows the service.
+    ///
+    /// # Safety
+    /// As for [`Self::start_on_ranges`].
+    ///
+    /// # Errors
+    /// As [`Self::start_with`].
+    #[allow(unsafe_code)]
+    pub(crate) unsafe fn start_paused(
+        ranges: &[HostRange],
+        store: &Path,
+        config: Config,
+        engines: Engines,
+    ) -> Result<Self, Error> {
+        let control = Control::new(&config)?;
+        control.set_paused(true);
+        Self::launch_with(control, ranges, store, config, engines, Arc::new(()))
+    }
+
     /// `keep_alive`: the memory, which each thread that touches it keeps for itself: the scanning thread may die before the others.
     fn launch(
+        ranges: &[HostRange],
+        store: &Path,
+        config: Config,
+        engines: Engines,
+        keep_alive: Arc<dyn std::any::Any + Send + Sync>,
+    ) -> Result<Self, Error> {
+        let control = Control::new(&config)?;
+        Self::launch_with(control, ranges, store, config, engines, keep_alive)
+    }
+
+    fn launch_with(
+        control: Control,
         ranges: &[HostRange],
         store: &Path,
         config: Config,
@@ -118,7 +150,7 @@ impl DedupService {
             return Err(Error::Architecture(std::env::consts::ARCH));
         }
         config.check(&engines)?;
-        let control = Arc::new(Control::new(&config)?);
+        let control = Arc::new(control);
         let engines = (
             Searcher::new(&config, engines.clone()),
             VerifyEngine::new(&config, engines),
@@ -345,6 +377,7 @@ impl DedupService {
     /// it is not refilled. Writers that wait go on as soon as there are pages.
     pub fn set_reserve(&self, pages: usize, floor_bytes: u64) {
         self.breaker.set_reserve(pages, floor_bytes);
+        self.control.show_changes();
     }
 
     /// Ends the service. With `unmerge` everything is brought back to anonymous memory first; else what is shared
@@ -353,14 +386,31 @@ impl DedupService {
     /// # Errors
     /// [`Error::NotUnmerged`] if pages still map the store although they should not; [`Error::Stopped`] if the scanning
     /// thread had died.
-    pub fn stop(mut self, unmerge: bool) -> Result<ServiceStats, Error> {
-        let (stats, end) = self.end(unmerge).ok_or(Error::Stopped)?;
+    pub fn stop(self, unmerge: bool) -> Result<ServiceStats, Error> {
+        self.end_as(if unmerge {
+            Ending::Unmerge
+        } else {
+            Ending::StayShared
+        })
+    }
+
+    /// As [`Self::stop`].
+    ///
+    /// # Errors
+    /// Those of [`Self::stop`].
+    pub(crate) fn end_as(mut self, ending: Ending) -> Result<ServiceStats, Error> {
+        let (stats, end) = self.end(ending).ok_or(Error::Stopped)?;
         end.map(|()| stats)
     }
 
-    fn end(&mut self, unmerge: bool) -> Option<(ServiceStats, Result<(), Error>)> {
+    /// Whether the scanning thread has ended by itself, which only a bug explains.
+    pub(crate) fn has_died(&self) -> bool {
+        self.control.is_closed()
+    }
+
+    fn end(&mut self, ending: Ending) -> Option<(ServiceStats, Result<(), Error>)> {
         let thread = self.scanner.take()?;
-        self.control.order(Command::Stop { unmerge });
+        self.control.order(Command::Stop(ending));
         let end = thread.join().ok();
         self.end_helpers();
         self.line.end();
@@ -387,7 +437,7 @@ impl DedupService {
 
 impl Drop for DedupService {
     fn drop(&mut self) {
-        self.end(false);
+        self.end(Ending::StayShared);
     }
 }
 
@@ -402,9 +452,9 @@ impl Drop for Closes {
 
 /// The scanning thread.
 fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
-    pass.enter_thread();
     let control = pass.control.clone();
     let _closes = Closes(control.clone());
+    pass.enter_thread();
     let (mut began, mut standing_by) = (None, false);
     loop {
         // Those that came while an answer of the store was waited for are not in its socket any more.
@@ -438,8 +488,8 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
             Event::Command(Command::Rest(tell)) => {
                 let _ = tell.send(());
             }
-            Event::Command(Command::Stop { unmerge }) => {
-                let end = pass.finish(unmerge);
+            Event::Command(Command::Stop(ending)) => {
+                let end = pass.finish(ending);
                 control.publish(&pass.account.stats);
                 late_log::tell();
                 return (pass.account.stats, end);

@@ -33,10 +33,14 @@ pub enum Error {
         pid: u32,
     },
     /// The process may not be read.
-    #[error(
-        "the memory of process {pid} cannot be read: run this as root, or as the process's user with CAP_SYS_PTRACE"
-    )]
+    #[error("the memory of process {pid} cannot be read: {}", what_is_missing(rustix::process::geteuid().is_root()))]
     Denied {
+        /// The process.
+        pid: u32,
+    },
+    /// A process is named more than once: it would seem to have a twin for each page.
+    #[error("process {pid} is named twice: name it once")]
+    Twice {
         /// The process.
         pid: u32,
     },
@@ -84,4 +88,26 @@ pub enum Error {
     /// A codec could not be made.
     #[error("the codecs cannot be made")]
     Codecs(#[from] vmm_dedup_packed::PackError),
+}
+
+/// Why a process may not be read.
+fn what_is_missing(is_root: bool) -> &'static str {
+    match is_root {
+        true => "root may not here, as in a container without CAP_SYS_PTRACE: run this on the host itself",
+        false => "run this as root, or as the process's user with CAP_SYS_PTRACE",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_is_told_to_become_what_he_is() {
+        let texts = [true, false].map(what_is_missing);
+        assert_eq!(texts.map(|text| text.contains("as root")), [false, true]);
+        let error = Error::Denied { pid: 7 }.to_string();
+        let mine = texts[usize::from(!rustix::process::geteuid().is_root())];
+        assert!(error.ends_with(mine), "{error}");
+    }
 }

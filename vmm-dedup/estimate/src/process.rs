@@ -8,12 +8,14 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use vmm_dedup_protocol::PAGE_SIZE;
+use vmm_dedup_protocol::SEGMENT_NAME;
 
 /// Pages are counted in files as well as in processes as u64.
 pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 /// Pagemap entries read at a time: those of 128 MiB.
 const ENTRIES: u64 = 1 << 15;
 const PRESENT: u64 = 1 << 63;
+const SWAPPED: u64 = 1 << 62;
 /// Of a file, or shared anonymous memory.
 const FILE: u64 = 1 << 61;
 /// Mapped here and nowhere else: neither the zero page, nor merged, nor shared with a child.
@@ -25,7 +27,7 @@ pub(crate) struct Process {
     command: String,
 }
 
-/// What of a process's private anonymous memory is there.
+/// What of a process's private memory is there that was anonymous, before a store's pages were mapped into it or since.
 #[derive(Debug, Default)]
 pub(crate) struct Populated {
     /// Addresses of pages of its own.
@@ -55,15 +57,16 @@ impl Process {
         let maps = fs::read_to_string(format!("/proc/{}/maps", self.pid)).map_err(error(self.pid))?;
         let pagemap = File::open(format!("/proc/{}/pagemap", self.pid)).map_err(error(self.pid))?;
         let mut populated = Populated::default();
-        for mapping in maps.lines().filter_map(private_anonymous) {
+        for mapping in maps.lines().filter_map(Mapping::read) {
             self.walk(&pagemap, &mapping, &mut populated)?;
         }
         Ok(populated)
     }
 
-    fn walk(&self, pagemap: &File, mapping: &Range<u64>, populated: &mut Populated) -> Result<(), Error> {
+    fn walk(&self, pagemap: &File, mapping: &Mapping, populated: &mut Populated) -> Result<(), Error> {
         let mut bytes = Vec::new();
-        let (mut page, end) = (mapping.start / PAGE, mapping.end / PAGE);
+        let Range { start, end } = mapping.addresses;
+        let (mut page, end) = (start / PAGE, end / PAGE);
         while page < end {
             let count = ENTRIES.min(end - page);
             bytes.resize(usize::try_from(count * 8).unwrap_or(0), 0);
@@ -75,6 +78,8 @@ impl Process {
                 let entry = entry.try_into().map_or(0, u64::from_ne_bytes);
                 let at = page * PAGE;
                 match (entry & PRESENT != 0, entry & FILE != 0, entry & EXCLUSIVE != 0) {
+                    // A store's page that the process has not touched since it was mapped.
+                    (false, ..) if mapping.of_store && entry & SWAPPED == 0 => populated.shared += 1,
                     (false, ..) => populated.absent += 1,
                     (true, false, true) => match populated.ranges.last_mut() {
                         Some(last) if last.end == at => last.end += PAGE,
@@ -126,18 +131,33 @@ impl Process {
     }
 }
 
-/// The addresses of a line of /proc/PID/maps, if it is private, anonymous and readable.
-fn private_anonymous(line: &str) -> Option<Range<u64>> {
-    let mut fields = line.split_ascii_whitespace();
-    let (start, end) = fields.next()?.split_once('-')?;
-    let permissions = fields.next()?;
-    let inode = fields.nth(2)?;
-    let name = fields.next().unwrap_or("");
-    let usable = permissions.starts_with('r') && permissions.ends_with('p') && inode == "0";
-    if !usable || name.starts_with('/') || name.starts_with("[v") {
-        return None;
+/// Private memory that is anonymous, or maps a store's pages where it was.
+#[derive(Debug, PartialEq, Eq)]
+struct Mapping {
+    addresses: Range<u64>,
+    of_store: bool,
+}
+
+impl Mapping {
+    /// A line of /proc/PID/maps; `None` for what is no such memory, or cannot be read.
+    fn read(line: &str) -> Option<Self> {
+        let mut fields = line.split_ascii_whitespace();
+        let (start, end) = fields.next()?.split_once('-')?;
+        let permissions = fields.next()?;
+        let inode = fields.nth(2)?;
+        let name = fields.next().unwrap_or("");
+        let of_store = name.strip_prefix("/memfd:") == Some(SEGMENT_NAME);
+        let is_anonymous = inode == "0" && !name.starts_with('/') && !name.starts_with("[v");
+        let usable = permissions.starts_with('r') && permissions.ends_with('p');
+        if !usable || !(of_store || is_anonymous) {
+            return None;
+        }
+        let address = |text| u64::from_str_radix(text, 16).ok();
+        Some(Self {
+            addresses: address(start)?..address(end)?,
+            of_store,
+        })
     }
-    Some(u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?)
 }
 
 fn error(pid: u32) -> impl Fn(io::Error) -> Error {
@@ -153,17 +173,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_private_anonymous_mappings_are_examined() {
+    fn only_private_memory_that_is_anonymous_or_a_stores_is_examined() {
+        let mapping = |of_store| {
+            let addresses = 0x7f00_0000_0000..0x7f00_0020_0000;
+            Some(Mapping { addresses, of_store })
+        };
         let guest = "7f0000000000-7f0000200000 rw-p 00000000 00:00 0    [anon:guest]";
-        assert_eq!(private_anonymous(guest), Some(0x7f00_0000_0000..0x7f00_0020_0000));
+        assert_eq!(Mapping::read(guest), mapping(false));
+        let shared =
+            "7f0000000000-7f0000200000 rw-p 00003000 00:01 77        /memfd:vmm-dedup-segment (deleted)";
+        assert_eq!(Mapping::read(shared), mapping(true));
         for other in [
+            "7f0000000000-7f0000200000 r--s 00000000 00:01 77   /memfd:vmm-dedup-segment (deleted)",
             "7f0000000000-7f0000200000 rw-s 00000000 00:01 77   /memfd:ch_ram (deleted)",
             "7f0000000000-7f0000200000 rw-p 00000000 00:0f 77   /anon_hugepage (deleted)",
             "7f0000000000-7f0000200000 ---p 00000000 00:00 0",
             "7ffd00000000-7ffd00002000 r-xp 00000000 00:00 0    [vdso]",
             "nonsense",
         ] {
-            assert_eq!(private_anonymous(other), None, "{other}");
+            assert_eq!(Mapping::read(other), None, "{other}");
         }
     }
 }

@@ -24,6 +24,13 @@ pub fn api(at: &At, name: &str, words: &[String]) -> Result<(), Failure> {
         ))
     })?;
     at.check(&state)?;
+    if let Some(missing) = state.missing.get(name) {
+        let up = at.command("up");
+        return Err(Failure::new(format!(
+            "VM {name:?} does not run ({}): `{up}` tries to start it",
+            missing.why
+        )));
+    }
     let vm = state.vms.iter().find(|vm| vm.name == name).ok_or_else(|| {
         let names: Vec<&str> = state.vms.iter().map(|vm| vm.name.as_str()).collect();
         Failure::new(format!(

@@ -1,8 +1,9 @@
 //! What `up` has to do so that the fleet is as its file says.
 
 use crate::plan::{Plan, StorePlan, VmPlan};
-use crate::spec::{Difference, spec};
+use crate::spec::{Difference, spec, store_keys};
 use crate::state::{Directory, State, VmState};
+use crate::stores::{self, Unheard};
 use crate::vmm::{self, Condition, Health};
 use tokio::task::JoinSet;
 use vmm_dedup_host::Failure;
@@ -20,10 +21,16 @@ pub(crate) struct Changes<'a> {
     pub(crate) live: Vec<Live<'a>>,
     /// VMs that were started with other settings, which need a new start.
     restarts: Vec<(&'a str, Vec<String>)>,
+    /// Stores that were started with other settings, by domain and process: they need a new start of the store.
+    stale: Vec<(&'a str, i32, Vec<String>)>,
+    /// Stores that run and do not answer: their domains, and why.
+    deaf: Vec<(&'a str, Failure)>,
     /// VMs that the file does not have any more.
     extra: Vec<String>,
-    /// VMs that run, and with which something is wrong.
-    ill: Vec<(&'a str, String)>,
+    /// VMs that do not answer, and why.
+    silent: Vec<(&'a str, String)>,
+    /// VMs that are stopped by a signal, and their processes.
+    frozen: Vec<(&'a str, i32)>,
 }
 
 /// A VM whose service takes over settings.
@@ -46,6 +53,19 @@ impl<'a> Changes<'a> {
                 .stores
                 .iter()
                 .filter(|store| !listens(&store.socket))
+                .collect(),
+            stale: plan
+                .stores
+                .iter()
+                .filter_map(|store| stale(store, state))
+                .collect(),
+            deaf: (plan.stores.iter())
+                .filter_map(|store| {
+                    match stores::account(&store.socket, state.store_process(&store.domain)) {
+                        Err(Unheard::Silent(why)) => Some((store.domain.as_str(), why)),
+                        Ok(_) | Err(Unheard::Gone) => None,
+                    }
+                })
                 .collect(),
             ..Self::default()
         };
@@ -74,8 +94,8 @@ impl<'a> Changes<'a> {
             Health::Alive(Condition::Off) => return self.starts.push((vm, "off")),
             // Its start was killed: nobody knows how far it is. One that has run is left alone, whatever it does now.
             Health::Silent(_) if old.starting => return self.starts.push((vm, "not started completely")),
-            Health::Silent(why) => self.ill.push((&vm.name, format!("does not answer ({why})"))),
-            Health::Frozen => self.ill.push((&vm.name, "is stopped by a signal".into())),
+            Health::Silent(why) => self.silent.push((&vm.name, why.clone())),
+            Health::Frozen => self.frozen.push((&vm.name, old.process.pid)),
             Health::Alive(Condition::Running | Condition::Paused) => {}
         }
         if old.spec.is_null() {
@@ -128,18 +148,43 @@ impl<'a> Changes<'a> {
                 command("restart")
             )
         });
+        let stale = self.stale.iter().map(|(domain, pid, keys)| {
+            format!(
+                "! store of domain {domain:?}: {} changed: `kill {pid}` ends it, then `{}` starts it with that; guests go on meanwhile, \
+                 nothing merges",
+                keys.join(", "),
+                command("up")
+            )
+        });
         let extra = self.extra.iter().map(|name| {
             format!(
                 "! {name} is not in the file any more: `{} {name}` ends it",
                 command("down")
             )
         });
-        let ill = self
-            .ill
-            .iter()
-            .map(|(name, how)| format!("! {name} {how}: `{} {name}` starts it anew", command("restart")));
-        restarts.chain(extra).chain(ill).collect()
+        let silent = self.silent.iter().map(|(name, why)| {
+            format!(
+                "! {name} does not answer ({why}): `{} {name}` starts it anew, and its guest loses what it has not written",
+                command("restart")
+            )
+        });
+        let frozen = (self.frozen.iter())
+            .map(|(name, pid)| format!("! {name} is stopped by a signal: `kill -CONT {pid}` lets it go on"));
+        let deaf = (self.deaf.iter()).map(|(domain, why)| format!("! store of domain {domain:?}: {why}"));
+        let told = restarts.chain(stale).chain(deaf).chain(extra);
+        told.chain(silent).chain(frozen).collect()
     }
+}
+
+/// A store that runs with other settings than the file has now. Null: nobody noted down with which.
+fn stale<'a>(store: &'a StorePlan, state: &State) -> Option<(&'a str, i32, Vec<String>)> {
+    let started = state.stores.iter().find(|other| other.domain == store.domain)?;
+    let process = started.process.as_ref().filter(|process| process.is_alive())?;
+    if started.spec.is_null() || !listens(&store.socket) {
+        return None;
+    }
+    let keys = store_keys(&started.spec, store);
+    (!keys.is_empty()).then_some((store.domain.as_str(), process.pid, keys))
 }
 
 /// How all VMs are, in the state's order.

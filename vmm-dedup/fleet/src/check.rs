@@ -2,7 +2,8 @@
 
 use crate::plan::{Plan, StorePlan, VmPlan};
 use crate::program::Tools;
-use crate::state::Directory;
+use crate::state::{Directory, State};
+use crate::stores::{self, Unheard};
 use std::fs::{File, OpenOptions};
 use std::net::TcpListener;
 use std::os::unix::fs::FileTypeExt;
@@ -27,6 +28,7 @@ pub(crate) fn starts(
 ) -> Result<Tools, Failure> {
     kvm::need()?;
     let tools = Tools::find(plan)?;
+    directory.check_room(vms.len(), stores.len())?;
     files(vms, directory, leftovers)?;
     for store in stores {
         check_store(store)?;
@@ -119,6 +121,21 @@ fn taken_name<'a>(store: &StorePlan, vms: &[&'a VmPlan]) -> Option<&'a str> {
         .filter(|vm| vm.dedup.is_some() && vm.domain == store.domain);
     let mut names = merge_there.map(|vm| vm.name.as_str());
     names.find(|name| connected.iter().any(|other| other.name == *name))
+}
+
+/// The stores that these VMs need are there. `up`: the command that starts one.
+pub(crate) fn stores_answer(plan: &Plan, state: &State, vms: &[&VmPlan], up: &str) -> Result<(), Failure> {
+    let is_needed = |store: &&StorePlan| {
+        vms.iter()
+            .any(|vm| vm.dedup.is_some() && vm.domain == store.domain)
+    };
+    plan.stores.iter().filter(is_needed).try_for_each(|store| {
+        match stores::account(&store.socket, state.store_process(&store.domain)) {
+            Ok(_) => Ok(()),
+            Err(Unheard::Gone) => Err(fail(store, &format!("it does not run: `{up}` starts it"))),
+            Err(Unheard::Silent(why)) => Err(fail(store, &why.to_string())),
+        }
+    })
 }
 
 /// Either a store of this release runs there, or one can be started.

@@ -5,10 +5,15 @@ use crate::choice::choose;
 use crate::state::{Locked, State};
 use crate::{runtime, stores, vmm};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
+use vmm_dedup_host::process::Stat;
 use vmm_dedup_host::units::count;
 use vmm_dedup_host::{Failure, account, note, say};
+
+/// How long a store may take to notice that a VM has ended. What is connected then, and has no process here, is one of another PID
+/// namespace.
+const NOTICE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Ends all VMs and the stores that [`up()`](crate::up()) started, and removes their files. May be repeated.
 ///
@@ -45,8 +50,13 @@ pub fn down(at: &At, grace: Duration) -> Result<(), Failure> {
 /// A [`Failure`] if there is no such VM, or one cannot be ended; it stays in the state.
 pub fn down_vms(at: &At, names: &[String], grace: Duration) -> Result<(), Failure> {
     let (locked, mut state) = at.running()?;
-    let all: Vec<&str> = state.vms.iter().map(|vm| vm.name.as_str()).collect();
-    let chosen = choose(names, &all)?;
+    let chosen = choose(names, &state.names())?;
+    // Of those that are missing there is nothing to end.
+    let missed = state.missing.len();
+    state.missing.retain(|name, _| !chosen.contains(name));
+    if state.missing.len() < missed {
+        locked.write(&state)?;
+    }
     runtime::block_on(async move {
         let mut ends = JoinSet::new();
         for vm in state.vms.iter().filter(|vm| chosen.contains(&vm.name)).cloned() {
@@ -89,7 +99,7 @@ pub(crate) async fn stop(directory: &Locked, state: &State, grace: Duration) -> 
     result?;
     for store in &state.stores {
         if store.process.is_some()
-            && let Some(others) = others_on(&store.socket, state)
+            && let Some(others) = others_on(&store.socket, state).await
         {
             note!(
                 "the store of domain {:?} stays: {} of others connected; end it with SIGTERM",
@@ -103,15 +113,26 @@ pub(crate) async fn stop(directory: &Locked, state: &State, grace: Duration) -> 
     directory.remove(state)
 }
 
-/// How many VMs are connected to a store that are not the fleet's; `None` for none, or without a store.
-fn others_on(socket: &Path, state: &State) -> Option<usize> {
-    let (_, vms) = account::of_store(socket).ok()?;
+/// How many VMs are connected to a store that are not the fleet's; `None` for none, or without a store. A VM that was taken down
+/// just before is connected until the store has noticed its end, which is waited for.
+async fn others_on(socket: &Path, state: &State) -> Option<usize> {
     let is_ours = |pid: u64| {
         state
             .vms
             .iter()
             .any(|vm| u64::try_from(vm.process.pid) == Ok(pid))
     };
-    let others = vms.iter().filter(|vm| !is_ours(vm.pid)).count();
-    (others > 0).then_some(others)
+    let lives = |pid: u64| Stat::of(pid).is_some_and(|stat| !stat.has_ended());
+    let deadline = Instant::now() + NOTICE_LIMIT;
+    loop {
+        let (_, vms) = account::of_store(socket).ok()?;
+        let others: Vec<u64> = vms.iter().map(|vm| vm.pid).filter(|pid| !is_ours(*pid)).collect();
+        if others.is_empty() {
+            return None;
+        }
+        if others.iter().any(|pid| lives(*pid)) || Instant::now() > deadline {
+            return Some(others.len());
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
 }

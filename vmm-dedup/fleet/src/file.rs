@@ -6,10 +6,11 @@ use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
+use toml::de::{DeTable, DeValue};
 use vmm_dedup::Setup;
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::parse_metrics;
-use vmm_dedup_protocol::name::MAX_NAME;
+use vmm_dedup_protocol::name::{FILE_NAME_RULE, is_file_name};
 
 /// The trust domain of `[store]`.
 pub(crate) const DEFAULT_DOMAIN: &str = "default";
@@ -42,7 +43,7 @@ pub struct FleetFile {
 
 /// `[store]` or `[domain.NAME]`.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a table of a store's settings")]
 pub(crate) struct StoreSettings {
     pub(crate) socket: Option<PathBuf>,
     /// ADDRESS:PORT, or "none".
@@ -94,7 +95,7 @@ impl std::fmt::Display for Vmm {
 
 /// An entry of `[[vm]]`, or a template, which has neither `name`, `count` nor `template`.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a table of a VM's settings")]
 pub(crate) struct VmSettings {
     pub(crate) name: Option<String>,
     pub(crate) count: Option<u32>,
@@ -185,9 +186,36 @@ pub(crate) fn read(path: &Path) -> Result<String, Failure> {
 fn parse<T: serde::de::DeserializeOwned>(path: &Path, text: &str) -> Result<T, Failure> {
     toml::from_str(text).map_err(|e| {
         let (line, column) = position(text, e.span().map_or(0, |span| span.start));
-        let message = e.message().split_whitespace().collect::<Vec<_>>().join(" ");
+        let message = in_words(&e.message().split_whitespace().collect::<Vec<_>>().join(" "));
         Failure::new(format!("{}:{line}:{column}: {message}", path.display()))
     })
+}
+
+/// What serde and toml call types that are not ours, and what TOML or a person calls them.
+const WORDS: [(&str, &str); 11] = [
+    ("expected u8", "expected a whole number, 0 to 255"),
+    ("expected u16", "expected a whole number, 0 to 65535"),
+    ("expected u32", "expected a whole number, 0 to 4294967295"),
+    ("expected u64", "expected a whole number"),
+    ("expected a sequence", "expected a list"),
+    ("expected a map", "expected a table"),
+    ("invalid type: map", "invalid type: table"),
+    ("invalid type: sequence", "invalid type: list"),
+    ("expected path string", "expected text"),
+    ("expected a string", "expected text"),
+    ("wanted string or table", "expected text"),
+];
+
+/// A parser's message without the names of the program's types.
+fn in_words(message: &str) -> String {
+    WORDS
+        .iter()
+        .fold(message.to_owned(), |message, (of_program, word)| {
+            match message.strip_suffix(of_program) {
+                Some(before) => format!("{before}{word}"),
+                None => message.replace(&format!("{of_program},"), &format!("{word},")),
+            }
+        })
 }
 
 /// Line and column of a byte, from 1.
@@ -201,9 +229,27 @@ fn position(text: &str, at: usize) -> (usize, usize) {
 /// The spans of what a table's keys have.
 type Spans = BTreeMap<String, Spanned<toml::Value>>;
 
-/// Where a mistake is that is in a `[[vm]]`: at the first of its keys, or of its template's, that the mistake's text names;
-/// else where the entry begins.
-pub(crate) fn place(text: &str, entry: usize, mistake: &str) -> Option<(usize, usize)> {
+/// What a key of these tables has, one in the other; of the first that is missing, what has the one before.
+pub(crate) fn place_of_key(text: &str, keys: &[&str]) -> Option<(usize, usize)> {
+    let whole = DeTable::parse(text).ok()?;
+    let (mut table, mut at) = (Some(whole.get_ref()), None);
+    for key in keys {
+        let Some((_, value)) = table.and_then(|table| table.iter().find(|(name, _)| name.get_ref() == key))
+        else {
+            break;
+        };
+        at = Some(value.span().start);
+        table = match value.get_ref() {
+            DeValue::Table(table) => Some(table),
+            _ => None,
+        };
+    }
+    Some(position(text, at?))
+}
+
+/// Where a mistake is that is in a `[[vm]]`: at this key, or else the first of its keys, or of its template's, that the mistake's
+/// text names; else where the entry begins.
+pub(crate) fn place(text: &str, entry: usize, key: Option<&str>, mistake: &str) -> Option<(usize, usize)> {
     #[derive(Deserialize)]
     struct Whole {
         #[serde(default)]
@@ -219,7 +265,8 @@ pub(crate) fn place(text: &str, entry: usize, mistake: &str) -> Option<(usize, u
     // After the VM's name, which may be the same as that of a key.
     let said = mistake.split_once("\": ").map_or(mistake, |(_, said)| said);
     let named = |keys: &Spans| {
-        let mut words = said.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+        let words = said.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+        let mut words = key.into_iter().chain(words.filter(|_| key.is_none()));
         words
             .find_map(|word| keys.get(word))
             .map(|value| value.span().start)
@@ -253,28 +300,36 @@ pub(crate) fn name_in(path: &Path) -> Result<String, Failure> {
     struct Named {
         name: Option<String>,
     }
-    let named: Named = parse(path, &read(path)?)?;
-    fleet_name(path, named.name)
-}
-
-/// The fleet's name: as given, else the file's.
-pub(crate) fn fleet_name(path: &Path, given: Option<String>) -> Result<String, Failure> {
-    let stem = || path.file_stem().map(|s| s.to_string_lossy().into_owned());
-    let name = given.or_else(stem).unwrap_or_default();
-    check_name("the fleet's name", &name).map_err(Failure::new)?;
+    let text = read(path)?;
+    let named: Named = parse(path, &text)?;
+    let name = fleet_name(path, named.name);
+    check_fleet_name(&name).map_err(|mistake| {
+        let place = place_of_key(&text, &["name"]).map(|(line, column)| format!(":{line}:{column}"));
+        Failure::new(format!(
+            "{}{}: {mistake}",
+            path.display(),
+            place.unwrap_or_default()
+        ))
+    })?;
     Ok(name)
 }
 
-/// Names become file names and labels: letters, digits, `-`, `_` and `.`.
+/// The fleet's name: as given, else the file's.
+pub(crate) fn fleet_name(path: &Path, given: Option<String>) -> String {
+    let stem = || path.file_stem().map(|s| s.to_string_lossy().into_owned());
+    given.or_else(stem).unwrap_or_default()
+}
+
+pub(crate) fn check_fleet_name(name: &str) -> Result<(), String> {
+    check_name("the fleet's name", name).map_err(|mistake| format!("{mistake} (the key `name` sets it)"))
+}
+
+/// Names become file names and labels.
 pub(crate) fn check_name(what: &str, name: &str) -> Result<(), String> {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    let begins = name.starts_with(|c: char| c.is_ascii_alphanumeric());
-    if begins && name.len() <= MAX_NAME && name.chars().all(plain) {
-        return Ok(());
+    match is_file_name(name) {
+        true => Ok(()),
+        false => Err(format!("{what} is {name:?}: {FILE_NAME_RULE}")),
     }
-    Err(format!(
-        "{what} is {name:?}: use 1 to {MAX_NAME} letters, digits, '-', '_' and '.', a letter or digit first"
-    ))
 }
 
 #[cfg(test)]
@@ -312,6 +367,23 @@ mod tests {
                 "[[vm]]\ncpus = 300\n",
                 "fleet.toml:2:8: invalid value: integer `300`",
             ),
+            (
+                "[[vm]]\ncpus = \"x\"\n",
+                "fleet.toml:2:8: invalid type: string \"x\", expected a whole number, 0 to 255",
+            ),
+            (
+                "[domain]\nx = 0\n",
+                "fleet.toml:2:5: invalid type: integer `0`, expected a table of a store's settings",
+            ),
+            (
+                "[template]\nx = 0\n",
+                "fleet.toml:2:5: invalid type: integer `0`, expected a table of a VM's settings",
+            ),
+            (
+                "[vm]\nname = \"a\"\n",
+                "fleet.toml:1:1: invalid type: table, expected a list",
+            ),
+            ("[[vm]]\nvmm = 7\n", "fleet.toml:2:7: expected text"),
             ("name = \"a\"\nname = \"b\"\n", "fleet.toml:2:1: duplicate key"),
         ] {
             let error = error(text);
@@ -321,13 +393,72 @@ mod tests {
     }
 
     #[test]
+    fn no_type_of_the_program_is_named_and_its_libraries_say_what_is_replaced() {
+        let cases = [
+            (
+                "[[vm]]\ncpus = \"x\"",
+                "string \"x\", expected a whole number, 0 to 255",
+            ),
+            (
+                "parallel = 65536",
+                "integer `65536`, expected a whole number, 0 to 65535",
+            ),
+            (
+                "[[vm]]\ncount = -1",
+                "integer `-1`, expected a whole number, 0 to 4294967295",
+            ),
+            (
+                "start_timeout_s = 0.5",
+                "floating point `0.5`, expected a whole number",
+            ),
+            ("vm = 1", "integer `1`, expected a list"),
+            ("domain = 1", "integer `1`, expected a table"),
+            ("vm = {}", "invalid type: table, expected a list"),
+            ("name = []", "invalid type: list, expected text"),
+            ("preload = 1", "integer `1`, expected text"),
+            ("[[vm]]\nvmm = 1", "expected text"),
+            ("store = 1", "integer `1`, expected a table of a store's settings"),
+            (
+                "template.t = 1",
+                "integer `1`, expected a table of a VM's settings",
+            ),
+        ];
+        for (text, expected) in cases {
+            let error = error(text);
+            assert!(error.ends_with(expected), "{text}: {error}");
+        }
+        let said = cases.map(|(text, _)| {
+            toml::from_str::<FleetFile>(text)
+                .unwrap_err()
+                .message()
+                .to_owned()
+        });
+        for (of_program, _) in WORDS {
+            assert!(
+                said.iter().any(|said| said.contains(of_program)),
+                "no library says {of_program:?} any more"
+            );
+        }
+    }
+
+    #[test]
     fn a_mistake_is_where_its_key_is() {
         let text = "[template.t]\nkernel = \"k\"\ncpus = 0\n\n[[vm]]\nname = \"a\"\ntemplate = \"t\"\n\n[[vm]]\nname = \"b\"\n\
                     dedup = { breaks = 3 }\n";
-        assert_eq!(place(text, 0, "VM \"a\": cpus is 0"), Some((3, 8)));
-        assert_eq!(place(text, 1, "VM \"b\": dedup: breaks must be"), Some((11, 9)));
-        assert_eq!(place(text, 1, "VM \"name\": it has no kernel"), Some((9, 1)));
-        assert_eq!(place(text, 2, "x"), None);
+        assert_eq!(place(text, 0, None, "VM \"a\": cpus is 0"), Some((3, 8)));
+        assert_eq!(
+            place(text, 1, None, "VM \"b\": dedup: breaks must be"),
+            Some((11, 9))
+        );
+        assert_eq!(place(text, 1, Some("dedup"), "its name"), Some((11, 9)));
+        assert_eq!(
+            place(text, 1, None, "VM \"name\": it has no kernel"),
+            Some((9, 1))
+        );
+        assert_eq!(place(text, 2, None, "x"), None);
+        assert_eq!(place_of_key(text, &["template", "t", "cpus"]), Some((3, 8)));
+        assert_eq!(place_of_key(text, &["template", "t", "disks"]), Some((1, 1)));
+        assert_eq!(place_of_key(text, &["store", "max_mib"]), None);
     }
 
     #[test]
@@ -369,13 +500,5 @@ mod tests {
             let expected = "cpu_percent = 5".parse::<toml::Table>().unwrap();
             assert_eq!(dedup, expected, "{template} {entry}");
         }
-    }
-
-    #[test]
-    fn names_that_are_no_file_names_are_refused() {
-        for bad in ["", "a/b", "..", "-a", "a b", "ä", &"a".repeat(65)] {
-            assert!(check_name("x", bad).unwrap_err().starts_with("x is "), "{bad}");
-        }
-        check_name("x", &"a".repeat(64)).unwrap();
     }
 }

@@ -10,6 +10,8 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
+use vmm_dedup_host::store::listens;
+use vmm_dedup_host::units::natural_order;
 use vmm_dedup_host::{Failure, note};
 
 /// Lines of a failed VM's log that are shown.
@@ -35,13 +37,20 @@ impl Fleet {
         self.directory.write(&state)
     }
 
-    /// Starts stores that do not run yet.
+    /// Starts stores that do not run yet. One of the fleet's own that nobody can reach any more, as its socket has gone, is ended
+    /// before: two would be one too many, and only the new one is noted down.
     pub(crate) async fn start_stores(&self, stores: &[&StorePlan]) -> Result<(), Failure> {
         for store in stores {
             if let Ok(folder) = vmm_dedup_host::runtime::folder()
                 && store.socket.starts_with(&folder)
             {
                 state::make(&folder, 0o755)?;
+            }
+            let old = (self.state.borrow().stores.iter())
+                .find(|old| old.domain == store.domain)
+                .cloned();
+            if let Some(old) = old.filter(|old| !listens(&old.socket)) {
+                stores::stop(&old).await?;
             }
             let started = |started: StoreState| {
                 self.record(|state| {
@@ -80,10 +89,9 @@ impl Fleet {
         let mut child = vmm::start(&self.plan, vm, &self.tools, &self.directory, |started| {
             self.record(|state| {
                 state.vms.retain(|other| other.name != started.name);
+                state.missing.remove(&started.name);
                 state.vms.push(started);
-                state
-                    .vms
-                    .sort_by(|a, b| vmm_dedup_host::units::natural_order(&a.name, &b.name));
+                state.vms.sort_by(|a, b| natural_order(&a.name, &b.name));
             })
         })?;
         let pid = child.id();
@@ -103,13 +111,30 @@ impl Fleet {
         }
     }
 
-    /// Ends a VM, whatever it does, and removes its files and its note.
+    /// Ends a VM that is not wanted any more, whatever it does, and removes its files and its note.
     pub(crate) async fn end_vm(&self, name: &str, grace: Duration) -> Result<(), Failure> {
+        self.end_process(name, grace).await?;
+        self.record(|state| {
+            state.vms.retain(|other| other.name != name);
+            state.missing.remove(name);
+        })
+    }
+
+    /// Ends a VM that ought to run, if it has a process, and removes its files; that it is missing, and why, is noted down.
+    pub(crate) async fn end_wanted(&self, name: &str, grace: Duration, why: &str) -> Result<(), Failure> {
+        self.end_process(name, grace).await?;
+        let planned = self.plan.vms.iter().find(|vm| vm.name == name);
+        self.record(|state| {
+            state.vms.retain(|other| other.name != name);
+            planned.into_iter().for_each(|vm| state.miss(vm, why));
+        })
+    }
+
+    async fn end_process(&self, name: &str, grace: Duration) -> Result<(), Failure> {
         let found = self.state.borrow().vms.iter().find(|vm| vm.name == name).cloned();
         let Some(vm) = found else { return Ok(()) };
         vmm::end(&vm, &self.directory.vm(name), grace).await?;
-        self.directory.remove_vm(&vm)?;
-        self.record(|state| state.vms.retain(|other| other.name != name))
+        self.directory.remove_vm(&vm)
     }
 }
 

@@ -19,6 +19,7 @@ mod choice;
 pub mod dedup_file;
 mod down;
 mod file;
+mod kept;
 mod launch;
 mod list;
 mod log;

@@ -2,16 +2,13 @@
 
 use crate::changes::health;
 use crate::runtime;
-use crate::state::{Directory, State};
+use crate::state::{Directory, State, directories};
 use crate::vmm::{Condition, Health};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use vmm_dedup_host::store::listens;
 use vmm_dedup_host::table::{self, Column, Table};
 use vmm_dedup_host::{Failure, say};
-
-/// What the name of a fleet's directory begins with.
-const PREFIX: &str = "fleet-";
 
 const COLUMNS: [Column; 5] = [
     Column::name("FLEET"),
@@ -34,14 +31,8 @@ struct Fleet {
 /// A [`Failure`] if a folder cannot be used; the other fleets are shown before.
 pub fn list(json: bool) -> Result<(), Failure> {
     let folder = vmm_dedup_host::runtime::folder()?;
-    let entries = std::fs::read_dir(&folder).into_iter().flatten().flatten();
-    let mut paths: Vec<PathBuf> = entries
-        .filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX))
-        .map(|entry| entry.path())
-        .collect();
-    paths.sort();
     let (mut fleets, mut failures) = (Vec::new(), Vec::new());
-    for path in paths {
+    for path in directories(&folder) {
         let directory = Directory::new(path.clone());
         // One that is somebody else's hides no other.
         let state = directory.state().unwrap_or_else(|failure| {
@@ -74,7 +65,7 @@ pub fn list(json: bool) -> Result<(), Failure> {
     for fleet in &fleets {
         table.row([
             fleet.state.fleet.clone(),
-            fleet.state.vms.len().to_string(),
+            fleet.state.names().len().to_string(),
             fleet.running.to_string(),
             format!("{} of {}", fleet.stores, fleet.state.stores.len()),
             fleet
@@ -102,7 +93,7 @@ fn told(fleet: &Fleet) -> Value {
         "directory": fleet.directory,
         "file": fleet.state.file,
         "complete": fleet.state.complete,
-        "vms": fleet.state.vms.len(),
+        "vms": fleet.state.names().len(),
         "running": fleet.running,
         "stores": fleet.state.stores.len(),
         "stores_running": fleet.stores,

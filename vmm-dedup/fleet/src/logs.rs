@@ -3,12 +3,14 @@
 use crate::at::At;
 use crate::choice::choose;
 use crate::log;
-use std::collections::BTreeMap;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
-use std::time::Duration;
-use vmm_dedup_host::{Failure, output, say};
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use vmm_dedup_host::{Failure, note, output, say};
 
 /// How often logs are looked at.
 const LOOK: Duration = Duration::from_millis(200);
@@ -26,7 +28,7 @@ pub struct Which {
     pub stores: bool,
     /// Lines from the end of each.
     pub lines: usize,
-    /// Go on until ^C.
+    /// Go on until ^C, or until nobody reads any more.
     pub follow: bool,
 }
 
@@ -44,50 +46,72 @@ pub fn logs(at: &At, names: &[String], which: Which) -> Result<(), Failure> {
         ))
     })?;
     at.check(&state)?;
-    let all: Vec<&str> = state.vms.iter().map(|vm| vm.name.as_str()).collect();
-    let mut files: BTreeMap<String, PathBuf> = BTreeMap::new();
-    for name in choose(names, &all)? {
+    let mut files: Vec<(String, PathBuf)> = Vec::new();
+    for name in choose(names, &state.names())? {
+        if let Some(missing) = state.missing.get(&name) {
+            note!("{name} does not run ({})", missing.why);
+        }
         let vm = directory.vm(&name);
-        files.insert(name, if which.serial { vm.serial() } else { vm.log() });
+        files.push((name, if which.serial { vm.serial() } else { vm.log() }));
     }
     if which.stores {
-        for store in &state.stores {
-            files.insert(
-                format!("store {}", store.domain),
-                directory.store_log(&store.domain),
-            );
-        }
+        let logs = state.stores.iter().map(|store| {
+            let log = directory.store_log(&store.domain);
+            (format!("store {}", store.domain), log)
+        });
+        files.extend(logs);
     }
     let named = files.len() > 1;
     let mut tails = Vec::new();
     for (name, path) in files {
         // What comes between the two is shown twice rather than not at all.
-        let end = path.metadata().map_or(0, |file| file.len());
+        let tail = Tail::from_end(path);
         let prefix = if named { format!("{name}: ") } else { String::new() };
-        log::tail(&path, which.lines)
+        log::tail(&tail.path, which.lines)
             .iter()
             .for_each(|line| say!("{prefix}{line}"));
-        tails.push(Tail {
-            prefix,
-            path,
-            end,
-            rest: Vec::new(),
-        });
+        tails.push((prefix, tail));
     }
     if !which.follow {
         return Ok(());
     }
     loop {
-        tails.iter_mut().for_each(Tail::show);
+        for (prefix, tail) in &mut tails {
+            tail.lines().iter().for_each(|line| say!("{prefix}{line}"));
+        }
         output::outcome()?;
-        std::thread::sleep(LOOK);
+        if reader_goes_within(LOOK) {
+            return Err(Failure::reader_gone());
+        }
     }
 }
 
-/// A log that is followed.
+/// Waits; whether whoever reads standard output, or its terminal, has gone meanwhile. A write would tell as well, but a log may
+/// be quiet for days.
+fn reader_goes_within(time: Duration) -> bool {
+    let begun = Instant::now();
+    let stdout = std::io::stdout();
+    let mut output = [PollFd::new(&stdout, PollFlags::empty())];
+    loop {
+        let left = time.saturating_sub(begun.elapsed());
+        let limit = Timespec::try_from(left).unwrap_or_default();
+        match poll(&mut output, Some(&limit)) {
+            Ok(0) => return false,
+            Ok(_) => return true,
+            Err(Errno::INTR) => {}
+            Err(_) => {
+                std::thread::sleep(left);
+                return false;
+            }
+        }
+    }
+}
+
+/// A log that is followed, also when its VM is started anew and with it the log.
 struct Tail {
-    prefix: String,
     path: PathBuf,
+    /// Open until another file has its path: so no other file gets its number.
+    file: Option<File>,
     /// As far as it was read.
     end: u64,
     /// The beginning of a line.
@@ -95,14 +119,59 @@ struct Tail {
 }
 
 impl Tail {
-    fn show(&mut self) {
-        let Ok(new) = read(&self.path, &mut self.end) else {
-            return;
-        };
-        self.rest.extend(new);
-        for line in lines(&mut self.rest) {
-            say!("{}{line}", self.prefix);
+    /// Of what comes from now on.
+    fn from_end(path: PathBuf) -> Self {
+        let file = File::open(&path).ok();
+        let len = |file: &File| file.metadata().map_or(0, |metadata| metadata.len());
+        Self {
+            end: file.as_ref().map_or(0, len),
+            path,
+            file,
+            rest: Vec::new(),
         }
+    }
+
+    /// The lines that have come.
+    fn lines(&mut self) -> Vec<String> {
+        let (mut shown, mut new) = (Vec::new(), self.read());
+        // All of the last log comes before the next one.
+        if new.is_empty()
+            && let Some(next) = self.next()
+        {
+            if !self.rest.is_empty() {
+                self.rest.push(b'\n');
+                shown = lines(&mut self.rest);
+            }
+            (self.file, self.end) = (Some(next), 0);
+            new = self.read();
+        }
+        self.rest.extend(new);
+        shown.extend(lines(&mut self.rest));
+        shown
+    }
+
+    /// What has come since, as much as is read at a time; a file that has become shorter was begun anew.
+    fn read(&mut self) -> Vec<u8> {
+        let mut new = Vec::new();
+        let Some(file) = &mut self.file else { return new };
+        let mut read = || {
+            if file.metadata()?.len() < self.end {
+                self.end = 0;
+            }
+            file.seek(SeekFrom::Start(self.end))?;
+            file.take(MOST).read_to_end(&mut new)
+        };
+        // What cannot be read now is read at the next look.
+        let _ = read();
+        self.end += new.len() as u64;
+        new
+    }
+
+    /// The file that has the log's path now, if it is another one.
+    fn next(&self) -> Option<File> {
+        let next = File::open(&self.path).ok()?;
+        let which = |file: &File| file.metadata().ok().map(|file| (file.dev(), file.ino()));
+        (self.file.as_ref().and_then(which) != which(&next)).then_some(next)
     }
 }
 
@@ -124,20 +193,6 @@ fn lines(rest: &mut Vec<u8>) -> Vec<String> {
     lines
 }
 
-/// What has come since; a file that has become shorter was begun anew.
-fn read(path: &Path, end: &mut u64) -> std::io::Result<Vec<u8>> {
-    let mut file = File::open(path)?;
-    let len = file.metadata()?.len();
-    if len < *end {
-        *end = 0;
-    }
-    let mut new = Vec::new();
-    file.seek(SeekFrom::Start(*end))?;
-    file.take(MOST).read_to_end(&mut new)?;
-    *end += new.len() as u64;
-    Ok(new)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -157,6 +212,30 @@ mod tests {
         let shown = lines(&mut rest);
         assert_eq!(shown.iter().map(String::len).collect::<Vec<_>>(), [LONGEST; 3]);
         assert_eq!(rest.len(), 7);
+    }
+
+    /// A log of the next start that is as long as the last one, between two looks.
+    #[test]
+    fn a_log_that_is_begun_anew_is_shown_from_its_beginning() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vmm.log");
+        let mut tail = Tail::from_end(path.clone());
+        assert!(tail.lines().is_empty());
+        std::fs::write(&path, "first\n").unwrap();
+        assert_eq!(tail.lines(), ["first"]);
+        let mut old = File::options().append(true).open(&path).unwrap();
+        std::io::Write::write_all(&mut old, b"last words").unwrap();
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "as long as it is").unwrap();
+        assert_eq!(old.metadata().unwrap().len(), path.metadata().unwrap().len());
+
+        assert!(tail.lines().is_empty());
+        assert_eq!(tail.lines(), ["last words"]);
+        std::fs::write(&path, "as long as it is\n").unwrap();
+        assert_eq!(tail.lines(), ["as long as it is"]);
+        // One that was emptied in place.
+        std::fs::write(&path, "short\n").unwrap();
+        assert_eq!(tail.lines(), ["short"]);
     }
 
     /// Lines of one byte each, as many as one look reads: taken one by one from the front they took minutes.

@@ -4,15 +4,15 @@ use crate::at::At;
 use crate::check;
 use crate::choice::choose;
 use crate::launch::Fleet;
-use crate::plan::{Plan, VmPlan};
+use crate::plan::{MAX_VMS, Plan, VmPlan};
 use crate::runtime;
 use crate::state::{Locked, State};
-use crate::up::start_some;
+use crate::up::{NOT_STARTED, start_some};
 use std::cell::RefCell;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
-use vmm_dedup_host::units::count;
+use vmm_dedup_host::units::{count, quoted};
 use vmm_dedup_host::{Failure, note, say};
 
 /// Ends VMs and starts them as the file says now, so many at a time. No names: all VMs.
@@ -21,15 +21,17 @@ use vmm_dedup_host::{Failure, note, say};
 /// A [`Failure`] if one cannot be ended or started; the ones after it stay as they are.
 pub fn restart(at: &At, names: &[String], grace: Duration, parallel: usize) -> Result<(), Failure> {
     let (locked, state) = at.running()?;
-    let plan = at.plan(&state.scale)?;
+    let (plan, kept) = at.plan(&state)?;
     let all: Vec<&str> = plan.vms.iter().map(|vm| vm.name.as_str()).collect();
     let chosen = choose(names, &all)?;
     let vms: Vec<&VmPlan> = plan.vms.iter().filter(|vm| chosen.contains(&vm.name)).collect();
-    let fleet = Rc::new(fleet(plan.clone(), state, locked, &vms)?);
+    let fleet = Rc::new(fleet(at, plan.clone(), state, locked, &vms)?);
     runtime::block_on(async {
         for some in chosen.chunks(parallel.max(1)) {
+            // Guests' logs may have filled the folder since: an ended VM could not be started again.
+            fleet.directory.check_room(some.len(), 0)?;
             for name in some {
-                fleet.end_vm(name, grace).await?;
+                fleet.end_wanted(name, grace, NOT_STARTED).await?;
                 note!("{name} has ended");
             }
             let places = places(&fleet.plan, some);
@@ -39,6 +41,7 @@ pub fn restart(at: &At, names: &[String], grace: Duration, parallel: usize) -> R
         }
         let (name, vms) = (&fleet.plan.name, count(chosen.len(), "VM", "VMs"));
         say!("fleet {name}: {vms} started anew");
+        kept.iter().for_each(|line| say!("{line}"));
         Ok(())
     })
 }
@@ -49,7 +52,7 @@ pub fn restart(at: &At, names: &[String], grace: Duration, parallel: usize) -> R
 /// A [`Failure`] if there is no such entry, or a VM cannot be started or ended.
 pub fn scale(at: &At, entry: &str, vms: u32, grace: Duration) -> Result<(), Failure> {
     let (locked, mut state) = at.running()?;
-    let unscaled = at.plan(&State::default().scale)?;
+    let (unscaled, _) = at.plan(&State::default())?;
     let of_entry = |vm: &&VmPlan| vm.entry == entry && vm.name != entry;
     let in_file = unscaled.vms.iter().filter(of_entry).count();
     if in_file == 0 {
@@ -68,11 +71,26 @@ pub fn scale(at: &At, entry: &str, vms: u32, grace: Duration) -> Result<(), Fail
             "no [[vm]] with a count is called {entry}: {there_are}"
         )));
     }
+    if vms == 0 {
+        let all = quoted(&format!("{entry}-*"));
+        return Err(Failure::usage(format!(
+            "an entry has at least one VM: `{} {all}` ends all, until the next `up`",
+            at.command("down")
+        )));
+    }
+    let (now, _) = at.plan(&state)?;
+    let others = now.vms.iter().filter(|vm| !of_entry(vm)).count();
+    let most = MAX_VMS.saturating_sub(others);
+    if usize::try_from(vms).map_or(true, |vms| vms > most) {
+        return Err(Failure::usage(format!(
+            "{entry} can have {most} VMs at most, not {vms}: a fleet has up to {MAX_VMS}, others of this one: {others}"
+        )));
+    }
     state.scale.insert(entry.to_owned(), vms);
     if usize::try_from(vms) == Ok(in_file) {
         state.scale.remove(entry);
     }
-    let plan = at.plan(&state.scale)?;
+    let (plan, _) = at.plan(&state)?;
     let has = |state: &State, name: &str| state.vms.iter().any(|vm| vm.name == name);
     let planned = |name: &str| plan.vms.iter().any(|vm| vm.name == name);
     let surplus = state
@@ -80,13 +98,15 @@ pub fn scale(at: &At, entry: &str, vms: u32, grace: Duration) -> Result<(), Fail
         .iter()
         .filter(|vm| vm.entry == entry && !planned(&vm.name));
     let surplus: Vec<String> = surplus.map(|vm| vm.name.clone()).collect();
+    // One that could not be started, and is not wanted now, is not missed.
+    state.missing.retain(|name, _| planned(name));
     let missing: Vec<&VmPlan> = plan
         .vms
         .iter()
         .filter(|vm| vm.entry == entry && !has(&state, &vm.name))
         .collect();
     let names: Vec<String> = missing.iter().map(|vm| vm.name.clone()).collect();
-    let fleet = Rc::new(fleet(plan.clone(), state, locked, &missing)?);
+    let fleet = Rc::new(fleet(at, plan.clone(), state, locked, &missing)?);
     runtime::block_on(async {
         fleet.record(|_| ())?;
         for name in &surplus {
@@ -111,7 +131,7 @@ pub fn scale(at: &At, entry: &str, vms: u32, grace: Duration) -> Result<(), Fail
 }
 
 /// A fleet of which these VMs are to be started, which is looked at before.
-fn fleet(plan: Plan, state: State, directory: Locked, vms: &[&VmPlan]) -> Result<Fleet, Failure> {
+fn fleet(at: &At, plan: Plan, state: State, directory: Locked, vms: &[&VmPlan]) -> Result<Fleet, Failure> {
     let replaced = state
         .vms
         .iter()
@@ -125,6 +145,7 @@ fn fleet(plan: Plan, state: State, directory: Locked, vms: &[&VmPlan]) -> Result
         .collect();
     // Before one is ended of which the next could not be started.
     check::files(vms, &directory, &leftovers)?;
+    check::stores_answer(&plan, &state, vms, &at.command("up"))?;
     check::starts(&plan, &fresh, &[], &directory, &leftovers)?;
     let tools = crate::program::Tools::find(&plan)?;
     Ok(Fleet {

@@ -1,6 +1,6 @@
-//! A VM's settings as its state keeps them, to tell later what has changed in the file.
+//! Settings of VMs and stores as the state keeps them, to tell later what has changed in the file.
 
-use crate::plan::VmPlan;
+use crate::plan::{StorePlan, VmPlan};
 use serde_json::{Value, json};
 use vmm_dedup_protocol::control::{Settings, Switch};
 
@@ -34,6 +34,18 @@ pub(crate) fn spec(vm: &VmPlan) -> Value {
         "dedup": dedup,
         "agent": vm.agent.as_ref().map(ToString::to_string),
     })
+}
+
+/// The settings of a store that its process is started with.
+pub(crate) fn store_spec(store: &StorePlan) -> Value {
+    json!({ "max_mib": store.max_mib, "metrics": store.metrics, "ordered": store.ordered })
+}
+
+/// The keys in which the settings of a store differ from those that it was started with.
+pub(crate) fn store_keys(old: &Value, new: &StorePlan) -> Vec<String> {
+    let mut keys = Vec::new();
+    differing(old, &store_spec(new), "", &mut keys);
+    keys
 }
 
 impl Difference {

@@ -9,17 +9,29 @@
 //! A command that changes something holds a lock on the directory itself, which vanishes with the directory.
 
 use crate::file::Vmm;
+use crate::plan::VmPlan;
 use crate::process::Process;
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use vmm_dedup_host::Failure;
+use vmm_dedup_host::units::{natural_order, quoted};
+
+/// What the name of a fleet's directory begins with.
+pub(crate) const PREFIX: &str = "fleet-";
+
+/// Bytes by which the state may grow without new VMs.
+const STATE_ROOM: u64 = 4 << 10;
+/// Bytes that a VM needs at first: its part of the state, settings and the beginnings of its logs, in whole pages.
+const VM_ROOM: u64 = 24 << 10;
+/// Bytes that a store needs at first: its part of the state and the beginning of its log.
+const STORE_ROOM: u64 = 8 << 10;
 
 /// How long to wait for the lock: a process that was about to be started by a command that was killed ends by itself, but
 /// not at once.
@@ -38,6 +50,39 @@ pub(crate) struct State {
     pub(crate) scale: BTreeMap<String, u32>,
     pub(crate) stores: Vec<StoreState>,
     pub(crate) vms: Vec<VmState>,
+    /// VMs by name that were to be started and have no process: the start failed, or its command was killed.
+    #[serde(default)]
+    pub(crate) missing: BTreeMap<String, Missing>,
+}
+
+/// A VM that ought to run and has no process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Missing {
+    pub(crate) vmm: Vmm,
+    pub(crate) why: String,
+}
+
+impl State {
+    /// Notes down that a VM ought to run and has no process.
+    pub(crate) fn miss(&mut self, vm: &VmPlan, why: &str) {
+        let (vmm, why) = (vm.vmm, why.to_owned());
+        self.missing.insert(vm.name.clone(), Missing { vmm, why });
+    }
+
+    /// The process of a domain's store, if the fleet started it.
+    pub(crate) fn store_process(&self, domain: &str) -> Option<&Process> {
+        let store = self.stores.iter().find(|store| store.domain == domain)?;
+        store.process.as_ref()
+    }
+
+    /// The names of all VMs that ought to run, in the order that people expect.
+    pub(crate) fn names(&self) -> Vec<&str> {
+        let with_process = self.vms.iter().map(|vm| vm.name.as_str());
+        let missing = self.missing.keys().map(String::as_str);
+        let mut names: Vec<&str> = with_process.chain(missing).collect();
+        names.sort_by(|a, b| natural_order(a, b));
+        names
+    }
 }
 
 /// A trust domain's store.
@@ -47,6 +92,9 @@ pub(crate) struct StoreState {
     pub(crate) socket: PathBuf,
     /// `None`: it ran before the fleet.
     pub(crate) process: Option<Process>,
+    /// The settings that it was started with, see [`crate::spec`]; null if it ran before the fleet.
+    #[serde(default)]
+    pub(crate) spec: Value,
 }
 
 /// A VM.
@@ -150,7 +198,12 @@ impl Directory {
         let fail = |e: String| Failure::new(format!("cannot use {}: {e}", path.display()));
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                return match self.path.join("vm").exists() && !self.processes().is_empty() {
+                    true => Err(fail(format!("{e}; {}", self.without_state()))),
+                    false => Ok(None),
+                };
+            }
             Err(e) => return Err(fail(e.to_string())),
         };
         let folder = fs::metadata(&self.path).map_err(|e| fail(e.to_string()))?;
@@ -159,7 +212,48 @@ impl Directory {
         }
         serde_json::from_str(&text)
             .map(Some)
-            .map_err(|e| fail(e.to_string()))
+            .map_err(|e| fail(format!("it is spoilt ({e}); {}", self.without_state())))
+    }
+
+    /// What to do when nobody knows any more what was started.
+    fn without_state(&self) -> String {
+        let remove = format!("`rm -r {}`", quoted(&self.path.to_string_lossy()));
+        let processes = self.processes();
+        if processes.is_empty() {
+            return format!("nothing of its fleet runs: {remove}, then start the fleet again");
+        }
+        let told: Vec<String> = (processes.iter())
+            .map(|(pid, name)| format!("{name} is process {pid}"))
+            .collect();
+        let pids: Vec<String> = processes.keys().map(ToString::to_string).collect();
+        format!(
+            "its fleet runs on ({}): put a copy of the file back, or end the fleet with `kill {}`, then {remove}",
+            told.join(", "),
+            pids.join(" ")
+        )
+    }
+
+    /// Processes that write to logs here: what they are by their numbers, found without the state.
+    fn processes(&self) -> BTreeMap<u32, String> {
+        let Ok(folder) = fs::canonicalize(&self.path) else {
+            return BTreeMap::new();
+        };
+        let named = |log: PathBuf| {
+            let log = log.strip_prefix(&folder).ok()?.to_str()?;
+            if let Some(file) = log.strip_prefix("vm/") {
+                return file.split('/').next().map(str::to_owned);
+            }
+            let domain = log.strip_prefix("store-")?.strip_suffix(".log")?;
+            Some(format!("the store of domain {domain:?}"))
+        };
+        let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+        let found = entries.filter_map(|entry| {
+            let pid = entry.file_name().to_str()?.parse().ok()?;
+            let outputs = ["fd/1", "fd/2"].map(|fd| fs::read_link(entry.path().join(fd)));
+            let name = outputs.into_iter().flatten().find_map(named)?;
+            Some((pid, name))
+        });
+        found.collect()
     }
 
     pub(crate) fn vm(&self, name: &str) -> VmFiles {
@@ -168,6 +262,27 @@ impl Directory {
 
     pub(crate) fn store_log(&self, domain: &str) -> PathBuf {
         self.path.join(format!("store-{domain}.log"))
+    }
+
+    /// Fails unless what a command will write fits: the state once more, and the first files of so many VMs and stores. It writes
+    /// as much into a file without a name, where the directory is or will be made.
+    pub(crate) fn check_room(&self, vms: usize, stores: usize) -> Result<(), Failure> {
+        let place = self.path.ancestors().find(|place| place.exists());
+        let place = place.unwrap_or(Path::new("/"));
+        let state = fs::metadata(self.state_path()).map_or(0, |file| file.len());
+        let bytes = state + STATE_ROOM + (vms as u64) * VM_ROOM + (stores as u64) * STORE_ROOM;
+        let written = tempfile::tempfile_in(place)
+            .and_then(|mut file| io::copy(&mut io::repeat(0).take(bytes), &mut file));
+        written.map(drop).map_err(|e| {
+            let what_to_do = match e.kind() {
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ": make room there",
+                _ => "",
+            };
+            let (place, kib) = (place.display(), bytes.div_ceil(1 << 10));
+            Failure::new(format!(
+                "cannot write the {kib} KiB that are needed in {place}: {e}{what_to_do}"
+            ))
+        })
     }
 
     /// Locks the directory if it exists.
@@ -304,10 +419,22 @@ pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
     }
 }
 
+/// What may be directories of fleets, in the runtime folder.
+pub(crate) fn directories(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut paths: Vec<PathBuf> = entries
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX))
+        .map(|entry| entry.path())
+        .collect();
+    paths.sort();
+    paths
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
+    use std::process::Command;
 
     fn directory(folder: &tempfile::TempDir) -> Directory {
         Directory::new(folder.path().join("a/fleet"))
@@ -352,6 +479,31 @@ mod tests {
     }
 
     #[test]
+    fn vms_are_in_the_order_of_their_numbers_with_those_that_are_missed() {
+        let missing = |name: &str| {
+            let (vmm, why) = (Vmm::Qemu, "it did not start".to_owned());
+            (name.to_owned(), Missing { vmm, why })
+        };
+        let state = State {
+            missing: ["web-10", "db", "web-2"].map(missing).into(),
+            ..State::default()
+        };
+        assert_eq!(state.names(), ["db", "web-2", "web-10"]);
+    }
+
+    #[test]
+    fn room_is_tried_where_the_directory_is_or_will_be() {
+        let folder = tempfile::tempdir().unwrap();
+        directory(&folder).check_room(3, 1).unwrap();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+        let file = folder.path().join("a");
+        fs::write(&file, "").unwrap();
+        let error = directory(&folder).check_room(1, 0).unwrap_err().to_string();
+        let expected = format!("cannot write the 28 KiB that are needed in {}: ", file.display());
+        assert!(error.starts_with(&expected), "{error}");
+    }
+
+    #[test]
     fn only_one_command_works_in_it() {
         let folder = tempfile::tempdir().unwrap();
         let locked = directory(&folder).create().unwrap();
@@ -393,10 +545,40 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_state_is_an_error_that_names_the_file() {
+    fn a_broken_state_is_an_error_that_says_what_runs_and_what_to_do() {
         let folder = tempfile::tempdir().unwrap();
         let locked = directory(&folder).create().unwrap();
-        fs::write(locked.path().join("state.json"), "{").unwrap();
-        assert!(locked.state().unwrap_err().to_string().contains("state.json"));
+        let path = locked.path().join("state.json");
+        let error = || locked.state().unwrap_err().to_string();
+        fs::write(&path, "{").unwrap();
+        let remove = format!("`rm -r {}`", locked.path().display());
+        assert!(
+            error().starts_with(&format!("cannot use {}: it is spoilt (EOF", path.display()))
+                && error().contains(&format!("nothing of its fleet runs: {remove}")),
+            "{}",
+            error()
+        );
+        let log = fs::File::create(locked.make_vm("web-0").unwrap().log()).unwrap();
+        let mut vm = Command::new("sleep").arg("1000").stdout(log).spawn().unwrap();
+        let log = fs::File::create(locked.store_log("blue")).unwrap();
+        let mut store = Command::new("sleep").arg("1000").stderr(log).spawn().unwrap();
+        let told = [
+            format!("web-0 is process {}", vm.id()),
+            format!("the store of domain \"blue\" is process {}", store.id()),
+            format!("then {remove}"),
+        ];
+        let mut pids = [vm.id(), store.id()];
+        pids.sort_unstable();
+        let kill = format!("`kill {} {}`", pids[0], pids[1]);
+        let spoilt = error();
+        fs::remove_file(&path).unwrap();
+        let gone = error();
+        vm.kill().and_then(|()| store.kill()).unwrap();
+        vm.wait().and_then(|_| store.wait()).unwrap();
+        for text in [spoilt, gone] {
+            let all = told.iter().chain([&kill]).all(|part| text.contains(part));
+            assert!(all, "{text}");
+        }
+        assert!(locked.state().unwrap().is_none());
     }
 }

@@ -4,20 +4,27 @@ use crate::at::At;
 use crate::changes::health;
 use crate::process;
 use crate::state::{Directory, State, StoreState, VmState};
+use crate::stores::{self, Account, Unheard};
 use crate::vmm::{Condition, Health};
 use crate::{log, runtime};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::Path;
-use vmm_dedup_host::store::listens;
+use std::time::{Duration, Instant};
 use vmm_dedup_host::table::{self, Column, Table};
-use vmm_dedup_host::units::{mib, pages_mib, quoted, short};
+use vmm_dedup_host::units::{mib, natural_order, pages_mib, quoted, short};
 use vmm_dedup_host::{Failure, account, say};
-use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::Vm;
 
 /// Lines shown of the log of a VM that does not run.
 const TAIL: usize = 5;
+
+/// How long a service may take to connect, once its VM runs or its store is there again; it tries each second.
+const CONNECTS: Duration = Duration::from_secs(3);
+/// How often stores are asked until then.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// The state of a VM that ought to run and has no process.
+const MISSING: &str = "missing";
 
 const COLUMNS: [Column; 10] = [
     Column::name("VM"),
@@ -31,17 +38,6 @@ const COLUMNS: [Column; 10] = [
     Column::number("BREAKS", 8),
     Column::number("CPU S", 3),
 ];
-
-/// What a store says, or why nothing.
-type Account = Result<(StoreStats, Vec<Vm>), Unheard>;
-
-/// Why a store says nothing.
-enum Unheard {
-    /// Nobody listens.
-    Gone,
-    /// Its process is there, and gives no answer or a wrong one.
-    Silent(Failure),
-}
 
 struct Status {
     at: At,
@@ -78,17 +74,18 @@ pub fn status(at: &At, json: bool) -> Result<(), Failure> {
 
 impl Status {
     async fn of(at: At, state: State, directory: &Directory) -> Result<Self, Failure> {
-        let health = health(&state, directory).await?;
-        let accounts = state
-            .stores
-            .iter()
-            .map(|store| (store.domain.clone(), account(&store.socket)));
-        Ok(Self {
+        let mut status = Self {
             at,
-            accounts: accounts.collect(),
-            health,
+            health: health(&state, directory).await?,
+            accounts: accounts(&state),
             state,
-        })
+        };
+        let deadline = Instant::now() + CONNECTS;
+        while status.not_connected().next().is_some() && Instant::now() < deadline {
+            tokio::time::sleep(LOOK).await;
+            status.accounts = accounts(&status.state);
+        }
+        Ok(status)
     }
 
     fn vms(&self) -> impl Iterator<Item = (&VmState, &Health)> {
@@ -136,12 +133,29 @@ impl Status {
                 "dedup": self.dedup_of(vm).map(account::vm_json),
             })
         });
+        let missing = self.state.missing.iter().map(|(name, missing)| {
+            json!({
+                "name": name,
+                "vmm": missing.vmm,
+                "pid": Value::Null,
+                "state": MISSING,
+                "why": missing.why,
+                "log": Value::Null,
+                "serial": Value::Null,
+                "log_tail": [],
+                "domain": Value::Null,
+                "dedup": Value::Null,
+            })
+        });
+        let mut vms: Vec<Value> = vms.chain(missing).collect();
+        let name = |vm: &Value| vm["name"].as_str().unwrap_or_default().to_owned();
+        vms.sort_by(|a, b| natural_order(&name(a), &name(b)));
         json!({
             "fleet": self.state.fleet,
             "complete": self.state.complete,
             "directory": directory.path(),
             "stores": stores.collect::<Vec<_>>(),
-            "vms": vms.collect::<Vec<_>>(),
+            "vms": vms,
         })
     }
 
@@ -149,15 +163,22 @@ impl Status {
         say!("fleet {} in {}", self.state.fleet, directory.path().display());
         let width = table::width();
         for store in &self.state.stores {
+            let which = format!("store {} ({}):", store.domain, store.socket.display());
             let text = match self.accounts.get(&store.domain) {
-                Some(Ok((stats, _))) => format!(
-                    "running, {} saved net, {} kept once, {} not kept again",
-                    mib(account::saved_net(stats)),
-                    pages_mib(stats.pages_shared),
-                    pages_mib(stats.pages_sharing)
-                ),
+                Some(Ok((stats, _))) => {
+                    let running = format!(
+                        "{which} running, {} saved net, {} kept once, {} not kept again",
+                        mib(account::saved_net(stats)),
+                        pages_mib(stats.pages_shared),
+                        pages_mib(stats.pages_sharing)
+                    );
+                    table::wrapped(&running, width.unwrap_or(usize::MAX))
+                        .iter()
+                        .for_each(|line| say!("{line}"));
+                    continue;
+                }
                 Some(Err(Unheard::Silent(why))) => format!(
-                    "SILENT ({why}): guests go on, nothing merges; end it{}, then `{}` starts it again",
+                    "SILENT: guests go on, nothing merges: {why}; else end it{}, then `{}` starts it again",
                     (store.process.as_ref())
                         .map_or(String::new(), |process| format!(" (process {})", process.pid)),
                     self.at.command("up")
@@ -167,7 +188,8 @@ impl Status {
                     self.at.command("up")
                 ),
             };
-            say!("store {} ({}): {text}", store.domain, store.socket.display());
+            // In one line whatever the terminal: what is to be pasted stays whole.
+            say!("{which} {text}");
         }
         self.table().lines(width).iter().for_each(|line| say!("{line}"));
         for (vm, health) in self.vms().filter(|(_, health)| !is_well(health)) {
@@ -184,6 +206,18 @@ impl Status {
             }
             tail.iter().for_each(|line| say!("  {line}"));
         }
+        for (name, missing) in &self.state.missing {
+            let up = self.at.command("up");
+            say!("\n{name} {MISSING} ({}): `{up}` tries to start it", missing.why);
+        }
+        for vm in self.not_connected() {
+            let log = directory.vm(&vm.name).log();
+            say!(
+                "{} is not connected to its store: {} tells why",
+                vm.name,
+                log.display()
+            );
+        }
         for (store, vm) in self.refused() {
             say!(
                 "{} is not deduplicated: `vmm-dedup explain {} --store {}` tells why",
@@ -196,7 +230,19 @@ impl Status {
 
     fn table(&self) -> Table {
         let mut table = Table::new(&COLUMNS);
-        for (vm, health) in self.vms() {
+        for name in self.state.names() {
+            let Some((vm, health)) = self.vms().find(|(vm, _)| vm.name == name) else {
+                let vmm = self
+                    .state
+                    .missing
+                    .get(name)
+                    .map(|missing| missing.vmm.to_string());
+                let mut row = [const { String::new() }; COLUMNS.len()];
+                row[..2].clone_from_slice(&[name.to_owned(), vmm.unwrap_or_default()]);
+                MISSING.clone_into(&mut row[3]);
+                table.row(row);
+                continue;
+            };
             let (state, _) = describe(health);
             let dedup = self.dedup_of(vm);
             let told = |of: &dyn Fn(&Vm) -> String| dedup.map_or(String::new(), of);
@@ -216,12 +262,21 @@ impl Status {
                 },
                 told(&account::last_pass_text),
                 told(&|vm| short(vm.saved_net_bytes)),
-                told(&|vm| pages_mib(vm.stats.pages_mapped)),
+                told(&|vm| short(i64::try_from(account::shared_bytes(&vm.stats)).unwrap_or(i64::MAX))),
                 told(&|vm| vm.stats.breaks_total().to_string()),
                 told(&|vm| format!("{:.2}", vm.stats.cpu_ns.total() as f64 / 1e9)),
             ]);
         }
         table
+    }
+
+    /// VMs that run, and of which a store that answers knows nothing although they should be connected to it.
+    fn not_connected(&self) -> impl Iterator<Item = &VmState> {
+        let well = self.vms().filter(|(_, health)| is_well(health)).map(|(vm, _)| vm);
+        well.filter(|vm| {
+            let account = vm.store.as_ref().and_then(|domain| self.accounts.get(domain));
+            account.is_some_and(Result::is_ok) && self.dedup_of(vm).is_none()
+        })
     }
 
     /// VMs that run without dedup although they should not.
@@ -241,7 +296,7 @@ impl Status {
 
     /// One line on what is not well.
     fn verdict(&self) -> Result<(), Failure> {
-        let ill = self.health.iter().filter(|health| !is_well(health)).count();
+        let ill = self.health.iter().filter(|health| !is_well(health)).count() + self.state.missing.len();
         let unheard = self.accounts.values().filter(|account| account.is_err()).count();
         let fleet = &self.state.fleet;
         if !self.state.complete {
@@ -251,20 +306,29 @@ impl Status {
                 self.at.command("down")
             )));
         }
-        if ill + unheard == 0 {
+        let without = self.not_connected().count() + self.refused().count();
+        let counts = [
+            ("VMs that do not run", ill),
+            ("stores that are gone or silent", unheard),
+            ("VMs that run without their dedup", without),
+        ];
+        let counts = counts.iter().filter(|(_, count)| *count > 0);
+        let told: Vec<String> = counts.map(|(what, count)| format!("{what}: {count}")).collect();
+        if told.is_empty() {
             return Ok(());
         }
-        Err(Failure::new(format!(
-            "fleet {fleet} is not all well: VMs that do not run: {ill}, stores that are gone or silent: {unheard}"
-        )))
+        Err(Failure::new(format!("fleet {fleet} is not all well: {}", told.join(", "))).of_host())
     }
 }
 
-fn account(socket: &Path) -> Account {
-    account::of_store(socket).map_err(|why| match listens(socket) {
-        true => Unheard::Silent(why),
-        false => Unheard::Gone,
-    })
+fn accounts(state: &State) -> BTreeMap<String, Account> {
+    let stores = state.stores.iter();
+    stores
+        .map(|store| {
+            let account = stores::account(&store.socket, store.process.as_ref());
+            (store.domain.clone(), account)
+        })
+        .collect()
 }
 
 fn is_well(health: &Health) -> bool {

@@ -2,18 +2,44 @@
 
 use crate::log;
 use crate::plan::StorePlan;
-use crate::process;
+use crate::process::{self, Process};
+use crate::spec::store_spec;
 use crate::state::{self, Directory, StoreState};
+use serde_json::Value;
 use std::fs::File;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::listens;
+use vmm_dedup_host::{Failure, silence};
+use vmm_dedup_protocol::message::StoreStats;
+use vmm_dedup_protocol::observer::{Observer, Vm};
 
 /// How long a store may take to listen.
 const START_LIMIT: Duration = Duration::from_secs(30);
 /// How long it may take to end when asked, and when killed.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
+
+/// What a store says, or why nothing.
+pub(crate) type Account = Result<(StoreStats, Vec<Vm>), Unheard>;
+
+/// Why a store says nothing.
+pub(crate) enum Unheard {
+    /// Nobody listens.
+    Gone,
+    /// Its process is there, and gives no answer or a wrong one.
+    Silent(Failure),
+}
+
+/// Asks a store. `process`: it, as far as it is known.
+pub(crate) fn account(socket: &Path, process: Option<&Process>) -> Account {
+    let asked = Observer::connect(socket).and_then(|mut observer| observer.stats());
+    let pid = process.and_then(|process| process.pid.try_into().ok());
+    asked.map_err(|error| match listens(socket) {
+        true => Unheard::Silent(silence::failure(socket, pid, error)),
+        false => Unheard::Gone,
+    })
+}
 
 /// Starts a store, unless one runs. `started` notes it down; the store runs only then.
 pub(crate) async fn ensure(
@@ -27,6 +53,7 @@ pub(crate) async fn ensure(
             domain,
             socket,
             process: None,
+            spec: Value::Null,
         });
     }
     let log = directory.store_log(&domain);
@@ -57,6 +84,7 @@ pub(crate) async fn ensure(
             domain: domain.clone(),
             socket,
             process: Some(process),
+            spec: store_spec(store),
         })
     };
     let mut child = process::spawn(command, record, fail)?;

@@ -4,9 +4,10 @@ use crate::at::At;
 use crate::changes::{Changes, Live};
 use crate::check;
 use crate::launch::{Fleet, Signals, Starts, show_tail};
-use crate::plan::VmPlan;
+use crate::plan::{Plan, VmPlan};
+use crate::program::Tools;
 use crate::spec::spec;
-use crate::state::{Locked, State};
+use crate::state::{Directory, Locked, State};
 use crate::vmm::{self, Health};
 use crate::{dedup_file, down, log, process, runtime};
 use std::cell::RefCell;
@@ -20,7 +21,8 @@ use vmm_dedup_host::{Failure, account, note, say, silence};
 use vmm_dedup_protocol::observer::Observer;
 
 /// Starts the stores and VMs of the file that do not run, and gives running services the settings that they can take over.
-/// Of a fleet that is not up yet all is started, or nothing. `plan_only`: says what would be done, and does nothing.
+/// Of a fleet that is not up yet all is started, or nothing. `plan_only`: says what would be done, looks at all that could
+/// keep it from being done, and does nothing.
 ///
 /// # Errors
 /// A [`Failure`] that tells what kept it from being done.
@@ -43,24 +45,37 @@ fn would_do(at: &At) -> Result<(), Failure> {
     let state = directory.state()?;
     state.as_ref().map_or(Ok(()), |state| at.check(state))?;
     let state = state.unwrap_or_default();
-    let plan = at.plan(&state.scale)?;
+    let (plan, kept) = at.plan(&state)?;
     runtime::block_on(async {
         let changes = Changes::between(&plan, &state, &directory).await?;
-        changes.work().iter().for_each(|line| say!("{line}"));
-        changes
-            .told(|command| at.command(command))
-            .iter()
-            .for_each(|line| say!("{line}"));
+        let told = changes.told(|command| at.command(command));
+        let lines = changes.work().into_iter().chain(kept).chain(told);
+        lines.for_each(|line| say!("{line}"));
         if changes.is_none() {
             say!("fleet {}: nothing to do", plan.name);
+            return Ok(());
         }
-        Ok(())
+        check_starts(&plan, &changes, &state, &directory).map(drop)
     })
+}
+
+/// Fails with what would keep the changes from being made.
+fn check_starts(
+    plan: &Plan,
+    changes: &Changes<'_>,
+    state: &State,
+    directory: &Directory,
+) -> Result<Tools, Failure> {
+    let starts: Vec<&VmPlan> = changes.starts.iter().map(|(vm, _)| *vm).collect();
+    let starting = |name: &str| starts.iter().any(|vm| vm.name == name);
+    let old = state.vms.iter().filter(|vm| starting(&vm.name));
+    let leftovers: Vec<PathBuf> = old.flat_map(|vm| vm.files.clone()).collect();
+    check::starts(plan, &starts, &changes.stores, directory, &leftovers)
 }
 
 /// Starts all of it, or nothing.
 fn first(at: &At) -> Result<(), Failure> {
-    let plan = at.plan(&State::default().scale)?;
+    let (plan, _) = at.plan(&State::default())?;
     let vms: Vec<&VmPlan> = plan.vms.iter().collect();
     let stores: Vec<_> = plan.stores.iter().collect();
     // Locked before anything is looked at: what another `up` makes meanwhile would look like somebody else's.
@@ -171,12 +186,16 @@ fn check_stores(fleet: &Fleet) -> Result<(), Failure> {
 }
 
 /// Brings a fleet that was started before to what the file says, as far as that touches no running VM.
-async fn complete(at: &At, state: State, locked: Locked) -> Result<(), Failure> {
-    let plan = at.plan(&state.scale)?;
+async fn complete(at: &At, mut state: State, locked: Locked) -> Result<(), Failure> {
+    let (plan, mut told) = at.plan(&state)?;
     let changes = Changes::between(&plan, &state, &locked).await?;
-    let told = changes.told(|command| at.command(command));
+    told.extend(changes.told(|command| at.command(command)));
+    // What the file does not have any more is not missed.
+    let is_planned = |name: &String| plan.vms.iter().any(|vm| vm.name == *name);
+    let given_up = state.missing.keys().any(|name| !is_planned(name));
+    state.missing.retain(|name, _| is_planned(name));
     if changes.is_none() {
-        if !state.complete {
+        if !state.complete || given_up {
             locked.write(&State {
                 complete: true,
                 ..state
@@ -186,12 +205,9 @@ async fn complete(at: &At, state: State, locked: Locked) -> Result<(), Failure> 
         told.iter().for_each(|line| say!("{line}"));
         return Ok(());
     }
-    let starts: Vec<&VmPlan> = changes.starts.iter().map(|(vm, _)| *vm).collect();
-    let starting = |name: &str| starts.iter().any(|vm| vm.name == name);
-    let old = state.vms.iter().filter(|vm| starting(&vm.name));
-    let leftovers: Vec<PathBuf> = old.flat_map(|vm| vm.files.clone()).collect();
-    let tools = check::starts(&plan, &starts, &changes.stores, &locked, &leftovers)?;
+    let tools = check_starts(&plan, &changes, &state, &locked)?;
     let work = changes.work();
+    let starting = |name: &str| changes.starts.iter().any(|(vm, _)| vm.name == name);
     let places: Vec<usize> = (0..plan.vms.len())
         .filter(|at| starting(&plan.vms[*at].name))
         .collect();
@@ -210,7 +226,14 @@ async fn complete(at: &At, state: State, locked: Locked) -> Result<(), Failure> 
     });
     work.iter().for_each(|line| say!("{line}"));
     let before = fleet.state.borrow().complete;
-    fleet.record(|state| state.complete = false)?;
+    fleet.record(|state| {
+        state.complete = false;
+        for vm in places.iter().map(|place| &fleet.plan.vms[*place]) {
+            if !state.vms.iter().any(|old| old.name == vm.name) {
+                state.miss(vm, NOT_STARTED);
+            }
+        }
+    })?;
     let domains = stores;
     let stores = fleet.plan.stores.iter();
     let stores = stores.filter(|store| domains.contains(&store.domain));
@@ -251,6 +274,9 @@ fn place(vms: &[VmPlan], live: &Live<'_>) -> usize {
     vms.iter().position(|vm| vm.name == live.vm.name).unwrap_or(0)
 }
 
+/// Why a VM is missing whose start did not come to an end.
+pub(crate) const NOT_STARTED: &str = "it is being started, or its start was interrupted";
+
 /// Starts VMs of a fleet that is up. Those that cannot start are ended again, and told of; the others stay.
 pub(crate) async fn start_some(fleet: &Rc<Fleet>, places: &[usize]) -> Result<Vec<Failure>, Failure> {
     let names: Vec<String> = places
@@ -258,7 +284,7 @@ pub(crate) async fn start_some(fleet: &Rc<Fleet>, places: &[usize]) -> Result<Ve
         .map(|place| fleet.plan.vms[*place].name.clone())
         .collect();
     for name in &names {
-        fleet.end_vm(name, Duration::ZERO).await?;
+        fleet.end_wanted(name, Duration::ZERO, NOT_STARTED).await?;
     }
     let mut signals = Signals::watch()?;
     let mut starts = Starts::new();
@@ -277,7 +303,9 @@ pub(crate) async fn start_some(fleet: &Rc<Fleet>, places: &[usize]) -> Result<Ve
                     note!("[{}/{}] {line}", running.len(), names.len());
                 }
                 Err((name, failure)) => {
-                    fleet.end_vm(&name, Duration::ZERO).await?;
+                    let why = failure.to_string();
+                    let why = why.strip_prefix(&format!("VM {name:?}: ")).unwrap_or(&why);
+                    fleet.end_wanted(&name, Duration::ZERO, why).await?;
                     failures.push(failure);
                 }
             },
@@ -287,7 +315,7 @@ pub(crate) async fn start_some(fleet: &Rc<Fleet>, places: &[usize]) -> Result<Ve
         note!("stopping what was being started");
         starts.shutdown().await;
         for name in names.iter().filter(|name| !running.contains(name)) {
-            fleet.end_vm(name, Duration::ZERO).await?;
+            fleet.end_wanted(name, Duration::ZERO, NOT_STARTED).await?;
         }
         return Err(failure);
     }

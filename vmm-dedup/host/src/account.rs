@@ -61,13 +61,18 @@ pub fn state_name(state: u64) -> &'static str {
     STATES.get(at).copied().unwrap_or("unknown")
 }
 
+/// Whether a service in this state is switched off, as `vmm-dedup set` does.
+#[must_use]
+pub fn is_off(state: u64) -> bool {
+    state_name(state) == "off"
+}
+
 /// What a service does, or why there is none, for people: what it said last is not true of a process that is stopped.
 #[must_use]
 pub fn condition(vm: &Vm) -> &'static str {
     match (vm.reason, state_name(vm.stats.state)) {
         (Some(reason), _) => reason.label(),
         _ if is_frozen(vm) => "frozen",
-        (None, "off") => "standby",
         (None, "without_store") => "no store",
         (None, state) => state,
     }
@@ -92,10 +97,26 @@ pub fn unix_time(age: Duration) -> Duration {
     now.saturating_sub(age)
 }
 
+/// A VM's memory that is shared or zero: the same in each table.
+#[must_use]
+pub fn shared_bytes(stats: &ServiceStats) -> u64 {
+    let pages = stats.pages_mapped.saturating_add(stats.pages_zero);
+    pages.saturating_mul(units::PAGE_BYTES)
+}
+
 /// How long ago a VM's last pass ended, for tables.
 #[must_use]
 pub fn last_pass_text(vm: &Vm) -> String {
     last_pass(vm).map_or("-".to_owned(), units::span)
+}
+
+/// A setting for tables, with its unit; `-` where the VM is not served, or there is no such setting.
+#[must_use]
+pub fn setting(is_served: bool, value: u64, unit: &str) -> String {
+    match is_served && value > 0 {
+        true => format!("{value}{unit}"),
+        false => "-".to_owned(),
+    }
 }
 
 /// Whether a store has no room: it has refused pages, and holds about as much as it may.
@@ -103,6 +124,15 @@ pub fn last_pass_text(vm: &Vm) -> String {
 pub fn is_full(s: &StoreStats) -> bool {
     let limit = limit_bytes(s);
     s.refused_full_total > 0 && s.resident_bytes > limit - limit / 16
+}
+
+/// How often a store has refused a page for want of room: it may have been the same page each time.
+#[must_use]
+pub fn refused_full(s: &StoreStats) -> String {
+    match s.refused_full_total {
+        1 => "once".to_owned(),
+        times => format!("{times} times"),
+    }
 }
 
 /// Bytes of pages that a store may hold.
@@ -199,8 +229,9 @@ pub fn engine_lines(vm: &Vm) -> String {
             continue;
         }
         lines += &format!(
-            "{}: {work} by {engine}: {pages} pages, {failures} failures\n",
-            vm.name
+            "{}: {work} by {engine}: {}, {failures} failures\n",
+            vm.name,
+            units::pages(pages)
         );
         if *device == DeviceWork::default() {
             continue;
@@ -365,15 +396,25 @@ fn histogram_json(times: &Histogram) -> Value {
 mod tests {
     use super::*;
 
-    #[test]
-    fn engines_are_told_of_if_they_did_anything() {
-        let mut vm = Vm {
+    fn vm() -> Vm {
+        Vm {
             name: "web".to_owned(),
             pid: 1,
             reason: None,
             saved_net_bytes: 0,
             stats: ServiceStats::default(),
-        };
+        }
+    }
+
+    #[test]
+    fn a_vm_without_a_service_has_no_settings() {
+        assert_eq!(setting(true, 20, " %"), "20 %");
+        assert_eq!((&*setting(true, 0, ""), &*setting(false, 20, " %")), ("-", "-"));
+    }
+
+    #[test]
+    fn engines_are_told_of_if_they_did_anything() {
+        let mut vm = vm();
         assert_eq!(engine_lines(&vm), "");
         vm.stats.verifications_total = 7;
         assert_eq!(engine_lines(&vm).lines().count(), 1);

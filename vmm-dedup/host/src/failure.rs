@@ -67,6 +67,15 @@ impl Failure {
         }
     }
 
+    /// This failure, whose cause may be in the host: with what finds it.
+    #[must_use]
+    pub fn of_host(self) -> Self {
+        Self {
+            text: format!("{self}; `vmm-dedup doctor` tells what is wrong on this host"),
+            code: self.code,
+        }
+    }
+
     /// An error with its causes in one line, each said once; exit code 1.
     #[must_use]
     pub fn from_error(error: impl std::error::Error) -> Self {
@@ -115,6 +124,16 @@ mod tests {
         fn source(&self) -> Option<&(dyn Error + 'static)> {
             Some(&self.1)
         }
+    }
+
+    #[test]
+    fn a_failure_of_the_host_names_what_finds_its_cause_and_keeps_its_code() {
+        let failure = Failure::missing("no KVM").of_host();
+        assert_eq!(
+            failure.to_string(),
+            "no KVM; `vmm-dedup doctor` tells what is wrong on this host"
+        );
+        assert_eq!(failure.code, 2);
     }
 
     #[test]

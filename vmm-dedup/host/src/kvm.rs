@@ -12,6 +12,7 @@ pub fn need() -> Result<(), Failure> {
         Ok(_) => Ok(()),
         Err(e) => Err(Failure::missing(format!(
             "/dev/kvm cannot be used ({e}): load kvm-intel or kvm-amd, or enable nested virtualisation, and give this user access to it"
-        ))),
+        ))
+        .of_host()),
     }
 }

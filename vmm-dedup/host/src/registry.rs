@@ -41,6 +41,12 @@ pub struct Record {
     pub pid: u32,
     /// Where it serves metrics.
     pub metrics: Option<SocketAddr>,
+    /// Most memory for shared pages, MiB; `None` of a release that did not say.
+    #[serde(default)]
+    pub max_mib: Option<u64>,
+    /// Whether it publishes the pages in the order of their content.
+    #[serde(default)]
+    pub ordered: bool,
     /// When it started, seconds since the host booted.
     pub started: u64,
     /// Its release.
@@ -165,6 +171,14 @@ pub fn stores() -> Vec<Known> {
     known.map(|(socket, record)| Known { socket, record }).collect()
 }
 
+/// What the store at this socket says of itself, or said, if it is listed.
+#[must_use]
+pub fn record(socket: &Path) -> Option<Record> {
+    let absolute = std::path::absolute(socket).ok()?;
+    let known = stores().into_iter().find(|known| known.socket == absolute);
+    known.and_then(|known| known.record)
+}
+
 /// The files in a folder and in its folders.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let entries = |folder: &Path| {
@@ -234,6 +248,8 @@ mod tests {
             domain: "default".into(),
             pid: std::process::id(),
             metrics: None,
+            max_mib: Some(8),
+            ordered: false,
             started: 1,
             version: "0".into(),
         }
@@ -323,6 +339,16 @@ mod tests {
         assert_eq!(read(&copy, own()), Some((record, false)));
         drop(registration);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_record_of_a_release_that_said_less_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(format!("x{SUFFIX}"));
+        let old = r#"{"socket":"/s","domain":"d","pid":1,"metrics":null,"started":1,"version":"0"}"#;
+        fs::write(&path, old).unwrap();
+        let (record, _) = read(&path, own()).unwrap();
+        assert_eq!((record.max_mib, record.ordered), (None, false));
     }
 
     #[test]

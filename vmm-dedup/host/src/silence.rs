@@ -2,8 +2,10 @@
 
 use crate::failure::Failure;
 use crate::process::Stat;
-use crate::units::quoted;
+use crate::{registry, store};
+use rustix::io::Errno;
 use std::io::ErrorKind;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use vmm_dedup_protocol::observer::Error;
 
@@ -56,7 +58,13 @@ impl Silence {
 #[must_use]
 pub fn failure(socket: &Path, pid: Option<u32>, error: Error) -> Failure {
     let at = socket.display();
-    let start = format!("`vmm-dedup store --socket {}`", quoted(&socket.to_string_lossy()));
+    let start = || {
+        let line = store::command_line(socket, registry::record(socket).as_ref());
+        format!("`{line}`")
+    };
+    if std::fs::metadata(socket).is_ok_and(|there| !there.file_type().is_socket()) {
+        return Failure::new(format!("{at} is no socket: name that of a store with --store"));
+    }
     match (Silence::of(&error), &error) {
         (Silence::NoAccess, _) => Failure::new(format!(
             "this user may not use the store at {at}: run this as root, or as the user whose VMs it serves"
@@ -65,17 +73,28 @@ pub fn failure(socket: &Path, pid: Option<u32>, error: Error) -> Failure {
             if source.kind() == ErrorKind::ConnectionRefused =>
         {
             Failure::new(format!(
-                "the store at {at} has ended: guests go on, nothing merges; start it again with {start}"
+                "the store at {at} has ended: guests go on, nothing merges; start it again with {}",
+                start()
             ))
         }
+        (Silence::Gone, Error::Unreachable { .. }) if !in_folder(socket) => Failure::new(format!(
+            "no store listens at {at}, and there is no such folder: name a store's socket with --store"
+        )),
         (Silence::Gone, Error::Unreachable { .. }) => Failure::new(format!(
-            "no store listens at {at}: start one with {start}, or name another's socket with --store"
+            "no store listens at {at}: start one with {}, or name another's socket with --store",
+            start()
         )),
         (Silence::Gone, _) => Failure::new(format!("the store at {at} closed the connection")),
         (Silence::Hangs, _) => Failure::new(format!("the store at {at} {}", how_it_hangs(pid))),
         // What a VM says, or the store on its behalf, is a sentence of its own.
         (Silence::Strange, Error::NotDone(_)) => Failure::from_error(error),
         (Silence::Strange, Error::Refused(why)) => Failure::new(format!("the store at {at} refused: {why}")),
+        (Silence::Strange, Error::Unreachable { source, .. }) => Failure::new(match source.raw_os_error() {
+            Some(number) if Errno::from_raw_os_error(number) == Errno::PROTOTYPE => {
+                format!("what listens at {at} is no store: name a store's socket with --store")
+            }
+            _ => format!("{at} cannot be connected to: {source}"),
+        }),
         (Silence::Strange, _) => {
             let text = Failure::from_error(error);
             Failure::new(format!(
@@ -83,6 +102,12 @@ pub fn failure(socket: &Path, pid: Option<u32>, error: Error) -> Failure {
             ))
         }
     }
+}
+
+/// Whether a store could listen there.
+fn in_folder(socket: &Path) -> bool {
+    let absolute = std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
+    absolute.parent().is_some_and(Path::is_dir)
 }
 
 fn how_it_hangs(pid: Option<u32>) -> String {
@@ -120,7 +145,8 @@ mod tests {
         for (kind, part) in [
             (
                 ErrorKind::NotFound,
-                "start one with `vmm-dedup store --socket /s`",
+                // Without metrics, if another store of this host has their port.
+                "start one with `vmm-dedup store --socket /s",
             ),
             (ErrorKind::ConnectionRefused, "has ended"),
             (ErrorKind::WouldBlock, "does not answer"),
@@ -128,6 +154,22 @@ mod tests {
             let text = text(unreachable(kind));
             assert!(text.contains(part) && !text.contains("os error"), "{text}");
         }
+        let stream = Error::Unreachable {
+            path: "/s".into(),
+            source: Errno::PROTOTYPE.into(),
+        };
+        assert_eq!(
+            text(stream),
+            "what listens at /s is no store: name a store's socket with --store"
+        );
+        let nowhere = Path::new("/no-such-folder/s");
+        let nowhere = failure(nowhere, None, unreachable(ErrorKind::NotFound)).to_string();
+        assert!(
+            nowhere.contains("there is no such folder") && !nowhere.contains('`'),
+            "{nowhere}"
+        );
+        let folder = failure(Path::new("/"), None, unreachable(ErrorKind::ConnectionRefused)).to_string();
+        assert_eq!(folder, "/ is no socket: name that of a store with --store");
         let hangs = text(Error::Broken(io::ErrorKind::WouldBlock.into()));
         assert!(hangs.contains("does not answer"), "{hangs}");
         assert_eq!(

@@ -2,8 +2,11 @@
 
 use crate::children::{self, Process};
 use crate::failure::Failure;
+use crate::registry::Record;
+use crate::units::quoted;
 use std::fs;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -11,6 +14,8 @@ use std::time::{Duration, Instant};
 
 /// Where a store listens if nothing else is said.
 pub const DEFAULT_SOCKET: &str = "/run/vmm-dedup/store.sock";
+/// What the socket of a host's only store is called in the runtime folder.
+pub const SOCKET_NAME: &str = "store.sock";
 /// Where it serves its metrics.
 pub const DEFAULT_METRICS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9753);
 /// Most memory for shared pages, MiB.
@@ -19,6 +24,8 @@ pub const DEFAULT_MAX_MIB: u64 = 65_536;
 pub const MAX_MIB: RangeInclusive<u64> = 1..=262_144;
 /// How long a store of a command may take to listen.
 const START_LIMIT: Duration = Duration::from_secs(10);
+/// How long it may take to find out that somebody serves at an address of this host.
+const CONNECT_LIMIT: Duration = Duration::from_millis(100);
 
 /// Reads the address for metrics: `None` for "none".
 ///
@@ -32,6 +39,39 @@ pub fn parse_metrics(text: &str) -> Result<Option<SocketAddr>, String> {
         .parse()
         .map_err(|_| "expected ADDRESS:PORT, e.g. 127.0.0.1:9753, or \"none\"")?;
     Ok(Some(address))
+}
+
+/// The command line that starts a store at this socket; with the options of the one that `was` there, so that it is the same
+/// store to its VMs and to Prometheus. Where somebody else serves at its address for metrics it is to go without.
+#[must_use]
+pub fn command_line(socket: &Path, was: Option<&Record>) -> String {
+    let mut line = format!("vmm-dedup store --socket {}", quoted(&socket.to_string_lossy()));
+    let metrics = match was {
+        None => Some(DEFAULT_METRICS),
+        Some(record) => {
+            line += &format!(" --domain {}", quoted(&record.domain));
+            if let Some(max_mib) = record.max_mib {
+                line += &format!(" --max-mib {max_mib}");
+            }
+            if record.ordered {
+                line += " --ordered";
+            }
+            record.metrics
+        }
+    };
+    match metrics.filter(|address| is_free(*address)) {
+        None => line += " --metrics none",
+        Some(DEFAULT_METRICS) => {}
+        Some(address) => line += &format!(" --metrics {address}"),
+    }
+    line
+}
+
+/// Whether nobody has this address of the host; who has it and is too busy to answer has it. It is not bound to find out: whose it
+/// is may be about to do so.
+fn is_free(address: SocketAddr) -> bool {
+    let connected = TcpStream::connect_timeout(&address, CONNECT_LIMIT);
+    connected.is_err_and(|e| e.kind() == ErrorKind::ConnectionRefused)
 }
 
 /// Whether anything listens on a store's socket.
@@ -118,6 +158,48 @@ impl Drop for OwnStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::net::TcpListener;
+
+    fn record(metrics: Option<SocketAddr>) -> Record {
+        Record {
+            socket: "/s".into(),
+            domain: "two words".into(),
+            pid: 1,
+            metrics,
+            max_mib: Some(8),
+            ordered: true,
+            started: 1,
+            version: "0".into(),
+        }
+    }
+
+    #[test]
+    fn a_store_is_started_again_as_it_was() {
+        assert_eq!(
+            command_line(Path::new("/a b"), Some(&record(None))),
+            "vmm-dedup store --socket '/a b' --domain 'two words' --max-mib 8 --ordered --metrics none"
+        );
+    }
+
+    #[test]
+    fn an_address_for_metrics_that_somebody_else_has_is_not_asked_for() {
+        let other = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let was = record(Some(other.local_addr().unwrap()));
+        let line = || command_line(Path::new("/s"), Some(&was));
+        assert!(line().ends_with(" --metrics none"), "{}", line());
+        // One that takes no connections: those that wait for it are as many as it lets wait, so others are not answered.
+        let full: Vec<_> = (0..8192)
+            .map_while(|_| TcpStream::connect_timeout(&was.metrics?, CONNECT_LIMIT).ok())
+            .collect();
+        assert!(
+            full.len() < 8192 && line().ends_with(" --metrics none"),
+            "{}",
+            line()
+        );
+        drop((full, other));
+        let address = was.metrics.unwrap();
+        assert!(line().ends_with(&format!(" --metrics {address}")), "{}", line());
+    }
 
     #[test]
     fn addresses_for_metrics_are_read_and_wrong_ones_refused() {

@@ -177,14 +177,25 @@ pub fn shortened(name: &str, wide: usize) -> String {
     parts.concat().into_iter().take(wide).collect()
 }
 
+/// A text's words. What is in backquotes is one, so that a command is pasted whole.
+fn words(text: &str) -> Vec<&str> {
+    let mut in_backquotes = false;
+    text.split(|c| {
+        in_backquotes ^= c == '`';
+        c == ' ' && !in_backquotes
+    })
+    .collect()
+}
+
 /// A text in lines of at most so many characters, broken between words where that is possible; all are indented as the first.
+/// What is in backquotes is never broken.
 #[must_use]
 pub fn wrapped(text: &str, wide: usize) -> Vec<String> {
-    let words = text.trim_start_matches(' ');
-    let indent = &text[..text.len() - words.len()];
+    let unindented = text.trim_start_matches(' ');
+    let indent = &text[..text.len() - unindented.len()];
     let room = wide.saturating_sub(indent.len());
     let mut lines = vec![String::new()];
-    for word in words.split(' ') {
+    for word in words(unindented) {
         let last = lines.last().map_or(0, |line| line.chars().count());
         let joined = last + usize::from(last > 0) + word.chars().count();
         match lines.last_mut() {
@@ -201,6 +212,49 @@ pub fn wrapped(text: &str, wide: usize) -> Vec<String> {
         .iter()
         .map(|line| format!("{indent}{line}").trim_end().to_owned())
         .collect()
+}
+
+/// A line that holds a command and is too wide, as lines that a shell takes for one: each but the last ends with a backslash.
+#[must_use]
+pub fn continued(line: &str, wide: usize) -> Vec<String> {
+    /// With less room for it no command can be read.
+    const LEAST: usize = 8;
+    let mut lines = Vec::new();
+    let mut rest: Vec<char> = line.chars().collect();
+    while rest.len() > wide && wide >= LEAST {
+        let (at, in_quotes) = place_to_break(&rest, wide - 2);
+        let mut tail = rest.split_off(at);
+        let mut head: String = rest.iter().collect();
+        if in_quotes {
+            head.push('\'');
+            tail.insert(0, '\'');
+        }
+        lines.push(head + "\\");
+        rest = tail;
+    }
+    lines.push(rest.into_iter().collect());
+    lines
+}
+
+/// Where to break a command, at most after so many characters: behind a blank, or else within a word. And whether that is in quotes.
+fn place_to_break(command: &[char], most: usize) -> (usize, bool) {
+    let (mut in_quotes, mut escaped) = (false, false);
+    let (mut behind_blank, mut anywhere) = (None, (most, false));
+    for (at, letter) in command.iter().enumerate().take(most) {
+        (in_quotes, escaped) = match (letter, escaped) {
+            (_, true) => (in_quotes, false),
+            ('\'', _) => (!in_quotes, false),
+            ('\\', _) => (in_quotes, !in_quotes),
+            _ => (in_quotes, false),
+        };
+        if !escaped {
+            anywhere = (at + 1, in_quotes);
+        }
+        if *letter == ' ' && !in_quotes && !escaped {
+            behind_blank = Some((at + 1, false));
+        }
+    }
+    behind_blank.unwrap_or(anywhere)
 }
 
 /// Phrases beside each other, separated by three spaces, as many as a line has room for; none is broken.
@@ -289,10 +343,42 @@ mod tests {
     }
 
     #[test]
+    fn what_is_continued_is_one_command_to_a_shell() {
+        let words = [
+            "store",
+            "--socket",
+            "/run/it's a long path/with blanks/s.sock",
+            "--domain",
+            r"back\slash",
+        ];
+        let command = words.map(crate::units::quoted).join(" ");
+        let command = format!("printf %s\\\\n {command}");
+        for wide in 8..=100 {
+            let lines = continued(&command, wide);
+            assert!(
+                lines.iter().all(|line| line.chars().count() <= wide),
+                "{lines:#?}"
+            );
+            let mut shell = std::process::Command::new("sh");
+            let output = shell.arg("-c").arg(lines.join("\n")).output().expect("a shell");
+            let told = String::from_utf8(output.stdout).expect("UTF-8");
+            assert_eq!(told.lines().collect::<Vec<&str>>(), words, "{lines:#?}");
+        }
+    }
+
+    #[test]
     fn texts_are_broken_between_words() {
         assert_eq!(wrapped("one two three", 7), ["one two", "three"]);
         assert_eq!(wrapped("incomprehensible", 5), ["incomprehensible"]);
         assert_eq!(wrapped("  one two three", 9), ["  one two", "  three"]);
         assert_eq!(wrapped("", 9), [""]);
+    }
+
+    #[test]
+    fn commands_stay_whole() {
+        assert_eq!(
+            wrapped("type `a -b 'c d'` now, or `e`", 9),
+            ["type", "`a -b 'c d'`", "now, or", "`e`"]
+        );
     }
 }

@@ -29,6 +29,25 @@ pub fn tenths(value: f64) -> String {
     }
 }
 
+/// A number with two digits after the point; never `-0.00`.
+#[must_use]
+pub fn hundredths(value: f64) -> String {
+    match format!("{value:.2}") {
+        zero if zero == "-0.00" => "0.00".to_owned(),
+        text => text,
+    }
+}
+
+/// A text that others chose, as the name of a file, without what a terminal takes for more than letters.
+#[must_use]
+pub fn printable(text: &str) -> String {
+    let shown = |c: char| match c.is_control() {
+        true => c.escape_default().to_string(),
+        false => c.to_string(),
+    };
+    text.chars().map(shown).collect()
+}
+
 /// Bytes in at most nine characters.
 #[must_use]
 pub fn short(bytes: i64) -> String {
@@ -50,6 +69,15 @@ pub fn count(number: usize, one: &str, many: &str) -> String {
     match number {
         1 => format!("1 {one}"),
         number => format!("{number} {many}"),
+    }
+}
+
+/// So many pages: `1 page`, `2 pages`.
+#[must_use]
+pub fn pages(number: u64) -> String {
+    match number {
+        1 => "1 page".to_owned(),
+        number => format!("{number} pages"),
     }
 }
 
@@ -113,6 +141,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn little_less_than_nothing_is_nothing() {
+        assert_eq!(
+            [-0.004, 0.0, -0.5, 2.345].map(hundredths),
+            ["0.00", "0.00", "-0.50", "2.35"]
+        );
+    }
+
+    #[test]
+    fn names_move_no_cursor() {
+        assert_eq!(printable("a\x1b[2Jb\u{9b}c\r"), "a\\u{1b}[2Jb\\u{9b}c\\r");
+        assert_eq!(printable("web-ä 1"), "web-ä 1");
+    }
+
+    #[test]
     fn sizes_are_short() {
         assert_eq!(short(0), "0.0 KiB");
         assert_eq!(short(-40), "0.0 KiB");
@@ -133,6 +175,7 @@ mod tests {
     fn numbers_agree_with_their_nouns() {
         let vms = |n| count(n, "VM", "VMs");
         assert_eq!([vms(0), vms(1), vms(2)], ["0 VMs", "1 VM", "2 VMs"]);
+        assert_eq!([pages(0), pages(1), pages(2)], ["0 pages", "1 page", "2 pages"]);
     }
 
     #[test]

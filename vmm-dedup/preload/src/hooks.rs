@@ -100,8 +100,8 @@ fn registered(arg: *mut c_void) -> Option<(Range<usize>, u64)> {
     if arg.is_null() {
         return None;
     }
-    // SAFETY: UFFDIO_REGISTER's argument, which the caller vouches for, begins so.
-    let UffdRegister { start, len, mode } = unsafe { arg.cast::<UffdRegister>().read_unaligned() };
+    // SAFETY: UFFDIO_REGISTER's argument, which the caller vouches for.
+    let UffdRegister { start, len, mode, .. } = unsafe { arg.cast::<UffdRegister>().read_unaligned() };
     let start = usize::try_from(start).ok()?;
     let range = start..start.saturating_add(usize::try_from(len).ok()?);
     is_guest(&range).then_some((range, mode))
@@ -154,14 +154,14 @@ fn note_slot(arg: *mut c_void) {
     }
     // SAFETY: both requests' arguments begin so, and the kernel has just read it.
     let slot = unsafe { arg.cast::<MemorySlot>().read_unaligned() };
-    if slot.confidential() {
+    if kvm::is_confidential(&slot) {
         tell(|supervisor| supervisor.refuse(refusal::confidential()));
     }
-    let (Some(ram), Some(supervisor)) = (slot.ram(), manager::supervisor()) else {
+    let (Some(ram), Some(supervisor)) = (kvm::ram(&slot), manager::supervisor()) else {
         return;
     };
     let mut inner = watch();
-    let known = inner.mappings.mark_guest(&ram, slot.guest_address());
+    let known = inner.mappings.mark_guest(&ram, slot.guest_phys_addr);
     if !known && ram.len() >= SMALLEST {
         inner.unknown += ram.len();
         supervisor.note(refusal::unknown_memory(inner.unknown));

@@ -1,5 +1,6 @@
 //! What an ioctl of a VMM means to us. Sources: Linux, include/uapi/linux/{kvm,vfio,iommufd,vhost,userfaultfd}.h.
 
+use kvm_bindings::{KVM_MEM_GUEST_MEMFD, KVM_MEM_READONLY, kvm_cpuid_entry2};
 use std::io;
 use std::ops::Range;
 use std::os::fd::RawFd;
@@ -64,71 +65,44 @@ pub(crate) fn meaning(request: u32) -> Meaning {
     }
 }
 
-/// struct kvm_userspace_memory_region, and the beginning of kvm_userspace_memory_region2.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct MemorySlot {
-    slot: u32,
-    flags: u32,
-    guest_address: u64,
-    bytes: u64,
-    host_address: u64,
+/// A memory slot: kvm_userspace_memory_region2 begins in the same way.
+pub(crate) type MemorySlot = kvm_bindings::kvm_userspace_memory_region;
+
+/// Host addresses of memory that the guest can write; `None` for a slot that is removed, or read-only. (KVM's dirty
+/// log, another flag, is of no interest: merging changes no content, so no page becomes dirty by it, and a guest
+/// that writes a shared page takes the fault that logs it, like with any other page.)
+pub(crate) fn ram(slot: &MemorySlot) -> Option<Range<usize>> {
+    let start = usize::try_from(slot.userspace_addr).ok()?;
+    let end = start.checked_add(usize::try_from(slot.memory_size).ok()?)?;
+    (slot.flags & KVM_MEM_READONLY == 0 && start < end).then_some(start..end)
 }
 
-const _: () = assert!(size_of::<MemorySlot>() == 32);
-
-const READ_ONLY: u32 = 1 << 1;
-const GUEST_MEMFD: u32 = 1 << 2;
-
-impl MemorySlot {
-    /// Host addresses of memory that the guest can write; `None` for one that is removed, or read-only. (KVM's dirty
-    /// log, another flag, is of no interest: merging changes no content, so no page becomes dirty by it, and a guest
-    /// that writes a shared page takes the fault that logs it, like with any other page.)
-    pub(crate) fn ram(&self) -> Option<Range<usize>> {
-        let start = usize::try_from(self.host_address).ok()?;
-        let end = start.checked_add(usize::try_from(self.bytes).ok()?)?;
-        (self.flags & READ_ONLY == 0 && start < end).then_some(start..end)
-    }
-
-    /// Where the guest sees it.
-    pub(crate) fn guest_address(&self) -> u64 {
-        self.guest_address
-    }
-
-    /// Whether the memory is private to the guest.
-    pub(crate) fn confidential(&self) -> bool {
-        self.flags & GUEST_MEMFD != 0
-    }
+/// Whether the memory is private to the guest.
+pub(crate) fn is_confidential(slot: &MemorySlot) -> bool {
+    slot.flags & KVM_MEM_GUEST_MEMFD != 0
 }
 
-/// What struct uffdio_register begins with.
+/// struct uffdio_register.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UffdRegister {
     pub(crate) start: u64,
     pub(crate) len: u64,
     pub(crate) mode: u64,
-}
-
-/// All of it.
-#[repr(C)]
-#[derive(Debug)]
-struct UffdRegisterWhole {
-    begin: UffdRegister,
     ioctls: u64,
 }
 
-const _: () = assert!(size_of::<UffdRegisterWhole>() == 32);
+const _: () = assert!(size_of::<UffdRegister>() == (UFFDIO_REGISTER >> 16 & 0x3fff) as usize);
 
 /// Registers a range with a userfaultfd of the VMM's.
 #[allow(unsafe_code)] // ioctl on a descriptor of the VMM's
 pub(crate) fn register_again(uffd: RawFd, range: &Range<usize>, mode: u64) -> io::Result<()> {
-    let begin = UffdRegister {
+    let mut argument = UffdRegister {
         start: range.start as u64,
         len: range.len() as u64,
         mode,
+        ioctls: 0,
     };
-    let mut argument = UffdRegisterWhole { begin, ioctls: 0 };
     let argument = std::ptr::from_mut(&mut argument).cast();
     // SAFETY: the request's argument. If the VMM has closed the descriptor this fails; if that is another file by now, the
     // request means nothing to it.
@@ -138,32 +112,16 @@ pub(crate) fn register_again(uffd: RawFd, range: &Range<usize>, mode: u64) -> io
     Ok(())
 }
 
-/// struct kvm_cpuid_entry2.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct CpuidLeaf {
-    function: u32,
-    index: u32,
-    flags: u32,
-    registers: [u32; 4],
-    padding: [u32; 3],
-}
-
-const _: () = assert!(size_of::<CpuidLeaf>() == 40);
-
 /// Leaves that KVM takes at most (KVM_MAX_CPUID_ENTRIES).
 const MOST_LEAVES: u32 = 256;
 const VMX_IN_ECX_OF_1: u32 = 1 << 5;
 const SVM_IN_ECX_OF_8000_0001: u32 = 1 << 2;
 
-impl CpuidLeaf {
-    fn offers_nested_virtualisation(&self) -> bool {
-        let [_, _, ecx, _] = self.registers;
-        match self.function {
-            1 => ecx & VMX_IN_ECX_OF_1 != 0,
-            0x8000_0001 => ecx & SVM_IN_ECX_OF_8000_0001 != 0,
-            _ => false,
-        }
+fn offers_nested_virtualisation(leaf: &kvm_cpuid_entry2) -> bool {
+    match leaf.function {
+        1 => leaf.ecx & VMX_IN_ECX_OF_1 != 0,
+        0x8000_0001 => leaf.ecx & SVM_IN_ECX_OF_8000_0001 != 0,
+        _ => false,
     }
 }
 
@@ -177,8 +135,14 @@ pub(crate) unsafe fn has_nested_virtualisation(argument: *const u32) -> bool {
     let leaves = unsafe { argument.read_unaligned() }.min(MOST_LEAVES);
     (0..leaves as usize).any(|at| {
         // SAFETY: as promised by the caller.
-        let leaf = unsafe { argument.add(2).cast::<CpuidLeaf>().add(at).read_unaligned() };
-        leaf.offers_nested_virtualisation()
+        let leaf = unsafe {
+            argument
+                .add(2)
+                .cast::<kvm_cpuid_entry2>()
+                .add(at)
+                .read_unaligned()
+        };
+        offers_nested_virtualisation(&leaf)
     })
 }
 
@@ -189,16 +153,16 @@ mod tests {
     #[test]
     #[allow(unsafe_code)] // reads what a VMM would hand over
     fn vcpus_that_can_run_guests_are_recognised() {
-        let leaf = |function, ecx| CpuidLeaf {
+        let leaf = |function, ecx| kvm_cpuid_entry2 {
             function,
-            registers: [0, 0, ecx, 0],
-            ..CpuidLeaf::default()
+            ecx,
+            ..kvm_cpuid_entry2::default()
         };
-        let cpuid = |leaves: &[CpuidLeaf]| {
+        let cpuid = |leaves: &[kvm_cpuid_entry2]| {
             let mut words = vec![u32::try_from(leaves.len()).unwrap(), 0];
             for leaf in leaves {
                 words.extend([leaf.function, leaf.index, leaf.flags]);
-                words.extend(leaf.registers);
+                words.extend([leaf.eax, leaf.ebx, leaf.ecx, leaf.edx]);
                 words.extend(leaf.padding);
             }
             // SAFETY: as many leaves as the first word says.
@@ -228,20 +192,23 @@ mod tests {
         let slot = MemorySlot {
             slot: 0,
             flags: 1,
-            guest_address: 0,
-            bytes: 4096,
-            host_address: 8192,
+            guest_phys_addr: 0,
+            memory_size: 4096,
+            userspace_addr: 8192,
         };
-        assert_eq!(slot.ram(), Some(8192..12288));
-        assert_eq!(MemorySlot { bytes: 0, ..slot }.ram(), None);
-        assert_eq!(MemorySlot { flags: 2, ..slot }.ram(), None);
+        assert_eq!(ram(&slot), Some(8192..12288));
         assert_eq!(
-            MemorySlot {
-                host_address: u64::MAX,
+            ram(&MemorySlot {
+                memory_size: 0,
                 ..slot
-            }
-            .ram(),
+            }),
             None
         );
+        assert_eq!(ram(&MemorySlot { flags: 2, ..slot }), None);
+        let nowhere = MemorySlot {
+            userspace_addr: u64::MAX,
+            ..slot
+        };
+        assert_eq!(ram(&nowhere), None);
     }
 }

@@ -108,13 +108,21 @@ impl Settings {
     }
 }
 
-/// The name of the program and its process number, as a store can show it.
+/// The name of the program and its process number.
 fn program_name() -> String {
     let program = std::env::current_exe().unwrap_or_default();
-    let number = format!("-{}", std::process::id());
-    let mut name = Name::new(&program.file_name().unwrap_or_default().to_string_lossy()).text();
+    numbered(
+        &program.file_name().unwrap_or_default().to_string_lossy(),
+        std::process::id(),
+    )
+}
+
+/// Any text and a process number, as a store can show them.
+fn numbered(program: &str, pid: u32) -> String {
+    let number = format!("-{pid}");
+    let mut name = Name::new(program).text();
     name.truncate(MAX_NAME - number.len());
-    name + &number
+    Name::new(&(name + &number)).text()
 }
 
 #[cfg(test)]
@@ -122,6 +130,7 @@ mod tests {
     use super::*;
     use std::os::unix::ffi::OsStringExt;
     use vmm_dedup::{AgentSocket, Config};
+    use vmm_dedup_protocol::name::is_name;
 
     fn settings(variables: &[(&str, &str)]) -> Option<Settings> {
         let find = |name: &str| variables.iter().find(|(n, _)| *n == name);
@@ -170,6 +179,19 @@ mod tests {
         }
         let named = setup(&[("VMM_DEDUP_STORE", "/s"), ("VMM_DEDUP_NAME", "web1")]);
         assert_eq!(named.unwrap().config.name, "web1");
+    }
+
+    #[test]
+    fn what_a_program_is_called_becomes_a_name() {
+        for (program, name) in [
+            ("qemu (deleted)", "qemu__deleted_-7"),
+            ("-sh", "_sh-7"),
+            ("", "_7"),
+            (&"x".repeat(80), &("x".repeat(62) + "-7")),
+        ] {
+            assert_eq!(numbered(program, 7), name);
+            assert!(is_name(name));
+        }
     }
 
     #[test]

@@ -1,9 +1,27 @@
-//! Names as they travel: of VMs, and of engines.
+//! Names: what they may be, and VMs' and engines' as they travel.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Longest VM name in bytes.
 pub const MAX_NAME: usize = 64;
+
+/// What a VM's name may be. A command takes it for a name and not for an option, whoever pastes it.
+pub const NAME_RULE: &str = "it must be 1 to 64 letters, digits and any of -_.:/, the first no dash";
+
+/// Whether it may be a VM's name.
+pub fn is_name(text: &str) -> bool {
+    !text.is_empty() && Name::new(text).text() == text
+}
+
+/// What the name of a fleet, of its VMs and of a trust domain may be: a name that can be a file's as well.
+pub const FILE_NAME_RULE: &str =
+    "it must be 1 to 64 letters, digits and any of -_., the first a letter or digit";
+
+/// Whether it may be the name of a fleet, of a VM of it or of a trust domain.
+pub fn is_file_name(text: &str) -> bool {
+    let first = text.starts_with(|c: char| c.is_ascii_alphanumeric());
+    first && is_name(text) && !text.contains([':', '/'])
+}
 
 /// A VM's name: UTF-8, padded with zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -19,9 +37,14 @@ impl Name {
         Self(bytes)
     }
 
-    /// The name, with everything but letters, digits and `-_.:/` replaced, so that it is safe in logs and labels.
+    /// The name, with everything but letters, digits and `-_.:/`, and a dash at its beginning, replaced, so that it is safe in logs,
+    /// in labels and as a command's argument.
     pub fn text(&self) -> String {
-        plain(&self.0)
+        let mut text = plain(&self.0);
+        if text.starts_with('-') {
+            text.replace_range(..1, "_");
+        }
+        text
     }
 }
 
@@ -78,6 +101,25 @@ mod tests {
     fn names_are_made_safe() {
         assert_eq!(Name::new("vm 1\"\n{}").text(), "vm_1____");
         assert_eq!(Name::new(&"ä".repeat(60)).text().len(), MAX_NAME / 2);
+        assert_eq!(Name::new("--all").text(), "_-all");
+    }
+
+    #[test]
+    fn what_may_be_a_name_is_shown_as_it_is() {
+        let long = "x".repeat(MAX_NAME);
+        for good in ["a", "_a", ".a", "/a", "web-1_2.3:4/5", &long] {
+            assert!(is_name(good) && Name::new(good).text() == good, "{good}");
+        }
+        let longer = "x".repeat(MAX_NAME + 1);
+        for bad in ["", "-", "-a", "--all", "a b", "ä", "a\0", &longer] {
+            assert!(!is_name(bad) && !is_file_name(bad), "{bad}");
+        }
+        for good in ["a", "0", "web-1_2.3", &long] {
+            assert!(is_file_name(good), "{good}");
+        }
+        for bad in ["a/b", "a:b", "..", ".a", "_a"] {
+            assert!(is_name(bad) && !is_file_name(bad), "{bad}");
+        }
     }
 
     #[test]

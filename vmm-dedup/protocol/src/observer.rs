@@ -32,9 +32,7 @@ const MOST_VMS: u32 = 1 << 16;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Nobody listens, or this user may not connect.
-    #[error(
-        "cannot reach a store at {path}: start one with `vmm-dedup store --socket {path}`, or name its socket"
-    )]
+    #[error("cannot reach a store at {path}: start one there, or name another's socket")]
     Unreachable {
         /// Where it should be.
         path: PathBuf,

@@ -42,7 +42,7 @@ impl Vm {
         let entry = boot::load(&memory, config)?;
 
         let kvm = open_kvm()?;
-        let vm = kvm.create_vm().map_err(Error::kvm("create a VM"))?;
+        let vm = create(&kvm).map_err(Error::kvm("create a VM"))?;
         memory::register(&vm, &memory)?;
         let interrupt = create_interrupt_controllers(&vm)?;
 
@@ -124,6 +124,16 @@ impl Vm {
             }
         }
         failed.map_or(Ok(running), Err)
+    }
+}
+
+/// Makes a VM. KVM gives up where a signal is pending (mm_take_all_locks), and has done nothing then.
+fn create(kvm: &Kvm) -> Result<VmFd, kvm_ioctls::Error> {
+    loop {
+        match kvm.create_vm() {
+            Err(error) if error.errno() == libc::EINTR => {}
+            made => return made,
+        }
     }
 }
 

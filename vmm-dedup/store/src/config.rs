@@ -4,6 +4,7 @@ use crate::error::Error;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use vmm_dedup_protocol::name::{FILE_NAME_RULE, is_file_name};
 use vmm_dedup_protocol::{MAX_SLOTS, PAGE_SIZE};
 
 /// Configuration of a store.
@@ -18,7 +19,7 @@ pub struct Config {
     pub max_bytes: u64,
     /// Where to serve /metrics and /healthz; `None` for nowhere.
     pub metrics: Option<SocketAddr>,
-    /// Name of the trust domain, a label in the metrics.
+    /// Name of the trust domain, a label in the metrics: [`FILE_NAME_RULE`].
     pub domain: String,
     /// Most pages that one VM may announce.
     pub max_vm_pages: u64,
@@ -78,13 +79,8 @@ impl Config {
                 "give at most 256 GiB, 274877906944",
             );
         }
-        let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-        if self.domain.is_empty() || self.domain.len() > 64 || !self.domain.chars().all(plain) {
-            return refuse(
-                "domain",
-                self.domain.clone(),
-                "use 1 to 64 letters, digits, '-', '_' and '.'",
-            );
+        if !is_file_name(&self.domain) {
+            return refuse("domain", format!("{:?}", self.domain), FILE_NAME_RULE);
         }
         if self.max_vm_pages == 0 || self.max_vm_pages > 1 << 36 {
             return refuse(
@@ -168,7 +164,7 @@ mod tests {
             (
                 "domain",
                 Config {
-                    domain: "a\"b".into(),
+                    domain: "-a".into(),
                     ..Config::default()
                 },
             ),

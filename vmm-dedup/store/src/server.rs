@@ -6,6 +6,7 @@ use crate::net::{Closers, Listener, serve, serve_metrics, watch};
 use crate::state::{Shared, State, lock};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::io::Interest;
@@ -51,6 +52,18 @@ impl Store {
 
     /// Serves until `shutdown` completes. Must be called in a tokio runtime with I/O and time enabled.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
+        self.serve_until(std::pin::pin!(shutdown)).await
+    }
+
+    /// Behind a pointer, so that it is compiled here, once, and not in every crate that runs a store.
+    fn serve_until<'a>(
+        self,
+        shutdown: Pin<&'a mut (dyn Future<Output = ()> + 'a)>,
+    ) -> Pin<Box<dyn Future<Output = Result<(), Error>> + 'a>> {
+        Box::pin(self.serve_all(shutdown))
+    }
+
+    async fn serve_all(self, mut shutdown: Pin<&mut (dyn Future<Output = ()> + '_)>) -> Result<(), Error> {
         let Self {
             shared,
             listener,
@@ -67,7 +80,6 @@ impl Store {
         // The file is removed when `listener` is dropped, at the end.
         let watched = watch(listener.socket(), Interest::READABLE).map_err(Error::Memory)?;
         let closers = Arc::new(Closers::default());
-        let mut shutdown = std::pin::pin!(shutdown);
         loop {
             let accepted = tokio::select! {
                 biased;

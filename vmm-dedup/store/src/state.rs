@@ -259,6 +259,12 @@ impl State {
         self.peers.disconnect(id)
     }
 
+    /// The peer's connection broke, and its process may live: what it references no longer counts as sharing, some at a time.
+    /// Returns whether there is more to do.
+    pub(crate) fn orphan(&mut self, id: MemberId) -> bool {
+        self.exchange.pool.orphan_some(id)
+    }
+
     /// The peer's process has ended, or maps nothing: drops its references, some at a time. Returns whether there is
     /// more to do.
     pub(crate) fn depart(&mut self, id: MemberId) -> bool {

@@ -50,7 +50,7 @@ fn a_vm_that_goes_hides_no_other_from_who_lists_them() {
     let listed = stats(&server.socket);
     assert_eq!((listed.name.text(), listed.vms), ("first".to_owned(), 2));
     drop(first);
-    eventually(Duration::from_secs(5), || stats(&server.socket).vms == 1);
+    eventually(|| stats(&server.socket).vms == 1);
     let listed = stats_from(&server.socket, listed.next);
     assert_eq!(listed.name.text(), "second");
     assert_eq!(stats_from(&server.socket, listed.next).next, 0);
@@ -89,7 +89,7 @@ fn a_question_finds_its_vm_by_each_of_its_names() {
         format!("no VM is called nobody: there are web, web.{pid}, db")
     );
     drop(first);
-    eventually(Duration::from_secs(5), || stats(&server.socket).vms == 2);
+    eventually(|| stats(&server.socket).vms == 2);
     observer.set("web", 9, OFF);
     let serial = second.question();
     second.send(Kind::Done, &serial.to_ne_bytes());
@@ -125,7 +125,7 @@ fn a_refused_vm_is_listed_and_explained_and_cannot_be_set() {
     let text = observer.refusal();
     assert!(text.contains("vfio") && text.contains("detach it"), "{text}");
     drop(vm);
-    eventually(Duration::from_secs(5), || stats(&server.socket).vms == 0);
+    eventually(|| stats(&server.socket).vms == 0);
 }
 
 #[test]
@@ -334,7 +334,7 @@ impl World {
         // Another connection takes its place in the list while the old one ends.
         let fresh = Client::over(connected_by_another_process(&self.server.socket), "fresh");
         drop(std::mem::replace(&mut self.vms[vm], fresh));
-        eventually(Duration::from_secs(10), || stats(&self.server.socket).vms == 2);
+        eventually(|| stats(&self.server.socket).vms == 2);
         for (_, _, asker) in std::mem::take(&mut self.open[vm]) {
             if let Some((observer, _)) = asker {
                 self.waiting.remove(&observer);
@@ -346,7 +346,7 @@ impl World {
             }
         }
         self.vms[vm] = connect_vm(&self.server, vm);
-        eventually(Duration::from_secs(10), || stats(&self.server.socket).vms == 2);
+        eventually(|| stats(&self.server.socket).vms == 2);
     }
 }
 

@@ -56,7 +56,7 @@ fn follow(client: &mut Client, pages: &mut [(u64, Slot)]) -> usize {
 /// Follows until the store is as small as it should be.
 fn until_small(server: &Server, client: &mut Client, pages: &mut [(u64, Slot)]) -> usize {
     let mut moved = 0;
-    eventually(Duration::from_secs(30), || {
+    eventually(|| {
         moved += follow(client, pages);
         let account = stats(&server.socket).store;
         assert_eq!(account.pages_shared, pages.len() as u64);
@@ -96,7 +96,7 @@ fn what_dies_gives_its_memory_back_and_what_lives_moves() {
     assert_eq!(b.content(b.find(&page(3)).unwrap()), page(3));
     let slots: Vec<Slot> = stay.into_iter().map(|(_, slot)| slot).collect();
     drop_slots(&mut a, &slots);
-    eventually(Duration::from_secs(10), || {
+    eventually(|| {
         b.acknowledge();
         a.acknowledge();
         b.release();

@@ -3,7 +3,7 @@
 mod support;
 
 use std::time::Duration;
-use support::{Client, PAGES, Server, eventually, page, stats};
+use support::{Client, PAGES, Server, TICKS, eventually, page, stats};
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::index::{Line, News};
 use vmm_dedup_protocol::key::Key;
@@ -162,7 +162,7 @@ fn a_number_is_given_away_only_after_everyone_has_looked_again_and_let_go() {
         [None],
         "what is dead takes its room until its segment goes"
     );
-    eventually(Duration::from_secs(5), || {
+    eventually(|| {
         a.acknowledge();
         a.retired == [0]
     });
@@ -182,12 +182,12 @@ fn a_number_is_given_away_only_after_everyone_has_looked_again_and_let_go() {
     b.release();
     let another = |a: &mut Client, last: Slot, seed| {
         a.batch(&[], &[], &[(last, -1)]);
-        eventually(Duration::from_secs(5), || {
+        eventually(|| {
             a.acknowledge();
             a.retired == [last.segment()]
         });
         a.release();
-        std::thread::sleep(Duration::from_millis(1500));
+        std::thread::sleep(TICKS);
         a.publish(&[page(seed)])[0].unwrap()
     };
     // b has not looked again since the first page died.
@@ -287,7 +287,7 @@ fn a_page_that_a_full_store_passed_over_is_asked_for_when_there_is_room() {
     clients[0].batch(&[], &[keys[0]], &[]);
     assert_eq!(stats(&server.socket).store.sightings, 2);
     clients[0].batch(&[], &[], &[(slot, -1)]);
-    eventually(Duration::from_secs(5), || {
+    eventually(|| {
         clients.iter_mut().for_each(Client::acknowledge);
         clients[0].index.news_position() > news
     });
@@ -321,7 +321,7 @@ fn a_page_that_found_no_slot_when_it_was_handed_over_is_asked_for_again() {
     assert_eq!(clients[2].publish_staged(&keys[1..]), [None]);
     let news = clients[0].index.news_position();
     clients[1].batch(&[], &[], &[(slot, -1)]);
-    eventually(Duration::from_secs(5), || {
+    eventually(|| {
         clients.iter_mut().for_each(Client::acknowledge);
         clients[0].index.news_position() > news
     });
@@ -416,9 +416,7 @@ fn sightings_are_bounded_by_the_announced_pages() {
     }
     a.send_batch(1, &(PAGES..PAGES + 2048).collect::<Vec<_>>(), &[], &[]);
     assert!(a.error().contains("for 100000 announced pages"));
-    eventually(Duration::from_secs(1), || {
-        stats(&server.socket).store.sightings == 0
-    });
+    eventually(|| stats(&server.socket).store.sightings == 0);
 }
 
 #[test]
@@ -458,14 +456,12 @@ fn an_empty_segment_is_retired() {
     let mut a = Client::connect(&server.socket, "a");
     let slot = a.publish(&[page(1)])[0].unwrap();
     a.batch(&[], &[], &[(slot, -1)]);
-    eventually(Duration::from_secs(5), || {
+    eventually(|| {
         a.acknowledge();
         a.segments[0].is_none()
     });
     a.release();
-    eventually(Duration::from_secs(5), || {
-        stats(&server.socket).store.resident_bytes == 0
-    });
+    eventually(|| stats(&server.socket).store.resident_bytes == 0);
     let again = a.publish(&[page(2)])[0].unwrap();
     assert_eq!(a.content(again), page(2));
 }
@@ -499,7 +495,7 @@ fn who_does_not_greet_is_sent_away() {
         }
     };
     let elapsed = start.elapsed();
-    assert!(elapsed > Duration::from_secs(9) && elapsed < Duration::from_secs(14));
+    assert!(elapsed > Duration::from_secs(9) && elapsed < Duration::from_secs(60));
     let message = answer.parse(&buffer).unwrap();
     assert!(matches!(message, vmm_dedup_protocol::message::Message::Error(text) if text.contains("Hello")));
 }

@@ -9,7 +9,6 @@ mod support;
 
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
-use std::time::Duration;
 use support::{Client, Server, connected_by_another_process, eventually, page, stats};
 use vmm_dedup_protocol::message::{
     Ask, Kind, Message, NO_SLOT, RefDelta, aligned_buffer, encode, encode_batch,
@@ -489,7 +488,7 @@ proptest! {
         }
         drop(evil);
         model.leave(EVIL, &keys);
-        eventually(Duration::from_secs(2), || stats(&server.socket).vms == 1);
+        eventually(|| stats(&server.socket).vms == 1);
         while step % 4 != 0 {
             good_step(step, &mut good, &mut model, &keys);
             step += 1;

@@ -11,7 +11,7 @@ use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
-use support::{Client, Server, eventually, page, stats};
+use support::{Client, Server, TICKS, eventually, page, stats};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords};
 use vmm_dedup_protocol::{PAGE_SIZE, SEGMENT_BYTES, SLOTS_PER_SEGMENT, STAGING_PAGES, Slot};
 use zerocopy::IntoBytes;
@@ -69,15 +69,13 @@ fn what_is_still_read_stays_as_it_is_when_its_segment_goes_and_its_number_return
     let (mut client, read, slots) = read_slowly(&server);
     let dropped: Vec<(Slot, i32)> = slots.into_iter().map(|slot| (slot, -1)).collect();
     client.batch(&[], &[], &dropped);
-    eventually(Duration::from_secs(5), || {
+    eventually(|| {
         client.acknowledge();
         client.retired == [0]
     });
     client.release();
-    eventually(Duration::from_secs(5), || {
-        stats(&server.socket).store.resident_bytes == 0
-    });
-    std::thread::sleep(Duration::from_millis(1500));
+    eventually(|| stats(&server.socket).store.resident_bytes == 0);
+    std::thread::sleep(TICKS);
     let again = client.publish(&[page(30)])[0].unwrap();
     assert_eq!((again.number(), client.content(again)), (0, page(30)));
     assert_eq!(read.end(), page(1));
@@ -122,8 +120,7 @@ fn what_is_still_read_a_year_later_stays_as_it_is() {
         before.elapsed() > Duration::from_secs(YEAR.unsigned_abs()),
         "time has gone by"
     );
-    // The store looks at the time every second.
-    std::thread::sleep(Duration::from_millis(1500));
+    std::thread::sleep(TICKS);
     client.acknowledge();
     let another = client.publish(&[page(10_000)]);
     AHEAD.store(0, Ordering::Relaxed);

@@ -9,7 +9,7 @@ use vmm_dedup_pageforge_registers as reg;
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// The protocol failed.
-    #[error("no vfio-user device at {path}: start one with `vmm-dedup device pageforge --socket`")]
+    #[error("no vfio-user device listens at {path}: start a PageForge device there")]
     Client {
         /// Where it was looked for.
         path: PathBuf,

@@ -3,7 +3,7 @@
 use super::files::Files;
 use super::measured::Writes;
 use super::orders::{Done, Order, Plan};
-use super::pattern::{Kind, Pattern, common_pages};
+use super::pattern::{Kind, Pattern, common_pages, common_runs};
 use crate::host;
 use crate::worker::Conversation;
 use serde::de::DeserializeOwned;
@@ -70,6 +70,11 @@ impl<'a> Fleet<'a> {
     /// Pages that sharing can save.
     pub(super) fn common_pages(&self) -> u64 {
         common_pages(self.patterns.iter().take(self.guests.len()), self.files)
+    }
+
+    /// Stretches of the guests' memory in which what can be shared follows on.
+    pub(super) fn common_runs(&self) -> u64 {
+        common_runs(self.patterns.iter().take(self.guests.len()))
     }
 
     /// Lets all guests write what the next round replaces.

@@ -41,6 +41,8 @@ pub(super) struct Round {
     pub(super) round: u32,
     /// Pages that sharing can save: those of all guests beyond the first of each content.
     pub(super) common_pages: u64,
+    /// Stretches of the guests' memory in which common content follows on: about as many mappings are needed to share it.
+    pub(super) common_runs: u64,
     pub(super) saved_pages: u64,
     /// `saved_pages` as a part of `common_pages`.
     pub(super) saved_of_common: f64,

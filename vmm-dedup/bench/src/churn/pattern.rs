@@ -150,6 +150,33 @@ pub(super) fn common_pages<'a>(patterns: impl Iterator<Item = &'a Pattern>, file
     seen.values().map(|copies| copies - 1).sum()
 }
 
+/// Stretches of the guests' memory that hold consecutive pages of one file, or of one round's content: mappings that show all of it
+/// from a store whose slots follow each other in that order. In another order a few stretches less may do, since slots of two
+/// files may lie together, in one order only.
+pub(super) fn common_runs<'a>(patterns: impl Iterator<Item = &'a Pattern>) -> u64 {
+    let goes_on = |before: Content, content: Content| match (before, content) {
+        (Content::File(before), Content::File(page)) => page == before + 1,
+        (
+            Content::Common {
+                round: a,
+                page: before,
+            },
+            Content::Common { round: b, page },
+        ) => a == b && page == before + 1,
+        _ => false,
+    };
+    let is_common = |content: Content| !matches!(content, Content::Private { .. });
+    let runs = |pattern: &Pattern| {
+        let contents = &pattern.contents;
+        let begins = |at: &usize| {
+            let before = at.checked_sub(1).map(|before| contents[before]);
+            is_common(contents[*at]) && !before.is_some_and(|before| goes_on(before, contents[*at]))
+        };
+        (0..contents.len()).filter(begins).count() as u64
+    };
+    patterns.map(runs).sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -250,5 +277,21 @@ mod tests {
             .zip(guests[1].contents())
             .filter(|(a, b)| a == b);
         assert!(same_place.count() < PAGES / 4);
+    }
+
+    #[test]
+    fn runs_end_where_another_round_or_file_begins() {
+        let files = Files::of_lengths(&[4; 2 * PAGES / 4]);
+        let mut guest = Pattern::new(Kind::Extents, 0, PAGES, &files);
+        assert_eq!(common_runs([&guest].into_iter()), 1);
+        let written = guest.advance(1, &files);
+        let edges: Vec<usize> = (1..PAGES / 2)
+            .filter(|page| written.contains(page) != written.contains(&(page - 1)))
+            .collect();
+        assert_eq!(common_runs([&guest].into_iter()), 1 + edges.len() as u64);
+        let cache = [0, 1].map(|guest| Pattern::new(Kind::Files, guest, PAGES, &files));
+        let most = 2 * (PAGES / 2 / 4) as u64;
+        let runs = common_runs(cache.iter());
+        assert!((2..=most).contains(&runs), "{runs}");
     }
 }

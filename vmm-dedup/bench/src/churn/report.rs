@@ -255,8 +255,8 @@ fn store(figures: &Figures) {
     for (when, round) in [("median", &figures.median), ("last", &figures.last)] {
         if let Some(ours) = &round.ours {
             let more = format!(
-                "{} VMAs, {:.3} per merged page; ",
-                ours.vmas, ours.vmas_per_merged_page
+                "{} VMAs for {} runs of content, {:.3} per merged page; ",
+                ours.vmas, round.common_runs, ours.vmas_per_merged_page
             );
             show(when, more, &ours.store);
         }

@@ -70,6 +70,7 @@ pub(super) fn measure(setup: &Setup<'_>, side: &mut dyn Side) -> Result<Run, Fai
         rounds.push(Round {
             round,
             common_pages,
+            common_runs: fleet.common_runs(),
             saved_pages: seen.saved_pages,
             saved_of_common: seen.saved_pages as f64 / common_pages.max(1) as f64,
             freed_bytes: host::available()?.cast_signed() - before.cast_signed(),

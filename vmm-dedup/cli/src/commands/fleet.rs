@@ -25,7 +25,7 @@ pub(crate) enum FleetCommand {
     /// stop_target_us, reserve_pages). Of other changes
     /// of the file it is said what takes them over.
     Up(UpArgs),
-    /// Show VMs, stores and savings. Exit code 1 if a VM does not run or a store is gone.
+    /// Show VMs, stores and savings. Exit code 1 if a VM does not run, or not with its dedup, or a store is gone.
     Status(StatusArgs),
     /// End VMs: all of a file and the stores that `up` started, or those that are named. May be repeated.
     Down(DownArgs),
@@ -48,7 +48,7 @@ pub(crate) enum FleetCommand {
 pub(crate) struct UpArgs {
     #[command(flatten)]
     at: At,
-    /// Say what would be done, and do nothing.
+    /// Say what would be done, and what would keep it from being done; do nothing. Ends with the code that `up` would.
     #[arg(long)]
     plan: bool,
 }
@@ -98,10 +98,10 @@ pub(crate) struct ScaleArgs {
 
 fn parse_scale(text: &str) -> Result<(String, u32), String> {
     let (name, vms) = text.split_once('=').ok_or("expected NAME=VMS, e.g. web=30")?;
-    match vms.parse() {
-        Ok(vms @ 1..) => Ok((name.to_owned(), vms)),
-        _ => Err("expected NAME=VMS with at least one VM; `fleet down FILE 'NAME-*'` ends all".into()),
-    }
+    let vms = vms.parse();
+    vms.map_or(Err("expected NAME=VMS, e.g. web=30".into()), |vms| {
+        Ok((name.to_owned(), vms))
+    })
 }
 
 #[derive(Args, Debug)]

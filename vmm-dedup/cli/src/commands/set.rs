@@ -7,7 +7,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
-use vmm_dedup_host::units::count;
+use vmm_dedup_host::table::{self, shortened, wrapped};
+use vmm_dedup_host::units::{self, count};
 use vmm_dedup_host::view::{StoreView, address};
 use vmm_dedup_host::{Failure, account, hint, say};
 use vmm_dedup_protocol::control::{MAX_PASS_PERIOD_MS, MAX_RESERVE, MAX_STOP_TARGET_US, Settings, Switch};
@@ -18,6 +19,9 @@ const LOOK: Duration = Duration::from_millis(500);
 
 /// VMs that are asked at a time.
 const AT_A_TIME: usize = 16;
+
+/// No name is cut shorter than this.
+const SHORTEST_NAME: usize = 12;
 
 /// Settings of a service that it reads when it starts.
 const NOT_LIVE: [&str; 12] = [
@@ -163,14 +167,14 @@ pub(crate) fn run(args: &SetArgs) -> Result<(), Failure> {
         None => host.vms().collect(),
     };
     match meant[..] {
-        [] => Err(Failure::new("no VM is connected")),
+        [] => Err(Failure::new(host.nobody())),
         [(store, vm)] => set(
             store,
             vm,
             settings,
             args.unmerge && std::io::stderr().is_terminal(),
         ),
-        _ => set_many(&meant, settings),
+        _ => set_many(&meant, settings, &args.store.words()),
     }
     // A store that says nothing may have VMs that are meant as well.
     .and_then(|()| match pattern {
@@ -201,8 +205,8 @@ fn set(store: &StoreView, vm: &Vm, settings: Settings, watched: bool) -> Result<
     }
 }
 
-/// Changes several VMs, some at a time, and tells of each in their order.
-fn set_many(meant: &[(&StoreView, &Vm)], settings: Settings) -> Result<(), Failure> {
+/// Changes several VMs, some at a time, and tells of each in their order. `store_words`: how a command asks the same stores.
+fn set_many(meant: &[(&StoreView, &Vm)], settings: Settings, store_words: &str) -> Result<(), Failure> {
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
@@ -221,11 +225,11 @@ fn set_many(meant: &[(&StoreView, &Vm)], settings: Settings) -> Result<(), Failu
     let mut failed = 0;
     for (_, vm) in meant {
         match results.iter().find(|(name, _)| *name == address(vm)) {
-            Some((_, None)) => say!("{}: refused, left as it is", vm.name),
-            Some((_, Some(Ok(())))) => say!("{}: done", vm.name),
+            Some((_, None)) => say_of(vm, "refused, left as it is"),
+            Some((_, Some(Ok(())))) => say_of(vm, "done"),
             Some((_, Some(Err(failure)))) => {
                 failed += 1;
-                say!("{}: NOT DONE: {failure}", vm.name);
+                say_of(vm, &format!("NOT DONE: {failure}"));
             }
             None => failed += 1,
         }
@@ -233,7 +237,7 @@ fn set_many(meant: &[(&StoreView, &Vm)], settings: Settings) -> Result<(), Failu
     let refused = meant.iter().filter(|(_, vm)| vm.reason.is_some()).count();
     match failed {
         0 if refused == meant.len() => Err(Failure::new(format!(
-            "nothing was changed: all {refused} VMs are refused, `vmm-dedup explain` tells why"
+            "nothing was changed: all {refused} VMs are refused, `vmm-dedup explain{store_words}` tells why"
         ))),
         0 => Ok(()),
         n => Err(Failure::new(format!(
@@ -242,6 +246,14 @@ fn set_many(meant: &[(&StoreView, &Vm)], settings: Settings) -> Result<(), Failu
             count(meant.len(), "VM", "VMs")
         ))),
     }
+}
+
+/// Tells what became of a VM: a name is cut, and a text broken, where the terminal ends.
+fn say_of(vm: &Vm, what: &str) {
+    let width = table::width().unwrap_or(usize::MAX);
+    let room = width.saturating_sub(what.chars().count() + 2).max(SHORTEST_NAME);
+    let lines = wrapped(&format!("{}: {what}", shortened(&vm.name, room)), width);
+    lines.iter().for_each(|line| say!("{line}"));
 }
 
 /// Shows how many pages are still shared until the answer comes.
@@ -259,7 +271,7 @@ fn watch<T>(told: &Receiver<T>, store: &StoreView, vm: &Vm) -> Result<T, RecvTim
             found.map(|v| v.stats.pages_mapped)
         });
         if let Some(pages) = shared {
-            hint!("\r\x1b[K{}: {pages} pages are still shared", vm.name);
+            hint!("\r\x1b[K{}: still shared: {}", vm.name, units::pages(pages));
         }
     }
 }

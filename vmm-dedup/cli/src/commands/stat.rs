@@ -24,7 +24,7 @@ pub(crate) struct StatArgs {
     json: bool,
 }
 
-const COLUMNS: [Column; 14] = [
+const COLUMNS: [Column; 15] = [
     Column::name("VM"),
     Column::text("DOMAIN", 7),
     Column::number("PID", 5),
@@ -39,16 +39,17 @@ const COLUMNS: [Column; 14] = [
     Column::number("BUDGET", 8),
     Column::number("PERIOD", 10),
     Column::number("STOP", 11),
+    Column::number("RESERVE", 12),
 ];
 
 /// Runs the command.
 pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
-    let host = args.store.ask()?;
+    let host = args.store.look()?;
     if args.json {
         let text = serde_json::to_string_pretty(&Told::of(&host)).map_err(Failure::from_error)?;
         say!("{text}");
     } else {
-        print(&host);
+        print(&host, &args.store.words());
     }
     host.complete()
 }
@@ -56,7 +57,8 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
 /// All that there is to tell.
 #[derive(Serialize)]
 struct Told<'a> {
-    saved_net_bytes: i64,
+    /// Nothing if no store says anything.
+    saved_net_bytes: Option<i64>,
     /// If there is but one.
     #[serde(skip_serializing_if = "Option::is_none")]
     store: Option<Value>,
@@ -82,7 +84,7 @@ impl<'a> Told<'a> {
     fn of(host: &'a HostView) -> Self {
         let stores: Vec<Value> = host.stores.iter().map(store_json).collect();
         Self {
-            saved_net_bytes: host.saved_net(),
+            saved_net_bytes: host.accounts().next().map(|_| host.saved_net()),
             store: match &stores[..] {
                 [only] => Some(only.clone()),
                 _ => None,
@@ -126,32 +128,50 @@ fn state(store: &StoreView) -> &'static str {
         .map_or_else(|(silence, _)| silence.word(), |_| "running")
 }
 
-fn print(host: &HostView) {
+/// `store_words`: how a command asks the same stores.
+fn print(host: &HostView, store_words: &str) {
     let vms = host.vms().count();
-    let stores = match host.stores.len() {
-        1 => String::new(),
-        n => format!(" in {}", count(n, "store", "stores")),
-    };
-    say!(
-        "saved net {} by {}{stores}",
-        mib(host.saved_net()),
-        count(vms, "VM", "VMs")
-    );
     let width = table::width();
-    for store in &host.stores {
-        for line in store_lines(store) {
-            let wide = width.unwrap_or(usize::MAX);
-            table::wrapped(&line, wide).iter().for_each(|line| say!("{line}"));
-        }
-    }
+    let say_wrapped = |line: &str| {
+        let lines = table::wrapped(line, width.unwrap_or(usize::MAX));
+        lines.iter().for_each(|line| say!("{line}"));
+    };
+    say_wrapped(&saved_line(host));
+    host.stores
+        .iter()
+        .flat_map(store_lines)
+        .for_each(|line| say_wrapped(&line));
     if vms == 0 {
-        say!("no VM is connected");
+        match (host.accounts().count(), host.stores.len()) {
+            (0, _) => {}
+            (answer, all) if answer < all => say_wrapped("no VM is connected to the stores that answer"),
+            _ => say!("no VM is connected"),
+        }
         return;
     }
     say!();
     vm_table(host).lines(width).iter().for_each(|line| say!("{line}"));
+    let refused = host.vms().filter(|(_, vm)| vm.reason.is_some()).count();
+    if refused > 0 {
+        say_wrapped(&format!(
+            "not deduplicated: {}; `vmm-dedup doctor{store_words}` tells what to change",
+            count(refused, "VM", "VMs")
+        ));
+    }
     host.vms()
         .for_each(|(_, vm)| put!("{}", account::engine_lines(vm)));
+}
+
+/// What is saved, and by whom, as far as stores say so.
+fn saved_line(host: &HostView) -> String {
+    let stores = match (host.accounts().count(), host.stores.len()) {
+        (0, 1) => return "saved net: not known, the store does not answer".into(),
+        (0, _) => return "saved net: not known, no store answers".into(),
+        (_, 1) => String::new(),
+        _ => format!(" in {}", host.answering()),
+    };
+    let vms = count(host.vms().count(), "VM", "VMs");
+    format!("saved net {} by {vms}{stores}", mib(host.saved_net()))
 }
 
 /// What there is to tell of a store.
@@ -194,8 +214,8 @@ fn account_lines(s: &StoreStats) -> Vec<String> {
     ];
     if account::is_full(s) {
         lines.push(format!(
-            "  FULL: {} pages were refused; pages called unique may have twins: raise --max-mib",
-            s.refused_full_total
+            "  FULL: refused {}; pages called unique may have twins: raise its --max-mib",
+            account::refused_full(s)
         ));
     }
     lines
@@ -205,10 +225,8 @@ fn vm_table(host: &HostView) -> Table {
     let mut table = Table::new(&COLUMNS);
     for (store, vm) in host.vms() {
         let s = &vm.stats;
-        let shared = s
-            .pages_mapped
-            .saturating_add(s.pages_zero)
-            .saturating_mul(units::PAGE_BYTES);
+        let served = vm.reason.is_none();
+        let shared = account::shared_bytes(s);
         let unique = s.pages_unshared.saturating_mul(units::PAGE_BYTES);
         table.row([
             vm.name.clone(),
@@ -222,9 +240,10 @@ fn vm_table(host: &HostView) -> Table {
             s.breaks_total().to_string(),
             s.vmas.to_string(),
             format!("{:.2}", s.cpu_ns.total() as f64 / 1e9),
-            format!("{} %", s.cpu_percent),
-            format!("{} ms", s.pass_period_ms),
-            format!("{} us", s.stop_target_us),
+            account::setting(served, s.cpu_percent, " %"),
+            account::setting(served, s.pass_period_ms, " ms"),
+            account::setting(served, s.stop_target_us, " us"),
+            account::setting(served, s.reserve_target, ""),
         ]);
     }
     table

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use tokio::signal::unix::{SignalKind, signal};
 use vmm_dedup_host::registry::{Record, Registration};
 use vmm_dedup_host::store::{DEFAULT_MAX_MIB, DEFAULT_METRICS, DEFAULT_SOCKET, MAX_MIB, parse_metrics};
-use vmm_dedup_host::{Failure, note};
+use vmm_dedup_host::{Failure, note, runtime};
 use vmm_dedup_protocol::clock;
 
 /// Run a page store: one per host and trust domain. VMs connect to its socket; it owns the shared pages.
@@ -44,15 +44,6 @@ impl std::fmt::Display for Metrics {
 
 /// Runs a store until SIGINT, SIGTERM or SIGHUP; `announce`: says on standard error that it listens.
 pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
-    if args.socket == Path::new(DEFAULT_SOCKET) {
-        let folder = args.socket.parent().unwrap_or(Path::new("/"));
-        fs::create_dir_all(folder).map_err(|e| {
-            Failure::new(format!(
-                "cannot create {} ({e}): choose a --socket",
-                folder.display()
-            ))
-        })?;
-    }
     let config = vmm_dedup_store::Config {
         socket: args.socket.clone(),
         metrics: args.metrics.0,
@@ -61,6 +52,17 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
         ordered: args.ordered,
         ..vmm_dedup_store::Config::default()
     };
+    let checked = config.validate().map_err(Failure::from_error);
+    checked.map_err(|failure| Failure::usage(failure.to_string()))?;
+    let folder = args.socket.parent().unwrap_or(Path::new("/"));
+    if args.socket == Path::new(DEFAULT_SOCKET) || runtime::folder().is_ok_and(|own| own == folder) {
+        fs::create_dir_all(folder).map_err(|e| {
+            Failure::new(format!(
+                "cannot create {} ({e}): choose a --socket",
+                folder.display()
+            ))
+        })?;
+    }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(Failure::from_error)?;
     let local = tokio::task::LocalSet::new();
@@ -110,6 +112,8 @@ fn list(args: &StoreArgs, metrics: Option<SocketAddr>) -> Option<Registration> {
         domain: args.domain.clone(),
         pid: std::process::id(),
         metrics,
+        max_mib: Some(args.max_mib),
+        ordered: args.ordered,
         started: clock::since_boot().as_secs(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };

@@ -89,6 +89,26 @@ fn a_missing_kernel_initramfs_or_disk_is_named_with_its_vm() {
 }
 
 #[test]
+fn a_plan_of_what_cannot_start_ends_as_the_start_would() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(&format!("{REFERENCE}kernel = \"missing\"\n"));
+
+    let output = host.run("up", &["--plan"]);
+
+    let plan = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(plan.contains("+ a (reference, missing)"), "{plan}");
+    let up = Host::failure(&host.run("up", &[]));
+    assert_eq!(Host::failure(&output), up);
+    assert!(
+        up.0.contains("VM \"a\": cannot open the kernel") && up.1 == 1,
+        "{up:?}"
+    );
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
 fn without_permission_on_kvm_nothing_starts() {
     if !kvm_is_there() {
         return;
@@ -294,6 +314,32 @@ fn a_vmm_with_file_capabilities_is_refused() {
         .output()
         .expect("up");
     refused(&host, &output, 1, &["vmm has file capabilities", "setcap -r"]);
+}
+
+#[test]
+fn a_hint_takes_a_file_whose_name_begins_with_a_dash_for_a_file() {
+    let mut host = Host::new(REFERENCE);
+    host.add("-f.toml", format!("name = \"f\"\n{REFERENCE}").as_bytes());
+    let fleet = |arguments: &str| {
+        let script = format!("exec {} fleet {arguments}", env!("CARGO_BIN_EXE_vmm-dedup"));
+        let mut command = Command::new("sh");
+        command.args(["-c", &script]).current_dir(host.path(""));
+        command.env("VMM_DEDUP_RUNTIME_DIR", host.path("run"));
+        Host::failure(&command.output().expect("a run"))
+    };
+
+    let (error, code) = fleet("status -- -f.toml");
+
+    assert!(
+        error.ends_with("start it with `vmm-dedup fleet up ./-f.toml`") && code == 1,
+        "{error}"
+    );
+    // Pasted it is a command on that file, in which the template is missing.
+    let (error, code) = fleet("up ./-f.toml");
+    assert!(
+        error.starts_with("vmm-dedup: ./-f.toml:4:12: VM \"a\": there is no [template.payload]") && code == 1,
+        "{error}"
+    );
 }
 
 #[test]

@@ -1,12 +1,14 @@
 //! A fleet that is changed while it is up.
 
 use crate::host::{Host, QEMU_VM, kvm_is_there, send, vmm_is_there, wait_until};
+use rustix::fs::{Mode, OFlags};
 use rustix::process::Signal;
+use rustix::pty::{self, OpenptFlags};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use vmm_dedup_integration_tests::unmodified::library;
@@ -17,7 +19,9 @@ const TWO: &str = "[[vm]]\nname = \"pay\"\ncount = 2\ntemplate = \"payload\"\nvm
 fn pids(host: &Host) -> BTreeMap<String, i64> {
     let status = host.status();
     let vms = status["vms"].as_array().expect("VMs").iter();
-    vms.map(|vm| (vm["name"].to_string(), vm["pid"].as_i64().expect("a number")))
+    let with_process = vms.filter(|vm| vm["state"] != "missing");
+    with_process
+        .map(|vm| (vm["name"].to_string(), vm["pid"].as_i64().expect("a number")))
         .collect()
 }
 
@@ -146,6 +150,36 @@ fn vms_are_added_scaled_and_taken_away_one_by_one() {
 }
 
 #[test]
+fn numbers_that_an_entry_cannot_have_are_told_with_what_to_do() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(&format!(
+        "{TWO}[[vm]]\nname = \"one\"\ntemplate = \"payload\"\nvmm = \"reference\"\n"
+    ));
+    host.must("up", &[]);
+
+    let many = Host::failure(&host.run("scale", &["pay=1000000"]));
+    let (none, code) = Host::failure(&host.run("scale", &["pay=0"]));
+
+    let expected = "vmm-dedup: pay can have 4095 VMs at most, not 1000000: a fleet has up to 4096, others of this one: 1";
+    assert_eq!(many, (expected.to_owned(), 2));
+    assert!(
+        none.contains("an entry has at least one VM") && code == 2,
+        "{none}"
+    );
+    let command = none.split('`').nth(1).expect("a command");
+    let command = command.replacen("vmm-dedup", env!("CARGO_BIN_EXE_vmm-dedup"), 1);
+    let pasted = Command::new("sh")
+        .args(["-c", &format!("{command} --grace 0")])
+        .output();
+    let said = String::from_utf8(pasted.expect("a run").stdout).expect("UTF-8");
+    assert_eq!(said, "fleet fleet: 2 VMs ended, 1 VM is left\n");
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
 fn a_vm_that_cannot_start_later_leaves_the_others_alone() {
     if !kvm_is_there() {
         return;
@@ -178,6 +212,145 @@ fn a_vm_that_cannot_start_later_leaves_the_others_alone() {
 }
 
 #[test]
+fn a_vm_that_could_not_be_started_is_missed_until_it_runs_or_is_given_up() {
+    if !kvm_is_there() {
+        return;
+    }
+    let mut host = Host::new(TWO);
+    host.add("bad.elf", b"no kernel");
+    host.must("up", &[]);
+    let before = pids(&host);
+    let well = "vmm = \"reference\"\n";
+    let ill = "vmm = \"reference\"\nkernel = \"bad.elf\"\n";
+    edit(&host, well, ill);
+
+    let restart = Host::failure(&host.run("restart", &["pay-0"]));
+    let after_restart = host.run("status", &[]);
+    let up = Host::failure(&host.run("up", &[]));
+    let after_up = host.run("status", &[]);
+    let missing = host.vm("pay-0");
+    let api = Host::failure(&host.run("api", &["pay-0", "GET", "vm.info"]));
+
+    let why = "reference: it ended with exit code 1: ";
+    assert!(
+        restart.0.contains(&format!("VM \"pay-0\": {why}")) && restart.1 == 1,
+        "{restart:?}"
+    );
+    assert!(
+        up.0.ends_with("fleet fleet: not done: 1 of 1") && up.1 == 1,
+        "{up:?}"
+    );
+    for output in [after_restart, after_up] {
+        let table = String::from_utf8_lossy(&output.stdout).into_owned();
+        let row = table.lines().find(|line| line.starts_with("pay-0 "));
+        assert!(row.is_some_and(|row| row.contains("missing")), "{table}");
+        assert!(
+            table.contains(&format!("pay-0 missing ({why}")) && table.contains("fleet up "),
+            "{table}"
+        );
+        let expected = "vmm-dedup: fleet fleet is not all well: VMs that do not run: 1; `vmm-dedup doctor` tells what is wrong on this host";
+        assert_eq!(Host::failure(&output), (expected.to_owned(), 1));
+    }
+    assert!(
+        missing["state"] == "missing" && missing["why"].as_str().is_some_and(|text| text.starts_with(why)),
+        "{missing}"
+    );
+    assert!(
+        api.0.contains("VM \"pay-0\" does not run (reference: "),
+        "{api:?}"
+    );
+    // Whoever takes it down does not miss it.
+    host.must("down", &["pay-0"]);
+    host.must("status", &[]);
+    Host::failure(&host.run("up", &[]));
+    assert_eq!(host.vm("pay-0")["state"], "missing");
+    edit(&host, ill, well);
+    host.must("up", &[]);
+    host.must("status", &[]);
+    assert_eq!(pids(&host)["\"pay-1\""], before["\"pay-1\""]);
+    // Nor does a file that does not have it any more.
+    let more = "[[vm]]\nname = \"bad\"\nvmm = \"reference\"\nkernel = \"bad.elf\"\n[[vm]]\nname = \"pay\"";
+    edit(&host, "[[vm]]\nname = \"pay\"", more);
+    Host::failure(&host.run("up", &[]));
+    assert_eq!(host.vm("bad")["state"], "missing");
+    edit(&host, more, "[[vm]]\nname = \"pay\"");
+    host.must("up", &[]);
+    host.must("status", &[]);
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+/// Steps in a folder that becomes full: each tells how it ended. `$1` is the program, `$2` the fleet file, `$3` the folder.
+const IN_A_FULL_FOLDER: &str = r#"
+mount -t tmpfs -o size=512k tmpfs "$3" || exit 77
+step() {
+    command=$1
+    shift
+    "$program" fleet "$command" "$file" --runtime-dir "$folder/run" "$@"
+    echo "$command $*: $?"
+}
+program=$1 file=$2 folder=$3
+step up
+cat /dev/zero > "$folder/fill" 2> /dev/null
+before=$(cat "$folder/run/state.json")
+step restart pay-0
+test "$before" = "$(cat "$folder/run/state.json")" && echo nothing was touched
+victim=$(echo "$before" | sed -n 's/.*"pid": \([0-9]*\),.*/\1/p' | tail -n 1)
+kill -KILL "$victim"
+# Killed is not yet ended: its memory goes first.
+until grep -Eqs '^State:\s+[ZX]' "/proc/$victim/status" || ! test -d "/proc/$victim"; do sleep 0.01; done
+step up --plan
+step up
+rm "$folder/fill"
+step up
+step down --grace 0
+"#;
+
+#[test]
+fn a_full_runtime_folder_ends_no_vm() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(TWO);
+    let folder = host.path("small");
+    fs::create_dir(&folder).expect("a folder");
+
+    let output = Command::new("unshare")
+        .args(["--mount", "sh", "-c", IN_A_FULL_FOLDER, "sh"])
+        .arg(env!("CARGO_BIN_EXE_vmm-dedup"))
+        .args([host.path("fleet.toml"), folder.clone()])
+        .output()
+        .expect("a run");
+
+    fs::remove_dir(&folder).expect("the folder");
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.code() == Some(77) || errors.starts_with("unshare") {
+        eprintln!("SKIPPED: a file system cannot be mounted: {errors}");
+        return;
+    }
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let ends = said
+        .lines()
+        .filter(|line| line.contains(": ") && !line.starts_with("fleet"));
+    let expected = [
+        "up : 0",
+        "restart pay-0: 1",
+        "up --plan: 1",
+        "up : 1",
+        "up : 0",
+        "down --grace 0: 0",
+    ];
+    assert_eq!(ends.collect::<Vec<_>>(), expected, "{said}{errors}");
+    assert!(said.contains("\nnothing was touched\n"), "{said}");
+    assert!(said.contains("\n+ pay-1 (reference, crashed)\n"), "{said}");
+    let told = errors.lines().filter(|line| {
+        line.starts_with("vmm-dedup: cannot write the ") && line.ends_with(": make room there")
+    });
+    assert_eq!(told.count(), 3, "{errors}");
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
 fn a_vm_whose_next_kernel_is_missing_is_not_ended_by_a_restart() {
     if !kvm_is_there() {
         return;
@@ -203,7 +376,7 @@ fn a_vm_whose_next_kernel_is_missing_is_not_ended_by_a_restart() {
 }
 
 #[test]
-fn a_frozen_vm_is_told_and_can_be_started_anew() {
+fn a_frozen_vm_is_told_and_goes_on_by_the_command_that_is_told() {
     if !kvm_is_there() {
         return;
     }
@@ -214,14 +387,23 @@ fn a_frozen_vm_is_told_and_can_be_started_anew() {
 
     let output = host.run("status", &[]);
     let plan = host.must("up", &["--plan"]);
-    host.must("restart", &["pay-1"]);
+    let line = plan
+        .lines()
+        .find(|line| line.starts_with("! pay-1 is stopped by a signal: "));
+    let command = line.and_then(|line| line.split('`').nth(1)).expect("a command");
+    let pasted = Command::new("sh").args(["-c", command]).status();
 
     let table = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(
         table.contains("frozen") && output.status.code() == Some(1),
         "{table}"
     );
-    assert!(plan.contains("! pay-1 is stopped by a signal"), "{plan}");
+    assert!(pasted.expect("a run").success(), "{command}");
+    wait_until("it goes on", || host.vm("pay-1")["state"] == "running");
+    assert_eq!(pids(&host), before);
+    // One that is started anew may be stopped as well.
+    send(&host.vm("pay-1")["pid"], Signal::STOP);
+    host.must("restart", &["pay-1"]);
     assert_ne!(pids(&host)["\"pay-1\""], before["\"pay-1\""]);
     host.must("status", &[]);
     host.must("down", &["--grace", "0"]);
@@ -300,6 +482,50 @@ fn logs_are_shown_and_followed() {
 }
 
 #[test]
+fn logs_of_quiet_vms_are_not_followed_longer_than_they_are_read() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(TWO);
+    host.must("up", &[]);
+    let follow = |output: Stdio| {
+        let mut logs = host.command("logs");
+        logs.args(["pay-0", "-f", "-n", "0"]).stdout(output);
+        let logs = logs.spawn().expect("logs");
+        // It has begun to wait.
+        std::thread::sleep(Duration::from_millis(500));
+        logs
+    };
+    let ends = |mut logs: Child| {
+        let mut status = None;
+        wait_until("it ends", || {
+            status = logs.try_wait().expect("a status");
+            status.is_some()
+        });
+        status.and_then(|status| status.code())
+    };
+
+    let mut piped = follow(Stdio::piped());
+    assert!(piped.try_wait().expect("a status").is_none());
+    drop(piped.stdout.take());
+    let piped = ends(piped);
+    let terminal =
+        pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a terminal");
+    pty::grantpt(&terminal).expect("a terminal");
+    pty::unlockpt(&terminal).expect("a terminal");
+    let name = pty::ptsname(&terminal, Vec::new()).expect("its name");
+    let end = rustix::fs::open(name, OFlags::RDWR | OFlags::NOCTTY, Mode::empty()).expect("its end");
+    let mut on_terminal = follow(end.into());
+    assert!(on_terminal.try_wait().expect("a status").is_none());
+    drop(terminal);
+    let on_terminal = ends(on_terminal);
+
+    assert_eq!((piped, on_terminal), (Some(141), Some(141)));
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
 fn fleets_are_listed() {
     if !kvm_is_there() {
         return;
@@ -334,6 +560,181 @@ fn fleets_are_listed() {
     );
     assert_eq!((&json[0]["vms"], &json[0]["running"]), (&2.into(), &2.into()));
     fs::remove_dir_all(host.path("run")).expect("the runtime folder");
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn a_fleet_stays_the_one_of_its_file_under_another_name() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(&format!("name = \"first\"\n{TWO}"));
+    let file = host.path("fleet.toml").to_str().expect("UTF-8").to_owned();
+    let must = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vmm-dedup"));
+        command.env("VMM_DEDUP_RUNTIME_DIR", host.path("run"));
+        let output = command.arg("fleet").args(args).output().expect("a run");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{args:?}: {errors}");
+        String::from_utf8(output.stdout).expect("UTF-8")
+    };
+    let fleets = || {
+        let fleets: Value = serde_json::from_str(&must(&["ls", "--json"])).expect("JSON");
+        let fleets = fleets.as_array().expect("fleets").iter();
+        fleets.map(|fleet| fleet["fleet"].to_string()).collect::<Vec<_>>()
+    };
+    must(&["up", &file]);
+
+    edit(&host, "name = \"first\"", "name = \"second\"");
+    let plan = must(&["up", &file, "--plan"]);
+    let said = must(&["up", &file]);
+
+    let told = format!(
+        "! name changed to second: this fleet stays first until it is down: `vmm-dedup fleet down {file}`, then \
+         `vmm-dedup fleet up {file}`"
+    );
+    for text in [plan, said] {
+        assert!(
+            text.contains("fleet first: nothing to do\n") && text.contains(&told),
+            "{text}"
+        );
+    }
+    assert_eq!(fleets(), ["\"first\""]);
+    assert!(must(&["logs", &file, "--stores"]).contains("listening on"));
+    assert_eq!(
+        must(&["down", &file, "--grace", "0"]),
+        "fleet first: 2 VMs ended\n"
+    );
+    must(&["up", &file]);
+    assert_eq!(fleets(), ["\"second\""]);
+    assert_eq!(
+        must(&["down", &file, "--grace", "0"]),
+        "fleet second: 2 VMs ended\n"
+    );
+    fs::remove_dir_all(host.path("run")).expect("the runtime folder");
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn a_fleet_keeps_the_socket_of_its_store_until_it_is_down() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(TWO);
+    host.must("up", &[]);
+    wait_until("they are connected", || !host.vm("pay-1")["dedup"].is_null());
+    let store = |host: &Host| host.status()["stores"][0].clone();
+    let before = store(&host);
+    edit(&host, "\"store.sock\"", "\"other.sock\"");
+    edit(&host, "count = 2", "count = 3");
+
+    let plan = host.must("up", &["--plan"]);
+    let said = host.must("up", &[]);
+    wait_until("the third is connected", || !host.vm("pay-2")["dedup"].is_null());
+
+    let told = format!(
+        "! store of domain \"default\": socket changed to {}: it stays {} until the fleet is down: `vmm-dedup fleet down ",
+        host.path("other.sock").display(),
+        host.path("store.sock").display()
+    );
+    for text in [plan, said] {
+        assert!(text.contains(&told) && !text.contains("+ store"), "{text}");
+    }
+    let after = store(&host);
+    assert_eq!(
+        (&after["pid"], &after["socket"]),
+        (&before["pid"], &before["socket"])
+    );
+    assert_eq!(host.status()["stores"].as_array().map(Vec::len), Some(1));
+    // Another domain may not have it meanwhile.
+    let path = host.path("fleet.toml");
+    let text = fs::read_to_string(&path).expect("the file");
+    let other = "[domain.x]\nsocket = \"store.sock\"\n[[vm]]\nname = \"x\"\ntemplate = \"payload\"\nvmm = \"reference\"\ndomain = \"x\"\n";
+    fs::write(&path, format!("{text}{other}")).expect("the file");
+    let (error, code) = Host::failure(&host.run("up", &[]));
+    assert!(
+        error.contains("domains \"default\" and \"x\" would share the socket") && code == 1,
+        "{error}"
+    );
+    fs::write(&path, text).expect("the file");
+    host.must("down", &["--grace", "0"]);
+    host.must("up", &[]);
+    assert_eq!(store(&host)["socket"].as_str(), host.path("other.sock").to_str());
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn a_store_whose_socket_has_gone_is_replaced() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(TWO);
+    host.must("up", &[]);
+    let before = host.status()["stores"][0]["pid"].clone();
+    fs::remove_file(host.path("store.sock")).expect("the socket");
+
+    let said = host.must("up", &[]);
+    wait_until("both are connected to the new one", || {
+        ["pay-0", "pay-1"]
+            .iter()
+            .all(|name| !host.vm(name)["dedup"].is_null())
+    });
+
+    assert!(said.contains("+ store of domain \"default\""), "{said}");
+    assert_ne!(host.status()["stores"][0]["pid"], before);
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn other_settings_of_a_store_are_told_and_taken_over_by_its_next_start() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(TWO);
+    host.must("up", &[]);
+    let before = pids(&host);
+    edit(&host, "max_mib = 256", "max_mib = 512");
+    edit(&host, "metrics = \"none\"", "metrics = \"127.0.0.1:0\"");
+
+    let plan = host.must("up", &["--plan"]);
+    let said = host.must("up", &[]);
+
+    let pid = host.status()["stores"][0]["pid"].clone();
+    let told = format!(
+        "! store of domain \"default\": max_mib, metrics changed: `kill {pid}` ends it, then `vmm-dedup fleet up {} ",
+        host.path("fleet.toml").display()
+    );
+    for text in [plan, said] {
+        assert!(text.contains(&told), "{text}");
+    }
+    send(&pid, Signal::TERM);
+    wait_until("the store is gone", || {
+        host.status()["stores"][0]["state"] == "gone"
+    });
+    host.must("up", &[]);
+    let next = host.status()["stores"][0]["pid"].to_string();
+    let arguments = fs::read_to_string(format!("/proc/{next}/cmdline")).expect("the store's arguments");
+    assert!(arguments.contains("--max-mib\x00512\0"), "{arguments}");
+    assert_eq!(host.must("up", &[]), "fleet fleet: nothing to do\n");
+    assert_eq!(pids(&host), before);
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn a_directory_that_is_named_tells_which_fleet_ends() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(&format!("name = \"first\"\n{TWO}"));
+    host.must("up", &[]);
+    edit(&host, "name = \"first\"", "name = \"second\"");
+
+    let said = host.must("down", &["--grace", "0"]);
+
+    assert_eq!(said, "fleet first: 2 VMs ended\n");
     host.assert_nothing_left(&BTreeSet::new());
 }
 

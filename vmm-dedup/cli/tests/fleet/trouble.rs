@@ -9,6 +9,7 @@ use std::io::Write;
 use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::Duration;
+use vmm_dedup_integration_tests::unmodified::library;
 
 const TWO: &str = "[[vm]]\nname = \"pay\"\ncount = 2\ntemplate = \"payload\"\nvmm = \"reference\"\ndedup = { pass_period_ms = 100 }\n";
 
@@ -41,7 +42,7 @@ fn a_crashed_vm_is_reported_with_its_log_and_a_lost_store_is_brought_back() {
     assert_eq!(
         (error.as_str(), code),
         (
-            "vmm-dedup: fleet fleet is not all well: VMs that do not run: 1, stores that are gone or silent: 1",
+            "vmm-dedup: fleet fleet is not all well: VMs that do not run: 1, stores that are gone or silent: 1; `vmm-dedup doctor` tells what is wrong on this host",
             1
         )
     );
@@ -62,6 +63,68 @@ fn a_crashed_vm_is_reported_with_its_log_and_a_lost_store_is_brought_back() {
     assert_eq!(host.vm("pay-0")["pid"], left);
     host.must("status", &[]);
     host.must("down", &[]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn a_spoilt_state_costs_no_vm_and_says_what_to_do() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(TWO);
+    host.must("up", &[]);
+    let status = host.status();
+    let pids = [
+        &status["stores"][0]["pid"],
+        &status["vms"][0]["pid"],
+        &status["vms"][1]["pid"],
+    ]
+    .map(|pid| pid.as_u64().expect("a number"));
+    let lives = |pid: &u64| Path::new(&format!("/proc/{pid}/exe")).exists();
+    let state = host.path("run/state.json");
+    let whole = fs::read_to_string(&state).expect("the state");
+    let spoils: [&dyn Fn(); 3] = [
+        &|| fs::write(&state, "").expect("the state"),
+        &|| fs::write(&state, &whole[..whole.len() / 2]).expect("the state"),
+        &|| fs::remove_file(&state).expect("the state"),
+    ];
+    let commands: [(&str, &[&str]); 6] = [
+        ("status", &[]),
+        ("up", &["--plan"]),
+        ("up", &[]),
+        ("restart", &["pay-0"]),
+        ("down", &["pay-0"]),
+        ("down", &["--grace", "0"]),
+    ];
+    for spoil in spoils {
+        spoil();
+        for (command, more) in commands {
+            let (error, code) = Host::failure(&host.run(command, more));
+            let told = [
+                format!("pay-0 is process {}", pids[1]),
+                format!("pay-1 is process {}", pids[2]),
+                format!("the store of domain \"default\" is process {}", pids[0]),
+                "put a copy of the file back, or end the fleet with `kill ".to_owned(),
+                format!("`rm -r {}`", host.path("run").display()),
+            ];
+            assert!(
+                told.iter().all(|part| error.contains(part)) && code == 1,
+                "{command}: {error}"
+            );
+        }
+        assert!(pids.iter().all(lives));
+        fs::write(&state, &whole).expect("the state");
+        host.must("status", &[]);
+    }
+    assert_eq!(host.status()["vms"][0]["pid"], pids[1]);
+    fs::write(&state, "{").expect("the state");
+    let (error, _) = Host::failure(&host.run("status", &[]));
+    let ends = error.split('`').skip(1).step_by(2);
+    for command in ends {
+        let pasted = std::process::Command::new("sh").args(["-c", command]).status();
+        assert!(pasted.expect("a run").success(), "{command}");
+        wait_until("all have ended", || !pids.iter().any(lives));
+    }
     host.assert_nothing_left(&BTreeSet::new());
 }
 
@@ -236,8 +299,15 @@ fn what_a_killed_start_leaves_is_taken_down() {
         error.contains("its start was killed: then run") && error.contains(&down) && code == 1,
         "{error}"
     );
-    let plan = host.must("up", &["--plan"]);
-    assert!(plan.contains("+ silent (qemu, not started completely)"), "{plan}");
+    let plan = host
+        .command("up")
+        .arg("--plan")
+        .env("QEMU", host.path("silent"))
+        .output()
+        .expect("a plan");
+    let told = String::from_utf8_lossy(&plan.stdout).into_owned();
+    assert!(told.contains("+ silent (qemu, not started completely)"), "{told}");
+    assert!(plan.status.success());
     host.must("down", &["--grace", "0"]);
     host.assert_nothing_left(&BTreeSet::new());
 }
@@ -271,16 +341,111 @@ fn a_store_that_hangs_is_told_from_one_that_is_gone() {
     let output = host.run("status", &[]);
     let table = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(
-        table.contains(&format!("end it (process {store}), then")) && table.contains("store silent"),
+        table.contains(&format!("end it (process {store}), then"))
+            && table.contains(&format!("`kill -CONT {store}` lets it go on"))
+            && table.contains("store silent"),
         "{table}"
     );
     assert!(host.status()["stores"][0]["state"] == "silent" && output.status.code() == Some(1));
+    let plan = host.must("up", &["--plan"]);
+    let hangs =
+        format!("does not answer: its process {store} is stopped; `kill -CONT {store}` lets it go on");
+    assert!(
+        plan.contains("! store of domain") && plan.contains(&hangs),
+        "{plan}"
+    );
     send(&store, Signal::KILL);
     wait_until("the store is gone", || {
         host.status()["stores"][0]["state"] == "gone"
     });
+    // A VM that could not be started again is not ended.
+    let vm = host.vm("pay-0")["pid"].clone();
+    let (refused, _) = Host::failure(&host.run("restart", &["pay-0"]));
+    assert!(
+        refused.contains("it does not run: `vmm-dedup fleet up "),
+        "{refused}"
+    );
+    assert!(host.vm("pay-0")["pid"] == vm && host.vm("pay-0")["state"] == "running");
     host.must("up", &[]);
+    // How long services take to find it depends on what they were asking the one that hung.
+    wait_until("all is well", || host.run("status", &[]).status.success());
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn vms_that_run_without_their_dedup_are_counted() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new(&format!(
+        "{TWO}[[vm]]\nname = \"plain\"\ntemplate = \"payload\"\nvmm = \"reference\"\ndedup = {{ mode = \"off\" }}\n"
+    ));
+    host.must("up", &[]);
+    // They may still be about to connect: that is waited for.
     host.must("status", &[]);
+    // Another store, which answers for the one that the VMs are connected to.
+    let mut other = std::process::Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
+        .args(["store", "--metrics", "none", "--socket"])
+        .arg(host.path("other.sock"))
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("a store");
+    wait_until("it listens", || host.path("other.sock").exists());
+    let state = host.path("run/state.json");
+    let own = fs::read_to_string(&state).expect("the state");
+    let strange = own.replace("/store.sock", "/other.sock");
+    assert_ne!(strange, own);
+    fs::write(&state, strange).expect("the state");
+
+    let output = host.run("status", &[]);
+    let json = host.run("status", &["--json"]);
+
+    fs::write(&state, own).expect("the state");
+    send(&other.id().into(), Signal::TERM);
+    other.wait().expect("wait");
+    let table = String::from_utf8_lossy(&output.stdout).into_owned();
+    let log = host.path("run/vm/pay-1/vmm.log");
+    assert!(
+        table.contains(&format!(
+            "pay-1 is not connected to its store: {} tells why",
+            log.display()
+        )),
+        "{table}"
+    );
+    let expected = "vmm-dedup: fleet fleet is not all well: VMs that run without their dedup: 2; `vmm-dedup doctor` tells what is wrong on this host";
+    for output in [output, json] {
+        assert_eq!(Host::failure(&output), (expected.to_owned(), 1));
+    }
+    host.must("status", &[]);
+    host.must("down", &["--grace", "0"]);
+    host.assert_nothing_left(&BTreeSet::new());
+}
+
+#[test]
+fn a_refused_vm_is_counted() {
+    if !kvm_is_there() || !vmm_is_there("QEMU", "qemu-system-x86_64") {
+        return;
+    }
+    let shared = "\"-object\", \"memory-backend-memfd,id=ram,size=64M,share=on\", \"-machine\", \"memory-backend=ram\"";
+    let vm = QEMU_VM
+        .replace("dedup = { mode = \"off\" }\n", "")
+        .replace("-capabilities\"", &format!("-capabilities\", {shared}"));
+    let host = Host::new(&format!("preload = {:?}\n{vm}", library::path()));
+    host.must("up", &[]);
+    wait_until("it is refused", || {
+        host.vm("q")["dedup"]["refused"] == "shared_memory"
+    });
+
+    let output = host.run("status", &[]);
+
+    let table = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        table.contains("q is not deduplicated: `vmm-dedup explain q"),
+        "{table}"
+    );
+    let expected = "vmm-dedup: fleet fleet is not all well: VMs that run without their dedup: 1; `vmm-dedup doctor` tells what is wrong on this host";
+    assert_eq!(Host::failure(&output), (expected.to_owned(), 1));
     host.must("down", &["--grace", "0"]);
     host.assert_nothing_left(&BTreeSet::new());
 }

@@ -1,6 +1,6 @@
 //! `doctor` on this host, and on hosts that are not as they should be.
 
-use crate::host::{Host, eventually, kvm_is_there, text};
+use crate::host::{Host, eventually, hints, kvm_is_there, pasted, text};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::process::Command;
@@ -44,6 +44,29 @@ fn stores_and_vms_that_are_not_well_are_told() {
     store.kill();
     let (json, _) = doctor(&host, &[]);
     assert_eq!(finding(&json, "store default").0, "warn");
+}
+
+#[test]
+fn it_is_the_answer_to_a_refusal_and_looks_there() {
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    let _refused = host.refused("default", "gpu");
+    let socket = host.path("default.sock");
+    let socket = socket.to_str().expect("UTF-8");
+
+    for args in [
+        &["stat"][..],
+        &["stat", "--store", socket],
+        &["explain", "gpu"],
+        &["explain", "gpu", "--store", socket],
+    ] {
+        let told = host.must(args);
+        let hint = hints(&told).pop().unwrap_or_default();
+        assert!(hint.starts_with("vmm-dedup doctor"), "{args:?}: {told}");
+        assert_eq!(hint.contains("--store"), args.contains(&"--store"), "{hint}");
+        let looked = text(&pasted(&host, &hint).output().expect("a shell").stdout);
+        assert!(looked.contains("VM gpu: is not deduplicated: vfio"), "{looked}");
+    }
 }
 
 #[test]

@@ -1,13 +1,14 @@
 //! What is wrong is said in one line, with what to do, and the hint can be pasted.
 
-use crate::host::{Host, Process, hints, paste, text};
+use crate::host::{Host, Process, error_of, eventually, hints, kvm_is_there, pasted, text};
+use crate::network::Network;
 use rustix::process::Signal;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 /// A user without any rights here.
 const NOBODY: u32 = 65_534;
@@ -60,25 +61,115 @@ fn a_store_that_is_stopped_is_told_from_one_that_is_gone() {
     assert!(gone.contains("has ended: guests go on"), "{gone}");
 }
 
+/// What `stat` says of the only store, which a pasted hint starts; it is ended then.
+fn started(host: &Host, mut hint: Command) -> Value {
+    let mut store = Process(hint.spawn().expect("a shell"));
+    let told = eventually("it runs", || {
+        let stat = host.run(&["stat", "--json"]);
+        let stat: Value = serde_json::from_slice(&stat.stdout).ok()?;
+        (stat["store"]["state"] == "running").then(|| stat["store"].clone())
+    });
+    store.send(Signal::TERM);
+    assert!(store.0.wait().expect("an end").success(), "{hint:?}");
+    told
+}
+
+/// The only hint in a command's error.
+fn only_hint(command: Command) -> String {
+    let error = error_of(command, 1);
+    match &hints(&error)[..] {
+        [hint] => hint.clone(),
+        hints => panic!("{hints:?} in {error}"),
+    }
+}
+
 #[test]
-fn hints_can_be_pasted() {
-    let host = Host::new();
+fn hints_that_start_a_store_start_one_also_beside_another() {
+    let Some(network) = Network::new() else { return };
+    let (host, other) = (Host::new(), Host::new());
     let odd = host.path("it's a store.sock");
     let odd = odd.to_str().expect("UTF-8");
-    for args in [
-        &["stat", "--store", odd][..],
-        &["stat"],
-        &["explain", "web", "--store", odd],
-        &["set", "web", "off", "--store", odd],
-    ] {
-        let error = host.error(args, 1);
-        let found = hints(&error);
-        assert!(!found.is_empty(), "no hint in {error}");
-        for hint in found {
-            let pasted = paste(&host, &hint, "--help");
-            assert!(pasted.status.success(), "{hint}: {}", text(&pasted.stderr));
-        }
+    let metrics_of_each = || {
+        let commands = [
+            &["stat", "--store", odd][..],
+            &["stat"],
+            &["explain", "web", "--store", odd],
+            &["set", "web", "off", "--store", odd],
+        ];
+        commands.map(|args| {
+            let hint = only_hint(network.inside(&host.command(args)));
+            started(&host, network.inside(&pasted(&host, &hint)))["metrics"].clone()
+        })
+    };
+
+    let alone = metrics_of_each();
+    let mut store = other.command(&["store", "--socket"]);
+    store.arg(other.path("s.sock")).stderr(Stdio::null());
+    let _store = Process(network.inside(&store).spawn().expect("a store"));
+    eventually("it listens", || {
+        other.run(&["stat"]).status.success().then_some(())
+    });
+    let beside = metrics_of_each();
+
+    let default = vmm_dedup_host::store::DEFAULT_METRICS.to_string();
+    assert_eq!(alone, [0; 4].map(|_| Value::from(&*default)));
+    assert_eq!(beside, [0; 4].map(|_| Value::Null));
+}
+
+#[test]
+fn a_store_that_was_killed_is_started_again_as_it_was() {
+    let host = Host::new();
+    let mut store = host.store("tiny", &["--max-mib", "8"]);
+    let was = host.json(&["stat", "--json"])["store"].clone();
+    store.kill();
+
+    let hint = only_hint(host.command(&["stat"]));
+    let is = started(&host, pasted(&host, &hint));
+
+    for what in ["socket", "domain", "limit_bytes", "metrics"] {
+        assert_eq!(is[what], was[what], "{what}");
     }
+    assert_eq!(is["domain"], "tiny");
+}
+
+#[test]
+fn what_listens_and_is_no_store_is_not_to_be_started() {
+    let host = Host::new();
+    let odd = host.path("odd.sock");
+    let _listener = std::os::unix::net::UnixListener::bind(&odd).expect("a socket");
+
+    let error = host.error(&["stat", "--store", odd.to_str().expect("UTF-8")], 1);
+
+    assert!(error.contains("is no store: name a store's socket"), "{error}");
+    assert!(hints(&error).is_empty() && !error.contains("os error"), "{error}");
+}
+
+/// Pastes the only hint in what a command tells.
+fn follow(host: &Host, told: &str) {
+    let hints = hints(told);
+    assert_eq!(hints.len(), 1, "{told}");
+    let followed = pasted(host, &hints[0]).status().expect("a shell");
+    assert!(followed.success(), "{told}");
+}
+
+#[test]
+fn hints_of_explanations_can_be_pasted() {
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    let _refused = host.refused("default", "gpu");
+    follow(&host, &host.must(&["explain"]));
+    if !kvm_is_there() {
+        return;
+    }
+    let _guest = host.guest("web");
+    eventually("it is there", || host.vm("web"));
+    host.must(&["set", "web", "off"]);
+
+    follow(&host, &host.must(&["explain", "web"]));
+
+    eventually("it is on", || {
+        (host.vm("web")?["state"] == "running").then_some(())
+    });
 }
 
 #[test]
@@ -158,6 +249,10 @@ fn mistakes_in_a_fleet_file_have_a_line() {
         ),
         (format!("{vm}cpus = 0\n"), ["fleet.toml:5:8: ", "cpus is 0"]),
         (
+            format!("\nname = \"-f\"\n{vm}"),
+            ["fleet.toml:2:8: ", "the fleet's name is \"-f\""],
+        ),
+        (
             format!("\n\n{vm}template = \"t\"\n"),
             ["fleet.toml:7:12: ", "there is no [template.t]; there are none"],
         ),
@@ -166,4 +261,34 @@ fn mistakes_in_a_fleet_file_have_a_line() {
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");
         assert!(!error.contains("internally tagged"), "{error}");
     }
+}
+
+#[test]
+fn a_fleet_whose_file_is_spoilt_or_gone_is_shown_and_ended() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let file = &*host.fleet_file("web");
+    host.must(&["fleet", "up", file]);
+
+    std::fs::write(file, "[[vm").expect("a file");
+    let shown = host.run(&["fleet", "status", file]);
+    let said = host.run(&["fleet", "up", file]);
+    std::fs::remove_file(file).expect("a file");
+    let ended = host.run(&["fleet", "down", file]);
+    let again = host.error(&["fleet", "down", file], 1);
+
+    assert!(text(&shown.stdout).contains("web"), "{}", text(&shown.stderr));
+    assert!(
+        text(&said.stderr).contains("fleet.toml:1:"),
+        "{}",
+        text(&said.stderr)
+    );
+    assert!(
+        text(&ended.stdout).contains("fleet f: 1 VM ended"),
+        "{}",
+        text(&ended.stderr)
+    );
+    assert!(again.contains("cannot read the fleet file"), "{again}");
 }

@@ -86,9 +86,11 @@ pub(crate) struct Host {
 }
 
 impl Host {
+    /// Its paths are such that a shell takes them for one word only if they are quoted.
     pub(crate) fn new() -> Self {
+        let folder = tempfile::Builder::new().prefix("a'b ").tempdir();
         Self {
-            folder: tempfile::tempdir().expect("a folder"),
+            folder: folder.expect("a folder"),
         }
     }
 
@@ -124,13 +126,21 @@ impl Host {
         serde_json::from_str(&self.must(args)).expect("JSON")
     }
 
+    /// A fleet file with one VM.
+    pub(crate) fn fleet_file(&self, vm: &str) -> String {
+        fs::write(self.path("payload.elf"), vmm_dedup_payload::ELF).expect("a kernel");
+        let file = self.path("fleet.toml");
+        let text = format!(
+            "name = \"f\"\n[store]\nmetrics = \"none\"\n[[vm]]\nname = \"{vm}\"\nvmm = \"reference\"\nmemory_mib = 64\n\
+             kernel = \"payload.elf\"\ncmdline = \"private_mib=4 zero_mib=4 ws_pages=0 seconds=1000000\"\n"
+        );
+        fs::write(&file, text).expect("a file");
+        file.to_str().expect("UTF-8").to_owned()
+    }
+
     /// The one line on standard error of a command that fails with this code.
     pub(crate) fn error(&self, args: &[&str], code: i32) -> String {
-        let output = self.run(args);
-        let errors = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(code), "{args:?}: {errors}");
-        assert_eq!(errors.trim_end().lines().count(), 1, "{args:?}: {errors}");
-        errors
+        error_of(self.command(args), code)
     }
 
     /// A store that listens at NAME.sock and is of the domain NAME.
@@ -214,6 +224,15 @@ impl Host {
     }
 }
 
+/// The one line on standard error of a command that fails with this code.
+pub(crate) fn error_of(mut command: Command, code: i32) -> String {
+    let output = command.output().expect("the command runs");
+    let errors = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{command:?}: {errors}");
+    assert_eq!(errors.trim_end().lines().count(), 1, "{command:?}: {errors}");
+    errors
+}
+
 /// The commands in a text's backquotes that begin with the program's name.
 pub(crate) fn hints(text: &str) -> Vec<String> {
     let quoted = text.split('`').skip(1).step_by(2);
@@ -223,8 +242,8 @@ pub(crate) fn hints(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Runs a hint in a shell, as if it was pasted, with something appended.
-pub(crate) fn paste(host: &Host, hint: &str, appended: &str) -> Output {
+/// A hint in a shell, as if it was pasted.
+pub(crate) fn pasted(host: &Host, hint: &str) -> Command {
     let program = Path::new(env!("CARGO_BIN_EXE_vmm-dedup"));
     let path = format!(
         "{}:{}",
@@ -232,9 +251,8 @@ pub(crate) fn paste(host: &Host, hint: &str, appended: &str) -> Output {
         std::env::var("PATH").unwrap_or_default()
     );
     let mut shell = Command::new("sh");
-    shell
-        .args(["-c", &format!("{hint} {appended}")])
-        .env("PATH", path);
+    shell.args(["-c", &format!("exec {hint}")]).env("PATH", path);
     shell.env("VMM_DEDUP_RUNTIME_DIR", host.runtime());
-    shell.output().expect("a shell")
+    shell.env_remove("VMM_DEDUP_STORE");
+    shell
 }

@@ -143,6 +143,34 @@ fn plots_of_bench_and_top_are_images_to_a_browser() {
 }
 
 #[test]
+fn an_estimates_page_overwrites_no_memory() {
+    let host = Host::new();
+    let images = host.images();
+    let before = fs::read(&images[0]).expect("an image");
+    let link = host.path("link.html");
+    std::os::unix::fs::symlink(&images[0], &link).expect("a link");
+    let link = link.to_str().expect("UTF-8");
+    for args in [
+        ["estimate", &images[0], &images[1], "--html", &images[0]],
+        ["estimate", "--html", &images[0], &images[1], &images[2]],
+        ["estimate", &images[0], &images[1], "--html", link],
+    ] {
+        let error = host.error(&args, 2);
+
+        assert!(error.contains("is not overwritten: name "), "{error}");
+        assert!(fs::read(&images[0]).expect("an image") == before, "{args:?}");
+    }
+    let page = host.path("page.html");
+    for _ in 0..2 {
+        host.must(&["estimate", &images[0], "--html", page.to_str().expect("UTF-8")]);
+    }
+    assert!(fs::read_to_string(page).expect("a page").contains("</html>"));
+    // Before anything is read.
+    let early = host.error(&["estimate", "/no/image", "--html", "/nonexistent/x.html"], 1);
+    assert!(early.contains("cannot write /nonexistent/x.html"), "{early}");
+}
+
+#[test]
 fn a_folder_for_plots_that_cannot_be_is_refused_before_anything_is_measured() {
     let host = Host::new();
     let _store = host.store("default", &[]);

@@ -11,12 +11,14 @@ use std::os::fd::OwnedFd;
 use std::process::{Command, ExitStatus};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 
 /// A command in a terminal.
 pub(crate) struct Terminal {
     pub(crate) process: Process,
     master: Option<OwnedFd>,
     gone: Arc<AtomicBool>,
+    reader: JoinHandle<()>,
     seen: Arc<Mutex<Vec<u8>>>,
     size: (u16, u16),
 }
@@ -56,7 +58,7 @@ impl Terminal {
         );
         let has_gone = gone.clone();
         // It ends with the last descriptor of the terminal, or when that is to go.
-        std::thread::spawn(move || {
+        let reader = std::thread::spawn(move || {
             let mut bytes = [0; 4096];
             while !has_gone.load(Ordering::Relaxed) {
                 let moment = Timespec {
@@ -77,6 +79,7 @@ impl Terminal {
             process,
             master: Some(master),
             gone,
+            reader,
             seen,
             size: (lines, columns),
         }
@@ -87,11 +90,21 @@ impl Terminal {
         self.seen.lock().expect("a lock").clone()
     }
 
-    /// The lines that a person sees.
-    pub(crate) fn screen(&self) -> Vec<String> {
+    fn parsed(&self) -> vt100::Parser {
         let of = |size| NonZero::new(size).expect("a size");
         let mut parser = vt100::Parser::new(of(self.size.0), of(self.size.1), 0);
         parser.process(&self.bytes());
+        parser
+    }
+
+    /// Whether a person sees where the cursor is.
+    pub(crate) fn shows_cursor(&self) -> bool {
+        !self.parsed().screen().hide_cursor()
+    }
+
+    /// The lines that a person sees.
+    pub(crate) fn screen(&self) -> Vec<String> {
+        let parser = self.parsed();
         let screen = parser.screen();
         screen
             .rows(0, self.size.1)
@@ -129,19 +142,14 @@ impl Terminal {
 pub(crate) fn lines_of(command: Command, columns: u16) -> (Vec<String>, Option<i32>) {
     let mut terminal = Terminal::open(command, columns, 24);
     let status = terminal.end();
-    // What was written before the end is read a moment later.
-    eventually("all is read", || {
-        let before = terminal.bytes().len();
-        std::thread::sleep(std::time::Duration::from_millis(50));
-        (terminal.bytes().len() == before).then_some(())
-    });
+    // What was written before the end is read when the machine has time for it.
+    eventually("all is read", || terminal.reader.is_finished().then_some(()));
+    let text = String::from_utf8(terminal.bytes()).expect("UTF-8");
     // A line of progress is wiped out again.
-    let text = String::from_utf8(terminal.bytes())
-        .expect("UTF-8")
-        .replace("\r\x1b[K", "");
+    let lasts = |line: &str| line.rsplit("\r\x1b[K").next().unwrap_or_default().to_owned();
     (
         text.lines()
-            .map(|line| line.trim_end_matches('\r').to_owned())
+            .map(|line| lasts(line.trim_end_matches('\r')))
             .collect(),
         status.code(),
     )

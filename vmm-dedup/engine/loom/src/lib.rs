@@ -1,4 +1,4 @@
-//! The mailbox and the state machine of `vmm-dedup`'s supervisor, compiled from the very same sources, on loom's locks.
+//! The mailbox, the state machine and the watched pins of `vmm-dedup`'s supervisor, compiled from the very same sources, on loom's locks.
 //!
 //! loom runs a model, a few threads that each make a few steps, in all orders. `cargo test -p vmm-dedup-loom` runs the models
 //! (`tests`), in seconds; CI does so with all other tests.
@@ -11,6 +11,14 @@ mod lifecycle;
 #[path = "../../src/supervisor/mailbox.rs"]
 #[allow(dead_code)]
 mod mailbox;
+#[path = "../../src/supervisor/watched.rs"]
+#[allow(dead_code)]
+mod watched;
+
+/// Where the sources look for each other.
+mod supervisor {
+    pub(crate) use crate::lifecycle;
+}
 
 /// loom's locks in the place of the standard library's.
 mod sync {
@@ -43,6 +51,11 @@ mod error {
         Detached,
         #[allow(dead_code)] // nobody prints it
         Lent(usize),
+        #[allow(dead_code)] // nobody prints it
+        NotAdded {
+            start: usize,
+            end: usize,
+        },
     }
 }
 
@@ -88,8 +101,11 @@ mod refusal {
 use lifecycle::{Effect, Event, Lease, Lifecycle, Outcome, Span};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
+use loom::sync::atomic::{AtomicBool, Ordering};
 use std::ops::Range;
 use std::time::{Duration, Instant};
+use vmm_dedup_protocol::refusal::{Reason, Refusal};
+use watched::{Still, Watched};
 
 /// The memory of the models' VM: one page.
 pub const MEMORY: Range<usize> = 0..4096;
@@ -102,10 +118,45 @@ struct Page(UnsafeCell<u64>);
 #[allow(unsafe_code)]
 unsafe impl Sync for Page {}
 
+/// What a thread of the VMM sends.
+enum Letter {
+    Event(Event),
+    PinWhile(Still),
+}
+
+impl std::fmt::Debug for Letter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Event(_) => "Event",
+            Self::PinWhile(_) => "PinWhile",
+        })
+    }
+}
+
+/// A device whose end nobody tells: whether it has gone can be seen.
+#[derive(Clone, Debug)]
+pub struct Device {
+    open: Arc<AtomicBool>,
+}
+
+impl Device {
+    /// One that is there.
+    #[allow(clippy::new_without_default)]
+    pub fn new() -> Self {
+        let open = Arc::new(AtomicBool::new(true));
+        Self { open }
+    }
+
+    /// It goes, and uses no memory any more.
+    pub fn close(&self) {
+        self.open.store(false, Ordering::Release);
+    }
+}
+
 /// A supervisor as the VMM's threads see it.
 #[derive(Clone, Debug)]
 pub struct Vmm {
-    letters: Arc<mailbox::Mailbox<Event, bool>>,
+    letters: Arc<mailbox::Mailbox<Letter, bool>>,
     page: Arc<Page>,
 }
 
@@ -121,13 +172,13 @@ impl Vmm {
 
     /// A VM begins, and has memory.
     pub fn attach(&self) {
-        self.letters.post(Event::Attach { enabled: true });
+        self.post(Event::Attach);
         self.add();
     }
 
     /// It has (more) memory.
     pub fn add(&self) {
-        self.letters.post(Event::Add(Span {
+        self.post(Event::Add(Span {
             range: MEMORY,
             guest_address: None,
         }));
@@ -135,33 +186,52 @@ impl Vmm {
 
     /// A device is about to pin memory; whether somebody answered.
     pub fn pin(&self) -> bool {
-        self.letters.ask(Event::Pin).is_some()
+        self.ask(Event::Pin).is_some()
     }
 
     /// It has let go.
     pub fn unpin(&self) {
-        self.letters.post(Event::Unpin);
+        self.post(Event::Unpin);
+    }
+
+    /// A device is about to pin memory, and nobody will tell that it lets go; whether somebody answered.
+    pub fn pin_while(&self, device: &Device) -> bool {
+        let open = device.open.clone();
+        let still = move || open.load(Ordering::Acquire);
+        self.letters.ask(Letter::PinWhile(Box::new(still))).is_some()
     }
 
     /// Somebody is about to use a userfaultfd; whether somebody answered.
     pub fn lend(&self) -> bool {
-        let event = Event::Lend(MEMORY, Lease::UntilTakenBack);
-        self.letters.ask(event).is_some()
+        self.ask(Event::Lend(MEMORY, Lease::UntilTakenBack)).is_some()
     }
 
     /// It is over.
     pub fn take_back(&self) {
-        self.letters.post(Event::TakeBack(MEMORY));
+        self.post(Event::TakeBack(MEMORY));
     }
 
     /// Memory goes; whether somebody answered.
     pub fn remove(&self) -> bool {
-        self.letters.ask(Event::Remove(MEMORY)).is_some()
+        self.ask(Event::Remove(MEMORY)).is_some()
+    }
+
+    /// The VM is not to be deduplicated any more; whether there was one.
+    pub fn refuse(&self) -> bool {
+        self.ask(Event::Refuse(Refusal::new(Reason::Confidential, "", ""))) == Some(true)
     }
 
     /// The VM ends; whether somebody answered.
     pub fn detach(&self) -> bool {
-        self.letters.ask(Event::Detach { unmerge: false }).is_some()
+        self.ask(Event::Detach { unmerge: false }).is_some()
+    }
+
+    fn ask(&self, event: Event) -> Option<bool> {
+        self.letters.ask(Letter::Event(event))
+    }
+
+    fn post(&self, event: Event) {
+        self.letters.post(Letter::Event(event));
     }
 
     /// The supervisor's thread has died, or ends.
@@ -176,35 +246,58 @@ impl Vmm {
         self.page.0.with_mut(|page| unsafe { *page += 1 });
     }
 
-    /// The supervisor's thread, for so many letters: whatever is active is worked on behind each.
+    /// The supervisor's thread, for so many letters, each a second behind the one before: whatever is active is worked on behind each.
     pub fn serve(&self, letters: usize) {
-        let now = Instant::now();
+        let mut now = Instant::now();
         let mut machine = Lifecycle::new(Duration::ZERO, true);
-        let (mut works, mut on) = (false, false);
+        let (mut service, mut watched) = (Service::default(), Watched::default());
         for _ in 0..letters {
-            let Some((ticket, event)) = self.letters.next(None) else {
+            let Some((ticket, letter)) = self.letters.next(None) else {
                 return;
             };
+            now += lifecycle::RETRY;
+            let event = match letter {
+                Letter::Event(event) => event,
+                Letter::PinWhile(still) => {
+                    watched.add(still, now);
+                    Event::Pin
+                }
+            };
             let handled = machine.handle(event, now).is_ok();
-            for due in [false, true] {
-                while let Some(effect) = machine.next(now, due) {
-                    match effect {
-                        Effect::Start(_) => works = true,
-                        Effect::SwitchOn => on = true,
-                        Effect::Add(_) | Effect::Resume(_) => works = true,
-                        Effect::Release(_) | Effect::Remove(_) => works = false,
-                        Effect::Stop { .. } => (works, on) = (false, false),
-                        _ => {}
-                    }
-                    machine.done(&effect, Outcome::Done, now);
-                }
-                if !due {
-                    self.letters.answer(ticket, handled);
-                }
+            service.work_off(&mut machine, now, false);
+            self.letters.answer(ticket, handled);
+            for _ in 0..watched.end(now) {
+                let _ = machine.handle(Event::LetGo, now);
+                service.work_off(&mut machine, now, false);
             }
-            if works && on {
+            service.work_off(&mut machine, now, true);
+            if service.works && service.on {
                 self.use_memory();
             }
+        }
+    }
+}
+
+/// What effects make of a service.
+#[derive(Debug, Default)]
+struct Service {
+    /// It has memory.
+    works: bool,
+    on: bool,
+}
+
+impl Service {
+    fn work_off(&mut self, machine: &mut Lifecycle, now: Instant, due: bool) {
+        while let Some(effect) = machine.next(now, due) {
+            match effect {
+                Effect::Start(_) | Effect::Add(_) | Effect::Resume(_) => self.works = true,
+                Effect::Release(_) | Effect::Remove(_) => self.works = false,
+                Effect::Unpause => self.on = true,
+                Effect::Pause => self.on = false,
+                Effect::Stop { .. } => *self = Self::default(),
+                _ => {}
+            }
+            machine.done(&effect, Outcome::Done, now);
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use loom::thread;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use vmm_dedup_loom::Vmm;
+use vmm_dedup_loom::{Device, Vmm};
 
 /// Times that a thread is stopped where it could go on.
 const PREEMPTIONS: usize = 3;
@@ -73,6 +73,87 @@ fn a_device_pins_while_memory_is_taken_back() {
             assert!(vmm.pin());
             vmm.use_memory();
             lends.join().unwrap();
+        });
+    });
+}
+
+#[test]
+fn memory_of_a_refused_vm_is_left_alone_whatever_is_told_of_it() {
+    explore(20, || {
+        beside(&Vmm::new(), 6, |vmm| {
+            vmm.attach();
+            let other = vmm.clone();
+            let lends = thread::spawn(move || {
+                assert!(other.lend());
+                other.take_back();
+                other.add();
+            });
+            assert!(vmm.refuse());
+            vmm.use_memory();
+            lends.join().unwrap();
+        });
+    });
+}
+
+#[test]
+fn a_refusal_races_with_the_vm_that_it_is_of() {
+    explore(20, || {
+        let vmm = Vmm::new();
+        beside(&vmm, 4, |vmm| {
+            let other = vmm.clone();
+            let begins = thread::spawn(move || {
+                other.attach();
+                // Its memory goes where nobody refused it.
+                assert!(other.remove());
+            });
+            if vmm.refuse() {
+                vmm.use_memory();
+            }
+            begins.join().unwrap();
+        });
+        // Whoever came first has it no more.
+        vmm.use_memory();
+    });
+}
+
+#[test]
+fn memory_is_taken_again_only_when_a_watched_device_has_gone() {
+    explore(20, || {
+        beside(&Vmm::new(), 6, |vmm| {
+            vmm.attach();
+            let (device, other) = (Device::new(), vmm.clone());
+            let plugs = thread::spawn(move || {
+                other.add();
+                // The time that passes until the device is looked for.
+                other.take_back();
+            });
+            assert!(vmm.pin_while(&device));
+            vmm.use_memory();
+            device.close();
+            vmm.add();
+            plugs.join().unwrap();
+        });
+    });
+}
+
+#[test]
+fn a_device_that_is_told_of_keeps_memory_that_a_watched_one_has_left() {
+    explore(20, || {
+        beside(&Vmm::new(), 5, |vmm| {
+            vmm.attach();
+            let (device, other) = (Device::new(), vmm.clone());
+            let watched = {
+                let device = device.clone();
+                thread::spawn(move || {
+                    assert!(other.pin_while(&device));
+                    device.close();
+                    other.add();
+                })
+            };
+            assert!(vmm.pin());
+            vmm.use_memory();
+            watched.join().unwrap();
+            vmm.use_memory();
         });
     });
 }

@@ -2,6 +2,8 @@
 
 mod agent;
 mod choices;
+#[cfg(feature = "settings")]
+mod kinds;
 mod settings;
 mod setup;
 #[cfg(feature = "settings")]

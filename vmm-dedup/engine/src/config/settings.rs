@@ -9,7 +9,7 @@ use crate::error::Error;
 #[cfg(feature = "settings")]
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
-use vmm_dedup_protocol::name::Name;
+use vmm_dedup_protocol::name::{NAME_RULE, is_name};
 
 /// [`Config::search`] without an engine: the store's hash index, by which nothing is compared before a page is taken.
 pub(crate) const INDEX: &str = "index";
@@ -23,7 +23,7 @@ const MOST_HEAL_STALL_US: u64 = 1_000_000;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "settings", derive(Serialize))]
 pub struct Config {
-    /// Name of the VM in metrics and logs: 1 to 64 letters, digits and any of `-_.:/`.
+    /// Name of the VM in metrics and logs: [`NAME_RULE`].
     pub name: String,
     /// Whether to merge from the start; else only after it was switched on ([`crate::DedupService::set`], or an
     /// operator's `vmm-dedup set`).
@@ -189,10 +189,10 @@ impl Config {
         };
         // A store shows other names otherwise than they are, and two of them the same way.
         check(
-            !self.name.is_empty() && Name::new(&self.name).text() == self.name,
+            is_name(&self.name),
             "name",
             &format!("{:?}", self.name),
-            "it must be 1 to 64 letters, digits and any of -_.:/",
+            NAME_RULE,
         )?;
         self.check_paths()?;
         check(
@@ -340,9 +340,12 @@ mod tests {
         for good in ["a", "web-1_2.3:4/5", &"x".repeat(64)] {
             assert_eq!(named(good), Ok(()));
         }
-        for bad in ["", "web 1", "wéb", "a\"", &"x".repeat(65)] {
+        for bad in ["", "web 1", "wéb", "a\"", "-a", &"x".repeat(65)] {
             let error = named(bad).unwrap_err();
-            assert!(error.contains("name is ") && error.contains("1 to 64"), "{error}");
+            assert!(
+                error.contains("name is ") && error.ends_with(NAME_RULE),
+                "{error}"
+            );
         }
     }
 

@@ -10,7 +10,7 @@
 
 use crate::config::agent::AGENT;
 use crate::config::setup::STORE;
-use crate::config::{Breaks, Config, Setup};
+use crate::config::{Breaks, Config, Setup, kinds};
 use crate::error::Error;
 use serde::{Deserialize, Deserializer, Serializer};
 use serde_json::{Map, Value};
@@ -40,13 +40,16 @@ impl<'de> Deserialize<'de> for Config {
 /// Reads a table that is written out; what it does not name keeps its default.
 fn read(mut fields: Map<String, Value>) -> Result<Config, String> {
     let mut config = Config::default();
+    let usual = kinds::usual();
     macro_rules! take {
         ($($field:ident),*) => {{
             // A field that is not listed is an error of the compiler's.
             let Config { $($field),* } = &mut config;
             $(if let Some(value) = fields.remove(stringify!($field)) {
+                kinds::check(stringify!($field), &value, &usual[stringify!($field)])?;
+                let too_large = value.is_u64().then(|| format!("{} is {value}: that is too large", stringify!($field)));
                 let read = serde_json::from_value(value);
-                *$field = read.map_err(|error| format!("{}: {error}", stringify!($field)))?;
+                *$field = read.map_err(|error| too_large.unwrap_or(format!("{}: {error}", stringify!($field))))?;
             })*
             [$(stringify!($field)),*]
         }};
@@ -69,10 +72,7 @@ fn read(mut fields: Map<String, Value>) -> Result<Config, String> {
         pack
     );
     match fields.keys().next() {
-        Some(other) => Err(format!(
-            "unknown field `{other}`, expected one of {}",
-            known.join(", ")
-        )),
+        Some(other) => Err(kinds::unknown(other, known)),
         None => Ok(config),
     }
 }
@@ -254,18 +254,24 @@ fn quoted(text: &str) -> String {
 }
 
 fn fields(line: &str) -> Result<Map<String, Value>, String> {
-    let defaults = Value::Object(Map::from(Setup::default()));
+    let mut usual = kinds::usual();
+    usual[STORE] = Value::String(String::new());
     let mut all = Map::new();
     let (pairs, read) = pairs(line);
     read?;
     for (key, value) in pairs {
         let path: Vec<&str> = key.split('.').collect();
-        let default = path.iter().try_fold(&defaults, |at, name| at.get(name));
-        let value = match (value, default) {
+        let usual = path.iter().try_fold(&usual, |at, name| at.get(name));
+        let value = match (value, usual) {
             (Text::Quoted(text), _) | (Text::Plain(text), Some(Value::String(_))) => Value::String(text),
             (Text::Plain(text), _) => guess(text),
         };
-        insert(&mut all, &path, value).ok_or_else(|| format!("{key} is given twice"))?;
+        insert(&mut all, &path, value).ok_or_else(|| match key.split_once('.') {
+            Some((table, _)) if !all[table].is_object() => {
+                format!("{table} is given twice, as {key} as well")
+            }
+            _ => format!("{key} is given twice"),
+        })?;
     }
     Ok(all)
 }
@@ -308,6 +314,7 @@ fn read_pairs(line: &str, all: &mut Vec<(String, Text)>) -> Result<(), String> {
     while !rest.is_empty() {
         let (key, behind) = rest
             .split_once('=')
+            .filter(|(key, _)| !key.trim().is_empty())
             .ok_or_else(|| format!("{rest:?} is no KEY=VALUE"))?;
         let (value, behind) = match behind.strip_prefix('"') {
             Some(quoted) => {
@@ -524,15 +531,21 @@ mod tests {
                 "cpu_percent is 0, but it must be 1 to 100",
             ),
             ("cpu=7", "unknown field `cpu`"),
-            ("cpu_percent=many", "cpu_percent: invalid type: string \"many\""),
+            (
+                "cpu_percent=many",
+                "cpu_percent is \"many\", but it must be a whole number",
+            ),
             ("store=/s,name=web 1", "name is \"web 1\", but it must be"),
             ("name", "\"name\" is no KEY=VALUE"),
             ("name=a,name=b", "name is given twice"),
             ("name=\"a", "a quotation mark is missing"),
             ("name=a,", "another setting behind name"),
             ("name=\"a\"b", "there must be a comma"),
-            ("name.first=a", "invalid type: map"),
-            ("name=a,name.first=b", "name.first is given twice"),
+            ("name.first=a", "but it must be text"),
+            (
+                "name=a,name.first=b",
+                "name is given twice, as name.first as well",
+            ),
             ("breaks.mode=never", "breaks must be \"kernel\", \"managed\", or"),
             ("breaks=never", "breaks must be \"kernel\", \"managed\", or"),
             ("budget=3,cpu_percent=3", "are one thing"),
@@ -570,7 +583,7 @@ mod tests {
                 }
             });
         let texts = (
-            "[-a-zA-Z0-9_.:/]{1,64}",
+            "[a-zA-Z0-9_.:/][-a-zA-Z0-9_.:/]{0,63}",
             ".{1,12}",
             ".{0,6}",
             prop::option::of(".{1,6}"),

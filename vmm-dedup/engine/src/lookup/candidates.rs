@@ -5,8 +5,8 @@ use crate::memory::page_map::PageMap;
 use vmm_dedup_protocol::index::News;
 use vmm_dedup_protocol::key::Key;
 
-/// Bits of the filter for each key of the news: one candidate in so many passes it without being concerned. The hot loop over all
-/// pages asks the filter first.
+/// Bits of the filter for each key of the news. The hot loop over all pages asks the filter first: with three of them set for a key,
+/// one candidate in a hundred passes it without being concerned.
 const BITS_PER_KEY: usize = 16;
 
 /// The candidates that some news may concern.
@@ -22,7 +22,7 @@ pub(crate) fn in_news(map: &PageMap, news: &News) -> Vec<(Page, Key)> {
 struct Keys {
     sorted: Vec<u64>,
     filter: Vec<u64>,
-    /// The filter has a power of two of bits, less one.
+    /// The filter has a power of two of words, less one.
     mask: u64,
 }
 
@@ -34,24 +34,25 @@ impl Keys {
         let mut these = Self {
             sorted: keys,
             filter: vec![0; words],
-            mask: words as u64 * 64 - 1,
+            mask: words as u64 - 1,
         };
         for key in &these.sorted {
-            let (word, bit) = these.place(*key);
-            these.filter[word] |= bit;
+            let (word, bits) = these.place(*key);
+            these.filter[word] |= bits;
         }
         these
     }
 
+    /// The word of the filter that a key belongs to, and its bits there: other bits of the key choose them.
     #[allow(clippy::cast_possible_truncation)] // a place in a vector
     fn place(&self, key: u64) -> (usize, u64) {
-        let at = key & self.mask;
-        ((at / 64) as usize, 1 << (at % 64))
+        let bit = |shift: u32| 1 << (key >> shift & 63);
+        ((key & self.mask) as usize, bit(24) | bit(30) | bit(36))
     }
 
     fn contains(&self, key: u64) -> bool {
-        let (word, bit) = self.place(key);
-        self.filter[word] & bit != 0 && self.sorted.binary_search(&key).is_ok()
+        let (word, bits) = self.place(key);
+        self.filter[word] & bits == bits && self.sorted.binary_search(&key).is_ok()
     }
 }
 

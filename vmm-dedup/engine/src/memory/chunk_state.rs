@@ -7,8 +7,10 @@ use crate::memory::thp_state::{Folds, HugeState, Use};
 pub(crate) struct ChunkState {
     /// Something may have happened here since the last visit.
     pub(crate) pending: bool,
-    /// The kernel may have copied shared pages here since that was looked for.
-    pub(crate) unchecked: bool,
+    /// Parts in which the kernel may have copied shared pages since that was looked for, of [`PARTS`].
+    unchecked: u8,
+    /// The part that is looked at next, if not all are.
+    part: u8,
     /// Mapped by one huge page at the last visit. Such a chunk is never write-protected.
     pub(crate) huge: bool,
     /// The pages' keys were taken while the chunk was huge, so that none is protected yet.
@@ -73,6 +75,8 @@ struct CopyLooks {
     rest: u8,
 }
 
+/// Parts of a chunk that are looked at for pages that the kernel copied one by one, a pass each.
+pub(crate) const PARTS: u8 = 16;
 /// Longest time between two looks at a huge page that does not change, in passes.
 const MAX_PATIENCE: u8 = 64;
 /// Passes for which nothing new must have come to a chunk before its scattered twins are merged. By then a page without a
@@ -100,6 +104,24 @@ impl ChunkState {
         u64::from(self.fragments / FRAGMENTS_PER_PASS)
             .next_power_of_two()
             .min(MAX_PERIOD)
+    }
+
+    /// Anything may have been written for the first time, or copied by the kernel.
+    pub(super) fn note_faults(&mut self) {
+        (self.pending, self.unchecked) = (true, PARTS);
+    }
+
+    /// Whether the kernel may have copied pages since all of the chunk was looked at. It counts as looked at from now on.
+    pub(super) fn take_unchecked(&mut self) -> bool {
+        std::mem::take(&mut self.unchecked) > 0
+    }
+
+    /// The same for the next of its parts, which this is.
+    pub(super) fn take_unchecked_part(&mut self) -> Option<u8> {
+        self.unchecked = self.unchecked.checked_sub(1)?;
+        let part = self.part;
+        self.part = (part + 1) % PARTS;
+        Some(part)
     }
 
     /// Defers the merging of pages, until nothing new has come for some passes.
@@ -341,6 +363,22 @@ mod tests {
             chunk.is_quiesced(*pass)
         });
         assert_eq!(quiesced, Some(9));
+    }
+
+    #[test]
+    fn after_faults_each_part_is_looked_at_once_or_all_at_once() {
+        let mut chunk = ChunkState::default();
+        assert!(!chunk.take_unchecked() && chunk.take_unchecked_part().is_none());
+        chunk.note_faults();
+        let mut parts: Vec<u8> = (0..3).filter_map(|_| chunk.take_unchecked_part()).collect();
+        assert_eq!(parts, [0, 1, 2]);
+        chunk.note_faults();
+        parts = (0..40).filter_map(|_| chunk.take_unchecked_part()).collect();
+        parts.sort_unstable();
+        assert!(parts.into_iter().eq(0..PARTS));
+        chunk.note_faults();
+        assert!(chunk.take_unchecked_part().is_some() && chunk.take_unchecked());
+        assert!(chunk.take_unchecked_part().is_none());
     }
 
     #[test]

@@ -20,7 +20,7 @@ use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
 
 /// Where a page's bytes are. Another way to keep a page is one variant more: in this file, which answers what may be done with such
-/// a page; in [`PageMap`](super::page_map::PageMap), which has the steps that lead to it and from it; and where it is kept.
+/// a page (where an answer has no default that is safe, the compiler asks for it); in [`PageMap`](super::page_map::PageMap), which has the steps that lead to it and from it; and where it is kept.
 /// What `explain` calls it follows from [`Backing::registrar`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Backing {
@@ -225,9 +225,27 @@ impl Backing {
     /// Whose its place is to register.
     pub(crate) fn registrar(self) -> Registrar {
         match self {
+            Backing::Private | Backing::Zero => Registrar::Tracker,
+            Backing::Slot(_)
+            | Backing::CopiedOnWrite(_)
+            | Backing::OrphanedSlot(_)
+            | Backing::OrphanedCopy(_) => Registrar::Breaker,
             Backing::Packed => Registrar::Packer,
-            backing if backing.in_file_mapping() => Registrar::Breaker,
-            _ => Registrar::Tracker,
+            #[cfg(test)]
+            Backing::Dummy(_) => Registrar::Packer,
+        }
+    }
+
+    /// Whether a page with this backing may be merged, as far as the backing tells: with a slot, or (`None`) with the zero page. A lost
+    /// store's page is made private first.
+    pub(crate) fn may_be_merged(self, slot: Option<Slot>) -> bool {
+        match self {
+            Backing::Private | Backing::OrphanedSlot(_) => true,
+            Backing::CopiedOnWrite(_) | Backing::OrphanedCopy(_) => true,
+            Backing::Zero => slot.is_none(),
+            Backing::Slot(_) | Backing::Packed => false,
+            #[cfg(test)]
+            Backing::Dummy(_) => false,
         }
     }
 
@@ -270,7 +288,13 @@ impl Backing {
         match self {
             Backing::Slot(_) => Backing::OrphanedSlot(Orphan { begins }),
             Backing::CopiedOnWrite(_) => Backing::OrphanedCopy(Orphan { begins }),
-            other => other,
+            Backing::Private
+            | Backing::Zero
+            | Backing::OrphanedSlot(_)
+            | Backing::OrphanedCopy(_)
+            | Backing::Packed => self,
+            #[cfg(test)]
+            Backing::Dummy(_) => self,
         }
     }
 

@@ -5,7 +5,6 @@
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Page;
 use crate::memory::page_map::{PageMap, VMAS_PER_RUN};
-use crate::memory::page_state::Backing;
 use crate::merge::bridged_runs;
 use crate::merge::run::runs_of;
 use crate::sys::page_size::CHUNK_PAGES;
@@ -117,16 +116,12 @@ pub(crate) struct Admission<'a> {
 impl Admission<'_> {
     /// Whether a page may share a slot; `None`: the zero page.
     pub(crate) fn may_merge(&self, page: Page, slot: Option<Slot>, facts: Facts) -> Verdict {
-        let private = match self.map.backing(page) {
-            Backing::Private | Backing::OrphanedSlot(_) => true,
-            Backing::Zero => slot.is_none(),
-            backing => backing.is_copied(),
-        };
+        let unchanged = self.map.backing(page).may_be_merged(slot);
         // A lost store's page is made private first, which frees mappings; it is asked again then.
         let lacks_mappings = || !self.map.backing(page).maps_a_slot() && !self.has_mappings_for(facts.runs);
         let obstacle = match () {
             () if self.terms.suspended => Some(Obstacle::Suspended),
-            () if !private => Some(Obstacle::Changed),
+            () if !unchanged => Some(Obstacle::Changed),
             () => self.obstacle(page, facts.as_one),
         };
         let obstacle = obstacle.or_else(|| match () {

@@ -46,7 +46,7 @@ pub(crate) fn follow(memory: &Memory, tools: &mut Tools<'_>, requests: &[MergeRe
     let verifier = tools.verify.begin_window(store);
     let (clock, _urgent) = (Instant::now(), Urgent::begin());
     let breaker = space.breaker.clone();
-    let Some(frozen) = breaker.freeze(stretches(memory, requests).map(|stretch| addresses(memory, stretch)))
+    let Ok(frozen) = breaker.freeze(stretches(memory, requests).map(|stretch| addresses(memory, stretch)))
     else {
         return Followed {
             outcomes: vec![Outcome::NotTaken; requests.len()],

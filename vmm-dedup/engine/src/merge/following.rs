@@ -3,7 +3,7 @@
 //! They follow in the order of addresses, since neighbours follow together, in one mapping.
 
 use crate::lookup::request::{MergeRequest, Role};
-use crate::memory::layout::Page;
+use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
 use crate::memory::page_state::Backing;
 use crate::merge::context::{Context, Tools};
@@ -142,8 +142,7 @@ fn replace(
             .for_each(|ns| with.account.stats.stop.observe(ns));
         return Some((batch.to_vec(), outcomes));
     }
-    let alone = batch.iter().filter(|request| !is_copy(request));
-    let alone: Vec<MergeRequest> = alone.copied().collect();
+    let alone = without_copies(&memory, batch);
     let Followed {
         outcomes,
         stall_ns: stall,
@@ -151,6 +150,14 @@ fn replace(
     let longest = stall_ns.map_or(stall, |ns| ns.max(stall));
     with.account.stats.stop.observe(longest);
     Some((alone, outcomes))
+}
+
+/// What of a batch follows if its copies stay: there are more stretches then, and no more are frozen at once than ever.
+fn without_copies(memory: &Memory, batch: &[MergeRequest]) -> Vec<MergeRequest> {
+    let alone = batch.iter().filter(|request| !is_copy(request));
+    let mut alone: Vec<MergeRequest> = alone.copied().collect();
+    alone.truncate(follower::LIMIT.fits(memory, &alone));
+    alone
 }
 
 fn note_followed(with: &mut Context<'_>, request: &MergeRequest, outcome: Outcome) {
@@ -209,5 +216,57 @@ fn cut_at_copy(batch: &[MergeRequest], last: bool) -> &[MergeRequest] {
     match end {
         Some(end) if !last => &batch[..=end],
         _ => batch,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::merge::follower::LIMIT;
+    use crate::merge::in_place::stretches;
+    use crate::sys::page_size::bytes;
+    use vmm_dedup_protocol::Slot;
+
+    const PAGES: Page = 512;
+
+    /// Pages that follow, but for those that stay private.
+    fn batch(is_copy: impl Fn(Page) -> bool) -> (Memory, Vec<MergeRequest>) {
+        let start = bytes(PAGES as usize);
+        let request = |page: Page| {
+            let slot = Slot::try_new(page).unwrap();
+            match is_copy(page) {
+                true => MergeRequest::exception(page, slot),
+                false => MergeRequest::moved(page, slot),
+            }
+        };
+        let memory = Memory::made_up(std::slice::from_ref(&(start..2 * start)));
+        (memory, (0..PAGES).map(request).collect())
+    }
+
+    #[test]
+    fn no_more_stretches_are_frozen_where_copies_stay_behind() {
+        let (memory, all) = batch(|page| page % 3 == 1);
+        assert_eq!(
+            (LIMIT.fits(&memory, &all), stretches(&memory, &all).count()),
+            (512, 1)
+        );
+        let alone = without_copies(&memory, &all);
+        assert_eq!(stretches(&memory, &alone).count(), LIMIT.stretches);
+        let rest = all
+            .iter()
+            .filter(|request| !is_copy(request))
+            .map(|request| request.page);
+        assert!(
+            alone
+                .iter()
+                .map(|request| request.page)
+                .eq(rest.take(alone.len()))
+        );
+    }
+
+    #[test]
+    fn without_copies_all_follow() {
+        let (memory, all) = batch(|_| false);
+        assert_eq!(without_copies(&memory, &all).len(), all.len());
     }
 }

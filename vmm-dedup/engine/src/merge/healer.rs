@@ -504,7 +504,7 @@ impl Healer {
         let _urgent = Urgent::begin();
         let mut clock = Instant::now();
         let runs = stretches(memory, requests).map(|stretch| addresses(memory, stretch));
-        let Some(frozen) = breaker.freeze(runs) else {
+        let Ok(frozen) = breaker.freeze(runs) else {
             return (Healed::none(requests, Outcome::NotTaken), None);
         };
         vma::wait_for_lock_holders();

@@ -22,7 +22,7 @@ use crate::compare::{PageId, Pair, StablePage, Verifier, With};
 use crate::lookup::request::{MergeRequest, Role};
 use crate::memory::layout::Memory;
 use crate::merge::ready;
-use crate::merge::run::{Open, Outcome, continues, return_exceptions};
+use crate::merge::run::{Open, Outcome, last_run, return_exceptions};
 use crate::merge::run_builder::{Pieces, RunBuilder, STAYS, is_exception};
 use crate::store::connection::Store;
 use crate::sys::fork::Child;
@@ -143,8 +143,16 @@ pub(crate) enum Proof<'c> {
 
 impl Proof<'_> {
     /// What of frozen pages is anonymous memory, and what of that is not pinned for writing.
-    fn look(&self, run: &Frozen<'_>, pagemap: &mut Pagemap) -> io::Result<FoundCopies> {
+    fn look(
+        &self,
+        run: &Frozen<'_>,
+        stretch: &[MergeRequest],
+        pagemap: &mut Pagemap,
+    ) -> io::Result<FoundCopies> {
         let copies = run.copies(pagemap)?;
+        // What is no copy as far as can be seen is replaced for no other role.
+        let moved = stretch.iter().any(|request| request.role == Role::Moved);
+        let unseen = moved.then(|| run.unseen(pagemap)).transpose()?;
         let free = match self {
             Self::None => Vec::new(),
             Self::NobodyPins(_) => copies.clone(),
@@ -152,7 +160,11 @@ impl Proof<'_> {
             #[cfg(feature = "blind-heals")]
             Self::Blind => copies.clone(),
         };
-        Ok(FoundCopies { copies, free })
+        Ok(FoundCopies {
+            copies,
+            free,
+            unseen: unseen.unwrap_or_default(),
+        })
     }
 }
 
@@ -163,6 +175,8 @@ struct FoundCopies {
     copies: Vec<Range<usize>>,
     /// What of it is not pinned for writing.
     free: Vec<Range<usize>>,
+    /// Not in memory, and so perhaps a copy.
+    unseen: Vec<Range<usize>>,
 }
 
 /// Where copies are made, had before anything is frozen. To be dropped when nothing is frozen any more.
@@ -246,7 +260,7 @@ pub(crate) fn replace(
         if haste.is_late() || !first && haste.is_over() {
             break;
         }
-        let found = match proof.look(run, &mut space.pagemap) {
+        let found = match proof.look(run, stretch, &mut space.pagemap) {
             Ok(found) => found,
             Err(error) => {
                 (rest, failure) = (Outcome::Untold, Some(error));
@@ -344,6 +358,8 @@ impl FoundCopies {
         let within = |ranges: &[Range<usize>]| ranges.iter().any(|range| range.contains(&at));
         match request.role {
             Role::Moved if within(&self.copies) => Outcome::Absent,
+            // It is tried again, once it was read in.
+            Role::Moved if within(&self.unseen) => Outcome::NotTaken,
             Role::Moved => Outcome::Merged,
             _ if within(&self.free) => Outcome::Merged,
             _ => Outcome::Pinned,
@@ -351,7 +367,7 @@ impl FoundCopies {
     }
 }
 
-/// Puts what was found right into place, from the last run to the first: the kernel splits a mapping cheaper at its end.
+/// Puts what was found right into place, run by run.
 fn put_runs(
     means: &mut Means<'_>,
     frozen: &mut Frozen<'_>,
@@ -362,38 +378,27 @@ fn put_runs(
     let haste = means.haste;
     let start = frozen.range().start;
     let (mut end, mut runs) = (stretch.len(), 0);
-    while end > 0 {
-        if outcomes[end - 1] != Outcome::Merged {
-            end -= 1;
-            continue;
-        }
-        let mut first = end - 1;
-        while first > 0
-            && outcomes[first - 1] == Outcome::Merged
-            && continues(&stretch[first - 1], &stretch[first])
-        {
-            first -= 1;
-        }
+    while let Some(place) = last_run(stretch, outcomes, end) {
         let first_of_all = put.is_empty();
         if haste.is_late() || !first_of_all && haste.is_over_at(runs, MAPPED) {
-            let rest = outcomes[..end].iter_mut();
+            let rest = outcomes[..place.end].iter_mut();
             rest.filter(|outcome| **outcome == Outcome::Merged)
                 .for_each(|outcome| *outcome = Outcome::Contended);
             return;
         }
         runs += 1;
-        let at = start + bytes(first)..start + bytes(end);
-        let run = &stretch[first..end];
-        match put_run(means, frozen, (run, first..end), &at) {
-            Ok(false) => outcomes[first..end].fill(Outcome::Contended),
+        end = place.start;
+        let at = start + bytes(place.start)..start + bytes(place.end);
+        let run = &stretch[place.clone()];
+        match put_run(means, frozen, (run, place.clone()), &at) {
+            Ok(false) => outcomes[place].fill(Outcome::Contended),
             Ok(true) => put.push(Put {
                 at,
                 slots: run[0].slot.is_some(),
                 zeros: run[0].slot.is_none() && run[0].role != Role::MovedOut,
             }),
-            Err(outcome) => outcomes[first..end].fill(outcome),
+            Err(outcome) => outcomes[place].fill(outcome),
         }
-        end = first;
     }
 }
 
@@ -493,11 +498,46 @@ mod tests {
     use crate::memory::layout::HostRange;
     use crate::sys::inject::{Call, Injection, Times};
     use crate::sys::vma;
+    use crate::window::Afterwards;
     use std::os::fd::AsFd;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering};
+    use vmm_dedup_protocol::Slot;
 
     const PAGES: usize = 2 * COMPARED;
+
+    #[test]
+    #[allow(unsafe_code)] // memory of the test's own
+    fn what_is_not_in_memory_follows_only_once_it_was_read_in() {
+        let Ok(breaker) = Uffd::breaker() else {
+            assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
+            return eprintln!("SKIPPED: no userfaultfd");
+        };
+        const FEW: usize = 4;
+        let (file, _content) = vmm_dedup_protocol::mapping::staging_memfd(bytes(FEW)).unwrap();
+        let area = Anonymous::new(FEW).unwrap();
+        let (base, all) = (area.base(), area.base()..area.base() + bytes(FEW));
+        // SAFETY: our own mapping, which nothing refers to.
+        unsafe { vma::map_segment(base, bytes(FEW), file.as_fd(), 0) }.unwrap();
+        let slot = |page| Slot::try_new(page).unwrap();
+        let stretch: Vec<MergeRequest> = (0..4).map(|page| MergeRequest::moved(page, slot(page))).collect();
+        let mut pagemap = Pagemap::open().unwrap();
+        let mut become_of_them = || {
+            let frozen = Frozen::freeze(&breaker, all.clone(), Afterwards::Unregistered).unwrap();
+            let found = Proof::None.look(&frozen, &stretch, &mut pagemap).unwrap();
+            let places = stretch.iter().zip(all.clone().step_by(PAGE_SIZE));
+            places
+                .map(|(request, at)| found.before_comparing(request, at))
+                .collect::<Vec<_>>()
+        };
+        // Never touched: the page tables say of these what they say of copies that are swapped out.
+        assert_eq!(become_of_them(), [Outcome::NotTaken; FEW]);
+        vma::populate_read(base, bytes(2)).unwrap();
+        // SAFETY: mapped, aligned, and only ever used as this.
+        unsafe { &*(base as *const AtomicU64) }.store(7, Ordering::Relaxed);
+        let (merged, unseen) = (Outcome::Merged, Outcome::NotTaken);
+        assert_eq!(become_of_them(), [Outcome::Absent, merged, unseen, unseen]);
+    }
 
     #[test]
     #[allow(unsafe_code)] // memory of the test's own

@@ -33,7 +33,7 @@ use crate::compare::{PageId, Pair, StablePage, Verifier, With};
 use crate::error::Error;
 use crate::lookup::request::MergeRequest;
 use crate::memory::layout::Memory;
-use crate::merge::run::{Open, Outcome, Take, continues, return_exceptions};
+use crate::merge::run::{Open, Outcome, Take, last_run, return_exceptions};
 use crate::merge::run_builder::{Piece, Pieces, RunBuilder, STAYS, STAYS_FOR_MAPPINGS, is_exception};
 use crate::merge::verify_engine::VerifyEngine;
 use crate::store::connection::Store;
@@ -214,6 +214,13 @@ impl Merger {
         if let (Some(first), Some(last)) = (runs.first(), runs.last()) {
             memory.advise_mapped(&(first.start..last.end));
         }
+        // Where a hole was mended the memory is new.
+        let unmapped = |(request, outcome): (&MergeRequest, &Outcome)| {
+            let page = memory.address(request.page);
+            (*outcome == Outcome::NoVma).then_some(page..page + PAGE_SIZE)
+        };
+        let unmapped = requests.iter().zip(&outcomes).filter_map(unmapped);
+        unmapped.for_each(|page| memory.advise_again(&page));
         if as_one {
             self.free_huge(&mut space.pagemap, place);
         }
@@ -248,8 +255,7 @@ impl Merger {
     }
 }
 
-/// Maps runs of verified pages; notes the ranges that map the store then, in order. From the last to the first:
-/// the kernel splits a mapping a tenth cheaper at its end than at its beginning.
+/// Maps runs of verified pages; notes the ranges that map the store then, in order.
 fn map_runs(
     window: &mut Window<'_>,
     with: (&Uffd, &Store, &mut Pieces),
@@ -260,23 +266,17 @@ fn map_runs(
     let (uffd, store, pieces) = with;
     let requests = batch.requests;
     let mut end = requests.len();
-    while end > 0 {
-        if outcomes[end - 1] != Outcome::Merged {
-            end -= 1;
-            continue;
-        }
-        let mut at = end - 1;
-        while at > 0 && outcomes[at - 1] == Outcome::Merged && continues(&requests[at - 1], &requests[at]) {
-            at -= 1;
-        }
-        let (run, pages) = (&requests[at..end], batch.span(&requests[at..end]));
+    while let Some(place) = last_run(requests, outcomes, end) {
+        end = place.start;
+        let run = &requests[place.clone()];
+        let pages = batch.span(run);
         let mapped = match run[0].slot {
             None => window.put_zeros(pages).map_err(|error| {
                 late_log::note("mapping the zero page", &error, STAYS);
                 Outcome::Refused
             }),
             Some(slot) => {
-                let piece = run.iter().any(is_exception).then(|| pieces.take(&(at..end)));
+                let piece = run.iter().any(is_exception).then(|| pieces.take(&place));
                 let mapped = piece
                     .transpose()
                     .and_then(|piece| map_slots(window, (uffd, store), slot, run, &pages, piece));
@@ -290,9 +290,8 @@ fn map_runs(
             }
         };
         if let Err(outcome) = mapped {
-            outcomes[at..end].fill(outcome);
+            outcomes[place].fill(outcome);
         }
-        end = at;
     }
     runs.reverse();
 }

@@ -46,8 +46,20 @@ pub(crate) enum Command {
     HiddenPins(Sender<Result<(), Error>>),
     /// Tell: nothing is scanned and merged any more, if the VMM wants peace.
     Rest(Sender<()>),
-    /// End; with `unmerge`, after everything went back to anonymous memory.
-    Stop { unmerge: bool },
+    /// End.
+    Stop(Ending),
+}
+
+/// What becomes of what is shared when a service ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// It goes back to anonymous memory first.
+    Unmerge,
+    /// It stays shared for as long as the guest does not write it.
+    StayShared,
+    /// The memory is about to go, and with it all that maps slots: the store may count on it at once. (What is still read of it until
+    /// then stays right: a slot is not written again in a file that somebody maps.)
+    MemoryGoes,
 }
 
 impl Command {
@@ -64,7 +76,7 @@ impl Command {
 #[derive(Debug)]
 pub(crate) enum Event {
     Command(Command),
-    /// Something to answer, from the store or a thread of the VMM.
+    /// Something to answer, from the store or a thread of the VMM, or changed settings to show.
     Question,
     /// It is time for the next pass, or to start or stop standing by.
     Due,
@@ -95,6 +107,8 @@ pub(crate) struct Control {
     cpu_percent: AtomicU32,
     pass_period_ms: AtomicU64,
     stop_target_us: AtomicU64,
+    /// Settings have been changed since they were last shown.
+    changed: AtomicBool,
     /// The VMM vouches that nobody pins guest memory unseen.
     pins_are_visible: AtomicBool,
     /// A change of guest memory, or direct I/O, waits, and with it a thread of the VMM.
@@ -113,12 +127,13 @@ impl Control {
             cpu_percent: AtomicU32::new(config.cpu_percent),
             pass_period_ms: AtomicU64::new(config.pass_period_ms),
             stop_target_us: AtomicU64::new(config.stop_target_us),
+            changed: AtomicBool::new(false),
             pins_are_visible: AtomicBool::new(false),
         })
     }
 
     pub(crate) fn order(&self, command: Command) {
-        if matches!(command, Command::Stop { .. }) {
+        if matches!(command, Command::Stop(_)) {
             self.stop.store(true, Ordering::Release);
         }
         let mut inner = self.lock();
@@ -137,6 +152,11 @@ impl Control {
             inner.questions.push((addresses, tell));
         }
         self.bell.ring();
+    }
+
+    /// Whether nobody answers any more.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.lock().closed
     }
 
     /// Nothing is answered any more: whoever waits, or asks later, learns it.
@@ -186,8 +206,19 @@ impl Control {
         if let Some(switch) = settings.switch {
             self.off.store(switch != Switch::On, Ordering::Release);
         }
-        self.bell.ring();
+        self.show_changes();
         Ok(())
+    }
+
+    /// Settings have been changed: has them shown.
+    pub(crate) fn show_changes(&self) {
+        self.changed.store(true, Ordering::Release);
+        self.bell.ring();
+    }
+
+    /// Whether settings are to be shown that have been changed.
+    pub(crate) fn take_changed(&self) -> bool {
+        self.changed.swap(false, Ordering::AcqRel)
     }
 
     pub(crate) fn set_paused(&self, paused: bool) {
@@ -263,7 +294,7 @@ impl Control {
                         .store(inner.commands.iter().any(Command::is_urgent), Ordering::Release);
                     return Event::Command(command);
                 }
-                if !inner.questions.is_empty() {
+                if !inner.questions.is_empty() || self.changed.load(Ordering::Acquire) {
                     return Event::Question;
                 }
             }

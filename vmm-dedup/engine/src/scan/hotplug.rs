@@ -44,6 +44,7 @@ impl Pass {
                 // Whoever has the addresses next must not meet its registrations.
                 packer.end_registrations(&pages);
             }
+            self.space.breaker.let_go(&pages);
             self.map.unsay(pages.clone());
             self.map.forget(pages);
         }

@@ -120,7 +120,7 @@ impl Pass {
         for region in memory.regions() {
             space.register(&region)?;
         }
-        // Last: who has introduced himself counts for the store until this process ends.
+        // Last: what fails before makes no VM known to the store.
         let session = Session::open(store_path, config.name.clone(), memory.pages())?;
         Ok(Self {
             merging: Merging::new(&config, verify_engine, Healer::new(&config)?),

@@ -19,7 +19,7 @@ impl Pass {
         }
     }
 
-    /// Answers all questions there are.
+    /// Answers all questions there are, and shows settings that have been changed.
     ///
     /// # Errors
     /// Those of the connection to the store.
@@ -27,6 +27,7 @@ impl Pass {
         for (addresses, tell) in self.control.take_questions() {
             let _ = tell.send(self.explain(addresses.as_ref()));
         }
+        self.show_changes()?;
         self.session.take_pushes()?;
         while let Some(question) = self.session.store_mut().and_then(Store::next_question) {
             match question {
@@ -47,14 +48,19 @@ impl Pass {
         self.session.store().is_some_and(Store::has_questions)
     }
 
-    fn answer_set(&mut self, set: &Set) -> Result<(), Error> {
-        let done = self.control.apply(&set.settings, &self.space.breaker);
-        if done.is_ok() {
-            // Whoever looks next sees it, however rare passes are.
+    /// Whoever looks next sees what was changed, however rare passes are.
+    fn show_changes(&mut self) -> Result<(), Error> {
+        if self.control.take_changed() {
             self.fill_stats();
             self.control.publish(&self.account.stats);
             self.session.report(&self.account.stats)?;
         }
+        Ok(())
+    }
+
+    fn answer_set(&mut self, set: &Set) -> Result<(), Error> {
+        let done = self.control.apply(&set.settings, &self.space.breaker);
+        self.show_changes()?;
         let Some(store) = self.session.store_mut() else {
             return Ok(());
         };
@@ -135,7 +141,7 @@ impl Pass {
     /// What keeps the service from merging, if something does, and what to do.
     fn hindrance(&mut self) -> String {
         if self.control.is_off() {
-            return "merging is switched off: switch it on with `vmm-dedup set`".into();
+            return "merging is switched off, by an operator or the VMM".into();
         }
         if self.control.stands_by() {
             return "the VMM has paused merging, e.g. for a snapshot or migration, and will resume it".into();

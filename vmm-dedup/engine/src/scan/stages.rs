@@ -57,8 +57,9 @@ impl Pass {
                 self.yield_and_poll()?;
             }
             self.account.stats.full_scans_total += u64::from(order.is_full());
+            let watches_use = self.monitor.watches_use();
             self.space
-                .find_copied(&mut self.map, &mut self.account, self.number)?;
+                .find_copied(&mut self.map, &mut self.account, self.number, watches_use)?;
             self.account.lap(|cpu| &mut cpu.track);
             self.look_at_copies()?;
         }

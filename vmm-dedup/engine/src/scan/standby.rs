@@ -3,6 +3,7 @@
 use crate::error::Error;
 use crate::memory::layout::Page;
 use crate::merge::following::Copies;
+use crate::scan::control::Ending;
 use crate::scan::pass::Pass;
 use crate::unmerge::address_space::AddressSpace;
 use std::ops::Range;
@@ -120,13 +121,16 @@ impl Pass {
         }
     }
 
-    /// The end: with `unmerge`, everything goes back to private memory first.
-    pub(crate) fn finish(&mut self, unmerge: bool) -> Result<(), Error> {
+    /// The end.
+    pub(crate) fn finish(&mut self, ending: Ending) -> Result<(), Error> {
         self.note_breaks();
         // Nobody serves whoever touches a packed page once this service has gone.
         let end = Page::try_from(self.map.memory().end()).unwrap_or(Page::MAX);
         self.space.bring_all_back(&mut self.map, &(0..end));
-        let unmerged = if unmerge { self.unmerge() } else { Ok(()) };
+        let unmerged = match ending {
+            Ending::Unmerge => self.unmerge(),
+            Ending::StayShared | Ending::MemoryGoes => Ok(()),
+        };
         let result = match unmerged {
             Err(error @ Error::NotUnmerged(_)) => Err(error),
             _ => Ok(()),
@@ -141,7 +145,8 @@ impl Pass {
             let _ = store.report(&self.account.stats);
             // Pages that the kernel copied lie in mappings of slots which they do not show: the slots may be freed, as those
             // under a run's exceptions.
-            if result.is_ok() && self.account.stats.pages_mapped == 0 {
+            let maps_slots = self.account.stats.pages_mapped > 0 && ending != Ending::MemoryGoes;
+            if result.is_ok() && !maps_slots {
                 store.say_goodbye();
             }
         }

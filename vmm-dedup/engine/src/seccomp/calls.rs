@@ -7,7 +7,7 @@ use crate::seccomp::Part::{
 };
 use crate::seccomp::Why::{
     self, Again, Allocator, IdleBitmap, KernelDamon, Locks, Log, NoDevice, OpenFiles, OtherAgent,
-    OtherLibrary, Panic, Runs, Threads, Trouble,
+    OtherLibrary, Panic, Threads, Trouble,
 };
 use crate::seccomp::request;
 use libc::{SYS_ioctl, c_long};
@@ -68,7 +68,7 @@ const ANY: &[Part] = &[
     Supervisor, Scan, Fault, Pack, Count, Refused, Damon, Agent, Start, Announce,
 ];
 
-/// Whoever works on guest memory. What one of them does in most runs another may have to do when something fails.
+/// Whoever works on guest memory.
 const WORKS: &[Part] = &[Supervisor, Scan, Fault, Start];
 
 /// All that a filter must allow to a part: what it does, and what the threads need that it starts.
@@ -104,16 +104,13 @@ pub const CALLS: &[Call] = &[
         "clone",
         libc::SYS_clone,
         &[],
-        &[
-            (Trouble, &[Fault]),
-            (Threads, &[Supervisor, Scan, Start, Announce]),
-        ],
+        &[(Threads, &[Supervisor, Scan, Start, Announce])],
     ),
     call(
         "clone3",
         libc::SYS_clone3,
         &[Supervisor, Scan, Start, Announce],
-        &[(Trouble, &[Fault])],
+        &[],
     ),
     call(
         "close",
@@ -125,13 +122,13 @@ pub const CALLS: &[Call] = &[
         "connect",
         libc::SYS_connect,
         &[Supervisor, Refused, Agent, Start],
-        &[(Trouble, &[Scan, Fault])],
+        &[(Trouble, &[Scan])],
     ),
     call(
         "eventfd2",
         libc::SYS_eventfd2,
         &[Supervisor, Start, Announce],
-        &[(Trouble, &[Scan, Fault])],
+        &[],
     ),
     call(
         "exit",
@@ -139,29 +136,19 @@ pub const CALLS: &[Call] = &[
         &[Supervisor, Scan, Fault, Pack, Count, Refused, Damon, Agent],
         &[],
     ),
-    call(
-        "fallocate",
-        libc::SYS_fallocate,
-        &[Scan],
-        &[(Trouble, &[Supervisor, Fault, Start])],
-    ),
+    call("fallocate", libc::SYS_fallocate, &[Scan], &[]),
     call(
         "fcntl",
         libc::SYS_fcntl,
         &[Supervisor, Scan, Fault, Count, Refused, Agent, Start, Announce],
-        &[(Trouble, &[Pack])],
+        &[],
     ),
-    call(
-        "fstat",
-        libc::SYS_fstat,
-        &[Supervisor, Scan, Start],
-        &[(Trouble, &[Fault])],
-    ),
+    call("fstat", libc::SYS_fstat, &[Supervisor, Scan, Start], &[]),
     call(
         "fstatfs",
         libc::SYS_fstatfs,
         &[Scan, Count],
-        &[(Trouble, &[Supervisor, Fault, Start])],
+        &[(Trouble, &[Supervisor, Start])],
     ),
     call(
         "futex",
@@ -184,7 +171,7 @@ pub const CALLS: &[Call] = &[
         "getdents64",
         libc::SYS_getdents64,
         &[Supervisor, Scan, Count, Start],
-        &[(Trouble, &[Fault]), (KernelDamon, &[Damon])],
+        &[(KernelDamon, &[Damon])],
     ),
     call(
         "getpeername",
@@ -196,25 +183,20 @@ pub const CALLS: &[Call] = &[
         "getpid",
         libc::SYS_getpid,
         &[],
-        &[(Trouble, &[Scan]), (KernelDamon, &[Supervisor, Start])],
+        &[(KernelDamon, &[Supervisor, Start])],
     ),
     call(
         "getrandom",
         libc::SYS_getrandom,
         &[Supervisor, Scan, Count, Start],
-        &[(Trouble, &[Fault])],
+        &[],
     ),
-    call(
-        "getrusage",
-        libc::SYS_getrusage,
-        &[Scan],
-        &[(Trouble, &[Supervisor, Fault, Start])],
-    ),
+    call("getrusage", libc::SYS_getrusage, &[Scan], &[]),
     call(
         "getsockopt",
         libc::SYS_getsockopt,
         &[Supervisor, Scan, Count, Start],
-        &[(Trouble, &[Fault])],
+        &[],
     ),
     call(
         "gettid",
@@ -241,7 +223,7 @@ pub const CALLS: &[Call] = &[
         "mincore",
         libc::SYS_mincore,
         &[],
-        &[(Trouble, &[Supervisor, Scan, Fault, Pack, Start])],
+        &[(Trouble, &[Scan, Fault, Pack])],
     ),
     call(
         "mmap",
@@ -271,16 +253,11 @@ pub const CALLS: &[Call] = &[
     call(
         "newfstatat",
         libc::SYS_newfstatat,
-        &[Supervisor, Scan, Agent, Start],
-        &[(Trouble, &[Fault]), (KernelDamon, &[Damon])],
+        &[Supervisor, Agent, Start],
+        &[(KernelDamon, &[Damon])],
     ),
     #[cfg(target_arch = "x86_64")]
-    call(
-        "open",
-        libc::SYS_open,
-        &[Supervisor, Start],
-        &[(Trouble, &[Scan, Fault])],
-    ),
+    call("open", libc::SYS_open, &[Supervisor, Start], &[]),
     call(
         "openat",
         libc::SYS_openat,
@@ -297,7 +274,7 @@ pub const CALLS: &[Call] = &[
         "ppoll",
         libc::SYS_ppoll,
         &[Scan, Fault, Pack, Refused, Agent],
-        &[(Trouble, &[Supervisor, Start])],
+        &[],
     ),
     call("prctl", libc::SYS_prctl, ANY, &[]),
     call(
@@ -318,22 +295,17 @@ pub const CALLS: &[Call] = &[
         "readlink",
         libc::SYS_readlink,
         &[Supervisor, Scan, Count, Start],
-        &[(Trouble, &[Fault]), (Panic, &[Pack, Refused, Damon, Agent])],
+        &[(Panic, &[Fault, Pack, Refused, Damon, Agent])],
     ),
     call("recvfrom", libc::SYS_recvfrom, &[Agent], &[]),
     call(
         "recvmsg",
         libc::SYS_recvmsg,
         &[Supervisor, Scan, Refused, Start],
-        &[(Trouble, &[Fault])],
+        &[],
     ),
     call("restart_syscall", libc::SYS_restart_syscall, &[], &[(Again, ANY)]),
-    call(
-        "rseq",
-        libc::SYS_rseq,
-        &[Supervisor, Scan, Start, Announce],
-        &[(Trouble, &[Fault])],
-    ),
+    call("rseq", libc::SYS_rseq, &[Supervisor, Scan, Start, Announce], &[]),
     call("rt_sigprocmask", libc::SYS_rt_sigprocmask, ANY, &[]),
     call(
         "sched_getaffinity",
@@ -345,7 +317,7 @@ pub const CALLS: &[Call] = &[
         "sched_setscheduler",
         libc::SYS_sched_setscheduler,
         &[Scan, Fault, Pack, Count],
-        &[(Trouble, &[Supervisor, Start])],
+        &[],
     ),
     call("sched_yield", libc::SYS_sched_yield, &[], &[(Locks, ANY)]),
     call(
@@ -358,20 +330,20 @@ pub const CALLS: &[Call] = &[
         "sendmsg",
         libc::SYS_sendmsg,
         &[Supervisor, Scan, Refused, Start],
-        &[(Trouble, &[Fault])],
+        &[],
     ),
     call("sendto", libc::SYS_sendto, &[Agent], &[]),
     call(
         "set_robust_list",
         libc::SYS_set_robust_list,
         &[Supervisor, Scan, Start, Announce],
-        &[(Trouble, &[Fault])],
+        &[],
     ),
     call(
         "setsockopt",
         libc::SYS_setsockopt,
         &[Supervisor, Refused, Start],
-        &[(Trouble, &[Scan, Fault])],
+        &[(Trouble, &[Scan])],
     ),
     call(
         "sigaltstack",
@@ -383,16 +355,13 @@ pub const CALLS: &[Call] = &[
         "socket",
         libc::SYS_socket,
         &[Supervisor, Refused, Agent, Start],
-        &[(Trouble, &[Scan, Fault])],
+        &[(Trouble, &[Scan])],
     ),
     call(
         "statfs",
         libc::SYS_statfs,
         &[],
-        &[
-            (Trouble, &[Fault, Count]),
-            (OpenFiles, &[Supervisor, Scan, Start]),
-        ],
+        &[(OpenFiles, &[Supervisor, Scan, Count, Start])],
     ),
     call(
         "statx",
@@ -404,12 +373,7 @@ pub const CALLS: &[Call] = &[
             (Panic, &[Pack, Refused]),
         ],
     ),
-    call(
-        "uname",
-        libc::SYS_uname,
-        &[Supervisor, Start],
-        &[(Trouble, &[Scan, Fault])],
-    ),
+    call("uname", libc::SYS_uname, &[Supervisor, Start], &[]),
     #[cfg(target_arch = "x86_64")]
     call("unlink", libc::SYS_unlink, &[Agent], &[]),
     call(
@@ -432,23 +396,13 @@ pub const CALLS: &[Call] = &[
         &[],
     ),
     ioctl("UFFDIO_API", request::UFFDIO_API, &[Supervisor, Start], &[]),
-    ioctl(
-        "UFFDIO_COPY",
-        request::UFFDIO_COPY,
-        &[Scan, Pack],
-        &[(Runs, &[Supervisor, Fault, Start])],
-    ),
-    ioctl(
-        "UFFDIO_MOVE",
-        request::UFFDIO_MOVE,
-        &[Scan],
-        &[(Trouble, &[Supervisor, Fault, Start])],
-    ),
+    ioctl("UFFDIO_COPY", request::UFFDIO_COPY, &[Scan, Pack], &[]),
+    ioctl("UFFDIO_MOVE", request::UFFDIO_MOVE, &[Scan], &[]),
     ioctl(
         "UFFDIO_POISON",
         request::UFFDIO_POISON,
         &[],
-        &[(Trouble, &[Supervisor, Scan, Fault, Pack, Start])],
+        &[(Trouble, &[Scan, Pack])],
     ),
     ioctl(
         "UFFDIO_REGISTER",
@@ -478,7 +432,7 @@ pub const CALLS: &[Call] = &[
         "UFFDIO_ZEROPAGE",
         request::UFFDIO_ZEROPAGE,
         &[Supervisor, Scan, Pack, Start],
-        &[(Trouble, &[Fault])],
+        &[],
     ),
     ioctl(
         "USERFAULTFD_IOC_NEW",

@@ -4,11 +4,9 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Why {
-    /// Something fails in the middle: whoever works on guest memory puts back, tries again or gives up, in another way if need be,
-    /// and a store may be lost. Which thread that is is a matter of chance.
+    /// Something fails in the middle: whoever works on guest memory puts back, tries again or gives up, in another way if need be; a
+    /// store is lost; or the scanning thread has died, and others clean up behind it.
     Trouble,
-    /// Private pages lie between shared ones, in one mapping with these, or a page cannot be moved back.
-    Runs,
     /// The host has no /dev/userfaultfd.
     NoDevice,
     /// The bitmap of idle pages tells the use of memory, on kernels that have it, with CAP_SYS_ADMIN.

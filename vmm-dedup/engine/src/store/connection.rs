@@ -107,25 +107,18 @@ impl Store {
         let hello = Hello::new(Role::Service, name, pages as u64);
         socket::send(&socket, &encode(Kind::Hello, &[hello.as_bytes()]), &[])?;
         let mut buffer = aligned_buffer();
-        let mut answer = socket::receive(&socket, &mut buffer)?.ok_or(Error::StoreGone)?;
-        let welcome = match answer.parse(&buffer)? {
-            Message::Welcome(welcome) => welcome,
-            Message::Error(text) => return Err(Error::StoreRefused(text)),
-            _ => return Err(Error::Unexpected("answer to the greeting")),
-        };
-        let (Some(staging), Some(index)) = (answer.fds.pop(), answer.fds.pop()) else {
-            return Err(Error::Unexpected("greeting without descriptors"));
-        };
+        // The store counts whoever has greeted, also if it reads that only later.
+        let welcome = Welcomed::wait(&socket, &mut buffer).inspect_err(|_| send_goodbye(&socket))?;
         Ok(Self {
-            index: map_index(&index, welcome.index_bytes)?,
-            staging: Mapping::read_write(&staging, STAGING_PAGES * vmm_dedup_protocol::PAGE_SIZE)?,
-            staging_file: staging,
+            index: welcome.index,
+            staging: welcome.staging,
+            staging_file: welcome.staging_file,
             staging_kept: 0,
             segments: Vec::new(),
             evacuated: BTreeSet::new(),
             retired: Vec::new(),
             segment_changes: next_change(),
-            salt: Salt(welcome.salt),
+            salt: welcome.salt,
             questions: VecDeque::new(),
             unmerging: Vec::new(),
             socket,
@@ -276,11 +269,14 @@ impl Store {
     /// Tells that this process maps no slot of this connection any more, and hangs up. The store then waits for nothing;
     /// if it does not hear this, it waits for the end of the process.
     pub(crate) fn say_goodbye(mut self) {
-        // Our own view of the slots first.
         self.segments.clear();
-        if let Err(error) = self.tell(Kind::Goodbye, &[]) {
-            log::debug!("the store does not hear the goodbye: {error}");
-        }
+        self.retired.clear();
+    }
+
+    /// Whether no file of a segment was given out to be mapped over guest memory, but for those that were released since.
+    fn maps_nothing(&self) -> bool {
+        let mapped = |segment: &Segment| segment.mapped.load(Ordering::Relaxed);
+        !self.segments.iter().flatten().any(mapped) && !self.retired.iter().any(|segment| segment.was_mapped)
     }
 
     /// The socket, to wait for questions.
@@ -427,7 +423,105 @@ impl Store {
     }
 }
 
+impl Drop for Store {
+    /// A connection of which nothing is mapped ends with a goodbye, however it ends: a service that could not be started must not count
+    /// for the store until this process ends.
+    fn drop(&mut self) {
+        if self.maps_nothing() {
+            // Our own view of the slots first.
+            self.segments.clear();
+            send_goodbye(&self.socket);
+        }
+    }
+}
+
+/// What the store gives to whoever has greeted.
+struct Welcomed {
+    index: IndexReader,
+    staging: Mapping,
+    staging_file: OwnedFd,
+    salt: Salt,
+}
+
+impl Welcomed {
+    fn wait(socket: &OwnedFd, buffer: &mut [u64]) -> Result<Self, Error> {
+        let mut answer = socket::receive(socket, buffer)?.ok_or(Error::StoreGone)?;
+        let welcome = match answer.parse(buffer)? {
+            Message::Welcome(welcome) => welcome,
+            Message::Error(text) => return Err(Error::StoreRefused(text)),
+            _ => return Err(Error::Unexpected("answer to the greeting")),
+        };
+        let (Some(staging_file), Some(index)) = (answer.fds.pop(), answer.fds.pop()) else {
+            return Err(Error::Unexpected("greeting without descriptors"));
+        };
+        Ok(Self {
+            index: map_index(&index, welcome.index_bytes)?,
+            staging: Mapping::read_write(&staging_file, STAGING_PAGES * vmm_dedup_protocol::PAGE_SIZE)?,
+            staging_file,
+            salt: Salt(welcome.salt),
+        })
+    }
+}
+
+/// Nothing of a connection is mapped any more, or was ever.
+fn send_goodbye(socket: &OwnedFd) {
+    if let Err(error) = socket::send(socket, &encode(Kind::Goodbye, &[]), &[]) {
+        log::debug!("the store does not hear the goodbye: {error}");
+    }
+}
+
 fn map_index(file: &OwnedFd, bytes: u64) -> Result<IndexReader, Error> {
     let len = usize::try_from(bytes).map_err(|_| Error::Unexpected("index size"))?;
     Ok(IndexReader::new(Mapping::read_only(file, len)?)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm_dedup_protocol::message::Welcome;
+
+    /// The next message of somebody who may have gone, but for what the kernel says of that first.
+    fn next_of(peer: &OwnedFd) -> Option<Kind> {
+        let mut buffer = aligned_buffer();
+        let ready = crate::sys::bell::Bell::new().unwrap();
+        assert!(ready.wait(Duration::from_secs(60), Some(peer.as_fd())));
+        let received = match socket::receive(peer, &mut buffer) {
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => return next_of(peer),
+            received => received.unwrap()?,
+        };
+        match received.parse(&buffer).unwrap() {
+            Message::Hello(_) => Some(Kind::Hello),
+            Message::Goodbye => Some(Kind::Goodbye),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_store_that_does_not_let_in_is_told_goodbye() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store.sock");
+        let listener = socket::listen(&path).unwrap();
+        // It stalls, and reads later.
+        let stalled = Store::connect(&path, "vm", 1);
+        assert!(matches!(stalled, Err(Error::StoreIo(_))), "{stalled:?}");
+        let peer = socket::accept(&listener).unwrap();
+        let heard: Vec<Kind> = std::iter::from_fn(|| next_of(&peer)).collect();
+        assert_eq!(heard, [Kind::Hello, Kind::Goodbye]);
+        // Its answer lacks something.
+        let theirs = path.clone();
+        let connects = std::thread::spawn(move || Store::connect(&theirs, "vm", 1).map(drop));
+        let ready = crate::sys::bell::Bell::new().unwrap();
+        assert!(ready.wait(Duration::from_secs(60), Some(listener.as_fd())));
+        let peer = socket::accept(&listener).unwrap();
+        assert_eq!(next_of(&peer), Some(Kind::Hello));
+        let welcome = Welcome {
+            salt: 0,
+            incarnation: 0,
+            index_bytes: 0,
+        };
+        socket::send(&peer, &encode(Kind::Welcome, &[welcome.as_bytes()]), &[]).unwrap();
+        let refused = connects.join().unwrap();
+        assert!(matches!(refused, Err(Error::Unexpected(_))), "{refused:?}");
+        assert_eq!(next_of(&peer), Some(Kind::Goodbye));
+    }
 }

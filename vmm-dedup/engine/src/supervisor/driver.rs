@@ -1,26 +1,32 @@
 //! The supervisor's thread: carries out what the [`Lifecycle`] says.
 
 use crate::compare::Engines;
-use crate::config::{Config, Setup};
+use crate::config::Setup;
 use crate::error::Error;
 use crate::memory::layout::HostRange;
 use crate::memory::ranges::complement;
 use crate::refusal;
+use crate::scan::control::Ending;
 use crate::service::DedupService;
 use crate::store::refusal::Refused;
 use crate::supervisor::lifecycle::{Effect, Event, Lifecycle, Outcome, Span};
 use crate::supervisor::mailbox::Ticket;
 use crate::supervisor::nested;
-use crate::supervisor::pins::Watched;
 use crate::supervisor::shared::{Configure, Keep, Letter, Letters, Shared, Status};
+use crate::supervisor::watched::Watched;
 use crate::sync::lock;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use vmm_dedup_protocol::control::{Settings, Switch};
 use vmm_dedup_protocol::refusal::Refusal;
 use vmm_dedup_protocol::stats::ServiceStats;
+
+/// How often the supervisor looks whether its service lives, where it has nothing else to do.
+const LOOK_FOR_DEATH: Duration = Duration::from_secs(10);
+
+/// Until a thread is tried again that listens to the guest's agent, and could not be started: as long as its socket waits.
+const HEAR_AGAIN: Duration = Duration::from_secs(10);
 
 /// See the [module](self).
 pub(crate) struct Driver {
@@ -28,8 +34,6 @@ pub(crate) struct Driver {
     engines: Engines,
     lifecycle: Lifecycle,
     setup: Setup,
-    /// Of the VM, if it has one.
-    number: Option<u64>,
     service: Option<DedupService>,
     /// Tells the store why there is no service, with what it tells: the reason, and pages of how many.
     refused: Option<(Refused, Refusal, u64)>,
@@ -44,6 +48,10 @@ pub(crate) struct Driver {
     told: bool,
     /// Why no VM can be deduplicated here.
     hindrance: Option<Refusal>,
+    /// When it is tried again to listen to the guest's agent.
+    hears: Option<Instant>,
+    /// The store could not be told why there is no service.
+    untold: bool,
 }
 
 impl Driver {
@@ -63,13 +71,14 @@ impl Driver {
             engines,
             lifecycle: Lifecycle::new(settle, vouch),
             setup: Setup::default(),
-            number: None,
             service: None,
             refused: None,
             keeps: Vec::new(),
             watched: Watched::default(),
             account: None,
             failed: None,
+            hears: None,
+            untold: false,
         }
     }
 
@@ -77,7 +86,13 @@ impl Driver {
     pub(crate) fn run(&mut self) {
         let shared = self.shared.clone();
         loop {
-            let due = [self.lifecycle.next_due(), self.watched.next_due()];
+            let looks = self.service.as_ref().map(|_| Instant::now() + LOOK_FOR_DEATH);
+            let due = [
+                self.lifecycle.next_due(),
+                self.watched.next_due(),
+                looks,
+                self.hears,
+            ];
             match shared.letters.next(due.into_iter().flatten().min()) {
                 Some((ticket, Letter::End)) => {
                     self.end();
@@ -87,6 +102,8 @@ impl Driver {
                 None => {}
             }
             self.look_for_ends();
+            self.heed_death();
+            self.hear_agent(Instant::now());
             // One thing, which may wait for a store: then letters come first.
             if let Some(effect) = self.lifecycle.next(Instant::now(), true) {
                 self.work(&effect);
@@ -106,7 +123,7 @@ impl Driver {
             Letter::Attach(fallback, configure) => self.attach(*fallback, configure),
             Letter::Replace(number, checked) => self.replace(number, *checked),
             Letter::EndOf(number) => {
-                if self.number == Some(number) {
+                if self.shared.number() == Some(number) {
                     self.end_vm();
                 }
                 Ok(())
@@ -127,6 +144,7 @@ impl Driver {
         self.told = hurry;
         self.work_off(hurry);
         self.told = false;
+        self.heed_death();
         if ends {
             self.keeps.clear();
         }
@@ -144,24 +162,54 @@ impl Driver {
         }
     }
 
+    /// A service whose scanning thread has died does nothing any more, and the VM is refused. What is shared stays so, and is right.
+    fn heed_death(&mut self) {
+        if self.service.as_ref().is_some_and(DedupService::has_died) {
+            let _ = self.stop(Ending::StayShared);
+            self.lifecycle.service_died(refusal::service_died());
+            self.work_off(false);
+        }
+    }
+
     /// Carries out what is to be done, and with `due` also what is due by itself.
     fn work_off(&mut self, due: bool) {
-        while let Some(effect) = self.lifecycle.next(Instant::now(), due) {
+        // What fails meanwhile is due again only later, however long the others take.
+        let now = Instant::now();
+        while let Some(effect) = self.lifecycle.next(now, due) {
             self.work(&effect);
         }
     }
 
     /// Carries out an effect, and tells how it went.
     fn work(&mut self, effect: &Effect) {
-        let done = self.carry_out(effect);
+        let done = self.carry_out(effect).map_err(|error| match error {
+            // A service's. To whoever asks the supervisor it means that there is none.
+            Error::Stopped => Error::Refused(refusal::service_died()),
+            error => error,
+        });
         let outcome = match &done {
             Ok(()) => Outcome::Done,
             Err(error) if error.may_pass() => Outcome::Passes(error.into()),
             Err(error) => Outcome::Fails(error.into()),
         };
         self.lifecycle.done(effect, outcome, Instant::now());
-        if let Err(error) = done {
+        // An announcement comes by itself: whoever refuses a VM has refused it.
+        if let (Err(error), false) = (done, matches!(effect, Effect::Announce(..))) {
             self.failed.get_or_insert(error);
+        }
+    }
+
+    /// Listens to the guest's agent, if that is due.
+    fn hear_agent(&mut self, now: Instant) {
+        if self.hears.take_if(|due| *due <= now).is_none() {
+            return;
+        }
+        let (Some(agent), Some(service)) = (&self.setup.agent, &mut self.service) else {
+            return;
+        };
+        if let Err(error) = service.listen_to_agent(agent.clone()) {
+            log::warn!("the guest's agent is not heard, which is tried again: {error}");
+            self.hears = Some(now + HEAR_AGAIN);
         }
     }
 
@@ -181,9 +229,9 @@ impl Driver {
             Ok(setup) => (setup, None),
             Err(refusal) => (fallback, Some(refusal)),
         };
-        let enabled = setup.config.enabled;
-        (self.setup, self.number) = (setup, None);
-        self.lifecycle.handle(Event::Attach { enabled }, Instant::now())?;
+        self.setup = setup;
+        self.shared.set_number(None);
+        self.lifecycle.handle(Event::Attach, Instant::now())?;
         let Some(refusal) = wrong else {
             return Ok(());
         };
@@ -195,7 +243,7 @@ impl Driver {
         self.end_vm();
         let setup = checked?;
         self.attach(setup.clone(), Box::new(|| Ok(setup)))?;
-        self.number = Some(number);
+        self.shared.set_number(Some(number));
         Ok(())
     }
 
@@ -205,7 +253,8 @@ impl Driver {
             .lifecycle
             .handle(Event::Detach { unmerge: false }, Instant::now());
         self.work_off(false);
-        (self.failed, self.account, self.number) = (None, None, None);
+        (self.failed, self.account) = (None, None);
+        self.shared.set_number(None);
         self.keeps.clear();
     }
 
@@ -221,6 +270,10 @@ impl Driver {
 
     /// The guest may run guests: KVM has pages of it pinned then, which no open file shows, or uses them without a trace.
     fn expect_nested_guests(&mut self) -> Result<(), Error> {
+        // Of a VM: what one guest may do says nothing of the next.
+        if !self.lifecycle.is_attached() {
+            return Err(Error::Detached);
+        }
         let event = match nested::here() {
             nested::Nesting::Off => return Ok(()),
             nested::Nesting::Pins => Event::HidePins,
@@ -232,14 +285,15 @@ impl Driver {
     fn carry_out(&mut self, effect: &Effect) -> Result<(), Error> {
         match effect {
             Effect::Start(span) => return self.start(span),
-            Effect::Stop { unmerge } => return self.stop(*unmerge),
+            Effect::Stop { unmerge: true } => return self.stop(Ending::Unmerge),
+            Effect::Stop { unmerge: false } => return self.stop(Ending::MemoryGoes),
             Effect::Say(refusal) if self.told => {
                 log::info!("VM {} is not deduplicated: {refusal}", self.setup.config.name);
             }
             Effect::Say(refusal) => {
                 log::warn!("VM {} is not deduplicated: {refusal}", self.setup.config.name)
             }
-            Effect::Announce(refusal, pages) => self.announce(refusal, *pages),
+            Effect::Announce(refusal, pages) => return self.announce(refusal, *pages),
             Effect::Withdraw => self.refused = None,
             Effect::Forget(range) => {
                 // It outlives the service, and must not know memory that is gone: at its addresses there may be other memory
@@ -258,10 +312,6 @@ impl Driver {
                 *lock(&self.shared.account) = Some(service.account());
             }
             Effect::Vouch => service.vouch_for_pins(),
-            Effect::SwitchOn => service.set(Settings {
-                switch: Some(Switch::On),
-                ..Settings::default()
-            })?,
             Effect::Add(span) => {
                 // SAFETY: as where the service is started.
                 #[allow(unsafe_code)]
@@ -295,61 +345,58 @@ impl Driver {
         let announced = self.refused.take().map(|(_, refusal, pages)| (refusal, pages));
         let started = self.start_service(span);
         if let (Err(_), Some((refusal, pages))) = (&started, announced) {
-            self.announce(&refusal, pages);
+            self.work(&Effect::Announce(refusal, pages));
         }
         started
     }
 
     #[allow(unsafe_code)] // memory that the VMM owns
     fn start_service(&mut self, span: &Span) -> Result<(), Error> {
-        // Switched off, until threads that free memory find the discarder.
-        let config = Config {
-            enabled: false,
-            ..self.setup.config.clone()
-        };
         // SAFETY: guest memory, which stays mapped until `Remove` or `Forget` is done, by what keeps it alive or as whoever
         // added it has promised, and which only the guest and raw addresses reach.
-        let mut service = unsafe {
-            DedupService::start_on_ranges_with(
+        let service = unsafe {
+            DedupService::start_paused(
                 &[host_range(span)?],
                 &self.setup.store,
-                config,
+                self.setup.config.clone(),
                 self.engines.clone(),
             )
         }?;
-        if let Some(agent) = &self.setup.agent
-            && let Err(error) = service.listen_to_agent(agent.clone())
-        {
-            log::warn!("the guest's agent is not heard: {error}");
-        }
         self.service = Some(service);
+        let now = Instant::now();
+        self.hears = Some(now);
+        self.hear_agent(now);
         tell_taken(span);
         Ok(())
     }
 
     /// Ends the service, whatever is left of it.
-    fn stop(&mut self, unmerge: bool) -> Result<(), Error> {
+    fn stop(&mut self, ending: Ending) -> Result<(), Error> {
         let Some(service) = self.service.take() else {
             return Ok(());
         };
-        let ended = service.stop(unmerge);
+        let ended = service.end_as(ending);
         *lock(&self.shared.account) = None;
         let stats = ended.inspect_err(|error| log::error!("{error}"))?;
         self.account = Some(stats);
         Ok(())
     }
 
-    fn announce(&mut self, refusal: &Refusal, pages: u64) {
+    fn announce(&mut self, refusal: &Refusal, pages: u64) -> Result<(), Error> {
         if self.setup.store == Path::new("") {
-            return;
+            return Ok(());
         }
         // Who could not be told may still be told something else later.
         self.refused = None;
         let announced = Refused::announce(&self.setup.store, &self.setup.config.name, pages, refusal);
-        self.refused = announced
-            .inspect_err(|error| log::warn!("the store is not told: {error}"))
-            .ok()
-            .map(|told| (told, refusal.clone(), pages));
+        let before = std::mem::replace(&mut self.untold, announced.is_err());
+        let told = announced.inspect_err(|error| {
+            if !before {
+                log::warn!("the store is not told, which is tried again: {error}");
+            }
+        })?;
+        self.refused = Some((told, refusal.clone(), pages));
+        Ok(())
     }
 
     /// Nobody needs what keeps only memory alive that is gone.
@@ -363,7 +410,7 @@ impl Driver {
 
     /// The supervisor ends, not the VM: what is shared stays shared, and the discarder knows it.
     fn end(&mut self) {
-        let _ = self.stop(false);
+        let _ = self.stop(Ending::StayShared);
         self.refused = None;
         self.keeps.clear();
     }

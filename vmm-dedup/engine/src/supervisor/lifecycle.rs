@@ -18,6 +18,8 @@
 
 #[path = "lifecycle/event.rs"]
 mod event;
+#[path = "lifecycle/told.rs"]
+mod told;
 
 pub use event::Lease;
 pub(crate) use event::{Effect, Event, Outcome, Span};
@@ -27,12 +29,15 @@ use crate::refusal;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
+use told::Told;
 use vmm_dedup_protocol::refusal::{Reason, Refusal};
 
 /// Until what may pass by itself is tried again.
 pub(crate) const RETRY: Duration = Duration::from_secs(1);
 /// The same of what passes less often: the VM is announced as refused meanwhile.
 const RETRY_LATER: Duration = Duration::from_secs(60);
+/// The longest that is waited for more memory, which is for ever.
+const LONGEST: Duration = Duration::from_secs(1 << 32);
 /// How long memory is left alone at least that was lent for no one knows how long.
 const LENT: Duration = Duration::from_secs(5);
 
@@ -139,6 +144,12 @@ impl Region {
     }
 }
 
+/// Of all memory; at least 1.
+fn pages_of(regions: &[Region]) -> u64 {
+    let pages = regions.iter().map(|r| r.span.range.len() / 4096);
+    pages.sum::<usize>().max(1) as u64
+}
+
 /// Whether there is a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Phase {
@@ -150,12 +161,38 @@ enum Phase {
     Retired(Refusal),
 }
 
+impl Phase {
+    /// What is said of memory is kept with it: of memory that is not there yet it would be forgotten, and that be worked on when it
+    /// comes.
+    fn check_known(&self, regions: &[Region], range: &Range<usize>) -> Result<(), Error> {
+        let known = range.is_empty() || regions.iter().any(|r| r.span.overlaps(range));
+        let (start, end) = (range.start, range.end);
+        match self {
+            _ if known => Ok(()),
+            Self::Detached => Err(Error::Detached),
+            Self::Attached => Err(Error::NotAdded { start, end }),
+            // It is left alone whatever comes.
+            Self::Retired(_) => Ok(()),
+        }
+    }
+}
+
+/// A region is lent once: whoever takes it back takes back all of it. (What was lent for no one knows how long nobody takes back.)
+fn check_loan(regions: &[Region], range: &Range<usize>) -> Result<(), Error> {
+    // A loan that failed is tried again by whoever asks again.
+    let kept =
+        |r: &&Region| r.on_loan && r.due.is_none() && r.place != RegionState::Refused && !r.half_released;
+    let mut concerned = regions.iter().filter(|r| r.span.overlaps(range));
+    match concerned.find(kept) {
+        Some(lent) => Err(Error::Lent(lent.span.range.start)),
+        None => Ok(()),
+    }
+}
+
 /// See the [module](self).
 #[derive(Debug)]
 pub(crate) struct Lifecycle {
     phase: Phase,
-    /// From the start of a service.
-    enabled: bool,
     /// How long to wait for more memory before the service starts.
     settle: Duration,
     service: bool,
@@ -164,10 +201,8 @@ pub(crate) struct Lifecycle {
     paused: bool,
     /// Whether whatever pins memory shows in open files: for any VM, and for this one.
     vouch: (bool, bool),
-    /// What was said of this VM in the log, last what was found last.
-    said: Vec<Refusal>,
-    /// What the store is told of it.
-    announced: Option<Refusal>,
+    /// What was said of this VM.
+    told: Told,
     effects: VecDeque<Effect>,
 }
 
@@ -175,15 +210,13 @@ impl Lifecycle {
     pub(crate) fn new(settle: Duration, vouch: bool) -> Self {
         Self {
             phase: Phase::Detached,
-            enabled: false,
-            settle,
+            settle: settle.min(LONGEST),
             service: false,
             regions: Vec::new(),
             pins: 0,
             paused: false,
             vouch: (vouch, vouch),
-            said: Vec::new(),
-            announced: None,
+            told: Told::default(),
             effects: VecDeque::new(),
         }
     }
@@ -191,21 +224,25 @@ impl Lifecycle {
     /// Takes what the VMM tells. The effects of one event are done before the next one is handled.
     ///
     /// # Errors
-    /// The event does not fit: [`Error::Attached`], [`Error::Detached`], [`Error::Lent`]. Nothing changes then.
+    /// The event does not fit: [`Error::Attached`], [`Error::Detached`], [`Error::NotAdded`], [`Error::Lent`]. Nothing changes then.
     pub(crate) fn handle(&mut self, event: Event, now: Instant) -> Result<(), Error> {
         debug_assert!(self.effects.is_empty());
         match (&self.phase, &event) {
-            (Phase::Detached, Event::Attach { .. }) => {}
-            (_, Event::Attach { .. }) => return Err(Error::Attached),
-            (Phase::Detached, Event::Add(_) | Event::Refuse(_) | Event::Note(_)) => {
+            (Phase::Detached, Event::Attach) => {}
+            (_, Event::Attach) => return Err(Error::Attached),
+            (Phase::Detached, Event::Add(_) | Event::Refuse(_) | Event::Note(_) | Event::HidePins) => {
                 return Err(Error::Detached);
             }
-            (_, Event::Lend(range, _)) => self.check_loan(range)?,
+            (_, Event::LeaveAlone(range, _)) => self.phase.check_known(&self.regions, range)?,
+            (_, Event::Lend(range, _)) => {
+                self.phase.check_known(&self.regions, range)?;
+                check_loan(&self.regions, range)?;
+            }
             _ => {}
         }
         match event {
-            Event::Attach { enabled } => {
-                (self.phase, self.enabled) = (Phase::Attached, enabled);
+            Event::Attach => {
+                self.phase = Phase::Attached;
                 if self.pins > 0 {
                     self.say(refusal::pinned());
                 }
@@ -224,8 +261,8 @@ impl Lifecycle {
             Event::LeaveAlone(range, refusal) => {
                 self.release_again(|region| region.span.overlaps(&range));
                 self.all_meet(Happens::Refuse, |region| region.span.overlaps(&range));
-                // A VM that is refused as a whole keeps its reason, and of memory that is not known there is nothing to be said.
-                if self.phase == Phase::Attached && self.regions.iter().any(|r| r.span.overlaps(&range)) {
+                // A VM that is refused as a whole keeps its reason, and of an empty range there is nothing to be said.
+                if self.phase == Phase::Attached && !range.is_empty() {
                     self.say(refusal);
                 }
             }
@@ -257,7 +294,13 @@ impl Lifecycle {
         if let Some(effect) = self.effects.pop_front() {
             return Some(effect);
         }
-        if !due || !self.may_try() {
+        if !due {
+            return None;
+        }
+        if let Some(refusal) = self.told.announce_again(now) {
+            return Some(Effect::Announce(refusal, pages_of(&self.regions)));
+        }
+        if !self.may_try() {
             return None;
         }
         let service = self.service;
@@ -271,7 +314,8 @@ impl Lifecycle {
     pub(crate) fn next_due(&self) -> Option<Instant> {
         let waits = |region: &&Region| matches!(region.place, RegionState::Wanted | RegionState::Lent);
         let due = self.regions.iter().filter(waits).filter_map(|region| region.due);
-        due.min().filter(|_| self.may_try())
+        let due = due.min().filter(|_| self.may_try());
+        due.into_iter().chain(self.told.next_due()).min()
     }
 
     /// An effect was carried out.
@@ -289,6 +333,7 @@ impl Lifecycle {
                     region.half_released = outcome != Outcome::Done;
                 }
             }
+            Effect::Announce(..) if outcome != Outcome::Done => self.told.not_announced(now + RETRY),
             // Whoever asked for another one learns what failed.
             _ => {}
         }
@@ -298,6 +343,13 @@ impl Lifecycle {
     /// Whether a service runs.
     pub(crate) fn serves(&self) -> bool {
         self.service
+    }
+
+    /// The service has ended by itself, so nothing is given back any more.
+    pub(crate) fn service_died(&mut self, refusal: Refusal) {
+        self.service = false;
+        self.retire(refusal);
+        self.announce();
     }
 
     /// Why there is no service, as far as is known: what refuses the VM as a whole goes before a pin, and that before what was
@@ -311,7 +363,7 @@ impl Lifecycle {
             Phase::Detached => None,
             Phase::Retired(refusal) => Some(refusal.clone()),
             Phase::Attached if self.pins > 0 => Some(refusal::pinned()),
-            Phase::Attached => self.said.iter().rfind(|said| counts(said)).cloned(),
+            Phase::Attached => self.told.last(counts).cloned(),
         }
     }
 
@@ -401,16 +453,6 @@ impl Lifecycle {
         self.regions = regions.into_iter().flat_map(left).collect();
     }
 
-    /// A region is lent once: whoever takes it back takes back all of it. (What was lent for no one knows how long nobody takes back.)
-    fn check_loan(&self, range: &Range<usize>) -> Result<(), Error> {
-        let kept = |r: &&Region| r.on_loan && r.due.is_none() && r.place != RegionState::Refused;
-        let mut concerned = self.regions.iter().filter(|r| r.span.overlaps(range));
-        match concerned.find(kept) {
-            Some(lent) => Err(Error::Lent(lent.span.range.start)),
-            None => Ok(()),
-        }
-    }
-
     fn lend(&mut self, range: &Range<usize>, lease: Lease, now: Instant) {
         self.release_again(|region| region.span.overlaps(range));
         self.all_meet(Happens::Lend, |region| region.span.overlaps(range));
@@ -446,7 +488,7 @@ impl Lifecycle {
             return;
         }
         self.pins = 0;
-        self.said.retain(|said| *said != refusal::pinned());
+        self.told.forget(|said| *said == refusal::pinned());
         if !self.paused {
             self.if_served(Effect::Unpause);
         }
@@ -486,22 +528,19 @@ impl Lifecycle {
         (self.phase, self.paused) = (Phase::Detached, false);
         self.vouch.1 = self.vouch.0;
         self.service = false;
-        self.said.clear();
+        self.told.forget(|_| true);
     }
 
-    /// A service runs, switched off. Nothing is merged before whoever frees memory knows of it.
+    /// A service runs, paused. Nothing is merged before whoever frees memory knows of it, whatever an operator asks for meanwhile.
     fn started(&mut self) {
-        // Whoever is announced cannot join.
-        (self.service, self.announced) = (true, None);
+        self.service = true;
+        self.told.joined();
         self.effects.push_back(Effect::Publish);
         if self.vouch.1 {
             self.effects.push_back(Effect::Vouch);
         }
-        if self.paused {
-            self.effects.push_back(Effect::Pause);
-        }
-        if self.enabled {
-            self.effects.push_back(Effect::SwitchOn);
+        if !self.paused {
+            self.effects.push_back(Effect::Unpause);
         }
     }
 
@@ -529,7 +568,7 @@ impl Lifecycle {
             }
         }
         match outcome {
-            Outcome::Done => self.said.retain(|said| !refusal::passes(said)),
+            Outcome::Done => self.told.forget(refusal::passes),
             Outcome::Passes(refusal) | Outcome::Fails(refusal) => self.say(refusal),
         }
     }
@@ -539,24 +578,19 @@ impl Lifecycle {
         if self.phase == Phase::Detached {
             return;
         }
-        let known = self.said.len();
-        self.said.retain(|said| *said != refusal);
-        if self.said.len() == known {
-            self.effects.push_back(Effect::Say(refusal.clone()));
+        if self.told.say(refusal.clone()) {
+            self.effects.push_back(Effect::Say(refusal));
         }
-        self.said.push(refusal);
     }
 
     /// The store is told why there is no service, as soon as that is another reason. What may pass is not announced, since the VM is
     /// about to join under the same name, unless it is what refuses the VM as a whole.
     fn announce(&mut self) {
         let reason = self.last_reason(|said| !refusal::passes(said));
-        if self.service || reason == self.announced {
+        if self.service || !self.told.announce(reason.as_ref()) {
             return;
         }
-        self.announced.clone_from(&reason);
-        let pages = self.regions.iter().map(|r| r.span.range.len() / 4096);
-        let pages = pages.sum::<usize>().max(1) as u64;
+        let pages = pages_of(&self.regions);
         let effect = reason.map_or(Effect::Withdraw, |reason| Effect::Announce(reason, pages));
         self.effects.push_back(effect);
     }

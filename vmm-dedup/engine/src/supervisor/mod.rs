@@ -5,7 +5,8 @@
 //!
 //! - *connecting and trying again*: a store that comes late, memory that another userfaultfd owns for a while;
 //! - *announcing* why a VM, or a part of its memory, is not deduplicated;
-//! - *the order at start*: the service starts switched off, those who free memory learn of it, and only then it merges;
+//! - *the order at start*: the service starts paused, those who free memory learn of it, and only then it may merge, whatever an
+//!   operator has asked for meanwhile;
 //! - *the discarder*, which exists before there is a service;
 //! - *threads*: the supervisor's own starts all others, so they have its seccomp filter (or none), whoever calls;
 //! - *giving back* before a device pins memory, and what is left if that fails.
@@ -18,8 +19,8 @@
 //!   discarder.discard() -------------------------------------------------------> Discarder
 //! ```
 //!
-//! [`lifecycle`] is the state machine, [`driver`] carries out what it says, [`mailbox`] and [`shared`] are what threads share, [`pins`] are
-//! such as end by themselves, [`nested`] knows KVM's ways with guests that run guests.
+//! [`lifecycle`] is the state machine, [`driver`] carries out what it says, [`mailbox`] and [`shared`] are what threads share, [`pins`] end
+//! with what holds them and [`watched`] ones when nobody sees them any more, [`nested`] knows KVM's ways with guests that run guests.
 //!
 //! # Events in any order
 //!
@@ -29,32 +30,40 @@
 //! | --- | --- | --- | --- | --- |
 //! | `attach` | begins | `Attached` | `Attached` | `Attached` |
 //! | `attach_with` | begins, or is refused for its settings | nothing | nothing | nothing |
+//! | [`process::attach`](crate::process::attach) | begins | that VM ends, the next begins | stopped without unmerging, the next begins | that VM ends, the next begins |
 //! | `add_*` | `Detached`, if anybody asks (`start`) | noted, what is new of it | added, what is new of it | noted |
 //! | `remove_range` | nothing | forgotten | forgotten | forgotten by the discarder |
 //! | `nested_guests`, where KVM leaves no trace | `Detached` | as `refuse` | as `refuse` | once |
-//! | `lend`, `take_back` | nothing | tried later, at once; `Lent` | released, resumed; `Lent` | nothing |
+//! | `nested_guests`, where KVM pins | `Detached` | nothing is vouched for, until `detach` | the same | nothing |
+//! | `lend` | `Detached` | tried later; `NotAdded`; `Lent` | released; `NotAdded`; `Lent` | nothing |
+//! | `take_back` | nothing | tried at once | resumed | nothing |
 //! | `pin`, `unpin` | counted | counted; nothing starts meanwhile | counted; all released, resumed | counted |
 //! | `pin_while` | as `pin`; its end is looked for every second | as `pin` | as `pin` | as `pin` |
 //! | `refuse` | `Detached` | announced | stopped, announced | once |
-//! | `leave_alone` | nothing | refused by range, announced | released, refused by range | nothing |
+//! | `leave_alone` | `Detached` | refused by range, announced; `NotAdded` | released, refused by range; `NotAdded` | nothing |
 //! | `note` | nothing | logged, announced | logged | logged |
 //! | `direct_io_opened` | nothing | nothing: the start looks | looked at | nothing |
 //! | `start` | `Detached` | tried at once | fine | `Refused` |
+//! | `with_service` | done without a service | done without a service | done with it | done without a service |
 //! | `set`, `pass` | `Detached` | `Detached` | done | `Detached` |
 //! | `pause`, `resume` | remembered | remembered | done | nothing |
 //! | `detach` | ends a pause, else nothing | ends | stopped | ends |
 //!
 //! Ranges need not be those that were added. `add_*` of memory that is known in part adds what is not known yet, and leaves the rest as
 //! it stands. The others concern every region that has a byte in common with the range; an empty range has none, and changes nothing.
+//! `lend` and `leave_alone` of memory of which nothing was added are an error, `NotAdded`: nobody would remember them when it comes.
 //! So `take_back` of a part of a region takes back all of it, and a region that is lent until it is taken back cannot be lent again
-//! before: `Lent`.
+//! before: `Lent`. A loan that failed counts as well, until it is taken back; whoever asks again has it tried again.
 //!
 //! The store is told one reason, and [`Status`] has the same: of a VM that is refused as a whole that one, while memory is pinned the
 //! pin, else what was found last. (What may pass is not announced, unless it is the one of `refuse`.) The log has each reason once.
 //!
-//! A call that has to wait for the thread waits for what it does now, at most a try at a store that hangs: 5 s until whoever announces
-//! the VM there lets go, 5 s to be let in, 5 s for an answer. Pins are the
-//! devices', not the VM's: `detach` leaves them, and the next VM begins pinned.
+//! A call that has to wait for the thread waits for what it does now: a try at a store that hangs (5 s until whoever announces
+//! the VM there lets go, 5 s to be let in, 5 s for an answer), giving back what another call asked for, all of a `pass` within its
+//! CPU budget, or the work of `with_service`. Pins are the devices', not the VM's: `detach` leaves them, and the next VM begins pinned.
+//!
+//! A service whose scanning thread dies, which only a bug explains, leaves what is shared as it is, and the VM is refused: at the next
+//! call, or within 10 seconds.
 //!
 //! A VM's memory maps a store's pages still when it has ended without unmerging, or when the kernel had copied some of them, which
 //! may be pinned. The next VM may have that memory, but it is refused by that reason ([`refusal::left_over`]): give it new memory
@@ -66,6 +75,7 @@ mod mailbox;
 mod nested;
 mod pins;
 mod shared;
+mod watched;
 
 pub use lifecycle::Lease;
 pub use pins::Pinned;
@@ -160,7 +170,8 @@ impl std::fmt::Debug for Options {
 /// Deduplicates a VM after the other: see the [module](self). Every call may come from any thread but the supervisor's own, and
 /// needs no system calls but futex (and what the allocator needs). In the supervisor's own thread (where work of
 /// [`Self::with_service`] and [`Self::attach_with`] runs, and memory that was kept alive is dropped) a call that would have to wait
-/// does nothing, and is [`Error::Stopped`].
+/// does nothing, and is [`Error::Stopped`]. So is every call in a child by fork, which has no such thread: a VMM that goes on in one (a
+/// daemon) makes its supervisor there.
 ///
 /// Dropping it ends the service without unmerging: what is shared stays shared, and the kernel copies on write.
 #[derive(Debug)]
@@ -190,6 +201,28 @@ impl Supervisor {
             engines,
             thread: Some(thread),
         })
+    }
+
+    /// One whose first VM is served when this returns, of the memory that `add` tells it of: for a VMM that does not want to run
+    /// without dedup, and is not restricted yet.
+    ///
+    /// # Errors
+    /// Those of [`Self::spawn`], [`Self::attach`] and [`Self::start`], and what `add` returns. What was merged by then is anonymous memory
+    /// again, unless there is not enough memory for that, which the log says.
+    pub fn serving(
+        options: Options,
+        setup: Setup,
+        add: impl FnOnce(&Self) -> Result<(), Error>,
+    ) -> Result<Self, Error> {
+        let supervisor = Self::spawn(options)?;
+        supervisor.attach(setup)?;
+        let served = add(&supervisor).and_then(|()| supervisor.start());
+        if let Err(error) = served {
+            // A part of the memory may have been served.
+            let _ = supervisor.detach(true);
+            return Err(error);
+        }
+        Ok(supervisor)
     }
 
     /// What frees guest memory in the place of madvise(MADV_DONTNEED): the same for all VMs, before, while and after they are
@@ -222,7 +255,8 @@ impl Supervisor {
         if self.is_own_thread() {
             return self.post(letter);
         }
-        if self.ask(letter).0.is_err() {
+        // Where the supervisor has died its last VM may be another one, which goes on: what that frees must read as zeros.
+        if self.ask(letter).0.is_err() && self.shared.number() == Some(number) {
             self.shared.discarder.forget(0, usize::MAX);
         }
     }
@@ -303,8 +337,8 @@ impl Supervisor {
     /// part of the VM's memory, or more; pages that it touches go whole. An empty one is nothing.
     ///
     /// # Errors
-    /// [`Error::Stopped`]: the service had died. It does not touch the memory either. (In the supervisor's own thread: nothing was
-    /// done, and the memory must stay.)
+    /// [`Error::Refused`]: the service had died. It does not touch the memory either. [`Error::Stopped`]: the supervisor's thread has.
+    /// (In the supervisor's own thread: nothing was done, and the memory must stay.)
     pub fn remove_range(&self, range: Range<usize>) -> Result<(), Error> {
         if range.is_empty() {
             return Ok(());
@@ -325,9 +359,11 @@ impl Supervisor {
     /// has a userfaultfd on them. Loans of one region do not nest: two that need a userfaultfd on parts of it share one loan.
     ///
     /// # Errors
-    /// [`Error::Lent`]: a region that the range touches is lent until it is taken back. Nothing has changed.
-    /// [`Error::NotUnmerged`]: some pages map the store still. They are read-only to everybody but by copy-on-write.
-    /// [`Error::Register`], [`Error::Stopped`].
+    /// [`Error::Lent`]: a region that the range touches is lent until it is taken back. [`Error::NotAdded`], [`Error::Detached`]: nothing
+    /// that the range touches was added yet; add it first. Nothing has changed.
+    /// [`Error::NotUnmerged`]: some pages map the store still. They are read-only to everybody but by copy-on-write. The loan counts
+    /// all the same, until [`Self::take_back`]; the next call tries it again.
+    /// [`Error::Register`], likewise; [`Error::Stopped`].
     pub fn lend(&self, range: Range<usize>, lease: Lease) -> Result<(), Error> {
         self.tell(Event::Lend(range, lease))
     }
@@ -344,9 +380,10 @@ impl Supervisor {
     ///
     /// # Errors
     /// [`Error::NotUnmerged`]: some pages map the store still, for want of memory; the next call tries it again. It counts all the
-    /// same: nothing is merged any more, and a pin for writing makes such pages private by itself. A VMM that wants to be told of
-    /// failures rather refuses the device, and calls [`Self::unpin`]. Where [`Self::refuse`] has failed there is no service any more
-    /// that could try it again, and this does not repeat that error. [`Error::Stopped`].
+    /// same: nothing is merged any more, and a pin for writing makes such pages private by itself. [`Error::Refused`]: the service had
+    /// died; the same holds. A VMM that wants to be told of failures rather refuses the device, and calls [`Self::unpin`]. Where
+    /// [`Self::refuse`] has failed there is no service any more that could try it again, and this does not repeat that error.
+    /// [`Error::Stopped`].
     pub fn pin(&self) -> Result<(), Error> {
         self.tell(Event::Pin)
     }
@@ -388,10 +425,11 @@ impl Supervisor {
     }
 
     /// Memory is not to be deduplicated any more, for this reason: all regions that the range touches go back to anonymous memory,
-    /// e.g. before mprotect, or mlock.
+    /// e.g. before mprotect, or mlock. (Memory that is protected when it is added is refused by itself, and what was protected before it was
+    /// added need not be told.)
     ///
     /// # Errors
-    /// [`Error::NotUnmerged`], [`Error::Register`], [`Error::Stopped`], as for [`Self::lend`].
+    /// [`Error::NotUnmerged`], [`Error::Register`], [`Error::NotAdded`], [`Error::Detached`], [`Error::Stopped`], as for [`Self::lend`].
     pub fn leave_alone(&self, range: Range<usize>, refusal: Refusal) -> Result<(), Error> {
         self.tell(Event::LeaveAlone(range, refusal))
     }
@@ -411,10 +449,11 @@ impl Supervisor {
     }
 
     /// The guest may run guests of its own (VMX, SVM): to be told behind [`Self::attach`], before the VM's memory is added and before
-    /// a vCPU runs. Where KVM uses their memory without a trace (before Linux 6.13) the VM is refused.
+    /// a vCPU runs. Where KVM uses their memory without a trace (before Linux 6.13) the VM is refused. Where it pins that, what
+    /// [`Options::vouch_for_pins`] says does not hold for this VM, but does again for the next one.
     ///
     /// # Errors
-    /// As for [`Self::refuse`].
+    /// As for [`Self::refuse`]; [`Error::Detached`] before [`Self::attach`] whatever KVM does, and nothing is remembered.
     pub fn nested_guests(&self) -> Result<(), Error> {
         self.ask(Letter::Nested).0
     }
@@ -438,13 +477,13 @@ impl Supervisor {
     }
 
     /// The VM ends: no vCPU runs any more, and its memory is about to go. With `unmerge` everything goes back to anonymous memory
-    /// first. When this returns nothing of ours touches or keeps the memory. Without a VM this ends a [pause](Self::pause) that was told
-    /// before, and does nothing else. Returns the account of
-    /// the service, if there was one. Without `unmerge`, and where the kernel had copied pages, the memory cannot be a next VM's:
-    /// see the [module](self).
+    /// first; without it the store counts this VM's references no more, although its memory is still mapped. When this returns
+    /// nothing of ours touches or keeps the memory, and all loans have ended. Without a VM this ends a
+    /// [pause](Self::pause) that was told before, and does nothing else. Returns the account of the service, if there was one. Without
+    /// `unmerge`, and where the kernel had copied pages, the memory cannot be a next VM's: see the [module](self).
     ///
     /// # Errors
-    /// [`Error::NotUnmerged`], [`Error::Stopped`]; the service has ended all the same.
+    /// [`Error::NotUnmerged`]; [`Error::Refused`] if the service had died; [`Error::Stopped`]. The service has ended all the same.
     pub fn detach(&self, unmerge: bool) -> Result<Option<ServiceStats>, Error> {
         let (done, stats) = self.ask(Letter::Event(Event::Detach { unmerge }));
         // As in `remove_range`: other memory may come to the same addresses.
@@ -457,12 +496,18 @@ impl Supervisor {
     /// How the VM stands.
     #[must_use]
     pub fn status(&self) -> Status {
+        if !self.shared.home.is_here() {
+            return Status::Detached;
+        }
         lock(&self.shared.status).clone()
     }
 
     /// The service's account as of its last pass; `None` without a service.
     #[must_use]
     pub fn stats(&self) -> Option<ServiceStats> {
+        if !self.shared.home.is_here() {
+            return None;
+        }
         lock(&self.shared.account).as_ref().map(|control| control.stats())
     }
 
@@ -505,8 +550,9 @@ impl Supervisor {
     }
 
     fn ask(&self, letter: Letter) -> Answer {
-        // It cannot answer itself.
-        let asks = (!self.is_own_thread()).then_some(&self.shared.letters);
+        // It cannot answer itself, nor a child of its process.
+        let answers = !self.is_own_thread() && self.shared.home.is_here();
+        let asks = answers.then_some(&self.shared.letters);
         let answer = asks.and_then(|letters| letters.ask(letter));
         answer.unwrap_or((Err(Error::Stopped), None))
     }
@@ -517,8 +563,7 @@ impl Supervisor {
     }
 
     fn post(&self, letter: Letter) {
-        // A thread that has ended has said why.
-        let _ = self.shared.letters.post(letter);
+        self.shared.post(letter);
     }
 }
 
@@ -529,7 +574,7 @@ impl Drop for Supervisor {
             return self.post(Letter::End);
         }
         let _ = self.ask(Letter::End);
-        if let Some(thread) = self.thread.take() {
+        if let Some(thread) = self.thread.take().filter(|_| self.shared.home.is_here()) {
             let _ = thread.join();
         }
     }

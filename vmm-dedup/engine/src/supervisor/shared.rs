@@ -6,11 +6,14 @@ use crate::scan::control::Control;
 use crate::service::DedupService;
 use crate::supervisor::lifecycle::{Event, Span};
 use crate::supervisor::mailbox::Mailbox;
+use crate::supervisor::watched::Still;
 use crate::sync::Mutex;
+use crate::sys::home::Home;
 use crate::unmerge::discard::Discarder;
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use vmm_dedup_protocol::refusal::Refusal;
 use vmm_dedup_protocol::stats::ServiceStats;
 
@@ -34,19 +37,41 @@ pub enum Status {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) letters: Letters,
+    /// Where the supervisor's thread is: nobody reads letters in a child by fork, and its locks may be held for ever.
+    pub(crate) home: Home,
     pub(crate) discarder: Discarder,
     pub(crate) account: Mutex<Option<Arc<Control>>>,
     pub(crate) status: Mutex<Status>,
+    /// Of the VM, if it has one; else 0. It stays when the supervisor's thread has died: that VM goes on.
+    number: AtomicU64,
 }
 
 impl Shared {
     pub(crate) fn new() -> Self {
         Self {
             letters: Mailbox::new(),
+            home: Home::new(),
             discarder: Discarder::default(),
             account: Mutex::new(None),
             status: Mutex::new(Status::Detached),
+            number: AtomicU64::new(0),
         }
+    }
+
+    pub(crate) fn number(&self) -> Option<u64> {
+        Some(self.number.load(Ordering::Acquire)).filter(|number| *number != 0)
+    }
+
+    /// Posts a letter. A thread that has ended has said why, and merges nothing any more.
+    pub(crate) fn post(&self, letter: Letter) {
+        if self.home.is_here() {
+            let _ = self.letters.post(letter);
+        }
+    }
+
+    /// Only the supervisor's thread sets it.
+    pub(crate) fn set_number(&self, number: Option<u64>) {
+        self.number.store(number.unwrap_or(0), Ordering::Release);
     }
 }
 
@@ -54,8 +79,6 @@ impl Shared {
 pub(crate) type Configure = Box<dyn FnOnce() -> Result<Setup, Refusal> + Send>;
 /// Something to be done in the supervisor's thread.
 pub(crate) type Work = Box<dyn FnOnce(Option<&DedupService>) + Send>;
-/// Says whether memory may be pinned still.
-pub(crate) type Still = Box<dyn FnMut() -> bool + Send>;
 /// What keeps memory alive.
 pub(crate) type Keep = Box<dyn Any + Send>;
 

@@ -2,6 +2,12 @@
 
 use super::*;
 use crate::config::Config;
+use crate::memory::bitmap::Bits;
+use crate::memory::layout::Memory;
+use crate::sys::uffd::Uffd;
+use crate::unmerge::cow::Breaker;
+use crate::unmerge::discard::Discards;
+use std::os::fd::AsFd;
 use std::time::Instant;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vmm_dedup_protocol::socket;
@@ -72,6 +78,31 @@ fn settings_that_are_read_in_the_supervisors_thread_are_checked() {
         matches!(&status, Status::Refused(refusal) if says(refusal)),
         "{status:?}"
     );
+}
+
+/// A supervisor for whose threads of one part there is no place at first.
+fn lacks_once(lacking: Part) -> Supervisor {
+    let lacks = std::sync::atomic::AtomicBool::new(true);
+    Supervisor::spawn(Options {
+        each: Some(Arc::new(move |part| {
+            let fails = part == lacking && lacks.swap(false, std::sync::atomic::Ordering::AcqRel);
+            assert!(!fails, "no thread for now");
+        })),
+        ..Options::default()
+    })
+    .unwrap()
+}
+
+#[test]
+fn a_refusal_is_announced_when_there_is_a_thread_for_that() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store.sock");
+    let listener = socket::listen(&path).unwrap();
+    let supervisor = lacks_once(Part::Refused);
+    supervisor.attach(setup(&path)).unwrap();
+    supervisor.refuse(refusal::confidential()).unwrap();
+    let bell = crate::sys::bell::Bell::new().unwrap();
+    assert!(bell.wait(Duration::from_secs(60), Some(listener.as_fd())));
 }
 
 #[test]
@@ -199,10 +230,99 @@ fn a_supervisor_that_has_died_serves_nothing_and_keeps_nothing() {
 }
 
 #[test]
+#[allow(unsafe_code)] // fork
+fn a_child_by_fork_waits_for_nobody() {
+    let supervisor = supervisor();
+    supervisor.attach(nowhere()).unwrap();
+    // SAFETY: the child takes no lock that another thread may have, and ends without unwinding.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0);
+    if child == 0 {
+        let stopped = matches!(supervisor.pin(), Err(Error::Stopped));
+        let detached = supervisor.status() == Status::Detached && supervisor.stats().is_none();
+        supervisor.unpin();
+        drop(supervisor);
+        // SAFETY: nothing of the process's is to be cleaned up here.
+        unsafe { libc::_exit(i32::from(!(stopped && detached))) };
+    }
+    let (start, mut status) = (Instant::now(), 0);
+    // SAFETY: status is a valid, exclusive int.
+    while unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == 0 {
+        if start.elapsed() > Duration::from_secs(60) {
+            // SAFETY: our own child, which has not been waited for.
+            unsafe { libc::kill(child, libc::SIGKILL) };
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(status, 0, "it says no, or waits for ever");
+    supervisor.pin().unwrap();
+}
+
+#[test]
+#[allow(unsafe_code)] // mprotect
+fn memory_that_is_protected_when_it_comes_is_refused() {
+    let supervisor = supervisor();
+    let memory = memory();
+    let range = HostRange::of_guest_memory(&*memory).unwrap()[0];
+    let addresses = range.addresses();
+    let unknown = supervisor.leave_alone(addresses.clone(), refusal::protected());
+    assert!(matches!(unknown, Err(Error::Detached)), "{unknown:?}");
+    supervisor.attach(nowhere()).unwrap();
+    let unknown = supervisor.leave_alone(addresses.clone(), refusal::protected());
+    assert!(matches!(unknown, Err(Error::NotAdded { .. })), "{unknown:?}");
+    for access in [libc::PROT_NONE, libc::PROT_READ] {
+        // SAFETY: a page in the middle of memory of our own, which nobody uses.
+        let protected = unsafe { libc::mprotect((addresses.start + 8192) as *mut _, 4096, access) };
+        assert_eq!(protected, 0);
+        let refused = Memory::new(&[range]);
+        assert!(
+            matches!(refused, Err(Error::Protected(at)) if at == addresses.start + 8192),
+            "{refused:?}"
+        );
+    }
+    assert_eq!(
+        Refusal::from(&Error::Protected(addresses.start)),
+        refusal::protected()
+    );
+    supervisor.add_memory(memory).unwrap();
+    supervisor.leave_alone(addresses, refusal::protected()).unwrap();
+}
+
+#[test]
 fn all_memory_may_go_at_once() {
     let (supervisor, memory) = (supervisor(), memory());
     supervisor.attach(nowhere()).unwrap();
     supervisor.add_memory(memory.clone()).unwrap();
     supervisor.remove_range(0..usize::MAX).unwrap();
     assert_eq!(Arc::strong_count(&memory), 1);
+}
+
+#[test]
+fn what_stands_for_a_vm_that_ended_before_forgets_no_memory_of_the_last_one() {
+    let supervisor = supervisor();
+    for number in [1, 2] {
+        supervisor.replace(number, nowhere()).unwrap();
+    }
+    let (discarder, memory) = (supervisor.discarder(), memory());
+    let range = HostRange::of_guest_memory(&*memory).unwrap()[0];
+    let (start, len) = (range.addresses().start, range.addresses().len());
+    let Ok(tracker) = Uffd::tracker() else {
+        assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
+        return eprintln!("SKIPPED: no userfaultfd");
+    };
+    discarder.adopt(&discarder_of(range, tracker));
+    assert_eq!(supervisor.with_service(|_| panic!("a bug")), None::<()>);
+    // The second VM goes on, and what it frees must read as zeros.
+    supervisor.end_of(1);
+    assert!(discarder.covers(start, len));
+    supervisor.end_of(2);
+    assert!(!discarder.covers(start, len));
+}
+
+/// What frees memory of a service that has this memory.
+fn discarder_of(range: HostRange, tracker: Uffd) -> Discarder {
+    let memory = Arc::new(Memory::new(&[range]).unwrap());
+    let in_file = Arc::new(Bits::new(memory.end()));
+    let breaker = Breaker::new(Arc::new(tracker), memory.clone(), None).unwrap();
+    Discarder::of(Arc::new(Discards::new(memory, in_file)), Arc::new(breaker), None)
 }

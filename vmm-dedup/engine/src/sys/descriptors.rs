@@ -2,9 +2,9 @@
 #![allow(unsafe_code)] // descriptors that others own
 
 use crate::error::Error;
-use rustix::fs::{Mode, OFlags, RawDir};
+use rustix::fs::{AtFlags, Mode, OFlags, RawDir, Statx, StatxFlags, statx};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use std::{fs, io};
@@ -72,12 +72,16 @@ pub(super) fn flags(fd: RawFd) -> io::Result<Option<i32>> {
     answered(flags, flags)
 }
 
-/// `None` if it is not open.
-pub(super) fn stat(fd: RawFd) -> io::Result<Option<libc::stat>> {
-    // SAFETY: all-zero is a valid stat, which the kernel fills.
-    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: stat is exclusive; the descriptor may be closed meanwhile, which the kernel tells.
-    answered(unsafe { libc::fstat(fd, &mut stat) }, stat)
+/// What kind of file a descriptor is, and which. Most file systems ask no server for that. `None`: it is not open.
+pub(super) fn identify(fd: RawFd) -> io::Result<Option<Statx>> {
+    // SAFETY: used for one call only; the descriptor may be closed meanwhile, which the kernel tells.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    match statx(fd, "", flags, StatxFlags::TYPE | StatxFlags::INO) {
+        Ok(stat) => Ok(Some(stat)),
+        Err(rustix::io::Errno::BADF) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// The number of the file system that a file is on; `None` if it is not open.

@@ -21,7 +21,7 @@
 
 use crate::error::Error;
 use crate::sys::descriptors::{
-    self, Descriptors, file_system, has_tls, info, is_ring, link, registered, stat,
+    self, Descriptors, file_system, has_tls, identify, info, is_ring, link, registered,
 };
 use rustix::fs::{AtFlags, CWD, FileType, Statx, StatxFlags, statx};
 use std::os::fd::{BorrowedFd, RawFd};
@@ -44,6 +44,8 @@ const FUSE_SERVER: u32 = 229;
 /// How long a look holds between two windows, which are often shorter than a look takes. (Whoever opens a file right behind a look
 /// is not seen either. What leaves no gap is to be told: `direct_io_opened`.)
 const GLANCE_HOLDS: Duration = Duration::from_millis(5);
+/// How long a look holds for what flags do not tell, while memory is replaced.
+const LOOK_HOLDS: Duration = Duration::from_millis(100);
 /// How long a look may be put off while nothing is replaced, so that whoever watches is told.
 const LOOK_PERIOD: Duration = Duration::from_secs(10);
 /// How long the kernel is asked what is registered with an io_uring that is in use.
@@ -58,7 +60,7 @@ pub(crate) struct DirectIo {
     /// Linux 6.9 or later.
     fuse_pins: bool,
     /// Files of overlayfs that were let pass, by device and number: to find out takes long.
-    passed: Vec<(u64, u64)>,
+    passed: Vec<(u32, u32, u64)>,
     /// What was found when it was last looked.
     refused: Option<String>,
     /// When it was last looked or glanced.
@@ -71,10 +73,9 @@ pub(crate) struct DirectIo {
 
 impl DirectIo {
     pub(crate) fn new() -> Result<Self, Error> {
-        let release = rustix::system::uname().release().to_string_lossy().into_owned();
         Ok(Self {
             descriptors: Arc::new(Descriptors::open()?),
-            fuse_pins: version(&release) >= (6, 9),
+            fuse_pins: fuse_pins(),
             passed: Vec::new(),
             refused: None,
             looked: Instant::now(),
@@ -112,10 +113,10 @@ impl DirectIo {
 
     /// Looks at less cost (a system call a file), as it can be done before every batch of merges: asks files for their flags
     /// only, and not at all if a look has refused. It does not see what is not told by flags: vhost-scsi, sockets with TLS,
-    /// /dev/fuse, files that are registered with an io_uring, and FUSE before Linux 6.9. So the first of a pass is a look. Returns
-    /// whether merging may go on.
+    /// /dev/fuse, files that are registered with an io_uring, and FUSE before Linux 6.9. So the first of a pass is a look, and so is
+    /// the first after each [`LOOK_HOLDS`]. Returns whether merging may go on.
     pub(crate) fn glance(&mut self) -> bool {
-        if self.is_due {
+        if self.is_due || self.looked_at_all.elapsed() >= LOOK_HOLDS {
             return self.look().is_ok();
         }
         if self.refused.is_none() {
@@ -159,8 +160,10 @@ impl DirectIo {
         if !descriptors::flags(fd)?.is_some_and(direct) {
             return Ok(Ok(()));
         }
-        let Some(stat) = stat(fd)? else { return Ok(Ok(())) };
-        Ok(match FileType::from_raw_mode(stat.st_mode) {
+        let Some(stat) = identify(fd)? else {
+            return Ok(Ok(()));
+        };
+        Ok(match FileType::from_raw_mode(stat.stx_mode.into()) {
             // A pipe with this flag has messages instead of a stream.
             FileType::BlockDevice | FileType::Directory | FileType::Fifo | FileType::Socket => Ok(()),
             FileType::RegularFile => self.judge_file(fd, &stat)?,
@@ -179,9 +182,11 @@ impl DirectIo {
 
     /// Says what a file is that takes plain references.
     fn find_others(&self, fd: RawFd) -> io::Result<Option<String>> {
-        let Some(stat) = stat(fd)? else { return Ok(None) };
-        let device = (libc::major(stat.st_rdev), libc::minor(stat.st_rdev));
-        let found = match FileType::from_raw_mode(stat.st_mode) {
+        let Some(stat) = identify(fd)? else {
+            return Ok(None);
+        };
+        let device = (stat.stx_rdev_major, stat.stx_rdev_minor);
+        let found = match FileType::from_raw_mode(stat.stx_mode.into()) {
             FileType::CharacterDevice if device == (MISC, FUSE_SERVER) => {
                 Some("/dev/fuse (a server's requests)")
             }
@@ -207,15 +212,15 @@ impl DirectIo {
     }
 
     /// Says what is not known to pin.
-    fn judge_file(&mut self, fd: RawFd, stat: &libc::stat) -> io::Result<Result<(), String>> {
-        let file = (stat.st_dev, stat.st_ino);
+    fn judge_file(&mut self, fd: RawFd, stat: &Statx) -> io::Result<Result<(), String>> {
+        let file = (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino);
         Ok(match file_system(fd)? {
             // Closed meanwhile.
             None => Ok(()),
             Some(OVERLAYFS) if self.passed.contains(&file) => Ok(()),
             Some(OVERLAYFS) => match layers(fd) {
                 None => Err("overlayfs (with layers that are not visible here)".into()),
-                Some(layers) => match layers.into_iter().find(|layer| !self.pins(*layer)) {
+                Some(layers) => match layers.into_iter().find(|layer| !pins(*layer, self.fuse_pins)) {
                     Some(layer) => Err(format!("overlayfs on {}", name_of(layer))),
                     None => {
                         self.passed.truncate(MOST_PASSED - 1);
@@ -224,19 +229,25 @@ impl DirectIo {
                     }
                 },
             },
-            Some(magic) if self.pins(magic) => Ok(()),
+            Some(magic) if pins(magic, self.fuse_pins) => Ok(()),
             Some(magic) => Err(mount(fd).map_or_else(|| name_of(magic), |mount| mount.kind)),
         })
     }
+}
 
-    /// Whether direct I/O of a file system pins its pages, or copies.
-    fn pins(&self, file_system: i64) -> bool {
-        match file_system {
-            EXT4 | XFS | BTRFS | TMPFS => true,
-            FUSE => self.fuse_pins,
-            _ => false,
-        }
+/// Whether direct I/O of a file system pins its pages, or copies. What is not known to takes plain references.
+pub(super) fn pins(file_system: i64, fuse_pins: bool) -> bool {
+    match file_system {
+        EXT4 | XFS | BTRFS | TMPFS => true,
+        FUSE => fuse_pins,
+        _ => false,
     }
+}
+
+/// Whether FUSE pins: Linux 6.9 or later.
+pub(super) fn fuse_pins() -> bool {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    version(&release) >= (6, 9)
 }
 
 /// A file that the kernel does not tell of.
@@ -401,6 +412,8 @@ mod tests {
     use std::os::fd::{AsFd, OwnedFd};
     use std::sync::{Mutex, MutexGuard, PoisonError};
 
+    const HOUR: Duration = Duration::from_secs(3600);
+
     fn direct_io(fuse_pins: bool) -> DirectIo {
         DirectIo {
             fuse_pins,
@@ -426,8 +439,11 @@ mod tests {
 
     #[test]
     fn what_pins_is_let_pass_and_nothing_else() {
-        let old = direct_io(false);
-        assert!([EXT4, XFS, BTRFS, TMPFS].into_iter().all(|magic| old.pins(magic)));
+        assert!(
+            [EXT4, XFS, BTRFS, TMPFS]
+                .into_iter()
+                .all(|magic| pins(magic, false))
+        );
         // NFS, Ceph, 9p, CIFS, SMB2, Lustre, GPFS, ZFS, squashfs.
         let others = [
             0x6969,
@@ -440,8 +456,8 @@ mod tests {
             0x2fc1_2fc1,
             0x7371_7368,
         ];
-        assert!(others.into_iter().all(|magic| !direct_io(true).pins(magic)));
-        assert!(!old.pins(FUSE) && direct_io(true).pins(FUSE));
+        assert!(others.into_iter().all(|magic| !pins(magic, true)));
+        assert!(!pins(FUSE, false) && pins(FUSE, true));
         assert_eq!(name_of(0x6969), "NFS");
         assert_eq!(name_of(0x0bd0_0bd0), "a file system of type 0xbd00bd0");
     }
@@ -506,17 +522,26 @@ mod tests {
         assert!(!direct_io.glance_again() && direct_io.refused().is_some());
         assert!(!direct_io.begin_pass() && !direct_io.glance());
         drop(file);
-        // It goes on by itself, and with the first glance of the pass that one looks no more.
+        // It goes on by itself, and with the first glance of the pass that one looks no more, for as long as the look holds.
         assert!(direct_io.begin_pass() && direct_io.glance());
+        direct_io.looked_at_all += HOUR;
         let looked = direct_io.looked_at_all;
         assert!(direct_io.glance() && direct_io.glance_again());
-        assert_eq!(direct_io.looked_at_all, looked);
-        // Whoever watches is told in time, though nothing is replaced.
         let place = folder.path().join("vhost-scsi");
         fs::remove_file(&place).unwrap();
         let file = what_only_a_look_sees(folder.path()).unwrap();
+        assert!(direct_io.glance());
+        assert_eq!(direct_io.looked_at_all, looked);
+        // And when it holds no more, the same pass looks again.
+        direct_io.looked_at_all = Instant::now() - LOOK_HOLDS;
+        assert!(!direct_io.glance() && direct_io.refused().is_some());
+        drop(file);
+        assert!(direct_io.begin_pass() && direct_io.glance());
+        // Whoever watches is told in time, though nothing is replaced.
         fs::remove_file(&place).unwrap();
-        direct_io.looked_at_all -= LOOK_PERIOD;
+        let file = what_only_a_look_sees(folder.path()).unwrap();
+        fs::remove_file(&place).unwrap();
+        direct_io.looked_at_all = Instant::now() - LOOK_PERIOD;
         assert!(!direct_io.begin_pass());
         drop(file);
     }
@@ -561,11 +586,15 @@ mod tests {
             let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
             let lower = rustix::fs::open(at("all/disk"), flags, Mode::empty()).unwrap();
             let verdict = direct_io.look();
-            assert_eq!(verdict.is_ok(), direct_io.pins(below), "{verdict:?}");
+            assert_eq!(verdict.is_ok(), pins(below, direct_io.fuse_pins), "{verdict:?}");
             drop(lower);
             for name in ["all/disk", "all/new"] {
                 let file = open_direct(&at(name)).unwrap();
-                assert_eq!(direct_io.look().is_ok(), direct_io.pins(below), "{name}");
+                assert_eq!(
+                    direct_io.look().is_ok(),
+                    pins(below, direct_io.fuse_pins),
+                    "{name}"
+                );
                 drop(file);
             }
             // Another folder at the same path: whatever is there, it is not the layer.

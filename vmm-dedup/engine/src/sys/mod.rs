@@ -7,6 +7,7 @@ mod descriptors;
 pub(crate) mod direct_io;
 pub(crate) mod fork;
 pub(crate) mod guest;
+pub(crate) mod home;
 #[cfg_attr(not(feature = "inject"), allow(unreachable_pub))]
 pub(crate) mod inject;
 pub(crate) mod late_log;

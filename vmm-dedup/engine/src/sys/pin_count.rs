@@ -46,6 +46,8 @@ const PAUSE: Duration = Duration::from_millis(2);
 const COUNTS: &str = "/proc/vmstat";
 /// Longest text of the counts that is read.
 const LONGEST: usize = 64 << 10;
+/// So much of it is read first: the two counts come early, and the kernel writes no more than it is asked for.
+const EARLY: usize = 2 << 10;
 
 /// Pages that were ever pinned, and let go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,8 +155,14 @@ impl Files {
     fn read(&self, buffer: &mut [u8]) -> Result<Counts, String> {
         let mut read = || -> io::Result<Option<Counts>> {
             self.refresh.read_at(&mut buffer[..1], 0)?;
-            let len = self.counts.read_at(buffer, 0)?;
-            Ok(std::str::from_utf8(&buffer[..len]).ok().and_then(parse))
+            for most in [EARLY, LONGEST] {
+                let len = self.counts.read_at(&mut buffer[..most], 0)?;
+                let counts = std::str::from_utf8(&buffer[..len]).ok().and_then(parse);
+                if counts.is_some() {
+                    return Ok(counts);
+                }
+            }
+            Ok(None)
         };
         match read() {
             Ok(Some(counts)) => Ok(counts),
@@ -166,10 +174,12 @@ impl Files {
     }
 }
 
+/// The counts, if both are in the text to the end of their lines.
 fn parse(text: &str) -> Option<Counts> {
     let number = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        line.trim().parse().ok()
+        let mut lines = text.split_inclusive('\n');
+        let line = lines.find_map(|line| line.strip_prefix(name))?;
+        line.strip_suffix('\n')?.trim().parse().ok()
     };
     Some(Counts {
         acquired: number("nr_foll_pin_acquired ")?,
@@ -189,6 +199,10 @@ mod tests {
         let counts = parse(text).unwrap();
         assert_eq!((counts.acquired, counts.released), (138_185_254, 138_185_250));
         assert_eq!(parse("nr_foll_pin_acquired 1\n"), None);
+        let cut = text.find("250\n").unwrap();
+        assert_eq!(parse(&text[..cut + 2]), None, "the rest of a number is missing");
+        assert_eq!(parse(&text[..cut + 3]), None);
+        assert!(parse(&text[..cut + 4]).is_some());
     }
 
     /// One that is answered what `counts` says.

@@ -6,13 +6,13 @@
 //!
 //! | file | pins pages for writing |
 //! | --- | --- |
-//! | a regular file that is open for direct I/O; not on tmpfs, which copies | while a read is under way |
+//! | a regular file that is open for direct I/O; not on tmpfs, which copies | while a read is under way; plain references on a file system that is not known to pin ([`direct_io`](mod@crate::sys::direct_io)) |
 //! | a block device, however it is open | while a read is under way; ioctls pin as well |
 //! | io_uring with registered buffers | for as long as they are registered, and while a request with one is under way, which may last longer |
 //! | io_uring with registered files, which are not among the open ones | while a read is under way |
 //! | VFIO, vDPA, iommufd, any device that is not in the list below; AF_XDP, RDS | for as long as they like |
 //! | RDMA | the same, also for reading, without a fault |
-//! | a regular file on a file system that is not in the list below: FUSE and 9p may pin without having been asked for direct I/O | while a read is under way |
+//! | a regular file on a file system that is not in the list below: FUSE and 9p may hold pages without having been asked for direct I/O | while a read is under way; FUSE pins since Linux 6.9, the others take plain references |
 //! | TCP sockets whose TLS the kernel does; /dev/fuse; /proc/PID/mem, open for writing | while data comes in: plain references |
 //! | other regular files, pipes (vmsplice takes references for reading), other sockets (zero copy reads), eventfds and the like | no |
 //! | KVM | pages of guests that run guests (Linux 6.13 and later) |
@@ -47,28 +47,30 @@
 //!   as for [`direct_io`](mod@crate::sys::direct_io).
 //! - *Other processes* that write this one's memory (a debugger: process_vm_writev). They pin for the moment of the copy. The
 //!   kernel's [count](mod@crate::sys::pin_count) of pinned pages tells of them.
-#![allow(unsafe_code)] // statx
 
 use crate::error::Error;
 use crate::sys::asker::{Asker, NoAnswer};
-use crate::sys::descriptors::{self, Descriptors, domain, file_system, has_tls, link, registered};
-use crate::sys::direct_io::{BTRFS, EXT4, OVERLAYFS, TMPFS, XFS, layers};
-use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, statx};
+use crate::sys::descriptors::{self, Descriptors, domain, file_system, has_tls, identify, link, registered};
+use crate::sys::direct_io::{self, BTRFS, EXT4, OVERLAYFS, TMPFS, XFS, layers};
+use rustix::fs::{FileType, Statx};
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::RawFd;
 use std::time::{Duration, Instant};
 
 const PROC: i64 = 0x9fa0;
+/// Reads copy from the page cache.
+const NFS: i64 = 0x6969;
 
 /// File systems whose reads copy, unless the file is open for direct I/O; overlayfs is what its layers are. Source: Linux,
 /// include/uapi/linux/magic.h.
-const FILE_SYSTEMS: [i64; 20] = [
+const FILE_SYSTEMS: [i64; 21] = [
     EXT4,
     XFS,
     BTRFS,
     TMPFS,
     PROC,
+    NFS,
     0x6265_6572, // sysfs
     0x6367_7270, // cgroup2
     0x0027_e0eb, // cgroup
@@ -204,11 +206,12 @@ pub(crate) struct NobodyPins(());
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reads {
     Copy,
-    /// They copy, unless the file is open for direct I/O.
-    CopyUnlessDirect,
+    /// They copy, unless the file is open for direct I/O, which holds pages so.
+    CopyUnlessDirect(Holds),
     /// The file is a process's memory: writes to it are.
     WriteMemory,
-    MayPin,
+    /// They may hold pages so, whatever the file is open for.
+    MayHold(Holds),
 }
 
 /// Device and number of a regular file; without the number: of all files of the device.
@@ -220,6 +223,7 @@ type Found = Option<(Holds, String)>;
 /// Looks for those who can.
 #[derive(Debug)]
 pub(crate) struct Pinners {
+    fuse_pins: bool,
     /// Opened before anything restricts that; the thread has it once it was started.
     descriptors: Option<Descriptors>,
     /// Or why there is none.
@@ -237,6 +241,7 @@ struct Question {
 /// What the thread looks with.
 #[derive(Debug)]
 struct Looker {
+    fuse_pins: bool,
     descriptors: Descriptors,
     /// Regular files that were open at the last look, and devices whose files are all alike.
     known: HashMap<Identity, Reads>,
@@ -244,6 +249,8 @@ struct Looker {
 
 /// One look at all open files.
 struct Look<'a> {
+    /// Linux 6.9 or later.
+    fuse_pins: bool,
     known: &'a HashMap<Identity, Reads>,
     /// What was met of these.
     met: HashMap<Identity, Reads>,
@@ -255,6 +262,7 @@ struct Look<'a> {
 impl Pinners {
     pub(crate) fn new() -> Result<Self, Error> {
         Ok(Self {
+            fuse_pins: direct_io::fuse_pins(),
             descriptors: Some(Descriptors::open()?),
             looker: Err("nobody looks at open files".to_owned()),
         })
@@ -267,6 +275,7 @@ impl Pinners {
             return;
         };
         let mut looker = Looker {
+            fuse_pins: self.fuse_pins,
             descriptors,
             known: HashMap::new(),
         };
@@ -328,6 +337,7 @@ impl Looker {
             self.known.clear();
         }
         let mut look = Look {
+            fuse_pins: self.fuse_pins,
             known: &self.known,
             met: HashMap::new(),
             told,
@@ -397,7 +407,7 @@ impl Look<'_> {
             None if self.frozen.is_some() => return Err(unknown("was opened just now".to_owned())),
             None => {
                 let untold = |error| unknown(format!("cannot be looked at: {error}"));
-                let Some((reads, alike)) = reads(fd).map_err(untold)? else {
+                let Some((reads, alike)) = reads(fd, self.fuse_pins).map_err(untold)? else {
                     return Ok(None);
                 };
                 // What it is now may not be what it was.
@@ -409,55 +419,50 @@ impl Look<'_> {
             }
         };
         self.met.insert(like, reads);
-        let pins = |what: &str| Some((Holds::Pins, what.to_owned()));
         Ok(match reads {
-            Reads::CopyUnlessDirect if flags & libc::O_DIRECT != 0 => pins("open for direct I/O"),
+            Reads::CopyUnlessDirect(holds) if flags & libc::O_DIRECT != 0 => {
+                Some((holds, "open for direct I/O".to_owned()))
+            }
             Reads::WriteMemory if flags & libc::O_ACCMODE != libc::O_RDONLY => {
                 Some((Holds::Unseen, "a process's memory, open for writing".to_owned()))
             }
-            Reads::MayPin => pins("on a file system that may pin"),
-            Reads::Copy | Reads::CopyUnlessDirect | Reads::WriteMemory => None,
+            Reads::MayHold(holds) => Some((holds, "on a file system that may pin".to_owned())),
+            Reads::Copy | Reads::CopyUnlessDirect(_) | Reads::WriteMemory => None,
         })
     }
 }
 
 /// What reads of a regular file do, and whether those of all files of its device do; `None` if it is not open.
-fn reads(fd: RawFd) -> io::Result<Option<(Reads, bool)>> {
+fn reads(fd: RawFd, fuse_pins: bool) -> io::Result<Option<(Reads, bool)>> {
     let Some(magic) = file_system(fd)? else {
         return Ok(None);
     };
-    let copies = |known: bool| {
-        if known {
-            Reads::CopyUnlessDirect
+    let on = |file_systems: &[i64]| {
+        let pins = |magic: &i64| direct_io::pins(*magic, fuse_pins);
+        let holds = if file_systems.iter().all(pins) {
+            Holds::Pins
         } else {
-            Reads::MayPin
+            Holds::Unseen
+        };
+        if file_systems.iter().all(|magic| FILE_SYSTEMS.contains(magic)) {
+            Reads::CopyUnlessDirect(holds)
+        } else {
+            Reads::MayHold(holds)
         }
     };
     Ok(Some(match magic {
         TMPFS => (Reads::Copy, true),
         PROC => match link(fd)? {
             Some(link) if link.file_name().is_some_and(|name| name == "mem") => (Reads::WriteMemory, false),
-            Some(_) => (Reads::CopyUnlessDirect, false),
+            Some(_) => (Reads::Copy, false),
             None => return Ok(None),
         },
-        OVERLAYFS => {
-            let known = |layers: Vec<i64>| layers.iter().all(|layer| FILE_SYSTEMS.contains(layer));
-            (copies(layers(fd).is_some_and(known)), false)
-        }
-        magic => (copies(FILE_SYSTEMS.contains(&magic)), true),
+        OVERLAYFS => (
+            layers(fd).map_or(Reads::MayHold(Holds::Unseen), |layers| on(&layers)),
+            false,
+        ),
+        magic => (on(&[magic]), true),
     }))
-}
-
-/// What kind of file a descriptor is, and which. Most file systems ask no server for that. `None`: it is not open.
-fn identify(fd: RawFd) -> io::Result<Option<Statx>> {
-    // SAFETY: used for one call only; the descriptor may be closed meanwhile, which the kernel tells.
-    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    match statx(fd, "", flags, StatxFlags::TYPE | StatxFlags::INO) {
-        Ok(stat) => Ok(Some(stat)),
-        Err(rustix::io::Errno::BADF) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
 }
 
 fn identity(stat: &Statx) -> Identity {

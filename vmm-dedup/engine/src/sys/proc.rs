@@ -19,6 +19,8 @@ pub(crate) fn max_map_count() -> Result<usize, Error> {
 #[derive(Debug, PartialEq, Eq)]
 struct Vma {
     range: Range<usize>,
+    /// It can be read and written.
+    usable: bool,
     shared: bool,
     anonymous: bool,
     /// Of the file, or 0.
@@ -30,11 +32,13 @@ fn parse_vma(line: &str) -> Option<Vma> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;
     let range = usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
-    let shared = fields.next()?.ends_with('s');
+    let access = fields.next()?;
+    let (usable, shared) = (access.starts_with("rw"), access.ends_with('s'));
     let inode = fields.nth(2)?.parse().ok()?;
     let path = fields.next().unwrap_or("").to_owned();
     Some(Vma {
         range,
+        usable,
         shared,
         anonymous: inode == 0 && !path.starts_with('/'),
         inode,
@@ -66,7 +70,7 @@ pub(crate) fn mappings_within(range: &Range<usize>) -> Result<usize, Error> {
     Ok(vmas()?.into_iter().filter(within).count())
 }
 
-/// Checks that a range is mapped without gaps, private and anonymous: what the engine may work on.
+/// Checks that a range is mapped without gaps, private and anonymous, readable and writable: what the engine may work on.
 pub(crate) fn check_private_anonymous(range: &Range<usize>) -> Result<(), Error> {
     let mut at = range.start;
     for vma in vmas()?
@@ -91,6 +95,9 @@ pub(crate) fn check_private_anonymous(range: &Range<usize>) -> Result<(), Error>
                 backing,
                 path: vma.path,
             });
+        }
+        if !vma.usable {
+            return Err(Error::Protected(vma.range.start.max(range.start)));
         }
         at = vma.range.end;
     }
@@ -197,12 +204,16 @@ mod tests {
         let line = "7f0000000000-7f0000200000 rw-p 00000000 00:00 0                          [anon:guest]";
         let vma = parse_vma(line).unwrap();
         assert_eq!(vma.range, 0x7f00_0000_0000..0x7f00_0020_0000);
-        assert!(vma.anonymous && !vma.shared);
+        assert!(vma.anonymous && !vma.shared && vma.usable);
         let line = "7f0000000000-7f0000200000 rw-s 00000000 00:01 77   /memfd:ch_ram (deleted)";
         let vma = parse_vma(line).unwrap();
         assert!(vma.shared && !vma.anonymous && vma.path == "/memfd:ch_ram");
         let line = "7f0000000000-7f0000200000 rw-p 00000000 00:0f 77   /anon_hugepage (deleted)";
         assert!(!parse_vma(line).unwrap().anonymous);
+        for access in ["r--p", "---p", "-w-p"] {
+            let line = format!("7f0000000000-7f0000200000 {access} 00000000 00:00 0");
+            assert!(!parse_vma(&line).unwrap().usable, "{access}");
+        }
     }
 
     #[test]

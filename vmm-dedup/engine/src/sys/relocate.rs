@@ -289,6 +289,29 @@ pub(crate) fn track(tracker: &Uffd, range: Range<usize>, step: &'static str) {
     }
 }
 
+/// Takes the mark of unwritten pages off a range that is tracked; if need be with its registration, whose end takes off all marks. Then
+/// the range is tracked again with the next pass ([`Uffd::take_untracked`]), and all of it counts as written.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
+pub(crate) fn unmark(tracker: &Uffd, range: &Range<usize>) {
+    for attempt in 0usize.. {
+        let Err(error) = tracker.write_protect(range.start, range.len(), false) else {
+            return;
+        };
+        let step = "counting pages as written";
+        if tracker.unregister(range.start, range.len()).is_ok() {
+            late_log::note(
+                step,
+                &error,
+                "the next pass tracks them again; until then nothing is merged there",
+            );
+            return tracker.note_untracked(range.clone());
+        }
+        late_log::note(step, &error, "it was tried again until it worked");
+        cry_at_times(step, attempt, &error);
+        std::thread::sleep(MEMORY_PAUSE);
+    }
+}
+
 /// Ends the protection of a range, so that its writers do not wait; by ending its registration if need be.
 #[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn unprotect(breaker: &Uffd, range: &Range<usize>) {

@@ -5,10 +5,11 @@ use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::sched;
 use std::cell::RefCell;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::thread::{Builder, JoinHandle};
 
-/// What every thread of the engine does first ([`Options::each`](crate::supervisor::Options::each)).
+/// What every thread of the engine does first ([`Options::each`](crate::supervisor::Options::each)). Whoever starts a thread waits for
+/// it: it must not wait for the supervisor, or for whoever may call that.
 pub type Each = Arc<dyn Fn(Part) + Send + Sync>;
 
 thread_local! {
@@ -54,26 +55,51 @@ fn try_mappings() -> io::Result<()> {
     room
 }
 
-/// Starts a thread of the engine.
+/// Starts a thread of the engine, and waits until it has done what it does first. If that panics there is no such thread, and nothing
+/// of its work was begun: nobody waits then for what it would have served.
 ///
 /// # Errors
-/// Those of the kernel; ENOMEM if the process has hardly any mappings left.
+/// Those of the kernel; ENOMEM if the process has hardly any mappings left; that what it does first has panicked.
 pub(crate) fn spawn<T: Send + 'static>(
     part: Part,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
     try_mappings()?;
     let each = EACH.with_borrow(Clone::clone);
-    Builder::new().name(part.name().into()).spawn(move || {
+    let (begins, begun) = mpsc::sync_channel(1);
+    let thread = Builder::new().name(part.name().into()).spawn(move || {
         enter(part, each);
+        let _ = begins.send(());
         work()
-    })
+    })?;
+    if begun.recv().is_err() {
+        let _ = thread.join();
+        return Err(io::Error::other(format!(
+            "{} has panicked before its work",
+            part.name()
+        )));
+    }
+    Ok(thread)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::sync::Mutex;
+
+    #[test]
+    fn a_thread_that_panics_before_its_work_is_not_started() {
+        let began = Arc::new(Mutex::new(false));
+        let theirs = began.clone();
+        let tried = std::thread::spawn(move || {
+            let each = |part| assert_ne!(part, Part::Scan, "what the embedder does fails");
+            enter(Part::Supervisor, Some(Arc::new(each)));
+            spawn(Part::Scan, move || *crate::sync::lock(&theirs) = true).map(|_| ())
+        });
+        let error = tried.join().unwrap().unwrap_err();
+        assert_eq!(error.to_string(), "dedup-scan has panicked before its work");
+        assert!(!*crate::sync::lock(&began));
+    }
 
     #[test]
     fn threads_of_threads_do_it_first_as_well() {

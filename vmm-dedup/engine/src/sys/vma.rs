@@ -206,7 +206,7 @@ pub(crate) fn populate_read(at: usize, len: usize) -> io::Result<()> {
 }
 
 #[cfg_attr(any(test, feature = "inject"), track_caller)]
-fn advise(start: usize, len: usize, advice: i32) -> io::Result<()> {
+pub(crate) fn advise(start: usize, len: usize, advice: i32) -> io::Result<()> {
     inject::before(match advice {
         libc::MADV_POPULATE_WRITE => Call::Populate,
         libc::MADV_POPULATE_READ => Call::PopulateRead,

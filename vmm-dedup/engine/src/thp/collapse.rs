@@ -35,6 +35,7 @@ use crate::sys::uffd::Uffd;
 use crate::sys::vma::Anonymous;
 use crate::sys::{guest, proc, vma};
 use crate::unmerge::address_space::AddressSpace;
+use crate::unmerge::cow::NotFrozen;
 use crate::window::{PageSet, Taken, Window};
 use std::io;
 use std::ops::Range;
@@ -67,7 +68,7 @@ enum NotBuilt {
     Pinned,
     /// The kernel copied a page on write, so that it may be pinned.
     Copied,
-    /// The host has too little memory, or no huge page.
+    /// The host has too little memory, or no huge page; or a page was swapped out again and again.
     Memory,
     /// No mapping left, or a call failed.
     Other,
@@ -193,11 +194,12 @@ fn put_in_place(
     pages: &Range<Page>,
     fresh: &mut Anonymous,
 ) -> Result<(), NotBuilt> {
+    let mut last = NotFrozen::Broken;
     for _ in 0..TRIES {
         // What the fault thread replaced for a writer is private now.
         space.take_broken(map, account);
         match try_to_put_in_place(map, space, account, pages, fresh) {
-            Some(Ok(())) => {
+            Ok(()) => {
                 for page in pages.clone() {
                     account.stats.unmerged_total += u64::from(map.backing(page).maps_a_slot());
                     map.made_private(page);
@@ -205,23 +207,43 @@ fn put_in_place(
                 map.note_own_mapping(at);
                 return Ok(());
             }
-            Some(refused) => return refused,
+            Err(NotPut::For(reason)) => return Err(reason),
             // What the kernel copied stays where it is.
-            None if !space.breaker.managed() => return Err(NotBuilt::Copied),
-            None => {}
+            Err(NotPut::NotFrozen(NotFrozen::Broken)) if !space.breaker.managed() => {
+                return Err(NotBuilt::Copied);
+            }
+            Err(NotPut::NotFrozen(not_frozen)) => last = not_frozen,
         }
     }
-    Err(NotBuilt::Pinned)
+    Err(match last {
+        NotFrozen::Broken => NotBuilt::Pinned,
+        NotFrozen::Unseen => NotBuilt::Memory,
+        NotFrozen::Refused => NotBuilt::Other,
+    })
 }
 
-/// `None`: a shared page was broken just now.
+/// Why copies were not put into place.
+#[derive(Debug)]
+enum NotPut {
+    /// For a reason that stays.
+    For(NotBuilt),
+    /// Shared pages did not stand still: it may be tried again.
+    NotFrozen(NotFrozen),
+}
+
+impl From<NotFrozen> for NotPut {
+    fn from(not_frozen: NotFrozen) -> Self {
+        Self::NotFrozen(not_frozen)
+    }
+}
+
 fn try_to_put_in_place(
     map: &mut PageMap,
     space: &mut AddressSpace,
     account: &mut Account,
     pages: &Range<Page>,
     fresh: &mut Anonymous,
-) -> Option<Result<(), NotBuilt>> {
+) -> Result<(), NotPut> {
     // Nobody frees any of it meanwhile.
     let discards = space.discards.clone();
     let mut discards = discards.lock();
@@ -233,7 +255,7 @@ fn try_to_put_in_place(
         let backing = map.backing(page);
         let address = start + bytes(offset);
         if backing.is_copied() {
-            return Some(Err(NotBuilt::Copied));
+            return Err(NotPut::For(NotBuilt::Copied));
         }
         if !backing.maps_a_slot() {
             private.insert(offset..offset + 1);
@@ -244,24 +266,16 @@ fn try_to_put_in_place(
             _ => shared.push(address..address + PAGE_SIZE),
         }
     }
-    if let Err(error) = read_in(&mut space.pagemap, &range, &shared) {
-        return Some(Err(no_memory(error)));
-    }
+    read_in(&mut space.pagemap, &range, &shared).map_err(|error| NotPut::For(no_memory(error)))?;
     let breaker = space.breaker.clone();
     let place = space.scratch.place(pages.len());
     map.memory().advise_copy(&range, fresh.base());
-    let mut refusal = None;
-    let done = breaker.with_writers_waiting(&mut space.pagemap, &shared, || {
+    breaker.with_writers_waiting(&mut space.pagemap, &shared, || {
         let clock = Instant::now();
         let done = replace(&space.uffd, place, &range, &shared, &private, fresh);
         account.stats.rebuild.observe(ns(clock.elapsed()));
-        done.map_err(|reason| refusal = Some(reason)).ok()
-    });
-    match (done, refusal) {
-        (Some(()), _) => Some(Ok(())),
-        (None, Some(reason)) => Some(Err(reason)),
-        (None, None) => None,
-    }
+        done.map_err(NotPut::For)
+    })
 }
 
 /// Reads in what is swapped out, of the guest's own pages and of the store's: who waits for a page that is away must not wait for a
@@ -289,7 +303,7 @@ fn replace(
         let known = |taken: &Taken| matches!(taken, Taken::Yes | Taken::Absent);
         window.take(run.clone());
         if !window.became(run).iter().all(known) {
-            // Everything goes back, without write tracking's marks, so that all of it counts as written.
+            // Everything goes back, and all that was armed counts as written.
             return Err(NotBuilt::Pinned);
         }
     }

@@ -39,7 +39,7 @@ use crate::hints::agent_use::AgentUse;
 use crate::hints::line::AgentLine;
 use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
-use crate::memory::thp_state::{Asked, HugeState, Use};
+use crate::memory::thp_state::{Asked, Frequency, HugeState, Use};
 use crate::sys::late_log;
 use crate::sys::uffd::Uffd;
 use crate::thp::policy::Thresholds;
@@ -79,6 +79,8 @@ pub(crate) struct Monitor {
     helpers: u64,
     /// When what was found used in this interval for the first time is looked at again.
     confirm: Option<Instant>,
+    /// What was split was found used for the first time in this round.
+    first_use: bool,
 }
 
 /// A round of sampling.
@@ -120,11 +122,17 @@ impl Monitor {
             mark: 0,
             helpers: 0,
             confirm: None,
+            first_use: false,
         }
     }
 
     pub(crate) fn policy(&self) -> Policy {
         self.policy
+    }
+
+    /// Whether huge pages are built again of what is used.
+    pub(crate) fn watches_use(&self) -> bool {
+        self.policy.watches_access()
     }
 
     pub(crate) fn probes(&self) -> Probes {
@@ -182,8 +190,9 @@ impl Monitor {
     /// Begins a round, if one is due. Not every range waits for the next interval:
     ///
     /// - huge pages never sampled before are sampled at once, to be judged soon;
-    /// - what was split and has just been used for the first time is sampled again in the middle of the interval, and what
-    ///   is being written at once, so that huge pages are back within two intervals.
+    /// - what was split and is being written is sampled at once, and what was found used for the first time once more after half
+    ///   an interval, so that huge pages are back within two intervals. (Of the interval that was asked for: what sampling costs may
+    ///   put off the next round for all by more.)
     pub(crate) fn begin_round(&mut self, map: &mut PageMap, uffd: &Arc<Uffd>) -> Option<Round> {
         let now = Instant::now();
         self.look_at_agent();
@@ -229,6 +238,13 @@ impl Monitor {
 
     /// Ends a round: from what it cost follows when the next one may be.
     pub(crate) fn end_round(&mut self, map: &PageMap, account: &mut Account, round: &Round) {
+        if round.due || round.confirm {
+            self.confirm = None;
+        }
+        if std::mem::take(&mut self.first_use) {
+            // Who waits already waits no longer.
+            self.confirm = self.confirm.or(Some(round.began + self.interval / 2));
+        }
         if round.due {
             self.count_helpers(account);
             let spent = account.stats.cpu_ns.monitor;
@@ -236,9 +252,6 @@ impl Monitor {
             let cost = Duration::from_nanos(spent - std::mem::replace(&mut self.mark, spent));
             let interval = self.interval.max(affordable(map.memory(), cost));
             self.next = Some(round.began + interval);
-            self.confirm = Some(round.began + interval / 2);
-        } else if round.confirm {
-            self.confirm = None;
         }
     }
 
@@ -319,10 +332,12 @@ impl Monitor {
         }
     }
 
-    fn note_use(&self, map: &mut PageMap, at: usize, used: Use) {
+    fn note_use(&mut self, map: &mut PageMap, at: usize, used: Use) {
         let before = self.twins_wanted(&map.chunk(at).thp);
+        let used_before = map.chunk(at).thp.frequency != Frequency::default();
         map.note_use(at, used);
         let chunk = map.chunk(at);
+        self.first_use |= chunk.thp.ours && !used_before && used != Use::None;
         let asks = |twins| {
             let never_asked = chunk.thp.asked == Asked::Nothing;
             twins > 0 && (never_asked || chunk.thp.repetition() >= twins)

@@ -2,6 +2,7 @@
 
 use crate::account::Account;
 use crate::error::Error;
+use crate::memory::chunk_state::PARTS;
 use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
 use crate::memory::page_state::PageState;
@@ -23,8 +24,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Passes from one look for copied pages in a chunk to the next.
-const BREAKS_PERIOD: u64 = 16;
+/// Passes from one look for copied pages in a chunk to the next, or in one of its parts.
+const BREAKS_PERIOD: u64 = PARTS as u64;
 
 /// How long packed pages wait for memory to come back to, where whoever wants them goes on without.
 const WITHOUT_MEMORY: Duration = Duration::from_secs(1);
@@ -152,19 +153,36 @@ impl AddressSpace {
 
     /// Looks for shared pages that the kernel copied, in chunks where something may have happened, each in its turn: what a copy
     /// frees is only known later then, and walking the store's mappings costs most of a pass.
+    ///
+    /// `watches_use`: a chunk whose huge page we split is to be one again soon after it is written everywhere. So its turn comes in
+    /// every pass, but with one of its parts only; and if a page of that was copied, with all of it. Where nothing
+    /// is copied that walks as many pages as before, by sixteen times as many calls.
     pub(crate) fn find_copied(
         &mut self,
         map: &mut PageMap,
         account: &mut Account,
         pass: u64,
+        watches_use: bool,
     ) -> Result<(), Error> {
         for at in 0..map.chunks().len() {
-            let turn = (pass + at as u64).is_multiple_of(BREAKS_PERIOD);
-            if turn && map.take_unchecked(at) {
-                // What was not looked at is looked at in another pass.
-                self.find_copied_in(map, account, at)
-                    .inspect_err(|_| map.note_faults())?;
-            }
+            let pages = map.chunk_at(at).pages.clone();
+            let found = if watches_use && map.chunk(at).thp.ours {
+                let Some(number) = map.take_unchecked_part(at) else {
+                    continue;
+                };
+                match self.find_copied_of(map, account, part(&pages, number)) {
+                    Ok(true) if map.take_unchecked(at) => self.find_copied_of(map, account, pages),
+                    found => found,
+                }
+            } else {
+                let turn = (pass + at as u64).is_multiple_of(BREAKS_PERIOD);
+                if !turn || !map.take_unchecked(at) {
+                    continue;
+                }
+                self.find_copied_of(map, account, pages)
+            };
+            // What was not looked at is looked at in another pass.
+            found.inspect_err(|_| map.note_faults())?;
         }
         Ok(())
     }
@@ -177,25 +195,39 @@ impl AddressSpace {
         at: usize,
     ) -> Result<(), Error> {
         let pages = map.chunk_at(at).pages.clone();
+        self.find_copied_of(map, account, pages).map(drop)
+    }
+
+    /// The same for some pages of a chunk; whether there were any.
+    fn find_copied_of(
+        &mut self,
+        map: &mut PageMap,
+        account: &mut Account,
+        pages: Range<Page>,
+    ) -> Result<bool, Error> {
+        let mut any = false;
         if !pages.clone().any(|page| map.backing(page).maps_a_slot()) {
-            return Ok(());
+            return Ok(any);
         }
-        let range = map.chunk_at(at).addresses();
+        let range = map.memory().addresses(&pages);
         for copied in self.pagemap.copied(range.clone()).map_err(Error::Pagemap)? {
             for address in copied.step_by(PAGE_SIZE) {
                 let page = pages.start + Page::try_from((address - range.start) / PAGE_SIZE).unwrap_or(0);
-                self.note_copied(map, account, page);
+                any |= self.note_copied(map, account, page);
             }
         }
-        Ok(())
+        Ok(any)
     }
 
     /// A page that maps a slot, as far as is known, was found to be anonymous. What the fault thread replaced it will tell.
-    pub(crate) fn note_copied(&self, map: &mut PageMap, account: &mut Account, page: Page) {
-        if map.backing(page).maps_a_slot() && self.breaker.kernel_broke(page) {
+    /// Whether the kernel copied it.
+    pub(crate) fn note_copied(&self, map: &mut PageMap, account: &mut Account, page: Page) -> bool {
+        let copied = map.backing(page).maps_a_slot() && self.breaker.kernel_broke(page);
+        if copied {
             map.copied_by_kernel(page);
             account.stats.breaks_kernel_total += 1;
         }
+        copied
     }
 
     /// Makes consecutive pages of store mappings anonymous, as far as that is possible.
@@ -258,6 +290,13 @@ impl AddressSpace {
             self.make_private(map, account, run);
         }
     }
+}
+
+/// A part of a chunk.
+fn part(chunk: &Range<Page>, number: u8) -> Range<Page> {
+    let pages = chunk.end - chunk.start;
+    let until = |parts: u8| chunk.start + pages * Page::from(parts) / Page::from(PARTS);
+    until(number)..until(number + 1)
 }
 
 /// Shared pages could not be made private.

@@ -21,7 +21,7 @@ use crate::memory::layout::{Memory, Page};
 use crate::memory::ranges::{complement, gaps};
 use crate::sys::guest;
 use crate::sys::late_log;
-use crate::sys::page_size::{PAGE_SIZE, bytes};
+use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate::{put_over, track, unprotect, wake};
 use crate::sys::uffd::{Mode, Uffd};
@@ -56,6 +56,17 @@ pub(crate) struct MadePrivate {
     pub(crate) anonymous: Vec<Range<usize>>,
     /// Why it ended early; what is not anonymous then may still be shared.
     pub(crate) error: Option<io::Error>,
+}
+
+/// Why runs of store mappings are not frozen, or not as they were.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NotFrozen {
+    /// A page is not the store's any more: somebody wrote it.
+    Broken,
+    /// A page is not in memory, and so may be a copy, of which somebody has a reference (see [`window`](mod@crate::window)).
+    Unseen,
+    /// The kernel refused. It was noted.
+    Refused,
 }
 
 /// Runs of store mappings that nobody writes for the moment, and that the fault thread leaves alone.
@@ -105,6 +116,17 @@ impl Drop for FrozenRuns<'_> {
     fn drop(&mut self) {
         self.forget_replaced();
     }
+}
+
+/// Whether each page of a frozen run is the store's.
+fn is_the_stores(run: &Frozen<'_>, pagemap: &mut Pagemap) -> Result<(), NotFrozen> {
+    let no_page = |found: io::Result<Vec<Range<usize>>>, else_it| match found {
+        Ok(found) if found.is_empty() => Ok(()),
+        Ok(_) => Err(else_it),
+        Err(_) => Err(NotFrozen::Refused),
+    };
+    no_page(run.copies(pagemap), NotFrozen::Broken)?;
+    no_page(run.unseen(pagemap), NotFrozen::Unseen)
 }
 
 /// Shared by the scanning thread, which maps and unmerges, and the fault thread, which breaks.
@@ -194,6 +216,14 @@ impl Breaker {
             view.shared = shared;
         }
         view.memory = memory;
+    }
+
+    /// Memory is about to go: whoever still writes it does not wait for anybody who knows it.
+    pub(crate) fn let_go(&self, pages: &Range<Page>) {
+        let mut inner = self.lock();
+        for run in self.protected_of(std::iter::once(pages.clone())) {
+            self.leave(&mut inner, &run);
+        }
     }
 
     /// Lets `replace` put fresh memory into the place of a range, which nobody protects or breaks afterwards. If that fails the
@@ -336,40 +366,43 @@ impl Breaker {
     }
 
     /// Keeps runs of store mappings as they are while `work` runs, which puts other memory in their place. Readers go on
-    /// meanwhile. `None`: some page is not the store's any more, or `work` said so; then nothing was changed.
-    pub(crate) fn with_writers_waiting<T>(
+    /// meanwhile. On an error, also one of `work`, nothing was changed.
+    pub(crate) fn with_writers_waiting<E: From<NotFrozen>>(
         &self,
         pagemap: &mut Pagemap,
         runs: &[Range<usize>],
-        work: impl FnOnce() -> Option<T>,
-    ) -> Option<T> {
+        work: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), E> {
         let mut frozen = self.freeze(runs.iter().cloned())?;
-        let is_the_stores = |run: &Frozen<'_>| run.copies(pagemap).is_ok_and(|copies| copies.is_empty());
-        if !frozen.runs().all(is_the_stores) {
-            return None;
+        for run in frozen.runs() {
+            is_the_stores(run, pagemap)?;
         }
-        let done = work()?;
+        work()?;
         for run in &mut frozen.runs {
             run.note_replaced(run.range().clone());
         }
-        Some(done)
+        Ok(())
     }
 
-    /// Freezes runs of store mappings. `None`: the fault thread has replaced a page of them, or the kernel refused; then
-    /// nothing is frozen.
-    pub(crate) fn freeze(&self, runs: impl IntoIterator<Item = Range<usize>>) -> Option<FrozenRuns<'_>> {
+    /// Freezes runs of store mappings.
+    ///
+    /// # Errors
+    /// [`NotFrozen::Broken`] if the fault thread has replaced a page of them, or [`NotFrozen::Refused`]; nothing is frozen then.
+    pub(crate) fn freeze(
+        &self,
+        runs: impl IntoIterator<Item = Range<usize>>,
+    ) -> Result<FrozenRuns<'_>, NotFrozen> {
         // Locked, so that the fault thread replaces nothing.
         let inner = self.lock();
         let freeze = |run: Range<usize>| {
-            let afterwards = self.afterwards(&inner, &run)?;
-            let frozen = Frozen::freeze(&self.uffd, run, afterwards);
-            if let Err(error) = &frozen {
-                late_log::note("protecting shared pages", error, "they stay as they are for now");
-            }
-            frozen.ok()
+            let afterwards = self.afterwards(&inner, &run).ok_or(NotFrozen::Broken)?;
+            Frozen::freeze(&self.uffd, run, afterwards).map_err(|error| {
+                late_log::note("protecting shared pages", &error, "they stay as they are for now");
+                NotFrozen::Refused
+            })
         };
-        let frozen: Option<Vec<Frozen<'_>>> = runs.into_iter().map(freeze).collect();
-        Some(FrozenRuns {
+        let frozen: Result<Vec<Frozen<'_>>, NotFrozen> = runs.into_iter().map(freeze).collect();
+        Ok(FrozenRuns {
             runs: frozen?,
             breaker: self,
             inner,
@@ -465,14 +498,15 @@ impl Breaker {
 
     /// What is protected, and served by the fault thread.
     pub(super) fn protected(&self) -> Vec<Range<usize>> {
+        let all = self.view().memory.existing(0..Page::MAX);
+        self.protected_of(all)
+    }
+
+    /// What is protected of some pages, each of which are in one region.
+    fn protected_of(&self, pages: impl IntoIterator<Item = Range<Page>>) -> Vec<Range<usize>> {
         let view = self.view();
-        let addresses = |pages: Range<Page>| {
-            let start = view.memory.address(pages.start);
-            start..start + bytes(pages.len())
-        };
-        let pages = view.memory.existing(0..Page::MAX);
         let runs = pages.into_iter().flat_map(|pages| view.shared.runs(pages));
-        runs.map(addresses).collect()
+        runs.map(|run| view.memory.addresses(&run)).collect()
     }
 
     fn forget_left(&self, inner: &mut Inner, range: &Range<usize>) {
@@ -502,5 +536,62 @@ impl Breaker {
 
     pub(super) fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::layout::HostRange;
+    use crate::sys::inject::{Call, Injection, Times};
+    use crate::sys::page_size::bytes;
+    use crate::sys::vma::Anonymous;
+    use std::os::fd::AsFd;
+    use std::sync::atomic::AtomicU64;
+
+    const PAGES: usize = 8;
+
+    #[test]
+    #[allow(unsafe_code)] // memory of the test's own
+    fn writers_wait_only_while_all_pages_are_seen_to_be_the_stores() {
+        let Ok(tracker) = Uffd::tracker() else {
+            assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
+            return eprintln!("SKIPPED: no userfaultfd");
+        };
+        let (file, _content) = vmm_dedup_protocol::mapping::staging_memfd(bytes(PAGES)).unwrap();
+        let area = Anonymous::new(PAGES).unwrap();
+        let base = area.base();
+        let memory = Memory::new(&[HostRange::try_new(base, bytes(PAGES)).unwrap()]).unwrap();
+        // SAFETY: our own mapping, which nothing refers to.
+        unsafe { vma::map_segment(base, bytes(PAGES), file.as_fd(), 0) }.unwrap();
+        let breaker = Breaker::new(Arc::new(tracker), Arc::new(memory), None).unwrap();
+        let mut pagemap = Pagemap::open().unwrap();
+        let all = base..base + bytes(PAGES);
+        let mut works = 0;
+        let mut work = |pagemap: &mut Pagemap| {
+            breaker.with_writers_waiting(pagemap, std::slice::from_ref(&all), || {
+                works += 1;
+                Err(NotFrozen::Refused)
+            })
+        };
+        // Never touched: the page tables say of it what they say of a copy that is swapped out.
+        assert_eq!(work(&mut pagemap), Err(NotFrozen::Unseen));
+        vma::populate_read(base, bytes(PAGES)).unwrap();
+        for call in [Call::Register, Call::WriteProtect, Call::PagemapScan] {
+            let injection = Injection::begin(call, libc::ENOMEM, Times::Always);
+            assert_eq!(work(&mut pagemap), Err(NotFrozen::Refused), "{call:?}");
+            assert!(injection.failed() > 0, "{call:?}");
+        }
+        // SAFETY: mapped, aligned, and only ever used as this.
+        let word = unsafe { &*(base as *const AtomicU64) };
+        word.store(7, Ordering::Relaxed);
+        assert_eq!(work(&mut pagemap), Err(NotFrozen::Broken));
+        assert_eq!(works, 0);
+        let rest = base + bytes(1)..all.end;
+        let done: Result<(), NotFrozen> = breaker.with_writers_waiting(&mut pagemap, &[rest], || {
+            works += 1;
+            Ok(())
+        });
+        assert_eq!((done, works), (Ok(()), 1));
     }
 }

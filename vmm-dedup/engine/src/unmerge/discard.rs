@@ -97,7 +97,7 @@ struct Served {
 ///
 /// # Why a discard meets a service's start in no wrong order
 ///
-/// A service is adopted while nothing is merged yet (it starts switched off), and not before every discard that does not know
+/// A service is adopted while nothing is merged yet (under a supervisor it starts paused), and not before every discard that does not know
 /// it has returned: both hold the lock. So plain madvise never meets a mapping of the store.
 #[derive(Clone, Debug, Default)]
 pub struct Discarder(Arc<RwLock<Vec<Served>>>);

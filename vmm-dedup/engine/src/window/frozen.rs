@@ -8,11 +8,13 @@
 //!    every write from here on is a fault, and its writer waits. Writes before that are in the page. Whoever pins a page for
 //!    writing (direct I/O, io_uring buffers, process_vm_writev) faults as a writer does, and waits; the kernel's lockless way
 //!    of pinning looks at the page table once more after it has taken its reference, so that it came before or fails.
-//! 2. *Look.* [`Frozen::copies`] asks which pages are anonymous memory; the others are the store's, or swapped out.
+//! 2. *Look.* [`Frozen::copies`] asks which pages are anonymous memory, and [`Frozen::unseen`] which are not in memory; the others
+//!    are the store's.
 //!    - A page of the store cannot be pinned for writing: that pin would have made the kernel copy the page. Its bytes are the
 //!      slot's, which nobody writes.
-//!    - A page that is swapped out, or under migration, was not pinned when its place lost it: the kernel does not unmap an
-//!      anonymous page that may be pinned. It comes back by a read, protected, so nobody pins it for writing either.
+//!    - A page that is swapped out, or under migration, may be a copy. Nobody has it pinned: the kernel does not unmap an
+//!      anonymous page that may be pinned. But whoever took a plain reference before may still write it (direct I/O of some file
+//!      systems): the kernel unmaps such a page, and keeps it. So what is not in memory is not replaced.
 //!    - An anonymous page may be pinned since before. Whoever wants to replace it has to know that it is not, by other means.
 //!
 //!    A write that meets a page of the store that is not mapped is copied by the kernel before its writer waits. That copy holds
@@ -108,6 +110,15 @@ impl<'a> Frozen<'a> {
     /// Those of the kernel.
     pub(crate) fn copies(&self, pagemap: &mut Pagemap) -> io::Result<Vec<Range<usize>>> {
         pagemap.private(self.range.clone())
+    }
+
+    /// What of it is not in memory: the store's or a copy, nobody can tell. (A place that was never filled looks the same once it
+    /// is protected.)
+    ///
+    /// # Errors
+    /// Those of the kernel.
+    pub(crate) fn unseen(&self, pagemap: &mut Pagemap) -> io::Result<Vec<Range<usize>>> {
+        pagemap.swapped(self.range.clone())
     }
 
     /// The page at an address, as the guest sees it.

@@ -234,8 +234,9 @@ impl<'a> Window<'a> {
 
     /// Tracks writes again and lets everybody go on, before the window's end: what is not there is nobody's to wait for.
     pub(crate) fn let_go(&mut self) {
-        self.disarm();
+        let stayed = self.disarm();
         self.wake();
+        self.count_as_written(stayed);
     }
 
     /// As [`Self::put_back`], by copying, which leaves a huge page in scratch memory whole.
@@ -288,8 +289,7 @@ impl<'a> Window<'a> {
 
     /// Tracks writes to anonymous memory that took the place of some pages.
     pub(crate) fn track(&mut self, pages: Range<usize>) {
-        self.armed.insert(pages);
-        self.disarm();
+        track_again(self.uffd, &(self.address(pages.start)..self.address(pages.end)));
     }
 
     /// Whether somebody waits, for a page that is away or at a place where there was none.
@@ -315,11 +315,25 @@ impl<'a> Window<'a> {
         self.let_go();
     }
 
-    fn disarm(&mut self) {
+    /// Tracks writes again; where that worked: what was armed and never taken.
+    fn disarm(&mut self) -> PageSet {
+        let mut stayed = PageSet::default();
         for run in self.armed.runs() {
-            track_again(self.uffd, &(self.address(run.start)..self.address(run.end)));
+            if track_again(self.uffd, &(self.address(run.start)..self.address(run.end))) {
+                let untaken = run.filter(|page| self.became[*page] != Taken::Yes);
+                untaken.for_each(|page| stayed.insert(page..page + 1));
+            }
         }
         self.armed = PageSet::default();
+        stayed
+    }
+
+    /// Pages that were armed and never taken may have been written meanwhile, and the kernel left the mark of an unwritten page on
+    /// those that it had protected: then it would not see later writes either. So the mark goes.
+    fn count_as_written(&self, stayed: PageSet) {
+        for run in stayed.runs() {
+            relocate::unmark(self.uffd, &(self.address(run.start)..self.address(run.end)));
+        }
     }
 }
 

@@ -1,6 +1,8 @@
 //! Windows over memory of the test's own.
 
 use super::*;
+use crate::sys::inject::{Injection, Times};
+use crate::sys::pagemap::Pagemap;
 use crate::sys::vma::{self, Anonymous};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -64,6 +66,64 @@ fn what_is_away_goes_back_when_a_window_is_dropped() {
     assert_eq!(window.away().len(), PAGES - 2);
     drop(window);
     assert!(guest.is_whole());
+}
+
+/// Whether the kernel says of a page that it was written since it was protected.
+fn was_written(guest: &Guest, page: usize) -> bool {
+    let mut pagemap = Pagemap::open().unwrap();
+    let address = guest.area.base() + bytes(page);
+    let mut written = false;
+    let note = |_| written = true;
+    pagemap.written(address..address + PAGE_SIZE, note).unwrap();
+    written
+}
+
+#[test]
+fn what_was_armed_and_stayed_counts_as_written() {
+    let Some(guest) = Guest::new() else { return };
+    let protect = || {
+        guest
+            .uffd
+            .write_protect(guest.area.base(), bytes(PAGES), true)
+            .unwrap();
+    };
+    protect();
+    let mut scratch = Scratch::new(guest.uffd.clone()).unwrap();
+    assert!(!was_written(&guest, 5));
+    let mut window = guest.open(&mut scratch, 2..9);
+    window.take(2..4);
+    guest.word(5).store(5, Ordering::Relaxed);
+    drop(window);
+    assert!((2..9).all(|page| was_written(&guest, page)) && guest.is_whole());
+    assert!(!was_written(&guest, 1) && !was_written(&guest, 9));
+    // And is tracked as before.
+    protect();
+    assert!(!was_written(&guest, 5));
+    guest.word(5).store(5, Ordering::Relaxed);
+    assert!(was_written(&guest, 5));
+}
+
+#[test]
+fn where_the_mark_of_unwritten_pages_cannot_be_taken_off_they_are_not_tracked_until_the_next_pass() {
+    let Some(guest) = Guest::new() else { return };
+    let (base, all) = (guest.area.base(), bytes(PAGES));
+    guest.uffd.write_protect(base, all, true).unwrap();
+    let mut scratch = Scratch::new(guest.uffd.clone()).unwrap();
+    let window = guest.open(&mut scratch, 2..9);
+    let injection = Injection::begin(Call::WriteProtect, libc::EAGAIN, Times::Always);
+    drop(window);
+    assert!(injection.failed() > 0);
+    drop(injection);
+    let for_the_next_pass = guest.uffd.take_untracked();
+    assert!(
+        for_the_next_pass
+            .into_iter()
+            .eq(std::iter::once(base + bytes(2)..base + bytes(9)))
+    );
+    // Which does this.
+    guest.uffd.register(base + bytes(2), bytes(7), Mode::Wp).unwrap();
+    assert!((2..9).all(|page| was_written(&guest, page)) && guest.is_whole());
+    assert!(!was_written(&guest, 1) && !was_written(&guest, 9));
 }
 
 #[test]

@@ -91,8 +91,8 @@ impl Machine {
     fn boot(&mut self, saved: Option<&Snapshot>) -> Result<(), Failure> {
         let booted = self.boot_attached(saved);
         if booted.is_err() {
-            // Nothing keeps the memory of a VM that never ran, and there may be another one.
-            self.supervisor.detach(false)?;
+            // Nothing keeps the memory of a VM that never ran, and there may be another one. What failed is why it does not boot.
+            let _ = self.supervisor.detach(false);
         }
         booted
     }
@@ -120,8 +120,10 @@ impl Machine {
         self.devices.clear();
         // Its vCPU stops.
         drop(self.vm.take());
-        // 15. No vCPU runs any more: nothing of dedup keeps the memory from here on.
-        self.supervisor.detach(false)?;
+        // 15. No vCPU runs any more: nothing of dedup keeps the memory from here on, whatever failed. The next VM boots all the same.
+        if let Err(error) = self.supervisor.detach(false) {
+            log::error!("{error}");
+        }
         self.plugged = None;
         Ok(())
     }

@@ -84,7 +84,7 @@ impl Vm {
         };
         let memory = GuestMemoryMmap::from_ranges(&ranges)?;
         let kvm = Kvm::new()?;
-        let fd = kvm.create_vm()?;
+        let fd = create(&kvm)?;
         for (slot, region) in (0..).zip(memory.iter()) {
             set_slot(&fd, slot, region)?;
         }
@@ -180,6 +180,16 @@ impl Drop for Vm {
     fn drop(&mut self) {
         self.halt(Wish::Stop);
         let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Makes a VM. KVM gives up where a signal is pending (mm_take_all_locks), and has done nothing then.
+fn create(kvm: &Kvm) -> Result<VmFd, kvm_ioctls::Error> {
+    loop {
+        match kvm.create_vm() {
+            Err(error) if error.errno() == libc::EINTR => {}
+            made => return made,
+        }
     }
 }
 

@@ -23,17 +23,21 @@ pub(crate) fn config(
     if let Some(initramfs) = &vm.initramfs {
         wanted["payload"]["initramfs"] = text(initramfs)?.into();
     }
-    if let Some(disks) = list(entry.disks.as_ref(), values)? {
+    let disks = list(entry.disks.as_ref(), values);
+    if let Some(disks) = disks.map_err(|e| format!("disks: {e}"))? {
         wanted["disks"] = disks;
     }
-    if let Some(net) = list(entry.net.as_ref(), values)? {
+    let net = list(entry.net.as_ref(), values);
+    if let Some(net) = net.map_err(|e| format!("net: {e}"))? {
         wanted["net"] = net;
     }
     if let Some(vsock) = &entry.vsock {
-        wanted["vsock"] = vsock_device(json_of(values.fill_table(vsock)?)?)?;
+        let vsock = values.fill_table(vsock).map_err(|e| format!("vsock: {e}"))?;
+        wanted["vsock"] = vsock_device(json_of(vsock)?)?;
     }
     if let Some(api) = &entry.api {
-        complete(&mut wanted, json_of(values.fill_table(api)?)?);
+        let api = values.fill_table(api).map_err(|e| format!("api: {e}"))?;
+        complete(&mut wanted, json_of(api)?);
     }
     for key in ["serial", "console"] {
         if wanted.get(key).is_some() {

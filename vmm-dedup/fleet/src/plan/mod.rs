@@ -1,6 +1,7 @@
 //! What a fleet file comes to: every VM by itself, every store, all paths absolute. Nothing on the host is looked at.
 
 mod machine;
+mod mistake;
 mod placeholder;
 mod store;
 #[cfg(test)]
@@ -8,6 +9,7 @@ mod tests;
 mod vm;
 
 use crate::file::{self, DEFAULT_DOMAIN, FleetFile, VmSettings, Vmm};
+use mistake::{Mistake, Place};
 use placeholder::Values;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -18,7 +20,7 @@ use vmm_dedup::{AgentSocket, Config};
 use vmm_dedup_host::Failure;
 
 /// Most VMs of one fleet: what a store takes by default.
-const MAX_VMS: usize = 4096;
+pub(crate) const MAX_VMS: usize = 4096;
 
 /// A fleet.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,9 +56,11 @@ impl Plan {
             entry.count = scaled.copied().or(entry.count);
         }
         Self::checked(&file, path, run_folder, |mistake| {
-            let place = mistake
-                .entry
-                .and_then(|entry| file::place(&text, entry, &mistake.text));
+            let place = match &mistake.place {
+                Place::Unknown => None,
+                Place::Entry(entry, key) => file::place(&text, *entry, *key, &mistake.text),
+                Place::Key(keys) => file::place_of_key(&text, keys),
+            };
             place.map_or(String::new(), |(line, column)| format!(":{line}:{column}"))
         })
     }
@@ -75,19 +79,27 @@ impl Plan {
         file: &FleetFile,
         path: &Path,
         run_folder: &Path,
-        place: impl FnOnce(&Mistake) -> String,
+        place: impl FnOnce(&Mistake<'_>) -> String,
     ) -> Result<Self, Failure> {
         let absolute = std::path::absolute(path).map_err(Failure::from_error)?;
         let folder = absolute.parent().unwrap_or(Path::new("/")).to_owned();
-        let name = file::fleet_name(path, file.name.clone())?;
+        let name = file::fleet_name(path, file.name.clone());
         Self::expand(file, name, folder, run_folder).map_err(|mistake| {
             let place = place(&mistake);
             Failure::new(format!("{}{place}: {}", path.display(), mistake.text))
         })
     }
 
-    fn expand(file: &FleetFile, name: String, folder: PathBuf, run_folder: &Path) -> Result<Self, Mistake> {
+    fn expand<'a>(
+        file: &'a FleetFile,
+        name: String,
+        folder: PathBuf,
+        run_folder: &Path,
+    ) -> Result<Self, Mistake<'a>> {
+        file::check_fleet_name(&name).map_err(|text| Mistake::at(&["name"], text))?;
         let mut vms = Vec::new();
+        // Of each VM, the number of its entry.
+        let mut entries = Vec::new();
         for (template, settings) in &file.template {
             check_template(template, settings)?;
         }
@@ -95,27 +107,31 @@ impl Plan {
             let expanded = with_template(entry, &file.template)
                 .and_then(|entry| expand_entry(&entry, &folder, &mut vms));
             expanded.map_err(|text| Mistake {
-                entry: Some(number),
+                place: Place::Entry(number, None),
                 text,
             })?;
+            entries.resize(vms.len(), number);
         }
         if vms.is_empty() {
-            return Err("the fleet has no VM: add a [[vm]]".to_owned().into());
+            return Err(Mistake {
+                place: Place::Unknown,
+                text: "the fleet has no VM: add a [[vm]]".into(),
+            });
         }
-        check_unique(&vms)?;
+        check_unique(&vms, &entries)?;
         let parallel = usize::from(file.parallel.unwrap_or(8));
         let seconds = file.start_timeout_s.unwrap_or(120);
-        if parallel == 0 || seconds == 0 {
-            return Err("parallel and start_timeout_s must be at least 1"
-                .to_owned()
-                .into());
+        for (key, is_zero) in [("parallel", parallel == 0), ("start_timeout_s", seconds == 0)] {
+            if is_zero {
+                return Err(Mistake::at(&[key], format!("{key} is 0: it must be at least 1")));
+            }
         }
         Ok(Self {
             name,
             preload: file.preload.as_ref().map(|path| folder.join(path)),
             parallel,
             start_limit: Duration::from_secs(seconds),
-            stores: store::stores(file, &vms, &folder, run_folder)?,
+            stores: store::stores(file, &vms, &entries, &folder, run_folder)?,
             folder,
             vms,
         })
@@ -128,27 +144,19 @@ impl Plan {
     }
 }
 
-/// What is wrong in a file that is TOML.
-#[derive(Debug)]
-struct Mistake {
-    /// The number of the `[[vm]]`, if it is in one.
-    entry: Option<usize>,
-    text: String,
-}
-
-impl From<String> for Mistake {
-    fn from(text: String) -> Self {
-        Self { entry: None, text }
+fn check_template<'a>(name: &'a str, settings: &VmSettings) -> Result<(), Mistake<'a>> {
+    let given = [
+        ("name", settings.name.is_some()),
+        ("count", settings.count.is_some()),
+        ("template", settings.template.is_some()),
+    ];
+    match given.into_iter().find(|(_, given)| *given) {
+        None => Ok(()),
+        Some((key, _)) => Err(Mistake::at(
+            &["template", name, key],
+            format!("template {name:?} has a name, count or template: only a [[vm]] has those"),
+        )),
     }
-}
-
-fn check_template(name: &str, settings: &VmSettings) -> Result<(), String> {
-    if settings.name.is_some() || settings.count.is_some() || settings.template.is_some() {
-        return Err(format!(
-            "template {name:?} has a name, count or template: only a [[vm]] has those"
-        ));
-    }
-    Ok(())
 }
 
 fn with_template(entry: &VmSettings, templates: &BTreeMap<String, VmSettings>) -> Result<VmSettings, String> {
@@ -194,7 +202,9 @@ fn expand_entry(entry: &VmSettings, folder: &Path, vms: &mut Vec<VmPlan>) -> Res
 }
 
 fn expand_vm(entry: &VmSettings, values: Values<'_>, folder: &Path) -> Result<VmPlan, String> {
-    let path = |text: &String| Ok::<_, String>(folder.join(values.fill(text)?));
+    // With the key, which tells where the mistake is.
+    let fill = |key, text: &str| values.fill(text).map_err(|e| format!("{key}: {e}"));
+    let path = |key, text: &String| Ok::<_, String>(folder.join(fill(key, text)?));
     let vmm = entry.vmm.unwrap_or(Vmm::CloudHypervisor);
     let kernel = entry
         .kernel
@@ -207,10 +217,14 @@ fn expand_vm(entry: &VmSettings, values: Values<'_>, folder: &Path) -> Result<Vm
         vmm,
         cpus: entry.cpus.unwrap_or(1),
         memory_mib: entry.memory_mib.unwrap_or(256),
-        kernel: path(kernel)?,
-        initramfs: entry.initramfs.as_ref().map(path).transpose()?,
-        cmdline: values.fill(entry.cmdline.as_deref().unwrap_or("console=ttyS0"))?,
-        extra_args: extra_args.map(|arg| values.fill(arg)).collect::<Result<_, _>>()?,
+        kernel: path("kernel", kernel)?,
+        initramfs: (entry.initramfs.as_ref())
+            .map(|initramfs| path("initramfs", initramfs))
+            .transpose()?,
+        cmdline: fill("cmdline", entry.cmdline.as_deref().unwrap_or("console=ttyS0"))?,
+        extra_args: extra_args
+            .map(|arg| fill("extra_args", arg))
+            .collect::<Result<_, _>>()?,
         api: None,
         domain: entry.domain.clone().unwrap_or_else(|| DEFAULT_DOMAIN.into()),
         dedup: dedup(values.name, entry.dedup.as_ref())?,
@@ -296,27 +310,32 @@ fn dedup(name: &str, table: Option<&toml::Table>) -> Result<Option<Config>, Stri
         .map_err(|e| format!("dedup: {e}"))
 }
 
-/// Names, MAC addresses, vsock sockets and writable disks belong to one VM.
-fn check_unique(vms: &[VmPlan]) -> Result<(), String> {
-    let mut names = BTreeSet::new();
-    if let Some(vm) = vms.iter().find(|vm| !names.insert(&vm.name)) {
-        return Err(format!("two VMs have the name {:?}", vm.name));
-    }
+/// Names, MAC addresses, vsock sockets and writable disks belong to one VM. `entries`: of each VM, the number of its entry.
+fn check_unique(vms: &[VmPlan], entries: &[usize]) -> Result<(), Mistake<'static>> {
     let mut owners: BTreeMap<String, &str> = BTreeMap::new();
-    for vm in vms {
+    let mut names = BTreeSet::new();
+    for (vm, entry) in vms.iter().zip(entries) {
+        let mistake = |key, text| Mistake {
+            place: Place::Entry(*entry, Some(key)),
+            text,
+        };
+        if !names.insert(&vm.name) {
+            return Err(mistake("name", format!("two VMs have the name {:?}", vm.name)));
+        }
         let disks = vm.disks().filter(|(_, readonly)| !readonly);
-        let things = (vm.macs().map(|mac| format!("the MAC address {mac}")))
+        let things = (vm.macs().map(|mac| ("net", format!("the MAC address {mac}"))))
             .chain(
                 vm.vsock()
-                    .map(|path| format!("the vsock socket {}", path.display())),
+                    .map(|path| ("vsock", format!("the vsock socket {}", path.display()))),
             )
-            .chain(disks.map(|(path, _)| format!("the writable disk {}", path.display())));
-        for thing in things {
+            .chain(disks.map(|(path, _)| ("disks", format!("the writable disk {}", path.display()))));
+        for (key, thing) in things {
             if let Some(other) = owners.get(&thing) {
-                return Err(format!(
+                let text = format!(
                     "VMs {other:?} and {:?} have {thing}: use {{name}} or {{index}} in it",
                     vm.name
-                ));
+                );
+                return Err(mistake(key, text));
             }
             owners.insert(thing, &vm.name);
         }

@@ -1,5 +1,6 @@
 //! The stores of a plan.
 
+use super::mistake::{Mistake, Place};
 use super::vm::VmPlan;
 use crate::file::{self, DEFAULT_DOMAIN, FleetFile, Metrics, StoreSettings};
 use std::collections::BTreeSet;
@@ -23,12 +24,15 @@ pub struct StorePlan {
 }
 
 /// The stores of all domains that VMs with dedup are in.
-pub(super) fn stores(
-    file: &FleetFile,
+///
+/// `entries`: of each VM, the number of its entry.
+pub(super) fn stores<'a>(
+    file: &'a FleetFile,
     vms: &[VmPlan],
+    entries: &[usize],
     folder: &Path,
     run_folder: &Path,
-) -> Result<Vec<StorePlan>, String> {
+) -> Result<Vec<StorePlan>, Mistake<'a>> {
     let mut stores: Vec<StorePlan> = Vec::new();
     let used: BTreeSet<&str> = vms
         .iter()
@@ -36,38 +40,56 @@ pub(super) fn stores(
         .map(|vm| vm.domain.as_str())
         .collect();
     if file.domain.contains_key(DEFAULT_DOMAIN) {
-        return Err(format!("[domain.{DEFAULT_DOMAIN}] is what [store] is for"));
+        let text = format!("[domain.{DEFAULT_DOMAIN}] is what [store] is for");
+        return Err(Mistake::at(&["domain", DEFAULT_DOMAIN], text));
     }
-    if let Some(vm) = vms
+    let is_known = |domain: &String| domain == DEFAULT_DOMAIN || file.domain.contains_key(domain);
+    if let Some((vm, entry)) = vms.iter().zip(entries).find(|(vm, _)| !is_known(&vm.domain)) {
+        return Err(Mistake {
+            place: Place::Entry(*entry, Some("domain")),
+            text: format!("VM {:?}: there is no [domain.{}]", vm.name, vm.domain),
+        });
+    }
+    let sections = file
+        .domain
         .iter()
-        .find(|vm| vm.domain != DEFAULT_DOMAIN && !file.domain.contains_key(&vm.domain))
-    {
-        return Err(format!("VM {:?}: there is no [domain.{}]", vm.name, vm.domain));
-    }
-    for domain in used {
-        let settings = file.domain.get(domain).unwrap_or(&file.store);
-        let store = store(domain, settings, folder, run_folder)?;
+        .map(|(domain, settings)| (domain.as_str(), settings));
+    let sections = std::iter::once((DEFAULT_DOMAIN, &file.store)).chain(sections);
+    for (domain, settings) in sections.filter(|(domain, _)| used.contains(domain)) {
+        let at = |key, text| match domain {
+            DEFAULT_DOMAIN => Mistake::at(&["store", key], text),
+            domain => Mistake::at(&["domain", domain, key], text),
+        };
+        let store = store(domain, settings, folder, run_folder).map_err(|(key, text)| at(key, text))?;
         let same = |other: &&StorePlan| {
             other.socket == store.socket || (other.metrics.is_some() && other.metrics == store.metrics)
         };
         if let Some(other) = stores.iter().find(same) {
-            return Err(format!(
+            let key = if other.socket == store.socket {
+                "socket"
+            } else {
+                "metrics"
+            };
+            let text = format!(
                 "domains {:?} and {domain:?} have the same socket or metrics address: each needs its own",
                 other.domain
-            ));
+            );
+            return Err(at(key, text));
         }
         stores.push(store);
     }
     Ok(stores)
 }
 
+/// One store; a mistake is told with its key.
 fn store(
     domain: &str,
     settings: &StoreSettings,
     folder: &Path,
     run_folder: &Path,
-) -> Result<StorePlan, String> {
-    file::check_name("a domain's name", domain)?;
+) -> Result<StorePlan, (&'static str, String)> {
+    // Which is the key of the table itself.
+    file::check_name("a domain's name", domain).map_err(|e| ("", e))?;
     let is_default = domain == DEFAULT_DOMAIN;
     let default_socket = match is_default {
         true => "store.sock".to_owned(),
@@ -76,10 +98,12 @@ fn store(
     let default_metrics = Metrics(is_default.then_some(DEFAULT_METRICS));
     let max_mib = settings.max_mib.unwrap_or(DEFAULT_MAX_MIB);
     if !MAX_MIB.contains(&max_mib) {
-        return Err(format!(
-            "max_mib of domain {domain:?} is {max_mib}: give {:?}",
-            MAX_MIB
-        ));
+        let text = format!(
+            "max_mib of domain {domain:?} is {max_mib}: give {} to {}",
+            MAX_MIB.start(),
+            MAX_MIB.end()
+        );
+        return Err(("max_mib", text));
     }
     Ok(StorePlan {
         domain: domain.to_owned(),

@@ -278,7 +278,7 @@ fn each_bad_file_is_refused_with_what_to_do() {
         ),
         (
             format!("parallel = 0\n{vm}"),
-            "parallel and start_timeout_s must be at least 1",
+            "parallel is 0: it must be at least 1",
         ),
         (
             format!("{vm}[template.t]\nname = \"x\""),
@@ -290,7 +290,7 @@ fn each_bad_file_is_refused_with_what_to_do() {
         ),
         (
             format!("{vm}[store]\nmax_mib = 0"),
-            "max_mib of domain \"default\" is 0: give 1..=262144",
+            "max_mib of domain \"default\" is 0: give 1 to 262144",
         ),
         (
             format!(
@@ -301,6 +301,41 @@ fn each_bad_file_is_refused_with_what_to_do() {
     ] {
         let error = plan(&text).unwrap_err();
         assert!(error.contains(expected), "{text}: {error}");
+    }
+}
+
+#[test]
+fn mistakes_are_told_with_their_line_and_column() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("fleet.toml");
+    let vm = "[[vm]]\nname = \"a\"\nkernel = \"k\"\n";
+    for (text, place) in [
+        (format!("parallel = 0\n{vm}"), "1:12"),
+        (format!("# x\nstart_timeout_s = 0\n{vm}"), "2:19"),
+        (format!("{vm}cmdline = \"{{nme}}\"\n"), "4:11"),
+        (format!("{vm}extra_args = [\"{{nme}}\"]\n"), "4:14"),
+        (format!("{vm}net = [{{ tap = \"{{nme}}\" }}]\n"), "4:7"),
+        (format!("{vm}domain = \"blue\"\n"), "4:10"),
+        (format!("{vm}{vm}"), "5:8"),
+        (format!("{vm}disks = [{{ path = \"d\" }}]\ncount = 2\n"), "4:9"),
+        (format!("{vm}[store]\nmax_mib = 0\n"), "5:11"),
+        (format!("{vm}domain = \"x\"\n[domain.x]\nmax_mib = 0\n"), "6:11"),
+        (format!("{vm}[domain.default]\nmax_mib = 1\n"), "4:1"),
+        (format!("{vm}domain = \"-x\"\n[domain.-x]\n"), "5:1"),
+        (format!("{vm}[template.t]\ncpus = 1\ncount = 3\n"), "6:9"),
+        (
+            format!(
+                "{vm}{}domain = \"x\"\n[domain.x]\nsocket = \"/run/vmm-dedup/store.sock\"\n",
+                vm.replace("\"a\"", "\"b\"")
+            ),
+            "9:10",
+        ),
+    ] {
+        std::fs::write(&path, &text).unwrap();
+        let read = Plan::read(&path, Path::new("/run/vmm-dedup"), &BTreeMap::new());
+        let error = read.unwrap_err().to_string();
+        let begin = format!("{}:{place}: ", path.display());
+        assert!(error.starts_with(&begin), "{text}: {error}");
     }
 }
 

@@ -7,7 +7,8 @@ use crate::failure::Failure;
 use crate::registry::{self, Known, Record};
 use crate::runtime;
 use crate::silence::{self, Silence};
-use crate::units::natural_order;
+use crate::store;
+use crate::units::{count, natural_order};
 pub use glob::matches;
 use std::path::{Path, PathBuf};
 use vmm_dedup_protocol::message::StoreStats;
@@ -42,29 +43,32 @@ impl Selection {
     /// # Errors
     /// A [`Failure`] if none is known.
     pub fn stores(&self) -> Result<Vec<Known>, Failure> {
-        let listed = registry::stores();
         match self {
-            Self::One(socket) => {
-                let absolute = std::path::absolute(socket).unwrap_or_else(|_| socket.clone());
-                let known = listed.into_iter().find(|known| known.socket == absolute);
-                let record = known.and_then(|known| known.record);
-                let socket = socket.clone();
-                Ok(vec![Known { socket, record }])
-            }
-            Self::All if listed.is_empty() => {
-                let folders = runtime::folders();
-                let folders: Vec<String> = folders
-                    .iter()
-                    .map(|folder| folder.display().to_string())
-                    .collect();
-                Err(Failure::new(format!(
-                    "no store is listed in {}: start one with `vmm-dedup store`, or name its socket with --store",
-                    folders.join(" or ")
-                )))
-            }
-            Self::All => Ok(listed),
+            Self::One(socket) => Ok(vec![Known {
+                record: registry::record(socket),
+                socket: socket.clone(),
+            }]),
+            Self::All => Some(registry::stores())
+                .filter(|listed| !listed.is_empty())
+                .ok_or_else(none_listed),
         }
     }
+}
+
+fn none_listed() -> Failure {
+    let folders = runtime::folders();
+    let folders: Vec<String> = folders
+        .iter()
+        .map(|folder| folder.display().to_string())
+        .collect();
+    let how = runtime::folder().map_or("as root".to_owned(), |folder| {
+        let line = store::command_line(&folder.join(store::SOCKET_NAME), None);
+        format!("with `{line}`")
+    });
+    Failure::new(format!(
+        "no store is listed in {}: start one {how}, or name its socket with --store",
+        folders.join(" or ")
+    ))
 }
 
 /// One store.
@@ -187,6 +191,17 @@ impl HostView {
         saved.fold(0, i64::saturating_add)
     }
 
+    /// How many stores have answered: `2 stores`, or `1 of 2 stores, the others do not answer`.
+    #[must_use]
+    pub fn answering(&self) -> String {
+        match (self.accounts().count(), self.stores.len()) {
+            (answer, all) if answer < all => {
+                format!("{answer} of {all} stores, the others do not answer")
+            }
+            (_, all) => count(all, "store", "stores"),
+        }
+    }
+
     /// Fails unless all stores have answered, in one line about those that have not.
     ///
     /// # Errors
@@ -208,18 +223,36 @@ impl HostView {
     /// # Errors
     /// A [`Failure`] if there is none, or more than one; it names those there are, as they can be named.
     pub fn vm(&self, wanted: &str) -> Result<(&StoreView, &Vm), Failure> {
-        let found: Vec<_> = self.vms().filter(|(_, vm)| vm.is_called(wanted)).collect();
+        let mut found: Vec<_> = self.vms().filter(|(_, vm)| vm.is_called(wanted)).collect();
+        if let [(_, first)] = found[..]
+            && first.name == wanted
+        {
+            // Its store gave others that announced the same name theirs.
+            let others = self
+                .vms()
+                .filter(|(_, vm)| vm.pid != first.pid && announced(vm) == wanted);
+            found.extend(others);
+        }
         match found[..] {
             [found] => Ok(found),
             [] => Err(self.no_vm(wanted)),
             _ => {
-                let which = found.iter().map(|(_, vm)| format!("{}.{}", vm.name, vm.pid));
+                let which = found.iter().map(|(_, vm)| address(vm));
                 Err(Failure::new(format!(
                     "{} VMs are called {wanted}: say which, {}",
                     found.len(),
                     listed(which)
                 )))
             }
+        }
+    }
+
+    /// How a command names this VM: as it is shown, or, where another is shown so too, as its store is told.
+    #[must_use]
+    pub fn name_of(&self, vm: &Vm) -> String {
+        match self.vm(&vm.name) {
+            Ok(_) => vm.name.clone(),
+            Err(_) => address(vm),
         }
     }
 
@@ -239,12 +272,23 @@ impl HostView {
     }
 
     fn no_vm(&self, wanted: &str) -> Failure {
-        let silent = match self.complete() {
-            Ok(()) => String::new(),
-            Err(why) => format!("; {why}"),
+        let names = || listed(self.vms().map(|(_, vm)| vm.name.clone()));
+        let there = match (self.vms().next(), self.complete()) {
+            (None, _) => self.nobody(),
+            (Some(_), Ok(())) => names(),
+            (Some(_), Err(why)) => format!("{}; {why}", names()),
         };
-        let names = self.vms().map(|(_, vm)| vm.name.clone());
-        Failure::new(format!("no VM is called {wanted}: {}{silent}", listed(names)))
+        Failure::new(format!("no VM is called {wanted}: {there}"))
+    }
+
+    /// What to say where no VM is connected; stores that say nothing may have some.
+    #[must_use]
+    pub fn nobody(&self) -> String {
+        match self.complete() {
+            Ok(()) => "no VM is connected".into(),
+            Err(why) if self.accounts().next().is_none() => why.to_string(),
+            Err(why) => format!("no VM is connected to the stores that answer; {why}"),
+        }
     }
 }
 
@@ -260,15 +304,22 @@ pub fn address(vm: &Vm) -> String {
     }
 }
 
+/// What a VM was called before its store made the name unique, if it did.
+fn announced(vm: &Vm) -> &str {
+    let pid = format!(".{}", vm.pid);
+    let end = match vm.name.strip_suffix(&pid) {
+        Some(name) => Some(name.len()),
+        None => vm.name.find(&format!("{pid}.")),
+    };
+    &vm.name[..end.unwrap_or(vm.name.len())]
+}
+
 /// Names listed for somebody who asked for a VM that is not there.
 const LISTED: usize = 8;
 
 /// Some names for a message.
 fn listed(mut names: impl Iterator<Item = String>) -> String {
     let mut first: Vec<String> = names.by_ref().take(LISTED).collect();
-    if first.is_empty() {
-        return "no VM is connected".into();
-    }
     if names.next().is_some() {
         first.push("...".into());
     }
@@ -305,11 +356,29 @@ mod tests {
     fn a_vm_is_found_in_any_store_and_two_of_one_name_are_told_apart() {
         let host = host(&[&[vm("web", 1), vm("db", 2)], &[vm("web", 3)]]);
         assert_eq!(host.vm("db").unwrap().1.pid, 2);
+        assert_eq!(host.name_of(&vm("db", 2)), "db");
+        assert_eq!(host.name_of(&vm("web", 3)), "web.3");
         assert_eq!(host.vm("web.3").unwrap().1.pid, 3);
         let error = host.vm("web").unwrap_err().to_string();
         assert_eq!(error, "2 VMs are called web: say which, there are web.1, web.3");
         let error = host.vm("mail").unwrap_err().to_string();
         assert_eq!(error, "no VM is called mail: there are web, db, web");
+    }
+
+    #[test]
+    fn two_vms_that_announced_one_name_to_one_store_must_be_named_with_their_pids() {
+        let two = host(&[&[vm("dup", 1), vm("dup.2", 2), vm("db", 3)]]);
+        let error = two.vm("dup").unwrap_err().to_string();
+        assert_eq!(error, "2 VMs are called dup: say which, there are dup.1, dup.2");
+        assert_eq!(two.matching("dup").unwrap_err().to_string(), error);
+        let named = |name| two.vm(name).unwrap().1.pid;
+        assert_eq!(["dup.1", "dup.2", "db"].map(named), [1, 2, 3]);
+        assert_eq!(two.matching("dup*").unwrap().len(), 2);
+        assert_eq!(two.name_of(&vm("dup", 1)), "dup.1");
+        // Of one process the numbers are equal: the first has its name, the others theirs.
+        let one = host(&[&[vm("dup", 1), vm("dup.1.2", 1)]]);
+        assert_eq!(one.vm("dup").unwrap().1.name, "dup");
+        assert_eq!(one.vm("dup.1.2").unwrap().1.name, "dup.1.2");
     }
 
     #[test]
@@ -357,6 +426,18 @@ mod tests {
                 .unwrap_err()
                 .to_string()
                 .ends_with("there are web; it hangs")
+        );
+        // Where nobody is, the store that says nothing is named all the same.
+        host.stores[0].account = Ok((StoreStats::default(), Vec::new()));
+        assert_eq!(
+            host.nobody(),
+            "no VM is connected to the stores that answer; it hangs"
+        );
+        assert!(host.vm("db").unwrap_err().to_string().ends_with("it hangs"));
+        host.stores.remove(0);
+        assert_eq!(
+            host.vm("db").unwrap_err().to_string(),
+            "no VM is called db: it hangs"
         );
     }
 }

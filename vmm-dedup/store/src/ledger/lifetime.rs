@@ -57,9 +57,11 @@
 //! anybody. The number is given away when all slots are free and all members have said that they know the segment no more.
 
 use crate::ledger::epochs::{Epoch, EpochViolation, Epochs, MemberId};
+use crate::ledger::orphans::Orphans;
 use crate::ledger::references::{References, Unbalanced};
 use crate::ledger::slots::{IndexChange, NotLive, SlotState, Slots};
 use std::collections::{BTreeMap, BTreeSet};
+use std::iter;
 use std::ops::RangeInclusive;
 use vmm_dedup_protocol::Slot;
 
@@ -97,6 +99,8 @@ pub(crate) struct Lifetime {
     slots: Slots,
     epochs: Epochs,
     members: BTreeMap<MemberId, References>,
+    /// For the store's account. The rule does not need it.
+    orphans: Orphans,
     /// First slots of series that are in the index, and how many follow each.
     series: BTreeMap<Slot, u32>,
     /// Slots that hold a page and are not in the index themselves: those that follow in a series, and those that one took
@@ -118,6 +122,7 @@ impl Lifetime {
             slots: Slots::default(),
             epochs: Epochs::new(epoch),
             members: BTreeMap::new(),
+            orphans: Orphans::default(),
             series: BTreeMap::new(),
             unlisted: BTreeSet::new(),
             moved: BTreeMap::new(),
@@ -198,15 +203,72 @@ impl Lifetime {
         self.moved.keys().filter(live).count() as u64
     }
 
-    /// References of services: those that series and moved slots hold are left out.
+    /// References of connected services: those that series, moved slots and orphans hold are left out.
     pub(crate) fn claimed(&self) -> u64 {
         let unclaimed: u64 = self.series.values().map(|n| u64::from(*n)).sum();
-        self.slots.references() - unclaimed - self.moved.len() as u64
+        self.slots.references() - unclaimed - self.moved.len() as u64 - self.orphans.references()
+    }
+
+    /// Pages in use that of all members only orphans reference. Nothing is counted for the answer.
+    pub(crate) fn held_by_orphans_alone(&self) -> u64 {
+        self.orphans.alone
+    }
+
+    /// Does what may change who references these slots, and counts anew which of their pages only orphans reference.
+    fn recounting<const N: usize, T>(&mut self, slots: [Slot; N], act: impl FnOnce(&mut Self) -> T) -> T {
+        if self.orphans.is_empty() {
+            return act(self);
+        }
+        let before = self.alone_of(slots);
+        let done = act(self);
+        self.orphans.alone = self.orphans.alone + self.alone_of(slots) - before;
+        done
+    }
+
+    /// How many of the pages of these slots only orphans reference.
+    fn alone_of<const N: usize>(&self, slots: [Slot; N]) -> u64 {
+        let pages = slots.map(|slot| self.moved_to(slot).unwrap_or(slot));
+        let is_first = |n: usize| !pages[..n].contains(&pages[n]);
+        (0..N)
+            .filter(|n| is_first(*n) && self.is_alone(pages[*n]))
+            .count() as u64
+    }
+
+    /// Whether of all members only orphans reference a page, which has not moved from here. It may have moved here.
+    fn is_alone(&self, page: Slot) -> bool {
+        let slots = || iter::once(page).chain(self.sources_of(page));
+        let of_others = |slot| {
+            let SlotState::Live(all) = self.slots.state(slot) else {
+                return false;
+            };
+            let left = all - self.orphans.held(slot);
+            left > 0 && left > self.unclaimed(slot)
+        };
+        slots().any(|slot| self.orphans.held(slot) > 0) && !slots().any(of_others)
+    }
+
+    /// References to a slot that a series and moved slots hold.
+    fn unclaimed(&self, slot: Slot) -> u64 {
+        let series = self.series.range(..slot).next_back();
+        let follows = series.is_some_and(|(first, n)| slot.number() <= first.number() + n);
+        self.sources_of(slot).count() as u64 + u64::from(follows)
+    }
+
+    /// The slots whose pages moved to this one.
+    fn sources_of(&self, slot: Slot) -> impl Iterator<Item = Slot> {
+        let led = self.sources.range((slot, Slot::FIRST)..);
+        led.take_while(move |(to, _)| *to == slot)
+            .map(|(_, source)| *source)
     }
 
     /// Applies a reported change. Afterwards, before anything else, its consequences are to be drawn:
     /// [`Self::take_changes`], then [`Self::advance`].
     pub(crate) fn apply(&mut self, id: MemberId, slot: Slot, delta: i32) -> Result<(), ReferenceViolation> {
+        debug_assert!(self.orphans.uncounted(id).is_none(), "an orphan tells nothing");
+        self.recounting([slot], |all| all.apply_uncounted(id, slot, delta))
+    }
+
+    fn apply_uncounted(&mut self, id: MemberId, slot: Slot, delta: i32) -> Result<(), ReferenceViolation> {
         let n = delta.unsigned_abs();
         match delta {
             0 => {}
@@ -228,16 +290,42 @@ impl Lifetime {
         Ok(())
     }
 
+    /// A member's connection broke, and its process may live: counts what it references as an orphan's, some at a time. Returns
+    /// whether there is more to do. The member may leave before that.
+    pub(crate) fn orphan_some(&mut self, id: MemberId) -> bool {
+        let Some(references) = self.members.get(&id) else {
+            return false;
+        };
+        let uncounted = self.orphans.uncounted(id).unwrap_or(references.chunks());
+        let (left, some) = references.last_of(uncounted).unwrap_or_default();
+        self.orphans.set_uncounted(id, left);
+        for (slot, n) in some {
+            self.recounting([slot], |all| all.orphans.add(slot, n));
+        }
+        left > 0
+    }
+
     /// Drops the references of a member whose process has ended, some at a time. Returns whether there may be more to do;
     /// at the end the member is gone. [`Self::take_changes`] and [`Self::advance`] must follow each call.
     pub(crate) fn leave_some(&mut self, id: MemberId) -> bool {
         let Some(some) = self.members.get_mut(&id).and_then(References::take_some) else {
             self.members.remove(&id);
+            self.orphans.remove(id);
             self.epochs.leave(id);
             return false;
         };
-        some.into_iter()
-            .for_each(|(slot, n)| self.drop_references(slot, n));
+        // Of a chunk all are counted, or none.
+        let counted = some
+            .first()
+            .is_some_and(|(slot, _)| self.orphans.counts(id, *slot));
+        for (slot, n) in some {
+            self.recounting([slot], |all| {
+                if counted {
+                    all.orphans.sub(slot, n);
+                }
+                all.drop_references(slot, n);
+            });
+        }
         true
     }
 
@@ -254,8 +342,10 @@ impl Lifetime {
 
     /// As [`Self::relocate`], to a slot that holds the same page and is in use already.
     pub(crate) fn relocate_to_twin(&mut self, old: Slot, twin: Slot) -> Result<Vec<Slot>, NotLive> {
-        self.slots.add_references(twin, 1)?;
-        Ok(self.link(old, twin))
+        self.recounting([old, twin], |all| {
+            all.slots.add_references(twin, 1)?;
+            Ok(all.link(old, twin))
+        })
     }
 
     /// As [`Self::relocate`], for a series, to as many consecutive slots that were free. Returns pairs of slots, old and new,
@@ -291,11 +381,7 @@ impl Lifetime {
         self.unlisted.insert(old);
         self.moved.insert(old, new);
         self.sources.insert((new, old));
-        let led = self.sources.range((old, Slot::FIRST)..);
-        let led: Vec<Slot> = led
-            .take_while(|(to, _)| *to == old)
-            .map(|(_, source)| *source)
-            .collect();
+        let led: Vec<Slot> = self.sources_of(old).collect();
         for source in &led {
             self.sources.remove(&(old, *source));
             self.sources.insert((new, *source));
@@ -377,7 +463,10 @@ impl Lifetime {
     pub(crate) fn bytes(&self) -> usize {
         // A set's node holds eleven entries.
         let sets = self.unlisted.len() * 8 + self.series.len() * 12 + self.moved.len() * 24;
-        self.slots.bytes() + sets + self.members.values().map(References::bytes).sum::<usize>()
+        self.slots.bytes()
+            + sets
+            + self.orphans.bytes()
+            + self.members.values().map(References::bytes).sum::<usize>()
     }
 
     fn drop_references(&mut self, slot: Slot, n: u32) {
@@ -398,3 +487,6 @@ impl Lifetime {
         self.members.get_mut(&id).expect("only members have references")
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,6 +5,7 @@ pub(crate) mod accounts;
 pub(crate) mod allocator;
 pub(crate) mod epochs;
 pub(crate) mod lifetime;
+pub(crate) mod orphans;
 pub(crate) mod pending;
 pub(crate) mod references;
 mod segment_slots;

@@ -4,7 +4,7 @@
 use vmm_dedup_protocol::Slot;
 
 /// Slots of one chunk. Small in unit tests, so that they cross chunks and the model check copies little.
-const CHUNK: usize = if cfg!(test) { 2 } else { 1024 };
+pub(super) const CHUNK: usize = if cfg!(test) { 2 } else { 1024 };
 
 /// Why a reference change is no possible one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -27,6 +27,14 @@ pub(crate) enum Unbalanced {
     },
 }
 
+/// The references that a chunk holds.
+#[allow(clippy::cast_possible_truncation)] // slot numbers are 32 bits
+fn held_of(chunk: usize, counts: &[u32; CHUNK]) -> Vec<(Slot, u32)> {
+    let held = counts.iter().enumerate().filter(|(_, n)| **n > 0);
+    held.filter_map(|(at, n)| Some((Slot::try_new((chunk * CHUNK + at) as u32)?, *n)))
+        .collect()
+}
+
 /// References of one connection.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct References {
@@ -34,7 +42,8 @@ pub(crate) struct References {
     total: u64,
 }
 
-fn place(slot: Slot) -> (usize, usize) {
+/// A slot's chunk, and its place in it.
+pub(super) fn place(slot: Slot) -> (usize, usize) {
     let n = slot.number() as usize;
     (n / CHUNK, n % CHUNK)
 }
@@ -72,17 +81,26 @@ impl References {
         Ok(())
     }
 
-    /// Takes out the references to the slots of one chunk; `None` when nothing is left.
-    #[allow(clippy::cast_possible_truncation)] // slot numbers are 32 bits
+    /// How many chunks there are.
+    pub(crate) fn chunks(&self) -> usize {
+        self.chunks.len()
+    }
+
+    /// The references to the slots of the last of the first chunks that holds some, and its number; `None`: no chunk does.
+    pub(crate) fn last_of(&self, chunks: usize) -> Option<(usize, Vec<(Slot, u32)>)> {
+        let first = self.chunks.iter().take(chunks).enumerate();
+        let (chunk, counts) = first
+            .rev()
+            .find_map(|(n, counts)| Some((n, counts.as_deref()?)))?;
+        Some((chunk, held_of(chunk, counts)))
+    }
+
+    /// Takes out the references to the slots of one chunk, the last; `None` when nothing is left.
     pub(crate) fn take_some(&mut self) -> Option<Vec<(Slot, u32)>> {
         loop {
             let counts = self.chunks.pop()?;
-            let first = self.chunks.len() * CHUNK;
             let Some(counts) = counts else { continue };
-            let held = counts.iter().enumerate().filter(|(_, n)| **n > 0);
-            let taken: Vec<_> = held
-                .filter_map(|(at, n)| Some((Slot::try_new((first + at) as u32)?, *n)))
-                .collect();
+            let taken = held_of(self.chunks.len(), &counts);
             self.total -= taken.iter().map(|(_, n)| u64::from(*n)).sum::<u64>();
             return Some(taken);
         }
@@ -122,6 +140,13 @@ mod tests {
             }
             prop_assert_eq!(refs.total(), model.values().map(|n| u64::from(*n)).sum::<u64>());
             model.retain(|_, n| *n > 0);
+            let (mut read, mut chunks) = (BTreeMap::new(), refs.chunks());
+            while let Some((chunk, some)) = refs.last_of(chunks) {
+                prop_assert!(chunk < chunks && some.iter().all(|(slot, _)| place(*slot).0 == chunk));
+                read.extend(some);
+                chunks = chunk;
+            }
+            prop_assert_eq!(&read, &model);
             let mut taken = BTreeMap::new();
             while let Some(some) = refs.take_some() {
                 taken.extend(some);

@@ -150,6 +150,7 @@ impl World {
             })
         };
         (0..SLOTS).all(follows)
+            && self.held_by_orphans_alone() == self.lifetime.held_by_orphans_alone()
             && self.services.iter().filter(|s| s.alive).all(|service| {
                 let mapped = service.mapped.iter().chain(&service.legacy).enumerate();
                 mapped
@@ -157,6 +158,18 @@ impl World {
                     .chain(service.found.map(|found| (found.slot, found.generation)))
                     .all(|(n, g)| safe(n, g))
             })
+    }
+
+    /// Pages that orphans reference, and no other member, by the references of each.
+    fn held_by_orphans_alone(&self) -> u64 {
+        let is_orphan = |id: &MemberId| self.orphans.iter().any(|(orphan, _)| orphan == id);
+        let (orphans, others): (Vec<_>, Vec<_>) = self.lifetime.members().partition(is_orphan);
+        let referenced = |page: usize, by: &[MemberId]| {
+            let mut all = by.iter().filter_map(|id| self.lifetime.references(*id));
+            all.any(|held| (0..SLOTS).any(|n| self.forward(n).unwrap_or(n) == page && held.held(slot(n)) > 0))
+        };
+        let alone = |page: &usize| referenced(*page, &orphans) && !referenced(*page, &others);
+        (0..SLOTS).filter(alone).count() as u64
     }
 
     /// Where the page of a slot has moved.
@@ -358,11 +371,13 @@ impl World {
             let member = w.services[i].member;
             match mistake {
                 Mistake::NoOrphans => w.depart(member),
-                Mistake::OrphansForgetEpoch => {
-                    w.lifetime.forget_epoch(member);
+                _ => {
+                    if mistake == Mistake::OrphansForgetEpoch {
+                        w.lifetime.forget_epoch(member);
+                    }
+                    while w.lifetime.orphan_some(member) {}
                     w.orphans.push((member, i));
                 }
-                _ => w.orphans.push((member, i)),
             }
         });
         for (at, (member, of)) in self.orphans.iter().copied().enumerate() {

@@ -174,6 +174,11 @@ impl Pool {
         Ok(entered)
     }
 
+    /// Counts what a member references as an orphan's, some at a time, since its connection broke. Returns whether there is more to do.
+    pub(crate) fn orphan_some(&mut self, id: MemberId) -> bool {
+        self.lifetime.orphan_some(id)
+    }
+
     /// Drops references of a member whose process has ended or maps nothing, some at a time. Returns whether there is
     /// more to do.
     pub(crate) fn leave_some(&mut self, id: MemberId) -> bool {

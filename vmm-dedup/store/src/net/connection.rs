@@ -163,6 +163,8 @@ fn receive(
         Ok(None) => Ok(Next::End),
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Next::Nothing),
         Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(Next::More),
+        // It has gone without reading all, which the kernel says once; what it sent before, as a goodbye, follows.
+        Err(e) if e.kind() == io::ErrorKind::ConnectionReset => Ok(Next::More),
         Err(e) if e.kind() == io::ErrorKind::InvalidData => Err(Violation::Unreadable(e)),
         Err(_) => Ok(Next::End),
     };
@@ -203,6 +205,17 @@ async fn send_all(shared: &Shared, watched: &AsyncFd<Watched>, outbox: &Outbox) 
     }
 }
 
+/// Counts what a peer references as an orphan's.
+async fn orphan(shared: &Shared, id: MemberId) {
+    loop {
+        let more = lock(shared).orphan(id);
+        if !more {
+            return;
+        }
+        tokio::task::yield_now().await;
+    }
+}
+
 /// Lets go of a peer: what it sighted at once, what it references when its process has ended or it said goodbye.
 async fn part(shared: &Shared, id: MemberId, peer: PeerProcess) {
     let parting = lock(shared).disconnect(id);
@@ -212,6 +225,11 @@ async fn part(shared: &Shared, id: MemberId, peer: PeerProcess) {
     if let (Parting::AwaitEnd, Some(pidfd)) = (parting, peer.pidfd) {
         match watch(Arc::new(pidfd), Interest::READABLE) {
             Ok(ended) => {
+                // Usually the process is ending, and then the rest need not be counted.
+                tokio::select! {
+                    () = orphan(shared, id) => {}
+                    _ = ended.readable() => {}
+                }
                 if tokio::time::timeout(ORPHAN_PATIENCE, ended.readable())
                     .await
                     .is_err()
@@ -230,6 +248,7 @@ async fn part(shared: &Shared, id: MemberId, peer: PeerProcess) {
                     "process {} cannot be watched, its pages stay until the store restarts: {e}",
                     peer.pid
                 );
+                orphan(shared, id).await;
                 return;
             }
         }

@@ -101,14 +101,18 @@ impl Exchange {
     fn prefetch(&self, batch: &Batch<'_>) -> Result<(), Violation> {
         let mut sum = 0;
         for key in batch.sightings() {
-            let key = key?;
-            sum ^= self.sightings.touch(key) ^ self.pool.index().touch(key);
+            sum ^= self.touch(key?);
         }
         for key in batch.withdrawals() {
             sum ^= self.sightings.touch(key?);
         }
         black_box(sum);
         Ok(())
+    }
+
+    /// Reads where a key will be looked up. The value means nothing.
+    pub(super) fn touch(&self, key: Key) -> u64 {
+        self.sightings.touch(key) ^ self.pool.index().touch(key)
     }
 
     /// Takes in sightings. Returns what is wanted of them.

@@ -13,6 +13,7 @@ use crate::memory::pool::Publication;
 use crate::requests::exchange::Exchange;
 use crate::requests::peers::Service;
 use crate::requests::violation::Violation;
+use std::hint::black_box;
 use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::message::{Kind, NO_SLOT, Staged, Wish, encode};
@@ -125,6 +126,12 @@ impl Exchange {
         let mut layout = Layout::new(staged.collect::<Result<_, _>>()?);
         self.check_references(id, service.pages, pages.len())?;
         self.reserve(2 * pages.len())?;
+        black_box(
+            layout
+                .pages
+                .iter()
+                .fold(0, |sum, page| sum ^ self.touch(page.key)),
+        );
         if let Some(slots) = layout
             .is_huge_page()
             .then(|| self.publish_huge_page(id, &layout.pages, &service.staging))

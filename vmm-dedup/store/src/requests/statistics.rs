@@ -33,13 +33,14 @@ impl Statistics<'_> {
         let metadata_bytes = pool.catalog().bytes() + tables as u64;
         let vms = self.peers.sum();
         let services = self.peers.services().count();
-        // A service that lost its connection counts by the one that it has now, if it has one.
-        let (_, of_orphans) = self.orphans();
-        let claimed = pool.lifetime().claimed().saturating_sub(of_orphans);
+        // A service that lost its connection counts by the one that it has now, if it has one. Neither its references count as
+        // sharing, nor the pages that nobody else maps.
+        let claimed = pool.lifetime().claimed();
+        let claimed_pages = in_use - pool.lifetime().held_by_orphans_alone();
         let net = accounts::saved_net(vms, services, resident_bytes, metadata_bytes);
         StoreStats {
             pages_shared: in_use,
-            pages_sharing: claimed.saturating_sub(in_use),
+            pages_sharing: claimed.saturating_sub(claimed_pages),
             slots_limbo: slots.limbo(),
             slots_max: segments.allocator().max_slots().into(),
             resident_bytes,

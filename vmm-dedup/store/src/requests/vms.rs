@@ -2,6 +2,7 @@
 
 use crate::ledger::epochs::MemberId;
 use crate::requests::peers::{Peers, Phase, RefusedVm};
+use vmm_dedup_protocol::name::MAX_NAME;
 
 /// Names listed for somebody who asked for a VM that is not there.
 const LISTED: usize = 8;
@@ -17,20 +18,29 @@ pub(crate) struct Vm<'a> {
 }
 
 impl Vm<'_> {
+    /// By the announced name only where NAME.PID can tell two of one name apart. Where that is longer than a name may be, the
+    /// shown one does.
     fn is_called(&self, wanted: &str) -> bool {
-        [self.name, self.announced].contains(&wanted) || format!("{}.{}", self.announced, self.pid) == wanted
+        let full = format!("{}.{}", self.announced, self.pid);
+        let announced = full.len() <= MAX_NAME && self.announced == wanted;
+        self.name == wanted || announced || full == wanted
     }
 }
 
 impl Peers {
-    /// A name that no connected VM has.
+    /// A name that no connected VM has, and that is shown whole: what makes it unique is at its end, so a long one is cut before
+    /// that.
     pub(crate) fn unique_name(&self, wanted: &str, pid: u32) -> String {
         let base = if wanted.is_empty() { "vm" } else { wanted };
         let taken = |name: &str| self.vms().any(|vm| vm.name == name);
-        let numbered = (2..).map(|n| format!("{base}.{pid}.{n}"));
-        let mut names = [base.to_owned(), format!("{base}.{pid}")]
-            .into_iter()
-            .chain(numbered);
+        let numbered = (2..).map(|n| format!(".{pid}.{n}"));
+        let ends = [String::new(), format!(".{pid}")].into_iter().chain(numbered);
+        let mut names = ends.map(|end| {
+            let room = MAX_NAME.saturating_sub(end.len());
+            // ASCII, as all names that travel.
+            let base: String = base.chars().take(room).collect();
+            base + &end
+        });
         names.find(|name| !taken(name)).unwrap_or_default()
     }
 

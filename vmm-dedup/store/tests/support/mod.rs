@@ -114,7 +114,7 @@ impl Client {
     }
 
     fn greet(socket: OwnedFd, name: &str, pages: u64) -> io::Result<Self> {
-        set_socket_timeout(&socket, Timeout::Recv, Some(Duration::from_secs(10))).unwrap();
+        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE)).unwrap();
         let hello = Hello::new(Role::Service, name, pages);
         socket::send(&socket, &encode(Kind::Hello, &[hello.as_bytes()]), &[])?;
         let mut buffer = aligned_buffer();
@@ -421,7 +421,7 @@ pub fn stats(path: &Path) -> Stats {
 /// The same, and that of the first VM whose number is not below this one.
 pub fn stats_from(path: &Path, from: u32) -> Stats {
     let socket = socket::connect(path).unwrap();
-    set_socket_timeout(&socket, Timeout::Recv, Some(Duration::from_secs(10))).unwrap();
+    set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE)).unwrap();
     let hello = Hello::new(Role::Observer, "test", 0);
     socket::send(&socket, &encode(Kind::Hello, &[hello.as_bytes()]), &[]).unwrap();
     let request = StatsRequest { from, reserved: 0 };
@@ -448,11 +448,17 @@ pub fn page(seed: u64) -> PageWords {
     words
 }
 
-/// Waits until a condition holds.
-pub fn eventually(limit: Duration, mut condition: impl FnMut() -> bool) -> Duration {
+/// Longer than anything takes here on a machine that does other things as well.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The store looks at the time every second: some of these.
+pub const TICKS: Duration = Duration::from_secs(4);
+
+/// Waits until a condition holds; how long that took.
+pub fn eventually(mut condition: impl FnMut() -> bool) -> Duration {
     let start = Instant::now();
     while !condition() {
-        assert!(start.elapsed() < limit, "not within {limit:?}");
+        assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
     start.elapsed()

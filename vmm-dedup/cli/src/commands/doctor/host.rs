@@ -1,10 +1,16 @@
 //! The host: kernel, rights, limits, memory.
 
 use super::finding::{Finding, Verdict};
+use rustix::fs::{Access, access};
 use rustix::process::{Resource, getrlimit};
 use std::fs::{self, OpenOptions};
+use std::io::ErrorKind;
+use std::path::Path;
 use vmm_dedup_host::units::short;
 use vmm_dedup_host::{memory, runtime};
+
+/// Settings of transparent huge pages.
+const HUGE: &str = "/sys/kernel/mm/transparent_hugepage";
 
 /// The oldest kernel that has what the engine needs.
 const OLDEST: (u32, u32) = (6, 8);
@@ -23,21 +29,43 @@ pub(super) fn findings() -> Vec<Finding> {
         kvm(),
         userfaultfd(),
         pagemap(),
-        max_map_count(&read("/proc/sys/vm/max_map_count")),
+        known("mappings", "/proc/sys/vm/max_map_count", max_map_count),
         open_files(getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)),
-        swap(&release, &read("/proc/swaps")),
-        ksm(&read("/sys/kernel/mm/ksm/run")),
-        folios(&read(
-            "/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled",
-        )),
+        known("swap", "/proc/swaps", |swaps| swap(&release, swaps)),
+        known("ksm", "/sys/kernel/mm/ksm/run", ksm),
+        known("huge pages", &format!("{HUGE}/enabled"), huge_pages),
+        known(
+            "large folios",
+            &format!("{HUGE}/hugepages-64kB/shmem_enabled"),
+            folios,
+        ),
         runtime_folder(),
     ];
-    findings.extend(available());
+    findings.push(available());
     findings
 }
 
 fn read(path: &str) -> String {
     fs::read_to_string(path).unwrap_or_default().trim().to_owned()
+}
+
+/// What is found of a file of the kernel's; of nothing, where the kernel has no such file. What cannot be known is not well.
+fn known(what: &str, path: &str, finding: impl FnOnce(&str) -> Finding) -> Finding {
+    // What is there wherever these are mounted.
+    let mark = match path.starts_with("/proc/") {
+        true => "/proc/self/stat",
+        false => "/sys/kernel",
+    };
+    match fs::read_to_string(path) {
+        Ok(text) => finding(text.trim()),
+        Err(e) if e.kind() == ErrorKind::NotFound && Path::new(mark).exists() => finding(""),
+        Err(e) => Finding::new(
+            Verdict::Note,
+            what,
+            format!("is not known: {path} cannot be read: {e}"),
+            "run this where /proc and /sys are mounted, and may be read",
+        ),
+    }
 }
 
 fn machine() -> Finding {
@@ -112,14 +140,17 @@ fn pagemap() -> Finding {
 }
 
 fn max_map_count(text: &str) -> Finding {
-    let found = format!("vm.max_map_count is {text}");
+    let found = match text {
+        "" => "this kernel does not tell vm.max_map_count".to_owned(),
+        number => format!("vm.max_map_count is {number}"),
+    };
     match text.parse::<u64>() {
         Ok(count) if count >= MAPPINGS => Finding::ok("mappings", found),
         _ => Finding::new(
             Verdict::Note,
             "mappings",
             found,
-            "scattered pages of large VMs need more: sysctl -w vm.max_map_count=1048576, and a line in /etc/sysctl.d",
+            "scattered pages of large VMs need more: `sysctl -w vm.max_map_count=1048576`, and a line in /etc/sysctl.d",
         ),
     }
 }
@@ -131,7 +162,7 @@ fn open_files(soft: u64) -> Finding {
             Verdict::Note,
             "open files",
             format!("{soft} for this shell"),
-            "a VMM started from here has room for little of a store, one file for each 16 MiB: ulimit -n 65536, or LimitNOFILE=",
+            "a VMM started from here has room for little of a store, one file for each 16 MiB: `ulimit -n 65536`, or LimitNOFILE=65536",
         ),
     }
 }
@@ -147,7 +178,7 @@ fn swap(release: &str, swaps: &str) -> Finding {
             "swap",
             format!("is on, with Linux {release}"),
             "before 6.16 taking a page that is being swapped out can crash the kernel or lose the page, but for the stable series \
-             6.12 and 6.15 as of July 2025: run one of those, or swapoff -a",
+             6.12 and 6.15 as of July 2025: run one of those, or `swapoff -a`",
         ),
     }
 }
@@ -158,15 +189,43 @@ fn ksm(run: &str) -> Finding {
             Verdict::Note,
             "ksm",
             "runs",
-            "on the same memory it is of no use: echo 0 > /sys/kernel/mm/ksm/run, or leave mergeable=on out",
+            "on the same memory it is of no use: `echo 0 > /sys/kernel/mm/ksm/run`, or leave mergeable=on out",
         ),
         _ => Finding::ok("ksm", "does not run"),
     }
 }
 
+/// The word in brackets.
+fn chosen(setting: &str) -> Option<&str> {
+    setting.split(' ').find(|word| word.starts_with('['))
+}
+
+fn huge_pages(setting: &str) -> Finding {
+    match chosen(setting) {
+        Some("[always]") => Finding::ok("huge pages", format!("guest memory may have them: {setting}")),
+        Some("[madvise]") => Finding::ok(
+            "huge pages",
+            format!("guest memory may have them where its VMM asks for them: {setting}"),
+        ),
+        Some(_) => Finding::new(
+            Verdict::Note,
+            "huge pages",
+            format!("guest memory has none: {setting}"),
+            format!(
+                "huge_policy has nothing to choose from, guests run on 4 KiB pages: `(cd {HUGE} && echo madvise > enabled)`"
+            ),
+        ),
+        None => Finding::new(
+            Verdict::Note,
+            "huge pages",
+            "this kernel has no setting for them",
+            "guests run on 4 KiB pages: build it with CONFIG_TRANSPARENT_HUGEPAGE",
+        ),
+    }
+}
+
 fn folios(setting: &str) -> Finding {
-    let chosen = setting.split(' ').find(|word| word.starts_with('['));
-    match chosen {
+    match chosen(setting) {
         Some("[advise]" | "[always]" | "[within_size]" | "[inherit]") => {
             Finding::ok("large folios", format!("the store may have them: {setting}"))
         }
@@ -174,7 +233,9 @@ fn folios(setting: &str) -> Finding {
             Verdict::Note,
             "large folios",
             format!("are off for shared memory: {setting}"),
-            "publishing costs half with them: echo advise > /sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled",
+            format!(
+                "publishing costs half with them: `(cd {HUGE} && echo advise > hugepages-64kB/shmem_enabled)`"
+            ),
         ),
         None => Finding::ok("large folios", "this kernel has no setting for them"),
     }
@@ -194,8 +255,7 @@ fn runtime_folder() -> Finding {
         }
     };
     let found = folder.display().to_string();
-    let made = fs::create_dir_all(&folder).and_then(|()| tempfile_in(&folder));
-    match made {
+    match can_be_written(&folder) {
         Ok(()) => Finding::ok(what, found),
         Err(e) => Finding::new(
             Verdict::Warn,
@@ -209,21 +269,42 @@ fn runtime_folder() -> Finding {
     }
 }
 
-fn tempfile_in(folder: &std::path::Path) -> std::io::Result<()> {
+/// Whether files can be made in this folder, or the folder itself where it is to be; it is not made.
+fn can_be_written(folder: &Path) -> std::io::Result<()> {
+    if folder.is_dir() {
+        return tempfile_in(folder);
+    }
+    let there = folder
+        .ancestors()
+        .find(|folder| folder.symlink_metadata().is_ok());
+    let there = there.unwrap_or(Path::new("/"));
+    if !there.is_dir() {
+        return Err(ErrorKind::NotADirectory.into());
+    }
+    Ok(access(there, Access::WRITE_OK | Access::EXEC_OK)?)
+}
+
+fn tempfile_in(folder: &Path) -> std::io::Result<()> {
     let path = folder.join(format!(".doctor-{}", std::process::id()));
     let written = fs::write(&path, "x");
     let _ = fs::remove_file(&path);
     written
 }
 
-fn available() -> Option<Finding> {
-    let bytes = memory::available().ok()?;
+fn available() -> Finding {
+    let bytes = match memory::available() {
+        Ok(bytes) => bytes,
+        Err(e) => {
+            let found = format!("what is available is not known: {e}");
+            return Finding::new(Verdict::Note, "memory", found, "run this where /proc is mounted");
+        }
+    };
     let found = format!(
         "{} are available",
         short(i64::try_from(bytes).unwrap_or(i64::MAX))
     );
     // What managed breaks keep free by default.
-    Some(match bytes {
+    match bytes {
         268_435_456.. => Finding::ok("memory", found),
         _ => Finding::new(
             Verdict::Warn,
@@ -231,7 +312,7 @@ fn available() -> Option<Finding> {
             found,
             "writers of shared pages may wait, or the kernel kill: free memory, or move VMs away",
         ),
-    })
+    }
 }
 
 #[cfg(test)]
@@ -276,6 +357,34 @@ mod tests {
             Verdict::Ok
         );
         assert_eq!(folios("").verdict, Verdict::Ok);
+        for well in ["[always] madvise never", "always [madvise] never"] {
+            assert_eq!(huge_pages(well).verdict, Verdict::Ok);
+        }
+        let never = huge_pages("always madvise [never]");
+        assert!(never.verdict == Verdict::Note && never.change.contains("echo madvise > enabled"));
+        assert_eq!(huge_pages("").verdict, Verdict::Note);
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_not_well() {
+        // Neither is there where nothing is mounted; this one is, and is no file.
+        let unreadable = known("swap", "/proc/self", |_| Finding::ok("swap", "is off"));
+        assert_eq!(unreadable.verdict, Verdict::Note);
+        assert!(unreadable.found.contains("is not known"), "{unreadable:?}");
+        // A kernel that was built without it.
+        let absent = known("swap", "/proc/no-swaps", |text| swap("6.8.0", text));
+        assert_eq!((absent.verdict, &*absent.found), (Verdict::Ok, "is off"));
+    }
+
+    #[test]
+    fn a_runtime_folder_is_looked_at_and_not_made() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let below = folder.path().join("none/vmm-dedup");
+        assert!(can_be_written(&below).is_ok() && !folder.path().join("none").exists());
+        assert!(can_be_written(folder.path()).is_ok());
+        assert_eq!(fs::read_dir(folder.path()).expect("the folder").count(), 0);
+        fs::write(folder.path().join("file"), "").expect("a file");
+        assert!(can_be_written(&folder.path().join("file/vmm-dedup")).is_err());
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub(crate) struct DoctorArgs {
 pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let mut findings = host::findings();
     let view = HostView::even_silent(&args.store.selection());
-    findings.extend(stores::findings(view.as_ref()));
+    findings.extend(stores::findings(view.as_ref(), &args.store.words()));
     let pid = match (&args.vm, args.pid) {
         (Some(name), _) => view.and_then(|view| Ok(Some(view.vm(name)?.1.pid))),
         (None, pid) => Ok(pid),
@@ -67,25 +67,67 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
             .flat_map(|finding| finding.lines(width))
             .for_each(|line| say!("{line}"));
     }
-    if let Some(failure) = failure {
-        return Err(failure);
-    }
     let wrong = findings
         .iter()
         .filter(|finding| finding.verdict >= Verdict::Warn)
         .count();
+    outcome(worst, wrong, failure.as_ref())
+}
+
+/// How the command ends, which is as its verdict says.
+fn outcome(worst: Verdict, wrong: usize, failure: Option<&Failure>) -> Result<(), Failure> {
+    let text = match (failure, wrong) {
+        (Some(failure), 0) => failure.to_string(),
+        (Some(failure), _) => format!("{failure}; {wrong} to be changed, see above"),
+        (None, _) => format!("{wrong} to be changed, see above"),
+    };
     match worst {
         Verdict::Ok | Verdict::Note => Ok(()),
-        Verdict::Warn => Err(Failure::new(format!("{wrong} to be changed, see above"))),
-        Verdict::Bad => Err(Failure::missing(format!(
-            "dedup does not work here: {wrong} to be changed, see above"
-        ))),
+        Verdict::Warn => Err(Failure::new(text)),
+        Verdict::Bad => Err(Failure::missing(format!("dedup does not work here: {text}"))),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_exit_code_says_what_the_verdict_says() {
+        let failure = Failure::missing("process 1 may not be looked at");
+        let code = |worst, failure| match outcome(worst, 1, failure) {
+            Ok(()) => "0".to_owned(),
+            Err(failure) => format!("{:?} {failure}", failure.exit_code()),
+        };
+        let with = |code: u8, text: &str| format!("{:?} {text}", std::process::ExitCode::from(code));
+        assert_eq!(code(Verdict::Note, None), "0");
+        for (worst, number) in [(Verdict::Warn, 1), (Verdict::Bad, 2)] {
+            for failure in [None, Some(&failure)] {
+                assert!(code(worst, failure).starts_with(&with(number, "")), "{worst:?}");
+            }
+        }
+        assert_eq!(
+            code(Verdict::Warn, Some(&failure)),
+            with(1, "process 1 may not be looked at; 1 to be changed, see above")
+        );
+    }
+
+    #[test]
+    fn commands_in_findings_are_not_broken() {
+        let finding = Finding::new(
+            Verdict::Note,
+            "mappings",
+            "vm.max_map_count is 65530",
+            "scattered pages need more: `sysctl -w vm.max_map_count=1048576`, and a line in /etc/sysctl.d",
+        );
+        for width in 40..=200 {
+            let lines = finding.lines(width);
+            let whole = lines
+                .iter()
+                .any(|line| line.contains("`sysctl -w vm.max_map_count=1048576`"));
+            assert!(whole, "{lines:#?}");
+        }
+    }
 
     #[test]
     fn findings_fit_the_terminal() {

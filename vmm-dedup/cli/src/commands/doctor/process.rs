@@ -2,6 +2,7 @@
 
 use super::finding::{Finding, Verdict};
 use std::fs;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::process::Stat;
@@ -15,9 +16,13 @@ pub(super) fn findings(pid: u64) -> Result<Vec<Finding>, Failure> {
     let stat = stat.ok_or_else(|| Failure::new(format!("there is no process {pid}")))?;
     let folder = PathBuf::from(format!("/proc/{pid}"));
     let program = fs::read_link(folder.join("exe")).map_err(|e| {
-        Failure::missing(format!(
-            "process {pid} may not be looked at ({e}): run this as root, or as its user"
-        ))
+        let advice = match rustix::process::geteuid().is_root() {
+            true => {
+                "root may not here, as in a container without CAP_SYS_PTRACE: run this on the host itself"
+            }
+            false => "run this as root, or as its user",
+        };
+        Failure::new(format!("process {pid} may not be looked at ({e}): {advice}"))
     })?;
     let maps = fs::read_to_string(folder.join("maps")).unwrap_or_default();
     let limits = fs::read_to_string(folder.join("limits")).unwrap_or_default();
@@ -96,7 +101,7 @@ fn open_files(limits: &str) -> Option<Finding> {
             Verdict::Note,
             "open files of the VMM",
             soft.to_string(),
-            "one is needed for each 16 MiB of the store: LimitNOFILE=65536, or ulimit -n",
+            "one is needed for each 16 MiB of the store: LimitNOFILE=65536, or `ulimit -n 65536`",
         ),
     })
 }
@@ -143,7 +148,7 @@ fn memory(maps: &str) -> Vec<Finding> {
 /// Devices that pin memory, and files for direct I/O.
 fn files(process: &Path) -> Vec<Finding> {
     let entries = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
-    let (mut devices, mut direct) = (Vec::new(), Vec::new());
+    let (mut devices, mut pinned, mut direct) = (Vec::new(), Vec::new(), Vec::new());
     for entry in entries {
         let Ok(file) = fs::read_link(entry.path()) else {
             continue;
@@ -155,7 +160,11 @@ fn files(process: &Path) -> Vec<Finding> {
         {
             devices.push(text);
         } else if is_direct(&process.join("fdinfo").join(entry.file_name())) {
-            direct.push(text);
+            // Through the link in /proc this is the file that is open, whatever its name leads to now.
+            match what_pins(&entry.path()) {
+                true => pinned.push(text),
+                false => direct.push(text),
+            }
         }
     }
     let mut findings = Vec::new();
@@ -167,16 +176,44 @@ fn files(process: &Path) -> Vec<Finding> {
             "detach it: nothing is shared as long as it is there",
         ));
     }
-    if !direct.is_empty() {
-        findings.push(Finding::new(
+    findings.extend(direct_io(&pinned, true));
+    findings.extend(direct_io(&direct, false));
+    findings
+}
+
+/// Files that are open for direct I/O; `pinned`: the kernel is known to pin or copy what they read and write.
+fn direct_io(files: &[String], pinned: bool) -> Option<Finding> {
+    let found = format!(
+        "{}: {}",
+        count(files.len(), "file is open for it", "files are open for it"),
+        files.join(", ")
+    );
+    let finding = match pinned {
+        true => Finding::new(
             Verdict::Note,
             "direct I/O",
-            format!("{}: {}", count(direct.len(), "file is open for it", "files are open for it"), direct.join(", ")),
-            "fine on block devices, ext4, XFS, btrfs and tmpfs, but pages that the kernel copied are merged again by forks only: \
+            found,
+            "fine on these file systems and devices, but pages that the kernel copied are merged again by forks only: \
              heal_stall_us, or cache=writeback",
-        ));
-    }
-    findings
+        ),
+        false => Finding::new(
+            Verdict::Warn,
+            "direct I/O",
+            format!("{found}; not known to pin guest memory"),
+            "nothing is shared as long as that is so, but on FUSE from Linux 6.9 on, and on overlayfs above what pins: \
+             cache=writeback, or put the disk on ext4, XFS, btrfs, tmpfs or a block device",
+        ),
+    };
+    (!files.is_empty()).then_some(finding)
+}
+
+/// Magic numbers of ext4, XFS, btrfs and tmpfs.
+const PINNING: [i64; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994];
+
+/// Whether direct I/O to this file or device is known to pin, or to copy, what it reads and writes.
+fn what_pins(file: &Path) -> bool {
+    let is_block = fs::metadata(file).is_ok_and(|file| file.file_type().is_block_device());
+    is_block || rustix::fs::statfs(file).is_ok_and(|fs| PINNING.contains(&fs.f_type))
 }
 
 fn is_direct(fdinfo: &Path) -> bool {
@@ -190,6 +227,7 @@ fn is_direct(fdinfo: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd;
 
     #[test]
     fn shared_and_huge_guest_memory_are_told() {
@@ -211,6 +249,20 @@ mod tests {
         );
         assert_eq!(verdict("... /usr/bin/cloud-hypervisor", false), Verdict::Warn);
         assert_eq!(verdict("... /usr/bin/cloud-hypervisor", true), Verdict::Ok);
+    }
+
+    #[test]
+    fn direct_io_is_told_by_what_it_goes_to() {
+        let memory = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).expect("a tmpfs");
+        let memory = format!("/proc/self/fd/{}", memory.as_raw_fd());
+        assert!(what_pins(Path::new(&memory)) && !what_pins(Path::new("/proc/self/stat")));
+        let files = ["/disk".to_owned()];
+        let verdict = |pinned| direct_io(&files, pinned).map(|finding| finding.verdict);
+        assert_eq!(
+            (verdict(true), verdict(false)),
+            (Some(Verdict::Note), Some(Verdict::Warn))
+        );
+        assert_eq!(direct_io(&[], false), None);
     }
 
     #[test]

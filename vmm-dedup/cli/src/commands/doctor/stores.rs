@@ -11,13 +11,14 @@ use vmm_dedup_protocol::observer::Vm;
 /// A running service passes at least this often, but for the longest periods that can be set.
 const LONG: Duration = Duration::from_secs(900);
 
-pub(super) fn findings(view: Result<&HostView, &Failure>) -> Vec<Finding> {
+/// `store_words`: how a command asks the same stores.
+pub(super) fn findings(view: Result<&HostView, &Failure>, store_words: &str) -> Vec<Finding> {
     let view = match view {
         Ok(view) => view,
         Err(failure) => return vec![Finding::new(Verdict::Note, "store", failure.to_string(), "")],
     };
     let mut findings: Vec<Finding> = view.stores.iter().flat_map(store).collect();
-    findings.extend(view.vms().filter_map(|(_, found)| vm(found)));
+    findings.extend(view.vms().filter_map(|(_, found)| vm(found, store_words)));
     findings
 }
 
@@ -50,11 +51,11 @@ fn store(store: &StoreView) -> Vec<Finding> {
             Verdict::Warn,
             &what,
             format!(
-                "is full: {} of pages, {} refused",
+                "at {at} is full: {} of pages, refused {}",
                 pages_mib(stats.pages_shared),
-                stats.refused_full_total
+                account::refused_full(stats)
             ),
-            "raise --max-mib",
+            "raise its --max-mib",
         ));
     }
     if stats.malformed_total > 0 {
@@ -76,10 +77,11 @@ fn store(store: &StoreView) -> Vec<Finding> {
 }
 
 /// What is wrong with a VM, if something is.
-fn vm(vm: &Vm) -> Option<Finding> {
+fn vm(vm: &Vm, store_words: &str) -> Option<Finding> {
     let what = format!("VM {}", vm.name);
     if let Some(reason) = vm.reason {
-        let explain = format!("`vmm-dedup explain {}` tells what would lift it", address(vm));
+        let named = format!("{}{store_words}", address(vm));
+        let explain = format!("`vmm-dedup explain {named}` tells what would lift it");
         let found = format!("is not deduplicated: {}", reason.label());
         return Some(Finding::new(Verdict::Warn, &what, found, explain));
     }

@@ -2,9 +2,11 @@
 
 mod html;
 mod pack_table;
+mod page_file;
 mod table;
 
 use clap::{Args, ValueEnum};
+use page_file::PageFile;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -40,7 +42,8 @@ pub(crate) struct EstimateArgs {
     /// With --pack: whose pages may be bases of others.
     #[arg(long, value_enum, default_value_t = Bases::Own, requires = "pack")]
     bases: Bases,
-    /// Write a page for a browser into this file as well: what each memory holds, and what any two have in common.
+    /// Write a page for a browser into this file as well: what each memory holds, and what any two have in common. A file that is
+    /// there is overwritten only if it is an HTML page, and none of the inputs.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     /// Print JSON.
@@ -64,6 +67,8 @@ fn parse_sample(text: &str) -> Result<Sample, String> {
 
 /// Runs the command.
 pub(crate) fn run(args: &EstimateArgs) -> Result<(), Failure> {
+    let page_at = |path: &PathBuf| PageFile::at(path, &args.inputs.files);
+    let page = args.html.as_ref().map(page_at).transpose()?;
     let memories = args.inputs.open().map_err(Failure::from_error)?;
     let pages = memories.iter().map(Memory::pages).sum();
     let sample = args.sample.unwrap_or_else(|| Sample::fitting(pages));
@@ -83,11 +88,7 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<(), Failure> {
     } else {
         table::print(&report, start.elapsed());
     }
-    if let Some(path) = &args.html {
-        std::fs::write(path, html::page(&report))
-            .map_err(|e| Failure::new(format!("cannot write {}: {e}", path.display())))?;
-    }
-    Ok(())
+    page.map_or(Ok(()), |page| page.write(&html::page(&report)))
 }
 
 fn examine(

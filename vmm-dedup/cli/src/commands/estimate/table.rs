@@ -6,6 +6,7 @@ use vmm_dedup_estimate::near::Near;
 use vmm_dedup_estimate::{Amount, Report};
 use vmm_dedup_host::say;
 use vmm_dedup_host::table::{self, Column, Table, percent, wrapped};
+use vmm_dedup_host::units::printable;
 
 /// Pairs are shown for so many memories, and for as many as have room; JSON has all.
 fn most_pairs(width: Option<usize>) -> usize {
@@ -42,7 +43,7 @@ pub(crate) fn print(report: &Report, elapsed: Duration) {
     for (i, input) in report.inputs.iter().enumerate() {
         memories.row([
             i.to_string(),
-            input.name.clone(),
+            printable(&input.name),
             format!("{:.1}", mib(input.pages)),
             format!("{:.1}", mib(input.zero)),
             amount(input.inside),

@@ -58,7 +58,9 @@ fn one(args: &ExplainArgs, host: &HostView, name: &str) -> Result<(), Failure> {
     match args.json {
         true => print_json(&json::of_vm(store, vm, &told)),
         false => {
-            let lines = text::of_vm(store, vm, &told, args.gpa.is_none());
+            let named = format!("{}{}", host.name_of(vm), args.store.words());
+            let mut lines = text::of_vm(store, vm, &told, args.gpa.is_none());
+            lines.extend(text::hint(vm, &named));
             print_lines(&lines);
             Ok(())
         }
@@ -86,7 +88,9 @@ fn all(args: &ExplainArgs, host: &HostView) -> Result<(), Failure> {
                 .collect();
             print_json(&serde_json::json!({ "vms": vms }))?;
         }
-        false => print_lines(&text::of_all(host, &told)),
+        // Nothing is known.
+        false if host.accounts().next().is_none() => {}
+        false => print_lines(&text::of_all(host, &told, &args.store.words())),
     }
     match unheard {
         0 => host.complete(),

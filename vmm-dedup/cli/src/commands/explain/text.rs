@@ -1,9 +1,10 @@
 //! An explanation for people.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use vmm_dedup_host::account;
 use vmm_dedup_host::table::{percent, wrapped};
-use vmm_dedup_host::units::count;
+use vmm_dedup_host::units::{self, count};
 use vmm_dedup_host::view::{HostView, StoreView};
 use vmm_dedup_protocol::control::{Explained, Explanation};
 use vmm_dedup_protocol::observer::{Account, Vm};
@@ -108,20 +109,30 @@ pub(super) fn of_vm(store: &StoreView, vm: &Vm, told: &Account, whole: bool) -> 
         Account::Explained(explained) => explained,
     };
     let mut lines = vec![Line::new(format!(
-        "{}: {}, {} pages, last pass {} ago",
+        "{}: {}, {}, last pass {} ago",
         vm.name,
         account::condition(vm),
-        explained.explanation.pages,
+        units::pages(explained.explanation.pages),
         account::last_pass_text(vm)
     ))];
     lines.extend(classes_of(explained));
-    lines.extend(full(store, explained.explanation.unique));
+    lines.extend(full(store, &vm.name, explained.explanation.unique));
     if whole {
         lines.push(tried_in_vain(&vm.stats));
         lines.extend(huge_pages(&vm.stats));
         lines.push(settings(&vm.stats));
     }
     lines
+}
+
+/// What to do about a VM that does not merge; `named`: how a command names it.
+pub(super) fn hint(vm: &Vm, named: &str) -> Option<Line> {
+    if vm.reason.is_some() {
+        let text = format!("`vmm-dedup doctor {named}` looks at its VMM and at this host");
+        return Some(Line::new(text));
+    }
+    account::is_off(vm.stats.state)
+        .then(|| Line::new(format!("`vmm-dedup set {named} on` switches merging on")))
 }
 
 fn classes_of(explained: &Explained) -> Vec<Line> {
@@ -139,21 +150,24 @@ fn classes_of(explained: &Explained) -> Vec<Line> {
     lines
 }
 
-/// All VMs together; `told`: by those that have answered.
-pub(super) fn of_all(host: &HostView, told: &[(&StoreView, &Vm, Account)]) -> Vec<Line> {
+/// All VMs together; `told`: by those that have answered. `store_words`: how a command asks the same stores.
+pub(super) fn of_all(host: &HostView, told: &[(&StoreView, &Vm, Account)], store_words: &str) -> Vec<Line> {
     let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
+    // Of each store, by its place.
+    let mut unique: BTreeMap<&Path, u64> = BTreeMap::new();
     let (mut services, mut pages) = (0, 0);
     let mut refused = Vec::new();
-    for (_, vm, account) in told {
+    for (store, vm, account) in told {
         match account {
             Account::Explained(explained) => {
                 services += 1;
+                *unique.entry(&store.socket).or_default() += explained.explanation.unique;
                 pages += explained.explanation.pages;
                 for (class, n) in explained.explanation.classes() {
                     *sums.entry(class).or_default() += n;
                 }
             }
-            Account::Refused(_) => refused.push(format!("{} ({})", vm.name, account::condition(vm))),
+            Account::Refused(_) => refused.push(vm),
         }
     }
     let names = Explanation::default().classes();
@@ -161,32 +175,45 @@ pub(super) fn of_all(host: &HostView, told: &[(&StoreView, &Vm, Account)]) -> Ve
         .map(|(class, _)| (class, sums.get(class).copied().unwrap_or(0)))
         .into();
     let mut lines = vec![Line::new(format!(
-        "{} of {}: {pages} pages",
+        "{} of {}: {}",
         count(services, "VM", "VMs"),
-        count(host.stores.len(), "store", "stores")
+        host.answering(),
+        units::pages(pages)
     ))];
     if services > 0 {
         lines.extend(class_lines(&classes, pages));
     }
     for store in &host.stores {
-        lines.extend(full(store, sums.get("unique").copied().unwrap_or(0)));
+        lines.extend(full(
+            store,
+            "its VMs",
+            unique.get(&*store.socket).copied().unwrap_or(0),
+        ));
     }
-    if !refused.is_empty() {
+    // The one with the shortest name, which needs least room.
+    let example = refused.iter().map(|vm| host.name_of(vm));
+    if let Some(example) = example.min_by_key(String::len) {
+        let refused = refused.iter();
+        let all: Vec<String> = refused
+            .map(|vm| format!("{} ({})", vm.name, account::condition(vm)))
+            .collect();
+        let others = if all.len() > 1 { ", and so for each" } else { "" };
         lines.push(Line::new(format!(
-            "not deduplicated: {}; `vmm-dedup explain VM` tells what would lift that",
-            refused.join(", ")
+            "not deduplicated: {}; `vmm-dedup explain {example}{store_words}` tells what would lift that{others}",
+            all.join(", ")
         )));
     }
     lines
 }
 
-/// A store without room does not know all pages: what it has refused looks unique.
-fn full(store: &StoreView, unique: u64) -> Option<Line> {
+/// A store without room does not know all pages: what it has refused looks unique. `unique`: how many do.
+fn full(store: &StoreView, whose: &str, unique: u64) -> Option<Line> {
     let (stats, _) = store.account.as_ref().ok()?;
     let text = format!(
-        "the store {} is FULL and refused {} pages: of the {unique} that are called unique many may have twins; raise --max-mib",
+        "the store {} is FULL and refused {}: {} of {whose} called unique may have twins; raise its --max-mib",
         store.socket.display(),
-        stats.refused_full_total
+        account::refused_full(stats),
+        units::pages(unique)
     );
     account::is_full(stats).then(|| Line::new(text))
 }
@@ -255,9 +282,9 @@ fn refusal(refused: &Refused) -> Vec<Line> {
     let (name, refusal) = (refused.name.text(), &refused.refusal);
     let mut lines = vec![
         Line::new(format!(
-            "{name}: refused ({}), {} pages",
+            "{name}: refused ({}), {}",
             refusal.reason.label(),
-            refused.pages
+            units::pages(refused.pages)
         )),
         Line::new(format!("why: {}", refusal.detail())),
     ];
@@ -326,8 +353,50 @@ mod tests {
 
     #[test]
     fn a_full_store_is_named_where_pages_look_unique() {
-        let store = |refused_full_total, resident_bytes| StoreView {
-            socket: "/s".into(),
+        let line = full(&store("/s", 7, 4_096_000), "web", 5).expect("a line");
+        assert!(line.text.contains("FULL and refused 7 times") && line.text.contains("--max-mib"));
+        assert_eq!(full(&store("/s", 0, 4_096_000), "web", 5), None);
+        assert_eq!(full(&store("/s", 7, 2_000_000), "web", 5), None);
+    }
+
+    #[test]
+    fn pages_that_look_unique_are_counted_for_each_store() {
+        let stores = vec![store("/a", 1, 4_096_000), store("/b", 2, 4_096_000)];
+        let host = HostView { stores };
+        let vm = Vm {
+            name: "web".into(),
+            pid: 1,
+            reason: None,
+            saved_net_bytes: 0,
+            stats: ServiceStats::default(),
+        };
+        let of = |unique| {
+            Account::Explained(Explained {
+                serial: 0,
+                explanation: Explanation {
+                    unique,
+                    ..Explanation::default()
+                },
+                note: String::new(),
+            })
+        };
+        let told = [
+            (&host.stores[0], &vm, of(3)),
+            (&host.stores[1], &vm, of(4)),
+            (&host.stores[1], &vm, of(5)),
+        ];
+        let lines = of_all(&host, &told, "");
+        for part in [
+            "/a is FULL and refused once: 3 pages of its VMs",
+            "/b is FULL and refused 2 times: 9 pages of its VMs",
+        ] {
+            assert!(lines.iter().any(|line| line.text.contains(part)), "{lines:#?}");
+        }
+    }
+
+    fn store(socket: &str, refused_full_total: u64, resident_bytes: u64) -> StoreView {
+        StoreView {
+            socket: socket.into(),
             record: None,
             account: Ok((
                 StoreStats {
@@ -338,10 +407,6 @@ mod tests {
                 },
                 Vec::new(),
             )),
-        };
-        let line = full(&store(7, 4_096_000), 5).expect("a line");
-        assert!(line.text.contains("FULL and refused 7 pages") && line.text.contains("--max-mib"));
-        assert_eq!(full(&store(0, 4_096_000), 5), None);
-        assert_eq!(full(&store(7, 2_000_000), 5), None);
+        }
     }
 }

@@ -8,14 +8,14 @@ use clap::{ArgGroup, Args, ValueEnum};
 use console::Console;
 use guest::Guest;
 use serde_json::json;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use vmm_dedup::{Breaks, Config, Options, Policy, Setup, Supervisor, UseSource, Verification};
 use vmm_dedup_fleet::dedup_file;
 use vmm_dedup_host::{Failure, kvm, note};
-use vmm_dedup_refvmm::{ExitReason, RunningVm, ThpMode, Vm, VmConfig};
+use vmm_dedup_refvmm::{Error, ExitReason, RunningVm, ThpMode, Vm, VmConfig};
 
 /// Run one VM with the reference VMM; its serial console is this terminal.
 ///
@@ -226,7 +226,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     args.check()?;
     kvm::need()?;
     let config = args.vm_config();
-    let vm = Vm::new(&config).map_err(Failure::from_error)?;
+    let vm = Vm::new(&config).map_err(not_made)?;
     let dedup = args.setup()?.map(|setup| start_dedup(&vm, setup)).transpose()?;
     let (listener, verdict) = args.guest.listen();
     let console = Console::new(listener);
@@ -264,6 +264,19 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     }
 }
 
+/// Why there is no VM: options that cannot be, or what the host lacks.
+fn not_made(error: Error) -> Failure {
+    match error {
+        Error::MemorySize { .. } | Error::VcpuCount { .. } | Error::CommandLine { .. } => {
+            Failure::usage(error.to_string())
+        }
+        Error::KvmMissing | Error::KvmDenied | Error::Kvm { .. } | Error::MapMemory { .. } => {
+            Failure::from_error(error).of_host()
+        }
+        _ => Failure::from_error(error),
+    }
+}
+
 /// Dedup was asked for by hand: if it cannot start, nor does the VM.
 fn start_dedup(vm: &Vm, setup: Setup) -> Result<Supervisor, Failure> {
     let options = Options {
@@ -274,13 +287,37 @@ fn start_dedup(vm: &Vm, setup: Setup) -> Result<Supervisor, Failure> {
         settle: Duration::from_secs(60),
         ..Options::default()
     };
-    let supervisor = Supervisor::spawn(options).map_err(Failure::from_error)?;
-    let started = supervisor
-        .attach(setup)
-        .and_then(|()| supervisor.add_memory(Arc::new(vm.memory().clone())))
-        .and_then(|()| supervisor.start());
-    started.map_err(Failure::from_error)?;
-    Ok(supervisor)
+    let memory = Arc::new(vm.memory().clone());
+    let store = setup.store.clone();
+    Supervisor::serving(options, setup, |supervisor| supervisor.add_memory(memory))
+        .map_err(|error| not_served(error, &store))
+}
+
+/// Why there is no dedup. What is wrong with the store, or with the VM's own memory, its text tells.
+fn not_served(error: vmm_dedup::Error, store: &Path) -> Failure {
+    use vmm_dedup::{Error, Reason};
+    if matches!(&error, Error::StoreIo(source) if source.kind() == ErrorKind::WouldBlock) {
+        let at = store.display();
+        return Failure::new(format!(
+            "the store at {at} does not answer: it hangs or is stopped"
+        ))
+        .of_host();
+    }
+    let of_host = match &error {
+        Error::KernelLacks(_)
+        | Error::NoUserfaultfd(_)
+        | Error::Userfaultfd(_)
+        | Error::Pagemap(_)
+        | Error::Proc(..)
+        | Error::TooFewVmas { .. } => true,
+        Error::Refused(refusal) => matches!(
+            refusal.reason,
+            Reason::KernelTooOld | Reason::NoUserfaultfd | Reason::TooFewMappings
+        ),
+        _ => false,
+    };
+    let failure = Failure::from_error(error);
+    if of_host { failure.of_host() } else { failure }
 }
 
 /// Whoever sees the file sees the number in it.
@@ -303,4 +340,32 @@ fn forward_input(vm: &Arc<RunningVm>) {
             }
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_host_lacks_is_told_with_what_looks_at_it() {
+        let store = Path::new("/s");
+        let lacks = not_served(vmm_dedup::Error::KernelLacks("a feature"), store).to_string();
+        assert!(
+            lacks.ends_with("`vmm-dedup doctor` tells what is wrong on this host"),
+            "{lacks}"
+        );
+        assert!(
+            not_made(Error::KvmDenied)
+                .to_string()
+                .contains("vmm-dedup doctor")
+        );
+        let gone = not_served(vmm_dedup::Error::StoreGone, store).to_string();
+        assert!(!gone.contains("doctor"), "{gone}");
+        let hangs = vmm_dedup::Error::StoreIo(ErrorKind::WouldBlock.into());
+        let hangs = not_served(hangs, store).to_string();
+        assert!(
+            hangs.starts_with("the store at /s does not answer") && hangs.contains("doctor"),
+            "{hangs}"
+        );
+    }
 }

@@ -28,6 +28,7 @@ pub(super) fn about(column: Column) -> (&'static str, u16, u8) {
         Column::Budget => ("BUDGET", 6, 9),
         Column::Period => ("PERIOD", 10, 10),
         Column::StopTarget => ("STOP", 9, 11),
+        Column::Reserve => ("RESERVE", 8, 12),
     }
 }
 

@@ -1,6 +1,7 @@
 //! `top`: a live view of a host and its VMs.
 
 mod columns;
+mod help;
 mod history;
 mod pressure;
 mod sample;
@@ -10,7 +11,9 @@ use crate::which_store::WhichStore;
 use clap::Args;
 use history::History;
 use ratatui::DefaultTerminal;
+use ratatui::crossterm::cursor::Show;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use ratatui::crossterm::execute;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Signal, getpid, kill_process};
@@ -18,16 +21,18 @@ use sample::Sample;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use view::View;
-use vmm_dedup_host::view::{HostView, Selection};
-use vmm_dedup_host::{Failure, termination};
+use vmm_dedup_host::silence::Silence;
+use vmm_dedup_host::view::{HostView, Selection, StoreView};
+use vmm_dedup_host::{Failure, note, termination};
 
 /// Watch this host and its VMs in the terminal.
 ///
 /// SAVED is net of all bookkeeping, each VM bearing its part of the store's; SHARED is what maps pages of the store or
 /// the zero page. PASS is how long ago a VM's last pass ended. WAIT: writers a second that had to wait for the copy-on-write
-/// reserve. BUDGET, PERIOD and STOP are the settings cpu_percent, pass_period_ms and stop_target_us. What has no room is left out,
+/// reserve. BUDGET, PERIOD, STOP and RESERVE are the settings cpu_percent, pass_period_ms, stop_target_us and reserve_pages. What has no room is left out,
 /// these, SHARED and MERGE/S first.
 ///
 /// A store that ends is named, and its VMs stay with their last figures.
@@ -65,21 +70,65 @@ fn parse_interval(text: &str) -> Result<f64, String> {
 /// Runs the command until the user quits.
 pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     if !(std::io::stdout().is_terminal() && std::io::stdin().is_terminal()) {
-        return Err(Failure::usage(
-            "top needs a terminal: for scripts there is `vmm-dedup stat --json`",
-        ));
+        return Err(Failure::usage(format!(
+            "top needs a terminal: for scripts there is `vmm-dedup stat --json{}`",
+            args.store.words()
+        )));
     }
     let selection = args.store.selection();
-    let mut history = args.plot.as_deref().map(History::into).transpose()?;
-    let mut view = View::new(Sample::of(HostView::of(&selection)?));
+    let history = args.plot.as_deref().map(History::into).transpose()?;
+    let host = HostView::even_silent(&selection)?;
+    if !host.stores.iter().any(may_be_watched) {
+        host.complete()?;
+    }
+    let mut view = View::new(Sample::of(host));
     let mut terminal =
         ratatui::try_init().map_err(|e| Failure::new(format!("the terminal cannot be used: {e}")))?;
     let looks = look(selection, Duration::from_secs_f64(args.interval));
-    let watched = termination::on_termination(restore, || {
-        watch(&mut terminal, &looks, &mut view, history.as_mut())
+    let history = Arc::new(Mutex::new(history));
+    let ended_by_signal = {
+        let history = history.clone();
+        move || {
+            let written = write_last(&history);
+            // Nothing is drawn any more on what is restored.
+            std::mem::forget(lock(&history));
+            restore();
+            if let Err(failure) = written {
+                note!("vmm-dedup: {failure}");
+            }
+        }
+    };
+    let done = termination::on_termination(ended_by_signal, || {
+        let watched = watch(&mut terminal, &looks, &mut view, &history);
+        // Also when the terminal has gone: what was seen was seen.
+        let written = write_last(&history);
+        watched.and(written)
     });
-    // Also when the terminal has gone: what was seen was seen.
-    watched.and(history.map_or(Ok(()), |history| history.write()))
+    // Dropped, it would complain on standard error that it cannot be restored: of a terminal that has gone, a panic.
+    if terminal.show_cursor().is_err() {
+        std::mem::forget(terminal);
+    }
+    done
+}
+
+/// Whether there is something to look at, now or later: a store that never was one, or that this user may not ask, will not answer.
+fn may_be_watched(store: &StoreView) -> bool {
+    match &store.account {
+        Ok(_) => true,
+        Err((silence, _)) => store.record.is_some() && matches!(silence, Silence::Gone | Silence::Hangs),
+    }
+}
+
+/// Writes the plots for the last time. Whoever comes second waits, and does nothing.
+fn write_last(history: &Mutex<Option<History>>) -> Result<(), Failure> {
+    let mut history = lock(history);
+    let written = history.as_ref().map_or(Ok(()), History::write);
+    *history = None;
+    written
+}
+
+fn lock(history: &Mutex<Option<History>>) -> MutexGuard<'_, Option<History>> {
+    history.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Looks at the stores again and again, in a thread of its own: one that hangs takes seconds to be found out.
@@ -104,7 +153,7 @@ fn watch(
     terminal: &mut DefaultTerminal,
     looks: &Receiver<Sample>,
     view: &mut View,
-    mut history: Option<&mut History>,
+    history: &Mutex<Option<History>>,
 ) -> Result<(), Failure> {
     let broken = |e: std::io::Error| Failure::new(format!("the terminal cannot be used: {e}"));
     let mut drawn = None;
@@ -113,7 +162,7 @@ fn watch(
         let looked = match looks.try_recv() {
             Ok(sample) => {
                 view.update(sample);
-                if let Some(history) = &mut history {
+                if let Some(history) = &mut *lock(history) {
                     history.add(view.at(), view.host());
                     history.write_now_and_then();
                 }
@@ -125,7 +174,9 @@ fn watch(
             }
         };
         if old || looked {
+            let drawing = lock(history);
             terminal.draw(|frame| view.draw(frame)).map_err(broken)?;
+            drop(drawing);
             drawn = Some(Instant::now());
         }
         match keyboard(WAIT).map_err(broken)? {
@@ -178,9 +229,10 @@ fn keyboard(limit: Timespec) -> std::io::Result<Keyboard> {
     })
 }
 
-/// Puts the terminal back, if it is still there.
+/// Puts the terminal back, if it is still there, with its cursor.
 fn restore() {
     let _ = ratatui::try_restore();
+    let _ = execute!(std::io::stdout(), Show);
 }
 
 fn is_control(key: KeyEvent, letter: char) -> bool {

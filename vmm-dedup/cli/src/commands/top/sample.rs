@@ -1,10 +1,13 @@
 //! What `top` shows: the figures of all stores, computed from two looks at each.
 
 use super::pressure::Pressure;
+use std::path::Path;
 use std::time::{Duration, Instant};
 use vmm_dedup_host::account;
+use vmm_dedup_host::registry::Record;
 use vmm_dedup_host::silence::Silence;
-use vmm_dedup_host::units::{PAGE_BYTES, natural_order};
+use vmm_dedup_host::store::command_line;
+use vmm_dedup_host::units::natural_order;
 use vmm_dedup_host::view::{HostView, StoreView};
 use vmm_dedup_protocol::message::StoreStats;
 use vmm_dedup_protocol::observer::Vm;
@@ -16,6 +19,8 @@ pub(crate) struct StoreSample {
     /// Where it listens: its name here.
     pub(crate) socket: String,
     pub(crate) domain: String,
+    /// What it said of itself when it started.
+    pub(crate) record: Option<Record>,
     /// What it says, or why nothing.
     pub(crate) account: Result<(StoreStats, Vec<Vm>), Silence>,
 }
@@ -34,6 +39,7 @@ impl Sample {
         let store = |store: StoreView| StoreSample {
             domain: store.domain().unwrap_or("?").to_owned(),
             socket: store.socket.display().to_string(),
+            record: store.record,
             account: store.account.map_err(|(silence, _)| silence),
         };
         Self {
@@ -77,6 +83,10 @@ pub(crate) struct Row {
     pub(crate) cpu_percent: u64,
     pub(crate) pass_period_ms: u64,
     pub(crate) stop_target_us: u64,
+    /// Nothing without managed breaks.
+    pub(crate) reserve_pages: u64,
+    /// Whether there is a service, which has settings.
+    pub(crate) served: bool,
     /// Whether all of this is of now: its store answers.
     pub(crate) fresh: bool,
 }
@@ -90,7 +100,8 @@ pub(crate) struct Host {
     pub(crate) pages_shared: u64,
     pub(crate) pages_sharing: u64,
     pub(crate) resident_bytes: u64,
-    pub(crate) full: bool,
+    /// What stores may hold.
+    pub(crate) limit_bytes: u64,
     pub(crate) merges: f64,
     pub(crate) breaks: f64,
     pub(crate) waits: f64,
@@ -105,12 +116,29 @@ pub(crate) struct Host {
 struct Store {
     socket: String,
     domain: String,
+    record: Option<Record>,
+    /// What starts it again, since it is gone.
+    start: String,
     /// What it said last, and when.
     last: Option<(Instant, StoreStats, Vec<Vm>)>,
     rows: Vec<Row>,
     store_cpu: f64,
     /// Since when it says nothing, and why.
     silent: Option<(Instant, Silence)>,
+}
+
+/// A store that says nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Silent<'a> {
+    pub(crate) socket: &'a str,
+    /// For how long.
+    pub(crate) time: Duration,
+    /// It never answered, so that it may be so for longer.
+    pub(crate) at_least: bool,
+    /// Why.
+    pub(crate) silence: Silence,
+    /// What starts it again; nothing unless it is gone.
+    pub(crate) start: &'a str,
 }
 
 /// All stores that were seen since the start. One that ends stays, with its last figures: that is when somebody looks.
@@ -134,7 +162,10 @@ impl Stores {
                 }
             };
             match now.account {
-                Ok((stats, vms)) => self.0[at].say(sample.at, now.domain, stats, vms),
+                Ok((stats, vms)) => {
+                    self.0[at].record = now.record;
+                    self.0[at].say(sample.at, now.domain, stats, vms);
+                }
                 Err(silence) => self.0[at].say_nothing(sample.at, silence),
             }
         }
@@ -176,7 +207,7 @@ impl Stores {
             host.pages_shared = host.pages_shared.saturating_add(stats.pages_shared);
             host.pages_sharing = host.pages_sharing.saturating_add(stats.pages_sharing);
             host.resident_bytes = host.resident_bytes.saturating_add(stats.resident_bytes);
-            host.full |= account::is_full(stats);
+            host.limit_bytes = host.limit_bytes.saturating_add(account::limit_bytes(stats));
             host.merges += sum(|row| row.merges);
             host.breaks += sum(|row| row.breaks);
             host.waits += sum(|row| row.waits);
@@ -184,6 +215,15 @@ impl Stores {
             host.store_cpu += store.store_cpu;
         }
         host
+    }
+
+    /// Where the stores are that have no room.
+    pub(crate) fn full(&self) -> impl Iterator<Item = &str> {
+        let answering = self.0.iter().filter(|store| store.silent.is_none());
+        answering.filter_map(|store| {
+            let (_, stats, _) = store.last.as_ref()?;
+            account::is_full(stats).then_some(store.socket.as_str())
+        })
     }
 
     /// Where the stores are, for the title.
@@ -199,15 +239,17 @@ impl Stores {
         self.0.len() > 1
     }
 
-    /// Stores that say nothing: where, for how long, and why.
-    pub(crate) fn silent(&self, now: Instant) -> Vec<(&str, Duration, Silence)> {
+    /// Stores that say nothing, and why.
+    pub(crate) fn silent(&self, now: Instant) -> Vec<Silent<'_>> {
         let silent = self.0.iter().filter_map(|store| {
             let (since, silence) = store.silent?;
-            Some((
-                store.socket.as_str(),
-                now.saturating_duration_since(since),
+            Some(Silent {
+                socket: &store.socket,
+                time: now.saturating_duration_since(since),
+                at_least: store.last.is_none(),
                 silence,
-            ))
+                start: &store.start,
+            })
         });
         silent.collect()
     }
@@ -218,6 +260,8 @@ impl Store {
         Self {
             socket: sample.socket.clone(),
             domain: sample.domain.clone(),
+            record: sample.record.clone(),
+            start: String::new(),
             last: None,
             rows: Vec::new(),
             store_cpu: 0.0,
@@ -227,6 +271,10 @@ impl Store {
 
     fn say_nothing(&mut self, at: Instant, silence: Silence) {
         let since = self.silent.map_or(at, |(since, _)| since);
+        let was_gone = matches!(self.silent, Some((_, Silence::Gone)));
+        if silence == Silence::Gone && !was_gone {
+            self.start = command_line(Path::new(&self.socket), self.record.as_ref());
+        }
         self.silent = Some((since, silence));
     }
 
@@ -251,10 +299,7 @@ impl Store {
                 state: account::condition(vm).to_owned(),
                 passed: account::last_pass(vm),
                 saved_net: vm.saved_net_bytes,
-                shared: new
-                    .pages_mapped
-                    .saturating_add(new.pages_zero)
-                    .saturating_mul(PAGE_BYTES),
+                shared: account::shared_bytes(new),
                 merges: rate(merges(old), merges(new)),
                 breaks: rate(old.breaks_total(), new.breaks_total()),
                 cpu: rate(old.cpu_ns.total(), new.cpu_ns.total()) / 1e9,
@@ -262,6 +307,8 @@ impl Store {
                 cpu_percent: new.cpu_percent,
                 pass_period_ms: new.pass_period_ms,
                 stop_target_us: new.stop_target_us,
+                reserve_pages: new.reserve_target,
+                served: vm.reason.is_none(),
                 fresh: true,
             }
         };
@@ -293,10 +340,11 @@ pub(crate) enum Column {
     Budget,
     Period,
     StopTarget,
+    Reserve,
 }
 
 impl Column {
-    pub(crate) const ALL: [Self; 13] = [
+    pub(crate) const ALL: [Self; 14] = [
         Self::Name,
         Self::Domain,
         Self::State,
@@ -310,6 +358,7 @@ impl Column {
         Self::Budget,
         Self::Period,
         Self::StopTarget,
+        Self::Reserve,
     ];
 
     /// The column so many places to the right among those that are shown.
@@ -336,6 +385,7 @@ impl Column {
                 Self::Budget => b.cpu_percent.cmp(&a.cpu_percent),
                 Self::Period => b.pass_period_ms.cmp(&a.pass_period_ms),
                 Self::StopTarget => b.stop_target_us.cmp(&a.stop_target_us),
+                Self::Reserve => b.reserve_pages.cmp(&a.reserve_pages),
             };
             let order = if reversed { order.reverse() } else { order };
             order.then_with(|| natural_order(&a.name, &b.name))
@@ -380,6 +430,16 @@ pub(crate) mod tests {
         StoreSample {
             socket: socket.into(),
             domain: "default".into(),
+            record: Some(Record {
+                socket: socket.into(),
+                domain: "default".into(),
+                pid: 1,
+                metrics: None,
+                max_mib: Some(8),
+                ordered: false,
+                started: 1,
+                version: "0".into(),
+            }),
             account: account.map(|vms| (StoreStats::new_zeroed(), vms)),
         }
     }
@@ -424,15 +484,39 @@ pub(crate) mod tests {
             (rows[0].state.as_str(), rows[0].saved_net, rows[0].fresh),
             ("store gone", 4096, false)
         );
+        let start = "vmm-dedup store --socket a --domain default --max-mib 8 --metrics none";
+        let (socket, time, silence) = ("a", Duration::from_secs(7), Silence::Gone);
         assert_eq!(
             stores.silent(at(9)),
-            [("a", Duration::from_secs(7), Silence::Gone)]
+            [Silent {
+                socket,
+                time,
+                at_least: false,
+                silence,
+                start
+            }]
         );
         assert_eq!(stores.host().services, 1);
         stores.update(sample(at(9), both(Ok(vec![vm("x", 1, 900)]))));
         let rows = stores.rows();
         assert_eq!((rows[0].state.as_str(), rows[0].breaks), ("running", 0.0));
         assert_eq!(stores.silent(at(9)), []);
+    }
+
+    #[test]
+    fn since_when_a_store_is_silent_that_never_answered_is_not_known() {
+        let start = Instant::now();
+        let mut stores = Stores::default();
+        let hangs = || vec![store("a", Err(Silence::Hangs))];
+        stores.update(sample(start, hangs()));
+        let silent = |stores: &Stores| {
+            let silent = stores.silent(start + Duration::from_secs(5));
+            silent.iter().map(|store| store.at_least).collect::<Vec<bool>>()
+        };
+        assert_eq!(silent(&stores), [true]);
+        stores.update(sample(start, vec![store("a", Ok(Vec::new()))]));
+        stores.update(sample(start, hangs()));
+        assert_eq!(silent(&stores), [false]);
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Drawing. All of it fits the terminal, from some 40 columns on; what does not fit its lines is scrolled.
 
 use super::columns::{self, Shown};
+use super::help;
 use super::pressure::Pressure;
-use super::sample::{Column, Host, Row, Sample, Stores};
+use super::sample::{Column, Host, Row, Sample, Silent, Stores};
 use ratatui::Frame;
 use ratatui::crossterm::event::KeyCode;
 use ratatui::layout::{Constraint, Layout};
@@ -10,32 +11,23 @@ use ratatui::style::{Color, Modifier, Style, Stylize};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Paragraph, Row as TableRow, Table};
 use std::time::{Duration, Instant};
+use vmm_dedup_host::account;
 use vmm_dedup_host::silence::Silence;
-use vmm_dedup_host::table::{shortened, wrapped};
-use vmm_dedup_host::units::{PAGE_BYTES, count, quoted, short, span};
+use vmm_dedup_host::table::{continued, shortened, wrapped};
+use vmm_dedup_host::units::{PAGE_BYTES, count, short, span};
 
-const KEYS: &str = "q quit  left/right sort  r reverse  up/down scroll  / filter  h help";
+/// What the last line says of keys, each with its rank: the higher, the sooner it is left out.
+const KEYS: [(&str, u8); 6] = [
+    ("q quit", 0),
+    ("left/right sort", 3),
+    ("r reverse", 4),
+    ("up/down scroll", 5),
+    ("/ filter", 2),
+    ("h help", 1),
+];
 
 /// Figures that are older have their age beside them.
 const OLD: Duration = Duration::from_secs(10);
-
-/// What `h` shows, line by line.
-const HELP: [&str; 14] = [
-    "left, right   column to sort by (marked * or, reversed, ^)",
-    "r             reverse the order",
-    "up, down      scroll; page up, page down, home",
-    "/             show only VMs whose names have what is typed; enter ends it",
-    "h             this, or back",
-    "q, esc        quit",
-    "",
-    "PASS    how long ago the VM's last pass ended",
-    "SAVED   net of all bookkeeping, its part of the store's among it",
-    "SHARED  what maps pages of the store, or the zero page",
-    "MERGE/S, BREAK/S  pages merged; shared pages written, or given back",
-    "CPU%    of one core, by the VM's dedup service",
-    "WAIT    writers a second that waited for the copy-on-write reserve",
-    "frozen  the VM's process is stopped",
-];
 
 /// What is on the screen.
 #[derive(Debug)]
@@ -113,7 +105,10 @@ impl View {
                 self.typing = true;
                 self.filter.clear();
             }
-            KeyCode::Char('h' | '?') => self.help = !self.help,
+            KeyCode::Char('h' | '?') => {
+                self.help = !self.help;
+                self.top = 0;
+            }
             KeyCode::Left => self.sort = self.sort.moved(-1, &self.columns),
             KeyCode::Right => self.sort = self.sort.moved(1, &self.columns),
             KeyCode::Char('r') => self.reversed = !self.reversed,
@@ -136,7 +131,10 @@ impl View {
 
     pub(crate) fn draw(&mut self, frame: &mut Frame<'_>) {
         let width = frame.area().width;
-        let head = self.head(width.into());
+        let head = match self.help {
+            true => Vec::new(),
+            false => self.head(width.into()),
+        };
         let lines = u16::try_from(head.len()).unwrap_or(u16::MAX);
         let areas = Layout::vertical([
             Constraint::Length(lines),
@@ -144,32 +142,44 @@ impl View {
             Constraint::Length(1),
         ])
         .split(frame.area());
-        let shown = usize::from(areas[1].height.saturating_sub(1));
-        self.top = self.top.min(self.rows.len().saturating_sub(shown));
+        let help = help::lines(width.into());
+        let (shown, all) = match self.help {
+            true => (areas[1].height.into(), help.len()),
+            false => (areas[1].height.saturating_sub(1).into(), self.rows.len()),
+        };
+        self.top = self.top.min(all.saturating_sub(shown));
         frame.render_widget(Paragraph::new(head), areas[0]);
         if self.help {
-            frame.render_widget(Paragraph::new(HELP.map(Line::from).to_vec()), areas[1]);
+            let lines: Vec<Line<'_>> = help.into_iter().skip(self.top).collect();
+            frame.render_widget(Paragraph::new(lines), areas[1]);
         } else {
             let columns = columns::shown(width, self.stores.many());
             self.columns = columns.iter().map(|shown| shown.column).collect();
             frame.render_widget(self.table(&columns, shown), areas[1]);
         }
-        frame.render_widget(Line::from(self.foot(shown)).dim(), areas[2]);
+        let hidden = all.saturating_sub(self.top + shown);
+        frame.render_widget(Line::from(self.foot(hidden, width.into())).dim(), areas[2]);
     }
 
-    fn foot(&self, shown: usize) -> String {
+    /// The last line; `hidden`: lines that are further down.
+    fn foot(&self, hidden: usize, width: usize) -> String {
+        // Half of the line is enough to tell filters by.
+        let filter = shortened(&self.filter, (width / 2).max(1));
         if self.typing {
-            return format!("/{}_  (enter: keep, esc: all)", self.filter);
+            return fitting(
+                vec![(format!("/{filter}_"), 0), ("(enter: keep, esc: all)".into(), 1)],
+                width,
+            );
         }
-        let hidden = self.rows.len().saturating_sub(self.top + shown);
-        let mut foot = String::new();
-        if !self.filter.is_empty() {
-            foot += &format!("/{}  ", self.filter);
+        let mut parts = Vec::new();
+        if !filter.is_empty() {
+            parts.push((format!("/{filter}"), 0));
         }
         if hidden > 0 {
-            foot += &format!("{hidden} more below  ");
+            parts.push((format!("{hidden} more below"), 0));
         }
-        foot + KEYS
+        parts.extend(KEYS.map(|(text, rank)| (text.to_owned(), rank)));
+        fitting(parts, width)
     }
 
     fn head(&self, width: usize) -> Vec<Line<'static>> {
@@ -182,11 +192,14 @@ impl View {
             if host.saved_net < 0 { saved.red() } else { saved },
             Span::raw(format!("kept once {}", pages(host.pages_shared))),
             Span::raw(format!("not again {}", pages(host.pages_sharing))),
-            Span::raw(format!("store {}", bytes(host.resident_bytes))),
+            Span::raw(format!(
+                "store {} of {}",
+                bytes(host.resident_bytes),
+                bytes(host.limit_bytes)
+            )),
         ];
-        if host.full {
-            memory.push(Span::raw("FULL: raise --max-mib").red());
-        }
+        let full = self.stores.full();
+        memory.extend(full.map(|socket| Span::raw(format!("FULL: raise --max-mib of {socket}")).red()));
         let rates = vec![
             Span::raw(format!("merges {:.0}/s", host.merges)),
             Span::raw(format!("breaks {:.0}/s", host.breaks)),
@@ -210,7 +223,8 @@ impl View {
         let silent = self.stores.silent(Instant::now());
         let silent = silent
             .iter()
-            .flat_map(|silent| wrapped(&trouble(silent), width.max(1)));
+            .flat_map(|store| wrapped(&trouble(store), width.max(1)))
+            .flat_map(|line| continued(&line, width));
         lines.extend(silent.map(|line| Line::from(line).red()));
         lines
     }
@@ -254,6 +268,19 @@ impl View {
     }
 }
 
+/// Parts beside each other, without those of the highest ranks if a line has no room for all.
+fn fitting(mut parts: Vec<(String, u8)>, width: usize) -> String {
+    loop {
+        let texts: Vec<&str> = parts.iter().map(|(text, _)| text.as_str()).collect();
+        let line = texts.join("  ");
+        let least = parts.iter().map(|(_, rank)| *rank).max().unwrap_or(0);
+        if least == 0 || line.chars().count() <= width {
+            return line;
+        }
+        parts.retain(|(_, rank)| *rank != least);
+    }
+}
+
 /// Phrases beside each other, as many as a line has room for; none is broken, one that is too wide is cut in its middle.
 fn flow(phrases: Vec<Span<'static>>, width: usize) -> Vec<Line<'static>> {
     let mut lines = vec![Line::default()];
@@ -272,17 +299,15 @@ fn flow(phrases: Vec<Span<'static>>, width: usize) -> Vec<Line<'static>> {
 }
 
 /// A store that says nothing, and what to do.
-fn trouble((socket, time, silence): &(&str, Duration, Silence)) -> String {
-    let what = match silence {
-        Silence::Gone => format!(
-            "is gone; guests go on, nothing merges: vmm-dedup store --socket {}",
-            quoted(socket)
-        ),
+fn trouble(store: &Silent<'_>) -> String {
+    let what = match store.silence {
+        Silence::Gone => format!("is gone; guests go on, nothing merges: `{}`", store.start),
         Silence::Hangs => "does not answer: it hangs or is stopped; guests go on".into(),
         Silence::NoAccess => "may not be asked by this user".into(),
         Silence::Strange => "is no store of this release".into(),
     };
-    format!("for {} {socket} {what}", span(*time))
+    let at_least = if store.at_least { "at least " } else { "" };
+    format!("for {at_least}{} {} {what}", span(store.time), store.socket)
 }
 
 fn text(row: &Row, column: Column) -> String {
@@ -297,9 +322,10 @@ fn text(row: &Row, column: Column) -> String {
         Column::Breaks => number(row.breaks),
         Column::Cpu => format!("{:.1}", row.cpu * 100.0),
         Column::Waits => number(row.waits),
-        Column::Budget => format!("{} %", row.cpu_percent),
-        Column::Period => format!("{} ms", row.pass_period_ms),
-        Column::StopTarget => format!("{} us", row.stop_target_us),
+        Column::Budget => account::setting(row.served, row.cpu_percent, " %"),
+        Column::Period => account::setting(row.served, row.pass_period_ms, " ms"),
+        Column::StopTarget => account::setting(row.served, row.stop_target_us, " us"),
+        Column::Reserve => account::setting(row.served, row.reserve_pages, ""),
     }
 }
 
@@ -357,6 +383,7 @@ mod tests {
         let (stats, _) = stores[0].account.as_mut().expect("it answers");
         stats.saved_net_bytes = (-5i64 << 20).cast_unsigned();
         (stats.pages_shared, stats.resident_bytes) = (256, 3 << 20);
+        stats.slots_max = 1 << 18;
         let mut now = sample(start + Duration::from_secs(2), stores);
         now.pressure = Some(Pressure {
             memory_some: 1.5,
@@ -376,29 +403,31 @@ mod tests {
         );
         assert_eq!(
             lines[1],
-            "saved net -5.0 MiB   kept once 1.0 MiB   not again 0.0 KiB   store 3.0 MiB"
+            "saved net -5.0 MiB   kept once 1.0 MiB   not again 0.0 KiB"
         );
+        assert_eq!(lines[2], "store 3.0 MiB of 1.0 GiB");
         assert_eq!(
-            lines[2],
+            lines[3],
             "merges 0/s   breaks 30/s   cpu 0.03 cores, store 0.00   waits 0/s"
         );
         assert_eq!(
-            lines[3],
+            lines[4],
             "pressure, 10 s   memory 1.5 % some 0.0 % full   cpu 99.9 % some"
         );
         assert_eq!(
-            lines[4],
+            lines[5],
             "VM           STATE        PASS    SAVED*    SHARED  MERGE/S  BREAK/S  CPU%  WAIT"
         );
         assert_eq!(
-            lines[5],
+            lines[6],
             "db           running         -    20 MiB    20 MiB        0       30   3.0     0"
         );
         assert_eq!(
-            lines[7],
+            lines[8],
             "gpu          vfio            -   0.0 KiB   0.0 KiB        0        0   0.0     0"
         );
-        assert_eq!(lines[23], KEYS);
+        let keys = "q quit  left/right sort  r reverse  up/down scroll  / filter  h help";
+        assert_eq!(lines[23], keys);
     }
 
     #[test]
@@ -430,9 +459,12 @@ mod tests {
         let mut view = view();
         view.update(sample(Instant::now(), vec![store(SOCKET, Err(Silence::Gone))]));
         let lines = screen(&mut view, 100, 24);
-        let hint = "for 0.0 s /run/vmm-dedup/store.sock is gone; guests go on, nothing merges: vmm-dedup store --socket";
+        let hint = "for 0.0 s /run/vmm-dedup/store.sock is gone; guests go on, nothing merges:";
         assert_eq!(lines[4], hint);
-        assert_eq!(lines[5], "/run/vmm-dedup/store.sock");
+        assert_eq!(
+            lines[5],
+            "`vmm-dedup store --socket /run/vmm-dedup/store.sock --domain default --max-mib 8 --metrics none`"
+        );
         assert!(
             lines[7].starts_with("db") && lines[7].contains("store gone"),
             "{lines:#?}"
@@ -440,9 +472,28 @@ mod tests {
     }
 
     #[test]
+    fn settings_are_shown_of_those_that_have_them() {
+        let mut managed = vm("web", 1, 0);
+        (managed.stats.cpu_percent, managed.stats.reserve_target) = (20, 4711);
+        let vms = vec![managed, refused("gpu")];
+        let mut view = View::new(sample(Instant::now(), vec![store(SOCKET, Ok(vms))]));
+        let lines = screen(&mut view, 200, 24);
+        let row = |name: &str| lines.iter().find(|line| line.starts_with(name)).expect(name);
+        assert!(lines.iter().any(|line| line.ends_with("RESERVE")), "{lines:#?}");
+        assert!(
+            row("web").contains("20 %") && row("web").ends_with("4711"),
+            "{lines:#?}"
+        );
+        assert!(
+            !row("gpu").contains('%') && row("gpu").ends_with('-'),
+            "{lines:#?}"
+        );
+    }
+
+    #[test]
     fn keys_sort_and_reverse() {
         let mut view = view();
-        let first = |view: &mut View| screen(view, 80, 24)[5].split(' ').next().map(str::to_owned);
+        let first = |view: &mut View| screen(view, 80, 24)[6].split(' ').next().map(str::to_owned);
         view.press(KeyCode::Char('r'));
         assert_eq!(first(&mut view).as_deref(), Some("gpu"));
         (0..3).for_each(|_| view.press(KeyCode::Left));
@@ -452,26 +503,98 @@ mod tests {
     }
 
     #[test]
+    fn the_stores_that_are_full_are_named_and_the_others_not() {
+        let stores = ["/a", "/b", "/c"].map(|socket| {
+            let mut store = store(socket, Ok(Vec::new()));
+            let (stats, _) = store.account.as_mut().expect("it answers");
+            (stats.slots_max, stats.resident_bytes) = (1 << 10, 1 << 20);
+            if socket != "/b" {
+                (stats.resident_bytes, stats.refused_full_total) = (4 << 20, 1);
+            }
+            store
+        });
+        let mut view = View::new(sample(Instant::now(), stores.into()));
+        let text = screen(&mut view, 200, 24).join("\n");
+        assert!(
+            text.contains(
+                "store 9.0 MiB of 12 MiB   FULL: raise --max-mib of /a   FULL: raise --max-mib of /c"
+            ),
+            "{text}"
+        );
+        assert!(!text.contains("/b"), "{text}");
+    }
+
+    #[test]
     fn a_filter_shows_some_and_help_shows_the_keys() {
         let mut view = view();
         "/WE".chars().for_each(|c| view.press(KeyCode::Char(c)));
         assert!(view.takes_text());
         let lines = screen(&mut view, 80, 24);
         assert!(
-            lines[5].starts_with("web") && lines[6].is_empty() && lines[23].starts_with("/we_"),
+            lines[6].starts_with("web") && lines[7].is_empty() && lines[23].starts_with("/we_"),
             "{lines:#?}"
         );
         view.press(KeyCode::Enter);
         assert!(!view.takes_text() && screen(&mut view, 80, 24)[23].starts_with("/we  q quit"));
         "/".chars().for_each(|c| view.press(KeyCode::Char(c)));
         view.press(KeyCode::Esc);
-        assert!(screen(&mut view, 80, 24)[7].starts_with("gpu"));
+        assert!(screen(&mut view, 80, 24)[8].starts_with("gpu"));
         view.press(KeyCode::Char('h'));
         let lines = screen(&mut view, 80, 24);
         assert!(
-            lines.iter().any(|line| line.starts_with("r             reverse")),
+            lines.iter().any(|line| line.starts_with("r            reverse")),
             "{lines:#?}"
         );
+    }
+
+    #[test]
+    fn help_and_keys_are_whole_on_narrow_terminals() {
+        for (width, height) in [(40, 24), (60, 24), (80, 24), (40, 8)] {
+            let mut view = view();
+            let lines = screen(&mut view, width, height);
+            let keys = &lines[usize::from(height) - 1];
+            assert!(keys.contains("q quit") && keys.ends_with("h help"), "{keys}");
+            view.press(KeyCode::Char('h'));
+            let mut seen = String::new();
+            for _ in 0..40 {
+                let lines = screen(&mut view, width, height);
+                seen += &lines[..usize::from(height) - 1].join(" ");
+                seen += " ";
+                view.press(KeyCode::Down);
+            }
+            let words: Vec<&str> = seen.split_whitespace().collect();
+            let text = words.join(" ");
+            for (word, meaning) in help::HELP {
+                let last = meaning.rsplit(' ').next().unwrap_or_default();
+                assert!(
+                    text.contains(word) && text.contains(last),
+                    "{width}: {word}: {text}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_command_that_has_no_room_can_still_be_pasted() {
+        for width in [40, 80] {
+            let mut view = view();
+            view.update(sample(Instant::now(), vec![store(SOCKET, Err(Silence::Gone))]));
+            let text = screen(&mut view, width, 24).join("\n");
+            let command = text.split('`').nth(1).expect("a command");
+            assert!(command.contains(" \\\n"), "{text}");
+            // What a shell makes of it.
+            assert_eq!(
+                command.replace("\\\n", ""),
+                format!("vmm-dedup store --socket {SOCKET} --domain default --max-mib 8 --metrics none")
+            );
+        }
+    }
+
+    #[test]
+    fn a_store_that_never_answered_is_silent_for_at_least_as_long_as_it_was_looked_at() {
+        let mut view = View::new(sample(Instant::now(), vec![store(SOCKET, Err(Silence::Hangs))]));
+        let text = screen(&mut view, 100, 24).join("\n");
+        assert!(text.contains("for at least 0.0 s /run"), "{text}");
     }
 
     #[test]
@@ -480,10 +603,10 @@ mod tests {
         let mut view = View::new(sample(Instant::now(), vec![store(SOCKET, Ok(vms))]));
         let lines = screen(&mut view, 80, 24);
         assert!(
-            lines[5].starts_with("vm099") && lines[22].starts_with("vm082"),
+            lines[6].starts_with("vm099") && lines[22].starts_with("vm083"),
             "{lines:?}"
         );
-        assert!(lines[23].starts_with("82 more below"));
+        assert!(lines[23].starts_with("83 more below"));
         (0..30).for_each(|_| view.press(KeyCode::PageDown));
         let lines = screen(&mut view, 80, 24);
         assert!(

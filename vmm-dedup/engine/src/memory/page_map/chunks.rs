@@ -21,9 +21,7 @@ impl PageMap {
 
     /// Other threads had faults: anything may have been written for the first time, or copied by the kernel.
     pub(crate) fn note_faults(&mut self) {
-        for chunk in &mut self.chunks {
-            (chunk.pending, chunk.unchecked) = (true, true);
-        }
+        self.chunks.iter_mut().for_each(ChunkState::note_faults);
     }
 
     /// A visit found one huge page. Such a chunk is never write-protected.
@@ -43,7 +41,12 @@ impl PageMap {
 
     /// Whether the kernel may have copied pages since that was looked for. It counts as looked for from now on.
     pub(crate) fn take_unchecked(&mut self, chunk: usize) -> bool {
-        std::mem::take(&mut self.chunks[chunk].unchecked)
+        self.chunks[chunk].take_unchecked()
+    }
+
+    /// The same for the next of the chunk's [`PARTS`](crate::memory::chunk_state::PARTS), which this is.
+    pub(crate) fn take_unchecked_part(&mut self, chunk: usize) -> Option<u8> {
+        self.chunks[chunk].take_unchecked_part()
     }
 
     /// Whether pages that the kernel had copied are to be looked at in this pass.

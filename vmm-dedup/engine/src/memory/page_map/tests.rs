@@ -4,6 +4,7 @@ use super::*;
 use crate::memory::hint::Hint;
 use crate::memory::page_state::Orphan;
 use crate::memory::thp_state::{Asked, Use};
+use crate::merge::admission::{Admission, Facts, Obstacle, Terms, Verdict};
 use crate::sys::page_size::{CHUNK_PAGES, HUGE_SIZE, bytes};
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -295,6 +296,7 @@ fn play_chunk(map: &mut PageMap, others: &mut Others, chunk: usize, step: ChunkS
         }
         ChunkStep::Rest => {
             map.note_faults();
+            map.take_unchecked_part(chunk);
             map.take_unchecked(chunk);
             let any = map.copies_due(chunk);
             map.looked_at_copies(chunk, any);
@@ -609,6 +611,21 @@ fn a_dummy_backing_takes_its_place_among_the_others() {
     let page = PageState::unkeyed(Backing::Dummy(77));
     map.set(3, page);
     assert_eq!((map.state(3), map.counts().dummy, map.vmas()), (page, 1, 0));
+    // Who looks for pages to merge, asks whether one may be, or gives up what a lost store had, has not heard of it, and is right.
+    let admission = Admission {
+        map: &map,
+        terms: Terms::default(),
+    };
+    let verdicts = [Some(slot(5)), None].map(|slot| admission.may_merge(3, slot, Facts::default()));
+    assert_eq!(verdicts, [Verdict::Refuse(Obstacle::Changed); 2]);
+    assert_eq!(
+        admission.may_merge(4, Some(slot(5)), Facts::default()),
+        Verdict::Merge
+    );
+    map.orphan_all();
+    assert_eq!(map.state(3), page);
+    assert!(map.backing(3).is_kept_elsewhere() && map.backing(3).stays_where_it_is());
+    assert!(!map.backing(3).in_file_mapping() && !map.backing(3).is_anonymous());
     map.made_private(3);
     assert_eq!((map.state(3), map.counts().dummy), (PageState::UNTRACKED, 0));
 }

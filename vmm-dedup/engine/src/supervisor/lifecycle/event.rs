@@ -26,7 +26,8 @@ impl Span {
             .into_iter()
             .filter(|part| part.start < part.end)
             .map(move |part| Self {
-                guest_address: guest_address.map(|at| at + (part.start - range.start) as u64),
+                // Where that is no address any more, nobody knows.
+                guest_address: guest_address.and_then(|at| at.checked_add((part.start - range.start) as u64)),
                 range: part,
             })
     }
@@ -46,8 +47,8 @@ pub enum Lease {
 /// What the VMM tells.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// There is a VM to deduplicate, from the start or only when an operator switches it on.
-    Attach { enabled: bool },
+    /// There is a VM to deduplicate.
+    Attach,
     /// It has this memory.
     Add(Span),
     /// What is wanted is tried at once.
@@ -85,14 +86,12 @@ pub(crate) enum Event {
 /// What is to be done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Effect {
-    /// Starts a service on a first region, switched off.
+    /// Starts a service on a first region, paused.
     Start(Span),
     /// Lets the discarder know the service.
     Publish,
     /// Tells the service that whatever pins memory shows in open files.
     Vouch,
-    /// Switches the service on.
-    SwitchOn,
     /// Gives the service one region more.
     Add(Span),
     /// Brings memory back to anonymous memory.

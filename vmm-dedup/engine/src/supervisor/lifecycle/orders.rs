@@ -28,11 +28,18 @@ enum Column {
 /// What an event may do by itself; `Err` where it does not fit.
 fn documented(event: &Event, oracle: &Oracle) -> Result<&'static [&'static str], &'static str> {
     use Column::{Detached, Refused, Serves, Waits};
+    let known = |range| UNITS_KNOWN.iter().any(|unit| oracle.has(range, *unit));
     Ok(match (event, oracle.column) {
-        (Event::Lend(range, _), _) if oracle.has(range, Unit::Out(true)) => return Err("Lent"),
-        (Event::Attach { .. }, Detached) => &["Say", "Announce"],
-        (Event::Attach { .. }, _) => return Err("Attached"),
-        (Event::Add(_) | Event::Refuse(_) | Event::Note(_), Detached) => return Err("Detached"),
+        (Event::Lend(..) | Event::LeaveAlone(..), Detached) => return Err("Detached"),
+        (Event::Lend(range, _) | Event::LeaveAlone(range, _), Waits | Serves) if !known(range) => {
+            return Err("NotAdded");
+        }
+        (Event::Lend(range, _), _) if oracle.is_lent(range) => return Err("Lent"),
+        (Event::Attach, Detached) => &["Say", "Announce"],
+        (Event::Attach, _) => return Err("Attached"),
+        (Event::Add(_) | Event::Refuse(_) | Event::Note(_) | Event::HidePins, Detached) => {
+            return Err("Detached");
+        }
         (Event::Add(_) | Event::Hurry | Event::TakeBack(_), _) => &[],
         (Event::Remove(_), Serves) => &["Remove", "Forget"],
         (Event::Remove(_), _) => &["Forget"],
@@ -75,9 +82,15 @@ const UNITS_KNOWN: [Unit; 4] = [Unit::Out(false), Unit::Out(true), Unit::Served,
 struct Oracle {
     column: Column,
     units: [Unit; UNITS],
+    /// What could not be given back when it was to be.
+    stuck: [bool; UNITS],
     pins: usize,
     paused: bool,
+    /// What pins memory shows in open files: whichever VM there is, and this one.
+    shows: [bool; 2],
     store: bool,
+    /// Whether a service gives memory back that it is to give back.
+    gives_back: bool,
     /// Why the VM is refused as a whole.
     refused: Option<Refusal>,
     /// What else was said of it and does not pass by itself, last what was found last.
@@ -99,6 +112,22 @@ impl Oracle {
     fn has(&self, range: &Range<usize>, unit: Unit) -> bool {
         let within = |at: usize| range.start < (at + 1) * MIB && at * MIB < range.end;
         (0..UNITS).any(|at| within(at) && self.units[at] == unit)
+    }
+
+    /// Whether part of a range is lent until it is taken back, and that went well.
+    fn is_lent(&self, range: &Range<usize>) -> bool {
+        let within = |at: usize| range.start < (at + 1) * MIB && at * MIB < range.end;
+        (0..UNITS).any(|at| within(at) && self.units[at] == Unit::Out(true) && !self.stuck[at])
+    }
+
+    /// The service is to give a range back, and what it could not give back before.
+    fn give_back(&mut self, range: &Range<usize>) {
+        let within = |at: usize| range.start < (at + 1) * MIB && at * MIB < range.end;
+        for at in (0..UNITS).filter(|at| self.column == Column::Serves && within(*at)) {
+            if self.units[at] == Unit::Served || self.stuck[at] {
+                self.stuck[at] = !self.gives_back;
+            }
+        }
     }
 
     /// What an event says, if it fits: it must be in the log, unless it was before.
@@ -129,7 +158,7 @@ impl Oracle {
             self.said.push(refusal);
         }
         match event {
-            Event::Attach { .. } => self.column = Column::Waits,
+            Event::Attach => self.column = Column::Waits,
             Event::Add(span) => {
                 let unit = &mut self.units[span.range.start / MIB];
                 let new = match self.column {
@@ -140,6 +169,7 @@ impl Oracle {
             }
             Event::Remove(range) => self.change(range, |_| Unit::Absent),
             Event::Lend(range, lease) => {
+                self.give_back(range);
                 let kept = *lease == Lease::UntilTakenBack;
                 self.change(range, |unit| match unit {
                     Unit::Left => Unit::Left,
@@ -150,7 +180,10 @@ impl Oracle {
                 Unit::Out(_) => Unit::Out(false),
                 unit => unit,
             }),
-            Event::LeaveAlone(range, _) => self.change(range, left),
+            Event::LeaveAlone(range, _) => {
+                self.give_back(range);
+                self.change(range, left);
+            }
             Event::Refuse(_) if self.column == Column::Refused => {}
             Event::Refuse(refusal) => {
                 (self.column, self.refused) = (Column::Refused, Some(refusal.clone()));
@@ -158,20 +191,31 @@ impl Oracle {
             }
             Event::Pin => {
                 self.pins += 1;
+                self.give_back(&all);
                 self.change(&all, |unit| match unit {
                     Unit::Served => Unit::Out(false),
                     unit => unit,
                 });
             }
-            Event::Unpin | Event::LetGo => self.pins = self.pins.saturating_sub(1),
+            Event::Unpin => self.pins = self.pins.saturating_sub(1),
+            Event::LetGo => (self.pins, self.shows) = (self.pins.saturating_sub(1), [false; 2]),
+            Event::HidePins => self.shows[1] = false,
             Event::Pause => self.paused = true,
             Event::Resume => self.paused = false,
             Event::Detach { .. } => {
                 (self.column, self.paused) = (Column::Detached, false);
                 self.units = [Unit::Absent; UNITS];
                 (self.refused, self.said) = (None, Vec::new());
+                self.shows[1] = self.shows[0];
             }
-            Event::Hurry | Event::Note(_) | Event::HidePins | Event::DirectIo => {}
+            Event::Hurry | Event::Note(_) | Event::DirectIo => {}
+        }
+        self.forget_stuck(|unit| unit == Unit::Absent);
+    }
+
+    fn forget_stuck(&mut self, of: impl Fn(Unit) -> bool) {
+        for (stuck, unit) in self.stuck.iter_mut().zip(self.units) {
+            *stuck &= !of(unit);
         }
     }
 
@@ -183,6 +227,7 @@ impl Oracle {
                 Unit::Out(false) => Unit::Served,
                 unit => unit,
             });
+            self.forget_stuck(|unit| unit == Unit::Served);
         }
     }
 }
@@ -201,9 +246,12 @@ impl Both {
             oracle: Oracle {
                 column: Column::Detached,
                 units: [Unit::Absent; UNITS],
+                stuck: [false; UNITS],
                 pins: 0,
                 paused: false,
+                shows: [true; 2],
                 store: true,
+                gives_back: true,
                 refused: None,
                 said: Vec::new(),
             },
@@ -221,6 +269,7 @@ impl Both {
                     self.world.tries = if *up { Outcome::Done } else { for_now() };
                 }
                 Step::GivesBack(yes) => {
+                    self.oracle.gives_back = *yes;
                     self.world.releases = if *yes { Outcome::Done } else { for_good() };
                 }
             }
@@ -238,7 +287,7 @@ impl Both {
         let before = format!("{:?}", self.world.machine);
         let handled = self.world.machine.handle(event.clone(), self.world.now);
         let error = handled.err().map(|error| format!("{error:?}"));
-        let error = error.as_ref().and_then(|error| error.split('(').next());
+        let error = error.as_ref().and_then(|error| error.split(['(', ' ']).next());
         assert_eq!(error, documented.err(), "{:?}", self.done);
         let Ok(may) = documented else {
             let after = format!("{:?}", self.world.machine);
@@ -280,17 +329,27 @@ impl Both {
                 RegionState::Refused => Unit::Left,
             })
         };
+        let stuck = |at: usize| {
+            let region = machine.regions.iter().find(|r| r.span.range == span(at).range);
+            region.is_some_and(|region| region.half_released)
+        };
         let found = Oracle {
             column,
             units: std::array::from_fn(unit),
+            stuck: std::array::from_fn(stuck),
             pins: machine.pins,
             paused: machine.paused,
+            shows: oracle.shows,
             store: oracle.store,
+            gives_back: oracle.gives_back,
             refused: machine.reason().filter(|_| machine.is_retired()),
             said: oracle.said.clone(),
         };
         assert_eq!(format!("{found:?}"), format!("{oracle:?}"), "{:?}", self.done);
         assert_eq!(self.world.told, oracle.told(), "{:?}", self.done);
+        if machine.serves() {
+            assert_eq!(self.world.vouched, oracle.shows[1], "{:?}", self.done);
+        }
         if oracle.column == Column::Waits && oracle.pins > 0 {
             assert_eq!(machine.reason(), Some(refusal::pinned()), "{:?}", self.done);
         }
@@ -301,8 +360,7 @@ fn all_steps() -> Vec<Step> {
     let first = 0..MIB;
     let all = 0..UNITS * MIB;
     let events = [
-        Event::Attach { enabled: true },
-        Event::Attach { enabled: false },
+        Event::Attach,
         Event::Add(span(0)),
         Event::Add(span(1)),
         Event::Hurry,
@@ -338,8 +396,7 @@ fn all_steps() -> Vec<Step> {
 
 /// What leads to each state that a VM may be in.
 fn states() -> Vec<Vec<Step>> {
-    let attach = Event::Attach { enabled: true };
-    let serves = [attach, Event::Add(span(0)), Event::Add(span(2))];
+    let serves = [Event::Attach, Event::Add(span(0)), Event::Add(span(2))];
     let told = |events: &[Event]| events.iter().cloned().map(Step::Tell).collect::<Vec<_>>();
     let with = |events: &[Event]| told(&[&serves[..], events].concat());
     let away = [vec![Step::Store(false)], told(&serves)].concat();

@@ -28,10 +28,14 @@ struct World {
     tries: Outcome,
     /// Of each release.
     releases: Outcome,
+    /// Of each announcement.
+    announces: Outcome,
     /// What a try takes that fails for now.
     patience: Duration,
     /// What the store is told.
     told: Option<Refusal>,
+    /// What pins memory shows, as far as the service knows.
+    vouched: bool,
 }
 
 impl World {
@@ -41,15 +45,17 @@ impl World {
             now: Instant::now(),
             tries: Outcome::Done,
             releases: Outcome::Done,
+            announces: Outcome::Done,
             patience: Duration::ZERO,
             told: None,
+            vouched: false,
         }
     }
 
     /// One that serves a region.
     fn serving() -> Self {
         let mut world = Self::new();
-        world.tell(Event::Attach { enabled: true });
+        world.tell(Event::Attach);
         world.tell(Event::Add(span(0)));
         world
     }
@@ -74,12 +80,16 @@ impl World {
         let outcome = match effect {
             Effect::Start(_) | Effect::Add(_) | Effect::Resume(_) => self.tries.clone(),
             Effect::Release(_) => self.releases.clone(),
+            Effect::Announce(..) => self.announces.clone(),
             _ => Outcome::Done,
         };
         match effect {
+            Effect::Announce(..) if outcome != Outcome::Done => self.told = None,
             Effect::Announce(refusal, _) => self.told = Some(refusal.clone()),
             Effect::Withdraw => self.told = None,
-            Effect::Start(_) if outcome == Outcome::Done => self.told = None,
+            Effect::Start(_) if outcome == Outcome::Done => (self.told, self.vouched) = (None, false),
+            Effect::Vouch => self.vouched = true,
+            Effect::HidePins => self.vouched = false,
             _ => {}
         }
         if matches!(outcome, Outcome::Passes(_)) {
@@ -126,16 +136,16 @@ fn memory_leaves_active_only_by_a_release_or_the_services_end() {
 }
 
 #[test]
-fn a_service_starts_switched_off_is_published_and_then_switched_on() {
+fn a_service_starts_paused_is_published_and_only_then_goes_on() {
     let mut world = World::new();
-    assert_eq!(world.tell(Event::Attach { enabled: true }), []);
+    assert_eq!(world.tell(Event::Attach), []);
     assert_eq!(
         world.tell(Event::Add(span(0))),
         [
             Effect::Start(span(0)),
             Effect::Publish,
             Effect::Vouch,
-            Effect::SwitchOn
+            Effect::Unpause
         ]
     );
     assert_eq!(world.tell(Event::Add(span(1))), [Effect::Add(span(1))]);
@@ -143,13 +153,13 @@ fn a_service_starts_switched_off_is_published_and_then_switched_on() {
 }
 
 #[test]
-fn a_vm_that_is_switched_off_or_paused_stays_so() {
+fn a_vm_that_was_paused_before_it_is_served_stays_so() {
     let mut world = World::new();
-    world.tell(Event::Attach { enabled: false });
+    world.tell(Event::Attach);
     world.tell(Event::Pause);
     world.tell(Event::HidePins);
     let effects = world.tell(Event::Add(span(0)));
-    assert_eq!(effects, [Effect::Start(span(0)), Effect::Publish, Effect::Pause]);
+    assert_eq!(effects, [Effect::Start(span(0)), Effect::Publish]);
     assert_eq!(world.tell(Event::Resume), [Effect::Unpause]);
 }
 
@@ -157,7 +167,7 @@ fn a_vm_that_is_switched_off_or_paused_stays_so() {
 fn a_store_that_is_late_is_tried_again_and_said_once() {
     let mut world = World::new();
     world.tries = for_now();
-    world.tell(Event::Attach { enabled: true });
+    world.tell(Event::Attach);
     let effects = world.tell(Event::Add(span(0)));
     assert!(
         matches!(&effects[..], [Effect::Start(_), Effect::Say(_)]),
@@ -175,7 +185,7 @@ fn a_store_that_is_late_is_tried_again_and_said_once() {
 fn one_try_at_a_store_that_hangs_speaks_for_all_regions() {
     let mut world = World::new();
     (world.tries, world.patience) = (for_now(), Duration::from_secs(5));
-    world.tell(Event::Attach { enabled: true });
+    world.tell(Event::Attach);
     for at in 0..3 {
         let now = world.now;
         world.machine.handle(Event::Add(span(at)), now).unwrap();
@@ -215,7 +225,7 @@ fn nothing_hurries_a_loan() {
 
     // Before there is a service as well.
     let mut world = World::new();
-    world.tell(Event::Attach { enabled: true });
+    world.tell(Event::Attach);
     world.tries = for_now();
     world.tell(Event::Add(span(0)));
     world.tell(Event::Lend(0..MIB, Lease::UntilFree));
@@ -228,7 +238,7 @@ fn nothing_hurries_a_loan() {
 fn memory_that_cannot_be_shared_is_refused_by_range() {
     let mut world = World::new();
     world.tries = for_good();
-    world.tell(Event::Attach { enabled: true });
+    world.tell(Event::Attach);
     let effects = world.tell(Event::Add(span(0)));
     assert!(
         matches!(
@@ -273,7 +283,7 @@ fn a_pin_releases_all_and_nothing_comes_back_before_the_last_unpin() {
 fn a_pin_before_a_service_is_announced_until_it_goes() {
     let mut world = World::new();
     world.tell(Event::Pin);
-    let effects = world.tell(Event::Attach { enabled: true });
+    let effects = world.tell(Event::Attach);
     assert!(
         matches!(&effects[..], [Effect::Say(_), Effect::Announce(..)]),
         "{effects:?}"
@@ -287,7 +297,7 @@ fn a_pin_before_a_service_is_announced_until_it_goes() {
 fn a_shortage_is_announced_and_tried_again_later() {
     let mut world = World::new();
     world.tries = Outcome::Passes(Refusal::new(Reason::TooFewMappings, "few", ""));
-    world.tell(Event::Attach { enabled: true });
+    world.tell(Event::Attach);
     let effects = world.tell(Event::Add(span(0)));
     assert!(
         matches!(effects.last(), Some(Effect::Announce(..))),
@@ -304,7 +314,7 @@ fn a_shortage_is_announced_and_tried_again_later() {
 fn what_was_refused_before_a_pin_is_announced_again_behind_it() {
     let mut world = World::new();
     world.tries = for_good();
-    world.tell(Event::Attach { enabled: true });
+    world.tell(Event::Attach);
     let announced = world.tell(Event::Add(span(0))).pop();
     let pinned = world.tell(Event::Pin).pop();
     assert!(
@@ -356,6 +366,38 @@ fn loans_of_one_region_do_not_nest() {
 }
 
 #[test]
+fn a_loan_that_failed_is_tried_again_by_whoever_asks_again() {
+    let mut world = World::serving();
+    let (lend, release) = (
+        Event::Lend(0..MIB, Lease::UntilTakenBack),
+        Effect::Release(span(0)),
+    );
+    world.releases = for_good();
+    assert_eq!(world.tell(lend.clone())[0], release);
+    world.releases = Outcome::Done;
+    assert_eq!(world.tell(lend.clone()), [release]);
+    let nested = world.machine.handle(lend, world.now);
+    assert!(matches!(nested, Err(Error::Lent(0))), "{nested:?}");
+    assert_eq!(world.tell(Event::TakeBack(0..MIB)), [Effect::Resume(span(0))]);
+}
+
+#[test]
+fn a_vm_whose_service_has_died_is_refused_until_the_next_one() {
+    let mut world = World::serving();
+    let died = Refusal::new(Reason::Other, "the service has died", "");
+    world.machine.service_died(died.clone());
+    let (say, announce) = (Effect::Say(died.clone()), Effect::Announce(died.clone(), 256));
+    assert_eq!(world.work(), [say, announce]);
+    assert!(world.machine.is_retired() && !world.machine.serves());
+    assert_eq!(world.machine.reason(), Some(died));
+    assert_eq!(world.tell(Event::Pin), []);
+    assert_eq!(world.tell(Event::Unpin), []);
+    world.tell(Event::Detach { unmerge: true });
+    world.tell(Event::Attach);
+    assert_eq!(world.tell(Event::Add(span(0)))[0], Effect::Start(span(0)));
+}
+
+#[test]
 fn lent_memory_is_not_given_back_by_an_unpin() {
     let mut world = World::serving();
     world.tell(Event::Pin);
@@ -381,6 +423,55 @@ fn a_refused_vm_gives_everything_back_and_never_starts_again() {
     assert_eq!(world.tell(Event::Hurry), []);
     assert_eq!(world.wait(10 * RETRY), []);
     assert_eq!(world.places(), [RegionState::Refused, RegionState::Refused]);
+}
+
+#[test]
+fn what_could_not_be_announced_is_announced_later() {
+    let mut world = World::serving();
+    let thread = Outcome::Passes(Refusal::new(Reason::Other, "no thread", ""));
+    world.announces = thread;
+    let announce = || Effect::Announce(refusal::confidential(), 256);
+    let effects = world.tell(Event::Refuse(refusal::confidential()));
+    assert_eq!(effects.last(), Some(&announce()));
+    assert_eq!(world.machine.next_due(), Some(world.now + RETRY));
+    assert_eq!(world.wait(RETRY / 2), []);
+    assert_eq!(world.wait(RETRY), [announce()]);
+    world.announces = Outcome::Done;
+    assert_eq!(world.wait(RETRY), [announce()]);
+    assert_eq!(world.told, Some(refusal::confidential()));
+    assert_eq!(world.wait(10 * RETRY), []);
+    // What ends meanwhile is not announced any more.
+    world.tell(Event::Detach { unmerge: true });
+    world.tell(Event::Attach);
+    world.announces = for_good();
+    world.tell(Event::Note(refusal::confidential()));
+    world.tell(Event::Detach { unmerge: true });
+    assert_eq!(world.machine.next_due(), None);
+    assert_eq!(world.wait(10 * RETRY), []);
+}
+
+#[test]
+fn a_vm_that_waits_for_ever_for_more_memory_starts_when_it_is_told_to() {
+    let mut world = World::new();
+    world.machine = Lifecycle::new(Duration::MAX, true);
+    world.tell(Event::Attach);
+    world.tell(Event::Add(span(0)));
+    assert_eq!(world.wait(1000 * RETRY_LATER), []);
+    assert_eq!(world.tell(Event::Hurry)[0], Effect::Start(span(0)));
+}
+
+#[test]
+fn a_guest_address_behind_the_last_one_is_none() {
+    let mut world = World::new();
+    world.tell(Event::Attach);
+    let last = Span {
+        range: 0..MIB,
+        guest_address: Some(u64::MAX - 4095),
+    };
+    world.tell(Event::Add(last));
+    world.tell(Event::Remove(0..MIB / 2));
+    assert_eq!(world.machine.regions[0].span.range, MIB / 2..MIB);
+    assert_eq!(world.machine.regions[0].span.guest_address, None);
 }
 
 #[test]
@@ -467,10 +558,10 @@ fn detaching_ends_everything_and_the_next_vm_begins_anew() {
         [Effect::Stop { unmerge: false }, Effect::Forget(span(0).range)]
     );
     assert_eq!(world.tell(Event::Detach { unmerge: true }), []);
-    world.tell(Event::Attach { enabled: true });
+    world.tell(Event::Attach);
     let effects = world.tell(Event::Add(span(0)));
     assert_eq!(effects[0], Effect::Start(span(0)));
-    assert!(!effects.contains(&Effect::Pause), "{effects:?}");
+    assert!(effects.contains(&Effect::Unpause), "{effects:?}");
 }
 
 #[test]
@@ -478,7 +569,7 @@ fn a_device_keeps_its_pin_when_the_vm_ends() {
     let mut world = World::serving();
     world.tell(Event::Pin);
     world.tell(Event::Detach { unmerge: false });
-    world.tell(Event::Attach { enabled: true });
+    world.tell(Event::Attach);
     assert_eq!(world.tell(Event::Add(span(0))), []);
     let effects = world.tell(Event::Unpin);
     assert_eq!(effects[..2], [Effect::Withdraw, Effect::Start(span(0))]);
@@ -493,11 +584,20 @@ fn a_pin_that_nobody_sees_any_more_ends_and_nothing_is_vouched_for_again() {
         [Effect::HidePins, Effect::Unpause, Effect::Resume(span(0))]
     );
     world.tell(Event::Detach { unmerge: true });
-    world.tell(Event::Attach { enabled: true });
+    world.tell(Event::Attach);
     assert_eq!(
         world.tell(Event::Add(span(0))),
-        [Effect::Start(span(0)), Effect::Publish, Effect::SwitchOn]
+        [Effect::Start(span(0)), Effect::Publish, Effect::Unpause]
     );
+}
+
+#[test]
+fn guests_of_a_guest_hide_the_pins_of_that_vm_only() {
+    let mut world = World::serving();
+    assert_eq!(world.tell(Event::HidePins), [Effect::HidePins]);
+    world.tell(Event::Detach { unmerge: true });
+    world.tell(Event::Attach);
+    assert!(world.tell(Event::Add(span(0))).contains(&Effect::Vouch));
 }
 
 #[test]
@@ -506,13 +606,10 @@ fn detaching_without_a_vm_ends_a_pause_and_changes_nothing_else() {
     for event in [Event::Pin, Event::Pause, Event::Detach { unmerge: true }] {
         assert_eq!(world.tell(event), []);
     }
-    world.tell(Event::Attach { enabled: true });
+    world.tell(Event::Attach);
     assert_eq!(world.tell(Event::Add(span(0))), [], "it is pinned");
     let started = world.tell(Event::Unpin);
-    assert!(
-        started.contains(&Effect::SwitchOn) && !started.contains(&Effect::Pause),
-        "{started:?}"
-    );
+    assert!(started.contains(&Effect::Unpause), "{started:?}");
 }
 
 #[test]
@@ -524,8 +621,9 @@ fn what_does_not_fit_is_an_error_and_changes_nothing() {
     assert!(detached(
         world.machine.handle(Event::Refuse(refusal::nested()), now)
     ));
-    world.tell(Event::Attach { enabled: true });
-    let again = world.machine.handle(Event::Attach { enabled: true }, now);
+    assert!(detached(world.machine.handle(Event::HidePins, now)));
+    world.tell(Event::Attach);
+    let again = world.machine.handle(Event::Attach, now);
     assert!(matches!(again, Err(Error::Attached)));
     world.tell(Event::Add(span(0)));
     assert_eq!(world.tell(Event::Add(span(0))), []);
@@ -535,7 +633,7 @@ fn what_does_not_fit_is_an_error_and_changes_nothing() {
 fn any_event() -> impl Strategy<Value = Event> {
     let range = (0..4usize, 1..3usize).prop_map(|(at, len)| at * MIB..(at + len) * MIB);
     prop_oneof![
-        any::<bool>().prop_map(|enabled| Event::Attach { enabled }),
+        Just(Event::Attach),
         (0..8usize, 1..4usize).prop_map(|(at, len)| Event::Add(Span {
             range: at * MIB / 2..(at + len) * MIB / 2,
             guest_address: None,
@@ -578,10 +676,13 @@ fn any_outcome() -> impl Strategy<Value = Outcome> {
 struct Model {
     running: bool,
     published: bool,
+    /// It may merge.
     on: bool,
     /// What it works on.
     active: Vec<Range<usize>>,
     pins: usize,
+    /// By the VMM.
+    paused: bool,
 }
 
 impl Model {
@@ -595,6 +696,7 @@ impl Model {
                         running: true,
                         active: vec![span.range.clone()],
                         pins: self.pins,
+                        paused: self.paused,
                         ..Self::default()
                     };
                 }
@@ -616,18 +718,23 @@ impl Model {
                 self.active = parts.collect();
             }
             Effect::Publish => self.published = self.running,
-            Effect::SwitchOn => {
+            Effect::Unpause => {
                 assert!(self.published, "it merges before those who free memory know it");
                 self.on = true;
+            }
+            Effect::Pause => {
+                assert!(self.running);
+                self.on = false;
             }
             Effect::Stop { .. } => {
                 assert!(self.running, "a service ends twice");
                 *self = Self {
                     pins: self.pins,
+                    paused: self.paused,
                     ..Self::default()
                 };
             }
-            Effect::Vouch | Effect::Pause | Effect::Unpause | Effect::HidePins | Effect::DirectIo => {
+            Effect::Vouch | Effect::HidePins | Effect::DirectIo => {
                 assert!(self.running);
             }
             Effect::Announce(..) => assert!(!self.running, "announced as refused while it is served"),
@@ -640,7 +747,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Whatever comes in whatever order, and however it goes: nothing is given to two services, nothing merges before it is
-    /// published, and when a pin, a loan, a removal or a refusal is answered no memory that it concerns is worked on.
+    /// published, or while it is paused, and when a pin, a loan, a removal or a refusal is answered no memory that it concerns is worked on.
     #[test]
     fn no_order_of_events_breaks_the_rules(
         events in prop::collection::vec((any_event(), 0..3u64, prop::collection::vec(any_outcome(), 12)), 1..40)
@@ -655,6 +762,8 @@ proptest! {
                 match event {
                     Event::Pin => model.pins += 1,
                     Event::Unpin | Event::LetGo => model.pins = model.pins.saturating_sub(1),
+                    Event::Pause => model.paused = true,
+                    Event::Resume | Event::Detach { .. } => model.paused = false,
                     _ => {}
                 }
             }
@@ -668,6 +777,7 @@ proptest! {
                     machine.done(&effect, outcome, now);
                 }
                 prop_assert_eq!(machine.serves(), model.running);
+                prop_assert_eq!(model.on, model.running && model.pins == 0 && !model.paused);
                 let concerned = match &event {
                     // Tries take time, in which such a loan may end.
                     Event::Lend(_, Lease::UntilFree) if due => 0..0,

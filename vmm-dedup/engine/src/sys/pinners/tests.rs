@@ -1,3 +1,5 @@
+#![allow(unsafe_code)] // sockets and memory of the tests' own
+
 use super::*;
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::uffd::{self, Uffd};
@@ -18,6 +20,7 @@ fn pinners() -> Pinners {
 fn judge(fd: RawFd, told: Told) -> Result<(), Pinner> {
     let known = HashMap::new();
     let mut look = Look {
+        fuse_pins: true,
         known: &known,
         met: HashMap::new(),
         told,
@@ -104,6 +107,7 @@ fn while_pages_are_frozen_files_are_known_from_before_and_there_is_no_time_for_m
     let later = Instant::now() + std::time::Duration::from_secs(3600);
     let known = HashMap::new();
     let mut frozen = Look {
+        fuse_pins: true,
         known: &known,
         met: HashMap::new(),
         told: Told::Fork,
@@ -117,6 +121,7 @@ fn while_pages_are_frozen_files_are_known_from_before_and_there_is_no_time_for_m
     assert_eq!(before.judge(file.as_raw_fd()), Ok(()));
     let met = before.met;
     let mut frozen = Look {
+        fuse_pins: true,
         known: &met,
         met: HashMap::new(),
         told: Told::Fork,
@@ -135,12 +140,40 @@ fn while_pages_are_frozen_files_are_known_from_before_and_there_is_no_time_for_m
 }
 
 #[test]
+fn a_fork_tells_of_direct_io_only_where_the_file_system_is_known_to_pin() {
+    let file = open("/proc/self/status", OFlags::RDONLY).unwrap();
+    let stat = identify(file.as_raw_fd()).unwrap().unwrap();
+    let folder = tempfile::tempdir_in(std::env::current_exe().unwrap().parent().unwrap()).unwrap();
+    let path = folder.path().join("disk").to_str().unwrap().to_owned();
+    let direct = open(&path, OFlags::RDWR | OFlags::CREATE | OFlags::DIRECT);
+    let mut files = vec![(file.as_raw_fd(), stat, Reads::MayHold as fn(Holds) -> Reads)];
+    if let Ok(direct) = &direct {
+        let stat = identify(direct.as_raw_fd()).unwrap().unwrap();
+        files.push((direct.as_raw_fd(), stat, Reads::CopyUnlessDirect));
+    }
+    for (fd, stat, reads) in files {
+        for (holds, refuses) in [(Holds::Pins, false), (Holds::Unseen, true)] {
+            let known = HashMap::from([(identity(&stat), reads(holds))]);
+            let mut look = Look {
+                fuse_pins: true,
+                known: &known,
+                met: HashMap::new(),
+                told: Told::Fork,
+                frozen: Some(Instant::now() + PATIENCE),
+            };
+            assert_eq!(look.judge(fd).is_err(), refuses, "{holds:?}");
+        }
+    }
+}
+
+#[test]
 fn while_pages_are_frozen_a_fork_tells_of_a_file_that_may_pin_if_it_is_known() {
     let file = open("/proc/self/status", OFlags::RDONLY).unwrap();
     let stat = identify(file.as_raw_fd()).unwrap().unwrap();
-    let known = HashMap::from([(identity(&stat), Reads::MayPin)]);
+    let known = HashMap::from([(identity(&stat), Reads::MayHold(Holds::Pins))]);
     for (told, refuses) in [(Told::Fork, false), (Told::Count, true), (Told::Nothing, true)] {
         let mut look = Look {
+            fuse_pins: true,
             known: &known,
             met: HashMap::new(),
             told,
