@@ -8,6 +8,7 @@ use crate::scan::order::Chunks;
 use crate::scan::pass::Pass;
 use crate::thp::duplicates::{self, Judgement};
 use crate::thp::{collapse, split, zeros};
+use std::time::Instant;
 
 /// Tries in a pass to build a huge page of what is being written.
 const TRIES: usize = 4;
@@ -97,7 +98,9 @@ impl Pass {
         let mut chunks = Chunks::new(&self.map);
         let is_due = |map: &mut PageMap, at: usize| map.chunk(at).huge && map.look_due(at);
         while let Some(at) = chunks.next(&mut self.map, is_due) {
+            let (start, began) = (self.map.chunk_at(at).start, Instant::now());
             self.look_at_huge_page(at);
+            self.monitor.note_own_read(start, began.elapsed());
             self.tell_store_of_many(|cpu| &mut cpu.key)?;
             self.yield_and_poll()?;
         }

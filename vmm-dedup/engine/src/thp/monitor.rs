@@ -109,14 +109,15 @@ impl Monitor {
         log::info!("huge pages: policy {policy}");
         let watches = policy.watches_access();
         let asks_agent = watches && config.use_source == UseSource::Agent;
+        let interval = Duration::from_millis(config.sampling.interval_ms);
         Self {
             policy,
-            interval: Duration::from_millis(config.sampling.interval_ms),
+            interval,
             window: Duration::from_micros(config.sampling.window_us),
             split_pages: config.huge_split_pages,
             thresholds: Thresholds::new(Pressure::default(), config.huge_split_pages),
             agent: asks_agent.then(|| AgentUse::new(line.clone())),
-            source: watches.then(|| access_source::choose(config.use_source, uffd, memory)),
+            source: watches.then(|| access_source::choose(config.use_source, interval, uffd, memory)),
             intervals: 0,
             next: None,
             mark: 0,
@@ -288,6 +289,13 @@ impl Monitor {
                 // Not what it was: the next visit tells.
                 map.requeue_chunk(*at);
             }
+        }
+    }
+
+    /// The service itself has read the 2 MiB at this address, for that long.
+    pub(crate) fn note_own_read(&mut self, start: usize, lasted: Duration) {
+        if let Some(source) = &mut self.source {
+            source.monitor.note_own_read(start, lasted);
         }
     }
 

@@ -66,6 +66,9 @@ pub(crate) trait AccessMonitor: std::fmt::Debug + Send {
         0
     }
 
+    /// The service itself has read these 2 MiB, for that long: no use by anybody else.
+    fn note_own_read(&mut self, _start: usize, _lasted: Duration) {}
+
     /// Watches the targets for about `window`; for each how it was used, `None` if that cannot be told.
     fn sample(&mut self, targets: &[Target], window: Duration) -> io::Result<Vec<Option<Use>>>;
 }

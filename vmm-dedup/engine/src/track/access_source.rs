@@ -76,7 +76,7 @@ fn note_not_started(error: Error) {
 
 /// Asks `wanted` first, then the others, the best first; not the guest's agent, which is asked range by range
 /// ([`agent_use`](mod@crate::hints::agent_use)).
-pub(crate) fn choose(wanted: UseSource, tracker: &Arc<Uffd>, memory: &Memory) -> Chosen {
+pub(crate) fn choose(wanted: UseSource, interval: Duration, tracker: &Arc<Uffd>, memory: &Memory) -> Chosen {
     let others = UseSource::ALL.iter().copied().filter(|source| *source != wanted);
     let mut skipped = Vec::new();
     // In intervals, which are long: up to 64 of them.
@@ -95,7 +95,7 @@ pub(crate) fn choose(wanted: UseSource, tracker: &Arc<Uffd>, memory: &Memory) ->
             UseSource::Damon | UseSource::PageIdle if !cfg!(feature = "privileged") => {
                 Err("this program is built without the feature privileged".into())
             }
-            UseSource::Damon => Damon::start(memory).map(|monitor| Box::new(monitor) as _),
+            UseSource::Damon => Damon::start(memory, interval).map(|monitor| Box::new(monitor) as _),
             UseSource::PageIdle => PageIdle::start().map(|monitor| Box::new(monitor) as _),
             UseSource::Writes => Ok(Box::new(Writes)),
         };

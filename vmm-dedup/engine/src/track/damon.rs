@@ -9,7 +9,8 @@
 //! The interface in sysfs has one user for the whole host: who finds it taken leaves it alone. One whose process has gone
 //! (killed before it could tidy up) counts as free.
 //!
-//! What this service reads itself looks used as well, once in an aggregation, hence [`OWN_LOOKS`].
+//! What this service reads itself looks used as well: in one sample, hence [`OWN_LOOKS`], or in as many as the reading lasted where the
+//! CPU is slow or shared.
 
 use crate::config::UseSource;
 use crate::memory::layout::Memory;
@@ -36,8 +37,10 @@ const SAMPLE_US_PER_REGION: u64 = 100;
 const LEAST_SAMPLE_US: u64 = 5000;
 /// Most regions. More memory than 2 MiB for each of them is cut by the kernel where use differs.
 const MOST_REGIONS: usize = 1000;
-/// Samples with use that the service's own reading explains.
+/// Samples with use that the service's own reading explains, if it is done before the next sample.
 const OWN_LOOKS: u64 = 1;
+/// The kernel is asked that often while use is sampled once: each answer is some files for every region with use.
+const ASKED_PER_INTERVAL: u32 = 4;
 /// Tries while somebody else holds the lock of DAMON's files.
 const TRIES: usize = 50;
 const PAUSE: Duration = Duration::from_millis(20);
@@ -67,14 +70,17 @@ pub(crate) struct Damon {
     told: Arc<Mutex<Told>>,
     /// What was the last word on each target: each is passed on once.
     passed_on: HashMap<usize, u64>,
+    /// What the service has read itself since the last word on it, where that lasted longer than a sample: samples with use that
+    /// this explains beside [`OWN_LOOKS`].
+    own_reads: HashMap<usize, u64>,
     sample: Duration,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Damon {
-    /// Starts monitoring; the reason if that is not possible.
-    pub(crate) fn start(memory: &Memory) -> Result<Self, String> {
+    /// Starts monitoring for somebody who samples once in an interval; the reason if that is not possible.
+    pub(crate) fn start(memory: &Memory, interval: Duration) -> Result<Self, String> {
         let files = Files(PathBuf::from(ADMIN));
         files.must_be_free()?;
         let regions = memory.chunks().len().clamp(10, MOST_REGIONS);
@@ -90,7 +96,7 @@ impl Damon {
             });
         }
         let (told, stop) = (Arc::new(Mutex::default()), Arc::new(AtomicBool::new(false)));
-        let every = Duration::from_micros(sample_us * SAMPLES);
+        let every = Duration::from_micros(sample_us * SAMPLES).max(interval / ASKED_PER_INTERVAL);
         let reader = Reader {
             files,
             told: Arc::clone(&told),
@@ -102,6 +108,7 @@ impl Damon {
         Ok(Self {
             told,
             passed_on: HashMap::new(),
+            own_reads: HashMap::new(),
             sample: Duration::from_micros(sample_us),
             stop,
             thread: Some(thread),
@@ -137,26 +144,43 @@ impl AccessMonitor for Damon {
         let mut used = Vec::with_capacity(targets.len());
         for target in targets {
             let known = self.passed_on.insert(target.start(), told.number).unwrap_or(0);
-            let news = told.number > known;
-            used.push(news.then(|| use_of(*target, &told.regions, self.sample)));
+            let news = (told.number > known).then(|| {
+                let own_looks = OWN_LOOKS + self.own_reads.remove(&target.start()).unwrap_or(0);
+                use_of(*target, &told.regions, self.sample, own_looks)
+            });
+            used.push(news.flatten());
         }
         Ok(used)
     }
+
+    fn note_own_read(&mut self, start: usize, lasted: Duration) {
+        let looks = u64::try_from(lasted.as_micros() / self.sample.as_micros()).unwrap_or(u64::MAX / 2);
+        if looks > 0 {
+            let known = self.own_reads.entry(start).or_default();
+            *known = looks.max(*known);
+        }
+    }
 }
 
-/// How soon a target is used, if the kernel found that share of samples with use at random. Of small pages it looks at one
-/// in each sample, of 512.
+/// How soon a target is used, if the kernel found that share of samples with use at random; `None` if most of them can be due to
+/// the service's own reading. Of small pages the kernel looks at one in each sample, of 512.
 #[allow(clippy::cast_precision_loss)] // small numbers
-fn use_of(target: Target, regions: &[Region], sample: Duration) -> Use {
+fn use_of(target: Target, regions: &[Region], sample: Duration, own_looks: u64) -> Option<Use> {
     let range = target.start()..target.start() + HUGE_SIZE;
     let first = regions.partition_point(|r| r.range.end <= range.start);
     let inside = regions[first..].iter().take_while(|r| r.range.start < range.end);
     let accesses = inside.map(|r| r.accesses).max().unwrap_or(0);
     if accesses <= OWN_LOOKS {
-        return Use::None;
+        return Some(Use::None);
+    }
+    if own_looks * 2 > SAMPLES {
+        return None;
+    }
+    if accesses <= own_looks {
+        return Some(Use::None);
     }
     if accesses >= SAMPLES {
-        return Use::AT_ONCE;
+        return Some(Use::AT_ONCE);
     }
     let share = accesses as f64 / SAMPLES as f64;
     let after = sample.as_secs_f64() / -(1.0 - share).ln();
@@ -164,7 +188,7 @@ fn use_of(target: Target, regions: &[Region], sample: Duration) -> Use {
         Target::Huge(_) => 1,
         Target::Split(_) => CHUNK_PAGES,
     };
-    Use::After(Duration::from_secs_f64(after / pages as f64))
+    Some(Use::After(Duration::from_secs_f64(after / pages as f64)))
 }
 
 /// Asks the kernel in the background, since it answers at the end of an aggregation.
@@ -178,10 +202,13 @@ struct Reader {
 impl Reader {
     fn run(self) {
         let mut failed = false;
+        let mut kernel_cpu_ns = 0;
         while !self.stop.load(Ordering::Acquire) {
             match self.files.ask() {
                 Ok(regions) => {
-                    let cpu_ns = proc::thread_cpu_ns() + self.files.kernel_cpu_ns();
+                    // Not told while the kernel has its files in its hands.
+                    kernel_cpu_ns = self.files.kernel_cpu_ns().unwrap_or(kernel_cpu_ns);
+                    let cpu_ns = proc::thread_cpu_ns() + kernel_cpu_ns;
                     let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
                     told.number += 1;
                     (told.regions, told.cpu_ns) = (regions, cpu_ns);
@@ -294,11 +321,10 @@ impl Files {
     }
 
     /// CPU time of DAMON's thread.
-    fn kernel_cpu_ns(&self) -> u64 {
-        let pid = self.read("0/pid").unwrap_or_default();
-        let schedstat = fs::read_to_string(format!("/proc/{pid}/schedstat")).unwrap_or_default();
-        let ns = schedstat.split_ascii_whitespace().next();
-        ns.and_then(|ns| ns.parse().ok()).unwrap_or(0)
+    fn kernel_cpu_ns(&self) -> Option<u64> {
+        let pid = self.read("0/pid").ok()?;
+        let schedstat = fs::read_to_string(format!("/proc/{pid}/schedstat")).ok()?;
+        schedstat.split_ascii_whitespace().next()?.parse().ok()
     }
 
     /// Ends monitoring and leaves DAMON free.
@@ -358,18 +384,51 @@ mod tests {
     #[test]
     fn use_follows_from_the_share_of_samples() {
         let regions = regions(&[20, 0, 1, 10]);
-        let huge = |n| use_of(Target::Huge(n * HUGE_SIZE), &regions, SAMPLE);
+        let huge = |n| use_of(Target::Huge(n * HUGE_SIZE), &regions, SAMPLE, OWN_LOOKS);
         assert_eq!(
             [0, 1, 2, 9].map(huge),
-            [Use::AT_ONCE, Use::None, Use::None, Use::None]
+            [Use::AT_ONCE, Use::None, Use::None, Use::None].map(Some)
         );
         // Half of the samples of 10 ms without use: once in 14 ms.
         let after = |used| match used {
-            Use::After(after) => after.as_micros(),
-            Use::None => 0,
+            Some(Use::After(after)) => after.as_micros(),
+            Some(Use::None) | None => 0,
         };
         assert_eq!(after(huge(3)), 14_426);
-        assert_eq!(after(use_of(Target::Split(3 * HUGE_SIZE), &regions, SAMPLE)), 28);
+        let split = use_of(Target::Split(3 * HUGE_SIZE), &regions, SAMPLE, OWN_LOOKS);
+        assert_eq!(after(split), 28);
+    }
+
+    /// On a slow CPU, or one that others have meanwhile, that takes longer than a sample.
+    #[test]
+    fn what_the_service_reads_itself_is_no_use() {
+        let told = |number| Told {
+            number,
+            regions: regions(&[4, 4, 20, 20, 0]),
+            cpu_ns: 0,
+        };
+        let mut damon = Damon {
+            told: Arc::new(Mutex::new(told(1))),
+            passed_on: HashMap::new(),
+            own_reads: HashMap::new(),
+            sample: SAMPLE,
+            stop: Arc::default(),
+            thread: None,
+        };
+        // The first and the third for four samples, the last two for an aggregation.
+        for (n, samples) in [(0, 4), (2, 4), (3, 20), (4, 20)] {
+            damon.note_own_read(n * HUGE_SIZE, SAMPLE * samples);
+        }
+        let targets: Vec<Target> = (0..5).map(|n| Target::Huge(n * HUGE_SIZE)).collect();
+        let used = damon.sample(&targets, Duration::ZERO).unwrap();
+        assert_eq!(used[0], Some(Use::None));
+        assert!(matches!(used[1], Some(Use::After(_))));
+        assert_eq!(used[2..], [Some(Use::AT_ONCE), None, Some(Use::None)]);
+        // What was read before the next word does not count for it.
+        *damon.told.lock().unwrap() = told(2);
+        let used = damon.sample(&targets, Duration::ZERO).unwrap();
+        assert!(matches!(used[0], Some(Use::After(_))));
+        assert_eq!(used[3], Some(Use::AT_ONCE));
     }
 
     fn files(content: &[(&str, &str)]) -> (tempfile::TempDir, Files) {
