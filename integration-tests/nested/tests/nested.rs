@@ -97,9 +97,10 @@ fn an_old_kernel_is_refused_before_the_guest_starts() {
     );
 }
 
-/// The very same guests, first under KSM, then under us. Both say what is left after their own metadata, and there ours is
-/// ahead by one per cent; but ours counts stacks, heap and page tables, too, another per cent here. In plain pages both are
-/// equal, but for what changes in the guests between the two.
+/// The very same guests, first under KSM, then under us. In plain pages both are equal, but for what changes in the guests between
+/// the two, and ours has freed more by the host's account. Both say what is left after their own metadata; of that ours counts
+/// more: stacks, heap, page tables and mappings (265 bytes each), which KSM's profit leaves out. How many mappings it takes depends on
+/// which of the guests is the first to find a page: 9,681 and 21,747 were seen, which is three quarters of a per cent.
 #[test]
 fn same_guests_save_at_least_what_ksm_saves() {
     let Some(measured) = play(Scenario::Same) else {
@@ -110,7 +111,12 @@ fn same_guests_save_at_least_what_ksm_saves() {
     assert!(our_pages > 4.0 * SOME_PAGES as f64, "{measured:?}");
     assert!(our_pages >= ksm_pages * 0.99, "{measured:?}");
     let (our_net, ksm_net) = (number(&ours["saved_net_bytes"]), number(&ksm["general_profit"]));
-    assert!(our_net >= ksm_net * 0.99, "{measured:?}");
+    assert!(our_net >= ksm_net * 0.97, "{measured:?}");
+    let (our_freed, ksm_freed) = (
+        number(&measured["ours_freed_mib"]),
+        number(&measured["ksm_freed_mib"]),
+    );
+    assert!(our_freed >= ksm_freed * 0.99, "{measured:?}");
     // Every page is somewhere.
     let known = ["zero", "mapped", "unique", "volatile", "broken"];
     let sum: f64 = known.iter().map(|name| number(&ours[*name])).sum();
