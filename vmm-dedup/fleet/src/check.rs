@@ -133,7 +133,7 @@ pub(crate) fn stores_answer(plan: &Plan, state: &State, vms: &[&VmPlan], up: &st
         match stores::account(&store.socket, state.store_process(&store.domain)) {
             Ok(_) => Ok(()),
             Err(Unheard::Gone) => Err(fail(store, &format!("it does not run: `{up}` starts it"))),
-            Err(Unheard::Silent(why)) => Err(fail(store, &why.to_string())),
+            Err(Unheard::Silent(why)) => Err(Failure::new(format!("domain {:?}: {why}", store.domain))),
         }
     })
 }
@@ -144,7 +144,7 @@ fn check_store(store: &StorePlan) -> Result<(), Failure> {
     socket_path(&store.socket).map_err(fail)?;
     if listens(&store.socket) {
         let answers = account::of_store(&store.socket).map(drop);
-        return answers.map_err(|e| fail(format!("{e}; stop it, or choose another socket")));
+        return answers.map_err(|e| fail(format!("{e}; end it, or choose another socket")));
     }
     let folder = store.socket.parent().unwrap_or(Path::new("/"));
     // The folder of all fleets is made when it is missing.

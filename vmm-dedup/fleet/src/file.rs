@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Read;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
@@ -14,6 +15,9 @@ use vmm_dedup_protocol::name::{FILE_NAME_RULE, is_file_name};
 
 /// The trust domain of `[store]`.
 pub(crate) const DEFAULT_DOMAIN: &str = "default";
+
+/// Most bytes of a file: 4,096 VMs with all of their keys have fewer.
+const MOST_BYTES: u64 = 16 << 20;
 
 /// A whole file.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
@@ -176,10 +180,25 @@ fn written_out(table: &toml::Table) -> Option<toml::Table> {
     toml::Table::try_from(Setup::written_out(fields).ok()?).ok()
 }
 
-/// Reads a file's text.
+/// Reads a file's text. What never ends, as a device, is no fleet file.
 pub(crate) fn read(path: &Path) -> Result<String, Failure> {
-    fs::read_to_string(path)
-        .map_err(|e| Failure::new(format!("cannot read the fleet file {}: {e}", path.display())))
+    let fail = |why: String| Failure::new(format!("cannot read the fleet file {}: {why}", path.display()));
+    let file = fs::File::open(path).map_err(|e| fail(e.to_string()))?;
+    let mut bytes = Vec::new();
+    file.take(MOST_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .map_err(|e| fail(e.to_string()))?;
+    if bytes.len() as u64 > MOST_BYTES {
+        return Err(fail(format!("it has more than {} MiB", MOST_BYTES >> 20)));
+    }
+    String::from_utf8(bytes).map_err(|e| {
+        let valid = String::from_utf8_lossy(&e.as_bytes()[..e.utf8_error().valid_up_to()]).into_owned();
+        let (line, column) = position(&valid, valid.len());
+        Failure::new(format!(
+            "{}:{line}:{column}: what is here is not UTF-8",
+            path.display()
+        ))
+    })
 }
 
 /// Parses TOML; an error is one line that begins with `FILE:LINE:COLUMN`.
@@ -192,7 +211,7 @@ fn parse<T: serde::de::DeserializeOwned>(path: &Path, text: &str) -> Result<T, F
 }
 
 /// What serde and toml call types that are not ours, and what TOML or a person calls them.
-const WORDS: [(&str, &str); 11] = [
+const WORDS: [(&str, &str); 15] = [
     ("expected u8", "expected a whole number, 0 to 255"),
     ("expected u16", "expected a whole number, 0 to 65535"),
     ("expected u32", "expected a whole number, 0 to 4294967295"),
@@ -204,10 +223,17 @@ const WORDS: [(&str, &str); 11] = [
     ("expected path string", "expected text"),
     ("expected a string", "expected text"),
     ("wanted string or table", "expected text"),
+    ("wanted exactly 1 element, found 0 elements", "expected text"),
+    (" as i128", ""),
+    (
+        "expected any valid TOML value",
+        "expected 9223372036854775807 at most",
+    ),
+    ("unknown field `$__toml_private_datetime`", "invalid type: date"),
 ];
 
 /// A parser's message without the names of the program's types.
-fn in_words(message: &str) -> String {
+pub(crate) fn in_words(message: &str) -> String {
     WORDS
         .iter()
         .fold(message.to_owned(), |message, (of_program, word)| {
@@ -218,12 +244,12 @@ fn in_words(message: &str) -> String {
         })
 }
 
-/// Line and column of a byte, from 1.
+/// Line and column of a byte, from 1; columns are letters, as editors count them.
 fn position(text: &str, at: usize) -> (usize, usize) {
     let before = &text[..at.min(text.len())];
     let line = before.matches('\n').count() + 1;
-    let column = before.len() - before.rfind('\n').map_or(0, |at| at + 1) + 1;
-    (line, column)
+    let begin = before.rfind('\n').map_or(0, |at| at + 1);
+    (line, before[begin..].chars().count() + 1)
 }
 
 /// The spans of what a table's keys have.
@@ -384,6 +410,10 @@ mod tests {
                 "fleet.toml:1:1: invalid type: table, expected a list",
             ),
             ("[[vm]]\nvmm = 7\n", "fleet.toml:2:7: expected text"),
+            (
+                "vm = [{ name = \"\u{e4}\u{e4}\", cpus = 300 }]\n",
+                "fleet.toml:1:29: invalid value: integer `300`",
+            ),
             ("name = \"a\"\nname = \"b\"\n", "fleet.toml:2:1: duplicate key"),
         ] {
             let error = error(text);
@@ -422,6 +452,19 @@ mod tests {
                 "template.t = 1",
                 "integer `1`, expected a table of a VM's settings",
             ),
+            ("[[vm]]\nvmm = {}", "expected text"),
+            (
+                "parallel = 99999999999999999999",
+                "integer `99999999999999999999`, expected a whole number, 0 to 65535",
+            ),
+            (
+                "[[vm]]\ndedup = 99999999999999999999",
+                "expected 9223372036854775807 at most",
+            ),
+            (
+                "store = 1979-05-27",
+                "invalid type: date, expected one of `socket`, `metrics`, `max_mib`, `ordered`",
+            ),
         ];
         for (text, expected) in cases {
             let error = error(text);
@@ -439,6 +482,23 @@ mod tests {
                 "no library says {of_program:?} any more"
             );
         }
+    }
+
+    #[test]
+    fn what_is_no_text_or_never_ends_is_told_without_being_read_to_its_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let odd = folder.path().join("odd.toml");
+        fs::write(&odd, b"name = \"a\"\n# \xff\n").unwrap();
+        let error = |path: &Path| read(path).unwrap_err().to_string();
+        assert!(
+            error(&odd).ends_with("odd.toml:2:3: what is here is not UTF-8"),
+            "{}",
+            error(&odd)
+        );
+        assert_eq!(
+            error(Path::new("/dev/zero")),
+            "cannot read the fleet file /dev/zero: it has more than 16 MiB"
+        );
     }
 
     #[test]

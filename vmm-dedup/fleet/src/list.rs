@@ -1,12 +1,11 @@
 //! `fleet ls`: the fleets of this user.
 
 use crate::changes::health;
-use crate::runtime;
-use crate::state::{Directory, State, directories};
+use crate::state::{Directory, State, StoreState, directories};
 use crate::vmm::{Condition, Health};
+use crate::{runtime, stores};
 use serde_json::{Value, json};
 use std::path::PathBuf;
-use vmm_dedup_host::store::listens;
 use vmm_dedup_host::table::{self, Column, Table};
 use vmm_dedup_host::{Failure, say};
 
@@ -46,7 +45,7 @@ pub fn list(json: bool) -> Result<(), Failure> {
             fleets.push(Fleet {
                 directory: path,
                 running: health.iter().filter(runs).count(),
-                stores: state.stores.iter().filter(|store| listens(&store.socket)).count(),
+                stores: state.stores.iter().filter(|store| answers(store)).count(),
                 state,
             });
         }
@@ -58,7 +57,10 @@ pub fn list(json: bool) -> Result<(), Failure> {
         return whole(&failures);
     }
     if fleets.is_empty() {
-        say!("no fleet is up in {}", folder.display());
+        // Of folders that may not be looked into nobody knows.
+        if failures.is_empty() {
+            say!("no fleet is up in {}", folder.display());
+        }
         return whole(&failures);
     }
     let mut table = Table::new(&COLUMNS);
@@ -77,6 +79,11 @@ pub fn list(json: bool) -> Result<(), Failure> {
     }
     table.lines(table::width()).iter().for_each(|line| say!("{line}"));
     whole(&failures)
+}
+
+/// Whether a store runs: one that is stopped listens, too.
+fn answers(store: &StoreState) -> bool {
+    stores::account(&store.socket, store.process.as_ref()).is_ok()
 }
 
 /// Fails if some folder could not be used.

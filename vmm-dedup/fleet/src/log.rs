@@ -4,24 +4,39 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// Bytes of a log that are looked at for each line wanted.
-const LINE: u64 = 512;
+/// Bytes at the end of a log that are looked at first; as long as they hold too few lines, twice as many.
+const FIRST: u64 = 1 << 14;
+/// Most bytes that are looked at: a guest may write without end.
+const MOST: u64 = 64 << 20;
 
 /// The last lines of a file that are not empty, at most `count`, oldest first. A file that cannot be read has none.
 pub(crate) fn tail(path: &Path, count: usize) -> Vec<String> {
+    let mut bytes = FIRST;
+    loop {
+        let (text, is_whole) = end(path, bytes).unwrap_or((String::new(), true));
+        let mut lines: Vec<String> = text.lines().map(plain).filter(|line| !line.is_empty()).collect();
+        if lines.len() >= count || is_whole || bytes >= MOST {
+            return lines.split_off(lines.len().saturating_sub(count));
+        }
+        bytes *= 2;
+    }
+}
+
+/// What is in a file's last bytes, without the end of a line whose beginning is before them; and whether that is all of the file.
+fn end(path: &Path, bytes: u64) -> std::io::Result<(String, bool)> {
+    let mut file = File::open(path)?;
+    let start = file.metadata()?.len().saturating_sub(bytes);
+    file.seek(SeekFrom::Start(start))?;
     let mut content = Vec::new();
-    let read = || -> std::io::Result<Vec<u8>> {
-        let mut file = File::open(path)?;
-        let len = file.metadata()?.len();
-        let bytes = LINE.saturating_mul(count.max(8) as u64);
-        file.seek(SeekFrom::Start(len.saturating_sub(bytes)))?;
-        file.take(bytes).read_to_end(&mut content)?;
-        Ok(content)
+    file.take(bytes).read_to_end(&mut content)?;
+    let begin = match content.iter().position(|byte| *byte == b'\n') {
+        Some(at) if start > 0 => at + 1,
+        _ => 0,
     };
-    let content = read().unwrap_or_default();
-    let text = String::from_utf8_lossy(&content);
-    let mut lines: Vec<String> = text.lines().map(plain).filter(|line| !line.is_empty()).collect();
-    lines.split_off(lines.len().saturating_sub(count))
+    Ok((
+        String::from_utf8_lossy(&content[begin..]).into_owned(),
+        start == 0,
+    ))
 }
 
 /// A line without what acts on a terminal: a guest or a VMM may have written anything.
@@ -30,9 +45,18 @@ pub(crate) fn plain(line: &str) -> String {
         .replace(|c: char| c.is_control() && c != '\t', "?")
 }
 
-/// The last line, or that there is none.
+/// The last line that says what is wrong, or that there is none. Programs that do not understand their arguments say that first.
 pub(crate) fn last_line(path: &Path) -> String {
-    tail(path, 1).pop().unwrap_or_else(|| "it wrote nothing".into())
+    /// What they write behind it.
+    const USAGE: usize = 8;
+    let mut lines = tail(path, USAGE);
+    let is_usage = |line: &String| line.starts_with("For more information, try '");
+    if lines.last().is_some_and(is_usage)
+        && let Some(error) = lines.iter().rposition(|line| line.starts_with("error: "))
+    {
+        return lines.swap_remove(error);
+    }
+    lines.pop().unwrap_or_else(|| "it wrote nothing".into())
 }
 
 #[cfg(test)]
@@ -48,5 +72,21 @@ mod tests {
         std::fs::write(&path, format!("{long}one\n\ntwo \x1b[31m\r\n\n")).unwrap();
         assert_eq!(tail(&path, 2), ["one", "two ?[31m"]);
         assert_eq!(last_line(&path), "two ?[31m");
+        let usage = "one\nerror: unexpected argument '-x' found\n\nUsage: run\n\nFor more information, try '--help'.\n";
+        std::fs::write(&path, usage).unwrap();
+        assert_eq!(last_line(&path), "error: unexpected argument '-x' found");
+    }
+
+    #[test]
+    fn lines_of_any_length_are_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        let line = |at: usize| format!("{at} {}", "x".repeat(5000));
+        let text: String = (0..40).map(|at| line(at) + "\n").collect();
+        std::fs::write(&path, text).unwrap();
+        for count in [0, 1, 30, 40, usize::MAX] {
+            let expected: Vec<String> = (40 - count.min(40)..40).map(line).collect();
+            assert_eq!(tail(&path, count), expected, "{count}");
+        }
     }
 }

@@ -63,14 +63,18 @@ pub fn logs(at: &At, names: &[String], which: Which) -> Result<(), Failure> {
     }
     let named = files.len() > 1;
     let mut tails = Vec::new();
+    let mut shown = 0;
     for (name, path) in files {
         // What comes between the two is shown twice rather than not at all.
         let tail = Tail::from_end(path);
         let prefix = if named { format!("{name}: ") } else { String::new() };
-        log::tail(&tail.path, which.lines)
-            .iter()
-            .for_each(|line| say!("{prefix}{line}"));
+        let lines = log::tail(&tail.path, which.lines);
+        lines.iter().for_each(|line| say!("{prefix}{line}"));
+        shown += lines.len();
         tails.push((prefix, tail));
+    }
+    if shown == 0 && which.lines > 0 {
+        note!("{}", nothing(at, which.serial));
     }
     if !which.follow {
         return Ok(());
@@ -84,6 +88,18 @@ pub fn logs(at: &At, names: &[String], which: Which) -> Result<(), Failure> {
             return Err(Failure::reader_gone());
         }
     }
+}
+
+/// Says that the logs are there and empty, and where else to look.
+fn nothing(at: &At, serial: bool) -> String {
+    let (who, other, option) = match serial {
+        true => ("guests", "their VMMs", ""),
+        false => ("VMMs", "guests", " --serial"),
+    };
+    format!(
+        "these {who} wrote nothing so far; `{}{option}` shows what {other} write",
+        at.command("logs")
+    )
 }
 
 /// Waits; whether whoever reads standard output, or its terminal, has gone meanwhile. A write would tell as well, but a log may

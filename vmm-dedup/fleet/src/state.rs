@@ -172,6 +172,14 @@ pub(crate) fn make(path: &Path, mode: u32) -> Result<(), Failure> {
     made.map_err(|e| Failure::new(format!("cannot create {}: {e}", path.display())))
 }
 
+/// Why a fleet's file cannot be used, with what to do where that is known.
+fn why(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => format!("{error}: run this as the user whose fleet it is"),
+        _ => error.to_string(),
+    }
+}
+
 impl Directory {
     pub(crate) fn new(path: PathBuf) -> Self {
         Self { path }
@@ -204,7 +212,7 @@ impl Directory {
                     false => Ok(None),
                 };
             }
-            Err(e) => return Err(fail(e.to_string())),
+            Err(e) => return Err(fail(why(&e))),
         };
         let folder = fs::metadata(&self.path).map_err(|e| fail(e.to_string()))?;
         if folder.uid() != rustix::process::geteuid().as_raw() || folder.mode() & 0o022 != 0 {
@@ -285,9 +293,16 @@ impl Directory {
         })
     }
 
+    /// Whether a command that changes the fleet is at work.
+    pub(crate) fn is_locked(&self) -> bool {
+        let lock = |file: File| rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared);
+        File::open(&self.path).is_ok_and(|file| lock(file) == Err(rustix::io::Errno::WOULDBLOCK))
+    }
+
     /// Locks the directory if it exists.
     pub(crate) fn lock(self) -> Result<Option<Locked>, Failure> {
-        let fail = |e: io::Error, path: &Path| Failure::new(format!("cannot use {}: {e}", path.display()));
+        let fail =
+            |e: io::Error, path: &Path| Failure::new(format!("cannot use {}: {}", path.display(), why(&e)));
         let lock = match File::open(&self.path) {
             Ok(lock) => lock,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),

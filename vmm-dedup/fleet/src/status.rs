@@ -69,7 +69,7 @@ pub fn status(at: &At, json: bool) -> Result<(), Failure> {
     } else {
         status.print(&directory);
     }
-    status.verdict()
+    status.verdict(directory.is_locked())
 }
 
 impl Status {
@@ -193,10 +193,21 @@ impl Status {
         }
         self.table().lines(width).iter().for_each(|line| say!("{line}"));
         for (vm, health) in self.vms().filter(|(_, health)| !is_well(health)) {
+            if *health == Health::Frozen {
+                let (name, pid) = (&vm.name, vm.process.pid);
+                say!("\n{name} frozen: its process is stopped: `kill -CONT {pid}` lets it go on");
+                continue;
+            }
             let files = directory.vm(&vm.name);
             let (state, why) = describe(health);
+            let starts = match health {
+                Health::Ended | Health::Crashed(_) => {
+                    format!(": `{}` starts it again", self.at.command("up"))
+                }
+                _ => String::new(),
+            };
             say!(
-                "\n{} {state} ({why}); the end of {}:",
+                "\n{} {state} ({why}){starts}; the end of {}:",
                 vm.name,
                 files.log().display()
             );
@@ -253,6 +264,8 @@ impl Status {
                 state.to_owned(),
                 match (dedup, &vm.store) {
                     (Some(dedup), _) => account::condition(dedup).to_owned(),
+                    // It has no process.
+                    (None, Some(_)) if matches!(health, Health::Ended | Health::Crashed(_)) => String::new(),
                     (None, Some(domain)) => match self.accounts.get(domain) {
                         Some(Ok(_)) => "not connected".to_owned(),
                         Some(Err(Unheard::Silent(_))) => "store silent".to_owned(),
@@ -294,8 +307,8 @@ impl Status {
             })
     }
 
-    /// One line on what is not well.
-    fn verdict(&self) -> Result<(), Failure> {
+    /// One line on what is not well. `changing`: another command changes the fleet, which may be why.
+    fn verdict(&self, changing: bool) -> Result<(), Failure> {
         let ill = self.health.iter().filter(|health| !is_well(health)).count() + self.state.missing.len();
         let unheard = self.accounts.values().filter(|account| account.is_err()).count();
         let fleet = &self.state.fleet;
@@ -317,7 +330,12 @@ impl Status {
         if told.is_empty() {
             return Ok(());
         }
-        Err(Failure::new(format!("fleet {fleet} is not all well: {}", told.join(", "))).of_host())
+        let changing = match changing {
+            true => "; another fleet command is at work, so look again",
+            false => "",
+        };
+        let told = told.join(", ");
+        Err(Failure::new(format!("fleet {fleet} is not all well: {told}{changing}")).of_host())
     }
 }
 

@@ -47,6 +47,31 @@ fn two_vms_of_one_name_are_refused() {
 }
 
 #[test]
+fn a_size_is_refused_in_the_file_as_the_reference_vmm_would_refuse_it() {
+    if !kvm_is_there() {
+        return;
+    }
+    for (key, option, less, least, most, more) in [
+        ("cpus", "--vcpus", 0, 1, 64, 65),
+        ("memory_mib", "--memory-mib", 3, 4, 1_048_576, 1_048_577),
+    ] {
+        for value in [less, more] {
+            up_is_refused(
+                &format!("{REFERENCE}{key} = {value}\n"),
+                &[&format!("{key} is {value}: give {least} to {most}")],
+            );
+            let run = Command::new(env!("CARGO_BIN_EXE_vmm-dedup"))
+                .args(["run", "--payload", option, &value.to_string()])
+                .output()
+                .expect("a run");
+            let said = String::from_utf8_lossy(&run.stderr).into_owned();
+            let limits = format!("out of range: give between {least} and {most}");
+            assert!(said.contains(&limits), "{said}");
+        }
+    }
+}
+
+#[test]
 fn a_missing_fleet_file_is_named() {
     let host = Host::new(REFERENCE);
     let missing = host.path("missing.toml");

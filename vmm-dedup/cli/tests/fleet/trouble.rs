@@ -38,6 +38,13 @@ fn a_crashed_vm_is_reported_with_its_log_and_a_lost_store_is_brought_back() {
         table.contains("pay-1 crashed") && table.contains("  its last words"),
         "{table}"
     );
+    let told = table.lines().find(|line| line.starts_with("pay-1 crashed ("));
+    assert!(
+        told.is_some_and(
+            |line| line.contains("): `vmm-dedup fleet up ") && line.contains("` starts it again; ")
+        ),
+        "{table}"
+    );
     let (error, code) = Host::failure(&output);
     assert_eq!(
         (error.as_str(), code),
@@ -157,8 +164,14 @@ fn vms_that_ended_by_themselves_are_told_from_crashed_ones() {
         let status = host.status();
         [0, 1].iter().all(|n| status["vms"][*n]["state"] == "ended")
     });
+    let status = host.run("status", &[]);
     let plan = host.must("up", &["--plan"]);
     assert!(plan.contains("+ pay-0 (reference, ended)"), "{plan}");
+    let table = String::from_utf8_lossy(&status.stdout).into_owned();
+    assert!(
+        table.contains("pay-0 ended (in order): `vmm-dedup fleet up ") && !table.contains("not connected"),
+        "{table}"
+    );
     host.must("down", &[]);
     host.assert_nothing_left(&BTreeSet::new());
 }

@@ -48,13 +48,23 @@ pub(crate) fn config(
     }
     make_absolute(&mut wanted, folder)?;
     let config: VmConfig = serde_json::from_value(wanted.clone())
-        .map_err(|e| format!("not what Cloud Hypervisor takes: {e}"))?;
+        .map_err(|e| format!("not what Cloud Hypervisor takes: {}", in_words(&e.to_string())))?;
     let understood = serde_json::to_value(&config).map_err(|e| e.to_string())?;
     if let Some(key) = lost(&wanted, &understood, "") {
+        let key = key.replace("$__toml_private_datetime", "a date");
         return Err(format!("{key} is not known to Cloud Hypervisor's API"));
     }
     check(&config)?;
     Ok(config)
+}
+
+/// A parser's message without the names of a program's types.
+fn in_words(message: &str) -> String {
+    let message = crate::file::in_words(message).replace("expected i64", "expected a whole number");
+    match message.split_once("expected struct ") {
+        Some((before, _)) => format!("{before}expected a table"),
+        None => message,
+    }
 }
 
 /// The other VMMs take devices only as arguments.

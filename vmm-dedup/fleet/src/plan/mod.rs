@@ -12,6 +12,7 @@ use crate::file::{self, DEFAULT_DOMAIN, FleetFile, VmSettings, Vmm};
 use mistake::{Mistake, Place};
 use placeholder::Values;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 pub use store::StorePlan;
@@ -21,6 +22,9 @@ use vmm_dedup_host::Failure;
 
 /// Most VMs of one fleet: what a store takes by default.
 pub(crate) const MAX_VMS: usize = 4096;
+
+/// The vCPUs and the guest memory, MiB, that `vmm-dedup run` takes.
+const REFERENCE_TAKES: (RangeInclusive<u8>, RangeInclusive<u64>) = (1..=64, 4..=1 << 20);
 
 /// A fleet.
 #[derive(Clone, Debug, PartialEq)]
@@ -210,6 +214,7 @@ fn expand_vm(entry: &VmSettings, values: Values<'_>, folder: &Path) -> Result<Vm
         .kernel
         .as_ref()
         .ok_or("it has no kernel: name an ELF image or a bzImage")?;
+    check_numbers(entry)?;
     let extra_args = entry.extra_args.iter().flatten();
     let vm = VmPlan {
         name: values.name.to_owned(),
@@ -230,12 +235,7 @@ fn expand_vm(entry: &VmSettings, values: Values<'_>, folder: &Path) -> Result<Vm
         dedup: dedup(values.name, entry.dedup.as_ref())?,
         agent: None,
     };
-    if vm.cpus == 0 {
-        return Err("cpus is 0: give it at least one".into());
-    }
-    if !(1..=1 << 24).contains(&vm.memory_mib) {
-        return Err(format!("memory_mib is {}: give 1 to 16777216", vm.memory_mib));
-    }
+    check_size(&vm)?;
     let vm = match vmm {
         Vmm::CloudHypervisor => {
             let api = machine::config(&vm, entry, values, folder)?;
@@ -251,6 +251,55 @@ fn expand_vm(entry: &VmSettings, values: Values<'_>, folder: &Path) -> Result<Vm
     };
     let agent = entry.agent.unwrap_or(false).then(|| agent(&vm)).transpose()?;
     Ok(VmPlan { agent, ..vm })
+}
+
+/// TOML has numbers that are none, or without end; no setting is that, and JSON, as which settings go on, has none of them.
+fn check_numbers(entry: &VmSettings) -> Result<(), String> {
+    fn odd(value: &toml::Value) -> Option<f64> {
+        match value {
+            toml::Value::Float(number) if !number.is_finite() => Some(*number),
+            toml::Value::Array(values) => values.iter().find_map(odd),
+            toml::Value::Table(table) => table.values().find_map(odd),
+            _ => None,
+        }
+    }
+    let tables = |key, tables: &[toml::Table]| {
+        let mut values = tables.iter().flat_map(toml::Table::values);
+        match values.find_map(odd) {
+            Some(number) => Err(format!("{key} has {number}: no setting is that")),
+            None => Ok(()),
+        }
+    };
+    for (key, table) in [
+        ("dedup", &entry.dedup),
+        ("api", &entry.api),
+        ("vsock", &entry.vsock),
+    ] {
+        table
+            .as_ref()
+            .map_or(Ok(()), |table| tables(key, std::slice::from_ref(table)))?;
+    }
+    for (key, list) in [("disks", &entry.disks), ("net", &entry.net)] {
+        list.as_ref().map_or(Ok(()), |list| tables(key, list))?;
+    }
+    Ok(())
+}
+
+/// A VMM that refuses its VM's size does so when another that it should take the place of has ended.
+fn check_size(vm: &VmPlan) -> Result<(), String> {
+    let (cpus, memory_mib) = match vm.vmm {
+        Vmm::Reference => REFERENCE_TAKES,
+        Vmm::CloudHypervisor | Vmm::Qemu => (1..=u8::MAX, 1..=1 << 24),
+    };
+    if !cpus.contains(&vm.cpus) {
+        let (least, most) = cpus.into_inner();
+        return Err(format!("cpus is {}: give {least} to {most}", vm.cpus));
+    }
+    if !memory_mib.contains(&vm.memory_mib) {
+        let (least, most) = memory_mib.into_inner();
+        return Err(format!("memory_mib is {}: give {least} to {most}", vm.memory_mib));
+    }
+    Ok(())
 }
 
 /// Where the agent of a VM's guest comes to: by its vsock device.

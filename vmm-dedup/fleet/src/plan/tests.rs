@@ -188,9 +188,39 @@ fn what_two_vms_cannot_both_have_is_refused() {
 fn each_bad_setting_is_named_with_its_vm_and_what_is_possible() {
     for (lines, expected) in [
         ("count = 0", "count is 0, but a fleet has 1 to 4096 VMs"),
-        ("cpus = 0", "cpus is 0: give it at least one"),
+        ("cpus = 0", "cpus is 0: give 1 to 255"),
+        ("cpus = 65\nvmm = \"reference\"", "cpus is 65: give 1 to 64"),
+        (
+            "memory_mib = 3\nvmm = \"reference\"",
+            "memory_mib is 3: give 4 to 1048576",
+        ),
+        (
+            "memory_mib = 1048577\nvmm = \"reference\"",
+            "memory_mib is 1048577: give 4 to 1048576",
+        ),
         ("memory_mib = 0", "memory_mib is 0: give 1 to 16777216"),
         ("cmdline = \"{nme}\"", "{nme} is not known"),
+        (
+            "dedup = { cpu_percent = nan }",
+            "dedup has NaN: no setting is that",
+        ),
+        ("dedup.pack.idle_ms = inf", "dedup has inf: no setting is that"),
+        (
+            "disks = [{ path = \"d\", x = [-inf] }]",
+            "disks has -inf: no setting is that",
+        ),
+        (
+            "vsock = { cid = 1.5, socket = \"v\" }",
+            "not what Cloud Hypervisor takes: invalid type: floating point `1.5`, expected a whole number",
+        ),
+        (
+            "api = { memory = [1] }",
+            "not what Cloud Hypervisor takes: invalid length 1, expected a table",
+        ),
+        (
+            "api = { memory = 1979-05-27 }",
+            "memory.a date is not known to Cloud Hypervisor's API",
+        ),
         ("template = \"t\"", "there is no [template.t]"),
         ("domain = \"blue\"", "there is no [domain.blue]"),
         (
@@ -225,7 +255,7 @@ fn each_bad_setting_is_named_with_its_vm_and_what_is_possible() {
         ),
         (
             "disks = [{ path = 3 }]",
-            "invalid type: integer `3`, expected a string",
+            "invalid type: integer `3`, expected text",
         ),
         (
             "net = [{ mac = \"52:54\" }]",
