@@ -72,6 +72,7 @@ fn place<T>(items: &mut Vec<T>, is: impl Fn(&T) -> bool, new: impl FnOnce() -> T
 }
 
 /// The folder for plots, if they are wanted.
+#[derive(Clone)]
 pub(crate) struct Plots(Option<PathBuf>);
 
 impl Plots {

@@ -1,5 +1,8 @@
 //! The command as its users meet it: the demo, the benchmark's smoke run, errors.
 
+#[path = "operator/drawn.rs"]
+mod plots;
+
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
@@ -99,13 +102,26 @@ fn the_benchmark_reports_every_key_and_puts_settings_back() {
     send(&interrupted, Signal::TERM);
     assert_eq!(interrupted.wait().expect("wait").code(), Some(128 + 15));
     assert_eq!(settings(), before);
-    let output = vmm_dedup(&["bench", "ksm", "--mib", "64", "--repetitions", "1", "--json"]);
+    let plots = tempfile::tempdir().expect("a folder");
+    let folder = plots.path().to_str().expect("UTF-8");
+    let output = vmm_dedup(&[
+        "bench",
+        "ksm",
+        "--mib",
+        "64",
+        "--repetitions",
+        "1",
+        "--json",
+        "--plot",
+        folder,
+    ]);
     assert!(
         output.status.success(),
         "{}",
         String::from_utf8_lossy(&output.stderr)
     );
     assert_eq!(settings(), before);
+    plots::are_whole(plots.path(), &["ksm-freed", "ksm-cpu", "ksm-idle"]);
     let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let kinds = report["kinds"].as_array().expect("kinds");
     assert_eq!(kinds.len(), 6);
@@ -163,10 +179,13 @@ fn the_benchmark_of_churn_counts_every_round_against_what_is_common() {
     let before = settings();
     let sizes = ["--guests", "3", "--mib", "16", "--rounds", "2", "--thp", "false"];
     let tiny = [&["bench", "churn", "--json", "--patience", "1"][..], &sizes].concat();
-    let output = vmm_dedup(&[&tiny[..], &["--kinds", "extents"]].concat());
+    let plots = tempfile::tempdir().expect("a folder");
+    let folder = plots.path().to_str().expect("UTF-8");
+    let output = vmm_dedup(&[&tiny[..], &["--kinds", "extents", "--plot", folder]].concat());
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
     assert_eq!(settings(), before);
+    plots::are_whole(plots.path(), &["churn-shared", "churn-freed"]);
     let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(report["kinds"].as_array().expect("kinds").len(), 1);
     let kind = &report["kinds"][0];

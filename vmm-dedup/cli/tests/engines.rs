@@ -1,5 +1,8 @@
 //! `bench engines` and `device` as their users meet them.
 
+#[path = "operator/drawn.rs"]
+mod plots;
+
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use std::path::Path;
@@ -28,13 +31,18 @@ fn all_engines_find_the_same_and_say_what_it_took() {
     let image = image.to_str().expect("UTF-8");
     let args = [
         "bench", "engines", "--mib", "8", "--kinds", "runs", "--slots", "1000", "--image", image, "--later",
-        image, "--json",
+        image, "--json", "--plot",
     ];
-    let output = vmm_dedup(&args);
+    let plots = folder.path().join("plots");
+    let output = vmm_dedup(&[&args[..], &[plots.to_str().expect("UTF-8")]].concat());
     assert!(
         output.status.success(),
         "{}",
         String::from_utf8_lossy(&output.stderr)
+    );
+    plots::are_whole(
+        &plots,
+        &["engines-merging", "engines-searching", "engines-service"],
     );
     let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
 
@@ -137,14 +145,16 @@ fn takes_its_socket_away(kind: &str) {
 fn dsa_is_compared_with_the_cpu() {
     let args = [
         "bench", "dsa", "--model", "--mib", "4", "--pages", "1024", "--kinds", "runs", "--rounds", "2",
-        "--json",
+        "--json", "--plot",
     ];
-    let output = vmm_dedup(&args);
+    let plots = tempfile::tempdir().expect("a folder");
+    let output = vmm_dedup(&[&args[..], &[plots.path().to_str().expect("UTF-8")]].concat());
     assert!(
         output.status.success(),
         "{}",
         String::from_utf8_lossy(&output.stderr)
     );
+    plots::are_whole(plots.path(), &["dsa-operations", "dsa-impact"]);
     let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(report["device"]["kind"], "modelled");
     assert_eq!(report["device"]["latency_ns"], 800);

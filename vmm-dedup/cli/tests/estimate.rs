@@ -1,5 +1,8 @@
 //! `estimate` as its users meet it.
 
+#[path = "operator/drawn.rs"]
+mod plots;
+
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -159,7 +162,19 @@ fn the_bench_packs_with_bases_of_one_image_and_of_all() {
     let folder = TempDir::new().expect("a folder");
     let images = images_of_text(folder.path());
 
-    let report = json(&[&["bench", "pack", "--json", "--images"], &texts(&images)[..]].concat());
+    let plots = folder.path().join("plots");
+    let args = [
+        "bench",
+        "pack",
+        "--plot",
+        plots.to_str().expect("UTF-8"),
+        "--json",
+        "--images",
+    ];
+
+    let report = json(&[&args[..], &texts(&images)[..]].concat());
+
+    plots::are_whole(&plots, &["pack-saved"]);
 
     assert_eq!(report["exact"]["saved"]["pages"], 21);
     for bases in ["own", "domain"] {

@@ -23,6 +23,14 @@ pub(crate) fn short(value: f64) -> String {
     format!("{text}{letter}")
 }
 
+/// The height of what is drawn, without title and axis, at the least, pixels.
+const HEIGHT: f64 = 330.0;
+/// Pixels that a legend takes, with its margins and a figure below it, and for each of its lines.
+const LEGEND: f64 = 32.0;
+const LEGEND_LINE: f64 = 18.0;
+/// Of the height no more is given to the legend.
+const MOST_LEGEND: f64 = 0.6;
+
 /// A range that has zero and all figures in it, and room above for a legend of so many lines; `None` if there is no figure.
 pub(crate) fn range(figures: impl Iterator<Item = f64>, legend: usize) -> Option<std::ops::Range<f64>> {
     let (low, high) =
@@ -33,10 +41,11 @@ pub(crate) fn range(figures: impl Iterator<Item = f64>, legend: usize) -> Option
                 Some((low.min(figure), high.max(figure)))
             })?;
     // Figures that are all zero have an axis, too.
-    let room = match high - low {
+    let span = match high - low {
         0.0 => 1.0,
-        span => span * 0.08,
+        span => span,
     };
-    let below = if low < 0.0 { low - room } else { 0.0 };
-    Some(below..high + room * (1.0 + 0.75 * legend as f64))
+    let below = if low < 0.0 { low - span * 0.08 } else { 0.0 };
+    let part = ((LEGEND + LEGEND_LINE * legend as f64) / HEIGHT).min(MOST_LEGEND);
+    Some(below..high + (high.max(below + span) - below) * part / (1.0 - part))
 }

@@ -28,6 +28,7 @@ use report::Report;
 use serde::de::DeserializeOwned;
 use setup::Setup;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use subject::Subject;
@@ -109,13 +110,23 @@ pub(crate) fn run(args: &MixedArgs, plots: &Plots) -> Result<(), Failure> {
     let breaks = args.breaks.unwrap_or_else(Breaker::usual);
     let report = Report::new(args.mib, args.seconds, args.interval_ms, breaks);
     let so_far = Arc::new(Mutex::new(report));
-    let (told, json) = (so_far.clone(), args.json);
+    let (told, json, folder) = (so_far.clone(), args.json, plots.clone());
+    let is_stopped = Arc::new(AtomicBool::new(true));
+    let stopped = is_stopped.clone();
     let finish = move || {
         drop(std::fs::remove_dir_all(children::folder("mixed")));
         // Also of a run that is stopped: what was measured was measured.
-        show(&locked(&told), json);
+        let report = locked(&told);
+        show(&report, json);
+        if stopped.load(Ordering::Relaxed) && !report.is_empty() {
+            let _ = (folder.write(|| report.plots())).inspect_err(|failure| note!("{failure}"));
+        }
     };
-    termination::on_termination(finish, || compare(args, &so_far))?;
+    termination::on_termination(finish, || {
+        let compared = compare(args, &so_far);
+        is_stopped.store(compared.is_err(), Ordering::Relaxed);
+        compared
+    })?;
     plots.write(|| locked(&so_far).plots())
 }
 

@@ -1,5 +1,6 @@
 //! What is wrong is said in one line, with what to do, and the hint can be pasted.
 
+use crate::drawn;
 use crate::host::{Host, Process, error_of, eventually, hints, kvm_is_there, pasted, text};
 use crate::network::Network;
 use rustix::process::Signal;
@@ -184,7 +185,9 @@ fn a_bench_that_is_stopped_tells_what_it_has_measured() {
     let host = Host::new();
     let args =
         "bench mixed --mib 64 --seconds 1 --interval-ms 100 --no-guests --json --policies ksm,no-splitting";
+    let plots = host.path("plots");
     let mut bench = host.command(&args.split(' ').collect::<Vec<_>>());
+    bench.arg("--plot").arg(&plots);
     let mut bench = Process(
         bench
             .stdout(Stdio::piped())
@@ -212,6 +215,7 @@ fn a_bench_that_is_stopped_tells_what_it_has_measured() {
         "{report}"
     );
     assert_eq!(bench.0.wait().expect("a status").code(), Some(130));
+    drawn::are_whole(&plots, &["mixed-saved", "mixed-speed"]);
 }
 
 #[test]

@@ -4,6 +4,7 @@ mod alerts;
 mod clock;
 mod day;
 mod doctor;
+mod drawn;
 mod errors;
 mod host;
 mod many;

@@ -63,7 +63,10 @@ fn the_estimates_page_is_whole_in_a_browser_and_loads_nothing() {
         "() => { \
          const cells = [...document.querySelectorAll('.matrix td')]; \
          const light = cell => { const [r, g, b] = getComputedStyle(cell).backgroundColor.match(/\\d+/g).map(Number); return r + g + b; }; \
-         return { sum: document.querySelector('.sum').innerText, rows: document.querySelectorAll('tbody')[0].rows.length, \
+         const boxes = [...document.querySelectorAll('svg text')].map(text => text.getBoundingClientRect()); \
+         const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom; \
+         const meeting = boxes.filter((a, at) => boxes.some((b, other) => other > at && meet(a, b))); \
+         return { texts: boxes.length, meeting: meeting.length, sum: document.querySelector('.sum').innerText, rows: document.querySelectorAll('tbody')[0].rows.length, \
          cells: cells.map(cell => cell.innerText), alone: light(cells[0]), pair: light(cells[1]), \
          bars: document.querySelectorAll('svg rect').length, loaded: performance.getEntriesByType('resource').length, \
          wide: document.documentElement.scrollWidth <= innerWidth }; }",
@@ -91,6 +94,11 @@ fn the_estimates_page_is_whole_in_a_browser_and_loads_nothing() {
     assert!(
         seen["alone"].as_u64() > seen["pair"].as_u64(),
         "what is shared is darker: {seen}"
+    );
+    // The legend hides no figure, nor one another.
+    assert!(
+        seen["texts"].as_u64() > Some(16) && seen["meeting"] == 0,
+        "{seen}"
     );
     // At least a bar for each kind of page that there is, and the legend.
     assert!(seen["bars"].as_u64() >= Some(12), "{seen}");
