@@ -10,7 +10,7 @@
 mod commands;
 mod which_store;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 #[cfg(feature = "demo")]
 use commands::demo;
 use commands::{device, doctor, estimate, explain, fleet, manual, run, set, stat, store, top};
@@ -61,7 +61,11 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let done = Cli::try_parse().map_or_else(|said| said_by_clap(&said), |cli| run(&cli));
+    let mut command = with_negative_numbers(Cli::command());
+    let parsed = command.try_get_matches_from_mut(std::env::args_os());
+    let parsed =
+        parsed.and_then(|matches| Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command)));
+    let done = parsed.map_or_else(|said| said_by_clap(&said), |cli| run(&cli));
     match done.and_then(|()| output::outcome()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
@@ -71,6 +75,15 @@ fn main() -> ExitCode {
             failure.exit_code()
         }
     }
+}
+
+/// A number that cannot be negative is told of by its option, not taken for an option that there is not.
+fn with_negative_numbers(command: clap::Command) -> clap::Command {
+    let taken = |arg: clap::Arg| match arg.get_action().takes_values() {
+        true => arg.allow_negative_numbers(true),
+        false => arg,
+    };
+    command.mut_args(taken).mut_subcommands(with_negative_numbers)
 }
 
 /// A failure for a terminal: paths in it are such as others chose. It may have lines.

@@ -6,6 +6,8 @@ use std::process::ExitCode;
 #[derive(Debug)]
 pub struct Failure {
     text: String,
+    /// Where what to do begins in the text, and how long what is between it and what is wrong is.
+    advice: Option<(usize, usize)>,
     code: u8,
 }
 
@@ -15,7 +17,26 @@ impl Failure {
     pub fn new(text: impl Into<String>) -> Self {
         Self {
             text: text.into(),
+            advice: None,
             code: 1,
+        }
+    }
+
+    /// What is wrong and what to do, in one line; exit code 1.
+    #[must_use]
+    pub fn advised(wrong: &str, between: &str, advice: &str) -> Self {
+        Self {
+            advice: Some((wrong.len() + between.len(), between.len())),
+            ..Self::new(format!("{wrong}{between}{advice}"))
+        }
+    }
+
+    /// What is wrong, and what to do if that stands apart.
+    #[must_use]
+    pub fn parts(&self) -> (&str, &str) {
+        match self.advice {
+            Some((at, between)) => (&self.text[..at - between], &self.text[at..]),
+            None => (&self.text, ""),
         }
     }
 
@@ -23,8 +44,8 @@ impl Failure {
     #[must_use]
     pub fn missing(text: impl Into<String>) -> Self {
         Self {
-            text: text.into(),
             code: 2,
+            ..Self::new(text)
         }
     }
 
@@ -38,8 +59,8 @@ impl Failure {
     #[must_use]
     pub fn interrupted(signal: i32) -> Self {
         Self {
-            text: format!("ended by signal {signal}"),
             code: u8::try_from(128 + signal).unwrap_or(1),
+            ..Self::new(format!("ended by signal {signal}"))
         }
     }
 
@@ -47,8 +68,8 @@ impl Failure {
     #[must_use]
     pub fn reader_gone() -> Self {
         Self {
-            text: String::new(),
             code: 128 + 13,
+            ..Self::new("")
         }
     }
 
@@ -62,8 +83,8 @@ impl Failure {
     #[must_use]
     pub fn and(self, second: &Self) -> Self {
         Self {
-            text: format!("{self}; then: {second}"),
             code: self.code,
+            ..Self::new(format!("{self}; then: {second}"))
         }
     }
 
@@ -71,8 +92,10 @@ impl Failure {
     #[must_use]
     pub fn of_host(self) -> Self {
         Self {
-            text: format!("{self}; `vmm-dedup doctor` tells what is wrong on this host"),
             code: self.code,
+            ..Self::new(format!(
+                "{self}; `vmm-dedup doctor` tells what is wrong on this host"
+            ))
         }
     }
 
@@ -134,6 +157,14 @@ mod tests {
             "no KVM; `vmm-dedup doctor` tells what is wrong on this host"
         );
         assert_eq!(failure.code, 2);
+    }
+
+    #[test]
+    fn what_to_do_stands_apart_where_that_is_known() {
+        let failure = Failure::advised("it is gone", "; ", "start it");
+        assert_eq!(failure.to_string(), "it is gone; start it");
+        assert_eq!(failure.parts(), ("it is gone", "start it"));
+        assert_eq!(Failure::new("it is gone").parts(), ("it is gone", ""));
     }
 
     #[test]

@@ -62,39 +62,55 @@ pub fn failure(socket: &Path, pid: Option<u32>, error: Error) -> Failure {
         let line = store::command_line(socket, registry::record(socket).as_ref());
         format!("`{line}`")
     };
+    let told = |wrong: String, between, advice: &str| Failure::advised(&wrong, between, advice);
     if std::fs::metadata(socket).is_ok_and(|there| !there.file_type().is_socket()) {
-        return Failure::new(format!("{at} is no socket: name that of a store with --store"));
+        let advice = "name that of a store with --store";
+        return told(format!("{at} is no socket"), ": ", advice);
     }
     match (Silence::of(&error), &error) {
-        (Silence::NoAccess, _) => Failure::new(format!(
-            "this user may not use the store at {at}: run this as root, or as the user whose VMs it serves"
-        )),
+        (Silence::NoAccess, _) => told(
+            format!("this user may not use the store at {at}"),
+            ": ",
+            "run this as root, or as the user whose VMs it serves",
+        ),
         (Silence::Gone, Error::Unreachable { source, .. })
             if source.kind() == ErrorKind::ConnectionRefused =>
         {
-            Failure::new(format!(
-                "the store at {at} has ended: guests go on, nothing merges; start it again with {}",
-                start()
-            ))
+            told(
+                format!("the store at {at} has ended: guests go on, nothing merges"),
+                "; ",
+                &format!("start it again with {}", start()),
+            )
         }
-        (Silence::Gone, Error::Unreachable { .. }) if !in_folder(socket) => Failure::new(format!(
-            "no store listens at {at}, and there is no such folder: name a store's socket with --store"
-        )),
-        (Silence::Gone, Error::Unreachable { .. }) => Failure::new(format!(
-            "no store listens at {at}: start one with {}, or name another's socket with --store",
-            start()
-        )),
+        (Silence::Gone, Error::Unreachable { .. }) if !in_folder(socket) => told(
+            format!("no store listens at {at}, and there is no such folder"),
+            ": ",
+            "name a store's socket with --store",
+        ),
+        (Silence::Gone, Error::Unreachable { .. }) => told(
+            format!("no store listens at {at}"),
+            ": ",
+            &format!(
+                "start one with {}, or name another's socket with --store",
+                start()
+            ),
+        ),
         (Silence::Gone, _) => Failure::new(format!("the store at {at} closed the connection")),
-        (Silence::Hangs, _) => Failure::new(format!("the store at {at} {}", how_it_hangs(pid))),
+        (Silence::Hangs, _) => {
+            let (how, advice) = how_it_hangs(pid);
+            told(format!("the store at {at} does not answer: {how}"), "; ", &advice)
+        }
         // What a VM says, or the store on its behalf, is a sentence of its own.
         (Silence::Strange, Error::NotDone(_)) => Failure::from_error(error),
         (Silence::Strange, Error::Refused(why)) => Failure::new(format!("the store at {at} refused: {why}")),
-        (Silence::Strange, Error::Unreachable { source, .. }) => Failure::new(match source.raw_os_error() {
-            Some(number) if Errno::from_raw_os_error(number) == Errno::PROTOTYPE => {
-                format!("what listens at {at} is no store: name a store's socket with --store")
-            }
-            _ => format!("{at} cannot be connected to: {source}"),
-        }),
+        (Silence::Strange, Error::Unreachable { source, .. }) => match source.raw_os_error() {
+            Some(number) if Errno::from_raw_os_error(number) == Errno::PROTOTYPE => told(
+                format!("what listens at {at} is no store"),
+                ": ",
+                "name a store's socket with --store",
+            ),
+            _ => Failure::new(format!("{at} cannot be connected to: {source}")),
+        },
         (Silence::Strange, _) => {
             let text = Failure::from_error(error);
             Failure::new(format!(
@@ -110,15 +126,21 @@ fn in_folder(socket: &Path) -> bool {
     absolute.parent().is_some_and(Path::is_dir)
 }
 
-fn how_it_hangs(pid: Option<u32>) -> String {
+/// How, and what to do.
+fn how_it_hangs(pid: Option<u32>) -> (String, String) {
     match pid.map(|pid| (pid, Stat::of(pid.into()))) {
-        Some((pid, Some(stat))) if stat.is_stopped() => {
-            format!("does not answer: its process {pid} is stopped; `kill -CONT {pid}` lets it go on")
-        }
-        Some((pid, Some(_))) => {
-            format!("does not answer: its process {pid} hangs; guests go on, end it and start another")
-        }
-        _ => "does not answer: it hangs or is stopped; guests go on".to_owned(),
+        Some((pid, Some(stat))) if stat.is_stopped() => (
+            format!("its process {pid} is stopped"),
+            format!("`kill -CONT {pid}` lets it go on"),
+        ),
+        Some((pid, Some(_))) => (
+            format!("its process {pid} hangs; guests go on"),
+            format!("end it (`kill -KILL {pid}`), and start another"),
+        ),
+        _ => (
+            "it hangs or is stopped; guests go on".to_owned(),
+            "look for its process: `pgrep -af 'vmm-dedup store'`".to_owned(),
+        ),
     }
 }
 

@@ -29,7 +29,7 @@ pub enum Error {
     #[error("{0} exists and is not a socket: remove it, or choose another socket path")]
     NotASocket(PathBuf),
     /// The socket cannot be made.
-    #[error("cannot listen on {path}: check the path's permissions")]
+    #[error("cannot listen on {path} ({source}): check the path's permissions")]
     Listen {
         /// Where.
         path: PathBuf,
@@ -37,7 +37,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The metrics address cannot be bound.
-    #[error("cannot serve metrics on {address}: choose another address, or switch metrics off")]
+    #[error("cannot serve metrics on {address} ({source}): choose another address, or \"none\"")]
     Metrics {
         /// Where.
         address: SocketAddr,

@@ -6,9 +6,9 @@ use std::time::Duration;
 use vmm_dedup_fleet::Which;
 use vmm_dedup_host::Failure;
 
-/// Run many VMs from one TOML file, with dedup inside each VMM.
+/// Run many VMs from one TOML file, with dedup inside each VMM
 ///
-/// `up` makes the fleet what its file says: under cloud-hypervisor (on PATH, or CLOUD_HYPERVISOR), the reference VMM or QEMU.
+/// `up` makes the fleet what its file says (`up --plan` only tells what it would do): under cloud-hypervisor (on PATH, or CLOUD_HYPERVISOR), the reference VMM or QEMU.
 /// VMs go on in the background; `status` shows them, `down` ends them. Names of VMs may be patterns with * and ?. The file is
 /// described in docs/fleet.md; the smallest is:
 ///
@@ -19,7 +19,8 @@ use vmm_dedup_host::Failure;
 #[derive(Subcommand, Debug)]
 #[command(verbatim_doc_comment)]
 pub(crate) enum FleetCommand {
-    /// Start what does not run: the first time all of it, or nothing; later what is missing, crashed or has ended.
+    /// Start what does not run: the first time all of it, or nothing; later what is missing, crashed or has ended. With --plan:
+    /// only tell what that is.
     ///
     /// Running services take over settings of dedup that can change live (cpu_percent, mode, pass_period_ms,
     /// stop_target_us, reserve_pages). Of other changes

@@ -43,7 +43,7 @@ const NOT_LIVE: [&str; 12] = [
 const CHANGES: &str =
     "on, off, cpu_percent=PERCENT, pass_period_ms=MS, stop_target_us=US or reserve_pages=PAGES";
 
-/// Change settings of running VMs: switch merging on or off, set budgets, the pass period or the copy-on-write reserve.
+/// Change settings of running VMs: switch merging on or off, set budgets, the pass period or the copy-on-write reserve
 ///
 /// The changes of a VM are made all or none, and last until it ends. VM is a name as `vmm-dedup stat` shows it, NAME.PID, or
 /// a pattern with * and ?, quoted for the shell. Who may open the store's socket may do this.

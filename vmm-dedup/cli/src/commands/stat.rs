@@ -24,13 +24,14 @@ pub(crate) struct StatArgs {
     json: bool,
 }
 
-const COLUMNS: [Column; 15] = [
+const COLUMNS: [Column; 16] = [
     Column::name("VM"),
     Column::text("DOMAIN", 7),
     Column::number("PID", 5),
     Column::text("STATE", 1),
     Column::number("LAST PASS", 3),
     Column::number("SAVED", 1),
+    Column::number("SIZE", 9),
     Column::number("SHARED", 4),
     Column::number("UNIQUE", 6),
     Column::number("BREAKS", 4),
@@ -182,12 +183,10 @@ fn store_lines(store: &StoreView) -> Vec<String> {
         about.extend(up(store).map(|up| format!("up {}", units::span(up))));
         about.push(format!("version {}", record.version));
     }
-    let mut lines = vec![format!(
-        "store {}: {} ({})",
-        store.domain().unwrap_or("?"),
-        state(store),
-        about.join(", ")
-    )];
+    let domain = store
+        .domain()
+        .map_or(String::new(), |domain| format!(" {domain}"));
+    let mut lines = vec![format!("store{domain}: {} ({})", state(store), about.join(", "))];
     if let Ok((stats, _)) = &store.account {
         lines.extend(account_lines(stats));
     }
@@ -221,6 +220,14 @@ fn account_lines(s: &StoreStats) -> Vec<String> {
     lines
 }
 
+/// A VM's memory; one that is not served has told nothing of it here.
+fn size(pages: u64) -> String {
+    match pages.saturating_mul(units::PAGE_BYTES) {
+        0 => "-".to_owned(),
+        bytes => units::short(i64::try_from(bytes).unwrap_or(i64::MAX)),
+    }
+}
+
 fn vm_table(host: &HostView) -> Table {
     let mut table = Table::new(&COLUMNS);
     for (store, vm) in host.vms() {
@@ -235,6 +242,7 @@ fn vm_table(host: &HostView) -> Table {
             account::condition(vm).to_owned(),
             account::last_pass_text(vm),
             units::short(vm.saved_net_bytes),
+            size(s.pages),
             units::short(i64::try_from(shared).unwrap_or(i64::MAX)),
             units::short(i64::try_from(unique).unwrap_or(i64::MAX)),
             s.breaks_total().to_string(),

@@ -6,16 +6,19 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use tokio::signal::unix::{SignalKind, signal};
 use vmm_dedup_host::registry::{Record, Registration};
-use vmm_dedup_host::store::{DEFAULT_MAX_MIB, DEFAULT_METRICS, DEFAULT_SOCKET, MAX_MIB, parse_metrics};
+use vmm_dedup_host::store::{
+    DEFAULT_MAX_MIB, DEFAULT_METRICS, DEFAULT_SOCKET, MAX_MIB, SOCKET_NAME, parse_metrics,
+};
 use vmm_dedup_host::{Failure, note, runtime};
 use vmm_dedup_protocol::clock;
 
 /// Run a page store: one per host and trust domain. VMs connect to its socket; it owns the shared pages.
 #[derive(Args, Debug)]
 pub(crate) struct StoreArgs {
-    /// Unix socket to listen on. Who may connect may share memory: give each trust domain its own.
-    #[arg(long, default_value = DEFAULT_SOCKET)]
-    socket: PathBuf,
+    /// Unix socket to listen on [default: store.sock in the runtime folder, for root /run/vmm-dedup/store.sock]. Who may connect may share
+    /// memory: give each trust domain its own.
+    #[arg(long)]
+    socket: Option<PathBuf>,
     /// Address of the HTTP server for Prometheus (GET /metrics), or "none".
     #[arg(long, default_value_t = Metrics(Some(DEFAULT_METRICS)), value_parser = |t: &str| parse_metrics(t).map(Metrics))]
     metrics: Metrics,
@@ -44,8 +47,12 @@ impl std::fmt::Display for Metrics {
 
 /// Runs a store until SIGINT, SIGTERM or SIGHUP; `announce`: says on standard error that it listens.
 pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
+    let socket = match &args.socket {
+        Some(socket) => socket.clone(),
+        None => runtime::folder()?.join(SOCKET_NAME),
+    };
     let config = vmm_dedup_store::Config {
-        socket: args.socket.clone(),
+        socket: socket.clone(),
         metrics: args.metrics.0,
         max_bytes: args.max_mib << 20,
         domain: args.domain.clone(),
@@ -54,8 +61,8 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
     };
     let checked = config.validate().map_err(Failure::from_error);
     checked.map_err(|failure| Failure::usage(failure.to_string()))?;
-    let folder = args.socket.parent().unwrap_or(Path::new("/"));
-    if args.socket == Path::new(DEFAULT_SOCKET) || runtime::folder().is_ok_and(|own| own == folder) {
+    let folder = socket.parent().unwrap_or(Path::new("/"));
+    if socket == Path::new(DEFAULT_SOCKET) || runtime::folder().is_ok_and(|own| own == folder) {
         fs::create_dir_all(folder).map_err(|e| {
             Failure::new(format!(
                 "cannot create {} ({e}): choose a --socket",
@@ -82,17 +89,16 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
         };
         let store = vmm_dedup_store::Store::bind(config).map_err(Failure::from_error)?;
         // Until the store ends. Those that a command starts for itself are nobody else's.
-        let _listed = announce.then(|| list(args, store.metrics_address())).flatten();
+        let _listed = announce
+            .then(|| list(args, &socket, store.metrics_address()))
+            .flatten();
         if announce {
             let metrics = store
                 .metrics_address()
                 .map_or("no metrics".to_owned(), |address| {
                     format!("metrics at http://{address}/metrics")
                 });
-            note!(
-                "vmm-dedup: store listening on {}, {metrics}",
-                args.socket.display()
-            );
+            note!("vmm-dedup: store listening on {}, {metrics}", socket.display());
         }
         let shutdown = async move {
             tokio::select! {
@@ -106,9 +112,9 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
 }
 
 /// Lists the store for commands that ask all stores of the host. It works without, for who names its socket.
-fn list(args: &StoreArgs, metrics: Option<SocketAddr>) -> Option<Registration> {
+fn list(args: &StoreArgs, socket: &Path, metrics: Option<SocketAddr>) -> Option<Registration> {
     let record = Record {
-        socket: std::path::absolute(&args.socket).unwrap_or_else(|_| args.socket.clone()),
+        socket: std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned()),
         domain: args.domain.clone(),
         pid: std::process::id(),
         metrics,

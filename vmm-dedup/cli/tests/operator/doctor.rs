@@ -41,9 +41,17 @@ fn stores_and_vms_that_are_not_well_are_told() {
         "{json:#}"
     );
     assert!(code > Some(0), "{code:?}");
+    store.send(Signal::STOP);
+    let (hangs, _) = doctor(&host, &[]);
     store.kill();
-    let (json, _) = doctor(&host, &[]);
-    assert_eq!(finding(&json, "store default").0, "warn");
+    let (gone, _) = doctor(&host, &[]);
+    let revive = format!("`kill -CONT {}` lets it go on", store.pid());
+    assert_eq!(finding(&hangs, "store default"), ("warn", &*revive));
+    let (verdict, change) = finding(&gone, "store default");
+    assert!(
+        verdict == "warn" && change.starts_with("start it again with `vmm-dedup store --socket "),
+        "{change}"
+    );
 }
 
 #[test]

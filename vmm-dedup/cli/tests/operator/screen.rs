@@ -72,6 +72,11 @@ fn a_full_store_is_called_full_and_what_it_has_no_room_for_is_not_called_unique_
         explained.contains("is FULL and refused") && explained.contains("--max-mib"),
         "{explained}"
     );
+    assert!(
+        explained.contains("no twin is known: the full store refused them")
+            && !explained.contains("  nobody else has the same page"),
+        "{explained}"
+    );
     let doctor = text(&host.run(&["doctor"]).stdout);
     let told = format!("at {} is full", host.path("default.sock").display());
     assert!(doctor.contains(&told), "{doctor}");

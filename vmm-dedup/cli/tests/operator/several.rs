@@ -260,4 +260,45 @@ fn a_fleet_folder_of_somebody_else_hides_no_other() {
     );
     let fleets: Value = serde_json::from_slice(&json.stdout).expect("JSON");
     assert_eq!(fleets.as_array().map(Vec::len), Some(1), "{fleets}");
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    // Whoever may not look into them does not know of fleets.
+    std::fs::set_permissions(host.path(""), std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .expect("a mode");
+    std::fs::remove_dir_all(host.runtime().join("fleet-alien")).expect("a folder");
+    let mut ls = host.command(&["fleet", "ls"]);
+    let output = std::os::unix::process::CommandExt::uid(&mut ls, 65_534)
+        .output()
+        .expect("a run");
+    assert_eq!(text(&output.stdout), "");
+    assert!(
+        text(&output.stderr).contains("run this as the user whose fleet it is"),
+        "{}",
+        text(&output.stderr)
+    );
+}
+
+#[test]
+fn vms_that_a_pattern_means_are_explained_together() {
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    let _refused = ["gpu-1", "gpu-2", "nic"].map(|name| host.refused("default", name));
+
+    let told = host.must(&["explain", "gpu-*"]);
+    let json = host.json(&["explain", "gpu-?", "--json"]);
+    let nobody = host.error(&["explain", "web-*"], 1);
+    let range = host.error(&["explain", "gpu-*", "--gpa", "0-4096"], 2);
+
+    assert!(
+        told.starts_with("0 VMs called gpu-* of 1 store: 0 pages\n")
+            && told.contains("not deduplicated: gpu-1 (vfio), gpu-2 (vfio);"),
+        "{told}"
+    );
+    assert_eq!(json["vms"].as_array().map(Vec::len), Some(2), "{json}");
+    assert!(
+        nobody.contains("no VM is called web-*: there are gpu-1, gpu-2, nic"),
+        "{nobody}"
+    );
+    assert!(range.contains("--gpa goes with one VM"), "{range}");
 }

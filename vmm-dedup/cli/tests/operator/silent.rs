@@ -1,8 +1,8 @@
 //! Stores that have gone or hang: what asks them says so, also where there is but one.
 
-use crate::host::{Host, eventually, hints, text};
+use crate::host::{Host, eventually, hints, kvm_is_there, text};
 use crate::terminal::{Terminal, lines_of};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::fs;
 use std::time::Duration;
@@ -195,4 +195,65 @@ fn top_that_is_put_aside_leaves_the_cursor() {
 
     assert!(top.end().success());
     eventually("the cursor is there again", || top.shows_cursor().then_some(()));
+}
+
+#[test]
+fn what_is_stopped_of_a_fleet_is_told_with_what_lets_it_go_on() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let file = &*host.fleet_file("web");
+    host.must(&["fleet", "up", file]);
+    let stat = host.json(&["stat", "--json"]);
+    let pids = [&stat["vms"][0]["pid"], &stat["store"]["pid"]].map(|pid| pid.as_u64().expect("a process"));
+    let send = |pid: u64, signal| {
+        let pid = i32::try_from(pid)
+            .ok()
+            .and_then(Pid::from_raw)
+            .expect("a process");
+        kill_process(pid, signal).expect("kill");
+    };
+    let stop = |pid| {
+        send(pid, Signal::STOP);
+        crate::host::has_stopped(pid);
+    };
+
+    let quiet = host.run(&["fleet", "logs", file]);
+    let none = host.run(&["fleet", "logs", file, "-n", "0"]);
+    stop(pids[0]);
+    let frozen = host.run(&["fleet", "status", file]);
+    // As a command does that changes the fleet.
+    let folder = fs::File::open(host.runtime().join("fleet-f")).expect("the fleet's folder");
+    rustix::fs::flock(&folder, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    let busy = host.run(&["fleet", "status", file]);
+    drop(folder);
+    send(pids[0], Signal::CONT);
+    stop(pids[1]);
+    let listed = host.run(&["fleet", "ls"]);
+    let restart = host.run(&["fleet", "restart", file]);
+    send(pids[1], Signal::CONT);
+    host.must(&["fleet", "down", file]);
+
+    let revive = |pid| format!("is stopped: `kill -CONT {pid}` lets it go on\n");
+    let wait = "another fleet command is at work, so look again; ";
+    let waits = [&frozen, &busy].map(|output| text(&output.stderr).contains(wait));
+    assert_eq!(waits, [false, true], "{}", text(&busy.stderr));
+    let frozen = text(&frozen.stdout);
+    assert!(
+        frozen.contains(&format!("web frozen: its process {}", revive(pids[0]))),
+        "{frozen}"
+    );
+    let listed = text(&listed.stdout);
+    assert!(listed.contains("f       1   1 0 of 1"), "{listed}");
+    let restart = text(&restart.stderr);
+    assert_eq!(restart.matches("the store").count(), 1, "{restart}");
+    // The reference VMM has nothing to say as long as all is well.
+    let (said, none) = (text(&quiet.stderr), text(&none.stderr));
+    assert!(
+        said.starts_with("these VMMs wrote nothing so far; `vmm-dedup fleet logs ")
+            && said.contains(" --serial` shows what guests write"),
+        "{said}"
+    );
+    assert_eq!((text(&quiet.stdout).as_str(), none.as_str()), ("", ""));
 }

@@ -65,10 +65,11 @@ fn none_listed() -> Failure {
         let line = store::command_line(&folder.join(store::SOCKET_NAME), None);
         format!("with `{line}`")
     });
-    Failure::new(format!(
-        "no store is listed in {}: start one {how}, or name its socket with --store",
-        folders.join(" or ")
-    ))
+    Failure::advised(
+        &format!("no store is listed in {}", folders.join(" or ")),
+        ": ",
+        &format!("start one {how}, or name its socket with --store"),
+    )
 }
 
 /// One store.

@@ -16,6 +16,8 @@ const HUGE: &str = "/sys/kernel/mm/transparent_hugepage";
 const OLDEST: (u32, u32) = (6, 8);
 /// From here on pages that are being swapped out can be taken without trouble.
 const SWAP: (u32, u32) = (6, 16);
+/// From here on KVM pins what it uses of guests that run guests; before it uses that without a trace.
+const NESTED: (u32, u32) = (6, 13);
 /// Mappings that are enough for scattered pages of some GiB.
 const MAPPINGS: u64 = 262_144;
 /// Open files that are enough for a store of some GiB: one for each 16 MiB.
@@ -27,6 +29,13 @@ pub(super) fn findings() -> Vec<Finding> {
         machine(),
         kernel(&release),
         kvm(),
+        nested(
+            &release,
+            [
+                read("/sys/module/kvm_intel/parameters/nested"),
+                read("/sys/module/kvm_amd/parameters/nested"),
+            ],
+        ),
         userfaultfd(),
         pagemap(),
         known("mappings", "/proc/sys/vm/max_map_count", max_map_count),
@@ -97,6 +106,26 @@ fn kvm() -> Finding {
             "kvm",
             format!("/dev/kvm cannot be used: {e}"),
             "load kvm-intel or kvm-amd, or enable nested virtualisation, and give this user access (group kvm)",
+        ),
+    }
+}
+
+/// `settings`: of kvm_intel and kvm_amd, empty where the module is not there.
+fn nested(release: &str, settings: [String; 2]) -> Finding {
+    // What does not say that it is off may be on.
+    let off = settings
+        .iter()
+        .any(|setting| ["N", "0"].contains(&setting.as_str()));
+    let old = version(release).is_none_or(|version| version < NESTED);
+    match (!off, old) {
+        (false, _) => Finding::ok("nested", "guests cannot run guests of their own"),
+        (true, false) => Finding::ok("nested", "guests can run guests of their own"),
+        (true, true) => Finding::new(
+            Verdict::Note,
+            "nested",
+            format!("guests can run guests of their own, with Linux {release}"),
+            "before 6.13 KVM uses their memory without a trace, so that such VMs are refused: start them with `--cpus nested=off` or \
+             `-cpu host,-vmx,-svm`, or load kvm_intel or kvm_amd with nested=0",
         ),
     }
 }
@@ -261,10 +290,16 @@ fn runtime_folder() -> Finding {
             Verdict::Warn,
             what,
             format!("{found} cannot be written: {e}"),
-            format!(
-                "make room there, or name another folder with {}",
-                runtime::VARIABLE
-            ),
+            match e.kind() {
+                ErrorKind::PermissionDenied => format!(
+                    "run this as the user that runs stores and fleets, or name another folder with {}",
+                    runtime::VARIABLE
+                ),
+                _ => format!(
+                    "make room there, or name another folder with {}",
+                    runtime::VARIABLE
+                ),
+            },
         ),
     }
 }
@@ -328,6 +363,19 @@ mod tests {
         for old in ["6.7.12", "5.15.0", "?"] {
             assert_eq!(kernel(old).verdict, Verdict::Bad);
         }
+    }
+
+    #[test]
+    fn guests_of_guests_matter_where_kvm_leaves_no_trace() {
+        let verdict = |release, intel: &str, amd: &str| {
+            let finding = nested(release, [intel.to_owned(), amd.to_owned()]);
+            (finding.verdict, finding.change.contains("nested=0"))
+        };
+        assert_eq!(verdict("6.12.1", "Y", ""), (Verdict::Note, true));
+        assert_eq!(verdict("6.12.1", "", "1"), (Verdict::Note, true));
+        assert_eq!(verdict("6.12.1", "", ""), (Verdict::Note, true));
+        assert_eq!(verdict("6.12.1", "N", ""), (Verdict::Ok, false));
+        assert_eq!(verdict("6.13.0", "Y", ""), (Verdict::Ok, false));
     }
 
     #[test]

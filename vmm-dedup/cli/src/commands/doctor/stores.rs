@@ -15,7 +15,7 @@ const LONG: Duration = Duration::from_secs(900);
 pub(super) fn findings(view: Result<&HostView, &Failure>, store_words: &str) -> Vec<Finding> {
     let view = match view {
         Ok(view) => view,
-        Err(failure) => return vec![Finding::new(Verdict::Note, "store", failure.to_string(), "")],
+        Err(failure) => return vec![of_failure(Verdict::Note, "store", failure)],
     };
     let mut findings: Vec<Finding> = view.stores.iter().flat_map(store).collect();
     findings.extend(view.vms().filter_map(|(_, found)| vm(found, store_words)));
@@ -28,9 +28,9 @@ fn store(store: &StoreView) -> Vec<Finding> {
     let (stats, vms) = match &store.account {
         Ok(account) => account,
         Err((Silence::NoAccess, failure)) => {
-            return vec![Finding::new(Verdict::Note, &what, failure.to_string(), "")];
+            return vec![of_failure(Verdict::Note, &what, failure)];
         }
-        Err((_, failure)) => return vec![Finding::new(Verdict::Warn, &what, failure.to_string(), "")],
+        Err((_, failure)) => return vec![of_failure(Verdict::Warn, &what, failure)],
     };
     let own = env!("CARGO_PKG_VERSION");
     let release = store.record.as_ref().map(|record| record.version.as_str());
@@ -74,6 +74,11 @@ fn store(store: &StoreView) -> Vec<Finding> {
         ));
     }
     findings
+}
+
+fn of_failure(verdict: Verdict, what: &str, failure: &Failure) -> Finding {
+    let (found, change) = failure.parts();
+    Finding::new(verdict, what, found, change)
 }
 
 /// What is wrong with a VM, if something is.

@@ -17,7 +17,8 @@ use vmm_dedup_protocol::observer::{Account, Vm};
 /// Without a VM, of all VMs of all stores together.
 #[derive(Args, Debug)]
 pub(crate) struct ExplainArgs {
-    /// The VM: its name as `vmm-dedup stat` shows it, or NAME.PID.
+    /// The VM: its name as `vmm-dedup stat` shows it, or NAME.PID; or a pattern with * and ?, quoted for the shell: those VMs
+    /// together.
     vm: Option<String>,
     /// Only the pages at these guest physical addresses, e.g. 0x100000-0x200000 (the end is not included).
     #[arg(long, value_name = "START-END", value_parser = parse_range, requires = "vm")]
@@ -46,9 +47,17 @@ fn parse_range(text: &str) -> Result<Range<u64>, String> {
 /// Runs the command.
 pub(crate) fn run(args: &ExplainArgs) -> Result<(), Failure> {
     let host = args.store.ask()?;
-    match &args.vm {
+    match args.vm.as_deref() {
+        Some(pattern) if pattern.contains(['*', '?']) => {
+            if args.gpa.is_some() {
+                return Err(Failure::usage(format!(
+                    "--gpa goes with one VM, and {pattern} may be several: name one"
+                )));
+            }
+            several(args, &host, &host.matching(pattern)?, Some(pattern))
+        }
         Some(name) => one(args, &host, name),
-        None => all(args, &host),
+        None => several(args, &host, &host.vms().collect::<Vec<_>>(), None),
     }
 }
 
@@ -67,11 +76,16 @@ fn one(args: &ExplainArgs, host: &HostView, name: &str) -> Result<(), Failure> {
     }
 }
 
-/// All VMs together, refused ones by name.
-fn all(args: &ExplainArgs, host: &HostView) -> Result<(), Failure> {
+/// VMs together, refused ones by name: all, or those that a pattern means.
+fn several(
+    args: &ExplainArgs,
+    host: &HostView,
+    meant: &[(&StoreView, &Vm)],
+    pattern: Option<&str>,
+) -> Result<(), Failure> {
     let mut told = Vec::new();
     let mut unheard = 0;
-    for (store, vm) in host.vms() {
+    for (store, vm) in meant.iter().copied() {
         match ask(store, vm, None) {
             Ok(account) => told.push((store, vm, account)),
             Err(failure) => {
@@ -90,7 +104,7 @@ fn all(args: &ExplainArgs, host: &HostView) -> Result<(), Failure> {
         }
         // Nothing is known.
         false if host.accounts().next().is_none() => {}
-        false => print_lines(&text::of_all(host, &told, &args.store.words())),
+        false => print_lines(&text::of_several(host, &told, pattern, &args.store.words())),
     }
     match unheard {
         0 => host.complete(),

@@ -79,13 +79,23 @@ fn meaning(class: &str) -> &'static str {
     }
 }
 
-/// Classes that hold pages, each with its share; the others are named together.
-fn class_lines(classes: &[(&'static str, u64)], pages: u64) -> Vec<Line> {
+/// The same of a store that is full: it does not know what it has refused.
+fn meaning_of(class: &str, is_full: bool) -> &'static str {
+    match class {
+        "unique" if is_full => {
+            "no twin is known: the full store refused them, or nobody else has the same page"
+        }
+        _ => meaning(class),
+    }
+}
+
+/// Classes that hold pages, each with its share; the others are named together. `is_full`: whether a store of theirs has no room.
+fn class_lines(classes: &[(&'static str, u64)], pages: u64, is_full: bool) -> Vec<Line> {
     let filled = classes.iter().filter(|(_, n)| *n > 0);
     let mut lines: Vec<Line> = filled
         .map(|(class, n)| Line {
             head: format!("{n:>10} {:>5} %  {class:<13} ", percent(*n, pages)),
-            text: meaning(class).into(),
+            text: meaning_of(class, is_full).into(),
         })
         .collect();
     let empty: Vec<&str> = classes
@@ -108,16 +118,22 @@ pub(super) fn of_vm(store: &StoreView, vm: &Vm, told: &Account, whole: bool) -> 
         Account::Refused(refused) => return refusal(refused),
         Account::Explained(explained) => explained,
     };
+    let passed = account::last_pass(vm).map_or("no pass yet".to_owned(), |age| {
+        format!("last pass {} ago", units::span(age))
+    });
     let mut lines = vec![Line::new(format!(
-        "{}: {}, {}, last pass {} ago",
+        "{}: {}, {}, {passed}",
         vm.name,
         account::condition(vm),
-        units::pages(explained.explanation.pages),
-        account::last_pass_text(vm)
+        units::pages(explained.explanation.pages)
     ))];
-    lines.extend(classes_of(explained));
+    lines.extend(classes_of(explained, is_full(store)));
     lines.extend(full(store, &vm.name, explained.explanation.unique));
-    if whole {
+    if whole && vm.stats == ServiceStats::default() {
+        lines.push(Line::new(
+            "settings, and what was tried, its service tells after its first pass",
+        ));
+    } else if whole {
         lines.push(tried_in_vain(&vm.stats));
         lines.extend(huge_pages(&vm.stats));
         lines.push(settings(&vm.stats));
@@ -135,9 +151,14 @@ pub(super) fn hint(vm: &Vm, named: &str) -> Option<Line> {
         .then(|| Line::new(format!("`vmm-dedup set {named} on` switches merging on")))
 }
 
-fn classes_of(explained: &Explained) -> Vec<Line> {
+fn is_full(store: &StoreView) -> bool {
+    let account = store.account.as_ref();
+    account.is_ok_and(|(stats, _)| account::is_full(stats))
+}
+
+fn classes_of(explained: &Explained, is_full: bool) -> Vec<Line> {
     let all = &explained.explanation;
-    let mut lines = class_lines(&all.classes(), all.pages);
+    let mut lines = class_lines(&all.classes(), all.pages, is_full);
     if all.broken + all.may_be_pinned > 0 {
         let can = if all.heals == 1 { "can" } else { "cannot" };
         lines.push(Line::new(format!(
@@ -150,8 +171,14 @@ fn classes_of(explained: &Explained) -> Vec<Line> {
     lines
 }
 
-/// All VMs together; `told`: by those that have answered. `store_words`: how a command asks the same stores.
-pub(super) fn of_all(host: &HostView, told: &[(&StoreView, &Vm, Account)], store_words: &str) -> Vec<Line> {
+/// VMs together; `told`: by those that have answered. `pattern`: what means them, unless all are meant. `store_words`: how a command
+/// asks the same stores.
+pub(super) fn of_several(
+    host: &HostView,
+    told: &[(&StoreView, &Vm, Account)],
+    pattern: Option<&str>,
+    store_words: &str,
+) -> Vec<Line> {
     let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
     // Of each store, by its place.
     let mut unique: BTreeMap<&Path, u64> = BTreeMap::new();
@@ -174,19 +201,21 @@ pub(super) fn of_all(host: &HostView, told: &[(&StoreView, &Vm, Account)], store
     let classes: Vec<_> = names
         .map(|(class, _)| (class, sums.get(class).copied().unwrap_or(0)))
         .into();
+    let called = pattern.map_or(String::new(), |pattern| format!(" called {pattern}"));
     let mut lines = vec![Line::new(format!(
-        "{} of {}: {}",
+        "{}{called} of {}: {}",
         count(services, "VM", "VMs"),
         host.answering(),
         units::pages(pages)
     ))];
     if services > 0 {
-        lines.extend(class_lines(&classes, pages));
+        lines.extend(class_lines(&classes, pages, host.stores.iter().any(is_full)));
     }
     for store in &host.stores {
+        let whose = pattern.unwrap_or("its VMs");
         lines.extend(full(
             store,
-            "its VMs",
+            whose,
             unique.get(&*store.socket).copied().unwrap_or(0),
         ));
     }
@@ -313,7 +342,7 @@ mod tests {
             note: String::new(),
         };
         let says = |may_be_pinned, heals, what: &str| {
-            let lines = classes_of(&explained(may_be_pinned, heals));
+            let lines = classes_of(&explained(may_be_pinned, heals), false);
             lines.iter().any(|line| line.text.contains(what))
         };
         assert!(says(9, 0, "cannot be merged again now") && says(9, 1, "can be merged again now"));
@@ -323,6 +352,35 @@ mod tests {
             explained_json("vm", &explained(9, 1), None)["classes"]["may_be_pinned"],
             9
         );
+    }
+
+    #[test]
+    fn what_a_service_has_not_told_is_not_called_zero() {
+        let mut vm = Vm {
+            name: "web".into(),
+            pid: 1,
+            reason: None,
+            saved_net_bytes: 0,
+            stats: ServiceStats::default(),
+        };
+        let told = Account::Explained(Explained {
+            serial: 0,
+            explanation: Explanation::default(),
+            note: String::new(),
+        });
+        let text = |vm: &Vm| {
+            let lines = of_vm(&store("/s", 0, 0), vm, &told, true);
+            let lines: Vec<String> = lines.into_iter().map(|line| line.text).collect();
+            lines.join("\n")
+        };
+        let early = text(&vm);
+        assert!(
+            early.contains("no pass yet") && early.contains("after its first pass"),
+            "{early}"
+        );
+        assert!(!early.contains("cpu_percent"), "{early}");
+        vm.stats.cpu_percent = 20;
+        assert!(text(&vm).contains("cpu_percent 20"));
     }
 
     #[test]
@@ -341,7 +399,7 @@ mod tests {
             .classes()
             .map(|(class, _)| (class, 1 << 40))
             .into();
-        let lines = class_lines(&classes, 1 << 45);
+        let lines = class_lines(&classes, 1 << 45, true);
         for width in 40..=200 {
             let broken: Vec<String> = lines.iter().flat_map(|line| line.broken(width)).collect();
             assert!(
@@ -385,7 +443,7 @@ mod tests {
             (&host.stores[1], &vm, of(4)),
             (&host.stores[1], &vm, of(5)),
         ];
-        let lines = of_all(&host, &told, "");
+        let lines = of_several(&host, &told, None, "");
         for part in [
             "/a is FULL and refused once: 3 pages of its VMs",
             "/b is FULL and refused 2 times: 9 pages of its VMs",

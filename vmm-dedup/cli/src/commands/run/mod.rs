@@ -51,7 +51,7 @@ pub(crate) struct RunArgs {
     #[arg(long, default_value_t = Config::default().name, conflicts_with = "dedup")]
     name: String,
     /// CPU that dedup may use, percent of one core.
-    #[arg(long, default_value_t = Config::default().cpu_percent, requires = "store", conflicts_with = "dedup")]
+    #[arg(long, alias = "budget", default_value_t = Config::default().cpu_percent, requires = "store", conflicts_with = "dedup")]
     cpu_percent: u32,
     /// Milliseconds from one dedup pass to the next.
     #[arg(long, default_value_t = Config::default().pass_period_ms, requires = "store", conflicts_with = "dedup")]

@@ -4,6 +4,8 @@ use super::sample::Column;
 
 /// The narrowest that names get.
 const SHORTEST_NAME: u16 = 8;
+/// Names get as much, if there is room, though all are shorter: so columns rarely move.
+const USUAL_NAME: u16 = 16;
 
 /// A column on the screen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,8 +34,9 @@ pub(super) fn about(column: Column) -> (&'static str, u16, u8) {
     }
 }
 
-/// The columns that have room, with what is left given to the names. `domains`: whether there is more than one.
-pub(super) fn shown(room: u16, domains: bool) -> Vec<Shown> {
+/// The columns that have room, with what is left given to the names as far as they need it. `domains`: whether there is more than
+/// one. `longest`: of the names.
+pub(super) fn shown(room: u16, domains: bool, longest: u16) -> Vec<Shown> {
     let wanted = Column::ALL.into_iter();
     let mut columns: Vec<Column> = wanted
         .filter(|column| domains || *column != Column::Domain)
@@ -49,6 +52,7 @@ pub(super) fn shown(room: u16, domains: bool) -> Vec<Shown> {
         }
     }
     let left = room.saturating_sub(needed(&columns));
+    let left = left.min(longest.max(USUAL_NAME) - SHORTEST_NAME);
     let wide = |column| match column {
         Column::Name => SHORTEST_NAME + left,
         other => about(other).1,
@@ -67,7 +71,7 @@ mod tests {
     use super::*;
 
     fn titles(room: u16, domains: bool) -> String {
-        let titles: Vec<&str> = shown(room, domains)
+        let titles: Vec<&str> = shown(room, domains, 64)
             .iter()
             .map(|shown| about(shown.column).0)
             .collect();
@@ -93,10 +97,17 @@ mod tests {
     }
 
     #[test]
+    fn figures_stand_beside_names_however_wide_the_terminal_is() {
+        let widths = [3, 16, 40, 500].map(|longest| shown(400, true, longest)[0].width);
+        assert_eq!(widths[..3], [16, 16, 40]);
+        assert!(widths[3] > 200 && widths[3] < 400);
+    }
+
+    #[test]
     fn what_is_shown_takes_all_the_room_and_no_more() {
         for room in 29..=200 {
             for domains in [false, true] {
-                let shown = shown(room, domains);
+                let shown = shown(room, domains, 200);
                 let widths: u16 = shown.iter().map(|shown| shown.width).sum();
                 let spaces = u16::try_from(shown.len() - 1).expect("few");
                 assert_eq!(widths + spaces, room);

@@ -26,6 +26,9 @@ const KEYS: [(&str, u8); 6] = [
     ("h help", 1),
 ];
 
+/// So many rows of VMs are shown before the head tells all that it could.
+const ROWS: usize = 3;
+
 /// Figures that are older have their age beside them.
 const OLD: Duration = Duration::from_secs(10);
 
@@ -133,7 +136,11 @@ impl View {
         let width = frame.area().width;
         let head = match self.help {
             true => Vec::new(),
-            false => self.head(width.into()),
+            false => {
+                // Beside the titles of the columns, and the keys.
+                let room = usize::from(frame.area().height).saturating_sub(2 + self.rows.len().min(ROWS));
+                self.head(width.into(), room)
+            }
         };
         let lines = u16::try_from(head.len()).unwrap_or(u16::MAX);
         let areas = Layout::vertical([
@@ -153,7 +160,9 @@ impl View {
             let lines: Vec<Line<'_>> = help.into_iter().skip(self.top).collect();
             frame.render_widget(Paragraph::new(lines), areas[1]);
         } else {
-            let columns = columns::shown(width, self.stores.many());
+            let longest = self.rows.iter().map(|row| row.name.len()).max().unwrap_or(0);
+            let longest = u16::try_from(longest).unwrap_or(u16::MAX);
+            let columns = columns::shown(width, self.stores.many(), longest);
             self.columns = columns.iter().map(|shown| shown.column).collect();
             frame.render_widget(self.table(&columns, shown), areas[1]);
         }
@@ -182,7 +191,8 @@ impl View {
         fitting(parts, width)
     }
 
-    fn head(&self, width: usize) -> Vec<Line<'static>> {
+    /// What is told of the host, in at most `room` lines as far as that can be: rates and pressure go before rows of VMs do.
+    fn head(&self, width: usize, room: usize) -> Vec<Line<'static>> {
         let host = &self.stores.host();
         let bytes = |bytes: u64| short(i64::try_from(bytes).unwrap_or(i64::MAX));
         let pages = |pages: u64| bytes(pages.saturating_mul(PAGE_BYTES));
@@ -218,15 +228,19 @@ impl View {
             None => vec![Span::raw("pressure: not told by this kernel")],
         };
         let title = self.title(host).into_iter().map(|part| Span::raw(part).bold());
-        let groups = [title.collect(), memory, rates, pressure];
-        let mut lines: Vec<Line<'static>> = groups.into_iter().flat_map(|group| flow(group, width)).collect();
+        let mut groups = [title.collect(), memory, rates, pressure].map(|group| flow(group, width));
         let silent = self.stores.silent(Instant::now());
         let silent = silent
             .iter()
             .flat_map(|store| wrapped(&trouble(store), width.max(1)))
             .flat_map(|line| continued(&line, width));
-        lines.extend(silent.map(|line| Line::from(line).red()));
-        lines
+        let silent: Vec<Line<'static>> = silent.map(|line| Line::from(line).red()).collect();
+        for (least, left) in [(3, 0), (2, 0), (1, 1)] {
+            if groups.iter().map(Vec::len).sum::<usize>() + silent.len() > room {
+                groups[least].truncate(left);
+            }
+        }
+        groups.into_iter().flatten().chain(silent).collect()
     }
 
     fn title(&self, host: &Host) -> Vec<String> {
@@ -428,6 +442,20 @@ mod tests {
         );
         let keys = "q quit  left/right sort  r reverse  up/down scroll  / filter  h help";
         assert_eq!(lines[23], keys);
+    }
+
+    #[test]
+    fn vms_are_shown_on_small_terminals_too() {
+        for (width, height) in [(40, 10), (40, 8), (80, 8), (30, 8)] {
+            let lines = screen(&mut view(), width, height);
+            let shown = ["db", "web", "gpu"].iter();
+            let shown = shown.filter(|name| lines.iter().any(|line| line.starts_with(**name)));
+            assert_eq!(shown.count(), 3, "{width}x{height}: {lines:#?}");
+            assert!(
+                lines.iter().any(|line| line.contains("saved net -5.0 MiB")),
+                "{lines:#?}"
+            );
+        }
     }
 
     #[test]
