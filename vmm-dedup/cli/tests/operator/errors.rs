@@ -68,7 +68,9 @@ fn started(host: &Host, mut hint: Command) -> Value {
     let told = eventually("it runs", || {
         let stat = host.run(&["stat", "--json"]);
         let stat: Value = serde_json::from_slice(&stat.stdout).ok()?;
-        (stat["store"]["state"] == "running").then(|| stat["store"].clone())
+        // It answers a moment before it is listed, and only then its process and its metrics are known.
+        let is_listed = stat["store"]["state"] == "running" && stat["store"]["pid"].is_u64();
+        is_listed.then(|| stat["store"].clone())
     });
     store.send(Signal::TERM);
     assert!(store.0.wait().expect("an end").success(), "{hint:?}");
