@@ -2,10 +2,9 @@
 //! fault thread, must not wait for reclaim or for a disk as well.
 
 use crate::memory::ranges::complement;
-use crate::sys::guest;
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::pagemap::Pagemap;
-use crate::sys::vma::Anonymous;
+use crate::sys::vma::{self, Anonymous};
 use std::io;
 use std::ops::Range;
 
@@ -23,18 +22,16 @@ impl CopyRoom {
     /// dropped, or whoever replaced them says so.
     ///
     /// # Errors
-    /// Those of the kernel, for want of memory.
-    #[allow(unsafe_code)] // reads guest memory
+    /// Those of the kernel, for want of memory; or since some of the run is not mapped, as while a hole in guest memory is mended.
     pub(crate) fn prepare(pagemap: &mut Pagemap, run: &Range<usize>) -> io::Result<Self> {
         let copied = pagemap.copied(run.clone())?;
         let shared = complement(run, &copied);
         let pages = shared.iter().map(Range::len).sum::<usize>() / PAGE_SIZE;
         let area = (pages > 0).then(|| Anonymous::new(pages)).transpose()?;
         area.iter().try_for_each(Anonymous::populate)?;
-        for at in shared.into_iter().flat_map(|part| part.step_by(PAGE_SIZE)) {
-            // SAFETY: guest memory stays mapped while the service runs.
-            unsafe { guest::touch(at) };
-        }
+        shared
+            .into_iter()
+            .try_for_each(|part| vma::populate_read(part.start, part.len()))?;
         Ok(Self { copied, area })
     }
 
@@ -63,7 +60,6 @@ mod tests {
     use crate::sys::inject::{Call, Injection, Times};
     use crate::sys::page_size::bytes;
     use crate::sys::uffd::Uffd;
-    use crate::sys::vma;
     use crate::unmerge::cow::Breaker;
     use std::os::fd::AsFd;
     use std::sync::Arc;
@@ -145,7 +141,12 @@ mod tests {
     fn without_memory_nothing_is_frozen() {
         let Some(mut guest) = Guest::new() else { return };
         let all = guest.pages(0..PAGES);
-        for call in [Call::MapAnonymous, Call::Populate, Call::PagemapScan] {
+        for call in [
+            Call::MapAnonymous,
+            Call::Populate,
+            Call::PopulateRead,
+            Call::PagemapScan,
+        ] {
             let injection = Injection::begin(call, libc::ENOMEM, Times::Always);
             assert!(CopyRoom::prepare(&mut guest.pagemap, &all).is_err(), "{call:?}");
             assert!(injection.failed() > 0, "{call:?}");
@@ -153,6 +154,18 @@ mod tests {
         // Nobody waits.
         (0..PAGES).for_each(|page| guest.word(page).store(page as u64, Ordering::Relaxed));
         assert_eq!(guest.words(), [0, 1, 2, 3, 4, 5, 6, 7]);
+    }
+
+    #[test]
+    #[allow(unsafe_code)] // memory of the test's own
+    fn a_run_with_a_hole_is_left_as_it_is() {
+        let Some(mut guest) = Guest::new() else { return };
+        let all = guest.pages(0..PAGES);
+        let hole = guest.pages(5..6);
+        // SAFETY: nothing refers to that page.
+        let unmapped = unsafe { libc::munmap(hole.start as *mut _, hole.len()) };
+        assert_eq!(unmapped, 0);
+        assert!(CopyRoom::prepare(&mut guest.pagemap, &all).is_err());
     }
 
     #[test]
