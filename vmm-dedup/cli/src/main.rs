@@ -16,7 +16,7 @@ use commands::demo;
 use commands::{device, doctor, estimate, explain, fleet, manual, run, set, stat, store, top};
 use std::process::ExitCode;
 use vmm_dedup_host::units::printable;
-use vmm_dedup_host::{Failure, note, output};
+use vmm_dedup_host::{Failure, note, output, table};
 
 /// Memory deduplication for fleets of VMs: safe, cheap, visible.
 ///
@@ -61,7 +61,8 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let mut command = with_negative_numbers(Cli::command());
+    // Help fits its terminal; elsewhere its lines are as long as they are.
+    let mut command = with_negative_numbers(Cli::command()).term_width(table::width().unwrap_or(0));
     let parsed = command.try_get_matches_from_mut(std::env::args_os());
     let parsed =
         parsed.and_then(|matches| Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command)));

@@ -8,9 +8,11 @@ use vmm_dedup_host::Failure;
 
 /// Run many VMs from one TOML file, with dedup inside each VMM
 ///
-/// `up` makes the fleet what its file says (`up --plan` only tells what it would do): under cloud-hypervisor (on PATH, or CLOUD_HYPERVISOR), the reference VMM or QEMU.
-/// VMs go on in the background; `status` shows them, `down` ends them. Names of VMs may be patterns with * and ?. The file is
-/// described in docs/fleet.md; the smallest is:
+/// `up` makes the fleet what its file says (`up --plan` only tells what it would
+/// do): under cloud-hypervisor (on PATH, or CLOUD_HYPERVISOR), the reference VMM
+/// or QEMU. VMs go on in the background; `status` shows them, `down` ends them.
+/// Names of VMs may be patterns with * and ?. The file is described in
+/// docs/fleet.md; the smallest is:
 ///
 ///   [[vm]]
 ///   name = "web"

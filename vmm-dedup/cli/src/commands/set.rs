@@ -45,21 +45,28 @@ const CHANGES: &str =
 
 /// Change settings of running VMs: switch merging on or off, set budgets, the pass period or the copy-on-write reserve
 ///
-/// The changes of a VM are made all or none, and last until it ends. VM is a name as `vmm-dedup stat` shows it, NAME.PID, or
-/// a pattern with * and ?, quoted for the shell. Who may open the store's socket may do this.
+/// The changes of a VM are made all or none, and last until it ends. VM is a name
+/// as `vmm-dedup stat` shows it, NAME.PID, or a pattern with * and ?, quoted for
+/// the shell. Who may open the store's socket may do this.
 ///
 /// Changes:
-///   on, off                 whether to merge; what is shared stays shared
-///   cpu_percent=PERCENT     CPU time that dedup may use, 1 to 100 percent of one core (also: budget)
-///   pass_period_ms=MS       time from one pass to the next, 10 to 3,600,000 ms
-///   stop_target_us=US       how long pages should be away at most while they are merged, 10 to 100,000 us
-///   reserve_pages=PAGES     managed breaks: pages kept ready for writers (also: reserve)
+///   on, off              whether to merge; what is shared stays shared
+///   cpu_percent=PERCENT  CPU time that dedup may use, 1 to 100 percent of one
+///                        core (also: budget)
+///   pass_period_ms=MS    time from one pass to the next, 10 to 3,600,000 ms
+///   stop_target_us=US    how long pages should be away at most while they are
+///                        merged, 10 to 100,000 us
+///   reserve_pages=PAGES  managed breaks: pages kept ready for writers
+///                        (also: reserve)
 ///
-/// Examples:
-///   vmm-dedup set web-1 off                 nothing more is merged; what is shared stays shared
-///   vmm-dedup set web-1 off --unmerge       and all memory goes back to the VM: needs as much free memory
-///   vmm-dedup set 'web-*' on cpu_percent=5  merge again, with at most 5 % of a core each
-///   vmm-dedup set --all off                 all VMs of all stores of this host
+/// Nothing more is merged; what is shared stays shared:
+///   vmm-dedup set web-1 off
+/// And all memory goes back to the VM, which needs as much free memory:
+///   vmm-dedup set web-1 off --unmerge
+/// Merge again, with at most 5 % of a core each:
+///   vmm-dedup set 'web-*' on cpu_percent=5
+/// All VMs of all stores of this host:
+///   vmm-dedup set --all off
 #[derive(Args, Debug)]
 #[command(
     verbatim_doc_comment,

@@ -86,6 +86,41 @@ fn what_is_to_be_pasted_is_in_one_line_and_works() {
 }
 
 #[test]
+fn help_fits() {
+    let host = Host::new();
+    for command in [
+        &[][..],
+        &["set"],
+        &["fleet"],
+        &["fleet", "up"],
+        &["run"],
+        &["top"],
+        &["estimate"],
+    ] {
+        for option in ["-h", "--help"] {
+            for width in [80, 100, 200] {
+                let (lines, code) = lines_of(host.command(&[command, &[option]].concat()), width);
+                let letters = |line: &String| plain(line).chars().count();
+                let wide: Vec<&String> = lines.iter().filter(|line| letters(line) > width.into()).collect();
+                assert!(
+                    code == Some(0) && wide.is_empty(),
+                    "{command:?} at {width}: {wide:#?}"
+                );
+            }
+        }
+    }
+}
+
+/// A line without what makes it bold.
+fn plain(line: &str) -> String {
+    let mut parts = line.split('\x1b');
+    let first = parts.next().unwrap_or_default().to_owned();
+    parts.fold(first, |all, part| {
+        all + part.split_once('m').map_or("", |(_, text)| text)
+    })
+}
+
+#[test]
 fn what_doctor_says_fits() {
     let host = Host::new();
     let _store = host.store("default", &[]);
