@@ -254,6 +254,10 @@ fn a_vm_with_a_missing_store_does_not_start() {
     }
     let (text, code) = error_of(&["run", "--payload", "--store", "/nonexistent/s.sock"]);
     assert!(text.contains("/nonexistent/s.sock") && code == Some(1), "{text}");
+    // As whoever asks that store is told; and what to ask first.
+    let (other, _) = error_of(&["stat", "--store", "/nonexistent/s.sock"]);
+    let doctor = "; `vmm-dedup doctor` tells what is wrong on this host";
+    assert_eq!(text.trim_end(), format!("{}{doctor}", other.trim_end()));
 }
 
 #[test]

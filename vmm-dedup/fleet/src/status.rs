@@ -231,8 +231,9 @@ impl Status {
         }
         for (store, vm) in self.refused() {
             say!(
-                "{} is not deduplicated: `vmm-dedup explain {} --store {}` tells why",
+                "{} is not deduplicated ({}): `vmm-dedup doctor {} --store {}` tells what to change",
                 vm.name,
+                account::condition(vm),
                 vm.name,
                 quoted(&store.socket.to_string_lossy())
             );

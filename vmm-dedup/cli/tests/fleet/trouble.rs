@@ -454,7 +454,7 @@ fn a_refused_vm_is_counted() {
 
     let table = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(
-        table.contains("q is not deduplicated: `vmm-dedup explain q"),
+        table.contains("q is not deduplicated (shared_memory): `vmm-dedup doctor q --store "),
         "{table}"
     );
     let expected = "vmm-dedup: fleet fleet is not all well: VMs that run without their dedup: 1; `vmm-dedup doctor` tells what is wrong on this host";

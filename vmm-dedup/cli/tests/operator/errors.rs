@@ -87,6 +87,32 @@ fn only_hint(command: Command) -> String {
 }
 
 #[test]
+fn a_vm_whose_store_cannot_be_used_says_of_it_what_others_are_told() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let mut store = host.store("default", &[]);
+    let socket = host.path("default.sock");
+    let run = ["run", "--payload", "--store", socket.to_str().expect("UTF-8")];
+
+    store.send(Signal::STOP);
+    let hangs = host.error(&run, 1);
+    store.kill();
+    let gone = host.error(&run, 1);
+
+    let revive = format!(
+        "`kill -CONT {}` lets it go on; `vmm-dedup doctor` tells",
+        store.pid()
+    );
+    assert!(hangs.contains(&revive), "{hangs}");
+    assert!(
+        gone.contains("has ended: guests go on, nothing merges; start it again with `vmm-dedup store "),
+        "{gone}"
+    );
+}
+
+#[test]
 fn hints_that_start_a_store_start_one_also_beside_another() {
     let Some(network) = Network::new() else { return };
     let (host, other) = (Host::new(), Host::new());

@@ -8,13 +8,14 @@ use clap::{ArgGroup, Args, ValueEnum};
 use console::Console;
 use guest::Guest;
 use serde_json::json;
-use std::io::{ErrorKind, Read};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use vmm_dedup::{Breaks, Config, Options, Policy, Setup, Supervisor, UseSource, Verification};
 use vmm_dedup_fleet::dedup_file;
-use vmm_dedup_host::{Failure, kvm, note};
+use vmm_dedup_host::{Failure, kvm, note, registry, silence};
+use vmm_dedup_protocol::observer::Observer;
 use vmm_dedup_refvmm::{Error, ExitReason, RunningVm, ThpMode, Vm, VmConfig};
 
 /// Run one VM with the reference VMM; its serial console is this terminal.
@@ -293,31 +294,18 @@ fn start_dedup(vm: &Vm, setup: Setup) -> Result<Supervisor, Failure> {
         .map_err(|error| not_served(error, &store))
 }
 
-/// Why there is no dedup. What is wrong with the store, or with the VM's own memory, its text tells.
+/// Why there is no dedup, and what to ask first. Of a store that cannot be used the same is said as by commands that ask it.
 fn not_served(error: vmm_dedup::Error, store: &Path) -> Failure {
-    use vmm_dedup::{Error, Reason};
-    if matches!(&error, Error::StoreIo(source) if source.kind() == ErrorKind::WouldBlock) {
-        let at = store.display();
-        return Failure::new(format!(
-            "the store at {at} does not answer: it hangs or is stopped"
-        ))
-        .of_host();
-    }
-    let of_host = match &error {
-        Error::KernelLacks(_)
-        | Error::NoUserfaultfd(_)
-        | Error::Userfaultfd(_)
-        | Error::Pagemap(_)
-        | Error::Proc(..)
-        | Error::TooFewVmas { .. } => true,
-        Error::Refused(refusal) => matches!(
-            refusal.reason,
-            Reason::KernelTooOld | Reason::NoUserfaultfd | Reason::TooFewMappings
-        ),
-        _ => false,
+    use vmm_dedup::Error::{Connect, StoreGone, StoreIo};
+    let asked = Observer::connect(store).and_then(|mut observer| observer.stats());
+    let failure = match (&error, asked) {
+        (Connect { .. } | StoreIo(_) | StoreGone, Err(silent)) => {
+            let pid = registry::record(store).map(|record| record.pid);
+            silence::failure(store, pid, silent)
+        }
+        _ => Failure::from_error(error),
     };
-    let failure = Failure::from_error(error);
-    if of_host { failure.of_host() } else { failure }
+    failure.of_host()
 }
 
 /// Whoever sees the file sees the number in it.
@@ -359,13 +347,12 @@ mod tests {
                 .to_string()
                 .contains("vmm-dedup doctor")
         );
+        // No store is there.
         let gone = not_served(vmm_dedup::Error::StoreGone, store).to_string();
-        assert!(!gone.contains("doctor"), "{gone}");
-        let hangs = vmm_dedup::Error::StoreIo(ErrorKind::WouldBlock.into());
-        let hangs = not_served(hangs, store).to_string();
         assert!(
-            hangs.starts_with("the store at /s does not answer") && hangs.contains("doctor"),
-            "{hangs}"
+            gone.starts_with("no store listens at /s: start one with `vmm-dedup store --socket /s")
+                && gone.contains("vmm-dedup doctor"),
+            "{gone}"
         );
     }
 }
