@@ -65,6 +65,8 @@ pub struct Besides {
 
 /// Between two words of how far it is.
 const PROGRESS: Duration = Duration::from_secs(10);
+/// How long no copy may be merged. (Whoever was refused tries again after 4,096 passes at most, which are seconds.)
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Pages paged out in one call, at most.
 const MOST_OUT: usize = 32;
@@ -73,7 +75,7 @@ const MOST_OUT: usize = 32;
 const BREATH: Duration = Duration::from_micros(200);
 
 /// Who may have pages pinned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Pins {
     /// Direct reads and registered buffers: forks tell.
     Devices,
@@ -94,7 +96,7 @@ struct Fire<'a> {
 /// Merges copies until so many were (or somebody lost a write, or it is over).
 ///
 /// # Panics
-/// If something does not work that has nothing to do with it.
+/// If something does not work that has nothing to do with it; if no copy is merged for [`PATIENCE`].
 #[must_use]
 pub fn chaos(heals: u64, over: impl Fn() -> bool, pins: Pins, besides: Besides) -> Outcome {
     vmm_dedup::share_whatever_it_costs(true);
@@ -158,13 +160,32 @@ pub fn chaos(heals: u64, over: impl Fn() -> bool, pins: Pins, besides: Besides) 
         let done = |stats: &ServiceStats| {
             stats.heals_total >= heals || fire.wrong.load(Ordering::Relaxed) > 0 || over()
         };
-        let mut shown = Instant::now();
+        let (mut shown, mut moved) = (Instant::now(), Instant::now());
         while !done(&stats) {
+            let before = stats.heals_total;
             stats = service.pass().expect("passes run");
+            if stats.heals_total > before {
+                moved = Instant::now();
+            } else if moved.elapsed() > PATIENCE {
+                // Else the threads would not end, and nobody would hear of it.
+                fire.stop.store(true, Ordering::Release);
+                panic!(
+                    "no copy was merged for {} s, after {before}: {}",
+                    PATIENCE.as_secs(),
+                    why_none(&service, &stats)
+                );
+            }
             if shown.elapsed() > PROGRESS {
                 shown = Instant::now();
                 let seconds = fire.start.elapsed().as_secs();
                 eprintln!("{} heals of {heals} after {seconds} s", stats.heals_total);
+                if moved.elapsed() > PROGRESS {
+                    eprintln!(
+                        "none for {} s: {}",
+                        moved.elapsed().as_secs(),
+                        why_none(&service, &stats)
+                    );
+                }
             }
             if stats.passes_total.is_multiple_of(64) {
                 twin.pass().expect("passes run");
@@ -189,6 +210,17 @@ pub fn chaos(heals: u64, over: impl Fn() -> bool, pins: Pins, besides: Besides) 
         spliced: fire.spliced.into_inner(),
         wrong,
         stall: stats.heal,
+    }
+}
+
+/// What a service that merges no copies says of that.
+fn why_none(service: &DedupService, stats: &ServiceStats) -> String {
+    match service.explain(None) {
+        Ok((explanation, says)) => {
+            let classes = explanation.classes().into_iter().filter(|(_, pages)| *pages > 0);
+            format!("{says:?}; pages: {:?}; {stats:?}", Vec::from_iter(classes))
+        }
+        Err(error) => format!("it does not say why: {error}"),
     }
 }
 

@@ -22,6 +22,12 @@ struct Args {
     /// Copies of the kernel's to merge again, with and without devices that pin, with and without swap.
     #[arg(long, default_value_t = 20_000)]
     heals: u64,
+    /// Copies are merged again only while these have pages pinned.
+    #[arg(long, value_enum, value_name = "WHO")]
+    pins: Option<Pins>,
+    /// Copies are merged again only while they are swapped out, or only while they are not.
+    #[arg(long)]
+    heals_under_swap: Option<bool>,
     /// Only these parts.
     #[arg(long, value_enum, value_delimiter = ',', value_name = "PART")]
     only: Vec<Part>,
@@ -97,7 +103,7 @@ fn main() {
         under_direct_io(reads);
     }
     if runs(Part::Heals) {
-        heal(heals);
+        heal(heals, args.pins, args.heals_under_swap);
     }
     if runs(Part::Exceptions) {
         with_exceptions(rounds);
@@ -193,9 +199,13 @@ fn with_huge_pages(size: guests::Size) {
 }
 
 /// Copies that are merged again under fire. Ends the process if a word was lost.
-fn heal(heals: u64) {
+fn heal(heals: u64, only_pins: Option<Pins>, only_swap: Option<bool>) {
     let ways = [Pins::Devices, Pins::Calls].into_iter();
-    for (pins, swap) in ways.flat_map(|pins| [(pins, false), (pins, true)]) {
+    let ways = ways.flat_map(|pins| [(pins, false), (pins, true)]);
+    let wanted = |(pins, swap): &(Pins, bool)| {
+        only_pins.is_none_or(|only| only == *pins) && only_swap.is_none_or(|only| only == *swap)
+    };
+    for (pins, swap) in ways.filter(wanted) {
         let _swap = match swap.then(Swap::on).transpose() {
             Ok(swap) => swap,
             Err(reason) => {
