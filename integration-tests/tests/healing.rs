@@ -308,28 +308,35 @@ fn pages_that_never_rest_are_shared_ever_more_rarely_and_their_neighbours_stay_s
         let all = |stats: &ServiceStats| stats.pages_mapped == PAGES as u64;
         pass_until(&guests, all);
         let restless = PAGES / RESTLESS;
+        let pass = |number: usize| {
+            if number.is_multiple_of(3) {
+                (0..PAGES)
+                    .step_by(RESTLESS)
+                    .for_each(|page| guests[0].pages.fill(page, page as u64 + 1));
+            }
+            pass_all(&guests).swap_remove(0)
+        };
         let mut merges = Vec::new();
         for _ in 0..4 {
             let before = guests[0].service.stats().merges_total;
-            for pass in 0..WINDOW {
-                if pass % 3 == 0 {
-                    (0..PAGES)
-                        .step_by(RESTLESS)
-                        .for_each(|page| guests[0].pages.fill(page, page as u64 + 1));
-                }
-                let stats = pass_all(&guests);
-                assert!(stats[0].pages_mapped >= (PAGES - restless) as u64, "{stats:?}");
+            for number in 0..WINDOW {
+                let stats = pass(number);
+                assert!(stats.pages_mapped >= (PAGES - restless) as u64, "{stats:?}");
             }
             merges.push((guests[0].service.stats().merges_total - before) / restless as u64);
         }
         // Found again at once they would be shared in every 16th pass, or in every fourth.
         assert!(merges[0] > 0 && merges[0] <= 4, "{merges:?}");
         assert!(merges[2] + merges[3] <= 2, "{merges:?}");
+        // How many of them are shared at one moment is chance.
+        let most_rest_not = (0..WINDOW).any(|number| {
+            let stats = pass(number);
+            let (explanation, _) = guests[0].service.explain(None).expect("it explains");
+            assert_eq!(explanation.restless, stats.pages_restless);
+            explanation.restless >= restless as u64 / 2
+        });
         let stats = guests[0].service.stats();
-        let (explanation, _) = guests[0].service.explain(None).expect("it explains");
-        assert_eq!(explanation.restless, stats.pages_restless);
-        // A few may be shared at this moment.
-        assert!(explanation.restless >= restless as u64 / 2, "{explanation:?}");
+        assert!(most_rest_not, "{stats:?}");
         assert!(stats.breaks_early_total >= 3 * restless as u64, "{stats:?}");
         // Once they rest they are shared again, after the longest pause at most.
         let shared = (0..600).position(|_| pass_all(&guests).iter().all(all));
