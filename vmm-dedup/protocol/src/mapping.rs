@@ -12,6 +12,8 @@ use std::ptr::NonNull;
 
 /// Bytes of a huge page. Longer mappings are aligned so that they can be used.
 const HUGE_SIZE: usize = 2 << 20;
+/// Linux 6.1, include/uapi/asm-generic/mman-common.h; not every C library's headers have it.
+const MADV_COLLAPSE: libc::c_int = 25;
 
 /// A `MAP_SHARED` mapping, unmapped on drop.
 #[derive(Debug)]
@@ -166,7 +168,7 @@ impl Mapping {
         let start = self.address() + first * PAGE_SIZE;
         // rustix does not know this advice.
         // SAFETY: a part of our own mapping; collapsing changes no content.
-        if unsafe { libc::madvise(start as *mut _, pages * PAGE_SIZE, libc::MADV_COLLAPSE) } < 0 {
+        if unsafe { libc::madvise(start as *mut _, pages * PAGE_SIZE, MADV_COLLAPSE) } < 0 {
             return Err(io::Error::last_os_error());
         }
         Ok(())

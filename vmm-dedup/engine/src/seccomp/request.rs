@@ -17,6 +17,12 @@ pub(crate) const fn size(request: u32) -> usize {
     (request >> 16 & 0x3fff) as usize
 }
 
+/// As the C library's ioctl takes it: musl's is signed, and has 32 bits.
+#[allow(clippy::cast_lossless, clippy::cast_possible_wrap)] // the kernel looks at these 32 bits
+pub(crate) const fn as_taken(request: u32) -> libc::Ioctl {
+    request as libc::Ioctl
+}
+
 pub(crate) const USERFAULTFD_IOC_NEW: u32 = request(NONE, UFFDIO, 0x00, 0);
 pub(crate) const UFFDIO_REGISTER: u32 = request(WRITE_READ, UFFDIO, 0x00, 32);
 pub(crate) const UFFDIO_UNREGISTER: u32 = request(READ, UFFDIO, 0x01, 16);

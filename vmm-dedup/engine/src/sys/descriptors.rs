@@ -89,7 +89,9 @@ pub(super) fn file_system(fd: RawFd) -> io::Result<Option<i64>> {
     // SAFETY: all-zero is a valid statfs, which the kernel fills.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
     // SAFETY: as in stat().
-    answered(unsafe { libc::fstatfs(fd, &mut stat) }, stat).map(|stat| stat.map(|stat| stat.f_type))
+    let stat = answered(unsafe { libc::fstatfs(fd, &mut stat) }, stat)?;
+    #[allow(clippy::unnecessary_cast, clippy::cast_possible_wrap)] // musl's has no sign
+    Ok(stat.map(|stat| stat.f_type as i64))
 }
 
 /// Where a descriptor leads to; `None` if it is not open.

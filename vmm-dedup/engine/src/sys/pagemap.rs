@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // ioctl
 
 use crate::error::Error;
-use crate::seccomp::request::{self, PAGEMAP_SCAN};
+use crate::seccomp::request::{self, PAGEMAP_SCAN, as_taken};
 use crate::sys::inject::{self, Call};
 use crate::sys::late_log;
 use crate::sys::page_size::{HUGE_SIZE, PAGE_SIZE};
@@ -292,7 +292,7 @@ fn scan(file: &File, request: &mut ScanArgs) -> io::Result<usize> {
     inject::before(Call::PagemapScan)?;
     // SAFETY: the request is of the size that its constant states; vec points to vec_len regions that are exclusively the
     // caller's for the duration of the call, as only ScanArgs::new makes them.
-    let found = unsafe { libc::ioctl(file.as_raw_fd(), PAGEMAP_SCAN.into(), &mut *request) };
+    let found = unsafe { libc::ioctl(file.as_raw_fd(), as_taken(PAGEMAP_SCAN), &mut *request) };
     usize::try_from(found).map_err(|_| io::Error::last_os_error())
 }
 

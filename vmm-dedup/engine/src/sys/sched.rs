@@ -50,12 +50,10 @@ impl Drop for Urgent {
 
 #[cfg_attr(any(test, feature = "inject"), track_caller)]
 fn set(policy: i32, priority: i32) -> io::Result<()> {
-    let parameters = libc::sched_param {
-        sched_priority: priority,
-    };
     inject::before(Call::Schedule)?;
-    // SAFETY: the calling thread (0) and a valid parameter block.
-    if unsafe { libc::sched_setscheduler(0, policy, &parameters) } < 0 {
+    // musl's function of this name does nothing: to the kernel it is of a thread, where POSIX has it of a process.
+    // SAFETY: the calling thread (0), and the kernel's parameter block, which is the priority.
+    if unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, policy, &raw const priority) } < 0 {
         return Err(io::Error::last_os_error());
     }
     Ok(())

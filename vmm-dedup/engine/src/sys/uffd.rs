@@ -5,7 +5,7 @@
 use crate::error::Error;
 use crate::seccomp::request::{
     self, UFFDIO_API, UFFDIO_COPY, UFFDIO_MOVE, UFFDIO_POISON, UFFDIO_REGISTER, UFFDIO_UNREGISTER,
-    UFFDIO_WAKE, UFFDIO_WRITEPROTECT, UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW,
+    UFFDIO_WAKE, UFFDIO_WRITEPROTECT, UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW, as_taken,
 };
 use crate::sys::inject::{self, Call};
 use crate::sys::late_log;
@@ -209,7 +209,7 @@ impl Uffd {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         let fd = match std::fs::File::open("/dev/userfaultfd") {
             // SAFETY: an ioctl without memory argument on a descriptor we own.
-            Ok(device) => unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW.into(), flags) },
+            Ok(device) => unsafe { libc::ioctl(device.as_raw_fd(), as_taken(USERFAULTFD_IOC_NEW), flags) },
             // SAFETY: a system call without memory arguments.
             Err(_) => RawFd::try_from(unsafe { libc::syscall(libc::SYS_userfaultfd, flags) }).unwrap_or(-1),
         };
@@ -423,7 +423,7 @@ impl AsFd for Uffd {
 fn ioctl<T>(fd: &OwnedFd, request: u32, arg: &mut T) -> io::Result<()> {
     // SAFETY: each request above goes with the argument type that its constant states the size of; the kernel
     // checks addresses inside it.
-    let result = unsafe { libc::ioctl(fd.as_raw_fd(), request.into(), arg) };
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), as_taken(request), arg) };
     if result < 0 {
         Err(io::Error::last_os_error())
     } else {
