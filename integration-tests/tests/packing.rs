@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_dedup::{
-    Breaks, Call, Config, DedupService, Error, HostRange, Injection, Observer, Pack, Settings, Site, Switch,
-    Times, Watch,
+    Breaks, Call, Config, DedupService, Error, HostRange, Injection, Observer, Options, Pack, Settings,
+    Setup, Site, Status, Supervisor, Switch, Times, Watch, refusal,
 };
 use vmm_dedup_integration_tests::direct_io::{pin, unpin};
 use vmm_dedup_integration_tests::memory::{Pages, flags_of};
@@ -337,6 +337,152 @@ fn memory_is_taken_back_although_places_of_packed_pages_could_not_go_home() {
     assert_hold(&pages, 200..300, 1);
     service.stop(true).expect("it stops");
     assert_not_registered(&pages);
+}
+
+/// A VM all of whose pages without a twin are packed, and its supervisor.
+fn packed_vm(count: usize) -> (StoreThread, Pages, Supervisor) {
+    let store = StoreThread::start();
+    let pages = Pages::map(count);
+    fill(&pages, 0..count, 0);
+    let supervisor = Supervisor::spawn(Options::default()).expect("it starts");
+    begin(&store, &pages, &supervisor);
+    wait_until("packing", || packed_of(&supervisor) == count - TWINS);
+    (store, pages, supervisor)
+}
+
+fn begin(store: &StoreThread, pages: &Pages, supervisor: &Supervisor) {
+    let setup = Setup {
+        store: store.socket(),
+        config: config(),
+        ..Setup::default()
+    };
+    supervisor.attach(setup).expect("it is attached");
+    // SAFETY: memory of the test's own, which stays mapped.
+    unsafe { supervisor.add_range(range(pages, &(0..pages.count()))) };
+    supervisor.start().expect("it is served");
+}
+
+fn packed_of(supervisor: &Supervisor) -> usize {
+    let packed = supervisor.stats().map_or(0, |stats| stats.packing.pages);
+    usize::try_from(packed).expect("few")
+}
+
+/// Whether a page can be read; without touching it in this program.
+fn readable(pages: &Pages, page: usize) -> bool {
+    let file = tempfile::tempfile().expect("a file");
+    let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
+    // SAFETY: the kernel reads a page of the test's own, or says that it cannot.
+    let written = unsafe { libc::write(fd, pages.address(page) as *const _, PAGE_SIZE) };
+    usize::try_from(written) == Ok(PAGE_SIZE)
+}
+
+/// However long the host lacks memory: whoever unmaps memory does not need what was packed of it.
+#[test]
+fn memory_that_goes_does_not_wait_until_there_is_memory() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (store, pages, supervisor) = packed_vm(PAGES);
+    let gone = 512..640;
+    let lack = Injection::begin(Call::Copy, libc::ENOMEM, Times::Always);
+    supervisor
+        .remove_range(range(&pages, &gone).addresses())
+        .expect("it may go");
+    gone.clone()
+        .for_each(|page| assert!(!readable(&pages, page), "page {page} has other bytes"));
+    drop(lack);
+    assert_hold(&pages, 0..512, 0);
+    assert_hold(&pages, 640..PAGES, 0);
+    supervisor.detach(true).expect("it ends");
+    pages.renew();
+    fill(&pages, 0..PAGES, 2);
+    begin(&store, &pages, &supervisor);
+    wait_until("packing again", || packed_of(&supervisor) == PAGES - TWINS);
+    assert_hold(&pages, 0..PAGES, 2);
+    supervisor.detach(true).expect("it ends");
+    assert_not_registered(&pages);
+}
+
+#[test]
+fn a_vm_is_refused_before_there_is_memory_for_what_was_packed_of_it() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (_store, pages, supervisor) = packed_vm(PAGES);
+    let lack = Injection::begin(Call::Copy, libc::ENOMEM, Times::Always);
+    let refused = supervisor.refuse(refusal::confidential());
+    assert!(
+        matches!(refused, Err(Error::NotUnmerged(left)) if left as usize == PAGES - TWINS),
+        "{refused:?}"
+    );
+    assert_eq!(supervisor.status(), Status::Refused(refusal::confidential()));
+    let reader = std::thread::spawn(move || assert_hold(&pages, 200..201, 0));
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(!reader.is_finished(), "there was memory");
+    drop(lack);
+    reader.join().expect("it reads what was there");
+    assert_hold(&pages, 0..PAGES, 0);
+    wait_until("the end of packing", || {
+        flags_of(&pages).iter().all(|flags| !flags.contains(" um"))
+    });
+    supervisor.detach(true).expect("it ends");
+}
+
+/// At the addresses there may be the next VM's memory soon.
+#[test]
+fn a_vm_ends_before_there_is_memory_for_what_was_packed_of_it() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    for unmerge in [false, true] {
+        let (store, pages, supervisor) = packed_vm(PAGES);
+        let lack = Injection::begin(Call::Copy, libc::ENOMEM, Times::Always);
+        let ended = supervisor.detach(unmerge);
+        assert_eq!(ended.is_err(), unmerge, "{ended:?}");
+        assert!(!readable(&pages, 300), "it has other bytes");
+        pages.renew();
+        fill(&pages, 0..PAGES / 2, 7);
+        drop(lack);
+        begin(&store, &pages, &supervisor);
+        // Nothing of the VM before comes where this one has nothing yet.
+        (PAGES / 2..PAGES).for_each(|page| assert_eq!(pages.load(page, 5), 0, "page {page}"));
+        fill(&pages, PAGES / 2..PAGES, 7);
+        wait_until("packing", || packed_of(&supervisor) == PAGES - TWINS);
+        assert_hold(&pages, 0..PAGES, 7);
+    }
+}
+
+#[test]
+fn a_supervisor_that_is_dropped_leaves_nothing_packed() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (_store, pages, supervisor) = packed_vm(PAGES);
+    let lack = Injection::begin(Call::Copy, libc::ENOMEM, Times::Always);
+    let _ = supervisor.refuse(refusal::confidential());
+    let end = std::thread::spawn(move || drop(supervisor));
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(!end.is_finished(), "pages are packed that nobody rebuilds");
+    drop(lack);
+    end.join().expect("it ends");
+    assert_not_registered(&pages);
+    assert_hold(&pages, 0..PAGES, 0);
+}
+
+/// Somebody is about to pin memory: it is waited for once, not for each part.
+#[test]
+fn without_memory_a_device_is_told_so_soon() {
+    const LARGE: usize = 24 * 512;
+    const SOON: Duration = Duration::from_secs(12);
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (_store, pages, supervisor) = packed_vm(LARGE);
+    let lack = Injection::begin(Call::Copy, libc::ENOMEM, Times::Always);
+    let start = Instant::now();
+    let refused = supervisor.pin();
+    let took = start.elapsed();
+    assert!(matches!(refused, Err(Error::NotUnmerged(_))), "{refused:?}");
+    assert!(took < SOON, "{took:?}");
+    drop(lack);
+    supervisor.pin().expect("there is memory again");
+    assert_not_registered(&pages);
+    assert_hold(&pages, 0..LARGE, 0);
 }
 
 /// The rebuilding thread touches memory for longer than a scanning thread that dies.

@@ -4,7 +4,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmm_dedup::{
-    Breaks, Call, Config, DedupService, Error, HostRange, Injection, Policy, Settings, Switch, Times,
+    Breaks, Call, Config, DedupService, Error, HostRange, Injection, Policy, Settings, Site, Switch, Times,
+    Watch,
 };
 use vmm_dedup_integration_tests::memory::{Pages, flags_of};
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -494,6 +495,28 @@ fn memory_of_which_a_part_is_taken_still_is_not_taken_back_at_all() {
     wait_until("sharing", || mapped(&service) == 2048);
     service.stop(true).expect("it stops");
     (0..2048).for_each(|page| assert!(pages.holds(page, page as u64 / 2 + 1)));
+}
+
+/// The kernel registers what it can, and then says that it lacks mappings.
+#[test]
+fn memory_that_could_not_be_added_is_not_registered_in_part() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let (pages, more) = (Pages::map(16), Pages::map(512));
+    let service = pages
+        .serve(&store.socket(), config(Breaks::KERNEL))
+        .expect("dedup starts");
+    let lack = Injection::begin(Call::Register, libc::ENOMEM, Times::Always);
+    let watch = Watch::begin();
+    // SAFETY: the pages are never unmapped and only accessed through raw pointers.
+    let add = || unsafe { service.add_range(range(&more, 0, 512)) };
+    let refused = add().expect_err("there are no mappings");
+    assert!(matches!(refused, Error::Register { .. }), "{refused}");
+    let ends = |site: &Site| site.call == Call::Unregister && site.file.ends_with("scan/hotplug.rs");
+    assert!(watch.sites().keys().any(ends), "a part of it may be registered");
+    drop((lack, watch));
+    add().expect("there are mappings again");
+    service.stop(true).expect("it stops");
 }
 
 /// What the VMM had advised for guest memory: it is not to be in core dumps, nor in children.

@@ -114,6 +114,42 @@ fn twin(page: usize) -> u64 {
     (page % (PAGES / 2)) as u64 + 1
 }
 
+/// A pass takes as long as the CPU budget makes it; whoever asks for one waits for it alone.
+#[test]
+fn a_pass_keeps_nobody_else_waiting() {
+    need_userfaultfd!();
+    let store = StoreThread::start();
+    let guest = Arc::new(Guest::sharing(&store));
+    let (goes_on, stands) = mpsc::channel::<()>();
+    let (tell, told) = mpsc::channel();
+    let mut first = true;
+    let observer = vmm_dedup::Observer::begin(move |_| {
+        let is_scanner = std::thread::current().name() == Some("dedup-scan");
+        if is_scanner && std::mem::take(&mut first) {
+            _ = tell.send(());
+            _ = stands.recv();
+        }
+    });
+    let passes = {
+        let guest = guest.clone();
+        std::thread::spawn(move || guest.supervisor.pass())
+    };
+    told.recv_timeout(PATIENCE).expect("it works");
+    let asks = {
+        let (guest, (tell, told)) = (guest.clone(), mpsc::channel());
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            tell.send(guest.supervisor.with_service(|service| service.is_some()))
+        });
+        told.recv_timeout(ANSWERED)
+    };
+    goes_on.send(()).expect("it waits");
+    assert_eq!(asks, Ok(Some(true)));
+    drop(observer);
+    assert!(passes.join().expect("no panic").is_ok());
+    guest.check();
+}
+
 #[test]
 fn attaching_twice_changes_nothing() {
     need_userfaultfd!();

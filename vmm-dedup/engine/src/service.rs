@@ -13,6 +13,7 @@ use crate::scan::control::{Change, Command, Control, Ending, Event};
 use crate::scan::pass::Pass;
 use crate::seccomp::Part;
 use crate::store::connection::Store;
+use crate::sync::{Mutex, lock};
 use crate::sys::late_log;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::thread;
@@ -23,15 +24,38 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use vm_memory::GuestMemoryBackend;
 use vmm_dedup_protocol::control::{Explanation, Settings, Switch};
 use vmm_dedup_protocol::stats::ServiceStats;
 
+/// What the scanning thread was asked for, and will answer.
+#[derive(Debug)]
+pub(crate) struct Pending<T>(mpsc::Receiver<T>);
+
+impl<T> Pending<T> {
+    /// Waits for the answer, by futex alone.
+    ///
+    /// # Errors
+    /// [`Error::Stopped`]: the service has ended before.
+    pub(crate) fn wait(self) -> Result<T, Error> {
+        self.0.recv().map_err(|_| Error::Stopped)
+    }
+}
+
+/// The rebuilding thread.
+#[derive(Debug)]
+struct Rebuilds {
+    thread: JoinHandle<()>,
+    /// Says that it goes on alone, for want of memory, although the service has ended.
+    alone: Mutex<mpsc::Receiver<()>>,
+}
+
 /// A running dedup service for one VM: a scanning thread, in managed mode a fault thread, and if pages are packed one that rebuilds
 /// them.
 ///
-/// Dropping it stops it without unmerging: what is shared stays shared, and the kernel copies on write.
+/// Dropping it stops it without unmerging: what is shared stays shared, and the kernel copies on write. What is packed comes back first,
+/// however long the host lacks memory for that.
 #[derive(Debug)]
 pub struct DedupService {
     control: Arc<Control>,
@@ -41,7 +65,7 @@ pub struct DedupService {
     line: Arc<AgentLine>,
     scanner: Option<JoinHandle<(ServiceStats, Result<(), Error>)>>,
     faults: Option<JoinHandle<()>>,
-    rebuilds: Option<JoinHandle<()>>,
+    rebuilds: Option<Rebuilds>,
     listener: Option<JoinHandle<()>>,
 }
 
@@ -186,14 +210,17 @@ impl DedupService {
             listener: None,
         };
         if let Some(packer) = packer {
-            let server = Server::of(packer);
+            let (server, alone) = Server::of(packer);
             let memory = keep_alive.clone();
             let serve = move || {
                 server.serve();
                 drop(memory);
             };
             match thread::spawn(Part::Pack, serve) {
-                Ok(thread) => service.rebuilds = Some(thread),
+                Ok(thread) => {
+                    let alone = Mutex::new(alone);
+                    service.rebuilds = Some(Rebuilds { thread, alone });
+                }
                 Err(error) => {
                     service.end_helpers();
                     return Err(Error::Thread(error));
@@ -250,13 +277,22 @@ impl DedupService {
     /// [`Error::Config`] names a setting out of range, and nothing was changed then; [`Error::NotUnmerged`],
     /// [`Error::Stopped`].
     pub fn set(&self, settings: Settings) -> Result<(), Error> {
+        self.begin_to_set(settings)?.wait()?
+    }
+
+    /// The same without waiting.
+    ///
+    /// # Errors
+    /// [`Error::Config`].
+    pub(crate) fn begin_to_set(&self, settings: Settings) -> Result<Pending<Result<(), Error>>, Error> {
         self.control.apply(&settings, &self.breaker)?;
-        if settings.switch != Some(Switch::OffUnmerge) {
-            return Ok(());
-        }
         let (tell, told) = mpsc::channel();
-        self.control.order(Command::Unmerge(Some(tell)));
-        told.recv().map_err(|_| Error::Stopped)?
+        if settings.switch == Some(Switch::OffUnmerge) {
+            self.control.order(Command::Unmerge(Some(tell)));
+        } else {
+            let _ = tell.send(Ok(()));
+        }
+        Ok(Pending(told))
     }
 
     /// What became of the pages at some guest physical addresses (`None`: of all), and what keeps the service from
@@ -275,9 +311,14 @@ impl DedupService {
     /// # Errors
     /// [`Error::Stopped`].
     pub fn pass(&self) -> Result<ServiceStats, Error> {
+        self.begin_pass().wait()
+    }
+
+    /// The same without waiting.
+    pub(crate) fn begin_pass(&self) -> Pending<ServiceStats> {
         let (tell, told) = mpsc::channel();
         self.control.order(Command::Pass(tell));
-        told.recv().map_err(|_| Error::Stopped)
+        Pending(told)
     }
 
     /// Takes on memory that the VM got (hotplug), on plain addresses.
@@ -386,21 +427,38 @@ impl DedupService {
     /// # Errors
     /// [`Error::NotUnmerged`] if pages still map the store although they should not; [`Error::Stopped`] if the scanning
     /// thread had died.
-    pub fn stop(self, unmerge: bool) -> Result<ServiceStats, Error> {
+    pub fn stop(mut self, unmerge: bool) -> Result<ServiceStats, Error> {
         self.end_as(if unmerge {
             Ending::Unmerge
         } else {
             Ending::StayShared
         })
     }
+}
 
-    /// As [`Self::stop`].
+/// The end, and what is left of a service then.
+impl DedupService {
+    /// As [`Self::stop`], but what is packed is not waited for where the host lacks memory: it comes back when that is there, for as long as
+    /// this is not dropped, which waits for it ([`Self::is_rebuilding`]).
     ///
     /// # Errors
     /// Those of [`Self::stop`].
-    pub(crate) fn end_as(mut self, ending: Ending) -> Result<ServiceStats, Error> {
+    pub(crate) fn end_as(&mut self, ending: Ending) -> Result<ServiceStats, Error> {
         let (stats, end) = self.end(ending).ok_or(Error::Stopped)?;
         end.map(|()| stats)
+    }
+
+    /// Whether something packed is not back yet, of a service that has ended.
+    pub(crate) fn is_rebuilding(&self) -> bool {
+        let rebuilds = self.rebuilds.as_ref();
+        rebuilds.is_some_and(|rebuilds| !rebuilds.thread.is_finished())
+    }
+
+    /// Memory of a service that has ended goes: what is packed of it does not come back any more.
+    pub(crate) fn let_go(&self, range: &Range<usize>) {
+        if let Some(packer) = &self.packer {
+            packer.let_go(range, Duration::ZERO);
+        }
     }
 
     /// Whether the scanning thread has ended by itself, which only a bug explains.
@@ -420,7 +478,7 @@ impl DedupService {
         end
     }
 
-    /// To be called when the scanning thread has ended, however it did: whatever is packed then comes back.
+    /// To be called when the scanning thread has ended, however it did: whatever is packed then comes back, now or later.
     fn end_helpers(&mut self) {
         self.breaker.end();
         if let Some(faults) = self.faults.take() {
@@ -429,8 +487,10 @@ impl DedupService {
         if let Some(packer) = &self.packer {
             packer.end();
         }
-        if let Some(rebuilds) = self.rebuilds.take() {
-            let _ = rebuilds.join();
+        // Else it goes on alone.
+        let ends = |rebuilds: &mut Rebuilds| lock(&rebuilds.alone).recv().is_err();
+        if let Some(rebuilds) = self.rebuilds.take_if(ends) {
+            let _ = rebuilds.thread.join();
         }
     }
 }
@@ -438,6 +498,9 @@ impl DedupService {
 impl Drop for DedupService {
     fn drop(&mut self) {
         self.end(Ending::StayShared);
+        if let Some(rebuilds) = self.rebuilds.take() {
+            let _ = rebuilds.thread.join();
+        }
     }
 }
 

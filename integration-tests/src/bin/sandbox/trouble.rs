@@ -3,7 +3,7 @@
 use crate::guest::{Guest, PAGES, PATIENCE, range, twins};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
-use vmm_dedup::{Breaks, Call, Config, Injection, Lease, Times};
+use vmm_dedup::{Breaks, Call, Config, Error, Injection, Lease, Times, refusal};
 use vmm_dedup_integration_tests::memory::Pages;
 
 impl Guest {
@@ -34,6 +34,7 @@ impl Guest {
         });
         self.packs_in_trouble();
         self.packs_in_broken_memory();
+        self.packs_without_memory();
         self.dies();
     }
 
@@ -92,6 +93,21 @@ impl Guest {
             .lend(range(&pages, 0, PAGES).addresses(), Lease::UntilTakenBack);
         self.wait("more of them", |s| broken(s) > touched);
         let _ = self.supervisor.detach(true);
+    }
+}
+
+impl Guest {
+    /// The host has no memory for what is packed: neither when a part of the VM's memory goes, nor when it is refused, nor when it ends.
+    fn packs_without_memory(&mut self) {
+        let pages = self.packed();
+        let lack = Injection::begin(Call::Copy, libc::ENOMEM, Times::Always);
+        let gone = range(&pages, 0, PAGES / 4).addresses();
+        self.supervisor.remove_range(gone).expect("it goes");
+        let refused = self.supervisor.refuse(refusal::confidential());
+        assert!(matches!(refused, Err(Error::NotUnmerged(_))), "{refused:?}");
+        self.supervisor.detach(false).expect("it ends");
+        assert!(lack.failed() > 0, "nothing has failed");
+        pages.renew();
     }
 }
 

@@ -1,10 +1,18 @@
-//! The mailbox, the state machine and the watched pins of `vmm-dedup`'s supervisor, compiled from the very same sources, on loom's locks.
+//! The thread of `vmm-dedup`'s supervisor (its loop, mailbox, state machine and watched pins), compiled from the very same sources, on
+//! loom's locks.
 //!
 //! loom runs a model, a few threads that each make a few steps, in all orders. `cargo test -p vmm-dedup-loom` runs the models
 //! (`tests`), in seconds; CI does so with all other tests.
 //!
-//! What is not real here: the service is a page that is touched while a region is active, and nothing takes time.
+//! What is not real here are the driver's hands: the service is a page that is touched while a region is active, whatever is asked of it
+//! works, and time passes when a model says so.
 
+#[path = "../../src/supervisor/driver.rs"]
+#[allow(dead_code, unreachable_pub)]
+mod driver;
+#[path = "../../src/supervisor/letter.rs"]
+#[allow(dead_code)]
+mod letter;
 #[path = "../../src/supervisor/lifecycle.rs"]
 #[allow(dead_code, unreachable_pub)] // what models do not look at; what the engine exports
 mod lifecycle;
@@ -15,9 +23,41 @@ mod mailbox;
 #[allow(dead_code)]
 mod watched;
 
+#[path = "../../src/memory/ranges.rs"]
+#[allow(dead_code)]
+mod ranges;
+
 /// Where the sources look for each other.
 mod supervisor {
-    pub(crate) use crate::lifecycle;
+    pub(crate) use crate::{letter, lifecycle, mailbox, watched};
+}
+
+/// Where the sources look for each other.
+mod memory {
+    pub(crate) use crate::ranges;
+}
+
+/// The models' time.
+mod clock {
+    use std::cell::Cell;
+    use std::time::{Duration, Instant};
+
+    thread_local! {
+        // loom runs all threads of a model in one of ours.
+        static NOW: Cell<Option<Instant>> = const { Cell::new(None) };
+    }
+
+    pub(crate) fn now() -> Instant {
+        NOW.get().unwrap_or_else(|| {
+            let now = Instant::now();
+            NOW.set(Some(now));
+            now
+        })
+    }
+
+    pub(crate) fn pass(time: Duration) {
+        NOW.set(Some(now() + time));
+    }
 }
 
 /// loom's locks in the place of the standard library's.
@@ -33,20 +73,28 @@ mod sync {
         condition.wait(guard).expect("no model panics with a lock")
     }
 
-    /// No deadline ever comes.
+    /// No deadline comes that has not come.
     pub(crate) fn wait_until<'a, T>(
         condition: &Condvar,
         guard: MutexGuard<'a, T>,
-        _: Instant,
+        deadline: Instant,
     ) -> (MutexGuard<'a, T>, bool) {
+        if deadline <= crate::clock::now() {
+            return (guard, true);
+        }
         (wait(condition, guard), false)
     }
 }
 
-/// What of the engine's errors the state machine needs.
+/// What of the engine's errors the sources need.
 mod error {
+    use vmm_dedup_protocol::refusal::{Reason, Refusal};
+
     #[derive(Debug)]
+    #[allow(dead_code)] // nothing fails here
     pub(crate) enum Error {
+        Stopped,
+        Refused(Refusal),
         Attached,
         Detached,
         #[allow(dead_code)] // nobody prints it
@@ -56,6 +104,18 @@ mod error {
             start: usize,
             end: usize,
         },
+    }
+
+    impl Error {
+        pub(crate) fn may_pass(&self) -> bool {
+            false
+        }
+    }
+
+    impl From<&Error> for Refusal {
+        fn from(_: &Error) -> Self {
+            Refusal::new(Reason::Other, "", "")
+        }
     }
 }
 
@@ -73,6 +133,10 @@ mod refusal {
 
     pub(crate) fn foreign_userfaultfd() -> Refusal {
         Refusal::new(Reason::ForeignUserfaultfd, "", "")
+    }
+
+    pub(crate) fn service_died() -> Refusal {
+        Refusal::new(Reason::Other, "", "")
     }
 
     // What the state machine's own tests name, which are compiled with all targets and not run here.
@@ -98,14 +162,16 @@ mod refusal {
     }
 }
 
-use lifecycle::{Effect, Event, Lease, Lifecycle, Outcome, Span};
+use driver::{Driver, Hands};
+use error::Error;
+use letter::{Answer, Letter};
+use lifecycle::{Effect, Event, Lease, Lifecycle, Span};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicBool, Ordering};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::refusal::{Reason, Refusal};
-use watched::{Still, Watched};
 
 /// The memory of the models' VM: one page.
 pub const MEMORY: Range<usize> = 0..4096;
@@ -118,20 +184,9 @@ struct Page(UnsafeCell<u64>);
 #[allow(unsafe_code)]
 unsafe impl Sync for Page {}
 
-/// What a thread of the VMM sends.
-enum Letter {
-    Event(Event),
-    PinWhile(Still),
-}
-
-impl std::fmt::Debug for Letter {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Event(_) => "Event",
-            Self::PinWhile(_) => "PinWhile",
-        })
-    }
-}
+/// Some time passes, after which it is looked again for what nobody tells.
+#[derive(Debug)]
+struct Tick;
 
 /// A device whose end nobody tells: whether it has gone can be seen.
 #[derive(Clone, Debug)]
@@ -156,7 +211,7 @@ impl Device {
 /// A supervisor as the VMM's threads see it.
 #[derive(Clone, Debug)]
 pub struct Vmm {
-    letters: Arc<mailbox::Mailbox<Letter, bool>>,
+    letters: Arc<mailbox::Mailbox<Letter<Tick>, Answer<()>>>,
     page: Arc<Page>,
 }
 
@@ -226,12 +281,28 @@ impl Vmm {
         self.ask(Event::Detach { unmerge: false }).is_some()
     }
 
+    /// Some time passes.
+    pub fn wait(&self) {
+        self.letters.post(Letter::Ask(Tick));
+    }
+
+    /// The supervisor ends when it has read what came before.
+    pub fn end(&self) {
+        self.letters.post(Letter::End);
+    }
+
+    /// Whether it went well, if somebody answered.
     fn ask(&self, event: Event) -> Option<bool> {
-        self.letters.ask(Letter::Event(event))
+        self.letters
+            .ask(Letter::Event(event))
+            .map(|(done, _)| done.is_ok())
     }
 
     fn post(&self, event: Event) {
-        self.letters.post(Letter::Event(event));
+        self.letters.post(match event {
+            Event::Add(span) => Letter::Add(vec![span], None),
+            event => Letter::Event(event),
+        });
     }
 
     /// The supervisor's thread has died, or ends.
@@ -246,58 +317,73 @@ impl Vmm {
         self.page.0.with_mut(|page| unsafe { *page += 1 });
     }
 
-    /// The supervisor's thread, for so many letters, each a second behind the one before: whatever is active is worked on behind each.
-    pub fn serve(&self, letters: usize) {
-        let mut now = Instant::now();
-        let mut machine = Lifecycle::new(Duration::ZERO, true);
-        let (mut service, mut watched) = (Service::default(), Watched::default());
-        for _ in 0..letters {
-            let Some((ticket, letter)) = self.letters.next(None) else {
-                return;
-            };
-            now += lifecycle::RETRY;
-            let event = match letter {
-                Letter::Event(event) => event,
-                Letter::PinWhile(still) => {
-                    watched.add(still, now);
-                    Event::Pin
-                }
-            };
-            let handled = machine.handle(event, now).is_ok();
-            service.work_off(&mut machine, now, false);
-            self.letters.answer(ticket, handled);
-            for _ in 0..watched.end(now) {
-                let _ = machine.handle(Event::LetGo, now);
-                service.work_off(&mut machine, now, false);
-            }
-            service.work_off(&mut machine, now, true);
-            if service.works && service.on {
-                self.use_memory();
-            }
-        }
+    /// The supervisor's thread, until it ends: whatever is active is worked on whenever all that was to be done is done.
+    pub fn serve(&self) {
+        let hands = Service {
+            vmm: self.clone(),
+            works: false,
+            on: false,
+        };
+        Driver::of(hands, Lifecycle::new(Duration::ZERO, true)).run(&self.letters);
     }
 }
 
 /// What effects make of a service.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Service {
+    vmm: Vmm,
     /// It has memory.
     works: bool,
     on: bool,
 }
 
-impl Service {
-    fn work_off(&mut self, machine: &mut Lifecycle, now: Instant, due: bool) {
-        while let Some(effect) = machine.next(now, due) {
-            match effect {
-                Effect::Start(_) | Effect::Add(_) | Effect::Resume(_) => self.works = true,
-                Effect::Release(_) | Effect::Remove(_) => self.works = false,
-                Effect::Unpause => self.on = true,
-                Effect::Pause => self.on = false,
-                Effect::Stop { .. } => *self = Self::default(),
-                _ => {}
-            }
-            machine.done(&effect, Outcome::Done, now);
+impl Hands for Service {
+    type Ask = Tick;
+    type Account = ();
+
+    fn now(&self) -> Instant {
+        clock::now()
+    }
+
+    fn take(_: &mut Driver<Self>, Tick: Tick) -> Result<(), Error> {
+        clock::pass(lifecycle::RETRY);
+        Ok(())
+    }
+
+    fn carry_out(driver: &mut Driver<Self>, effect: &Effect) -> Result<(), Error> {
+        let service = &mut driver.hands;
+        match effect {
+            Effect::Start(_) | Effect::Add(_) | Effect::Resume(_) => service.works = true,
+            Effect::Release(_) | Effect::Remove(_) => service.works = false,
+            Effect::Unpause => service.on = true,
+            Effect::Pause => service.on = false,
+            Effect::Stop { .. } => (service.works, service.on) = (false, false),
+            _ => {}
         }
+        Ok(())
+    }
+
+    fn next_due(&self) -> Option<Instant> {
+        None
+    }
+
+    fn do_what_is_due(&mut self) {}
+
+    fn bury(&mut self) -> bool {
+        false
+    }
+
+    fn take_account(&mut self) -> Option<()> {
+        None
+    }
+
+    fn settled(&self, _: &Lifecycle) {
+        if self.works && self.on {
+            self.vmm.use_memory();
+        }
+    }
+
+    fn end(&mut self) {
+        (self.works, self.on) = (false, false);
     }
 }

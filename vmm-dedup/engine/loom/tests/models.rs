@@ -23,20 +23,21 @@ fn explore(least_runs: usize, model: impl Fn() + Send + Sync + 'static) {
     assert!(runs >= least_runs, "only {runs} runs");
 }
 
-/// Runs the supervisor for so many letters beside what the VMM's thread does.
-fn beside(vmm: &Vmm, letters: usize, work: impl FnOnce(&Vmm)) {
+/// Runs the supervisor beside what the VMM's threads do.
+fn beside(vmm: &Vmm, work: impl FnOnce(&Vmm)) {
     let server = {
         let vmm = vmm.clone();
-        thread::spawn(move || vmm.serve(letters))
+        thread::spawn(move || vmm.serve())
     };
     work(vmm);
+    vmm.end();
     server.join().unwrap();
 }
 
 #[test]
 fn a_device_that_has_pinned_memory_is_alone_with_it() {
     explore(5, || {
-        beside(&Vmm::new(), 4, |vmm| {
+        beside(&Vmm::new(), |vmm| {
             vmm.attach();
             assert!(vmm.pin());
             vmm.use_memory();
@@ -48,7 +49,7 @@ fn a_device_that_has_pinned_memory_is_alone_with_it() {
 #[test]
 fn a_pin_races_with_memory_that_is_plugged_in() {
     explore(20, || {
-        beside(&Vmm::new(), 5, |vmm| {
+        beside(&Vmm::new(), |vmm| {
             vmm.attach();
             let other = vmm.clone();
             let plugs = thread::spawn(move || other.add());
@@ -63,7 +64,7 @@ fn a_pin_races_with_memory_that_is_plugged_in() {
 #[test]
 fn a_device_pins_while_memory_is_taken_back() {
     explore(20, || {
-        beside(&Vmm::new(), 5, |vmm| {
+        beside(&Vmm::new(), |vmm| {
             vmm.attach();
             let other = vmm.clone();
             let lends = thread::spawn(move || {
@@ -80,7 +81,7 @@ fn a_device_pins_while_memory_is_taken_back() {
 #[test]
 fn memory_of_a_refused_vm_is_left_alone_whatever_is_told_of_it() {
     explore(20, || {
-        beside(&Vmm::new(), 6, |vmm| {
+        beside(&Vmm::new(), |vmm| {
             vmm.attach();
             let other = vmm.clone();
             let lends = thread::spawn(move || {
@@ -99,7 +100,7 @@ fn memory_of_a_refused_vm_is_left_alone_whatever_is_told_of_it() {
 fn a_refusal_races_with_the_vm_that_it_is_of() {
     explore(20, || {
         let vmm = Vmm::new();
-        beside(&vmm, 4, |vmm| {
+        beside(&vmm, |vmm| {
             let other = vmm.clone();
             let begins = thread::spawn(move || {
                 other.attach();
@@ -119,18 +120,17 @@ fn a_refusal_races_with_the_vm_that_it_is_of() {
 #[test]
 fn memory_is_taken_again_only_when_a_watched_device_has_gone() {
     explore(20, || {
-        beside(&Vmm::new(), 6, |vmm| {
+        beside(&Vmm::new(), |vmm| {
             vmm.attach();
             let (device, other) = (Device::new(), vmm.clone());
             let plugs = thread::spawn(move || {
                 other.add();
-                // The time that passes until the device is looked for.
-                other.take_back();
+                other.wait();
             });
             assert!(vmm.pin_while(&device));
             vmm.use_memory();
             device.close();
-            vmm.add();
+            vmm.wait();
             plugs.join().unwrap();
         });
     });
@@ -139,7 +139,7 @@ fn memory_is_taken_again_only_when_a_watched_device_has_gone() {
 #[test]
 fn a_device_that_is_told_of_keeps_memory_that_a_watched_one_has_left() {
     explore(20, || {
-        beside(&Vmm::new(), 5, |vmm| {
+        beside(&Vmm::new(), |vmm| {
             vmm.attach();
             let (device, other) = (Device::new(), vmm.clone());
             let watched = {
@@ -147,7 +147,7 @@ fn a_device_that_is_told_of_keeps_memory_that_a_watched_one_has_left() {
                 thread::spawn(move || {
                     assert!(other.pin_while(&device));
                     device.close();
-                    other.add();
+                    other.wait();
                 })
             };
             assert!(vmm.pin());
@@ -161,7 +161,7 @@ fn a_device_that_is_told_of_keeps_memory_that_a_watched_one_has_left() {
 #[test]
 fn memory_that_was_removed_is_its_next_owners() {
     explore(20, || {
-        beside(&Vmm::new(), 4, |vmm| {
+        beside(&Vmm::new(), |vmm| {
             vmm.attach();
             let other = vmm.clone();
             let ends = thread::spawn(move || assert!(other.detach()));
@@ -174,6 +174,7 @@ fn memory_that_was_removed_is_its_next_owners() {
 
 #[test]
 fn nobody_waits_for_a_supervisor_that_has_died() {
+    static SEEN: AtomicUsize = AtomicUsize::new(0);
     explore(20, || {
         let vmm = Vmm::new();
         let asks = |ask: fn(&Vmm) -> bool| {
@@ -181,10 +182,20 @@ fn nobody_waits_for_a_supervisor_that_has_died() {
             thread::spawn(move || ask(&vmm))
         };
         let (pins, detaches) = (asks(Vmm::pin), asks(Vmm::detach));
-        vmm.serve(1);
+        vmm.end();
+        vmm.serve();
         vmm.close();
+        // Each was answered, or has learned that nobody will.
         let answered = [pins.join().unwrap(), detaches.join().unwrap()];
-        assert_eq!(answered.iter().filter(|answered| **answered).count(), 1);
+        SEEN.fetch_or(
+            1 << answered.iter().filter(|answered| **answered).count(),
+            Ordering::Relaxed,
+        );
         assert!(!vmm.pin());
     });
+    assert_eq!(
+        SEEN.load(Ordering::Relaxed),
+        0b111,
+        "one, both or none came in time"
+    );
 }

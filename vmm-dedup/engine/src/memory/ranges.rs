@@ -28,7 +28,7 @@ mod tests {
     #[test]
     fn complement_is_the_rest() {
         assert_eq!(complement(&(0..10), &[2..3, 5..7]), [0..2, 3..5, 7..10]);
-        assert_eq!(complement(&(0..10), std::slice::from_ref(&(0..10))), []);
+        assert!(complement(&(0..10), std::slice::from_ref(&(0..10))).is_empty());
         assert!(complement(&(0..10), &[]).into_iter().eq(std::iter::once(0..10)));
     }
 }

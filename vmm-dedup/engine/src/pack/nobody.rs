@@ -9,7 +9,7 @@ use crate::sys::pagemap::Pagemap;
 use crate::sys::uffd::Uffd;
 use crate::track::access::Probes;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 #[derive(Debug)]
@@ -52,7 +52,7 @@ impl Packer {
         match *self {}
     }
 
-    pub(crate) fn end_registrations(&self, _: &Range<Page>) {
+    pub(crate) fn let_go(&self, _: &Range<usize>, _: Duration) {
         match *self {}
     }
 
@@ -111,8 +111,8 @@ impl Packing {
 pub(crate) struct Server(Arc<Packer>);
 
 impl Server {
-    pub(crate) fn of(packer: Arc<Packer>) -> Self {
-        Self(packer)
+    pub(crate) fn of(packer: Arc<Packer>) -> (Self, mpsc::Receiver<()>) {
+        (Self(packer), mpsc::channel().1)
     }
 
     pub(crate) fn serve(self) {

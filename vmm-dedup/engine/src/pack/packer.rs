@@ -68,6 +68,16 @@ enum Armed {
     No,
 }
 
+/// Whether registrations of neighbours have ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ended {
+    Yes,
+    /// The kernel lacks memory for that.
+    Later,
+    /// Some of the places are not ours (any more): unmapped, replaced by other memory, or forgotten.
+    Foreign,
+}
+
 impl Packer {
     pub(crate) fn new(tracker: Arc<Uffd>, memory: Arc<Memory>) -> Result<Self, Error> {
         Ok(Self {
@@ -352,8 +362,50 @@ impl Packer {
         }
     }
 
-    /// Ends the registrations of pages of which nothing is packed any more, and tries that until it works.
-    pub(crate) fn end_registrations(&self, pages: &Range<Page>) {
+    /// Gives up what is packed of memory that goes, and could not come back. Whoever has that memory still meets memory errors there,
+    /// never other bytes. The memory is the packer's still.
+    fn abandon(&self, range: &Range<usize>) {
+        let mut inner = self.lock();
+        for pages in inner.memory.within(range) {
+            while let Some(page) = inner.table.first(&pages) {
+                let address = inner.memory.address(page);
+                let error = self.uffd.poison(address, PAGE_SIZE).err();
+                if let Some(error) = &error
+                    && !self.uffd.filled(address)
+                {
+                    // It stays a hole that nobody fills: its registration ends when it is unmapped.
+                    inner.registered.set(page, false);
+                    late_log::note(
+                        "giving up packed pages of memory that goes",
+                        error,
+                        "whoever touches them waits until that is unmapped",
+                    );
+                } else {
+                    late_log::note(
+                        "bringing back packed pages of memory that goes",
+                        &io::Error::from_raw_os_error(libc::ENOMEM),
+                        "whoever touches them before that is unmapped meets a memory error",
+                    );
+                    wake(&self.uffd, &(address..address + PAGE_SIZE));
+                }
+                inner.table.give_up(&(page..page + 1));
+            }
+        }
+    }
+
+    /// As [`Self::abandon`], and whoever has the addresses next does not meet the packer's registrations, as far as the kernel allows that
+    /// for so long.
+    pub(crate) fn let_go(&self, range: &Range<usize>, patience: Duration) {
+        self.abandon(range);
+        let pages = self.lock().memory.within(range);
+        pages
+            .iter()
+            .for_each(|pages| _ = self.end_registrations(pages, patience));
+    }
+
+    /// Ends the registrations of pages of which nothing is packed any more, and tries that until it has not worked for so long; whether
+    /// all have ended.
+    pub(super) fn end_registrations(&self, pages: &Range<Page>, patience: Duration) -> bool {
         let runs = {
             let inner = self.lock();
             let pages = inner.registered.runs(pages.clone()).into_iter().flatten();
@@ -362,18 +414,31 @@ impl Packer {
             let runs = pages.chunk_by(neighbours);
             runs.map(|run| run[0]..run[run.len() - 1] + 1).collect::<Vec<_>>()
         };
+        let (mut all, since) = (true, Instant::now());
         for run in runs {
-            if !self.try_to_end_registration(&run) {
+            let left = || patience.saturating_sub(since.elapsed());
+            match self.try_to_end_registration(&run, left()) {
+                Ended::Yes => {}
+                Ended::Later => all = false,
                 // Some of it is not what it was. Page by page that is nobody's to wait for.
-                run.for_each(|page| _ = self.try_to_end_registration(&(page..page + 1)));
+                Ended::Foreign => {
+                    let later =
+                        |page: Page| self.try_to_end_registration(&(page..page + 1), left()) == Ended::Later;
+                    all &= run.filter(|page| later(*page)).count() == 0;
+                }
             }
         }
+        all
     }
 
-    /// `false`: some of the places are not ours (any more): unmapped, or replaced by other memory.
-    fn try_to_end_registration(&self, run: &Range<Page>) -> bool {
+    fn try_to_end_registration(&self, run: &Range<Page>, patience: Duration) -> Ended {
+        let since = Instant::now();
         for failures in 1usize.. {
             let inner = self.lock();
+            // Whoever forgets memory has it meanwhile, and the numbers of its pages are nobody's.
+            if !run.clone().all(|page| inner.memory.has(page)) {
+                return Ended::Foreign;
+            }
             let range = inner.memory.addresses(run);
             let done = self.uffd.unregister(range.start, range.len());
             let foreign = done.as_ref().is_err_and(is_foreign);
@@ -382,9 +447,17 @@ impl Packer {
             }
             let Err(error) = done else { break };
             if foreign {
-                return false;
+                return Ended::Foreign;
             }
             drop(inner);
+            if since.elapsed() >= patience {
+                late_log::note(
+                    "ending registrations of packed pages",
+                    &error,
+                    "they end later, or when the memory is unmapped",
+                );
+                return Ended::Later;
+            }
             late_log::note(
                 "ending registrations of packed pages",
                 &error,
@@ -393,7 +466,7 @@ impl Packer {
             cry_at_times(failures);
             std::thread::sleep(MEMORY_PAUSE);
         }
-        true
+        Ended::Yes
     }
 
     /// Ends the rebuilding thread, once it has brought everything back.

@@ -11,8 +11,8 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 /// How long faults are polled for after one was served, while they keep coming: being woken takes longer than any codec.
@@ -21,6 +21,10 @@ const POLL: Duration = Duration::from_micros(50);
 const MEMORY_PAUSE: Duration = Duration::from_millis(1);
 /// Longest sleep: nothing happens by itself.
 const SLEEP: Duration = Duration::from_secs(3600);
+/// How long everybody waits at the end for memory to come back to.
+const WITHOUT_MEMORY: Duration = Duration::from_secs(1);
+/// Between two tries of that where nobody waits.
+const ALONE_PAUSE: Duration = Duration::from_millis(100);
 /// Most neighbours that come back ahead of a walk.
 const AHEAD: Page = 16;
 
@@ -55,29 +59,46 @@ impl Walk {
 
 /// What the rebuilding thread lives on.
 #[derive(Debug)]
-pub(crate) struct Server(Arc<Packer>);
+pub(crate) struct Server {
+    packer: Arc<Packer>,
+    /// Who waits for the thread's end need not wait any longer: it goes on alone.
+    alone: mpsc::Sender<()>,
+}
 
 impl Server {
-    pub(crate) fn of(packer: Arc<Packer>) -> Self {
-        Self(packer)
+    /// With what tells that the thread goes on alone. If it has ended, that is closed.
+    pub(crate) fn of(packer: Arc<Packer>) -> (Self, mpsc::Receiver<()>) {
+        let (alone, told) = mpsc::channel();
+        (Self { packer, alone }, told)
     }
 
-    /// The thread: serves whoever touches packed pages until [`Packer::end`]; then brings back all that are left. A panic ends
-    /// neither.
+    /// The thread: serves whoever touches packed pages until [`Packer::end`]; then brings back all that are left. If there is no
+    /// memory for that it says so, and serves and tries on until all is back, or was abandoned and forgotten. A panic ends
+    /// nothing of that.
     pub(crate) fn serve(self) {
         let mut queue = VecDeque::new();
-        self.until_done(|| self.0.run(&mut queue));
+        let stopped = || self.packer.stop.load(Ordering::Acquire);
+        self.until_done(|| self.packer.run(&mut queue, stopped, SLEEP));
+        let mut back = false;
+        let mut patience = WITHOUT_MEMORY;
         // Those who waited for memory come again: their page is brought back with all others, and they are woken.
-        self.until_done(|| _ = self.0.bring_back(&(0..Page::MAX), Duration::MAX));
-        self.until_done(|| self.0.end_registrations(&(0..Page::MAX)));
+        self.until_done(|| back = self.packer.bring_all_back(patience));
+        while !back {
+            let _ = self.alone.send(());
+            patience = Duration::ZERO;
+            let since = Instant::now();
+            let paused = || since.elapsed() > ALONE_PAUSE;
+            self.until_done(|| self.packer.run(&mut queue, paused, ALONE_PAUSE));
+            self.until_done(|| back = self.packer.bring_all_back(patience));
+        }
         for fault in queue {
-            wake(&self.0.uffd, &(fault.address..fault.address + PAGE_SIZE));
+            wake(&self.packer.uffd, &(fault.address..fault.address + PAGE_SIZE));
         }
     }
 
     fn until_done(&self, mut work: impl FnMut()) {
         while catch_unwind(AssertUnwindSafe(&mut work)).is_err() {
-            self.0.wanted.store(false, Ordering::Release);
+            self.packer.wanted.store(false, Ordering::Release);
             late_log::note(
                 "rebuilding packed pages",
                 &io::Error::from_raw_os_error(libc::EFAULT),
@@ -89,13 +110,20 @@ impl Server {
 }
 
 impl Packer {
-    fn run(&self, queue: &mut VecDeque<Fault>) {
+    /// Brings everything back, and ends all registrations; whether that is done.
+    fn bring_all_back(&self, patience: Duration) -> bool {
+        let all = 0..Page::MAX;
+        self.bring_back(&all, patience) && self.end_registrations(&all, patience)
+    }
+
+    /// Serves whoever touches packed pages, and sleeps no longer than so long at a time.
+    fn run(&self, queue: &mut VecDeque<Fault>, is_over: impl Fn() -> bool, sleep: Duration) {
         let (mut addresses, mut walk) = (Vec::new(), Walk::default());
         let (mut keep_coming, mut failures) = (false, 0);
-        while !self.stop.load(Ordering::Acquire) {
+        while !is_over() {
             keep_coming = keep_coming && self.poll();
             if !keep_coming {
-                let patience = if queue.is_empty() { SLEEP } else { MEMORY_PAUSE };
+                let patience = if queue.is_empty() { sleep } else { MEMORY_PAUSE };
                 self.bell.wait(patience, Some(self.uffd.as_fd()));
             }
             if let Err(error) = self.uffd.read_faults(&mut addresses) {

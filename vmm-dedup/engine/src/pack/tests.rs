@@ -62,7 +62,7 @@ impl Guest {
         let memory = Arc::new(Memory::new(&[range]).unwrap());
         tracker.register(area.base(), bytes(PAGES), Mode::Wp).unwrap();
         let packer = Arc::new(Packer::new(tracker.clone(), memory.clone()).unwrap());
-        let server = Server::of(packer.clone());
+        let (server, _) = Server::of(packer.clone());
         let guest = Self {
             map: PageMap::new(memory, 1000, 0),
             pagemap: Pagemap::open().unwrap(),

@@ -23,7 +23,10 @@ impl Pass {
 
     fn add(&mut self, range: HostRange) -> Result<(), Error> {
         let memory = self.map.memory().with(range)?;
-        self.space.register(&range.addresses())?;
+        if let Err(error) = self.space.register(&range.addresses()) {
+            self.end_half_registered(&range.addresses(), &error);
+            return Err(error);
+        }
         self.set_memory(memory);
         // Sightings and references of the new pages may only follow when the store knows of them.
         self.fill_stats();
@@ -33,17 +36,29 @@ impl Pass {
         Ok(())
     }
 
+    /// For want of memory or mappings the kernel may have registered a part of what it could not register. What is another
+    /// userfaultfd's it refuses as a whole; ending that registration would be worse than any of ours.
+    fn end_half_registered(&self, range: &Range<usize>, why: &Error) {
+        if is_taken(why) {
+            return;
+        }
+        if let Err(error) = self.space.uffd.unregister(range.start, range.len()) {
+            late_log::note(
+                "ending registrations of memory that was not added",
+                &error,
+                "they end with the service, or when that memory is added later",
+            );
+        }
+    }
+
     fn remove(&mut self, gone: &Range<usize>) {
         self.note_breaks();
         let discards = self.space.discards.clone();
         self.space.note_discards(&mut discards.lock(), &mut self.map);
-        for pages in self.map.memory().within(gone) {
-            // The memory goes, and what was packed of it would be lost: there is no other place to leave it.
-            self.space.bring_all_back(&mut self.map, &pages);
-            if let Some(packer) = &self.space.packer {
-                // Whoever has the addresses next must not meet its registrations.
-                packer.end_registrations(&pages);
-            }
+        let within = self.map.memory().within(gone);
+        self.space.bring_all_back(&mut self.map, &within);
+        self.space.give_up_packed(gone);
+        for pages in within {
             self.space.breaker.let_go(&pages);
             self.map.unsay(pages.clone());
             self.map.forget(pages);
@@ -57,14 +72,18 @@ impl Pass {
     fn release(&mut self, range: &Range<usize>) -> Result<(), Error> {
         let mut result = Ok(());
         self.note_breaks();
-        for pages in self.map.memory().within(range) {
-            for at in self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1) {
-                self.map.lend(at);
-                let pages = self.map.chunk_at(at).pages.clone();
-                let made_private = self.make_private(pages.clone());
-                let unregistered = self.unregister(pages);
-                result = result.and(made_private).and(unregistered);
-            }
+        let within = self.map.memory().within(range).into_iter();
+        let chunks: Vec<usize> = within
+            .flat_map(|pages| self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1))
+            .collect();
+        chunks.iter().for_each(|at| self.map.lend(*at));
+        let pages = |at: &usize| self.map.chunk_at(*at).pages.clone();
+        let all: Vec<Range<Page>> = chunks.iter().map(pages).collect();
+        self.space.bring_all_back(&mut self.map, &all);
+        for pages in all {
+            let made_private = self.make_shared_private(pages.clone());
+            let unregistered = self.unregister(pages);
+            result = result.and(made_private).and(unregistered);
         }
         let memory = self.map.memory().clone();
         let lent: Vec<bool> = self.map.chunks().iter().map(|chunk| chunk.lent).collect();
@@ -75,9 +94,7 @@ impl Pass {
     /// All or nothing: whoever borrowed the memory may have a part of it still, and must not meet our registration of another.
     fn resume(&mut self, range: &Range<usize>) -> Result<(), Error> {
         let within = self.map.memory().within(range);
-        for pages in &within {
-            self.space.bring_back(&mut self.map, pages);
-        }
+        self.space.bring_all_back(&mut self.map, &within);
         let chunks: Vec<usize> = within
             .into_iter()
             .flat_map(|pages| self.map.chunk_of(pages.start)..=self.map.chunk_of(pages.end - 1))

@@ -100,6 +100,14 @@ impl Pass {
     /// [`Error::NotUnmerged`].
     pub(super) fn make_private(&mut self, pages: Range<Page>) -> Result<(), Error> {
         self.space.bring_back(&mut self.map, &pages);
+        self.make_shared_private(pages)
+    }
+
+    /// The same where what was packed is back, as far as there was memory for it.
+    ///
+    /// # Errors
+    /// [`Error::NotUnmerged`].
+    pub(super) fn make_shared_private(&mut self, pages: Range<Page>) -> Result<(), Error> {
         for _attempt in 0..TRIES {
             let mut rest = pages.clone();
             while let Some(run) = AddressSpace::next_shared(&self.map, &rest) {
@@ -124,12 +132,19 @@ impl Pass {
     /// The end.
     pub(crate) fn finish(&mut self, ending: Ending) -> Result<(), Error> {
         self.note_breaks();
-        // Nobody serves whoever touches a packed page once this service has gone.
-        let end = Page::try_from(self.map.memory().end()).unwrap_or(Page::MAX);
-        self.space.bring_all_back(&mut self.map, &(0..end));
+        // The rebuilding thread outlives this one for as long as there is no memory for what is packed.
+        let all = 0..Page::try_from(self.map.memory().end()).unwrap_or(Page::MAX);
         let unmerged = match ending {
             Ending::Unmerge => self.unmerge(),
-            Ending::StayShared | Ending::MemoryGoes => Ok(()),
+            Ending::StayShared => {
+                self.space.bring_back(&mut self.map, &all);
+                Ok(())
+            }
+            Ending::MemoryGoes => {
+                self.space.bring_back(&mut self.map, &all);
+                self.space.give_up_packed(&(0..usize::MAX));
+                Ok(())
+            }
         };
         let result = match unmerged {
             Err(error @ Error::NotUnmerged(_)) => Err(error),

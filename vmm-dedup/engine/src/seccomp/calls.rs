@@ -402,7 +402,7 @@ pub const CALLS: &[Call] = &[
         "UFFDIO_POISON",
         request::UFFDIO_POISON,
         &[],
-        &[(Trouble, &[Scan, Pack])],
+        &[(Trouble, &[Supervisor, Scan, Pack])],
     ),
     ioctl(
         "UFFDIO_REGISTER",

@@ -19,7 +19,7 @@
 //!   discarder.discard() -------------------------------------------------------> Discarder
 //! ```
 //!
-//! [`lifecycle`] is the state machine, [`driver`] carries out what it says, [`mailbox`] and [`shared`] are what threads share, [`pins`] end
+//! [`lifecycle`] is the state machine, [`driver`] has done what it says by [`engine`], [`mailbox`], [`letter`] and [`shared`] are what threads share, [`pins`] end
 //! with what holds them and [`watched`] ones when nobody sees them any more, [`nested`] knows KVM's ways with guests that run guests.
 //!
 //! # Events in any order
@@ -59,8 +59,10 @@
 //! pin, else what was found last. (What may pass is not announced, unless it is the one of `refuse`.) The log has each reason once.
 //!
 //! A call that has to wait for the thread waits for what it does now: a try at a store that hangs (5 s until whoever announces
-//! the VM there lets go, 5 s to be let in, 5 s for an answer), giving back what another call asked for, all of a `pass` within its
-//! CPU budget, or the work of `with_service`. Pins are the devices', not the VM's: `detach` leaves them, and the next VM begins pinned.
+//! the VM there lets go, 5 s to be let in, 5 s for an answer), giving back what another call asked for, or the work of `with_service`.
+//! Where the host lacks memory for pages that are packed, it gives up on them after some seconds: what is packed comes back later. A VM
+//! that is refused, or that ended with an error, has a thread for that until it is done; memory that goes does not get it back, and
+//! whoever has that memory still meets memory errors there. Only dropping the supervisor waits for all of it. Pins are the devices', not the VM's: `detach` leaves them, and the next VM begins pinned.
 //!
 //! A service whose scanning thread dies, which only a bug explains, leaves what is shared as it is, and the VM is refused: at the next
 //! call, or within 10 seconds.
@@ -70,6 +72,8 @@
 //! (MAP_FIXED over the old one does, after `detach`).
 
 mod driver;
+mod engine;
+mod letter;
 mod lifecycle;
 mod mailbox;
 mod nested;
@@ -87,10 +91,12 @@ use crate::error::Error;
 use crate::memory::layout::HostRange;
 use crate::refusal;
 use crate::seccomp::Part;
-use crate::service::DedupService;
+use crate::service::{DedupService, Pending};
 use crate::supervisor::driver::Driver;
-use crate::supervisor::lifecycle::{Event, Span};
-use crate::supervisor::shared::{Answer, Keep, Letter, Shared};
+use crate::supervisor::engine::Engine;
+use crate::supervisor::letter::Keep;
+use crate::supervisor::lifecycle::{Event, Lifecycle, Span};
+use crate::supervisor::shared::{Answer, Ask, Letter, Shared};
 use crate::sync::{Mutex, lock};
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::sched;
@@ -240,18 +246,19 @@ impl Supervisor {
     pub fn attach(&self, setup: Setup) -> Result<(), Error> {
         setup.check(&self.engines)?;
         let fallback = Box::new(setup.clone());
-        self.ask(Letter::Attach(fallback, Box::new(|| Ok(setup)))).0
+        self.ask(Letter::Ask(Ask::Attach(fallback, Box::new(|| Ok(setup)))))
+            .0
     }
 
     /// A VM begins under a number, and one that there is ends first, whether the settings are right or not.
     pub(crate) fn replace(&self, number: u64, setup: Setup) -> Result<(), Error> {
         let checked = setup.check(&self.engines).map(|()| setup);
-        self.ask(Letter::Replace(number, Box::new(checked))).0
+        self.ask(Letter::Ask(Ask::Replace(number, Box::new(checked)))).0
     }
 
     /// The VM of that number ends, if no other has begun. In the supervisor's own thread it ends behind what that does now.
     pub(crate) fn end_of(&self, number: u64) {
-        let letter = Letter::EndOf(number);
+        let letter = Letter::Ask(Ask::EndOf(number));
         if self.is_own_thread() {
             return self.post(letter);
         }
@@ -268,7 +275,7 @@ impl Supervisor {
         fallback: Setup,
         configure: impl FnOnce() -> Result<Setup, Refusal> + Send + 'static,
     ) {
-        self.post(Letter::Attach(Box::new(fallback), Box::new(configure)));
+        self.post(Letter::Ask(Ask::Attach(Box::new(fallback), Box::new(configure))));
     }
 
     /// The VM has all of this memory, which is kept alive until [`Self::detach`]. Nobody waits for the service; see
@@ -455,7 +462,7 @@ impl Supervisor {
     /// # Errors
     /// As for [`Self::refuse`]; [`Error::Detached`] before [`Self::attach`] whatever KVM does, and nothing is remembered.
     pub fn nested_guests(&self) -> Result<(), Error> {
-        self.ask(Letter::Nested).0
+        self.ask(Letter::Ask(Ask::Nested)).0
     }
 
     /// See [`DedupService::direct_io_opened`].
@@ -514,19 +521,29 @@ impl Supervisor {
     /// Changes settings of the service there is ([`DedupService::set`]).
     ///
     /// # Errors
-    /// Those of [`DedupService::set`]; [`Error::Detached`] without a service.
+    /// Those of [`DedupService::set`]; [`Error::Detached`] without a service, also if that ends meanwhile.
     pub fn set(&self, settings: Settings) -> Result<(), Error> {
-        self.with_service(move |service| service.map_or(Err(Error::Detached), |s| s.set(settings)))
-            .unwrap_or(Err(Error::Stopped))
+        self.have_done(move |service| service.begin_to_set(settings))?
     }
 
-    /// Runs one pass now and waits for its end ([`DedupService::pass`]).
+    /// Runs one pass now and waits for its end ([`DedupService::pass`]). Other calls do not wait for it: those that change what memory
+    /// there is, or pause, end it early.
     ///
     /// # Errors
-    /// Those of [`DedupService::pass`]; [`Error::Detached`] without a service.
+    /// Those of [`DedupService::pass`]; [`Error::Detached`] without a service, also if that ends meanwhile.
     pub fn pass(&self) -> Result<ServiceStats, Error> {
-        self.with_service(|service| service.map_or(Err(Error::Detached), DedupService::pass))
-            .unwrap_or(Err(Error::Stopped))
+        self.have_done(|service| Ok(service.begin_pass()))
+    }
+
+    /// Has the service begin with something, and waits for it in this thread.
+    fn have_done<T: Send + 'static>(
+        &self,
+        begin: impl FnOnce(&DedupService) -> Result<Pending<T>, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let begun = self.with_service(|service| service.map_or(Err(Error::Detached), begin));
+        // It is the service that has stopped then.
+        let done = begun.unwrap_or(Err(Error::Stopped))?.wait();
+        done.map_err(|_| Error::Detached)
     }
 
     /// Does something in the supervisor's thread, which is not filtered as the calling one may be, and waits for it; `None` if
@@ -537,9 +554,9 @@ impl Supervisor {
     ) -> Option<T> {
         let place = Arc::new(Mutex::new(None));
         let theirs = place.clone();
-        self.ask(Letter::Work(Box::new(move |service| {
+        self.ask(Letter::Ask(Ask::Work(Box::new(move |service| {
             *lock(&theirs) = Some(work(service));
-        })))
+        }))))
         .0
         .ok()?;
         lock(&place).take()
@@ -589,14 +606,9 @@ fn run(shared: &Arc<Shared>, options: Options) {
             first();
         }
         let filtered = !options.may_be_filtered && sched::is_filtered();
-        let new = Driver::new(
-            shared.clone(),
-            options.engines,
-            options.settle,
-            options.vouch_for_pins,
-            filtered.then(refusal::sandboxed),
-        );
-        driver.insert(new).run();
+        let hands = Engine::new(shared.clone(), options.engines, filtered.then(refusal::sandboxed));
+        let lifecycle = Lifecycle::new(options.settle, options.vouch_for_pins);
+        driver.insert(Driver::of(hands, lifecycle)).run(&shared.letters);
     }));
     // Only a bug leads here. What is merged stays merged, and stays right; nothing is touched any more.
     if ended.is_err() {

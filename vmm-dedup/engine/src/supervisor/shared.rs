@@ -4,13 +4,11 @@ use crate::config::Setup;
 use crate::error::Error;
 use crate::scan::control::Control;
 use crate::service::DedupService;
-use crate::supervisor::lifecycle::{Event, Span};
+use crate::supervisor::letter;
 use crate::supervisor::mailbox::Mailbox;
-use crate::supervisor::watched::Still;
 use crate::sync::Mutex;
 use crate::sys::home::Home;
 use crate::unmerge::discard::Discarder;
-use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -79,48 +77,32 @@ impl Shared {
 pub(crate) type Configure = Box<dyn FnOnce() -> Result<Setup, Refusal> + Send>;
 /// Something to be done in the supervisor's thread.
 pub(crate) type Work = Box<dyn FnOnce(Option<&DedupService>) + Send>;
-/// What keeps memory alive.
-pub(crate) type Keep = Box<dyn Any + Send>;
-
-/// What a thread of the VMM sends.
-pub(crate) enum Letter {
+/// What a thread of the VMM asks of the engine.
+pub(crate) enum Ask {
     /// A VM begins; what to fall back on where its setup is wrong.
     Attach(Box<Setup>, Configure),
     /// A VM begins under a number, and one that there is ends first.
     Replace(u64, Box<Result<Setup, Error>>),
     /// The VM of that number ends, if it has not ended.
     EndOf(u64),
-    /// It has memory, which something may keep alive.
-    Add(Vec<Span>, Option<Keep>),
-    /// Something happened.
-    Event(Event),
-    /// A device is about to pin memory; whether it still may have.
-    PinWhile(Still),
     /// The guest can run guests of its own.
     Nested,
     /// Work for this thread.
     Work(Work),
-    /// The supervisor ends.
-    End,
 }
 
-impl fmt::Debug for Letter {
+impl fmt::Debug for Ask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Attach(..) => "Attach",
             Self::Replace(..) => "Replace",
             Self::EndOf(_) => "EndOf",
-            Self::Add(..) => "Add",
-            Self::Event(_) => "Event",
-            Self::PinWhile(_) => "PinWhile",
             Self::Nested => "Nested",
             Self::Work(_) => "Work",
-            Self::End => "End",
         })
     }
 }
 
-/// How it went, and the account of a service that has ended by it.
-pub(crate) type Answer = (Result<(), Error>, Option<ServiceStats>);
-
+pub(crate) type Letter = letter::Letter<Ask>;
+pub(crate) type Answer = letter::Answer<ServiceStats>;
 pub(crate) type Letters = Mailbox<Letter, Answer>;

@@ -201,15 +201,15 @@ fn the_last_handle_may_go_in_the_supervisors_own_thread() {
     let supervisor = Arc::new(supervisor());
     let shared = supervisor.shared.clone();
     let last = supervisor.clone();
-    supervisor.post(Letter::Work(Box::new(move |_| {
+    supervisor.post(Letter::Ask(Ask::Work(Box::new(move |_| {
         // The other one has gone by then.
         told.recv().unwrap();
         drop(last);
-    })));
+    }))));
     drop(supervisor);
     tell.send(()).unwrap();
     let start = Instant::now();
-    while shared.letters.post(Letter::Nested) {
+    while shared.letters.post(Letter::Ask(Ask::Nested)) {
         assert!(start.elapsed() < Duration::from_secs(60), "it does not end");
         std::thread::sleep(Duration::from_millis(1));
     }

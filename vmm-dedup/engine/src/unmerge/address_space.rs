@@ -118,23 +118,37 @@ impl AddressSpace {
     /// Brings back what is packed of some pages, and lets its places go home, as far as there is memory for that: what stays packed
     /// the states tell.
     pub(crate) fn bring_back(&self, map: &mut PageMap, pages: &Range<Page>) {
-        self.bring_back_within(map, pages, WITHOUT_MEMORY);
+        self.bring_all_back(map, std::slice::from_ref(pages));
     }
 
-    /// As [`Self::bring_back`], however long it takes: the pages are to be packed nowhere afterwards.
-    pub(crate) fn bring_all_back(&self, map: &mut PageMap, pages: &Range<Page>) {
-        self.bring_back_within(map, pages, Duration::MAX);
+    /// The same of several: without memory one of them is waited for, not each.
+    pub(crate) fn bring_all_back(&self, map: &mut PageMap, ranges: &[Range<Page>]) {
+        let mut patience = WITHOUT_MEMORY;
+        for pages in ranges {
+            if !self.bring_back_within(map, pages, patience) {
+                patience = Duration::ZERO;
+            }
+        }
     }
 
-    fn bring_back_within(&self, map: &mut PageMap, pages: &Range<Page>, patience: Duration) {
-        let Some(packer) = &self.packer else { return };
-        let _ = packer.bring_back(pages, patience);
+    /// Memory goes, and what was packed of it has come back as far as there was memory for that: the rest would be lost, as the memory
+    /// is.
+    pub(crate) fn give_up_packed(&self, range: &Range<usize>) {
+        if let Some(packer) = &self.packer {
+            packer.let_go(range, WITHOUT_MEMORY);
+        }
+    }
+
+    fn bring_back_within(&self, map: &mut PageMap, pages: &Range<Page>, patience: Duration) -> bool {
+        let Some(packer) = &self.packer else { return true };
+        let back = packer.bring_back(pages, patience);
         let end = Page::try_from(map.memory().end()).unwrap_or(Page::MAX);
         let packed = pages.start..pages.end.min(end);
         let packed: Vec<Page> = packed
             .filter(|page| map.backing(*page).is_with_packer())
             .collect();
         packer.go_home(map, packed);
+        back
     }
 
     /// Takes over what the fault thread broke; whether there was anything.
