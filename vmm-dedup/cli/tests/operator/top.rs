@@ -118,6 +118,27 @@ fn it_filters_by_name_and_explains_its_keys() {
 }
 
 #[test]
+fn it_hears_keys_after_the_terminal_has_another_size() {
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    let _refused = [host.refused("default", "gpu"), host.refused("default", "web")];
+    let mut top = top(&host, 80);
+    top.shows("web");
+    top.types("/gp\r");
+    eventually("one is left", || {
+        let rows = top.screen().iter().filter(|line| line.contains("vfio")).count();
+        (rows == 1).then_some(())
+    });
+
+    let drawn = top.bytes().len();
+    top.process.send(Signal::WINCH);
+    eventually("it draws again", || (top.bytes().len() > drawn).then_some(()));
+
+    top.types("q");
+    assert!(top.end().success());
+}
+
+#[test]
 fn it_ends_with_its_terminal() {
     let host = Host::new();
     let _store = host.store("default", &[]);

@@ -57,6 +57,9 @@ const WAIT: Timespec = Timespec {
     tv_nsec: 50_000_000,
 };
 
+/// How long to wait for more keys of those that are there: asked for no time at all, crossterm does not look.
+const SOON: Duration = Duration::from_millis(1);
+
 /// How often the screen is drawn anew at least: ages grow.
 const REDRAW: Duration = Duration::from_secs(1);
 
@@ -185,7 +188,7 @@ fn watch(
             Keyboard::Keys => drawn = None,
         }
         // All keys that were read: the terminal does not tell of them again.
-        while event::poll(Duration::ZERO).map_err(broken)? {
+        while event::poll(SOON).map_err(broken)? {
             match event::read().map_err(broken)? {
                 Event::Key(key) if key.kind == KeyEventKind::Release => {}
                 Event::Key(key) if is_control(key, 'c') => return Ok(()),
