@@ -1,7 +1,7 @@
 //! The supervisor's thread: takes letters, and has done what the [`Lifecycle`] says.
 //!
-//! What it is done with are its [`Hands`]: the engine's ([`Engine`](crate::supervisor::engine::Engine)), or those of the models in
-//! `engine/loom`, which walk through this loop.
+//! What it is done with are its [`Hands`]: those of the engine (`engine.rs`), or of the models in `engine/loom`, which walk through
+//! this loop.
 
 use crate::error::Error;
 use crate::memory::ranges::complement;
