@@ -1,10 +1,13 @@
 //! Child processes, which a termination ends before anything is put back.
 
 use crate::failure::Failure;
+use std::fs::Permissions;
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tempfile::TempDir;
 
 /// A child process; killed when dropped, and by [`stop`].
 #[derive(Debug)]
@@ -24,10 +27,36 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Where a command keeps its temporary files, and the sockets of its children.
-#[must_use]
-pub fn folder(name: &str) -> PathBuf {
-    std::env::temp_dir().join(format!("vmm-dedup-{name}-{}", std::process::id()))
+/// Of this process, while it has one.
+static FOLDER: Mutex<Option<TempDir>> = Mutex::new(None);
+
+/// Where a command keeps its temporary files, and the sockets of its children: a folder that nobody else can have made, or look
+/// into. It is there until [`remove_folder`].
+///
+/// # Errors
+/// A [`Failure`] if it cannot be made.
+pub fn folder() -> Result<PathBuf, Failure> {
+    let mut folder = lock(&FOLDER);
+    if let Some(folder) = &*folder {
+        return Ok(folder.path().to_owned());
+    }
+    let new = tempfile::Builder::new()
+        .prefix("vmm-dedup-")
+        .permissions(Permissions::from_mode(0o700))
+        .tempdir();
+    let new = new.map_err(|e| {
+        let within = std::env::temp_dir();
+        let within = within.display();
+        Failure::new(format!(
+            "cannot create a folder in {within}: {e}: name another by TMPDIR"
+        ))
+    })?;
+    Ok(folder.insert(new).path().to_owned())
+}
+
+/// Removes the folder, with all that is in it.
+pub fn remove_folder() {
+    drop(lock(&FOLDER).take());
 }
 
 /// This program, to be run as a child that ends with this process.
@@ -111,5 +140,23 @@ impl Drop for Process {
     fn drop(&mut self) {
         end(&self.0);
         lock(&RUNNING).children.retain(|c| !Arc::ptr_eq(c, &self.0));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_folder_is_this_users_alone_and_of_no_name_to_be_guessed() {
+        let own = folder().unwrap();
+        assert_eq!(folder().unwrap(), own);
+        let mode = std::fs::metadata(&own).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+        std::fs::write(own.join("socket"), "").unwrap();
+        remove_folder();
+        assert!(!own.exists());
+        assert_ne!(folder().unwrap(), own);
+        remove_folder();
     }
 }

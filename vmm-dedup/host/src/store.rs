@@ -103,7 +103,7 @@ impl OwnStore {
     /// # Errors
     /// As [`Self::start`].
     pub fn start_with(name: &str, options: &[&str]) -> Result<Self, Failure> {
-        let folder = children::folder(name);
+        let folder = children::folder()?.join(name);
         fs::create_dir_all(&folder)
             .map_err(|e| Failure::new(format!("cannot create {}: {e}", folder.display())))?;
         let socket = folder.join("store.sock");

@@ -99,7 +99,7 @@ pub(crate) fn run(args: &ChurnArgs, plots: &Plots) -> Result<(), Failure> {
     let large_folios = comparison.has_large_folios();
     let cleanup = move || {
         drop(comparison);
-        drop(std::fs::remove_dir_all(children::folder("churn")));
+        children::remove_folder();
     };
     let report = termination::on_termination(cleanup, || compare(args, large_folios))?;
     match args.json {

@@ -69,8 +69,7 @@ enum Part {
 pub(crate) fn run(args: &DsaArgs, plots: &Plots) -> Result<(), Failure> {
     // The service's memory is not given back between rounds.
     host::need_memory((u64::from(args.mib) << 20) * (5 + 4 * u64::from(args.rounds)))?;
-    let cleanup = || drop(std::fs::remove_dir_all(children::folder(service::STORE)));
-    let report = termination::on_termination(cleanup, || compare(args))?;
+    let report = termination::on_termination(children::remove_folder, || compare(args))?;
     match args.json {
         true => print_json(&report)?,
         false => report.print(),

@@ -19,7 +19,7 @@ use vmm_dedup_host::store::OwnStore;
 use vmm_dedup_protocol::tree::TreeReader;
 
 /// The name of the store's folder.
-pub(super) const STORE: &str = "dsa-store";
+const STORE: &str = "dsa-store";
 /// The engine's name in the service's settings.
 const NAME: &str = "measured";
 

@@ -9,11 +9,6 @@ use vmm_dedup_host::Failure;
 use vmm_dedup_host::children::{self, Process};
 use vmm_dedup_pageforge::driver::{PageForgeEngine, VfioUser};
 
-/// Where this process's device has its socket; whoever starts one removes it in the end.
-pub(super) fn folder() -> PathBuf {
-    children::folder("engines")
-}
-
 /// The process, and where it listens.
 #[derive(Debug)]
 pub(super) struct DeviceProcess {
@@ -24,10 +19,7 @@ pub(super) struct DeviceProcess {
 impl DeviceProcess {
     /// Starts one and waits until it listens.
     pub(super) fn start() -> Result<Self, Failure> {
-        let folder = folder();
-        std::fs::create_dir_all(&folder)
-            .map_err(|e| Failure::new(format!("cannot create {}: {e}", folder.display())))?;
-        let socket = folder.join("device");
+        let socket = children::folder()?.join("device");
         let mut command = children::command()?;
         command.args(["device", "pageforge", "--socket"]).arg(&socket);
         command

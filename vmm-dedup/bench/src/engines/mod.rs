@@ -65,12 +65,7 @@ pub(crate) fn run(args: &EnginesArgs, plots: &Plots) -> Result<(), Failure> {
             "{later} --later for {image} --image: give one for each, in the same order, or none"
         )));
     }
-    let cleanup = || {
-        for folder in [device::folder(), children::folder(service::STORE)] {
-            drop(std::fs::remove_dir_all(folder));
-        }
-    };
-    let report = termination::on_termination(cleanup, || compare(args))?;
+    let report = termination::on_termination(children::remove_folder, || compare(args))?;
     match args.json {
         true => print_json(&report)?,
         false => report.print(),

@@ -11,7 +11,7 @@ use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::OwnStore;
 
 /// The name of the store's folder.
-pub(super) const STORE: &str = "engines-store";
+const STORE: &str = "engines-store";
 /// Passes after which a measurement is given up.
 const MOST_PASSES: u32 = 1000;
 /// Pages of a MiB.

@@ -84,7 +84,7 @@ pub(crate) fn run(args: &KsmArgs, plots: &Plots) -> Result<(), Failure> {
     let large_folios = comparison.has_large_folios();
     let cleanup = move || {
         drop(comparison);
-        drop(std::fs::remove_dir_all(children::folder("bench")));
+        children::remove_folder();
     };
     termination::on_termination(cleanup, || compare(args, mib, large_folios)).and_then(|report| {
         match args.json {

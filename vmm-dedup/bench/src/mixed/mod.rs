@@ -114,7 +114,7 @@ pub(crate) fn run(args: &MixedArgs, plots: &Plots) -> Result<(), Failure> {
     let is_stopped = Arc::new(AtomicBool::new(true));
     let stopped = is_stopped.clone();
     let finish = move || {
-        drop(std::fs::remove_dir_all(children::folder("mixed")));
+        children::remove_folder();
         // Also of a run that is stopped: what was measured was measured.
         let report = locked(&told);
         show(&report, json);

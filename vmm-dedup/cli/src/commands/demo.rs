@@ -77,8 +77,7 @@ struct Event {
 pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
     kvm::need()?;
     need_memory(args)?;
-    let cleanup = || drop(fs::remove_dir_all(children::folder("demo")));
-    termination::on_termination(cleanup, || Demo::start(args)?.go(args))
+    termination::on_termination(children::remove_folder, || Demo::start(args)?.go(args))
 }
 
 /// Fails unless all guests fit before anything is shared.
