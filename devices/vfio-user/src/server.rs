@@ -1,8 +1,10 @@
 //! A socket with devices behind it.
 
 use crate::gate::{Gate, GateError};
+use std::fs::Permissions;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -201,7 +203,10 @@ fn serve(client: &UnixStream, mut session: impl Session) -> Result<(), GateError
 
 /// A listening socket, which the crate wants, and the only connection that there will ever be to it.
 fn private_pair() -> io::Result<(OwnedFd, UnixStream)> {
-    let folder = tempfile::Builder::new().prefix("vmm-dedup-device").tempdir()?;
+    let folder = tempfile::Builder::new()
+        .prefix("vmm-dedup-device")
+        .permissions(Permissions::from_mode(0o700))
+        .tempdir()?;
     let path = folder.path().join("inner");
     let listener = UnixListener::bind(&path)?;
     let inner = UnixStream::connect(&path)?;
