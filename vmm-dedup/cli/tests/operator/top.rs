@@ -29,6 +29,15 @@ fn it_survives_the_death_of_a_store_and_finds_the_next() {
 
     store.kill();
     let screen = top.shows("store gone");
+    assert!(
+        screen
+            .iter()
+            .any(|line| line.contains("not known, no store answers")),
+        "{screen:#?}"
+    );
+    let zeros = ["0 VMs", "saved net 0", "kept once", "merges 0", "of 0.0 KiB"];
+    let wrong = |line: &&String| zeros.iter().any(|zero| line.contains(zero));
+    assert_eq!(screen.iter().find(wrong), None, "{screen:#?}");
     drop(refused);
     let socket = host.path("default.sock");
     let hint = screen

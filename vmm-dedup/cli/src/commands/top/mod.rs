@@ -166,7 +166,9 @@ fn watch(
             Ok(sample) => {
                 view.update(sample);
                 if let Some(history) = &mut *lock(history) {
-                    history.add(view.at(), view.host());
+                    if view.host().answering > 0 {
+                        history.add(view.at(), view.host());
+                    }
                     history.write_now_and_then();
                 }
                 true

@@ -94,6 +94,8 @@ pub(crate) struct Row {
 /// The host's figures.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Host {
+    /// Stores that answer: without one nothing is known.
+    pub(crate) answering: usize,
     pub(crate) services: usize,
     pub(crate) refused: usize,
     pub(crate) saved_net: i64,
@@ -201,6 +203,7 @@ impl Stores {
             };
             let refused = vms.iter().filter(|vm| vm.reason.is_some()).count();
             let sum = |of: fn(&Row) -> f64| store.rows.iter().map(of).sum::<f64>();
+            host.answering += 1;
             host.refused += refused;
             host.services += vms.len() - refused;
             host.saved_net = host.saved_net.saturating_add(account::saved_net(stats));

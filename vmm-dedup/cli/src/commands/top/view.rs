@@ -208,14 +208,20 @@ impl View {
                 bytes(host.limit_bytes)
             )),
         ];
+        if host.answering == 0 {
+            memory = vec![Span::raw("saved net: not known, no store answers").bold()];
+        }
         let full = self.stores.full();
         memory.extend(full.map(|socket| Span::raw(format!("FULL: raise --max-mib of {socket}")).red()));
-        let rates = vec![
+        let mut rates = vec![
             Span::raw(format!("merges {:.0}/s", host.merges)),
             Span::raw(format!("breaks {:.0}/s", host.breaks)),
             Span::raw(format!("cpu {:.2} cores, store {:.2}", host.cpu, host.store_cpu)),
             if host.waits > 0.0 { waits.red() } else { waits },
         ];
+        if host.answering == 0 {
+            rates.clear();
+        }
         let pressure = match self.pressure {
             Some(p) => vec![
                 Span::raw("pressure, 10 s"),
@@ -248,7 +254,10 @@ impl View {
             0 => String::new(),
             n => format!(", {n} refused"),
         };
-        let vms = count(host.services, "VM", "VMs");
+        let vms = match host.answering {
+            0 => "no store answers".to_owned(),
+            _ => count(host.services, "VM", "VMs"),
+        };
         let mut parts = vec![format!("vmm-dedup   {vms}{refused}"), self.stores.place()];
         let age = self.at.elapsed();
         if age > OLD {
@@ -297,11 +306,10 @@ fn fitting(mut parts: Vec<(String, u8)>, width: usize) -> String {
 
 /// Phrases beside each other, as many as a line has room for; none is broken, one that is too wide is cut in its middle.
 fn flow(phrases: Vec<Span<'static>>, width: usize) -> Vec<Line<'static>> {
-    let mut lines = vec![Line::default()];
+    let mut lines: Vec<Line<'static>> = Vec::new();
     for phrase in phrases {
         let phrase = Span::styled(shortened(&phrase.content, width), phrase.style);
         match lines.last_mut() {
-            Some(line) if line.width() == 0 => line.push_span(phrase),
             Some(line) if line.width() + 3 + phrase.width() <= width => {
                 line.push_span("   ");
                 line.push_span(phrase);
@@ -488,13 +496,14 @@ mod tests {
         view.update(sample(Instant::now(), vec![store(SOCKET, Err(Silence::Gone))]));
         let lines = screen(&mut view, 100, 24);
         let hint = "for 0.0 s /run/vmm-dedup/store.sock is gone; guests go on, nothing merges:";
-        assert_eq!(lines[4], hint);
+        assert_eq!(lines[1], "saved net: not known, no store answers");
+        assert_eq!(lines[3], hint);
         assert_eq!(
-            lines[5],
+            lines[4],
             "`vmm-dedup store --socket /run/vmm-dedup/store.sock --domain default --max-mib 8 --metrics none`"
         );
         assert!(
-            lines[7].starts_with("db") && lines[7].contains("store gone"),
+            lines[6].starts_with("db") && lines[6].contains("store gone"),
             "{lines:#?}"
         );
     }
