@@ -2,7 +2,8 @@
 
 use crate::config::Config;
 use crate::error::Error;
-use crate::net::{Closers, Listener, serve, serve_metrics, watch};
+use crate::metrics::Snapshot;
+use crate::net::{Asked, Closers, Listener, serve, serve_metrics, watch};
 use crate::state::{Shared, State, lock};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::SocketAddr;
@@ -70,11 +71,17 @@ impl Store {
             metrics,
         } = self;
         let mut tasks = JoinSet::new();
-        if let Some((listener, address)) = metrics {
-            let refuse = |source| Error::Metrics { address, source };
-            let listener = tokio::net::TcpListener::from_std(listener).map_err(refuse)?;
-            tasks.spawn(serve_metrics(listener, shared.clone()));
-        }
+        // The thread ends at the end.
+        let _serving = match metrics {
+            Some((listener, address)) => {
+                let refuse = |source| Error::Metrics { address, source };
+                let domain = lock(&shared).config.domain.clone();
+                let (serving, asked) = serve_metrics(listener, domain).map_err(refuse)?;
+                tasks.spawn(give_snapshots(asked, shared.clone()));
+                Some(serving)
+            }
+            None => None,
+        };
         tasks.spawn(tick(shared.clone()));
         tasks.spawn(evacuate(shared.clone()));
         // The file is removed when `listener` is dropped, at the end.
@@ -108,6 +115,13 @@ async fn tick(shared: Shared) {
     loop {
         tokio::time::sleep(Duration::from_secs(1)).await;
         lock(&shared).tick(Instant::now());
+    }
+}
+
+/// Gives the thread that serves metrics what it asks for, for as long as there is one.
+async fn give_snapshots(mut asked: Asked, shared: Shared) {
+    while let Some(ask) = asked.recv().await {
+        let _ = ask.send(Snapshot::of(&lock(&shared)));
     }
 }
 

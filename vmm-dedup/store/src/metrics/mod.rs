@@ -1,4 +1,4 @@
-//! Metrics, encoded from the state when they are asked for.
+//! Metrics, encoded from a snapshot of the state that is taken when they are asked for.
 //!
 //! Host series have no VM label (`vmmdedup_merges_total`); the same per VM are named `vmmdedup_vm_*{vm="..."}` and
 //! vanish with the VM. Host counters are kept by the store, so they do not go back then. Names that KSM has mean
@@ -13,35 +13,31 @@ mod pressure;
 mod snapshot;
 mod writer;
 
-use crate::state::{Shared, lock};
 pub(crate) use classic::classic;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::registry::Registry;
-use snapshot::Snapshot;
+pub(crate) use snapshot::Snapshot;
 use std::borrow::Cow;
 use std::fmt::Error;
 use writer::Writer;
 
-/// The registry behind /metrics.
-pub(crate) fn registry(shared: Shared) -> Registry {
-    let domain = lock(&shared).config.domain.clone();
-    let labels = [(Cow::Borrowed("domain"), Cow::Owned(domain))];
+/// The text of what a snapshot shows of a store of this domain, in the form of OpenMetrics.
+pub(crate) fn text(domain: &str, snapshot: Snapshot) -> Result<String, Error> {
+    let labels = [(Cow::Borrowed("domain"), Cow::Owned(domain.to_owned()))];
     let mut registry = Registry::with_prefix_and_labels("vmmdedup", labels.into_iter());
-    registry.register_collector(Box::new(StateCollector(shared)));
-    registry
+    registry.register_collector(Box::new(snapshot));
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, &registry)?;
+    Ok(text)
 }
 
-#[derive(Debug)]
-struct StateCollector(Shared);
-
-impl Collector for StateCollector {
+impl Collector for Snapshot {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> Result<(), Error> {
-        let snapshot = Snapshot::of(&lock(&self.0));
         let mut writer = Writer(encoder);
-        of_store::write(&mut writer, &snapshot)?;
-        of_host::write(&mut writer, &snapshot)?;
+        of_store::write(&mut writer, self)?;
+        of_host::write(&mut writer, self)?;
         pressure::write(&mut writer)?;
-        per_vm::write(&mut writer, &snapshot)
+        per_vm::write(&mut writer, self)
     }
 }

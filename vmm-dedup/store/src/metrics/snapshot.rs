@@ -12,7 +12,8 @@ use vmm_dedup_protocol::refusal::Reason;
 use vmm_dedup_protocol::stats::ServiceStats;
 
 /// Makes dates of times since the host's boot.
-pub(super) struct Times {
+#[derive(Debug)]
+pub(crate) struct Times {
     started_ms: u64,
     /// Unix time of the boot by the wall clock as it is set now, in seconds.
     booted: f64,
@@ -43,8 +44,9 @@ impl Times {
     }
 }
 
-/// Copied from the state, which is not locked while it is encoded.
-pub(super) struct Snapshot {
+/// Copied from the state, and encoded in another thread than the store's.
+#[derive(Debug)]
+pub(crate) struct Snapshot {
     pub(super) store: StoreStats,
     pub(super) exchange: ExchangeCounters,
     pub(super) peers: PeerCounters,
@@ -66,7 +68,7 @@ pub(super) struct Snapshot {
 }
 
 impl Snapshot {
-    pub(super) fn of(state: &State) -> Self {
+    pub(crate) fn of(state: &State) -> Self {
         let (statistics, segments) = (state.statistics(), state.exchange.pool.segments());
         let services = state.peers.services();
         // Zeros of one that has not reported yet would look like counters that began anew.

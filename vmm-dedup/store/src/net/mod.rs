@@ -2,6 +2,7 @@
 
 mod closing;
 mod connection;
+mod few;
 mod http;
 mod listener;
 mod process;
@@ -9,6 +10,6 @@ mod watched;
 
 pub(crate) use closing::Closers;
 pub(crate) use connection::serve;
-pub(crate) use http::serve as serve_metrics;
+pub(crate) use http::{Asked, serve as serve_metrics};
 pub(crate) use listener::Listener;
 pub(crate) use watched::watch;
