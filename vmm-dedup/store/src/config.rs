@@ -15,6 +15,8 @@ pub struct Config {
     pub socket: PathBuf,
     /// Permissions of the socket, e.g. 0o600.
     pub mode: u32,
+    /// The group of the socket, by number; `None` for that of the store's process.
+    pub group: Option<u32>,
     /// Most bytes of shared pages.
     pub max_bytes: u64,
     /// Where to serve /metrics and /healthz; `None` for nowhere.
@@ -40,6 +42,7 @@ impl Default for Config {
         Self {
             socket: "/run/vmm-dedup/store.sock".into(),
             mode: 0o600,
+            group: None,
             max_bytes: u64::from(MAX_SLOTS) * PAGE_SIZE as u64,
             metrics: Some(SocketAddr::from(([127, 0, 0, 1], 9753))),
             domain: "default".into(),

@@ -74,8 +74,8 @@ impl State {
     }
 
     /// A process has connected.
-    pub(crate) fn admit(&mut self, pid: u32, outbox: Arc<Outbox>) -> Result<MemberId, Violation> {
-        self.peers.admit(pid, outbox)
+    pub(crate) fn admit(&mut self, pid: u32, uid: u32, outbox: Arc<Outbox>) -> Result<MemberId, Violation> {
+        self.peers.admit(pid, uid, outbox)
     }
 
     /// Handles one message. Returns the reply, if it has one.

@@ -5,8 +5,10 @@ mod support;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
-use support::{Client, Server};
+use support::{Answer, Client, Observer, Server};
+use vmm_dedup_protocol::control::{Settings, Switch};
 use vmm_dedup_protocol::message::{Hello, Kind, Role, encode};
 use vmm_dedup_protocol::socket;
 use vmm_dedup_protocol::stats::ServiceStats;
@@ -106,4 +108,61 @@ fn silent_connections_for_metrics_take_few_descriptors_and_keep_nobody_out() {
         "the store has {of_store} descriptors for {SCRAPERS} connections"
     );
     honest.acknowledge();
+}
+
+/// A user that is neither root nor who runs the tests.
+const STRANGER: u32 = 65_533;
+
+/// Does something as [`STRANGER`], in a thread of its own, whose rights alone change. The test that calls it is one of root.
+fn as_stranger<T: Send>(act: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            let stranger = rustix::process::Uid::from_raw(STRANGER);
+            rustix::thread::set_thread_res_uid(stranger, stranger, stranger).unwrap();
+            act()
+        });
+        thread.join().unwrap()
+    })
+}
+
+/// A store whose socket anybody may open; `None` where the test cannot become somebody else.
+fn open_server() -> Option<Server> {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: only root can act as another user");
+        return None;
+    }
+    let server = Server::start(|config| config.mode = 0o666);
+    std::fs::set_permissions(server.dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    Some(server)
+}
+
+#[test]
+fn a_member_that_runs_as_another_user_shares_and_steers_nobody() {
+    let Some(server) = open_server() else { return };
+    let mut honest = Client::connect(&server.socket, "honest");
+    let mut neighbour = as_stranger(|| Client::connect(&server.socket, "neighbour"));
+    neighbour.acknowledge();
+    let mut hostile = as_stranger(|| Observer::connect(&server.socket));
+    let off = Settings {
+        switch: Some(Switch::OffUnmerge),
+        ..Settings::default()
+    };
+    for vm in ["honest", "neighbour", "nobody"] {
+        hostile.set(vm, 1, off);
+        let set = hostile.refusal();
+        hostile.explain(vm, 2);
+        let explain = hostile.refusal();
+        assert!(
+            set.contains("user 65533 may not") && set.contains("as root"),
+            "{set}"
+        );
+        assert_eq!(set, explain, "a refusal does not tell who is there");
+    }
+    // Whatever the honest VM is sent comes before the next answer to it: nothing was.
+    honest.acknowledge();
+    let mut operator = Observer::connect(&server.socket);
+    operator.set("honest", 3, off);
+    let serial = honest.question();
+    honest.send(Kind::Done, &serial.to_ne_bytes());
+    assert_eq!(operator.answer(), Answer::Done(3));
 }

@@ -19,6 +19,12 @@ pub(crate) struct StoreArgs {
     /// memory: give each trust domain its own.
     #[arg(long)]
     socket: Option<PathBuf>,
+    /// Permissions of the socket, octal. Whoever may write to it may share memory, and only root and the store's user may set and explain.
+    #[arg(long, value_name = "MODE", default_value = "0600", value_parser = parse_mode)]
+    socket_mode: u32,
+    /// Group of the socket, a name in /etc/group or a number [default: that of the process].
+    #[arg(long, value_name = "GROUP", value_parser = parse_group)]
+    socket_group: Option<u32>,
     /// Address of the HTTP server for Prometheus (GET /metrics), or "none".
     #[arg(long, default_value_t = Metrics(Some(DEFAULT_METRICS)), value_parser = |t: &str| parse_metrics(t).map(Metrics))]
     metrics: Metrics,
@@ -45,6 +51,32 @@ impl std::fmt::Display for Metrics {
     }
 }
 
+fn parse_mode(text: &str) -> Result<u32, String> {
+    u32::from_str_radix(text, 8).map_err(|_| "expected permissions in octal, e.g. 0660".to_owned())
+}
+
+fn parse_group(text: &str) -> Result<u32, String> {
+    if let Ok(number) = text.parse() {
+        return Ok(number);
+    }
+    let groups = fs::read_to_string("/etc/group")
+        .map_err(|e| format!("cannot read /etc/group ({e}): give a number"))?;
+    let number = groups.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let (name, number) = (fields.next()?, fields.nth(1)?);
+        (name == text).then(|| number.parse().ok())?
+    });
+    number.ok_or_else(|| "there is no such group in /etc/group: make it, or give a number".to_owned())
+}
+
+/// No core file has pages of guests or the domain's salt, and processes of the same user, such as VMMs, can neither trace the store nor
+/// take its descriptors.
+fn hide() {
+    if let Err(e) = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable) {
+        log::warn!("processes of this user can look into the store: {e}");
+    }
+}
+
 /// Runs a store until SIGINT, SIGTERM or SIGHUP; `announce`: says on standard error that it listens.
 pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
     let socket = match &args.socket {
@@ -53,6 +85,8 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
     };
     let config = vmm_dedup_store::Config {
         socket: socket.clone(),
+        mode: args.socket_mode,
+        group: args.socket_group,
         metrics: args.metrics.0,
         max_bytes: args.max_mib << 20,
         domain: args.domain.clone(),
@@ -70,6 +104,7 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
             ))
         })?;
     }
+    hide();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(Failure::from_error)?;
     let local = tokio::task::LocalSet::new();

@@ -43,7 +43,7 @@ pub(crate) async fn serve(shared: Shared, closers: Arc<Closers>, accepted: Owned
             return;
         }
     };
-    let admitted = lock(&shared).admit(peer.pid, outbox.clone());
+    let admitted = lock(&shared).admit(peer.pid, peer.uid, outbox.clone());
     let id = match admitted {
         Ok(id) => id,
         Err(violation) => {

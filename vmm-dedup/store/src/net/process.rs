@@ -11,6 +11,8 @@ const SO_PEERPIDFD: libc::c_int = 77;
 #[derive(Debug)]
 pub(crate) struct PeerProcess {
     pub(crate) pid: u32,
+    /// The user, as the store's user namespace has it.
+    pub(crate) uid: u32,
     /// Readable once the process has ended; `None` if it had ended when it was asked for.
     pub(crate) pidfd: Option<OwnedFd>,
 }
@@ -34,7 +36,12 @@ impl PeerProcess {
             }
             Err(e) => return Err(e),
         };
-        Ok(Self { pid: number, pidfd })
+        let uid = credentials.uid.as_raw();
+        Ok(Self {
+            pid: number,
+            uid,
+            pidfd,
+        })
     }
 }
 
@@ -71,6 +78,7 @@ mod tests {
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
         let peer = PeerProcess::of(&a).unwrap();
         assert_eq!(peer.pid, std::process::id());
+        assert_eq!(peer.uid, rustix::process::geteuid().as_raw());
         let pidfd = peer.pidfd.unwrap();
         let mut poll = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
         let now = rustix::event::Timespec {

@@ -86,6 +86,7 @@ pub(crate) enum Parting {
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) pid: u32,
+    pub(crate) uid: u32,
     /// `None` once the socket is gone.
     pub(crate) outbox: Option<Arc<Outbox>>,
     pub(crate) phase: Phase,
@@ -123,7 +124,7 @@ impl Peers {
     }
 
     /// A process has connected.
-    pub(crate) fn admit(&mut self, pid: u32, outbox: Arc<Outbox>) -> Result<MemberId, Violation> {
+    pub(crate) fn admit(&mut self, pid: u32, uid: u32, outbox: Arc<Outbox>) -> Result<MemberId, Violation> {
         let full = Violation::Full(self.peers.len());
         if self.peers.len() >= self.max {
             return Err(full);
@@ -136,6 +137,7 @@ impl Peers {
         let id = numbers.find(|id| !self.peers.contains_key(id)).ok_or(full)?;
         let peer = Peer {
             pid,
+            uid,
             outbox: Some(outbox),
             phase: Phase::Greeting,
         };
@@ -150,6 +152,11 @@ impl Peers {
 
     pub(crate) fn phase(&self, id: MemberId) -> Option<&Phase> {
         self.peers.get(&id).map(|peer| &peer.phase)
+    }
+
+    /// The user that a peer runs as.
+    pub(crate) fn user(&self, id: MemberId) -> Option<u32> {
+        self.peers.get(&id).map(|peer| peer.uid)
     }
 
     pub(crate) fn outbox(&self, id: MemberId) -> Option<&Arc<Outbox>> {

@@ -1,4 +1,5 @@
-//! Passing on what observers ask of VMs, and the VMs' answers.
+//! Passing on what observers ask of VMs, and the VMs' answers. Only root and the store's own user may ask: others who may connect
+//! share memory, and neither steer other VMs nor hear of single pages of theirs.
 
 use crate::ledger::epochs::MemberId;
 use crate::requests::peers::{Peers, Phase};
@@ -112,6 +113,8 @@ impl Answer<'_> {
 pub(crate) struct Relay {
     questions: Questions,
     patience: Duration,
+    /// The store's user.
+    own: u32,
 }
 
 impl Relay {
@@ -120,6 +123,7 @@ impl Relay {
         Self {
             questions: Questions::default(),
             patience,
+            own: rustix::process::geteuid().as_raw(),
         }
     }
 
@@ -135,6 +139,15 @@ impl Relay {
         }
         let serial = question.serial();
         let not_done = |text: String| Ok(Some(not_done(serial, text)));
+        if let Some(user) = peers
+            .user(observer)
+            .filter(|user| *user != 0 && *user != self.own)
+        {
+            let own = self.own;
+            return not_done(format!(
+                "user {user} may not change or explain VMs of this store: run the command as root, or as user {own}, who runs the store"
+            ));
+        }
         let vm = match peers.find(&question.name().text()) {
             Ok(vm) => vm,
             Err(text) => return not_done(text),
