@@ -14,12 +14,17 @@ pub struct Watchdog {
 impl Watchdog {
     /// Starts one. `last` is done before the process ends: what would outlive it.
     ///
+    /// It returns when the thread runs. What a thread maps as it starts (its signal stack) would else fall into a hole that a test makes
+    /// behind this, and leave a new one when the thread ends.
+    ///
     /// # Panics
     /// If there can be no thread.
     #[must_use]
     pub fn start(patience: Duration, last: impl FnOnce() + Send + 'static) -> Self {
         let (feed, fed) = channel();
+        let (started, runs) = channel();
         let watch = move || {
+            let _ = started.send(());
             loop {
                 match fed.recv_timeout(patience) {
                     Ok(()) => {}
@@ -37,6 +42,7 @@ impl Watchdog {
             .name("watchdog".into())
             .spawn(watch)
             .expect("a thread");
+        runs.recv().expect("a thread that runs");
         Self {
             feed: Some(feed),
             thread: Some(thread),
