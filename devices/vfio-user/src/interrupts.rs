@@ -1,9 +1,9 @@
 //! The client's interrupts: eventfds for vectors of MSI-X.
 
-use rustix::fs::OFlags;
+use crate::raiser::Raiser;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsRawFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vfio_bindings::bindings::vfio::{
     VFIO_IRQ_INFO_EVENTFD, VFIO_IRQ_INFO_NORESIZE, VFIO_IRQ_SET_ACTION_TRIGGER, VFIO_IRQ_SET_DATA_EVENTFD,
@@ -16,16 +16,20 @@ use vfio_user::IrqInfo;
 pub struct Interrupts {
     count: u16,
     events: Mutex<Vec<Option<File>>>,
+    raiser: Raiser,
 }
 
 impl Interrupts {
     /// So many vectors, none of which is raised.
-    #[must_use]
-    pub fn new(count: u16) -> Self {
-        Self {
+    ///
+    /// # Errors
+    /// The kernel refuses what raises them.
+    pub fn new(count: u16) -> io::Result<Self> {
+        Ok(Self {
             count,
             events: Mutex::default(),
-        }
+            raiser: Raiser::new()?,
+        })
     }
 
     /// How many there are.
@@ -56,11 +60,12 @@ impl Interrupts {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Raises a vector, if the client listens.
+    /// Raises a vector, if the client listens. Does not wait, whatever the client does with its eventfd.
     pub fn raise(&self, vector: usize) {
-        if let Some(Some(file)) = self.events().get(vector) {
-            // A full eventfd has been raised already.
-            let _ = rustix::io::write(file, &1u64.to_ne_bytes());
+        if let Some(Some(file)) = self.events().get(vector)
+            && let Err(e) = self.raiser.raise(file)
+        {
+            log::warn!("interrupt {vector} is lost: {e}");
         }
     }
 
@@ -110,13 +115,68 @@ fn invalid(text: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, text)
 }
 
-/// An eventfd that can be written without ever waiting.
+/// An eventfd.
 fn event(file: File) -> io::Result<File> {
     let kind = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
     if kind.as_os_str() != "anon_inode:[eventfd]" {
         return Err(invalid("interrupts are raised through eventfds"));
     }
-    let flags = rustix::fs::fcntl_getfl(file.as_fd())?;
-    rustix::fs::fcntl_setfl(file.as_fd(), flags | OFlags::NONBLOCK)?;
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{EventfdFlags, eventfd};
+    use std::sync::Arc;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    const GIVE: u32 = VFIO_IRQ_SET_DATA_EVENTFD | VFIO_IRQ_SET_ACTION_TRIGGER;
+
+    /// Longer than raising takes, also on a machine that does other things as well.
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    fn read(event: &impl std::os::fd::AsFd) -> u64 {
+        let mut count = [0; 8];
+        rustix::io::read(event, &mut count).unwrap();
+        u64::from_ne_bytes(count)
+    }
+
+    #[test]
+    fn a_client_that_makes_its_eventfd_block_holds_up_nobody() {
+        let theirs = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let ours = File::from(theirs.try_clone().unwrap());
+        let interrupts = Arc::new(Interrupts::new(1).unwrap());
+        interrupts
+            .set(VFIO_PCI_MSIX_IRQ_INDEX, GIVE, 0, 1, vec![ours])
+            .unwrap();
+        // Both have one open file, and so its flags.
+        let flags = rustix::fs::fcntl_getfl(&theirs).unwrap();
+        rustix::fs::fcntl_setfl(&theirs, flags - rustix::fs::OFlags::NONBLOCK).unwrap();
+        rustix::io::write(&theirs, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        let (raised, wait) = channel();
+        let raising = interrupts.clone();
+        std::thread::spawn(move || {
+            raising.raise(0);
+            raised.send(()).unwrap();
+        });
+        wait.recv_timeout(PATIENCE).expect("raising waits for the client");
+        assert_eq!(read(&theirs), u64::MAX);
+        interrupts.raise(0);
+        interrupts.raise(0);
+        interrupts.raise(1);
+        assert_eq!(read(&theirs), 2);
+    }
+
+    #[test]
+    fn only_eventfds_are_taken() {
+        let interrupts = Interrupts::new(1).unwrap();
+        let file = File::open("/dev/null").unwrap();
+        assert!(
+            interrupts
+                .set(VFIO_PCI_MSIX_IRQ_INDEX, GIVE, 0, 1, vec![file])
+                .is_err()
+        );
+    }
 }

@@ -14,6 +14,7 @@ mod config_space;
 mod dma;
 mod gate;
 mod interrupts;
+mod raiser;
 mod server;
 mod wire;
 

@@ -1,6 +1,7 @@
 //! Completion records.
 
 use crate::descriptor::DeviceAddress;
+use crate::integrity::{Integrity, Tags};
 use std::mem::offset_of;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -222,6 +223,20 @@ impl CompletionRecord {
     pub fn with_value(mut self, value: u32) -> Self {
         self.specific[..4].copy_from_slice(&value.to_le_bytes());
         self
+    }
+
+    /// Puts in the tags that the block behind those that are done is to have, and to get.
+    #[must_use]
+    pub fn with_tags(mut self, next: &Integrity) -> Self {
+        self.specific[..8].copy_from_slice(&next.source.to_bytes());
+        self.specific[8..].copy_from_slice(&next.destination.to_bytes());
+        self
+    }
+
+    /// Of operations on blocks: the tags that the next block is to have, and to get.
+    #[must_use]
+    pub fn tags(&self) -> [Tags; 2] {
+        [0, 8].map(|at| Tags::from_bytes(std::array::from_fn(|byte| self.specific[at + byte])))
     }
 
     /// From the bytes of a record, copied after its status was seen to be non-zero.

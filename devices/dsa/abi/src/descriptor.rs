@@ -1,6 +1,7 @@
 //! Work descriptors.
 
 use crate::error::Error;
+use crate::integrity::{INTEGRITY_FIELD, Integrity, Tags};
 use crate::operation::{Opcode, flags};
 use crate::sizes::{DELTA_ENTRY, MAX_DELTA_SOURCE, MIN_BATCH, MIN_DELTA_SPACE};
 use std::mem::offset_of;
@@ -85,6 +86,9 @@ mod specific {
     pub(super) const CRC_SEED: usize = 0;
     pub(super) const CRC_SEED_ADDRESS: usize = 8;
     pub(super) const STRIDE: usize = 8;
+    pub(super) const INTEGRITY_FLAGS: usize = 0;
+    pub(super) const SOURCE_TAGS: usize = 8;
+    pub(super) const DESTINATION_TAGS: usize = 16;
 }
 
 /// Making descriptors that a device accepts.
@@ -244,6 +248,62 @@ impl Descriptor {
         Ok(descriptor.with_specific(specific::DELTA_BYTES, record_bytes.to_le_bytes()))
     }
 
+    /// Checks `size` bytes of blocks with their fields.
+    ///
+    /// # Errors
+    /// [`Error::Empty`], [`Error::Blocks`].
+    pub fn integrity_check(from: DeviceAddress, size: u32, integrity: Integrity) -> Result<Self, Error> {
+        Self::of_blocks(Opcode::IntegrityCheck, [from.0, 0], size, integrity)
+    }
+
+    /// Copies `size` bytes of blocks, and adds their fields.
+    ///
+    /// # Errors
+    /// As [`Self::integrity_check`].
+    pub fn integrity_insert(
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: u32,
+        integrity: Integrity,
+    ) -> Result<Self, Error> {
+        Self::of_blocks(Opcode::IntegrityInsert, [from.0, to.0], size, integrity)
+    }
+
+    /// Checks `size` bytes of blocks with their fields, and copies the blocks.
+    ///
+    /// # Errors
+    /// As [`Self::integrity_check`].
+    pub fn integrity_strip(
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: u32,
+        integrity: Integrity,
+    ) -> Result<Self, Error> {
+        Self::of_blocks(Opcode::IntegrityStrip, [from.0, to.0], size, integrity)
+    }
+
+    /// Checks `size` bytes of blocks with their fields, and copies them with other fields.
+    ///
+    /// # Errors
+    /// As [`Self::integrity_check`].
+    pub fn integrity_update(
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: u32,
+        integrity: Integrity,
+    ) -> Result<Self, Error> {
+        Self::of_blocks(Opcode::IntegrityUpdate, [from.0, to.0], size, integrity)
+    }
+
+    fn of_blocks(opcode: Opcode, at: [u64; 2], size: u32, integrity: Integrity) -> Result<Self, Error> {
+        let descriptor = Self::new(opcode, at[0], at[1], not_empty(size)?).with_integrity(integrity);
+        let block = descriptor.source_block();
+        if !size.is_multiple_of(block) {
+            return Err(Error::Blocks { size, block });
+        }
+        Ok(descriptor.with_integrity(descriptor.integrity_after(0)))
+    }
+
     /// Writes lines of the CPU's caches back to memory.
     ///
     /// # Errors
@@ -336,10 +396,31 @@ impl Descriptor {
                 self.flags_and_opcode &= !flags::READ_CRC_SEED;
                 self = self.with_specific(specific::CRC_SEED, value.to_le_bytes());
             }
+            Opcode::IntegrityCheck
+            | Opcode::IntegrityInsert
+            | Opcode::IntegrityStrip
+            | Opcode::IntegrityUpdate => {
+                let blocks = done / self.source_block();
+                let written = u64::from(blocks) * u64::from(self.destination_block());
+                self = self.with_integrity(self.integrity_after(blocks));
+                self.source = forward(self.source);
+                self.destination = self.destination.wrapping_add(written);
+            }
             _ => return None,
         }
         self.size = size;
         Some(self)
+    }
+
+    fn with_integrity(self, integrity: Integrity) -> Self {
+        let flags = [
+            integrity.source_flags,
+            integrity.destination_flags,
+            integrity.flags,
+        ];
+        self.with_specific(specific::INTEGRITY_FLAGS, flags)
+            .with_specific(specific::SOURCE_TAGS, integrity.source.to_bytes())
+            .with_specific(specific::DESTINATION_TAGS, integrity.destination.to_bytes())
     }
 
     #[inline]
@@ -472,6 +553,10 @@ impl Descriptor {
                 | Opcode::Dualcast
                 | Opcode::CrcGenerate
                 | Opcode::CopyCrc
+                | Opcode::IntegrityCheck
+                | Opcode::IntegrityInsert
+                | Opcode::IntegrityStrip
+                | Opcode::IntegrityUpdate
                 | Opcode::CacheFlush,
             ) => size,
             Some(Opcode::Nop | Opcode::Drain | Opcode::Batch | Opcode::TranslationFetch) | None => 0,
@@ -502,6 +587,57 @@ impl Descriptor {
     #[must_use]
     pub fn stride(&self) -> u32 {
         u32::from_le_bytes(self.specific_bytes(specific::STRIDE))
+    }
+
+    /// How blocks' fields are checked and made.
+    #[must_use]
+    pub fn integrity(&self) -> Integrity {
+        let [source_flags, destination_flags, flags] = self.specific_bytes(specific::INTEGRITY_FLAGS);
+        Integrity {
+            source_flags,
+            destination_flags,
+            flags,
+            source: Tags::from_bytes(self.specific_bytes(specific::SOURCE_TAGS)),
+            destination: Tags::from_bytes(self.specific_bytes(specific::DESTINATION_TAGS)),
+        }
+    }
+
+    /// The same from the block so many further on; what the operation does not look at is zero.
+    #[must_use]
+    pub fn integrity_after(&self, blocks: u32) -> Integrity {
+        let after = self.integrity().after(blocks);
+        match self.opcode() {
+            Some(Opcode::IntegrityInsert) => Integrity {
+                source_flags: 0,
+                source: Tags::default(),
+                ..after
+            },
+            Some(Opcode::IntegrityCheck | Opcode::IntegrityStrip) => Integrity {
+                destination_flags: 0,
+                destination: Tags::default(),
+                ..after
+            },
+            _ => after,
+        }
+    }
+
+    /// Bytes of a block in the source, with its field if it has one there.
+    #[must_use]
+    pub fn source_block(&self) -> u32 {
+        let has_field = self.opcode() != Some(Opcode::IntegrityInsert);
+        self.integrity().block() + if has_field { INTEGRITY_FIELD } else { 0 }
+    }
+
+    /// Bytes of a block in the destination, with its field if it gets one; 0 if none is written.
+    #[must_use]
+    pub fn destination_block(&self) -> u32 {
+        match self.opcode() {
+            Some(Opcode::IntegrityInsert | Opcode::IntegrityUpdate) => {
+                self.integrity().block() + INTEGRITY_FIELD
+            }
+            Some(Opcode::IntegrityStrip) => self.integrity().block(),
+            _ => 0,
+        }
     }
 
     /// Whether a field is not zero that every operation reserves.

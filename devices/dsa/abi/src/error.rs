@@ -28,6 +28,14 @@ pub enum Error {
     /// Both copies lie alike within their pages.
     #[error("dualcast to {0:#x} and {1:#x}: both must have the same offset in their pages")]
     Dualcast(u64, u64),
+    /// Blocks are whole.
+    #[error("{size} bytes of blocks of {block}: submit whole blocks")]
+    Blocks {
+        /// Bytes.
+        size: u32,
+        /// Bytes of a block, with its field if it has one.
+        block: u32,
+    },
     /// Completion records are aligned to their size.
     #[error("the completion record at {0:#x} is not aligned to 32 bytes")]
     CompletionAddress(u64),

@@ -30,6 +30,7 @@ mod completion;
 pub mod config;
 mod descriptor;
 mod error;
+mod integrity;
 mod operation;
 pub mod portal;
 pub mod registers;
@@ -41,6 +42,9 @@ pub use completion::{
 };
 pub use descriptor::{DeltaSpace, Descriptor, DeviceAddress, Pasid};
 pub use error::Error;
+pub use integrity::{
+    INTEGRITY_FIELD, Integrity, Tags, destination_flags, guard_flags, mismatch, source_flags,
+};
 pub use operation::{Opcode, flags};
 pub use sizes::{DELTA_ENTRY, MAX_DELTA_SOURCE, MIN_BATCH, MIN_DELTA_SPACE};
 

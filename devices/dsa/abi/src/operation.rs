@@ -1,7 +1,6 @@
 //! Operations and their flags.
 
-/// Operations (uapi/linux/idxd.h, `enum dsa_opcode`; 0x0a: idxd-config, accfg/idxd.h). Those on blocks with a data
-/// integrity field are left out: nothing here uses them.
+/// Operations (uapi/linux/idxd.h, `enum dsa_opcode`; 0x0a: idxd-config, accfg/idxd.h).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Opcode {
@@ -31,13 +30,21 @@ pub enum Opcode {
     CrcGenerate = 0x10,
     /// Copies, and makes a CRC32C.
     CopyCrc = 0x11,
+    /// Checks blocks with [data integrity fields](crate::Integrity).
+    IntegrityCheck = 0x12,
+    /// Copies blocks, and adds fields.
+    IntegrityInsert = 0x13,
+    /// Checks blocks, and copies them without their fields.
+    IntegrityStrip = 0x14,
+    /// Checks blocks, and copies them with other fields.
+    IntegrityUpdate = 0x15,
     /// Writes lines of the CPU's caches back.
     CacheFlush = 0x20,
 }
 
 impl Opcode {
     /// All of them.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 18] = [
         Self::Nop,
         Self::Batch,
         Self::Drain,
@@ -51,6 +58,10 @@ impl Opcode {
         Self::TranslationFetch,
         Self::CrcGenerate,
         Self::CopyCrc,
+        Self::IntegrityCheck,
+        Self::IntegrityInsert,
+        Self::IntegrityStrip,
+        Self::IntegrityUpdate,
         Self::CacheFlush,
     ];
 
@@ -83,13 +94,17 @@ impl Opcode {
                 Self::Nop => FENCE,
                 Self::Batch => A1,
                 Self::Drain => A1 | A2,
-                Self::Memmove | Self::ApplyDelta => FENCE | BOF | A1 | A2 | WRITES,
+                Self::Memmove
+                | Self::ApplyDelta
+                | Self::IntegrityInsert
+                | Self::IntegrityStrip
+                | Self::IntegrityUpdate => FENCE | BOF | A1 | A2 | WRITES,
                 Self::Fill | Self::CacheFlush => FENCE | BOF | A2 | WRITES,
                 Self::Compare => FENCE | BOF | CR | A1 | A2,
                 Self::ComparePattern => FENCE | BOF | CR | A1,
                 Self::CreateDelta => FENCE | BOF | CR | A1 | A2 | A3 | WRITES,
                 Self::Dualcast => FENCE | BOF | A1 | A2 | A3 | WRITES,
-                Self::TranslationFetch => FENCE | BOF | A1,
+                Self::TranslationFetch | Self::IntegrityCheck => FENCE | BOF | A1,
                 Self::CrcGenerate => FENCE | BOF | A1 | A3 | CRC,
                 Self::CopyCrc => FENCE | BOF | A1 | A2 | A3 | WRITES | CRC,
             }

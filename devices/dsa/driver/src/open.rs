@@ -1,23 +1,23 @@
 //! Finding work queues.
 
-use crate::way::{InProcess, Node, Reach, SetupError, Vfio, Wanted, WorkQueue};
+use crate::way::{InProcess, Node, QueueLimits, Reach, SetupError, Vfio, Wanted, WorkQueue, with_causes};
 use std::path::Path;
 use vmm_dedup::compare::{Answer, Error};
 use vmm_dedup_dsa_model::{Faults, Shape, Timing};
 
-/// Opens the work queue of a device node, or the device of a folder below `/sys` through VFIO; without one, all user queues that are enabled and free, those of this NUMA node
-/// if there are any.
+/// Opens the work queue of a device node, or the device of a folder below `/sys` through VFIO; without one, all user queues
+/// that are enabled, free and of use, those of this NUMA node if there are any.
 ///
 /// # Errors
 /// If there is none, with what is wrong with those that there are.
 pub fn open(node: Option<&Path>) -> Answer<Vec<Box<dyn WorkQueue>>> {
     let failed = |text: String| Error::Device(text);
     if let Some(path) = node.filter(|path| path.starts_with("/sys")) {
-        let opened = Vfio::open(path).map_err(|error| failed(error.to_string()))?;
+        let opened = Vfio::open(path).map_err(|error| failed(with_causes(&error)))?;
         return Ok(vec![Box::new(opened)]);
     }
     if let Some(path) = node {
-        let opened = Node::open(path).map_err(|error| failed(error.to_string()))?;
+        let opened = Node::open(path).map_err(|error| failed(with_causes(&error)))?;
         return Ok(vec![Box::new(opened)]);
     }
     let nodes = Node::list().map_err(|error| {
@@ -25,11 +25,15 @@ pub fn open(node: Option<&Path>) -> Answer<Vec<Box<dyn WorkQueue>>> {
             "no DSA work queue can be found ({error}): configure one of type user (accel-config)"
         ))
     })?;
+    let tried = nodes.iter().map(|path| {
+        let opened = Node::open(path).map_err(|error| with_causes(&error));
+        opened.and_then(|node| if_fit(node, path, |node| node.limits()))
+    });
     let (mut opened, mut refused) = (Vec::new(), Vec::new());
-    for path in nodes {
-        match Node::open(&path) {
+    for tried in tried {
+        match tried {
             Ok(node) => opened.push(node),
-            Err(error) => refused.push(error.to_string()),
+            Err(why) => refused.push(why),
         }
     }
     if opened.is_empty() {
@@ -43,6 +47,14 @@ pub fn open(node: Option<&Path>) -> Answer<Vec<Box<dyn WorkQueue>>> {
     keep_near(&mut opened, this_node(), |queue| queue.limits().node);
     let boxed = |node: Node| Box::new(node) as Box<dyn WorkQueue>;
     Ok(opened.into_iter().map(boxed).collect())
+}
+
+/// A queue, or why this driver cannot use it.
+fn if_fit<Q>(queue: Q, path: &Path, limits: impl Fn(&Q) -> QueueLimits) -> Result<Q, String> {
+    match limits(&queue).unfit() {
+        None => Ok(queue),
+        Some(why) => Err(format!("{}: {why}", path.display())),
+    }
 }
 
 /// Leaves out what is on other NUMA nodes, if anything is on this one.
@@ -94,7 +106,41 @@ mod tests {
         let error = open(Some(Path::new("/dev/dsa/wq99.9")))
             .err()
             .map(|error| error.to_string());
-        assert!(error.is_some_and(|text| text.contains("wq99.9")));
+        let error = error.expect("there is no such queue");
+        assert!(
+            error.contains("wq99.9") && error.contains("No such file or directory"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_queue_that_cannot_be_used_says_what_to_configure() {
+        let good = QueueLimits {
+            entries: 16,
+            members: 1024,
+            bytes: 1 << 31,
+            operations: [u64::MAX; 4],
+            node: None,
+        };
+        let path = Path::new("/dev/dsa/wq0.0");
+        assert_eq!(if_fit(good, path, |queue| *queue), Ok(good));
+        for (wrong, text) in [
+            (QueueLimits { entries: 0, ..good }, "wq-size"),
+            (QueueLimits { bytes: 2048, ..good }, "max-transfer-size"),
+            (
+                QueueLimits {
+                    operations: [0; 4],
+                    ..good
+                },
+                "does no Compare: allow it (op_config)",
+            ),
+        ] {
+            let error = if_fit(wrong, path, |queue| *queue).unwrap_err();
+            assert!(
+                error.starts_with("/dev/dsa/wq0.0: ") && error.contains(text),
+                "{error}"
+            );
+        }
     }
 
     #[test]

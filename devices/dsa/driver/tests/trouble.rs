@@ -10,9 +10,9 @@ use vmm_dedup::compare::{
 use vmm_dedup_dsa::{
     DsaEngine, InProcess, Options, Reach, Registers, SetupError, Wanted, WorkQueue, bring_up,
 };
-use vmm_dedup_dsa_abi::Command;
 use vmm_dedup_dsa_abi::config::Mode;
 use vmm_dedup_dsa_abi::registers::{CMDSTS, GeneralCapability, QueueCapability};
+use vmm_dedup_dsa_abi::{Command, Opcode};
 use vmm_dedup_dsa_model::{Faults, Shape, Timing};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords};
 use vmm_dedup_protocol::tree::{TreeReader, TreeWriter, words};
@@ -208,6 +208,40 @@ fn a_device_that_cannot_be_configured_says_why() {
     let mut refuses = Stuck(|offset| u64::from(offset == CMDSTS));
     let error = bring_up(&mut refuses, wanted).unwrap_err().to_string();
     assert!(error.starts_with("ResetDevice failed"), "{error}");
+}
+
+#[test]
+fn a_queue_that_takes_no_page_is_refused_with_what_to_configure() {
+    let shape = Shape::sapphire_rapids();
+    let short = Shape {
+        general: GeneralCapability::new(GeneralCapability::CONFIGURABLE, 11, 10),
+        ..shape.clone()
+    };
+    let without_crc = Shape {
+        operations: vec![Opcode::Batch, Opcode::Compare],
+        ..shape
+    };
+    for (shape, text) in [
+        (
+            short,
+            "cannot be used: an operation is of 2048 bytes at most, and a page has 4096: raise it",
+        ),
+        (
+            without_crc,
+            "cannot be used: it does no CrcGenerate: allow it (op_config)",
+        ),
+    ] {
+        let queue = InProcess::new(
+            shape,
+            Timing::NONE,
+            Faults::default(),
+            Reach::Mapped,
+            Wanted::default(),
+        );
+        let error = DsaEngine::new(vec![Box::new(queue.unwrap())], options()).err();
+        let error = error.expect("it is refused").to_string();
+        assert!(error.contains(text), "{error}");
+    }
 }
 
 fn slot(arena: &Arena, page: usize) -> With<'_> {

@@ -140,6 +140,14 @@ fn sizes(opcode: Opcode, descriptor: &Descriptor, allowed: &Allowed) -> Option<S
         _ => {}
     }
     match opcode {
+        Opcode::IntegrityCheck
+        | Opcode::IntegrityInsert
+        | Opcode::IntegrityStrip
+        | Opcode::IntegrityUpdate
+            if !size.is_multiple_of(descriptor.source_block()) =>
+        {
+            Some(Status::Size)
+        }
         Opcode::CreateDelta | Opcode::ApplyDelta if !size.is_multiple_of(8) || size > MAX_DELTA_SOURCE => {
             Some(Status::Size)
         }
@@ -183,6 +191,7 @@ fn overlap(opcode: Opcode, descriptor: &Descriptor, allowed: &Allowed) -> Option
     let size = u64::from(descriptor.size());
     let (source, destination) = (descriptor.source(), descriptor.destination());
     let delta = descriptor.delta_space();
+    let blocks = size / u64::from(descriptor.source_block()) * u64::from(descriptor.destination_block());
     // Reads, then writes.
     let (reads, writes): (&[Span], &[Span]) = match opcode {
         Opcode::Nop | Opcode::Drain => return None,
@@ -190,7 +199,12 @@ fn overlap(opcode: Opcode, descriptor: &Descriptor, allowed: &Allowed) -> Option
         Opcode::Memmove | Opcode::CopyCrc => (&[(source, size)], &[(destination, size)]),
         Opcode::Fill => (&[], &[(destination, size)]),
         Opcode::Compare => (&[(source, size), (destination, size)], &[]),
-        Opcode::ComparePattern | Opcode::CrcGenerate | Opcode::TranslationFetch => (&[(source, size)], &[]),
+        Opcode::ComparePattern | Opcode::CrcGenerate | Opcode::TranslationFetch | Opcode::IntegrityCheck => {
+            (&[(source, size)], &[])
+        }
+        Opcode::IntegrityInsert | Opcode::IntegrityStrip | Opcode::IntegrityUpdate => {
+            (&[(source, size)], &[(destination, blocks)])
+        }
         Opcode::CacheFlush => (&[(destination, size)], &[]),
         Opcode::CreateDelta => (
             &[(source, size), (destination, size)],

@@ -30,11 +30,12 @@
 //!
 //! # Known holes
 //!
-//! No event log, no performance counters, no interrupt message store, no data integrity fields, no traffic classes. Where
+//! No event log, no performance counters, no interrupt message store, no traffic classes. Where
 //! Linux's sources do not tell the number of an error (a descriptor for a queue that is off, or full), the number is this
 //! project's.
 
 mod batch;
+mod blocks;
 mod board;
 mod check;
 mod commands;
@@ -42,6 +43,7 @@ mod control;
 mod core;
 mod dice;
 mod endings;
+mod lens;
 mod memory;
 mod operate;
 mod queue;

@@ -3,135 +3,15 @@
 //! They go forward in pieces that no page's end divides, so each piece is there as a whole or not at all, and what is
 //! reported as done is exact. (A device may report less than it did; software goes on from there all the same.)
 
+use crate::blocks::blocks;
 use crate::dice::Dice;
-use crate::memory::{Memory, Missing, PAGE};
+use crate::lens::{Lens, PAGE_BYTES, done, in_page, length, piece, stopped};
 use vmm_dedup_dsa_abi::{
     CompletionRecord, DELTA_DIFFERS, DELTA_ENTRY, DELTA_EQUAL, DELTA_TOO_BIG, Descriptor, DeviceAddress,
-    Fault, Opcode, Pasid, Status, flags,
+    Fault, Opcode, Status, flags,
 };
 
-const PAGE_BYTES: usize = 4096;
 const WORD: u32 = 8;
-
-/// What stopped an operation.
-#[derive(Clone, Copy, Debug)]
-struct Stop {
-    address: u64,
-    write: bool,
-}
-
-/// The memory of one descriptor.
-pub(crate) struct Lens<'a> {
-    pub(crate) memory: &'a dyn Memory,
-    pub(crate) space: Option<Pasid>,
-    pub(crate) dice: &'a mut Dice,
-    /// Whether faults are waited for.
-    pub(crate) blocks: bool,
-}
-
-impl Lens<'_> {
-    /// Does an access, or has its page brought first.
-    fn access(
-        &mut self,
-        address: u64,
-        write: bool,
-        mut access: impl FnMut(&dyn Memory, Option<Pasid>) -> Result<(), Missing>,
-    ) -> Result<(), Stop> {
-        let injected = !self.blocks && self.dice.happens(self.dice.faults.page_faults);
-        let stop = Stop { address, write };
-        if injected {
-            return Err(stop);
-        }
-        let (memory, space) = (self.memory, self.space);
-        match access(memory, space) {
-            Ok(()) => Ok(()),
-            Err(Missing) if self.blocks && memory.request(space, address, write) => {
-                access(memory, space).map_err(|Missing| stop)
-            }
-            Err(Missing) => Err(stop),
-        }
-    }
-
-    fn read(&mut self, address: u64, into: &mut [u8]) -> Result<(), Stop> {
-        self.access(address, false, |memory, space| memory.read(space, address, into))
-    }
-
-    fn write(&mut self, address: u64, from: &[u8]) -> Result<(), Stop> {
-        self.access(address, true, |memory, space| memory.write(space, address, from))
-    }
-
-    fn look(&mut self, address: u64, write: bool) -> Result<(), Stop> {
-        self.access(address, write, |memory, space| {
-            if memory.is_there(space, address, write) {
-                Ok(())
-            } else {
-                Err(Missing)
-            }
-        })
-    }
-
-    /// Reads what may cross the end of a page.
-    fn read_across<const N: usize>(&mut self, address: u64) -> Result<[u8; N], Stop> {
-        let mut bytes = [0; N];
-        let first = to_page_end(address).min(N);
-        self.read(address, &mut bytes[..first])?;
-        if first < N {
-            self.read(address + first as u64, &mut bytes[first..])?;
-        }
-        Ok(bytes)
-    }
-
-    /// Writes what may cross the end of a page: all or nothing.
-    fn write_across(&mut self, address: u64, bytes: &[u8]) -> Result<(), Stop> {
-        let first = to_page_end(address).min(bytes.len());
-        if first < bytes.len() {
-            self.look(address, true)?;
-            self.look(address + first as u64, true)?;
-        }
-        self.write(address, &bytes[..first])?;
-        if first < bytes.len() {
-            self.write(address + first as u64, &bytes[first..])?;
-        }
-        Ok(())
-    }
-}
-
-/// Bytes from an address to the end of its page.
-fn to_page_end(address: u64) -> usize {
-    PAGE_BYTES - in_page(address)
-}
-
-#[allow(clippy::cast_possible_truncation)] // below 4096
-fn in_page(address: u64) -> usize {
-    (address % PAGE) as usize
-}
-
-/// How many bytes of an operation go in one piece from here on, so that no operand crosses a page's end.
-fn piece(left: u32, operands: &[u64]) -> usize {
-    let most = operands.iter().map(|at| to_page_end(*at)).min();
-    most.unwrap_or(PAGE_BYTES).min(left as usize)
-}
-
-/// How an operation ended that was stopped.
-fn stopped(stop: Stop, blocks: bool, completed: u32) -> CompletionRecord {
-    let status = if blocks {
-        Status::PageResponse
-    } else {
-        Status::PageFault
-    };
-    CompletionRecord::default().with_fault(
-        status,
-        Fault {
-            address: DeviceAddress(stop.address),
-            write: stop.write,
-            completed,
-        },
-    )
-}
-
-fn done(result: u8, completed: u32) -> CompletionRecord {
-    CompletionRecord::new(Status::Success).with_result(result, completed)
-}
 
 /// Does a checked descriptor, and says what its record is to be. Batches and drains are not done here.
 pub(crate) fn operate(descriptor: &Descriptor, lens: &mut Lens<'_>) -> CompletionRecord {
@@ -145,6 +25,12 @@ pub(crate) fn operate(descriptor: &Descriptor, lens: &mut Lens<'_>) -> Completio
         Some(Opcode::Dualcast) => dualcast(descriptor, lens),
         Some(Opcode::CrcGenerate) => crc(descriptor, lens, false),
         Some(Opcode::CopyCrc) => crc(descriptor, lens, true),
+        Some(
+            Opcode::IntegrityCheck
+            | Opcode::IntegrityInsert
+            | Opcode::IntegrityStrip
+            | Opcode::IntegrityUpdate,
+        ) => blocks(descriptor, lens),
         Some(Opcode::CacheFlush) => visit(descriptor.destination(), descriptor.size(), lens),
         Some(Opcode::TranslationFetch) => visit(descriptor.source(), descriptor.size(), lens),
         Some(Opcode::Nop | Opcode::Drain | Opcode::Batch) | None => done(0, 0),
@@ -426,11 +312,4 @@ fn visit(address: u64, size: u32, lens: &mut Lens<'_>) -> CompletionRecord {
         completed += length(piece(size - completed, &[at]));
     }
     done(0, size)
-}
-
-/// The length of a piece.
-#[allow(clippy::cast_possible_truncation)] // at most a page
-fn length(piece: usize) -> u32 {
-    debug_assert!(piece <= PAGE_BYTES);
-    piece as u32
 }

@@ -210,7 +210,7 @@ fn capabilities_are_those_of_the_shape() {
     // As Linux prints them for Sapphire Rapids, but for bits that the model does not have (IMS).
     assert_eq!(rig.read(reg::GENCAP) & 0xffff_ffff, 0x815f_0107);
     assert_eq!(rig.read(reg::ENGCAP), 4);
-    assert_eq!(rig.read(reg::OPCAP), 0x1_0003_03ff);
+    assert_eq!(rig.read(reg::OPCAP), 0x1_003f_03ff);
     assert_eq!(rig.read32(reg::CMDCAP), 0);
     assert_eq!(Rig::new(Shape::everything()).read32(reg::CMDCAP), 0x7ffe);
     assert_eq!(rig.read(reg::VERSION), 0x100);

@@ -6,6 +6,7 @@ use crate::pieces::Pieces;
 use crate::spaces::ClientMemory;
 use std::fs::File;
 use std::io;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -39,6 +40,9 @@ impl Board for ClientBoard {
 #[derive(Debug)]
 struct Shared {
     core: Mutex<Core>,
+    /// How many wait for the core besides the device's thread, which lets them go first: a thread that gives a mutex back and
+    /// takes it again has it before one that waits for it is awake.
+    callers: AtomicUsize,
     /// Told when the device has something new to do, or its end has come.
     news: Condvar,
     board: ClientBoard,
@@ -54,7 +58,7 @@ pub(crate) struct Session {
     pieces: Pieces,
     /// `None` once it was told to end.
     thread: Option<JoinHandle<()>>,
-    end: Arc<std::sync::atomic::AtomicBool>,
+    end: Arc<AtomicBool>,
 }
 
 impl Shared {
@@ -62,13 +66,22 @@ impl Shared {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    fn core(&self) -> MutexGuard<'_, Core> {
+    /// For the device's thread.
+    fn lock(&self) -> MutexGuard<'_, Core> {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For all others.
+    fn core(&self) -> MutexGuard<'_, Core> {
+        self.callers.fetch_add(1, Ordering::AcqRel);
+        let core = self.lock();
+        self.callers.fetch_sub(1, Ordering::AcqRel);
+        core
     }
 
     /// Does what is due, step by step, so that registers are answered in between and the end is heard soon.
     fn work(&self, has_ended: impl Fn() -> bool) {
-        let mut core = self.core();
+        let mut core = self.lock();
         while !has_ended() {
             let now = self.now();
             match core.next_event() {
@@ -76,7 +89,10 @@ impl Shared {
                     core.advance(due, &self.board);
                     // Whoever waits for the registers has its turn.
                     drop(core);
-                    core = self.core();
+                    while self.callers.load(Ordering::Acquire) > 0 {
+                        std::thread::yield_now();
+                    }
+                    core = self.lock();
                 }
                 Some(due) => {
                     let left = Duration::from_nanos(due - now);
@@ -91,17 +107,17 @@ impl Shared {
 
 impl Session {
     pub(crate) fn new(device: &Device) -> io::Result<Self> {
-        use std::sync::atomic::{AtomicBool, Ordering};
         let mut core = Core::new(device.shape.clone(), device.timing, device.faults);
         let config = Config::new(&device.shape);
         let (bus_master, pasid) = config.bus();
         core.set_bus(bus_master, pasid);
         let shared = Arc::new(Shared {
             core: Mutex::new(core),
+            callers: AtomicUsize::new(0),
             news: Condvar::new(),
             board: ClientBoard {
                 memory: ClientMemory::new(device.spaces.clone()),
-                interrupts: Interrupts::new(device.shape.vectors()),
+                interrupts: Interrupts::new(device.shape.vectors())?,
             },
             began: Instant::now(),
         });
@@ -132,10 +148,11 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        // First, so that the thread does no more of what is left than the step that it is at.
+        self.end.store(true, Ordering::Release);
         {
             // Under the lock, so that the thread does not miss it between looking and waiting.
             let _core = self.shared.core();
-            self.end.store(true, std::sync::atomic::Ordering::Release);
             self.shared.news.notify_all();
         }
         if let Some(thread) = self.thread.take() {
@@ -249,5 +266,56 @@ impl ServerBackend for Session {
 
     fn set_irqs(&mut self, index: u32, flags: u32, start: u32, count: u32, fds: Vec<File>) -> io::Result<()> {
         self.shared.board.interrupts.set(index, flags, start, count, fds)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm_dedup_dsa::{Registers, Wanted, bring_up};
+    use vmm_dedup_dsa_abi::{Descriptor, portal};
+
+    struct Bar<'a>(&'a mut Session);
+
+    impl Registers for Bar<'_> {
+        fn read(&mut self, offset: u64) -> u64 {
+            let mut bytes = [0; 8];
+            let read = self.0.region_read(VFIO_PCI_BAR0_REGION_INDEX, offset, &mut bytes);
+            read.unwrap();
+            u64::from_le_bytes(bytes)
+        }
+
+        fn write(&mut self, offset: u64, value: u32) {
+            let bytes = value.to_le_bytes();
+            let written = self.0.region_write(VFIO_PCI_BAR0_REGION_INDEX, offset, &bytes);
+            written.unwrap();
+        }
+    }
+
+    /// A mutex lets its last owner have it again before those who wait.
+    #[test]
+    fn the_devices_thread_does_nothing_more_while_somebody_waits_for_the_registers() {
+        const NOPS: u64 = 64;
+        let mut session = Session::new(&Device::default()).unwrap();
+        session
+            .region_write(VFIO_PCI_CONFIG_REGION_INDEX, 4, &[6, 0])
+            .unwrap();
+        bring_up(&mut Bar(&mut session), Wanted::default()).unwrap();
+        let shared = Arc::clone(&session.shared);
+        let done = || shared.lock().account().descriptors;
+        shared.callers.fetch_add(1, Ordering::AcqRel);
+        let nop = Descriptor::nop().to_bytes();
+        for _ in 0..NOPS {
+            let at = portal::offset(0, portal::Kind::Unlimited);
+            session
+                .region_write(VFIO_PCI_BAR2_REGION_INDEX, at, &nop)
+                .unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(done() < NOPS, "it did not make way");
+        shared.callers.fetch_sub(1, Ordering::AcqRel);
+        while done() < NOPS {
+            std::thread::yield_now();
+        }
     }
 }

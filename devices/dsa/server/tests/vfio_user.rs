@@ -1,6 +1,8 @@
 //! The device through its socket, with the vfio-user crate's own client and this project's driver.
 
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
@@ -223,25 +225,97 @@ fn a_client_that_leaves_takes_its_device_along() {
         },
         ..Device::default()
     });
-    let threads = || {
-        let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
-        let name =
-            |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-        tasks.map(name).filter(|name| name.trim() == "dsa").count()
-    };
-    let before = threads();
+    let before = device_threads();
     let mut queue = Socket::new(running.client());
     for _ in 0..8 {
         queue.submit(&Descriptor::nop()).unwrap();
     }
-    assert!(threads() > before);
+    assert!(device_threads() > before);
     drop(queue);
+    wait_for_end(before);
+}
+
+/// Threads of devices in this process.
+fn device_threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let name =
+        |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+    tasks.map(name).filter(|name| name.trim() == "dsa").count()
+}
+
+/// Waits until there are no more of them than before.
+fn wait_for_end(before: usize) {
     let start = Instant::now();
-    while threads() > before {
+    while device_threads() > before {
         assert!(
             start.elapsed() < Duration::from_secs(20),
             "the device's thread stays"
         );
         thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// A batch that takes the device's thread some thousand times as long as a register: 512 comparisons of 16 MiB.
+struct LongWork {
+    queue: Socket,
+    memory: File,
+}
+
+impl LongWork {
+    const MEMBERS: u32 = 512;
+    const BYTES: u32 = 16 << 20;
+    const AT: u64 = 1 << 32;
+    /// Where the batch's record is; its list begins where the memory does.
+    const RECORD: u64 = 1 << 16;
+
+    fn start(running: &Running) -> Self {
+        let memory = rustix::fs::memfd_create("memory", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let memory = File::from(memory);
+        memory.set_len(Self::BYTES.into()).unwrap();
+        let start = DeviceAddress(Self::AT);
+        let member = Descriptor::compare(start, start, Self::BYTES).unwrap();
+        let list = member.to_bytes().repeat(Self::MEMBERS as usize);
+        memory.write_all_at(&list, 0).unwrap();
+        let record = DeviceAddress(Self::AT + Self::RECORD);
+        let batch = Descriptor::batch(start, Self::MEMBERS).unwrap();
+        let batch = batch.with_completion(record).unwrap();
+        let mut queue = Socket::new(running.client());
+        queue
+            .map(start, Self::BYTES as usize, memory.as_fd(), true)
+            .unwrap();
+        queue.submit(&batch).unwrap();
+        Self { queue, memory }
+    }
+
+    /// Whether the batch has ended, and how.
+    fn status(memory: &File) -> u8 {
+        let mut status = [0];
+        memory.read_exact_at(&mut status, Self::RECORD).unwrap();
+        status[0]
+    }
+}
+
+#[test]
+fn registers_are_answered_while_the_device_works() {
+    let running = Running::start(Device::default());
+    let LongWork { mut queue, memory } = LongWork::start(&running);
+    for _ in 0..8 {
+        assert_eq!(queue.client.read(reg::GENSTS) & 3, 1);
+    }
+    assert_eq!(LongWork::status(&memory), 0, "the registers waited for the batch");
+}
+
+/// What nobody waits for any more is not done: else who comes and goes would keep the server at work, and its places.
+#[test]
+fn what_a_client_has_left_behind_is_not_done() {
+    let running = Running::start(Device::default());
+    let before = device_threads();
+    let LongWork { queue, memory } = LongWork::start(&running);
+    drop(queue);
+    wait_for_end(before);
+    assert_eq!(
+        LongWork::status(&memory),
+        0,
+        "the device has done all of it first"
+    );
 }

@@ -64,7 +64,7 @@ impl Session {
         let vectors = modules + 1; // the ring's is the first
         let board = Arc::new(ClientBoard {
             memory: DmaMemory::default(),
-            interrupts: Interrupts::new(vectors),
+            interrupts: Interrupts::new(vectors)?,
         });
         Ok(Self {
             device: Device::new(modules.into(), Arc::clone(&window), Arc::clone(&board))?,

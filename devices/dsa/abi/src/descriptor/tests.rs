@@ -106,3 +106,51 @@ fn what_is_left_begins_where_the_fault_was() {
     assert_eq!(Descriptor::compare(A, B, 64).unwrap().rest(64, 0, false), None);
     assert_eq!(Descriptor::nop().rest(0, 0, false), None);
 }
+
+#[test]
+fn blocks_have_their_tags_where_the_device_looks() {
+    let tags = |reference, application| Tags {
+        reference,
+        mask: 0xf0f0,
+        application,
+    };
+    let integrity = Integrity {
+        source_flags: 0x80,
+        destination_flags: 0x10,
+        flags: 1,
+        source: tags(0x0102_0304, 0x0506),
+        destination: tags(0x0708_090a, 0x0b0c),
+    };
+    let update = Descriptor::integrity_update(A, B, 2 * 528, integrity).unwrap();
+    let raw = update.to_bytes();
+    assert_eq!(raw[40..43], [0x80, 0x10, 1]);
+    // uapi/linux/idxd.h, "DIF update": tags of the source at 48, of the destination at 56.
+    assert_eq!(raw[48..56], [4, 3, 2, 1, 0xf0, 0xf0, 6, 5]);
+    assert_eq!(raw[56..64], [0x0a, 9, 8, 7, 0xf0, 0xf0, 0x0c, 0x0b]);
+    assert_eq!(update.integrity(), integrity);
+    let wrong = Descriptor::integrity_insert(A, B, 528, integrity);
+    assert_eq!(
+        wrong,
+        Err(Error::Blocks {
+            size: 528,
+            block: 520
+        })
+    );
+}
+
+#[test]
+fn what_is_left_of_blocks_has_the_next_ones_tags() {
+    let integrity = Integrity::default();
+    let left = |made: Result<Descriptor, Error>, done| made.unwrap().rest(done, 0, false).unwrap();
+    let insert = left(Descriptor::integrity_insert(A, B, 1536, integrity), 1024);
+    assert_eq!(
+        (insert.source(), insert.destination(), insert.size()),
+        (0x1400, 0x2000 + 2 * 520, 512)
+    );
+    assert_eq!(insert.integrity().destination.reference, 2);
+    let strip = left(Descriptor::integrity_strip(A, B, 3 * 520, integrity), 520);
+    assert_eq!((strip.source(), strip.destination()), (0x1208, 0x2200));
+    let check = left(Descriptor::integrity_check(A, 3 * 520, integrity), 520);
+    assert_eq!((check.source(), check.destination()), (0x1208, 0));
+    assert_eq!(check.integrity().source.reference, 1);
+}

@@ -64,7 +64,8 @@ impl Channel {
     /// device goes on meanwhile; or nearly all, if that can be slept for.
     pub(crate) fn wait_for_room(&mut self, most: Duration) {
         let busy = self.slots.busy();
-        let part = |eighths: usize| busy.get(busy.len() * eighths / 8).copied();
+        // The last one of so many.
+        let part = |eighths: usize| busy.get((busy.len() * eighths / 8).max(1) - 1).copied();
         let (Some(half), Some(most_of)) = (part(4), part(7)) else {
             return;
         };

@@ -28,7 +28,7 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use verifying::Verifying;
 use vmm_dedup::compare::{Account, Answer, DeviceWork, Engine, Error, Meanwhile, PageId, PageView};
-use vmm_dedup_dsa_abi::{CompletionRecord, Descriptor, DeviceAddress, Opcode};
+use vmm_dedup_dsa_abi::{CompletionRecord, Descriptor, DeviceAddress};
 use vmm_dedup_protocol::PAGE_SIZE;
 
 /// How an engine is to work.
@@ -100,17 +100,13 @@ impl DsaEngine {
     /// Drives these queues, which nobody else may do.
     ///
     /// # Errors
-    /// If there are none, or the devices cannot be given memory.
+    /// If there are none, one cannot be used, or the devices cannot be given memory.
     pub fn new(queues: Vec<Box<dyn WorkQueue>>, options: Options) -> Answer<Self> {
         let mut channels = Vec::with_capacity(queues.len());
         for queue in queues {
             let name = queue.name().to_owned();
-            for opcode in [Opcode::Compare, Opcode::CrcGenerate] {
-                if !queue.limits().does(opcode) {
-                    return Err(Error::Device(format!(
-                        "{name} does no {opcode:?}: allow it (op_config)"
-                    )));
-                }
+            if let Some(why) = queue.limits().unfit() {
+                return Err(Error::Device(format!("{name} cannot be used: {why}")));
             }
             let channel = Channel::new(queue, options.time_limit, options.in_flight, options.batch);
             let channel = channel.map_err(|error| Error::Device(format!("no memory for {name}: {error}")))?;
@@ -238,6 +234,7 @@ impl DsaEngine {
         let mut todo: Vec<usize> = (0..jobs).rev().collect();
         let mut batch: Vec<Item> = Vec::new();
         loop {
+            let mut full = false;
             while !todo.is_empty()
                 && let Some(queue) = self.roomiest()
             {
@@ -255,6 +252,7 @@ impl DsaEngine {
                 if let Err(trouble) = started {
                     self.give_up(queue, &trouble);
                 } else if count == 0 {
+                    full = true;
                     break;
                 }
             }
@@ -263,6 +261,10 @@ impl DsaEngine {
             let busy = self.live().any(|channel| !channel.is_idle());
             if !busy && (todo.is_empty() || self.live().next().is_none()) {
                 return results;
+            }
+            if !full && !todo.is_empty() && self.roomiest().is_some() {
+                // Waiting first would leave the devices with less to do than they can have.
+                continue;
             }
             const MOST: Duration = Duration::from_millis(10);
             if todo.is_empty() && !meanwhile.is_done() {

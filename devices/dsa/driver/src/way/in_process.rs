@@ -20,7 +20,9 @@ use std::time::{Duration, Instant};
 use vmm_dedup_dsa_abi::config::Mode;
 use vmm_dedup_dsa_abi::registers::DeviceState;
 use vmm_dedup_dsa_abi::{Descriptor, DeviceAddress, Pasid, portal};
-use vmm_dedup_dsa_model::{Board, Core, Faults, Memory, Missing, PAGE, Shape, Submitted, Timing, Way};
+use vmm_dedup_dsa_model::{
+    Account, Board, Core, Faults, Memory, Missing, PAGE, Shape, Submitted, Timing, Way,
+};
 use vmm_dedup_protocol::mapping::Mapping;
 
 /// A step of the model's takes some microseconds. Longer ones are of a thread that did not run.
@@ -103,6 +105,12 @@ impl InProcess {
     /// What goes wrong from now on.
     pub fn set_faults(&mut self, faults: Faults) {
         self.core.set_faults(faults);
+    }
+
+    /// What it has done.
+    #[must_use]
+    pub fn account(&self) -> Account {
+        self.core.account()
     }
 
     /// Lets each submission take the CPU so long, as a write to a real portal does. By default the model's portal costs the

@@ -5,6 +5,7 @@
 //! is in flight.
 #![allow(unsafe_code)] // maps the portal and writes to it
 
+use super::causes::with_causes;
 use super::queue::{QueueLimits, Trouble, WorkQueue};
 use crate::instructions::{Instructions, wait_for_line};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -257,14 +258,14 @@ impl WorkQueue for Node {
         match read(&self.attributes, "state") {
             Ok(state) if state == "enabled" => None,
             Ok(_) => Some(Trouble::Halted(ResetKind::Command)),
-            Err(error) => Some(Trouble::Gone(error.to_string())),
+            Err(error) => Some(Trouble::Gone(with_causes(&error))),
         }
     }
 
     /// Closes the node, which waits for what is in flight, and opens it again. Linux resets a halted device itself.
     fn reset(&mut self) -> Result<(), Trouble> {
         self.open = None;
-        let gone = |error: NodeError| Trouble::Gone(error.to_string());
+        let gone = |error: NodeError| Trouble::Gone(with_causes(&error));
         self.open = Some(Open::new(&self.path).map_err(gone)?);
         self.trouble().map_or(Ok(()), Err)
     }

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 use vmm_dedup_dsa_abi::registers::ResetKind;
 use vmm_dedup_dsa_abi::{Descriptor, DeviceAddress, Opcode};
+use vmm_dedup_protocol::PAGE_SIZE;
 
 /// What a queue takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +29,24 @@ impl QueueLimits {
     pub fn does(&self, opcode: Opcode) -> bool {
         let (word, bit) = opcode.capability();
         self.operations[word] >> bit & 1 != 0
+    }
+
+    /// Why this driver cannot use such a queue, and what to configure; `None` if it can.
+    pub(crate) fn unfit(&self) -> Option<String> {
+        let page = PAGE_SIZE as u64;
+        if self.entries == 0 {
+            return Some("it has no entries: give it some (wq-size, threshold)".to_owned());
+        }
+        if self.bytes < page {
+            let most = self.bytes;
+            return Some(format!(
+                "an operation is of {most} bytes at most, and a page has {page}: raise it (max-transfer-size)"
+            ));
+        }
+        let missing = [Opcode::Compare, Opcode::CrcGenerate]
+            .into_iter()
+            .find(|opcode| !self.does(*opcode))?;
+        Some(format!("it does no {missing:?}: allow it (op_config)"))
     }
 }
 

@@ -240,8 +240,7 @@ impl Vfio {
 }
 
 /// `_IO(VFIO_TYPE, VFIO_BASE + 13)` (Linux, include/uapi/linux/vfio.h).
-const VFIO_IOMMU_MAP_DMA: libc::c_ulong =
-    ((sys::VFIO_TYPE as u32) << 8 | (sys::VFIO_BASE + 13)) as libc::c_ulong;
+const VFIO_IOMMU_MAP_DMA: libc::Ioctl = ((sys::VFIO_TYPE as u32) << 8 | (sys::VFIO_BASE + 13)) as libc::Ioctl;
 
 #[allow(clippy::cast_possible_truncation)] // some ten bytes
 const fn argument_size<T>() -> u32 {

@@ -24,6 +24,8 @@ struct Says {
     completed: u32,
     address: u64,
     value: u32,
+    /// What follows.
+    more: [u32; 3],
 }
 
 /// Words by their places.
@@ -41,6 +43,7 @@ pub(crate) struct Oracle {
     block_on_fault: bool,
     /// The descriptor at hand waits for pages.
     blocks: bool,
+    of_byte: Vec<u16>,
     /// Operations and how they ended, of all so far.
     pub(crate) seen: BTreeSet<(u8, u8)>,
 }
@@ -52,6 +55,7 @@ impl Oracle {
             rights: [3; PAGES],
             block_on_fault,
             blocks: false,
+            of_byte: of_byte(),
             seen: BTreeSet::new(),
         }
     }
@@ -148,6 +152,9 @@ impl Oracle {
         bytes[4..8].copy_from_slice(&says.completed.to_le_bytes());
         bytes[8..16].copy_from_slice(&says.address.to_le_bytes());
         bytes[16..20].copy_from_slice(&says.value.to_le_bytes());
+        for (to, word) in bytes[20..].chunks_exact_mut(4).zip(says.more) {
+            to.copy_from_slice(&word.to_le_bytes());
+        }
         self.poke(place, &bytes);
     }
 
@@ -165,7 +172,7 @@ impl Oracle {
                             result: failed.into(),
                             completed,
                             address: gone.address,
-                            value: 0,
+                            ..Says::default()
                         };
                     }
                 }
@@ -255,6 +262,18 @@ impl Oracle {
                     (copy && near(a, size, b, size), 0x16),
                 ])
             }
+            Opcode::IntegrityCheck
+            | Opcode::IntegrityInsert
+            | Opcode::IntegrityStrip
+            | Opcode::IntegrityUpdate => {
+                let (from, to) = block_sizes(d);
+                let written = size / from * to;
+                first_of(&[
+                    (size % from != 0, 0x13),
+                    (beyond(a, size) || to > 0 && beyond(b, written), 0x22),
+                    (to > 0 && near(a, size, b, written), 0x16),
+                ])
+            }
             Opcode::Memmove | Opcode::Compare => first_of(&[(beyond(a, size) || beyond(b, size), 0x22)]),
             Opcode::Fill | Opcode::CacheFlush => first_of(&[(beyond(b, size), 0x22)]),
             Opcode::ComparePattern | Opcode::TranslationFetch => first_of(&[(beyond(a, size), 0x22)]),
@@ -334,6 +353,10 @@ impl Oracle {
             Opcode::ApplyDelta => return self.apply_delta(d, says),
             Opcode::CrcGenerate => return self.crc(d, false, says),
             Opcode::CopyCrc => return self.crc(d, true, says),
+            Opcode::IntegrityCheck
+            | Opcode::IntegrityInsert
+            | Opcode::IntegrityStrip
+            | Opcode::IntegrityUpdate => return self.blocks(d, says),
             Opcode::Nop | Opcode::Drain | Opcode::Batch => return Ok(()),
             Opcode::Fill => {
                 for at in 0..size {
@@ -514,6 +537,119 @@ impl Oracle {
         }
         Ok(())
     }
+}
+
+/// Blocks with data integrity fields.
+impl Oracle {
+    fn blocks(&mut self, d: &Descriptor, says: &mut Says) -> Result<(), Gone> {
+        let raw = d.to_bytes();
+        let half = |at: usize| u16::from_le_bytes([raw[at], raw[at + 1]]);
+        let word = |at: usize| u32::from(half(at)) | u32::from(half(at + 2)) << 16;
+        let (from, to) = block_sizes(d);
+        let insert = d.opcode() == Some(Opcode::IntegrityInsert);
+        let update = d.opcode() == Some(Opcode::IntegrityUpdate);
+        // Of the source and of the destination: flags, reference tag, mask, application tag.
+        let mut checked = (raw[40], word(48), half(52), half(54));
+        let mut made = (raw[41], word(56), half(60), half(62));
+        if insert {
+            checked = (0x80, 0, 0, 0);
+        } else if !update {
+            made = (0x80, 0, 0, 0);
+        }
+        for block in 0..u64::from(d.size()) / from {
+            says.value = checked.1;
+            let tags = |mask: u16, application: u16| u32::from(mask) | u32::from(application) << 16;
+            says.more = [tags(checked.2, checked.3), made.1, tags(made.2, made.3)];
+            let mut bytes = Vec::new();
+            for at in 0..from {
+                bytes.push(self.peek(d.source() + block * from + at)?);
+            }
+            let len = bytes.len() - if insert { 0 } else { 8 };
+            let field = bytes.split_off(len);
+            let mut guard = self.guard(&bytes, raw[42] & 4 != 0);
+            if raw[42] & 8 != 0 {
+                guard ^= 0xffff;
+            }
+            if !insert {
+                says.result = is_wrong(&field, guard, checked);
+                if says.result != 0 {
+                    says.status = 9;
+                    return Ok(());
+                }
+            }
+            if insert || update {
+                let application = made.3 & !made.2;
+                let new = guard.to_be_bytes().into_iter().chain(application.to_be_bytes());
+                let new: Vec<u8> = new.chain(made.1.to_be_bytes()).collect();
+                // Parts that an update takes over, by the bit that says so.
+                for (part, bit) in [(0..2, 0x20), (2..4, 0x08), (4..8, 0x40)] {
+                    let kept = update && made.0 & bit != 0;
+                    bytes.extend(if kept { &field[part] } else { &new[part] });
+                }
+            }
+            let mut places = Vec::new();
+            for at in 0..to {
+                places.push(self.may_write(d.destination() + block * to + at)?);
+            }
+            for (place, byte) in places.into_iter().zip(bytes) {
+                self.bytes[place] = byte;
+            }
+            for tags in [&mut checked, &mut made] {
+                tags.1 = tags.1.wrapping_add(u32::from(tags.0 & 0x80 == 0));
+                tags.3 = tags.3.wrapping_add(u16::from(tags.0 & 0x10 != 0));
+            }
+            says.completed += u32::try_from(from).unwrap();
+            says.value = checked.1;
+            says.more = [tags(checked.2, checked.3), made.1, tags(made.2, made.3)];
+        }
+        Ok(())
+    }
+
+    /// The CRC of a block.
+    pub(crate) fn guard(&self, block: &[u8], ones: bool) -> u16 {
+        let mut state: u16 = if ones { 0xffff } else { 0 };
+        for byte in block {
+            state = state << 8 ^ self.of_byte[usize::from(state >> 8) ^ usize::from(*byte)];
+        }
+        state
+    }
+}
+
+/// What each byte makes of the CRC-16 with the polynomial 0x8bb7, bit by bit.
+fn of_byte() -> Vec<u16> {
+    let of = |byte: u16| {
+        (0..8).fold(byte << 8, |state, _| {
+            let carry = state & 0x8000 != 0;
+            if carry { state << 1 ^ 0x8bb7 } else { state << 1 }
+        })
+    };
+    (0..256).map(of).collect()
+}
+
+/// Bytes of a block, in the source and in the destination.
+fn block_sizes(d: &Descriptor) -> (u64, u64) {
+    let block = [512, 520, 4096, 4104][usize::from(d.to_bytes()[42]) % 4];
+    match d.opcode().unwrap() {
+        Opcode::IntegrityInsert => (block, block + 8),
+        Opcode::IntegrityStrip => (block + 8, block),
+        Opcode::IntegrityUpdate => (block + 8, block + 8),
+        _ => (block + 8, 0),
+    }
+}
+
+/// What is wrong with a field, of which flags, reference tag, mask and application tag are named.
+fn is_wrong(field: &[u8], guard: u16, (bits, reference, mask, application): (u8, u32, u16, u16)) -> u8 {
+    let all = |part: &[u8]| part.iter().all(|byte| *byte == 0xff);
+    if all(field) && bits & 2 != 0 {
+        return if bits & 1 != 0 { 8 } else { 0 };
+    }
+    if all(&field[2..4]) && bits & 4 != 0 || all(&field[2..]) && bits & 8 != 0 {
+        return 0;
+    }
+    let differs = |at: usize| (application.to_be_bytes()[at] ^ field[2 + at]) & !mask.to_be_bytes()[at] != 0;
+    u8::from(bits & 0x20 == 0 && field[..2] != guard.to_be_bytes())
+        | u8::from(differs(0) || differs(1)) << 1
+        | u8::from(bits & 0x40 == 0 && field[4..] != reference.to_be_bytes()) << 2
 }
 
 fn first_of(faults: &[(bool, u8)]) -> Option<u8> {

@@ -29,6 +29,12 @@ pub(crate) const TRANSFER_SHIFT: u8 = 14;
 /// And batches of 8.
 pub(crate) const BATCH_SHIFT: u8 = 3;
 
+/// Sizes of blocks, each of which has a quarter of the data.
+const BLOCKS: [u64; 4] = [512, 520, 4096, 4104];
+const REGION: u64 = DATA_BYTES / 4;
+/// The application tag of all blocks.
+const TAG: u16 = 0xface;
+
 struct Bench {
     memory: Flat,
     interrupts: RefCell<Vec<u16>>,
@@ -119,7 +125,7 @@ fn descriptor(random: &mut Random, record: u64) -> Descriptor {
     let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
     let opcode = match random.below(64) {
         0 => u8::try_from(random.below(256)).unwrap(),
-        _ => Opcode::ALL[usize::try_from(random.below(14)).unwrap()] as u8,
+        _ => Opcode::ALL[usize::try_from(random.below(Opcode::ALL.len() as u64)).unwrap()] as u8,
     };
     let known = Opcode::from_code(opcode);
     let mut bits = flags::COMPLETION_ADDRESS_VALID | flags::REQUEST_COMPLETION;
@@ -213,9 +219,75 @@ fn descriptor(random: &mut Random, record: u64) -> Descriptor {
             put(48, &third.to_le_bytes());
         }
         Some(Opcode::Compare | Opcode::ComparePattern) => put(40, &[u8::try_from(random.below(2)).unwrap()]),
+        Some(
+            Opcode::IntegrityCheck
+            | Opcode::IntegrityInsert
+            | Opcode::IntegrityStrip
+            | Opcode::IntegrityUpdate,
+        ) => of_blocks(random, &mut bytes),
         _ => {}
     }
     Descriptor::from_bytes(bytes)
+}
+
+/// Makes the operands of an operation on blocks of those that it has: mostly whole blocks, often those that [`blocks`] makes.
+fn of_blocks(random: &mut Random, bytes: &mut [u8; 64]) {
+    let kind = random.below(4);
+    let made = random.below(2) == 0;
+    let block = BLOCKS[usize::try_from(kind).unwrap()] + 8;
+    let first = random.below(REGION / block);
+    let flags =
+        |random: &mut Random| (0..8).fold(0, |bits, bit| bits | u8::from(random.below(6) == 0) << bit);
+    let (from, to) = (flags(random), flags(random));
+    let inverted = [2, 3].map(|bit| u64::from(random.below(8) == 0) << bit);
+    let guard = u8::try_from(kind | inverted[0] | inverted[1]).unwrap();
+    bytes[40..43].copy_from_slice(&[from, to, guard]);
+    let of_source = if bytes[7] == Opcode::IntegrityInsert as u8 {
+        block - 8
+    } else {
+        block
+    };
+    let most = if made { REGION / block - first } else { 8 };
+    let odd = u64::from(random.below(50) == 0);
+    let size = (1 + random.below(most)) * of_source + odd;
+    bytes[32..36].copy_from_slice(&u32::try_from(size).unwrap().to_le_bytes());
+    for at in [48, 56] {
+        let wrong = random.below(16) == 0;
+        let reference = if made { u32::try_from(first).unwrap() } else { 0 } + u32::from(wrong);
+        let mask = [0, 0, 0xff, 0xffff][usize::try_from(random.below(4)).unwrap()];
+        let application = if made { TAG } else { 0 } ^ u16::from(random.below(16) == 0);
+        bytes[at..at + 4].copy_from_slice(&reference.to_le_bytes());
+        bytes[at + 4..at + 6].copy_from_slice(&u16::to_le_bytes(mask));
+        bytes[at + 6..at + 8].copy_from_slice(&application.to_le_bytes());
+    }
+    if made {
+        let source = DATA + kind * REGION + first * block;
+        bytes[16..24].copy_from_slice(&source.to_le_bytes());
+    }
+}
+
+/// Fills a quarter of the data with blocks of each size, whose fields are mostly right.
+fn blocks(random: &mut Random, oracle: &mut Oracle, bench: &Bench) {
+    for (kind, len) in (0..).zip(BLOCKS) {
+        for number in 0..REGION / (len + 8) {
+            let value = u8::try_from(random.below(3)).unwrap();
+            let mut block = vec![value; usize::try_from(len).unwrap()];
+            let guard = oracle.guard(&block, false);
+            block.extend(guard.to_be_bytes());
+            block.extend(TAG.to_be_bytes());
+            block.extend(u32::try_from(number).unwrap().to_be_bytes());
+            let field = block.len() - 8;
+            // All ones, or the tags, or the application tag alone; or some bit is another one.
+            match random.below(24) {
+                0 => block[field..].fill(0xff),
+                1 => block[field + 2..].fill(0xff),
+                2 => block[field + 2..field + 4].fill(0xff),
+                3 => block[field + usize::try_from(random.below(8)).unwrap()] ^= 4,
+                _ => {}
+            }
+            put(bench, oracle, DATA + kind * REGION + number * (len + 8), &block);
+        }
+    }
 }
 
 /// Entries of a delta record, mostly in order.
@@ -248,6 +320,9 @@ fn refill(random: &mut Random, oracle: &mut Oracle, bench: &Bench) {
         bench.memory.write(None, at, &content).unwrap();
         oracle.fill_page(page, &content);
     }
+    if random.below(2) == 0 {
+        blocks(random, oracle, bench);
+    }
 }
 
 fn change_rights(random: &mut Random, oracle: &mut Oracle, bench: &Bench) {
@@ -263,12 +338,17 @@ fn change_rights(random: &mut Random, oracle: &mut Oracle, bench: &Bench) {
 }
 
 fn put(bench: &Bench, oracle: &mut Oracle, address: u64, bytes: &[u8]) {
-    oracle.poke(address, bytes);
+    let first = usize::try_from(4096 - address % 4096).unwrap().min(bytes.len());
+    let (now, rest) = bytes.split_at(first);
+    oracle.poke(address, now);
     let page = usize::try_from((address - BASE) / 4096).unwrap();
     let rights = oracle.rights(page);
     bench.memory.set_rights(page, READABLE | WRITABLE);
-    bench.memory.write(None, address, bytes).unwrap();
+    bench.memory.write(None, address, now).unwrap();
     bench.memory.set_rights(page, rights);
+    if !rest.is_empty() {
+        put(bench, oracle, address + first as u64, rest);
+    }
 }
 
 /// Submits so many descriptors. Returns which operations ended how.
@@ -299,12 +379,7 @@ fn run(descriptors: u64, seed: u64, block_on_fault: bool) -> BTreeSet<(u8, u8)> 
                 .map(|at| descriptor(&mut random, BASE + 32 * (at + 1)))
                 .collect();
             for (at, member) in (list..).step_by(64).zip(&all) {
-                let bytes = member.to_bytes();
-                let first = usize::try_from(4096 - at % 4096).unwrap().min(64);
-                put(&bench, &mut oracle, at, &bytes[..first]);
-                if first < 64 {
-                    put(&bench, &mut oracle, at + first as u64, &bytes[first..]);
-                }
+                put(&bench, &mut oracle, at, &member.to_bytes());
             }
             let mut bytes = [0; 64];
             let bits = flags::COMPLETION_ADDRESS_VALID | flags::REQUEST_COMPLETION | 1 << 24;
@@ -376,6 +451,15 @@ fn endings(opcode: Opcode, fault: Status) -> Vec<Status> {
             fault,
             Status::Size,
             Status::Dualcast,
+            Status::Overlap,
+            Status::TrafficClass,
+        ],
+        Opcode::IntegrityCheck => &[fault, Status::Size, Status::IntegrityField],
+        Opcode::IntegrityInsert => &[fault, Status::Size, Status::Overlap, Status::TrafficClass],
+        Opcode::IntegrityStrip | Opcode::IntegrityUpdate => &[
+            fault,
+            Status::Size,
+            Status::IntegrityField,
             Status::Overlap,
             Status::TrafficClass,
         ],
