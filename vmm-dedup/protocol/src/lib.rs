@@ -26,6 +26,7 @@ pub mod mapping;
 pub mod message;
 pub mod name;
 pub mod observer;
+pub mod peer;
 pub mod raw;
 pub mod refusal;
 mod sizes;

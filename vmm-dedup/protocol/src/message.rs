@@ -32,7 +32,7 @@ pub enum Role {
 }
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new version together with this size.
-const _: () = assert!(VERSION == 13 && size_of::<ServiceStats>() == 2592);
+const _: () = assert!(VERSION == 14 && size_of::<ServiceStats>() == 2592);
 
 /// service → store, first message of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -84,6 +84,8 @@ pub struct Welcome {
     pub salt: u64,
     /// Names this store process; a service that finds another one after reconnecting starts afresh.
     pub incarnation: u64,
+    /// Names this membership among all that the store process has had; 0 for who is no member.
+    pub membership: u64,
     /// Bytes of the index file.
     pub index_bytes: u64,
 }
@@ -126,6 +128,8 @@ pub enum Message<'a> {
     NotDone(NotDone),
     /// The service's last message: its process maps no slot that it knows from this connection.
     Goodbye,
+    /// The service's process maps no slot that it knows from an earlier connection, which had this [`Welcome::membership`].
+    TakeOver(u64),
 }
 
 /// In a `Published`: this page got no slot (the store is full, or its content did not have the announced key).
@@ -171,6 +175,7 @@ pub fn parse(buffer: &[u8]) -> Result<Message<'_>, Malformed> {
         Kind::NotDone => Message::NotDone(NotDone::parse(body, buffer.len())?),
         Kind::Goodbye if body.is_empty() => Message::Goodbye,
         Kind::Goodbye => return Err(length()),
+        Kind::TakeOver => Message::TakeOver(u64::read_from_bytes(body).map_err(|_| length())?),
     })
 }
 

@@ -197,7 +197,7 @@ impl Observer {
     ) -> Result<T, Error> {
         set_socket_timeout(&self.socket, Timeout::Recv, Some(patience))
             .map_err(|e| Error::Broken(e.into()))?;
-        socket::send(&self.socket, &encode(kind, &[body]), &[]).map_err(Error::Broken)?;
+        socket::send_or_hear_why_not(&self.socket, &encode(kind, &[body])).map_err(Error::Broken)?;
         let received = socket::receive(&self.socket, &mut self.buffer).map_err(Error::Broken)?;
         match received.ok_or(Error::Gone)?.parse(&self.buffer)? {
             Message::Error(text) => Err(Error::Refused(text)),

@@ -80,6 +80,14 @@ pub fn send(socket: impl AsFd, record: &[u8], fds: &[BorrowedFd<'_>]) -> io::Res
     }
 }
 
+/// As [`send`], to who may have hung up already: then what it said before is there to be received.
+pub fn send_or_hear_why_not(socket: impl AsFd, record: &[u8]) -> io::Result<()> {
+    match send(socket, record, &[]) {
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        sent => sent,
+    }
+}
+
 /// A record as received.
 #[derive(Debug)]
 pub struct Received {
@@ -185,6 +193,22 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
         assert!(start.elapsed() >= PATIENCE && start.elapsed() < 3 * PATIENCE);
         std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn who_hung_up_is_heard_all_the_same() {
+        let (a, b) = pair();
+        send(&b, &encode(Kind::Error, &[b"why"]), &[]).unwrap();
+        drop(b);
+        let record = encode(Kind::Goodbye, &[]);
+        assert_eq!(
+            send(&a, &record, &[]).unwrap_err().kind(),
+            io::ErrorKind::BrokenPipe
+        );
+        send_or_hear_why_not(&a, &record).unwrap();
+        let mut buffer = aligned_buffer();
+        let heard = receive(&a, &mut buffer).unwrap().unwrap();
+        assert!(matches!(heard.parse(&buffer), Ok(Message::Error(text)) if text == "why"));
     }
 
     #[test]

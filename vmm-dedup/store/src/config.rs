@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use vmm_dedup_protocol::name::{FILE_NAME_RULE, is_file_name};
+use vmm_dedup_protocol::peer::overflow_user;
 use vmm_dedup_protocol::{MAX_SLOTS, PAGE_SIZE};
 
 /// Configuration of a store.
@@ -17,6 +18,8 @@ pub struct Config {
     pub mode: u32,
     /// The group of the socket, by number; `None` for that of the store's process.
     pub group: Option<u32>,
+    /// The users who may connect, by number, besides root and the store's own; empty: whoever the socket's permissions let in.
+    pub join_users: Vec<u32>,
     /// Most bytes of shared pages.
     pub max_bytes: u64,
     /// Where to serve /metrics and /healthz; `None` for nowhere.
@@ -25,6 +28,9 @@ pub struct Config {
     pub domain: String,
     /// Most pages that one VM may announce.
     pub max_vm_pages: u64,
+    /// Most keys that are remembered of pages which have no twin yet, of all VMs: 8 to 12 bytes each. 0 is four for each page of
+    /// the host's memory.
+    pub max_sightings: u64,
     /// Most connections, counting those whose process lives on after its socket broke.
     pub max_connections: usize,
     /// Most connections of one process, counted likewise.
@@ -43,10 +49,12 @@ impl Default for Config {
             socket: "/run/vmm-dedup/store.sock".into(),
             mode: 0o600,
             group: None,
+            join_users: Vec::new(),
             max_bytes: u64::from(MAX_SLOTS) * PAGE_SIZE as u64,
             metrics: Some(SocketAddr::from(([127, 0, 0, 1], 9753))),
             domain: "default".into(),
             max_vm_pages: 1 << 28,
+            max_sightings: 0,
             max_connections: 8192,
             max_connections_per_process: 32,
             answer_seconds: 10,
@@ -67,6 +75,10 @@ impl Config {
         if self.mode & !0o777 != 0 || self.mode & 0o600 != 0o600 {
             let hint = "give permission bits that let the owner read and write, e.g. 0600";
             return refuse("mode", format!("{:o}", self.mode), hint);
+        }
+        if self.join_users.contains(&overflow_user()) {
+            let hint = "name another user: the kernel gives this number for every user that it cannot name";
+            return refuse("join_users", overflow_user().to_string(), hint);
         }
         if self.max_bytes < PAGE_SIZE as u64 {
             return refuse(
@@ -109,6 +121,17 @@ impl Config {
         Ok(())
     }
 
+    /// Most keys that are remembered.
+    pub(crate) fn sightings(&self) -> u64 {
+        let info = rustix::system::sysinfo();
+        #[allow(clippy::useless_conversion)] // narrower on other architectures
+        let host = u64::from(info.totalram).saturating_mul(info.mem_unit.into());
+        match self.max_sightings {
+            0 => host / PAGE_SIZE as u64 * 4,
+            most => most,
+        }
+    }
+
     /// Most slots that `max_bytes` holds.
     pub(crate) fn max_slots(&self) -> u32 {
         u32::try_from(self.max_bytes / PAGE_SIZE as u64)
@@ -147,6 +170,13 @@ mod tests {
                 "mode",
                 Config {
                     mode: 0o066,
+                    ..Config::default()
+                },
+            ),
+            (
+                "join_users",
+                Config {
+                    join_users: vec![1000, overflow_user()],
                     ..Config::default()
                 },
             ),

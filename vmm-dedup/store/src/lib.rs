@@ -39,7 +39,7 @@
 //!   nobody accounts for. A VMM must not do that (guest memory is to be marked `MADV_DONTFORK` where a VMM forks at all).
 //! - Two stores started at the same instant on one stale socket path can both pass the check for a live one; the
 //!   later one wins the path.
-//! - Growing a very large table (sightings, index) is one pass without a pause, which takes longer the larger it is.
+//! - Growing a very large index is one pass without a pause, which takes longer the larger it is.
 //! - A hostile service that aims line keys at one place of the index (its hashing is public) makes lookups there
 //!   slow for its own trust domain, and entries there are refused: about a thousand words are read at most.
 //! - Memory returns by whole segments. A process that does not follow pages which have moved keeps theirs, beyond the store's

@@ -3,7 +3,7 @@
 use crate::config::Config;
 use crate::error::Error;
 use crate::metrics::Snapshot;
-use crate::net::{Asked, Closers, Listener, serve, serve_metrics, watch};
+use crate::net::{Asked, Closers, Listener, Turns, serve, serve_metrics, watch};
 use crate::state::{Shared, State, lock};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::SocketAddr;
@@ -86,7 +86,7 @@ impl Store {
         tasks.spawn(evacuate(shared.clone()));
         // The file is removed when `listener` is dropped, at the end.
         let watched = watch(listener.socket(), Interest::READABLE).map_err(Error::Memory)?;
-        let closers = Arc::new(Closers::default());
+        let (closers, turns) = (Arc::new(Closers::default()), Arc::new(Turns::default()));
         loop {
             let accepted = tokio::select! {
                 biased;
@@ -98,7 +98,11 @@ impl Store {
                 accepted = watched.async_io(Interest::READABLE, |socket| socket::accept(socket)) => accepted,
             };
             match accepted {
-                Ok(socket) => _ = tasks.spawn(serve(shared.clone(), closers.clone(), socket)),
+                Ok(socket) => {
+                    tasks.spawn(serve(shared.clone(), closers.clone(), turns.clone(), socket));
+                    // One after the other: others have their turns between.
+                    tokio::task::yield_now().await;
+                }
                 Err(e) => {
                     log::error!(
                         "no connection can be accepted for now (raise the limit on open files?): {e}"

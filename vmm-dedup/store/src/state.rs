@@ -12,6 +12,7 @@ use crate::requests::exchange::Exchange;
 use crate::requests::outbox::Outbox;
 use crate::requests::peers::{Parting, Peers, Phase, RefusedVm, Service};
 use crate::requests::relay::{Answer, Question, Relay};
+use crate::requests::rights::Rights;
 use crate::requests::statistics::Statistics;
 use crate::requests::violation::Violation;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -43,6 +44,7 @@ pub(crate) struct State {
     incarnation: u64,
     pub(crate) exchange: Exchange,
     pub(crate) peers: Peers,
+    rights: Rights,
     relay: Relay,
     /// Counters of all VMs there ever were.
     pub(crate) totals: ServiceStats,
@@ -63,8 +65,9 @@ impl State {
         let pool = Pool::new(&config, Salt(random[0]))?;
         Ok(Self {
             incarnation: random[1],
-            exchange: Exchange::new(pool, Sightings::new([random[2], random[3]])),
+            exchange: Exchange::new(pool, Sightings::new([random[2], random[3]], config.sightings())),
             peers: Peers::new(config.max_connections, config.max_connections_per_process),
+            rights: Rights::new(&config.join_users),
             relay: Relay::new(Duration::from_secs(config.answer_seconds.into())),
             config,
             totals: ServiceStats::default(),
@@ -74,7 +77,8 @@ impl State {
     }
 
     /// A process has connected.
-    pub(crate) fn admit(&mut self, pid: u32, uid: u32, outbox: Arc<Outbox>) -> Result<MemberId, Violation> {
+    pub(crate) fn admit(&mut self, pid: u64, uid: u32, outbox: Arc<Outbox>) -> Result<MemberId, Violation> {
+        self.rights.may_join(uid)?;
         self.peers.admit(pid, uid, outbox)
     }
 
@@ -98,12 +102,16 @@ impl State {
                 Some(_) => Ok(Some(self.statistics().answer(*request))),
             },
             Message::Refused(refused) => self.refused(id, refused).map(|()| None),
-            Message::Set(set) => self.relay.ask(&self.peers, id, Question::Set(*set)),
-            Message::Explain(explain) => self.relay.ask(&self.peers, id, Question::Explain(*explain)),
+            Message::Set(set) => self.relay.ask(&self.peers, &self.rights, id, Question::Set(*set)),
+            Message::Explain(explain) => {
+                self.relay
+                    .ask(&self.peers, &self.rights, id, Question::Explain(*explain))
+            }
             Message::Done(serial) => self.answer(id, &Answer::Done(*serial)),
             Message::Explained(explained) => self.answer(id, &Answer::Explained(explained)),
             Message::NotDone(not_done) => self.answer(id, &Answer::NotDone(not_done)),
             Message::Goodbye => self.goodbye(id).map(|()| None),
+            Message::TakeOver(membership) => self.peers.take_over(id, *membership).map(|()| None),
             Message::Released(number) => self.released(id, *number).map(|()| None),
             Message::Welcome(_) => Err(Violation::Unexpected("Welcome")),
             Message::BatchReply(_) => Err(Violation::Unexpected("BatchReply")),
@@ -142,6 +150,7 @@ impl State {
         let welcome = Welcome {
             salt: 0,
             incarnation: self.incarnation,
+            membership: 0,
             index_bytes: 0,
         };
         encode(Kind::Welcome, &[welcome.as_bytes()])
@@ -152,7 +161,7 @@ impl State {
         &mut self,
         id: MemberId,
         hello: &Hello,
-        pid: u32,
+        pid: u64,
         outbox: &Outbox,
     ) -> Result<Service, Violation> {
         let (pages, max) = (hello.pages, self.config.max_vm_pages);
@@ -166,6 +175,7 @@ impl State {
         let welcome = Welcome {
             salt: pool.salt().0,
             incarnation: self.incarnation,
+            membership: self.peers.begin_membership(id),
             index_bytes,
         };
         outbox.push(
@@ -252,11 +262,26 @@ impl State {
         ))
     }
 
-    /// The socket is gone, or the peer has said goodbye.
+    /// The socket is gone, or the peer has said goodbye: forgets what it sighted, some at a time. Returns whether there is more to
+    /// do; `step` counts the calls.
+    pub(crate) fn forget_some(&mut self, id: MemberId, step: usize) -> bool {
+        self.exchange.forget_some(id, step)
+    }
+
+    /// What it sighted is forgotten.
     pub(crate) fn disconnect(&mut self, id: MemberId) -> Parting {
         self.relay.forget(&self.peers, id);
         self.exchange.disconnect(id);
-        self.peers.disconnect(id)
+        // A service that becomes an orphan keeps its name.
+        let free = match self.peers.phase(id) {
+            Some(Phase::Refused(vm)) => Some(vm.name.clone()),
+            _ => None,
+        };
+        let parting = self.peers.disconnect(id);
+        if let Some(name) = free {
+            self.peers.pass_on(&name);
+        }
+        parting
     }
 
     /// The peer's connection broke, and its process may live: what it references no longer counts as sharing, some at a time.
@@ -270,8 +295,8 @@ impl State {
     pub(crate) fn depart(&mut self, id: MemberId) -> bool {
         let more = self.exchange.pool.leave_some(id);
         self.send_announcements();
-        if !more {
-            self.peers.remove(id);
+        if !more && let Some(name) = self.peers.remove(id) {
+            self.peers.pass_on(&name);
         }
         more
     }

@@ -2,16 +2,20 @@
 
 mod support;
 
-use std::io::{Read, Write};
+use std::io::{BufRead, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use support::{Answer, Client, Observer, Server};
+use support::{Answer, Client, HELPER_SOCKET, Helper, Observer, Server, page};
 use vmm_dedup_protocol::control::{Settings, Switch};
-use vmm_dedup_protocol::message::{Hello, Kind, Role, encode};
+use vmm_dedup_protocol::index::{News, RING};
+use vmm_dedup_protocol::message::{Hello, Kind, Message, Role, aligned_buffer, encode};
 use vmm_dedup_protocol::socket;
 use vmm_dedup_protocol::stats::ServiceStats;
+use vmm_dedup_store::Config;
 use zerocopy::IntoBytes;
 
 /// What an attack that works costs an honest VM.
@@ -115,10 +119,14 @@ const STRANGER: u32 = 65_533;
 
 /// Does something as [`STRANGER`], in a thread of its own, whose rights alone change. The test that calls it is one of root.
 fn as_stranger<T: Send>(act: impl FnOnce() -> T + Send) -> T {
+    as_user(STRANGER, act)
+}
+
+fn as_user<T: Send>(user: u32, act: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            let stranger = rustix::process::Uid::from_raw(STRANGER);
-            rustix::thread::set_thread_res_uid(stranger, stranger, stranger).unwrap();
+            let user = rustix::process::Uid::from_raw(user);
+            rustix::thread::set_thread_res_uid(user, user, user).unwrap();
             act()
         });
         thread.join().unwrap()
@@ -127,11 +135,23 @@ fn as_stranger<T: Send>(act: impl FnOnce() -> T + Send) -> T {
 
 /// A store whose socket anybody may open; `None` where the test cannot become somebody else.
 fn open_server() -> Option<Server> {
+    open_server_with(|_| ())
+}
+
+/// One that only these users and root may join.
+fn open_server_for(users: &[u32]) -> Option<Server> {
+    open_server_with(|config| config.join_users = users.to_vec())
+}
+
+fn open_server_with(change: impl FnOnce(&mut Config)) -> Option<Server> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("SKIPPED: only root can act as another user");
         return None;
     }
-    let server = Server::start(|config| config.mode = 0o666);
+    let server = Server::start(|config| {
+        config.mode = 0o666;
+        change(config);
+    });
     std::fs::set_permissions(server.dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     Some(server)
 }
@@ -165,4 +185,129 @@ fn a_member_that_runs_as_another_user_shares_and_steers_nobody() {
     let serial = honest.question();
     honest.send(Kind::Done, &serial.to_ne_bytes());
     assert_eq!(operator.answer(), Answer::Done(3));
+}
+
+#[test]
+fn a_user_with_many_processes_leaves_places_for_others() {
+    let Some(server) = open_server_with(|config| config.max_connections = 16) else {
+        return;
+    };
+    let connect = |name| Client::try_connect(&server.socket, name);
+    let taken: Vec<Client> = as_stranger(|| (0..14).map_while(|_| connect("hostile")).collect());
+    assert_eq!(taken.len(), 14);
+    assert!(as_stranger(|| connect("hostile").is_none()));
+    let mut honest = connect("honest").expect("a place is kept");
+    honest.acknowledge();
+}
+
+/// The users of a list, besides root.
+const GUEST: u32 = 65_532;
+
+#[test]
+fn who_is_not_on_the_list_is_told_so_and_shares_nothing() {
+    let Some(server) = open_server_for(&[GUEST]) else {
+        return;
+    };
+    let hello = encode(
+        Kind::Hello,
+        &[Hello::new(Role::Service, "stranger", 1).as_bytes()],
+    );
+    let said = as_stranger(|| {
+        let socket = socket::connect(&server.socket).unwrap();
+        let _ = socket::send(&socket, &hello, &[]);
+        let mut buffer = aligned_buffer();
+        let answer = socket::receive(&socket, &mut buffer).unwrap().unwrap();
+        assert!(answer.fds.is_empty());
+        match answer.parse(&buffer).unwrap() {
+            Message::Error(text) => text,
+            other => panic!("{other:?}"),
+        }
+    });
+    assert!(
+        said.contains("user 65533 may not join this store") && said.contains("--join-user"),
+        "{said}"
+    );
+    // Root is always let in, and so is who is on it.
+    Client::connect(&server.socket, "honest").acknowledge();
+    as_user(GUEST, || Client::connect(&server.socket, "guest").acknowledge());
+}
+
+#[test]
+fn strangers_who_connect_all_the_time_hold_up_nobody() {
+    let Some(server) = open_server_for(&[GUEST]) else {
+        return;
+    };
+    let mut honest = as_user(GUEST, || Client::connect(&server.socket, "honest"));
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                as_stranger(|| {
+                    while !done.load(Ordering::Relaxed) {
+                        let _ = socket::connect(&server.socket);
+                    }
+                });
+            });
+        }
+        let longest = longest_batch(&mut honest, Duration::from_secs(3));
+        done.store(true, Ordering::Relaxed);
+        println!("a batch took at most {longest:?}");
+        assert!(longest < HONEST / 8, "a batch took {longest:?}");
+    });
+}
+
+/// As many changes as a batch may have: the slot is dropped and taken again by each two.
+const FLAPPING: usize = 2048;
+
+#[test]
+fn a_batch_that_drops_and_takes_a_slot_again_is_no_news() {
+    let server = Server::start(|_| ());
+    let mut honest = Client::connect(&server.socket, "honest");
+    let mut evil = Client::connect(&server.socket, "evil");
+    let slot = evil.publish(&[page(1)])[0].unwrap();
+    honest.acknowledge();
+    let (position, flapping) = (honest.index.news_position(), [(slot, -1), (slot, 1)]);
+    let changes: Vec<_> = flapping.into_iter().cycle().take(FLAPPING).collect();
+    // Each pair was a word of the ring: it was overrun.
+    for _ in 0..2 * RING / FLAPPING {
+        evil.batch(&[], &[], &changes);
+    }
+    honest.acknowledge();
+    assert_eq!(honest.index.news_since(position), News::Keys(vec![]));
+    // The pages that it counts are as many as before: the slot is found until it is dropped.
+    assert_eq!(honest.find(&page(1)), Some(slot));
+    evil.batch(&[], &[], &[(slot, 1), (slot, -2)]);
+    assert_eq!(honest.find(&page(1)), None);
+}
+
+#[test]
+fn who_takes_all_of_a_vms_names_does_not_keep_its_operator_from_it() {
+    let server = Server::start(|_| ());
+    let mut victim = Helper::start("victim", &server.socket);
+    let pid: u32 = victim.ask("pid").parse().unwrap();
+    let full = format!("victim.{pid}");
+    let _hostile = ["victim", &full, &format!("{full}.2")].map(|name| Client::connect(&server.socket, name));
+    let mut operator = Observer::connect(&server.socket);
+    operator.set(&full, 1, Settings::default());
+    assert_eq!(victim.ask("answer"), "answered");
+    assert_eq!(operator.answer(), Answer::Done(1));
+}
+
+/// Not a test but the part of a VM in a process of its own.
+#[test]
+fn victim() {
+    let Ok(path) = std::env::var(HELPER_SOCKET) else {
+        return;
+    };
+    let mut client = Client::connect(Path::new(&path), "victim");
+    for line in std::io::stdin().lock().lines() {
+        match &*line.unwrap() {
+            "pid" => println!("\n> {}", std::process::id()),
+            _ => {
+                let serial = client.question();
+                client.send(Kind::Done, &serial.to_ne_bytes());
+                println!("\n> answered");
+            }
+        }
+    }
 }

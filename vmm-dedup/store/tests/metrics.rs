@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::process::{Command, Stdio};
@@ -158,17 +159,36 @@ fn slots_that_only_lost_connections_hold_do_not_lessen_what_is_shared() {
 #[test]
 fn hostile_reports_do_no_harm() {
     let (server, address) = server();
+    let mut honest = Client::connect(&server.socket, "honest");
+    let account = |merges_total| ServiceStats {
+        pages: 7,
+        merges_total,
+        ..Default::default()
+    };
+    report(&mut honest, &account(1));
     let mut vm = Client::connect(&server.socket, "x\"} 1\n");
     let mut all = ServiceStats::default();
     all.as_mut_bytes().fill(0xff);
     report(&mut vm, &all);
     report(&mut vm, &all);
     let _other = Client::connect(&server.socket, "y");
+    report(&mut honest, &account(3));
     let text = get(address, "/metrics", "");
     assert_eq!(
         value(&text, "vmmdedup_vm_pages{domain=\"default\",vm=\"x___1_\"}"),
         Some(u64::MAX as f64)
     );
+    // What others say still counts: here, and when it has gone.
+    let of_host = |text: &str, name: &str| value(text, &format!("vmmdedup_{name}{{domain=\"default\"}}"));
+    assert_eq!(
+        ["merges_total", "pages"].map(|name| of_host(&text, name)),
+        [Some(3.0), Some(7.0)],
+        "{text}"
+    );
+    drop(vm);
+    report(&mut honest, &account(4));
+    let text = get(address, "/metrics", "");
+    assert_eq!(of_host(&text, "merges_total"), Some(4.0));
 }
 
 /// A store that was started anew has not seen what services did before.
@@ -290,6 +310,52 @@ fn how_memory_comes_back_is_shown() {
     vm.release();
     eventually(|| metric("held_bytes") == Some(0.0));
     assert_eq!(metric("segments_held"), Some(0.0));
+}
+
+/// The names in the table of docs/operating.md, without their prefix.
+fn told_to_operators() -> BTreeSet<String> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operating.md");
+    let text = std::fs::read_to_string(path).unwrap();
+    let rows = text
+        .lines()
+        .skip_while(|line| !line.starts_with("| metric, with the prefix `vmmdedup_` |"));
+    let rows = rows.take_while(|line| line.starts_with('|')).skip(2);
+    let names = rows.flat_map(|row| {
+        let cell = row.split('|').nth(1).unwrap_or_default();
+        let names = cell.split('`').skip(1).step_by(2);
+        names.map(|name| name.split('{').next().unwrap_or_default().to_owned())
+    });
+    names.collect()
+}
+
+#[test]
+fn each_metric_is_told_to_operators_and_no_other() {
+    let (server, address) = server();
+    let mut client = Client::connect(&server.socket, "web");
+    report(&mut client, &ServiceStats::default());
+    let refusal = Refusal::new(Reason::Vfio, "a device", "detach it");
+    let _refused = refused(&server.socket, "gpu", &refusal);
+
+    let text = get(address, "/metrics", "");
+    let types = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE vmmdedup_"));
+    let served: BTreeSet<String> = types
+        .filter_map(|line| line.split(' ').next().map(str::to_owned))
+        .collect();
+
+    let told = told_to_operators();
+    assert!(told.len() > 100, "{told:?}");
+    let is_told = |name: &&String| {
+        told.contains(*name) || name.strip_prefix("vm_").is_some_and(|host| told.contains(host))
+    };
+    let untold: Vec<&String> = served.iter().filter(|name| !is_told(name)).collect();
+    assert!(untold.is_empty(), "not in docs/operating.md: {untold:?}");
+    // Where the kernel tells nothing of pressure, neither does the store.
+    let elsewhere = |name: &&String| name.starts_with("host_pressure_");
+    let is_served = |name: &&String| served.contains(*name) || elsewhere(name);
+    let gone: Vec<&String> = told.iter().filter(|name| !is_served(name)).collect();
+    assert!(gone.is_empty(), "only in docs/operating.md: {gone:?}");
 }
 
 #[test]

@@ -42,6 +42,7 @@ pub enum Kind {
     Goodbye = 20,
     Evacuated = 21,
     Released = 22,
+    TakeOver = 23,
 }
 
 impl Kind {
@@ -70,6 +71,7 @@ impl Kind {
             Goodbye,
             Evacuated,
             Released,
+            TakeOver,
         ];
         all.into_iter().find(|kind| *kind as u16 == raw)
     }

@@ -126,6 +126,17 @@ fn a_goodbye_says_nothing_else() {
 }
 
 #[test]
+fn a_membership_that_is_taken_over_has_a_number() {
+    with_parsed(&encode(Kind::TakeOver, &[&7u64.to_ne_bytes()]), |m| {
+        assert!(matches!(m, Ok(Message::TakeOver(7))))
+    });
+    let less = encode(Kind::TakeOver, &[&[0; 4]]);
+    with_parsed(&less, |m| {
+        assert_eq!(m.unwrap_err(), Malformed::Length { got: less.len() })
+    });
+}
+
+#[test]
 fn settings_and_texts_out_of_range_are_refused() {
     let set = Set {
         serial: 7,

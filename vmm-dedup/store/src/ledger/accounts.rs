@@ -1,7 +1,7 @@
 //! What the VMs report, and host totals that do not go back when a VM ends.
 //!
-//! [`ServiceStats`] is a record of 64-bit numbers, so sums are taken word by word; reports are hostile input, so
-//! they saturate.
+//! [`ServiceStats`] is a record of 64-bit numbers, so sums are taken word by word. Reports are hostile input: what cannot be is not
+//! counted, and no false report keeps what others report later from being seen.
 
 use vmm_dedup_protocol::PAGE_SIZE;
 use vmm_dedup_protocol::message::StoreStats;
@@ -9,6 +9,12 @@ use vmm_dedup_protocol::stats::ServiceStats;
 use zerocopy::{FromBytes, IntoBytes};
 
 const WORDS: usize = size_of::<ServiceStats>() / 8;
+
+/// More than a number of a VM grows by from one report to the next, or than a gauge has: 64 TiB, 19 hours of CPU time.
+const BELIEVED: u64 = 1 << 46;
+
+/// Totals begin anew here, which those who draw them take for a restart: beyond, a double does not count by ones.
+const WRAP: u64 = 1 << 53;
 
 fn words(stats: &ServiceStats) -> [u64; WORDS] {
     <[u64; WORDS]>::read_from_bytes(stats.as_bytes()).expect("the record is made of 64-bit numbers")
@@ -20,21 +26,27 @@ fn combine(to: &mut ServiceStats, with: &ServiceStats, f: impl Fn(u64, u64) -> u
     *to = ServiceStats::read_from_bytes(left.as_bytes()).expect("as above");
 }
 
+/// A number, if it can be.
+fn believed(n: u64) -> u64 {
+    if n <= BELIEVED { n } else { 0 }
+}
+
 /// Sum of the gauges (and everything else) of several VMs.
 pub(crate) fn sum<'a>(all: impl Iterator<Item = &'a ServiceStats>) -> ServiceStats {
     all.fold(ServiceStats::default(), |mut sum, one| {
-        combine(&mut sum, one, u64::saturating_add);
+        combine(&mut sum, one, |sum, one| sum.saturating_add(believed(one)));
         sum
     })
 }
 
-/// Adds to host totals what a VM's counters grew by since its last report. A counter that went back was reset.
+/// Adds to host totals what a VM's counters grew by since its last report. A counter that went back was reset; of one that grew by
+/// more than can be, nothing is added.
 pub(crate) fn accumulate(totals: &mut ServiceStats, before: &ServiceStats, now: &ServiceStats) {
     let mut growth = *now;
     combine(&mut growth, before, |now, before| {
         now.checked_sub(before).unwrap_or(now)
     });
-    combine(totals, &growth, u64::saturating_add);
+    combine(totals, &growth, |total, growth| (total + believed(growth)) % WRAP);
 }
 
 /// What a service takes of the host beside what it tells: heap that the allocator keeps from one pass to the next (two thirds
@@ -150,8 +162,22 @@ mod tests {
         accumulate(&mut totals, &merges(10), &merges(15));
         accumulate(&mut totals, &merges(15), &merges(2));
         assert_eq!(totals.merges_total, 17);
+    }
+
+    #[test]
+    fn what_cannot_be_is_not_counted_and_what_comes_later_is() {
+        let mut totals = ServiceStats::default();
         accumulate(&mut totals, &merges(0), &merges(u64::MAX));
-        assert_eq!(totals.merges_total, u64::MAX);
+        accumulate(&mut totals, &merges(5), &merges(7));
+        assert_eq!(totals.merges_total, 2);
+        assert_eq!(sum([merges(u64::MAX), merges(3)].iter()).merges_total, 3);
+        // Many lies that can be, each by itself.
+        let lies = WRAP / BELIEVED * 3 / 2;
+        (0..lies).for_each(|_| accumulate(&mut totals, &merges(0), &merges(BELIEVED)));
+        let before = totals.merges_total;
+        accumulate(&mut totals, &merges(7), &merges(8));
+        assert!(totals.merges_total < WRAP);
+        assert_eq!(totals.merges_total, before + 1);
     }
 
     #[test]

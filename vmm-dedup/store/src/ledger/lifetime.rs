@@ -14,15 +14,16 @@
 //!      the last epoch the member acknowledged. So it stays a member that acknowledges nothing: such slots do not
 //!      leave limbo.
 //!
-//!    Both end when the process has ended, and with it its mappings: only then does a member leave. A process that
-//!    connects again becomes another member; its orphan stays until the process ends. The price is that limbo only
-//!    grows meanwhile (bounded by the size of the store, shown as `vmmdedup_slots_limbo`, warned about with the
+//!    Both end when the process has ended, and with it its mappings. A process that connects again becomes another member.
+//!    It takes its orphan over when it maps nothing any more that it found as the earlier member: what it maps by then it has
+//!    found as the new one, which accounts for it by the same rules. So the orphan leaves as with a goodbye. The price is that limbo
+//!    only grows meanwhile (bounded by the size of the store, shown as `vmmdedup_slots_limbo`, warned about with the
 //!    process's number). A dead process costs nothing: the kernel tells within milliseconds (pidfd).
 //!
 //! A member that says goodbye leaves at once: it has told all references, drops those that it kept, and promises that its
 //! process maps no slot which it found over this connection. Nobody but the process itself could tell otherwise, and
 //! nobody else is harmed if the promise is broken: the slots that it still maps are free then, and the files that it maps
-//! keep their memory. Its orphans, if it has some, are members of their own and stay.
+//! keep their memory. Its orphans, if it has some, are members of their own and stay until they are taken over.
 //!
 //! A mapping of a run with exceptions also covers slots that its guest does not show: private pages lie in their places.
 //! Such slots are no more in use than if they were not covered, and nobody reports them.

@@ -12,6 +12,9 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// Most keys of which it is remembered who has not published them. Of others the same service may be asked again at once.
 const MOST_DECLINED: usize = 1 << 16;
 
+/// Most keys of each kind that [`PendingPublications::expire`] returns: what many do not publish is not in the news all at once.
+const MOST_EXPIRED: usize = 4096;
+
 /// Keys whose pages services were asked to publish.
 #[derive(Debug, Default)]
 pub(crate) struct PendingPublications {
@@ -78,13 +81,16 @@ impl PendingPublications {
         keys
     }
 
-    /// As [`Self::forget`] for what was asked too long ago, of whomever. To be called from time to time.
+    /// As [`Self::forget`] for what was asked too long ago, of whomever. To be called once a second.
     pub(crate) fn expire(&mut self, now: Instant) -> Vec<Key> {
         let is_old = |at: Instant| now.saturating_duration_since(at) >= PATIENCE;
-        let declined = self.declined.extract_if(|_, (_, at, _)| is_old(*at));
+        let declined = self
+            .declined
+            .extract_if(|_, (_, at, _)| is_old(*at))
+            .take(MOST_EXPIRED);
         let left = declined.filter_map(|(key, (.., left))| left.then_some(key));
         let mut keys: Vec<Key> = left.collect();
-        let late = self.asked.extract_if(|_, (_, at)| is_old(*at));
+        let late = self.asked.extract_if(|_, (_, at)| is_old(*at)).take(MOST_EXPIRED);
         let late: Vec<(Key, MemberId)> = late.map(|(key, (of, _))| (key, of)).collect();
         self.decline(late.iter().copied(), now);
         keys.extend(late.into_iter().map(|(key, _)| key));

@@ -2,26 +2,25 @@
 //!
 //! Eight bytes an entry: 48 bits of key and 16 of owner (the member that sighted it, so that a dead one's
 //! sightings can be swept). The keys are stored mixed (a permutation of 48 bits, keyed with a secret of the process,
-//! so that a hostile service cannot aim its keys at one place), and the place of an entry is its mixed key scaled to
-//! the capacity, or the next ones. Entries are kept in order, gaps between them. So a search ends at the first
-//! greater entry, deletion shifts back what stands behind its place (no tombstones), and growing is one sequential
-//! pass: it can grow in small steps (a quarter) and stay between 68 and 85 % full.
+//! so that a hostile service cannot aim its keys at one place). The table is in 256 shards, so that no step of it is a pass over
+//! all: growing and shrinking concern a shard, and who goes is swept shard by shard.
+//!
+//! There are only so many entries. When all are in use, a member with less than its fair share takes the place of some of the one
+//! with most, and others are not remembered: that costs them savings.
 //!
 //! A key that a second member sighted when the store was full is nobody's from then on ([`PASSED_OVER`]): it stays until there
 //! is room again.
 
+mod shard;
+
 use crate::ledger::epochs::MemberId;
+use shard::{SHARDS, Shard, shard_of};
 use vmm_dedup_protocol::key::Key;
-
-const MIN_CAPACITY: usize = 1 << 10;
-
-/// Words behind the last place, so that nothing wraps around. The last one is always a gap.
-const TAIL: usize = 256;
 
 /// The owner of keys that were sighted again when the store was full. No member has this number.
 pub(crate) const PASSED_OVER: MemberId = MemberId(u16::MAX);
 
-/// Words that one search for such keys looks at.
+/// Words that one search for such keys looks at, about.
 const SEARCHED_AT_ONCE: usize = 1 << 20;
 
 /// Multipliers of the permutation.
@@ -36,24 +35,25 @@ pub(crate) enum Sighting {
     First,
     /// This member had sighted it already; its entry stays.
     Again(MemberId),
+    /// Nobody had it, and there is no room to remember it.
+    NoRoom,
 }
 
 /// The table.
 #[derive(Debug)]
 pub(crate) struct Sightings {
-    words: Vec<u64>,
+    shards: Vec<Shard>,
     used: usize,
+    /// Most entries.
+    most: usize,
     /// Entries of each owner, by its number.
     of: Vec<u64>,
+    /// Owners that have entries.
+    owners: usize,
     passed_over: u64,
     secret: [u64; 2],
-    /// Where the next search for keys that were passed over begins.
-    searched: usize,
-}
-
-#[allow(clippy::cast_possible_truncation)] // the low 16 bits
-fn owner_of(word: u64) -> MemberId {
-    MemberId(word as u16)
+    /// Where the next search for keys that were passed over begins: a shard, and a place in it.
+    searched: (usize, usize),
 }
 
 /// The inverse of an odd number modulo 2^64: each of Newton's steps doubles the bits that are right, and an odd number is its own
@@ -63,58 +63,84 @@ fn inverse(odd: u64) -> u64 {
 }
 
 impl Sightings {
-    pub(crate) fn new(secret: [u64; 2]) -> Self {
+    /// For at most so many entries.
+    pub(crate) fn new(secret: [u64; 2], most: u64) -> Self {
         Self {
-            words: vec![0; MIN_CAPACITY + TAIL],
+            shards: (0..SHARDS).map(|_| Shard::default()).collect(),
             used: 0,
+            most: usize::try_from(most).unwrap_or(usize::MAX),
             of: Vec::new(),
+            owners: 0,
             passed_over: 0,
             secret,
-            searched: 0,
+            searched: (0, 0),
         }
     }
 
     /// Remembers a key, if nobody did.
     pub(crate) fn sight(&mut self, key: Key, owner: MemberId) -> Sighting {
-        debug_assert!(owner.0 != 0, "zero words are gaps");
-        if (self.used + 1) * 20 > self.capacity() * 17 {
-            self.rebuild(self.capacity() / 4 * 5, |_| true);
-        }
         let mixed = self.mix(key);
-        match self.find(mixed) {
-            Ok(at) => Sighting::Again(owner_of(self.words[at])),
-            Err(at) => {
-                self.used += 1;
-                *self.count_mut(owner) += 1;
-                self.insert(at, mixed << 16 | u64::from(owner.0));
-                Sighting::First
-            }
+        let shard = shard_of(mixed);
+        if let Some(owner) = self.shards[shard].owner(mixed) {
+            return Sighting::Again(owner);
         }
+        if self.used >= self.most && !self.make_room(owner, shard) {
+            return Sighting::NoRoom;
+        }
+        self.shards[shard].insert(mixed, owner);
+        self.used += 1;
+        self.count(owner, 1);
+        Sighting::First
+    }
+
+    /// Forgets some of what the member with most sighted, for one that has less than its share. Returns whether that is so.
+    fn make_room(&mut self, owner: MemberId, shard: usize) -> bool {
+        let share = self.most / (self.owners + usize::from(self.of(owner) == 0)).max(1);
+        if owner == PASSED_OVER || self.of(owner) >= share as u64 {
+            return false;
+        }
+        let most = (0u16..)
+            .map(MemberId)
+            .zip(&self.of)
+            .max_by_key(|(_, count)| **count);
+        let Some((largest, _)) = most.filter(|(largest, _)| *largest != owner) else {
+            return false;
+        };
+        (shard..SHARDS)
+            .chain(0..shard)
+            .any(|shard| self.sweep_shard(shard, largest) > 0)
     }
 
     /// Whether somebody sighted this key.
     #[cfg(test)]
     pub(crate) fn contains(&self, key: Key) -> bool {
-        self.find(self.mix(key)).is_ok()
+        let mixed = self.mix(key);
+        self.shards[shard_of(mixed)].owner(mixed).is_some()
     }
 
     /// Forgets a key if it is this owner's. Returns whether it was.
     pub(crate) fn withdraw(&mut self, key: Key, owner: MemberId) -> bool {
-        match self.find(self.mix(key)) {
-            Ok(at) if owner_of(self.words[at]) == owner => {
-                self.delete(at);
-                true
-            }
-            _ => false,
+        let mixed = self.mix(key);
+        let theirs = self.shards[shard_of(mixed)].owner(mixed) == Some(owner);
+        if theirs {
+            self.forget(mixed, owner);
         }
+        theirs
     }
 
     /// Forgets a key, whoever sighted it.
     pub(crate) fn remove(&mut self, key: Key) -> Option<MemberId> {
-        let at = self.find(self.mix(key)).ok()?;
-        let owner = owner_of(self.words[at]);
-        self.delete(at);
+        let mixed = self.mix(key);
+        let owner = self.shards[shard_of(mixed)].owner(mixed)?;
+        self.forget(mixed, owner);
         Some(owner)
+    }
+
+    /// Forgets a key of this owner's.
+    fn forget(&mut self, mixed: u64, owner: MemberId) {
+        self.shards[shard_of(mixed)].remove(mixed);
+        self.used -= 1;
+        self.count(owner, -1);
     }
 
     /// Keeps a key until there is room for its page, whoever withdraws it or goes.
@@ -122,63 +148,81 @@ impl Sightings {
         let Sighting::Again(owner) = self.sight(key, PASSED_OVER) else {
             return;
         };
-        let at = self.find(self.mix(key)).expect("it was sighted");
-        *self.count_mut(owner) -= 1;
-        *self.count_mut(PASSED_OVER) += 1;
-        self.words[at] |= u64::from(PASSED_OVER.0);
+        let mixed = self.mix(key);
+        self.shards[shard_of(mixed)].give(mixed, PASSED_OVER);
+        self.count(owner, -1);
+        self.count(PASSED_OVER, 1);
     }
 
-    /// Some keys that were passed over, at most so many. They stay. To be called until there are no more.
+    /// Some keys that were passed over, at most so many. They stay. To be called again and again: a search ends at the end of the
+    /// table, and the next one begins at its beginning.
     pub(crate) fn passed_over(&mut self, most: usize) -> Vec<Key> {
         if self.passed_over == 0 {
             return Vec::new();
         }
-        if self.searched >= self.words.len() {
-            self.searched = 0;
-        }
-        let end = self.words.len().min(self.searched + SEARCHED_AT_ONCE);
-        let mut keys = Vec::new();
-        while self.searched < end && keys.len() < most {
-            let word = self.words[self.searched];
-            if word != 0 && owner_of(word) == PASSED_OVER {
-                keys.push(self.unmix(word >> 16));
+        let (mut keys, mut looked_at) = (Vec::new(), 0);
+        for _ in 0..SHARDS {
+            let (shard, from) = self.searched;
+            looked_at += self.shards[shard].bytes() / 8;
+            let (found, next) = self.shards[shard].of(PASSED_OVER, from, most - keys.len());
+            keys.extend(found.into_iter().map(|mixed| self.unmix(mixed)));
+            self.searched = match next {
+                Some(at) => (shard, at),
+                None => ((shard + 1) % SHARDS, 0),
+            };
+            if keys.len() == most || looked_at >= SEARCHED_AT_ONCE || self.searched == (0, 0) {
+                break;
             }
-            self.searched += 1;
         }
         keys
     }
 
-    /// Forgets all that a member sighted.
-    pub(crate) fn sweep(&mut self, owner: MemberId) {
-        let theirs = std::mem::take(self.count_mut(owner));
-        if theirs > 0 {
-            let left = self.used - usize::try_from(theirs).expect("they are in the table");
-            self.rebuild(left / 3 * 4, |word| owner_of(word) != owner);
+    /// Forgets some of what a member sighted. Returns whether there is more.
+    pub(crate) fn sweep_some(&mut self, owner: MemberId, step: usize) -> bool {
+        if self.of(owner) > 0 && step < SHARDS {
+            self.sweep_shard(step, owner);
         }
+        self.of(owner) > 0
+    }
+
+    fn sweep_shard(&mut self, shard: usize, owner: MemberId) -> u64 {
+        let theirs = self.shards[shard].sweep(owner);
+        self.used -= usize::try_from(theirs).expect("they were in the table");
+        self.count(owner, -i64::try_from(theirs).expect("likewise"));
+        theirs
     }
 
     /// Entries of a member.
-    pub(crate) fn count(&self, owner: MemberId) -> u64 {
+    pub(crate) fn of(&self, owner: MemberId) -> u64 {
         if owner == PASSED_OVER {
             return self.passed_over;
         }
         self.of.get(usize::from(owner.0)).copied().unwrap_or(0)
     }
 
-    fn count_mut(&mut self, owner: MemberId) -> &mut u64 {
+    /// Adds to what an owner has.
+    fn count(&mut self, owner: MemberId, n: i64) {
         if owner == PASSED_OVER {
-            return &mut self.passed_over;
+            self.passed_over = self
+                .passed_over
+                .checked_add_signed(n)
+                .expect("what goes was there");
+            return;
         }
         let at = usize::from(owner.0);
         if self.of.len() <= at {
             self.of.resize(at + 1, 0);
         }
-        &mut self.of[at]
+        let before = self.of[at];
+        self.of[at] = before.checked_add_signed(n).expect("what goes was there");
+        self.owners += usize::from(before == 0 && n > 0);
+        self.owners -= usize::from(before > 0 && self.of[at] == 0);
     }
 
     /// Reads where a key will be looked for. Loads of many keys overlap, the lookups after them hit the cache.
     pub(crate) fn touch(&self, key: Key) -> u64 {
-        self.words[self.home(self.mix(key))]
+        let mixed = self.mix(key);
+        self.shards[shard_of(mixed)].touch(mixed)
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -186,11 +230,7 @@ impl Sightings {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        (self.words.len() + self.of.len()) * 8
-    }
-
-    fn capacity(&self) -> usize {
-        self.words.len() - TAIL
+        self.shards.iter().map(Shard::bytes).sum::<usize>() + self.of.len() * 8
     }
 
     /// A permutation of the 48-bit numbers: each step can be undone.
@@ -214,86 +254,11 @@ impl Sightings {
         key = key.wrapping_mul(inverse(FIRST)) & MASK;
         Key::try_new((key ^ self.secret[0]) & MASK).expect("it has 48 bits")
     }
-
-    /// Where an entry belongs.
-    #[allow(clippy::cast_possible_truncation)] // < capacity
-    fn home(&self, mixed: u64) -> usize {
-        ((u128::from(mixed) * self.capacity() as u128) >> 48) as usize
-    }
-
-    /// Where the entry is, or where it would be.
-    fn find(&self, mixed: u64) -> Result<usize, usize> {
-        let home = self.home(mixed);
-        for (at, word) in (home..).zip(&self.words[home..]) {
-            if word >> 16 >= mixed || *word == 0 {
-                return if *word != 0 && word >> 16 == mixed {
-                    Ok(at)
-                } else {
-                    Err(at)
-                };
-            }
-        }
-        unreachable!("the last word is a gap")
-    }
-
-    /// Puts a word here and what follows one place further, up to the next gap.
-    fn insert(&mut self, at: usize, word: u64) {
-        let mut carried = word;
-        for place in &mut self.words[at..] {
-            let next = std::mem::replace(place, carried);
-            if next == 0 {
-                break;
-            }
-            carried = next;
-        }
-        if self.words.last().is_some_and(|last| *last != 0) {
-            self.rebuild(self.capacity() / 4 * 5, |_| true);
-        }
-    }
-
-    fn delete(&mut self, mut at: usize) {
-        *self.count_mut(owner_of(self.words[at])) -= 1;
-        loop {
-            let next = self.words[at + 1];
-            if next == 0 || self.home(next >> 16) > at {
-                break;
-            }
-            self.words[at] = next;
-            at += 1;
-        }
-        self.words[at] = 0;
-        self.used -= 1;
-        if self.capacity() > MIN_CAPACITY && self.used < self.capacity() / 3 {
-            self.rebuild(self.used / 3 * 4, |_| true);
-        }
-    }
-
-    /// Moves what is to be kept, in order, to a table of this capacity, or a bigger one in the unlikely case that too
-    /// many entries meet at its end.
-    fn rebuild(&mut self, capacity: usize, keep: impl Fn(u64) -> bool) {
-        let mut capacity = capacity.max(MIN_CAPACITY);
-        let old = std::mem::take(&mut self.words);
-        'again: loop {
-            self.words = vec![0; capacity + TAIL];
-            self.used = 0;
-            let mut next = 0;
-            for word in old.iter().copied().filter(|word| *word != 0 && keep(*word)) {
-                let at = self.home(word >> 16).max(next);
-                if at + 1 == self.words.len() {
-                    capacity *= 2;
-                    continue 'again;
-                }
-                self.words[at] = word;
-                self.used += 1;
-                next = at + 1;
-            }
-            return;
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::shard::{MIN_CAPACITY, TAIL};
     use super::*;
     use proptest::prelude::*;
     use std::collections::HashMap;
@@ -302,6 +267,11 @@ mod tests {
 
     fn key(n: u64) -> Key {
         Key::try_new(n).unwrap()
+    }
+
+    fn sweep(table: &mut Sightings, owner: MemberId) {
+        let steps = (0..SHARDS).take_while(|step| table.sweep_some(owner, *step));
+        assert!(steps.count() < SHARDS);
     }
 
     #[derive(Clone, Debug)]
@@ -329,7 +299,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
         fn behaves_like_a_map(steps in steps()) {
-            let (mut table, mut model) = (Sightings::new(SECRET), HashMap::new());
+            let (mut table, mut model) = (Sightings::new(SECRET, u64::MAX), HashMap::new());
             for step in steps {
                 match step {
                     Step::Sight(k, o) => {
@@ -348,7 +318,7 @@ mod tests {
                         prop_assert_eq!(table.remove(key(k)), model.remove(&k).map(MemberId));
                     }
                     Step::Sweep(o) => {
-                        table.sweep(MemberId(o));
+                        sweep(&mut table, MemberId(o));
                         model.retain(|_, owner| *owner != o);
                     }
                     Step::PassOver(k) => {
@@ -359,7 +329,7 @@ mod tests {
                 prop_assert_eq!(table.len(), model.len());
                 for o in [1, 2, 3, PASSED_OVER.0] {
                     let theirs = model.values().filter(|owner| **owner == o).count() as u64;
-                    prop_assert_eq!(table.count(MemberId(o)), theirs);
+                    prop_assert_eq!(table.of(MemberId(o)), theirs);
                 }
             }
             for k in 0..3000 {
@@ -378,7 +348,7 @@ mod tests {
 
     #[test]
     fn an_entry_costs_no_more_than_eleven_bytes_on_average() {
-        let mut table = Sightings::new(SECRET);
+        let mut table = Sightings::new(SECRET, u64::MAX);
         let (mut sum, mut n) = (0.0, 0.0);
         for k in 0..500_000u64 {
             table.sight(key((k * 0x1_0001) & 0xffff_ffff_ffff), MemberId(1));
@@ -393,10 +363,28 @@ mod tests {
 
     #[test]
     fn what_was_swept_gives_its_memory_back() {
-        let mut table = Sightings::new(SECRET);
+        let mut table = Sightings::new(SECRET, u64::MAX);
         (0..100_000).for_each(|k| _ = table.sight(key(k), MemberId(1)));
         (0..10).for_each(|k| _ = table.sight(key(k + (1 << 47)), MemberId(2)));
-        table.sweep(MemberId(1));
-        assert_eq!((table.len(), table.bytes()), (10, (MIN_CAPACITY + TAIL + 3) * 8));
+        sweep(&mut table, MemberId(1));
+        assert_eq!(table.len(), 10);
+        assert!(table.bytes() <= 10 * (MIN_CAPACITY + TAIL) * 8 + 3 * 8);
+    }
+
+    #[test]
+    fn who_fills_the_table_takes_no_more_than_what_others_leave() {
+        const MOST: u64 = 100_000;
+        let (greedy, modest) = (MemberId(1), MemberId(2));
+        let mut table = Sightings::new(SECRET, MOST);
+        (0..2 * MOST).for_each(|k| _ = table.sight(key(k), greedy));
+        assert_eq!((table.of(greedy), table.len() as u64), (MOST, MOST));
+        assert_eq!(table.sight(key(2 * MOST), greedy), Sighting::NoRoom);
+        let theirs = |n: u64| (0..n).map(|k| key(k + (1 << 47)));
+        let taken = theirs(MOST / 4).filter(|key| table.sight(*key, modest) == Sighting::First);
+        assert_eq!(taken.count() as u64, MOST / 4);
+        assert!(theirs(MOST / 4).all(|key| table.contains(key)));
+        (0..2 * MOST).for_each(|k| _ = table.sight(key(k), greedy));
+        assert!(theirs(MOST / 4).all(|key| table.contains(key)), "it keeps them");
+        assert!(table.len() as u64 <= MOST);
     }
 }

@@ -9,7 +9,7 @@
 //!
 //! The store takes one message at a time from first-in-first-out channels, at any later moment. Services read the
 //! epoch, look up, map, drop, send, lose their socket (what was on the way is lost), go on working without it,
-//! follow pages that have moved, connect again, say goodbye, and die. The store moves pages at any moment. It settles
+//! follow pages that have moved, connect again, take earlier memberships over, say goodbye, and die. The store moves pages at any moment. It settles
 //! (advances the epoch, frees) at a moment of its own, so that services see the index between a removal and the epoch's
 //! advance. In one world two slots are a series.
 
@@ -53,6 +53,8 @@ enum Mistake {
     FalseGoodbye,
     /// A service reports a batch between reading where a page has moved and mapping it.
     ForwardsAreNotPending,
+    /// A service takes an earlier membership over while it still maps what it found over that.
+    EarlyTakeOver,
 }
 
 /// Which content a slot has: counts publications.
@@ -81,8 +83,16 @@ struct Service {
     /// Mapped over an earlier connection: its orphan accounts for them.
     legacy: [Option<Generation>; SLOTS],
     deltas: [i32; SLOTS],
-    /// Batches, and `None` for a goodbye.
-    channel: VecDeque<Option<(Epoch, [i32; SLOTS])>>,
+    channel: VecDeque<Record>,
+}
+
+/// What a service sends.
+#[derive(Clone, Copy, Hash)]
+enum Record {
+    Batch(Epoch, [i32; SLOTS]),
+    /// All memberships that it had before.
+    TakeOver,
+    Goodbye,
 }
 
 #[derive(Clone, Hash)]
@@ -291,7 +301,7 @@ impl World {
             self.step(all, can_send, |w| {
                 let deltas = std::mem::take(&mut w.services[i].deltas);
                 w.services[i].epoch = None;
-                w.services[i].channel.push_back(Some((epoch, deltas)));
+                w.services[i].channel.push_back(Record::Batch(epoch, deltas));
                 w.sent += 1;
             });
         }
@@ -299,7 +309,14 @@ impl World {
         let maps_nothing = me.mapped == [None; SLOTS] || mistake == Mistake::FalseGoodbye;
         self.step(all, can_leave && maps_nothing, |w| {
             w.services[i].leaving = true;
-            w.services[i].channel.push_back(None);
+            w.services[i].channel.push_back(Record::Goodbye);
+        });
+        let is_orphan = |(_, of): &(MemberId, usize)| *of == i;
+        let has_more = me.connected && !me.leaving && self.orphans.iter().any(is_orphan);
+        let told = me.channel.iter().any(|record| matches!(record, Record::TakeOver));
+        let gave_up = me.legacy == [None; SLOTS] || mistake == Mistake::EarlyTakeOver;
+        self.step(all, has_more && !told && gave_up, |w| {
+            w.services[i].channel.push_back(Record::TakeOver);
         });
         self.step(all, true, |w| {
             w.services[i].alive = false;
@@ -330,10 +347,18 @@ impl World {
         }
         self.step(all, me.connected && !me.channel.is_empty(), |w| {
             let member = w.services[i].member;
-            let Some((epoch, deltas)) = w.services[i].channel.pop_front().unwrap() else {
-                w.services[i].connected = false;
-                w.services[i].deltas = [0; SLOTS];
-                return w.depart(member);
+            let (epoch, deltas) = match w.services[i].channel.pop_front().unwrap() {
+                Record::Batch(epoch, deltas) => (epoch, deltas),
+                Record::TakeOver => {
+                    let earlier = w.orphans.extract_if(.., |(_, of)| *of == i);
+                    let earlier: Vec<_> = earlier.map(|(member, _)| member).collect();
+                    return earlier.into_iter().for_each(|member| w.depart(member));
+                }
+                Record::Goodbye => {
+                    w.services[i].connected = false;
+                    w.services[i].deltas = [0; SLOTS];
+                    return w.depart(member);
+                }
             };
             for (n, delta) in deltas.into_iter().enumerate() {
                 w.lifetime
@@ -512,6 +537,11 @@ fn the_rule_breaks_when_a_series_is_found_after_its_end() {
 #[test]
 fn the_rule_breaks_when_a_service_that_maps_slots_says_goodbye() {
     assert!(is_found_out(Mistake::FalseGoodbye));
+}
+
+#[test]
+fn the_rule_breaks_when_a_membership_is_taken_over_too_early() {
+    assert!(is_found_out(Mistake::EarlyTakeOver));
 }
 
 #[test]

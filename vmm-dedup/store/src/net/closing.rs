@@ -233,8 +233,12 @@ mod tests {
         fn connect(&self, setup: impl FnOnce(&OwnedFd)) -> OwnedFd {
             let (ours, theirs) = pair();
             setup(&ours);
-            self.runtime
-                .spawn(serve(self.shared.clone(), self.closers.clone(), theirs));
+            self.runtime.spawn(serve(
+                self.shared.clone(),
+                self.closers.clone(),
+                Arc::default(),
+                theirs,
+            ));
             ours
         }
 

@@ -1,16 +1,15 @@
 //! The process at the other end of a socket, as a descriptor that tells when it has ended.
-#![allow(unsafe_code)] // getsockopt(SO_PEERPIDFD), which rustix lacks.
 
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-
-/// `SO_PEERPIDFD`, Linux 6.5.
-const SO_PEERPIDFD: libc::c_int = 77;
+use std::os::fd::{AsFd, OwnedFd};
+use vmm_dedup_protocol::peer;
 
 /// The process of a peer.
 #[derive(Debug)]
 pub(crate) struct PeerProcess {
-    pub(crate) pid: u32,
+    /// Its number in the store's PID namespace, or what names it in all of them: see [`peer::number_abroad`].
+    pub(crate) pid: u64,
     /// The user, as the store's user namespace has it.
     pub(crate) uid: u32,
     /// Readable once the process has ended; `None` if it had ended when it was asked for.
@@ -20,50 +19,40 @@ pub(crate) struct PeerProcess {
 impl PeerProcess {
     /// The process that connected this socket.
     pub(crate) fn of(socket: impl AsFd) -> io::Result<Self> {
-        let credentials = rustix::net::sockopt::socket_peercred(&socket)?;
-        let pid = credentials.pid;
-        let number = u32::try_from(pid.as_raw_nonzero().get()).unwrap_or(0);
-        let pidfd = match peer_pidfd(&socket) {
-            Ok(pidfd) => Some(pidfd),
-            Err(e) if e.raw_os_error() == Some(libc::ESRCH) => None,
+        let peer::Credentials { pid, uid } = peer::credentials(&socket)?;
+        let pidfd = match (peer::pidfd(&socket), pid) {
+            (Ok(pidfd), _) => Some(pidfd),
+            (Err(e), _) if e.raw_os_error() == Some(libc::ESRCH) => None,
             // Older kernels: by number, which is exact as long as the process has not ended in between.
-            Err(e) if e.raw_os_error() == Some(libc::ENOPROTOOPT) => {
-                match rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()) {
-                    Ok(pidfd) => Some(pidfd),
-                    Err(rustix::io::Errno::SRCH) => None,
-                    Err(e) => return Err(e.into()),
-                }
-            }
-            Err(e) => return Err(e),
+            (Err(e), Some(pid)) if e.raw_os_error() == Some(libc::ENOPROTOOPT) => by_number(pid)?,
+            (Err(e), None) if e.raw_os_error() == Some(libc::ENOPROTOOPT) => None,
+            (Err(e), _) => return Err(e),
         };
-        let uid = credentials.uid.as_raw();
-        Ok(Self {
-            pid: number,
-            uid,
-            pidfd,
-        })
+        let pid = match (pid, &pidfd) {
+            (Some(pid), _) => pid.into(),
+            (None, Some(pidfd)) => peer::number_abroad(pidfd)?.ok_or_else(outside)?,
+            (None, None) => return Err(outside()),
+        };
+        Ok(Self { pid, uid, pidfd })
     }
 }
 
-fn peer_pidfd(socket: impl AsFd) -> io::Result<OwnedFd> {
-    let mut fd: libc::c_int = -1;
-    let mut len = libc::socklen_t::try_from(size_of::<libc::c_int>()).expect("four");
-    // SAFETY: the descriptor is open for the call; fd and len are valid for writes of an int and a socklen_t, and
-    // len holds the size of fd, so the kernel writes no more than that.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_fd().as_raw_fd(),
-            libc::SOL_SOCKET,
-            SO_PEERPIDFD,
-            (&raw mut fd).cast(),
-            &raw mut len,
-        )
+/// Why a process cannot be told from others.
+fn outside() -> io::Error {
+    io::Error::other(
+        "the process is outside of the store's PID namespace: run the store in one that has its VMs, or Linux 6.9",
+    )
+}
+
+fn by_number(pid: u32) -> io::Result<Option<OwnedFd>> {
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
+        return Ok(None);
     };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
+    match pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(pidfd) => Ok(Some(pidfd)),
+        Err(rustix::io::Errno::SRCH) => Ok(None),
+        Err(e) => Err(e.into()),
     }
-    // SAFETY: on success the kernel has made a new descriptor, which nobody else owns.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 #[cfg(test)]
@@ -77,7 +66,7 @@ mod tests {
         let (a, _b) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
         let peer = PeerProcess::of(&a).unwrap();
-        assert_eq!(peer.pid, std::process::id());
+        assert_eq!(peer.pid, u64::from(std::process::id()));
         assert_eq!(peer.uid, rustix::process::geteuid().as_raw());
         let pidfd = peer.pidfd.unwrap();
         let mut poll = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];

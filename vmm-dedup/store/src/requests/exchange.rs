@@ -2,12 +2,15 @@
 //! publish is in `publication`.
 
 use crate::ledger::epochs::MemberId;
+use crate::ledger::lifetime::ReferenceViolation;
 use crate::ledger::pending::PendingPublications;
+use crate::ledger::references::Unbalanced;
 use crate::ledger::sightings::{PASSED_OVER, Sighting, Sightings};
 use crate::memory::pool::Pool;
 use crate::requests::violation::Violation;
 use std::hint::black_box;
 use std::time::Instant;
+use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::message::{Ask, Batch, Kind, MAX_BATCH, encode};
 use zerocopy::IntoBytes;
@@ -21,6 +24,27 @@ pub(crate) struct ExchangeCounters {
     pub(crate) sightings: u64,
     pub(crate) withdrawals: u64,
     pub(crate) batches: u64,
+    /// Keys in the news whose pages did not enter: slots that came back, and pages that were not published.
+    pub(crate) needless_news: u64,
+}
+
+/// What a batch changes in all, slot by slot. A slot that it drops and takes again neither leaves the index nor comes back to it:
+/// each time would be news for all services.
+fn net(batch: &Batch<'_>) -> Result<Vec<(Slot, i32)>, Violation> {
+    let mut changes = batch.refs().collect::<Result<Vec<_>, _>>()?;
+    changes.sort_unstable_by_key(|(slot, _)| *slot);
+    let mut net: Vec<(Slot, i64)> = Vec::with_capacity(changes.len());
+    for (slot, delta) in changes {
+        match net.last_mut() {
+            Some((last, sum)) if *last == slot => *sum += i64::from(delta),
+            _ => net.push((slot, i64::from(delta))),
+        }
+    }
+    let narrow = |(slot, sum): (Slot, i64)| match i32::try_from(sum) {
+        Ok(sum) => Ok((slot, sum)),
+        Err(_) => Err(ReferenceViolation::from(Unbalanced::Overflow { slot }).into()),
+    };
+    net.into_iter().map(narrow).collect()
 }
 
 /// The pool, and what services have told of pages that are not in it.
@@ -42,6 +66,11 @@ impl Exchange {
         }
     }
 
+    /// News that nobody would have needed, so far. Who causes them pays for them.
+    pub(crate) fn needless_news(&self) -> u64 {
+        self.counters.needless_news
+    }
+
     /// A batch of a member whose VM has so many pages. Returns the reply. [`Pool::reclaim`] must follow, also after a
     /// violation: slots that have left the index must not be freed before the epoch advances.
     pub(crate) fn batch(
@@ -59,13 +88,13 @@ impl Exchange {
         for key in batch.ambiguous() {
             self.pool.mark(key?);
         }
-        for change in batch.refs() {
-            let (slot, delta) = change?;
+        for (slot, delta) in net(batch)? {
             if let Some(line) = self.pool.apply(id, slot, delta)? {
+                self.counters.needless_news += 1;
                 self.sightings.remove(line);
             }
         }
-        let count = self.sightings.count(id);
+        let count = self.sightings.of(id);
         if count > pages {
             return Err(Violation::TooMany {
                 what: "sightings",
@@ -135,7 +164,7 @@ impl Exchange {
                 continue;
             }
             match self.sightings.sight(key, id) {
-                Sighting::First => {}
+                Sighting::First | Sighting::NoRoom => {}
                 Sighting::Again(_) if room == 0 => {
                     self.counters.refused_full += 1;
                     self.pass_over(key);
@@ -156,7 +185,7 @@ impl Exchange {
     /// The store is full. Nobody sights a key again that nobody asks for, so it is remembered until there is room: not more keys
     /// than the store may have slots, which is all that there can be room for at once.
     pub(super) fn pass_over(&mut self, key: Key) {
-        if self.sightings.count(PASSED_OVER) < u64::from(self.pool.max_slots()) {
+        if self.sightings.of(PASSED_OVER) < u64::from(self.pool.max_slots()) {
             self.sightings.pass_over(key);
         }
     }
@@ -200,16 +229,21 @@ impl Exchange {
 
     /// Whoever has a page of a key sights it anew; who was first before is not taken for a second one then.
     pub(super) fn repeat_news(&mut self, key: Key) {
+        self.counters.needless_news += 1;
         self.sightings.remove(key);
         self.pool.repeat_news(key);
     }
 
-    /// A service's connection has gone: what it sighted is forgotten, and what it was asked for is asked of others.
+    /// A service's connection has gone: what it was asked for is asked of others.
     pub(crate) fn disconnect(&mut self, id: MemberId) {
         for key in self.pending.leave(id) {
             self.repeat_news(key);
         }
-        self.sightings.sweep(id);
+    }
+
+    /// Forgets some of what it sighted. Returns whether there is more; `step` counts the calls.
+    pub(crate) fn forget_some(&mut self, id: MemberId, step: usize) -> bool {
+        self.sightings.sweep_some(id, step)
     }
 
     /// A key has entered the index, and is no mere sighting any more.

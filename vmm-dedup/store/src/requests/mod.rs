@@ -7,6 +7,7 @@ pub(crate) mod peers;
 mod publication;
 mod questions;
 pub(crate) mod relay;
+pub(crate) mod rights;
 pub(crate) mod statistics;
 pub(crate) mod violation;
 mod vms;

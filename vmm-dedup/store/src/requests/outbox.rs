@@ -11,6 +11,9 @@ use vmm_dedup_protocol::socket;
 /// Most records that wait for one peer, beyond those that a greeting takes.
 const MAX_QUEUED: usize = 1024;
 
+/// Most bytes of such records. Who reads has one answer to wait for, of at most 64 KiB.
+const MAX_QUEUED_BYTES: usize = 256 << 10;
+
 #[derive(Debug)]
 struct Record {
     bytes: Vec<u8>,
@@ -23,6 +26,8 @@ struct Queue {
     /// So many from the first on belong to the greeting: a large store has many segments, and who joins is not late with
     /// reading of them.
     greeting: usize,
+    /// Of the records that do not.
+    bytes: usize,
     overflow: bool,
 }
 
@@ -93,8 +98,11 @@ impl Outbox {
         // Errors other than a full socket show again, and are dealt with, when the queue is flushed.
         if greeting {
             queue.records.push_back(record);
-            queue.greeting = queue.records.len();
-        } else if queue.records.len() - queue.greeting < MAX_QUEUED {
+            (queue.greeting, queue.bytes) = (queue.records.len(), 0);
+        } else if queue.records.len() - queue.greeting < MAX_QUEUED
+            && queue.bytes + record.bytes.len() <= MAX_QUEUED_BYTES
+        {
+            queue.bytes += record.bytes.len();
             queue.records.push_back(record);
         } else {
             queue.overflow = true;
@@ -111,8 +119,11 @@ impl Outbox {
         while let Some(record) = queue.records.front() {
             match send(&self.socket, record) {
                 Ok(()) => {
-                    queue.records.pop_front();
-                    queue.greeting = queue.greeting.saturating_sub(1);
+                    let sent = queue.records.pop_front();
+                    match queue.greeting {
+                        0 => queue.bytes -= sent.map_or(0, |record| record.bytes.len()),
+                        _ => queue.greeting -= 1,
+                    }
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Flushed::Blocked,
                 Err(e) if is_shortage(&e) => return Flushed::Later,
@@ -164,6 +175,32 @@ mod tests {
             }
         }
         (0..4000).for_each(|n| outbox.push(segment(n), Vec::new()));
+        assert_eq!(outbox.flush(), Flushed::Overflow);
+    }
+
+    #[test]
+    fn long_records_are_too_many_before_short_ones_are() {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (a, b) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let outbox = Outbox::new(Arc::new(a));
+        let record = vec![0; 8 << 10];
+        // The socket takes some of them itself.
+        while outbox.flush() == Flushed::Empty {
+            outbox.push(record.clone(), Vec::new());
+        }
+        let queued = MAX_QUEUED_BYTES / record.len() - 1;
+        (0..queued).for_each(|_| outbox.push(record.clone(), Vec::new()));
+        assert_eq!(outbox.flush(), Flushed::Blocked);
+        // What stands before a greeting goes with it.
+        outbox.push_greeting(record.clone(), Vec::new());
+        outbox.push(record.clone(), Vec::new());
+        let mut buffer = aligned_buffer();
+        while outbox.flush() == Flushed::Blocked {
+            while socket::receive(&b, &mut buffer).is_ok() {}
+        }
+        assert_eq!((outbox.flush(), outbox.lock().bytes), (Flushed::Empty, 0));
+        (0..200).for_each(|_| outbox.push(record.clone(), Vec::new()));
         assert_eq!(outbox.flush(), Flushed::Overflow);
     }
 

@@ -9,6 +9,7 @@ use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use tokio::sync::Notify;
 use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::refusal::Refusal;
 use vmm_dedup_protocol::stats::ServiceStats;
@@ -40,6 +41,9 @@ pub(crate) struct RefusedVm {
     pub(crate) pages: u64,
     pub(crate) refusal: Refusal,
 }
+
+/// This part of all places is not for any one user.
+const KEPT_FOR_OTHERS: usize = 8;
 
 /// A number of [`vmm_dedup_protocol::stats::STATES`].
 pub(crate) const STATE_REFUSED: u64 = 4;
@@ -85,11 +89,15 @@ pub(crate) enum Parting {
 /// The other end of a connection.
 #[derive(Debug)]
 pub(crate) struct Peer {
-    pub(crate) pid: u32,
+    pub(crate) pid: u64,
     pub(crate) uid: u32,
     /// `None` once the socket is gone.
     pub(crate) outbox: Option<Arc<Outbox>>,
     pub(crate) phase: Phase,
+    /// Names the membership of a service among all that there ever were, from 1 on; nobody else is a member.
+    membership: Option<u64>,
+    /// Told when the membership ends although its process lives: see [`Peers::take_over`].
+    over: Arc<Notify>,
 }
 
 /// Counters of connections.
@@ -107,6 +115,8 @@ pub(crate) struct Peers {
     max: usize,
     max_of_process: usize,
     pub(crate) counters: PeerCounters,
+    /// Memberships that there ever were.
+    memberships: u64,
     /// The sum of what services report, until one of them changes: whoever asks for one VM after the other asks for it each time.
     sum: OnceCell<Box<ServiceStats>>,
 }
@@ -119,12 +129,13 @@ impl Peers {
             max,
             max_of_process,
             counters: PeerCounters::default(),
+            memberships: 0,
             sum: OnceCell::new(),
         }
     }
 
     /// A process has connected.
-    pub(crate) fn admit(&mut self, pid: u32, uid: u32, outbox: Arc<Outbox>) -> Result<MemberId, Violation> {
+    pub(crate) fn admit(&mut self, pid: u64, uid: u32, outbox: Arc<Outbox>) -> Result<MemberId, Violation> {
         let full = Violation::Full(self.peers.len());
         if self.peers.len() >= self.max {
             return Err(full);
@@ -133,6 +144,11 @@ impl Peers {
         if count >= self.max_of_process {
             return Err(Violation::TooManyConnections { pid, count });
         }
+        // Whatever a user does, others find a place.
+        let count = self.peers.values().filter(|peer| peer.uid == uid).count();
+        if count >= self.max - self.max / KEPT_FOR_OTHERS {
+            return Err(Violation::TooManyOfUser { uid, count });
+        }
         let mut numbers = (1..PASSED_OVER.0).map(MemberId);
         let id = numbers.find(|id| !self.peers.contains_key(id)).ok_or(full)?;
         let peer = Peer {
@@ -140,6 +156,8 @@ impl Peers {
             uid,
             outbox: Some(outbox),
             phase: Phase::Greeting,
+            membership: None,
+            over: Arc::default(),
         };
         self.peers.insert(id, peer);
         self.counters.connections += 1;
@@ -171,10 +189,49 @@ impl Peers {
     }
 
     /// The process and the outbox of a peer that has not introduced itself.
-    pub(crate) fn greeting(&self, id: MemberId) -> Option<(u32, Arc<Outbox>)> {
+    pub(crate) fn greeting(&self, id: MemberId) -> Option<(u64, Arc<Outbox>)> {
         let peer = self.peers.get(&id)?;
         let outbox = peer.outbox.clone()?;
         matches!(peer.phase, Phase::Greeting).then_some((peer.pid, outbox))
+    }
+
+    /// A service becomes a member: the name of its membership.
+    pub(crate) fn begin_membership(&mut self, id: MemberId) -> u64 {
+        self.memberships += 1;
+        if let Some(peer) = self.peers.get_mut(&id) {
+            peer.membership = Some(self.memberships);
+        }
+        self.memberships
+    }
+
+    /// A peer's process maps nothing any more that it found over an earlier membership of its own: that one ends as by a goodbye. It
+    /// may have ended already.
+    pub(crate) fn take_over(&mut self, id: MemberId, membership: u64) -> Result<(), Violation> {
+        self.service_mut(id, "TakeOver")?;
+        let pid = self.peers[&id].pid;
+        let mut peers = self.peers.iter_mut();
+        let Some((earlier, peer)) = peers.find(|(_, peer)| peer.membership == Some(membership)) else {
+            return Ok(());
+        };
+        if *earlier == id || peer.pid != pid {
+            return Err(Violation::Unexpected(
+                "TakeOver (of an earlier membership of the same process)",
+            ));
+        }
+        // Its socket may not have been seen to end.
+        if let Phase::Service(service) = &mut peer.phase {
+            service.leaving = true;
+        }
+        peer.over.notify_one();
+        Ok(())
+    }
+
+    /// What is told when a peer's membership ends although its process lives.
+    pub(crate) fn over(&self, id: MemberId) -> Arc<Notify> {
+        self.peers
+            .get(&id)
+            .map(|peer| peer.over.clone())
+            .unwrap_or_default()
     }
 
     /// A peer has introduced itself.
@@ -225,16 +282,18 @@ impl Peers {
         parting
     }
 
-    /// An orphan's references are dropped.
-    pub(crate) fn remove(&mut self, id: MemberId) {
-        if let Some(Peer {
+    /// An orphan's references are dropped: the name that it had.
+    pub(crate) fn remove(&mut self, id: MemberId) -> Option<String> {
+        let Peer {
             phase: Phase::Orphan { name, .. },
             pid,
             ..
-        }) = self.peers.remove(&id)
-        {
-            log::info!("VM {name} (process {pid}) has left, its references are dropped");
-        }
+        } = self.peers.remove(&id)?
+        else {
+            return None;
+        };
+        log::info!("VM {name} (process {pid}) has left, its references are dropped");
+        Some(name)
     }
 
     /// Sends a record to all services.
@@ -247,7 +306,7 @@ impl Peers {
     }
 
     /// The VMs that have a service, in a fixed order.
-    pub(crate) fn services(&self) -> impl Iterator<Item = (MemberId, u32, &Service)> {
+    pub(crate) fn services(&self) -> impl Iterator<Item = (MemberId, u64, &Service)> {
         self.peers.iter().filter_map(|(id, peer)| match &peer.phase {
             Phase::Service(service) => Some((*id, peer.pid, &**service)),
             _ => None,
@@ -271,7 +330,7 @@ impl Peers {
 
     /// What a service of this process and name had reported before its connection broke. A service that comes again goes
     /// on counting where it was.
-    pub(crate) fn reported_before(&self, pid: u32, name: &str) -> Option<ServiceStats> {
+    pub(crate) fn reported_before(&self, pid: u64, name: &str) -> Option<ServiceStats> {
         self.peers.values().find_map(|peer| match &peer.phase {
             Phase::Orphan {
                 name: old,

@@ -4,6 +4,7 @@
 use crate::ledger::epochs::MemberId;
 use crate::requests::peers::{Peers, Phase};
 use crate::requests::questions::{Asker, NotAsked, QuestionKind, Questions};
+use crate::requests::rights::Rights;
 use crate::requests::violation::Violation;
 use std::time::{Duration, Instant};
 use vmm_dedup_protocol::control::{Explain, Explained, NotDone, Set, Switch};
@@ -113,8 +114,6 @@ impl Answer<'_> {
 pub(crate) struct Relay {
     questions: Questions,
     patience: Duration,
-    /// The store's user.
-    own: u32,
 }
 
 impl Relay {
@@ -123,7 +122,6 @@ impl Relay {
         Self {
             questions: Questions::default(),
             patience,
-            own: rustix::process::geteuid().as_raw(),
         }
     }
 
@@ -131,6 +129,7 @@ impl Relay {
     pub(crate) fn ask(
         &mut self,
         peers: &Peers,
+        rights: &Rights,
         observer: MemberId,
         question: Question,
     ) -> Result<Option<Vec<u8>>, Violation> {
@@ -139,14 +138,9 @@ impl Relay {
         }
         let serial = question.serial();
         let not_done = |text: String| Ok(Some(not_done(serial, text)));
-        if let Some(user) = peers
-            .user(observer)
-            .filter(|user| *user != 0 && *user != self.own)
-        {
-            let own = self.own;
-            return not_done(format!(
-                "user {user} may not change or explain VMs of this store: run the command as root, or as user {own}, who runs the store"
-            ));
+        let user = peers.user(observer).unwrap_or(u32::MAX);
+        if let Err(text) = rights.may_operate(user) {
+            return not_done(text);
         }
         let vm = match peers.find(&question.name().text()) {
             Ok(vm) => vm,

@@ -61,7 +61,7 @@ impl Statistics<'_> {
         let references = self.exchange.pool.lifetime().references(id);
         let held = references.map_or(0, References::bytes) as u64;
         ServiceStats {
-            store_bytes: held + self.exchange.sightings.count(id) * 8,
+            store_bytes: held + self.exchange.sightings.of(id) * 8,
             ..service.stats
         }
     }
@@ -87,7 +87,7 @@ impl Statistics<'_> {
         };
         if let Some(vm) = self.peers.vms().find(|vm| u32::from(vm.id.0) >= request.from) {
             stats.next = u32::from(vm.id.0) + 1;
-            (stats.name, stats.pid) = (Name::new(vm.name), vm.pid.into());
+            (stats.name, stats.pid) = (Name::new(vm.name), vm.pid);
             match self.peers.phase(vm.id) {
                 Some(Phase::Service(service)) => {
                     let count = self.peers.services().count();

@@ -28,7 +28,18 @@ pub(crate) enum Violation {
     #[error(
         "process {pid} has {count} connections, live or broken, the most that one process may have: restart it"
     )]
-    TooManyConnections { pid: u32, count: usize },
+    TooManyConnections { pid: u64, count: usize },
+    #[error(
+        "user {uid} has {count} connections, live or broken, the most that one user may have (an eighth is kept for others): raise \
+         max_connections"
+    )]
+    TooManyOfUser { uid: u32, count: usize },
+    #[error("your process cannot be identified: {0}")]
+    Unidentified(#[source] io::Error),
+    #[error(
+        "user {uid} may not join this store: start the VM as one of its users, or the store with this user on its list (--join-user)"
+    )]
+    Stranger { uid: u32, again: bool },
     #[error("the store has {0} connections, as many as it takes: raise max_connections")]
     Full(usize),
     #[error("no Hello came within {0:?}")]

@@ -88,6 +88,8 @@ pub struct Client {
     /// Segments whose pages have moved, as often as that was told.
     pub evacuated: Vec<u32>,
     pub salt: Salt,
+    /// Names this membership.
+    pub membership: u64,
 }
 
 impl Client {
@@ -131,6 +133,7 @@ impl Client {
             retired: Vec::new(),
             evacuated: Vec::new(),
             salt: Salt(welcome.salt),
+            membership: welcome.membership,
             socket,
             buffer,
         })
@@ -498,6 +501,10 @@ impl Helper {
             );
         }
         answer[2..].trim().to_owned()
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     pub fn kill(&mut self) {
