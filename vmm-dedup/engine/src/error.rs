@@ -102,7 +102,7 @@ pub enum Error {
     )]
     UnpinnedDirectIo { fd: i32, filesystem: String },
     #[error(
-        "{0} pages could not be brought back to anonymous memory, and still map the store or are packed: free memory and try again"
+        "{0} pages could not be brought back to anonymous memory, and still map the store or the zero page, or are packed: free memory and try again"
     )]
     NotUnmerged(u64),
     #[error("the VMM did not say at which addresses the guest sees its memory: ask about the whole VM")]
@@ -113,6 +113,8 @@ pub enum Error {
     Stopped,
     #[error("the seccomp filter cannot be made: {0}")]
     Seccomp(String),
+    #[error("the process has a supervisor already, with other options: make it before whoever uses it first")]
+    Supervised,
     #[error("a VM is attached already: detach it first")]
     Attached,
     #[error("no VM is attached: attach it first")]

@@ -55,7 +55,7 @@ pub use merge::healer::heal_blindly;
 pub use scan::pass::share_whatever_it_costs;
 pub use service::DedupService;
 pub use store::refusal::Refused;
-pub use supervisor::{Lease, Options, Pinned, Status, Supervisor};
+pub use supervisor::{Lease, Options, Pinned, Served, Status, Supervisor};
 #[cfg(feature = "inject")]
 pub use sys::inject::{Call, Injection, Observer, Site, Times, Watch};
 pub use sys::sched::in_service_thread;

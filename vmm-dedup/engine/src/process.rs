@@ -4,35 +4,49 @@
 use crate::config::Setup;
 use crate::error::Error;
 use crate::supervisor::{Options, Supervisor};
+use crate::sync::{Mutex, lock};
 use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 static SUPERVISOR: OnceLock<Supervisor> = OnceLock::new();
 
+/// Held by whoever makes the supervisor: there is never a second thread that would do what the options want of the first.
+static MAKES: Mutex<()> = Mutex::new(());
+
 /// The number of the next VM. Which one there is the supervisor's thread knows: nobody holds a lock while that works, or drops what it
 /// kept.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// Makes the process's supervisor, from a thread that is not restricted. If there is one already this does nothing.
+/// Makes the process's supervisor, from a thread that is not restricted.
 ///
 /// # Errors
-/// Those of [`Supervisor::spawn`].
+/// Those of [`Supervisor::spawn`]: there is one then as if its thread had died, so that none is made later by a thread that is restricted, and
+/// VMs run without dedup. [`Error::Supervised`]: there is one already, which goes on, and what these options want (a filter of each thread)
+/// does not hold for it.
 pub fn spawn(options: Options) -> Result<(), Error> {
-    if SUPERVISOR.get().is_none() {
-        // Whoever comes second ends its own.
-        let _ = SUPERVISOR.set(Supervisor::spawn(options)?);
+    let _makes = lock(&MAKES);
+    if SUPERVISOR.get().is_some() {
+        return Err(Error::Supervised);
     }
-    Ok(())
+    let (supervisor, spawned) = match Supervisor::spawn(options) {
+        Ok(supervisor) => (supervisor, Ok(())),
+        Err(error) => (Supervisor::dead(), Err(error)),
+    };
+    // Nobody else sets it meanwhile.
+    let _ = SUPERVISOR.set(supervisor);
+    spawned
 }
 
 /// The process's supervisor. Where nobody has made one, as in tests of a VMM's parts, this makes one with the default options,
-/// which deduplicates nothing as long as nobody attaches a VM.
-///
-/// # Panics
-/// If it has to make one and there is no thread to be had.
+/// which deduplicates nothing as long as nobody attaches a VM. Where there is no thread to be had, it is as one whose thread has died.
 pub fn supervisor() -> &'static Supervisor {
-    SUPERVISOR.get_or_init(|| Supervisor::spawn(Options::default()).expect("one thread"))
+    // A child by fork may never get the lock.
+    if let Some(supervisor) = SUPERVISOR.get() {
+        return supervisor;
+    }
+    let _makes = lock(&MAKES);
+    SUPERVISOR.get_or_init(|| Supervisor::spawn(Options::default()).unwrap_or_else(|_| Supervisor::dead()))
 }
 
 /// A VM begins ([`Supervisor::attach`]), and ends where what this returns is dropped: keep it with the VM. A VM of which somebody
@@ -82,8 +96,12 @@ mod tests {
 
     #[test]
     fn a_vm_ends_with_what_stands_for_it() {
-        spawn(Options::default()).unwrap();
-        spawn(Options::default()).unwrap();
+        supervisor();
+        let again = spawn(Options {
+            first: Some(Box::new(|| panic!("it is not the first"))),
+            ..Options::default()
+        });
+        assert!(matches!(again, Err(Error::Supervised)), "{again:?}");
         let nowhere = || Setup::new("/nonexistent/store.sock");
         let vm = attach(nowhere()).unwrap();
         assert_ne!(supervisor().status(), Status::Detached);

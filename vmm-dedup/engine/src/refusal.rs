@@ -103,6 +103,15 @@ pub fn nested() -> Refusal {
     )
 }
 
+/// Settings that the VMM could not read, by a bug of its own.
+pub(crate) fn unread() -> Refusal {
+    Refusal::new(
+        Reason::Other,
+        "the VMM's code that reads the settings has panicked",
+        "report what the VMM's log says to whoever makes it",
+    )
+}
+
 /// Guest memory that the VMM protects or locks.
 #[must_use]
 pub fn protected() -> Refusal {

@@ -256,7 +256,7 @@ impl DedupService {
     }
 
     /// Stops scanning and merging until [`Self::resume`]: when this returns the scanning thread stands by. What is shared stays
-    /// shared, and breaks are served.
+    /// shared, and breaks are served. Memory that [`Self::set`] brings back comes back all the same.
     pub fn pause(&self) {
         self.control.set_paused(true);
         let (tell, told) = mpsc::channel();
@@ -271,7 +271,8 @@ impl DedupService {
     }
 
     /// Changes settings while the service runs, as `vmm-dedup set` does. Switching off keeps what is shared; with
-    /// [`Switch::OffUnmerge`] this waits until everything went back to anonymous memory.
+    /// [`Switch::OffUnmerge`] this waits until everything went back to anonymous memory, which keeps the CPU budget and lets other calls
+    /// come first.
     ///
     /// # Errors
     /// [`Error::Config`] names a setting out of range, and nothing was changed then; [`Error::NotUnmerged`],
@@ -404,6 +405,13 @@ impl DedupService {
         Discarder::of(self.discards.clone(), self.breaker.clone(), self.packer.clone())
     }
 
+    /// Tells that a read from a file has just filled these addresses of this process, from any thread. What is read may be what other VMs
+    /// have read: such pages are looked at first, and need not stand still before. To be called when the read has ended, and before the
+    /// guest hears of it. It waits for nobody and makes no system call; now and then it does nothing.
+    pub fn note_read(&self, addresses: Range<usize>) {
+        self.control.reads().note(addresses);
+    }
+
     /// Tells the account from any thread, without the service's handle.
     pub(crate) fn account(&self) -> Arc<Control> {
         self.control.clone()
@@ -529,9 +537,11 @@ fn scan(mut pass: Pass) -> (ServiceStats, Result<(), Error>) {
         match control.next(began, standing_by, store) {
             Event::Question => pass.try_answer_questions(),
             Event::Command(Command::Unmerge(tell)) => {
-                let done = pass.unmerge_on_request();
-                if let Some(tell) = tell {
-                    let _ = tell.send(done);
+                match (pass.unmerge_on_request(), tell) {
+                    // Its turn comes again behind those that wait.
+                    (None, tell) => control.order(Command::Unmerge(tell)),
+                    (Some(done), Some(tell)) => _ = tell.send(done),
+                    (Some(_), None) => {}
                 }
             }
             Event::Command(Command::Change(change, range, tell)) => {

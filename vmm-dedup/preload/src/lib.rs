@@ -10,11 +10,12 @@
 //!   KVM_SET_USER_MEMORY_REGION -------------- add_range ------->|                       |---->|              |
 //!   munmap, UFFDIO_REGISTER, VFIO: wait ----- remove, lend ---->|  vmm_dedup::Supervisor|     | DedupService |
 //!   mprotect, open(O_DIRECT): wait ---------- leave_alone ----->|                       |     |              |
+//!   pread, preadv --------------------------- note_read ------------------------------------->|              |
 //!   madvise(MADV_DONTNEED) ------------------ Discarder ------------------------------------->|              |
 //!                                                               '-----------------------'     '--------------'
 //! ```
 //!
-//! - [`hooks`] and [`files`] are the interposed functions; [`kvm`] says what an ioctl means; [`devices`] knows when such have gone
+//! - [`hooks`], [`files`] and [`reads`] are the interposed functions; [`kvm`] says what an ioctl means; [`devices`] knows when such have gone
 //!   that pin memory; [`mappings`] remembers what was mapped, and [`watch`] holds that;
 //! - [`manager`] starts the [`Supervisor`](vmm_dedup::Supervisor), which decides; [`real`] is libc.
 //!
@@ -43,6 +44,7 @@ mod kvm;
 mod logging;
 mod manager;
 mod mappings;
+mod reads;
 mod real;
 mod settings;
 mod watch;

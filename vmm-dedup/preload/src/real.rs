@@ -2,7 +2,7 @@
 //! for as long as nobody has looked for those.
 #![allow(unsafe_code)] // calls of C functions
 
-use libc::{c_char, c_int, c_long, c_ulong, c_void, mode_t, off_t, size_t};
+use libc::{c_char, c_int, c_long, c_ulong, c_void, iovec, mode_t, off_t, size_t, ssize_t};
 use std::ffi::CStr;
 use std::mem::transmute;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -42,9 +42,13 @@ static OPENAT_2: Next = Next::new(c"__openat_2");
 static OPENAT64_2: Next = Next::new(c"__openat64_2");
 static FCNTL: Next = Next::new(c"fcntl");
 static FCNTL64: Next = Next::new(c"fcntl64");
+static PREAD: Next = Next::new(c"pread");
+static PREAD64: Next = Next::new(c"pread64");
+static PREADV: Next = Next::new(c"preadv");
+static PREADV64: Next = Next::new(c"preadv64");
 
 /// All of them.
-static FUNCTIONS: [&Next; 16] = [
+static FUNCTIONS: [&Next; 20] = [
     &IOCTL,
     &MMAP,
     &MUNMAP,
@@ -61,6 +65,10 @@ static FUNCTIONS: [&Next; 16] = [
     &OPENAT64_2,
     &FCNTL,
     &FCNTL64,
+    &PREAD,
+    &PREAD64,
+    &PREADV,
+    &PREADV64,
 ];
 
 /// Looks for all of them. Called when the library is loaded: later, dlsym could meet our own hooks.
@@ -264,6 +272,36 @@ unsafe fn any_fcntl(next: &Next, file: c_int, command: c_int, argument: c_long) 
             None => int(libc::syscall(libc::SYS_fcntl, file, command, argument)),
         }
     }
+}
+
+/// The functions that read from a place of a file; off_t has 64 bits.
+macro_rules! reads {
+    ($($name:ident, $next:ident, $call:ident, $pieces:ty, $count:ty;)*) => {$(
+        /// # Safety
+        /// See [`ioctl`].
+        pub(crate) unsafe fn $name(file: c_int, pieces: $pieces, count: $count, offset: off_t) -> ssize_t {
+            type Read = unsafe extern "C" fn(c_int, $pieces, $count, off_t) -> ssize_t;
+            // SAFETY: as above. (The kernel takes the upper half of preadv's offset apart: none here.)
+            unsafe {
+                match $next.get() {
+                    Some(next) => transmute::<*mut c_void, Read>(next)(file, pieces, count, offset),
+                    None => size(libc::syscall(libc::$call, file, pieces, count, offset, 0)),
+                }
+            }
+        }
+    )*};
+}
+
+reads! {
+    pread, PREAD, SYS_pread64, *mut c_void, size_t;
+    pread64, PREAD64, SYS_pread64, *mut c_void, size_t;
+    preadv, PREADV, SYS_preadv, *const iovec, c_int;
+    preadv64, PREADV64, SYS_preadv, *const iovec, c_int;
+}
+
+#[allow(clippy::cast_possible_truncation)] // as wide
+fn size(result: c_long) -> ssize_t {
+    result as ssize_t
 }
 
 #[allow(clippy::cast_possible_truncation)] // system calls that return a descriptor, 0 or -1

@@ -4,8 +4,9 @@ use object::{Object, ObjectSymbol};
 use std::collections::BTreeSet;
 
 /// System calls that bring guest memory, or take it away, or that pin it: a name that is not exported is not seen at all.
-const INTERPOSED: [&str; 7] = [
-    "ioctl", "madvise", "mmap", "mmap64", "mprotect", "mremap", "munmap",
+const INTERPOSED: [&str; 11] = [
+    "ioctl", "madvise", "mmap", "mmap64", "mprotect", "mremap", "munmap", "pread", "pread64", "preadv",
+    "preadv64",
 ];
 
 #[test]

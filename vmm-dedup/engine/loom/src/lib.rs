@@ -5,7 +5,7 @@
 //! (`tests`), in seconds; CI does so with all other tests.
 //!
 //! What is not real here are the driver's hands: the service is a page that is touched while a region is active, whatever is asked of it
-//! works, and time passes when a model says so.
+//! works, and time passes when a model says so: by itself, or while memory is given back.
 
 #[path = "../../src/supervisor/driver.rs"]
 #[allow(dead_code, unreachable_pub)]
@@ -19,6 +19,9 @@ mod lifecycle;
 #[path = "../../src/supervisor/mailbox.rs"]
 #[allow(dead_code)]
 mod mailbox;
+#[path = "../../src/supervisor/theirs.rs"]
+#[allow(dead_code)]
+mod theirs;
 #[path = "../../src/supervisor/watched.rs"]
 #[allow(dead_code)]
 mod watched;
@@ -29,7 +32,7 @@ mod ranges;
 
 /// Where the sources look for each other.
 mod supervisor {
-    pub(crate) use crate::{letter, lifecycle, mailbox, watched};
+    pub(crate) use crate::{letter, lifecycle, mailbox, theirs, watched};
 }
 
 /// Where the sources look for each other.
@@ -188,7 +191,7 @@ unsafe impl Sync for Page {}
 #[derive(Debug)]
 struct Tick;
 
-/// A device whose end nobody tells: whether it has gone can be seen.
+/// A device whose end nobody tells: whether it is there can be seen.
 #[derive(Clone, Debug)]
 pub struct Device {
     open: Arc<AtomicBool>,
@@ -202,6 +205,17 @@ impl Device {
         Self { open }
     }
 
+    /// One that comes when memory was pinned for it.
+    pub fn to_come() -> Self {
+        let open = Arc::new(AtomicBool::new(false));
+        Self { open }
+    }
+
+    /// It comes.
+    pub fn open(&self) {
+        self.open.store(true, Ordering::Release);
+    }
+
     /// It goes, and uses no memory any more.
     pub fn close(&self) {
         self.open.store(false, Ordering::Release);
@@ -213,15 +227,23 @@ impl Device {
 pub struct Vmm {
     letters: Arc<mailbox::Mailbox<Letter<Tick>, Answer<()>>>,
     page: Arc<Page>,
+    /// What giving memory back takes.
+    copying: Duration,
 }
 
 impl Vmm {
     /// One that nobody answers yet.
     #[allow(clippy::new_without_default)]
     pub fn new() -> Self {
+        Self::that_gives_back_in(Duration::ZERO)
+    }
+
+    /// The same, and it takes so long to give memory back.
+    pub fn that_gives_back_in(copying: Duration) -> Self {
         Self {
             letters: Arc::new(mailbox::Mailbox::new()),
             page: Arc::default(),
+            copying,
         }
     }
 
@@ -259,6 +281,11 @@ impl Vmm {
     /// Somebody is about to use a userfaultfd; whether somebody answered.
     pub fn lend(&self) -> bool {
         self.ask(Event::Lend(MEMORY, Lease::UntilTakenBack)).is_some()
+    }
+
+    /// The same, and nobody will tell when it is over; whether somebody answered.
+    pub fn lend_until_free(&self) -> bool {
+        self.ask(Event::Lend(MEMORY, Lease::UntilFree)).is_some()
     }
 
     /// It is over.
@@ -317,12 +344,11 @@ impl Vmm {
         self.page.0.with_mut(|page| unsafe { *page += 1 });
     }
 
-    /// The supervisor's thread, until it ends: whatever is active is worked on whenever all that was to be done is done.
+    /// The supervisor's thread, until it ends: whatever is active is used whenever all that was to be done is done.
     pub fn serve(&self) {
         let hands = Service {
             vmm: self.clone(),
             works: false,
-            on: false,
         };
         Driver::of(hands, Lifecycle::new(Duration::ZERO, true)).run(&self.letters);
     }
@@ -332,9 +358,8 @@ impl Vmm {
 #[derive(Debug)]
 struct Service {
     vmm: Vmm,
-    /// It has memory.
+    /// It has memory: it is registered and shared, also while merging rests.
     works: bool,
-    on: bool,
 }
 
 impl Hands for Service {
@@ -354,10 +379,12 @@ impl Hands for Service {
         let service = &mut driver.hands;
         match effect {
             Effect::Start(_) | Effect::Add(_) | Effect::Resume(_) => service.works = true,
-            Effect::Release(_) | Effect::Remove(_) => service.works = false,
-            Effect::Unpause => service.on = true,
-            Effect::Pause => service.on = false,
-            Effect::Stop { .. } => (service.works, service.on) = (false, false),
+            Effect::Release(_) => {
+                clock::pass(service.vmm.copying);
+                service.works = false;
+            }
+            Effect::Remove(_) => service.works = false,
+            Effect::Stop { .. } => service.works = false,
             _ => {}
         }
         Ok(())
@@ -378,12 +405,12 @@ impl Hands for Service {
     }
 
     fn settled(&self, _: &Lifecycle) {
-        if self.works && self.on {
+        if self.works {
             self.vmm.use_memory();
         }
     }
 
     fn end(&mut self) {
-        (self.works, self.on) = (false, false);
+        self.works = false;
     }
 }

@@ -3,6 +3,7 @@
 
 use loom::thread;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 use vmm_dedup_loom::{Device, Vmm};
 
 /// Times that a thread is stopped where it could go on.
@@ -154,6 +155,35 @@ fn a_device_that_is_told_of_keeps_memory_that_a_watched_one_has_left() {
             vmm.use_memory();
             watched.join().unwrap();
             vmm.use_memory();
+        });
+    });
+}
+
+/// Longer than whoever is lent memory, or has it pinned, has time to come to it.
+const LONG: Duration = Duration::from_secs(3600);
+
+#[test]
+fn whoever_is_lent_memory_has_its_time_behind_the_copying() {
+    explore(5, || {
+        beside(&Vmm::that_gives_back_in(LONG), |vmm| {
+            vmm.attach();
+            assert!(vmm.lend_until_free());
+            vmm.use_memory();
+        });
+    });
+}
+
+#[test]
+fn a_device_has_its_time_to_be_seen_behind_the_copying() {
+    explore(5, || {
+        beside(&Vmm::that_gives_back_in(LONG), |vmm| {
+            vmm.attach();
+            let device = Device::to_come();
+            assert!(vmm.pin_while(&device));
+            device.open();
+            vmm.use_memory();
+            device.close();
+            vmm.wait();
         });
     });
 }

@@ -8,7 +8,8 @@
 //!
 //! Pages are taken in batches, as KSM's `pages_to_scan` are, and an engine answers for a batch at once. What the pages
 //! of one batch change in the trees is then found by the CPU, so that the outcome is that of taking them one by
-//! one. Where KSM has red-black trees these are AVL trees; both keep the same pages in the same order.
+//! one: a page of the batch that has just come into the stable tree is found by its key. Where KSM has red-black trees
+//! these are AVL trees; both keep the same pages in the same order.
 //!
 //! This decides which pages are to be merged and keeps the account; it does not touch a guest. A page must stay as it
 //! is once it was merged, as copy-on-write makes sure; pages in the unstable tree may change, and then may be missed or
@@ -16,6 +17,7 @@
 
 use super::cpu::{compare_views, view_of};
 use super::{Answer, PageId, Pages, TreeSearch};
+use std::collections::BTreeSet;
 use std::sync::atomic::AtomicU64;
 use vmm_dedup_protocol::tree::{MAX_NODES, Node, TreeReader, TreeWriter, words};
 
@@ -41,6 +43,9 @@ pub struct Pass {
     /// Comparisons by the CPU, for what a batch had changed in the trees.
     pub own_comparisons: u64,
 }
+
+/// Pages that came into the stable tree with a batch, by their keys.
+type Fresh = BTreeSet<(u64, Node)>;
 
 /// KSM's memory of a set of pages, numbered from 0 on.
 #[derive(Debug)]
@@ -134,23 +139,22 @@ impl Ksm {
                 }
             }
         }
-        let version = TreeReader::new(&self.stable).version();
+        let mut fresh = Fresh::new();
         let unstable = engine.search(pages, TreeReader::new(&self.unstable), &ids(&unchanged));
         for (node, twin) in unchanged.into_iter().zip(unstable) {
-            let changed = TreeReader::new(&self.stable).version() != version;
-            self.place(pages, node, twin?, changed, pass)?;
+            self.place(pages, node, twin?, &mut fresh, pass)?;
         }
         Ok(())
     }
 
-    /// Merges a page with its twin, or enters it into the unstable tree. `changed`: the stable tree is not the one that
-    /// was searched.
+    /// Merges a page with its twin, or enters it into the unstable tree. `fresh`: what came into the stable tree after it was
+    /// searched.
     fn place(
         &mut self,
         pages: &dyn Pages,
         node: Node,
         twin: Option<PageId>,
-        changed: bool,
+        fresh: &mut Fresh,
         pass: &mut Pass,
     ) -> Answer<()> {
         if self.merged[node as usize].is_some() {
@@ -163,8 +167,10 @@ impl Ksm {
             let other = pages.view(PageId::of_node(other));
             other.map_or(std::cmp::Ordering::Less, |other| compare_views(page, other).0)
         };
-        if changed && let Some(twin) = TreeReader::new(&self.stable).search(&mut compare) {
-            self.merged[node as usize] = Some(twin);
+        let key = self.keys[node as usize].unwrap_or_default();
+        let mut alike = fresh.range((key, Node::MIN)..=(key, Node::MAX));
+        if let Some((_, twin)) = alike.find(|(_, other)| compare(*other).is_eq()) {
+            self.merged[node as usize] = Some(*twin);
             pass.stable_merges += 1;
             return Ok(());
         }
@@ -173,6 +179,7 @@ impl Ksm {
         if let Some(twin) = twin {
             TreeWriter::new(&self.unstable).remove(twin, &mut compare);
             TreeWriter::new(&self.stable).insert(twin, &mut compare);
+            fresh.insert((key, twin));
             self.merged[twin as usize] = Some(twin);
             self.merged[node as usize] = Some(twin);
             pass.unstable_merges += 1;

@@ -1,9 +1,12 @@
 //! Settings of a service: one definition for TOML files, for JSON, for one line ([`Setup`]) and for programs.
 
 mod agent;
+#[cfg(feature = "settings")]
+mod changes;
 mod choices;
 #[cfg(feature = "settings")]
 mod kinds;
+mod live;
 mod settings;
 mod setup;
 #[cfg(feature = "settings")]

@@ -9,6 +9,7 @@ use crate::error::Error;
 #[cfg(feature = "settings")]
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+use vmm_dedup_protocol::control::{MAX_PASS_PERIOD_MS, MAX_RESERVE, MAX_STOP_TARGET_US};
 use vmm_dedup_protocol::name::{NAME_RULE, is_name};
 
 /// [`Config::search`] without an engine: the store's hash index, by which nothing is compared before a page is taken.
@@ -196,7 +197,7 @@ impl Config {
         )?;
         self.check_paths()?;
         check(
-            (10..=3_600_000).contains(&self.pass_period_ms),
+            (10..=MAX_PASS_PERIOD_MS.into()).contains(&self.pass_period_ms),
             "pass_period_ms",
             &self.pass_period_ms,
             "it must be 10 to 3600000",
@@ -208,7 +209,7 @@ impl Config {
             "it must be 1 to 100",
         )?;
         check(
-            (10..=100_000).contains(&self.stop_target_us),
+            (10..=MAX_STOP_TARGET_US.into()).contains(&self.stop_target_us),
             "stop_target_us",
             &self.stop_target_us,
             "it must be 10 to 100000",
@@ -259,7 +260,7 @@ impl Config {
         match self.breaks {
             Breaks::Kernel { .. } => Ok(()),
             Breaks::Managed { reserve_pages, .. } => check(
-                (1..=1 << 24).contains(&reserve_pages),
+                (1..=MAX_RESERVE as usize).contains(&reserve_pages),
                 "reserve_pages",
                 &reserve_pages,
                 "it must be 1 to 16777216",

@@ -5,8 +5,8 @@
 //! default. A value with a comma or a quotation mark stands in quotation marks, in which `\` takes the next character as it is.
 //! In JSON and TOML it is one table with the same keys.
 //!
-//! Everywhere `budget` is short for `cpu_percent`, and `breaks` may be `kernel` or `managed`, with a reserve of a usual size
-//! ([`Setup::written_out`]).
+//! Everywhere `budget` and `cpu-percent` are other names of `cpu_percent`, and so is `cpu_budget_cores`, the metric's, in cores. `breaks`
+//! may be `kernel` or `managed`, with a reserve of a usual size ([`Setup::written_out`]).
 
 use crate::config::agent::AGENT;
 use crate::config::setup::STORE;
@@ -85,12 +85,30 @@ pub(super) fn path<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Resu
     }
 }
 
+/// The name that the metric has of `cpu_percent`: in cores.
+const CORES: &str = "cpu_budget_cores";
+
+/// Percent of a core, of cores.
+fn percent_of(cores: &Value) -> Result<u64, String> {
+    let read = cores.as_f64().or_else(|| cores.as_str()?.parse().ok());
+    let percent = (1..=100u32).find(|percent| read == Some(f64::from(*percent) / 100.0));
+    let wrong = || format!("{CORES} is {cores}, but it must be 0.01 to 1, in steps of 0.01");
+    percent.map(u64::from).ok_or_else(wrong)
+}
+
 /// Writes out what is given in short.
 fn complete(fields: &mut Map<String, Value>) -> Result<(), String> {
-    if let Some(percent) = fields.remove("budget")
-        && fields.insert("cpu_percent".into(), percent).is_some()
-    {
-        return Err("budget and cpu_percent are one thing: give one of them".into());
+    for other in ["budget", "cpu-percent", CORES] {
+        let Some(value) = fields.remove(other) else {
+            continue;
+        };
+        let percent = match other {
+            CORES => percent_of(&value)?.into(),
+            _ => value,
+        };
+        if fields.insert("cpu_percent".into(), percent).is_some() {
+            return Err(format!("{other} and cpu_percent are one thing: give one of them"));
+        }
     }
     let Some(breaks) = fields.get_mut("breaks") else {
         return Ok(());
@@ -145,14 +163,18 @@ impl TryFrom<Map<String, Value>> for Setup {
 }
 
 impl From<Setup> for Map<String, Value> {
+    /// What differs from the defaults: an older engine, to which a VM migrates, need not know of settings that nobody has made.
     fn from(setup: Setup) -> Self {
-        let mut fields = match serde_json::to_value(&setup.config) {
+        let values = |config: &Config| match serde_json::to_value(config) {
             Ok(Value::Object(fields)) => fields,
             // Every field can be said in JSON.
             _ => Self::new(),
         };
-        fields.retain(|_, value| !value.is_null());
-        fields.insert(STORE.into(), setup.store.to_string_lossy().into());
+        let (mut fields, defaults) = (values(&setup.config), values(&Config::default()));
+        fields.retain(|key, value| defaults.get(key) != Some(value));
+        if !setup.store.as_os_str().is_empty() {
+            fields.insert(STORE.into(), setup.store.to_string_lossy().into());
+        }
         if let Some(agent) = setup.agent {
             fields.insert(AGENT.into(), agent.to_string().into());
         }
@@ -202,9 +224,7 @@ impl Setup {
         // As text it would be another one.
         self.check_paths()?;
         let mut all = Self::table(line)?;
-        let defaults = Map::from(Self::default());
-        let ours = Map::from(self.clone()).into_iter();
-        for (key, value) in ours.filter(|(key, value)| defaults.get(key) != Some(value)) {
+        for (key, value) in Map::from(self.clone()) {
             all.entry(key).or_insert(value);
         }
         all.try_into()
@@ -223,10 +243,8 @@ impl FromStr for Setup {
 impl fmt::Display for Setup {
     /// What differs from the defaults: parsed, it is the same again if it is valid.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (ours, defaults) = (Map::from(self.clone()), Map::from(Self::default()));
-        let differs = |(key, value): &(&String, &Value)| defaults.get(*key) != Some(*value);
         let mut all = Vec::new();
-        for (key, value) in ours.iter().filter(differs) {
+        for (key, value) in &Map::from(self.clone()) {
             write(key, value, &mut all);
         }
         f.write_str(&all.join(","))
@@ -253,7 +271,7 @@ fn quoted(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', r"\\").replace('"', r#"\""#))
 }
 
-fn fields(line: &str) -> Result<Map<String, Value>, String> {
+pub(super) fn fields(line: &str) -> Result<Map<String, Value>, String> {
     let mut usual = kinds::usual();
     usual[STORE] = Value::String(String::new());
     let mut all = Map::new();
@@ -284,7 +302,7 @@ fn guess(text: String) -> Value {
 }
 
 /// `None`: there is something at that place.
-fn insert(at: &mut Map<String, Value>, path: &[&str], value: Value) -> Option<()> {
+pub(super) fn insert(at: &mut Map<String, Value>, path: &[&str], value: Value) -> Option<()> {
     let (first, rest) = path.split_first()?;
     if rest.is_empty() {
         return at.insert((*first).to_owned(), value).is_none().then_some(());
@@ -438,6 +456,19 @@ mod tests {
     }
 
     #[test]
+    fn what_nobody_has_set_is_not_written() {
+        let written = |setup: &Setup| serde_json::to_string(setup).unwrap();
+        assert_eq!(written(&Setup::new("/s")), r#"{"store":"/s"}"#);
+        let setup: Setup = "store=/s,cpu_percent=7,breaks=managed".parse().unwrap();
+        let text = written(&setup);
+        assert!(
+            text.contains("cpu_percent") && !text.contains("pass_period_ms"),
+            "{text}"
+        );
+        assert_eq!(serde_json::from_str::<Setup>(&text).unwrap(), setup);
+    }
+
+    #[test]
     fn what_is_short_is_written_out() {
         let setup: Setup = "store=/s,budget=7,breaks=managed".parse().unwrap();
         let breaks = Breaks::managed(1024, 256 << 20);
@@ -445,6 +476,19 @@ mod tests {
         let json = r#"{ "store": "/s", "breaks": { "mode": "managed", "reserve_pages": 5 } }"#;
         let setup: Setup = serde_json::from_str(json).unwrap();
         assert_eq!(setup.config.breaks, Breaks::managed(5, 256 << 20));
+        for line in ["cpu-percent=7", "cpu_budget_cores=0.07", "budget=7"] {
+            let setup: Setup = format!("store=/s,{line}").parse().unwrap();
+            assert_eq!(setup.to_string(), "cpu_percent=7,store=/s");
+        }
+        let json = |cores: f64| format!(r#"{{ "cpu_budget_cores": {cores} }}"#);
+        for percent in 1..=100u32 {
+            let config: Config = serde_json::from_str(&json(f64::from(percent) / 100.0)).unwrap();
+            assert_eq!(config.cpu_percent, percent);
+        }
+        for cores in [0.0, 0.005, 0.001, 1.01, -0.01] {
+            let error = serde_json::from_str::<Config>(&json(cores)).unwrap_err();
+            assert!(error.to_string().contains("it must be 0.01 to 1"), "{error}");
+        }
     }
 
     #[test]
@@ -549,6 +593,8 @@ mod tests {
             ("breaks.mode=never", "breaks must be \"kernel\", \"managed\", or"),
             ("breaks=never", "breaks must be \"kernel\", \"managed\", or"),
             ("budget=3,cpu_percent=3", "are one thing"),
+            ("budget=3,cpu_budget_cores=0.03", "are one thing"),
+            ("cpu_budget_cores=many", "it must be 0.01 to 1"),
         ] {
             let error = line.parse::<Setup>().unwrap_err().to_string();
             assert!(error.contains(says), "{line}: {error}");

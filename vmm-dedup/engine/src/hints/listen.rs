@@ -12,6 +12,7 @@ use crate::sys::{proc, thread};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -42,14 +43,29 @@ const AT_ONCE: usize = 16 << 10;
 pub(crate) fn start(line: &Arc<AgentLine>, at: AgentSocket) -> Result<JoinHandle<()>, Error> {
     line.begin();
     let line = line.clone();
-    thread::spawn(Part::Agent, move || listen(&line, &at)).map_err(Error::Thread)
+    let listens = move || again_after_panics(&line, |opens| listen(&line, &at, opens));
+    thread::spawn(Part::Agent, listens).map_err(Error::Thread)
 }
 
-fn listen(line: &AgentLine, at: &AgentSocket) {
+/// Listens until the line ends. What agents send is hostile: should it find a bug, the agent is taken to have gone, and somebody is let in
+/// again later. What is forbidden stays so.
+fn again_after_panics(line: &AgentLine, mut listen: impl FnMut(Instant)) {
+    let mut opens = Instant::now();
+    while catch_unwind(AssertUnwindSafe(|| listen(opens))).is_err() {
+        log::error!("the guest's agent is not heard for a while, by a bug: please report this");
+        line.set_state(State::Failed);
+        let disconnect = || line.lock().receiver.disconnected(line.now());
+        let _ = catch_unwind(AssertUnwindSafe(disconnect));
+        opens = Instant::now() + NEXT_TRY;
+    }
+}
+
+/// `opens`: when the socket is made.
+fn listen(line: &AgentLine, at: &AgentSocket, opens: Instant) {
     let mut ear = Ear {
         line,
         listener: None,
-        opens: Instant::now(),
+        opens,
         agent: None,
         reads: Instant::now(),
         buffer: vec![0; AT_ONCE],
@@ -223,5 +239,26 @@ impl Ear<'_> {
         inner.receiver.disconnected(self.line.now());
         inner.out.clear();
         self.line.set_state(State::Awaited);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bug_ends_one_agent_and_not_the_listening() {
+        let line = AgentLine::new(1 << 30).unwrap();
+        line.begin();
+        let mut calls = Vec::new();
+        again_after_panics(&line, |opens| {
+            calls.push((opens, line.figures().0));
+            assert!(calls.len() > 1, "a bug");
+        });
+        let [(first, awaited), (second, failed)] = calls[..] else {
+            panic!("{calls:?}")
+        };
+        assert_eq!((awaited, failed), (State::Awaited as u64, State::Failed as u64));
+        assert!(second >= first + NEXT_TRY);
     }
 }

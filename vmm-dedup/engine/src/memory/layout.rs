@@ -447,8 +447,10 @@ impl Memory {
     pub(crate) fn within(&self, range: &Range<usize>) -> Vec<Range<Page>> {
         let parts = self.regions.iter().filter_map(|r| {
             let part = range.start.max(r.range.start)..range.end.min(r.range.end);
-            let from = r.first + page_count(&(r.range.start..part.start.max(r.range.start)));
-            (!part.is_empty()).then(|| from..from + page_count(&part))
+            (!part.is_empty()).then(|| {
+                let from = r.first + page_count(&(r.range.start..part.start));
+                from..from + page_count(&part)
+            })
         });
         parts.collect()
     }

@@ -49,6 +49,11 @@ impl Outbox {
         !self.refs.is_empty()
     }
 
+    /// Whether keys are to be withdrawn.
+    pub(crate) fn has_withdrawals(&self) -> bool {
+        !self.withdrawals.is_empty()
+    }
+
     /// Whether there is enough of something to fill a message.
     pub(crate) fn fills_a_message(&self) -> bool {
         let most = self.sightings.len().max(self.withdrawals.len());

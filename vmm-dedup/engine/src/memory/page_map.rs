@@ -105,7 +105,7 @@ impl PageMap {
     /// Whether a visit that finds the page unwritten has nothing to do with it.
     #[inline]
     pub(crate) fn is_settled(&self, page: Page) -> bool {
-        self.pages.table().is_settled(page) && !self.hints.are_any()
+        self.pages.table().is_settled(page) && !self.hints.await_visit(page)
     }
 
     /// Whether a page's key is not to be read, since the guest says so.
@@ -383,6 +383,12 @@ impl PageMap {
     /// A page became the zero page.
     pub(crate) fn zero(&mut self, page: Page) {
         self.set(page, PageState::unkeyed(Backing::Zero));
+    }
+
+    /// A page that was the zero page has memory of its own.
+    pub(crate) fn fill(&mut self, page: Page) {
+        self.set(page, PageState::UNTRACKED);
+        self.requeue(page);
     }
 
     /// A page that was to be merged is where it was.

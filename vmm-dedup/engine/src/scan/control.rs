@@ -1,7 +1,8 @@
 //! How the VMM's threads talk to the scanning thread.
 
-use crate::config::Config;
+use crate::config::{Breaks, Config};
 use crate::error::Error;
+use crate::hints::reads::Reads;
 use crate::memory::layout::HostRange;
 use crate::store::connection::Explained;
 use crate::sys::bell::Bell;
@@ -12,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use vmm_dedup_protocol::control::{MAX_RESERVE, Settings, Switch};
+use vmm_dedup_protocol::control::{Settings, Switch};
 use vmm_dedup_protocol::stats::ServiceStats;
 
 /// Time between two signs of life while nothing is merged.
@@ -63,11 +64,11 @@ pub(crate) enum Ending {
 }
 
 impl Command {
-    /// Whether a pass ends early for it.
+    /// Whether what takes long ends early for it, or lets it come first.
     fn is_urgent(&self) -> bool {
         matches!(
             self,
-            Command::Change(..) | Command::DirectIo(_) | Command::HiddenPins(_)
+            Command::Change(..) | Command::DirectIo(_) | Command::HiddenPins(_) | Command::Rest(_)
         )
     }
 }
@@ -111,8 +112,16 @@ pub(crate) struct Control {
     changed: AtomicBool,
     /// The VMM vouches that nobody pins guest memory unseen.
     pins_are_visible: AtomicBool,
-    /// A change of guest memory, or direct I/O, waits, and with it a thread of the VMM.
-    change: AtomicBool,
+    /// An urgent command waits, and with it a thread of the VMM.
+    urgent: AtomicBool,
+    reads: Reads,
+}
+
+impl Control {
+    /// What the VMM has read into guest memory.
+    pub(crate) fn reads(&self) -> &Reads {
+        &self.reads
+    }
 }
 
 impl Control {
@@ -123,7 +132,8 @@ impl Control {
             pause: AtomicBool::new(false),
             off: AtomicBool::new(!config.enabled),
             stop: AtomicBool::new(false),
-            change: AtomicBool::new(false),
+            urgent: AtomicBool::new(false),
+            reads: Reads::new(),
             cpu_percent: AtomicU32::new(config.cpu_percent),
             pass_period_ms: AtomicU64::new(config.pass_period_ms),
             stop_target_us: AtomicU64::new(config.stop_target_us),
@@ -139,7 +149,7 @@ impl Control {
         let mut inner = self.lock();
         if !inner.closed {
             if command.is_urgent() {
-                self.change.store(true, Ordering::Release);
+                self.urgent.store(true, Ordering::Release);
             }
             inner.commands.push(command);
         }
@@ -173,26 +183,25 @@ impl Control {
 
     /// Changes settings, all or none. Bringing memory back is left to whoever calls.
     pub(crate) fn apply(&self, settings: &Settings, breaker: &Breaker) -> Result<(), Error> {
-        let refuse = |field, value: u32, rule| {
-            let value = value.to_string();
-            Err(Error::Config { field, value, rule })
-        };
+        let reserve = settings.reserve_pages.map(|pages| pages as usize);
+        if let (Some(pages), false) = (reserve, breaker.managed()) {
+            return Err(Error::Config {
+                field: "reserve_pages",
+                value: pages.to_string(),
+                rule: "only managed breaks have a reserve",
+            });
+        }
         // What a service may start with it may be changed to.
         let wanted = Config {
             cpu_percent: settings.cpu_percent.unwrap_or(self.cpu_percent()),
             pass_period_ms: settings.pass_period_ms.map_or(self.pass_period_ms(), u64::from),
             stop_target_us: settings.stop_target_us.map_or(self.stop_target_us(), u64::from),
+            breaks: reserve.map_or(Breaks::KERNEL, |pages| Breaks::managed(pages, 0)),
             ..Config::default()
         };
         wanted.validate()?;
-        if let Some(pages) = settings.reserve_pages {
-            if !breaker.managed() {
-                return refuse("reserve_pages", pages, "only managed breaks have a reserve");
-            }
-            if !(1..=MAX_RESERVE).contains(&pages) {
-                return refuse("reserve_pages", pages, "it must be 1 to 16777216");
-            }
-            breaker.set_reserve_pages(pages as usize);
+        if let Some(pages) = reserve {
+            breaker.set_reserve_pages(pages);
         }
         if let Some(percent) = settings.cpu_percent {
             self.cpu_percent.store(percent, Ordering::Release);
@@ -259,7 +268,12 @@ impl Control {
 
     /// Whether a pass should end early.
     pub(crate) fn interrupted(&self) -> bool {
-        self.stop.load(Ordering::Acquire) || self.change.load(Ordering::Acquire) || self.stands_by()
+        self.is_waited_for() || self.stands_by()
+    }
+
+    /// Whether a thread of the VMM waits that comes first, merging or not.
+    pub(crate) fn is_waited_for(&self) -> bool {
+        self.stop.load(Ordering::Acquire) || self.urgent.load(Ordering::Acquire)
     }
 
     pub(crate) fn publish(&self, stats: &ServiceStats) {
@@ -277,6 +291,13 @@ impl Control {
         }
     }
 
+    /// The same while nothing is to be scanned and merged.
+    pub(crate) fn sleep_in_standby(&self, time: Duration, store: Option<BorrowedFd<'_>>) {
+        if !self.is_waited_for() {
+            self.bell.wait(time, store);
+        }
+    }
+
     /// Waits for what comes next, at the latest the next pass, or sign of life if the thread stands by now (`standing_by`). `began`: when the
     /// last one did.
     pub(crate) fn next(
@@ -290,7 +311,7 @@ impl Control {
                 let mut inner = self.lock();
                 if !inner.commands.is_empty() {
                     let command = inner.commands.remove(0);
-                    self.change
+                    self.urgent
                         .store(inner.commands.iter().any(Command::is_urgent), Ordering::Release);
                     return Event::Command(command);
                 }

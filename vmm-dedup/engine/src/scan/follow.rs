@@ -69,6 +69,7 @@ impl Pass {
         if !self.session.vacates_old_stores() {
             return Ok(());
         }
+        // But for those in memory that is lent, whether all of it was given back or not.
         let (slots, orphaned) = self.map.orphans_without_twins();
         for some in slots.chunks(CHUNK_PAGES) {
             self.space
@@ -90,7 +91,8 @@ impl Pass {
         if numbers.is_empty() {
             return Ok(());
         }
-        // Found while the index had them, and mapped after their segments had gone.
+        // Found while the index had them, and mapped after their segments had gone. Memory that is lent, and could not be given back, is
+        // among it: whoever has it finds the same content there, and where it has a userfaultfd the pages cannot be frozen, and stay.
         let late = self.map.pages_of_segments(&numbers);
         if !late.is_empty() {
             self.space

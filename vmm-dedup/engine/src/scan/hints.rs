@@ -15,9 +15,19 @@ const IN_STANDBY: Duration = Duration::from_millis(100);
 const BROKEN_AT_ONCE: usize = 16 * CHUNK_PAGES;
 
 impl Pass {
-    /// Hears what the agent said since the last call. Once a pass: an agent that never ends must not keep the pass from its end,
-    /// for which other VMs wait.
+    /// Hears what the agent said since the last call, and what the VMM has read. Once a pass: an agent that never ends must not keep
+    /// the pass from its end, for which other VMs wait.
     pub(super) fn hear_hints(&mut self) {
+        for read in self.control.reads().take() {
+            let start = read
+                .start
+                .checked_next_multiple_of(PAGE_SIZE)
+                .unwrap_or(usize::MAX);
+            let whole = start..read.end & !(PAGE_SIZE - 1);
+            for pages in self.map.memory().clone().within(&whole) {
+                pages.for_each(|page| self.map.note_read(page));
+            }
+        }
         self.heard.hear();
     }
 

@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::memory::layout::{HostRange, Memory, Page};
 use crate::scan::control::Change;
 use crate::scan::pass::Pass;
+use crate::scan::standby::First;
 use crate::sys::late_log;
 use std::ops::Range;
 use std::sync::Arc;
@@ -81,7 +82,7 @@ impl Pass {
         let all: Vec<Range<Page>> = chunks.iter().map(pages).collect();
         self.space.bring_all_back(&mut self.map, &all);
         for pages in all {
-            let made_private = self.make_shared_private(pages.clone());
+            let made_private = self.make_shared_private(pages.clone(), First::Asker);
             let unregistered = self.unregister(pages);
             result = result.and(made_private).and(unregistered);
         }

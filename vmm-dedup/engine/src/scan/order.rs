@@ -127,6 +127,11 @@ impl ScanOrder {
         due
     }
 
+    /// Whether what was returned last comes first, since the guest says that much of it is worth sharing.
+    pub(crate) fn comes_first(&self) -> bool {
+        self.chunks.worth
+    }
+
     /// Whether this pass has seen, with those before it, all that was written.
     pub(crate) fn is_full(&self) -> bool {
         !self.skipped || self.pass.is_multiple_of(MAX_PERIOD)

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 /// Least time between two looks for questions while there is work.
 const ANSWER_PERIOD: Duration = Duration::from_millis(10);
-/// Time between two reports while memory is made private again.
-const REPORT_PERIOD: Duration = Duration::from_millis(250);
+/// Least time between two reports while there is work: what the store counts itself is of now, and so is not to stand beside what
+/// services said long ago.
+pub(super) const REPORT_PERIOD: Duration = Duration::from_secs(1);
 /// Debt of CPU time that is not worth sleeping for.
 const SMALL_DEBT: Duration = Duration::from_millis(1);
 /// Least time between two looks at the CPU time that was used: reading the clock costs more than many a small piece of work.
@@ -63,7 +64,7 @@ impl Pace {
         self.answered = Instant::now();
     }
 
-    /// Whether it is time to show how far a long piece of work has come.
+    /// Whether it is time to tell how far the work has come.
     pub(super) fn report_is_due(&self) -> bool {
         self.reported.elapsed() >= REPORT_PERIOD
     }

@@ -2,6 +2,7 @@
 //! store, on behalf of an operator, and from the VMM's threads. They are answered between any two pieces of work.
 
 use crate::error::Error;
+use crate::memory::hint::SaidOf;
 use crate::memory::page_map::VMAS_PER_RUN;
 use crate::merge::admission::{Admission, Terms};
 use crate::scan::control::Command;
@@ -124,7 +125,9 @@ impl Pass {
             },
             deferred: self.merging.deferred.pages(),
         };
+        let mut said = SaidOf::default();
         for range in ranges {
+            self.map.count_said(range.clone(), &mut said);
             let mut at = range.start;
             while at < range.end {
                 let chunk = memory.chunk_of(at);
@@ -135,7 +138,9 @@ impl Pass {
         }
         explanation.pages = explanation.classes().iter().map(|(_, n)| n).sum();
         explanation.state = self.state();
-        Ok((explanation, self.hindrance()))
+        let note = [self.hindrance(), said.to_string()];
+        let note: Vec<String> = note.into_iter().filter(|text| !text.is_empty()).collect();
+        Ok((explanation, note.join("; ")))
     }
 
     /// What keeps the service from merging, if something does, and what to do.

@@ -22,6 +22,9 @@ use crate::scan::pass::Pass;
 use crate::track::dirty;
 use vmm_dedup_protocol::clock;
 
+/// After so many visits a guest that gives hints looks whether others have found twins of what came first.
+const NEWS_PERIOD: u32 = 16;
+
 impl Pass {
     /// One pass. Errors of the store are survived: what was shared stays shared, and a new store is looked for.
     pub(crate) fn run(&mut self) {
@@ -52,8 +55,14 @@ impl Pass {
         }
         if self.session.is_connected() {
             let mut order = ScanOrder::new(&self.map, self.number);
+            let (has_hints, mut visits) = (self.map.has_hints(), 0_u32);
             while let Some(chunks) = order.next(&self.map) {
                 self.visit(chunks)?;
+                visits += 1;
+                // (What comes first may have twins in VMs that come to it later.)
+                if has_hints && (order.comes_first() || visits.is_multiple_of(NEWS_PERIOD)) {
+                    self.share_soon()?;
+                }
                 self.yield_and_poll()?;
             }
             self.account.stats.full_scans_total += u64::from(order.is_full());
@@ -91,7 +100,7 @@ impl Pass {
         self.space
             .breaker
             .set_vmas_left(self.map.vmas_max() - self.map.vmas());
-        self.session.find_store(&mut self.map);
+        self.find_store();
         self.session.take_pushes()?;
         self.twins.finder.prepare(&self.session, self.number);
         self.merging.verify_engine().prepare(self.number);
@@ -119,6 +128,12 @@ impl Pass {
             return self.tell_store_of_many(|cpu| &mut cpu.track);
         }
         self.account.lap(|cpu| &mut cpu.track);
+        // A page that is keyed by the visit that found it written may be sighted by the key that it had: behind its withdrawal, or the store
+        // takes it for its own twin.
+        if self.map.has_hints() && self.map.outbox().has_withdrawals() {
+            self.tell_store()?;
+            self.account.lap(|cpu| &mut cpu.store);
+        }
         let (twins, mut with) = self.finding();
         twins.key_and_find(&mut with, &pages);
         self.account.lap(|cpu| &mut cpu.key);
@@ -127,6 +142,21 @@ impl Pass {
             self.merge()?;
         }
         Ok(())
+    }
+
+    /// Merges what was found so far, so that what the guest calls worth sharing need not wait for the end of a long pass.
+    fn share_soon(&mut self) -> Result<(), Error> {
+        self.tell_store()?;
+        // To look everything up again is for the end of the pass, once.
+        if !self.session.missed_news() {
+            let (twins, mut with) = self.finding();
+            twins.take_news(&mut with);
+        }
+        self.account.lap(|cpu| &mut cpu.store);
+        if self.twins.is_empty() || !self.direct_io.glance() {
+            return Ok(());
+        }
+        self.merge()
     }
 
     /// Keyed > found, for pages that the kernel copied.

@@ -15,8 +15,6 @@ pub enum Why {
     KernelDamon,
     /// Open files lie on an overlayfs, whose layers are looked at, or are registered with an io_uring.
     OpenFiles,
-    /// The guest's agent comes by vsock.
-    OtherAgent,
     /// A thread is started by a C library, or on a kernel, before clone3.
     Threads,
     /// The thread panics, by a bug: the trace is written, with RUST_BACKTRACE from the program's own files.
@@ -29,8 +27,6 @@ pub enum Why {
     /// The allocator needs more memory, or its heap shrinks; and while pages are healed memory's lock is waited for, by a call that
     /// does nothing else.
     Allocator,
-    /// The program's log is written, or a bell is rung or heard.
-    Log,
     /// The C library is not the one that the table was recorded with (glibc 2.36): musl, or an older glibc.
     OtherLibrary,
 }

@@ -3,6 +3,7 @@
 
 use crate::compare::PageView;
 use crate::error::Error;
+use crate::store::stranger;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
@@ -71,6 +72,14 @@ pub(crate) struct RetiredSegment {
     pub(crate) was_mapped: bool,
 }
 
+/// Names a connection's membership among those of all stores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Membership {
+    /// The store's process.
+    pub(crate) incarnation: u64,
+    number: u64,
+}
+
 /// A live connection.
 #[derive(Debug)]
 pub(crate) struct Store {
@@ -89,6 +98,7 @@ pub(crate) struct Store {
     /// Changes of these.
     segment_changes: u64,
     salt: Salt,
+    membership: Membership,
     questions: VecDeque<Question>,
     /// Serial numbers of those who wait for memory to be brought back.
     pub(crate) unmerging: Vec<u64>,
@@ -97,7 +107,9 @@ pub(crate) struct Store {
 impl Store {
     /// Connects, introduces this VM and takes over what the store shares.
     pub(crate) fn connect(path: &Path, name: &str, pages: usize) -> Result<Self, Error> {
-        let socket = socket::connect(path).map_err(|source| Error::Connect {
+        let connected =
+            socket::connect(path).and_then(|socket| stranger::check(path, &socket).map(|()| socket));
+        let socket = connected.map_err(|source| Error::Connect {
             path: path.to_owned(),
             source,
         })?;
@@ -105,7 +117,7 @@ impl Store {
             set_socket_timeout(&socket, which, Some(PATIENCE)).map_err(std::io::Error::from)?;
         }
         let hello = Hello::new(Role::Service, name, pages as u64);
-        socket::send(&socket, &encode(Kind::Hello, &[hello.as_bytes()]), &[])?;
+        socket::send_or_hear_why_not(&socket, &encode(Kind::Hello, &[hello.as_bytes()]))?;
         let mut buffer = aligned_buffer();
         // The store counts whoever has greeted, also if it reads that only later.
         let welcome = Welcomed::wait(&socket, &mut buffer).inspect_err(|_| send_goodbye(&socket))?;
@@ -119,6 +131,7 @@ impl Store {
             retired: Vec::new(),
             segment_changes: next_change(),
             salt: welcome.salt,
+            membership: welcome.membership,
             questions: VecDeque::new(),
             unmerging: Vec::new(),
             socket,
@@ -128,6 +141,17 @@ impl Store {
 
     pub(crate) fn salt(&self) -> Salt {
         self.salt
+    }
+
+    pub(crate) fn membership(&self) -> Membership {
+        self.membership
+    }
+
+    /// Tells that this process maps no slot any more that it found over an earlier membership with this store. That ends it: the store
+    /// need not wait for the end of the process.
+    pub(crate) fn take_over(&mut self, earlier: Membership) -> Result<(), Error> {
+        debug_assert_eq!(earlier.incarnation, self.membership.incarnation);
+        self.tell(Kind::TakeOver, earlier.number.as_bytes())
     }
 
     /// The index as last announced. Ask again after every other call.
@@ -274,7 +298,7 @@ impl Store {
     }
 
     /// Whether no file of a segment was given out to be mapped over guest memory, but for those that were released since.
-    fn maps_nothing(&self) -> bool {
+    pub(crate) fn maps_nothing(&self) -> bool {
         let mapped = |segment: &Segment| segment.mapped.load(Ordering::Relaxed);
         !self.segments.iter().flatten().any(mapped) && !self.retired.iter().any(|segment| segment.was_mapped)
     }
@@ -441,6 +465,7 @@ struct Welcomed {
     staging: Mapping,
     staging_file: OwnedFd,
     salt: Salt,
+    membership: Membership,
 }
 
 impl Welcomed {
@@ -459,6 +484,10 @@ impl Welcomed {
             staging: Mapping::read_write(&staging_file, STAGING_PAGES * vmm_dedup_protocol::PAGE_SIZE)?,
             staging_file,
             salt: Salt(welcome.salt),
+            membership: Membership {
+                incarnation: welcome.incarnation,
+                number: welcome.membership,
+            },
         })
     }
 }
@@ -517,6 +546,7 @@ mod tests {
         let welcome = Welcome {
             salt: 0,
             incarnation: 0,
+            membership: 0,
             index_bytes: 0,
         };
         socket::send(&peer, &encode(Kind::Welcome, &[welcome.as_bytes()]), &[]).unwrap();

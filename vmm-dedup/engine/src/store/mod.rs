@@ -3,4 +3,5 @@
 pub(crate) mod connection;
 pub(crate) mod refusal;
 pub(crate) mod session;
+mod stranger;
 pub(crate) mod told_segments;

@@ -11,11 +11,12 @@
 use crate::error::Error;
 use crate::memory::layout::Page;
 use crate::memory::page_map::PageMap;
-use crate::store::connection::Store;
+use crate::store::connection::{Membership, Store};
 use crate::sys::proc;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
+use vmm_dedup_protocol::NEWS_RING;
 use vmm_dedup_protocol::index::{IndexReader, News};
 use vmm_dedup_protocol::key::{Key, Salt};
 use vmm_dedup_protocol::message::Ask;
@@ -93,6 +94,8 @@ pub(crate) struct Session {
     kept: Vec<Range<usize>>,
     /// When what is still mapped of stores that are gone is to be left.
     vacate_at: Option<Instant>,
+    /// Memberships with connections that broke, of which this process may map slots.
+    broken: Vec<Membership>,
 }
 
 impl Session {
@@ -113,6 +116,7 @@ impl Session {
             mappings_look: MappingsLook::default(),
             kept: Vec::new(),
             vacate_at: None,
+            broken: Vec::new(),
         };
         session.connect(pages)?;
         Ok(session)
@@ -122,14 +126,17 @@ impl Session {
         let store = Store::connect(&self.path, &self.name, pages)?;
         (self.epoch, self.acknowledged) = (store.index().epoch(), store.index().epoch());
         (self.news, self.salt) = (store.index().news_position(), store.salt());
+        // The others ended with their stores.
+        let incarnation = store.membership().incarnation;
+        self.broken.retain(|earlier| earlier.incarnation == incarnation);
         self.store = Some(store);
         Ok(())
     }
 
-    /// Connects again if the store was lost and there is one now. It is told nothing that was meant for another.
-    pub(crate) fn find_store(&mut self, map: &mut PageMap) {
+    /// Connects again if the store was lost and there is one now; whether it did. The store is told nothing that was meant for another.
+    pub(crate) fn find_store(&mut self, map: &mut PageMap) -> bool {
         if self.store.is_some() {
-            return;
+            return false;
         }
         map.forget_outbox();
         match self.connect(map.memory().pages()) {
@@ -139,11 +146,26 @@ impl Session {
             }
             Err(error) => log::debug!("{error}"),
         }
+        self.store.is_some()
     }
 
     /// Gives up the connection.
     pub(crate) fn lose_store(&mut self) {
-        self.store = None;
+        if let Some(store) = self.store.take().filter(|store| !store.maps_nothing()) {
+            self.broken.push(store.membership());
+        }
+    }
+
+    /// No page maps a slot any more that was found over a connection that broke: if it was to this store, the store stops waiting.
+    pub(crate) fn take_over(&mut self) -> Result<(), Error> {
+        let Some(store) = &mut self.store else {
+            return Ok(());
+        };
+        for earlier in &self.broken {
+            store.take_over(*earlier)?;
+        }
+        self.broken.clear();
+        Ok(())
     }
 
     /// Takes the connection, for the end.
@@ -284,6 +306,13 @@ impl Session {
         let news = index.news_since(self.news);
         self.news = position;
         Some(news)
+    }
+
+    /// Whether some of it can not be told any more.
+    pub(crate) fn missed_news(&self) -> bool {
+        let since = |index: &IndexReader| index.news_position().checked_sub(self.news);
+        self.index()
+            .is_some_and(|index| since(index).is_none_or(|count| count >= NEWS_RING as u64))
     }
 
     /// All candidates are looked up again as if everything were new.

@@ -6,9 +6,10 @@
 use crate::error::Error;
 use crate::memory::ranges::complement;
 use crate::refusal;
-use crate::supervisor::letter::{Answer, Keep, Letter};
+use crate::supervisor::letter::{Answer, Letter};
 use crate::supervisor::lifecycle::{Effect, Event, Lifecycle, Outcome, Span};
 use crate::supervisor::mailbox::{Mailbox, Ticket};
+use crate::supervisor::theirs::Keep;
 use crate::supervisor::watched::Watched;
 use std::ops::Range;
 use std::time::Instant;
@@ -116,12 +117,13 @@ impl<H: Hands> Driver<H> {
         // What is due by itself is not what the letter asks for, but where it says so.
         let hurry = matches!(letter, Letter::Event(Event::Hurry));
         let ends = matches!(letter, Letter::Event(Event::Detach { .. }));
+        let mut watch = None;
         let handled = match letter {
             Letter::Ask(ask) => H::take(self, ask),
             Letter::Add(spans, keep) => self.add(spans, keep),
             Letter::Event(event) => self.handle(event),
             Letter::PinWhile(still) => {
-                self.watched.add(still, self.hands.now());
+                watch = Some(still);
                 self.handle(Event::Pin)
             }
             Letter::End => Ok(()),
@@ -129,6 +131,10 @@ impl<H: Hands> Driver<H> {
         self.told = hurry;
         self.work_off(hurry);
         self.told = false;
+        if let Some(still) = watch {
+            // Giving memory back takes time, and whoever asked comes to its device only behind that.
+            self.watched.add(still, self.hands.now());
+        }
         self.heed_death();
         if ends {
             self.keeps.clear();

@@ -12,6 +12,7 @@ use crate::supervisor::driver::{Driver, Hands};
 use crate::supervisor::lifecycle::{Effect, Event, Lifecycle, Span};
 use crate::supervisor::nested;
 use crate::supervisor::shared::{Ask, Configure, Shared, Status};
+use crate::supervisor::theirs;
 use crate::sync::lock;
 use std::path::Path;
 use std::sync::Arc;
@@ -111,6 +112,11 @@ impl Engine {
         Ok(())
     }
 
+    /// This thread has died, not the VM: the service ends, and what is packed comes back later.
+    pub(super) fn lay_down(&mut self) {
+        let _ = self.stop(Ending::StayShared);
+    }
+
     fn announce(&mut self, refusal: &Refusal, pages: u64) -> Result<(), Error> {
         if self.setup.store == Path::new("") {
             return Ok(());
@@ -148,8 +154,12 @@ impl Hands for Engine {
                 Ok(())
             }
             Ask::Nested => driver.expect_nested_guests(),
+            #[cfg(test)]
+            Ask::Die => panic!("a bug"),
             Ask::Work(work) => {
-                work(driver.hands.service.as_ref());
+                let service = driver.hands.service.as_ref();
+                // Whoever asked finds no answer if it panics.
+                let _ = theirs::run(|| work(service));
                 Ok(())
             }
         }
@@ -246,6 +256,10 @@ impl Hands for Engine {
             Some(reason) => Status::Waiting(reason),
             None => Status::Starting,
         };
+        if status == Status::Detached {
+            // What stands for the last VM ends nothing that is told for the next one, such as a pause.
+            self.shared.set_number(None);
+        }
         *lock(&self.shared.status) = status;
     }
 
@@ -265,10 +279,12 @@ impl Driver<Engine> {
         }
         let checked = match self.hands.hindrance.clone() {
             Some(hindrance) => Err(hindrance),
-            None => configure().and_then(|setup| match setup.check(&self.hands.engines) {
-                Ok(()) => Ok(setup),
-                Err(mistake) => Err(Refusal::from(&mistake)),
-            }),
+            None => theirs::run(configure)
+                .unwrap_or_else(|| Err(refusal::unread()))
+                .and_then(|setup| match setup.check(&self.hands.engines) {
+                    Ok(()) => Ok(setup),
+                    Err(mistake) => Err(Refusal::from(&mistake)),
+                }),
         };
         let (setup, wrong) = match checked {
             Ok(setup) => (setup, None),

@@ -2,12 +2,9 @@
 
 use crate::error::Error;
 use crate::supervisor::lifecycle::{Event, Span};
+use crate::supervisor::theirs::Keep;
 use crate::supervisor::watched::Still;
-use std::any::Any;
 use std::fmt;
-
-/// What keeps memory alive.
-pub(crate) type Keep = Box<dyn Any + Send>;
 
 /// What a thread of the VMM sends.
 pub(crate) enum Letter<A> {

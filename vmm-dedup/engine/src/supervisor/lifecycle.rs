@@ -124,7 +124,7 @@ struct Region {
     due: Option<Instant>,
     /// Somebody has it, and nobody has said that it may be tried at once.
     on_loan: bool,
-    /// Its release has failed: pages of it may map the store still.
+    /// It could not be given back: pages of it may map the store still.
     half_released: bool,
 }
 
@@ -175,6 +175,15 @@ impl Phase {
             Self::Retired(_) => Ok(()),
         }
     }
+
+    /// Of a VM that is refused there is no service any more that could try again to give memory back.
+    fn check_given_back(&self, regions: &[Region], range: &Range<usize>) -> Result<(), Error> {
+        let stuck = || regions.iter().any(|r| r.half_released && r.span.overlaps(range));
+        match self {
+            Self::Retired(refusal) if stuck() => Err(Error::Refused(refusal.clone())),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// A region is lent once: whoever takes it back takes back all of it. (What was lent for no one knows how long nobody takes back.)
@@ -203,6 +212,8 @@ pub(crate) struct Lifecycle {
     vouch: (bool, bool),
     /// What was said of this VM.
     told: Told,
+    /// What the event at hand lends for no one knows how long.
+    lends: Range<usize>,
     effects: VecDeque<Effect>,
 }
 
@@ -217,6 +228,7 @@ impl Lifecycle {
             paused: false,
             vouch: (vouch, vouch),
             told: Told::default(),
+            lends: 0..0,
             effects: VecDeque::new(),
         }
     }
@@ -224,7 +236,8 @@ impl Lifecycle {
     /// Takes what the VMM tells. The effects of one event are done before the next one is handled.
     ///
     /// # Errors
-    /// The event does not fit: [`Error::Attached`], [`Error::Detached`], [`Error::NotAdded`], [`Error::Lent`]. Nothing changes then.
+    /// The event does not fit: [`Error::Attached`], [`Error::Detached`], [`Error::NotAdded`], [`Error::Lent`], [`Error::Refused`].
+    /// Nothing changes then.
     pub(crate) fn handle(&mut self, event: Event, now: Instant) -> Result<(), Error> {
         debug_assert!(self.effects.is_empty());
         match (&self.phase, &event) {
@@ -233,13 +246,18 @@ impl Lifecycle {
             (Phase::Detached, Event::Add(_) | Event::Refuse(_) | Event::Note(_) | Event::HidePins) => {
                 return Err(Error::Detached);
             }
-            (_, Event::LeaveAlone(range, _)) => self.phase.check_known(&self.regions, range)?,
+            (_, Event::LeaveAlone(range, _)) => {
+                self.phase.check_known(&self.regions, range)?;
+                self.phase.check_given_back(&self.regions, range)?;
+            }
             (_, Event::Lend(range, _)) => {
                 self.phase.check_known(&self.regions, range)?;
+                self.phase.check_given_back(&self.regions, range)?;
                 check_loan(&self.regions, range)?;
             }
             _ => {}
         }
+        self.lends = 0..0;
         match event {
             Event::Attach => {
                 self.phase = Phase::Attached;
@@ -332,6 +350,13 @@ impl Lifecycle {
                 for region in self.regions.iter_mut().filter(|r| r.span == *span) {
                     region.half_released = outcome != Outcome::Done;
                 }
+                self.loans_begin(now);
+            }
+            // All was given back. Otherwise what the service had may map the store still.
+            Effect::Stop { unmerge: true } if outcome == Outcome::Done => {
+                self.regions
+                    .iter_mut()
+                    .for_each(|region| region.half_released = false);
             }
             Effect::Announce(..) if outcome != Outcome::Done => self.told.not_announced(now + RETRY),
             // Whoever asked for another one learns what failed.
@@ -348,6 +373,7 @@ impl Lifecycle {
     /// The service has ended by itself, so nothing is given back any more.
     pub(crate) fn service_died(&mut self, refusal: Refusal) {
         self.service = false;
+        self.service_ends();
         self.retire(refusal);
         self.announce();
     }
@@ -409,7 +435,10 @@ impl Lifecycle {
             self.effects.extend(again);
         }
     }
+}
 
+/// What each event does to memory.
+impl Lifecycle {
     fn add(&mut self, span: Span, now: Instant) {
         // Until the service has it, more may be known of where the guest sees it.
         let same = |r: &&mut Region| r.span.range == span.range && r.place == RegionState::Wanted;
@@ -459,12 +488,24 @@ impl Lifecycle {
         let concerned = |r: &&mut Region| r.span.overlaps(range) && r.place != RegionState::Refused;
         let mut lent = false;
         for region in self.regions.iter_mut().filter(concerned) {
-            region.due = (lease == Lease::UntilFree).then_some(now + LENT);
+            region.due = (lease == Lease::UntilFree).then_some(now);
             region.on_loan = true;
             lent = true;
         }
         if lent {
             self.say(refusal::foreign_userfaultfd());
+        }
+        if lease == Lease::UntilFree {
+            self.lends = range.clone();
+            self.loans_begin(now);
+        }
+    }
+
+    /// Whoever borrows may begin when all that it borrows was given back, however long that took: its time runs from then on.
+    fn loans_begin(&mut self, now: Instant) {
+        let begins = |r: &&mut Region| r.on_loan && r.due.is_some() && r.span.overlaps(&self.lends);
+        for region in self.regions.iter_mut().filter(begins) {
+            region.due = Some(now + LENT);
         }
     }
 
@@ -504,13 +545,24 @@ impl Lifecycle {
     /// Everything goes back to anonymous memory. The discarder stays, for as long as the memory does: pages that the kernel
     /// copied still lie in mappings of the store.
     fn retire(&mut self, refusal: Refusal) {
-        self.if_served(Effect::Stop { unmerge: true });
-        // By then there is no service.
-        self.service = false;
+        if self.service {
+            self.effects.push_back(Effect::Stop { unmerge: true });
+            // By then there is no service.
+            self.service = false;
+            self.service_ends();
+        }
         self.say(refusal.clone());
         self.phase = Phase::Retired(refusal);
         self.all_meet(Happens::Ends, |_| true);
         self.all_meet(Happens::Refuse, |_| true);
+    }
+
+    /// The service ends. What it works on may map the store for as long as nobody says that it was given back.
+    fn service_ends(&mut self) {
+        let active = |r: &&mut Region| r.place == RegionState::Active;
+        for region in self.regions.iter_mut().filter(active) {
+            region.half_released = true;
+        }
     }
 
     /// The VM ends, but not the devices' pins, each of which ends by its own unpin: memory that nobody has unpinned is not given

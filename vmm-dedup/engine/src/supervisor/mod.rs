@@ -19,8 +19,9 @@
 //!   discarder.discard() -------------------------------------------------------> Discarder
 //! ```
 //!
-//! [`lifecycle`] is the state machine, [`driver`] has done what it says by [`engine`], [`mailbox`], [`letter`] and [`shared`] are what threads share, [`pins`] end
-//! with what holds them and [`watched`] ones when nobody sees them any more, [`nested`] knows KVM's ways with guests that run guests.
+//! [`lifecycle`] is the state machine, [`driver`] has done what it says by [`engine`], [`mailbox`], [`letter`] and [`shared`] are what
+//! threads share, [`served`] is what the VMM sees of a service, [`pins`] end with what holds them and [`watched`] ones when nobody sees
+//! them any more, [`theirs`] runs the VMM's own code, [`nested`] knows KVM's ways with guests that run guests.
 //!
 //! # Events in any order
 //!
@@ -35,12 +36,12 @@
 //! | `remove_range` | nothing | forgotten | forgotten | forgotten by the discarder |
 //! | `nested_guests`, where KVM leaves no trace | `Detached` | as `refuse` | as `refuse` | once |
 //! | `nested_guests`, where KVM pins | `Detached` | nothing is vouched for, until `detach` | the same | nothing |
-//! | `lend` | `Detached` | tried later; `NotAdded`; `Lent` | released; `NotAdded`; `Lent` | nothing |
+//! | `lend` | `Detached` | tried later; `NotAdded`; `Lent` | released; `NotAdded`; `Lent` | nothing; `Refused` |
 //! | `take_back` | nothing | tried at once | resumed | nothing |
 //! | `pin`, `unpin` | counted | counted; nothing starts meanwhile | counted; all released, resumed | counted |
 //! | `pin_while` | as `pin`; its end is looked for every second | as `pin` | as `pin` | as `pin` |
 //! | `refuse` | `Detached` | announced | stopped, announced | once |
-//! | `leave_alone` | `Detached` | refused by range, announced; `NotAdded` | released, refused by range; `NotAdded` | nothing |
+//! | `leave_alone` | `Detached` | refused by range, announced; `NotAdded` | released, refused by range; `NotAdded` | nothing; `Refused` |
 //! | `note` | nothing | logged, announced | logged | logged |
 //! | `direct_io_opened` | nothing | nothing: the start looks | looked at | nothing |
 //! | `start` | `Detached` | tried at once | fine | `Refused` |
@@ -52,6 +53,8 @@
 //! Ranges need not be those that were added. `add_*` of memory that is known in part adds what is not known yet, and leaves the rest as
 //! it stands. The others concern every region that has a byte in common with the range; an empty range has none, and changes nothing.
 //! `lend` and `leave_alone` of memory of which nothing was added are an error, `NotAdded`: nobody would remember them when it comes.
+//! When the VM is refused they are `Refused` for memory that could not be given back: nobody tries that again, and its pages may map the
+//! store until it goes.
 //! So `take_back` of a part of a region takes back all of it, and a region that is lent until it is taken back cannot be lent again
 //! before: `Lent`. A loan that failed counts as well, until it is taken back; whoever asks again has it tried again.
 //!
@@ -67,9 +70,14 @@
 //! A service whose scanning thread dies, which only a bug explains, leaves what is shared as it is, and the VM is refused: at the next
 //! call, or within 10 seconds.
 //!
+//! What a VMM gives to be done in the supervisor's thread may panic. The panic hook tells that, and dedup goes on: a closure of `pin_while`
+//! is not asked again, and its pin lasts; of `attach_with` the VM is refused; of `with_service` there is no result; memory that panics
+//! where it is dropped is gone.
+//!
 //! A VM's memory maps a store's pages still when it has ended without unmerging, or when the kernel had copied some of them, which
-//! may be pinned. The next VM may have that memory, but it is refused by that reason ([`refusal::left_over`]): give it new memory
-//! (MAP_FIXED over the old one does, after `detach`).
+//! may be pinned. The next VM may have that memory, but it is refused by that reason ([`refusal::left_over`]), and what is freed of it reads
+//! as the store's content and not as zeros, since the discarder knows it no more: give it new memory (MAP_FIXED over the old one does,
+//! after `detach`).
 
 mod driver;
 mod engine;
@@ -78,11 +86,14 @@ mod lifecycle;
 mod mailbox;
 mod nested;
 mod pins;
+mod served;
 mod shared;
+mod theirs;
 mod watched;
 
 pub use lifecycle::Lease;
 pub use pins::Pinned;
+pub use served::Served;
 pub use shared::Status;
 
 use crate::compare::Engines;
@@ -94,9 +105,9 @@ use crate::seccomp::Part;
 use crate::service::{DedupService, Pending};
 use crate::supervisor::driver::Driver;
 use crate::supervisor::engine::Engine;
-use crate::supervisor::letter::Keep;
 use crate::supervisor::lifecycle::{Event, Lifecycle, Span};
 use crate::supervisor::shared::{Answer, Ask, Letter, Shared};
+use crate::supervisor::theirs::Keep;
 use crate::sync::{Mutex, lock};
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::sched;
@@ -263,13 +274,13 @@ impl Supervisor {
             return self.post(letter);
         }
         // Where the supervisor has died its last VM may be another one, which goes on: what that frees must read as zeros.
-        if self.ask(letter).0.is_err() && self.shared.number() == Some(number) {
+        if self.ask(letter).0.is_err() && self.is_here() && self.shared.number() == Some(number) {
             self.shared.discarder.forget(0, usize::MAX);
         }
     }
 
     /// The same where settings are read (and checked) in the supervisor's thread, and this one does not wait for it. If they are wrong
-    /// the VM is refused, by the name and at the store of `fallback`.
+    /// the VM is refused, by the name and at the store of `fallback`; also if that panics.
     pub fn attach_with(
         &self,
         fallback: Setup,
@@ -288,7 +299,7 @@ impl Supervisor {
         M: GuestMemoryBackend + Send + Sync + 'static,
     {
         let ranges = HostRange::of_guest_memory(&*memory)?;
-        self.add(&ranges, Some(Box::new(memory)));
+        self.add(&ranges, Some(Keep::new(memory)));
         Ok(())
     }
 
@@ -301,7 +312,7 @@ impl Supervisor {
         R: GuestMemoryRegion + Send + Sync + 'static,
     {
         let range = HostRange::of_guest_region(&*region)?;
-        self.add(&[range], Some(Box::new(region)));
+        self.add(&[range], Some(Keep::new(region)));
         Ok(())
     }
 
@@ -355,7 +366,7 @@ impl Supervisor {
         let range = range.start / PAGE_SIZE * PAGE_SIZE..end;
         let removed = self.tell(Event::Remove(range.clone()));
         // Where nobody does it any more, at least nothing is freed there as if it was still the engine's.
-        if removed.is_err() && !self.is_own_thread() {
+        if removed.is_err() && !self.is_own_thread() && self.is_here() {
             self.shared.discarder.forget(range.start, range.len());
         }
         removed
@@ -370,7 +381,9 @@ impl Supervisor {
     /// that the range touches was added yet; add it first. Nothing has changed.
     /// [`Error::NotUnmerged`]: some pages map the store still. They are read-only to everybody but by copy-on-write. The loan counts
     /// all the same, until [`Self::take_back`]; the next call tries it again.
-    /// [`Error::Register`], likewise; [`Error::Stopped`].
+    /// [`Error::Register`], likewise; [`Error::Stopped`]. [`Error::Refused`]: the VM is refused, and some of its memory in the range could
+    /// not be given back (or its service died): pages may map the store until that memory goes, and are read-only to everybody but by
+    /// copy-on-write.
     pub fn lend(&self, range: Range<usize>, lease: Lease) -> Result<(), Error> {
         self.tell(Event::Lend(range, lease))
     }
@@ -405,10 +418,13 @@ impl Supervisor {
     /// before the first mapping for DMA.
     ///
     /// # Errors
-    /// Those of [`Self::pin`], and nothing is pinned then: the device must not have the memory.
+    /// Those of [`Self::pin`], and nothing is pinned then: the device must not have the memory. Where the supervisor's thread has died and
+    /// its service has ended, nothing is merged any more: what is returned pins nothing, and the device may have the memory
+    /// as behind [`Error::Stopped`] of [`Self::pin`]. So no VM fails to boot for it.
     pub fn pinned(&self) -> Result<Pinned, Error> {
         match self.pin() {
             Ok(()) => Ok(Pinned(self.shared.clone())),
+            Err(Error::Stopped) if self.is_here() && self.shared.rests() => Ok(Pinned(self.shared.clone())),
             // It did not count: to end it would end another one.
             Err(Error::Stopped) => Err(Error::Stopped),
             Err(error) => {
@@ -423,7 +439,8 @@ impl Supervisor {
     ///
     /// `still` may be wrong, if the kernel knows the pins: it refuses to move a page that is pinned (VFIO, iommufd, vDPA). So all
     /// that the engine needs to know in advance is not believed from then on: what [`Options::vouch_for_pins`] says holds no longer,
-    /// for this VM and all that follow. For what uses memory without a trace (vhost-scsi) it must not be wrong.
+    /// for this VM and all that follow. For what uses memory without a trace (vhost-scsi) it must not be wrong. If it panics the pin never
+    /// ends.
     ///
     /// # Errors
     /// Those of [`Self::pin`]. It counts all the same, until `still` says no.
@@ -436,7 +453,8 @@ impl Supervisor {
     /// added need not be told.)
     ///
     /// # Errors
-    /// [`Error::NotUnmerged`], [`Error::Register`], [`Error::NotAdded`], [`Error::Detached`], [`Error::Stopped`], as for [`Self::lend`].
+    /// [`Error::NotUnmerged`], [`Error::Register`], [`Error::NotAdded`], [`Error::Detached`], [`Error::Stopped`], [`Error::Refused`], as for
+    /// [`Self::lend`].
     pub fn leave_alone(&self, range: Range<usize>, refusal: Refusal) -> Result<(), Error> {
         self.tell(Event::LeaveAlone(range, refusal))
     }
@@ -473,7 +491,8 @@ impl Supervisor {
         self.tell(Event::DirectIo)
     }
 
-    /// Merging rests until [`Self::resume`]: when this returns the service does nothing but serve breaks.
+    /// Merging rests until [`Self::resume`]: when this returns the service does nothing but serve breaks, and give back what
+    /// [`Self::set`] is asked to bring back.
     pub fn pause(&self) {
         let _ = self.tell(Event::Pause);
     }
@@ -494,7 +513,7 @@ impl Supervisor {
     pub fn detach(&self, unmerge: bool) -> Result<Option<ServiceStats>, Error> {
         let (done, stats) = self.ask(Letter::Event(Event::Detach { unmerge }));
         // As in `remove_range`: other memory may come to the same addresses.
-        if matches!(done, Err(Error::Stopped)) && !self.is_own_thread() {
+        if matches!(done, Err(Error::Stopped)) && !self.is_own_thread() && self.is_here() {
             self.shared.discarder.forget(0, usize::MAX);
         }
         done.map(|()| stats)
@@ -503,7 +522,7 @@ impl Supervisor {
     /// How the VM stands.
     #[must_use]
     pub fn status(&self) -> Status {
-        if !self.shared.home.is_here() {
+        if !self.is_here() {
             return Status::Detached;
         }
         lock(&self.shared.status).clone()
@@ -512,10 +531,15 @@ impl Supervisor {
     /// The service's account as of its last pass; `None` without a service.
     #[must_use]
     pub fn stats(&self) -> Option<ServiceStats> {
-        if !self.shared.home.is_here() {
+        if !self.is_here() {
             return None;
         }
         lock(&self.shared.account).as_ref().map(|control| control.stats())
+    }
+
+    /// Tells that a read from a file has just filled these addresses ([`DedupService::note_read`]). Without a service it does nothing.
+    pub fn note_read(&self, addresses: Range<usize>) {
+        self.shared.note_read(addresses);
     }
 
     /// Changes settings of the service there is ([`DedupService::set`]).
@@ -540,15 +564,22 @@ impl Supervisor {
         &self,
         begin: impl FnOnce(&DedupService) -> Result<Pending<T>, Error> + Send + 'static,
     ) -> Result<T, Error> {
-        let begun = self.with_service(|service| service.map_or(Err(Error::Detached), begin));
+        let begun = self.have_work_done(|service| service.map_or(Err(Error::Detached), begin));
         // It is the service that has stopped then.
         let done = begun.unwrap_or(Err(Error::Stopped))?.wait();
         done.map_err(|_| Error::Detached)
     }
 
     /// Does something in the supervisor's thread, which is not filtered as the calling one may be, and waits for it; `None` if
-    /// that thread has ended.
+    /// that thread has ended, or if it panics.
     pub fn with_service<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(Option<Served<'_>>) -> T + Send + 'static,
+    ) -> Option<T> {
+        self.have_work_done(|service| work(service.map(Served)))
+    }
+
+    fn have_work_done<T: Send + 'static>(
         &self,
         work: impl FnOnce(Option<&DedupService>) -> T + Send + 'static,
     ) -> Option<T> {
@@ -561,6 +592,21 @@ impl Supervisor {
         .ok()?;
         lock(&place).take()
     }
+}
+
+/// How letters get to the supervisor's thread, and the one without.
+impl Supervisor {
+    /// One without a thread, as if that had died: every call works, and nothing is deduplicated.
+    pub(crate) fn dead() -> Self {
+        let shared = Arc::new(Shared::new());
+        shared.letters.close();
+        shared.rest();
+        Self {
+            shared,
+            engines: Engines::new(),
+            thread: None,
+        }
+    }
 
     fn tell(&self, event: Event) -> Result<(), Error> {
         self.ask(Letter::Event(event)).0
@@ -568,7 +614,7 @@ impl Supervisor {
 
     fn ask(&self, letter: Letter) -> Answer {
         // It cannot answer itself, nor a child of its process.
-        let answers = !self.is_own_thread() && self.shared.home.is_here();
+        let answers = !self.is_own_thread() && self.is_here();
         let asks = answers.then_some(&self.shared.letters);
         let answer = asks.and_then(|letters| letters.ask(letter));
         answer.unwrap_or((Err(Error::Stopped), None))
@@ -577,6 +623,11 @@ impl Supervisor {
     fn is_own_thread(&self) -> bool {
         let own = self.thread.as_ref().map(|thread| thread.thread().id());
         own == Some(std::thread::current().id())
+    }
+
+    /// No child by fork: nobody reads letters there, and its locks may be held for ever.
+    fn is_here(&self) -> bool {
+        self.shared.discarder.is_here()
     }
 
     fn post(&self, letter: Letter) {
@@ -591,7 +642,7 @@ impl Drop for Supervisor {
             return self.post(Letter::End);
         }
         let _ = self.ask(Letter::End);
-        if let Some(thread) = self.thread.take().filter(|_| self.shared.home.is_here()) {
+        if let Some(thread) = self.thread.take().filter(|_| self.is_here()) {
             let _ = thread.join();
         }
     }
@@ -610,18 +661,25 @@ fn run(shared: &Arc<Shared>, options: Options) {
         let lifecycle = Lifecycle::new(options.settle, options.vouch_for_pins);
         driver.insert(Driver::of(hands, lifecycle)).run(&shared.letters);
     }));
+    // Nobody who calls waits while packed pages come back, for which the host may lack memory.
+    let lay_down = || driver.iter_mut().for_each(|driver| driver.hands.lay_down());
+    let stopped = catch_unwind(AssertUnwindSafe(lay_down)).is_ok();
     // Only a bug leads here. What is merged stays merged, and stays right; nothing is touched any more.
     if ended.is_err() {
-        let stopped = catch_unwind(AssertUnwindSafe(|| drop(driver)));
-        log::error!(
-            "dedup has ended in this process ({}): please report this",
-            stopped.is_ok()
-        );
+        // It may be the VMM's logger that panics.
+        let _ =
+            theirs::run(|| log::error!("dedup has ended in this process ({stopped}): please report this"));
+    }
+    if stopped {
+        shared.rest();
     }
     // The discarder goes on knowing what is shared: the VM may live on, and what it frees must read as zeros.
     *lock(&shared.account) = None;
     *lock(&shared.status) = Status::Detached;
-    shared.letters.close();
+    // What the VMM has sent and nobody has read may panic where it is dropped.
+    let _ = theirs::run(|| shared.letters.close());
+    // Memory that goes meanwhile the discarder forgets, and with it what is packed of it; the rest comes back.
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(driver)));
 }
 
 #[cfg(test)]

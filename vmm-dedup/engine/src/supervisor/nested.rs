@@ -27,7 +27,9 @@ fn of(release: &str, settings: &[Option<String>]) -> Nesting {
         .map(|n| n.parse().unwrap_or(0));
     let version: (u32, u32) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
     let off = |setting: &String| matches!(setting.trim(), "N" | "0");
-    if settings.iter().flatten().any(off) {
+    // A module that does not serve this processor may be there as well, and what it is told says nothing of the other.
+    let mut told = settings.iter().flatten().peekable();
+    if told.peek().is_some() && told.all(off) {
         Nesting::Off
     } else if version >= (6, 13) {
         Nesting::Pins
@@ -53,6 +55,8 @@ mod tests {
             (debian, [None, None], Nesting::Unseen),
             (debian, [setting("N\n"), None], Nesting::Off),
             (debian, [None, setting("0\n")], Nesting::Off),
+            (debian, [setting("Y\n"), setting("0\n")], Nesting::Unseen),
+            (debian, [setting("N\n"), setting("0\n")], Nesting::Off),
         ] {
             assert_eq!(of(release, &settings), expected, "{release} {settings:?}");
         }

@@ -7,11 +7,11 @@ use crate::service::DedupService;
 use crate::supervisor::letter;
 use crate::supervisor::mailbox::Mailbox;
 use crate::sync::Mutex;
-use crate::sys::home::Home;
 use crate::unmerge::discard::Discarder;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use vmm_dedup_protocol::refusal::Refusal;
 use vmm_dedup_protocol::stats::ServiceStats;
 
@@ -35,25 +35,33 @@ pub enum Status {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) letters: Letters,
-    /// Where the supervisor's thread is: nobody reads letters in a child by fork, and its locks may be held for ever.
-    pub(crate) home: Home,
     pub(crate) discarder: Discarder,
     pub(crate) account: Mutex<Option<Arc<Control>>>,
     pub(crate) status: Mutex<Status>,
     /// Of the VM, if it has one; else 0. It stays when the supervisor's thread has died: that VM goes on.
     number: AtomicU64,
+    /// The supervisor's thread has ended, and so has its service: nothing is merged any more.
+    rests: AtomicBool,
 }
 
 impl Shared {
     pub(crate) fn new() -> Self {
         Self {
             letters: Mailbox::new(),
-            home: Home::new(),
             discarder: Discarder::default(),
             account: Mutex::new(None),
             status: Mutex::new(Status::Detached),
             number: AtomicU64::new(0),
+            rests: AtomicBool::new(false),
         }
+    }
+
+    pub(crate) fn rest(&self) {
+        self.rests.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn rests(&self) -> bool {
+        self.rests.load(Ordering::Acquire)
     }
 
     pub(crate) fn number(&self) -> Option<u64> {
@@ -62,8 +70,18 @@ impl Shared {
 
     /// Posts a letter. A thread that has ended has said why, and merges nothing any more.
     pub(crate) fn post(&self, letter: Letter) {
-        if self.home.is_here() {
+        if self.discarder.is_here() {
             let _ = self.letters.post(letter);
+        }
+    }
+
+    /// A read from a file has just filled these addresses. Whoever holds the account is not waited for.
+    pub(crate) fn note_read(&self, addresses: Range<usize>) {
+        if self.discarder.is_here()
+            && let Ok(account) = self.account.try_lock()
+            && let Some(control) = &*account
+        {
+            control.reads().note(addresses);
         }
     }
 
@@ -89,6 +107,9 @@ pub(crate) enum Ask {
     Nested,
     /// Work for this thread.
     Work(Work),
+    /// This thread has a bug.
+    #[cfg(test)]
+    Die,
 }
 
 impl fmt::Debug for Ask {
@@ -99,6 +120,8 @@ impl fmt::Debug for Ask {
             Self::EndOf(_) => "EndOf",
             Self::Nested => "Nested",
             Self::Work(_) => "Work",
+            #[cfg(test)]
+            Self::Die => "Die",
         })
     }
 }

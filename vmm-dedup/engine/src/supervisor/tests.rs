@@ -3,7 +3,7 @@
 use super::*;
 use crate::config::Config;
 use crate::memory::bitmap::Bits;
-use crate::memory::layout::Memory;
+use crate::memory::layout::{Memory, Page};
 use crate::sys::uffd::Uffd;
 use crate::unmerge::cow::Breaker;
 use crate::unmerge::discard::Discards;
@@ -41,6 +41,12 @@ fn memory() -> Arc<GuestMemoryMmap<()>> {
 /// Waits until all letters so far are read.
 fn settle(supervisor: &Supervisor) {
     assert_eq!(supervisor.with_service(|service| service.is_none()), Some(true));
+}
+
+/// The supervisor's thread has a bug.
+fn die(supervisor: &Supervisor) {
+    let died = supervisor.ask(Letter::Ask(Ask::Die)).0;
+    assert!(matches!(died, Err(Error::Stopped)), "{died:?}");
 }
 
 #[test]
@@ -196,6 +202,54 @@ fn a_pin_lasts_for_as_long_as_it_is_seen() {
 }
 
 #[test]
+fn what_the_vmm_gave_may_panic_and_dedup_goes_on() {
+    let supervisor = supervisor();
+    assert_eq!(supervisor.with_service(|_| panic!("work")), None::<()>);
+    supervisor.attach_with(nowhere(), || panic!("settings"));
+    settle(&supervisor);
+    assert_eq!(supervisor.status(), Status::Refused(refusal::unread()));
+    supervisor.detach(false).unwrap();
+
+    struct Panics;
+    impl Drop for Panics {
+        fn drop(&mut self) {
+            panic!("memory");
+        }
+    }
+    let keep = |memory: &GuestMemoryMmap<()>| {
+        let ranges = HostRange::of_guest_memory(memory).unwrap();
+        supervisor.add(&ranges[..1], Some(Keep::new(Panics)));
+        ranges[0].addresses()
+    };
+    let memory = memory();
+    // Without a VM, by a removal, and by its end.
+    keep(&memory);
+    supervisor.attach(nowhere()).unwrap();
+    let range = keep(&memory);
+    supervisor.remove_range(range).unwrap();
+    keep(&memory);
+    supervisor.detach(false).unwrap();
+    assert_eq!(supervisor.status(), Status::Detached);
+
+    // Nobody can say that this pin has ended.
+    let (looks, looked) = std::sync::mpsc::channel();
+    let look = move || {
+        looks.send(()).unwrap();
+        panic!("a look");
+    };
+    supervisor.attach(nowhere()).unwrap();
+    supervisor.add_memory(memory.clone()).unwrap();
+    supervisor.pin_while(look).unwrap();
+    looked.recv_timeout(Duration::from_secs(60)).unwrap();
+    let again = looked.recv_timeout(Duration::from_secs(60));
+    assert_eq!(again, Err(std::sync::mpsc::RecvTimeoutError::Disconnected));
+    settle(&supervisor);
+    assert_eq!(supervisor.status(), Status::Waiting(refusal::pinned()));
+    supervisor.detach(false).unwrap();
+    assert_eq!(Arc::strong_count(&memory), 1);
+}
+
+#[test]
 fn the_last_handle_may_go_in_the_supervisors_own_thread() {
     let (tell, told) = std::sync::mpsc::channel();
     let supervisor = Arc::new(supervisor());
@@ -222,23 +276,40 @@ fn a_supervisor_that_has_died_serves_nothing_and_keeps_nothing() {
     supervisor.add_memory(memory.clone()).unwrap();
     settle(&supervisor);
     assert_ne!(supervisor.status(), Status::Detached);
-    assert_eq!(supervisor.with_service(|_| panic!("a bug")), None::<()>);
+    die(&supervisor);
     assert_eq!(supervisor.status(), Status::Detached);
     assert_eq!(supervisor.stats(), None);
-    assert_eq!(Arc::strong_count(&memory), 1);
     assert!(matches!(supervisor.detach(false), Err(Error::Stopped)));
+    // Callers are told before the thread lets go of what it has.
+    let start = Instant::now();
+    while Arc::strong_count(&memory) > 1 {
+        assert!(start.elapsed() < Duration::from_secs(60), "it keeps the memory");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 #[test]
 #[allow(unsafe_code)] // fork
 fn a_child_by_fork_waits_for_nobody() {
     let supervisor = supervisor();
-    supervisor.attach(nowhere()).unwrap();
+    let number = 1;
+    supervisor.replace(number, nowhere()).unwrap();
+    // As if another thread was at work on the memory just then.
+    let discarder = supervisor.shared.discarder.clone();
+    let held = discarder.hold();
     // SAFETY: the child takes no lock that another thread may have, and ends without unwinding.
     let child = unsafe { libc::fork() };
     assert!(child >= 0);
     if child == 0 {
-        let stopped = matches!(supervisor.pin(), Err(Error::Stopped));
+        let stopped = matches!(supervisor.pin(), Err(Error::Stopped))
+            && matches!(supervisor.remove_range(0..4096), Err(Error::Stopped))
+            && matches!(supervisor.detach(false), Err(Error::Stopped));
+        // SAFETY: nothing is freed, since it says no.
+        let said = unsafe { discarder.discard(4096, 4096) };
+        let stopped = stopped && said.is_err_and(|error| error.kind() == std::io::ErrorKind::Unsupported);
+        discarder.forget(4096, 4096);
+        let stopped = stopped && !discarder.covers(4096, 4096);
+        supervisor.end_of(number);
         let detached = supervisor.status() == Status::Detached && supervisor.stats().is_none();
         supervisor.unpin();
         drop(supervisor);
@@ -255,6 +326,7 @@ fn a_child_by_fork_waits_for_nobody() {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(status, 0, "it says no, or waits for ever");
+    drop(held);
     supervisor.pin().unwrap();
 }
 
@@ -310,8 +382,8 @@ fn what_stands_for_a_vm_that_ended_before_forgets_no_memory_of_the_last_one() {
         assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
         return eprintln!("SKIPPED: no userfaultfd");
     };
-    discarder.adopt(&discarder_of(range, tracker));
-    assert_eq!(supervisor.with_service(|_| panic!("a bug")), None::<()>);
+    discarder.adopt(&discarder_of(range, tracker, &[]));
+    die(&supervisor);
     // The second VM goes on, and what it frees must read as zeros.
     supervisor.end_of(1);
     assert!(discarder.covers(start, len));
@@ -319,10 +391,76 @@ fn what_stands_for_a_vm_that_ended_before_forgets_no_memory_of_the_last_one() {
     assert!(!discarder.covers(start, len));
 }
 
-/// What frees memory of a service that has this memory.
-fn discarder_of(range: HostRange, tracker: Uffd) -> Discarder {
+#[test]
+fn what_stands_for_a_vm_that_was_detached_ends_nothing_more() {
+    let supervisor = supervisor();
+    supervisor.replace(1, nowhere()).unwrap();
+    assert_eq!(supervisor.shared.number(), Some(1));
+    supervisor.detach(false).unwrap();
+    assert_eq!(supervisor.shared.number(), None);
+}
+
+#[test]
+fn where_nothing_is_merged_any_more_a_device_may_have_the_memory() {
+    let supervisor = supervisor();
+    supervisor.attach(nowhere()).unwrap();
+    supervisor.add_memory(memory()).unwrap();
+    die(&supervisor);
+    drop(supervisor.pinned().unwrap());
+    assert!(matches!(supervisor.pin(), Err(Error::Stopped)));
+    // The same where there never was a thread.
+    let dead = Supervisor::dead();
+    drop(dead.pinned().unwrap());
+    assert!(matches!(dead.attach(nowhere()), Err(Error::Stopped)));
+    assert_eq!(dead.status(), Status::Detached);
+    dead.unpin();
+}
+
+/// What is told where memory was renewed may free memory itself, and may panic.
+#[test]
+#[allow(unsafe_code)] // frees memory
+fn whoever_is_told_of_renewed_memory_holds_no_lock() {
+    let memory = memory();
+    let range = HostRange::of_guest_memory(&*memory).unwrap()[0];
+    let start = range.addresses().start;
+    let Ok(tracker) = Uffd::tracker() else {
+        assert!(std::env::var_os("CI").is_none(), "no userfaultfd in CI");
+        return eprintln!("SKIPPED: no userfaultfd");
+    };
+    let discarder = discarder_of(range, tracker, &[0, 2]);
+    let (tell, told) = std::sync::mpsc::channel();
+    let theirs = discarder.clone();
+    let discards = std::thread::spawn(move || {
+        let again = |range: Range<usize>| {
+            // SAFETY: memory of the test, which nobody uses.
+            unsafe { theirs.discard(range.start, range.len()) }.unwrap();
+            tell.send(range.start).unwrap();
+        };
+        // SAFETY: as above.
+        unsafe { theirs.discard_and_tell(start, 4 * PAGE_SIZE, again) }
+    });
+    let renewed = || told.recv_timeout(Duration::from_secs(60));
+    assert_eq!(
+        [renewed(), renewed()],
+        [Ok(start), Ok(start + 2 * PAGE_SIZE)],
+        "it waits for itself"
+    );
+    discards.join().unwrap().unwrap();
+    let panics = catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: as above.
+        unsafe { discarder.discard_and_tell(start, PAGE_SIZE, |_| panic!("the VMM's")) }
+    }));
+    assert!(panics.is_err());
+    // SAFETY: as above.
+    unsafe { discarder.discard(start, PAGE_SIZE) }.unwrap();
+    discarder.forget(start, PAGE_SIZE);
+}
+
+/// What frees memory of a service that has this memory, with pages of it in mappings of a store.
+fn discarder_of(range: HostRange, tracker: Uffd, in_store: &[Page]) -> Discarder {
     let memory = Arc::new(Memory::new(&[range]).unwrap());
     let in_file = Arc::new(Bits::new(memory.end()));
+    in_store.iter().for_each(|page| in_file.set(*page, true));
     let breaker = Breaker::new(Arc::new(tracker), memory.clone(), None).unwrap();
     Discarder::of(Arc::new(Discards::new(memory, in_file)), Arc::new(breaker), None)
 }

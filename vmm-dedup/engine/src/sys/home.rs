@@ -8,6 +8,12 @@ use crate::sys::vma::{self, Anonymous};
 #[derive(Debug)]
 pub(crate) struct Home(Option<Anonymous>);
 
+impl Default for Home {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Home {
     /// This process. (Where the kernel lacks memory for a page, children are taken for it.)
     pub(crate) fn new() -> Self {

@@ -205,6 +205,12 @@ pub(crate) fn populate_read(at: usize, len: usize) -> io::Result<()> {
     advise(at, len, libc::MADV_POPULATE_READ)
 }
 
+/// Gives each page of a range memory of its own, as writing it would; its content stays.
+#[cfg_attr(any(test, feature = "inject"), track_caller)]
+pub(crate) fn populate_write(at: usize, len: usize) -> io::Result<()> {
+    advise(at, len, libc::MADV_POPULATE_WRITE)
+}
+
 #[cfg_attr(any(test, feature = "inject"), track_caller)]
 pub(crate) fn advise(start: usize, len: usize, advice: i32) -> io::Result<()> {
     inject::before(match advice {

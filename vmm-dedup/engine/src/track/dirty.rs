@@ -2,7 +2,7 @@
 //!
 //! Small pages are write-protected asynchronously (UFFD_FEATURE_WP_ASYNC): the kernel lets a writer go on and remembers. A
 //! visit asks PAGEMAP_SCAN what was written since the last one, protects that again, and names the pages that stood still
-//! and have no key yet. Huge pages are never protected, so that a write does not split them.
+//! and have no key yet. What the guest calls worth sharing need not stand still first. Huge pages are never protected, so that a write does not split them.
 
 use crate::error::Error;
 use crate::memory::layout::Page;
@@ -35,11 +35,14 @@ pub(crate) fn visit(
     for ((at, written), huge) in chunks.zip(&written).zip(huge) {
         if huge {
             map.found_huge(at);
+            // Nobody keys a page of these at once.
+            map.forget_reads(at);
             continue;
         }
         visit_small(map, probes, pass, at, written, &mut to_key, &mut to_protect);
     }
-    // Protected only now, and keyed in a later pass at the earliest: a write in between is still seen there.
+    // Protected only now, and keyed after that, in a later pass or, what the guest calls worth sharing, in this one: a write in between is
+    // still seen there.
     for range in to_protect {
         if let Err(error) = uffd.write_protect(range.start, range.len(), true) {
             late_log::note(
@@ -47,6 +50,8 @@ pub(crate) fn visit(
                 &error,
                 "the pages count as written until the next pass",
             );
+            let address = |page: Page| map.memory().addresses(&(page..page + 1)).start;
+            to_key.retain(|page| !range.contains(&address(*page)));
         }
     }
     Ok(to_key)
@@ -105,8 +110,12 @@ fn visit_small(
             if !state.backing.in_file_mapping() {
                 protect(to_protect, start + offset * PAGE_SIZE);
             }
+            let at_once = map.keys_at_once(page) && !probes.include(map, at, page);
             waiting |= map.note_written(page, !unarmed);
             map.see(page, !unarmed);
+            if at_once && map.state(page).awaits_key() {
+                to_key.push(page);
+            }
             continue;
         }
         map.see(page, false);

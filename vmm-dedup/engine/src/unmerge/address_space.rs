@@ -5,14 +5,14 @@ use crate::error::Error;
 use crate::memory::chunk_state::PARTS;
 use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
-use crate::memory::page_state::PageState;
+use crate::memory::page_state::{Backing, PageState};
 use crate::memory::ranges::complement;
 use crate::pack::Packer;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::relocate::track;
 use crate::sys::uffd::{Mode, Uffd};
-use crate::sys::{late_log, proc};
+use crate::sys::{late_log, proc, vma};
 use crate::unmerge::copy_room::CopyRoom;
 use crate::unmerge::cow::Breaker;
 use crate::unmerge::discard::{self, Discards};
@@ -119,6 +119,12 @@ impl AddressSpace {
     /// the states tell.
     pub(crate) fn bring_back(&self, map: &mut PageMap, pages: &Range<Page>) {
         self.bring_all_back(map, std::slice::from_ref(pages));
+    }
+
+    /// The same of one chunk, if wanted without waiting for memory; whether there was enough.
+    pub(crate) fn bring_chunk_back(&self, map: &mut PageMap, pages: &Range<Page>, waits: bool) -> bool {
+        let patience = if waits { WITHOUT_MEMORY } else { Duration::ZERO };
+        self.bring_back_within(map, pages, patience)
     }
 
     /// The same of several: without memory one of them is waited for, not each.
@@ -281,12 +287,32 @@ impl AddressSpace {
         outcome.error.iter().for_each(note_still_shared);
     }
 
-    /// The next pages of a range that map slots, as many as are made private at a time.
-    pub(crate) fn next_shared(map: &PageMap, pages: &Range<Page>) -> Option<Range<Page>> {
-        let shared = |page: Page| map.backing(page).maps_a_slot();
-        let start = pages.clone().find(|page| shared(*page))?;
+    /// Gives consecutive pages that the service made the zero page memory of their own, as writing them would: whoever writes one
+    /// meanwhile finds it there.
+    pub(crate) fn fill_zeros(&self, map: &mut PageMap, account: &mut Account, pages: Range<Page>) {
+        let mut discards = self.discards.lock();
+        self.note_discards(&mut discards, map);
+        if !pages.clone().all(|page| map.backing(page) == Backing::Zero) {
+            return; // some were discarded just now; whoever wants the others asks again
+        }
+        match vma::populate_write(map.memory().address(pages.start), bytes(pages.len())) {
+            Ok(()) => {
+                account.stats.unmerged_total += u64::from(pages.end - pages.start);
+                pages.for_each(|page| map.fill(page));
+            }
+            Err(error) => late_log::note("giving zero pages memory", &error, "they stay shared for now"),
+        }
+    }
+
+    /// The next pages of a range that are wanted, as many as are worked on at a time.
+    pub(crate) fn next_run(
+        map: &PageMap,
+        pages: &Range<Page>,
+        wanted: impl Fn(Page) -> bool,
+    ) -> Option<Range<Page>> {
+        let start = pages.clone().find(|page| wanted(*page))?;
         let goes_on = |end: &Page| {
-            map.memory().adjacent(end - 1) && shared(*end) && ((end - start) as usize) < CHUNK_PAGES
+            map.memory().adjacent(end - 1) && wanted(*end) && ((end - start) as usize) < CHUNK_PAGES
         };
         let end = (start + 1..pages.end).find(|end| !goes_on(end));
         Some(start..end.unwrap_or(pages.end))

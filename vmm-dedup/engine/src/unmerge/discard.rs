@@ -25,6 +25,7 @@ use crate::memory::bitmap::Bits;
 use crate::memory::layout::{Memory, Page};
 use crate::pack::Packer;
 use crate::sync::{RwLock, read, write};
+use crate::sys::home::Home;
 use crate::sys::page_size::{PAGE_SIZE, bytes};
 use crate::sys::{guest, late_log, vma};
 use crate::unmerge::cow::Breaker;
@@ -99,10 +100,27 @@ struct Served {
 ///
 /// A service is adopted while nothing is merged yet (under a supervisor it starts paused), and not before every discard that does not know
 /// it has returned: both hold the lock. So plain madvise never meets a mapping of the store.
+///
+/// In a child by fork it is of no use, whose locks may have been held by others when it was forked: a discard fails there, nothing is covered
+/// and there is nothing to forget.
 #[derive(Clone, Debug, Default)]
-pub struct Discarder(Arc<RwLock<Vec<Served>>>);
+pub struct Discarder {
+    home: Arc<Home>,
+    served: Arc<RwLock<Vec<Served>>>,
+}
 
 impl Discarder {
+    /// Keeps everybody out who discards or forgets, as a thread does that is at work.
+    #[cfg(test)]
+    pub(crate) fn hold(&self) -> impl Drop + '_ {
+        write(&self.served)
+    }
+
+    /// Whether this is the process that it was made in, and no child of that.
+    pub(crate) fn is_here(&self) -> bool {
+        self.home.is_here()
+    }
+
     /// One that knows a service.
     pub(crate) fn of(discards: Arc<Discards>, breaker: Arc<Breaker>, packer: Option<Arc<Packer>>) -> Self {
         let served = Served {
@@ -110,13 +128,16 @@ impl Discarder {
             breaker,
             packer,
         };
-        Self(Arc::new(RwLock::new(vec![served])))
+        Self {
+            home: Arc::default(),
+            served: Arc::new(RwLock::new(vec![served])),
+        }
     }
 
     /// Learns of another one's services. No discard that does not know them goes on when this returns.
     pub(crate) fn adopt(&self, other: &Self) {
-        let others = read(&other.0).clone();
-        let mut served = write(&self.0);
+        let others = read(&other.served).clone();
+        let mut served = write(&self.served);
         // Those whose memory has gone are not needed any more.
         served.retain(|old| old.has_memory());
         served.extend(others);
@@ -129,7 +150,7 @@ impl Discarder {
     /// As for madvise(MADV_DONTNEED): the range is guest memory, and nothing in it is needed any more.
     ///
     /// # Errors
-    /// Those of madvise.
+    /// Those of madvise; in a child by fork [`io::ErrorKind::Unsupported`], and nothing is freed.
     #[allow(unsafe_code)] // frees guest memory
     pub unsafe fn discard(&self, start: usize, len: usize) -> io::Result<()> {
         // SAFETY: as promised by the caller.
@@ -137,13 +158,14 @@ impl Discarder {
     }
 
     /// As [`Self::discard`]; `renewed` is told where fresh memory was mapped. No userfaultfd is registered there any more: a VMM
-    /// that has registered one of its own (for memory that it was lent) registers it again.
+    /// that has registered one of its own (for memory that it was lent) registers it again. It is told in the calling thread, when all is
+    /// freed and no lock is held: it may discard, and a panic of it is the caller's.
     ///
     /// # Safety
     /// As for [`Self::discard`].
     ///
     /// # Errors
-    /// Those of madvise.
+    /// As for [`Self::discard`].
     #[allow(unsafe_code)] // frees guest memory
     pub unsafe fn discard_and_tell(
         &self,
@@ -155,16 +177,20 @@ impl Discarder {
         let (Some(end), true) = (end, start.is_multiple_of(PAGE_SIZE)) else {
             return Err(io::ErrorKind::InvalidInput.into());
         };
+        if !self.is_here() {
+            let text = "this is a child by fork, whose memory nobody deduplicates: discard in the process that the discarder was made in";
+            return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+        }
         let range = start..end;
-        let mut kept = Vec::new();
-        let served = read(&self.0);
+        let (mut fresh, mut kept) = (Vec::new(), Vec::new());
+        let served = read(&self.served);
         // All at once, and in one order: what is freed below may be memory of each.
         let mut locked: Vec<_> = served
             .iter()
             .map(|service| (service, service.discards.lock()))
             .collect();
         for (service, inner) in &mut locked {
-            service.discard(inner, &range, &mut renewed, &mut kept);
+            service.discard(inner, &range, &mut fresh, &mut kept);
         }
         // SAFETY: as promised by the caller.
         let done = unsafe { vma::dont_need(range.start, range.len()) };
@@ -176,6 +202,7 @@ impl Discarder {
             // SAFETY: as promised by the caller; the place is mapped.
             unsafe { guest::store_page(at, &[0; vmm_dedup_protocol::key::PAGE_WORDS]) };
         }
+        fresh.into_iter().for_each(&mut renewed);
         done
     }
 
@@ -184,7 +211,10 @@ impl Discarder {
     /// same addresses.
     pub fn forget(&self, start: usize, len: usize) {
         let range = start..start.saturating_add(len);
-        for service in read(&self.0).iter() {
+        if !self.is_here() {
+            return;
+        }
+        for service in read(&self.served).iter() {
             let mut inner = service.discards.lock();
             inner.memory = Arc::new(inner.memory.without(&range));
             if let Some(packer) = &service.packer {
@@ -204,7 +234,7 @@ impl Discarder {
                 .regions()
                 .any(|r| r.start < range.end && range.start < r.end)
         };
-        read(&self.0).iter().any(has)
+        self.is_here() && read(&self.served).iter().any(has)
     }
 }
 
@@ -213,13 +243,13 @@ impl Served {
         self.discards.lock().memory.regions().next().is_some()
     }
 
-    /// Maps fresh memory over what of a range lies in mappings of the store, and takes note that the range is freed; what got no
-    /// fresh memory is `kept`.
+    /// Maps `fresh` memory over what of a range lies in mappings of the store, and takes note that the range is freed; what got none
+    /// is `kept`.
     fn discard(
         &self,
         inner: &mut Inner,
         range: &Range<usize>,
-        renewed: &mut impl FnMut(Range<usize>),
+        fresh: &mut Vec<Range<usize>>,
         kept: &mut Vec<Range<usize>>,
     ) {
         for pages in inner.memory.within(range) {
@@ -237,7 +267,7 @@ impl Served {
                 match replaced {
                     Ok(()) => {
                         inner.memory.advise_again(&run);
-                        renewed(run);
+                        fresh.push(run);
                     }
                     Err(error) => {
                         late_log::note(

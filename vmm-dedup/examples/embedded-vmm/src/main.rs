@@ -89,6 +89,11 @@ fn main() -> Result<(), Failure> {
 
 impl Machine {
     fn boot(&mut self, saved: Option<&Snapshot>) -> Result<(), Failure> {
+        // No VM fails to boot for want of dedup.
+        if let Err(error) = self.attach() {
+            log::error!("the VM is not deduplicated: {error}");
+            let _ = self.supervisor.detach(false);
+        }
         let booted = self.boot_attached(saved);
         if booted.is_err() {
             // Nothing keeps the memory of a VM that never ran, and there may be another one. What failed is why it does not boot.
@@ -97,19 +102,22 @@ impl Machine {
         booted
     }
 
-    fn boot_attached(&mut self, saved: Option<&Snapshot>) -> Result<(), Failure> {
-        // 4. A VM begins. Nobody waits for the store.
-        if let Some(setup) = &self.setup {
-            self.supervisor.attach(setup.clone())?;
-            if self.config.nested {
-                // Before the guest's CPUID says so.
-                self.supervisor.nested_guests()?;
-            }
+    /// 4. A VM begins. Nobody waits for the store.
+    fn attach(&self) -> Result<(), vmm_dedup::Error> {
+        let Some(setup) = &self.setup else { return Ok(()) };
+        self.supervisor.attach(setup.clone())?;
+        // Before the guest's CPUID says so.
+        match self.config.nested {
+            true => self.supervisor.nested_guests(),
+            false => Ok(()),
         }
+    }
+
+    fn boot_attached(&mut self, saved: Option<&Snapshot>) -> Result<(), Failure> {
         let mut vm = Vm::new(&self.config, saved, self.discarder.clone())?;
-        // 5. Guest memory is mapped, and KVM has its slots.
-        if self.setup.is_some() {
-            self.supervisor.add_memory(Arc::new(vm.memory().clone()))?;
+        // 5. Guest memory is mapped, and KVM has its slots. Of a VM that is not attached nothing is kept.
+        if let Err(error) = self.supervisor.add_memory(Arc::new(vm.memory().clone())) {
+            log::error!("the VM is not deduplicated: {error}");
         }
         vm.start()?;
         self.vm = Some(vm);
@@ -188,6 +196,16 @@ impl Machine {
                 // 9. Before or after the guest is told.
                 self.supervisor.add_region(region.clone())?;
                 self.plugged = Some(region);
+            }
+            "unplug" if self.devices.is_empty() => {
+                let region = self.plugged.take().ok_or("nothing is plugged")?;
+                // KVM and the balloon have it no more.
+                vm.unplug(&region)?;
+                // 9. Before it is unmapped, which is where the last one who has it goes: here.
+                let range = HostRange::of_guest_region(&*region)?.addresses();
+                if let Err(error) = self.supervisor.remove_range(range) {
+                    log::error!("{error}");
+                }
             }
             "share" => {
                 let region = device::shared_memory(argument.parse()?)?;

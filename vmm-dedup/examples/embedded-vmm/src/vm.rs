@@ -86,7 +86,7 @@ impl Vm {
         let kvm = Kvm::new()?;
         let fd = create(&kvm)?;
         for (slot, region) in (0..).zip(memory.iter()) {
-            set_slot(&fd, slot, region)?;
+            set_slot(&fd, slot, region, region.len())?;
         }
         fd.set_tss_address(TSS)?;
         fd.create_irq_chip()?;
@@ -169,10 +169,24 @@ impl Vm {
         let start = GuestAddress(self.memory.last_addr().raw_value().max(ABOVE - 1) + 1);
         let region = Arc::new(GuestRegionMmap::from_range(start, mib << 20, None)?);
         let memory = self.memory.insert_region(region.clone())?;
-        set_slot(&self.fd, u32::try_from(self.memory.num_regions())?, &region)?;
+        set_slot(
+            &self.fd,
+            u32::try_from(self.memory.num_regions())?,
+            &region,
+            region.len(),
+        )?;
         lock(&self.shared.ports).balloon.memory = memory.clone();
         self.memory = memory;
         Ok(region)
+    }
+
+    /// Takes from the VM what was plugged in last.
+    pub(crate) fn unplug(&mut self, region: &GuestRegionMmap<()>) -> Result<(), Failure> {
+        let (memory, _) = self.memory.remove_region(region.start_addr(), region.len())?;
+        set_slot(&self.fd, u32::try_from(memory.num_regions())?, region, 0)?;
+        lock(&self.shared.ports).balloon.memory = memory.clone();
+        self.memory = memory;
+        Ok(())
     }
 }
 
@@ -193,16 +207,18 @@ fn create(kvm: &Kvm) -> Result<VmFd, kvm_ioctls::Error> {
     }
 }
 
+/// Gives KVM a region, or takes it back, with a length of 0.
 #[allow(unsafe_code)] // KVM takes an address
-fn set_slot(vm: &VmFd, slot: u32, region: &GuestRegionMmap<()>) -> Result<(), Failure> {
+fn set_slot(vm: &VmFd, slot: u32, region: &GuestRegionMmap<()>, len: u64) -> Result<(), Failure> {
     let slot = kvm_userspace_memory_region {
         slot,
         flags: 0,
         guest_phys_addr: region.start_addr().raw_value(),
-        memory_size: region.len(),
+        memory_size: len,
         userspace_addr: region.as_ptr() as u64,
     };
-    // SAFETY: a mapping of that length, which lives as long as the VM does: both are fields of `Vm`, in that order.
+    // SAFETY: a mapping of that length, which lives as long as the VM does, or until KVM has it no more: both are fields of `Vm`, in
+    // that order.
     Ok(unsafe { vm.set_user_memory_region(slot) }?)
 }
 

@@ -325,6 +325,16 @@ mod scenario {
             assert_eq!(vm.ask(&format!("check {seed}")), "wrong=0");
             assert_eq!(vm.ask("discard"), "wrong=0");
         }
+        // What is shared goes as it is, and what comes next to its place is fresh memory.
+        vm.done("fill 3");
+        vm.wait("sharing", |vm| {
+            vm.stat("mapped") >= COMMON_PAGES + PLUGGED_PAGES / 2
+        });
+        vm.done("unplug");
+        assert_eq!(vm.stat("pages"), before);
+        vm.done(&format!("plug {PLUGGED_MIB}"));
+        assert_eq!(vm.ask("check 0"), "wrong=0");
+        vm.wait("growing", |vm| vm.stat("pages") == before + PLUGGED_PAGES);
         vms.into_iter().for_each(Vmm::finish);
     }
 
@@ -588,7 +598,7 @@ mod scenario {
         vm.done(&format!("plug {PLUGGED_MIB}"));
         for line in [
             "fill 3", "pin", "dma 3", "unpin", "lock", "pause", "resume", "save", "share 1", "lend", "back",
-            "discard", "restore",
+            "discard", "unplug", "restore",
         ] {
             vm.ask(line);
         }

@@ -1,7 +1,7 @@
 //! What the guest says of pages, and what follows for their states.
 
 use super::PageMap;
-use crate::memory::hint::{Hint, HintCounts};
+use crate::memory::hint::{Hint, HintCounts, SaidOf};
 use crate::memory::layout::Page;
 use crate::memory::page_state::{Backing, Known, PageState};
 use std::ops::Range;
@@ -10,6 +10,11 @@ impl PageMap {
     /// What the guest says of a page.
     pub(crate) fn hint(&self, page: Page) -> Hint {
         self.hints.get(page)
+    }
+
+    /// Counts what the guest says of some pages.
+    pub(crate) fn count_said(&self, pages: Range<Page>, to: &mut SaidOf) {
+        to.add(&self.hints, pages);
     }
 
     /// Whether the guest says anything of its pages.
@@ -21,6 +26,21 @@ impl PageMap {
     pub(crate) fn is_worth(&self, chunk: usize) -> bool {
         let pages = &self.chunk_at(chunk).pages;
         self.hints.are_worth(pages.start.midpoint(pages.end))
+    }
+
+    /// Whether a page that a visit finds written may be keyed by that visit, once it is protected: the guest calls it worth sharing, and it
+    /// was not written between the last two visits, or the VMM has filled it since the last one. To be asked before the write is noted.
+    pub(crate) fn keys_at_once(&self, page: Page) -> bool {
+        let state = self.state(page);
+        let was_still = matches!(
+            state.known,
+            Known::Nothing | Known::Keyed(_) | Known::Candidate(_)
+        );
+        let hint = self.hints.get(page);
+        state.backing == Backing::Private
+            && (hint.has(Hint::READ) || hint.has(Hint::WORTH) && was_still)
+            && !self.is_withheld(page)
+            && !self.is_paused(page)
     }
 
     pub(crate) fn hint_counts(&self) -> HintCounts {
@@ -40,16 +60,28 @@ impl PageMap {
         is_news
     }
 
+    /// The VMM has read a piece of a file into a page.
+    pub(crate) fn note_read(&mut self, page: Page) {
+        self.hints.note_read(page);
+        self.requeue(page);
+    }
+
     /// A visit saw a page. `written`: since the one before.
     pub(crate) fn see(&mut self, page: Page, written: bool) {
         self.hints.visit(page, written);
     }
 
+    /// What the VMM has read into a chunk matters no more.
+    pub(crate) fn forget_reads(&mut self, chunk: usize) {
+        if self.hints.are_any() {
+            let pages = self.chunk_at(chunk).pages.clone();
+            pages.for_each(|page| self.hints.forget_read(page));
+        }
+    }
+
     /// Nothing is said of pages any more: they are others now.
     pub(crate) fn unsay(&mut self, pages: Range<Page>) {
-        pages.for_each(|page| {
-            self.hints.say(page, Hint::NONE);
-        });
+        pages.for_each(|page| self.hints.forget(page));
     }
 
     fn forget_key(&mut self, page: Page) {

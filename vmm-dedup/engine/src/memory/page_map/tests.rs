@@ -55,6 +55,7 @@ enum Step {
     KeyCopy(u64),
     Say(Hint),
     See(bool),
+    Read,
     ForgetCopy,
     CopyMayBePinned,
     Broken,
@@ -121,6 +122,7 @@ fn steps() -> impl Strategy<Value = Step> {
         1 => (0u64..9).prop_map(Step::KeyCopy),
         2 => hints().prop_map(Step::Say),
         1 => any::<bool>().prop_map(Step::See),
+        1 => Just(Step::Read),
     ];
     let others = prop_oneof![
         1 => Just(Step::ForgetCopy),
@@ -184,7 +186,15 @@ fn play(map: &mut PageMap, others: &mut Others, page: Page, step: Step) {
             assert!(!withheld || map.known(page).candidate().is_none());
         }
         Step::See(written) => map.see(page, written),
-        Step::KeyInHuge(n) => map.key_in_huge(page, key(n)),
+        Step::Read => {
+            map.note_read(page);
+            assert!(!map.keys_at_once(page) || !map.is_withheld(page));
+        }
+        Step::KeyInHuge(n) => {
+            map.forget_reads(map.chunk_of(page));
+            assert!(!map.hint(page).has(Hint::READ));
+            map.key_in_huge(page, key(n));
+        }
         Step::Sight(n) => map.sight(page, key(n), 1),
         Step::Repeat => {
             if let Some(key) = state.known.candidate() {
@@ -233,6 +243,7 @@ fn play(map: &mut PageMap, others: &mut Others, page: Page, step: Step) {
         Step::ForgetCopy if state.backing.is_copied() => map.forget_copy(page),
         Step::CopyMayBePinned if state.backing.is_copied() => map.copy_may_be_pinned(page, 1),
         Step::Broken if state.backing.maps_a_slot() => map.broken_by_service(page),
+        Step::Private if state.backing == Backing::Zero => map.fill(page),
         Step::Private if may(PageState::UNTRACKED) => map.made_private(page),
         Step::Forget => map.forget(page..page + 1),
         Step::LoseStore => {

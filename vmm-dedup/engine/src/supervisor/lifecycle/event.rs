@@ -39,8 +39,8 @@ impl Span {
 pub enum Lease {
     /// Until the VMM takes it back.
     UntilTakenBack,
-    /// Nobody will tell: whether the borrower has gone is tried 5 s later for the first time, since it may need that long to
-    /// register, and then every second.
+    /// Nobody will tell: whether the borrower has gone is tried 5 s after the memory was given back for the first time, since it may need
+    /// that long to register, and then every second.
     UntilFree,
 }
 

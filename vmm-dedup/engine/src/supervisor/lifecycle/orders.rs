@@ -34,6 +34,9 @@ fn documented(event: &Event, oracle: &Oracle) -> Result<&'static [&'static str],
         (Event::Lend(range, _) | Event::LeaveAlone(range, _), Waits | Serves) if !known(range) => {
             return Err("NotAdded");
         }
+        (Event::Lend(range, _) | Event::LeaveAlone(range, _), Refused) if oracle.is_stuck(range) => {
+            return Err("Refused");
+        }
         (Event::Lend(range, _), _) if oracle.is_lent(range) => return Err("Lent"),
         (Event::Attach, Detached) => &["Say", "Announce"],
         (Event::Attach, _) => return Err("Attached"),
@@ -120,6 +123,12 @@ impl Oracle {
         (0..UNITS).any(|at| within(at) && self.units[at] == Unit::Out(true) && !self.stuck[at])
     }
 
+    /// Whether part of a range could not be given back.
+    fn is_stuck(&self, range: &Range<usize>) -> bool {
+        let within = |at: usize| range.start < (at + 1) * MIB && at * MIB < range.end;
+        (0..UNITS).any(|at| within(at) && self.stuck[at])
+    }
+
     /// The service is to give a range back, and what it could not give back before.
     fn give_back(&mut self, range: &Range<usize>) {
         let within = |at: usize| range.start < (at + 1) * MIB && at * MIB < range.end;
@@ -186,6 +195,7 @@ impl Oracle {
             }
             Event::Refuse(_) if self.column == Column::Refused => {}
             Event::Refuse(refusal) => {
+                self.give_back(&all);
                 (self.column, self.refused) = (Column::Refused, Some(refusal.clone()));
                 self.change(&all, left);
             }

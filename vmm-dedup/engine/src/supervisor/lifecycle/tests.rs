@@ -32,6 +32,8 @@ struct World {
     announces: Outcome,
     /// What a try takes that fails for now.
     patience: Duration,
+    /// What giving a region back takes.
+    copying: Duration,
     /// What the store is told.
     told: Option<Refusal>,
     /// What pins memory shows, as far as the service knows.
@@ -47,6 +49,7 @@ impl World {
             releases: Outcome::Done,
             announces: Outcome::Done,
             patience: Duration::ZERO,
+            copying: Duration::ZERO,
             told: None,
             vouched: false,
         }
@@ -79,7 +82,7 @@ impl World {
     fn carry_out(&mut self, effect: &Effect) {
         let outcome = match effect {
             Effect::Start(_) | Effect::Add(_) | Effect::Resume(_) => self.tries.clone(),
-            Effect::Release(_) => self.releases.clone(),
+            Effect::Release(_) | Effect::Stop { unmerge: true } => self.releases.clone(),
             Effect::Announce(..) => self.announces.clone(),
             _ => Outcome::Done,
         };
@@ -94,6 +97,9 @@ impl World {
         }
         if matches!(outcome, Outcome::Passes(_)) {
             self.now += self.patience;
+        }
+        if matches!(effect, Effect::Release(_)) {
+            self.now += self.copying;
         }
         self.machine.done(effect, outcome, self.now);
     }
@@ -232,6 +238,72 @@ fn nothing_hurries_a_loan() {
     world.tries = Outcome::Done;
     assert_eq!(world.tell(Event::Hurry), []);
     assert_eq!(world.wait(LENT)[0], Effect::Start(span(0)));
+}
+
+#[test]
+fn whoever_borrows_has_its_time_behind_all_that_is_given_back() {
+    let mut world = World::serving();
+    world.tell(Event::Add(span(1)));
+    world.copying = LENT;
+    let lent = world.tell(Event::Lend(0..2 * MIB, Lease::UntilFree));
+    assert_eq!(lent[..2], [Effect::Release(span(0)), Effect::Release(span(1))]);
+    assert_eq!(lent.len(), 3, "it is tried before it is lent: {lent:?}");
+    assert_eq!(world.wait(LENT - Duration::from_millis(1)), []);
+    let tried = world.wait(Duration::from_millis(1));
+    assert_eq!(tried, [Effect::Resume(span(0)), Effect::Resume(span(1))]);
+    // Another loan takes nothing from this one, and gives it nothing.
+    world.copying = Duration::from_secs(1);
+    world.tell(Event::Lend(0..MIB, Lease::UntilFree));
+    let before = world.machine.next_due();
+    world.tell(Event::Lend(MIB..2 * MIB, Lease::UntilFree));
+    assert_eq!(world.machine.next_due(), before);
+}
+
+#[test]
+fn what_a_refused_vm_could_not_give_back_is_nobodys() {
+    let asks = || {
+        [
+            Event::Lend(0..MIB, Lease::UntilTakenBack),
+            Event::LeaveAlone(0..MIB, refusal::protected()),
+        ]
+    };
+    let refused = |mut world: World| {
+        for ask in asks() {
+            let answer = world.machine.handle(ask, world.now);
+            assert!(matches!(answer, Err(Error::Refused(_))), "{answer:?}");
+        }
+        // What the service never had is nobody's either way.
+        world.tell(Event::Add(span(1)));
+        world.tell(Event::Lend(MIB..2 * MIB, Lease::UntilTakenBack));
+        // It goes, and other memory comes there.
+        world.tell(Event::Remove(0..MIB));
+        world.tell(Event::Add(span(0)));
+        asks().into_iter().for_each(|ask| drop(world.tell(ask)));
+    };
+    // Giving back failed.
+    let mut world = World::serving();
+    world.releases = for_good();
+    world.tell(Event::Refuse(refusal::confidential()));
+    refused(world);
+    // It had failed before the service died.
+    let mut world = World::serving();
+    world.releases = for_good();
+    world.tell(Event::Pin);
+    world.machine.service_died(refusal::confidential());
+    world.work();
+    refused(world);
+    // The service died.
+    let mut world = World::serving();
+    world.machine.service_died(refusal::confidential());
+    world.work();
+    refused(world);
+    // It went well at last.
+    let mut world = World::serving();
+    world.releases = for_good();
+    world.tell(Event::Pin);
+    world.releases = Outcome::Done;
+    world.tell(Event::Refuse(refusal::confidential()));
+    asks().into_iter().for_each(|ask| drop(world.tell(ask)));
 }
 
 #[test]
