@@ -6,6 +6,8 @@ mod plots;
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -307,6 +309,48 @@ fn a_store_says_that_it_listens_and_removes_its_socket_on_hangup() {
     send(&store, Signal::HUP);
     assert!(store.wait().expect("wait").success());
     assert!(!socket.exists());
+}
+
+/// A user that is neither root nor who runs the tests.
+const STRANGER: u32 = 65_533;
+
+#[test]
+fn who_runs_as_the_stores_user_cannot_look_into_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("store.sock");
+    let is_root = rustix::process::geteuid().is_root();
+    let mut store = Command::new(env!("CARGO_BIN_EXE_vmm-dedup"));
+    if is_root {
+        // To itself, root may always look: so the store is another user's, and a copy that he may run.
+        let program = folder.path().join("vmm-dedup");
+        std::fs::copy(env!("CARGO_BIN_EXE_vmm-dedup"), &program).unwrap();
+        std::os::unix::fs::chown(folder.path(), Some(STRANGER), Some(STRANGER)).unwrap();
+        store = Command::new(program);
+        store.uid(STRANGER).gid(STRANGER);
+    }
+    let mut store = store
+        .args(["store", "--metrics", "none", "--socket"])
+        .arg(&socket)
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    while !socket.exists() {
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "{:?}",
+            store.try_wait()
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let memory = format!("/proc/{}/mem", store.id());
+    // What a process of the same user could open is root's once the process may not be traced.
+    let owner = std::fs::metadata(&memory).unwrap().uid();
+    let opened = std::fs::File::open(&memory).map(drop);
+    store.kill().unwrap();
+    store.wait().unwrap();
+    assert_eq!(owner, 0);
+    assert!(is_root || opened.is_err());
 }
 
 #[test]

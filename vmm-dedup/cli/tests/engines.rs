@@ -140,6 +140,47 @@ fn takes_its_socket_away(kind: &str) {
     assert!(!socket.exists());
 }
 
+/// A device that nobody could use is refused before it listens.
+#[test]
+fn devices_refuse_options_that_make_no_device() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("device");
+    let path = socket.to_str().expect("UTF-8");
+    for (kind, option, value) in [
+        ("dsa", "--max-clients", "0"),
+        ("pageforge", "--max-clients", "0"),
+        ("dsa", "--latency-ns", "18446744073709551615"),
+        ("dsa", "--megabytes-per-s", "0"),
+    ] {
+        let output = vmm_dedup(&["device", kind, "--socket", path, option, value]);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(text.contains(option) && text.contains("is not in"), "{text}");
+    }
+}
+
+/// A queue that there is not is told with the reason of the kernel's, and nobody does its work.
+#[test]
+fn a_queue_that_cannot_be_measured_is_told_with_the_reason() {
+    for (node, reason) in [
+        ("/dev/dsa/wq9999.0", "No such file or directory"),
+        ("/dev/null", "/dev/null is not a work queue: name one such as"),
+        (
+            "/sys/bus/pci/devices/none",
+            "is not a PCI device: name one such as",
+        ),
+    ] {
+        let output = vmm_dedup(&["bench", "dsa", "--node", node, "--json"]);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(
+            text.contains(reason) && !text.contains("the CPU does the same"),
+            "{text}"
+        );
+        assert!(output.stdout.is_empty());
+    }
+}
+
 /// Every figure is there, all ways merge the same, and the report says that it is of a model.
 #[test]
 fn dsa_is_compared_with_the_cpu() {
@@ -160,13 +201,13 @@ fn dsa_is_compared_with_the_cpu() {
     assert_eq!(report["device"]["latency_ns"], 800);
     assert_eq!(list(&report, "operations").len(), 2 * 13);
     let merges: Vec<&Value> = list(&report, "ksm").iter().map(|way| &way["merges"]).collect();
-    assert_eq!(merges.len(), 5);
+    assert_eq!(merges.len(), 6);
     assert!(
         merges
             .iter()
             .all(|count| *count == merges[0] && count.as_u64() > Some(500))
     );
-    assert_eq!(list(&report, "service").len(), 4);
+    assert_eq!(list(&report, "service").len(), 5);
     assert!(
         list(&report, "impact")
             .iter()

@@ -1,7 +1,8 @@
-//! kill -9 of each process, under load.
+//! kill -9 of each process, and a store that stands still, under load.
 
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -47,8 +48,13 @@ impl Drop for Process {
 }
 
 fn start_store(socket: &Path) -> Process {
+    start_store_with(socket, "none")
+}
+
+/// `metrics`: where they are served.
+fn start_store_with(socket: &Path, metrics: &str) -> Process {
     let store = command()
-        .args(["store", "--metrics", "none", "--socket"])
+        .args(["store", "--metrics", metrics, "--socket"])
         .arg(socket)
         .spawn()
         .expect("a store");
@@ -214,6 +220,68 @@ fn guests_survive_a_killed_store_and_share_again() {
 fn guests_with_managed_breaks_survive_a_killed_store_and_share_again() {
     if kvm_is_there() {
         store_killed("managed");
+    }
+}
+
+/// A metric of the store that serves them at this address.
+fn metric(address: &str, name: &str) -> Option<u64> {
+    let mut stream = TcpStream::connect(address).ok()?;
+    let request = "GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n";
+    stream.write_all(request.as_bytes()).ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    let line = text.lines().find(|line| line.starts_with(name))?;
+    line.rsplit(' ').next()?.parse().ok()
+}
+
+/// Stops a store for longer than services wait for an answer, and lets it go on.
+fn store_stands_still(breaks: &str) {
+    let enough = if breaks == "managed" {
+        COMMON_PAGES
+    } else {
+        2 * COMMON_PAGES
+    };
+    let (_folder, socket) = folder();
+    let store = start_store_with(&socket, "127.0.0.1:0");
+    let guests: Vec<Process> = (1..=3).map(|n| start_guest(&socket, n, breaks)).collect();
+    wait_until("three guests share", || sharing(&socket) >= enough);
+    let stat_before = stat(&socket).expect("the store answers");
+    let metrics = stat_before["store"]["metrics"]
+        .as_str()
+        .expect("an address")
+        .to_owned();
+    let connections = || metric(&metrics, "vmmdedup_connections_accepted_total");
+    let before = connections().expect("a number");
+    let pid = rustix::process::Pid::from_child(&store.0);
+    let tell = |signal| rustix::process::kill_process(pid, signal).expect("it runs");
+    tell(rustix::process::Signal::STOP);
+    std::thread::sleep(Duration::from_secs(8));
+    tell(rustix::process::Signal::CONT);
+    wait_until("all have connected again", || connections() >= Some(before + 3));
+    wait_until("the store waits for nobody", || {
+        metric(&metrics, "vmmdedup_orphans") == Some(0)
+    });
+    wait_until("they share again", || sharing(&socket) >= enough);
+    for guest in guests {
+        assert!(verify(guest), "a guest found wrong bytes");
+    }
+    wait_until("nothing is in use", || {
+        stat(&socket)
+            .is_some_and(|stat| stat["store"]["pages_shared"] == 0 && stat["store"]["slots_limbo"] == 0)
+    });
+}
+
+#[test]
+fn a_store_that_stood_still_waits_for_nobody() {
+    if kvm_is_there() {
+        store_stands_still("kernel");
+    }
+}
+
+#[test]
+fn a_store_that_stood_still_waits_for_nobody_with_managed_breaks() {
+    if kvm_is_there() {
+        store_stands_still("managed");
     }
 }
 

@@ -1,7 +1,9 @@
 //! `fleet api`: a VMM's own interface, by the name of its VM.
 
 use crate::at::At;
+use crate::choice::none_called;
 use crate::file::Vmm;
+use crate::process::Life;
 use crate::runtime;
 use crate::vmm;
 use std::time::Duration;
@@ -31,13 +33,15 @@ pub fn api(at: &At, name: &str, words: &[String]) -> Result<(), Failure> {
             missing.why
         )));
     }
-    let vm = state.vms.iter().find(|vm| vm.name == name).ok_or_else(|| {
-        let names: Vec<&str> = state.vms.iter().map(|vm| vm.name.as_str()).collect();
-        Failure::new(format!(
-            "no VM of this fleet is called {name}: there are {}",
-            names.join(", ")
-        ))
-    })?;
+    let vm = state.vms.iter().find(|vm| vm.name == name);
+    let vm = vm.ok_or_else(|| none_called(name, &[], &state))?;
+    // It would answer when it goes on, which may be never.
+    if vm.process.life() == Life::Stopped {
+        let pid = vm.process.pid;
+        return Err(Failure::new(format!(
+            "VM {name:?}: its process {pid} is stopped and cannot answer: `kill -CONT {pid}` lets it go on"
+        )));
+    }
     let files = directory.vm(name);
     let answer = runtime::block_on(async {
         let asked = async {

@@ -1,14 +1,19 @@
 //! What `up` has to do so that the fleet is as its file says.
 
+use crate::log_keeper::{self, Fault};
 use crate::plan::{Plan, StorePlan, VmPlan};
 use crate::spec::{Difference, spec, store_keys};
 use crate::state::{Directory, State, VmState};
-use crate::stores::{self, Unheard};
+use crate::stores::{Accounts, Unheard};
 use crate::vmm::{self, Condition, Health};
+use std::path::{Path, PathBuf};
 use tokio::task::JoinSet;
-use vmm_dedup_host::Failure;
 use vmm_dedup_host::store::listens;
+use vmm_dedup_host::units::quoted;
+use vmm_dedup_host::view::address;
+use vmm_dedup_host::{Failure, account};
 use vmm_dedup_protocol::control::Settings;
+use vmm_dedup_protocol::observer::Vm;
 
 /// Everything.
 #[derive(Debug, Default)]
@@ -24,13 +29,17 @@ pub(crate) struct Changes<'a> {
     /// Stores that were started with other settings, by domain and process: they need a new start of the store.
     stale: Vec<(&'a str, i32, Vec<String>)>,
     /// Stores that run and do not answer: their domains, and why.
-    deaf: Vec<(&'a str, Failure)>,
+    deaf: Vec<(&'a str, String)>,
     /// VMs that the file does not have any more.
     extra: Vec<String>,
     /// VMs that do not answer, and why.
     silent: Vec<(&'a str, String)>,
     /// VMs that are stopped by a signal, and their processes.
     frozen: Vec<(&'a str, i32)>,
+    /// VMs that somebody has switched off although the file has them on, as their stores are told of them, and the stores' sockets.
+    off: Vec<(&'a str, String, PathBuf)>,
+    /// Why logs are not kept short, if they are not.
+    pub(crate) logs: Option<Fault>,
 }
 
 /// A VM whose service takes over settings.
@@ -48,6 +57,13 @@ impl<'a> Changes<'a> {
         state: &State,
         directory: &Directory,
     ) -> Result<Self, Failure> {
+        let health = health(state, directory).await?;
+        let accounts = Accounts::of(state.asked(&plan.stores));
+        Ok(Self::seen(plan, state, &health, &accounts))
+    }
+
+    /// The same, of what was seen already. `health`: of the state's VMs.
+    pub(crate) fn seen(plan: &'a Plan, state: &State, health: &[Health], accounts: &Accounts) -> Self {
         let mut changes = Self {
             stores: plan
                 .stores
@@ -60,34 +76,37 @@ impl<'a> Changes<'a> {
                 .filter_map(|store| stale(store, state))
                 .collect(),
             deaf: (plan.stores.iter())
-                .filter_map(|store| {
-                    match stores::account(&store.socket, state.store_process(&store.domain)) {
-                        Err(Unheard::Silent(why)) => Some((store.domain.as_str(), why)),
-                        Ok(_) | Err(Unheard::Gone) => None,
-                    }
+                .filter_map(|store| match accounts.of_domain(&store.domain) {
+                    Some(Err(Unheard::Silent(why))) => Some((store.domain.as_str(), why.to_string())),
+                    _ => None,
                 })
                 .collect(),
+            logs: log_keeper::fault(state),
             ..Self::default()
         };
-        let health = health(state, directory).await?;
         for vm in &plan.vms {
             let running = state
                 .vms
                 .iter()
-                .zip(&health)
+                .zip(health)
                 .find(|(other, _)| other.name == vm.name);
             match running {
                 None => changes.starts.push((vm, "missing")),
-                Some((old, health)) => changes.of_vm(vm, old, health),
+                Some((old, health)) => {
+                    let service = accounts.service(old);
+                    let store = plan.store_of(vm).map(|store| store.socket.as_path());
+                    changes.of_vm(vm, old, health, service.zip(store));
+                }
             }
         }
         let is_planned = |vm: &&VmState| plan.vms.iter().any(|planned| planned.name == vm.name);
         let extra = state.vms.iter().filter(|vm| !is_planned(vm));
         changes.extra = extra.map(|vm| vm.name.clone()).collect();
-        Ok(changes)
+        changes
     }
 
-    fn of_vm(&mut self, vm: &'a VmPlan, old: &VmState, health: &Health) {
+    /// `service`: what the VM's service says, and the socket of its store.
+    fn of_vm(&mut self, vm: &'a VmPlan, old: &VmState, health: &Health, service: Option<(&Vm, &Path)>) {
         match health {
             Health::Crashed(_) => return self.starts.push((vm, "crashed")),
             Health::Ended => return self.starts.push((vm, "ended")),
@@ -101,9 +120,15 @@ impl<'a> Changes<'a> {
         if old.spec.is_null() {
             return; // noted down by an older release
         }
-        let difference = Difference::between(&old.spec, &spec(vm));
-        if difference.is_none() {
-            return;
+        let new = spec(vm);
+        let mut difference = Difference::between(&old.spec, &new);
+        if let (Some((service, socket)), Health::Alive(_)) = (service, health) {
+            difference.add_drift(&old.spec, &new, &service.stats);
+            let is_on = |spec: &serde_json::Value| spec["dedup"]["enabled"] == true;
+            // One that the file switches on now is switched on. What somebody has switched off is his to switch on again.
+            if is_on(&old.spec) && is_on(&new) && account::is_off(service.stats.state) {
+                self.off.push((&vm.name, address(service), socket.to_owned()));
+            }
         }
         if !difference.live_keys.is_empty() {
             self.live.push(Live {
@@ -117,7 +142,7 @@ impl<'a> Changes<'a> {
         }
     }
 
-    /// Whether there is anything to do. What is only told is no work.
+    /// Whether no store or VM is to be started or changed. What is only told is no work.
     pub(crate) fn is_none(&self) -> bool {
         self.stores.is_empty() && self.starts.is_empty() && self.live.is_empty()
     }
@@ -132,15 +157,29 @@ impl<'a> Changes<'a> {
             .starts
             .iter()
             .map(|(vm, why)| format!("+ {} ({}, {why})", vm.name, vm.vmm));
-        let live = self
-            .live
-            .iter()
-            .map(|live| format!("~ {}: {}", live.vm.name, live.keys.join(", ")));
-        stores.chain(starts).chain(live).collect()
+        let logs = (self.logs == Some(Fault::Gone)).then(|| "+ the process that keeps logs short".to_owned());
+        logs.into_iter()
+            .chain(stores)
+            .chain(starts)
+            .chain(self.live())
+            .collect()
+    }
+
+    /// The settings that services take over while they run, a line for each VM.
+    pub(crate) fn live(&self) -> impl Iterator<Item = String> {
+        let live = self.live.iter();
+        live.map(|live| format!("~ {}: {}", live.vm.name, live.keys.join(", ")))
     }
 
     /// What `up` leaves to whoever runs it. `command`: a fleet command, to be pasted.
     pub(crate) fn told(&self, command: impl Fn(&str) -> String) -> Vec<String> {
+        let mut told = self.other_than_in_the_file(&command);
+        told.extend(self.unwell(&command));
+        told
+    }
+
+    /// Of that, what runs otherwise than the file says.
+    pub(crate) fn other_than_in_the_file(&self, command: impl Fn(&str) -> String) -> Vec<String> {
         let restarts = self.restarts.iter().map(|(name, keys)| {
             format!(
                 "! {name}: {} changed: `{} {name}`",
@@ -162,6 +201,16 @@ impl<'a> Changes<'a> {
                 command("down")
             )
         });
+        let off = self.off.iter().map(|(name, address, socket)| {
+            let (address, socket) = (quoted(address), quoted(&socket.to_string_lossy()));
+            format!("! {name} was switched off by `set`: `vmm-dedup set {address} on --store {socket}` switches it on again")
+        });
+        restarts.chain(off).chain(stale).chain(extra).collect()
+    }
+
+    /// Of that, what does not answer, or stands still.
+    fn unwell(&self, command: impl Fn(&str) -> String) -> Vec<String> {
+        let deaf = (self.deaf.iter()).map(|(domain, why)| format!("! store of domain {domain:?}: {why}"));
         let silent = self.silent.iter().map(|(name, why)| {
             format!(
                 "! {name} does not answer ({why}): `{} {name}` starts it anew, and its guest loses what it has not written",
@@ -170,9 +219,13 @@ impl<'a> Changes<'a> {
         });
         let frozen = (self.frozen.iter())
             .map(|(name, pid)| format!("! {name} is stopped by a signal: `kill -CONT {pid}` lets it go on"));
-        let deaf = (self.deaf.iter()).map(|(domain, why)| format!("! store of domain {domain:?}: {why}"));
-        let told = restarts.chain(stale).chain(deaf).chain(extra);
-        told.chain(silent).chain(frozen).collect()
+        let logs = match self.logs {
+            Some(Fault::Stopped(pid)) => Some(format!(
+                "! the process that keeps logs short is stopped by a signal: `kill -CONT {pid}` lets it go on"
+            )),
+            _ => None,
+        };
+        deaf.chain(silent).chain(frozen).chain(logs).collect()
     }
 }
 

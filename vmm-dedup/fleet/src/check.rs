@@ -2,8 +2,9 @@
 
 use crate::plan::{Plan, StorePlan, VmPlan};
 use crate::program::Tools;
+use crate::rights;
 use crate::state::{Directory, State};
-use crate::stores::{self, Unheard};
+use crate::stores::{Accounts, Unheard};
 use std::fs::{File, OpenOptions};
 use std::net::TcpListener;
 use std::os::unix::fs::FileTypeExt;
@@ -30,11 +31,18 @@ pub(crate) fn starts(
     let tools = Tools::find(plan)?;
     directory.check_room(vms.len(), stores.len())?;
     files(vms, directory, leftovers)?;
+    for vm in vms {
+        let checked = rights::check(plan, vm, &tools, directory.path());
+        checked.map_err(|e| Failure::new(format!("VM {:?}: {e}", vm.name)))?;
+    }
     for store in stores {
         check_store(store)?;
     }
     for store in &plan.stores {
         check_names(store, vms)?;
+        if listens(&store.socket) {
+            rights::check_join(store, vms).map_err(|e| fail(store, &e))?;
+        }
     }
     Ok(tools)
 }
@@ -42,12 +50,15 @@ pub(crate) fn starts(
 /// What these VMs are started from is there, and what they will make is not.
 pub(crate) fn files(vms: &[&VmPlan], directory: &Directory, leftovers: &[PathBuf]) -> Result<(), Failure> {
     vms.iter().try_for_each(|vm| {
-        let checked = check_vm(vm, directory, leftovers);
+        let checked = rights::identity(vm)
+            .and_then(|user| rights::act(user.as_ref(), || check_inputs(vm)))
+            .and_then(|()| check_vm(vm, directory, leftovers));
         checked.map_err(|e| Failure::new(format!("VM {:?}: {e}", vm.name)))
     })
 }
 
-fn check_vm(vm: &VmPlan, directory: &Directory, leftovers: &[PathBuf]) -> Result<(), String> {
+/// What a VM is started from is there, and may be opened.
+fn check_inputs(vm: &VmPlan) -> Result<(), String> {
     readable("kernel", &vm.kernel)?;
     if let Some(initramfs) = &vm.initramfs {
         readable("initramfs", initramfs)?;
@@ -56,6 +67,10 @@ fn check_vm(vm: &VmPlan, directory: &Directory, leftovers: &[PathBuf]) -> Result
         let opened = OpenOptions::new().read(true).write(!readonly).open(disk);
         opened.map_err(|e| format!("cannot open the disk {}: {e}", disk.display()))?;
     }
+    Ok(())
+}
+
+fn check_vm(vm: &VmPlan, directory: &Directory, leftovers: &[PathBuf]) -> Result<(), String> {
     if let Some(socket) = vm.vsock() {
         socket_path(socket)?;
         if socket.exists() && !leftovers.iter().any(|left| left == socket) {
@@ -129,13 +144,15 @@ pub(crate) fn stores_answer(plan: &Plan, state: &State, vms: &[&VmPlan], up: &st
         vms.iter()
             .any(|vm| vm.dedup.is_some() && vm.domain == store.domain)
     };
-    plan.stores.iter().filter(is_needed).try_for_each(|store| {
-        match stores::account(&store.socket, state.store_process(&store.domain)) {
-            Ok(_) => Ok(()),
-            Err(Unheard::Gone) => Err(fail(store, &format!("it does not run: `{up}` starts it"))),
-            Err(Unheard::Silent(why)) => Err(Failure::new(format!("domain {:?}: {why}", store.domain))),
-        }
-    })
+    let needed: Vec<&StorePlan> = plan.stores.iter().filter(is_needed).collect();
+    let accounts = Accounts::of(state.asked(needed.iter().copied()));
+    needed
+        .iter()
+        .try_for_each(|store| match accounts.of_domain(&store.domain) {
+            Some(Ok(_)) => Ok(()),
+            Some(Err(Unheard::Silent(why))) => Err(Failure::new(format!("domain {:?}: {why}", store.domain))),
+            _ => Err(fail(store, &format!("it does not run: `{up}` starts it"))),
+        })
 }
 
 /// Either a store of this release runs there, or one can be started.

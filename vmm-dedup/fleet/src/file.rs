@@ -31,6 +31,10 @@ pub struct FleetFile {
     pub(crate) parallel: Option<u16>,
     /// How long one VM may take to start, seconds.
     pub(crate) start_timeout_s: Option<u64>,
+    /// Who VMMs run as that have no `user` of their own.
+    pub(crate) user: Option<String>,
+    /// More groups of theirs, where they have no `groups` of their own.
+    pub(crate) groups: Option<Vec<String>>,
     /// The store of the trust domain `default`.
     #[serde(default)]
     pub(crate) store: StoreSettings,
@@ -118,6 +122,10 @@ pub(crate) struct VmSettings {
     /// More of Cloud Hypervisor's `vm.create`.
     pub(crate) api: Option<toml::Table>,
     pub(crate) extra_args: Option<Vec<String>>,
+    /// Who its VMM runs as: a name or a number.
+    pub(crate) user: Option<String>,
+    /// More groups of that user, names or numbers.
+    pub(crate) groups: Option<Vec<String>>,
     pub(crate) domain: Option<String>,
     /// `mode`, and the engine's settings, as a table or as a line.
     #[serde(default, deserialize_with = "table_or_line")]
@@ -151,6 +159,8 @@ impl VmSettings {
             agent: self.agent.or(t.agent),
             api: merged(self.api, t.api),
             extra_args: self.extra_args.or(t.extra_args),
+            user: self.user.or(t.user),
+            groups: self.groups.or(t.groups),
             domain: self.domain.or(t.domain),
             dedup: merged(self.dedup, t.dedup),
         }

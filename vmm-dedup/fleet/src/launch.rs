@@ -3,7 +3,7 @@
 use crate::plan::{Plan, StorePlan, VmPlan};
 use crate::program::Tools;
 use crate::state::{self, Locked, State, StoreState, VmFiles};
-use crate::{log, stores, vmm};
+use crate::{log, rights, stores, vmm};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
@@ -58,7 +58,8 @@ impl Fleet {
                     state.stores.push(started);
                 })
             };
-            stores::ensure(store, &self.directory, started).await?;
+            let users = rights::members(&self.plan, store)?;
+            stores::ensure(store, &users, &self.directory, started).await?;
             note!(
                 "store of domain {:?} listens on {}",
                 store.domain,
@@ -121,20 +122,24 @@ impl Fleet {
     }
 
     /// Ends a VM that ought to run, if it has a process, and removes its files; that it is missing, and why, is noted down.
-    pub(crate) async fn end_wanted(&self, name: &str, grace: Duration, why: &str) -> Result<(), Failure> {
-        self.end_process(name, grace).await?;
+    /// Whether there was anything to end.
+    pub(crate) async fn end_wanted(&self, name: &str, grace: Duration, why: &str) -> Result<bool, Failure> {
+        let lived = self.end_process(name, grace).await?;
         let planned = self.plan.vms.iter().find(|vm| vm.name == name);
         self.record(|state| {
             state.vms.retain(|other| other.name != name);
             planned.into_iter().for_each(|vm| state.miss(vm, why));
-        })
+        })?;
+        Ok(lived)
     }
 
-    async fn end_process(&self, name: &str, grace: Duration) -> Result<(), Failure> {
+    async fn end_process(&self, name: &str, grace: Duration) -> Result<bool, Failure> {
         let found = self.state.borrow().vms.iter().find(|vm| vm.name == name).cloned();
-        let Some(vm) = found else { return Ok(()) };
+        let Some(vm) = found else { return Ok(false) };
+        let lives = vm.process.is_alive();
         vmm::end(&vm, &self.directory.vm(name), grace).await?;
-        self.directory.remove_vm(&vm)
+        self.directory.remove_vm(&vm)?;
+        Ok(lives)
     }
 }
 

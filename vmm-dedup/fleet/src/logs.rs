@@ -47,7 +47,7 @@ pub fn logs(at: &At, names: &[String], which: Which) -> Result<(), Failure> {
     })?;
     at.check(&state)?;
     let mut files: Vec<(String, PathBuf)> = Vec::new();
-    for name in choose(names, &state.names())? {
+    for name in choose(names, &state.names(), &state)? {
         if let Some(missing) = state.missing.get(&name) {
             note!("{name} does not run ({})", missing.why);
         }
@@ -137,7 +137,7 @@ struct Tail {
 impl Tail {
     /// Of what comes from now on.
     fn from_end(path: PathBuf) -> Self {
-        let file = File::open(&path).ok();
+        let file = log::open(&path).ok();
         let len = |file: &File| file.metadata().map_or(0, |metadata| metadata.len());
         Self {
             end: file.as_ref().map_or(0, len),
@@ -166,26 +166,29 @@ impl Tail {
         shown
     }
 
-    /// What has come since, as much as is read at a time; a file that has become shorter was begun anew.
+    /// What has come since, as much as is read at a time; a file that has become shorter was begun anew, and what it was is beside it.
     fn read(&mut self) -> Vec<u8> {
         let mut new = Vec::new();
         let Some(file) = &mut self.file else { return new };
-        let mut read = || {
-            if file.metadata()?.len() < self.end {
-                self.end = 0;
-            }
-            file.seek(SeekFrom::Start(self.end))?;
-            file.take(MOST).read_to_end(&mut new)
+        let read = |file: &mut File, start: u64, most: u64, to: &mut Vec<u8>| {
+            let begun = file.seek(SeekFrom::Start(start));
+            // What cannot be read now is read at the next look.
+            begun.and_then(|_| file.take(most).read_to_end(to)).unwrap_or(0) as u64
         };
-        // What cannot be read now is read at the next look.
-        let _ = read();
-        self.end += new.len() as u64;
+        if file.metadata().is_ok_and(|file| file.len() < self.end) {
+            // All of it: it goes with the next one.
+            if let Ok(mut last) = log::open(&log::last_of(&self.path)) {
+                read(&mut last, self.end, u64::MAX, &mut new);
+            }
+            self.end = 0;
+        }
+        self.end += read(file, self.end, MOST, &mut new);
         new
     }
 
     /// The file that has the log's path now, if it is another one.
     fn next(&self) -> Option<File> {
-        let next = File::open(&self.path).ok()?;
+        let next = log::open(&self.path).ok()?;
         let which = |file: &File| file.metadata().ok().map(|file| (file.dev(), file.ino()));
         (self.file.as_ref().and_then(which) != which(&next)).then_some(next)
     }
@@ -249,9 +252,17 @@ mod tests {
         assert_eq!(tail.lines(), ["last words"]);
         std::fs::write(&path, "as long as it is\n").unwrap();
         assert_eq!(tail.lines(), ["as long as it is"]);
-        // One that was emptied in place.
+        // One that was emptied in place, after it was copied with what nobody has seen yet.
+        std::fs::write(log::last_of(&path), "as long as it is\nand more\n").unwrap();
         std::fs::write(&path, "short\n").unwrap();
-        assert_eq!(tail.lines(), ["short"]);
+        assert_eq!(tail.lines(), ["and more", "short"]);
+        // In its place a VM's user may have put a way to what root alone may read.
+        let (last, secret) = (log::last_of(&path), folder.path().join("secret"));
+        std::fs::write(&secret, "as long as it is\nsecret\n").unwrap();
+        std::fs::remove_file(&last).unwrap();
+        std::os::unix::fs::symlink(&secret, &last).unwrap();
+        std::fs::write(&path, "a\n").unwrap();
+        assert_eq!(tail.lines(), ["a"]);
     }
 
     /// Lines of one byte each, as many as one look reads: taken one by one from the front they took minutes.

@@ -9,7 +9,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
 use std::time::Duration;
 use vmm_dedup_host::Failure;
-use vmm_dedup_host::process::Stat;
+use vmm_dedup_host::process::{self, Stat};
 
 /// How often a process is looked at that is to end.
 const LOOK: Duration = Duration::from_millis(10);
@@ -120,6 +120,11 @@ impl Process {
             },
             _ => Life::Ended(None),
         }
+    }
+
+    /// Whether a store means it by a number.
+    pub(crate) fn is_called(&self, of_store: u64) -> bool {
+        u64::try_from(self.pid).is_ok_and(|pid| process::is(pid, of_store))
     }
 
     pub(crate) fn is_alive(&self) -> bool {

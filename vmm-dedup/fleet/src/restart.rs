@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 use vmm_dedup_host::units::{count, quoted};
+use vmm_dedup_host::view::matches;
 use vmm_dedup_host::{Failure, note, say};
 
 /// Ends VMs and starts them as the file says now, so many at a time. No names: all VMs.
@@ -23,7 +24,16 @@ pub fn restart(at: &At, names: &[String], grace: Duration, parallel: usize) -> R
     let (locked, state) = at.running()?;
     let (plan, kept) = at.plan(&state)?;
     let all: Vec<&str> = plan.vms.iter().map(|vm| vm.name.as_str()).collect();
-    let chosen = choose(names, &all)?;
+    let is_planned = |word: &str| all.iter().any(|name| matches(word, name));
+    let extra = |word: &&String| !is_planned(word) && state.names().iter().any(|name| matches(word, name));
+    if let Some(word) = names.iter().find(extra) {
+        return Err(Failure::new(format!(
+            "{word} is not in the file any more, and cannot be started as it says: `{} {}` ends it",
+            at.command("down"),
+            quoted(word)
+        )));
+    }
+    let chosen = choose(names, &all, &state)?;
     let vms: Vec<&VmPlan> = plan.vms.iter().filter(|vm| chosen.contains(&vm.name)).collect();
     let fleet = Rc::new(fleet(at, plan.clone(), state, locked, &vms)?);
     runtime::block_on(async {
@@ -31,8 +41,10 @@ pub fn restart(at: &At, names: &[String], grace: Duration, parallel: usize) -> R
             // Guests' logs may have filled the folder since: an ended VM could not be started again.
             fleet.directory.check_room(some.len(), 0)?;
             for name in some {
-                fleet.end_wanted(name, grace, NOT_STARTED).await?;
-                note!("{name} has ended");
+                match fleet.end_wanted(name, grace, NOT_STARTED).await? {
+                    true => note!("{name} has ended"),
+                    false => note!("{name} did not run"),
+                }
             }
             let places = places(&fleet.plan, some);
             if let Some(failure) = start_some(&fleet, &places).await?.into_iter().next() {

@@ -1,8 +1,11 @@
 //! Settings of VMs and stores as the state keeps them, to tell later what has changed in the file.
 
 use crate::plan::{StorePlan, VmPlan};
+use serde::Deserialize;
 use serde_json::{Value, json};
-use vmm_dedup_protocol::control::{Settings, Switch};
+use vmm_dedup::Config;
+use vmm_dedup_protocol::control::Settings;
+use vmm_dedup_protocol::stats::ServiceStats;
 
 /// What has changed, in keys of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -30,6 +33,8 @@ pub(crate) fn spec(vm: &VmPlan) -> Value {
         "cmdline": vm.cmdline,
         "extra_args": vm.extra_args,
         "api": api,
+        "user": vm.user,
+        "groups": (!vm.groups.is_empty()).then_some(&vm.groups),
         "domain": vm.domain,
         "dedup": dedup,
         "agent": vm.agent.as_ref().map(ToString::to_string),
@@ -38,7 +43,12 @@ pub(crate) fn spec(vm: &VmPlan) -> Value {
 
 /// The settings of a store that its process is started with.
 pub(crate) fn store_spec(store: &StorePlan) -> Value {
-    json!({ "max_mib": store.max_mib, "metrics": store.metrics, "ordered": store.ordered })
+    json!({
+        "max_mib": store.max_mib,
+        "metrics": store.metrics,
+        "ordered": store.ordered,
+        "users": (!store.users.is_empty()).then_some(&store.users),
+    })
 }
 
 /// The keys in which the settings of a store differ from those that it was started with.
@@ -64,8 +74,9 @@ impl Difference {
             keys.retain(|key| !key.starts_with("dedup.breaks.") || key == "dedup.breaks.mode");
         }
         let mut difference = Self::default();
+        let config = dedup_of(new);
         for key in keys {
-            match live(&key, new, &mut difference.live) {
+            match live(&key, config.as_ref(), &mut difference.live) {
                 true => difference.live_keys.push(key),
                 false => difference.restart_keys.push(key),
             }
@@ -73,8 +84,43 @@ impl Difference {
         difference
     }
 
-    pub(crate) fn is_none(&self) -> bool {
-        self.live_keys.is_empty() && self.restart_keys.is_empty()
+    /// Adds what a running service has been told since (`vmm-dedup set`), which is neither as it was started nor as the file says.
+    /// Whether it merges is left out. `old`, `new`: as for [`Self::between`].
+    pub(crate) fn add_drift(&mut self, old: &Value, new: &Value, now: &ServiceStats) {
+        let dedup = &new["dedup"];
+        let is_managed = |spec: &Value| spec["dedup"]["breaks"]["mode"] == "managed";
+        let reserve = match is_managed(old) && is_managed(new) {
+            true => now.reserve_target,
+            false => 0,
+        };
+        let settings = [
+            ("dedup.cpu_percent", &dedup["cpu_percent"], now.cpu_percent),
+            (
+                "dedup.pass_period_ms",
+                &dedup["pass_period_ms"],
+                now.pass_period_ms,
+            ),
+            (
+                "dedup.stop_target_us",
+                &dedup["stop_target_us"],
+                now.stop_target_us,
+            ),
+            (
+                "dedup.breaks.reserve_pages",
+                &dedup["breaks"]["reserve_pages"],
+                reserve,
+            ),
+        ];
+        let config = dedup_of(new);
+        for (key, file, now) in settings {
+            // A service that has told nothing yet has zeros.
+            let differs = now != 0 && file.as_u64().is_some_and(|file| file != now);
+            let is_told = self.live_keys.iter().any(|told| told == key);
+            if differs && !is_told && live(key, config.as_ref(), &mut self.live) {
+                self.live_keys
+                    .push(format!("{key} ({now} by `set`, {file} in the file)"));
+            }
+        }
     }
 }
 
@@ -101,28 +147,20 @@ fn differing(old: &Value, new: &Value, at: &str, keys: &mut Vec<String>) {
 }
 
 /// Whether a running service can take over what this key says now; then it is in the settings.
-fn live(key: &str, new: &Value, settings: &mut Settings) -> bool {
-    let dedup = &new["dedup"];
-    let number = |value: &Value| value.as_u64().and_then(|n| u32::try_from(n).ok());
-    match key {
-        "dedup.cpu_percent" => settings.cpu_percent = number(&dedup["cpu_percent"]),
-        "dedup.pass_period_ms" => settings.pass_period_ms = number(&dedup["pass_period_ms"]),
-        "dedup.stop_target_us" => settings.stop_target_us = number(&dedup["stop_target_us"]),
-        "dedup.breaks.reserve_pages" if dedup["breaks"]["mode"] == "managed" => {
-            settings.reserve_pages = number(&dedup["breaks"]["reserve_pages"]);
-        }
-        "dedup.enabled" => {
-            let on = dedup["enabled"].as_bool();
-            settings.switch = on.map(|on| if on { Switch::On } else { Switch::Off });
-        }
-        _ => return false,
-    }
-    true
+fn live(key: &str, new: Option<&Config>, settings: &mut Settings) -> bool {
+    let key = key.strip_prefix("dedup.");
+    key.zip(new).is_some_and(|(key, new)| new.live(key, settings))
+}
+
+/// The engine's settings in a VM's.
+fn dedup_of(spec: &Value) -> Option<Config> {
+    Config::deserialize(&spec["dedup"]).ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vmm_dedup_protocol::control::Switch;
 
     fn of(dedup: Value, memory: u64) -> Value {
         json!({ "memory_mib": memory, "dedup": dedup, "api": { "memory": { "size": memory << 20 } } })
@@ -153,7 +191,45 @@ mod tests {
             ..Settings::default()
         };
         assert_eq!(difference.live, expected);
-        assert!(Difference::between(&old, &old).is_none());
+        assert_eq!(Difference::between(&old, &old), Difference::default());
+    }
+
+    #[test]
+    fn what_somebody_has_set_is_told_unless_the_file_has_it_or_nobody_knows() {
+        let breaks = json!({ "mode": "managed", "reserve_pages": 64 });
+        let spec = of(
+            json!({ "cpu_percent": 20, "pass_period_ms": 1000, "stop_target_us": 120, "breaks": breaks }),
+            64,
+        );
+        let drift = |now: ServiceStats| {
+            let mut difference = Difference::between(&spec, &spec);
+            difference.add_drift(&spec, &spec, &now);
+            (difference.live_keys, difference.live)
+        };
+        let as_it_is = ServiceStats {
+            cpu_percent: 20,
+            pass_period_ms: 1000,
+            stop_target_us: 120,
+            reserve_target: 64,
+            ..ServiceStats::default()
+        };
+
+        assert_eq!(drift(as_it_is), (Vec::new(), Settings::default()));
+        assert_eq!(drift(ServiceStats::default()), (Vec::new(), Settings::default()));
+        let (keys, settings) = drift(ServiceStats {
+            cpu_percent: 40,
+            reserve_target: 8192,
+            ..as_it_is
+        });
+        let cpu = "dedup.cpu_percent (40 by `set`, 20 in the file)";
+        let reserve = "dedup.breaks.reserve_pages (8192 by `set`, 64 in the file)";
+        assert_eq!(keys, [cpu, reserve]);
+        let expected = Settings {
+            cpu_percent: Some(20),
+            reserve_pages: Some(64),
+            ..Settings::default()
+        };
+        assert_eq!(settings, expected);
     }
 
     #[test]

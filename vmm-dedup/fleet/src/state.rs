@@ -2,26 +2,28 @@
 //!
 //! ```text
 //! DIRECTORY/state.json       what was started (replaced as a whole)
-//! DIRECTORY/store-DOMAIN.log
+//! DIRECTORY/store-DOMAIN.log  (and .log.1, see `log_keeper`)
 //! DIRECTORY/vm/NAME/         see `VmFiles`
 //! ```
 //!
 //! A command that changes something holds a lock on the directory itself, which vanishes with the directory.
 
 use crate::file::Vmm;
-use crate::plan::VmPlan;
+use crate::plan::{StorePlan, VmPlan};
 use crate::process::Process;
-use rustix::fs::FlockOperation;
+use rustix::fs::{FlockOperation, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File};
-use std::io::{self, Read};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use vmm_dedup_host::Failure;
 use vmm_dedup_host::units::{natural_order, quoted};
+use vmm_dedup_host::users::Identity;
 
 /// What the name of a fleet's directory begins with.
 pub(crate) const PREFIX: &str = "fleet-";
@@ -48,6 +50,9 @@ pub(crate) struct State {
     /// How many VMs of an entry there are instead of its `count`.
     #[serde(default)]
     pub(crate) scale: BTreeMap<String, u32>,
+    /// The process that keeps logs short.
+    #[serde(default)]
+    pub(crate) log_keeper: Option<Process>,
     pub(crate) stores: Vec<StoreState>,
     pub(crate) vms: Vec<VmState>,
     /// VMs by name that were to be started and have no process: the start failed, or its command was killed.
@@ -69,10 +74,19 @@ impl State {
         self.missing.insert(vm.name.clone(), Missing { vmm, why });
     }
 
-    /// The process of a domain's store, if the fleet started it.
-    pub(crate) fn store_process(&self, domain: &str) -> Option<&Process> {
-        let store = self.stores.iter().find(|store| store.domain == domain)?;
-        store.process.as_ref()
+    /// What [`crate::stores::Accounts`] are to be of planned stores: their processes are known if the fleet started them.
+    pub(crate) fn asked<'a>(&'a self, stores: impl IntoIterator<Item = &'a StorePlan>) -> Vec<Asked<'a>> {
+        let process = |domain: &str| {
+            let store = self.stores.iter().find(|store| store.domain == domain)?;
+            store.process.as_ref()
+        };
+        let stores = stores.into_iter();
+        stores
+            .map(|store| {
+                let domain = store.domain.as_str();
+                (domain, store.socket.as_path(), process(domain))
+            })
+            .collect()
     }
 
     /// The names of all VMs that ought to run, in the order that people expect.
@@ -85,6 +99,9 @@ impl State {
     }
 }
 
+/// A store to be asked: its domain, its socket, and its process as far as it is known.
+pub(crate) type Asked<'a> = (&'a str, &'a Path, Option<&'a Process>);
+
 /// A trust domain's store.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct StoreState {
@@ -95,6 +112,13 @@ pub(crate) struct StoreState {
     /// The settings that it was started with, see [`crate::spec`]; null if it ran before the fleet.
     #[serde(default)]
     pub(crate) spec: Value,
+}
+
+impl StoreState {
+    /// What [`crate::stores::Accounts`] are to be of.
+    pub(crate) fn asked(&self) -> Asked<'_> {
+        (&self.domain, &self.socket, self.process.as_ref())
+    }
 }
 
 /// A VM.
@@ -147,9 +171,34 @@ impl VmFiles {
         self.0.join("api.sock")
     }
 
+    /// The VMM's socket, as long as it is held: a path that leads to it whatever is made of its name meanwhile. Who owns the VM's
+    /// folder may put there what he likes; only a socket of his own is one.
+    pub(crate) fn hold_socket(&self) -> io::Result<HeldSocket> {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let socket = File::from(rustix::fs::open(self.socket(), flags, Mode::empty())?);
+        let (is, owner) = (socket.metadata()?, fs::metadata(&self.0)?.uid());
+        if !is.file_type().is_socket() || is.uid() != owner {
+            return Err(io::Error::other(
+                "what is in its place is no socket of the VM's user",
+            ));
+        }
+        Ok(HeldSocket(socket.into()))
+    }
+
     /// The number of a VMM's process, for those without a socket that goes when they end in order.
     pub(crate) fn pid(&self) -> PathBuf {
         self.0.join("vmm.pid")
+    }
+}
+
+/// See [`VmFiles::hold_socket`].
+#[derive(Debug)]
+pub(crate) struct HeldSocket(OwnedFd);
+
+impl HeldSocket {
+    /// What to connect to.
+    pub(crate) fn path(&self) -> PathBuf {
+        PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()))
     }
 }
 
@@ -378,16 +427,40 @@ impl Locked {
     pub(crate) fn write(&self, state: &State) -> Result<(), Failure> {
         let (path, fresh) = (self.state_path(), self.fresh_path());
         let text = serde_json::to_string_pretty(state).map_err(Failure::from_error)?;
-        fs::write(&fresh, text)
+        let written = create_private(&fresh).and_then(|mut file| file.write_all(text.as_bytes()));
+        written
             .and_then(|()| fs::rename(&fresh, &path))
             .map_err(|e| Failure::new(format!("cannot write {}: {e}", path.display())))
     }
 
-    /// Makes the directory of a VM.
+    /// Makes the directory of a VM, empty, for this user alone.
     pub(crate) fn make_vm(&self, name: &str) -> Result<VmFiles, Failure> {
         let files = self.vm(name);
-        make(files.folder(), 0o700)?;
+        let folder = files.folder();
+        if let Some(parent) = folder.parent() {
+            make(parent, 0o700)?;
+        }
+        let create = || DirBuilder::new().mode(0o700).create(folder);
+        // What a VM has left, it may have made whatever it liked of.
+        let made = create().or_else(|e| match e.kind() {
+            io::ErrorKind::AlreadyExists => fs::remove_dir_all(folder).and_then(|()| create()),
+            _ => Err(e),
+        });
+        made.map_err(|e| Failure::new(format!("cannot create {}: {e}", folder.display())))?;
         Ok(files)
+    }
+
+    /// Gives the directory of a VM to its user, with the settings of dedup that are in it, once all that is made there with more
+    /// rights is there. Others can pass through the fleet's directory then, and see nothing in it.
+    pub(crate) fn give_vm(&self, files: &VmFiles, owner: &Identity) -> io::Result<()> {
+        for folder in [self.path.as_path(), &self.path.join("vm")] {
+            fs::set_permissions(folder, fs::Permissions::from_mode(0o711))?;
+        }
+        let (uid, gid) = (Some(owner.uid), Some(owner.gid));
+        if files.dedup().exists() {
+            std::os::unix::fs::chown(files.dedup(), uid, gid)?;
+        }
+        std::os::unix::fs::chown(files.folder(), uid, gid)
     }
 
     /// Removes what a VM leaves that has ended.
@@ -408,7 +481,12 @@ impl Locked {
         for entry in fs::read_dir(path).map_err(fail)? {
             let entry = entry.map_err(fail)?.path();
             let name = entry.file_name().unwrap_or_default().as_encoded_bytes();
-            if name.starts_with(b"store-") && name.ends_with(b".log") {
+            let is_log = |name: &[u8]| {
+                [&b".log"[..], b".log.1", b".log.new"]
+                    .iter()
+                    .any(|end| name.ends_with(end))
+            };
+            if name.starts_with(b"store-") && is_log(name) {
                 remove_file(&entry).map_err(fail)?;
             }
         }
@@ -424,6 +502,13 @@ impl Locked {
         remove_file(&self.state_path()).map_err(fail)?;
         fs::remove_dir(path).map_err(fail)
     }
+}
+
+/// Makes a file anew, for this user alone.
+pub(crate) fn create_private(path: &Path) -> io::Result<File> {
+    let mut options = File::options();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    options.open(path)
 }
 
 /// Removes a file, if it is there.
@@ -542,6 +627,56 @@ mod tests {
         );
         locked.remove(&State::default()).unwrap_err();
         assert!(folder.path().join("a/fleet/mine").exists());
+    }
+
+    #[test]
+    fn only_a_socket_of_the_vms_user_is_its_socket() {
+        use std::os::unix::net::UnixListener;
+        let folder = tempfile::tempdir().unwrap();
+        let locked = directory(&folder).create().unwrap();
+        let (a, b) = (locked.make_vm("a").unwrap(), locked.make_vm("b").unwrap());
+        let _b = UnixListener::bind(b.socket()).unwrap();
+        let held = b.hold_socket().unwrap();
+        std::os::unix::net::UnixStream::connect(held.path()).unwrap();
+        // What VM a is told would be told to b.
+        std::os::unix::fs::symlink(b.socket(), a.socket()).unwrap();
+        a.hold_socket().unwrap_err();
+        fs::remove_file(a.socket()).unwrap();
+        fs::write(a.socket(), "").unwrap();
+        a.hold_socket().unwrap_err();
+        // That of another user, whoever has put it there.
+        let owner = Identity::of("61234", &[]).unwrap();
+        match locked.give_vm(&b, &owner) {
+            Ok(()) => _ = b.hold_socket().unwrap_err(),
+            Err(e) => vmm_dedup_host::note!("SKIPPED: only root can give files away: {e}"),
+        }
+    }
+
+    #[test]
+    fn a_vms_folder_is_its_users_and_what_was_in_it_is_gone() {
+        let folder = tempfile::tempdir().unwrap();
+        let locked = directory(&folder).create().unwrap();
+        locked.write(&State::default()).unwrap();
+        let files = locked.make_vm("a").unwrap();
+        std::os::unix::fs::symlink("/nonexistent", files.log()).unwrap();
+        let files = locked.make_vm("a").unwrap();
+        assert_eq!(fs::read_dir(files.folder()).unwrap().count(), 0);
+        fs::write(files.dedup(), "").unwrap();
+        let owner = Identity::of("61234", &[]).unwrap();
+        if let Err(e) = locked.give_vm(&files, &owner) {
+            vmm_dedup_host::note!("SKIPPED: only root can give files away: {e}");
+            return;
+        }
+        let rights = |path: &Path| {
+            let file = fs::metadata(path).unwrap();
+            (file.uid(), file.mode() & 0o777)
+        };
+        assert_eq!(rights(files.folder()), (61_234, 0o700));
+        assert_eq!(rights(&files.dedup()).0, 61_234);
+        assert_eq!(rights(locked.path()), (0, 0o711));
+        assert_eq!(rights(&locked.state_path()), (0, 0o600));
+        // Still believed.
+        locked.state().unwrap().unwrap();
     }
 
     #[test]

@@ -1,15 +1,17 @@
 //! `fleet status`: what runs, what does not and why, and what dedup saves.
 
 use crate::at::At;
-use crate::changes::health;
+use crate::changes::{Changes, health};
+use crate::file::Vmm;
+use crate::log_keeper::{self, Fault};
 use crate::process;
 use crate::state::{Directory, State, StoreState, VmState};
-use crate::stores::{self, Account, Unheard};
+use crate::stores::{Accounts, Unheard};
 use crate::vmm::{Condition, Health};
 use crate::{log, runtime};
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+use vmm_dedup_host::account::Trouble;
 use vmm_dedup_host::table::{self, Column, Table};
 use vmm_dedup_host::units::{mib, natural_order, pages_mib, quoted, short};
 use vmm_dedup_host::{Failure, account, say};
@@ -19,16 +21,22 @@ use vmm_dedup_protocol::observer::Vm;
 const TAIL: usize = 5;
 
 /// How long a service may take to connect, once its VM runs or its store is there again; it tries each second.
-const CONNECTS: Duration = Duration::from_secs(3);
+pub(crate) const CONNECTS: Duration = Duration::from_secs(3);
 /// How often stores are asked until then.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// The state of a VM that ought to run and has no process.
 const MISSING: &str = "missing";
+/// The state of a VM of the file that is not of those that ought to run.
+const DOWN: &str = "down";
 
-const COLUMNS: [Column; 10] = [
+/// Who VMs run as, where that is not who started them.
+const USER: &str = "USER";
+
+const COLUMNS: [Column; 11] = [
     Column::name("VM"),
     Column::text("VMM", 7),
+    Column::text(USER, 9),
     Column::number("PID", 5),
     Column::text("STATE", 1),
     Column::text("DEDUP", 1),
@@ -39,12 +47,16 @@ const COLUMNS: [Column; 10] = [
     Column::number("CPU S", 3),
 ];
 
-struct Status {
+/// How a fleet is.
+pub(crate) struct Status {
     at: At,
     state: State,
     health: Vec<Health>,
-    /// By domain.
-    accounts: BTreeMap<String, Account>,
+    accounts: Accounts,
+    /// VMs of the file that nobody has started, or that were taken down.
+    down: Vec<(String, Vmm)>,
+    /// Where it runs otherwise than its file says, as `up` tells it.
+    differs: Vec<String>,
 }
 
 /// Shows VMs, stores and savings, as JSON if asked to.
@@ -62,7 +74,9 @@ pub fn status(at: &At, json: bool) -> Result<(), Failure> {
         ))
     })?;
     at.check(&state)?;
-    let status = runtime::block_on(Status::of(at.clone(), state, &directory))?;
+    let deadline = Instant::now() + CONNECTS;
+    let mut status = runtime::block_on(Status::of(at.clone(), state, &directory, deadline))?;
+    status.compare();
     if json {
         let text = serde_json::to_string_pretty(&status.json(&directory)).map_err(Failure::from_error)?;
         say!("{text}");
@@ -73,14 +87,22 @@ pub fn status(at: &At, json: bool) -> Result<(), Failure> {
 }
 
 impl Status {
-    async fn of(at: At, state: State, directory: &Directory) -> Result<Self, Failure> {
+    /// Looks at a fleet; services have until the deadline to connect. It is not compared with its file yet.
+    pub(crate) async fn of(
+        at: At,
+        state: State,
+        directory: &Directory,
+        deadline: Instant,
+    ) -> Result<Self, Failure> {
+        let accounts = |state: &State| Accounts::of(state.stores.iter().map(StoreState::asked));
         let mut status = Self {
             at,
             health: health(&state, directory).await?,
             accounts: accounts(&state),
             state,
+            down: Vec::new(),
+            differs: Vec::new(),
         };
-        let deadline = Instant::now() + CONNECTS;
         while status.not_connected().next().is_some() && Instant::now() < deadline {
             tokio::time::sleep(LOOK).await;
             status.accounts = accounts(&status.state);
@@ -88,27 +110,55 @@ impl Status {
         Ok(status)
     }
 
-    fn vms(&self) -> impl Iterator<Item = (&VmState, &Health)> {
-        self.state.vms.iter().zip(&self.health)
+    /// Compares it with what its file says now.
+    fn compare(&mut self) {
+        let (plan, kept) = match self.at.plan(&self.state) {
+            Ok(planned) => planned,
+            Err(failure) => {
+                self.differs
+                    .push(format!("! it cannot be compared with its file: {failure}"));
+                return;
+            }
+        };
+        let changes = Changes::seen(&plan, &self.state, &self.health, &self.accounts);
+        let of_file = changes.other_than_in_the_file(|command| self.at.command(command));
+        self.differs = changes.live().chain(kept).chain(of_file).collect();
+        // As long as it is being started, nobody knows.
+        if self.state.complete {
+            let names = self.state.names();
+            let down = plan.vms.iter().filter(|vm| !names.contains(&vm.name.as_str()));
+            self.down = down.map(|vm| (vm.name.clone(), vm.vmm)).collect();
+        }
     }
 
-    /// What a VM's service told its store.
-    fn dedup_of(&self, vm: &VmState) -> Option<&Vm> {
-        let (_, vms) = self.accounts.get(vm.store.as_ref()?)?.as_ref().ok()?;
-        vms.iter()
-            .find(|other| u64::try_from(vm.process.pid) == Ok(other.pid))
+    /// How many VMs run.
+    pub(crate) fn running(&self) -> usize {
+        self.health.iter().filter(|health| is_well(health)).count()
+    }
+
+    /// How many stores answer.
+    pub(crate) fn stores_running(&self) -> usize {
+        self.state.stores.len() - self.accounts.unheard()
+    }
+
+    pub(crate) fn state(&self) -> &State {
+        &self.state
+    }
+
+    fn vms(&self) -> impl Iterator<Item = (&VmState, &Health)> {
+        self.state.vms.iter().zip(&self.health)
     }
 
     fn json(&self, directory: &Directory) -> Value {
         let stores = self.state.stores.iter().map(|store| {
             let account = self
                 .accounts
-                .get(&store.domain)
+                .of_domain(&store.domain)
                 .and_then(|account| account.as_ref().ok());
             json!({
                 "domain": store.domain,
                 "socket": store.socket,
-                "state": match self.accounts.get(&store.domain) {
+                "state": match self.accounts.of_domain(&store.domain) {
                     Some(Ok(_)) => "running",
                     Some(Err(Unheard::Silent(_))) => "silent",
                     _ => "gone",
@@ -123,6 +173,7 @@ impl Status {
             json!({
                 "name": vm.name,
                 "vmm": vm.vmm,
+                "user": user(vm),
                 "pid": vm.process.pid,
                 "state": state,
                 "why": why,
@@ -130,32 +181,40 @@ impl Status {
                 "serial": files.serial(),
                 "log_tail": if is_well(health) { Vec::new() } else { log::tail(&files.log(), TAIL) },
                 "domain": vm.store,
-                "dedup": self.dedup_of(vm).map(account::vm_json),
+                "dedup": self.accounts.service(vm).map(account::vm_json),
             })
         });
-        let missing = self.state.missing.iter().map(|(name, missing)| {
+        let without_process = |name: &str, vmm: Vmm, state: &str, why: &str| {
             json!({
                 "name": name,
-                "vmm": missing.vmm,
+                "vmm": vmm,
+                "user": Value::Null,
                 "pid": Value::Null,
-                "state": MISSING,
-                "why": missing.why,
+                "state": state,
+                "why": why,
                 "log": Value::Null,
                 "serial": Value::Null,
                 "log_tail": [],
                 "domain": Value::Null,
                 "dedup": Value::Null,
             })
-        });
-        let mut vms: Vec<Value> = vms.chain(missing).collect();
+        };
+        let missing = self.state.missing.iter();
+        let missing =
+            missing.map(|(name, missing)| without_process(name, missing.vmm, MISSING, &missing.why));
+        let down = self.down.iter();
+        let down = down.map(|(name, vmm)| without_process(name, *vmm, DOWN, ""));
+        let mut vms: Vec<Value> = vms.chain(missing).chain(down).collect();
         let name = |vm: &Value| vm["name"].as_str().unwrap_or_default().to_owned();
         vms.sort_by(|a, b| natural_order(&name(a), &name(b)));
         json!({
             "fleet": self.state.fleet,
             "complete": self.state.complete,
             "directory": directory.path(),
+            "logs_kept_short": self.logs().is_none(),
             "stores": stores.collect::<Vec<_>>(),
             "vms": vms,
+            "differs": self.differs,
         })
     }
 
@@ -164,10 +223,14 @@ impl Status {
         let width = table::width();
         for store in &self.state.stores {
             let which = format!("store {} ({}):", store.domain, store.socket.display());
-            let text = match self.accounts.get(&store.domain) {
+            let text = match self.accounts.of_domain(&store.domain) {
                 Some(Ok((stats, _))) => {
+                    let full = match account::is_full(stats) {
+                        true => format!(", FULL: refused {}", account::refused_full(stats)),
+                        false => String::new(),
+                    };
                     let running = format!(
-                        "{which} running, {} saved net, {} kept once, {} not kept again",
+                        "{which} running, {} saved net, {} kept once, {} not kept again{full}",
                         mib(account::saved_net(stats)),
                         pages_mib(stats.pages_shared),
                         pages_mib(stats.pages_sharing)
@@ -221,6 +284,10 @@ impl Status {
             let up = self.at.command("up");
             say!("\n{name} {MISSING} ({}): `{up}` tries to start it", missing.why);
         }
+        for (name, _) in &self.down {
+            let up = self.at.command("up");
+            say!("\n{name} {DOWN}: `{up}` starts it");
+        }
         for vm in self.not_connected() {
             let log = directory.vm(&vm.name).log();
             say!(
@@ -238,36 +305,49 @@ impl Status {
                 quoted(&store.socket.to_string_lossy())
             );
         }
+        if let Some(what_to_do) = self.logs() {
+            say!("\nlogs are not kept short, and grow: {what_to_do}");
+        }
+        if !self.differs.is_empty() {
+            let up = self.at.command("up");
+            say!("\nother than its file says (`{up}` changes what begins with ~):");
+        }
+        self.differs.iter().for_each(|line| say!("{line}"));
     }
 
     fn table(&self) -> Table {
         let mut table = Table::new(&COLUMNS);
-        for name in self.state.names() {
+        let down = self.down.iter().map(|(name, vmm)| (name.as_str(), *vmm, DOWN));
+        let missing = self.state.missing.iter();
+        let missing = missing.map(|(name, missing)| (name.as_str(), missing.vmm, MISSING));
+        let without_process: Vec<_> = down.chain(missing).collect();
+        let mut names = self.state.names();
+        names.extend(self.down.iter().map(|(name, _)| name.as_str()));
+        names.sort_by(|a, b| natural_order(a, b));
+        for name in names {
             let Some((vm, health)) = self.vms().find(|(vm, _)| vm.name == name) else {
-                let vmm = self
-                    .state
-                    .missing
-                    .get(name)
-                    .map(|missing| missing.vmm.to_string());
+                let found = without_process.iter().find(|(other, _, _)| *other == name);
+                let Some((_, vmm, state)) = found else { continue };
                 let mut row = [const { String::new() }; COLUMNS.len()];
-                row[..2].clone_from_slice(&[name.to_owned(), vmm.unwrap_or_default()]);
-                MISSING.clone_into(&mut row[3]);
+                row[..2].clone_from_slice(&[name.to_owned(), vmm.to_string()]);
+                (*state).clone_into(&mut row[4]);
                 table.row(row);
                 continue;
             };
             let (state, _) = describe(health);
-            let dedup = self.dedup_of(vm);
+            let dedup = self.accounts.service(vm);
             let told = |of: &dyn Fn(&Vm) -> String| dedup.map_or(String::new(), of);
             table.row([
                 vm.name.clone(),
                 vm.vmm.to_string(),
+                user(vm).unwrap_or_default().to_owned(),
                 vm.process.pid.to_string(),
                 state.to_owned(),
                 match (dedup, &vm.store) {
                     (Some(dedup), _) => account::condition(dedup).to_owned(),
                     // It has no process.
                     (None, Some(_)) if matches!(health, Health::Ended | Health::Crashed(_)) => String::new(),
-                    (None, Some(domain)) => match self.accounts.get(domain) {
+                    (None, Some(domain)) => match self.accounts.of_domain(domain) {
                         Some(Ok(_)) => "not connected".to_owned(),
                         Some(Err(Unheard::Silent(_))) => "store silent".to_owned(),
                         _ => "store gone".to_owned(),
@@ -281,6 +361,7 @@ impl Status {
                 told(&|vm| format!("{:.2}", vm.stats.cpu_ns.total() as f64 / 1e9)),
             ]);
         }
+        table.leave_out_if_empty(USER);
         table
     }
 
@@ -288,8 +369,11 @@ impl Status {
     fn not_connected(&self) -> impl Iterator<Item = &VmState> {
         let well = self.vms().filter(|(_, health)| is_well(health)).map(|(vm, _)| vm);
         well.filter(|vm| {
-            let account = vm.store.as_ref().and_then(|domain| self.accounts.get(domain));
-            account.is_some_and(Result::is_ok) && self.dedup_of(vm).is_none()
+            let account = vm
+                .store
+                .as_ref()
+                .and_then(|domain| self.accounts.of_domain(domain));
+            account.is_some_and(Result::is_ok) && self.accounts.service(vm).is_none()
         })
     }
 
@@ -299,7 +383,7 @@ impl Status {
             .state
             .vms
             .iter()
-            .filter_map(|vm| self.dedup_of(vm).map(|dedup| (vm, dedup)));
+            .filter_map(|vm| self.accounts.service(vm).map(|dedup| (vm, dedup)));
         dedup
             .filter(|(_, dedup)| dedup.reason.is_some())
             .filter_map(|(vm, dedup)| {
@@ -308,26 +392,74 @@ impl Status {
             })
     }
 
-    /// One line on what is not well. `changing`: another command changes the fleet, which may be why.
-    fn verdict(&self, changing: bool) -> Result<(), Failure> {
-        let ill = self.health.iter().filter(|health| !is_well(health)).count() + self.state.missing.len();
-        let unheard = self.accounts.values().filter(|account| account.is_err()).count();
-        let fleet = &self.state.fleet;
+    /// One line on what is not well, with what to do. `changing`: another command changes the fleet, which may be why.
+    pub(crate) fn verdict(&self, changing: bool) -> Result<(), Failure> {
+        let (fleet, command) = (&self.state.fleet, |command| self.at.command(command));
         if !self.state.complete {
             return Err(Failure::new(format!(
                 "fleet {fleet} is being started, or its start was killed: then run `{}`, or `{}`",
-                self.at.command("up"),
-                self.at.command("down")
+                command("up"),
+                command("down")
             )));
         }
-        let without = self.not_connected().count() + self.refused().count();
+        let ended = |health: &Health| {
+            matches!(
+                health,
+                Health::Ended | Health::Crashed(_) | Health::Alive(Condition::Off)
+            )
+        };
+        let of_health = |is: &dyn Fn(&Health) -> bool| self.health.iter().filter(|health| is(health)).count();
+        let frozen: Vec<String> = (self.vms())
+            .filter(|(_, health)| **health == Health::Frozen)
+            .map(|(vm, _)| vm.process.pid.to_string())
+            .collect();
         let counts = [
-            ("VMs that do not run", ill),
-            ("stores that are gone or silent", unheard),
-            ("VMs that run without their dedup", without),
+            (
+                "VMs that do not run",
+                of_health(&ended) + self.state.missing.len(),
+                format!(
+                    "`{}` shows what they wrote, `{}` starts them",
+                    command("logs"),
+                    command("up")
+                ),
+            ),
+            (
+                "VMs that are frozen",
+                frozen.len(),
+                format!("`kill -CONT {}` lets them go on", frozen.join(" ")),
+            ),
+            (
+                "VMs that do not answer",
+                of_health(&|health| matches!(health, Health::Silent(_))),
+                format!("`{}` shows what they wrote", command("logs")),
+            ),
+            (
+                "stores that are gone or silent",
+                self.accounts.unheard(),
+                format!("`{}` starts those that are gone", command("up")),
+            ),
+            (
+                "VMs that run without their dedup",
+                self.not_connected().count() + self.refused().count(),
+                "`vmm-dedup doctor` tells what to change".to_owned(),
+            ),
+            (
+                "stores that are full",
+                self.full(),
+                "`vmm-dedup doctor` tells how they get room".to_owned(),
+            ),
+            (
+                "VMs without a pass for long",
+                self.stuck(),
+                "`vmm-dedup doctor` tells what to do".to_owned(),
+            ),
         ];
-        let counts = counts.iter().filter(|(_, count)| *count > 0);
-        let told: Vec<String> = counts.map(|(what, count)| format!("{what}: {count}")).collect();
+        let counts = counts.iter().filter(|(_, count, _)| *count > 0);
+        let mut told: Vec<String> = counts
+            .map(|(what, count, advice)| format!("{what}: {count} ({advice})"))
+            .collect();
+        let logs = self.logs();
+        told.extend(logs.map(|what_to_do| format!("logs are not kept short ({what_to_do})")));
         if told.is_empty() {
             return Ok(());
         }
@@ -335,19 +467,47 @@ impl Status {
             true => "; another fleet command is at work, so look again",
             false => "",
         };
-        let told = told.join(", ");
-        Err(Failure::new(format!("fleet {fleet} is not all well: {told}{changing}")).of_host())
+        Err(Failure::new(format!(
+            "fleet {fleet} is not all well: {}{changing}",
+            told.join(", ")
+        )))
     }
 }
 
-fn accounts(state: &State) -> BTreeMap<String, Account> {
-    let stores = state.stores.iter();
-    stores
-        .map(|store| {
-            let account = stores::account(&store.socket, store.process.as_ref());
-            (store.domain.clone(), account)
-        })
-        .collect()
+/// What is not well although all of it runs.
+impl Status {
+    /// How many stores answer and have no room.
+    fn full(&self) -> usize {
+        let accounts = self.state.stores.iter();
+        let accounts = accounts.filter_map(|store| self.accounts.of_domain(&store.domain)?.as_ref().ok());
+        accounts.filter(|(stats, _)| account::is_full(stats)).count()
+    }
+
+    /// How many VMs run whose services do not.
+    fn stuck(&self) -> usize {
+        let services = self.state.vms.iter().filter_map(|vm| self.accounts.service(vm));
+        let stuck = |vm: &&Vm| matches!(account::trouble(vm), Some(Trouble::Stuck(_)));
+        services.filter(stuck).count()
+    }
+
+    /// What lets somebody keep logs short, if nobody does.
+    fn logs(&self) -> Option<String> {
+        logs(&self.state, &self.at)
+    }
+}
+
+/// What lets somebody keep the logs of a fleet short, if nobody does. As long as it is being started, nobody has to.
+pub(crate) fn logs(state: &State, at: &At) -> Option<String> {
+    let fault = log_keeper::fault(state).filter(|_| state.complete)?;
+    Some(match fault {
+        Fault::Gone => format!("`{}` starts the process that does that", at.command("up")),
+        Fault::Stopped(pid) => format!("`kill -CONT {pid}` lets the process go on that does that"),
+    })
+}
+
+/// Who a VM was started as; `None`: as who started it.
+fn user(vm: &VmState) -> Option<&str> {
+    vm.spec["user"].as_str()
 }
 
 fn is_well(health: &Health) -> bool {

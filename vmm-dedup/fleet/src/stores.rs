@@ -4,9 +4,9 @@ use crate::log;
 use crate::plan::StorePlan;
 use crate::process::{self, Process};
 use crate::spec::store_spec;
-use crate::state::{self, Directory, StoreState};
+use crate::state::{self, Asked, Directory, StoreState, VmState};
 use serde_json::Value;
-use std::fs::File;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -31,8 +31,44 @@ pub(crate) enum Unheard {
     Silent(Failure),
 }
 
+/// What stores say, by their domains.
+pub(crate) struct Accounts(BTreeMap<String, Account>);
+
+impl Accounts {
+    /// Asks stores, all at a time: each that hangs takes its five seconds.
+    pub(crate) fn of<'a>(asked: impl IntoIterator<Item = Asked<'a>>) -> Self {
+        std::thread::scope(|scope| {
+            let ask = |(domain, socket, process): Asked<'a>| {
+                (domain.to_owned(), scope.spawn(move || account(socket, process)))
+            };
+            let asked: Vec<_> = asked.into_iter().map(ask).collect();
+            let answer = |asked: std::thread::ScopedJoinHandle<'_, Account>| {
+                asked.join().unwrap_or(Err(Unheard::Gone))
+            };
+            let answers = asked.into_iter();
+            Self(answers.map(|(domain, asked)| (domain, answer(asked))).collect())
+        })
+    }
+
+    /// What a store says, if it was asked.
+    pub(crate) fn of_domain(&self, domain: &str) -> Option<&Account> {
+        self.0.get(domain)
+    }
+
+    /// What a VM's service told its store.
+    pub(crate) fn service(&self, vm: &VmState) -> Option<&Vm> {
+        let (_, vms) = self.0.get(vm.store.as_ref()?)?.as_ref().ok()?;
+        vms.iter().find(|other| vm.process.is_called(other.pid))
+    }
+
+    /// How many have not answered.
+    pub(crate) fn unheard(&self) -> usize {
+        self.0.values().filter(|account| account.is_err()).count()
+    }
+}
+
 /// Asks a store. `process`: it, as far as it is known.
-pub(crate) fn account(socket: &Path, process: Option<&Process>) -> Account {
+fn account(socket: &Path, process: Option<&Process>) -> Account {
     let asked = Observer::connect(socket).and_then(|mut observer| observer.stats());
     let pid = process.and_then(|process| process.pid.try_into().ok());
     asked.map_err(|error| match listens(socket) {
@@ -41,9 +77,10 @@ pub(crate) fn account(socket: &Path, process: Option<&Process>) -> Account {
     })
 }
 
-/// Starts a store, unless one runs. `started` notes it down; the store runs only then.
+/// Starts a store, unless one runs. `users`: who may join it besides who starts it. `started` notes it down; the store runs only then.
 pub(crate) async fn ensure(
     store: &StorePlan,
+    users: &[u32],
     directory: &Directory,
     started: impl FnOnce(StoreState) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
@@ -56,7 +93,7 @@ pub(crate) async fn ensure(
             spec: Value::Null,
         });
     }
-    let log = directory.store_log(&domain);
+    let log_path = directory.store_log(&domain);
     let fail = |e: std::io::Error| Failure::new(format!("cannot start the store of domain {domain:?}: {e}"));
     let metrics = store
         .metrics
@@ -73,11 +110,12 @@ pub(crate) async fn ensure(
             &domain,
         ])
         .args(store.ordered.then_some("--ordered"))
+        .args(joining(users))
         .arg("--socket")
         .arg(&socket)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
-        .stderr(File::create(&log).map_err(fail)?)
+        .stderr(log::begin(&log_path).map_err(fail)?)
         .current_dir("/");
     let record = |process| {
         started(StoreState {
@@ -91,7 +129,7 @@ pub(crate) async fn ensure(
     let deadline = Instant::now() + START_LIMIT;
     while !listens(&store.socket) {
         if let Some(status) = child.try_wait().map_err(fail)? {
-            let last = log::last_line(&log);
+            let last = log::last_line(&log_path);
             let how = process::describe(status);
             return Err(Failure::new(format!(
                 "the store of domain {domain:?} ended with {how}: {last}"
@@ -100,12 +138,23 @@ pub(crate) async fn ensure(
         if Instant::now() > deadline {
             return Err(Failure::new(format!(
                 "the store of domain {domain:?} does not listen after {START_LIMIT:?}: {}",
-                log::last_line(&log)
+                log::last_line(&log_path)
             )));
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(())
+}
+
+/// The options of a store that these users may join: everybody can reach its socket, and is sent away unless on the list.
+fn joining(users: &[u32]) -> Vec<String> {
+    if users.is_empty() {
+        return Vec::new();
+    }
+    let list: Vec<String> = users.iter().map(ToString::to_string).collect();
+    ["--socket-mode", "0666", "--join-user", &list.join(",")]
+        .map(str::to_owned)
+        .into()
 }
 
 /// Ends a store that the fleet started.

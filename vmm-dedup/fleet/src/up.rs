@@ -4,6 +4,7 @@ use crate::at::At;
 use crate::changes::{Changes, Live};
 use crate::check;
 use crate::launch::{Fleet, Signals, Starts, show_tail};
+use crate::log_keeper::{self, Fault};
 use crate::plan::{Plan, VmPlan};
 use crate::program::Tools;
 use crate::spec::spec;
@@ -25,7 +26,8 @@ use vmm_dedup_protocol::observer::Observer;
 /// keep it from being done, and does nothing.
 ///
 /// # Errors
-/// A [`Failure`] that tells what kept it from being done.
+/// A [`Failure`] that tells what kept it from being done. One of exit code 3 if the fleet is up, and something could not be done or
+/// is left to whoever runs it.
 pub fn up(at: &At, plan_only: bool) -> Result<(), Failure> {
     if plan_only {
         return would_do(at);
@@ -44,19 +46,38 @@ fn would_do(at: &At) -> Result<(), Failure> {
     let directory = at.directory()?;
     let state = directory.state()?;
     state.as_ref().map_or(Ok(()), |state| at.check(state))?;
+    let is_up = state.is_some();
     let state = state.unwrap_or_default();
     let (plan, kept) = at.plan(&state)?;
     runtime::block_on(async {
-        let changes = Changes::between(&plan, &state, &directory).await?;
+        let mut changes = Changes::between(&plan, &state, &directory).await?;
+        // Who starts all of a fleet is not told of that.
+        changes.logs = changes.logs.filter(|_| is_up);
         let told = changes.told(|command| at.command(command));
-        let lines = changes.work().into_iter().chain(kept).chain(told);
-        lines.for_each(|line| say!("{line}"));
-        if changes.is_none() {
-            say!("fleet {}: nothing to do", plan.name);
-            return Ok(());
+        let needs: Vec<String> = kept.into_iter().chain(told).collect();
+        if !changes.is_none() {
+            // What would not be done is not told.
+            check_starts(&plan, &changes, &state, &directory)?;
         }
-        check_starts(&plan, &changes, &state, &directory).map(drop)
+        let work = changes.work();
+        if work.is_empty() && needs.is_empty() {
+            say!("fleet {}: nothing to do", plan.name);
+        }
+        work.iter().chain(&needs).for_each(|line| say!("{line}"));
+        left(&plan.name, needs.len())
     })
+}
+
+/// Fails if something is left to whoever runs `up`: so many lines have said what.
+fn left(fleet: &str, lines: usize) -> Result<(), Failure> {
+    let say = match lines {
+        0 => return Ok(()),
+        1 => "the line with ! says".to_owned(),
+        n => format!("{n} lines with ! say"),
+    };
+    Err(Failure::in_part(format!(
+        "fleet {fleet} is not as its file says: {say} what is left to you"
+    )))
 }
 
 /// Fails with what would keep the changes from being made.
@@ -110,17 +131,20 @@ fn first(at: &At) -> Result<(), Failure> {
             result = start_all(&fleet, &mut starts) => result,
             signal = signals.next() => Err(Failure::interrupted(signal)),
         };
-        if let Err(failure) = result {
-            note!("stopping what was started");
-            starts.shutdown().await;
-            let state = fleet.state.borrow().clone();
-            return Err(match down::stop(&fleet.directory, &state, Duration::ZERO).await {
-                Ok(()) => failure,
-                Err(second) => failure.and(&second),
-            });
-        }
+        let unkept = match result {
+            Ok(unkept) => unkept,
+            Err(failure) => {
+                note!("stopping what was started");
+                starts.shutdown().await;
+                let state = fleet.state.borrow().clone();
+                return Err(match down::stop(&fleet.directory, &state, Duration::ZERO).await {
+                    Ok(()) => failure,
+                    Err(second) => failure.and(&second),
+                });
+            }
+        };
         say_running(&fleet, begun);
-        Ok(())
+        outcome(&fleet.plan.name, &Vec::from_iter(unkept), 1, 0)
     })
 }
 
@@ -134,7 +158,8 @@ fn say_running(fleet: &Fleet, begun: Instant) {
     );
 }
 
-async fn start_all(fleet: &Rc<Fleet>, starts: &mut Starts) -> Result<(), Failure> {
+/// Starts all. That nobody keeps its logs short, and why, is returned: it ends no VM.
+async fn start_all(fleet: &Rc<Fleet>, starts: &mut Starts) -> Result<Option<Failure>, Failure> {
     fleet.record(|_| ())?;
     let stores: Vec<_> = fleet.plan.stores.iter().collect();
     fleet.start_stores(&stores).await?;
@@ -150,7 +175,9 @@ async fn start_all(fleet: &Rc<Fleet>, starts: &mut Starts) -> Result<(), Failure
     }
     check_crashed(fleet).await?;
     check_stores(fleet)?;
-    fleet.record(|state| state.complete = true)
+    let unkept = log_keeper::start(&fleet.directory, &mut fleet.state.borrow_mut()).err();
+    fleet.record(|state| state.complete = true)?;
+    Ok(unkept)
 }
 
 /// Fails if a VM has crashed while others started. One that has powered off is no failure.
@@ -187,13 +214,19 @@ fn check_stores(fleet: &Fleet) -> Result<(), Failure> {
 
 /// Brings a fleet that was started before to what the file says, as far as that touches no running VM.
 async fn complete(at: &At, mut state: State, locked: Locked) -> Result<(), Failure> {
-    let (plan, mut told) = at.plan(&state)?;
+    let (plan, mut needs) = at.plan(&state)?;
     let changes = Changes::between(&plan, &state, &locked).await?;
-    told.extend(changes.told(|command| at.command(command)));
+    let mut failures = Vec::new();
+    // Whatever keeps VMs from starting, those that run write on.
+    if changes.logs == Some(Fault::Gone) {
+        failures.extend(log_keeper::start(&locked, &mut state).err());
+    }
+    needs.extend(changes.told(|command| at.command(command)));
     // What the file does not have any more is not missed.
     let is_planned = |name: &String| plan.vms.iter().any(|vm| vm.name == *name);
     let given_up = state.missing.keys().any(|name| !is_planned(name));
     state.missing.retain(|name, _| is_planned(name));
+    let work = changes.work();
     if changes.is_none() {
         if !state.complete || given_up {
             locked.write(&State {
@@ -201,12 +234,13 @@ async fn complete(at: &At, mut state: State, locked: Locked) -> Result<(), Failu
                 ..state
             })?;
         }
-        say!("fleet {}: nothing to do", plan.name);
-        told.iter().for_each(|line| say!("{line}"));
-        return Ok(());
+        if work.is_empty() && needs.is_empty() {
+            say!("fleet {}: nothing to do", plan.name);
+        }
+        work.iter().chain(&needs).for_each(|line| say!("{line}"));
+        return outcome(&plan.name, &failures, work.len(), needs.len());
     }
     let tools = check_starts(&plan, &changes, &state, &locked)?;
-    let work = changes.work();
     let starting = |name: &str| changes.starts.iter().any(|(vm, _)| vm.name == name);
     let places: Vec<usize> = (0..plan.vms.len())
         .filter(|at| starting(&plan.vms[*at].name))
@@ -241,33 +275,35 @@ async fn complete(at: &At, mut state: State, locked: Locked) -> Result<(), Failu
         Ok(()) => start_some(&fleet, &places).await,
         Err(failure) => Err(failure),
     };
-    let mut failures = match started {
-        Ok(failures) => failures,
+    match started {
+        Ok(of_vms) => failures.extend(of_vms),
         Err(failure) => {
             // This command is not at work any more.
             fleet.record(|state| state.complete = before)?;
             return Err(failure);
         }
-    };
+    }
     for (place, settings) in live {
         failures.extend(take_over(&fleet, &fleet.plan.vms[place], settings).err());
     }
     fleet.record(|state| state.complete = true)?;
-    told.iter().for_each(|line| say!("{line}"));
-    match failures.len() {
-        0 => {
-            say_running(&fleet, begun);
-            Ok(())
-        }
-        n => {
-            failures.iter().for_each(|failure| note!("vmm-dedup: {failure}"));
-            Err(Failure::new(format!(
-                "fleet {}: not done: {n} of {}",
-                fleet.plan.name,
-                work.len()
-            )))
-        }
+    needs.iter().for_each(|line| say!("{line}"));
+    if failures.is_empty() && needs.is_empty() {
+        say_running(&fleet, begun);
     }
+    outcome(&fleet.plan.name, &failures, work.len(), needs.len())
+}
+
+/// How `up` of a fleet that is up ends: with what could not be done of so much work, else with so many lines that are left.
+fn outcome(fleet: &str, failures: &[Failure], work: usize, needs: usize) -> Result<(), Failure> {
+    if failures.is_empty() {
+        return left(fleet, needs);
+    }
+    failures.iter().for_each(|failure| note!("vmm-dedup: {failure}"));
+    Err(Failure::in_part(format!(
+        "fleet {fleet}: not done: {} of {work}",
+        failures.len()
+    )))
 }
 
 fn place(vms: &[VmPlan], live: &Live<'_>) -> usize {
@@ -342,7 +378,7 @@ fn take_over(
     let (_, connected) = account::of_store(&store.socket).map_err(fail)?;
     let service = connected
         .iter()
-        .find(|other| u64::try_from(running.process.pid) == Ok(other.pid));
+        .find(|other| running.process.is_called(other.pid));
     let service = service.ok_or_else(|| fail(Failure::new("it is not connected to its store")))?;
     if account::is_frozen(service) {
         return Err(fail(Failure::new("its process is stopped")));

@@ -1,7 +1,7 @@
 //! What a page store and the services of its VMs say of themselves, as figures and as JSON.
 
 use crate::failure::Failure;
-use crate::process::Stat;
+use crate::process::{self, Stat};
 use crate::silence;
 use crate::units;
 use serde_json::{Value, json};
@@ -28,6 +28,92 @@ pub fn of_store(socket: &Path) -> Result<(StoreStats, Vec<Vm>), Failure> {
 #[must_use]
 pub fn saved_net(store: &StoreStats) -> i64 {
     store.saved_net_bytes.cast_signed()
+}
+
+/// What is saved net of what dedup takes, in parts that add up to it, for people. Each has one digit after the point. What rounding
+/// leaves is with the services; so is what a service has reported between the answers of the store and of its VM.
+#[must_use]
+pub fn saved_in_parts(s: &StoreStats, vms: &[Vm]) -> String {
+    let sum = |of: fn(&ServiceStats) -> u64| -> u64 {
+        vms.iter()
+            .fold(0, |sum: u64, vm| sum.saturating_add(of(&vm.stats)))
+    };
+    let pages = |of: fn(&ServiceStats) -> u64| sum(of).saturating_mul(units::PAGE_BYTES);
+    let parts = [
+        (Part::Spared, pages(|s| s.pages_mapped), "shared"),
+        (Part::Spared, pages(|s| s.pages_zero), "zero"),
+        (Part::Spared, pages(|s| s.packing.pages), "packed"),
+        (Part::Taken, s.resident_bytes, "the store's pages"),
+        (Part::Taken, s.metadata_bytes, "its tables"),
+        (Part::Taken, sum(|s| s.packing.bytes), "what is packed"),
+        (Part::Taken, sum(|s| s.vma_bytes), "mappings"),
+    ];
+    in_parts(saved_net(s), &parts, "services")
+}
+
+/// The same of a VM, whose part of the store is what is left.
+#[must_use]
+pub fn vm_saved_in_parts(vm: &Vm) -> String {
+    let (s, pages) = (&vm.stats, |pages: u64| pages.saturating_mul(units::PAGE_BYTES));
+    let parts = [
+        (Part::Spared, pages(s.pages_mapped), "shared"),
+        (Part::Spared, pages(s.pages_zero), "zero"),
+        (Part::Spared, pages(s.packing.pages), "packed"),
+        (Part::Taken, s.packing.bytes, "what is packed"),
+        (Part::Taken, s.metadata_bytes, "its service's tables"),
+        (Part::Taken, s.vma_bytes, "mappings"),
+    ];
+    in_parts(
+        vm.saved_net_bytes,
+        &parts,
+        "its part of the store, threads and page tables",
+    )
+}
+
+/// Whether a part adds to what is saved.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Spared,
+    Taken,
+}
+
+/// `rest`: what takes that which no part tells of.
+fn in_parts(net: i64, parts: &[(Part, u64, &str)], rest: &str) -> String {
+    // In tenths of MiB, as they are shown.
+    let tenths = |bytes: i64| bytes.saturating_mul(10).saturating_add(1 << 19) >> 20;
+    let mib = |tenths: i64| {
+        let sign = if tenths < 0 { "-" } else { "" };
+        format!("{sign}{}.{}", tenths.abs() / 10, tenths.abs() % 10)
+    };
+    let rounded = parts.iter().map(|(part, bytes, what)| {
+        let bytes = i64::try_from(*bytes).unwrap_or(i64::MAX);
+        (*part, tenths(bytes), *what)
+    });
+    let rounded: Vec<_> = rounded.filter(|(_, tenths, _)| *tenths != 0).collect();
+    let sum = |wanted: Part| -> i64 {
+        let parts = rounded.iter().filter(|(part, _, _)| *part == wanted);
+        parts.fold(0, |sum: i64, (_, tenths, _)| sum.saturating_add(*tenths))
+    };
+    let left = sum(Part::Spared)
+        .saturating_sub(sum(Part::Taken))
+        .saturating_sub(tenths(net));
+    let told = |wanted: Part| {
+        let parts = rounded.iter().filter(|(part, _, _)| *part == wanted);
+        parts
+            .map(|(_, tenths, what)| format!("{} {what}", mib(*tenths)))
+            .collect::<Vec<_>>()
+    };
+    let (mut spared, mut taken) = (told(Part::Spared), told(Part::Taken));
+    if spared.is_empty() {
+        spared.push("nothing".to_owned());
+    }
+    taken.push(format!("{} {rest}", mib(left)));
+    format!(
+        "saved net {} MiB: {}; less {}",
+        mib(tenths(net)),
+        spared.join(", "),
+        taken.join(", ")
+    )
 }
 
 /// A store's account for `--json`.
@@ -78,10 +164,48 @@ pub fn condition(vm: &Vm) -> &'static str {
     }
 }
 
+/// The number of a VM's process as we see it, and if we cannot see it, the one that its store gives it.
+#[must_use]
+pub fn pid(vm: &Vm) -> u64 {
+    process::number(vm.pid).unwrap_or(vm.pid)
+}
+
 /// Whether a VM's process was stopped by a signal or a debugger.
 #[must_use]
 pub fn is_frozen(vm: &Vm) -> bool {
-    Stat::of(vm.pid).is_some_and(|stat| stat.is_stopped())
+    process::number(vm.pid)
+        .and_then(Stat::of)
+        .is_some_and(|stat| stat.is_stopped())
+}
+
+/// What is wrong with a VM that is connected to a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// It is not deduplicated: the reason's word.
+    Refused(&'static str),
+    /// Its process is stopped.
+    Frozen,
+    /// Its service runs, and its last pass ended so long ago.
+    Stuck(Duration),
+}
+
+/// A running service passes at least this often, but for the longest periods that can be set.
+const LONG: Duration = Duration::from_secs(900);
+
+/// What is wrong with a VM, if something is: who watches and `doctor` call the same things wrong.
+#[must_use]
+pub fn trouble(vm: &Vm) -> Option<Trouble> {
+    if let Some(reason) = vm.reason {
+        return Some(Trouble::Refused(reason.label()));
+    }
+    if is_frozen(vm) {
+        return Some(Trouble::Frozen);
+    }
+    // Three passes, where those are rare.
+    let long = LONG.max(Duration::from_millis(vm.stats.pass_period_ms.saturating_mul(3)));
+    last_pass(vm)
+        .filter(|age| *age > long && state_name(vm.stats.state) == "running")
+        .map(Trouble::Stuck)
 }
 
 /// How long ago a VM's last pass ended, whatever the wall clock did meanwhile; `None` before the first.
@@ -263,7 +387,7 @@ pub fn vm_json(vm: &Vm) -> Value {
     let s = &vm.stats;
     let mut all = json!({
         "name": vm.name,
-        "pid": vm.pid,
+        "pid": pid(vm),
         "state": state_name(s.state),
         "refused": vm.reason.map(|reason| reason.label()),
         "saved_net_bytes": vm.saved_net_bytes,
@@ -404,6 +528,61 @@ mod tests {
             saved_net_bytes: 0,
             stats: ServiceStats::default(),
         }
+    }
+
+    /// The numbers of a line, with those that are taken below zero; the first is the sum.
+    fn numbers(line: &str) -> Vec<i64> {
+        let (spared, taken) = line.split_once("; less ").expect("what is taken");
+        let of = |text: &str, sign: i64| -> Vec<i64> {
+            let words = text.split([' ', ',']).filter(|word| word.contains('.'));
+            words
+                .map(|word| sign * word.replace('.', "").parse::<i64>().expect("a number"))
+                .collect()
+        };
+        [of(spared, 1), of(taken, -1)].concat()
+    }
+
+    #[test]
+    fn what_is_saved_is_the_sum_of_the_parts_that_are_shown() {
+        let web = |pages_mapped: u64| {
+            let mut vm = vm();
+            vm.stats = ServiceStats {
+                pages_mapped,
+                pages_zero: 128,
+                vma_bytes: 123_456,
+                ..ServiceStats::default()
+            };
+            vm
+        };
+        for (mapped, services) in [(12_345, 5_555_555), (0, 1_234_567), (1, 0)] {
+            let vms = [web(mapped), web(2 * mapped)];
+            let spared = i64::try_from(3 * mapped + 256).expect("a number") * 4096;
+            let net = spared - 12_345_678 - 777_777 - 2 * 123_456 - services;
+            let store = StoreStats {
+                saved_net_bytes: net.cast_unsigned(),
+                resident_bytes: 12_345_678,
+                metadata_bytes: 777_777,
+                ..StoreStats::default()
+            };
+            let line = saved_in_parts(&store, &vms);
+            let numbers = numbers(&line);
+            assert_eq!(numbers[0], numbers[1..].iter().sum::<i64>(), "{line}");
+            assert!(
+                line.contains("zero") && line.contains("mappings") && !line.contains("packed"),
+                "{line}"
+            );
+        }
+        let nothing = saved_in_parts(&StoreStats::default(), &[]);
+        assert_eq!(nothing, "saved net 0.0 MiB: nothing; less 0.0 services");
+        let mut vm = web(512);
+        (vm.stats.pages_zero, vm.stats.vma_bytes, vm.saved_net_bytes) = (0, 0, 1 << 20);
+        let line = vm_saved_in_parts(&vm);
+        let expected =
+            "saved net 1.0 MiB: 2.0 shared; less 1.0 its part of the store, threads and page tables";
+        assert_eq!(line, expected);
+        vm.stats.pages_mapped = u64::MAX;
+        vm.saved_net_bytes = i64::MIN;
+        assert!(vm_saved_in_parts(&vm).starts_with("saved net -"));
     }
 
     #[test]

@@ -40,6 +40,15 @@ impl Failure {
         }
     }
 
+    /// Exit code 3: what was asked for is done in part, or in part left to whoever asked.
+    #[must_use]
+    pub fn in_part(text: impl Into<String>) -> Self {
+        Self {
+            code: 3,
+            ..Self::new(text)
+        }
+    }
+
     /// Exit code 2: this machine lacks something that the command needs.
     #[must_use]
     pub fn missing(text: impl Into<String>) -> Self {

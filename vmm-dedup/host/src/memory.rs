@@ -1,7 +1,8 @@
-//! The host's memory.
+//! The host's memory, and what a process may have of it.
 
 use crate::failure::Failure;
 use std::fs;
+use std::path::Path;
 
 const MEMINFO: &str = "/proc/meminfo";
 
@@ -15,6 +16,24 @@ pub fn available() -> Result<u64, Failure> {
     parse(&text).ok_or_else(|| Failure::new(format!("{MEMINFO} has no MemAvailable")))
 }
 
+/// Bytes that this process's control group, and those that it is in, let it have (`memory.max`); `None` without a limit.
+#[must_use]
+pub fn limit() -> Option<u64> {
+    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
+    limit_in(&groups, Path::new("/sys/fs/cgroup"))
+}
+
+fn limit_in(groups: &str, root: &Path) -> Option<u64> {
+    let own = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let own = root.join(own);
+    let groups = own.ancestors().take_while(|group| group.starts_with(root));
+    let limits = groups.filter_map(|group| {
+        let limit = fs::read_to_string(group.join("memory.max")).ok()?;
+        limit.trim().parse().ok()
+    });
+    limits.min()
+}
+
 fn parse(meminfo: &str) -> Option<u64> {
     let line = meminfo
         .lines()
@@ -26,6 +45,25 @@ fn parse(meminfo: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_smallest_limit_of_all_groups_counts() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let limit = |group: &str, limit: &str| {
+            let group = folder.path().join(group);
+            fs::create_dir_all(&group).expect("a folder");
+            fs::write(group.join("memory.max"), limit).expect("a file");
+        };
+        limit("system.slice/store.service", "max\n");
+        let of = |groups: &str| limit_in(groups, folder.path());
+        let groups = "4:memory:/x\n0::/system.slice/store.service\n";
+        assert_eq!(of(groups), None);
+        limit("system.slice", "5000\n");
+        assert_eq!(of(groups), Some(5000));
+        limit("system.slice/store.service", "4096\n");
+        assert_eq!(of(groups), Some(4096));
+        assert_eq!((of("0::/\n"), of("4:memory:/x\n")), (None, None));
+    }
 
     #[test]
     fn available_memory_is_read_in_bytes() {

@@ -47,10 +47,56 @@ pub struct Record {
     /// Whether it publishes the pages in the order of their content.
     #[serde(default)]
     pub ordered: bool,
+    /// Who may connect; of a release that did not say, root and its user.
+    #[serde(default)]
+    pub access: Access,
     /// When it started, seconds since the host booted.
     pub started: u64,
     /// Its release.
     pub version: String,
+}
+
+/// Who may connect to a store, as its options say.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Access {
+    /// Permissions of the socket.
+    pub mode: u32,
+    /// Its group, if it was named.
+    pub group: Option<u32>,
+    /// Who may connect besides root and the store's user; empty: whoever may write to the socket.
+    pub users: Vec<u32>,
+}
+
+impl Access {
+    /// Permissions of a socket of which nothing else is said.
+    pub const MODE: u32 = 0o600;
+
+    /// The options that say so, each with a space before it.
+    #[must_use]
+    pub fn words(&self) -> String {
+        let mut words = String::new();
+        if self.mode != Self::MODE {
+            words += &format!(" --socket-mode {:04o}", self.mode);
+        }
+        if let Some(group) = self.group {
+            words += &format!(" --socket-group {group}");
+        }
+        if !self.users.is_empty() {
+            let users: Vec<String> = self.users.iter().map(u32::to_string).collect();
+            words += &format!(" --join-user {}", users.join(","));
+        }
+        words
+    }
+}
+
+impl Default for Access {
+    fn default() -> Self {
+        Self {
+            mode: Self::MODE,
+            group: None,
+            users: Vec::new(),
+        }
+    }
 }
 
 /// A store that may be asked.
@@ -250,6 +296,7 @@ mod tests {
             metrics: None,
             max_mib: Some(8),
             ordered: false,
+            access: Access::default(),
             started: 1,
             version: "0".into(),
         }

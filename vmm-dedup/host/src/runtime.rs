@@ -1,6 +1,7 @@
 //! The runtime folder: where stores listen and are listed, and where fleets keep what they have started.
 
 use crate::failure::Failure;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// Where it is for root.
@@ -23,6 +24,17 @@ pub fn folder() -> Result<PathBuf, Failure> {
         Failure::usage(format!(
             "XDG_RUNTIME_DIR is not set: set it, or name a folder with {VARIABLE} or --runtime-dir"
         ))
+    })
+}
+
+/// Why nobody can tell what is in a runtime folder, if it is there and may not be looked into. `what`: those that are looked for.
+#[must_use]
+pub fn unreadable(folder: &Path, what: &str) -> Option<Failure> {
+    let error = std::fs::read_dir(folder).err()?;
+    let is_there = !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory);
+    is_there.then(|| {
+        let wrong = format!("cannot look for {what} in {}: {error}", folder.display());
+        Failure::advised(&wrong, ": ", "run this as the user who runs them there")
     })
 }
 

@@ -20,6 +20,8 @@ pub const SOCKET_NAME: &str = "store.sock";
 pub const DEFAULT_METRICS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9753);
 /// Most memory for shared pages, MiB.
 pub const DEFAULT_MAX_MIB: u64 = 65_536;
+/// Of what it may have, what is for shared pages: tables, and files that are being emptied, come on top.
+const FOR_PAGES: (u64, u64) = (8, 9);
 /// What may be chosen instead.
 pub const MAX_MIB: RangeInclusive<u64> = 1..=262_144;
 /// How long a store of a command may take to listen.
@@ -41,25 +43,51 @@ pub fn parse_metrics(text: &str) -> Result<Option<SocketAddr>, String> {
     Ok(Some(address))
 }
 
+/// Most memory for shared pages, MiB, of a store of which nothing else is said: [`DEFAULT_MAX_MIB`], or what the limit of its control
+/// group leaves for them. Beyond that limit it would be killed, where it ought to be full.
+#[must_use]
+pub fn default_max_mib(limit: Option<u64>) -> u64 {
+    let (of_pages, of_all) = FOR_PAGES;
+    let fits = |limit: u64| (limit / of_all * of_pages) >> 20;
+    let most = limit.map_or(DEFAULT_MAX_MIB, fits);
+    most.clamp(*MAX_MIB.start(), DEFAULT_MAX_MIB)
+}
+
 /// The command line that starts a store at this socket; with the options of the one that `was` there, so that it is the same
 /// store to its VMs and to Prometheus. Where somebody else serves at its address for metrics it is to go without.
 #[must_use]
 pub fn command_line(socket: &Path, was: Option<&Record>) -> String {
-    let mut line = format!("vmm-dedup store --socket {}", quoted(&socket.to_string_lossy()));
-    let metrics = match was {
-        None => Some(DEFAULT_METRICS),
-        Some(record) => {
-            line += &format!(" --domain {}", quoted(&record.domain));
-            if let Some(max_mib) = record.max_mib {
-                line += &format!(" --max-mib {max_mib}");
-            }
-            if record.ordered {
-                line += " --ordered";
-            }
-            record.metrics
-        }
+    let metrics = was.map_or(Some(DEFAULT_METRICS), |record| record.metrics);
+    line(socket, was, metrics.filter(|address| is_free(*address)))
+}
+
+/// What gives a store that runs twice as much room, if it may have that: the commands that end it and start it again, to be pasted
+/// one after the other.
+#[must_use]
+pub fn with_more_room(record: &Record, limit_bytes: u64) -> Option<[String; 2]> {
+    let max_mib = (limit_bytes >> 20).max(1) * 2;
+    let record = Record {
+        max_mib: Some(max_mib),
+        ..record.clone()
     };
-    match metrics.filter(|address| is_free(*address)) {
+    let start = line(&record.socket, Some(&record), record.metrics);
+    let end = format!("kill {}", record.pid);
+    MAX_MIB.contains(&max_mib).then_some([end, start])
+}
+
+fn line(socket: &Path, was: Option<&Record>, metrics: Option<SocketAddr>) -> String {
+    let mut line = format!("vmm-dedup store --socket {}", quoted(&socket.to_string_lossy()));
+    if let Some(record) = was {
+        line += &format!(" --domain {}", quoted(&record.domain));
+        if let Some(max_mib) = record.max_mib {
+            line += &format!(" --max-mib {max_mib}");
+        }
+        if record.ordered {
+            line += " --ordered";
+        }
+        line += &record.access.words();
+    }
+    match metrics {
         None => line += " --metrics none",
         Some(DEFAULT_METRICS) => {}
         Some(address) => line += &format!(" --metrics {address}"),
@@ -158,6 +186,7 @@ impl Drop for OwnStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::registry::Access;
     use std::net::TcpListener;
 
     fn record(metrics: Option<SocketAddr>) -> Record {
@@ -168,16 +197,29 @@ mod tests {
             metrics,
             max_mib: Some(8),
             ordered: true,
+            access: Access {
+                mode: 0o660,
+                group: Some(7),
+                users: vec![1000, 1001],
+            },
             started: 1,
             version: "0".into(),
         }
     }
 
     #[test]
+    fn a_store_is_full_before_it_is_killed() {
+        let of = |gib: u64| default_max_mib(Some(gib << 30));
+        assert_eq!((of(9), of(90), default_max_mib(None)), (8192, 65_536, 65_536));
+        assert_eq!(default_max_mib(Some(5)), 1);
+    }
+
+    #[test]
     fn a_store_is_started_again_as_it_was() {
         assert_eq!(
             command_line(Path::new("/a b"), Some(&record(None))),
-            "vmm-dedup store --socket '/a b' --domain 'two words' --max-mib 8 --ordered --metrics none"
+            "vmm-dedup store --socket '/a b' --domain 'two words' --max-mib 8 --ordered --socket-mode 0660 --socket-group 7 \
+             --join-user 1000,1001 --metrics none"
         );
     }
 

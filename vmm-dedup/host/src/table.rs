@@ -104,6 +104,17 @@ impl Table {
         self.rows.push(cells.into());
     }
 
+    /// Leaves a column out of which no row has anything.
+    pub fn leave_out_if_empty(&mut self, title: &str) {
+        let Some(at) = self.columns.iter().position(|column| column.title == title) else {
+            return;
+        };
+        if self.rows.iter().all(|row| row[at].is_empty()) {
+            self.columns.remove(at);
+            self.rows.iter_mut().for_each(|row| _ = row.remove(at));
+        }
+    }
+
     /// The lines, each at most `width` wide if that is possible at all; the last one tells which columns have no room.
     #[must_use]
     pub fn lines(&self, width: Option<usize>) -> Vec<String> {

@@ -1,5 +1,6 @@
 //! `device`: models of hardware that compares pages, behind sockets.
 
+use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,6 +9,9 @@ use vmm_dedup_dsa_model::{Shape, Timing};
 use vmm_dedup_dsa_server::{Device, Server as DsaServer};
 use vmm_dedup_host::{Failure, note};
 use vmm_dedup_pageforge::server::{DEFAULT_CLIENTS, Server, ServerConfig};
+
+/// The longest latency: ten seconds. Nobody waits longer for a device, and what has not ended takes memory.
+const MOST_LATENCY_NS: u64 = 10_000_000_000;
 
 /// Run a model of a page-comparing device, for VMMs and for the dedup service to attach.
 #[derive(Subcommand, Debug)]
@@ -30,7 +34,7 @@ pub(crate) struct PageforgeArgs {
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=16))]
     modules: u16,
     /// Clients at a time; more are hung up on.
-    #[arg(long, default_value_t = DEFAULT_CLIENTS)]
+    #[arg(long, default_value_t = DEFAULT_CLIENTS, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     max_clients: usize,
 }
 
@@ -45,10 +49,10 @@ pub(crate) struct DsaArgs {
     #[arg(long)]
     socket: PathBuf,
     /// Clients at a time; more are hung up on.
-    #[arg(long, default_value_t = DEFAULT_CLIENTS)]
+    #[arg(long, default_value_t = DEFAULT_CLIENTS, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     max_clients: usize,
     /// From a descriptor to its completion record, besides the transfer, ns.
-    #[arg(long, default_value_t = Timing::PUBLISHED.latency_ns)]
+    #[arg(long, default_value_t = Timing::PUBLISHED.latency_ns, value_parser = clap::value_parser!(u64).range(..=MOST_LATENCY_NS))]
     latency_ns: u64,
     /// Megabytes that a device reads in a second.
     #[arg(long, default_value_t = Timing::PUBLISHED.bytes_per_us, value_parser = clap::value_parser!(u64).range(1..))]

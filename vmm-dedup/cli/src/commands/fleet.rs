@@ -4,7 +4,7 @@ use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use std::time::Duration;
 use vmm_dedup_fleet::Which;
-use vmm_dedup_host::Failure;
+use vmm_dedup_host::{Failure, output};
 
 /// Run many VMs from one TOML file, with dedup inside each VMM
 ///
@@ -25,18 +25,25 @@ pub(crate) enum FleetCommand {
     /// only tell what that is.
     ///
     /// Running services take over settings of dedup that can change live (cpu_percent, mode, pass_period_ms,
-    /// stop_target_us, reserve_pages). Of other changes
-    /// of the file it is said what takes them over.
+    /// stop_target_us, reserve_pages), also where `set` has changed them since; what `set` has switched off stays off. What
+    /// else is not as the file says is told, in lines that begin with an exclamation mark.
+    ///
+    /// Exit code 0: the fleet is as its file says. 3: it is up, and something could not be done or is left to you. 1, 2:
+    /// nothing was started.
     Up(UpArgs),
-    /// Show VMs, stores and savings. Exit code 1 if a VM does not run, or not with its dedup, or a store is gone.
+    /// Show VMs, stores and savings, and where the fleet runs otherwise than its file says.
+    ///
+    /// Exit code 1 if a VM does not run, or not with its dedup, a store is gone or full, or nobody keeps logs short.
     Status(StatusArgs),
     /// End VMs: all of a file and the stores that `up` started, or those that are named. May be repeated.
+    ///
+    /// VMs that are named stay down until `up` or `restart` starts them.
     Down(DownArgs),
     /// End VMs and start them as the file says now, one after the other.
     Restart(RestartArgs),
     /// Let an entry have another number of VMs than the file says, until the fleet is down.
     Scale(ScaleArgs),
-    /// Show the fleets of this host.
+    /// Show the fleets of this host. Exit code 1 if not all is well with one of them, as `status` tells it.
     Ls(LsArgs),
     /// Show what VMMs wrote, or guests, or stores.
     Logs(LogsArgs),
@@ -45,13 +52,19 @@ pub(crate) enum FleetCommand {
     /// Cloud Hypervisor: a method, a call and, if it takes one, a body: `GET vm.info`, `PUT vm.resize '{"desired_vcpus":2}'`.
     /// QEMU: a command of its monitor and its arguments: `query-status`.
     Api(ApiArgs),
+    /// Keep the logs in a fleet's directory short, until that has gone. `up` starts this.
+    #[command(hide = true)]
+    KeepLogs {
+        /// The directory.
+        directory: PathBuf,
+    },
 }
 
 #[derive(Args, Debug)]
 pub(crate) struct UpArgs {
     #[command(flatten)]
     at: At,
-    /// Say what would be done, and what would keep it from being done; do nothing. Ends with the code that `up` would.
+    /// Say what would be done, what would keep it from being done, and what is left to you; do nothing. Ends with the code that `up` would.
     #[arg(long)]
     plan: bool,
 }
@@ -182,7 +195,14 @@ impl At {
 /// Runs the command.
 pub(crate) fn run(command: &FleetCommand) -> Result<(), Failure> {
     match command {
-        FleetCommand::Up(args) => vmm_dedup_fleet::up(&args.at.fleet(), args.plan),
+        FleetCommand::Up(args) if args.plan => vmm_dedup_fleet::up(&args.at.fleet(), true),
+        // With 1 it would say that nothing was started.
+        FleetCommand::Up(args) => vmm_dedup_fleet::up(&args.at.fleet(), false).and_then(|()| {
+            output::outcome().map_err(|failure| match failure.is_silent() {
+                true => failure,
+                false => Failure::in_part(failure.to_string()),
+            })
+        }),
         FleetCommand::Status(args) => vmm_dedup_fleet::status(&args.at.fleet(), args.json),
         FleetCommand::Down(args) if args.vms.is_empty() => {
             vmm_dedup_fleet::down(&args.at.fleet(), args.grace.time())
@@ -206,6 +226,7 @@ pub(crate) fn run(command: &FleetCommand) -> Result<(), Failure> {
             };
             vmm_dedup_fleet::logs(&args.at.fleet(), &args.vms, which)
         }
+        FleetCommand::KeepLogs { directory } => vmm_dedup_fleet::keep_logs(directory),
         FleetCommand::Api(args) => vmm_dedup_fleet::api(&args.at.fleet(), &args.vm, &args.words),
     }
 }

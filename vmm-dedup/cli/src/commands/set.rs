@@ -7,11 +7,12 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
+use vmm_dedup::Setup;
 use vmm_dedup_host::table::{self, shortened, wrapped};
 use vmm_dedup_host::units::{self, count};
 use vmm_dedup_host::view::{StoreView, address};
 use vmm_dedup_host::{Failure, account, hint, say};
-use vmm_dedup_protocol::control::{MAX_PASS_PERIOD_MS, MAX_RESERVE, MAX_STOP_TARGET_US, Settings, Switch};
+use vmm_dedup_protocol::control::{Settings, Switch};
 use vmm_dedup_protocol::observer::Vm;
 
 /// Time between two looks at how far memory has come back.
@@ -23,22 +24,6 @@ const AT_A_TIME: usize = 16;
 /// No name is cut shorter than this.
 const SHORTEST_NAME: usize = 12;
 
-/// Settings of a service that it reads when it starts.
-const NOT_LIVE: [&str; 12] = [
-    "name",
-    "max_vmas",
-    "huge_policy",
-    "huge_split_pages",
-    "use_source",
-    "sampling",
-    "pack",
-    "breaks",
-    "heal_stall_us",
-    "search",
-    "search_socket",
-    "verify",
-];
-
 /// What there is to change.
 const CHANGES: &str =
     "on, off, cpu_percent=PERCENT, pass_period_ms=MS, stop_target_us=US or reserve_pages=PAGES";
@@ -47,17 +32,18 @@ const CHANGES: &str =
 ///
 /// The changes of a VM are made all or none, and last until it ends. VM is a name
 /// as `vmm-dedup stat` shows it, NAME.PID, or a pattern with * and ?, quoted for
-/// the shell. Who may open the store's socket may do this.
+/// the shell. Root and the user of the VM's store may do this.
 ///
 /// Changes:
 ///   on, off              whether to merge; what is shared stays shared
 ///   cpu_percent=PERCENT  CPU time that dedup may use, 1 to 100 percent of one
-///                        core (also: budget)
+///                        core (also: budget, --cpu-percent PERCENT, and in
+///                        cores cpu_budget_cores=0.05)
 ///   pass_period_ms=MS    time from one pass to the next, 10 to 3,600,000 ms
 ///   stop_target_us=US    how long pages should be away at most while they are
 ///                        merged, 10 to 100,000 us
 ///   reserve_pages=PAGES  managed breaks: pages kept ready for writers
-///                        (also: reserve)
+///                        (also: reserve, breaks.reserve_pages)
 ///
 /// Nothing more is merged; what is shared stays shared:
 ///   vmm-dedup set web-1 off
@@ -74,8 +60,11 @@ const CHANGES: &str =
 )]
 pub(crate) struct SetArgs {
     /// The VM or a pattern, then the changes.
-    #[arg(required = true, value_name = "VM CHANGE")]
+    #[arg(required_unless_present = "all", value_name = "VM CHANGE")]
     words: Vec<String>,
+    /// As the change cpu_percent.
+    #[arg(long, visible_alias = "budget", value_name = "PERCENT")]
+    cpu_percent: Option<String>,
     /// All VMs; all words are changes.
     #[arg(long)]
     all: bool,
@@ -86,45 +75,29 @@ pub(crate) struct SetArgs {
     store: WhichStore,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Change {
-    On,
-    Off,
-    Budget(u32),
-    Reserve(u32),
-    Period(u32),
-    StopTarget(u32),
-}
-
-fn parse_change(text: &str) -> Result<Change, String> {
-    let number = |value: &str, min: u32, max: u32, what: &str| match value.parse() {
-        Ok(n) if (min..=max).contains(&n) => Ok(n),
-        _ => Err(format!("{what} must be {min} to {max}")),
+/// Reads changes: `on`, `off`, or settings by the keys that they have everywhere.
+fn parse_changes(words: &[String]) -> Result<Settings, String> {
+    let switch_of = |word: &str| match word {
+        "on" => Some(Switch::On),
+        "off" => Some(Switch::Off),
+        _ => None,
     };
-    let (key, value) = match text.split_once('=') {
-        None if text == "on" => return Ok(Change::On),
-        None if text == "off" => return Ok(Change::Off),
-        None => (text.to_owned(), None),
-        Some((key, value)) => (key.replace('-', "_"), Some(value)),
-    };
-    match (key.as_str(), value) {
-        ("budget" | "cpu_percent", Some(value)) => {
-            number(value, 1, 100, "cpu_percent, in percent of one core,").map(Change::Budget)
-        }
-        ("reserve" | "reserve_pages", Some(value)) => {
-            number(value, 1, MAX_RESERVE, "reserve_pages").map(Change::Reserve)
-        }
-        ("pass_period_ms", Some(value)) => {
-            number(value, 10, MAX_PASS_PERIOD_MS, "pass_period_ms").map(Change::Period)
-        }
-        ("stop_target_us", Some(value)) => {
-            number(value, 10, MAX_STOP_TARGET_US, "stop_target_us").map(Change::StopTarget)
-        }
-        (key, _) if NOT_LIVE.contains(&key.split('.').next().unwrap_or_default()) => Err(format!(
-            "{key} cannot be changed while the VM runs: change it in the VM's settings, and start the VM again"
-        )),
-        _ => Err(format!("{text:?}: expected {CHANGES}")),
+    let mut switches = words.iter().filter_map(|word| switch_of(word));
+    let mut line = Vec::new();
+    for word in words.iter().filter(|word| switch_of(word).is_none()) {
+        // As options are spelled.
+        let (key, value) = word
+            .split_once('=')
+            .ok_or_else(|| format!("{word:?}: expected {CHANGES}"))?;
+        line.push(format!("{}={value}", key.replace('-', "_")));
     }
+    let mut settings = Setup::changes(&line.join(",")).map_err(vmm_dedup_engines::mistake)?;
+    let switch = switches.next();
+    if switches.next().is_some() || (switch.is_some() && settings.switch.is_some()) {
+        return Err("whether to merge can be said once".into());
+    }
+    settings.switch = switch.or(settings.switch);
+    Ok(settings)
 }
 
 impl SetArgs {
@@ -132,36 +105,28 @@ impl SetArgs {
     fn words(&self) -> Result<(Option<&str>, Settings), Failure> {
         let (pattern, changes) = match (self.all, &self.words[..]) {
             (true, changes) => (None, changes),
+            (false, [vm, ..]) if vm.is_empty() => {
+                return Err(Failure::usage(
+                    "the first word names a VM or is a pattern, and it is empty; --all means all VMs",
+                ));
+            }
             (false, [vm, changes @ ..]) => (Some(vm.as_str()), changes),
             (false, []) => return Err(Failure::usage("name a VM")),
         };
+        let option = self.cpu_percent.as_ref();
+        let option = option.map(|percent| format!("cpu_percent={percent}"));
+        let changes: Vec<String> = changes.iter().cloned().chain(option).collect();
         if changes.is_empty() {
             return Err(Failure::usage(format!("say what to change: {CHANGES}")));
         }
-        let changes: Result<Vec<Change>, String> = changes.iter().map(|text| parse_change(text)).collect();
-        Ok((pattern, self.settings(&changes.map_err(Failure::usage)?)?))
-    }
-
-    fn settings(&self, changes: &[Change]) -> Result<Settings, Failure> {
-        let mut settings = Settings::default();
-        for change in changes {
-            let again = match change {
-                Change::On => settings.switch.replace(Switch::On).is_some(),
-                Change::Off if self.unmerge => settings.switch.replace(Switch::OffUnmerge).is_some(),
-                Change::Off => settings.switch.replace(Switch::Off).is_some(),
-                Change::Budget(percent) => settings.cpu_percent.replace(*percent).is_some(),
-                Change::Reserve(pages) => settings.reserve_pages.replace(*pages).is_some(),
-                Change::Period(ms) => settings.pass_period_ms.replace(*ms).is_some(),
-                Change::StopTarget(us) => settings.stop_target_us.replace(*us).is_some(),
-            };
-            if again {
-                return Err(Failure::usage("each setting can be given once"));
+        let mut settings = parse_changes(&changes).map_err(Failure::usage)?;
+        if self.unmerge {
+            if settings.switch != Some(Switch::Off) {
+                return Err(Failure::usage("--unmerge goes with off"));
             }
+            settings.switch = Some(Switch::OffUnmerge);
         }
-        if self.unmerge && settings.switch != Some(Switch::OffUnmerge) {
-            return Err(Failure::usage("--unmerge goes with off"));
-        }
-        Ok(settings)
+        Ok((pattern, settings))
     }
 }
 
@@ -180,7 +145,11 @@ pub(crate) fn run(args: &SetArgs) -> Result<(), Failure> {
             vm,
             settings,
             args.unmerge && std::io::stderr().is_terminal(),
-        ),
+        )
+        .map_err(|why| match account::is_frozen(vm) {
+            true => Failure::new(format!("VM {}: {why}", vm.name)),
+            false => why,
+        }),
         _ => set_many(&meant, settings, &args.store.words()),
     }
     // A store that says nothing may have VMs that are meant as well.
@@ -190,12 +159,12 @@ pub(crate) fn run(args: &SetArgs) -> Result<(), Failure> {
     })
 }
 
-/// Changes one VM; `watched`: shows how far it is.
+/// Changes one VM; `watched`: shows how far it is. What is wrong is said without the VM's name.
 fn set(store: &StoreView, vm: &Vm, settings: Settings, watched: bool) -> Result<(), Failure> {
     if account::is_frozen(vm) {
+        let pid = account::pid(vm);
         return Err(Failure::new(format!(
-            "VM {}: its process {} is stopped, and nothing was changed: `kill -CONT {}` lets it go on",
-            vm.name, vm.pid, vm.pid
+            "its process {pid} is stopped, and nothing was changed: `kill -CONT {pid}` lets it go on"
         )));
     }
     let mut observer = store.observer()?;
@@ -287,29 +256,54 @@ fn watch<T>(told: &Receiver<T>, store: &StoreView, vm: &Vm) -> Result<T, RecvTim
 mod tests {
     use super::*;
 
+    fn parsed(text: &str) -> Result<Settings, String> {
+        let words: Vec<String> = text.split(' ').map(str::to_owned).collect();
+        parse_changes(&words)
+    }
+
     #[test]
     fn changes_are_read_by_all_their_names_and_wrong_ones_named() {
-        for text in ["budget=7", "cpu_percent=7", "cpu-percent=7"] {
-            assert_eq!(parse_change(text), Ok(Change::Budget(7)));
+        for text in [
+            "budget=7 on",
+            "on cpu_percent=7",
+            "cpu-percent=7 on",
+            "enabled=true cpu_budget_cores=0.07",
+        ] {
+            let expected = Settings {
+                switch: Some(Switch::On),
+                cpu_percent: Some(7),
+                ..Settings::default()
+            };
+            assert_eq!(parsed(text), Ok(expected), "{text}");
         }
-        for text in ["reserve=16777216", "reserve_pages=16777216"] {
-            assert_eq!(parse_change(text), Ok(Change::Reserve(MAX_RESERVE)));
+        for text in [
+            "reserve=9 off",
+            "reserve_pages=9 off",
+            "off breaks.reserve-pages=9",
+        ] {
+            let expected = Settings {
+                switch: Some(Switch::Off),
+                reserve_pages: Some(9),
+                ..Settings::default()
+            };
+            assert_eq!(parsed(text), Ok(expected), "{text}");
         }
         for (text, part) in [
-            ("budget=101", "1 to 100"),
-            ("budget=0", "1 to 100"),
-            ("reserve=", "1 to 16777216"),
             ("onn", "expected on, off"),
             ("budget", "expected on, off"),
-            ("stop_target_us=5", "10 to 100000"),
-            ("pass_period_ms=9", "10 to 3600000"),
-            ("pass_period_ms", "expected on, off"),
+            ("", "expected on, off"),
+            ("on off", "said once"),
+            ("on enabled=true", "said once"),
+            ("budget=7 cpu_percent=7", "one thing"),
+            ("reserve=7 breaks.reserve_pages=7", "given twice"),
+            ("budget=101", "1 to 100"),
             ("max_vmas=5", "cannot be changed while the VM runs"),
-            ("sampling.interval_ms=5", "cannot be changed while the VM runs"),
-            ("pack.on=true", "cannot be changed while the VM runs"),
-            ("monitor_interval_ms=5", "expected on, off"),
+            (
+                "monitor_interval_ms=5",
+                "unknown field `monitor_interval_ms`, expected one of breaks.",
+            ),
         ] {
-            let error = parse_change(text).expect_err(text);
+            let error = parsed(text).expect_err(text);
             assert!(error.contains(part), "{error}");
         }
     }

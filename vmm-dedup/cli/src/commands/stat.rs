@@ -11,10 +11,11 @@ use vmm_dedup_host::view::{HostView, StoreView};
 use vmm_dedup_host::{Failure, account, put, say};
 use vmm_dedup_protocol::clock;
 use vmm_dedup_protocol::message::StoreStats;
+use vmm_dedup_protocol::observer::Vm;
 
 /// Show what this host's stores and VMs save and cost.
 ///
-/// Exit code 1 if a store does not answer; what the others say is shown all the same.
+/// Exit code 1 if a store does not answer or is full, or a VM is frozen or has not passed for long; all that is known is shown.
 #[derive(Args, Debug)]
 pub(crate) struct StatArgs {
     #[command(flatten)]
@@ -52,7 +53,7 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     } else {
         print(&host, &args.store.words());
     }
-    host.complete()
+    host.well(&args.store.words())
 }
 
 /// All that there is to tell.
@@ -166,6 +167,12 @@ fn print(host: &HostView, store_words: &str) {
 /// What is saved, and by whom, as far as stores say so.
 fn saved_line(host: &HostView) -> String {
     let stores = match (host.accounts().count(), host.stores.len()) {
+        (0, all) if host.forbidden() == all => {
+            let which = if all == 1 { "the store" } else { "the stores" };
+            return format!(
+                "saved net: not known, this user may not use {which}: run this as root, or as the user whose VMs it serves"
+            );
+        }
         (0, 1) => return "saved net: not known, the store does not answer".into(),
         (0, _) => return "saved net: not known, no store answers".into(),
         (_, 1) => String::new(),
@@ -187,21 +194,25 @@ fn store_lines(store: &StoreView) -> Vec<String> {
         .domain()
         .map_or(String::new(), |domain| format!(" {domain}"));
     let mut lines = vec![format!("store{domain}: {} ({})", state(store), about.join(", "))];
-    if let Ok((stats, _)) = &store.account {
-        lines.extend(account_lines(stats));
+    if let Ok((stats, vms)) = &store.account {
+        lines.extend(account_lines(stats, vms));
+        lines.extend(store.if_full().map(|what_to_do| {
+            let times = account::refused_full(stats);
+            format!("  FULL: refused {times}; pages called unique may have twins: {what_to_do}")
+        }));
     }
     lines
 }
 
-fn account_lines(s: &StoreStats) -> Vec<String> {
+fn account_lines(s: &StoreStats, vms: &[Vm]) -> [String; 3] {
     let signed = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
-    let mut lines = vec![
+    [
         format!(
-            "  {} kept once, {} not kept again; saved net {}",
+            "  {} kept once, {} not kept again",
             pages_mib(s.pages_shared),
-            pages_mib(s.pages_sharing),
-            mib(account::saved_net(s))
+            pages_mib(s.pages_sharing)
         ),
+        format!("  {}", account::saved_in_parts(s, vms)),
         format!(
             "  memory {} for {} in use, of at most {}; metadata {}; CPU {:.2} s",
             mib(signed(s.resident_bytes)),
@@ -210,14 +221,7 @@ fn account_lines(s: &StoreStats) -> Vec<String> {
             mib(signed(s.metadata_bytes)),
             s.cpu_ns as f64 / 1e9
         ),
-    ];
-    if account::is_full(s) {
-        lines.push(format!(
-            "  FULL: refused {}; pages called unique may have twins: raise its --max-mib",
-            account::refused_full(s)
-        ));
-    }
-    lines
+    ]
 }
 
 /// A VM's memory; one that is not served has told nothing of it here.
@@ -238,7 +242,7 @@ fn vm_table(host: &HostView) -> Table {
         table.row([
             vm.name.clone(),
             store.domain().unwrap_or("?").to_owned(),
-            vm.pid.to_string(),
+            account::pid(vm).to_string(),
             account::condition(vm).to_owned(),
             account::last_pass_text(vm),
             units::short(vm.saved_net_bytes),

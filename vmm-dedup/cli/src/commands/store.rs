@@ -5,11 +5,11 @@ use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use tokio::signal::unix::{SignalKind, signal};
-use vmm_dedup_host::registry::{Record, Registration};
+use vmm_dedup_host::registry::{Access, Record, Registration};
 use vmm_dedup_host::store::{
-    DEFAULT_MAX_MIB, DEFAULT_METRICS, DEFAULT_SOCKET, MAX_MIB, SOCKET_NAME, parse_metrics,
+    DEFAULT_METRICS, DEFAULT_SOCKET, MAX_MIB, SOCKET_NAME, default_max_mib, parse_metrics,
 };
-use vmm_dedup_host::{Failure, note, runtime};
+use vmm_dedup_host::{Failure, memory, note, runtime, users};
 use vmm_dedup_protocol::clock;
 
 /// Run a page store: one per host and trust domain. VMs connect to its socket; it owns the shared pages.
@@ -22,21 +22,57 @@ pub(crate) struct StoreArgs {
     /// Permissions of the socket, octal. Whoever may write to it may share memory, and only root and the store's user may set and explain.
     #[arg(long, value_name = "MODE", default_value = "0600", value_parser = parse_mode)]
     socket_mode: u32,
-    /// Group of the socket, a name in /etc/group or a number [default: that of the process].
-    #[arg(long, value_name = "GROUP", value_parser = parse_group)]
+    /// Group of the socket, a name or a number [default: that of the process].
+    #[arg(long, value_name = "GROUP", value_parser = users::group)]
     socket_group: Option<u32>,
+    /// Who may connect, besides root and the store's own user: names or numbers of users, with commas between them [default: whoever may
+    /// write to the socket]. Its permissions must let them in as well.
+    #[arg(long, value_name = "USERS", value_delimiter = ',', value_parser = users::user)]
+    join_user: Vec<u32>,
     /// Address of the HTTP server for Prometheus (GET /metrics), or "none".
     #[arg(long, default_value_t = Metrics(Some(DEFAULT_METRICS)), value_parser = |t: &str| parse_metrics(t).map(Metrics))]
     metrics: Metrics,
-    /// Most memory for shared pages, MiB.
-    #[arg(long, default_value_t = DEFAULT_MAX_MIB, value_parser = clap::value_parser!(u64).range(MAX_MIB))]
-    max_mib: u64,
+    /// Most memory for shared pages, MiB; auto: 65536, or eight ninths of what its control group may have (memory.max) if that is less.
+    #[arg(long, default_value = "auto", value_parser = parse_max_mib)]
+    max_mib: MaxMib,
     /// Publish the pages in the order of their content, too, for VMs that search with an engine (PageForge).
     #[arg(long)]
     ordered: bool,
     /// Name of the trust domain, for logs and metrics.
     #[arg(long, default_value = "default")]
     domain: String,
+}
+
+/// Most memory for shared pages, if it was named.
+#[derive(Clone, Copy, Debug)]
+struct MaxMib(Option<u64>);
+
+fn parse_max_mib(text: &str) -> Result<MaxMib, String> {
+    match text.parse() {
+        _ if text == "auto" => Ok(MaxMib(None)),
+        Ok(mib) if MAX_MIB.contains(&mib) => Ok(MaxMib(Some(mib))),
+        _ => {
+            let (least, most) = MAX_MIB.into_inner();
+            Err(format!("expected {least} to {most}, or auto"))
+        }
+    }
+}
+
+/// What a store may hold, MiB; says so if its control group would have it killed before.
+fn max_mib(named: MaxMib) -> u64 {
+    let limit = memory::limit();
+    let MaxMib(Some(mib)) = named else {
+        return default_max_mib(limit);
+    };
+    if let Some(limit) = limit.filter(|limit| limit >> 20 <= mib) {
+        note!(
+            "vmm-dedup: --max-mib {mib} is more than the control group of this store may have ({} MiB, memory.max): it would be killed \
+             before it is full; lower it to {}, or raise that limit",
+            limit >> 20,
+            default_max_mib(Some(limit))
+        );
+    }
+    mib
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -55,20 +91,6 @@ fn parse_mode(text: &str) -> Result<u32, String> {
     u32::from_str_radix(text, 8).map_err(|_| "expected permissions in octal, e.g. 0660".to_owned())
 }
 
-fn parse_group(text: &str) -> Result<u32, String> {
-    if let Ok(number) = text.parse() {
-        return Ok(number);
-    }
-    let groups = fs::read_to_string("/etc/group")
-        .map_err(|e| format!("cannot read /etc/group ({e}): give a number"))?;
-    let number = groups.lines().find_map(|line| {
-        let mut fields = line.split(':');
-        let (name, number) = (fields.next()?, fields.nth(1)?);
-        (name == text).then(|| number.parse().ok())?
-    });
-    number.ok_or_else(|| "there is no such group in /etc/group: make it, or give a number".to_owned())
-}
-
 /// No core file has pages of guests or the domain's salt, and processes of the same user, such as VMMs, can neither trace the store nor
 /// take its descriptors.
 fn hide() {
@@ -83,12 +105,14 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
         Some(socket) => socket.clone(),
         None => runtime::folder()?.join(SOCKET_NAME),
     };
+    let max_mib = max_mib(args.max_mib);
     let config = vmm_dedup_store::Config {
         socket: socket.clone(),
         mode: args.socket_mode,
         group: args.socket_group,
+        join_users: args.join_user.clone(),
         metrics: args.metrics.0,
-        max_bytes: args.max_mib << 20,
+        max_bytes: max_mib << 20,
         domain: args.domain.clone(),
         ordered: args.ordered,
         ..vmm_dedup_store::Config::default()
@@ -125,7 +149,7 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
         let store = vmm_dedup_store::Store::bind(config).map_err(Failure::from_error)?;
         // Until the store ends. Those that a command starts for itself are nobody else's.
         let _listed = announce
-            .then(|| list(args, &socket, store.metrics_address()))
+            .then(|| list(args, &socket, max_mib, store.metrics_address()))
             .flatten();
         if announce {
             let metrics = store
@@ -147,14 +171,19 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
 }
 
 /// Lists the store for commands that ask all stores of the host. It works without, for who names its socket.
-fn list(args: &StoreArgs, socket: &Path, metrics: Option<SocketAddr>) -> Option<Registration> {
+fn list(args: &StoreArgs, socket: &Path, max_mib: u64, metrics: Option<SocketAddr>) -> Option<Registration> {
     let record = Record {
         socket: std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned()),
         domain: args.domain.clone(),
         pid: std::process::id(),
         metrics,
-        max_mib: Some(args.max_mib),
+        max_mib: Some(max_mib),
         ordered: args.ordered,
+        access: Access {
+            mode: args.socket_mode,
+            group: args.socket_group,
+            users: args.join_user.clone(),
+        },
         started: clock::since_boot().as_secs(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };

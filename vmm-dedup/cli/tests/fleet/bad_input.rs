@@ -122,8 +122,7 @@ fn a_plan_of_what_cannot_start_ends_as_the_start_would() {
 
     let output = host.run("up", &["--plan"]);
 
-    let plan = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(plan.contains("+ a (reference, missing)"), "{plan}");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "");
     let up = Host::failure(&host.run("up", &[]));
     assert_eq!(Host::failure(&output), up);
     assert!(

@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
@@ -17,6 +17,9 @@ pub(crate) const CMDLINE: &str =
 /// Of those, pages that all guests have, and zero pages.
 pub(crate) const COMMON_PAGES: u64 = 512;
 
+/// Two VMs of one entry.
+pub(crate) const TWO: &str = "[[vm]]\nname = \"pay\"\ncount = 2\ntemplate = \"payload\"\nvmm = \"reference\"\ndedup = { cpu_percent = 20 }\n";
+
 /// A VM under QEMU without dedup. Some nested KVMs do not let QEMU set the register behind this flag.
 pub(crate) const QEMU_VM: &str = "[[vm]]\nname = \"q\"\ntemplate = \"payload\"\nvmm = \"qemu\"\nextra_args = [\"-cpu\", \"host,-arch-capabilities\"]\ndedup = { mode = \"off\" }\n";
 
@@ -25,6 +28,7 @@ pub(crate) struct Host {
     folder: tempfile::TempDir,
     /// What was there before the fleet.
     inputs: BTreeSet<PathBuf>,
+    program: PathBuf,
 }
 
 impl Host {
@@ -45,6 +49,7 @@ impl Host {
         let mut host = Self {
             folder,
             inputs: BTreeSet::new(),
+            program: env!("CARGO_BIN_EXE_vmm-dedup").into(),
         };
         host.inputs = host.files();
         host
@@ -52,6 +57,15 @@ impl Host {
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
+    }
+
+    /// Lets other users reach the folder, and the program, which may be where only who built it can.
+    pub(crate) fn open_to_all(&mut self) {
+        let everybody = fs::Permissions::from_mode(0o755);
+        fs::set_permissions(self.folder.path(), everybody).expect("a mode");
+        self.program = self.path("vmm-dedup");
+        fs::copy(env!("CARGO_BIN_EXE_vmm-dedup"), &self.program).expect("a copy");
+        self.inputs.insert(self.program.clone());
     }
 
     /// Adds a file that the fleet uses, executable.
@@ -66,7 +80,25 @@ impl Host {
 
     /// `vmm-dedup fleet COMMAND FILE`, to be run.
     pub(crate) fn command(&self, command: &str) -> Command {
-        let mut process = Command::new(env!("CARGO_BIN_EXE_vmm-dedup"));
+        self.with_arguments(Command::new(&self.program), command)
+    }
+
+    /// The same, which finds devices that these users may open, whatever the host lets them do: in a mount namespace of its own.
+    pub(crate) fn command_with(&self, devices: &Devices, command: &str) -> Command {
+        let mut process = devices.command();
+        process.arg(&self.program);
+        self.with_arguments(process, command)
+    }
+
+    /// `vmm-dedup doctor`, which finds these devices.
+    pub(crate) fn doctor(&self, devices: &Devices) -> Command {
+        let mut process = devices.command();
+        process.arg(&self.program).arg("doctor");
+        process.arg("--store").arg(self.path("store.sock"));
+        process
+    }
+
+    fn with_arguments(&self, mut process: Command, command: &str) -> Command {
         process.args(["fleet", command]).arg(self.path("fleet.toml"));
         process.arg("--runtime-dir").arg(self.path("run"));
         process
@@ -85,6 +117,30 @@ impl Host {
         let errors = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{command}: {errors}");
         String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// `up`, of a fleet of which something is left to whoever runs it: the plan says the same and ends with the same code. Returns
+    /// what was said.
+    pub(crate) fn leaves(&self) -> String {
+        let [plan, said] = [&["--plan"][..], &[]].map(|more| {
+            let output = self.run("up", more);
+            let (error, code) = Self::failure(&output);
+            let name = error.split(' ').nth(2).unwrap_or_default().to_owned();
+            let expected = format!("vmm-dedup: fleet {name} is not as its file says: ");
+            assert!(error.starts_with(&expected) && code == 3, "{more:?}: {error}");
+            let said = String::from_utf8_lossy(&output.stdout).into_owned();
+            assert!(!said.contains("nothing to do"), "{more:?}: {said}");
+            said
+        });
+        let left = |text: &str| -> Vec<String> {
+            let lines = text.lines().filter(|line| line.starts_with("! "));
+            lines.map(str::to_owned).collect()
+        };
+        assert!(
+            !left(&said).is_empty() && left(&said) == left(&plan),
+            "{plan}{said}"
+        );
+        plan + &said
     }
 
     /// `status --json`, whatever its exit code.
@@ -159,6 +215,58 @@ impl Drop for Host {
                 if let Some(pid) = pid.and_then(Pid::from_raw) {
                     let _ = rustix::process::kill_process(pid, Signal::KILL);
                 }
+            }
+        }
+    }
+}
+
+/// /dev/kvm and /dev/userfaultfd of one group, which only the processes see that are started with them: nothing of the host changes.
+pub(crate) struct Devices {
+    pub(crate) group: u32,
+    /// Of /dev/kvm and /dev/userfaultfd.
+    pub(crate) modes: [&'static str; 2],
+}
+
+/// Makes the devices in a file system of its own, puts them in their places, and goes on with what it is told.
+const WITH_DEVICES: &str = r#"set -e
+group=$1; shift
+mount -t tmpfs -o mode=0755 tmpfs /mnt
+for device in kvm userfaultfd; do
+    [ -e /dev/$device ]
+    mknod -m "$1" /mnt/$device c $((0x$(stat -c %t /dev/$device))) $((0x$(stat -c %T /dev/$device)))
+    chgrp "$group" /mnt/$device
+    mount --bind /mnt/$device /dev/$device
+    shift
+done
+umount -l /mnt
+exec "$@"
+"#;
+
+impl Devices {
+    fn command(&self) -> Command {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", WITH_DEVICES, "sh", &self.group.to_string()]);
+        command.args(self.modes);
+        command
+    }
+
+    /// Whether this test may become other users, and make devices for them; says so if not.
+    pub(crate) fn are_possible(&self) -> bool {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("SKIPPED: only root can start VMs of other users");
+            return false;
+        }
+        let tried = self.command().arg("true").output();
+        match tried {
+            Ok(output) if output.status.success() => true,
+            Ok(output) => {
+                let said = String::from_utf8_lossy(&output.stderr).into_owned();
+                eprintln!("SKIPPED: devices cannot be made for other users: {said}");
+                false
+            }
+            Err(e) => {
+                eprintln!("SKIPPED: unshare cannot be run: {e}");
+                false
             }
         }
     }

@@ -4,4 +4,6 @@ mod bad_input;
 mod change;
 mod host;
 mod life;
+mod logs;
 mod trouble;
+mod users;

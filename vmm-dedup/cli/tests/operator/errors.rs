@@ -34,6 +34,12 @@ fn a_store_that_may_not_be_used_is_not_to_be_started() {
         errors.contains("may not use the store at") && hints(&errors).is_empty(),
         "{errors}"
     );
+    let shown = text(&output.stdout);
+    assert!(
+        shown.starts_with("saved net: not known, this user may not use the store: run this as root")
+            && !shown.contains("does not answer"),
+        "{shown}"
+    );
     // The list may be read, so that the store is named without being named.
     let output = host.command(&["stat"]).uid(NOBODY).output().expect("a run");
     assert!(
@@ -41,6 +47,29 @@ fn a_store_that_may_not_be_used_is_not_to_be_started() {
         "{}",
         text(&output.stderr)
     );
+}
+
+#[test]
+fn a_runtime_folder_that_may_not_be_looked_into_is_not_called_empty() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: only root can become another user");
+        return;
+    }
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    fs::set_permissions(host.runtime(), fs::Permissions::from_mode(0o700)).expect("a mode");
+    for (args, what) in [(&["fleet", "ls"][..], "fleets"), (&["stat"], "stores")] {
+        let mut command = host.command(args);
+        command.uid(NOBODY);
+
+        let error = error_of(command, 1);
+
+        let told = format!(
+            "cannot look for {what} in {}: Permission denied",
+            host.runtime().display()
+        );
+        assert!(error.contains(&told) && hints(&error).is_empty(), "{error}");
+    }
 }
 
 #[test]
@@ -148,12 +177,16 @@ fn hints_that_start_a_store_start_one_also_beside_another() {
 #[test]
 fn a_store_that_was_killed_is_started_again_as_it_was() {
     let host = Host::new();
-    let mut store = host.store("tiny", &["--max-mib", "8"]);
+    let access = ["--socket-mode", "0666", "--join-user", "65533"];
+    let mut store = host.store("tiny", &[&["--max-mib", "8"], &access[..]].concat());
     let was = host.json(&["stat", "--json"])["store"].clone();
     store.kill();
 
     let hint = only_hint(host.command(&["stat"]));
     let is = started(&host, pasted(&host, &hint));
+
+    // VMs of other users find it as open as it was.
+    assert!(hint.contains(&access.join(" ")), "{hint}");
 
     for what in ["socket", "domain", "limit_bytes", "metrics"] {
         assert_eq!(is[what], was[what], "{what}");

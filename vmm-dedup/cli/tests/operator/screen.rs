@@ -1,7 +1,10 @@
 //! What is shown is so: frozen VMs, full stores, ages, names.
 
-use crate::host::{COMMON_PAGES, Host, eventually, kvm_is_there, text};
+use crate::host::{COMMON_PAGES, Host, Process, eventually, kvm_is_there, pasted, text};
 use rustix::process::Signal;
+use serde_json::Value;
+use std::io::{Read, Write};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 #[test]
@@ -18,7 +21,7 @@ fn a_frozen_vm_looks_frozen_and_is_not_changed_behind_ones_back() {
 
     guest.send(Signal::STOP);
     std::thread::sleep(Duration::from_millis(1500));
-    let stat = host.must(&["stat"]);
+    let stat = text(&host.run(&["stat"]).stdout);
     let error = host.error(&["set", "web", "off"], 1);
     let explained = host.error(&["explain", "web"], 1);
     guest.send(Signal::CONT);
@@ -53,14 +56,29 @@ fn a_full_store_is_called_full_and_what_it_has_no_room_for_is_not_called_unique_
     }
     let host = Host::new();
     // Of 8 MiB in common a quarter has room.
-    let _store = host.store("default", &["--max-mib", "2"]);
+    let mut store = host.store("default", &["--max-mib", "2"]);
     let _guests = [host.guest("web"), host.guest("db")];
+    let stat_json = || {
+        let output = host.run(&["stat", "--json"]);
+        // Without a store in the list, as between two of them, there is none.
+        let stat: Value = serde_json::from_slice(&output.stdout).ok()?;
+        let answers = stat["store"]["state"] == "running";
+        let well = answers && stat["store"]["full"] == false;
+        assert_eq!(output.status.success(), well, "{stat:#}");
+        answers.then_some(stat)
+    };
 
     eventually("the store is full", || {
-        let stat = host.json(&["stat", "--json"]);
-        (stat["store"]["full"] == true).then_some(())
+        (stat_json()?["store"]["full"] == true).then_some(())
     });
-    let stat = host.must(&["stat"]);
+    let output = host.run(&["stat"]);
+    let (stat, error) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!(output.status.code(), Some(1), "{stat}");
+    assert!(
+        error.starts_with("vmm-dedup: the store at ")
+            && error.ends_with(" is full, and shares nothing more\n"),
+        "{error}"
+    );
     let explained = host.must(&["explain", "web"]);
     let json = host.json(&["explain", "web", "--json"]);
 
@@ -69,7 +87,9 @@ fn a_full_store_is_called_full_and_what_it_has_no_room_for_is_not_called_unique_
         "{stat}"
     );
     assert!(
-        explained.contains("is FULL and refused") && explained.contains("--max-mib"),
+        explained.contains("store full: ")
+            && explained.contains("is FULL and refused")
+            && explained.contains("--max-mib"),
         "{explained}"
     );
     assert!(
@@ -79,9 +99,34 @@ fn a_full_store_is_called_full_and_what_it_has_no_room_for_is_not_called_unique_
     );
     let doctor = text(&host.run(&["doctor"]).stdout);
     let told = format!("at {} is full", host.path("default.sock").display());
-    assert!(doctor.contains(&told), "{doctor}");
+    assert!(
+        doctor.contains(&told) && doctor.contains("warn store full: "),
+        "{doctor}"
+    );
     assert_eq!(json["store_full"], true, "{json}");
     assert!(json["store_refused_full_total"].as_u64() > Some(0), "{json}");
+    // What is told is pasted: the next store has twice the room.
+    let full = stat.lines().find(|line| line.contains("FULL: ")).expect("a line");
+    let told: Vec<&str> = full.split('`').skip(1).step_by(2).collect();
+    assert!(doctor.replace('\n', " ").contains(told[1]), "{doctor}");
+    let end = Command::new("sh").args(["-c", told[0]]).status();
+    assert!(end.expect("a shell").success(), "{full}");
+    store.0.wait().expect("an end");
+    let next = Process(
+        pasted(&host, told[1])
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("a shell"),
+    );
+    let store = eventually("all has room there", || {
+        let stat = stat_json()?;
+        let shared = stat["store"]["pages_shared"].as_u64()?;
+        (shared > 512).then(|| stat["store"].clone())
+    });
+    assert_eq!(
+        (&store["pid"], &store["limit_bytes"]),
+        (&next.pid().into(), &(4 << 20).into())
+    );
 }
 
 #[test]
@@ -117,6 +162,167 @@ fn stat_tells_what_the_stores_memory_is_in_use_for_and_sorts_vms() {
         "{stat}"
     );
     assert_eq!(json["vms"][0]["domain"], "default");
+}
+
+#[test]
+fn what_is_taken_back_is_all_that_is_shared_zero_pages_too() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    let guests = ["web", "db"].map(|name| host.guest_with(name, "zero_mib=8 ws_pages=0"));
+    let zeros = || host.vm("web").and_then(|vm| vm["pages_zero"].as_u64());
+    for name in ["web", "db"] {
+        host.wait_for_sharing(name);
+    }
+    eventually("zero pages are given up", || (zeros()? >= 2048).then_some(()));
+    let (before, shared) = (anonymous_kib(guests[0].pid()), zeros().expect("a number"));
+
+    host.must(&["set", "web", "off", "--unmerge"]);
+
+    let web = host.vm("web").expect("it is connected");
+    let left = ["pages_mapped", "pages_zero"].map(|key| web[key].as_u64());
+    assert_eq!(left, [Some(0), Some(0)], "{web:#}");
+    let taken_back = web["unmerged_total"].as_u64();
+    assert!(taken_back >= Some(COMMON_PAGES + shared), "{taken_back:?}");
+    // The kernel says so, too: it had none of these pages as the VM's own.
+    let grown = anonymous_kib(guests[0].pid()) - before;
+    assert!(
+        grown >= 4 * (COMMON_PAGES + shared),
+        "{grown} KiB for {shared} zero pages"
+    );
+    host.must(&["set", "web", "on"]);
+    eventually("they are given up again", || (zeros()? >= 2048).then_some(()));
+}
+
+/// A process's memory that is its own.
+fn anonymous_kib(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let number = line.and_then(|line| line.trim().strip_suffix(" kB"));
+    number
+        .and_then(|number| number.trim().parse().ok())
+        .expect("a number")
+}
+
+#[test]
+fn what_a_guest_writes_does_not_fill_the_disk() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let (log, last) = (host.path("serial.log"), host.path("serial.log.1"));
+    // A guest takes long for as much.
+    std::fs::write(&log, vec![b'\n'; (1 << 20) - 100]).expect("a log");
+    let mut run = host.command(&[
+        "run",
+        "--payload",
+        "seconds=1000000 report_ms=10",
+        "--memory-mib",
+        "64",
+        "--serial-log",
+    ]);
+    let guest = run.arg(&log).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut guest = Process(guest.spawn().expect("the command runs"));
+
+    eventually("the next log is begun", || {
+        let text = std::fs::read_to_string(&log).ok()?;
+        (last.exists() && text.contains("@payload")).then_some(())
+    });
+    guest.kill();
+
+    let len = |path| std::fs::metadata(path).expect("a log").len();
+    assert!(
+        (1 << 20..(1 << 20) + 4096).contains(&len(&last)),
+        "{}",
+        len(&last)
+    );
+    assert!(len(&log) < 1 << 20);
+    let mut shown = String::new();
+    let mut output = guest.0.stdout.take().expect("a pipe");
+    output.read_to_string(&mut shown).expect("UTF-8");
+    assert_eq!(shown, "");
+}
+
+/// Figures of one time stand beside each other: what a service has shared since its last pass ended is in the store's figures, too.
+#[test]
+fn services_tell_within_a_pass_how_far_they_are() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let _store = host.store("default", &[]);
+    let _guests = ["web", "db"].map(|name| host.guest_with(name, "common_mib=40 ws_pages=0"));
+    for name in ["web", "db"] {
+        eventually("it is there", || host.vm(name));
+    }
+    host.must(&["set", "--all", "cpu_percent=1"]);
+
+    let mut before: Option<Value> = None;
+    eventually("a pass goes on, and more is shared", || {
+        let now = host.vm("web")?;
+        let key = |vm: &Value, key: &str| vm[key].as_u64();
+        let last = before.replace(now.clone())?;
+        let within = key(&now, "passes_total") == key(&last, "passes_total");
+        (within && key(&now, "pages_mapped") > key(&last, "pages_mapped")).then_some(())
+    });
+}
+
+#[test]
+fn what_vms_do_counts_for_their_next_store_from_the_first_moment() {
+    if !kvm_is_there() {
+        return;
+    }
+    let host = Host::new();
+    let mut store = host.store("default", &[]);
+    let _guests = ["web", "db"].map(|name| host.guest_with(name, "ws_pages=0"));
+    for name in ["web", "db"] {
+        host.wait_for_sharing(name);
+    }
+    let merges = || {
+        let vms = ["web", "db"].map(|name| host.vm(name)?["merges_total"].as_u64());
+        Some(vms[0]? + vms[1]?)
+    };
+    let mut last = None;
+    let before = eventually("nothing is merged any more", || {
+        std::thread::sleep(Duration::from_secs(1));
+        let now = merges()?;
+        (last.replace(now) == Some(now)).then_some(now)
+    });
+
+    store.kill();
+    let address = free_address();
+    let mut next = host.command(&["store", "--domain", "default", "--metrics", &address, "--socket"]);
+    next.arg(host.path("default.sock")).stderr(Stdio::null());
+    let _next = Process(next.spawn().expect("the command runs"));
+    eventually("they share again", || {
+        (merges()? >= before + 2 * COMMON_PAGES).then_some(())
+    });
+
+    let series = "vmmdedup_merges_total{domain=\"default\"} ";
+    eventually("the host's counter is the sum of what both did since", || {
+        let sum = merges()? - before;
+        let text = metrics(&address)?;
+        let of_host = text.lines().find_map(|line| line.strip_prefix(series))?;
+        (of_host.parse() == Ok(sum)).then_some(())
+    });
+}
+
+/// An address that nobody serves at, for now.
+fn free_address() -> String {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("an address").to_string()
+}
+
+fn metrics(address: &str) -> Option<String> {
+    let mut stream = std::net::TcpStream::connect(address).ok()?;
+    stream
+        .write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        .ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    Some(text)
 }
 
 #[test]

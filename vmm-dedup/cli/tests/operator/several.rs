@@ -183,7 +183,7 @@ fn many_vms_are_changed_at_once() {
     }
     let host = Host::new();
     let _store = host.store("default", &[]);
-    let _guests = ["web-1", "web-2", "db"].map(|name| host.guest(name));
+    let guests = ["web-1", "web-2", "db"].map(|name| host.guest(name));
     let _refused = host.refused("default", "gpu");
     for name in ["web-1", "web-2", "db"] {
         eventually("it is there", || host.vm(name));
@@ -200,8 +200,36 @@ fn many_vms_are_changed_at_once() {
     eventually("two have it", || (percents(&host) == [20, 7, 7]).then_some(()));
     let all = host.must(&["set", "--all", "budget=9"]);
     eventually("all have it", || (percents(&host) == [9, 9, 9]).then_some(()));
+    host.must(&["set", "--all", "--cpu-percent", "11"]);
+    eventually("all have that", || {
+        (percents(&host) == [11, 11, 11]).then_some(())
+    });
+    host.must(&["set", "web-1", "cpu_budget_cores=0.3"]);
+    eventually("one has that", || (percents(&host) == [11, 30, 11]).then_some(()));
     let none = host.error(&["set", "mail-*", "off"], 1);
+    for empty in [&["set", "", "off"][..], &["set", "", "--cpu-percent", "5"]] {
+        let error = host.error(empty, 2);
+        assert!(
+            error.contains("names a VM or is a pattern, and it is empty"),
+            "{error}"
+        );
+    }
+    host.error(&["set", "--all"], 2);
+    host.error(&["set", "web-1", "budget=5", "--cpu-percent", "5"], 2);
+    let pid = guests[2].pid();
+    guests[2].send(Signal::STOP);
+    let frozen = host.run(&["set", "--all", "on"]);
+    let alone = host.error(&["set", "db", "on"], 1);
+    guests[2].send(Signal::CONT);
 
+    let stopped =
+        format!("its process {pid} is stopped, and nothing was changed: `kill -CONT {pid}` lets it go on\n");
+    assert_eq!(alone, format!("vmm-dedup: VM db: {stopped}"));
+    let frozen = text(&frozen.stdout);
+    assert!(
+        frozen.starts_with(&format!("db: NOT DONE: {stopped}")),
+        "{frozen}"
+    );
     assert_eq!(said, "web-1: done\nweb-2: done\n");
     assert_eq!(
         all,

@@ -236,7 +236,7 @@ fn what_is_stopped_of_a_fleet_is_told_with_what_lets_it_go_on() {
     host.must(&["fleet", "down", file]);
 
     let revive = |pid| format!("is stopped: `kill -CONT {pid}` lets it go on\n");
-    let wait = "another fleet command is at work, so look again; ";
+    let wait = "another fleet command is at work, so look again\n";
     let waits = [&frozen, &busy].map(|output| text(&output.stderr).contains(wait));
     assert_eq!(waits, [false, true], "{}", text(&busy.stderr));
     let frozen = text(&frozen.stdout);

@@ -65,6 +65,24 @@ fn it_survives_the_death_of_a_store_and_finds_the_next() {
 }
 
 #[test]
+fn it_says_in_whole_words_that_a_store_hangs() {
+    let host = Host::new();
+    let store = host.store("default", &[]);
+    let _refused = host.refused("default", "gpu");
+    let mut top = top(&host, 80);
+    top.shows("vfio");
+
+    store.send(Signal::STOP);
+    let screen = top.shows("does not answer: it hangs");
+    store.send(Signal::CONT);
+
+    let row = screen.iter().find(|line| line.starts_with("gpu")).expect("a row");
+    assert!(row.contains(" store hung "), "{screen:#?}");
+    top.types("q");
+    assert!(top.end().success());
+}
+
+#[test]
 fn it_shows_no_wrong_figure_on_narrow_terminals() {
     let host = Host::new();
     let _store = host.store("default", &[]);

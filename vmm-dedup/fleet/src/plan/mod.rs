@@ -107,9 +107,14 @@ impl Plan {
         for (template, settings) in &file.template {
             check_template(template, settings)?;
         }
+        let of_all = VmSettings {
+            user: file.user.clone(),
+            groups: file.groups.clone(),
+            ..VmSettings::default()
+        };
         for (number, entry) in file.vm.iter().enumerate() {
             let expanded = with_template(entry, &file.template)
-                .and_then(|entry| expand_entry(&entry, &folder, &mut vms));
+                .and_then(|entry| expand_entry(&entry.over(&of_all), &folder, &mut vms));
             expanded.map_err(|text| Mistake {
                 place: Place::Entry(number, None),
                 text,
@@ -216,6 +221,14 @@ fn expand_vm(entry: &VmSettings, values: Values<'_>, folder: &Path) -> Result<Vm
         .ok_or("it has no kernel: name an ELF image or a bzImage")?;
     check_numbers(entry)?;
     let extra_args = entry.extra_args.iter().flatten();
+    let user = entry.user.as_ref().map(|user| fill("user", user)).transpose()?;
+    let groups = entry.groups.iter().flatten();
+    let groups: Vec<String> = groups
+        .map(|group| fill("groups", group))
+        .collect::<Result<_, _>>()?;
+    if user.is_none() && !groups.is_empty() {
+        return Err("it has groups and no user: name the user that is to have them".into());
+    }
     let vm = VmPlan {
         name: values.name.to_owned(),
         entry: entry.name.clone().unwrap_or_default(),
@@ -231,6 +244,8 @@ fn expand_vm(entry: &VmSettings, values: Values<'_>, folder: &Path) -> Result<Vm
             .map(|arg| fill("extra_args", arg))
             .collect::<Result<_, _>>()?,
         api: None,
+        user,
+        groups,
         domain: entry.domain.clone().unwrap_or_else(|| DEFAULT_DOMAIN.into()),
         dedup: dedup(values.name, entry.dedup.as_ref())?,
         agent: None,

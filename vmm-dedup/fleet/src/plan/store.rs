@@ -21,6 +21,8 @@ pub struct StorePlan {
     pub max_mib: u64,
     /// For VMs with a `search`.
     pub ordered: bool,
+    /// The users that VMs run as which merge there, where that is not who starts them: names or numbers.
+    pub users: BTreeSet<String>,
 }
 
 /// The stores of all domains that VMs with dedup are in.
@@ -60,7 +62,9 @@ pub(super) fn stores<'a>(
             DEFAULT_DOMAIN => Mistake::at(&["store", key], text),
             domain => Mistake::at(&["domain", domain, key], text),
         };
-        let store = store(domain, settings, folder, run_folder).map_err(|(key, text)| at(key, text))?;
+        let mut store = store(domain, settings, folder, run_folder).map_err(|(key, text)| at(key, text))?;
+        let members = vms.iter().filter(|vm| vm.dedup.is_some() && vm.domain == domain);
+        store.users = members.filter_map(|vm| vm.user.clone()).collect();
         let same = |other: &&StorePlan| {
             other.socket == store.socket || (other.metrics.is_some() && other.metrics == store.metrics)
         };
@@ -114,5 +118,6 @@ fn store(
         metrics: settings.metrics.unwrap_or(default_metrics).0,
         max_mib,
         ordered: settings.ordered.unwrap_or(false),
+        users: BTreeSet::new(),
     })
 }

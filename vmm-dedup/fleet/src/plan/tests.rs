@@ -130,6 +130,7 @@ fn each_domain_has_a_store_and_only_if_a_vm_merges_in_it() {
         metrics: None,
         max_mib: 100,
         ordered: true,
+        users: BTreeSet::new(),
     };
     assert_eq!(plan.stores, std::slice::from_ref(&blue));
     assert!(plan.store_of(&plan.vms[0]).is_none());
@@ -378,4 +379,49 @@ fn the_example_is_right() {
     assert_eq!(names.len(), 30, "{names:?}");
     let domains: Vec<_> = plan.stores.iter().map(|store| store.domain.as_str()).collect();
     assert_eq!(domains, ["default", "payments"]);
+}
+
+#[test]
+fn a_user_is_the_vms_or_its_templates_or_the_fleets() {
+    let text = r#"
+user = "vm-{name}"
+groups = ["kvm"]
+[template.t]
+kernel = "k"
+user = "{index+61000}"
+[[vm]]
+name = "a"
+kernel = "k"
+[[vm]]
+name = "b"
+count = 2
+template = "t"
+[[vm]]
+name = "c"
+template = "t"
+user = "c"
+groups = []
+domain = "blue"
+[[vm]]
+name = "d"
+kernel = "k"
+dedup = { mode = "off" }
+[domain.blue]
+"#;
+    let plan = plan(text).unwrap();
+    let users: Vec<_> = plan.vms.iter().map(|vm| vm.user.as_deref().unwrap()).collect();
+    assert_eq!(users, ["vm-a", "61000", "61001", "c", "vm-d"]);
+    assert_eq!((plan.vms[1].groups.len(), plan.vms[3].groups.len()), (1, 0));
+    // Who merges in a domain is to be let into its store.
+    let of_store = |at: usize| {
+        plan.stores[at]
+            .users
+            .iter()
+            .map(String::as_str)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        (of_store(0), of_store(1)),
+        (vec!["61000", "61001", "vm-a"], vec!["c"])
+    );
 }

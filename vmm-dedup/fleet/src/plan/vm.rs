@@ -28,6 +28,10 @@ pub struct VmPlan {
     pub extra_args: Vec<String>,
     /// With Cloud Hypervisor: all of `vm.create` but the console and serial port.
     pub(crate) api: Option<Box<VmConfig>>,
+    /// Who its VMM runs as: a user's name or number. `None`: as who starts it.
+    pub user: Option<String>,
+    /// More groups of that user, names or numbers.
+    pub groups: Vec<String>,
     /// The trust domain; its store is used only with dedup.
     pub domain: String,
     /// `None`: the VMM runs by itself, without library and store.

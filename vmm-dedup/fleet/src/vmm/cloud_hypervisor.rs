@@ -2,7 +2,7 @@
 
 use super::condition::Condition;
 use crate::plan::VmPlan;
-use crate::state::VmFiles;
+use crate::state::{HeldSocket, VmFiles};
 use cloud_hypervisor_client::SocketBasedApiClient;
 use cloud_hypervisor_client::apis::{DefaultApi, Error};
 use cloud_hypervisor_client::models::console_config::ConsoleConfig;
@@ -19,14 +19,40 @@ pub(crate) fn arguments(vm: &VmPlan, files: &VmFiles, command: &mut Command) {
     command.arg("--api-socket").arg(socket).args(&vm.extra_args);
 }
 
-fn client(files: &VmFiles) -> SocketBasedApiClient {
-    cloud_hypervisor_client::socket_based_api_client(files.socket())
+/// The API of a VMM whose socket is there.
+struct Api {
+    client: SocketBasedApiClient,
+    /// What the client connects to.
+    _socket: HeldSocket,
+}
+
+impl std::ops::Deref for Api {
+    type Target = SocketBasedApiClient;
+
+    fn deref(&self) -> &SocketBasedApiClient {
+        &self.client
+    }
+}
+
+fn api(files: &VmFiles) -> Result<Api, String> {
+    let socket = files
+        .hold_socket()
+        .map_err(|e| format!("cannot reach its API: {e}"))?;
+    Ok(Api {
+        client: cloud_hypervisor_client::socket_based_api_client(socket.path()),
+        _socket: socket,
+    })
 }
 
 /// Creates the VM and boots it.
 pub(crate) async fn boot(vm: &VmPlan, files: &VmFiles) -> Result<(), String> {
-    let api = client(files);
     // The socket is there some milliseconds after the process.
+    let api = loop {
+        match api(files) {
+            Ok(api) => break api,
+            Err(_) => tokio::time::sleep(RETRY).await,
+        }
+    };
     while let Err(error) = api.vmm_ping_get().await {
         if let Error::Api(_) | Error::Serde(_) = error {
             return Err(message("vmm.ping", &error));
@@ -34,10 +60,9 @@ pub(crate) async fn boot(vm: &VmPlan, files: &VmFiles) -> Result<(), String> {
         tokio::time::sleep(RETRY).await;
     }
     let config = VmConfig {
-        serial: Some(SerialConfig {
-            file: Some(files.serial().to_string_lossy().into_owned()),
-            ..SerialConfig::new(ConsoleMode::File)
-        }),
+        // Its standard output, which is the log: a file that it opens itself it does not write at the end, so that it could not be
+        // emptied.
+        serial: Some(SerialConfig::new(ConsoleMode::Tty)),
         console: Some(ConsoleConfig::new(ConsoleMode::Off)),
         ..vm.api.as_deref().cloned().unwrap_or_default()
     };
@@ -53,7 +78,7 @@ pub(crate) async fn boot(vm: &VmPlan, files: &VmFiles) -> Result<(), String> {
 }
 
 pub(crate) async fn condition(files: &VmFiles) -> Result<Condition, String> {
-    let info = client(files)
+    let info = api(files)?
         .vm_info_get()
         .await
         .map_err(|e| message("vm.info", &e))?;
@@ -65,14 +90,14 @@ pub(crate) async fn condition(files: &VmFiles) -> Result<Condition, String> {
 }
 
 pub(crate) async fn power_button(files: &VmFiles) -> Result<(), String> {
-    client(files)
+    api(files)?
         .power_button_vm()
         .await
         .map_err(|e| message("vm.power-button", &e))
 }
 
 pub(crate) async fn quit(files: &VmFiles) -> Result<(), String> {
-    let api = client(files);
+    let api = api(files)?;
     api.shutdown_vm().await.map_err(|e| message("vm.shutdown", &e))?;
     api.shutdown_vmm().await.map_err(|e| message("vmm.shutdown", &e))
 }

@@ -24,9 +24,9 @@ pub(crate) async fn call(files: &VmFiles, method: &str, call: &str, body: &str) 
         .header(CONTENT_TYPE, "application/json")
         .body(Full::new(Bytes::from(body.to_owned())))
         .map_err(|e| e.to_string())?;
-    let stream = UnixStream::connect(files.socket())
-        .await
-        .map_err(|e| format!("cannot reach its API: {e}"))?;
+    let unreachable = |e: std::io::Error| format!("cannot reach its API: {e}");
+    let socket = files.hold_socket().map_err(unreachable)?;
+    let stream = UnixStream::connect(socket.path()).await.map_err(unreachable)?;
     let broken = |e: hyper::Error| format!("{call}: {e}");
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
         .await

@@ -12,12 +12,13 @@ use crate::log;
 use crate::plan::{Plan, VmPlan};
 use crate::process::{self, Life, Process};
 use crate::program::Tools;
+use crate::rights;
 use crate::spec::spec;
 use crate::state::{Locked, VmFiles, VmState};
 pub(crate) use condition::Condition;
 pub(crate) use http::call as http;
 pub(crate) use qemu::command as qmp;
-use std::fs::File;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
@@ -52,12 +53,18 @@ pub(crate) fn start(
 ) -> Result<Child, Failure> {
     let files = directory.make_vm(&vm.name)?;
     let fail = |e: std::io::Error| Failure::new(format!("VM {:?}: cannot start {}: {e}", vm.name, vm.vmm));
-    let log = File::create(files.log()).map_err(fail)?;
+    let identity = rights::identity(vm).map_err(|e| Failure::new(format!("VM {:?}: {e}", vm.name)))?;
+    let log = log::begin(&files.log()).map_err(fail)?;
+    let output = match vm.vmm {
+        // Its guest's serial port.
+        Vmm::CloudHypervisor => log::begin(&files.serial()).map_err(fail)?,
+        Vmm::Qemu | Vmm::Reference => log.try_clone().map_err(fail)?,
+    };
     let mut command = Command::new(tools.program(vm.vmm));
     command
         .current_dir(&plan.folder)
         .stdin(Stdio::null())
-        .stdout(log.try_clone().map_err(fail)?)
+        .stdout(output)
         .stderr(log);
     // Left over from the user's environment they would make a library merge although dedup is off.
     for variable in ["", "_STORE", "_NAME", "_CONFIG", "_AGENT"] {
@@ -70,10 +77,7 @@ pub(crate) fn start(
     match vm.vmm {
         Vmm::CloudHypervisor => cloud_hypervisor::arguments(vm, &files, &mut command),
         Vmm::Qemu => qemu::arguments(vm, &files, &mut command),
-        Vmm::Reference => {
-            command.stdout(File::create(files.serial()).map_err(fail)?);
-            reference::arguments(vm, store, &files, &mut command);
-        }
+        Vmm::Reference => reference::arguments(vm, store, &files, &mut command),
     }
     if let (Some(store), Some(library)) = (store, tools.library_for(vm.vmm)) {
         let mut preload = library.as_os_str().to_owned();
@@ -88,6 +92,15 @@ pub(crate) fn start(
             .env("VMM_DEDUP_CONFIG", files.dedup());
         if let Some(agent) = &vm.agent {
             command.env("VMM_DEDUP_AGENT", agent.to_string());
+        }
+    }
+    if let Some(identity) = identity {
+        directory.give_vm(&files, &identity).map_err(fail)?;
+        rights::environment(&mut command, &identity);
+        #[allow(unsafe_code)] // std changes the user, and leaves groups and capabilities
+        // SAFETY: the closure runs between fork and exec; it makes system calls only, and neither allocates nor locks.
+        unsafe {
+            command.pre_exec(move || identity.assume());
         }
     }
     let record = |process| {

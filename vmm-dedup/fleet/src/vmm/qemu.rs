@@ -36,8 +36,13 @@ pub(crate) fn arguments(vm: &VmPlan, files: &VmFiles, command: &mut Command) {
             "-smp",
             &vm.cpus.to_string(),
         ])
-        .arg("-serial")
-        .arg(option("file:", &files.serial(), ""))
+        .arg("-chardev")
+        .arg(option(
+            "file,id=fleet-serial,path=",
+            &files.serial(),
+            ",append=on",
+        ))
+        .args(["-serial", "chardev:fleet-serial"])
         .arg("-qmp")
         .arg(option("unix:", &files.socket(), ",server=on,wait=off"))
         .arg("-pidfile")
@@ -69,9 +74,9 @@ struct Monitor(BufReader<UnixStream>);
 
 impl Monitor {
     async fn open(files: &VmFiles) -> Result<Self, String> {
-        let stream = UnixStream::connect(files.socket())
-            .await
-            .map_err(|e| format!("QMP: {e}"))?;
+        let unreachable = |e: std::io::Error| format!("QMP: {e}");
+        let socket = files.hold_socket().map_err(unreachable)?;
+        let stream = UnixStream::connect(socket.path()).await.map_err(unreachable)?;
         let mut monitor = Self(BufReader::new(stream));
         monitor.receive().await?; // the greeting
         monitor.ask("qmp_capabilities").await?;

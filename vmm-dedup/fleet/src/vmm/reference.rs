@@ -17,6 +17,8 @@ pub(crate) fn arguments(vm: &VmPlan, store: Option<&StorePlan>, files: &VmFiles,
         .arg("--kernel")
         .arg(&vm.kernel)
         .arg(format!("--cmdline={}", vm.cmdline))
+        .arg("--serial-log")
+        .arg(files.serial())
         .arg("--pid-file")
         .arg(files.pid());
     if let Some(initramfs) = &vm.initramfs {

@@ -2,7 +2,7 @@
 
 mod glob;
 
-use crate::account;
+use crate::account::{self, Trouble};
 use crate::failure::Failure;
 use crate::registry::{self, Known, Record};
 use crate::runtime;
@@ -56,6 +56,11 @@ impl Selection {
 }
 
 fn none_listed() -> Failure {
+    if let Ok(folder) = runtime::folder()
+        && let Some(failure) = runtime::unreadable(&folder, "stores")
+    {
+        return failure;
+    }
     let folders = runtime::folders();
     let folders: Vec<String> = folders
         .iter()
@@ -108,6 +113,18 @@ impl StoreView {
     #[must_use]
     pub fn failure(&self, error: Error) -> Failure {
         silence::failure(&self.socket, self.record.as_ref().map(|record| record.pid), error)
+    }
+
+    /// What to do, if it answers and is full.
+    #[must_use]
+    pub fn if_full(&self) -> Option<String> {
+        let (stats, _) = self.account.as_ref().ok()?;
+        let room = self.record.as_ref();
+        let room = room.and_then(|record| store::with_more_room(record, account::limit_bytes(stats)));
+        let how = room.map_or(String::new(), |[end, start]| {
+            format!(" (in a fleet file: max_mib): `{end}` ends it, then `{start}` starts it again; guests go on meanwhile")
+        });
+        account::is_full(stats).then(|| format!("raise its --max-mib{how}"))
     }
 
     fn of(known: Known) -> Self {
@@ -195,12 +212,69 @@ impl HostView {
     /// How many stores have answered: `2 stores`, or `1 of 2 stores, the others do not answer`.
     #[must_use]
     pub fn answering(&self) -> String {
-        match (self.accounts().count(), self.stores.len()) {
-            (answer, all) if answer < all => {
-                format!("{answer} of {all} stores, the others do not answer")
+        let unheard = self.stores.len() - self.accounts().count();
+        let all = count(self.stores.len(), "store", "stores");
+        match (unheard, self.forbidden()) {
+            (0, _) => all,
+            (n, forbidden) => {
+                let why = match forbidden {
+                    0 => "the others do not answer".to_owned(),
+                    all if all == n => "this user may not use the others".to_owned(),
+                    some => format!("{} do not answer, {some} this user may not use", n - some),
+                };
+                format!("{} of {all}, {why}", self.stores.len() - n)
             }
-            (_, all) => count(all, "store", "stores"),
         }
+    }
+
+    /// How many stores this user may not use.
+    #[must_use]
+    pub fn forbidden(&self) -> usize {
+        let silences = self
+            .stores
+            .iter()
+            .filter_map(|store| store.account.as_ref().err());
+        silences
+            .filter(|(silence, _)| *silence == Silence::NoAccess)
+            .count()
+    }
+
+    /// Fails unless all is well: every store answers and has room, and no VM is stuck. One that is refused goes on as without dedup. `store_words`: how a
+    /// command asks the same stores.
+    ///
+    /// # Errors
+    /// One line with what is wrong.
+    pub fn well(&self, store_words: &str) -> Result<(), Failure> {
+        let mut wrong: Vec<String> = self.complete().err().iter().map(ToString::to_string).collect();
+        let full = self.stores.iter().filter(|store| store.if_full().is_some());
+        wrong.extend(full.map(|store| {
+            format!(
+                "the store at {} is full, and shares nothing more",
+                store.socket.display()
+            )
+        }));
+        let ill: Vec<(&str, Trouble)> = (self.vms())
+            .filter_map(|(_, vm)| Some((vm.name.as_str(), account::trouble(vm)?)))
+            .filter(|(_, trouble)| !matches!(trouble, Trouble::Refused(_)))
+            .collect();
+        for (what, frozen) in [("frozen", true), ("without a pass for long", false)] {
+            let is_so = |trouble: &Trouble| matches!(trouble, Trouble::Frozen) == frozen;
+            let names = ill.iter().filter(|(_, trouble)| is_so(trouble));
+            let names: Vec<&str> = names.map(|(name, _)| *name).collect();
+            if !names.is_empty() {
+                let vms = count(names.len(), "VM is", "VMs are");
+                let names = listed(names.into_iter().map(str::to_owned));
+                wrong.push(format!("{vms} {what} ({names})"));
+            }
+        }
+        if wrong.is_empty() {
+            return Ok(());
+        }
+        let doctor = match ill.is_empty() {
+            true => String::new(),
+            false => format!(": `vmm-dedup doctor{store_words}` tells what to do"),
+        };
+        Err(Failure::new(format!("{}{doctor}", wrong.join("; "))))
     }
 
     /// Fails unless all stores have answered, in one line about those that have not.
@@ -240,7 +314,7 @@ impl HostView {
             _ => {
                 let which = found.iter().map(|(_, vm)| address(vm));
                 Err(Failure::new(format!(
-                    "{} VMs are called {wanted}: say which, {}",
+                    "{} VMs are called {wanted}: say which, there are {}",
                     found.len(),
                     listed(which)
                 )))
@@ -273,7 +347,7 @@ impl HostView {
     }
 
     fn no_vm(&self, wanted: &str) -> Failure {
-        let names = || listed(self.vms().map(|(_, vm)| vm.name.clone()));
+        let names = || format!("there are {}", listed(self.vms().map(|(_, vm)| vm.name.clone())));
         let there = match (self.vms().next(), self.complete()) {
             (None, _) => self.nobody(),
             (Some(_), Ok(())) => names(),
@@ -319,12 +393,13 @@ fn announced(vm: &Vm) -> &str {
 const LISTED: usize = 8;
 
 /// Some names for a message.
-fn listed(mut names: impl Iterator<Item = String>) -> String {
+#[must_use]
+pub fn listed(mut names: impl Iterator<Item = String>) -> String {
     let mut first: Vec<String> = names.by_ref().take(LISTED).collect();
     if names.next().is_some() {
         first.push("...".into());
     }
-    format!("there are {}", first.join(", "))
+    first.join(", ")
 }
 
 #[cfg(test)]

@@ -3,11 +3,12 @@
 use super::finding::{Finding, Verdict};
 use rustix::fs::{Access, access};
 use rustix::process::{Resource, getrlimit};
-use std::fs::{self, OpenOptions};
+use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 use vmm_dedup_host::units::short;
-use vmm_dedup_host::{memory, runtime};
+use vmm_dedup_host::userfaultfd::{self, Way};
+use vmm_dedup_host::{kvm, memory, runtime};
 
 /// Settings of transparent huge pages.
 const HUGE: &str = "/sys/kernel/mm/transparent_hugepage";
@@ -99,8 +100,8 @@ fn kernel(release: &str) -> Finding {
 }
 
 fn kvm() -> Finding {
-    match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
-        Ok(_) => Finding::ok("kvm", "/dev/kvm can be used"),
+    match kvm::open() {
+        Ok(()) => Finding::ok("kvm", "/dev/kvm can be used"),
         Err(e) => Finding::new(
             Verdict::Bad,
             "kvm",
@@ -130,20 +131,10 @@ fn nested(release: &str, settings: [String; 2]) -> Finding {
     }
 }
 
-/// CAP_SYS_PTRACE is capability 19.
-fn may_trace(status: &str) -> bool {
-    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    let mask = line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    mask.is_some_and(|mask| mask & 1 << 19 != 0)
-}
-
 fn userfaultfd() -> Finding {
-    let device = fs::File::open("/dev/userfaultfd");
-    let capable =
-        may_trace(&read("/proc/self/status")) || read("/proc/sys/vm/unprivileged_userfaultfd") == "1";
-    match device {
-        Ok(_) => Finding::ok("userfaultfd", "/dev/userfaultfd can be opened"),
-        Err(_) if capable => Finding::ok(
+    match userfaultfd::usable() {
+        Ok(Way::Device) => Finding::ok("userfaultfd", "/dev/userfaultfd can be opened"),
+        Ok(Way::Call) => Finding::ok(
             "userfaultfd",
             "allowed by CAP_SYS_PTRACE or vm.unprivileged_userfaultfd",
         ),
@@ -433,11 +424,5 @@ mod tests {
         assert_eq!(fs::read_dir(folder.path()).expect("the folder").count(), 0);
         fs::write(folder.path().join("file"), "").expect("a file");
         assert!(can_be_written(&folder.path().join("file/vmm-dedup")).is_err());
-    }
-
-    #[test]
-    fn the_capability_to_trace_is_found_in_its_mask() {
-        assert!(may_trace("Name:\tx\nCapEff:\t0000000000080000\n"));
-        assert!(!may_trace("CapEff:\t0000000000000001\n") && !may_trace(""));
     }
 }

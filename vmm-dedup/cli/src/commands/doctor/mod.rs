@@ -9,9 +9,12 @@ use crate::which_store::WhichStore;
 use clap::Args;
 use finding::{Finding, Verdict};
 use serde_json::json;
+use vmm_dedup_host::process::number as process_number;
 use vmm_dedup_host::table;
+use vmm_dedup_host::users::Identity;
 use vmm_dedup_host::view::HostView;
 use vmm_dedup_host::{Failure, say};
+use vmm_dedup_protocol::observer::Vm;
 
 /// Look at this host, its stores and, if one is named, a running VMM, and say what to change.
 ///
@@ -25,6 +28,12 @@ pub(crate) struct DoctorArgs {
     /// The VMM of this process number, whether it is known to a store or not.
     #[arg(long)]
     pid: Option<u64>,
+    /// Look with the rights of this user, as VMMs have them that run as it: a name or a number.
+    #[arg(long)]
+    user: Option<String>,
+    /// More groups of that user, as a fleet's `groups`: names or numbers, with commas between them.
+    #[arg(long, value_delimiter = ',', requires = "user")]
+    groups: Vec<String>,
     #[command(flatten)]
     store: WhichStore,
     /// Print JSON.
@@ -34,11 +43,39 @@ pub(crate) struct DoctorArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
+    let Some(user) = &args.user else { return look(args) };
+    let identity = Identity::of(user, &args.groups).map_err(Failure::usage)?;
+    let looked = identity.act(|| look(args));
+    looked.unwrap_or_else(|e| {
+        let rights = format!(
+            "this command cannot have the rights of user {user} ({e}): run it as root, or as that user"
+        );
+        Err(Failure::new(rights))
+    })
+}
+
+/// The number of a VM's process, as we see it.
+fn seen(vm: &Vm) -> Result<u64, Failure> {
+    let outside = || {
+        let text = format!(
+            "VM {} is in a PID namespace that cannot be seen from here: run this on the host, or beside the VM with --pid",
+            vm.name
+        );
+        Failure::new(text)
+    };
+    process_number(vm.pid).ok_or_else(outside)
+}
+
+fn look(args: &DoctorArgs) -> Result<(), Failure> {
     let mut findings = host::findings();
     let view = HostView::even_silent(&args.store.selection());
     findings.extend(stores::findings(view.as_ref(), &args.store.words()));
+    findings.extend(vmm_dedup_fleet::unkept_logs().into_iter().map(|(fleet, change)| {
+        let found = "nobody keeps its logs short: they grow in the runtime folder";
+        Finding::new(Verdict::Warn, &format!("fleet {fleet}"), found, change)
+    }));
     let pid = match (&args.vm, args.pid) {
-        (Some(name), _) => view.and_then(|view| Ok(Some(view.vm(name)?.1.pid))),
+        (Some(name), _) => view.and_then(|view| Ok(Some(seen(view.vm(name)?.1)?))),
         (None, pid) => Ok(pid),
     };
     // What was found of the host is told also if there is no such VMM.

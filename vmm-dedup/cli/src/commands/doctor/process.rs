@@ -33,7 +33,10 @@ pub(super) fn findings(pid: u64) -> Result<Vec<Finding>, Failure> {
             format!("{pid} is stopped"),
             format!("`kill -CONT {pid}` lets it go on"),
         ),
-        false => Finding::ok("process", format!("{pid} runs {}", program.display())),
+        false => Finding::ok(
+            "process",
+            format!("{pid} runs {}{}", program.display(), as_user(&folder)),
+        ),
     }];
     findings.push(service(&maps, has_userfaultfd(&folder)));
     findings.extend(mappings(maps.lines().count()));
@@ -41,6 +44,23 @@ pub(super) fn findings(pid: u64) -> Result<Vec<Finding>, Failure> {
     findings.extend(memory(&maps));
     findings.extend(files(&folder));
     Ok(findings)
+}
+
+/// Who a process runs as, with which rights beyond that user's.
+fn as_user(process: &Path) -> String {
+    let status = fs::read_to_string(process.join("status")).unwrap_or_default();
+    let field = |key: &str, at: usize| {
+        let line = status.lines().find_map(|line| line.strip_prefix(key))?;
+        line.split_whitespace().nth(at)
+    };
+    let Some(user) = field("Uid:", 1) else {
+        return String::new();
+    };
+    let capabilities = field("CapEff:", 0).and_then(|mask| u64::from_str_radix(mask, 16).ok());
+    match capabilities {
+        Some(0) => format!(" as user {user}, without capabilities"),
+        _ => format!(" as user {user}"),
+    }
 }
 
 /// Whether the service is in the process.

@@ -1,15 +1,12 @@
 //! The stores, and the VMs on them.
 
 use super::finding::{Finding, Verdict};
-use std::time::Duration;
+use vmm_dedup_host::account::Trouble;
 use vmm_dedup_host::silence::Silence;
 use vmm_dedup_host::units::{count, pages_mib, span};
 use vmm_dedup_host::view::{HostView, StoreView, address};
 use vmm_dedup_host::{Failure, account};
 use vmm_dedup_protocol::observer::Vm;
-
-/// A running service passes at least this often, but for the longest periods that can be set.
-const LONG: Duration = Duration::from_secs(900);
 
 /// `store_words`: how a command asks the same stores.
 pub(super) fn findings(view: Result<&HostView, &Failure>, store_words: &str) -> Vec<Finding> {
@@ -46,16 +43,16 @@ fn store(store: &StoreView) -> Vec<Finding> {
             format!("answers at {at}, {} connected", count(vms.len(), "VM", "VMs")),
         ),
     }];
-    if account::is_full(stats) {
+    if let Some(what_to_do) = store.if_full() {
         findings.push(Finding::new(
             Verdict::Warn,
-            &what,
+            "store full",
             format!(
-                "at {at} is full: {} of pages, refused {}",
+                "{what} at {at} is full: {} of pages, refused {}",
                 pages_mib(stats.pages_shared),
                 account::refused_full(stats)
             ),
-            "raise its --max-mib",
+            what_to_do,
         ));
     }
     if stats.malformed_total > 0 {
@@ -83,33 +80,30 @@ fn of_failure(verdict: Verdict, what: &str, failure: &Failure) -> Finding {
 
 /// What is wrong with a VM, if something is.
 fn vm(vm: &Vm, store_words: &str) -> Option<Finding> {
-    let what = format!("VM {}", vm.name);
-    if let Some(reason) = vm.reason {
-        let named = format!("{}{store_words}", address(vm));
-        let explain = format!("`vmm-dedup explain {named}` tells what would lift it");
-        let found = format!("is not deduplicated: {}", reason.label());
-        return Some(Finding::new(Verdict::Warn, &what, found, explain));
-    }
-    if account::is_frozen(vm) {
-        let revive = format!("`kill -CONT {}` lets it go on", vm.pid);
-        return Some(Finding::new(
-            Verdict::Warn,
-            &what,
-            "its process is stopped",
-            revive,
-        ));
-    }
-    // Three passes, where those are rare.
-    let long = LONG.max(Duration::from_millis(vm.stats.pass_period_ms.saturating_mul(3)));
-    let age = account::last_pass(vm)
-        .filter(|age| *age > long && account::state_name(vm.stats.state) == "running")?;
+    let (found, change) = match account::trouble(vm)? {
+        Trouble::Refused(reason) => (
+            format!("is not deduplicated: {reason}"),
+            format!(
+                "`vmm-dedup explain {}{store_words}` tells what would lift it",
+                address(vm)
+            ),
+        ),
+        Trouble::Frozen => (
+            "its process is stopped".to_owned(),
+            format!("`kill -CONT {}` lets it go on", account::pid(vm)),
+        ),
+        Trouble::Stuck(age) => (
+            format!("its last pass ended {} ago", span(age)),
+            format!(
+                "its thread hangs, or cpu_percent ({}) is far too small",
+                vm.stats.cpu_percent
+            ),
+        ),
+    };
     Some(Finding::new(
         Verdict::Warn,
-        &what,
-        format!("its last pass ended {} ago", span(age)),
-        format!(
-            "its thread hangs, or cpu_percent ({}) is far too small",
-            vm.stats.cpu_percent
-        ),
+        &format!("VM {}", vm.name),
+        found,
+        change,
     ))
 }

@@ -14,7 +14,7 @@ pub(super) fn of_vm(store: &StoreView, vm: &Vm, told: &Account) -> Value {
         Account::Explained(explained) => explained_json(&vm.name, explained, Some(vm)),
         Account::Refused(refused) => refused_json(refused),
     };
-    value["pid"] = vm.pid.into();
+    value["pid"] = account::pid(vm).into();
     value["domain"] = store.domain().into();
     value["store"] = store.socket.to_string_lossy().into();
     if let Ok((stats, _)) = &store.account {

@@ -115,9 +115,10 @@ fn several(
 /// Asks a VM.
 fn ask(store: &StoreView, vm: &Vm, gpa: Option<Range<u64>>) -> Result<Account, Failure> {
     if account::is_frozen(vm) {
+        let pid = account::pid(vm);
         return Err(Failure::new(format!(
-            "VM {}: its process {} is stopped and cannot answer: `kill -CONT {}` lets it go on",
-            vm.name, vm.pid, vm.pid
+            "VM {}: its process {} is stopped and cannot answer: `kill -CONT {pid}` lets it go on",
+            vm.name, pid
         )));
     }
     let told = store.observer()?.explain(&address(vm), gpa);

@@ -134,6 +134,7 @@ pub(super) fn of_vm(store: &StoreView, vm: &Vm, told: &Account, whole: bool) -> 
             "settings, and what was tried, its service tells after its first pass",
         ));
     } else if whole {
+        lines.push(Line::new(account::vm_saved_in_parts(vm)));
         lines.push(tried_in_vain(&vm.stats));
         lines.extend(huge_pages(&vm.stats));
         lines.push(settings(&vm.stats));
@@ -238,13 +239,14 @@ pub(super) fn of_several(
 /// A store without room does not know all pages: what it has refused looks unique. `unique`: how many do.
 fn full(store: &StoreView, whose: &str, unique: u64) -> Option<Line> {
     let (stats, _) = store.account.as_ref().ok()?;
+    let what_to_do = store.if_full()?;
     let text = format!(
-        "the store {} is FULL and refused {}: {} of {whose} called unique may have twins; raise its --max-mib",
+        "store full: {} is FULL and refused {}: {} of {whose} called unique may have twins; {what_to_do}",
         store.socket.display(),
         account::refused_full(stats),
         units::pages(unique)
     );
-    account::is_full(stats).then(|| Line::new(text))
+    Some(Line::new(text))
 }
 
 /// How often pages could not be shared, since the VM started.

@@ -5,7 +5,7 @@ mod guest;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{ArgGroup, Args, ValueEnum};
-use console::Console;
+use console::{Console, Log};
 use guest::Guest;
 use serde_json::json;
 use std::io::Read;
@@ -102,6 +102,9 @@ pub(crate) struct RunArgs {
         ]
     )]
     dedup_config: Option<PathBuf>,
+    /// Write what the guest writes to its serial port into this file instead. When it has 1 MiB it is renamed to FILE.1 and begun anew.
+    #[arg(long, value_name = "FILE")]
+    serial_log: Option<PathBuf>,
     /// Write the process number to this file once the guest runs; the file goes when the guest has ended in order.
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
@@ -226,11 +229,12 @@ impl RunArgs {
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     args.check()?;
     kvm::need()?;
+    let log = args.serial_log.as_deref().map(Log::open).transpose()?;
     let config = args.vm_config();
     let vm = Vm::new(&config).map_err(not_made)?;
     let dedup = args.setup()?.map(|setup| start_dedup(&vm, setup)).transpose()?;
     let (listener, verdict) = args.guest.listen();
-    let console = Console::new(listener);
+    let console = Console::new(log, listener);
     let vm = vm.start(Box::new(console)).map_err(Failure::from_error)?;
     if let Some(path) = &args.pid_file {
         write_pid(path)?;

@@ -27,7 +27,7 @@ pub(super) fn about(column: Column) -> (&'static str, u16, u8) {
         Column::Breaks => ("BREAK/S", 8, 4),
         Column::Cpu => ("CPU%", 5, 2),
         Column::Waits => ("WAIT", 5, 6),
-        Column::Budget => ("BUDGET", 6, 9),
+        Column::Budget => ("BUDGET", 7, 9),
         Column::Period => ("PERIOD", 10, 10),
         Column::StopTarget => ("STOP", 9, 11),
         Column::Reserve => ("RESERVE", 8, 12),
@@ -94,6 +94,14 @@ mod tests {
     fn forty_columns_have_room_for_what_matters() {
         assert_eq!(titles(40, false), "VM STATE SAVED CPU%");
         assert_eq!(titles(60, true), "VM STATE PASS SAVED BREAK/S CPU%");
+    }
+
+    #[test]
+    fn the_mark_of_the_column_that_is_sorted_by_has_room() {
+        for column in Column::ALL {
+            let (title, width, _) = about(column);
+            assert!(title.len() < usize::from(width), "{title}");
+        }
     }
 
     #[test]

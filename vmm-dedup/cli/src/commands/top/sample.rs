@@ -147,6 +147,16 @@ pub(crate) struct Silent<'a> {
 #[derive(Debug, Default)]
 pub(crate) struct Stores(Vec<Store>);
 
+/// How a VM is of whose store nothing is heard: words that the column has room for.
+fn state_under(silence: Silence) -> &'static str {
+    match silence {
+        Silence::Gone => "store gone",
+        Silence::Hangs => "store hung",
+        Silence::NoAccess => "no access",
+        Silence::Strange => "no store",
+    }
+}
+
 impl Stores {
     /// Takes another look.
     pub(crate) fn update(&mut self, sample: Sample) {
@@ -181,7 +191,7 @@ impl Stores {
             rows.map(move |row| match silent {
                 None => row,
                 Some((_, silence)) => Row {
-                    state: format!("store {}", silence.word()),
+                    state: state_under(silence).to_owned(),
                     fresh: false,
                     merges: 0.0,
                     breaks: 0.0,
@@ -400,6 +410,7 @@ impl Column {
 pub(crate) mod tests {
     use super::*;
     use std::time::Duration;
+    use vmm_dedup_host::registry::Access;
     use vmm_dedup_protocol::refusal::Reason;
     use zerocopy::FromZeros;
 
@@ -440,6 +451,7 @@ pub(crate) mod tests {
                 metrics: None,
                 max_mib: Some(8),
                 ordered: false,
+                access: Access::default(),
                 started: 1,
                 version: "0".into(),
             }),
@@ -470,6 +482,14 @@ pub(crate) mod tests {
         assert!((rows[0].cpu - 0.025).abs() < 1e-9);
         assert_eq!((host.services, host.refused, host.breaks), (3, 1, 25.0));
         assert_eq!(rows[3].state, "vfio");
+    }
+
+    #[test]
+    fn the_column_has_room_for_each_state_under_a_silent_store() {
+        let (_, width, _) = super::super::columns::about(Column::State);
+        for silence in [Silence::Gone, Silence::Hangs, Silence::NoAccess, Silence::Strange] {
+            assert!(state_under(silence).len() <= usize::from(width), "{silence:?}");
+        }
     }
 
     #[test]

@@ -212,7 +212,7 @@ impl View {
             memory = vec![Span::raw("saved net: not known, no store answers").bold()];
         }
         let full = self.stores.full();
-        memory.extend(full.map(|socket| Span::raw(format!("FULL: raise --max-mib of {socket}")).red()));
+        memory.extend(full.map(|socket| Span::raw(format!("FULL, see `vmm-dedup doctor`: {socket}")).red()));
         let mut rates = vec![
             Span::raw(format!("merges {:.0}/s", host.merges)),
             Span::raw(format!("breaks {:.0}/s", host.breaks)),
@@ -554,7 +554,7 @@ mod tests {
         let text = screen(&mut view, 200, 24).join("\n");
         assert!(
             text.contains(
-                "store 9.0 MiB of 12 MiB   FULL: raise --max-mib of /a   FULL: raise --max-mib of /c"
+                "store 9.0 MiB of 12 MiB   FULL, see `vmm-dedup doctor`: /a   FULL, see `vmm-dedup doctor`: /c"
             ),
             "{text}"
         );
