@@ -4,6 +4,7 @@ use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Duration;
+use vmm_dedup::compare::Error;
 use vmm_dedup_dsa::{DsaEngine, InProcess, Options, Reach, Wanted, WorkQueue};
 use vmm_dedup_dsa_model::{Faults, Shape, Timing};
 use vmm_dedup_host::{Failure, note};
@@ -51,13 +52,19 @@ pub(super) enum Device {
     },
 }
 
+/// What is wrong with a device. An engine's error says besides that the CPU does the work, as in the service: not so here.
+fn reason(error: Error) -> String {
+    match error {
+        Error::Device(text) => text,
+        other => other.to_string(),
+    }
+}
+
 /// How it is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    /// Each page is a descriptor of its own, which is waited for.
-    Waited,
-    /// Each page is a descriptor of its own; several are on their way.
-    Single,
+    /// Each page is a descriptor of its own, and so many are on their way: with 1 each is waited for.
+    Alone(usize),
     /// Pages in batches of so many, each of which is waited for.
     Whole(usize),
     /// Pages in batches of at most so many, as the driver thinks best.
@@ -82,9 +89,9 @@ impl Device {
         }
         match (vmm_dedup_dsa::open(args.node.as_deref()), &args.node) {
             (Ok(_), node) => Ok(Self::Real { node: node.clone() }),
-            (Err(error), Some(_)) => Err(Failure::missing(error.to_string())),
+            (Err(error), Some(_)) => Err(Failure::missing(reason(error))),
             (Err(error), None) => {
-                note!("{error}: the model is measured");
+                note!("{}: the model is measured", reason(error));
                 Ok(modelled())
             }
         }
@@ -98,12 +105,11 @@ impl Device {
             ..Options::default()
         };
         let options = match way {
-            Way::Waited => Options {
+            Way::Alone(in_flight) => Options {
                 batch: 1,
-                in_flight: 1,
+                in_flight,
                 ..options
             },
-            Way::Single => Options { batch: 1, ..options },
             Way::Whole(batch) => Options {
                 batch,
                 in_flight: 1,
@@ -111,12 +117,14 @@ impl Device {
             },
             Way::Batches(batch) => Options { batch, ..options },
         };
-        DsaEngine::new(self.queues()?, options).map_err(Failure::from_error)
+        DsaEngine::new(self.queues()?, options).map_err(|error| Failure::new(reason(error)))
     }
 
     fn queues(&self) -> Result<Vec<Box<dyn WorkQueue>>, Failure> {
         match self {
-            Self::Real { node } => vmm_dedup_dsa::open(node.as_deref()).map_err(Failure::from_error),
+            Self::Real { node } => {
+                vmm_dedup_dsa::open(node.as_deref()).map_err(|error| Failure::new(reason(error)))
+            }
             Self::Modelled {
                 latency_ns,
                 bytes_per_s,

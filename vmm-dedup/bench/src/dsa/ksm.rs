@@ -1,7 +1,8 @@
 //! KSM's algorithm by the CPU and by the device, on the same content: merges for the CPU time that they take.
 //!
 //! - *cpu-ksm*: comparisons by the CPU, and the keys that Linux makes, XXH64 of whole pages.
-//! - *dsa-ksm*: both by the device, a page at a time.
+//! - *dsa-ksm*: both by the device, a page an offload. Each is waited for; or the next one is submitted while one is on its way
+//!   (*dsa-ksm-two*); or many are (*dsa-ksm-async*).
 //! - *para-ksm*: both by the device, many pages in a batch.
 //!
 //! With the device the CPU looks at the first line of two pages itself, and asks if it is equal: comparisons tell no order,
@@ -25,6 +26,9 @@ use vmm_dedup_protocol::tree::TreeReader;
 /// Passes: pages are seen, merged, and those that are left found unchanged.
 const PASSES: usize = 3;
 
+/// Descriptors that are on their way where many are.
+pub(super) const MANY: usize = 16;
+
 /// What keys and comparisons are done by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -32,7 +36,9 @@ pub(super) enum By {
     CpuKsm,
     /// Each page waited for.
     DsaKsm,
-    /// Each page a descriptor of its own, several on their way.
+    /// Each page a descriptor of its own, two on their way.
+    DsaKsmTwo,
+    /// The same, [`MANY`] on their way.
     DsaKsmAsync,
     ParaKsm,
     /// The CPU does not look at first lines; two levels of the tree at once.
@@ -40,9 +46,10 @@ pub(super) enum By {
 }
 
 impl By {
-    pub(super) const ALL: [Self; 5] = [
+    pub(super) const ALL: [Self; 6] = [
         Self::CpuKsm,
         Self::DsaKsm,
+        Self::DsaKsmTwo,
         Self::DsaKsmAsync,
         Self::ParaKsm,
         Self::ParaKsmGuessing,
@@ -51,8 +58,9 @@ impl By {
     pub(super) fn engine(self, device: &Device) -> Result<Box<dyn TreeSearch>, Failure> {
         Ok(match self {
             Self::CpuKsm => Box::new(CpuKsm::new()),
-            Self::DsaKsm => Box::new(device.engine(Way::Waited, true)?),
-            Self::DsaKsmAsync => Box::new(device.engine(Way::Single, true)?),
+            Self::DsaKsm => Box::new(device.engine(Way::Alone(1), true)?),
+            Self::DsaKsmTwo => Box::new(device.engine(Way::Alone(2), true)?),
+            Self::DsaKsmAsync => Box::new(device.engine(Way::Alone(MANY), true)?),
             Self::ParaKsm => Box::new(device.engine(Way::Batches(1024), true)?),
             Self::ParaKsmGuessing => Box::new(device.engine(Way::Batches(1024), false)?),
         })
@@ -62,6 +70,7 @@ impl By {
         match self {
             Self::CpuKsm => "cpu-ksm",
             Self::DsaKsm => "dsa-ksm",
+            Self::DsaKsmTwo => "dsa-ksm-two",
             Self::DsaKsmAsync => "dsa-ksm-async",
             Self::ParaKsm => "para-ksm",
             Self::ParaKsmGuessing => "para-ksm-guessing",

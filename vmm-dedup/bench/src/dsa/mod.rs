@@ -68,7 +68,7 @@ enum Part {
 /// Runs the comparison.
 pub(crate) fn run(args: &DsaArgs, plots: &Plots) -> Result<(), Failure> {
     // The service's memory is not given back between rounds.
-    host::need_memory((u64::from(args.mib) << 20) * (5 + 4 * u64::from(args.rounds)))?;
+    host::need_memory((u64::from(args.mib) << 20) * (5 + 5 * u64::from(args.rounds)))?;
     let report = termination::on_termination(children::remove_folder, || compare(args))?;
     match args.json {
         true => print_json(&report)?,

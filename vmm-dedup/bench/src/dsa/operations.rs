@@ -1,6 +1,7 @@
 //! Comparisons and CRCs of pages by the CPU and by the device, one at a time and in batches: what a page takes.
 
 use super::device::{Device, Way};
+use super::ksm::MANY;
 use crate::content::words;
 use crate::engines::arenas;
 use serde::Serialize;
@@ -129,8 +130,8 @@ fn by_cpu(operation: Operation, arena: &Arena) -> Result<Figures, Failure> {
 
 fn by_device(operation: Operation, by: By, device: &Device, arena: &Arena) -> Result<Figures, Failure> {
     let (way, at_once) = match by {
-        By::Cpu | By::Sync => (Way::Waited, 1),
-        By::Async => (Way::Single, SINGLE),
+        By::Cpu | By::Sync => (Way::Alone(1), 1),
+        By::Async => (Way::Alone(MANY), SINGLE),
         By::Batch(size) => (Way::Whole(size), size),
     };
     let mut engine = device.engine(way, false)?;

@@ -35,9 +35,11 @@ pub(super) struct Ratios {
     /// A content, or the service.
     of: String,
     para_of_dsa: Ratio,
+    para_of_dsa_two: Ratio,
     para_of_dsa_async: Ratio,
     para_of_cpu: Ratio,
     dsa_of_cpu: Ratio,
+    dsa_two_of_cpu: Ratio,
     dsa_async_of_cpu: Ratio,
 }
 
@@ -85,9 +87,11 @@ impl Ratios {
         Self {
             of,
             para_of_dsa: ratio(By::ParaKsm, By::DsaKsm),
+            para_of_dsa_two: ratio(By::ParaKsm, By::DsaKsmTwo),
             para_of_dsa_async: ratio(By::ParaKsm, By::DsaKsmAsync),
             para_of_cpu: ratio(By::ParaKsm, By::CpuKsm),
             dsa_of_cpu: ratio(By::DsaKsm, By::CpuKsm),
+            dsa_two_of_cpu: ratio(By::DsaKsmTwo, By::CpuKsm),
             dsa_async_of_cpu: ratio(By::DsaKsmAsync, By::CpuKsm),
         }
     }
@@ -221,12 +225,18 @@ impl Report {
         );
         for ratios in &self.ratios {
             say!(
-                "{:<10} para of cpu {}, of dsa {}, of dsa-async {}; dsa of cpu {}, dsa-async of cpu {}",
+                "{:<10} para of cpu {}, of dsa {}, of dsa-two {}, of dsa-async {}",
                 ratios.of,
                 ratios.para_of_cpu,
                 ratios.para_of_dsa,
-                ratios.para_of_dsa_async,
+                ratios.para_of_dsa_two,
+                ratios.para_of_dsa_async
+            );
+            say!(
+                "{:<10} of cpu: dsa {}, dsa-two {}, dsa-async {}",
+                "",
                 ratios.dsa_of_cpu,
+                ratios.dsa_two_of_cpu,
                 ratios.dsa_async_of_cpu
             );
         }
@@ -235,7 +245,7 @@ impl Report {
         for figures in &self.impact {
             let paper = match figures.by {
                 By::CpuKsm => PAPER.slowdown_cpu,
-                By::DsaKsm | By::DsaKsmAsync => PAPER.slowdown_dsa,
+                By::DsaKsm | By::DsaKsmTwo | By::DsaKsmAsync => PAPER.slowdown_dsa,
                 By::ParaKsm | By::ParaKsmGuessing => PAPER.slowdown_para,
             };
             say!(

@@ -54,7 +54,13 @@ pub(super) fn measure(
     until(&teacher, "the store did not fill", |stats| {
         stats.pages_mapped >= known.pages() as u64
     })?;
-    let ways = [By::CpuKsm, By::DsaKsm, By::DsaKsmAsync, By::ParaKsm];
+    let ways = [
+        By::CpuKsm,
+        By::DsaKsm,
+        By::DsaKsmTwo,
+        By::DsaKsmAsync,
+        By::ParaKsm,
+    ];
     let mut all: Vec<Vec<Figures>> = Vec::new();
     for round in 0..rounds {
         let mut figures: Vec<Figures> = Vec::new();
