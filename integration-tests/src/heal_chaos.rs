@@ -4,6 +4,7 @@
 
 use crate::direct_io::open_direct;
 use crate::memory::Pages;
+use crate::random::Random;
 use crate::store::StoreThread;
 use io_uring::{IoUring, opcode, types};
 use std::io::{Read, Write};
@@ -259,19 +260,6 @@ fn children() -> Vec<i32> {
         })
         .flatten()
         .collect()
-}
-
-/// Numbers that are random enough (Knuth's MMIX constants).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 33
-    }
 }
 
 impl Fire<'_> {

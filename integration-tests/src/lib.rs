@@ -3,6 +3,7 @@
 //! The scenarios that prove safety ([`guests`], [`direct_io`], [`swap_chaos`] and others) are functions with a size, so that the same code runs
 //! for seconds in CI and for an hour by `cargo run --release -p vmm-dedup-integration-tests --bin chaos -- --long`.
 
+pub mod agent;
 pub mod dashboards;
 pub mod direct_io;
 pub mod dying;
@@ -17,6 +18,7 @@ pub mod logged;
 pub mod memory;
 pub mod pinned;
 pub mod prometheus;
+pub mod random;
 pub mod seccomp;
 pub mod segments;
 pub mod soak;

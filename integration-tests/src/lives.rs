@@ -187,6 +187,9 @@ fn huge_id(page: usize) -> u64 {
     }
 }
 
+/// How long is waited for all to be built again once one is.
+const FOLLOWS: Duration = Duration::from_secs(1);
+
 /// Passes until something holds.
 fn pass_until(service: &DedupService, what: &str, when: &str, is: impl Fn(&ServiceStats) -> bool) {
     let start = Instant::now();
@@ -244,6 +247,12 @@ pub fn live_huge(pages: &Pages, when: &str) -> bool {
             pass_until(&service, "they are built again", when, |stats| {
                 stats.huge_rebuilt_total > 0
             });
+            // Where nothing fails the others follow soon. What is left is brought back page by page, which other lives walk through.
+            let start = Instant::now();
+            while service.stats().pages_mapped > 0 && start.elapsed() < FOLLOWS {
+                service.pass().expect("a pass");
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }));
         stop.store(true, Ordering::Release);
         let wrong = user.join().expect("the user ends");

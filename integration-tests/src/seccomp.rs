@@ -4,8 +4,10 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -26,8 +28,22 @@ pub struct Seen {
 pub struct Recorder {
     seen: Arc<Mutex<BTreeSet<Seen>>>,
     listener: Arc<AtomicI32>,
-    /// Whether this host is to look like an older one.
-    is_old: bool,
+    host: Host,
+}
+
+/// What the host is to look like.
+#[derive(Clone, Debug)]
+enum Host {
+    AsItIs,
+    /// Without clone3 and /dev/userfaultfd.
+    Old,
+    /// A guest has a vsock: who connects to this socket comes from that guest.
+    Vsock {
+        socket: PathBuf,
+        cid: u32,
+        /// The descriptor that listens, or -1.
+        listener: Arc<AtomicI32>,
+    },
 }
 
 impl Default for Recorder {
@@ -40,20 +56,31 @@ impl Recorder {
     /// Starts the thread that records. It must not be filtered itself.
     #[must_use]
     pub fn new() -> Self {
-        Self::start(false)
+        Self::start(Host::AsItIs)
     }
 
     /// The same on a host without clone3 and /dev/userfaultfd, as it looks to who is recorded.
     #[must_use]
     pub fn on_an_old_host() -> Self {
-        Self::start(true)
+        Self::start(Host::Old)
     }
 
-    fn start(is_old: bool) -> Self {
+    /// The same on a host where a guest has a vsock: who listens on one listens on a Unix socket here, and whoever connects to that
+    /// comes from the guest with this CID.
+    #[must_use]
+    pub fn beside_a_vsock(socket: &Path, cid: u32) -> Self {
+        Self::start(Host::Vsock {
+            socket: socket.to_owned(),
+            cid,
+            listener: Arc::new(AtomicI32::new(-1)),
+        })
+    }
+
+    fn start(host: Host) -> Self {
         let recorder = Self {
             seen: Arc::default(),
             listener: Arc::new(AtomicI32::new(-1)),
-            is_old,
+            host,
         };
         let theirs = recorder.clone();
         std::thread::spawn(move || theirs.listen());
@@ -126,24 +153,53 @@ impl Recorder {
                 Err(error) if error.raw_os_error() == Some(libc::ENOENT) => continue,
                 Err(_) => return,
             }
-            let error = self.fails(&notice);
+            let answer = self.stands_in(&notice);
+            let (val, error) = match answer {
+                Some(Ok(value)) => (value, 0),
+                Some(Err(error)) => (0, -error),
+                None => (0, 0),
+            };
             let mut answer = libc::seccomp_notif_resp {
                 id: notice.id,
-                val: 0,
-                error: -error.unwrap_or(0),
-                flags: if error.is_some() { 0 } else { GO_ON },
+                val,
+                error,
+                flags: if answer.is_some() { 0 } else { GO_ON },
             };
             let _ = ioctl(&listener, SECCOMP_IOCTL_NOTIF_SEND, (&raw mut answer).cast());
         }
     }
 
-    /// What an old host says to a call that it does not know.
-    fn fails(&self, notice: &libc::seccomp_notif) -> Option<i32> {
-        match i64::from(notice.data.nr) {
-            _ if !self.is_old => None,
-            libc::SYS_clone3 => Some(libc::ENOSYS),
-            libc::SYS_openat if starts_with(notice.data.args[1], DEVICE) => Some(libc::ENOENT),
-            _ => None,
+    /// What the host answers that this one is to look like, where it is not this one that answers.
+    fn stands_in(&self, notice: &libc::seccomp_notif) -> Option<Result<i64, i32>> {
+        let (call, arguments) = (i64::from(notice.data.nr), &notice.data.args);
+        match &self.host {
+            Host::AsItIs => None,
+            Host::Old => match call {
+                libc::SYS_clone3 => Some(Err(libc::ENOSYS)),
+                libc::SYS_openat if starts_with(arguments[1], DEVICE) => Some(Err(libc::ENOENT)),
+                _ => None,
+            },
+            Host::Vsock {
+                socket,
+                cid,
+                listener,
+            } => {
+                let is_listener = i64::try_from(arguments[0]) == Ok(listener.load(Ordering::Acquire).into());
+                match call {
+                    libc::SYS_socket if arguments[0] == libc::AF_VSOCK as u64 => {
+                        let listens = UnixListener::bind(socket).and_then(|listens| {
+                            listens.set_nonblocking(true)?;
+                            Ok(listens.into_raw_fd())
+                        });
+                        listener.store(*listens.as_ref().unwrap_or(&-1), Ordering::Release);
+                        Some(listens.map(i64::from).map_err(|e| errno(&e)))
+                    }
+                    // It is bound.
+                    libc::SYS_bind if is_listener => Some(Ok(0)),
+                    libc::SYS_accept4 if is_listener => Some(accept(notice, *cid)),
+                    _ => None,
+                }
+            }
         }
     }
 
@@ -161,6 +217,36 @@ impl Recorder {
                 request,
             });
     }
+}
+
+/// Accepts whoever connects as one who comes by vsock.
+#[allow(clippy::cast_possible_truncation)] // an address family, a descriptor, flags
+fn accept(notice: &libc::seccomp_notif, cid: u32) -> Result<i64, i32> {
+    let [listener, address, length, flags, ..] = notice.data.args;
+    // SAFETY: the kernel wants it zeroed.
+    let mut from: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+    from.svm_family = libc::AF_VSOCK as libc::sa_family_t;
+    (from.svm_cid, from.svm_port) = (cid, 1024);
+    // SAFETY: the caller waits in this process for its accept4, whose address has room for one of vsock.
+    unsafe {
+        let room = (length as *const libc::socklen_t).read();
+        assert!(room as usize >= size_of_val(&from), "no room for an address");
+        let accepted = libc::accept4(
+            listener as i32,
+            std::ptr::null_mut(),
+            std::ptr::null_mut(),
+            flags as i32,
+        );
+        if accepted < 0 {
+            return Err(errno(&io::Error::last_os_error()));
+        }
+        (address as *mut libc::sockaddr_vm).write(from);
+        Ok(accepted.into())
+    }
+}
+
+fn errno(error: &io::Error) -> i32 {
+    error.raw_os_error().unwrap_or(libc::EIO)
 }
 
 const DEVICE: &[u8] = b"/dev/userfaultfd\0";

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::fs::File;
-use std::io::{ErrorKind, Read, Write};
+use std::io::Write;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
@@ -11,14 +11,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use vmm_dedup::{AgentSocket, Breaks, Config, DedupService, Policy, ServiceStats, UseSource};
-use vmm_dedup_agent_wire::VERSION;
-use vmm_dedup_agent_wire::block::Frames;
-use vmm_dedup_agent_wire::frame::{BLOCK, Block, Stretch};
-use vmm_dedup_agent_wire::message::{
-    BlocksBuilder, Hello, Mark, Message, NOTHING, Sources, StretchesBuilder,
-};
+use vmm_dedup_agent_wire::message::{Mark, Sources};
 use vmm_dedup_agent_wire::said::{Kind, Said, Temperature};
-use vmm_dedup_agent_wire::stream::Stream;
+use vmm_dedup_integration_tests::agent::Agent;
 use vmm_dedup_integration_tests::huge::HUGE_PAGES;
 use vmm_dedup_integration_tests::huge_pages_or_skip;
 use vmm_dedup_integration_tests::memory::Pages;
@@ -28,7 +23,6 @@ use vmm_dedup_integration_tests::store::StoreThread;
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Where the guest sees its memory.
 const GUEST: u64 = 0x4000_0000;
-const FIRST: u64 = GUEST / 4096;
 
 /// Works by passes alone.
 fn config() -> Config {
@@ -88,27 +82,7 @@ impl Vm {
     }
 
     fn agent_with(&self, sources: Sources) -> Agent {
-        let stream = self.connect();
-        stream
-            .set_read_timeout(Some(Duration::from_millis(20)))
-            .expect("a timeout");
-        let mut agent = Agent {
-            stream,
-            number: 0,
-            heard: Vec::new(),
-            serial: 0,
-        };
-        let hello = Message::Hello(Hello {
-            lowest: VERSION,
-            highest: VERSION,
-            sources,
-            boot: [7; 16],
-            run: 1,
-            blocks: 1 << 20,
-        });
-        agent.say(&hello);
-        agent.listen_for("Welcome", || ());
-        agent
+        Agent::greet(self.connect(), sources, GUEST)
     }
 
     /// Lets the agent say something, of which the service knows before it looks at memory again.
@@ -146,97 +120,6 @@ impl Vm {
             .find(|(name, _)| *name == class)
             .expect("a class")
             .1
-    }
-}
-
-/// A guest's agent.
-struct Agent {
-    stream: UnixStream,
-    number: u32,
-    heard: Vec<String>,
-    serial: u32,
-}
-
-impl Agent {
-    fn say(&mut self, message: &Message<'_>) {
-        let mut bytes = Vec::new();
-        message.encode(self.number, &mut bytes);
-        self.number += 1;
-        self.stream.write_all(&bytes).expect("the service listens");
-    }
-
-    /// Says this of frames of the guest's memory, whose pages begin at a block.
-    fn say_of(&mut self, pages: Range<usize>, said: Said) {
-        assert!(FIRST.is_multiple_of(BLOCK as u64));
-        let mut builder = BlocksBuilder::default();
-        for block in pages.start / BLOCK..pages.end.div_ceil(BLOCK) {
-            let mut frames: Frames = NOTHING;
-            for (place, frame) in (0..).zip(&mut frames) {
-                if pages.contains(&(block * BLOCK + place)) {
-                    *frame = said;
-                }
-            }
-            builder.push(
-                Block::try_new(FIRST / BLOCK as u64 + block as u64).expect("a block"),
-                &frames,
-            );
-        }
-        self.say(&Message::Blocks(builder.list()));
-    }
-
-    /// Says of frames of programs when they were used, as all there is.
-    fn say_use(&mut self, snapshot: u32, used: &[(Range<usize>, Temperature)]) {
-        self.say(&Message::Begin { snapshot, blocks: 0 });
-        for (pages, temperature) in used {
-            let said = Said::new(Kind::Anonymous).with_temperature(*temperature);
-            self.say_of(pages.clone(), said);
-        }
-        self.say(&Message::End {
-            snapshot,
-            all_marks: true,
-        });
-    }
-
-    fn mark(&mut self, pages: Range<usize>, mark: Mark, set: bool) -> u32 {
-        let mut stretches = StretchesBuilder::default();
-        let (first, count) = (FIRST + pages.start as u64, pages.len() as u64);
-        stretches.push(Stretch::try_new(first, count).expect("frames"));
-        self.serial += 1;
-        self.say(&Message::Marks {
-            serial: self.serial,
-            mark,
-            set,
-            stretches: stretches.list(),
-        });
-        self.serial
-    }
-
-    /// Hears what has come.
-    fn listen(&mut self) {
-        let mut bytes = [0; 4096];
-        match self.stream.read(&mut bytes) {
-            Ok(count) => {
-                let mut stream = Stream::default();
-                let heard = &mut self.heard;
-                stream
-                    .take(&bytes[..count], |header, payload| {
-                        heard.push(format!("{:?}", Message::parse(header.kind, payload)?));
-                        Ok::<(), vmm_dedup_agent_wire::Malformed>(())
-                    })
-                    .expect("answers are well formed");
-            }
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
-            Err(error) => panic!("{error}"),
-        }
-    }
-
-    fn listen_for(&mut self, what: &str, mut meanwhile: impl FnMut()) {
-        let start = Instant::now();
-        while !self.heard.iter().any(|heard| heard.starts_with(what)) {
-            assert!(start.elapsed() < PATIENCE, "no {what}: {:?}", self.heard);
-            meanwhile();
-            self.listen();
-        }
     }
 }
 
@@ -308,6 +191,94 @@ fn free_frames_are_neither_keyed_nor_published_until_they_are_used() {
     drop(agent);
     vm.passes_until("the agent's end", |stats| stats.hints.agent_name() == "awaited");
     vm.service.stop(true).expect("it stops");
+}
+
+/// Pieces of files need not stand still from one visit to the next, and are merged before anything else is looked at.
+#[test]
+fn pieces_of_files_are_shared_by_the_first_pass_that_sees_them() {
+    need_userfaultfd!();
+    const PAGES: usize = 1024;
+    let store = StoreThread::start();
+    let vm = Vm::start(&store, PAGES, |page| page as u64 + 1);
+    vm.passes_until("keys", |stats| stats.pages_unshared == PAGES as u64);
+    let mut agent = vm.agent();
+    agent.say_of(512..1024, Said::new(Kind::FileClean));
+    vm.passes_until("word of files", |stats| stats.hints.file_clean == 512);
+    let (_, note) = vm.service.explain(None).expect("it answers");
+    assert_eq!(
+        note,
+        "pages by what the guest says: 512 worth sharing (files as on the disk, or marked)"
+    );
+    // Each page twice.
+    let write = |pages: Range<usize>, round: u64| {
+        pages.for_each(|page| vm.pages.fill(page, (round << 20) + page as u64 / 2));
+    };
+    write(0..PAGES, 1);
+    let before = vm.service.stats().pages_keyed_total;
+    let first = vm.pass();
+    assert_eq!(
+        (first.pages_mapped, first.pages_keyed_total - before),
+        (512, 512),
+        "{first:?}"
+    );
+    vm.passes_until("sharing of the rest", |stats| stats.pages_mapped == PAGES as u64);
+    // What is written again and again is not as on the disk, whatever the agent says.
+    (2..=4).for_each(|round| {
+        write(512..1024, round);
+        vm.pass();
+    });
+    assert!((512..1024).all(|page| vm.pages.holds(page, (4 << 20) + page as u64 / 2)));
+    vm.service.stop(true).expect("it stops");
+}
+
+/// Files are read, and dropped some seconds later: what is shared by then, by the settings that there are.
+#[test]
+fn sharing_that_lasts_for_seconds_is_found_with_an_agent_and_without() {
+    need_userfaultfd!();
+    /// Of each file; 16 MiB.
+    const PAGES: usize = 4096;
+    /// With an agent or without.
+    const FILES: [bool; 4] = [false, false, true, true];
+    const LIVES: Duration = Duration::from_secs(15);
+    let store = StoreThread::start();
+    let start = || Vm::start_on(&store, Pages::map(FILES.len() * PAGES), Config::default());
+    let guests = [start(), start()];
+    let mut agents = Vec::new();
+    for (file, with_agent) in FILES.into_iter().enumerate() {
+        let pages = file * PAGES..(file + 1) * PAGES;
+        if with_agent && agents.is_empty() {
+            agents.extend(guests.iter().map(Vm::agent));
+        }
+        let merges = || -> u64 {
+            guests
+                .iter()
+                .map(|guest| guest.service.stats().merges_total)
+                .sum()
+        };
+        let before = merges();
+        for guest in &guests {
+            pages
+                .clone()
+                .for_each(|page| guest.pages.fill(page, page as u64 + 1));
+        }
+        for agent in &mut agents {
+            agent.say_of(pages.clone(), Said::new(Kind::FileClean));
+        }
+        let (start, all) = (Instant::now(), 2 * PAGES as u64);
+        while (merges() - before) * 10 < all * 6 {
+            assert!(
+                start.elapsed() < LIVES,
+                "file {file}: {} of {all}",
+                merges() - before
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        println!("six tenths of 16 MiB in two guests, agent {with_agent}: {seconds:.2} s");
+    }
+    for guest in guests {
+        guest.service.stop(true).expect("it stops");
+    }
 }
 
 #[test]
@@ -653,4 +624,69 @@ fn an_agent_that_lies_about_use_costs_its_own_vm_alone() {
     assert!((0..other.pages.count()).all(|page| other.pages.holds(page, pair_id(page, OTHERS))));
     liar.service.stop(true).expect("it stops");
     other.service.stop(true).expect("it stops");
+}
+
+/// The same block is read into the same place again: its key is withdrawn before it is told anew.
+#[test]
+fn what_is_read_again_has_no_twin_in_itself() {
+    need_userfaultfd!();
+    const PAGES: usize = 1024;
+    let store = StoreThread::with_metrics();
+    let pages = Pages::map(PAGES);
+    (0..PAGES).for_each(|page| pages.fill(page, page as u64 + 1));
+    let service = pages
+        .serve_at(&store.socket(), config(), GUEST)
+        .expect("dedup starts");
+    let start = Instant::now();
+    let pass = || service.pass().expect("a pass");
+    while pass().pages_unshared < PAGES as u64 {
+        assert!(start.elapsed() < PATIENCE, "{:?}", service.stats());
+    }
+    for _ in 0..3 {
+        (0..PAGES).for_each(|page| pages.fill(page, page as u64 + 1));
+        service.note_read(pages.address(0)..pages.address(PAGES - 1));
+        let after = pass();
+        assert_eq!(after.pages_mapped, 0, "{after:?}");
+    }
+    assert_eq!(store.metric("store_published_total"), 0);
+    service.stop(true).expect("it stops");
+}
+
+/// A guest without an agent, whose VMM says what it has read.
+#[test]
+fn what_the_vmm_has_read_is_shared_by_the_first_pass_that_sees_it() {
+    need_userfaultfd!();
+    const PAGES: usize = 1024;
+    let store = StoreThread::start();
+    let pages = Pages::map(PAGES);
+    // Pages that occur once, and pairs behind them.
+    let id = |page: usize| {
+        if page < 512 {
+            page as u64 + 1
+        } else {
+            4096 + page as u64 / 2
+        }
+    };
+    (0..PAGES).for_each(|page| pages.fill(page, id(page)));
+    let service = pages
+        .serve_at(&store.socket(), config(), GUEST)
+        .expect("dedup starts");
+    let start = Instant::now();
+    let pass = || service.pass().expect("a pass");
+    while pass().pages_mapped < 512 {
+        assert!(start.elapsed() < PATIENCE, "{:?}", service.stats());
+    }
+    // Two files are read, of which one is noted, and half of a page more; what is no guest memory is of no interest.
+    let read = |page: usize| (1 << 20) + page as u64 / 2;
+    (0..512).for_each(|page| pages.fill(page, read(page)));
+    service.note_read(pages.address(0)..pages.address(256) + 2048);
+    service.note_read(0..1 << 30);
+    let first = pass();
+    assert_eq!(first.pages_mapped, 512 + 256, "{first:?}");
+    while pass().pages_mapped < PAGES as u64 {
+        assert!(start.elapsed() < PATIENCE, "{:?}", service.stats());
+    }
+    let id = |page: usize| if page < 512 { read(page) } else { id(page) };
+    assert!((0..PAGES).all(|page| pages.holds(page, id(page))));
+    service.stop(true).expect("it stops");
 }

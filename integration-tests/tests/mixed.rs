@@ -339,10 +339,9 @@ fn nothing_is_sampled_once_merging_is_suspended_in_the_middle_of_a_pass() {
         pass_period_ms: 3_600_000,
         ..config(Policy::Smartmd)
     };
-    let service = pages.serve(&store.socket(), config).expect("dedup starts");
     let (begin, begun) = mpsc::channel();
     let (open, opened) = mpsc::channel::<()>();
-    // The service looks for what was written only after it has looked at files, and waits there for the file to be open.
+    // The first pass, which samples what it has never sampled, waits where it looks for what was written until the file is open.
     let mut first = Some(());
     let observer = Observer::begin(move |site: Site| {
         if site.file.ends_with("track/dirty.rs") && first.take().is_some() {
@@ -351,6 +350,7 @@ fn nothing_is_sampled_once_merging_is_suspended_in_the_middle_of_a_pass() {
             std::thread::sleep(LOOK_HOLDS);
         }
     });
+    let service = pages.serve(&store.socket(), config).expect("dedup starts");
     let (file, stats) = std::thread::scope(|scope| {
         let pass = scope.spawn(|| service.pass().expect("a pass"));
         begun

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_dedup::{
@@ -461,6 +462,49 @@ fn a_supervisor_that_is_dropped_leaves_nothing_packed() {
     assert!(!end.is_finished(), "pages are packed that nobody rebuilds");
     drop(lack);
     end.join().expect("it ends");
+    assert_not_registered(&pages);
+    assert_hold(&pages, 0..PAGES, 0);
+}
+
+/// A logger that panics in the supervisor's thread, while it is told to: that thread dies as by a bug of its own.
+struct Panics(AtomicBool);
+
+static PANICS: Panics = Panics(AtomicBool::new(false));
+
+impl log::Log for Panics {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, _: &log::Record<'_>) {
+        let is_supervisor = std::thread::current().name() == Some("dedup-supervisor");
+        let dies = is_supervisor && self.0.load(Ordering::Acquire);
+        assert!(!dies, "the supervisor's thread dies");
+    }
+
+    fn flush(&self) {}
+}
+
+/// Whoever calls is told, and whoever touches what is packed waits.
+#[test]
+fn nobody_waits_for_memory_to_hear_that_the_supervisor_has_died() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    log::set_logger(&PANICS).expect("no other test has a logger");
+    log::set_max_level(log::LevelFilter::Warn);
+    let (_store, pages, supervisor) = packed_vm(PAGES);
+    let lack = Injection::begin(Call::Copy, libc::ENOMEM, Times::Always);
+    PANICS.0.store(true, Ordering::Release);
+    supervisor.note(refusal::protected());
+    let told = supervisor.pin();
+    assert!(matches!(told, Err(Error::Stopped)), "{told:?}");
+    assert_eq!(supervisor.status(), Status::Detached);
+    drop(supervisor.pinned().expect("nothing is merged any more"));
+    PANICS.0.store(false, Ordering::Release);
+    let is_away = |flags: &String| flags.contains(" um");
+    assert!(flags_of(&pages).iter().any(is_away), "there was memory");
+    drop(lack);
+    drop(supervisor);
     assert_not_registered(&pages);
     assert_hold(&pages, 0..PAGES, 0);
 }

@@ -14,7 +14,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 fn play(scenario: &str, breaks: &str) -> String {
     let mut store = StoreThread::start();
     let file = |name: &str| store.path().join(name);
-    let settings = format!("pass_period_ms = 20\ncpu_percent = 80\n{breaks}");
+    let period_ms = if scenario == READS { 400 } else { 20 };
+    let settings = format!("pass_period_ms = {period_ms}\ncpu_percent = 80\n{breaks}");
     std::fs::write(file("dedup.toml"), settings).expect("a file");
     let child = Command::new(env!("CARGO_BIN_EXE_standin"))
         .arg(scenario)
@@ -39,6 +40,8 @@ fn play(scenario: &str, breaks: &str) -> String {
     log
 }
 
+/// The scenario in which memory changes more often than it is looked at.
+const READS: &str = "reads";
 /// The scenario whose store is killed.
 const RESTARTS: &str = "store";
 
@@ -82,6 +85,7 @@ scenarios! {
     memory_can_be_moved: "move", "", "is deduplicated";
     the_vmm_may_use_a_userfaultfd_of_its_own: "userfaultfd", "", "foreign_userfaultfd:";
     what_is_freed_is_missed_by_the_vmms_own_userfaultfd: "postcopy", "", "foreign_userfaultfd:";
+    what_is_read_from_files_is_shared_before_it_stands_still: READS, "", "is deduplicated";
     forked_children_are_left_alone: "fork", "", "is deduplicated";
     filtered_threads_can_free_shared_memory: "filtered", "", "is deduplicated";
     filtered_threads_can_free_shared_memory_with_managed_breaks: "filtered", MANAGED, "is deduplicated";

@@ -150,6 +150,64 @@ fn a_pass_keeps_nobody_else_waiting() {
     guest.check();
 }
 
+/// To give everything back takes as long as the CPU budget makes it; whoever asks for that waits for it alone.
+#[test]
+fn giving_everything_back_keeps_nobody_else_waiting() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let guest = Arc::new(Guest::sharing(&store));
+    guest.wait("sharing all", |s| s.pages_mapped == PAGES as u64);
+    let (goes_on, stands) = mpsc::channel::<()>();
+    let (tell, told) = mpsc::channel();
+    let (answered, steps) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
+    let (is_answered, seen) = (answered.clone(), steps.clone());
+    let observer = vmm_dedup::Observer::begin(move |site| {
+        let is_scanner = std::thread::current().name() == Some("dedup-scan");
+        // A step of giving back.
+        if !is_scanner || site.call != vmm_dedup::Call::Remap {
+            return;
+        }
+        let mut seen = seen.lock().expect("no panic");
+        if seen.is_empty() {
+            _ = tell.send(());
+            _ = stands.recv();
+        }
+        let start = Instant::now();
+        while !seen.is_empty() && !is_answered.load(Ordering::Acquire) && start.elapsed() < ANSWERED / 4 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        seen.push(is_answered.load(Ordering::Acquire));
+    });
+    let gives_back = {
+        let guest = guest.clone();
+        let off = Settings {
+            switch: Some(Switch::OffUnmerge),
+            ..Settings::default()
+        };
+        std::thread::spawn(move || guest.supervisor.set(off))
+    };
+    told.recv_timeout(PATIENCE).expect("it works");
+    let asks = {
+        let (guest, answered) = (guest.clone(), answered.clone());
+        std::thread::spawn(move || {
+            let done = guest.supervisor.direct_io_opened();
+            answered.store(true, Ordering::Release);
+            done
+        })
+    };
+    // By then it waits.
+    std::thread::sleep(Duration::from_millis(200));
+    goes_on.send(()).expect("it waits");
+    asks.join().expect("no panic").expect("nothing is open");
+    gives_back.join().expect("no panic").expect("it goes back");
+    drop(observer);
+    let steps = steps.lock().expect("no panic");
+    assert!(steps.contains(&true), "it waits for all steps: {steps:?}");
+    guest.wait("giving back", |s| s.pages_mapped == 0);
+    guest.check();
+}
+
 #[test]
 fn attaching_twice_changes_nothing() {
     need_userfaultfd!();

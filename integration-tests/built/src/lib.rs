@@ -1,8 +1,12 @@
 //! What tests start or preload and cannot depend on: a cdylib, another package's program. So cargo is called, for the target
-//! directory and the profile of the program that runs. It builds nothing twice.
+//! directory and the profile of the program that runs.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+
+/// This variable is set where the whole workspace has just been built with all its targets, as `.ci/test` does. A package that is built
+/// alone has other features, and so has what it depends on: all of that would be built a second time.
+const ALL_IS_BUILT: &str = "VMM_DEDUP_ALL_IS_BUILT";
 
 /// Where cargo puts the programs and libraries of this program's profile.
 ///
@@ -40,12 +44,22 @@ pub fn cargo(command: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Path of a package's library to preload, built as it is.
+/// Builds a package, unless all is built: see [`ALL_IS_BUILT`].
+///
+/// # Panics
+/// If it cannot be built.
+pub fn package(name: &str) {
+    if std::env::var_os(ALL_IS_BUILT).is_none() {
+        cargo(&["build", "--package", name]);
+    }
+}
+
+/// Path of a package's library to preload.
 ///
 /// # Panics
 /// If it cannot be built.
 #[must_use]
-pub fn library(package: &str) -> PathBuf {
-    cargo(&["build", "--package", package]);
-    profile().join(format!("lib{}.so", package.replace('-', "_")))
+pub fn library(name: &str) -> PathBuf {
+    package(name);
+    profile().join(format!("lib{}.so", name.replace('-', "_")))
 }

@@ -96,7 +96,7 @@ fn canonical_body(kind: u64, body: &[u8]) -> Option<Vec<u8>> {
     let is_list = |item: usize, most: usize| len.is_multiple_of(item) && len / item <= most;
     let fits = match kind {
         1 => of_size(16 + NAME),
-        2 => of_size(24),
+        2 => of_size(32),
         3 => batch_counts(body).is_some(),
         4 => is_list(4, 2048),
         5 => is_list(8, 512),
@@ -106,7 +106,7 @@ fn canonical_body(kind: u64, body: &[u8]) -> Option<Vec<u8>> {
         9 => of_size(size_of::<Stats>()),
         // Number of a segment: 2^26 slots, 2^12 in each.
         10 | 11 | 21 | 22 => of_size(4) && number::<4>(body, 0)? < 1 << 14,
-        12 | 17 => of_size(8),
+        12 | 17 | 23 => of_size(8),
         13 => return Some(safe(body)),
         14 => return canonical_refused(body),
         15 => return canonical_set(body),
@@ -272,6 +272,7 @@ fn encoded_again(message: &Message<'_>) -> Option<Vec<u8>> {
         Message::Explained(explained) => encode(Kind::Explained, &[&explained.body()]),
         Message::NotDone(not_done) => encode(Kind::NotDone, &[&not_done.body()]),
         Message::Goodbye => encode(Kind::Goodbye, &[]),
+        Message::TakeOver(membership) => encode(Kind::TakeOver, &[membership.as_bytes()]),
     })
 }
 
@@ -328,6 +329,7 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
                 &[Welcome {
                     salt: 1,
                     incarnation: 2,
+                    membership: 3,
                     index_bytes: 4096,
                 }
                 .as_bytes()],
@@ -432,6 +434,7 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             ),
         ),
         ("goodbye", encode(Kind::Goodbye, &[])),
+        ("take_over", encode(Kind::TakeOver, &[3u64.as_bytes()])),
     ];
     // At the limits of lists and texts, and one beyond.
     let keys = |count: usize| vec![3u64; count];

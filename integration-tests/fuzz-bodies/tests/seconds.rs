@@ -1,4 +1,4 @@
-//! Each target for some seconds, with a mutator that does the same in every run.
+//! Each target for some seconds, or with VMM_DEDUP_FUZZ_INPUTS for so many inputs, with a mutator that does the same in every run.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -38,13 +38,16 @@ fn run(name: &str) {
     let seeds = (target.seeds)();
     seeds.iter().for_each(|(_, seed)| check(&target, seed));
     let mut mutator = Mutator::new(seeds.into_iter().map(|(_, seed)| seed).collect());
+    let wanted: Option<u32> = std::env::var("VMM_DEDUP_FUZZ_INPUTS")
+        .ok()
+        .map(|number| number.parse().expect("a number of inputs"));
     let (start, mut inputs) = (Instant::now(), 0);
-    while start.elapsed() < TIME {
+    while wanted.map_or(start.elapsed() < TIME, |wanted| inputs < wanted) {
         check(&target, &mutator.input());
         inputs += 1;
     }
     println!("{name}: {inputs} inputs");
-    assert!(inputs >= FEWEST_INPUTS, "only {inputs} inputs");
+    assert!(inputs >= wanted.unwrap_or(FEWEST_INPUTS), "only {inputs} inputs");
 }
 
 #[test]

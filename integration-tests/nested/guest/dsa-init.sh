@@ -81,16 +81,25 @@ sva)
     }
     run noop -o 0x0 -f 0x2
     run drain -o 0x2 -f 0x2
-    for operation in memmove:0x3 fill:0x4 compare:0x5 compval:0x6 create-delta:0x7 apply-delta:0x8 dualcast:0x9 crc:0x10 copy-crc:0x11 flush:0x20; do
+    run "batch of noops" -o 0x1 -b 0x0 -c 16 -f 0x2
+    # Each operation on pages that are there (0x8), in a batch of them, and on pages that may be missing.
+    operations="memmove:0x3 fill:0x4 compare:0x5 compval:0x6 create-delta:0x7 apply-delta:0x8 dualcast:0x9"
+    operations="$operations crc:0x10 copy-crc:0x11 flush:0x20"
+    blocks="dif-check:0x12 dif-insert:0x13 dif-strip:0x14 dif-update:0x15"
+    for operation in $operations $blocks; do
+        what=${operation%%:*} code=${operation##*:}
         for length in 4096 65536; do
-            run "${operation%%:*} $length" -l $length -o "${operation##*:}" -f 0xa
+            run "$what $length" -l $length -o $code -f 0xa
+        done
+        run "batch of $what" -l 4096 -o 0x1 -b $code -c 16 -f 0xa
+        run "$what that faults" -l 65536 -o $code -f 0x2
+    done
+    # Of 512, 520 and 4,104 bytes; 4,096 are above.
+    for operation in $blocks; do
+        for length in 1536 1560 8208; do
+            run "${operation%%:*} $length" -l $length -o ${operation##*:} -f 0xa
         done
     done
-    run "batch of memmoves" -o 0x1 -b 0x3 -c 16 -l 4096 -f 0xa
-    run "batch of compares" -o 0x1 -b 0x5 -c 16 -l 4096 -f 0xa
-    run "batch of fills" -o 0x1 -b 0x4 -c 16 -l 4096 -f 0xa
-    run "memmove that faults" -l 65536 -o 0x3 -f 0x2
-    run "compare that faults" -l 65536 -o 0x5 -f 0x2
     ;;
 driver | vfio)
     # run PROGRAM TEST: one of this project's.

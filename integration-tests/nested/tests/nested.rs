@@ -5,7 +5,7 @@
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use vmm_dedup_built::{cargo, library, profile};
+use vmm_dedup_built::{library, package, profile};
 use vmm_dedup_nested::host::{Accelerator, Measured, Stage, passes_devices_through};
 use vmm_dedup_nested::{Failure, Scenario};
 
@@ -15,15 +15,12 @@ const SOME_PAGES: u64 = 4915;
 const CLI: &str = "vmm-dedup";
 const PRELOAD: &str = "libvmm_dedup_preload.so";
 
-/// The folder of the CLI and the preload library, which `cargo test` of this package alone does not build. Each is built as it is
-/// where all tests run, with the very same features, so that nothing is built twice: the CLI for the test `loss`, the library for
-/// those of VMMs that preload it. They are copies: cargo removes what it builds again.
+/// The folder of the CLI and the preload library, which `cargo test` of this package alone does not build. They are copies: cargo
+/// removes what it builds again.
 fn programs() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
-        let all_but_these = ["--workspace", "--exclude", "vmm-dedup-nested"];
-        let for_loss = ["test", "--no-run", "--test", "loss"];
-        cargo(&[&for_loss[..], &all_but_these].concat());
+        package("vmm-dedup-cli");
         let library = library("vmm-dedup-preload");
         let profile = profile();
         let folder = profile.with_file_name("nested").join("programs");

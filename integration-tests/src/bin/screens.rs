@@ -8,7 +8,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use vmm_dedup_built::{cargo, profile};
+use vmm_dedup_built::{package, profile};
 use vmm_dedup_integration_tests::dashboards::{array, drawing, folder, read, substitute, text};
 use vmm_dedup_integration_tests::prometheus::{Prometheus, Series};
 use vmm_dedup_plot::Lines;
@@ -63,7 +63,7 @@ struct Fleet {
 
 impl Fleet {
     fn new(metrics: SocketAddr) -> Self {
-        cargo(&["build", "--package", "vmm-dedup-cli"]);
+        package("vmm-dedup-cli");
         let folder = tempfile::tempdir().expect("a folder");
         let file = FLEET.replace("METRICS", &metrics.to_string());
         fs::write(folder.path().join("fleet.toml"), file).expect("a file");

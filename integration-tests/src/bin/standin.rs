@@ -5,7 +5,7 @@
 use std::ffi::c_void;
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -50,6 +50,7 @@ fn main() {
         "userfaultfd" => vm.registers_a_userfaultfd(),
         "postcopy" => vm.frees_memory_on_which_it_has_a_userfaultfd(),
         "fork" => vm.forks(),
+        "reads" => vm.reads_what_others_hold(),
         "filtered" => vm.frees_memory_in_a_filtered_thread(),
         "shared" => vm.plugs_in_memory_that_others_map(),
         "store" => vm.outlives_its_store(),
@@ -237,6 +238,23 @@ impl Vm {
             .lines()
             .filter(|l| l.contains("memfd:vmm-dedup") && l.contains("rw-p"));
         shared.filter_map(pages).sum()
+    }
+
+    /// Pages that were merged since they were written: the kernel's copy of a page is anonymous memory.
+    fn merged(&self, pages: &std::ops::Range<usize>) -> usize {
+        /// Documentation/admin-guide/mm/pagemap.rst: the page is present; it is a file's, or shared memory.
+        const PRESENT: u64 = 1 << 63;
+        const OF_FILE: u64 = 1 << 61;
+        let pagemap = File::open("/proc/self/pagemap").expect("/proc is there");
+        let mut words = vec![0; pages.len() * 8];
+        let at = (self.memory / PAGE + pages.start) * 8;
+        pagemap
+            .read_exact_at(&mut words, at as u64)
+            .expect("our own memory");
+        let words = words
+            .chunks_exact(8)
+            .map(|word| u64::from_le_bytes(word.try_into().expect("eight")));
+        words.filter(|word| word & (PRESENT | OF_FILE) != PRESENT).count()
     }
 
     fn wait(&self, what: &str, done: impl Fn(&Self) -> bool) {
@@ -531,12 +549,16 @@ impl Vm {
     }
 
     fn forks(&self) {
+        let zeros = File::open("/dev/zero").expect("zeros");
         // SAFETY: the child only makes system calls.
         let child = unsafe { libc::fork() };
         if child == 0 {
             // SAFETY: as above; a hook that waits for the manager, which is not here, would be ended by the alarm.
             unsafe {
                 libc::alarm(20);
+                if libc::pread(zeros.as_raw_fd(), self.memory as *mut c_void, PAGE, 0) != PAGE.cast_signed() {
+                    libc::_exit(1);
+                }
                 libc::madvise(self.memory as *mut c_void, PAGE, libc::MADV_DONTNEED);
                 libc::munmap(self.memory as *mut c_void, LEN);
                 ioctl(&self.kvm, VFIO_IOMMU_MAP_DMA, 0);
@@ -548,6 +570,58 @@ impl Vm {
         assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
         assert_eq!(status, 0);
         assert!(self.shared_mappings() > 0);
+        self.check(0..PAGES);
+    }
+
+    /// Memory is read from a file again and again, before it could stand still between two passes. What is read by calls that are
+    /// interposed is shared all the same, for as long as it lasts; what is read behind the library's back is not.
+    fn reads_what_others_hold(&self) {
+        let file = tempfile::tempfile().expect("a file");
+        // SAFETY: our own memory, which nobody writes meanwhile.
+        let content = unsafe { std::slice::from_raw_parts(self.memory as *const u8, LEN) };
+        file.write_all_at(content, 0).expect("it is written");
+        let parts: [std::ops::Range<usize>; 5] = [0..256, 256..512, 512..768, 768..1024, 1024..PAGES];
+        let read = |how: usize, part: &std::ops::Range<usize>| {
+            let (at, len) = (self.memory + part.start * PAGE, part.len() * PAGE);
+            read_into(how, &file, at, len, part.start * PAGE);
+        };
+        let mut seen = [0; 5];
+        let start = Instant::now();
+        while seen[..4].contains(&0) {
+            assert!(start.elapsed() < PATIENCE, "noted reads are not shared: {seen:?}");
+            let round = Instant::now();
+            parts.iter().enumerate().for_each(|(how, part)| read(how, part));
+            // Longer than it takes to merge all.
+            std::thread::sleep(Duration::from_millis(150));
+            let merged = parts.clone().map(|part| self.merged(&part) > part.len() / 2);
+            // Two passes may have seen a round that took longer than a pass's period.
+            if round.elapsed() < Duration::from_millis(350) {
+                (0..5).for_each(|how| seen[how] += usize::from(merged[how]));
+            }
+        }
+        println!("merged after reads: {seen:?}");
+        assert_eq!(seen[4], 0, "{seen:?}");
+        self.check(0..PAGES);
+        // A thread that may do little else reads as well, and a read that fails says why.
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                restrict(&[
+                    libc::SYS_pread64,
+                    libc::SYS_preadv,
+                    libc::SYS_futex,
+                    libc::SYS_munmap,
+                    libc::SYS_madvise,
+                    libc::SYS_exit,
+                    libc::SYS_sigaltstack,
+                    libc::SYS_rt_sigprocmask,
+                ]);
+                parts.iter().enumerate().for_each(|(how, part)| read(how, part));
+            });
+        });
+        // SAFETY: no descriptor.
+        assert_eq!(unsafe { libc::pread(-1, self.memory as *mut c_void, LEN, 0) }, -1);
+        let error = std::io::Error::last_os_error();
+        assert_eq!(error.raw_os_error(), Some(libc::EBADF));
         self.check(0..PAGES);
     }
 
@@ -583,6 +657,31 @@ impl Vm {
 /// Stands for a device: a file of a kind of which nothing else is open.
 fn device() -> File {
     File::open("/dev/full").expect("it is there")
+}
+
+/// Reads from a file by the call of that number, of which the last is no function of libc's; errno stays as it was.
+fn read_into(how: usize, file: &File, at: usize, len: usize, offset: usize) {
+    let (file, to) = (file.as_raw_fd(), at as *mut c_void);
+    let from = i64::try_from(offset).expect("within the file");
+    let half = |at: usize| libc::iovec {
+        iov_base: at as *mut c_void,
+        iov_len: len / 2,
+    };
+    let halves = [half(at), half(at + len / 2)];
+    // SAFETY: our own memory, and errno's address is valid for the calling thread.
+    let read = unsafe {
+        *libc::__errno_location() = libc::EXFULL;
+        let read = match how {
+            0 => libc::pread(file, to, len, from),
+            1 => libc::pread64(file, to, len, from),
+            2 => libc::preadv(file, halves.as_ptr(), 2, from),
+            3 => libc::preadv64(file, halves.as_ptr(), 2, from),
+            _ => isize::try_from(libc::syscall(libc::SYS_pread64, file, to, len, from)).expect("a size"),
+        };
+        assert_eq!(*libc::__errno_location(), libc::EXFULL);
+        read
+    };
+    assert_eq!(read, len.cast_signed());
 }
 
 fn userfaultfd() -> OwnedFd {

@@ -32,6 +32,6 @@ pub fn nested_state() -> PathBuf {
 /// If it cannot be built.
 #[must_use]
 pub fn agent() -> PathBuf {
-    vmm_dedup_built::cargo(&["build", "--package", "vmm-dedup-agent"]);
+    vmm_dedup_built::package("vmm-dedup-agent");
     vmm_dedup_built::profile().join("vmm-dedup-agent")
 }

@@ -9,6 +9,7 @@
 //! Cargo keeps the boundaries between crates, but for what a product may depend on: see [`dependencies`].
 
 mod dependencies;
+mod licences;
 mod reader;
 mod rules;
 mod samples;
@@ -54,8 +55,10 @@ fn the_fleet_launcher_stands_in_its_rooms() {
         "process",
         "log",
         "state",
+        "log_keeper",
         "kept",
         "program",
+        "rights",
         "runtime",
         "at",
         "stores",
@@ -83,8 +86,10 @@ fn what_commands_ask_of_the_host_stands_in_its_rooms() {
         "units",
         "table",
         "kvm",
+        "userfaultfd",
         "memory",
         "process",
+        "users",
         "children",
         "termination",
         "runtime",
@@ -127,6 +132,7 @@ const OTHERS: [(&str, &[&str]); 17] = [
             "tree",
             "index",
             "message",
+            "peer",
             "socket",
             "observer",
         ],
@@ -135,7 +141,7 @@ const OTHERS: [(&str, &[&str]); 17] = [
         "vmm-dedup/preload/src/lib.rs",
         &[
             "real", "mappings", "kvm", "settings", "logging", "manager", "active", "watch", "devices",
-            "hooks", "files",
+            "hooks", "files", "reads",
         ],
     ),
     (
@@ -160,7 +166,15 @@ const OTHERS: [(&str, &[&str]); 17] = [
     ),
     (
         "devices/vfio-user/src/lib.rs",
-        &["wire", "config_space", "dma", "interrupts", "gate", "server"],
+        &[
+            "wire",
+            "config_space",
+            "dma",
+            "raiser",
+            "interrupts",
+            "gate",
+            "server",
+        ],
     ),
     (
         "guest-agent/receiver/src/lib.rs",
@@ -273,6 +287,7 @@ const OTHERS: [(&str, &[&str]); 17] = [
             "sizes",
             "error",
             "operation",
+            "integrity",
             "descriptor",
             "command",
             "completion",
@@ -293,6 +308,8 @@ const OTHERS: [(&str, &[&str]); 17] = [
             "check",
             "control",
             "endings",
+            "lens",
+            "blocks",
             "operate",
             "works",
             "commands",
@@ -320,9 +337,11 @@ const OTHERS: [(&str, &[&str]); 17] = [
         "integration-tests/src/lib.rs",
         &[
             "memory",
+            "agent",
             "store",
             "segments",
             "prometheus",
+            "random",
             "dashboards",
             "seccomp",
             "suspended",

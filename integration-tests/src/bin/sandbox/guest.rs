@@ -10,6 +10,9 @@ use vmm_dedup_integration_tests::store::StoreThread;
 
 /// Enough for huge pages, and for batches.
 pub(crate) const PAGES: usize = 1024;
+/// The socket that stands in for the guest's vsock, and the guest's CID.
+pub(crate) const VSOCK: &str = "kernel.vsock";
+pub(crate) const CID: u32 = 33;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) struct Guest {
@@ -18,6 +21,8 @@ pub(crate) struct Guest {
     pub(crate) round: u64,
     /// Where files for direct I/O are, if not beside the store: on an overlayfs.
     pub(crate) disks: Option<PathBuf>,
+    /// Of sockets.
+    pub(crate) folder: PathBuf,
 }
 
 /// One half is a copy of the other.

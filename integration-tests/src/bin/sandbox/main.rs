@@ -1,9 +1,10 @@
 //! Everything that a supervisor and its services do, in one process whose dedup threads are recorded and filtered: each part is
 //! under exactly its own filter, and is killed by any other call. Prints what was seen, and what told the use of huge pages, as
-//! JSON. `sandbox old` is a host without clone3 and /dev/userfaultfd, in `sandbox trouble` calls fail and threads die, in `sandbox panic PART` such a
-//! thread panics. `sandbox record ...` does not filter.
+//! JSON. `sandbox old` is a host without clone3 and /dev/userfaultfd, in `sandbox trouble` calls fail and threads die, in `sandbox crowded` other
+//! threads want the allocator all the time, in `sandbox panic PART` such a thread panics. `sandbox record ...` does not filter.
 #![allow(unsafe_code)] // guest memory
 
+mod crowd;
 mod deaths;
 mod guest;
 mod other;
@@ -12,7 +13,8 @@ mod stand_ins;
 mod trouble;
 mod vmm;
 
-use crate::guest::Guest;
+use crate::guest::{CID, Guest, VSOCK};
+use std::path::Path;
 use std::sync::Arc;
 use vmm_dedup::seccomp::{Part, restrict_this_thread};
 use vmm_dedup::{Breaks, Options, Supervisor};
@@ -25,6 +27,7 @@ pub(crate) enum Play {
     All,
     Old,
     Trouble,
+    Crowded,
     Panic(Part),
 }
 
@@ -34,6 +37,7 @@ impl Play {
             [] => Some(Self::All),
             ["old"] => Some(Self::Old),
             ["trouble"] => Some(Self::Trouble),
+            ["crowded"] => Some(Self::Crowded),
             ["panic", name] => {
                 let part = Part::ALL.iter().find(|part| part.name() == name);
                 part.copied().map(Self::Panic)
@@ -42,9 +46,11 @@ impl Play {
         }
     }
 
-    pub(crate) fn recorder(self) -> Recorder {
+    /// `folder`: where sockets of the VMs' are.
+    pub(crate) fn recorder(self, folder: &Path) -> Recorder {
         match self {
             Self::Old => Recorder::on_an_old_host(),
+            Self::All | Self::Crowded => Recorder::beside_a_vsock(&folder.join(VSOCK), CID),
             _ => Recorder::new(),
         }
     }
@@ -60,12 +66,13 @@ fn main() {
         Some((&"record", rest)) => (false, rest),
         _ => (true, &arguments[..]),
     };
-    let play = Play::of(arguments).expect("sandbox [record] [old | trouble | panic PART]");
+    let play = Play::of(arguments).expect("sandbox [record] [old | trouble | crowded | panic PART]");
     let folder = tempfile::tempdir().expect("a folder");
     if let Err(reason) = stand_ins::for_the_kernel(folder.path()) {
         eprintln!("no stand-in for what tells of use: {reason}");
     }
-    let recorder = play.recorder();
+    let recorder = play.recorder(folder.path());
+    let crowd = (play == Play::Crowded).then(crowd::Crowd::gathers);
     let theirs = recorder.clone();
     let each = move |part: Part| {
         // The others have it from this one.
@@ -92,9 +99,10 @@ fn main() {
         store: StoreThread::start(),
         round: 0,
         disks: stand_ins::disks_on_overlay(folder.path()),
+        folder: folder.path().to_owned(),
     };
     let sources = match play {
-        Play::All => guest.plays_all(),
+        Play::All | Play::Crowded => guest.plays_all(),
         Play::Old => {
             guest.lives(Breaks::managed(64, 0));
             Vec::new()
@@ -116,11 +124,11 @@ fn main() {
     if play == Play::Trouble {
         seen.extend(guest.dies_without_a_supervisor(filtered));
     }
-    if matches!(play, Play::All | Play::Old) {
+    if matches!(play, Play::All | Play::Old | Play::Crowded) {
         seen.extend(guest.serves_without_a_supervisor(play, filtered));
     }
     // The supervisor ends as well.
-    drop(guest);
+    drop((guest, crowd));
     seen.extend(recorder.seen());
     let list: Vec<_> = seen
         .into_iter()

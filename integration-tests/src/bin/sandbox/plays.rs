@@ -1,14 +1,14 @@
 //! What happens to a VM.
 
-use crate::guest::{Guest, PAGES, PATIENCE, fill, range, twins};
+use crate::guest::{CID, Guest, PAGES, PATIENCE, VSOCK, fill, range, twins};
 use crate::other::Other;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::time::{Duration, Instant};
 use vmm_dedup::seccomp::Part;
 use vmm_dedup::{
-    AgentSocket, Breaks, Config, DedupService, HostRange, Lease, Policy, Settings, Setup, Status, Switch,
-    UseSource,
+    AgentSocket, Breaks, Config, HostRange, Lease, Policy, Served, Settings, Setup, Status, Switch, UseSource,
 };
 use vmm_dedup_agent_wire::VERSION;
 use vmm_dedup_agent_wire::message::{Hello, Message, Sources};
@@ -31,6 +31,7 @@ impl Guest {
         self.packs();
         self.loses_its_store();
         self.has_an_agent();
+        self.has_an_agent_by_vsock();
         self.has_a_disk();
         self.heals_beside_others();
         self.is_refused();
@@ -106,7 +107,7 @@ impl Guest {
     /// Writes break, and are merged again. What the kernel copied is healed, on any host where no fork is needed; where one is, a
     /// filtered service says that it can not.
     fn breaks(&self, pages: &Pages, breaks: Breaks) {
-        let explain = |service: Option<&DedupService>| service.and_then(|s| s.explain(None).ok());
+        let explain = |service: Option<Served<'_>>| service.and_then(|s| s.explain(None).ok());
         let says_why_not = || {
             let explained = self.supervisor.with_service(explain).flatten();
             explained
@@ -243,8 +244,30 @@ impl Guest {
         self.supervisor.attach(setup).expect("it fits");
         self.add(range(&pages, 0, PAGES));
         self.supervisor.start().expect("it starts");
-        self.wait_for("listening", || UnixStream::connect(&socket).is_ok());
-        let mut stream = UnixStream::connect(&socket).expect("it listens");
+        self.talks_to_an_agent(&socket);
+        self.shares();
+        self.supervisor.detach(true).expect("it ends");
+        assert!(!socket.exists());
+    }
+
+    /// An agent comes by vsock, as it does to this host by the recorder.
+    fn has_an_agent_by_vsock(&mut self) {
+        let (pages, socket) = (twins(), self.folder.join(VSOCK));
+        let setup = Setup {
+            agent: Some(AgentSocket::Vhost(CID)),
+            ..self.setup(Config::default())
+        };
+        self.supervisor.attach(setup).expect("it fits");
+        self.add(range(&pages, 0, PAGES));
+        self.supervisor.start().expect("it starts");
+        self.talks_to_an_agent(&socket);
+        self.supervisor.detach(true).expect("it ends");
+    }
+
+    /// Until it was answered.
+    fn talks_to_an_agent(&self, socket: &Path) {
+        self.wait_for("listening", || UnixStream::connect(socket).is_ok());
+        let mut stream = UnixStream::connect(socket).expect("it listens");
         let mut hello = Vec::new();
         Message::Hello(Hello {
             lowest: VERSION,
@@ -257,12 +280,15 @@ impl Guest {
         .encode(0, &mut hello);
         stream.write_all(&hello).expect("it listens");
         stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-        let answer = stream.read(&mut [0; 64]).expect("it answers");
+        let answer = loop {
+            match stream.read(&mut [0; 64]) {
+                // This program was stopped meanwhile.
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                answer => break answer.expect("it answers"),
+            }
+        };
         assert!(answer > 0, "it goes on listening");
         drop(stream);
-        self.shares();
-        self.supervisor.detach(true).expect("it ends");
-        assert!(!socket.exists());
     }
 
     /// A service starts beside a disk.

@@ -123,8 +123,9 @@ impl Guest {
     /// A VMM that starts services itself.
     pub(crate) fn serves_without_a_supervisor(&mut self, play: Play, filtered: bool) -> Vec<Seen> {
         let (store, pages, disk) = (self.store.socket(), twins(), self.disk());
+        let recorder = || play.recorder(&self.folder);
         let all = range(&pages, 0, PAGES);
-        let mut seen = recorded(play.recorder(), Part::Start, filtered, move || {
+        let mut seen = recorded(recorder(), Part::Start, filtered, move || {
             for use_source in [UseSource::Damon, UseSource::PageIdle] {
                 let config = Config {
                     name: "alone".into(),
@@ -143,7 +144,7 @@ impl Guest {
         });
         drop(disk);
         let store = self.store.socket();
-        seen.extend(recorded(play.recorder(), Part::Announce, filtered, move || {
+        seen.extend(recorded(recorder(), Part::Announce, filtered, move || {
             let refusal = vmm_dedup::refusal::confidential();
             drop(Refused::announce(&store, "refused", 1, &refusal).expect("it is told"));
         }));
