@@ -10,7 +10,7 @@ CLI = $(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-cli --
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint package deb check-deb bench overhead chaos soak nested screens
+.PHONY: help setup demo test lint audit package deb check-deb bench overhead chaos soak worst nested screens
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)$$/make \1\t\2/' | expand -t 16
@@ -37,6 +37,11 @@ lint: setup ## formatting, clippy and rustdoc, all warnings being errors
 	$(CARGO) package $(CARGOFLAGS) --quiet --no-verify --allow-dirty $(PUBLISHED)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGOFLAGS) --workspace --no-deps --document-private-items
 
+# Its database of advisories comes from the network, which CI does not rely on. Licences are checked by the tests.
+audit: ## dependencies with known vulnerabilities (cargo-audit, network)
+	@if $(CARGO) audit --version >/dev/null 2>&1; then $(CARGO) audit; \
+	else echo "SKIPPED: cargo-audit is missing: cargo install cargo-audit --locked"; fi
+
 # As `lint` packs them, but each is also built from nothing but its package.
 package: setup ## the crates that are for others, as they would be published, each built from its package
 	$(CARGO) package $(CARGOFLAGS) --allow-dirty $(PUBLISHED)
@@ -60,6 +65,9 @@ nested: setup ## real Linux guests in a Linux host in QEMU; logs go to target/ne
 
 screens: setup ## what the dashboards show of a real fleet, drawn into docs/dashboards (KVM, Prometheus; three minutes)
 	$(CARGO) run $(CARGOFLAGS) -p vmm-dedup-integration-tests --bin screens -- docs/dashboards
+
+worst: setup ## 64 hostile connections do their worst for a minute, and what an honest VM notices
+	VMM_DEDUP_WORST_SECONDS=60 $(CARGO) test $(CARGOFLAGS) --release -p vmm-dedup-store --test worst -- --nocapture --test-threads=1
 
 soak: setup ## a fleet that churns for four hours, or as long as SOAKFLAGS says: it must neither decay nor grow
 	$(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --bin soak -- $(SOAKFLAGS)
