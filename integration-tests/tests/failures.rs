@@ -118,7 +118,7 @@ const ROUNDS: usize = 4;
 /// Lives in which a place is to fail that is left then, of each kind that reaches it.
 const LIVES: usize = 24;
 /// Places that scenes may meet while they are watched and never again, and why.
-const RARE: [(Call, &str, &str); 13] = [
+const RARE: [(Call, &str, &str); 14] = [
     (
         Call::PagemapScan,
         "window/mod.rs",
@@ -137,6 +137,7 @@ const RARE: [(Call, &str, &str); 13] = [
     (Call::Advise, "merge/in_place.rs", LEAVING),
     (Call::WriteProtect, "unmerge/cow.rs", COPIED),
     (Call::Wake, "unmerge/cow.rs", COPIED),
+    (Call::Unregister, "unmerge/cow.rs", UNPROTECTED),
     (Call::ZeroPage, "window/mod.rs", AFTERWARDS),
     (Call::Advise, "memory/layout.rs", "made once in a service's life"),
     (Call::Populate, "unmerge/address_space.rs", FILLED),
@@ -144,6 +145,7 @@ const RARE: [(Call, &str, &str); 13] = [
 const CARRIED: &str =
     "copies are carried along where few lie between pages that follow; they stay as those of frozen.rs do";
 const COPIED: &str = "pages are left to the kernel that were copied between being mapped and being protected; all calls of this kind fail in the first test here";
+const UNPROTECTED: &str = "made where ending the protection of pages fails, as it does where they are not registered any more; the engine's own test of that has both fail";
 const AFTERWARDS: &str = "made page by page once the call for all pages has failed; so it does in the first test here, where all calls of this kind fail";
 const FILLED: &str = "zero pages are filled when all else was given back, for which the CPU budget is kept; all calls of this kind fail in the first test here";
 const LEAVING: &str = "copies leave a file when its segment goes, all at once; the engine's own test of that has these calls fail";

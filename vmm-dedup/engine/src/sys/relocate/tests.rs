@@ -301,6 +301,37 @@ fn where_neither_tracking_nor_leaving_works_both_are_tried_until_one_does() {
     }
 }
 
+/// Writers of protected pages go on although neither the protection nor the registration ends for a while, and where neither is there.
+#[test]
+#[allow(unsafe_code)] // writes memory of its own
+fn protection_ends_although_that_fails_for_a_while() {
+    let Ok(breaker) = Uffd::breaker() else {
+        return eprintln!("SKIPPED: no userfaultfd");
+    };
+    let memory = Anonymous::new(PAGES).unwrap();
+    memory.populate().unwrap();
+    let all = memory.base()..memory.base() + bytes(PAGES);
+    let _watchdog = Watchdog::start(Duration::from_secs(10), || ());
+    for protection in [Times::Always, Times::First(3)] {
+        breaker.register(all.start, all.len(), Mode::Wp).unwrap();
+        breaker.write_protect(all.start, all.len(), true).unwrap();
+        let protecting = Injection::begin(Call::WriteProtect, libc::ENOMEM, protection);
+        let leaving = Injection::begin(Call::Unregister, libc::ENOMEM, Times::First(3));
+        let before = late_log::count();
+        unprotect(&breaker, &all);
+        assert!(protecting.failed() >= 3 && leaving.failed() == 3);
+        drop((protecting, leaving));
+        assert!(late_log::count() > before, "nothing was noted");
+        // It would wait, for nobody.
+        // SAFETY: the page is ours alone.
+        unsafe { crate::sys::guest::store_page(all.start, &[MARK; 512]) };
+    }
+    breaker.unregister(all.start, all.len()).unwrap();
+    let before = late_log::count();
+    unprotect(&breaker, &all);
+    assert_eq!(late_log::count(), before, "nothing was protected");
+}
+
 #[test]
 #[allow(unsafe_code)] // memory that nobody uses
 fn fresh_memory_comes_although_mapping_it_leaves_a_hole() {
