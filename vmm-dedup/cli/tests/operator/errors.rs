@@ -3,6 +3,7 @@
 use crate::drawn;
 use crate::host::{Host, Process, error_of, eventually, hints, kvm_is_there, pasted, text};
 use crate::network::Network;
+use crate::peer;
 use rustix::process::Signal;
 use serde_json::Value;
 use std::fs;
@@ -10,6 +11,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
+use vmm_dedup_protocol::stats::ServiceStats;
 
 /// A user without any rights here.
 const NOBODY: u32 = 65_534;
@@ -47,6 +49,27 @@ fn a_store_that_may_not_be_used_is_not_to_be_started() {
         "{}",
         text(&output.stderr)
     );
+}
+
+/// Who may see VMs is no one to ask them: no table tells him that there are none.
+#[test]
+fn who_may_look_and_not_explain_is_told_only_that() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: only root can become another user");
+        return;
+    }
+    let host = Host::new();
+    let _store = host.store("default", &["--socket-mode", "0666"]);
+    fs::set_permissions(host.path(""), fs::Permissions::from_mode(0o755)).expect("a mode");
+    let connection = peer::connect(&host.path("default.sock"), "web");
+    peer::report(&connection, &ServiceStats::default());
+    eventually("it is there", || host.vm("web"));
+
+    let output = host.command(&["explain"]).uid(NOBODY).output().expect("a run");
+
+    let (shown, errors) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!((output.status.code(), &*shown), (Some(1), ""), "{errors}");
+    assert!(errors.contains("VMs that did not answer: 1"), "{errors}");
 }
 
 #[test]

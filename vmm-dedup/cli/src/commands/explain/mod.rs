@@ -103,7 +103,7 @@ fn several(
             print_json(&serde_json::json!({ "vms": vms }))?;
         }
         // Nothing is known.
-        false if host.accounts().next().is_none() => {}
+        false if host.accounts().next().is_none() || told.is_empty() && unheard > 0 => {}
         false => print_lines(&text::of_several(host, &told, pattern, &args.store.words())),
     }
     match unheard {
