@@ -10,7 +10,7 @@ CLI = $(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-cli --
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint audit package deb check-deb bench overhead chaos soak worst nested screens
+.PHONY: help setup demo test lint audit package deb check-deb bench overhead chaos soak worst fuzz nested screens
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)$$/make \1\t\2/' | expand -t 16
@@ -50,8 +50,9 @@ deb: setup ## Debian packages of command line and store, preload library and gue
 	vmm-dedup/packaging/build-debs target/debian
 
 # The tests do so with what they have built.
-check-deb: setup ## the packages installed, used, upgraded and removed in a minimal Debian (root, KVM, mmdebstrap)
+check-deb: setup ## the packages installed, used, upgraded and removed in a minimal Debian, and its systemd starts the units (root, KVM, mmdebstrap)
 	vmm-dedup/packaging/check-deb
+	vmm-dedup/packaging/check-systemd
 
 bench: setup ## the same content merged by KSM and by us, in turn (root; some minutes)
 	$(CLI) bench ksm $(BENCHFLAGS)
@@ -68,6 +69,10 @@ screens: setup ## what the dashboards show of a real fleet, drawn into docs/dash
 
 worst: setup ## 64 hostile connections do their worst for a minute, and what an honest VM notices
 	VMM_DEDUP_WORST_SECONDS=60 $(CARGO) test $(CARGOFLAGS) --release -p vmm-dedup-store --test worst -- --nocapture --test-threads=1
+
+fuzz: setup ## 10^8 fuzzed messages to a store, and as many through the parser (half an hour and more)
+	VMM_DEDUP_FUZZ_INPUTS=100000000 $(CARGO) test $(CARGOFLAGS) --release -p vmm-dedup-fuzz-bodies --test seconds -- messages_are --nocapture
+	VMM_DEDUP_FUZZ_MESSAGES=100000000 $(CARGO) test $(CARGOFLAGS) --release -p vmm-dedup-store --test fuzz -- --nocapture --test-threads=1
 
 soak: setup ## a fleet that churns for four hours, or as long as SOAKFLAGS says: it must neither decay nor grow
 	$(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --bin soak -- $(SOAKFLAGS)

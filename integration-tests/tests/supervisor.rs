@@ -455,6 +455,40 @@ fn starts_that_fail_leave_nobody_in_the_store() {
     }
 }
 
+/// Ends the connections that this process has made to a store, as if the store had cut them off.
+fn cut_off(store: &StoreThread) -> usize {
+    let cut = |entry: std::io::Result<std::fs::DirEntry>| {
+        let number = entry.ok()?.file_name().to_str()?.parse().ok()?;
+        // SAFETY: only asked and shut down in this call; a descriptor that another thread closes meanwhile is an error, or a socket
+        // whose peer's name is compared.
+        let socket = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
+        let peer = rustix::net::getpeername(socket).ok()??;
+        let peer = rustix::net::SocketAddrUnix::try_from(peer).ok()?;
+        let is_its = peer.path_bytes()? == store.socket().as_os_str().as_encoded_bytes();
+        is_its.then(|| rustix::net::shutdown(socket, rustix::net::Shutdown::Both).ok())?
+    };
+    let descriptors = std::fs::read_dir("/proc/self/fd").expect("/proc");
+    descriptors.filter_map(cut).count()
+}
+
+/// Its references would count until this process ends, since nobody told the store that nothing is mapped any more.
+#[test]
+fn a_service_that_gives_back_while_it_has_no_connection_leaves_nothing_in_the_store() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::with_metrics();
+    let guest = Guest::sharing(&store);
+    assert_eq!(cut_off(&store), 1);
+    guest.supervisor.detach(true).expect("it ends");
+    guest.check();
+    let start = Instant::now();
+    let counts = || ["orphans", "orphan_references", "vms"].map(|name| store.metric(name));
+    while counts() != [0, 0, 0] {
+        assert!(start.elapsed() < PATIENCE, "{:?}", counts());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
 #[test]
 fn an_agent_is_heard_when_there_is_a_thread_for_that() {
     need_userfaultfd!();

@@ -25,8 +25,11 @@ pub(crate) fn write(config: &Config, path: &Path) -> Result<(), Failure> {
         let folder = path.parent().unwrap_or(Path::new("."));
         let mut file = tempfile::NamedTempFile::new_in(folder)?;
         file.write_all(text.as_bytes())?;
-        let owner = fs::metadata(folder)?;
-        std::os::unix::fs::fchown(&file, Some(owner.uid()), Some(owner.gid()))?;
+        let (owner, mine) = (fs::metadata(folder)?, file.as_file().metadata()?);
+        // A unit that is not root's may not even say what is so already.
+        if (owner.uid(), owner.gid()) != (mine.uid(), mine.gid()) {
+            std::os::unix::fs::fchown(&file, Some(owner.uid()), Some(owner.gid()))?;
+        }
         file.persist(path)?;
         Ok(())
     };

@@ -21,7 +21,7 @@ pub const DEFAULT_METRICS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOC
 /// Most memory for shared pages, MiB.
 pub const DEFAULT_MAX_MIB: u64 = 65_536;
 /// Of what it may have, what is for shared pages: tables, and files that are being emptied, come on top.
-const FOR_PAGES: (u64, u64) = (8, 9);
+const FOR_PAGES: (u64, u64) = (5, 6);
 /// What may be chosen instead.
 pub const MAX_MIB: RangeInclusive<u64> = 1..=262_144;
 /// How long a store of a command may take to listen.
@@ -210,7 +210,7 @@ mod tests {
     #[test]
     fn a_store_is_full_before_it_is_killed() {
         let of = |gib: u64| default_max_mib(Some(gib << 30));
-        assert_eq!((of(9), of(90), default_max_mib(None)), (8192, 65_536, 65_536));
+        assert_eq!((of(9), of(90), default_max_mib(None)), (7680, 65_536, 65_536));
         assert_eq!(default_max_mib(Some(5)), 1);
     }
 

@@ -29,6 +29,9 @@ use zerocopy::IntoBytes;
 /// Pages that are moved in one go, about: some milliseconds, for which everyone waits who waits for the store.
 const MOVED_AT_ONCE: u32 = 1024;
 
+/// A service that says nothing for so many times as long as it may take for an answer is taken to be stopped: a minute.
+const SILENCE: u64 = 6;
+
 /// The state, as all tasks share it. There is one thread, so the lock is never waited for.
 pub(crate) type Shared = Arc<Mutex<State>>;
 
@@ -88,6 +91,7 @@ impl State {
         id: MemberId,
         message: &Message<'_>,
     ) -> Result<Option<Vec<u8>>, Violation> {
+        self.peers.note_heard(id);
         let handled = match message {
             Message::Hello(hello) => self.hello(id, hello).map(|()| None),
             Message::Batch(batch) => self.batch(id, batch).map(Some),
@@ -311,11 +315,22 @@ impl State {
     /// What goes with time; to be called once a second. Lets empty segments go, answers for VMs that do not, and makes huge pages of what is shared as such.
     pub(crate) fn tick(&mut self, now: Instant) {
         self.exchange.pool.retire_idle();
+        self.cut_stopped(now);
         self.exchange.expire_pending();
         self.exchange.use_room();
         self.send_announcements();
         self.relay.expire(&self.peers, now);
         self.exchange.pool.collapse_shared(now);
+    }
+
+    /// A process that was stopped keeps all files that went since, those in its socket among them. Before that keeps the store from
+    /// growing, it is given no more.
+    fn cut_stopped(&self, now: Instant) {
+        let segments = self.exchange.pool.segments();
+        if segments.much_is_held() {
+            let silence = Duration::from_secs(SILENCE * u64::from(self.config.answer_seconds));
+            self.peers.cut_silent(now, silence, |id| segments.waits_for(id));
+        }
     }
 
     /// What there is to tell in numbers.

@@ -9,12 +9,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use support::{Answer, Client, HELPER_SOCKET, Helper, Observer, Server, page};
+use support::{Answer, Client, HELPER_SOCKET, Helper, Observer, Server, eventually, page, stats};
 use vmm_dedup_protocol::control::{Settings, Switch};
 use vmm_dedup_protocol::index::{News, RING};
 use vmm_dedup_protocol::message::{Hello, Kind, Message, Role, aligned_buffer, encode};
-use vmm_dedup_protocol::socket;
 use vmm_dedup_protocol::stats::ServiceStats;
+use vmm_dedup_protocol::{SEGMENT_BYTES, SLOTS_PER_SEGMENT, STAGING_PAGES, socket};
 use vmm_dedup_store::Config;
 use zerocopy::IntoBytes;
 
@@ -310,4 +310,221 @@ fn victim() {
             }
         }
     }
+}
+
+/// A small store, in bytes, and what others may keep of it.
+const MAX: u64 = 64 << 20;
+const HELD: u64 = 64 << 20;
+
+/// Bytes of memory that a file in memory has.
+fn bytes_of(file: impl AsFd) -> u64 {
+    u64::try_from(rustix::fs::fstat(file).unwrap().st_blocks).unwrap() * 512
+}
+
+/// Publishes as many new pages as a segment has slots, and drops them: how many it could publish.
+fn come_and_go(client: &mut Client, seed: u64) -> usize {
+    let mut published = 0;
+    for some in 0..u64::from(SLOTS_PER_SEGMENT) / STAGING_PAGES as u64 {
+        let first = seed + some * STAGING_PAGES as u64;
+        let pages: Vec<_> = (first..first + STAGING_PAGES as u64).map(page).collect();
+        let slots: Vec<_> = client.publish(&pages).into_iter().flatten().collect();
+        published += slots.len();
+        let dropped: Vec<_> = slots.iter().map(|slot| (*slot, -1)).collect();
+        client.batch(&[], &[], &dropped);
+        client.acknowledge();
+        client.release();
+    }
+    published
+}
+
+#[test]
+fn who_says_that_it_lets_go_and_does_not_keeps_so_much_and_no_more() {
+    let server = Server::start(|config| config.max_bytes = MAX);
+    let mut honest = Client::connect(&server.socket, "honest");
+    let shared = honest.publish(&[page(1)])[0].unwrap();
+    let mut evil = Client::connect(&server.socket, "evil");
+    evil.keeps = true;
+    let mut seed = 1 << 20;
+    let mut round = |client: &mut Client| {
+        seed += u64::from(SLOTS_PER_SEGMENT);
+        come_and_go(client, seed)
+    };
+    // It goes on until it gets nothing, and a while after that.
+    let start = Instant::now();
+    let mut got = Vec::new();
+    while got.len() < 64 && (got.last() != Some(&0) || start.elapsed() < Duration::from_secs(6)) {
+        got.push(round(&mut evil));
+        honest.acknowledge();
+        honest.release();
+    }
+    let kept: u64 = evil.kept.iter().map(|(file, _)| bytes_of(file)).sum();
+    let resident = stats(&server.socket).store.resident_bytes;
+    println!(
+        "it got {got:?} pages, keeps {} MiB, {} MiB are resident",
+        kept >> 20,
+        resident >> 20
+    );
+    assert_eq!(got.last(), Some(&0));
+    assert!(kept >= HELD / 2, "the attack works at all: {kept}");
+    let slack = 2 * SEGMENT_BYTES as u64;
+    assert!(
+        kept <= MAX + HELD && resident <= MAX + HELD + slack,
+        "{kept} and {resident}"
+    );
+    assert!(resident >= kept, "what it keeps is seen: {kept} of {resident}");
+    // The others have what they had.
+    assert_eq!(
+        (honest.find(&page(1)), honest.content(shared)),
+        (Some(shared), page(1))
+    );
+    drop(evil);
+    eventually(|| {
+        honest.acknowledge();
+        honest.release();
+        honest.publish(&[page(2)])[0].is_some()
+    });
+    assert!(round(&mut honest) > 0);
+    // It does not follow pages that move, so that their old segments are there, too.
+    eventually(|| {
+        honest.acknowledge();
+        honest.release();
+        stats(&server.socket).store.resident_bytes <= MAX
+    });
+}
+
+#[test]
+fn who_is_stopped_does_not_keep_the_store_from_growing() {
+    let server = Server::start(|config| (config.max_bytes, config.answer_seconds) = (MAX, 1));
+    let mut honest = Client::connect(&server.socket, "honest");
+    // It reads nothing from here on: the files wait in its socket.
+    let mut stopped = Client::connect(&server.socket, "stopped");
+    let mut rounds = (1..).map(|round| come_and_go(&mut honest, round << 20));
+    let (start, mut most) = (Instant::now(), 0);
+    // Seven rounds are what others may keep while nothing else is there. It is cut off after six seconds, and before that.
+    while most < 12 && start.elapsed() < Duration::from_secs(40) {
+        most += usize::from(rounds.next() == Some(SLOTS_PER_SEGMENT as usize));
+        std::thread::sleep(Duration::from_millis(1500));
+    }
+    println!("{most} rounds in {:?}", start.elapsed());
+    assert_eq!(most, 12, "it is cut off");
+    let text = stopped.error();
+    assert!(
+        text.contains("said nothing") && text.contains("connect again"),
+        "{text}"
+    );
+    drop(stopped);
+    // Once it goes on it is let in as ever.
+    Client::connect(&server.socket, "stopped").acknowledge();
+}
+
+#[test]
+fn who_reads_all_of_the_index_makes_it_no_larger_than_what_is_shared() {
+    let server = Server::start(|_| ());
+    let evil = Client::connect(&server.socket, "evil");
+    let before = bytes_of(&evil.index_file);
+    let len = usize::try_from(rustix::fs::fstat(&evil.index_file).unwrap().st_size).unwrap();
+    let map = vmm_dedup_protocol::mapping::Mapping::read_only(&evil.index_file, len).unwrap();
+    let sum: u64 = map
+        .words()
+        .iter()
+        .map(|word| word.load(Ordering::Relaxed) & 1)
+        .sum();
+    let after = bytes_of(&evil.index_file);
+    println!("{before} bytes of {len}, {after} when all are read ({sum})");
+    assert!(after <= 4 << 20, "{after}");
+}
+
+#[test]
+fn an_orphan_keeps_no_memory_of_segments_that_it_never_had() {
+    let server = Server::start(|config| config.max_bytes = MAX);
+    let mut orphan = Helper::start("loses_its_socket", &server.socket);
+    assert_eq!(orphan.ask("connect"), "connected");
+    assert_eq!(orphan.ask("hang up"), "done");
+    let mut honest = Client::connect(&server.socket, "honest");
+    let got: Vec<usize> = (1..20)
+        .map(|round| come_and_go(&mut honest, round << 20))
+        .collect();
+    assert!(
+        got.iter().all(|pages| *pages == SLOTS_PER_SEGMENT as usize),
+        "{got:?}"
+    );
+    let mut resident = 0;
+    eventually(|| {
+        honest.acknowledge();
+        honest.release();
+        resident = stats(&server.socket).store.resident_bytes;
+        resident <= 2 * SEGMENT_BYTES as u64
+    });
+    println!("{resident} bytes are resident");
+}
+
+/// Not a test but the part of a process that connects, loses its socket, and lives on.
+#[test]
+fn loses_its_socket() {
+    let Ok(path) = std::env::var(HELPER_SOCKET) else {
+        return;
+    };
+    let mut client = None;
+    for line in std::io::stdin().lock().lines() {
+        match &*line.unwrap() {
+            "connect" => {
+                client = Some(Client::connect(Path::new(&path), "orphan"));
+                println!("\n> connected");
+            }
+            _ => {
+                drop(client.take());
+                println!("\n> done");
+            }
+        }
+    }
+}
+
+/// As many processes as make twice the news that one user may.
+const FLAPPERS: usize = 8;
+/// Needless news of a user at once, and in a second, as in the store.
+const NEWS_AT_ONCE: f64 = 32_768.0;
+const NEWS_PER_SECOND: f64 = 16_384.0;
+
+#[test]
+fn a_user_with_many_processes_makes_no_more_news_than_a_user_may() {
+    let Some(server) = open_server() else { return };
+    let mut honest = Client::connect(&server.socket, "honest");
+    let mut flappers: Vec<_> = (0..FLAPPERS)
+        .map(|_| Helper::start("flapper", &server.socket))
+        .collect();
+    let (before, start) = (honest.index.news_position(), Instant::now());
+    flappers
+        .iter_mut()
+        .for_each(|flapper| assert_eq!(flapper.ask("begin"), "begun"));
+    let longest = longest_batch(&mut honest, Duration::from_secs(6));
+    honest.acknowledge();
+    let news = (honest.index.news_position() - before) as f64;
+    let most = NEWS_AT_ONCE + NEWS_PER_SECOND * (start.elapsed().as_secs_f64() + 1.0);
+    println!("{news} news, of {most} at most; a batch took at most {longest:?}");
+    assert!(news >= NEWS_AT_ONCE, "the attack works at all: {news}");
+    assert!(news <= most, "{news} of {most}");
+    assert!(longest < HONEST / 4, "a batch took {longest:?}");
+}
+
+/// Not a test but the part of a process that drops slots and takes them again, batch by batch, until it is killed.
+#[test]
+fn flapper() {
+    let Ok(path) = std::env::var(HELPER_SOCKET) else {
+        return;
+    };
+    let begin = std::io::stdin().lock().lines().next();
+    assert!(begin.is_some());
+    println!("\n> begun");
+    as_stranger(|| {
+        let mut evil = Client::connect(Path::new(&path), "evil");
+        let first = u64::from(std::process::id()) << 20;
+        let pages: Vec<_> = (0..STAGING_PAGES as u64).map(|n| page(first + n)).collect();
+        let slots: Vec<_> = evil.publish(&pages).into_iter().flatten().collect();
+        for delta in [-1, 1].into_iter().cycle() {
+            let changes: Vec<_> = slots.iter().map(|slot| (*slot, delta)).collect();
+            // It acknowledges nothing, so that none of them is free.
+            evil.send_batch(0, &[], &[], &changes);
+            evil.batch_reply();
+        }
+    });
 }

@@ -7,13 +7,16 @@ mod support;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::sockopt::set_socket_linger;
-use std::io::BufRead;
+use std::io::{BufRead, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use support::{Client, HELPER_SOCKET, Helper, Observer, Server, eventually, page, stats};
+use vmm_dedup_protocol::control::{Settings, Switch};
+use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::message::{Hello, Kind, Role, StatsRequest, encode};
 use vmm_dedup_protocol::socket;
 use vmm_dedup_protocol::stats::ServiceStats;
@@ -32,8 +35,8 @@ const PERIOD: Duration = Duration::from_millis(10);
 
 /// What the store may use at most: 64 MiB of pages, and as many sightings as there are.
 const MAX_BYTES: u64 = 64 << 20;
-/// Members let go of emptied segments when they have their turn: those are beyond the limit until then.
-const MAX_RESIDENT: u64 = 4 * MAX_BYTES;
+/// Members let go of emptied segments when they have their turn: those are beyond the limit until then, up to 64 MiB and two segments.
+const MAX_RESIDENT: u64 = MAX_BYTES + (64 << 20) + (32 << 20);
 const MAX_SIGHTINGS: u64 = 1 << 20;
 /// 12 bytes each, what else it needs for each connection, and the index and its ring.
 const MAX_METADATA: u64 = MAX_SIGHTINGS * 12 + (32 << 20);
@@ -104,10 +107,16 @@ fn an_honest_vm_gets_on_while_64_connections_do_their_worst() {
 fn attacked() -> Result<(), String> {
     let server = Server::start(|config| {
         config.mode = 0o666;
+        config.metrics = Some(SocketAddr::from(([127, 0, 0, 1], 0)));
         config.max_bytes = MAX_BYTES;
         config.max_sightings = MAX_SIGHTINGS;
     });
     std::fs::set_permissions(server.dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::fs::write(
+        address_beside(&server.socket),
+        server.metrics.unwrap().to_string(),
+    )
+    .unwrap();
     let mut honest = Client::connect(&server.socket, "honest");
     let (mut next, time) = (1 << 40, duration());
     let undisturbed = live(&mut honest, &mut next, time / 2);
@@ -158,7 +167,7 @@ fn attacked() -> Result<(), String> {
 
 /// The attacks, each by connections of its own.
 type Attack = fn(&Path, u64);
-const ATTACKS: [Attack; 9] = [
+const ATTACKS: [Attack; 13] = [
     // These do not make news, for which their process would have to wait.
     sight_and_go,
     publish_others,
@@ -167,11 +176,15 @@ const ATTACKS: [Attack; 9] = [
     report,
     connect,
     flap_in_a_batch,
+    linger,
+    scrape,
+    steer,
+    read_the_index,
     // These do.
     flap,
     decline,
 ];
-const PATIENT: usize = 7;
+const PATIENT: usize = 11;
 
 /// The other side: 32 threads that attack until they are killed.
 #[test]
@@ -309,6 +322,69 @@ fn report(path: &Path, _: u64) {
     let mut all = ServiceStats::default();
     all.as_mut_bytes().fill(0xff);
     (0..ROUNDS).for_each(|_| evil.send(Kind::Report, all.as_bytes()));
+    leave(evil);
+}
+
+/// A descriptor that takes long to close, where the kernel lets it through.
+fn linger(path: &Path, _: u64) {
+    let evil = socket::connect(path).unwrap();
+    let hello = encode(Kind::Hello, &[Hello::new(Role::Observer, "evil", 0).as_bytes()]);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut lingering = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    lingering.set_nonblocking(true).unwrap();
+    while lingering.write(&[0; 1 << 16]).is_ok() {}
+    set_socket_linger(&lingering, Some(Duration::from_secs(8))).unwrap();
+    // Where it has come so far it is the store's to close, else this thread's.
+    if socket::send(&evil, &hello, &[lingering.as_fd()]).is_err() {
+        set_socket_linger(&lingering, Some(Duration::ZERO)).unwrap();
+    }
+}
+
+/// Where the store's metrics are, for who plays an attacker.
+fn address_beside(path: &Path) -> PathBuf {
+    path.with_file_name("metrics")
+}
+
+/// Asks for metrics over many connections, and reads nothing of what comes.
+fn scrape(path: &Path, _: u64) {
+    let address = std::fs::read_to_string(address_beside(path)).unwrap();
+    let question = "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".repeat(50);
+    let asking: Vec<_> = (0..200)
+        .filter_map(|_| {
+            let mut stream = TcpStream::connect(&address).ok()?;
+            stream.write_all(question.as_bytes()).ok()?;
+            Some(stream)
+        })
+        .collect();
+    drop(asking);
+}
+
+/// Would have its neighbour switched off, and look at its pages.
+fn steer(path: &Path, _: u64) {
+    let mut evil = Observer::connect(path);
+    let off = Settings {
+        switch: Some(Switch::OffUnmerge),
+        ..Settings::default()
+    };
+    for serial in 0..ROUNDS {
+        evil.set("honest", serial, off);
+        evil.refusal();
+        evil.explain("honest", serial);
+        evil.refusal();
+    }
+}
+
+/// Fills the index's file, as far as it has holes.
+fn read_the_index(path: &Path, _: u64) {
+    let evil = Client::connect(path, "evil");
+    let len = usize::try_from(rustix::fs::fstat(&evil.index_file).unwrap().st_size).unwrap();
+    let map = Mapping::read_only(&evil.index_file, len).unwrap();
+    let sum: u64 = map
+        .words()
+        .iter()
+        .map(|word| word.load(Ordering::Relaxed) & 1)
+        .sum();
+    assert!(sum < u64::MAX);
     leave(evil);
 }
 

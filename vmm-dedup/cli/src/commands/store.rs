@@ -32,7 +32,7 @@ pub(crate) struct StoreArgs {
     /// Address of the HTTP server for Prometheus (GET /metrics), or "none".
     #[arg(long, default_value_t = Metrics(Some(DEFAULT_METRICS)), value_parser = |t: &str| parse_metrics(t).map(Metrics))]
     metrics: Metrics,
-    /// Most memory for shared pages, MiB; auto: 65536, or eight ninths of what its control group may have (memory.max) if that is less.
+    /// Most memory for shared pages, MiB; auto: 65536, or five sixths of what its control group may have (memory.max) if that is less.
     #[arg(long, default_value = "auto", value_parser = parse_max_mib)]
     max_mib: MaxMib,
     /// Publish the pages in the order of their content, too, for VMs that search with an engine (PageForge).

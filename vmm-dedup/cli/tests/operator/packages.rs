@@ -67,8 +67,11 @@ fn the_packages_hold_what_works_from_where_they_put_it() {
     each_command_has_a_man_page_that_man_reads(folder);
     the_agents_man_page_names_its_options_and_settings(folder);
     bash_completes_commands_and_options(folder);
-    if kvm_is_there() && !they_come_and_go_in_a_clean_debian(folder) {
-        a_fleet_of_four_runs_from_them_and_leaves_nothing(folder);
+    if kvm_is_there() {
+        if !they_come_and_go_in_a_clean_debian(folder) {
+            a_fleet_of_four_runs_from_them_and_leaves_nothing(folder);
+        }
+        a_systemd_starts_their_units(folder);
     }
 }
 
@@ -190,9 +193,20 @@ fn bash_completes_commands_and_options(folder: &Path) {
 
 /// Installed, used, upgraded and removed there. `false` where none can be made, which is said.
 fn they_come_and_go_in_a_clean_debian(folder: &Path) -> bool {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/check-deb");
-    let mut check = Command::new(script);
-    check.arg(folder.join("built")).arg(folder.join("debs"));
+    let arguments = [folder.join("built"), folder.join("debs")];
+    checked("check-deb", &arguments)
+}
+
+/// The units for a store and for VMs of a user of their own, started by a systemd that is the first process of namespaces of its own.
+fn a_systemd_starts_their_units(folder: &Path) {
+    checked("check-systemd", &[folder.join("built"), folder.join("debs")]);
+}
+
+/// Runs one of the scripts beside the packages. `false` where it can do nothing, which is said.
+fn checked(script: &str, arguments: &[PathBuf]) -> bool {
+    let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging");
+    let mut check = Command::new(packaging.join(script));
+    check.args(arguments);
     check.env("DPKG_DEB_OPTIONS", "-Znone").stdin(Stdio::null());
     check
         .env_remove("VMM_DEDUP_RUNTIME_DIR")
@@ -200,13 +214,12 @@ fn they_come_and_go_in_a_clean_debian(folder: &Path) -> bool {
     let output = check.output().expect("it runs");
     let said = text(&output.stderr);
     assert!(output.status.success(), "{}{said}", text(&output.stdout));
-    let skipped = said
-        .lines()
-        .find_map(|line| line.strip_prefix("check-deb: SKIPPED: "));
-    if let Some(why) = skipped {
-        eprintln!("SKIPPED: no clean Debian: {why}");
-    }
-    skipped.is_none()
+    let mark = format!("{script}: SKIPPED: ");
+    let skipped: Vec<&str> = said.lines().filter_map(|line| line.strip_prefix(&mark)).collect();
+    skipped
+        .iter()
+        .for_each(|why| eprintln!("SKIPPED: {script}: {why}"));
+    skipped.is_empty()
 }
 
 fn a_fleet_of_four_runs_from_them_and_leaves_nothing(folder: &Path) {

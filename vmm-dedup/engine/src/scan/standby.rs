@@ -242,9 +242,12 @@ impl Pass {
             Err(error @ Error::NotUnmerged(_)) => Err(error),
             _ => Ok(()),
         };
-        // References of pages that were published and will not be merged any more. What cannot be told to the store ends
-        // with this process.
-        let _ = self.stand_by();
+        // References of pages that were published and will not be merged any more.
+        if let Err(error) = self.stand_by()
+            && self.session.is_connected()
+        {
+            self.lose_store(&error);
+        }
         self.end_registrations();
         self.ended = true;
         self.fill_stats();
@@ -252,11 +255,15 @@ impl Pass {
             // Of what maps slots nothing stays, whatever it was found by.
             let _ = self.session.take_over();
         }
+        // Pages that the kernel copied lie in mappings of slots which they do not show: the slots may be freed, as those
+        // under a run's exceptions.
+        let maps_slots = self.account.stats.pages_mapped > 0 && ending != Ending::MemoryGoes;
+        let of_lost_stores = self.map.counts().orphaned > 0 && ending != Ending::MemoryGoes;
+        if result.is_ok() && !maps_slots && !of_lost_stores {
+            self.session.end_broken(self.map.memory().pages());
+        }
         if let Some(mut store) = self.session.take_store() {
             let _ = store.report(&self.account.stats);
-            // Pages that the kernel copied lie in mappings of slots which they do not show: the slots may be freed, as those
-            // under a run's exceptions.
-            let maps_slots = self.account.stats.pages_mapped > 0 && ending != Ending::MemoryGoes;
             if result.is_ok() && !maps_slots {
                 store.say_goodbye();
             }

@@ -168,6 +168,19 @@ impl Session {
         Ok(())
     }
 
+    /// The end, at which nothing is mapped any more. Where the connection was lost before that could be said, another one is made to
+    /// say it: else what was referenced over the old one would count until this process ends.
+    pub(crate) fn end_broken(&mut self, pages: usize) {
+        if self.store.is_some() || self.broken.is_empty() {
+            return;
+        }
+        if let Err(error) = self.connect(pages).and_then(|()| self.take_over()) {
+            log::info!(
+                "the store is not told that the VM has given everything back, and counts it until the process ends: {error}"
+            );
+        }
+    }
+
     /// Takes the connection, for the end.
     pub(crate) fn take_store(&mut self) -> Option<Store> {
         self.store.take()

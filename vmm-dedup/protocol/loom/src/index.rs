@@ -14,12 +14,14 @@ pub use layout::{MAGIC, VERSION, file_len};
 pub use reader::{IndexError, IndexReader, News};
 pub use writer::{IndexWriter, Placed};
 
+use crate::MAX_SLOTS;
 use crate::mapping::Mapping;
-use layout::TABLE_AT;
+use layout::table_at;
 
 /// An empty index for so many entries: its writer and its mapping.
 pub fn create(capacity: usize) -> (IndexWriter, Mapping) {
-    let map = Mapping::zeroed(TABLE_AT + capacity);
-    let writer = IndexWriter::format(map.clone(), capacity).expect("the mapping is large enough");
+    let slots = MAX_SLOTS as usize;
+    let map = Mapping::zeroed(table_at(slots) + capacity);
+    let writer = IndexWriter::format(map.clone(), capacity, slots).expect("the mapping is large enough");
     (writer, map)
 }

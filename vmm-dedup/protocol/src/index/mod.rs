@@ -26,11 +26,11 @@ pub use layout::{MAGIC, VERSION, file_len};
 pub use reader::{IndexError, IndexReader, News};
 pub use writer::{IndexWriter, Placed};
 
-/// Creates the memfd of an index with room for `capacity` entries: `(file, writer)`. Nobody but the writer can map
-/// the file for writing afterwards.
-pub fn create(capacity: usize) -> Result<(std::os::fd::OwnedFd, IndexWriter), IndexError> {
-    let (file, map) = crate::mapping::sealed_memfd("vmm-dedup-index", file_len(capacity))?;
-    Ok((file, IndexWriter::format(map, capacity)?))
+/// Creates the memfd of an index with room for `capacity` entries, and for slots below `slots`: `(file, writer)`. Nobody but the
+/// writer can map the file for writing afterwards.
+pub fn create(capacity: usize, slots: usize) -> Result<(std::os::fd::OwnedFd, IndexWriter), IndexError> {
+    let (file, map) = crate::mapping::sealed_memfd("vmm-dedup-index", file_len(capacity, slots))?;
+    Ok((file, IndexWriter::format(map, capacity, slots)?))
 }
 
 #[cfg(test)]

@@ -2,12 +2,12 @@
 
 use super::entry::{Entry, Line, home, tag, tag_of};
 use super::layout::{
-    HASHES_AT, HEADER_WORDS, MAGIC, TABLE_AT, TREE_AT, VERSION, WORD_CAPACITY, WORD_EPOCH, WORD_MAGIC,
-    WORD_NEWS, WORD_RETIRED, WORD_VERSION,
+    HASHES_AT, HEADER_WORDS, MAGIC, VERSION, WORD_CAPACITY, WORD_EPOCH, WORD_MAGIC, WORD_NEWS, WORD_RETIRED,
+    WORD_SLOTS, WORD_VERSION, table_at, tree_at,
 };
 use crate::key::{Key, PageHash};
 use crate::mapping::Mapping;
-use crate::sizes::NEWS_RING;
+use crate::sizes::{MAX_SLOTS, NEWS_RING};
 use crate::slot::Slot;
 use crate::sync::{AtomicU64, Ordering};
 use crate::tree::TreeReader;
@@ -29,10 +29,12 @@ pub enum IndexError {
         version: u64,
     },
     /// The header announces a table that the file does not hold.
-    #[error("the index announces {capacity} entries, which do not fit its {len} bytes")]
+    #[error("the index announces {capacity} entries and {slots} slots, which do not fit its {len} bytes")]
     Truncated {
         /// Entries announced.
         capacity: u64,
+        /// Slots announced.
+        slots: u64,
         /// Bytes mapped.
         len: usize,
     },
@@ -55,15 +57,17 @@ pub enum News {
 pub struct IndexReader {
     pub(super) map: Mapping,
     pub(super) capacity: usize,
+    pub(super) slots: usize,
 }
 
 impl IndexReader {
     /// Checks the header of a mapped index file.
     pub fn new(map: Mapping) -> Result<Self, IndexError> {
         let words = map.words();
-        if words.len() <= TABLE_AT {
+        if words.len() <= HASHES_AT {
             return Err(IndexError::Truncated {
                 capacity: 0,
+                slots: 0,
                 len: map.len(),
             });
         }
@@ -75,13 +79,20 @@ impl IndexReader {
             return Err(IndexError::Foreign { magic, version });
         }
         let capacity = words[WORD_CAPACITY].load(Ordering::Acquire);
-        match usize::try_from(capacity) {
-            Ok(n) if n > 0 && n <= words.len() - TABLE_AT => Ok(Self { capacity: n, map }),
-            _ => Err(IndexError::Truncated {
-                capacity,
-                len: map.len(),
-            }),
+        let slots = words[WORD_SLOTS].load(Ordering::Acquire);
+        let truncated = IndexError::Truncated {
+            capacity,
+            slots,
+            len: map.len(),
+        };
+        let (Ok(capacity), Ok(slots)) = (usize::try_from(capacity), usize::try_from(slots)) else {
+            return Err(truncated);
+        };
+        let room = || words.len().checked_sub(table_at(slots));
+        if slots > MAX_SLOTS as usize || capacity == 0 || room().is_none_or(|room| capacity > room) {
+            return Err(truncated);
         }
+        Ok(Self { map, capacity, slots })
     }
 
     /// The epoch to report with the lookups that follow this call.
@@ -105,7 +116,7 @@ impl IndexReader {
     /// The slot whose page has this hash.
     pub fn slot_of(&self, hash: PageHash) -> Option<Slot> {
         self.find(hash.key(), |entry| match entry {
-            Entry::Slot(slot) if self.hash_of(slot) == hash => Some(slot),
+            Entry::Slot(slot) if self.hash_of(slot) == Some(hash) => Some(slot),
             _ => None,
         })
     }
@@ -113,7 +124,7 @@ impl IndexReader {
     /// A slot whose page has this whole-page key: 47 bits of the hash agree, the rest is for the comparison.
     pub fn slot_of_key(&self, key: Key) -> Option<Slot> {
         self.find(key, |entry| match entry {
-            Entry::Slot(slot) if self.hash_of(slot).key() == key => Some(slot),
+            Entry::Slot(slot) if self.hash_of(slot).is_some_and(|hash| hash.key() == key) => Some(slot),
             _ => None,
         })
     }
@@ -126,7 +137,7 @@ impl IndexReader {
 
     /// The slots in the order of their pages' content, numbered as they are. Empty unless the store keeps it.
     pub fn tree(&self) -> TreeReader<'_> {
-        TreeReader::new(&self.map.words()[TREE_AT..TABLE_AT])
+        TreeReader::new(&self.map.words()[tree_at(self.slots)..table_at(self.slots)])
     }
 
     /// Position in the news, to be given to [`Self::news_since`] later.
@@ -156,18 +167,26 @@ impl IndexReader {
         &self.map.words()[HEADER_WORDS + (at % NEWS_RING as u64) as usize]
     }
 
-    fn hash_of(&self, slot: Slot) -> PageHash {
+    fn hash_of(&self, slot: Slot) -> Option<PageHash> {
         self.hash_by(slot, |word| word.load(Ordering::Acquire))
     }
 
+    /// The words of the hash of the page in a slot, if the file has room for the slot.
+    pub(super) fn hash_words(&self, slot: Slot) -> Option<&[AtomicU64]> {
+        let at = slot.number() as usize;
+        (at < self.slots).then(|| &self.map.words()[HASHES_AT + at * 2..][..2])
+    }
+
     /// The hash of the page in a slot; `load` loads a word.
-    pub(super) fn hash_by(&self, slot: Slot, load: impl Fn(&AtomicU64) -> u64) -> PageHash {
-        let words = &self.map.words()[HASHES_AT + slot.number() as usize * 2..][..2];
-        PageHash(u128::from(load(&words[1])) << 64 | u128::from(load(&words[0])))
+    pub(super) fn hash_by(&self, slot: Slot, load: impl Fn(&AtomicU64) -> u64) -> Option<PageHash> {
+        let words = self.hash_words(slot)?;
+        Some(PageHash(
+            u128::from(load(&words[1])) << 64 | u128::from(load(&words[0])),
+        ))
     }
 
     pub(super) fn table(&self) -> &[AtomicU64] {
-        &self.map.words()[TABLE_AT..][..self.capacity]
+        &self.map.words()[table_at(self.slots)..][..self.capacity]
     }
 
     fn find<T>(&self, key: Key, mut pick: impl FnMut(Entry) -> Option<T>) -> Option<T> {

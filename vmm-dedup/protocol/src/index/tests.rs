@@ -8,6 +8,9 @@ use crate::slot::Slot;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
+/// Room for so many slots.
+const SLOTS: usize = 1 << 12;
+
 fn key(n: u64) -> Key {
     Key::try_new((n & 0x7f) << 40 | (n & 0x7f)).unwrap()
 }
@@ -45,7 +48,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
     fn behaves_like_two_maps(steps in steps()) {
-        let (_file, mut index) = create(300).unwrap();
+        let (_file, mut index) = create(300, SLOTS).unwrap();
         let (mut lines, mut slots) = (HashMap::new(), HashMap::new());
         for step in steps {
             match step {
@@ -72,7 +75,7 @@ proptest! {
             }
         }
         prop_assert_eq!(index.used(), lines.len() + slots.len());
-        let (_next_file, mut next) = create(600).unwrap();
+        let (_next_file, mut next) = create(600, SLOTS).unwrap();
         let marked = lines.values().filter(|line| matches!(line, Line::Marked(_))).count();
         prop_assert_eq!(index.retire_into(&mut next), marked);
         prop_assert!(index.reader().retired());
@@ -100,7 +103,7 @@ fn keys_of_one_home(n: usize) -> Vec<Key> {
 
 #[test]
 fn keys_of_one_home_are_refused_beyond_a_distance_and_all_counts_agree() {
-    let (_file, mut index) = create(1 << 16).unwrap();
+    let (_file, mut index) = create(1 << 16, SLOTS).unwrap();
     let keys = keys_of_one_home(6000);
     let placed: Vec<Placed> = keys
         .iter()
@@ -114,7 +117,7 @@ fn keys_of_one_home_are_refused_beyond_a_distance_and_all_counts_agree() {
     }
     assert!(!index.admits(keys[0]));
     assert_eq!(index.set_line(keys[0], Line::Marked(8)), Placed::Replaced);
-    let (_next_file, mut next) = create(1 << 15).unwrap();
+    let (_next_file, mut next) = create(1 << 15, SLOTS).unwrap();
     assert_eq!(index.retire_into(&mut next), new);
     let removed = keys.iter().filter(|key| index.remove_line(**key)).count();
     assert_eq!((removed, index.used()), (new, 0));
@@ -123,7 +126,7 @@ fn keys_of_one_home_are_refused_beyond_a_distance_and_all_counts_agree() {
 
 #[test]
 fn news_are_delivered_until_the_ring_laps() {
-    let (_file, index) = create(64).unwrap();
+    let (_file, index) = create(64, SLOTS).unwrap();
     let start = index.reader().news_position();
     index.add_news(key(1));
     index.add_news(key(2));
@@ -141,7 +144,7 @@ fn news_are_delivered_until_the_ring_laps() {
 
 #[test]
 fn others_cannot_write_the_index() {
-    let (file, _index) = create(64).unwrap();
+    let (file, _index) = create(64, SLOTS).unwrap();
     assert!(Mapping::read_write(&file, PAGE_SIZE).is_err());
     let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
     let again = std::fs::OpenOptions::new()
@@ -154,10 +157,30 @@ fn others_cannot_write_the_index() {
 }
 
 #[test]
+fn a_slot_beyond_what_the_file_has_room_for_is_not_entered() {
+    let (file, mut index) = create(64, 8).unwrap();
+    assert_eq!(index.insert_slot(hash(1), slot(8)), Placed::Refused);
+    assert_eq!(index.insert_slot(hash(1), slot(7)), Placed::New);
+    assert_eq!(index.reader().slot_of(hash(1)), Some(slot(7)));
+    assert!(!index.remove_slot(slot(8)) && index.hash_of(slot(8)).is_none());
+    let (_next_file, mut next) = create(64, 16).unwrap();
+    index.retire_into(&mut next);
+    assert_eq!(next.insert_slot(hash(2), slot(15)), Placed::New);
+    assert_eq!(next.reader().slot_of(hash(1)), Some(slot(7)));
+    // A file that announces more than it has.
+    index.reader().map.words()[layout::WORD_SLOTS].store(1 << 20, crate::sync::Ordering::Relaxed);
+    let map = Mapping::read_only(&file, file_len(64, 8)).unwrap();
+    assert!(matches!(
+        IndexReader::new(map),
+        Err(IndexError::Truncated { slots: 0x10_0000, .. })
+    ));
+}
+
+#[test]
 fn foreign_files_are_refused() {
     let file = rustix::fs::memfd_create("x", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-    rustix::fs::ftruncate(&file, file_len(64) as u64).unwrap();
-    let map = Mapping::read_only(&file, file_len(64)).unwrap();
+    rustix::fs::ftruncate(&file, file_len(64, SLOTS) as u64).unwrap();
+    let map = Mapping::read_only(&file, file_len(64, SLOTS)).unwrap();
     assert!(matches!(IndexReader::new(map), Err(IndexError::Foreign { .. })));
     let map = Mapping::read_only(&file, PAGE_SIZE).unwrap();
     assert!(matches!(IndexReader::new(map), Err(IndexError::Truncated { .. })));

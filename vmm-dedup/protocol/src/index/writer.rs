@@ -2,8 +2,8 @@
 
 use super::entry::{Entry, Line, home, tag, tag_of};
 use super::layout::{
-    HASHES_AT, HEADER_WORDS, MAGIC, TABLE_AT, TREE_AT, VERSION, WORD_CAPACITY, WORD_EPOCH, WORD_MAGIC,
-    WORD_NEWS, WORD_RETIRED, WORD_VERSION,
+    HASHES_AT, HEADER_WORDS, MAGIC, VERSION, WORD_CAPACITY, WORD_EPOCH, WORD_MAGIC, WORD_NEWS, WORD_RETIRED,
+    WORD_SLOTS, WORD_VERSION, table_at, tree_at,
 };
 use super::reader::{IndexError, IndexReader, MAX_PROBES};
 use crate::key::{Key, PageHash};
@@ -24,7 +24,7 @@ pub enum Placed {
     New,
     /// It replaced the entry of the same key (and slot).
     Replaced,
-    /// There are too many entries around its home: the table is as it was.
+    /// There are too many entries around its home, or the file has no room for the slot: the table is as it was.
     Refused,
 }
 
@@ -36,15 +36,17 @@ pub struct IndexWriter {
 }
 
 impl IndexWriter {
-    /// Lays out an empty index in a fresh, zeroed, writable mapping of [`file_len`](super::file_len)`(capacity)` bytes.
-    pub fn format(map: Mapping, capacity: usize) -> Result<Self, IndexError> {
+    /// Lays out an empty index in a fresh, zeroed, writable mapping of [`file_len`](super::file_len)`(capacity, slots)` bytes.
+    pub fn format(map: Mapping, capacity: usize, slots: usize) -> Result<Self, IndexError> {
         let words = map.words();
-        if words.len() < TABLE_AT + capacity {
+        if words.len() < table_at(slots) + capacity {
             return Err(IndexError::Truncated {
                 capacity: capacity as u64,
+                slots: slots as u64,
                 len: map.len(),
             });
         }
+        words[WORD_SLOTS].store(slots as u64, Ordering::Relaxed);
         words[WORD_VERSION].store(VERSION, Ordering::Relaxed);
         words[WORD_CAPACITY].store(capacity as u64, Ordering::Relaxed);
         words[WORD_EPOCH].store(1, Ordering::Relaxed);
@@ -70,6 +72,11 @@ impl IndexWriter {
         self.reader.capacity
     }
 
+    /// Slots below this number can be entered by their hashes, and into the tree.
+    pub fn slots(&self) -> usize {
+        self.reader.slots
+    }
+
     /// Whether the next insertion should go to a bigger file (three quarters are used).
     pub fn is_full(&self) -> bool {
         self.used * 4 >= self.capacity() * 3
@@ -88,20 +95,22 @@ impl IndexWriter {
 
     /// Enters a slot under its page's hash. Also when it is refused, [`Self::hash_of`] tells the hash.
     pub fn insert_slot(&mut self, hash: PageHash, slot: Slot) -> Placed {
-        self.write_hash(hash, slot);
+        if !self.write_hash(hash, slot) {
+            return Placed::Refused;
+        }
         let old = self.position(tag(hash.key()), |entry| entry == Entry::Slot(slot));
         self.put(tag(hash.key()), old, Entry::Slot(slot))
     }
 
-    /// The hash of the page in a slot, as entered.
-    pub fn hash_of(&self, slot: Slot) -> PageHash {
+    /// The hash of the page in a slot, as entered; `None`: the file has no room for the slot.
+    pub fn hash_of(&self, slot: Slot) -> Option<PageHash> {
         self.reader.hash_by(slot, own)
     }
 
     /// Removes a slot's entry under its hash. Returns whether it was there.
     pub fn remove_slot(&mut self, slot: Slot) -> bool {
-        let key = self.hash_of(slot).key();
-        self.remove(key, |entry| entry == Entry::Slot(slot))
+        self.hash_of(slot)
+            .is_some_and(|hash| self.remove(hash.key(), |entry| entry == Entry::Slot(slot)))
     }
 
     /// Removes what is known of a line key. Returns whether there was something.
@@ -123,7 +132,7 @@ impl IndexWriter {
         next
     }
 
-    /// Moves everything into `next`, which must be empty and larger, and marks this file as left behind. Its readers
+    /// Moves everything into `next`, which must be empty and no smaller in anything, and marks this file as left behind. Its readers
     /// keep reporting its last epoch until they switch. Returns how many marked line keys moved: entries that `next`
     /// refuses are lost, which costs savings only.
     pub fn retire_into(&self, next: &mut IndexWriter) -> usize {
@@ -140,8 +149,10 @@ impl IndexWriter {
             match Entry::decode(word) {
                 None => {}
                 Some(entry) => {
-                    if let Entry::Slot(slot) = entry {
-                        next.write_hash(self.hash_of(slot), slot);
+                    if let Entry::Slot(slot) = entry
+                        && let Some(hash) = self.hash_of(slot)
+                    {
+                        next.write_hash(hash, slot);
                     }
                     let placed = next.put(tag_of(word), None, entry);
                     let marked = matches!(entry, Entry::Line(Line::Marked(_)));
@@ -156,16 +167,21 @@ impl IndexWriter {
 
     /// The tree of slots, to be changed.
     pub fn tree(&mut self) -> TreeWriter<'_> {
-        TreeWriter::new(&self.reader.map.words()[TREE_AT..TABLE_AT])
+        let slots = self.slots();
+        TreeWriter::new(&self.reader.map.words()[tree_at(slots)..table_at(slots)])
     }
 
-    fn write_hash(&self, hash: PageHash, slot: Slot) {
+    /// Whether the file has room for the slot.
+    fn write_hash(&self, hash: PageHash, slot: Slot) -> bool {
         #[allow(clippy::cast_possible_truncation)] // two halves
         let halves = [hash.0 as u64, (hash.0 >> 64) as u64];
-        let words = &self.reader.map.words()[HASHES_AT + slot.number() as usize * 2..][..2];
+        let Some(words) = self.reader.hash_words(slot) else {
+            return false;
+        };
         for (word, half) in words.iter().zip(halves) {
             word.store(half, Ordering::Release);
         }
+        true
     }
 
     /// Places where an entry of this tag may be, nearest first. Entries only ever move towards their homes.

@@ -14,12 +14,14 @@ use crate::memory::segment::read_only;
 use std::cmp::Ordering;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::index::{self, IndexReader, IndexWriter, Line, Placed};
 use vmm_dedup_protocol::key::{Key, PageHash};
 use vmm_dedup_protocol::tree::Node;
+use vmm_dedup_protocol::{MAX_SLOTS, Slot};
 
 const MIN_CAPACITY: usize = 1 << 16;
+/// Slots that the first file has room for: 16 segments.
+const MIN_SLOTS: usize = 1 << 16;
 
 /// The index and its file.
 #[derive(Debug)]
@@ -32,11 +34,11 @@ pub(crate) struct Catalog {
 
 impl Catalog {
     pub(crate) fn new() -> Result<Self, Error> {
-        Self::with_capacity(MIN_CAPACITY)
+        Self::with_room(MIN_CAPACITY, MIN_SLOTS)
     }
 
-    fn with_capacity(capacity: usize) -> Result<Self, Error> {
-        let (file, writer) = index::create(capacity).map_err(Error::Index)?;
+    fn with_room(capacity: usize, slots: usize) -> Result<Self, Error> {
+        let (file, writer) = index::create(capacity, slots).map_err(Error::Index)?;
         let file = Arc::new(read_only(&file).map_err(Error::Memory)?);
         Ok(Self {
             writer,
@@ -51,7 +53,8 @@ impl Catalog {
 
     /// Read-only descriptor and length of the file.
     pub(crate) fn file(&self) -> (Arc<OwnedFd>, u64) {
-        (self.file.clone(), index::file_len(self.writer.capacity()) as u64)
+        let len = index::file_len(self.writer.capacity(), self.writer.slots());
+        (self.file.clone(), len as u64)
     }
 
     /// Whether `entries` more fit this file.
@@ -65,10 +68,26 @@ impl Catalog {
             return Ok(false);
         }
         let needed = (self.writer.used() + entries) * 2;
-        let mut next = Self::with_capacity((self.writer.capacity() / 2 * 3).max(needed))?;
+        self.move_to((self.writer.capacity() / 2 * 3).max(needed), self.writer.slots())?;
+        Ok(true)
+    }
+
+    /// As [`Self::reserve`], for slots below this number.
+    pub(crate) fn reserve_slots(&mut self, slots: usize) -> Result<bool, Error> {
+        let there = self.writer.slots();
+        if slots <= there {
+            return Ok(false);
+        }
+        let more = (there / 2 * 3).max(slots).min(MAX_SLOTS as usize);
+        self.move_to(self.writer.capacity(), more)?;
+        Ok(true)
+    }
+
+    fn move_to(&mut self, capacity: usize, slots: usize) -> Result<(), Error> {
+        let mut next = Self::with_room(capacity, slots)?;
         next.marks = self.writer.retire_into(&mut next.writer);
         *self = next;
-        Ok(true)
+        Ok(())
     }
 
     /// Whether a new page can be entered so that it is found. `hash` is asked only if the line key is taken.
@@ -158,6 +177,9 @@ impl Catalog {
 
     /// Enters a slot into the tree; `compare` compares its page with that of another. A page that is there already stays.
     pub(crate) fn order(&mut self, slot: Slot, compare: impl Fn(Slot) -> Ordering) {
+        if slot.number() as usize >= self.writer.slots() {
+            return;
+        }
         self.writer.tree().insert(slot.number(), by_slot(compare));
     }
 
@@ -289,11 +311,30 @@ mod tests {
     }
 
     #[test]
+    fn the_index_has_room_for_the_slots_there_are() {
+        let mut catalog = Catalog::new().unwrap();
+        assert!(catalog.file().1 <= 4 << 20, "{} bytes", catalog.file().1);
+        let far = slot(3_000_000);
+        catalog.insert(line(1), slot(1), hash);
+        catalog.mark(line(1), hash);
+        assert!(!catalog.reserve_slots(MIN_SLOTS).unwrap());
+        assert!(catalog.reserve_slots(far.number() as usize + 1).unwrap());
+        catalog.insert(line(1), far, hash);
+        for slot in [slot(1), far] {
+            assert_eq!(catalog.reader().slot_of(hash(slot)), Some(slot));
+        }
+        // 24 bytes for each slot.
+        assert!(catalog.file().1 <= (4 << 20) + 3_000_001 * 24);
+        assert!(catalog.reserve_slots(MAX_SLOTS as usize).unwrap());
+    }
+
+    #[test]
     fn slots_make_the_index_grow() {
         let mut catalog = Catalog::new().unwrap();
         let start = catalog.file().1;
         for n in 0..200_000u32 {
             catalog.reserve(2).unwrap();
+            catalog.reserve_slots(n as usize + 1).unwrap();
             catalog.insert(line(n.into()), slot(n), hash);
         }
         assert!(catalog.file().1 > start);

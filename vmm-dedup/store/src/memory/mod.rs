@@ -4,6 +4,7 @@
 pub(crate) mod catalog;
 mod collapse;
 pub(crate) mod evacuation;
+mod held;
 pub(crate) mod huge;
 pub(crate) mod pool;
 mod segment;

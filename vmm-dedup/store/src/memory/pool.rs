@@ -153,10 +153,14 @@ impl Pool {
     /// Makes room for so many entries in the index.
     pub(crate) fn reserve(&mut self, entries: usize) -> Result<(), Error> {
         if self.catalog.reserve(entries)? {
-            let (file, bytes) = self.catalog.file();
-            self.announcements.push(Announcement::Index(bytes, file));
+            self.announce_index();
         }
         Ok(())
+    }
+
+    fn announce_index(&mut self) {
+        let (file, bytes) = self.catalog.file();
+        self.announcements.push(Announcement::Index(bytes, file));
     }
 
     /// Applies a change that a member reports. If it brings a slot back into the index, the answer is its line key.
@@ -249,6 +253,7 @@ impl Pool {
     /// Lets segments go of which no slot is in use, and gives the numbers of those that nobody knows any more to others from
     /// now on. To be called once a second.
     pub(crate) fn retire_idle(&mut self) {
+        self.segments.look_at_held();
         while let Some(number) = self.segments.retire_idle() {
             self.retire(Some(number));
         }
@@ -410,6 +415,17 @@ impl Pool {
         if let Some(number) = new {
             let file = self.segments.file(number);
             self.announcements.push(Announcement::Segment(number, file));
+            match self
+                .catalog
+                .reserve_slots((number as usize + 1) * SLOTS_PER_SEGMENT as usize)
+            {
+                Ok(true) => self.announce_index(),
+                Ok(false) => {}
+                // Pages that are found by their hashes alone are not found where they lie in this segment.
+                Err(e) => log::error!(
+                    "the index cannot grow for now (raise the limits on memory and open files?): {e}"
+                ),
+            }
         }
     }
 }

@@ -8,7 +8,8 @@
 
 use crate::ledger::allocator::{Allocator, HUGE_PAGE_SLOTS, Purpose, Run};
 use crate::ledger::epochs::MemberId;
-use crate::memory::segment::{SegmentFile, resident_bytes};
+use crate::memory::held::Held;
+use crate::memory::segment::SegmentFile;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,32 +18,38 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vmm_dedup_protocol::forward;
 use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash, Salt, line_words};
 use vmm_dedup_protocol::mapping::Mapping;
-use vmm_dedup_protocol::{HUGE_PAGES, PAGE_SIZE, SLOTS_PER_SEGMENT, Slot};
+use vmm_dedup_protocol::{HUGE_PAGES, PAGE_SIZE, SEGMENT_BYTES, SLOTS_PER_SEGMENT, Slot};
 
-/// A segment that went, as long as somebody may still map it.
-#[derive(Debug)]
-struct Retired {
-    /// Without a mapping: those who map it keep its memory, and this tells how much that is. `None`: nobody maps it.
-    file: Option<Arc<OwnedFd>>,
-    /// Who has not said that he knows it no more.
-    waiting: BTreeSet<MemberId>,
-}
+/// What segments that went and segments that are being emptied may cost on top of all else, since somebody keeps them: one part in so
+/// many of that; four segments in any case.
+const HELD_PART: u64 = 8;
+const LEAST_HELD: u64 = 4 * SEGMENT_BYTES as u64;
 
 /// All segments of a store.
 #[derive(Debug)]
 pub(crate) struct Segments {
     allocator: Allocator,
     files: Vec<Option<SegmentFile>>,
-    retired: BTreeMap<u32, Retired>,
+    /// Segments that went, and who has not said that he knows them no more: their numbers are not given to others.
+    retired: BTreeMap<u32, BTreeSet<MemberId>>,
+    /// Their memory.
+    held: Held,
+    max_bytes: u64,
+    /// What may come on top of that.
+    max_held: u64,
 }
 
 impl Segments {
     /// For at most `max_slots` pages.
     pub(crate) fn new(max_slots: u32) -> Self {
+        let max_bytes = u64::from(max_slots) * PAGE_SIZE as u64;
         Self {
             allocator: Allocator::new(max_slots),
             files: Vec::new(),
             retired: BTreeMap::new(),
+            held: Held::default(),
+            max_bytes,
+            max_held: LEAST_HELD.max(max_bytes / HELD_PART),
         }
     }
 
@@ -94,6 +101,7 @@ impl Segments {
     }
 
     fn add_segment(&mut self, number: u32, purpose: Purpose) -> io::Result<()> {
+        self.check_held()?;
         let (at, file) = (number as usize, SegmentFile::new()?);
         if self.files.len() <= at {
             self.files.resize_with(at + 1, || None);
@@ -101,6 +109,23 @@ impl Segments {
         self.files[at] = Some(file);
         self.allocator.add_segment(number, purpose);
         Ok(())
+    }
+
+    /// Refuses a segment more while processes keep so much of segments that went that all together would be more than there may be.
+    /// Nothing can be taken from them, so the store stays as large as it is.
+    fn check_held(&mut self) -> io::Result<()> {
+        self.held.look();
+        let (files, gone) = self.held.sum();
+        let there = (self.count() + 1) * SEGMENT_BYTES as u64;
+        if there + gone <= self.max_bytes + self.max_held {
+            return Ok(());
+        }
+        let emptied = self.allocator.counts().segments_leaving;
+        Err(io::Error::other(format!(
+            "processes keep {} MiB in {files} files that went, and pages in {emptied} that are being emptied: end who does not let go, or \
+             raise --max-mib",
+            gone >> 20
+        )))
     }
 
     /// Gives back a slot that was never in the index. Returns its segment's number if that was the last one in use
@@ -122,9 +147,9 @@ impl Segments {
     /// The file of a segment goes. These members know it, and may map it. It is never written again: what somebody still
     /// reads of it stays as it is.
     pub(crate) fn retire(&mut self, number: u32, waiting: BTreeSet<MemberId>) {
-        if let Some(SegmentFile { file, .. }) = self.files[number as usize].take() {
-            let file = (!waiting.is_empty()).then_some(file);
-            self.retired.insert(number, Retired { file, waiting });
+        if let Some(file) = self.files[number as usize].take() {
+            self.held.let_go(number, file, !waiting.is_empty());
+            self.retired.insert(number, waiting);
         }
     }
 
@@ -135,12 +160,12 @@ impl Segments {
 
     /// A member knows a retired segment no more. Whether it did before.
     pub(crate) fn forget(&mut self, number: u32, id: MemberId) -> bool {
-        let Some(retired) = self.retired.get_mut(&number) else {
+        let Some(waiting) = self.retired.get_mut(&number) else {
             return false;
         };
-        let knew = retired.waiting.remove(&id);
-        if retired.waiting.is_empty() {
-            retired.file = None;
+        let knew = waiting.remove(&id);
+        if waiting.is_empty() {
+            self.held.nobody_knows(number);
         }
         knew
     }
@@ -154,8 +179,8 @@ impl Segments {
     /// Gives the numbers of retired segments to others from now on, of those that nobody knows and `is_free` agrees to.
     pub(crate) fn release(&mut self, is_free: impl Fn(u32) -> bool) {
         let allocator = &mut self.allocator;
-        self.retired.retain(|number, retired| {
-            let released = retired.waiting.is_empty() && is_free(*number);
+        self.retired.retain(|number, waiting| {
+            let released = waiting.is_empty() && is_free(*number);
             if released {
                 allocator.release(*number);
             }
@@ -163,12 +188,24 @@ impl Segments {
         });
     }
 
-    /// Retired segments that somebody may still map: their numbers, what their memory costs, and who.
-    pub(crate) fn retired(&self) -> impl Iterator<Item = (u32, u64, &BTreeSet<MemberId>)> {
-        self.retired.iter().filter_map(|(number, retired)| {
-            let bytes = resident_bytes(retired.file.as_ref()?);
-            Some((*number, bytes, &retired.waiting))
-        })
+    /// Files that went and that somebody keeps, and what their memory costs, as of the last [`Self::look_at_held`].
+    pub(crate) fn held(&self) -> (u64, u64) {
+        self.held.sum()
+    }
+
+    /// Whether what is held is half of what may be, or more.
+    pub(crate) fn much_is_held(&self) -> bool {
+        self.held.sum().1 >= self.max_held / 2
+    }
+
+    /// Whether a member knows a segment that went.
+    pub(crate) fn waits_for(&self, id: MemberId) -> bool {
+        self.retired.values().any(|waiting| waiting.contains(&id))
+    }
+
+    /// Asks the kernel which files that went somebody keeps. To be called once a second.
+    pub(crate) fn look_at_held(&mut self) {
+        self.held.look();
     }
 
     /// Allocates the memory of a run that is about to be written. Best effort: what is missing comes with the writes.
@@ -257,10 +294,10 @@ impl Segments {
         self.segment(number).file.clone()
     }
 
-    /// What the segments' pages cost, in use or not. Retired segments are part of it as long as somebody may map them.
+    /// What the segments' pages cost, in use or not, and those of segments that went, as long as somebody keeps them.
     pub(crate) fn resident_bytes(&self) -> u64 {
         let there: u64 = self.files.iter().flatten().map(SegmentFile::resident_bytes).sum();
-        there + self.retired().map(|(_, bytes, _)| bytes).sum::<u64>()
+        there + self.held.sum().1
     }
 
     /// Segments that there are.
@@ -333,7 +370,7 @@ mod tests {
         assert_eq!(segments.retire_idle(), Some(0));
         segments.retire(0, BTreeSet::from([reader]));
         segments.release(|_| true);
-        assert_eq!(segments.retired().count(), 1);
+        assert_eq!(segments.held().0, 1);
         assert_eq!(
             (run(&mut segments, 1), segments.count()),
             (Some((SLOTS_PER_SEGMENT, 1)), 1),

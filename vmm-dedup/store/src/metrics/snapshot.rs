@@ -60,7 +60,7 @@ pub(crate) struct Snapshot {
     pub(super) connections: u64,
     pub(super) slots: Counts,
     pub(super) segments: u64,
-    /// Segments that went and that some VM still maps, and what their memory costs.
+    /// Segments that went and that somebody keeps, and what their memory costs.
     pub(super) held: (u64, u64),
     /// Pages moved, ever.
     pub(super) moved: u64,
@@ -93,9 +93,7 @@ impl Snapshot {
             connections: state.peers.len() as u64,
             slots: segments.allocator().counts(),
             segments: segments.count(),
-            held: segments
-                .retired()
-                .fold((0, 0), |(count, sum), (_, bytes, _)| (count + 1, sum + bytes)),
+            held: segments.held(),
             moved: state.exchange.pool.moved(),
             times: Times::now(state.started_ms),
         }

@@ -104,7 +104,14 @@ async fn converse(
         () = send_all(shared, &watched, outbox) => Ok(()),
         () = silence(shared, id) => Err(Violation::Silent(GREETING)),
         () = over(shared, id) => Ok(()),
+        () = cut(shared, id) => Err(Violation::Stopped),
     }
+}
+
+/// Returns when the connection is to end.
+async fn cut(shared: &Shared, id: MemberId) {
+    let cut = lock(shared).peers.cut(id);
+    cut.notified().await;
 }
 
 /// Returns when the peer's process has given up this membership over another one.

@@ -9,6 +9,7 @@ use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::refusal::Refusal;
@@ -98,6 +99,10 @@ pub(crate) struct Peer {
     membership: Option<u64>,
     /// Told when the membership ends although its process lives: see [`Peers::take_over`].
     over: Arc<Notify>,
+    /// Told when the connection is to end.
+    cut: Arc<Notify>,
+    /// When it last said something.
+    heard: Instant,
 }
 
 /// Counters of connections.
@@ -158,6 +163,8 @@ impl Peers {
             phase: Phase::Greeting,
             membership: None,
             over: Arc::default(),
+            cut: Arc::default(),
+            heard: Instant::now(),
         };
         self.peers.insert(id, peer);
         self.counters.connections += 1;
@@ -231,6 +238,31 @@ impl Peers {
         self.peers
             .get(&id)
             .map(|peer| peer.over.clone())
+            .unwrap_or_default()
+    }
+
+    /// A peer has said something.
+    pub(crate) fn note_heard(&mut self, id: MemberId) {
+        if let Some(peer) = self.peers.get_mut(&id) {
+            peer.heard = Instant::now();
+        }
+    }
+
+    /// Cuts off services that have said nothing for so long, of those that `is_meant`. They may come again.
+    pub(crate) fn cut_silent(&self, now: Instant, silence: Duration, is_meant: impl Fn(MemberId) -> bool) {
+        for (id, peer) in &self.peers {
+            let silent = now.saturating_duration_since(peer.heard) >= silence;
+            if silent && matches!(peer.phase, Phase::Service(_)) && is_meant(*id) {
+                peer.cut.notify_one();
+            }
+        }
+    }
+
+    /// What is told when the connection of a peer is to end.
+    pub(crate) fn cut(&self, id: MemberId) -> Arc<Notify> {
+        self.peers
+            .get(&id)
+            .map(|peer| peer.cut.clone())
             .unwrap_or_default()
     }
 

@@ -44,6 +44,10 @@ pub(crate) enum Violation {
     Full(usize),
     #[error("no Hello came within {0:?}")]
     Silent(std::time::Duration),
+    #[error(
+        "your process has said nothing for a while, and keeps files that went, of which too much is kept: connect again once it goes on"
+    )]
+    Stopped,
     #[error("a message that cannot be read")]
     Unreadable(#[source] io::Error),
     #[error("the store cannot get memory or descriptors: {0}")]

@@ -85,6 +85,9 @@ pub struct Client {
     pub segments: Vec<Option<(OwnedFd, Mapping)>>,
     /// Segments that went, and were not released.
     pub retired: Vec<u32>,
+    /// Whether it keeps the files of segments that went, and what it has kept.
+    pub keeps: bool,
+    pub kept: Vec<(OwnedFd, Mapping)>,
     /// Segments whose pages have moved, as often as that was told.
     pub evacuated: Vec<u32>,
     pub salt: Salt,
@@ -131,6 +134,8 @@ impl Client {
             staging: Mapping::read_write(&staging, STAGING_PAGES * PAGE_SIZE).unwrap(),
             segments: Vec::new(),
             retired: Vec::new(),
+            keeps: false,
+            kept: Vec::new(),
             evacuated: Vec::new(),
             salt: Salt(welcome.salt),
             membership: welcome.membership,
@@ -268,7 +273,8 @@ impl Client {
                 self.segments[at] = Some((file, map));
             }
             Message::SegmentRetired(n) => {
-                self.segments[n as usize] = None;
+                let gone = self.segments[n as usize].take();
+                self.kept.extend(gone.filter(|_| self.keeps));
                 self.retired.push(n);
             }
             Message::Evacuated(n) => self.evacuated.push(n),
