@@ -71,6 +71,7 @@ pub(crate) fn spawn(settings: &'static Settings) -> bool {
         // Guests that run guests, and devices, are noticed by the hooks; everything else that pins guest memory is an open file.
         vouch_for_pins: true,
         settle: SETTLE,
+        may_be_filtered: settings.allows_filters(),
         first: Some(Box::new(|| logging::start(settings))),
         ..Options::default()
     };

@@ -20,6 +20,18 @@ pub(crate) struct Settings {
     agent: Option<OsString>,
     /// VMM_DEDUP_LOG.
     pub(crate) log: Option<PathBuf>,
+    /// VMM_DEDUP_FILTERED=allowed: whoever started the VMM knows that the filters of system calls with which it began let dedup do what
+    /// it does, or fail with an error. How many these are.
+    filters: Option<u32>,
+}
+
+/// How many filters of system calls the calling thread has, where the kernel tells.
+fn filters() -> Option<u32> {
+    let status = std::fs::read_to_string("/proc/thread-self/status").ok()?;
+    let number = status
+        .lines()
+        .find_map(|line| line.strip_prefix("Seccomp_filters:"))?;
+    number.trim().parse().ok()
 }
 
 impl Settings {
@@ -39,9 +51,18 @@ impl Settings {
             config: path("VMM_DEDUP_CONFIG"),
             agent: set("VMM_DEDUP_AGENT"),
             log: path("VMM_DEDUP_LOG"),
+            filters: set("VMM_DEDUP_FILTERED")
+                .filter(|value| value == "allowed")
+                .and_then(|_| filters()),
             folder: folder.clone(),
         };
         (settings.line.is_some() || settings.store.is_some()).then_some(settings)
+    }
+
+    /// Whether the calling thread has no filters but those with which the VMM began, and these are allowed to be there. The VMM may
+    /// have restricted itself since: what it thought of was not dedup.
+    pub(crate) fn allows_filters(&self) -> bool {
+        self.filters.is_some() && filters() == self.filters
     }
 
     /// Who we are where the settings are wrong: the store, and the name, as far as the line gives them, else the other variables.
@@ -154,6 +175,19 @@ mod tests {
     fn without_a_store_there_is_nothing_to_do() {
         assert_eq!(settings(&[("VMM_DEDUP_NAME", "x")]), None);
         assert_eq!(settings(&[("VMM_DEDUP_STORE", "")]), None);
+    }
+
+    #[test]
+    fn filters_are_allowed_by_name_and_as_many_as_there_were() {
+        assert!(!settings(&[("VMM_DEDUP_STORE", "/s")]).unwrap().allows_filters());
+        let other = [("VMM_DEDUP_STORE", "/s"), ("VMM_DEDUP_FILTERED", "yes")];
+        assert!(!settings(&other).unwrap().allows_filters());
+        let allowed = [("VMM_DEDUP_STORE", "/s"), ("VMM_DEDUP_FILTERED", "allowed")];
+        let mut allowed = settings(&allowed).unwrap();
+        assert!(allowed.allows_filters());
+        // The VMM has one more since.
+        allowed.filters = allowed.filters.map(|filters| filters + 1);
+        assert!(!allowed.allows_filters());
     }
 
     #[test]

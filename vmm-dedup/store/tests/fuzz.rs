@@ -4,6 +4,7 @@
 //! A message is a valid one of random content, or one of which bytes were changed. Connections that end are made anew, and take the
 //! earlier membership over; so each process has as many as it may have. `VMM_DEDUP_FUZZ_MESSAGES` says how many messages: `make fuzz`
 //! sends 10^8.
+#![allow(clippy::cast_possible_truncation)] // of numbers below small limits, and of such that may be any
 
 mod support;
 
@@ -173,7 +174,6 @@ impl Fuzzer {
             1 => {
                 let len = random.below(256) as usize;
                 let mut record = encode(Kind::Error, &[&random.bytes(len)]);
-                #[allow(clippy::cast_possible_truncation)] // below 32
                 record[6..8].copy_from_slice(&(random.below(32) as u16).to_ne_bytes());
                 record
             }
@@ -199,7 +199,6 @@ impl Fuzzer {
                 encode(Kind::Report, &[&bytes])
             }
             50..52 => {
-                #[allow(clippy::cast_possible_truncation)] // any
                 let from = random.next() as u32;
                 let request = StatsRequest { from, reserved: 0 };
                 encode(Kind::StatsRequest, &[request.as_bytes()])
