@@ -316,6 +316,29 @@ fn memory_that_a_vm_has_left_shared_is_refused_by_that_reason_until_it_is_new() 
 }
 
 #[test]
+fn memory_that_another_supervisor_has_is_refused_and_that_one_goes_on() {
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let guest = Guest::sharing(&store);
+    let second = Guest {
+        supervisor: Supervisor::spawn(Options::default()).expect("it starts"),
+        pages: guest.pages,
+    };
+    second.attach(&store).expect("it knows of no other");
+    second.add();
+    let started = second.supervisor.start();
+    assert!(started.is_err(), "{started:?}");
+    assert_eq!(second.supervisor.status(), Status::Waiting(left_over()));
+    second.supervisor.detach(true).expect("there is nothing to end");
+    assert_eq!(guest.supervisor.status(), Status::Serving);
+    guest.check();
+    guest.wait("sharing all", |s| s.pages_mapped == PAGES as u64);
+    guest.supervisor.detach(true).expect("it ends");
+    guest.check();
+}
+
+#[test]
 fn a_vm_that_ends_leaves_the_store_although_its_process_goes_on() {
     need_userfaultfd!();
     let _alone = alone();
@@ -724,6 +747,47 @@ fn a_vm_ends_in_time_while_its_store_is_away() {
         guest.supervisor.detach(true).expect("it ends");
         guest.check();
     }
+}
+
+/// The scanning thread may be about to ask a store that hangs, which takes seconds, whenever it is told of a region: of all regions only one
+/// waits for that.
+#[test]
+fn a_pin_of_many_regions_waits_as_long_for_a_store_that_hangs_as_one_of_one_region() {
+    const REGIONS: usize = 64;
+    need_userfaultfd!();
+    let _alone = alone();
+    let store = StoreThread::start();
+    let guest = Guest::new();
+    guest.attach(&store).expect("it fits");
+    for region in 0..REGIONS {
+        let start = guest.pages.address(region * (PAGES / REGIONS));
+        let range = HostRange::try_new(start, PAGES / REGIONS * 4096).expect("aligned");
+        // SAFETY: tests' pages are never unmapped, and are only reached by volatile accesses.
+        unsafe { guest.supervisor.add_range(range) };
+    }
+    guest.wait("sharing all", |s| s.pages_mapped == PAGES as u64);
+    let socket = store.socket();
+    drop(store);
+    std::fs::create_dir_all(socket.parent().expect("a folder")).expect("it is gone, or ours");
+    // Whoever connects is let in, and never answered.
+    let hangs = vmm_dedup_protocol::socket::listen(&socket).expect("nobody else is there");
+    let start = Instant::now();
+    let asks = std::iter::repeat_with(|| vmm_dedup_protocol::socket::accept(&hangs)).find(|came| {
+        assert!(start.elapsed() < PATIENCE, "nobody looks for a store");
+        std::thread::sleep(Duration::from_millis(5));
+        came.is_ok()
+    });
+    let start = Instant::now();
+    let pinned = guest.supervisor.pinned().expect("it is given back");
+    let waited = start.elapsed();
+    eprintln!("a pin of {REGIONS} regions took {waited:?}");
+    // A try takes 10 s at most where connecting works, and a busy machine its time.
+    assert!(waited < ANSWERED, "{waited:?}");
+    assert_eq!(guest.supervisor.stats().map(|s| s.pages_mapped), Some(0));
+    guest.check();
+    drop((pinned, asks, hangs));
+    guest.supervisor.detach(true).expect("it ends");
+    guest.check();
 }
 
 /// Numbers that are the same in every run (SplitMix64).

@@ -166,7 +166,8 @@ pub enum Backing {
     File,
     /// Pages of hugetlbfs.
     Hugetlb,
-    /// A store's pages are left there, of a service that has ended without unmerging, or of pages that the kernel had copied.
+    /// It maps a store's pages: of a service that has ended without unmerging, of pages that the kernel had copied, or of another service,
+    /// which has the memory still.
     Store,
 }
 
@@ -176,7 +177,7 @@ impl std::fmt::Display for Backing {
             Self::Shared => "shared",
             Self::File => "a private mapping of a file",
             Self::Hugetlb => "made of hugetlb pages",
-            Self::Store => "in parts a store's still, of a service that has ended",
+            Self::Store => "in parts a store's, of a service that has ended or of another one",
         })
     }
 }

@@ -63,13 +63,13 @@ pub(crate) fn service_died() -> Refusal {
     )
 }
 
-/// Guest memory in which a service that has ended has left pages of a store.
+/// Guest memory that maps pages of a store: those that a service has left there which has ended, or those of one that has the memory still.
 #[must_use]
 pub fn left_over() -> Refusal {
     Refusal::new(
         Reason::Other,
-        "guest memory maps pages of a store still, which a service that has ended has left there",
-        "give the VM new memory",
+        "guest memory maps pages of a store already: a service that has ended has left them there, or another one has this memory",
+        "give the VM new memory, or leave this to the other one",
     )
 }
 

@@ -469,6 +469,12 @@ impl DedupService {
         }
     }
 
+    /// Several calls come one behind the other (`true`), or no other: between two of them the scanning thread begins no pass and no try at
+    /// a store. It answers no question meanwhile ([`Self::explain`]).
+    pub(crate) fn hold(&self, held: bool) {
+        self.control.hold(held);
+    }
+
     /// Whether the scanning thread has ended by itself, which only a bug explains.
     pub(crate) fn has_died(&self) -> bool {
         self.control.is_closed()

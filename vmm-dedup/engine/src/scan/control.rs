@@ -64,6 +64,11 @@ pub(crate) enum Ending {
 }
 
 impl Command {
+    /// Whether others come first, who may be about to.
+    fn takes_long(&self) -> bool {
+        matches!(self, Command::Pass(_) | Command::Unmerge(_))
+    }
+
     /// Whether what takes long ends early for it, or lets it come first.
     fn is_urgent(&self) -> bool {
         matches!(
@@ -114,6 +119,8 @@ pub(crate) struct Control {
     pins_are_visible: AtomicBool,
     /// An urgent command waits, and with it a thread of the VMM.
     urgent: AtomicBool,
+    /// More commands are about to come, and nothing else is begun until they have.
+    held: AtomicBool,
     reads: Reads,
 }
 
@@ -133,6 +140,7 @@ impl Control {
             off: AtomicBool::new(!config.enabled),
             stop: AtomicBool::new(false),
             urgent: AtomicBool::new(false),
+            held: AtomicBool::new(false),
             reads: Reads::new(),
             cpu_percent: AtomicU32::new(config.cpu_percent),
             pass_period_ms: AtomicU64::new(config.pass_period_ms),
@@ -235,6 +243,14 @@ impl Control {
         self.bell.ring();
     }
 
+    /// More commands are about to come (`true`), or have come. Until then [`Self::next`] has nothing but these: each of them would
+    /// wait otherwise for what was begun in front of it, such as a try at a store that hangs.
+    pub(crate) fn hold(&self, held: bool) {
+        if self.held.swap(held, Ordering::AcqRel) && !held {
+            self.bell.ring();
+        }
+    }
+
     pub(crate) fn vouch_for_pins(&self, visible: bool) {
         self.pins_are_visible.store(visible, Ordering::Release);
     }
@@ -309,11 +325,21 @@ impl Control {
         loop {
             {
                 let mut inner = self.lock();
-                if !inner.commands.is_empty() {
-                    let command = inner.commands.remove(0);
+                let held = self.held.load(Ordering::Acquire);
+                let next = inner
+                    .commands
+                    .iter()
+                    .position(|command| !(held && command.takes_long()));
+                if let Some(next) = next {
+                    let command = inner.commands.remove(next);
                     self.urgent
                         .store(inner.commands.iter().any(Command::is_urgent), Ordering::Release);
                     return Event::Command(command);
+                }
+                if held {
+                    drop(inner);
+                    self.bell.wait(REST_PERIOD, None);
+                    continue;
                 }
                 if !inner.questions.is_empty() || self.changed.load(Ordering::Acquire) {
                     return Event::Question;

@@ -35,6 +35,10 @@ pub(crate) trait Hands: Sized {
     /// They become its outcome.
     fn carry_out(driver: &mut Driver<Self>, effect: &Effect) -> Result<(), Error>;
 
+    /// Several effects come, one behind the other (`true`), or none is left. Between them whoever works for these hands begins
+    /// nothing that takes long.
+    fn hold(&mut self, _held: bool) {}
+
     /// What needs no letter: when there is something, and doing it.
     fn next_due(&self) -> Option<Instant>;
     fn do_what_is_due(&mut self);
@@ -169,9 +173,11 @@ impl<H: Hands> Driver<H> {
     pub(super) fn work_off(&mut self, due: bool) {
         // What fails meanwhile is due again only later, however long the others take.
         let now = self.hands.now();
+        self.hands.hold(true);
         while let Some(effect) = self.lifecycle.next(now, due) {
             self.work(&effect);
         }
+        self.hands.hold(false);
     }
 
     /// Carries out an effect, and tells how it went.

@@ -236,6 +236,13 @@ impl Hands for Engine {
         self.hear_agent(self.now());
     }
 
+    /// One that is started meanwhile is new, and one that ends needs nobody to let it go on.
+    fn hold(&mut self, held: bool) {
+        if let Some(service) = &self.service {
+            service.hold(held);
+        }
+    }
+
     fn bury(&mut self) -> bool {
         let died = self.service.as_ref().is_some_and(DedupService::has_died);
         if died {
