@@ -136,11 +136,16 @@ fn attacked() -> Result<(), String> {
         busy.resident_bytes >> 20,
         busy.metadata_bytes >> 20
     );
-    let done: Vec<String> = attackers
-        .iter_mut()
-        .map(|attacker| attacker.ask("count"))
-        .collect();
-    println!("attacks, and those that were cut off: {done:?}");
+    let mut done = vec![0u64; 2 * ATTACKS.len()];
+    for attacker in &mut attackers {
+        let numbers = attacker.ask("count");
+        let numbers = numbers.split(' ').map(|number| number.parse::<u64>().unwrap());
+        done.iter_mut()
+            .zip(numbers)
+            .for_each(|(sum, number)| *sum += number);
+    }
+    let (done, cut_off) = done.split_at(ATTACKS.len());
+    println!("attacks, kind by kind: {done:?}; those that were cut off: {cut_off:?}");
     drop(attackers);
     let left = eventually(|| {
         honest.acknowledge();
@@ -199,14 +204,16 @@ fn attacker() {
         let stranger = rustix::process::Uid::from_raw(STRANGER);
         rustix::thread::set_thread_res_uid(stranger, stranger, stranger).unwrap();
     }
-    let (path, done, cut_off) = (Path::new(&path), AtomicU64::new(0), AtomicU64::new(0));
+    let counts = || [const { AtomicU64::new(0) }; ATTACKS.len()];
+    let (path, done, cut_off) = (Path::new(&path), counts(), counts());
     let attack = &|n: usize, attacks: &[Attack]| {
         let mut seed = ((n as u64) << 32) | (u64::from(std::process::id()) << 40);
         loop {
             seed += 1 << 12;
-            match std::panic::catch_unwind(|| attacks[n % attacks.len()](path, seed)) {
-                Ok(()) => done.fetch_add(1, Ordering::Relaxed),
-                Err(_) => cut_off.fetch_add(1, Ordering::Relaxed),
+            let n = n % attacks.len();
+            match std::panic::catch_unwind(|| attacks[n](path, seed)) {
+                Ok(()) => done[n].fetch_add(1, Ordering::Relaxed),
+                Err(_) => cut_off[n].fetch_add(1, Ordering::Relaxed),
             };
         }
     };
@@ -214,7 +221,11 @@ fn attacker() {
         for line in std::io::stdin().lock().lines() {
             let attacks = match &*line.unwrap() {
                 "count" => {
-                    println!("\n> {done:?} {cut_off:?}");
+                    let numbers = done
+                        .iter()
+                        .chain(&cut_off)
+                        .map(|count| count.load(Ordering::Relaxed).to_string());
+                    println!("\n> {}", numbers.collect::<Vec<_>>().join(" "));
                     continue;
                 }
                 "patient" => &ATTACKS[..PATIENT],

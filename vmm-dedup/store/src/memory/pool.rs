@@ -254,6 +254,9 @@ impl Pool {
     /// now on. To be called once a second.
     pub(crate) fn retire_idle(&mut self) {
         self.segments.look_at_held();
+        if self.segments.is_let_go() {
+            self.short_of_memory = false;
+        }
         while let Some(number) = self.segments.retire_idle() {
             self.retire(Some(number));
         }

@@ -37,6 +37,8 @@ pub(crate) struct Segments {
     max_bytes: u64,
     /// What may come on top of that.
     max_held: u64,
+    /// A segment was refused for that, and not since found to be possible.
+    is_held_up: bool,
 }
 
 impl Segments {
@@ -49,6 +51,7 @@ impl Segments {
             retired: BTreeMap::new(),
             held: Held::default(),
             max_bytes,
+            is_held_up: false,
             max_held: LEAST_HELD.max(max_bytes / HELD_PART),
         }
     }
@@ -117,7 +120,8 @@ impl Segments {
         self.held.look();
         let (files, gone) = self.held.sum();
         let there = (self.count() + 1) * SEGMENT_BYTES as u64;
-        if there + gone <= self.max_bytes + self.max_held {
+        self.is_held_up = there + gone > self.max_bytes + self.max_held;
+        if !self.is_held_up {
             return Ok(());
         }
         let emptied = self.allocator.counts().segments_leaving;
@@ -126,6 +130,11 @@ impl Segments {
              raise --max-mib",
             gone >> 20
         )))
+    }
+
+    /// Whether a segment was refused for what processes keep, and would not be any more. To be called once a second.
+    pub(crate) fn is_let_go(&mut self) -> bool {
+        self.is_held_up && self.check_held().is_ok()
     }
 
     /// Gives back a slot that was never in the index. Returns its segment's number if that was the last one in use
