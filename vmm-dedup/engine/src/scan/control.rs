@@ -363,3 +363,41 @@ impl Control {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+    use std::thread;
+
+    /// Long enough for a thread that waits for nothing.
+    const AT_ONCE: Duration = Duration::from_millis(100);
+
+    #[test]
+    fn while_more_commands_are_to_come_nothing_else_is_begun() {
+        let control = Control::new(&Config::default()).unwrap();
+        let (asks, _answers) = mpsc::channel();
+        let (rests, _rested) = mpsc::channel();
+        control.hold(true);
+        // A pass is due as well: there was none. And one is asked for.
+        let (wants, _has) = mpsc::channel();
+        control.order(Command::Pass(wants));
+        control.ask(None, asks);
+        thread::scope(|scope| {
+            let next = scope.spawn(|| control.next(None, false, None));
+            thread::sleep(AT_ONCE);
+            assert!(!next.is_finished());
+            control.order(Command::Rest(rests));
+            let command = next.join().unwrap();
+            assert!(matches!(command, Event::Command(Command::Rest(_))), "{command:?}");
+            let next = scope.spawn(|| control.next(None, false, None));
+            thread::sleep(AT_ONCE);
+            assert!(!next.is_finished());
+            control.hold(false);
+            let pass = next.join().unwrap();
+            assert!(matches!(pass, Event::Command(Command::Pass(_))), "{pass:?}");
+            let question = control.next(None, false, None);
+            assert!(matches!(question, Event::Question), "{question:?}");
+        });
+    }
+}
