@@ -36,6 +36,36 @@ impl StoreThread {
         Self::start_in(folder, |config| config.ordered = true)
     }
 
+    /// Starts one that shares securely, and serves metrics.
+    ///
+    /// # Panics
+    /// As [`Self::start`].
+    #[must_use]
+    pub fn secure() -> Self {
+        let anywhere = SocketAddr::from(([127, 0, 0, 1], 0));
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        Self::start_in(folder, move |config| {
+            config.metrics = Some(anywhere);
+            config.secure = true;
+        })
+    }
+
+    /// Stops it and starts another at the same place, which shares securely.
+    ///
+    /// # Panics
+    /// As [`Self::start`].
+    #[must_use]
+    pub fn restart_secure(mut self) -> Self {
+        let elsewhere = tempfile::tempdir().expect("a temporary folder");
+        let folder = std::mem::replace(&mut self.folder, elsewhere);
+        let metrics = self.metrics;
+        drop(self);
+        Self::start_in(folder, move |config| {
+            config.metrics = metrics;
+            config.secure = true;
+        })
+    }
+
     /// Starts one that serves metrics as well.
     ///
     /// # Panics

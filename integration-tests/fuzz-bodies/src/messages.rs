@@ -331,6 +331,7 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
                     incarnation: 2,
                     membership: 3,
                     index_bytes: 4096,
+                    secure: 0,
                 }
                 .as_bytes()],
             ),

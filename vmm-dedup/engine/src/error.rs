@@ -65,6 +65,17 @@ pub enum Error {
     },
     #[error("the settings cannot be read: {0}")]
     Settings(String),
+    #[error(
+        "the store at {} shares securely (--secure), which this program cannot: build it with the feature `pack` of vmm-dedup, or name another store",
+        path.display()
+    )]
+    CannotShareSecurely { path: std::path::PathBuf },
+    #[error(
+        "the store at {} {}, and the one before did not: start dedup of this VM anew, or the store as it was",
+        path.display(),
+        if *secure { "shares securely (--secure)" } else { "does not share securely" }
+    )]
+    OtherWay { path: std::path::PathBuf, secure: bool },
     #[error("{field} is {name:?}, but this program has {known}")]
     NoEngine {
         field: &'static str,

@@ -51,6 +51,8 @@ pub use error::{Backing, Error};
 pub use memory::layout::HostRange;
 #[cfg(feature = "blind-heals")]
 pub use merge::healer::heal_blindly;
+#[cfg(all(feature = "inject", feature = "pack"))]
+pub use pack::delay_by_first_bit;
 #[cfg(feature = "inject")]
 pub use scan::pass::share_whatever_it_costs;
 pub use service::DedupService;

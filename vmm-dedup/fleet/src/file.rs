@@ -58,6 +58,7 @@ pub(crate) struct StoreSettings {
     pub(crate) metrics: Option<Metrics>,
     pub(crate) max_mib: Option<u64>,
     pub(crate) ordered: Option<bool>,
+    pub(crate) secure: Option<bool>,
 }
 
 /// Where a store serves its metrics.
@@ -473,7 +474,7 @@ mod tests {
             ),
             (
                 "store = 1979-05-27",
-                "invalid type: date, expected one of `socket`, `metrics`, `max_mib`, `ordered`",
+                "invalid type: date, expected one of `socket`, `metrics`, `max_mib`, `ordered`, `secure`",
             ),
         ];
         for (text, expected) in cases {

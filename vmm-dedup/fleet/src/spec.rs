@@ -47,6 +47,7 @@ pub(crate) fn store_spec(store: &StorePlan) -> Value {
         "max_mib": store.max_mib,
         "metrics": store.metrics,
         "ordered": store.ordered,
+        "secure": store.secure.then_some(true),
         "users": (!store.users.is_empty()).then_some(&store.users),
     })
 }

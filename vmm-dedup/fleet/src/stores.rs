@@ -110,6 +110,7 @@ pub(crate) async fn ensure(
             &domain,
         ])
         .args(store.ordered.then_some("--ordered"))
+        .args(store.secure.then_some("--secure"))
         .args(joining(users))
         .arg("--socket")
         .arg(&socket)

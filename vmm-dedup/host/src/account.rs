@@ -42,7 +42,15 @@ pub fn saved_in_parts(s: &StoreStats, vms: &[Vm]) -> String {
     let parts = [
         (Part::Spared, pages(|s| s.pages_mapped), "shared"),
         (Part::Spared, pages(|s| s.pages_zero), "zero"),
-        (Part::Spared, pages(|s| s.packing.pages), "packed"),
+        (
+            Part::Spared,
+            pages(|s| s.packing.pages),
+            if s.secure == 0 {
+                "packed"
+            } else {
+                "kept in the store"
+            },
+        ),
         (Part::Taken, s.resident_bytes, "the store's pages"),
         (Part::Taken, s.metadata_bytes, "its tables"),
         (Part::Taken, sum(|s| s.packing.bytes), "what is packed"),
@@ -137,6 +145,7 @@ pub fn store_json(s: &StoreStats) -> Value {
         "malformed_total": s.malformed_total,
         "published_total": s.published_total,
         "epoch": s.epoch,
+        "secure": s.secure != 0,
     })
 }
 

@@ -47,6 +47,9 @@ pub struct Record {
     /// Whether it publishes the pages in the order of their content.
     #[serde(default)]
     pub ordered: bool,
+    /// Whether it shares securely.
+    #[serde(default)]
+    pub secure: bool,
     /// Who may connect; of a release that did not say, root and its user.
     #[serde(default)]
     pub access: Access,
@@ -296,6 +299,7 @@ mod tests {
             metrics: None,
             max_mib: Some(8),
             ordered: false,
+            secure: false,
             access: Access::default(),
             started: 1,
             version: "0".into(),

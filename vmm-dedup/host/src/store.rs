@@ -85,6 +85,9 @@ fn line(socket: &Path, was: Option<&Record>, metrics: Option<SocketAddr>) -> Str
         if record.ordered {
             line += " --ordered";
         }
+        if record.secure {
+            line += " --secure";
+        }
         line += &record.access.words();
     }
     match metrics {
@@ -197,6 +200,7 @@ mod tests {
             metrics,
             max_mib: Some(8),
             ordered: true,
+            secure: true,
             access: Access {
                 mode: 0o660,
                 group: Some(7),
@@ -218,7 +222,7 @@ mod tests {
     fn a_store_is_started_again_as_it_was() {
         assert_eq!(
             command_line(Path::new("/a b"), Some(&record(None))),
-            "vmm-dedup store --socket '/a b' --domain 'two words' --max-mib 8 --ordered --socket-mode 0660 --socket-group 7 \
+            "vmm-dedup store --socket '/a b' --domain 'two words' --max-mib 8 --ordered --secure --socket-mode 0660 --socket-group 7 \
              --join-user 1000,1001 --metrics none"
         );
     }

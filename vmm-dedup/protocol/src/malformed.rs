@@ -1,7 +1,7 @@
 //! How a record can be wrong.
 
 /// Version of everything in this crate. Peers of another version are refused.
-pub const VERSION: u16 = 14;
+pub const VERSION: u16 = 15;
 
 /// A record that breaks the format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -32,7 +32,7 @@ pub enum Role {
 }
 
 // A store reads what services of its own release wrote. Who changes the layout gives it a new version together with this size.
-const _: () = assert!(VERSION == 14 && size_of::<ServiceStats>() == 2592);
+const _: () = assert!(VERSION == 15 && size_of::<ServiceStats>() == 2592);
 
 /// service → store, first message of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -88,6 +88,8 @@ pub struct Welcome {
     pub membership: u64,
     /// Bytes of the index file.
     pub index_bytes: u64,
+    /// 1: the store shares securely, so that nothing of it may be mapped into a guest; else 0.
+    pub secure: u64,
 }
 
 /// A record, parsed.

@@ -41,6 +41,9 @@ pub struct Config {
     /// Whether to publish the slots in the order of their content, too, for services that search with an
     /// engine. Costs some comparisons for each publication, and 8 bytes a slot.
     pub ordered: bool,
+    /// Whether guests are to learn nothing of sharing by timing: services map nothing of the store into guests, take part with idle
+    /// pages only, and with each of them whether another VM has it or not. Slots come from random places.
+    pub secure: bool,
 }
 
 impl Default for Config {
@@ -59,6 +62,7 @@ impl Default for Config {
             max_connections_per_process: 32,
             answer_seconds: 10,
             ordered: false,
+            secure: false,
         }
     }
 }

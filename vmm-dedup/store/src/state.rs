@@ -156,6 +156,7 @@ impl State {
             incarnation: self.incarnation,
             membership: 0,
             index_bytes: 0,
+            secure: self.config.secure.into(),
         };
         encode(Kind::Welcome, &[welcome.as_bytes()])
     }
@@ -181,6 +182,7 @@ impl State {
             incarnation: self.incarnation,
             membership: self.peers.begin_membership(id),
             index_bytes,
+            secure: self.config.secure.into(),
         };
         outbox.push(
             encode(Kind::Welcome, &[welcome.as_bytes()]),

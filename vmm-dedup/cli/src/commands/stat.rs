@@ -190,6 +190,9 @@ fn store_lines(store: &StoreView) -> Vec<String> {
         about.extend(up(store).map(|up| format!("up {}", units::span(up))));
         about.push(format!("version {}", record.version));
     }
+    if store.account.as_ref().is_ok_and(|(stats, _)| stats.secure != 0) {
+        about.push("secure".to_owned());
+    }
     let domain = store
         .domain()
         .map_or(String::new(), |domain| format!(" {domain}"));

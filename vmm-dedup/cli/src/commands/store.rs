@@ -38,6 +38,10 @@ pub(crate) struct StoreArgs {
     /// Publish the pages in the order of their content, too, for VMs that search with an engine (PageForge).
     #[arg(long)]
     ordered: bool,
+    /// Share securely, for tenants that are hostile to each other: what a guest can time does not tell whether others have its pages. Only
+    /// idle pages take part, and whoever touches one waits for it. VMs that cannot do so are refused.
+    #[arg(long)]
+    secure: bool,
     /// Name of the trust domain, for logs and metrics.
     #[arg(long, default_value = "default")]
     domain: String,
@@ -115,6 +119,7 @@ pub(crate) fn run(args: &StoreArgs, announce: bool) -> Result<(), Failure> {
         max_bytes: max_mib << 20,
         domain: args.domain.clone(),
         ordered: args.ordered,
+        secure: args.secure,
         ..vmm_dedup_store::Config::default()
     };
     let checked = config.validate().map_err(Failure::from_error);
@@ -179,6 +184,7 @@ fn list(args: &StoreArgs, socket: &Path, max_mib: u64, metrics: Option<SocketAdd
         metrics,
         max_mib: Some(max_mib),
         ordered: args.ordered,
+        secure: args.secure,
         access: Access {
             mode: args.socket_mode,
             group: args.socket_group,

@@ -335,6 +335,9 @@ fn touch(index: &IndexReader, keys: &[(Page, Key)]) {
 
 /// The slot that the index has for a page with this key.
 pub(crate) fn twin(session: &Session, page: Page, key: Key) -> Option<Slot> {
+    if session.is_secure() {
+        return None;
+    }
     match Answer::of_candidate(session.index()?, page, key) {
         Answer::Slot(slot) => Some(slot),
         Answer::Ambiguous | Answer::Nothing => None,

@@ -34,15 +34,21 @@ impl KeyReader<'_> {
     }
 
     /// Reads a page's key: `(key, whether all of the page is zero)`.
-    #[allow(unsafe_code)] // reads guest memory
     pub(crate) fn read(&mut self, page: Page) -> (Key, bool) {
+        let (key, zero) = self.read_key(page);
+        (key, zero && self.is_zero(page))
+    }
+
+    /// Reads a page's key: `(key, whether what was read for it is zero)`.
+    #[allow(unsafe_code)] // reads guest memory
+    pub(crate) fn read_key(&mut self, page: Page) -> (Key, bool) {
         // SAFETY: guest memory stays mapped while the service runs.
         let lines = unsafe { guest::key_lines(self.memory.address(page)) };
         let stats = &mut self.account.stats;
         stats.pages_keyed_total += 1;
         stats.bytes_read.key += 256;
         let zero = lines.iter().fold(0, |all, w| all | w) == 0;
-        (Key::of_lines(&lines, self.salt), zero && self.is_zero(page))
+        (Key::of_lines(&lines, self.salt), zero)
     }
 
     #[allow(unsafe_code)] // reads guest memory

@@ -70,6 +70,13 @@ impl Outbox {
         }
     }
 
+    /// Leaves out all but references.
+    pub(super) fn keep_refs_only(&mut self) {
+        self.sightings.clear();
+        self.withdrawals.clear();
+        self.ambiguous.clear();
+    }
+
     /// There is nobody to be told.
     pub(super) fn clear(&mut self) {
         *self = Self::default();

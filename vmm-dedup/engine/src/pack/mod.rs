@@ -57,6 +57,8 @@
 //! - A packed page is no twin: its key is withdrawn, and nobody finds it until it is back.
 
 #[cfg(feature = "pack")]
+mod budget;
+#[cfg(feature = "pack")]
 mod cold;
 mod figures;
 #[cfg(feature = "pack")]
@@ -77,6 +79,8 @@ pub(crate) use figures::WINDOW;
 pub(crate) use nobody::{Packer, Packing, Server};
 #[cfg(feature = "pack")]
 pub(crate) use packer::Packer;
+#[cfg(all(feature = "inject", feature = "pack"))]
+pub use packer::delay_by_first_bit;
 #[cfg(feature = "pack")]
 pub(crate) use packing::Packing;
 #[cfg(feature = "pack")]

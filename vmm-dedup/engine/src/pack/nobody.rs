@@ -5,12 +5,14 @@ use crate::error::Error;
 use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
 use crate::pack::figures::{Figures, Packed};
+use crate::store::connection::{HeldSlot, Membership, Store};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::uffd::Uffd;
 use crate::track::access::Probes;
 use std::ops::Range;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
+use vmm_dedup_protocol::Slot;
 
 #[derive(Debug)]
 pub(crate) enum Packer {}
@@ -100,6 +102,30 @@ impl Packing {
     }
 
     pub(crate) fn pack(&mut self, _: &mut PageMap, _: &mut Pagemap, _: u64) -> Packed {
+        match *self {}
+    }
+
+    pub(crate) fn prepare_slots(&mut self, _: &Store, _: &[(Page, Slot)]) -> Vec<Slot> {
+        match *self {}
+    }
+
+    pub(crate) fn give_up_prepared(&mut self) {
+        match *self {}
+    }
+
+    pub(crate) fn take_freed(&mut self) -> Vec<HeldSlot> {
+        match *self {}
+    }
+
+    pub(crate) fn follow(&mut self, _: &Store) -> Vec<Slot> {
+        match *self {}
+    }
+
+    pub(crate) fn pages_of_earlier(&self, _: Membership) -> Vec<Page> {
+        match *self {}
+    }
+
+    pub(crate) fn is_over_budget(&self) -> bool {
         match *self {}
     }
 

@@ -6,7 +6,9 @@ use crate::memory::layout::{Memory, Page};
 use crate::memory::page_map::PageMap;
 use crate::pack::figures::Figures;
 use crate::pack::table::{Returned, Table};
+use crate::store::connection::{HeldSlot, Membership, Store};
 use crate::sys::bell::Bell;
+use crate::sys::cache;
 use crate::sys::late_log;
 use crate::sys::page_size::PAGE_SIZE;
 use crate::sys::relocate::{track, track_again, wake};
@@ -17,6 +19,29 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use vmm_dedup_protocol::Slot;
+
+#[cfg(feature = "inject")]
+static DELAY_NS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+
+/// Lets whoever touches a packed page whose first bit is set wait for so much longer, from now on: a leak, for tests that must find one.
+#[cfg(feature = "inject")]
+pub fn delay_by_first_bit(ns: u64) {
+    DELAY_NS.store(ns, Ordering::Relaxed);
+}
+
+#[cfg(feature = "inject")]
+#[allow(unsafe_code)] // reads a page of ours
+fn delay(rebuilt: usize) {
+    let delay = Duration::from_nanos(DELAY_NS.load(Ordering::Relaxed));
+    // SAFETY: the page is ours, or a slot that is held.
+    if !delay.is_zero() && unsafe { std::ptr::read_volatile(rebuilt as *const u8) } & 1 == 1 {
+        let since = Instant::now();
+        while since.elapsed() < delay {
+            std::hint::spin_loop();
+        }
+    }
+}
 
 /// See the [room's](mod@crate::pack) text.
 #[derive(Debug)]
@@ -297,18 +322,18 @@ impl Packer {
         let Some(since) = inner.table.get(page).map(|record| record.since) else {
             return self.fill_with_zeros(inner, page);
         };
-        let filled = match inner.table.rebuild(page) {
-            // SAFETY: the table's buffer is a page, and ours; the place is in the guest, of which there are no Rust references, and
+        let rebuilt = inner.table.rebuild(page);
+        #[cfg(feature = "inject")]
+        rebuilt.into_iter().for_each(delay);
+        let filled = match rebuilt {
+            // SAFETY: the table's buffer is a page, and ours, as is the mapping of a slot that is held; the place is in the guest, of which there are no Rust references, and
             // the kernel fills it only if nothing is there.
-            Some(rebuilt) => unsafe { self.uffd.copy(address, rebuilt, PAGE_SIZE) },
-            None => self.uffd.poison(address, PAGE_SIZE).inspect(|()| {
-                inner.figures.broken += 1;
-                late_log::note(
-                    "rebuilding a packed page",
-                    &io::Error::from_raw_os_error(libc::EHWPOISON),
-                    "the guest meets a memory error there",
-                );
-            }),
+            Some(rebuilt) => match unsafe { self.uffd.copy(address, rebuilt, PAGE_SIZE) } {
+                // What is there cannot be read: a slot whose memory broke.
+                Err(error) if error.raw_os_error() == Some(libc::EFAULT) => self.poison(inner, address),
+                filled => filled,
+            },
+            None => self.poison(inner, address),
         };
         if let Err(error) = filled
             && !self.is_done_with(address, &error)
@@ -323,6 +348,17 @@ impl Packer {
             inner.figures.brought_back += 1;
         }
         Brought::Rebuilt
+    }
+
+    fn poison(&self, inner: &mut Inner, address: usize) -> io::Result<()> {
+        self.uffd.poison(address, PAGE_SIZE).inspect(|()| {
+            inner.figures.broken += 1;
+            late_log::note(
+                "rebuilding a packed page",
+                &io::Error::from_raw_os_error(libc::EHWPOISON),
+                "the guest meets a memory error there",
+            );
+        })
     }
 
     /// A place in our registration that is empty and of which nothing is packed was given up, or never had a page. One that is not
@@ -490,6 +526,13 @@ pub(super) fn cry_at_times(failures: usize) {
 }
 
 impl Inner {
+    /// Nobody is to tell by the time that the next copy of a slot takes that this one was made.
+    pub(super) fn leave_no_trace(&self) {
+        if let Some(held) = self.table.last_freed() {
+            cache::flush_page(held.address());
+        }
+    }
+
     /// Makes memory ready for the next segment, without the lock.
     pub(super) fn is_ready(&mut self) -> bool {
         self.table.sweep();
@@ -498,6 +541,36 @@ impl Inner {
 }
 
 impl Packer {
+    /// Slots that no record names any more.
+    pub(super) fn take_freed(&self) -> Vec<HeldSlot> {
+        self.lock().table.take_freed()
+    }
+
+    /// Lets records name the slots that theirs have moved to. Returns those, for each of which there is a reference more.
+    pub(super) fn follow(&self, store: &Store) -> Vec<Slot> {
+        if store.evacuated().is_empty() {
+            return Vec::new();
+        }
+        let moved = self.lock().table.slots_in(store.evacuated(), store.membership());
+        let mut taken = Vec::new();
+        for (page, old) in moved {
+            let new = store.forward(old.slot).and_then(|to| store.hold(to));
+            let Some(new) = new.filter(|new| cache::are_equal(old.address(), new.address())) else {
+                continue;
+            };
+            let slot = new.slot;
+            if self.lock().table.replace_slot(page, &old, new) {
+                taken.push(slot);
+            }
+        }
+        taken
+    }
+
+    /// Pages in slots of other connections than this one.
+    pub(super) fn pages_of_earlier(&self, now: Membership) -> Vec<Page> {
+        self.lock().table.slots_of_others(now)
+    }
+
     /// Gathers what is packed in fewer segments.
     pub(super) fn compact(&self) {
         self.lock().table.compact();

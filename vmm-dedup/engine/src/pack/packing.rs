@@ -3,11 +3,14 @@
 use crate::error::Error;
 use crate::memory::layout::Page;
 use crate::memory::page_map::{NotMerged, PageMap, VMAS_PER_RUN};
+use crate::pack::budget::Touches;
 use crate::pack::cold::Cold;
 use crate::pack::figures::{Packed, WINDOW};
 use crate::pack::memory::Buffers;
 use crate::pack::packer::Packer;
 use crate::pack::table::{MOST_BYTES, OVERLAY_LINES, base_of};
+use crate::store::connection::{HeldSlot, Membership, Store};
+use crate::sys::cache;
 use crate::sys::page_size::{CHUNK_PAGES, PAGE_SIZE, bytes};
 use crate::sys::pagemap::{Pagemap, Written};
 use crate::sys::sched::Urgent;
@@ -17,16 +20,26 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vmm_dedup_packed::{Codecs, Keeping, Kind, Kinds, Offers, Page as PageBytes, Rule, Weights};
-use vmm_dedup_protocol::raw;
+use vmm_dedup_protocol::{Slot, raw};
 
 /// A page that was packed, and is not taken yet.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct Prepared {
     page: Page,
-    kind: Kind,
-    /// The number of the buffer that has its packed bytes, and how many these are.
-    buffer: usize,
-    length: usize,
+    into: Into,
+}
+
+/// What a page was packed to.
+#[derive(Debug)]
+enum Into {
+    Bytes {
+        kind: Kind,
+        /// The number of the buffer that has its packed bytes, and how many these are.
+        buffer: usize,
+        length: usize,
+    },
+    /// A slot of the store.
+    Slot(HeldSlot),
 }
 
 /// Room in the table for a window's pages. What was not needed of it goes, however the window ends.
@@ -53,6 +66,7 @@ pub(crate) struct Packing {
     buffers: Buffers,
     prepared: Vec<Prepared>,
     early: u64,
+    touches: Touches,
 }
 
 impl Packing {
@@ -74,12 +88,15 @@ impl Packing {
             buffers: Buffers::new(WINDOW).map_err(Error::Scratch)?,
             prepared: Vec::with_capacity(WINDOW),
             early: 0,
+            touches: Touches::default(),
         })
     }
 
     /// Takes note of what came back, and lets its places go home.
     pub(crate) fn take_home(&mut self, map: &mut PageMap) {
         let returned = self.packer.take_returned();
+        let touched = returned.iter().filter(|page| page.touched_after.is_some());
+        self.touches.note(touched.count());
         for page in &returned {
             if let Some(after) = page.touched_after {
                 self.early += u64::from(self.cold.note_touched(page.page, after));
@@ -136,7 +153,7 @@ impl Packing {
     /// Packs copies of some pages of one chunk, at most [`WINDOW`], for [`Self::pack`]. Nothing is held.
     #[allow(unsafe_code)] // reads guest pages
     pub(crate) fn prepare(&mut self, map: &PageMap, pages: &[Page]) {
-        self.prepared.clear();
+        self.give_up_prepared();
         self.packer.make_ready();
         for page in pages {
             // SAFETY: a guest page, which is mapped, and a page of ours, to which there are no references now.
@@ -145,12 +162,62 @@ impl Packing {
             if let Some((kind, length)) = self.pack_copy(buffer) {
                 self.prepared.push(Prepared {
                     page: *page,
-                    kind,
-                    buffer,
-                    length,
+                    into: Into::Bytes { kind, buffer, length },
                 });
             }
         }
+    }
+
+    /// As [`Self::prepare`], for pages whose bytes are in slots, with a reference each. Returns slots that cannot be read: there is no
+    /// use for their references.
+    pub(crate) fn prepare_slots(&mut self, store: &Store, pages: &[(Page, Slot)]) -> Vec<Slot> {
+        self.give_up_prepared();
+        let mut lost = Vec::new();
+        for (page, slot) in pages {
+            let Some(held) = store.hold(*slot) else {
+                lost.push(*slot);
+                continue;
+            };
+            // Mapped in this process before any page is away.
+            cache::touch(held.address());
+            let into = Into::Slot(held);
+            self.prepared.push(Prepared { page: *page, into });
+        }
+        lost
+    }
+
+    /// Gives up what was prepared and has no room in the table.
+    pub(crate) fn give_up_prepared(&mut self) {
+        give_up(&self.packer, self.prepared.drain(..));
+    }
+
+    /// What was compared is in no cache any more, as what was not.
+    fn leave_no_trace(&mut self) {
+        for prepared in self.prepared.drain(..) {
+            if let Into::Slot(held) = prepared.into {
+                cache::flush_page(held.address());
+            }
+        }
+    }
+
+    /// Slots that no record names any more.
+    pub(crate) fn take_freed(&mut self) -> Vec<HeldSlot> {
+        self.packer.take_freed()
+    }
+
+    /// Lets records name the slots that theirs have moved to. Returns those, for each of which there is a reference more.
+    pub(crate) fn follow(&mut self, store: &Store) -> Vec<Slot> {
+        self.packer.follow(store)
+    }
+
+    /// Pages in slots of other connections than this one.
+    pub(crate) fn pages_of_earlier(&self, now: Membership) -> Vec<Page> {
+        self.packer.pages_of_earlier(now)
+    }
+
+    /// Whether more pages came back lately than may, so that no others are to take part for now.
+    pub(crate) fn is_over_budget(&self) -> bool {
+        self.touches.are_too_many()
     }
 
     fn pack_copy(&mut self, number: usize) -> Option<(Kind, usize)> {
@@ -165,9 +232,9 @@ impl Packing {
     /// Packs what was prepared and still is a candidate. To be called while the discards' lock is held, and what they noted is
     /// taken note of.
     pub(crate) fn pack(&mut self, map: &mut PageMap, pagemap: &mut Pagemap, pass: u64) -> Packed {
-        self.prepared
-            .retain(|prepared| map.private_candidate(prepared.page).is_some());
         let packer = self.packer.clone();
+        let gone = |prepared: &mut Prepared| map.private_candidate(prepared.page).is_none();
+        give_up(&packer, self.prepared.extract_if(.., gone));
         let _room = self.reserve(&packer);
         let Some(first) = self.prepared.first().map(|prepared| prepared.page) else {
             return Packed::default();
@@ -176,6 +243,7 @@ impl Packing {
         let urgent = Urgent::begin();
         let (packed, pinned) = self.take_and_compare(map, pagemap, first, armed);
         drop(urgent);
+        self.leave_no_trace();
         let left = armed.runs().flatten().filter_map(|offset| page_at(first, offset));
         // Those that were packed stay.
         self.packer.go_home(map, left);
@@ -191,9 +259,12 @@ impl Packing {
     fn reserve<'a>(&mut self, packer: &'a Packer) -> Room<'a> {
         let (room, since) = (Room(packer), packer.seconds());
         let mut inner = packer.lock();
-        self.prepared.retain_mut(|prepared| {
-            let bytes = &self.buffers.page(prepared.buffer)[..prepared.length];
-            inner.table.reserve(prepared.page, bytes, prepared.kind, since)
+        self.prepared.retain(|Prepared { page, into }| match into {
+            Into::Bytes { kind, buffer, length } => {
+                let bytes = &self.buffers.page(*buffer)[..*length];
+                inner.table.reserve(*page, bytes, *kind, since)
+            }
+            Into::Slot(held) => inner.table.reserve_slot(*page, held.clone(), since),
         });
         room
     }
@@ -273,6 +344,15 @@ impl Packing {
     pub(crate) fn clean_up(&mut self) {
         self.scratch.free();
         self.packer.compact();
+    }
+}
+
+/// There are no records of these, and there will be none.
+fn give_up(packer: &Packer, prepared: impl Iterator<Item = Prepared>) {
+    for prepared in prepared {
+        if let Into::Slot(held) = prepared.into {
+            packer.lock().table.give_up_slot(held);
+        }
     }
 }
 

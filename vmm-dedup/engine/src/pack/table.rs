@@ -3,12 +3,14 @@
 use crate::memory::layout::Page;
 use crate::pack::figures::WINDOW;
 use crate::pack::memory::{Buffers, Hidden, Ready};
-use std::collections::BTreeMap;
+use crate::store::connection::{HeldSlot, Membership};
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use vmm_dedup_packed::segments::{CELL_METADATA_BYTES, Owner};
 use vmm_dedup_packed::{Class, Codecs, Kind, Page as PageBytes, Place, SegmentBytes, Segments, ZERO_PAGE};
+use vmm_dedup_protocol::raw;
 
 /// Bytes of a segment. Whoever compacts empties one at a time, with the lock.
 const SEGMENT_BYTES: usize = 128 << 10;
@@ -17,11 +19,19 @@ const LOOSE_BYTES: u64 = 4 * SEGMENT_BYTES as u64;
 /// Lines of an overlay beside compression.
 pub(super) const OVERLAY_LINES: u32 = 16;
 
+/// Where the bytes of a packed page are.
+#[derive(Debug)]
+enum Content {
+    /// In a cell of the segments, packed.
+    Cell { place: Place, kind: Kind },
+    /// In a slot of the store, as they are.
+    Slot(HeldSlot),
+}
+
 /// What is known of a packed page.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) struct Record {
-    place: Place,
-    kind: Kind,
+    content: Content,
     /// Seconds after the packer's beginning.
     pub(super) since: u32,
     /// Its page was compared, and is nowhere else. Else there is room for it only.
@@ -52,8 +62,10 @@ pub(super) struct Table {
     codecs: Codecs,
     /// Where pages are rebuilt.
     rebuilt: Buffers,
-    /// Cells of pages that were given up by a thread whose system calls may be filtered.
-    garbage: Vec<Place>,
+    /// What pages lay in that were given up by a thread whose system calls may be filtered.
+    garbage: Vec<Content>,
+    /// Slots that no record names any more, for whoever tells the store.
+    freed: Vec<HeldSlot>,
     /// Pages that are to go home.
     returned: Vec<Returned>,
 }
@@ -80,6 +92,7 @@ impl Table {
             codecs: Codecs::try_new(OVERLAY_LINES).map_err(io::Error::other)?,
             rebuilt: Buffers::new(1)?,
             garbage: Vec::new(),
+            freed: Vec::new(),
             returned: Vec::new(),
         })
     }
@@ -107,24 +120,45 @@ impl Table {
             return false;
         };
         self.used += class_bytes(bytes);
+        self.insert(page, Content::Cell { place, kind }, since);
+        true
+    }
+
+    /// Makes room for a page whose bytes are in a slot. `false`: the page is packed, and the slot is given up.
+    pub(super) fn reserve_slot(&mut self, page: Page, held: HeldSlot, since: u32) -> bool {
+        if self.get(page).is_some() {
+            self.freed.push(held);
+            return false;
+        }
+        self.insert(page, Content::Slot(held), since);
+        true
+    }
+
+    fn insert(&mut self, page: Page, content: Content, since: u32) {
         let record = Record {
-            place,
-            kind,
+            content,
             since,
             kept: false,
         };
         let old = self.records.insert(page, record);
         self.free(old);
         self.reserved.push(page);
-        true
     }
 
     /// Keeps a page that has room, if what is there rebuilds it. Allocates nothing.
+    #[allow(unsafe_code)] // reads a slot
     pub(super) fn keep(&mut self, page: Page, original: &PageBytes) -> bool {
-        let Some(record) = self.records.get(&page).copied() else {
+        if self.records.get(&page).is_none_or(|record| record.kept) {
+            return false;
+        }
+        let Some(rebuilt) = self.rebuild_any(page) else {
             return false;
         };
-        if record.kept || self.rebuild_from(record).is_none() || self.rebuilt.page(0) != original {
+        if rebuilt != self.rebuilt.address(0) {
+            // SAFETY: the slot is mapped as long as it is held, and the buffer is ours: there are no references to it now.
+            unsafe { raw::copy_page(rebuilt, self.rebuilt.address(0)) };
+        }
+        if self.rebuilt.page(0) != original {
             return false;
         }
         if let Some(record) = self.records.get_mut(&page) {
@@ -146,7 +180,14 @@ impl Table {
 
     fn free(&mut self, record: Option<Record>) {
         if let Some(record) = record {
-            self.free_place(record.place);
+            self.free_content(record.content);
+        }
+    }
+
+    fn free_content(&mut self, content: Content) {
+        match content {
+            Content::Cell { place, .. } => self.free_place(place),
+            Content::Slot(held) => self.freed.push(held),
         }
     }
 
@@ -172,8 +213,10 @@ impl Table {
         self.segments.compact(1, &mut |moved| {
             // A cell whose record was never made, since a thread panicked, is nobody's.
             let record = records.get_mut(&moved.owner.0);
-            if let Some(record) = record.filter(|record| record.place == moved.from) {
-                record.place = moved.to;
+            if let Some(Content::Cell { place, .. }) = record.map(|record| &mut record.content)
+                && *place == moved.from
+            {
+                *place = moved.to;
             }
         });
     }
@@ -194,11 +237,16 @@ impl Table {
 
     /// Makes a page again; where it is then, until the next call. `None`: its bytes are broken.
     pub(super) fn rebuild(&mut self, page: Page) -> Option<usize> {
-        let record = *self.get(page)?;
-        self.rebuild_from(record)
+        self.get(page)?;
+        self.rebuild_any(page)
     }
 
-    fn rebuild_from(&mut self, Record { place, kind, .. }: Record) -> Option<usize> {
+    fn rebuild_any(&mut self, page: Page) -> Option<usize> {
+        let (place, kind) = match &self.records.get(&page)?.content {
+            // Whoever else has the slot, this is the same.
+            Content::Slot(held) => return Some(held.address()),
+            Content::Cell { place, kind } => (*place, *kind),
+        };
         let bytes = self.segments.get(place).ok()?;
         let (to, codec) = (self.rebuilt.page_mut(0), self.codecs.of(kind));
         // Whoever waits for the page must not wait for ever because a codec panics each time.
@@ -213,15 +261,15 @@ impl Table {
         if record.is_some() {
             self.returned.push(Returned { page, touched_after });
         }
-        self.free(record);
         self.sweep();
+        self.free(record);
     }
 
     /// Pages are given up. Frees no memory of segments: the caller's system calls may be filtered.
     pub(super) fn give_up(&mut self, pages: &Range<Page>) {
         while let Some(page) = self.first(pages) {
             if let Some(record) = self.take(page) {
-                self.garbage.push(record.place);
+                self.garbage.push(record.content);
                 self.returned.push(Returned {
                     page,
                     touched_after: None,
@@ -239,8 +287,58 @@ impl Table {
 
     /// Frees the cells of what was given up.
     pub(super) fn sweep(&mut self) {
-        for place in std::mem::take(&mut self.garbage) {
-            self.free_place(place);
+        for content in std::mem::take(&mut self.garbage) {
+            self.free_content(content);
+        }
+    }
+
+    /// Gives up a slot for which there is no record.
+    pub(super) fn give_up_slot(&mut self, held: HeldSlot) {
+        self.freed.push(held);
+    }
+
+    /// Slots that no record names any more.
+    pub(super) fn take_freed(&mut self) -> Vec<HeldSlot> {
+        self.sweep();
+        std::mem::take(&mut self.freed)
+    }
+
+    /// The slot that was given up last: of the page that came back last, if it lay in one.
+    pub(super) fn last_freed(&self) -> Option<&HeldSlot> {
+        self.freed.last()
+    }
+
+    fn slots(&self) -> impl Iterator<Item = (Page, &HeldSlot)> {
+        let kept = self.records.iter().filter(|(_, record)| record.kept);
+        kept.filter_map(|(page, record)| match &record.content {
+            Content::Slot(held) => Some((*page, held)),
+            Content::Cell { .. } => None,
+        })
+    }
+
+    /// Pages in slots of these segments of a connection.
+    pub(super) fn slots_in(&self, segments: &BTreeSet<u32>, of: Membership) -> Vec<(Page, HeldSlot)> {
+        let within = |held: &HeldSlot| held.membership == of && segments.contains(&held.slot.segment());
+        let found = self.slots().filter(|(_, held)| within(held));
+        found.map(|(page, held)| (page, held.clone())).collect()
+    }
+
+    /// Pages in slots of other connections than this one.
+    pub(super) fn slots_of_others(&self, than: Membership) -> Vec<Page> {
+        let others = self.slots().filter(|(_, held)| held.membership != than);
+        others.map(|(page, _)| page).collect()
+    }
+
+    /// A page lies in another slot, which holds the same bytes; if it lies in the old one still.
+    pub(super) fn replace_slot(&mut self, page: Page, old: &HeldSlot, new: HeldSlot) -> bool {
+        let record = self.records.get_mut(&page).filter(|record| record.kept);
+        match record.map(|record| &mut record.content) {
+            Some(Content::Slot(held)) if held.slot == old.slot && held.membership == old.membership => {
+                let old = std::mem::replace(held, new);
+                self.freed.push(old);
+                true
+            }
+            _ => false,
         }
     }
 
@@ -259,7 +357,7 @@ impl Table {
     /// Bytes of segments, and of all bookkeeping.
     pub(super) fn bytes(&mut self) -> (u64, u64) {
         let lists =
-            self.garbage.capacity() * size_of::<Place>() + self.returned.capacity() * size_of::<Returned>();
+            self.garbage.capacity() * size_of::<Content>() + self.returned.capacity() * size_of::<Returned>();
         let records = self.records.len() * RECORD_BYTES;
         (self.segments.source_mut().given(), (lists + records) as u64)
     }
@@ -282,10 +380,15 @@ impl Table {
 
     /// As if the memory of a page's packed bytes had broken.
     pub(super) fn break_bytes(&mut self, page: Page) {
-        let record = self.records[&page];
+        let mut record = self.records.remove(&page).unwrap();
         let place = self.segments.put(&[0xff; 8], Owner(page)).unwrap();
         self.used += class_bytes(&[0xff; 8]);
-        self.free(Some(record));
-        self.records.insert(page, Record { place, ..record });
+        let kind = match record.content {
+            Content::Cell { kind, .. } => kind,
+            Content::Slot(_) => unreachable!("it is packed"),
+        };
+        let old = std::mem::replace(&mut record.content, Content::Cell { place, kind });
+        self.free_content(old);
+        self.records.insert(page, record);
     }
 }

@@ -17,6 +17,7 @@ pub(crate) mod pass;
 mod poll;
 pub(crate) mod questions;
 mod registrations;
+pub(crate) mod secure;
 pub(crate) mod stages;
 pub(crate) mod standby;
 pub(crate) mod stats;

@@ -10,6 +10,7 @@ impl Pass {
     pub(super) fn note_unpacked(&mut self) {
         if let Some(packing) = &mut self.packing {
             packing.take_home(&mut self.map);
+            self.give_up_slots();
             self.account.lap(|cpu| &mut cpu.merge);
         }
     }
@@ -31,6 +32,11 @@ impl Pass {
             && let Some(at) = packing.next_chunk(&mut self.map)
         {
             let mut cold = packing.look(&mut self.map, &mut self.space.pagemap, probes, at)?;
+            if self.session.is_secure() {
+                self.share_cold(&cold)?;
+                self.yield_and_poll()?;
+                continue;
+            }
             cold.retain(|page| !deferred.contains(page));
             for window in cold.chunks(WINDOW) {
                 // As before each window of merging: what refers to a page without pinning it must not be there.
@@ -49,6 +55,12 @@ impl Pass {
     fn pack_window(&mut self, pages: &[Page]) {
         let Some(packing) = &mut self.packing else { return };
         packing.prepare(&self.map, pages);
+        self.pack_prepared();
+    }
+
+    /// Takes the pages that were prepared.
+    pub(super) fn pack_prepared(&mut self) {
+        let Some(packing) = &mut self.packing else { return };
         // No discard meets pages that are away, until the states say what became of them.
         let discards = self.space.discards.clone();
         let mut discards = discards.lock();

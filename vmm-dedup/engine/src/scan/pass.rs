@@ -14,7 +14,7 @@ use crate::memory::page_map::PageMap;
 use crate::merge::context::Context;
 use crate::merge::healer::Healer;
 use crate::merge::verify_engine::VerifyEngine;
-use crate::pack::Packing;
+use crate::pack::{Packer, Packing};
 use crate::scan::control::Control;
 use crate::scan::merging::Merging;
 use crate::scan::pace::Pace;
@@ -112,16 +112,25 @@ impl Pass {
         let memory = Arc::new(memory);
         let mut map = PageMap::new(memory.clone(), i64::try_from(vmas_max).unwrap_or(i64::MAX), used);
         map.set_pays_after(pays_after_passes());
-        let space = AddressSpace::new(&memory, &map, reserve, config.pack.on)?;
+        let mut space = AddressSpace::new(&memory, &map, reserve, config.pack.on)?;
         let idle = Duration::from_millis(config.pack.idle_ms);
         let packing = space.packer.clone().map(|packer| Packing::new(packer, idle));
         let monitor = Monitor::new(&config, &space.uffd, &memory, &line);
-        let packing = packing.transpose()?;
+        let mut packing = packing.transpose()?;
         for region in memory.regions() {
             space.register(&region)?;
         }
         // Last: what fails before makes no VM known to the store.
-        let session = Session::open(store_path, config.name.clone(), memory.pages())?;
+        let session = Session::open(store_path.clone(), config.name.clone(), memory.pages())?;
+        // The packer brings pages back that the store has.
+        if session.is_secure() && packing.is_none() {
+            if !cfg!(feature = "pack") {
+                return Err(Error::CannotShareSecurely { path: store_path });
+            }
+            let packer = Arc::new(Packer::new(space.uffd.clone(), memory.clone())?);
+            packing = Some(Packing::new(packer.clone(), idle)?);
+            space.packer = Some(packer);
+        }
         Ok(Self {
             merging: Merging::new(&config, verify_engine, Healer::new(&config)?),
             pace: Pace::new(config.cpu_percent),

@@ -138,7 +138,13 @@ impl Pass {
         }
         explanation.pages = explanation.classes().iter().map(|(_, n)| n).sum();
         explanation.state = self.state();
-        let note = [self.hindrance(), said.to_string()];
+        let way = match self.session.is_secure() {
+            true => {
+                "the store shares securely: idle pages count as packed, whether another VM has them or not"
+            }
+            false => "",
+        };
+        let note = [self.hindrance(), way.to_owned(), said.to_string()];
         let note: Vec<String> = note.into_iter().filter(|text| !text.is_empty()).collect();
         Ok((explanation, note.join("; ")))
     }

@@ -60,7 +60,10 @@ impl Pass {
                 self.visit(chunks)?;
                 visits += 1;
                 // (What comes first may have twins in VMs that come to it later.)
-                if has_hints && (order.comes_first() || visits.is_multiple_of(NEWS_PERIOD)) {
+                if has_hints
+                    && !self.session.is_secure()
+                    && (order.comes_first() || visits.is_multiple_of(NEWS_PERIOD))
+                {
                     self.share_soon()?;
                 }
                 self.yield_and_poll()?;
@@ -79,6 +82,9 @@ impl Pass {
         // Whatever replaces memory from here on glances before that.
         if self.direct_io.refused().is_some() {
             return self.stand_by();
+        }
+        if self.session.is_secure() {
+            return self.share_securely();
         }
         self.look_at_huge_pages()?;
         self.exchange()?;

@@ -66,7 +66,7 @@ impl Pass {
         self.session.acknowledge()?;
         // What the kernel copied out of slots that are gone are no slots.
         match self.map.counts().orphaned {
-            0 => self.session.take_over(),
+            0 if !self.keeps_earlier_slots() => self.session.take_over(),
             _ => Ok(()),
         }
     }
@@ -242,6 +242,7 @@ impl Pass {
             Err(error @ Error::NotUnmerged(_)) => Err(error),
             _ => Ok(()),
         };
+        self.note_unpacked();
         // References of pages that were published and will not be merged any more.
         if let Err(error) = self.stand_by()
             && self.session.is_connected()
@@ -257,7 +258,8 @@ impl Pass {
         }
         // Pages that the kernel copied lie in mappings of slots which they do not show: the slots may be freed, as those
         // under a run's exceptions.
-        let maps_slots = self.account.stats.pages_mapped > 0 && ending != Ending::MemoryGoes;
+        let maps_slots =
+            (self.account.stats.pages_mapped > 0 || self.keeps_slots()) && ending != Ending::MemoryGoes;
         let of_lost_stores = self.map.counts().orphaned > 0 && ending != Ending::MemoryGoes;
         if result.is_ok() && !maps_slots && !of_lost_stores {
             self.session.end_broken(self.map.memory().pages());

@@ -78,6 +78,9 @@ impl Twins {
 
     /// Reads the line keys of pages that stood still, and looks for their twins.
     pub(super) fn key_and_find(&mut self, with: &mut Finding<'_>, pages: &[Page]) {
+        if with.session.is_secure() {
+            return Self::key_only(with, pages);
+        }
         let (memory, salt) = (with.map.memory().clone(), with.session.salt());
         let mut batches = pages.chunks(self.finder.at_once(pages.len()));
         self.find_all(with, &mut |account| {
@@ -90,6 +93,22 @@ impl Twins {
             };
             Some(reader.read_all(pages))
         });
+    }
+
+    /// Reads the keys of pages that stood still, zeros among them: where pages are shared securely all are treated alike, and nothing is
+    /// looked up.
+    fn key_only(with: &mut Finding<'_>, pages: &[Page]) {
+        let memory = with.map.memory().clone();
+        let mut reader = KeyReader {
+            memory: &memory,
+            salt: with.session.salt(),
+            account: with.account,
+        };
+        for page in pages {
+            let (key, _) = reader.read_key(*page);
+            with.map.sight(*page, key, with.pass);
+        }
+        with.map.tell_refs_only();
     }
 
     /// Looks for the twins of pages that have keys: those of a chunk at most.
@@ -159,6 +178,9 @@ impl Twins {
     /// # Errors
     /// Those of the connection.
     pub(super) fn tell_store(&mut self, with: &mut Finding<'_>) -> Result<(), Error> {
+        if with.session.is_secure() {
+            with.map.tell_refs_only();
+        }
         while !with.map.outbox().is_empty() && with.session.is_connected() {
             let pending = !self.found.is_empty();
             let asked = with.session.flush(with.map, pending)?;

@@ -9,6 +9,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use vmm_dedup_protocol::control::{self, Explanation, NotDone, Set};
@@ -56,10 +57,10 @@ pub(crate) enum Question {
 #[derive(Debug)]
 struct Segment {
     file: OwnedFd,
-    pages: Mapping,
+    pages: Arc<Mapping>,
     /// Tells it from an earlier one of the same number.
     serial: u64,
-    /// Its file was given out to be mapped over guest memory.
+    /// Its file was given out to be mapped over guest memory, or a slot of it is held.
     mapped: AtomicBool,
 }
 
@@ -78,6 +79,25 @@ pub(crate) struct Membership {
     /// The store's process.
     pub(crate) incarnation: u64,
     number: u64,
+}
+
+/// A slot in which a page of the guest is kept whose place is empty: mapped here, and nowhere in the guest. As long as this is there
+/// the page is, whatever becomes of the store and its process: the mapping keeps the memory.
+#[cfg_attr(not(feature = "pack"), allow(dead_code))]
+#[derive(Clone, Debug)]
+pub(crate) struct HeldSlot {
+    pub(crate) slot: Slot,
+    /// The connection over which it was had, which has a reference for it.
+    pub(crate) membership: Membership,
+    segment: Arc<Mapping>,
+}
+
+#[cfg_attr(not(feature = "pack"), allow(dead_code))]
+impl HeldSlot {
+    /// Where its page is, to be read only.
+    pub(crate) fn address(&self) -> usize {
+        self.segment.address() + self.slot.offset()
+    }
 }
 
 /// A live connection.
@@ -99,6 +119,7 @@ pub(crate) struct Store {
     segment_changes: u64,
     salt: Salt,
     membership: Membership,
+    secure: bool,
     questions: VecDeque<Question>,
     /// Serial numbers of those who wait for memory to be brought back.
     pub(crate) unmerging: Vec<u64>,
@@ -132,6 +153,7 @@ impl Store {
             segment_changes: next_change(),
             salt: welcome.salt,
             membership: welcome.membership,
+            secure: welcome.secure,
             questions: VecDeque::new(),
             unmerging: Vec::new(),
             socket,
@@ -145,6 +167,24 @@ impl Store {
 
     pub(crate) fn membership(&self) -> Membership {
         self.membership
+    }
+
+    /// Whether nothing of the store may be mapped into the guest.
+    pub(crate) fn is_secure(&self) -> bool {
+        self.secure
+    }
+
+    /// Holds a slot for a page whose place is to be empty, if its segment was announced. The store counts a reference for it.
+    #[cfg_attr(not(feature = "pack"), allow(dead_code))]
+    pub(crate) fn hold(&self, slot: Slot) -> Option<HeldSlot> {
+        let segment = self.segment(slot)?;
+        // No goodbye before it is given up.
+        segment.mapped.store(true, Ordering::Relaxed);
+        Some(HeldSlot {
+            slot,
+            membership: self.membership,
+            segment: segment.pages.clone(),
+        })
     }
 
     /// Tells that this process maps no slot any more that it found over an earlier membership with this store. That ends it: the store
@@ -390,7 +430,7 @@ impl Store {
                     .fds
                     .pop()
                     .ok_or(Error::Unexpected("segment without descriptor"))?;
-                let pages = Mapping::read_only(&file, SEGMENT_FILE_BYTES)?;
+                let pages = Arc::new(Mapping::read_only(&file, SEGMENT_FILE_BYTES)?);
                 let at = number as usize;
                 if self.segments.len() <= at {
                     self.segments.resize_with(at + 1, || None);
@@ -466,6 +506,7 @@ struct Welcomed {
     staging_file: OwnedFd,
     salt: Salt,
     membership: Membership,
+    secure: bool,
 }
 
 impl Welcomed {
@@ -488,6 +529,7 @@ impl Welcomed {
                 incarnation: welcome.incarnation,
                 number: welcome.membership,
             },
+            secure: welcome.secure != 0,
         })
     }
 }
@@ -548,6 +590,7 @@ mod tests {
             incarnation: 0,
             membership: 0,
             index_bytes: 0,
+            secure: 0,
         };
         socket::send(&peer, &encode(Kind::Welcome, &[welcome.as_bytes()]), &[]).unwrap();
         let refused = connects.join().unwrap();

@@ -36,6 +36,9 @@ const LOOK_SHARE: u32 = 100;
 const VACATE_AFTER: Duration = Duration::from_secs(20);
 const VACATE_PERIOD: Duration = Duration::from_secs(10);
 
+/// Between two looks at a store that does it the other way.
+const OTHER_WAY_PERIOD: Duration = Duration::from_secs(60);
+
 /// Why the store may have forgotten sightings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ResyncCause {
@@ -79,6 +82,10 @@ pub(crate) struct Session {
     store: Option<Store>,
     path: PathBuf,
     name: String,
+    /// Whether nothing of the store may be mapped into the guest: as the first store says, for good.
+    secure: bool,
+    /// When a store that does it the other way was found where this one was.
+    other_way: Option<Instant>,
     /// Of the store, or of the last one there was.
     salt: Salt,
     /// Index epoch read when nothing looked up was pending, to be reported with the next message.
@@ -108,6 +115,8 @@ impl Session {
             store: None,
             path,
             name,
+            secure: false,
+            other_way: None,
             salt: Salt(0),
             epoch: 0,
             acknowledged: 0,
@@ -118,24 +127,44 @@ impl Session {
             vacate_at: None,
             broken: Vec::new(),
         };
-        session.connect(pages)?;
+        let store = Store::connect(&session.path, &session.name, pages)?;
+        session.secure = store.is_secure();
+        session.join(store);
         Ok(session)
     }
 
     fn connect(&mut self, pages: usize) -> Result<(), Error> {
         let store = Store::connect(&self.path, &self.name, pages)?;
+        if store.is_secure() != self.secure {
+            let error = Error::OtherWay {
+                path: self.path.clone(),
+                secure: store.is_secure(),
+            };
+            if self.other_way.replace(Instant::now()).is_none() {
+                log::warn!("{error}");
+            }
+            return Err(error);
+        }
+        self.other_way = None;
+        self.join(store);
+        Ok(())
+    }
+
+    fn join(&mut self, store: Store) {
         (self.epoch, self.acknowledged) = (store.index().epoch(), store.index().epoch());
         (self.news, self.salt) = (store.index().news_position(), store.salt());
         // The others ended with their stores.
         let incarnation = store.membership().incarnation;
         self.broken.retain(|earlier| earlier.incarnation == incarnation);
         self.store = Some(store);
-        Ok(())
     }
 
     /// Connects again if the store was lost and there is one now; whether it did. The store is told nothing that was meant for another.
     pub(crate) fn find_store(&mut self, map: &mut PageMap) -> bool {
-        if self.store.is_some() {
+        let tries_later = self
+            .other_way
+            .is_some_and(|since| since.elapsed() < OTHER_WAY_PERIOD);
+        if self.store.is_some() || tries_later {
             return false;
         }
         map.forget_outbox();
@@ -200,6 +229,16 @@ impl Session {
 
     pub(crate) fn index(&self) -> Option<&IndexReader> {
         self.store.as_ref().map(Store::index)
+    }
+
+    /// Whether nothing of the store may be mapped into the guest, and no page is looked up: see [`secure`](mod@crate::scan::secure).
+    pub(crate) fn is_secure(&self) -> bool {
+        self.secure
+    }
+
+    /// Whether this process may still have slots of connections that broke.
+    pub(crate) fn has_broken(&self) -> bool {
+        !self.broken.is_empty()
     }
 
     pub(crate) fn salt(&self) -> Salt {

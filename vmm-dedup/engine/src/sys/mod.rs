@@ -3,6 +3,7 @@
 
 pub(crate) mod asker;
 pub(crate) mod bell;
+pub(crate) mod cache;
 mod descriptors;
 pub(crate) mod direct_io;
 pub(crate) mod fork;

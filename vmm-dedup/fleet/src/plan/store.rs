@@ -21,6 +21,8 @@ pub struct StorePlan {
     pub max_mib: u64,
     /// For VMs with a `search`.
     pub ordered: bool,
+    /// For VMs whose users are hostile to each other.
+    pub secure: bool,
     /// The users that VMs run as which merge there, where that is not who starts them: names or numbers.
     pub users: BTreeSet<String>,
 }
@@ -118,6 +120,7 @@ fn store(
         metrics: settings.metrics.unwrap_or(default_metrics).0,
         max_mib,
         ordered: settings.ordered.unwrap_or(false),
+        secure: settings.secure.unwrap_or(false),
         users: BTreeSet::new(),
     })
 }

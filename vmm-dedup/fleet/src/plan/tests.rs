@@ -110,6 +110,7 @@ fn each_domain_has_a_store_and_only_if_a_vm_merges_in_it() {
         [domain.blue]
         max_mib = 100
         ordered = true
+        secure = true
         [domain.unused]
         [template.t]
         kernel = "k"
@@ -130,6 +131,7 @@ fn each_domain_has_a_store_and_only_if_a_vm_merges_in_it() {
         metrics: None,
         max_mib: 100,
         ordered: true,
+        secure: true,
         users: BTreeSet::new(),
     };
     assert_eq!(plan.stores, std::slice::from_ref(&blue));

@@ -48,6 +48,8 @@ pub struct StoreStats {
     pub saved_net_bytes: u64,
     /// The current epoch.
     pub epoch: u64,
+    /// 1 if the store shares securely, else 0.
+    pub secure: u64,
 }
 
 /// Answer to a [`StatsRequest`].

@@ -76,6 +76,12 @@ pub(crate) fn saved_net(gauges: &ServiceStats, vms: usize, resident: u64, metada
     clamp(spared - of_services - untold - i128::from(resident) - i128::from(metadata))
 }
 
+/// Pages of a VM that lie in the store: mapped into the guest, or, where the store shares securely, only kept there for it.
+fn pages_of_store(vm: &ServiceStats, secure: bool) -> u64 {
+    let kept = if secure { vm.packing.pages } else { 0 };
+    vm.pages_mapped.saturating_add(kept)
+}
+
 /// What each VM bears of the store's own memory: in proportion to the pages of the store that it maps. So the savings
 /// of all VMs add up to the host's.
 #[derive(Clone, Copy, Debug)]
@@ -85,6 +91,7 @@ pub(crate) struct Shares {
     untold: u64,
     mapped: u64,
     vms: u64,
+    secure: bool,
 }
 
 impl Shares {
@@ -93,8 +100,9 @@ impl Shares {
         Self {
             store_bytes: store.resident_bytes.saturating_add(store.metadata_bytes),
             untold: untold(store.resident_bytes),
-            mapped: gauges.pages_mapped,
+            mapped: pages_of_store(gauges, store.secure != 0),
             vms: vms as u64,
+            secure: store.secure != 0,
         }
     }
 
@@ -103,7 +111,7 @@ impl Shares {
         let page = PAGE_SIZE as i128;
         let (part, whole) = match self.mapped {
             0 => (1, self.vms.max(1)),
-            mapped => (vm.pages_mapped, mapped),
+            mapped => (pages_of_store(vm, self.secure), mapped),
         };
         let store = i128::from(self.store_bytes) * i128::from(part) / i128::from(whole);
         let spared = pages_spared(vm) * page;

@@ -36,6 +36,7 @@
 //!
 //! New pages go to the segments with most used slots, so that the others can empty by themselves.
 
+use crate::ledger::dice::Dice;
 pub(crate) use crate::ledger::segment_slots::HUGE_PAGE_SLOTS;
 use crate::ledger::segment_slots::SegmentSlots;
 use std::cmp::Reverse;
@@ -57,6 +58,8 @@ const KEPT_HOLE: u32 = 3;
 /// holes would take as much memory as the dead slots that moving was to free.
 const LIVE_BESIDE_DEAD: u32 = 16;
 const HUGE: u32 = HUGE_PAGE_SLOTS;
+/// Places among which each slot is chosen that is taken at random: ten bits.
+const CHOICE: u64 = 1024;
 /// Segments that there can be.
 const MAX_SEGMENTS: u32 = MAX_SLOTS / SLOTS_PER_SEGMENT;
 
@@ -152,16 +155,19 @@ pub(crate) struct Allocator {
     counts: Counts,
     /// More is dead than should be: segments are emptied until that is over.
     shrinking: bool,
+    /// If slots are taken at random.
+    dice: Option<Dice>,
 }
 
 impl Allocator {
-    /// For at most `max_slots` pages.
-    pub(crate) fn new(max_slots: u32) -> Self {
+    /// For at most `max_slots` pages; `at_random`: each from one of the first [`CHOICE`] places that are free.
+    pub(crate) fn new(max_slots: u32, at_random: bool) -> Self {
         Self {
             places: Vec::new(),
             max_slots: max_slots.min(MAX_SLOTS),
             counts: Counts::default(),
             shrinking: false,
+            dice: at_random.then(Dice::default),
         }
     }
 
@@ -213,6 +219,9 @@ impl Allocator {
             Purpose::New => n.min(self.room()),
             Purpose::Survivors => n,
         };
+        if self.dice.is_some() {
+            return self.allocate_at_random(n, purpose);
+        }
         loop {
             // How long runs are is known as a bound only, which gets exact when a segment is searched in vain.
             let with_room = self.open(purpose).filter(|(_, segment)| segment.free() > 0);
@@ -228,6 +237,29 @@ impl Allocator {
                 return Some(Run::new(number, start, len));
             }
         }
+    }
+
+    /// Whether slots are taken at random, and there are too few to choose from: another segment costs nothing until it is written.
+    pub(crate) fn lacks_choice(&self, purpose: Purpose) -> bool {
+        self.dice.is_some() && self.free_slots(purpose) < CHOICE
+    }
+
+    /// Takes one slot of the first [`CHOICE`] that are free. So what is taken lies near to each other, whatever came to be taken first.
+    fn allocate_at_random(&mut self, n: u32, purpose: Purpose) -> Option<Run> {
+        let choice = self.free_slots(purpose).min(CHOICE);
+        let mut at = match (n, choice, &mut self.dice) {
+            (0, ..) | (_, 0, _) | (_, _, None) => return None,
+            (_, choice, Some(dice)) => dice.below(choice),
+        };
+        let (number, start) = self.open(purpose).find_map(|(number, segment)| {
+            let free = u64::from(segment.free());
+            let found = (at < free).then(|| segment.nth_free(at)).flatten();
+            at = at.saturating_sub(free);
+            found.map(|start| (number, start))
+        })?;
+        self.segment_mut(number).take(start, 1);
+        self.counts.staying.used += 1;
+        Some(Run::new(number, start, 1))
     }
 
     /// Takes the slots of a huge page, which lie as those of one; never fewer. `None` if there is no such place.

@@ -108,6 +108,21 @@ impl SegmentSlots {
         best
     }
 
+    /// The place of a free slot, counted among those that are free.
+    pub(super) fn nth_free(&self, n: u64) -> Option<u32> {
+        let mut left = u32::try_from(n).ok()?;
+        for (word, base) in self.taken.iter().zip((0u32..).step_by(64)) {
+            let free = word.count_zeros();
+            if left >= free {
+                left -= free;
+                continue;
+            }
+            let mut at = (0..64).filter(|at| word >> at & 1 == 0);
+            return at.nth(left as usize).map(|at: u32| base + at);
+        }
+        None
+    }
+
     /// The first place of a huge page of which all slots are free.
     pub(super) fn find_huge_page(&self) -> Option<u32> {
         let places = self.taken.chunks_exact(HUGE_PAGES / 64);

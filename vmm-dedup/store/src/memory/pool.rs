@@ -78,6 +78,7 @@ pub(crate) struct Pool {
     pub(super) salt: Salt,
     /// Whether the slots are also kept in the order of their pages' bytes.
     pub(super) ordered: bool,
+    secure: bool,
     pub(super) catalog: Catalog,
     pub(super) segments: Segments,
     pub(super) lifetime: Lifetime,
@@ -95,7 +96,8 @@ impl Pool {
         Ok(Self {
             salt,
             ordered: config.ordered,
-            segments: Segments::new(config.max_slots()),
+            secure: config.secure,
+            segments: Segments::new(config.max_slots(), config.secure),
             lifetime: Lifetime::new(catalog.reader().epoch()),
             catalog,
             collapse_queue: CollapseQueue::default(),
@@ -107,6 +109,11 @@ impl Pool {
 
     pub(crate) fn salt(&self) -> Salt {
         self.salt
+    }
+
+    /// Whether guests are to learn nothing of sharing by timing.
+    pub(crate) fn is_secure(&self) -> bool {
+        self.secure
     }
 
     /// What services see of the index.

@@ -42,11 +42,11 @@ pub(crate) struct Segments {
 }
 
 impl Segments {
-    /// For at most `max_slots` pages.
-    pub(crate) fn new(max_slots: u32) -> Self {
+    /// For at most `max_slots` pages; `at_random`: slots come from places that nobody can foresee.
+    pub(crate) fn new(max_slots: u32, at_random: bool) -> Self {
         let max_bytes = u64::from(max_slots) * PAGE_SIZE as u64;
         Self {
-            allocator: Allocator::new(max_slots),
+            allocator: Allocator::new(max_slots, at_random),
             files: Vec::new(),
             retired: BTreeMap::new(),
             held: Held::default(),
@@ -73,7 +73,9 @@ impl Segments {
         purpose: Purpose,
         least: u32,
     ) -> io::Result<Option<(Run, Option<u32>)>> {
-        if let Some(run) = self.allocator.allocate_run(n, purpose, least) {
+        if !self.allocator.lacks_choice(purpose)
+            && let Some(run) = self.allocator.allocate_run(n, purpose, least)
+        {
             return Ok(Some((run, None)));
         }
         let made = match self.allocator.next_segment(purpose) {
@@ -351,7 +353,7 @@ mod tests {
 
     #[test]
     fn a_huge_page_keeps_its_content_when_it_becomes_one() {
-        let mut segments = Segments::new(MAX_SLOTS);
+        let mut segments = Segments::new(MAX_SLOTS, false);
         assert!(segments.allocate_run(3, Purpose::New, 1).unwrap().is_some());
         let (run, _) = segments.allocate_huge_page(Purpose::New).unwrap().unwrap();
         for slot in run.slots() {
@@ -370,7 +372,7 @@ mod tests {
 
     #[test]
     fn a_number_comes_back_with_another_file() {
-        let mut segments = Segments::new(MAX_SLOTS);
+        let mut segments = Segments::new(MAX_SLOTS, false);
         run(&mut segments, 2);
         let before = segments.file(0);
         let reader = MemberId(1);
@@ -398,10 +400,10 @@ mod tests {
 
     #[test]
     fn no_segment_is_made_for_a_huge_page_that_does_not_fit() {
-        let mut segments = Segments::new(HUGE_PAGE_SLOTS - 1);
+        let mut segments = Segments::new(HUGE_PAGE_SLOTS - 1, false);
         assert_eq!(segments.allocate_huge_page(Purpose::New).unwrap(), None);
         assert_eq!(segments.count(), 0);
-        let mut segments = Segments::new(3 * HUGE_PAGE_SLOTS);
+        let mut segments = Segments::new(3 * HUGE_PAGE_SLOTS, false);
         let huge_page = segments.allocate_huge_page(Purpose::New).unwrap();
         assert_eq!(
             huge_page.map(|(run, new)| (run.first.number(), new)),
@@ -411,7 +413,7 @@ mod tests {
 
     #[test]
     fn written_slots_count_until_their_segment_goes() {
-        let mut segments = Segments::new(MAX_SLOTS);
+        let mut segments = Segments::new(MAX_SLOTS, false);
         let (_file, source) = vmm_dedup_protocol::mapping::staging_memfd(PAGE_SIZE).unwrap();
         source.write_page(0, &[7; PAGE_WORDS]);
         run(&mut segments, 2);
@@ -435,7 +437,7 @@ mod tests {
 
     #[test]
     fn descriptors_for_services_cannot_be_written() {
-        let mut segments = Segments::new(MAX_SLOTS);
+        let mut segments = Segments::new(MAX_SLOTS, false);
         run(&mut segments, 1);
         let file = segments.file(0);
         assert!(Mapping::read_write(&file, PAGE_SIZE).is_err());

@@ -33,6 +33,11 @@ pub(super) fn write(w: &mut Writer<'_>, s: &Snapshot) -> Result<(), Error> {
     )?;
     slots(w, s)?;
     w.gauge("slots_max", "Pages that the store may hold", stats.slots_max)?;
+    w.gauge(
+        "secure",
+        "Whether the store shares securely: 1, or 0",
+        stats.secure,
+    )?;
     w.bytes(
         "resident",
         "Memory of the store's pages, in use or not",

@@ -132,8 +132,9 @@ impl Exchange {
                 .iter()
                 .fold(0, |sum, page| sum ^ self.touch(page.key)),
         );
-        if let Some(slots) = layout
-            .is_huge_page()
+        // Which pages are shared would show in who has them as one.
+        let secure = self.pool.is_secure();
+        if let Some(slots) = (!secure && layout.is_huge_page())
             .then(|| self.publish_huge_page(id, &layout.pages, &service.staging))
             .flatten()
         {
@@ -174,7 +175,8 @@ impl Exchange {
             }
             Publication::Hit { line, twin } => {
                 layout.unused.push(slot);
-                let series = (wish == Wish::Series && may_have_series(service))
+                let wanted = wish == Wish::Series && !self.pool.is_secure();
+                let series = (wanted && may_have_series(service))
                     .then(|| self.pool.make_series(id, line, twin))
                     .flatten();
                 let known = match series {

@@ -53,6 +53,7 @@ impl Statistics<'_> {
             published_total: counters.published,
             saved_net_bytes: net.cast_unsigned(),
             epoch: pool.epochs().current(),
+            secure: pool.is_secure().into(),
         }
     }
 

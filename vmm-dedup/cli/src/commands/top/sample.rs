@@ -451,6 +451,7 @@ pub(crate) mod tests {
                 metrics: None,
                 max_mib: Some(8),
                 ordered: false,
+                secure: false,
                 access: Access::default(),
                 started: 1,
                 version: "0".into(),

@@ -3,6 +3,7 @@
 use super::PageMap;
 use crate::memory::layout::Page;
 use crate::memory::outbox::{Outbox, Told};
+use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
 use vmm_dedup_protocol::message::MAX_BATCH;
 
@@ -31,6 +32,16 @@ impl PageMap {
             .range(..MAX_BATCH)
             .rposition(|sighting| sighting.page == first);
         first.filter(|first| *first > 0).unwrap_or(MAX_BATCH)
+    }
+
+    /// Nobody is to be told of keys: only of references.
+    pub(crate) fn tell_refs_only(&mut self) {
+        self.outbox.keep_refs_only();
+    }
+
+    /// A slot is held for a page whose place is empty, for which the store counts no reference yet.
+    pub(crate) fn note_held(&mut self, slot: Slot) {
+        self.outbox.take_ref(slot);
     }
 
     /// There is nobody to be told.

@@ -38,7 +38,7 @@ fn bury(allocator: &mut Allocator, slots: impl IntoIterator<Item = u32>) {
 
 #[test]
 fn runs_are_consecutive_and_fill_what_nobody_has_seen() {
-    let mut allocator = Allocator::new(MAX_SLOTS);
+    let mut allocator = Allocator::new(MAX_SLOTS, false);
     assert_eq!(run(&mut allocator, 100), Some((0, 100)));
     assert_eq!(run(&mut allocator, 500), Some((100, 500)));
     give_back(&mut allocator, 10..74);
@@ -49,7 +49,7 @@ fn runs_are_consecutive_and_fill_what_nobody_has_seen() {
 
 #[test]
 fn a_dead_slot_is_not_taken_again() {
-    let mut allocator = Allocator::new(MAX_SLOTS);
+    let mut allocator = Allocator::new(MAX_SLOTS, false);
     assert_eq!(run(&mut allocator, 100), Some((0, 100)));
     bury(&mut allocator, 10..74);
     assert_eq!(run(&mut allocator, 64), Some((100, 64)));
@@ -61,7 +61,7 @@ fn a_dead_slot_is_not_taken_again() {
 
 #[test]
 fn a_full_store_says_so_and_falls_back_to_shorter_runs_before() {
-    let mut allocator = Allocator::new(10);
+    let mut allocator = Allocator::new(10, false);
     assert_eq!(run(&mut allocator, 7), Some((0, 7)));
     assert_eq!(
         (run(&mut allocator, 7), allocator.is_full()),
@@ -77,7 +77,7 @@ fn a_full_store_says_so_and_falls_back_to_shorter_runs_before() {
 
 #[test]
 fn a_full_store_is_emptied_of_what_is_dead() {
-    let mut allocator = Allocator::new(100);
+    let mut allocator = Allocator::new(100, false);
     run(&mut allocator, 100);
     bury(&mut allocator, 0..2);
     assert_eq!(allocator.begin_evacuation(), None, "two are not worth it");
@@ -95,7 +95,7 @@ fn a_full_store_is_emptied_of_what_is_dead() {
 
 #[test]
 fn the_segment_with_most_used_slots_is_filled_first() {
-    let mut allocator = Allocator::new(MAX_SLOTS);
+    let mut allocator = Allocator::new(MAX_SLOTS, false);
     assert_eq!(
         run(&mut allocator, SLOTS_PER_SEGMENT),
         Some((0, SLOTS_PER_SEGMENT))
@@ -107,7 +107,7 @@ fn the_segment_with_most_used_slots_is_filled_first() {
 
 #[test]
 fn a_run_is_not_cut_into_scraps_while_a_segment_can_be_made() {
-    let mut allocator = Allocator::new(MAX_SLOTS);
+    let mut allocator = Allocator::new(MAX_SLOTS, false);
     run(&mut allocator, SLOTS_PER_SEGMENT);
     give_back(&mut allocator, (0..1000).step_by(5));
     assert_eq!(run(&mut allocator, 20), Some((SLOTS_PER_SEGMENT, 20)));
@@ -116,7 +116,7 @@ fn a_run_is_not_cut_into_scraps_while_a_segment_can_be_made() {
 
 #[test]
 fn huge_pages_lie_as_such_and_are_never_cut() {
-    let mut allocator = Allocator::new(3 * HUGE + 511);
+    let mut allocator = Allocator::new(3 * HUGE + 511, false);
     assert_eq!(run(&mut allocator, 1), Some((0, 1)));
     assert_eq!(huge(&mut allocator), Some(512));
     assert_eq!(run(&mut allocator, 100), Some((1, 100)));
@@ -129,7 +129,7 @@ fn huge_pages_lie_as_such_and_are_never_cut() {
 
 #[test]
 fn a_huge_page_is_small_until_it_is_collapsed_and_none_once_a_slot_went() {
-    let mut allocator = Allocator::new(MAX_SLOTS);
+    let mut allocator = Allocator::new(MAX_SLOTS, false);
     run(&mut allocator, 1);
     let run = allocator.allocate_huge_page(Purpose::New).unwrap();
     assert_eq!(allocator.small_huge_page(slot(1022)), None);
@@ -142,7 +142,7 @@ fn a_huge_page_is_small_until_it_is_collapsed_and_none_once_a_slot_went() {
 
 #[test]
 fn a_segment_without_a_live_slot_goes_and_its_number_returns_when_it_is_released() {
-    let mut allocator = Allocator::new(MAX_SLOTS);
+    let mut allocator = Allocator::new(MAX_SLOTS, false);
     assert_eq!(
         run(&mut allocator, SLOTS_PER_SEGMENT),
         Some((0, SLOTS_PER_SEGMENT))
@@ -163,7 +163,7 @@ fn a_segment_without_a_live_slot_goes_and_its_number_returns_when_it_is_released
 
 #[test]
 fn a_segment_that_takes_pages_goes_only_when_it_is_asked_for() {
-    let mut allocator = Allocator::new(MAX_SLOTS);
+    let mut allocator = Allocator::new(MAX_SLOTS, false);
     run(&mut allocator, 1);
     assert_eq!(allocator.bury(slot(0)), None);
     assert_eq!(run(&mut allocator, 1), Some((1, 1)));
@@ -177,7 +177,7 @@ fn a_segment_that_takes_pages_goes_only_when_it_is_asked_for() {
 
 #[test]
 fn pieces_keep_short_holes_and_huge_pages() {
-    let mut allocator = Allocator::new(MAX_SLOTS);
+    let mut allocator = Allocator::new(MAX_SLOTS, false);
     run(&mut allocator, 100);
     let whole = allocator.allocate_huge_page(Purpose::New).unwrap();
     give_back(&mut allocator, 10..13);
@@ -216,7 +216,7 @@ fn pieces_keep_short_holes_and_huge_pages() {
 
 #[test]
 fn a_dead_slot_keeps_its_place_beside_a_long_run_only() {
-    let mut allocator = Allocator::new(MAX_SLOTS);
+    let mut allocator = Allocator::new(MAX_SLOTS, false);
     run(&mut allocator, 160);
     // In use between them: 16, 15 and 4, 31, 15, 32, 38 in a row.
     bury(&mut allocator, [16, 32, 37, 69, 85, 86, 119, 120, 121]);
@@ -343,7 +343,7 @@ proptest! {
         steps in steps(),
         max_slots in prop_oneof![Just(5000u32), Just(3 * SLOTS_PER_SEGMENT + 2000)],
     ) {
-        let (mut allocator, mut oracle) = (Allocator::new(max_slots), Oracle::default());
+        let (mut allocator, mut oracle) = (Allocator::new(max_slots, false), Oracle::default());
         let purpose = |survivors| if survivors { Purpose::Survivors } else { Purpose::New };
         for step in steps {
             match step {

@@ -28,7 +28,7 @@ struct Host {
 impl Host {
     fn new() -> Self {
         Self {
-            allocator: Allocator::new(MAX_SLOTS),
+            allocator: Allocator::new(MAX_SLOTS, false),
             vms: Vec::new(),
             random: 1,
             moved: 0,
