@@ -78,11 +78,12 @@ fn kept(service: &DedupService) -> usize {
 
 /// A guest that wants to know which of its pages another one has.
 struct Spy {
+    // Services end before their memory goes.
+    service: DedupService,
+    _other: (DedupService, Pages),
     pages: Pages,
     /// Which the other one has.
     shared: Vec<bool>,
-    service: DedupService,
-    _other: (Pages, DedupService),
     _store: StoreThread,
 }
 
@@ -113,10 +114,10 @@ impl Spy {
         };
         wait_until("taking part", || all(&service) && all(&other));
         Self {
+            service,
+            _other: (other, others),
             pages,
             shared,
-            service,
-            _other: (others, other),
             _store: store,
         }
     }
@@ -180,7 +181,8 @@ impl Times {
         let most = a.iter().chain(&b).map(distance).fold(0.0, f64::max);
         let n = ((a.len() * b.len()) as f64 / (a.len() + b.len()) as f64).sqrt();
         let x = (n + 0.12 + 0.11 / n) * most;
-        let term = |k: f64| if k % 2.0 == 1.0 { 2.0 } else { -2.0 } * (-2.0 * k * k * x * x).exp();
+        let sign = |k: f64| if k % 2.0 == 1.0 { 2.0 } else { -2.0 };
+        let term = |k: f64| sign(k) * (-2.0 * k * k * x * x).exp();
         (1..=100).map(|k| term(f64::from(k))).sum::<f64>().clamp(0.0, 1.0)
     }
 
@@ -291,8 +293,7 @@ fn without_the_mode_a_guest_can_tell() {
     assert_eq!(spy.service.stats().pages_mapped as usize, TOUCHED);
     let read = spy.read(&mut random).show("ordinary, first read");
     let write = spy.write(&mut random).show("ordinary, first write");
-    assert!(!is_hidden(write) && write.1 > 60.0, "{write:?}");
-    let _ = read;
+    assert!(!is_hidden(write) && write.1 > 60.0, "{write:?}, and {read:?}");
 }
 
 /// Two guests of so many pages each, of which the first so many have the same content in both; all of it in slots.
@@ -323,27 +324,15 @@ fn every_idle_page_is_emptied_and_the_account_is_of_what_is_shared() {
     wait_until("the account", || store.metric("pages_shared") == 2 * 768 - 256);
     assert_eq!(store.metric("secure"), 1);
     assert_eq!(store.metric("pages_sharing"), 256);
-    for (pages, service) in &guests {
+    for (number, (pages, service)) in (0..).zip(&guests) {
         let stats = service.stats();
         assert_eq!(
             (stats.pages_mapped, stats.pages_zero, stats.packing.bytes),
             (0, 0, 0)
         );
-        assert!(
-            flags_of(pages).iter().any(|flags| flags.contains(" um")),
-            "{:?}",
-            flags_of(pages)
-        );
-        (0..768).for_each(|page| {
-            assert!(
-                holds(
-                    pages,
-                    page,
-                    id(u64::from(!std::ptr::eq(pages, &raw const guests[0].0)), page, 256)
-                ),
-                "page {page}"
-            )
-        });
+        let flags = flags_of(pages);
+        assert!(flags.iter().any(|flags| flags.contains(" um")), "{flags:?}");
+        (0..768).for_each(|page| assert!(holds(pages, page, id(number, page, 256)), "page {page}"));
     }
     // Touched, so that each has memory of its own; no slot is in use until they rest again.
     for (_, service) in &guests {

@@ -351,6 +351,7 @@ impl Packing {
 fn give_up(packer: &Packer, prepared: impl Iterator<Item = Prepared>) {
     for prepared in prepared {
         if let Into::Slot(held) = prepared.into {
+            cache::flush_page(held.address());
             packer.lock().table.give_up_slot(held);
         }
     }

@@ -395,3 +395,28 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn slots_at_random_are_taken_once_each_and_near_to_each_other() {
+    let mut allocator = Allocator::new(MAX_SLOTS, true);
+    let mut taken = Vec::new();
+    for _ in 0..6000 {
+        if allocator.lacks_choice(Purpose::New) {
+            let number = allocator.next_segment(Purpose::New).unwrap();
+            allocator.add_segment(number, Purpose::New);
+        }
+        let run = allocator.allocate_run(8, Purpose::New, 8).unwrap();
+        assert_eq!(run.len, 1);
+        // Those that were passed by come, sooner or later.
+        assert!(u64::from(run.first.number()) < taken.len() as u64 + 16 * CHOICE);
+        taken.push(run.first.number());
+    }
+    let neighbours = taken.windows(2).filter(|two| two[1] == two[0] + 1).count();
+    assert!(neighbours < 60, "{neighbours}");
+    assert_eq!(allocator.counts().staying.used, 6000);
+    give_back(&mut allocator, taken[..100].iter().copied());
+    taken.sort_unstable();
+    taken.dedup();
+    assert_eq!(taken.len(), 6000);
+    assert_eq!(allocator.counts().staying.used, 5900);
+}
