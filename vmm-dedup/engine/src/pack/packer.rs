@@ -397,7 +397,10 @@ impl Packer {
             _ => false,
         }
     }
+}
 
+/// Memory that goes, and the end.
+impl Packer {
     /// Gives up what is packed of memory that goes, and could not come back. Whoever has that memory still meets memory errors there,
     /// never other bytes. The memory is the packer's still.
     fn abandon(&self, range: &Range<usize>) {

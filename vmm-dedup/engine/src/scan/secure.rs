@@ -27,77 +27,14 @@
 //! guest page is touched.
 
 use crate::error::Error;
-use crate::lookup::publish;
-use crate::memory::layout::Page;
-use crate::pack::WINDOW;
 use crate::scan::pass::Pass;
 
 /// Pages that come back between two looks at what else there is to do.
 const BACK_AT_ONCE: usize = 64;
 
 impl Pass {
-    /// A pass's work once everything is keyed that stood still.
-    pub(super) fn share_securely(&mut self) -> Result<(), Error> {
-        self.leave_earlier_stores()?;
-        self.follow_slots();
-        self.tell_store()?;
-        self.acknowledge()?;
-        let shared = self.pack_cold();
-        self.give_up_slots();
-        self.tell_store()?;
-        shared
-    }
-
-    /// Publishes cold pages of one chunk, and empties their places.
-    pub(super) fn share_cold(&mut self, cold: &[Page]) -> Result<(), Error> {
-        if cold.is_empty()
-            || self
-                .packing
-                .as_ref()
-                .is_none_or(|packing| packing.is_over_budget())
-        {
-            return Ok(());
-        }
-        let published = publish::publish(&mut self.map, &mut self.session, &mut self.account, false, cold)?;
-        self.account.lap(|cpu| &mut cpu.store);
-        for window in published.chunks(WINDOW) {
-            let slots: Vec<_> = window
-                .iter()
-                .filter_map(|request| Some((request.page, request.slot?)))
-                .collect();
-            let (Some(packing), Some(store)) = (&mut self.packing, self.session.store()) else {
-                return Ok(());
-            };
-            let lost = packing.prepare_slots(store, &slots);
-            lost.into_iter()
-                .for_each(|slot| self.map.give_up_published(Some(slot)));
-            // What refers to a page without pinning it must not be there.
-            if self.direct_io.glance_again() {
-                self.pack_prepared();
-            } else if let Some(packing) = &mut self.packing {
-                packing.give_up_prepared();
-            }
-            self.give_up_slots();
-            self.account.lap(|cpu| &mut cpu.merge);
-            // Everything that was published is held or given up, so no interruption loses a reference.
-        }
-        self.tell_store()
-    }
-
-    /// Tells the store, with the next message, of slots that no record names any more.
-    pub(super) fn give_up_slots(&mut self) {
-        let Some(packing) = &mut self.packing else { return };
-        let now = self.session.store().map(|store| store.membership());
-        for held in packing.take_freed() {
-            // Those of an earlier connection are accounted for by that.
-            if Some(held.membership) == now {
-                self.map.give_up_published(Some(held.slot));
-            }
-        }
-    }
-
     /// Lets records name the slots that theirs have moved to.
-    fn follow_slots(&mut self) {
+    pub(super) fn follow_slots(&mut self) {
         let (Some(packing), Some(store)) = (&mut self.packing, self.session.store()) else {
             return;
         };
@@ -109,7 +46,7 @@ impl Pass {
     }
 
     /// Brings back what lies in slots of earlier connections, once there has been another for a while.
-    fn leave_earlier_stores(&mut self) -> Result<(), Error> {
+    pub(super) fn leave_earlier_stores(&mut self) -> Result<(), Error> {
         if !self.session.vacates_old_stores() {
             return Ok(());
         }

@@ -91,6 +91,18 @@ impl Pass {
         self.pack_cold()
     }
 
+    /// A pass's work once everything is keyed that stood still.
+    fn share_securely(&mut self) -> Result<(), Error> {
+        self.leave_earlier_stores()?;
+        self.follow_slots();
+        self.tell_store()?;
+        self.acknowledge()?;
+        let shared = self.pack_cold();
+        self.give_up_slots();
+        self.tell_store()?;
+        shared
+    }
+
     /// What others did since the last pass.
     fn prepare(&mut self) -> Result<(), Error> {
         self.heed_pins();

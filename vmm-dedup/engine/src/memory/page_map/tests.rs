@@ -168,6 +168,7 @@ impl Others {
             }
             self.withdrawn.extend(told.withdrawals);
         }
+        map.tell_refs_only();
         map.forget_outbox(); // of which nothing is left
     }
 }
@@ -211,6 +212,9 @@ fn play(map: &mut PageMap, others: &mut Others, page: Page, step: Step) {
         }
         Step::GiveUp(n) => {
             others.publish(n);
+            map.give_up_published(Some(slot(n)));
+            // And one that is held for a page, and given up again.
+            map.note_held(slot(n));
             map.give_up_published(Some(slot(n)));
         }
         Step::Share(n, counted) if may_be_shared(state.backing) => {
