@@ -12,7 +12,7 @@ pub(super) struct Dice(VecDeque<u64>);
 impl Dice {
     /// A number below this one, which is less than 2^32: all as likely as another, but for one part in 2^32.
     pub(super) fn below(&mut self, end: u64) -> u64 {
-        (self.next() >> 32) * end >> 32
+        ((self.next() >> 32) * end) >> 32
     }
 
     /// # Panics
