@@ -2,6 +2,10 @@
 //! agents say. Memory of this process stands for the guests'; a quarter of it holds the same files in all of them, each fourth 2 MiB.
 //!
 //! `cargo run --release -p vmm-dedup-integration-tests --bin hints -- --rounds 3`
+//!
+//! With `--life` files are dropped again after some seconds; see [`short_lived`].
+
+mod short_lived;
 
 use clap::Parser;
 use std::fs::File;
@@ -36,6 +40,12 @@ struct Args {
     /// How often all is measured.
     #[arg(long, default_value_t = 1)]
     rounds: usize,
+    /// Files are read again and again, and dropped after so many seconds: how much of what `estimate` sees then is shared.
+    #[arg(long)]
+    life: Option<f64>,
+    /// How long after a read agents tell of it, with --life: a round over 256 MiB at an agent's share takes 5 s.
+    #[arg(long, default_value_t = 5.0)]
+    agents_after: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +74,10 @@ fn holds(chunk: usize) -> Holds {
 
 fn main() {
     let args = Args::parse();
+    if let Some(life) = args.life {
+        short_lived::measure_all(&args, Duration::from_secs_f64(life));
+        return;
+    }
     println!("hints   seconds to nine tenths   CPU s   pages keyed   merged   of files");
     for _ in 0..args.rounds {
         for hints in [Hints::None, Hints::Reads, Hints::Agents] {
@@ -170,11 +184,17 @@ fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Pages of files in whose place the store's file is. All were written before, so that what is not present was mapped since.
-fn shared_of_files(pages: &Pages) -> usize {
+/// Whether a word of pagemap says that the store's file is in a page's place. All pages were written before, so that what is not present
+/// was mapped since.
+fn is_of_store(word: u64) -> bool {
     /// Documentation/admin-guide/mm/pagemap.rst: the page is present; it is a file's, or shared memory.
     const PRESENT: u64 = 1 << 63;
     const OF_FILE: u64 = 1 << 61;
+    word & (PRESENT | OF_FILE) != PRESENT
+}
+
+/// Pages of files in whose place the store's file is.
+fn shared_of_files(pages: &Pages) -> usize {
     let pagemap = File::open("/proc/self/pagemap").expect("/proc is there");
     let chunks = (0..pages.count() / CHUNK).filter(|chunk| holds(*chunk) == Holds::Files);
     let shared = chunks.map(|chunk| {
@@ -186,7 +206,7 @@ fn shared_of_files(pages: &Pages) -> usize {
         let words = words
             .chunks_exact(8)
             .map(|word| u64::from_le_bytes(word.try_into().expect("eight")));
-        words.filter(|word| word & (PRESENT | OF_FILE) != PRESENT).count()
+        words.filter(|word| is_of_store(*word)).count()
     });
     shared.sum()
 }
