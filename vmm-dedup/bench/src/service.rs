@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
-use vmm_dedup::{Breaks, Config, Engines, HostRange, Options, ServiceStats, Setup, Supervisor};
+use vmm_dedup::{AgentSocket, Breaks, Config, Engines, HostRange, Options, ServiceStats, Setup, Supervisor};
 use vmm_dedup_host::Failure;
 use vmm_dedup_refvmm::GuestMemory;
 
@@ -72,8 +72,20 @@ pub(crate) struct Served(Supervisor);
 impl Served {
     /// Begins on an area.
     pub(crate) fn area(area: &Area, store: &Path, config: Config, options: Options) -> Result<Self, Failure> {
+        Self::area_with_agent(area, store, config, options, None)
+    }
+
+    /// The same, with an agent that is heard there. The area is the guest's memory from its first frame on.
+    pub(crate) fn area_with_agent(
+        area: &Area,
+        store: &Path,
+        config: Config,
+        options: Options,
+        agent: Option<AgentSocket>,
+    ) -> Result<Self, Failure> {
         let range = HostRange::try_new(area.address(), area.len()).map_err(Failure::from_error)?;
-        Self::begin(store, config, options, |supervisor| {
+        let range = range.at_guest_address(0);
+        Self::begin(store, config, options, agent, |supervisor| {
             // SAFETY: the area stays mapped for the process's lifetime and is only accessed through raw pointers.
             unsafe { supervisor.add_range(range) };
             Ok(())
@@ -87,13 +99,16 @@ impl Served {
         config: Config,
         options: Options,
     ) -> Result<Self, Failure> {
-        Self::begin(store, config, options, |supervisor| supervisor.add_memory(memory))
+        Self::begin(store, config, options, None, |supervisor| {
+            supervisor.add_memory(memory)
+        })
     }
 
     fn begin(
         store: &Path,
         config: Config,
         options: Options,
+        agent: Option<AgentSocket>,
         add: impl FnOnce(&Supervisor) -> Result<(), vmm_dedup::Error>,
     ) -> Result<Self, Failure> {
         let options = Options {
@@ -103,7 +118,7 @@ impl Served {
         };
         let setup = Setup {
             store: store.to_owned(),
-            agent: None,
+            agent,
             config,
         };
         let served = Supervisor::serving(options, setup, add);

@@ -8,6 +8,7 @@
 //! machine does. So each process measures itself before there is dedup as well, and all the time a control area beside the
 //! memory under test; policies take turns, in one order and then in the other, and what is compared are ratios of one round.
 
+mod agent;
 mod churn;
 mod guests;
 mod measured;
@@ -64,7 +65,8 @@ pub(crate) struct MixedArgs {
     /// (100 to 100000): shorter samples find less memory in use. All policies, and ingens with several, unless given.
     #[arg(long, value_delimiter = ',', value_name = "POLICY[@US]")]
     policies: Vec<Subject>,
-    /// What tells which memory is used: fault-sampling, damon, page-idle or writes.
+    /// What tells which memory is used: fault-sampling, damon, page-idle, writes, or agent: one that knows what is hot, warm and cold,
+    /// and tells it each interval, of plain memory. (Guests of the bench have no vsock, so that fault-sampling tells.)
     #[arg(long, default_value_t = UseSource::default())]
     use_source: UseSource,
     /// Who copies shared pages on write: as a service has it, unless given.

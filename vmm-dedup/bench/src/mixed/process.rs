@@ -2,6 +2,7 @@
 //! the service works on all of it. Every other millisecond or so the thread does the same in a control area that no service
 //! knows: what slows both down is the machine.
 
+use super::agent::Agent;
 use super::churn::{Replaced, churn};
 use super::measured::{Access, Churned, Process, RebuildRefused};
 use super::parts::Parts;
@@ -62,13 +63,21 @@ struct Tally {
 }
 
 /// What the thread is to work on: first page and number of pages, 32 bits each; 0: end.
-struct Orders(AtomicU64, Mutex<Tally>);
+pub(super) struct Orders(AtomicU64, Mutex<Tally>);
 
 impl Orders {
     fn set(&self, chunks: &Range<usize>) {
         let (first, count) = (chunks.start * HUGE_PAGES, chunks.len() * HUGE_PAGES);
         self.0
             .store((first as u64) << 32 | count as u64, Ordering::Release);
+    }
+
+    /// The pages that are hot; `None` at the end.
+    pub(super) fn hot(&self) -> Option<Range<usize>> {
+        let order = self.0.load(Ordering::Acquire);
+        #[allow(clippy::cast_possible_truncation)] // two halves of 32 bits
+        let (first, count) = ((order >> 32) as usize, (order & 0xffff_ffff) as usize);
+        (order != 0).then(|| first..first + count)
     }
 
     fn tally(&self) -> Tally {
@@ -119,11 +128,15 @@ pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
     })?;
     let orders = Orders(AtomicU64::new(0), Mutex::default());
     orders.set(&parts.hot);
+    let agent = Agent::try_new(setup)?;
     std::thread::scope(|scope| {
         let end = End(&orders);
         scope.spawn(|| work(&area, &control, &orders, &parts));
         let undisturbed = orders.measure(setup.seconds);
-        let services = start(setup, &area)?;
+        let services = start(setup, &area, &agent)?;
+        if !services.is_empty() && agent.speaks() {
+            scope.spawn(|| agent.tell(setup, area.pages() / HUGE_PAGES, &orders, &parts));
+        }
         let measured = phases(setup, &area, &parts, &orders, &services, undisturbed);
         drop(end);
         measured
@@ -141,12 +154,13 @@ pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
     })
 }
 
-fn start(setup: &Setup<'_>, area: &Area) -> Result<Vec<Served>, Failure> {
+fn start(setup: &Setup<'_>, area: &Area, agent: &Agent) -> Result<Vec<Served>, Failure> {
     let (Some(subject), Some(store)) = (setup.subject, setup.store) else {
         return Ok(Vec::new());
     };
     let config = setup.config("mixed", subject);
-    Ok(vec![Served::area(area, store, config, vouched())?])
+    let served = Served::area_with_agent(area, store, config, vouched(), agent.socket())?;
+    Ok(vec![served])
 }
 
 /// The policy's effect on what stands still and, if there is to be churn, after that.
@@ -239,14 +253,9 @@ fn work(area: &Area, control: &Area, orders: &Orders, parts: &Parts) {
     let everything = 0..control.pages();
     let mut unused = Vec::new();
     loop {
-        let order = orders.0.load(Ordering::Acquire);
-        if order == 0 {
-            return;
-        }
-        #[allow(clippy::cast_possible_truncation)] // two halves of 32 bits
-        let (first, count) = ((order >> 32) as usize, (order & 0xffff_ffff) as usize);
+        let Some(hot) = orders.hot() else { return };
         let mut timed = Vec::new();
-        let tested = access(area, &(first..first + count), &warm, &mut n, &mut timed);
+        let tested = access(area, &hot, &warm, &mut n, &mut timed);
         let compared = access(control, &everything, &everything, &mut n, &mut unused);
         unused.clear();
         let mut tally = orders.1.lock().unwrap_or_else(PoisonError::into_inner);
