@@ -220,12 +220,12 @@ impl Times {
     fn show(&self, what: &str) -> (f64, f64) {
         let mut all: Vec<u64> = self.0.iter().map(|time| time.1).collect();
         all.sort_unstable();
-        let at = |share: f64| all[((all.len() - 1) as f64 * share) as usize];
+        let at = |percent: usize| all[(all.len() - 1) * percent / 100];
         let (p, told) = (self.p(), self.told());
         eprintln!(
             "{what}: p50 {} p99 {} cycles; shared {} others {} (p50); two samples p = {p:.4}; threshold {told:.2} %",
-            at(0.5),
-            at(0.99),
+            at(50),
+            at(99),
             self.of(true)[self.of(true).len() / 2],
             self.of(false)[self.of(false).len() / 2],
         );
@@ -502,7 +502,7 @@ fn nothing_is_lost_under_fire() {
         }
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(12) {
-            let (_, service) = &guests[usize::from(start.elapsed().as_millis() % 2 == 0)];
+            let (_, service) = &guests[usize::from(start.elapsed().as_millis().is_multiple_of(2))];
             service.pause();
             std::thread::sleep(Duration::from_millis(20));
             service.resume();
