@@ -1,6 +1,10 @@
 //! Sharing that hides itself: what a guest can time does not tell whether a page was shared, and no page is lost.
 #![allow(unsafe_code)] // raw memory
-#![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)] // a few pages
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss
+)] // a few pages
 
 use std::arch::x86_64::{_mm_lfence, _rdtsc};
 use std::collections::HashMap;
