@@ -3,6 +3,7 @@
 
 pub(crate) mod asker;
 pub(crate) mod bell;
+#[cfg(feature = "pack")]
 pub(crate) mod cache;
 mod descriptors;
 pub(crate) mod direct_io;
