@@ -24,8 +24,8 @@ pub(super) const OVERLAY_LINES: u32 = 16;
 enum Content {
     /// In a cell of the segments, packed.
     Cell { place: Place, kind: Kind },
-    /// In a slot of the store, as they are.
-    Slot(HeldSlot),
+    /// In a slot of the store, as they are: [`Table::slots`] has it.
+    Slot,
 }
 
 /// What is known of a packed page.
@@ -40,6 +40,9 @@ pub(super) struct Record {
 
 /// Bytes that a record takes: its node's share, keys and gaps included; and what the segments keep of its cell.
 const RECORD_BYTES: usize = 2 * (size_of::<Page>() + size_of::<Record>()) + CELL_METADATA_BYTES;
+const _: () = assert!(RECORD_BYTES == 48);
+/// Bytes that a slot takes beside.
+const SLOT_BYTES: usize = 2 * (size_of::<Page>() + size_of::<HeldSlot>());
 
 /// A page that is in the table no more, and whose place is to go home.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +55,8 @@ pub(crate) struct Returned {
 #[derive(Debug)]
 pub(super) struct Table {
     records: BTreeMap<Page, Record>,
+    /// Of pages that lie in slots.
+    slots: BTreeMap<Page, HeldSlot>,
     /// Records of pages that are packed.
     kept: usize,
     /// Pages that have room since the last [`Self::drop_reserved`].
@@ -62,8 +67,8 @@ pub(super) struct Table {
     codecs: Codecs,
     /// Where pages are rebuilt.
     rebuilt: Buffers,
-    /// What pages lay in that were given up by a thread whose system calls may be filtered.
-    garbage: Vec<Content>,
+    /// Cells of pages that were given up by a thread whose system calls may be filtered.
+    garbage: Vec<Place>,
     /// Slots that no record names any more, for whoever tells the store.
     freed: Vec<HeldSlot>,
     /// Pages that are to go home.
@@ -85,6 +90,7 @@ impl Table {
         let size = SegmentBytes::try_new(SEGMENT_BYTES).ok_or(io::ErrorKind::InvalidInput)?;
         Ok(Self {
             records: BTreeMap::new(),
+            slots: BTreeMap::new(),
             kept: 0,
             reserved: Vec::with_capacity(WINDOW),
             segments: Segments::new(Ready::default(), size),
@@ -130,7 +136,9 @@ impl Table {
             self.freed.push(held);
             return false;
         }
-        self.insert(page, Content::Slot(held), since);
+        // Frees what it had, so that the slot comes after.
+        self.insert(page, Content::Slot, since);
+        self.slots.insert(page, held);
         true
     }
 
@@ -141,7 +149,7 @@ impl Table {
             kept: false,
         };
         let old = self.records.insert(page, record);
-        self.free(old);
+        self.free(page, old);
         self.reserved.push(page);
     }
 
@@ -173,21 +181,17 @@ impl Table {
         while let Some(page) = self.reserved.pop() {
             if self.records.get(&page).is_some_and(|record| !record.kept) {
                 let record = self.records.remove(&page);
-                self.free(record);
+                self.free(page, record);
             }
         }
     }
 
-    fn free(&mut self, record: Option<Record>) {
-        if let Some(record) = record {
-            self.free_content(record.content);
-        }
-    }
-
-    fn free_content(&mut self, content: Content) {
-        match content {
-            Content::Cell { place, .. } => self.free_place(place),
-            Content::Slot(held) => self.freed.push(held),
+    /// Frees what a page lay in whose record is gone.
+    fn free(&mut self, page: Page, record: Option<Record>) {
+        match record.map(|record| record.content) {
+            Some(Content::Cell { place, .. }) => self.free_place(place),
+            Some(Content::Slot) => self.freed.extend(self.slots.remove(&page)),
+            None => {}
         }
     }
 
@@ -244,7 +248,7 @@ impl Table {
     fn rebuild_any(&mut self, page: Page) -> Option<usize> {
         let (place, kind) = match &self.records.get(&page)?.content {
             // Whoever else has the slot, this is the same.
-            Content::Slot(held) => return Some(held.address()),
+            Content::Slot => return self.slots.get(&page).map(HeldSlot::address),
             Content::Cell { place, kind } => (*place, *kind),
         };
         let bytes = self.segments.get(place).ok()?;
@@ -262,14 +266,17 @@ impl Table {
             self.returned.push(Returned { page, touched_after });
         }
         self.sweep();
-        self.free(record);
+        self.free(page, record);
     }
 
     /// Pages are given up. Frees no memory of segments: the caller's system calls may be filtered.
     pub(super) fn give_up(&mut self, pages: &Range<Page>) {
         while let Some(page) = self.first(pages) {
             if let Some(record) = self.take(page) {
-                self.garbage.push(record.content);
+                match record.content {
+                    Content::Cell { place, .. } => self.garbage.push(place),
+                    Content::Slot => self.freed.extend(self.slots.remove(&page)),
+                }
                 self.returned.push(Returned {
                     page,
                     touched_after: None,
@@ -287,8 +294,8 @@ impl Table {
 
     /// Frees the cells of what was given up.
     pub(super) fn sweep(&mut self) {
-        for content in std::mem::take(&mut self.garbage) {
-            self.free_content(content);
+        for place in std::mem::take(&mut self.garbage) {
+            self.free_place(place);
         }
     }
 
@@ -308,34 +315,30 @@ impl Table {
         self.freed.last()
     }
 
-    fn slots(&self) -> impl Iterator<Item = (Page, &HeldSlot)> {
-        let kept = self.records.iter().filter(|(_, record)| record.kept);
-        kept.filter_map(|(page, record)| match &record.content {
-            Content::Slot(held) => Some((*page, held)),
-            Content::Cell { .. } => None,
-        })
+    fn kept_slots(&self) -> impl Iterator<Item = (Page, &HeldSlot)> {
+        let slots = self.slots.iter().map(|(page, held)| (*page, held));
+        slots.filter(|(page, _)| self.get(*page).is_some())
     }
 
     /// Pages in slots of these segments of a connection.
     pub(super) fn slots_in(&self, segments: &BTreeSet<u32>, of: Membership) -> Vec<(Page, HeldSlot)> {
         let within = |held: &HeldSlot| held.membership == of && segments.contains(&held.slot.segment());
-        let found = self.slots().filter(|(_, held)| within(held));
+        let found = self.kept_slots().filter(|(_, held)| within(held));
         found.map(|(page, held)| (page, held.clone())).collect()
     }
 
     /// Pages in slots of other connections than this one.
     pub(super) fn slots_of_others(&self, than: Membership) -> Vec<Page> {
-        let others = self.slots().filter(|(_, held)| held.membership != than);
+        let others = self.kept_slots().filter(|(_, held)| held.membership != than);
         others.map(|(page, _)| page).collect()
     }
 
     /// A page lies in another slot, which holds the same bytes; if it lies in the old one still.
     pub(super) fn replace_slot(&mut self, page: Page, old: &HeldSlot, new: HeldSlot) -> bool {
-        let record = self.records.get_mut(&page).filter(|record| record.kept);
-        match record.map(|record| &mut record.content) {
-            Some(Content::Slot(held)) if held.slot == old.slot && held.membership == old.membership => {
-                let old = std::mem::replace(held, new);
-                self.freed.push(old);
+        let is_kept = self.get(page).is_some();
+        match self.slots.get_mut(&page).filter(|_| is_kept) {
+            Some(held) if held.slot == old.slot && held.membership == old.membership => {
+                self.freed.push(std::mem::replace(held, new));
                 true
             }
             _ => false,
@@ -357,8 +360,8 @@ impl Table {
     /// Bytes of segments, and of all bookkeeping.
     pub(super) fn bytes(&mut self) -> (u64, u64) {
         let lists =
-            self.garbage.capacity() * size_of::<Content>() + self.returned.capacity() * size_of::<Returned>();
-        let records = self.records.len() * RECORD_BYTES;
+            self.garbage.capacity() * size_of::<Place>() + self.returned.capacity() * size_of::<Returned>();
+        let records = self.records.len() * RECORD_BYTES + self.slots.len() * SLOT_BYTES;
         (self.segments.source_mut().given(), (lists + records) as u64)
     }
 }
@@ -383,12 +386,11 @@ impl Table {
         let mut record = self.records.remove(&page).unwrap();
         let place = self.segments.put(&[0xff; 8], Owner(page)).unwrap();
         self.used += class_bytes(&[0xff; 8]);
-        let kind = match record.content {
-            Content::Cell { kind, .. } => kind,
-            Content::Slot(_) => unreachable!("it is packed"),
+        let Content::Cell { place: old, kind } = record.content else {
+            unreachable!("it is packed");
         };
-        let old = std::mem::replace(&mut record.content, Content::Cell { place, kind });
-        self.free_content(old);
+        record.content = Content::Cell { place, kind };
+        self.free_place(old);
         self.records.insert(page, record);
     }
 }
