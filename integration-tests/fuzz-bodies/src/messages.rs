@@ -96,7 +96,7 @@ fn canonical_body(kind: u64, body: &[u8]) -> Option<Vec<u8>> {
     let is_list = |item: usize, most: usize| len.is_multiple_of(item) && len / item <= most;
     let fits = match kind {
         1 => of_size(16 + NAME),
-        2 => of_size(32),
+        2 => of_size(40),
         3 => batch_counts(body).is_some(),
         4 => is_list(4, 2048),
         5 => is_list(8, 512),

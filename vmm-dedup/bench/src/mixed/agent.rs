@@ -3,10 +3,10 @@
 //! A real one sees of a frame only whether it was used within an interval. What this one tells is the best that any could.
 
 use super::parts::Parts;
-use super::process::Orders;
 use super::setup::Setup;
 use crate::content::HUGE_PAGES;
 use std::io::{ErrorKind, Read, Write};
+use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 use tempfile::TempDir;
@@ -19,6 +19,9 @@ use vmm_dedup_host::{Failure, note};
 
 /// Between two tries to reach the service.
 const AGAIN: Duration = Duration::from_millis(100);
+
+/// Which pages are hot; `None` at the end.
+type Hot<'a> = &'a dyn Fn() -> Option<Range<usize>>;
 
 /// An agent, if one is to speak: the folder of its socket.
 pub(super) struct Agent(Option<TempDir>);
@@ -42,14 +45,14 @@ impl Agent {
         Some(AgentSocket::Hybrid(folder.path().join("vsock")))
     }
 
-    /// Tells each interval how memory is used, until the end.
-    pub(super) fn tell(&self, setup: &Setup<'_>, chunks: usize, orders: &Orders, parts: &Parts) {
+    /// Tells each interval how memory is used, as long as something says which pages are hot.
+    pub(super) fn tell(&self, setup: &Setup<'_>, chunks: usize, hot: Hot<'_>, parts: &Parts) {
         let Some(folder) = &self.0 else { return };
         let path = folder.path().join(format!("vsock_{PORT}"));
         let interval = Duration::from_millis(setup.interval_ms);
-        while orders.hot().is_some() {
+        while hot().is_some() {
             if let Ok(stream) = UnixStream::connect(&path)
-                && let Err(error) = (Line { stream, number: 0 }).tell(chunks, orders, parts, interval)
+                && let Err(error) = (Line { stream, number: 0 }).tell(chunks, hot, parts, interval)
             {
                 note!("the agent has to connect again: {error}");
             }
@@ -67,7 +70,7 @@ impl Line {
     fn tell(
         &mut self,
         chunks: usize,
-        orders: &Orders,
+        hot: Hot<'_>,
         parts: &Parts,
         interval: Duration,
     ) -> std::io::Result<()> {
@@ -86,7 +89,7 @@ impl Line {
         let mut told: Vec<Option<Temperature>> = vec![None; blocks as usize];
         self.say(&Message::Begin { snapshot: 1, blocks })?;
         let mut is_first = true;
-        while let Some(hot) = orders.hot() {
+        while let Some(hot) = hot() {
             let mut changed = false;
             let mut builder = BlocksBuilder::default();
             for (block, told) in told.iter_mut().enumerate() {
@@ -136,7 +139,7 @@ impl Line {
     }
 }
 
-fn temperature(hot: &std::ops::Range<usize>, parts: &Parts, block: usize) -> Temperature {
+fn temperature(hot: &Range<usize>, parts: &Parts, block: usize) -> Temperature {
     if hot.contains(&(block * HUGE_PAGES)) {
         Temperature::Hot
     } else if parts.warm.contains(&block) {

@@ -63,7 +63,7 @@ struct Tally {
 }
 
 /// What the thread is to work on: first page and number of pages, 32 bits each; 0: end.
-pub(super) struct Orders(AtomicU64, Mutex<Tally>);
+struct Orders(AtomicU64, Mutex<Tally>);
 
 impl Orders {
     fn set(&self, chunks: &Range<usize>) {
@@ -73,7 +73,7 @@ impl Orders {
     }
 
     /// The pages that are hot; `None` at the end.
-    pub(super) fn hot(&self) -> Option<Range<usize>> {
+    fn hot(&self) -> Option<Range<usize>> {
         let order = self.0.load(Ordering::Acquire);
         #[allow(clippy::cast_possible_truncation)] // two halves of 32 bits
         let (first, count) = ((order >> 32) as usize, (order & 0xffff_ffff) as usize);
@@ -135,7 +135,7 @@ pub(super) fn measure(setup: &Setup<'_>, mib: u32) -> Result<Process, Failure> {
         let undisturbed = orders.measure(setup.seconds);
         let services = start(setup, &area, &agent)?;
         if !services.is_empty() && agent.speaks() {
-            scope.spawn(|| agent.tell(setup, area.pages() / HUGE_PAGES, &orders, &parts));
+            scope.spawn(|| agent.tell(setup, area.pages() / HUGE_PAGES, &|| orders.hot(), &parts));
         }
         let measured = phases(setup, &area, &parts, &orders, &services, undisturbed);
         drop(end);
