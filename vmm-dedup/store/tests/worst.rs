@@ -78,11 +78,13 @@ fn live(honest: &mut Client, next: &mut u64, time: Duration) -> Experience {
         timed(honest, &mut |honest| _ = honest.batch(&keys, &[], &[]));
         let mut slots = Vec::new();
         timed(honest, &mut |honest| slots = honest.publish(&pages));
+        // Its pages change again: the store has room for the next, and no use for keys of those that found none.
+        let lost = keys.iter().zip(&slots).filter(|(_, slot)| slot.is_none());
+        let withdrawn: Vec<u64> = lost.flat_map(|(key, _)| [*key; 2]).collect();
         let found: Vec<_> = slots.into_iter().flatten().collect();
         merged += found.len() as u64;
-        // Its pages change again: the store has room for the next.
         let dropped: Vec<_> = found.iter().map(|slot| (*slot, -1)).collect();
-        timed(honest, &mut |honest| _ = honest.batch(&[], &[], &dropped));
+        timed(honest, &mut |honest| _ = honest.batch(&[], &withdrawn, &dropped));
         honest.release();
         std::thread::sleep(PERIOD.saturating_sub(begun.elapsed()));
     }
