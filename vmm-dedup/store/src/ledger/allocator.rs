@@ -17,8 +17,10 @@
 //! Pages that live long keep their segments, and what died around them stays resident. So the store *evacuates* segments:
 //! it copies their live pages to others, services map those in their place, and the segment is left with dead slots only.
 //!
-//! - **When.** Evacuation begins when more slots are resident than a tenth beyond those in use, and [`SLACK`]; it ends a
-//!   little below. Segments that are being emptied do not count: they go as soon as the services have followed, and one
+//! - **When.** Segments are emptied while more slots are dead than a seventh of those in use, and [`SLACK`]: what is resident
+//!   stays within 1.15 times what is in use, and 8 MiB. Pages are not moved for less. Whoever churns lets segments go by
+//!   themselves meanwhile: to begin at an eighth and 4 MiB, and to end at a tenth and 2 MiB, took up to 1.9 times as many moves.
+//!   Segments that are being emptied do not count: they go as soon as the services have followed, and one
 //!   that does not follow must not make the store move more and more.
 //! - **Which.** The segment with the smallest share of live slots: what is moved is least for what is gained.
 //! - **Where to.** Pages that outlived a segment go to segments of *survivors*: most of them will outlive the next one,
@@ -43,13 +45,12 @@ use std::cmp::Reverse;
 use std::ops::Range;
 use vmm_dedup_protocol::{MAX_SLOTS, SLOTS_PER_SEGMENT, Slot};
 
-/// Dead slots that are no reason to move anything: 4 MiB.
-const SLACK: u64 = 1024;
-/// Evacuation begins when one slot in so many is dead beyond [`SLACK`], and ends at the second.
-const BEGIN: u64 = 8;
-const END: u64 = 10;
-/// One dead slot in so many is worth moving for, when the store is full.
-const BEGIN_FULL: u64 = 32;
+/// Dead slots that are no reason to move anything: 7 MiB.
+const SLACK: u64 = 1792;
+/// One dead slot for so many in use is none either, beyond [`SLACK`].
+const IN_USE_PER_DEAD: u64 = 7;
+/// One dead slot for so many in use is worth moving for, when the store is full.
+const IN_USE_PER_DEAD_FULL: u64 = 32;
 /// Slots in a row that are not in use and whose places are kept when the pages around them move: as many pages that are not
 /// shared may lie in one mapping of a service.
 const KEPT_HOLE: u32 = 3;
@@ -153,8 +154,6 @@ pub(crate) struct Allocator {
     places: Vec<SegmentEntry>,
     max_slots: u32,
     counts: Counts,
-    /// More is dead than should be: segments are emptied until that is over.
-    shrinking: bool,
     /// If slots are taken at random.
     dice: Option<Dice>,
 }
@@ -166,7 +165,6 @@ impl Allocator {
             places: Vec::new(),
             max_slots: max_slots.min(MAX_SLOTS),
             counts: Counts::default(),
-            shrinking: false,
             dice: at_random.then(Dice::default),
         }
     }
@@ -428,13 +426,8 @@ impl Allocator {
     /// The next segment to be emptied, if more is dead than should be. No slot of it is taken from now on.
     pub(crate) fn begin_evacuation(&mut self) -> Option<u32> {
         let Tally { used, dead } = self.counts.staying;
-        let full = self.is_full() && dead > used / BEGIN_FULL;
-        if full || dead > used / BEGIN + SLACK {
-            self.shrinking = true;
-        } else if dead <= used / END + SLACK / 2 {
-            self.shrinking = false;
-        }
-        if !self.shrinking {
+        let full = self.is_full() && dead > used / IN_USE_PER_DEAD_FULL;
+        if !full && dead <= used / IN_USE_PER_DEAD + SLACK {
             return None;
         }
         let with_dead = self.existing().filter(|(_, s)| !s.leaving && s.dead() > 0);

@@ -377,7 +377,7 @@ proptest! {
                     prop_assert!(dead.iter().any(|slot| slot / SLOTS_PER_SEGMENT == number));
                 } else {
                     let Tally { used, dead } = allocator.counts().staying;
-                    prop_assert!(dead <= used / BEGIN + SLACK);
+                    prop_assert!(dead <= used / IN_USE_PER_DEAD + SLACK);
                 },
                 Step::RetireIdle => while let Some(number) = allocator.retire_idle() {
                     let mut slots = oracle.slots.iter();
