@@ -7,7 +7,7 @@ use crate::sizes::PAGE_SIZE;
 use crate::sync::AtomicU64;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 
 /// Bytes of a huge page. Longer mappings are aligned so that they can be used.
@@ -129,6 +129,32 @@ impl Mapping {
     pub fn copy_page_from(&self, page: usize, other: &Mapping, from: usize) {
         // SAFETY: a page of a mapping, which is readable as long as `other` lives.
         unsafe { self.copy_page_from_address(page, other.page_address(from)) };
+    }
+
+    /// Reads page `from` of a file in; it may be torn if somebody writes that at the same time.
+    ///
+    /// # Errors
+    /// Those of the kernel, or the file ends before the end of that page.
+    pub fn read_page_from(&self, page: usize, file: impl AsFd, from: usize) -> io::Result<()> {
+        assert!(self.writable, "the mapping was made read-only");
+        let (to, fd) = (self.page_address(page), file.as_fd().as_raw_fd());
+        let mut done = 0;
+        while done < PAGE_SIZE {
+            let at = i64::try_from(from * PAGE_SIZE + done).map_err(io::Error::other)?;
+            // SAFETY: into the rest of a page of our mapping, which is writable and only seen through atomics and copies.
+            let read = unsafe { libc::pread(fd, (to + done) as *mut _, PAGE_SIZE - done, at) };
+            match usize::try_from(read) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(bytes) => done += bytes,
+                Err(_) => {
+                    let error = io::Error::last_os_error();
+                    if error.kind() != io::ErrorKind::Interrupted {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Copies a page in from memory of this process; it may be torn if somebody writes that at the same time.

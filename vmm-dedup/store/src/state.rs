@@ -49,6 +49,8 @@ pub(crate) struct State {
     pub(crate) peers: Peers,
     rights: Rights,
     relay: Relay,
+    /// That there is less room than its VMs have memory was said.
+    told_of_room: bool,
     /// Counters of all VMs there ever were.
     pub(crate) totals: ServiceStats,
     /// Receive buffer of all connections: records are handled one at a time.
@@ -73,6 +75,7 @@ impl State {
             rights: Rights::new(&config.join_users),
             relay: Relay::new(Duration::from_secs(config.answer_seconds.into())),
             config,
+            told_of_room: false,
             totals: ServiceStats::default(),
             buffer: aligned_buffer(),
             started_ms: clock::since_boot_ms(),
@@ -144,9 +147,23 @@ impl State {
             Role::Service => {
                 let service = self.welcome_service(id, hello, pid, &outbox)?;
                 self.peers.set_phase(id, Phase::Service(Box::new(service)));
+                self.warn_of_too_little_room();
             }
         }
         Ok(())
+    }
+
+    /// When a store that shares securely is full its VMs can tell what others have: a page that is there already takes no room.
+    fn warn_of_too_little_room(&mut self) {
+        let pages: u64 = self.peers.services().map(|(_, _, service)| service.pages).sum();
+        let slots = self.exchange.pool.max_slots();
+        if self.config.secure && pages > slots.into() && !std::mem::replace(&mut self.told_of_room, true) {
+            log::warn!(
+                "VMs with {} MiB share securely with room for {} MiB: when that is full they can tell what others have (raise --max-mib)",
+                pages >> 8,
+                slots >> 8
+            );
+        }
     }
 
     /// The greeting for who has no use for the trust domain's secret.
@@ -173,8 +190,10 @@ impl State {
         if pages == 0 || pages > max {
             return Err(Violation::Pages { pages, max });
         }
+        let user = self.peers.user(id).ok_or(Violation::Unexpected("Hello"))?;
         let resources = |e| Violation::Resources(Error::Memory(e));
-        let (file, staging) = staging_memfd(STAGING_PAGES * PAGE_SIZE).map_err(resources)?;
+        let (staging, _) = staging_memfd(STAGING_PAGES * PAGE_SIZE).map_err(resources)?;
+        let staging = Arc::new(staging);
         let pool = &mut self.exchange.pool;
         let (index, index_bytes) = pool.catalog().file();
         let welcome = Welcome {
@@ -186,12 +205,12 @@ impl State {
         };
         outbox.push(
             encode(Kind::Welcome, &[welcome.as_bytes()]),
-            vec![index, Arc::new(file)],
+            vec![index, staging.clone()],
         );
         for (number, segment) in pool.segments().files() {
             outbox.push_greeting(encode(Kind::Segment, &[number.as_bytes()]), vec![segment]);
         }
-        pool.join(id);
+        pool.join(id, user);
         let announced = hello.name();
         let name = self.peers.unique_name(&announced, pid);
         log::info!("VM {name} (process {pid}) has joined with {pages} pages");
@@ -202,7 +221,7 @@ impl State {
             name,
             announced,
             pages,
-            staging: Arc::new(staging),
+            staging,
             series: 0,
             leaving: false,
         })

@@ -14,7 +14,7 @@ use vmm_dedup_protocol::control::{Settings, Switch};
 use vmm_dedup_protocol::index::{News, RING};
 use vmm_dedup_protocol::message::{Hello, Kind, Message, Role, aligned_buffer, encode};
 use vmm_dedup_protocol::stats::ServiceStats;
-use vmm_dedup_protocol::{SEGMENT_BYTES, SLOTS_PER_SEGMENT, STAGING_PAGES, socket};
+use vmm_dedup_protocol::{PAGE_SIZE, SEGMENT_BYTES, SLOTS_PER_SEGMENT, STAGING_PAGES, socket};
 use vmm_dedup_store::Config;
 use zerocopy::IntoBytes;
 
@@ -198,6 +198,36 @@ fn a_user_with_many_processes_leaves_places_for_others() {
     assert!(as_stranger(|| connect("hostile").is_none()));
     let mut honest = connect("honest").expect("a place is kept");
     honest.acknowledge();
+}
+
+#[test]
+fn a_user_who_fills_the_store_leaves_a_quarter_to_others() {
+    let Some(server) = open_server_with(|config| config.max_bytes = MAX) else {
+        return;
+    };
+    let all = MAX / PAGE_SIZE as u64;
+    let mut honest = Client::connect(&server.socket, "honest");
+    let mut taken = 0;
+    let _evil = as_stranger(|| {
+        let mut evil = Client::connect(&server.socket, "evil");
+        loop {
+            let pages: Vec<_> = (0..STAGING_PAGES as u64).map(|n| page(taken + n)).collect();
+            let slots = evil.publish(&pages).into_iter().flatten().count() as u64;
+            taken += slots;
+            if slots == 0 {
+                return evil;
+            }
+        }
+    });
+    assert!((all / 2..=all * 3 / 4).contains(&taken), "{taken} of {all}");
+    let mut share = |round: u64| {
+        let first = (1 << 40) + round * STAGING_PAGES as u64;
+        let pages: Vec<_> = (first..first + STAGING_PAGES as u64).map(page).collect();
+        honest.publish(&pages).into_iter().flatten().count()
+    };
+    let rounds = (all - taken) / STAGING_PAGES as u64;
+    assert!((0..rounds).all(|round| share(round) == STAGING_PAGES));
+    assert_eq!(share(rounds), 0, "it is full");
 }
 
 /// The users of a list, besides root.

@@ -174,11 +174,12 @@ fn attacked() -> Result<(), String> {
 
 /// The attacks, each by connections of its own.
 type Attack = fn(&Path, u64);
-const ATTACKS: [Attack; 13] = [
+const ATTACKS: [Attack; 14] = [
     // These do not make news, for which their process would have to wait.
     sight_and_go,
     publish_others,
     fill,
+    hold,
     do_not_read,
     report,
     connect,
@@ -191,7 +192,7 @@ const ATTACKS: [Attack; 13] = [
     flap,
     decline,
 ];
-const PATIENT: usize = 11;
+const PATIENT: usize = 12;
 
 /// The other side: 32 threads that attack until they are killed.
 #[test]
@@ -321,6 +322,16 @@ fn fill(path: &Path, seed: u64) {
         evil.release();
     }
     leave(evil);
+}
+
+/// Takes what it can get, and keeps it for a while.
+fn hold(path: &Path, seed: u64) {
+    let mut evil = Client::connect(path, "evil");
+    for round in 0..ROUNDS {
+        let pages: Vec<_> = (0..512).map(|n| page(seed + 512 * round + n)).collect();
+        evil.publish(&pages);
+        std::thread::sleep(Duration::from_millis(100));
+    }
 }
 
 fn do_not_read(path: &Path, _: u64) {

@@ -31,10 +31,10 @@
 //!
 //! | what is replaced | resident / in use | moved / replaced |
 //! | --- | --- | --- |
-//! | extents of 64 slots | 1.103 | 1.63 |
-//! | extents of 64 slots, and half of all slots stay | 1.125 | 1.04 |
-//! | single slots | 1.104 | 1.77 |
-//! | single slots, and half of all slots stay | 1.125 | 1.08 |
+//! | extents of 64 slots | 1.156 | 1.24 |
+//! | extents of 64 slots, and half of all slots stay | 1.156 | 0.74 |
+//! | single slots | 1.160 | 1.25 |
+//! | single slots, and half of all slots stay | 1.170 | 0.74 |
 //!
 //! New pages go to the segments with most used slots, so that the others can empty by themselves.
 

@@ -60,6 +60,7 @@
 use crate::ledger::epochs::{Epoch, EpochViolation, Epochs, MemberId};
 use crate::ledger::orphans::Orphans;
 use crate::ledger::references::{References, Unbalanced};
+use crate::ledger::shares::Shares;
 use crate::ledger::slots::{IndexChange, NotLive, SlotState, Slots};
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
@@ -102,6 +103,8 @@ pub(crate) struct Lifetime {
     members: BTreeMap<MemberId, References>,
     /// For the store's account. The rule does not need it.
     orphans: Orphans,
+    /// For what each user may have. The rule does not need it.
+    shares: Shares,
     /// First slots of series that are in the index, and how many follow each.
     series: BTreeMap<Slot, u32>,
     /// Slots that hold a page and are not in the index themselves: those that follow in a series, and those that one took
@@ -124,6 +127,7 @@ impl Lifetime {
             epochs: Epochs::new(epoch),
             members: BTreeMap::new(),
             orphans: Orphans::default(),
+            shares: Shares::default(),
             series: BTreeMap::new(),
             unlisted: BTreeSet::new(),
             moved: BTreeMap::new(),
@@ -149,9 +153,19 @@ impl Lifetime {
         self.members.keys().copied()
     }
 
-    /// A connection is given the index and the segments.
-    pub(crate) fn join(&mut self, id: MemberId) {
+    /// What each user keeps.
+    pub(crate) fn shares(&self) -> &Shares {
+        &self.shares
+    }
+
+    pub(crate) fn shares_mut(&mut self) -> &mut Shares {
+        &mut self.shares
+    }
+
+    /// A connection of a user is given the index and the segments.
+    pub(crate) fn join(&mut self, id: MemberId, user: u32) {
         self.epochs.join(id);
+        self.shares.join(id, user);
         self.members.insert(id, References::default());
     }
 
@@ -160,6 +174,7 @@ impl Lifetime {
         self.slots.publish(slot);
         let added = self.member(id).add(slot, 1);
         debug_assert!(added.is_ok(), "nobody referenced a free slot");
+        self.shares.note(id, slot, 0, 1, false);
     }
 
     /// The member has a page in the first of these consecutive slots, which were all free and hold the same.
@@ -275,17 +290,19 @@ impl Lifetime {
             0 => {}
             1.. => {
                 let held = self.member(id).held(slot);
-                held.checked_add(n).ok_or(Unbalanced::Overflow { slot })?;
+                let now = held.checked_add(n).ok_or(Unbalanced::Overflow { slot })?;
                 let change = self.slots.add_references(slot, n)?;
                 self.member(id).add(slot, n)?;
+                self.shares.note(id, slot, held, now, true);
                 if change == IndexChange::Returns {
                     let listed = !self.is_unlisted(slot);
                     self.changes.push(Change::Revived { slot, listed });
                 }
             }
             _ => {
+                let held = self.member(id).held(slot);
                 self.member(id).sub(slot, n)?;
-                self.drop_references(slot, n);
+                self.drop_member_references(id, slot, held, n);
             }
         }
         Ok(())
@@ -312,6 +329,7 @@ impl Lifetime {
         let Some(some) = self.members.get_mut(&id).and_then(References::take_some) else {
             self.members.remove(&id);
             self.orphans.remove(id);
+            self.shares.leave(id);
             self.epochs.leave(id);
             return false;
         };
@@ -324,7 +342,7 @@ impl Lifetime {
                 if counted {
                     all.orphans.sub(slot, n);
                 }
-                all.drop_references(slot, n);
+                all.drop_member_references(id, slot, n, n);
             });
         }
         true
@@ -467,7 +485,15 @@ impl Lifetime {
         self.slots.bytes()
             + sets
             + self.orphans.bytes()
+            + self.shares.bytes()
             + self.members.values().map(References::bytes).sum::<usize>()
+    }
+
+    /// A member that held so many references to a slot has given up `n` of them.
+    fn drop_member_references(&mut self, id: MemberId, slot: Slot, held: u32, n: u32) {
+        self.drop_references(slot, n);
+        let others = matches!(self.slots.state(slot), SlotState::Live(_));
+        self.shares.note(id, slot, held, held - n, others);
     }
 
     fn drop_references(&mut self, slot: Slot, n: u32) {

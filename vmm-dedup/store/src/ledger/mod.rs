@@ -10,6 +10,7 @@ pub(crate) mod orphans;
 pub(crate) mod pending;
 pub(crate) mod references;
 mod segment_slots;
+pub(crate) mod shares;
 pub(crate) mod sightings;
 pub(crate) mod slots;
 #[cfg(test)]

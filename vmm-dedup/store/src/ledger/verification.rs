@@ -117,7 +117,7 @@ impl World {
         let services = [MemberId(1), MemberId(2)].map(|member| {
             let alive = usize::from(member.0) <= services;
             if alive {
-                lifetime.join(member);
+                lifetime.join(member, 0);
             }
             Service {
                 member,
@@ -328,7 +328,7 @@ impl World {
             |w| {
                 w.reconnected += 1;
                 let member = MemberId(10 + u16::from(w.reconnected));
-                w.lifetime.join(member);
+                w.lifetime.join(member, 0);
                 let me = &mut w.services[i];
                 for n in 0..SLOTS {
                     me.legacy[n] = me.legacy[n].or(me.mapped[n].take());

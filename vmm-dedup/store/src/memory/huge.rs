@@ -5,14 +5,14 @@
 //! allocated would be for nothing. The memory of such slots becomes one when it is shared as one, see
 //! [`crate::memory::collapse`].
 
-use crate::ledger::allocator::Purpose;
+use crate::ledger::allocator::{HUGE_PAGE_SLOTS, Purpose};
 use crate::ledger::epochs::MemberId;
 use crate::memory::pool::Pool;
 use std::collections::HashSet;
+use std::os::fd::OwnedFd;
 use std::time::Instant;
 use vmm_dedup_protocol::Slot;
 use vmm_dedup_protocol::key::Key;
-use vmm_dedup_protocol::mapping::Mapping;
 
 impl Pool {
     /// Publishes the pages of a huge page to slots that lie as those of one. `None`, and nothing has happened, unless all
@@ -21,11 +21,14 @@ impl Pool {
         &mut self,
         id: MemberId,
         lines: &[Key],
-        staging: &Mapping,
+        staging: &OwnedFd,
     ) -> Option<Vec<Slot>> {
         let mut different = HashSet::with_capacity(lines.len());
         let is_new = |line: &Key| !line.is_full() && self.index().line(*line).is_none();
         if !lines.iter().all(|line| is_new(line) && different.insert(*line)) {
+            return None;
+        }
+        if self.room_for(id) < HUGE_PAGE_SLOTS {
             return None;
         }
         // Without memory or descriptors for a segment the ordinary way may still find room, or says so.
@@ -45,10 +48,10 @@ impl Pool {
     }
 
     /// Copies pages into slots; whether all have the announced line keys and can be entered.
-    fn fill_all(&mut self, slots: &[Slot], lines: &[Key], staging: &Mapping) -> bool {
+    fn fill_all(&mut self, slots: &[Slot], lines: &[Key], staging: &OwnedFd) -> bool {
         slots.iter().zip(lines).enumerate().all(|(at, (slot, line))| {
-            self.segments.fill(*slot, staging, at);
-            let right = self.segments.line_key(*slot, self.salt) == *line;
+            let filled = self.segments.fill(*slot, staging, at).is_ok();
+            let right = filled && self.segments.line_key(*slot, self.salt) == *line;
             right && self.admits(*line, *slot)
         })
     }

@@ -17,7 +17,6 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use vmm_dedup_protocol::index::{IndexReader, Line};
 use vmm_dedup_protocol::key::{Key, Salt};
-use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::{SLOTS_PER_SEGMENT, Slot};
 
 /// What all services must be told, in this order.
@@ -142,9 +141,9 @@ impl Pool {
         std::mem::take(&mut self.announcements)
     }
 
-    /// A service is given the index and the segments.
-    pub(crate) fn join(&mut self, id: MemberId) {
-        self.lifetime.join(id);
+    /// A service of a user is given the index and the segments.
+    pub(crate) fn join(&mut self, id: MemberId, user: u32) {
+        self.lifetime.join(id, user);
     }
 
     /// A member acknowledges an epoch.
@@ -294,6 +293,27 @@ impl Pool {
         self.segments.allocator().room()
     }
 
+    /// Of these, those that are for new pages of a member: none while its user has his share, and others may need the rest.
+    pub(crate) fn room_for(&self, id: MemberId) -> u32 {
+        let shares = self.lifetime.shares();
+        shares.room(id, self.secure, self.max_slots(), self.room())
+    }
+
+    /// Whether there is room, and none for a member, whose user has more than his share. That is logged once while he has VMs here.
+    pub(crate) fn is_beyond_share(&mut self, id: MemberId) -> bool {
+        if self.room() == 0 || self.room_for(id) > 0 {
+            return false;
+        }
+        if let Some((user, users, slots)) = self.lifetime.shares_mut().note_refused(id) {
+            log::warn!(
+                "user {user} keeps {slots} of {} pages, more than an equal part for each of {users} users, and less than a quarter is \
+                 free: its VMs share no new pages for now (raise --max-mib?)",
+                self.max_slots()
+            );
+        }
+        true
+    }
+
     /// Whether the last page that wanted memory did not get it, although there was room.
     pub(crate) fn is_short_of_memory(&self) -> bool {
         self.short_of_memory
@@ -315,14 +335,15 @@ impl Pool {
         self.catalog.mark(line, |slot| segments.hash(slot, salt));
     }
 
-    /// Takes consecutive slots for up to this many pages. If the kernel has no memory or descriptors left for a new
+    /// Takes consecutive slots for up to this many pages of a member. If the kernel has no memory or descriptors left for a new
     /// segment, the store is as large as it can be: no service's fault.
-    pub(crate) fn allocate_run(&mut self, pages: u32) -> Option<Run> {
-        self.allocate_run_of(pages, SHORT_RUN)
+    pub(crate) fn allocate_run(&mut self, id: MemberId, pages: u32) -> Option<Run> {
+        self.allocate_run_of(id, pages, SHORT_RUN)
     }
 
     /// As [`Self::allocate_run`]; fewer than `least`, if so many are wanted, only when no segment can be made.
-    pub(super) fn allocate_run_of(&mut self, pages: u32, least: u32) -> Option<Run> {
+    pub(super) fn allocate_run_of(&mut self, id: MemberId, pages: u32, least: u32) -> Option<Run> {
+        let pages = Some(pages.min(self.room_for(id))).filter(|pages| *pages > 0)?;
         let allocated = self.segments.allocate_run(pages, Purpose::New, least);
         if let Err(e) = &allocated
             && !self.short_of_memory
@@ -356,9 +377,12 @@ impl Pool {
         id: MemberId,
         slot: Slot,
         announced: Key,
-        (staging, from): (&Mapping, usize),
+        (staging, from): (&OwnedFd, usize),
     ) -> Publication {
-        self.segments.fill(slot, staging, from);
+        if let Err(e) = self.segments.fill(slot, staging, from) {
+            log::warn!("a page cannot be read from a service's staging buffer: {e}");
+            return Publication::Unverified;
+        }
         let line = self.segments.line_key(slot, self.salt);
         let found = if announced.is_full() {
             self.segments.hash(slot, self.salt).key()

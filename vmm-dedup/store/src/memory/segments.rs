@@ -17,7 +17,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vmm_dedup_protocol::forward;
 use vmm_dedup_protocol::key::{Key, PAGE_WORDS, PageHash, Salt, line_words};
-use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::{HUGE_PAGES, PAGE_SIZE, SEGMENT_BYTES, SLOTS_PER_SEGMENT, Slot};
 
 /// What segments that went and segments that are being emptied may cost on top of all else, since somebody keeps them: one part in so
@@ -243,10 +242,14 @@ impl Segments {
         Ok(())
     }
 
-    /// Copies page `from` of another mapping into an allocated slot.
-    pub(crate) fn fill(&mut self, slot: Slot, source: &Mapping, from: usize) {
+    /// Reads page `from` of a service's file into an allocated slot. A page that the service has not written is zeros, and gets no memory
+    /// by being read: who maps the file would have it allocated, on his own account.
+    ///
+    /// # Errors
+    /// Those of the kernel: a page that cannot be swapped in.
+    pub(crate) fn fill(&mut self, slot: Slot, source: &OwnedFd, from: usize) -> io::Result<()> {
         let map = &self.segment(slot.segment()).map;
-        map.copy_page_from(slot.offset() / PAGE_SIZE, source, from);
+        map.read_page_from(slot.offset() / PAGE_SIZE, source, from)
     }
 
     /// Copies the page of one allocated slot into another.
@@ -332,6 +335,7 @@ mod tests {
     use super::*;
     use std::os::fd::AsRawFd;
     use vmm_dedup_protocol::MAX_SLOTS;
+    use vmm_dedup_protocol::mapping::Mapping;
 
     fn run(segments: &mut Segments, n: u32) -> Option<(u32, u32)> {
         segments
@@ -414,14 +418,14 @@ mod tests {
     #[test]
     fn written_slots_count_until_their_segment_goes() {
         let mut segments = Segments::new(MAX_SLOTS, false);
-        let (_file, source) = vmm_dedup_protocol::mapping::staging_memfd(PAGE_SIZE).unwrap();
-        source.write_page(0, &[7; PAGE_WORDS]);
+        let (source, map) = vmm_dedup_protocol::mapping::staging_memfd(PAGE_SIZE).unwrap();
+        map.write_page(0, &[7; PAGE_WORDS]);
         run(&mut segments, 2);
         let slot = |n| Slot::try_new(n).unwrap();
-        segments.fill(slot(0), &source, 0);
+        segments.fill(slot(0), &source, 0).unwrap();
         assert!(!segments.equal(slot(0), slot(1)));
-        segments.fill(slot(1), &source, 0);
-        segments.fill(slot(1), &source, 0);
+        segments.fill(slot(1), &source, 0).unwrap();
+        segments.fill(slot(1), &source, 0).unwrap();
         assert!(segments.equal(slot(0), slot(1)));
         // Exactly two, unless this host gives shared memory larger folios: of 64 KiB, or huge pages.
         let resident = segments.resident_bytes();
@@ -433,6 +437,18 @@ mod tests {
         assert_eq!(segments.resident_bytes(), resident);
         give_back(&mut segments, [1]);
         assert_eq!(segments.resident_bytes(), 0);
+    }
+
+    #[test]
+    fn reading_what_a_service_has_not_written_takes_no_memory() {
+        let mut segments = Segments::new(MAX_SLOTS, false);
+        let (source, _map) = vmm_dedup_protocol::mapping::staging_memfd(4 * PAGE_SIZE).unwrap();
+        run(&mut segments, 1);
+        let slot = Slot::try_new(0).unwrap();
+        segments.fill(slot, &source, 3).unwrap();
+        assert_eq!(rustix::fs::fstat(&source).unwrap().st_blocks, 0);
+        let refused = segments.fill(slot, &source, 4).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::UnexpectedEof);
     }
 
     #[test]

@@ -14,7 +14,7 @@ impl Pool {
         if self.index().line(line) != Some(Line::Sole(twin)) {
             return None;
         }
-        let slots = self.take_series()?;
+        let slots = self.take_series(id)?;
         for slot in &slots {
             self.segments.copy(*slot, twin);
         }
@@ -27,8 +27,8 @@ impl Pool {
     }
 
     /// Consecutive free slots for a series.
-    fn take_series(&mut self) -> Option<Vec<Slot>> {
-        let run = self.allocate_run_of(SERIES, SERIES)?;
+    fn take_series(&mut self, id: MemberId) -> Option<Vec<Slot>> {
+        let run = self.allocate_run_of(id, SERIES, SERIES)?;
         let slots: Vec<Slot> = run.slots().collect();
         if run.len == SERIES {
             return Some(slots);

@@ -151,7 +151,7 @@ impl Exchange {
     /// it has the other key then, or is older than the look.
     fn sight(&mut self, id: MemberId, batch: &Batch<'_>) -> Result<Vec<u32>, Violation> {
         let mut asks = Vec::new();
-        let mut room = self.pool.room();
+        let mut room = self.pool.room_for(id);
         let now = Instant::now();
         for (at, key) in (0u32..).zip(batch.sightings()) {
             let key = key?;
@@ -167,7 +167,10 @@ impl Exchange {
                 Sighting::First | Sighting::NoRoom => {}
                 Sighting::Again(_) if room == 0 => {
                     self.counters.refused_full += 1;
-                    self.pass_over(key);
+                    // What its user may not have others may, when they sight it.
+                    if !self.pool.is_beyond_share(id) {
+                        self.pass_over(key);
+                    }
                 }
                 Sighting::Again(_) => {
                     if self.pending.may_ask(key, id, now) {

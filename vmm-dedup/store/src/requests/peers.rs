@@ -11,7 +11,6 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
-use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::refusal::Refusal;
 use vmm_dedup_protocol::stats::ServiceStats;
 
@@ -23,7 +22,7 @@ pub(crate) struct Service {
     /// The name that it gave itself.
     pub(crate) announced: String,
     pub(crate) pages: u64,
-    pub(crate) staging: Arc<Mapping>,
+    pub(crate) staging: Arc<OwnedFd>,
     /// Series that were made for it.
     pub(crate) series: u64,
     /// It has said goodbye.

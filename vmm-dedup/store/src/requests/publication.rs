@@ -14,8 +14,8 @@ use crate::requests::exchange::Exchange;
 use crate::requests::peers::Service;
 use crate::requests::violation::Violation;
 use std::hint::black_box;
+use std::os::fd::OwnedFd;
 use vmm_dedup_protocol::key::Key;
-use vmm_dedup_protocol::mapping::Mapping;
 use vmm_dedup_protocol::message::{Kind, NO_SLOT, Staged, Wish, encode};
 use vmm_dedup_protocol::{HUGE_PAGES, SERIES, Slot};
 use zerocopy::IntoBytes;
@@ -160,10 +160,13 @@ impl Exchange {
     ) -> Result<Option<Slot>, Violation> {
         let Staged { key, wish, .. } = layout.pages[page];
         let asked = self.pending.answered(key, id);
-        let Some(slot) = self.take_slot(layout, page) else {
+        let Some(slot) = self.take_slot(id, layout, page) else {
             self.counters.refused_full += 1;
-            if asked {
-                self.pass_over(key);
+            match (asked, self.pool.is_beyond_share(id)) {
+                (true, false) => self.pass_over(key),
+                // Others may have the page, and room for it.
+                (true, true) => self.repeat_news(key),
+                (false, _) => {}
             }
             return Ok(None);
         };
@@ -215,7 +218,7 @@ impl Exchange {
     }
 
     /// Publishes the pages of a huge page as one; `None`, and nothing has happened, if they have to go one by one.
-    fn publish_huge_page(&mut self, id: MemberId, pages: &[Staged], staging: &Mapping) -> Option<Vec<u32>> {
+    fn publish_huge_page(&mut self, id: MemberId, pages: &[Staged], staging: &OwnedFd) -> Option<Vec<u32>> {
         let lines: Vec<Key> = pages.iter().map(|page| page.key).collect();
         let slots = self.pool.publish_huge_page(id, &lines, staging)?;
         for line in lines {
@@ -226,12 +229,12 @@ impl Exchange {
         Some(slots.into_iter().map(Slot::number).collect())
     }
 
-    /// The place of a page, with memory; `None` if the store is full.
-    fn take_slot(&mut self, layout: &mut Layout, page: usize) -> Option<Slot> {
+    /// The place of a page, with memory; `None` if the store is full, or as good as full for this member.
+    fn take_slot(&mut self, id: MemberId, layout: &mut Layout, page: usize) -> Option<Slot> {
         if let Some(slot) = layout.slot(page) {
             return Some(slot);
         }
-        let run = self.pool.allocate_run(layout.span(page))?;
+        let run = self.pool.allocate_run(id, layout.span(page))?;
         layout.extend(page, run, |part| self.pool.populate(&part));
         layout.slot(page)
     }

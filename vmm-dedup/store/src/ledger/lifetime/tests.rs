@@ -69,7 +69,7 @@ impl World {
     fn join(&mut self) {
         self.joined += 1;
         let id = MemberId(self.joined);
-        self.lifetime.join(id);
+        self.lifetime.join(id, u32::from(id.0 % 2));
         self.members.push((id, Phase::Connected));
     }
 
@@ -195,7 +195,7 @@ proptest! {
 fn who_asks_what_orphans_alone_reference_waits_for_no_count() {
     const PAGES: u32 = 50_000;
     let (mut lifetime, lost) = (Lifetime::new(1), MemberId(1));
-    lifetime.join(lost);
+    lifetime.join(lost, 0);
     (0..PAGES).for_each(|n| lifetime.publish(lost, slot(n)));
     let begun = Instant::now();
     while lifetime.orphan_some(lost) {}
