@@ -10,7 +10,6 @@ use std::fs::File;
 use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use support::{Client, Server, TICKS, eventually, page, stats};
 use vmm_dedup_protocol::key::{PAGE_WORDS, PageWords};
@@ -57,16 +56,8 @@ fn read_slowly(server: &Server) -> (Client, SlowRead, Vec<Slot>) {
     (client, read, all)
 }
 
-/// The tests take turns: for one of them this process's clocks are set ahead.
-static TURN: Mutex<()> = Mutex::new(());
-
-fn turn() -> MutexGuard<'static, ()> {
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[test]
 fn what_is_still_read_stays_as_it_is() {
-    let _turn = turn();
     let server = Server::start(|_| ());
     let (_client, read, _) = read_slowly(&server);
     assert_eq!(read.end(), page(1));
@@ -74,7 +65,6 @@ fn what_is_still_read_stays_as_it_is() {
 
 #[test]
 fn what_is_still_read_stays_as_it_is_when_its_segment_goes_and_its_number_returns() {
-    let _turn = turn();
     let server = Server::start(|_| ());
     let (mut client, read, slots) = read_slowly(&server);
     let dropped: Vec<(Slot, i32)> = slots.into_iter().map(|slot| (slot, -1)).collect();
@@ -113,7 +103,6 @@ pub unsafe extern "C" fn clock_gettime(clock: libc::clockid_t, time: *mut libc::
 #[test]
 fn what_is_still_read_a_year_later_stays_as_it_is() {
     const YEAR: i64 = 365 * 24 * 3600;
-    let _turn = turn();
     let server = Server::start(|config| config.max_bytes = SEGMENT_BYTES as u64);
     let mut client = Client::connect(&server.socket, "a");
     let pages: Vec<PageWords> = (1..=u64::from(SLOTS_PER_SEGMENT)).map(page).collect();

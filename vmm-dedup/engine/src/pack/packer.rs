@@ -329,8 +329,14 @@ impl Packer {
             // SAFETY: the table's buffer is a page, and ours, as is the mapping of a slot that is held; the place is in the guest, of which there are no Rust references, and
             // the kernel fills it only if nothing is there.
             Some(rebuilt) => match unsafe { self.uffd.copy(address, rebuilt, PAGE_SIZE) } {
-                // What is there cannot be read: a slot whose memory broke.
-                Err(error) if error.raw_os_error() == Some(libc::EFAULT) => self.poison(inner, address),
+                Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
+                    match vma::populate_read(rebuilt, PAGE_SIZE) {
+                        // There was no memory to read it in.
+                        Ok(()) => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
+                        Err(error) if is_broken(&error) => self.poison(inner, address),
+                        Err(error) => Err(error),
+                    }
+                }
                 filled => filled,
             },
             None => self.poison(inner, address),
@@ -342,6 +348,7 @@ impl Packer {
         }
         let after = self.seconds().saturating_sub(since);
         inner.table.remove(page, touched.then_some(after));
+        inner.leave_no_trace();
         if touched {
             inner.figures.touched += 1;
         } else {
@@ -515,6 +522,11 @@ impl Packer {
     }
 }
 
+/// Whether memory that could not be read in is lost (MADV_POPULATE_READ): it broke, or the device that it was swapped out to did.
+fn is_broken(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EHWPOISON | libc::EFAULT))
+}
+
 /// Whether a place is another userfaultfd's, or no anonymous memory.
 fn is_foreign(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EINVAL))
@@ -530,7 +542,7 @@ pub(super) fn cry_at_times(failures: usize) {
 
 impl Inner {
     /// Nobody is to tell by the time that the next copy of a slot takes that this one was made.
-    pub(super) fn leave_no_trace(&self) {
+    fn leave_no_trace(&self) {
         if let Some(held) = self.table.last_freed() {
             cache::flush_page(held.address());
         }
@@ -549,16 +561,28 @@ impl Packer {
         self.lock().table.take_freed()
     }
 
-    /// Lets records name the slots that theirs have moved to. Returns those, for each of which there is a reference more.
-    pub(super) fn follow(&self, store: &Store) -> Vec<Slot> {
-        if store.evacuated().is_empty() {
-            return Vec::new();
-        }
-        let moved = self.lock().table.slots_in(store.evacuated(), store.membership());
-        let mut taken = Vec::new();
-        for (page, old) in moved {
+    /// Pages in slots that are meant. The lock is free now and then.
+    fn pages_in_slots(&self, is_meant: impl Fn(&HeldSlot) -> bool) -> impl Iterator<Item = (Page, HeldSlot)> {
+        let mut from = Some(0);
+        let some = move || {
+            let (found, next) = self.lock().table.some_slots(from?, &is_meant);
+            from = next;
+            Some(found)
+        };
+        std::iter::from_fn(some).flatten()
+    }
+
+    /// Lets records name the slots that theirs have moved to. Returns those, for each of which there is a reference more, and whether all
+    /// records have followed.
+    pub(super) fn follow(&self, store: &Store) -> (Vec<Slot>, bool) {
+        let (segments, membership) = (store.evacuated(), store.membership());
+        let has_moved =
+            |held: &HeldSlot| held.membership == membership && segments.contains(&held.slot.segment());
+        let (mut taken, mut all) = (Vec::new(), true);
+        for (page, old) in self.pages_in_slots(has_moved) {
             let new = store.forward(old.slot).and_then(|to| store.hold(to));
             let Some(new) = new.filter(|new| cache::are_equal(old.address(), new.address())) else {
+                all = false;
                 continue;
             };
             let slot = new.slot;
@@ -566,12 +590,13 @@ impl Packer {
                 taken.push(slot);
             }
         }
-        taken
+        (taken, all)
     }
 
     /// Pages in slots of other connections than this one.
-    pub(super) fn pages_of_earlier(&self, now: Membership) -> Vec<Page> {
-        self.lock().table.slots_of_others(now)
+    pub(super) fn pages_of_earlier(&self, now: Membership) -> impl Iterator<Item = Page> {
+        self.pages_in_slots(move |held| held.membership != now)
+            .map(|(page, _)| page)
     }
 
     /// Gathers what is packed in fewer segments.

@@ -16,6 +16,7 @@ use crate::sys::pagemap::{Pagemap, Written};
 use crate::sys::sched::Urgent;
 use crate::track::access::Probes;
 use crate::window::{PageSet, Scratch, Taken, Window};
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -67,6 +68,8 @@ pub(crate) struct Packing {
     prepared: Vec<Prepared>,
     early: u64,
     touches: Touches,
+    /// Segments of a connection whose slots no record names any more.
+    followed: Option<(Membership, BTreeSet<u32>)>,
 }
 
 impl Packing {
@@ -89,6 +92,7 @@ impl Packing {
             prepared: Vec::with_capacity(WINDOW),
             early: 0,
             touches: Touches::default(),
+            followed: None,
         })
     }
 
@@ -173,6 +177,12 @@ impl Packing {
     pub(crate) fn prepare_slots(&mut self, store: &Store, pages: &[(Page, Slot)]) -> Vec<Slot> {
         self.give_up_prepared();
         let mut lost = Vec::new();
+        if pages
+            .iter()
+            .any(|(_, slot)| store.evacuated().contains(&slot.segment()))
+        {
+            self.followed = None;
+        }
         for (page, slot) in pages {
             let Some(held) = store.hold(*slot) else {
                 lost.push(*slot);
@@ -207,11 +217,19 @@ impl Packing {
 
     /// Lets records name the slots that theirs have moved to. Returns those, for each of which there is a reference more.
     pub(crate) fn follow(&mut self, store: &Store) -> Vec<Slot> {
-        self.packer.follow(store)
+        let (now, evacuated) = (store.membership(), store.evacuated());
+        let followed = self.followed.as_ref();
+        let is_done = followed.is_some_and(|(then, segments)| *then == now && evacuated.is_subset(segments));
+        if evacuated.is_empty() || is_done {
+            return Vec::new();
+        }
+        let (taken, all) = self.packer.follow(store);
+        self.followed = all.then(|| (now, evacuated.clone()));
+        taken
     }
 
     /// Pages in slots of other connections than this one.
-    pub(crate) fn pages_of_earlier(&self, now: Membership) -> Vec<Page> {
+    pub(crate) fn pages_of_earlier(&self, now: Membership) -> impl Iterator<Item = Page> {
         self.packer.pages_of_earlier(now)
     }
 

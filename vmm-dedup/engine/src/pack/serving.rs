@@ -192,7 +192,6 @@ impl Packer {
         }
         wake(&self.uffd, &(fault.address..fault.address + PAGE_SIZE));
         if brought == Brought::Rebuilt {
-            inner.leave_no_trace();
             let ns = u64::try_from(fault.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
             inner.figures.rebuild.observe(ns);
         }
@@ -210,7 +209,6 @@ impl Packer {
             if inner.table.get(next).is_none() || self.bring(&mut inner, next, true) == Brought::Later {
                 return;
             }
-            inner.leave_no_trace();
         }
     }
 }

@@ -3,8 +3,8 @@
 use crate::memory::layout::Page;
 use crate::pack::figures::WINDOW;
 use crate::pack::memory::{Buffers, Hidden, Ready};
-use crate::store::connection::{HeldSlot, Membership};
-use std::collections::{BTreeMap, BTreeSet};
+use crate::store::connection::HeldSlot;
+use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,6 +16,8 @@ use vmm_dedup_protocol::raw;
 const SEGMENT_BYTES: usize = 128 << 10;
 /// Bytes of segments that hold nothing, from which on they are compacted: so many, and a quarter of all.
 const LOOSE_BYTES: u64 = 4 * SEGMENT_BYTES as u64;
+/// Slots that are looked at with the lock.
+const SLOTS_AT_ONCE: usize = 512;
 /// Lines of an overlay beside compression.
 pub(super) const OVERLAY_LINES: u32 = 16;
 
@@ -315,22 +317,18 @@ impl Table {
         self.freed.last()
     }
 
-    fn kept_slots(&self) -> impl Iterator<Item = (Page, &HeldSlot)> {
-        let slots = self.slots.iter().map(|(page, held)| (*page, held));
-        slots.filter(|(page, _)| self.get(*page).is_some())
-    }
-
-    /// Pages in slots of these segments of a connection.
-    pub(super) fn slots_in(&self, segments: &BTreeSet<u32>, of: Membership) -> Vec<(Page, HeldSlot)> {
-        let within = |held: &HeldSlot| held.membership == of && segments.contains(&held.slot.segment());
-        let found = self.kept_slots().filter(|(_, held)| within(held));
-        found.map(|(page, held)| (page, held.clone())).collect()
-    }
-
-    /// Pages in slots of other connections than this one.
-    pub(super) fn slots_of_others(&self, than: Membership) -> Vec<Page> {
-        let others = self.kept_slots().filter(|(_, held)| held.membership != than);
-        others.map(|(page, _)| page).collect()
+    /// Pages in slots that are meant, from a page on, and the page to go on from: a part of all at a time, since whoever waits for a page
+    /// waits for this.
+    pub(super) fn some_slots(
+        &self,
+        from: Page,
+        is_meant: impl Fn(&HeldSlot) -> bool,
+    ) -> (Vec<(Page, HeldSlot)>, Option<Page>) {
+        let mut slots = self.slots.range(from..);
+        let some = slots.by_ref().take(SLOTS_AT_ONCE);
+        let meant = some.filter(|(page, held)| is_meant(held) && self.get(**page).is_some());
+        let found = meant.map(|(page, held)| (*page, held.clone())).collect();
+        (found, slots.next().map(|(page, _)| *page))
     }
 
     /// A page lies in another slot, which holds the same bytes; if it lies in the old one still.

@@ -306,12 +306,17 @@ fn memory_that_replaced_a_packed_page_gets_no_old_bytes() {
 fn what_lacks_memory_stays_packed_and_comes_back_later() {
     let Some(mut guest) = Guest::new() else { return };
     let _watchdog = Watchdog::start(PATIENCE, || ());
-    guest.pack(0..8);
-    let lack = Injection::begin(Call::Copy, libc::ENOMEM, Times::Always);
-    assert!(!guest.packer.bring_back(&(0..8), IDLE));
-    drop(lack);
-    assert_eq!((guest.packer.figures().pages, guest.populated()), (8, PAGES - 8));
-    assert!(guest.packer.bring_back(&(0..8), IDLE));
+    // Whether it is short for the page itself, or for what the page is copied from.
+    for errno in [libc::ENOMEM, libc::EFAULT] {
+        guest.pack(0..8);
+        let lack = Injection::begin(Call::Copy, errno, Times::Always);
+        assert!(!guest.packer.bring_back(&(0..8), IDLE));
+        drop(lack);
+        assert_eq!((guest.packer.figures().pages, guest.populated()), (8, PAGES - 8));
+        assert!(guest.packer.bring_back(&(0..8), IDLE));
+        guest.take_home();
+    }
+    assert_eq!(guest.packer.figures().broken, 0);
     assert!((0..PAGES).all(|page| guest.holds(page, 0)));
 }
 

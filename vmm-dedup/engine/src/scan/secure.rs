@@ -51,7 +51,7 @@ impl Pass {
             return Ok(());
         }
         let pages = match (&self.packing, self.session.store()) {
-            (Some(packing), Some(store)) => packing.pages_of_earlier(store.membership()),
+            (Some(packing), Some(store)) => packing.pages_of_earlier(store.membership()).collect(),
             _ => Vec::new(),
         };
         let mut done = true;
@@ -71,8 +71,9 @@ impl Pass {
     /// Whether pages lie in slots of earlier connections.
     pub(super) fn keeps_earlier_slots(&self) -> bool {
         let now = self.session.store().map(|store| store.membership());
-        let earlier =
-            |packing: &crate::pack::Packing| now.is_none_or(|now| !packing.pages_of_earlier(now).is_empty());
+        let earlier = |packing: &crate::pack::Packing| {
+            now.is_none_or(|now| packing.pages_of_earlier(now).next().is_some())
+        };
         self.session.has_broken() && self.session.is_secure() && self.packing.as_ref().is_some_and(earlier)
     }
 

@@ -38,11 +38,19 @@ impl Pass {
     }
 
     /// Lets go of everything that was found, and tells the store so. Pages that map slots still follow, and leave stores that are
-    /// gone: they cannot be pinned for writing. Copies may be, and stay, since nobody has looked at direct I/O.
+    /// gone: they cannot be pinned for writing. So do pages whose places are empty. Copies may be pinned, and stay, since nobody has
+    /// looked at direct I/O.
     pub(super) fn stand_by(&mut self) -> Result<(), Error> {
         self.drop_found();
         self.follow_in_standby();
-        match self.vacate_old_stores(Copies::Stay) {
+        let vacated = match self.session.is_secure() {
+            true => {
+                self.follow_slots();
+                self.leave_earlier_stores()
+            }
+            false => self.vacate_old_stores(Copies::Stay),
+        };
+        match vacated {
             // Whoever interrupts it is heard soon.
             Ok(()) | Err(Error::Stopped) => {}
             Err(error) => return Err(error),

@@ -34,3 +34,50 @@ pub(crate) fn are_equal(a: usize, b: usize) -> bool {
     };
     copy(a) == copy(b)
 }
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::*;
+    use crate::sys::vma::Anonymous;
+
+    /// Cycles that it takes to read a page, a line after the other.
+    fn cycles(address: usize) -> u64 {
+        // SAFETY: they change nothing.
+        let now = || unsafe {
+            std::arch::x86_64::_mm_mfence();
+            std::arch::x86_64::_rdtsc()
+        };
+        let begin = now();
+        // Each read waits for the one before it.
+        // SAFETY: the test's page, which is zeros.
+        let read = |at: usize| unsafe { std::ptr::read_volatile(at as *const u8) };
+        let end = (0..PAGE_SIZE / LINE).fold(0usize, |sum, n| {
+            sum | usize::from(read(address + (n * 37 % 64) * LINE + sum))
+        });
+        std::hint::black_box(end);
+        now() - begin
+    }
+
+    #[test]
+    fn what_was_flushed_has_to_be_fetched_again() {
+        let area = Anonymous::new(1).unwrap();
+        area.populate().unwrap();
+        let page = area.base();
+        let median = |prepare: fn(usize)| {
+            let mut times: Vec<u64> = (0..101)
+                .map(|_| {
+                    cycles(page);
+                    prepare(page);
+                    cycles(page)
+                })
+                .collect();
+            times.sort_unstable();
+            times[50]
+        };
+        let (cached, flushed) = (median(|_| ()), median(flush_page));
+        assert!(
+            flushed > 2 * cached,
+            "{flushed} cycles after it, {cached} without"
+        );
+    }
+}
