@@ -10,7 +10,8 @@ use std::arch::x86_64::{_mm_lfence, _rdtsc};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmm_dedup::{Config, DedupService, Pack, Settings, Switch};
+use vmm_dedup::{Config, DedupService, Pack, Sampling, Settings, Switch};
+use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib};
 use vmm_dedup_integration_tests::memory::{Pages, flags_of};
 use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
@@ -352,6 +353,40 @@ fn every_idle_page_is_emptied_and_the_account_is_of_what_is_shared() {
     wait_until("all given back", || {
         store.metric("pages_shared") == 0 && store.metric("orphans") == 0
     });
+}
+
+/// Whatever they hold: all but the pages by which their use is sampled.
+#[test]
+fn idle_huge_pages_take_part() {
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (count, probes) = (2 * HUGE_PAGES, 2 * 4);
+    let store = StoreThread::secure();
+    let config = Config {
+        sampling: Sampling {
+            interval_ms: 50,
+            ..Sampling::default()
+        },
+        ..config()
+    };
+    let guests = [0u64, 1].map(|guest| {
+        let pages = Pages::map_huge(count);
+        (0..count).for_each(|page| fill(&pages, page, id(guest, page, HUGE_PAGES)));
+        if huge_kib(&pages) == 0 {
+            eprintln!("SKIPPED: this host gives no huge pages");
+            return None;
+        }
+        let service = pages
+            .serve(&store.socket(), config.clone())
+            .expect("dedup starts");
+        Some((pages, service))
+    });
+    let [Some(a), Some(b)] = guests else { return };
+    for (number, (pages, service)) in (0..).zip([&a, &b]) {
+        wait_until("taking part", || kept(service) == count - probes);
+        assert_eq!(service.stats().huge_splits_total, 2);
+        (0..count).for_each(|page| assert!(holds(pages, page, id(number, page, HUGE_PAGES)), "page {page}"));
+    }
 }
 
 /// What the frames of pages of this process are, by their addresses.

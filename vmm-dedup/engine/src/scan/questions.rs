@@ -140,8 +140,7 @@ impl Pass {
         explanation.state = self.state();
         let way = match self.session.is_secure() {
             true => {
-                "the store shares securely: idle pages count as packed, whether another VM has them or not, and huge pages take no part \
-                 (have the VMM use small ones, e.g. thp=off)"
+                "the store shares securely: idle pages count as packed, whether another VM has them or not"
             }
             false => "",
         };

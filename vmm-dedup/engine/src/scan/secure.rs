@@ -4,7 +4,7 @@
 //! # What is done with every page alike
 //!
 //! Nothing of the store is mapped into the guest, nothing is looked up in its index, and no key is told. A page takes part when it
-//! is cold ([`pack`](mod@crate::pack)), whoever else has it. It is published: the store copies it into a slot of its own, from a random
+//! is cold ([`pack`](mod@crate::pack)), whoever else has it. A huge page that is not used is split, whatever is in it. It is published: the store copies it into a slot of its own, from a random
 //! place, or counts one more reference to the slot that has it. The answer is the same. Then its place in the guest is emptied as that of any
 //! packed page, and its record in the packer's table names the slot. A page that nobody else has is a *fake merge*: it takes as much memory as
 //! before. Who reads or writes such a page waits for the rebuilding thread, which copies the slot into a fresh page. That is one piece of
@@ -27,7 +27,10 @@
 //! guest page is touched.
 
 use crate::error::Error;
+use crate::memory::page_map::PageMap;
+use crate::scan::order::Chunks;
 use crate::scan::pass::Pass;
+use crate::thp::split;
 
 /// Pages that come back between two looks at what else there is to do.
 const BACK_AT_ONCE: usize = 64;
@@ -66,6 +69,29 @@ impl Pass {
         }
         self.session.note_vacated(done);
         Ok(())
+    }
+
+    /// Splits huge pages that rest, whatever is in them, so that their pages can take part; those that the policy lets it split. What turns
+    /// out to be used is built again as ever.
+    pub(super) fn split_idle(&mut self) -> Result<(), Error> {
+        let mut chunks = Chunks::new(&self.map);
+        loop {
+            let monitor = &self.monitor;
+            let rests = |map: &mut PageMap, at: usize| {
+                let chunk = map.chunk(at);
+                chunk.huge && !chunk.lent && monitor.lets_split_idle(&chunk.thp)
+            };
+            let Some(at) = chunks.next(&mut self.map, rests) else {
+                return Ok(());
+            };
+            if !self.direct_io.glance() {
+                return Ok(());
+            }
+            let first = self.map.chunk_at(at).pages.start;
+            split::split_if_huge(&mut self.map, &mut self.account, &self.monitor, first);
+            self.account.lap(|cpu| &mut cpu.break_);
+            self.yield_and_poll()?;
+        }
     }
 
     /// Whether pages lie in slots of earlier connections.

@@ -97,6 +97,7 @@ impl Pass {
         self.follow_slots();
         self.tell_store()?;
         self.acknowledge()?;
+        self.split_idle()?;
         let shared = self.pack_cold();
         self.give_up_slots();
         self.tell_store()?;

@@ -41,6 +41,7 @@ use crate::memory::layout::Memory;
 use crate::memory::page_map::PageMap;
 use crate::memory::thp_state::{Asked, Frequency, HugeState, Use};
 use crate::sys::late_log;
+use crate::sys::page_size::CHUNK_PAGES;
 use crate::sys::uffd::Uffd;
 use crate::thp::policy::Thresholds;
 use crate::thp::pressure::Pressure;
@@ -57,6 +58,8 @@ const SHARE: f64 = 0.01;
 const SHARE_PAGES: f64 = (16u64 << 30 >> 12) as f64;
 /// Sharing broken within an interval that counts as use.
 const BREAKS_OF_USE: u8 = 8;
+/// Samples after which a huge page that none of them found in use is taken for idle.
+const SAMPLES_OF_IDLE: u8 = 2;
 
 /// The monitor's state.
 #[derive(Debug)]
@@ -186,6 +189,14 @@ impl Monitor {
     /// Whether samples found a huge page in use.
     pub(crate) fn is_used(&self, state: &HugeState) -> bool {
         self.thresholds.is_used(self.policy, state)
+    }
+
+    /// Whether a huge page may be split whatever repeats in it: samples found it unused, or the policy asks for none; and the policy
+    /// splits at all.
+    pub(crate) fn lets_split_idle(&self, state: &HugeState) -> bool {
+        let known = state.samples >= SAMPLES_OF_IDLE || !self.watches_use();
+        let splits = |twins: u32| (twins as usize) < CHUNK_PAGES;
+        known && !self.is_used(state) && self.twins_wanted(state).is_some_and(splits)
     }
 
     /// Begins a round, if one is due. Not every range waits for the next interval:
