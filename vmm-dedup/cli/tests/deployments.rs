@@ -13,6 +13,9 @@ const PACKAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging");
 /// Where the package puts what the text names.
 const INSTALLED: &str = "/usr/lib/vmm-dedup";
 
+/// Where it lies here: in /usr, of which containers have all.
+const HERE: &str = "/usr/src";
+
 /// What the VMs have in common are 16 MiB. Under Cloud Hypervisor some pages of that are not in one piece with the rest.
 const SHARED_MIB: u32 = 15;
 
@@ -36,6 +39,7 @@ said() { sed -n "s/^KERNEL==\"userfaultfd\".*$1=\"\([^\"]*\)\".*/\1/p" "$rule"; 
 device kvm 0660 kvm
 device userfaultfd "$(said MODE)" "$(said GROUP)"
 umount -l /mnt
+mount --bind "$work/installed" /usr/src
 mkdir -p /etc/vmm-dedup
 # Two VMs that share what they have in common with each other.
 until_shared() {
@@ -82,9 +86,14 @@ fn blocks(heading: &str, kind: &str) -> Vec<String> {
         .collect()
 }
 
-fn is_program(name: &str) -> bool {
+fn program_at(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
+    let places = std::env::split_paths(&path).map(|folder| folder.join(name));
+    places.into_iter().find(|program| program.is_file())
+}
+
+fn is_program(name: &str) -> bool {
+    program_at(name).is_some()
 }
 
 /// Whether this can be played here; says why not.
@@ -115,24 +124,25 @@ struct Installed {
 impl Installed {
     fn new() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
+        let installed = folder.path().join("installed");
         let everybody = fs::Permissions::from_mode(0o755);
-        fs::set_permissions(folder.path(), everybody.clone()).expect("a mode");
+        fs::create_dir(&installed).expect("a folder");
+        for folder in [folder.path(), &installed] {
+            fs::set_permissions(folder, everybody.clone()).expect("a mode");
+        }
         let program = PathBuf::from(env!("CARGO_BIN_EXE_vmm-dedup"));
-        for (from, name) in [
+        let mut programs = vec![
             (program, "vmm-dedup"),
             (library::path(), "libvmm_dedup_preload.so"),
-        ] {
-            let to = folder.path().join(name);
+        ];
+        programs.extend(program_at("cloud-hypervisor").map(|path| (path, "cloud-hypervisor")));
+        for (from, name) in programs {
+            let to = installed.join(name);
             fs::copy(from, &to).expect("a copy");
             fs::set_permissions(&to, everybody.clone()).expect("a mode");
         }
-        fs::write(folder.path().join("payload.elf"), vmm_dedup_payload::ELF).expect("a kernel");
+        fs::write(installed.join("payload.elf"), vmm_dedup_payload::ELF).expect("a kernel");
         Self { folder }
-    }
-
-    /// A part of the text, with what the package installs taken from here.
-    fn here(&self, part: &str) -> String {
-        part.replace(INSTALLED, self.folder.path().to_str().expect("UTF-8"))
     }
 
     /// Runs a script on the host that the text is for.
@@ -141,7 +151,7 @@ impl Installed {
         let file = folder.join("script");
         fs::write(&file, format!("{HOST}\n{script}\n")).expect("a file");
         let path = std::env::var_os("PATH").unwrap_or_default();
-        let places = std::iter::once(folder.to_owned()).chain(std::env::split_paths(&path));
+        let places = std::iter::once(PathBuf::from(HERE)).chain(std::env::split_paths(&path));
         let output = Command::new("unshare")
             .args([
                 "--mount",
@@ -156,8 +166,7 @@ impl Installed {
             .env("work", folder)
             .env("package", PACKAGE)
             .env("shared", SHARED_MIB.to_string())
-            .env("preload", folder.join("libvmm_dedup_preload.so"))
-            .env("VMM_DEDUP_PRELOAD", folder.join("libvmm_dedup_preload.so"))
+            .env("VMM_DEDUP_PRELOAD", format!("{HERE}/libvmm_dedup_preload.so"))
             .env_remove("VMM_DEDUP_RUNTIME_DIR")
             .env_remove("XDG_RUNTIME_DIR")
             .stdin(std::process::Stdio::null())
@@ -172,6 +181,11 @@ impl Installed {
             said(&output.stderr)
         );
     }
+}
+
+/// A part of the text, with what the package installs taken from where it lies here.
+fn here(part: &str) -> String {
+    part.replace(INSTALLED, HERE)
 }
 
 /// Cloud Hypervisor where it is there; says so if not.
@@ -199,6 +213,13 @@ fn with_the_reference_vmm(block: &str) -> String {
     format!("{before}        vmm-dedup run --kernel{command}")
 }
 
+/// The containers' block's way to start something in a VM's container, which `$box` names.
+fn in_a_box(block: &str) -> &str {
+    let (_, body) = block.split_once("; do\n    $contain").expect("a loop");
+    let (container, _) = body.split_once("\\\n        --setenv").expect("a command");
+    container
+}
+
 #[test]
 fn users_of_their_own_share_without_a_capability_and_leave_nothing() {
     if !can_be_played(&[]) {
@@ -212,7 +233,7 @@ fn users_of_their_own_share_without_a_capability_and_leave_nothing() {
         panic!("two blocks")
     };
     let stands_in = ["", "vmm = \"reference\"\n"][usize::from(!is_cloud_hypervisor_there())];
-    let toml = installed.here(toml) + stands_in;
+    let toml = here(toml) + stands_in;
 
     installed.play(&format!(
         r#"cat >/etc/vmm-dedup/tenants.toml <<'FLEET'
@@ -252,7 +273,7 @@ fn containers_share_and_leave_nothing() {
     let [up, down] = &blocks("Containers", "sh")[..] else {
         panic!("two blocks")
     };
-    let mut up = installed.here(up);
+    let mut up = here(up);
     if !is_cloud_hypervisor_there() {
         up = with_the_reference_vmm(&up);
     }
@@ -269,6 +290,24 @@ until_shared "$dir/store/store.sock"
 for pid in $(running payload.elf); do
     [[ $(readlink "/proc/$pid/ns/user") != $(readlink /proc/self/ns/user) ]] || tr '\0' ' ' <"/proc/$pid/cmdline" | grep -q bwrap
 done
+# A box has its own folder and its store, and nothing else of whoever runs it.
+mkdir -m 0755 "$dir.else"
+vmm-dedup store --socket "$dir.else/store.sock" --metrics none --domain elsewhere &
+until test -S "$dir.else/store.sock"; do sleep 0.1; done
+box=box-0
+in_a_box() {{ $contain {container} "$@"; }}
+for how in env in_a_box; do
+    $how vmm-dedup stat --store "$dir/store/store.sock" >/dev/null
+    $how head -c 1 "$dir/box-0/serial.log" >/dev/null
+done
+vmm-dedup stat --store "$dir.else/store.sock" >/dev/null
+! in_a_box vmm-dedup stat --store "$dir.else/store.sock" || exit 1
+head -c 1 "$dir/box-1/serial.log" >/dev/null
+! in_a_box head -c 1 "$dir/box-1/serial.log" || exit 1
+! in_a_box touch "$dir/store/mine" || exit 1
+sockets=$(in_a_box find / '(' -path /proc -o -path /sys -o -path /usr ')' -prune -o -type s -print)
+[[ $sockets == "$dir/store/store.sock" ]] || {{ echo "sockets in a box: $sockets" >&2; exit 1; }}
+kill %4
 {down}
 none_running boxes/store
 [[ ! -e $dir ]]
@@ -277,6 +316,7 @@ mkdir "$work/home" && chown 61000 "$work/home"
 sed -i 's|^dir=.*|dir=$work/home/boxes|' "$work/as-a-user"
 exec setpriv --reuid=61000 --regid=61000 --groups kvm --inh-caps=-all --bounding-set=-all bash "$work/as-a-user"
 "#,
+        container = in_a_box(&up),
         HOST_FUNCTIONS = HOST.split_once("# Two VMs").expect("functions").1.split_once('\n').expect("lines").1,
     ));
 }
