@@ -13,9 +13,12 @@ use std::time::{Duration, Instant};
 use vmm_dedup::{Config, DedupService, Pack, Sampling, Settings, Switch};
 use vmm_dedup_integration_tests::huge::{HUGE_PAGES, huge_kib};
 use vmm_dedup_integration_tests::memory::{Pages, flags_of};
-use vmm_dedup_integration_tests::need_userfaultfd;
 use vmm_dedup_integration_tests::store::StoreThread;
+use vmm_dedup_integration_tests::vm::Guest;
+use vmm_dedup_integration_tests::{need_kvm, need_userfaultfd};
+use vmm_dedup_payload::{PayloadConfig, WorkingSet};
 use vmm_dedup_protocol::PAGE_SIZE;
+use vmm_dedup_refvmm::ThpMode;
 use vmm_dedup_trouble::Watchdog;
 
 const WORDS: usize = PAGE_SIZE / 8;
@@ -561,6 +564,103 @@ fn nothing_is_lost_under_fire() {
     assert!(all.iter().all(|touched| *touched > 100), "{all:?}");
     for (_, service) in guests {
         assert_eq!(service.stop(true).expect("it stops").packing.broken_total, 0);
+    }
+    wait_until("all given back", || store.metric("pages_shared") == 0);
+}
+
+/// Most of the store's pages die, and the rest lies in segments that go.
+#[test]
+fn records_follow_slots_and_memory_returns() {
+    const COUNT: usize = 2 * 4096;
+    const RETURNS: Duration = Duration::from_secs(60);
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("it hangs"));
+    let (store, guests) = two(COUNT, COUNT);
+    let full = store.metric("resident_bytes");
+    let lives = |page: &usize| page.is_multiple_of(8);
+    let dead = id(9, 0, 0);
+    for (pages, _) in &guests {
+        let dies = (0..COUNT).filter(|page| !lives(page));
+        dies.for_each(|page| fill(pages, page, dead));
+    }
+    let start = Instant::now();
+    let mut random = Random(31);
+    loop {
+        let (resident, in_use) = (
+            store.metric("resident_bytes"),
+            store.metric("pages_shared") * PAGE_SIZE as u64,
+        );
+        let still = store.metric("segments_leaving") + store.metric("segments_held");
+        let moved = store.metric("moved_total");
+        if moved > 0 && still == 0 && resident * 100 <= in_use * 115 + (800 << 20) {
+            eprintln!(
+                "{full} -> {resident} for {in_use} in use, {moved} moved, in {:?}",
+                start.elapsed()
+            );
+            assert!(resident < full / 2, "{full} -> {resident}");
+            break;
+        }
+        assert!(
+            start.elapsed() < RETURNS,
+            "{resident} for {in_use} in use, {moved} moved, {still} segments still there"
+        );
+        // Some come back while they follow.
+        let page = random.next() as usize % (COUNT / 8) * 8;
+        assert!(holds(&guests[0].0, page, id(0, page, COUNT)), "page {page}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    // None of them was brought back instead.
+    assert!(kept(&guests[1].1) >= COUNT / 8, "{}", kept(&guests[1].1));
+    for (pages, service) in guests {
+        for page in 0..COUNT {
+            let id = if lives(&page) { id(0, page, COUNT) } else { dead };
+            assert!(holds(&pages, page, id), "page {page}");
+        }
+        assert_eq!(service.stop(true).expect("it stops").packing.broken_total, 0);
+    }
+    wait_until("all given back", || store.metric("pages_shared") == 0);
+}
+
+/// Guests on KVM write and read pages that lie in the store, and verify all of their memory in the end.
+#[test]
+fn guests_find_every_word_that_they_wrote() {
+    need_kvm!();
+    need_userfaultfd!();
+    let _watchdog = Watchdog::start(HANGS, || eprintln!("a guest hangs"));
+    let store = StoreThread::secure();
+    let guests = [1, 2].map(|seed| {
+        let payload = PayloadConfig::default()
+            .seed(seed)
+            .private_mib(2)
+            .zero_mib(4)
+            .common_mib(8)
+            .ws_area(WorkingSet::All)
+            .ws_pages(1024)
+            .rate(1000)
+            .seconds(1_000_000);
+        let config = Config {
+            name: format!("guest-{seed}"),
+            ..config()
+        };
+        Guest::boot(payload, 32, ThpMode::Never, Some((&store.socket(), config)))
+    });
+    let touched = |guest: &Guest| guest.stats().packing.touched_total;
+    wait_until("sharing, and coming back", || {
+        store.metric("pages_sharing") >= 1024 && guests.iter().all(|guest| touched(guest) > 500)
+    });
+    let sharing = store.metric("pages_sharing");
+    for guest in guests {
+        assert!(guest.progress() > 0);
+        let touched = touched(&guest);
+        let (verdict, stats) = guest.finish();
+        eprintln!("{sharing} not kept again, {touched} touched: {verdict:?}");
+        assert!(verdict.ok && verdict.errors == 0, "{verdict:?}");
+        assert_eq!((stats.pages_mapped, stats.packing.broken_total), (0, 0));
+        // To verify is to read what was in the store.
+        assert!(
+            stats.packing.touched_total > touched + 1024,
+            "{touched} {stats:?}"
+        );
     }
     wait_until("all given back", || store.metric("pages_shared") == 0);
 }
