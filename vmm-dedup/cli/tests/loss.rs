@@ -5,7 +5,12 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use vmm_dedup::{Config, DedupService, Pack};
+use vmm_dedup_integration_tests::memory::Pages;
+use vmm_dedup_integration_tests::need_userfaultfd;
+use vmm_dedup_integration_tests::random::Random;
 use vmm_dedup_payload::{PayloadConfig, Report, Rewrite, WorkingSet};
 
 const COMMON_MIB: u64 = 12;
@@ -48,14 +53,14 @@ impl Drop for Process {
 }
 
 fn start_store(socket: &Path) -> Process {
-    start_store_with(socket, "none")
+    start_store_with(socket, &["--metrics", "none"])
 }
 
-/// `metrics`: where they are served.
-fn start_store_with(socket: &Path, metrics: &str) -> Process {
+fn start_store_with(socket: &Path, options: &[&str]) -> Process {
     let store = command()
-        .args(["store", "--metrics", metrics, "--socket"])
+        .args(["store", "--socket"])
         .arg(socket)
+        .args(options)
         .spawn()
         .expect("a store");
     let store = Process(store);
@@ -242,7 +247,7 @@ fn store_stands_still(breaks: &str) {
         2 * COMMON_PAGES
     };
     let (_folder, socket) = folder();
-    let store = start_store_with(&socket, "127.0.0.1:0");
+    let store = start_store_with(&socket, &["--metrics", "127.0.0.1:0"]);
     let guests: Vec<Process> = (1..=3).map(|n| start_guest(&socket, n, breaks)).collect();
     wait_until("three guests share", || sharing(&socket) >= enough);
     let stat_before = stat(&socket).expect("the store answers");
@@ -323,4 +328,128 @@ fn the_slots_of_a_killed_vmm_are_free_within_a_second() {
         }
     }
     panic!("slots are free only after {shortest:?}");
+}
+
+/// Pages of a VM of a store that shares securely: every fourth is used, the others rest.
+struct Resting {
+    pages: Pages,
+    service: DedupService,
+    guest: u64,
+}
+
+impl Resting {
+    const PAGES: usize = 2048;
+    /// The first so many are the same in all guests, unless they are used.
+    const SAME: usize = 1024;
+    /// Pages that rest.
+    const REST: usize = Self::PAGES / 4 * 3;
+    /// Of them, those that all guests have.
+    const SHARED: i64 = (Self::SAME as u64 / 4 * 3).cast_signed();
+
+    fn start(socket: &Path, guest: u64) -> Self {
+        let pages = Pages::map(Self::PAGES);
+        let config = Config {
+            name: format!("guest-{guest}"),
+            pass_period_ms: 20,
+            cpu_percent: 100,
+            pack: Pack {
+                idle_ms: 40,
+                ..Pack::default()
+            },
+            ..Config::default()
+        };
+        (0..Self::PAGES).for_each(|page| pages.fill(page, Self::id(guest, page)));
+        let service = pages.serve(socket, config).expect("dedup starts");
+        Self {
+            pages,
+            service,
+            guest,
+        }
+    }
+
+    fn id(guest: u64, page: usize) -> u64 {
+        let guest = if page < Self::SAME { 7 } else { guest };
+        (guest << 32) | (page as u64 + 1)
+    }
+
+    /// How many lie in slots of a store.
+    fn kept(&self) -> usize {
+        usize::try_from(self.service.stats().packing.pages).expect("few")
+    }
+
+    fn assert_rests(&self, pages: impl Iterator<Item = usize>) {
+        for page in pages.filter(|page| page % 4 != 0) {
+            let right = self.pages.holds(page, Self::id(self.guest, page));
+            assert!(right, "page {page} of guest {} is wrong", self.guest);
+        }
+    }
+
+    /// Writes and reads those that are used.
+    fn use_until(&self, stop: &AtomicBool) {
+        let mut random = Random(self.guest);
+        let mut ids: Vec<u64> = (0..Self::PAGES).map(|page| Self::id(self.guest, page)).collect();
+        let check = |page: usize, ids: &[u64]| {
+            let right = self.pages.holds(page, ids[page]);
+            assert!(right, "used page {page} of guest {} is wrong", self.guest);
+        };
+        while !stop.load(Ordering::Relaxed) {
+            let number = random.next();
+            let page = usize::try_from(number % Self::PAGES as u64).expect("few") / 4 * 4;
+            check(page, &ids);
+            if number.is_multiple_of(3) {
+                ids[page] = number;
+                self.pages.fill(page, number);
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        (0..Self::PAGES).step_by(4).for_each(|page| check(page, &ids));
+    }
+}
+
+/// What lies in slots is nowhere else.
+#[test]
+fn a_store_that_shares_securely_and_is_killed_takes_no_page_with_it() {
+    need_userfaultfd!();
+    let (_folder, socket) = folder();
+    let options = ["--metrics", "none", "--secure"];
+    let mut store = start_store_with(&socket, &options);
+    let guests = [1, 2].map(|guest| Resting::start(&socket, guest));
+    let stop = AtomicBool::new(false);
+    let rest = |guests: &[Resting]| guests.iter().all(|guest| guest.kept() >= Resting::REST);
+    std::thread::scope(|scope| {
+        // A check that fails must not leave threads that go on.
+        let stop = StopAtEnd(&stop);
+        for guest in &guests {
+            let stop = stop.0;
+            scope.spawn(move || guest.use_until(stop));
+        }
+        wait_until("pages lie in slots", || {
+            rest(&guests) && sharing(&socket) >= Resting::SHARED
+        });
+        store.kill();
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(rest(&guests), "some did not stay where they were");
+        for guest in &guests {
+            guest.assert_rests((0..Resting::PAGES).step_by(7));
+        }
+        let mut next = start_store_with(&socket, &options);
+        wait_until("they take part again", || sharing(&socket) >= Resting::SHARED);
+        next.kill();
+        for guest in &guests {
+            guest.assert_rests(0..Resting::PAGES);
+        }
+    });
+    for guest in guests {
+        let stats = guest.service.stop(false).expect("it stops");
+        assert_eq!((stats.packing.pages, stats.packing.broken_total), (0, 0));
+        guest.pages.renew();
+    }
+}
+
+struct StopAtEnd<'a>(&'a AtomicBool);
+
+impl Drop for StopAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
