@@ -42,15 +42,7 @@ pub fn saved_in_parts(s: &StoreStats, vms: &[Vm]) -> String {
     let parts = [
         (Part::Spared, pages(|s| s.pages_mapped), "shared"),
         (Part::Spared, pages(|s| s.pages_zero), "zero"),
-        (
-            Part::Spared,
-            pages(|s| s.packing.pages),
-            if s.secure == 0 {
-                "packed"
-            } else {
-                "kept in the store"
-            },
-        ),
+        (Part::Spared, pages(|s| s.packing.pages), away(is_secure(s))),
         (Part::Taken, s.resident_bytes, "the store's pages"),
         (Part::Taken, s.metadata_bytes, "its tables"),
         (Part::Taken, sum(|s| s.packing.bytes), "what is packed"),
@@ -59,14 +51,25 @@ pub fn saved_in_parts(s: &StoreStats, vms: &[Vm]) -> String {
     in_parts(saved_net(s), &parts, "services")
 }
 
-/// The same of a VM, whose part of the store is what is left.
+/// Whether a store shares securely.
 #[must_use]
-pub fn vm_saved_in_parts(vm: &Vm) -> String {
+pub fn is_secure(store: &StoreStats) -> bool {
+    store.secure != 0
+}
+
+/// What pages are that are away from their guest until they are touched.
+fn away(secure: bool) -> &'static str {
+    if secure { "kept in the store" } else { "packed" }
+}
+
+/// [`saved_in_parts`] of a VM, whose part of the store is what is left; `secure`: whether its store shares securely.
+#[must_use]
+pub fn vm_saved_in_parts(vm: &Vm, secure: bool) -> String {
     let (s, pages) = (&vm.stats, |pages: u64| pages.saturating_mul(units::PAGE_BYTES));
     let parts = [
         (Part::Spared, pages(s.pages_mapped), "shared"),
         (Part::Spared, pages(s.pages_zero), "zero"),
-        (Part::Spared, pages(s.packing.pages), "packed"),
+        (Part::Spared, pages(s.packing.pages), away(secure)),
         (Part::Taken, s.packing.bytes, "what is packed"),
         (Part::Taken, s.metadata_bytes, "its service's tables"),
         (Part::Taken, s.vma_bytes, "mappings"),
@@ -145,7 +148,7 @@ pub fn store_json(s: &StoreStats) -> Value {
         "malformed_total": s.malformed_total,
         "published_total": s.published_total,
         "epoch": s.epoch,
-        "secure": s.secure != 0,
+        "secure": is_secure(s),
     })
 }
 
@@ -585,13 +588,13 @@ mod tests {
         assert_eq!(nothing, "saved net 0.0 MiB: nothing; less 0.0 services");
         let mut vm = web(512);
         (vm.stats.pages_zero, vm.stats.vma_bytes, vm.saved_net_bytes) = (0, 0, 1 << 20);
-        let line = vm_saved_in_parts(&vm);
+        let line = vm_saved_in_parts(&vm, false);
         let expected =
             "saved net 1.0 MiB: 2.0 shared; less 1.0 its part of the store, threads and page tables";
         assert_eq!(line, expected);
         vm.stats.pages_mapped = u64::MAX;
         vm.saved_net_bytes = i64::MIN;
-        assert!(vm_saved_in_parts(&vm).starts_with("saved net -"));
+        assert!(vm_saved_in_parts(&vm, false).starts_with("saved net -"));
     }
 
     #[test]

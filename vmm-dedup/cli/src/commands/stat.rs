@@ -190,7 +190,11 @@ fn store_lines(store: &StoreView) -> Vec<String> {
         about.extend(up(store).map(|up| format!("up {}", units::span(up))));
         about.push(format!("version {}", record.version));
     }
-    if store.account.as_ref().is_ok_and(|(stats, _)| stats.secure != 0) {
+    if store
+        .account
+        .as_ref()
+        .is_ok_and(|(stats, _)| account::is_secure(stats))
+    {
         about.push("secure".to_owned());
     }
     let domain = store

@@ -44,6 +44,37 @@ fn all_stores_of_the_host_are_one_view() {
 }
 
 #[test]
+fn a_store_that_shares_securely_is_told_apart() {
+    let host = Host::new();
+    let _stores = [host.store("blue", &[]), host.store("red", &["--secure"])];
+    let _refused = host.refused("red", "db");
+
+    let stat = host.must(&["stat"]);
+    let line = |name: &str| {
+        let start = format!("store {name}: running");
+        let lines = stat.split("store ").map(|part| format!("store {part}"));
+        let mut lines = lines.filter(|line| line.starts_with(&start));
+        lines.next().unwrap_or_else(|| panic!("{stat}"))
+    };
+    assert!(
+        line("red").contains("secure") && !line("blue").contains("secure"),
+        "{stat}"
+    );
+    let explained = host.json(&["explain", "db", "--json"]);
+    assert_eq!(explained["store_secure"], true);
+    let doctor = text(&host.run(&["doctor"]).stdout);
+    let told = |name: &str| {
+        let rest = doctor.split(&format!("store {name}: ")).nth(1);
+        let rest = rest.unwrap_or_else(|| panic!("{doctor}"));
+        rest.split_once(" connected")
+            .expect("a number of VMs")
+            .1
+            .starts_with(", shares securely")
+    };
+    assert!(told("red") && !told("blue"), "{doctor}");
+}
+
+#[test]
 fn vms_of_one_name_in_two_stores_are_told_apart() {
     let host = Host::new();
     let _stores = [host.store("blue", &[]), host.store("red", &[])];

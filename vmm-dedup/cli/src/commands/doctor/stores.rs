@@ -40,7 +40,15 @@ fn store(store: &StoreView) -> Vec<Finding> {
         ),
         _ => Finding::ok(
             &what,
-            format!("answers at {at}, {} connected", count(vms.len(), "VM", "VMs")),
+            format!(
+                "answers at {at}, {} connected{}",
+                count(vms.len(), "VM", "VMs"),
+                if account::is_secure(stats) {
+                    ", shares securely"
+                } else {
+                    ""
+                }
+            ),
         ),
     }];
     if let Some(what_to_do) = store.if_full() {

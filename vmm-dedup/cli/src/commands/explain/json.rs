@@ -20,6 +20,7 @@ pub(super) fn of_vm(store: &StoreView, vm: &Vm, told: &Account) -> Value {
     if let Ok((stats, _)) = &store.account {
         value["store_full"] = account::is_full(stats).into();
         value["store_refused_full_total"] = stats.refused_full_total.into();
+        value["store_secure"] = account::is_secure(stats).into();
     }
     value
 }

@@ -79,23 +79,52 @@ fn meaning(class: &str) -> &'static str {
     }
 }
 
-/// The same of a store that is full: it does not know what it has refused.
-fn meaning_of(class: &str, is_full: bool) -> &'static str {
+/// What is to know of the stores of VMs, to tell what classes of their pages mean.
+#[derive(Clone, Copy, Debug, Default)]
+struct About {
+    /// One has no room: it does not know what it has refused.
+    full: bool,
+    /// One shares securely.
+    secure: bool,
+    /// One does not.
+    ordinary: bool,
+}
+
+impl About {
+    fn of<'a>(stores: impl IntoIterator<Item = &'a StoreView>) -> Self {
+        let mut about = Self::default();
+        for (stats, _) in stores.into_iter().filter_map(|store| store.account.as_ref().ok()) {
+            about.full |= account::is_full(stats);
+            let secure = account::is_secure(stats);
+            about.secure |= secure;
+            about.ordinary |= !secure;
+        }
+        about
+    }
+}
+
+fn meaning_of(class: &str, about: About) -> &'static str {
     match class {
-        "unique" if is_full => {
+        "unique" if about.full => {
             "no twin is known: the full store refused them, or nobody else has the same page"
+        }
+        "packed" if about.secure && about.ordinary => {
+            "nobody has touched them for long: kept in a store that shares securely, or in fewer bytes"
+        }
+        "packed" if about.secure => {
+            "kept in the store, which shares securely: nobody has touched them for long"
         }
         _ => meaning(class),
     }
 }
 
-/// Classes that hold pages, each with its share; the others are named together. `is_full`: whether a store of theirs has no room.
-fn class_lines(classes: &[(&'static str, u64)], pages: u64, is_full: bool) -> Vec<Line> {
+/// Classes that hold pages, each with its share; the others are named together.
+fn class_lines(classes: &[(&'static str, u64)], pages: u64, about: About) -> Vec<Line> {
     let filled = classes.iter().filter(|(_, n)| *n > 0);
     let mut lines: Vec<Line> = filled
         .map(|(class, n)| Line {
             head: format!("{n:>10} {:>5} %  {class:<13} ", percent(*n, pages)),
-            text: meaning_of(class, is_full).into(),
+            text: meaning_of(class, about).into(),
         })
         .collect();
     let empty: Vec<&str> = classes
@@ -121,20 +150,21 @@ pub(super) fn of_vm(store: &StoreView, vm: &Vm, told: &Account, whole: bool) -> 
     let passed = account::last_pass(vm).map_or("no pass yet".to_owned(), |age| {
         format!("last pass {} ago", units::span(age))
     });
+    let about = About::of([store]);
     let mut lines = vec![Line::new(format!(
         "{}: {}, {}, {passed}",
         vm.name,
         account::condition(vm),
         units::pages(explained.explanation.pages)
     ))];
-    lines.extend(classes_of(explained, is_full(store)));
+    lines.extend(classes_of(explained, about));
     lines.extend(full(store, &vm.name, explained.explanation.unique));
     if whole && vm.stats == ServiceStats::default() {
         lines.push(Line::new(
             "settings, and what was tried, its service tells after its first pass",
         ));
     } else if whole {
-        lines.push(Line::new(account::vm_saved_in_parts(vm)));
+        lines.push(Line::new(account::vm_saved_in_parts(vm, about.secure)));
         lines.push(tried_in_vain(&vm.stats));
         lines.extend(huge_pages(&vm.stats));
         lines.push(settings(&vm.stats));
@@ -152,14 +182,9 @@ pub(super) fn hint(vm: &Vm, named: &str) -> Option<Line> {
         .then(|| Line::new(format!("`vmm-dedup set {named} on` switches merging on")))
 }
 
-fn is_full(store: &StoreView) -> bool {
-    let account = store.account.as_ref();
-    account.is_ok_and(|(stats, _)| account::is_full(stats))
-}
-
-fn classes_of(explained: &Explained, is_full: bool) -> Vec<Line> {
+fn classes_of(explained: &Explained, about: About) -> Vec<Line> {
     let all = &explained.explanation;
-    let mut lines = class_lines(&all.classes(), all.pages, is_full);
+    let mut lines = class_lines(&all.classes(), all.pages, about);
     if all.broken + all.may_be_pinned > 0 {
         let can = if all.heals == 1 { "can" } else { "cannot" };
         lines.push(Line::new(format!(
@@ -210,7 +235,7 @@ pub(super) fn of_several(
         units::pages(pages)
     ))];
     if services > 0 {
-        lines.extend(class_lines(&classes, pages, host.stores.iter().any(is_full)));
+        lines.extend(class_lines(&classes, pages, About::of(&host.stores)));
     }
     for store in &host.stores {
         let whose = pattern.unwrap_or("its VMs");
@@ -344,7 +369,7 @@ mod tests {
             note: String::new(),
         };
         let says = |may_be_pinned, heals, what: &str| {
-            let lines = classes_of(&explained(may_be_pinned, heals), false);
+            let lines = classes_of(&explained(may_be_pinned, heals), About::default());
             lines.iter().any(|line| line.text.contains(what))
         };
         assert!(says(9, 0, "cannot be merged again now") && says(9, 1, "can be merged again now"));
@@ -401,7 +426,12 @@ mod tests {
             .classes()
             .map(|(class, _)| (class, 1 << 40))
             .into();
-        let lines = class_lines(&classes, 1 << 45, true);
+        let about = About {
+            full: true,
+            secure: true,
+            ordinary: true,
+        };
+        let lines = class_lines(&classes, 1 << 45, about);
         for width in 40..=200 {
             let broken: Vec<String> = lines.iter().flat_map(|line| line.broken(width)).collect();
             assert!(
@@ -417,6 +447,20 @@ mod tests {
         assert!(line.text.contains("FULL and refused 7 times") && line.text.contains("--max-mib"));
         assert_eq!(full(&store("/s", 0, 4_096_000), "web", 5), None);
         assert_eq!(full(&store("/s", 7, 2_000_000), "web", 5), None);
+    }
+
+    #[test]
+    fn pages_kept_in_a_store_that_shares_securely_are_not_called_packed_in_fewer_bytes() {
+        let mut stores = vec![store("/a", 0, 0), store("/b", 0, 0)];
+        let says = |stores: &[StoreView], what: &str| {
+            let lines = class_lines(&[("packed", 1)], 1, About::of(stores));
+            lines[0].text.contains(what)
+        };
+        assert!(says(&stores, "in fewer bytes") && !says(&stores, "securely"));
+        let (stats, _) = stores[1].account.as_mut().expect("it answers");
+        stats.secure = 1;
+        assert!(says(&stores, "in fewer bytes") && says(&stores, "securely"));
+        assert!(!says(&stores[1..], "in fewer bytes") && says(&stores[1..], "securely"));
     }
 
     #[test]

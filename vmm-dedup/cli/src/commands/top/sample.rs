@@ -230,6 +230,18 @@ impl Stores {
         host
     }
 
+    /// How many of those that answer share securely.
+    pub(crate) fn secure(&self) -> usize {
+        let answering = self.0.iter().filter(|store| store.silent.is_none());
+        let secure = |store: &&Store| {
+            store
+                .last
+                .as_ref()
+                .is_some_and(|(_, stats, _)| account::is_secure(stats))
+        };
+        answering.filter(secure).count()
+    }
+
     /// Where the stores are that have no room.
     pub(crate) fn full(&self) -> impl Iterator<Item = &str> {
         let answering = self.0.iter().filter(|store| store.silent.is_none());

@@ -259,6 +259,11 @@ impl View {
             _ => count(host.services, "VM", "VMs"),
         };
         let mut parts = vec![format!("vmm-dedup   {vms}{refused}"), self.stores.place()];
+        match (self.stores.secure(), self.stores.many()) {
+            (0, _) => {}
+            (_, false) => parts.push("secure".to_owned()),
+            (secure, true) => parts.push(format!("{secure} secure")),
+        }
         let age = self.at.elapsed();
         if age > OLD {
             parts.push(format!("as of {} ago", span(age)));
@@ -559,6 +564,26 @@ mod tests {
             "{text}"
         );
         assert!(!text.contains("/b"), "{text}");
+    }
+
+    #[test]
+    fn stores_that_share_securely_are_told_of() {
+        let title = |stores: &[(&str, u64)]| {
+            let stores = stores.iter().map(|(socket, secure)| {
+                let mut store = store(socket, Ok(Vec::new()));
+                store.account.as_mut().expect("it answers").0.secure = *secure;
+                store
+            });
+            let mut view = View::new(sample(Instant::now(), stores.collect()));
+            screen(&mut view, 200, 24).swap_remove(0)
+        };
+        assert!(
+            title(&[("/a", 1)]).ends_with("/a   secure"),
+            "{}",
+            title(&[("/a", 1)])
+        );
+        assert!(title(&[("/a", 1), ("/b", 0)]).ends_with("   1 secure"));
+        assert!(!title(&[("/a", 0), ("/b", 0)]).contains("secure"));
     }
 
     #[test]
