@@ -9,6 +9,7 @@ use crate::ledger::epochs::MemberId;
 use crate::ledger::sightings::Sightings;
 use crate::memory::pool::{Announcement, Pool};
 use crate::requests::exchange::Exchange;
+use crate::requests::keepers::Keepers;
 use crate::requests::outbox::Outbox;
 use crate::requests::peers::{Parting, Peers, Phase, RefusedVm, Service};
 use crate::requests::relay::{Answer, Question, Relay};
@@ -29,9 +30,6 @@ use zerocopy::IntoBytes;
 /// Pages that are moved in one go, about: some milliseconds, for which everyone waits who waits for the store.
 const MOVED_AT_ONCE: u32 = 1024;
 
-/// A service that says nothing for so many times as long as it may take for an answer is taken to be stopped: a minute.
-const SILENCE: u64 = 6;
-
 /// The state, as all tasks share it. There is one thread, so the lock is never waited for.
 pub(crate) type Shared = Arc<Mutex<State>>;
 
@@ -49,6 +47,7 @@ pub(crate) struct State {
     pub(crate) peers: Peers,
     rights: Rights,
     relay: Relay,
+    keepers: Keepers,
     /// That there is less room than its VMs have memory was said.
     told_of_room: bool,
     /// Counters of all VMs there ever were.
@@ -74,6 +73,7 @@ impl State {
             peers: Peers::new(config.max_connections, config.max_connections_per_process),
             rights: Rights::new(&config.join_users),
             relay: Relay::new(Duration::from_secs(config.answer_seconds.into())),
+            keepers: Keepers::new(config.answer_seconds),
             config,
             told_of_room: false,
             totals: ServiceStats::default(),
@@ -287,6 +287,13 @@ impl State {
         ))
     }
 
+    /// A connection ends: nothing is sent to the peer any more, and nothing that it sends is read.
+    pub(crate) fn hang_up(&mut self, id: MemberId) {
+        self.peers.drop_outbox(id);
+        self.exchange.pool.lose(id);
+        self.send_announcements();
+    }
+
     /// The socket is gone, or the peer has said goodbye: forgets what it sighted, some at a time. Returns whether there is more to
     /// do; `step` counts the calls.
     pub(crate) fn forget_some(&mut self, id: MemberId, step: usize) -> bool {
@@ -336,22 +343,12 @@ impl State {
     /// What goes with time; to be called once a second. Lets empty segments go, answers for VMs that do not, and makes huge pages of what is shared as such.
     pub(crate) fn tick(&mut self, now: Instant) {
         self.exchange.pool.retire_idle();
-        self.cut_stopped(now);
+        self.keepers.cut_off(&self.peers, &self.exchange.pool, now);
         self.exchange.expire_pending();
         self.exchange.use_room();
         self.send_announcements();
         self.relay.expire(&self.peers, now);
         self.exchange.pool.collapse_shared(now);
-    }
-
-    /// A process that was stopped keeps all files that went since, those in its socket among them. Before that keeps the store from
-    /// growing, it is given no more.
-    fn cut_stopped(&self, now: Instant) {
-        let segments = self.exchange.pool.segments();
-        if segments.much_is_held() {
-            let silence = Duration::from_secs(SILENCE * u64::from(self.config.answer_seconds));
-            self.peers.cut_silent(now, silence, |id| segments.waits_for(id));
-        }
     }
 
     /// What there is to tell in numbers.

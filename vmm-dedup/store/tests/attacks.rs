@@ -9,7 +9,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use support::{Answer, Client, HELPER_SOCKET, Helper, Observer, Server, eventually, page, stats};
+use support::{
+    Answer, Client, HELPER_SOCKET, Helper, Observer, Server, come_and_go, eventually, page, stats,
+};
 use vmm_dedup_protocol::control::{Settings, Switch};
 use vmm_dedup_protocol::index::{News, RING};
 use vmm_dedup_protocol::message::{Hello, Kind, Message, Role, aligned_buffer, encode};
@@ -349,22 +351,6 @@ const HELD: u64 = 64 << 20;
 /// Bytes of memory that a file in memory has.
 fn bytes_of(file: impl AsFd) -> u64 {
     u64::try_from(rustix::fs::fstat(file).unwrap().st_blocks).unwrap() * 512
-}
-
-/// Publishes as many new pages as a segment has slots, and drops them: how many it could publish.
-fn come_and_go(client: &mut Client, seed: u64) -> usize {
-    let mut published = 0;
-    for some in 0..u64::from(SLOTS_PER_SEGMENT) / STAGING_PAGES as u64 {
-        let first = seed + some * STAGING_PAGES as u64;
-        let pages: Vec<_> = (first..first + STAGING_PAGES as u64).map(page).collect();
-        let slots: Vec<_> = client.publish(&pages).into_iter().flatten().collect();
-        published += slots.len();
-        let dropped: Vec<_> = slots.iter().map(|slot| (*slot, -1)).collect();
-        client.batch(&[], &[], &dropped);
-        client.acknowledge();
-        client.release();
-    }
-    published
 }
 
 #[test]

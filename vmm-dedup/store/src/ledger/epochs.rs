@@ -1,9 +1,9 @@
 //! Epochs: who may still act on what it read from the index before a moment.
 //!
-//! A *member* is a connection that has been given the index. It enters with the current epoch (it cannot have read
-//! anything older) and acknowledges later ones, never going back. A slot that left the index at epoch `e` is
-//! free when every member has acknowledged `e`. A member whose socket broke while its process lives simply stays,
-//! and acknowledges nothing more. Pure state, no I/O.
+//! A *member* here is a connection that has been given the index, and that can still tell. It enters with the current epoch (it cannot have
+//! read anything older) and acknowledges later ones, never going back. A slot that left the index at epoch `e` is free when every
+//! member has acknowledged `e`. A member whose socket broke leaves, since it can tell nothing any more, also if its process
+//! lives. Pure state, no I/O.
 
 /// Names a member: a connection's number, unique among the members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -67,7 +67,7 @@ impl Epochs {
         self.members.push((id, self.current));
     }
 
-    /// The member's process has ended: it reads and maps nothing any more.
+    /// The member can tell nothing any more.
     pub(crate) fn leave(&mut self, id: MemberId) {
         self.members.retain(|(member, _)| *member != id);
     }
@@ -94,6 +94,11 @@ impl Epochs {
         }
         *acknowledged = got;
         Ok(())
+    }
+
+    /// Those who can tell.
+    pub(crate) fn members(&self) -> impl Iterator<Item = MemberId> {
+        self.members.iter().map(|(id, _)| *id)
     }
 
     /// What a member has acknowledged.

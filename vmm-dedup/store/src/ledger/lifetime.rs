@@ -2,23 +2,30 @@
 //! check (`verification`).
 //!
 //! # The rule
-//! A slot's number names another page only when no process maps the slot or may still map it. Three things keep that true:
+//! A slot is written once in its file ([`crate::ledger::allocator`]): who maps it maps what he found, whatever becomes of the
+//! slot's number. What has to be kept right is the account: **who can tell of a slot tells of the one that he found**, and **what
+//! somebody has told that he maps is counted**. So a slot's number names another page, in another file, only when no member that can tell
+//! maps the slot or may still map it, and when it has no reference. Two things keep that true:
 //!
 //! 1. *References.* A service reports every mapping it makes (+) and drops (-). A slot with references is Live.
 //! 2. *Epochs.* A service may have mapped a slot and not have told yet. So a slot whose last reference goes first
 //!    leaves the index (nobody can find it from now on), the epoch advances, and the slot waits in limbo until
-//!    every member has acknowledged that epoch: whoever found it before has told by then, and brought it back.
-//! 3. *Orphans.* A member whose socket broke cannot tell any more. Its process may be alive and map
-//!    - slots it has references to: these stay counted;
-//!    - slots that it found and mapped without having been able to tell: these are in the index, or left it after
-//!      the last epoch the member acknowledged. So it stays a member that acknowledges nothing: such slots do not
-//!      leave limbo.
+//!    every member that can tell has acknowledged that epoch: whoever found it before has told by then, and brought it back.
 //!
-//!    Both end when the process has ended, and with it its mappings. A process that connects again becomes another member.
-//!    It takes its orphan over when it maps nothing any more that it found as the earlier member: what it maps by then it has
-//!    found as the new one, which accounts for it by the same rules. So the orphan leaves as with a goodbye. The price is that limbo
-//!    only grows meanwhile (bounded by the size of the store, shown as `vmmdedup_slots_limbo`, warned about with the
-//!    process's number). A dead process costs nothing: the kernel tells within milliseconds (pidfd).
+//! # Orphans
+//! A member whose socket broke can tell nothing any more ([`Lifetime::lose`]). Its process may be alive and map
+//! - slots it has references to: these stay counted;
+//! - slots that it found and mapped without having been able to tell. Nobody's account is about these, so that nothing waits for them:
+//!   their numbers may name other pages. Its mappings keep the files that it found, which nobody writes any more.
+//!
+//! A process may also go on looking up, until it notices. A number that it finds it takes for a place in the file that it was given for that
+//! number. It compares what is there before it maps it, as it must for every slot. In that file a slot that it could find is not written
+//! again; and when the number has been given to another file, the store has no mapping of the earlier one any more.
+//!
+//! The references end when the process has ended, and with it its mappings. A process that connects again becomes another
+//! member. It must not tell of what it mapped as the earlier one: the numbers may name other slots. It takes its orphan over when it maps
+//! nothing any more that it found as the earlier member: what it maps by then it has found as the new one, which accounts for it by the
+//! same rules. So the orphan leaves as with a goodbye. A dead process costs nothing: the kernel tells within milliseconds (pidfd).
 //!
 //! A member that says goodbye leaves at once: it has told all references, drops those that it kept, and promises that its
 //! process maps no slot which it found over this connection. Nobody but the process itself could tell otherwise, and
@@ -41,7 +48,8 @@
 //! - *No new mapping of the old slot arises.* It is not in the index any more, and never comes back to it. Who found it
 //!   before has told by the time it is freed, as for every slot that left the index.
 //! - *The new slot is there for whoever follows the forward.* The old slot holds a reference to the new one until it is
-//!   itself free. As long as a process maps the old slot, told or untold, that is not free (the rule), so the new one is live.
+//!   itself free. As long as a member that can tell maps the old slot, told or untold, that is not free (the rule), so the new one is
+//!   live.
 //! - *A forward may change.* When the new slot moves on, what leads to it leads to where it went from then on. A service
 //!   that has read the forward before and maps what it named has not told: reading a forward is looking up, under the same
 //!   epochs. So the slot in between, once it has lost its references, waits in limbo until that service has told.
@@ -50,12 +58,11 @@
 //! keeps the memory of the old slot's segment, and nothing else.
 //!
 //! # After the last reference
-//! A slot that is free here is not written again in its file ([`crate::ledger::allocator`]): only when its segment has gone,
-//! and its number is given to another one, does it hold another page. The rule then is about accounts as much as about
-//! bytes: who maps a slot always maps what it found, since his mapping keeps the file, but what he tells must concern that
-//! slot and no other. So a segment may go, with its memory, as soon as nobody *references* its slots, while some may wait in
+//! A slot that is free here is not written again in its file: only when its segment has gone, and its number is given to another
+//! one, does it hold another page. So a segment may go, with its memory, as soon as nobody *references* its slots, while some may wait in
 //! limbo. A late reference brings such a slot back to life in a segment that has gone: it is counted, and not found by
-//! anybody. The number is given away when all slots are free and all members have said that they know the segment no more.
+//! anybody. The number is given away when all slots are free and all members that can tell have said that they know the segment no
+//! more.
 
 use crate::ledger::epochs::{Epoch, EpochViolation, Epochs, MemberId};
 use crate::ledger::orphans::Orphans;
@@ -308,6 +315,12 @@ impl Lifetime {
         Ok(())
     }
 
+    /// A member's connection has ended, and it can tell nothing any more: no slot waits for what it may have found. What it
+    /// references stays until it leaves. [`Self::reclaim`] should follow.
+    pub(crate) fn lose(&mut self, id: MemberId) {
+        self.epochs.leave(id);
+    }
+
     /// A member's connection broke, and its process may live: counts what it references as an orphan's, some at a time. Returns
     /// whether there is more to do. The member may leave before that.
     pub(crate) fn orphan_some(&mut self, id: MemberId) -> bool {
@@ -446,7 +459,7 @@ impl Lifetime {
         }
     }
 
-    /// Whether all of some slots are free: nobody maps one, or is about to.
+    /// Whether all of some slots are free: nobody who can tell maps one, or is about to.
     pub(crate) fn are_free(&self, mut slots: impl Iterator<Item = Slot>) -> bool {
         slots.all(|slot| self.slots.state(slot) == SlotState::Free)
     }
@@ -454,12 +467,6 @@ impl Lifetime {
     /// Slots have been dropped since the last [`Self::advance`].
     pub(crate) fn is_pending(&self) -> bool {
         self.pending
-    }
-
-    /// What the model check must find out to be wrong, too.
-    #[cfg(test)]
-    pub(crate) fn forget_epoch(&mut self, id: MemberId) {
-        self.epochs.leave(id);
     }
 
     /// Whether the slot can be found through the index.

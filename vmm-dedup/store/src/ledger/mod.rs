@@ -3,6 +3,7 @@
 
 pub(crate) mod accounts;
 pub(crate) mod allocator;
+mod chunks;
 mod dice;
 pub(crate) mod epochs;
 pub(crate) mod lifetime;

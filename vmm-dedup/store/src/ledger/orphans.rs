@@ -4,8 +4,8 @@
 //!
 //! The lifetime counts an orphan's references some at a time. Those that it has not counted yet are as a connected member's.
 
+use crate::ledger::chunks::{Chunks, place};
 use crate::ledger::epochs::MemberId;
-use crate::ledger::references::{CHUNK, place};
 use std::collections::BTreeMap;
 use vmm_dedup_protocol::Slot;
 
@@ -14,8 +14,8 @@ use vmm_dedup_protocol::Slot;
 pub(crate) struct Orphans {
     /// Which they are, and how many of the first chunks of what each references are not counted yet.
     members: BTreeMap<MemberId, usize>,
-    /// The sum of their references to each slot, in chunks. Each orphan's count has 32 bits, so the sum of all needs more.
-    chunks: Vec<Option<Box<[u64; CHUNK]>>>,
+    /// The sum of their references to each slot. Each orphan's count has 32 bits, so the sum of all needs more.
+    counts: Chunks<u64>,
     references: u64,
     /// Pages that of all members only orphans reference.
     pub(super) alone: u64,
@@ -52,9 +52,7 @@ impl Orphans {
 
     /// References that orphans hold to a slot.
     pub(crate) fn held(&self, slot: Slot) -> u64 {
-        let (chunk, at) = place(slot);
-        let counts = self.chunks.get(chunk).and_then(Option::as_deref);
-        counts.map_or(0, |counts| counts[at])
+        self.counts.get(slot)
     }
 
     /// All references that orphans hold.
@@ -63,25 +61,17 @@ impl Orphans {
     }
 
     pub(crate) fn add(&mut self, slot: Slot, n: u32) {
-        *self.count_mut(slot) += u64::from(n);
+        self.counts.set(slot, self.held(slot) + u64::from(n));
         self.references += u64::from(n);
     }
 
     /// Takes away references that were added.
     pub(crate) fn sub(&mut self, slot: Slot, n: u32) {
-        *self.count_mut(slot) -= u64::from(n);
+        self.counts.set(slot, self.held(slot) - u64::from(n));
         self.references -= u64::from(n);
     }
 
-    fn count_mut(&mut self, slot: Slot) -> &mut u64 {
-        let (chunk, at) = place(slot);
-        if self.chunks.len() <= chunk {
-            self.chunks.resize_with(chunk + 1, || None);
-        }
-        &mut self.chunks[chunk].get_or_insert_with(|| Box::new([0; CHUNK]))[at]
-    }
-
     pub(crate) fn bytes(&self) -> usize {
-        self.chunks.iter().flatten().count() * CHUNK * 8 + self.chunks.capacity() * 8
+        self.counts.bytes()
     }
 }

@@ -12,6 +12,7 @@
 //! In a store that shares securely a user's account has a slot for each of his references. Whether a page was on another
 //! user's account already would show otherwise in when the store refuses the next.
 
+use crate::ledger::chunks::Chunks;
 use crate::ledger::epochs::MemberId;
 use crate::ledger::references::References;
 use std::collections::BTreeMap;
@@ -42,8 +43,8 @@ struct Account {
 pub(crate) struct Shares {
     users: BTreeMap<u32, Account>,
     members: BTreeMap<MemberId, u32>,
-    /// On whose account each slot is.
-    payers: Vec<u32>,
+    /// On whose account each slot is: the user's number, inverted, or 0.
+    payers: Chunks<u32>,
 }
 
 impl Shares {
@@ -122,21 +123,18 @@ impl Shares {
     }
 
     fn payer(&self, slot: Slot) -> u32 {
-        self.payers.get(slot.number() as usize).copied().unwrap_or(NOBODY)
+        !self.payers.get(slot)
     }
 
     fn set_payer(&mut self, slot: Slot, user: u32) {
-        let (at, before) = (slot.number() as usize, self.payer(slot));
+        let before = self.payer(slot);
         if before != NOBODY {
             self.account(before).slots -= 1;
         }
         if user != NOBODY {
             self.account(user).slots += 1;
         }
-        if self.payers.len() <= at {
-            self.payers.resize(at + 1, NOBODY);
-        }
-        self.payers[at] = user;
+        self.payers.set(slot, !user);
     }
 
     fn account(&mut self, user: u32) -> &mut Account {
@@ -145,7 +143,7 @@ impl Shares {
 
     pub(crate) fn bytes(&self) -> usize {
         let accounts = self.users.values();
-        self.payers.capacity() * 4 + accounts.map(|account| account.holders.bytes()).sum::<usize>()
+        self.payers.bytes() + accounts.map(|account| account.holders.bytes()).sum::<usize>()
     }
 }
 

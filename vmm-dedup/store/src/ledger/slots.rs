@@ -2,9 +2,10 @@
 //! to Live when a reference arrives that was taken before the slot left the index. A slot that was live is published again
 //! only in another segment of the same number.
 //!
-//! Eight bytes a slot. The caller keeps the index in step: a slot leaves the index when it stops being Live, and comes back
+//! Eight bytes a slot, where a chunk of slots are not all free. The caller keeps the index in step: a slot leaves the index when it stops being Live, and comes back
 //! when it is Live again. (`lifetime` knows of Live slots that are not in the index.)
 
+use crate::ledger::chunks::Chunks;
 use crate::ledger::epochs::Epoch;
 use std::collections::VecDeque;
 use vmm_dedup_protocol::Slot;
@@ -12,7 +13,7 @@ use vmm_dedup_protocol::Slot;
 /// Where in its life a slot is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SlotState {
-    /// Nobody maps it, and nobody can find it.
+    /// Nobody who can tell maps it, and nobody can find it.
     Free,
     /// In the index, with this many references.
     Live(u64),
@@ -21,6 +22,9 @@ pub(crate) enum SlotState {
 }
 
 const KIND: u64 = 3;
+
+/// The queue of slots in limbo keeps memory for so many.
+const LEAST_QUEUE: usize = 1024;
 
 impl SlotState {
     fn encode(self) -> u64 {
@@ -62,7 +66,7 @@ pub(crate) struct NotLive {
 /// All slots of a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Slots {
-    words: Vec<u64>,
+    words: Chunks<u64>,
     /// Slots in the order of the epochs at which they entered limbo; some may have left it since.
     queue: VecDeque<(Epoch, Slot)>,
     live: u64,
@@ -72,15 +76,11 @@ pub(crate) struct Slots {
 
 impl Slots {
     pub(crate) fn state(&self, slot: Slot) -> SlotState {
-        SlotState::decode(self.words.get(slot.number() as usize).copied().unwrap_or(0))
+        SlotState::decode(self.words.get(slot))
     }
 
     fn set(&mut self, slot: Slot, state: SlotState) {
-        let at = slot.number() as usize;
-        if self.words.len() <= at {
-            self.words.resize(at + 1, 0);
-        }
-        self.words[at] = state.encode();
+        self.words.set(slot, state.encode());
     }
 
     /// A page was written into a free slot. Its publisher, or the slot that it moved from, has the first reference.
@@ -142,6 +142,9 @@ impl Slots {
                 freed(slot);
             }
         }
+        if self.queue.capacity() > LEAST_QUEUE.max(4 * self.queue.len()) {
+            self.queue.shrink_to(2 * self.queue.len());
+        }
     }
 
     /// A member that acknowledges nothing while slots come and go must not make the queue grow.
@@ -150,7 +153,7 @@ impl Slots {
         if self.queue.len() > limbo.saturating_mul(2).saturating_add(64) {
             let words = &self.words;
             self.queue
-                .retain(|(epoch, slot)| words[slot.number() as usize] == SlotState::Limbo(*epoch).encode());
+                .retain(|(epoch, slot)| words.get(*slot) == SlotState::Limbo(*epoch).encode());
             // Dropped, resurrected and dropped again within one epoch: once is enough.
             let mut seen = std::collections::HashSet::new();
             self.queue.retain(|entry| seen.insert(*entry));
@@ -171,7 +174,7 @@ impl Slots {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.words.capacity() * 8 + self.queue.capacity() * size_of::<(Epoch, Slot)>()
+        self.words.bytes() + self.queue.capacity() * size_of::<(Epoch, Slot)>()
     }
 }
 
@@ -212,6 +215,19 @@ mod tests {
     fn free_slots_take_no_references() {
         let mut slots = Slots::default();
         assert_eq!(slots.add_references(slot(7), 1), Err(NotLive { slot: slot(7) }));
+    }
+
+    #[test]
+    fn slots_that_are_free_again_take_no_memory() {
+        const MANY: u32 = 100_000;
+        let mut slots = Slots::default();
+        for n in 0..MANY {
+            slots.publish(slot(n));
+            slots.drop_references(slot(n), 1, 5);
+        }
+        assert!(slots.bytes() > 2_000_000);
+        slots.reclaim(5, |_| ());
+        assert!(slots.bytes() < 20_000, "{}", slots.bytes());
     }
 
     #[test]

@@ -1,11 +1,17 @@
 //! All interleavings of a small world, on the code that the server runs: one or two services, two or three slots, one
 //! store.
 //!
-//! Rules proved, in every state: **no slot is free or holds another page while a living process maps it or is about to**
-//! (has found it and not yet mapped it). Where a page has moved, the old slot is not found, and the new one is live
-//! and holds the same.
+//! Rules proved, in every state:
 //!
-//! A slot stands for a segment of its own: publishing to it once it is free means that its number was given to another one.
+//! - **No slot is free or holds another page while a member that can tell maps it or is about to** (has found it and not yet mapped it).
+//! - **What a member tells concerns the slot that it found**, also if that is read later; and no member that keeps the rules is accused.
+//! - **What a process has told that it maps is counted as long as the process lives and maps it**, also if its connection broke: the slot is
+//!   not free, and holds that page.
+//! - Where a page has moved, the old slot is not found, and the new one is live and holds the same.
+//!
+//! A slot stands for a segment of its own: publishing to it once it is free means that its number was given to another one, with another
+//! file. Nothing is said of the bytes of slots that a process maps without having been able to tell: they are what they were when it
+//! compared them, since no file's slot is written again ([`crate::ledger::lifetime`]), whatever its number names.
 //!
 //! The store takes one message at a time from first-in-first-out channels, at any later moment. Services read the
 //! epoch, look up, map, drop, send, lose their socket (what was on the way is lost), go on working without it,
@@ -45,8 +51,10 @@ enum Mistake {
     NoEpochWait,
     /// A broken connection's references are dropped while its process lives.
     NoOrphans,
-    /// A broken connection keeps its references, but does not keep other slots from being freed.
-    OrphansForgetEpoch,
+    /// A member that is slow does not keep slots from being freed, and is heard all the same.
+    SlowIsForgotten,
+    /// A service that connects again tells of what it mapped before.
+    ToldAnew,
     /// A series is found in the index after it has ended.
     SeriesStays,
     /// A service says goodbye and still maps a slot.
@@ -80,16 +88,32 @@ struct Service {
     epoch: Option<Epoch>,
     found: Option<FoundSlot>,
     mapped: [Option<Generation>; SLOTS],
-    /// Mapped over an earlier connection: its orphan accounts for them.
+    /// Once the connection is broken: whether the store was told of what is mapped.
+    told: [bool; SLOTS],
+    /// Mapped and told over an earlier connection: its orphan accounts for them.
     legacy: [Option<Generation>; SLOTS],
-    deltas: [i32; SLOTS],
+    deltas: [Told; SLOTS],
     channel: VecDeque<Record>,
+}
+
+/// A change of references, and to what; that is 0 if there is none.
+#[derive(Clone, Copy, Default, Hash)]
+struct Told {
+    delta: i32,
+    generation: Generation,
+}
+
+impl Told {
+    fn change(&mut self, delta: i32, generation: Generation) {
+        self.delta += delta;
+        self.generation = if self.delta == 0 { 0 } else { generation };
+    }
 }
 
 /// What a service sends.
 #[derive(Clone, Copy, Hash)]
 enum Record {
-    Batch(Epoch, [i32; SLOTS]),
+    Batch(Epoch, [Told; SLOTS]),
     /// All memberships that it had before.
     TakeOver,
     Goodbye,
@@ -105,6 +129,8 @@ struct World {
     sent: u8,
     reconnected: u8,
     moved: u8,
+    /// A member told of a slot that holds another page than the one it found, or was accused.
+    confused: bool,
 }
 
 fn slot(n: usize) -> Slot {
@@ -127,8 +153,9 @@ impl World {
                 epoch: None,
                 found: None,
                 mapped: [None; SLOTS],
+                told: [false; SLOTS],
                 legacy: [None; SLOTS],
-                deltas: [0; SLOTS],
+                deltas: [Told::default(); SLOTS],
                 channel: VecDeque::new(),
             }
         });
@@ -142,6 +169,7 @@ impl World {
             sent: 0,
             reconnected: 0,
             moved: 0,
+            confused: false,
         }
     }
 
@@ -159,13 +187,17 @@ impl World {
                 live && self.generation[to] == self.generation[n] && !self.lifetime.is_found(slot(n))
             })
         };
-        (0..SLOTS).all(follows)
+        !self.confused
+            && (0..SLOTS).all(follows)
             && self.held_by_orphans_alone() == self.lifetime.held_by_orphans_alone()
             && self.services.iter().filter(|s| s.alive).all(|service| {
-                let mapped = service.mapped.iter().chain(&service.legacy).enumerate();
+                let mapped = service.mapped.iter().enumerate();
+                let mapped = mapped.filter(|(n, _)| service.connected || service.told[*n]);
+                let found = service.found.filter(|_| service.connected);
                 mapped
-                    .filter_map(|(n, g)| Some((n % SLOTS, (*g)?)))
-                    .chain(service.found.map(|found| (found.slot, found.generation)))
+                    .chain(service.legacy.iter().enumerate())
+                    .filter_map(|(n, g)| Some((n, (*g)?)))
+                    .chain(found.map(|found| (found.slot, found.generation)))
                     .all(|(n, g)| safe(n, g))
             })
     }
@@ -275,10 +307,12 @@ impl World {
                     })
                 });
             }
-            self.step(all, me.mapped[n].is_some(), |w| {
-                w.services[i].mapped[n] = None;
-                w.services[i].deltas[n] -= 1;
-            });
+            if let Some(generation) = me.mapped[n] {
+                self.step(all, true, |w| {
+                    (w.services[i].mapped[n], w.services[i].told[n]) = (None, false);
+                    w.services[i].deltas[n].change(-1, generation);
+                });
+            }
             self.step(all, me.legacy[n].is_some(), |w| w.services[i].legacy[n] = None);
         }
         if let Some(found) = me.found {
@@ -288,8 +322,11 @@ impl World {
                 let still = found.over.is_none_or(|over| me.mapped[over].take().is_some());
                 if still {
                     me.mapped[found.slot] = Some(found.generation);
-                    me.deltas[found.slot] += 1;
-                    found.over.into_iter().for_each(|over| me.deltas[over] -= 1);
+                    me.deltas[found.slot].change(1, found.generation);
+                    if let Some(over) = found.over {
+                        me.told[over] = false;
+                        me.deltas[over].change(-1, found.generation);
+                    }
                 }
             });
         }
@@ -330,12 +367,19 @@ impl World {
                 let member = MemberId(10 + u16::from(w.reconnected));
                 w.lifetime.join(member, 0);
                 let me = &mut w.services[i];
-                for n in 0..SLOTS {
-                    me.legacy[n] = me.legacy[n].or(me.mapped[n].take());
-                }
                 (me.member, me.connected, me.leaving) = (member, true, false);
                 (me.epoch, me.found) = (None, None);
-                me.deltas = [0; SLOTS];
+                me.deltas = [Told::default(); SLOTS];
+                let told = std::mem::take(&mut me.told);
+                for (n, told) in told.into_iter().enumerate() {
+                    let mapped = me.mapped[n].filter(|_| mistake != Mistake::ToldAnew);
+                    if let (Mistake::ToldAnew, Some(generation)) = (mistake, me.mapped[n]) {
+                        me.deltas[n].change(1, generation);
+                    } else {
+                        me.mapped[n] = None;
+                    }
+                    me.legacy[n] = me.legacy[n].or(mapped.filter(|_| told));
+                }
             },
         );
     }
@@ -355,18 +399,22 @@ impl World {
                     return earlier.into_iter().for_each(|member| w.depart(member));
                 }
                 Record::Goodbye => {
-                    w.services[i].connected = false;
-                    w.services[i].deltas = [0; SLOTS];
+                    w.break_off(i);
+                    w.services[i].deltas = [Told::default(); SLOTS];
                     return w.depart(member);
                 }
             };
-            for (n, delta) in deltas.into_iter().enumerate() {
-                w.lifetime
-                    .apply(member, slot(n), delta)
-                    .expect("a service that keeps the rules is not accused");
+            for (n, told) in deltas.into_iter().enumerate() {
+                w.confused |= told.delta != 0 && told.generation != w.generation[n];
+                w.confused |= w.lifetime.apply(member, slot(n), told.delta).is_err();
             }
             w.settle();
-            w.lifetime.acknowledge(member, epoch).expect("likewise");
+            if mistake != Mistake::SlowIsForgotten {
+                w.confused |= w.lifetime.acknowledge(member, epoch).is_err();
+            }
+        });
+        self.step(all, me.connected && mistake == Mistake::SlowIsForgotten, |w| {
+            w.lifetime.lose(w.services[i].member);
         });
         // Publishing is a question and an answer: the channel is empty, and the publisher maps what it is given.
         let is_free = |n: &usize| self.state(*n) == SlotState::Free;
@@ -391,15 +439,12 @@ impl World {
         }
         // The socket ends, with the process or before it; what was not yet read is lost.
         self.step(all, me.connected, |w| {
-            w.services[i].connected = false;
+            w.break_off(i);
             w.services[i].channel.clear();
             let member = w.services[i].member;
             match mistake {
                 Mistake::NoOrphans => w.depart(member),
                 _ => {
-                    if mistake == Mistake::OrphansForgetEpoch {
-                        w.lifetime.forget_epoch(member);
-                    }
                     while w.lifetime.orphan_some(member) {}
                     w.orphans.push((member, i));
                 }
@@ -411,6 +456,15 @@ impl World {
                 w.depart(member);
             });
         }
+    }
+
+    /// The connection ends: the store knows what it was told.
+    fn break_off(&mut self, i: usize) {
+        let me = &mut self.services[i];
+        me.connected = false;
+        let references = self.lifetime.references(me.member).unwrap();
+        me.told = std::array::from_fn(|n| me.mapped[n].is_some() && references.held(slot(n)) > 0);
+        self.lifetime.lose(me.member);
     }
 
     fn depart(&mut self, member: MemberId) {
@@ -495,7 +549,7 @@ const WORLDS: [Bounds; 7] = [
 ];
 
 #[test]
-fn no_slot_is_freed_while_anybody_may_map_it() {
+fn no_slot_is_freed_while_anybody_may_tell_of_it() {
     std::thread::scope(|scope| {
         for bounds in WORLDS {
             scope.spawn(move || {
@@ -525,8 +579,13 @@ fn the_rule_breaks_when_a_broken_connection_ends_its_references() {
 }
 
 #[test]
-fn the_rule_breaks_when_a_broken_connection_does_not_keep_slots_from_being_freed() {
-    assert!(is_found_out(Mistake::OrphansForgetEpoch));
+fn the_rule_breaks_when_a_slow_member_is_not_waited_for_and_not_cut_off() {
+    assert!(is_found_out(Mistake::SlowIsForgotten));
+}
+
+#[test]
+fn the_rule_breaks_when_a_service_that_connects_again_tells_of_what_it_mapped_before() {
+    assert!(is_found_out(Mistake::ToldAnew));
 }
 
 #[test]

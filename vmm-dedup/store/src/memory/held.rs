@@ -6,11 +6,13 @@
 //! inotify watch does not keep a file's memory, and tells when the last mapping and the last descriptor of a file without a name
 //! have gone, those of O_PATH among them.
 //!
-//! Where the kernel has no more watches (`fs.inotify.max_user_watches`), there is only what members say.
+//! Where the kernel has no more watches (`fs.inotify.max_user_watches`), there is only what members say. Those that lost their connections
+//! say nothing until their processes have ended.
 
+use crate::ledger::epochs::MemberId;
 use crate::memory::segment::SegmentFile;
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -22,8 +24,8 @@ const EVENTS: usize = 4096;
 enum Witness {
     /// The kernel, by the number of a watch.
     Watch(i32),
-    /// Those who know the segment of this number.
-    Members(u32),
+    /// Those who know it, by a number of its own.
+    Members(u64),
 }
 
 /// Files of segments that went, and that somebody keeps.
@@ -34,24 +36,51 @@ pub(super) struct Held {
     /// What the pages of each cost.
     files: HashMap<Witness, u64>,
     bytes: u64,
+    /// Files without a watch: their witnesses' numbers, their segments' numbers, and who has not said that it knows them no more.
+    unwatched: Vec<(u64, u32, BTreeSet<MemberId>)>,
+    unwatched_total: u64,
 }
 
 impl Held {
-    /// The store has done with a file. `is_known`: whether there is a member that knows the segment.
-    pub(super) fn let_go(&mut self, number: u32, file: SegmentFile, is_known: bool) {
+    /// The store has done with a file, which these members know, those among them that lost their connections.
+    pub(super) fn let_go(&mut self, number: u32, file: SegmentFile, known_to: BTreeSet<MemberId>) {
         let bytes = file.resident_bytes();
-        match self.watch(&file) {
-            Some(watch) => self.insert(Witness::Watch(watch), bytes),
-            None if is_known => self.insert(Witness::Members(number), bytes),
-            None => {}
+        if let Some(watch) = self.watch(&file) {
+            self.insert(Witness::Watch(watch), bytes);
+        } else if !known_to.is_empty() {
+            self.believe(number, bytes, known_to);
         }
         drop(file);
         self.look();
     }
 
-    /// All members have said that they know a segment no more.
-    pub(super) fn nobody_knows(&mut self, number: u32) {
-        self.remove(Witness::Members(number));
+    fn believe(&mut self, number: u32, bytes: u64, known_to: BTreeSet<MemberId>) {
+        self.unwatched_total += 1;
+        self.insert(Witness::Members(self.unwatched_total), bytes);
+        self.unwatched.push((self.unwatched_total, number, known_to));
+    }
+
+    /// A member has said that it knows a segment no more. (Segments of the same number that went before are known to none that can say so.)
+    pub(super) fn said(&mut self, id: MemberId, number: u32) {
+        self.strike(id, |of| of == number);
+    }
+
+    /// A member has gone, with its process.
+    pub(super) fn ended(&mut self, id: MemberId) {
+        self.strike(id, |_| true);
+    }
+
+    fn strike(&mut self, id: MemberId, is_meant: impl Fn(u32) -> bool) {
+        for (_, number, known_to) in &mut self.unwatched {
+            if is_meant(*number) {
+                known_to.remove(&id);
+            }
+        }
+        let unknown = self
+            .unwatched
+            .extract_if(.., |(.., known_to)| known_to.is_empty());
+        let unknown: Vec<u64> = unknown.map(|(witness, ..)| witness).collect();
+        unknown.into_iter().for_each(|n| self.remove(Witness::Members(n)));
     }
 
     /// Files, and what their pages cost, as of the last look.
@@ -133,6 +162,10 @@ mod tests {
         (file, descriptor)
     }
 
+    fn members<const N: usize>(ids: [u16; N]) -> BTreeSet<MemberId> {
+        ids.map(MemberId).into()
+    }
+
     fn count(held: &mut Held) -> u64 {
         held.look();
         held.sum().0
@@ -143,15 +176,15 @@ mod tests {
         let mut held = Held::default();
         let (nobodys, descriptor) = file();
         drop(descriptor);
-        held.let_go(1, nobodys, true);
+        held.let_go(1, nobodys, members([1]));
         assert_eq!(held.sum(), (0, 0));
         let (kept, descriptor) = file();
         let map = Mapping::read_only(&descriptor, PAGE_SIZE).unwrap();
         let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
         let by_name = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
-        held.let_go(1, kept, false);
+        held.let_go(1, kept, BTreeSet::new());
         assert!(held.sum().1 >= 3 * PAGE_SIZE as u64, "{:?}", held.sum());
-        held.nobody_knows(1);
+        held.ended(MemberId(1));
         assert_eq!(count(&mut held), 1, "words do not count");
         drop(descriptor);
         assert_eq!(count(&mut held), 1, "it is mapped");
@@ -167,7 +200,7 @@ mod tests {
         let files: Vec<_> = (0..20).map(|_| file()).collect();
         let mut descriptors = Vec::new();
         for (file, descriptor) in files {
-            held.let_go(0, file, true);
+            held.let_go(0, file, members([1]));
             descriptors.push(descriptor);
         }
         assert_eq!(count(&mut held), 20);
@@ -180,9 +213,14 @@ mod tests {
     #[test]
     fn without_watches_members_are_believed() {
         let mut held = Held::default();
-        held.insert(Witness::Members(3), 4096);
+        held.believe(3, 4096, members([1, 2]));
+        held.said(MemberId(1), 3);
         assert_eq!((count(&mut held), held.sum().1), (1, 4096));
-        held.nobody_knows(3);
+        // The second lost its connection, and the number is another segment's.
+        held.believe(3, 8192, members([1, 2]));
+        held.said(MemberId(1), 3);
+        assert_eq!(held.sum(), (2, 12_288));
+        held.ended(MemberId(2));
         assert_eq!(held.sum(), (0, 0));
     }
 }

@@ -184,6 +184,13 @@ impl Pool {
         Ok(entered)
     }
 
+    /// A member's connection has ended, and it can tell nothing any more: nothing waits for it. What it references stays.
+    pub(crate) fn lose(&mut self, id: MemberId) {
+        self.lifetime.lose(id);
+        self.segments.lose(id);
+        self.reclaim();
+    }
+
     /// Counts what a member references as an orphan's, some at a time, since its connection broke. Returns whether there is more to do.
     pub(crate) fn orphan_some(&mut self, id: MemberId) -> bool {
         self.lifetime.orphan_some(id)
@@ -195,7 +202,7 @@ impl Pool {
         let more = self.lifetime.leave_some(id);
         self.draw_consequences();
         if !more {
-            self.segments.forget_all(id);
+            self.segments.ended(id);
         }
         self.reclaim();
         more
@@ -244,7 +251,9 @@ impl Pool {
     /// A segment without a live slot goes.
     fn retire(&mut self, empty: Option<u32>) {
         if let Some(number) = empty {
-            self.segments.retire(number, self.lifetime.members().collect());
+            let (known_to, waiting) = (self.lifetime.members(), self.lifetime.epochs().members());
+            self.segments
+                .retire(number, known_to.collect(), waiting.collect());
             self.announcements.push(Announcement::SegmentRetired(number));
         }
     }

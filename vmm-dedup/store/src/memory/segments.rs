@@ -29,7 +29,8 @@ const LEAST_HELD: u64 = 4 * SEGMENT_BYTES as u64;
 pub(crate) struct Segments {
     allocator: Allocator,
     files: Vec<Option<SegmentFile>>,
-    /// Segments that went, and who has not said that he knows them no more: their numbers are not given to others.
+    /// Segments that went, and who may still tell of them and has not said that he knows them no more: their numbers are not given to
+    /// others.
     retired: BTreeMap<u32, BTreeSet<MemberId>>,
     /// Their memory.
     held: Held,
@@ -154,11 +155,11 @@ impl Segments {
         self.allocator.retire_idle()
     }
 
-    /// The file of a segment goes. These members know it, and may map it. It is never written again: what somebody still
-    /// reads of it stays as it is.
-    pub(crate) fn retire(&mut self, number: u32, waiting: BTreeSet<MemberId>) {
+    /// The file of a segment goes. These members know it, and may map it, and those that are `waiting` can tell of it. It is never
+    /// written again: what somebody still reads of it stays as it is.
+    pub(crate) fn retire(&mut self, number: u32, known_to: BTreeSet<MemberId>, waiting: BTreeSet<MemberId>) {
         if let Some(file) = self.files[number as usize].take() {
-            self.held.let_go(number, file, !waiting.is_empty());
+            self.held.let_go(number, file, known_to);
             self.retired.insert(number, waiting);
         }
     }
@@ -170,20 +171,25 @@ impl Segments {
 
     /// A member knows a retired segment no more. Whether it did before.
     pub(crate) fn forget(&mut self, number: u32, id: MemberId) -> bool {
-        let Some(waiting) = self.retired.get_mut(&number) else {
-            return false;
-        };
-        let knew = waiting.remove(&id);
-        if waiting.is_empty() {
-            self.held.nobody_knows(number);
+        let waiting = self.retired.get_mut(&number);
+        let knew = waiting.is_some_and(|waiting| waiting.remove(&id));
+        if knew {
+            self.held.said(id, number);
         }
         knew
     }
 
-    /// A member has gone: it knows nothing any more.
-    pub(crate) fn forget_all(&mut self, id: MemberId) {
-        let numbers: Vec<u32> = self.retired.keys().copied().collect();
-        numbers.into_iter().for_each(|number| _ = self.forget(number, id));
+    /// A member can tell of nothing any more, whatever its process maps.
+    pub(crate) fn lose(&mut self, id: MemberId) {
+        self.retired
+            .values_mut()
+            .for_each(|waiting| _ = waiting.remove(&id));
+    }
+
+    /// A member has gone: its process maps nothing any more.
+    pub(crate) fn ended(&mut self, id: MemberId) {
+        self.lose(id);
+        self.held.ended(id);
     }
 
     /// Gives the numbers of retired segments to others from now on, of those that nobody knows and `is_free` agrees to.
@@ -350,7 +356,7 @@ mod tests {
             assert_eq!(segments.give_back(Slot::try_new(n).unwrap()), None);
         }
         while let Some(number) = segments.retire_idle() {
-            segments.retire(number, BTreeSet::new());
+            segments.retire(number, BTreeSet::new(), BTreeSet::new());
             segments.release(|_| true);
         }
     }
@@ -379,11 +385,12 @@ mod tests {
         let mut segments = Segments::new(MAX_SLOTS, false);
         run(&mut segments, 2);
         let before = segments.file(0);
-        let reader = MemberId(1);
+        let (reader, lost) = (MemberId(1), MemberId(2));
         assert_eq!(segments.bury(Slot::try_new(0).unwrap()), None);
         assert_eq!(segments.give_back(Slot::try_new(1).unwrap()), None);
         assert_eq!(segments.retire_idle(), Some(0));
-        segments.retire(0, BTreeSet::from([reader]));
+        segments.retire(0, [reader, lost].into(), [reader, lost].into());
+        segments.lose(lost);
         segments.release(|_| true);
         assert_eq!(segments.held().0, 1);
         assert_eq!(

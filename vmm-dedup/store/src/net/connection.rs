@@ -19,7 +19,7 @@ use tokio::io::unix::AsyncFd;
 use vmm_dedup_protocol::message::{Kind, encode};
 use vmm_dedup_protocol::socket;
 
-/// An orphan whose process still lives after this long is worth a warning: its slots cannot be freed.
+/// An orphan whose process still lives after this long is worth a warning: what it references stays.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(1);
 
 /// How long a connection may take for its first message: it would keep a place that others can use.
@@ -77,7 +77,7 @@ pub(crate) async fn serve(shared: Shared, closers: Arc<Closers>, turns: Arc<Turn
         outbox.push(error_record(&violation), Vec::new());
     }
     drop(outbox);
-    lock(&shared).peers.drop_outbox(id);
+    lock(&shared).hang_up(id);
     // The connection counts as one of its process until all is closed: so what one process can leave to be closed is bounded.
     closers.close(closing::end(socket, received)).await;
     part(&shared, id, peer, &place).await;
@@ -318,8 +318,8 @@ async fn outlive(shared: &Shared, id: MemberId, pid: u64, pidfd: OwnedFd, place:
     }
     if tokio::time::timeout(ORPHAN_PATIENCE, end()).await.is_err() {
         log::warn!(
-            "process {pid} lives without a connection: what it references stays, and slots that it may map are not freed, until it \
-             ends or gives them up over another connection"
+            "process {pid} lives without a connection: what it references stays until it ends or gives that up over another \
+             connection"
         );
         end().await;
     }

@@ -2,6 +2,7 @@
 //! the peers' outboxes.
 
 pub(crate) mod exchange;
+pub(crate) mod keepers;
 pub(crate) mod outbox;
 pub(crate) mod peers;
 mod publication;

@@ -9,7 +9,7 @@ use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tokio::sync::Notify;
 use vmm_dedup_protocol::refusal::Refusal;
 use vmm_dedup_protocol::stats::ServiceStats;
@@ -247,11 +247,10 @@ impl Peers {
         }
     }
 
-    /// Cuts off services that have said nothing for so long, of those that `is_meant`. They may come again.
-    pub(crate) fn cut_silent(&self, now: Instant, silence: Duration, is_meant: impl Fn(MemberId) -> bool) {
+    /// Cuts off the services that `is_meant`, by when they last said something. They may come again.
+    pub(crate) fn cut_off(&self, is_meant: impl Fn(MemberId, Instant) -> bool) {
         for (id, peer) in &self.peers {
-            let silent = now.saturating_duration_since(peer.heard) >= silence;
-            if silent && matches!(peer.phase, Phase::Service(_)) && is_meant(*id) {
+            if matches!(peer.phase, Phase::Service(_)) && is_meant(*id, peer.heard) {
                 peer.cut.notify_one();
             }
         }

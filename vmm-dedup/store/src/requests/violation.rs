@@ -45,7 +45,8 @@ pub(crate) enum Violation {
     #[error("no Hello came within {0:?}")]
     Silent(std::time::Duration),
     #[error(
-        "your process has said nothing for a while, and keeps files that went, of which too much is kept: connect again once it goes on"
+        "your process has said nothing for a while, or has not acknowledged what left the index, and keeps files that went, or slots, of \
+         which too much is kept: connect again once it goes on"
     )]
     Stopped,
     #[error("a message that cannot be read")]

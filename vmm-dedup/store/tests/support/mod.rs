@@ -19,7 +19,7 @@ use vmm_dedup_protocol::message::{
 use vmm_dedup_protocol::name::Name;
 use vmm_dedup_protocol::refusal::{Refusal, Refused};
 use vmm_dedup_protocol::socket::{self, Received};
-use vmm_dedup_protocol::{PAGE_SIZE, SEGMENT_FILE_BYTES, STAGING_PAGES, Slot, forward};
+use vmm_dedup_protocol::{PAGE_SIZE, SEGMENT_FILE_BYTES, SLOTS_PER_SEGMENT, STAGING_PAGES, Slot, forward};
 use vmm_dedup_store::{Config, Store};
 use zerocopy::IntoBytes;
 
@@ -442,6 +442,22 @@ pub fn stats_from(path: &Path, from: u32) -> Stats {
         Message::Stats(stats) => *stats,
         other => panic!("{other:?}"),
     }
+}
+
+/// Publishes as many new pages as a segment has slots, and drops them: how many it could publish.
+pub fn come_and_go(client: &mut Client, seed: u64) -> usize {
+    let mut published = 0;
+    for some in 0..u64::from(SLOTS_PER_SEGMENT) / STAGING_PAGES as u64 {
+        let first = seed + some * STAGING_PAGES as u64;
+        let pages: Vec<_> = (first..first + STAGING_PAGES as u64).map(page).collect();
+        let slots: Vec<_> = client.publish(&pages).into_iter().flatten().collect();
+        published += slots.len();
+        let dropped: Vec<_> = slots.iter().map(|slot| (*slot, -1)).collect();
+        client.batch(&[], &[], &dropped);
+        client.acknowledge();
+        client.release();
+    }
+    published
 }
 
 /// A page unlike those of other seeds.
