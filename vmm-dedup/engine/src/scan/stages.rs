@@ -66,6 +66,9 @@ impl Pass {
                 {
                     self.share_soon()?;
                 }
+                if self.session.is_waited_for() {
+                    self.keep_up()?;
+                }
                 self.yield_and_poll()?;
             }
             self.account.stats.full_scans_total += u64::from(order.is_full());
@@ -176,6 +179,19 @@ impl Pass {
             return Ok(());
         }
         self.merge()
+    }
+
+    /// Merges what was found so far, and says so: what others give up must not wait for the end of a long pass.
+    fn keep_up(&mut self) -> Result<(), Error> {
+        self.tell_store()?;
+        if !self.twins.is_empty() && self.direct_io.glance() {
+            self.merge()?;
+        }
+        match self.twins.is_empty() && self.map.outbox().is_empty() {
+            true => self.session.acknowledge(),
+            // The next time.
+            false => Ok(()),
+        }
     }
 
     /// Keyed > found, for pages that the kernel copied.

@@ -3,7 +3,7 @@
 //!
 //! # The service's half of the rule of slots
 //!
-//! A slot that has left the index is free, and its number may name another page, only when every service has acknowledged a
+//! A slot that has left the index is free, and its number may name another page, only when every service that is connected has acknowledged a
 //! later epoch of the index (see `vmm_dedup_protocol::index`). The epoch that goes with a message was read when nothing that had been looked up in the
 //! index was pending, and every reference taken before that is in this message or an earlier one. [`Session::flush`] is told
 //! whether something is pending.
@@ -35,6 +35,9 @@ const LOOK_SHARE: u32 = 100;
 /// leave it to the next.
 const VACATE_AFTER: Duration = Duration::from_secs(20);
 const VACATE_PERIOD: Duration = Duration::from_secs(10);
+
+/// What others gave up waits for a long pass no longer than this, about.
+const KEEPING_UP: Duration = Duration::from_secs(3);
 
 /// Between two looks at a store that does it the other way.
 const OTHER_WAY_PERIOD: Duration = Duration::from_secs(60);
@@ -92,6 +95,8 @@ pub(crate) struct Session {
     epoch: u64,
     /// The last one reported.
     acknowledged: u64,
+    /// When an epoch was read last, or tried to be.
+    read_at: Instant,
     /// Position in the index's news.
     news: u64,
     /// The store may have forgotten sightings of ours: the pass in which they are repeated.
@@ -120,6 +125,7 @@ impl Session {
             salt: Salt(0),
             epoch: 0,
             acknowledged: 0,
+            read_at: Instant::now(),
             news: 0,
             resync_at: None,
             mappings_look: MappingsLook::default(),
@@ -152,6 +158,7 @@ impl Session {
 
     fn join(&mut self, store: Store) {
         (self.epoch, self.acknowledged) = (store.index().epoch(), store.index().epoch());
+        self.read_at = Instant::now();
         (self.news, self.salt) = (store.index().news_position(), store.salt());
         // The others ended with their stores.
         let incarnation = store.membership().incarnation;
@@ -268,7 +275,7 @@ impl Session {
         let asks = store.batch(epoch, &keys, &told.withdrawals, &told.ambiguous, &told.refs)?;
         self.acknowledged = epoch;
         if !pending && !more_refs {
-            self.epoch = store.index().epoch();
+            (self.epoch, self.read_at) = (store.index().epoch(), Instant::now());
         }
         let mut asked = Asked::default();
         for (at, ask) in asks.into_iter().map(Ask::parse) {
@@ -281,13 +288,25 @@ impl Session {
         Ok(asked)
     }
 
+    /// Whether others have waited for a while for this service to acknowledge what left the index. If so it is asked again only after
+    /// another while.
+    pub(crate) fn is_waited_for(&mut self) -> bool {
+        let waits = self
+            .index()
+            .is_some_and(|index| index.epoch() > self.acknowledged && self.read_at.elapsed() >= KEEPING_UP);
+        if waits {
+            self.read_at = Instant::now();
+        }
+        waits
+    }
+
     /// Nothing is pending, and the outbox is empty: lets the store free what has left the index.
     pub(crate) fn acknowledge(&mut self) -> Result<(), Error> {
         let Some(store) = &mut self.store else {
             return Ok(());
         };
         store.age_staging();
-        self.epoch = store.index().epoch();
+        (self.epoch, self.read_at) = (store.index().epoch(), Instant::now());
         if self.epoch > self.acknowledged {
             store.batch(self.epoch, &[], &[], &[], &[])?;
             self.acknowledged = self.epoch;
