@@ -348,6 +348,7 @@ impl State {
         self.exchange.use_room();
         self.send_announcements();
         self.relay.expire(&self.peers, now);
+        self.peers.look_for_room();
         self.exchange.pool.collapse_shared(now);
     }
 

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use support::{
-    Answer, Client, HELPER_SOCKET, Helper, Observer, Server, come_and_go, eventually, page, stats,
+    Answer, Client, HELPER_SOCKET, Helper, Observer, Server, come_and_go, eventually, page, stats, stats_from,
 };
 use vmm_dedup_protocol::control::{Settings, Switch};
 use vmm_dedup_protocol::index::{News, RING};
@@ -542,5 +542,106 @@ fn flapper() {
             evil.send_batch(0, &[], &[], &changes);
             evil.batch_reply();
         }
+    });
+}
+
+/// A user whose store it is.
+const OWNER: u32 = 65_531;
+/// How many files that store may have open, and so how many descriptors Linux lets be on their way to all others together.
+const FILES: u64 = 1024;
+/// Connections to a store of so many segments that have more descriptors than that, when each is sent them.
+const UNREADING: u32 = 150;
+const SEGMENTS: usize = 6;
+
+/// Publishes pages until there is a new segment: the longest that took.
+fn until_there_is_a_new_segment(client: &mut Client, seed: &mut u64) -> Duration {
+    let segments = |client: &Client| client.segments.iter().flatten().count();
+    let (before, mut longest) = (segments(client), Duration::ZERO);
+    while segments(client) == before {
+        let pages: Vec<_> = (*seed..*seed + STAGING_PAGES as u64).map(page).collect();
+        *seed += STAGING_PAGES as u64;
+        let asked = Instant::now();
+        assert!(client.publish(&pages).iter().all(Option::is_some));
+        longest = longest.max(asked.elapsed());
+        client.acknowledge();
+    }
+    longest
+}
+
+#[test]
+fn a_user_that_greets_and_reads_nothing_keeps_no_descriptor_from_others() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: only root can act as another user");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let socket = dir.path().join("store.sock");
+    let mut store = Helper::start("owner", &socket);
+    assert_eq!(store.ask("begin"), "serving");
+    let (mut honest, mut seed) = (Client::connect(&socket, "honest"), 1 << 30);
+    (0..SEGMENTS).for_each(|_| _ = until_there_is_a_new_segment(&mut honest, &mut seed));
+    let hello = encode(Kind::Hello, &[Hello::new(Role::Service, "evil", 1).as_bytes()]);
+    let evil: Vec<_> = as_stranger(|| {
+        let connect = |_| {
+            let evil = socket::connect(&socket).unwrap();
+            socket::send(&evil, &hello, &[]).unwrap();
+            evil
+        };
+        (0..UNREADING).map(connect).collect()
+    });
+    // The last ones have joined.
+    eventually(|| stats_from(&socket, UNREADING).next != 0);
+    let start = Instant::now();
+    let mut second = Client::connect(&socket, "second");
+    second.acknowledge();
+    let welcomed = start.elapsed();
+    let longest = until_there_is_a_new_segment(&mut honest, &mut seed);
+    let start = Instant::now();
+    second.acknowledge();
+    let told = start.elapsed();
+    println!(
+        "a VM is welcomed after {welcomed:?}, has a segment after {longest:?}, and hears of it within {told:?}"
+    );
+    let segments = |client: &Client| client.segments.iter().flatten().count();
+    assert_eq!(segments(&second), segments(&honest));
+    for took in [welcomed, longest, told] {
+        assert!(took < HONEST / 4, "{took:?}");
+    }
+    // Who reads gets what is his, one after the other. The rest are cut off when they have waited long enough.
+    let mut buffer = aligned_buffer();
+    let mut welcomes = 0;
+    for evil in &evil {
+        rustix::io::ioctl_fionbio(evil, true).unwrap();
+    }
+    eventually(|| {
+        welcomes += evil
+            .iter()
+            .filter(|evil| matches!(socket::receive(evil, &mut buffer), Ok(Some(r)) if r.fds.len() == 2))
+            .count();
+        welcomes == evil.len()
+    });
+}
+
+/// Not a test but the part of a store that runs as a user of its own, without any capability.
+#[test]
+fn owner() {
+    let Ok(path) = std::env::var(HELPER_SOCKET) else {
+        return;
+    };
+    let limit = rustix::process::Rlimit {
+        current: Some(FILES),
+        maximum: Some(FILES),
+    };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+    as_user(OWNER, || {
+        let _server = Server::start(|config| {
+            (config.socket, config.mode) = (path.into(), 0o666);
+            config.max_connections_per_process = 1000;
+        });
+        let mut lines = std::io::stdin().lock().lines();
+        assert!(lines.next().is_some());
+        println!("\n> serving");
+        lines.for_each(drop);
     });
 }

@@ -6,6 +6,7 @@
 //! may carry some. A connection keeps its place among those of its process until that is done.
 #![allow(unsafe_code)] // setsockopt(SO_PASSRIGHTS), which rustix lacks.
 
+use crate::requests::unread::Share;
 use rustix::io::retry_on_intr;
 use rustix::net::sockopt::set_socket_passcred;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, Shutdown};
@@ -61,6 +62,14 @@ pub(super) struct Remains {
     received: Vec<OwnedFd>,
     /// Whether the socket has no unread records.
     drained: bool,
+}
+
+impl Remains {
+    /// Tells the peer that this is the end. Returns when it has read what was sent before, or has hung up.
+    pub(super) async fn is_read(&self, unread: &Share) {
+        let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
+        unread.is_read(&self.socket).await;
+    }
 }
 
 /// Lets the peer send no more, and takes out what it has sent: a peer whose records are unread when the socket is closed loses

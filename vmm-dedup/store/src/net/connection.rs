@@ -6,7 +6,7 @@ use crate::net::closing::{self, Closers};
 use crate::net::process::PeerProcess;
 use crate::net::turns::{Place, Turns};
 use crate::net::watched::{Watched, watch};
-use crate::requests::outbox::{Flushed, Outbox};
+use crate::requests::outbox::{self, Flushed, Outbox};
 use crate::requests::peers::Parting;
 use crate::requests::violation::Violation;
 use crate::state::{Shared, State, lock};
@@ -37,16 +37,18 @@ const SHORTAGE: Duration = Duration::from_millis(20);
 /// Serves one peer until it goes or breaks the rules, and its process has ended.
 pub(crate) async fn serve(shared: Shared, closers: Arc<Closers>, turns: Arc<Turns>, accepted: OwnedFd) {
     let socket = Arc::new(accepted);
-    let outbox = Arc::new(Outbox::new(socket.clone()));
     let peer = match PeerProcess::of(&socket) {
         Ok(peer) => peer,
         Err(e) => {
             log::warn!("a connection is refused, since its process cannot be identified: {e}");
-            outbox.push(error_record(&Violation::Unidentified(e)), Vec::new());
-            drop(outbox);
+            let _ = socket::send(&socket, &error_record(&Violation::Unidentified(e)), &[]);
             closers.close(closing::end(socket, Vec::new())).await;
             return;
         }
+    };
+    let outbox = {
+        let unread = lock(&shared).peers.unread(peer.uid);
+        Arc::new(Outbox::new(socket.clone(), unread))
     };
     let admitted = lock(&shared).admit(peer.pid, peer.uid, outbox.clone());
     let id = match admitted {
@@ -62,7 +64,7 @@ pub(crate) async fn serve(shared: Shared, closers: Arc<Closers>, turns: Arc<Turn
                 "a connection of process {} is refused: {violation}",
                 peer.pid
             );
-            outbox.push(error_record(&violation), Vec::new());
+            outbox.end_with(error_record(&violation));
             drop(outbox);
             closers.close(closing::end(socket, Vec::new())).await;
             return;
@@ -74,13 +76,28 @@ pub(crate) async fn serve(shared: Shared, closers: Arc<Closers>, turns: Arc<Turn
     if let Err(violation) = end {
         log::warn!("the connection of process {} is closed: {violation}", peer.pid);
         lock(&shared).peers.counters.malformed += 1;
-        outbox.push(error_record(&violation), Vec::new());
+        outbox.end_with(error_record(&violation));
     }
-    drop(outbox);
     lock(&shared).hang_up(id);
-    // The connection counts as one of its process until all is closed: so what one process can leave to be closed is bounded.
-    closers.close(closing::end(socket, received)).await;
-    part(&shared, id, peer, &place).await;
+    let unread = outbox.left_unread();
+    drop(outbox);
+    let remains = closing::end(socket, received);
+    match unread {
+        None => {
+            // The connection counts as one of its process until all is closed: so what one process can leave to be closed is bounded.
+            closers.close(remains).await;
+            part(&shared, id, peer, &place).await;
+        }
+        // That its user may have only so many descriptors unread bounds it, too. Whoever waits for this peer need not wait for its reading.
+        Some(unread) => {
+            let close = async {
+                remains.is_read(&unread).await;
+                closers.close(remains).await;
+                drop(unread);
+            };
+            tokio::join!(close, part(&shared, id, peer, &place));
+        }
+    }
     place.settle().await;
 }
 
@@ -212,7 +229,9 @@ fn receive(
 
 fn cut_off(shared: &Shared) {
     lock(shared).peers.counters.overflows += 1;
-    log::warn!("a service does not read what the store sends: its connection is closed");
+    log::warn!(
+        "a service, or others of its user, do not read what the store sends: its connection is closed"
+    );
 }
 
 /// Sends what was queued, whenever the socket takes it. Returns when the connection is beyond hope.
@@ -232,12 +251,25 @@ async fn send_all(shared: &Shared, watched: &AsyncFd<Watched>, outbox: &Outbox) 
                     tokio::time::sleep(SHORTAGE).await;
                     continue;
                 }
+                Flushed::NoRoom => {
+                    let _ = tokio::time::timeout(outbox::PATIENCE, outbox.room()).await;
+                    continue;
+                }
                 Flushed::Blocked => {}
             }
-            let Ok(mut ready) = watched.writable().await else {
+            // Also whenever the peer has read a record, if little is left.
+            let ready = match tokio::time::timeout(outbox::PATIENCE, watched.writable()).await {
+                Ok(ready) => ready,
+                Err(_) => continue,
+            };
+            let Ok(mut ready) = ready else {
                 return;
             };
             if outbox.flush() == Flushed::Blocked {
+                // It shut its socket down both ways: that stays, and nothing can be sent.
+                if ready.ready().is_write_closed() {
+                    return tokio::time::sleep(LAST_WORDS).await;
+                }
                 ready.clear_ready();
             }
         }
@@ -322,5 +354,86 @@ async fn outlive(shared: &Shared, id: MemberId, pid: u64, pidfd: OwnedFd, place:
              connection"
         );
         end().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::requests::unread::Unread;
+    use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType};
+    use std::sync::Mutex;
+    use vmm_dedup_protocol::message::aligned_buffer;
+
+    /// Sends as many descriptors as a store of 16 GiB has, to who does this; how long that went on, at most two seconds.
+    fn send_to(peer: impl FnOnce(OwnedFd) + Send) -> Duration {
+        let (ours, theirs) = rustix::net::socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
+        rustix::io::ioctl_fionbio(&ours, true).unwrap();
+        let shared = Arc::new(Mutex::new(State::new(Config::default()).unwrap()));
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        std::thread::scope(|scope| {
+            let peer = scope.spawn(|| peer(theirs));
+            let start = Instant::now();
+            runtime.block_on(async {
+                let socket = Arc::new(ours);
+                let watched = watch(socket.clone(), Interest::READABLE | Interest::WRITABLE).unwrap();
+                let outbox = Outbox::new(socket, Arc::new(Unread::of_this_process()).share(1));
+                let file = Arc::new(rustix::fs::memfd_create("x", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+                (0..1024).for_each(|_| outbox.push_greeting(vec![0; 16], vec![file.clone()]));
+                let sent = send_all(&shared, &watched, &outbox);
+                let read = async {
+                    while !peer.is_finished() {
+                        tokio::time::sleep(Duration::from_millis(1)).await;
+                    }
+                };
+                tokio::select! {
+                    () = sent => {}
+                    () = read => {}
+                    () = tokio::time::sleep(Duration::from_secs(2)) => {}
+                }
+            });
+            start.elapsed()
+        })
+    }
+
+    #[test]
+    fn a_long_greeting_goes_out_as_fast_as_it_is_read() {
+        let took = send_to(|socket| {
+            let mut buffer = aligned_buffer();
+            let mut got = 0;
+            while got < 1024 {
+                got += socket::receive(&socket, &mut buffer).unwrap().unwrap().fds.len();
+            }
+        });
+        println!("{took:?}");
+        assert!(took < Duration::from_secs(1), "{took:?}");
+    }
+
+    #[test]
+    fn who_shuts_its_socket_down_and_reads_nothing_keeps_the_store_no_busier() {
+        let busy = || {
+            let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+            Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap())
+        };
+        let before = busy();
+        let took = send_to(|socket| {
+            // It has as much as it gets.
+            std::thread::sleep(Duration::from_millis(200));
+            rustix::net::shutdown(&socket, Shutdown::Both).unwrap();
+            std::thread::sleep(Duration::from_secs(1));
+        });
+        let busy = busy() - before;
+        println!("{busy:?} of {took:?}");
+        assert!(busy < took / 4, "{busy:?} of {took:?}");
     }
 }

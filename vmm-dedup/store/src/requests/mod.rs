@@ -10,5 +10,6 @@ mod questions;
 pub(crate) mod relay;
 pub(crate) mod rights;
 pub(crate) mod statistics;
+pub(crate) mod unread;
 pub(crate) mod violation;
 mod vms;

@@ -4,6 +4,7 @@ use crate::ledger::accounts;
 use crate::ledger::epochs::MemberId;
 use crate::ledger::sightings::PASSED_OVER;
 use crate::requests::outbox::Outbox;
+use crate::requests::unread::{Share, Unread};
 use crate::requests::violation::Violation;
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
@@ -121,6 +122,7 @@ pub(crate) struct Peers {
     pub(crate) counters: PeerCounters,
     /// Memberships that there ever were.
     memberships: u64,
+    unread: Arc<Unread>,
     /// The sum of what services report, until one of them changes: whoever asks for one VM after the other asks for it each time.
     sum: OnceCell<Box<ServiceStats>>,
 }
@@ -134,6 +136,7 @@ impl Peers {
             max_of_process,
             counters: PeerCounters::default(),
             memberships: 0,
+            unread: Arc::new(Unread::of_this_process()),
             sum: OnceCell::new(),
         }
     }
@@ -168,6 +171,16 @@ impl Peers {
         self.peers.insert(id, peer);
         self.counters.connections += 1;
         Ok(id)
+    }
+
+    /// What a connection of a user has not read: nothing yet.
+    pub(crate) fn unread(&self, uid: u32) -> Share {
+        self.unread.share(uid)
+    }
+
+    /// Those who wait until others have read look whether these have. To be called once a second.
+    pub(crate) fn look_for_room(&self) {
+        self.unread.look_again();
     }
 
     pub(crate) fn len(&self) -> usize {
