@@ -66,6 +66,8 @@ impl Guests {
             let mut service = pages
                 .serve_at(&store.socket(), config.clone(), GUEST)
                 .expect("dedup starts");
+            // As a VMM does: what the kernel copied can be merged again only then.
+            service.vouch_for_pins();
             if hints == Hints::Agents {
                 let socket = folder.path().join(format!("{guest}.vsock"));
                 service

@@ -11,6 +11,8 @@ pub(crate) struct ChunkState {
     unchecked: u8,
     /// The part that is looked at next, if not all are.
     part: u8,
+    /// Somebody who knows says that what shared pages held was replaced: the kernel has copied them.
+    overwritten: bool,
     /// Mapped by one huge page at the last visit. Such a chunk is never write-protected.
     pub(crate) huge: bool,
     /// The pages' keys were taken while the chunk was huge, so that none is protected yet.
@@ -122,6 +124,20 @@ impl ChunkState {
         let part = self.part;
         self.part = (part + 1) % PARTS;
         Some(part)
+    }
+
+    /// Shared pages were overwritten: who looks for copies need not wait for the chunk's turn.
+    pub(super) fn note_overwritten(&mut self) {
+        self.overwritten = true;
+    }
+
+    /// Whether pages were overwritten since all of the chunk was looked at for copies. It counts as looked at from now on.
+    pub(super) fn take_overwritten(&mut self) -> bool {
+        let overwritten = std::mem::take(&mut self.overwritten);
+        if overwritten {
+            self.unchecked = 0;
+        }
+        overwritten
     }
 
     /// Defers the merging of pages, until nothing new has come for some passes.
@@ -379,6 +395,15 @@ mod tests {
         chunk.note_faults();
         assert!(chunk.take_unchecked_part().is_some() && chunk.take_unchecked());
         assert!(chunk.take_unchecked_part().is_none());
+    }
+
+    #[test]
+    fn what_was_overwritten_is_looked_at_once_and_counts_for_what_was_faulted() {
+        let mut chunk = ChunkState::default();
+        assert!(!chunk.take_overwritten());
+        chunk.note_faults();
+        chunk.note_overwritten();
+        assert!(chunk.take_overwritten() && !chunk.take_overwritten() && !chunk.take_unchecked());
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //! ```text
 //!   Calm --shared--> Young --ticks--> Calm                     (it paid; at a level above 0: one level less, and Young again)
 //!    ^                 `--broken--> Paused, one level more --ticks--> Calm
+//!    `------------ the page has another content, by what is said: Young and Paused end, the level stays
 //! ```
 //!
 //! Time is counted in ticks. [`TICKS`] of them are the time in which sharing pays.
@@ -85,6 +86,12 @@ impl Worth {
             Phase::Young(_) => self.at(Phase::Calm),
             Phase::Calm | Phase::Paused(_) => self,
         }
+    }
+
+    /// The page holds another content than the one that was shared, or soon will: neither how long that one was shared nor a pause
+    /// says anything of the new one. The level stays, for a page whose contents all end soon.
+    pub(super) fn replaced(self) -> Self {
+        self.at(Phase::Calm)
     }
 
     /// A tick has passed, of this number.
@@ -189,12 +196,25 @@ mod tests {
         assert_eq!(rested, Worth::default());
     }
 
+    #[test]
+    fn another_content_is_not_held_responsible_for_the_one_before_and_the_level_stays() {
+        let broken = Worth::default().shared().broken();
+        assert!(broken.is_paused() && broken.replaced().is_calm());
+        // What was shared is overwritten: that break is no sign either.
+        let overwritten = broken.replaced().shared().replaced().broken();
+        assert!(overwritten.is_calm());
+        let again = overwritten.shared().broken();
+        assert_eq!(again, broken.replaced().shared().broken());
+        assert!(again.level > broken.level);
+    }
+
     /// What may happen to a page.
     #[derive(Clone, Copy, Debug)]
     enum Event {
         Share,
         Break,
         End,
+        Replace,
         Tick(u64),
     }
 
@@ -203,6 +223,7 @@ mod tests {
             Just(Event::Share),
             Just(Event::Break),
             Just(Event::End),
+            Just(Event::Replace),
             (0..LONGEST).prop_map(Event::Tick),
         ]
     }
@@ -219,6 +240,7 @@ mod tests {
                     Event::Share => worth,
                     Event::Break => worth.broken(),
                     Event::End => worth.ended(),
+                    Event::Replace => worth.replaced(),
                     Event::Tick(number) => worth.tick(number),
                 };
                 prop_assert_eq!(Worth::decode(worth.encode()), worth);

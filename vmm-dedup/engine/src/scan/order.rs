@@ -7,7 +7,7 @@
 //!
 //! Some work has no order to choose:
 //!
-//! - what the kernel copied is found in each chunk's turn, and only noted ([`find_copied`]);
+//! - what the kernel copied is found in each chunk's turn, or at once where it is known to be filled, and only noted ([`find_copied`]);
 //! - all huge pages of a round are sampled before any is judged, and what is built again is built for speed ([`Monitor`]);
 //! - pages that follow their slots do so by neighbours, for one mapping ([`Following`]);
 //! - what was found is merged in page order, for one window ([`Plan`]).

@@ -174,6 +174,8 @@ impl AddressSpace {
     /// Looks for shared pages that the kernel copied, in chunks where something may have happened, each in its turn: what a copy
     /// frees is only known later then, and walking the store's mappings costs most of a pass.
     ///
+    /// Where the guest or its VMM says that it filled shared pages, nobody waits for the chunk's turn.
+    ///
     /// `watches_use`: a chunk whose huge page we split is to be one again soon after it is written everywhere. So its turn comes in
     /// every pass, but with one of its parts only; and if a page of that was copied, with all of it. Where nothing
     /// is copied that walks as many pages as before, by sixteen times as many calls.
@@ -186,7 +188,9 @@ impl AddressSpace {
     ) -> Result<(), Error> {
         for at in 0..map.chunks().len() {
             let pages = map.chunk_at(at).pages.clone();
-            let found = if watches_use && map.chunk(at).thp.ours {
+            let found = if map.take_overwritten(at) {
+                self.find_copied_of(map, account, pages)
+            } else if watches_use && map.chunk(at).thp.ours {
                 let Some(number) = map.take_unchecked_part(at) else {
                     continue;
                 };

@@ -49,6 +49,12 @@ impl PageMap {
         self.chunks[chunk].take_unchecked_part()
     }
 
+    /// Whether shared pages were overwritten, as somebody says who knows, since copies were looked for. They count as looked for from
+    /// now on.
+    pub(crate) fn take_overwritten(&mut self, chunk: usize) -> bool {
+        self.chunks[chunk].take_overwritten()
+    }
+
     /// Whether pages that the kernel had copied are to be looked at in this pass.
     pub(crate) fn copies_due(&mut self, chunk: usize) -> bool {
         self.chunks[chunk].copies_due()

@@ -50,8 +50,15 @@ impl PageMap {
     /// The guest says this of a page from now on; whether that is news. A page that is to rest has no key any more: the store
     /// neither asks for it nor finds it.
     pub(crate) fn say(&mut self, page: Page, hint: Hint) -> bool {
+        let before = self.hints.get(page);
         let is_news = self.hints.say(page, hint);
         if is_news {
+            let has_become = |what| hint.has(what) && !before.has(what);
+            if has_become(Hint::WORTH) {
+                self.filled(page);
+            } else if has_become(Hint::FREE) {
+                self.content_replaced(page);
+            }
             if hint.withholds() {
                 self.forget_key(page);
             }
@@ -63,6 +70,7 @@ impl PageMap {
     /// The VMM has read a piece of a file into a page.
     pub(crate) fn note_read(&mut self, page: Page) {
         self.hints.note_read(page);
+        self.filled(page);
         self.requeue(page);
     }
 

@@ -313,6 +313,7 @@ fn play_chunk(map: &mut PageMap, others: &mut Others, chunk: usize, step: ChunkS
             map.note_faults();
             map.take_unchecked_part(chunk);
             map.take_unchecked(chunk);
+            map.take_overwritten(chunk);
             let any = map.copies_due(chunk);
             map.looked_at_copies(chunk, any);
             map.defer_chunk(chunk, 1);
