@@ -512,12 +512,16 @@ fn a_user_with_many_processes_makes_no_more_news_than_a_user_may() {
     flappers
         .iter_mut()
         .for_each(|flapper| assert_eq!(flapper.ask("begin"), "begun"));
-    let longest = longest_batch(&mut honest, Duration::from_secs(6));
+    let mut longest = Duration::ZERO;
+    // On a busy machine the attack takes a while to work at all.
+    eventually(|| {
+        longest = longest.max(longest_batch(&mut honest, Duration::from_secs(6)));
+        (honest.index.news_position() - before) as f64 >= NEWS_AT_ONCE
+    });
     honest.acknowledge();
     let news = (honest.index.news_position() - before) as f64;
     let most = NEWS_AT_ONCE + NEWS_PER_SECOND * (start.elapsed().as_secs_f64() + 1.0);
     println!("{news} news, of {most} at most; a batch took at most {longest:?}");
-    assert!(news >= NEWS_AT_ONCE, "the attack works at all: {news}");
     assert!(news <= most, "{news} of {most}");
     assert!(longest < HONEST / 4, "a batch took {longest:?}");
 }
