@@ -6,6 +6,9 @@ export PATH=/usr/local/bin:/usr/bin:/usr/sbin
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount -t devtmpfs dev /dev
+for module in virtio_blk vsock vmw_vsock_virtio_transport_common vmw_vsock_virtio_transport; do
+    [ ! -e /modules/$module.ko ] || insmod /modules/$module.ko
+done
 ip link set lo up
 # Whoever asks meanwhile reads the old number or the new one.
 note_progress() {
@@ -94,6 +97,39 @@ while read -r command argument; do
             n=$((n + 1))
         done
         echo "L2 rewrote $argument"
+        ;;
+    read)
+        # All files of the disk.
+        mkdir -p /files
+        mount -t ext4 -o ro,noload /dev/vda /files && cat /files/[0-9] >/dev/null && echo "L2 read all"
+        ;;
+    agent)
+        mkdir -p /run/vmm-dedup-agent
+        vmm-dedup-agent >/run/agent.log 2>&1 &
+        until [ -S /run/vmm-dedup-agent/hints.sock ]; do sleep 0.2; done
+        echo "L2 agent runs"
+        ;;
+    secret)
+        # It ends with its standard input.
+        sleep 999999 | secret >/run/secret.log 2>&1 &
+        until [ -s /run/secret.log ]; do sleep 0.2; done
+        echo "L2 secret: $(cat /run/secret.log)"
+        ;;
+    open)
+        # Memory that nobody marks.
+        python3.13 -S -c 'import time
+open = b"u" * 1048576
+print("L2 open", flush=True)
+time.sleep(1e6)' &
+        ;;
+    build)
+        # Tables are built and sorted, and so are lines of text; nothing of it stays.
+        n=0
+        while [ $n -lt "$argument" ]; do
+            n=$((n + 1))
+            python "$n" && [ "$(seq 20000 | sort -r | sort -n | tail -n 1)" = 20000 ] || echo "L2 build $n FAILED"
+        done
+        echo "L2 built $n"
         ;;
     reboot) reboot -f ;;
     poweroff) poweroff -f ;;

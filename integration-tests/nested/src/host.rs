@@ -4,7 +4,7 @@ use crate::debian::{Kernel, Userland};
 use crate::event::Event;
 use crate::images::{self, Contents};
 use crate::qemu::{self, Running};
-use crate::{Failure, Scenario};
+use crate::{Failure, Scenario, shared_files};
 use serde_json::{Map, Value};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -33,6 +33,8 @@ pub struct Stage {
     pub vmm_dedup: PathBuf,
     /// The preload library, for scenarios with other VMMs.
     pub preload: PathBuf,
+    /// A folder with the guest agent, and `examples/secret`, linked statically, for scenarios with agents.
+    pub guest_programs: PathBuf,
     /// This crate's command.
     pub own: PathBuf,
     /// What runs L1.
@@ -93,7 +95,8 @@ impl Stage {
 
     fn initrd(&self, scenario: Scenario, kernel: &Kernel) -> Result<Vec<u8>, Failure> {
         let userland = Userland::fetch(&self.cache)?;
-        let guest_kernel = Kernel::fetch(&self.cache, crate::debian::Release::Trixie)?.image()?;
+        let kernel_of_guests = Kernel::fetch(&self.cache, crate::debian::Release::Trixie)?;
+        let guest_kernel = kernel_of_guests.image()?;
         let guest_kernel = fs::read(&guest_kernel).map_err(|e| Failure::file(&guest_kernel, e))?;
         let mut programs = vec![self.vmm_dedup.clone(), self.own.clone()];
         let mut trees = Vec::new();
@@ -113,15 +116,20 @@ impl Stage {
                 "no Cloud Hypervisor on the PATH, in CLOUD_HYPERVISOR or in CLOUD_HYPERVISOR_DEDUP",
             ));
         }
+        let mut more = Vec::new();
+        let mut data = vec![("vmlinuz", guest_kernel)];
+        if scenario.wants_agents() {
+            more = images::agents_files(&kernel_of_guests, &self.guest_programs)?;
+            data.push(("files.disk", shared_files::disk()?));
+        }
+        data.push(("guest.cpio", images::guest_with(&userland, &more)?));
         let contents = Contents {
             busybox: userland.busybox(),
             programs,
-            files: vec![
-                ("vmlinuz", guest_kernel),
-                ("guest.cpio", images::guest(&userland)?),
-            ],
+            files: data,
             trees,
             scenario: scenario.to_string(),
+            vsock: scenario.wants_agents(),
             guest_arguments: self.accelerator.guest_arguments(),
         };
         images::host(kernel, &contents)

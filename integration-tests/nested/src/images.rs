@@ -45,12 +45,37 @@ const MODULES: [&str; 14] = [
     "vfio-pci-core",
     "vfio-pci",
 ];
+/// More of them, for QEMU's vsock.
+const VSOCK_MODULES: [&str; 5] = [
+    "vsock",
+    "vmw_vsock_virtio_transport_common",
+    "vhost_iotlb",
+    "vhost",
+    "vhost_vsock",
+];
+/// Modules of guests that have a disk and an agent.
+const AGENTS_MODULES: [&str; 4] = [
+    "virtio_blk",
+    "vsock",
+    "vmw_vsock_virtio_transport_common",
+    "vmw_vsock_virtio_transport",
+];
+/// Emulated, a guest's CPU is so slow that an agent's usual share of it is nothing.
+const AGENTS_SETTINGS: &str = "share = 0.2\ninterval_seconds = 1\ntemperature = \"off\"\n";
 
 /// A guest's initial RAM disk: its whole system. All guests have the same.
 ///
 /// # Errors
 /// If a package lacks what should be in it.
 pub fn guest(userland: &Userland) -> Result<Vec<u8>, Failure> {
+    guest_with(userland, &[])
+}
+
+/// The same with more files: where they are put, whether they are programs, what is in them.
+///
+/// # Errors
+/// As [`guest`].
+pub fn guest_with(userland: &Userland, more: &[(String, bool, Vec<u8>)]) -> Result<Vec<u8>, Failure> {
     let root = userland.root();
     let mut archive = base(&fs_read(&userland.busybox())?, include_str!("../guest/init.sh"));
     for (name, target) in LINKS {
@@ -74,7 +99,39 @@ pub fn guest(userland: &Userland) -> Result<Vec<u8>, Failure> {
     let sums = output(Command::new("sha256sum").args(&programs).current_dir(root))?;
     let sums = String::from_utf8_lossy(&sums).replace("  usr/", "  /usr/");
     archive.file("etc/guest/sums", 0o644, sums.as_bytes());
+    for (name, program, content) in more {
+        archive.file(name, if *program { 0o755 } else { 0o644 }, content);
+    }
     Ok(archive.finish())
+}
+
+/// What a guest needs that has a disk and an agent, for [`guest_with`]. `programs`: where the agent and its example are.
+///
+/// # Errors
+/// If one of them is missing.
+pub fn agents_files(kernel: &Kernel, programs: &Path) -> Result<Vec<(String, bool, Vec<u8>)>, Failure> {
+    let mut files = Vec::new();
+    for (name, path) in [
+        ("vmm-dedup-agent", "vmm-dedup-agent"),
+        ("secret", "examples/secret"),
+    ] {
+        let path = programs.join(path);
+        if !path.is_file() {
+            return Err(Failure::missing(format!(
+                "{} is missing: cargo build --profile agent --target x86_64-unknown-linux-musl -p vmm-dedup-agent, and the same with \
+                 -p vmm-dedup-hints --example secret",
+                path.display()
+            )));
+        }
+        files.push((format!("usr/bin/{name}"), true, fs_read(&path)?));
+    }
+    for name in AGENTS_MODULES.map(|name| format!("{name}.ko")) {
+        if let Some(module) = kernel.module(&name)? {
+            files.push((format!("modules/{name}"), false, module));
+        }
+    }
+    files.push(("etc/vmm-dedup-agent.toml".into(), false, AGENTS_SETTINGS.into()));
+    Ok(files)
 }
 
 /// What L1's initial RAM disk holds beside its kernel's modules.
@@ -90,6 +147,8 @@ pub struct Contents<'a> {
     pub trees: Vec<PathBuf>,
     /// What is played.
     pub scenario: String,
+    /// Guests have a vsock.
+    pub vsock: bool,
     /// More for the kernel command line of guests.
     pub guest_arguments: &'static str,
 }
@@ -99,13 +158,17 @@ pub struct Contents<'a> {
 /// # Errors
 /// If a file cannot be read.
 pub fn host(kernel: &Kernel, contents: &Contents<'_>) -> Result<Vec<u8>, Failure> {
+    let mut modules = MODULES.to_vec();
+    if contents.vsock {
+        modules.extend(VSOCK_MODULES);
+    }
     let init = include_str!("../guest/host-init.sh")
-        .replace("@modules@", &MODULES.join(" "))
+        .replace("@modules@", &modules.join(" "))
         .replace("@scenario@", &contents.scenario)
         .replace("@guest_arguments@", contents.guest_arguments);
     let mut archive = base(&fs_read(&contents.busybox)?, &init);
     archive.directory("modules");
-    for name in MODULES {
+    for name in modules {
         let name = format!("{name}.ko");
         if let Some(module) = kernel.module(&name)? {
             archive.file(&format!("modules/{name}"), 0o644, &module);

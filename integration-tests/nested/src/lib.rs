@@ -24,6 +24,7 @@ pub mod images;
 pub mod inside;
 mod qemu;
 mod scenario;
+mod shared_files;
 mod wait;
 mod workload;
 

@@ -52,6 +52,10 @@ struct RunArgs {
     /// The vmm-dedup command [default: beside this program].
     #[arg(long)]
     vmm_dedup: Option<PathBuf>,
+    /// The folder of the guest agent and its examples, linked statically [default: that of the profile `agent` for musl, in this target
+    /// directory].
+    #[arg(long)]
+    guest_programs: Option<PathBuf>,
     /// What runs L1 [default: kvm where that runs stock kernels, else tcg].
     #[arg(long, value_enum)]
     accel: Option<Accelerator>,
@@ -126,6 +130,10 @@ fn run(args: &RunArgs) -> Result<(), Failure> {
             cache: args.cache.clone().unwrap_or_else(|| beside("nested")),
             vmm_dedup: vmm_dedup.clone(),
             preload: beside(PRELOAD),
+            guest_programs: args
+                .guest_programs
+                .clone()
+                .unwrap_or_else(|| guest_programs(&own)),
             own: own.clone(),
             accelerator: args.accel.unwrap_or_else(Accelerator::best),
             out: args.out.as_ref().map(|out| out.join(scenario.to_string())),
@@ -154,6 +162,12 @@ fn make_corpus(args: &CorpusArgs) -> Result<(), Failure> {
         .iter()
         .for_each(|image: &PathBuf| println!("{}", image.display()));
     Ok(())
+}
+
+/// Where cargo puts the guest agent, beside the folder of this program's profile.
+fn guest_programs(own: &Path) -> PathBuf {
+    let target = own.ancestors().nth(2).unwrap_or(Path::new("target"));
+    target.join("x86_64-unknown-linux-musl/agent")
 }
 
 fn own_path() -> Result<PathBuf, Failure> {

@@ -26,6 +26,8 @@ pub enum Scenario {
     Damon,
     /// Guests of QEMU and, if there is one, Cloud Hypervisor: `estimate` looks into them.
     Vmms,
+    /// Guests of QEMU and, if there is one, Cloud Hypervisor read the same files, with agents and without.
+    Agents,
     /// Cloud Hypervisor has a device that pins its guest's memory, and gives it back.
     Passthrough,
     /// L1's kernel panics: what is said then.
@@ -55,6 +57,7 @@ impl Scenario {
             // What is left is to be used up, which takes long in software.
             Scenario::Pressure => 1024,
             Scenario::Vmms | Scenario::Passthrough => 2560,
+            Scenario::Agents => 3072,
             _ => 2048,
         }
     }
@@ -73,6 +76,8 @@ impl Scenario {
     pub fn limit(self) -> Duration {
         match self {
             Scenario::Hang => Duration::from_secs(20),
+            // Four fleets, one after the other.
+            Scenario::Agents => Duration::from_secs(3600),
             _ => Duration::from_secs(900),
         }
     }
@@ -84,7 +89,12 @@ impl Scenario {
 
     /// Whether L1 needs other VMMs than ours.
     pub(crate) fn wants_vmms(self) -> bool {
-        matches!(self, Scenario::Vmms | Scenario::Passthrough)
+        matches!(self, Scenario::Vmms | Scenario::Agents | Scenario::Passthrough)
+    }
+
+    /// Whether guests need an agent, what programs of theirs mark, and a disk.
+    pub(crate) fn wants_agents(self) -> bool {
+        self == Scenario::Agents
     }
 
     /// Whether L1 needs a device to pass through, behind an IOMMU.
@@ -105,6 +115,7 @@ impl fmt::Display for Scenario {
             Scenario::Huge => "huge",
             Scenario::Damon => "damon",
             Scenario::Vmms => "vmms",
+            Scenario::Agents => "agents",
             Scenario::Passthrough => "passthrough",
             Scenario::Panic => "panic",
             Scenario::Hang => "hang",

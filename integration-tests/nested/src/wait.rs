@@ -4,7 +4,7 @@ use crate::Failure;
 use std::time::{Duration, Instant};
 
 /// Everything waits so long at most; L0 has a limit of its own for L1.
-const PATIENCE: Duration = Duration::from_secs(400);
+const PATIENCE: Duration = Duration::from_secs(900);
 const POLL: Duration = Duration::from_millis(250);
 
 /// Looks again and again until `look` finds something.

@@ -43,6 +43,7 @@ fn try_to_play(scenario: Scenario) -> Option<Result<Measured, Failure>> {
         cache: folder.parent().expect("it is in the cache").to_owned(),
         vmm_dedup: folder.join(CLI),
         preload: folder.join(PRELOAD),
+        guest_programs: folder.to_owned(),
         own: env!("CARGO_BIN_EXE_vmm-dedup-nested").into(),
         accelerator: Accelerator::best(),
         out: None,

@@ -1,8 +1,10 @@
 //! L1's part: plays a scenario with the programs in its initial RAM disk, and tells L0 what happens.
 
+mod agents;
 mod damon;
 mod fleet;
 mod ksm;
+mod memory_of;
 mod passthrough;
 mod sharing;
 mod store;
@@ -36,6 +38,7 @@ pub fn play(scenario: Scenario) -> Result<(), Failure> {
         Scenario::Huge => sharing::huge(&mut stage),
         Scenario::Damon => damon::damon(&mut stage),
         Scenario::Vmms => sharing::vmms(&mut stage),
+        Scenario::Agents => agents::agents(&mut stage),
         Scenario::Passthrough => passthrough::passthrough(&mut stage),
         Scenario::Trouble => trouble::trouble(&mut stage),
         Scenario::Pressure => trouble::pressure(&mut stage),

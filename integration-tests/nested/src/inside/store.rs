@@ -41,6 +41,10 @@ impl Store {
         Ok(store)
     }
 
+    pub(super) fn pid(&self) -> u32 {
+        self.0.id()
+    }
+
     /// Ends it as a crash would.
     pub(super) fn kill(mut self) -> Result<(), Failure> {
         let killed = self.0.kill().and_then(|()| self.0.wait());
@@ -102,6 +106,12 @@ impl Stat {
     /// A number of one VM.
     pub(super) fn vm(&self, vm: &str, name: &str) -> Option<u64> {
         self.each().find(|value| value["name"] == vm)?[name].as_u64()
+    }
+
+    /// How many frames a guest's agent says are what.
+    pub(super) fn hint(&self, vm: &str, name: &str) -> u64 {
+        let vm = self.each().find(|value| value["name"] == vm);
+        vm.and_then(|vm| vm["hints"][name].as_u64()).unwrap_or(0)
     }
 
     fn each(&self) -> impl Iterator<Item = &Value> {

@@ -6,7 +6,8 @@ use crate::{Failure, Workload};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const MEMORY_MIB: u32 = 192;
+/// The disk of [`Extras::files`].
+const DISK: &str = "/files.disk";
 /// The library, in L1.
 const PRELOAD: &str = "/bin/libvmm_dedup_preload.so";
 /// What QEMU's smallest machine boots with.
@@ -19,6 +20,24 @@ pub(crate) enum Vmm {
     CloudHypervisor,
     /// Cloud Hypervisor with the engine in it (docs/cloud-hypervisor.md).
     Embedded,
+}
+
+/// What a VM has beside a serial line.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Extras {
+    pub(super) memory_mib: u32,
+    /// A disk with files, the same for all, for reading only.
+    pub(super) files: bool,
+    /// A vsock with this CID, on which the guest's agent is heard.
+    pub(super) cid: Option<u32>,
+}
+
+impl Extras {
+    const NONE: Self = Self {
+        memory_mib: 192,
+        files: false,
+        cid: None,
+    };
 }
 
 const UNMODIFIED: [Vmm; 2] = [Vmm::Qemu, Vmm::CloudHypervisor];
@@ -43,6 +62,11 @@ impl Vmm {
 
     /// Starts a VM.
     pub(super) fn start(self, name: &str, workload: Workload) -> Result<Guest, Failure> {
+        self.start_with(name, workload, Extras::NONE)
+    }
+
+    /// The same, with more devices.
+    pub(super) fn start_with(self, name: &str, workload: Workload, extras: Extras) -> Result<Guest, Failure> {
         let mut command = Command::new(self.program());
         let line = cmdline(name, workload);
         if matches!(self, Vmm::Embedded) {
@@ -53,11 +77,18 @@ impl Vmm {
                 .env("VMM_DEDUP_STORE", store::SOCKET)
                 .env("VMM_DEDUP_NAME", name);
         }
+        self.add(&mut command, name, extras);
         match self {
             Vmm::Qemu => {
+                // Without PCI, devices are found by the kernel command line, which takes a module more.
+                let machine = if extras.files || extras.cid.is_some() {
+                    "microvm,mem-merge=off,pcie=on"
+                } else {
+                    "microvm,mem-merge=off"
+                };
                 command.args([
                     "-M",
-                    "microvm,mem-merge=off",
+                    machine,
                     "-accel",
                     "kvm",
                     "-cpu",
@@ -76,7 +107,7 @@ impl Vmm {
                 ]);
                 command.args([
                     "-m",
-                    &MEMORY_MIB.to_string(),
+                    &extras.memory_mib.to_string(),
                     "-kernel",
                     "/vmlinuz",
                     "-initrd",
@@ -89,7 +120,12 @@ impl Vmm {
                 command.args(["--api-socket", &format!("path={}", api(name).display())]);
                 // Its serial line takes input from a terminal or a socket, and from nothing else.
                 let socket = PathBuf::from(format!("/run/{name}.serial"));
-                command.args(["--memory", &format!("size={MEMORY_MIB}M"), "--cpus", "boot=1"]);
+                command.args([
+                    "--memory",
+                    &format!("size={}M", extras.memory_mib),
+                    "--cpus",
+                    "boot=1",
+                ]);
                 command.args([
                     "--kernel",
                     "/vmlinuz",
@@ -105,6 +141,33 @@ impl Vmm {
                     "off",
                 ]);
                 Guest::start_on_socket(name, &mut command, &socket)
+            }
+        }
+    }
+}
+
+impl Vmm {
+    fn add(self, command: &mut Command, name: &str, extras: Extras) {
+        let vsock = format!("/run/{name}.vsock");
+        match self {
+            Vmm::Qemu => {
+                if extras.files {
+                    let drive = format!("file={DISK},format=raw,if=none,id=files,readonly=on");
+                    command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=files"]);
+                }
+                if let Some(cid) = extras.cid {
+                    command.args(["-device", &format!("vhost-vsock-pci,guest-cid={cid}")]);
+                    command.env("VMM_DEDUP_AGENT", format!("cid:{cid}"));
+                }
+            }
+            Vmm::CloudHypervisor | Vmm::Embedded => {
+                if extras.files {
+                    command.args(["--disk", &format!("path={DISK},readonly=on")]);
+                }
+                if let Some(cid) = extras.cid {
+                    command.args(["--vsock", &format!("cid={cid},socket={vsock}")]);
+                    command.env("VMM_DEDUP_AGENT", vsock);
+                }
             }
         }
     }
