@@ -388,11 +388,9 @@ fn who_says_that_it_lets_go_and_does_not_keeps_so_much_and_no_more() {
         "{kept} and {resident}"
     );
     assert!(resident >= kept, "what it keeps is seen: {kept} of {resident}");
-    // The others have what they had.
-    assert_eq!(
-        (honest.find(&page(1)), honest.content(shared)),
-        (Some(shared), page(1))
-    );
+    // The others have what they had, and find it, where that may have moved to.
+    let found = honest.find(&page(1)).unwrap();
+    assert!(honest.content(shared) == page(1) && honest.content(found) == page(1));
     drop(evil);
     eventually(|| {
         honest.acknowledge();
