@@ -4,8 +4,8 @@
 //!
 //! 1. *Take*, in a [`Window`]: nobody can reach a taken page, no device points to it, and whoever touches its place waits.
 //! 2. *Verify.* A taken page cannot change, and a slot's content never changes in the file that is mapped: what the index ever named
-//!    is not written again there, whatever becomes of the slot's number or of the connection. So an equal comparison stays true. The CPU makes it, or an engine that
-//!    the operator trusts ([`Verifier`]); when this ends no engine has a page any more.
+//!    is not written again there, whatever becomes of the slot's number or of the connection. So an equal comparison stays true. The CPU
+//!    makes it, or an engine that the operator trusts ([`Verifier`]); when this ends no engine has a page any more.
 //! 3. *Map.* The slot is mapped over the empty place, privately, from a read-only descriptor. Waiting threads still
 //!    wait. A page that was not equal, or could not be mapped, is moved back: its place is still empty. A run with
 //!    exceptions ([`bridged_runs`]) takes those as well. It was mapped beside the guest before the window, is filled with copies

@@ -16,7 +16,6 @@ use crate::sys::pagemap::{Pagemap, Written};
 use crate::sys::sched::Urgent;
 use crate::track::access::Probes;
 use crate::window::{PageSet, Scratch, Taken, Window};
-use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -68,8 +67,8 @@ pub(crate) struct Packing {
     prepared: Vec<Prepared>,
     early: u64,
     touches: Touches,
-    /// Segments of a connection whose slots no record names any more.
-    followed: Option<(Membership, BTreeSet<u32>)>,
+    /// All records have followed what a connection had told of by then: how often it had.
+    followed: Option<(Membership, u64)>,
 }
 
 impl Packing {
@@ -217,14 +216,12 @@ impl Packing {
 
     /// Lets records name the slots that theirs have moved to. Returns those, for each of which there is a reference more.
     pub(crate) fn follow(&mut self, store: &Store) -> Vec<Slot> {
-        let (now, evacuated) = (store.membership(), store.evacuated());
-        let followed = self.followed.as_ref();
-        let is_done = followed.is_some_and(|(then, segments)| *then == now && evacuated.is_subset(segments));
-        if evacuated.is_empty() || is_done {
+        let told = Some((store.membership(), store.evacuations()));
+        if store.evacuated().is_empty() || self.followed == told {
             return Vec::new();
         }
         let (taken, all) = self.packer.follow(store);
-        self.followed = all.then(|| (now, evacuated.clone()));
+        self.followed = told.filter(|_| all);
         taken
     }
 

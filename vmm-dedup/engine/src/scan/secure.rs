@@ -4,8 +4,8 @@
 //! # What is done with every page alike
 //!
 //! Nothing of the store is mapped into the guest, nothing is looked up in its index, and no key is told. A page takes part when it
-//! is cold ([`pack`](mod@crate::pack)), whoever else has it. A huge page that is not used is split, whatever is in it. It is published: the store copies it into a slot of its own, from a random
-//! place, or counts one more reference to the slot that has it. The answer is the same. Then its place in the guest is emptied as that of any
+//! is cold ([`pack`](mod@crate::pack)), whoever else has it; a huge page that is not used is split before, whatever is in it. The page is
+//! published: the store copies it into a slot of its own, from a random place, or counts one more reference to the slot that has it. The answer is the same. Then its place in the guest is emptied as that of any
 //! packed page, and its record in the packer's table names the slot. A page that nobody else has is a *fake merge*: it takes as much memory as
 //! before. Who reads or writes such a page waits for the rebuilding thread, which copies the slot into a fresh page. That is one piece of
 //! code, which asks neither who else has the slot nor how many.

@@ -113,6 +113,8 @@ pub(crate) struct Store {
     segments: Vec<Option<Segment>>,
     /// Segments whose pages have moved, and that have not gone yet.
     evacuated: BTreeSet<u32>,
+    /// How often the store has said that of one. Numbers come again.
+    evacuations: u64,
     /// Segments that went, which this process may still map.
     retired: Vec<RetiredSegment>,
     /// Changes of these.
@@ -149,6 +151,7 @@ impl Store {
             staging_kept: 0,
             segments: Vec::new(),
             evacuated: BTreeSet::new(),
+            evacuations: 0,
             retired: Vec::new(),
             segment_changes: next_change(),
             salt: welcome.salt,
@@ -225,6 +228,12 @@ impl Store {
     /// Segments whose pages have moved, and that have not gone yet.
     pub(crate) fn evacuated(&self) -> &BTreeSet<u32> {
         &self.evacuated
+    }
+
+    /// How often the store has said so.
+    #[cfg_attr(not(feature = "pack"), allow(dead_code))]
+    pub(crate) fn evacuations(&self) -> u64 {
+        self.evacuations
     }
 
     /// Segments that went, which this process may still map.
@@ -456,7 +465,10 @@ impl Store {
                     });
                 }
             }
-            Message::Evacuated(number) => _ = self.evacuated.insert(number),
+            Message::Evacuated(number) => {
+                self.evacuated.insert(number);
+                self.evacuations += 1;
+            }
             Message::Index(bytes) => {
                 let file = received
                     .fds

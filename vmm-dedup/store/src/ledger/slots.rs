@@ -2,8 +2,8 @@
 //! to Live when a reference arrives that was taken before the slot left the index. A slot that was live is published again
 //! only in another segment of the same number.
 //!
-//! Eight bytes a slot, where a chunk of slots are not all free. The caller keeps the index in step: a slot leaves the index when it stops being Live, and comes back
-//! when it is Live again. (`lifetime` knows of Live slots that are not in the index.)
+//! Eight bytes a slot, where a chunk of slots are not all free. The caller keeps the index in step: a slot leaves the index when it stops
+//! being Live, and comes back when it is Live again. (`lifetime` knows of Live slots that are not in the index.)
 
 use crate::ledger::chunks::Chunks;
 use crate::ledger::epochs::Epoch;
