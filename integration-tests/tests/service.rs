@@ -2,6 +2,7 @@
 
 use io_uring::IoUring;
 use std::os::fd::AsRawFd;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
@@ -375,4 +376,36 @@ fn memory_stays_while_the_fault_thread_is_there_although_the_scanning_thread_die
     assert!(kept.upgrade().is_some(), "the fault thread has it");
     drop(service);
     assert!(kept.upgrade().is_none(), "it is nobody's any more");
+}
+
+/// Whoever shares securely packs pages, which an engine without that feature cannot.
+#[test]
+fn an_engine_that_cannot_pack_shares_the_ordinary_way_and_no_other() {
+    need_userfaultfd!();
+    const FEATURES: [&str; 2] = ["--no-default-features", "--features=settings"];
+    let build = ["build", "--package", "vmm-dedup", "--example", "smallest"];
+    vmm_dedup_built::cargo(&[&build[..], &FEATURES].concat());
+    let share = |store: &StoreThread| {
+        let program = vmm_dedup_built::profile().join("examples/smallest");
+        let output = Command::new(program).arg(store.socket()).output();
+        let output = output.expect("it runs");
+        let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        (output.status.success(), text.concat())
+    };
+    assert_eq!(
+        share(&StoreThread::start()),
+        (true, "64 of 64 pages share memory\n".into())
+    );
+    let store = StoreThread::secure();
+    let (shared, text) = share(&store);
+    assert!(
+        !shared && text.contains("shares securely (--secure), which this program cannot"),
+        "{text}"
+    );
+    assert!(
+        text.contains("build it with the feature `pack` of vmm-dedup, or name another store"),
+        "{text}"
+    );
+    let left = ["published_total", "pages_shared", "orphans"].map(|name| store.metric(name));
+    assert_eq!(left, [0; 3], "what was refused left something");
 }
