@@ -460,6 +460,7 @@ fn nothing_is_lost_while_what_rests_is_packed() {
         Pack {
             on: true,
             idle_ms: 30,
+            ..Pack::default()
         },
     );
 }

@@ -42,6 +42,7 @@ fn config() -> Config {
         pack: Pack {
             on: true,
             idle_ms: 30,
+            ..Pack::default()
         },
         ..Config::default()
     }
@@ -631,6 +632,7 @@ fn a_guest_finds_every_word_that_it_wrote() {
         pack: Pack {
             on: true,
             idle_ms: 60,
+            ..Pack::default()
         },
         ..config()
     };

@@ -147,6 +147,7 @@ impl Guest {
             pack: vmm_dedup::Pack {
                 on: true,
                 idle_ms: 20,
+                ..vmm_dedup::Pack::default()
             },
             ..Config::default()
         });

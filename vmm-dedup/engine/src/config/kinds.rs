@@ -69,14 +69,17 @@ mod tests {
             ),
             (
                 "pack=true",
-                "pack is true, but it must be a table with any of idle_ms, on",
+                "pack is true, but it must be a table with any of idle_ms, on, touches_per_second",
             ),
             (
                 "pack.on=maybe",
                 r#"pack.on is "maybe", but it must be true or false"#,
             ),
             ("enabled=1", "enabled is 1, but it must be true or false"),
-            ("pack.x=1", "unknown field `pack.x`, expected one of idle_ms, on"),
+            (
+                "pack.x=1",
+                "unknown field `pack.x`, expected one of idle_ms, on, touches_per_second",
+            ),
             (
                 "verify.timeout_us=x",
                 r#"verify.timeout_us is "x", but it must be a whole number"#,

@@ -97,6 +97,9 @@ pub struct Pack {
     pub on: bool,
     /// How long a page must have been left unwritten, in milliseconds. All memory is looked at once in that time.
     pub idle_ms: u64,
+    /// With a store that shares securely: touches in a second of pages that lie in it, each of which keeps somebody waiting. While there are
+    /// more, no further pages of the VM take part.
+    pub touches_per_second: u64,
 }
 
 impl Default for Pack {
@@ -104,6 +107,7 @@ impl Default for Pack {
         Self {
             on: false,
             idle_ms: 15_000,
+            touches_per_second: 1000,
         }
     }
 }
@@ -249,6 +253,12 @@ impl Config {
             "pack.idle_ms",
             &self.pack.idle_ms,
             "it must be 10 to 3600000",
+        )?;
+        check(
+            (1..=1_000_000).contains(&self.pack.touches_per_second),
+            "pack.touches_per_second",
+            &self.pack.touches_per_second,
+            "it must be 1 to 1000000",
         )?;
         let heal_stall_us = self.breaks.heal_stall_us();
         check(

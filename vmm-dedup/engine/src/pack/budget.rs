@@ -2,26 +2,25 @@
 
 use std::time::Instant;
 
-/// Touches in a second from which on no further pages take part, and which are forgotten each second.
-const MOST: f64 = 1000.0;
-
 /// A leaky bucket. What is in it goes by how often the guest touches its own pages, and by nothing else.
 #[derive(Debug)]
 pub(super) struct Touches {
+    /// In a second, from which on no further pages take part; as many are forgotten each second.
+    most: f64,
     level: f64,
     at: Instant,
 }
 
-impl Default for Touches {
-    fn default() -> Self {
+impl Touches {
+    #[allow(clippy::cast_precision_loss)] // a million at most
+    pub(super) fn new(per_second: u64) -> Self {
         Self {
+            most: per_second as f64,
             level: 0.0,
             at: Instant::now(),
         }
     }
-}
 
-impl Touches {
     /// So many pages came back, since the last call, because they were touched.
     pub(super) fn note(&mut self, touches: usize) {
         self.note_at(Instant::now(), touches);
@@ -31,12 +30,12 @@ impl Touches {
     fn note_at(&mut self, now: Instant, touches: usize) {
         let passed = now.saturating_duration_since(self.at).as_secs_f64();
         self.at = now;
-        self.level = (self.level - passed * MOST).max(0.0) + touches as f64;
+        self.level = (self.level - passed * self.most).max(0.0) + touches as f64;
     }
 
     /// Whether no further pages are to take part for now.
     pub(super) fn are_too_many(&self) -> bool {
-        self.level > MOST
+        self.level > self.most
     }
 }
 
@@ -47,7 +46,7 @@ mod tests {
 
     #[test]
     fn whoever_touches_much_is_left_alone_until_as_much_time_has_passed() {
-        let mut touches = Touches::default();
+        let mut touches = Touches::new(1000);
         let start = touches.at;
         let mut at = |ms, pages| {
             touches.note_at(start + Duration::from_millis(ms), pages);

@@ -67,7 +67,7 @@ impl Packer {
 pub(crate) enum Packing {}
 
 impl Packing {
-    pub(crate) fn new(packer: Arc<Packer>, _: Duration) -> Result<Self, Error> {
+    pub(crate) fn new(packer: Arc<Packer>, _: Duration, _: u64) -> Result<Self, Error> {
         match *packer {}
     }
 

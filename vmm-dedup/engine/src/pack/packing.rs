@@ -72,7 +72,8 @@ pub(crate) struct Packing {
 }
 
 impl Packing {
-    pub(crate) fn new(packer: Arc<Packer>, idle: Duration) -> Result<Self, Error> {
+    /// `touches_per_second`: of pages in slots, while there are more of which no further pages are to take part.
+    pub(crate) fn new(packer: Arc<Packer>, idle: Duration, touches_per_second: u64) -> Result<Self, Error> {
         let no_memory = |error| Error::Scratch(std::io::Error::other(error));
         Ok(Self {
             cold: Cold::new(idle),
@@ -90,7 +91,7 @@ impl Packing {
             buffers: Buffers::new(WINDOW).map_err(Error::Scratch)?,
             prepared: Vec::with_capacity(WINDOW),
             early: 0,
-            touches: Touches::default(),
+            touches: Touches::new(touches_per_second),
             followed: None,
         })
     }

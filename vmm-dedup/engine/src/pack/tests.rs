@@ -66,7 +66,7 @@ impl Guest {
         let guest = Self {
             map: PageMap::new(memory, 1000, 0),
             pagemap: Pagemap::open().unwrap(),
-            packing: Packing::new(packer.clone(), IDLE).unwrap(),
+            packing: Packing::new(packer.clone(), IDLE, 1000).unwrap(),
             server: Some(std::thread::spawn(move || server.serve())),
             area,
             tracker,

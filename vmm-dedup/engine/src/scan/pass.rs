@@ -113,8 +113,9 @@ impl Pass {
         let mut map = PageMap::new(memory.clone(), i64::try_from(vmas_max).unwrap_or(i64::MAX), used);
         map.set_pays_after(pays_after_passes());
         let mut space = AddressSpace::new(&memory, &map, reserve, config.pack.on)?;
-        let idle = Duration::from_millis(config.pack.idle_ms);
-        let packing = space.packer.clone().map(|packer| Packing::new(packer, idle));
+        let (idle, touches) = (config.pack.idle_ms, config.pack.touches_per_second);
+        let pack = |packer| Packing::new(packer, Duration::from_millis(idle), touches);
+        let packing = space.packer.clone().map(pack);
         let monitor = Monitor::new(&config, &space.uffd, &memory, &line);
         let mut packing = packing.transpose()?;
         for region in memory.regions() {
@@ -128,7 +129,7 @@ impl Pass {
                 return Err(Error::CannotShareSecurely { path: store_path });
             }
             let packer = Arc::new(Packer::new(space.uffd.clone(), memory.clone())?);
-            packing = Some(Packing::new(packer.clone(), idle)?);
+            packing = Some(pack(packer.clone())?);
             space.packer = Some(packer);
         }
         Ok(Self {
