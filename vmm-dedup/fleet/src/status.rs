@@ -229,8 +229,12 @@ impl Status {
                         true => format!(", FULL: refused {}", account::refused_full(stats)),
                         false => String::new(),
                     };
+                    let securely = match account::is_secure(stats) {
+                        true => ", shares securely",
+                        false => "",
+                    };
                     let running = format!(
-                        "{which} running, {} saved net, {} kept once, {} not kept again{full}",
+                        "{which} running{securely}, {} saved net, {} kept once, {} not kept again{full}",
                         mib(account::saved_net(stats)),
                         pages_mib(stats.pages_shared),
                         pages_mib(stats.pages_sharing)

@@ -66,6 +66,34 @@ fn thirty_two_reference_vms_share_and_leave_nothing() {
 }
 
 #[test]
+fn a_fleet_whose_store_shares_securely_says_so_and_leaves_nothing() {
+    if !kvm_is_there() {
+        return;
+    }
+    let store = "[store]\nsocket = \"store.sock\"\nmetrics = \"none\"\nmax_mib = 256\nsecure = true\n";
+    let dedup = "dedup = { pass_period_ms = 100, pack = { idle_ms = 200 } }\n";
+    let vm = "[[vm]]\nname = \"pay\"\ncount = 2\ntemplate = \"payload\"\nvmm = \"reference\"\n";
+    let host = Host::new(&format!("{vm}{dedup}{store}"));
+    host.must("up", &[]);
+    let status = host.status();
+    wait_for_guests(&status);
+    wait_until("both VMs keep in the store what they have in common", || {
+        let account = &host.status()["stores"][0]["account"];
+        account["pages_sharing"]
+            .as_u64()
+            .is_some_and(|pages| pages >= COMMON_PAGES)
+    });
+    let status = host.status();
+    assert_eq!(status["stores"][0]["account"]["secure"], true, "{status:#}");
+    assert_eq!(mapped(&status), 0, "{status:#}");
+    let table = host.must("status", &[]);
+    assert!(table.contains(" running, shares securely, "), "{table}");
+    let memfds = Host::memfds_of(&status["stores"][0]["pid"]);
+    host.must("down", &[]);
+    host.assert_nothing_left(&memfds);
+}
+
+#[test]
 fn thirty_two_vms_under_cloud_hypervisor_leave_nothing() {
     if !kvm_is_there() || !vmm_is_there("CLOUD_HYPERVISOR", "cloud-hypervisor") {
         return;
