@@ -191,6 +191,9 @@ impl State {
             return Err(Violation::Pages { pages, max });
         }
         let user = self.peers.user(id).ok_or(Violation::Unexpected("Hello"))?;
+        if let Some(seconds) = self.keepers.barred(user) {
+            return Err(Violation::Barred { uid: user, seconds });
+        }
         let resources = |e| Violation::Resources(Error::Memory(e));
         let (staging, _) = staging_memfd(STAGING_PAGES * PAGE_SIZE).map_err(resources)?;
         let staging = Arc::new(staging);

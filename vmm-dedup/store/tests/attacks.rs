@@ -6,6 +6,7 @@ use std::io::{BufRead, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -232,6 +233,62 @@ fn a_user_who_fills_the_store_leaves_a_quarter_to_others() {
     assert_eq!(share(rounds), 0, "it is full");
 }
 
+#[test]
+fn a_user_who_keeps_what_went_is_cut_off_and_waits() {
+    let Some(server) = open_server_with(|config| (config.max_bytes, config.answer_seconds) = (MAX, 1)) else {
+        return;
+    };
+    let mut honest = Client::connect(&server.socket, "honest");
+    let is_cut_off = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            as_stranger(|| {
+                let mut evil = Client::connect(&server.socket, "evil");
+                evil.keeps = true;
+                // It acknowledges all the time, and lets go of nothing.
+                let end = catch_unwind(AssertUnwindSafe(|| {
+                    loop {
+                        evil.acknowledge();
+                        std::thread::sleep(Duration::from_millis(50));
+                    }
+                }));
+                assert!(end.is_err());
+                drop(evil);
+                is_cut_off.store(true, Ordering::Relaxed);
+                let said = greeting(&server, "evil").expect_err("it may not join");
+                assert!(said.contains("VMs of user 65533 kept what went"), "{said}");
+            });
+        });
+        let mut seed = 0;
+        eventually(|| {
+            seed += 1;
+            let came = come_and_go(&mut honest, seed << 20);
+            is_cut_off.load(Ordering::Relaxed) && came == SLOTS_PER_SEGMENT as usize
+        });
+    });
+    Client::connect(&server.socket, "another").acknowledge();
+    let waited = eventually(|| as_stranger(|| greeting(&server, "evil").is_ok()));
+    println!("it waited for {waited:?}");
+    assert!(waited > Duration::from_secs(3), "{waited:?}");
+}
+
+/// What the store says to who would join it with a VM: a welcome, or the error as which the connection ends.
+fn greeting(server: &Server, name: &str) -> Result<(), String> {
+    let hello = encode(Kind::Hello, &[Hello::new(Role::Service, name, 1).as_bytes()]);
+    let socket = socket::connect(&server.socket).unwrap();
+    let _ = socket::send(&socket, &hello, &[]);
+    let mut buffer = aligned_buffer();
+    let answer = socket::receive(&socket, &mut buffer).unwrap().unwrap();
+    match answer.parse(&buffer).unwrap() {
+        Message::Welcome(_) => Ok(()),
+        Message::Error(text) => {
+            assert!(answer.fds.is_empty());
+            Err(text)
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
 /// The users of a list, besides root.
 const GUEST: u32 = 65_532;
 
@@ -240,21 +297,7 @@ fn who_is_not_on_the_list_is_told_so_and_shares_nothing() {
     let Some(server) = open_server_for(&[GUEST]) else {
         return;
     };
-    let hello = encode(
-        Kind::Hello,
-        &[Hello::new(Role::Service, "stranger", 1).as_bytes()],
-    );
-    let said = as_stranger(|| {
-        let socket = socket::connect(&server.socket).unwrap();
-        let _ = socket::send(&socket, &hello, &[]);
-        let mut buffer = aligned_buffer();
-        let answer = socket::receive(&socket, &mut buffer).unwrap().unwrap();
-        assert!(answer.fds.is_empty());
-        match answer.parse(&buffer).unwrap() {
-            Message::Error(text) => text,
-            other => panic!("{other:?}"),
-        }
-    });
+    let said = as_stranger(|| greeting(&server, "stranger")).expect_err("it is not on the list");
     assert!(
         said.contains("user 65533 may not join this store") && said.contains("--join-user"),
         "{said}"

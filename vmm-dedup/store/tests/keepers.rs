@@ -164,6 +164,44 @@ fn what_an_orphan_found_keeps_no_number_and_what_it_told_of_stays() {
     });
 }
 
+/// Segments of which an orphan has one page each: most of those that there may be.
+const SPREAD: u64 = 6;
+/// Its pages' seeds begin here.
+const OTHERS: u64 = 1 << 40;
+
+#[test]
+fn pages_of_orphans_keep_no_segments() {
+    let server = Server::start(|config| config.max_bytes = MAX);
+    let mut honest = Client::connect(&server.socket, "honest");
+    let mut lost = Helper::start("orphan", &server.socket);
+    for round in 0..SPREAD {
+        lost.ask(&format!("another {round}"));
+        // The rest of its segment comes and goes.
+        come_and_go(&mut honest, (round + 1) << 20);
+    }
+    assert_eq!(lost.ask("hang up"), "done");
+    // It cannot follow where its pages move, and its segments go all the same.
+    let mut store = stats(&server.socket).store;
+    let mut round = 100;
+    eventually(|| {
+        round += 1;
+        come_and_go(&mut honest, round << 20);
+        store = stats(&server.socket).store;
+        store.resident_bytes <= MAX / 2
+    });
+    // They are where they moved, and counted for as long as the process lives.
+    assert_eq!(store.pages_shared, SPREAD);
+    for round in 0..SPREAD {
+        let slot = honest.find(&page(OTHERS + round)).expect("it is referenced");
+        assert_eq!(honest.content(slot), page(OTHERS + round));
+    }
+    lost.kill();
+    eventually(|| {
+        honest.acknowledge();
+        stats(&server.socket).store.pages_shared == 0
+    });
+}
+
 /// Not a test but the part of a process that finds or publishes a page, loses its socket, and maps the page for as long as it lives.
 #[test]
 fn orphan() {
@@ -186,6 +224,16 @@ fn orphan() {
             "publish" => {
                 let slot = client.as_mut().unwrap().publish(&[page(7)])[0].unwrap();
                 println!("\n> {slot}");
+            }
+            other if other.starts_with("another") => {
+                let seed = OTHERS + other.split(' ').nth(1).unwrap().parse::<u64>().unwrap();
+                let client = client.as_mut().unwrap();
+                eventually(|| {
+                    client.acknowledge();
+                    client.release();
+                    client.publish(&[page(seed)])[0].is_some()
+                });
+                println!("\n> published");
             }
             "hang up" => {
                 drop(client.take());

@@ -41,9 +41,11 @@ const MAX_SIGHTINGS: u64 = 1 << 20;
 /// 12 bytes each, what else it needs for each connection, and the index and its ring.
 const MAX_METADATA: u64 = MAX_SIGHTINGS * 12 + (32 << 20);
 
-/// What the honest VM may notice, beyond what the machine itself makes it wait.
+/// What the honest VM may notice.
 const P99: Duration = Duration::from_millis(20);
 const MAX: Duration = Duration::from_secs(1);
+/// What is said to hold is said of runs as long as this.
+const LONG: Duration = Duration::from_secs(60);
 
 /// When the attackers have gone, all is given back within this.
 const GIVEN_BACK: Duration = Duration::from_secs(10);
@@ -163,8 +165,10 @@ fn attacked() -> Result<(), String> {
     );
     assert!(left <= GIVEN_BACK, "{left:?}");
     let expected = undisturbed.merged as f64 * time.as_secs_f64() / (time / 2).as_secs_f64();
-    let is_well = disturbed.p99 <= P99 + 2 * undisturbed.p99
-        && disturbed.max <= MAX + 2 * undisturbed.max
+    // In a short run, which is one beside others, the machine itself makes it wait.
+    let slack = u32::from(time < LONG) * 2;
+    let is_well = disturbed.p99 <= P99 + slack * undisturbed.p99
+        && disturbed.max <= MAX + slack * undisturbed.max
         && disturbed.merged as f64 >= expected / 2.0;
     match is_well {
         true => Ok(()),

@@ -345,6 +345,16 @@ impl Allocator {
         number
     }
 
+    /// The numbers of the segments that are being emptied.
+    pub(crate) fn leaving(&self) -> impl Iterator<Item = u32> {
+        let is_leaving =
+            |place: &SegmentEntry| matches!(place, SegmentEntry::Segment(segment) if segment.leaving);
+        (0..)
+            .zip(&self.places)
+            .filter(move |(_, place)| is_leaving(place))
+            .map(|(number, _)| number)
+    }
+
     /// Whether a slot lies in a segment that is being emptied.
     pub(crate) fn is_leaving(&self, slot: Slot) -> bool {
         self.is_segment(slot.segment()) && self.segment(slot.segment()).leaving

@@ -1,6 +1,6 @@
 //! A number for every slot, zero for most, in chunks: memory is taken for the parts of the store that are used, and given back.
 
-use vmm_dedup_protocol::Slot;
+use vmm_dedup_protocol::{SLOTS_PER_SEGMENT, Slot};
 
 /// Slots of one chunk. Small in unit tests, so that they cross chunks and the model check copies little.
 pub(super) const CHUNK: usize = if cfg!(test) { 2 } else { 1024 };
@@ -56,6 +56,14 @@ impl<T: Copy + Default + PartialEq> Chunks<T> {
             *place = None;
             self.trim();
         }
+    }
+
+    /// Whether a number of some slot of a segment is not zero.
+    pub(super) fn has_any_of_segment(&self, number: u32) -> bool {
+        const { assert!((SLOTS_PER_SEGMENT as usize).is_multiple_of(CHUNK)) }
+        let of_each = SLOTS_PER_SEGMENT as usize / CHUNK;
+        let chunks = self.chunks.iter().skip(number as usize * of_each);
+        chunks.take(of_each).any(Option::is_some)
     }
 
     /// One more than the number of the last chunk that is not all zero.
@@ -121,5 +129,19 @@ mod tests {
         assert!(chunks.bytes() <= 64 * 8, "{}", chunks.bytes());
         chunks.set(slot(3), 0);
         assert_eq!(chunks, Chunks::default());
+    }
+
+    #[test]
+    fn a_segments_slots_are_its_own() {
+        let mut chunks = Chunks::<u32>::default();
+        for at in [SLOTS_PER_SEGMENT, 2 * SLOTS_PER_SEGMENT - 1] {
+            chunks.set(Slot::try_new(at).unwrap(), 1);
+            assert_eq!(
+                [0, 1, 2].map(|n| chunks.has_any_of_segment(n)),
+                [false, true, false]
+            );
+            chunks.set(Slot::try_new(at).unwrap(), 0);
+        }
+        assert!(!chunks.has_any_of_segment(1));
     }
 }

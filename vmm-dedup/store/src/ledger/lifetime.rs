@@ -57,6 +57,9 @@
 //! A service need not follow: it may map the old slot for as long as it likes, and its references are counted as ever. It then
 //! keeps the memory of the old slot's segment, and nothing else.
 //!
+//! An orphan cannot tell that it follows, and its references are an account of pages, not of places: they go to the new slot at once.
+//! So the old slot's segment may go. What the process maps of it stays as it is, and costs what the kernel says ([`crate::memory::held`]).
+//!
 //! # After the last reference
 //! A slot that is free here is not written again in its file: only when its segment has gone, and its number is given to another
 //! one, does it hold another page. So a segment may go, with its memory, as soon as nobody *references* its slots, while some may wait in
@@ -332,6 +335,9 @@ impl Lifetime {
         self.orphans.set_uncounted(id, left);
         for (slot, n) in some {
             self.recounting([slot], |all| all.orphans.add(slot, n));
+            if let Some(new) = self.moved_to(slot) {
+                self.recounting([slot, new], |all| all.follow(id, slot, new));
+            }
         }
         left > 0
     }
@@ -369,15 +375,19 @@ impl Lifetime {
         if !listed {
             self.unlisted.insert(new);
         }
-        self.link(old, new)
+        let led = self.link(old, new);
+        self.orphans_follow(old, new);
+        led
     }
 
     /// As [`Self::relocate`], to a slot that holds the same page and is in use already.
     pub(crate) fn relocate_to_twin(&mut self, old: Slot, twin: Slot) -> Result<Vec<Slot>, NotLive> {
-        self.recounting([old, twin], |all| {
+        let led = self.recounting([old, twin], |all| {
             all.slots.add_references(twin, 1)?;
             Ok(all.link(old, twin))
-        })
+        })?;
+        self.orphans_follow(old, twin);
+        Ok(led)
     }
 
     /// As [`Self::relocate`], for a series, to as many consecutive slots that were free. Returns pairs of slots, old and new,
@@ -403,6 +413,7 @@ impl Lifetime {
             if n > 0 {
                 self.drop_references(from, 1);
             }
+            self.orphans_follow(from, to);
         }
         forwards
     }
@@ -423,6 +434,34 @@ impl Lifetime {
             self.drop_references(old, 1);
         }
         led
+    }
+
+    /// A page has moved, and with it what orphans reference of it.
+    fn orphans_follow(&mut self, old: Slot, new: Slot) {
+        for id in self.orphans.members().collect::<Vec<_>>() {
+            self.recounting([old, new], |all| all.follow(id, old, new));
+        }
+    }
+
+    /// What was counted as an orphan's reference to a slot is one to where its page is now.
+    fn follow(&mut self, orphan: MemberId, old: Slot, new: Slot) {
+        let (n, there) = (self.member(orphan).held(old), self.member(orphan).held(new));
+        let Some(now) = there.checked_add(n) else {
+            return;
+        };
+        if n == 0 || !self.orphans.counts(orphan, old) {
+            return;
+        }
+        let added = self.slots.add_references(new, n);
+        debug_assert!(added.is_ok(), "the old slot holds a reference");
+        let moved = self.member(orphan).add(new, n).is_ok() && self.member(orphan).sub(old, n).is_ok();
+        debug_assert!(moved, "so much it holds there, and may hold here");
+        self.shares.note(orphan, new, there, now, true);
+        self.orphans.sub(old, n);
+        if self.orphans.counts(orphan, new) {
+            self.orphans.add(new, n);
+        }
+        self.drop_member_references(orphan, old, n, n);
     }
 
     /// Takes out what became of slots because of the last calls, in order.

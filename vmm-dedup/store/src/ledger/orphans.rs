@@ -26,6 +26,10 @@ impl Orphans {
         self.members.is_empty()
     }
 
+    pub(crate) fn members(&self) -> impl Iterator<Item = MemberId> {
+        self.members.keys().copied()
+    }
+
     /// How many of the first chunks of what a member references are not counted. `None`: it is no orphan.
     pub(crate) fn uncounted(&self, id: MemberId) -> Option<usize> {
         self.members.get(&id).copied()

@@ -53,6 +53,11 @@ impl References {
         Ok(())
     }
 
+    /// Whether a slot of a segment is referenced.
+    pub(crate) fn are_to_segment(&self, number: u32) -> bool {
+        self.counts.has_any_of_segment(number)
+    }
+
     /// How many chunks there are.
     pub(crate) fn chunks(&self) -> usize {
         self.counts.len()

@@ -5,8 +5,8 @@
 //!
 //! - **No slot is free or holds another page while a member that can tell maps it or is about to** (has found it and not yet mapped it).
 //! - **What a member tells concerns the slot that it found**, also if that is read later; and no member that keeps the rules is accused.
-//! - **What a process has told that it maps is counted as long as the process lives and maps it**, also if its connection broke: the slot is
-//!   not free, and holds that page.
+//! - **What a process has told that it maps is counted as long as the process lives and maps it**, also if its connection broke: its orphan
+//!   references a slot that holds that page, be it another one by now.
 //! - Where a page has moved, the old slot is not found, and the new one is live and holds the same.
 //!
 //! A slot stands for a segment of its own: publishing to it once it is free means that its number was given to another one, with another
@@ -190,16 +190,25 @@ impl World {
         !self.confused
             && (0..SLOTS).all(follows)
             && self.held_by_orphans_alone() == self.lifetime.held_by_orphans_alone()
-            && self.services.iter().filter(|s| s.alive).all(|service| {
-                let mapped = service.mapped.iter().enumerate();
-                let mapped = mapped.filter(|(n, _)| service.connected || service.told[*n]);
-                let found = service.found.filter(|_| service.connected);
-                mapped
-                    .chain(service.legacy.iter().enumerate())
-                    .filter_map(|(n, g)| Some((n, (*g)?)))
-                    .chain(found.map(|found| (found.slot, found.generation)))
-                    .all(|(n, g)| safe(n, g))
+            && (0..SERVICES).filter(|i| self.services[*i].alive).all(|i| {
+                let service = &self.services[i];
+                let (mapped, legacy) = (service.mapped.iter().enumerate(), service.legacy.iter());
+                let mapped = mapped.filter_map(|(n, g)| Some((n, (*g)?)));
+                let found = service.found.map(|found| (found.slot, found.generation));
+                let mut can_tell_of = mapped.clone().chain(found).filter(|_| service.connected);
+                let told = mapped.filter(|(n, _)| !service.connected && service.told[*n]);
+                let mut counted = told.map(|(_, g)| g).chain(legacy.filter_map(|g| *g));
+                can_tell_of.all(|(n, g)| safe(n, g)) && counted.all(|g| self.counts(i, g))
             })
+    }
+
+    /// Whether a member that a service was, or is, references a slot that holds a page.
+    fn counts(&self, i: usize, generation: Generation) -> bool {
+        let earlier = self.orphans.iter().filter(|(_, of)| *of == i).map(|(id, _)| *id);
+        let mut held = earlier
+            .chain([self.services[i].member])
+            .filter_map(|id| self.lifetime.references(id));
+        held.any(|held| (0..SLOTS).any(|n| self.generation[n] == generation && held.held(slot(n)) > 0))
     }
 
     /// Pages that orphans reference, and no other member, by the references of each.

@@ -261,8 +261,17 @@ impl Pool {
     /// A member knows a retired segment no more; whether that can be.
     pub(crate) fn released(&mut self, id: MemberId, number: u32) -> bool {
         let references = self.lifetime.references(id);
-        let held = references.is_some_and(|all| slots_of(number).any(|slot| all.held(slot) > 0));
+        let held = references.is_some_and(|all| all.are_to_segment(number));
         !held && self.segments.forget(number, id)
+    }
+
+    /// Segments that stay for a member: those that went and that it knows, and those that are being emptied and of which it references slots.
+    pub(crate) fn kept_by(&self, id: MemberId) -> impl Iterator<Item = u32> {
+        let references = self.lifetime.references(id);
+        let leaving = self.segments.allocator().leaving();
+        let referenced =
+            leaving.filter(move |number| references.is_some_and(|all| all.are_to_segment(*number)));
+        self.segments.known_to(id).chain(referenced)
     }
 
     /// Lets segments go of which no slot is in use, and gives the numbers of those that nobody knows any more to others from

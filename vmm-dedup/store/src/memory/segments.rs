@@ -216,7 +216,26 @@ impl Segments {
 
     /// Whether a member knows a segment that went.
     pub(crate) fn waits_for(&self, id: MemberId) -> bool {
-        self.retired.values().any(|waiting| waiting.contains(&id))
+        self.known_to(id).next().is_some()
+    }
+
+    /// Segments that went and that a member knows.
+    pub(crate) fn known_to(&self, id: MemberId) -> impl Iterator<Item = u32> {
+        let known = self
+            .retired
+            .iter()
+            .filter(move |(_, waiting)| waiting.contains(&id));
+        known.map(|(number, _)| *number)
+    }
+
+    /// Whether the store does not grow, as of the last look, since processes keep files.
+    pub(crate) fn is_held_up(&self) -> bool {
+        self.is_held_up
+    }
+
+    /// How many segments may be kept of those that went or were emptied.
+    pub(crate) fn may_be_held(&self) -> usize {
+        usize::try_from(self.max_held / SEGMENT_BYTES as u64).unwrap_or(usize::MAX)
     }
 
     /// Asks the kernel which files that went somebody keeps. To be called once a second.

@@ -74,8 +74,11 @@ pub(crate) async fn serve(shared: Shared, closers: Arc<Closers>, turns: Arc<Turn
     let mut received = Vec::new();
     let end = converse(&shared, id, &socket, &outbox, &place, &mut received).await;
     if let Err(violation) = end {
-        log::warn!("the connection of process {} is closed: {violation}", peer.pid);
-        lock(&shared).peers.counters.malformed += 1;
+        // A service that may not join tries again each second, and that its user may not was said.
+        if !matches!(violation, Violation::Barred { .. }) {
+            log::warn!("the connection of process {} is closed: {violation}", peer.pid);
+            lock(&shared).peers.counters.malformed += 1;
+        }
         outbox.end_with(error_record(&violation));
     }
     lock(&shared).hang_up(id);

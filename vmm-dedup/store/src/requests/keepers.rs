@@ -2,7 +2,10 @@
 //!
 //! A service that was stopped, or that means harm, reads and tells nothing, and so keeps
 //!
-//! - *files that went*, those in its socket among them. Before that keeps the store from growing, it is given no more.
+//! - *files*: those that went, also if they are still in its socket, and those whose pages have moved and which it references. Before
+//!   they keep the store from growing, a silent service is given no more. Once they do, and several users have VMs here, time is
+//!   counted for each user whose services keep more than an equal part: after some seconds they are cut off, and the user joins with
+//!   no VM for a while. (Who merely took turns in keeping files would have the others wait most of the time.)
 //! - *slots in limbo*, since it may have found them. The store has some 60 bytes for each, and its segment's number is not given to
 //!   another. The more there are, the shorter it is waited for.
 //!
@@ -11,7 +14,7 @@
 use crate::ledger::epochs::{Epoch, MemberId};
 use crate::memory::pool::Pool;
 use crate::requests::peers::Peers;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 /// A service is waited for so many times as long as it may take for an answer: a minute. Where more than [`MUCH_IN_LIMBO`] wait
@@ -22,12 +25,26 @@ const PATIENCE: u32 = 6;
 const MUCH_IN_LIMBO: u32 = 16;
 const LEAST_MUCH_IN_LIMBO: u32 = 1 << 16;
 
+/// A user's services may keep the store from growing for one part in so many of the time for an answer: five seconds. So much is
+/// forgotten in [`PATIENCE`] times the time for an answer: a minute.
+const KEEPING: u32 = 2;
+
+/// For how long a user has kept the store from growing, of late.
+#[derive(Debug, Default)]
+struct Late {
+    /// Looks, each [`Keepers::credit`] times.
+    looks: u32,
+    /// For so many looks more he may not join.
+    barred: u32,
+}
+
 /// Looks from one second to the next.
 #[derive(Debug)]
 pub(crate) struct Keepers {
     answer_seconds: u32,
     /// The epochs at the last looks, the newest first. (Looks are counted, not seconds: a store that was stopped has given nobody time.)
     epochs: VecDeque<Epoch>,
+    users: BTreeMap<u32, Late>,
 }
 
 impl Keepers {
@@ -35,7 +52,16 @@ impl Keepers {
         Self {
             answer_seconds,
             epochs: VecDeque::new(),
+            users: BTreeMap::new(),
         }
+    }
+
+    /// For how many seconds a user may not join, if he may not.
+    pub(crate) fn barred(&self, user: u32) -> Option<u32> {
+        self.users
+            .get(&user)
+            .map(|late| late.barred)
+            .filter(|seconds| *seconds > 0)
     }
 
     /// Cuts off who keeps too much for too long. To be called once a second.
@@ -46,6 +72,7 @@ impl Keepers {
                 now.saturating_duration_since(heard) >= silence && pool.segments().waits_for(id)
             });
         }
+        self.cut_off_users(peers, pool);
         let longest = (PATIENCE * self.answer_seconds) as usize;
         self.epochs.push_front(pool.epochs().current());
         self.epochs.truncate(longest + 1);
@@ -60,6 +87,51 @@ impl Keepers {
             peers.cut_off(|id, _| is_behind(id));
         }
     }
+
+    /// Cuts off the services of users who have kept the store from growing for too long.
+    fn cut_off_users(&mut self, peers: &Peers, pool: &Pool) {
+        let kept = pool.segments().is_held_up().then(|| kept_by_users(peers, pool));
+        let kept = kept.filter(|users| users.len() > 1).unwrap_or_default();
+        let part = pool.segments().may_be_held() / kept.len().max(1);
+        let late = kept.iter().filter(|(_, segments)| segments.len() > part);
+        let late: BTreeSet<u32> = late.map(|(user, _)| *user).collect();
+        late.iter()
+            .for_each(|user| _ = self.users.entry(*user).or_default());
+        let (credit, longest) = (PATIENCE * KEEPING, PATIENCE * self.answer_seconds);
+        let most = self.answer_seconds.div_ceil(KEEPING) * credit;
+        for (user, of) in &mut self.users {
+            of.barred = of.barred.saturating_sub(1);
+            of.looks = match late.contains(user) {
+                true => of.looks + credit,
+                false => of.looks.saturating_sub(1),
+            };
+            if of.looks < most {
+                continue;
+            }
+            *of = Late {
+                looks: 0,
+                barred: longest,
+            };
+            log::warn!(
+                "user {user}'s VMs keep {} segments that went or were emptied, and with them the store from growing for others: they are cut \
+                 off, and may join again in {longest} s (raise --max-mib?)",
+                kept.get(user).map_or(0, BTreeSet::len)
+            );
+            peers.cut_off(|id, _| peers.user(id) == Some(*user) && pool.kept_by(id).next().is_some());
+        }
+        self.users.retain(|_, of| of.looks > 0 || of.barred > 0);
+    }
+}
+
+/// The segments, gone or being emptied, that are kept by the services of each user who has some here.
+fn kept_by_users(peers: &Peers, pool: &Pool) -> BTreeMap<u32, BTreeSet<u32>> {
+    let mut users = BTreeMap::<u32, BTreeSet<u32>>::new();
+    for (id, _, _) in peers.services() {
+        if let Some(user) = peers.user(id) {
+            users.entry(user).or_default().extend(pool.kept_by(id));
+        }
+    }
+    users
 }
 
 /// For how many looks a service is waited for that has not acknowledged what left the index before; `None`: for ever.

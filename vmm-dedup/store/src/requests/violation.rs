@@ -34,6 +34,10 @@ pub(crate) enum Violation {
          max_connections"
     )]
     TooManyOfUser { uid: u32, count: usize },
+    #[error(
+        "VMs of user {uid} kept what went until others got nothing new: no VM of that user joins for {seconds} s, then try again"
+    )]
+    Barred { uid: u32, seconds: u32 },
     #[error("your process cannot be identified: {0}")]
     Unidentified(#[source] io::Error),
     #[error(
