@@ -175,6 +175,11 @@ fn each_alert_fires() {
         .iter()
         .find(|guest| u64::from(guest.pid()) == stuck)
         .expect("a VM");
+    // What grew before the first look at it has not grown.
+    eventually("all stores have been looked at", || {
+        let looked = prometheus.query("vmmdedup_slots_limbo").ok()?;
+        (looked.len() == targets.len()).then_some(())
+    });
     stuck.send(Signal::STOP);
     for name in ["going-1", "going-2"] {
         all.host.must(&["set", name, "off", "--unmerge"]);
