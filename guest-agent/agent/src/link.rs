@@ -143,14 +143,15 @@ impl Dialler {
         }
     }
 
-    /// Not before so long.
+    /// Not before so long, nor before the next try was due.
     pub fn wait(&mut self, now: Duration, wait: Duration) {
-        self.next = now + wait.clamp(WAITS[0], WAITS[1]);
+        self.next = self.next.max(now + wait.clamp(WAITS[0], WAITS[1]));
     }
 
     /// The service has greeted: the next try may come soon again.
     pub fn succeeded(&mut self) {
         self.tries = 0;
+        self.next = Duration::ZERO;
         self.said = None;
     }
 

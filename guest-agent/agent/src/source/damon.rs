@@ -1,12 +1,15 @@
 //! When memory was used, by DAMON (operations `paddr`: physical addresses). Kernel documentation: admin-guide/mm/damon/usage.
 //!
-//! DAMON cuts memory into regions of equal use. Its interface in sysfs has one user: who finds it taken leaves it alone. It
-//! answers at the end of an aggregation, hence a thread of its own. What it tells is kept for each block.
+//! DAMON cuts memory into regions of equal use. Its interface in sysfs has one user: who finds it taken leaves it alone, unless an
+//! agent has left it that was killed. It answers at the end of an aggregation, hence a thread of its own. What it tells is kept for
+//! each block.
 
 use super::{Lack, Roots};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,6 +26,8 @@ const SAMPLE: Duration = Duration::from_millis(200);
 const REGIONS: Range<u32> = 10..200;
 /// Aggregations without use after which a region is cold.
 const COLD: u64 = 3;
+/// The name of the socket that says that an agent uses DAMON.
+const OWNER: &[u8] = b"vmm-dedup-agent/damon";
 /// Tries while somebody else holds the lock of the files.
 const TRIES: usize = 50;
 const PAUSE: Duration = Duration::from_millis(20);
@@ -45,6 +50,7 @@ pub struct Damon {
     told: Arc<Mutex<Vec<Temperature>>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
+    _owner: OwnedFd,
 }
 
 impl Damon {
@@ -54,6 +60,7 @@ impl Damon {
     /// [`Lack`].
     pub fn start(roots: &Roots, blocks: &[Range<u32>], interval: Duration) -> Result<Self, Lack> {
         let files = Files(roots.sys.join(ADMIN));
+        let owner = owner().map_err(|_| Lack::Damon("another agent uses it".into()))?;
         files.must_be_free().map_err(Lack::Damon)?;
         let set_up = files.set_up(blocks, interval);
         if let Err((file, error)) = set_up.and_then(|()| files.write("0/state", "on")) {
@@ -74,7 +81,12 @@ impl Damon {
         let thread = builder.spawn(move || run(&files, &shared, &stopped, interval));
         let thread = thread.map_err(|e| Lack::Damon(format!("no thread: {e}")))?;
         let thread = Some(thread);
-        Ok(Self { told, stop, thread })
+        Ok(Self {
+            told,
+            stop,
+            thread,
+            _owner: owner,
+        })
     }
 
     /// When something of a block was used.
@@ -93,6 +105,13 @@ impl Drop for Damon {
             let _ = thread.join();
         }
     }
+}
+
+/// What the agent that uses DAMON holds. The kernel lets go of it when the agent ends, however that happens.
+fn owner() -> io::Result<OwnedFd> {
+    let socket = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    bind(&socket, &SocketAddrUnix::new_abstract_name(OWNER)?)?;
+    Ok(socket)
 }
 
 fn run(files: &Files, told: &Mutex<Vec<Temperature>>, stop: &AtomicBool, interval: Duration) {
@@ -135,15 +154,31 @@ fn tell(region: &Region, told: &mut [Temperature]) {
 struct Files(PathBuf);
 
 impl Files {
+    /// To be called by the owner.
     fn must_be_free(&self) -> Result<(), String> {
         match self.read("nr_kdamonds") {
             Ok(number) if number == "0" => Ok(()),
+            Ok(_) if self.is_left_over() => {
+                self.clear();
+                Ok(())
+            }
             Ok(_) => Err("somebody else uses it".into()),
             Err((_, error)) if error.kind() == ErrorKind::NotFound => {
                 Err("this kernel has none, or none in sysfs".into())
             }
             Err((file, error)) => Err(format!("{file} cannot be read: {error}")),
         }
+    }
+
+    /// Whether it was set up as by [`Self::set_up`], by an agent before this one.
+    fn is_left_over(&self) -> bool {
+        let context = |file: &str| self.read(&format!("0/contexts/0/{file}")).unwrap_or_default();
+        let attribute = |file: &str| context(&format!("monitoring_attrs/{file}"));
+        context("operations") == "paddr"
+            && context("schemes/0/action") == "stat"
+            && attribute("nr_regions/min") == REGIONS.start.to_string()
+            && attribute("nr_regions/max") == REGIONS.end.to_string()
+            && attribute("intervals/aggr_us") == attribute("intervals/update_us")
     }
 
     fn set_up(&self, blocks: &[Range<u32>], interval: Duration) -> Result<(), FileError> {
@@ -272,5 +307,44 @@ mod tests {
         assert!(files.must_be_free().unwrap_err().contains("somebody else"));
         fs::write(folder.path().join("nr_kdamonds"), "0\n").unwrap();
         assert_eq!(files.must_be_free(), Ok(()));
+    }
+
+    #[test]
+    fn what_an_agent_has_left_that_was_killed_is_taken_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = Files(folder.path().to_owned());
+        let put = |file: &str, text: &str| {
+            let path = folder.path().join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let left = [
+            ("nr_kdamonds", "1\n"),
+            ("0/state", "on\n"),
+            ("0/contexts/0/operations", "paddr\n"),
+            ("0/contexts/0/schemes/0/action", "stat\n"),
+            ("0/contexts/0/monitoring_attrs/nr_regions/min", "10\n"),
+            ("0/contexts/0/monitoring_attrs/nr_regions/max", "200\n"),
+            ("0/contexts/0/monitoring_attrs/intervals/aggr_us", "60000000\n"),
+            ("0/contexts/0/monitoring_attrs/intervals/update_us", "60000000\n"),
+        ];
+        // Whoever differs in one of them is somebody else.
+        for (file, _) in &left[2..] {
+            left.iter().for_each(|(file, text)| put(file, text));
+            put(file, "7\n");
+            assert!(files.must_be_free().is_err(), "{file}");
+        }
+        left.iter().for_each(|(file, text)| put(file, text));
+        assert_eq!(files.must_be_free(), Ok(()));
+        let read = |file: &str| fs::read_to_string(folder.path().join(file)).unwrap();
+        assert_eq!((read("0/state"), read("nr_kdamonds")), ("off".into(), "0".into()));
+    }
+
+    #[test]
+    fn one_agent_at_a_time_uses_it() {
+        let first = owner().unwrap();
+        assert!(owner().is_err());
+        drop(first);
+        assert!(owner().is_ok());
     }
 }

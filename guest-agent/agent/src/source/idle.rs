@@ -13,7 +13,8 @@ use vmm_dedup_agent_wire::said::Temperature;
 
 /// Bytes of the bitmap for a block.
 const BYTES: usize = BLOCK / 8;
-/// Blocks whose history is kept: 128 bytes each. Others are warm at best.
+/// Blocks whose history is kept, 128 bytes each, from the first one on: 16 GiB. Of others nothing is known, and they are not looked
+/// at.
 const MOST_HISTORY: usize = 8192;
 /// Intervals without use after which a frame is cold.
 const COLD: u8 = 3;
@@ -46,7 +47,7 @@ impl Idle {
         Ok(Self {
             bitmap,
             interval,
-            blocks: vec![Block::default(); blocks],
+            blocks: vec![Block::default(); blocks.min(MOST_HISTORY)],
         })
     }
 
@@ -55,7 +56,6 @@ impl Idle {
     /// # Errors
     /// What the kernel says.
     pub fn look(&mut self, block: u32, now: Duration) -> io::Result<()> {
-        let keeps = (block as usize) < MOST_HISTORY;
         let Some(state) = self.blocks.get_mut(block as usize) else {
             return Ok(());
         };
@@ -66,7 +66,7 @@ impl Idle {
             return Ok(());
         }
         let at = u64::from(block) * BYTES as u64;
-        if state.set.is_some() && keeps {
+        if state.set.is_some() {
             let mut bits = [0; BYTES];
             // What is beyond memory is not read, and not idle.
             let read = self.bitmap.read_at(&mut bits, at)?;
@@ -147,6 +147,12 @@ mod tests {
         ];
         assert_eq!(seen, expected);
         assert_eq!(idle.temperature(0, 0), Unknown);
+        // One more than those whose history is kept.
+        let mut big = Idle::open(&roots, MOST_HISTORY + 1, MINUTE).unwrap();
+        let beyond = u32::try_from(MOST_HISTORY).unwrap();
+        (0..3).for_each(|minute| big.look(beyond, MINUTE * minute).unwrap());
+        assert_eq!(big.temperature(beyond, 9), Unknown);
+        assert_eq!(std::fs::metadata(&file).unwrap().len(), 2 * BYTES as u64);
         // Too early.
         idle.look(1, MINUTE * 5 + MINUTE / 2).unwrap();
         assert_eq!(idle.temperature(1, 9), Hot);
