@@ -115,6 +115,14 @@ while read -r command argument; do
         until [ -s /run/secret.log ]; do sleep 0.2; done
         echo "L2 secret: $(cat /run/secret.log)"
         ;;
+    own)
+        # So many MiB of memory that no other guest has the like of: each is another part of random bytes, and none begins where a page does.
+        python3.13 -S -c 'import os, sys, time
+random = os.urandom(8 << 20)
+own = [random[n * 4099 : n * 4099 + (1 << 20)] for n in range(int(sys.argv[1]))]
+print("L2 own", len(own), flush=True)
+time.sleep(1e6)' "$argument" &
+        ;;
     open)
         # Memory that nobody marks.
         python3.13 -S -c 'import time

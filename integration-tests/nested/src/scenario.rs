@@ -57,7 +57,7 @@ impl Scenario {
             // What is left is to be used up, which takes long in software.
             Scenario::Pressure => 1024,
             Scenario::Vmms | Scenario::Passthrough => 2560,
-            Scenario::Agents => 3072,
+            Scenario::Agents => 4096,
             _ => 2048,
         }
     }

@@ -13,7 +13,9 @@ use vmm_dedup_protocol::control::Switch;
 
 /// Guests of a fleet.
 const GUESTS: u32 = 4;
-const MEMORY_MIB: u32 = 256;
+const MEMORY_MIB: u32 = 512;
+/// Memory of each that no other guest has the like of.
+const OWN_MIB: u32 = 256;
 /// What a page of the secret is full of, and one of memory that nobody marked (guest/init.sh).
 const SECRET: u8 = b'k';
 const OPEN: u8 = b'u';
@@ -25,6 +27,9 @@ const ROUNDS: u32 = 2;
 const PASSES: u64 = 20;
 /// From one look at what is shared to the next: it takes CPU time from whom it looks at.
 const BETWEEN: Duration = Duration::from_millis(500);
+
+/// From one word of how far it is to the next.
+const PROGRESS: Duration = Duration::from_secs(5);
 
 pub(super) fn agents(stage: &mut Stage) -> Result<(), Failure> {
     for vmm in vmm::found() {
@@ -63,6 +68,8 @@ fn play(stage: &mut Stage, vmm: Vmm, agents: bool) -> Result<Value, Failure> {
         })?;
         stage.note("agents are heard, and each guest has a secret")?;
     }
+    fleet.type_line(&format!("own {OWN_MIB}"))?;
+    fleet.wait("L2 own")?;
     fleet.type_line("open")?;
     fleet.wait("L2 open")?;
     fleet.type_line("read")?;
@@ -132,9 +139,14 @@ fn share(stage: &mut Stage, fleet: &Fleet) -> Result<Value, Failure> {
     for guest in &fleet.guests {
         store::switch(&guest.name, Switch::On)?;
     }
+    let mut told = Instant::now();
     let shared = wait_for("nine tenths of the files to be shared", || {
         std::thread::sleep(BETWEEN);
         let shared: usize = files.iter().map(FilePages::shared).sum::<Result<usize, _>>()?;
+        if told.elapsed() >= PROGRESS {
+            told = Instant::now();
+            stage.note(progress(shared, &Stat::fetch()?))?;
+        }
         Ok((shared * 10 >= all * 9).then_some(shared))
     })?;
     let seconds = start.elapsed().as_secs_f64();
@@ -152,6 +164,22 @@ fn share(stage: &mut Stage, fleet: &Fleet) -> Result<Value, Failure> {
     })?;
     stage.note(format!("files are shared, and are what they were: {told}"))?;
     Ok(told)
+}
+
+/// How far sharing is, and what the services' CPU time went into.
+fn progress(shared: usize, stat: &Stat) -> String {
+    let sums = [
+        "merges_total",
+        "zero_merges_total",
+        "pages_keyed_total",
+        "passes_total",
+    ]
+    .map(|name| stat.vms(name));
+    let [merges, zeros, keyed, passes] = sums;
+    format!(
+        "{shared} pages of files are shared; {merges} merged, {zeros} zero pages, {keyed} keyed in {passes} passes; CPU {}",
+        stat.cpu_of_stages()
+    )
 }
 
 /// All guests build and sort at once: what they merge meanwhile, and break.

@@ -132,6 +132,23 @@ impl Stat {
         };
         self.0["store"]["cpu_seconds"].as_f64().unwrap_or(0.0) + self.each().map(stages).sum::<f64>()
     }
+
+    /// What all VMs' services have used of it, stage by stage.
+    pub(super) fn cpu_of_stages(&self) -> String {
+        let mut sums = std::collections::BTreeMap::<&str, f64>::new();
+        for (stage, seconds) in self
+            .each()
+            .filter_map(|vm| vm["cpu_seconds"].as_object())
+            .flatten()
+        {
+            *sums.entry(stage).or_default() += seconds.as_f64().unwrap_or(0.0);
+        }
+        let sums: Vec<String> = sums
+            .iter()
+            .map(|(stage, sum)| format!("{stage} {sum:.1}"))
+            .collect();
+        sums.join(", ")
+    }
 }
 
 /// Waits until nothing more is saved; returns the account.

@@ -22,10 +22,13 @@ use crate::sys::page_size::PAGE_SIZE;
 use crate::thp::{split, twin_count};
 use std::ops::Range;
 
+/// Requests that are merged at once where others come before them: a fraction of a second's work.
+const PIECE: usize = 1 << 12;
+
 impl Pass {
-    /// Found > admitted > merged.
+    /// Found > admitted > merged; where the guest gives hints, some of what was found.
     pub(super) fn merge(&mut self) -> Result<(), Error> {
-        let found = self.twins.take();
+        let found = self.take_found();
         let admitted = self.admit(found)?;
         self.plan(admitted);
         let mut result = Ok(());
@@ -38,12 +41,40 @@ impl Pass {
         self.tell_store()
     }
 
-    /// Found > admitted.
-    fn admit(&mut self, found: Vec<MergeRequest>) -> Result<Vec<MergeRequest>, Error> {
-        let (found, twice) = in_page_order(found);
+    /// What is merged now of what was found, in page order. Where the guest gives hints, those chunks come first of which it says that much
+    /// is worth sharing. The others come in pieces, so that what is found of the former meanwhile need not wait for all of them, unless
+    /// there is no room for more.
+    fn take_found(&mut self) -> Vec<MergeRequest> {
+        let all = self.twins.is_full() || !self.map.has_hints();
+        let (found, twice) = in_page_order(self.twins.take());
         for again in twice {
             self.map.give_up_published(again.publisher_ref());
         }
+        if all {
+            return found;
+        }
+        let memory = self.map.memory().clone();
+        let (mut now, mut later) = (Vec::new(), Vec::new());
+        for (chunk, group) in memory.by_chunk(&found, |request| request.page) {
+            match self.map.is_worth(chunk) {
+                true => now.extend(group),
+                false => later.push(group),
+            }
+        }
+        let mut later = later.into_iter();
+        if now.is_empty() {
+            while now.len() < PIECE
+                && let Some(group) = later.next()
+            {
+                now.extend(group);
+            }
+        }
+        self.twins.add(later.flatten().copied().collect());
+        now
+    }
+
+    /// Found > admitted. Requests are in page order, each page once.
+    fn admit(&mut self, found: Vec<MergeRequest>) -> Result<Vec<MergeRequest>, Error> {
         let found = self.leave_out_changed_copies(found);
         twin_count::count(&mut self.map, &self.session, &self.monitor, &found);
         let any_copy = found.iter().any(|request| is_copy(&self.map, request));

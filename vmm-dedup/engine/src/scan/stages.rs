@@ -184,8 +184,9 @@ impl Pass {
     /// Merges what was found so far, and says so: what others give up must not wait for the end of a long pass.
     fn keep_up(&mut self) -> Result<(), Error> {
         self.tell_store()?;
-        if !self.twins.is_empty() && self.direct_io.glance() {
+        while !self.twins.is_empty() && self.direct_io.glance() {
             self.merge()?;
+            self.yield_and_poll()?;
         }
         match self.twins.is_empty() && self.map.outbox().is_empty() {
             true => self.session.acknowledge(),
