@@ -272,6 +272,49 @@ fn a_user_who_keeps_what_went_is_cut_off_and_waits() {
     assert!(waited > Duration::from_secs(3), "{waited:?}");
 }
 
+#[test]
+fn who_lets_go_a_little_later_is_not_cut_off_by_a_user_who_comes_and_goes() {
+    let Some(server) = open_server_with(|config| (config.max_bytes, config.answer_seconds) = (MAX, 4)) else {
+        return;
+    };
+    let mut honest = Client::connect(&server.socket, "honest");
+    honest.keeps = true;
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            as_stranger(|| {
+                let mut evil = Client::connect(&server.socket, "evil");
+                let mut seed = 0;
+                while !is_over.load(Ordering::Relaxed) {
+                    seed += 1;
+                    come_and_go(&mut evil, seed << 20);
+                }
+            });
+        });
+        // As a service does that looks every two seconds where it maps what went.
+        let (start, mut look, mut most) = (Instant::now(), Instant::now(), 0);
+        let end = catch_unwind(AssertUnwindSafe(|| {
+            while start.elapsed() < Duration::from_secs(15) {
+                honest.acknowledge();
+                most = most.max(honest.kept.len());
+                if look.elapsed() > Duration::from_secs(2) {
+                    look = Instant::now();
+                    honest.kept.clear();
+                    honest.release();
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }));
+        is_over.store(true, Ordering::Relaxed);
+        println!("{most} segments were kept at most");
+        assert!(end.is_ok(), "it is cut off after {:?}", start.elapsed());
+        assert!(
+            most > 2,
+            "it had more than an equal part of four, or this shows nothing"
+        );
+    });
+}
+
 /// What the store says to who would join it with a VM: a welcome, or the error as which the connection ends.
 fn greeting(server: &Server, name: &str) -> Result<(), String> {
     let hello = encode(Kind::Hello, &[Hello::new(Role::Service, name, 1).as_bytes()]);

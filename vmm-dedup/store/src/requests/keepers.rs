@@ -5,7 +5,9 @@
 //! - *files*: those that went, also if they are still in its socket, and those whose pages have moved and which it references. Before
 //!   they keep the store from growing, a silent service is given no more. Once they do, and several users have VMs here, time is
 //!   counted for each user whose services keep more than an equal part: after some seconds they are cut off, and the user joins with
-//!   no VM for a while. (Who merely took turns in keeping files would have the others wait most of the time.)
+//!   no VM for a while. (Who merely took turns in keeping files would have the others wait most of the time.) What a service has kept
+//!   for less than the time for an answer does not count. It looks every few seconds where it maps what went: else whoever has pages come
+//!   and go fast enough, and keeps nothing, would have the others cut off.
 //! - *slots in limbo*, since it may have found them. The store has some 60 bytes for each, and its segment's number is not given to
 //!   another. The more there are, the shorter it is waited for.
 //!
@@ -45,6 +47,8 @@ pub(crate) struct Keepers {
     /// The epochs at the last looks, the newest first. (Looks are counted, not seconds: a store that was stopped has given nobody time.)
     epochs: VecDeque<Epoch>,
     users: BTreeMap<u32, Late>,
+    /// The segments, gone or being emptied, that each user's services keep, and for how many looks in a row they have.
+    kept: BTreeMap<u32, BTreeMap<u32, u32>>,
 }
 
 impl Keepers {
@@ -53,6 +57,7 @@ impl Keepers {
             answer_seconds,
             epochs: VecDeque::new(),
             users: BTreeMap::new(),
+            kept: BTreeMap::new(),
         }
     }
 
@@ -90,10 +95,17 @@ impl Keepers {
 
     /// Cuts off the services of users who have kept the store from growing for too long.
     fn cut_off_users(&mut self, peers: &Peers, pool: &Pool) {
-        let kept = pool.segments().is_held_up().then(|| kept_by_users(peers, pool));
-        let kept = kept.filter(|users| users.len() > 1).unwrap_or_default();
-        let part = pool.segments().may_be_held() / kept.len().max(1);
-        let late = kept.iter().filter(|(_, segments)| segments.len() > part);
+        self.kept = note_kept(&self.kept, kept_by_users(peers, pool));
+        let part = pool.segments().may_be_held() / self.kept.len().max(1);
+        let is_late = |segments: &BTreeMap<u32, u32>| {
+            let long = segments.values().filter(|looks| **looks >= self.answer_seconds);
+            long.count() > part
+        };
+        let counts = pool.segments().is_held_up() && self.kept.len() > 1;
+        let late = self
+            .kept
+            .iter()
+            .filter(|(_, segments)| counts && is_late(segments));
         let late: BTreeSet<u32> = late.map(|(user, _)| *user).collect();
         late.iter()
             .for_each(|user| _ = self.users.entry(*user).or_default());
@@ -115,7 +127,7 @@ impl Keepers {
             log::warn!(
                 "user {user}'s VMs keep {} segments that went or were emptied, and with them the store from growing for others: they are cut \
                  off, and may join again in {longest} s (raise --max-mib?)",
-                kept.get(user).map_or(0, BTreeSet::len)
+                self.kept.get(user).map_or(0, BTreeMap::len)
             );
             peers.cut_off(|id, _| peers.user(id) == Some(*user) && pool.kept_by(id).next().is_some());
         }
@@ -134,6 +146,24 @@ fn kept_by_users(peers: &Peers, pool: &Pool) -> BTreeMap<u32, BTreeSet<u32>> {
     users
 }
 
+/// What users keep now, and for how many looks in a row they have, by what they kept before.
+fn note_kept(
+    before: &BTreeMap<u32, BTreeMap<u32, u32>>,
+    now: BTreeMap<u32, BTreeSet<u32>>,
+) -> BTreeMap<u32, BTreeMap<u32, u32>> {
+    let looks = |user: u32, segment: u32| {
+        let looks = before.get(&user).and_then(|of| of.get(&segment));
+        looks.map_or(0, |looks| looks + 1)
+    };
+    let of_user = |(user, segments): (u32, BTreeSet<u32>)| {
+        let segments = segments
+            .into_iter()
+            .map(|segment| (segment, looks(user, segment)));
+        (user, segments.collect())
+    };
+    now.into_iter().map(of_user).collect()
+}
+
 /// For how many looks a service is waited for that has not acknowledged what left the index before; `None`: for ever.
 #[allow(clippy::cast_possible_truncation)] // at most PATIENCE times as many
 fn patience(limbo: u64, max_slots: u32, answer_seconds: u32) -> Option<u32> {
@@ -146,6 +176,16 @@ fn patience(limbo: u64, max_slots: u32, answer_seconds: u32) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_kept_again_was_let_go_of_in_between() {
+        let keeps = |segments: &[u32]| BTreeMap::from([(7, BTreeSet::from_iter(segments.iter().copied()))]);
+        let once = note_kept(&BTreeMap::new(), keeps(&[1, 2]));
+        let twice = note_kept(&once, keeps(&[2, 3]));
+        assert_eq!(twice[&7], BTreeMap::from([(2, 1), (3, 0)]));
+        let again = note_kept(&note_kept(&twice, keeps(&[])), keeps(&[2]));
+        assert_eq!(again[&7], BTreeMap::from([(2, 0)]));
+    }
 
     #[test]
     fn the_more_is_in_limbo_the_shorter_it_is_waited_for() {
