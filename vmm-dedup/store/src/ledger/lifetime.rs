@@ -438,7 +438,12 @@ impl Lifetime {
 
     /// A page has moved, and with it what orphans reference of it.
     fn orphans_follow(&mut self, old: Slot, new: Slot) {
-        for id in self.orphans.members().collect::<Vec<_>>() {
+        // There may be thousands of orphans, and a thousand pages move at once.
+        if self.orphans.held(old) == 0 {
+            return;
+        }
+        let holds = |id: &MemberId| self.members.get(id).is_some_and(|all| all.held(old) > 0);
+        for id in self.orphans.members().filter(holds).collect::<Vec<_>>() {
             self.recounting([old, new], |all| all.follow(id, old, new));
         }
     }
