@@ -153,13 +153,18 @@ impl State {
         Ok(())
     }
 
-    /// When a store that shares securely is full its VMs can tell what others have: a page that is there already takes no room.
+    /// When a store that shares securely refuses pages its VMs can tell what others have: a page that is there already takes no room. It
+    /// refuses some when three quarters are in use ([`crate::ledger::shares`]), and what is dead is in use until it has gone.
     fn warn_of_too_little_room(&mut self) {
         let pages: u64 = self.peers.services().map(|(_, _, service)| service.pages).sum();
         let slots = self.exchange.pool.max_slots();
-        if self.config.secure && pages > slots.into() && !std::mem::replace(&mut self.told_of_room, true) {
+        if self.config.secure
+            && pages > u64::from(slots / 2)
+            && !std::mem::replace(&mut self.told_of_room, true)
+        {
             log::warn!(
-                "VMs with {} MiB share securely with room for {} MiB: when that is full they can tell what others have (raise --max-mib)",
+                "VMs with {} MiB share securely with room for {} MiB: with less than twice as much as they have, they may be refused pages, \
+                 and can tell by that what others have (raise --max-mib)",
                 pages >> 8,
                 slots >> 8
             );
