@@ -35,6 +35,10 @@ impl Pass {
             let mut cold = packing.look(&mut self.map, &mut self.space.pagemap, probes, at)?;
             if self.session.is_secure() {
                 self.share_cold(&cold)?;
+                // Nothing is pending. A large VM has much to share, and others give up slots meanwhile.
+                if self.session.is_waited_for() {
+                    self.keep_up()?;
+                }
                 self.yield_and_poll()?;
                 continue;
             }

@@ -182,7 +182,7 @@ impl Pass {
     }
 
     /// Merges what was found so far, and says so: what others give up must not wait for the end of a long pass.
-    fn keep_up(&mut self) -> Result<(), Error> {
+    pub(super) fn keep_up(&mut self) -> Result<(), Error> {
         self.tell_store()?;
         while !self.twins.is_empty() && self.direct_io.glance() {
             self.merge()?;
