@@ -265,6 +265,12 @@ impl Pool {
         !held && self.segments.forget(number, id)
     }
 
+    /// Segments that are being emptied, and those that went and whose numbers are not others' yet; which of both.
+    pub(crate) fn gone(&self) -> impl Iterator<Item = (u32, bool)> {
+        let leaving = self.segments.allocator().leaving().map(|number| (number, false));
+        leaving.chain(self.segments.gone().map(|number| (number, true)))
+    }
+
     /// Segments that stay for a member: those that went and that it knows, and those that are being emptied and of which it references slots.
     pub(crate) fn kept_by(&self, id: MemberId) -> impl Iterator<Item = u32> {
         let references = self.lifetime.references(id);

@@ -219,6 +219,11 @@ impl Segments {
         self.known_to(id).next().is_some()
     }
 
+    /// Segments that went and whose numbers were not given to others.
+    pub(crate) fn gone(&self) -> impl Iterator<Item = u32> {
+        self.retired.keys().copied()
+    }
+
     /// Segments that went and that a member knows.
     pub(crate) fn known_to(&self, id: MemberId) -> impl Iterator<Item = u32> {
         let known = self

@@ -47,8 +47,8 @@ pub(crate) struct Keepers {
     /// The epochs at the last looks, the newest first. (Looks are counted, not seconds: a store that was stopped has given nobody time.)
     epochs: VecDeque<Epoch>,
     users: BTreeMap<u32, Late>,
-    /// The segments, gone or being emptied, that each user's services keep, and for how many looks in a row they have.
-    kept: BTreeMap<u32, BTreeMap<u32, u32>>,
+    /// Segments that are being emptied, or went, which is said, and for how many looks they have been that.
+    gone: BTreeMap<u32, (bool, u32)>,
 }
 
 impl Keepers {
@@ -57,7 +57,7 @@ impl Keepers {
             answer_seconds,
             epochs: VecDeque::new(),
             users: BTreeMap::new(),
-            kept: BTreeMap::new(),
+            gone: BTreeMap::new(),
         }
     }
 
@@ -95,17 +95,15 @@ impl Keepers {
 
     /// Cuts off the services of users who have kept the store from growing for too long.
     fn cut_off_users(&mut self, peers: &Peers, pool: &Pool) {
-        self.kept = note_kept(&self.kept, kept_by_users(peers, pool));
-        let part = pool.segments().may_be_held() / self.kept.len().max(1);
-        let is_late = |segments: &BTreeMap<u32, u32>| {
-            let long = segments.values().filter(|looks| **looks >= self.answer_seconds);
-            long.count() > part
+        self.gone = note_gone(&self.gone, pool.gone());
+        let kept = pool.segments().is_held_up().then(|| kept_by_users(peers, pool));
+        let kept = kept.filter(|users| users.len() > 1).unwrap_or_default();
+        let part = pool.segments().may_be_held() / kept.len().max(1);
+        let is_late = |segments: &BTreeSet<u32>| {
+            let looks = segments.iter().filter_map(|segment| self.gone.get(segment));
+            looks.filter(|(_, looks)| *looks >= self.answer_seconds).count() > part
         };
-        let counts = pool.segments().is_held_up() && self.kept.len() > 1;
-        let late = self
-            .kept
-            .iter()
-            .filter(|(_, segments)| counts && is_late(segments));
+        let late = kept.iter().filter(|(_, segments)| is_late(segments));
         let late: BTreeSet<u32> = late.map(|(user, _)| *user).collect();
         late.iter()
             .for_each(|user| _ = self.users.entry(*user).or_default());
@@ -127,7 +125,7 @@ impl Keepers {
             log::warn!(
                 "user {user}'s VMs keep {} segments that went or were emptied, and with them the store from growing for others: they are cut \
                  off, and may join again in {longest} s (raise --max-mib?)",
-                self.kept.get(user).map_or(0, BTreeMap::len)
+                kept.get(user).map_or(0, BTreeSet::len)
             );
             peers.cut_off(|id, _| peers.user(id) == Some(*user) && pool.kept_by(id).next().is_some());
         }
@@ -146,22 +144,17 @@ fn kept_by_users(peers: &Peers, pool: &Pool) -> BTreeMap<u32, BTreeSet<u32>> {
     users
 }
 
-/// What users keep now, and for how many looks in a row they have, by what they kept before.
-fn note_kept(
-    before: &BTreeMap<u32, BTreeMap<u32, u32>>,
-    now: BTreeMap<u32, BTreeSet<u32>>,
-) -> BTreeMap<u32, BTreeMap<u32, u32>> {
-    let looks = |user: u32, segment: u32| {
-        let looks = before.get(&user).and_then(|of| of.get(&segment));
-        looks.map_or(0, |looks| looks + 1)
+/// Segments that are being emptied or went by now, and for how many looks they have been that, by what was so before.
+fn note_gone(
+    before: &BTreeMap<u32, (bool, u32)>,
+    now: impl Iterator<Item = (u32, bool)>,
+) -> BTreeMap<u32, (bool, u32)> {
+    let looks = |segment: u32, went: bool| {
+        let before = before.get(&segment).filter(|(before, _)| *before == went);
+        before.map_or(0, |(_, looks)| looks + 1)
     };
-    let of_user = |(user, segments): (u32, BTreeSet<u32>)| {
-        let segments = segments
-            .into_iter()
-            .map(|segment| (segment, looks(user, segment)));
-        (user, segments.collect())
-    };
-    now.into_iter().map(of_user).collect()
+    now.map(|(segment, went)| (segment, (went, looks(segment, went))))
+        .collect()
 }
 
 /// For how many looks a service is waited for that has not acknowledged what left the index before; `None`: for ever.
@@ -178,13 +171,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_again_was_let_go_of_in_between() {
-        let keeps = |segments: &[u32]| BTreeMap::from([(7, BTreeSet::from_iter(segments.iter().copied()))]);
-        let once = note_kept(&BTreeMap::new(), keeps(&[1, 2]));
-        let twice = note_kept(&once, keeps(&[2, 3]));
-        assert_eq!(twice[&7], BTreeMap::from([(2, 1), (3, 0)]));
-        let again = note_kept(&note_kept(&twice, keeps(&[])), keeps(&[2]));
-        assert_eq!(again[&7], BTreeMap::from([(2, 0)]));
+    fn looks_count_from_when_a_segment_went() {
+        let once = note_gone(&BTreeMap::new(), [(1, true), (2, true), (4, false)].into_iter());
+        let twice = note_gone(&once, [(2, true), (3, true), (4, false)].into_iter());
+        let looks = BTreeMap::from([(2, (true, 1)), (3, (true, 0)), (4, (false, 1))]);
+        assert_eq!(twice, looks);
+        let again = note_gone(&twice, [(3, true), (4, true)].into_iter());
+        assert_eq!(again, BTreeMap::from([(3, (true, 1)), (4, (true, 0))]));
+        // Its number was another segment's meanwhile.
+        let at_last = note_gone(&again, [(2, true)].into_iter());
+        assert_eq!(at_last, BTreeMap::from([(2, (true, 0))]));
     }
 
     #[test]
