@@ -219,6 +219,11 @@ impl Segments {
         self.known_to(id).next().is_some()
     }
 
+    /// Segments that went, and who may still tell of each and has not said that he knows it no more.
+    pub(crate) fn retired(&self) -> impl Iterator<Item = (u32, &BTreeSet<MemberId>)> {
+        self.retired.iter().map(|(number, waiting)| (*number, waiting))
+    }
+
     /// Segments that went and whose numbers were not given to others.
     pub(crate) fn gone(&self) -> impl Iterator<Item = u32> {
         self.retired.keys().copied()

@@ -40,6 +40,10 @@ struct Late {
     barred: u32,
 }
 
+/// A member that knows more segments that went a minute ago has not heard, or does not say, that it is to let go of them: there are 16,384
+/// numbers, and the store notes who knows each.
+const MANY_SEGMENTS: usize = 1 << 10;
+
 /// Looks from one second to the next.
 #[derive(Debug)]
 pub(crate) struct Keepers {
@@ -79,6 +83,23 @@ impl Keepers {
         }
         self.cut_off_users(peers, pool);
         let longest = (PATIENCE * self.answer_seconds) as usize;
+        let long_gone = self
+            .gone
+            .values()
+            .filter(|(went, looks)| *went && *looks as usize >= longest);
+        if long_gone.count() > MANY_SEGMENTS {
+            let is_long_gone = |number: &u32| {
+                self.gone
+                    .get(number)
+                    .is_some_and(|(_, looks)| *looks as usize >= longest)
+            };
+            let retired = pool
+                .segments()
+                .retired()
+                .filter(|(number, _)| is_long_gone(number));
+            let many = who_knows_many(retired.map(|(_, waiting)| waiting));
+            peers.cut_off(|id, _| many.contains(&id));
+        }
         self.epochs.push_front(pool.epochs().current());
         self.epochs.truncate(longest + 1);
         let patience = patience(
@@ -144,6 +165,16 @@ fn kept_by_users(peers: &Peers, pool: &Pool) -> BTreeMap<u32, BTreeSet<u32>> {
     users
 }
 
+/// Who knows too many segments that went, by who knows each.
+fn who_knows_many<'a>(segments: impl Iterator<Item = &'a BTreeSet<MemberId>>) -> BTreeSet<MemberId> {
+    let mut counts = BTreeMap::<MemberId, usize>::new();
+    segments
+        .flatten()
+        .for_each(|id| *counts.entry(*id).or_default() += 1);
+    counts.retain(|_, count| *count > MANY_SEGMENTS);
+    counts.into_keys().collect()
+}
+
 /// Segments that are being emptied or went by now, and for how many looks they have been that, by what was so before.
 fn note_gone(
     before: &BTreeMap<u32, (bool, u32)>,
@@ -181,6 +212,18 @@ mod tests {
         // Its number was another segment's meanwhile.
         let at_last = note_gone(&again, [(2, true)].into_iter());
         assert_eq!(at_last, BTreeMap::from([(2, (true, 0))]));
+    }
+
+    #[test]
+    fn who_says_nothing_of_many_segments_is_known() {
+        let [a, b, c] = [1, 2, 3].map(MemberId);
+        let waiting = |number: usize| match number {
+            0..MANY_SEGMENTS => BTreeSet::from([a, b]),
+            MANY_SEGMENTS => BTreeSet::from([b]),
+            _ => BTreeSet::from([c]),
+        };
+        let all: Vec<_> = (0..MANY_SEGMENTS + 100).map(waiting).collect();
+        assert_eq!(who_knows_many(all.iter()), BTreeSet::from([b]));
     }
 
     #[test]
