@@ -70,6 +70,7 @@ macro_rules! embedded {
 // Broken settings end that one before there is a VM.
 embedded! {
     four_vms_share
+    vms_share_securely_in_huge_pages_too
     sharing_survives_a_reboot
     sharing_survives_pausing
     sharing_survives_a_snapshot_and_its_restore
@@ -88,6 +89,7 @@ embedded! {
 
 under_both! {
     four_vms_share
+    vms_share_securely_in_huge_pages_too
     sharing_survives_a_reboot
     sharing_survives_pausing
     sharing_survives_a_snapshot_and_its_restore
@@ -220,6 +222,41 @@ fn four_vms_share(bench: &Bench) {
         assert!(vm.dedup_log().contains("is deduplicated"), "{}", vm.story());
         assert_clean(&vm.finish(1));
     }
+}
+
+/// With memory as each VMM has it by default, huge pages included. A page counts as shared when two VMs keep it in one slot.
+fn vms_share_securely_in_huge_pages_too(bench: &Bench) {
+    let bench = Bench {
+        program: bench.program.clone(),
+        store: StoreThread::secure(),
+        folder: tempfile::tempdir().expect("a temporary folder"),
+    };
+    let start = |seed| {
+        let options = bench.options(&format!("vm-{seed}"));
+        let config = options.config.clone() + "[pack]\nidle_ms = 100\n";
+        bench.start(seed, &Options { config, ..options })
+    };
+    let vms: Vec<Vmm> = (1..=2).map(start).collect();
+    vms.iter().for_each(|vm| vm.wait_ready(1));
+    let begun = Instant::now();
+    wait_until("secure sharing", &vms[0], || {
+        let mut observer = observer::Observer::connect(&bench.store.socket()).expect("the store is there");
+        let (store, _) = observer.stats().expect("it answers");
+        store.pages_sharing >= COMMON_PAGES * 9 / 10
+    });
+    println!(
+        "{} of {COMMON_PAGES} pages are shared after {:?}",
+        COMMON_PAGES * 9 / 10,
+        begun.elapsed()
+    );
+    for vm in &vms {
+        let stats = bench.stats(vm).expect("it is listed");
+        println!(
+            "{} huge pages were split, {} are left",
+            stats.huge_splits_total, stats.huge_ranges
+        );
+    }
+    vms.into_iter().for_each(|vm| assert_clean(&vm.finish(1)));
 }
 
 fn sharing_survives_a_reboot(bench: &Bench) {
