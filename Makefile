@@ -10,7 +10,7 @@ CLI = $(CARGO) run $(CARGOFLAGS) --release -p vmm-dedup-cli --
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint audit package deb check-deb bench overhead chaos soak worst fuzz nested screens
+.PHONY: help setup demo test lint audit package deb check-deb bench overhead chaos soak worst hostile fuzz nested screens
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)$$/make \1\t\2/' | expand -t 16
@@ -69,6 +69,9 @@ screens: setup ## what the dashboards show of a real fleet, drawn into docs/dash
 
 worst: setup ## 64 hostile connections do their worst for a minute, and what an honest VM notices
 	VMM_DEDUP_WORST_SECONDS=60 $(CARGO) test $(CARGOFLAGS) --release -p vmm-dedup-store --test worst -- --nocapture --test-threads=1
+
+hostile: setup ## a guest's agent attacks its service, and comes and goes a million times (KVM; some minutes)
+	VMM_DEDUP_HOSTILE_RECONNECTS=1000000 $(CARGO) test $(CARGOFLAGS) --release -p vmm-dedup-integration-tests --test hostile_agent -- --nocapture --test-threads=1
 
 fuzz: setup ## 10^8 fuzzed messages to a store, and as many through the parser (half an hour and more)
 	VMM_DEDUP_FUZZ_INPUTS=100000000 $(CARGO) test $(CARGOFLAGS) --release -p vmm-dedup-fuzz-bodies --test seconds -- messages_are --nocapture

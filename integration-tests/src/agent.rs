@@ -3,6 +3,7 @@
 use std::io::{ErrorKind, Read, Write};
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::{Duration, Instant};
 use vmm_dedup_agent_wire::VERSION;
 use vmm_dedup_agent_wire::block::Frames;
@@ -33,29 +34,52 @@ impl Agent {
     /// If it is not, as all of these functions do if the service does not do what it should.
     #[must_use]
     pub fn greet(stream: UnixStream, sources: Sources, guest: u64) -> Self {
+        let mut agent = Self::new(stream, guest);
+        agent.say(&hello(sources));
+        agent.listen_for("Welcome", || ());
+        agent
+    }
+
+    /// As [`Self::greet`], by the service's socket; `None` if the service does not let it in now.
+    ///
+    /// # Panics
+    /// If what comes is no message.
+    #[must_use]
+    pub fn try_greet(socket: &Path, sources: Sources, guest: u64) -> Option<Self> {
+        let mut agent = Self::new(UnixStream::connect(socket).ok()?, guest);
+        let mut bytes = Vec::new();
+        hello(sources).encode(agent.number, &mut bytes);
+        agent.number += 1;
+        agent.stream.write_all(&bytes).ok()?;
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_secs(2) {
+            let mut bytes = [0; 4096];
+            match agent.stream.read(&mut bytes) {
+                Ok(0) => return None,
+                Ok(count) => agent.take(&bytes[..count]),
+                Err(error) if is_not_now(&error) => {}
+                Err(_) => return None,
+            }
+            if agent.has_heard("Welcome") {
+                return Some(agent);
+            }
+        }
+        None
+    }
+
+    fn new(stream: UnixStream, guest: u64) -> Self {
         let first = guest / 4096;
         assert!(first.is_multiple_of(BLOCK as u64));
         stream
             .set_read_timeout(Some(Duration::from_millis(20)))
             .expect("a timeout");
-        let mut agent = Self {
+        Self {
             stream,
             number: 0,
             heard: Vec::new(),
             serial: 0,
             first,
-        };
-        let hello = Message::Hello(Hello {
-            lowest: VERSION,
-            highest: VERSION,
-            sources,
-            boot: [7; 16],
-            run: 1,
-            blocks: 1 << 20,
-        });
-        agent.say(&hello);
-        agent.listen_for("Welcome", || ());
-        agent
+        }
     }
 
     /// Says something.
@@ -131,19 +155,24 @@ impl Agent {
     pub fn listen(&mut self) {
         let mut bytes = [0; 4096];
         match self.stream.read(&mut bytes) {
-            Ok(count) => {
-                let mut stream = Stream::default();
-                let heard = &mut self.heard;
-                stream
-                    .take(&bytes[..count], |header, payload| {
-                        heard.push(format!("{:?}", Message::parse(header.kind, payload)?));
-                        Ok::<(), vmm_dedup_agent_wire::Malformed>(())
-                    })
-                    .expect("answers are well formed");
-            }
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+            Ok(count) => self.take(&bytes[..count]),
+            Err(error) if is_not_now(&error) => {}
             Err(error) => panic!("{error}"),
         }
+    }
+
+    fn take(&mut self, bytes: &[u8]) {
+        let heard = &mut self.heard;
+        Stream::default()
+            .take(bytes, |header, payload| {
+                heard.push(format!("{:?}", Message::parse(header.kind, payload)?));
+                Ok::<(), vmm_dedup_agent_wire::Malformed>(())
+            })
+            .expect("answers are well formed");
+    }
+
+    fn has_heard(&self, what: &str) -> bool {
+        self.heard.iter().any(|heard| heard.starts_with(what))
     }
 
     /// Waits until it has heard something that begins so.
@@ -152,10 +181,25 @@ impl Agent {
     /// If it does not come.
     pub fn listen_for(&mut self, what: &str, mut meanwhile: impl FnMut()) {
         let start = Instant::now();
-        while !self.heard.iter().any(|heard| heard.starts_with(what)) {
+        while !self.has_heard(what) {
             assert!(start.elapsed() < PATIENCE, "no {what}: {:?}", self.heard);
             meanwhile();
             self.listen();
         }
     }
+}
+
+fn hello(sources: Sources) -> Message<'static> {
+    Message::Hello(Hello {
+        lowest: VERSION,
+        highest: VERSION,
+        sources,
+        boot: [7; 16],
+        run: 1,
+        blocks: 1 << 20,
+    })
+}
+
+fn is_not_now(error: &std::io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
 }

@@ -11,6 +11,7 @@ pub mod failing;
 pub mod follow_chaos;
 pub mod guests;
 pub mod heal_chaos;
+pub mod hostile;
 pub mod huge;
 pub mod huge_chaos;
 pub mod lives;

@@ -45,6 +45,20 @@ impl Guest {
         thp: ThpMode,
         dedup: Option<(&Path, Config)>,
     ) -> Self {
+        let setup = |(store, config): (&Path, Config)| Setup {
+            store: store.to_owned(),
+            agent: None,
+            config,
+        };
+        Self::boot_with(payload, memory_mib, thp, dedup.map(setup))
+    }
+
+    /// The same with all that can be set of dedup.
+    ///
+    /// # Panics
+    /// As [`Self::boot`].
+    #[must_use]
+    pub fn boot_with(payload: PayloadConfig, memory_mib: u64, thp: ThpMode, dedup: Option<Setup>) -> Self {
         let payload = payload.tsc_khz(measure_tsc_khz());
         payload.check_fits(memory_mib, 0).expect("the areas fit");
         let config = VmConfig {
@@ -56,7 +70,7 @@ impl Guest {
             thp,
         };
         let vm = Vm::new(&config).expect("the VM is built");
-        let supervisor = dedup.map(|(store, config)| supervise(&vm, store, config));
+        let supervisor = dedup.map(|setup| supervise(&vm, setup));
         let console = Console::new();
         let vm = vm.start(Box::new(console.clone())).expect("the VM starts");
         let guest = Self {
@@ -183,16 +197,11 @@ impl Guest {
     }
 }
 
-fn supervise(vm: &Vm, store: &Path, config: Config) -> Supervisor {
+fn supervise(vm: &Vm, setup: Setup) -> Supervisor {
     let options = Options {
         // Guests of the reference VMM cannot run guests.
         vouch_for_pins: true,
         ..Options::default()
-    };
-    let setup = Setup {
-        store: store.to_owned(),
-        agent: None,
-        config,
     };
     let memory = Arc::new(vm.memory().clone());
     Supervisor::serving(options, setup, |supervisor| supervisor.add_memory(memory)).expect("dedup starts")

@@ -342,6 +342,7 @@ const OTHERS: [(&str, &[&str]); 17] = [
             "segments",
             "prometheus",
             "random",
+            "hostile",
             "dashboards",
             "seccomp",
             "suspended",

@@ -180,7 +180,7 @@ impl DedupService {
             VerifyEngine::new(&config, engines),
         );
         let memory = Memory::new(ranges)?;
-        let line = Arc::new(AgentLine::new(memory.guest_end())?);
+        let line = Arc::new(AgentLine::new(memory.guest_end(), control.cpu_budget())?);
         let shared = (control.clone(), line.clone());
         let mut pass = Pass::new(config, memory, store.to_owned(), engines, shared)?;
         pass.fill_stats();

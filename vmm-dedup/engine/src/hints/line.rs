@@ -6,7 +6,8 @@ use crate::sync::{Mutex, MutexGuard, lock};
 use crate::sys::bell::Bell;
 use crate::sys::page_size::PAGE_SIZE;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmm_dedup_agent_receiver::map::Counts;
 use vmm_dedup_agent_receiver::receiver::{Limits, NoUse, Receiver, Tally, Withheld};
@@ -47,6 +48,8 @@ pub(crate) struct AgentLine {
     stop: AtomicBool,
     state: AtomicU64,
     cpu_ns: AtomicU64,
+    /// The service's CPU budget, in percent of a core.
+    budget: Arc<AtomicU32>,
     /// Times of the receiver count from here.
     began: Instant,
 }
@@ -75,11 +78,12 @@ fn frames(guest_end: u64) -> u64 {
 }
 
 impl AgentLine {
-    /// To the agent of a guest whose physical addresses end at `guest_end`. Nobody listens yet.
+    /// To the agent of a guest whose physical addresses end at `guest_end`. Nobody listens yet. `budget`: the CPU budget of the
+    /// service, in percent of a core.
     ///
     /// # Errors
     /// [`Error::Eventfd`].
-    pub(crate) fn new(guest_end: u64) -> Result<Self, Error> {
+    pub(crate) fn new(guest_end: u64, budget: Arc<AtomicU32>) -> Result<Self, Error> {
         Ok(Self {
             inner: Mutex::new(Inner {
                 receiver: Receiver::new(0, Limits::default(), Duration::ZERO),
@@ -90,6 +94,7 @@ impl AgentLine {
             stop: AtomicBool::new(false),
             state: AtomicU64::new(State::Off as u64),
             cpu_ns: AtomicU64::new(0),
+            budget,
             began: Instant::now(),
         })
     }
@@ -114,6 +119,12 @@ impl AgentLine {
 
     pub(super) fn set_state(&self, state: State) {
         self.state.store(state as u64, Ordering::Relaxed);
+    }
+
+    /// What the thread that listens may use, in percent of a core: half of the budget, so that a guest that attacks does not end
+    /// merging.
+    pub(super) fn may_use(&self) -> f64 {
+        f64::from(self.budget.load(Ordering::Relaxed)) / 2.0
     }
 
     pub(super) fn note_cpu_ns(&self, ns: u64) {

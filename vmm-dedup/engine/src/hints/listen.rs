@@ -1,13 +1,14 @@
 //! The thread that listens to a guest's agent.
 //!
 //! It has one agent at a time: whoever comes takes the place of the one before, as after a reboot. Guests cannot make it work
-//! much: the receiver takes no more bytes than it granted, and who comes too often is refused, after which nobody is let in for a
-//! second.
+//! much: the receiver takes no more bytes than it granted, who comes too often is refused, after which nobody is let in for a
+//! second, and the thread rests when it has used its share of the CPU budget.
 
 use crate::config::AgentSocket;
 use crate::error::Error;
 use crate::hints::line::{AgentLine, Inner, State};
 use crate::seccomp::Part;
+use crate::sys::cpu_budget::Pacer;
 use crate::sys::{proc, thread};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{ErrorKind, Read, Write};
@@ -27,6 +28,8 @@ const CLOSED: Duration = Duration::from_secs(1);
 const CROWDED: Duration = Duration::from_millis(20);
 /// Turned away at a time while nobody is let in.
 const TURNED_AWAY: usize = 256;
+/// Until the next are, if there may be more of them.
+const NEXT_TURNED_AWAY: Duration = Duration::from_millis(50);
 /// The receiver wants to hear of the time at least so often.
 const TICK: Duration = Duration::from_secs(1);
 /// Most that waits for an agent to read it. Answers are few; who reads none is cut off.
@@ -68,13 +71,19 @@ fn listen(line: &AgentLine, at: &AgentSocket, opens: Instant) {
         opens,
         agent: None,
         reads: Instant::now(),
+        turns_away: Instant::now(),
+        pacer: Pacer::new(line.may_use()),
         buffer: vec![0; AT_ONCE],
     };
     while !line.has_ended() {
         ear.open(at);
-        ear.wait();
-        ear.let_in();
-        ear.hear();
+        let rest = ear.rest();
+        ear.wait(rest);
+        // Who rests hears nobody, and says what is to be said.
+        if rest.is_zero() {
+            ear.let_in();
+            ear.hear();
+        }
         ear.answer();
         line.note_cpu_ns(proc::thread_cpu_ns());
     }
@@ -88,6 +97,9 @@ struct Ear<'a> {
     agent: Option<Connection>,
     /// When it is read from again.
     reads: Instant,
+    /// When others are turned away again, while nobody is let in.
+    turns_away: Instant,
+    pacer: Pacer,
     buffer: Vec<u8>,
 }
 
@@ -115,10 +127,17 @@ impl Ear<'_> {
         }
     }
 
-    /// Waits until somebody comes, sends, reads or rings.
-    fn wait(&self) {
+    /// How long nobody is heard, since the thread has used more than its share.
+    fn rest(&mut self) -> Duration {
+        self.pacer.set_percent(self.line.may_use());
+        self.pacer.debt()
+    }
+
+    /// Waits until somebody comes, sends, reads or rings; while it rests, until somebody rings.
+    fn wait(&self, rest: Duration) {
         let is_closed = Instant::now() < self.opens;
-        let listener = self.listener.as_ref().filter(|_| !is_closed);
+        let rests = !rest.is_zero();
+        let listener = self.listener.as_ref().filter(|_| !is_closed && !rests);
         let wants = match self.line.lock().out.is_empty() {
             true => PollFlags::IN,
             false => PollFlags::IN | PollFlags::OUT,
@@ -129,14 +148,19 @@ impl Ear<'_> {
         fds.extend(
             self.agent
                 .as_ref()
-                .filter(|_| reads.is_zero())
+                .filter(|_| reads.is_zero() && !rests)
                 .map(|agent| PollFd::from_borrowed_fd(agent.as_fd(), wants)),
         );
         let opens = self.opens.saturating_duration_since(Instant::now());
-        let mut until = if is_closed { TICK.min(opens) } else { TICK };
-        if !reads.is_zero() {
-            until = until.min(reads);
-        }
+        let turns_away = self.turns_away.saturating_duration_since(Instant::now());
+        let times = [
+            (is_closed, opens),
+            (is_closed, turns_away),
+            (!reads.is_zero(), reads),
+        ];
+        let next = times.into_iter().filter(|(is, _)| *is).map(|(_, time)| time);
+        let until = if rests { rest } else { next.min().unwrap_or(TICK) };
+        let until = until.min(TICK);
         let timeout = Timespec::try_from(until).ok();
         // Interrupted: all is looked at anyway.
         let _ = poll(&mut fds, timeout.as_ref());
@@ -145,10 +169,14 @@ impl Ear<'_> {
 
     fn let_in(&mut self) {
         let Some(listener) = &self.listener else { return };
-        if Instant::now() < self.opens {
+        let now = Instant::now();
+        if now < self.opens {
             // Whoever comes meanwhile is turned away: a VMM may wait in connect() while the queue is full.
-            let turned_away = || matches!(listener.accept(), Ok(Some(_)));
-            (0..TURNED_AWAY).take_while(|_| turned_away()).for_each(drop);
+            if now >= self.turns_away {
+                let turned_away = || matches!(listener.accept(), Ok(Some(_)));
+                let all = (0..TURNED_AWAY).take_while(|_| turned_away()).count() < TURNED_AWAY;
+                self.turns_away = now + if all { TICK } else { NEXT_TURNED_AWAY };
+            }
             return;
         }
         match listener.accept() {
@@ -248,7 +276,7 @@ mod tests {
 
     #[test]
     fn a_bug_ends_one_agent_and_not_the_listening() {
-        let line = AgentLine::new(1 << 30).unwrap();
+        let line = AgentLine::new(1 << 30, Arc::default()).unwrap();
         line.begin();
         let mut calls = Vec::new();
         again_after_panics(&line, |opens| {

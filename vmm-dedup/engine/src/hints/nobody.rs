@@ -4,6 +4,8 @@ pub(crate) mod line {
     use crate::error::Error;
     use crate::memory::hint::Hint;
     use std::ops::Range;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU32;
 
     /// To nobody.
     #[derive(Debug)]
@@ -18,7 +20,7 @@ pub(crate) mod line {
     }
 
     impl AgentLine {
-        pub(crate) fn new(_guest_end: u64) -> Result<Self, Error> {
+        pub(crate) fn new(_guest_end: u64, _budget: Arc<AtomicU32>) -> Result<Self, Error> {
             Ok(Self)
         }
 

@@ -9,6 +9,7 @@ use crate::sys::bell::Bell;
 use crate::unmerge::cow::Breaker;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -110,7 +111,8 @@ pub(crate) struct Control {
     /// By an operator.
     off: AtomicBool,
     stop: AtomicBool,
-    cpu_percent: AtomicU32,
+    /// Shared with the thread that listens to the guest's agent.
+    cpu_percent: Arc<AtomicU32>,
     pass_period_ms: AtomicU64,
     stop_target_us: AtomicU64,
     /// Settings have been changed since they were last shown.
@@ -142,7 +144,7 @@ impl Control {
             urgent: AtomicBool::new(false),
             held: AtomicBool::new(false),
             reads: Reads::new(),
-            cpu_percent: AtomicU32::new(config.cpu_percent),
+            cpu_percent: Arc::new(AtomicU32::new(config.cpu_percent)),
             pass_period_ms: AtomicU64::new(config.pass_period_ms),
             stop_target_us: AtomicU64::new(config.stop_target_us),
             changed: AtomicBool::new(false),
@@ -271,6 +273,11 @@ impl Control {
 
     pub(crate) fn cpu_percent(&self) -> u32 {
         self.cpu_percent.load(Ordering::Acquire)
+    }
+
+    /// The CPU budget, in percent of a core, as it is at any time.
+    pub(crate) fn cpu_budget(&self) -> Arc<AtomicU32> {
+        self.cpu_percent.clone()
     }
 
     /// Time from the start of one pass to that of the next, milliseconds.

@@ -45,10 +45,11 @@ impl Pass {
         self.heard.has_more() || !self.heard.to_break.is_empty()
     }
 
-    /// The same while nothing is merged: for a moment.
+    /// The same while nothing is merged: for a moment, within the CPU budget, and not while somebody waits.
     pub(super) fn heed_hints_in_standby(&mut self) {
         let start = Instant::now();
-        while self.heed_hints() && start.elapsed() < IN_STANDBY {}
+        let is_time = |pass: &mut Self| start.elapsed() < IN_STANDBY && pass.keep_budget_in_standby().is_ok();
+        while self.heed_hints() && is_time(self) {}
     }
 
     fn take_over(&mut self, said: &[SaidOfBlock]) {

@@ -1,7 +1,6 @@
 //! The scanning thread: the order of its work, and what it answers meanwhile.
 
 pub(crate) mod control;
-pub(crate) mod cpu_budget;
 pub(crate) mod exchange;
 mod explain;
 mod follow;

@@ -1,6 +1,6 @@
 //! When the scanning thread sleeps, answers and reports, while there is work.
 
-use crate::scan::cpu_budget::Pacer;
+use crate::sys::cpu_budget::Pacer;
 use std::time::{Duration, Instant};
 
 /// Least time between two looks for questions while there is work.
@@ -27,7 +27,7 @@ impl Pace {
     /// For the calling thread, and a CPU budget in percent of a core.
     pub(super) fn new(cpu_percent: u32) -> Self {
         Self {
-            pacer: Pacer::new(cpu_percent),
+            pacer: Pacer::new(cpu_percent.into()),
             answered: Instant::now(),
             reported: Instant::now(),
             looked: Instant::now(),
@@ -37,7 +37,7 @@ impl Pace {
     /// Another CPU budget, and the CPU time of all helpers, which counts against it.
     pub(super) fn set(&mut self, cpu_percent: u32, helpers_ns: u64) {
         self.pacer.charge_others(helpers_ns);
-        self.pacer.set_percent(cpu_percent);
+        self.pacer.set_percent(cpu_percent.into());
     }
 
     /// How long to sleep between two pieces of work, if it is worth it, and unless that was asked just before.

@@ -5,6 +5,7 @@ pub(crate) mod asker;
 pub(crate) mod bell;
 #[cfg(feature = "pack")]
 pub(crate) mod cache;
+pub(crate) mod cpu_budget;
 mod descriptors;
 pub(crate) mod direct_io;
 pub(crate) mod fork;

@@ -20,9 +20,9 @@ pub(crate) struct Pacer {
 }
 
 impl Pacer {
-    /// For the calling thread.
-    pub(crate) fn new(percent: u32) -> Self {
-        let share = f64::from(percent) / 100.0;
+    /// For the calling thread, and a share of a core in percent.
+    pub(crate) fn new(percent: f64) -> Self {
+        let share = percent / 100.0;
         Self {
             share,
             since: Instant::now(),
@@ -32,8 +32,8 @@ impl Pacer {
     }
 
     /// Another budget, from now on: what was used before is forgotten.
-    pub(crate) fn set_percent(&mut self, percent: u32) {
-        let share = f64::from(percent) / 100.0;
+    pub(crate) fn set_percent(&mut self, percent: f64) {
+        let share = percent / 100.0;
         if share.to_bits() != self.share.to_bits() {
             let cpu_at_start = proc::thread_cpu_ns() + self.others_ns;
             *self = Self {
@@ -77,27 +77,27 @@ mod tests {
 
     #[test]
     fn within_budget_there_is_no_debt() {
-        assert_eq!(Pacer::new(20).debt_at(0.1, 0.6), Duration::ZERO);
+        assert_eq!(Pacer::new(20.0).debt_at(0.1, 0.6), Duration::ZERO);
     }
 
     #[test]
     fn debt_is_paid_at_the_rate_of_the_budget() {
-        let debt = Pacer::new(20).debt_at(0.2, 0.5);
+        let debt = Pacer::new(20.0).debt_at(0.2, 0.5);
         assert!((debt.as_secs_f64() - 0.5).abs() < 1e-9, "{debt:?}");
     }
 
     #[test]
     fn a_new_budget_forgets_what_was_used() {
-        let mut pacer = Pacer::new(10);
+        let mut pacer = Pacer::new(10.0);
         pacer.charge_others(3_600_000_000_000);
         assert!(pacer.debt() > Duration::from_secs(3600));
-        pacer.set_percent(20);
+        pacer.set_percent(20.0);
         assert!(pacer.debt() < Duration::from_secs(1));
     }
 
     #[test]
     fn idle_time_is_not_saved_up_for_ever() {
-        let mut pacer = Pacer::new(20);
+        let mut pacer = Pacer::new(20.0);
         let before = pacer.since;
         pacer.debt_at(0.0, 100.0);
         assert_eq!(pacer.since - before, Duration::from_secs_f64(99.5));
