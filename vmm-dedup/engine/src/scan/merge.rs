@@ -41,6 +41,20 @@ impl Pass {
         self.tell_store()
     }
 
+    /// Merges what was found so far, and says so: what others give up must not wait for the end of a long pass.
+    pub(super) fn keep_up(&mut self) -> Result<(), Error> {
+        self.tell_store()?;
+        while !self.twins.is_empty() && self.direct_io.glance() {
+            self.merge()?;
+            self.yield_and_poll()?;
+        }
+        match self.twins.is_empty() && self.map.outbox().is_empty() {
+            true => self.session.acknowledge(),
+            // The next time.
+            false => Ok(()),
+        }
+    }
+
     /// What is merged now of what was found, in page order. Where the guest gives hints, those chunks come first of which it says that much
     /// is worth sharing. The others come in pieces, so that what is found of the former meanwhile need not wait for all of them, unless
     /// there is no room for more.

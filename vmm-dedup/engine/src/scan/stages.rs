@@ -181,20 +181,6 @@ impl Pass {
         self.merge()
     }
 
-    /// Merges what was found so far, and says so: what others give up must not wait for the end of a long pass.
-    pub(super) fn keep_up(&mut self) -> Result<(), Error> {
-        self.tell_store()?;
-        while !self.twins.is_empty() && self.direct_io.glance() {
-            self.merge()?;
-            self.yield_and_poll()?;
-        }
-        match self.twins.is_empty() && self.map.outbox().is_empty() {
-            true => self.session.acknowledge(),
-            // The next time.
-            false => Ok(()),
-        }
-    }
-
     /// Keyed > found, for pages that the kernel copied.
     fn look_at_copies(&mut self) -> Result<(), Error> {
         let mut prospect = None;

@@ -100,6 +100,15 @@ impl HeldSlot {
     }
 }
 
+/// What the store has said of segments whose pages have moved.
+#[derive(Debug, Default)]
+struct Evacuated {
+    /// Those that have not gone yet.
+    numbers: BTreeSet<u32>,
+    /// How often it has said that of one. Numbers come again.
+    told: u64,
+}
+
 /// A live connection.
 #[derive(Debug)]
 pub(crate) struct Store {
@@ -111,10 +120,7 @@ pub(crate) struct Store {
     /// Passes until the memory of the staging buffer is given back; 0 if there is none.
     staging_kept: u32,
     segments: Vec<Option<Segment>>,
-    /// Segments whose pages have moved, and that have not gone yet.
-    evacuated: BTreeSet<u32>,
-    /// How often the store has said that of one. Numbers come again.
-    evacuations: u64,
+    evacuated: Evacuated,
     /// Segments that went, which this process may still map.
     retired: Vec<RetiredSegment>,
     /// Changes of these.
@@ -150,8 +156,7 @@ impl Store {
             staging_file: welcome.staging_file,
             staging_kept: 0,
             segments: Vec::new(),
-            evacuated: BTreeSet::new(),
-            evacuations: 0,
+            evacuated: Evacuated::default(),
             retired: Vec::new(),
             segment_changes: next_change(),
             salt: welcome.salt,
@@ -227,13 +232,13 @@ impl Store {
 
     /// Segments whose pages have moved, and that have not gone yet.
     pub(crate) fn evacuated(&self) -> &BTreeSet<u32> {
-        &self.evacuated
+        &self.evacuated.numbers
     }
 
     /// How often the store has said so.
     #[cfg_attr(not(feature = "pack"), allow(dead_code))]
     pub(crate) fn evacuations(&self) -> u64 {
-        self.evacuations
+        self.evacuated.told
     }
 
     /// Segments that went, which this process may still map.
@@ -455,7 +460,7 @@ impl Store {
                 });
             }
             Message::SegmentRetired(number) => {
-                self.evacuated.remove(&number);
+                self.evacuated.numbers.remove(&number);
                 if let Some(segment) = self.segments.get_mut(number as usize).and_then(Option::take) {
                     self.segment_changes = next_change();
                     self.retired.push(RetiredSegment {
@@ -466,8 +471,8 @@ impl Store {
                 }
             }
             Message::Evacuated(number) => {
-                self.evacuated.insert(number);
-                self.evacuations += 1;
+                self.evacuated.numbers.insert(number);
+                self.evacuated.told += 1;
             }
             Message::Index(bytes) => {
                 let file = received
