@@ -302,10 +302,8 @@ fn a_flood_about_much_memory_costs_the_cpu_budget_at_most() {
     service.pause();
     flood("16 GiB, paused");
     service.resume();
-    let stats = service.stats();
-    assert!(
-        stats.hints.free + stats.hints.file_clean + stats.hints.anonymous > 0,
-        "{stats:?}"
-    );
+    // What an agent said goes with its connection.
+    let agents = service.stats().hints.agents_total;
+    assert!(agents > 0, "nobody was heard");
     service.stop(true).expect("it stops");
 }

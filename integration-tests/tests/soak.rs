@@ -9,7 +9,7 @@ fn a_fleet_that_churns_keeps_its_sharing_and_does_not_grow() {
     need_kvm!();
     need_userfaultfd!();
     let soak = Command::new(env!("CARGO_BIN_EXE_soak"))
-        .args(["--seconds", "75"])
+        .args(["--seconds", "120"])
         .output()
         .expect("the soak runs");
     let account: Value = serde_json::from_slice(&soak.stdout).expect("JSON");

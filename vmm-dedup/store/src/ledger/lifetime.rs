@@ -58,7 +58,7 @@
 //! keeps the memory of the old slot's segment, and nothing else.
 //!
 //! An orphan cannot tell that it follows, and its references are an account of pages, not of places: they go to the new slot at once.
-//! So the old slot's segment may go. What the process maps of it stays as it is, and costs what the kernel says ([`crate::memory::held`]).
+//! So the old slot's segment may go. What the process maps of it stays as it is, and costs what the kernel says (`memory/held.rs`).
 //!
 //! # After the last reference
 //! A slot that is free here is not written again in its file: only when its segment has gone, and its number is given to another

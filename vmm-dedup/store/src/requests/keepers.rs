@@ -34,7 +34,7 @@ const KEEPING: u32 = 2;
 /// For how long a user has kept the store from growing, of late.
 #[derive(Debug, Default)]
 struct Late {
-    /// Looks, each [`Keepers::credit`] times.
+    /// Looks, each [`PATIENCE`] times [`KEEPING`]: one is forgotten with each look at which he keeps little.
     looks: u32,
     /// For so many looks more he may not join.
     barred: u32,
