@@ -32,6 +32,8 @@ const TURNED_AWAY: usize = 256;
 const NEXT_TURNED_AWAY: Duration = Duration::from_millis(50);
 /// The receiver wants to hear of the time at least so often.
 const TICK: Duration = Duration::from_secs(1);
+/// Who has used more than his share says so often what is to be said.
+const RESTS: Duration = Duration::from_millis(20);
 /// Most that waits for an agent to read it. Answers are few; who reads none is cut off.
 const MOST_UNREAD: usize = 64 << 10;
 /// Between two reads: a guest that sends a byte at a time does not keep the thread busy. Credit is for far less than can be read so.
@@ -133,11 +135,16 @@ impl Ear<'_> {
         self.pacer.debt()
     }
 
-    /// Waits until somebody comes, sends, reads or rings; while it rests, until somebody rings.
+    /// Waits until somebody comes, sends, reads or rings. While it rests it waits for none of these: whoever rings often enough would have
+    /// it use up, by waking, what it has to make up for.
     fn wait(&self, rest: Duration) {
+        if !rest.is_zero() {
+            std::thread::sleep(rest.min(RESTS));
+            self.line.bell.hush();
+            return;
+        }
         let is_closed = Instant::now() < self.opens;
-        let rests = !rest.is_zero();
-        let listener = self.listener.as_ref().filter(|_| !is_closed && !rests);
+        let listener = self.listener.as_ref().filter(|_| !is_closed);
         let wants = match self.line.lock().out.is_empty() {
             true => PollFlags::IN,
             false => PollFlags::IN | PollFlags::OUT,
@@ -148,7 +155,7 @@ impl Ear<'_> {
         fds.extend(
             self.agent
                 .as_ref()
-                .filter(|_| reads.is_zero() && !rests)
+                .filter(|_| reads.is_zero())
                 .map(|agent| PollFd::from_borrowed_fd(agent.as_fd(), wants)),
         );
         let opens = self.opens.saturating_duration_since(Instant::now());
@@ -159,8 +166,7 @@ impl Ear<'_> {
             (!reads.is_zero(), reads),
         ];
         let next = times.into_iter().filter(|(is, _)| *is).map(|(_, time)| time);
-        let until = if rests { rest } else { next.min().unwrap_or(TICK) };
-        let until = until.min(TICK);
+        let until = next.min().unwrap_or(TICK).min(TICK);
         let timeout = Timespec::try_from(until).ok();
         // Interrupted: all is looked at anyway.
         let _ = poll(&mut fds, timeout.as_ref());
