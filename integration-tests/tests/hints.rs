@@ -123,6 +123,23 @@ impl Vm {
     }
 }
 
+/// How many of some pages are pages of a store's file.
+fn of_store(pagemap: &File, pages: &Pages, range: Range<usize>) -> usize {
+    // Documentation/admin-guide/mm/pagemap.rst: the page is present; it is a file's, or shared memory.
+    const PRESENT: u64 = 1 << 63;
+    const OF_FILE: u64 = 1 << 61;
+    let mut words = vec![0; range.len() * 8];
+    let first = pages.address(range.start) / 4096 * 8;
+    pagemap
+        .read_exact_at(&mut words, first as u64)
+        .expect("the pages");
+    let words = words
+        .chunks(8)
+        .map(|word| u64::from_ne_bytes(word.try_into().expect("8 bytes")));
+    // All were touched: a private one is present.
+    words.filter(|word| word & (PRESENT | OF_FILE) != PRESENT).count()
+}
+
 /// All pages but zero pages in the files of stores of this process.
 fn in_stores() -> HashSet<Vec<u8>> {
     const AT_ONCE: usize = 1 << 20;
@@ -229,6 +246,47 @@ fn pieces_of_files_are_shared_by_the_first_pass_that_sees_them() {
     });
     assert!((512..1024).all(|page| vm.pages.holds(page, (4 << 20) + page as u64 / 2)));
     vm.service.stop(true).expect("it stops");
+}
+
+/// Another VM has all of it by the time that this one looks: all twins are found at once.
+#[test]
+fn pieces_of_files_are_merged_before_what_lies_in_front_of_them() {
+    need_userfaultfd!();
+    const OTHERS: usize = 12_288;
+    const FILES: usize = 512;
+    const PAGES: usize = OTHERS + FILES;
+    let store = StoreThread::start();
+    let pages = Pages::map(PAGES);
+    (0..PAGES).for_each(|page| pages.fill(page, page as u64 + 1));
+    // Slow enough to be watched.
+    let slow = Config {
+        cpu_percent: 5,
+        ..config()
+    };
+    let vm = Vm::start_on(&store, pages, slow);
+    let mut agent = vm.agent();
+    agent.say_of(OTHERS..PAGES, Said::new(Kind::FileClean));
+    vm.passes_until("word of files, and keys", |stats| {
+        stats.hints.file_clean == FILES as u64 && stats.pages_unshared == PAGES as u64
+    });
+    let other = Vm::start(&store, PAGES, |page| page as u64 + 1);
+    other.passes_until("publication", |stats| stats.pages_mapped == PAGES as u64);
+    let pagemap = File::open("/proc/self/pagemap").expect("/proc is there");
+    let others = std::thread::scope(|scope| {
+        scope.spawn(|| vm.passes_until("sharing", |stats| stats.pages_mapped == PAGES as u64));
+        let start = Instant::now();
+        while of_store(&pagemap, &vm.pages, OTHERS..PAGES) < FILES {
+            assert!(start.elapsed() < PATIENCE, "files are not shared");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        of_store(&pagemap, &vm.pages, 0..OTHERS)
+    });
+    println!("{others} other pages were merged when all of the files were");
+    assert!(others < OTHERS / 2, "{others}");
+    for vm in [vm, other] {
+        assert!((0..PAGES).all(|page| vm.pages.holds(page, page as u64 + 1)));
+        vm.service.stop(true).expect("it stops");
+    }
 }
 
 /// Files are read, and dropped some seconds later: what is shared by then, by the settings that there are.

@@ -185,26 +185,27 @@ fn an_agent_that_attacks_costs_its_own_vm_its_cpu_budget_at_most_and_no_byte() {
     let (descriptors_before, memory_before) = (descriptors(), own_memory_kib(&[&victim, &honest]));
     let before = victim.stats();
 
-    let heard = std::cell::Cell::new(0);
     let attack = |what: &str, play: Play| {
         let (progress, merges) = (honest.progress(), honest.stats().merges_total);
         let start = Instant::now();
         let is_enough = |done: &Done| match play {
             Play::Reconnects => done.connections >= reconnects(),
-            // Who was refused may be kept out for as long as he comes again and again.
-            _ => start.elapsed() >= if done.welcomed > 0 { PLAY } else { PATIENCE },
+            _ => {
+                assert!(start.elapsed() < PATIENCE, "nobody is let in");
+                done.welcomed > 0 && start.elapsed() >= PLAY
+            }
         };
         within_budget(&format!("{play:?}{what}"), &threads, || {
-            let done = play.play(&socket, BLOCKS, is_enough);
-            heard.set(heard.get() + u32::from(done.welcomed > 0));
-            done
+            play.play(&socket, BLOCKS, is_enough)
         });
         // Whom it does not concern lives on.
         until("progress of the other VM", || {
             honest.progress() > progress && honest.stats().merges_total > merges
         });
     };
-    Play::ALL.into_iter().for_each(|play| attack("", play));
+    // Who has come too often is kept out for a while: that comes last.
+    let heard_of = Play::ALL.into_iter().filter(|play| *play != Play::Reconnects);
+    heard_of.for_each(|play| attack("", play));
     // Also while nothing is to be merged, and what is said is taken over all the same.
     let switch = |to| Settings {
         switch: Some(to),
@@ -214,11 +215,14 @@ fn an_agent_that_attacks_costs_its_own_vm_its_cpu_budget_at_most_and_no_byte() {
     attack(", off", Play::Flood);
     attack(", off", Play::Lies);
     victim.set(switch(Switch::On)).expect("on");
-    assert!(heard.get() >= 4, "{} attacks were let in", heard.get());
+    attack("", Play::Reconnects);
 
-    let after = victim.stats();
-    assert!(after.hints.agents_refused_total > before.hints.agents_refused_total);
-    assert!(after.hints.agents_cut_off_total > before.hints.agents_cut_off_total);
+    // The account is a little older than what happened last.
+    until("word of who was refused and cut off", || {
+        let after = victim.stats().hints;
+        after.agents_refused_total > before.hints.agents_refused_total
+            && after.agents_cut_off_total > before.hints.agents_cut_off_total
+    });
     // Who comes in peace is heard, as soon as the attackers' connections are forgiven.
     let start = Instant::now();
     let mut agent = loop {
@@ -238,6 +242,7 @@ fn an_agent_that_attacks_costs_its_own_vm_its_cpu_budget_at_most_and_no_byte() {
     });
     drop(agent);
     until("end of sockets", || sockets() <= descriptors_before["socket"]);
+    let after = victim.stats();
     let memory_after = own_memory_kib(&[&victim, &honest]);
     println!(
         "descriptors: {descriptors_before:?} before, {:?} after; memory that is no guest's: {memory_before} and {memory_after} KiB; \

@@ -194,8 +194,11 @@ impl AgentLine {
         let mut inner = self.lock();
         let Inner { receiver, out, .. } = &mut *inner;
         receiver.in_force(withheld, out);
+        let has_more = !out.is_empty();
         drop(inner);
-        self.bell.ring();
+        if has_more {
+            self.bell.ring();
+        }
     }
 
     /// The guest's physical addresses end elsewhere now. All blocks that there are.

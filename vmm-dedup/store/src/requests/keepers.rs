@@ -51,8 +51,17 @@ pub(crate) struct Keepers {
     /// The epochs at the last looks, the newest first. (Looks are counted, not seconds: a store that was stopped has given nobody time.)
     epochs: VecDeque<Epoch>,
     users: BTreeMap<u32, Late>,
-    /// Segments that are being emptied, or went, which is said, and for how many looks they have been that.
-    gone: BTreeMap<u32, (bool, u32)>,
+    /// Segments that are being emptied, or went, by their numbers.
+    gone: BTreeMap<u32, Gone>,
+}
+
+/// A segment that members may keep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Gone {
+    /// It went; or else it is being emptied.
+    went: bool,
+    /// For so many looks.
+    looks: u32,
 }
 
 impl Keepers {
@@ -76,30 +85,15 @@ impl Keepers {
     /// Cuts off who keeps too much for too long. To be called once a second.
     pub(crate) fn cut_off(&mut self, peers: &Peers, pool: &Pool, now: Instant) {
         if pool.segments().much_is_held() {
-            let silence = Duration::from_secs(u64::from(PATIENCE) * u64::from(self.answer_seconds));
+            let silence = Duration::from_secs(self.longest().into());
             peers.cut_off(|id, heard| {
                 now.saturating_duration_since(heard) >= silence && pool.segments().waits_for(id)
             });
         }
+        self.gone = note_gone(&self.gone, pool.gone());
         self.cut_off_users(peers, pool);
-        let longest = (PATIENCE * self.answer_seconds) as usize;
-        let long_gone = self
-            .gone
-            .values()
-            .filter(|(went, looks)| *went && *looks as usize >= longest);
-        if long_gone.count() > MANY_SEGMENTS {
-            let is_long_gone = |number: &u32| {
-                self.gone
-                    .get(number)
-                    .is_some_and(|(_, looks)| *looks as usize >= longest)
-            };
-            let retired = pool
-                .segments()
-                .retired()
-                .filter(|(number, _)| is_long_gone(number));
-            let many = who_knows_many(retired.map(|(_, waiting)| waiting));
-            peers.cut_off(|id, _| many.contains(&id));
-        }
+        self.cut_off_for_numbers(peers, pool);
+        let longest = self.longest() as usize;
         self.epochs.push_front(pool.epochs().current());
         self.epochs.truncate(longest + 1);
         let patience = patience(
@@ -114,21 +108,36 @@ impl Keepers {
         }
     }
 
+    /// For how many looks who is silent is waited for at most.
+    fn longest(&self) -> u32 {
+        PATIENCE * self.answer_seconds
+    }
+
+    /// Cuts off who knows too many segments that went a while ago.
+    fn cut_off_for_numbers(&self, peers: &Peers, pool: &Pool) {
+        let is_long_gone = |gone: &Gone| gone.went && gone.looks >= self.longest();
+        if self.gone.values().filter(|gone| is_long_gone(gone)).count() > MANY_SEGMENTS {
+            let retired = pool.segments().retired();
+            let retired = retired.filter(|(number, _)| self.gone.get(number).is_some_and(is_long_gone));
+            let many = who_knows_many(retired.map(|(_, waiting)| waiting));
+            peers.cut_off(|id, _| many.contains(&id));
+        }
+    }
+
     /// Cuts off the services of users who have kept the store from growing for too long.
     fn cut_off_users(&mut self, peers: &Peers, pool: &Pool) {
-        self.gone = note_gone(&self.gone, pool.gone());
         let kept = pool.segments().is_held_up().then(|| kept_by_users(peers, pool));
         let kept = kept.filter(|users| users.len() > 1).unwrap_or_default();
         let part = pool.segments().may_be_held() / kept.len().max(1);
         let is_late = |segments: &BTreeSet<u32>| {
-            let looks = segments.iter().filter_map(|segment| self.gone.get(segment));
-            looks.filter(|(_, looks)| *looks >= self.answer_seconds).count() > part
+            let gone = segments.iter().filter_map(|segment| self.gone.get(segment));
+            gone.filter(|gone| gone.looks >= self.answer_seconds).count() > part
         };
         let late = kept.iter().filter(|(_, segments)| is_late(segments));
         let late: BTreeSet<u32> = late.map(|(user, _)| *user).collect();
         late.iter()
             .for_each(|user| _ = self.users.entry(*user).or_default());
-        let (credit, longest) = (PATIENCE * KEEPING, PATIENCE * self.answer_seconds);
+        let (credit, longest) = (PATIENCE * KEEPING, self.longest());
         let most = self.answer_seconds.div_ceil(KEEPING) * credit;
         for (user, of) in &mut self.users {
             of.barred = of.barred.saturating_sub(1);
@@ -176,16 +185,16 @@ fn who_knows_many<'a>(segments: impl Iterator<Item = &'a BTreeSet<MemberId>>) ->
 }
 
 /// Segments that are being emptied or went by now, and for how many looks they have been that, by what was so before.
-fn note_gone(
-    before: &BTreeMap<u32, (bool, u32)>,
-    now: impl Iterator<Item = (u32, bool)>,
-) -> BTreeMap<u32, (bool, u32)> {
+fn note_gone(before: &BTreeMap<u32, Gone>, now: impl Iterator<Item = (u32, bool)>) -> BTreeMap<u32, Gone> {
     let looks = |segment: u32, went: bool| {
-        let before = before.get(&segment).filter(|(before, _)| *before == went);
-        before.map_or(0, |(_, looks)| looks + 1)
+        let before = before.get(&segment).filter(|before| before.went == went);
+        before.map_or(0, |before| before.looks + 1)
     };
-    now.map(|(segment, went)| (segment, (went, looks(segment, went))))
-        .collect()
+    let gone = |(segment, went)| {
+        let looks = looks(segment, went);
+        (segment, Gone { went, looks })
+    };
+    now.map(gone).collect()
 }
 
 /// For how many looks a service is waited for that has not acknowledged what left the index before; `None`: for ever.
@@ -205,13 +214,18 @@ mod tests {
     fn looks_count_from_when_a_segment_went() {
         let once = note_gone(&BTreeMap::new(), [(1, true), (2, true), (4, false)].into_iter());
         let twice = note_gone(&once, [(2, true), (3, true), (4, false)].into_iter());
-        let looks = BTreeMap::from([(2, (true, 1)), (3, (true, 0)), (4, (false, 1))]);
+        let gone = |all: &[(u32, (bool, u32))]| -> BTreeMap<u32, Gone> {
+            let each = all.iter().copied();
+            each.map(|(segment, (went, looks))| (segment, Gone { went, looks }))
+                .collect()
+        };
+        let looks = gone(&[(2, (true, 1)), (3, (true, 0)), (4, (false, 1))]);
         assert_eq!(twice, looks);
         let again = note_gone(&twice, [(3, true), (4, true)].into_iter());
-        assert_eq!(again, BTreeMap::from([(3, (true, 1)), (4, (true, 0))]));
+        assert_eq!(again, gone(&[(3, (true, 1)), (4, (true, 0))]));
         // Its number was another segment's meanwhile.
         let at_last = note_gone(&again, [(2, true)].into_iter());
-        assert_eq!(at_last, BTreeMap::from([(2, (true, 0))]));
+        assert_eq!(at_last, gone(&[(2, (true, 0))]));
     }
 
     #[test]
